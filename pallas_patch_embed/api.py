@@ -1,0 +1,283 @@
+"""The public functions: argument checks, docstrings, and the way to the primitive."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_patch_embed.backends import Explanation, check_name, choose
+from pallas_patch_embed.backends import explain as explain_problem
+from pallas_patch_embed.params import PatchEmbedParams, check_params
+from pallas_patch_embed.patchify import rows
+from pallas_patch_embed.primitive import patch_embed_p
+from pallas_patch_embed.problem import OUT_DTYPES, Problem, Target
+
+IMAGE_DTYPES = ("uint8", "float16", "bfloat16", "float32", "float64")
+
+
+def patchify(images: jax.Array, params: PatchEmbedParams) -> jax.Array:
+    """Cuts images into patch rows in the encoding of the params.
+
+    A uint8 image and the equal float image (u / 255 * 2 - 1 in float32, however rounded) give
+    identical patches in every dtype: a float within 2^-21 of a uint8 level is taken for it.
+
+    Args:
+      images: [..., H, W, 3], uint8 or floating-point in [-1, 1]; floats are clipped to that. A
+        remainder of H or W beyond whole patches is dropped, as SigLIP does. NaN stays NaN, except
+        that int8 has none: there it becomes an unspecified level.
+      params: PatchEmbedParams; decides patch size, encoding and padding.
+
+    Returns:
+      [..., S, K_padded] of `params.dtype`, S = (H // p) * (W // p) in row-major order, K in the
+      order height, width, channel, then zeros. int8 holds pixel - 128, the other dtypes pixels in
+      [-1, 1].
+
+    Raises:
+      TypeError: images or params of another type.
+      ValueError: images of another shape, or smaller than a patch.
+    """
+    check_params(params)
+    images = _check_images(images, params)
+    return rows(images, params.patch_size, params.dtype)
+
+
+def patch_embed(
+    patches: jax.Array,
+    params: PatchEmbedParams,
+    *,
+    position_embedding: jax.Array | None = None,
+    backend: str | None = None,
+    out_dtype: Any = jnp.bfloat16,
+) -> jax.Array:
+    """Embeds patches: product with the weight, scale, bias and positions in one operator.
+
+    y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n])
+
+    Inference only: it has no derivative. Works under jit, vmap, scan, shard_map, NamedSharding and
+    explicit meshes, jax.export. Patches sharded along the batch or S and params sharded along N
+    need no communication; patches or weights sharded along K are gathered first.
+
+    Args:
+      patches: [..., S, K_padded] of `params.dtype`, as `patchify` gives them. Any leading axes,
+        also none; a batch may be empty.
+      params: PatchEmbedParams.
+      position_embedding: [..., S, N] floating-point, replaces the stored positions. Leading axes
+        broadcast against those of patches: positions per image have all of them. As at packing,
+        the table is offset + positions, added in float32 and rounded to bfloat16 (not rounded if
+        `params.dtype` is float32).
+      backend: a name from `backends()`; None for the first that serves. See `explain`.
+      out_dtype: bfloat16 or float32, to which the result is rounded once.
+
+    Returns:
+      [..., S, N] of out_dtype.
+
+    Raises:
+      TypeError: an argument of another type or dtype.
+      ValueError: an argument of another shape, an unknown backend or output dtype.
+      NotImplementedError: the backend asked for by name cannot serve; the message says why.
+    """
+    check_params(params)
+    patches = _check_patches(patches, params)
+    table = _table(patches, params, position_embedding)
+    operands = (patches, params.weight, params.scale, table)
+    out_dtype = _check_out_dtype(out_dtype)
+    check_name(backend)
+    if backend is not None:
+        choose(Problem.of(*operands, out_dtype=out_dtype), None, backend)
+    return patch_embed_p.bind(*operands, backend=backend, out_dtype=out_dtype)
+
+
+def embed_images(
+    images: jax.Array,
+    params: PatchEmbedParams,
+    *,
+    position_embedding: jax.Array | None = None,
+    backend: str | None = None,
+    out_dtype: Any = jnp.bfloat16,
+) -> jax.Array:
+    """Embeds images: `patchify`, then `patch_embed`.
+
+    Args:
+      images: [..., H, W, 3], uint8 or floating-point in [-1, 1]. Their grid of patches must be the
+        params' grid, unless positions are given or the params have none.
+      params: PatchEmbedParams.
+      position_embedding: [..., S, N] floating-point, replaces the stored positions.
+      backend: a name from `backends()`; None for the first that serves.
+      out_dtype: bfloat16 or float32.
+
+    Returns:
+      [..., S, N] of out_dtype.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `patchify` and `patch_embed`, and a ValueError
+        for images of another grid.
+    """
+    check_params(params)
+    images = _check_images(images, params)
+    H, W = images.shape[-3:-1]
+    grid = (H // params.patch_size, W // params.patch_size)
+    if position_embedding is None and params.table is not None and grid != params.grid:
+        raise ValueError(
+            f"embed_images: {H} x {W} pixels are a {grid[0]} x {grid[1]} grid of patches of "
+            f"{params.patch_size} pixels, but the params have positions for {params.grid[0]} x "
+            f"{params.grid[1]}. Resize the images, or pass the position_embedding of their grid."
+        )
+    return patch_embed(
+        rows(images, params.patch_size, params.dtype),
+        params,
+        position_embedding=position_embedding,
+        backend=backend,
+        out_dtype=out_dtype,
+    )
+
+
+def explain(
+    patches_or_shape: Any, params: PatchEmbedParams, *, device: jax.Device | None = None
+) -> Explanation:
+    """Says which backends serve `patch_embed` for these patches, and why the others do not.
+
+    Args:
+      patches_or_shape: patches, or their shape [..., S, K_padded]. Nothing is computed.
+      params: PatchEmbedParams.
+      device: the device asked about, by default the one that JAX would use.
+
+    Returns:
+      Explanation: rows (backend, serves, reason) in the order in which they are tried; print it.
+
+    Raises:
+      TypeError, ValueError: as `patch_embed`.
+    """
+    check_params(params)
+    patches = patches_or_shape
+    if not hasattr(patches, "shape"):
+        patches = _abstract_patches(patches, params)
+    patches = _check_patches(patches, params)
+    if device is None:
+        (device,) = jnp.zeros(()).devices()
+    if not isinstance(device, jax.Device):
+        raise TypeError(f"explain: device is {device!r}, expected one of jax.devices().")
+    table = params.offset if params.table is None else params.table
+    problem = Problem.of(patches, params.weight, params.scale, table, out_dtype="bfloat16")
+    return explain_problem(problem, Target.of(device))
+
+
+def _abstract_patches(shape: Any, params: PatchEmbedParams) -> jax.ShapeDtypeStruct:
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        sizes = (-1,)
+    if min(sizes, default=0) < 0:
+        raise TypeError(f"explain: {shape!r} is neither patches nor a shape [..., S, K_padded].")
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(params.dtype))
+
+
+def _dtype_name(value: Any, what: str) -> str:
+    """The dtype of an array, looked at before JAX narrows float64."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(
+            f"{what} is {type(value).__name__}, expected a JAX or numpy array. Convert it with "
+            "numpy.asarray."
+        )
+    return getattr(value.dtype, "name", str(value.dtype))
+
+
+def _as_jax(value: Any) -> Any:
+    return value if isinstance(value, jax.ShapeDtypeStruct) else jnp.asarray(value)
+
+
+def _check_images(images: Any, params: PatchEmbedParams) -> jax.Array:
+    dtype = _dtype_name(images, "images")
+    if dtype not in IMAGE_DTYPES:
+        raise TypeError(
+            f"images have dtype {dtype}, expected uint8, or floating-point in [-1, 1]. Convert "
+            "pixels of 0 to 255 with images.astype(numpy.uint8)."
+        )
+    shape = tuple(images.shape)
+    if len(shape) < 3 or shape[-1] != 3:
+        channels_first = len(shape) >= 3 and shape[-3] == 3
+        raise ValueError(
+            f"images have shape {list(shape)}, expected [..., H, W, 3], red, green, blue last. "
+            + (
+                "Move the channels last with numpy.moveaxis(images, -3, -1)."
+                if channels_first
+                else "Convert the images to RGB."
+            )
+        )
+    if min(shape[-3:-1]) < params.patch_size:
+        raise ValueError(
+            f"images of {shape[-3]} x {shape[-2]} pixels are smaller than a patch of "
+            f"{params.patch_size} x {params.patch_size}. Resize them."
+        )
+    return _as_jax(images)
+
+
+def _check_patches(patches: Any, params: PatchEmbedParams) -> jax.Array:
+    dtype = _dtype_name(patches, "patches")
+    if dtype != params.dtype:
+        raise TypeError(
+            f"patch_embed: patches have dtype {dtype}, but the params are packed for "
+            f"{params.dtype}. Make patches with patchify(images, params), which encodes pixels, or "
+            f"pack the params with dtype={dtype!r} if that is one of theirs."
+        )
+    shape = tuple(patches.shape)
+    if len(shape) < 2:
+        raise ValueError(
+            f"patch_embed: patches have shape {list(shape)}, expected [..., S, {params.K_padded}]: "
+            "at least the axes S (positions) and K. Add the missing axis."
+        )
+    if shape[-1] != params.K_padded:
+        raise ValueError(
+            f"patch_embed: patches have K = {shape[-1]} but the packed weight has K = "
+            f"{params.K_padded}.\nPack images with `patchify(images, params)`, which pads K for "
+            f"you, or pad the last axis of {params.K} with zeros to {params.K_padded}."
+        )
+    return _as_jax(patches)
+
+
+def _table(patches: jax.Array, params: PatchEmbedParams, positions: Any) -> jax.Array:
+    """What is added to the scaled product: the stored table, offset + given positions, or offset."""
+    S, N = patches.shape[-2], params.N
+    if positions is None:
+        if params.table is not None and params.table.shape[0] != S:
+            h, w = params.grid
+            raise ValueError(
+                f"patch_embed: patches have S = {S} positions, but the params have positions for "
+                f"a {h} x {w} grid, S = {h * w}. Resize the images, or pass position_embedding."
+            )
+        return params.offset if params.table is None else params.table
+    dtype = _dtype_name(positions, "position_embedding")
+    if not jnp.issubdtype(positions.dtype, jnp.floating):
+        raise TypeError(f"position_embedding has dtype {dtype}, expected a floating-point array.")
+    leading = tuple(patches.shape[:-2])
+    shape = tuple(positions.shape)
+    try:
+        broadcast = np.broadcast_shapes(shape[:-2], leading)
+    except ValueError:
+        broadcast = None
+    if len(shape) < 2 or shape[-2:] != (S, N) or broadcast != leading:
+        raise ValueError(
+            f"position_embedding has shape {list(shape)}, expected {[S, N]} for all images or "
+            f"{[*leading, S, N]} for each: patches have shape {list(patches.shape)}, the params "
+            f"have N = {N}."
+        )
+    table = params.offset + jnp.asarray(positions).astype(jnp.float32)
+    if params.table_dtype == "bfloat16":
+        # XLA may keep more bits of a bfloat16 that it does not write out; not of this.
+        table = lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7)
+    return table.astype(params.table_dtype)
+
+
+def _check_out_dtype(out_dtype: Any) -> str:
+    try:
+        name = jnp.dtype(out_dtype).name
+    except TypeError:
+        name = None
+    if name not in OUT_DTYPES or out_dtype is None:
+        raise ValueError(
+            f"patch_embed: out_dtype is {out_dtype!r}, expected bfloat16 or float32. Cast the "
+            "result if you need another."
+        )
+    return name

@@ -1,0 +1,108 @@
+"""The ordered list of backends, and the choice among them.
+
+A backend is a module with two functions:
+
+  why_not(problem, target) -> str | None: the reason it cannot serve, None if it can. A target of
+    None asks about the problem alone.
+  run(patches, weight, scale, table, *, out_dtype) -> y: the computation, traceable by JAX.
+"""
+
+import dataclasses
+from types import ModuleType
+
+from pallas_patch_embed.backends import xla
+from pallas_patch_embed.problem import Problem, Target
+
+# In the order in which they are tried.
+BACKENDS: dict[str, ModuleType] = {"xla": xla}
+
+
+def backends() -> tuple[str, ...]:
+    """The names of the backends, in the order in which they are tried."""
+    return tuple(BACKENDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One backend's answer: does it serve, and if not, why."""
+
+    backend: str
+    serves: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What every backend says about a problem on a target, in the order in which they are tried.
+
+    Iterates over its rows; `str` gives a table.
+
+    Attributes:
+      problem: the shapes and dtypes asked about.
+      target: the chip asked about.
+      rows: (backend, serves, reason), one a backend.
+    """
+
+    problem: Problem
+    target: Target
+    rows: tuple[Row, ...]
+
+    @property
+    def chosen(self) -> str:
+        """The backend that runs when none is asked for by name."""
+        return next(row.backend for row in self.rows if row.serves)
+
+    def __iter__(self):
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        p = self.problem
+        title = f"patches {list(p.patches)} {p.dtype}, N = {p.N}, to {p.out_dtype} on {self.target}"
+        width = max(len(row.backend) for row in self.rows)
+        lines = []
+        for row in self.rows:
+            mark = "->" if row.backend == self.chosen else "  "
+            serves = "serves" if row.serves else "no    "
+            lines.append(f"{mark} {row.backend:{width}}  {serves}  {row.reason}".rstrip())
+        return "\n".join([title, *lines])
+
+
+def explain(problem: Problem, target: Target) -> Explanation:
+    """Every backend's answer about `problem` on `target`."""
+    reasons = {name: backend.why_not(problem, target) for name, backend in BACKENDS.items()}
+    rows = tuple(Row(name, reason is None, reason or "") for name, reason in reasons.items())
+    return Explanation(problem, target, rows)
+
+
+def check_name(name: str | None) -> None:
+    """Refuses the name of a backend that does not exist; None stands for the first that serves."""
+    if name is not None and name not in backends():
+        raise ValueError(
+            f"patch_embed: there is no backend {name!r}. Expected one of {', '.join(backends())}, "
+            "or None for the first of them that serves."
+        )
+
+
+def choose(problem: Problem, target: Target | None, name: str | None) -> ModuleType:
+    """The backend that computes `problem` on `target`.
+
+    Args:
+      problem: shapes and dtypes on one device.
+      target: the chip, or None where nobody can know it: then only XLA is safe, unless a backend
+        was asked for by name, which is trusted to fit.
+      name: the backend asked for, or None for the first that serves.
+
+    Raises:
+      NotImplementedError: the backend asked for cannot serve; the message says why.
+    """
+    if name is None:
+        return xla if target is None else BACKENDS[explain(problem, target).chosen]
+    if reason := BACKENDS[name].why_not(problem, target):
+        raise NotImplementedError(
+            f"patch_embed: backend {name!r} cannot serve this call: {reason} "
+            "Leave backend=None to use the first backend that can."
+        )
+    return BACKENDS[name]

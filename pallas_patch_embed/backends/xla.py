@@ -1,0 +1,45 @@
+"""The operator in plain XLA: serves every platform, dtype and shape, and is the definition."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_patch_embed.problem import Problem, Target
+
+
+def why_not(problem: Problem, target: Target | None) -> None:
+    """XLA serves everything."""
+    del problem, target
+
+
+def run(
+    patches: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array,
+    table: jax.Array,
+    *,
+    out_dtype: str,
+) -> jax.Array:
+    """y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n]).
+
+    Args:
+      patches: [..., S, K] float32, bfloat16, float8_e4m3fn or int8.
+      weight: [..., N, K] of the same dtype.
+      scale: [..., N] float32.
+      table: [..., S, N], [..., 1, N] or [N], bfloat16 or float32.
+      out_dtype: "bfloat16" or "float32".
+
+    Returns:
+      [..., S, N] of out_dtype, rounded once. The accumulator is exact int32 for int8; float32 for
+      float32 (at Precision.HIGHEST) and bfloat16; for float8 what the platform's matrix product
+      does.
+    """
+    exact = patches.dtype == jnp.int8
+    precision = jax.lax.Precision.HIGHEST if patches.dtype == jnp.float32 else None
+    accumulator = jnp.matmul(
+        patches,
+        jnp.swapaxes(weight, -1, -2),
+        preferred_element_type=jnp.int32 if exact else jnp.float32,
+        precision=precision or jax.lax.Precision.DEFAULT,
+    )
+    y = accumulator.astype(jnp.float32) * jnp.expand_dims(scale, -2) + table.astype(jnp.float32)
+    return y.astype(out_dtype)

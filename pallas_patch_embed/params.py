@@ -1,0 +1,425 @@
+"""PatchEmbedParams and how they are packed: layout of K, quantisation, position table, files."""
+
+import dataclasses
+import json
+import math
+import operator
+import os
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from pallas_patch_embed.problem import DTYPES, padded
+
+FILE_FORMAT = "pallas_patch_embed.PatchEmbedParams.1"
+
+# Layout of the kernel -> (its shape, the permutation to [N, height, width, channel]).
+LAYOUTS = {
+    "HWIO": ("[p, p, 3, N]", (3, 0, 1, 2)),
+    "OIHW": ("[N, 3, p, p]", (0, 2, 3, 1)),
+    "KN": ("[K, N]", (1, 0)),
+    "NK": ("[N, K]", (0, 1)),
+}
+
+# The largest magnitude of each quantised format.
+QUANTISED_MAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PatchEmbedParams:
+    """The parameters of a patch embedding, packed for the kernels by `pack`. A pytree.
+
+    For int8 a pixel u enters as i = u - 128 and stands for (2i + 1) / 255: the factor 2 / 255 is
+    part of `scale`, the constant sum_k w[n, k] / 255 part of `offset`.
+
+    Attributes:
+      weight: [N, K_padded] of `dtype`; K in the order height, width, channel, padded with zeros to
+        a multiple of 128.
+      scale: [N] float32, what the accumulator of a channel is multiplied by.
+      offset: [N] float32, bias plus the encoding's constant.
+      table: [S, N] bfloat16 (float32 if `dtype` is float32), offset + positions; None if there are
+        no positions: then any S is served, with the offset alone.
+      patch_size: side of a patch in pixels. Static, like the following.
+      grid: (height, width) of the image in patches; None if there are no positions and none was
+        given.
+      dtype: "float32", "bfloat16", "float8_e4m3fn" or "int8".
+      K: 3 * patch_size**2, without the padding.
+    """
+
+    weight: jax.Array
+    scale: jax.Array
+    offset: jax.Array
+    table: jax.Array | None
+    patch_size: int = dataclasses.field(metadata={"static": True})
+    grid: tuple[int, int] | None = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+    K: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def K_padded(self) -> int:
+        """The length of a patch row: K rounded up to a multiple of 128."""
+        return padded(self.K)
+
+    @property
+    def N(self) -> int:
+        """The width of the embedding."""
+        return self.scale.shape[-1]
+
+    @property
+    def table_dtype(self) -> str:
+        """The dtype of positions: float32 with float32 patches, else bfloat16."""
+        return "float32" if self.dtype == "float32" else "bfloat16"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def __repr__(self) -> str:
+        grid = "any" if self.grid is None else f"{self.grid[0]}x{self.grid[1]}"
+        leaves = ", ".join(
+            f"{name} {_describe(getattr(self, name))}"
+            for name in ("weight", "scale", "offset", "table")
+        )
+        return (
+            f"PatchEmbedParams({self.dtype}, patch {self.patch_size}, grid {grid}, K {self.K}: "
+            f"{leaves})"
+        )
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the parameters as safetensors, the static fields as metadata.
+
+        Float8 weights are stored as their bytes, U8, because numpy's safetensors cannot read
+        F8_E4M3. The file appears whole or not at all.
+        """
+        tensors = {
+            name: np.ascontiguousarray(getattr(self, name))
+            for name in ("weight", "scale", "offset", "table")
+            if getattr(self, name) is not None
+        }
+        tensors["weight"] = tensors["weight"].view(_stored_dtype(self.dtype))
+        static = {name: getattr(self, name) for name in ("patch_size", "grid", "dtype", "K")}
+        metadata = {"format": FILE_FORMAT, "static": json.dumps(static)}
+        content = safetensors.numpy.save(tensors, metadata)
+        path = os.path.abspath(path)
+        handle, partial = tempfile.mkstemp(dir=os.path.dirname(path), suffix=".partial")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(partial, 0o666 & ~umask)
+            os.replace(partial, path)
+        except BaseException:
+            os.unlink(partial)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "PatchEmbedParams":
+        """Reads what `save` wrote.
+
+        Raises:
+          ValueError: the file is damaged, or is not one that `save` wrote.
+          OSError: there is no such file, or it cannot be read.
+        """
+        with open(path, "rb"):
+            pass
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except Exception as error:
+            raise ValueError(
+                f"PatchEmbedParams.load: {os.fspath(path)!r} is not a readable safetensors file "
+                f"({error}). Expected one that PatchEmbedParams.save wrote."
+            ) from error
+        try:
+            return _from_file(tensors, metadata)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"PatchEmbedParams.load: {os.fspath(path)!r} does not hold PatchEmbedParams: "
+                f"{error}. Expected a file that PatchEmbedParams.save wrote; pack the checkpoint "
+                "again with pack(...)."
+            ) from error
+
+
+# jax.export serialises a program together with the pytrees of its arguments.
+jax.export.register_pytree_node_serialization(
+    PatchEmbedParams,
+    serialized_name="pallas_patch_embed.PatchEmbedParams",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda data: tuple(
+        tuple(x) if isinstance(x, list) else x for x in json.loads(data)
+    ),
+)
+
+
+def _describe(leaf: Any) -> str:
+    if not hasattr(leaf, "shape"):
+        return repr(leaf)
+    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+
+def _stored_dtype(dtype: str) -> np.dtype:
+    return np.dtype("uint8") if dtype == "float8_e4m3fn" else np.dtype(jnp.dtype(dtype))
+
+
+def _from_file(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> PatchEmbedParams:
+    if metadata.get("format") != FILE_FORMAT:
+        raise ValueError(f"its format is {metadata.get('format')!r}, expected {FILE_FORMAT!r}")
+    static = json.loads(metadata["static"])
+    if not isinstance(static, dict) or set(static) != {"patch_size", "grid", "dtype", "K"}:
+        raise ValueError(f"its static fields are {static!r}")
+    patch_size, dtype = check_patch_size(static["patch_size"]), check_dtype(static["dtype"])
+    if static["K"] != 3 * patch_size**2:
+        raise ValueError(f"K is {static['K']!r}, expected {3 * patch_size**2}")
+    grid = None if static["grid"] is None else check_grid(static["grid"])
+    if unknown := set(tensors) - {"weight", "scale", "offset", "table"}:
+        raise ValueError(f"it has unknown tensors {sorted(unknown)}")
+    weight = tensors["weight"]
+    if weight.dtype != _stored_dtype(dtype):
+        raise ValueError(f"weight is stored as {weight.dtype}, expected {_stored_dtype(dtype)}")
+    params = PatchEmbedParams(
+        weight=weight.view(jnp.dtype(dtype)),
+        scale=tensors["scale"],
+        offset=tensors["offset"],
+        table=tensors.get("table"),
+        patch_size=patch_size,
+        grid=grid,
+        dtype=dtype,
+        K=static["K"],
+    )
+    check_params(params)
+    for name in ("weight", "scale", "offset", "table"):
+        leaf = getattr(params, name)
+        if leaf is not None and not np.isfinite(leaf.astype(np.float32)).all():
+            raise ValueError(f"{name} has values that are NaN or infinite")
+    return jax.tree.map(jnp.asarray, params)
+
+
+def check_params(params: PatchEmbedParams) -> None:
+    """Refuses params whose leaves do not fit each other and the static fields.
+
+    Raises:
+      TypeError: not PatchEmbedParams, or a leaf of another dtype.
+      ValueError: a leaf of another shape.
+    """
+    if not isinstance(params, PatchEmbedParams):
+        raise TypeError(
+            f"params are {type(params).__name__}, expected PatchEmbedParams. Make them with "
+            "pallas_patch_embed.pack(...) or PatchEmbedParams.load(path)."
+        )
+    N = params.scale.shape[0] if getattr(params.scale, "ndim", 0) == 1 else "N"
+    expected = {
+        "weight": ((N, params.K_padded), params.dtype),
+        "scale": ((N,), "float32"),
+        "offset": ((N,), "float32"),
+    }
+    if params.table is not None:
+        if params.grid is None:
+            raise ValueError("params have a table of positions but no grid. Pack them again.")
+        expected["table"] = ((math.prod(params.grid), N), params.table_dtype)
+    for name, (shape, dtype) in expected.items():
+        leaf = getattr(params, name)
+        fits = getattr(leaf, "shape", None) == shape
+        if not fits or np.dtype(leaf.dtype).name != dtype:
+            given = f"params.{name} is {_describe(leaf)}, expected {dtype}{list(shape)}"
+            advice = "Pack the params again instead of converting their leaves."
+            raise (TypeError if fits else ValueError)(f"{given}. {advice}")
+
+
+def check_patch_size(patch_size: Any) -> int:
+    """The patch size as an int, if it is a positive integer."""
+    try:
+        size = 0 if isinstance(patch_size, bool | np.bool_) else operator.index(patch_size)
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise ValueError(
+            f"patch_size is {patch_size!r}, expected a positive integer: the side of a square "
+            "patch in pixels, 14, 16 or 32 in SigLIP models."
+        )
+    return size
+
+
+def check_dtype(dtype: Any) -> str:
+    """The name of a patch dtype, given as its name or as a dtype."""
+    try:
+        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}.")
+    return name
+
+
+def check_grid(grid: Any) -> tuple[int, int]:
+    """The grid as two ints, if it is two positive integers."""
+    try:
+        h, w = (operator.index(side) for side in grid)
+    except (TypeError, ValueError):
+        h = w = 0
+    if h < 1 or w < 1:
+        raise ValueError(f"grid is {grid!r}, expected (height, width) in patches, both positive.")
+    return h, w
+
+
+def pack(
+    kernel: Any,
+    bias: Any,
+    position_embedding: Any,
+    *,
+    patch_size: int,
+    layout: str = "HWIO",
+    grid: tuple[int, int] | None = None,
+    dtype: str = "float8_e4m3fn",
+) -> PatchEmbedParams:
+    """Packs a checkpoint's patch embedding into the form that the kernels read.
+
+    Done once, on the host, in float32 (sums over K in float64). Quantised weights have one scale
+    per output channel, absmax / 448 for float8_e4m3fn and absmax / 127 for int8 (1 for a channel
+    of zeros), are clipped to the format's range and rounded half to even.
+
+    Args:
+      kernel: floating-point array of the shape that `layout` says.
+      bias: [N], or None for no bias.
+      position_embedding: [S, N], [1, S, N], [h, w, N], or None for no positions.
+      patch_size: p, the side of a patch in pixels.
+      layout: of the kernel. "HWIO" [p, p, 3, N] (flax), "OIHW" [N, 3, p, p] (PyTorch), "KN" [K, N]
+        or "NK" [N, K], where K = 3 * p * p is flattened height, width, channel.
+      grid: (h, w) with h * w = S; by default the two sides of [h, w, N], else the square root of S.
+      dtype: of patches and weight: "float32", "bfloat16", "float8_e4m3fn" or "int8".
+
+    Returns:
+      PatchEmbedParams.
+
+    Raises:
+      TypeError: an argument is not an array of numbers with values, or not floating-point.
+      ValueError: a shape, the patch size, the grid, the layout or the dtype is wrong, or a value is
+        NaN or infinite, or does not fit the dtype.
+    """
+    patch_size, dtype = check_patch_size(patch_size), check_dtype(dtype)
+    K = 3 * patch_size**2
+    weight = _flat_kernel(kernel, patch_size, layout)
+    N = weight.shape[0]
+    bias = np.zeros(N, np.float32) if bias is None else _float32("bias", bias)
+    if bias.shape != (N,):
+        raise ValueError(
+            f"pack: bias has shape {list(bias.shape)}, expected [{N}]: one value for each of the "
+            "kernel's output channels."
+        )
+    weight, scale = _quantise(weight, dtype)
+    offset = bias
+    if dtype == "int8":
+        dequantised_sum = weight.astype(np.float64).sum(1) * scale
+        offset = (bias + dequantised_sum / 255).astype(np.float32)
+        scale = scale * np.float32(2 / 255)
+    table, grid = _position_table(position_embedding, offset, grid, dtype)
+    weight = np.pad(weight, ((0, 0), (0, padded(K) - K)))
+    leaves = (None if x is None else jnp.asarray(x) for x in (weight, scale, offset, table))
+    return PatchEmbedParams(*leaves, patch_size=patch_size, grid=grid, dtype=dtype, K=K)
+
+
+def _float32(name: str, value: Any) -> np.ndarray:
+    """The floating-point array `value` on the host, finite, as float32."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"pack: {name} is traced by jit, vmap or grad, but packing looks at the values. Call "
+            "pack outside and pass the params in as an argument."
+        )
+    array = np.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            f"pack: {name} has dtype {array.dtype}, expected a floating-point array. Dequantise it "
+            "or cast it to float32."
+        )
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
+    if not np.isfinite(array).all():
+        raise ValueError(
+            f"pack: {name} has {int((~np.isfinite(array)).sum())} values that are NaN, infinite or "
+            "beyond float32. Expected finite values: check the checkpoint."
+        )
+    return array
+
+
+def _flat_kernel(kernel: Any, patch_size: int, layout: str) -> np.ndarray:
+    """The kernel as float32 [N, K], K in the order height, width, channel."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"pack: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}.")
+    kernel = _float32("kernel", kernel)
+    text, order = LAYOUTS[layout]
+    K = 3 * patch_size**2
+    expected = (patch_size, patch_size, 3) if len(order) == 4 else (K,)
+    if kernel.ndim == len(order):
+        kernel_nhwc = kernel.transpose(order)
+    if kernel.ndim != len(order) or kernel_nhwc.shape[1:] != expected or 0 in kernel.shape:
+        raise ValueError(
+            f"pack: kernel has shape {list(kernel.shape)}, expected {text} for layout={layout!r} "
+            f"and patch_size={patch_size} (p = {patch_size}, K = {K}). Pass the layout that the "
+            "checkpoint has, or the right patch_size."
+        )
+    return kernel_nhwc.reshape(-1, K)
+
+
+def _quantise(weight: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Weight [N, K] in `dtype`, and its scale [N] float32."""
+    storage = jnp.dtype(dtype)
+    if dtype not in QUANTISED_MAX:
+        with np.errstate(over="ignore"):
+            stored = weight.astype(storage)
+        if not np.isfinite(stored.astype(np.float32)).all():
+            raise ValueError(f"pack: kernel has values beyond the range of {dtype}.")
+        return stored, np.ones(len(weight), np.float32)
+    largest = np.float32(QUANTISED_MAX[dtype])
+    absmax = np.abs(weight).max(1)
+    # Below the smallest normal float32 a GPU would flush the scale to zero.
+    scale = np.maximum(absmax / largest, np.finfo(np.float32).tiny)
+    scale = np.where(absmax == 0, np.float32(1), scale)
+    quantised = np.clip(weight / scale[:, None], -largest, largest)
+    if dtype == "int8":
+        quantised = np.rint(quantised)
+    return quantised.astype(storage), scale
+
+
+def _position_table(
+    position_embedding: Any, offset: np.ndarray, grid: tuple[int, int] | None, dtype: str
+) -> tuple[np.ndarray | None, tuple[int, int] | None]:
+    """(offset + positions as [S, N], grid)."""
+    grid = None if grid is None else check_grid(grid)
+    if position_embedding is None:
+        return None, grid
+    positions = _float32("position_embedding", position_embedding)
+    N = len(offset)
+    given = f"pack: position_embedding has shape {list(positions.shape)}"
+    if positions.ndim not in (2, 3) or positions.shape[-1] != N or 0 in positions.shape:
+        raise ValueError(
+            f"{given}, expected [S, {N}], [1, S, {N}] or [h, w, {N}] for a kernel of {N} output "
+            "channels. Drop a class token's row, if there is one."
+        )
+    if positions.ndim == 3 and positions.shape[0] > 1:
+        if grid is not None and grid != positions.shape[:2]:
+            raise ValueError(f"{given}, which is another grid than grid={grid}.")
+        grid = positions.shape[:2]
+    positions = positions.reshape(-1, N)
+    S = len(positions)
+    if grid is None:
+        side = math.isqrt(S)
+        if side * side != S:
+            raise ValueError(f"{given}: {S} positions are no square. Pass grid=(height, width).")
+        grid = (side, side)
+    if math.prod(grid) != S:
+        raise ValueError(f"{given}: {S} positions, but grid={grid} has {math.prod(grid)} patches.")
+    table = offset + positions
+    if dtype != "float32":
+        with np.errstate(over="ignore"):
+            table = table.astype(jnp.bfloat16)
+    if not np.isfinite(table.astype(np.float32)).all():
+        raise ValueError("pack: bias + position_embedding has values beyond the table's range.")
+    return table, grid

@@ -1,0 +1,290 @@
+"""The JAX primitive: shapes, batching, differentiation, sharding and lowering of the operator.
+
+One primitive, `patch_embed_p`, with four operands whose leading axes broadcast as in numpy (see
+`Problem`). That one rule makes vmap over any operand a new leading axis, with nothing repeated.
+What an equation becomes is decided when it is lowered:
+
+  on one device, or inside a shard_map   the chosen backend
+  explicit sharding                      a shard_map of the primitive, its specs from the types
+  automatic sharding                     custom_partitioning of the primitive, by a Shardy rule
+  a shard_map that leaves axes to XLA,
+  or automatic and backend="xla"         the XLA backend, which XLA partitions
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from pallas_patch_embed.backends import choose, xla
+from pallas_patch_embed.problem import Problem, Target
+
+patch_embed_p = Primitive("patch_embed")
+
+
+@functools.partial(jax.jit, static_argnames=("backend", "out_dtype"))
+def _compiled(*operands, backend, out_dtype):
+    return patch_embed_p.bind(*operands, backend=backend, out_dtype=out_dtype)
+
+
+patch_embed_p.def_impl(_compiled)
+
+
+# Types: shape, dtype, and the sharding of the result under an explicit mesh.
+
+
+@patch_embed_p.def_abstract_eval
+def _result_type(*operands, backend, out_dtype):
+    del backend
+    mesh = _explicit_mesh(operands)
+    if mesh is not None:
+        spec = _result_spec([a.shape for a in operands], [a.sharding.spec for a in operands])
+        operands = [a.update(sharding=_replicated(mesh, a.ndim)) for a in operands]
+    (result,) = jax.make_jaxpr(functools.partial(xla.run, out_dtype=out_dtype))(*operands).out_avals
+    return result if mesh is None else result.update(sharding=NamedSharding(mesh, spec))
+
+
+def _explicit_mesh(operands) -> AbstractMesh | None:
+    meshes = (operand.sharding.mesh for operand in operands)
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
+def _replicated(mesh, ndim: int) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*[None] * ndim))
+
+
+def _axes(patches, weight, scale, table) -> list[list]:
+    """For every axis of the four operands' shapes, the axis of the result that it runs along.
+
+    The result's axes are counted from its end: S is -2, N is -1. K is "k", a broadcast axis None.
+    """
+    result = (*_leading(patches, weight, scale, table), patches[-2], weight[-2])
+    along = (
+        (patches, [*range(-len(patches), -1), "k"]),
+        (weight, [*range(-len(weight), -2), -1, "k"]),
+        (scale, [*range(-len(scale) - 1, -2), -1]),
+        (table, [*range(-len(table), 0)]),
+    )
+    return [
+        [axis if axis == "k" or size == result[axis] else None for size, axis in zip(shape, axes)]
+        for shape, axes in along
+    ]
+
+
+def _leading(patches, weight, scale, table) -> tuple[int, ...]:
+    return jnp.broadcast_shapes(patches[:-2], weight[:-2], scale[:-1], table[:-2])
+
+
+def _result_spec(shapes, specs) -> PartitionSpec:
+    """The result's sharding: each of its axes as the operands that have the axis are sharded."""
+    found = {axis: [] for axis in range(-2 - len(_leading(*shapes)), 0)}
+    for axes, spec in zip(_axes(*shapes), specs):
+        for axis, names in zip(axes, spec):
+            if axis in found and names is not None and names not in found[axis]:
+                found[axis].append(names)
+    used = [name for names in found.values() for name in _mesh_axes(names)]
+    if any(len(names) > 1 for names in found.values()) or len(used) > len(set(used)):
+        raise ValueError(
+            "patch_embed: the operands' shardings do not fit each other: patches, weight, scale "
+            f"and table are sharded as {', '.join(map(str, specs))}. Expected one sharding for "
+            "each of the axes batch, S and N, no mesh axis twice. Use jax.sharding.reshard."
+        )
+    return PartitionSpec(*(names[0] if names else None for names in found.values()))
+
+
+def _mesh_axes(names) -> list:
+    return [axis for name in names for axis in (name if isinstance(name, tuple) else (name,))]
+
+
+def _operand_specs(shapes, result_spec) -> list[PartitionSpec]:
+    """How the operands are sharded for a result sharded as `result_spec`; K never is."""
+    result_ndim = 2 + len(_leading(*shapes))
+    names = (*result_spec, *[None] * (result_ndim - len(result_spec)))
+    return [
+        PartitionSpec(*(None if axis in (None, "k") else names[axis] for axis in axes))
+        for axes in _axes(*shapes)
+    ]
+
+
+# Differentiation is refused where a derivative would be used. A tangent that nothing uses, as
+# behind stop_gradient, is dropped before it is transposed or lowered, and does no harm.
+
+_tangent_p = Primitive("patch_embed_tangent")
+
+
+def _refuse_gradient(*_, **__):
+    raise TypeError(
+        "patch_embed is inference-only: it has no derivative. To keep it frozen inside a model "
+        "that is differentiated, apply jax.lax.stop_gradient to its input or output; to train it, "
+        "use jnp.dot on the unpacked kernel."
+    )
+
+
+_tangent_p.def_impl(_refuse_gradient)
+_tangent_p.def_abstract_eval(lambda tangent, result: result)
+mlir.register_lowering(_tangent_p, _refuse_gradient)
+ad.primitive_jvps[_tangent_p] = _refuse_gradient
+ad.primitive_transposes[_tangent_p] = _refuse_gradient
+
+
+def _differentiate(primals, tangents, **params):
+    result = patch_embed_p.bind(*primals, **params)
+    tangent = next(t for t in tangents if not isinstance(t, ad.Zero))
+    return result, _tangent_p.bind(tangent, lax.stop_gradient(result))
+
+
+ad.primitive_jvps[patch_embed_p] = _differentiate
+
+
+def _batch_tangent(operands, axes):
+    size = next(x.shape[a] for x, a in zip(operands, axes) if a is not None)
+    batched = (
+        jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0)
+        for x, a in zip(operands, axes)
+    )
+    return _tangent_p.bind(*batched), 0
+
+
+batching.primitive_batchers[_tangent_p] = _batch_tangent
+
+
+# vmap.
+
+
+def _batch(operands, axes, **params):
+    # The axes of one operand that are its own: [S, K], [N, K], [N], [S, N].
+    own = (2, 2, 1, 2)
+    unbatched = [x.ndim - (a is not None) for x, a in zip(operands, axes)]
+    leading = max(ndim - n for ndim, n in zip(unbatched, own))
+
+    def to_front(x, axis, ndim, n):
+        if axis is None:
+            return x
+        x = jnp.moveaxis(x, axis, 0)
+        return lax.expand_dims(x, range(1, 1 + leading + n - ndim))
+
+    operands = (to_front(*x) for x in zip(operands, axes, unbatched, own))
+    return patch_embed_p.bind(*operands, **params), 0
+
+
+batching.primitive_batchers[patch_embed_p] = _batch
+
+
+# Sharding.
+
+
+def _under_explicit_mesh(mesh, *operands, **params):
+    shapes = [x.shape for x in operands]
+    result_spec = _result_spec(shapes, [jax.typeof(x).sharding.spec for x in operands])
+    specs = _operand_specs(shapes, result_spec)
+    explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
+    with jax.sharding.use_abstract_mesh(mesh):
+        # The sum over K is local: an operand sharded along K is gathered here.
+        operands = [
+            jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs)
+        ]
+        local = functools.partial(patch_embed_p.bind, **params)
+        return jax.shard_map(
+            local, mesh=mesh, axis_names=explicit, in_specs=tuple(specs), out_specs=result_spec
+        )(*operands)
+
+
+@functools.partial(custom_partitioning, static_argnums=(4, 5))
+def _automatically(patches, weight, scale, table, backend, out_dtype):
+    return patch_embed_p.bind(patches, weight, scale, table, backend=backend, out_dtype=out_dtype)
+
+
+def _partition(backend, out_dtype, mesh, operands, result):
+    if not isinstance(result.sharding, NamedSharding):
+        raise ValueError(
+            f"patch_embed: its result is sharded as {result.sharding}, expected a NamedSharding. "
+            "Shard the inputs with jax.NamedSharding, or ask for backend='xla'."
+        )
+    specs = _operand_specs([x.shape for x in operands], result.sharding.spec)
+
+    def local(*operands):
+        # An explicit mesh may be active while XLA compiles.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return patch_embed_p.bind(*operands, backend=backend, out_dtype=out_dtype)
+
+    return mesh, local, result.sharding, tuple(NamedSharding(mesh, spec) for spec in specs)
+
+
+def _shardy_rule(backend, out_dtype, mesh, operands, results):
+    del backend, out_dtype, mesh
+    broadcast = (f"one{i}" for i in itertools.count())
+
+    def factor(axis):
+        return next(broadcast) if axis is None else "k" if axis == "k" else f"axis{-axis}"
+
+    sides = _axes(*(tuple(x.shape) for x in operands))
+    left = ", ".join(" ".join(map(factor, axes)) for axes in sides)
+    right = " ".join(factor(axis) for axis in range(-len(results[0].shape), 0))
+    return f"{left} -> {right}", {"need_replication_factors": ("k",)}
+
+
+_automatically.def_partition(_partition, sharding_rule=_shardy_rule)
+
+
+# Lowering.
+
+
+def _target(module, platform: str | None) -> Target | None:
+    """The chip that the module will run on; None if it is some NVIDIA chip that nobody knows yet."""
+    if platform is None:
+        return Target(module.platforms[0])
+    if module.lowering_parameters.for_export or module.backend is None:
+        return None
+    device = (module.backend.local_devices() or module.backend.devices())[0]
+    target = Target.of(device)
+    return target if target.platform == platform else None
+
+
+def _program(ctx, platform, *, backend, out_dtype):
+    """The function of the operands that this equation is lowered to."""
+    params = dict(backend=backend, out_dtype=out_dtype)
+    module = ctx.module_context
+    axes = module.axis_context
+    mesh = _explicit_mesh(ctx.avals_in)
+    if isinstance(axes, mlir.SPMDAxisContext):
+        left_to_xla = set(axes.mesh.axis_names) - axes.manual_axes
+        split = math.prod(axes.mesh.shape[name] for name in left_to_xla) > 1
+        if split and backend not in (None, "xla"):
+            raise NotImplementedError(
+                f"patch_embed: backend {backend!r} cannot serve inside a shard_map that leaves the "
+                f"mesh axes {sorted(left_to_xla)} to XLA. Make all axes manual, or leave "
+                "backend=None."
+            )
+    elif mesh is not None:
+        return functools.partial(_under_explicit_mesh, mesh, **params)
+    else:
+        split = getattr(axes, "num_devices", 1) > 1
+        if split and backend != "xla":
+            if module.lowering_parameters.for_export or axes.device_assignment is None:
+                raise NotImplementedError(
+                    "patch_embed: a program with automatic sharding cannot be exported or lowered "
+                    "without devices, because XLA calls back into Python to partition it. Use a "
+                    "mesh with explicit axes, jax.shard_map, or backend='xla'."
+                )
+            return lambda *operands: _automatically(*operands, backend, out_dtype)
+    if split:
+        return functools.partial(xla.run, out_dtype=out_dtype)
+    problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype)
+    chosen = choose(problem, _target(module, platform), backend)
+    return functools.partial(chosen.run, out_dtype=out_dtype)
+
+
+def _lower(ctx, *operands, platform=None, **params):
+    program = _program(ctx, platform, **params)
+    return mlir.lower_fun(program, multiple_results=False)(ctx, *operands)
+
+
+mlir.register_lowering(patch_embed_p, _lower)
+mlir.register_lowering(patch_embed_p, functools.partial(_lower, platform="cuda"), platform="cuda")

@@ -1,0 +1,149 @@
+"""What a backend is asked to compute, on which chip, and the shapes that real models have."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
+OUT_DTYPES = ("bfloat16", "float32")
+K_MULTIPLE = 128
+
+
+def padded(K: int) -> int:
+    """K rounded up to a multiple of 128 elements: whole 128-byte swizzle rows in every dtype."""
+    return -(-K // K_MULTIPLE) * K_MULTIPLE
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The chip a program is compiled for.
+
+    Attributes:
+      platform: "cpu", "cuda", "rocm", "tpu", ...
+      compute_capability: of an NVIDIA chip, as (major, minor); None elsewhere and where nobody can
+        know it, as in an export.
+    """
+
+    platform: str
+    compute_capability: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, device: jax.Device) -> "Target":
+        """The target that `device` is."""
+        capability = str(getattr(device, "compute_capability", ""))
+        if device.platform == "gpu" and capability[:1].isdigit():
+            major, minor = capability.split(".")
+            return cls("cuda", (int(major), int(minor)))
+        return cls("rocm" if device.platform == "gpu" else device.platform)
+
+    def __str__(self) -> str:
+        if self.compute_capability is None:
+            return self.platform
+        return f"{self.platform} {self.compute_capability[0]}.{self.compute_capability[1]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The shapes and dtypes of one call of the operator on one device.
+
+    y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[..., s, n])
+
+    Leading axes of all operands broadcast against each other as in numpy; `jax.vmap` adds them.
+
+    Attributes:
+      patches: shape [..., S, K].
+      weight: shape [..., N, K].
+      scale: shape [..., N], float32.
+      table: shape [..., S, N], or [..., 1, N] or [N] for one row that serves every position.
+      dtype: of patches and weight.
+      table_dtype: bfloat16 or float32.
+      out_dtype: of the result, bfloat16 or float32.
+    """
+
+    patches: tuple[int, ...]
+    weight: tuple[int, ...]
+    scale: tuple[int, ...]
+    table: tuple[int, ...]
+    dtype: str
+    table_dtype: str
+    out_dtype: str
+
+    @classmethod
+    def of(cls, patches, weight, scale, table, *, out_dtype: str) -> "Problem":
+        """The problem of these four operands (arrays, or anything with shape and dtype)."""
+        operands = (patches, weight, scale, table)
+        shapes = (tuple(x.shape) for x in operands)
+        return cls(*shapes, np.dtype(patches.dtype).name, np.dtype(table.dtype).name, out_dtype)
+
+    @property
+    def S(self) -> int:
+        return self.patches[-2]
+
+    @property
+    def K(self) -> int:
+        return self.patches[-1]
+
+    @property
+    def N(self) -> int:
+        return self.weight[-2]
+
+    @property
+    def M(self) -> int:
+        """Rows of the matrix product, B * S."""
+        return math.prod(self.patches[:-1])
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """The shape of the result, [..., S, N]."""
+        leading = (self.patches[:-2], self.weight[:-2], self.scale[:-1], self.table[:-2])
+        return (*np.broadcast_shapes(*leading), self.S, self.N)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedShape:
+    """The patch embedding of one released model.
+
+    Attributes:
+      name: model and resolution.
+      patch: side of a patch in pixels.
+      image: side of the image in pixels; a remainder of image / patch is dropped.
+      N: width of the model.
+    """
+
+    name: str
+    patch: int
+    image: int
+    N: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return (self.image // self.patch,) * 2
+
+    @property
+    def S(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def K(self) -> int:
+        return 3 * self.patch**2
+
+
+# SigLIP (arXiv 2303.15343), SigLIP 2 (arXiv 2502.14786), and the vision tower of Gemma 3
+# (arXiv 2503.19786). NaFlex models take the positions per image, up to 256 patches by default.
+NAMED_SHAPES = tuple(
+    NamedShape(f"{name}/{patch} {image}", patch, image, N)
+    for name, patch, N, images in (
+        ("B", 16, 768, (224, 256, 384, 512)),
+        ("B", 32, 768, (256,)),
+        ("L", 16, 1024, (256, 384, 512)),
+        ("So400m", 16, 1152, (256, 384, 512)),
+        ("So400m", 14, 1152, (224, 384)),
+        ("g-opt", 16, 1536, (256, 384)),
+        ("NaFlex B", 16, 768, (256,)),
+        ("NaFlex So400m", 16, 1152, (256,)),
+        ("Gemma 3", 14, 1152, (896,)),
+    )
+    for image in images
+)
