@@ -238,7 +238,7 @@ def _check_patches(patches: Any, params: PatchEmbedParams) -> jax.Array:
 
 
 def _table(patches: jax.Array, params: PatchEmbedParams, positions: Any) -> jax.Array:
-    """What is added to the scaled product: the stored table, offset + given positions, or offset."""
+    """What is added to the product: the stored table, offset + positions, or the offset."""
     S, N = patches.shape[-2], params.N
     if positions is None:
         if params.table is not None and params.table.shape[0] != S:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.problem import padded
 
@@ -35,9 +36,22 @@ def rows(images: jax.Array, patch_size: int, dtype: str) -> jax.Array:
 
     The zeros that pad K are part of the same XLA fusion: no further pass over the patches.
     """
-    *leading, H, W, C = images.shape
+    *leading, H, W, channels = images.shape
     p, h, w = patch_size, H // patch_size, W // patch_size
-    cut = encode(images[..., : h * p, : w * p, :], dtype).reshape(*leading, h, p, w, p, C)
-    K = p * p * C
-    patches = jnp.swapaxes(cut, -4, -3).reshape(*leading, h * w, K)
+    K = p * p * channels
+
+    def reshape(x, *image_shape):
+        # A reshape of an axis with explicit sharding has to be told what becomes of it.
+        return x.reshape(*leading, *image_shape, out_sharding=_explicit(images, len(image_shape)))
+
+    cut = reshape(encode(images[..., : h * p, : w * p, :], dtype), h, p, w, p, channels)
+    patches = reshape(jnp.swapaxes(cut, -4, -3), h * w, K)
     return jnp.pad(patches, [(0, 0)] * (patches.ndim - 1) + [(0, padded(K) - K)])
+
+
+def _explicit(images: jax.Array, image_ndim: int) -> NamedSharding | None:
+    """The leading axes sharded as those of `images`, then `image_ndim` axes that are not."""
+    sharding = jax.typeof(images).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-3], *[None] * image_ndim))

@@ -1,14 +1,16 @@
 """The JAX primitive: shapes, batching, differentiation, sharding and lowering of the operator.
 
-One primitive, `patch_embed_p`, with four operands whose leading axes broadcast as in numpy (see
-`Problem`). That one rule makes vmap over any operand a new leading axis, with nothing repeated.
-What an equation becomes is decided when it is lowered:
+`patch_embed_p` is what users trace: one equation with four operands whose leading axes broadcast
+as in numpy (see `Problem`). That one rule makes vmap over any operand a new leading axis, with
+nothing repeated. Just before lowering, JAX calls its `to_lojax`, which chooses how it is split:
 
-  on one device, or inside a shard_map   the chosen backend
-  explicit sharding                      a shard_map of the primitive, its specs from the types
-  automatic sharding                     custom_partitioning of the primitive, by a Shardy rule
-  a shard_map that leaves axes to XLA,
-  or automatic and backend="xla"         the XLA backend, which XLA partitions
+  inside a shard_map    `_local_p`
+  explicit sharding     a shard_map of `_local_p`, its specs from the types
+  automatic sharding    custom_partitioning of `_local_p`, by a Shardy rule; one device is the
+                        same with nothing to split
+  backend="xla"         under automatic sharding: `_local_p`, which XLA splits
+
+`_local_p` is lowered to the chosen backend.
 """
 
 import functools
@@ -27,19 +29,13 @@ from pallas_patch_embed.backends import choose, xla
 from pallas_patch_embed.problem import Problem, Target
 
 patch_embed_p = Primitive("patch_embed")
-
-
-@functools.partial(jax.jit, static_argnames=("backend", "out_dtype"))
-def _compiled(*operands, backend, out_dtype):
-    return patch_embed_p.bind(*operands, backend=backend, out_dtype=out_dtype)
-
-
-patch_embed_p.def_impl(_compiled)
+_local_p = Primitive("patch_embed_local")
 
 
 # Types: shape, dtype, and the sharding of the result under an explicit mesh.
 
 
+@_local_p.def_abstract_eval
 @patch_embed_p.def_abstract_eval
 def _result_type(*operands, backend, out_dtype):
     del backend
@@ -180,25 +176,25 @@ batching.primitive_batchers[patch_embed_p] = _batch
 # Sharding.
 
 
-def _under_explicit_mesh(mesh, *operands, **params):
+def _explicitly(mesh, *operands, **params):
     shapes = [x.shape for x in operands]
     result_spec = _result_spec(shapes, [jax.typeof(x).sharding.spec for x in operands])
     specs = _operand_specs(shapes, result_spec)
     explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
-    with jax.sharding.use_abstract_mesh(mesh):
-        # The sum over K is local: an operand sharded along K is gathered here.
-        operands = [
-            jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs)
-        ]
-        local = functools.partial(patch_embed_p.bind, **params)
-        return jax.shard_map(
-            local, mesh=mesh, axis_names=explicit, in_specs=tuple(specs), out_specs=result_spec
-        )(*operands)
+    # The sum over K is local: an operand sharded along K is gathered here.
+    operands = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs)]
+    return jax.shard_map(
+        functools.partial(_local_p.bind, **params),
+        mesh=mesh,
+        axis_names=explicit,
+        in_specs=tuple(specs),
+        out_specs=result_spec,
+    )(*operands)
 
 
 @functools.partial(custom_partitioning, static_argnums=(4, 5))
 def _automatically(patches, weight, scale, table, backend, out_dtype):
-    return patch_embed_p.bind(patches, weight, scale, table, backend=backend, out_dtype=out_dtype)
+    return _local_p.bind(patches, weight, scale, table, backend=backend, out_dtype=out_dtype)
 
 
 def _partition(backend, out_dtype, mesh, operands, result):
@@ -212,7 +208,7 @@ def _partition(backend, out_dtype, mesh, operands, result):
     def local(*operands):
         # An explicit mesh may be active while XLA compiles.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return patch_embed_p.bind(*operands, backend=backend, out_dtype=out_dtype)
+            return _local_p.bind(*operands, backend=backend, out_dtype=out_dtype)
 
     return mesh, local, result.sharding, tuple(NamedSharding(mesh, spec) for spec in specs)
 
@@ -232,59 +228,79 @@ def _shardy_rule(backend, out_dtype, mesh, operands, results):
 
 _automatically.def_partition(_partition, sharding_rule=_shardy_rule)
 
+# custom_partitioning is a callback into this process, which no export can hold.
+_not_exported_p = Primitive("patch_embed_not_exported")
+_not_exported_p.def_abstract_eval(lambda patches: patches)
+
+
+def _refuse_export(ctx, patches):
+    module = ctx.module_context
+    if module.lowering_parameters.for_export and _devices_left_to_xla(module) > 1:
+        raise NotImplementedError(
+            "patch_embed: a program with automatic sharding cannot be exported, because XLA calls "
+            "back into Python to partition it. Use a mesh with explicit axes, or jax.shard_map, or "
+            "patch_embed(..., backend='xla')."
+        )
+    return [patches]
+
+
+mlir.register_lowering(_not_exported_p, _refuse_export)
+
+
+@functools.partial(jax.jit, static_argnames=("backend", "out_dtype"))
+def _to_lojax(*operands, backend, out_dtype):
+    params = dict(backend=backend, out_dtype=out_dtype)
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)]
+    manual = any(AxisType.Manual in mesh.axis_types for mesh in meshes)
+    if (mesh := _explicit_mesh(map(jax.typeof, operands))) is not None and not manual:
+        return _explicitly(mesh, *operands, **params)
+    if manual or backend == "xla":
+        return _local_p.bind(*operands, **params)
+    patches, *rest = operands
+    return _automatically(_not_exported_p.bind(patches), *rest, backend, out_dtype)
+
+
+patch_embed_p.is_high = lambda *_, **__: True
+patch_embed_p.to_lojax = _to_lojax
+
 
 # Lowering.
 
 
+def _devices_left_to_xla(module) -> int:
+    """Over how many devices XLA will still split what is lowered here."""
+    context = module.axis_context
+    if isinstance(context, mlir.SPMDAxisContext):
+        left = set(context.mesh.axis_names) - context.manual_axes
+        return math.prod(context.mesh.shape[name] for name in left)
+    return getattr(context, "num_devices", 1)
+
+
 def _target(module, platform: str | None) -> Target | None:
-    """The chip that the module will run on; None if it is some NVIDIA chip that nobody knows yet."""
+    """The chip that the module will run on; None if that is an NVIDIA chip nobody knows yet."""
     if platform is None:
         return Target(module.platforms[0])
     if module.lowering_parameters.for_export or module.backend is None:
         return None
-    device = (module.backend.local_devices() or module.backend.devices())[0]
-    target = Target.of(device)
+    target = Target.of((module.backend.local_devices() or module.backend.devices())[0])
     return target if target.platform == platform else None
 
 
-def _program(ctx, platform, *, backend, out_dtype):
-    """The function of the operands that this equation is lowered to."""
-    params = dict(backend=backend, out_dtype=out_dtype)
+def _lower(ctx, *operands, backend, out_dtype, platform=None):
     module = ctx.module_context
-    axes = module.axis_context
-    mesh = _explicit_mesh(ctx.avals_in)
-    if isinstance(axes, mlir.SPMDAxisContext):
-        left_to_xla = set(axes.mesh.axis_names) - axes.manual_axes
-        split = math.prod(axes.mesh.shape[name] for name in left_to_xla) > 1
-        if split and backend not in (None, "xla"):
-            raise NotImplementedError(
-                f"patch_embed: backend {backend!r} cannot serve inside a shard_map that leaves the "
-                f"mesh axes {sorted(left_to_xla)} to XLA. Make all axes manual, or leave "
-                "backend=None."
-            )
-    elif mesh is not None:
-        return functools.partial(_under_explicit_mesh, mesh, **params)
+    if _devices_left_to_xla(module) == 1:
+        problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype)
+        chosen = choose(problem, _target(module, platform), backend)
+    elif backend in (None, "xla"):
+        chosen = xla
     else:
-        split = getattr(axes, "num_devices", 1) > 1
-        if split and backend != "xla":
-            if module.lowering_parameters.for_export or axes.device_assignment is None:
-                raise NotImplementedError(
-                    "patch_embed: a program with automatic sharding cannot be exported or lowered "
-                    "without devices, because XLA calls back into Python to partition it. Use a "
-                    "mesh with explicit axes, jax.shard_map, or backend='xla'."
-                )
-            return lambda *operands: _automatically(*operands, backend, out_dtype)
-    if split:
-        return functools.partial(xla.run, out_dtype=out_dtype)
-    problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype)
-    chosen = choose(problem, _target(module, platform), backend)
-    return functools.partial(chosen.run, out_dtype=out_dtype)
+        raise NotImplementedError(
+            f"patch_embed: backend {backend!r} cannot serve inside a shard_map that leaves mesh "
+            "axes to XLA. Make all axes of the mesh manual, or leave backend=None."
+        )
+    run = functools.partial(chosen.run, out_dtype=out_dtype)
+    return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
 
 
-def _lower(ctx, *operands, platform=None, **params):
-    program = _program(ctx, platform, **params)
-    return mlir.lower_fun(program, multiple_results=False)(ctx, *operands)
-
-
-mlir.register_lowering(patch_embed_p, _lower)
-mlir.register_lowering(patch_embed_p, functools.partial(_lower, platform="cuda"), platform="cuda")
+mlir.register_lowering(_local_p, _lower)
+mlir.register_lowering(_local_p, functools.partial(_lower, platform="cuda"), platform="cuda")

@@ -48,7 +48,7 @@ class Target:
 class Problem:
     """The shapes and dtypes of one call of the operator on one device.
 
-    y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[..., s, n])
+    y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n])
 
     Leading axes of all operands broadcast against each other as in numpy; `jax.vmap` adds them.
 
