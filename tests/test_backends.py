@@ -1,0 +1,111 @@
+"""The choice of a backend, and what is said about it."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+from bounds import assert_bit_equal, draw_images, draw_params
+
+import pallas_patch_embed as ppe
+from pallas_patch_embed.backends import BACKENDS, choose, xla
+from pallas_patch_embed.problem import Problem, Target
+
+PARAMS = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 2), N=8, dtype="int8")
+PATCHES = ppe.patchify(draw_images(np.random.default_rng(1), 3, 8, 8, 3), PARAMS)
+
+
+@pytest.fixture
+def a_backend_for_cuda_10(monkeypatch):
+    """A first backend that serves int8 on compute capability 10, to be chosen or refused."""
+
+    def why_not(problem, target):
+        if problem.dtype != "int8":
+            return f"it serves int8, not {problem.dtype}."
+        if target is not None and target.compute_capability != (10, 0):
+            return f"it needs compute capability 10.0; this is {target}."
+        return None
+
+    def run(*operands, out_dtype):
+        return -xla.run(*operands, out_dtype=out_dtype)
+
+    backend = types.SimpleNamespace(why_not=why_not, run=run)
+    monkeypatch.delitem(BACKENDS, "xla")
+    monkeypatch.setitem(BACKENDS, "first", backend)
+    monkeypatch.setitem(BACKENDS, "xla", xla)
+    yield backend
+    jax.clear_caches()
+
+
+def problem(params=PARAMS):
+    return Problem.of(PATCHES, params.weight, params.scale, params.table, out_dtype="bfloat16")
+
+
+def test_backends_are_named_in_the_order_in_which_they_are_tried():
+    assert ppe.backends() == ("xla",)
+
+
+def test_explain_takes_patches_or_a_shape():
+    for patches in (PATCHES, PATCHES.shape, jax.ShapeDtypeStruct(PATCHES.shape, PATCHES.dtype)):
+        explanation = ppe.explain(patches, PARAMS, device=jax.devices()[0])
+        (row,) = explanation
+        assert (row.backend, row.serves, row.reason) == ("xla", True, "")
+        assert explanation.chosen == "xla"
+        assert "-> xla" in str(explanation)
+
+
+def test_the_first_backend_that_serves_is_chosen(a_backend_for_cuda_10):
+    assert choose(problem(), Target("cuda", (10, 0)), None) is a_backend_for_cuda_10
+    assert choose(problem(), Target("cuda", (9, 0)), None) is xla
+    assert choose(problem(), None, None) is xla
+    assert choose(problem(), None, "first") is a_backend_for_cuda_10
+    explanation = ppe.explain(PATCHES, PARAMS)
+    assert explanation.chosen == "xla"
+    assert explanation.rows[0].reason == "it needs compute capability 10.0; this is cpu."
+    assert "it needs compute capability 10.0" in str(explanation)
+
+
+def test_a_backend_asked_for_by_name_never_falls_through(a_backend_for_cuda_10):
+    with pytest.raises(NotImplementedError, match="'first' cannot serve this call: it needs"):
+        ppe.patch_embed(PATCHES, PARAMS, backend="first")
+    with pytest.raises(NotImplementedError, match="'first' cannot serve this call: it needs"):
+        jax.jit(lambda x: ppe.patch_embed(x, PARAMS, backend="first")).lower(PATCHES)
+    other = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 2), N=8, dtype="float32")
+    with pytest.raises(NotImplementedError, match="serves int8, not float32"):
+        jax.make_jaxpr(lambda x: ppe.patch_embed(x, other, backend="first"))(
+            PATCHES.astype("float32")
+        )
+
+
+def test_an_export_trusts_a_named_backend_and_else_takes_xla(a_backend_for_cuda_10):
+    def negations(backend):
+        function = jax.jit(lambda x: ppe.patch_embed(x, PARAMS, backend=backend))
+        exported = jax.export.export(function, platforms=["cuda"])(PATCHES)
+        return exported.mlir_module().count("stablehlo.negate")
+
+    assert negations("first") == 1
+    assert negations(None) == negations("xla") == 0
+
+
+def test_a_backend_named_inside_a_shard_map_that_leaves_axes_to_xla_is_refused(
+    a_backend_for_cuda_10,
+):
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec()
+    function = jax.shard_map(
+        lambda x: ppe.patch_embed(x, PARAMS, backend="first"),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names={"a"},
+    )
+    with pytest.raises(NotImplementedError, match="leaves mesh axes to XLA"):
+        jax.jit(function)(PATCHES)
+
+
+def test_naming_xla_changes_nothing():
+    assert_bit_equal(
+        ppe.patch_embed(PATCHES, PARAMS, backend="xla"), ppe.patch_embed(PATCHES, PARAMS)
+    )

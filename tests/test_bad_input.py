@@ -1,0 +1,164 @@
+"""Every bad input is refused before anything runs, with what was given and what to do."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bounds import draw_images, draw_params
+
+import pallas_patch_embed as ppe
+
+RNG = np.random.default_rng(0)
+PARAMS = {
+    dtype: draw_params(RNG, patch_size=14, grid=(14, 14), N=8, dtype=dtype)
+    for dtype in ("bfloat16", "float32", "int8")
+}
+KERNEL = RNG.normal(size=(14, 14, 3, 8)).astype(np.float32)
+POSITIONS = RNG.normal(size=(196, 8)).astype(np.float32)
+
+
+def patches(*shape, dtype="bfloat16"):
+    return np.zeros(shape, jnp.dtype(dtype))
+
+
+def embed(x, dtype="bfloat16", **options):
+    return lambda: ppe.patch_embed(x, PARAMS[dtype], **options)
+
+
+def images(x, **options):
+    return lambda: ppe.embed_images(x, PARAMS["int8"], **options)
+
+
+def pack(kernel=KERNEL, bias=None, positions=POSITIONS, **options):
+    return lambda: ppe.pack(kernel, bias, positions, **(dict(patch_size=14) | options))
+
+
+def with_value(array, value):
+    array = array.copy()
+    array.flat[5] = value
+    return array
+
+
+GOOD = patches(2, 196, 640)
+BAD = {
+    "rank": (ValueError, embed(patches(640)), "expected [..., S, 640]"),
+    "rank 0": (ValueError, embed(patches()), "expected [..., S, 640]"),
+    "K": (ValueError, embed(patches(196, 588)), "K = 588 but the packed weight has K = 640"),
+    "S": (ValueError, embed(patches(195, 640)), "S = 195 positions"),
+    "uint8 patches": (TypeError, embed(patches(196, 640, dtype="uint8"), "int8"), "uint8"),
+    "float16": (TypeError, embed(patches(196, 640, dtype="float16")), "float16"),
+    "float64": (TypeError, embed(patches(196, 640, dtype="float64"), "float32"), "float64"),
+    "complex": (TypeError, embed(patches(196, 640, dtype="complex64")), "complex64"),
+    "bool": (TypeError, embed(patches(196, 640, dtype="bool")), "bool"),
+    "list": (TypeError, embed([[1.0]]), "list"),
+    "None": (TypeError, embed(None), "NoneType"),
+    "out_dtype": (ValueError, embed(GOOD, out_dtype="float16"), "bfloat16 or float32"),
+    "out_dtype None": (ValueError, embed(GOOD, out_dtype=None), "bfloat16 or float32"),
+    "out_dtype nonsense": (ValueError, embed(GOOD, out_dtype="nonsense"), "bfloat16 or float32"),
+    "backend": (ValueError, embed(GOOD, backend="cudnn"), "one of xla"),
+    "positions' S": (
+        ValueError,
+        embed(GOOD, position_embedding=patches(195, 8)),
+        "expected [196, 8] for all images or [2, 196, 8]",
+    ),
+    "positions' B": (
+        ValueError,
+        embed(GOOD, position_embedding=patches(3, 196, 8)),
+        "[3, 196, 8]",
+    ),
+    "more positions": (
+        ValueError,
+        embed(GOOD[0], position_embedding=patches(3, 196, 8)),
+        "[3, 196, 8]",
+    ),
+    "integer positions": (
+        TypeError,
+        embed(GOOD, position_embedding=patches(196, 8, dtype="int32")),
+        "int32",
+    ),
+    "params": (TypeError, lambda: ppe.patch_embed(GOOD, {"weight": 1}), "dict"),
+    "None params": (TypeError, lambda: ppe.embed_images(GOOD, None), "NoneType"),
+    "cast params": (
+        TypeError,
+        lambda: ppe.patch_embed(
+            GOOD, jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS["bfloat16"])
+        ),
+        "float16",
+    ),
+    "cut params": (
+        ValueError,
+        lambda: ppe.patch_embed(
+            GOOD,
+            dataclasses.replace(PARAMS["bfloat16"], weight=PARAMS["bfloat16"].weight[:, :588]),
+        ),
+        "[8, 640]",
+    ),
+    "grid of the image": (
+        ValueError,
+        images(draw_images(RNG, 98, 392, 3)),
+        "7 x 28 grid of patches",
+    ),
+    "four channels": (ValueError, images(draw_images(RNG, 196, 196, 4)), "[..., H, W, 3]"),
+    "grey": (ValueError, images(draw_images(RNG, 196, 196)), "[..., H, W, 3]"),
+    "channels first": (ValueError, images(draw_images(RNG, 3, 196, 196)), "moveaxis"),
+    "small": (ValueError, images(draw_images(RNG, 13, 196, 3)), "smaller than a patch"),
+    "int32 image": (TypeError, images(draw_images(RNG, 196, 196, 3).astype(np.int32)), "int32"),
+    "int8 image": (TypeError, images(draw_images(RNG, 196, 196, 3).astype(np.int8)), "int8"),
+    "bool image": (TypeError, images(draw_images(RNG, 196, 196, 3) > 9), "bool"),
+    "complex image": (TypeError, images(draw_images(RNG, 196, 196, 3) * 1j), "complex128"),
+    "NaN kernel": (ValueError, pack(with_value(KERNEL, np.nan)), "kernel has 1 values"),
+    "infinite bias": (ValueError, pack(bias=np.full(8, np.inf)), "bias has 8 values"),
+    "NaN positions": (ValueError, pack(positions=with_value(POSITIONS, np.nan)), "1 values"),
+    "layout": (ValueError, pack(layout="IOHW"), "HWIO, OIHW, KN, NK"),
+    "kernel of another layout": (ValueError, pack(layout="OIHW"), "[N, 3, p, p]"),
+    "kernel of another rank": (ValueError, pack(KERNEL.reshape(588, 8)), "[p, p, 3, N]"),
+    "kernel of another patch": (ValueError, pack(patch_size=16), "p = 16, K = 768"),
+    "integer kernel": (TypeError, pack(KERNEL.astype(np.int8)), "int8"),
+    "complex kernel": (TypeError, pack(KERNEL * 1j), "complex"),
+    "bias' shape": (ValueError, pack(bias=np.zeros(7)), "expected [8]"),
+    "patch 0": (ValueError, pack(patch_size=0), "positive integer"),
+    "patch -1": (ValueError, pack(patch_size=-1), "positive integer"),
+    "patch 1.5": (ValueError, pack(patch_size=14.0), "positive integer"),
+    "patch True": (ValueError, pack(patch_size=True), "positive integer"),
+    "dtype": (ValueError, pack(dtype="float16"), "float32, bfloat16, float8_e4m3fn, int8"),
+    "dtype nonsense": (ValueError, pack(dtype=3), "float32, bfloat16, float8_e4m3fn, int8"),
+    "positions' N": (ValueError, pack(positions=POSITIONS[:, :7]), "[S, 8]"),
+    "positions' rank": (ValueError, pack(positions=POSITIONS[:, 0]), "[S, 8]"),
+    "no square": (ValueError, pack(positions=POSITIONS[:190]), "no square"),
+    "grid": (ValueError, pack(grid=(14, 13)), "182 patches"),
+    "other grid": (
+        ValueError,
+        pack(positions=POSITIONS.reshape(14, 14, 8), grid=(7, 28)),
+        "another grid",
+    ),
+    "grid nonsense": (ValueError, pack(grid=(14,)), "(height, width)"),
+    "negative grid": (ValueError, pack(grid=(-14, -14)), "both positive"),
+    "explain's shape": (TypeError, lambda: ppe.explain("ab", PARAMS["int8"]), "neither"),
+    "explain's K": (ValueError, lambda: ppe.explain((196, 588), PARAMS["int8"]), "K = 588"),
+    "explain's device": (
+        TypeError,
+        lambda: ppe.explain((196, 640), PARAMS["int8"], device="gpu"),
+        "jax.devices()",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_with_a_message(case):
+    error, call, message = BAD[case]
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    assert message in str(caught.value)
+
+
+def test_packing_traced_values_is_refused():
+    with pytest.raises(TypeError, match="traced"):
+        jax.jit(lambda kernel: ppe.pack(kernel, None, None, patch_size=14))(KERNEL)
+
+
+def test_bad_input_is_refused_while_tracing():
+    with pytest.raises(ValueError, match="one of xla"):
+        jax.make_jaxpr(lambda x: ppe.patch_embed(x, PARAMS["bfloat16"], backend="cudnn"))(GOOD)
