@@ -5,15 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.params import PatchEmbedParams, check_params
 from pallas_patch_embed.patchify import rows
-from pallas_patch_embed.primitive import patch_embed_p
-from pallas_patch_embed.problem import OUT_DTYPES, Problem, Target
+from pallas_patch_embed.primitive import patch_embed_p, without_gradient
+from pallas_patch_embed.problem import DTYPES, OUT_DTYPES, Problem, Target
 
 IMAGE_DTYPES = ("uint8", "float16", "bfloat16", "float32", "float64")
 
@@ -40,8 +39,8 @@ def patchify(images: jax.Array, params: PatchEmbedParams) -> jax.Array:
       ValueError: images of another shape, or smaller than a patch.
     """
     check_params(params)
-    images = _check_images(images, params)
-    return rows(images, params.patch_size, params.dtype)
+    _check_images(images, params)
+    return rows(jnp.asarray(images), params.patch_size, params.dtype)
 
 
 def patch_embed(
@@ -79,15 +78,8 @@ def patch_embed(
       ValueError: an argument of another shape, an unknown backend or output dtype.
       NotImplementedError: the backend asked for by name cannot serve; the message says why.
     """
-    check_params(params)
-    patches = _check_patches(patches, params)
-    table = _table(patches, params, position_embedding)
-    operands = (patches, params.weight, params.scale, table)
-    out_dtype = _check_out_dtype(out_dtype)
-    check_name(backend)
-    if backend is not None:
-        choose(Problem.of(*operands, out_dtype=out_dtype), None, backend)
-    return patch_embed_p.bind(*operands, backend=backend, out_dtype=out_dtype)
+    out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype)
+    return _bind(jnp.asarray(patches), params, position_embedding, backend, out_dtype)
 
 
 def embed_images(
@@ -116,8 +108,8 @@ def embed_images(
         for images of another grid.
     """
     check_params(params)
-    images = _check_images(images, params)
-    H, W = images.shape[-3:-1]
+    _check_images(images, params)
+    *leading, H, W, _ = images.shape
     grid = (H // params.patch_size, W // params.patch_size)
     if position_embedding is None and params.table is not None and grid != params.grid:
         raise ValueError(
@@ -125,13 +117,16 @@ def embed_images(
             f"{params.patch_size} pixels, but the params have positions for {params.grid[0]} x "
             f"{params.grid[1]}. Resize the images, or pass the position_embedding of their grid."
         )
-    return patch_embed(
-        rows(images, params.patch_size, params.dtype),
-        params,
-        position_embedding=position_embedding,
-        backend=backend,
-        out_dtype=out_dtype,
-    )
+    shape = (*leading, grid[0] * grid[1], params.K_padded)
+    patches = jax.ShapeDtypeStruct(shape, jnp.dtype(params.dtype))
+    out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype)
+    images = jnp.asarray(images)
+    patches = rows(images, params.patch_size, params.dtype)
+    y = _bind(patches, params, position_embedding, backend, out_dtype)
+    if params.dtype == "int8" and jnp.issubdtype(images.dtype, jnp.floating):
+        # Rounding to integers would make the derivative a silent zero.
+        y = without_gradient(images, y)
+    return y
 
 
 def explain(
@@ -153,25 +148,22 @@ def explain(
     check_params(params)
     patches = patches_or_shape
     if not hasattr(patches, "shape"):
-        patches = _abstract_patches(patches, params)
-    patches = _check_patches(patches, params)
+        try:
+            shape = tuple(map(operator.index, patches))
+        except TypeError:
+            raise TypeError(
+                f"explain: {patches!r} is neither patches nor their shape [..., S, K_padded]."
+            ) from None
+        patches = jax.ShapeDtypeStruct(shape, jnp.dtype(params.dtype))
+    _check_patches(patches, params)
+    table = _abstract_table(patches, params, None)
     if device is None:
-        (device,) = jnp.zeros(()).devices()
+        device = jax.config.jax_default_device or jax.devices()[0]
+        device = jax.devices(device)[0] if isinstance(device, str) else device
     if not isinstance(device, jax.Device):
         raise TypeError(f"explain: device is {device!r}, expected one of jax.devices().")
-    table = params.offset if params.table is None else params.table
     problem = Problem.of(patches, params.weight, params.scale, table, out_dtype="bfloat16")
     return explain_problem(problem, Target.of(device))
-
-
-def _abstract_patches(shape: Any, params: PatchEmbedParams) -> jax.ShapeDtypeStruct:
-    try:
-        sizes = tuple(operator.index(size) for size in shape)
-    except TypeError:
-        sizes = (-1,)
-    if min(sizes, default=0) < 0:
-        raise TypeError(f"explain: {shape!r} is neither patches nor a shape [..., S, K_padded].")
-    return jax.ShapeDtypeStruct(sizes, jnp.dtype(params.dtype))
 
 
 def _dtype_name(value: Any, what: str) -> str:
@@ -184,11 +176,7 @@ def _dtype_name(value: Any, what: str) -> str:
     return getattr(value.dtype, "name", str(value.dtype))
 
 
-def _as_jax(value: Any) -> Any:
-    return value if isinstance(value, jax.ShapeDtypeStruct) else jnp.asarray(value)
-
-
-def _check_images(images: Any, params: PatchEmbedParams) -> jax.Array:
+def _check_images(images: Any, params: PatchEmbedParams) -> None:
     dtype = _dtype_name(images, "images")
     if dtype not in IMAGE_DTYPES:
         raise TypeError(
@@ -211,16 +199,16 @@ def _check_images(images: Any, params: PatchEmbedParams) -> jax.Array:
             f"images of {shape[-3]} x {shape[-2]} pixels are smaller than a patch of "
             f"{params.patch_size} x {params.patch_size}. Resize them."
         )
-    return _as_jax(images)
 
 
-def _check_patches(patches: Any, params: PatchEmbedParams) -> jax.Array:
+def _check_patches(patches: Any, params: PatchEmbedParams) -> None:
     dtype = _dtype_name(patches, "patches")
     if dtype != params.dtype:
+        packing = f", or pack the params with dtype={dtype!r}" if dtype in DTYPES else ""
         raise TypeError(
             f"patch_embed: patches have dtype {dtype}, but the params are packed for "
-            f"{params.dtype}. Make patches with patchify(images, params), which encodes pixels, or "
-            f"pack the params with dtype={dtype!r} if that is one of theirs."
+            f"{params.dtype}. Make patches with patchify(images, params), which encodes pixels"
+            f"{packing}."
         )
     shape = tuple(patches.shape)
     if len(shape) < 2:
@@ -234,11 +222,25 @@ def _check_patches(patches: Any, params: PatchEmbedParams) -> jax.Array:
             f"{params.K_padded}.\nPack images with `patchify(images, params)`, which pads K for "
             f"you, or pad the last axis of {params.K} with zeros to {params.K_padded}."
         )
-    return _as_jax(patches)
 
 
-def _table(patches: jax.Array, params: PatchEmbedParams, positions: Any) -> jax.Array:
-    """What is added to the product: the stored table, offset + positions, or the offset."""
+def _check_call(
+    patches: Any, params: PatchEmbedParams, positions: Any, backend: Any, out_dtype: Any
+) -> str:
+    """Checks all arguments by their shapes and dtypes; returns the name of out_dtype."""
+    check_params(params)
+    _check_patches(patches, params)
+    table = _abstract_table(patches, params, positions)
+    out_dtype = _check_out_dtype(out_dtype)
+    check_name(backend)
+    if backend is not None:
+        operands = (patches, params.weight, params.scale, table)
+        choose(Problem.of(*operands, out_dtype=out_dtype), None, backend)
+    return out_dtype
+
+
+def _abstract_table(patches: Any, params: PatchEmbedParams, positions: Any) -> Any:
+    """Shape and dtype of what `_table` adds, after the checks."""
     S, N = patches.shape[-2], params.N
     if positions is None:
         if params.table is not None and params.table.shape[0] != S:
@@ -250,24 +252,47 @@ def _table(patches: jax.Array, params: PatchEmbedParams, positions: Any) -> jax.
         return params.offset if params.table is None else params.table
     dtype = _dtype_name(positions, "position_embedding")
     if not jnp.issubdtype(positions.dtype, jnp.floating):
-        raise TypeError(f"position_embedding has dtype {dtype}, expected a floating-point array.")
+        raise TypeError(
+            f"position_embedding has dtype {dtype}, expected a floating-point array. Cast it with "
+            "astype(numpy.float32)."
+        )
     leading = tuple(patches.shape[:-2])
     shape = tuple(positions.shape)
-    try:
-        broadcast = np.broadcast_shapes(shape[:-2], leading)
-    except ValueError:
-        broadcast = None
-    if len(shape) < 2 or shape[-2:] != (S, N) or broadcast != leading:
+    # Leading axes broadcast, but do not enlarge the result.
+    outer = shape[:-2]
+    fits = len(outer) <= len(leading) and all(
+        size in (1, wanted) for size, wanted in zip(outer[::-1], leading[::-1])
+    )
+    if len(shape) < 2 or shape[-2:] != (S, N) or not fits:
         raise ValueError(
             f"position_embedding has shape {list(shape)}, expected {[S, N]} for all images or "
             f"{[*leading, S, N]} for each: patches have shape {list(patches.shape)}, the params "
-            f"have N = {N}."
+            f"have N = {N}. Resize the positions to the grid of the patches."
         )
-    table = params.offset + jnp.asarray(positions).astype(jnp.float32)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(params.table_dtype))
+
+
+def _table(params: PatchEmbedParams, positions: Any) -> jax.Array:
+    """What is added to the product: the stored table, offset + positions, or the offset."""
+    if positions is None:
+        return params.offset if params.table is None else params.table
+    positions = jnp.asarray(positions).astype(jnp.float32)
+    table = lax.expand_dims(params.offset, range(positions.ndim - 1)) + positions
     if params.table_dtype == "bfloat16":
         # XLA may keep more bits of a bfloat16 that it does not write out; not of this.
         table = lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7)
     return table.astype(params.table_dtype)
+
+
+def _bind(
+    patches: jax.Array,
+    params: PatchEmbedParams,
+    positions: Any,
+    backend: str | None,
+    out_dtype: str,
+) -> jax.Array:
+    operands = (patches, params.weight, params.scale, _table(params, positions))
+    return patch_embed_p.bind(*map(jnp.asarray, operands), backend=backend, out_dtype=out_dtype)
 
 
 def _check_out_dtype(out_dtype: Any) -> str:

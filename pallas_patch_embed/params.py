@@ -5,7 +5,6 @@ import json
 import math
 import operator
 import os
-import tempfile
 from typing import Any
 
 import jax
@@ -28,6 +27,9 @@ LAYOUTS = {
 
 # The largest magnitude of each quantised format.
 QUANTISED_MAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
+
+# 128 times the smallest normal float32: normal even after the factor 2 / 255 of int8.
+SMALLEST_SCALE = np.float32(2.0**-119)
 
 
 @jax.tree_util.register_dataclass
@@ -98,6 +100,7 @@ class PatchEmbedParams:
         Float8 weights are stored as their bytes, U8, because numpy's safetensors cannot read
         F8_E4M3. The file appears whole or not at all.
         """
+        check_params(self)
         tensors = {
             name: np.ascontiguousarray(getattr(self, name))
             for name in ("weight", "scale", "offset", "table")
@@ -107,18 +110,15 @@ class PatchEmbedParams:
         static = {name: getattr(self, name) for name in ("patch_size", "grid", "dtype", "K")}
         metadata = {"format": FILE_FORMAT, "static": json.dumps(static)}
         content = safetensors.numpy.save(tensors, metadata)
-        path = os.path.abspath(path)
-        handle, partial = tempfile.mkstemp(dir=os.path.dirname(path), suffix=".partial")
+        path = os.fsdecode(path)
+        partial = f"{path}.{os.getpid()}.partial"
         try:
-            with os.fdopen(handle, "wb") as file:
+            with open(partial, "wb") as file:
                 file.write(content)
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(partial, 0o666 & ~umask)
             os.replace(partial, path)
-        except BaseException:
-            os.unlink(partial)
-            raise
+        finally:
+            if os.path.exists(partial):
+                os.unlink(partial)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "PatchEmbedParams":
@@ -128,6 +128,7 @@ class PatchEmbedParams:
           ValueError: the file is damaged, or is not one that `save` wrote.
           OSError: there is no such file, or it cannot be read.
         """
+        path = os.fsdecode(path)
         with open(path, "rb"):
             pass
         try:
@@ -136,14 +137,14 @@ class PatchEmbedParams:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
         except Exception as error:
             raise ValueError(
-                f"PatchEmbedParams.load: {os.fspath(path)!r} is not a readable safetensors file "
+                f"PatchEmbedParams.load: {path!r} is not a readable safetensors file "
                 f"({error}). Expected one that PatchEmbedParams.save wrote."
             ) from error
         try:
             return _from_file(tensors, metadata)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"PatchEmbedParams.load: {os.fspath(path)!r} does not hold PatchEmbedParams: "
+                f"PatchEmbedParams.load: {path!r} does not hold PatchEmbedParams: "
                 f"{error}. Expected a file that PatchEmbedParams.save wrote; pack the checkpoint "
                 "again with pack(...)."
             ) from error
@@ -177,8 +178,9 @@ def _from_file(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> Patc
     if not isinstance(static, dict) or set(static) != {"patch_size", "grid", "dtype", "K"}:
         raise ValueError(f"its static fields are {static!r}")
     patch_size, dtype = check_patch_size(static["patch_size"]), check_dtype(static["dtype"])
-    if static["K"] != 3 * patch_size**2:
-        raise ValueError(f"K is {static['K']!r}, expected {3 * patch_size**2}")
+    K = 3 * patch_size**2
+    if static["K"] != K:
+        raise ValueError(f"K is {static['K']!r}, expected {K}")
     grid = None if static["grid"] is None else check_grid(static["grid"])
     if unknown := set(tensors) - {"weight", "scale", "offset", "table"}:
         raise ValueError(f"it has unknown tensors {sorted(unknown)}")
@@ -193,13 +195,15 @@ def _from_file(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> Patc
         patch_size=patch_size,
         grid=grid,
         dtype=dtype,
-        K=static["K"],
+        K=K,
     )
     check_params(params)
     for name in ("weight", "scale", "offset", "table"):
         leaf = getattr(params, name)
         if leaf is not None and not np.isfinite(leaf.astype(np.float32)).all():
             raise ValueError(f"{name} has values that are NaN or infinite")
+    if (params.scale <= 0).any() or params.weight[:, K:].astype(np.float32).any():
+        raise ValueError("it has a scale that is not positive, or a weight in the padding of K")
     return jax.tree.map(jnp.asarray, params)
 
 
@@ -229,8 +233,12 @@ def check_params(params: PatchEmbedParams) -> None:
         leaf = getattr(params, name)
         fits = getattr(leaf, "shape", None) == shape
         if not fits or np.dtype(leaf.dtype).name != dtype:
-            given = f"params.{name} is {_describe(leaf)}, expected {dtype}{list(shape)}"
-            advice = "Pack the params again instead of converting their leaves."
+            wanted = f"{dtype}[{', '.join(map(str, shape))}]"
+            given = f"params.{name} is {_describe(leaf)}, expected {wanted}"
+            advice = (
+                "Pack the params again instead of converting their leaves; map stacked params with "
+                "jax.vmap."
+            )
             raise (TypeError if fits else ValueError)(f"{given}. {advice}")
 
 
@@ -262,7 +270,7 @@ def check_dtype(dtype: Any) -> str:
 def check_grid(grid: Any) -> tuple[int, int]:
     """The grid as two ints, if it is two positive integers."""
     try:
-        h, w = (operator.index(side) for side in grid)
+        h, w = (0 if isinstance(side, bool) else operator.index(side) for side in grid)
     except (TypeError, ValueError):
         h = w = 0
     if h < 1 or w < 1:
@@ -284,7 +292,8 @@ def pack(
 
     Done once, on the host, in float32 (sums over K in float64). Quantised weights have one scale
     per output channel, absmax / 448 for float8_e4m3fn and absmax / 127 for int8 (1 for a channel
-    of zeros), are clipped to the format's range and rounded half to even.
+    of zeros; at least 2^-119, so that no GPU flushes it to zero), are clipped to the format's range
+    and rounded half to even. For int8, `scale` then takes the encoding's factor 2 / 255.
 
     Args:
       kernel: floating-point array of the shape that `layout` says.
@@ -318,7 +327,7 @@ def pack(
     offset = bias
     if dtype == "int8":
         dequantised_sum = weight.astype(np.float64).sum(1) * scale
-        offset = (bias + dequantised_sum / 255).astype(np.float32)
+        offset = _float32("bias + the constant of int8", bias + dequantised_sum / 255)
         scale = scale * np.float32(2 / 255)
     table, grid = _position_table(position_embedding, offset, grid, dtype)
     weight = np.pad(weight, ((0, 0), (0, padded(K) - K)))
@@ -333,7 +342,10 @@ def _float32(name: str, value: Any) -> np.ndarray:
             f"pack: {name} is traced by jit, vmap or grad, but packing looks at the values. Call "
             "pack outside and pass the params in as an argument."
         )
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise TypeError(f"pack: {name} is no array: {error}. Convert it to one.") from error
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
             f"pack: {name} has dtype {array.dtype}, expected a floating-point array. Dequantise it "
@@ -351,7 +363,7 @@ def _float32(name: str, value: Any) -> np.ndarray:
 
 def _flat_kernel(kernel: Any, patch_size: int, layout: str) -> np.ndarray:
     """The kernel as float32 [N, K], K in the order height, width, channel."""
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"pack: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}.")
     kernel = _float32("kernel", kernel)
     text, order = LAYOUTS[layout]
@@ -379,8 +391,7 @@ def _quantise(weight: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
         return stored, np.ones(len(weight), np.float32)
     largest = np.float32(QUANTISED_MAX[dtype])
     absmax = np.abs(weight).max(1)
-    # Below the smallest normal float32 a GPU would flush the scale to zero.
-    scale = np.maximum(absmax / largest, np.finfo(np.float32).tiny)
+    scale = np.maximum(absmax / largest, SMALLEST_SCALE)
     scale = np.where(absmax == 0, np.float32(1), scale)
     quantised = np.clip(weight / scale[:, None], -largest, largest)
     if dtype == "int8":
@@ -405,7 +416,7 @@ def _position_table(
         )
     if positions.ndim == 3 and positions.shape[0] > 1:
         if grid is not None and grid != positions.shape[:2]:
-            raise ValueError(f"{given}, which is another grid than grid={grid}.")
+            raise ValueError(f"{given}, another grid than grid={grid}. Leave grid=None.")
         grid = positions.shape[:2]
     positions = positions.reshape(-1, N)
     S = len(positions)
@@ -415,7 +426,10 @@ def _position_table(
             raise ValueError(f"{given}: {S} positions are no square. Pass grid=(height, width).")
         grid = (side, side)
     if math.prod(grid) != S:
-        raise ValueError(f"{given}: {S} positions, but grid={grid} has {math.prod(grid)} patches.")
+        raise ValueError(
+            f"{given}: {S} positions, but grid={grid} has {math.prod(grid)} patches. Pass the grid "
+            "(height, width) of the positions."
+        )
     table = offset + positions
     if dtype != "float32":
         with np.errstate(over="ignore"):

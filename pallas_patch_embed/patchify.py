@@ -40,6 +40,9 @@ def rows(images: jax.Array, patch_size: int, dtype: str) -> jax.Array:
     p, h, w = patch_size, H // patch_size, W // patch_size
     K = p * p * channels
 
+    if (whole := _explicit(images, 3)) is not None:
+        images = jax.sharding.reshard(images, whole)
+
     def reshape(x, *image_shape):
         # A reshape of an axis with explicit sharding has to be told what becomes of it.
         return x.reshape(*leading, *image_shape, out_sharding=_explicit(images, len(image_shape)))

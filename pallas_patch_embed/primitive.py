@@ -151,6 +151,18 @@ def _batch_tangent(operands, axes):
 batching.primitive_batchers[_tangent_p] = _batch_tangent
 
 
+@jax.custom_jvp
+def without_gradient(x, y):
+    """y, which was computed from x by way of integers: differentiating it by x is refused."""
+    del x
+    return y
+
+
+@without_gradient.defjvp
+def _(primals, tangents):
+    return primals[1], _tangent_p.bind(tangents[0], lax.stop_gradient(primals[1]))
+
+
 # vmap.
 
 
@@ -277,9 +289,9 @@ def _devices_left_to_xla(module) -> int:
 
 
 def _target(module, platform: str | None) -> Target | None:
-    """The chip that the module will run on; None if that is an NVIDIA chip nobody knows yet."""
+    """The chip that the module will run on; None where nobody knows it yet."""
     if platform is None:
-        return Target(module.platforms[0])
+        return Target(module.platforms[0]) if len(module.platforms) == 1 else None
     if module.lowering_parameters.for_export or module.backend is None:
         return None
     target = Target.of((module.backend.local_devices() or module.backend.devices())[0])

@@ -54,6 +54,14 @@ def test_explain_takes_patches_or_a_shape():
         assert "-> xla" in str(explanation)
 
 
+def test_explain_can_be_asked_while_tracing():
+    def function(x):
+        assert ppe.explain(x, PARAMS).chosen == "xla"
+        return x
+
+    jax.jit(function)(PATCHES)
+
+
 def test_the_first_backend_that_serves_is_chosen(a_backend_for_cuda_10):
     assert choose(problem(), Target("cuda", (10, 0)), None) is a_backend_for_cuda_10
     assert choose(problem(), Target("cuda", (9, 0)), None) is xla

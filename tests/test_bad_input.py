@@ -63,6 +63,7 @@ BAD = {
         embed(GOOD, position_embedding=patches(195, 8)),
         "expected [196, 8] for all images or [2, 196, 8]",
     ),
+    "one position": (TypeError, embed(GOOD, position_embedding=1.5), "float"),
     "positions' B": (
         ValueError,
         embed(GOOD, position_embedding=patches(3, 196, 8)),
@@ -135,6 +136,15 @@ BAD = {
     ),
     "grid nonsense": (ValueError, pack(grid=(14,)), "(height, width)"),
     "negative grid": (ValueError, pack(grid=(-14, -14)), "both positive"),
+    "layout list": (ValueError, pack(layout=["HWIO"]), "HWIO, OIHW, KN, NK"),
+    "ragged kernel": (TypeError, pack([[1.0], [2.0, 3.0]]), "no array"),
+    "grid True": (ValueError, pack(grid=(True, 196)), "both positive"),
+    "int8 overflow": (
+        ValueError,
+        pack(np.full_like(KERNEL, 3e38), np.full(8, 3.4e38), None, dtype="int8"),
+        "beyond float32",
+    ),
+    "explain's S": (ValueError, lambda: ppe.explain((195, 640), PARAMS["int8"]), "S = 195"),
     "explain's shape": (TypeError, lambda: ppe.explain("ab", PARAMS["int8"]), "neither"),
     "explain's K": (ValueError, lambda: ppe.explain((196, 588), PARAMS["int8"]), "K = 588"),
     "explain's device": (
@@ -157,6 +167,15 @@ def test_bad_input_is_refused_with_a_message(case):
 def test_packing_traced_values_is_refused():
     with pytest.raises(TypeError, match="traced"):
         jax.jit(lambda kernel: ppe.pack(kernel, None, None, patch_size=14))(KERNEL)
+
+
+@pytest.mark.parametrize(
+    "option", [dict(backend="cudnn"), dict(out_dtype="float16"), dict(position_embedding=1.5)]
+)
+def test_nothing_runs_before_a_bad_argument_is_refused(option, caplog):
+    with jax.log_compiles(), pytest.raises((TypeError, ValueError)):
+        ppe.embed_images(draw_images(RNG, 7, 196, 196, 3), PARAMS["int8"], **option)
+    assert not caplog.records
 
 
 def test_bad_input_is_refused_while_tracing():

@@ -43,7 +43,7 @@ def test_weights_are_scaled_clipped_and_rounded_half_to_even(dtype, largest):
     kernel[:, 3] = 3e38
     params = ppe.pack(kernel, None, None, patch_size=2, layout="KN", dtype=dtype)
     absmax = np.abs(kernel).max(0)
-    scale = np.where(absmax == 0, 1, np.maximum(absmax / np.float32(largest), 2.0**-126))
+    scale = np.where(absmax == 0, 1, np.maximum(absmax / np.float32(largest), 2.0**-119))
     scale = scale.astype(np.float32)
     stored = np.clip(kernel / scale, -largest, largest)
     if dtype == "int8":
@@ -150,6 +150,14 @@ def damage(path, how):
             metadata["static"] = metadata["static"].replace("[2, 2]", "[2, 3]")
         case "K":
             metadata["static"] = metadata["static"].replace("12", "13")
+        case "grid true":
+            metadata["static"] = metadata["static"].replace("[2, 2]", "[true, 4]")
+        case "deep":
+            metadata["static"] = "[" * 200_000
+        case "scale":
+            tensors["scale"][2] = 0
+        case "padding":
+            tensors["weight"][0, 12] = 1
         case "unknown dtype":
             metadata["static"] = metadata["static"].replace("int8", "int4")
     return safetensors.numpy.save(tensors, metadata)
@@ -157,7 +165,7 @@ def damage(path, how):
 
 DAMAGE = (
     "truncated, header, empty, foreign, another safetensors, missing tensor, another tensor, "
-    "shape, dtype, nan, static, grid, K, unknown dtype"
+    "shape, dtype, nan, static, grid, K, grid true, deep, scale, padding, unknown dtype"
 ).split(", ")
 
 

@@ -106,6 +106,17 @@ def test_scan_and_remat():
     assert_bit_equal(jax.jit(jax.checkpoint(jax.jit(embed)))(x, params), wanted)
 
 
+@pytest.mark.parametrize("positions", [True, False])
+def test_users_may_have_jax_refuse_promotion(positions):
+    params, x = make(positions=positions)
+    e = np.zeros((6, 10), np.float32)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        for function in (embed, jax.jit(embed)):
+            function(x, params)
+            function(x, params, e)
+        ppe.embed_images(np.zeros((2, 8, 12, 3), np.uint8), params)
+
+
 # Differentiation.
 
 FROZEN, FROZEN_X = make("bfloat16")
@@ -139,6 +150,21 @@ def no_wrap(function):
 def test_differentiating_is_refused(differentiate, wrap):
     with pytest.raises(TypeError, match=r"inference-only.*stop_gradient"):
         differentiate(wrap(loss))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_differentiating_by_images_is_refused_unless_frozen(dtype):
+    params, _ = make(dtype)
+    images = jnp.zeros((3, 8, 12, 3))
+
+    def total(images):
+        return ppe.embed_images(images, params).astype(jnp.float32).sum()
+
+    for wrap in (no_wrap, jax.jit, jax.checkpoint):
+        with pytest.raises(TypeError, match="inference-only"):
+            jax.grad(wrap(total))(images)
+        frozen = jax.grad(wrap(lambda images: lax.stop_gradient(total(images)) + images.sum()))
+        np.testing.assert_array_equal(frozen(images), 1)
 
 
 @pytest.mark.parametrize("wrap", [no_wrap, jax.jit, jax.checkpoint])

@@ -104,6 +104,14 @@ def test_images_and_vmap_keep_the_sharding(mesh):
         assert y.sharding.shard_shape(y.shape) == (2, S, N // 2)
 
 
+def test_images_sharded_along_their_height_are_correct(mesh):
+    rest = draw_images(RNG, 8, 68, 66, 3)
+    rest[:, :64, :64] = IMAGES
+    images = put(mesh, rest, "data", "model")
+    _, y = compiled(ppe.embed_images, images, put_params(mesh))
+    assert_bit_equal(y, reference())
+
+
 def test_shard_map_runs_on_the_shards(mesh):
     x = put(mesh, np.asarray(ppe.patchify(IMAGES, PARAMS)), "data")
     params = put_params(mesh, n="model")

@@ -41,5 +41,11 @@ def run(
         preferred_element_type=jnp.int32 if exact else jnp.float32,
         precision=precision or jax.lax.Precision.DEFAULT,
     )
-    y = accumulator.astype(jnp.float32) * jnp.expand_dims(scale, -2) + table.astype(jnp.float32)
-    return y.astype(out_dtype)
+    scale = jnp.expand_dims(scale, -2)
+    rank = max(accumulator.ndim, scale.ndim, table.ndim)
+    # Same rank, because users may have JAX refuse that ranks are promoted.
+    product, scale, table = (
+        jax.lax.expand_dims(x.astype(jnp.float32), range(rank - x.ndim))
+        for x in (accumulator, scale, table)
+    )
+    return (product * scale + table).astype(out_dtype)

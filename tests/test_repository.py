@@ -1,0 +1,137 @@
+"""What the repository says of itself is true: BUILD, README, the demo, the command line."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pallas_patch_embed as ppe
+from pallas_patch_embed import demo
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("pallas_patch_embed", "tests", "benchmarks", "ffi")
+
+
+def build_targets():
+    """name -> attributes of the targets in BUILD, which is also Python's syntax."""
+    found = {}
+    for node in ast.parse((ROOT / "BUILD").read_text()).body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            keywords = {k.arg: k.value for k in node.value.keywords}
+            if "name" in keywords:
+                found[ast.literal_eval(keywords.pop("name"))] = keywords
+    return found
+
+
+def test_BUILD_covers_every_source_file_once():
+    listed = []
+    for attributes in build_targets().values():
+        listed += ast.literal_eval(attributes["srcs"])
+    endings = {".py", ".cu", ".cuh", ".cc", ".h"}
+    present = {
+        str(path.relative_to(ROOT))
+        for folder in SOURCES
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in endings
+    }
+    assert sorted(listed) == sorted(present)
+
+
+def test_BUILD_depends_on_targets_that_exist_and_on_what_is_imported():
+    targets = build_targets()
+    for name, attributes in targets.items():
+        deps = ast.literal_eval(attributes["deps"])
+        assert {dep[1:] for dep in deps if dep.startswith(":")} <= set(targets)
+        external = {dep.rsplit("/", 1)[1] for dep in deps if dep.startswith("@")}
+        imported = set()
+        for source in ast.literal_eval(attributes["srcs"]):
+            for node in ast.walk(ast.parse((ROOT / source).read_text())):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    imported.add(node.module.split(".")[0])
+        third_party = {
+            {"absl": "absl_py", "PIL": "pillow"}.get(module, module)
+            for module in imported - set(sys.stdlib_module_names)
+        } - {"pallas_patch_embed", "bounds", "test_numerics"}
+        assert third_party <= external | {"jaxlib"}, name
+
+
+@pytest.mark.parametrize(
+    "code",
+    re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL),
+    ids=["example", "inside a model"],
+)
+def test_the_READMEs_examples_run(code, capsys):
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_the_READMEs_backends_are_all_there_are():
+    section = (ROOT / "README.md").read_text().split("## Backends")[1].split("##")[0]
+    assert tuple(re.findall(r"^\| (\w+) \|", section, re.MULTILINE)[1:]) == ppe.backends()
+
+
+def command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "pallas_patch_embed", *arguments], capture_output=True, text=True
+    )
+
+
+def test_the_demo_prints_a_table_and_writes_a_picture(tmp_path):
+    from PIL import Image
+
+    result = command("demo", "--out", str(tmp_path / "demo.png"), "--seed", "3")
+    assert result.returncode == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    errors = {row[0]: float(row[3].rstrip("%")) for row in rows if len(row) == 8}
+    assert list(errors) == ["float32", "bfloat16", "float8_e4m3fn", "int8"]
+    # Rounding the result to bfloat16 alone is at most 2^-9 = 0.2%.
+    for dtype, largest in dict(float32=0.2, bfloat16=0.5, int8=1.0, float8_e4m3fn=4.0).items():
+        assert 0.1 < errors[dtype] < largest
+    with Image.open(tmp_path / "demo.png") as picture:
+        assert min(picture.size) > 500
+        assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 500
+
+
+def test_the_demo_notices_wrong_embeddings(monkeypatch):
+    monkeypatch.setattr(demo, "embed_images", lambda x, params: ppe.embed_images(x[::-1], params))
+    names, images = demo.photographs()
+    assert names == ["astronaut", "chelsea", "coffee"]
+    weights = demo.draw_weights(np.random.default_rng(0))
+    monkeypatch.setattr(demo, "_milliseconds", lambda *_: 0.0)
+    assert all(result.relative_error > 0.5 for result in demo.measure(images, weights, 16))
+
+
+def test_info_says_what_runs_here():
+    result = command("info")
+    assert result.returncode == 0, result.stderr
+    for text in ("jax ", "device 0", "B/16 224", "Gemma 3/14 896", "xla"):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ([], "required"),
+        (["train"], "invalid choice"),
+        (["demo", "--seed", "-3"], "expected 0 or more"),
+        (["demo", "--out", "no/such/folder/demo.png"], "no such folder"),
+    ],
+    ids=["none", "unknown", "seed", "folder"],
+)
+def test_a_bad_command_line_is_refused(arguments, text):
+    result = command(*arguments)
+    assert result.returncode == 2
+    assert text in result.stderr
+
+
+def test_no_names_of_hosts_or_machines_are_in_the_repository():
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if files.returncode:
+        pytest.skip("not a git checkout")
+    assert "uv.lock" not in files.stdout
