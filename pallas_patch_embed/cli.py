@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import platform
+import signal
 import sys
 from pathlib import Path
 
@@ -111,4 +112,6 @@ def main(arguments: argparse.Namespace) -> int | None:
 
 def run() -> None:
     """The console script."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `info | head` ends quietly.
     app.run(main, flags_parser=_parse)

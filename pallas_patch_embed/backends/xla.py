@@ -41,6 +41,9 @@ def run(
         preferred_element_type=jnp.int32 if exact else jnp.float32,
         precision=precision or jax.lax.Precision.DEFAULT,
     )
+    # Without the barrier XLA on a GPU spreads scale and table over two passes, or writes the
+    # broadcast table out: float8 on an H200 takes 0.76 ms instead of 0.48 (NOTES.md).
+    accumulator = jax.lax.optimization_barrier(accumulator)
     scale = jnp.expand_dims(scale, -2)
     rank = max(accumulator.ndim, scale.ndim, table.ndim)
     # Same rank, because users may have JAX refuse that ranks are promoted.
