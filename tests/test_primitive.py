@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import math
+import re
 import subprocess
 import sys
 
@@ -41,7 +43,7 @@ def stack(*trees):
     "mapped",
     [
         names
-        for r in (1, 2, 5)
+        for r in (1, 2, 4, 5)
         for names in itertools.combinations(("patches", "weight", "scale", "offset", "table"), r)
     ],
     ids="+".join,
@@ -49,8 +51,7 @@ def stack(*trees):
 @pytest.mark.parametrize("positions", [True, False])
 def test_vmap_over_any_operand_is_a_loop_over_it(mapped, positions):
     sets = [make(seed=seed, positions=positions) for seed in range(3)]
-    if not positions and "table" in mapped:
-        pytest.skip("there is no table")
+    mapped = [name for name in mapped if positions or name != "table"] or ["patches"]
     batched = stack(*(params for params, _ in sets))
     fixed = sets[0][0]
     names = ("weight", "scale", "offset", "table")
@@ -185,6 +186,19 @@ def test_a_frozen_patch_embedding_inside_a_differentiated_model(wrap):
 
 
 # Export and compilation.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_xla_writes_no_broadcast_table_and_no_copy_of_the_patches(dtype):
+    params, x = make(dtype, N=24)
+    hlo = jax.jit(embed).lower(x, params).compile().as_text()
+    written = []
+    for line in hlo[hlo.index("ENTRY") :].splitlines()[1:]:
+        shape = re.search(r" = \w+\[([\d,]*)\]\S* (\S+)\(", line)
+        if shape and shape[2] not in ("parameter", "bitcast", "get-tuple-element", "tuple"):
+            written.append(math.prod(map(int, shape[1].split(","))))
+    # The accumulator and the result.
+    assert written == [5 * 6 * 24] * 2, hlo
 
 
 @pytest.mark.parametrize("platforms", [["cpu"], ["cuda"], ["cpu", "cuda"]], ids="+".join)
