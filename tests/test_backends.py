@@ -48,8 +48,9 @@ def test_backends_are_named_in_the_order_in_which_they_are_tried():
 def test_explain_takes_patches_or_a_shape():
     for patches in (PATCHES, PATCHES.shape, jax.ShapeDtypeStruct(PATCHES.shape, PATCHES.dtype)):
         explanation = ppe.explain(patches, PARAMS, device=jax.devices()[0])
-        (row,) = explanation
-        assert (row.backend, row.serves, row.reason) == ("xla", True, "")
+        ((backend, serves, reason),) = explanation.rows
+        assert (backend, serves, reason) == ("xla", True, "")
+        assert explanation.rows[0].backend == "xla"
         assert explanation.chosen == "xla"
         assert "-> xla" in str(explanation)
 

@@ -9,6 +9,7 @@ A backend is a module with two functions:
 
 import dataclasses
 from types import ModuleType
+from typing import NamedTuple
 
 from pallas_patch_embed.backends import xla
 from pallas_patch_embed.problem import Problem, Target
@@ -22,8 +23,7 @@ def backends() -> tuple[str, ...]:
     return tuple(BACKENDS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One backend's answer: does it serve, and if not, why."""
 
     backend: str
