@@ -1,7 +1,6 @@
 """What a backend is asked to compute, on which chip, and the shapes that real models have."""
 
 import dataclasses
-import math
 
 import jax
 import numpy as np
@@ -78,27 +77,9 @@ class Problem:
         return cls(*shapes, np.dtype(patches.dtype).name, np.dtype(table.dtype).name, out_dtype)
 
     @property
-    def S(self) -> int:
-        return self.patches[-2]
-
-    @property
-    def K(self) -> int:
-        return self.patches[-1]
-
-    @property
     def N(self) -> int:
+        """Width of the embedding."""
         return self.weight[-2]
-
-    @property
-    def M(self) -> int:
-        """Rows of the matrix product, B * S."""
-        return math.prod(self.patches[:-1])
-
-    @property
-    def result(self) -> tuple[int, ...]:
-        """The shape of the result, [..., S, N]."""
-        leading = (self.patches[:-2], self.weight[:-2], self.scale[:-1], self.table[:-2])
-        return (*np.broadcast_shapes(*leading), self.S, self.N)
 
 
 @dataclasses.dataclass(frozen=True)
