@@ -1,5 +1,6 @@
 """The patch embedding of SigLIP and SigLIP2 vision encoders as one fused JAX operator."""
 
+from pallas_patch_embed import siglip2 as siglip2
 from pallas_patch_embed.api import embed_images as embed_images
 from pallas_patch_embed.api import explain as explain
 from pallas_patch_embed.api import patch_embed as patch_embed

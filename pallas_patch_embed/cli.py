@@ -1,4 +1,4 @@
-"""The command line: `demo` and `info`."""
+"""The command line: `demo`, `embed` and `info`."""
 
 import argparse
 import importlib.metadata
@@ -11,9 +11,9 @@ import jax
 from absl import app, logging
 from absl.flags import argparse_flags
 
-from pallas_patch_embed import __version__, demo
+from pallas_patch_embed import __version__, demo, embed
 from pallas_patch_embed.backends import Explanation, explain
-from pallas_patch_embed.problem import NAMED_SHAPES, Problem, Target, padded
+from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, Target, padded
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "safetensors")
 INFO_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
@@ -80,8 +80,76 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     demo_parser.add_argument(
         "--seed", type=int, help="of the weights that are drawn (default: another every time)"
     )
+    embed_parser = commands.add_parser(
+        "embed",
+        help="embed pictures with the vision encoder of a SigLIP or SigLIP2 checkpoint",
+        description="Writes embeddings [n, D] float32 and paths [n] to FILE, whole or not at all. "
+        "Exit code: 0 if all pictures were embedded, 1 if some could not be read, 2 if there was "
+        "nothing to do or no usable checkpoint, 130 if it was interrupted.",
+    )
+    embed_parser.add_argument(
+        "pictures", nargs="+", type=Path, help="picture files, and folders, which are searched"
+    )
+    embed_parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        help="Hugging Face folder, .safetensors file, or big_vision .npz file",
+    )
+    embed_parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the .npz file"
+    )
+    embed_parser.add_argument(
+        "--size",
+        type=_positive,
+        metavar="N",
+        help="side of the images in pixels (default: the checkpoint's)",
+    )
+    embed_parser.add_argument(
+        "--max-num-patches",
+        type=_positive,
+        metavar="N",
+        help="of a NaFlex image (default: the checkpoint's)",
+    )
+    embed_parser.add_argument(
+        "--batch", type=_positive, default=64, metavar="N", help="pictures a step (default: 64)"
+    )
+    embed_parser.add_argument(
+        "--patch-dtype", choices=DTYPES, default="bfloat16", help="of the patch embedding"
+    )
+    embed_parser.add_argument(
+        "--normalize", action="store_true", help="divide every embedding by its Euclidean norm"
+    )
     commands.add_parser("info", help="versions, devices, and what runs here and why")
     return parser.parse_args(argv[1:])
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _run_demo(arguments: argparse.Namespace) -> int:
+    if arguments.seed is not None and arguments.seed < 0:
+        raise ValueError(f"--seed is {arguments.seed}, expected 0 or more.")
+    demo.run(arguments.out, arguments.seed)
+    return 0
+
+
+def _run_embed(arguments: argparse.Namespace) -> int:
+    unreadable = embed.run(
+        arguments.checkpoint,
+        arguments.pictures,
+        arguments.out,
+        size=arguments.size,
+        max_num_patches=arguments.max_num_patches,
+        batch=arguments.batch,
+        patch_dtype=arguments.patch_dtype,
+        normalize=arguments.normalize,
+    )
+    return 1 if unreadable else 0
 
 
 def main(arguments: argparse.Namespace) -> int | None:
@@ -89,25 +157,24 @@ def main(arguments: argparse.Namespace) -> int | None:
     logging.set_verbosity(logging.WARNING)
     if arguments.command == "info":
         return info()
-    if arguments.seed is not None and arguments.seed < 0:
-        print(f"--seed is {arguments.seed}, expected 0 or more.", file=sys.stderr)
-        return 2
-    if not arguments.out.absolute().parent.is_dir():
-        print(f"--out is {arguments.out}: there is no such folder.", file=sys.stderr)
-        return 2
     try:
-        demo.run(arguments.out, arguments.seed)
+        if not arguments.out.absolute().parent.is_dir():
+            raise ValueError(f"--out is {arguments.out}: there is no such folder.")
+        if arguments.out.is_dir():
+            raise ValueError(f"--out is {arguments.out}: that is a folder, expected a file.")
+        return _run_demo(arguments) if arguments.command == "demo" else _run_embed(arguments)
     except ImportError as error:
         print(
-            f"{error}. The demo needs Pillow and matplotlib: "
-            "pip install 'pallas_patch_embed[demo]'.",
+            f"{error}. `{arguments.command}` needs more packages: "
+            f"pip install 'pallas_patch_embed[{arguments.command}]'.",
             file=sys.stderr,
         )
-        return 1
-    except OSError as error:
-        print(f"Cannot write {arguments.out}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+    except KeyboardInterrupt:
+        print("Interrupted; nothing was written.", file=sys.stderr)
+        return 130
+    return 2
 
 
 def run() -> None:

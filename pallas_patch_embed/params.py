@@ -13,6 +13,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from pallas_patch_embed.files import written_whole
 from pallas_patch_embed.problem import DTYPES, padded
 
 FILE_FORMAT = "pallas_patch_embed.PatchEmbedParams.1"
@@ -110,15 +111,8 @@ class PatchEmbedParams:
         static = {name: getattr(self, name) for name in ("patch_size", "grid", "dtype", "K")}
         metadata = {"format": FILE_FORMAT, "static": json.dumps(static)}
         content = safetensors.numpy.save(tensors, metadata)
-        path = os.fsdecode(path)
-        partial = f"{path}.{os.getpid()}.partial"
-        try:
-            with open(partial, "wb") as file:
-                file.write(content)
-            os.replace(partial, path)
-        finally:
-            if os.path.exists(partial):
-                os.unlink(partial)
+        with written_whole(path) as file:
+            file.write(content)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "PatchEmbedParams":
@@ -256,15 +250,15 @@ def check_patch_size(patch_size: Any) -> int:
     return size
 
 
-def check_dtype(dtype: Any) -> str:
-    """The name of a patch dtype, given as its name or as a dtype."""
+def check_dtype(dtype: Any, name: str = "dtype", among: tuple[str, ...] = DTYPES) -> str:
+    """The name of a dtype of patches (or `among` others), given as its name or as a dtype."""
     try:
-        name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+        found = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:
-        name = None
-    if name not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}.")
-    return name
+        found = None
+    if found not in among:
+        raise ValueError(f"{name} is {dtype!r}, expected one of {', '.join(among)}.")
+    return found
 
 
 def check_grid(grid: Any) -> tuple[int, int]:

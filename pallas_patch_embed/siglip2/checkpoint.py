@@ -1,0 +1,514 @@
+"""Checkpoints to encoders: Hugging Face folders and safetensors, big_vision npz files."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from pallas_patch_embed.params import check_dtype, pack
+from pallas_patch_embed.problem import OUT_DTYPES
+from pallas_patch_embed.siglip2.config import Config
+from pallas_patch_embed.siglip2.encoder import Encoder
+from pallas_patch_embed.siglip2.naflex import resize_positions
+
+EXPECTED = (
+    "Expected a Hugging Face folder, a .safetensors file or a big_vision .npz file; pickles are "
+    "never loaded: convert them to safetensors."
+)
+
+# Where the image tower of a big_vision file may be: beside a text tower, or alone.
+BIG_VISION_PREFIXES = ("params/img/", "img/", "params/", "")
+
+
+def load_encoder(
+    path: str | os.PathLike,
+    *,
+    image_size: int | tuple[int, int] | None = None,
+    patch_dtype: Any = "bfloat16",
+    dtype: Any = "bfloat16",
+    config: Config | Mapping[str, Any] | str | os.PathLike | None = None,
+) -> Encoder:
+    """Loads the vision encoder of a SigLIP or SigLIP2 checkpoint.
+
+    Reads Hugging Face folders (config.json with model.safetensors, or with its shards and
+    model.safetensors.index.json), single .safetensors files, and big_vision .npz files; of a model
+    with other parts the vision tower alone. Nothing is unpickled.
+
+    Args:
+      path: the folder or file.
+      image_size: pixels, one side of a square or (height, width): resizes the positions for images
+        of this size, bilinearly with pixel centres at half-integers, antialiased where the grid
+        shrinks, as transformers' Siglip2 and big_vision's naflex_vit resize theirs. None for the
+        checkpoint's own size. NaFlex encoders take any size and refuse this argument.
+      patch_dtype: of the patch embedding: "float32", "bfloat16", "float8_e4m3fn" or "int8".
+      dtype: of everything behind it: "bfloat16" or "float32".
+      config: replaces the config.json: a Config, the contents of a config.json, or its path. Needed
+        for a .safetensors file without a config.json beside it. The arrays of an .npz tell its
+        architecture; there it has to agree.
+
+    Returns:
+      Encoder.
+
+    Raises:
+      FileNotFoundError: there is no such file or folder.
+      OSError: a file cannot be read.
+      TypeError: path or config is of another type.
+      ValueError: an argument has another value; a file is damaged, is no checkpoint of a SigLIP
+        vision tower, or holds other weights than its config says. The message names the file and
+        what is missing or wrong.
+    """
+    patch_dtype = check_dtype(patch_dtype, "patch_dtype")
+    dtype = check_dtype(dtype, "dtype", OUT_DTYPES)
+    size = None if image_size is None else _check_image_size(image_size)
+    path = Path(path)
+    try:
+        config = _given_config(config)
+        if _is_npz(path):
+            with _open_npz(path) as arrays:
+                weights, config = _read_big_vision(arrays, config)
+        else:
+            config = config or _config_beside(path)
+            with _open_safetensors(path) as arrays:
+                weights, config = _read_hugging_face(arrays, config)
+        return _assemble(weights, config, size, patch_dtype, dtype)
+    except ValueError as error:
+        raise ValueError(f"load_encoder: {str(path)!r}: {error}") from error
+
+
+@dataclasses.dataclass
+class _Arrays:
+    """The arrays of a checkpoint by name, read when they are asked for.
+
+    Attributes:
+      names: of all arrays.
+      load: reads one array.
+    """
+
+    names: Iterable[str]
+    load: Callable[[str], Any]
+
+
+class _Tower:
+    """The arrays of the vision tower, by their names behind the prefix."""
+
+    def __init__(self, arrays: _Arrays, prefix: str):
+        self.arrays, self.prefix = arrays, prefix
+        self.names = {n.removeprefix(prefix) for n in arrays.names if n.startswith(prefix)}
+        self.unread = set(self.names)
+
+    def has(self, start: str) -> bool:
+        """Whether there is an array whose name starts so."""
+        return any(name.startswith(start) for name in self.names)
+
+    def shape(self, name: str, *dimensions: int) -> tuple[int, ...]:
+        """The shape of an array that has one of these numbers of dimensions."""
+        shape = self._load(name).shape
+        if len(shape) not in dimensions:
+            wanted = " or ".join(map(str, dimensions))
+            raise ValueError(
+                f"{self.prefix + name!r} has shape {list(shape)}, expected {wanted} dimensions."
+            )
+        return shape
+
+    def read(self, name: str, *shape: int) -> np.ndarray:
+        """The array as float32, of this shape."""
+        array = self._load(name)
+        full = self.prefix + name
+        if array.shape != shape:
+            raise ValueError(
+                f"{full!r} has shape {list(array.shape)}, but by the config or the other arrays it "
+                f"is {list(shape)}. Use the config.json that belongs to these weights."
+            )
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
+        if not np.isfinite(array).all():
+            raise ValueError(f"{full!r} has values that are NaN, infinite or beyond float32.")
+        self.unread.discard(name)
+        return array
+
+    def _load(self, name: str) -> np.ndarray:
+        full = self.prefix + name
+        if name not in self.names:
+            raise ValueError(f"{full!r} is missing. {EXPECTED}")
+        array = self.arrays.load(full)
+        if not isinstance(array, np.ndarray):
+            raise ValueError(f"{full!r} is no array. {EXPECTED}")
+        if array.dtype == np.dtype("V2"):
+            array = array.view(jnp.bfloat16)  # numpy's npz stores bfloat16 as raw bytes.
+        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+            raise ValueError(
+                f"{full!r} has dtype {array.dtype}, expected float32, bfloat16 or float16. "
+                "Dequantise the checkpoint."
+            )
+        return array
+
+    def check_all_read(self, *ignored: str) -> None:
+        """Refuses arrays that the encoder would not use, but for names that start so."""
+        unused = sorted(name for name in self.unread if not name.startswith(ignored))
+        if unused:
+            raise ValueError(
+                f"{len(unused)} arrays belong to no part of a SigLIP vision tower with this "
+                f"config, such as {self.prefix + unused[0]!r}. Use the config.json that belongs to "
+                "these weights."
+            )
+
+
+# Reading: both formats give a dict with "kernel", its "layout", "bias", "positions" [h, w, D], and
+# the "blocks", "norm" and "head" of an Encoder in float32.
+
+
+def _read_hugging_face(arrays: _Arrays, config: Config) -> tuple[dict[str, Any], Config]:
+    marker = "embeddings.patch_embedding."
+    prefixes = {name[: name.index(marker)] for name in arrays.names if marker in name}
+    if len(prefixes) != 1:
+        raise ValueError(
+            f"it has {len(prefixes)} arrays named {marker + 'weight'!r}, expected those of one "
+            f"SigLIP vision tower. {EXPECTED}"
+        )
+    tower = _Tower(arrays, prefixes.pop())
+    D, M, p = config.width, config.mlp, config.patch
+
+    def each_layer(name: str, *shape: int) -> np.ndarray:
+        layers = range(config.depth)
+        return np.stack([tower.read(f"encoder.layers.{i}.{name}", *shape) for i in layers])
+
+    def dense(name: str, inputs: int, outputs: int, read=tower.read) -> dict[str, np.ndarray]:
+        kernel = read(f"{name}.weight", outputs, inputs).swapaxes(-1, -2)
+        return {"kernel": kernel, "bias": read(f"{name}.bias", outputs)}
+
+    def norm(name: str, read=tower.read) -> dict[str, np.ndarray]:
+        return {"scale": read(f"{name}.weight", D), "bias": read(f"{name}.bias", D)}
+
+    weights = {
+        "kernel": tower.read(
+            f"{marker}weight", *((D, 3 * p * p) if config.naflex else (D, 3, p, p))
+        ),
+        "layout": "NK" if config.naflex else "OIHW",
+        "bias": tower.read(f"{marker}bias", D),
+        "positions": tower.read(
+            "embeddings.position_embedding.weight", math.prod(config.grid), D
+        ).reshape(*config.grid, D),
+        "blocks": {
+            "norm1": norm("layer_norm1", each_layer),
+            "qkv": _beside(dense(f"self_attn.{n}_proj", D, D, each_layer) for n in "qkv"),
+            "out": dense("self_attn.out_proj", D, D, each_layer),
+            "norm2": norm("layer_norm2", each_layer),
+            "fc1": dense("mlp.fc1", D, M, each_layer),
+            "fc2": dense("mlp.fc2", M, D, each_layer),
+        },
+        "norm": norm("post_layernorm"),
+        "head": None,
+    }
+    if tower.has("head.") if config.pooling_head is None else config.pooling_head:
+        kernels = tower.read("head.attention.in_proj_weight", 3 * D, D).T
+        biases = tower.read("head.attention.in_proj_bias", 3 * D)
+        probe = tower.read("head.probe", 1, 1, D)
+        weights["head"] = {
+            "query": _project(probe, kernels[:, :D], biases[:D]),
+            "kv": {"kernel": kernels[:, D:], "bias": biases[D:]},
+            "out": dense("head.attention.out_proj", D, D),
+            "norm": norm("head.layernorm"),
+            "fc1": dense("head.mlp.fc1", D, M),
+            "fc2": dense("head.mlp.fc2", M, D),
+        }
+    tower.check_all_read(
+        "embeddings.position_ids", *(["head."] if config.pooling_head is False else [])
+    )
+    return weights, config
+
+
+def _read_big_vision(arrays: _Arrays, given: Config | None) -> tuple[dict[str, Any], Config]:
+    towers = (_Tower(arrays, prefix) for prefix in BIG_VISION_PREFIXES)
+    tower = next((t for t in towers if t.has("embedding/") or t.has("Transformer/")), None)
+    if tower is None:
+        raise ValueError(
+            f"it has no arrays named {BIG_VISION_PREFIXES[0]}..., expected those of a big_vision "
+            f"image tower. {EXPECTED}"
+        )
+    stacked = tower.has("Transformer/encoderblock/")
+    config = _big_vision_config(tower, stacked)
+    for field in dataclasses.fields(Config):
+        mine, other = getattr(config, field.name), getattr(given or config, field.name)
+        if mine != other and field.name not in ("eps", "activation", "image_size", "pooling_head"):
+            raise ValueError(f"config says {field.name} = {other}, but the arrays say {mine}.")
+    config = given or config
+    D, M, p = config.width, config.mlp, config.patch
+    heads = (config.heads, D // config.heads)
+
+    def each_layer(name: str, *shape: int) -> np.ndarray:
+        if stacked:
+            return tower.read(f"Transformer/encoderblock/{name}", config.depth, *shape)
+        layers = range(config.depth)
+        return np.stack(
+            [tower.read(f"Transformer/encoderblock_{i}/{name}", *shape) for i in layers]
+        )
+
+    def dense(name: str, inputs: tuple, outputs: tuple, read=tower.read) -> dict[str, np.ndarray]:
+        kernel, bias = read(f"{name}/kernel", *inputs, *outputs), read(f"{name}/bias", *outputs)
+        leading = bias.shape[: bias.ndim - len(outputs)]
+        shape = (*leading, math.prod(inputs), math.prod(outputs))
+        return {"kernel": kernel.reshape(shape), "bias": bias.reshape(*leading, -1)}
+
+    def norm(name: str, read=tower.read) -> dict[str, np.ndarray]:
+        return {"scale": read(f"{name}/scale", D), "bias": read(f"{name}/bias", D)}
+
+    def attention(name: str, read=tower.read) -> dict[str, dict[str, np.ndarray]]:
+        name = f"{name}MultiHeadDotProductAttention_0"
+        inner = {n: dense(f"{name}/{n}", (D,), heads, read) for n in ("query", "key", "value")}
+        return inner | {"out": dense(f"{name}/out", heads, (D,), read)}
+
+    def mlp(name: str, read=tower.read) -> dict[str, dict[str, np.ndarray]]:
+        return {
+            "fc1": dense(f"{name}MlpBlock_0/Dense_0", (D,), (M,), read),
+            "fc2": dense(f"{name}MlpBlock_0/Dense_1", (M,), (D,), read),
+        }
+
+    inner = attention("", each_layer)
+    weights = {
+        "kernel": tower.read(
+            "embedding/kernel", *((3 * p * p,) if config.naflex else (p, p, 3)), D
+        ),
+        "layout": "KN" if config.naflex else "HWIO",
+        "bias": tower.read("embedding/bias", D),
+        "positions": tower.read(
+            "pos_embedding", *(config.grid if config.naflex else (1, math.prod(config.grid))), D
+        ).reshape(*config.grid, D),
+        "blocks": {
+            "norm1": norm("LayerNorm_0", each_layer),
+            "qkv": _beside(inner[n] for n in ("query", "key", "value")),
+            "out": inner["out"],
+            "norm2": norm("LayerNorm_1", each_layer),
+            **mlp("", each_layer),
+        },
+        "norm": norm("Transformer/encoder_norm"),
+        "head": None,
+    }
+    if tower.has("MAPHead_0/") if config.pooling_head is None else config.pooling_head:
+        inner = attention("MAPHead_0/")
+        probe = tower.read("MAPHead_0/probe", 1, 1, D)
+        weights["head"] = {
+            "query": _project(probe, **inner["query"]),
+            "kv": _beside(inner[n] for n in ("key", "value")),
+            "out": inner["out"],
+            "norm": norm("MAPHead_0/LayerNorm_0"),
+            **mlp("MAPHead_0/"),
+        }
+    tower.check_all_read(*(["MAPHead_0/"] if config.pooling_head is False else []))
+    return weights, config
+
+
+def _big_vision_config(tower: _Tower, stacked: bool) -> Config:
+    """The architecture, which only the shapes of the arrays tell."""
+    *sides, D = tower.shape("embedding/kernel", 2, 4)
+    naflex = len(sides) == 1
+    positions = tower.shape("pos_embedding", 3)
+    side = math.isqrt(positions[1])
+    block = "Transformer/encoderblock" + ("" if stacked else "_0")
+    layers = tower.shape(f"{block}/MultiHeadDotProductAttention_0/query/kernel", 3 + stacked)
+    if stacked:
+        depth = layers[0]
+    else:
+        names = (re.match(r"Transformer/encoderblock_(\d{1,4})/", name) for name in tower.names)
+        depth = 1 + max(int(name[1]) for name in names if name)
+    return Config(
+        width=D,
+        depth=depth,
+        heads=layers[-2],
+        mlp=tower.shape(f"{block}/MlpBlock_0/Dense_0/kernel", 2 + stacked)[-1],
+        patch=math.isqrt(sides[0] // 3) if naflex else sides[0],
+        grid=positions[:2] if naflex else (side, side),
+        naflex=naflex,
+    )
+
+
+def _beside(parts: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Several dense layers of the same inputs as one."""
+    parts = list(parts)
+    return {name: np.concatenate([part[name] for part in parts], -1) for name in ("kernel", "bias")}
+
+
+def _project(probe: np.ndarray, kernel: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """The query of the pooling head, which is the same for all images."""
+    return (probe.reshape(-1).astype(np.float64) @ kernel + bias).astype(np.float32)
+
+
+def _assemble(
+    weights: dict[str, Any],
+    config: Config,
+    size: tuple[int, int] | None,
+    patch_dtype: str,
+    dtype: str,
+) -> Encoder:
+    """The encoder of these weights, for images of `size` if one is given."""
+    positions = weights["positions"]
+    if size is not None:
+        if config.naflex:
+            raise ValueError(
+                f"image_size is {size}, but this is a NaFlex encoder, which takes images of any "
+                "size. Leave it out."
+            )
+        h, w = grid = tuple(side // config.patch for side in size)
+        if 0 in grid:
+            raise ValueError(f"image_size {size} is smaller than a patch of {config.patch} pixels.")
+        if grid != config.grid:
+            positions = resize_positions(jnp.asarray(positions), jnp.asarray([grid]), h * w)
+            positions = np.asarray(positions).reshape(h, w, -1)
+        config = dataclasses.replace(config, grid=grid, image_size=size)
+    head = weights["head"]
+    return Encoder(
+        patch_embed=pack(
+            weights["kernel"],
+            weights["bias"],
+            None if config.naflex else positions,
+            patch_size=config.patch,
+            layout=weights["layout"],
+            dtype=patch_dtype,
+        ),
+        positions=jnp.asarray(positions) if config.naflex else None,
+        blocks=_cast(weights["blocks"], dtype),
+        norm=_cast(weights["norm"], dtype),
+        head=None if head is None else _cast(head, dtype),
+        config=dataclasses.replace(config, pooling_head=head is not None),
+        dtype=dtype,
+    )
+
+
+def _cast(weights: Any, dtype: str) -> Any:
+    """The weights on the device: layer norms, which have a scale, in float32, others in `dtype`."""
+    if not isinstance(weights, dict):
+        return jnp.asarray(weights.astype(dtype))
+    dtype = "float32" if "scale" in weights else dtype
+    return {name: _cast(part, dtype) for name, part in weights.items()}
+
+
+def _check_image_size(image_size: Any) -> tuple[int, int]:
+    try:
+        sides = tuple(image_size) if hasattr(image_size, "__len__") else (image_size, image_size)
+        height, width = (0 if isinstance(s, bool) else operator.index(s) for s in sides)
+    except (TypeError, ValueError):
+        height = width = 0
+    if height < 1 or width < 1:
+        raise ValueError(
+            f"load_encoder: image_size is {image_size!r}, expected pixels: a positive integer or "
+            "(height, width)."
+        )
+    return height, width
+
+
+def _given_config(config: Any) -> Config | None:
+    if config is None or isinstance(config, Config):
+        return config
+    if isinstance(config, str | os.PathLike):
+        return Config.from_hugging_face(read_json(Path(config)))
+    if isinstance(config, Mapping):
+        return Config.from_hugging_face(config)
+    raise TypeError(
+        f"load_encoder: config is {type(config).__name__}, expected a Config, the contents of a "
+        "config.json, or its path."
+    )
+
+
+def _config_beside(path: Path) -> Config:
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"there is no {str(file)!r}, which says the architecture. Put the model's config.json "
+            "there, or pass config=."
+        )
+    return Config.from_hugging_face(read_json(file))
+
+
+def read_json(path: Path) -> Any:
+    """The contents of a JSON file; a ValueError that names it if they are none."""
+    with _readable(path):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _is_npz(path: Path) -> bool:
+    if not path.exists():
+        raise FileNotFoundError(f"load_encoder: there is no {str(path)!r}. {EXPECTED}")
+    if path.is_dir():
+        return False
+    with open(path, "rb") as file:
+        is_zip = file.read(4) == b"PK\x03\x04"
+    if path.suffix == ".npz" and not is_zip:
+        raise ValueError(f"it is no npz file, which is a zip archive. {EXPECTED}")
+    return is_zip
+
+
+@contextlib.contextmanager
+def _open_npz(path: Path) -> Iterator[_Arrays]:
+    with _readable(path):
+        file = np.load(path, allow_pickle=False)
+
+    def load(name: str) -> Any:
+        with _readable(name):
+            return file[name]
+
+    with file:
+        yield _Arrays(file.files, load)
+
+
+@contextlib.contextmanager
+def _open_safetensors(path: Path) -> Iterator[_Arrays]:
+    """The arrays of a file, or of a folder's file or shards, which are opened when needed."""
+    folder, shard_of = path.parent, None
+    if path.is_dir():
+        folder, index = path, path / "model.safetensors.index.json"
+        path = folder / "model.safetensors"
+        if not path.exists():
+            shard_of = _read_index(index)
+    with contextlib.ExitStack() as stack:
+        opened = {}
+
+        def shard(file: str) -> Any:
+            if file not in opened:
+                with _readable(folder / file):
+                    opened[file] = stack.enter_context(
+                        safetensors.safe_open(folder / file, "numpy")
+                    )
+            return opened[file]
+
+        if shard_of is None:
+            shard_of = dict.fromkeys(shard(path.name).keys(), path.name)
+
+        def load(name: str) -> np.ndarray:
+            with _readable(f"{name!r} in {shard_of[name]!r}"):
+                return shard(shard_of[name]).get_tensor(name)
+
+        yield _Arrays(shard_of, load)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Name of each array -> name of its file, from a model.safetensors.index.json."""
+    if not path.exists():
+        raise ValueError(f"the folder has neither model.safetensors nor {path.name}. {EXPECTED}")
+    index = read_json(path)
+    shard_of = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(shard_of, dict):
+        raise ValueError(f"{path.name} has no weight_map, an object from arrays to files.")
+    for file in shard_of.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{path.name} names the file {file!r}, expected one in its folder.")
+    return shard_of
+
+
+@contextlib.contextmanager
+def _readable(what: Any) -> Iterator[None]:
+    """Whatever a reader raises about damaged contents, as a ValueError."""
+    try:
+        yield
+    except (FileNotFoundError, PermissionError) as error:
+        raise ValueError(f"{what} cannot be read: {error}") from error
+    except Exception as error:
+        raise ValueError(f"{what} is damaged or something else: {error}. {EXPECTED}") from error

@@ -1,0 +1,178 @@
+"""The architecture of a vision encoder, and how a Hugging Face config.json says it."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+# Hugging Face's names; "gelu_pytorch_tanh" is GELU approximated with tanh, flax's default.
+ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "quick_gelu", "relu")
+
+# Class defaults of SiglipVisionConfig and Siglip2VisionConfig (transformers 5.23).
+DEFAULTS = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "patch_size": 16,
+    "image_size": 224,
+    "num_patches": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+
+# model_type -> NaFlex or not. Siglip2 classes are NaFlex; SigLIP2 checkpoints of a fixed resolution
+# are published as Siglip classes.
+MODEL_TYPES = {
+    "siglip": False,
+    "siglip_vision_model": False,
+    "siglip2": True,
+    "siglip2_vision_model": True,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The architecture of a SigLIP or SigLIP2 vision encoder.
+
+    Attributes:
+      width: of the embedding, D.
+      depth: number of transformer blocks.
+      heads: of every attention; divides width.
+      mlp: width of the hidden layer of every MLP.
+      patch: side of a patch in pixels.
+      grid: (height, width) of the learned positions, in patches.
+      eps: of every layer norm.
+      naflex: whether images of any aspect ratio come as patches, with positions resized for each.
+      image_size: (height, width) in pixels of the images at this grid, which may exceed
+        grid * patch by less than a patch: the remainder is dropped. None if naflex.
+      activation: of every MLP: "gelu_pytorch_tanh", "gelu", "quick_gelu" or "relu".
+      pooling_head: whether the tower ends in an attention pooling head; None in a config that does
+        not say: then as the checkpoint has it.
+
+    Raises:
+      ValueError: a value of another type, or values that do not fit each other.
+    """
+
+    width: int
+    depth: int
+    heads: int
+    mlp: int
+    patch: int
+    grid: tuple[int, int]
+    eps: float = 1e-6
+    naflex: bool = False
+    image_size: tuple[int, int] | None = None
+    activation: str = "gelu_pytorch_tanh"
+    pooling_head: bool | None = None
+
+    def __post_init__(self):
+        for name in ("width", "depth", "heads", "mlp", "patch"):
+            _check_size(name, getattr(self, name))
+        sides = self.grid
+        if not isinstance(sides, tuple) or len(sides) != 2:
+            raise ValueError(f"grid is {sides!r}, expected (height, width) in patches.")
+        for side in sides:
+            _check_size("a side of grid", side)
+        if self.width % self.heads:
+            raise ValueError(
+                f"width {self.width} is no multiple of heads, {self.heads}. Every head has width / "
+                "heads channels."
+            )
+        number = isinstance(self.eps, int | float) and not isinstance(self.eps, bool)
+        if not number or not 0 < self.eps < 1:
+            raise ValueError(f"the epsilon of layer norms is {self.eps!r}, expected 1e-6 or so.")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"the activation is {self.activation!r}, expected one of {', '.join(ACTIVATIONS)}."
+            )
+        if self.naflex and self.image_size is not None:
+            raise ValueError("a NaFlex encoder has no image_size: it takes images of any size.")
+        if not self.naflex:
+            if self.image_size is None:
+                object.__setattr__(self, "image_size", tuple(side * self.patch for side in sides))
+            if tuple(side // self.patch for side in self.image_size) != sides:
+                raise ValueError(
+                    f"images of {self.image_size[0]} x {self.image_size[1]} pixels are no "
+                    f"{sides[0]} x {sides[1]} grid of patches of {self.patch} pixels."
+                )
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> "Config":
+        """Reads the contents of a Hugging Face config.json.
+
+        Args:
+          config: of a vision tower, or of a model whose `vision_config` is one. Omitted fields have
+            the defaults of SiglipVisionConfig and Siglip2VisionConfig.
+
+        Returns:
+          Config.
+
+        Raises:
+          ValueError: it is no such config, or a value is of another type.
+        """
+        if not isinstance(config, Mapping):
+            raise ValueError(f"the config is {_kind(config)}, expected an object of fields.")
+        vision = config
+        if "vision_config" in config or "text_config" in config:
+            vision = config.get("vision_config")
+            vision = {} if vision is None else vision
+            if not isinstance(vision, Mapping):
+                raise ValueError(f"vision_config is {_kind(vision)}, expected an object of fields.")
+        naflex = _is_naflex(config, vision)
+        fields = {
+            name: default if vision.get(name) is None else vision[name]
+            for name, default in DEFAULTS.items()
+        }
+        if fields["num_channels"] != 3:
+            raise ValueError(f"num_channels is {fields['num_channels']!r}, expected 3: RGB.")
+        pooling_head = vision.get("vision_use_head")
+        if not isinstance(pooling_head, bool | None):
+            raise ValueError(f"vision_use_head is {pooling_head!r}, expected true or false.")
+        for name, value in fields.items():
+            if name not in ("hidden_act", "layer_norm_eps"):
+                _check_size(name, value)
+        patch, S, size = fields["patch_size"], fields["num_patches"], fields["image_size"]
+        side = math.isqrt(S) if naflex else size // patch
+        if naflex and side * side != S:
+            raise ValueError(f"num_patches is {S}, expected a square: positions form a grid.")
+        if side == 0:
+            raise ValueError(f"image_size {size} is smaller than patch_size {patch}.")
+        return cls(
+            width=fields["hidden_size"],
+            depth=fields["num_hidden_layers"],
+            heads=fields["num_attention_heads"],
+            mlp=fields["intermediate_size"],
+            patch=patch,
+            grid=(side, side),
+            eps=fields["layer_norm_eps"],
+            naflex=naflex,
+            image_size=None if naflex else (size, size),
+            activation=fields["hidden_act"],
+            pooling_head=pooling_head,
+        )
+
+
+def _is_naflex(config: Mapping, vision: Mapping) -> bool:
+    """Whether the vision tower is NaFlex, from its model_type or that of the model around it."""
+    model_type = vision.get("model_type")
+    if model_type is None and config.get("model_type") in MODEL_TYPES:
+        model_type = config["model_type"]
+    if model_type is None:
+        return "num_patches" in vision
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"model_type is {model_type!r}, expected one of {', '.join(MODEL_TYPES)}: the config "
+            "is not that of a SigLIP or SigLIP2 vision tower."
+        )
+    return MODEL_TYPES[model_type]
+
+
+def _check_size(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}, expected a positive integer.")
+
+
+def _kind(value: Any) -> str:
+    return "an array" if isinstance(value, list) else repr(value)

@@ -1,0 +1,266 @@
+"""The vision encoder: patch embedding, transformer blocks, attention pooling."""
+
+import dataclasses
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_patch_embed.api import embed_images, patch_embed
+from pallas_patch_embed.params import PatchEmbedParams
+from pallas_patch_embed.patchify import encode
+from pallas_patch_embed.problem import Target
+from pallas_patch_embed.siglip2.config import Config
+from pallas_patch_embed.siglip2.naflex import resize_positions
+
+ACTIVATIONS = {
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+}
+
+# cuDNN's fused attention takes heads of up to this many channels on every GPU that it supports.
+CUDNN_LARGEST_HEAD = 128
+
+
+class EncoderOutput(NamedTuple):
+    """What an encoder gives, in its dtype.
+
+    Attributes:
+      last_hidden_state: [B, S, D], after the last layer norm.
+      pooler_output: [B, D], or None if the tower has no pooling head.
+    """
+
+    last_hidden_state: jax.Array
+    pooler_output: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Encoder:
+    """A SigLIP or SigLIP2 vision encoder for inference, made by `load_encoder`. A pytree.
+
+    Call it inside or outside of jit; pass it through jit as an argument. Its layers are scanned, so
+    the compile time does not grow with the depth. Matrix products take and give `dtype` and
+    accumulate in float32; layer norms and softmax are computed in float32; float32 means
+    Precision.HIGHEST. It has no derivative by its input, as `patch_embed`.
+
+    Attributes:
+      patch_embed: PatchEmbedParams; with the positions, unless NaFlex.
+      positions: NaFlex: [h, w, D] float32, resized for each image; else None.
+      blocks: of every transformer block, with a leading axis of `config.depth`: "norm1", "qkv",
+        "out", "norm2", "fc1", "fc2"; a norm is {"scale", "bias"} in float32, the others are
+        {"kernel" [in, out], "bias" [out]} in `dtype`.
+      norm: the last layer norm.
+      head: the attention pooling head: "query" [D], the projected probe, "kv", "out", "norm",
+        "fc1", "fc2"; None if there is none.
+      config: Config. Static, like the following.
+      dtype: "bfloat16" or "float32".
+    """
+
+    patch_embed: PatchEmbedParams
+    positions: jax.Array | None
+    blocks: dict[str, Any]
+    norm: dict[str, jax.Array]
+    head: dict[str, Any] | None
+    config: Config = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+
+    def __call__(
+        self,
+        images: jax.Array,
+        *,
+        spatial_shapes: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> EncoderOutput:
+        """Encodes images, or for a NaFlex encoder patches.
+
+        Args:
+          images: [B, H, W, 3], uint8 or floating-point in [-1, 1], of `config.image_size` or
+            another size with the same grid of patches. NaFlex: patches [B, L, K] floating-point in
+            [-1, 1], K in the order height, width, channel, as `batch_naflex` makes them; they are
+            encoded into the dtype of `patch_embed`.
+          spatial_shapes: NaFlex: [B, 2] integer, (height, width) of each image in patches, with
+            1 <= height * width <= L. Values under jit that are not are clamped to that.
+          mask: NaFlex: [B, L], True or 1 for patches, False or 0 for padding, which nothing attends
+            to; by default the first height * width.
+
+        Returns:
+          EncoderOutput. Where the mask is False, last_hidden_state has no defined value.
+
+        Raises:
+          TypeError, ValueError: an argument of another type, shape or value.
+        """
+        if self.config.naflex:
+            arguments = _check_naflex(self, images, spatial_shapes, mask)
+            return _encode_patches(self, *arguments)
+        if spatial_shapes is not None or mask is not None:
+            raise TypeError(
+                "encoder: spatial_shapes and mask are for NaFlex encoders; this one takes images "
+                f"of {self.config.image_size[0]} x {self.config.image_size[1]} pixels alone."
+            )
+        if getattr(images, "ndim", 4) != 4:
+            raise ValueError(
+                f"encoder: images have shape {list(images.shape)}, expected [B, H, W, 3]. Add or "
+                "flatten leading axes."
+            )
+        return _encode_images(self, images)
+
+    def __repr__(self) -> str:
+        size = sum(leaf.size for leaf in jax.tree.leaves(self))
+        return f"Encoder({self.dtype}, {size:,} parameters, {self.config}, {self.patch_embed!r})"
+
+
+# jax.export serialises a program together with the pytrees of its arguments and results.
+jax.export.register_namedtuple_serialization(
+    EncoderOutput, serialized_name="pallas_patch_embed.siglip2.EncoderOutput"
+)
+jax.export.register_pytree_node_serialization(
+    Encoder,
+    serialized_name="pallas_patch_embed.siglip2.Encoder",
+    serialize_auxdata=lambda static: json.dumps(
+        [dataclasses.asdict(static[0]), static[1]]
+    ).encode(),
+    deserialize_auxdata=lambda data: _static_fields(*json.loads(data)),
+)
+
+
+def _static_fields(config: dict[str, Any], dtype: str) -> tuple[Config, str]:
+    sides = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
+    return Config(**sides), dtype
+
+
+def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any) -> tuple:
+    """(patches, spatial_shapes int32, mask bool) as arrays, after the checks."""
+    K = encoder.patch_embed.K
+    if spatial_shapes is None:
+        raise TypeError(
+            "encoder: a NaFlex encoder takes patches with their spatial_shapes and mask. Make them "
+            "with pallas_patch_embed.siglip2.batch_naflex(images, encoder.config, max_num_patches)."
+        )
+    for name, array in (("patches", patches), ("spatial_shapes", spatial_shapes), ("mask", mask)):
+        if array is not None and not hasattr(array, "dtype"):
+            raise TypeError(
+                f"encoder: {name} is {type(array).__name__}, expected a JAX or numpy array. "
+                "Convert it with numpy.asarray."
+            )
+    if not jnp.issubdtype(patches.dtype, jnp.floating):
+        raise TypeError(
+            f"encoder: patches have dtype {patches.dtype}, expected floating-point pixels in "
+            "[-1, 1], as batch_naflex makes them."
+        )
+    if patches.ndim != 3 or patches.shape[-1] != K:
+        raise ValueError(
+            f"encoder: patches have shape {list(patches.shape)}, expected [B, L, {K}], as "
+            "batch_naflex makes them."
+        )
+    B, L, _ = patches.shape
+    if not jnp.issubdtype(spatial_shapes.dtype, jnp.integer) or spatial_shapes.shape != (B, 2):
+        raise ValueError(
+            f"encoder: spatial_shapes are {spatial_shapes.dtype}{list(spatial_shapes.shape)}, "
+            f"expected integers [{B}, 2]: height and width of each image in patches."
+        )
+    if mask is not None:
+        integers = jnp.issubdtype(mask.dtype, jnp.integer) or mask.dtype == bool
+        if not integers or mask.shape != (B, L):
+            raise ValueError(
+                f"encoder: mask is {mask.dtype}{list(mask.shape)}, expected booleans [{B}, {L}], "
+                "True for patches and False for padding."
+            )
+    if isinstance(spatial_shapes, np.ndarray):
+        counts = spatial_shapes.astype(np.int64).prod(1)
+        wrong = (spatial_shapes < 1).any(1) | (counts > L)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ValueError(
+                f"encoder: spatial_shapes of image {i} are {spatial_shapes[i].tolist()}, expected "
+                f"a height and width of at least 1 with at most {L} patches."
+            )
+    shapes = jnp.maximum(jnp.asarray(spatial_shapes).astype(jnp.int32), 1)
+    if mask is None:
+        mask = lax.iota(jnp.int32, L) < shapes[:, :1] * shapes[:, 1:]
+    return jnp.asarray(patches), shapes, jnp.asarray(mask).astype(bool)
+
+
+@jax.jit
+def _encode_images(encoder: Encoder, images: jax.Array) -> EncoderOutput:
+    return _transform(encoder, embed_images(images, encoder.patch_embed, out_dtype=encoder.dtype))
+
+
+@jax.jit
+def _encode_patches(
+    encoder: Encoder, patches: jax.Array, spatial_shapes: jax.Array, mask: jax.Array
+) -> EncoderOutput:
+    params = encoder.patch_embed
+    padding = [(0, 0), (0, 0), (0, params.K_padded - params.K)]
+    x = patch_embed(
+        jnp.pad(encode(patches, params.dtype), padding),
+        params,
+        position_embedding=resize_positions(encoder.positions, spatial_shapes, patches.shape[1]),
+        out_dtype=encoder.dtype,
+    )
+    return _transform(encoder, x, mask)
+
+
+def _transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> EncoderOutput:
+    """The transformer on embedded patches [B, S, D]."""
+    config = encoder.config
+    precision = "highest" if encoder.dtype == "float32" else None
+
+    def block(x, p):
+        q, k, v = jnp.split(_dense(_norm(x, p["norm1"], config), p["qkv"]), 3, axis=-1)
+        x = x + _dense(_attention(q, k, v, mask, config), p["out"])
+        return x + _mlp(_norm(x, p["norm2"], config), p, config), None
+
+    with jax.default_matmul_precision(precision):
+        x, _ = lax.scan(block, x, encoder.blocks)
+        x = _norm(x, encoder.norm, config)
+        if (head := encoder.head) is None:
+            return EncoderOutput(x, None)
+        k, v = jnp.split(_dense(x, head["kv"]), 2, axis=-1)
+        query = jnp.zeros_like(k[:, :1]) + head["query"]
+        pooled = _dense(_attention(query, k, v, mask, config), head["out"])
+        pooled = pooled + _mlp(_norm(pooled, head["norm"], config), head, config)
+        return EncoderOutput(x, pooled[:, 0])
+
+
+def _norm(x: jax.Array, p: dict[str, jax.Array], config: Config) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y = y - y.mean(-1, keepdims=True)
+    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + config.eps)
+    return (y * p["scale"] + p["bias"]).astype(x.dtype)
+
+
+def _dense(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
+    return jnp.matmul(x, p["kernel"]) + p["bias"]
+
+
+def _mlp(x: jax.Array, p: dict[str, Any], config: Config) -> jax.Array:
+    return _dense(ACTIVATIONS[config.activation](_dense(x, p["fc1"])), p["fc2"])
+
+
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, config: Config
+) -> jax.Array:
+    """Attention of q [B, T, D] to k and v [B, S, D] where mask [B, S] is True."""
+    B, T, D = q.shape
+    H = D // config.heads
+    q, k, v = (x.reshape(B, -1, config.heads, H) for x in (q, k, v))
+    if mask is not None:
+        mask = jnp.broadcast_to(mask[:, None, None, :], (B, 1, T, k.shape[1]))
+
+    def attend(implementation):
+        return lambda q, k, v, mask: jax.nn.dot_product_attention(
+            q, k, v, mask=mask, implementation=implementation
+        )
+
+    # Tracing cuDNN's attention needs its library, which comes with JAX's CUDA backend.
+    cudnn = Target.of(jax.devices()[0]).platform == "cuda"
+    serves = q.dtype == jnp.bfloat16 and H % 8 == 0 and H <= CUDNN_LARGEST_HEAD and T > 1
+    fused = {"cuda": attend("cudnn")} if cudnn and serves else {}
+    y = lax.platform_dependent(q, k, v, mask, **fused, default=attend("xla"))
+    return y.reshape(B, T, D)

@@ -1,0 +1,132 @@
+"""Images of any aspect ratio: their size, their patches in one batch, their positions."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_patch_embed.patchify import encode
+from pallas_patch_embed.siglip2.config import Config
+
+
+def batch_naflex(
+    images: Sequence[np.ndarray], config: Config, max_num_patches: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts images of different sizes into patches and pads them to one batch. Runs on the host.
+
+    Args:
+      images: B arrays [H, W, 3] uint8. H and W are multiples of `config.patch`.
+      config: of the encoder that gets the batch.
+      max_num_patches: L, the length to which every image is padded.
+
+    Returns:
+      patches [B, L, K] float32: pixels u / 255 * 2 - 1 in the order height, width, channel; padding
+      is 0. spatial_shapes [B, 2] int32: height and width of each image in patches. mask [B, L]
+      bool: False for padding. They are the arguments of a NaFlex encoder.
+
+    Raises:
+      TypeError: an image is no uint8 array, or config is no Config.
+      ValueError: an image of another shape, with a side that is no multiple of the patch, or of
+        more than `max_num_patches` patches.
+    """
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"batch_naflex: config is {type(config).__name__}, expected encoder.config."
+        )
+    try:
+        L = 0 if isinstance(max_num_patches, bool) else operator.index(max_num_patches)
+    except TypeError:
+        L = 0
+    if L < 1:
+        raise ValueError(
+            f"batch_naflex: max_num_patches is {max_num_patches!r}, expected a positive integer."
+        )
+    p, K = config.patch, 3 * config.patch**2
+    images = list(images)
+    pixel = np.asarray(encode(jnp.arange(256, dtype=jnp.uint8), "float32"))
+    patches = np.zeros((len(images), L, K), np.float32)
+    spatial_shapes = np.zeros((len(images), 2), np.int32)
+    for i, image in enumerate(images):
+        h, w = _grid_of(image, i, p, L)
+        rows = np.asarray(image).reshape(h, p, w, p, 3).swapaxes(1, 2).reshape(h * w, K)
+        patches[i, : h * w] = pixel[rows]
+        spatial_shapes[i] = h, w
+    mask = np.arange(L) < spatial_shapes.prod(1, keepdims=True)
+    return patches, spatial_shapes, mask
+
+
+def _grid_of(image: Any, i: int, patch: int, L: int) -> tuple[int, int]:
+    """(height, width) in patches of the image, after the checks."""
+    name = f"batch_naflex: image {i}"
+    if getattr(image, "dtype", None) != np.uint8:
+        given = getattr(image, "dtype", type(image).__name__)
+        raise TypeError(f"{name} is {given}, expected a uint8 array [H, W, 3] of pixels 0 to 255.")
+    if image.ndim != 3 or image.shape[-1] != 3:
+        raise ValueError(f"{name} has shape {list(image.shape)}, expected [H, W, 3]: RGB.")
+    H, W, _ = image.shape
+    if H % patch or W % patch or 0 in (H, W):
+        nearest = [max(1, round(side / patch)) * patch for side in (H, W)]
+        raise ValueError(
+            f"{name} has {H} x {W} pixels, expected multiples of the patch of {patch}. Resize it; "
+            f"the nearest size is {nearest[0]} x {nearest[1]}."
+        )
+    h, w = H // patch, W // patch
+    if h * w > L:
+        fitting = [side * patch for side in largest_grid(H, W, L)]
+        raise ValueError(
+            f"{name} of {H} x {W} pixels has {h * w} patches, more than max_num_patches = {L}. "
+            f"Resize it to {fitting[0]} x {fitting[1]}, or raise max_num_patches."
+        )
+    return h, w
+
+
+def largest_grid(H: int, W: int, max_num_patches: int) -> tuple[int, int]:
+    """The largest grid of patches, (height, width), for an image of H x W at its aspect ratio.
+
+    The image is scaled by the largest factor for which its sides, rounded up to whole patches, need
+    no more than `max_num_patches` patches; that is at a factor where a side is a whole number of
+    patches. The rule of the Siglip2ImageProcessor of transformers, which approaches the factor by
+    bisection.
+    """
+    sides = range(1, max_num_patches + 1)
+    grids = [(k, -(-W * k // H)) for k in sides] + [(-(-H * k // W), k) for k in sides]
+    # Grids grow with the factor in both sides, so the largest is that of the largest factor.
+    return max((h, w) for h, w in grids if h * w <= max_num_patches)
+
+
+def resize_positions(positions: jax.Array, spatial_shapes: jax.Array, L: int) -> jax.Array:
+    """Resizes a grid of positions to the grid of every image, in row-major order.
+
+    Bilinear with pixel centres at half-integers, antialiased where it shrinks, as torch's
+    interpolate(mode="bilinear", antialias=True) in transformers' Siglip2 and jax.image.resize in
+    big_vision's naflex_vit.
+
+    Args:
+      positions: [h, w, D] float32.
+      spatial_shapes: [B, 2] integer, (height, width) of each image in patches, at least 1; may be
+        traced.
+      L: number of positions of the result.
+
+    Returns:
+      [B, L, D] float32. Positions beyond height * width repeat those of the last row.
+    """
+    h, w, D = positions.shape
+    height, width = spatial_shapes[:, :1], spatial_shapes[:, 1:]
+    token = lax.iota(jnp.int32, L)
+    rows = _bilinear(jnp.minimum(token // width, height - 1), height, h)
+    columns = _bilinear(token % width, width, w)
+    weights = (rows[..., :, None] * columns[..., None, :]).reshape(-1, L, h * w)
+    return jnp.matmul(weights, positions.reshape(h * w, D), precision=lax.Precision.HIGHEST)
+
+
+def _bilinear(index: jax.Array, size: jax.Array, source: int) -> jax.Array:
+    """Weights [..., source] of the source's elements for element `index` of `size`."""
+    step = source / size.astype(jnp.float32)
+    centre = (index.astype(jnp.float32) + 0.5) * step - 0.5
+    distance = jnp.abs(centre[..., None] - jnp.arange(source, dtype=jnp.float32))
+    weights = jnp.maximum(0.0, 1.0 - distance / jnp.maximum(step, 1.0)[..., None])
+    return weights / weights.sum(-1, keepdims=True)
