@@ -103,13 +103,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--size",
         type=_positive,
         metavar="N",
-        help="side of the images in pixels (default: the checkpoint's)",
-    )
-    embed_parser.add_argument(
-        "--max-num-patches",
-        type=_positive,
-        metavar="N",
-        help="of a NaFlex image (default: the checkpoint's)",
+        help="side of the images in pixels; NaFlex images have as many patches as an image of "
+        "N x N (default: as the checkpoint says)",
     )
     embed_parser.add_argument(
         "--batch", type=_positive, default=64, metavar="N", help="pictures a step (default: 64)"
@@ -144,7 +139,6 @@ def _run_embed(arguments: argparse.Namespace) -> int:
         arguments.pictures,
         arguments.out,
         size=arguments.size,
-        max_num_patches=arguments.max_num_patches,
         batch=arguments.batch,
         patch_dtype=arguments.patch_dtype,
         normalize=arguments.normalize,

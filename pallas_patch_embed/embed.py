@@ -48,16 +48,13 @@ class Preprocessing:
     max_num_patches: int
 
     @classmethod
-    def of(
-        cls, checkpoint: Path, config: Config, size: int | None, max_num_patches: int | None
-    ) -> "Preprocessing":
+    def of(cls, checkpoint: Path, config: Config, size: int | None) -> "Preprocessing":
         """As the checkpoint's preprocessor_config.json says, else bilinear to the model's size.
 
         Args:
           checkpoint: the folder, or a file beside the preprocessor_config.json.
           config: of the encoder.
-          size: of the images, if another one was asked for; config.image_size then.
-          max_num_patches: the same for NaFlex.
+          size: pixels, if another one was asked for; config.image_size is it then.
 
         Raises:
           ValueError: preprocessor_config.json is damaged, or asks for something else than
@@ -86,7 +83,9 @@ class Preprocessing:
             raise ValueError(
                 f"{file}: resample is {given['resample']!r}, expected one of PIL.Image.Resampling."
             ) from None
-        L = max_num_patches or given.get("max_num_patches", MAX_NUM_PATCHES)
+        L = given.get("max_num_patches", MAX_NUM_PATCHES)
+        if config.naflex and size is not None:
+            L = max(1, size // config.patch) ** 2
         if not isinstance(L, int) or L < 1:
             raise ValueError(f"{file}: max_num_patches is {L!r}, expected a positive integer.")
         image_size = config.image_size
@@ -126,18 +125,14 @@ class Preprocessing:
 def _equal(value: Any, wanted: float) -> bool:
     try:
         return bool(np.allclose(value, wanted, rtol=0, atol=1e-6))
-    except TypeError:
+    except (TypeError, ValueError):
         return False
 
 
 def _size(size: Any, file: Path) -> tuple[int, int]:
     """(height, width) from the size of a preprocessor_config.json."""
-    sides = size
-    if isinstance(size, dict):
-        sides = (size.get("height"), size.get("width"))
-    elif isinstance(size, int):
-        sides = (size, size)
-    if not all(isinstance(side, int) and side > 0 for side in sides) or len(sides) != 2:
+    sides = (size.get("height"), size.get("width")) if isinstance(size, dict) else (size, size)
+    if not all(isinstance(side, int) and side > 0 for side in sides):
         raise ValueError(f"{file}: size is {size!r}, expected height and width in pixels.")
     return sides
 
@@ -191,7 +186,6 @@ def run(
     out: Path,
     *,
     size: int | None,
-    max_num_patches: int | None,
     batch: int,
     patch_dtype: str,
     normalize: bool,
@@ -202,8 +196,8 @@ def run(
       checkpoint: as `load_encoder` takes it.
       arguments: picture files, and folders of them.
       out: the .npz file, which appears whole or not at all.
-      size: pixels, the side of the square images; None for the checkpoint's.
-      max_num_patches: of a NaFlex image; None for the checkpoint's.
+      size: pixels, the side of the square images; NaFlex images have as many patches as such an
+        image. None for what the checkpoint says.
       batch: images a step.
       patch_dtype: as `load_encoder` takes it.
       normalize: whether every embedding is divided by its Euclidean norm.
@@ -220,14 +214,14 @@ def run(
     paths = find_pictures(arguments)
     if not paths:
         raise ValueError(f"There are no pictures in {', '.join(map(str, arguments))}.")
-    encoder = load_encoder(checkpoint, image_size=size, patch_dtype=patch_dtype)
+    encoder = load_encoder(checkpoint, patch_dtype=patch_dtype)
+    if size is not None and not encoder.config.naflex:
+        encoder = load_encoder(checkpoint, image_size=size, patch_dtype=patch_dtype)
     if encoder.head is None:
         raise ValueError(
             f"{checkpoint} has no pooling head, so it gives no embedding of a picture."
         )
-    if max_num_patches is not None and not encoder.config.naflex:
-        raise ValueError("--max-num-patches is for NaFlex checkpoints. Choose a size with --size.")
-    preprocessing = Preprocessing.of(checkpoint, encoder.config, size, max_num_patches)
+    preprocessing = Preprocessing.of(checkpoint, encoder.config, size)
     batch = min(batch, len(paths))
     embeddings, embedded = [np.zeros((0, encoder.config.width), np.float32)], []
     with tqdm(total=len(paths), unit=" pictures", file=sys.stderr) as bar:

@@ -1,20 +1,18 @@
 """The operator against exact references, over the whole output."""
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from bounds import DTYPES, assert_agrees, assert_bit_equal, draw_images, draw_params
+from goldens import FIXED, GOLDENS, expected, images, patch_embedding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.problem import NAMED_SHAPES
-
-DATA = Path(__file__).parent / "data"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,38 +106,28 @@ def test_odd_shapes_agree(dtype, out_dtype, patch, grid, remainder, leading, N, 
     assert_agrees(y, ppe.patchify(images, params), params, table)
 
 
-GOLDENS = {
-    "hf_siglip_p16_224": (16, "OIHW"),
-    "hf_siglip_p14_224": (14, "OIHW"),
-    "bv_vit_p16_224": (16, "HWIO"),
-    "hf_siglip2_naflex_p16": (16, "NK"),
-    "bv_naflex_p16": (16, "KN"),
-}
-
-
 def golden(name, dtype):
     """(embeddings of ours, those of the original implementation), one pair an image."""
-    data = np.load(DATA / f"{name}.npz")
     patch_size, layout = GOLDENS[name]
+    kernel, bias, positions = patch_embedding(name)
+    wanted = expected(name)["patch_embeddings"]
     pack = dict(patch_size=patch_size, layout=layout, dtype=dtype)
-    if "naflex" not in name:
-        params = ppe.pack(data["kernel"], data["bias"], data["positions"], **pack)
-        ours = ppe.embed_images(data["images"], params, out_dtype="float32")
-        return list(zip(np.asarray(ours), data["patch_embeddings"]))
-    params = ppe.pack(data["kernel"], data["bias"], None, **pack)
+    if name in FIXED:
+        params = ppe.pack(kernel, bias, positions, **pack)
+        ours = ppe.embed_images(images(name), params, out_dtype="float32")
+        return list(zip(np.asarray(ours), wanted))
+    params = ppe.pack(kernel, bias, None, **pack)
     N = params.N
-    stored = data["positions"].reshape(16, 16, N)
     pairs = []
-    for image, wanted in zip(
-        (data[key] for key in sorted(data.files) if key.startswith("image_")),
-        data["patch_embeddings"],
-    ):
+    for image, embeddings in zip(images(name), wanted):
         h, w = image.shape[0] // patch_size, image.shape[1] // patch_size
-        positions = jax.image.resize(stored, (h, w, N), "bilinear", antialias=True)
-        ours = ppe.embed_images(
-            image, params, position_embedding=positions.reshape(h * w, N), out_dtype="float32"
+        resized = jax.image.resize(
+            positions.reshape(16, 16, N), (h, w, N), "bilinear", antialias=True
         )
-        pairs.append((np.asarray(ours), wanted[: h * w]))
+        ours = ppe.embed_images(
+            image, params, position_embedding=resized.reshape(h * w, N), out_dtype="float32"
+        )
+        pairs.append((np.asarray(ours), embeddings[: h * w]))
     return pairs
 
 

@@ -139,7 +139,10 @@ class _Tower:
     def _load(self, name: str) -> np.ndarray:
         full = self.prefix + name
         if name not in self.names:
-            raise ValueError(f"{full!r} is missing. {EXPECTED}")
+            raise ValueError(
+                f"{full!r} is missing. The file is incomplete, or its config is that of another "
+                "model."
+            )
         array = self.arrays.load(full)
         if not isinstance(array, np.ndarray):
             raise ValueError(f"{full!r} is no array. {EXPECTED}")

@@ -1,0 +1,676 @@
+"""Every form of a checkpoint that users have, and damaged ones."""
+
+import io
+import json
+import pickle
+import zipfile
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from goldens import DATA, arrays, checkpoint, encode, expected
+from safetensors.numpy import save_file
+
+from pallas_patch_embed.siglip2 import Config, load_encoder
+
+HF = "hf_siglip_p14_224"
+NAFLEX = "hf_siglip2_naflex_p16"
+BV = "bv_vit_p16_224"
+
+
+def config_of(name):
+    return json.loads((DATA / name / "config.json").read_text())
+
+
+def folder(tmp_path, tensors, config):
+    """A Hugging Face folder."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def renamed(prefix):
+    return {prefix + name: tensor for name, tensor in arrays(HF).items()}
+
+
+def text_tower():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return {
+        "text_model.embeddings.token_embedding.weight": draw(50, 96),
+        "text_model.embeddings.position_embedding.weight": draw(64, 96),
+        "text_model.encoder.layers.0.layer_norm1.weight": draw(96),
+        "text_model.head.weight": draw(96, 96),
+        "logit_scale": draw(1),
+        "logit_bias": draw(1),
+    }
+
+
+def assert_same(encoder, wanted):
+    assert jax.tree.structure(encoder) == jax.tree.structure(wanted)
+    jax.tree.map(np.testing.assert_array_equal, encoder, wanted)
+
+
+FORMS = {}
+
+
+def form(function):
+    FORMS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+@form
+def with_prefix(tmp_path):
+    return folder(tmp_path, renamed("vision_model."), config_of(HF)), {}
+
+
+@form
+def inside_a_full_model(tmp_path):
+    config = {"model_type": "siglip", "vision_config": config_of(HF), "text_config": {}}
+    return folder(tmp_path, renamed("vision_model.") | text_tower(), config), {}
+
+
+@form
+def inside_a_language_model(tmp_path):
+    vision = {k: v for k, v in config_of(HF).items() if k != "model_type"}
+    tensors = renamed("model.vision_tower.vision_model.")
+    tensors["model.language_model.embed_tokens.weight"] = np.zeros((4, 4), np.float32)
+    return folder(tmp_path, tensors, {"model_type": "gemma3", "vision_config": vision}), {}
+
+
+@form
+def with_omitted_fields(tmp_path):
+    vision = config_of(HF)
+    for field in ("num_channels", "image_size", "hidden_act", "layer_norm_eps"):
+        del vision[field]
+    del vision["vision_use_head"], vision["model_type"]
+    return folder(tmp_path, arrays(HF), vision | {"num_channels": None}), {}
+
+
+@form
+def sharded(tmp_path):
+    tensors = renamed("vision_model.") | text_tower()
+    path = folder(tmp_path, {}, config_of(HF))
+    (path / "model.safetensors").unlink()
+    shard_of = {}
+    for i, part in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2])):
+        file = f"model-0000{i + 1}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, path / file)
+        shard_of |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": shard_of}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path, {}
+
+
+@form
+def a_file_beside_its_config(tmp_path):
+    return folder(tmp_path, arrays(HF), config_of(HF)) / "model.safetensors", {}
+
+
+@form
+def a_file_with_a_Config(tmp_path):
+    save_file(arrays(HF), tmp_path / "weights.safetensors")
+    config = Config(width=96, depth=2, heads=2, mlp=176, patch=14, grid=(16, 16))
+    return tmp_path / "weights.safetensors", {"config": config}
+
+
+@form
+def a_file_with_the_contents_of_a_config(tmp_path):
+    save_file(arrays(HF), tmp_path / "weights.safetensors")
+    return tmp_path / "weights.safetensors", {"config": config_of(HF)}
+
+
+@form
+def a_file_with_the_path_of_a_config(tmp_path):
+    save_file(arrays(HF), tmp_path / "weights.safetensors")
+    return str(tmp_path / "weights.safetensors"), {"config": DATA / HF / "config.json"}
+
+
+@form
+def float64(tmp_path):
+    tensors = {name: tensor.astype(np.float64) for name, tensor in arrays(HF).items()}
+    return folder(tmp_path, tensors, config_of(HF)), {}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_a_Hugging_Face_checkpoint_loads_to_the_same(tmp_path, name):
+    path, arguments = FORMS[name](tmp_path)
+    dtypes = dict(patch_dtype="int8", dtype="float32")
+    encoder = load_encoder(path, **dtypes, **arguments)
+    assert_same(encoder, load_encoder(checkpoint(HF), **dtypes))
+
+
+def scanned(tensors):
+    """The blocks stacked, as flax's scan stores them."""
+    stacked = {k: v for k, v in tensors.items() if "encoderblock_" not in k}
+    for name in tensors:
+        if "encoderblock_0" in name:
+            layers = [tensors[name.replace("block_0", f"block_{i}")] for i in range(2)]
+            stacked[name.replace("encoderblock_0", "encoderblock")] = np.stack(layers)
+    return stacked
+
+
+BIG_VISION_FORMS = {
+    "two towers": lambda t: (
+        t
+        | {
+            "params/txt/Embed_0/embedding": np.zeros((9, 4), np.float32),
+            "params/txt/pos_embedding": np.zeros((1, 3, 4), np.float32),
+            "params/t": np.zeros(1, np.float32),
+            "opt/0/mu/img/embedding/kernel": np.zeros(3, np.float32),
+        }
+    ),
+    "scanned": scanned,
+    "bare": lambda t: {k.removeprefix("params/img/"): v for k, v in t.items()},
+    "bare below params": lambda t: {k.replace("/img", ""): v for k, v in t.items()},
+    "bare and scanned": lambda t: {k.removeprefix("params/img/"): v for k, v in scanned(t).items()},
+}
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("name", ["bv_vit_p16_224", "bv_naflex_p16"])
+@pytest.mark.parametrize("form", BIG_VISION_FORMS)
+def test_every_form_of_a_big_vision_checkpoint_loads_to_the_same(tmp_path, name, form, compress):
+    save = np.savez_compressed if compress else np.savez
+    save(tmp_path / "params.npz", **BIG_VISION_FORMS[form](arrays(name)))
+    dtypes = dict(patch_dtype="float8_e4m3fn", dtype="bfloat16")
+    encoder = load_encoder(tmp_path / "params.npz", **dtypes)
+    assert_same(encoder, load_encoder(checkpoint(name), **dtypes))
+
+
+@pytest.mark.parametrize("name", [HF, BV, NAFLEX])
+@pytest.mark.parametrize("stored", [ml_dtypes.bfloat16, np.float16])
+def test_half_precision_checkpoints_load(tmp_path, name, stored):
+    tensors = {k: v.astype(stored) for k, v in arrays(name).items()}
+    if name == BV:
+        path = tmp_path / "params.npz"
+        np.savez(path, **tensors)
+        if stored is ml_dtypes.bfloat16:
+            assert np.load(path)["params/img/embedding/bias"].dtype == np.dtype("V2")
+    else:
+        path = folder(tmp_path, tensors, config_of(name))
+    encoder = load_encoder(path, patch_dtype="float32", dtype="float32")
+    output, _ = encode(encoder, name)
+    wanted = expected(name)["pooler_output"]
+    assert np.linalg.norm(output.pooler_output - wanted) <= 0.01 * np.linalg.norm(wanted)
+    widened = {k: v.astype(np.float32) for k, v in tensors.items()}
+    np.testing.assert_array_equal(
+        encoder.norm["bias"],
+        widened[
+            "params/img/Transformer/encoder_norm/bias" if name == BV else "post_layernorm.bias"
+        ],
+    )
+
+
+@pytest.mark.parametrize("use_head", [False, None])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_tower_without_a_pooling_head_gives_no_pooler_output(tmp_path, use_head, kept):
+    tensors = {k: v for k, v in arrays(HF).items() if kept or not k.startswith("head.")}
+    path = folder(tmp_path, tensors, config_of(HF) | {"vision_use_head": use_head})
+    encoder = load_encoder(path, patch_dtype="float32", dtype="float32")
+    output, _ = encode(encoder, HF)
+    has_head = use_head is None and kept
+    assert encoder.config.pooling_head == has_head == (output.pooler_output is not None)
+    wanted = expected(HF)["last_hidden_state"]
+    assert np.abs(np.asarray(output.last_hidden_state) - wanted).max() <= 1e-4
+
+
+def test_a_big_vision_tower_without_a_pooling_head_gives_no_pooler_output(tmp_path):
+    tensors = {k: v for k, v in arrays(BV).items() if "MAPHead" not in k}
+    np.savez(tmp_path / "params.npz", **tensors)
+    output, _ = encode(load_encoder(tmp_path / "params.npz", dtype="float32"), BV)
+    assert output.pooler_output is None
+
+
+def test_the_config_of_an_encoder_says_its_architecture():
+    for name, wanted in (
+        (HF, Config(96, 2, 2, 176, 14, (16, 16), pooling_head=True)),
+        (NAFLEX, Config(128, 2, 2, 256, 16, (16, 16), naflex=True, pooling_head=True)),
+        (BV, Config(128, 2, 2, 256, 16, (14, 14), pooling_head=True)),
+        ("bv_naflex_p16", Config(96, 2, 2, 176, 16, (16, 16), naflex=True, pooling_head=True)),
+    ):
+        assert load_encoder(checkpoint(name)).config == wanted
+
+
+def test_omitted_fields_have_the_class_defaults_of_the_library():
+    base = Config(768, 12, 12, 3072, 16, (14, 14), eps=1e-6, image_size=(224, 224))
+    naflex = Config(768, 12, 12, 3072, 16, (16, 16), eps=1e-6, naflex=True)
+    for config, wanted in (
+        ({}, base),
+        ({"model_type": "siglip_vision_model"}, base),
+        ({"model_type": "siglip", "text_config": {}}, base),
+        ({"model_type": "siglip", "vision_config": None}, base),
+        ({"model_type": "siglip2_vision_model"}, naflex),
+        ({"model_type": "siglip2", "vision_config": {}}, naflex),
+        ({"num_patches": 256}, naflex),
+        (
+            {"image_size": 384, "patch_size": 14},
+            Config(768, 12, 12, 3072, 14, (27, 27), image_size=(384, 384)),
+        ),
+    ):
+        assert Config.from_hugging_face(config) == wanted
+
+
+def test_a_remainder_of_the_image_is_dropped(tmp_path):
+    # 230 / 14 = 16.4: the grid is the same as that of 224.
+    path = folder(tmp_path, arrays(HF), config_of(HF) | {"image_size": 230})
+    encoder = load_encoder(path, patch_dtype="float32", dtype="float32")
+    assert encoder.config.image_size == (230, 230)
+    image = np.zeros((1, 230, 230, 3), np.uint8)
+    image[:, :224, :224] = expected(HF)["images_u8"]
+    wanted = expected(HF)["pooler_output"]
+    assert np.abs(np.asarray(encoder(image).pooler_output) - wanted).max() <= 1e-4
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+DAMAGED = {}
+
+
+def damaged(text, error=ValueError, **arguments):
+    def register(function):
+        name = function.__name__.replace("_", " ")
+        DAMAGED[name] = (function, error, text, arguments)
+        return function
+
+    return register
+
+
+def without(tensors, name):
+    return {k: v for k, v in tensors.items() if k != name}
+
+
+def written(path, content):
+    path.write_bytes(content)
+    return path
+
+
+@damaged("there is no", FileNotFoundError)
+def nothing(tmp_path):
+    return tmp_path / "absent"
+
+
+@damaged("config.json")
+def an_empty_folder(tmp_path):
+    return tmp_path
+
+
+@damaged("neither model.safetensors nor model.safetensors.index.json.*pickles are never")
+def a_folder_with_a_pickle_alone(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    return tmp_path
+
+
+@damaged("config.json.*pass config=")
+def a_file_without_a_config(tmp_path):
+    save_file(arrays(HF), tmp_path / "weights.safetensors")
+    return tmp_path / "weights.safetensors"
+
+
+@damaged("model.safetensors.*damaged")
+def a_truncated_file(tmp_path):
+    path = folder(tmp_path, arrays(HF), config_of(HF))
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    return path
+
+
+@damaged("model.safetensors.*damaged")
+def a_wrong_header(tmp_path):
+    path = folder(tmp_path, arrays(HF), config_of(HF))
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(b"\xff" * 8 + content[8:])
+    return path
+
+
+@damaged("model.safetensors.*damaged")
+def an_empty_file(tmp_path):
+    path = folder(tmp_path, arrays(HF), config_of(HF))
+    (path / "model.safetensors").write_bytes(b"")
+    return path
+
+
+@damaged("'encoder.layers.1.mlp.fc2.bias' is missing")
+def a_missing_key(tmp_path):
+    return folder(tmp_path, without(arrays(HF), "encoder.layers.1.mlp.fc2.bias"), config_of(HF))
+
+
+@damaged("'embeddings.patch_embedding.weight' is missing")
+def a_missing_kernel(tmp_path):
+    return folder(tmp_path, without(arrays(HF), "embeddings.patch_embedding.weight"), config_of(HF))
+
+
+@damaged("'head.attention.in_proj_weight' is missing")
+def a_head_that_the_config_promises(tmp_path):
+    tensors = {k: v for k, v in arrays(HF).items() if not k.startswith("head.")}
+    return folder(tmp_path, tensors, config_of(HF))
+
+
+@damaged("'head.mlp.fc1.bias' is missing")
+def half_a_head(tmp_path):
+    config = config_of(HF)
+    del config["vision_use_head"]
+    return folder(tmp_path, without(arrays(HF), "head.mlp.fc1.bias"), config)
+
+
+@damaged(r"has shape \[96, 3, 14, 14\], but .* \[128, 3, 14, 14\]")
+def another_width(tmp_path):
+    return folder(tmp_path, arrays(HF), config_of(HF) | {"hidden_size": 128})
+
+
+@damaged(r"\[96, 3, 14, 14\], but .* \[96, 3, 16, 16\]")
+def another_patch_size(tmp_path):
+    return folder(tmp_path, arrays(HF), config_of(HF) | {"patch_size": 16})
+
+
+@damaged("position_embedding.weight' has shape")
+def another_image_size(tmp_path):
+    return folder(tmp_path, arrays(HF), config_of(HF) | {"image_size": 448})
+
+
+@damaged("16 arrays belong to no part.*encoder.layers.1")
+def fewer_layers(tmp_path):
+    return folder(tmp_path, arrays(HF), config_of(HF) | {"num_hidden_layers": 1})
+
+
+@damaged("'encoder.layers.2.*is missing")
+def more_layers(tmp_path):
+    return folder(tmp_path, arrays(HF), config_of(HF) | {"num_hidden_layers": 3})
+
+
+@damaged("no multiple of heads")
+def heads_that_do_not_divide(tmp_path):
+    return folder(tmp_path, arrays(HF), config_of(HF) | {"num_attention_heads": 5})
+
+
+@damaged(r"\[96, 3, 14, 14\], but .* \[96, 588\]")
+def a_fixed_tower_said_to_be_NaFlex(tmp_path):
+    return folder(tmp_path, arrays(HF), config_of(HF) | {"model_type": "siglip2_vision_model"})
+
+
+@damaged(r"\[128, 768\], but .* \[128, 3, 16, 16\]")
+def a_NaFlex_tower_said_to_be_fixed(tmp_path):
+    return folder(tmp_path, arrays(NAFLEX), config_of(NAFLEX) | {"model_type": "siglip"})
+
+
+@damaged("'fc1.lora_A'|lora")
+def arrays_that_nothing_reads(tmp_path):
+    extra = {"encoder.layers.0.mlp.fc1.lora_A": np.zeros((4, 4), np.float32)}
+    return folder(tmp_path, arrays(HF) | extra, config_of(HF))
+
+
+@damaged("0 arrays named 'embeddings.patch_embedding.weight'")
+def a_text_tower_alone(tmp_path):
+    return folder(tmp_path, text_tower(), config_of(HF))
+
+
+@damaged("model_type is 'siglip_text_model'")
+def the_config_of_a_text_tower(tmp_path):
+    return folder(tmp_path, text_tower(), {"model_type": "siglip_text_model"})
+
+
+@damaged("model_type is 'clip_vision_model'")
+def the_config_of_another_model(tmp_path):
+    return folder(tmp_path, arrays(HF), config_of(HF) | {"model_type": "clip_vision_model"})
+
+
+@damaged("2 arrays named")
+def two_towers(tmp_path):
+    return folder(tmp_path, renamed("a.") | renamed("b."), config_of(HF))
+
+
+@damaged("has values that are NaN")
+def a_NaN(tmp_path):
+    tensors = arrays(HF)
+    tensors["encoder.layers.0.mlp.fc1.weight"][3, 4] = np.nan
+    return folder(tmp_path, tensors, config_of(HF))
+
+
+@damaged("dtype int8")
+def integers(tmp_path):
+    tensors = arrays(HF)
+    tensors["post_layernorm.bias"] = tensors["post_layernorm.bias"].astype(np.int8)
+    return folder(tmp_path, tensors, config_of(HF))
+
+
+for number, (content, text) in enumerate(
+    {
+        "[1, 2]": "expected an object",
+        "null": "expected an object",
+        '"siglip"': "expected an object",
+        "{": "config.json is damaged",
+        "": "config.json is damaged",
+        "[" * 100000: "config.json is damaged",
+        '{"vision_config": [1]}': "vision_config is an array",
+        '{"vision_config": {"model_type": ["siglip"]}}': "model_type is",
+        '{"hidden_size": "96"}': "hidden_size is '96', expected a positive integer",
+        '{"hidden_size": -1}': "hidden_size is -1",
+        '{"hidden_size": true}': "hidden_size is True",
+        '{"hidden_size": 96.0}': "hidden_size is 96.0",
+        '{"patch_size": [16, 16]}': "patch_size is",
+        '{"patch_size": 1000}': "smaller than patch_size",
+        '{"num_channels": 4}': "num_channels is 4",
+        '{"hidden_act": "swish"}': "activation is 'swish'",
+        '{"hidden_act": ["gelu"]}': "activation is",
+        '{"layer_norm_eps": "small"}': "epsilon",
+        '{"layer_norm_eps": 0}': "epsilon",
+        '{"vision_use_head": "yes"}': "vision_use_head is 'yes'",
+        '{"model_type": "siglip2", "vision_config": {"num_patches": 250}}': "expected a square",
+    }.items()
+):
+
+    def bad_config(tmp_path, content=content):
+        return folder(tmp_path, arrays(HF), content)
+
+    DAMAGED[f"config {number} {content[:40]}"] = (bad_config, ValueError, text, {})
+
+
+def index(tmp_path, content):
+    path = folder(tmp_path, {}, config_of(HF))
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps(content))
+    return path
+
+
+@damaged("no weight_map")
+def an_index_without_a_map(tmp_path):
+    return index(tmp_path, {"metadata": {}})
+
+
+@damaged("no weight_map")
+def an_index_that_is_no_object(tmp_path):
+    return index(tmp_path, [1])
+
+
+@damaged("expected one in its folder")
+def an_index_that_leaves_its_folder(tmp_path):
+    return index(tmp_path, {"weight_map": dict.fromkeys(arrays(HF), "../weights.safetensors")})
+
+
+@damaged("model-1.safetensors.*cannot be read")
+def a_missing_shard(tmp_path):
+    return index(tmp_path, {"weight_map": dict.fromkeys(arrays(HF), "model-1.safetensors")})
+
+
+@damaged("post_layernorm.bias' in 'model-1.safetensors'")
+def a_shard_without_its_array(tmp_path):
+    path = index(tmp_path, {"weight_map": dict.fromkeys(arrays(HF), "model-1.safetensors")})
+    save_file(without(arrays(HF), "post_layernorm.bias"), path / "model-1.safetensors")
+    return path
+
+
+@damaged("pickles are never loaded")
+def a_pickle(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return written(tmp_path / "weights.pkl", pickle.dumps(Bomb(tmp_path / "ran")))
+
+
+@damaged("pickles are never loaded")
+def a_pickle_named_safetensors(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return written(tmp_path / "model.safetensors", pickle.dumps(Bomb(tmp_path / "ran")))
+
+
+@damaged("no npz file.*pickles are never loaded")
+def a_pickle_named_npz(tmp_path):
+    return written(tmp_path / "params.npz", pickle.dumps(Bomb(tmp_path / "ran")))
+
+
+@damaged("pickles are never loaded")
+def a_PyTorch_archive(tmp_path):
+    with zipfile.ZipFile(tmp_path / "weights.bin", "w") as file:
+        file.writestr("archive/data.pkl", pickle.dumps(Bomb(tmp_path / "ran")))
+    return tmp_path / "weights.bin"
+
+
+def npz(tmp_path, tensors):
+    np.savez(tmp_path / "params.npz", **tensors)
+    return tmp_path / "params.npz"
+
+
+@damaged("allow_pickle")
+def pickled_objects_in_an_npz(tmp_path):
+    bomb = np.array([Bomb(tmp_path / "ran")], object)
+    return npz(tmp_path, arrays(BV) | {"params/img/embedding/bias": bomb})
+
+
+@damaged("'params/img/embedding/bias' is no array")
+def something_else_in_an_npz(tmp_path):
+    path = npz(tmp_path, without(arrays(BV), "params/img/embedding/bias"))
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("params/img/embedding/bias", "text")
+    return path
+
+
+@damaged("damaged")
+def a_truncated_npz(tmp_path):
+    content = npz(tmp_path, arrays(BV)).read_bytes()
+    return written(tmp_path / "params.npz", content[: len(content) // 2])
+
+
+@damaged("damaged")
+def flipped_bytes_in_an_npz(tmp_path):
+    content = bytearray(npz(tmp_path, arrays(BV)).read_bytes())
+    middle = content.index(b"params/img/embedding/kernel") + 5000
+    content[middle : middle + 100] = bytes(100)
+    return written(tmp_path / "params.npz", bytes(content))
+
+
+@damaged("no npz file")
+def an_empty_npz(tmp_path):
+    return written(tmp_path / "params.npz", b"")
+
+
+@damaged("no npz file")
+def a_npy_named_npz(tmp_path):
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(3))
+    return written(tmp_path / "params.npz", buffer.getvalue())
+
+
+@damaged("no arrays named params/img")
+def a_text_tower_in_an_npz(tmp_path):
+    return npz(tmp_path, {"params/txt/Embed_0/embedding": np.zeros((4, 4), np.float32)})
+
+
+@damaged("encoderblock_1/MlpBlock_0/Dense_0/bias' is missing")
+def a_missing_key_in_an_npz(tmp_path):
+    name = "params/img/Transformer/encoderblock_1/MlpBlock_0/Dense_0/bias"
+    return npz(tmp_path, without(arrays(BV), name))
+
+
+@damaged("'params/img/embedding/kernel' is missing")
+def a_missing_kernel_in_an_npz(tmp_path):
+    return npz(tmp_path, without(arrays(BV), "params/img/embedding/kernel"))
+
+
+@damaged("encoderblock_0.* is missing")
+def a_missing_block_in_an_npz(tmp_path):
+    return npz(tmp_path, {k: v for k, v in arrays(BV).items() if "block_0" not in k})
+
+
+@damaged("'params/img/pos_embedding' is missing")
+def no_positions_in_an_npz(tmp_path):
+    return npz(tmp_path, without(arrays(BV), "params/img/pos_embedding"))
+
+
+@damaged(r"has shape \[1, 197, 128\]")
+def a_class_token_in_an_npz(tmp_path):
+    tensors = arrays(BV)
+    positions = tensors["params/img/pos_embedding"]
+    tensors["params/img/pos_embedding"] = np.concatenate([positions[:, :1], positions], 1)
+    return npz(tmp_path, tensors)
+
+
+@damaged("1 arrays belong to no part.*'params/img/head/kernel'")
+def a_classifier_in_an_npz(tmp_path):
+    return npz(tmp_path, arrays(BV) | {"params/img/head/kernel": np.zeros((128, 9), np.float32)})
+
+
+@damaged(r"encoder_norm/scale' has shape \[64\]")
+def another_shape_in_an_npz(tmp_path):
+    return npz(
+        tmp_path, arrays(BV) | {"params/img/Transformer/encoder_norm/scale": np.zeros(64, "f")}
+    )
+
+
+@damaged(
+    "config says depth = 3, but the arrays say 2",
+    config={"num_hidden_layers": 3}
+    | dict(hidden_size=128, num_attention_heads=2, intermediate_size=256),
+)
+def another_config_for_an_npz(tmp_path):
+    return checkpoint(BV)
+
+
+@damaged("takes images of any size", image_size=256)
+def an_image_size_for_NaFlex(tmp_path):
+    return checkpoint(NAFLEX)
+
+
+@damaged("smaller than a patch", image_size=(224, 8))
+def an_image_smaller_than_a_patch(tmp_path):
+    return checkpoint(BV)
+
+
+for case, (text, arguments) in enumerate(
+    {
+        "image_size is 0": dict(image_size=0),
+        "image_size is True": dict(image_size=True),
+        "image_size is 224.0": dict(image_size=224.0),
+        "image_size is .1, 2, 3.": dict(image_size=(1, 2, 3)),
+        "patch_dtype is 'int4'": dict(patch_dtype="int4"),
+        "dtype is 'float16'": dict(dtype="float16"),
+        "dtype is None": dict(dtype=None),
+    }.items()
+):
+    DAMAGED[f"arguments {case}"] = (lambda _: checkpoint(BV), ValueError, text, arguments)
+
+DAMAGED["a config of another type"] = (lambda _: checkpoint(BV), TypeError, "config", {"config": 3})
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_what_is_wrong_is_refused_with_its_reason(tmp_path, case):
+    make, error, text, arguments = DAMAGED[case]
+    path = make(tmp_path)
+    with pytest.raises(error, match=text) as raised:
+        load_encoder(path, **arguments)
+    assert type(raised.value) is error and len(str(raised.value)) < 1000
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_bombs_of_these_tests_would_go_off(tmp_path):
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "ran"))).close()
+    assert (tmp_path / "ran").exists()
