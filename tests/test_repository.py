@@ -57,16 +57,17 @@ def test_BUILD_depends_on_targets_that_exist_and_on_what_is_imported():
         third_party = {
             {"absl": "absl_py", "PIL": "pillow"}.get(module, module)
             for module in imported - set(sys.stdlib_module_names)
-        } - {"pallas_patch_embed", "bounds", "test_numerics"}
+        } - {"pallas_patch_embed", "bounds", "goldens"}
         assert third_party <= external | {"jaxlib"}, name
 
 
 @pytest.mark.parametrize(
     "code",
     re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL),
-    ids=["example", "inside a model"],
+    ids=["example", "encoder", "inside a model"],
 )
-def test_the_READMEs_examples_run(code, capsys):
+def test_the_READMEs_examples_run(code, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out
 
