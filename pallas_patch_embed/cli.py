@@ -5,6 +5,8 @@ import importlib.metadata
 import platform
 import signal
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import jax
@@ -84,8 +86,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "embed",
         help="embed pictures with the vision encoder of a SigLIP or SigLIP2 checkpoint",
         description="Writes embeddings [n, D] float32 and paths [n] to FILE, whole or not at all. "
-        "Exit code: 0 if all pictures were embedded, 1 if some could not be read, 2 if there was "
-        "nothing to do or no usable checkpoint, 130 if it was interrupted.",
+        "Exit code: 0 if all pictures were embedded, 3 if some could not be read, 2 if nothing was "
+        "written because of the arguments or the checkpoint, 130 if it was interrupted.",
     )
     embed_parser.add_argument(
         "pictures", nargs="+", type=Path, help="picture files, and folders, which are searched"
@@ -101,13 +103,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     embed_parser.add_argument(
         "--size",
-        type=_positive,
+        type=positive_integer,
         metavar="N",
         help="side of the images in pixels; NaFlex images have as many patches as an image of "
         "N x N (default: as the checkpoint says)",
     )
     embed_parser.add_argument(
-        "--batch", type=_positive, default=64, metavar="N", help="pictures a step (default: 64)"
+        "--batch",
+        type=positive_integer,
+        default=64,
+        metavar="N",
+        help="pictures a step (default: 64)",
     )
     embed_parser.add_argument(
         "--patch-dtype", choices=DTYPES, default="bfloat16", help="of the patch embedding"
@@ -119,7 +125,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv[1:])
 
 
-def _positive(text: str) -> int:
+def positive_integer(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
@@ -134,6 +140,14 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 
 
 def _run_embed(arguments: argparse.Namespace) -> int:
+    pressed = threading.Event()
+
+    def interrupt(*_):
+        # Python drops an exception raised in a callback of its garbage collector, as JAX has one.
+        pressed.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     unreadable = embed.run(
         arguments.checkpoint,
         arguments.pictures,
@@ -142,8 +156,9 @@ def _run_embed(arguments: argparse.Namespace) -> int:
         batch=arguments.batch,
         patch_dtype=arguments.patch_dtype,
         normalize=arguments.normalize,
+        interrupted=pressed.is_set,
     )
-    return 1 if unreadable else 0
+    return 3 if unreadable else 0
 
 
 def main(arguments: argparse.Namespace) -> int | None:
@@ -154,8 +169,9 @@ def main(arguments: argparse.Namespace) -> int | None:
     try:
         if not arguments.out.absolute().parent.is_dir():
             raise ValueError(f"--out is {arguments.out}: there is no such folder.")
-        if arguments.out.is_dir():
-            raise ValueError(f"--out is {arguments.out}: that is a folder, expected a file.")
+        if arguments.out.exists() and not arguments.out.is_file():
+            raise ValueError(f"--out is {arguments.out}: it exists and is no file.")
+        tempfile.TemporaryFile(dir=arguments.out.absolute().parent).close()
         return _run_demo(arguments) if arguments.command == "demo" else _run_embed(arguments)
     except ImportError as error:
         print(
@@ -165,6 +181,8 @@ def main(arguments: argparse.Namespace) -> int | None:
         )
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
+    except jax.errors.JaxRuntimeError as error:
+        print(f"{error}\nIf memory ran out, choose a smaller --batch or --size.", file=sys.stderr)
     except KeyboardInterrupt:
         print("Interrupted; nothing was written.", file=sys.stderr)
         return 130

@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_patch_embed.files import written_whole
 from pallas_patch_embed.siglip2.checkpoint import load_encoder, read_json
-from pallas_patch_embed.siglip2.config import Config
+from pallas_patch_embed.siglip2.config import Config, check_size
 from pallas_patch_embed.siglip2.encoder import Encoder
 from pallas_patch_embed.siglip2.naflex import batch_naflex, largest_grid
 
@@ -84,10 +84,10 @@ class Preprocessing:
                 f"{file}: resample is {given['resample']!r}, expected one of PIL.Image.Resampling."
             ) from None
         L = given.get("max_num_patches", MAX_NUM_PATCHES)
+        check_size(f"{file}: max_num_patches", L)
         if config.naflex and size is not None:
-            L = max(1, size // config.patch) ** 2
-        if not isinstance(L, int) or L < 1:
-            raise ValueError(f"{file}: max_num_patches is {L!r}, expected a positive integer.")
+            check_size(f"--size {size} in patches of {config.patch} pixels", size // config.patch)
+            L = (size // config.patch) ** 2
         image_size = config.image_size
         if image_size is not None and size is None and "size" in given:
             image_size = _size(given["size"], file)
@@ -108,23 +108,25 @@ class Preprocessing:
 
         with Image.open(path) as picture:
             picture = ImageOps.exif_transpose(picture)
-            if picture.mode == "F":
-                raise ValueError("its pixels are floating-point numbers of unknown range")
-            if picture.mode.startswith("I"):
-                # 16 bits a pixel, which Pillow's conversion to RGB would clip.
-                grey = np.asarray(picture, np.float32) / 257
-                picture = Image.fromarray(grey.round().clip(0, 255).astype(np.uint8))
+            if picture.mode.startswith(("I", "F")):
+                # Grey levels of 16 bits, which Pillow's conversion to RGB would clip.
+                grey = np.asarray(picture)
+                if picture.mode == "F" or not 0 <= grey.min() <= grey.max() < 2**16:
+                    raise ValueError("its pixels have another range than 8 or 16 bits")
+                picture = Image.fromarray((grey / 257).round().astype(np.uint8))
+            if picture.has_transparency_data:
+                picture = picture.convert("RGBA")
             picture = picture.convert("RGB")
             size = self.size
             if size is None:
-                grid = largest_grid(picture.height, picture.width, self.max_num_patches)
+                grid = largest_grid(picture.height, picture.width, self.patch, self.max_num_patches)
                 size = tuple(side * self.patch for side in grid)
             return np.asarray(picture.resize(size[::-1], self.resample))
 
 
 def _equal(value: Any, wanted: float) -> bool:
     try:
-        return bool(np.allclose(value, wanted, rtol=0, atol=1e-6))
+        return np.size(value) > 0 and bool(np.allclose(value, wanted, rtol=0, atol=1e-6))
     except (TypeError, ValueError):
         return False
 
@@ -132,23 +134,31 @@ def _equal(value: Any, wanted: float) -> bool:
 def _size(size: Any, file: Path) -> tuple[int, int]:
     """(height, width) from the size of a preprocessor_config.json."""
     sides = (size.get("height"), size.get("width")) if isinstance(size, dict) else (size, size)
-    if not all(isinstance(side, int) and side > 0 for side in sides):
-        raise ValueError(f"{file}: size is {size!r}, expected height and width in pixels.")
+    for side in sides:
+        check_size(f"{file}: size is {size!r}; its height or width in pixels", side)
     return sides
 
 
 def find_pictures(arguments: Sequence[Path]) -> list[Path]:
-    """The files, and of folders all files below with the extension of a picture, sorted."""
+    """The files, and of folders all files below with the extension of a picture, sorted.
+
+    Hidden files and folders are left out, and what Pillow knows by name alone or would hand to
+    another program.
+    """
     from PIL import Image
 
-    extensions = Image.registered_extensions()
+    Image.init()
+    readable = set(Image.OPEN) - {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
+    extensions = {e for e, name in Image.registered_extensions().items() if name in readable}
     found = []
     for argument in arguments:
-        if argument.is_dir():
-            files = (f for f in argument.rglob("[!.]*") if f.suffix.lower() in extensions)
-            found += sorted(file for file in files if file.is_file())
-        else:
+        if not argument.is_dir():
             found.append(argument)
+            continue
+        for file in sorted(argument.rglob("*")):
+            hidden = any(part.startswith(".") for part in file.relative_to(argument).parts)
+            if not hidden and file.suffix.lower() in extensions and file.is_file():
+                found.append(file)
     return found
 
 
@@ -189,6 +199,7 @@ def run(
     batch: int,
     patch_dtype: str,
     normalize: bool,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> int:
     """Embeds the pictures and writes `embeddings` [n, D] float32 and `paths` [n] to `out`.
 
@@ -201,6 +212,7 @@ def run(
       batch: images a step.
       patch_dtype: as `load_encoder` takes it.
       normalize: whether every embedding is divided by its Euclidean norm.
+      interrupted: whether to stop with a KeyboardInterrupt; asked after every batch.
 
     Returns:
       The number of pictures that could not be read; they are reported and left out.
@@ -224,7 +236,7 @@ def run(
     preprocessing = Preprocessing.of(checkpoint, encoder.config, size)
     batch = min(batch, len(paths))
     embeddings, embedded = [np.zeros((0, encoder.config.width), np.float32)], []
-    with tqdm(total=len(paths), unit=" pictures", file=sys.stderr) as bar:
+    with tqdm(total=len(paths), unit=" pictures", disable=sys.stderr is None) as bar:
         for part in _read_ahead(preprocessing.image, paths, batch):
             images = []
             for path, image in part:
@@ -237,6 +249,8 @@ def run(
                 L = preprocessing.max_num_patches
                 embeddings.append(_embed(encoder, images, batch, L))
             bar.update(len(part))
+            if interrupted():
+                raise KeyboardInterrupt
     result = np.concatenate(embeddings)
     if normalize:
         length = np.linalg.norm(result, axis=1, keepdims=True)

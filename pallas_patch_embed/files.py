@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import uuid
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -9,8 +10,8 @@ from typing import BinaryIO
 @contextlib.contextmanager
 def written_whole(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """Opens a file for writing that appears at `path` when the block ends without an exception."""
-    path = os.fsdecode(path)
-    partial = f"{path}.{os.getpid()}.partial"
+    path = os.path.realpath(os.fsdecode(path))
+    partial = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.partial")
     try:
         with open(partial, "wb") as file:
             yield file

@@ -246,6 +246,7 @@ def test_omitted_fields_have_the_class_defaults_of_the_library():
         ({"model_type": "siglip2_vision_model"}, naflex),
         ({"model_type": "siglip2", "vision_config": {}}, naflex),
         ({"num_patches": 256}, naflex),
+        ({"num_patches": None}, base),
         (
             {"image_size": 384, "patch_size": 14},
             Config(768, 12, 12, 3072, 14, (27, 27), image_size=(384, 384)),
@@ -438,7 +439,7 @@ def a_NaN(tmp_path):
     return folder(tmp_path, tensors, config_of(HF))
 
 
-@damaged("dtype int8")
+@damaged("dtype I8")
 def integers(tmp_path):
     tensors = arrays(HF)
     tensors["post_layernorm.bias"] = tensors["post_layernorm.bias"].astype(np.int8)
@@ -453,7 +454,7 @@ for number, (content, text) in enumerate(
         "{": "config.json is damaged",
         "": "config.json is damaged",
         "[" * 100000: "config.json is damaged",
-        '{"vision_config": [1]}': "vision_config is an array",
+        '{"vision_config": [1]}': r"vision_config is \[1\], expected",
         '{"vision_config": {"model_type": ["siglip"]}}': "model_type is",
         '{"hidden_size": "96"}': "hidden_size is '96', expected a positive integer",
         '{"hidden_size": -1}': "hidden_size is -1",
@@ -464,6 +465,9 @@ for number, (content, text) in enumerate(
         '{"num_channels": 4}': "num_channels is 4",
         '{"hidden_act": "swish"}': "activation is 'swish'",
         '{"hidden_act": ["gelu"]}': "activation is",
+        '{"model_type": ["siglip"], "vision_config": {}}': "has shape|is missing",
+        '{"hidden_act": "' + "x" * 100000 + '"}': "activation is",
+        '{"hidden_size": 1' + "0" * 4000 + "}": "hidden_size is too large",
         '{"layer_norm_eps": "small"}': "epsilon",
         '{"layer_norm_eps": 0}': "epsilon",
         '{"vision_use_head": "yes"}': "vision_use_head is 'yes'",
@@ -546,7 +550,7 @@ def pickled_objects_in_an_npz(tmp_path):
     return npz(tmp_path, arrays(BV) | {"params/img/embedding/bias": bomb})
 
 
-@damaged("'params/img/embedding/bias' is no array")
+@damaged("'params/img/embedding/bias' is missing")
 def something_else_in_an_npz(tmp_path):
     path = npz(tmp_path, without(arrays(BV), "params/img/embedding/bias"))
     with zipfile.ZipFile(path, "a") as file:
@@ -566,6 +570,45 @@ def flipped_bytes_in_an_npz(tmp_path):
     middle = content.index(b"params/img/embedding/kernel") + 5000
     content[middle : middle + 100] = bytes(100)
     return written(tmp_path / "params.npz", bytes(content))
+
+
+@damaged("embedding/kernel is damaged.*CRC")
+def a_shifted_array_in_an_npz(tmp_path):
+    content = bytearray(npz(tmp_path, arrays(BV)).read_bytes())
+    header = content.index(b"\x93NUMPY", content.index(b"params/img/embedding/kernel"))
+    content[header + 8] ^= 16  # The array would start 16 bytes early.
+    return written(tmp_path / "params.npz", bytes(content))
+
+
+@damaged("embedding/bias is damaged.*longer than its header")
+def an_array_with_more_bytes_than_its_shape(tmp_path):
+    path = npz(tmp_path, without(arrays(BV), "params/img/embedding/bias"))
+    buffer = io.BytesIO()
+    np.save(buffer, arrays(BV)["params/img/embedding/bias"])
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("params/img/embedding/bias.npy", buffer.getvalue() + bytes(16))
+    return path
+
+
+@damaged("embedding/kernel is damaged.*CRC")
+def a_flipped_bit_in_an_npz(tmp_path):
+    content = bytearray(npz(tmp_path, arrays(BV)).read_bytes())
+    content[content.index(b"params/img/embedding/kernel") + 5000] ^= 1
+    return written(tmp_path / "params.npz", bytes(content))
+
+
+@damaged("dtype F8_E4M3.*Dequantise")
+def float8(tmp_path):
+    tensors = arrays(HF)
+    tensors["post_layernorm.bias"] = tensors["post_layernorm.bias"].astype(ml_dtypes.float8_e4m3fn)
+    return folder(tmp_path, tensors, config_of(HF))
+
+
+@damaged("beyond bfloat16")
+def a_weight_that_bfloat16_rounds_to_infinity(tmp_path):
+    tensors = arrays(HF)
+    tensors["encoder.layers.0.mlp.fc1.weight"][3, 4] = 3.4e38
+    return folder(tmp_path, tensors, config_of(HF))
 
 
 @damaged("no npz file")
@@ -649,6 +692,7 @@ for case, (text, arguments) in enumerate(
     {
         "image_size is 0": dict(image_size=0),
         "image_size is True": dict(image_size=True),
+        "image_size is 100000000000": dict(image_size=10**11),
         "image_size is 224.0": dict(image_size=224.0),
         "image_size is .1, 2, 3.": dict(image_size=(1, 2, 3)),
         "patch_dtype is 'int4'": dict(patch_dtype="int4"),
@@ -674,3 +718,27 @@ def test_what_is_wrong_is_refused_with_its_reason(tmp_path, case):
 def test_the_bombs_of_these_tests_would_go_off(tmp_path):
     pickle.loads(pickle.dumps(Bomb(tmp_path / "ran"))).close()
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(image_size=224),
+        dict(image_size=(224,)),
+        dict(image_size=[224, 224]),
+        dict(image_size=(224.0, 224.0)),
+        dict(image_size=(224, 225), grid=(14, 15)),
+        dict(grid=14),
+        dict(width=0),
+        dict(naflex="yes"),
+        dict(naflex=True, image_size=(224, 224)),
+        dict(pooling_head="map"),
+        dict(eps=True),
+        dict(activation=None),
+    ],
+    ids=str,
+)
+def test_a_Config_checks_itself(arguments):
+    fields = dict(width=8, depth=1, heads=1, mlp=8, patch=16, grid=(14, 14)) | arguments
+    with pytest.raises(ValueError, match=r"expected|are no|no image_size"):
+        Config(**fields)

@@ -47,6 +47,10 @@ def pictures(tmp_path):
     upright.save(folder / "more" / "h.png", exif=exif)
     (folder / "notes.txt").write_text("no picture")
     (folder / ".hidden.png").write_text("no picture")
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "a.png").write_text("no picture")
+    for name in ("document.pdf", "film.mpg", "drawing.eps", "data.h5"):
+        (folder / name).write_text("known to Pillow, but no picture that it reads itself")
     return folder
 
 
@@ -127,13 +131,14 @@ def test_unreadable_files_are_reported_skipped_and_counted(tmp_path, pictures, c
     (pictures / "aa.jpg").write_text("no picture")
     (pictures / "truncated.png").write_bytes(content[: len(content) // 2])
     Image.fromarray(np.zeros((4, 4), np.float32)).save(pictures / "float.tiff")
+    Image.fromarray(np.full((4, 4), 300000, np.int32)).save(pictures / "wide.tiff")
     unreadable, embeddings, paths = run(tmp_path, pictures, tmp_path / "absent.png")
-    assert unreadable == 4 and len(embeddings) == len(NAMES)
+    assert unreadable == 5 and len(embeddings) == len(NAMES)
     assert sorted(paths) == sorted(str(pictures / name) for name in NAMES)
     error = capsys.readouterr().err
-    for name in ("aa.jpg", "truncated.png", "float.tiff", "absent.png"):
+    for name in ("aa.jpg", "truncated.png", "float.tiff", "wide.tiff", "absent.png"):
         assert f"{name}: " in error
-    assert "4 could not be read" in error
+    assert "5 could not be read" in error
 
 
 def test_nothing_readable_gives_an_empty_result(tmp_path):
@@ -198,10 +203,13 @@ def test_the_preprocessor_config_says_how_many_patches(tmp_path):
         ("[]", "no object"),
         (RELEASED | {"image_mean": [0.48, 0.45, 0.4]}, "image_mean"),
         (RELEASED | {"image_std": ["a"]}, "image_std"),
+        (RELEASED | {"image_std": []}, "image_std"),
+        (RELEASED | {"max_num_patches": True}, "max_num_patches"),
+        (RELEASED | {"size": True}, "height or width"),
         (RELEASED | {"do_resize": False}, "do_resize"),
         (RELEASED | {"rescale_factor": 1}, "rescale_factor"),
-        (RELEASED | {"size": {"shortest_edge": 224}}, "height and width"),
-        (RELEASED | {"size": "224"}, "height and width"),
+        (RELEASED | {"size": {"shortest_edge": 224}}, "height or width"),
+        (RELEASED | {"size": "224"}, "height or width"),
         (RELEASED | {"size": 256}, "--size"),
         (RELEASED | {"resample": 17}, "resample"),
         (RELEASED | {"resample": "bicubic"}, "resample"),
@@ -224,7 +232,7 @@ def test_the_command_writes_what_it_says_and_says_how_it_went(tmp_path, pictures
         assert file["embeddings"].shape == (8, 96) and len(file["paths"]) == 8
     (pictures / "bad.png").write_text("no picture")
     result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True)
-    assert result.returncode == 1 and "8 of 9" in result.stdout and "bad.png" in result.stderr
+    assert result.returncode == 3 and "8 of 9" in result.stdout and "bad.png" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -233,7 +241,11 @@ def test_the_command_writes_what_it_says_and_says_how_it_went(tmp_path, pictures
         (["--checkpoint", "absent", ".", "--out", "out.npz"], "there is no 'absent'"),
         (["--checkpoint", str(DATA / FIXED), "empty", "--out", "out.npz"], "no pictures in empty"),
         (["--checkpoint", "absent", ".", "--out", "no/folder/out.npz"], "no such folder"),
-        (["--checkpoint", "absent", ".", "--out", "empty"], "is a folder"),
+        (["--checkpoint", "absent", ".", "--out", "empty"], "is no file"),
+        (
+            ["--checkpoint", str(DATA / FIXED), ".", "--out", "o.npz", "--size", "9"],
+            "a patch of 14",
+        ),
         (["--checkpoint", "absent", ".", "--out", "out.npz", "--batch", "0"], "not positive"),
         (
             ["--checkpoint", "absent", ".", "--out", "o.npz", "--patch-dtype", "int4"],
@@ -241,7 +253,7 @@ def test_the_command_writes_what_it_says_and_says_how_it_went(tmp_path, pictures
         ),
         (["--checkpoint", "absent", "--out", "out.npz"], "required"),
     ],
-    ids=["checkpoint", "empty", "folder", "out", "batch", "dtype", "pictures"],
+    ids=["checkpoint", "empty", "folder", "out", "size", "batch", "dtype", "pictures"],
 )
 def test_a_command_that_cannot_work_is_refused(tmp_path, arguments, text):
     (tmp_path / "empty").mkdir()
@@ -273,6 +285,19 @@ def test_an_interrupt_leaves_no_file(tmp_path, pictures):
     assert process.returncode == 130 and "nothing was written" in error
     assert "Traceback" not in error and time.monotonic() - start < 30
     assert list(out.parent.iterdir()) == []
+
+
+def test_an_interrupt_that_Python_dropped_is_noticed(tmp_path, pictures):
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, pictures, interrupted=lambda: True)
+    assert {path.name for path in tmp_path.iterdir()} == {"pictures"}
+
+
+def test_a_link_is_written_through(tmp_path, pictures):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "out.npz").symlink_to(tmp_path / "folder" / "real.npz")
+    run(tmp_path, pictures / "a.png")
+    assert (tmp_path / "out.npz").is_symlink() and (tmp_path / "folder" / "real.npz").is_file()
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, pictures, monkeypatch):

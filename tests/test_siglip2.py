@@ -109,7 +109,7 @@ def test_positions_are_resized_as_jax_resizes_images(source):
 
 
 @pytest.mark.parametrize(
-    "name, size", [(name, size) for name in FIXED for size in (160, (288, 96))]
+    "name, size", [(name, size) for name in FIXED for size in (160, (288, 96), (16, 64))]
 )
 def test_another_image_size_resizes_the_positions(name, size):
     encoder = float32(name, image_size=size)
@@ -232,17 +232,42 @@ def test_a_mask_cuts_what_follows_off():
 
 
 @pytest.mark.parametrize(
-    "H, W, L", [(480, 640, 256), (1, 5000, 256), (5000, 3, 64), (16, 16, 1), (333, 217, 1024)]
+    "H, W, L, grid",
+    [
+        (480, 640, 256, (14, 18)),
+        (640, 480, 256, (18, 14)),
+        (400, 600, 40, (5, 8)),
+        (1, 5000, 256, (1, 256)),
+        (16, 16, 1, (1, 1)),
+        (1, 1, 256, (7, 7)),
+        (18181, 19392, 256, (15, 16)),
+    ],
 )
-def test_the_largest_grid_is_that_of_the_largest_factor(H, W, L):
-    # transformers' Siglip2ImageProcessor bisects the factor; so does this.
-    low, high = 1e-6, 1e4
-    while high - low > 1e-9 * high:
-        factor = (low + high) / 2
-        h, w = (max(1, int(np.ceil(side * factor / 16))) for side in (H, W))
-        low, high = (factor, high) if h * w <= L else (low, factor)
-    h, w = (max(1, int(np.ceil(side * low / 16))) for side in (H, W))
-    assert largest_grid(H, W, L) == (h, w)
+def test_the_largest_grid_at_an_aspect_ratio(H, W, L, grid):
+    # One pixel is scaled by 100 at most; transformers chooses (15, 16) by the error of its
+    # bisection.
+    assert largest_grid(H, W, 16, L) == grid
+
+
+@pytest.mark.parametrize("name", ["hf_siglip_p14_224", "hf_siglip2_naflex_p16"])
+def test_no_images_give_an_empty_result(name):
+    encoder = float32(name)
+    if name in FIXED:
+        output = encoder(np.zeros((0, 224, 224, 3), np.uint8))
+    else:
+        patches, spatial_shapes, mask = ppe.siglip2.batch_naflex([], encoder.config, 9)
+        output = encoder(patches, spatial_shapes=spatial_shapes, mask=mask)
+    assert output.pooler_output.shape == (0, encoder.config.width)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+def test_an_explicit_mesh_need_not_be_set():
+    mesh = jax.make_mesh((4,), ("batch",), axis_types=(AxisType.Explicit,))
+    encoder = float32("hf_siglip_p14_224")
+    x = draw_images(np.random.default_rng(5), 4, 224, 224, 3)
+    found = encoder(jax.device_put(x, NamedSharding(mesh, P("batch")))).pooler_output
+    assert found.sharding.spec[0] == "batch"
+    np.testing.assert_allclose(found, encoder(x).pooler_output, atol=1e-5)
 
 
 BAD_CALLS = {
@@ -287,6 +312,24 @@ BAD_CALLS = {
         lambda e: e(np.zeros((1, 4, 768), np.float32), spatial_shapes=np.array([[2, 3]])),
         ValueError,
         "at most 4",
+    ),
+    "more patches than there are, on the device": (
+        "hf_siglip2_naflex_p16",
+        lambda e: e(np.zeros((1, 4, 768), np.float32), spatial_shapes=jnp.array([[9, 9]])),
+        ValueError,
+        "at most 4",
+    ),
+    "more patches than an integer holds": (
+        "hf_siglip2_naflex_p16",
+        lambda e: e(np.zeros((1, 4, 768), np.float32), spatial_shapes=np.array([[2**32, 2**32]])),
+        ValueError,
+        "at most 4",
+    ),
+    "something else than an array": (
+        "hf_siglip_p14_224",
+        lambda e: e("cat.png"),
+        TypeError,
+        "expected a JAX or numpy array",
     ),
     "shapes of another batch": (
         "hf_siglip2_naflex_p16",

@@ -7,6 +7,8 @@ import math
 import operator
 import os
 import re
+import textwrap
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,12 @@ EXPECTED = (
     "Expected a Hugging Face folder, a .safetensors file or a big_vision .npz file; pickles are "
     "never loaded: convert them to safetensors."
 )
+
+# What safetensors calls the dtypes that are read.
+SAFETENSORS_FLOATS = ("F64", "F32", "BF16", "F16")
+
+# The largest weight that neither float32 nor bfloat16 rounds to infinity.
+LARGEST_WEIGHT = float(jnp.finfo(jnp.bfloat16).max)
 
 # Where the image tower of a big_vision file may be: beside a text tower, or alone.
 BIG_VISION_PREFIXES = ("params/img/", "img/", "params/", "")
@@ -131,8 +139,8 @@ class _Tower:
             )
         with np.errstate(over="ignore"):
             array = array.astype(np.float32)
-        if not np.isfinite(array).all():
-            raise ValueError(f"{full!r} has values that are NaN, infinite or beyond float32.")
+        if not (np.abs(array) <= LARGEST_WEIGHT).all():
+            raise ValueError(f"{full!r} has values that are NaN, infinite or beyond bfloat16.")
         self.unread.discard(name)
         return array
 
@@ -144,15 +152,10 @@ class _Tower:
                 "model."
             )
         array = self.arrays.load(full)
-        if not isinstance(array, np.ndarray):
-            raise ValueError(f"{full!r} is no array. {EXPECTED}")
         if array.dtype == np.dtype("V2"):
             array = array.view(jnp.bfloat16)  # numpy's npz stores bfloat16 as raw bytes.
         if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
-            raise ValueError(
-                f"{full!r} has dtype {array.dtype}, expected float32, bfloat16 or float16. "
-                "Dequantise the checkpoint."
-            )
+            raise _wrong_dtype(full, array.dtype)
         return array
 
     def check_all_read(self, *ignored: str) -> None:
@@ -164,6 +167,13 @@ class _Tower:
                 f"config, such as {self.prefix + unused[0]!r}. Use the config.json that belongs to "
                 "these weights."
             )
+
+
+def _wrong_dtype(name: str, dtype: Any) -> ValueError:
+    return ValueError(
+        f"{name!r} has dtype {dtype}, expected float32, bfloat16 or float16. Dequantise the "
+        "checkpoint."
+    )
 
 
 # Reading: both formats give a dict with "kernel", its "layout", "bias", "positions" [h, w, D], and
@@ -375,6 +385,7 @@ def _assemble(
             None if config.naflex else positions,
             patch_size=config.patch,
             layout=weights["layout"],
+            grid=None if config.naflex else config.grid,
             dtype=patch_dtype,
         ),
         positions=jnp.asarray(positions) if config.naflex else None,
@@ -400,7 +411,7 @@ def _check_image_size(image_size: Any) -> tuple[int, int]:
         height, width = (0 if isinstance(s, bool) else operator.index(s) for s in sides)
     except (TypeError, ValueError):
         height = width = 0
-    if height < 1 or width < 1:
+    if not (0 < height < 2**16 and 0 < width < 2**16):
         raise ValueError(
             f"load_encoder: image_size is {image_size!r}, expected pixels: a positive integer or "
             "(height, width)."
@@ -452,14 +463,19 @@ def _is_npz(path: Path) -> bool:
 @contextlib.contextmanager
 def _open_npz(path: Path) -> Iterator[_Arrays]:
     with _readable(path):
-        file = np.load(path, allow_pickle=False)
+        archive = zipfile.ZipFile(path)
 
-    def load(name: str) -> Any:
-        with _readable(name):
-            return file[name]
+    def load(name: str) -> np.ndarray:
+        with _readable(name), archive.open(f"{name}.npy") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
+            # Reading to the end makes zipfile compare the checksum, which numpy.load leaves out.
+            if file.read():
+                raise ValueError("it is longer than its header says")
+            return array
 
-    with file:
-        yield _Arrays(file.files, load)
+    with archive:
+        names = archive.namelist()
+        yield _Arrays([n.removesuffix(".npy") for n in names if n.endswith(".npy")], load)
 
 
 @contextlib.contextmanager
@@ -486,8 +502,13 @@ def _open_safetensors(path: Path) -> Iterator[_Arrays]:
             shard_of = dict.fromkeys(shard(path.name).keys(), path.name)
 
         def load(name: str) -> np.ndarray:
+            file = shard(shard_of[name])
             with _readable(f"{name!r} in {shard_of[name]!r}"):
-                return shard(shard_of[name]).get_tensor(name)
+                dtype = file.get_slice(name).get_dtype()
+                array = file.get_tensor(name) if dtype in SAFETENSORS_FLOATS else None
+            if array is None:
+                raise _wrong_dtype(name, dtype)
+            return array
 
         yield _Arrays(shard_of, load)
 
@@ -514,4 +535,5 @@ def _readable(what: Any) -> Iterator[None]:
     except (FileNotFoundError, PermissionError) as error:
         raise ValueError(f"{what} cannot be read: {error}") from error
     except Exception as error:
-        raise ValueError(f"{what} is damaged or something else: {error}. {EXPECTED}") from error
+        reason = textwrap.shorten(str(error), 200)
+        raise ValueError(f"{what} is damaged or something else: {reason}. {EXPECTED}") from error

@@ -1,12 +1,21 @@
 """The architecture of a vision encoder, and how a Hugging Face config.json says it."""
 
 import dataclasses
+import functools
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-# Hugging Face's names; "gelu_pytorch_tanh" is GELU approximated with tanh, flax's default.
-ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "quick_gelu", "relu")
+import jax
+
+# By Hugging Face's names; the first, GELU approximated with tanh, is flax's default.
+ACTIVATIONS = {
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+}
 
 # Class defaults of SiglipVisionConfig and Siglip2VisionConfig (transformers 5.23).
 DEFAULTS = {
@@ -69,12 +78,8 @@ class Config:
 
     def __post_init__(self):
         for name in ("width", "depth", "heads", "mlp", "patch"):
-            _check_size(name, getattr(self, name))
-        sides = self.grid
-        if not isinstance(sides, tuple) or len(sides) != 2:
-            raise ValueError(f"grid is {sides!r}, expected (height, width) in patches.")
-        for side in sides:
-            _check_size("a side of grid", side)
+            check_size(name, getattr(self, name))
+        _check_sides("grid", self.grid)
         if self.width % self.heads:
             raise ValueError(
                 f"width {self.width} is no multiple of heads, {self.heads}. Every head has width / "
@@ -82,21 +87,31 @@ class Config:
             )
         number = isinstance(self.eps, int | float) and not isinstance(self.eps, bool)
         if not number or not 0 < self.eps < 1:
-            raise ValueError(f"the epsilon of layer norms is {self.eps!r}, expected 1e-6 or so.")
-        if self.activation not in ACTIVATIONS:
             raise ValueError(
-                f"the activation is {self.activation!r}, expected one of {', '.join(ACTIVATIONS)}."
+                f"the epsilon of layer norms is {_short(self.eps)}, expected 1e-6 or so."
             )
+        if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"the activation is {_short(self.activation)}, expected one of "
+                f"{', '.join(ACTIVATIONS)}."
+            )
+        for name, types in (("naflex", bool), ("pooling_head", bool | None)):
+            if not isinstance(getattr(self, name), types):
+                raise ValueError(
+                    f"{name} is {_short(getattr(self, name))}, expected True or False."
+                )
         if self.naflex and self.image_size is not None:
             raise ValueError("a NaFlex encoder has no image_size: it takes images of any size.")
-        if not self.naflex:
-            if self.image_size is None:
-                object.__setattr__(self, "image_size", tuple(side * self.patch for side in sides))
-            if tuple(side // self.patch for side in self.image_size) != sides:
-                raise ValueError(
-                    f"images of {self.image_size[0]} x {self.image_size[1]} pixels are no "
-                    f"{sides[0]} x {sides[1]} grid of patches of {self.patch} pixels."
-                )
+        if self.naflex:
+            return
+        if self.image_size is None:
+            object.__setattr__(self, "image_size", tuple(side * self.patch for side in self.grid))
+        _check_sides("image_size", self.image_size)
+        if tuple(side // self.patch for side in self.image_size) != self.grid:
+            raise ValueError(
+                f"images of {self.image_size[0]} x {self.image_size[1]} pixels are no "
+                f"{self.grid[0]} x {self.grid[1]} grid of patches of {self.patch} pixels."
+            )
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> "Config":
@@ -113,26 +128,28 @@ class Config:
           ValueError: it is no such config, or a value is of another type.
         """
         if not isinstance(config, Mapping):
-            raise ValueError(f"the config is {_kind(config)}, expected an object of fields.")
+            raise ValueError(f"the config is {_short(config)}, expected an object of fields.")
         vision = config
         if "vision_config" in config or "text_config" in config:
             vision = config.get("vision_config")
             vision = {} if vision is None else vision
             if not isinstance(vision, Mapping):
-                raise ValueError(f"vision_config is {_kind(vision)}, expected an object of fields.")
+                raise ValueError(
+                    f"vision_config is {_short(vision)}, expected an object of fields."
+                )
         naflex = _is_naflex(config, vision)
         fields = {
             name: default if vision.get(name) is None else vision[name]
             for name, default in DEFAULTS.items()
         }
         if fields["num_channels"] != 3:
-            raise ValueError(f"num_channels is {fields['num_channels']!r}, expected 3: RGB.")
+            raise ValueError(f"num_channels is {_short(fields['num_channels'])}, expected 3: RGB.")
         pooling_head = vision.get("vision_use_head")
         if not isinstance(pooling_head, bool | None):
-            raise ValueError(f"vision_use_head is {pooling_head!r}, expected true or false.")
+            raise ValueError(f"vision_use_head is {_short(pooling_head)}, expected true or false.")
         for name, value in fields.items():
             if name not in ("hidden_act", "layer_norm_eps"):
-                _check_size(name, value)
+                check_size(name, value)
         patch, S, size = fields["patch_size"], fields["num_patches"], fields["image_size"]
         side = math.isqrt(S) if naflex else size // patch
         if naflex and side * side != S:
@@ -157,22 +174,31 @@ class Config:
 def _is_naflex(config: Mapping, vision: Mapping) -> bool:
     """Whether the vision tower is NaFlex, from its model_type or that of the model around it."""
     model_type = vision.get("model_type")
-    if model_type is None and config.get("model_type") in MODEL_TYPES:
-        model_type = config["model_type"]
+    around = config.get("model_type")
+    if model_type is None and isinstance(around, str) and around in MODEL_TYPES:
+        model_type = around
     if model_type is None:
-        return "num_patches" in vision
+        return vision.get("num_patches") is not None
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise ValueError(
-            f"model_type is {model_type!r}, expected one of {', '.join(MODEL_TYPES)}: the config "
-            "is not that of a SigLIP or SigLIP2 vision tower."
+            f"model_type is {_short(model_type)}, expected one of {', '.join(MODEL_TYPES)}: the "
+            "config is not that of a SigLIP or SigLIP2 vision tower."
         )
     return MODEL_TYPES[model_type]
 
 
-def _check_size(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}, expected a positive integer.")
+def check_size(name: str, value: Any) -> None:
+    """Refuses what is no positive integer (that could be a size)."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise ValueError(f"{name} is {_short(value)}, expected a positive integer.")
 
 
-def _kind(value: Any) -> str:
-    return "an array" if isinstance(value, list) else repr(value)
+def _check_sides(name: str, sides: Any) -> None:
+    if not isinstance(sides, tuple) or len(sides) != 2:
+        raise ValueError(f"{name} is {_short(sides)}, expected a tuple (height, width).")
+    for side in sides:
+        check_size(f"a side of {name}", side)
+
+
+def _short(value: Any) -> str:
+    return reprlib.repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "too large"

@@ -13,15 +13,8 @@ from pallas_patch_embed.api import embed_images, patch_embed
 from pallas_patch_embed.params import PatchEmbedParams
 from pallas_patch_embed.patchify import encode
 from pallas_patch_embed.problem import Target
-from pallas_patch_embed.siglip2.config import Config
+from pallas_patch_embed.siglip2.config import ACTIVATIONS, Config
 from pallas_patch_embed.siglip2.naflex import resize_positions
-
-ACTIVATIONS = {
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "relu": jax.nn.relu,
-}
 
 # cuDNN's fused attention takes heads of up to this many channels on every GPU that it supports.
 CUDNN_LARGEST_HEAD = 128
@@ -85,7 +78,7 @@ class Encoder:
             [-1, 1], K in the order height, width, channel, as `batch_naflex` makes them; they are
             encoded into the dtype of `patch_embed`.
           spatial_shapes: NaFlex: [B, 2] integer, (height, width) of each image in patches, with
-            1 <= height * width <= L. Values under jit that are not are clamped to that.
+            height * width <= L. Under jit, where there are no values yet, that is not checked.
           mask: NaFlex: [B, L], True or 1 for patches, False or 0 for padding, which nothing attends
             to; by default the first height * width.
 
@@ -103,7 +96,8 @@ class Encoder:
                 "encoder: spatial_shapes and mask are for NaFlex encoders; this one takes images "
                 f"of {self.config.image_size[0]} x {self.config.image_size[1]} pixels alone."
             )
-        if getattr(images, "ndim", 4) != 4:
+        _check_array("images", images)
+        if images.ndim != 4:
             raise ValueError(
                 f"encoder: images have shape {list(images.shape)}, expected [B, H, W, 3]. Add or "
                 "flatten leading axes."
@@ -111,7 +105,7 @@ class Encoder:
         return _encode_images(self, images)
 
     def __repr__(self) -> str:
-        size = sum(leaf.size for leaf in jax.tree.leaves(self))
+        size = sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self))
         return f"Encoder({self.dtype}, {size:,} parameters, {self.config}, {self.patch_embed!r})"
 
 
@@ -134,6 +128,14 @@ def _static_fields(config: dict[str, Any], dtype: str) -> tuple[Config, str]:
     return Config(**sides), dtype
 
 
+def _check_array(name: str, array: Any) -> None:
+    if not hasattr(array, "dtype") or not hasattr(array, "ndim"):
+        raise TypeError(
+            f"encoder: {name} is {type(array).__name__}, expected a JAX or numpy array. Convert it "
+            "with numpy.asarray."
+        )
+
+
 def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any) -> tuple:
     """(patches, spatial_shapes int32, mask bool) as arrays, after the checks."""
     K = encoder.patch_embed.K
@@ -143,11 +145,8 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
             "with pallas_patch_embed.siglip2.batch_naflex(images, encoder.config, max_num_patches)."
         )
     for name, array in (("patches", patches), ("spatial_shapes", spatial_shapes), ("mask", mask)):
-        if array is not None and not hasattr(array, "dtype"):
-            raise TypeError(
-                f"encoder: {name} is {type(array).__name__}, expected a JAX or numpy array. "
-                "Convert it with numpy.asarray."
-            )
+        if array is not None:
+            _check_array(name, array)
     if not jnp.issubdtype(patches.dtype, jnp.floating):
         raise TypeError(
             f"encoder: patches have dtype {patches.dtype}, expected floating-point pixels in "
@@ -171,14 +170,15 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
                 f"encoder: mask is {mask.dtype}{list(mask.shape)}, expected booleans [{B}, {L}], "
                 "True for patches and False for padding."
             )
-    if isinstance(spatial_shapes, np.ndarray):
-        counts = spatial_shapes.astype(np.int64).prod(1)
-        wrong = (spatial_shapes < 1).any(1) | (counts > L)
+    known = not isinstance(spatial_shapes, jax.core.Tracer)
+    if known and getattr(spatial_shapes, "is_fully_addressable", True):
+        sides = np.asarray(spatial_shapes)
+        wrong = ((sides < 1) | (sides > L)).any(1) | (sides.astype(np.float64).prod(1) > L)
         if wrong.any():
             i = int(wrong.argmax())
             raise ValueError(
-                f"encoder: spatial_shapes of image {i} are {spatial_shapes[i].tolist()}, expected "
-                f"a height and width of at least 1 with at most {L} patches."
+                f"encoder: spatial_shapes of image {i} are {sides[i].tolist()}, expected a height "
+                f"and width of at least 1 with at most {L} patches."
             )
     shapes = jnp.maximum(jnp.asarray(spatial_shapes).astype(jnp.int32), 1)
     if mask is None:
@@ -222,7 +222,8 @@ def _transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) ->
         if (head := encoder.head) is None:
             return EncoderOutput(x, None)
         k, v = jnp.split(_dense(x, head["kv"]), 2, axis=-1)
-        query = jnp.zeros_like(k[:, :1]) + head["query"]
+        # Computed from k, the query has its sharding along the batch.
+        query = 0 * k[:, :1] + head["query"]
         pooled = _dense(_attention(query, k, v, mask, config), head["out"])
         pooled = pooled + _mlp(_norm(pooled, head["norm"], config), head, config)
         return EncoderOutput(x, pooled[:, 0])
@@ -249,7 +250,7 @@ def _attention(
     """Attention of q [B, T, D] to k and v [B, S, D] where mask [B, S] is True."""
     B, T, D = q.shape
     H = D // config.heads
-    q, k, v = (x.reshape(B, -1, config.heads, H) for x in (q, k, v))
+    q, k, v = (x.reshape(B, x.shape[1], config.heads, H) for x in (q, k, v))
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, None, None, :], (B, 1, T, k.shape[1]))
 

@@ -1,5 +1,6 @@
 """Images of any aspect ratio: their size, their patches in one batch, their positions."""
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -76,7 +77,7 @@ def _grid_of(image: Any, i: int, patch: int, L: int) -> tuple[int, int]:
         )
     h, w = H // patch, W // patch
     if h * w > L:
-        fitting = [side * patch for side in largest_grid(H, W, L)]
+        fitting = [side * patch for side in largest_grid(H, W, patch, L)]
         raise ValueError(
             f"{name} of {H} x {W} pixels has {h * w} patches, more than max_num_patches = {L}. "
             f"Resize it to {fitting[0]} x {fitting[1]}, or raise max_num_patches."
@@ -84,18 +85,26 @@ def _grid_of(image: Any, i: int, patch: int, L: int) -> tuple[int, int]:
     return h, w
 
 
-def largest_grid(H: int, W: int, max_num_patches: int) -> tuple[int, int]:
+def largest_grid(H: int, W: int, patch: int, max_num_patches: int) -> tuple[int, int]:
     """The largest grid of patches, (height, width), for an image of H x W at its aspect ratio.
 
     The image is scaled by the largest factor for which its sides, rounded up to whole patches, need
-    no more than `max_num_patches` patches; that is at a factor where a side is a whole number of
-    patches. The rule of the Siglip2ImageProcessor of transformers, which approaches the factor by
-    bisection.
+    no more than `max_num_patches` patches. The factor is bisected between 1e-6 and 100 to 1e-5, as
+    transformers' Siglip2ImageProcessor does, so that both choose the same grid.
     """
-    sides = range(1, max_num_patches + 1)
-    grids = [(k, -(-W * k // H)) for k in sides] + [(-(-H * k // W), k) for k in sides]
-    # Grids grow with the factor in both sides, so the largest is that of the largest factor.
-    return max((h, w) for h, w in grids if h * w <= max_num_patches)
+
+    def grid(factor: float) -> tuple[int, int]:
+        h, w = (max(1, math.ceil(side * factor / patch)) for side in (H, W))
+        return h, w
+
+    low, high = 1e-6, 100.0
+    while high - low >= 1e-5:
+        middle = (low + high) / 2
+        if math.prod(grid(middle)) <= max_num_patches:
+            low = middle
+        else:
+            high = middle
+    return grid(low)
 
 
 def resize_positions(positions: jax.Array, spatial_shapes: jax.Array, L: int) -> jax.Array:
