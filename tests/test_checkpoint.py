@@ -302,9 +302,20 @@ def nothing(tmp_path):
     return tmp_path / "absent"
 
 
-@damaged("config.json")
+@damaged("neither model.safetensors nor model.safetensors.index.json")
 def an_empty_folder(tmp_path):
     return tmp_path
+
+
+@damaged("config.json.*pass config=")
+def a_folder_without_a_config(tmp_path):
+    save_file(arrays(HF), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@damaged("picture.png is damaged or something else.*Expected a Hugging Face folder")
+def a_picture(tmp_path):
+    return written(tmp_path / "picture.png", b"\x89PNG\r\n\x1a\n" + bytes(1000))
 
 
 @damaged("neither model.safetensors nor model.safetensors.index.json.*pickles are never")

@@ -85,9 +85,8 @@ def load_encoder(
             with _open_npz(path) as arrays:
                 weights, config = _read_big_vision(arrays, config)
         else:
-            config = config or _config_beside(path)
             with _open_safetensors(path) as arrays:
-                weights, config = _read_hugging_face(arrays, config)
+                weights, config = _read_hugging_face(arrays, config or _config_beside(path))
         return _assemble(weights, config, size, patch_dtype, dtype)
     except ValueError as error:
         raise ValueError(f"load_encoder: {str(path)!r}: {error}") from error
