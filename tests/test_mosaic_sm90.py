@@ -1,0 +1,162 @@
+"""The Hopper kernel in Pallas' interpreter, with race detection, against the XLA backend."""
+
+import dataclasses
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bounds import assert_bit_equal
+
+from pallas_patch_embed.backends import mosaic_sm90, xla
+from pallas_patch_embed.backends.mosaic_sm90 import Config, choose_config, why_not
+from pallas_patch_embed.problem import NAMED_SHAPES, Problem, Target, padded
+
+H200 = Target("cuda", (9, 0))
+
+
+def draw_operands(seed, patches, N, dtype, table):
+    """Operands whose product, scale and sum are exact in float32, in any order."""
+    rng = np.random.default_rng(seed)
+    low, high = (-128, 128) if dtype == "int8" else (-8, 9)
+    *leading, S, K = patches
+    positions = {"shared": (S, N), "per image": (*leading, S, N), "none": (N,)}[table]
+    table_dtype = jnp.float32 if table == "none" else jnp.bfloat16
+    return (
+        jnp.asarray(rng.integers(low, high, patches).astype(dtype)),
+        jnp.asarray(rng.integers(low + 1, high, (N, K)).astype(dtype)),
+        jnp.asarray(np.exp2(rng.integers(-3, 3, N)), jnp.float32),
+        jnp.asarray(rng.integers(-200, 200, positions) / 4, table_dtype),
+    )
+
+
+def interpreted(operands, out_dtype, config):
+    return mosaic_sm90.run(
+        *operands,
+        out_dtype=out_dtype,
+        config=config,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+
+
+@pytest.fixture(autouse=True)
+def four_multiprocessors(monkeypatch):
+    monkeypatch.setattr(mosaic_sm90, "MULTIPROCESSORS", 4)
+
+
+# The interpreter has no untiled view of the ring: rows are multiples of 8 here.
+CASES = {
+    "a run that wraps around the table": ((2, 96, 256), 128, "int8", "shared", Config(64, 4)),
+    "many tiles a run": ((24, 32, 128), 128, "float8_e4m3fn", "shared", Config(128, 3)),
+    "a phase change inside a worker": ((9, 72, 128), 64, "bfloat16", "shared", Config(64, 3)),
+    "one tile": ((1, 64, 128), 64, "int8", "shared", Config(64, 3)),
+    "fewer rows than a tile": ((1, 40, 128), 64, "int8", "shared", Config(64, 3)),
+    "a tail": ((3, 72, 128), 64, "float8_e4m3fn", "shared", Config(64, 5)),
+    "fewer entries than slots": ((1, 64, 128), 64, "int8", "none", Config(64, 9)),
+    "more chunks than slots": ((2, 64, 640), 64, "bfloat16", "shared", Config(64, 3)),
+    "more workers than tiles": ((1, 96, 128), 64, "int8", "none", Config(64, 4)),
+    "tables of their own": ((5, 40, 128), 128, "bfloat16", "per image", Config(64, 4)),
+    "tables of their own, float8": (
+        (2, 2, 40, 256),
+        64,
+        "float8_e4m3fn",
+        "per image",
+        Config(64, 4),
+    ),
+    "no table": ((3, 72, 256), 192, "int8", "none", Config(192, 4)),
+    "two stores": ((3, 64, 128), 128, "int8", "shared", Config(128, 4, stores=2)),
+    "streamed weight": ((5, 72, 256), 128, "int8", "shared", Config(128, 3, True)),
+    "streamed weight, float8": (
+        (9, 64, 128),
+        64,
+        "float8_e4m3fn",
+        "shared",
+        Config(64, 4, True, 2),
+    ),
+    "streamed weight, tables of their own": (
+        (3, 96, 256),
+        64,
+        "bfloat16",
+        "per image",
+        Config(64, 3, True),
+    ),
+    "streamed weight, no table": ((3, 40, 256), 64, "bfloat16", "none", Config(64, 5, True)),
+}
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted_it_equals_xla_without_a_race(case, out_dtype):
+    patches, N, dtype, table, config = CASES[case]
+    operands = draw_operands(len(case), patches, N, dtype, table)
+    y = interpreted(operands, out_dtype, config)
+    assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype))
+
+
+@pytest.mark.parametrize("name", ["wait_smem_to_gmem", "barrier_wait"])
+def test_a_missing_wait_is_noticed(monkeypatch, name):
+    monkeypatch.setattr(mosaic_sm90.plgpu, name, lambda *_, **__: None)
+    patches, N, dtype, table, config = CASES["many tiles a run"]
+    operands = draw_operands(0, patches, N, dtype, table)
+    with pytest.raises(Exception, match=r"(?i)race|wait|drain"):
+        y = interpreted(operands, "bfloat16", config)
+        assert_bit_equal(y, xla.run(*operands, out_dtype="bfloat16"))
+
+
+def problem_of(shape, dtype, B=8, out_dtype="bfloat16"):
+    K = padded(shape.K)
+    table = (B, shape.S, shape.N) if shape.name.startswith("NaFlex") else (shape.S, shape.N)
+    return Problem((B, shape.S, K), (shape.N, K), (shape.N,), table, dtype, "bfloat16", out_dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", NAMED_SHAPES, ids=lambda shape: shape.name.replace(" ", "-"))
+def test_every_named_shape_has_a_config_that_fits(shape, dtype):
+    for B in (1, 3, 4736):
+        for out_dtype in ("bfloat16", "float32"):
+            problem = problem_of(shape, dtype, B, out_dtype)
+            assert why_not(problem, H200) is None
+            config = choose_config(problem)
+            config.check(problem)
+            assert 1 <= config.workers(problem) * config.slices(problem) <= 132
+
+
+B16 = problem_of(NAMED_SHAPES[0], "int8")
+
+
+@pytest.mark.parametrize(
+    "change, target, text",
+    [
+        ({}, Target("cuda", (10, 0)), "compute capability 9.0"),
+        ({}, Target("cpu"), "compute capability 9.0"),
+        ({"dtype": "float32", "table_dtype": "float32"}, H200, "not float32"),
+        ({"weight": (2, 768, 768)}, H200, "several"),
+        ({"weight": (100, 768), "scale": (100,), "table": (196, 100)}, H200, "multiple of 64"),
+        ({"table": (8, 1, 768)}, H200, "does not"),
+        ({"patches": (2, 8, 196, 768), "table": (2, 1, 196, 768)}, H200, "does not"),
+        ({"table_dtype": "float32"}, H200, "not float32"),
+    ],
+)
+def test_it_says_why_it_cannot_serve(change, target, text):
+    reason = why_not(dataclasses.replace(B16, **change), target)
+    assert text in reason and reason.endswith(".")
+
+
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        (Config(96, 4), "multiples of 64"),
+        (Config(512, 4), "multiples of 64"),
+        (Config(192, 12), "bytes of shared memory"),
+        (Config(384, 1, True), "registers a thread"),
+    ],
+)
+def test_a_config_refuses_what_does_not_fit(config, text):
+    with pytest.raises(NotImplementedError, match=text):
+        config.check(B16)
+
+
+def test_no_rows_give_an_empty_result():
+    operands = draw_operands(0, (0, 4, 128), 64, "int8", "shared")
+    y = mosaic_sm90.run(*operands, out_dtype="bfloat16")
+    assert y.shape == (0, 4, 64) and y.dtype == jnp.bfloat16
