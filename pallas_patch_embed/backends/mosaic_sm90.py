@@ -211,8 +211,7 @@ def run(
         table = table.reshape(period, problem.N)
         if period < M and period % config.tile_m:
             # Rows that wrap around follow the last one, so that every tile's rows are contiguous.
-            repeats = 1 + -(-config.tile_m // period)
-            table = jnp.concatenate([table] * repeats)[: period + config.tile_m]
+            table = jnp.concatenate([table] * (1 + -(-config.tile_m // period)))
     runs = schedule.runs(M, period, config.tile_m, config.workers(problem))
     kernel = _kernel(config, problem, M, interpret)
     y = kernel(patches.reshape(M, K), weight, scale, table, jnp.asarray(runs))

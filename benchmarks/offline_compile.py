@@ -1,0 +1,292 @@
+"""Compiles the operator for a GPU that is not there, and reads what the compiler made of it.
+
+XLA compiles ahead of time for the description of a chip, Mosaic calls ptxas and nvdisasm; no driver
+is needed. Packages: the extra `codegen`.
+
+  python -m benchmarks.offline_compile --target h200 --backend mosaic_sm90 --dtype int8
+
+One process compiles for one target: Mosaic registers its passes once, for the first one.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What XLA wants to know of a chip, from NVIDIA's data sheets.
+
+    Attributes:
+      name: as the driver says it.
+      architecture: what ptxas calls it.
+      compute_capability: (major, minor).
+      multiprocessors: of the chip.
+      memory, bandwidth, l2: bytes, bytes a second, bytes.
+      clock: boost, GHz.
+    """
+
+    name: str
+    architecture: str
+    compute_capability: tuple[int, int]
+    multiprocessors: int
+    memory: int
+    bandwidth: int
+    l2: int
+    clock: float
+
+    def describe(self) -> str:
+        """The chip as XLA's GpuTargetConfigProto, in text."""
+        major, minor = self.compute_capability
+        return f"""
+            gpu_device_info {{
+              threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+              shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
+              shared_memory_per_core: 233472  registers_per_core_limit: 65536
+              registers_per_block_limit: 65536  fpus_per_core: 128
+              block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+              thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+              core_count: {self.multiprocessors}  clock_rate_ghz: {self.clock}
+              memory_bandwidth: {self.bandwidth}  l2_cache_size: {self.l2}
+              device_memory_size: {self.memory}  device_address_bits: 64
+              cuda_compute_capability {{
+                major: {major}  minor: {minor}  feature_extension: ACCELERATED_FEATURES
+              }}
+              name: "{self.name}"  driver_version: "13.0.0"  runtime_version: "13.0.0"
+              compile_time_toolkit_version: "13.0.0"
+            }}
+            platform_name: "CUDA"
+            device_description_str: "{self.name}"
+        """
+
+
+CHIPS = {
+    "h200": Chip("NVIDIA H200", "sm_90a", (9, 0), 132, 141 * 10**9, 48 * 10**11, 50 * 2**20, 1.98),
+    "b200": Chip(
+        "NVIDIA B200", "sm_100a", (10, 0), 148, 180 * 10**9, 80 * 10**11, 126 * 2**20, 1.965
+    ),
+}
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+LABEL = re.compile(r"^\s*(\.L_x_\d+):")
+MULTIPLY = re.compile(r"[HQI]GMMA|UTC[A-Z]*MMA")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What the compiler made of one Mosaic kernel.
+
+    Attributes:
+      name: its entry.
+      registers: a thread's, at launch; setmaxnreg then moves some to the multiplying warps.
+      spill_bytes: stored and loaded by a thread.
+      shared_memory_bytes: dynamic, barriers included.
+      instructions: opcode -> count, in the whole kernel.
+      tile_loop: opcode -> count, in the innermost loop that holds all matrix multiplications.
+      sass: the machine code.
+    """
+
+    name: str
+    registers: int
+    spill_bytes: int
+    shared_memory_bytes: int
+    instructions: dict[str, int]
+    tile_loop: dict[str, int]
+    sass: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program.
+
+    Attributes:
+      kernels: its Mosaic kernels.
+      other_operations: opcode -> shapes of what else runs on the device, from the optimised HLO.
+      hlo: the optimised HLO.
+    """
+
+    kernels: list[Kernel]
+    other_operations: dict[str, list[str]]
+    hlo: str
+
+
+def cuda_root() -> Path | None:
+    """Where pip put ptxas and nvdisasm; None if they are not installed."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else ():
+        root = Path(folder) / "cu13"
+        if (root / "bin" / "ptxas").exists() and (root / "bin" / "nvdisasm").exists():
+            return root
+    return None
+
+
+@contextlib.contextmanager
+def compiler() -> Iterator[Path]:
+    """Prepares this process for offline compilation, before JAX is imported; yields a folder."""
+    if "jax" in sys.modules:
+        raise RuntimeError("XLA and Mosaic read their settings once: enter before JAX is imported.")
+    root = cuda_root()
+    if root is None:
+        raise RuntimeError("ptxas and nvdisasm are missing: pip install '.[codegen]'")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(
+            JAX_PLATFORMS="cpu",
+            JAX_ENABLE_COMPILATION_CACHE="false",
+            CUDA_ROOT=str(root),
+            MOSAIC_GPU_DUMP_TO=folder,
+            MOSAIC_GPU_DUMP_PTX="1",
+            MOSAIC_GPU_DUMP_PTXAS="1",
+            MOSAIC_GPU_DUMP_SASS="1",
+            PATH=f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        )
+        yield Path(folder)
+
+
+def compile_offline(
+    function: Callable, arguments: tuple[Any, ...], chip: Chip, folder: Path
+) -> Program:
+    """Compiles function(*arguments), shapes and dtypes, for the chip.
+
+    Args:
+      function: traceable by JAX.
+      arguments: pytrees of jax.ShapeDtypeStruct.
+      chip: the target; the same in all calls of a process.
+      folder: what `compiler` yielded.
+    """
+    import jax
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        topology="1x1x1",
+        target_config=chip.describe(),
+    )
+    device = topology.devices[0]
+    before = set(folder.iterdir())
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    with jax.default_device(device):
+        jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding)
+        lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+    hlo = lowered.compile().as_text()
+    dumped = sorted(set(folder.iterdir()) - before)
+    kernels = [read_kernel(path) for path in dumped if path.suffix == ".sass_ctrl"]
+    others = {}
+    for shape, opcode in re.findall(r"^\s+(?:ROOT )?%?\S+ = (\S+) ([a-z][a-z0-9-]*)\(", hlo, re.M):
+        if opcode not in ("parameter", "constant", "bitcast", "tuple", "get-tuple-element"):
+            others.setdefault(opcode, []).append(shape)
+    return Program(kernels, others, hlo)
+
+
+def read_kernel(sass: Path) -> Kernel:
+    """Reads what Mosaic dumped about a kernel: machine code, ptxas's report, resources."""
+    report, code = sass.with_suffix(".ptxas").read_text(), sass.read_text()
+    resources = sass.with_suffix(".resources.txt").read_text()
+
+    def number(pattern: str, text: str) -> int:
+        return sum(map(int, re.findall(pattern, text)))
+
+    return Kernel(
+        name=re.search(r"entry function '([\w$]+)'", report)[1],
+        registers=number(r"Used (\d+) registers", report),
+        spill_bytes=number(r"(\d+) bytes spill", report),
+        shared_memory_bytes=number(r"smem_scratch_bytes=(\d+)", resources),
+        instructions=count(code.splitlines()),
+        tile_loop=count(tile_loop(code)),
+        sass=code,
+    )
+
+
+def count(lines: list[str]) -> dict[str, int]:
+    """Opcode without its modifiers -> how often."""
+    found = (INSTRUCTION.search(line) for line in lines)
+    return dict(Counter(match[1].split(".")[0] for match in found if match))
+
+
+def tile_loop(sass: str) -> list[str]:
+    """The lines of the innermost loop that holds all matrix multiplications."""
+    lines = sass.splitlines()
+    labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
+    multiplies = [
+        i
+        for i, line in enumerate(lines)
+        if (m := INSTRUCTION.search(line)) and MULTIPLY.match(m[1])
+    ]
+    loops = []
+    for end, line in enumerate(lines):
+        match = INSTRUCTION.search(line)
+        target = re.search(r"\.L_x_\d+", match[2]) if match and match[1].startswith("BRA") else None
+        start = labels.get(target[0], end) if target else end
+        if multiplies and start <= multiplies[0] and multiplies[-1] <= end:
+            loops.append((end - start, start, end))
+    if not loops:
+        return []
+    _, start, end = min(loops)
+    return lines[start : end + 1]
+
+
+def operands(shape: Any, B: int, dtype: str, *, table: str = "shared") -> tuple[Any, ...]:
+    """The four operands' shapes and dtypes, for B images of a named shape."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_patch_embed.problem import padded
+
+    struct, K = jax.ShapeDtypeStruct, padded(shape.K)
+    tables = {
+        "shared": struct((shape.S, shape.N), jnp.bfloat16),
+        "per image": struct((B, shape.S, shape.N), jnp.bfloat16),
+        "none": struct((shape.N,), jnp.float32),
+    }
+    return (
+        struct((B, shape.S, K), jnp.dtype(dtype)),
+        struct((shape.N, K), jnp.dtype(dtype)),
+        struct((shape.N,), jnp.float32),
+        tables[table],
+    )
+
+
+def main() -> None:
+    """Compiles one problem and prints what came of it, as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", choices=CHIPS, default="h200")
+    parser.add_argument("--backend", default="mosaic_sm90", help="a module of the backends")
+    parser.add_argument("--shape", default="B/16 224", help="the name of a shape")
+    parser.add_argument("--images", type=int, default=4736)
+    parser.add_argument("--dtype", default="float8_e4m3fn")
+    parser.add_argument("--out-dtype", default="bfloat16")
+    parser.add_argument("--table", choices=["shared", "per image", "none"], default="shared")
+    parser.add_argument("--sass", type=Path, help="where to write the machine code")
+    chosen = parser.parse_args()
+    with compiler() as folder:
+        import functools
+
+        from pallas_patch_embed.problem import NAMED_SHAPES
+
+        shape = next(shape for shape in NAMED_SHAPES if shape.name == chosen.shape)
+        backend = importlib.import_module(f"pallas_patch_embed.backends.{chosen.backend}")
+        program = compile_offline(
+            functools.partial(backend.run, out_dtype=chosen.out_dtype),
+            operands(shape, chosen.images, chosen.dtype, table=chosen.table),
+            CHIPS[chosen.target],
+            folder,
+        )
+    if chosen.sass:
+        chosen.sass.write_text("\n".join(kernel.sass for kernel in program.kernels))
+    kernels = [{k: v for k, v in vars(kernel).items() if k != "sass"} for kernel in program.kernels]
+    print(json.dumps(dict(kernels=kernels, other_operations=program.other_operations), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""How everything here is timed: interleaved, in one run, with the clock and the power beside it.
+
+A GPU is limited by power when it works for more than a moment, and its clock takes time to rise, so
+there are two figures: burst, a few calls after a rest, and sustained, calls without a pause. What
+is compared is measured in turns, so that all meet the same temperature.
+
+On a GPU a time is what CUPTI says of the kernels of a call; elsewhere it is wall time.
+"""
+
+import contextlib
+import dataclasses
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
+
+# A call of no arguments that starts its work on the device and returns what can be waited for.
+Contender = Callable[[], jax.Array]
+
+SAMPLES_A_SECOND = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The time of one contender.
+
+    Attributes:
+      milliseconds: median of a call.
+      low, high: the 10th and 90th percentile.
+      calls: how many were measured.
+      clock: of the multiprocessors, MHz, median while it ran; None if it is not known.
+      power: of the GPU, W, the same.
+    """
+
+    milliseconds: float
+    low: float
+    high: float
+    calls: int
+    clock: float | None = None
+    power: float | None = None
+
+    @classmethod
+    def of(cls, milliseconds: list[float], samples: "Samples | None" = None) -> "Timing":
+        """The median and spread of single times."""
+        tenths = statistics.quantiles(milliseconds, n=10) if len(milliseconds) > 1 else None
+        return cls(
+            statistics.median(milliseconds),
+            tenths[0] if tenths else milliseconds[0],
+            tenths[-1] if tenths else milliseconds[0],
+            len(milliseconds),
+            samples.median("clock") if samples else None,
+            samples.median("power") if samples else None,
+        )
+
+    @property
+    def joules(self) -> float | None:
+        """Energy of a call, if the power is known."""
+        return None if self.power is None else self.power * self.milliseconds / 1e3
+
+    def __str__(self) -> str:
+        text = f"{self.milliseconds:9.4f} ms  ({self.low:.4f} to {self.high:.4f})"
+        if self.power is not None:
+            text += f"  {self.clock:5.0f} MHz  {self.power:4.0f} W  {self.joules:6.3f} J"
+        return text
+
+
+@dataclasses.dataclass
+class Samples:
+    """Clock and power of the GPU, with the time of each sample."""
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    clock: list[float] = dataclasses.field(default_factory=list)
+    power: list[float] = dataclasses.field(default_factory=list)
+
+    def between(self, start: float, end: float) -> "Samples":
+        """The samples from this part of the time."""
+        kept = [i for i, t in enumerate(self.seconds) if start <= t <= end]
+        return Samples(*([values[i] for i in kept] for values in vars(self).values()))
+
+    def median(self, name: str) -> float | None:
+        """The median of "clock" or "power"; None without a sample."""
+        values = getattr(self, name)
+        return statistics.median(values) if values else None
+
+
+@contextlib.contextmanager
+def sampled() -> Iterator[Samples]:
+    """Samples clock and power with nvidia-smi while the block runs; nothing where there is none."""
+    samples = Samples()
+    query = [
+        "nvidia-smi",
+        "--query-gpu=clocks.sm,power.draw.instant",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        process = subprocess.Popen(
+            [*query, "--id=0", f"--loop-ms={1000 // SAMPLES_A_SECOND}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    except FileNotFoundError:
+        yield samples
+        return
+
+    def read():
+        for line in process.stdout:
+            with contextlib.suppress(ValueError):
+                clock, power = map(float, line.split(","))
+                samples.seconds.append(time.perf_counter())
+                samples.clock.append(clock)
+                samples.power.append(power)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield samples
+    finally:
+        process.terminate()
+        process.wait()
+        reader.join()
+
+
+def on_gpu() -> bool:
+    """Whether JAX's default device is a GPU."""
+    return jax.devices()[0].platform == "gpu"
+
+
+def _milliseconds(contender: Contender, calls: int) -> list[float]:
+    """The times of so many calls, one after the other, without a pause."""
+    if on_gpu():
+        _, times = profiler.measure(contender, iterations=calls)()
+        return [t if isinstance(t, float) else sum(ms for _, ms in t) for t in times]
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        jax.block_until_ready(contender())
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def burst(
+    contenders: dict[str, Contender], *, rounds: int = 5, calls: int = 5, rest: float = 1.0
+) -> dict[str, Timing]:
+    """Every contender's time after a rest, in interleaved rounds.
+
+    Args:
+      contenders: by name. Each is called once before, to compile.
+      rounds: how often everyone's turn comes.
+      calls: of one turn.
+      rest: seconds of idleness before a turn.
+    """
+    for contender in contenders.values():
+        jax.block_until_ready(contender())
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            time.sleep(rest)
+            times[name] += _milliseconds(contender, calls)
+    return {name: Timing.of(found) for name, found in times.items()}
+
+
+def sustained(
+    contenders: dict[str, Contender], *, seconds: float = 2.5, rounds: int = 2, calls: int = 20
+) -> dict[str, Timing]:
+    """Every contender's time of one call while it runs without a pause, in interleaved rounds.
+
+    The first half of each turn is not counted: clock and power settle there. A time is wall time
+    over `calls` calls, because they follow each other without a gap.
+    """
+    for contender in contenders.values():
+        jax.block_until_ready(contender())
+    times = {name: [] for name in contenders}
+    seen = {name: Samples() for name in contenders}
+    with sampled() as samples:
+        for _ in range(rounds):
+            for name, contender in contenders.items():
+                begin = last = time.perf_counter()
+                while last - begin < seconds:
+                    for _ in range(calls):
+                        result = contender()
+                    jax.block_until_ready(result)
+                    now = time.perf_counter()
+                    if now - begin > seconds / 2:
+                        times[name].append(1e3 * (now - last) / calls)
+                    last = now
+                settled = samples.between(begin + seconds / 2, last)
+                for field, values in vars(settled).items():
+                    getattr(seen[name], field).extend(values)
+    return {name: Timing.of(found, seen[name]) for name, found in times.items()}
+
+
+def latency(contenders: dict[str, Contender], *, rounds: int = 200) -> dict[str, Timing]:
+    """Every contender's wall time of one call, from the call to the result, in turns."""
+    for contender in contenders.values():
+        jax.block_until_ready(contender())
+    times = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            start = time.perf_counter()
+            jax.block_until_ready(contender())
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: Timing.of(found) for name, found in times.items()}
+
+
+def ceilings(gigabytes: float = 1.0) -> dict[str, tuple[Contender, int]]:
+    """What the memory allows, as contenders with the bytes that each moves.
+
+    "copy" reads as many bytes as it writes, "widen" reads one for every two that it writes, as the
+    operator does at one byte a patch element where K = N.
+    """
+    n = int(gigabytes * 1e9)
+    bits = jax.random.bits(jax.random.key(0), (n,), jnp.uint8)
+    copy = jax.jit(lambda x: x ^ jnp.uint8(1))
+    widen = jax.jit(lambda x: x.astype(jnp.uint16))
+    return {"copy": (lambda: copy(bits), 2 * n), "widen": (lambda: widen(bits), 3 * n)}
+
+
+def versions() -> str:
+    """Device and versions, for the head of a table."""
+    import importlib.metadata
+
+    device = jax.devices()[0]
+    found = [f"{device.device_kind} x {jax.device_count()}", time.strftime("%Y-%m-%d")]
+    for package in ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(found)

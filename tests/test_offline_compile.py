@@ -1,0 +1,105 @@
+"""What the compilers make of the kernels, without a GPU: registers, spills, memory, opcodes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.offline_compile import count, cuda_root, tile_loop
+from pallas_patch_embed.backends import mosaic_sm90
+from pallas_patch_embed.problem import NAMED_SHAPES, Problem, padded
+
+ROOT = Path(__file__).parent.parent
+
+needs_compilers = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
+
+
+def compile_offline(target, backend, shape, dtype, out_dtype, table, images=8):
+    """What `python -m benchmarks.offline_compile` prints: one target a process."""
+    arguments = [
+        *("--target", target, "--backend", backend, "--shape", shape, "--dtype", dtype),
+        *("--out-dtype", out_dtype, "--table", table, "--images", str(images)),
+    ]
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.offline_compile", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout)
+
+
+def problem_of(name, dtype, out_dtype, table, images=8):
+    shape = next(shape for shape in NAMED_SHAPES if shape.name == name)
+    S, N, K = shape.S, shape.N, padded(shape.K)
+    tables = {"shared": (S, N), "per image": (images, S, N), "none": (N,)}
+    table_dtype = "float32" if table == "none" else "bfloat16"
+    return Problem((images, S, K), (N, K), (N,), tables[table], dtype, table_dtype, out_dtype)
+
+
+@needs_compilers
+@pytest.mark.parametrize(
+    "shape, dtype, out_dtype, table",
+    [
+        ("B/16 224", "float8_e4m3fn", "bfloat16", "shared"),
+        ("B/16 224", "int8", "bfloat16", "shared"),
+        ("B/16 224", "int8", "float32", "shared"),
+        ("B/16 224", "bfloat16", "bfloat16", "shared"),
+        ("L/16 256", "float8_e4m3fn", "bfloat16", "none"),
+        ("So400m/14 384", "bfloat16", "float32", "shared"),
+        ("g-opt/16 256", "int8", "bfloat16", "shared"),
+        ("B/32 256", "float8_e4m3fn", "bfloat16", "shared"),
+        ("B/32 256", "bfloat16", "bfloat16", "shared"),
+        ("NaFlex So400m/16 256", "float8_e4m3fn", "bfloat16", "per image"),
+    ],
+)
+def test_the_Hopper_kernel_compiles_to_what_its_config_says(shape, dtype, out_dtype, table):
+    problem = problem_of(shape, dtype, out_dtype, table)
+    config = mosaic_sm90.choose_config(problem)
+    found = compile_offline("h200", "mosaic_sm90", shape, dtype, out_dtype, table)
+    (kernel,) = found["kernels"]
+    assert kernel["spill_bytes"] == 0
+    # 65536 registers for 384 threads.
+    assert kernel["registers"] == 168
+    # The rest are barriers, 8 bytes each, and what aligns them.
+    barriers = kernel["shared_memory_bytes"] - config.shared_memory_bytes(problem)
+    assert 0 <= barriers <= 1024
+    loop = kernel["tile_loop"]
+    K_bytes = problem.patches[-1] * (2 if dtype == "bfloat16" else 1)
+    instruction = {"bfloat16": "HGMMA", "int8": "IGMMA", "float8_e4m3fn": "QGMMA"}[dtype]
+    assert loop[instruction] == kernel["instructions"][instruction] == K_bytes // 32
+    # No access to the table in global (LD, LDG) or shared memory (LDSM), nor to local memory. The
+    # scales, and the offsets without a table, are read by column from shared memory (LDS).
+    assert not {"LD", "LDG", "LDSM", "LDL", "STL", "STG", "ST"} & set(loop)
+    assert loop["LDS"] == config.tile_n // 8 * (2 if table == "none" else 1)
+    # Each store of 64 rows is one TMA instruction of 128 bytes a row.
+    store_bytes = config.tile_n * (4 if out_dtype == "float32" else 2)
+    assert loop["UTMASTG"] == store_bytes // 128
+    # Nothing else of the program has the size of patches or output; the table may be lengthened.
+    rows = problem.patches[0] * problem.patches[1]
+    shapes = [
+        s for op, shapes in found["other_operations"].items() if op != "custom-call" for s in shapes
+    ]
+    assert all(f"[{rows}," not in s and f"[{problem.patches[0]}," not in s for s in shapes)
+    assert len(found["other_operations"]["custom-call"]) == 1
+
+
+def test_the_innermost_loop_with_all_products_is_found():
+    sass = """
+.L_x_1:
+        /*0010*/                   LDG.E R4, [R2] ;
+.L_x_2:
+        /*0020*/                   HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;
+        /*0030*/                   LDS.64 R4, [R2] ;
+.L_x_3:
+        /*0040*/              @P1 IADD3 R1, R1, 0x1, RZ ;
+        /*0050*/              @P1 BRA `(.L_x_3) ;
+        /*0060*/                   HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;
+        /*0070*/             @!P0 BRA `(.L_x_2) ;
+        /*0080*/             @!P0 BRA `(.L_x_1) ;
+"""
+    assert count(tile_loop(sass)) == {"HGMMA": 2, "LDS": 1, "IADD3": 1, "BRA": 2}
+    assert tile_loop("no loop") == []
