@@ -68,10 +68,10 @@ CASES = {
     "streamed weight": ((5, 72, 256), 128, "int8", "shared", Config(128, 3, True)),
     "streamed weight, float8": (
         (9, 64, 128),
-        64,
+        128,
         "float8_e4m3fn",
         "shared",
-        Config(64, 4, True, 2),
+        Config(128, 4, True, 2),
     ),
     "streamed weight, tables of their own": (
         (3, 96, 256),
@@ -148,6 +148,7 @@ def test_it_says_why_it_cannot_serve(change, target, text):
         (Config(96, 4), "multiples of 64"),
         (Config(512, 4), "multiples of 64"),
         (Config(192, 12), "bytes of shared memory"),
+        (Config(192, 4, stores=2), "3 stores do not fill 2 buffers"),
         (Config(384, 1, True), "registers a thread"),
     ],
 )

@@ -53,7 +53,8 @@ class Config:
       slots: depth of the ring; a slot holds 128 bytes of K of a tile's rows.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory;
         then a tile has 128 rows, else 64.
-      stores: buffers of 64 rows and 128 bytes a warpgroup, from which TMA stores.
+      stores: buffers of 64 rows and 128 bytes a warpgroup, from which TMA stores in turn; divides a
+        tile's number of stores.
     """
 
     tile_n: int
@@ -101,6 +102,11 @@ class Config:
             raise NotImplementedError(
                 f"N = {problem.N} is not cut into slices of tile_n = {self.tile_n} columns, "
                 "multiples of 64."
+            )
+        of_a_tile = self.tile_n * jnp.dtype(problem.out_dtype).itemsize // ROW_BYTES
+        if of_a_tile % self.stores:
+            raise NotImplementedError(
+                f"a tile's {of_a_tile} stores do not fill {self.stores} buffers in turn."
             )
         if (size := self.shared_memory_bytes(problem)) > SHARED_MEMORY:
             raise NotImplementedError(
