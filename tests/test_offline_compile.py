@@ -71,10 +71,9 @@ def test_the_Hopper_kernel_compiles_to_what_its_config_says(shape, dtype, out_dt
     K_bytes = problem.patches[-1] * (2 if dtype == "bfloat16" else 1)
     instruction = {"bfloat16": "HGMMA", "int8": "IGMMA", "float8_e4m3fn": "QGMMA"}[dtype]
     assert loop[instruction] == kernel["instructions"][instruction] == K_bytes // 32
-    # No access to the table in global (LD, LDG) or shared memory (LDSM), nor to local memory. The
-    # scales, and the offsets without a table, are read by column from shared memory (LDS).
-    assert not {"LD", "LDG", "LDSM", "LDL", "STL", "STG", "ST"} & set(loop)
-    assert loop["LDS"] == config.tile_n // 8 * (2 if table == "none" else 1)
+    # The table, scales and offsets are in registers: no access to global (LD, LDG), shared (LDS,
+    # LDSM) or local memory.
+    assert not {"LD", "LDG", "LDS", "LDSM", "LDL", "STL", "STG", "ST"} & set(loop)
     # Each store of 64 rows is one TMA instruction of 128 bytes a row.
     store_bytes = config.tile_n * (4 if out_dtype == "float32" else 2)
     assert loop["UTMASTG"] == store_bytes // 128

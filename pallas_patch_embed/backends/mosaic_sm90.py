@@ -91,10 +91,14 @@ class Config:
         return weight + patches + stores + columns
 
     def registers(self, problem: Problem) -> int:
-        """Registers of a multiplying thread: accumulators, the packed table, and the rest."""
-        accumulators = WGMMA_M * self.tile_n // 128
-        table = accumulators // 2 if len(problem.table) > 1 else 0
-        return accumulators + table + OTHER_REGISTERS
+        """Registers of a multiplying thread.
+
+        Accumulators [64, tile_n], scales [tile_n], and the packed table [64, tile_n] or offsets
+        [tile_n], over 128 threads of which 8 hold the same columns; and the rest.
+        """
+        accumulators, columns = WGMMA_M * self.tile_n // 128, self.tile_n // 4
+        table = accumulators // 2 if len(problem.table) > 1 else columns
+        return accumulators + columns + table + OTHER_REGISTERS
 
     def check(self, problem: Problem) -> None:
         """Raises NotImplementedError with the reason if this config cannot serve `problem`."""
@@ -397,31 +401,40 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
                 kind = jnp.int32 if dtype == jnp.int8 else jnp.float32
                 return pl.run_scoped(accumulate, plgpu.ACC((WGMMA_M, tile_n), kind))
 
-            def for_every_row(values, n):
-                """Values [tile_n] of shared memory, columns n to n + store_n, for every row."""
+            def hold_columns(values):
+                """Values [tile_n] of shared memory in registers, by chunks of a store's columns."""
                 by_column = plgpu.Layout.WGMMA.reduce(0)
-                part = plgpu.load(values.at[pl.ds(n, store_n)], layout=by_column)
-                return lax.broadcast_in_dim(part, (WGMMA_M, store_n), (1,))
+                return [
+                    plgpu.load(values.at[pl.ds(c * store_n, store_n)], layout=by_column)
+                    for c in range(stores)
+                ]
+
+            scales = hold_columns(s.scale_columns)
+            offsets = [] if has_table else hold_columns(s.offset_columns)
+
+            def finish(accumulator, held, c):
+                """Scaled, with the table, and rounded: columns of store c."""
+                n = c * store_n
+                y = accumulator[:, n : n + store_n].astype(jnp.float32)
+                y = y * lax.broadcast_in_dim(scales[c], y.shape, (1,))
+                if not has_table:
+                    return (y + lax.broadcast_in_dim(offsets[c], y.shape, (1,))).astype(out_dtype)
+                chunk, start = divmod(n, table_n)
+                # The barrier keeps the table packed: without it the compiler widens it once,
+                # outside of the loop, and spills.
+                part = lax.optimization_barrier(held[chunk])[:, start : start + store_n]
+                return (y + part.astype(jnp.float32)).astype(out_dtype)
 
             def store(accumulator, held, row):
-                for c in range(stores):
-                    n = c * store_n
-                    y = accumulator[:, n : n + store_n].astype(jnp.float32)
-                    y = y * for_every_row(s.scale_columns, n)
-                    if has_table:
-                        chunk, start = divmod(n, table_n)
-                        # The barrier keeps the table packed: without it the compiler widens it
-                        # once, outside of the loop, and spills.
-                        part = lax.optimization_barrier(held[chunk])[:, start : start + store_n]
-                        y = y + part.astype(jnp.float32)
-                    else:
-                        y = y + for_every_row(s.offset_columns, n)
+                finished = [finish(accumulator, held, c) for c in range(stores)]
+                for c, y in enumerate(finished):
                     staged = s.staged.at[warpgroup * config.stores + c % config.stores]
                     plgpu.wait_smem_to_gmem(config.stores - 1, wait_read_only=True)
-                    staged[...] = y.astype(out_dtype)
+                    staged[...] = y
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
-                        staged, out.at[pl.ds(row, WGMMA_M), pl.ds(column + n, store_n)]
+                        staged,
+                        out.at[pl.ds(row, WGMMA_M), pl.ds(column + c * store_n, store_n)],
                     )
 
             def visit(run, tiles, entries):
