@@ -63,15 +63,16 @@ CASES = {
         "per image",
         Config(64, 4),
     ),
-    "no table": ((3, 72, 256), 192, "int8", "none", Config(192, 4)),
-    "two stores": ((3, 64, 128), 128, "int8", "shared", Config(128, 4, stores=2)),
+    "no table": ((3, 72, 256), 128, "int8", "none", Config(128, 4)),
+    "more stores than chunks": ((3, 64, 128), 128, "int8", "shared", Config(128, 4)),
+    "as few slots as a tile is stored from": ((4, 64, 256), 64, "int8", "shared", Config(64, 2)),
     "streamed weight": ((5, 72, 256), 128, "int8", "shared", Config(128, 3, True)),
     "streamed weight, float8": (
         (9, 64, 128),
         128,
         "float8_e4m3fn",
         "shared",
-        Config(128, 4, True, 2),
+        Config(128, 4, True),
     ),
     "streamed weight, tables of their own": (
         (3, 96, 256),
@@ -147,9 +148,10 @@ def test_it_says_why_it_cannot_serve(change, target, text):
     [
         (Config(96, 4), "multiples of 64"),
         (Config(512, 4), "multiples of 64"),
-        (Config(192, 12), "bytes of shared memory"),
-        (Config(192, 4, stores=2), "3 stores do not fill 2 buffers"),
-        (Config(384, 1, True), "registers a thread"),
+        (Config(192, 16), "bytes of shared memory"),
+        (Config(192, 2), "3 are in use at the same time"),
+        (Config(64, 1), "2 are in use at the same time"),
+        (Config(256, 4, True), "registers a thread"),
     ],
 )
 def test_a_config_refuses_what_does_not_fit(config, text):

@@ -6,7 +6,8 @@ walks the runs of row tiles that `schedule.py` gives it:
   feed       one warp of the third warpgroup: TMA of patches, and of the table where a run begins,
              into one ring of slots, in the order in which they are consumed.
   multiply   two warpgroups, which take turns: while one multiplies its tile, the other scales, adds
-             the table, which it holds in registers, and stores its tile by TMA.
+             the table, which it holds in registers, and stores its tile by TMA from the slots
+             whose patches it has multiplied.
 
 Where the weight does not fit into shared memory it comes through the ring with the patches, and
 both warpgroups multiply each slot, 64 rows each.
@@ -29,19 +30,21 @@ COMPUTE_CAPABILITY = (9, 0)
 MULTIPROCESSORS = 132
 DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 
-# What one thread block may have on Hopper, less 1 KiB that Mosaic aligns by.
+# What one thread block may have on Hopper, less 1 KiB for barriers. Mosaic aligns what it holds.
 SHARED_MEMORY = 227 * 1024 - 1024
+ALIGNMENT = 1024
 
 # Rows of a warpgroup's wgmma, and the bytes of a swizzled row of shared memory.
 WGMMA_M = 64
 ROW_BYTES = 128
 CONSUMERS = 2
 
-# setmaxnreg of the feeding and of the two multiplying warpgroups: 128 * (40 + 2 * 232) <= 64 K.
-FEED_REGISTERS = 40
-MULTIPLY_REGISTERS = 232
-# What a multiplying thread needs beside accumulators and table, read from ptxas.
-OTHER_REGISTERS = 40
+# Registers that setmaxnreg gives a thread of the feeding and of the two multiplying warpgroups, of
+# the 168 that each has at launch: 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = 3 * 128 * 168.
+REGISTER_SPLITS = ((40, 232), (24, 240))
+
+# What a multiplying thread needs beside these, read from ptxas: less than this and it spills.
+OTHER_REGISTERS = {"bfloat16": 48, "float32": 64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +56,11 @@ class Config:
       slots: depth of the ring; a slot holds 128 bytes of K of a tile's rows.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory;
         then a tile has 128 rows, else 64.
-      stores: buffers of 64 rows and 128 bytes a warpgroup, from which TMA stores in turn; divides a
-        tile's number of stores.
     """
 
     tile_n: int
     slots: int
     stream_weight: bool = False
-    stores: int = 1
 
     @property
     def sharers(self) -> int:
@@ -81,14 +81,25 @@ class Config:
         tiles = -(-math.prod(problem.patches[:-1]) // self.tile_m)
         return max(1, min(MULTIPROCESSORS // self.slices(problem), tiles))
 
+    def chunks(self, problem: Problem) -> int:
+        """Slots that a tile's patches take."""
+        return problem.patches[-1] * jnp.dtype(problem.dtype).itemsize // ROW_BYTES
+
+    def stores(self, problem: Problem) -> int:
+        """TMA stores of 64 rows and 128 bytes that a warpgroup's tile takes."""
+        return self.tile_n * jnp.dtype(problem.out_dtype).itemsize // ROW_BYTES
+
+    def staging(self, problem: Problem) -> int:
+        """How many of a tile's slots are kept until the tile has been stored from them."""
+        return min(self.stores(problem), self.chunks(problem))
+
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory without the barriers."""
-        K_bytes = problem.patches[-1] * jnp.dtype(problem.dtype).itemsize
-        weight = self.tile_n * (ROW_BYTES * self.slots if self.stream_weight else K_bytes)
+        weight_chunks = self.slots if self.stream_weight else self.chunks(problem)
+        weight = weight_chunks * self.tile_n * ROW_BYTES
         patches = self.slots * self.tile_m * ROW_BYTES
-        stores = CONSUMERS * self.stores * WGMMA_M * ROW_BYTES
-        columns = 2 * 4 * self.tile_n
-        return weight + patches + stores + columns
+        columns = 2 * -(-4 * self.tile_n // ALIGNMENT) * ALIGNMENT
+        return weight + patches + columns
 
     def registers(self, problem: Problem) -> int:
         """Registers of a multiplying thread.
@@ -98,7 +109,12 @@ class Config:
         """
         accumulators, columns = WGMMA_M * self.tile_n // 128, self.tile_n // 4
         table = accumulators // 2 if len(problem.table) > 1 else columns
-        return accumulators + columns + table + OTHER_REGISTERS
+        return accumulators + columns + table + OTHER_REGISTERS[problem.out_dtype]
+
+    def register_split(self, problem: Problem) -> tuple[int, int] | None:
+        """The first of REGISTER_SPLITS with enough for a multiplying thread, None if none has."""
+        needed = self.registers(problem)
+        return next((split for split in REGISTER_SPLITS if split[1] >= needed), None)
 
     def check(self, problem: Problem) -> None:
         """Raises NotImplementedError with the reason if this config cannot serve `problem`."""
@@ -107,18 +123,18 @@ class Config:
                 f"N = {problem.N} is not cut into slices of tile_n = {self.tile_n} columns, "
                 "multiples of 64."
             )
-        of_a_tile = self.tile_n * jnp.dtype(problem.out_dtype).itemsize // ROW_BYTES
-        if of_a_tile % self.stores:
+        if self.slots < (least := max(2, self.staging(problem))):
             raise NotImplementedError(
-                f"a tile's {of_a_tile} stores do not fill {self.stores} buffers in turn."
+                f"{self} has {self.slots} slots, but {least} are in use at the same time."
             )
         if (size := self.shared_memory_bytes(problem)) > SHARED_MEMORY:
             raise NotImplementedError(
                 f"{self} needs {size} bytes of shared memory, there are {SHARED_MEMORY}."
             )
-        if (registers := self.registers(problem)) > MULTIPLY_REGISTERS:
+        if self.register_split(problem) is None:
             raise NotImplementedError(
-                f"{self} needs {registers} registers a thread, there are {MULTIPLY_REGISTERS}."
+                f"{self} needs {self.registers(problem)} registers a thread, there are "
+                f"{REGISTER_SPLITS[-1][1]}."
             )
 
 
@@ -237,13 +253,17 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
     tile_k, store_n, table_n = (
         ROW_BYTES // d.itemsize for d in (dtype, out_dtype, jnp.dtype("bfloat16"))
     )
-    chunks, stores = problem.patches[-1] // tile_k, tile_n // store_n
+    chunks, stores = config.chunks(problem), config.stores(problem)
+    staging = config.staging(problem)
     table_chunks = tile_n // table_n if has_table else 0
     slices = config.slices(problem)
+    feed_registers, multiply_registers = config.register_split(problem)
 
     def body(patches, weight, scale, table, runs, out, ring, **scratch):
         s = types.SimpleNamespace(**scratch)
-        s.patches_in, s.patches, s.table = (ring[1], ring[1], ring[2]) if interpret else ring
+        s.patches_in, s.patches, s.table, s.staged = ring
+        if interpret:
+            s.patches_in = s.patches
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         column = lax.rem(block, slices) * tile_n
         worker = lax.div(block, slices)
@@ -271,13 +291,13 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
             plgpu.copy_gmem_to_smem(scale.at[columns], s.scale_columns, s.columns_arrived)
             if not has_table:
                 plgpu.copy_gmem_to_smem(table.at[columns], s.offset_columns, s.columns_arrived)
-            if not config.stream_weight:
-                for k in range(chunks):
-                    plgpu.copy_gmem_to_smem(
-                        weight.at[columns, pl.ds(k * tile_k, tile_k)],
-                        s.weight_tiles.at[k],
-                        s.columns_arrived,
-                    )
+            if config.stream_weight:
+                return
+
+            @pl.loop(0, chunks)
+            def load_weight(k):
+                source = weight.at[columns, pl.ds(k * tile_k, tile_k)]
+                plgpu.copy_gmem_to_smem(source, s.weight_tiles.at[k], s.columns_arrived)
 
         def feed():
             def fill(entry, team, copies):
@@ -301,37 +321,28 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
                     @pl.when(j < teams)
                     def feed_table():
                         for e in range(table_chunks):
-                            fill(
-                                entry + e,
-                                team,
-                                lambda slot, e=e: [
-                                    (
-                                        table.at[
-                                            pl.ds(row + i * WGMMA_M, WGMMA_M),
-                                            pl.ds(column + e * table_n, table_n),
-                                        ],
-                                        s.table.at[slot, pl.ds(i * WGMMA_M, WGMMA_M)],
-                                    )
-                                    for i in range(sharers)
-                                ],
-                            )
+
+                            def copies(slot, e=e):
+                                part = pl.ds(column + e * table_n, table_n)
+                                for i in range(sharers):
+                                    source = table.at[pl.ds(row + i * WGMMA_M, WGMMA_M), part]
+                                    yield source, s.table.at[slot, pl.ds(i * WGMMA_M, WGMMA_M)]
+
+                            fill(entry + e, team, copies)
 
                     entry = entries + entries_before(j + 1) - chunks
                     rows = pl.ds((first + j * stride) * tile_m, tile_m)
-                    for k in range(chunks):
+
+                    @pl.loop(0, chunks)
+                    def feed_chunk(k):
                         inner = pl.ds(k * tile_k, tile_k)
-                        fill(
-                            entry + k,
-                            team,
-                            lambda slot, inner=inner: [
-                                (patches.at[rows, inner], s.patches_in.at[slot]),
-                                *(
-                                    [(weight.at[columns, inner], s.weight_tiles.at[slot])]
-                                    if config.stream_weight
-                                    else []
-                                ),
-                            ],
-                        )
+
+                        def copies(slot):
+                            yield patches.at[rows, inner], s.patches_in.at[slot]
+                            if config.stream_weight:
+                                yield weight.at[columns, inner], s.weight_tiles.at[slot]
+
+                        fill(entry + k, team, copies)
 
                 lax.fori_loop(0, count, feed_tile, None)
 
@@ -393,9 +404,9 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
                             plgpu.barrier_arrive(s.turn.at[next_team])
                         if k > 0:
                             plgpu.wgmma_wait(1)
+                        if 0 < k <= chunks - staging:
                             free(entry + k - 1)
                     plgpu.wgmma_wait(0)
-                    free(entry + chunks - 1)
                     return accumulator[...]
 
                 kind = jnp.int32 if dtype == jnp.int8 else jnp.float32
@@ -425,17 +436,25 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
                 part = lax.optimization_barrier(held[chunk])[:, start : start + store_n]
                 return (y + part.astype(jnp.float32)).astype(out_dtype)
 
-            def store(accumulator, held, row):
-                finished = [finish(accumulator, held, c) for c in range(stores)]
-                for c, y in enumerate(finished):
-                    staged = s.staged.at[warpgroup * config.stores + c % config.stores]
-                    plgpu.wait_smem_to_gmem(config.stores - 1, wait_read_only=True)
-                    staged[...] = y
+            def store(accumulator, held, row, entry):
+                """Stores a tile from the slots of its last entries, then frees them."""
+                last = entry + chunks - staging
+
+                def staged(c):
+                    return s.staged.at[(slot_of(last + c % staging), *mine)]
+
+                for begin in range(0, stores, staging):
+                    batch = range(begin, min(begin + staging, stores))
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    for c in batch:
+                        staged(c)[...] = finish(accumulator, held, c)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        staged,
-                        out.at[pl.ds(row, WGMMA_M), pl.ds(column + c * store_n, store_n)],
-                    )
+                    for c in batch:
+                        columns = pl.ds(column + c * store_n, store_n)
+                        plgpu.copy_smem_to_gmem(staged(c), out.at[pl.ds(row, WGMMA_M), columns])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for c in range(staging):
+                    free(last + c)
 
             def visit(run, tiles, entries):
                 first, count, stride, _ = run
@@ -447,9 +466,9 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
 
                     def visit_tile(i, _):
                         j = j0 + i * teams
-                        accumulator = multiply(entries + entries_before(j + 1) - chunks)
+                        entry = entries + entries_before(j + 1) - chunks
                         row = (first + j * stride) * tile_m + member * WGMMA_M
-                        store(accumulator, held, row)
+                        store(multiply(entry), held, row, entry)
 
                     lax.fori_loop(0, lax.div(count - j0 + teams - 1, teams), visit_tile, None)
 
@@ -464,7 +483,7 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
 
         @pl.when(warpgroup == CONSUMERS)
         def producer():
-            plgpu.set_max_registers(FEED_REGISTERS, action="decrease")
+            plgpu.set_max_registers(feed_registers, action="decrease")
 
             @plgpu.warp_map
             def roles(warp):
@@ -473,7 +492,7 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
 
         @pl.when(warpgroup < CONSUMERS)
         def consumer():
-            plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
+            plgpu.set_max_registers(multiply_registers, action="increase")
             multiply_and_store()
 
     def rows_of_128_bytes(lead, rows, dtype, *, tiled):
@@ -486,11 +505,13 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
             transforms=(*tiling, plgpu.SwizzleTransform(ROW_BYTES)),
         )
 
-    # One memory: TMA writes it untiled, so that any number of rows will do, wgmma reads it tiled.
+    # One memory, for patches, a table or a finished tile. TMA writes and reads it untiled, so that
+    # any number of rows will do, wgmma reads it tiled. The interpreter has no such memory.
     ring = (
         rows_of_128_bytes(slots, tile_m, dtype, tiled=False),
         rows_of_128_bytes(slots, tile_m, dtype, tiled=True),
         rows_of_128_bytes(slots, tile_m, jnp.bfloat16, tiled=False),
+        rows_of_128_bytes(slots, tile_m, out_dtype, tiled=False),
     )
     columns = plgpu.SMEM((tile_n,), jnp.float32)
     return plgpu.kernel(
@@ -507,7 +528,6 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
             weight_tiles=rows_of_128_bytes(
                 slots if config.stream_weight else chunks, tile_n, dtype, tiled=True
             ),
-            staged=rows_of_128_bytes(CONSUMERS * config.stores, WGMMA_M, out_dtype, tiled=False),
             scale_columns=columns,
             offset_columns=columns,
             columns_arrived=plgpu.Barrier(
