@@ -445,14 +445,13 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
 
                 for begin in range(0, stores, staging):
                     batch = range(begin, min(begin + staging, stores))
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     for c in batch:
                         staged(c)[...] = finish(accumulator, held, c)
                     plgpu.commit_smem()
                     for c in batch:
                         columns = pl.ds(column + c * store_n, store_n)
                         plgpu.copy_smem_to_gmem(staged(c), out.at[pl.ds(row, WGMMA_M), columns])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for c in range(staging):
                     free(last + c)
 
