@@ -272,13 +272,12 @@ def main() -> None:
     with compiler() as folder:
         import functools
 
-        from pallas_patch_embed.problem import NAMED_SHAPES
+        from pallas_patch_embed.problem import named_shape
 
-        shape = next(shape for shape in NAMED_SHAPES if shape.name == chosen.shape)
         backend = importlib.import_module(f"pallas_patch_embed.backends.{chosen.backend}")
         program = compile_offline(
             functools.partial(backend.run, out_dtype=chosen.out_dtype),
-            operands(shape, chosen.images, chosen.dtype, table=chosen.table),
+            operands(named_shape(chosen.shape), chosen.images, chosen.dtype, table=chosen.table),
             CHIPS[chosen.target],
             folder,
         )

@@ -1,10 +1,11 @@
-"""How everything here is timed: interleaved, in one run, with the clock and the power beside it.
+"""How everything here is timed: interleaved and in one run.
 
 A GPU is limited by power when it works for more than a moment, and its clock takes time to rise, so
-there are two figures: burst, a few calls after a rest, and sustained, calls without a pause. What
-is compared is measured in turns, so that all meet the same temperature.
+there are two figures: burst, a few calls after a rest, and sustained, calls without a pause, with
+the clock and the power beside them. What is compared is measured in turns, so that all meet the
+same temperature.
 
-On a GPU a time is what CUPTI says of the kernels of a call; elsewhere it is wall time.
+On a GPU a burst is what CUPTI says of the kernels of a call; all else is wall time.
 """
 
 import contextlib
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
+
+from pallas_patch_embed.cli import PACKAGES, version
 
 # A call of no arguments that starts its work on the device and returns what can be waited for.
 Contender = Callable[[], jax.Array]
@@ -144,6 +147,11 @@ def _milliseconds(contender: Contender, calls: int) -> list[float]:
     return times
 
 
+def _compile(contenders: dict[str, Contender]) -> None:
+    for contender in contenders.values():
+        jax.block_until_ready(contender())
+
+
 def burst(
     contenders: dict[str, Contender], *, rounds: int = 5, calls: int = 5, rest: float = 1.0
 ) -> dict[str, Timing]:
@@ -155,8 +163,7 @@ def burst(
       calls: of one turn.
       rest: seconds of idleness before a turn.
     """
-    for contender in contenders.values():
-        jax.block_until_ready(contender())
+    _compile(contenders)
     times = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
@@ -170,11 +177,10 @@ def sustained(
 ) -> dict[str, Timing]:
     """Every contender's time of one call while it runs without a pause, in interleaved rounds.
 
-    The first half of each turn is not counted: clock and power settle there. A time is wall time
-    over `calls` calls, because they follow each other without a gap.
+    The first half of each turn is not counted: clock and power settle there. A time is the wall
+    time of `calls` calls, which the device gets at once, divided by their number.
     """
-    for contender in contenders.values():
-        jax.block_until_ready(contender())
+    _compile(contenders)
     times = {name: [] for name in contenders}
     seen = {name: Samples() for name in contenders}
     with sampled() as samples:
@@ -197,8 +203,7 @@ def sustained(
 
 def latency(contenders: dict[str, Contender], *, rounds: int = 200) -> dict[str, Timing]:
     """Every contender's wall time of one call, from the call to the result, in turns."""
-    for contender in contenders.values():
-        jax.block_until_ready(contender())
+    _compile(contenders)
     times = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
@@ -222,12 +227,7 @@ def ceilings(gigabytes: float = 1.0) -> dict[str, tuple[Contender, int]]:
 
 
 def versions() -> str:
-    """Device and versions, for the head of a table."""
-    import importlib.metadata
-
-    device = jax.devices()[0]
-    found = [f"{device.device_kind} x {jax.device_count()}", time.strftime("%Y-%m-%d")]
-    for package in ("jax", "jaxlib", "jax-cuda13-plugin", "triton", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
-    return ", ".join(found)
+    """Device, day and versions, for the head of a table."""
+    device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
+    packages = [f"{package} {version(package)}" for package in PACKAGES]
+    return ", ".join([device, time.strftime("%Y-%m-%d"), *packages])

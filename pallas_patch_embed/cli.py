@@ -21,7 +21,8 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "numpy
 INFO_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """The installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -47,7 +48,7 @@ def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]
 def info() -> None:
     """Prints versions, devices, and which backend serves each named SigLIP2 shape, and why."""
     print(f"pallas_patch_embed {__version__}, Python {platform.python_version()}")
-    print(", ".join(f"{package} {_version(package)}" for package in PACKAGES))
+    print(", ".join(f"{package} {version(package)}" for package in PACKAGES))
     for device in jax.devices():
         print(f"device {device.id}: {device.device_kind} ({Target.of(device)})")
     device = jax.devices()[0]

@@ -12,9 +12,9 @@ import numpy as np
 
 from pallas_patch_embed.api import embed_images, explain, patchify
 from pallas_patch_embed.params import PatchEmbedParams, pack
-from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, NamedShape
+from pallas_patch_embed.problem import DTYPES, NamedShape, named_shape
 
-B16 = next(shape for shape in NAMED_SHAPES if shape.name == "B/16 224")
+B16 = named_shape("B/16 224")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,3 +128,8 @@ NAMED_SHAPES = tuple(
     )
     for image in images
 )
+
+
+def named_shape(name: str) -> NamedShape:
+    """The shape of this name."""
+    return next(shape for shape in NAMED_SHAPES if shape.name == name)

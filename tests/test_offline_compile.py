@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.offline_compile import count, cuda_root, tile_loop
 from pallas_patch_embed.backends import mosaic_sm90
-from pallas_patch_embed.problem import NAMED_SHAPES, Problem, padded
+from pallas_patch_embed.problem import Problem, named_shape, padded
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,7 +33,7 @@ def compile_offline(target, backend, shape, dtype, out_dtype, table, images=8):
 
 
 def problem_of(name, dtype, out_dtype, table, images=8):
-    shape = next(shape for shape in NAMED_SHAPES if shape.name == name)
+    shape = named_shape(name)
     S, N, K = shape.S, shape.N, padded(shape.K)
     tables = {"shared": (S, N), "per image": (images, S, N), "none": (N,)}
     table_dtype = "float32" if table == "none" else "bfloat16"
