@@ -222,7 +222,7 @@ def test_layer_norms_stay_float32_in_a_bfloat16_encoder():
 
 
 def test_a_mask_cuts_what_follows_off():
-    # An image alone and the same image beside noise that the mask hides.
+    # The same image, padded to as many patches as it has and to one more.
     encoder = float32("hf_siglip2_naflex_p16")
     image = images("hf_siglip2_naflex_p16")[0]
     one = ppe.siglip2.batch_naflex([image], encoder.config, 60)
