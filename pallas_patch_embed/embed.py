@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from pallas_patch_embed.files import written_whole
-from pallas_patch_embed.siglip2.checkpoint import load_encoder, read_json
+from pallas_patch_embed.siglip2.arrays import read_json
+from pallas_patch_embed.siglip2.checkpoint import load_encoder
 from pallas_patch_embed.siglip2.config import Config, check_size
 from pallas_patch_embed.siglip2.encoder import Encoder
 from pallas_patch_embed.siglip2.naflex import batch_naflex, largest_grid

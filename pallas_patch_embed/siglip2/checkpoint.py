@@ -1,38 +1,31 @@
 """Checkpoints to encoders: Hugging Face folders and safetensors, big_vision npz files."""
 
-import contextlib
 import dataclasses
-import json
 import math
 import operator
 import os
 import re
-import textwrap
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 
 from pallas_patch_embed.params import check_dtype, pack
 from pallas_patch_embed.problem import OUT_DTYPES
+from pallas_patch_embed.siglip2.arrays import (
+    EXPECTED,
+    Arrays,
+    Tower,
+    is_npz,
+    open_npz,
+    open_safetensors,
+    read_json,
+)
 from pallas_patch_embed.siglip2.config import Config
 from pallas_patch_embed.siglip2.encoder import Encoder
 from pallas_patch_embed.siglip2.naflex import resize_positions
-
-EXPECTED = (
-    "Expected a Hugging Face folder, a .safetensors file or a big_vision .npz file; pickles are "
-    "never loaded: convert them to safetensors."
-)
-
-# What safetensors calls the dtypes that are read.
-SAFETENSORS_FLOATS = ("F64", "F32", "BF16", "F16")
-
-# The largest weight that neither float32 nor bfloat16 rounds to infinity.
-LARGEST_WEIGHT = float(jnp.finfo(jnp.bfloat16).max)
 
 # Where the image tower of a big_vision file may be: beside a text tower, or alone.
 BIG_VISION_PREFIXES = ("params/img/", "img/", "params/", "")
@@ -81,105 +74,22 @@ def load_encoder(
     path = Path(path)
     try:
         config = _given_config(config)
-        if _is_npz(path):
-            with _open_npz(path) as arrays:
+        if is_npz(path):
+            with open_npz(path) as arrays:
                 weights, config = _read_big_vision(arrays, config)
         else:
-            with _open_safetensors(path) as arrays:
+            with open_safetensors(path) as arrays:
                 weights, config = _read_hugging_face(arrays, config or _config_beside(path))
         return _assemble(weights, config, size, patch_dtype, dtype)
     except ValueError as error:
         raise ValueError(f"load_encoder: {str(path)!r}: {error}") from error
 
 
-@dataclasses.dataclass
-class _Arrays:
-    """The arrays of a checkpoint by name, read when they are asked for.
-
-    Attributes:
-      names: of all arrays.
-      load: reads one array.
-    """
-
-    names: Iterable[str]
-    load: Callable[[str], Any]
-
-
-class _Tower:
-    """The arrays of the vision tower, by their names behind the prefix."""
-
-    def __init__(self, arrays: _Arrays, prefix: str):
-        self.arrays, self.prefix = arrays, prefix
-        self.names = {n.removeprefix(prefix) for n in arrays.names if n.startswith(prefix)}
-        self.unread = set(self.names)
-
-    def has(self, start: str) -> bool:
-        """Whether there is an array whose name starts so."""
-        return any(name.startswith(start) for name in self.names)
-
-    def shape(self, name: str, *dimensions: int) -> tuple[int, ...]:
-        """The shape of an array that has one of these numbers of dimensions."""
-        shape = self._load(name).shape
-        if len(shape) not in dimensions:
-            wanted = " or ".join(map(str, dimensions))
-            raise ValueError(
-                f"{self.prefix + name!r} has shape {list(shape)}, expected {wanted} dimensions."
-            )
-        return shape
-
-    def read(self, name: str, *shape: int) -> np.ndarray:
-        """The array as float32, of this shape."""
-        array = self._load(name)
-        full = self.prefix + name
-        if array.shape != shape:
-            raise ValueError(
-                f"{full!r} has shape {list(array.shape)}, but by the config or the other arrays it "
-                f"is {list(shape)}. Use the config.json that belongs to these weights."
-            )
-        with np.errstate(over="ignore"):
-            array = array.astype(np.float32)
-        if not (np.abs(array) <= LARGEST_WEIGHT).all():
-            raise ValueError(f"{full!r} has values that are NaN, infinite or beyond bfloat16.")
-        self.unread.discard(name)
-        return array
-
-    def _load(self, name: str) -> np.ndarray:
-        full = self.prefix + name
-        if name not in self.names:
-            raise ValueError(
-                f"{full!r} is missing. The file is incomplete, or its config is that of another "
-                "model."
-            )
-        array = self.arrays.load(full)
-        if array.dtype == np.dtype("V2"):
-            array = array.view(jnp.bfloat16)  # numpy's npz stores bfloat16 as raw bytes.
-        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
-            raise _wrong_dtype(full, array.dtype)
-        return array
-
-    def check_all_read(self, *ignored: str) -> None:
-        """Refuses arrays that the encoder would not use, but for names that start so."""
-        unused = sorted(name for name in self.unread if not name.startswith(ignored))
-        if unused:
-            raise ValueError(
-                f"{len(unused)} arrays belong to no part of a SigLIP vision tower with this "
-                f"config, such as {self.prefix + unused[0]!r}. Use the config.json that belongs to "
-                "these weights."
-            )
-
-
-def _wrong_dtype(name: str, dtype: Any) -> ValueError:
-    return ValueError(
-        f"{name!r} has dtype {dtype}, expected float32, bfloat16 or float16. Dequantise the "
-        "checkpoint."
-    )
-
-
 # Reading: both formats give a dict with "kernel", its "layout", "bias", "positions" [h, w, D], and
 # the "blocks", "norm" and "head" of an Encoder in float32.
 
 
-def _read_hugging_face(arrays: _Arrays, config: Config) -> tuple[dict[str, Any], Config]:
+def _read_hugging_face(arrays: Arrays, config: Config) -> tuple[dict[str, Any], Config]:
     marker = "embeddings.patch_embedding."
     prefixes = {name[: name.index(marker)] for name in arrays.names if marker in name}
     if len(prefixes) != 1:
@@ -187,7 +97,7 @@ def _read_hugging_face(arrays: _Arrays, config: Config) -> tuple[dict[str, Any],
             f"it has {len(prefixes)} arrays named {marker + 'weight'!r}, expected those of one "
             f"SigLIP vision tower. {EXPECTED}"
         )
-    tower = _Tower(arrays, prefixes.pop())
+    tower = Tower(arrays, prefixes.pop())
     D, M, p = config.width, config.mlp, config.patch
 
     def each_layer(name: str, *shape: int) -> np.ndarray:
@@ -239,8 +149,8 @@ def _read_hugging_face(arrays: _Arrays, config: Config) -> tuple[dict[str, Any],
     return weights, config
 
 
-def _read_big_vision(arrays: _Arrays, given: Config | None) -> tuple[dict[str, Any], Config]:
-    towers = (_Tower(arrays, prefix) for prefix in BIG_VISION_PREFIXES)
+def _read_big_vision(arrays: Arrays, given: Config | None) -> tuple[dict[str, Any], Config]:
+    towers = (Tower(arrays, prefix) for prefix in BIG_VISION_PREFIXES)
     tower = next((t for t in towers if t.has("embedding/") or t.has("Transformer/")), None)
     if tower is None:
         raise ValueError(
@@ -319,7 +229,7 @@ def _read_big_vision(arrays: _Arrays, given: Config | None) -> tuple[dict[str, A
     return weights, config
 
 
-def _big_vision_config(tower: _Tower, stacked: bool) -> Config:
+def _big_vision_config(tower: Tower, stacked: bool) -> Config:
     """The architecture, which only the shapes of the arrays tell."""
     *sides, D = tower.shape("embedding/kernel", 2, 4)
     naflex = len(sides) == 1
@@ -439,100 +349,3 @@ def _config_beside(path: Path) -> Config:
             "there, or pass config=."
         )
     return Config.from_hugging_face(read_json(file))
-
-
-def read_json(path: Path) -> Any:
-    """The contents of a JSON file; a ValueError that names it if they are none."""
-    with _readable(path):
-        return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _is_npz(path: Path) -> bool:
-    if not path.exists():
-        raise FileNotFoundError(f"load_encoder: there is no {str(path)!r}. {EXPECTED}")
-    if path.is_dir():
-        return False
-    with open(path, "rb") as file:
-        is_zip = file.read(4) == b"PK\x03\x04"
-    if path.suffix == ".npz" and not is_zip:
-        raise ValueError(f"it is no npz file, which is a zip archive. {EXPECTED}")
-    return is_zip
-
-
-@contextlib.contextmanager
-def _open_npz(path: Path) -> Iterator[_Arrays]:
-    with _readable(path):
-        archive = zipfile.ZipFile(path)
-
-    def load(name: str) -> np.ndarray:
-        with _readable(name), archive.open(f"{name}.npy") as file:
-            array = np.lib.format.read_array(file, allow_pickle=False)
-            # Reading to the end makes zipfile compare the checksum, which numpy.load leaves out.
-            if file.read():
-                raise ValueError("it is longer than its header says")
-            return array
-
-    with archive:
-        names = archive.namelist()
-        yield _Arrays([n.removesuffix(".npy") for n in names if n.endswith(".npy")], load)
-
-
-@contextlib.contextmanager
-def _open_safetensors(path: Path) -> Iterator[_Arrays]:
-    """The arrays of a file, or of a folder's file or shards, which are opened when needed."""
-    folder, shard_of = path.parent, None
-    if path.is_dir():
-        folder, index = path, path / "model.safetensors.index.json"
-        path = folder / "model.safetensors"
-        if not path.exists():
-            shard_of = _read_index(index)
-    with contextlib.ExitStack() as stack:
-        opened = {}
-
-        def shard(file: str) -> Any:
-            if file not in opened:
-                with _readable(folder / file):
-                    opened[file] = stack.enter_context(
-                        safetensors.safe_open(folder / file, "numpy")
-                    )
-            return opened[file]
-
-        if shard_of is None:
-            shard_of = dict.fromkeys(shard(path.name).keys(), path.name)
-
-        def load(name: str) -> np.ndarray:
-            file = shard(shard_of[name])
-            with _readable(f"{name!r} in {shard_of[name]!r}"):
-                dtype = file.get_slice(name).get_dtype()
-                array = file.get_tensor(name) if dtype in SAFETENSORS_FLOATS else None
-            if array is None:
-                raise _wrong_dtype(name, dtype)
-            return array
-
-        yield _Arrays(shard_of, load)
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Name of each array -> name of its file, from a model.safetensors.index.json."""
-    if not path.exists():
-        raise ValueError(f"the folder has neither model.safetensors nor {path.name}. {EXPECTED}")
-    index = read_json(path)
-    shard_of = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(shard_of, dict):
-        raise ValueError(f"{path.name} has no weight_map, an object from arrays to files.")
-    for file in shard_of.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{path.name} names the file {file!r}, expected one in its folder.")
-    return shard_of
-
-
-@contextlib.contextmanager
-def _readable(what: Any) -> Iterator[None]:
-    """Whatever a reader raises about damaged contents, as a ValueError."""
-    try:
-        yield
-    except (FileNotFoundError, PermissionError) as error:
-        raise ValueError(f"{what} cannot be read: {error}") from error
-    except Exception as error:
-        reason = textwrap.shorten(str(error), 200)
-        raise ValueError(f"{what} is damaged or something else: {reason}. {EXPECTED}") from error
