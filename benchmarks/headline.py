@@ -8,13 +8,13 @@ the ceilings of the memory, all interleaved in one run.
 """
 
 import argparse
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import timing
+from benchmarks.timing import Contender
 from pallas_patch_embed.backends import mosaic_sm90, xla
 from pallas_patch_embed.problem import named_shape, padded
 
@@ -59,7 +59,7 @@ def without_barrier(patches, weight, scale, table):
     return (accumulator.astype(jnp.float32) * scale + table).astype(jnp.bfloat16)
 
 
-def contenders(dtypes: list[str], images: int) -> dict[str, Callable[[], jax.Array]]:
+def contenders(dtypes: list[str], images: int) -> dict[str, Contender]:
     """Everything that is compared, by name."""
     found = {}
     for dtype in dtypes:
@@ -85,7 +85,7 @@ def contenders(dtypes: list[str], images: int) -> dict[str, Callable[[], jax.Arr
             "xla, fused, no barrier": (jax.jit(without_barrier), operands),
         }
         for name, (function, arguments) in forms.items():
-            found[f"{dtype} {name}"] = lambda f=function, a=arguments: f(*a)
+            found[f"{dtype} {name}"] = Contender(function, arguments)
     return found
 
 

@@ -22,10 +22,18 @@ from jax.experimental.mosaic.gpu import profiler
 
 from pallas_patch_embed.cli import PACKAGES, version
 
-# A call of no arguments that starts its work on the device and returns what can be waited for.
-Contender = Callable[[], jax.Array]
-
 SAMPLES_A_SECOND = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """What is measured: a call of a jitted function."""
+
+    function: Callable[..., jax.Array]
+    operands: tuple[jax.Array, ...] = ()
+
+    def __call__(self) -> jax.Array:
+        return self.function(*self.operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +145,9 @@ def on_gpu() -> bool:
 def _milliseconds(contender: Contender, calls: int) -> list[float]:
     """The times of so many calls, one after the other, without a pause."""
     if on_gpu():
-        _, times = profiler.measure(contender, iterations=calls)()
-        return [t if isinstance(t, float) else sum(ms for _, ms in t) for t in times]
+        measured = profiler.measure(contender.function, iterations=calls)
+        _, times = measured(*contender.operands)
+        return times if calls > 1 else [times]
     times = []
     for _ in range(calls):
         start = time.perf_counter()
@@ -223,7 +232,7 @@ def ceilings(gigabytes: float = 1.0) -> dict[str, tuple[Contender, int]]:
     bits = jax.random.bits(jax.random.key(0), (n,), jnp.uint8)
     copy = jax.jit(lambda x: x ^ jnp.uint8(1))
     widen = jax.jit(lambda x: x.astype(jnp.uint16))
-    return {"copy": (lambda: copy(bits), 2 * n), "widen": (lambda: widen(bits), 3 * n)}
+    return {"copy": (Contender(copy, (bits,)), 2 * n), "widen": (Contender(widen, (bits,)), 3 * n)}
 
 
 def versions() -> str:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import timing
-from benchmarks.timing import Samples, Timing
+from benchmarks.timing import Contender, Samples, Timing
 
 
 def sleeper(seconds, turns, name):
@@ -15,7 +15,7 @@ def sleeper(seconds, turns, name):
         time.sleep(seconds)
         return jnp.zeros(())
 
-    return contender
+    return Contender(contender)
 
 
 @pytest.fixture(autouse=True)
