@@ -47,10 +47,11 @@ def four_multiprocessors(monkeypatch):
 # The interpreter has no untiled view of the ring: rows are multiples of 8 here.
 CASES = {
     "a run that wraps around the table": ((2, 96, 256), 128, "int8", "shared", Config(64, 4)),
-    "many tiles a run": ((24, 32, 128), 128, "float8_e4m3fn", "shared", Config(128, 3)),
+    "a table of fewer rows than a tile": ((24, 32, 128), 128, "int8", "shared", Config(64, 5)),
+    "many tiles a run": ((24, 64, 128), 128, "float8_e4m3fn", "shared", Config(128, 3)),
     "a phase change inside a worker": ((9, 72, 128), 64, "bfloat16", "shared", Config(64, 3)),
-    "one tile": ((1, 64, 128), 64, "int8", "shared", Config(64, 3)),
-    "fewer rows than a tile": ((1, 40, 128), 64, "int8", "shared", Config(64, 3)),
+    "one tile": ((1, 128, 128), 64, "int8", "shared", Config(64, 3)),
+    "fewer rows than a warpgroup has": ((1, 40, 128), 64, "int8", "shared", Config(64, 3)),
     "a tail": ((3, 72, 128), 64, "float8_e4m3fn", "shared", Config(64, 5)),
     "fewer entries than slots": ((1, 64, 128), 64, "int8", "none", Config(64, 9)),
     "more chunks than slots": ((2, 64, 640), 64, "bfloat16", "shared", Config(64, 3)),
@@ -64,24 +65,36 @@ CASES = {
         Config(64, 4),
     ),
     "no table": ((3, 72, 256), 128, "int8", "none", Config(128, 4)),
-    "more stores than chunks": ((3, 64, 128), 128, "int8", "shared", Config(128, 4)),
-    "as few slots as a tile is stored from": ((4, 64, 256), 64, "int8", "shared", Config(64, 2)),
-    "streamed weight": ((5, 72, 256), 128, "int8", "shared", Config(128, 3, True)),
-    "streamed weight, float8": (
-        (9, 64, 128),
+    "one chunk a tile": ((6, 64, 128), 64, "int8", "shared", Config(64, 2)),
+    "streamed weight": ((5, 72, 256), 128, "int8", "shared", Config(128, 3, 128, True)),
+    "streamed weight, half chunks and a lead": (
+        (9, 64, 256),
         128,
         "float8_e4m3fn",
         "shared",
-        Config(128, 4, True),
+        Config(128, 5, 64, True, 3),
+    ),
+    "streamed weight, as few slots as the lead": (
+        (9, 64, 256),
+        64,
+        "int8",
+        "shared",
+        Config(64, 4, 64, True, 4),
     ),
     "streamed weight, tables of their own": (
         (3, 96, 256),
         64,
         "bfloat16",
         "per image",
-        Config(64, 3, True),
+        Config(64, 3, 64, True, 2),
     ),
-    "streamed weight, no table": ((3, 40, 256), 64, "bfloat16", "none", Config(64, 5, True)),
+    "streamed weight, no table": (
+        (3, 40, 256),
+        64,
+        "bfloat16",
+        "none",
+        Config(64, 5, 128, True, 2),
+    ),
 }
 
 

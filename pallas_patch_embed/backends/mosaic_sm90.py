@@ -1,16 +1,15 @@
 """The Hopper kernel, in Pallas Mosaic GPU: wgmma with a stationary weight and a stationary table.
 
 A worker is a thread block of three warpgroups. It owns `tile_n` columns of N for its whole life and
-walks the runs of row tiles that `schedule.py` gives it:
+walks the runs of tiles of 128 rows that `schedule.py` gives it:
 
-  feed       one warp of the third warpgroup: TMA of patches, and of the table where a run begins,
-             into one ring of slots, in the order in which they are consumed.
-  multiply   two warpgroups, which take turns: while one multiplies its tile, the other scales, adds
-             the table, which it holds in registers, and stores its tile by TMA from the slots
-             whose patches it has multiplied.
+  feed       one warp of the third warpgroup: TMA of patches into one ring of slots, in the order in
+             which they are multiplied.
+  multiply   two warpgroups, 64 rows of every tile each, which take turns: while one multiplies, the
+             other scales its accumulators, adds the table, which it holds in registers, and stores.
 
-Where the weight does not fit into shared memory it comes through the ring with the patches, and
-both warpgroups multiply each slot, 64 rows each.
+The weight stays in shared memory. Where it does not fit, it comes through the ring with the patches;
+then both warpgroups multiply each slot, one a few slots ahead of the other.
 """
 
 import dataclasses
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_patch_embed.backends import schedule
+from pallas_patch_embed.backends.fragment import ROWS, Fragment
 from pallas_patch_embed.problem import Problem, Target
 
 COMPUTE_CAPABILITY = (9, 0)
@@ -34,17 +34,16 @@ DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 SHARED_MEMORY = 227 * 1024 - 1024
 ALIGNMENT = 1024
 
-# Rows of a warpgroup's wgmma, and the bytes of a swizzled row of shared memory.
-WGMMA_M = 64
-ROW_BYTES = 128
+# The warpgroups that multiply, and the rows of their tile.
 CONSUMERS = 2
+TILE_M = CONSUMERS * ROWS
 
 # Registers that setmaxnreg gives a thread of the feeding and of the two multiplying warpgroups, of
 # the 168 that each has at launch: 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = 3 * 128 * 168.
 REGISTER_SPLITS = ((40, 232), (24, 240))
 
-# What a multiplying thread needs beside these, read from ptxas: less than this and it spills.
-OTHER_REGISTERS = {"bfloat16": 48, "float32": 64}
+# What a multiplying thread needs beside accumulators, scales and table, read from ptxas.
+OTHER_REGISTERS = 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,24 +52,18 @@ class Config:
 
     Attributes:
       tile_n: columns of N of a worker, a multiple of 64.
-      slots: depth of the ring; a slot holds 128 bytes of K of a tile's rows.
-      stream_weight: whether the weight comes through the ring instead of staying in shared memory;
-        then a tile has 128 rows, else 64.
+      slots: depth of the ring.
+      chunk_bytes: of a row of patches in a slot, 64 or 128.
+      stream_weight: whether the weight comes through the ring instead of staying in shared memory.
+        Then a slot has the patches of both warpgroups.
+      lead: streaming, how many slots the first warpgroup is ahead of the second.
     """
 
     tile_n: int
     slots: int
+    chunk_bytes: int = 128
     stream_weight: bool = False
-
-    @property
-    def sharers(self) -> int:
-        """How many warpgroups multiply one tile."""
-        return CONSUMERS if self.stream_weight else 1
-
-    @property
-    def tile_m(self) -> int:
-        """Rows of a tile."""
-        return WGMMA_M * self.sharers
+    lead: int = 1
 
     def slices(self, problem: Problem) -> int:
         """Into how many slices N is cut."""
@@ -78,26 +71,23 @@ class Config:
 
     def workers(self, problem: Problem) -> int:
         """Thread blocks a slice of N: as many as run at the same time, or as there are tiles."""
-        tiles = -(-math.prod(problem.patches[:-1]) // self.tile_m)
+        tiles = -(-math.prod(problem.patches[:-1]) // TILE_M)
         return max(1, min(MULTIPROCESSORS // self.slices(problem), tiles))
 
     def chunks(self, problem: Problem) -> int:
-        """Slots that a tile's patches take."""
-        return problem.patches[-1] * jnp.dtype(problem.dtype).itemsize // ROW_BYTES
+        """Slots that a warpgroup multiplies for a tile."""
+        return problem.patches[-1] * jnp.dtype(problem.dtype).itemsize // self.chunk_bytes
 
-    def stores(self, problem: Problem) -> int:
-        """TMA stores of 64 rows and 128 bytes that a warpgroup's tile takes."""
-        return self.tile_n * jnp.dtype(problem.out_dtype).itemsize // ROW_BYTES
-
-    def staging(self, problem: Problem) -> int:
-        """How many of a tile's slots are kept until the tile has been stored from them."""
-        return min(self.stores(problem), self.chunks(problem))
+    @property
+    def slot_rows(self) -> int:
+        """Rows of patches in a slot."""
+        return TILE_M if self.stream_weight else ROWS
 
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory without the barriers."""
         weight_chunks = self.slots if self.stream_weight else self.chunks(problem)
-        weight = weight_chunks * self.tile_n * ROW_BYTES
-        patches = self.slots * self.tile_m * ROW_BYTES
+        weight = weight_chunks * self.tile_n * self.chunk_bytes
+        patches = self.slots * self.slot_rows * self.chunk_bytes
         columns = 2 * -(-4 * self.tile_n // ALIGNMENT) * ALIGNMENT
         return weight + patches + columns
 
@@ -107,9 +97,9 @@ class Config:
         Accumulators [64, tile_n], scales [tile_n], and the packed table [64, tile_n] or offsets
         [tile_n], over 128 threads of which 8 hold the same columns; and the rest.
         """
-        accumulators, columns = WGMMA_M * self.tile_n // 128, self.tile_n // 4
+        accumulators, columns = ROWS * self.tile_n // 128, self.tile_n // 4
         table = accumulators // 2 if len(problem.table) > 1 else columns
-        return accumulators + columns + table + OTHER_REGISTERS[problem.out_dtype]
+        return accumulators + columns + table + OTHER_REGISTERS
 
     def register_split(self, problem: Problem) -> tuple[int, int] | None:
         """The first of REGISTER_SPLITS with enough for a multiplying thread, None if none has."""
@@ -123,9 +113,13 @@ class Config:
                 f"N = {problem.N} is not cut into slices of tile_n = {self.tile_n} columns, "
                 "multiples of 64."
             )
-        if self.slots < (least := max(2, self.staging(problem))):
+        if self.chunk_bytes not in (64, 128):
+            raise NotImplementedError(f"{self} has chunks of neither 64 nor 128 bytes.")
+        if self.slots < (least := max(2, self.lead)):
+            raise NotImplementedError(f"{self} has {self.slots} slots, expected {least} or more.")
+        if not 1 <= self.lead <= self.chunks(problem):
             raise NotImplementedError(
-                f"{self} has {self.slots} slots, but {least} are in use at the same time."
+                f"{self} has a lead of {self.lead} slots, a tile has {self.chunks(problem)}."
             )
         if (size := self.shared_memory_bytes(problem)) > SHARED_MEMORY:
             raise NotImplementedError(
@@ -147,15 +141,14 @@ def choose_config(problem: Problem) -> Config:
     widths = [n for n in (192, 128, 64) if problem.N % n == 0]
     if not widths:
         raise NotImplementedError(f"N is {problem.N}, expected a multiple of 64.")
-    candidates = [
-        Config(tile_n, slots, stream_weight)
-        for stream_weight in (False, True)
+    candidates = [Config(tile_n, slots) for tile_n in widths for slots in range(12, 3, -1)] + [
+        Config(tile_n, slots, chunk_bytes=64, stream_weight=True, lead=4)
         for tile_n in widths
-        for slots in range(12, 3, -1)
+        for slots in range(12, 6, -1)
     ]
     for config in candidates:
         # Narrower slices read the patches more often than streaming reads the weight.
-        if not config.stream_weight and config.tile_n < 128 and problem.dtype == "bfloat16":
+        if not config.stream_weight and problem.dtype == "bfloat16":
             continue
         try:
             config.check(problem)
@@ -235,10 +228,7 @@ def run(
     period = _period(problem)
     if table.ndim > 1:
         table = table.reshape(period, problem.N)
-        if period < M and period % config.tile_m:
-            # Rows that wrap around follow the last one, so that every tile's rows are contiguous.
-            table = jnp.concatenate([table] * (1 + -(-config.tile_m // period)))
-    runs = schedule.runs(M, period, config.tile_m, config.workers(problem))
+    runs = schedule.runs(M, period, TILE_M, config.workers(problem))
     kernel = _kernel(config, problem, M, interpret)
     y = kernel(patches.reshape(M, K), weight, scale, table, jnp.asarray(runs))
     return y.reshape(*leading, problem.N)
@@ -247,107 +237,94 @@ def run(
 def _kernel(config: Config, problem: Problem, M: int, interpret):
     """The kernel for these shapes: (patches [M, K], weight, scale, table, runs) -> y [M, N]."""
     dtype, out_dtype = jnp.dtype(problem.dtype), jnp.dtype(problem.out_dtype)
-    has_table = len(problem.table) > 1
-    slots, sharers, tile_n, tile_m = config.slots, config.sharers, config.tile_n, config.tile_m
-    teams = CONSUMERS // sharers
-    tile_k, store_n, table_n = (
-        ROW_BYTES // d.itemsize for d in (dtype, out_dtype, jnp.dtype("bfloat16"))
-    )
-    chunks, stores = config.chunks(problem), config.stores(problem)
-    staging = config.staging(problem)
-    table_chunks = tile_n // table_n if has_table else 0
-    slices = config.slices(problem)
+    slots, tile_n, streaming = config.slots, config.tile_n, config.stream_weight
+    tile_k = config.chunk_bytes // dtype.itemsize
+    chunks, slices = config.chunks(problem), config.slices(problem)
+    # Behind which chunk of one warpgroup the other's turn begins.
+    turn_ends = (config.lead if streaming else chunks) - 1
+    # A streaming slot belongs to both warpgroups.
+    sharers = CONSUMERS if streaming else 1
+    has_table, period = len(problem.table) > 1, _period(problem)
     feed_registers, multiply_registers = config.register_split(problem)
+    tile = Fragment(out_dtype, tile_n, bool(interpret))
 
-    def body(patches, weight, scale, table, runs, out, ring, **scratch):
+    def body(patches, weight, scale, table, runs, out, ring, weights, **scratch):
         s = types.SimpleNamespace(**scratch)
-        s.patches_in, s.patches, s.table, s.staged = ring
+        s.patches_in, s.patches = ring
+        s.weight_in, s.weight = weights
         if interpret:
-            s.patches_in = s.patches
+            s.patches_in, s.weight_in = s.patches, s.weight
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         column = lax.rem(block, slices) * tile_n
         worker = lax.div(block, slices)
-        columns = pl.ds(column, tile_n)
+
+        def for_each_run(visit):
+            """Calls visit(run's fields, tiles before it) in order, and returns the tiles of all."""
+
+            def step(i, tiles):
+                first, count, stride, row = (runs[worker, i, field] for field in range(4))
+                visit((first, count, stride, row), tiles)
+                return tiles + count
+
+            return lax.fori_loop(0, runs.shape[1], step, jnp.int32(0))
+
+        def entry_of(tile_number, member):
+            """The ring entry of a tile's first chunk for one warpgroup."""
+            return (tile_number if streaming else tile_number * CONSUMERS + member) * chunks
 
         def slot_of(entry):
             return lax.rem(entry, slots)
 
-        def for_each_run(visit):
-            """Calls visit(run's fields, tiles before it, ring entries before it) in order."""
+        def filled(entry, member):
+            """The barrier for one warpgroup: it counts the phases for which that warpgroup waits."""
+            return s.filled.at[slot_of(entry) + (0 if streaming else member * slots)]
 
-            def step(i, before):
-                tiles, entries = before
-                first, count, stride, row = (runs[worker, i, field] for field in range(4))
-                visit((first, count, stride, row), tiles, entries)
-                return tiles + count, entries + entries_before(count)
-
-            return lax.fori_loop(0, runs.shape[1], step, (jnp.int32(0), jnp.int32(0)))
-
-        def entries_before(tile):
-            """Ring entries of a run before its tile: each team's first tile brings the table."""
-            return tile * chunks + lax.min(tile, teams) * table_chunks
+        def weight_chunk(k, target):
+            inner = pl.ds(k * tile_k, tile_k)
+            return tile.copies_of_weight(weight, column, inner, target)
 
         def load_columns():
+            columns = pl.ds(column, tile_n)
             plgpu.copy_gmem_to_smem(scale.at[columns], s.scale_columns, s.columns_arrived)
             if not has_table:
                 plgpu.copy_gmem_to_smem(table.at[columns], s.offset_columns, s.columns_arrived)
-            if config.stream_weight:
-                return
+            if not streaming:
 
-            @pl.loop(0, chunks)
-            def load_weight(k):
-                source = weight.at[columns, pl.ds(k * tile_k, tile_k)]
-                plgpu.copy_gmem_to_smem(source, s.weight_tiles.at[k], s.columns_arrived)
+                @pl.loop(0, chunks)
+                def load_weight(k):
+                    for source, target in weight_chunk(k, s.weight_in.at[k]):
+                        plgpu.copy_gmem_to_smem(source, target, s.columns_arrived)
 
         def feed():
-            def fill(entry, team, copies):
-                """Waits until the entry's slot is free, then starts the copies into it."""
+            def feed_chunk(entry, row, k, member):
                 slot = slot_of(entry)
 
                 @pl.when(entry >= slots)
                 def wait():
                     plgpu.barrier_wait(s.freed.at[slot])
 
-                for source, target in copies(slot):
-                    plgpu.copy_gmem_to_smem(source, target, s.filled.at[team * slots + slot])
+                part = patches.at[pl.ds(row, config.slot_rows), pl.ds(k * tile_k, tile_k)]
+                copies = [(part, s.patches_in.at[slot])]
+                if streaming:
+                    copies += weight_chunk(k, s.weight_in.at[slot])
+                for source, target in copies:
+                    plgpu.copy_gmem_to_smem(source, target, filled(entry, member))
 
-            def feed_run(run, tiles, entries):
-                first, count, stride, row = run
+            def feed_run(run, tiles):
+                first, count, stride, _ = run
 
                 def feed_tile(j, _):
-                    team = lax.rem(tiles + j, teams)
-                    entry = entries + entries_before(j)
+                    row = (first + j * stride) * TILE_M
+                    for member in range(1 if streaming else CONSUMERS):
+                        entry = entry_of(tiles + j, member)
 
-                    @pl.when(j < teams)
-                    def feed_table():
-                        for e in range(table_chunks):
-
-                            def copies(slot, e=e):
-                                part = pl.ds(column + e * table_n, table_n)
-                                for i in range(sharers):
-                                    source = table.at[pl.ds(row + i * WGMMA_M, WGMMA_M), part]
-                                    yield source, s.table.at[slot, pl.ds(i * WGMMA_M, WGMMA_M)]
-
-                            fill(entry + e, team, copies)
-
-                    entry = entries + entries_before(j + 1) - chunks
-                    rows = pl.ds((first + j * stride) * tile_m, tile_m)
-
-                    @pl.loop(0, chunks)
-                    def feed_chunk(k):
-                        inner = pl.ds(k * tile_k, tile_k)
-
-                        def copies(slot):
-                            yield patches.at[rows, inner], s.patches_in.at[slot]
-                            if config.stream_weight:
-                                yield weight.at[columns, inner], s.weight_tiles.at[slot]
-
-                        fill(entry + k, team, copies)
+                        @pl.loop(0, chunks)
+                        def feed_member(k, entry=entry, member=member):
+                            feed_chunk(entry + k, row + member * ROWS, k, member)
 
                 lax.fori_loop(0, count, feed_tile, None)
 
-            _, entries = for_each_run(feed_run)
-
+            entries = entry_of(for_each_run(feed_run), 0)
             left = lax.min(entries, slots)
 
             @pl.loop(0, left)
@@ -355,130 +332,74 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
                 plgpu.barrier_wait(s.freed.at[slot_of(entries - left + i)])
 
         def multiply_and_store():
-            team, member = lax.div(warpgroup, sharers), lax.rem(warpgroup, sharers)
-            next_team = lax.rem(team + 1, teams)
-            # Which 64 of a slot's rows are multiplied here.
-            mine = (pl.ds(member * WGMMA_M, WGMMA_M),) if sharers > 1 else ()
+            member = warpgroup
+            other = CONSUMERS - 1 - member
+            # Which rows of a slot are multiplied here.
+            mine = (pl.ds(member * ROWS, ROWS),) if streaming else ()
             plgpu.barrier_wait(s.columns_arrived)
-            if teams > 1:
 
-                @pl.when(team == teams - 1)
-                def first_turn():
-                    plgpu.barrier_arrive(s.turn.at[0])
-
-            def wait_filled(entry):
-                plgpu.barrier_wait(s.filled.at[team * slots + slot_of(entry)])
+            @pl.when(member == CONSUMERS - 1)
+            def first_turn():
+                plgpu.barrier_arrive(s.turn.at[0])
 
             def free(entry):
                 plgpu.barrier_arrive(s.freed.at[slot_of(entry)])
 
-            def hold_table(entry):
-                """The table's rows of this warpgroup, [64, tile_n] in registers, by chunks."""
-                held = []
-                for e in range(table_chunks):
-                    wait_filled(entry + e)
-                    held.append(
-                        plgpu.load(
-                            s.table.at[(slot_of(entry + e), *mine)],
-                            layout=plgpu.Layout.WGMMA,
-                            optimized=False,
-                        )
-                    )
-                    plgpu.commit_smem()
-                    free(entry + e)
-                return held
-
-            def multiply(entry):
+            def multiply(first):
                 def accumulate(accumulator):
-                    if teams > 1:
-                        plgpu.barrier_wait(s.turn.at[team])
+                    plgpu.barrier_wait(s.turn.at[member])
                     for k in range(chunks):
-                        wait_filled(entry + k)
-                        slot = slot_of(entry + k)
+                        slot = slot_of(first + k)
+                        plgpu.barrier_wait(filled(first + k, member))
                         plgpu.wgmma(
                             accumulator,
                             s.patches.at[(slot, *mine)],
-                            s.weight_tiles.at[slot if config.stream_weight else k].T,
+                            s.weight.at[slot if streaming else k].T,
                         )
-                        if teams > 1 and k == chunks - 1:
-                            plgpu.barrier_arrive(s.turn.at[next_team])
+                        if k == turn_ends:
+                            plgpu.barrier_arrive(s.turn.at[other])
                         if k > 0:
                             plgpu.wgmma_wait(1)
-                        if 0 < k <= chunks - staging:
-                            free(entry + k - 1)
+                            free(first + k - 1)
                     plgpu.wgmma_wait(0)
+                    free(first + chunks - 1)
                     return accumulator[...]
 
                 kind = jnp.int32 if dtype == jnp.int8 else jnp.float32
-                return pl.run_scoped(accumulate, plgpu.ACC((WGMMA_M, tile_n), kind))
+                return pl.run_scoped(accumulate, plgpu.ACC((ROWS, tile_n), kind))
 
-            def hold_columns(values):
-                """Values [tile_n] of shared memory in registers, by chunks of a store's columns."""
-                by_column = plgpu.Layout.WGMMA.reduce(0)
-                return [
-                    plgpu.load(values.at[pl.ds(c * store_n, store_n)], layout=by_column)
-                    for c in range(stores)
-                ]
+            scales = tile.load_columns(s.scale_columns)
+            offsets = None if has_table else tile.load_columns(s.offset_columns)
 
-            scales = hold_columns(s.scale_columns)
-            offsets = [] if has_table else hold_columns(s.offset_columns)
+            def store(accumulator, held, row):
+                for g, y in enumerate(tile.regroup(accumulator)):
+                    y = y.astype(jnp.float32) * lax.broadcast_in_dim(scales[g], y.shape, (1,))
+                    if has_table:
+                        y += tile.pinned(held[g]).astype(jnp.float32)
+                    else:
+                        y += lax.broadcast_in_dim(offsets[g], y.shape, (1,))
+                    tile.store_rows(out, row, column, y.astype(out_dtype), g, M)
 
-            def finish(accumulator, held, c):
-                """Scaled, with the table, and rounded: columns of store c."""
-                n = c * store_n
-                y = accumulator[:, n : n + store_n].astype(jnp.float32)
-                y = y * lax.broadcast_in_dim(scales[c], y.shape, (1,))
-                if not has_table:
-                    return (y + lax.broadcast_in_dim(offsets[c], y.shape, (1,))).astype(out_dtype)
-                chunk, start = divmod(n, table_n)
-                # The barrier keeps the table packed: without it the compiler widens it once,
-                # outside of the loop, and spills.
-                part = lax.optimization_barrier(held[chunk])[:, start : start + store_n]
-                return (y + part.astype(jnp.float32)).astype(out_dtype)
+            def visit(run, tiles):
+                first, count, stride, table_row = run
 
-            def store(accumulator, held, row, entry):
-                """Stores a tile from the slots of its last entries, then frees them."""
-                last = entry + chunks - staging
-
-                def staged(c):
-                    return s.staged.at[(slot_of(last + c % staging), *mine)]
-
-                for begin in range(0, stores, staging):
-                    batch = range(begin, min(begin + staging, stores))
-                    for c in batch:
-                        staged(c)[...] = finish(accumulator, held, c)
-                    plgpu.commit_smem()
-                    for c in batch:
-                        columns = pl.ds(column + c * store_n, store_n)
-                        plgpu.copy_smem_to_gmem(staged(c), out.at[pl.ds(row, WGMMA_M), columns])
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for c in range(staging):
-                    free(last + c)
-
-            def visit(run, tiles, entries):
-                first, count, stride, _ = run
-                j0 = lax.rem(team + teams - lax.rem(tiles, teams), teams)
-
-                @pl.when(count > j0)
+                @pl.when(count > 0)
                 def walk():
-                    held = hold_table(entries + entries_before(j0))
+                    held = has_table and tile.load_rows(
+                        table, table_row + member * ROWS, column, period
+                    )
 
-                    def visit_tile(i, _):
-                        j = j0 + i * teams
-                        entry = entries + entries_before(j + 1) - chunks
-                        row = (first + j * stride) * tile_m + member * WGMMA_M
-                        store(multiply(entry), held, row, entry)
+                    def visit_tile(j, _):
+                        accumulator = multiply(entry_of(tiles + j, member))
+                        store(accumulator, held, (first + j * stride) * TILE_M + member * ROWS)
 
-                    lax.fori_loop(0, lax.div(count - j0 + teams - 1, teams), visit_tile, None)
+                    lax.fori_loop(0, count, visit_tile, None)
 
-            tiles, _ = for_each_run(visit)
-            if teams > 1:
+            for_each_run(visit)
 
-                @pl.when(lax.rem(tiles, teams) == team)
-                def last_turn():
-                    plgpu.barrier_wait(s.turn.at[team])
-
-            plgpu.wait_smem_to_gmem(0)
+            @pl.when(member == 0)
+            def last_turn():
+                plgpu.barrier_wait(s.turn.at[0])
 
         @pl.when(warpgroup == CONSUMERS)
         def producer():
@@ -494,26 +415,19 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
             plgpu.set_max_registers(multiply_registers, action="increase")
             multiply_and_store()
 
-    def rows_of_128_bytes(lead, rows, dtype, *, tiled):
-        dtype = jnp.dtype(dtype)
-        minor = ROW_BYTES // dtype.itemsize
-        tiling = (plgpu.TilingTransform((8, minor)),) if tiled else ()
+    def swizzled(*shape, tiled=False):
+        tiling = (plgpu.TilingTransform((8, shape[-1])),) if tiled else ()
         return plgpu.SMEM(
-            (lead, rows, minor),
-            dtype,
-            transforms=(*tiling, plgpu.SwizzleTransform(ROW_BYTES)),
+            shape, dtype, transforms=(*tiling, plgpu.SwizzleTransform(config.chunk_bytes))
         )
 
-    # One memory, for patches, a table or a finished tile. TMA writes and reads it untiled, so that
-    # any number of rows will do, wgmma reads it tiled. The interpreter has no such memory.
-    ring = (
-        rows_of_128_bytes(slots, tile_m, dtype, tiled=False),
-        rows_of_128_bytes(slots, tile_m, dtype, tiled=True),
-        rows_of_128_bytes(slots, tile_m, jnp.bfloat16, tiled=False),
-        rows_of_128_bytes(slots, tile_m, out_dtype, tiled=False),
-    )
+    # TMA writes patches untiled, so that any number of rows will do, and the weight in the order of
+    # `fragment.py`; wgmma reads both tiled. The interpreter has no memory with two views.
+    two_views = (lambda *views: views) if interpret else plgpu.RefUnion
+    kept = slots if streaming else chunks
     columns = plgpu.SMEM((tile_n,), jnp.float32)
-    return plgpu.kernel(
+    weight_arrivals = tile.weight_copies
+    kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((M, problem.N), out_dtype),
         grid=(config.workers(problem) * slices,),
@@ -523,17 +437,25 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         scratch_types=dict(
-            ring=ring if interpret else plgpu.RefUnion(*ring),
-            weight_tiles=rows_of_128_bytes(
-                slots if config.stream_weight else chunks, tile_n, dtype, tiled=True
+            ring=two_views(
+                swizzled(slots, config.slot_rows, tile_k),
+                swizzled(slots, config.slot_rows, tile_k, tiled=True),
+            ),
+            weights=two_views(
+                swizzled(kept, *tile.weight_shape(tile_k)),
+                swizzled(kept, tile_n, tile_k, tiled=True),
             ),
             scale_columns=columns,
             offset_columns=columns,
             columns_arrived=plgpu.Barrier(
-                num_arrivals=1 + (not has_table) + (0 if config.stream_weight else chunks)
+                num_arrivals=1 + (not has_table) + (0 if streaming else chunks * weight_arrivals)
             ),
-            filled=plgpu.Barrier(num_arrivals=sharers, num_barriers=teams * slots),
+            filled=plgpu.Barrier(
+                num_arrivals=1 + (weight_arrivals if streaming else 0),
+                num_barriers=slots if streaming else CONSUMERS * slots,
+            ),
             freed=plgpu.Barrier(num_arrivals=sharers, num_barriers=slots),
-            turn=plgpu.Barrier(num_arrivals=1, num_barriers=teams),
+            turn=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
         ),
     )
+    return lambda patches, weight, *rest: kernel(patches, tile.view_weight(weight), *rest)

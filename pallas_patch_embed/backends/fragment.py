@@ -1,0 +1,289 @@
+"""A warpgroup's tile in registers, arranged so that a thread's columns are neighbours in memory.
+
+wgmma leaves pairs of neighbouring columns in a thread: of every 8 columns, thread q of the four that
+share a row has columns 2q and 2q + 1. Stored like that, a thread would write 4 bytes at a time. So
+the rows of the weight come to shared memory in another order, which only renames accumulators: what
+wgmma takes for the j-th pair of thread q in its g-th group is, in memory, pair q * (vector / 2) + j
+of group g. Then a thread holds 16 neighbouring bytes of every group of 64, and the four threads of a
+row write 64 bytes.
+
+Pallas does not express this renaming, nor loads and stores with a condition for each row: they are
+written with Mosaic's builders. In the interpreter, which has neither registers nor Mosaic, the
+weight keeps its order, and the same functions are JAX.
+"""
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+# Rows of a warpgroup's wgmma, and the bytes that a thread moves at once.
+ROWS = 64
+VECTOR_BYTES = 16
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragment:
+    """A tile [64, columns] of an array [M, N] of `dtype`, in the registers of a warpgroup.
+
+    Its functions deal in groups: lists of arrays [64, group] (or [group]), from left to right.
+
+    Attributes:
+      dtype: of what is stored.
+      columns: of the tile, a multiple of `group`.
+      interpret: whether the kernel runs in the interpreter.
+    """
+
+    dtype: jnp.dtype
+    columns: int
+    interpret: bool
+
+    @property
+    def vector(self) -> int:
+        """Neighbouring columns of a thread."""
+        return VECTOR_BYTES // self.dtype.itemsize
+
+    @property
+    def group(self) -> int:
+        """Neighbouring columns of the four threads that share a row."""
+        return 4 * self.vector
+
+    @property
+    def groups(self) -> int:
+        """How many groups of columns the tile has."""
+        return self.columns // self.group
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of columns of a thread in a group."""
+        return self.vector // 2
+
+    @property
+    def layout(self) -> plgpu.Layout:
+        """Mosaic's name for the layout of a group."""
+        return {4: plgpu.Layout.WGMMA_8BIT, 8: plgpu.Layout.WGMMA_UPCAST_4X}[self.vector]
+
+    def view_weight(self, weight: jax.Array) -> jax.Array:
+        """The weight [N, K] as [N / group, thread, pair, 2, K], so that a TMA copy can reorder it."""
+        if self.interpret:
+            return weight
+        N, K = weight.shape
+        return weight.reshape(N // self.group, 4, self.pairs, 2, K)
+
+    def copies_of_weight(self, weight, column, inner, view):
+        """The copies [(source, target)] of `columns` rows of the weight from `column` on.
+
+        Args:
+          weight: what `view_weight` gave, in global memory.
+          column: the first row, a multiple of `columns`.
+          inner: slice of K.
+          view: the target, as `weight_shape` says.
+        """
+        if self.interpret:
+            return [(weight.at[pl.ds(column, self.columns), inner], view)]
+        groups = pl.ds(lax.div(column, self.group), self.groups)
+        return [(weight.at[groups, :, j, :, inner], view.at[j]) for j in range(self.pairs)]
+
+    def weight_shape(self, width: int) -> tuple[int, ...]:
+        """The shape of `width` columns of K of the tile's rows of the weight, where TMA writes."""
+        if self.interpret:
+            return (self.columns, width)
+        return (self.pairs, self.groups, 4, 2, width)
+
+    @property
+    def weight_copies(self) -> int:
+        """How many copies `copies_of_weight` gives."""
+        return 1 if self.interpret else self.pairs
+
+    def load_columns(self, values) -> list[jax.Array]:
+        """Values [columns] of shared memory, by groups."""
+        return [
+            plgpu.load(
+                values.at[pl.ds(g * self.group, self.group)],
+                layout=self.layout.reduce(0),
+                optimized=False,
+            )
+            for g in range(self.groups)
+        ]
+
+    def regroup(self, accumulator: jax.Array) -> list[jax.Array]:
+        """The groups of an accumulator [64, columns]: other names for the same registers."""
+        if self.interpret:
+            return jnp.split(accumulator, self.groups, axis=1)
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.Layout.WGMMA,),
+            return_type=[self._group_of(accumulator.dtype)] * self.groups,
+        )
+        def renamed(_, accumulator):
+            pairs = accumulator.registers.reshape(self.pairs, self.groups, 2)
+            return [
+                self._fragmented(
+                    [mgpu.utils.vector_concat(list(pairs[:, g, half])) for half in range(2)],
+                    accumulator.is_signed,
+                )
+                for g in range(self.groups)
+            ]
+
+        return renamed(accumulator)
+
+    def load_rows(self, source, row, column, period: int) -> list[jax.Array]:
+        """Rows row .. row + 63, modulo `period`, of an array [period, N] of bfloat16, by groups."""
+        dtype = jnp.bfloat16
+        if self.interpret:
+            rows = lax.rem(row + jnp.arange(ROWS), period)
+            whole = source[:, pl.ds(column, self.columns)]
+            return jnp.split(jnp.take(whole, rows, axis=0), self.groups, axis=1)
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), SCALAR, SCALAR),
+            return_type=[self._group_of(dtype)] * self.groups,
+        )
+        def loaded(_, source, row, column):
+            element = ir.BF16Type.get()
+            vector = ir.VectorType.get((self.vector,), element)
+            first, offset = self._position(row, column)
+            halves = []
+            for half in range(2):
+                wrapped = arith.remui(arith.addi(first, _i32(8 * half)), _i32(period))
+                begin = _pointer(source, wrapped, offset)
+                halves.append(
+                    [
+                        llvm.load(
+                            vector,
+                            mgpu.utils.getelementptr(begin, [g * self.group], element),
+                        )
+                        for g in range(self.groups)
+                    ]
+                )
+            return [self._fragmented(list(registers)) for registers in zip(*halves, strict=True)]
+
+        return loaded(source, row, column)
+
+    def pinned(self, group: jax.Array) -> jax.Array:
+        """The same group of 2-byte values, computed here.
+
+        Without it the compiler widens what is held over a loop once, before the loop, in twice the
+        registers. `lax.optimization_barrier` mixes up vectors of more than 4 bytes (jax 0.11.2).
+        """
+        if self.interpret:
+            return group
+
+        @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=self._group_of(group.dtype))
+        def opaque(_, group):
+            n = self.vector // 2
+            i32 = ir.IntegerType.get_signless(32)
+            words, both = ir.VectorType.get((n,), i32), llvm.StructType.get_literal([i32] * n)
+            constraints = ",".join(["=r"] * n + [str(i) for i in range(n)])
+            registers = []
+            for register in group.registers.flat:
+                packed = mgpu.utils.bitcast(register, words)
+                parts = [llvm.extractelement(packed, _i32(i)) for i in range(n)]
+                found = llvm.inline_asm(both, parts, "", constraints, has_side_effects=True)
+                packed = llvm.mlir_undef(words)
+                for i in range(n):
+                    part = llvm.extractvalue(i32, found, [i])
+                    packed = llvm.insertelement(packed, part, _i32(i))
+                registers.append(mgpu.utils.bitcast(packed, register.type))
+            return self._fragmented(registers)
+
+        return opaque(group)
+
+    def store_rows(self, target, row, column, group: jax.Array, g: int, M: int) -> None:
+        """Writes group `g` of a tile to rows row .. row + 63 of [M, N], as far as there are rows."""
+        if self.interpret:
+            columns = pl.ds(column + g * self.group, self.group)
+
+            @pl.when(row + ROWS <= M)
+            def whole():
+                target[pl.ds(row, ROWS), columns] = group
+
+            @pl.when(row + ROWS > M)
+            def tail():
+                for i in range(ROWS):
+
+                    @pl.when(row + i < M)
+                    def one(i=i):
+                        target[pl.ds(row + i, 1), columns] = group[i : i + 1]
+
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, self.layout))
+        def stored(_, target, row, column, group):
+            words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
+            first, offset = self._position(row, column)
+            begin = _pointer(target, first, offset)
+            stride = ir.MemRefType(target.type).shape[1]
+            for half, register in enumerate(group.registers.flat):
+                where = 8 * half * stride + g * self.group
+                pointer = mgpu.utils.getelementptr(begin, [where], group.mlir_dtype)
+                packed = mgpu.utils.bitcast(register, words)
+                if M % ROWS == 0:
+                    llvm.store(packed, pointer)
+                    continue
+                inside = arith.cmpi(
+                    arith.CmpIPredicate.ult, arith.addi(first, _i32(8 * half)), _i32(M)
+                )
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"),
+                    [
+                        pointer,
+                        *(llvm.extractelement(packed, _i32(i)) for i in range(4)),
+                        arith.extui(ir.IntegerType.get_signless(32), inside),
+                    ],
+                    "{ .reg .pred p; setp.ne.b32 p, $5, 0;"
+                    " @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
+                    "l,r,r,r,r,r",
+                    has_side_effects=True,
+                )
+
+        stored(target, row, column, group)
+
+    def _group_of(self, dtype) -> plgpu.ShapeDtypeStruct:
+        return plgpu.ShapeDtypeStruct((ROWS, self.group), dtype, layout=self.layout)
+
+    def _fragmented(self, registers: list, is_signed: bool | None = None) -> mgpu.FragmentedArray:
+        """A group from its two registers of a thread: its row, and the row 8 below."""
+        layout = self.layout.to_mgpu()
+        array = np.empty(2, object)
+        array[:] = registers
+        return mgpu.FragmentedArray(
+            _registers=array.reshape(layout.registers_shape((ROWS, self.group))),
+            _layout=layout,
+            _is_signed=is_signed,
+        )
+
+    def _position(self, row, column) -> tuple[ir.Value, ir.Value]:
+        """The first row and the first column of this thread in a tile that begins there."""
+        thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
+        warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
+        below = arith.addi(arith.muli(warp, _i32(16)), arith.divui(lane, _i32(4)))
+        beside = arith.muli(arith.remui(lane, _i32(4)), _i32(self.vector))
+        return (
+            arith.addi(row.registers.item(), below),
+            arith.addi(column.registers.item(), beside),
+        )
+
+
+def _i32(value: int) -> ir.Value:
+    return arith.constant(ir.IntegerType.get_signless(32), value)
+
+
+def _pointer(array: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
+    """The address of an element of an array [rows, columns] in global memory."""
+    i64 = ir.IntegerType.get_signless(64)
+    kind = ir.MemRefType(array.type)
+    offset = arith.addi(
+        arith.muli(arith.extui(i64, row), arith.constant(i64, kind.shape[1])),
+        arith.extui(i64, column),
+    )
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(array), [offset], kind.element_type)
