@@ -65,35 +65,35 @@ CASES = {
         Config(64, 4),
     ),
     "no table": ((3, 72, 256), 128, "int8", "none", Config(128, 4)),
-    "one chunk a tile": ((6, 64, 128), 64, "int8", "shared", Config(64, 2)),
-    "streamed weight": ((5, 72, 256), 128, "int8", "shared", Config(128, 3, 128, True)),
-    "streamed weight, half chunks and a lead": (
+    "one chunk a tile": ((6, 64, 128), 64, "int8", "shared", Config(64, 2, in_flight=1)),
+    "streamed weight": ((5, 72, 256), 128, "int8", "shared", Config(128, 3, 64, True)),
+    "streamed weight, tiles of 256 rows": (
         (9, 64, 256),
         128,
         "float8_e4m3fn",
         "shared",
-        Config(128, 5, 64, True, 3),
+        Config(128, 5, 128, True, 3),
     ),
-    "streamed weight, as few slots as the lead": (
+    "streamed weight, one product in flight": (
         (9, 64, 256),
         64,
         "int8",
         "shared",
-        Config(64, 4, 64, True, 4),
+        Config(64, 4, 64, True, 1),
     ),
     "streamed weight, tables of their own": (
         (3, 96, 256),
         64,
         "bfloat16",
         "per image",
-        Config(64, 3, 64, True, 2),
+        Config(64, 3, 128, True, 2),
     ),
     "streamed weight, no table": (
         (3, 40, 256),
         64,
         "bfloat16",
         "none",
-        Config(64, 5, 128, True, 2),
+        Config(64, 5, 128, True, 1),
     ),
 }
 

@@ -1,11 +1,11 @@
 """A warpgroup's tile in registers, arranged so that a thread's columns are neighbours in memory.
 
-wgmma leaves pairs of neighbouring columns in a thread: of every 8 columns, thread q of the four that
-share a row has columns 2q and 2q + 1. Stored like that, a thread would write 4 bytes at a time. So
-the rows of the weight come to shared memory in another order, which only renames accumulators: what
-wgmma takes for the j-th pair of thread q in its g-th group is, in memory, pair q * (vector / 2) + j
-of group g. Then a thread holds 16 neighbouring bytes of every group of 64, and the four threads of a
-row write 64 bytes.
+wgmma leaves pairs of neighbouring columns in a thread: of every 8 columns, thread q of the four
+that share a row has columns 2q and 2q + 1. Stored like that, a thread would write 4 bytes at a
+time. So the rows of the weight come to shared memory in another order, which only renames
+accumulators: what wgmma takes for the j-th pair of thread q in its g-th group is, in memory, pair
+q * (vector / 2) + j of group g. Then a thread holds 16 neighbouring bytes of every group of 64, and
+the four threads of a row write 64 bytes.
 
 Pallas does not express this renaming, nor loads and stores with a condition for each row: they are
 written with Mosaic's builders. In the interpreter, which has neither registers nor Mosaic, the
@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 # Rows of a warpgroup's wgmma, and the bytes that a thread moves at once.
-ROWS = 64
+WGMMA_M = 64
 VECTOR_BYTES = 16
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -33,17 +33,19 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
-    """A tile [64, columns] of an array [M, N] of `dtype`, in the registers of a warpgroup.
+    """A tile [rows, columns] of an array [M, N] of `dtype`, in the registers of a warpgroup.
 
-    Its functions deal in groups: lists of arrays [64, group] (or [group]), from left to right.
+    Its functions deal in groups: arrays [rows, group] (or [group]), from left to right.
 
     Attributes:
       dtype: of what is stored.
+      rows: of the tile, a multiple of 64.
       columns: of the tile, a multiple of `group`.
       interpret: whether the kernel runs in the interpreter.
     """
 
     dtype: jnp.dtype
+    rows: int
     columns: int
     interpret: bool
 
@@ -72,26 +74,10 @@ class Fragment:
         """Mosaic's name for the layout of a group."""
         return {4: plgpu.Layout.WGMMA_8BIT, 8: plgpu.Layout.WGMMA_UPCAST_4X}[self.vector]
 
-    def view_weight(self, weight: jax.Array) -> jax.Array:
-        """The weight [N, K] as [N / group, thread, pair, 2, K], so that a TMA copy can reorder it."""
-        if self.interpret:
-            return weight
-        N, K = weight.shape
-        return weight.reshape(N // self.group, 4, self.pairs, 2, K)
-
-    def copies_of_weight(self, weight, column, inner, view):
-        """The copies [(source, target)] of `columns` rows of the weight from `column` on.
-
-        Args:
-          weight: what `view_weight` gave, in global memory.
-          column: the first row, a multiple of `columns`.
-          inner: slice of K.
-          view: the target, as `weight_shape` says.
-        """
-        if self.interpret:
-            return [(weight.at[pl.ds(column, self.columns), inner], view)]
-        groups = pl.ds(lax.div(column, self.group), self.groups)
-        return [(weight.at[groups, :, j, :, inner], view.at[j]) for j in range(self.pairs)]
+    @property
+    def weight_copies(self) -> int:
+        """How many copies bring the rows of the weight, in the order above."""
+        return 1 if self.interpret else self.pairs
 
     def weight_shape(self, width: int) -> tuple[int, ...]:
         """The shape of `width` columns of K of the tile's rows of the weight, where TMA writes."""
@@ -99,24 +85,34 @@ class Fragment:
             return (self.columns, width)
         return (self.pairs, self.groups, 4, 2, width)
 
-    @property
-    def weight_copies(self) -> int:
-        """How many copies `copies_of_weight` gives."""
-        return 1 if self.interpret else self.pairs
+    def view_weight(self, weight: jax.Array) -> jax.Array:
+        """The weight [N, K] as [N / group, thread, pair, 2, K], which TMA copies in any order."""
+        if self.interpret:
+            return weight
+        N, K = weight.shape
+        return weight.reshape(N // self.group, 4, self.pairs, 2, K)
 
-    def load_columns(self, values) -> list[jax.Array]:
-        """Values [columns] of shared memory, by groups."""
-        return [
-            plgpu.load(
-                values.at[pl.ds(g * self.group, self.group)],
-                layout=self.layout.reduce(0),
-                optimized=False,
-            )
-            for g in range(self.groups)
-        ]
+    def copies_of_weight(self, weight, column, inner, target):
+        """Source and target of each copy of `columns` rows of the weight, beginning with `column`.
+
+        Args:
+          weight: what `view_weight` gave, in global memory.
+          column: a multiple of `columns`.
+          inner: slice of K.
+          target: memory of shape `weight_shape`.
+        """
+        if self.interpret:
+            return [(weight.at[pl.ds(column, self.columns), inner], target)]
+        groups = pl.ds(lax.div(column, self.group), self.groups)
+        return [(weight.at[groups, :, j, :, inner], target.at[j]) for j in range(self.pairs)]
+
+    def load_columns(self, values, g: int) -> jax.Array:
+        """Group `g` of values [columns] in shared memory."""
+        part = values.at[pl.ds(g * self.group, self.group)]
+        return plgpu.load(part, layout=self.layout.reduce(0), optimized=False)
 
     def regroup(self, accumulator: jax.Array) -> list[jax.Array]:
-        """The groups of an accumulator [64, columns]: other names for the same registers."""
+        """The groups of an accumulator [rows, columns]: other names for the same registers."""
         if self.interpret:
             return jnp.split(accumulator, self.groups, axis=1)
 
@@ -125,10 +121,14 @@ class Fragment:
             return_type=[self._group_of(accumulator.dtype)] * self.groups,
         )
         def renamed(_, accumulator):
-            pairs = accumulator.registers.reshape(self.pairs, self.groups, 2)
+            pairs = accumulator.registers.reshape(-1, self.pairs, self.groups, 2)
             return [
                 self._fragmented(
-                    [mgpu.utils.vector_concat(list(pairs[:, g, half])) for half in range(2)],
+                    [
+                        mgpu.utils.vector_concat(list(pairs[m, :, g, half]))
+                        for m in range(pairs.shape[0])
+                        for half in range(2)
+                    ],
                     accumulator.is_signed,
                 )
                 for g in range(self.groups)
@@ -136,36 +136,31 @@ class Fragment:
 
         return renamed(accumulator)
 
-    def load_rows(self, source, row, column, period: int) -> list[jax.Array]:
-        """Rows row .. row + 63, modulo `period`, of an array [period, N] of bfloat16, by groups."""
-        dtype = jnp.bfloat16
+    def load_rows(self, source, row, column, g: int, period: int) -> jax.Array:
+        """Group `g` of rows of an array [period, N] of bfloat16: row, row + 1, ... modulo `period`.
+
+        `column` is where the tile begins.
+        """
         if self.interpret:
-            rows = lax.rem(row + jnp.arange(ROWS), period)
-            whole = source[:, pl.ds(column, self.columns)]
-            return jnp.split(jnp.take(whole, rows, axis=0), self.groups, axis=1)
+            rows = lax.rem(row + jnp.arange(self.rows), period)
+            return jnp.take(source[:, pl.ds(column + g * self.group, self.group)], rows, axis=0)
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), SCALAR, SCALAR),
-            return_type=[self._group_of(dtype)] * self.groups,
+            return_type=self._group_of(jnp.bfloat16),
         )
         def loaded(_, source, row, column):
             element = ir.BF16Type.get()
             vector = ir.VectorType.get((self.vector,), element)
             first, offset = self._position(row, column)
-            halves = []
-            for half in range(2):
-                wrapped = arith.remui(arith.addi(first, _i32(8 * half)), _i32(period))
-                begin = _pointer(source, wrapped, offset)
-                halves.append(
-                    [
-                        llvm.load(
-                            vector,
-                            mgpu.utils.getelementptr(begin, [g * self.group], element),
-                        )
-                        for g in range(self.groups)
-                    ]
+            registers = []
+            for below in self._rows_below():
+                wrapped = arith.remui(arith.addi(first, _i32(below)), _i32(period))
+                pointer = mgpu.utils.getelementptr(
+                    _pointer(source, wrapped, offset), [g * self.group], element
                 )
-            return [self._fragmented(list(registers)) for registers in zip(*halves, strict=True)]
+                registers.append(llvm.load(vector, pointer))
+            return self._fragmented(registers)
 
         return loaded(source, row, column)
 
@@ -198,18 +193,22 @@ class Fragment:
 
         return opaque(group)
 
-    def store_rows(self, target, row, column, group: jax.Array, g: int, M: int) -> None:
-        """Writes group `g` of a tile to rows row .. row + 63 of [M, N], as far as there are rows."""
+    def store_rows(self, target, row, column, g: int, group: jax.Array, *, inside: bool) -> None:
+        """Writes group `g` to rows row, row + 1, ... of an array [M, N], as far as it has rows.
+
+        `column` is where the tile begins; `inside` says that no tile goes beyond M.
+        """
+        M, N = target.shape
         if self.interpret:
             columns = pl.ds(column + g * self.group, self.group)
 
-            @pl.when(row + ROWS <= M)
+            @pl.when(row + self.rows <= M)
             def whole():
-                target[pl.ds(row, ROWS), columns] = group
+                target[pl.ds(row, self.rows), columns] = group
 
-            @pl.when(row + ROWS > M)
+            @pl.when(row + self.rows > M)
             def tail():
-                for i in range(ROWS):
+                for i in range(self.rows):
 
                     @pl.when(row + i < M)
                     def one(i=i):
@@ -219,27 +218,24 @@ class Fragment:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, self.layout))
         def stored(_, target, row, column, group):
-            words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
+            i32 = ir.IntegerType.get_signless(32)
+            words = ir.VectorType.get((4,), i32)
             first, offset = self._position(row, column)
             begin = _pointer(target, first, offset)
-            stride = ir.MemRefType(target.type).shape[1]
-            for half, register in enumerate(group.registers.flat):
-                where = 8 * half * stride + g * self.group
+            for below, register in zip(self._rows_below(), group.registers.flat, strict=True):
+                where = below * N + g * self.group
                 pointer = mgpu.utils.getelementptr(begin, [where], group.mlir_dtype)
                 packed = mgpu.utils.bitcast(register, words)
-                if M % ROWS == 0:
+                if inside:
                     llvm.store(packed, pointer)
                     continue
-                inside = arith.cmpi(
-                    arith.CmpIPredicate.ult, arith.addi(first, _i32(8 * half)), _i32(M)
+                exists = arith.cmpi(
+                    arith.CmpIPredicate.ult, arith.addi(first, _i32(below)), _i32(M)
                 )
+                parts = [llvm.extractelement(packed, _i32(i)) for i in range(4)]
                 llvm.inline_asm(
                     ir.Type.parse("!llvm.void"),
-                    [
-                        pointer,
-                        *(llvm.extractelement(packed, _i32(i)) for i in range(4)),
-                        arith.extui(ir.IntegerType.get_signless(32), inside),
-                    ],
+                    [pointer, *parts, arith.extui(i32, exists)],
                     "{ .reg .pred p; setp.ne.b32 p, $5, 0;"
                     " @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
                     "l,r,r,r,r,r",
@@ -249,15 +245,19 @@ class Fragment:
         stored(target, row, column, group)
 
     def _group_of(self, dtype) -> plgpu.ShapeDtypeStruct:
-        return plgpu.ShapeDtypeStruct((ROWS, self.group), dtype, layout=self.layout)
+        return plgpu.ShapeDtypeStruct((self.rows, self.group), dtype, layout=self.layout)
+
+    def _rows_below(self) -> list[int]:
+        """How far a thread's rows are below its first one."""
+        return [m + half for m in range(0, self.rows, WGMMA_M) for half in (0, 8)]
 
     def _fragmented(self, registers: list, is_signed: bool | None = None) -> mgpu.FragmentedArray:
-        """A group from its two registers of a thread: its row, and the row 8 below."""
+        """A group from the registers of a thread's rows."""
         layout = self.layout.to_mgpu()
-        array = np.empty(2, object)
+        array = np.empty(len(registers), object)
         array[:] = registers
         return mgpu.FragmentedArray(
-            _registers=array.reshape(layout.registers_shape((ROWS, self.group))),
+            _registers=array.reshape(layout.registers_shape((self.rows, self.group))),
             _layout=layout,
             _is_signed=is_signed,
         )

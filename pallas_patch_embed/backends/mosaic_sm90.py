@@ -1,15 +1,16 @@
 """The Hopper kernel, in Pallas Mosaic GPU: wgmma with a stationary weight and a stationary table.
 
 A worker is a thread block of three warpgroups. It owns `tile_n` columns of N for its whole life and
-walks the runs of tiles of 128 rows that `schedule.py` gives it:
+walks the runs of row tiles that `schedule.py` gives it:
 
   feed       one warp of the third warpgroup: TMA of patches into one ring of slots, in the order in
              which they are multiplied.
-  multiply   two warpgroups, 64 rows of every tile each, which take turns: while one multiplies, the
-             other scales its accumulators, adds the table, which it holds in registers, and stores.
+  multiply   two warpgroups, each with half of every tile's rows, which take turns: while one
+             multiplies, the other scales its accumulators, adds the table, and stores.
 
-The weight stays in shared memory. Where it does not fit, it comes through the ring with the patches;
-then both warpgroups multiply each slot, one a few slots ahead of the other.
+The weight stays in shared memory; where it does not fit, it comes through the ring with the
+patches. The table's rows stay in registers for a run; where they do not fit, they are loaded for
+each tile.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_patch_embed.backends import schedule
-from pallas_patch_embed.backends.fragment import ROWS, Fragment
+from pallas_patch_embed.backends.fragment import Fragment
 from pallas_patch_embed.problem import Problem, Target
 
 COMPUTE_CAPABILITY = (9, 0)
@@ -34,9 +35,11 @@ DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 SHARED_MEMORY = 227 * 1024 - 1024
 ALIGNMENT = 1024
 
-# The warpgroups that multiply, and the rows of their tile.
+# Bytes of a row in a slot: a swizzled row of shared memory.
+ROW_BYTES = 128
+
+# The warpgroups that multiply.
 CONSUMERS = 2
-TILE_M = CONSUMERS * ROWS
 
 # Registers that setmaxnreg gives a thread of the feeding and of the two multiplying warpgroups, of
 # the 168 that each has at launch: 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = 3 * 128 * 168.
@@ -52,18 +55,22 @@ class Config:
 
     Attributes:
       tile_n: columns of N of a worker, a multiple of 64.
-      slots: depth of the ring.
-      chunk_bytes: of a row of patches in a slot, 64 or 128.
+      slots: depth of the ring; a slot holds 128 bytes of K of a warpgroup's rows.
+      rows: of a warpgroup's half of a tile, 64 or 128.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
-        Then a slot has the patches of both warpgroups.
-      lead: streaming, how many slots the first warpgroup is ahead of the second.
+      in_flight: slots whose products may be under way at the same time.
     """
 
     tile_n: int
     slots: int
-    chunk_bytes: int = 128
+    rows: int = 64
     stream_weight: bool = False
-    lead: int = 1
+    in_flight: int = 2
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a tile."""
+        return CONSUMERS * self.rows
 
     def slices(self, problem: Problem) -> int:
         """Into how many slices N is cut."""
@@ -71,40 +78,40 @@ class Config:
 
     def workers(self, problem: Problem) -> int:
         """Thread blocks a slice of N: as many as run at the same time, or as there are tiles."""
-        tiles = -(-math.prod(problem.patches[:-1]) // TILE_M)
+        tiles = -(-math.prod(problem.patches[:-1]) // self.tile_m)
         return max(1, min(MULTIPROCESSORS // self.slices(problem), tiles))
 
     def chunks(self, problem: Problem) -> int:
         """Slots that a warpgroup multiplies for a tile."""
-        return problem.patches[-1] * jnp.dtype(problem.dtype).itemsize // self.chunk_bytes
-
-    @property
-    def slot_rows(self) -> int:
-        """Rows of patches in a slot."""
-        return TILE_M if self.stream_weight else ROWS
+        return problem.patches[-1] * jnp.dtype(problem.dtype).itemsize // ROW_BYTES
 
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory without the barriers."""
         weight_chunks = self.slots if self.stream_weight else self.chunks(problem)
-        weight = weight_chunks * self.tile_n * self.chunk_bytes
-        patches = self.slots * self.slot_rows * self.chunk_bytes
+        weight = weight_chunks * self.tile_n * ROW_BYTES
+        patches = self.slots * self.rows * ROW_BYTES
         columns = 2 * -(-4 * self.tile_n // ALIGNMENT) * ALIGNMENT
         return weight + patches + columns
 
-    def registers(self, problem: Problem) -> int:
+    def registers(self, problem: Problem, *, holds: bool) -> int:
         """Registers of a multiplying thread.
 
-        Accumulators [64, tile_n], scales [tile_n], and the packed table [64, tile_n] or offsets
-        [tile_n], over 128 threads of which 8 hold the same columns; and the rest.
+        Accumulators [rows, tile_n], and if it `holds` them scales [tile_n] and the packed table
+        [rows, tile_n] or offsets [tile_n], over 128 threads of which 8 have the same columns; and
+        the rest.
         """
-        accumulators, columns = ROWS * self.tile_n // 128, self.tile_n // 4
+        accumulators, columns = self.rows * self.tile_n // 128, self.tile_n // 4
         table = accumulators // 2 if len(problem.table) > 1 else columns
-        return accumulators + columns + table + OTHER_REGISTERS
+        return accumulators + (columns + table if holds else 0) + OTHER_REGISTERS
 
-    def register_split(self, problem: Problem) -> tuple[int, int] | None:
-        """The first of REGISTER_SPLITS with enough for a multiplying thread, None if none has."""
-        needed = self.registers(problem)
-        return next((split for split in REGISTER_SPLITS if split[1] >= needed), None)
+    def holds(self, problem: Problem) -> bool:
+        """Whether scales and table stay in registers."""
+        return self.registers(problem, holds=True) <= REGISTER_SPLITS[-1][1]
+
+    def register_split(self, problem: Problem) -> tuple[int, int]:
+        """The first of REGISTER_SPLITS with enough for a multiplying thread."""
+        needed = self.registers(problem, holds=self.holds(problem))
+        return next(split for split in REGISTER_SPLITS if split[1] >= needed)
 
     def check(self, problem: Problem) -> None:
         """Raises NotImplementedError with the reason if this config cannot serve `problem`."""
@@ -113,22 +120,19 @@ class Config:
                 f"N = {problem.N} is not cut into slices of tile_n = {self.tile_n} columns, "
                 "multiples of 64."
             )
-        if self.chunk_bytes not in (64, 128):
-            raise NotImplementedError(f"{self} has chunks of neither 64 nor 128 bytes.")
-        if self.slots < (least := max(2, self.lead)):
-            raise NotImplementedError(f"{self} has {self.slots} slots, expected {least} or more.")
-        if not 1 <= self.lead <= self.chunks(problem):
+        if self.rows not in (64, 128):
+            raise NotImplementedError(f"{self} has neither 64 nor 128 rows a warpgroup.")
+        if not 1 <= self.in_flight < self.slots:
             raise NotImplementedError(
-                f"{self} has a lead of {self.lead} slots, a tile has {self.chunks(problem)}."
+                f"{self} has {self.slots} slots, expected more than the {self.in_flight} in flight."
             )
         if (size := self.shared_memory_bytes(problem)) > SHARED_MEMORY:
             raise NotImplementedError(
                 f"{self} needs {size} bytes of shared memory, there are {SHARED_MEMORY}."
             )
-        if self.register_split(problem) is None:
+        if (needed := self.registers(problem, holds=False)) > REGISTER_SPLITS[-1][1]:
             raise NotImplementedError(
-                f"{self} needs {self.registers(problem)} registers a thread, there are "
-                f"{REGISTER_SPLITS[-1][1]}."
+                f"{self} needs {needed} registers a thread, there are {REGISTER_SPLITS[-1][1]}."
             )
 
 
@@ -142,9 +146,9 @@ def choose_config(problem: Problem) -> Config:
     if not widths:
         raise NotImplementedError(f"N is {problem.N}, expected a multiple of 64.")
     candidates = [Config(tile_n, slots) for tile_n in widths for slots in range(12, 3, -1)] + [
-        Config(tile_n, slots, chunk_bytes=64, stream_weight=True, lead=4)
+        Config(tile_n, slots, rows=128, stream_weight=True)
         for tile_n in widths
-        for slots in range(12, 6, -1)
+        for slots in range(8, 3, -1)
     ]
     for config in candidates:
         # Narrower slices read the patches more often than streaming reads the weight.
@@ -228,7 +232,7 @@ def run(
     period = _period(problem)
     if table.ndim > 1:
         table = table.reshape(period, problem.N)
-    runs = schedule.runs(M, period, TILE_M, config.workers(problem))
+    runs = schedule.runs(M, period, config.tile_m, config.workers(problem))
     kernel = _kernel(config, problem, M, interpret)
     y = kernel(patches.reshape(M, K), weight, scale, table, jnp.asarray(runs))
     return y.reshape(*leading, problem.N)
@@ -237,16 +241,14 @@ def run(
 def _kernel(config: Config, problem: Problem, M: int, interpret):
     """The kernel for these shapes: (patches [M, K], weight, scale, table, runs) -> y [M, N]."""
     dtype, out_dtype = jnp.dtype(problem.dtype), jnp.dtype(problem.out_dtype)
-    slots, tile_n, streaming = config.slots, config.tile_n, config.stream_weight
-    tile_k = config.chunk_bytes // dtype.itemsize
+    slots, tile_m, tile_n, rows = config.slots, config.tile_m, config.tile_n, config.rows
+    streaming, in_flight = config.stream_weight, config.in_flight
+    tile_k = ROW_BYTES // dtype.itemsize
     chunks, slices = config.chunks(problem), config.slices(problem)
-    # Behind which chunk of one warpgroup the other's turn begins.
-    turn_ends = (config.lead if streaming else chunks) - 1
-    # A streaming slot belongs to both warpgroups.
-    sharers = CONSUMERS if streaming else 1
     has_table, period = len(problem.table) > 1, _period(problem)
+    holds = config.holds(problem)
     feed_registers, multiply_registers = config.register_split(problem)
-    tile = Fragment(out_dtype, tile_n, bool(interpret))
+    tile = Fragment(out_dtype, rows, tile_n, bool(interpret))
 
     def body(patches, weight, scale, table, runs, out, ring, weights, **scratch):
         s = types.SimpleNamespace(**scratch)
@@ -269,19 +271,20 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
             return lax.fori_loop(0, runs.shape[1], step, jnp.int32(0))
 
         def entry_of(tile_number, member):
-            """The ring entry of a tile's first chunk for one warpgroup."""
-            return (tile_number if streaming else tile_number * CONSUMERS + member) * chunks
+            """The ring entry of a warpgroup's first chunk of a tile."""
+            return (tile_number * CONSUMERS + member) * chunks
 
         def slot_of(entry):
             return lax.rem(entry, slots)
 
         def filled(entry, member):
-            """The barrier for one warpgroup: it counts the phases for which that warpgroup waits."""
-            return s.filled.at[slot_of(entry) + (0 if streaming else member * slots)]
+            """A warpgroup's barrier: its phases are those for which that warpgroup waits."""
+            return s.filled.at[member * slots + slot_of(entry)]
 
-        def weight_chunk(k, target):
+        def load_weight(k, target, arrived):
             inner = pl.ds(k * tile_k, tile_k)
-            return tile.copies_of_weight(weight, column, inner, target)
+            for part, place in tile.copies_of_weight(weight, column, inner, target):
+                plgpu.copy_gmem_to_smem(part, place, arrived)
 
         def load_columns():
             columns = pl.ds(column, tile_n)
@@ -291,36 +294,31 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
             if not streaming:
 
                 @pl.loop(0, chunks)
-                def load_weight(k):
-                    for source, target in weight_chunk(k, s.weight_in.at[k]):
-                        plgpu.copy_gmem_to_smem(source, target, s.columns_arrived)
+                def load(k):
+                    load_weight(k, s.weight_in.at[k], s.columns_arrived)
 
         def feed():
-            def feed_chunk(entry, row, k, member):
-                slot = slot_of(entry)
-
-                @pl.when(entry >= slots)
-                def wait():
-                    plgpu.barrier_wait(s.freed.at[slot])
-
-                part = patches.at[pl.ds(row, config.slot_rows), pl.ds(k * tile_k, tile_k)]
-                copies = [(part, s.patches_in.at[slot])]
-                if streaming:
-                    copies += weight_chunk(k, s.weight_in.at[slot])
-                for source, target in copies:
-                    plgpu.copy_gmem_to_smem(source, target, filled(entry, member))
-
             def feed_run(run, tiles):
                 first, count, stride, _ = run
 
                 def feed_tile(j, _):
-                    row = (first + j * stride) * TILE_M
-                    for member in range(1 if streaming else CONSUMERS):
+                    for member in range(CONSUMERS):
+                        row = (first + j * stride) * tile_m + member * rows
                         entry = entry_of(tiles + j, member)
 
                         @pl.loop(0, chunks)
-                        def feed_member(k, entry=entry, member=member):
-                            feed_chunk(entry + k, row + member * ROWS, k, member)
+                        def feed_chunk(k, row=row, entry=entry, member=member):
+                            slot = slot_of(entry + k)
+
+                            @pl.when(entry + k >= slots)
+                            def wait():
+                                plgpu.barrier_wait(s.freed.at[slot])
+
+                            part = patches.at[pl.ds(row, rows), pl.ds(k * tile_k, tile_k)]
+                            arrived = filled(entry + k, member)
+                            plgpu.copy_gmem_to_smem(part, s.patches_in.at[slot], arrived)
+                            if streaming:
+                                load_weight(k, s.weight_in.at[slot], arrived)
 
                 lax.fori_loop(0, count, feed_tile, None)
 
@@ -334,64 +332,69 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
         def multiply_and_store():
             member = warpgroup
             other = CONSUMERS - 1 - member
-            # Which rows of a slot are multiplied here.
-            mine = (pl.ds(member * ROWS, ROWS),) if streaming else ()
             plgpu.barrier_wait(s.columns_arrived)
 
             @pl.when(member == CONSUMERS - 1)
             def first_turn():
                 plgpu.barrier_arrive(s.turn.at[0])
 
-            def free(entry):
-                plgpu.barrier_arrive(s.freed.at[slot_of(entry)])
-
             def multiply(first):
+                def wait_and_free(pending, done):
+                    """Waits for all but the last `pending` products; then chunk `done` is read."""
+                    plgpu.wgmma_wait(pending)
+                    plgpu.barrier_arrive(s.freed.at[slot_of(first + done)])
+
                 def accumulate(accumulator):
                     plgpu.barrier_wait(s.turn.at[member])
                     for k in range(chunks):
                         slot = slot_of(first + k)
                         plgpu.barrier_wait(filled(first + k, member))
-                        plgpu.wgmma(
-                            accumulator,
-                            s.patches.at[(slot, *mine)],
-                            s.weight.at[slot if streaming else k].T,
-                        )
-                        if k == turn_ends:
+                        weight_tile = s.weight.at[slot if streaming else k]
+                        plgpu.wgmma(accumulator, s.patches.at[slot], weight_tile.T)
+                        if k == chunks - 1:
                             plgpu.barrier_arrive(s.turn.at[other])
-                        if k > 0:
-                            plgpu.wgmma_wait(1)
-                            free(first + k - 1)
-                    plgpu.wgmma_wait(0)
-                    free(first + chunks - 1)
+                        if k >= in_flight:
+                            wait_and_free(in_flight, k - in_flight)
+                    for pending in reversed(range(min(in_flight, chunks))):
+                        wait_and_free(pending, chunks - 1 - pending)
                     return accumulator[...]
 
                 kind = jnp.int32 if dtype == jnp.int8 else jnp.float32
-                return pl.run_scoped(accumulate, plgpu.ACC((ROWS, tile_n), kind))
+                return pl.run_scoped(accumulate, plgpu.ACC((rows, tile_n), kind))
 
-            scales = tile.load_columns(s.scale_columns)
-            offsets = None if has_table else tile.load_columns(s.offset_columns)
+            def load_scales(g):
+                return tile.load_columns(s.scale_columns, g)
 
-            def store(accumulator, held, row):
+            def load_offsets(g, row):
+                """What is added to group g: of the table from `row` on, or the offsets."""
+                if has_table:
+                    return tile.load_rows(table, row, column, g, period)
+                return tile.load_columns(s.offset_columns, g)
+
+            held_scales = [load_scales(g) for g in range(tile.groups if holds else 0)]
+
+            def store(accumulator, held, table_row, row):
                 for g, y in enumerate(tile.regroup(accumulator)):
-                    y = y.astype(jnp.float32) * lax.broadcast_in_dim(scales[g], y.shape, (1,))
-                    if has_table:
-                        y += tile.pinned(held[g]).astype(jnp.float32)
-                    else:
-                        y += lax.broadcast_in_dim(offsets[g], y.shape, (1,))
-                    tile.store_rows(out, row, column, y.astype(out_dtype), g, M)
+                    factor = held_scales[g] if holds else load_scales(g)
+                    term = tile.pinned(held[g]) if holds else load_offsets(g, table_row)
+                    y = y.astype(jnp.float32) * lax.broadcast_in_dim(factor, y.shape, (1,))
+                    if not has_table:
+                        term = lax.broadcast_in_dim(term, y.shape, (1,))
+                    y = (y + term.astype(jnp.float32)).astype(out_dtype)
+                    tile.store_rows(out, row, column, g, y, inside=M % tile_m == 0)
 
             def visit(run, tiles):
                 first, count, stride, table_row = run
 
                 @pl.when(count > 0)
                 def walk():
-                    held = has_table and tile.load_rows(
-                        table, table_row + member * ROWS, column, period
-                    )
+                    table_rows = table_row + member * rows
+                    held = [load_offsets(g, table_rows) for g in range(tile.groups if holds else 0)]
 
                     def visit_tile(j, _):
                         accumulator = multiply(entry_of(tiles + j, member))
-                        store(accumulator, held, (first + j * stride) * TILE_M + member * ROWS)
+                        row = (first + j * stride) * tile_m + member * rows
+                        store(accumulator, held, table_rows, row)
 
                     lax.fori_loop(0, count, visit_tile, None)
 
@@ -417,16 +420,14 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
 
     def swizzled(*shape, tiled=False):
         tiling = (plgpu.TilingTransform((8, shape[-1])),) if tiled else ()
-        return plgpu.SMEM(
-            shape, dtype, transforms=(*tiling, plgpu.SwizzleTransform(config.chunk_bytes))
-        )
+        return plgpu.SMEM(shape, dtype, transforms=(*tiling, plgpu.SwizzleTransform(ROW_BYTES)))
 
     # TMA writes patches untiled, so that any number of rows will do, and the weight in the order of
     # `fragment.py`; wgmma reads both tiled. The interpreter has no memory with two views.
     two_views = (lambda *views: views) if interpret else plgpu.RefUnion
     kept = slots if streaming else chunks
     columns = plgpu.SMEM((tile_n,), jnp.float32)
-    weight_arrivals = tile.weight_copies
+    weight_copies = tile.weight_copies
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((M, problem.N), out_dtype),
@@ -438,8 +439,7 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         scratch_types=dict(
             ring=two_views(
-                swizzled(slots, config.slot_rows, tile_k),
-                swizzled(slots, config.slot_rows, tile_k, tiled=True),
+                swizzled(slots, rows, tile_k), swizzled(slots, rows, tile_k, tiled=True)
             ),
             weights=two_views(
                 swizzled(kept, *tile.weight_shape(tile_k)),
@@ -448,13 +448,13 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
             scale_columns=columns,
             offset_columns=columns,
             columns_arrived=plgpu.Barrier(
-                num_arrivals=1 + (not has_table) + (0 if streaming else chunks * weight_arrivals)
+                num_arrivals=1 + (not has_table) + (0 if streaming else chunks * weight_copies)
             ),
             filled=plgpu.Barrier(
-                num_arrivals=1 + (weight_arrivals if streaming else 0),
-                num_barriers=slots if streaming else CONSUMERS * slots,
+                num_arrivals=1 + (weight_copies if streaming else 0),
+                num_barriers=CONSUMERS * slots,
             ),
-            freed=plgpu.Barrier(num_arrivals=sharers, num_barriers=slots),
+            freed=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
             turn=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
         ),
     )
