@@ -65,41 +65,46 @@ CASES = {
         Config(64, 4),
     ),
     "no table": ((3, 72, 256), 128, "int8", "none", Config(128, 4)),
-    "one chunk a tile": ((6, 64, 128), 64, "int8", "shared", Config(64, 2, in_flight=1)),
+    "one chunk a tile": ((6, 64, 128), 64, "int8", "shared", Config(64, 2)),
     "streamed weight": ((5, 72, 256), 128, "int8", "shared", Config(128, 3, 64, True)),
     "streamed weight, tiles of 256 rows": (
         (9, 64, 256),
         128,
         "float8_e4m3fn",
         "shared",
-        Config(128, 5, 128, True, 3),
+        Config(128, 5, 128, True),
     ),
-    "streamed weight, one product in flight": (
+    "streamed weight, two slots": (
         (9, 64, 256),
         64,
         "int8",
         "shared",
-        Config(64, 4, 64, True, 1),
+        Config(64, 2, 64, True),
     ),
     "streamed weight, tables of their own": (
         (3, 96, 256),
         64,
         "bfloat16",
         "per image",
-        Config(64, 3, 128, True, 2),
+        Config(64, 3, 128, True),
     ),
     "streamed weight, no table": (
         (3, 40, 256),
         64,
         "bfloat16",
         "none",
-        Config(64, 5, 128, True, 1),
+        Config(64, 5, 128, True),
     ),
 }
 
 
-@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("case", CASES)
+FLOAT32_CASES = ["a tail", "no table", "a phase change inside a worker", "streamed weight"]
+
+
+@pytest.mark.parametrize(
+    "case, out_dtype",
+    [(case, "bfloat16") for case in CASES] + [(case, "float32") for case in FLOAT32_CASES],
+)
 def test_interpreted_it_equals_xla_without_a_race(case, out_dtype):
     patches, N, dtype, table, config = CASES[case]
     operands = draw_operands(len(case), patches, N, dtype, table)
@@ -107,9 +112,16 @@ def test_interpreted_it_equals_xla_without_a_race(case, out_dtype):
     assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype))
 
 
-@pytest.mark.parametrize("name", ["wait_smem_to_gmem", "barrier_wait"])
-def test_a_missing_wait_is_noticed(monkeypatch, name):
-    monkeypatch.setattr(mosaic_sm90.plgpu, name, lambda *_, **__: None)
+# By the number of barriers of each kind, for a ring of 3 slots.
+@pytest.mark.parametrize("barriers", [(6,), (3,), ()], ids=["filled", "freed", "columns_arrived"])
+def test_a_missing_wait_is_noticed(monkeypatch, barriers):
+    barrier_wait = mosaic_sm90.plgpu.barrier_wait
+
+    def forgetful_wait(barrier):
+        if getattr(barrier, "ref", barrier).aval.shape != barriers:
+            barrier_wait(barrier)
+
+    monkeypatch.setattr(mosaic_sm90.plgpu, "barrier_wait", forgetful_wait)
     patches, N, dtype, table, config = CASES["many tiles a run"]
     operands = draw_operands(0, patches, N, dtype, table)
     with pytest.raises(Exception, match=r"(?i)race|wait|drain"):
@@ -162,9 +174,10 @@ def test_it_says_why_it_cannot_serve(change, target, text):
         (Config(96, 4), "multiples of 64"),
         (Config(512, 4), "multiples of 64"),
         (Config(192, 16), "bytes of shared memory"),
-        (Config(192, 2), "3 are in use at the same time"),
-        (Config(64, 1), "2 are in use at the same time"),
-        (Config(256, 4, True), "registers a thread"),
+        (Config(64, 17), "not 2 to 16 slots"),
+        (Config(64, 1), "not 2 to 16 slots"),
+        (Config(64, 4, rows=96), "neither 64 nor 128 rows"),
+        (Config(256, 4, rows=128, stream_weight=True), "registers a thread"),
     ],
 )
 def test_a_config_refuses_what_does_not_fit(config, text):

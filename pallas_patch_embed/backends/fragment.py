@@ -206,13 +206,10 @@ class Fragment:
             def whole():
                 target[pl.ds(row, self.rows), columns] = group
 
-            @pl.when(row + self.rows > M)
+            @pl.when((row < M) & (row + self.rows > M))
             def tail():
-                for i in range(self.rows):
-
-                    @pl.when(row + i < M)
-                    def one(i=i):
-                        target[pl.ds(row + i, 1), columns] = group[i : i + 1]
+                left = M % self.rows
+                target[pl.ds(row, left), columns] = group[:left]
 
             return
 

@@ -41,12 +41,17 @@ ROW_BYTES = 128
 # The warpgroups that multiply.
 CONSUMERS = 2
 
+# Mosaic has up to 32 barriers in an array, and a slot has one for each of these warpgroups.
+MOST_SLOTS = 32 // CONSUMERS
+
 # Registers that setmaxnreg gives a thread of the feeding and of the two multiplying warpgroups, of
 # the 168 that each has at launch: 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = 3 * 128 * 168.
 REGISTER_SPLITS = ((40, 232), (24, 240))
 
-# What a multiplying thread needs beside accumulators, scales and table, read from ptxas.
+# What a multiplying thread needs beside accumulators, scales and table, and how much more if it
+# holds the latter two, read from ptxas: less than this and it spills.
 OTHER_REGISTERS = 48
+HOLDING_REGISTERS = {"bfloat16": 0, "float32": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +63,12 @@ class Config:
       slots: depth of the ring; a slot holds 128 bytes of K of a warpgroup's rows.
       rows: of a warpgroup's half of a tile, 64 or 128.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
-      in_flight: slots whose products may be under way at the same time.
     """
 
     tile_n: int
     slots: int
     rows: int = 64
     stream_weight: bool = False
-    in_flight: int = 2
 
     @property
     def tile_m(self) -> int:
@@ -102,7 +105,8 @@ class Config:
         """
         accumulators, columns = self.rows * self.tile_n // 128, self.tile_n // 4
         table = accumulators // 2 if len(problem.table) > 1 else columns
-        return accumulators + (columns + table if holds else 0) + OTHER_REGISTERS
+        held = columns + table + HOLDING_REGISTERS[problem.out_dtype] if holds else 0
+        return accumulators + held + OTHER_REGISTERS
 
     def holds(self, problem: Problem) -> bool:
         """Whether scales and table stay in registers."""
@@ -122,10 +126,8 @@ class Config:
             )
         if self.rows not in (64, 128):
             raise NotImplementedError(f"{self} has neither 64 nor 128 rows a warpgroup.")
-        if not 1 <= self.in_flight < self.slots:
-            raise NotImplementedError(
-                f"{self} has {self.slots} slots, expected more than the {self.in_flight} in flight."
-            )
+        if not 2 <= self.slots <= MOST_SLOTS:
+            raise NotImplementedError(f"{self} has not 2 to {MOST_SLOTS} slots.")
         if (size := self.shared_memory_bytes(problem)) > SHARED_MEMORY:
             raise NotImplementedError(
                 f"{self} needs {size} bytes of shared memory, there are {SHARED_MEMORY}."
@@ -145,21 +147,35 @@ def choose_config(problem: Problem) -> Config:
     widths = [n for n in (192, 128, 64) if problem.N % n == 0]
     if not widths:
         raise NotImplementedError(f"N is {problem.N}, expected a multiple of 64.")
-    candidates = [Config(tile_n, slots) for tile_n in widths for slots in range(12, 3, -1)] + [
-        Config(tile_n, slots, rows=128, stream_weight=True)
-        for tile_n in widths
-        for slots in range(8, 3, -1)
-    ]
-    for config in candidates:
-        # Narrower slices read the patches more often than streaming reads the weight.
-        if not config.stream_weight and problem.dtype == "bfloat16":
-            continue
+
+    def blocks(config):
+        tiles = -(-math.prod(problem.patches[:-1]) // config.tile_m)
+        return tiles * config.slices(problem)
+
+    def fits(config):
         try:
             config.check(problem)
         except NotImplementedError:
-            continue
+            return False
+        return True
+
+    def deepest(least_slots, **choices):
+        """The config with the most slots that fits, None if none does."""
+        candidates = (
+            Config(slots=slots, **choices) for slots in range(MOST_SLOTS, least_slots - 1, -1)
+        )
+        return next(filter(fits, candidates), None)
+
+    # Slices of 64 columns read the patches more often than streaming reads the weight, and with
+    # fewer than 8 slots of 8 KiB the tensor cores wait for the memory.
+    stationary = [deepest(8, tile_n=tile_n) for tile_n in widths if tile_n >= 128]
+    streaming = [deepest(4, tile_n=tile_n, rows=128, stream_weight=True) for tile_n in widths]
+    config = next(filter(None, stationary + streaming))
+    if blocks(config) >= MULTIPROCESSORS:
         return config
-    raise NotImplementedError(f"no config of this kernel fits {problem}.")
+    # A small problem is spread over more multiprocessors.
+    narrow = [deepest(4, tile_n=widths[-1], stream_weight=stream) for stream in (False, True)]
+    return next(filter(None, narrow))
 
 
 def why_not(problem: Problem, target: Target | None) -> str | None:
@@ -242,7 +258,7 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
     """The kernel for these shapes: (patches [M, K], weight, scale, table, runs) -> y [M, N]."""
     dtype, out_dtype = jnp.dtype(problem.dtype), jnp.dtype(problem.out_dtype)
     slots, tile_m, tile_n, rows = config.slots, config.tile_m, config.tile_n, config.rows
-    streaming, in_flight = config.stream_weight, config.in_flight
+    streaming = config.stream_weight
     tile_k = ROW_BYTES // dtype.itemsize
     chunks, slices = config.chunks(problem), config.slices(problem)
     has_table, period = len(problem.table) > 1, _period(problem)
@@ -339,10 +355,10 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
                 plgpu.barrier_arrive(s.turn.at[0])
 
             def multiply(first):
-                def wait_and_free(pending, done):
-                    """Waits for all but the last `pending` products; then chunk `done` is read."""
+                def free(k, *, pending):
+                    """Frees the slot of chunk k, behind which `pending` chunks are multiplied."""
                     plgpu.wgmma_wait(pending)
-                    plgpu.barrier_arrive(s.freed.at[slot_of(first + done)])
+                    plgpu.barrier_arrive(s.freed.at[slot_of(first + k)])
 
                 def accumulate(accumulator):
                     plgpu.barrier_wait(s.turn.at[member])
@@ -353,10 +369,9 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
                         plgpu.wgmma(accumulator, s.patches.at[slot], weight_tile.T)
                         if k == chunks - 1:
                             plgpu.barrier_arrive(s.turn.at[other])
-                        if k >= in_flight:
-                            wait_and_free(in_flight, k - in_flight)
-                    for pending in reversed(range(min(in_flight, chunks))):
-                        wait_and_free(pending, chunks - 1 - pending)
+                        if k > 0:
+                            free(k - 1, pending=1)
+                    free(chunks - 1, pending=0)
                     return accumulator[...]
 
                 kind = jnp.int32 if dtype == jnp.int8 else jnp.float32
@@ -365,22 +380,27 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
             def load_scales(g):
                 return tile.load_columns(s.scale_columns, g)
 
-            def load_offsets(g, row):
-                """What is added to group g: of the table from `row` on, or the offsets."""
+            def load_terms(g, row):
+                """What is added to group g: rows of the table from `row` on, or the offsets."""
                 if has_table:
                     return tile.load_rows(table, row, column, g, period)
                 return tile.load_columns(s.offset_columns, g)
 
-            held_scales = [load_scales(g) for g in range(tile.groups if holds else 0)]
+            def hold(load):
+                return [load(g) for g in range(tile.groups)] if holds else None
 
-            def store(accumulator, held, table_row, row):
+            held_scales = hold(load_scales)
+
+            def store(accumulator, held_terms, table_row, row):
                 for g, y in enumerate(tile.regroup(accumulator)):
-                    factor = held_scales[g] if holds else load_scales(g)
-                    term = tile.pinned(held[g]) if holds else load_offsets(g, table_row)
-                    y = y.astype(jnp.float32) * lax.broadcast_in_dim(factor, y.shape, (1,))
+                    scales = held_scales[g] if holds else load_scales(g)
+                    terms = held_terms[g] if holds else load_terms(g, table_row)
                     if not has_table:
-                        term = lax.broadcast_in_dim(term, y.shape, (1,))
-                    y = (y + term.astype(jnp.float32)).astype(out_dtype)
+                        terms = lax.broadcast_in_dim(terms, y.shape, (1,))
+                    elif holds:
+                        terms = tile.pinned(terms)
+                    y = y.astype(jnp.float32) * lax.broadcast_in_dim(scales, y.shape, (1,))
+                    y = (y + terms.astype(jnp.float32)).astype(out_dtype)
                     tile.store_rows(out, row, column, g, y, inside=M % tile_m == 0)
 
             def visit(run, tiles):
@@ -389,12 +409,12 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
                 @pl.when(count > 0)
                 def walk():
                     table_rows = table_row + member * rows
-                    held = [load_offsets(g, table_rows) for g in range(tile.groups if holds else 0)]
+                    held_terms = hold(lambda g: load_terms(g, table_rows))
 
                     def visit_tile(j, _):
                         accumulator = multiply(entry_of(tiles + j, member))
                         row = (first + j * stride) * tile_m + member * rows
-                        store(accumulator, held, table_rows, row)
+                        store(accumulator, held_terms, table_rows, row)
 
                     lax.fori_loop(0, count, visit_tile, None)
 
