@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from bounds import assert_bit_equal
+from gpu import pairwise
 
 from pallas_patch_embed.backends import mosaic_sm90, xla
 from pallas_patch_embed.backends.mosaic_sm90 import Config, choose_config, why_not
@@ -47,7 +49,7 @@ def interpreted(operands, out_dtype, config):
 
 @pytest.fixture(autouse=True)
 def four_multiprocessors(monkeypatch):
-    monkeypatch.setattr(mosaic_sm90, "MULTIPROCESSORS", 4)
+    monkeypatch.setattr(mosaic_sm90, "multiprocessors", lambda: 4)
 
 
 # The interpreter has no untiled view of the ring: rows are multiples of 8 here.
@@ -130,7 +132,7 @@ def test_a_missing_wait_is_noticed(monkeypatch, barriers):
     monkeypatch.setattr(mosaic_sm90.plgpu, "barrier_wait", forgetful_wait)
     patches, N, dtype, table, config = CASES["many tiles a run"]
     operands = draw_operands(0, patches, N, dtype, table)
-    with pytest.raises(Exception, match="RACE DETECTED|no threads observed"):
+    with pytest.raises(Exception, match=r"RACE DETECTED|no threads observed"):
         interpreted(operands, "bfloat16", config)
 
 
@@ -194,3 +196,11 @@ def test_no_rows_give_an_empty_result():
     operands = draw_operands(0, (0, 4, 128), 64, "int8", "shared")
     y = mosaic_sm90.run(*operands, out_dtype="bfloat16")
     assert y.shape == (0, 4, 64) and y.dtype == jnp.bfloat16
+
+
+def test_the_programs_for_a_GPU_are_a_pairwise_cover():
+    programs = list(pairwise())
+    assert len(programs) <= 60
+    for a, b in itertools.combinations(range(4), 2):
+        values = [{program[x] for program in programs} for x in (a, b)]
+        assert {(p[a], p[b]) for p in programs} == set(itertools.product(*values))

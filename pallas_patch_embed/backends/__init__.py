@@ -11,11 +11,11 @@ import dataclasses
 from types import ModuleType
 from typing import NamedTuple
 
-from pallas_patch_embed.backends import xla
+from pallas_patch_embed.backends import mosaic_sm90, xla
 from pallas_patch_embed.problem import Problem, Target
 
 # In the order in which they are tried.
-BACKENDS: dict[str, ModuleType] = {"xla": xla}
+BACKENDS: dict[str, ModuleType] = {"mosaic_sm90": mosaic_sm90, "xla": xla}
 
 
 def backends() -> tuple[str, ...]:

@@ -1,0 +1,131 @@
+"""What a kernel has to pass on a GPU: every element, fresh inputs, poisoned outputs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_patch_embed.problem import NAMED_SHAPES, named_shape, padded
+
+DTYPES = ("float8_e4m3fn", "int8", "bfloat16")
+OUT_DTYPES = ("bfloat16", "float32")
+RUNS = 20
+
+
+def gpu():
+    """The first GPU that JAX sees; None if there is none."""
+    try:
+        return jax.devices("cuda")[0]
+    except RuntimeError:
+        return None
+
+
+def draw(key, shape, dtype, B):
+    """Random operands of a named shape; NaFlex has a table for every image."""
+    S, N, K = shape.S, shape.N, padded(shape.K)
+    keys = jax.random.split(key, 4)
+    if dtype == "int8":
+        bits = functools.partial(jax.random.bits, dtype=jnp.uint8)
+        patches = lax.bitcast_convert_type(bits(keys[0], (B, S, K)), jnp.int8)
+        weight = lax.bitcast_convert_type(bits(keys[1], (N, K)), jnp.int8)
+    else:
+        patches = jax.random.uniform(keys[0], (B, S, K), jnp.float32, -1, 1).astype(dtype)
+        weight = (64 * jax.random.normal(keys[1], (N, K))).astype(dtype)
+    # Terms as large as the product, some of which cancel it.
+    scale = jnp.exp(jax.random.normal(keys[2], (N,)))
+    magnitude = 74 * 74 * K**0.5 if dtype == "int8" else 37 * K**0.5
+    table_shape = (B, S, N) if shape.name.startswith("NaFlex") else (S, N)
+    table = (magnitude * scale * jax.random.normal(keys[3], table_shape)).astype(jnp.bfloat16)
+    return patches, weight, scale, table
+
+
+def ulp(x, out_dtype):
+    """The distance of neighbouring numbers of out_dtype at |x|."""
+    bits = {"bfloat16": 7, "float32": 23}[out_dtype]
+    exponent = jnp.frexp(jnp.maximum(jnp.abs(x), 2.0**-120))[1] - 1
+    return jnp.ldexp(jnp.float32(1), exponent - bits)
+
+
+def float8_error(patches, weight):
+    """A bound of the error of Hopper's float8 products, [..., S, N], before the scale.
+
+    The tensor cores align the products of one step and the accumulator to the largest of them, and
+    cut what is below its 13th fraction bit (arXiv 2512.07004): every addend, and the sum, errs by
+    less than 2^-13 of the largest. A step has 16 or 32 products; with 16, the sums between are more
+    and the bound holds for both.
+    """
+    step = 16
+    parts = [
+        jnp.moveaxis(x.astype(jnp.float32).reshape(*x.shape[:-1], -1, step), -2, 0)
+        for x in (patches, weight)
+    ]
+
+    def add(carry, part):
+        total, error = carry
+        p, w = part
+        largest = jnp.abs(p).max(-1)[..., None] * jnp.abs(w).max(-1)
+        after = total + jnp.einsum("...sk,nk->...sn", p, w, precision="highest")
+        largest = jnp.maximum(largest, jnp.maximum(jnp.abs(total), jnp.abs(after)) + error)
+        return (after, error + (step + 2) * 2.0**-13 * largest), None
+
+    zero = jnp.zeros((*patches.shape[:-1], weight.shape[0]), jnp.float32)
+    return lax.scan(add, (zero, zero), tuple(parts))[0][1]
+
+
+def check(y, operands, out_dtype):
+    """(how many elements are beyond the bound, how many int8 results moved by an ulp).
+
+    The bounds are those of `bounds.assert_agrees`, for a reference that is float32 itself, and
+    `float8_error` instead of float32's accumulation for float8.
+    """
+    patches, weight, scale, table = operands
+    table = table.astype(jnp.float32)
+    y32 = y.astype(jnp.float32)
+    if patches.dtype == jnp.int8:
+        product = jnp.einsum("...sk,nk->...sn", patches, weight, preferred_element_type=jnp.int32)
+        scaled = product.astype(jnp.float32) * scale
+        exact = (scaled + table).astype(out_dtype).astype(jnp.float32)
+        largest = jnp.maximum(jnp.maximum(jnp.abs(scaled), jnp.abs(table)), jnp.abs(exact))
+        wrong = ~(jnp.abs(y32 - exact) <= ulp(largest, out_dtype))
+        return wrong.sum(), (y32 != exact).sum()
+    p, w = patches.astype(jnp.float32), weight.astype(jnp.float32)
+    contract = functools.partial(jnp.einsum, "...sk,nk->...sn", precision="highest")
+    reference = contract(p, w) * scale + table
+    magnitude = contract(jnp.abs(p), jnp.abs(w)) * scale
+    bound = ulp(reference, out_dtype) + 2 * (p.shape[-1] + 3) * 2.0**-24 * magnitude
+    if patches.dtype == jnp.float8_e4m3fn:
+        bound += float8_error(patches, weight) * scale
+    return (~(jnp.abs(y32 - reference) <= bound)).sum(), jnp.int32(0)
+
+
+def poisoned(operands, shape, dtype):
+    """The operands, behind a NaN array of the output's size whose memory is free again then."""
+    poison = lax.optimization_barrier(jnp.full(shape, jnp.nan, dtype))
+    patches, poison_read = lax.optimization_barrier((operands[0], poison.reshape(-1)[-1]))
+    return (patches, *operands[1:]), poison_read
+
+
+def runs_of(run, shape, dtype, out_dtype, B):
+    """(beyond the bound, moved, elements, NaN read from the poison) over fresh inputs, one jit."""
+
+    def once(key):
+        operands = draw(key, shape, dtype, B)
+        operands, read = poisoned(operands, (B, shape.S, shape.N), out_dtype)
+        return *check(run(*operands, out_dtype=out_dtype), operands, out_dtype), read
+
+    keys = jax.random.split(jax.random.key(shape.S * shape.N + B), RUNS)
+    beyond, moved, read = jax.jit(lambda keys: lax.map(once, keys))(keys)
+    assert jnp.isnan(read).all()
+    return int(beyond.sum()), int(moved.sum()), RUNS * B * shape.S * shape.N
+
+
+def pairwise():
+    """Programs in which every two of (shape, B), (dtype, B), ... meet: 3 a shape."""
+    batches = (1, 3, 67)
+    for i, shape in enumerate(NAMED_SHAPES):
+        for j, B in enumerate(batches):
+            yield shape, DTYPES[(i + j) % 3], OUT_DTYPES[(i // 3 + j) % 2], B
+
+
+PROGRAMS = [*pairwise(), *((named_shape("B/16 224"), dtype, "bfloat16", 4736) for dtype in DTYPES)]

@@ -1,0 +1,209 @@
+"""The Hopper kernel on a Hopper GPU."""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu import DTYPES, PROGRAMS, RUNS, draw, gpu, runs_of
+from jax import lax
+
+import pallas_patch_embed as ppe
+from pallas_patch_embed.backends import mosaic_sm90, xla
+from pallas_patch_embed.problem import Target, named_shape
+
+TESTS = Path(__file__).parent
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        gpu() is None or Target.of(gpu()).compute_capability != (9, 0),
+        reason="no GPU of compute capability 9.0",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu():
+    with jax.default_device(gpu()):
+        yield
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, out_dtype, B",
+    PROGRAMS,
+    ids=lambda x: getattr(x, "name", str(x)).replace(" ", "-"),
+)
+def test_every_element_agrees(shape, dtype, out_dtype, B):
+    beyond, moved, elements = runs_of(mosaic_sm90.run, shape, dtype, out_dtype, B)
+    assert beyond == 0, f"{beyond} of {elements}"
+    # float32 results move wherever the sum is rounded once instead of twice.
+    assert out_dtype == "float32" or moved <= max(1, 1e-4 * elements)
+
+
+def test_xlas_float8_product_is_within_the_same_bound():
+    assert runs_of(xla.run, named_shape("B/16 256"), "float8_e4m3fn", "float32", 67)[0] == 0
+
+
+def test_a_kernel_that_forgets_an_element_is_noticed():
+    """The check of the checks: outputs are poisoned, and one wrong element is found."""
+    shape = named_shape("B/16 224")
+
+    def forgets_all(patches, weight, scale, table, *, out_dtype):
+        def nothing(patches, out):
+            pass
+
+        S, N = shape.S, shape.N
+        kernel = plgpu.kernel(
+            nothing, out_type=jax.ShapeDtypeStruct((len(patches) * S, N), out_dtype)
+        )
+        return kernel(patches).reshape(len(patches), S, N)
+
+    def forgets_one(*operands, out_dtype):
+        y = mosaic_sm90.run(*operands, out_dtype=out_dtype)
+        return y.at[2, 195, 767].set(jnp.nan)
+
+    beyond, _, elements = runs_of(forgets_all, shape, "int8", "bfloat16", 3)
+    assert beyond == elements
+    assert runs_of(forgets_one, shape, "int8", "bfloat16", 3)[0] == RUNS
+
+
+@pytest.fixture
+def small():
+    """Operands of 3 images of So400m/14, M % 8 = 3, and what the kernel makes of them."""
+    operands = draw(jax.random.key(5), named_shape("So400m/14 384"), "int8", 3)
+    run = jax.jit(functools.partial(mosaic_sm90.run, out_dtype="bfloat16"))
+    return run, operands, run(*operands)
+
+
+def same(a, b):
+    return bool((a == b).all())
+
+
+def test_ten_thousand_launches_give_the_same_bits(small):
+    run, operands, expected = small
+
+    @jax.jit
+    def changed(operands):
+        def launch(_, count):
+            inputs, count = lax.optimization_barrier((operands, count))
+            return count + (run(*inputs) != expected).sum()
+
+        return lax.fori_loop(0, 10_000, launch, 0)
+
+    assert changed(operands) == 0
+
+
+def test_command_buffers_give_the_same_result(small):
+    run, operands, expected = small
+
+    def twice(*operands):
+        y = run(*operands)
+        patches, y = lax.optimization_barrier((operands[0], y))
+        return y, run(patches, *operands[1:])
+
+    options = {
+        "xla_gpu_graph_min_graph_size": 1,
+        "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
+    }
+    graph = jax.jit(twice).lower(*operands).compile(options)
+    for _ in range(RUNS):
+        assert all(same(y, expected) for y in graph(*operands))
+
+
+def test_two_threads_do_not_disturb_each_other():
+    shape = named_shape("B/16 256")
+    run = jax.jit(functools.partial(mosaic_sm90.run, out_dtype="bfloat16"))
+    drawn = [draw(jax.random.key(i), shape, "float8_e4m3fn", 5 + i) for i in range(2)]
+    expected = [run(*operands) for operands in drawn]
+    wrong = []
+
+    def work(i):
+        with jax.default_device(gpu()):
+            wrong.extend(i for _ in range(200) if not same(run(*drawn[i]), expected[i]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_donated_patches_are_read_before_they_are_written():
+    shape = named_shape("B/16 224")
+    run = functools.partial(mosaic_sm90.run, out_dtype="bfloat16")
+    operands = draw(jax.random.key(9), shape, "bfloat16", 64)
+    expected = jax.jit(run)(*operands)
+    for _ in range(RUNS):
+        patches = operands[0] + 0
+        # K = N: the result has the size of the donated patches.
+        assert same(jax.jit(run, donate_argnums=0)(patches, *operands[1:]), expected)
+        assert patches.is_deleted()
+
+
+def params_of(dtype, shape):
+    rng = np.random.default_rng(3)
+    kernel = rng.normal(0, 1, (shape.patch, shape.patch, 3, shape.N))
+    bias, positions = rng.normal(0, 1, shape.N), rng.normal(0, 1, (shape.S, shape.N))
+    return ppe.pack(kernel, bias, positions, patch_size=shape.patch, grid=shape.grid, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_chosen_and_vmap_shard_map_and_jit_agree(dtype):
+    shape = named_shape("So400m/14 224")
+    params = jax.device_put(params_of(dtype, shape), gpu())
+    images = np.random.default_rng(4).integers(0, 256, (6, 224, 224, 3), np.uint8)
+    patches = ppe.patchify(jnp.asarray(images), params)
+    assert ppe.explain(patches, params).chosen == "mosaic_sm90"
+    embed = functools.partial(ppe.patch_embed, params=params)
+    y = jax.jit(embed)(patches)
+    assert same(y, ppe.patch_embed(patches, params, backend="mosaic_sm90"))
+    for count in (1, 2):
+        batched = patches.reshape(*(2, 3)[:count], -1, *patches.shape[1:])
+        mapped = embed
+        for _ in range(count):
+            mapped = jax.vmap(mapped)
+        assert same(jax.jit(mapped)(batched).reshape(y.shape), y)
+    assert same(jax.jit(jax.vmap(embed, in_axes=1, out_axes=1))(patches[:, None])[:, 0], y)
+    assert same(ppe.embed_images(jnp.asarray(images), params), y)
+
+
+SANITIZED = """
+import gpu, jax
+from pallas_patch_embed.backends import mosaic_sm90
+from pallas_patch_embed.problem import NamedShape
+for dtype, out_dtype, N, patch in (
+    ("int8", "bfloat16", 192, 16),
+    ("bfloat16", "float32", 64, 32),
+    ("float8_e4m3fn", "bfloat16", 128, 14),
+):
+    shape = NamedShape("small", patch, 5 * patch, N)
+    operands = gpu.draw(jax.random.key(0), shape, dtype, 3)
+    y = mosaic_sm90.run(*operands, out_dtype=out_dtype)
+    assert gpu.check(y, operands, out_dtype)[0] == 0
+"""
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_compute_sanitizer_finds_nothing(tool):
+    command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "regex:mosaic_gpu"]
+    command += ["--error-exitcode", "99", sys.executable, "-c", SANITIZED]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=TESTS,
+        env={**os.environ, "JAX_PLATFORMS": "cuda", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+    assert "ERROR SUMMARY: 0 errors" in result.stdout or tool == "racecheck"
