@@ -1,10 +1,11 @@
-"""The headline problem beside its peers: 4736 images of B/16 at 224, [928256, 768] x [768, 768]^T.
+"""The operator beside its peers, by default on the headline problem: 4736 images of B/16 at 224.
 
-  python -m benchmarks.headline [--dtypes float8_e4m3fn int8 bfloat16] [--images 4736]
+  python -m benchmarks.headline [--shape "B/16 224"] [--images 4736] [--dtypes int8 bfloat16]
 
 Prints burst and sustained times of the fused operator (scale, positions, one rounding), of the bare
 matrix product in both layouts of the weight, and of XLA's product with the table behind it, with
-the ceilings of the memory, all interleaved in one run.
+the ceilings of the memory, all interleaved in one run; for up to 64 images also the wall time of
+one call.
 """
 
 import argparse
@@ -14,19 +15,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import timing
-from benchmarks.timing import Contender
+from benchmarks.timing import Contender, Timing
 from pallas_patch_embed.backends import mosaic_sm90, xla
-from pallas_patch_embed.problem import named_shape, padded
+from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, named_shape, padded
 
-HEADLINE = named_shape("B/16 224")
-
-# A burst in which cuBLAS's float8 product takes longer says nothing about an H200.
+# A burst of the headline problem in which cuBLAS's float8 product takes longer says nothing about
+# an H200.
+HEADLINE = ("B/16 224", 4736)
 SLOWEST_PEER_MS = 0.88
 
+# Up to so many images the time of one call counts, beyond it that of a pipeline.
+LATENCY_IMAGES, SUSTAINED_IMAGES = 64, 1024
 
-def draw(dtype: str, images: int) -> tuple[jax.Array, ...]:
+
+def draw(shape: NamedShape, dtype: str, images: int) -> tuple[jax.Array, ...]:
     """Random patches [B, S, K], weight [N, K], scale [N] and table [S, N] on the device."""
-    S, N, K = HEADLINE.S, HEADLINE.N, padded(HEADLINE.K)
+    S, N, K = shape.S, shape.N, padded(shape.K)
     keys = jax.random.split(jax.random.key(0), 4)
 
     @jax.jit
@@ -59,11 +63,11 @@ def without_barrier(patches, weight, scale, table):
     return (accumulator.astype(jnp.float32) * scale + table).astype(jnp.bfloat16)
 
 
-def contenders(dtypes: list[str], images: int) -> dict[str, Contender]:
+def contenders(shape: NamedShape, dtypes: list[str], images: int) -> dict[str, Contender]:
     """Everything that is compared, by name."""
     found = {}
     for dtype in dtypes:
-        operands = draw(dtype, images)
+        operands = draw(shape, dtype, images)
         patches, weight = operands[:2]
         fused = jax.jit(lambda *x: mosaic_sm90.run(*x, out_dtype="bfloat16"))
         definition = jax.jit(lambda *x: xla.run(*x, out_dtype="bfloat16"))
@@ -89,43 +93,54 @@ def contenders(dtypes: list[str], images: int) -> dict[str, Contender]:
     return found
 
 
+def show(title: str, found: dict[str, Timing], dtypes: list[str], moved: dict[str, int]) -> None:
+    """Prints one table: times, and their ratios to the bare products."""
+    print(f"\n{title}")
+    peers = {
+        dtype: min(t.milliseconds for n, t in found.items() if n.startswith(f"{dtype} bare"))
+        for dtype in dtypes
+    }
+    float8 = peers.get("float8_e4m3fn")
+    for name, timing_found in found.items():
+        text, ms = f"{name:40} {timing_found}", timing_found.milliseconds
+        if name in moved:
+            text += f"  {moved[name] / ms / 1e9:.2f} TB/s"
+        else:
+            text += f"  {ms / peers[name.split()[0]]:.3f} of its bare product"
+            text += f"  {ms / float8:.3f} of float8's" if float8 else ""
+        print(text)
+
+
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [shape.name for shape in NAMED_SHAPES]
+    parser.add_argument("--shape", choices=names, default=HEADLINE[0], metavar="NAME")
+    parser.add_argument("--images", type=int, nargs="+", default=[HEADLINE[1]])
     parser.add_argument("--dtypes", nargs="+", default=["float8_e4m3fn", "int8", "bfloat16"])
-    parser.add_argument("--images", type=int, default=4736)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.5, help="of a sustained turn")
     chosen = parser.parse_args()
     print(timing.versions())
-    compared = contenders(chosen.dtypes, chosen.images)
     limits = timing.ceilings(0.7)
-    bursts = timing.burst(
-        compared | {name: contender for name, (contender, _) in limits.items()},
-        rounds=chosen.rounds,
-    )
-    lasting = {n: c for n, c in compared.items() if "mosaic" in n or "bare product" in n}
-    sustained = timing.sustained(lasting, seconds=chosen.seconds)
-    for title, found in (("burst", bursts), ("sustained", sustained)):
-        print(f"\n{title}, {chosen.images} images")
-        peers = {
-            dtype: min(t.milliseconds for n, t in found.items() if n.startswith(f"{dtype} bare"))
-            for dtype in chosen.dtypes
-        }
-        if title == "burst" and peers.get("float8_e4m3fn", 0) > SLOWEST_PEER_MS:
-            print(
-                f"The float8 product needs more than {SLOWEST_PEER_MS} ms: this run does not count."
-            )
-        fastest = peers.get("float8_e4m3fn", min(peers.values()))
-        for name, found_time in found.items():
-            dtype = name.split()[0]
-            text = f"{name:40} {found_time}"
-            if name in limits:
-                text += f"  {limits[name][1] / found_time.milliseconds / 1e9:.2f} TB/s"
-            else:
-                text += f"  {found_time.milliseconds / peers[dtype]:.3f} of its bare product"
-                text += f"  {found_time.milliseconds / fastest:.3f} of float8's"
-            print(text)
+    moved = {name: moved for name, (_, moved) in limits.items()}
+    for images in chosen.images:
+        compared = contenders(named_shape(chosen.shape), chosen.dtypes, images)
+        title = f"{chosen.shape}, {images} images"
+        bursts = timing.burst(
+            compared | {name: contender for name, (contender, _) in limits.items()},
+            rounds=chosen.rounds,
+        )
+        show(f"{title}, burst", bursts, chosen.dtypes, moved)
+        peer = bursts.get("float8_e4m3fn bare product, [N, K]")
+        if (chosen.shape, images) == HEADLINE and peer and peer.milliseconds > SLOWEST_PEER_MS:
+            print(f"float8's product needs more than {SLOWEST_PEER_MS} ms: this does not count.")
+        if images <= LATENCY_IMAGES:
+            show(f"{title}, one call", timing.latency(compared), chosen.dtypes, moved)
+        if images >= SUSTAINED_IMAGES:
+            lasting = {n: c for n, c in compared.items() if "mosaic" in n or "bare product" in n}
+            found = timing.sustained(lasting, seconds=chosen.seconds)
+            show(f"{title}, sustained", found, chosen.dtypes, moved)
 
 
 if __name__ == "__main__":
