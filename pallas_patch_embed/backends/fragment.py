@@ -24,11 +24,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_patch_embed.backends.mosaic import SCALAR, i32, load_rows, places_of
+
 # Rows of a warpgroup's wgmma, and the bytes that a thread moves at once.
 WGMMA_M = 64
 VECTOR_BYTES = 16
-
-SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,28 +141,10 @@ class Fragment:
 
         `column` is where the tile begins.
         """
-        if self.interpret:
-            rows = lax.rem(row + jnp.arange(self.rows), period)
-            return jnp.take(source[:, pl.ds(column + g * self.group, self.group)], rows, axis=0)
-
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), SCALAR, SCALAR),
-            return_type=self._group_of(jnp.bfloat16),
+        kind = self._group_of(jnp.bfloat16)
+        return load_rows(
+            source, row, column, kind, period=period, skip=g * self.group, interpret=self.interpret
         )
-        def loaded(_, source, row, column):
-            element = ir.BF16Type.get()
-            vector = ir.VectorType.get((self.vector,), element)
-            first, offset = self._position(row, column)
-            registers = []
-            for below in self._rows_below():
-                wrapped = arith.remui(arith.addi(first, _i32(below)), _i32(period))
-                pointer = mgpu.utils.getelementptr(
-                    _pointer(source, wrapped, offset), [g * self.group], element
-                )
-                registers.append(llvm.load(vector, pointer))
-            return self._fragmented(registers)
-
-        return loaded(source, row, column)
 
     def pinned(self, group: jax.Array) -> jax.Array:
         """The same group of 2-byte values, computed here.
@@ -176,18 +158,18 @@ class Fragment:
         @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=self._group_of(group.dtype))
         def opaque(_, group):
             n = self.vector // 2
-            i32 = ir.IntegerType.get_signless(32)
-            words, both = ir.VectorType.get((n,), i32), llvm.StructType.get_literal([i32] * n)
+            word = ir.IntegerType.get_signless(32)
+            words, both = ir.VectorType.get((n,), word), llvm.StructType.get_literal([word] * n)
             constraints = ",".join(["=r"] * n + [str(i) for i in range(n)])
             registers = []
             for register in group.registers.flat:
                 packed = mgpu.utils.bitcast(register, words)
-                parts = [llvm.extractelement(packed, _i32(i)) for i in range(n)]
+                parts = [llvm.extractelement(packed, i32(i)) for i in range(n)]
                 found = llvm.inline_asm(both, parts, "", constraints, has_side_effects=True)
                 packed = llvm.mlir_undef(words)
                 for i in range(n):
-                    part = llvm.extractvalue(i32, found, [i])
-                    packed = llvm.insertelement(packed, part, _i32(i))
+                    part = llvm.extractvalue(word, found, [i])
+                    packed = llvm.insertelement(packed, part, i32(i))
                 registers.append(mgpu.utils.bitcast(packed, register.type))
             return self._fragmented(registers)
 
@@ -198,7 +180,7 @@ class Fragment:
 
         `column` is where the tile begins; `inside` says that no tile goes beyond M.
         """
-        M, N = target.shape
+        M = target.shape[0]
         if self.interpret:
             columns = pl.ds(column + g * self.group, self.group)
 
@@ -215,24 +197,20 @@ class Fragment:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, self.layout))
         def stored(_, target, row, column, group):
-            i32 = ir.IntegerType.get_signless(32)
-            words = ir.VectorType.get((4,), i32)
-            first, offset = self._position(row, column)
-            begin = _pointer(target, first, offset)
-            for below, register in zip(self._rows_below(), group.registers.flat, strict=True):
-                where = below * N + g * self.group
-                pointer = mgpu.utils.getelementptr(begin, [where], group.mlir_dtype)
+            word = ir.IntegerType.get_signless(32)
+            words = ir.VectorType.get((4,), word)
+            places = places_of(target, row, column, group.layout, group.shape)
+            for (row, pointer), register in zip(places, group.registers.flat, strict=True):
+                pointer = mgpu.utils.getelementptr(pointer, [g * self.group], group.mlir_dtype)
                 packed = mgpu.utils.bitcast(register, words)
                 if inside:
                     llvm.store(packed, pointer)
                     continue
-                exists = arith.cmpi(
-                    arith.CmpIPredicate.ult, arith.addi(first, _i32(below)), _i32(M)
-                )
-                parts = [llvm.extractelement(packed, _i32(i)) for i in range(4)]
+                exists = arith.cmpi(arith.CmpIPredicate.ult, row, i32(M))
+                parts = [llvm.extractelement(packed, i32(i)) for i in range(4)]
                 llvm.inline_asm(
                     ir.Type.parse("!llvm.void"),
-                    [pointer, *parts, arith.extui(i32, exists)],
+                    [pointer, *parts, arith.extui(word, exists)],
                     "{ .reg .pred p; setp.ne.b32 p, $5, 0;"
                     " @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
                     "l,r,r,r,r,r",
@@ -244,10 +222,6 @@ class Fragment:
     def _group_of(self, dtype) -> plgpu.ShapeDtypeStruct:
         return plgpu.ShapeDtypeStruct((self.rows, self.group), dtype, layout=self.layout)
 
-    def _rows_below(self) -> list[int]:
-        """How far a thread's rows are below its first one."""
-        return [m + half for m in range(0, self.rows, WGMMA_M) for half in (0, 8)]
-
     def _fragmented(self, registers: list, is_signed: bool | None = None) -> mgpu.FragmentedArray:
         """A group from the registers of a thread's rows."""
         layout = self.layout.to_mgpu()
@@ -258,29 +232,3 @@ class Fragment:
             _layout=layout,
             _is_signed=is_signed,
         )
-
-    def _position(self, row, column) -> tuple[ir.Value, ir.Value]:
-        """The first row and the first column of this thread in a tile that begins there."""
-        thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
-        warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
-        below = arith.addi(arith.muli(warp, _i32(16)), arith.divui(lane, _i32(4)))
-        beside = arith.muli(arith.remui(lane, _i32(4)), _i32(self.vector))
-        return (
-            arith.addi(row.registers.item(), below),
-            arith.addi(column.registers.item(), beside),
-        )
-
-
-def _i32(value: int) -> ir.Value:
-    return arith.constant(ir.IntegerType.get_signless(32), value)
-
-
-def _pointer(array: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
-    """The address of an element of an array [rows, columns] in global memory."""
-    i64 = ir.IntegerType.get_signless(64)
-    kind = ir.MemRefType(array.type)
-    offset = arith.addi(
-        arith.muli(arith.extui(i64, row), arith.constant(i64, kind.shape[1])),
-        arith.extui(i64, column),
-    )
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(array), [offset], kind.element_type)

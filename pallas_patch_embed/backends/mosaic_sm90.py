@@ -23,19 +23,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_patch_embed.backends import schedule
+from pallas_patch_embed.backends import mosaic
 from pallas_patch_embed.backends.fragment import Fragment
+from pallas_patch_embed.backends.mosaic import ALIGNMENT, ROW_BYTES
 from pallas_patch_embed.problem import Problem, Target
 
 COMPUTE_CAPABILITY = (9, 0)
-DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 
-# What one thread block may have on Hopper, less 1 KiB for barriers. Mosaic aligns what it holds.
+# What one thread block may have on Hopper, less 1 KiB for barriers.
 SHARED_MEMORY = 227 * 1024 - 1024
-ALIGNMENT = 1024
-
-# Bytes of a row in a slot: a swizzled row of shared memory.
-ROW_BYTES = 128
 
 # The warpgroups that multiply.
 CONSUMERS = 2
@@ -156,19 +152,10 @@ def choose_config(problem: Problem) -> Config:
         tiles = -(-math.prod(problem.patches[:-1]) // config.tile_m)
         return tiles * config.slices(problem)
 
-    def fits(config):
-        try:
-            config.check(problem)
-        except NotImplementedError:
-            return False
-        return True
-
     def deepest(least_slots, **choices):
         """The config with the most slots that fits, None if none does."""
-        candidates = (
-            Config(slots=slots, **choices) for slots in range(MOST_SLOTS, least_slots - 1, -1)
-        )
-        return next(filter(fits, candidates), None)
+        depths = range(MOST_SLOTS, least_slots - 1, -1)
+        return mosaic.first_that_fits(problem, (Config(slots=s, **choices) for s in depths))
 
     # Slices of 64 columns read the patches more often than streaming reads the weight, and with
     # fewer than 8 slots of 8 KiB the tensor cores wait for the memory.
@@ -186,35 +173,13 @@ def why_not(problem: Problem, target: Target | None) -> str | None:
     """The reason why this kernel cannot serve; None if it can."""
     if target is not None and target.compute_capability != COMPUTE_CAPABILITY:
         return f"it needs compute capability 9.0 (H100, H200); this is {target}."
-    if problem.dtype not in DTYPES:
-        return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}."
-    if len(problem.weight) > 2 or len(problem.scale) > 1:
-        return "its weight is one matrix [N, K]; this call has several."
-    if problem.table_dtype != ("float32" if len(problem.table) == 1 else "bfloat16"):
-        return f"it adds a bfloat16 table, not {problem.table_dtype}."
-    if len(problem.table) > 1 and _period(problem) is None:
-        return (
-            f"its table [..., S, N] repeats along leading axes or has them all; {problem.table} "
-            f"does not for patches {problem.patches}."
-        )
+    if reason := mosaic.why_not(problem):
+        return reason
     try:
         choose_config(problem)
     except NotImplementedError as error:
         return str(error)
     return None
-
-
-def _period(problem: Problem) -> int | None:
-    """Rows after which the table repeats along the rows of patches; None if it does not repeat."""
-    if len(problem.table) == 1:
-        return 1
-    *leading, S, _ = problem.table
-    while leading and leading[0] == 1:
-        leading = leading[1:]
-    batch = problem.patches[:-2]
-    if S != problem.patches[-2] or tuple(leading) != batch[len(batch) - len(leading) :]:
-        return None
-    return S * math.prod(leading)
 
 
 def run(
@@ -244,18 +209,12 @@ def run(
     """
     problem = Problem.of(patches, weight, scale, table, out_dtype=out_dtype)
     config = config or choose_config(problem)
-    config.check(problem)
-    *leading, K = patches.shape
-    M = math.prod(leading)
-    if M == 0:
-        return jnp.zeros((*leading, problem.N), out_dtype)
-    period = _period(problem)
-    if table.ndim > 1:
-        table = table.reshape(period, problem.N)
-    runs = schedule.runs(M, period, config.tile_m, config.workers(problem))
-    kernel = _kernel(config, problem, M, interpret)
-    y = kernel(patches.reshape(M, K), weight, scale, table, jnp.asarray(runs))
-    return y.reshape(*leading, problem.N)
+    return mosaic.launch(
+        problem,
+        config,
+        lambda M: _kernel(config, problem, M, interpret),
+        (patches, weight, scale, table),
+    )
 
 
 def _kernel(config: Config, problem: Problem, M: int, interpret):
@@ -265,7 +224,7 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
     streaming = config.stream_weight
     tile_k = ROW_BYTES // dtype.itemsize
     chunks, slices = config.chunks(problem), config.slices(problem)
-    has_table, period = len(problem.table) > 1, _period(problem)
+    has_table, period = len(problem.table) > 1, mosaic.table_period(problem)
     holds = config.holds(problem)
     feed_registers, multiply_registers = config.register_split(problem)
     tile = Fragment(out_dtype, rows, tile_n, bool(interpret))
@@ -279,16 +238,6 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
         column = lax.rem(block, slices) * tile_n
         worker = lax.div(block, slices)
-
-        def for_each_run(visit):
-            """Calls visit(run's fields, tiles before it) in order, and returns the tiles of all."""
-
-            def step(i, tiles):
-                first, count, stride, row = (runs[worker, i, field] for field in range(4))
-                visit((first, count, stride, row), tiles)
-                return tiles + count
-
-            return lax.fori_loop(0, runs.shape[1], step, jnp.int32(0))
 
         def entry_of(tile_number, member):
             """The ring entry of a warpgroup's first chunk of a tile."""
@@ -342,7 +291,7 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
 
                 lax.fori_loop(0, count, feed_tile, None)
 
-            entries = entry_of(for_each_run(feed_run), 0)
+            entries = entry_of(mosaic.for_each_run(runs, worker, feed_run), 0)
             left = lax.min(entries, slots)
 
             @pl.loop(0, left)
@@ -422,7 +371,7 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
 
                     lax.fori_loop(0, count, visit_tile, None)
 
-            for_each_run(visit)
+            mosaic.for_each_run(runs, worker, visit)
 
             @pl.when(member == 0)
             def last_turn():
@@ -442,13 +391,13 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
             plgpu.set_max_registers(multiply_registers, action="increase")
             multiply_and_store()
 
-    def swizzled(*shape, tiled=False):
-        tiling = (plgpu.TilingTransform((8, shape[-1])),) if tiled else ()
-        return plgpu.SMEM(shape, dtype, transforms=(*tiling, plgpu.SwizzleTransform(ROW_BYTES)))
+    def two_views(written, multiplied):
+        views = (
+            mosaic.swizzled(dtype, *written, tiled=False),
+            mosaic.swizzled(dtype, *multiplied, tiled=True),
+        )
+        return mosaic.two_views(*views, interpret=interpret)
 
-    # TMA writes patches untiled, so that any number of rows will do, and the weight in the order of
-    # `fragment.py`; wgmma reads both tiled. The interpreter has no memory with two views.
-    two_views = (lambda *views: views) if interpret else plgpu.RefUnion
     kept = slots if streaming else chunks
     columns = plgpu.SMEM((tile_n,), jnp.float32)
     weight_copies = tile.weight_copies
@@ -462,12 +411,11 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         scratch_types=dict(
-            ring=two_views(
-                swizzled(slots, rows, tile_k), swizzled(slots, rows, tile_k, tiled=True)
-            ),
+            ring=two_views((slots, rows, tile_k), (slots, rows, tile_k)),
+            # TMA brings the weight in the order of `fragment.py`.
             weights=two_views(
-                swizzled(kept, *tile.weight_shape(tile_k)),
-                swizzled(kept, tile_n, tile_k, tiled=True),
+                (kept, *tile.weight_shape(tile_k)),
+                (kept, tile_n, tile_k),
             ),
             scale_columns=columns,
             offset_columns=columns,

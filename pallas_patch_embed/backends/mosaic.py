@@ -1,0 +1,179 @@
+"""What the Pallas Mosaic GPU kernels share: operands, the walk over the runs, views of memory."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_patch_embed.backends import schedule
+from pallas_patch_embed.problem import Problem
+
+DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
+
+# What Mosaic aligns shared memory to, and the bytes of a swizzled row of it.
+ALIGNMENT = 1024
+ROW_BYTES = 128
+
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def why_not(problem: Problem) -> str | None:
+    """The reason why these operands are none for such a kernel; None if they are."""
+    if problem.dtype not in DTYPES:
+        return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}."
+    if len(problem.weight) > 2 or len(problem.scale) > 1:
+        return "its weight is one matrix [N, K]; this call has several."
+    if problem.table_dtype != ("float32" if len(problem.table) == 1 else "bfloat16"):
+        return f"it adds a bfloat16 table, not {problem.table_dtype}."
+    if len(problem.table) > 1 and table_period(problem) is None:
+        return (
+            f"its table [..., S, N] repeats along leading axes or has them all; {problem.table} "
+            f"does not for patches {problem.patches}."
+        )
+    return None
+
+
+def table_period(problem: Problem) -> int | None:
+    """Rows after which the table repeats along the rows of patches; None if it does not repeat."""
+    if len(problem.table) == 1:
+        return 1
+    *leading, S, _ = problem.table
+    while leading and leading[0] == 1:
+        leading = leading[1:]
+    batch = problem.patches[:-2]
+    if S != problem.patches[-2] or tuple(leading) != batch[len(batch) - len(leading) :]:
+        return None
+    return S * math.prod(leading)
+
+
+def first_that_fits(problem: Problem, configs):
+    """The first of these configs whose check passes; None if none does."""
+    for config in configs:
+        try:
+            config.check(problem)
+        except NotImplementedError:
+            continue
+        return config
+    return None
+
+
+def launch(problem: Problem, config, make_kernel: Callable, operands) -> jax.Array:
+    """The operator by a kernel that walks the runs of tiles of `config`.
+
+    Args:
+      problem: shapes and dtypes.
+      config: with `check`, `tile_m` and `workers`.
+      make_kernel: M -> a function of patches [M, K], weight, scale, table [period, N] or [N], and
+        runs, which gives y [M, N].
+      operands: patches, weight, scale, table as the problem says.
+    """
+    config.check(problem)
+    patches, weight, scale, table = operands
+    *leading, K = patches.shape
+    M = math.prod(leading)
+    if M == 0:
+        return jnp.zeros((*leading, problem.N), problem.out_dtype)
+    period = table_period(problem)
+    if table.ndim > 1:
+        table = table.reshape(period, problem.N)
+    runs = schedule.runs(M, period, config.tile_m, config.workers(problem))
+    y = make_kernel(M)(patches.reshape(M, K), weight, scale, table, jnp.asarray(runs))
+    return y.reshape(*leading, problem.N)
+
+
+def for_each_run(runs, worker, visit: Callable) -> jax.Array:
+    """Calls visit((first tile, tiles, stride, table row), tiles before) for each run of a worker.
+
+    Returns:
+      The tiles of all runs.
+    """
+
+    def step(i, tiles):
+        run = tuple(runs[worker, i, field] for field in range(4))
+        visit(run, tiles)
+        return tiles + run[schedule.TILES]
+
+    return lax.fori_loop(0, runs.shape[1], step, jnp.int32(0))
+
+
+def swizzled(dtype, *shape: int, tiled: bool) -> plgpu.SMEM:
+    """Shared memory with rows of up to 128 bytes: tiled as the tensor cores want it, or not.
+
+    TMA writes and reads untiled memory in any number of rows, else in multiples of 8.
+    """
+    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
+    tiling = (plgpu.TilingTransform((8, shape[-1])),) if tiled else ()
+    return plgpu.SMEM(shape, dtype, transforms=(*tiling, plgpu.SwizzleTransform(row_bytes)))
+
+
+def two_views(*views, interpret):
+    """One memory with several shapes; the interpreter has none such, there it is several."""
+    return views if interpret else plgpu.RefUnion(*views)
+
+
+def load_rows(source, row, column, kind, *, period: int, skip: int = 0, interpret=False):
+    """Rows of an array [period, N] in global memory: row, row + 1, ... modulo `period`.
+
+    Args:
+      source: the array.
+      row: the first row.
+      column: the first column, less `skip`.
+      kind: shape, dtype and layout of the result.
+      period: rows of the array.
+      skip: columns.
+      interpret: whether the kernel runs in the interpreter, which has no registers.
+    """
+    if interpret:
+        rows, columns = kind.shape
+        part = source[:, pl.ds(column + skip, columns)]
+        return jnp.take(part, lax.rem(row + jnp.arange(rows), period), axis=0)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=kind)
+    def loaded(_, source, row, column):
+        layout = kind.layout.to_mgpu()
+        element = ir.MemRefType(source.type).element_type
+        vector = ir.VectorType.get((layout.vector_length,), element)
+        registers = np.empty(layout.registers_shape(kind.shape), object)
+        places = places_of(source, row, column, layout, kind.shape, period)
+        registers.flat = [
+            llvm.load(vector, mgpu.utils.getelementptr(pointer, [skip], element))
+            for _, pointer in places
+        ]
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return loaded(source, row, column)
+
+
+def i32(value: int) -> ir.Value:
+    """A constant of 32 bits."""
+    return arith.constant(ir.IntegerType.get_signless(32), value)
+
+
+def places_of(array, row, column, layout, shape, period: int | None = None):
+    """Row and address, for each register of a thread, of what it has of a tile of global memory.
+
+    The tile begins with `row` and `column` of an array [rows, columns]; rows are taken modulo
+    `period`, if there is one.
+    """
+    word, long = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    kind = ir.MemRefType(array.type)
+    base = mgpu.utils.memref_ptr(array)
+    row, column = row.registers.item(), column.registers.item()
+    for below, beside in layout.thread_idxs(shape):
+        at_row = arith.addi(row, arith.index_castui(word, below))
+        if period is not None:
+            at_row = arith.remui(at_row, i32(period))
+        at_column = arith.addi(column, arith.index_castui(word, beside))
+        offset = arith.addi(
+            arith.muli(arith.extui(long, at_row), arith.constant(long, kind.shape[1])),
+            arith.extui(long, at_column),
+        )
+        yield at_row, mgpu.utils.getelementptr(base, [offset], kind.element_type)
