@@ -49,7 +49,7 @@ def interpreted(operands, out_dtype, config):
 
 @pytest.fixture(autouse=True)
 def four_multiprocessors(monkeypatch):
-    monkeypatch.setattr(mosaic_sm90, "multiprocessors", lambda: 4)
+    monkeypatch.setattr(mosaic_sm90, "MULTIPROCESSORS", 4)
 
 
 # The interpreter has no untiled view of the ring: rows are multiples of 8 here.

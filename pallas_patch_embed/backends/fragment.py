@@ -199,9 +199,9 @@ class Fragment:
         def stored(_, target, row, column, group):
             word = ir.IntegerType.get_signless(32)
             words = ir.VectorType.get((4,), word)
-            places = places_of(target, row, column, group.layout, group.shape)
+            skip = g * self.group
+            places = places_of(target, row, column, group.layout, group.shape, skip=skip)
             for (row, pointer), register in zip(places, group.registers.flat, strict=True):
-                pointer = mgpu.utils.getelementptr(pointer, [g * self.group], group.mlir_dtype)
                 packed = mgpu.utils.bitcast(register, words)
                 if inside:
                     llvm.store(packed, pointer)

@@ -54,6 +54,11 @@ def table_period(problem: Problem) -> int | None:
     return S * math.prod(leading)
 
 
+def multiprocessors(default: int) -> int:
+    """How many multiprocessors the first device of this process has; `default` if it is no GPU."""
+    return getattr(jax.devices()[0], "core_count", None) or default
+
+
 def first_that_fits(problem: Problem, configs):
     """The first of these configs whose check passes; None if none does."""
     for config in configs:
@@ -142,11 +147,8 @@ def load_rows(source, row, column, kind, *, period: int, skip: int = 0, interpre
         element = ir.MemRefType(source.type).element_type
         vector = ir.VectorType.get((layout.vector_length,), element)
         registers = np.empty(layout.registers_shape(kind.shape), object)
-        places = places_of(source, row, column, layout, kind.shape, period)
-        registers.flat = [
-            llvm.load(vector, mgpu.utils.getelementptr(pointer, [skip], element))
-            for _, pointer in places
-        ]
+        places = places_of(source, row, column, layout, kind.shape, period=period, skip=skip)
+        registers.flat = [llvm.load(vector, address) for _, address in places]
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return loaded(source, row, column)
@@ -157,23 +159,34 @@ def i32(value: int) -> ir.Value:
     return arith.constant(ir.IntegerType.get_signless(32), value)
 
 
-def places_of(array, row, column, layout, shape, period: int | None = None):
+def places_of(array, row, column, layout, shape, *, period: int | None = None, skip: int = 0):
     """Row and address, for each register of a thread, of what it has of a tile of global memory.
 
-    The tile begins with `row` and `column` of an array [rows, columns]; rows are taken modulo
-    `period`, if there is one.
+    The tile begins with `row` and `column + skip` of an array [rows, columns]; rows are taken
+    modulo `period`, if there is one.
     """
     word, long = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     kind = ir.MemRefType(array.type)
-    base = mgpu.utils.memref_ptr(array)
-    row, column = row.registers.item(), column.registers.item()
-    for below, beside in layout.thread_idxs(shape):
-        at_row = arith.addi(row, arith.index_castui(word, below))
+    base, stride = mgpu.utils.memref_ptr(array), kind.shape[1]
+
+    def address(at_row, at_column):
+        first = arith.muli(arith.extui(long, at_row), arith.constant(long, stride))
+        offset = arith.addi(first, arith.extui(long, at_column))
+        return mgpu.utils.getelementptr(base, [offset], kind.element_type)
+
+    # A thread's first element; the others are constants away.
+    below, beside = (arith.index_castui(word, i) for i in next(iter(layout.thread_idxs(shape))))
+    first_row = arith.addi(row.registers.item(), below)
+    first_column = arith.addi(column.registers.item(), beside)
+    first_address = address(first_row, first_column)
+    addresses = {}
+    steps = layout.tiling.tile_strides((shape[1], 1))
+    for index in np.ndindex(layout.registers_shape(shape)):
+        rows, columns = divmod(sum(i * step for i, step in zip(index, steps)), shape[1])
+        at_row = arith.addi(first_row, i32(rows))
+        near, away = first_address, rows * stride + columns + skip
         if period is not None:
-            at_row = arith.remui(at_row, i32(period))
-        at_column = arith.addi(column, arith.index_castui(word, beside))
-        offset = arith.addi(
-            arith.muli(arith.extui(long, at_row), arith.constant(long, kind.shape[1])),
-            arith.extui(long, at_column),
-        )
-        yield at_row, mgpu.utils.getelementptr(base, [offset], kind.element_type)
+            if rows not in addresses:
+                addresses[rows] = address(arith.remui(at_row, i32(period)), first_column)
+            near, away = addresses[rows], columns + skip
+        yield at_row, mgpu.utils.getelementptr(near, [away], kind.element_type)

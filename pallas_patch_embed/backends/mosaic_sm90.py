@@ -30,6 +30,9 @@ from pallas_patch_embed.problem import Problem, Target
 
 COMPUTE_CAPABILITY = (9, 0)
 
+# Of an H200.
+MULTIPROCESSORS = 132
+
 # What one thread block may have on Hopper, less 1 KiB for barriers.
 SHARED_MEMORY = 227 * 1024 - 1024
 
@@ -77,7 +80,7 @@ class Config:
     def workers(self, problem: Problem) -> int:
         """Thread blocks a slice of N: as many as run at the same time, or as there are tiles."""
         tiles = -(-math.prod(problem.patches[:-1]) // self.tile_m)
-        return max(1, min(multiprocessors() // self.slices(problem), tiles))
+        return max(1, min(mosaic.multiprocessors(MULTIPROCESSORS) // self.slices(problem), tiles))
 
     def chunks(self, problem: Problem) -> int:
         """Slots that a warpgroup multiplies for a tile."""
@@ -133,11 +136,6 @@ class Config:
             )
 
 
-def multiprocessors() -> int:
-    """How many multiprocessors the GPU of this process has; those of an H200 if it has none."""
-    return getattr(jax.devices()[0], "core_count", None) or 132
-
-
 def choose_config(problem: Problem) -> Config:
     """The config for a problem: a pure function of its shapes and dtypes.
 
@@ -162,7 +160,7 @@ def choose_config(problem: Problem) -> Config:
     stationary = [deepest(8, tile_n=tile_n) for tile_n in widths if tile_n >= 128]
     streaming = [deepest(4, tile_n=tile_n, rows=128, stream_weight=True) for tile_n in widths]
     config = next(filter(None, stationary + streaming))
-    if blocks(config) >= multiprocessors():
+    if blocks(config) >= mosaic.multiprocessors(MULTIPROCESSORS):
         return config
     # A small problem is spread over more multiprocessors.
     narrow = [deepest(4, tile_n=widths[-1], stream_weight=stream) for stream in (False, True)]
