@@ -40,7 +40,7 @@ SHARED_MEMORY = 227 * 1024 - 1024
 TENSOR_MEMORY = 512
 
 # Rows of a block's accumulator, how many accumulators there are, the warpgroups that store, and the
-# buffers that each has for that.
+# buffers that each has for that, a power of two.
 ROWS = 128
 ACCUMULATORS = 2
 STORERS = 2
@@ -395,7 +395,8 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
                         plgpu.barrier_arrive(s.read.at[accumulator_of(number)])
                     factors = lax.broadcast_in_dim(scales[e], (ROWS, store_n), (1,))
                     y = (y.astype(jnp.float32) * factors + terms(held, e)).astype(out_dtype)
-                    staged = s.staged.at[member * STAGES + e % STAGES]
+                    stage = (number * steps + e) & (STAGES - 1)
+                    staged = s.staged.at[member * STAGES + stage]
                     plgpu.wait_smem_to_gmem(STAGES - 1, wait_read_only=True)
                     staged[...] = y
                     plgpu.commit_smem()
