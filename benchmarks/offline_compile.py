@@ -81,6 +81,7 @@ CHIPS = {
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
 LABEL = re.compile(r"^\s*(\.L_x_\d+):")
 MULTIPLY = re.compile(r"[HQI]GMMA|UTC[A-Z]*MMA")
+TENSOR_MEMORY_LOAD = re.compile(r"LDTM")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,19 +91,22 @@ class Kernel:
     Attributes:
       name: its entry.
       registers: a thread's, at launch; setmaxnreg then moves some to the multiplying warps.
-      spill_bytes: stored and loaded by a thread.
+      stack_bytes, spill_bytes: of a thread; the latter stored and loaded.
       shared_memory_bytes: dynamic, barriers included.
       instructions: opcode -> count, in the whole kernel.
       tile_loop: opcode -> count, in the innermost loop that holds all matrix multiplications.
+      store_loop: the same of all loads of tensor memory; empty where there are none.
       sass: the machine code.
     """
 
     name: str
     registers: int
+    stack_bytes: int
     spill_bytes: int
     shared_memory_bytes: int
     instructions: dict[str, int]
     tile_loop: dict[str, int]
+    store_loop: dict[str, int]
     sass: str
 
 
@@ -200,10 +204,12 @@ def read_kernel(sass: Path) -> Kernel:
     return Kernel(
         name=re.search(r"entry function '([\w$]+)'", report)[1],
         registers=number(r"Used (\d+) registers", report),
+        stack_bytes=number(r"(\d+) bytes stack", report),
         spill_bytes=number(r"(\d+) bytes spill", report),
         shared_memory_bytes=number(r"smem_scratch_bytes=(\d+)", resources),
         instructions=count(code.splitlines()),
-        tile_loop=count(tile_loop(code)),
+        tile_loop=count(innermost_loop(code, MULTIPLY)),
+        store_loop=count(innermost_loop(code, TENSOR_MEMORY_LOAD)),
         sass=code,
     )
 
@@ -214,21 +220,21 @@ def count(lines: list[str]) -> dict[str, int]:
     return dict(Counter(match[1].split(".")[0] for match in found if match))
 
 
-def tile_loop(sass: str) -> list[str]:
-    """The lines of the innermost loop that holds all matrix multiplications."""
+def innermost_loop(sass: str, opcode: re.Pattern) -> list[str]:
+    """The lines of the innermost loop that holds all instructions whose opcode matches."""
     lines = sass.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
-    multiplies = [
+    held = [
         i
         for i, line in enumerate(lines)
-        if (m := INSTRUCTION.search(line)) and MULTIPLY.match(m[1])
+        if (match := INSTRUCTION.search(line)) and opcode.match(match[1])
     ]
     loops = []
     for end, line in enumerate(lines):
         match = INSTRUCTION.search(line)
         target = re.search(r"\.L_x_\d+", match[2]) if match and match[1].startswith("BRA") else None
         start = labels.get(target[0], end) if target else end
-        if multiplies and start <= multiplies[0] and multiplies[-1] <= end:
+        if held and start <= held[0] and held[-1] <= end:
             loops.append((end - start, start, end))
     if not loops:
         return []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.offline_compile import count, cuda_root, tile_loop
+from benchmarks.offline_compile import MULTIPLY, count, cuda_root, innermost_loop
 from pallas_patch_embed.backends import mosaic_sm90
 from pallas_patch_embed.problem import Problem, named_shape, padded
 
@@ -97,5 +97,5 @@ def test_the_innermost_loop_with_all_products_is_found():
         /*0070*/             @!P0 BRA `(.L_x_2) ;
         /*0080*/             @!P0 BRA `(.L_x_1) ;
 """
-    assert count(tile_loop(sass)) == {"HGMMA": 2, "LDS": 1, "IADD3": 1, "BRA": 2}
-    assert tile_loop("no loop") == []
+    assert count(innermost_loop(sass, MULTIPLY)) == {"HGMMA": 2, "LDS": 1, "IADD3": 1, "BRA": 2}
+    assert innermost_loop("no loop", MULTIPLY) == []

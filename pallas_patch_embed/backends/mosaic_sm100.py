@@ -50,8 +50,9 @@ STAGES = 2
 # that each has at launch.
 REGISTER_SPLIT = (40, 232)
 
-# What a storing thread needs beside accumulators, scales and table.
-OTHER_REGISTERS = 40
+# What a storing thread needs beside accumulators, scales and table; addresses are in uniform
+# registers.
+OTHER_REGISTERS = 8
 
 LAYOUT = plgpu.Layout.TCGEN05
 
@@ -117,11 +118,11 @@ class Config:
     def registers(self, problem: Problem) -> int:
         """Registers of a storing thread.
 
-        A step's accumulators [128, store_n], and for [128, tile_n / 2] scales and the packed table
-        or offsets, over 128 threads of which 8 have the same columns; and the rest.
+        A step's accumulators [128, store_n], and for [128, tile_n / 2] scales and the table or
+        offsets in float32, over 128 threads of which 8 have the same columns; and the rest.
         """
         columns = self.tile_n // STORERS
-        terms = columns // 2 if len(problem.table) > 1 else columns // 4
+        terms = columns if len(problem.table) > 1 else columns // 4
         return self.store_n(problem) + columns // 4 + terms + OTHER_REGISTERS
 
     def check(self, problem: Problem) -> None:
@@ -372,7 +373,7 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
                         period=period,
                         skip=e * store_n,
                         interpret=bool(interpret),
-                    )
+                    ).astype(jnp.float32)
                     for e in range(steps if has_table else 0)
                 ]
 
@@ -380,9 +381,9 @@ def _kernel(config: Config, problem: Problem, M: int, interpret):
             offsets = [load_columns(table, e) for e in range(0 if has_table else steps)]
 
             def terms(held, e):
-                """What is added in step e; the table stays packed until it is needed."""
+                """What is added in step e."""
                 if has_table:
-                    return lax.optimization_barrier(held[e]).astype(jnp.float32)
+                    return held[e]
                 return lax.broadcast_in_dim(offsets[e], (ROWS, store_n), (1,))
 
             def store_tile(number, row, held):
