@@ -14,7 +14,7 @@ from absl import app, logging
 from absl.flags import argparse_flags
 
 from pallas_patch_embed import __version__, demo, embed
-from pallas_patch_embed.backends import Explanation, explain
+from pallas_patch_embed.backends import BACKENDS, Explanation, explain
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, Target, padded
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "safetensors")
@@ -65,6 +65,9 @@ def info() -> None:
         print("\nWhy not the others:")
         for backend, reason in sorted(reasons):
             print(f"  {backend}: {reason}")
+    print("\nWhy to trust them:")
+    for name, backend in BACKENDS.items():
+        print(f"  {name}: {backend.EVIDENCE}")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

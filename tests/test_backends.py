@@ -1,5 +1,6 @@
 """The choice of a backend, and what is said about it."""
 
+import dataclasses
 import types
 
 import jax
@@ -43,15 +44,17 @@ def problem(params=PARAMS):
 
 
 def test_backends_are_named_in_the_order_in_which_they_are_tried():
-    assert ppe.backends() == ("mosaic_sm90", "xla")
+    assert ppe.backends() == ("mosaic_sm100", "mosaic_sm90", "xla")
 
 
 def test_explain_takes_patches_or_a_shape():
     for patches in (PATCHES, PATCHES.shape, jax.ShapeDtypeStruct(PATCHES.shape, PATCHES.dtype)):
         explanation = ppe.explain(patches, PARAMS, device=jax.devices()[0])
-        (backend, serves, reason), last = explanation.rows
-        assert (backend, serves) == ("mosaic_sm90", False) and "compute capability 9.0" in reason
+        *kernels, last = explanation.rows
         assert last == ("xla", True, "")
+        for backend, serves, reason in kernels:
+            assert backend.startswith("mosaic") and not serves
+            assert reason.startswith("it needs compute capability") and reason.endswith("cpu.")
         assert explanation.chosen == "xla"
         assert "-> xla" in str(explanation)
 
@@ -113,6 +116,38 @@ def test_a_backend_named_inside_a_shard_map_that_leaves_axes_to_xla_is_refused(
     )
     with pytest.raises(NotImplementedError, match="leaves mesh axes to XLA"):
         jax.jit(function)(PATCHES)
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, chosen",
+    [
+        ((8, 0), "int8", "xla"),
+        ((9, 0), "int8", "mosaic_sm90"),
+        ((10, 0), "int8", "mosaic_sm100"),
+        ((10, 3), "float8_e4m3fn", "mosaic_sm100"),
+        ((10, 3), "int8", "xla"),
+        ((12, 0), "int8", "xla"),
+    ],
+)
+def test_each_chip_has_its_kernel(capability, dtype, chosen):
+    asked = Problem((8, 196, 768), (768, 768), (768,), (196, 768), dtype, "bfloat16", "bfloat16")
+    assert choose(asked, Target("cuda", capability), None) is BACKENDS[chosen]
+
+
+@pytest.mark.parametrize("backend", ["mosaic_sm90", "mosaic_sm100"])
+def test_a_kernel_can_be_exported_without_its_GPU(backend):
+    params = draw_params(np.random.default_rng(0), patch_size=8, grid=(4, 4), N=64, dtype="int8")
+    # Odd images: rows that are no multiple of 8.
+    patches = jax.ShapeDtypeStruct((3, 15, params.weight.shape[1]), "int8")
+    params = dataclasses.replace(params, grid=(3, 5), table=params.table[:15])
+    exported = jax.export.export(
+        jax.jit(lambda x: ppe.patch_embed(x, params, backend=backend)),
+        platforms=["cuda"],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
+    )(patches)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.out_avals[0].shape == (3, 15, 64)
+    assert again.mlir_module().count("stablehlo.custom_call @mosaic_gpu_v2") == 1
 
 
 def test_naming_xla_changes_nothing():

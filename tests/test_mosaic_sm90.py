@@ -1,50 +1,19 @@
 """The Hopper kernel in Pallas' interpreter, with race detection, against the XLA backend."""
 
-import contextlib
 import dataclasses
-import io
 import itertools
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from bounds import assert_bit_equal
 from gpu import pairwise
+from interpreter import draw_operands, interpreted, problem_of
 
 from pallas_patch_embed.backends import mosaic_sm90, xla
 from pallas_patch_embed.backends.mosaic_sm90 import Config, choose_config, why_not
-from pallas_patch_embed.problem import NAMED_SHAPES, Problem, Target, padded
+from pallas_patch_embed.problem import NAMED_SHAPES, Target
 
 H200 = Target("cuda", (9, 0))
-
-
-def draw_operands(seed, patches, N, dtype, table):
-    """Operands whose product, scale and sum are exact in float32, in any order."""
-    rng = np.random.default_rng(seed)
-    low, high = (-128, 128) if dtype == "int8" else (-8, 9)
-    *leading, S, K = patches
-    positions = {"shared": (S, N), "per image": (*leading, S, N), "none": (N,)}[table]
-    table_dtype = jnp.float32 if table == "none" else jnp.bfloat16
-    return (
-        jnp.asarray(rng.integers(low, high, patches).astype(dtype)),
-        jnp.asarray(rng.integers(low + 1, high, (N, K)).astype(dtype)),
-        jnp.asarray(np.exp2(rng.integers(-3, 3, N)), jnp.float32),
-        jnp.asarray(rng.integers(-200, 200, positions) / 4, table_dtype),
-    )
-
-
-def interpreted(operands, out_dtype, config):
-    """The kernel's result; fails if there was a race, which the interpreter prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        y = mosaic_sm90.run(
-            *operands,
-            out_dtype=out_dtype,
-            config=config,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
-        ).block_until_ready()
-    assert "RACE" not in printed.getvalue(), printed.getvalue()
-    return y
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +85,7 @@ FLOAT32_CASES = ["a tail", "no table", "a phase change inside a worker", "stream
 def test_interpreted_it_equals_xla_without_a_race(case, out_dtype):
     patches, N, dtype, table, config = CASES[case]
     operands = draw_operands(len(case), patches, N, dtype, table)
-    y = interpreted(operands, out_dtype, config)
+    y = interpreted(mosaic_sm90.run, operands, out_dtype, config)
     assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype))
 
 
@@ -133,13 +102,7 @@ def test_a_missing_wait_is_noticed(monkeypatch, barriers):
     patches, N, dtype, table, config = CASES["many tiles a run"]
     operands = draw_operands(0, patches, N, dtype, table)
     with pytest.raises(Exception, match=r"RACE DETECTED|no threads observed"):
-        interpreted(operands, "bfloat16", config)
-
-
-def problem_of(shape, dtype, B=8, out_dtype="bfloat16"):
-    K = padded(shape.K)
-    table = (B, shape.S, shape.N) if shape.name.startswith("NaFlex") else (shape.S, shape.N)
-    return Problem((B, shape.S, K), (shape.N, K), (shape.N,), table, dtype, "bfloat16", out_dtype)
+        interpreted(mosaic_sm90.run, operands, "bfloat16", config)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "int8"])

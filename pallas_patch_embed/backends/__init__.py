@@ -1,21 +1,26 @@
 """The ordered list of backends, and the choice among them.
 
-A backend is a module with two functions:
+A backend is a module with two functions and a text:
 
   why_not(problem, target) -> str | None: the reason it cannot serve, None if it can. A target of
     None asks about the problem alone.
   run(patches, weight, scale, table, *, out_dtype) -> y: the computation, traceable by JAX.
+  EVIDENCE: why it may be trusted.
 """
 
 import dataclasses
 from types import ModuleType
 from typing import NamedTuple
 
-from pallas_patch_embed.backends import mosaic_sm90, xla
+from pallas_patch_embed.backends import mosaic_sm90, mosaic_sm100, xla
 from pallas_patch_embed.problem import Problem, Target
 
 # In the order in which they are tried.
-BACKENDS: dict[str, ModuleType] = {"mosaic_sm90": mosaic_sm90, "xla": xla}
+BACKENDS: dict[str, ModuleType] = {
+    "mosaic_sm100": mosaic_sm100,
+    "mosaic_sm90": mosaic_sm90,
+    "xla": xla,
+}
 
 
 def backends() -> tuple[str, ...]:

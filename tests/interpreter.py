@@ -1,0 +1,45 @@
+"""Kernels in Pallas' GPU interpreter, with race detection."""
+
+import contextlib
+import io
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_patch_embed.problem import Problem, padded
+
+
+def draw_operands(seed, patches, N, dtype, table):
+    """Operands whose product, scale and sum are exact in float32, in any order."""
+    rng = np.random.default_rng(seed)
+    low, high = (-128, 128) if dtype == "int8" else (-8, 9)
+    *leading, S, K = patches
+    positions = {"shared": (S, N), "per image": (*leading, S, N), "none": (N,)}[table]
+    table_dtype = jnp.float32 if table == "none" else jnp.bfloat16
+    return (
+        jnp.asarray(rng.integers(low, high, patches).astype(dtype)),
+        jnp.asarray(rng.integers(low + 1, high, (N, K)).astype(dtype)),
+        jnp.asarray(np.exp2(rng.integers(-3, 3, N)), jnp.float32),
+        jnp.asarray(rng.integers(-200, 200, positions) / 4, table_dtype),
+    )
+
+
+def interpreted(run, operands, out_dtype, config):
+    """What a kernel gives; fails if there was a race, which the interpreter prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        y = run(
+            *operands,
+            out_dtype=out_dtype,
+            config=config,
+            interpret=plgpu.InterpretGPUParams(detect_races=True),
+        ).block_until_ready()
+    assert "RACE" not in printed.getvalue(), printed.getvalue()
+    return y
+
+
+def problem_of(shape, dtype, B=8, out_dtype="bfloat16"):
+    """The problem of B images of a named shape; NaFlex has a table for every image."""
+    K = padded(shape.K)
+    table = (B, shape.S, shape.N) if shape.name.startswith("NaFlex") else (shape.S, shape.N)
+    return Problem((B, shape.S, K), (shape.N, K), (shape.N,), table, dtype, "bfloat16", out_dtype)

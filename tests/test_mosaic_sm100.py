@@ -1,0 +1,157 @@
+"""The Blackwell kernel in Pallas' interpreter, with race detection, against the XLA backend."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+import two_blocks
+from bounds import assert_bit_equal
+from interpreter import draw_operands, interpreted, problem_of
+
+from pallas_patch_embed.backends import mosaic_sm100, xla
+from pallas_patch_embed.backends.mosaic_sm100 import Config, choose_config, why_not
+from pallas_patch_embed.problem import NAMED_SHAPES, Target
+
+B200, B300 = Target("cuda", (10, 0)), Target("cuda", (10, 3))
+
+needs_two_blocks = pytest.mark.skipif(
+    not two_blocks.KNOWN,
+    reason=f"the interpreter of jax {jax.__version__} is not among {two_blocks.KNOWN_VERSIONS}",
+)
+
+
+@pytest.fixture(autouse=True)
+def eight_multiprocessors(monkeypatch):
+    monkeypatch.setattr(mosaic_sm100, "MULTIPROCESSORS", 8)
+    if two_blocks.KNOWN:
+        two_blocks.install(monkeypatch)
+
+
+def one_block(*arguments, **named):
+    return Config(*arguments, collective=False, **named)
+
+
+# The interpreter has no untiled view of the ring: rows are multiples of 8 here.
+CASES = {
+    "a tail": ((3, 72, 128), 64, "float8_e4m3fn", "shared", one_block(64, 4)),
+    "a run that wraps around the table": ((2, 96, 256), 128, "int8", "shared", one_block(64, 4)),
+    "one tile": ((1, 128, 128), 64, "int8", "shared", one_block(64, 3)),
+    "more workers than tiles": ((1, 96, 128), 64, "bfloat16", "none", one_block(64, 4)),
+    "streamed weight": (
+        (5, 72, 256),
+        128,
+        "bfloat16",
+        "shared",
+        one_block(128, 3, stream_weight=True),
+    ),
+    "tables of their own": ((5, 40, 128), 128, "bfloat16", "per image", one_block(64, 4)),
+    "many tiles a run": ((40, 64, 128), 64, "int8", "shared", one_block(64, 2)),
+    "two blocks": ((4, 64, 128), 64, "int8", "shared", Config(64, 4)),
+    "two blocks, a tail in the first": ((3, 72, 128), 64, "float8_e4m3fn", "shared", Config(64, 4)),
+    "two blocks, a tail in the second": ((5, 72, 128), 64, "int8", "shared", Config(64, 2)),
+    "two blocks, a run that wraps around": ((6, 96, 256), 128, "int8", "shared", Config(64, 4)),
+    "two blocks, many tiles a run": ((60, 64, 128), 64, "float8_e4m3fn", "shared", Config(64, 3)),
+    "two blocks, a phase change in a run": ((30, 72, 128), 64, "int8", "shared", Config(64, 3)),
+    "two blocks, more chunks than slots": ((9, 64, 640), 64, "bfloat16", "shared", Config(64, 3)),
+    "two blocks, one worker": ((12, 64, 256), 256, "float8_e4m3fn", "shared", Config(256, 4)),
+    "two blocks, slices of 192": ((9, 72, 128), 192, "int8", "shared", Config(192, 4)),
+    "two blocks, no table": ((9, 72, 256), 128, "int8", "none", Config(128, 2)),
+    "two blocks, streamed weight": (
+        (9, 72, 256),
+        128,
+        "bfloat16",
+        "shared",
+        Config(128, 3, stream_weight=True),
+    ),
+    "two blocks, streamed weight, float8": (
+        (17, 64, 256),
+        64,
+        "float8_e4m3fn",
+        "none",
+        Config(64, 2, stream_weight=True),
+    ),
+    "two blocks, tables of their own": (
+        (13, 40, 128),
+        128,
+        "bfloat16",
+        "per image",
+        Config(64, 4),
+    ),
+}
+FLOAT32_CASES = ["streamed weight", "two blocks, slices of 192", "two blocks, no table"]
+
+
+@needs_two_blocks
+@pytest.mark.parametrize(
+    "case, out_dtype",
+    [(case, "bfloat16") for case in CASES] + [(case, "float32") for case in FLOAT32_CASES],
+)
+def test_interpreted_it_equals_xla_without_a_race(case, out_dtype):
+    patches, N, dtype, table, config = CASES[case]
+    operands = draw_operands(len(case), patches, N, dtype, table)
+    y = interpreted(mosaic_sm100.run, operands, out_dtype, config)
+    assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", NAMED_SHAPES, ids=lambda shape: shape.name.replace(" ", "-"))
+def test_every_named_shape_has_a_config_that_fits(monkeypatch, shape, dtype):
+    monkeypatch.setattr(mosaic_sm100, "MULTIPROCESSORS", 148)
+    for B in (1, 3, 4736):
+        for out_dtype in ("bfloat16", "float32"):
+            problem = problem_of(shape, dtype, B, out_dtype)
+            assert why_not(problem, B200) is None
+            config = choose_config(problem)
+            config.check(problem)
+            blocks = config.workers(problem) * config.slices(problem) * config.blocks
+            assert 1 <= blocks <= 148
+            assert B < 4736 or ((config.collective and config.tile_n >= 192) or problem.N == 1024)
+
+
+HEADLINE = problem_of(NAMED_SHAPES[0], "int8", 4736)
+
+
+@pytest.mark.parametrize(
+    "change, target, text",
+    [
+        ({}, Target("cuda", (9, 0)), "compute capability 10.0 or 10.3"),
+        ({}, Target("cpu"), "this is cpu"),
+        ({}, B300, "no int8 tensor cores"),
+        ({"dtype": "float32", "table_dtype": "float32"}, B200, "not float32"),
+        ({"weight": (100, 768), "scale": (100,), "table": (196, 100)}, B200, "multiple of 64"),
+        ({"table": (8, 1, 768)}, B200, "does not"),
+    ],
+)
+def test_it_says_why_it_cannot_serve(change, target, text):
+    reason = why_not(dataclasses.replace(HEADLINE, **change), target)
+    assert text in reason and reason.endswith(".")
+    assert why_not(dataclasses.replace(HEADLINE, dtype="float8_e4m3fn"), B300) is None
+
+
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        (Config(96, 4), "multiples of 64"),
+        (Config(384, 4), "columns of tensor memory"),
+        (Config(256, 8), "bytes of shared memory"),
+        (Config(256, 4, collective=False), "bytes of shared memory"),
+        (Config(64, 1), "not 2 to 32 slots"),
+    ],
+)
+def test_a_config_refuses_what_does_not_fit(config, text):
+    with pytest.raises(NotImplementedError, match=text):
+        config.check(HEADLINE)
+
+
+def test_the_headline_fills_tensor_memory_and_224_KiB():
+    config = choose_config(HEADLINE)
+    assert config == Config(256, 4)
+    assert config.tensor_memory_columns() == 512
+    assert config.shared_memory_bytes(HEADLINE) == 224 * 1024
+
+
+def test_no_rows_give_an_empty_result():
+    operands = draw_operands(0, (0, 4, 128), 64, "int8", "shared")
+    y = mosaic_sm100.run(*operands, out_dtype="bfloat16")
+    assert y.shape == (0, 4, 64) and y.dtype == jnp.bfloat16
