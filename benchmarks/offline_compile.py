@@ -94,6 +94,7 @@ class Kernel:
       stack_bytes, spill_bytes: of a thread; the latter stored and loaded.
       shared_memory_bytes: dynamic, barriers included.
       instructions: opcode -> count, in the whole kernel.
+      multiplications: the same for matrix multiplications, with modifiers.
       tile_loop: opcode -> count, in the innermost loop that holds all matrix multiplications.
       store_loop: the same of all loads of tensor memory; empty where there are none.
       sass: the machine code.
@@ -105,6 +106,7 @@ class Kernel:
     spill_bytes: int
     shared_memory_bytes: int
     instructions: dict[str, int]
+    multiplications: dict[str, int]
     tile_loop: dict[str, int]
     store_loop: dict[str, int]
     sass: str
@@ -208,6 +210,9 @@ def read_kernel(sass: Path) -> Kernel:
         spill_bytes=number(r"(\d+) bytes spill", report),
         shared_memory_bytes=number(r"smem_scratch_bytes=(\d+)", resources),
         instructions=count(code.splitlines()),
+        multiplications=dict(
+            Counter(m[1] for m in INSTRUCTION.finditer(code) if MULTIPLY.match(m[1]))
+        ),
         tile_loop=count(innermost_loop(code, MULTIPLY)),
         store_loop=count(innermost_loop(code, TENSOR_MEMORY_LOAD)),
         sass=code,
@@ -264,33 +269,42 @@ def operands(shape: Any, B: int, dtype: str, *, table: str = "shared") -> tuple[
 
 
 def main() -> None:
-    """Compiles one problem and prints what came of it, as JSON."""
+    """Compiles the operator for some shapes and prints what came of it, as JSON by shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=CHIPS, default="h200")
     parser.add_argument("--backend", default="mosaic_sm90", help="a module of the backends")
-    parser.add_argument("--shape", default="B/16 224", help="the name of a shape")
+    parser.add_argument("--shapes", nargs="+", default=["B/16 224"], help="names of shapes")
     parser.add_argument("--images", type=int, default=4736)
     parser.add_argument("--dtype", default="float8_e4m3fn")
     parser.add_argument("--out-dtype", default="bfloat16")
     parser.add_argument("--table", choices=["shared", "per image", "none"], default="shared")
     parser.add_argument("--sass", type=Path, help="where to write the machine code")
     chosen = parser.parse_args()
+    found, code = {}, []
     with compiler() as folder:
         import functools
 
         from pallas_patch_embed.problem import named_shape
 
         backend = importlib.import_module(f"pallas_patch_embed.backends.{chosen.backend}")
-        program = compile_offline(
-            functools.partial(backend.run, out_dtype=chosen.out_dtype),
-            operands(named_shape(chosen.shape), chosen.images, chosen.dtype, table=chosen.table),
-            CHIPS[chosen.target],
-            folder,
-        )
+        for shape in chosen.shapes:
+            program = compile_offline(
+                functools.partial(backend.run, out_dtype=chosen.out_dtype),
+                operands(named_shape(shape), chosen.images, chosen.dtype, table=chosen.table),
+                CHIPS[chosen.target],
+                folder,
+            )
+            code += [kernel.sass for kernel in program.kernels]
+            found[shape] = dict(
+                kernels=[
+                    {k: v for k, v in vars(kernel).items() if k != "sass"}
+                    for kernel in program.kernels
+                ],
+                other_operations=program.other_operations,
+            )
     if chosen.sass:
-        chosen.sass.write_text("\n".join(kernel.sass for kernel in program.kernels))
-    kernels = [{k: v for k, v in vars(kernel).items() if k != "sass"} for kernel in program.kernels]
-    print(json.dumps(dict(kernels=kernels, other_operations=program.other_operations), indent=1))
+        chosen.sass.write_text("\n".join(code))
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks.offline_compile import MULTIPLY, count, cuda_root, innermost_loop
-from pallas_patch_embed.backends import mosaic_sm90
-from pallas_patch_embed.problem import Problem, named_shape, padded
+from pallas_patch_embed.backends import mosaic, mosaic_sm90, mosaic_sm100
+from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape, padded
 
 ROOT = Path(__file__).parent.parent
 
 needs_compilers = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
 
 
-def compile_offline(target, backend, shape, dtype, out_dtype, table, images):
+def compile_offline(target, backend, shapes, dtype, out_dtype, table, images):
     """What `python -m benchmarks.offline_compile` prints: one target a process."""
     arguments = [
-        *("--target", target, "--backend", backend, "--shape", shape, "--dtype", dtype),
+        *("--target", target, "--backend", backend, "--shapes", *shapes, "--dtype", dtype),
         *("--out-dtype", out_dtype, "--table", table, "--images", str(images)),
     ]
     result = subprocess.run(
@@ -59,14 +59,8 @@ def problem_of(name, dtype, out_dtype, table, images):
 def test_the_Hopper_kernel_compiles_to_what_its_config_says(shape, images, dtype, out_dtype, table):
     problem = problem_of(shape, dtype, out_dtype, table, images)
     config = mosaic_sm90.choose_config(problem)
-    found = compile_offline("h200", "mosaic_sm90", shape, dtype, out_dtype, table, images)
-    (kernel,) = found["kernels"]
-    assert kernel["spill_bytes"] == 0
-    # 65536 registers for 384 threads.
-    assert kernel["registers"] == 168
-    # The rest are barriers, 8 bytes each, and what aligns them.
-    barriers = kernel["shared_memory_bytes"] - config.shared_memory_bytes(problem)
-    assert 0 <= barriers <= 1024
+    found = compile_offline("h200", "mosaic_sm90", [shape], dtype, out_dtype, table, images)
+    kernel = the_whole_program(found[shape], config.shared_memory_bytes(problem))
     loop = kernel["tile_loop"]
     K_bytes = problem.patches[-1] * (2 if dtype == "bfloat16" else 1)
     instruction = {"bfloat16": "HGMMA", "int8": "IGMMA", "float8_e4m3fn": "QGMMA"}[dtype]
@@ -78,9 +72,73 @@ def test_the_Hopper_kernel_compiles_to_what_its_config_says(shape, images, dtype
     assert loop["STG"] == tile_bytes // 128 // 16
     loaded = {"LDG", "LDS"} if not config.holds(problem) else set()
     assert {"LD", "LDG", "LDS", "LDSM", "LDL", "STL", "ST", "UTMASTG"} & set(loop) == loaded
-    # The kernel is the whole program.
+
+
+# Instructions of a warp in the loop that stores a tile, by output, whether the accumulators are
+# integers, and width of a slice. More of them have to be explained in NOTES.md.
+STORE_LOOP = {
+    ("bfloat16", False, 64): 77,
+    ("bfloat16", False, 192): 189,
+    ("bfloat16", False, 256): 201,
+    ("bfloat16", True, 192): 284,
+    ("bfloat16", True, 256): 329,
+    ("float32", True, 192): 366,
+    ("float32", True, 256): 471,
+}
+
+
+def blackwell_cases():
+    """(shapes, dtype, out_dtype, table, images): what is compiled in one process."""
+    fixed = [shape.name for shape in NAMED_SHAPES if not shape.name.startswith("NaFlex")]
+    naflex = [shape.name for shape in NAMED_SHAPES if shape.name.startswith("NaFlex")]
+    for dtype in mosaic.DTYPES:
+        yield fixed, dtype, "bfloat16", "shared", 4096
+        yield naflex, dtype, "bfloat16", "per image", 67
+    yield ["B/16 224", "B/32 256"], "int8", "float32", "shared", 512
+    # 48843 rows, no multiple of 8.
+    yield ["So400m/14 384"], "int8", "float32", "shared", 67
+    yield ["B/16 224", "L/16 256"], "float8_e4m3fn", "bfloat16", "none", 1
+
+
+@needs_compilers
+@pytest.mark.parametrize(
+    "shapes, dtype, out_dtype, table, images",
+    blackwell_cases(),
+    ids=lambda x: f"{len(x)}-shapes" if isinstance(x, list) else str(x).replace(" ", "-"),
+)
+def test_the_Blackwell_kernel_compiles_to_what_its_config_says(
+    shapes, dtype, out_dtype, table, images
+):
+    found = compile_offline("b200", "mosaic_sm100", shapes, dtype, out_dtype, table, images)
+    for shape in shapes:
+        problem = problem_of(shape, dtype, out_dtype, table, images)
+        config = mosaic_sm100.choose_config(problem)
+        kernel = the_whole_program(found[shape], config.shared_memory_bytes(problem))
+        K_bytes = problem.patches[-1] * (2 if dtype == "bfloat16" else 1)
+        instruction = {"bfloat16": "UTCHMMA", "int8": "UTCIMMA", "float8_e4m3fn": "UTCQMMA"}[dtype]
+        # A product of 32 bytes of K; for two blocks it is another instruction.
+        assert kernel["tile_loop"][instruction] == K_bytes // 32
+        instruction += ".2CTA" * config.collective
+        assert kernel["multiplications"] == {instruction: K_bytes // 32}
+        loop = kernel["store_loop"]
+        # Table, scales and offsets are in registers, results leave by TMA, nothing is called.
+        assert not {"LD", "LDG", "LDL", "LDS", "STL", "STG", "ST", "CALL"} & set(loop)
+        assert loop["UTMASTG"] == config.tile_n // 2 // config.store_n(problem)
+        most = STORE_LOOP[out_dtype, dtype == "int8", config.tile_n]
+        assert sum(loop.values()) <= most, shape
+
+
+def the_whole_program(found, shared_memory_bytes):
+    """The only operation of a program, which is a kernel with these resources."""
     assert list(found["other_operations"]) == ["custom-call"]
     assert len(found["other_operations"]["custom-call"]) == 1
+    (kernel,) = found["kernels"]
+    assert kernel["spill_bytes"] == kernel["stack_bytes"] == 0
+    # 65536 registers for 384 threads.
+    assert kernel["registers"] == 168
+    # The rest are barriers, 8 bytes each, and what aligns them.
+    assert 0 <= kernel["shared_memory_bytes"] - shared_memory_bytes <= 1024
+    return kernel
 
 
 def test_the_innermost_loop_with_all_products_is_found():
