@@ -103,7 +103,7 @@ def blackwell_cases():
 @needs_compilers
 @pytest.mark.parametrize(
     "shapes, dtype, out_dtype, table, images",
-    blackwell_cases(),
+    list(blackwell_cases()),
     ids=lambda x: f"{len(x)}-shapes" if isinstance(x, list) else str(x).replace(" ", "-"),
 )
 def test_the_Blackwell_kernel_compiles_to_what_its_config_says(
