@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+import threading
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_patch_embed.problem import Problem, padded
 
@@ -25,15 +27,40 @@ def draw_operands(seed, patches, N, dtype, table):
     )
 
 
-def interpreted(run, operands, out_dtype, config):
-    """What a kernel gives; fails if there was a race, which the interpreter prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        y = run(
-            *operands,
-            out_dtype=out_dtype,
-            config=config,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
-        ).block_until_ready()
+def interpreted(run, operands, out_dtype, config, patience=None):
+    """What a kernel gives; fails if there was a race, which the interpreter prints.
+
+    Args:
+      run: of the kernel's module.
+      operands: patches, weight, scale, table.
+      out_dtype: of the result.
+      config: of the kernel.
+      patience: seconds after which it is taken to be deadlocked.
+    """
+
+    given_up = threading.Event()
+
+    def give_up():
+        given_up.set()
+        gpu_callbacks._get_shared_memory().set_failed(TimeoutError())
+
+    watchdog = threading.Timer(patience or 0, give_up)
+    if patience:
+        watchdog.start()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            y = run(
+                *operands,
+                out_dtype=out_dtype,
+                config=config,
+                interpret=plgpu.InterpretGPUParams(detect_races=True),
+            ).block_until_ready()
+    except Exception as error:
+        if given_up.is_set():
+            raise TimeoutError(f"deadlock: not done in {patience} s.") from error
+        raise
+    finally:
+        watchdog.cancel()
     assert "RACE" not in printed.getvalue(), printed.getvalue()
     return y
 

@@ -1,0 +1,299 @@
+"""Deliberate bugs in the Blackwell kernel, each of which has to be noticed, and by what.
+
+They are put in from outside: the kernel's module sees an altered `plgpu`, whose functions leave
+something out, or do it elsewhere or later. A barrier is known by what it is for.
+"""
+
+import functools
+import sys
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+import two_blocks
+from bounds import assert_bit_equal
+from interpreter import draw_operands, interpreted
+
+from pallas_patch_embed.backends import mosaic, mosaic_sm100, schedule, xla
+from pallas_patch_embed.backends.mosaic_sm100 import Config
+
+pytestmark = pytest.mark.skipif(
+    not two_blocks.KNOWN, reason="this jax has another interpreter than two_blocks.py knows"
+)
+
+# 2160 rows of tables with 72: 9 tiles of 256 rows, the last one with a tail, each of another phase,
+# for 2 workers; 3 chunks a tile and 4 slots. It takes 3 seconds.
+PATCHES, N, CONFIG = (30, 72, 384), 256, Config(256, 4)
+PATIENCE = 12
+
+
+class Altered:
+    """`plgpu` with other functions."""
+
+    def __init__(self, **functions):
+        vars(self).update(functions)
+
+    def __getattr__(self, name):
+        return getattr(plgpu, name)
+
+
+def purpose(barrier):
+    """What the kernel calls a barrier."""
+    aval = getattr(barrier, "ref", barrier).aval
+    kind = aval.inner_aval.dtype
+    if aval.shape == ():
+        return "weight_arrived"
+    if aval.shape == (CONFIG.slots,):
+        return "freed" if kind.orders_tensor_core else "filled"
+    return "read" if kind.num_arrivals == mosaic_sm100.STORERS else "multiplied"
+
+
+def inside(function):
+    """Whether the kernel's function of this name is being traced."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == function:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def next_one(barrier):
+    """The barrier behind the one that is meant."""
+    (index,) = barrier.transforms[-1].indices
+    return barrier.ref.at[(index + 1) % barrier.ref.shape[0]]
+
+
+def wait_missing(which):
+    def wait(barrier):
+        if purpose(barrier) != which or inside("drain"):
+            plgpu.barrier_wait(barrier)
+
+    return Altered(barrier_wait=wait)
+
+
+def wait_on_the_wrong_slot(which):
+    def wait(barrier):
+        wrong = purpose(barrier) == which and not inside("drain")
+        plgpu.barrier_wait(next_one(barrier) if wrong else barrier)
+
+    return Altered(barrier_wait=wait)
+
+
+def drain_missing(which):
+    def wait(barrier):
+        if purpose(barrier) != which or not inside("drain"):
+            plgpu.barrier_wait(barrier)
+
+    return Altered(barrier_wait=wait)
+
+
+def arrive_missing(which):
+    def arrive(barrier):
+        if purpose(barrier) != which:
+            plgpu.barrier_arrive(barrier)
+
+    def commit(barrier, **named):
+        if which != "multiplied":
+            plgpu.tcgen05_commit_arrive(barrier, **named)
+
+    def mma(accumulator, a, b, barrier, **named):
+        plgpu.tcgen05_mma(accumulator, a, b, None if which == "freed" else barrier, **named)
+
+    return Altered(barrier_arrive=arrive, tcgen05_commit_arrive=commit, tcgen05_mma=mma)
+
+
+def copy_arrives_elsewhere():
+    def copy(source, target, barrier, **named):
+        wrong = purpose(barrier) == "filled"
+        plgpu.copy_gmem_to_smem(source, target, next_one(barrier) if wrong else barrier, **named)
+
+    return Altered(copy_gmem_to_smem=copy)
+
+
+def early_release():
+    """Tensor memory is given back before the last part of it is loaded."""
+
+    class Late:
+        def __init__(self, part, layout):
+            self.load = functools.partial(plgpu.async_load_tmem, part, layout=layout)
+
+        def astype(self, dtype):
+            y = self.load()
+            plgpu.wait_load_tmem()
+            return y.astype(dtype)
+
+    return Altered(
+        async_load_tmem=lambda part, *, layout: Late(part, layout), wait_load_tmem=lambda: None
+    )
+
+
+def commit_missing():
+    return Altered(commit_smem=lambda: None)
+
+
+def store_wait_missing():
+    def wait(left, **named):
+        if left == 0:
+            plgpu.wait_smem_to_gmem(left, **named)
+
+    return Altered(wait_smem_to_gmem=wait)
+
+
+def store_drain_missing():
+    def wait(left, **named):
+        if left > 0:
+            plgpu.wait_smem_to_gmem(left, **named)
+
+    return Altered(wait_smem_to_gmem=wait)
+
+
+def wrong_scale_column():
+    def load(*arguments, **named):
+        return jnp.roll(plgpu.load(*arguments, **named), 1)
+
+    return Altered(load=load)
+
+
+def unordered(which):
+    """A barrier of that purpose that does not order the tensor core."""
+
+    def make(kind, **named):
+        arrivals, barriers = named["num_arrivals"], named.get("num_barriers")
+        purposes = {
+            (1, CONFIG.slots): "freed",
+            (1, mosaic_sm100.ACCUMULATORS): "multiplied",
+            (mosaic_sm100.STORERS, mosaic_sm100.ACCUMULATORS): "read",
+        }
+        if purposes.get((arrivals, barriers)) == which and named.get("orders_tensor_core"):
+            named["orders_tensor_core"] = False
+        return kind(**named)
+
+    return Altered(
+        Barrier=functools.partial(make, plgpu.Barrier),
+        ClusterBarrier=functools.partial(make, plgpu.ClusterBarrier),
+    )
+
+
+def wrong_table_rows(monkeypatch):
+    load_rows = mosaic.load_rows
+
+    def shifted(source, row, *arguments, **named):
+        return load_rows(source, row + 1, *arguments, **named)
+
+    monkeypatch.setattr(mosaic, "load_rows", shifted)
+
+
+def altered_runs(change):
+    def alter(monkeypatch):
+        runs = schedule.runs
+
+        def altered(*arguments):
+            table = runs(*arguments).copy()
+            change(table)
+            return table
+
+        monkeypatch.setattr(schedule, "runs", altered)
+
+    return alter
+
+
+@altered_runs
+def wrong_phase(table):
+    table[0, 1, schedule.TABLE_ROW] += 8
+
+
+@altered_runs
+def a_tile_twice(table):
+    table[1, 0, schedule.FIRST_TILE] = table[0, 0, schedule.FIRST_TILE]
+
+
+@altered_runs
+def a_tile_skipped(table):
+    table[1, -1, schedule.TILES] = 0
+
+
+RACE = "RACE DETECTED"
+VALUES = "Arrays are not equal"
+DEADLOCK = "deadlock"
+UNSEEN = (
+    "no threads observed|missed observing|observed barrier up to|awaiting phase|for the first time"
+)
+UNORDERED = "does not order it|must have orders_tensor_core"
+LEFT = "operations completed before"
+
+# (class, place): (what alters the kernel, by which check it is noticed)
+BUGS = {
+    ("wait missing", "weight_arrived"): (wait_missing("weight_arrived"), f"{RACE}|{UNSEEN}"),
+    ("wait missing", "filled"): (wait_missing("filled"), f"{RACE}|{UNSEEN}"),
+    ("wait missing", "freed"): (wait_missing("freed"), f"{RACE}|{UNSEEN}"),
+    ("wait missing", "multiplied"): (wait_missing("multiplied"), f"{RACE}|{UNSEEN}"),
+    ("wait missing", "read"): (wait_missing("read"), f"{RACE}|{UNSEEN}"),
+    ("wait on the wrong slot", "filled"): (
+        wait_on_the_wrong_slot("filled"),
+        f"{RACE}|{UNSEEN}|{DEADLOCK}",
+    ),
+    ("wait on the wrong slot", "freed"): (
+        wait_on_the_wrong_slot("freed"),
+        f"{RACE}|{UNSEEN}|{DEADLOCK}",
+    ),
+    ("wait on the wrong slot", "multiplied"): (
+        wait_on_the_wrong_slot("multiplied"),
+        f"{RACE}|{UNSEEN}|{DEADLOCK}",
+    ),
+    ("wait on the wrong slot", "read"): (
+        wait_on_the_wrong_slot("read"),
+        f"{RACE}|{UNSEEN}|{DEADLOCK}",
+    ),
+    ("arrive missing", "freed"): (arrive_missing("freed"), DEADLOCK),
+    ("arrive missing", "multiplied"): (arrive_missing("multiplied"), DEADLOCK),
+    ("arrive missing", "read"): (arrive_missing("read"), DEADLOCK),
+    ("arrival at the wrong slot", "filled"): (
+        copy_arrives_elsewhere(),
+        f"{RACE}|{UNSEEN}|{DEADLOCK}",
+    ),
+    ("early release", "tensor memory"): (early_release(), RACE),
+    ("commit missing", "staged tile"): (commit_missing(), RACE),
+    ("wait for a store missing", "staged tile"): (store_wait_missing(), RACE),
+    ("drain missing", "freed"): (drain_missing("freed"), UNSEEN),
+    ("drain missing", "read"): (drain_missing("read"), UNSEEN),
+    ("drain missing", "stores"): (store_drain_missing(), f"{LEFT}|{RACE}"),
+    ("wrong table phase", "rows"): (wrong_table_rows, VALUES),
+    ("wrong table phase", "runs"): (wrong_phase, VALUES),
+    ("wrong scale column", "scale"): (wrong_scale_column(), VALUES),
+    ("tile twice", "runs"): (a_tile_twice, f"{VALUES}|{RACE}"),
+    ("tile skipped", "runs"): (a_tile_skipped, VALUES),
+    ("orders_tensor_core missing", "freed"): (unordered("freed"), UNORDERED),
+    ("orders_tensor_core missing", "multiplied"): (unordered("multiplied"), UNORDERED),
+    ("orders_tensor_core missing", "read"): (unordered("read"), UNORDERED),
+}
+
+
+LENIENT = [("drain missing", "freed"), ("drain missing", "read")]
+
+
+def outcome(alteration, monkeypatch):
+    """Runs the altered kernel and compares its whole output."""
+    two_blocks.install(monkeypatch)
+    monkeypatch.setattr(mosaic_sm100, "MULTIPROCESSORS", 4)
+    if isinstance(alteration, Altered):
+        monkeypatch.setattr(mosaic_sm100, "plgpu", alteration)
+    else:
+        alteration(monkeypatch)
+    operands = draw_operands(1, PATCHES, N, "int8", "shared")
+    y = interpreted(mosaic_sm100.run, operands, "bfloat16", CONFIG, patience=PATIENCE)
+    assert_bit_equal(y, xla.run(*operands, out_dtype="bfloat16"))
+
+
+def test_without_a_bug_nothing_is_noticed(monkeypatch):
+    outcome(Altered(), monkeypatch)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=", ".join)
+def test_a_bug_is_noticed(monkeypatch, bug):
+    alteration, noticed_by = BUGS[bug]
+    if bug in LENIENT and not jax.__version__.startswith("0.11"):
+        pytest.skip("this interpreter lets a thread leave before the last phases of its barriers")
+    with pytest.raises(Exception, match=noticed_by):
+        outcome(alteration, monkeypatch)
