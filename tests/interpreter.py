@@ -4,6 +4,7 @@ import contextlib
 import io
 import threading
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,30 @@ def draw_operands(seed, patches, N, dtype, table):
         jnp.asarray(np.exp2(rng.integers(-3, 3, N)), jnp.float32),
         jnp.asarray(rng.integers(-200, 200, positions) / 4, table_dtype),
     )
+
+
+def check_wgmma(monkeypatch):
+    """Lets the interpreter check what wgmma reads for races, which it does not by itself."""
+    wgmma = gpu_callbacks.wgmma
+
+    def checked(*, thread, source_info=None, **named):
+        memory = gpu_callbacks._get_shared_memory()
+        with memory.lock:
+            # A read by the asynchronous proxy is an event of both its clock and the thread's.
+            memory.clocks[thread].inc(memory.thread_to_vc_position(thread))
+            clock = memory.clocks[thread].copy()
+        for operand in "ab":
+            key = gpu_callbacks.HostAllocationKey.from_array(
+                named[f"{operand}_allocation_key_as_array"]
+            )
+            transforms = gpu_callbacks._remove_noop_transforms(named[f"{operand}_transforms"])
+            access = memory.access(key, jax.tree.map(int, transforms))
+            gpu_callbacks.get_races().check_read(
+                thread, clock.async_smem_clock, key, access, source_info=source_info
+            )
+        return wgmma(thread=thread, source_info=source_info, **named)
+
+    monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
 
 
 def interpreted(run, operands, out_dtype, config, patience=None):

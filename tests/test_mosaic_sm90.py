@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from bounds import assert_bit_equal
 from gpu import pairwise
-from interpreter import draw_operands, interpreted, problem_of
+from interpreter import check_wgmma, draw_operands, interpreted, problem_of
 
 from pallas_patch_embed.backends import mosaic_sm90, xla
 from pallas_patch_embed.backends.mosaic_sm90 import Config, choose_config, why_not
@@ -17,8 +17,9 @@ H200 = Target("cuda", (9, 0))
 
 
 @pytest.fixture(autouse=True)
-def four_multiprocessors(monkeypatch):
+def four_multiprocessors_and_checked_products(monkeypatch):
     monkeypatch.setattr(mosaic_sm90, "MULTIPROCESSORS", 4)
+    check_wgmma(monkeypatch)
 
 
 # The interpreter has no untiled view of the ring: rows are multiples of 8 here.
@@ -89,8 +90,12 @@ def test_interpreted_it_equals_xla_without_a_race(case, out_dtype):
     assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype))
 
 
-# By the number of barriers of each kind, for a ring of 3 slots.
-@pytest.mark.parametrize("barriers", [(6,), (3,), ()], ids=["filled", "freed", "columns_arrived"])
+# By the number of barriers of each kind, for a ring of 3 slots and one chunk of the weight.
+@pytest.mark.parametrize(
+    "barriers",
+    [(6,), (3,), (1,), ()],
+    ids=["filled", "freed", "weight_arrived", "columns_arrived"],
+)
 def test_a_missing_wait_is_noticed(monkeypatch, barriers):
     barrier_wait = mosaic_sm90.plgpu.barrier_wait
 
