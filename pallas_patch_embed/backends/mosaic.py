@@ -70,27 +70,37 @@ def first_that_fits(problem: Problem, configs):
     return None
 
 
-def launch(problem: Problem, config, make_kernel: Callable, operands) -> jax.Array:
-    """The operator by a kernel that walks the runs of tiles of `config`.
+def launch(operands, out_dtype: str, config, choose_config: Callable, make_kernel: Callable):
+    """y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n]).
 
     Args:
-      problem: shapes and dtypes.
-      config: with `check`, `tile_m` and `workers`.
-      make_kernel: M -> a function of patches [M, K], weight, scale, table [period, N] or [N], and
-        runs, which gives y [M, N].
-      operands: patches, weight, scale, table as the problem says.
+      operands: patches [..., S, K] float8_e4m3fn, bfloat16 or int8; weight [N, K] of the same
+        dtype; scale [N] float32; table [S, N] bfloat16, with leading axes if images have tables of
+        their own, or [N] float32.
+      out_dtype: "bfloat16" or "float32".
+      config: with `check`, `tile_m` and `workers`, or None for that of `choose_config`.
+      choose_config: problem -> config.
+      make_kernel: (config, problem, M) -> a function of patches [M, K], weight, scale, table
+        [period, N] or [N], and the runs of tiles, which gives y [M, N].
+
+    Returns:
+      [..., S, N] of out_dtype, rounded once. The accumulator is int32 for int8, else float32 as
+      the tensor cores accumulate it, which for float8 on Hopper has fewer bits.
     """
+    problem = Problem.of(*operands, out_dtype=out_dtype)
+    config = config or choose_config(problem)
     config.check(problem)
     patches, weight, scale, table = operands
     *leading, K = patches.shape
     M = math.prod(leading)
     if M == 0:
-        return jnp.zeros((*leading, problem.N), problem.out_dtype)
+        return jnp.zeros((*leading, problem.N), out_dtype)
     period = table_period(problem)
     if table.ndim > 1:
         table = table.reshape(period, problem.N)
     runs = schedule.runs(M, period, config.tile_m, config.workers(problem))
-    y = make_kernel(M)(patches.reshape(M, K), weight, scale, table, jnp.asarray(runs))
+    kernel = make_kernel(config, problem, M)
+    y = kernel(patches.reshape(M, K), weight, scale, table, jnp.asarray(runs))
     return y.reshape(*leading, problem.N)
 
 

@@ -14,6 +14,7 @@ each tile.
 """
 
 import dataclasses
+import functools
 import math
 import types
 
@@ -192,32 +193,13 @@ def run(
     config: Config | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> jax.Array:
-    """y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n]).
-
-    Args:
-      patches: [..., S, K] float8_e4m3fn, bfloat16 or int8.
-      weight: [N, K] of the same dtype.
-      scale: [N] float32.
-      table: [S, N] bfloat16, with leading axes if images have tables of their own; or [N] float32.
-      out_dtype: "bfloat16" or "float32".
-      config: instead of that of `choose_config`.
-      interpret: runs the kernel in Pallas' interpreter, on any platform.
-
-    Returns:
-      [..., S, N] of out_dtype, rounded once. The accumulator is int32 for int8, else float32 as
-      wgmma accumulates it, which for float8 has fewer bits.
-    """
-    problem = Problem.of(patches, weight, scale, table, out_dtype=out_dtype)
-    config = config or choose_config(problem)
-    return mosaic.launch(
-        problem,
-        config,
-        lambda M: _kernel(config, problem, M, interpret),
-        (patches, weight, scale, table),
-    )
+    """The operator as `mosaic.launch` has it, by this kernel or by Pallas' interpreter for it."""
+    make_kernel = functools.partial(_kernel, interpret=interpret)
+    operands = (patches, weight, scale, table)
+    return mosaic.launch(operands, out_dtype, config, choose_config, make_kernel)
 
 
-def _kernel(config: Config, problem: Problem, M: int, interpret):
+def _kernel(config: Config, problem: Problem, M: int, *, interpret):
     """The kernel for these shapes: (patches [M, K], weight, scale, table, runs) -> y [M, N]."""
     dtype, out_dtype = jnp.dtype(problem.dtype), jnp.dtype(problem.out_dtype)
     slots, tile_m, tile_n, rows = config.slots, config.tile_m, config.tile_n, config.rows
