@@ -107,7 +107,7 @@ def poisoned(operands, shape, dtype):
 
 
 def runs_of(run, shape, dtype, out_dtype, B):
-    """(beyond the bound, moved, elements, NaN read from the poison) over fresh inputs, one jit."""
+    """(beyond the bound, moved, elements) of RUNS fresh inputs, in one jit."""
 
     def once(key):
         operands = draw(key, shape, dtype, B)

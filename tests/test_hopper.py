@@ -158,7 +158,7 @@ def params_of(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_chosen_and_vmap_shard_map_and_jit_agree(dtype):
+def test_it_is_chosen_and_vmap_and_jit_agree(dtype):
     shape = named_shape("So400m/14 224")
     params = jax.device_put(params_of(dtype, shape), gpu())
     images = np.random.default_rng(4).integers(0, 256, (6, 224, 224, 3), np.uint8)

@@ -11,7 +11,7 @@ Reads and writes go through the interpreter's own checks and vector clocks. Beyo
 memory may only be handed over at a barrier that orders the tensor core, which the interpreter does
 not check. What is not known here raises.
 
-The semantics are those of PTX ISA 9.0, section 9.7.16 (tcgen05, .cta_group::2).
+The semantics are those of the PTX ISA for tcgen05 with .cta_group::2.
 """
 
 import dataclasses

@@ -7,8 +7,8 @@ accumulators: what wgmma takes for the j-th pair of thread q in its g-th group i
 q * (vector / 2) + j of group g. Then a thread holds 16 neighbouring bytes of every group of 64, and
 the four threads of a row write 64 bytes.
 
-Pallas does not express this renaming, nor loads and stores with a condition for each row: they are
-written with Mosaic's builders. In the interpreter, which has neither registers nor Mosaic, the
+Pallas does not express this renaming, nor a store with a condition for each row: they are written
+with Mosaic's builders. In the interpreter, which has neither registers nor Mosaic, the
 weight keeps its order, and the same functions are JAX.
 """
 
@@ -26,8 +26,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_patch_embed.backends.mosaic import SCALAR, i32, load_rows, places_of
 
-# Rows of a warpgroup's wgmma, and the bytes that a thread moves at once.
-WGMMA_M = 64
+# What a thread moves at once.
 VECTOR_BYTES = 16
 
 

@@ -22,11 +22,19 @@ DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 ALIGNMENT = 1024
 ROW_BYTES = 128
 
+# The fields of a run, in their order.
+FIELDS = (schedule.FIRST_TILE, schedule.TILES, schedule.STRIDE, schedule.TABLE_ROW)
+
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
-def why_not(problem: Problem) -> str | None:
-    """The reason why these operands are none for such a kernel; None if they are."""
+def why_not(problem: Problem, choose_config: Callable) -> str | None:
+    """The reason why these operands are none for such a kernel; None if they are.
+
+    Args:
+      problem: shapes and dtypes.
+      choose_config: of the kernel, which raises NotImplementedError if no config serves.
+    """
     if problem.dtype not in DTYPES:
         return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}."
     if len(problem.weight) > 2 or len(problem.scale) > 1:
@@ -38,6 +46,10 @@ def why_not(problem: Problem) -> str | None:
             f"its table [..., S, N] repeats along leading axes or has them all; {problem.table} "
             f"does not for patches {problem.patches}."
         )
+    try:
+        choose_config(problem)
+    except NotImplementedError as error:
+        return str(error)
     return None
 
 
@@ -112,7 +124,7 @@ def for_each_run(runs, worker, visit: Callable) -> jax.Array:
     """
 
     def step(i, tiles):
-        run = tuple(runs[worker, i, field] for field in range(4))
+        run = tuple(runs[worker, i, field] for field in FIELDS)
         visit(run, tiles)
         return tiles + run[schedule.TILES]
 
@@ -129,8 +141,12 @@ def swizzled(dtype, *shape: int, tiled: bool) -> plgpu.SMEM:
     return plgpu.SMEM(shape, dtype, transforms=(*tiling, plgpu.SwizzleTransform(row_bytes)))
 
 
-def two_views(*views, interpret):
-    """One memory with several shapes; the interpreter has none such, there it is several."""
+def two_views(dtype, written: tuple[int, ...], multiplied: tuple[int, ...], *, interpret):
+    """One memory as TMA writes it, untiled, and as the tensor cores read it, tiled.
+
+    The interpreter has no such memory; there it is two, of which the second serves for both.
+    """
+    views = swizzled(dtype, *written, tiled=False), swizzled(dtype, *multiplied, tiled=True)
     return views if interpret else plgpu.RefUnion(*views)
 
 

@@ -169,13 +169,10 @@ def choose_config(problem: Problem) -> Config:
         depths = range(8, 3, -1)
         return mosaic.first_that_fits(problem, (Config(slots=s, **choices) for s in depths))
 
-    def large(collective):
-        # Narrower slices read the patches more often than streaming reads the weight.
-        stationary = [deepest(tile_n=n, collective=collective) for n in widths if n >= 192]
-        streaming = [deepest(tile_n=n, collective=collective, stream_weight=True) for n in widths]
-        return next(filter(None, stationary + streaming))
-
-    config = large(True)
+    # Narrower slices read the patches more often than streaming reads the weight.
+    stationary = [deepest(tile_n=n) for n in widths if n >= 192]
+    streaming = [deepest(tile_n=n, stream_weight=True) for n in widths]
+    config = next(filter(None, stationary + streaming))
     tiles = -(-math.prod(problem.patches[:-1]) // config.tile_m)
     multiprocessors = mosaic.multiprocessors(MULTIPROCESSORS)
     if tiles * config.slices(problem) * config.blocks >= multiprocessors:
@@ -194,13 +191,7 @@ def why_not(problem: Problem, target: Target | None) -> str | None:
         return f"it needs compute capability 10.0 or 10.3 (B200, B300); this is {target}."
     if target is not None and target.compute_capability == (10, 3) and problem.dtype == "int8":
         return "compute capability 10.3 has no int8 tensor cores (tcgen05 kind::i8)."
-    if reason := mosaic.why_not(problem):
-        return reason
-    try:
-        choose_config(problem)
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    return mosaic.why_not(problem, choose_config)
 
 
 def run(
@@ -410,7 +401,8 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
             plgpu.set_max_registers(store_registers, action="increase")
             store()
 
-    slot_shape = (slots, ROWS, tile_k)
+    # TMA writes patches untiled, so that any number of rows will do.
+    ring = (slots, ROWS, tile_k)
     kept = slots if streaming else chunks
     tensor_cores = dict(orders_tensor_core=True)
     read = dict(num_arrivals=STORERS, num_barriers=ACCUMULATORS, **tensor_cores)
@@ -426,12 +418,7 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         scratch_types=dict(
-            # TMA writes patches untiled, so that any number of rows will do.
-            ring=mosaic.two_views(
-                mosaic.swizzled(dtype, *slot_shape, tiled=False),
-                mosaic.swizzled(dtype, *slot_shape, tiled=True),
-                interpret=interpret,
-            ),
+            ring=mosaic.two_views(dtype, ring, ring, interpret=interpret),
             weight_tiles=mosaic.swizzled(dtype, kept, tile_n // blocks, tile_k, tiled=True),
             staged=mosaic.swizzled(out_dtype, STORERS * STAGES, ROWS, store_n, tiled=False),
             accumulators=plgpu.TMEM(
