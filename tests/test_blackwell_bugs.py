@@ -129,6 +129,10 @@ def early_release():
     )
 
 
+def load_wait_missing():
+    return Altered(wait_load_tmem=lambda: None)
+
+
 def commit_missing():
     return Altered(commit_smem=lambda: None)
 
@@ -230,6 +234,7 @@ BUGS = {
     ("wait missing", "freed"): (wait_missing("freed"), f"{RACE}|{UNSEEN}"),
     ("wait missing", "multiplied"): (wait_missing("multiplied"), f"{RACE}|{UNSEEN}"),
     ("wait missing", "read"): (wait_missing("read"), f"{RACE}|{UNSEEN}"),
+    ("wait missing", "load of tensor memory"): (load_wait_missing(), RACE),
     ("wait on the wrong slot", "filled"): (
         wait_on_the_wrong_slot("filled"),
         f"{RACE}|{UNSEEN}|{DEADLOCK}",
