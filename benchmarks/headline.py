@@ -54,15 +54,6 @@ def product(patches: jax.Array, weight: jax.Array, *, axis: int) -> jax.Array:
     return lax.dot_general(patches, weight, dimensions, preferred_element_type=out)
 
 
-def without_barrier(patches, weight, scale, table):
-    """XLA's product, scale and table, fused as XLA likes."""
-    out = jnp.int32 if patches.dtype == jnp.int8 else jnp.float32
-    accumulator = lax.dot_general(
-        patches, weight, (((2,), (1,)), ((), ())), preferred_element_type=out
-    )
-    return (accumulator.astype(jnp.float32) * scale + table).astype(jnp.bfloat16)
-
-
 def contenders(shape: NamedShape, dtypes: list[str], images: int) -> dict[str, Contender]:
     """Everything that is compared, by name."""
     found = {}
@@ -86,7 +77,6 @@ def contenders(shape: NamedShape, dtypes: list[str], images: int) -> dict[str, C
                 (patches, jnp.asarray(weight.T)),
             ),
             "xla, fused": (definition, operands),
-            "xla, fused, no barrier": (jax.jit(without_barrier), operands),
         }
         for name, (function, arguments) in forms.items():
             found[f"{dtype} {name}"] = Contender(function, arguments)
@@ -95,7 +85,7 @@ def contenders(shape: NamedShape, dtypes: list[str], images: int) -> dict[str, C
 
 def show(title: str, found: dict[str, Timing], dtypes: list[str], moved: dict[str, int]) -> None:
     """Prints one table: times, and their ratios to the bare products."""
-    print(f"\n{title}")
+    print(f"\n{title}", flush=True)
     peers = {
         dtype: min(t.milliseconds for n, t in found.items() if n.startswith(f"{dtype} bare"))
         for dtype in dtypes

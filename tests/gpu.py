@@ -120,30 +120,40 @@ def check(y, operands, out_dtype):
     return (~(jnp.abs(y32 - reference) <= bound)).sum(), jnp.int32(0)
 
 
-def poisoned(operands, shape, dtype):
-    """The operands, behind a NaN array of the output's size whose memory is free again then.
+# How many times the output's size is poisoned: more than all that a check uses. XLA places the
+# largest buffer first, and what lives after it in the same memory.
+POISON = 16
 
-    All of them, so that nobody computes with numbers that were not rounded to their dtype.
+
+def poisoned(operands, shape, dtype):
+    """The operands, behind an array of NaN in whose memory the output will be.
+
+    They are rounded to their dtype before anybody computes with them.
     """
-    poison = lax.optimization_barrier(jnp.full(shape, jnp.nan, dtype))
+    operands, nan = lax.optimization_barrier((operands, jnp.full((), jnp.nan, dtype)))
+    poison = lax.optimization_barrier(jnp.broadcast_to(nan, (POISON, *shape)))
     return lax.optimization_barrier((operands, poison.reshape(-1)[-1]))
 
 
-def runs_of(run, shape, dtype, out_dtype, B):
-    """(beyond the bound, moved, elements) of RUNS fresh inputs, in one jit."""
+def programme(run, shape, dtype, out_dtype, B):
+    """The function of keys to (beyond the bound, moved, what was read of the poison) of each."""
 
     def once(key):
-        operands = draw(key, shape, dtype, B)
-        operands, read = poisoned(operands, (B, shape.S, shape.N), out_dtype)
+        operands, read = poisoned(draw(key, shape, dtype, B), (B, shape.S, shape.N), out_dtype)
         # The check follows: it does not use the poisoned memory before.
         y, operands = lax.optimization_barrier((run(*operands, out_dtype=out_dtype), operands))
         return *check(y, operands, out_dtype), read
 
+    return lambda keys: lax.map(once, keys)
+
+
+def runs_of(run, shape, dtype, out_dtype, B):
+    """(beyond the bound, moved, elements) of RUNS fresh inputs, in one jit."""
     keys = jax.random.split(jax.random.key(shape.S * shape.N + B), RUNS)
     # XLA need not look for the fastest reference.
     options = {"xla_gpu_autotune_level": 0}
-    programme = jax.jit(lambda keys: lax.map(once, keys), compiler_options=options)
-    beyond, moved, read = programme(keys)
+    compiled = jax.jit(programme(run, shape, dtype, out_dtype, B), compiler_options=options)
+    beyond, moved, read = compiled(keys)
     assert jnp.isnan(read).all()
     return int(beyond.sum()), int(moved.sum()), RUNS * B * shape.S * shape.N
 

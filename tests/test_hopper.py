@@ -53,7 +53,9 @@ def test_xlas_float8_product_is_within_the_same_bound():
     assert runs_of(xla.run, named_shape("B/16 256"), "float8_e4m3fn", "float32", 67)[0] == 0
 
 
-def test_a_kernel_that_forgets_an_element_is_noticed():
+@pytest.mark.parametrize("dtype, out_dtype", [("int8", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("B", [1, 67])
+def test_a_kernel_that_forgets_elements_is_noticed(dtype, out_dtype, B):
     """The check of the checks: outputs are poisoned, and one wrong element is found."""
     shape = named_shape("B/16 224")
 
@@ -61,19 +63,16 @@ def test_a_kernel_that_forgets_an_element_is_noticed():
         def nothing(patches, out):
             pass
 
-        S, N = shape.S, shape.N
-        kernel = plgpu.kernel(
-            nothing, out_type=jax.ShapeDtypeStruct((len(patches) * S, N), out_dtype)
-        )
-        return kernel(patches).reshape(len(patches), S, N)
+        out = jax.ShapeDtypeStruct((B * shape.S, shape.N), out_dtype)
+        return plgpu.kernel(nothing, out_type=out)(patches).reshape(B, shape.S, shape.N)
 
     def forgets_one(*operands, out_dtype):
         y = mosaic_sm90.run(*operands, out_dtype=out_dtype)
-        return y.at[2, 195, 767].set(jnp.nan)
+        return y.at[0, 195, 767].set(jnp.nan)
 
-    beyond, _, elements = runs_of(forgets_all, shape, "int8", "bfloat16", 3)
+    beyond, _, elements = runs_of(forgets_all, shape, dtype, out_dtype, B)
     assert beyond == elements
-    assert runs_of(forgets_one, shape, "int8", "bfloat16", 3)[0] == RUNS
+    assert runs_of(forgets_one, shape, dtype, out_dtype, B)[0] == RUNS
 
 
 @pytest.fixture
