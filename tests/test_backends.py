@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 from bounds import assert_bit_equal, draw_images, draw_params
+from interpreter import problem_of
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.backends import BACKENDS, choose, xla
-from pallas_patch_embed.problem import Problem, Target
+from pallas_patch_embed.backends import BACKENDS, choose, explain, xla
+from pallas_patch_embed.problem import Problem, Target, named_shape
 
 PARAMS = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 2), N=8, dtype="int8")
 PATCHES = ppe.patchify(draw_images(np.random.default_rng(1), 3, 8, 8, 3), PARAMS)
@@ -30,7 +31,7 @@ def a_backend_for_cuda_10(monkeypatch):
     def run(*operands, out_dtype):
         return -xla.run(*operands, out_dtype=out_dtype)
 
-    backend = types.SimpleNamespace(why_not=why_not, run=run)
+    backend = types.SimpleNamespace(why_not=why_not, why_rather_not=xla.why_rather_not, run=run)
     for name in list(BACKENDS):
         monkeypatch.delitem(BACKENDS, name)
     monkeypatch.setitem(BACKENDS, "first", backend)
@@ -45,6 +46,18 @@ def problem(params=PARAMS):
 
 def test_backends_are_named_in_the_order_in_which_they_are_tried():
     assert ppe.backends() == ("mosaic_sm100", "mosaic_sm90", "xla")
+
+
+def test_a_backend_that_serves_can_leave_a_problem_to_a_faster_one():
+    h200 = Target("cuda", (9, 0))
+    shape = named_shape("B/32 256")
+    few, many = (problem_of(shape, "int8", B) for B in (1, 64))
+    explanation = explain(few, h200)
+    row = next(row for row in explanation if row.backend == "mosaic_sm90")
+    assert row.serves and "64 rows are few" in row.reason
+    assert explanation.chosen == "xla" and choose(few, h200, None) is xla
+    assert explain(many, h200).chosen == "mosaic_sm90"
+    assert choose(few, h200, "mosaic_sm90") is choose(many, h200, None)
 
 
 def test_explain_takes_patches_or_a_shape():

@@ -11,7 +11,7 @@ from interpreter import check_wgmma, draw_operands, interpreted, problem_of
 
 from pallas_patch_embed.backends import mosaic_sm90, xla
 from pallas_patch_embed.backends.mosaic_sm90 import Config, choose_config, why_not
-from pallas_patch_embed.problem import NAMED_SHAPES, Target
+from pallas_patch_embed.problem import NAMED_SHAPES, Target, named_shape
 
 H200 = Target("cuda", (9, 0))
 
@@ -120,6 +120,29 @@ def test_every_named_shape_has_a_config_that_fits(shape, dtype):
             config = choose_config(problem)
             config.check(problem)
             assert 1 <= config.workers(problem) * config.slices(problem) <= 132
+
+
+@pytest.mark.parametrize(
+    "name, dtype, B, tile_n, rows, stream_weight",
+    [
+        ("B/16 224", "int8", 1, 64, 64, False),
+        ("B/16 224", "int8", 8, 128, 64, False),
+        ("B/16 224", "int8", 16, 192, 64, False),
+        ("B/16 224", "int8", 4736, 192, 64, False),
+        ("B/16 224", "bfloat16", 4736, 192, 128, True),
+        ("L/16 256", "int8", 8, 128, 64, False),
+        ("g-opt/16 256", "bfloat16", 8, 192, 64, True),
+        ("B/32 256", "bfloat16", 32, 128, 64, True),
+        ("B/32 256", "bfloat16", 64, 192, 64, True),
+        ("B/32 256", "bfloat16", 128, 192, 128, True),
+    ],
+)
+def test_the_config_is_the_fastest_that_was_measured(
+    monkeypatch, name, dtype, B, tile_n, rows, stream_weight
+):
+    monkeypatch.setattr(mosaic_sm90, "MULTIPROCESSORS", 132)
+    config = choose_config(problem_of(named_shape(name), dtype, B))
+    assert (config.tile_n, config.rows, config.stream_weight) == (tile_n, rows, stream_weight)
 
 
 B16 = problem_of(NAMED_SHAPES[0], "int8")

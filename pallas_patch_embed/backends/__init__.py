@@ -1,9 +1,11 @@
 """The ordered list of backends, and the choice among them.
 
-A backend is a module with two functions and a text:
+A backend is a module with three functions and a text:
 
   why_not(problem, target) -> str | None: the reason it cannot serve, None if it can. A target of
     None asks about the problem alone.
+  why_rather_not(problem) -> str | None: of a problem that it serves, the reason why a later backend
+    is the better choice; None if none is known to be.
   run(patches, weight, scale, table, *, out_dtype) -> y: the computation, traceable by JAX.
   EVIDENCE: why it may be trusted.
 """
@@ -29,7 +31,7 @@ def backends() -> tuple[str, ...]:
 
 
 class Row(NamedTuple):
-    """One backend's answer: does it serve, and if not, why."""
+    """One backend's answer: does it serve, and why it should not or cannot."""
 
     backend: str
     serves: bool
@@ -45,7 +47,8 @@ class Explanation:
     Attributes:
       problem: the shapes and dtypes asked about.
       target: the chip asked about.
-      rows: (backend, serves, reason), one a backend.
+      rows: (backend, serves, reason), one a backend; one that serves has a reason if another is
+        faster.
     """
 
     problem: Problem
@@ -55,7 +58,7 @@ class Explanation:
     @property
     def chosen(self) -> str:
         """The backend that runs when none is asked for by name."""
-        return next(row.backend for row in self.rows if row.serves)
+        return next(row.backend for row in self.rows if row.serves and not row.reason)
 
     def __iter__(self):
         return iter(self.rows)
@@ -77,8 +80,13 @@ class Explanation:
 
 def explain(problem: Problem, target: Target) -> Explanation:
     """Every backend's answer about `problem` on `target`."""
-    reasons = {name: backend.why_not(problem, target) for name, backend in BACKENDS.items()}
-    rows = tuple(Row(name, reason is None, reason or "") for name, reason in reasons.items())
+
+    def row(name: str, backend: ModuleType) -> Row:
+        if reason := backend.why_not(problem, target):
+            return Row(name, False, reason)
+        return Row(name, True, backend.why_rather_not(problem) or "")
+
+    rows = tuple(row(name, backend) for name, backend in BACKENDS.items())
     return Explanation(problem, target, rows)
 
 

@@ -25,6 +25,9 @@ ROW_BYTES = 128
 # The fields of a run, in their order.
 FIELDS = (schedule.FIRST_TILE, schedule.TILES, schedule.STRIDE, schedule.TABLE_ROW)
 
+# Spans that a warp's trace has room for; later ones are left out.
+SPANS = 64
+
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
@@ -69,6 +72,24 @@ def table_period(problem: Problem) -> int | None:
 def multiprocessors(default: int) -> int:
     """How many multiprocessors the first device of this process has; `default` if it is no GPU."""
     return getattr(jax.devices()[0], "core_count", None) or default
+
+
+def profile_bytes(profile: str, warpgroups: int) -> int:
+    """Shared memory that a trace takes: per warp, a span is two pairs of a name and a time."""
+    return 4 * warpgroups * SPANS * 16 if profile else 0
+
+
+def compiler_params(profile: str) -> plgpu.CompilerParams:
+    """How the kernels are compiled; with a trace, if `profile` names a folder for it."""
+    traced = dict(
+        profile_space=SPANS,
+        profile_dir=profile,
+        profile_trace_scope=plgpu.TraceScope.WARP,
+        profile_bounds_check=True,
+    )
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **(traced if profile else {})
+    )
 
 
 def first_that_fits(problem: Problem, configs):

@@ -72,12 +72,14 @@ class Config:
       slots: depth of the ring; a slot holds 128 bytes of K of a block's rows.
       collective: whether two blocks multiply together, each with half of the weight.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
+      profile: folder for a trace of what the warps of each block do first; none if empty.
     """
 
     tile_n: int
     slots: int
     collective: bool = True
     stream_weight: bool = False
+    profile: str = ""
 
     @property
     def blocks(self) -> int:
@@ -119,7 +121,8 @@ class Config:
         patches = self.slots * ROWS * ROW_BYTES
         store_bytes = ROWS * self.store_n(problem) * jnp.dtype(problem.out_dtype).itemsize
         sizes = (weight, patches, STORERS * STAGES * store_bytes)
-        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+        trace = mosaic.profile_bytes(self.profile, 1 + STORERS)
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes) + trace
 
     def registers(self, problem: Problem) -> int:
         """Registers of a storing thread.
@@ -192,6 +195,10 @@ def why_not(problem: Problem, target: Target | None) -> str | None:
     if target is not None and target.compute_capability == (10, 3) and problem.dtype == "int8":
         return "compute capability 10.3 has no int8 tensor cores (tcgen05 kind::i8)."
     return mosaic.why_not(problem, choose_config)
+
+
+def why_rather_not(problem: Problem) -> None:
+    """None: nothing was measured."""
 
 
 def run(
@@ -274,6 +281,7 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
                 def load(k):
                     load_weight(k, s.weight_tiles.at[k], s.weight_arrived)
 
+            @jax.named_scope("feed a tile")
             def feed_tile(number, row, _):
                 @pl.loop(0, chunks)
                 def feed_chunk(k):
@@ -310,10 +318,12 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
 
             def multiply_tile(number, row, _):
                 @pl.when(number >= ACCUMULATORS)
+                @jax.named_scope("wait for an accumulator")
                 def wait():
                     plgpu.barrier_wait(s.read.at[accumulator_of(number)])
 
                 @pl.when(leads)
+                @jax.named_scope("multiply")
                 def issue():
                     for k in range(chunks):
                         slot = lax.rem(number * chunks + k, slots)
@@ -365,8 +375,7 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
                     return held[e]
                 return lax.broadcast_in_dim(offsets[e], (ROWS, store_n), (1,))
 
-            def store_tile(number, row, held):
-                plgpu.barrier_wait(s.multiplied.at[accumulator_of(number)])
+            def store_accumulator(number, row, held):
                 for e in range(steps):
                     part = columns_of(number, begin + e * store_n, store_n)
                     y = plgpu.async_load_tmem(part, layout=LAYOUT)
@@ -383,6 +392,12 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
                     rows = pl.ds(row + peer * ROWS, ROWS)
                     columns = pl.ds(first_column + e * store_n, store_n)
                     plgpu.copy_smem_to_gmem(staged, out.at[rows, columns])
+
+            def store_tile(number, row, held):
+                with jax.named_scope("wait for products"):
+                    plgpu.barrier_wait(s.multiplied.at[accumulator_of(number)])
+                with jax.named_scope("scale, add and store"):
+                    store_accumulator(number, row, held)
 
             for_each_tile(store_tile, hold_table)
             plgpu.wait_smem_to_gmem(0)
@@ -416,7 +431,7 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
         num_threads=1 + STORERS,
         thread_name="warpgroup",
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=mosaic.compiler_params(config.profile),
         scratch_types=dict(
             ring=mosaic.two_views(dtype, ring, ring, interpret=interpret),
             weight_tiles=mosaic.swizzled(dtype, kept, tile_n // blocks, tile_k, tiled=True),

@@ -15,6 +15,7 @@ each tile.
 
 import dataclasses
 import functools
+import itertools
 import math
 import types
 
@@ -58,6 +59,16 @@ OTHER_REGISTERS = 48
 HOLDING_REGISTERS = {"bfloat16": 0, "float32": 8}
 
 
+# What a tile costs beside its products, in products of a row and a column.
+TILE_OVERHEAD = 128 * 64
+
+
+# From so many chunks of 128 bytes of K on, and up to so many rows a chunk, XLA is faster: it splits
+# K among multiprocessors (B/32: up to 512 rows at one byte an element, 1024 at two; NOTES.md).
+SPLIT_CHUNKS = 24
+SPLIT_ROWS = 22
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Tile sizes and pipeline depth of the Hopper kernel.
@@ -67,12 +78,14 @@ class Config:
       slots: depth of the ring; a slot holds 128 bytes of K of a warpgroup's rows.
       rows: of a warpgroup's half of a tile, 64 or 128.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
+      profile: folder for a trace of what the warps of each block do first; none if empty.
     """
 
     tile_n: int
     slots: int
     rows: int = 64
     stream_weight: bool = False
+    profile: str = ""
 
     @property
     def tile_m(self) -> int:
@@ -98,7 +111,7 @@ class Config:
         weight = weight_chunks * self.tile_n * ROW_BYTES
         patches = self.slots * self.rows * ROW_BYTES
         columns = 2 * -(-4 * self.tile_n // ALIGNMENT) * ALIGNMENT
-        return weight + patches + columns
+        return weight + patches + columns + mosaic.profile_bytes(self.profile, CONSUMERS + 1)
 
     def registers(self, problem: Problem, *, holds: bool) -> int:
         """Registers of a multiplying thread.
@@ -152,25 +165,25 @@ def choose_config(problem: Problem) -> Config:
     if not widths:
         raise NotImplementedError(f"N is {problem.N}, expected a multiple of 64.")
 
-    def blocks(config):
-        tiles = -(-math.prod(problem.patches[:-1]) // config.tile_m)
-        return tiles * config.slices(problem)
-
     def deepest(least_slots, **choices):
         """The config with the most slots that fits, None if none does."""
         depths = range(MOST_SLOTS, least_slots - 1, -1)
         return mosaic.first_that_fits(problem, (Config(slots=s, **choices) for s in depths))
 
-    # Slices of 64 columns read the patches more often than streaming reads the weight, and with
-    # fewer than 8 slots of 8 KiB the tensor cores wait for the memory.
-    stationary = [deepest(8, tile_n=tile_n) for tile_n in widths if tile_n >= 128]
-    streaming = [deepest(4, tile_n=tile_n, rows=128, stream_weight=True) for tile_n in widths]
-    config = next(filter(None, stationary + streaming))
-    if blocks(config) >= mosaic.multiprocessors(MULTIPROCESSORS):
-        return config
-    # A small problem is spread over more multiprocessors.
-    narrow = [deepest(4, tile_n=widths[-1], stream_weight=stream) for stream in (False, True)]
-    return next(filter(None, narrow))
+    def candidates(tile_n):
+        # With fewer than 8 slots of 8 KiB the tensor cores wait for the memory.
+        if stationary := deepest(8, tile_n=tile_n):
+            return [stationary]
+        return [deepest(4, tile_n=tile_n, rows=rows, stream_weight=True) for rows in (64, 128)]
+
+    def time(config):
+        """Of the worker with the most tiles, in products of a row and a column."""
+        tiles = -(-math.prod(problem.patches[:-1]) // config.tile_m)
+        return -(-tiles // config.workers(problem)) * (
+            config.tile_m * config.tile_n + TILE_OVERHEAD
+        )
+
+    return min(filter(None, itertools.chain(*map(candidates, widths))), key=time)
 
 
 def why_not(problem: Problem, target: Target | None) -> str | None:
@@ -178,6 +191,14 @@ def why_not(problem: Problem, target: Target | None) -> str | None:
     if target is not None and target.compute_capability != COMPUTE_CAPABILITY:
         return f"it needs compute capability 9.0 (H100, H200); this is {target}."
     return mosaic.why_not(problem, choose_config)
+
+
+def why_rather_not(problem: Problem) -> str | None:
+    """The reason why a later backend is faster; None if none is known to be."""
+    rows, chunks = math.prod(problem.patches[:-1]), choose_config(problem).chunks(problem)
+    if chunks >= SPLIT_CHUNKS and rows <= SPLIT_ROWS * chunks:
+        return f"{rows} rows are few for K = {problem.patches[-1]}: xla splits K and is faster."
+    return None
 
 
 def run(
@@ -249,6 +270,7 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
             def feed_run(run, tiles):
                 first, count, stride, _ = run
 
+                @jax.named_scope("feed a tile")
                 def feed_tile(j, _):
                     for member in range(CONSUMERS):
                         row = (first + j * stride) * tile_m + member * rows
@@ -301,7 +323,8 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
                     plgpu.barrier_arrive(s.freed.at[slot_of(first + k)])
 
                 def accumulate(accumulator):
-                    plgpu.barrier_wait(s.turn.at[member])
+                    with jax.named_scope("wait for a turn"):
+                        plgpu.barrier_wait(s.turn.at[member])
                     for k in range(chunks):
                         slot = slot_of(first + k)
                         plgpu.barrier_wait(filled(first + k, member))
@@ -352,9 +375,11 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
                     held_terms = hold(lambda g: load_terms(g, table_rows))
 
                     def visit_tile(j, _):
-                        accumulator = multiply(entry_of(tiles + j, member))
+                        with jax.named_scope("multiply"):
+                            accumulator = multiply(entry_of(tiles + j, member))
                         row = (first + j * stride) * tile_m + member * rows
-                        store(accumulator, held_terms, table_rows, row)
+                        with jax.named_scope("scale, add and store"):
+                            store(accumulator, held_terms, table_rows, row)
 
                     lax.fori_loop(0, count, visit_tile, None)
 
@@ -391,7 +416,7 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=mosaic.compiler_params(config.profile),
         scratch_types=dict(
             ring=mosaic.two_views(dtype, ring, ring, interpret=interpret),
             # TMA brings the weight in the order of `fragment.py`.

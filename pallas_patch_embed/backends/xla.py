@@ -13,6 +13,10 @@ def why_not(problem: Problem, target: Target | None) -> None:
     del problem, target
 
 
+def why_rather_not(problem: Problem) -> None:
+    """None: it is the last."""
+
+
 def run(
     patches: jax.Array,
     weight: jax.Array,
