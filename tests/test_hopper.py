@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 from gpu import DTYPES, PROGRAMS, RUNS, draw, gpu, runs_of
 from jax import lax
+from jax.experimental.compute_on import compute_on
 
 import pallas_patch_embed as ppe
+from benchmarks import timeline
 from pallas_patch_embed.backends import mosaic_sm90, xla
-from pallas_patch_embed.problem import Target, named_shape
+from pallas_patch_embed.problem import Problem, Target, named_shape
 
 TESTS = Path(__file__).parent
 
@@ -137,6 +139,26 @@ def test_two_threads_do_not_disturb_each_other():
     assert not wrong
 
 
+def test_two_streams_do_not_disturb_each_other():
+    shape = named_shape("B/16 256")
+    run = functools.partial(mosaic_sm90.run, out_dtype="bfloat16")
+    drawn = [draw(jax.random.key(i), shape, "int8", 2 + i) for i in range(2)]
+    expected = [jax.jit(run)(*operands) for operands in drawn]
+
+    @jax.jit
+    def both(drawn):
+        streams = (
+            compute_on(
+                run, compute_type=f"gpu_stream:{1 + i}", out_memory_spaces=jax.memory.Space.Device
+            )
+            for i in range(2)
+        )
+        return [stream(*operands) for stream, operands in zip(streams, drawn)]
+
+    for _ in range(10 * RUNS):
+        assert all(map(same, both(drawn), expected))
+
+
 def test_donated_patches_are_read_before_they_are_written():
     shape = named_shape("B/16 224")
     run = functools.partial(mosaic_sm90.run, out_dtype="bfloat16")
@@ -174,6 +196,20 @@ def test_it_is_chosen_and_vmap_and_jit_agree(dtype):
         assert same(jax.jit(mapped)(batched).reshape(y.shape), y)
     assert same(jax.jit(jax.vmap(embed, in_axes=1, out_axes=1))(patches[:, None])[:, 0], y)
     assert same(ppe.embed_images(jnp.asarray(images), params), y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
+    operands = draw(jax.random.key(7), named_shape("B/16 224"), dtype, 67)
+    problem = Problem.of(*operands, out_dtype="bfloat16")
+    y, spans = timeline.traced(operands, mosaic_sm90, tmp_path)
+    assert same(y, mosaic_sm90.run(*operands, out_dtype="bfloat16"))
+    config = mosaic_sm90.choose_config(problem)
+    blocks = config.workers(problem) * config.slices(problem)
+    for role, warps in {"feed a tile": 1, "multiply": 8, "scale, add and store": 8}.items():
+        found = {(span.block, span.warp) for span in spans if span.role == role}
+        assert len(found) == blocks * warps
+    assert all(span.end >= span.begin for span in spans)
 
 
 # Only the kernel runs on the GPU: operands and references are a CPU's.

@@ -172,6 +172,7 @@ def test_it_says_why_it_cannot_serve(change, target, text):
         (Config(96, 4), "multiples of 64"),
         (Config(512, 4), "multiples of 64"),
         (Config(192, 16), "bytes of shared memory"),
+        (Config(192, 10, profile="traces"), "bytes of shared memory"),
         (Config(64, 17), "not 2 to 16 slots"),
         (Config(64, 1), "not 2 to 16 slots"),
         (Config(64, 4, rows=96), "neither 64 nor 128 rows"),
