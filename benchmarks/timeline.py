@@ -63,7 +63,10 @@ def read(trace: Path) -> list[Span]:
 
 
 def traced(operands, kernel: ModuleType, folder: Path) -> tuple[jax.Array, list[Span]]:
-    """The result and the trace of one call of a Mosaic kernel with these operands."""
+    """The result and the trace of the first call of a Mosaic kernel with these operands.
+
+    `folder` is empty.
+    """
     problem = Problem.of(*operands, out_dtype="bfloat16")
     chosen = kernel.choose_config(problem)
     config = mosaic.first_that_fits(
@@ -76,11 +79,11 @@ def traced(operands, kernel: ModuleType, folder: Path) -> tuple[jax.Array, list[
     if config is None:
         raise NotImplementedError(f"{chosen} leaves no shared memory for a trace.")
     run = jax.jit(functools.partial(kernel.run, out_dtype="bfloat16", config=config))
-    # The second call is the one that is shown: the first one loads the kernel.
-    for _ in range(2):
-        y = jax.block_until_ready(run(*operands))
-        jax.effects_barrier()
-    return y, read(max(folder.glob("*-trace.json"), key=lambda path: path.stat().st_mtime_ns))
+    y = run(*operands)
+    # The trace is written by a callback of the program.
+    jax.effects_barrier()
+    (trace,) = folder.glob("*-trace.json")
+    return y, read(trace)
 
 
 def table(spans: list[Span]) -> str:
