@@ -22,10 +22,14 @@ pytestmark = pytest.mark.skipif(
     not two_blocks.KNOWN, reason="this jax has another interpreter than two_blocks.py knows"
 )
 
-# 2160 rows of tables with 72: 9 tiles of 256 rows, the last one with a tail, each of another phase,
-# for 2 workers; 3 chunks a tile and 4 slots. It takes 3 seconds.
-PATCHES, N, CONFIG = (30, 72, 384), 256, Config(256, 4)
+# 2160 rows of tables with 72: 9 or 17 tiles, the last one with a tail, each of another phase, for 2
+# workers a slice; 3 chunks a tile and 4 slots. It takes 3 seconds.
+PATCHES, N, SLOTS = (30, 72, 384), 256, 4
 PATIENCE = 12
+MODES = {
+    "two blocks": Config(256, SLOTS),
+    "one block, streamed weight": Config(128, SLOTS, collective=False, stream_weight=True),
+}
 
 
 class Altered:
@@ -44,7 +48,7 @@ def purpose(barrier):
     kind = aval.inner_aval.dtype
     if aval.shape == ():
         return "weight_arrived"
-    if aval.shape == (CONFIG.slots,):
+    if aval.shape == (SLOTS,):
         return "freed" if kind.orders_tensor_core else "filled"
     return "read" if kind.num_arrivals == mosaic_sm100.STORERS else "multiplied"
 
@@ -112,6 +116,16 @@ def copy_arrives_elsewhere():
     return Altered(copy_gmem_to_smem=copy)
 
 
+def copy_missing(which):
+    """Copies of the patches (filled) or of the weight, for which a barrier waits."""
+
+    def copy(source, target, barrier, **named):
+        if purpose(barrier) != which or inside("load_weight") != (which == "weight_arrived"):
+            plgpu.copy_gmem_to_smem(source, target, barrier, **named)
+
+    return Altered(copy_gmem_to_smem=copy)
+
+
 def early_release():
     """Tensor memory is given back before the last part of it is loaded."""
 
@@ -166,7 +180,7 @@ def unordered(which):
     def make(kind, **named):
         arrivals, barriers = named["num_arrivals"], named.get("num_barriers")
         purposes = {
-            (1, CONFIG.slots): "freed",
+            (1, SLOTS): "freed",
             (1, mosaic_sm100.ACCUMULATORS): "multiplied",
             (mosaic_sm100.STORERS, mosaic_sm100.ACCUMULATORS): "read",
         }
@@ -254,6 +268,8 @@ BUGS = {
     ("arrive missing", "freed"): (arrive_missing("freed"), DEADLOCK),
     ("arrive missing", "multiplied"): (arrive_missing("multiplied"), DEADLOCK),
     ("arrive missing", "read"): (arrive_missing("read"), DEADLOCK),
+    ("arrive missing", "filled"): (copy_missing("filled"), DEADLOCK),
+    ("arrive missing", "weight_arrived"): (copy_missing("weight_arrived"), DEADLOCK),
     ("arrival at the wrong slot", "filled"): (
         copy_arrives_elsewhere(),
         f"{RACE}|{UNSEEN}|{DEADLOCK}",
@@ -275,10 +291,12 @@ BUGS = {
 }
 
 
+# A streamed weight arrives with the patches.
+STATIONARY = "weight_arrived"
 LENIENT = [("drain missing", "freed"), ("drain missing", "read")]
 
 
-def outcome(alteration, monkeypatch):
+def outcome(alteration, monkeypatch, mode):
     """Runs the altered kernel and compares its whole output."""
     two_blocks.install(monkeypatch)
     monkeypatch.setattr(mosaic_sm100, "MULTIPROCESSORS", 4)
@@ -287,18 +305,27 @@ def outcome(alteration, monkeypatch):
     else:
         alteration(monkeypatch)
     operands = draw_operands(1, PATCHES, N, "int8", "shared")
-    y = interpreted(mosaic_sm100.run, operands, "bfloat16", CONFIG, patience=PATIENCE)
+    y = interpreted(mosaic_sm100.run, operands, "bfloat16", MODES[mode], patience=PATIENCE)
     assert_bit_equal(y, xla.run(*operands, out_dtype="bfloat16"))
 
 
-def test_without_a_bug_nothing_is_noticed(monkeypatch):
-    outcome(Altered(), monkeypatch)
+@pytest.mark.parametrize("mode", MODES)
+def test_without_a_bug_nothing_is_noticed(monkeypatch, mode):
+    outcome(Altered(), monkeypatch, mode)
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=", ".join)
-def test_a_bug_is_noticed(monkeypatch, bug):
+@pytest.mark.parametrize(
+    "bug, mode",
+    [
+        pytest.param(bug, mode, id=", ".join((*bug, mode)))
+        for bug in BUGS
+        for mode, config in MODES.items()
+        if bug[1] != STATIONARY or not config.stream_weight
+    ],
+)
+def test_a_bug_is_noticed(monkeypatch, bug, mode):
     alteration, noticed_by = BUGS[bug]
     if bug in LENIENT and not jax.__version__.startswith("0.11"):
         pytest.skip("this interpreter lets a thread leave before the last phases of its barriers")
     with pytest.raises(Exception, match=noticed_by):
-        outcome(alteration, monkeypatch)
+        outcome(alteration, monkeypatch, mode)
