@@ -1,0 +1,353 @@
+"""mbarriers, named and cluster barriers, and fences."""
+
+import numpy as np
+
+from ptx_emulator.clocks import MEMORY
+from ptx_emulator.errors import EmulatorError, Race, Unsupported
+from ptx_emulator.isa import LANES, Blocked, block_of, instruction, lanes
+from ptx_emulator.memory import SHARED_BEGIN, SHARED_WINDOW
+from ptx_emulator.parser import Address, Sink
+from ptx_emulator.scalar import modifiers
+
+SYNC = "9.7.13 synchronisation"
+
+
+class Mbarrier:
+    """An mbarrier (9.7.13.15): pending arrivals, pending bytes, phases, and what it orders."""
+
+    MOST = 2**20 - 1
+
+    def __init__(self, block, offset: int, count: int, warp):
+        if not 1 <= count <= self.MOST:
+            raise EmulatorError(f"mbarrier.init with a count of {count}")
+        cluster, machine = block.cluster, block.machine
+        self.block, self.offset, self.count = block, offset, count
+        self.pending, self.bytes, self.phase = count, 0, 0
+        self.agent = machine.agents.barrier(cluster.barriers_made)
+        cluster.barriers_made += 1
+        self.gathered = machine.agents.clock()
+        # What was known when each of the last two phases was completed.
+        self.completed = machine.agents.clock()
+        self.maker, self.made = warp.agent, warp.time
+        # Whether others than the own block's ordinary accesses may use it.
+        self.fenced = False
+
+    def __str__(self) -> str:
+        return (
+            f"mbarrier at {self.block.shared.place(self.offset)}: phase {self.phase}, "
+            f"{self.pending} of {self.count} arrivals and {self.bytes} bytes are missing"
+        )
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a part of its arrivals has come."""
+        return self.pending != self.count or self.bytes != 0
+
+    def arrive(self, count: int = 1, *, completes: bool = True) -> None:
+        """So many arrivals."""
+        self._check_alive()
+        if count > self.pending:
+            raise EmulatorError(f"{count} arrivals at a barrier that does not expect them: {self}")
+        self.pending -= count
+        if not completes and self.pending == 0:
+            raise EmulatorError(f"an arrival that may not complete the phase does so: {self}")
+        self._advance()
+
+    def expect(self, count: int) -> None:
+        """So many bytes are still to come."""
+        self._check_alive()
+        self.bytes += count
+        if self.bytes > self.MOST:
+            raise EmulatorError(f"more bytes than an mbarrier can count: {self}")
+
+    def receive(self, count: int) -> None:
+        """So many bytes have come; they may come before they are expected."""
+        self._check_alive()
+        self.bytes -= count
+        if self.bytes < -self.MOST:
+            raise EmulatorError(f"more bytes than an mbarrier can count: {self}")
+        self._advance()
+
+    def _advance(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+            self.gathered[MEMORY][self.agent] = self.phase
+            self.completed = self.gathered.copy()
+            self.block.machine.event()
+
+    def _check_alive(self) -> None:
+        if not self.block.alive:
+            raise EmulatorError(f"a signal to a block that has exited: {self}")
+
+    def check_use(self, warp, *, asynchronous: bool) -> None:
+        """The use is ordered after the initialisation, and the right proxy sees it."""
+        if warp.clock[MEMORY][self.maker] < self.made and self.maker != warp.agent:
+            raise Race(f"{warp} uses a barrier whose mbarrier.init nothing orders before: {self}")
+        if (asynchronous or self.block is not warp.block) and not self.fenced:
+            where = "the asynchronous proxy" if asynchronous else "another block"
+            warp.machine.warn(
+                "unfenced mbarrier.init",
+                f"{where} uses a barrier, and no fence.mbarrier_init or fence.proxy.async followed "
+                f"its mbarrier.init: {self}",
+            )
+
+    def check_end(self) -> None:
+        """What has to be so when its cluster exits."""
+        if self.bytes:
+            raise EmulatorError(f"the cluster exits and bytes are missing: {self}")
+
+
+def barrier_at(warp, address: int, *, cluster: bool) -> Mbarrier:
+    """The mbarrier at an address of shared memory."""
+    if address >= SHARED_WINDOW:
+        address -= SHARED_WINDOW
+    rank, offset = block_of(address)
+    blocks = warp.block.cluster.blocks
+    if not cluster and rank != warp.block.rank:
+        raise EmulatorError(f"an address of block {rank} as one of the own block")
+    if rank >= len(blocks):
+        raise EmulatorError(f"the cluster has no block {rank}")
+    if offset not in blocks[rank].barriers:
+        raise EmulatorError(f"no mbarrier at {blocks[rank].shared.place(offset)}")
+    return blocks[rank].barriers[offset]
+
+
+@instruction(SYNC, "mbarrier.init.shared{,::cta}.b64")
+def mbarrier_init(build, line):
+    address, count = build.address(line.operands[0]), build.read(line.operands[1], "u32")
+
+    def execute(warp, mask):
+        for lane in lanes(mask):
+            rank, offset = block_of(int(address(warp)[lane]))
+            if rank != warp.block.rank or offset % 8:
+                raise EmulatorError(f"mbarrier.init at block {rank}, {offset - SHARED_BEGIN}")
+            warp.block.shared.check(offset, 8, "mbarrier.init")
+            warp.block.barriers[offset] = Mbarrier(warp.block, offset, int(count(warp)[lane]), warp)
+        warp.machine.event()
+
+    return execute
+
+
+@instruction(SYNC, "mbarrier.inval.shared{,::cta}.b64")
+def mbarrier_inval(build, line):
+    address = build.address(line.operands[0])
+
+    def execute(warp, mask):
+        for lane in lanes(mask):
+            _, offset = block_of(int(address(warp)[lane]))
+            if warp.block.barriers.pop(offset, None) is None:
+                raise EmulatorError("mbarrier.inval of what is no mbarrier")
+
+    return execute
+
+
+@instruction(
+    SYNC,
+    "mbarrier.arrive{,.expect_tx,.noComplete}{,.release.cta,.release.cluster}"
+    "{.shared,.shared::cta,.shared::cluster}.b64",
+    "mbarrier.expect_tx{,.relaxed.cta,.relaxed.cluster}{.shared,.shared::cta,.shared::cluster}.b64",
+)
+def mbarrier_arrive(build, line):
+    parts = modifiers(line)
+    cluster, expects, only = "shared::cluster" in parts, "expect_tx" in parts, parts[0] == "expect_tx"
+    operands = list(line.operands)
+    state = None if isinstance(operands[0], Address) else operands.pop(0)
+    address = build.address(operands[0])
+    count = build.read(operands[1], "u32") if len(operands) > 1 else None
+    if state is not None and not isinstance(state, Sink):
+        # The state of the phase is only for mbarrier.test_wait without .parity, which is unknown
+        # here.
+        write = build.write(state, "b64")
+    else:
+        write = None
+    if (expects or "noComplete" in parts) and count is None:
+        raise Unsupported("an arrival without a count")
+
+    def execute(warp, mask):
+        for lane in lanes(mask):
+            barrier = barrier_at(warp, int(address(warp)[lane]), cluster=cluster)
+            barrier.check_use(warp, asynchronous=False)
+            number = int(count(warp)[lane]) if count else 1
+            if expects:
+                barrier.expect(number)
+            if not only:
+                warp.release(barrier.gathered)
+                barrier.arrive(1 if expects else number, completes="noComplete" not in parts)
+        if write:
+            write(warp, np.zeros(LANES, np.uint64), mask)
+        warp.machine.event()
+
+    return execute
+
+
+@instruction(
+    SYNC,
+    "mbarrier{.try_wait,.test_wait}.parity{,.acquire.cta,.acquire.cluster}.shared{,::cta}.b64",
+)
+def mbarrier_wait(build, line):
+    destination, source, parity, *_ = line.operands
+    write, address = build.write(destination, "pred"), build.address(source)
+    read_parity = build.read(parity, "u32")
+    test = modifiers(line)[0] == "test_wait"
+
+    def execute(warp, mask):
+        active = lanes(mask)
+        places = {(int(address(warp)[i]), int(read_parity(warp)[i])) for i in active}
+        if len(places) > 1:
+            raise Unsupported("lanes of a warp that wait for different barriers")
+        ((place, wanted),) = places
+        if wanted not in (0, 1):
+            raise EmulatorError(f"the parity {wanted} of a phase")
+        barrier = barrier_at(warp, place, cluster=False)
+        barrier.check_use(warp, asynchronous=False)
+        if barrier.phase & 1 != wanted:
+            warp.acquire(barrier.completed)
+            write(warp, np.ones(LANES, bool), mask)
+        elif test:
+            write(warp, np.zeros(LANES, bool), mask)
+        else:
+            # try_wait may return false at any time (9.7.13.15.16): here it waits.
+            before = barrier.phase
+            return Blocked(
+                lambda: barrier.phase != before, lambda: f"{barrier}, for parity {wanted}"
+            )
+        return None
+
+    return execute
+
+
+class NamedBarrier:
+    """One of the 16 barriers of a block (9.7.13.1)."""
+
+    def __init__(self, machine):
+        self.clock, self.completed = machine.agents.clock(), machine.agents.clock()
+        self.generation, self.arrived, self.threads = 0, [], None
+
+    def complete(self) -> None:
+        """Lets everybody go on."""
+        self.completed, self.generation, self.arrived = self.clock.copy(), self.generation + 1, []
+
+
+@instruction(SYNC, "bar{,.cta}.sync", "bar{,.cta}.arrive", "barrier{,.cta}.sync.aligned", "bar.sync.aligned")
+def bar(build, line):
+    number = build.read(line.operands[0], "u32")
+    count = build.read(line.operands[1], "u32") if len(line.operands) > 1 else None
+    arrives = "arrive" in modifiers(line)
+
+    def execute(warp, mask):
+        if not warp.together():
+            return Blocked(warp.together, lambda: "the other lanes of the warp")
+        index = int(number(warp)[0])
+        if not 0 <= index < 16:
+            raise EmulatorError(f"the named barrier {index}")
+        block = warp.block
+        barrier = block.named.setdefault(index, NamedBarrier(warp.machine))
+        threads = int(count(warp)[0]) if count else None
+        if threads is not None and threads % LANES:
+            raise EmulatorError(f"a barrier for {threads} threads")
+        if barrier.arrived and barrier.threads != threads:
+            raise EmulatorError(f"barrier {index} for {threads} threads, before {barrier.threads}")
+        if warp.number in barrier.arrived:
+            raise EmulatorError(f"a warp arrives twice at barrier {index}")
+        barrier.threads = threads
+        barrier.arrived.append(warp.number)
+        warp.release(barrier.clock)
+        warp.machine.event()
+
+        def expected():
+            return threads // LANES if threads else sum(other.alive for other in block.warps)
+
+        if len(barrier.arrived) >= expected():
+            barrier.complete()
+            warp.acquire(barrier.completed)
+            return None
+        if arrives:
+            return None
+        generation = barrier.generation
+
+        def ready():
+            if barrier.generation == generation and len(barrier.arrived) >= expected():
+                barrier.complete()
+            if barrier.generation == generation:
+                return False
+            warp.acquire(barrier.completed)
+            return True
+
+        return Blocked(
+            ready,
+            lambda: f"named barrier {index}: {barrier.arrived} of {expected()} warps are there",
+            done=True,
+        )
+
+    return execute
+
+
+@instruction(SYNC, "bar.warp.sync")
+def bar_warp(build, line):
+    build.read(line.operands[0], "b32")
+    return lambda warp, mask: None
+
+
+@instruction(SYNC, "barrier.cluster.arrive{,.relaxed,.release}{,.aligned}")
+def cluster_arrive(build, line):
+    """A relaxed arrival orders no memory; the launch of a cluster orders its initialisation, which
+    fence.mbarrier_init makes visible (9.7.13.3), so it releases what that fence covers."""
+
+    def execute(warp, mask):
+        warp.cluster_arrivals += 1
+        warp.release(warp.block.cluster.clock)
+        warp.machine.event()
+
+    return execute
+
+
+@instruction(SYNC, "barrier.cluster.wait{,.acquire}{,.aligned}")
+def cluster_wait(build, line):
+    def execute(warp, mask):
+        cluster, turn = warp.block.cluster, warp.cluster_arrivals
+        missing = [w for w in cluster.warps if w.alive and w.cluster_arrivals < turn]
+        if not missing:
+            warp.acquire(cluster.clock)
+            return None
+
+        def ready():
+            return all(w.cluster_arrivals >= turn or not w.alive for w in cluster.warps)
+
+        return Blocked(ready, lambda: f"the cluster's barrier: {', '.join(map(str, missing))}")
+
+    return execute
+
+
+@instruction(SYNC, "fence.mbarrier_init.release.cluster")
+def fence_mbarrier_init(build, line):
+    return lambda warp, mask: _publish_barriers(warp)
+
+
+def _publish_barriers(warp) -> None:
+    """The barriers that this warp made are visible to all."""
+    for barrier in warp.block.barriers.values():
+        if barrier.maker == warp.agent:
+            barrier.fenced = True
+
+
+@instruction(SYNC, "fence.proxy.async{,.shared::cta,.shared::cluster,.global}")
+def fence_proxy(build, line):
+    """Ordinary writes that are known here become visible to TMA and the tensor cores."""
+    shared = not line.opcode.endswith("global")
+
+    def execute(warp, mask):
+        if shared:
+            for block in warp.block.cluster.blocks:
+                block.shared.fence(warp.clock)
+            _publish_barriers(warp)
+
+    return execute
+
+
+@instruction(SYNC, "fence{.acq_rel,.sc}{.cta,.cluster,.gpu,.sys}", "membar{.cta,.gl,.sys}")
+def fence(build, line):
+    """Barriers release and acquire by themselves here; global memory's order is not looked at."""
+    return lambda warp, mask: None
+
+

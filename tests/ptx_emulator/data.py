@@ -1,0 +1,358 @@
+"""Loads, stores, and what the lanes of a warp exchange."""
+
+import numpy as np
+
+from ptx_emulator.errors import EmulatorError, Unsupported
+from ptx_emulator.isa import LANE, LANES, instruction, lanes, numpy_type
+from ptx_emulator.memory import (
+    BLOCK_SHIFT,
+    PARAMETER_WINDOW,
+    SHARED_WINDOW,
+    UNIT,
+    WINDOW,
+    WORD,
+)
+from ptx_emulator.parser import Pair, Vector, bits
+from ptx_emulator.scalar import elementwise, modifiers
+
+MOVE, MATRIX, VOTE = "9.7.9 data movement", "9.7.14 matrices", "9.7.13 synchronisation"
+
+
+class Access:
+    """Active lanes' accesses of `size` neighbouring bytes in one state space."""
+
+    def __init__(self, warp, space: str, addresses, mask, size: int, what: str):
+        self.warp, self.size, self.what = warp, size, what
+        self.active = lanes(mask)
+        found = addresses[self.active].astype(np.uint64)
+        if len(found) and (found % np.uint64(size)).any():
+            raise EmulatorError(f"{what} of {size} bytes at {int(found[0]):#x} is not aligned")
+        self.space, found = _space_of(space, found)
+        self.block = None
+        if self.space == "shared":
+            ranks, offsets = found >> np.uint64(BLOCK_SHIFT), found & np.uint64(2**BLOCK_SHIFT - 1)
+            self._choose_block(ranks, space)
+            self.offsets = offsets.astype(np.int64)
+            for offset in (self.offsets.min(), self.offsets.max()):
+                self.block.shared.check(int(offset), size, what)
+            self.bytes = self.block.shared.bytes
+        elif self.space == "global":
+            memory = warp.machine.memory
+            self.offsets = np.array([memory.offset(int(a), size) for a in found], np.int64)
+            self.bytes = memory.bytes
+        else:
+            self.offsets, self.bytes = found.astype(np.int64), warp.machine.parameters
+            if len(self.offsets) and self.offsets.max() + size > len(self.bytes):
+                raise EmulatorError(f"{what} of {size} bytes beyond the kernel's parameters")
+
+    def _choose_block(self, ranks, space: str) -> None:
+        rank = int(ranks[0])
+        blocks = self.warp.block.cluster.blocks
+        if (ranks != rank).any():
+            raise Unsupported("one access of shared memory of several blocks")
+        if rank >= len(blocks):
+            raise EmulatorError(f"{self.what}: the cluster has no block {rank}")
+        if space in ("shared", "shared::cta") and rank != self.warp.block.rank:
+            raise EmulatorError(f"{self.what}: an address of block {rank} as one of the own block")
+        self.block = blocks[rank]
+        if not self.block.alive:
+            raise EmulatorError(f"{self.what}: block {rank} of the cluster has exited")
+
+    @property
+    def index(self):
+        """Indices of the bytes, [active lanes, size]."""
+        return self.offsets[:, None] + np.arange(self.size)
+
+    def load(self) -> np.ndarray:
+        """The bytes, [32, size]; of inactive lanes zero."""
+        warp = self.warp
+        if self.block:
+            words = np.unique(self.index // WORD)
+            self.block.shared.reads(warp.agent, warp.time, words, warp.clock, self.what)
+        found = np.zeros((LANES, self.size), np.uint8)
+        found[self.active] = self.bytes[self.index]
+        return found
+
+    def store(self, values: np.ndarray) -> None:
+        """Writes the active lanes' bytes of values [32, size]."""
+        warp = self.warp
+        if self.space == "param":
+            raise EmulatorError("a store to a kernel parameter")
+        self.bytes[self.index] = values[self.active]
+        if self.block:
+            words, units = np.unique(self.index // WORD), np.unique(self.index // UNIT)
+            self.block.shared.writes(warp.agent, warp.time, words, warp.clock, self.what)
+            self.block.shared.stored(warp.agent, warp.time, units)
+        warp.machine.event()
+
+
+def _space_of(space: str, addresses):
+    """Resolves a generic address; shared addresses are those of the cluster's window."""
+    if space.startswith("shared"):
+        return "shared", addresses
+    if space.startswith("param"):
+        return "param", addresses
+    if space == "global" or not len(addresses):
+        return "global", addresses
+    first = int(addresses[0])
+    for name, begin in (("shared", SHARED_WINDOW), ("param", PARAMETER_WINDOW)):
+        if begin <= first < begin + WINDOW:
+            return name, addresses - np.uint64(begin)
+    return "global", addresses
+
+
+def space_of(line) -> str:
+    """The state space in an opcode; "generic" if there is none."""
+    spaces = ("global", "shared", "shared::cta", "shared::cluster", "param", "param::entry")
+    return next((part for part in modifiers(line) if part in spaces), "generic")
+
+
+ELEMENTS = "{.b8,.b16,.b32,.b64,.u8,.u16,.u32,.u64,.s8,.s16,.s32,.s64,.f32}"
+
+
+@instruction(MOVE, f"ld{{,.global,.shared,.shared::cta,.param,.param::entry}}{{,.v2,.v4}}{ELEMENTS}")
+@instruction(MOVE, f"ld.global.nc{{,.v2,.v4}}{ELEMENTS}")
+def ld(build, line):
+    kind, space = modifiers(line)[-1], space_of(line)
+    destination, source = line.operands
+    items = destination.items if isinstance(destination, Vector) else (destination,)
+    address = build.address(source)
+    writes = [build.write(item, kind, wider=True) for item in items]
+    size = bits(kind) // 8
+
+    def execute(warp, mask):
+        found = Access(warp, space, address(warp), mask, size * len(items), "ld").load()
+        for i, write in enumerate(writes):
+            part = np.ascontiguousarray(found[:, i * size : (i + 1) * size])
+            write(warp, part.view(numpy_type(kind))[:, 0], mask)
+
+    return execute
+
+
+@instruction(MOVE, f"st{{,.global,.shared,.shared::cta}}{{,.v2,.v4}}{ELEMENTS}")
+def st(build, line):
+    kind, space = modifiers(line)[-1], space_of(line)
+    target, source = line.operands
+    items = source.items if isinstance(source, Vector) else (source,)
+    address = build.address(target)
+    reads = [build.read(item, kind, wider=True) for item in items]
+    size = bits(kind) // 8
+
+    def execute(warp, mask):
+        parts = [np.ascontiguousarray(read(warp)).view(np.uint8) for read in reads]
+        values = np.concatenate([part.reshape(LANES, size) for part in parts], 1)
+        Access(warp, space, address(warp), mask, size * len(items), "st").store(values)
+
+    return execute
+
+
+def _matrices(line) -> tuple[int, bool]:
+    count = next(int(part[1:]) for part in modifiers(line) if part in ("x1", "x2", "x4"))
+    return count, "trans" in modifiers(line)
+
+
+def _whole_warp(mask, what: str) -> None:
+    if mask is not None:
+        raise EmulatorError(f"{what} without all lanes")
+
+
+@instruction(MATRIX, "ldmatrix.sync.aligned.m8n8{.x1,.x2,.x4}{,.trans}.shared{,::cta}.b16")
+def ldmatrix(build, line):
+    count, transposed = _matrices(line)
+    destination, source = line.operands
+    items = destination.items if isinstance(destination, Vector) else (destination,)
+    address, writes = build.address(source), [build.write(item, "b32") for item in items]
+
+    def execute(warp, mask):
+        _whole_warp(mask, "ldmatrix")
+        rows = None if count == 4 else LANE < 8 * count
+        found = Access(warp, "shared", address(warp), rows, 16, "ldmatrix").load()
+        matrices = found.view(np.uint16).reshape(4, 8, 8)
+        for matrix, write in zip(matrices, writes):
+            matrix = matrix.T if transposed else matrix
+            write(warp, np.ascontiguousarray(matrix).reshape(-1).view(np.uint32), None)
+
+    return execute
+
+
+@instruction(MATRIX, "stmatrix.sync.aligned.m8n8{.x1,.x2,.x4}{,.trans}.shared{,::cta}.b16")
+def stmatrix(build, line):
+    count, transposed = _matrices(line)
+    target, source = line.operands
+    items = source.items if isinstance(source, Vector) else (source,)
+    address, reads = build.address(target), [build.read(item, "b32") for item in items]
+
+    def execute(warp, mask):
+        _whole_warp(mask, "stmatrix")
+        matrices = np.zeros((4, 8, 8), np.uint16)
+        for i, read in enumerate(reads):
+            matrix = np.ascontiguousarray(read(warp)).view(np.uint16).reshape(8, 8)
+            matrices[i] = matrix.T if transposed else matrix
+        rows = None if count == 4 else LANE < 8 * count
+        values = matrices.reshape(LANES, 8).view(np.uint8)
+        Access(warp, "shared", address(warp), rows, 16, "stmatrix").store(values)
+
+    return execute
+
+
+WINDOWS = {"shared": SHARED_WINDOW, "shared::cta": SHARED_WINDOW, "param": PARAMETER_WINDOW}
+
+
+@instruction(MOVE, "cvta{,.to}{.global,.shared,.shared::cta,.param}.u64")
+def cvta(build, line):
+    window = np.uint64(WINDOWS.get(next(p for p in modifiers(line) if p in (*WINDOWS, "global")), 0))
+    if "to" in modifiers(line):
+        return elementwise(build, line, lambda address: address - window)
+    return elementwise(build, line, lambda address: address + window)
+
+
+@instruction(MOVE, "mapa.shared::cluster{.u32,.u64}")
+def mapa(build, line):
+    kind = modifiers(line)[-1]
+
+    def function(address, rank):
+        offset = address & address.dtype.type(2**BLOCK_SHIFT - 1)
+        return offset | rank.astype(address.dtype) << address.dtype.type(BLOCK_SHIFT)
+
+    return elementwise(build, line, function, [kind, "u32"], kind)
+
+
+@instruction(MOVE, "shfl.sync{.idx,.up,.down,.bfly}.b32")
+def shfl(build, line):
+    mode = modifiers(line)[1]
+    destination, source, distance, clamp, members = line.operands
+    first, second = (
+        (destination.first, destination.second) if isinstance(destination, Pair) else (destination, None)
+    )
+    write = build.write(first, "b32")
+    write_inside = build.write(second, "pred") if second else None
+    reads = [build.read(x, "b32") for x in (source, distance, clamp, members)]
+
+    def execute(warp, mask):
+        values, b, c, wanted = (read(warp) for read in reads)
+        _members(warp, mask, wanted, "shfl")
+        b, c = (b & np.uint32(31)).astype(np.int64), c.astype(np.int64)
+        segment, last = c >> 8 & 31, c & 31
+        highest, lowest = LANE & segment | last & ~segment, LANE & segment
+        chosen = {
+            "up": LANE - b,
+            "down": LANE + b,
+            "bfly": LANE ^ b,
+            "idx": lowest | b & ~segment,
+        }[mode]
+        # "up" has its bound below: the clamp is 0 there.
+        inside = chosen >= highest if mode == "up" else chosen <= highest
+        write(warp, values[np.where(inside, chosen, LANE)], mask)
+        if write_inside:
+            write_inside(warp, inside, mask)
+
+    return execute
+
+
+def _members(warp, mask, wanted, what: str) -> None:
+    """The lanes of a member mask have to be those that are here."""
+    here = int(sum(1 << int(lane) for lane in lanes(mask)))
+    named = int(wanted[lanes(mask)[0]])
+    if named & here != here:
+        raise EmulatorError(f"{what}: lanes {here:#x} execute it for members {named:#x}")
+    if named != here and not (warp.together() and named == 0xFFFFFFFF and mask is None):
+        raise EmulatorError(f"{what}: members {named:#x}, but lanes {here:#x} are here")
+
+
+@instruction(VOTE, "elect.sync")
+def elect(build, line):
+    """The lane that is elected is any of the members (9.7.13.15): here the lowest."""
+    destination, members = line.operands
+    write_lane = build.write(destination.first, "b32")
+    write = build.write(destination.second, "pred")
+    read = build.read(members, "b32")
+
+    def execute(warp, mask):
+        wanted = read(warp)
+        _members(warp, mask, wanted, "elect")
+        leader = int(lanes(mask)[0])
+        write_lane(warp, np.full(LANES, leader, np.uint32), mask)
+        write(warp, LANE == leader, mask)
+
+    return execute
+
+
+@instruction(VOTE, "vote.sync{.any,.all,.uni}.pred", "vote.sync.ballot.b32")
+def vote(build, line):
+    mode, kind = modifiers(line)[1:]
+    destination, source, members = line.operands
+    write, read = build.write(destination, kind), build.read(source, "pred")
+    read_members = build.read(members, "b32")
+
+    def execute(warp, mask):
+        _members(warp, mask, read_members(warp), "vote")
+        active = lanes(mask)
+        values = read(warp)[active]
+        if mode == "ballot":
+            ballot = sum(1 << int(lane) for lane, value in zip(active, values) if value)
+            write(warp, np.full(LANES, ballot, np.uint32), mask)
+        else:
+            same = values.all() or not values.any()
+            found = {"any": values.any(), "all": values.all(), "uni": same}[mode]
+            write(warp, np.full(LANES, found), mask)
+
+    return execute
+
+
+@instruction(VOTE, "activemask.b32")
+def activemask(build, line):
+    write = build.write(line.operands[0], "b32")
+
+    def execute(warp, mask):
+        here = sum(1 << int(lane) for lane in lanes(mask))
+        write(warp, np.full(LANES, here, np.uint32), mask)
+
+    return execute
+
+
+@instruction(MOVE, "prefetch.tensormap", "prefetch{.global,}{.L1,.L2}")
+def prefetch(build, line):
+    """It moves nothing that can be seen; a tensor map has to be where it points."""
+    address = build.address(line.operands[0])
+    tensor = line.opcode.endswith("tensormap")
+
+    def execute(warp, mask):
+        if tensor:
+            for lane in lanes(mask):
+                find_tensor_map(warp.machine, int(address(warp)[lane]))
+
+    return execute
+
+
+def find_tensor_map(machine, address: int):
+    """The tensor map at a generic address."""
+    if address not in machine.tensor_maps:
+        known = ", ".join(hex(a) for a in machine.tensor_maps)
+        raise EmulatorError(f"no tensor map at {address:#x}; there are some at {known}")
+    return machine.tensor_maps[address]
+
+
+@instruction("9.7.20 miscellaneous", "setmaxnreg{.inc,.dec}.sync.aligned.u32", "nanosleep.u32")
+def without_effect(build, line):
+    """What only moves registers between warps, or waits."""
+    if line.opcode.startswith("setmaxnreg"):
+        count = build.immediate(line.operands[0])
+        if count % 8 or not 24 <= count <= 256:
+            raise Unsupported(f"setmaxnreg of {count} registers")
+    return lambda warp, mask: None
+
+
+@instruction("9.7.20 miscellaneous", "trap")
+def trap(build, line):
+    def execute(warp, mask):
+        raise EmulatorError("a trap")
+
+    return execute
+
+
+@instruction("9.7.9 data movement", "griddepcontrol{.wait,.launch_dependents}")
+def griddepcontrol(build, line):
+    """There is one kernel: it waits for nobody."""
+    return lambda warp, mask: None
+
+

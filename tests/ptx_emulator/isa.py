@@ -1,0 +1,304 @@
+"""The table of instructions, and what all of them need: operands as functions of a warp.
+
+An instruction is registered with every form of its opcode that it accepts, written as a template
+("add{.u32,.s32}"), and the section of the PTX ISA (9.0) that defines it. An opcode that is not in
+the table is an error.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+from ptx_emulator.errors import Unsupported
+from ptx_emulator.memory import BLOCK_SHIFT, SHARED_BEGIN
+from ptx_emulator.parser import (
+    Address,
+    Immediate,
+    Instruction,
+    Negated,
+    Register,
+    Sink,
+    Special,
+    Symbol,
+    bits,
+)
+
+LANES = 32
+LANE = np.arange(LANES)
+
+UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+FLOATS = {
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+}
+
+# Why a register is pending: what has to be waited for.
+WAIT_FOR_LOADS, WAIT_FOR_PRODUCTS = "tcgen05.wait::ld", "wgmma.wait_group"
+
+# Instructions that are all the lanes' at once: those that have not arrived are waited for.
+ALIGNED = (".sync", ".aligned")
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocked:
+    """What an instruction returns that cannot go on: it is tried again when `ready()`."""
+
+    ready: Callable[[], bool]
+    reason: Callable[[], str]
+    # The instruction is done, only the lanes wait: it is not tried again.
+    done: bool = False
+
+
+@dataclasses.dataclass
+class Task:
+    """Asynchronous work. Tasks of one queue happen in the order in which they were issued."""
+
+    kind: str
+    run: Callable[[], None]
+    what: str
+    cluster: object
+    queue: tuple | None = None
+    done: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """What an opcode means: make(build, instruction) gives execute(warp, mask)."""
+
+    make: Callable
+    section: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An instruction of a program that can be executed; branches and exits have no `execute`."""
+
+    instruction: Instruction
+    execute: Callable | None
+    # Of registers that are pending for one of these reasons it may name some.
+    completes: tuple[str, ...] = ()
+
+
+TABLE: dict[str, Definition] = {}
+JUMPS = ("bra", "bra.uni", "brx.idx", "brx.idx.uni", "ret", "exit")
+
+
+def forms(template: str) -> list[str]:
+    """Every opcode of a template: "ld{.a,.b}{,.c}" has four."""
+    parts = [part.split(",") for part in re.split(r"\{(.*?)\}", template)[1::2]]
+    fixed = re.split(r"\{.*?\}", template)
+    return [
+        "".join(itertools.chain(*itertools.zip_longest(fixed, chosen, fillvalue="")))
+        for chosen in itertools.product(*parts)
+    ]
+
+
+def instruction(section: str, *templates: str):
+    """Registers a maker for all forms of these opcodes."""
+
+    def register(make):
+        for opcode in itertools.chain(*map(forms, templates)):
+            if opcode in TABLE:
+                raise ValueError(f"{opcode} is registered twice")
+            TABLE[opcode] = Definition(make, section)
+        return make
+
+    return register
+
+
+def numpy_type(name: str):
+    """The numpy type of a PTX type."""
+    if name in FLOATS:
+        return FLOATS[name]
+    if name == "pred":
+        return np.bool_
+    return (SIGNED if name[0] == "s" else UNSIGNED)[bits(name)]
+
+
+def lanes(mask: np.ndarray | None) -> np.ndarray:
+    """The numbers of the active lanes."""
+    return LANE if mask is None else np.nonzero(mask)[0]
+
+
+def build(machine) -> list[Step]:
+    """The kernel's instructions as functions of a warp."""
+    builder = Builder(machine)
+    steps = []
+    for line in machine.kernel.code:
+        if line.opcode in JUMPS:
+            steps.append(Step(line, None))
+            continue
+        definition = TABLE.get(line.opcode)
+        if definition is None:
+            raise Unsupported(f"{line}: {line.opcode} is not among the known instructions")
+        try:
+            execute = definition.make(builder, line)
+        except (Unsupported, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+            raise Unsupported(f"{line}: {error}") from error
+        completes = getattr(execute, "completes", ())
+        if any(modifier in line.opcode for modifier in ALIGNED):
+            execute = _with_all_lanes(execute)
+        steps.append(Step(line, execute, completes))
+    return steps
+
+
+def _with_all_lanes(execute):
+    """Waits until the lanes that have not exited are here."""
+
+    @functools.wraps(execute)
+    def waiting(warp, mask):
+        if not warp.together():
+            return Blocked(warp.together, lambda: "the other lanes of the warp")
+        return execute(warp, mask)
+
+    return waiting
+
+
+class Builder:
+    """Makes functions of a warp from operands."""
+
+    def __init__(self, machine):
+        self.machine, self.kernel = machine, machine.kernel
+
+    def read(self, operand, kind: str, *, wider: bool = False) -> Callable:
+        """read(warp): the operand's 32 values, as unsigned integers of the type's width.
+
+        Args:
+          operand: what is read.
+          kind: type of the instruction's operand.
+          wider: whether a register may be wider; its upper bits are ignored (9.4.1).
+        """
+        width = bits(kind)
+        dtype = UNSIGNED[width]
+        if isinstance(operand, Register):
+            number, found = operand.number, bits(operand.type)
+            if found == width:
+                return lambda warp: warp.registers[number]
+            if found > width and wider:
+                return lambda warp: warp.registers[number].astype(dtype)
+            raise Unsupported(f"a register of {found} bits where {kind} is expected")
+        if isinstance(operand, Immediate):
+            value = operand.value
+            constant = np.full(LANES, bool(value) if width == 1 else value & ((1 << width) - 1), dtype)
+            return lambda warp: constant
+        if isinstance(operand, Negated):
+            positive = self.read(operand.register, "pred")
+            return lambda warp: ~positive(warp)
+        if isinstance(operand, Special):
+            return self._special(operand.name, dtype)
+        if isinstance(operand, Symbol):
+            return self._symbol(operand, dtype)
+        raise Unsupported(f"{operand} cannot be read")
+
+    def write(self, operand, kind: str, *, wider: bool = False) -> Callable:
+        """write(warp, values, mask): sets a register; values have the type's width.
+
+        A wider register gets them extended, by sign if the type has one (9.4.1).
+        """
+        if isinstance(operand, Sink):
+            return lambda warp, values, mask: None
+        if not isinstance(operand, Register):
+            raise Unsupported(f"{operand} cannot be written")
+        number, found, width = operand.number, bits(operand.type), bits(kind)
+        if found != width and not (wider and found > width):
+            raise Unsupported(f"a register of {found} bits where {kind} is expected")
+        narrow = SIGNED[width] if kind[0] == "s" else UNSIGNED[width]
+        wide, raw = (SIGNED if kind[0] == "s" else UNSIGNED).get(found), UNSIGNED[found]
+
+        def write(warp, values, mask):
+            values = np.ascontiguousarray(values)
+            values = values.view(narrow)
+            if found != width:
+                values = values.astype(wide)
+            values = values.view(raw)
+            if mask is None:
+                warp.registers[number] = values.copy()
+            else:
+                warp.registers[number] = np.where(mask, values, warp.registers[number])
+
+        return write
+
+    def immediate(self, operand) -> int:
+        """A constant."""
+        if not isinstance(operand, Immediate):
+            raise Unsupported(f"{operand} is no constant")
+        return operand.value
+
+    def address(self, operand: Address) -> Callable:
+        """address(warp): [base + offset], 32 values of 64 bits."""
+        if not isinstance(operand, Address):
+            raise Unsupported(f"{operand} is no address")
+        base, offset = operand.base, np.uint64(operand.offset % 2**64)
+        kind = f"b{bits(base.type)}" if isinstance(base, Register) else "b64"
+        read = self.read(base, kind)
+        if kind == "b32":
+            short = np.uint32(operand.offset % 2**32)
+            return lambda warp: (read(warp) + short).astype(np.uint64)
+        return lambda warp: read(warp) + offset
+
+    def _symbol(self, symbol: Symbol, dtype) -> Callable:
+        if symbol.name in self.kernel.shared:
+            offset = SHARED_BEGIN + self.kernel.shared[symbol.name] + symbol.offset
+            return lambda warp: np.full(LANES, warp.block.shared_base + offset, dtype)
+        for parameter in self.kernel.parameters:
+            if parameter.name == symbol.name:
+                constant = np.full(LANES, parameter.offset + symbol.offset, dtype)
+                return lambda warp: constant
+        raise Unsupported(f"no variable {symbol.name}")
+
+    def _special(self, name: str, dtype) -> Callable:
+        machine = self.machine
+        block_shape, grid, cluster = machine.block_shape, machine.grid, machine.cluster
+        values = {
+            "%laneid": lambda warp: LANE,
+            "%warpid": lambda warp: warp.number,
+            "%cluster_ctarank": lambda warp: warp.block.rank,
+            "%cluster_nctarank": lambda warp: len(warp.block.cluster.blocks),
+            "%lanemask_lt": lambda warp: (1 << LANE) - 1,
+            "%lanemask_eq": lambda warp: 1 << LANE,
+            "%dynamic_smem_size": lambda warp: machine.shared_bytes - machine.kernel.shared_bytes,
+            # A clock that never stands still; nothing else of it can be relied on.
+            "%clock": lambda warp: warp.executed,
+            "%clock64": lambda warp: warp.executed,
+            "%globaltimer": lambda warp: warp.executed,
+            "%globaltimer_lo": lambda warp: warp.executed,
+            "%smid": lambda warp: 0,
+        }
+        for i, axis in enumerate("xyz"):
+            below, ranks = int(np.prod(block_shape[:i])), int(np.prod(cluster[:i]))
+
+            def thread(warp, below=below, i=i):
+                return warp.threads // below % block_shape[i]
+
+            def rank(warp, ranks=ranks, i=i):
+                return warp.block.rank // ranks % cluster[i]
+
+            values |= {
+                f"%tid.{axis}": thread,
+                f"%ntid.{axis}": lambda warp, i=i: block_shape[i],
+                f"%ctaid.{axis}": lambda warp, i=i: warp.block.place[i],
+                f"%nctaid.{axis}": lambda warp, i=i: grid[i],
+                f"%cluster_ctaid.{axis}": rank,
+                f"%cluster_nctaid.{axis}": lambda warp, i=i: cluster[i],
+                f"%clusterid.{axis}": lambda warp, i=i: warp.block.place[i] // cluster[i],
+                f"%nclusterid.{axis}": lambda warp, i=i: grid[i] // cluster[i],
+            }
+        if name not in values:
+            raise Unsupported(f"the special register {name}")
+        value = values[name]
+        return lambda warp: np.broadcast_to(np.asarray(value(warp), dtype), LANES)
+
+
+def block_of(address: int) -> tuple[int, int]:
+    """Rank of the block and offset in its shared memory, of an address of shared::cluster."""
+    return address >> BLOCK_SHIFT, address & ((1 << BLOCK_SHIFT) - 1)

@@ -1,0 +1,511 @@
+"""Clusters, blocks, warps, and the order in which they and their asynchronous work happen.
+
+A warp is groups of lanes with a program counter each, of which the lowest that is not blocked goes
+on. What is asynchronous (TMA, tcgen05, wgmma) becomes a task. The schedule says when tasks happen:
+
+  eager    at once, where their order allows it
+  late     when no warp can go on
+  random   at any time in between
+
+A schedule is one of these words, or a dict of words by kind of task ("load", "store", "multiply"),
+and a seed for the order of warps and of whatever is random.
+"""
+
+import dataclasses
+import functools
+import math
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+from ptx_emulator import barriers, data, isa, scalar, tensor, tma
+from ptx_emulator.isa import LANES, WAIT_FOR_LOADS, Blocked, Task
+from ptx_emulator.clocks import MEMORY, TENSOR, Agents, learn
+from ptx_emulator.errors import Deadlock, EmulatorError, Unsupported
+from ptx_emulator.memory import (
+    BLOCK_SHIFT,
+    PARAMETER_WINDOW,
+    SHARED_BEGIN,
+    GlobalMemory,
+    SharedMemory,
+    TensorMemory,
+)
+from ptx_emulator.parser import Kernel, bits
+
+# Shared memory that a block may have, and instructions of a warp before another one's turn.
+MOST_SHARED = 227 * 1024
+TURN = 400
+
+# So many instructions without an event (a barrier, a task, a store) are a livelock.
+PATIENCE = 2_000_000
+
+# The modules whose instructions make the table.
+INSTRUCTIONS = (barriers, data, scalar, tensor, tma)
+
+SCHEDULES = ("eager", "late", "random")
+
+
+class Group:
+    """Lanes of a warp with one program counter; a mask of None is all of them."""
+
+    def __init__(self, at: int, mask: np.ndarray | None):
+        self.at, self.mask = at, mask
+        self.blocked: Blocked | None = None
+
+
+class Warp:
+    """32 lanes: their registers, what they know, and what they have in flight."""
+
+    def __init__(self, block: "Block", number: int):
+        self.block, self.number, self.machine = block, number, block.machine
+        machine = self.machine
+        self.agent = block.rank * machine.warps_of_a_block + number
+        self.registers = [
+            np.zeros(LANES, isa.UNSIGNED[bits(kind)]) if bits(kind) <= 64
+            else np.zeros((LANES, 2), np.uint64)
+            for kind in machine.kernel.registers
+        ]
+        self.threads = np.arange(LANES, dtype=np.uint32) + LANES * number
+        self.groups = [Group(0, None)]
+        self.instruction = None
+        self.executed = 0
+        self.clock = machine.agents.clock()
+        self.clock[MEMORY][self.agent] = 1
+        # What tcgen05 may rely on after the next fence::after_thread_sync, and what the last
+        # fence::before_thread_sync lets others rely on.
+        self.tensor_seen = np.zeros(machine.agents.count, np.int32)
+        self.tensor_released = np.zeros(machine.agents.count, np.int32)
+        # What it knew when it issued its last tcgen05.mma.
+        self.multiplied_knowing = machine.agents.clock()
+        # Registers that an asynchronous load or product will write, and what has to be waited for.
+        self.pending: dict[int, str] = {}
+        self.tensor_loads: list[Callable[[], None]] = []
+        self.stores = _StoreGroups()
+        self.stores_issued = 0
+        self.products = _Products()
+        self.cluster_arrivals = 0
+
+    def __str__(self) -> str:
+        block = self.block
+        return f"cluster {block.cluster.number}, block {block.rank}, warp {self.number}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has lanes that have not exited."""
+        return bool(self.groups)
+
+    @property
+    def time(self) -> int:
+        """The number of what it does now."""
+        return int(self.clock[MEMORY][self.agent])
+
+    def release(self, clock: np.ndarray) -> None:
+        """Lets those who acquire this clock know of what was done so far."""
+        learn(clock[MEMORY], self.clock[MEMORY])
+        learn(clock[TENSOR], self.tensor_released)
+        learn(clock[TENSOR], self.tensor_seen)
+        self.clock[MEMORY][self.agent] += 1
+
+    def acquire(self, clock: np.ndarray) -> None:
+        """Knows of what was released into this clock."""
+        learn(self.clock[MEMORY], clock[MEMORY])
+        learn(self.tensor_seen, clock[TENSOR])
+
+    def fence_before(self) -> None:
+        """tcgen05.fence::before_thread_sync."""
+        learn(self.tensor_released, self.clock[TENSOR])
+        learn(self.tensor_released, self.tensor_seen)
+        self.tensor_released[self.agent] = self.time
+
+    def fence_after(self) -> None:
+        """tcgen05.fence::after_thread_sync."""
+        learn(self.clock[TENSOR], self.tensor_seen)
+
+    def run(self, turn: int) -> int:
+        """Goes on until it is blocked or its turn is over; how many instructions it executed."""
+        before = self.executed
+        while self.groups and self.executed - before < turn:
+            group = self._next_group()
+            if group is None:
+                break
+            self._run_group(group, before + turn)
+        return self.executed - before
+
+    def _next_group(self) -> Group | None:
+        if len(self.groups) > 1:
+            self._merge()
+        for group in sorted(self.groups, key=lambda group: group.at):
+            if group.blocked is None:
+                return group
+            if group.blocked.ready():
+                group.at += group.blocked.done
+                group.blocked = None
+                return group
+        return None
+
+    def _run_group(self, group: Group, end: int) -> None:
+        """Runs these lanes until they are blocked, meet others, part, exit, or the turn is over."""
+        code, others = self.machine.code, {g.at for g in self.groups if g is not group}
+        while self.executed < end:
+            step = code[group.at]
+            self.instruction = step.instruction
+            mask = self._active(step.instruction, group.mask)
+            if step.execute is None:
+                self.executed += 1
+                if self._jump(step.instruction, group, mask):
+                    return
+            elif mask is not None and not mask.any():
+                self.executed += 1
+                group.at += 1
+            else:
+                if self.pending and not step.instruction.registers.isdisjoint(self.pending):
+                    blocked = self._with_pending_registers(step, mask)
+                else:
+                    blocked = step.execute(self, mask)
+                if blocked is not None:
+                    group.blocked = blocked
+                    return
+                self.executed += 1
+                group.at += 1
+            if group.at in others:
+                return
+
+    def _active(self, instruction, mask: np.ndarray | None) -> np.ndarray | None:
+        """The lanes that execute an instruction; None is all of them."""
+        if instruction.predicate is None:
+            return mask
+        values = self.registers[instruction.predicate.number]
+        values = ~values if instruction.negated else values
+        values = values if mask is None else values & mask
+        return None if values.all() else values.copy()
+
+    def _with_pending_registers(self, step, mask) -> Blocked | None:
+        """Executes what names registers that something asynchronous will still write."""
+        named = step.instruction.registers & self.pending.keys()
+        reasons = {self.pending[number] for number in named}
+        if reasons <= set(step.completes):
+            return step.execute(self, mask)
+        if reasons != {WAIT_FOR_LOADS} or not step.instruction.opcode.startswith("mov.") or mask is not None:
+            raise EmulatorError(f"a register is used before {', '.join(reasons)}, which it needs")
+        self.machine.warn(
+            "moved before wait::ld",
+            f"a register of tcgen05.ld is moved before {WAIT_FOR_LOADS}",
+        )
+        # The move happens with the load.
+        self.tensor_loads.append(functools.partial(step.execute, self, None))
+        self.pending |= dict.fromkeys(step.instruction.registers, WAIT_FOR_LOADS)
+        return None
+
+    def _jump(self, instruction, group: Group, mask: np.ndarray | None) -> bool:
+        """A branch or an exit, by the lanes of `mask`. Whether the groups have changed."""
+        every = np.ones(LANES, bool)
+        whole = every if group.mask is None else group.mask
+        taken = whole if mask is None else mask
+        staying = whole & ~taken
+        name = instruction.opcode.split(".")[0]
+        if name == "bra" and (not staying.any() or not taken.any()):
+            group.at = instruction.targets[0] if taken.any() else group.at + 1
+            return False
+        self.groups.remove(group)
+        if staying.any():
+            self.groups.append(Group(group.at + 1, staying))
+        if name == "bra":
+            self.groups.append(Group(instruction.targets[0], taken))
+        elif name == "brx":
+            index = self.registers[instruction.operands[0].number]
+            for value in np.unique(index[taken]):
+                if value >= len(instruction.targets):
+                    raise EmulatorError(f"branch {value} of {len(instruction.targets)} targets")
+                lanes = taken & (index == value)
+                self.groups.append(Group(instruction.targets[value], lanes))
+        elif not self.groups:
+            self._exit()
+        self._merge()
+        return True
+
+    def _merge(self) -> None:
+        """Groups that meet at one instruction are one group."""
+        by_place: dict[int, list[Group]] = {}
+        for group in self.groups:
+            by_place.setdefault(group.at, []).append(group)
+        if len(by_place) == len(self.groups):
+            return
+        self.groups = []
+        for at, groups in by_place.items():
+            mask = np.logical_or.reduce([group.mask for group in groups])
+            self.groups.append(groups[0] if len(groups) == 1 else Group(at, None if mask.all() else mask))
+
+    def together(self) -> bool:
+        """Whether all lanes that have not exited are at one place."""
+        return len(self.groups) == 1
+
+    def _exit(self) -> None:
+        if self.pending:
+            raise EmulatorError(f"exits before {next(iter(self.pending.values()))}")
+        self.machine.event()
+
+    def where(self) -> str:
+        """Place and reason of waiting of all groups of lanes."""
+        parts = []
+        for group in self.groups:
+            lanes = LANES if group.mask is None else int(group.mask.sum())
+            waits = f", waits for {group.blocked.reason()}" if group.blocked else ""
+            parts.append(f"{lanes} lanes at {self.machine.code[group.at].instruction}{waits}")
+        return "; ".join(parts)
+
+
+@dataclasses.dataclass
+class _StoreGroups:
+    """TMA stores of a warp's lanes: those issued, and the groups that were committed.
+
+    A store is (its read of shared memory, its write, its number among the warp's stores).
+    """
+
+    open: dict[int, list] = dataclasses.field(default_factory=dict)
+    committed: dict[int, list[list]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class _Products:
+    """wgmma of a warp: (number, what writes the registers) issued, and ends of groups."""
+
+    issued: int = 0
+    waiting: list = dataclasses.field(default_factory=list)
+    ends: list[int] = dataclasses.field(default_factory=list)
+
+
+class Block:
+    """A thread block: its memories, barriers and warps."""
+
+    def __init__(self, cluster: "Cluster", rank: int, place: tuple[int, int, int]):
+        machine = cluster.machine
+        self.cluster, self.rank, self.place, self.machine = cluster, rank, place, machine
+        self.shared_base = rank << BLOCK_SHIFT
+        warps = machine.warps_of_a_block
+        self.shared = SharedMemory(rank, machine.shared_bytes, machine.agents, warps)
+        self.tensor = TensorMemory(rank, machine.agents, warps)
+        # mbarriers by offset, named barriers by number.
+        self.barriers: dict[int, object] = {}
+        self.named: dict[int, object] = {}
+        self.warps = [Warp(self, number) for number in range(warps)]
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has warps that have not exited."""
+        return any(warp.alive for warp in self.warps)
+
+
+class Cluster:
+    """The blocks of a cluster."""
+
+    def __init__(self, machine: "Machine", number: int, first: tuple[int, int, int]):
+        self.machine, self.number = machine, number
+        self.clock = machine.agents.clock()
+        # How many tcgen05.mma were issued, and mbarriers made.
+        self.multiplied = self.barriers_made = 0
+        shape = machine.cluster
+        self.blocks = []
+        for rank in range(math.prod(shape)):
+            x, y, z = rank % shape[0], rank // shape[0] % shape[1], rank // (shape[0] * shape[1])
+            place = (first[0] + x, first[1] + y, first[2] + z)
+            self.blocks.append(Block(self, rank, place))
+
+    @property
+    def warps(self):
+        """The warps of all blocks."""
+        return [warp for block in self.blocks for warp in block.warps]
+
+
+class Machine:
+    """A kernel with its launch: memory, and the clusters that run.
+
+    Args:
+      kernel: what runs.
+      grid, block, cluster: dimensions; those of the kernel where it has them.
+      dynamic_shared: bytes of the dynamic shared memory.
+      schedule, seed: see above.
+      resident: clusters that run at the same time.
+      allowed: names of the warnings that are none of the kernel's fault; others are errors.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int] | None = None,
+        cluster: tuple[int, int, int] | None = None,
+        *,
+        dynamic_shared: int = 0,
+        schedule: str | dict[str, str] = "random",
+        seed: int = 0,
+        resident: int = 2,
+        allowed: frozenset[str] = frozenset(),
+    ):
+        self.kernel, self.grid = kernel, tuple(grid)
+        self.block_shape = tuple(block or kernel.block)
+        self.cluster = tuple(cluster or kernel.cluster or (1, 1, 1))
+        threads = math.prod(self.block_shape)
+        if threads % LANES:
+            raise Unsupported(f"a block of {threads} threads, no multiple of {LANES}")
+        if any(g % c for g, c in zip(self.grid, self.cluster)):
+            raise EmulatorError(f"grid {self.grid} is no multiple of clusters {self.cluster}")
+        self.warps_of_a_block = threads // LANES
+        self.agents = Agents(self.warps_of_a_block * math.prod(self.cluster))
+        self.shared_bytes = kernel.shared_bytes + dynamic_shared
+        if self.shared_bytes > MOST_SHARED:
+            raise EmulatorError(f"{self.shared_bytes} bytes of shared memory, {MOST_SHARED} are there")
+        self.shared_limit = SHARED_BEGIN + self.shared_bytes
+        self.memory = GlobalMemory()
+        last = kernel.parameters[-1] if kernel.parameters else None
+        self.parameters = np.zeros(last.offset + last.size if last else 0, np.uint8)
+        # Tensor maps by address.
+        self.tensor_maps: dict[int, object] = {}
+        self.schedule, self.random, self.resident = schedule, random.Random(seed), resident
+        self.allowed, self.warnings = allowed, {}
+        self.tasks: list[Task] = []
+        self.events = 0
+        self.running: list[Cluster] = []
+        self.code = isa.build(self)
+
+    def set_parameter(self, index: int, value: int | bytes) -> None:
+        """Sets a kernel parameter: a number, or all bytes of an aggregate."""
+        parameter = self.kernel.parameters[index]
+        content = value if isinstance(value, bytes) else value.to_bytes(parameter.size, "little")
+        if len(content) != parameter.size:
+            raise EmulatorError(f"{parameter} gets {len(content)} bytes")
+        end = parameter.offset + parameter.size
+        self.parameters[parameter.offset : end] = np.frombuffer(content, np.uint8)
+
+    def parameter_address(self, index: int) -> int:
+        """The generic address of a kernel parameter."""
+        return PARAMETER_WINDOW + self.kernel.parameters[index].offset
+
+    def event(self) -> None:
+        """Something happened for which somebody may wait."""
+        self.events += 1
+
+    def warn(self, name: str, message: str) -> None:
+        """An error, unless warnings of this name are allowed; those are counted."""
+        if name not in self.allowed:
+            raise EmulatorError(f"{name}: {message}")
+        self.warnings[name] = self.warnings.get(name, 0) + 1
+
+    def policy(self, kind: str) -> str:
+        """When tasks of this kind happen."""
+        chosen = self.schedule if isinstance(self.schedule, str) else self.schedule.get(kind)
+        return chosen or "random"
+
+    def submit(self, task: Task) -> None:
+        """Hands over asynchronous work."""
+        first = task.queue is None or not any(t.queue == task.queue for t in self.tasks)
+        if self.policy(task.kind) == "eager" and first:
+            task.run()
+            task.done = True
+            self.event()
+        else:
+            self.tasks.append(task)
+
+    def launch(self) -> None:
+        """Runs the kernel to its end."""
+        waiting = [
+            (x, y, z)
+            for z in range(0, self.grid[2], self.cluster[2])
+            for y in range(0, self.grid[1], self.cluster[1])
+            for x in range(0, self.grid[0], self.cluster[0])
+        ]
+        started, idle, events = 0, 0, -1
+        while waiting or self.running:
+            while waiting and len(self.running) < self.resident:
+                self.running.append(Cluster(self, started, waiting.pop(0)))
+                started += 1
+            executed, tasks = self._round()
+            ended = [cluster for cluster in self.running if not any(w.alive for w in cluster.warps)]
+            for cluster in ended:
+                self._finish(cluster)
+                self.running.remove(cluster)
+            if not (executed or tasks or ended):
+                raise Deadlock(self.report())
+            idle = 0 if self.events != events or tasks or ended else idle + executed
+            events = self.events
+            if idle > PATIENCE:
+                raise Deadlock("instructions are executed, but nothing happens\n" + self.report())
+
+    def _round(self) -> tuple[int, int]:
+        """One turn of every warp; the numbers of executed instructions and finished tasks."""
+        warps = [warp for cluster in self.running for warp in cluster.warps if warp.alive]
+        if not isinstance(self.schedule, str) or self.schedule == "random":
+            self.random.shuffle(warps)
+        executed = tasks = 0
+        for warp in warps:
+            try:
+                executed += warp.run(TURN)
+                tasks += self._some_tasks()
+            except EmulatorError as error:
+                error.add_note(f"at {warp}: {warp.where() or warp.instruction}")
+                raise
+        if not executed and not tasks:
+            tasks += self._one_task()
+        return executed, tasks
+
+    def _ready(self) -> list[Task]:
+        """The first task of each queue."""
+        queues, found = set(), []
+        for task in self.tasks:
+            if task.queue is None or task.queue not in queues:
+                found.append(task)
+                queues.add(task.queue)
+        return found
+
+    def _perform(self, task: Task) -> None:
+        self.tasks.remove(task)
+        try:
+            task.run()
+        except EmulatorError as error:
+            error.add_note(f"in {task.what}, of cluster {task.cluster.number}")
+            raise
+        task.done = True
+        self.event()
+
+    def _some_tasks(self) -> int:
+        """Tasks that happen while warps run."""
+        chance = {"eager": 1.0, "random": 0.15, "late": 0.0}
+        chosen = [t for t in self._ready() if self.random.random() < chance[self.policy(t.kind)]]
+        for task in chosen:
+            self._perform(task)
+        return len(chosen)
+
+    def _one_task(self) -> int:
+        """A task that happens because no warp can go on: a late one last."""
+        ready = sorted(self._ready(), key=lambda task: self.policy(task.kind) == "late")
+        if not ready:
+            return 0
+        late = self.policy(ready[0].kind) == "late"
+        same = [task for task in ready if (self.policy(task.kind) == "late") == late]
+        self._perform(self.random.choice(same))
+        return 1
+
+    def _finish(self, cluster: Cluster) -> None:
+        """What has to be so when a cluster has exited."""
+        for block in cluster.blocks:
+            if block.tensor.allocated:
+                raise EmulatorError(
+                    f"cluster {cluster.number}, block {block.rank} exits with tensor memory "
+                    f"{block.tensor.allocated}"
+                )
+        while mine := [task for task in self._ready() if task.cluster is cluster]:
+            if mine[0].kind != "write":
+                raise EmulatorError(f"cluster {cluster.number} exits before {mine[0].what}")
+            self._perform(mine[0])
+        for block in cluster.blocks:
+            for barrier in block.barriers.values():
+                barrier.check_end()
+
+    def report(self) -> str:
+        """Who waits for what."""
+        lines = ["nothing can go on"]
+        for cluster in self.running:
+            lines += [f"  {warp}: {warp.where()}" for warp in cluster.warps if warp.alive]
+            for block in cluster.blocks:
+                lines += [f"  {b}" for b in block.barriers.values() if b.in_progress]
+        return "\n".join(lines)

@@ -1,0 +1,209 @@
+"""Global, shared, parameter and tensor memory: bytes, bounds, and who touched them last."""
+
+import numpy as np
+
+from ptx_emulator.clocks import MEMORY, TENSOR, Agents
+from ptx_emulator.errors import EmulatorError, Race
+
+# Addresses. Shared memory of block r of a cluster begins at r << BLOCK_SHIFT, plus what the system
+# reserves; the generic windows of shared and parameter memory are far from global memory.
+SHARED_BEGIN, BLOCK_SHIFT = 0x400, 24
+GLOBAL_BEGIN = 0x7000_0000_0000
+SHARED_WINDOW = 0x7F10_0000_0000
+PARAMETER_WINDOW = 0x7F20_0000_0000
+WINDOW = 1 << 32
+
+# A poisoned byte: of floats it makes NaN, of integers -1.
+POISON = 0xFF
+
+# Races are looked for in words, proxies in units of 16 bytes.
+WORD, UNIT = 4, 16
+
+
+class GlobalMemory:
+    """Arrays with room between them."""
+
+    GAP = 1024
+
+    def __init__(self):
+        self.bytes = np.zeros(0, np.uint8)
+        self.arrays: list[tuple[int, int, str]] = []
+
+    def place(self, array: np.ndarray, name: str = "array") -> int:
+        """Copies an array into the memory; its address, a multiple of 1024."""
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        begin = -(-len(self.bytes) // self.GAP) * self.GAP + self.GAP
+        grown = np.full(begin + len(content) + self.GAP, POISON, np.uint8)
+        grown[: len(self.bytes)] = self.bytes
+        grown[begin : begin + len(content)] = content
+        self.bytes = grown
+        self.arrays.append((begin, len(content), name))
+        return GLOBAL_BEGIN + begin
+
+    def read(self, address: int, shape: tuple[int, ...], dtype) -> np.ndarray:
+        """A copy of an array."""
+        begin = address - GLOBAL_BEGIN
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self.bytes[begin : begin + size].copy().view(dtype).reshape(shape)
+
+    def offset(self, address: int, size: int) -> int:
+        """Where these bytes are; they have to be inside of one array."""
+        begin = address - GLOBAL_BEGIN
+        for start, length, _ in self.arrays:
+            if start <= begin and begin + size <= start + length:
+                return begin
+        raise EmulatorError(
+            f"{size} bytes of global memory at {address:#x} are outside of all arrays: "
+            + ", ".join(f"{n} {GLOBAL_BEGIN + s:#x} to +{z}" for s, z, n in self.arrays)
+        )
+
+
+class SharedMemory:
+    """The shared memory of one block, which knows who wrote and read each word last.
+
+    A write has to be ordered after the last write and all reads, a read after the last write
+    (`Race`). What the tensor core and TMA read has to have passed a fence between the proxies, if
+    an ordinary store wrote it (PTX ISA 8.4, 9.7.13.4 fence.proxy).
+    """
+
+    def __init__(self, rank: int, size: int, agents: Agents, warps_of_a_block: int):
+        self.rank, self.size = rank, size
+        self.agents, self.warps_of_a_block = agents, warps_of_a_block
+        end = SHARED_BEGIN + size
+        self.bytes = np.full(end, POISON, np.uint8)
+        words, units = -(-end // WORD), -(-end // UNIT)
+        self.writer = np.zeros(words, np.int16)
+        self.written = np.zeros(words, np.int32)
+        first = rank * warps_of_a_block
+        own = range(first, first + warps_of_a_block)
+        readers = [*own, *map(agents.store_engine, own), agents.tensor_core]
+        readers += sorted({agents.wgmma(warp) for warp in own})
+        self.readers = np.array(readers)
+        self.row_of = {agent: row for row, agent in enumerate(readers)}
+        self.read_at = np.zeros((len(readers), words), np.int32)
+        # The warp whose ordinary store is not visible to the asynchronous proxy yet, -1 for none.
+        self.unfenced = np.full(units, -1, np.int16)
+        self.unfenced_at = np.zeros(units, np.int32)
+
+    def check(self, offset: int, size: int, what: str) -> None:
+        """Bounds."""
+        if offset < SHARED_BEGIN or offset + size > SHARED_BEGIN + self.size:
+            raise EmulatorError(
+                f"{what}: {size} bytes at {self.place(offset)} are outside of its {self.size} bytes"
+            )
+
+    def place(self, offset: int) -> str:
+        """How a message names a byte."""
+        return f"shared memory of block {self.rank} + {offset - SHARED_BEGIN}"
+
+    def _race(self, words, bad, agents, doing: str, to: str) -> None:
+        word = np.asarray(words).reshape(-1)[np.nonzero(bad.reshape(-1))[0][0]]
+        agent = int(np.broadcast_to(agents, np.shape(words)).reshape(-1)[np.nonzero(bad.reshape(-1))[0][0]])
+        raise Race(
+            f"{doing} {to} {self.place(int(word) * WORD)}, and nothing orders it after "
+            f"{self.agents.name(agent, self.warps_of_a_block)}"
+        )
+
+    def reads(self, agent: int, time: int, words: np.ndarray, clock: np.ndarray, what: str) -> None:
+        """Notes a read by an agent whose knowledge is `clock`."""
+        known = clock[MEMORY]
+        bad = known[self.writer[words]] < self.written[words]
+        if bad.any():
+            self._race(words, bad, self.writer[words], what, "reads what was written to")
+        row = self.row_of.get(agent)
+        if row is not None:
+            self.read_at[row, words] = time
+
+    def writes(self, agent: int, time: int, words: np.ndarray, clock: np.ndarray, what: str) -> None:
+        """Notes a write by an agent whose knowledge is `clock`."""
+        known = clock[MEMORY]
+        bad = known[self.writer[words]] < self.written[words]
+        if bad.any():
+            self._race(words, bad, self.writer[words], what, "overwrites what was written to")
+        flat = np.asarray(words).reshape(-1)
+        late = self.read_at[:, flat] > known[self.readers][:, None]
+        if late.any():
+            row, column = np.argwhere(late)[0]
+            one = flat[column : column + 1]
+            self._race(one, np.ones(1, bool), self.readers[row], what, "overwrites what is read from")
+        self.writer[words], self.written[words] = agent, time
+
+    def stored(self, warp: int, time: int, units: np.ndarray) -> None:
+        """Notes an ordinary store, which the asynchronous proxy does not see yet."""
+        self.unfenced[units], self.unfenced_at[units] = warp, time
+
+    def fence(self, clock: np.ndarray) -> None:
+        """A fence between the proxies, by a warp with this clock: it covers what it knows of."""
+        units = np.nonzero(self.unfenced >= 0)[0]
+        if len(units):
+            known = clock[MEMORY][self.unfenced[units]] >= self.unfenced_at[units]
+            self.unfenced[units[known]] = -1
+
+    def asynchronous(self, units: np.ndarray, what: str) -> None:
+        """An access of the asynchronous proxy: nothing may be unfenced."""
+        bad = self.unfenced[units] >= 0
+        if bad.any():
+            unit = int(np.asarray(units).reshape(-1)[np.nonzero(bad.reshape(-1))[0][0]])
+            name = self.agents.name(int(self.unfenced[unit]), self.warps_of_a_block)
+            raise Race(
+                f"{what} touches {self.place(unit * UNIT)}, which {name} wrote without a "
+                "fence.proxy.async"
+            )
+
+
+class TensorMemory:
+    """The tensor memory of one block: 128 lanes of 512 columns of 32 bits."""
+
+    LANES, COLUMNS = 128, 512
+
+    def __init__(self, rank: int, agents: Agents, warps_of_a_block: int):
+        self.rank, self.agents, self.warps_of_a_block = rank, agents, warps_of_a_block
+        self.words = np.full((self.LANES, self.COLUMNS), 0xFFFFFFFF, np.uint32)
+        # First column -> (columns, cta_group) of what is allocated.
+        self.allocated: dict[int, tuple[int, int]] = {}
+        self.relinquished = False
+        self.first_warp = rank * warps_of_a_block
+        self.read_at = np.zeros((warps_of_a_block, self.COLUMNS), np.int32)
+        self.multiplied_at = np.zeros(self.COLUMNS, np.int32)
+
+    def check(self, first: int, columns: int, what: str) -> None:
+        """Only allocated columns are touched."""
+        for start, (length, _) in self.allocated.items():
+            if start <= first and first + columns <= start + length:
+                return
+        raise EmulatorError(
+            f"{what}: columns {first} to {first + columns - 1} of the tensor memory of block "
+            f"{self.rank} are not allocated; allocated are {self.allocated}"
+        )
+
+    def free(self, columns: int) -> int | None:
+        """The first column of a gap of so many columns; None if there is none."""
+        begin = 0
+        for start, (length, _) in sorted(self.allocated.items()):
+            if start - begin >= columns:
+                return begin
+            begin = start + length
+        return begin if begin + columns <= self.COLUMNS else None
+
+    def loads(self, warp: int, time: int, columns: slice, clock: np.ndarray, what: str) -> None:
+        """Notes a tcgen05.ld: it has to know that the products are done."""
+        if self.multiplied_at[columns].max() > clock[TENSOR][self.agents.tensor_core]:
+            raise Race(
+                f"{what} reads an accumulator of block {self.rank} from column {columns.start} on, "
+                "and nothing orders it after the tcgen05.mma: a tcgen05.commit, a wait for its "
+                "barrier and tcgen05.fence::after_thread_sync"
+            )
+        self.read_at[warp - self.first_warp, columns] = time
+
+    def multiplies(self, sequence: int, columns: slice, clock: np.ndarray, what: str) -> None:
+        """Notes a tcgen05.mma: it has to know that what it overwrites has been loaded."""
+        known = clock[TENSOR][self.first_warp : self.first_warp + self.warps_of_a_block]
+        late = self.read_at[:, columns].max(1) > known
+        if late.any():
+            warp = int(np.nonzero(late)[0][0])
+            raise Race(
+                f"{what} writes an accumulator of block {self.rank} from column {columns.start} on, "
+                f"and nothing orders it after the tcgen05.ld of warp {warp}: "
+                "tcgen05.fence::before_thread_sync, a barrier, tcgen05.fence::after_thread_sync"
+            )
+        self.multiplied_at[columns] = sequence

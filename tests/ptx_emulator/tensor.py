@@ -1,0 +1,585 @@
+"""The tensor cores: wgmma on Hopper, tcgen05 and tensor memory on Blackwell."""
+
+import dataclasses
+import functools
+import re
+
+import numpy as np
+
+from ptx_emulator.barriers import barrier_at
+from ptx_emulator.clocks import MEMORY, TENSOR, learn
+from ptx_emulator.data import Access
+from ptx_emulator.errors import EmulatorError, Unsupported
+from ptx_emulator.isa import (
+    FLOATS,
+    LANE,
+    LANES,
+    WAIT_FOR_LOADS,
+    WAIT_FOR_PRODUCTS,
+    Blocked,
+    Task,
+    block_of,
+    instruction,
+    lanes,
+)
+from ptx_emulator.memory import UNIT, WORD
+from ptx_emulator.parser import Vector
+from ptx_emulator.scalar import modifiers
+from ptx_emulator.tma import SWIZZLES
+
+WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
+
+ELEMENTS = {name: FLOATS[name] for name in ("f16", "bf16", "e4m3", "e5m2")}
+ELEMENTS |= {"s8": np.int8, "u8": np.uint8}
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """An operand in shared memory, as a 64-bit descriptor gives it (9.7.15.5.1, 9.7.16.4.1).
+
+    Attributes:
+      begin: offset in shared memory.
+      leading, stride: bytes between core matrices.
+      swizzle: bytes.
+      transposed: whether rows (M or N) are neighbours instead of columns of K.
+    """
+
+    begin: int
+    leading: int
+    stride: int
+    swizzle: int
+    transposed: bool
+
+    @classmethod
+    def of_hopper(cls, descriptor: int, *, transposed: bool) -> "Matrix":
+        """A descriptor of wgmma."""
+        swizzle = {0: 0, 1: 128, 2: 64, 3: 32}[descriptor >> 62]
+        if descriptor >> 52 & 0x3FF or descriptor >> 46 & 0x3 or descriptor >> 30 & 0x3:
+            raise EmulatorError(f"reserved bits of the descriptor {descriptor:#x} are set")
+        return cls._of(descriptor, swizzle, transposed)
+
+    @classmethod
+    def of_blackwell(cls, descriptor: int, machine, *, transposed: bool) -> "Matrix":
+        """A descriptor of tcgen05."""
+        kinds = {0: 0, 2: 128, 4: 64, 6: 32}
+        if descriptor >> 61 not in kinds or descriptor >> 52 & 0x1FF or descriptor >> 30 & 0x3:
+            raise EmulatorError(f"the descriptor {descriptor:#x}: swizzle, or reserved bits")
+        if descriptor >> 46 & 0x7 != 1:
+            machine.warn(
+                "descriptor version",
+                f"bits 46 to 48 of the descriptor {descriptor:#x} are not 0b001",
+            )
+        return cls._of(descriptor, kinds[descriptor >> 61], transposed)
+
+    @classmethod
+    def _of(cls, descriptor: int, swizzle: int, transposed: bool) -> "Matrix":
+        if descriptor >> 49 & 0x7:
+            raise Unsupported(f"the base offset of the descriptor {descriptor:#x}")
+        fields = (descriptor >> shift & 0x3FFF for shift in (0, 16, 32))
+        begin, leading, stride = (16 * field for field in fields)
+        return cls(begin, leading, stride, swizzle, transposed)
+
+    @functools.cache
+    def index(self, rows: int, columns: int, itemsize: int) -> np.ndarray:
+        """Offsets of the bytes of element [row, k], in the canonical layouts (9.7.15.5.1)."""
+        row, k = np.arange(rows)[:, None], np.arange(columns)[None, :]
+        span = self.swizzle or 16
+        if self.transposed:
+            at = row * itemsize
+            if self.swizzle:
+                offset = at % span + at // span * self.leading + k % 8 * span + k // 8 * self.stride
+            else:
+                offset = at % 16 + at // 16 * self.stride + k % 8 * 16 + k // 8 * self.leading
+        else:
+            at = k * itemsize
+            if self.swizzle:
+                if self.begin % span + columns * itemsize > span:
+                    raise EmulatorError(f"{columns} columns of K leave the swizzled row: {self}")
+                offset = row % 8 * span + row // 8 * self.stride + at
+            else:
+                offset = row % 8 * 16 + row // 8 * self.stride + at // 16 * self.leading + at % 16
+        offset = self.begin + offset
+        offset = offset ^ (offset >> 7 & SWIZZLES[self.swizzle]) << 4
+        return offset[..., None] + np.arange(itemsize)
+
+    def read(self, block, rows: int, columns: int, dtype, what: str) -> np.ndarray:
+        """The elements, [rows, columns]."""
+        index = self.index(rows, columns, np.dtype(dtype).itemsize)
+        return block.shared.bytes[index].view(dtype)[..., 0]
+
+    def note(self, block, rows, columns, dtype, agent: int, time: int, warp, what: str) -> None:
+        """Checks a read that is issued now: bounds, order, and proxies."""
+        index = self.index(rows, columns, np.dtype(dtype).itemsize)
+        low, high = int(index.min()), int(index.max())
+        block.shared.check(low, high - low + 1, what)
+        words, units = touched(self, rows, columns, np.dtype(dtype).itemsize)
+        block.shared.reads(agent, time, words, warp.clock, what)
+        block.shared.asynchronous(units, what)
+
+
+@functools.cache
+def touched(matrix: Matrix, rows: int, columns: int, itemsize: int):
+    """Words and units of 16 bytes of an operand."""
+    index = matrix.index(rows, columns, itemsize)
+    return np.unique(index // WORD), np.unique(index // UNIT)
+
+
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a [M, K] times b [N, K]^T in float64: exact for all types here but the largest float8_e5m2."""
+    with np.errstate(all="ignore"):
+        return a.astype(np.float64) @ b.astype(np.float64).T
+
+
+def accumulated(old: np.ndarray | None, added: np.ndarray, kind: str) -> np.ndarray:
+    """Old accumulators (raw words) plus a product, as raw words.
+
+    A chip rounds a float product in its own way: only exact data is comparable.
+    """
+    if kind == "s32":
+        total = np.rint(added).astype(np.int64)
+        total = total if old is None else total + old.view(np.int32)
+        return (total & 0xFFFFFFFF).astype(np.uint32)
+    with np.errstate(all="ignore"):
+        total = added if old is None else added + old.view(np.float32)
+        return total.astype(np.float32).view(np.uint32)
+
+
+# tcgen05
+
+
+def _blocks(warp, pair: bool) -> list:
+    """The blocks of a cta_group."""
+    if not pair:
+        return [warp.block]
+    first = warp.block.rank & ~1
+    blocks = warp.block.cluster.blocks[first : first + 2]
+    if len(blocks) < 2:
+        raise EmulatorError("cta_group::2 in a cluster of one block")
+    return blocks
+
+
+def _is_pair(line) -> bool:
+    return "cta_group::2" in modifiers(line)
+
+
+GROUPS = "{.cta_group::1,.cta_group::2}"
+
+
+@instruction(TCGEN05, f"tcgen05.alloc{GROUPS}.sync.aligned.shared::cta.b32")
+def alloc(build, line):
+    address, count = build.address(line.operands[0]), build.read(line.operands[1], "u32")
+    group = 1 + _is_pair(line)
+
+    def execute(warp, mask):
+        columns, tensor = int(count(warp)[0]), warp.block.tensor
+        if columns not in (32, 64, 128, 256, 512):
+            raise EmulatorError(f"an allocation of {columns} columns of tensor memory")
+        if tensor.relinquished:
+            raise EmulatorError("an allocation after tcgen05.relinquish_alloc_permit")
+        first = tensor.free(columns)
+        if first is None:
+            return Blocked(
+                lambda: tensor.free(columns) is not None,
+                lambda: f"{columns} columns of tensor memory beside {tensor.allocated}",
+            )
+        tensor.allocated[first] = (columns, group)
+        tensor.words[:, first : first + columns] = 0xFFFFFFFF
+        # The address is written to shared memory, for which one lane's address counts.
+        values = np.full(LANES, first, np.uint32).view(np.uint8).reshape(LANES, 4)
+        one = LANE == 0
+        Access(warp, "shared", address(warp), one, 4, "tcgen05.alloc").store(values)
+        return None
+
+    return execute
+
+
+@instruction(TCGEN05, f"tcgen05.dealloc{GROUPS}.sync.aligned.b32")
+def dealloc(build, line):
+    address, count = (build.read(operand, "b32") for operand in line.operands)
+    group = 1 + _is_pair(line)
+
+    def execute(warp, mask):
+        first, columns = int(address(warp)[0]), int(count(warp)[0])
+        tensor, machine = warp.block.tensor, warp.machine
+        if tensor.allocated.get(first) != (columns, group):
+            raise EmulatorError(
+                f"tcgen05.dealloc of {columns} columns from {first} on, for {group} blocks; "
+                f"allocated are {tensor.allocated}"
+            )
+        busy = [task for task in machine.tasks if warp.block in (task.queue or ())]
+        if busy:
+            raise EmulatorError(f"tensor memory is given back before {busy[0].what}")
+        del tensor.allocated[first]
+        machine.event()
+
+    return execute
+
+
+@instruction(TCGEN05, f"tcgen05.relinquish_alloc_permit{GROUPS}.sync.aligned")
+def relinquish(build, line):
+    def execute(warp, mask):
+        warp.block.tensor.relinquished = True
+
+    return execute
+
+
+@instruction(TCGEN05, "tcgen05.fence{::before_thread_sync,::after_thread_sync}")
+def tensor_fence(build, line):
+    before = line.opcode.endswith("before_thread_sync")
+    return lambda warp, mask: warp.fence_before() if before else warp.fence_after()
+
+
+def _shape(line):
+    """Rows and columns [registers, lanes] of tcgen05.ld, the columns and rows in all (9.7.16.2.3).
+
+    """
+    parts = modifiers(line)
+    shape = next(part for part in parts if re.fullmatch(r"\d+x\d+b", part))
+    count = next(int(part[1:]) for part in parts if re.fullmatch(r"x\d+", part))
+    if shape == "32x32b":
+        rows, columns, width = [LANE], [0 * LANE], 1
+    elif shape == "16x64b":
+        rows, columns, width = [LANE // 4 % 8 + LANE // 32 * 8], [LANE % 4], 2
+        raise Unsupported("the shape 16x64b")
+    elif shape == "16x128b":
+        rows, columns, width = [LANE // 4, LANE // 4 + 8], [LANE % 4] * 2, 4
+    else:
+        rows = [LANE // 4, LANE // 4, LANE // 4 + 8, LANE // 4 + 8]
+        columns, width = [LANE % 4 * 2, LANE % 4 * 2 + 1] * 2, 8
+    rows = np.stack(rows * count)
+    columns = np.stack([column + width * i for i in range(count) for column in columns])
+    return rows, columns, width * count, 32 if shape == "32x32b" else 16
+
+
+REPETITIONS = "{.x1,.x2,.x4,.x8,.x16,.x32,.x64,.x128}"
+SHAPES = f"{{.32x32b,.16x128b,.16x256b}}{REPETITIONS}.b32"
+
+
+def _first_lane(warp, address: int, rows: int) -> int:
+    """Where a warp's lanes of tensor memory begin: a warp has a quarter of them (9.7.16.2.3)."""
+    lane, quarter = address >> 16, warp.number % 4
+    if lane // 32 not in (0, quarter) or lane % 32 + rows > 32:
+        raise EmulatorError(
+            f"lanes {lane} to {lane + rows - 1} of tensor memory are not in the quarter {quarter} "
+            f"of {warp}"
+        )
+    return quarter * 32 + lane % 32
+
+
+@instruction(TCGEN05, f"tcgen05.ld.sync.aligned{SHAPES}")
+def tensor_load(build, line):
+    rows, columns, width, height = _shape(line)
+    destination, source = line.operands
+    items = destination.items if isinstance(destination, Vector) else (destination,)
+    if len(items) != len(rows):
+        raise ValueError(f"{len(items)} registers, expected {len(rows)}")
+    writes, address = [build.write(item, "b32") for item in items], build.address(source)
+    numbers = [item.number for item in items]
+    poison = np.full(LANES, 0xFFFFFFFF, np.uint32)
+
+    def execute(warp, mask):
+        places = address(warp)
+        if (places != places[0]).any():
+            raise EmulatorError("tcgen05.ld with addresses that differ between lanes")
+        tensor, place = warp.block.tensor, int(places[0])
+        first, column = _first_lane(warp, place, height), place & 0xFFFF
+        part = slice(column, column + width)
+        tensor.check(column, width, "tcgen05.ld")
+        for write in writes:
+            write(warp, poison, None)
+
+        def run():
+            tensor.loads(warp.agent, warp.time, part, warp.clock, "tcgen05.ld")
+            values = tensor.words[first + rows, column + columns]
+            for write, value in zip(writes, values):
+                write(warp, value, None)
+
+        tensor.loads(warp.agent, warp.time, part, warp.clock, "tcgen05.ld")
+        # The latest moment is the wait; the load is noted again there.
+        warp.tensor_loads.append(run)
+        warp.pending |= dict.fromkeys(numbers, WAIT_FOR_LOADS)
+
+    return execute
+
+
+@instruction(TCGEN05, "tcgen05.wait::ld.sync.aligned")
+def wait_for_loads(build, line):
+    def execute(warp, mask):
+        loads, warp.tensor_loads = warp.tensor_loads, []
+        for load in loads:
+            load()
+        warp.pending = {n: why for n, why in warp.pending.items() if why != WAIT_FOR_LOADS}
+
+    return execute
+
+
+@instruction(
+    TCGEN05,
+    f"tcgen05.commit{GROUPS}.mbarrier::arrive::one.shared::cluster{{,.multicast::cluster}}.b64",
+)
+def commit(build, line):
+    pair, multicast = _is_pair(line), "multicast::cluster" in modifiers(line)
+    address = build.address(line.operands[0])
+    members = build.read(line.operands[1], "b16") if multicast else None
+
+    def execute(warp, mask):
+        cluster, machine = warp.block.cluster, warp.machine
+        for lane in lanes(mask):
+            rank, offset = block_of(int(address(warp)[lane]))
+            named = int(members(warp)[lane]) if multicast else 1 << rank
+            targets = [r for r in range(16) if named >> r & 1]
+            barriers = [barrier_at(warp, (r << 24) + offset, cluster=True) for r in targets]
+            for barrier in barriers:
+                barrier.check_use(warp, asynchronous=True)
+            sequence, tensor_core = cluster.multiplied, machine.agents.tensor_core
+            known_then = warp.multiplied_knowing.copy()
+
+            def run(barriers=barriers, sequence=sequence, known_then=known_then):
+                # It includes a fence::before_thread_sync of the products (9.7.16.6.4). Who knows
+                # that they are done knows what was known when they were issued.
+                for barrier in barriers:
+                    learn(barrier.gathered, known_then)
+                    for row in (MEMORY, TENSOR):
+                        known = barrier.gathered[row]
+                        known[tensor_core] = max(known[tensor_core], sequence)
+                    barrier.arrive()
+
+            what = f"a tcgen05.commit to {barriers[0]}"
+            queue = ("products", *_blocks(warp, pair))
+            machine.submit(Task("multiply", run, what, cluster, queue))
+
+    return execute
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What the 32-bit instruction descriptor of tcgen05.mma says (9.7.16.4.2)."""
+
+    result: str
+    a: str
+    b: str
+    negate: tuple[bool, bool]
+    transpose: tuple[bool, bool]
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, kind: str, descriptor: int) -> "Product":
+        """Decodes it; bits that are reserved, or mean what is not modelled, are an error."""
+        elements = {
+            "f16": {0: "f16", 1: "bf16"},
+            "f8f6f4": {0: "e4m3", 1: "e5m2"},
+            "i8": {0: "u8", 1: "s8"},
+        }[kind]
+        result = {"f16": {1: "f32"}, "f8f6f4": {1: "f32"}, "i8": {2: "s32"}}[kind]
+        types = result.get(descriptor >> 4 & 3), *(
+            elements.get(descriptor >> shift & 7) for shift in (7, 10)
+        )
+        # Sparsity, saturation, reserved bits, and the shift of .ws.
+        if None in types or descriptor & 0b1111 or descriptor & (1 << 6 | 1 << 23 | 7 << 29):
+            raise EmulatorError(f"the instruction descriptor {descriptor:#x} for kind::{kind}")
+        flags = [bool(descriptor >> bit & 1) for bit in (13, 14, 15, 16)]
+        if kind == "i8" and any(flags[:2]):
+            raise EmulatorError(f"integers are not negated: {descriptor:#x}")
+        return cls(
+            *types,
+            negate=tuple(flags[:2]),
+            transpose=tuple(flags[2:]),
+            columns=(descriptor >> 17 & 0x3F) << 3,
+            rows=(descriptor >> 24 & 0x1F) << 4,
+        )
+
+    def check(self, blocks: int) -> None:
+        """The shapes that exist (9.7.16.2.1)."""
+        if blocks == 2:
+            fits = self.rows in (128, 256) and self.columns % 32 == 0 and 32 <= self.columns <= 256
+        else:
+            step = {64: 8, 128: 16}.get(self.rows)
+            fits = step and self.columns % step == 0 and step <= self.columns <= 256
+        if not fits:
+            raise EmulatorError(f"no product has {self.rows} x {self.columns} for {blocks} blocks")
+        if self.rows // blocks != 128:
+            raise Unsupported(f"{self.rows // blocks} rows of a block")
+
+
+@instruction(TCGEN05, f"tcgen05.mma{GROUPS}{{.kind::f16,.kind::f8f6f4,.kind::i8}}")
+def mma(build, line):
+    kind = next(part for part in modifiers(line) if part.startswith("kind::"))[6:]
+    pair = _is_pair(line)
+    target, a, b, descriptor, accumulate = line.operands
+    target = build.address(target)
+    descriptors = [build.read(operand, "b64") for operand in (a, b)]
+    read_descriptor = build.read(descriptor, "b32")
+    accumulate = build.read(accumulate, "pred")
+
+    def execute(warp, mask):
+        active = lanes(mask)
+        if len(active) != 1:
+            raise EmulatorError(f"tcgen05.mma by {len(active)} lanes")
+        lane = active[0]
+        if pair and warp.block.rank & 1:
+            raise EmulatorError("tcgen05.mma for two blocks by the second one")
+        found = Product.of(kind, int(read_descriptor(warp)[lane]))
+        blocks = _blocks(warp, pair)
+        found.check(len(blocks))
+        place = int(target(warp)[lane])
+        if place >> 16:
+            raise EmulatorError(f"an accumulator that begins with lane {place >> 16}")
+        matrices = [
+            Matrix.of_blackwell(int(read(warp)[lane]), warp.machine, transposed=transposed)
+            for read, transposed in zip(descriptors, found.transpose)
+        ]
+        _multiply(warp, blocks, found, place, matrices, bool(accumulate(warp)[lane]), line)
+
+    return execute
+
+
+def _multiply(warp, blocks, found: Product, column: int, matrices, accumulates: bool, line) -> None:
+    """Issues a product of 32 bytes of K."""
+    cluster, machine = warp.block.cluster, warp.machine
+    cluster.multiplied += 1
+    learn(warp.multiplied_knowing, warp.clock)
+    types = ELEMENTS[found.a], ELEMENTS[found.b]
+    depth = 32 // np.dtype(types[0]).itemsize
+    sides = found.rows // len(blocks), found.columns // len(blocks)
+    part = slice(column, column + found.columns)
+    what = f"tcgen05.mma of line {line.line}"
+    for block in blocks:
+        block.tensor.check(column, found.columns, what)
+        block.tensor.multiplies(cluster.multiplied, part, warp.clock, what)
+        for matrix, side, dtype in zip(matrices, sides, types):
+            agent = machine.agents.tensor_core
+            matrix.note(block, side, depth, dtype, agent, cluster.multiplied, warp, what)
+
+    def run():
+        a, b = (
+            np.concatenate([matrix.read(block, side, depth, dtype, what) for block in blocks])
+            for matrix, side, dtype in zip(matrices, sides, types)
+        )
+        sign = -1 if found.negate[0] != found.negate[1] else 1
+        values = sign * product(a, b)
+        for i, block in enumerate(blocks):
+            words = block.tensor.words
+            old = np.ascontiguousarray(words[:, part]) if accumulates else None
+            added = values[i * sides[0] : (i + 1) * sides[0]]
+            words[:, part] = accumulated(old, added, found.result)
+
+    machine.submit(Task("multiply", run, what, cluster, ("products", *blocks)))
+
+
+# wgmma
+
+
+@instruction(WGMMA, "wgmma.fence.sync.aligned")
+def wgmma_fence(build, line):
+    """Registers are ordered by the program here; what it guards against is not modelled."""
+    return lambda warp, mask: None
+
+
+@instruction(WGMMA, "wgmma.commit_group.sync.aligned")
+def wgmma_commit(build, line):
+    def execute(warp, mask):
+        warp.products.ends.append(warp.products.issued)
+
+    return execute
+
+
+@instruction(WGMMA, "wgmma.wait_group.sync.aligned")
+def wgmma_wait(build, line):
+    left = build.immediate(line.operands[0])
+
+    def execute(warp, mask):
+        ends = warp.products.ends
+        upto = ends[-1 - left] if len(ends) > left else 0
+        first = warp.number // 4 * 4
+        warpgroup = warp.block.warps[first : first + 4]
+
+        def issued():
+            return all(other.products.issued >= upto for other in warpgroup)
+
+        if not issued():
+            return Blocked(issued, lambda: "wgmma of the other warps of the warpgroup")
+        for other in warpgroup:
+            _perform(other, upto)
+        agent = warp.machine.agents.wgmma(warp.agent)
+        warp.clock[MEMORY][agent] = max(warp.clock[MEMORY][agent], upto)
+        return None
+
+    return execute
+
+
+def _perform(warp, upto: int) -> None:
+    """Writes the accumulators of a warp's products up to this one."""
+    products = warp.products
+    while products.waiting and products.waiting[0][0] <= upto:
+        products.waiting.pop(0)[1]()
+    still = {number for _, _, numbers in products.waiting for number in numbers}
+    warp.pending = {
+        n: why for n, why in warp.pending.items() if why != WAIT_FOR_PRODUCTS or n in still
+    }
+
+
+WIDTHS = ",".join(f"n{n}" for n in range(8, 264, 8))
+
+
+@instruction(
+    WGMMA,
+    f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k16.f32{{.bf16.bf16,.f16.f16}}",
+    f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k32.f32"
+    "{.e4m3.e4m3,.e4m3.e5m2,.e5m2.e4m3,.e5m2.e5m2}",
+    f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k32.s32{{.s8.s8,.u8.u8,.s8.u8,.u8.s8}}",
+)
+def wgmma(build, line):
+    *_, shape, result, a_type, b_type = modifiers(line)
+    columns, depth = map(int, re.fullmatch(r"m64n(\d+)k(\d+)", shape).groups())
+    target, a, b, accumulate, *flags = line.operands
+    if not isinstance(target, Vector) or len(target.items) != columns // 2:
+        raise ValueError(f"{columns // 2} accumulators are expected")
+    if isinstance(a, Vector):
+        raise Unsupported("the first operand in registers")
+    types = ELEMENTS[a_type], ELEMENTS[b_type]
+    flags = [build.immediate(flag) for flag in flags]
+    signs = flags[:2] if result == "f32" else [1, 1]
+    turned = [bool(flag) for flag in flags[2:]] or [False, False]
+    if any(sign not in (1, -1) for sign in signs):
+        raise EmulatorError(f"the signs {signs}")
+    descriptors = [build.read(operand, "b64") for operand in (a, b)]
+    accumulate = build.read(accumulate, "pred")
+    numbers = [item.number for item in target.items]
+    # The fragment of an accumulator (9.7.15.5.1.1.3).
+    i = np.arange(len(numbers))[:, None]
+    rows, places = LANE // 4 + 8 * (i // 2 % 2), i // 4 * 8 + LANE % 4 * 2 + i % 2
+
+    def execute(warp, mask):
+        block, machine, quarter = warp.block, warp.machine, warp.number % 4
+        matrices = [
+            Matrix.of_hopper(int(read(warp)[0]), transposed=transposed)
+            for read, transposed in zip(descriptors, turned)
+        ]
+        agent, products = machine.agents.wgmma(warp.agent), warp.products
+        what = f"wgmma of line {line.line}"
+        for matrix, side, dtype in zip(matrices, (64, columns), types):
+            matrix.note(block, side, depth, dtype, agent, products.issued + 1, warp, what)
+        adds = bool(accumulate(warp)[0])
+
+        def run():
+            a, b = (
+                matrix.read(block, side, depth, dtype, what)
+                for matrix, side, dtype in zip(matrices, (64, columns), types)
+            )
+            values = signs[0] * signs[1] * product(a[16 * quarter : 16 * quarter + 16], b)
+            fragment = values[rows, places]
+            for number, added in zip(numbers, fragment):
+                old = warp.registers[number] if adds else None
+                warp.registers[number] = accumulated(old, added, result)
+
+        products.issued += 1
+        products.waiting.append((products.issued, run, numbers))
+        warp.pending |= dict.fromkeys(numbers, WAIT_FOR_PRODUCTS)
+        machine.event()
+
+    execute.completes = (WAIT_FOR_PRODUCTS,)
+    return execute
+
+

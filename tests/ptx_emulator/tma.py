@@ -1,0 +1,306 @@
+"""Tensor maps, and the copies between global and shared memory that they describe."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import numpy as np
+
+from ptx_emulator.barriers import barrier_at
+from ptx_emulator.clocks import MEMORY
+from ptx_emulator.data import find_tensor_map
+from ptx_emulator.errors import EmulatorError
+from ptx_emulator.isa import Blocked, Task, block_of, instruction, lanes
+from ptx_emulator.memory import POISON, UNIT, WORD
+from ptx_emulator.scalar import modifiers
+
+COPY = "9.7.9.25 asynchronous copy"
+
+# What a swizzle of so many bytes exchanges: these bits of the address, from bit 4 on, change by
+# those from bit 7 on (5.5.7).
+SWIZZLES = {0: 0, 32: 1, 64: 3, 128: 7}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMap:
+    """What cuTensorMapEncodeTiled makes, innermost dimension first.
+
+    Attributes:
+      base: address in global memory.
+      itemsize: bytes of an element.
+      dimensions, strides, box: elements, bytes, elements; the first stride is `itemsize`.
+      swizzle: 0, 32, 64 or 128 bytes.
+      name: for messages.
+    """
+
+    base: int
+    itemsize: int
+    dimensions: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+    name: str = "tensor"
+
+    def __post_init__(self):
+        # The rules of cuTensorMapEncodeTiled (CUDA driver API).
+        inner = self.box[0] * self.itemsize
+        rules = {
+            "base not a multiple of 16": self.base % 16,
+            "rank": not 1 <= len(self.dimensions) <= 5,
+            "a dimension": not all(1 <= d <= 2**32 for d in self.dimensions),
+            "a side of the box": not all(1 <= b <= 256 for b in self.box),
+            "a stride": any(s % 16 or not 0 < s < 2**40 for s in self.strides[1:]),
+            "the first stride": self.strides[0] != self.itemsize,
+            "inner side of the box not a multiple of 16 bytes": inner % 16,
+            "swizzle": self.swizzle not in SWIZZLES,
+            "inner side of the box wider than the swizzle": self.swizzle and inner > self.swizzle,
+        }
+        broken = [rule for rule, is_broken in rules.items() if is_broken]
+        if broken:
+            raise EmulatorError(f"a tensor map breaks the rules for {', '.join(broken)}: {self}")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a box."""
+        return math.prod(self.box) * self.itemsize
+
+    def view(self, memory) -> np.ndarray:
+        """The tensor as bytes [..., dimension 0, itemsize]."""
+        steps = zip(self.dimensions, self.strides)
+        extent = sum((d - 1) * s for d, s in steps) + self.itemsize
+        begin = memory.offset(self.base, extent)
+        shape = (*reversed(self.dimensions), self.itemsize)
+        strides = (*reversed(self.strides), 1)
+        flat = memory.bytes[begin : begin + extent]
+        return np.lib.stride_tricks.as_strided(flat, shape, strides)
+
+    def inside(self, place: tuple[int, ...]):
+        """Slices of the tensor and of the box at this place where they meet; None if nowhere."""
+        tensor, box = [], []
+        for size, side, begin in reversed(list(zip(self.dimensions, self.box, place))):
+            low, high = max(begin, 0), min(begin + side, size)
+            if low >= high:
+                return None
+            tensor.append(slice(low, high))
+            box.append(slice(low - begin, high - begin))
+        return tuple(tensor), tuple(box)
+
+    def load(self, memory, place: tuple[int, ...]) -> np.ndarray:
+        """The bytes of a box; zeros beyond the tensor."""
+        found = np.zeros((*reversed(self.box), self.itemsize), np.uint8)
+        if parts := self.inside(place):
+            found[parts[1]] = self.view(memory)[parts[0]]
+        return found.reshape(-1)
+
+    def store(self, memory, place: tuple[int, ...], values: np.ndarray) -> None:
+        """Writes a box as far as it is inside of the tensor."""
+        if parts := self.inside(place):
+            box = values.reshape(*reversed(self.box), self.itemsize)
+            self.view(memory)[parts[0]] = box[parts[1]]
+
+
+@functools.lru_cache(1024)
+def swizzled(begin: int, size: int, swizzle: int) -> np.ndarray:
+    """Offsets in shared memory of the bytes of a box that begins there."""
+    offsets = np.arange(begin, begin + size)
+    return offsets ^ (offsets >> 7 & SWIZZLES[swizzle]) << 4
+
+
+def words_of(begin: int, size: int) -> np.ndarray:
+    """The words of a range of shared memory."""
+    return np.arange(begin // WORD, -(-(begin + size) // WORD))
+
+
+def units_of(begin: int, size: int) -> np.ndarray:
+    """The units of 16 bytes of a range of shared memory."""
+    return np.arange(begin // UNIT, -(-(begin + size) // UNIT))
+
+
+def signed(value: int) -> int:
+    """A coordinate."""
+    return value - (value >> 31 << 32)
+
+
+class TensorOperand:
+    """[map, {coordinates}]."""
+
+    def __init__(self, build, operand, rank: int):
+        self.address = build.read(operand.base, "b64")
+        self.coordinates = [build.read(item, "b32") for item in operand.coordinates.items]
+        if len(self.coordinates) != rank:
+            raise ValueError(f"{len(self.coordinates)} coordinates of {rank} dimensions")
+        self.rank = rank
+
+    def at(self, warp, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
+        """The map, and the place of the box, of a lane."""
+        tensor = find_tensor_map(warp.machine, int(self.address(warp)[lane]))
+        if len(tensor.dimensions) != self.rank:
+            raise EmulatorError(f"a copy of {self.rank} dimensions with {tensor}")
+        return tensor, tuple(signed(int(read(warp)[lane])) for read in self.coordinates)
+
+
+def _rank(line) -> int:
+    return next(int(part[0]) for part in modifiers(line) if re.fullmatch(r"\dd", part))
+
+
+RANKS = "{.1d,.2d,.3d,.4d,.5d}"
+ARRIVAL = "mbarrier::complete_tx::bytes"
+
+
+def _checked(tensor: TensorMap, block, offset: int, what: str) -> None:
+    block.shared.check(offset, tensor.bytes, what)
+    # 128 bytes, and the span of eight swizzled rows (9.7.9.25.5, 5.5.7).
+    needed = max(128, 8 * tensor.swizzle)
+    if offset % needed:
+        raise EmulatorError(
+            f"{what}: {block.shared.place(offset)} is not aligned to {needed} bytes"
+        )
+
+
+@instruction(
+    COPY,
+    f"cp.async.bulk.tensor{RANKS}{{.shared::cta,.shared::cluster}}.global{{,.tile}}.{ARRIVAL}"
+    "{,.multicast::cluster}{,.cta_group::1,.cta_group::2}",
+)
+def load(build, line):
+    parts = modifiers(line)
+    target, source, signal, *more = line.operands
+    pair, multicast = "cta_group::2" in parts, "multicast::cluster" in parts
+    own = "shared::cta" in parts
+    tensor_at = TensorOperand(build, source, _rank(line))
+    target, signal = build.address(target), build.address(signal)
+    members = build.read(more[0], "b16") if multicast else None
+    if len(more) != multicast:
+        raise ValueError("operands")
+
+    def places(warp, rank: int, signal_rank: int, lane: int) -> list[tuple[int, int]]:
+        """(block that gets the data, block that is signalled)."""
+        if multicast:
+            named = int(members(warp)[lane])
+            found = [r for r in range(16) if named >> r & 1]
+            # For a pair the signal goes to the block that has the parity of the barrier's
+            # (9.7.9.25.5.2).
+            return [(r, r & ~1 | signal_rank & 1 if pair else r) for r in found]
+        if pair and rank >> 1 != signal_rank >> 1:
+            raise EmulatorError("a barrier outside of the pair")
+        if not pair and rank != signal_rank:
+            raise EmulatorError("data for one block, the barrier in another one")
+        return [(rank, signal_rank)]
+
+    def execute(warp, mask):
+        blocks = warp.block.cluster.blocks
+        for lane in lanes(mask):
+            tensor, place = tensor_at.at(warp, lane)
+            rank, offset = block_of(int(target(warp)[lane]))
+            signal_rank, signal_offset = block_of(int(signal(warp)[lane]))
+            if own and rank != warp.block.rank:
+                raise EmulatorError(f"a copy to block {rank} as if to the own one")
+            for to, to_signal in places(warp, rank, signal_rank, lane):
+                if max(to, to_signal) >= len(blocks):
+                    raise EmulatorError(f"the cluster has no block {max(to, to_signal)}")
+                address = (to_signal << 24) + signal_offset
+                barrier = barrier_at(warp, address, cluster=True)
+                _load(warp, blocks[to], offset, tensor, place, barrier)
+
+    return execute
+
+
+def _load(warp, block, offset: int, tensor: TensorMap, place, barrier) -> None:
+    """One box to one block."""
+    what = f"a TMA load of {tensor.name} {place}"
+    _checked(tensor, block, offset, what)
+    barrier.check_use(warp, asynchronous=True)
+    units = units_of(offset, tensor.bytes)
+    block.shared.asynchronous(units, what)
+    words = words_of(offset, tensor.bytes)
+    block.shared.writes(barrier.agent, barrier.phase + 1, words, warp.clock, what)
+    index = swizzled(offset, tensor.bytes, tensor.swizzle)
+    block.shared.bytes[index] = POISON
+
+    def run():
+        block.shared.bytes[index] = tensor.load(warp.machine.memory, place)
+        barrier.receive(tensor.bytes)
+
+    warp.machine.submit(Task("load", run, what, warp.block.cluster))
+
+
+@instruction(COPY, f"cp.async.bulk.tensor{RANKS}.global.shared::cta{{,.tile}}.bulk_group")
+def store(build, line):
+    target, source = line.operands
+    tensor_at, source = TensorOperand(build, target, _rank(line)), build.address(source)
+
+    def execute(warp, mask):
+        for lane in lanes(mask):
+            tensor, place = tensor_at.at(warp, lane)
+            rank, offset = block_of(int(source(warp)[lane]))
+            if rank != warp.block.rank:
+                raise EmulatorError(f"a copy from block {rank} as if from the own one")
+            _store(warp, int(lane), offset, tensor, place)
+
+    return execute
+
+
+def _store(warp, lane: int, offset: int, tensor: TensorMap, place) -> None:
+    what = f"a TMA store of {tensor.name} {place}"
+    block, machine = warp.block, warp.machine
+    _checked(tensor, block, offset, what)
+    block.shared.asynchronous(units_of(offset, tensor.bytes), what)
+    warp.stores_issued += 1
+    engine = machine.agents.store_engine(warp.agent)
+    words = words_of(offset, tensor.bytes)
+    block.shared.reads(engine, warp.stores_issued, words, warp.clock, what)
+    index = swizzled(offset, tensor.bytes, tensor.swizzle)
+    held = []
+
+    def read():
+        held.append(block.shared.bytes[index].copy())
+
+    def write():
+        tensor.store(machine.memory, place, held[0])
+
+    queue = ("store", warp, lane, warp.stores_issued)
+    tasks = (
+        Task("store", read, f"{what}: its read of shared memory", block.cluster, queue),
+        Task("write", write, f"{what}: its write", block.cluster, queue),
+    )
+    warp.stores.open.setdefault(lane, []).append((*tasks, warp.stores_issued))
+    for task in tasks:
+        machine.submit(task)
+
+
+@instruction(COPY, "cp.async.bulk.commit_group")
+def commit_group(build, line):
+    def execute(warp, mask):
+        for lane in map(int, lanes(mask)):
+            group = warp.stores.open.pop(lane, [])
+            warp.stores.committed.setdefault(lane, []).append(group)
+
+    return execute
+
+
+@instruction(COPY, "cp.async.bulk.wait_group{,.read}")
+def wait_group(build, line):
+    left = build.immediate(line.operands[0])
+    reads = "read" in modifiers(line)
+
+    def execute(warp, mask):
+        active = list(map(int, lanes(mask)))
+        engine = warp.machine.agents.store_engine(warp.agent)
+
+        def waited():
+            for lane in active:
+                groups = warp.stores.committed.get(lane, [])
+                for group in groups[: max(0, len(groups) - left)]:
+                    yield from group
+
+        def ready():
+            return all((read if reads else write).done for read, write, _ in waited())
+
+        if not ready():
+            return Blocked(ready, lambda: f"TMA stores, all but {left} groups")
+        for _, _, number in waited():
+            warp.clock[MEMORY][engine] = max(warp.clock[MEMORY][engine], number)
+        return None
+
+    return execute
