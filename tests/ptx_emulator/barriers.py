@@ -3,7 +3,7 @@
 import numpy as np
 
 from ptx_emulator.clocks import MEMORY
-from ptx_emulator.errors import EmulatorError, Race, Unsupported
+from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.isa import LANES, Blocked, block_of, instruction, lanes
 from ptx_emulator.memory import SHARED_BEGIN, SHARED_WINDOW
 from ptx_emulator.parser import Address, Sink
@@ -83,7 +83,9 @@ class Mbarrier:
     def check_use(self, warp, *, asynchronous: bool) -> None:
         """The use is ordered after the initialisation, and the right proxy sees it."""
         if warp.clock[MEMORY][self.maker] < self.made and self.maker != warp.agent:
-            raise Race(f"{warp} uses a barrier whose mbarrier.init nothing orders before: {self}")
+            raise RaceError(
+                f"{warp} uses a barrier whose mbarrier.init nothing orders before: {self}"
+            )
         if (asynchronous or self.block is not warp.block) and not self.fenced:
             where = "the asynchronous proxy" if asynchronous else "another block"
             warp.machine.warn(
@@ -150,7 +152,11 @@ def mbarrier_inval(build, line):
 )
 def mbarrier_arrive(build, line):
     parts = modifiers(line)
-    cluster, expects, only = "shared::cluster" in parts, "expect_tx" in parts, parts[0] == "expect_tx"
+    cluster, expects, only = (
+        "shared::cluster" in parts,
+        "expect_tx" in parts,
+        parts[0] == "expect_tx",
+    )
     operands = list(line.operands)
     state = None if isinstance(operands[0], Address) else operands.pop(0)
     address = build.address(operands[0])
@@ -162,7 +168,7 @@ def mbarrier_arrive(build, line):
     else:
         write = None
     if (expects or "noComplete" in parts) and count is None:
-        raise Unsupported("an arrival without a count")
+        raise UnsupportedError("an arrival without a count")
 
     def execute(warp, mask):
         for lane in lanes(mask):
@@ -192,27 +198,27 @@ def mbarrier_wait(build, line):
     test = modifiers(line)[0] == "test_wait"
 
     def execute(warp, mask):
-        active = lanes(mask)
-        places = {(int(address(warp)[i]), int(read_parity(warp)[i])) for i in active}
-        if len(places) > 1:
-            raise Unsupported("lanes of a warp that wait for different barriers")
-        ((place, wanted),) = places
-        if wanted not in (0, 1):
-            raise EmulatorError(f"the parity {wanted} of a phase")
-        barrier = barrier_at(warp, place, cluster=False)
-        barrier.check_use(warp, asynchronous=False)
-        if barrier.phase & 1 != wanted:
-            warp.acquire(barrier.completed)
-            write(warp, np.ones(LANES, bool), mask)
-        elif test:
-            write(warp, np.zeros(LANES, bool), mask)
-        else:
-            # try_wait may return false at any time (9.7.13.15.16): here it waits.
-            before = barrier.phase
-            return Blocked(
-                lambda: barrier.phase != before, lambda: f"{barrier}, for parity {wanted}"
-            )
-        return None
+        places, parities = address(warp), read_parity(warp)
+        found = np.zeros(LANES, bool)
+        waiting = set()
+        for place, wanted in {(int(places[i]), int(parities[i])) for i in lanes(mask)}:
+            if wanted not in (0, 1):
+                raise EmulatorError(f"the parity {wanted} of a phase")
+            barrier = barrier_at(warp, place, cluster=False)
+            barrier.check_use(warp, asynchronous=False)
+            if barrier.phase & 1 != wanted:
+                warp.acquire(barrier.completed)
+                found |= (places == place) & (parities == wanted)
+            else:
+                waiting.add((barrier, barrier.phase))
+        if test or found[lanes(mask)].any():
+            write(warp, found, mask)
+            return None
+        # try_wait may return false at any time (9.7.13.15.16). Here it waits if no lane can go on.
+        return Blocked(
+            lambda: any(barrier.phase != before for barrier, before in waiting),
+            lambda: ", ".join(str(barrier) for barrier, _ in waiting),
+        )
 
     return execute
 
@@ -229,7 +235,9 @@ class NamedBarrier:
         self.completed, self.generation, self.arrived = self.clock.copy(), self.generation + 1, []
 
 
-@instruction(SYNC, "bar{,.cta}.sync", "bar{,.cta}.arrive", "barrier{,.cta}.sync.aligned", "bar.sync.aligned")
+@instruction(
+    SYNC, "bar{,.cta}.sync", "bar{,.cta}.arrive", "barrier{,.cta}.sync.aligned", "bar.sync.aligned"
+)
 def bar(build, line):
     number = build.read(line.operands[0], "u32")
     count = build.read(line.operands[1], "u32") if len(line.operands) > 1 else None
@@ -349,5 +357,3 @@ def fence_proxy(build, line):
 def fence(build, line):
     """Barriers release and acquire by themselves here; global memory's order is not looked at."""
     return lambda warp, mask: None
-
-

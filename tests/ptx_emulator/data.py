@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ptx_emulator.errors import EmulatorError, Unsupported
+from ptx_emulator.errors import EmulatorError, UnsupportedError
 from ptx_emulator.isa import LANE, LANES, instruction, lanes, numpy_type
 from ptx_emulator.memory import (
     BLOCK_SHIFT,
@@ -49,7 +49,7 @@ class Access:
         rank = int(ranks[0])
         blocks = self.warp.block.cluster.blocks
         if (ranks != rank).any():
-            raise Unsupported("one access of shared memory of several blocks")
+            raise UnsupportedError("one access of shared memory of several blocks")
         if rank >= len(blocks):
             raise EmulatorError(f"{self.what}: the cluster has no block {rank}")
         if space in ("shared", "shared::cta") and rank != self.warp.block.rank:
@@ -110,7 +110,9 @@ def space_of(line) -> str:
 ELEMENTS = "{.b8,.b16,.b32,.b64,.u8,.u16,.u32,.u64,.s8,.s16,.s32,.s64,.f32}"
 
 
-@instruction(MOVE, f"ld{{,.global,.shared,.shared::cta,.param,.param::entry}}{{,.v2,.v4}}{ELEMENTS}")
+@instruction(
+    MOVE, f"ld{{,.global,.shared,.shared::cta,.param,.param::entry}}{{,.v2,.v4}}{ELEMENTS}"
+)
 @instruction(MOVE, f"ld.global.nc{{,.v2,.v4}}{ELEMENTS}")
 def ld(build, line):
     kind, space = modifiers(line)[-1], space_of(line)
@@ -200,7 +202,9 @@ WINDOWS = {"shared": SHARED_WINDOW, "shared::cta": SHARED_WINDOW, "param": PARAM
 
 @instruction(MOVE, "cvta{,.to}{.global,.shared,.shared::cta,.param}.u64")
 def cvta(build, line):
-    window = np.uint64(WINDOWS.get(next(p for p in modifiers(line) if p in (*WINDOWS, "global")), 0))
+    window = np.uint64(
+        WINDOWS.get(next(p for p in modifiers(line) if p in (*WINDOWS, "global")), 0)
+    )
     if "to" in modifiers(line):
         return elementwise(build, line, lambda address: address - window)
     return elementwise(build, line, lambda address: address + window)
@@ -222,7 +226,9 @@ def shfl(build, line):
     mode = modifiers(line)[1]
     destination, source, distance, clamp, members = line.operands
     first, second = (
-        (destination.first, destination.second) if isinstance(destination, Pair) else (destination, None)
+        (destination.first, destination.second)
+        if isinstance(destination, Pair)
+        else (destination, None)
     )
     write = build.write(first, "b32")
     write_inside = build.write(second, "pred") if second else None
@@ -338,7 +344,7 @@ def without_effect(build, line):
     if line.opcode.startswith("setmaxnreg"):
         count = build.immediate(line.operands[0])
         if count % 8 or not 24 <= count <= 256:
-            raise Unsupported(f"setmaxnreg of {count} registers")
+            raise UnsupportedError(f"setmaxnreg of {count} registers")
     return lambda warp, mask: None
 
 
@@ -354,5 +360,3 @@ def trap(build, line):
 def griddepcontrol(build, line):
     """There is one kernel: it waits for nobody."""
     return lambda warp, mask: None
-
-

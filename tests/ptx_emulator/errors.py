@@ -5,13 +5,13 @@ class EmulatorError(Exception):
     """What a kernel must not do; the message says which warp did it, where, and against whom."""
 
 
-class Unsupported(EmulatorError):
+class UnsupportedError(EmulatorError):
     """PTX that the emulator does not know; it is never ignored."""
 
 
-class Race(EmulatorError):
+class RaceError(EmulatorError):
     """Two accesses whose order nothing establishes."""
 
 
-class Deadlock(EmulatorError):
+class DeadlockError(EmulatorError):
     """Nothing can go on; the message says who waits for what."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from ptx_emulator.errors import Unsupported
+from ptx_emulator.errors import UnsupportedError
 from ptx_emulator.memory import BLOCK_SHIFT, SHARED_BEGIN
 from ptx_emulator.parser import (
     Address,
@@ -140,11 +140,18 @@ def build(machine) -> list[Step]:
             continue
         definition = TABLE.get(line.opcode)
         if definition is None:
-            raise Unsupported(f"{line}: {line.opcode} is not among the known instructions")
+            raise UnsupportedError(f"{line}: {line.opcode} is not among the known instructions")
         try:
             execute = definition.make(builder, line)
-        except (Unsupported, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
-            raise Unsupported(f"{line}: {error}") from error
+        except (
+            UnsupportedError,
+            ValueError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            TypeError,
+        ) as error:
+            raise UnsupportedError(f"{line}: {error}") from error
         completes = getattr(execute, "completes", ())
         if any(modifier in line.opcode for modifier in ALIGNED):
             execute = _with_all_lanes(execute)
@@ -186,10 +193,12 @@ class Builder:
                 return lambda warp: warp.registers[number]
             if found > width and wider:
                 return lambda warp: warp.registers[number].astype(dtype)
-            raise Unsupported(f"a register of {found} bits where {kind} is expected")
+            raise UnsupportedError(f"a register of {found} bits where {kind} is expected")
         if isinstance(operand, Immediate):
             value = operand.value
-            constant = np.full(LANES, bool(value) if width == 1 else value & ((1 << width) - 1), dtype)
+            constant = np.full(
+                LANES, bool(value) if width == 1 else value & ((1 << width) - 1), dtype
+            )
             return lambda warp: constant
         if isinstance(operand, Negated):
             positive = self.read(operand.register, "pred")
@@ -198,7 +207,7 @@ class Builder:
             return self._special(operand.name, dtype)
         if isinstance(operand, Symbol):
             return self._symbol(operand, dtype)
-        raise Unsupported(f"{operand} cannot be read")
+        raise UnsupportedError(f"{operand} cannot be read")
 
     def write(self, operand, kind: str, *, wider: bool = False) -> Callable:
         """write(warp, values, mask): sets a register; values have the type's width.
@@ -208,10 +217,10 @@ class Builder:
         if isinstance(operand, Sink):
             return lambda warp, values, mask: None
         if not isinstance(operand, Register):
-            raise Unsupported(f"{operand} cannot be written")
+            raise UnsupportedError(f"{operand} cannot be written")
         number, found, width = operand.number, bits(operand.type), bits(kind)
         if found != width and not (wider and found > width):
-            raise Unsupported(f"a register of {found} bits where {kind} is expected")
+            raise UnsupportedError(f"a register of {found} bits where {kind} is expected")
         narrow = SIGNED[width] if kind[0] == "s" else UNSIGNED[width]
         wide, raw = (SIGNED if kind[0] == "s" else UNSIGNED).get(found), UNSIGNED[found]
 
@@ -231,13 +240,13 @@ class Builder:
     def immediate(self, operand) -> int:
         """A constant."""
         if not isinstance(operand, Immediate):
-            raise Unsupported(f"{operand} is no constant")
+            raise UnsupportedError(f"{operand} is no constant")
         return operand.value
 
     def address(self, operand: Address) -> Callable:
         """address(warp): [base + offset], 32 values of 64 bits."""
         if not isinstance(operand, Address):
-            raise Unsupported(f"{operand} is no address")
+            raise UnsupportedError(f"{operand} is no address")
         base, offset = operand.base, np.uint64(operand.offset % 2**64)
         kind = f"b{bits(base.type)}" if isinstance(base, Register) else "b64"
         read = self.read(base, kind)
@@ -254,7 +263,7 @@ class Builder:
             if parameter.name == symbol.name:
                 constant = np.full(LANES, parameter.offset + symbol.offset, dtype)
                 return lambda warp: constant
-        raise Unsupported(f"no variable {symbol.name}")
+        raise UnsupportedError(f"no variable {symbol.name}")
 
     def _special(self, name: str, dtype) -> Callable:
         machine = self.machine
@@ -294,7 +303,7 @@ class Builder:
                 f"%nclusterid.{axis}": lambda warp, i=i: grid[i] // cluster[i],
             }
         if name not in values:
-            raise Unsupported(f"the special register {name}")
+            raise UnsupportedError(f"the special register {name}")
         value = values[name]
         return lambda warp: np.broadcast_to(np.asarray(value(warp), dtype), LANES)
 

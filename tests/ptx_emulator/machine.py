@@ -20,9 +20,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ptx_emulator import barriers, data, isa, scalar, tensor, tma
-from ptx_emulator.isa import LANES, WAIT_FOR_LOADS, Blocked, Task
 from ptx_emulator.clocks import MEMORY, TENSOR, Agents, learn
-from ptx_emulator.errors import Deadlock, EmulatorError, Unsupported
+from ptx_emulator.errors import DeadlockError, EmulatorError, UnsupportedError
+from ptx_emulator.isa import LANES, WAIT_FOR_LOADS, Blocked, Task
 from ptx_emulator.memory import (
     BLOCK_SHIFT,
     PARAMETER_WINDOW,
@@ -62,7 +62,8 @@ class Warp:
         machine = self.machine
         self.agent = block.rank * machine.warps_of_a_block + number
         self.registers = [
-            np.zeros(LANES, isa.UNSIGNED[bits(kind)]) if bits(kind) <= 64
+            np.zeros(LANES, isa.UNSIGNED[bits(kind)])
+            if bits(kind) <= 64
             else np.zeros((LANES, 2), np.uint64)
             for kind in machine.kernel.registers
         ]
@@ -186,7 +187,11 @@ class Warp:
         reasons = {self.pending[number] for number in named}
         if reasons <= set(step.completes):
             return step.execute(self, mask)
-        if reasons != {WAIT_FOR_LOADS} or not step.instruction.opcode.startswith("mov.") or mask is not None:
+        if (
+            reasons != {WAIT_FOR_LOADS}
+            or not step.instruction.opcode.startswith("mov.")
+            or mask is not None
+        ):
             raise EmulatorError(f"a register is used before {', '.join(reasons)}, which it needs")
         self.machine.warn(
             "moved before wait::ld",
@@ -234,7 +239,9 @@ class Warp:
         self.groups = []
         for at, groups in by_place.items():
             mask = np.logical_or.reduce([group.mask for group in groups])
-            self.groups.append(groups[0] if len(groups) == 1 else Group(at, None if mask.all() else mask))
+            self.groups.append(
+                groups[0] if len(groups) == 1 else Group(at, None if mask.all() else mask)
+            )
 
     def together(self) -> bool:
         """Whether all lanes that have not exited are at one place."""
@@ -347,14 +354,16 @@ class Machine:
         self.cluster = tuple(cluster or kernel.cluster or (1, 1, 1))
         threads = math.prod(self.block_shape)
         if threads % LANES:
-            raise Unsupported(f"a block of {threads} threads, no multiple of {LANES}")
+            raise UnsupportedError(f"a block of {threads} threads, no multiple of {LANES}")
         if any(g % c for g, c in zip(self.grid, self.cluster)):
             raise EmulatorError(f"grid {self.grid} is no multiple of clusters {self.cluster}")
         self.warps_of_a_block = threads // LANES
         self.agents = Agents(self.warps_of_a_block * math.prod(self.cluster))
         self.shared_bytes = kernel.shared_bytes + dynamic_shared
         if self.shared_bytes > MOST_SHARED:
-            raise EmulatorError(f"{self.shared_bytes} bytes of shared memory, {MOST_SHARED} are there")
+            raise EmulatorError(
+                f"{self.shared_bytes} bytes of shared memory, {MOST_SHARED} are there"
+            )
         self.shared_limit = SHARED_BEGIN + self.shared_bytes
         self.memory = GlobalMemory()
         last = kernel.parameters[-1] if kernel.parameters else None
@@ -425,11 +434,13 @@ class Machine:
                 self._finish(cluster)
                 self.running.remove(cluster)
             if not (executed or tasks or ended):
-                raise Deadlock(self.report())
+                raise DeadlockError(self.report())
             idle = 0 if self.events != events or tasks or ended else idle + executed
             events = self.events
             if idle > PATIENCE:
-                raise Deadlock("instructions are executed, but nothing happens\n" + self.report())
+                raise DeadlockError(
+                    "instructions are executed, but nothing happens\n" + self.report()
+                )
 
     def _round(self) -> tuple[int, int]:
         """One turn of every warp; the numbers of executed instructions and finished tasks."""

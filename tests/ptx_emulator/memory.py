@@ -3,7 +3,7 @@
 import numpy as np
 
 from ptx_emulator.clocks import MEMORY, TENSOR, Agents
-from ptx_emulator.errors import EmulatorError, Race
+from ptx_emulator.errors import EmulatorError, RaceError
 
 # Addresses. Shared memory of block r of a cluster begins at r << BLOCK_SHIFT, plus what the system
 # reserves; the generic windows of shared and parameter memory are far from global memory.
@@ -61,9 +61,9 @@ class GlobalMemory:
 class SharedMemory:
     """The shared memory of one block, which knows who wrote and read each word last.
 
-    A write has to be ordered after the last write and all reads, a read after the last write
-    (`Race`). What the tensor core and TMA read has to have passed a fence between the proxies, if
-    an ordinary store wrote it (PTX ISA 8.4, 9.7.13.4 fence.proxy).
+    A write has to be ordered after the last write and all reads, a read after the last write. What
+    the tensor core and TMA touch has to have passed a fence between the proxies, if an ordinary
+    store wrote it (9.7.13.4 fence.proxy).
     """
 
     def __init__(self, rank: int, size: int, agents: Agents, warps_of_a_block: int):
@@ -98,8 +98,10 @@ class SharedMemory:
 
     def _race(self, words, bad, agents, doing: str, to: str) -> None:
         word = np.asarray(words).reshape(-1)[np.nonzero(bad.reshape(-1))[0][0]]
-        agent = int(np.broadcast_to(agents, np.shape(words)).reshape(-1)[np.nonzero(bad.reshape(-1))[0][0]])
-        raise Race(
+        agent = int(
+            np.broadcast_to(agents, np.shape(words)).reshape(-1)[np.nonzero(bad.reshape(-1))[0][0]]
+        )
+        raise RaceError(
             f"{doing} {to} {self.place(int(word) * WORD)}, and nothing orders it after "
             f"{self.agents.name(agent, self.warps_of_a_block)}"
         )
@@ -114,7 +116,9 @@ class SharedMemory:
         if row is not None:
             self.read_at[row, words] = time
 
-    def writes(self, agent: int, time: int, words: np.ndarray, clock: np.ndarray, what: str) -> None:
+    def writes(
+        self, agent: int, time: int, words: np.ndarray, clock: np.ndarray, what: str
+    ) -> None:
         """Notes a write by an agent whose knowledge is `clock`."""
         known = clock[MEMORY]
         bad = known[self.writer[words]] < self.written[words]
@@ -125,7 +129,9 @@ class SharedMemory:
         if late.any():
             row, column = np.argwhere(late)[0]
             one = flat[column : column + 1]
-            self._race(one, np.ones(1, bool), self.readers[row], what, "overwrites what is read from")
+            self._race(
+                one, np.ones(1, bool), self.readers[row], what, "overwrites what is read from"
+            )
         self.writer[words], self.written[words] = agent, time
 
     def stored(self, warp: int, time: int, units: np.ndarray) -> None:
@@ -145,7 +151,7 @@ class SharedMemory:
         if bad.any():
             unit = int(np.asarray(units).reshape(-1)[np.nonzero(bad.reshape(-1))[0][0]])
             name = self.agents.name(int(self.unfenced[unit]), self.warps_of_a_block)
-            raise Race(
+            raise RaceError(
                 f"{what} touches {self.place(unit * UNIT)}, which {name} wrote without a "
                 "fence.proxy.async"
             )
@@ -188,7 +194,7 @@ class TensorMemory:
     def loads(self, warp: int, time: int, columns: slice, clock: np.ndarray, what: str) -> None:
         """Notes a tcgen05.ld: it has to know that the products are done."""
         if self.multiplied_at[columns].max() > clock[TENSOR][self.agents.tensor_core]:
-            raise Race(
+            raise RaceError(
                 f"{what} reads an accumulator of block {self.rank} from column {columns.start} on, "
                 "and nothing orders it after the tcgen05.mma: a tcgen05.commit, a wait for its "
                 "barrier and tcgen05.fence::after_thread_sync"
@@ -201,9 +207,9 @@ class TensorMemory:
         late = self.read_at[:, columns].max(1) > known
         if late.any():
             warp = int(np.nonzero(late)[0][0])
-            raise Race(
-                f"{what} writes an accumulator of block {self.rank} from column {columns.start} on, "
-                f"and nothing orders it after the tcgen05.ld of warp {warp}: "
+            raise RaceError(
+                f"{what} writes an accumulator of block {self.rank} from column {columns.start} "
+                f"on, and nothing orders it after the tcgen05.ld of warp {warp}: "
                 "tcgen05.fence::before_thread_sync, a barrier, tcgen05.fence::after_thread_sync"
             )
         self.multiplied_at[columns] = sequence

@@ -13,7 +13,7 @@ import numpy as np
 from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
 
-from ptx_emulator.errors import Unsupported
+from ptx_emulator.errors import UnsupportedError
 from ptx_emulator.machine import Machine
 from ptx_emulator.memory import POISON
 from ptx_emulator.parser import parse
@@ -62,7 +62,7 @@ def _size_of_text(text: str) -> int:
         return int(match[1]) // 8
     if match := re.fullmatch(r"!?(?:llvm\.)?array<(\d+) x (.*)>", text):
         return int(match[1]) * _size_of_text(match[2])
-    raise Unsupported(f"the type {text}")
+    raise UnsupportedError(f"the type {text}")
 
 
 def _struct_layout(text: str) -> tuple[list[int], int]:
@@ -128,7 +128,7 @@ class Host:
         if name in SAME:
             result = operands[0]
             if name == "memref.reinterpret_cast" and any(attributes["static_offsets"]):
-                raise Unsupported(str(op))
+                raise UnsupportedError(str(op))
         elif name == "llvm.mlir.constant":
             result = ir.IntegerAttr(attributes["value"]).value
         elif name in ("llvm.mlir.undef", "llvm.mlir.poison"):
@@ -152,7 +152,7 @@ class Host:
         elif name in ("func.call", "llvm.call"):
             result = self._call(ir.FlatSymbolRefAttr(attributes["callee"]).value, operands)
         elif name not in ("func.return", "llvm.return"):
-            raise Unsupported(f"the host's {op}")
+            raise UnsupportedError(f"the host's {op}")
         if len(op.results):
             self.values[op.results[0]] = result
 
@@ -162,7 +162,7 @@ class Host:
         if len(indices) == 1:
             return indices[0] * sizeof(kind)
         if indices[0] != 0 or len(indices) > 2:
-            raise Unsupported(f"the host's {op}")
+            raise UnsupportedError(f"the host's {op}")
         return _struct_layout(str(kind))[0][indices[1]]
 
     def _call(self, callee: str, operands: list):
@@ -187,7 +187,7 @@ class Host:
         if callee == "mosaic_gpu_launch_kernel":
             self.launch(self, operands)
             return 0
-        raise Unsupported(f"the host calls {callee}")
+        raise UnsupportedError(f"the host calls {callee}")
 
 
 def host_function(log: Path):
@@ -199,23 +199,26 @@ def host_function(log: Path):
     return text[begin : end if end >= 0 else len(text)]
 
 
-def prepare(folder: Path, name: str, inputs, outputs, **options) -> tuple[Machine, list[int]]:
+def prepare(
+    stem: Path, inputs, outputs, *, edit=lambda ptx: ptx, **options
+) -> tuple[Machine, list[int]]:
     """A machine that is ready to launch a kernel that Mosaic dumped.
 
     Args:
-      folder, name: of the dump; `name` has a `.ptx` and a `.mlir-passes.log`.
+      stem: path of the dump, without its suffixes: `.ptx`, and `.log` for the passes.
       inputs: arrays, in the order of the kernel's operands.
       outputs: (shape, dtype) of the results.
+      edit: what is done to the PTX before.
       options: of `Machine`.
 
     Returns:
       The machine, and the addresses of the results, which are poisoned.
     """
-    kernel = parse((folder / f"{name}.ptx").read_text())
+    kernel = parse(edit(stem.with_suffix(".ptx").read_text()))
     launches = []
     with mlir.make_ir_context() as context:
         context.allow_unregistered_dialects = True
-        module = ir.Module.parse(host_function(folder / f"{name}.mlir-passes.log"))
+        module = ir.Module.parse(host_function(stem.with_suffix(".log")))
         functions = [op for op in module.body.operations if op.operation.name == "func.func"]
         host_op = next(f for f in functions if len(f.operation.regions[0].blocks))
         # Addresses are known when the arrays are placed, and those need the machine: two passes.

@@ -7,7 +7,7 @@ assembly, branch tables, shared variables. What it does not know is an error wit
 import dataclasses
 import re
 
-from ptx_emulator.errors import Unsupported
+from ptx_emulator.errors import UnsupportedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ def parse(ptx: str, name: str | None = None) -> Kernel:
     wanted = re.escape(name) if name else r"[\w$.]+"
     entry = re.search(rf"\.entry\s+({wanted})\s*\((.*?)\)(.*?)\{{", source, re.S)
     if entry is None:
-        raise Unsupported(f"the module has no kernel {name or ''}")
+        raise UnsupportedError(f"the module has no kernel {name or ''}")
     layout = _SharedLayout()
     for declaration in re.finditer(rf"^\s*{SHARED.pattern}", source[: entry.start()], re.M):
         layout.declare(declaration)
@@ -198,7 +198,7 @@ def _parameters(text: str):
             declaration,
         )
         if match is None:
-            raise Unsupported(f"parameter {declaration!r}")
+            raise UnsupportedError(f"parameter {declaration!r}")
         align, kind, name, count = match.groups()
         item = bits(kind) // 8
         alignment = int(align or item)
@@ -305,7 +305,7 @@ class _Body:
                 (scope, predicate, bool(negated), opcode, split(operands), line, text)
             )
         else:
-            raise Unsupported(f"line {line}: {text}")
+            raise UnsupportedError(f"line {line}: {text}")
 
     def _find(self, table: dict, scope: int | None, name: str):
         while scope is not None:
@@ -324,19 +324,17 @@ class _Body:
                 targets, operands = self._targets(scope, table, line), operands[:1]
             guard = self._find(self.named, scope, predicate) if predicate else None
             if predicate and guard is None:
-                raise Unsupported(f"line {line}: no predicate {predicate}")
+                raise UnsupportedError(f"line {line}: no predicate {predicate}")
             bound = tuple(self._operand(scope, operand) for operand in operands)
             used = {guard.number} if guard else set()
             for operand in bound:
                 used |= {register.number for register in registers_of(operand)}
-            yield Instruction(
-                opcode, bound, guard, negated, targets, frozenset(used), line, text
-            )
+            yield Instruction(opcode, bound, guard, negated, targets, frozenset(used), line, text)
 
     def _targets(self, scope: int, names: list[str], line: int) -> tuple[int, ...]:
         found = tuple(self._find(self.labels, scope, name) for name in names)
         if None in found:
-            raise Unsupported(f"line {line}: no label among {names}")
+            raise UnsupportedError(f"line {line}: no label among {names}")
         return found
 
     def _operand(self, scope: int, text: str):

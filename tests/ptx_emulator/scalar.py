@@ -1,9 +1,12 @@
 """Arithmetic, logic, comparison and conversion: what each lane does alone."""
 
+import dataclasses
+
+import ml_dtypes
 import numpy as np
 
-from ptx_emulator.errors import Unsupported
-from ptx_emulator.isa import FLOATS, LANES, SIGNED, UNSIGNED, forms, instruction, numpy_type
+from ptx_emulator.errors import UnsupportedError
+from ptx_emulator.isa import FLOATS, LANES, SIGNED, UNSIGNED, instruction, numpy_type
 from ptx_emulator.parser import Pair, Vector, bits
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
@@ -49,7 +52,7 @@ def fused(a, b, c):
     rounding to odd prevents.
     """
     if a.dtype == np.float64:
-        raise Unsupported("a fused multiply-add of float64")
+        raise UnsupportedError("a fused multiply-add of float64")
     product = a.astype(np.float64) * b.astype(np.float64)
     addend = c.astype(np.float64)
     total = product + addend
@@ -103,9 +106,12 @@ def mul_wide(build, line):
     )
 
 
-@instruction(INTEGER, "mul.hi{.u32,.s32}")
+@instruction(INTEGER, "mul.hi{.u32,.s32,.u64,.s64}")
 def mul_hi(build, line):
-    return elementwise(build, line, lambda a, b: (double(a) * double(b)) >> 8 * a.dtype.itemsize)
+    def function(a, b):
+        return wrapped(a.astype(object) * b.astype(object) >> bits(kind_of(line)), a.dtype)
+
+    return elementwise(build, line, function)
 
 
 @instruction(INTEGER, "mad.lo{.u16,.s16,.u32,.s32,.u64,.s64}")
@@ -265,7 +271,7 @@ def lop3(build, line):
     *operands, table = line.operands
     table = build.immediate(table)
     if not 0 <= table <= 0xFF:
-        raise Unsupported(f"the table {table} of lop3")
+        raise UnsupportedError(f"the table {table} of lop3")
 
     def function(a, b, c):
         found = np.zeros_like(a)
@@ -279,8 +285,6 @@ def lop3(build, line):
 
 def _with_operands(line, operands):
     """The instruction with other operands."""
-    import dataclasses
-
     return dataclasses.replace(line, operands=tuple(operands))
 
 
@@ -356,7 +360,9 @@ def setp(build, line):
     combine = combine[middle[0]] if middle else None
     destination, a, b, *other = line.operands
     first, second = (
-        (destination.first, destination.second) if isinstance(destination, Pair) else (destination, None)
+        (destination.first, destination.second)
+        if isinstance(destination, Pair)
+        else (destination, None)
     )
     reads = build.read(a, kind), build.read(b, kind)
     dtype = numpy_type(kind)
@@ -445,8 +451,6 @@ SMALL = {"e4m3x2": "e4m3", "e5m2x2": "e5m2"}
 
 def saturated(values, dtype):
     """Rounded to a type without infinities: what is larger becomes the largest number."""
-    import ml_dtypes
-
     largest = float(ml_dtypes.finfo(dtype).max)
     return np.clip(values.astype(np.float32), -largest, largest).astype(dtype)
 

@@ -9,7 +9,7 @@ import numpy as np
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.clocks import MEMORY, TENSOR, learn
 from ptx_emulator.data import Access
-from ptx_emulator.errors import EmulatorError, Unsupported
+from ptx_emulator.errors import EmulatorError, UnsupportedError
 from ptx_emulator.isa import (
     FLOATS,
     LANE,
@@ -31,7 +31,6 @@ WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 
 ELEMENTS = {name: FLOATS[name] for name in ("f16", "bf16", "e4m3", "e5m2")}
 ELEMENTS |= {"s8": np.int8, "u8": np.uint8}
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,42 +74,19 @@ class Matrix:
     @classmethod
     def _of(cls, descriptor: int, swizzle: int, transposed: bool) -> "Matrix":
         if descriptor >> 49 & 0x7:
-            raise Unsupported(f"the base offset of the descriptor {descriptor:#x}")
+            raise UnsupportedError(f"the base offset of the descriptor {descriptor:#x}")
         fields = (descriptor >> shift & 0x3FFF for shift in (0, 16, 32))
         begin, leading, stride = (16 * field for field in fields)
         return cls(begin, leading, stride, swizzle, transposed)
 
-    @functools.cache
-    def index(self, rows: int, columns: int, itemsize: int) -> np.ndarray:
-        """Offsets of the bytes of element [row, k], in the canonical layouts (9.7.15.5.1)."""
-        row, k = np.arange(rows)[:, None], np.arange(columns)[None, :]
-        span = self.swizzle or 16
-        if self.transposed:
-            at = row * itemsize
-            if self.swizzle:
-                offset = at % span + at // span * self.leading + k % 8 * span + k // 8 * self.stride
-            else:
-                offset = at % 16 + at // 16 * self.stride + k % 8 * 16 + k // 8 * self.leading
-        else:
-            at = k * itemsize
-            if self.swizzle:
-                if self.begin % span + columns * itemsize > span:
-                    raise EmulatorError(f"{columns} columns of K leave the swizzled row: {self}")
-                offset = row % 8 * span + row // 8 * self.stride + at
-            else:
-                offset = row % 8 * 16 + row // 8 * self.stride + at // 16 * self.leading + at % 16
-        offset = self.begin + offset
-        offset = offset ^ (offset >> 7 & SWIZZLES[self.swizzle]) << 4
-        return offset[..., None] + np.arange(itemsize)
-
     def read(self, block, rows: int, columns: int, dtype, what: str) -> np.ndarray:
         """The elements, [rows, columns]."""
-        index = self.index(rows, columns, np.dtype(dtype).itemsize)
+        index = index_of(self, rows, columns, np.dtype(dtype).itemsize)
         return block.shared.bytes[index].view(dtype)[..., 0]
 
     def note(self, block, rows, columns, dtype, agent: int, time: int, warp, what: str) -> None:
         """Checks a read that is issued now: bounds, order, and proxies."""
-        index = self.index(rows, columns, np.dtype(dtype).itemsize)
+        index = index_of(self, rows, columns, np.dtype(dtype).itemsize)
         low, high = int(index.min()), int(index.max())
         block.shared.check(low, high - low + 1, what)
         words, units = touched(self, rows, columns, np.dtype(dtype).itemsize)
@@ -119,14 +95,38 @@ class Matrix:
 
 
 @functools.cache
+def index_of(matrix: Matrix, rows: int, columns: int, itemsize: int) -> np.ndarray:
+    """Offsets of the bytes of element [row, k], in the canonical layouts (9.7.15.5.1)."""
+    row, k = np.arange(rows)[:, None], np.arange(columns)[None, :]
+    span = matrix.swizzle or 16
+    if matrix.transposed:
+        at = row * itemsize
+        if matrix.swizzle:
+            offset = at % span + at // span * matrix.leading + k % 8 * span + k // 8 * matrix.stride
+        else:
+            offset = at % 16 + at // 16 * matrix.stride + k % 8 * 16 + k // 8 * matrix.leading
+    else:
+        at = k * itemsize
+        if matrix.swizzle:
+            if matrix.begin % span + columns * itemsize > span:
+                raise EmulatorError(f"{columns} columns of K leave the swizzled row: {matrix}")
+            offset = row % 8 * span + row // 8 * matrix.stride + at
+        else:
+            offset = row % 8 * 16 + row // 8 * matrix.stride + at // 16 * matrix.leading + at % 16
+    offset = matrix.begin + offset
+    offset = offset ^ (offset >> 7 & SWIZZLES[matrix.swizzle]) << 4
+    return offset[..., None] + np.arange(itemsize)
+
+
+@functools.cache
 def touched(matrix: Matrix, rows: int, columns: int, itemsize: int):
     """Words and units of 16 bytes of an operand."""
-    index = matrix.index(rows, columns, itemsize)
+    index = index_of(matrix, rows, columns, itemsize)
     return np.unique(index // WORD), np.unique(index // UNIT)
 
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a [M, K] times b [N, K]^T in float64: exact for all types here but the largest float8_e5m2."""
+    """a [M, K] times b [N, K]^T in float64: exact for all types here but large float8_e5m2."""
     with np.errstate(all="ignore"):
         return a.astype(np.float64) @ b.astype(np.float64).T
 
@@ -231,17 +231,12 @@ def tensor_fence(build, line):
 
 
 def _shape(line):
-    """Rows and columns [registers, lanes] of tcgen05.ld, the columns and rows in all (9.7.16.2.3).
-
-    """
+    """Rows and columns [registers, lanes] of a load; columns and rows in all (9.7.16.2.3)."""
     parts = modifiers(line)
     shape = next(part for part in parts if re.fullmatch(r"\d+x\d+b", part))
     count = next(int(part[1:]) for part in parts if re.fullmatch(r"x\d+", part))
     if shape == "32x32b":
         rows, columns, width = [LANE], [0 * LANE], 1
-    elif shape == "16x64b":
-        rows, columns, width = [LANE // 4 % 8 + LANE // 32 * 8], [LANE % 4], 2
-        raise Unsupported("the shape 16x64b")
     elif shape == "16x128b":
         rows, columns, width = [LANE // 4, LANE // 4 + 8], [LANE % 4] * 2, 4
     else:
@@ -332,17 +327,14 @@ def commit(build, line):
             barriers = [barrier_at(warp, (r << 24) + offset, cluster=True) for r in targets]
             for barrier in barriers:
                 barrier.check_use(warp, asynchronous=True)
-            sequence, tensor_core = cluster.multiplied, machine.agents.tensor_core
-            known_then = warp.multiplied_knowing.copy()
+            # It includes a fence::before_thread_sync of the products (9.7.16.6.4). Who knows that
+            # they are done knows what was known when they were issued.
+            known = warp.multiplied_knowing.copy()
+            known[[MEMORY, TENSOR], machine.agents.tensor_core] = cluster.multiplied
 
-            def run(barriers=barriers, sequence=sequence, known_then=known_then):
-                # It includes a fence::before_thread_sync of the products (9.7.16.6.4). Who knows
-                # that they are done knows what was known when they were issued.
+            def run(barriers=barriers, known=known):
                 for barrier in barriers:
-                    learn(barrier.gathered, known_then)
-                    for row in (MEMORY, TENSOR):
-                        known = barrier.gathered[row]
-                        known[tensor_core] = max(known[tensor_core], sequence)
+                    learn(barrier.gathered, known)
                     barrier.arrive()
 
             what = f"a tcgen05.commit to {barriers[0]}"
@@ -373,8 +365,9 @@ class Product:
             "i8": {0: "u8", 1: "s8"},
         }[kind]
         result = {"f16": {1: "f32"}, "f8f6f4": {1: "f32"}, "i8": {2: "s32"}}[kind]
-        types = result.get(descriptor >> 4 & 3), *(
-            elements.get(descriptor >> shift & 7) for shift in (7, 10)
+        types = (
+            result.get(descriptor >> 4 & 3),
+            *(elements.get(descriptor >> shift & 7) for shift in (7, 10)),
         )
         # Sparsity, saturation, reserved bits, and the shift of .ws.
         if None in types or descriptor & 0b1111 or descriptor & (1 << 6 | 1 << 23 | 7 << 29):
@@ -400,7 +393,7 @@ class Product:
         if not fits:
             raise EmulatorError(f"no product has {self.rows} x {self.columns} for {blocks} blocks")
         if self.rows // blocks != 128:
-            raise Unsupported(f"{self.rows // blocks} rows of a block")
+            raise UnsupportedError(f"{self.rows // blocks} rows of a block")
 
 
 @instruction(TCGEN05, f"tcgen05.mma{GROUPS}{{.kind::f16,.kind::f8f6f4,.kind::i8}}")
@@ -537,7 +530,7 @@ def wgmma(build, line):
     if not isinstance(target, Vector) or len(target.items) != columns // 2:
         raise ValueError(f"{columns // 2} accumulators are expected")
     if isinstance(a, Vector):
-        raise Unsupported("the first operand in registers")
+        raise UnsupportedError("the first operand in registers")
     types = ELEMENTS[a_type], ELEMENTS[b_type]
     flags = [build.immediate(flag) for flag in flags]
     signs = flags[:2] if result == "f32" else [1, 1]
@@ -581,5 +574,3 @@ def wgmma(build, line):
 
     execute.completes = (WAIT_FOR_PRODUCTS,)
     return execute
-
-

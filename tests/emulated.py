@@ -1,0 +1,179 @@
+"""The kernels whose compiled PTX is executed, and how: compiled for a GPU, run on a CPU.
+
+  python tests/emulated.py NAME FOLDER
+
+compiles one case into a folder: a process of its own, because the compilers read their settings
+when JAX is imported.
+"""
+
+import dataclasses
+import functools
+import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+# So few that there are more tiles than workers.
+MULTIPROCESSORS = 4
+
+# Warnings that are none of the kernels' fault (README.md of the emulator).
+ALLOWED = frozenset({"descriptor version", "moved before wait::ld"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel of a Mosaic backend for small operands; `config` has the arguments of its Config."""
+
+    backend: str
+    patches: tuple[int, ...]
+    N: int
+    dtype: str
+    table: str
+    config: tuple
+    options: tuple[tuple[str, object], ...] = ()
+    out_dtype: str = "bfloat16"
+
+    @property
+    def module(self):
+        """The backend."""
+        return importlib.import_module(f"pallas_patch_embed.backends.{self.backend}")
+
+    @property
+    def chosen(self):
+        """The Config."""
+        return self.module.Config(*self.config, **dict(self.options))
+
+    def shapes(self):
+        """The operands, without their numbers."""
+        import jax
+
+        *batch, S, K = self.patches
+        table = {"shared": (S, self.N), "per image": (*batch, S, self.N), "none": (self.N,)}
+        table_dtype = "float32" if self.table == "none" else "bfloat16"
+        return (
+            jax.ShapeDtypeStruct(self.patches, self.dtype),
+            jax.ShapeDtypeStruct((self.N, K), self.dtype),
+            jax.ShapeDtypeStruct((self.N,), "float32"),
+            jax.ShapeDtypeStruct(table[self.table], table_dtype),
+        )
+
+    def function(self):
+        """The operator by this kernel."""
+        return functools.partial(self.module.run, out_dtype=self.out_dtype, config=self.chosen)
+
+
+def two(patches, N, dtype, table, *config, out="bfloat16", **options):
+    """A Blackwell kernel of two blocks."""
+    return Case("mosaic_sm100", patches, N, dtype, table, config, tuple(options.items()), out)
+
+
+def one(patches, N, dtype, table, *config, out="bfloat16", **options):
+    """A Blackwell kernel of one block."""
+    return two(patches, N, dtype, table, *config, out=out, collective=False, **options)
+
+
+def hopper(patches, N, dtype, table, *config, out="bfloat16", **options):
+    """A Hopper kernel."""
+    return Case("mosaic_sm90", patches, N, dtype, table, config, tuple(options.items()), out)
+
+
+BF16, FP8, INT8 = "bfloat16", "float8_e4m3fn", "int8"
+
+CASES = {
+    "two blocks, int8": two((5, 72, 768), 256, INT8, "shared", 256, 4),
+    "two blocks, float8": two((5, 72, 768), 256, FP8, "shared", 256, 4),
+    "two blocks, bfloat16": two((5, 72, 256), 128, BF16, "shared", 128, 4),
+    "two blocks, M % 8 = 3": two((3, 97, 256), 128, INT8, "shared", 128, 4),
+    "two blocks, M % 8 = 7, float8": two((1, 511, 128), 64, FP8, "shared", 64, 4),
+    "two blocks, a tail in the first block": two((3, 100, 256), 128, FP8, "shared", 128, 4),
+    "two blocks, a phase change in a run": two((16, 97, 128), 64, INT8, "shared", 64, 3),
+    "two blocks, more tiles than slots": two((9, 256, 128), 64, FP8, "shared", 64, 2),
+    "two blocks, streamed weight": two(
+        (5, 72, 512), 128, BF16, "shared", 128, 4, stream_weight=True
+    ),
+    "two blocks, streamed weight, K = 3072": two(
+        (3, 97, 3072), 128, INT8, "none", 128, 4, stream_weight=True
+    ),
+    "two blocks, K = 640": two((5, 97, 640), 128, INT8, "shared", 128, 4),
+    "two blocks, N = 1152": two((1, 300, 256), 1152, FP8, "shared", 192, 4),
+    "two blocks, float32": two((5, 72, 256), 256, INT8, "shared", 256, 4, out="float32"),
+    "two blocks, bfloat16 to float32": two((3, 97, 256), 128, BF16, "none", 128, 4, out="float32"),
+    "two blocks, tables of their own": two((7, 75, 128), 128, INT8, "per image", 128, 4),
+    "two blocks, no table": two((5, 72, 256), 128, FP8, "none", 128, 4),
+    "one block, int8": one((3, 97, 256), 128, INT8, "shared", 128, 4),
+    "one block, float8": one((3, 97, 384), 128, FP8, "shared", 128, 4),
+    "one block, bfloat16": one((3, 97, 256), 64, BF16, "shared", 64, 4),
+    "one block, more tiles than slots": one((9, 128, 128), 64, INT8, "shared", 64, 2),
+    "one block, streamed weight": one((3, 97, 640), 128, FP8, "shared", 128, 4, stream_weight=True),
+    "one block, float32": one((3, 97, 128), 64, INT8, "shared", 64, 4, out="float32"),
+    "one block, tables of their own": one((5, 75, 128), 64, FP8, "per image", 64, 4),
+    "one block, N = 1152, K = 640": one((1, 150, 640), 1152, INT8, "none", 192, 4),
+    "Hopper, int8": hopper((5, 73, 768), 192, INT8, "shared", 192, 8),
+    "Hopper, float8": hopper((9, 97, 256), 128, FP8, "shared", 128, 4),
+    "Hopper, bfloat16": hopper(
+        (5, 73, 512), 192, BF16, "shared", 192, 5, rows=128, stream_weight=True
+    ),
+    "Hopper, float32": hopper((5, 73, 256), 64, INT8, "none", 64, 4, out="float32"),
+    "Hopper, tables of their own": hopper((5, 75, 128), 64, BF16, "per image", 64, 4),
+}
+
+
+def compiled(name: str, folder: Path) -> Path:
+    """Compiles a case; the stem of its dumped files."""
+    subprocess.run(
+        [sys.executable, __file__, name, folder], check=True, capture_output=True, text=True
+    )
+    (ptx,) = folder.glob("*.ptx")
+    return ptx.with_suffix("")
+
+
+def emulated(stem: Path, case: Case, operands, *, change=lambda machine: None, **options):
+    """The operator by the compiled kernel on the emulator; the machine that ran it, too.
+
+    `change` is done to the machine before, `options` are those of `mosaic.prepare`.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+    from ptx_emulator import mosaic
+
+    machines = []
+
+    def kernel(config, problem, M, *, interpret):
+        def run(*arguments):
+            arrays = [np.asarray(x) for x in arguments]
+            result = ((M, problem.N), jnp.dtype(problem.out_dtype))
+            machine, (address,) = mosaic.prepare(stem, arrays, [result], **options)
+            machines.append(machine)
+            change(machine)
+            machine.launch()
+            return jnp.asarray(machine.memory.read(address, *result))
+
+        return run
+
+    made, case.module._kernel = case.module._kernel, kernel
+    try:
+        return case.function()(*operands), machines[0]
+    finally:
+        case.module._kernel = made
+
+
+def main(name: str, folder: Path) -> None:
+    """Compiles a case."""
+    sys.path[:0] = [str(TESTS.parent)]
+    from benchmarks import offline_compile
+
+    with offline_compile.compiler() as dumped:
+        case = CASES[name]
+        case.module.MULTIPROCESSORS = MULTIPROCESSORS
+        chip = offline_compile.CHIPS["h200" if case.backend == "mosaic_sm90" else "b200"]
+        offline_compile.compile_offline(case.function(), case.shapes(), chip, dumped)
+        for path in dumped.iterdir():
+            if path.suffix in (".ptx", ".log"):
+                shutil.copy(path, folder / path.name.replace(".mlir-passes", ""))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
