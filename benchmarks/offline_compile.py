@@ -92,7 +92,8 @@ class Kernel:
       name: its entry.
       registers: a thread's, at launch; setmaxnreg then moves some to the multiplying warps.
       stack_bytes, spill_bytes: of a thread; the latter stored and loaded.
-      shared_memory_bytes: dynamic, barriers included.
+      shared_memory_bytes: of its arrays, without the barriers.
+      tensor_memory_columns: of 32 bits.
       instructions: opcode -> count, in the whole kernel.
       multiplications: the same for matrix multiplications, with modifiers.
       tile_loop: opcode -> count, in the innermost loop that holds all matrix multiplications.
@@ -105,6 +106,7 @@ class Kernel:
     stack_bytes: int
     spill_bytes: int
     shared_memory_bytes: int
+    tensor_memory_columns: int
     instructions: dict[str, int]
     multiplications: dict[str, int]
     tile_loop: dict[str, int]
@@ -209,6 +211,7 @@ def read_kernel(sass: Path) -> Kernel:
         stack_bytes=number(r"(\d+) bytes stack", report),
         spill_bytes=number(r"(\d+) bytes spill", report),
         shared_memory_bytes=number(r"smem_scratch_bytes=(\d+)", resources),
+        tensor_memory_columns=number(r"tmem_(?:collective_)?scratch_cols=(\d+)", resources),
         instructions=count(code.splitlines()),
         multiplications=dict(
             Counter(m[1] for m in INSTRUCTION.finditer(code) if MULTIPLY.match(m[1]))

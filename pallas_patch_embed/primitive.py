@@ -311,7 +311,12 @@ def _lower(ctx, *operands, backend, out_dtype, platform=None):
             "axes to XLA. Make all axes of the mesh manual, or leave backend=None."
         )
     run = functools.partial(chosen.run, out_dtype=out_dtype)
-    return mlir.lower_fun(run, multiple_results=False)(ctx, *operands)
+    # All that is left is one device's work: Pallas' kernels refuse operands that say how they vary
+    # over a mesh, and have no use for it.
+    plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        lower = mlir.lower_fun(run, multiple_results=False)
+        return lower(ctx.replace(avals_in=plain), *operands)
 
 
 mlir.register_lowering(_local_p, _lower)

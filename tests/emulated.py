@@ -90,6 +90,8 @@ CASES = {
     "two blocks, M % 8 = 7, float8": two((1, 511, 128), 64, FP8, "shared", 64, 4),
     "two blocks, a tail in the first block": two((3, 100, 256), 128, FP8, "shared", 128, 4),
     "two blocks, a phase change in a run": two((16, 97, 128), 64, INT8, "shared", 64, 3),
+    # Every barrier, slot and accumulator is used again.
+    "two blocks, mutated": two((15, 97, 256), 64, INT8, "shared", 64, 3),
     "two blocks, more tiles than slots": two((9, 256, 128), 64, FP8, "shared", 64, 2),
     "two blocks, streamed weight": two(
         (5, 72, 512), 128, BF16, "shared", 128, 4, stream_weight=True

@@ -52,7 +52,7 @@ def check_wgmma(monkeypatch):
     monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
 
 
-def interpreted(run, operands, out_dtype, config, patience=None):
+def interpreted(run, operands, out_dtype, config, patience=60):
     """What a kernel gives; fails if there was a race, which the interpreter prints.
 
     Args:
@@ -69,9 +69,8 @@ def interpreted(run, operands, out_dtype, config, patience=None):
         given_up.set()
         gpu_callbacks._get_shared_memory().set_failed(TimeoutError())
 
-    watchdog = threading.Timer(patience or 0, give_up)
-    if patience:
-        watchdog.start()
+    watchdog = threading.Timer(patience, give_up)
+    watchdog.start()
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             y = run(

@@ -71,6 +71,24 @@ CASES = {
         "none",
         Config(64, 2, stream_weight=True),
     ),
+    "two blocks, runs with a stride": ((48, 96, 256), 64, "int8", "shared", Config(64, 3)),
+    "two blocks, three steps, many tiles": ((96, 96, 128), 192, "int8", "shared", Config(192, 3)),
+    "two blocks, no table, many tiles": ((32, 64, 256), 512, "int8", "none", Config(256, 3)),
+    "two blocks, one worker of many tiles": ((12, 64, 256), 512, "int8", "shared", Config(128, 3)),
+    "streamed weight, many tiles": (
+        (30, 64, 384),
+        64,
+        "int8",
+        "shared",
+        one_block(64, 4, stream_weight=True),
+    ),
+    "two blocks, streamed weight, many tiles": (
+        (60, 64, 384),
+        64,
+        "int8",
+        "shared",
+        Config(64, 4, stream_weight=True),
+    ),
     "two blocks, tables of their own": (
         (13, 40, 128),
         128,
@@ -109,6 +127,19 @@ def test_every_named_shape_has_a_config_that_fits(monkeypatch, shape, dtype):
             assert B < 4736 or ((config.collective and config.tile_n >= 192) or problem.N == 1024)
 
 
+def test_the_register_split_takes_what_there_is():
+    # setmaxnreg waits for registers that others have to give back.
+    first, storing = mosaic_sm100.REGISTER_SPLIT
+    assert first + mosaic_sm100.STORERS * storing == 168 * (1 + mosaic_sm100.STORERS)
+
+
+def test_a_weight_that_fits_stays_whatever_the_width():
+    problem = problem_of(NAMED_SHAPES[0], "int8", 4736)
+    for N in (64, 128, 320, 640):
+        narrow = dataclasses.replace(problem, weight=(N, 768), scale=(N,), table=(196, N))
+        assert not choose_config(narrow).stream_weight
+
+
 HEADLINE = problem_of(NAMED_SHAPES[0], "int8", 4736)
 
 
@@ -121,6 +152,8 @@ HEADLINE = problem_of(NAMED_SHAPES[0], "int8", 4736)
         ({"dtype": "float32", "table_dtype": "float32"}, B200, "not float32"),
         ({"weight": (100, 768), "scale": (100,), "table": (196, 100)}, B200, "multiple of 64"),
         ({"table": (8, 1, 768)}, B200, "does not"),
+        ({"patches": (4736, 196, 100), "weight": (768, 100)}, B200, "multiple of 128 bytes"),
+        ({"patches": (196, 768), "table": (1, 196, 768)}, B200, "does not"),
     ],
 )
 def test_it_says_why_it_cannot_serve(change, target, text):
@@ -135,6 +168,7 @@ def test_it_says_why_it_cannot_serve(change, target, text):
         (Config(96, 4), "multiples of 64"),
         (Config(384, 4), "columns of tensor memory"),
         (Config(256, 8), "bytes of shared memory"),
+        (Config(256, 4, profile="traces"), "bytes of shared memory"),
         (Config(256, 4, collective=False), "bytes of shared memory"),
         (Config(64, 1), "not 2 to 32 slots"),
     ],

@@ -159,6 +159,8 @@ B16 = problem_of(NAMED_SHAPES[0], "int8")
         ({"table": (8, 1, 768)}, H200, "does not"),
         ({"patches": (2, 8, 196, 768), "table": (2, 1, 196, 768)}, H200, "does not"),
         ({"table_dtype": "float32"}, H200, "not float32"),
+        ({"patches": (8, 196, 100), "weight": (768, 100)}, H200, "multiple of 128 bytes"),
+        ({"patches": (196, 768), "table": (1, 196, 768)}, H200, "does not"),
     ],
 )
 def test_it_says_why_it_cannot_serve(change, target, text):

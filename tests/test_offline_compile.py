@@ -122,6 +122,7 @@ def test_the_Blackwell_kernel_compiles_to_what_its_config_says(
         assert kernel["tile_loop"][instruction] == K_bytes // 32
         instruction += ".2CTA" * config.collective
         assert kernel["multiplications"] == {instruction: K_bytes // 32}
+        assert kernel["tensor_memory_columns"] == config.tensor_memory_columns()
         loop = kernel["store_loop"]
         # Table, scales and offsets are in registers, results leave by TMA, nothing is called.
         assert not {"LD", "LDG", "LDL", "LDS", "STL", "STG", "ST", "CALL"} & set(loop)
@@ -138,8 +139,7 @@ def the_whole_program(found, shared_memory_bytes):
     assert kernel["spill_bytes"] == kernel["stack_bytes"] == 0
     # 65536 registers for 384 threads.
     assert kernel["registers"] == 168
-    # The rest are barriers, 8 bytes each, and what aligns them.
-    assert 0 <= kernel["shared_memory_bytes"] - shared_memory_bytes <= 1024
+    assert kernel["shared_memory_bytes"] == shared_memory_bytes
     return kernel
 
 

@@ -1,6 +1,7 @@
 """One equation; vmap, scan, differentiation, export and the compilation cache."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -250,3 +251,18 @@ def test_a_second_process_hits_the_compilation_cache(tmp_path):
 
     assert run() == ["0", "1"]
     assert run() == ["1", "0"]
+
+
+@pytest.mark.parametrize("backend", ["mosaic_sm90", "mosaic_sm100"])
+def test_positions_with_a_batch_that_patches_lack_are_left_to_xla(backend):
+    params = draw_params(np.random.default_rng(0), patch_size=16, grid=(4, 4), N=64, dtype="int8")
+    x = ppe.patchify(np.zeros((1, 64, 64, 3), np.uint8), params)[0]
+    positions = np.ones((1, 16, 64), np.float32)
+
+    def embed(q, backend=None):
+        return ppe.patch_embed(x, params, position_embedding=q, backend=backend)
+
+    assert jax.vmap(embed)(positions).shape == (1, 16, 64)
+    mapped = jax.jit(jax.vmap(functools.partial(embed, backend=backend)))
+    with pytest.raises(NotImplementedError, match="does not"):
+        mapped.trace(positions).lower(lowering_platforms=("cuda",))

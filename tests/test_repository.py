@@ -57,7 +57,7 @@ def test_BUILD_depends_on_targets_that_exist_and_on_what_is_imported():
         third_party = {
             {"absl": "absl_py", "PIL": "pillow"}.get(module, module)
             for module in imported - set(sys.stdlib_module_names)
-        } - {"pallas_patch_embed", "benchmarks", *(path.stem for path in ROOT.glob("tests/*.py"))}
+        } - {"pallas_patch_embed", "benchmarks", *(path.stem for path in ROOT.glob("tests/*"))}
         assert third_party <= external | {"jaxlib"}, name
 
 

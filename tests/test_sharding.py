@@ -175,3 +175,27 @@ def test_automatic_shardings_that_do_not_fit_are_correct():
     for axes in (dict(n="data"), dict(s="data"), dict(n="data", k="model")):
         _, y = compiled(embed, x, put_params(mesh, **axes))
         assert_bit_equal(y, reference())
+
+
+@pytest.mark.parametrize("backend", ["mosaic_sm90", "mosaic_sm100"])
+@pytest.mark.parametrize("how", ["explicit", "shard_map", "vmap"])
+def test_a_kernel_for_GPUs_is_reached_once_on_each_shard(backend, how):
+    """Lowered for a GPU, without one: the shard's kernel, whatever the shards are made by."""
+
+    def embed_by_kernel(x, params):
+        return ppe.patch_embed(x, params, backend=backend)
+
+    kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    x = ppe.patchify(IMAGES, PARAMS)
+    function = {
+        "explicit": embed_by_kernel,
+        "vmap": jax.vmap(embed_by_kernel, in_axes=(0, None)),
+        "shard_map": jax.shard_map(
+            embed_by_kernel, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+        ),
+    }[how]
+    with jax.set_mesh(mesh) if how == "explicit" else contextlib.nullcontext():
+        operands = (put(mesh, np.asarray(x), "data"), PARAMS) if how == "explicit" else (x, PARAMS)
+        lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@mosaic_gpu") == 1

@@ -42,6 +42,9 @@ def why_not(problem: Problem, choose_config: Callable) -> str | None:
         return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}."
     if len(problem.weight) > 2 or len(problem.scale) > 1:
         return "its weight is one matrix [N, K]; this call has several."
+    K_bytes = problem.patches[-1] * np.dtype(problem.dtype).itemsize
+    if K_bytes == 0 or K_bytes % ROW_BYTES:
+        return f"K is {problem.patches[-1]}, expected a multiple of {ROW_BYTES} bytes (K_padded)."
     if problem.table_dtype != ("float32" if len(problem.table) == 1 else "bfloat16"):
         return f"it adds a bfloat16 table, not {problem.table_dtype}."
     if len(problem.table) > 1 and table_period(problem) is None:
@@ -65,6 +68,8 @@ def table_period(problem: Problem) -> int | None:
         leading = leading[1:]
     batch = problem.patches[:-2]
     if S != problem.patches[-2] or tuple(leading) != batch[len(batch) - len(leading) :]:
+        return None
+    if len(problem.table) > len(problem.patches):
         return None
     return S * math.prod(leading)
 
@@ -121,6 +126,8 @@ def launch(operands, out_dtype: str, config, choose_config: Callable, make_kerne
       the tensor cores accumulate it, which for float8 on Hopper has fewer bits.
     """
     problem = Problem.of(*operands, out_dtype=out_dtype)
+    if reason := why_not(problem, choose_config):
+        raise NotImplementedError(reason)
     config = config or choose_config(problem)
     config.check(problem)
     patches, weight, scale, table = operands

@@ -53,7 +53,7 @@ STORERS = 2
 STAGES = 2
 
 # Registers that setmaxnreg gives a thread of the first and of the storing warpgroups, of the 168
-# that each has at launch.
+# that each has at launch: 40 + 2 * 232 = 3 * 168. With more than there are it would wait for ever.
 REGISTER_SPLIT = (40, 232)
 
 # What a storing thread needs beside accumulators, scales and table; addresses are in uniform
@@ -128,7 +128,8 @@ class Config:
         """Registers of a storing thread.
 
         A step's accumulators [128, store_n], and for [128, tile_n / 2] scales and the table or
-        offsets in float32, over 128 threads of which 8 have the same columns; and the rest.
+        offsets in float32, over 128 threads of which every fourth has the same columns; and the
+        rest.
         """
         columns = self.tile_n // STORERS
         terms = columns if len(problem.table) > 1 else columns // 4
@@ -158,7 +159,7 @@ class Config:
 
 
 def choose_config(problem: Problem) -> Config:
-    """The config for a problem: a pure function of its shapes and dtypes.
+    """The config for a problem: a function of shapes, dtypes, and the GPU's multiprocessors.
 
     Raises:
       NotImplementedError: no config serves the problem.
@@ -172,8 +173,9 @@ def choose_config(problem: Problem) -> Config:
         depths = range(8, 3, -1)
         return mosaic.first_that_fits(problem, (Config(slots=s, **choices) for s in depths))
 
-    # Narrower slices read the patches more often than streaming reads the weight.
-    stationary = [deepest(tile_n=n) for n in widths if n >= 192]
+    # Slices of fewer than 192 columns read the patches more often than streaming in wider ones
+    # reads the weight.
+    stationary = [deepest(tile_n=n) for n in widths if n >= min(192, widths[0])]
     streaming = [deepest(tile_n=n, stream_weight=True) for n in widths]
     config = next(filter(None, stationary + streaming))
     tiles = -(-math.prod(problem.patches[:-1]) // config.tile_m)
@@ -264,11 +266,10 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
 
         def drain(barriers, count, uses):
             """Waits for the last use of each barrier, for which nobody has waited."""
-            left = lax.min(uses, count)
 
-            @pl.loop(0, left)
+            @pl.loop(0, lax.min(uses, count))
             def wait(i):
-                plgpu.barrier_wait(barriers.at[lax.rem(uses - left + i, count)])
+                plgpu.barrier_wait(barriers.at[i])
 
         def load_weight(k, target, arrived):
             part = weight.at[pl.ds(column, tile_n), pl.ds(k * tile_k, tile_k)]
@@ -298,7 +299,8 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
                     if streaming:
                         load_weight(k, s.weight_tiles.at[slot], arrived)
 
-            drain(s.freed, slots, for_each_tile(feed_tile) * chunks)
+            tiles = for_each_tile(feed_tile)
+            drain(s.freed, slots, tiles * chunks)
 
         def accumulator_of(number):
             return lax.rem(number, ACCUMULATORS)
@@ -339,7 +341,8 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
                     done = s.multiplied.at[accumulator_of(number)]
                     plgpu.tcgen05_commit_arrive(done, **together)
 
-            drain(s.read, ACCUMULATORS, for_each_tile(multiply_tile))
+            tiles = for_each_tile(multiply_tile)
+            drain(s.read, ACCUMULATORS, tiles)
 
         def store():
             member = warpgroup - 1

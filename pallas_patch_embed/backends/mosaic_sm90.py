@@ -156,7 +156,7 @@ class Config:
 
 
 def choose_config(problem: Problem) -> Config:
-    """The config for a problem: a pure function of its shapes and dtypes.
+    """The config for a problem: a function of shapes, dtypes, and the GPU's multiprocessors.
 
     Raises:
       NotImplementedError: no config serves the problem.

@@ -16,6 +16,7 @@ from ptx_emulator.parser import Pair, Vector, bits
 from ptx_emulator.scalar import elementwise, modifiers
 
 MOVE, MATRIX, VOTE = "9.7.9 data movement", "9.7.14 matrices", "9.7.13 synchronisation"
+OTHER = "9.7.19 miscellaneous"
 
 
 class Access:
@@ -25,8 +26,9 @@ class Access:
         self.warp, self.size, self.what = warp, size, what
         self.active = lanes(mask)
         found = addresses[self.active].astype(np.uint64)
-        if len(found) and (found % np.uint64(size)).any():
-            raise EmulatorError(f"{what} of {size} bytes at {int(found[0]):#x} is not aligned")
+        wrong = found[found % np.uint64(size) != 0]
+        if len(wrong):
+            raise EmulatorError(f"{what} of {size} bytes at {int(wrong[0]):#x} is not aligned")
         self.space, found = _space_of(space, found)
         self.block = None
         if self.space == "shared":
@@ -42,7 +44,7 @@ class Access:
             self.bytes = memory.bytes
         else:
             self.offsets, self.bytes = found.astype(np.int64), warp.machine.parameters
-            if len(self.offsets) and self.offsets.max() + size > len(self.bytes):
+            if self.offsets.min() < 0 or self.offsets.max() + size > len(self.bytes):
                 raise EmulatorError(f"{what} of {size} bytes beyond the kernel's parameters")
 
     def _choose_block(self, ranks, space: str) -> None:
@@ -107,19 +109,35 @@ def space_of(line) -> str:
     return next((part for part in modifiers(line) if part in spaces), "generic")
 
 
-ELEMENTS = "{.b8,.b16,.b32,.b64,.u8,.u16,.u32,.u64,.s8,.s16,.s32,.s64,.f32}"
+SHORT = "{,.v2,.v4}{.b8,.b16,.b32,.u8,.u16,.u32,.s8,.s16,.s32,.f32}"
+LONG, LONGEST = "{,.v2}{.b64,.u64,.s64}", ".v4{.b64,.u64,.s64}"
+
+
+def _items(operand, count: int) -> tuple:
+    """The registers of a vector, as many as the opcode says."""
+    items = operand.items if isinstance(operand, Vector) else (operand,)
+    if len(items) != count:
+        raise UnsupportedError(f"{len(items)} registers instead of {count}")
+    return items
+
+
+def _elements(line) -> int:
+    """How many elements a load or store has."""
+    return next((int(part[1:]) for part in modifiers(line) if part in ("v2", "v4")), 1)
 
 
 @instruction(
-    MOVE, f"ld{{,.global,.shared,.shared::cta,.param,.param::entry}}{{,.v2,.v4}}{ELEMENTS}"
+    MOVE,
+    f"ld{{,.shared,.shared::cta,.param,.param::entry}}{SHORT}",
+    f"ld{{,.shared,.shared::cta,.param,.param::entry}}{LONG}",
+    *(f"ld.global{{,.nc}}{form}" for form in (SHORT, LONG, LONGEST)),
 )
-@instruction(MOVE, f"ld.global.nc{{,.v2,.v4}}{ELEMENTS}")
 def ld(build, line):
     kind, space = modifiers(line)[-1], space_of(line)
     destination, source = line.operands
-    items = destination.items if isinstance(destination, Vector) else (destination,)
+    items = _items(destination, _elements(line))
     address = build.address(source)
-    writes = [build.write(item, kind, wider=True) for item in items]
+    writes = [build.write(item, kind, wider=kind != "f32") for item in items]
     size = bits(kind) // 8
 
     def execute(warp, mask):
@@ -131,13 +149,17 @@ def ld(build, line):
     return execute
 
 
-@instruction(MOVE, f"st{{,.global,.shared,.shared::cta}}{{,.v2,.v4}}{ELEMENTS}")
+@instruction(
+    MOVE,
+    *(f"st{{,.global,.shared,.shared::cta}}{form}" for form in (SHORT, LONG)),
+    f"st.global{LONGEST}",
+)
 def st(build, line):
     kind, space = modifiers(line)[-1], space_of(line)
     target, source = line.operands
-    items = source.items if isinstance(source, Vector) else (source,)
+    items = _items(source, _elements(line))
     address = build.address(target)
-    reads = [build.read(item, kind, wider=True) for item in items]
+    reads = [build.read(item, kind, wider=kind != "f32") for item in items]
     size = bits(kind) // 8
 
     def execute(warp, mask):
@@ -162,7 +184,7 @@ def _whole_warp(mask, what: str) -> None:
 def ldmatrix(build, line):
     count, transposed = _matrices(line)
     destination, source = line.operands
-    items = destination.items if isinstance(destination, Vector) else (destination,)
+    items = _items(destination, count)
     address, writes = build.address(source), [build.write(item, "b32") for item in items]
 
     def execute(warp, mask):
@@ -181,7 +203,7 @@ def ldmatrix(build, line):
 def stmatrix(build, line):
     count, transposed = _matrices(line)
     target, source = line.operands
-    items = source.items if isinstance(source, Vector) else (source,)
+    items = _items(source, count)
     address, reads = build.address(target), [build.read(item, "b32") for item in items]
 
     def execute(warp, mask):
@@ -248,7 +270,11 @@ def shfl(build, line):
         }[mode]
         # "up" has its bound below: the clamp is 0 there.
         inside = chosen >= highest if mode == "up" else chosen <= highest
-        write(warp, values[np.where(inside, chosen, LANE)], mask)
+        source = np.where(inside, chosen, LANE)
+        absent = np.setdiff1d(source[lanes(mask)], lanes(mask))
+        if len(absent):
+            raise EmulatorError(f"shfl: the value of lane {absent[0]}, which is not here")
+        write(warp, values[source], mask)
         if write_inside:
             write_inside(warp, inside, mask)
 
@@ -267,7 +293,7 @@ def _members(warp, mask, wanted, what: str) -> None:
 
 @instruction(VOTE, "elect.sync")
 def elect(build, line):
-    """The lane that is elected is any of the members (9.7.13.15): here the lowest."""
+    """The lane that is elected is any of the members (9.7.13.14): here the lowest."""
     destination, members = line.operands
     write_lane = build.write(destination.first, "b32")
     write = build.write(destination.second, "pred")
@@ -338,17 +364,19 @@ def find_tensor_map(machine, address: int):
     return machine.tensor_maps[address]
 
 
-@instruction("9.7.20 miscellaneous", "setmaxnreg{.inc,.dec}.sync.aligned.u32", "nanosleep.u32")
+@instruction(OTHER, "setmaxnreg{.inc,.dec}.sync.aligned.u32", "nanosleep.u32")
 def without_effect(build, line):
     """What only moves registers between warps, or waits."""
     if line.opcode.startswith("setmaxnreg"):
         count = build.immediate(line.operands[0])
         if count % 8 or not 24 <= count <= 256:
             raise UnsupportedError(f"setmaxnreg of {count} registers")
+    else:
+        build.read(line.operands[0], "u32")
     return lambda warp, mask: None
 
 
-@instruction("9.7.20 miscellaneous", "trap")
+@instruction(OTHER, "trap")
 def trap(build, line):
     def execute(warp, mask):
         raise EmulatorError("a trap")
@@ -356,7 +384,7 @@ def trap(build, line):
     return execute
 
 
-@instruction("9.7.9 data movement", "griddepcontrol{.wait,.launch_dependents}")
+@instruction(VOTE, "griddepcontrol{.wait,.launch_dependents}")
 def griddepcontrol(build, line):
     """There is one kernel: it waits for nobody."""
     return lambda warp, mask: None

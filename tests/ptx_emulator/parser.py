@@ -321,6 +321,8 @@ class _Body:
                 targets, operands = self._targets(scope, operands, line), []
             elif opcode.split(".")[0] == "brx":
                 table = self._find(self.tables, scope, operands[1])
+                if table is None:
+                    raise UnsupportedError(f"line {line}: no branch table {operands[1]}")
                 targets, operands = self._targets(scope, table, line), operands[:1]
             guard = self._find(self.named, scope, predicate) if predicate else None
             if predicate and guard is None:
@@ -353,7 +355,7 @@ class _Body:
             return Negated(self._operand(scope, text[1:].strip()))
         if "|" in text:
             return Pair(*(self._operand(scope, part.strip()) for part in text.split("|")))
-        if match := re.fullmatch(r"0[fFdD]([0-9a-fA-F]{8}|[0-9a-fA-F]{16})", text):
+        if match := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
             return Immediate(int(match[1], 16))
         if match := re.fullmatch(r"(-?(?:0[xX][0-9a-fA-F]+|\d+))U?", text):
             return Immediate(int(match[1], 0))

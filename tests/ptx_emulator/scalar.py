@@ -30,6 +30,10 @@ def elementwise(build, line, function, kinds: list[str] | None = None, result: s
     """Applies a function of numpy arrays of the operands' types."""
     destination, *sources = line.operands
     kinds = kinds or [kind_of(line)] * len(sources)
+    # Of a ufunc or of a Python function; a ufunc would take one more as where its result goes.
+    count = getattr(function, "nin", None) or function.__code__.co_argcount
+    if not len(sources) == len(kinds) == count:
+        raise UnsupportedError(f"{len(sources)} operands instead of {count}")
     result = result or kinds[0]
     reads = [build.read(operand, kind) for operand, kind in zip(sources, kinds, strict=True)]
     views = [numpy_type(PACKED.get(kind, kind)) for kind in kinds]
@@ -63,7 +67,21 @@ def fused(a, b, c):
     inexact = (error != 0) & np.isfinite(total) & ((word & np.uint64(1)) == 0)
     toward = np.where((error > 0) == (total > 0), np.int64(1), np.int64(-1))
     odd = (word.view(np.int64) + np.where(inexact, toward, 0)).view(np.float64)
-    return odd.astype(a.dtype)
+    return narrowed(odd, a.dtype)
+
+
+def narrowed(values, dtype):
+    """float64 rounded once to a type: ml_dtypes goes to bfloat16 by way of float32.
+
+    On that way it is rounded to odd, so that no ties appear.
+    """
+    if dtype != FLOATS["bf16"]:
+        return values.astype(dtype)
+    near = values.astype(np.float32)
+    word = near.view(np.int32)
+    inexact = (near != values) & np.isfinite(near) & (word & 1 == 0)
+    toward = np.where(np.abs(near) < np.abs(values), 1, -1)
+    return (word + np.where(inexact, toward, 0).astype(np.int32)).view(np.float32).astype(dtype)
 
 
 @instruction(INTEGER, "add{.u16,.s16,.u32,.s32,.u64,.s64}")
@@ -143,7 +161,7 @@ def quotient(a, b):
 def wrapped(values, dtype):
     """Python integers as a numpy type, modulo its range."""
     width = 8 * np.dtype(dtype).itemsize
-    unsigned = [int(value) & ((1 << width) - 1) for value in np.asarray(values).reshape(-1)]
+    unsigned = [int(value) & ((1 << width) - 1) for value in np.asarray(values, object).flat]
     return np.array(unsigned, UNSIGNED[width]).view(dtype)
 
 
@@ -160,18 +178,30 @@ def rem(build, line):
     return elementwise(build, line, function)
 
 
+def smaller(a, b):
+    """The number of a number and a NaN; -0 is below +0 (9.7.3.11), which numpy leaves open."""
+    found = np.fmin(a, b)
+    return found if a.dtype.kind in "iu" else np.where(a == b, np.where(np.signbit(a), a, b), found)
+
+
+def larger(a, b):
+    """As `smaller`."""
+    found = np.fmax(a, b)
+    return found if a.dtype.kind in "iu" else np.where(a == b, np.where(np.signbit(a), b, a), found)
+
+
 @instruction(INTEGER, "min{.u16,.s16,.u32,.s32,.u64,.s64}")
 @instruction(FLOAT, "min.f32")
 @instruction(HALF, "min{.f16,.f16x2,.bf16,.bf16x2}")
 def minimum(build, line):
-    return elementwise(build, line, np.fmin)
+    return elementwise(build, line, smaller)
 
 
 @instruction(INTEGER, "max{.u16,.s16,.u32,.s32,.u64,.s64}")
 @instruction(FLOAT, "max.f32")
 @instruction(HALF, "max{.f16,.f16x2,.bf16,.bf16x2}")
 def maximum(build, line):
-    return elementwise(build, line, np.fmax)
+    return elementwise(build, line, larger)
 
 
 @instruction(INTEGER, "neg{.s16,.s32,.s64}")
@@ -365,6 +395,8 @@ def setp(build, line):
         else (destination, None)
     )
     reads = build.read(a, kind), build.read(b, kind)
+    if len(other) != bool(combine):
+        raise UnsupportedError(f"{2 + len(other)} operands instead of {2 + bool(combine)}")
     dtype = numpy_type(kind)
     write = build.write(first, "pred")
     write_second = build.write(second, "pred") if second else None
@@ -467,7 +499,7 @@ def convert_float(build, line):
         values = read(warp).view(before)
         exact = values.astype(np.float64) if before in (np.int32, np.uint32) else values
         with np.errstate(all="ignore"):
-            write(warp, exact.astype(after), mask)
+            write(warp, narrowed(exact, after), mask)
 
     return execute
 

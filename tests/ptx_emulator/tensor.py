@@ -64,11 +64,11 @@ class Matrix:
         kinds = {0: 0, 2: 128, 4: 64, 6: 32}
         if descriptor >> 61 not in kinds or descriptor >> 52 & 0x1FF or descriptor >> 30 & 0x3:
             raise EmulatorError(f"the descriptor {descriptor:#x}: swizzle, or reserved bits")
-        if descriptor >> 46 & 0x7 != 1:
-            machine.warn(
-                "descriptor version",
-                f"bits 46 to 48 of the descriptor {descriptor:#x} are not 0b001",
-            )
+        if version := descriptor >> 46 & 0x7 ^ 1:
+            message = f"bits 46 to 48 of the descriptor {descriptor:#x} are not 0b001"
+            if version != 1:
+                raise EmulatorError(message)
+            machine.warn("descriptor version", message)
         return cls._of(descriptor, kinds[descriptor >> 61], transposed)
 
     @classmethod
