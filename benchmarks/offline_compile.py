@@ -76,6 +76,9 @@ CHIPS = {
     "b200": Chip(
         "NVIDIA B200", "sm_100a", (10, 0), 148, 180 * 10**9, 80 * 10**11, 126 * 2**20, 1.965
     ),
+    "b300": Chip(
+        "NVIDIA B300", "sm_103a", (10, 3), 148, 288 * 10**9, 80 * 10**11, 126 * 2**20, 1.965
+    ),
 }
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
@@ -275,7 +278,7 @@ def main() -> None:
     """Compiles the operator for some shapes and prints what came of it, as JSON by shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=CHIPS, default="h200")
-    parser.add_argument("--backend", default="mosaic_sm90", help="a module of the backends")
+    parser.add_argument("--backend", default="mosaic_sm90", help="name of a backend")
     parser.add_argument("--shapes", nargs="+", default=["B/16 224"], help="names of shapes")
     parser.add_argument("--images", type=int, default=4736)
     parser.add_argument("--dtype", default="float8_e4m3fn")
@@ -287,12 +290,15 @@ def main() -> None:
     with compiler() as folder:
         import functools
 
+        from pallas_patch_embed.primitive import patch_embed_p
         from pallas_patch_embed.problem import named_shape
 
-        backend = importlib.import_module(f"pallas_patch_embed.backends.{chosen.backend}")
+        program_of = functools.partial(
+            patch_embed_p.bind, backend=chosen.backend, out_dtype=chosen.out_dtype
+        )
         for shape in chosen.shapes:
             program = compile_offline(
-                functools.partial(backend.run, out_dtype=chosen.out_dtype),
+                program_of,
                 operands(named_shape(shape), chosen.images, chosen.dtype, table=chosen.table),
                 CHIPS[chosen.target],
                 folder,

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import pytest
 import two_blocks
 from bounds import assert_bit_equal
+from gpu import DTYPES, check, draw
 from interpreter import draw_operands, interpreted, problem_of
 
 from pallas_patch_embed.backends import mosaic_sm100, xla
 from pallas_patch_embed.backends.mosaic_sm100 import Config, choose_config, why_not
-from pallas_patch_embed.problem import NAMED_SHAPES, Target
+from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Target
 
 B200, B300 = Target("cuda", (10, 0)), Target("cuda", (10, 3))
 
@@ -110,6 +111,16 @@ def test_interpreted_it_equals_xla_without_a_race(case, out_dtype):
     operands = draw_operands(len(case), patches, N, dtype, table)
     y = interpreted(mosaic_sm100.run, operands, out_dtype, config)
     assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype))
+
+
+@needs_two_blocks
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", [Config(128, 4), one_block(64, 4)], ids=["two", "one"])
+def test_rounded_results_are_within_the_bounds(dtype, config):
+    operands = draw(jax.random.key(1), NamedShape("small", 16, 96, 128), dtype, 4)
+    y = interpreted(mosaic_sm100.run, operands, "bfloat16", config)
+    beyond, moved = check(y, operands, "bfloat16")
+    assert beyond == 0 and moved <= 1
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "int8"])

@@ -131,6 +131,16 @@ def test_the_Blackwell_kernel_compiles_to_what_its_config_says(
         assert sum(loop.values()) <= most, shape
 
 
+@needs_compilers
+def test_the_Blackwell_kernel_compiles_for_B300():
+    name, dtype = "B/16 224", "float8_e4m3fn"
+    found = compile_offline("b300", "mosaic_sm100", [name], dtype, "bfloat16", "shared", 4096)
+    problem = problem_of(name, dtype, "bfloat16", "shared", 4096)
+    config = mosaic_sm100.choose_config(problem)
+    kernel = the_whole_program(found[name], config.shared_memory_bytes(problem))
+    assert kernel["multiplications"] == {"UTCQMMA.2CTA": 768 // 32}
+
+
 def the_whole_program(found, shared_memory_bytes):
     """The only operation of a program, which is a kernel with these resources."""
     assert list(found["other_operations"]) == ["custom-call"]

@@ -32,8 +32,8 @@ from pallas_patch_embed.problem import Problem, Target
 COMPUTE_CAPABILITIES = ((10, 0), (10, 3))
 
 EVIDENCE = (
-    "interpreted with race detection, and compiled for sm_100a in the tests; not yet run on a "
-    "Blackwell GPU."
+    "interpreted with race detection, compiled for sm_100a, and its PTX executed by an emulator in "
+    "the tests; not yet run on a Blackwell GPU."
 )
 
 # Of a B200.
