@@ -90,8 +90,9 @@ CASES = {
     "two blocks, M % 8 = 7, float8": two((1, 511, 128), 64, FP8, "shared", 64, 4),
     "two blocks, a tail in the first block": two((3, 100, 256), 128, FP8, "shared", 128, 4),
     "two blocks, a phase change in a run": two((16, 97, 128), 64, INT8, "shared", 64, 3),
-    # Every barrier, slot and accumulator is used again.
-    "two blocks, mutated": two((15, 97, 256), 64, INT8, "shared", 64, 3),
+    "two blocks, all barriers and buffers used again": two(
+        (15, 97, 256), 64, INT8, "shared", 64, 3
+    ),
     "two blocks, more tiles than slots": two((9, 256, 128), 64, FP8, "shared", 64, 2),
     "two blocks, streamed weight": two(
         (5, 72, 512), 128, BF16, "shared", 128, 4, stream_weight=True
@@ -100,7 +101,7 @@ CASES = {
         (3, 97, 3072), 128, INT8, "none", 128, 4, stream_weight=True
     ),
     "two blocks, K = 640": two((5, 97, 640), 128, INT8, "shared", 128, 4),
-    "two blocks, N = 1152": two((1, 300, 256), 1152, FP8, "shared", 192, 4),
+    "two blocks, N = 1152": two((1, 300, 128), 1152, FP8, "shared", 192, 4),
     "two blocks, float32": two((5, 72, 256), 256, INT8, "shared", 256, 4, out="float32"),
     "two blocks, bfloat16 to float32": two((3, 97, 256), 128, BF16, "none", 128, 4, out="float32"),
     "two blocks, tables of their own": two((7, 75, 128), 128, INT8, "per image", 128, 4),
@@ -112,11 +113,11 @@ CASES = {
     "one block, streamed weight": one((3, 97, 640), 128, FP8, "shared", 128, 4, stream_weight=True),
     "one block, float32": one((3, 97, 128), 64, INT8, "shared", 64, 4, out="float32"),
     "one block, tables of their own": one((5, 75, 128), 64, FP8, "per image", 64, 4),
-    "one block, N = 1152, K = 640": one((1, 150, 640), 1152, INT8, "none", 192, 4),
-    "Hopper, int8": hopper((5, 73, 768), 192, INT8, "shared", 192, 8),
+    "one block, N = 1152, K = 640": one((1, 100, 640), 1152, INT8, "none", 192, 4),
+    "Hopper, int8": hopper((5, 73, 384), 192, INT8, "shared", 192, 8),
     "Hopper, float8": hopper((9, 97, 256), 128, FP8, "shared", 128, 4),
     "Hopper, bfloat16": hopper(
-        (5, 73, 512), 192, BF16, "shared", 192, 5, rows=128, stream_weight=True
+        (5, 73, 256), 192, BF16, "shared", 192, 5, rows=128, stream_weight=True
     ),
     "Hopper, float32": hopper((5, 73, 256), 64, INT8, "none", 64, 4, out="float32"),
     "Hopper, tables of their own": hopper((5, 75, 128), 64, BF16, "per image", 64, 4),

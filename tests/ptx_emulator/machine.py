@@ -148,6 +148,7 @@ class Warp:
     def _run_group(self, group: Group, end: int) -> None:
         """Runs these lanes until they are blocked, meet others, part, exit, or the turn is over."""
         code, others = self.machine.code, {g.at for g in self.groups if g is not group}
+        free = [g.at for g in self.groups if g is not group and g.blocked is None]
         while self.executed < end:
             step = code[group.at]
             self.instruction = step.instruction
@@ -169,7 +170,7 @@ class Warp:
                     return
                 self.executed += 1
                 group.at += 1
-            if group.at in others:
+            if group.at in others or (free and group.at > min(free)):
                 return
 
     def _active(self, instruction, mask: np.ndarray | None) -> np.ndarray | None:

@@ -5,6 +5,8 @@ straight-line MLIR: it stores numbers into stack memory, calls mosaic_gpu_init_t
 tensor map, and mosaic_gpu_launch_kernel. Here it runs with real bytes in a memory of its own.
 """
 
+import math
+import operator
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +29,20 @@ ITEMSIZE = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}
 # A tensor map that the host makes is known by these bytes until the kernel gets it.
 MAP_BYTES = 128
 
+# How a kernel is launched, by jax 0.11 and 0.12: after a pointer come grid, cluster, block, dynamic
+# shared memory, and at this place the addresses of the parameters.
+LAUNCHES = ("mosaic_gpu_launch_kernel", "mosaic_gpu_build_kernel_spec")
+PARAMETERS = 13
+
+# Where a memref's descriptor has its pointer.
+ALIGNED_POINTER = (1,)
+
 # Operations whose result is their operand, as far as addresses go.
 SAME = (
     "builtin.unrealized_conversion_cast",
     "llvm.inttoptr",
     "llvm.ptrtoint",
     "llvm.trunc",
-    "memref.extract_aligned_pointer_as_index",
     "memref.reinterpret_cast",
     "memref.transpose",
     "memref.expand_shape",
@@ -132,12 +141,27 @@ class Host:
         elif name == "llvm.mlir.constant":
             result = ir.IntegerAttr(attributes["value"]).value
         elif name in ("llvm.mlir.undef", "llvm.mlir.poison"):
-            result = 0
+            result = {}
         elif name == "llvm.insertvalue":
-            # Of a memref descriptor only the aligned pointer matters.
-            position = list(ir.DenseI64ArrayAttr(attributes["position"]))
-            container, value = operands
-            result = value if position == [1] else container
+            position = tuple(ir.DenseI64ArrayAttr(attributes["position"]))
+            result = {**operands[0], position: operands[1]}
+        elif name == "llvm.extractvalue":
+            result = operands[0][tuple(ir.DenseI64ArrayAttr(attributes["position"]))]
+        elif name == "memref.extract_aligned_pointer_as_index":
+            result = operands[0][ALIGNED_POINTER]
+        elif name in ("llvm.mul", "llvm.add"):
+            result = operator.mul(*operands) if name == "llvm.mul" else operator.add(*operands)
+        elif name == "memref.alloca":
+            kind = ir.MemRefType(op.results[0].type)
+            pointer = self.allocate(math.prod(kind.shape) * _size_of_text(str(kind.element_type)))
+            result = {(0,): pointer, ALIGNED_POINTER: pointer, (2,): 0}
+        elif name == "memref.store":
+            value, target, *indices = operands
+            kind = ir.MemRefType(op.operands[1].type)
+            if len(indices) > 1:
+                raise UnsupportedError(f"the host's {op}")
+            size = _size_of_text(str(kind.element_type))
+            self.store(target[ALIGNED_POINTER] + size * sum(indices), value, size)
         elif name == "llvm.alloca":
             kind = ir.TypeAttr(attributes["elem_type"]).value
             result = self.allocate(operands[0] * sizeof(kind))
@@ -184,7 +208,7 @@ class Host:
             # The bytes say which it is, wherever they are copied.
             self.store(at, at.to_bytes(8, "little") + bytes(MAP_BYTES - 8), MAP_BYTES)
             return None
-        if callee == "mosaic_gpu_launch_kernel":
+        if callee in LAUNCHES:
             self.launch(self, operands)
             return 0
         raise UnsupportedError(f"the host calls {callee}")
@@ -225,7 +249,7 @@ def prepare(
         Host([0] * (len(inputs) + len(outputs)), lambda host, x: launches.append(x)).run(
             host_op.operation
         )
-        *_, grid, cluster, block, shared = _geometry(launches[0])
+        grid, cluster, block, shared = _geometry(launches[0])
         machine = Machine(kernel, grid, block, cluster, dynamic_shared=shared, **options)
         addresses = [machine.memory.place(x, f"operand {i}") for i, x in enumerate(inputs)]
         results = [
@@ -236,7 +260,7 @@ def prepare(
         ]
 
         def launch(host, operands):
-            pointers = host.words(operands[-1], len(kernel.parameters))
+            pointers = host.words(operands[PARAMETERS], len(kernel.parameters))
             for i, (pointer, parameter) in enumerate(zip(pointers, kernel.parameters)):
                 content = host.load(pointer, parameter.size)
                 machine.set_parameter(i, content)
@@ -251,6 +275,6 @@ def prepare(
 
 
 def _geometry(operands: list):
-    """Grid (blocks), cluster, block and dynamic shared memory of mosaic_gpu_launch_kernel."""
+    """Grid (blocks), cluster, block and dynamic shared memory of a launch."""
     grid, cluster, block = (tuple(operands[i : i + 3]) for i in (1, 4, 7))
     return grid, tuple(max(1, c) for c in cluster), block, operands[10]
