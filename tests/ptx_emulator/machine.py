@@ -371,6 +371,9 @@ class Machine:
         self.parameters = np.zeros(last.offset + last.size if last else 0, np.uint8)
         # Tensor maps by address.
         self.tensor_maps: dict[int, object] = {}
+        words = [schedule] if isinstance(schedule, str) else schedule.values()
+        if not set(words) <= set(SCHEDULES):
+            raise ValueError(f"the schedule {schedule}, expected words among {SCHEDULES}")
         self.schedule, self.random, self.resident = schedule, random.Random(seed), resident
         self.allowed, self.warnings = allowed, {}
         self.tasks: list[Task] = []
