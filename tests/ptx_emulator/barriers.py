@@ -26,7 +26,7 @@ class Mbarrier:
         self.agent = machine.agents.barrier(cluster.barriers_made)
         cluster.barriers_made += 1
         self.gathered = machine.agents.clock()
-        # What was known when each of the last two phases was completed.
+        # What was known when the last phase was completed.
         self.completed = machine.agents.clock()
         self.maker, self.made = warp.agent, warp.time
         # Whether others than the own block's ordinary accesses may use it.
@@ -152,21 +152,14 @@ def mbarrier_inval(build, line):
 )
 def mbarrier_arrive(build, line):
     parts = modifiers(line)
-    cluster, expects, only = (
-        "shared::cluster" in parts,
-        "expect_tx" in parts,
-        parts[0] == "expect_tx",
-    )
+    cluster, expects = "shared::cluster" in parts, "expect_tx" in parts
+    only = parts[0] == "expect_tx"
     operands = list(line.operands)
     state = None if isinstance(operands[0], Address) else operands.pop(0)
     address = build.address(operands[0])
     count = build.read(operands[1], "u32") if len(operands) > 1 else None
-    if state is not None and not isinstance(state, Sink):
-        # The state of the phase is only for mbarrier.test_wait without .parity, which is unknown
-        # here.
-        write = build.write(state, "b64")
-    else:
-        write = None
+    # The state of the phase is only for mbarrier.test_wait without .parity, which is unknown here.
+    write = build.write(state or Sink(), "b64")
     if (expects or "noComplete" in parts) and count is None:
         raise UnsupportedError("an arrival without a count")
 
@@ -180,8 +173,7 @@ def mbarrier_arrive(build, line):
             if not only:
                 warp.release(barrier.gathered)
                 barrier.arrive(1 if expects else number, completes="noComplete" not in parts)
-        if write:
-            write(warp, np.zeros(LANES, np.uint64), mask)
+        write(warp, np.zeros(LANES, np.uint64), mask)
         warp.machine.event()
 
     return execute
@@ -244,8 +236,6 @@ def bar(build, line):
     arrives = "arrive" in modifiers(line)
 
     def execute(warp, mask):
-        if not warp.together():
-            return Blocked(warp.together, lambda: "the other lanes of the warp")
         index = int(number(warp)[0])
         if not 0 <= index < 16:
             raise EmulatorError(f"the named barrier {index}")

@@ -12,8 +12,8 @@ from ptx_emulator.memory import (
     WINDOW,
     WORD,
 )
-from ptx_emulator.parser import Pair, Vector, bits
-from ptx_emulator.scalar import elementwise, modifiers
+from ptx_emulator.parser import Vector, bits
+from ptx_emulator.scalar import elementwise, modifiers, pair
 
 MOVE, MATRIX, VOTE = "9.7.9 data movement", "9.7.14 matrices", "9.7.13 synchronisation"
 OTHER = "9.7.19 miscellaneous"
@@ -247,18 +247,14 @@ def mapa(build, line):
 def shfl(build, line):
     mode = modifiers(line)[1]
     destination, source, distance, clamp, members = line.operands
-    first, second = (
-        (destination.first, destination.second)
-        if isinstance(destination, Pair)
-        else (destination, None)
-    )
+    first, second = pair(destination)
     write = build.write(first, "b32")
     write_inside = build.write(second, "pred") if second else None
     reads = [build.read(x, "b32") for x in (source, distance, clamp, members)]
 
     def execute(warp, mask):
         values, b, c, wanted = (read(warp) for read in reads)
-        _members(warp, mask, wanted, "shfl")
+        _members(mask, wanted, "shfl")
         b, c = (b & np.uint32(31)).astype(np.int64), c.astype(np.int64)
         segment, last = c >> 8 & 31, c & 31
         highest, lowest = LANE & segment | last & ~segment, LANE & segment
@@ -281,14 +277,16 @@ def shfl(build, line):
     return execute
 
 
-def _members(warp, mask, wanted, what: str) -> None:
+def _members(mask, wanted, what: str) -> None:
     """The lanes of a member mask have to be those that are here."""
-    here = int(sum(1 << int(lane) for lane in lanes(mask)))
-    named = int(wanted[lanes(mask)[0]])
-    if named & here != here:
+    here, named = bits_of(lanes(mask)), int(wanted[lanes(mask)[0]])
+    if named != here:
         raise EmulatorError(f"{what}: lanes {here:#x} execute it for members {named:#x}")
-    if named != here and not (warp.together() and named == 0xFFFFFFFF and mask is None):
-        raise EmulatorError(f"{what}: members {named:#x}, but lanes {here:#x} are here")
+
+
+def bits_of(chosen) -> int:
+    """A mask of lanes as a number."""
+    return sum(1 << int(lane) for lane in chosen)
 
 
 @instruction(VOTE, "elect.sync")
@@ -301,7 +299,7 @@ def elect(build, line):
 
     def execute(warp, mask):
         wanted = read(warp)
-        _members(warp, mask, wanted, "elect")
+        _members(mask, wanted, "elect")
         leader = int(lanes(mask)[0])
         write_lane(warp, np.full(LANES, leader, np.uint32), mask)
         write(warp, LANE == leader, mask)
@@ -317,12 +315,11 @@ def vote(build, line):
     read_members = build.read(members, "b32")
 
     def execute(warp, mask):
-        _members(warp, mask, read_members(warp), "vote")
+        _members(mask, read_members(warp), "vote")
         active = lanes(mask)
         values = read(warp)[active]
         if mode == "ballot":
-            ballot = sum(1 << int(lane) for lane, value in zip(active, values) if value)
-            write(warp, np.full(LANES, ballot, np.uint32), mask)
+            write(warp, np.full(LANES, bits_of(active[values]), np.uint32), mask)
         else:
             same = values.all() or not values.any()
             found = {"any": values.any(), "all": values.all(), "uni": same}[mode]
@@ -336,8 +333,7 @@ def activemask(build, line):
     write = build.write(line.operands[0], "b32")
 
     def execute(warp, mask):
-        here = sum(1 << int(lane) for lane in lanes(mask))
-        write(warp, np.full(LANES, here, np.uint32), mask)
+        write(warp, np.full(LANES, bits_of(lanes(mask)), np.uint32), mask)
 
     return execute
 

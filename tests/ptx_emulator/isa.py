@@ -45,8 +45,9 @@ FLOATS = {
 # Why a register is pending: what has to be waited for.
 WAIT_FOR_LOADS, WAIT_FOR_PRODUCTS = "tcgen05.wait::ld", "wgmma.wait_group"
 
-# Instructions that are all the lanes' at once: those that have not arrived are waited for.
-ALIGNED = (".sync", ".aligned")
+# Instructions that are all the lanes' at once: those that have not arrived are waited for. `bar` is
+# short for barrier.aligned (9.7.13.1).
+ALIGNED = (".sync", ".aligned", "bar.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Clusters, blocks, warps, and the order in which they and their asynchronous work happen.
 
 A warp is groups of lanes with a program counter each, of which the lowest that is not blocked goes
-on. What is asynchronous (TMA, tcgen05, wgmma) becomes a task. The schedule says when tasks happen:
+on. TMA and the products of tcgen05 become tasks; tcgen05.ld and wgmma happen at their wait. The
+schedule says when tasks happen:
 
   eager    at once, where their order allows it
   late     when no warp can go on
@@ -26,7 +27,6 @@ from ptx_emulator.isa import LANES, WAIT_FOR_LOADS, Blocked, Task
 from ptx_emulator.memory import (
     BLOCK_SHIFT,
     PARAMETER_WINDOW,
-    SHARED_BEGIN,
     GlobalMemory,
     SharedMemory,
     TensorMemory,
@@ -332,6 +332,7 @@ class Machine:
       kernel: what runs.
       grid, block, cluster: dimensions; those of the kernel where it has them.
       dynamic_shared: bytes of the dynamic shared memory.
+      memory: global memory in which arrays are already; an empty one without it.
       schedule, seed: see above.
       resident: clusters that run at the same time.
       allowed: names of the warnings that are none of the kernel's fault; others are errors.
@@ -345,6 +346,7 @@ class Machine:
         cluster: tuple[int, int, int] | None = None,
         *,
         dynamic_shared: int = 0,
+        memory: GlobalMemory | None = None,
         schedule: str | dict[str, str] = "random",
         seed: int = 0,
         resident: int = 2,
@@ -365,8 +367,7 @@ class Machine:
             raise EmulatorError(
                 f"{self.shared_bytes} bytes of shared memory, {MOST_SHARED} are there"
             )
-        self.shared_limit = SHARED_BEGIN + self.shared_bytes
-        self.memory = GlobalMemory()
+        self.memory = GlobalMemory() if memory is None else memory
         last = kernel.parameters[-1] if kernel.parameters else None
         self.parameters = np.zeros(last.offset + last.size if last else 0, np.uint8)
         # Tensor maps by address.

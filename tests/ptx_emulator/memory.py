@@ -96,22 +96,21 @@ class SharedMemory:
         """How a message names a byte."""
         return f"shared memory of block {self.rank} + {offset - SHARED_BEGIN}"
 
-    def _race(self, words, bad, agents, doing: str, to: str) -> None:
-        word = np.asarray(words).reshape(-1)[np.nonzero(bad.reshape(-1))[0][0]]
-        agent = int(
-            np.broadcast_to(agents, np.shape(words)).reshape(-1)[np.nonzero(bad.reshape(-1))[0][0]]
-        )
+    def _race(self, word: int, agent: int, doing: str, to: str) -> None:
         raise RaceError(
             f"{doing} {to} {self.place(int(word) * WORD)}, and nothing orders it after "
-            f"{self.agents.name(agent, self.warps_of_a_block)}"
+            f"{self.agents.name(int(agent), self.warps_of_a_block)}"
         )
+
+    def _after_its_writer(self, words: np.ndarray, known: np.ndarray, what: str, to: str) -> None:
+        """These words may be touched by who knows of the last write to them."""
+        unknown = words[known[self.writer[words]] < self.written[words]]
+        if len(unknown):
+            self._race(unknown[0], self.writer[unknown[0]], what, to)
 
     def reads(self, agent: int, time: int, words: np.ndarray, clock: np.ndarray, what: str) -> None:
         """Notes a read by an agent whose knowledge is `clock`."""
-        known = clock[MEMORY]
-        bad = known[self.writer[words]] < self.written[words]
-        if bad.any():
-            self._race(words, bad, self.writer[words], what, "reads what was written to")
+        self._after_its_writer(words, clock[MEMORY], what, "reads what was written to")
         row = self.row_of.get(agent)
         if row is not None:
             self.read_at[row, words] = time
@@ -121,17 +120,11 @@ class SharedMemory:
     ) -> None:
         """Notes a write by an agent whose knowledge is `clock`."""
         known = clock[MEMORY]
-        bad = known[self.writer[words]] < self.written[words]
-        if bad.any():
-            self._race(words, bad, self.writer[words], what, "overwrites what was written to")
-        flat = np.asarray(words).reshape(-1)
-        late = self.read_at[:, flat] > known[self.readers][:, None]
+        self._after_its_writer(words, known, what, "overwrites what was written to")
+        late = self.read_at[:, words] > known[self.readers][:, None]
         if late.any():
             row, column = np.argwhere(late)[0]
-            one = flat[column : column + 1]
-            self._race(
-                one, np.ones(1, bool), self.readers[row], what, "overwrites what is read from"
-            )
+            self._race(words[column], self.readers[row], what, "overwrites what is read from")
         self.writer[words], self.written[words] = agent, time
 
     def stored(self, warp: int, time: int, units: np.ndarray) -> None:
@@ -147,9 +140,9 @@ class SharedMemory:
 
     def asynchronous(self, units: np.ndarray, what: str) -> None:
         """An access of the asynchronous proxy: nothing may be unfenced."""
-        bad = self.unfenced[units] >= 0
-        if bad.any():
-            unit = int(np.asarray(units).reshape(-1)[np.nonzero(bad.reshape(-1))[0][0]])
+        bad = units[self.unfenced[units] >= 0]
+        if len(bad):
+            unit = int(bad[0])
             name = self.agents.name(int(self.unfenced[unit]), self.warps_of_a_block)
             raise RaceError(
                 f"{what} touches {self.place(unit * UNIT)}, which {name} wrote without a "

@@ -2,7 +2,7 @@
 
 Mosaic dumps its passes (MOSAIC_GPU_DUMP_TO). Before it is lowered to LLVM, the host function is
 straight-line MLIR: it stores numbers into stack memory, calls mosaic_gpu_init_tma_desc for each
-tensor map, and mosaic_gpu_launch_kernel. Here it runs with real bytes in a memory of its own.
+tensor map, and one of LAUNCHES. Here it runs with real bytes in a memory of its own.
 """
 
 import math
@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 
 from ptx_emulator.errors import UnsupportedError
 from ptx_emulator.machine import Machine
-from ptx_emulator.memory import POISON
+from ptx_emulator.memory import POISON, GlobalMemory
 from ptx_emulator.parser import parse
 from ptx_emulator.tma import TensorMap
 
@@ -29,10 +29,10 @@ ITEMSIZE = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}
 # A tensor map that the host makes is known by these bytes until the kernel gets it.
 MAP_BYTES = 128
 
-# How a kernel is launched, by jax 0.11 and 0.12: after a pointer come grid, cluster, block, dynamic
-# shared memory, and at this place the addresses of the parameters.
+# How a kernel is launched, by jax 0.11 and 0.12: after a pointer come grid (in blocks), cluster and
+# block, and at these places the dynamic shared memory and the addresses of the parameters.
 LAUNCHES = ("mosaic_gpu_launch_kernel", "mosaic_gpu_build_kernel_spec")
-PARAMETERS = 13
+SHARED_MEMORY, PARAMETERS = 10, 13
 
 # Where a memref's descriptor has its pointer.
 ALIGNED_POINTER = (1,)
@@ -51,35 +51,27 @@ SAME = (
 )
 
 
-def sizeof(kind: ir.Type) -> int:
-    """Bytes of an LLVM type."""
-    text = str(kind)
-    if text in ("!llvm.ptr", "ptr"):
-        return 8
-    if match := re.fullmatch(r"!?(?:llvm\.)?array<(\d+) x (.*)>", text):
-        return int(match[1]) * _size_of_text(match[2])
-    if text.startswith("!llvm.struct"):
-        offset, alignment = _struct_layout(text)
-        return -(-offset[-1] // alignment) * alignment
-    return _size_of_text(text)
-
-
-def _size_of_text(text: str) -> int:
-    if text in ("ptr", "!llvm.ptr", "i64", "index"):
+def sizeof(kind: ir.Type | str) -> int:
+    """Bytes of an LLVM type, as it stands alone or in another one."""
+    text = str(kind).removeprefix("!llvm.")
+    if text in ("ptr", "index"):
         return 8
     if match := re.fullmatch(r"i(\d+)", text):
         return int(match[1]) // 8
-    if match := re.fullmatch(r"!?(?:llvm\.)?array<(\d+) x (.*)>", text):
-        return int(match[1]) * _size_of_text(match[2])
-    raise UnsupportedError(f"the type {text}")
+    if match := re.fullmatch(r"array<(\d+) x (.*)>", text):
+        return int(match[1]) * sizeof(match[2])
+    if text.startswith("struct<("):
+        (*_, end), alignment = _struct_layout(text)
+        return -(-end // alignment) * alignment
+    raise UnsupportedError(f"the host's type {text}")
 
 
 def _struct_layout(text: str) -> tuple[list[int], int]:
     """Offsets of a struct's fields, then its end; and its alignment."""
-    fields = re.split(r", (?![^<]*>)", re.fullmatch(r"!llvm\.struct<\((.*)\)>", text)[1])
+    fields = re.split(r", (?![^<]*>)", re.fullmatch(r"(?:!llvm\.)?struct<\((.*)\)>", text)[1])
     offsets, end, most = [], 0, 1
     for field in fields:
-        size = _size_of_text(field)
+        size = sizeof(field)
         alignment = 1 if field.startswith("array") and field.endswith("i8>") else min(8, size)
         end = -(-end // alignment) * alignment
         offsets.append(end)
@@ -153,14 +145,14 @@ class Host:
             result = operator.mul(*operands) if name == "llvm.mul" else operator.add(*operands)
         elif name == "memref.alloca":
             kind = ir.MemRefType(op.results[0].type)
-            pointer = self.allocate(math.prod(kind.shape) * _size_of_text(str(kind.element_type)))
+            pointer = self.allocate(math.prod(kind.shape) * sizeof(kind.element_type))
             result = {(0,): pointer, ALIGNED_POINTER: pointer, (2,): 0}
         elif name == "memref.store":
             value, target, *indices = operands
             kind = ir.MemRefType(op.operands[1].type)
             if len(indices) > 1:
                 raise UnsupportedError(f"the host's {op}")
-            size = _size_of_text(str(kind.element_type))
+            size = sizeof(kind.element_type)
             self.store(target[ALIGNED_POINTER] + size * sum(indices), value, size)
         elif name == "llvm.alloca":
             kind = ir.TypeAttr(attributes["elem_type"]).value
@@ -223,58 +215,47 @@ def host_function(log: Path):
     return text[begin : end if end >= 0 else len(text)]
 
 
-def prepare(
-    stem: Path, inputs, outputs, *, edit=lambda ptx: ptx, **options
-) -> tuple[Machine, list[int]]:
+def prepare(stem: Path, inputs, outputs, **options) -> tuple[Machine, list[int]]:
     """A machine that is ready to launch a kernel that Mosaic dumped.
 
     Args:
       stem: path of the dump, without its suffixes: `.ptx`, and `.log` for the passes.
       inputs: arrays, in the order of the kernel's operands.
       outputs: (shape, dtype) of the results.
-      edit: what is done to the PTX before.
       options: of `Machine`.
 
     Returns:
       The machine, and the addresses of the results, which are poisoned.
     """
-    kernel = parse(edit(stem.with_suffix(".ptx").read_text()))
-    launches = []
+    kernel = parse(stem.with_suffix(".ptx").read_text())
+    memory, machines = GlobalMemory(), []
+    addresses = [memory.place(x, f"operand {i}") for i, x in enumerate(inputs)]
+    sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in outputs]
+    results = [
+        memory.place(np.full(size, POISON, np.uint8), f"result {i}") for i, size in enumerate(sizes)
+    ]
+
+    def launch(host, operands):
+        grid, cluster, block = (operands[i : i + 3] for i in (1, 4, 7))
+        shape = dict(grid=grid, cluster=[max(1, c) for c in cluster], block=block)
+        shared = operands[SHARED_MEMORY]
+        machine = Machine(kernel, **shape, dynamic_shared=shared, memory=memory, **options)
+        pointers = host.words(operands[PARAMETERS], len(kernel.parameters))
+        for i, (pointer, parameter) in enumerate(zip(pointers, kernel.parameters)):
+            content = host.load(pointer, parameter.size)
+            machine.set_parameter(i, content)
+            for offset in range(0, parameter.size - 7, MAP_BYTES):
+                made = int.from_bytes(content[offset : offset + 8], "little")
+                if made in host.maps:
+                    at = machine.parameter_address(i) + offset
+                    machine.tensor_maps[at] = host.maps[made]
+        machines.append(machine)
+
     with mlir.make_ir_context() as context:
         context.allow_unregistered_dialects = True
         module = ir.Module.parse(host_function(stem.with_suffix(".log")))
         functions = [op for op in module.body.operations if op.operation.name == "func.func"]
-        host_op = next(f for f in functions if len(f.operation.regions[0].blocks))
-        # Addresses are known when the arrays are placed, and those need the machine: two passes.
-        Host([0] * (len(inputs) + len(outputs)), lambda host, x: launches.append(x)).run(
-            host_op.operation
-        )
-        grid, cluster, block, shared = _geometry(launches[0])
-        machine = Machine(kernel, grid, block, cluster, dynamic_shared=shared, **options)
-        addresses = [machine.memory.place(x, f"operand {i}") for i, x in enumerate(inputs)]
-        results = [
-            machine.memory.place(np.full(shape, POISON, np.uint8), f"result {i}")
-            for i, shape in enumerate(
-                (int(np.prod(shape)) * np.dtype(dtype).itemsize,) for shape, dtype in outputs
-            )
-        ]
-
-        def launch(host, operands):
-            pointers = host.words(operands[PARAMETERS], len(kernel.parameters))
-            for i, (pointer, parameter) in enumerate(zip(pointers, kernel.parameters)):
-                content = host.load(pointer, parameter.size)
-                machine.set_parameter(i, content)
-                for offset in range(0, parameter.size - 7, MAP_BYTES):
-                    made = int.from_bytes(content[offset : offset + 8], "little")
-                    if made in host.maps:
-                        at = machine.parameter_address(i) + offset
-                        machine.tensor_maps[at] = host.maps[made]
-
-        Host([*addresses, *results], launch).run(host_op.operation)
+        function = next(f for f in functions if len(f.operation.regions[0].blocks))
+        Host([*addresses, *results], launch).run(function.operation)
+    (machine,) = machines
     return machine, results
-
-
-def _geometry(operands: list):
-    """Grid (blocks), cluster, block and dynamic shared memory of a launch."""
-    grid, cluster, block = (tuple(operands[i : i + 3]) for i in (1, 4, 7))
-    return grid, tuple(max(1, c) for c in cluster), block, operands[10]

@@ -26,6 +26,11 @@ def kind_of(line) -> str:
     return modifiers(line)[-1]
 
 
+def pair(operand):
+    """Both parts of a|b; of another operand the second one is None."""
+    return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)
+
+
 def elementwise(build, line, function, kinds: list[str] | None = None, result: str | None = None):
     """Applies a function of numpy arrays of the operands' types."""
     destination, *sources = line.operands
@@ -389,11 +394,7 @@ def setp(build, line):
     combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     combine = combine[middle[0]] if middle else None
     destination, a, b, *other = line.operands
-    first, second = (
-        (destination.first, destination.second)
-        if isinstance(destination, Pair)
-        else (destination, None)
-    )
+    first, second = pair(destination)
     reads = build.read(a, kind), build.read(b, kind)
     if len(other) != bool(combine):
         raise UnsupportedError(f"{2 + len(other)} operands instead of {2 + bool(combine)}")

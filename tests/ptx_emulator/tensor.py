@@ -79,7 +79,7 @@ class Matrix:
         begin, leading, stride = (16 * field for field in fields)
         return cls(begin, leading, stride, swizzle, transposed)
 
-    def read(self, block, rows: int, columns: int, dtype, what: str) -> np.ndarray:
+    def read(self, block, rows: int, columns: int, dtype) -> np.ndarray:
         """The elements, [rows, columns]."""
         index = index_of(self, rows, columns, np.dtype(dtype).itemsize)
         return block.shared.bytes[index].view(dtype)[..., 0]
@@ -447,7 +447,7 @@ def _multiply(warp, blocks, found: Product, column: int, matrices, accumulates: 
 
     def run():
         a, b = (
-            np.concatenate([matrix.read(block, side, depth, dtype, what) for block in blocks])
+            np.concatenate([matrix.read(block, side, depth, dtype) for block in blocks])
             for matrix, side, dtype in zip(matrices, sides, types)
         )
         sign = -1 if found.negate[0] != found.negate[1] else 1
@@ -558,7 +558,7 @@ def wgmma(build, line):
 
         def run():
             a, b = (
-                matrix.read(block, side, depth, dtype, what)
+                matrix.read(block, side, depth, dtype)
                 for matrix, side, dtype in zip(matrices, (64, columns), types)
             )
             values = signs[0] * signs[1] * product(a[16 * quarter : 16 * quarter + 16], b)
