@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 TESTS = Path(__file__).parent
 
@@ -46,39 +47,20 @@ class Case:
         """The Config."""
         return self.module.Config(*self.config, **dict(self.options))
 
-    def shapes(self):
-        """The operands, without their numbers."""
-        import jax
-
-        *batch, S, K = self.patches
-        table = {"shared": (S, self.N), "per image": (*batch, S, self.N), "none": (self.N,)}
-        table_dtype = "float32" if self.table == "none" else "bfloat16"
-        return (
-            jax.ShapeDtypeStruct(self.patches, self.dtype),
-            jax.ShapeDtypeStruct((self.N, K), self.dtype),
-            jax.ShapeDtypeStruct((self.N,), "float32"),
-            jax.ShapeDtypeStruct(table[self.table], table_dtype),
-        )
-
     def function(self):
         """The operator by this kernel."""
         return functools.partial(self.module.run, out_dtype=self.out_dtype, config=self.chosen)
 
 
-def two(patches, N, dtype, table, *config, out="bfloat16", **options):
-    """A Blackwell kernel of two blocks."""
-    return Case("mosaic_sm100", patches, N, dtype, table, config, tuple(options.items()), out)
+def case(backend, patches, N, dtype, table, *config, out="bfloat16", **options):
+    """A case, with the arguments of its Config last."""
+    return Case(backend, patches, N, dtype, table, config, tuple(options.items()), out)
 
 
-def one(patches, N, dtype, table, *config, out="bfloat16", **options):
-    """A Blackwell kernel of one block."""
-    return two(patches, N, dtype, table, *config, out=out, collective=False, **options)
-
-
-def hopper(patches, N, dtype, table, *config, out="bfloat16", **options):
-    """A Hopper kernel."""
-    return Case("mosaic_sm90", patches, N, dtype, table, config, tuple(options.items()), out)
-
+# Blackwell kernels of two blocks and of one, and Hopper's.
+two = functools.partial(case, "mosaic_sm100")
+one = functools.partial(two, collective=False)
+hopper = functools.partial(case, "mosaic_sm90")
 
 BF16, FP8, INT8 = "bfloat16", "float8_e4m3fn", "int8"
 
@@ -133,10 +115,10 @@ def compiled(name: str, folder: Path) -> Path:
     return ptx.with_suffix("")
 
 
-def emulated(stem: Path, case: Case, operands, *, change=lambda machine: None, **options):
-    """The operator by the compiled kernel on the emulator; the machine that ran it, too.
+def emulated(stem: Path, case: Case, operands, **options):
+    """The operator by the compiled kernel on the emulator, and the machine that ran it.
 
-    `change` is done to the machine before, `options` are those of `mosaic.prepare`.
+    `options` are those of `mosaic.prepare`.
     """
     import jax.numpy as jnp
     import numpy as np
@@ -150,17 +132,13 @@ def emulated(stem: Path, case: Case, operands, *, change=lambda machine: None, *
             result = ((M, problem.N), jnp.dtype(problem.out_dtype))
             machine, (address,) = mosaic.prepare(stem, arrays, [result], **options)
             machines.append(machine)
-            change(machine)
             machine.launch()
             return jnp.asarray(machine.memory.read(address, *result))
 
         return run
 
-    made, case.module._kernel = case.module._kernel, kernel
-    try:
+    with mock.patch.object(case.module, "_kernel", kernel):
         return case.function()(*operands), machines[0]
-    finally:
-        case.module._kernel = made
 
 
 def main(name: str, folder: Path) -> None:
@@ -169,10 +147,15 @@ def main(name: str, folder: Path) -> None:
     from benchmarks import offline_compile
 
     with offline_compile.compiler() as dumped:
+        import jax
+        from interpreter import draw_operands
+
         case = CASES[name]
+        operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         case.module.MULTIPROCESSORS = MULTIPROCESSORS
         chip = offline_compile.CHIPS["h200" if case.backend == "mosaic_sm90" else "b200"]
-        offline_compile.compile_offline(case.function(), case.shapes(), chip, dumped)
+        offline_compile.compile_offline(case.function(), shapes, chip, dumped)
         for path in dumped.iterdir():
             if path.suffix in (".ptx", ".log"):
                 shutil.copy(path, folder / path.name.replace(".mlir-passes", ""))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.offline_compile import MULTIPLY, count, cuda_root, innermost_loop
+from benchmarks.offline_compile import MULTIPLY, count, cuda_root, innermost_loop, operands
 from pallas_patch_embed.backends import mosaic, mosaic_sm90, mosaic_sm100
-from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape, padded
+from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,11 +33,7 @@ def compile_offline(target, backend, shapes, dtype, out_dtype, table, images):
 
 
 def problem_of(name, dtype, out_dtype, table, images):
-    shape = named_shape(name)
-    S, N, K = shape.S, shape.N, padded(shape.K)
-    tables = {"shared": (S, N), "per image": (images, S, N), "none": (N,)}
-    table_dtype = "float32" if table == "none" else "bfloat16"
-    return Problem((images, S, K), (N, K), (N,), tables[table], dtype, table_dtype, out_dtype)
+    return Problem.of(*operands(named_shape(name), images, dtype, table=table), out_dtype=out_dtype)
 
 
 @needs_compilers
