@@ -108,10 +108,11 @@ def draw(spans: list[Span], title: str, out: Path) -> None:
     start = min(span.begin for span in spans)
     warps = sorted({span.warp for span in spans})
     # Outer spans first: inner ones are drawn over them.
-    roles = list(dict.fromkeys(span.role for span in sorted(spans, key=lambda s: -s.cycles)))
+    spans = sorted(spans, key=lambda span: -span.cycles)
+    roles = dict.fromkeys(span.role for span in spans)
     colours = dict(zip(roles, plt.colormaps["tab10"].colors))
     figure, axes = plt.subplots(figsize=(12, 1 + 0.3 * len(warps)), layout="constrained")
-    for span in sorted(spans, key=lambda s: -s.cycles):
+    for span in spans:
         axes.barh(
             warps.index(span.warp),
             span.cycles,

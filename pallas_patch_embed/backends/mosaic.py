@@ -32,31 +32,44 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def why_not(problem: Problem, choose_config: Callable) -> str | None:
-    """The reason why these operands are none for such a kernel; None if they are.
+    """The reason why such a kernel cannot serve a problem; None if it can.
 
     Args:
       problem: shapes and dtypes.
       choose_config: of the kernel, which raises NotImplementedError if no config serves.
     """
-    if problem.dtype not in DTYPES:
-        return f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}."
-    if len(problem.weight) > 2 or len(problem.scale) > 1:
-        return "its weight is one matrix [N, K]; this call has several."
-    K_bytes = problem.patches[-1] * np.dtype(problem.dtype).itemsize
-    if K_bytes == 0 or K_bytes % ROW_BYTES:
-        return f"K is {problem.patches[-1]}, expected a multiple of {ROW_BYTES} bytes (K_padded)."
-    if problem.table_dtype != ("float32" if len(problem.table) == 1 else "bfloat16"):
-        return f"it adds a bfloat16 table, not {problem.table_dtype}."
-    if len(problem.table) > 1 and table_period(problem) is None:
-        return (
-            f"its table [..., S, N] repeats along leading axes or has them all; {problem.table} "
-            f"does not for patches {problem.patches}."
-        )
     try:
+        check_operands(problem)
         choose_config(problem)
     except NotImplementedError as error:
         return str(error)
     return None
+
+
+def check_operands(problem: Problem) -> None:
+    """Raises NotImplementedError with the reason if these operands are none for such a kernel."""
+    K_bytes = problem.patches[-1] * np.dtype(problem.dtype).itemsize
+    if problem.dtype not in DTYPES:
+        reason = f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}."
+    elif len(problem.weight) > 2 or len(problem.scale) > 1:
+        reason = "its weight is one matrix [N, K]; this call has several."
+    elif K_bytes == 0 or K_bytes % ROW_BYTES:
+        reason = f"K is {problem.patches[-1]}, expected a multiple of {ROW_BYTES} bytes (K_padded)."
+    elif problem.table_dtype != ("float32" if len(problem.table) == 1 else "bfloat16"):
+        reason = f"it adds a bfloat16 table, not {problem.table_dtype}."
+    elif len(problem.table) > 1 and table_period(problem) is None:
+        reason = (
+            f"its table [..., S, N] repeats along leading axes or has them all; {problem.table} "
+            f"does not for patches {problem.patches}."
+        )
+    else:
+        return
+    raise NotImplementedError(reason)
+
+
+def chunks(problem: Problem) -> int:
+    """Swizzled rows that K takes: slots of a ring for the rows of a tile."""
+    return problem.patches[-1] * np.dtype(problem.dtype).itemsize // ROW_BYTES
 
 
 def table_period(problem: Problem) -> int | None:
@@ -67,9 +80,8 @@ def table_period(problem: Problem) -> int | None:
     while leading and leading[0] == 1:
         leading = leading[1:]
     batch = problem.patches[:-2]
-    if S != problem.patches[-2] or tuple(leading) != batch[len(batch) - len(leading) :]:
-        return None
-    if len(problem.table) > len(problem.patches):
+    fits = S == problem.patches[-2] and tuple(leading) == batch[len(batch) - len(leading) :]
+    if not fits or len(problem.table) > len(problem.patches):
         return None
     return S * math.prod(leading)
 
@@ -126,8 +138,7 @@ def launch(operands, out_dtype: str, config, choose_config: Callable, make_kerne
       the tensor cores accumulate it, which for float8 on Hopper has fewer bits.
     """
     problem = Problem.of(*operands, out_dtype=out_dtype)
-    if reason := why_not(problem, choose_config):
-        raise NotImplementedError(reason)
+    check_operands(problem)
     config = config or choose_config(problem)
     config.check(problem)
     patches, weight, scale, table = operands

@@ -101,10 +101,6 @@ class Config:
         most = mosaic.multiprocessors(MULTIPROCESSORS) // self.blocks // self.slices(problem)
         return max(1, min(most, tiles))
 
-    def chunks(self, problem: Problem) -> int:
-        """Slots that a tile's patches take."""
-        return problem.patches[-1] * jnp.dtype(problem.dtype).itemsize // ROW_BYTES
-
     def store_n(self, problem: Problem) -> int:
         """Columns of one TMA store: rows of 128 bytes, or of 64 where those do not divide."""
         itemsize, columns = jnp.dtype(problem.out_dtype).itemsize, self.tile_n // STORERS
@@ -116,7 +112,7 @@ class Config:
 
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory of a block without the barriers."""
-        weight_chunks = self.slots if self.stream_weight else self.chunks(problem)
+        weight_chunks = self.slots if self.stream_weight else mosaic.chunks(problem)
         weight = weight_chunks * self.tile_n // self.blocks * ROW_BYTES
         patches = self.slots * ROWS * ROW_BYTES
         store_bytes = ROWS * self.store_n(problem) * jnp.dtype(problem.out_dtype).itemsize
@@ -225,7 +221,7 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
     slots, tile_m, tile_n = config.slots, config.tile_m, config.tile_n
     blocks, streaming = config.blocks, config.stream_weight
     tile_k = ROW_BYTES // dtype.itemsize
-    chunks, slices = config.chunks(problem), config.slices(problem)
+    chunks, slices = mosaic.chunks(problem), config.slices(problem)
     has_table, period = len(problem.table) > 1, mosaic.table_period(problem)
     store_n = config.store_n(problem)
     steps = tile_n // STORERS // store_n

@@ -101,13 +101,9 @@ class Config:
         tiles = -(-math.prod(problem.patches[:-1]) // self.tile_m)
         return max(1, min(mosaic.multiprocessors(MULTIPROCESSORS) // self.slices(problem), tiles))
 
-    def chunks(self, problem: Problem) -> int:
-        """Slots that a warpgroup multiplies for a tile."""
-        return problem.patches[-1] * jnp.dtype(problem.dtype).itemsize // ROW_BYTES
-
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory without the barriers."""
-        weight_chunks = self.slots if self.stream_weight else self.chunks(problem)
+        weight_chunks = self.slots if self.stream_weight else mosaic.chunks(problem)
         weight = weight_chunks * self.tile_n * ROW_BYTES
         patches = self.slots * self.rows * ROW_BYTES
         columns = 2 * -(-4 * self.tile_n // ALIGNMENT) * ALIGNMENT
@@ -195,7 +191,7 @@ def why_not(problem: Problem, target: Target | None) -> str | None:
 
 def why_rather_not(problem: Problem) -> str | None:
     """The reason why a later backend is faster; None if none is known to be."""
-    rows, chunks = math.prod(problem.patches[:-1]), choose_config(problem).chunks(problem)
+    rows, chunks = math.prod(problem.patches[:-1]), mosaic.chunks(problem)
     if chunks >= SPLIT_CHUNKS and rows <= SPLIT_ROWS * chunks:
         return f"{rows} rows are few for K = {problem.patches[-1]}: xla splits K and is faster."
     return None
@@ -223,7 +219,7 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
     slots, tile_m, tile_n, rows = config.slots, config.tile_m, config.tile_n, config.rows
     streaming = config.stream_weight
     tile_k = ROW_BYTES // dtype.itemsize
-    chunks, slices = config.chunks(problem), config.slices(problem)
+    chunks, slices = mosaic.chunks(problem), config.slices(problem)
     has_table, period = len(problem.table) > 1, mosaic.table_period(problem)
     holds = config.holds(problem)
     feed_registers, multiply_registers = config.register_split(problem)
