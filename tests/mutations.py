@@ -1,0 +1,406 @@
+"""Single edits of a kernel that make it wrong: of its PTX at one site, or of a tensor map.
+
+Sites are found by their opcodes, so that the PTX can be any compiler's.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator
+
+from ptx_emulator.parser import parse, split
+
+WAIT = r"mbarrier\.(try|test)_wait"
+LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared"
+STORE = r"cp\.async\.bulk\.tensor\.\dd\.global"
+MULTIPLY = r"tcgen05\.mma"
+READ = r"tcgen05\.ld"
+# What a wait for a barrier is for.
+GUARDED = rf"{LOAD}|{STORE}|{MULTIPLY}|{READ}"
+TO_SHARED = r"stmatrix|st\.shared"
+FROM_GLOBAL = r"ld(\.global)?(\.nc)?(\.v[24])?\.[busf]\d"
+ARITHMETIC = r"(add|sub|mul|mad|and|or|xor|shl|shr|bfe|min|max|rem|div)(\.\w+)*\.[bus](16|32|64)$"
+OTHER_OPERATION = {"add": "sub", "sub": "add", "and": "or", "or": "and", "xor": "and"}
+OTHER_OPERATION |= {"min": "max", "max": "min", "shl": "shr", "shr": "shl", "rem": "div"}
+OTHER_OPERATION |= {"div": "rem"}
+
+# Class -> what is left out.
+DROPPED = {
+    "wait dropped": r"tcgen05\.wait|cp\.async\.bulk\.wait_group|bar\.sync|barrier\.sync",
+    "fence dropped": r"fence|tcgen05\.fence",
+    "commit dropped": r"tcgen05\.commit|cp\.async\.bulk\.commit_group",
+    "arrival dropped": r"mbarrier\.(arrive|expect_tx)",
+    "initialisation dropped": r"mbarrier\.init|tcgen05\.alloc",
+    "copy or product dropped": rf"{GUARDED}|{TO_SHARED}|{FROM_GLOBAL}",
+    "end of the kernel": r"tcgen05\.dealloc",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One edit.
+
+    Attributes:
+      kind: its class.
+      what: what is changed, and where.
+      index: the instruction without whose execution the edit means nothing; None of tensor maps.
+      edits: (begin, end, new text) of the PTX.
+      change: of the machine before its launch.
+    """
+
+    kind: str
+    what: str
+    index: int | None = None
+    edits: tuple[tuple[int, int, str], ...] = ()
+    change: Callable = lambda machine: None
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}"
+
+    def apply(self, ptx: str) -> str:
+        """The edited PTX."""
+        for begin, end, new in sorted(self.edits, reverse=True):
+            ptx = ptx[:begin] + new + ptx[end:]
+        return ptx
+
+
+class Code:
+    """A kernel's instructions with what an edit has to know of their places."""
+
+    def __init__(self, ptx: str):
+        self.ptx, self.kernel = ptx, parse(ptx)
+        self.code = self.kernel.code
+        self.groups = self._groups()
+        targets = {target for line in self.code for target in line.targets}
+        starts = (i in targets or (i and self.code[i - 1].targets) for i in range(len(self.code)))
+        self.sections = list(itertools.accumulate(map(bool, starts)))
+
+    def _groups(self) -> list[tuple[int, int]]:
+        """Of each instruction the innermost braces around it, or its own place."""
+        found, opened, open_of, at = [], [], [], self.code[0].span[0]
+        ends = {}
+        for line in self.code:
+            begin, end = line.span
+            for match in re.finditer(r"[{}]", self._gap(at, begin)):
+                if match[0] == "{":
+                    opened.append(at + match.start())
+                elif opened:
+                    ends[opened.pop()] = at + match.end()
+            open_of.append(opened[-1] if opened else None)
+            at = end
+        for match in re.finditer(r"\}", self._gap(at, len(self.ptx))):
+            if opened:
+                ends[opened.pop()] = at + match.end()
+        for line, begin in zip(self.code, open_of):
+            found.append(line.span if begin is None else (begin, ends[begin]))
+        return found
+
+    def _gap(self, begin: int, end: int) -> str:
+        text = self.ptx[begin:end]
+        return re.sub(r"/\*.*?\*/|//[^\n]*", lambda m: " " * len(m[0]), text, flags=re.S)
+
+    def find(self, opcodes: str) -> list[int]:
+        """The instructions whose opcode begins with this pattern."""
+        return [i for i, line in enumerate(self.code) if re.match(opcodes, line.opcode)]
+
+    def next(self, i: int, opcodes: str, *, step: int = 1) -> int | None:
+        """The next (previous) such instruction of the same straight line."""
+        j = i + step
+        while 0 <= j < len(self.code) and self.sections[j] == self.sections[i]:
+            if re.match(opcodes, self.code[j].opcode):
+                return j
+            j += step
+        return None
+
+    def reached(self, i: int, opcodes: str, stop: str) -> int | None:
+        """The nearest such instruction that can follow this one without another one between."""
+        seen, edge = {i}, [i]
+        while edge:
+            following = []
+            for j in edge:
+                line = self.code[j]
+                name = line.opcode.split(".")[0]
+                after = list(line.targets)
+                if line.predicate or name not in ("bra", "brx", "ret", "exit"):
+                    after.append(j + 1)
+                following += [k for k in after if k not in seen and k < len(self.code)]
+                seen.update(following)
+            for j in following:
+                if re.match(opcodes, self.code[j].opcode):
+                    return j
+            edge = [j for j in following if not re.match(stop, self.code[j].opcode)]
+        return None
+
+    def guard(self, i: int) -> str:
+        """Its predicate, as written."""
+        return re.match(r"(@!?\s*\S+\s+)?", self.code[i].text)[0]
+
+    def operands(self, i: int) -> list[str]:
+        """Its operands, as written."""
+        return split(self.code[i].text.split(self.code[i].opcode, 1)[1].strip())
+
+    def mutation(self, kind: str, i: int, note: str, *edits, change: bool = True) -> Mutation:
+        """An edit at this instruction."""
+        text = f"{self.code[i]}"
+        return Mutation(kind, f"{text[:110]}{'; ' * bool(note)}{note}", i, edits)
+
+    def dropped(self, i: int) -> tuple[int, int, str]:
+        """It is left out."""
+        return (*self.code[i].span, ";")
+
+    def moved(self, i: int, to: int) -> tuple[tuple[int, int, str], ...]:
+        """It, with the braces around it, stands behind (before) another one."""
+        begin, end = self.groups[i]
+        first, last = self.groups[to]
+        place = last if to > i else first
+        return (begin, end, " "), (place, place, f" {self.ptx[begin:end]} ")
+
+    def replaced(self, i: int, operands: list[str], first: str = "") -> tuple[int, int, str]:
+        """Other operands, which instructions in front of it may make."""
+        line = f"{self.guard(i)}{self.code[i].opcode} {', '.join(operands)};"
+        return (*self.code[i].span, f"{{ {first} {line} }}")
+
+    def computed(self, i: int, number: int, operation: str, by: int, kind: str):
+        """An operand that differs: `add`, `xor` of it and a number."""
+        operands = self.operands(i)
+        old, operands[number] = operands[number], "edited"
+        type_ = kind if operation == "add" else f"b{kind[1:]}"
+        first = f".reg .b{kind[1:]} edited; {operation}.{type_} edited, {old}, {by};"
+        return self.replaced(i, operands, first)
+
+    def shifted(self, i: int, number: int, by: int) -> tuple[int, int, str]:
+        """Another offset of an address."""
+        operands = self.operands(i)
+        address = r"\[\s*([\w$%.]+)\s*(?:\+\s*(-?\w+))?\s*(,.*)?\]"
+        base, offset, more = re.fullmatch(address, operands[number], re.S).groups()
+        operands[number] = f"[{base}+{int(offset or '0', 0) + by}{more or ''}]"
+        return self.replaced(i, operands)
+
+    def moved_coordinate(self, i: int, number: int, which: int) -> tuple[int, int, str]:
+        """A coordinate of a copy that is one more."""
+        operands = self.operands(i)
+        base, coordinates = re.fullmatch(r"\[([^,]+),\s*\{(.*)\}\s*\]", operands[number]).groups()
+        items = split(coordinates)
+        old, items[which] = items[which], "edited"
+        operands[number] = f"[{base}, {{{', '.join(items)}}}]"
+        return self.replaced(i, operands, f".reg .b32 edited; add.s32 edited, {old}, 1;")
+
+
+def _dropped(code: Code) -> Iterator[Mutation]:
+    for kind, opcodes in DROPPED.items():
+        for i in code.find(opcodes):
+            yield code.mutation(kind, i, "", code.dropped(i))
+    for i in code.find(WAIT):
+        true = f"{code.guard(i)}setp.eq.u32 {code.operands(i)[0]}, 0, 0;"
+        yield code.mutation("wait dropped", i, "", (*code.code[i].span, true))
+
+
+def _moved(code: Code) -> Iterator[Mutation]:
+    # Class, what is moved, behind or before what.
+    moves = (
+        ("wait moved", r"tcgen05\.wait::ld", r"mbarrier\.arrive", 1),
+        ("wait moved", r"cp\.async\.bulk\.wait_group\.read", TO_SHARED, 1),
+        ("wait moved", r"bar\.sync|barrier\.sync", r"mbarrier\.arrive", 1),
+        ("fence moved", r"tcgen05\.fence::before", r"mbarrier\.arrive", 1),
+        ("fence moved", r"fence\.proxy\.async", TO_SHARED, -1),
+        ("fence moved", r"fence\.mbarrier_init", r"barrier\.cluster\.arrive", 1),
+        ("commit moved", r"cp\.async\.bulk\.commit_group", STORE, -1),
+    )
+    for kind, opcodes, target, step in moves:
+        for i in code.find(opcodes):
+            to = code.next(i, target, step=step)
+            # Not past its like, which would take its place.
+            if to is not None and code.next(i, opcodes, step=step) not in range(i, to):
+                note = f"{'behind' if step > 0 else 'before'} {code.code[to]}"[:70]
+                yield code.mutation(kind, i, note, *code.moved(i, to))
+    for i in code.find(WAIT):
+        begin, end = code.groups[i]
+        to = code.reached(i, GUARDED, r"bar")
+        if to is not None and re.search(r"\bbra\b", code.ptx[begin:end]):
+            note = f"behind {code.code[to]}"[:70]
+            place = code.groups[to][1]
+            put = (place, place, f" {code.ptx[begin:end]} ")
+            yield code.mutation("wait moved", i, note, (begin, end, ";"), put)
+    for i in code.find(r"tcgen05\.fence::after"):
+        # Directly behind the loop that waits.
+        waits = [j for j in code.find(WAIT) if code.groups[j][1] <= code.code[i].span[0]]
+        if waits and code.groups[waits[-1]] != code.code[waits[-1]].span:
+            begin, end = code.code[i].span
+            place = code.groups[waits[-1]][0]
+            edits = (begin, end, ";"), (place, place, f" {code.ptx[begin:end]} ")
+            yield code.mutation("fence moved", i, "before the wait", *edits)
+    for i in code.find(r"tcgen05\.commit"):
+        products = [j for j in code.find(MULTIPLY) if j < i]
+        if products:
+            edits = code.moved(products[-1], i)
+            yield code.mutation("commit moved", i, "before the last product", *edits)
+
+
+def _barriers(code: Code) -> Iterator[Mutation]:
+    for i in code.find(WAIT):
+        yield code.mutation("parity flipped", i, "", code.computed(i, 2, "xor", 1, "b32"))
+    # Where they have the address of a barrier.
+    places = {WAIT: 1, r"tcgen05\.commit": 0, LOAD: 2, r"mbarrier\.(arrive|expect_tx)": None}
+    for opcodes, number in places.items():
+        for i in code.find(opcodes):
+            operands = code.operands(i)
+            at = int(not operands[0].startswith("[")) if number is None else number
+            for by in (8, -8):
+                yield code.mutation("wrong barrier", i, f"{by:+}", code.shifted(i, at, by))
+    for i in code.find(r"mapa"):
+        yield code.mutation("wrong block", i, "", code.computed(i, 2, "xor", 1, "b32"))
+    for i in code.find(r"tcgen05\.commit.*multicast"):
+        for block in (0, 1):
+            edit = code.computed(i, 1, "xor", 1 << block, "b16")
+            yield code.mutation("wrong block", i, f"not to block {block}", edit)
+    for i in code.find(r"mbarrier\.init"):
+        for by in (1, -1):
+            edit = code.computed(i, 1, "add", by, "s32")
+            yield code.mutation("count of arrivals or bytes", i, f"{by:+}", edit)
+    for i in code.find(r"mbarrier\.(arrive\.)?expect_tx"):
+        for by in (16, -16):
+            edit = code.computed(i, len(code.operands(i)) - 1, "add", by, "s32")
+            yield code.mutation("count of arrivals or bytes", i, f"{by:+}", edit)
+
+
+def _descriptors(code: Code) -> Iterator[Mutation]:
+    products = code.find(MULTIPLY)
+    # Bits take turns at the sites, so that each bit and each site has its edit.
+    for kind, number, bits in (
+        ("matrix descriptor", 1, 64),
+        ("matrix descriptor", 2, 64),
+        ("instruction descriptor", 3, 32),
+    ):
+        for turn in range(max(bits, len(products)) if products else 0):
+            i, bit = products[turn % len(products)], turn % bits
+            edit = code.computed(i, number, "xor", 1 << bit, f"b{bits}")
+            note = f"operand {'dabi'[number]}, bit {bit}"
+            yield code.mutation(kind, i, note, edit)
+    for i in products:
+        operands = code.operands(i)
+        operands[4] = operands[4][1:] if operands[4][0] == "!" else f"!{operands[4]}"
+        yield code.mutation("accumulation", i, "", code.replaced(i, operands))
+
+
+def _tensor_maps(maps: dict) -> Iterator[Mutation]:
+    def changed(index, field, value):
+        def change(machine):
+            address = sorted(machine.tensor_maps)[index]
+            tensor = machine.tensor_maps[address]
+            machine.tensor_maps[address] = dataclasses.replace(tensor, **{field: value})
+
+        return change
+
+    def others(tensor):
+        for swizzle in {0, 32, 64, 128} - {tensor.swizzle}:
+            yield "swizzle", swizzle
+        yield "base", tensor.base + 16
+        for i in range(len(tensor.box)):
+            for field, values in (
+                ("box", {tensor.box[i] // 2, tensor.box[i] + 1} - {0}),
+                ("dimensions", {tensor.dimensions[i] - 1} - {0}),
+                ("strides", {tensor.strides[i] - 16, tensor.strides[i] + 16} if i else ()),
+            ):
+                old = getattr(tensor, field)
+                for value in sorted(values):
+                    yield field, (*old[:i], value, *old[i + 1 :])
+
+    for index, address in enumerate(sorted(maps)):
+        tensor = maps[address]
+        for field, value in others(tensor):
+            what = f"{tensor.name}, {field} {getattr(tensor, field)} -> {value}"
+            yield Mutation("tensor map", what, change=changed(index, field, value))
+
+
+def _places(code: Code, row_bytes: int) -> Iterator[Mutation]:
+    """Wrong rows, columns and addresses."""
+    for kind, opcodes, number in (
+        ("store to a wrong row or column", STORE, 0),
+        ("load from a wrong row or column", LOAD, 1),
+    ):
+        for i in code.find(opcodes):
+            rank = int(re.search(r"\.(\d)d\.", code.code[i].opcode)[1])
+            for which in range(rank):
+                edit = code.moved_coordinate(i, number, which)
+                yield code.mutation(kind, i, f"coordinate {which} + 1", edit)
+    for i in code.find(FROM_GLOBAL):
+        *_, count, width = re.search(r"(?:\.v([24]))?\.[busf](\d+)$", code.code[i].opcode).groups()
+        size = int(count or 1) * int(width) // 8
+        for by in (size, row_bytes):
+            yield code.mutation("wrong row of a table", i, f"{by:+}", code.shifted(i, 1, by))
+    # Buffers in shared memory, and columns of tensor memory.
+    for opcodes, number, by in (
+        (STORE, 1, 1024),
+        (LOAD, 0, 1024),
+        (TO_SHARED, 0, 16),
+        (MULTIPLY, 0, 32),
+        (READ, 1, 8),
+    ):
+        for i in code.find(opcodes):
+            yield code.mutation("wrong buffer", i, f"{by:+}", code.shifted(i, number, by))
+    for i in code.find(ARITHMETIC):
+        yield _other_arithmetic(code, i)
+
+
+def _other_arithmetic(code: Code, i: int) -> Mutation:
+    """A constant that is one more, or else another operation."""
+    line, operands = code.code[i], code.operands(i)
+    name = line.opcode.split(".")[0]
+    constant = 2 if name == "bfe" else len(operands) - 1
+    is_sign = name == "shr" and operands[-1] == "31"
+    if re.fullmatch(r"-?\d+", operands[constant]) and ".hi." not in line.opcode and not is_sign:
+        operands[constant] = str(int(operands[constant]) + 1)
+        edit = code.replaced(i, operands)
+    else:
+        if ".hi." in line.opcode:
+            opcode = line.opcode.replace(".hi.", ".lo.")
+        elif name in OTHER_OPERATION:
+            kind = line.opcode.split(".")[-1]
+            opcode = f"{OTHER_OPERATION[name]}.{kind if name != 'shr' else 'b' + kind[1:]}"
+        else:
+            opcode = line.opcode.replace("mad.", "mul.").replace("mul.", "add.", 1)
+        edit = (*line.span, f"{code.guard(i)}{opcode} {', '.join(operands)};")
+    return code.mutation("address arithmetic", i, "", edit)
+
+
+def _end(code: Code) -> Iterator[Mutation]:
+    """A block that exits while its peer may still signal it."""
+    kind = "end of the kernel"
+    arrivals = code.find(r"barrier\.cluster\.arrive")
+    waits = code.find(r"barrier\.cluster\.wait")
+    for arrival, wait in zip(arrivals, waits):
+        both = code.dropped(arrival), code.dropped(wait)
+        kind = "end of the kernel" if wait == waits[-1] else "wait dropped"
+        yield code.mutation(kind, wait, "and the arrival", *both)
+        yield code.mutation(kind, wait, "", code.dropped(wait))
+        yield code.mutation(kind, arrival, "", code.dropped(arrival))
+    if len(waits) < 2:
+        return
+    place = code.code[arrivals[-1]].span[0]
+    for block in (0, 1):
+        leave = (
+            "{ .reg .pred gone; .reg .b32 rank; mov.u32 rank, %cluster_ctarank; "
+            f"setp.eq.u32 gone, rank, {block}; @gone exit; }} "
+        )
+        note = f"block {block} exits before"
+        yield code.mutation(kind, arrivals[-1], note, (place, place, leave))
+
+
+def mutations(ptx: str, maps: dict, row_bytes: int) -> list[Mutation]:
+    """All edits of a kernel.
+
+    Args:
+      ptx: of the kernel.
+      maps: its tensor maps, by address.
+      row_bytes: of a row of a table in global memory.
+    """
+    code = Code(ptx)
+    return [
+        *_dropped(code),
+        *_moved(code),
+        *_barriers(code),
+        *_descriptors(code),
+        *_tensor_maps(maps),
+        *_places(code, row_bytes),
+        *_end(code),
+    ]
