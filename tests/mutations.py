@@ -139,7 +139,7 @@ class Code:
         """Its operands, as written."""
         return split(self.code[i].text.split(self.code[i].opcode, 1)[1].strip())
 
-    def mutation(self, kind: str, i: int, note: str, *edits, change: bool = True) -> Mutation:
+    def mutation(self, kind: str, i: int, note: str, *edits) -> Mutation:
         """An edit at this instruction."""
         text = f"{self.code[i]}"
         return Mutation(kind, f"{text[:110]}{'; ' * bool(note)}{note}", i, edits)
@@ -147,6 +147,10 @@ class Code:
     def dropped(self, i: int) -> tuple[int, int, str]:
         """It is left out."""
         return (*self.code[i].span, ";")
+
+    def passed(self, i: int) -> tuple[int, int, str]:
+        """A wait for a barrier that says at once that its phase is over."""
+        return (*self.code[i].span, f"{self.guard(i)}setp.eq.u32 {self.operands(i)[0]}, 0, 0;")
 
     def moved(self, i: int, to: int) -> tuple[tuple[int, int, str], ...]:
         """It, with the braces around it, stands behind (before) another one."""
@@ -191,8 +195,7 @@ def _dropped(code: Code) -> Iterator[Mutation]:
         for i in code.find(opcodes):
             yield code.mutation(kind, i, "", code.dropped(i))
     for i in code.find(WAIT):
-        true = f"{code.guard(i)}setp.eq.u32 {code.operands(i)[0]}, 0, 0;"
-        yield code.mutation("wait dropped", i, "", (*code.code[i].span, true))
+        yield code.mutation("wait dropped", i, "", code.passed(i))
 
 
 def _moved(code: Code) -> Iterator[Mutation]:
@@ -248,7 +251,10 @@ def _barriers(code: Code) -> Iterator[Mutation]:
             for by in (8, -8):
                 yield code.mutation("wrong barrier", i, f"{by:+}", code.shifted(i, at, by))
     for i in code.find(r"mapa"):
-        yield code.mutation("wrong block", i, "", code.computed(i, 2, "xor", 1, "b32"))
+        operands = code.operands(i)
+        for block in {"0", "1"} - {operands[2]}:
+            edit = code.replaced(i, [*operands[:2], block])
+            yield code.mutation("wrong block", i, f"block {block}", edit)
     for i in code.find(r"tcgen05\.commit.*multicast"):
         for block in (0, 1):
             edit = code.computed(i, 1, "xor", 1 << block, "b16")
@@ -265,15 +271,18 @@ def _barriers(code: Code) -> Iterator[Mutation]:
 
 def _descriptors(code: Code) -> Iterator[Mutation]:
     products = code.find(MULTIPLY)
-    # Bits take turns at the sites, so that each bit and each site has its edit.
+    # Bits 16 to 29 are an offset that a swizzled operand with rows of K does not use (9.7.16.4.1).
+    matrix = [bit for bit in range(64) if not 16 <= bit < 30]
     for kind, number, bits in (
-        ("matrix descriptor", 1, 64),
-        ("matrix descriptor", 2, 64),
-        ("instruction descriptor", 3, 32),
+        ("matrix descriptor", 1, matrix),
+        ("matrix descriptor", 2, matrix),
+        ("instruction descriptor", 3, range(32)),
     ):
-        for turn in range(max(bits, len(products)) if products else 0):
-            i, bit = products[turn % len(products)], turn % bits
-            edit = code.computed(i, number, "xor", 1 << bit, f"b{bits}")
+        # Bits take turns at the sites, so that each bit and each site has its edit.
+        for turn in range(max(len(bits), len(products)) if products else 0):
+            i, bit = products[turn % len(products)], bits[turn % len(bits)]
+            width = 32 if bits == range(32) else 64
+            edit = code.computed(i, number, "xor", 1 << bit, f"b{width}")
             note = f"operand {'dabi'[number]}, bit {bit}"
             yield code.mutation(kind, i, note, edit)
     for i in products:
@@ -329,13 +338,14 @@ def _places(code: Code, row_bytes: int) -> Iterator[Mutation]:
         for by in (size, row_bytes):
             yield code.mutation("wrong row of a table", i, f"{by:+}", code.shifted(i, 1, by))
     # Buffers in shared memory, and columns of tensor memory.
-    for opcodes, number, by in (
+    offsets = (
         (STORE, 1, 1024),
         (LOAD, 0, 1024),
         (TO_SHARED, 0, 16),
         (MULTIPLY, 0, 32),
         (READ, 1, 8),
-    ):
+    )
+    for opcodes, number, by in offsets:
         for i in code.find(opcodes):
             yield code.mutation("wrong buffer", i, f"{by:+}", code.shifted(i, number, by))
     for i in code.find(ARITHMETIC):
@@ -376,6 +386,12 @@ def _end(code: Code) -> Iterator[Mutation]:
         yield code.mutation(kind, arrival, "", code.dropped(arrival))
     if len(waits) < 2:
         return
+    both = code.dropped(arrivals[-1]), code.dropped(waits[-1])
+    for i in code.find(WAIT):
+        # A wait of a drain: nothing that it could guard follows.
+        if code.reached(i, rf"{GUARDED}|mbarrier\.arrive", r"bar") is None:
+            edits = (*both, code.passed(i))
+            yield code.mutation(kind, i, "dropped, and the last cluster barrier", *edits)
     place = code.code[arrivals[-1]].span[0]
     for block in (0, 1):
         leave = (
@@ -386,15 +402,14 @@ def _end(code: Code) -> Iterator[Mutation]:
         yield code.mutation(kind, arrivals[-1], note, (place, place, leave))
 
 
-def mutations(ptx: str, maps: dict, row_bytes: int) -> list[Mutation]:
+def mutations(code: Code, maps: dict, row_bytes: int) -> list[Mutation]:
     """All edits of a kernel.
 
     Args:
-      ptx: of the kernel.
+      code: of the kernel.
       maps: its tensor maps, by address.
       row_bytes: of a row of a table in global memory.
     """
-    code = Code(ptx)
     return [
         *_dropped(code),
         *_moved(code),

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from ptx_emulator.clocks import MEMORY
+from ptx_emulator.clocks import MEMORY, learn
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.isa import LANES, Blocked, block_of, instruction, lanes
+from ptx_emulator.isa import LANES, Blocked, Task, block_of, instruction, lanes
 from ptx_emulator.memory import SHARED_BEGIN, SHARED_WINDOW
 from ptx_emulator.parser import Address, Sink
 from ptx_emulator.scalar import modifiers
@@ -29,8 +29,8 @@ class Mbarrier:
         # What was known when the last phase was completed.
         self.completed = machine.agents.clock()
         self.maker, self.made = warp.agent, warp.time
-        # Whether others than the own block's ordinary accesses may use it.
-        self.fenced = False
+        # When its maker let others than the own block's ordinary accesses use it.
+        self.fenced: int | None = None
 
     def __str__(self) -> str:
         return (
@@ -86,7 +86,8 @@ class Mbarrier:
             raise RaceError(
                 f"{warp} uses a barrier whose mbarrier.init nothing orders before: {self}"
             )
-        if (asynchronous or self.block is not warp.block) and not self.fenced:
+        seen = self.fenced is not None and warp.clock[MEMORY][self.maker] >= self.fenced
+        if (asynchronous or self.block is not warp.block) and not seen:
             where = "the asynchronous proxy" if asynchronous else "another block"
             warp.machine.warn(
                 "unfenced mbarrier.init",
@@ -170,13 +171,29 @@ def mbarrier_arrive(build, line):
             number = int(count(warp)[lane]) if count else 1
             if expects:
                 barrier.expect(number)
-            if not only:
+            arrivals = 0 if only else 1 if expects else number
+            if barrier.block is not warp.block and not expects:
+                _arrive_elsewhere(warp, barrier, arrivals)
+            elif arrivals:
                 warp.release(barrier.gathered)
-                barrier.arrive(1 if expects else number, completes="noComplete" not in parts)
+                barrier.arrive(arrivals, completes="noComplete" not in parts)
         write(warp, np.zeros(LANES, np.uint64), mask)
         warp.machine.event()
 
     return execute
+
+
+def _arrive_elsewhere(warp, barrier: Mbarrier, count: int) -> None:
+    """An arrival at a barrier of another block, which takes its time."""
+    known = warp.machine.agents.clock()
+    warp.release(known)
+
+    def run():
+        learn(barrier.gathered, known)
+        barrier.arrive(count)
+
+    what = f"the arrival of {warp} at {barrier}"
+    warp.machine.submit(Task("signal", run, what, warp.block.cluster, ("arrival", warp)))
 
 
 @instruction(
@@ -290,9 +307,17 @@ def bar_warp(build, line):
 @instruction(SYNC, "barrier.cluster.arrive{,.relaxed,.release}{,.aligned}")
 def cluster_arrive(build, line):
     """A relaxed arrival orders no memory; the launch of a cluster orders its initialisation, which
-    fence.mbarrier_init makes visible (9.7.13.3), so it releases what that fence covers."""
+    fence.mbarrier_init makes visible (9.7.13.3), so it releases what that fence covers. Any other
+    one comes behind the block's arrivals at barriers of other blocks."""
+    relaxed = "relaxed" in modifiers(line)
 
     def execute(warp, mask):
+        if not relaxed:
+            warp.machine.perform(
+                task
+                for task in warp.machine.tasks
+                if task.queue and task.queue[0] == "arrival" and task.queue[1].block is warp.block
+            )
         warp.cluster_arrivals += 1
         warp.release(warp.block.cluster.clock)
         warp.machine.event()
@@ -326,7 +351,7 @@ def _publish_barriers(warp) -> None:
     """The barriers that this warp made are visible to all."""
     for barrier in warp.block.barriers.values():
         if barrier.maker == warp.agent:
-            barrier.fenced = True
+            barrier.fenced = barrier.fenced or warp.time
 
 
 @instruction(SYNC, "fence.proxy.async{,.shared::cta,.shared::cluster,.global}")

@@ -194,6 +194,16 @@ class TensorMemory:
             )
         self.read_at[warp - self.first_warp, columns] = time
 
+    def frees(self, columns: slice, clock: np.ndarray) -> None:
+        """Notes a tcgen05.dealloc: it has to know that nobody loads any more."""
+        known = clock[MEMORY][self.first_warp : self.first_warp + self.warps_of_a_block]
+        late = self.read_at[:, columns].max(1) > known
+        if late.any():
+            raise RaceError(
+                f"tcgen05.dealloc in block {self.rank}, and nothing orders it after the tcgen05.ld "
+                f"of warp {int(np.nonzero(late)[0][0])}"
+            )
+
     def multiplies(self, sequence: int, columns: slice, clock: np.ndarray, what: str) -> None:
         """Notes a tcgen05.mma: it has to know that what it overwrites has been loaded."""
         known = clock[TENSOR][self.first_warp : self.first_warp + self.warps_of_a_block]

@@ -54,7 +54,8 @@ class Matrix:
     def of_hopper(cls, descriptor: int, *, transposed: bool) -> "Matrix":
         """A descriptor of wgmma."""
         swizzle = {0: 0, 1: 128, 2: 64, 3: 32}[descriptor >> 62]
-        if descriptor >> 52 & 0x3FF or descriptor >> 46 & 0x3 or descriptor >> 30 & 0x3:
+        reserved = 0x3FF << 52 | 0x3 << 46 | 0x3 << 30 | 0x3 << 14
+        if descriptor & reserved:
             raise EmulatorError(f"reserved bits of the descriptor {descriptor:#x} are set")
         return cls._of(descriptor, swizzle, transposed)
 
@@ -62,7 +63,8 @@ class Matrix:
     def of_blackwell(cls, descriptor: int, machine, *, transposed: bool) -> "Matrix":
         """A descriptor of tcgen05."""
         kinds = {0: 0, 2: 128, 4: 64, 6: 32}
-        if descriptor >> 61 not in kinds or descriptor >> 52 & 0x1FF or descriptor >> 30 & 0x3:
+        reserved = 0x1FF << 52 | 0x3 << 30 | 0x3 << 14
+        if descriptor >> 61 not in kinds or descriptor & reserved:
             raise EmulatorError(f"the descriptor {descriptor:#x}: swizzle, or reserved bits")
         if version := descriptor >> 46 & 0x7 ^ 1:
             message = f"bits 46 to 48 of the descriptor {descriptor:#x} are not 0b001"
@@ -210,6 +212,7 @@ def dealloc(build, line):
         busy = [task for task in machine.tasks if warp.block in (task.queue or ())]
         if busy:
             raise EmulatorError(f"tensor memory is given back before {busy[0].what}")
+        tensor.frees(slice(first, first + columns), warp.clock)
         del tensor.allocated[first]
         machine.event()
 
@@ -332,12 +335,19 @@ def commit(build, line):
             known = warp.multiplied_knowing.copy()
             known[[MEMORY, TENSOR], machine.agents.tensor_core] = cluster.multiplied
 
-            def run(barriers=barriers, known=known):
-                for barrier in barriers:
-                    learn(barrier.gathered, known)
-                    barrier.arrive()
-
             what = f"a tcgen05.commit to {barriers[0]}"
+
+            def signal(barrier, known):
+                learn(barrier.gathered, known)
+                barrier.arrive()
+
+            # The signals come when they come: nothing orders those of two commits.
+            def run(barriers=barriers, known=known, what=what):
+                for barrier in barriers:
+                    one = functools.partial(signal, barrier, known)
+                    task = Task("signal", one, f"the signal of {what}", cluster)
+                    machine.submit(task, oldest=True)
+
             queue = ("products", *_blocks(warp, pair))
             machine.submit(Task("multiply", run, what, cluster, queue))
 

@@ -1,0 +1,167 @@
+"""Edits that make a compiled Blackwell kernel wrong are noticed when its PTX is executed.
+
+A sample of them; all, in parts, with
+
+  PTX_MUTATIONS=all pytest tests/test_ptx_mutations.py -n 2 --junitxml=FILE
+
+whose FILE has what noticed each edit.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import os
+from unittest import mock
+
+import numpy as np
+import pytest
+from emulated import ALLOWED, CASES, MULTIPROCESSORS, compiled, emulated
+from interpreter import draw_operands
+from mutations import Code, Mutation, harmless, mutations
+from ptx_emulator import machine, mosaic
+from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
+from ptx_emulator.machine import Machine
+from ptx_emulator.parser import parse
+
+from benchmarks.offline_compile import cuda_root
+from pallas_patch_embed.backends import xla
+
+pytestmark = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
+
+# Between them: two blocks and one, a weight that stays and one that is streamed, runs of several
+# tiles, one and two stores a tile, slices of N, a shared table, one for each image, and none.
+NAMES = (
+    "two blocks, runs of several tiles",
+    "two blocks, streamed weight, two stores a tile",
+    "one block, tables of their own, two slices",
+)
+EVERY = os.environ.get("PTX_MUTATIONS") == "all"
+PARTS = 8 if EVERY else 1
+STEP = 1 if EVERY else 101
+SCHEDULES = (
+    ("random", 2),
+    ("late", 1),
+    ("eager", 0),
+    ({"load": "eager", "multiply": "late", "store": "late", "write": "late"}, 4),
+)
+NONE = Mutation("none", "unedited")
+
+
+class Subject:
+    """A compiled kernel with its operands and the right result."""
+
+    def __init__(self, name: str, folder):
+        self.case = CASES[name]
+        self.stem = compiled(name, folder)
+        case = self.case
+        self.operands = draw_operands(1, case.patches, case.N, case.dtype, case.table)
+        self.expected = np.asarray(xla.run(*self.operands, out_dtype=case.out_dtype))
+
+    def run(self, mutation: Mutation, schedule, seed: int, watch=None) -> tuple[bool, Machine]:
+        """Whether the edited kernel's result is right, and its machine.
+
+        `watch(machine)` is called before the launch.
+        """
+        launch = Machine.launch
+
+        def launched(machine):
+            mutation.change(machine)
+            if watch:
+                watch(machine)
+            launch(machine)
+
+        with contextlib.ExitStack() as patched:
+            edited = lambda ptx: parse(mutation.apply(ptx))  # noqa: E731
+            patched.enter_context(mock.patch.object(mosaic, "parse", edited))
+            patched.enter_context(mock.patch.object(Machine, "launch", launched))
+            options = dict(schedule=schedule, seed=seed, allowed=ALLOWED)
+            y, ran = emulated(self.stem, self.case, self.operands, **options)
+        return np.array_equal(y, self.expected), ran
+
+    def noticed(self, mutation: Mutation) -> str | None:
+        """What notices an edit in one of the schedules; None if nothing does."""
+        for schedule, seed in SCHEDULES:
+            try:
+                right, _ = self.run(mutation, schedule, seed)
+            except DeadlockError:
+                return "deadlock"
+            except RaceError:
+                return "race"
+            except EmulatorError:
+                return "protocol"
+            if not right:
+                return "values"
+        return None
+
+    def traces(self) -> dict:
+        """(cluster, warp) -> the instructions that it executes, in their order."""
+        found = collections.defaultdict(list)
+
+        def note(i, warp):
+            found[warp.block.cluster.number, warp.agent].append(i)
+
+        assert self.run(NONE, *SCHEDULES[0], lambda machine: watch(machine, note))[0]
+        return found
+
+    def changes_no_value(self, mutation: Mutation) -> bool:
+        """Whether the edited instruction computes what the unedited one does, every time."""
+        values = []
+        for edit in (NONE, mutation):
+            found = collections.defaultdict(list)
+
+            def note(i, warp, found=found):
+                if i == mutation.index:
+                    number = warp.machine.kernel.code[i].operands[0].number
+                    content = warp.registers[number].tobytes()
+                    found[warp.block.cluster.number, warp.agent].append(content)
+
+            self.run(edit, *SCHEDULES[0], lambda machine, note=note: watch(machine, note))
+            values.append(found)
+        return values[0] == values[1]
+
+
+def watch(machine: Machine, note) -> None:
+    """note(number of the instruction, warp) is called behind each that is executed."""
+
+    def noted(i, step):
+        def execute(warp, mask):
+            blocked = step.execute(warp, mask)
+            if blocked is None or blocked.done:
+                note(i, warp)
+            return blocked
+
+        return dataclasses.replace(step, execute=execute) if step.execute else step
+
+    machine.code = [noted(i, step) for i, step in enumerate(machine.code)]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("name", NAMES)
+def test_edits_are_noticed(monkeypatch, record_property, tmp_path, name, part):
+    monkeypatch.setattr(CASES[name].module, "MULTIPROCESSORS", MULTIPROCESSORS)
+    # Enough for a run of these kernels.
+    monkeypatch.setattr(machine, "PATIENCE", 60_000)
+    subject = Subject(name, tmp_path)
+    traces = subject.traces()
+    executed = set().union(*traces.values())
+    _, ran = subject.run(NONE, *SCHEDULES[1])
+    ptx = subject.stem.with_suffix(".ptx").read_text()
+    code = Code(ptx)
+    every = mutations(code, ran.tensor_maps, 2 * subject.case.N)
+    assert len(every) > 700
+    chosen = every[part::PARTS][::STEP]
+    unexplained, caught = [], 0
+    for mutation in chosen:
+        if how := subject.noticed(mutation):
+            caught += 1
+        elif mutation.index is not None and mutation.index not in executed:
+            how = "not executed"
+        elif reason := harmless(mutation, code, traces):
+            how = f"harmless: {reason}"
+        elif mutation.kind == "address arithmetic" and subject.changes_no_value(mutation):
+            how = "harmless: it changes no value with these operands"
+        else:
+            unexplained.append(str(mutation))
+        record_property(str(mutation), how)
+    assert not unexplained
+    assert caught >= 0.9 * len(chosen)
