@@ -378,7 +378,7 @@ class Machine:
         self.schedule, self.random, self.resident = schedule, random.Random(seed), resident
         self.allowed, self.warnings = allowed, {}
         self.tasks: list[Task] = []
-        self.events = 0
+        self.events = self.submitted = 0
         self.running: list[Cluster] = []
         self.code = isa.build(self)
 
@@ -410,15 +410,17 @@ class Machine:
         chosen = self.schedule if isinstance(self.schedule, str) else self.schedule.get(kind)
         return chosen or "random"
 
-    def submit(self, task: Task, *, oldest: bool = False) -> None:
-        """Hands over asynchronous work; `oldest` if it was issued before what is waiting."""
+    def submit(self, task: Task) -> None:
+        """Hands over asynchronous work."""
+        self.submitted += 1
+        task.issued = task.issued or self.submitted
         first = task.queue is None or not any(t.queue == task.queue for t in self.tasks)
         if self.policy(task.kind) == "eager" and first:
             task.run()
             task.done = True
             self.event()
         else:
-            self.tasks.insert(0 if oldest else len(self.tasks), task)
+            self.tasks.append(task)
 
     def launch(self) -> None:
         """Runs the kernel to its end."""
@@ -502,7 +504,8 @@ class Machine:
         if not ready:
             return 0
         soon = [task for task in ready if self.policy(task.kind) != "late"]
-        self._perform(self.random.choice(soon) if soon else ready[-1])
+        newest = max(ready, key=lambda task: task.issued)
+        self._perform(self.random.choice(soon) if soon else newest)
         return 1
 
     def _finish(self, cluster: Cluster) -> None:

@@ -341,15 +341,17 @@ def commit(build, line):
                 learn(barrier.gathered, known)
                 barrier.arrive()
 
+            task = Task("multiply", None, what, cluster, ("products", *_blocks(warp, pair)))
+
             # The signals come when they come: nothing orders those of two commits.
-            def run(barriers=barriers, known=known, what=what):
+            def run(barriers=barriers, known=known, task=task):
                 for barrier in barriers:
                     one = functools.partial(signal, barrier, known)
-                    task = Task("signal", one, f"the signal of {what}", cluster)
-                    machine.submit(task, oldest=True)
+                    what = f"the signal of {task.what}"
+                    machine.submit(Task("signal", one, what, cluster, issued=task.issued))
 
-            queue = ("products", *_blocks(warp, pair))
-            machine.submit(Task("multiply", run, what, cluster, queue))
+            task.run = run
+            machine.submit(task)
 
     return execute
 
