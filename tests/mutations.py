@@ -402,6 +402,65 @@ def _end(code: Code) -> Iterator[Mutation]:
         yield code.mutation(kind, arrivals[-1], note, (place, place, leave))
 
 
+# What touches nothing but registers, or what is done by the time a warp arrives at a barrier.
+QUIET = r"(?!ld(?!\.param)|st|red|atom|cp|tcgen05\.(?!fence::before)|wgmma|mbarrier|bar)"
+TENSOR = r"tcgen05\.(mma|ld|st|cp|shift)"
+
+
+def harmless(mutation: Mutation, code: Code, traces: dict) -> str | None:
+    """Why an edit that nothing notices cannot hurt; None if no reason is known.
+
+    `traces` are the instructions that each warp executes in the unedited kernel.
+    """
+    i = mutation.index
+    if i is None:
+        return None
+    opcode = code.code[i].opcode
+
+    def around(step: int):
+        """In each warp, each time: the next (previous) instruction that is not quiet, or None."""
+        for trace in traces.values():
+            for at in (k for k, j in enumerate(trace) if j == i):
+                rest = trace[at + 1 :] if step > 0 else reversed(trace[:at])
+                yield next((j for j in rest if not re.match(QUIET, code.code[j].opcode)), None)
+
+    def as_wide(j: int | None) -> bool:
+        """Whether it is a barrier of the same warps or more."""
+        if j is None:
+            return False
+        same = code.operands(j) == code.operands(i) or len(code.operands(j)) == 1
+        name = code.code[j].opcode
+        return bool((name.startswith("bar.sync") and same) or name.startswith("barrier.cluster"))
+
+    def behind():
+        """In each warp, each time: the opcodes of what follows."""
+        for trace in traces.values():
+            for at in (k for k, j in enumerate(trace) if j == i):
+                yield [code.code[j].opcode for j in trace[at + 1 :]]
+
+    if opcode.startswith("bar.sync"):
+        if all(map(as_wide, around(1))) or all(map(as_wide, around(-1))):
+            return "another barrier of these warps is beside it, with no access to memory between"
+        if not any(re.match(rf"{GUARDED}|ld|st|mbarrier", o) for rest in behind() for o in rest):
+            return "only tcgen05.dealloc follows, and the drains come before it"
+    if opcode.startswith("tcgen05.fence::after"):
+        covered = (
+            itertools.takewhile(lambda o: not o.startswith("tcgen05.fence::after"), rest)
+            for rest in behind()
+        )
+        if not any(re.match(TENSOR, o) for rest in covered for o in rest):
+            return "its warp issues nothing to the tensor cores that it could order"
+    if re.match(WAIT, opcode) and not any(
+        re.match(rf"{GUARDED}|mbarrier\.arrive", o) for rest in behind() for o in rest
+    ):
+        return "a drain whose barrier gets no signal from another block or the tensor cores"
+    if opcode.startswith("barrier.cluster") and mutation.kind == "end of the kernel":
+        return "the drains come before it: nobody will signal this block any more"
+    if mutation.kind == "matrix descriptor" and mutation.what.endswith("bit 46"):
+        return "the descriptor's version is 0b001 in the ISA, and 0 in what runs on hardware"
+    return None
+
+
 def mutations(code: Code, maps: dict, row_bytes: int) -> list[Mutation]:
     """All edits of a kernel.
 

@@ -38,11 +38,12 @@ NAMES = (
 EVERY = os.environ.get("PTX_MUTATIONS") == "all"
 PARTS = 8 if EVERY else 1
 STEP = 1 if EVERY else 101
+KINDS = ("load", "multiply", "signal", "store", "write")
 SCHEDULES = (
     ("random", 2),
     ("late", 1),
-    ("eager", 0),
-    ({"load": "eager", "multiply": "late", "store": "late", "write": "late"}, 4),
+    (dict.fromkeys(KINDS, "eager") | {"arrival": "late"}, 0),
+    (dict.fromkeys(KINDS, "late") | {"load": "eager"}, 4),
 )
 NONE = Mutation("none", "unedited")
 

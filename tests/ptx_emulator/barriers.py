@@ -193,7 +193,7 @@ def _arrive_elsewhere(warp, barrier: Mbarrier, count: int) -> None:
         barrier.arrive(count)
 
     what = f"the arrival of {warp} at {barrier}"
-    warp.machine.submit(Task("signal", run, what, warp.block.cluster, ("arrival", warp)))
+    warp.machine.submit(Task("arrival", run, what, warp.block.cluster, (warp,)))
 
 
 @instruction(
@@ -316,7 +316,7 @@ def cluster_arrive(build, line):
             warp.machine.perform(
                 task
                 for task in warp.machine.tasks
-                if task.queue and task.queue[0] == "arrival" and task.queue[1].block is warp.block
+                if task.kind == "arrival" and task.queue[0].block is warp.block
             )
         warp.cluster_arrivals += 1
         warp.release(warp.block.cluster.clock)

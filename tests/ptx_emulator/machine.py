@@ -8,8 +8,9 @@ tasks; tcgen05.ld and wgmma happen at their wait. The schedule says when tasks h
   late     when no warp can go on, the newest first
   random   at any time in between
 
-A schedule is one of these words, or a dict of words by kind of task ("load", "store", "multiply",
-"signal"), and a seed for the order of warps and of whatever is random.
+A schedule is one of these words, or a dict of words by kind of task ("load", "multiply", the
+"signal" of a commit, "arrival", of a TMA store the read, "store", and "write"), and a seed for the
+order of warps and of whatever is random.
 """
 
 import dataclasses
