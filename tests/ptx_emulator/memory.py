@@ -21,40 +21,37 @@ WORD, UNIT = 4, 16
 
 
 class GlobalMemory:
-    """Arrays with room between them."""
+    """Arrays, so far from each other that an address beyond one is not in the next."""
 
-    GAP = 1024
+    DISTANCE = 1 << 32
 
     def __init__(self):
         self.bytes = np.zeros(0, np.uint8)
-        self.arrays: list[tuple[int, int, str]] = []
+        # (address, where it begins in `bytes`, length, name)
+        self.arrays: list[tuple[int, int, int, str]] = []
 
     def place(self, array: np.ndarray, name: str = "array") -> int:
-        """Copies an array into the memory; its address, a multiple of 1024."""
+        """Copies an array into the memory; its address."""
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        begin = -(-len(self.bytes) // self.GAP) * self.GAP + self.GAP
-        grown = np.full(begin + len(content) + self.GAP, POISON, np.uint8)
-        grown[: len(self.bytes)] = self.bytes
-        grown[begin : begin + len(content)] = content
-        self.bytes = grown
-        self.arrays.append((begin, len(content), name))
-        return GLOBAL_BEGIN + begin
+        address = GLOBAL_BEGIN + len(self.arrays) * self.DISTANCE
+        self.arrays.append((address, len(self.bytes), len(content), name))
+        self.bytes = np.concatenate([self.bytes, content])
+        return address
 
     def read(self, address: int, shape: tuple[int, ...], dtype) -> np.ndarray:
         """A copy of an array."""
-        begin = address - GLOBAL_BEGIN
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        begin = self.offset(address, size)
         return self.bytes[begin : begin + size].copy().view(dtype).reshape(shape)
 
     def offset(self, address: int, size: int) -> int:
         """Where these bytes are; they have to be inside of one array."""
-        begin = address - GLOBAL_BEGIN
-        for start, length, _ in self.arrays:
-            if start <= begin and begin + size <= start + length:
-                return begin
+        for start, begin, length, _ in self.arrays:
+            if start <= address and address + size <= start + length:
+                return begin + address - start
         raise EmulatorError(
             f"{size} bytes of global memory at {address:#x} are outside of all arrays: "
-            + ", ".join(f"{n} {GLOBAL_BEGIN + s:#x} to +{z}" for s, z, n in self.arrays)
+            + ", ".join(f"{name} {start:#x} to +{size}" for start, _, size, name in self.arrays)
         )
 
 
