@@ -38,12 +38,12 @@ NAMES = (
 EVERY = os.environ.get("PTX_MUTATIONS") == "all"
 PARTS = 8 if EVERY else 1
 STEP = 1 if EVERY else 101
-KINDS = ("load", "multiply", "signal", "store", "write")
+EAGER = dict.fromkeys(("load", "multiply", "signal", "arrival", "store", "write"), "eager")
 SCHEDULES = (
     ("random", 2),
     ("late", 1),
-    (dict.fromkeys(KINDS, "eager") | {"arrival": "late"}, 0),
-    (dict.fromkeys(KINDS, "late") | {"load": "eager"}, 4),
+    (EAGER | {"arrival": "late"}, 0),
+    (EAGER | {"store": "late", "write": "late"}, 0),
 )
 NONE = Mutation("none", "unedited")
 
