@@ -110,6 +110,13 @@ CASES = {
     "Hopper, tables of their own": hopper((5, 75, 128), 64, BF16, "per image", 64, 4),
 }
 
+# K and N of B/16 with the config of production, 196 and 576 positions, and so many images that a
+# worker has 1568 or 2880 rows: several phases of the table, with a tail.
+LONG = {
+    "B/16, 196 positions": two((8, 196, 768), 768, FP8, "shared", 256, 4),
+    "B/16, 576 positions": two((5, 576, 768), 768, INT8, "shared", 256, 4),
+}
+
 
 def compiled(name: str, folder: Path) -> Path:
     """Compiles a case; the stem of its dumped files."""
@@ -155,7 +162,7 @@ def main(name: str, folder: Path) -> None:
         import jax
         from interpreter import draw_operands
 
-        case = CASES[name]
+        case = (CASES | LONG)[name]
         operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         case.module.MULTIPROCESSORS = MULTIPROCESSORS

@@ -61,7 +61,7 @@ def waiting(barrier, number):
 
 def test_mbarriers_are_fenced_before_other_blocks_are_told():
     run(f"{INIT} {FENCE} {ARRIVE} {WAIT} {SIGNAL} {waiting('%a', 0)}", blocks=2, warps=1)
-    with pytest.raises(EmulatorError, match="unfenced mbarrier.init: another block"):
+    with pytest.raises(EmulatorError, match=r"unfenced mbarrier.init: another block"):
         body = f"{INIT} {ARRIVE} {FENCE} {WAIT} {SIGNAL} {waiting('%a', 0)}"
         run(body, blocks=2, warps=1)
 
@@ -81,7 +81,7 @@ def test_the_signals_of_two_commits_come_in_any_order():
     )
     begin = f"{INIT} {FENCE} cvt.u64.u32 %q, %a; cvt.u64.u32 %s, %b; {commits}"
     run(f"{begin} {waiting('%b', 0)} {waiting('%a', 1)}", warps=1)
-    with pytest.raises(EmulatorError, match="exits before the signal of a tcgen05.commit"):
+    with pytest.raises(EmulatorError, match=r"exits before the signal of a tcgen05.commit"):
         run(f"{begin} {waiting('%b', 0)}", warps=1)
 
 
