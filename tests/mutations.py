@@ -5,6 +5,7 @@ Sites are found by their opcodes, so that the PTX can be any compiler's.
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 
@@ -450,10 +451,10 @@ def harmless(mutation: Mutation, code: Code, traces: dict) -> str | None:
         )
         if not any(re.match(TENSOR, o) for rest in covered for o in rest):
             return "its warp issues nothing to the tensor cores that it could order"
-    if re.match(WAIT, opcode) and not any(
-        re.match(rf"{GUARDED}|mbarrier\.arrive", o) for rest in behind() for o in rest
-    ):
-        return "a drain whose barrier gets no signal from another block or the tensor cores"
+    alone = math.prod(code.kernel.cluster or (1,)) == 1
+    if mutation.kind in ("wait dropped", "parity flipped") and re.match(WAIT, opcode) and alone:
+        if not any(re.match(rf"{GUARDED}|mbarrier\.arrive", o) for rest in behind() for o in rest):
+            return "a drain of arrivals of the block's own warps"
     if opcode.startswith("barrier.cluster") and mutation.kind == "end of the kernel":
         return "the drains come before it: nobody will signal this block any more"
     if mutation.kind == "matrix descriptor" and mutation.what.endswith("bit 46"):
