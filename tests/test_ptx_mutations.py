@@ -29,11 +29,11 @@ from pallas_patch_embed.backends import xla
 pytestmark = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
 
 # Between them: two blocks and one, a weight that stays and one that is streamed, runs of several
-# tiles, one and two stores a tile, slices of N, a shared table, one for each image, and none.
+# tiles, one and two stores a tile, slices of N, a table and none.
 NAMES = (
     "two blocks, runs of several tiles",
     "two blocks, streamed weight, two stores a tile",
-    "one block, tables of their own, two slices",
+    "one block, runs of several tiles, two slices",
 )
 EVERY = os.environ.get("PTX_MUTATIONS") == "all"
 PARTS = 8 if EVERY else 1
