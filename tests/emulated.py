@@ -75,7 +75,7 @@ CASES = {
     "two blocks, all barriers and buffers used again": two(
         (15, 97, 256), 64, INT8, "shared", 64, 3
     ),
-    "two blocks, runs of several tiles": two((34, 96, 256), 64, INT8, "shared", 64, 3),
+    "two blocks, runs of several tiles": two((20, 160, 256), 64, INT8, "shared", 64, 3),
     "two blocks, more tiles than slots": two((9, 256, 128), 64, FP8, "shared", 64, 2),
     "two blocks, streamed weight": two(
         (5, 72, 512), 128, BF16, "shared", 128, 4, stream_weight=True
@@ -99,7 +99,7 @@ CASES = {
     "one block, streamed weight": one((3, 97, 640), 128, FP8, "shared", 128, 4, stream_weight=True),
     "one block, float32": one((3, 97, 128), 64, INT8, "shared", 64, 4, out="float32"),
     "one block, tables of their own": one((5, 75, 128), 64, FP8, "per image", 64, 4),
-    "one block, runs of several tiles, two slices": one((15, 96, 128), 128, BF16, "shared", 64, 3),
+    "one block, runs of several tiles, two slices": one((9, 160, 128), 128, BF16, "shared", 64, 3),
     "one block, N = 1152, K = 640": one((1, 100, 640), 1152, INT8, "none", 192, 4),
     "Hopper, int8": hopper((5, 73, 384), 192, INT8, "shared", 192, 8),
     "Hopper, float8": hopper((9, 97, 256), 128, FP8, "shared", 128, 4),

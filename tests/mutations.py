@@ -21,9 +21,6 @@ GUARDED = rf"{LOAD}|{STORE}|{MULTIPLY}|{READ}"
 TO_SHARED = r"stmatrix|st\.shared"
 FROM_GLOBAL = r"ld(\.global)?(\.nc)?(\.v[24])?\.[busf]\d"
 ARITHMETIC = r"(add|sub|mul|mad|and|or|xor|shl|shr|bfe|min|max|rem|div)(\.\w+)*\.[bus](16|32|64)$"
-OTHER_OPERATION = {"add": "sub", "sub": "add", "and": "or", "or": "and", "xor": "and"}
-OTHER_OPERATION |= {"min": "max", "max": "min", "shl": "shr", "shr": "shl", "rem": "div"}
-OTHER_OPERATION |= {"div": "rem"}
 
 # Class -> what is left out.
 DROPPED = {
@@ -354,24 +351,19 @@ def _places(code: Code, row_bytes: int) -> Iterator[Mutation]:
 
 
 def _other_arithmetic(code: Code, i: int) -> Mutation:
-    """A constant that is one more, or else another operation."""
+    """A constant that differs by its lowest bit; without one, a result that is one more."""
     line, operands = code.code[i], code.operands(i)
-    name = line.opcode.split(".")[0]
-    constant = 2 if name == "bfe" else len(operands) - 1
+    name, *_, kind = line.opcode.split(".")
+    at = 2 if name == "bfe" else len(operands) - 1
     is_sign = name == "shr" and operands[-1] == "31"
-    if re.fullmatch(r"-?\d+", operands[constant]) and ".hi." not in line.opcode and not is_sign:
-        operands[constant] = str(int(operands[constant]) + 1)
-        edit = code.replaced(i, operands)
-    else:
-        if ".hi." in line.opcode:
-            opcode = line.opcode.replace(".hi.", ".lo.")
-        elif name in OTHER_OPERATION:
-            kind = line.opcode.split(".")[-1]
-            opcode = f"{OTHER_OPERATION[name]}.{kind if name != 'shr' else 'b' + kind[1:]}"
-        else:
-            opcode = line.opcode.replace("mad.", "mul.").replace("mul.", "add.", 1)
-        edit = (*line.span, f"{code.guard(i)}{opcode} {', '.join(operands)};")
-    return code.mutation("address arithmetic", i, "", edit)
+    if re.fullmatch(r"-?\d+", operands[at]) and ".hi." not in line.opcode and not is_sign:
+        old = int(operands[at])
+        operands[at] = str(old + (old & -old or 1))
+        return code.mutation("address arithmetic", i, operands[at], code.replaced(i, operands))
+    width = 2 * int(kind[1:]) if ".wide." in line.opcode else int(kind[1:])
+    more = f"{code.guard(i)}add.u{width} {operands[0]}, {operands[0]}, 1;"
+    edit = (*line.span, f"{line.text}; {more}")
+    return code.mutation("address arithmetic", i, "result + 1", edit)
 
 
 def _end(code: Code) -> Iterator[Mutation]:
@@ -457,6 +449,11 @@ def harmless(mutation: Mutation, code: Code, traces: dict) -> str | None:
             return "a drain of arrivals of the block's own warps"
     if opcode.startswith("barrier.cluster") and mutation.kind == "end of the kernel":
         return "the drains come before it: nobody will signal this block any more"
+    if mutation.kind == "address arithmetic":
+        number = code.code[i].operands[0].number
+        users = [line for line in code.code if number in line.registers and line != code.code[i]]
+        if all(line.opcode.startswith("bar.sync") for line in users):
+            return "another number for a named barrier"
     if mutation.kind == "matrix descriptor" and mutation.what.endswith("bit 46"):
         return "the descriptor's version is 0b001 in the ISA, and 0 in what runs on hardware"
     return None
