@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from emulated import ALLOWED, CASES, MULTIPROCESSORS, compiled, emulated
 from interpreter import draw_operands
-from mutations import QUIET, Code, Mutation, harmless, mutations
+from mutations import QUIET, WAIT, Code, Mutation, harmless, mutations
 from ptx_emulator import machine, mosaic
+from ptx_emulator.barriers import barrier_at
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
 from ptx_emulator.machine import Machine
 from ptx_emulator.parser import parse
@@ -120,6 +121,25 @@ class Subject:
             self.run(edit, *SCHEDULES[0], lambda machine, note=note: watch(machine, note))
             seen.append(found)
         return seen[0] == seen[1]
+
+    def only_waits_longer(self, mutation: Mutation, code: Code) -> bool:
+        """Whether a wait for a wrong barrier never ends before the right one's phase."""
+        line, early = code.code[mutation.index], []
+        if not re.match(WAIT, line.opcode):
+            return False
+        _, address, parity, *_ = line.operands
+
+        def note(i, warp):
+            if i == mutation.index:
+                place, wanted = (
+                    int(warp.registers[operand.number][0]) for operand in (address.base, parity)
+                )
+                barrier = barrier_at(warp, place + address.offset, cluster=False)
+                early.append(barrier.phase & 1 == wanted)
+
+        for schedule, seed in SCHEDULES:
+            self.run(mutation, schedule, seed, lambda machine: watch(machine, note))
+        return not any(early)
 
 
 def watch(machine: Machine, note) -> None:
