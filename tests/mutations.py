@@ -444,7 +444,7 @@ def harmless(mutation: Mutation, code: Code, traces: dict) -> str | None:
         if not any(re.match(TENSOR, o) for rest in covered for o in rest):
             return "its warp issues nothing to the tensor cores that it could order"
     alone = math.prod(code.kernel.cluster or (1,)) == 1
-    if mutation.kind in ("wait dropped", "parity flipped") and re.match(WAIT, opcode) and alone:
+    if alone and re.match(WAIT, opcode) and mutation.kind != "wait moved":
         if not any(re.match(rf"{GUARDED}|mbarrier\.arrive", o) for rest in behind() for o in rest):
             return "a drain of arrivals of the block's own warps"
     if opcode.startswith("barrier.cluster") and mutation.kind == "end of the kernel":

@@ -83,6 +83,8 @@ def test_the_signals_of_two_commits_come_in_any_order():
     run(f"{begin} {waiting('%b', 0)} {waiting('%a', 1)}", warps=1)
     with pytest.raises(EmulatorError, match=r"exits before the signal of a tcgen05.commit"):
         run(f"{begin} {waiting('%b', 0)}", warps=1)
+    with pytest.raises(EmulatorError, match="no warp of the block has waited for the last phase"):
+        run(f"{begin} {waiting('%b', 0)}", warps=1, schedule="eager")
 
 
 @pytest.mark.parametrize("bit", [14, 15, 30, 31, 52, 60])

@@ -28,6 +28,8 @@ class Mbarrier:
         self.gathered = machine.agents.clock()
         # What was known when the last phase was completed.
         self.completed = machine.agents.clock()
+        # The last phase to which TMA or the tensor cores have contributed.
+        self.asynchronous = 0
         self.maker, self.made = warp.agent, warp.time
         # When its maker let others than the own block's ordinary accesses use it.
         self.fenced: int | None = None
@@ -53,6 +55,11 @@ class Mbarrier:
             raise EmulatorError(f"an arrival that may not complete the phase does so: {self}")
         self._advance()
 
+    def signal(self) -> None:
+        """An arrival by the tensor cores."""
+        self.asynchronous = self.phase + 1
+        self.arrive()
+
     def expect(self, count: int) -> None:
         """So many bytes are still to come."""
         self._check_alive()
@@ -63,6 +70,7 @@ class Mbarrier:
     def receive(self, count: int) -> None:
         """So many bytes have come; they may come before they are expected."""
         self._check_alive()
+        self.asynchronous = self.phase + 1
         self.bytes -= count
         if self.bytes < -self.MOST:
             raise EmulatorError(f"more bytes than an mbarrier can count: {self}")
@@ -99,6 +107,12 @@ class Mbarrier:
         """What has to be so when its cluster exits."""
         if self.bytes:
             raise EmulatorError(f"the cluster exits and bytes are missing: {self}")
+        known = max(warp.clock[MEMORY][self.agent] for warp in self.block.warps)
+        if known < self.asynchronous <= self.phase:
+            raise EmulatorError(
+                "the cluster exits, and no warp of the block has waited for the last phase of what "
+                f"TMA or the tensor cores signal: {self}"
+            )
 
 
 def barrier_at(warp, address: int, *, cluster: bool) -> Mbarrier:
