@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from ptx_emulator.parser import parse, split
+from ptx_emulator.parser import parse, registers_of, split
 
 WAIT = r"mbarrier\.(try|test)_wait"
 LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared"
@@ -222,14 +222,6 @@ def _moved(code: Code) -> Iterator[Mutation]:
             place = code.groups[to][1]
             put = (place, place, f" {code.ptx[begin:end]} ")
             yield code.mutation("wait moved", i, note, (begin, end, ";"), put)
-    for i in code.find(r"tcgen05\.fence::after"):
-        # Directly behind the loop that waits.
-        waits = [j for j in code.find(WAIT) if code.groups[j][1] <= code.code[i].span[0]]
-        if waits and code.groups[waits[-1]] != code.code[waits[-1]].span:
-            begin, end = code.code[i].span
-            place = code.groups[waits[-1]][0]
-            edits = (begin, end, ";"), (place, place, f" {code.ptx[begin:end]} ")
-            yield code.mutation("fence moved", i, "before the wait", *edits)
     for i in code.find(r"tcgen05\.commit"):
         products = [j for j in code.find(MULTIPLY) if j < i]
         if products:
@@ -396,14 +388,18 @@ def _end(code: Code) -> Iterator[Mutation]:
 
 
 # What touches nothing but registers, or what is done by the time a warp arrives at a barrier.
-QUIET = r"(?!ld(?!\.param)|st|red|atom|cp|tcgen05\.(?!fence::before)|wgmma|mbarrier|bar)"
+QUIET = (
+    r"(?!ld(?!\.param)|st|red|atom|cp(?!\.async\.bulk\.wait)|tcgen05\.(?!fence::before|wait)|wgmma|"
+    r"mbarrier|bar)"
+)
 TENSOR = r"tcgen05\.(mma|ld|st|cp|shift)"
 
 
-def harmless(mutation: Mutation, code: Code, traces: dict) -> str | None:
+def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> str | None:
     """Why an edit that nothing notices cannot hurt; None if no reason is known.
 
-    `traces` are the instructions that each warp executes in the unedited kernel.
+    Of the unedited kernel `traces` are the instructions that each warp executes, `unused` those
+    that make an mbarrier which nobody uses.
     """
     i = mutation.index
     if i is None:
@@ -431,6 +427,8 @@ def harmless(mutation: Mutation, code: Code, traces: dict) -> str | None:
             for at in (k for k, j in enumerate(trace) if j == i):
                 yield [code.code[j].opcode for j in trace[at + 1 :]]
 
+    if i in unused:
+        return "nobody uses this mbarrier"
     if opcode.startswith("bar.sync"):
         if all(map(as_wide, around(1))) or all(map(as_wide, around(-1))):
             return "another barrier of these warps is beside it, with no access to memory between"
@@ -451,8 +449,13 @@ def harmless(mutation: Mutation, code: Code, traces: dict) -> str | None:
         return "the drains come before it: nobody will signal this block any more"
     if mutation.kind == "address arithmetic":
         number = code.code[i].operands[0].number
-        users = [line for line in code.code if number in line.registers and line != code.code[i]]
-        if all(line.opcode.startswith("bar.sync") for line in users):
+        users = [
+            line.opcode
+            for line in code.code
+            if any(r.number == number for x in line.operands[1:] for r in registers_of(x))
+            or (number in line.registers and not line.opcode.startswith("add"))
+        ]
+        if all(opcode.startswith("bar.sync") for opcode in users):
             return "another number for a named barrier"
     if mutation.kind == "matrix descriptor" and mutation.what.endswith("bit 46"):
         return "the descriptor's version is 0b001 in the ISA, and 0 in what runs on hardware"

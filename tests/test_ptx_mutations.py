@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from emulated import ALLOWED, CASES, MULTIPROCESSORS, compiled, emulated
 from interpreter import draw_operands
-from mutations import QUIET, WAIT, Code, Mutation, harmless, mutations
+from mutations import GUARDED, QUIET, WAIT, Code, Mutation, harmless, mutations
 from ptx_emulator import machine, mosaic
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
@@ -97,20 +97,29 @@ class Subject:
                 return "values"
         return None
 
-    def traces(self) -> dict:
-        """(cluster, warp) -> the instructions that it executes, in their order."""
-        found = collections.defaultdict(list)
+    def traces(self) -> tuple[dict, set[int]]:
+        """(cluster, warp) -> the instructions that it executes, in their order.
+
+        And those that make an mbarrier which nobody uses.
+        """
+        found, made = collections.defaultdict(list), []
 
         def note(i, warp, mask):
             found[warp.block.cluster.number, warp.agent].append(i)
+            line = warp.machine.kernel.code[i]
+            if line.opcode.startswith("mbarrier.init"):
+                place = int(warp.registers[line.operands[0].base.number][lanes(mask)[0]])
+                made.append((i, barrier_at(warp, place, cluster=False)))
 
         assert self.run(NONE, *SCHEDULES[0], lambda machine: watch(machine, note))[0]
-        return found
+        used = {i for i, barrier in made if barrier.phase}
+        return found, {i for i, _ in made} - used
 
     def only_waits_longer(self, mutation: Mutation) -> bool:
         """Whether whatever touches memory, barriers or tensor cores has the same registers.
 
-        But waits: of them none ends before the phase is over for which the unedited kernel waits.
+        But waits: if one ends before the phase is over for which the unedited kernel waits, nothing
+        follows that it could guard.
         """
         unedited, waits, _ = self.accesses(NONE, *SCHEDULES[0])
         edited, *_ = self.accesses(mutation, *SCHEDULES[0])
@@ -121,9 +130,10 @@ class Subject:
     def accesses(self, mutation: Mutation, schedule, seed: int, right=None):
         """By lane: registers of all instructions that are not quiet, and barriers of the waits.
 
-        And the waits that end before the phase of the `right` barrier is over.
+        And what is executed behind a wait that ends before the phase of the `right` barrier is over.
         """
-        found, waits, early = collections.defaultdict(list), collections.defaultdict(list), []
+        found, waits = collections.defaultdict(list), collections.defaultdict(list)
+        early, unguarded = set(), []
 
         def note(i, warp, mask):
             line = warp.machine.kernel.code[i]
@@ -131,6 +141,8 @@ class Subject:
                 return
             for lane in lanes(mask):
                 name = warp.block.cluster.number, warp.agent, lane
+                if name in early and re.match(rf"{GUARDED}|mbarrier\.arrive", line.opcode):
+                    unguarded.append(line)
                 if not re.match(WAIT, line.opcode):
                     values = [warp.registers[number][lane].tobytes() for number in line.registers]
                     found[name].append((line.line, *values))
@@ -142,13 +154,13 @@ class Subject:
                     int(warp.registers[operand.number][lane]) for operand in (address.base, parity)
                 )
                 waits[name].append((place + address.offset, wanted))
-                if right:
+                if right and len(waits[name]) <= len(right[name]):
                     place, wanted = right[name][len(waits[name]) - 1]
                     if barrier_at(warp, place, cluster=False).phase & 1 == wanted:
-                        early.append(line)
+                        early.add(name)
 
         self.run(mutation, schedule, seed, lambda machine: watch(machine, note))
-        return found, waits, early
+        return found, waits, unguarded
 
 
 def watch(machine: Machine, note) -> None:
@@ -173,7 +185,7 @@ def test_edits_are_noticed(monkeypatch, record_property, tmp_path, name, part):
     # Enough for a run of these kernels.
     monkeypatch.setattr(machine, "PATIENCE", 60_000)
     subject = Subject(name, tmp_path)
-    traces = subject.traces()
+    traces, unused = subject.traces()
     executed = set().union(*traces.values())
     _, ran = subject.run(NONE, *SCHEDULES[1])
     ptx = subject.stem.with_suffix(".ptx").read_text()
@@ -187,10 +199,10 @@ def test_edits_are_noticed(monkeypatch, record_property, tmp_path, name, part):
             caught += 1
         elif mutation.index is not None and mutation.index not in executed:
             how = "not executed"
-        elif reason := harmless(mutation, code, traces):
+        elif reason := harmless(mutation, code, traces, unused):
             how = f"harmless: {reason}"
         elif mutation.index is not None and subject.only_waits_longer(mutation):
-            how = "harmless: nothing sees a difference, but waits that last longer"
+            how = "harmless: nothing sees a difference, but waits that last longer or guard nothing"
         else:
             unexplained.append(str(mutation))
         record_property(str(mutation), how)

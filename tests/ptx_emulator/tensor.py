@@ -339,7 +339,7 @@ def commit(build, line):
 
             def signal(barrier, known):
                 learn(barrier.gathered, known)
-                barrier.arrive()
+                barrier.signal()
 
             task = Task("multiply", None, what, cluster, ("products", *_blocks(warp, pair)))
 
