@@ -130,7 +130,7 @@ class Subject:
     def accesses(self, mutation: Mutation, schedule, seed: int, right=None):
         """By lane: registers of all instructions that are not quiet, and barriers of the waits.
 
-        And what is executed behind a wait that ends before the phase of the `right` barrier is over.
+        And what is executed behind a wait that ends before the `right` barrier's phase is over.
         """
         found, waits = collections.defaultdict(list), collections.defaultdict(list)
         early, unguarded = set(), []
