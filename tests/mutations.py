@@ -244,7 +244,7 @@ def _barriers(code: Code) -> Iterator[Mutation]:
                 yield code.mutation("wrong barrier", i, f"{by:+}", code.shifted(i, at, by))
     for i in code.find(r"mapa"):
         operands = code.operands(i)
-        for block in {"0", "1"} - {operands[2]}:
+        for block in sorted({"0", "1"} - {operands[2]}):
             edit = code.replaced(i, [*operands[:2], block])
             yield code.mutation("wrong block", i, f"block {block}", edit)
     for i in code.find(r"tcgen05\.commit.*multicast"):
@@ -294,7 +294,7 @@ def _tensor_maps(maps: dict) -> Iterator[Mutation]:
         return change
 
     def others(tensor):
-        for swizzle in {0, 32, 64, 128} - {tensor.swizzle}:
+        for swizzle in sorted({0, 32, 64, 128} - {tensor.swizzle}):
             yield "swizzle", swizzle
         yield "base", tensor.base + 16
         for i in range(len(tensor.box)):
@@ -392,7 +392,7 @@ def _end(code: Code) -> Iterator[Mutation]:
 
 # What touches nothing but registers, or what is done by the time a warp arrives at a barrier.
 QUIET = (
-    r"(?!ld(?!\.param)|st|red|atom|cp(?!\.async\.bulk\.wait)|tcgen05\.(?!fence::before|wait)|wgmma|"
+    r"(?!ld(?!\.param)|st|red|atom|cp(?!\.async\.bulk\.wait)|tcgen05\.(?!fence|wait)|wgmma|"
     r"mbarrier|bar)"
 )
 TENSOR = r"tcgen05\.(mma|ld|st|cp|shift)"
