@@ -105,6 +105,9 @@ CASES = {
     "Hopper, tables of their own": hopper((5, 75, 128), 64, BF16, "per image", 64, 4),
 }
 
+# Those that a Hopper GPU runs.
+HOPPER = [name for name, case in CASES.items() if case.backend == "mosaic_sm90"]
+
 
 def compiled(name: str, folder: Path) -> Path:
     """Compiles a case; the stem of its dumped files."""

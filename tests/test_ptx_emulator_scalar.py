@@ -718,6 +718,7 @@ LOADS = {
     "ld.global.nc": "mov.u64 %where, %m0;",
     "ld.shared": "mov.u64 %where, memory;",
     "ld.shared::cta": "mov.u64 %where, memory;",
+    "ld.shared::cluster": "mov.u64 %where, memory;",
     "ld.param": "mov.u64 %where, constants;",
     "ld.param::entry": "mov.u64 %where, constants;",
     "ld": "cvta.global.u64 %where, %m0;",
@@ -768,6 +769,7 @@ STORES = {
     "st.global": "mov.u64 %where, %m0;",
     "st.shared": "mov.u64 %where, memory;",
     "st.shared::cta": "mov.u64 %where, memory;",
+    "st.shared::cluster": "mov.u64 %where, memory;",
     "st": "cvta.global.u64 %where, %m0;",
     "st of shared": "mov.u64 %where, memory; cvta.shared.u64 %where, %where;",
 }

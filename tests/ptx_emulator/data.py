@@ -128,8 +128,8 @@ def _elements(line) -> int:
 
 @instruction(
     MOVE,
-    f"ld{{,.shared,.shared::cta,.param,.param::entry}}{SHORT}",
-    f"ld{{,.shared,.shared::cta,.param,.param::entry}}{LONG}",
+    f"ld{{,.shared,.shared::cta,.shared::cluster,.param,.param::entry}}{SHORT}",
+    f"ld{{,.shared,.shared::cta,.shared::cluster,.param,.param::entry}}{LONG}",
     *(f"ld.global{{,.nc}}{form}" for form in (SHORT, LONG, LONGEST)),
 )
 def ld(build, line):
@@ -151,7 +151,7 @@ def ld(build, line):
 
 @instruction(
     MOVE,
-    *(f"st{{,.global,.shared,.shared::cta}}{form}" for form in (SHORT, LONG)),
+    *(f"st{{,.global,.shared,.shared::cta,.shared::cluster}}{form}" for form in (SHORT, LONG)),
     f"st.global{LONGEST}",
 )
 def st(build, line):

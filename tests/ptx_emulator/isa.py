@@ -271,7 +271,6 @@ class Builder:
         block_shape, grid, cluster = machine.block_shape, machine.grid, machine.cluster
         values = {
             "%laneid": lambda warp: LANE,
-            "%warpid": lambda warp: warp.number,
             "%cluster_ctarank": lambda warp: warp.block.rank,
             "%cluster_nctarank": lambda warp: len(warp.block.cluster.blocks),
             "%lanemask_lt": lambda warp: (1 << LANE) - 1,

@@ -561,7 +561,8 @@ def wgmma(build, line):
                 matrix.read(block, side, depth, dtype)
                 for matrix, side, dtype in zip(matrices, (64, columns), types)
             )
-            values = signs[0] * signs[1] * product(a[16 * quarter : 16 * quarter + 16], b)
+            # A sum of nothing is +0, whatever the signs.
+            values = signs[0] * signs[1] * product(a[16 * quarter : 16 * quarter + 16], b) + 0.0
             fragment = values[rows, places]
             for number, added in zip(numbers, fragment):
                 old = warp.registers[number] if adds else None

@@ -65,6 +65,10 @@ class TensorMap:
         """Bytes of a box."""
         return math.prod(self.box) * self.itemsize
 
+    def places(self, begin: int):
+        """`places_of` a box of this tensor."""
+        return places_of(begin, math.prod(self.box[1:]), self.box[0] * self.itemsize, self.swizzle)
+
     def view(self, memory) -> np.ndarray:
         """The tensor as bytes [..., dimension 0, itemsize]."""
         steps = zip(self.dimensions, self.strides)
@@ -94,27 +98,28 @@ class TensorMap:
         return found.reshape(-1)
 
     def store(self, memory, place: tuple[int, ...], values: np.ndarray) -> None:
-        """Writes a box as far as it is inside of the tensor."""
-        if parts := self.inside(place):
+        """Writes a box as far as it is inside of the tensor, whose rows take whole units.
+
+        An H200 writes 16 bytes at a time, beyond the end of a row if it does not fill them.
+        """
+        unit = UNIT // self.itemsize
+        columns, *rest = self.dimensions
+        whole = dataclasses.replace(self, dimensions=(-(-columns // unit) * unit, *rest))
+        if parts := whole.inside(place):
             box = values.reshape(*reversed(self.box), self.itemsize)
-            self.view(memory)[parts[0]] = box[parts[1]]
+            whole.view(memory)[parts[0]] = box[parts[1]]
 
 
 @functools.lru_cache(1024)
-def swizzled(begin: int, size: int, swizzle: int) -> np.ndarray:
-    """Offsets in shared memory of the bytes of a box that begins there."""
-    offsets = np.arange(begin, begin + size)
-    return offsets ^ (offsets >> 7 & SWIZZLES[swizzle]) << 4
+def places_of(begin: int, rows: int, inner: int, swizzle: int):
+    """Where a box that begins there is in shared memory: its bytes, words, and units of 16 bytes.
 
-
-def words_of(begin: int, size: int) -> np.ndarray:
-    """The words of a range of shared memory."""
-    return np.arange(begin // WORD, -(-(begin + size) // WORD))
-
-
-def units_of(begin: int, size: int) -> np.ndarray:
-    """The units of 16 bytes of a range of shared memory."""
-    return np.arange(begin // UNIT, -(-(begin + size) // UNIT))
+    Swizzled rows take the swizzle's bytes even if they are narrower; the rest is left as it is.
+    """
+    row = np.arange(rows)[:, None] * (swizzle or inner)
+    offsets = (begin + row + np.arange(inner)).reshape(-1)
+    offsets = offsets ^ (offsets >> 7 & SWIZZLES[swizzle]) << 4
+    return offsets, np.unique(offsets // WORD), np.unique(offsets // UNIT)
 
 
 def signed(value: int) -> int:
@@ -137,7 +142,11 @@ class TensorOperand:
         tensor = find_tensor_map(warp.machine, int(self.address(warp)[lane]))
         if len(tensor.dimensions) != self.rank:
             raise EmulatorError(f"a copy of {self.rank} dimensions with {tensor}")
-        return tensor, tuple(signed(int(read(warp)[lane])) for read in self.coordinates)
+        place = tuple(signed(int(read(warp)[lane])) for read in self.coordinates)
+        # An H200 traps.
+        if place[0] * tensor.itemsize % UNIT:
+            raise EmulatorError(f"{tensor.name} {place}: a box does not begin at 16 bytes")
+        return tensor, place
 
 
 def _rank(line) -> int:
@@ -149,7 +158,8 @@ ARRIVAL = "mbarrier::complete_tx::bytes"
 
 
 def _checked(tensor: TensorMap, block, offset: int, what: str) -> None:
-    block.shared.check(offset, tensor.bytes, what)
+    places, _, _ = tensor.places(offset)
+    block.shared.check(offset, int(places.max()) + 1 - offset, what)
     # 128 bytes, and the span of eight swizzled rows (9.7.9.25.5, 5.5.7).
     needed = max(128, 8 * tensor.swizzle)
     if offset % needed:
@@ -211,11 +221,9 @@ def _load(warp, block, offset: int, tensor: TensorMap, place, barrier) -> None:
     what = f"a TMA load of {tensor.name} {place}"
     _checked(tensor, block, offset, what)
     barrier.check_use(warp, asynchronous=True)
-    units = units_of(offset, tensor.bytes)
+    index, words, units = tensor.places(offset)
     block.shared.asynchronous(units, what)
-    words = words_of(offset, tensor.bytes)
     block.shared.writes(barrier.agent, barrier.phase + 1, words, warp.clock, what)
-    index = swizzled(offset, tensor.bytes, tensor.swizzle)
     block.shared.bytes[index] = POISON
 
     def run():
@@ -233,6 +241,9 @@ def store(build, line):
     def execute(warp, mask):
         for lane in lanes(mask):
             tensor, place = tensor_at.at(warp, lane)
+            # An H200 traps.
+            if min(place) < 0:
+                raise EmulatorError(f"a store to {tensor.name} {place}: before its begin")
             rank, offset = block_of(int(source(warp)[lane]))
             if rank != warp.block.rank:
                 raise EmulatorError(f"a copy from block {rank} as if from the own one")
@@ -245,12 +256,11 @@ def _store(warp, lane: int, offset: int, tensor: TensorMap, place) -> None:
     what = f"a TMA store of {tensor.name} {place}"
     block, machine = warp.block, warp.machine
     _checked(tensor, block, offset, what)
-    block.shared.asynchronous(units_of(offset, tensor.bytes), what)
+    index, words, units = tensor.places(offset)
+    block.shared.asynchronous(units, what)
     warp.stores_issued += 1
     engine = machine.agents.store_engine(warp.agent)
-    words = words_of(offset, tensor.bytes)
     block.shared.reads(engine, warp.stores_issued, words, warp.clock, what)
-    index = swizzled(offset, tensor.bytes, tensor.swizzle)
     held = []
 
     def read():
