@@ -228,7 +228,11 @@ class NamedBarrier:
 
 
 @instruction(
-    SYNC, "bar{,.cta}.sync", "bar{,.cta}.arrive", "barrier{,.cta}.sync.aligned", "bar.sync.aligned"
+    SYNC,
+    "bar{,.cta}.sync",
+    "bar{,.cta}.arrive",
+    "barrier{,.cta}.sync{,.aligned}",
+    "bar.sync.aligned",
 )
 def bar(build, line):
     number = build.read(line.operands[0], "u32")
@@ -341,6 +345,17 @@ def fence_proxy(build, line):
             _publish_barriers(warp)
 
     return execute
+
+
+@instruction(
+    SYNC,
+    "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster",
+    "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster",
+)
+def fence_one_way(build, line):
+    """Orders reads by ordinary loads before writes by the asynchronous proxy, which clocks do here:
+    ordinary stores still need fence.proxy.async."""
+    return lambda warp, mask: None
 
 
 @instruction(SYNC, "fence{.acq_rel,.sc}{.cta,.cluster,.gpu,.sys}", "membar{.cta,.gl,.sys}")

@@ -12,7 +12,7 @@ from ptx_emulator.memory import (
     WINDOW,
     WORD,
 )
-from ptx_emulator.parser import Vector, bits
+from ptx_emulator.parser import Register, Vector, bits
 from ptx_emulator.scalar import elementwise, modifiers, pair
 
 MOVE, MATRIX, VOTE = "9.7.9 data movement", "9.7.14 matrices", "9.7.13 synchronisation"
@@ -145,6 +145,23 @@ def ld(build, line):
         for i, write in enumerate(writes):
             part = np.ascontiguousarray(found[:, i * size : (i + 1) * size])
             write(warp, part.view(numpy_type(kind))[:, 0], mask)
+
+    return execute
+
+
+@instruction(MOVE, "ld.shared{,::cta}.b128")
+def ld_whole(build, line):
+    """128 bits to one register."""
+    destination, source = line.operands
+    if not isinstance(destination, Register) or destination.type != "b128":
+        raise UnsupportedError(f"{destination} is no register of 128 bits")
+    address = build.address(source)
+
+    def execute(warp, mask):
+        access = Access(warp, "shared", address(warp), mask, 16, "ld")
+        values = warp.registers[destination.number].copy()
+        values[access.active] = access.load()[access.active].view(np.uint64)
+        warp.registers[destination.number] = values
 
     return execute
 
@@ -347,17 +364,9 @@ def prefetch(build, line):
     def execute(warp, mask):
         if tensor:
             for lane in lanes(mask):
-                find_tensor_map(warp.machine, int(address(warp)[lane]))
+                warp.tensor_map(int(address(warp)[lane]))
 
     return execute
-
-
-def find_tensor_map(machine, address: int):
-    """The tensor map at a generic address."""
-    if address not in machine.tensor_maps:
-        known = ", ".join(hex(a) for a in machine.tensor_maps)
-        raise EmulatorError(f"no tensor map at {address:#x}; there are some at {known}")
-    return machine.tensor_maps[address]
 
 
 @instruction(OTHER, "setmaxnreg{.inc,.dec}.sync.aligned.u32", "nanosleep.u32")

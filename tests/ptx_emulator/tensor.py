@@ -22,15 +22,18 @@ from ptx_emulator.isa import (
     instruction,
     lanes,
 )
-from ptx_emulator.memory import UNIT, WORD
-from ptx_emulator.parser import Vector
+from ptx_emulator.memory import UNIT, WORD, TensorMemory
+from ptx_emulator.parser import Address, Vector
 from ptx_emulator.scalar import modifiers
 from ptx_emulator.tma import SWIZZLES
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 
 ELEMENTS = {name: FLOATS[name] for name in ("f16", "bf16", "e4m3", "e5m2")}
-ELEMENTS |= {"s8": np.int8, "u8": np.uint8}
+ELEMENTS |= {"s8": np.int8, "u8": np.uint8, "tf32": np.float32}
+
+# The bits of a float32 that count in TF32.
+TF32 = 0xFFFFE000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,8 @@ def touched(matrix: Matrix, rows: int, columns: int, itemsize: int):
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a [M, K] times b [N, K]^T in float64: exact for all types here but large float8_e5m2."""
+    if a.dtype == np.float32:
+        a, b = ((x.view(np.uint32) & np.uint32(TF32)).view(np.float32) for x in (a, b))
     with np.errstate(all="ignore"):
         return a.astype(np.float64) @ b.astype(np.float64).T
 
@@ -230,11 +235,21 @@ def tensor_fence(build, line):
     return lambda warp, mask: warp.fence_before() if before else warp.fence_after()
 
 
-def _shape(line):
-    """Rows and columns [registers, lanes] of a load; columns and rows in all (9.7.16.2.3)."""
+def _shape(line, further: int | None):
+    """Rows and columns [registers, lanes] of a load or store (9.7.16.2.3).
+
+    And the ranges of columns (first, count), and rows, in all.
+    """
     parts = modifiers(line)
-    shape = next(part for part in parts if re.fullmatch(r"\d+x\d+b", part))
+    shape = next(part for part in parts if re.fullmatch(r"\d+x\d+b(x2)?", part))
+    if (shape == "16x32bx2") != (further is not None):
+        raise ValueError("operands")
     count = next(int(part[1:]) for part in parts if re.fullmatch(r"x\d+", part))
+    if shape == "16x32bx2":
+        # Two accesses of 16 lanes, the second one so many columns further, by the upper lanes.
+        rows, columns = np.stack([LANE % 16] * count), LANE // 16 * further
+        columns = np.stack([columns + i for i in range(count)])
+        return rows, columns, ((0, count), (further, count)), 16
     if shape == "32x32b":
         rows, columns, width = [LANE], [0 * LANE], 1
     elif shape == "16x128b":
@@ -244,11 +259,11 @@ def _shape(line):
         columns, width = [LANE % 4 * 2, LANE % 4 * 2 + 1] * 2, 8
     rows = np.stack(rows * count)
     columns = np.stack([column + width * i for i in range(count) for column in columns])
-    return rows, columns, width * count, 32 if shape == "32x32b" else 16
+    return rows, columns, ((0, width * count),), 32 if shape == "32x32b" else 16
 
 
 REPETITIONS = "{.x1,.x2,.x4,.x8,.x16,.x32,.x64,.x128}"
-SHAPES = f"{{.32x32b,.16x128b,.16x256b}}{REPETITIONS}.b32"
+SHAPES = f"{{.32x32b,.16x128b,.16x256b,.16x32bx2}}{REPETITIONS}.b32"
 
 
 def _first_lane(warp, address: int, rows: int) -> int:
@@ -262,37 +277,56 @@ def _first_lane(warp, address: int, rows: int) -> int:
     return quarter * 32 + lane % 32
 
 
+class _TensorAccess:
+    """What tcgen05.ld and st have in common: registers, and where they are in tensor memory."""
+
+    def __init__(self, build, line, registers, address, offset):
+        further = build.immediate(offset[0]) if offset else None
+        self.rows, self.columns, self.ranges, self.height = _shape(line, further)
+        self.name = ".".join(line.opcode.split(".")[:2])
+        self.items = registers.items if isinstance(registers, Vector) else (registers,)
+        if len(self.items) != len(self.rows) or len(offset) > 1:
+            raise ValueError(f"{len(self.items)} registers, expected {len(self.rows)}")
+        self.address = build.address(address)
+
+    def at(self, warp):
+        """Indices of the words [registers, lanes], and the ranges of columns, checked."""
+        places = self.address(warp)
+        if (places != places[0]).any():
+            raise EmulatorError(f"{self.name} with addresses that differ between lanes")
+        place = int(places[0])
+        first, column = _first_lane(warp, place, self.height), place & 0xFFFF
+        for begin, count in self.ranges:
+            warp.block.tensor.check(column + begin, count, self.name)
+        parts = [slice(column + begin, column + begin + count) for begin, count in self.ranges]
+        return (first + self.rows, column + self.columns), parts
+
+
 @instruction(TCGEN05, f"tcgen05.ld.sync.aligned{SHAPES}")
 def tensor_load(build, line):
-    rows, columns, width, height = _shape(line)
-    destination, source = line.operands
-    items = destination.items if isinstance(destination, Vector) else (destination,)
-    if len(items) != len(rows):
-        raise ValueError(f"{len(items)} registers, expected {len(rows)}")
-    writes, address = [build.write(item, "b32") for item in items], build.address(source)
-    numbers = [item.number for item in items]
+    destination, source, *offset = line.operands
+    access = _TensorAccess(build, line, destination, source, offset)
+    writes = [build.write(item, "b32") for item in access.items]
+    numbers = [item.number for item in access.items]
     poison = np.full(LANES, 0xFFFFFFFF, np.uint32)
 
     def execute(warp, mask):
-        places = address(warp)
-        if (places != places[0]).any():
-            raise EmulatorError("tcgen05.ld with addresses that differ between lanes")
-        tensor, place = warp.block.tensor, int(places[0])
-        first, column = _first_lane(warp, place, height), place & 0xFFFF
-        part = slice(column, column + width)
-        tensor.check(column, width, "tcgen05.ld")
+        tensor = warp.block.tensor
+        index, parts = access.at(warp)
         for write in writes:
             write(warp, poison, None)
 
+        def note():
+            for part in parts:
+                tensor.loads(warp.agent, warp.time, part, warp.clock, "tcgen05.ld")
+
         def run():
-            tensor.loads(warp.agent, warp.time, part, warp.clock, "tcgen05.ld")
-            values = tensor.words[first + rows, column + columns]
-            for write, value in zip(writes, values):
+            for write, value in zip(writes, tensor.words[index]):
                 write(warp, value, None)
 
-        tensor.loads(warp.agent, warp.time, part, warp.clock, "tcgen05.ld")
+        note()
         # The latest moment is the wait; the load is noted again there.
-        warp.tensor_loads.append(run)
+        warp.tensor_loads.append((note, run))
         warp.pending |= dict.fromkeys(numbers, WAIT_FOR_LOADS)
 
     return execute
@@ -302,9 +336,47 @@ def tensor_load(build, line):
 def wait_for_loads(build, line):
     def execute(warp, mask):
         loads, warp.tensor_loads = warp.tensor_loads, []
-        for load in loads:
+        for note, load in loads:
+            note()
             load()
+        warp.block.tensor.loaded(warp.agent, warp.clock, warp.time)
         warp.pending = {n: why for n, why in warp.pending.items() if why != WAIT_FOR_LOADS}
+
+    return execute
+
+
+@instruction(TCGEN05, f"tcgen05.st.sync.aligned{SHAPES}")
+def tensor_store(build, line):
+    target, *offset, source = line.operands
+    access = _TensorAccess(build, line, source, target, offset)
+    reads = [build.read(item, "b32") for item in access.items]
+
+    def execute(warp, mask):
+        if mask is not None:
+            raise EmulatorError("tcgen05.st without all lanes")
+        tensor = warp.block.tensor
+        index, parts = access.at(warp)
+        for part in parts:
+            tensor.stores(warp.agent, part, warp.clock, "tcgen05.st")
+        values = np.stack([read(warp) for read in reads])
+        tensor.words[index] = 0xFFFFFFFF
+
+        def run():
+            tensor.words[index] = values
+
+        # The latest moment is the wait.
+        warp.tensor_stores.append(run)
+
+    return execute
+
+
+@instruction(TCGEN05, "tcgen05.wait::st.sync.aligned")
+def wait_for_stores(build, line):
+    def execute(warp, mask):
+        stores, warp.tensor_stores = warp.tensor_stores, []
+        for store in stores:
+            store()
+        warp.block.tensor.stored(warp.agent, warp.clock, warp.time)
 
     return execute
 
@@ -361,10 +433,11 @@ class Product:
         """Decodes it; bits that are reserved, or mean what is not modelled, are an error."""
         elements = {
             "f16": {0: "f16", 1: "bf16"},
+            "tf32": {2: "tf32"},
             "f8f6f4": {0: "e4m3", 1: "e5m2"},
             "i8": {0: "u8", 1: "s8"},
         }[kind]
-        result = {"f16": {1: "f32"}, "f8f6f4": {1: "f32"}, "i8": {2: "s32"}}[kind]
+        result = {2: "s32"} if kind == "i8" else {1: "f32"}
         types = (
             result.get(descriptor >> 4 & 3),
             *(elements.get(descriptor >> shift & 7) for shift in (7, 10)),
@@ -392,18 +465,43 @@ class Product:
             fits = step and self.columns % step == 0 and step <= self.columns <= 256
         if not fits:
             raise EmulatorError(f"no product has {self.rows} x {self.columns} for {blocks} blocks")
-        if self.rows // blocks != 128:
+        if self.rows // blocks != 128 and blocks == 2:
             raise UnsupportedError(f"{self.rows // blocks} rows of a block")
 
 
-@instruction(TCGEN05, f"tcgen05.mma{GROUPS}{{.kind::f16,.kind::f8f6f4,.kind::i8}}")
+@dataclasses.dataclass(frozen=True)
+class TensorOperand:
+    """A first operand in tensor memory: rows are lanes, K is packed into columns (9.7.16.10.5)."""
+
+    column: int
+
+    def read(self, block, rows: int, columns: int, dtype) -> np.ndarray:
+        """The elements, [rows, columns]."""
+        words = block.tensor.words[:rows, self.part(columns, dtype)]
+        return np.ascontiguousarray(words).view(dtype)
+
+    def part(self, columns: int, dtype) -> slice:
+        """The columns of tensor memory."""
+        return slice(self.column, self.column + columns * np.dtype(dtype).itemsize // 4)
+
+    def note(self, block, rows, columns, dtype, agent: int, time: int, warp, what: str) -> None:
+        """Checks a read that is issued now: bounds and order."""
+        if rows != TensorMemory.LANES:
+            raise UnsupportedError(f"a first operand of {rows} rows in tensor memory")
+        part = self.part(columns, dtype)
+        block.tensor.check(part.start, part.stop - part.start, what)
+        block.tensor.multiplied_by(time, part, warp.clock, what)
+
+
+@instruction(TCGEN05, f"tcgen05.mma{GROUPS}{{.kind::f16,.kind::tf32,.kind::f8f6f4,.kind::i8}}")
 def mma(build, line):
     kind = next(part for part in modifiers(line) if part.startswith("kind::"))[6:]
     pair = _is_pair(line)
     target, a, b, descriptor, accumulate = line.operands
     target = build.address(target)
-    descriptors = [build.read(operand, "b64") for operand in (a, b)]
-    read_descriptor = build.read(descriptor, "b32")
+    in_tensor_memory = isinstance(a, Address)
+    read_a = build.address(a) if in_tensor_memory else build.read(a, "b64")
+    read_b, read_descriptor = build.read(b, "b64"), build.read(descriptor, "b32")
     accumulate = build.read(accumulate, "pred")
 
     def execute(warp, mask):
@@ -416,14 +514,19 @@ def mma(build, line):
         found = Product.of(kind, int(read_descriptor(warp)[lane]))
         blocks = _blocks(warp, pair)
         found.check(len(blocks))
-        place = int(target(warp)[lane])
+        place, first = int(target(warp)[lane]), int(read_a(warp)[lane])
         if place >> 16:
             raise EmulatorError(f"an accumulator that begins with lane {place >> 16}")
-        matrices = [
-            Matrix.of_blackwell(int(read(warp)[lane]), warp.machine, transposed=transposed)
-            for read, transposed in zip(descriptors, found.transpose)
-        ]
-        _multiply(warp, blocks, found, place, matrices, bool(accumulate(warp)[lane]), line)
+        if not in_tensor_memory:
+            a = Matrix.of_blackwell(first, warp.machine, transposed=found.transpose[0])
+        elif first >> 16 or found.transpose[0]:
+            raise UnsupportedError(f"a first operand at {first:#x}, or a transposed one")
+        else:
+            a = TensorOperand(first)
+        b = Matrix.of_blackwell(
+            int(read_b(warp)[lane]), warp.machine, transposed=found.transpose[1]
+        )
+        _multiply(warp, blocks, found, place, (a, b), bool(accumulate(warp)[lane]), line)
 
     return execute
 
@@ -438,6 +541,9 @@ def _multiply(warp, blocks, found: Product, column: int, matrices, accumulates: 
     sides = found.rows // len(blocks), found.columns // len(blocks)
     part = slice(column, column + found.columns)
     what = f"tcgen05.mma of line {line.line}"
+    # 64 rows are in 16 lanes of each quarter (9.7.16.10.5, layout F).
+    row = np.arange(sides[0])
+    rows = row if sides[0] == 128 else row // 16 * 32 + row % 16
     for block in blocks:
         block.tensor.check(column, found.columns, what)
         block.tensor.multiplies(cluster.multiplied, part, warp.clock, what)
@@ -454,9 +560,9 @@ def _multiply(warp, blocks, found: Product, column: int, matrices, accumulates: 
         values = sign * product(a, b)
         for i, block in enumerate(blocks):
             words = block.tensor.words
-            old = np.ascontiguousarray(words[:, part]) if accumulates else None
+            old = np.ascontiguousarray(words[rows, part]) if accumulates else None
             added = values[i * sides[0] : (i + 1) * sides[0]]
-            words[:, part] = accumulated(old, added, found.result)
+            words[rows, part] = accumulated(old, added, found.result)
 
     machine.submit(Task("multiply", run, what, cluster, ("products", *blocks)))
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.clocks import MEMORY
-from ptx_emulator.data import find_tensor_map
 from ptx_emulator.errors import EmulatorError
 from ptx_emulator.isa import Blocked, Task, block_of, instruction, lanes
 from ptx_emulator.memory import POISON, UNIT, WORD
@@ -134,7 +133,7 @@ class TensorOperand:
 
     def at(self, warp, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
         """The map, and the place of the box, of a lane."""
-        tensor = find_tensor_map(warp.machine, int(self.address(warp)[lane]))
+        tensor = warp.tensor_map(int(self.address(warp)[lane]))
         if len(tensor.dimensions) != self.rank:
             raise EmulatorError(f"a copy of {self.rank} dimensions with {tensor}")
         return tensor, tuple(signed(int(read(warp)[lane])) for read in self.coordinates)
