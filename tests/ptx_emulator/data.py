@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ptx_emulator.errors import EmulatorError, UnsupportedError
+from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.isa import LANE, LANES, instruction, lanes, numpy_type
 from ptx_emulator.memory import (
     BLOCK_SHIFT,
@@ -75,16 +75,25 @@ class Access:
         found[self.active] = self.bytes[self.index]
         return found
 
-    def store(self, values: np.ndarray) -> None:
-        """Writes the active lanes' bytes of values [32, size]."""
+    def store(self, values: np.ndarray, *, fenced: bool = False) -> None:
+        """Writes the active lanes' bytes of values [32, size].
+
+        Unless it is fenced the asynchronous proxy does not see it yet.
+        """
         warp = self.warp
         if self.space == "param":
             raise EmulatorError("a store to a kernel parameter")
+        same = (self.bytes[self.index] == values[self.active]).all()
         self.bytes[self.index] = values[self.active]
         if self.block:
             words, units = np.unique(self.index // WORD), np.unique(self.index // UNIT)
-            self.block.shared.writes(warp.agent, warp.time, words, warp.clock, self.what)
-            self.block.shared.stored(warp.agent, warp.time, units)
+            try:
+                self.block.shared.writes(warp.agent, warp.time, words, warp.clock, self.what)
+            except RaceError:
+                if not (same and warp.machine.excused("same value stored")):
+                    raise
+            if not fenced:
+                self.block.shared.stored(warp.agent, warp.time, units)
         warp.machine.event()
 
 

@@ -22,7 +22,7 @@ from ptx_emulator.isa import (
     instruction,
     lanes,
 )
-from ptx_emulator.memory import UNIT, WORD, TensorMemory
+from ptx_emulator.memory import SHARED_WINDOW, UNIT, WORD, TensorMemory
 from ptx_emulator.parser import Address, Vector
 from ptx_emulator.scalar import modifiers
 from ptx_emulator.tma import SWIZZLES
@@ -193,7 +193,9 @@ def alloc(build, line):
         # The address is written to shared memory, for which one lane's address counts.
         values = np.full(LANES, first, np.uint32).view(np.uint8).reshape(LANES, 4)
         one = LANE == 0
-        Access(warp, "shared", address(warp), one, 4, "tcgen05.alloc").store(values)
+        access = Access(warp, "shared", address(warp), one, 4, "tcgen05.alloc")
+        # TMA may overwrite it without a fence: the ISA names no proxy, and Triton relies on it.
+        access.store(values, fenced=True)
         return None
 
     return execute
@@ -383,17 +385,19 @@ def wait_for_stores(build, line):
 
 @instruction(
     TCGEN05,
-    f"tcgen05.commit{GROUPS}.mbarrier::arrive::one.shared::cluster{{,.multicast::cluster}}.b64",
+    f"tcgen05.commit{GROUPS}.mbarrier::arrive::one{{,.shared::cluster}}{{,.multicast::cluster}}.b64",
 )
 def commit(build, line):
     pair, multicast = _is_pair(line), "multicast::cluster" in modifiers(line)
+    generic = "shared::cluster" not in modifiers(line)
     address = build.address(line.operands[0])
     members = build.read(line.operands[1], "b16") if multicast else None
 
     def execute(warp, mask):
         cluster, machine = warp.block.cluster, warp.machine
         for lane in lanes(mask):
-            rank, offset = block_of(int(address(warp)[lane]))
+            place = int(address(warp)[lane])
+            rank, offset = block_of(place - (SHARED_WINDOW if generic else 0))
             named = int(members(warp)[lane]) if multicast else 1 << rank
             targets = [r for r in range(16) if named >> r & 1]
             barriers = [barrier_at(warp, (r << 24) + offset, cluster=True) for r in targets]
