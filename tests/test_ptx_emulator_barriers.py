@@ -40,7 +40,10 @@ def wait(parity=0, opcode="mbarrier.try_wait.parity.shared::cta.b64"):
     """
 
 
-# What stands for a place in each message.
+# Longer than a warp's turn.
+SLOW = "add.u32 %x, %x, 1;" * 500
+ANY_RACE = "(reads what was written to|overwrites what is read from)"
+
 KINDS = ("", ".release.cta", ".release.cluster")
 OWN = ("shared", "shared::cta")
 SPACES = (*OWN, "shared::cluster")
@@ -90,17 +93,17 @@ def steps(opcode):
     if "expect_tx" in opcode:
         arrives = "arrive" in opcode
         load = "cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        come = (f"{load} [%memory], [%t0, {{0}}], [%bar];", dict(come=16))
+        come = [(f"{load} [%memory+{at}], [%t0, {{0}}], [%bar];", dict(come=16)) for at in (0, 128)]
         arrival = ("mbarrier.arrive.shared.b64 _, [%bar];", dict(arrivals=1))
         expect = (f"{opcode} {state}[%bar], 32;", dict(arrivals=int(arrives), expected=32))
         none = (f"{opcode} {state}[%bar], 0;", dict(arrivals=int(arrives)))
         more = [arrival] * (1 - arrives)
-        once = [expect, *more, arrival, come, arrival, come]
+        once = [expect, *more, arrival, come[0], arrival, come[1]]
         return [*once, none, *more, arrival, arrival, *once]
     if "noComplete" in opcode:
         part = (f"{opcode} _, [%bar], 2;", dict(arrivals=2))
         last = ("mbarrier.arrive.shared.b64 _, [%bar];", dict(arrivals=1))
-        return [part, last, last, part, last]
+        return [part, last, part, last]
     one = (f"{opcode} _, [%bar];", dict(arrivals=1))
     two = (f"{opcode} _, [%bar], 2;", dict(arrivals=2))
     three = (f"{opcode} _, [%bar], %x;", dict(arrivals=3))
@@ -154,8 +157,9 @@ def test_an_arrival_orders_what_came_before(opcode):
     for schedule in ("eager", "late", "random"):
         found = run(body(wait()), results=[32], threads=64, schedule=schedule).results
         assert found[0][32:] == [5 * lane for lane in range(32)]
-    failing = body("").replace("%d0", "%x")
-    fails(RaceError, "reads what was written to .*block 0, warp 0", failing, threads=64)
+    failing = body(SLOW).replace("%d0", "%x")
+    message = "reads what was written to .*block 0, warp 0"
+    fails(RaceError, message, failing, threads=64, schedule="eager")
 
 
 @pytest.mark.parametrize("opcode", [x for x in ARRIVALS + EXPECTING if "::cluster" in x])
@@ -194,9 +198,7 @@ def test_waits_end_with_the_phase(opcode):
     found = run(body, results=[32] * 5, threads=64).results
     assert [values[32:] for values in found] == [[turn] * 32 for turn in turns]
     if not hint:
-        more = body.replace(", 0;", ", 0, 1000;", 1).replace("%d", "%x //")
         fails(UnsupportedError, "1 operands more", f"{init(1)} {opcode} %p, [%bar], 0, 1000;")
-        assert more
 
 
 def test_lanes_may_wait_for_different_barriers():
@@ -219,7 +221,7 @@ def test_memory_is_a_barrier_from_init_to_inval(opcode):
     made = "mbarrier.init.shared.b64" if opcode in INVALS else opcode
     gone = "mbarrier.inval.shared.b64" if opcode in INITS else opcode
     body = f"""{DECLARED} {FIRST} st.shared.u32 [%bar], 5; {FIRST} {made} [%bar], 1;
-        {FIRST} {{}}
+        {{}}
         {FIRST} mbarrier.arrive.shared.b64 _, [%bar]; {FIRST} {gone} [%bar];
         {FIRST} st.shared.u32 [%bar+4], 6; {FIRST} {made} [%bar], 1;
         mbarrier.test_wait.parity.shared.b64 %p, [%bar], 0; selp.u32 %x, 1, 0, %p;
@@ -233,7 +235,7 @@ def test_memory_is_a_barrier_from_init_to_inval(opcode):
         f"{gone} [%bar]; mbarrier.arrive.shared.b64 _, [%bar];{HERE}": "no mbarrier at",
         f"{gone} [%bar]; {gone} [%bar];{HERE}": "no mbarrier at",
     }.items():
-        predicated = statement.replace("; ", f"; {FIRST} ", 1)
+        predicated = f"{FIRST} {statement}".replace("; ", f"; {FIRST} ", 1)
         fails(EmulatorError, message, body.replace("{}", predicated))
 
 
@@ -287,7 +289,7 @@ def test_the_most_that_a_barrier_counts():
         "mbarrier.arrive.expect_tx.shared.b64 _, [%bar];": "0 counts",
         "mbarrier.arrive.noComplete.shared.b64 _, [%bar];": "0 counts",
         "mbarrier.arrive.shared.b64 _, [%bar], 1, 1;": "2 counts",
-        "mbarrier.expect_tx.shared.b64 _, [%bar], 16;": "no address",
+        "mbarrier.expect_tx.shared.b64 _, [%bar], 16;": "2 counts",
         "mbarrier.arrive.noComplete.shared::cluster.b64 _, [%bar], 1;": "not among the known",
         "mbarrier.arrive.noComplete.release.cluster.shared.b64 _, [%bar], 1;": "not among the known",
         "mbarrier.arrive.relaxed.cta.shared.b64 _, [%bar];": "not among the known",
@@ -320,7 +322,7 @@ def test_a_barrier_is_used_after_its_initialisation():
     use = f"{DECLARED} {FIRST} mbarrier.init.shared.b64 [%bar], 1; {{}} {SECOND} mbarrier.arrive"
     use += f".shared.b64 _, [%bar];{HERE}"
     run(use.replace("{}", "bar.sync 0;"), threads=64)
-    slow = "bar.arrive 0, 64; setp.ge.u32 %p, %me, 32; @!%p bra end; " + "add.u32 %x, %x, 1;" * 500
+    slow = "bar.arrive 0, 64; setp.ge.u32 %p, %me, 32; @!%p bra end; " + SLOW
     message = "whose mbarrier.init nothing orders before"
     fails(RaceError, message, use.replace("{}", slow) + "end:", threads=64, schedule="eager")
 
@@ -346,7 +348,7 @@ def test_another_block_sees_a_barrier_after_a_fence(fence):
 def test_a_block_that_exits_gets_no_signal(stays):
     wait_for_all = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
     body = f"""{init(1)} {wait_for_all} setp.eq.u32 %p, %rank, 0; @%p bra end;
-        mapa.shared::cluster.u32 %y, %bar, 0; {"add.u32 %x, %x, 1;" * 1000}
+        mapa.shared::cluster.u32 %y, %bar, 0; {SLOW} {SLOW}
         {FIRST} mbarrier.arrive.shared::cluster.b64 _, [%y];{HERE}
         end: {wait_for_all if stays else ""}"""
     if stays:
@@ -396,8 +398,8 @@ def test_a_barrier_of_all_warps(opcode, operands):
     statement = f"{opcode} {operands};"
     found = run(body.replace("{}", statement), results=[32], threads=96).results[0]
     assert found == [(i + 32) % 96 * 7 + 1 for i in range(96)]
-    failing = body.replace("{}", "").replace("%d0", "%rank")
-    fails(RaceError, "reads what was written to", failing, threads=96, schedule="eager")
+    failing = body.replace("{}", "").replace("%d0", "%rank").replace(HERE, "")
+    fails(RaceError, ANY_RACE, failing, threads=96, schedule="eager")
     failing = body.replace("{}", statement, 1).replace("{}", "").replace("%d0", "%rank")
     failing = failing.replace(HERE, "")
     fails(RaceError, "overwrites what is read from", failing, threads=96, schedule="eager")
@@ -422,7 +424,7 @@ def test_who_arrives_does_not_wait(opcode):
     # It knows nothing of the others, even if it comes last.
     body = f"""{DECLARED} setp.lt.u32 %p, %me, 32; @%p bra first;
         st.shared.u32 [%other], 1; {{}} bra end;
-        first: {"add.u32 %x, %x, 1;" * 900} {{}} ld.shared.u32 %x, [%other+128];{HERE} end:"""
+        first: {SLOW} {SLOW} {{}} ld.shared.u32 %x, [%other+128];{HERE} end:"""
     run(body.replace("{}", "bar.sync 1, 64;"), threads=64, schedule="eager")
     late = body.replace("{}", "bar.sync 1, 64;", 1).replace("{}", f"{opcode} 1, 64;")
     fails(RaceError, "reads what was written to", late, threads=64, schedule="eager")
@@ -499,7 +501,7 @@ def test_blocks_of_a_cluster_read_each_others_memory(arrive, wait_for):
 def test_a_block_waits_before_it_exits_if_its_memory_is_read():
     both = "barrier.cluster.arrive; barrier.cluster.wait;"
     body = f"""{DECLARED} {REMOTE} st.shared.u32 [%other], 1; {both} setp.eq.u32 %p, %rank, 0;
-        @%p bra end; {"add.u32 %x, %x, 1;" * 1000} ld.u32 %x, [%far];{HERE} end:"""
+        @%p bra end; {SLOW} {SLOW} ld.u32 %x, [%far];{HERE} end:"""
     run(body + both, grid=2, cluster=2)
     fails(EmulatorError, "block 0 of the cluster has exited", body, grid=2, cluster=2)
 
@@ -541,7 +543,7 @@ def test_the_clusters_barrier_orders_the_phases_apart():
     body = f"""{DECLARED} {REMOTE} barrier.cluster.arrive; setp.eq.u32 %p, %rank, 0; @%p bra slow;
         barrier.cluster.wait; st.shared.u32 [%other], 1; barrier.cluster.arrive;
         barrier.cluster.wait; bra end;
-        slow: {"add.u32 %x, %x, 1;" * 1000} barrier.cluster.wait; {{}} ld.u32 %x, [%far];{HERE}
+        slow: {SLOW} {SLOW} barrier.cluster.wait; {{}} ld.u32 %x, [%far];{HERE}
         {{}} end: {both}"""
     right = body.replace("{}", "barrier.cluster.arrive; barrier.cluster.wait;", 1).replace("{}", "")
     run(right, grid=2, cluster=2, schedule="eager")
@@ -611,8 +613,8 @@ def test_a_fence_changes_nothing_and_is_no_barrier_between_warps(opcode):
         ld.shared.u32 %d0, [%other]; mov.u32 %d1, %x;"""
     assert run(body, results=[32, 32]).results == [list(range(32))] * 2
     body = f"""{DECLARED} st.shared.u32 [%other], 1; {statement} xor.b32 %other, %other, 128;
-        ld.shared.u32 %x, [%other];{HERE}"""
-    fails(RaceError, "reads what was written to", body, threads=64, schedule="eager")
+        ld.shared.u32 %x, [%other];"""
+    fails(RaceError, ANY_RACE, body, threads=64)
 
 
 def test_every_form_has_a_test():

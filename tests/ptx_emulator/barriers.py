@@ -247,7 +247,7 @@ class NamedBarrier:
 @instruction(SYNC, "bar{,.cta}.sync", "bar{,.cta}.arrive", "barrier{,.cta}.sync.aligned")
 def bar(build, line):
     reads = [build.read(operand, "u32") for operand in line.operands]
-    number, count = (*reads, None)[:2]
+    number, count = (*reads, None, None)[:2]
     arrives = "arrive" in modifiers(line)
     if not 1 + arrives <= len(reads) <= 2:
         raise UnsupportedError(f"{len(reads)} operands")
