@@ -3,7 +3,16 @@
 import numpy as np
 
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.isa import LANE, LANES, instruction, lanes, numpy_type
+from ptx_emulator.isa import (
+    BLACKWELL,
+    HOPPER,
+    LANE,
+    LANES,
+    SINCE_BLACKWELL,
+    instruction,
+    lanes,
+    numpy_type,
+)
 from ptx_emulator.memory import (
     BLOCK_SHIFT,
     PARAMETER_WINDOW,
@@ -83,8 +92,10 @@ class Access:
         warp = self.warp
         if self.space == "param":
             raise EmulatorError("a store to a kernel parameter")
-        same = (self.bytes[self.index] == values[self.active]).all()
-        self.bytes[self.index] = values[self.active]
+        values = values[self.active]
+        self._check_agreement(values)
+        same = (self.bytes[self.index] == values).all()
+        self.bytes[self.index] = values
         if self.block:
             words, units = np.unique(self.index // WORD), np.unique(self.index // UNIT)
             try:
@@ -95,6 +106,20 @@ class Access:
             if not fenced:
                 self.block.shared.stored(warp.agent, warp.time, units)
         warp.machine.event()
+
+    def _check_agreement(self, values: np.ndarray) -> None:
+        """Which lane's value stays is not defined where several lanes write to one address."""
+        _, first, inverse = np.unique(self.offsets, return_index=True, return_inverse=True)
+        if len(first) == len(self.offsets):
+            return
+        other = (values != values[first[inverse]]).any(1)
+        if other.any():
+            i = int(np.nonzero(other)[0][0])
+            lanes_ = self.active[first[inverse[i]]], self.active[i]
+            raise RaceError(
+                f"{self.what}: lanes {lanes_[0]} and {lanes_[1]} write different values to one "
+                f"address in {self.space} memory"
+            )
 
 
 def _space_of(space: str, addresses):
@@ -139,8 +164,9 @@ def _elements(line) -> int:
     MOVE,
     f"ld{{,.shared,.shared::cta,.param,.param::entry}}{SHORT}",
     f"ld{{,.shared,.shared::cta,.param,.param::entry}}{LONG}",
-    *(f"ld.global{{,.nc}}{form}" for form in (SHORT, LONG, LONGEST)),
+    *(f"ld.global{{,.nc}}{form}" for form in (SHORT, LONG)),
 )
+@instruction(MOVE, f"ld.global{{,.nc}}{LONGEST}", targets=SINCE_BLACKWELL)
 def ld(build, line):
     kind, space = modifiers(line)[-1], space_of(line)
     destination, source = line.operands
@@ -178,8 +204,8 @@ def ld_whole(build, line):
 @instruction(
     MOVE,
     *(f"st{{,.global,.shared,.shared::cta}}{form}" for form in (SHORT, LONG)),
-    f"st.global{LONGEST}",
 )
+@instruction(MOVE, f"st.global{LONGEST}", targets=SINCE_BLACKWELL)
 def st(build, line):
     kind, space = modifiers(line)[-1], space_of(line)
     target, source = line.operands
@@ -378,7 +404,8 @@ def prefetch(build, line):
     return execute
 
 
-@instruction(OTHER, "setmaxnreg{.inc,.dec}.sync.aligned.u32", "nanosleep.u32")
+@instruction(OTHER, "setmaxnreg{.inc,.dec}.sync.aligned.u32", targets=HOPPER + BLACKWELL)
+@instruction(OTHER, "nanosleep.u32")
 def without_effect(build, line):
     """What only moves registers between warps, or waits."""
     if line.opcode.startswith("setmaxnreg"):

@@ -4,13 +4,25 @@ import numpy as np
 
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.isa import LANES, Task, block_of, instruction, lanes
+from ptx_emulator.isa import BLACKWELL, LANES, SINCE_BLACKWELL, Task, block_of, instruction, lanes
 from ptx_emulator.memory import POISON
 from ptx_emulator.parser import Register, Vector
 from ptx_emulator.scalar import modifiers
 from ptx_emulator.tma import units_of, words_of
 
 SYNC = "9.7.13 synchronisation"
+
+
+@instruction(
+    SYNC,
+    "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster",
+    "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster",
+)
+def fence_one_way(build, line):
+    """Orders reads by ordinary loads before writes by the asynchronous proxy, which clocks do here:
+    ordinary stores still need fence.proxy.async."""
+    return lambda warp, mask: None
+
 
 # The response: the first block of the cancelled cluster, and whether there is one. The ISA leaves
 # open what its bits mean.
@@ -20,8 +32,14 @@ CANCELED, FAILED = 0x600D, 0xBAD
 
 @instruction(
     SYNC,
+    "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128",
+    targets=SINCE_BLACKWELL,
+)
+@instruction(
+    SYNC,
     "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes"
-    "{,.multicast::cluster::all}.b128",
+    ".multicast::cluster::all.b128",
+    targets=BLACKWELL,
 )
 def try_cancel(build, line):
     target, signal = map(build.address, line.operands)
@@ -79,7 +97,9 @@ def _response(build, operand):
     return response
 
 
-@instruction(SYNC, "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128")
+@instruction(
+    SYNC, "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128", targets=SINCE_BLACKWELL
+)
 def is_canceled(build, line):
     destination, source = line.operands
     write, response = build.write(destination, "pred"), _response(build, source)
@@ -93,6 +113,7 @@ def is_canceled(build, line):
 @instruction(
     SYNC,
     "clusterlaunchcontrol.query_cancel.get_first_ctaid{.v4,::x,::y,::z}.b32.b128",
+    targets=SINCE_BLACKWELL,
 )
 def get_first_ctaid(build, line):
     destination, source = line.operands

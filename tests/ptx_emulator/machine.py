@@ -98,7 +98,8 @@ class Warp:
         self.stores_issued = 0
         self.products = _Products()
         self.copies = copies.Copies()
-        self.cluster_arrivals = 0
+        # Arrivals at the cluster's barrier, and how many of them were waited for.
+        self.cluster_arrivals = self.cluster_waits = 0
 
     def __str__(self) -> str:
         block = self.block
@@ -280,6 +281,10 @@ class Warp:
         """Whether all lanes that have not exited are at one place."""
         return len(self.groups) == 1
 
+    def parted(self, mask: np.ndarray | None) -> bool:
+        """Whether these are not all lanes of the one group that there is."""
+        return mask is not None and not np.array_equal(mask, self.groups[0].mask)
+
     def _exit(self) -> None:
         if self.pending:
             raise EmulatorError(f"exits before {next(iter(self.pending.values()))}")
@@ -310,9 +315,13 @@ class _StoreGroups:
 
 @dataclasses.dataclass
 class _Products:
-    """wgmma of a warp: (number, what writes the registers) issued, and ends of groups."""
+    """wgmma of a warp: (number, what writes the registers) issued, and ends of groups.
+
+    `fenced` says whether a wgmma.fence came before the first.
+    """
 
     issued: int = 0
+    fenced: bool = False
     waiting: list = dataclasses.field(default_factory=list)
     ends: list[int] = dataclasses.field(default_factory=list)
 
@@ -343,7 +352,8 @@ class Cluster:
 
     def __init__(self, machine: "Machine", number: int, first: tuple[int, int, int]):
         self.machine, self.number = machine, number
-        self.clock = machine.agents.clock()
+        # What arrived with the barrier's phases.
+        self.clocks: dict[int, np.ndarray] = {}
         # How many tcgen05.mma were issued, and mbarriers made.
         self.multiplied = self.barriers_made = 0
         # Whether a clusterlaunchcontrol.try_cancel has failed.

@@ -89,6 +89,8 @@ class SharedMemory:
         # The warp whose ordinary store is not visible to the asynchronous proxy yet, -1 for none.
         self.unfenced = np.full(units, -1, np.int16)
         self.unfenced_at = np.zeros(units, np.int32)
+        # Words of mbarriers, which nothing but their instructions may touch (9.7.13.15.1).
+        self.barriers = np.zeros(words, bool)
 
     def check(self, offset: int, size: int, what: str) -> None:
         """Bounds."""
@@ -109,6 +111,9 @@ class SharedMemory:
 
     def _after_its_writer(self, words: np.ndarray, known: np.ndarray, what: str, to: str) -> None:
         """These words may be touched by who knows of the last write to them."""
+        if self.barriers[words].any():
+            word = int(words[self.barriers[words]][0])
+            raise EmulatorError(f"{what} touches the mbarrier in {self.place(word * WORD)}")
         unknown = words[known[self.writer[words]] < self.written[words]]
         if len(unknown):
             self._race(unknown[0], self.writer[unknown[0]], what, to)

@@ -11,7 +11,9 @@ from ptx_emulator.clocks import MEMORY, TENSOR, learn
 from ptx_emulator.data import Access
 from ptx_emulator.errors import EmulatorError, UnsupportedError
 from ptx_emulator.isa import (
+    BLACKWELL,
     FLOATS,
+    HOPPER,
     LANE,
     LANES,
     WAIT_FOR_LOADS,
@@ -22,12 +24,13 @@ from ptx_emulator.isa import (
     instruction,
     lanes,
 )
-from ptx_emulator.memory import SHARED_WINDOW, UNIT, WORD, TensorMemory
+from ptx_emulator.memory import UNIT, WORD, TensorMemory
 from ptx_emulator.parser import Address, Vector
 from ptx_emulator.scalar import modifiers
 from ptx_emulator.tma import SWIZZLES
 
-WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
+hopper = functools.partial(instruction, "9.7.15 wgmma", targets=HOPPER)
+tcgen05 = functools.partial(instruction, "9.7.16 tcgen05", targets=BLACKWELL)
 
 ELEMENTS = {name: FLOATS[name] for name in ("f16", "bf16", "e4m3", "e5m2")}
 ELEMENTS |= {"s8": np.int8, "u8": np.uint8, "tf32": np.float32}
@@ -57,7 +60,7 @@ class Matrix:
     def of_hopper(cls, descriptor: int, *, transposed: bool) -> "Matrix":
         """A descriptor of wgmma."""
         swizzle = {0: 0, 1: 128, 2: 64, 3: 32}[descriptor >> 62]
-        if descriptor >> 52 & 0x3FF or descriptor >> 46 & 0x3 or descriptor >> 30 & 0x3:
+        if descriptor & (0x3FF << 52 | 0x7 << 46 | 0x3 << 30 | 0x3 << 14):
             raise EmulatorError(f"reserved bits of the descriptor {descriptor:#x} are set")
         return cls._of(descriptor, swizzle, transposed)
 
@@ -65,7 +68,8 @@ class Matrix:
     def of_blackwell(cls, descriptor: int, machine, *, transposed: bool) -> "Matrix":
         """A descriptor of tcgen05."""
         kinds = {0: 0, 2: 128, 4: 64, 6: 32}
-        if descriptor >> 61 not in kinds or descriptor >> 52 & 0x1FF or descriptor >> 30 & 0x3:
+        reserved = 0x1FF << 52 | 0x3 << 30 | 0x3 << 14
+        if descriptor >> 61 not in kinds or descriptor & reserved:
             raise EmulatorError(f"the descriptor {descriptor:#x}: swizzle, or reserved bits")
         if version := descriptor >> 46 & 0x7 ^ 1:
             message = f"bits 46 to 48 of the descriptor {descriptor:#x} are not 0b001"
@@ -80,6 +84,11 @@ class Matrix:
             raise UnsupportedError(f"the base offset of the descriptor {descriptor:#x}")
         fields = (descriptor >> shift & 0x3FFF for shift in (0, 16, 32))
         begin, leading, stride = (16 * field for field in fields)
+        if swizzle and begin % (8 * swizzle) >= swizzle:
+            raise UnsupportedError(
+                f"the descriptor {descriptor:#x} begins at {begin}, not in the first row of the "
+                f"swizzle's pattern of {8 * swizzle} bytes, and has no base offset"
+            )
         return cls(begin, leading, stride, swizzle, transposed)
 
     def read(self, block, rows: int, columns: int, dtype) -> np.ndarray:
@@ -171,7 +180,7 @@ def _is_pair(line) -> bool:
 GROUPS = "{.cta_group::1,.cta_group::2}"
 
 
-@instruction(TCGEN05, f"tcgen05.alloc{GROUPS}.sync.aligned.shared::cta.b32")
+@tcgen05(f"tcgen05.alloc{GROUPS}.sync.aligned.shared::cta.b32")
 def alloc(build, line):
     address, count = build.address(line.operands[0]), build.read(line.operands[1], "u32")
     group = 1 + _is_pair(line)
@@ -201,7 +210,7 @@ def alloc(build, line):
     return execute
 
 
-@instruction(TCGEN05, f"tcgen05.dealloc{GROUPS}.sync.aligned.b32")
+@tcgen05(f"tcgen05.dealloc{GROUPS}.sync.aligned.b32")
 def dealloc(build, line):
     address, count = (build.read(operand, "b32") for operand in line.operands)
     group = 1 + _is_pair(line)
@@ -223,7 +232,7 @@ def dealloc(build, line):
     return execute
 
 
-@instruction(TCGEN05, f"tcgen05.relinquish_alloc_permit{GROUPS}.sync.aligned")
+@tcgen05(f"tcgen05.relinquish_alloc_permit{GROUPS}.sync.aligned")
 def relinquish(build, line):
     def execute(warp, mask):
         warp.block.tensor.relinquished = True
@@ -231,7 +240,7 @@ def relinquish(build, line):
     return execute
 
 
-@instruction(TCGEN05, "tcgen05.fence{::before_thread_sync,::after_thread_sync}")
+@tcgen05("tcgen05.fence{::before_thread_sync,::after_thread_sync}")
 def tensor_fence(build, line):
     before = line.opcode.endswith("before_thread_sync")
     return lambda warp, mask: warp.fence_before() if before else warp.fence_after()
@@ -264,14 +273,18 @@ def _shape(line, further: int | None):
     return rows, columns, ((0, width * count),), 32 if shape == "32x32b" else 16
 
 
-REPETITIONS = "{.x1,.x2,.x4,.x8,.x16,.x32,.x64,.x128}"
-SHAPES = f"{{.32x32b,.16x128b,.16x256b,.16x32bx2}}{REPETITIONS}.b32"
+# At most 128 registers.
+SHAPES = [
+    f"{{{','.join(f'.{shape}.x{2**i}' for i in range(8 - log))}}}.b32"
+    for log, shape in enumerate(("32x32b", "16x128b", "16x256b"))
+]
+SHAPES.append(SHAPES[0].replace("32x32b", "16x32bx2"))
 
 
 def _first_lane(warp, address: int, rows: int) -> int:
     """Where a warp's lanes of tensor memory begin: a warp has a quarter of them (9.7.16.2.3)."""
     lane, quarter = address >> 16, warp.number % 4
-    if lane // 32 not in (0, quarter) or lane % 32 + rows > 32:
+    if lane // 32 not in (0, quarter) or lane % 32 not in range(0, 33 - rows, rows):
         raise EmulatorError(
             f"lanes {lane} to {lane + rows - 1} of tensor memory are not in the quarter {quarter} "
             f"of {warp}"
@@ -286,7 +299,7 @@ class _TensorAccess:
         further = build.immediate(offset[0]) if offset else None
         self.rows, self.columns, self.ranges, self.height = _shape(line, further)
         self.name = ".".join(line.opcode.split(".")[:2])
-        self.items = registers.items if isinstance(registers, Vector) else (registers,)
+        self.items = registers.items if isinstance(registers, Vector) else ()
         if len(self.items) != len(self.rows) or len(offset) > 1:
             raise ValueError(f"{len(self.items)} registers, expected {len(self.rows)}")
         self.address = build.address(address)
@@ -304,10 +317,12 @@ class _TensorAccess:
         return (first + self.rows, column + self.columns), parts
 
 
-@instruction(TCGEN05, f"tcgen05.ld.sync.aligned{SHAPES}")
+@tcgen05(*(f"tcgen05.ld.sync.aligned{shape}" for shape in SHAPES))
 def tensor_load(build, line):
     destination, source, *offset = line.operands
     access = _TensorAccess(build, line, destination, source, offset)
+    if len(set(access.items)) != len(access.items):
+        raise ValueError("a register twice")
     writes = [build.write(item, "b32") for item in access.items]
     numbers = [item.number for item in access.items]
     poison = np.full(LANES, 0xFFFFFFFF, np.uint32)
@@ -334,7 +349,7 @@ def tensor_load(build, line):
     return execute
 
 
-@instruction(TCGEN05, "tcgen05.wait::ld.sync.aligned")
+@tcgen05("tcgen05.wait::ld.sync.aligned")
 def wait_for_loads(build, line):
     def execute(warp, mask):
         loads, warp.tensor_loads = warp.tensor_loads, []
@@ -347,7 +362,7 @@ def wait_for_loads(build, line):
     return execute
 
 
-@instruction(TCGEN05, f"tcgen05.st.sync.aligned{SHAPES}")
+@tcgen05(*(f"tcgen05.st.sync.aligned{shape}" for shape in SHAPES))
 def tensor_store(build, line):
     target, *offset, source = line.operands
     access = _TensorAccess(build, line, source, target, offset)
@@ -372,7 +387,7 @@ def tensor_store(build, line):
     return execute
 
 
-@instruction(TCGEN05, "tcgen05.wait::st.sync.aligned")
+@tcgen05("tcgen05.wait::st.sync.aligned")
 def wait_for_stores(build, line):
     def execute(warp, mask):
         stores, warp.tensor_stores = warp.tensor_stores, []
@@ -383,21 +398,18 @@ def wait_for_stores(build, line):
     return execute
 
 
-@instruction(
-    TCGEN05,
-    f"tcgen05.commit{GROUPS}.mbarrier::arrive::one{{,.shared::cluster}}{{,.multicast::cluster}}.b64",
+@tcgen05(
+    f"tcgen05.commit{GROUPS}.mbarrier::arrive::one.shared::cluster{{,.multicast::cluster}}.b64",
 )
 def commit(build, line):
     pair, multicast = _is_pair(line), "multicast::cluster" in modifiers(line)
-    generic = "shared::cluster" not in modifiers(line)
     address = build.address(line.operands[0])
     members = build.read(line.operands[1], "b16") if multicast else None
 
     def execute(warp, mask):
         cluster, machine = warp.block.cluster, warp.machine
         for lane in lanes(mask):
-            place = int(address(warp)[lane])
-            rank, offset = block_of(place - (SHARED_WINDOW if generic else 0))
+            rank, offset = block_of(int(address(warp)[lane]))
             named = int(members(warp)[lane]) if multicast else 1 << rank
             targets = [r for r in range(16) if named >> r & 1]
             barriers = [barrier_at(warp, (r << 24) + offset, cluster=True) for r in targets]
@@ -497,7 +509,8 @@ class TensorOperand:
         block.tensor.multiplied_by(time, part, warp.clock, what)
 
 
-@instruction(TCGEN05, f"tcgen05.mma{GROUPS}{{.kind::f16,.kind::tf32,.kind::f8f6f4,.kind::i8}}")
+@tcgen05(f"tcgen05.mma{GROUPS}{{.kind::f16,.kind::tf32,.kind::f8f6f4}}")
+@tcgen05(f"tcgen05.mma{GROUPS}.kind::i8", targets=("sm_100a",))
 def mma(build, line):
     kind = next(part for part in modifiers(line) if part.startswith("kind::"))[6:]
     pair = _is_pair(line)
@@ -574,13 +587,17 @@ def _multiply(warp, blocks, found: Product, column: int, matrices, accumulates: 
 # wgmma
 
 
-@instruction(WGMMA, "wgmma.fence.sync.aligned")
+@hopper("wgmma.fence.sync.aligned")
 def wgmma_fence(build, line):
-    """Registers are ordered by the program here; what it guards against is not modelled."""
-    return lambda warp, mask: None
+    """Registers are ordered by the program here: only whether there is one is looked at."""
+
+    def execute(warp, mask):
+        warp.products.fenced = True
+
+    return execute
 
 
-@instruction(WGMMA, "wgmma.commit_group.sync.aligned")
+@hopper("wgmma.commit_group.sync.aligned")
 def wgmma_commit(build, line):
     def execute(warp, mask):
         warp.products.ends.append(warp.products.issued)
@@ -588,9 +605,11 @@ def wgmma_commit(build, line):
     return execute
 
 
-@instruction(WGMMA, "wgmma.wait_group.sync.aligned")
+@hopper("wgmma.wait_group.sync.aligned")
 def wgmma_wait(build, line):
     left = build.immediate(line.operands[0])
+    if left < 0:
+        raise ValueError(f"all but {left} groups")
 
     def execute(warp, mask):
         ends = warp.products.ends
@@ -623,30 +642,34 @@ def _perform(warp, upto: int) -> None:
     }
 
 
+# Integers have fewer widths (9.7.15.2).
 WIDTHS = ",".join(f"n{n}" for n in range(8, 264, 8))
+INTEGER_WIDTHS = ",".join(f"n{n}" for n in (8, 24, *range(16, 272, 16)))
 
 
-@instruction(
-    WGMMA,
+@hopper(
     f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k16.f32{{.bf16.bf16,.f16.f16}}",
     f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k32.f32"
     "{.e4m3.e4m3,.e4m3.e5m2,.e5m2.e4m3,.e5m2.e5m2}",
-    f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k32.s32{{.s8.s8,.u8.u8,.s8.u8,.u8.s8}}",
+    f"wgmma.mma_async.sync.aligned.m64{{{INTEGER_WIDTHS}}}k32.s32{{.s8.s8,.u8.u8,.s8.u8,.u8.s8}}",
 )
 def wgmma(build, line):
     *_, shape, result, a_type, b_type = modifiers(line)
     columns, depth = map(int, re.fullmatch(r"m64n(\d+)k(\d+)", shape).groups())
     target, a, b, accumulate, *flags = line.operands
-    if not isinstance(target, Vector) or len(target.items) != columns // 2:
+    if not isinstance(target, Vector) or len(set(target.items)) != columns // 2:
         raise ValueError(f"{columns // 2} accumulators are expected")
+    for item in target.items:
+        build.read(item, "b32")
     if isinstance(a, Vector):
         raise UnsupportedError("the first operand in registers")
     types = ELEMENTS[a_type], ELEMENTS[b_type]
+    # Signs for floats; elements of 16 bits may be transposed.
+    allowed = [(1, -1)] * (2 * (result == "f32")) + [(0, 1)] * (2 * (depth == 16))
     flags = [build.immediate(flag) for flag in flags]
-    signs = flags[:2] if result == "f32" else [1, 1]
-    turned = [bool(flag) for flag in flags[2:]] or [False, False]
-    if any(sign not in (1, -1) for sign in signs):
-        raise EmulatorError(f"the signs {signs}")
+    if len(flags) != len(allowed) or any(f not in some for f, some in zip(flags, allowed)):
+        raise ValueError(f"the signs and transpositions {flags}")
+    signs, turned = flags[:2] or [1, 1], flags[2:] or [0, 0]
     descriptors = [build.read(operand, "b64") for operand in (a, b)]
     accumulate = build.read(accumulate, "pred")
     numbers = [item.number for item in target.items]
@@ -656,8 +679,10 @@ def wgmma(build, line):
 
     def execute(warp, mask):
         block, machine, quarter = warp.block, warp.machine, warp.number % 4
+        if not warp.products.fenced:
+            raise EmulatorError("wgmma.mma_async without a wgmma.fence before it")
         matrices = [
-            Matrix.of_hopper(int(read(warp)[0]), transposed=transposed)
+            Matrix.of_hopper(int(read(warp)[0]), transposed=bool(transposed))
             for read, transposed in zip(descriptors, turned)
         ]
         agent, products = machine.agents.wgmma(warp.agent), warp.products

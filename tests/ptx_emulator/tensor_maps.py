@@ -10,7 +10,7 @@ import numpy as np
 
 from ptx_emulator.clocks import MEMORY
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.isa import block_of, instruction, lanes
+from ptx_emulator.isa import BLACKWELL, HOPPER, block_of, instruction, lanes
 from ptx_emulator.memory import SHARED_BEGIN, SHARED_WINDOW
 from ptx_emulator.scalar import modifiers
 from ptx_emulator.tma import TensorMap, units_of, words_of
@@ -95,6 +95,7 @@ def found(warp, address: int) -> TensorMap:
     ".shared::cta.b1024.b32",
     "tensormap.replace.tile{.box_dim,.global_dim,.element_stride}.shared::cta.b1024.b32",
     "tensormap.replace.tile.global_stride.shared::cta.b1024.b64",
+    targets=HOPPER + BLACKWELL,
 )
 def replace(build, line):
     field, kind = modifiers(line)[2], modifiers(line)[-1]

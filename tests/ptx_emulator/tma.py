@@ -10,7 +10,7 @@ import numpy as np
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.clocks import MEMORY
 from ptx_emulator.errors import EmulatorError
-from ptx_emulator.isa import Blocked, Task, block_of, instruction, lanes
+from ptx_emulator.isa import BLACKWELL, Blocked, Task, block_of, instruction, lanes
 from ptx_emulator.memory import POISON, UNIT, WORD
 from ptx_emulator.scalar import modifiers
 
@@ -157,11 +157,14 @@ def _checked(tensor: TensorMap, block, offset: int, what: str) -> None:
         )
 
 
-@instruction(
-    COPY,
-    f"cp.async.bulk.tensor{RANKS}{{.shared::cta,.shared::cluster}}.global{{,.tile}}.{ARRIVAL}"
-    "{,.multicast::cluster}{,.cta_group::1,.cta_group::2}",
+LOADS = (
+    f"cp.async.bulk.tensor{RANKS}.shared::cta.global{{,.tile}}.{ARRIVAL}",
+    f"cp.async.bulk.tensor{RANKS}.shared::cluster.global{{,.tile}}.{ARRIVAL}{{,.multicast::cluster}}",
 )
+
+
+@instruction(COPY, *LOADS)
+@instruction(COPY, *(f"{form}{{.cta_group::1,.cta_group::2}}" for form in LOADS), targets=BLACKWELL)
 def load(build, line):
     parts = modifiers(line)
     target, source, signal, *more = line.operands
@@ -281,6 +284,8 @@ def commit_group(build, line):
 @instruction(COPY, "cp.async.bulk.wait_group{,.read}")
 def wait_group(build, line):
     left = build.immediate(line.operands[0])
+    if left < 0:
+        raise ValueError(f"all but {left} groups")
     reads = "read" in modifiers(line)
 
     def execute(warp, mask):
