@@ -941,6 +941,22 @@ def test_what_changes_no_register_and_no_memory(opcode):
     assert found.arrays == [CONTENT]
 
 
+@pytest.mark.parametrize("space", ["shared", "shared::cta"])
+def test_ld_of_128_bits_to_one_register(space):
+    """Compared by what clusterlaunchcontrol makes of it (test_ptx_emulator_copies.py)."""
+    opcode = f"ld.{space}.b128"
+    assert isa.TABLE[opcode].section == MOVE
+    query = "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p, handle;"
+    body = f""".reg .b128 handle; .reg .pred %p; .reg .b32 %x; .shared .align 16 .b8 memory[512];
+        mov.u32 %x, memory; mad.lo.u32 %x, %lane, 16, %x;
+        st.shared.v4.u32 [%x], {{{{0, 0, 0, {{}}}}}};
+        {opcode} handle, [%x]; {query} selp.b32 %d0, 1, 0, %p;"""
+    assert run(body.format("0x600D"), results=[32]).results == [[1] * 32]
+    assert run(body.format("0xBAD"), results=[32]).results == [[0] * 32]
+    with pytest.raises(UnsupportedError, match="is no register of 128 bits"):
+        run(f".reg .b64 %x; {opcode} %x, [%x];")
+
+
 def test_prefetch_of_a_tensor_map_needs_one():
     assert isa.TABLE["prefetch.tensormap"].section == MOVE
     body = """.reg .b64 map; mov.u64 map, tensor; cvta.param.u64 map, map;
@@ -969,6 +985,7 @@ OTHERS = {
     *(f"shfl.sync.{mode}.b32" for mode in ("idx", "up", "down", "bfly")),
     *(f"vote.sync.{mode}" for mode in ("any.pred", "all.pred", "uni.pred", "ballot.b32")),
     *("elect.sync", "activemask.b32", "prefetch.tensormap", "trap"),
+    *("ld.shared.b128", "ld.shared::cta.b128"),
     *WITHOUT_EFFECT,
 }
 
