@@ -16,6 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from ptx import addresses, launched, ptx, run, told
 from ptx_emulator import isa
 from ptx_emulator.errors import EmulatorError, UnsupportedError
 from ptx_emulator.machine import Machine
@@ -104,104 +105,6 @@ def with_one_nan(raw, kind):
         parts = value if isinstance(value, tuple) else (value,)
         return raw if parts == parts and all(x == x for x in parts) else encode(value, kind, 64)
     return raw
-
-
-def ptx(body, parameters=(), prelude=""):
-    """A module of one kernel."""
-    return f"""
-.version 8.7
-.target sm_90a
-.address_size 64
-{prelude}
-.visible .entry kernel({", ".join(parameters)})
-.maxntid 32, 1, 1
-{{
-{body}
-}}
-"""
-
-
-def launched(body, parameters=(), values=(), *, grid=1, cluster=1):
-    """Runs a kernel; the machine."""
-    kernel = parse(ptx(body, parameters))
-    machine = Machine(kernel, (grid, 1, 1), cluster=(cluster, 1, 1))
-    for i, value in enumerate(values):
-        machine.set_parameter(i, machine.memory.place(value) if hasattr(value, "dtype") else value)
-    machine.launch()
-    return machine
-
-
-@dataclasses.dataclass
-class Run:
-    """What a kernel left: each thread's registers, and the arrays."""
-
-    results: list[list[int]]
-    arrays: list[bytes]
-
-
-def run(body, inputs=(), results=(), *, arrays=(), constants=b"", grid=1, cluster=1):
-    """Executes statements by 32 threads of every block.
-
-    Args:
-      body: uses %a0, %a1, ... (inputs), %m0, ... (addresses of the arrays), %thread, %lane, and
-        sets %d0, %d1, ...
-      inputs: (bits of the register, values of all threads) for each.
-      results: bits of the registers; 1 is a predicate.
-      constants: what the kernel's parameter of this name holds.
-    """
-    parameters = [f".param .u64 p{i}" for i in range(len(inputs) + len(results) + len(arrays))]
-    values = [np.array(values, f"u{max(bits, 8) // 8}") for bits, values in inputs]
-    outputs = [np.zeros(32 * grid, f"u{max(bits, 8) // 8}") for bits in results]
-    values += [*outputs, *(np.frombuffer(array, np.uint8) for array in arrays)]
-    if constants:
-        parameters.append(f".param .align 32 .b8 constants[{len(constants)}]")
-        values.append(constants)
-    text = [
-        ".reg .b32 %thread, %lane, %block; .reg .b64 %base, %at; .reg .b16 %byte;",
-        f".reg .b64 %m<{len(arrays) + 1}>;",
-        "mov.u32 %lane, %tid.x; mov.u32 %block, %ctaid.x;",
-        "mad.lo.u32 %thread, %block, 32, %lane;",
-    ]
-
-    def place(i, size):
-        text.append(f"ld.param.u64 %base, [p{i}]; mad.wide.u32 %at, %thread, {size}, %base;")
-
-    for i, (bits, _) in enumerate(inputs):
-        place(i, max(bits, 8) // 8)
-        text.append(f".reg .{'pred' if bits == 1 else f'b{bits}'} %a{i};")
-        if bits == 1:
-            text.append(f"ld.global.u8 %byte, [%at]; setp.ne.u16 %a{i}, %byte, 0;")
-        else:
-            text.append(f"ld.global.b{bits} %a{i}, [%at];")
-    for i in range(len(arrays)):
-        text.append(f"ld.param.u64 %m{i}, [p{len(inputs) + len(results) + i}];")
-    text += [
-        f".reg .{'pred' if bits == 1 else f'b{bits}'} %d{i};" for i, bits in enumerate(results)
-    ]
-    text.append(body)
-    for i, bits in enumerate(results):
-        place(len(inputs) + i, max(bits, 8) // 8)
-        if bits == 1:
-            text.append(f"selp.u16 %byte, 1, 0, %d{i}; st.global.u8 [%at], %byte;")
-        else:
-            text.append(f"st.global.b{bits} [%at], %d{i};")
-    text.append("ret;")
-    machine = launched("\n".join(text), parameters, values, grid=grid, cluster=cluster)
-    placed = [value for value in values if hasattr(value, "dtype")]
-    left = [
-        machine.memory.read(address, value.shape, value.dtype)
-        for address, value in zip(addresses(machine), placed)
-    ]
-    found = left[len(inputs) :]
-    return Run(
-        [array.tolist() for array in found[: len(results)]],
-        [array.tobytes() for array in found[len(results) :]],
-    )
-
-
-def addresses(machine):
-    """Where the arrays are that the machine's parameters point to."""
-    return machine.parameters[: len(machine.parameters) // 8 * 8].view(np.uint64).tolist()
 
 
 # Operands.
@@ -1040,6 +943,22 @@ def test_what_changes_no_register_and_no_memory(opcode):
     assert found.arrays == [CONTENT]
 
 
+@pytest.mark.parametrize("space", ["shared", "shared::cta"])
+def test_ld_of_128_bits_to_one_register(space):
+    """Compared by what clusterlaunchcontrol makes of it (test_ptx_emulator_copies.py)."""
+    opcode = f"ld.{space}.b128"
+    assert isa.TABLE[opcode].section == MOVE
+    query = "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p, handle;"
+    body = f""".reg .b128 handle; .reg .pred %p; .reg .b32 %x; .shared .align 16 .b8 memory[512];
+        mov.u32 %x, memory; mad.lo.u32 %x, %lane, 16, %x;
+        st.shared.v4.u32 [%x], {{{{0, 0, 0, {{}}}}}};
+        {opcode} handle, [%x]; {query} selp.b32 %d0, 1, 0, %p;"""
+    assert run(body.format("0x600D"), results=[32]).results == [[1] * 32]
+    assert run(body.format("0xBAD"), results=[32]).results == [[0] * 32]
+    with pytest.raises(UnsupportedError, match="is no register of 128 bits"):
+        run(f".reg .b64 %x; {opcode} %x, [%x];")
+
+
 def test_prefetch_of_a_tensor_map_needs_one():
     assert isa.TABLE["prefetch.tensormap"].section == MOVE
     body = """.reg .b64 map; mov.u64 map, tensor; cvta.param.u64 map, map;
@@ -1068,6 +987,7 @@ OTHERS = {
     *(f"shfl.sync.{mode}.b32" for mode in ("idx", "up", "down", "bfly")),
     *(f"vote.sync.{mode}" for mode in ("any.pred", "all.pred", "uni.pred", "ballot.b32")),
     *("elect.sync", "activemask.b32", "prefetch.tensormap", "trap"),
+    *("ld.shared.b128", "ld.shared::cta.b128"),
     *WITHOUT_EFFECT,
 }
 
@@ -1170,7 +1090,7 @@ def test_comments_directives_and_line_numbers():
         ("ret", first + 3),
     ]
     assert kernel.code[0].operands[1] == Immediate(2)
-    assert kernel.name == "kernel" and kernel.block == (32, 1, 1) and kernel.target == "sm_90a"
+    assert kernel.name == "kernel" and kernel.block == (32, 1, 1) and kernel.target == "sm_100a"
 
 
 def test_a_kernel_is_found_by_its_name():
@@ -1271,8 +1191,7 @@ def refused(statement, error, message, **launch):
     line = ptx(body, [".param .u64 out"]).split(statement)[0].count("\n") + 1
     with pytest.raises(error, match=f"(?s){message}") as caught:
         launched(body, [".param .u64 out"], [np.zeros(16, np.uint32)], **launch)
-    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert f"line {line}: " in told, told
+    assert f"line {line}: " in told(caught.value), told(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,15 @@ import ml_dtypes
 import numpy as np
 
 from ptx_emulator.errors import UnsupportedError
-from ptx_emulator.isa import FLOATS, LANES, SIGNED, UNSIGNED, instruction, numpy_type
+from ptx_emulator.isa import (
+    FLOATS,
+    LANES,
+    SIGNED,
+    SINCE_BLACKWELL,
+    UNSIGNED,
+    instruction,
+    numpy_type,
+)
 from ptx_emulator.parser import Pair, Vector, bits
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
@@ -102,21 +110,24 @@ def narrowed(values, dtype):
 
 
 @instruction(INTEGER, "add{.u16,.s16,.u32,.s32,.u64,.s64}")
-@instruction(FLOAT, "add{,.rn}{.f32,.f32x2}")
+@instruction(FLOAT, "add{,.rn}.f32")
+@instruction(FLOAT, "add{,.rn}.f32x2", targets=SINCE_BLACKWELL)
 @instruction(HALF, "add{,.rn}{.f16,.f16x2,.bf16,.bf16x2}")
 def add(build, line):
     return elementwise(build, line, lambda a, b: a + b)
 
 
 @instruction(INTEGER, "sub{.u16,.s16,.u32,.s32,.u64,.s64}")
-@instruction(FLOAT, "sub{,.rn}{.f32,.f32x2}")
+@instruction(FLOAT, "sub{,.rn}.f32")
+@instruction(FLOAT, "sub{,.rn}.f32x2", targets=SINCE_BLACKWELL)
 @instruction(HALF, "sub{,.rn}{.f16,.f16x2,.bf16,.bf16x2}")
 def sub(build, line):
     return elementwise(build, line, lambda a, b: a - b)
 
 
 @instruction(INTEGER, "mul.lo{.u16,.s16,.u32,.s32,.u64,.s64}")
-@instruction(FLOAT, "mul{,.rn}{.f32,.f32x2}")
+@instruction(FLOAT, "mul{,.rn}.f32")
+@instruction(FLOAT, "mul{,.rn}.f32x2", targets=SINCE_BLACKWELL)
 @instruction(HALF, "mul{,.rn}{.f16,.f16x2,.bf16,.bf16x2}")
 def mul(build, line):
     return elementwise(build, line, lambda a, b: a * b)
@@ -161,7 +172,8 @@ def mad_wide(build, line):
     return elementwise(build, line, lambda a, b, c: double(a) * double(b) + c, kinds, wide(kind))
 
 
-@instruction(FLOAT, "fma.rn{.f32,.f32x2}")
+@instruction(FLOAT, "fma.rn.f32")
+@instruction(FLOAT, "fma.rn.f32x2", targets=SINCE_BLACKWELL)
 @instruction(HALF, "fma.rn{.f16,.f16x2,.bf16,.bf16x2}")
 def fma(build, line):
     return elementwise(build, line, fused)

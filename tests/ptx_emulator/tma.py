@@ -9,9 +9,8 @@ import numpy as np
 
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.clocks import MEMORY
-from ptx_emulator.data import find_tensor_map
 from ptx_emulator.errors import EmulatorError
-from ptx_emulator.isa import Blocked, Task, block_of, instruction, lanes
+from ptx_emulator.isa import BLACKWELL, Blocked, Task, block_of, instruction, lanes
 from ptx_emulator.memory import POISON, UNIT, WORD
 from ptx_emulator.scalar import modifiers
 
@@ -139,7 +138,7 @@ class TensorOperand:
 
     def at(self, warp, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
         """The map, and the place of the box, of a lane."""
-        tensor = find_tensor_map(warp.machine, int(self.address(warp)[lane]))
+        tensor = warp.tensor_map(int(self.address(warp)[lane]))
         if len(tensor.dimensions) != self.rank:
             raise EmulatorError(f"a copy of {self.rank} dimensions with {tensor}")
         place = tuple(signed(int(read(warp)[lane])) for read in self.coordinates)
@@ -168,11 +167,14 @@ def _checked(tensor: TensorMap, block, offset: int, what: str) -> None:
         )
 
 
-@instruction(
-    COPY,
-    f"cp.async.bulk.tensor{RANKS}{{.shared::cta,.shared::cluster}}.global{{,.tile}}.{ARRIVAL}"
-    "{,.multicast::cluster}{,.cta_group::1,.cta_group::2}",
+LOADS = (
+    f"cp.async.bulk.tensor{RANKS}.shared::cta.global{{,.tile}}.{ARRIVAL}",
+    f"cp.async.bulk.tensor{RANKS}.shared::cluster.global{{,.tile}}.{ARRIVAL}{{,.multicast::cluster}}",
 )
+
+
+@instruction(COPY, *LOADS)
+@instruction(COPY, *(f"{form}{{.cta_group::1,.cta_group::2}}" for form in LOADS), targets=BLACKWELL)
 def load(build, line):
     parts = modifiers(line)
     target, source, signal, *more = line.operands
@@ -292,6 +294,8 @@ def commit_group(build, line):
 @instruction(COPY, "cp.async.bulk.wait_group{,.read}")
 def wait_group(build, line):
     left = build.immediate(line.operands[0])
+    if left < 0:
+        raise ValueError(f"all but {left} groups")
     reads = "read" in modifiers(line)
 
     def execute(warp, mask):
