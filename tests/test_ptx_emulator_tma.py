@@ -9,7 +9,7 @@ import random
 
 import numpy as np
 import pytest
-from ptx import HERE, fails, run
+from ptx import HERE, exchanged, fails, run
 from ptx_emulator import isa
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.tma import TensorMap
@@ -101,17 +101,6 @@ class Tensor:
             if target is not None:
                 left[target : target + size] = memory[source - BASE : source - BASE + size]
         return bytes(left)
-
-
-def exchanged(address, swizzle):
-    """5.5.7: the pieces of 16 bytes in a row of the swizzle's width change places; which ones do is
-    said by the number of the line of 128 bytes, so that the pattern comes again after 8 widths."""
-    if not swizzle:
-        return address
-    pieces = swizzle // 16
-    row, piece, rest = address // swizzle, address % swizzle // 16, address % 16
-    line = address // 128 % pieces
-    return row * swizzle + (piece ^ line) * 16 + rest
 
 
 def test_the_pattern_of_128_bytes_is_that_of_the_figure():
