@@ -61,7 +61,7 @@ class Tensor:
             strides.append(-(-extent // 16) * 16 + 16)
             extent = strides[-1] * side
         self.strides = tuple(strides)
-        self.content = generator.randbytes(extent)
+        self.content = generator.randbytes(-(-extent // 16) * 16)
         self.bytes = int(np.prod(self.box)) * itemsize
 
     def map(self, address, *_):
@@ -69,19 +69,32 @@ class Tensor:
             address, self.itemsize, self.dimensions, self.strides, self.box, self.swizzle
         )
 
-    def places(self):
-        """Inside; beyond the ends; before the beginnings; beside the tensor."""
-        yield tuple(range(1, self.rank + 1))
-        yield tuple(d - s // 2 for d, s in zip(self.dimensions, self.box))
-        yield tuple(-(s // 2) for s in self.box)
-        yield (-2, *(1,) * (self.rank - 1))
-        yield (self.dimensions[0], *(0,) * (self.rank - 1))
+    def places(self, *, stores=False):
+        """Inside; beyond the ends; beside the tensor; but for stores before the beginnings.
 
-    def elements(self, place, begin=BASE):
-        """(byte of the array or None beyond the tensor, byte of shared memory) of each element."""
+        Rows begin at 16 bytes.
+        """
+        unit = 16 // self.itemsize
+        found = [
+            range(1, self.rank + 1),
+            [d - s // 2 for d, s in zip(self.dimensions, self.box)],
+            (self.dimensions[0] + unit, *(0,) * (self.rank - 1)),
+        ]
+        if not stores:
+            found += [[-(s // 2) for s in self.box], (-2, *(1,) * (self.rank - 1))]
+        for first, *rest in found:
+            yield (-(-first // unit) * unit if first > 0 else first // unit * unit, *rest)
+
+    def elements(self, place, begin=BASE, *, unit=1):
+        """(byte of the array or None beyond the tensor, byte of shared memory) of each element.
+
+        Rows of the tensor take whole units of so many elements.
+        """
+        columns, *rest = self.dimensions
+        dimensions = (-(-columns // unit) * unit, *rest)
         for i, index in enumerate(np.ndindex(*self.box[::-1])):
             at = [p + k for p, k in zip(place, index[::-1])]
-            inside = all(0 <= a < d for a, d in zip(at, self.dimensions))
+            inside = all(0 <= a < d for a, d in zip(at, dimensions))
             source = sum(a * s for a, s in zip(at, self.strides)) if inside else None
             yield source, exchanged(begin + i * self.itemsize, self.swizzle)
 
@@ -95,9 +108,9 @@ class Tensor:
         return bytes(memory)
 
     def stored(self, place, memory):
-        """The array after a store."""
+        """The array after a store, which writes units of 16 bytes, as an H200 does."""
         left, size = bytearray(self.content), self.itemsize
-        for target, source in self.elements(place):
+        for target, source in self.elements(place, unit=16 // size):
             if target is not None:
                 left[target : target + size] = memory[source - BASE : source - BASE + size]
         return bytes(left)
@@ -161,6 +174,8 @@ def test_boxes_of_every_rank_and_swizzle(rank, swizzle):
             @%first {load} [%memory], [%t0, {at}], [%bar]; {WAIT} {dump()}"""
         found = run(body, arrays=[tensor.content, bytes(ROOM)], maps=[tensor.map]).arrays
         assert found == [tensor.content, tensor.loaded(place)]
+        place = list(tensor.places(stores=True))[i % 3]
+        at = coordinates(place)
         store = f"cp.async.bulk.tensor.{rank}d.global.shared::cta.bulk_group"
         memory = random.Random(rank).randbytes(ROOM)
         body = f"""{DECLARED} {filled()} @%first {store} [%t0, {at}], [%memory];
@@ -274,7 +289,7 @@ def test_a_store(opcode):
     assert isa.TABLE[opcode].section == SECTION
     tensor = Tensor(int(opcode[len("cp.async.bulk.tensor.")]), 64)
     memory = random.Random(3).randbytes(ROOM)
-    for place in tensor.places():
+    for place in tensor.places(stores=True):
         body = f"""{DECLARED} {filled()} @%first {opcode} [%t0, {coordinates(place)}], [%memory];
             cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"""
         found = run(body, arrays=[tensor.content, memory], maps=[tensor.map], schedule="late")
@@ -284,6 +299,39 @@ def test_a_store(opcode):
     text, options = in_cluster(statement, [0, 0], [0], 2)
     options |= dict(arrays=[tensor.content, bytes(2 * ROOM)], maps=[tensor.map])
     fails(EmulatorError, "a copy from block 1 as if from the own one", text, **options)
+
+
+def test_a_box_begins_at_16_bytes():
+    """An H200 traps otherwise."""
+    tensor = Tensor(2, 64)
+    load = f"cp.async.bulk.tensor.2d.shared::cta.global.{ARRIVAL}"
+    body = f"{DECLARED} {expect(tensor.bytes)} @%first {load} [%memory], [%t0, {{4, 0}}], [%bar];"
+    options = dict(arrays=[tensor.content], maps=[tensor.map])
+    fails(EmulatorError, r"\(4, 0\): a box does not begin at 16 bytes", body + HERE, **options)
+
+
+@pytest.mark.parametrize("place", ["-8, 0", "0, -1"])
+def test_a_store_does_not_begin_before_the_tensor(place):
+    """An H200 traps."""
+    tensor = Tensor(2, 64)
+    store = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group"
+    body = f"{DECLARED} {filled()} @%first {store} [%t0, {{{place}}}], [%memory];{HERE}"
+    options = dict(arrays=[tensor.content, bytes(ROOM)], maps=[tensor.map])
+    fails(EmulatorError, "before its begin", body, **options)
+
+
+def test_narrow_swizzled_rows_take_the_swizzles_bytes():
+    """As on an H200, which leaves the bytes between them as they are."""
+    content = random.Random(5).randbytes(256)
+    narrow = lambda at, *_: TensorMap(at, 1, (64, 4), (1, 64), (32, 4), 128)  # noqa: E731
+    load = f"cp.async.bulk.tensor.2d.shared::cta.global.{ARRIVAL}"
+    body = f"""{DECLARED} {expect(128)}
+        @%first {load} [%memory], [%t0, {{16, 0}}], [%bar]; {WAIT} {dump()}"""
+    found = run(body, arrays=[content, bytes(ROOM)], maps=[narrow]).arrays[1]
+    wanted = bytearray(b"\xff" * ROOM)
+    for row, i in itertools.product(range(4), range(32)):
+        wanted[exchanged(BASE + 128 * row + i, 128) - BASE] = content[64 * row + 16 + i]
+    assert found == bytes(wanted)
 
 
 # Groups of stores: four words each.

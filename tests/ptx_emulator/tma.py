@@ -121,6 +121,16 @@ def places_of(begin: int, rows: int, inner: int, swizzle: int):
     return offsets, np.unique(offsets // WORD), np.unique(offsets // UNIT)
 
 
+def words_of(begin: int, size: int) -> np.ndarray:
+    """The words of a range of shared memory."""
+    return np.arange(begin // WORD, -(-(begin + size) // WORD))
+
+
+def units_of(begin: int, size: int) -> np.ndarray:
+    """The units of 16 bytes of a range of shared memory."""
+    return np.arange(begin // UNIT, -(-(begin + size) // UNIT))
+
+
 def signed(value: int) -> int:
     """A coordinate."""
     return value - (value >> 31 << 32)
