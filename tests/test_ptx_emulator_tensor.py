@@ -24,25 +24,24 @@ PART = 40960
 SIZES = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 
 
+@functools.cache
+def exact(kind):
+    """Floats that are multiples of 1/8 up to 8, as raw integers, and their values."""
+    step = {"f16": 1 << 7, "bf16": 1 << 4}.get(kind, 1)
+    values = {raw: number(raw, kind) for raw in range(0, 256 ** SIZES[kind], step)}
+    found = {raw: x for raw, x in values.items() if abs(x) <= 8 and x * 8 % 1 == 0}
+    return np.array([*found]), np.array([*found.values()])
+
+
 def drawn(kind, shape, seed):
-    """Random elements as raw integers, and their values; of floats multiples of 1/8 up to 8."""
+    """Random elements as raw integers, and their values."""
     generator = np.random.default_rng([seed, *shape])
     if kind in ("s8", "u8"):
         raw = generator.integers(0, 256, shape, np.uint8)
         return raw, raw.view(np.int8 if kind == "s8" else np.uint8).astype(np.float64)
-    if SIZES[kind] == 1:
-        codes = [
-            i for i in range(256) if abs(number(i, kind)) <= 8 and number(i, kind) * 8 % 1 == 0
-        ]
-    else:
-        fractions = {"f16": 10, "bf16": 7}[kind]
-        codes = [
-            i
-            for i in range(0, 2**16, 1 << fractions - 3)
-            if abs(number(i, kind)) <= 8 and number(i, kind) * 8 % 1 == 0
-        ]
-    raw = np.array(codes)[generator.integers(0, len(codes), shape)]
-    return raw, np.vectorize(lambda x: number(int(x), kind))(raw)
+    raw, values = exact(kind)
+    chosen = generator.integers(0, len(raw), shape)
+    return raw[chosen], values[chosen]
 
 
 class Layout:
