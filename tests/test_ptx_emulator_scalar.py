@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from ptx import FORMATS, addresses, launched, number, ptx, run, told
 from ptx_emulator import isa
-from ptx_emulator.errors import EmulatorError, UnsupportedError
+from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.machine import Machine
 from ptx_emulator.parser import Immediate, parse
 
@@ -550,6 +550,16 @@ def special_registers():
     return machine.memory.read(address, shape, np.uint32)
 
 
+def test_clocks_and_conversions_of_special_registers():
+    """cvt extends and cuts (10)."""
+    body = """.reg .b64 %c; mov.u64 %c, %clock64; mov.b64 %c, %globaltimer; mov.u32 %d0, %clock;
+        cvt.u64.u32 %d1, %laneid; cvt.u16.u32 %d2, %laneid; cvt.u32.u64 %d3, %clock64;
+        mov.s32 %d4, %laneid; mov.b64 {%d5, _}, %clock64;"""
+    found = run(body, results=[32, 64, 16, 32, 32, 32]).results
+    assert found[1] == found[2] == found[4] == list(LANES)
+    assert found[0][0] < found[3][0] < found[5][0]
+
+
 @pytest.mark.parametrize("name", SPECIAL)
 def test_special_registers(name):
     found = special_registers()[:, :, list(SPECIAL).index(name)]
@@ -1021,6 +1031,14 @@ def test_ranges_of_registers_vectors_and_a_register_that_is_read_and_written():
         ("u32", "0x1F", 31),
         ("u32", "0XfU", 15),
         ("u32", "3000000000U", 3000000000),
+        ("u32", "0", 0),
+        ("u32", "017", 15),
+        ("u32", "0777U", 511),
+        ("u32", "0b1011", 11),
+        ("u32", "0B101U", 5),
+        ("s32", "-010", 2**32 - 8),
+        ("u16", "65535", 65535),
+        ("s16", "-32768", 32768),
         ("u32", "-1", 0xFFFFFFFF),
         ("u32", "-0x10", 0xFFFFFFF0),
         ("s32", "-2147483648", 0x80000000),
@@ -1029,6 +1047,7 @@ def test_ranges_of_registers_vectors_and_a_register_that_is_read_and_written():
         ("u16", "-1", 0xFFFF),
         ("f32", "0f3F800000", 0x3F800000),
         ("f32", "0FffC00001", 0xFFC00001),
+        ("b32", "0f3F800000", 0x3F800000),
         ("pred", "1", 1),
         ("pred", "0", 0),
     ],
@@ -1124,6 +1143,12 @@ def test_a_branch_beyond_its_table_is_an_error():
     body = "table: .branchtargets here; brx.idx %lane, table; here:"
     with pytest.raises(EmulatorError, match="branch 1 of 1 targets"):
         run(body)
+
+
+@pytest.mark.parametrize("index", ["%h0", "%q0", "1"])
+def test_a_branch_by_what_is_no_register_of_32_bits(index):
+    statement = f"table: .branchtargets here; brx.idx {index}, table;\nhere:"
+    refused(statement, UnsupportedError, "no register of 32 bits")
 
 
 def test_a_loop_whose_lanes_leave_one_by_one():
@@ -1228,6 +1253,29 @@ def refused(statement, error, message, **launch):
         "a table beyond 8 bits": ("lop3.b32 %r1, %r0, %r0, %r0, 256;", "table 256"),
         "no address": ("ld.global.u32 %r1, %q0;", "no address"),
         "a special register": ("mov.u32 %r1, %nosuch;", "special register %nosuch"),
+        "a constant of 33 bits": ("mov.u32 %r1, 4294967296;", "4294967296 is beyond u32"),
+        "a constant below": ("mov.s32 %r1, -2147483649;", "-2147483649 is beyond s32"),
+        "a constant of 17 bits": ("add.u16 %h0, %h0, 65536;", "65536 is beyond u16"),
+        "a negative one": ("mov.u16 %h0, -32769;", "-32769 is beyond u16"),
+        "a byte": ("st.global.u8 [%q0], 256;", "256 is beyond u8"),
+        "a predicate of 2": ("mov.pred %p0, 2;", "2 is beyond pred"),
+        "a constant of 65 bits": ("mov.u64 %q0, 18446744073709551616;", "is beyond u64"),
+        "an integer for a float": ("add.f32 %r1, %r0, 1;", "0x1 as f32"),
+        "an integer for a half": ("add.f16 %h1, %h0, 0x3C00;", "0x3c00 as f16"),
+        "a float for an integer": ("add.u32 %r1, %r0, 0f3F800000;", "0x3f800000 as u32"),
+        "a decimal digit of octal": ("mov.u32 %r1, 08;", "no variable 08"),
+        "a binary digit": ("mov.u32 %r1, 0b12;", "no variable 0b12"),
+        "a small suffix": ("mov.u32 %r1, 12u;", "no variable 12u"),
+        "an offset": ("ld.global.u32 %r1, [%q0+08];", "the offset 08"),
+        "a narrow special": ("mov.u16 %h0, %laneid;", "%laneid has 32 bits, not u16"),
+        "a wide special": ("mov.u64 %q0, %tid.x;", "%tid.x has 32 bits, not u64"),
+        "half a clock": ("mov.u32 %r1, %clock64;", "%clock64 has 64 bits, not u32"),
+        "a special float": ("mov.f32 %r1, %tid.x;", "%tid.x has 32 bits, not f32"),
+        "a special operand": ("add.u32 %r1, %r0, %tid.x;", "%tid.x is read by mov and cvt alone"),
+        "a special address": ("ld.global.u32 %r1, [%clock64];", "%clock64 is read by mov and cvt"),
+        "a special that is stored": ("st.global.u32 [%q0], %laneid;", "%laneid is read by mov"),
+        "a name twice": (".reg .b32 %r1;", "%r1 is declared twice"),
+        "a label twice": ("here: mov.u32 %r1, 0; here:", "here is declared twice"),
         "a register that is not declared": ("add.u32 %r1, %r0, %r99;", "register %r99"),
         "a target that is not declared": ("add.u32 other, %r0, %r0;", "other.* cannot be written"),
         "a variable": ("mov.u32 %r1, nosuch;", "no variable nosuch"),
@@ -1304,6 +1352,24 @@ def test_what_is_not_known_is_refused(statement, message):
 )
 def test_what_a_kernel_must_not_do_is_an_error(statement, message):
     refused(statement, EmulatorError, message)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "st.global.u32 [%q0], {};",
+        "st.shared.u32 [%r0], {};",
+        "and.b32 %r2, %r1, 7; mad.lo.u32 %r2, %r2, 8, %r0; st.shared.v2.u32 [%r2], {{{}, 7}};",
+        "and.b32 %r2, %r1, 15; mad.wide.u32 %q1, %r2, 4, %q0; st.u32 [%q1], {};",
+        "mov.u32 %r2, %r0; mov.u32 %r3, %r1;"
+        "{{ .reg .b32 x; mov.u32 x, {}; stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r2], {{x}}; }}",
+    ],
+)
+def test_lanes_write_one_value_to_one_address(statement):
+    """Which one stays is not defined, so different ones are refused (9.7.9.12)."""
+    wrong = statement.format("%r1")
+    refused(wrong, RaceError, "lanes 0 and (1|8|16) write different values to one address")
+    launched(f"{DECLARED} {statement.format(5)} ret;", [".param .u64 out"], [np.zeros(16, "u4")])
 
 
 @pytest.mark.parametrize("space", ["shared", "shared::cta"])

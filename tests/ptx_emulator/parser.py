@@ -345,7 +345,10 @@ class _Body:
             guard = self._find(self.named, scope, predicate) if predicate else None
             if predicate and guard is None:
                 raise UnsupportedError(f"line {line}: no predicate {predicate}")
-            bound = tuple(self._operand(scope, operand) for operand in operands)
+            try:
+                bound = tuple(self._operand(scope, operand) for operand in operands)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"line {line}: {text}: {error}") from error
             used = {guard.number} if guard else set()
             for operand in bound:
                 used |= {register.number for register in parts_of(operand, Register)}
