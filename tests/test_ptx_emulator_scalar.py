@@ -270,13 +270,18 @@ def leading_zeros(kind):
     )
 
 
+def of_field(operand, last):
+    """Position or length; the ISA has 0 to 255, this is what an H200 does beyond."""
+    return operand & 0xFF if last < 63 else min(operand, 0xFF)
+
+
 @by_type
 def extracted(kind):
     """9.7.1.19, bit by bit."""
     last = width(kind) - 1
 
     def function(a, b, c):
-        position, length = b & 0xFF, c & 0xFF
+        position, length = of_field(b, last), of_field(c, last)
         sign = kind[0] == "s" and length and a >> min(position + length - 1, last) & 1
         inside = [i < length and position + i <= last for i in range(last + 1)]
         return sum((a >> position + i & 1 if inside[i] else sign) << i for i in range(last + 1))
@@ -289,7 +294,7 @@ def inserted(kind):
     """9.7.1.20, bit by bit."""
 
     def function(a, b, c, d):
-        position, length = c & 0xFF, d & 0xFF
+        position, length = of_field(c, width(kind) - 1), of_field(d, width(kind) - 1)
         for i in range(length):
             if position + i < width(kind):
                 b = b & ~(1 << position + i) | (a >> i & 1) << position + i
@@ -507,7 +512,6 @@ SPECIAL = {
     "%nctaid.y": lambda x: 2,
     "%nctaid.z": lambda x: 1,
     "%laneid": lambda x: x.thread % 32,
-    "%warpid": lambda x: x.thread // 32,
     "%lanemask_eq": lambda x: 1 << x.thread % 32,
     "%lanemask_lt": lambda x: (1 << x.thread % 32) - 1,
     "%cluster_ctarank": lambda x: x.place[0] % 2,
