@@ -84,7 +84,8 @@ class Worker {
   __device__ void run() {
     if (threadIdx.x == 0) make_barriers();
     __syncthreads();
-    const int warpgroup = threadIdx.x / kWarpgroup;
+    // From one lane, so that the compiler knows that it is the same for all.
+    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == kConsumers) {
       ptx::setmaxnreg_dec<kFeedRegisters>();
       if (threadIdx.x / 32 == kConsumers * kWarpgroup / 32 && ptx::elect_sync()) feed();
@@ -268,13 +269,16 @@ class Worker {
     const auto visit = [&](int row, uint32_t n) {
       Sums sums;
       multiply(sums, n, member, timeline);
+      uint8_t* places[kRows];
+      for (int r = 0; r < kRows; ++r) places[r] = place(row + member * rows + thread_row(r));
       for (int g = 0; g < kGroups; ++g) {
         auto& scale = held_scale[kHolds ? g : 0];
         if (!kHolds) load_scale(scale, g);
         for (int r = 0; r < kRows; ++r) {
           auto& terms = held_terms[kHolds ? g : 0][has_table ? r : 0];
           if (!kHolds) load_terms(terms, g, r, table_row);
-          store(row + member * rows, g, r, sums, scale, terms);
+          const uint4 y = finish(sums[r / 2], g, r, scale, terms);
+          if (places[r]) *reinterpret_cast<uint4*>(places[r] + g * kGroup * kOutBytes) = y;
         }
       }
       timeline.stamp(Event::kStored);
@@ -282,16 +286,22 @@ class Worker {
     for_each_tile(begin, visit);
   }
 
-  // Scales, adds, rounds and stores a vector: of group g and row r.
-  __device__ void store(int first_row, int g, int r, const Sums& sums,
-                        const float (&scale)[kVector], uint32_t (&terms)[kTermWords]) {
-    uint32_t words[4];
+  // Where a thread writes group 0 of a row of y; null beyond the last row.
+  __device__ uint8_t* place(int row) const {
+    const int64_t first = int64_t{row} * args_.N + column_ + thread_column();
+    return row < args_.M ? static_cast<uint8_t*>(args_.out) + first * kOutBytes : nullptr;
+  }
+
+  // The vector of group g and row r: scaled, added to and rounded.
+  __device__ static uint4 finish(const ptx::Sum<dtype> (&sums)[tile_n / 2], int g, int r,
+                                 const float (&scale)[kVector], uint32_t (&terms)[kTermWords]) {
     // A table that is held packed is not to be widened before the loop over tiles.
     if (kHolds && has_table) {
       for (uint32_t& word : terms) ptx::pin(word);
     }
+    uint32_t words[4];
     for (int j = 0; j < kPairs; ++j) {
-      const auto* pair = &sums[r / 2][4 * (j * kGroups + g) + 2 * (r % 2)];
+      const auto* pair = &sums[4 * (j * kGroups + g) + 2 * (r % 2)];
       float y[2];
       for (int i = 0; i < 2; ++i) {
         y[i] = fmaf(static_cast<float>(pair[i]), scale[2 * j + i], term(terms, 2 * j + i));
@@ -303,12 +313,7 @@ class Worker {
         words[2 * j + 1] = __float_as_uint(y[1]);
       }
     }
-    const int row = first_row + thread_row(r);
-    if (row < args_.M) {
-      const int64_t place = int64_t{row} * args_.N + column_ + g * kGroup + thread_column();
-      *reinterpret_cast<uint4*>(static_cast<uint8_t*>(args_.out) + place * kOutBytes) =
-          make_uint4(words[0], words[1], words[2], words[3]);
-    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
   const Arguments& args_;
