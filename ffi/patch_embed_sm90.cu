@@ -136,7 +136,7 @@ class Worker {
     constexpr int kBytes = sizeof(shared_.scale);
     ptx::mbarrier_arrive_expect_tx(shared_.columns_arrived, has_table ? kBytes : 2 * kBytes);
     ptx::cp_async_bulk(shared_.scale, args_.scale + column_, kBytes, shared_.columns_arrived);
-    if (!has_table) {
+    if constexpr (!has_table) {
       const float* offset = static_cast<const float*>(args_.table) + column_;
       ptx::cp_async_bulk(shared_.offset, offset, kBytes, shared_.columns_arrived);
     }
@@ -189,6 +189,7 @@ class Worker {
       const uint64_t b =
           ptx::matrix_descriptor(ptx::shared_address(weight_ + weight_part * kWeightBytes));
       ptx::wgmma_fence();
+#pragma unroll
       for (int step = 0; step < kRowBytes; step += ptx::kProductBytes) {
         for (int block = 0; block < kBlocks; ++block) {
           ptx::wgmma<dtype, tile_n>(sums[block], ptx::advance(a, block * 64 * kRowBytes + step),
@@ -232,7 +233,7 @@ class Worker {
 
   // What is added to group g of row r, if the half tile's first row is this one of the table.
   __device__ void load_terms(uint32_t (&terms)[kTermWords], int g, int r, int table_row) const {
-    if (has_table) {
+    if constexpr (has_table) {
       const int64_t row = (table_row + thread_row(r)) % args_.period;
       const auto* table = static_cast<const __nv_bfloat16*>(args_.table);
       load(terms, table + row * args_.N + column_ + g * kGroup + thread_column());
@@ -242,7 +243,7 @@ class Worker {
   }
 
   __device__ static float term(const uint32_t (&terms)[kTermWords], int i) {
-    if (!has_table) return __uint_as_float(terms[i]);
+    if constexpr (!has_table) return __uint_as_float(terms[i]);
     return __uint_as_float(i % 2 ? terms[i / 2] & 0xFFFF0000 : terms[i / 2] << 16);
   }
 
@@ -253,15 +254,19 @@ class Worker {
     uint32_t held_terms[kHolds ? kGroups : 1][kTermRows][kTermWords];
     int table_row = 0;
     ptx::mbarrier_wait(shared_.columns_arrived, 0);
-    if (kHolds) {
+    if constexpr (kHolds) {
+#pragma unroll
       for (int g = 0; g < kGroups; ++g) load_scale(held_scale[g], g);
     }
 
     const auto begin = [&](const Run& run) {
       table_row = run.table_row + member * rows;
-      if (!kHolds) return;
-      for (int r = 0; r < kTermRows; ++r) {
-        for (int g = 0; g < kGroups; ++g) load_terms(held_terms[g][r], g, r, table_row);
+      if constexpr (kHolds) {
+#pragma unroll
+        for (int r = 0; r < kTermRows; ++r) {
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) load_terms(held_terms[g][r], g, r, table_row);
+        }
       }
       timeline.stamp(Event::kLoaded);
     };
@@ -271,12 +276,14 @@ class Worker {
       multiply(sums, n, member, timeline);
       uint8_t* places[kRows];
       for (int r = 0; r < kRows; ++r) places[r] = place(row + member * rows + thread_row(r));
+#pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         auto& scale = held_scale[kHolds ? g : 0];
-        if (!kHolds) load_scale(scale, g);
+        if constexpr (!kHolds) load_scale(scale, g);
+#pragma unroll
         for (int r = 0; r < kRows; ++r) {
           auto& terms = held_terms[kHolds ? g : 0][has_table ? r : 0];
-          if (!kHolds) load_terms(terms, g, r, table_row);
+          if constexpr (!kHolds) load_terms(terms, g, r, table_row);
           const uint4 y = finish(sums[r / 2], g, r, scale, terms);
           if (places[r]) *reinterpret_cast<uint4*>(places[r] + g * kGroup * kOutBytes) = y;
         }
@@ -296,7 +303,7 @@ class Worker {
   __device__ static uint4 finish(const ptx::Sum<dtype> (&sums)[tile_n / 2], int g, int r,
                                  const float (&scale)[kVector], uint32_t (&terms)[kTermWords]) {
     // A table that is held packed is not to be widened before the loop over tiles.
-    if (kHolds && has_table) {
+    if constexpr (kHolds && has_table) {
       for (uint32_t& word : terms) ptx::pin(word);
     }
     uint32_t words[4];
@@ -306,7 +313,7 @@ class Worker {
       for (int i = 0; i < 2; ++i) {
         y[i] = fmaf(static_cast<float>(pair[i]), scale[2 * j + i], term(terms, 2 * j + i));
       }
-      if (out_dtype == Type::kBFloat16) {
+      if constexpr (out_dtype == Type::kBFloat16) {
         words[j] = ptx::cvt_rn_bf16x2(y[0], y[1]);
       } else {
         words[2 * j] = __float_as_uint(y[0]);
