@@ -222,6 +222,7 @@ class Worker {
   template <typename T, int count>
   __device__ static void load(T (&values)[count], const void* source) {
     using Words = std::conditional_t<sizeof(values) % 16 == 0, uint4, uint2>;
+#pragma unroll
     for (int i = 0; i < sizeof(values) / sizeof(Words); ++i) {
       reinterpret_cast<Words*>(values)[i] = static_cast<const Words*>(source)[i];
     }
@@ -231,15 +232,16 @@ class Worker {
     load(scale, shared_.scale + g * kGroup + thread_column());
   }
 
-  // What is added to group g of row r, if the half tile's first row is this one of the table.
-  __device__ void load_terms(uint32_t (&terms)[kTermWords], int g, int r, int table_row) const {
-    if constexpr (has_table) {
-      const int64_t row = (table_row + thread_row(r)) % args_.period;
-      const auto* table = static_cast<const __nv_bfloat16*>(args_.table);
-      load(terms, table + row * args_.N + column_ + g * kGroup + thread_column());
-    } else {
-      load(terms, shared_.offset + g * kGroup + thread_column());
-    }
+  // What a thread adds to group 0 of a row.
+  __device__ const void* terms_of(uint32_t table_row) const {
+    if constexpr (!has_table) return shared_.offset + thread_column();
+    const int64_t first = int64_t{table_row % args_.period} * args_.N + column_ + thread_column();
+    return static_cast<const __nv_bfloat16*>(args_.table) + first;
+  }
+
+  __device__ static void load_terms(uint32_t (&terms)[kTermWords], const void* first, int g) {
+    constexpr int kTermBytes = has_table ? sizeof(__nv_bfloat16) : sizeof(float);
+    load(terms, static_cast<const uint8_t*>(first) + g * kGroup * kTermBytes);
   }
 
   __device__ static float term(const uint32_t (&terms)[kTermWords], int i) {
@@ -264,8 +266,9 @@ class Worker {
       if constexpr (kHolds) {
 #pragma unroll
         for (int r = 0; r < kTermRows; ++r) {
+          const void* first = terms_of(table_row + thread_row(r));
 #pragma unroll
-          for (int g = 0; g < kGroups; ++g) load_terms(held_terms[g][r], g, r, table_row);
+          for (int g = 0; g < kGroups; ++g) load_terms(held_terms[g][r], first, g);
         }
       }
       timeline.stamp(Event::kLoaded);
@@ -274,8 +277,14 @@ class Worker {
     const auto visit = [&](int row, uint32_t n) {
       Sums sums;
       multiply(sums, n, member, timeline);
+      row += member * rows;
       uint8_t* places[kRows];
-      for (int r = 0; r < kRows; ++r) places[r] = place(row + member * rows + thread_row(r));
+      const void* table[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        places[r] = place(row + thread_row(r));
+        table[r] = terms_of(table_row + thread_row(r));
+      }
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         auto& scale = held_scale[kHolds ? g : 0];
@@ -283,8 +292,8 @@ class Worker {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           auto& terms = held_terms[kHolds ? g : 0][has_table ? r : 0];
-          if constexpr (!kHolds) load_terms(terms, g, r, table_row);
-          const uint4 y = finish(sums[r / 2], g, r, scale, terms);
+          if constexpr (!kHolds) load_terms(terms, table[r], g);
+          const uint4 y = finish(sums[r / 2], g, r % 2, scale, terms);
           if (places[r]) *reinterpret_cast<uint4*>(places[r] + g * kGroup * kOutBytes) = y;
         }
       }
@@ -299,8 +308,8 @@ class Worker {
     return row < args_.M ? static_cast<uint8_t*>(args_.out) + first * kOutBytes : nullptr;
   }
 
-  // The vector of group g and row r: scaled, added to and rounded.
-  __device__ static uint4 finish(const ptx::Sum<dtype> (&sums)[tile_n / 2], int g, int r,
+  // The vector of group g in one half of a block's rows: scaled, added to and rounded.
+  __device__ static uint4 finish(const ptx::Sum<dtype> (&sums)[tile_n / 2], int g, int half,
                                  const float (&scale)[kVector], uint32_t (&terms)[kTermWords]) {
     // A table that is held packed is not to be widened before the loop over tiles.
     if constexpr (kHolds && has_table) {
@@ -308,7 +317,7 @@ class Worker {
     }
     uint32_t words[4];
     for (int j = 0; j < kPairs; ++j) {
-      const auto* pair = &sums[4 * (j * kGroups + g) + 2 * (r % 2)];
+      const auto* pair = &sums[4 * (j * kGroups + g) + 2 * half];
       float y[2];
       for (int i = 0; i < 2; ++i) {
         y[i] = fmaf(static_cast<float>(pair[i]), scale[2 * j + i], term(terms, 2 * j + i));
