@@ -6,8 +6,8 @@
 
 namespace patch_embed {
 
-// Types and ways as they are called in the names of kernels:
-// patch_embed_sm90_{dtype}_{out dtype}_{table or offset}_{tile_n}x{rows}_b{blocks}_s{slots}_{weight}.
+// Types and ways as they are called in the names of kernels: patch_embed_sm90_{dtype}_{out_dtype}_
+// {table or offset}_{tile_n}x{rows}_b{blocks}_s{slots}_{streamed or stationary}.
 namespace spelled {
 constexpr Type e4m3 = Type::kFloat8E4M3FN, i8 = Type::kInt8, bf16 = Type::kBFloat16;
 constexpr Type f32 = Type::kFloat32;
@@ -15,8 +15,8 @@ constexpr bool table = true, offset = false;
 constexpr bool streamed = true, stationary = false;
 }  // namespace spelled
 
-// Every X(dtype, out_dtype, columns, tile_n, rows, slots, weight) of the Hopper kernel. The ring has as many slots as fit beside the
-// weight of K = 768, or as the streamed weight leaves.
+// Every X(dtype, out_dtype, columns, tile_n, rows, slots, weight) of the Hopper kernel. Of bfloat16
+// and where the weight is streamed, there are as many slots as fit (beside the weight of K = 768).
 #define PATCH_EMBED_SM90_OUTPUTS(X, dtype, ...)                                  \
   X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \
   X(dtype, f32, table, __VA_ARGS__) X(dtype, f32, offset, __VA_ARGS__)

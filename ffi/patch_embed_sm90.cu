@@ -5,24 +5,21 @@
 //
 //   feed                 one thread: TMA of patches into one ring of slots, in the order in which
 //                        they are multiplied; a slot holds kRowBytes of K of half a tile's rows.
-//   multiply_and_store   two warpgroups, each with half of every tile's rows, which take turns:
-//                        while one multiplies, the other scales its sums, adds the table and stores.
+//   multiply_and_store   two warpgroups, each with half of every tile's rows, which take turns: while
+//                        one multiplies, the other scales its sums, adds the table, and stores.
 //
 // The weight comes with the patches: with those of the worker's first half tile, to stay, or with
 // all of them. Scale and table stay in registers for a run where they fit, else they are read for
 // each tile.
 //
-// Shared memory and barriers: patch_embed_sm90.h. A barrier's phases alternate between parity 0 and
-// 1, so that who waits may not be two phases behind. A slot's patches are multiplied by one
-// warpgroup or the other; each knows from its turn that all entries of the ring before its own were
-// filled, and the next fill of a slot waits until it is freed.
+// Shared memory and barriers are in patch_embed_sm90.h. Who waits for a phase names its parity alone,
+// and so has to know that the phase before is complete: a warpgroup knows from its turn that all
+// entries of the ring before its own were filled, and who fills a slot waits until it was freed.
 //
 // wgmma leaves pairs of neighbouring columns in a thread. TMA brings the rows of the weight in an
-// order that renames them (weight_copies, sums_of), so that a thread has 16 neighbouring bytes of y.
+// order that renames them (load_weight), so that a thread has 16 neighbouring bytes of y.
 
 #include "patch_embed_sm90.h"
-
-#include <cuda_bf16.h>
 
 #include "configs.h"
 #include "ptx/matrix_descriptor.h"
@@ -59,9 +56,9 @@ class Worker {
 
   // 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = the 384 * 168 of the launch.
   static constexpr int kSums = kBlocks * tile_n / 2;
-  static constexpr int kHeld = kGroups * (kVector + kTermRows * kTermWords);
-  static constexpr bool kHolds = kSums + kHeld + kOtherRegisters <= 240;
-  static constexpr bool kNeedsMost = kSums + (kHolds ? kHeld : 0) + kOtherRegisters > 232;
+  static constexpr int kColumns = kGroups * (kVector + kTermRows * kTermWords);
+  static constexpr bool kHolds = kSums + kColumns + kOtherRegisters <= 240;
+  static constexpr bool kNeedsMost = kSums + (kHolds ? kColumns : 0) + kOtherRegisters > 232;
   static constexpr int kFeedRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kMultiplyRegisters = kNeedsMost ? 240 : 232;
 
@@ -79,10 +76,15 @@ class Worker {
         shared_(shared),
         weight_(reinterpret_cast<uint8_t*>(&shared + 1)),
         column_(blockIdx.x % (args.N / tile_n) * tile_n),
-        runs_(args.runs + blockIdx.x / (args.N / tile_n) * args.run_count) {}
+        runs_(args.runs + blockIdx.x / (args.N / tile_n) * args.run_count),
+        timeline_(args, kThreads / kWarpgroup) {}
 
   __device__ void run() {
     if (threadIdx.x == 0) make_barriers();
+    if (threadIdx.x == kConsumers * kWarpgroup) {
+      ptx::prefetch_tensormap(args_.patches);
+      ptx::prefetch_tensormap(args_.weight);
+    }
     __syncthreads();
     // From one lane, so that the compiler knows that it is the same for all.
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarpgroup, 0);
@@ -97,6 +99,12 @@ class Worker {
 
  private:
   using Sums = ptx::Sum<dtype>[kBlocks][tile_n / 2];
+
+  // Scale and terms of all groups, or of one.
+  struct Columns {
+    float scale[kHolds ? kGroups : 1][kVector];
+    uint32_t terms[kHolds ? kGroups : 1][kTermRows][kTermWords];
+  };
 
   // A use of the ring; those of a worker are numbered.
   struct Entry {
@@ -152,7 +160,6 @@ class Worker {
   }
 
   __device__ void feed() {
-    Timeline timeline(args_, kConsumers, kConsumers + 1, true);
     load_columns();
     for_each_tile([](const Run&) {}, [&](int row, uint32_t n) {
       for (int member = 0; member < kConsumers; ++member) {
@@ -160,7 +167,7 @@ class Worker {
           const Entry entry(first_entry(n, member) + k);
           ptx::Mbarrier& filled = shared_.filled[entry.slot];
           ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);
-          timeline.stamp(Event::kFreed);
+          timeline_.stamp(Event::kFreed);
           const bool with_weight = stream_weight || (n == 0 && member == 0);
           ptx::mbarrier_arrive_expect_tx(filled, kPatchBytes + (with_weight ? kWeightBytes : 0));
           ptx::cp_async_bulk_tensor(shared_.patches[entry.slot], args_.patches, k * kTileK,
@@ -168,22 +175,22 @@ class Worker {
           if (with_weight) {
             load_weight(k, weight_ + (stream_weight ? entry.slot : k) * kWeightBytes, filled);
           }
-          timeline.stamp(Event::kFed);
+          timeline_.stamp(Event::kFed);
         }
       }
     });
   }
 
-  __device__ void multiply(Sums& sums, uint32_t n, int member, Timeline& timeline) {
+  __device__ void multiply(Sums& sums, uint32_t n, int member) {
     const bool arrives = threadIdx.x % 32 == 0;
     // The first turn is the first warpgroup's.
     ptx::mbarrier_wait(shared_.turn[member], (n & 1) ^ (member == 0));
-    timeline.stamp(Event::kTurn);
+    timeline_.stamp(Event::kTurn);
     uint32_t previous = 0;
     for (int k = 0; k < args_.chunks; ++k) {
       const Entry entry(first_entry(n, member) + k);
       ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);
-      timeline.stamp(Event::kFilled);
+      timeline_.stamp(Event::kFilled);
       const uint32_t weight_part = stream_weight ? entry.slot : k;
       const uint64_t a = ptx::matrix_descriptor(ptx::shared_address(shared_.patches[entry.slot]));
       const uint64_t b =
@@ -197,7 +204,7 @@ class Worker {
         }
       }
       ptx::wgmma_commit_group();
-      timeline.stamp(Event::kIssued);
+      timeline_.stamp(Event::kIssued);
       if (arrives && k == args_.chunks - 1) ptx::mbarrier_arrive(shared_.turn[1 - member]);
       ptx::wgmma_wait_group<1>();
       if (arrives && k > 0) ptx::mbarrier_arrive(shared_.freed[previous]);
@@ -208,7 +215,7 @@ class Worker {
     for (auto& block : sums) {
       for (auto& sum : block) ptx::pin(sum);
     }
-    timeline.stamp(Event::kMultiplied);
+    timeline_.stamp(Event::kMultiplied);
   }
 
   // A thread's columns of group 0 begin with this one of the slice.
@@ -236,70 +243,17 @@ class Worker {
   __device__ const void* terms_of(uint32_t table_row) const {
     if constexpr (!has_table) return shared_.offset + thread_column();
     const int64_t first = int64_t{table_row % args_.period} * args_.N + column_ + thread_column();
-    return static_cast<const __nv_bfloat16*>(args_.table) + first;
+    return static_cast<const uint16_t*>(args_.table) + first;
   }
 
   __device__ static void load_terms(uint32_t (&terms)[kTermWords], const void* first, int g) {
-    constexpr int kTermBytes = has_table ? sizeof(__nv_bfloat16) : sizeof(float);
+    constexpr int kTermBytes = has_table ? 2 : 4;
     load(terms, static_cast<const uint8_t*>(first) + g * kGroup * kTermBytes);
   }
 
   __device__ static float term(const uint32_t (&terms)[kTermWords], int i) {
     if constexpr (!has_table) return __uint_as_float(terms[i]);
     return __uint_as_float(i % 2 ? terms[i / 2] & 0xFFFF0000 : terms[i / 2] << 16);
-  }
-
-  __device__ void multiply_and_store(int member) {
-    Timeline timeline(args_, member, kConsumers + 1, threadIdx.x % kWarpgroup == 0);
-    timeline.stamp(Event::kBegun);
-    float held_scale[kHolds ? kGroups : 1][kVector];
-    uint32_t held_terms[kHolds ? kGroups : 1][kTermRows][kTermWords];
-    int table_row = 0;
-    ptx::mbarrier_wait(shared_.columns_arrived, 0);
-    if constexpr (kHolds) {
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) load_scale(held_scale[g], g);
-    }
-
-    const auto begin = [&](const Run& run) {
-      table_row = run.table_row + member * rows;
-      if constexpr (kHolds) {
-#pragma unroll
-        for (int r = 0; r < kTermRows; ++r) {
-          const void* first = terms_of(table_row + thread_row(r));
-#pragma unroll
-          for (int g = 0; g < kGroups; ++g) load_terms(held_terms[g][r], first, g);
-        }
-      }
-      timeline.stamp(Event::kLoaded);
-    };
-
-    const auto visit = [&](int row, uint32_t n) {
-      Sums sums;
-      multiply(sums, n, member, timeline);
-      row += member * rows;
-      uint8_t* places[kRows];
-      const void* table[kRows];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        places[r] = place(row + thread_row(r));
-        table[r] = terms_of(table_row + thread_row(r));
-      }
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        auto& scale = held_scale[kHolds ? g : 0];
-        if constexpr (!kHolds) load_scale(scale, g);
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          auto& terms = held_terms[kHolds ? g : 0][has_table ? r : 0];
-          if constexpr (!kHolds) load_terms(terms, table[r], g);
-          const uint4 y = finish(sums[r / 2], g, r % 2, scale, terms);
-          if (places[r]) *reinterpret_cast<uint4*>(places[r] + g * kGroup * kOutBytes) = y;
-        }
-      }
-      timeline.stamp(Event::kStored);
-    };
-    for_each_tile(begin, visit);
   }
 
   // Where a thread writes group 0 of a row of y; null beyond the last row.
@@ -332,27 +286,82 @@ class Worker {
     return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
+  // The rows of y from this one on, from sums, and from what is held of the columns or is loaded.
+  __device__ void store(const Sums& sums, int row, int table_row, Columns& columns) {
+    uint8_t* places[kRows];
+    const void* table[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      places[r] = place(row + thread_row(r));
+      table[r] = terms_of(table_row + thread_row(r));
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      auto& scale = columns.scale[kHolds ? g : 0];
+      if constexpr (!kHolds) load_scale(scale, g);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        auto& terms = columns.terms[kHolds ? g : 0][has_table ? r : 0];
+        if constexpr (!kHolds) load_terms(terms, table[r], g);
+        const uint4 y = finish(sums[r / 2], g, r % 2, scale, terms);
+        if (places[r]) *reinterpret_cast<uint4*>(places[r] + g * kGroup * kOutBytes) = y;
+      }
+    }
+    timeline_.stamp(Event::kStored);
+  }
+
+  __device__ void multiply_and_store(int member) {
+    Columns columns;
+    ptx::mbarrier_wait(shared_.columns_arrived, 0);
+    if constexpr (kHolds) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) load_scale(columns.scale[g], g);
+    }
+    int table_row = 0;
+
+    const auto begin = [&](const Run& run) {
+      table_row = run.table_row + member * rows;
+      if constexpr (kHolds) {
+#pragma unroll
+        for (int r = 0; r < kTermRows; ++r) {
+          const void* first = terms_of(table_row + thread_row(r));
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) load_terms(columns.terms[g][r], first, g);
+        }
+      }
+      timeline_.stamp(Event::kLoaded);
+    };
+
+    for_each_tile(begin, [&](int row, uint32_t n) {
+      Sums sums;
+      multiply(sums, n, member);
+      store(sums, row + member * rows, table_row, columns);
+    });
+  }
+
   const Arguments& args_;
   Memory& shared_;
   uint8_t* const weight_;
   const int column_;
   const Run* const runs_;
+  Timeline timeline_;
 };
 
 extern __shared__ __align__(1024) uint8_t shared_memory[];
 
 }  // namespace patch_embed::sm90
 
-#define PATCH_EMBED_KERNEL(dtype, out_dtype, columns, tile_n, rows, slots, weight)                \
-  extern "C" __global__ void __launch_bounds__(patch_embed::sm90::kThreads, 1)                   \
-      patch_embed_sm90_##dtype##_##out_dtype##_##columns##_##tile_n##x##rows##_b1_s##slots##_##weight( \
-          const __grid_constant__ patch_embed::Arguments args) {                                 \
-    namespace spelled = patch_embed::spelled;                                                    \
+#define PATCH_EMBED_KERNEL(dtype, out_dtype, columns, tile_n, rows, slots, weight)                 \
+  extern "C" __global__ void __launch_bounds__(patch_embed::sm90::kThreads, 1)                    \
+      patch_embed_sm90_##dtype##_##out_dtype##_##columns##_##tile_n##x##rows##_b1_s##slots##_##   \
+      weight(const __grid_constant__ patch_embed::Arguments args) {                               \
+    namespace spelled = patch_embed::spelled;                                                     \
     using Worker = patch_embed::sm90::Worker<spelled::dtype, spelled::out_dtype, spelled::columns, \
-                                             tile_n, rows, slots, spelled::weight>;              \
-    Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm90::shared_memory)).run();      \
+                                             tile_n, rows, slots, spelled::weight>;               \
+    Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm90::shared_memory)).run();     \
   }
 
+// PATCH_EMBED_DTYPE is kFloat8E4M3FN, kInt8 or kBFloat16: the kernels of which dtype are compiled.
 #define PATCH_EMBED_KERNELS_OF(dtype) PATCH_EMBED_SM90_##dtype(PATCH_EMBED_KERNEL)
 #define PATCH_EMBED_KERNELS(dtype) PATCH_EMBED_KERNELS_OF(dtype)
 PATCH_EMBED_KERNELS(PATCH_EMBED_DTYPE)

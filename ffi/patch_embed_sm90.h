@@ -16,15 +16,15 @@ constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 // What a block may have.
 constexpr int kMostSharedBytes = 227 * 1024;
 
-// Shared memory, from a multiple of 1024 on, which is what the 128-byte swizzle wants of patches and
-// weight. Behind it comes the weight: parts of [tile_n, kRowBytes], as many as chunks of K, or as
-// slots if it is streamed.
+// Shared memory, from a multiple of 1024 on, as the 128-byte swizzle wants patches and weight. Behind
+// it comes the weight: parts of [tile_n, kRowBytes], one for each chunk of K, or for each slot if it
+// is streamed.
 //
 //   barrier              arrivals a phase        its n-th phase is complete when
-//   filled[slot]         1 and bytes             the slot's n-th patches are there, and their weight
-//   freed[slot]          a warpgroup's warps     the slot's n-th patches (and weight) are multiplied
+//   filled[slot]         1, and bytes            the slot's n-th patches, and weight, are there
+//   freed[slot]          a warpgroup's warps     its n-th patches, and weight, are multiplied
 //   turn[warpgroup]      the other one's warps   the other's products before its n-th are issued
-//   columns_arrived      1 and bytes             scale and offset are there
+//   columns_arrived      1, and bytes            scale and offset are there
 template <int tile_n, int rows, int slots>
 struct alignas(1024) Shared {
   uint8_t patches[slots][rows * kRowBytes];

@@ -7,17 +7,19 @@
 namespace patch_embed {
 
 // What has happened; the time since the stamp before was spent on it.
-enum class Event { kBegun, kFreed, kFed, kTurn, kFilled, kIssued, kMultiplied, kLoaded, kStored };
+enum class Event { kFreed, kFed, kTurn, kFilled, kIssued, kMultiplied, kLoaded, kStored };
 
 #ifdef PATCH_EMBED_TIMELINE
 
-// One role of a block: args.timeline is [blocks, roles, kStamps] of clock << 8 | event, then zeros.
+// What the first thread of a warpgroup stamps: args.timeline is [blocks, warpgroups, kStamps] of
+// clock << 8 | event, then zeros.
 class Timeline {
  public:
   static constexpr int kStamps = 4096;
 
-  __device__ Timeline(const Arguments& args, int role, int roles, bool writes)
-      : next_(args.timeline + (blockIdx.x * roles + role) * kStamps), left_(writes ? kStamps : 0) {}
+  __device__ Timeline(const Arguments& args, int warpgroups)
+      : next_(args.timeline + (blockIdx.x * warpgroups + threadIdx.x / 128) * kStamps),
+        left_(threadIdx.x % 128 == 0 ? kStamps : 0) {}
 
   __device__ void stamp(Event event) {
     if (left_ == 0) return;
@@ -34,7 +36,7 @@ class Timeline {
 
 class Timeline {
  public:
-  __device__ Timeline(const Arguments&, int, int, bool) {}
+  __device__ Timeline(const Arguments&, int) {}
   __device__ void stamp(Event) {}
 };
 
