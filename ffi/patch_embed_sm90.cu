@@ -5,15 +5,15 @@
 //
 //   feed                 one thread: TMA of patches into one ring of slots, in the order in which
 //                        they are multiplied; a slot holds kRowBytes of K of half a tile's rows.
-//   multiply_and_store   two warpgroups, each with half of every tile's rows, which take turns: while
+//   multiply_and_store   two warpgroups, each with half of every tile's rows, which take turns:
 //                        one multiplies, the other scales its sums, adds the table, and stores.
 //
 // The weight comes with the patches: with those of the worker's first half tile, to stay, or with
 // all of them. Scale and table stay in registers for a run where they fit, else they are read for
 // each tile.
 //
-// Shared memory and barriers are in patch_embed_sm90.h. Who waits for a phase names its parity alone,
-// and so has to know that the phase before is complete: a warpgroup knows from its turn that all
+// Shared memory and barriers are in patch_embed_sm90.h. Who waits for a phase names but its parity,
+// so it has to know that the phase before is complete: a warpgroup knows from its turn that all
 // entries of the ring before its own were filled, and who fills a slot waits until it was freed.
 //
 // wgmma leaves pairs of neighbouring columns in a thread. TMA brings the rows of the weight in an

@@ -1,7 +1,5 @@
 """Launches a hand-written kernel, whose one parameter is a struct."""
 
-import numpy as np
-
 from ptx_emulator.machine import Machine
 from ptx_emulator.parser import parse
 from ptx_emulator.tma import TensorMap
