@@ -17,7 +17,7 @@ constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kMostSharedBytes = 227 * 1024;
 
 // Shared memory, from a multiple of 1024 on, as the 128-byte swizzle wants it. Behind it comes the
-// weight: parts of [tile_n, kRowBytes], one for each chunk of K, or if it is streamed for each slot.
+// weight: parts of [tile_n, kRowBytes], one for each chunk of K, or for each slot if streamed.
 //
 //   barrier              arrivals a phase        its n-th phase is complete when
 //   filled[slot]         1, and bytes            the slot's n-th patches, and weight, are there
