@@ -16,7 +16,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from ptx import addresses, launched, ptx, run, told
+from ptx import FORMATS, addresses, launched, number, ptx, run, told
 from ptx_emulator import isa
 from ptx_emulator.errors import EmulatorError, UnsupportedError
 from ptx_emulator.machine import Machine
@@ -27,9 +27,6 @@ COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
 SYNC, MATRIX, MISC = "9.7.13 synchronisation", "9.7.14 matrices", "9.7.19 miscellaneous"
 
 LANES = range(32)
-
-# Bits of exponent and fraction.
-FORMATS = {"f16": (5, 10), "bf16": (8, 7), "f32": (8, 23), "e4m3": (4, 3), "e5m2": (5, 2)}
 
 
 def width(kind):
@@ -44,19 +41,6 @@ def width(kind):
 def stored(kind):
     """Bits of the register that holds it: there are none of 8."""
     return max(16, width(kind))
-
-
-def number(raw, kind):
-    """The value of a float; Python's floats hold it exactly."""
-    exponents, fractions = FORMATS[kind]
-    sign = -1.0 if raw >> exponents + fractions & 1 else 1.0
-    exponent, fraction = raw >> fractions & 2**exponents - 1, raw & 2**fractions - 1
-    if exponent == 2**exponents - 1 and kind != "e4m3":
-        return math.nan if fraction else sign * math.inf
-    if kind == "e4m3" and (exponent, fraction) == (15, 7):
-        return math.nan
-    unit = max(exponent, 1) + 1 - 2 ** (exponents - 1) - fractions
-    return sign * math.ldexp(fraction + (2**fractions if exponent else 0), unit)
 
 
 def encoded(value, kind):

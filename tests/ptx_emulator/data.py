@@ -49,7 +49,7 @@ class Access:
             self.bytes = self.block.shared.bytes
         elif self.space == "global":
             memory = warp.machine.memory
-            self.offsets = np.array([memory.offset(int(a), size) for a in found], np.int64)
+            self.offsets = memory.offsets(found, size)
             self.bytes = memory.bytes
         else:
             self.offsets, self.bytes = found.astype(np.int64), warp.machine.parameters
@@ -109,9 +109,9 @@ class Access:
 
     def _check_agreement(self, values: np.ndarray) -> None:
         """Which lane's value stays is not defined where several lanes write to one address."""
-        _, first, inverse = np.unique(self.offsets, return_index=True, return_inverse=True)
-        if len(first) == len(self.offsets):
+        if len(set(self.offsets.tolist())) == len(self.offsets):
             return
+        _, first, inverse = np.unique(self.offsets, return_index=True, return_inverse=True)
         other = (values != values[first[inverse]]).any(1)
         if other.any():
             i = int(np.nonzero(other)[0][0])

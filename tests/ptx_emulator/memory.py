@@ -51,6 +51,16 @@ class GlobalMemory:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return self.bytes[begin : begin + size].copy().view(dtype).reshape(shape)
 
+    def offsets(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Where the bytes at each address are; they have to be inside of one array."""
+        begins = addresses.astype(np.int64) - GLOBAL_BEGIN
+        inside = np.zeros(len(begins), bool)
+        for start, length, _ in self.arrays:
+            inside |= (start <= begins) & (begins + size <= start + length)
+        if not inside.all():
+            self.offset(int(addresses[~inside][0]), size)
+        return begins
+
     def offset(self, address: int, size: int) -> int:
         """Where these bytes are; they have to be inside of one array."""
         begin = address - GLOBAL_BEGIN

@@ -284,6 +284,8 @@ class _Body:
                 at += 1
             elif match := label.match(source, at):
                 last_label = match[1]
+                if (scopes[-1], last_label) in self.labels:
+                    raise UnsupportedError(f"line {line}: {last_label} is declared twice")
                 self.labels[scopes[-1], last_label] = len(self.statements)
                 line += match[0].count("\n")
                 at = match.end()
@@ -303,9 +305,12 @@ class _Body:
                 ranged = re.fullmatch(r"(%?[\w$]+)<(\d+)>", name)
                 numbers = range(int(ranged[2])) if ranged else [""]
                 for number in numbers:
+                    full = f"{ranged[1] if ranged else name}{number}"
+                    if (scope, full) in self.named:
+                        raise UnsupportedError(f"line {line}: {full} is declared twice")
                     register = Register(len(self.all_registers), kind)
                     self.all_registers.append(register)
-                    self.named[scope, f"{ranged[1] if ranged else name}{number}"] = register
+                    self.named[scope, full] = register
         elif match := SHARED.fullmatch(text):
             self.layout.declare(match)
         elif text.startswith(".branchtargets"):
