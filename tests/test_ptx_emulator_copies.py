@@ -283,7 +283,7 @@ def making(fields=FIELDS, publish=PUBLISHES[2], acquire=ACQUIRES[2], fill="st.sh
 ARRAYS = [CONTENT[:1024], bytes(128)]
 
 
-@pytest.mark.parametrize("publish, acquire", list(zip(PUBLISHES, ACQUIRES)), ids=SCOPES)
+@pytest.mark.parametrize("publish, acquire", list(zip(PUBLISHES, ACQUIRES)))
 def test_a_map_that_the_kernel_makes(publish, acquire):
     """9.7.9.28, 9.7.13.19 and the 64-byte swizzle: rows of 64 bytes, units of 16 exchanged."""
     assert {isa.TABLE[opcode].section for opcode in REPLACES} == {REPLACE}

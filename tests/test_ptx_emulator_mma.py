@@ -207,8 +207,8 @@ def test_what_orders_a_store_and_a_product():
     options = dict(in_tensor_memory=True)
     for change, message in (
         (dict(wait=""), "nothing orders it after the tcgen05.st of warp 0: tcgen05.wait::st"),
-        (dict(before=""), "nothing orders it after the tcgen05.st of warp 1"),
-        (dict(after=""), "nothing orders it after the tcgen05.st of warp 1"),
+        (dict(before=""), "nothing orders it after the tcgen05.st of warp 0"),
+        (dict(after=""), "nothing orders it after the tcgen05.st of warp 0"),
     ):
         body, arrays, _ = multiply("f16", 128, **options, **change)
         fails(

@@ -13,6 +13,7 @@ import pytest
 from ptx import HERE, exchanged, fails, number, run
 from ptx_emulator import isa
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
+from test_ptx_emulator_mma import TESTED
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 
@@ -725,7 +726,6 @@ IDESC = instruction_descriptor("i8", "u8", "u8", 128, 256)
         (instruction_descriptor("i8", "u8", "u8", 128, 264), "no product has 128 x 264"),
         (instruction_descriptor("i8", "u8", "u8", 256, 64), "no product has 256 x 64"),
         (instruction_descriptor("i8", "u8", "u8", 32, 64), "no product has 32 x 64"),
-        (instruction_descriptor("i8", "u8", "u8", 64, 64), "64 rows of a block"),
     ],
 )
 def test_unknown_bits_of_the_instruction_descriptor(code, message):
@@ -804,11 +804,6 @@ LOAD32 = one_load(registers_="{%v0, %v1}", opcode="tcgen05.ld.sync.aligned.32x32
             one_load(opcode="tcgen05.ld.sync.aligned.32x32b.x1.pack::16b.b32") + HERE,
             UnsupportedError,
             "not among the known",
-        ),
-        "a store": (
-            "tcgen05.st.sync.aligned.32x32b.x1.b32 [%tmem], {%v0};" + HERE,
-            UnsupportedError,
-            "not among",
         ),
     }.values(),
 )
@@ -1022,7 +1017,11 @@ def test_every_form_of_a_family_has_its_targets():
             wanted = {"sm_100a", "sm_100f"}
         elif opcode.startswith("setmaxnreg"):
             wanted = {"sm_90a", "sm_100a", "sm_100f"}
-        elif "f32x2" in opcode or re.search(r"v4\.[bus]64", opcode):
+        elif opcode.startswith("tensormap.replace"):
+            wanted = {"sm_90a", "sm_100a", "sm_100f"}
+        elif "multicast::cluster::all" in opcode:
+            wanted = {"sm_100a", "sm_100f"}
+        elif re.search(r"f32x2|v4\.[bus]64|clusterlaunchcontrol", opcode):
             wanted = {"sm_100", "sm_100a", "sm_100f"}
         else:
             wanted = {"sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f"}
@@ -1036,4 +1035,5 @@ def test_every_form_has_a_test():
         if definition.make.__module__ == "ptx_emulator.tensor"
     }
     tested = {*PRODUCTS, FENCE, COMMIT, WAIT, *MMA.values(), *LOADS, BEFORE, AFTER, LOADED}
+    tested |= TESTED
     assert registered == tested | {*ALLOC, *DEALLOC, *RELINQUISH, *SINGLE, *MULTI}

@@ -233,10 +233,9 @@ class TensorMemory:
         self.read_at[own, columns] = time
         self.loading[own, columns] = True
 
-    def loaded(self, warp: int, clock: np.ndarray, time: int) -> None:
+    def loaded(self, warp: int) -> None:
         """A warp has waited for its loads."""
         self.loading[warp - self.first_warp] = False
-        clock[TENSOR][warp] = max(clock[TENSOR][warp], time)
 
     def stores(self, warp: int, columns: slice, clock: np.ndarray, what: str) -> None:
         """Notes a tcgen05.st: products and other warps have to be done with what it overwrites."""
@@ -249,11 +248,10 @@ class TensorMemory:
             self._after_warps(at, self._others(own), columns, clock, f"{what} writes")
         self.written_at[own, columns] = self.PENDING
 
-    def stored(self, warp: int, clock: np.ndarray, time: int) -> None:
+    def stored(self, warp: int, time: int) -> None:
         """A warp has waited for its stores."""
         at = self.written_at[warp - self.first_warp]
         at[at == self.PENDING] = time
-        clock[TENSOR][warp] = max(clock[TENSOR][warp], time)
 
     def multiplies(self, sequence: int, columns: slice, clock: np.ndarray, what: str) -> None:
         """Notes a tcgen05.mma: it has to know that what it overwrites was loaded and stored."""

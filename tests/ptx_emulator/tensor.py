@@ -300,8 +300,10 @@ class _TensorAccess:
         self.rows, self.columns, self.ranges, self.height = _shape(line, further)
         self.name = ".".join(line.opcode.split(".")[:2])
         self.items = registers.items if isinstance(registers, Vector) else ()
-        if len(self.items) != len(self.rows) or len(offset) > 1:
-            raise ValueError(f"{len(self.items)} registers, expected {len(self.rows)}")
+        # A load may not name a register twice.
+        count = len(set(self.items) if self.name.endswith("ld") else self.items)
+        if count != len(self.rows) or len(offset) > 1:
+            raise ValueError(f"{count} registers in a vector, expected {len(self.rows)}")
         self.address = build.address(address)
 
     def at(self, warp):
@@ -321,8 +323,6 @@ class _TensorAccess:
 def tensor_load(build, line):
     destination, source, *offset = line.operands
     access = _TensorAccess(build, line, destination, source, offset)
-    if len(set(access.items)) != len(access.items):
-        raise ValueError("a register twice")
     writes = [build.write(item, "b32") for item in access.items]
     numbers = [item.number for item in access.items]
     poison = np.full(LANES, 0xFFFFFFFF, np.uint32)
@@ -356,7 +356,7 @@ def wait_for_loads(build, line):
         for note, load in loads:
             note()
             load()
-        warp.block.tensor.loaded(warp.agent, warp.clock, warp.time)
+        warp.block.tensor.loaded(warp.agent)
         warp.pending = {n: why for n, why in warp.pending.items() if why != WAIT_FOR_LOADS}
 
     return execute
@@ -393,7 +393,7 @@ def wait_for_stores(build, line):
         stores, warp.tensor_stores = warp.tensor_stores, []
         for store in stores:
             store()
-        warp.block.tensor.stored(warp.agent, warp.clock, warp.time)
+        warp.block.tensor.stored(warp.agent, warp.time)
 
     return execute
 
@@ -509,7 +509,7 @@ class TensorOperand:
         block.tensor.multiplied_by(time, part, warp.clock, what)
 
 
-@tcgen05(f"tcgen05.mma{GROUPS}{{.kind::f16,.kind::tf32,.kind::f8f6f4}}")
+@tcgen05(f"tcgen05.mma{GROUPS}{{.kind::f16,.kind::f8f6f4}}", "tcgen05.mma.cta_group::1.kind::tf32")
 @tcgen05(f"tcgen05.mma{GROUPS}.kind::i8", targets=("sm_100a",))
 def mma(build, line):
     kind = next(part for part in modifiers(line) if part.startswith("kind::"))[6:]
