@@ -38,6 +38,9 @@ struct Arguments {
   int32_t chunks;  // of kRowBytes of K
   int32_t period;  // rows after which the table repeats
   int32_t run_count;  // of a worker
+#ifdef PATCH_EMBED_TIMELINE
+  uint64_t* timeline;  // timeline.cuh
+#endif
 };
 
 // The template parameters of a kernel; config.tile_n and so on in Python.

@@ -304,3 +304,42 @@ def wait_group(build, line):
         return None
 
     return execute
+
+
+@instruction(COPY, f"cp.async.bulk{{.shared::cta,.shared::cluster}}.global.{ARRIVAL}")
+def load_bytes(build, line):
+    """Neighbouring bytes, to the own block (9.7.9.25.4.1)."""
+    target, source, size, signal = line.operands
+    target, source, signal = map(build.address, (target, source, signal))
+    size = build.read(size, "u32")
+
+    def execute(warp, mask):
+        for lane in lanes(mask):
+            of = (int(read(warp)[lane]) for read in (target, source, size, signal))
+            _load_bytes(warp, *of)
+
+    return execute
+
+
+def _load_bytes(warp, target: int, source: int, size: int, signal: int) -> None:
+    block, memory = warp.block, warp.machine.memory
+    rank, offset = block_of(target)
+    what = f"a bulk copy of {size} bytes from {source:#x}"
+    if rank != block.rank:
+        raise EmulatorError(f"{what} to block {rank} instead of the own one")
+    if size == 0 or any(x % 16 for x in (offset, source, size)):
+        raise EmulatorError(f"{what} to {block.shared.place(offset)}: not multiples of 16")
+    block.shared.check(offset, size, what)
+    begin = memory.offset(source, size)
+    barrier = barrier_at(warp, signal, cluster=False)
+    barrier.check_use(warp, asynchronous=True)
+    block.shared.asynchronous(units_of(offset, size), what)
+    words = words_of(offset, size)
+    block.shared.writes(barrier.agent, barrier.phase + 1, words, warp.clock, what)
+    block.shared.bytes[offset : offset + size] = POISON
+
+    def run():
+        block.shared.bytes[offset : offset + size] = memory.bytes[begin : begin + size]
+        barrier.receive(size)
+
+    warp.machine.submit(Task("load", run, what, block.cluster))
