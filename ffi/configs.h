@@ -39,4 +39,33 @@ constexpr bool streamed = true, stationary = false;
 #define PATCH_EMBED_SM90_CONFIGS(X) \
   PATCH_EMBED_SM90_kFloat8E4M3FN(X) PATCH_EMBED_SM90_kInt8(X) PATCH_EMBED_SM90_kBFloat16(X)
 
+// Every X(dtype, out_dtype, columns, tile_n, blocks, slots, weight) of the Blackwell kernel; a block has 128
+// rows of a tile. As many slots as fit beside the weight of K = 768 and four buffers of 16 KiB, up to 8.
+#define PATCH_EMBED_SM100_OUTPUTS(X, dtype, ...)                                 \
+  X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \
+  X(dtype, f32, table, __VA_ARGS__) X(dtype, f32, offset, __VA_ARGS__)
+#define PATCH_EMBED_SM100_STREAMED(X, dtype)                       \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 256, 2, 5, streamed)         \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 192, 2, 5, streamed)         \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 128, 2, 6, streamed)         \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 64, 2, 8, streamed)          \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 64, 1, 6, streamed)
+#define PATCH_EMBED_SM100_ONE_BYTE(X, dtype)                       \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 256, 2, 4, stationary)       \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 192, 2, 5, stationary)       \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 128, 2, 7, stationary)       \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 64, 2, 8, stationary)        \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 64, 1, 7, stationary)        \
+  PATCH_EMBED_SM100_STREAMED(X, dtype)
+
+#define PATCH_EMBED_SM100_kFloat8E4M3FN(X) PATCH_EMBED_SM100_ONE_BYTE(X, e4m3)
+#define PATCH_EMBED_SM100_kInt8(X) PATCH_EMBED_SM100_ONE_BYTE(X, i8)
+#define PATCH_EMBED_SM100_kBFloat16(X)                             \
+  PATCH_EMBED_SM100_OUTPUTS(X, bf16, 128, 2, 4, stationary)        \
+  PATCH_EMBED_SM100_OUTPUTS(X, bf16, 64, 2, 7, stationary)         \
+  PATCH_EMBED_SM100_OUTPUTS(X, bf16, 64, 1, 4, stationary)         \
+  PATCH_EMBED_SM100_STREAMED(X, bf16)
+#define PATCH_EMBED_SM100_CONFIGS(X) \
+  PATCH_EMBED_SM100_kFloat8E4M3FN(X) PATCH_EMBED_SM100_kInt8(X) PATCH_EMBED_SM100_kBFloat16(X)
+
 }  // namespace patch_embed

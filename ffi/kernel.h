@@ -53,6 +53,27 @@ struct Config {
   int blocks;  // of a cluster
   int slots;  // of the ring
   bool stream_weight;
+
+  // Two warpgroups on Hopper, the blocks of a cluster on Blackwell.
+  constexpr int tile_m() const { return (capability == 90 ? 2 : blocks) * rows; }
+
+  // Columns of a TMA store of the Blackwell kernel, by each of two warpgroups: rows of 128 bytes, or of
+  // 64 where those do not divide a warpgroup's half of the columns.
+  constexpr int store_n() const {
+    return kRowBytes / itemsize(out_dtype) / (tile_n / 2 * itemsize(out_dtype) % kRowBytes ? 2 : 1);
+  }
 };
+
+// Shared memory of a block: the ring; on Hopper scale and offset, on Blackwell four buffers that are
+// stored from; barriers; the weight.
+constexpr int64_t shared_memory_bytes(const Config& c, int chunks) {
+  const int64_t columns = 2 * c.tile_n * int64_t{sizeof(float)};
+  const int64_t staged = 4 * c.rows * int64_t{c.store_n()} * itemsize(c.out_dtype);
+  const int64_t barriers = c.capability == 90 ? 8 * (2 * c.slots + 3) : 1024;
+  const int64_t ring = int64_t{c.slots} * c.rows * kRowBytes;
+  const int64_t before = ring + (c.capability == 90 ? columns : staged) + barriers;
+  const int64_t parts = c.stream_weight ? c.slots : chunks;
+  return (before + 1023) / 1024 * 1024 + parts * (c.tile_n / c.blocks) * kRowBytes;
+}
 
 }  // namespace patch_embed

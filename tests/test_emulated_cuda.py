@@ -16,7 +16,7 @@ from ptx_emulator import cuda
 from ptx_emulator.memory import POISON, GlobalMemory
 from ptx_emulator.tma import TensorMap
 
-from pallas_patch_embed.backends import mosaic, schedule, xla
+from pallas_patch_embed.backends import schedule, tiling, xla
 from pallas_patch_embed.problem import Problem
 
 KERNELS = Path(__file__).parent.parent / "ffi" / "patch_embed_sm90.cu"
@@ -105,10 +105,10 @@ def compiled(tmp_path_factory):
 def tensor_maps(case, M, K, patches, weight):
     """The maps of patches and weight at these addresses (patch_embed_sm90.h)."""
     itemsize = jnp.dtype(case.dtype).itemsize
-    inner, row = mosaic.ROW_BYTES // itemsize, K * itemsize
+    inner, row = tiling.ROW_BYTES // itemsize, K * itemsize
     vector = 16 // jnp.dtype(case.out_dtype).itemsize
     group = 4 * vector
-    make = functools.partial(TensorMap, itemsize=itemsize, swizzle=mosaic.ROW_BYTES)
+    make = functools.partial(TensorMap, itemsize=itemsize, swizzle=tiling.ROW_BYTES)
     return (
         make(
             base=patches,
@@ -129,8 +129,8 @@ def tensor_maps(case, M, K, patches, weight):
 
 def shared_bytes(case, chunks):
     """What `Shared::bytes` says."""
-    fixed = case.slots * case.rows * mosaic.ROW_BYTES + 8 * case.tile_n + 8 * (2 * case.slots + 3)
-    weight = (case.slots if case.stream_weight else chunks) * case.tile_n * mosaic.ROW_BYTES
+    fixed = case.slots * case.rows * tiling.ROW_BYTES + 8 * case.tile_n + 8 * (2 * case.slots + 3)
+    weight = (case.slots if case.stream_weight else chunks) * case.tile_n * tiling.ROW_BYTES
     return -(-fixed // 1024) * 1024 + weight
 
 
@@ -138,7 +138,7 @@ def emulated(ptx, case, operands, **options):
     """The operator by the kernel on the emulator."""
     problem = Problem.of(*operands, out_dtype=case.out_dtype)
     M, K = math.prod(case.patches[:-1]), case.patches[-1]
-    slices, period = case.N // case.tile_n, mosaic.table_period(problem)
+    slices, period = case.N // case.tile_n, tiling.table_period(problem)
     workers = max(1, min(MULTIPROCESSORS // slices, -(-M // (2 * case.rows))))
     runs = schedule.runs(M, period, 2 * case.rows, workers)
     memory = GlobalMemory()
@@ -149,7 +149,7 @@ def emulated(ptx, case, operands, **options):
     result = (M, case.N), jnp.dtype(case.out_dtype)
     out = memory.place(np.full(math.prod(result[0]) * result[1].itemsize, POISON, np.uint8), "y")
     patches, weight = tensor_maps(case, M, K, patches, weight)
-    chunks = mosaic.chunks(problem)
+    chunks = tiling.chunks(problem)
     machine = cuda.prepare(
         ptx,
         case.name,
