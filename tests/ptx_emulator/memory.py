@@ -33,6 +33,8 @@ class GlobalMemory:
     def __init__(self):
         self.bytes = np.zeros(0, np.uint8)
         self.arrays: list[tuple[int, int, str]] = []
+        # Of the arrays, in the order of their addresses; before them an empty one.
+        self.begins, self.ends = np.full((2, 1), np.iinfo(np.int64).min)
 
     def place(self, array: np.ndarray, name: str = "array") -> int:
         """Copies an array into the memory; its address, a multiple of 1024."""
@@ -43,6 +45,8 @@ class GlobalMemory:
         grown[begin : begin + len(content)] = content
         self.bytes = grown
         self.arrays.append((begin, len(content), name))
+        self.begins = np.append(self.begins, begin)
+        self.ends = np.append(self.ends, begin + len(content))
         return GLOBAL_BEGIN + begin
 
     def read(self, address: int, shape: tuple[int, ...], dtype) -> np.ndarray:
@@ -54,9 +58,8 @@ class GlobalMemory:
     def offsets(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Where the bytes at each address are; they have to be inside of one array."""
         begins = addresses.astype(np.int64) - GLOBAL_BEGIN
-        inside = np.zeros(len(begins), bool)
-        for start, length, _ in self.arrays:
-            inside |= (start <= begins) & (begins + size <= start + length)
+        array = np.searchsorted(self.begins, begins, "right") - 1
+        inside = begins + size <= self.ends[array]
         if not inside.all():
             self.offset(int(addresses[~inside][0]), size)
         return begins
