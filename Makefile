@@ -1,14 +1,21 @@
-# demo, test and lint make the environment they need, in .venv.
+# demo, test, ffi and lint make the environment they need, in .venv; ffi also needs nvcc and a C++ compiler.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
+# What the build leaves where it cannot build the CUDA kernels.
+WHY_NOT := pallas_patch_embed/backends/libpatch_embed.txt
 
-.PHONY: demo test lint format clean
+.PHONY: demo test ffi lint format clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/pallas-patch-embed demo --out demo.png
 
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest
+
+# The CUDA kernels, built in place.
+ffi: $(VENV)/installed
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps --editable .
+	@if test -e $(WHY_NOT); then echo "cuda: $$(cat $(WHY_NOT))"; exit 1; fi
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -22,8 +29,8 @@ $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 	  { echo "Python 3.12 or newer is needed: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	PATCH_EMBED_CUDA=OFF $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo.png
+	rm -rf $(VENV) build dist demo.png pallas_patch_embed/backends/libpatch_embed.*

@@ -20,7 +20,7 @@ from types import ModuleType
 import jax
 
 from benchmarks import headline, timing
-from pallas_patch_embed.backends import mosaic, mosaic_sm90, mosaic_sm100
+from pallas_patch_embed.backends import mosaic_sm90, mosaic_sm100, tiling
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, Target, named_shape
 
 # The warps of a thread block of these kernels.
@@ -69,7 +69,7 @@ def traced(operands, kernel: ModuleType, folder: Path) -> tuple[jax.Array, list[
     """
     problem = Problem.of(*operands, out_dtype="bfloat16")
     chosen = kernel.choose_config(problem)
-    config = mosaic.first_that_fits(
+    config = tiling.first_that_fits(
         problem,
         (
             dataclasses.replace(chosen, slots=slots, profile=str(folder))
@@ -136,7 +136,7 @@ def main() -> None:
     names = [shape.name for shape in NAMED_SHAPES]
     parser.add_argument("--shape", choices=names, default=headline.HEADLINE[0], metavar="NAME")
     parser.add_argument("--images", type=int, default=headline.HEADLINE[1])
-    parser.add_argument("--dtype", choices=mosaic.DTYPES, default=mosaic.DTYPES[0])
+    parser.add_argument("--dtype", choices=tiling.DTYPES, default=tiling.DTYPES[0])
     parser.add_argument("--out", type=Path, help="PNG file for the picture")
     chosen = parser.parse_args()
     target = Target.of(jax.devices()[0])

@@ -110,6 +110,9 @@ CASES = {
     "Hopper, tables of their own": hopper((5, 75, 128), 64, BF16, "per image", 64, 4),
 }
 
+# Those that a Hopper GPU runs.
+HOPPER = [name for name, case in CASES.items() if case.backend == "mosaic_sm90"]
+
 # K and N of B/16 with the config of production, 196 and 576 positions, and so many images that a
 # worker has 1568 or 2880 rows: several phases of the table, with a tail.
 LONG = {

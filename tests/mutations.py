@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from ptx_emulator.parser import parse, registers_of, split
+from ptx_emulator.parser import Register, parse, parts_of, split
 
 WAIT = r"mbarrier\.(try|test)_wait"
 LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared"
@@ -455,7 +455,7 @@ def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> 
         users = [
             line.opcode
             for line in code.code
-            if any(r.number == number for x in line.operands[1:] for r in registers_of(x))
+            if any(r.number == number for x in line.operands[1:] for r in parts_of(x, Register))
             or (number in line.registers and not line.opcode.startswith("add"))
         ]
         if all(opcode.startswith("bar.sync") for opcode in users):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.offline_compile import MULTIPLY, count, cuda_root, innermost_loop, operands
-from pallas_patch_embed.backends import mosaic, mosaic_sm90, mosaic_sm100
+from pallas_patch_embed.backends import mosaic_sm90, mosaic_sm100, tiling
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +89,7 @@ def blackwell_cases():
     """(shapes, dtype, out_dtype, table, images): what is compiled in one process."""
     fixed = [shape.name for shape in NAMED_SHAPES if not shape.name.startswith("NaFlex")]
     naflex = [shape.name for shape in NAMED_SHAPES if shape.name.startswith("NaFlex")]
-    for dtype in mosaic.DTYPES:
+    for dtype in tiling.DTYPES:
         yield fixed, dtype, "bfloat16", "shared", 4096
         yield naflex, dtype, "bfloat16", "per image", 67
     yield ["B/16 224", "B/32 256"], "int8", "float32", "shared", 512

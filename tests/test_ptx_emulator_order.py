@@ -35,7 +35,7 @@ ALLOCATED = """setp.eq.u32 %p, %w, 0; @!%p bra made;
     tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%m], 32;
     made: bar.sync 0; ld.shared.b32 %r0, [%m];"""
 FREED = """@!%p bra end; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r0, 32; end:"""
-LOADED = """tcgen05.ld.sync.aligned.32x32b.x1.b32 %r1, [%r0]; tcgen05.wait::ld.sync.aligned;"""
+LOADED = """tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r0]; tcgen05.wait::ld.sync.aligned;"""
 
 
 def test_tensor_memory_is_given_back_behind_all_loads():
@@ -68,7 +68,7 @@ def test_mbarriers_are_fenced_before_other_blocks_are_told():
 
 def test_a_block_waits_for_the_arrivals_of_others_before_it_exits():
     begin = f"{INIT} {FENCE} {ARRIVE} {WAIT} {SIGNAL}"
-    with pytest.raises(EmulatorError, match="exits before the arrival of"):
+    with pytest.raises(EmulatorError, match=r"exits before line \d+: the arrival of"):
         run(f"{begin} {ARRIVE} {WAIT}", blocks=2, warps=1)
     # This one comes behind what was done before.
     run(f"{begin} barrier.cluster.arrive.release.aligned; {WAIT}", blocks=2, warps=1)

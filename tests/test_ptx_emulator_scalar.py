@@ -7,534 +7,22 @@ instruction computes only that it is one is compared: its payload is unspecified
 import dataclasses
 import functools
 import itertools
-import math
-import operator
 import random
 import re
-from collections.abc import Callable
-from fractions import Fraction
 
 import numpy as np
 import pytest
+from ptx import addresses, launched, ptx, run, told
 from ptx_emulator import isa
-from ptx_emulator.errors import EmulatorError, UnsupportedError
+from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.machine import Machine
 from ptx_emulator.parser import Immediate, parse
+from scalar_cases import CASES, LANES, decode, drawn, encode, operands, stored, width, with_one_nan
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
 COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
 SYNC, MATRIX, MISC = "9.7.13 synchronisation", "9.7.14 matrices", "9.7.19 miscellaneous"
 
-LANES = range(32)
-
-# Bits of exponent and fraction.
-FORMATS = {"f16": (5, 10), "bf16": (8, 7), "f32": (8, 23), "e4m3": (4, 3), "e5m2": (5, 2)}
-
-
-def width(kind):
-    """Bits of a type."""
-    if kind == "pred":
-        return 1
-    if kind.endswith("x2"):
-        return 2 * width(kind[:-2])
-    return sum(FORMATS[kind], 1) if kind in FORMATS else int(kind[1:])
-
-
-def stored(kind):
-    """Bits of the register that holds it: there are none of 8."""
-    return max(16, width(kind))
-
-
-def number(raw, kind):
-    """The value of a float; Python's floats hold it exactly."""
-    exponents, fractions = FORMATS[kind]
-    sign = -1.0 if raw >> exponents + fractions & 1 else 1.0
-    exponent, fraction = raw >> fractions & 2**exponents - 1, raw & 2**fractions - 1
-    if exponent == 2**exponents - 1 and kind != "e4m3":
-        return math.nan if fraction else sign * math.inf
-    if kind == "e4m3" and (exponent, fraction) == (15, 7):
-        return math.nan
-    unit = max(exponent, 1) + 1 - 2 ** (exponents - 1) - fractions
-    return sign * math.ldexp(fraction + (2**fractions if exponent else 0), unit)
-
-
-def encoded(value, kind):
-    """The float nearest to a number, ties to even; types of 8 bits saturate."""
-    exponents, fractions = FORMATS[kind]
-    infinity = (2**exponents - 1) << fractions
-    most = {"e4m3": 0x7E, "e5m2": 0x7B}.get(kind, infinity)
-    if value != value:
-        return infinity | 2**fractions - 1
-    sign = (math.copysign(1, value) < 0) << exponents + fractions
-    if value == 0 or abs(value) == math.inf:
-        return sign | (most if value else 0)
-    magnitude = abs(Fraction(value))
-    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
-    exponent -= Fraction(2) ** exponent > magnitude
-    bias = 2 ** (exponents - 1) - 1
-    exponent = max(exponent, 1 - bias)
-    steps = round(magnitude / Fraction(2) ** (exponent - fractions))
-    return sign | min(steps + ((exponent + bias - 1) << fractions), most)
-
-
-def decode(raw, kind):
-    """Of signed types and floats the value, of packed types both, low half first."""
-    if kind.endswith("x2"):
-        half = width(kind) // 2
-        return tuple(decode(raw >> i * half & 2**half - 1, kind[:-2]) for i in range(2))
-    if kind in FORMATS:
-        return number(raw, kind)
-    return raw - (raw >> width(kind) - 1 << width(kind)) if kind[0] == "s" else raw
-
-
-def encode(value, kind, bits):
-    """The bits of a register that holds it, extended by its type (9.4.1)."""
-    if kind.endswith("x2"):
-        low, high = (encode(part, kind[:-2], bits) for part in value)
-        return low | high << width(kind) // 2
-    if kind in FORMATS:
-        return encoded(value, kind)
-    return decode(int(value) & 2 ** width(kind) - 1, kind) & 2**bits - 1
-
-
-def with_one_nan(raw, kind):
-    """All NaN of a float are the same."""
-    if kind.endswith("x2") or kind in FORMATS:
-        value = decode(raw, kind)
-        parts = value if isinstance(value, tuple) else (value,)
-        return raw if parts == parts and all(x == x for x in parts) else encode(value, kind, 64)
-    return raw
-
-
-def ptx(body, parameters=(), prelude=""):
-    """A module of one kernel."""
-    return f"""
-.version 8.7
-.target sm_90a
-.address_size 64
-{prelude}
-.visible .entry kernel({", ".join(parameters)})
-.maxntid 32, 1, 1
-{{
-{body}
-}}
-"""
-
-
-def launched(body, parameters=(), values=(), *, grid=1, cluster=1):
-    """Runs a kernel; the machine."""
-    kernel = parse(ptx(body, parameters))
-    machine = Machine(kernel, (grid, 1, 1), cluster=(cluster, 1, 1))
-    for i, value in enumerate(values):
-        machine.set_parameter(i, machine.memory.place(value) if hasattr(value, "dtype") else value)
-    machine.launch()
-    return machine
-
-
-@dataclasses.dataclass
-class Run:
-    """What a kernel left: each thread's registers, and the arrays."""
-
-    results: list[list[int]]
-    arrays: list[bytes]
-
-
-def run(body, inputs=(), results=(), *, arrays=(), constants=b"", grid=1, cluster=1):
-    """Executes statements by 32 threads of every block.
-
-    Args:
-      body: uses %a0, %a1, ... (inputs), %m0, ... (addresses of the arrays), %thread, %lane, and
-        sets %d0, %d1, ...
-      inputs: (bits of the register, values of all threads) for each.
-      results: bits of the registers; 1 is a predicate.
-      constants: what the kernel's parameter of this name holds.
-    """
-    parameters = [f".param .u64 p{i}" for i in range(len(inputs) + len(results) + len(arrays))]
-    values = [np.array(values, f"u{max(bits, 8) // 8}") for bits, values in inputs]
-    outputs = [np.zeros(32 * grid, f"u{max(bits, 8) // 8}") for bits in results]
-    values += [*outputs, *(np.frombuffer(array, np.uint8) for array in arrays)]
-    if constants:
-        parameters.append(f".param .align 32 .b8 constants[{len(constants)}]")
-        values.append(constants)
-    text = [
-        ".reg .b32 %thread, %lane, %block; .reg .b64 %base, %at; .reg .b16 %byte;",
-        f".reg .b64 %m<{len(arrays) + 1}>;",
-        "mov.u32 %lane, %tid.x; mov.u32 %block, %ctaid.x;",
-        "mad.lo.u32 %thread, %block, 32, %lane;",
-    ]
-
-    def place(i, size):
-        text.append(f"ld.param.u64 %base, [p{i}]; mad.wide.u32 %at, %thread, {size}, %base;")
-
-    for i, (bits, _) in enumerate(inputs):
-        place(i, max(bits, 8) // 8)
-        text.append(f".reg .{'pred' if bits == 1 else f'b{bits}'} %a{i};")
-        if bits == 1:
-            text.append(f"ld.global.u8 %byte, [%at]; setp.ne.u16 %a{i}, %byte, 0;")
-        else:
-            text.append(f"ld.global.b{bits} %a{i}, [%at];")
-    for i in range(len(arrays)):
-        text.append(f"ld.param.u64 %m{i}, [p{len(inputs) + len(results) + i}];")
-    text += [
-        f".reg .{'pred' if bits == 1 else f'b{bits}'} %d{i};" for i, bits in enumerate(results)
-    ]
-    text.append(body)
-    for i, bits in enumerate(results):
-        place(len(inputs) + i, max(bits, 8) // 8)
-        if bits == 1:
-            text.append(f"selp.u16 %byte, 1, 0, %d{i}; st.global.u8 [%at], %byte;")
-        else:
-            text.append(f"st.global.b{bits} [%at], %d{i};")
-    text.append("ret;")
-    machine = launched("\n".join(text), parameters, values, grid=grid, cluster=cluster)
-    placed = [value for value in values if hasattr(value, "dtype")]
-    left = [
-        machine.memory.read(address, value.shape, value.dtype)
-        for address, value in zip(addresses(machine), placed)
-    ]
-    found = left[len(inputs) :]
-    return Run(
-        [array.tolist() for array in found[: len(results)]],
-        [array.tobytes() for array in found[len(results) :]],
-    )
-
-
-def addresses(machine):
-    """Where the arrays are that the machine's parameters point to."""
-    return machine.parameters[: len(machine.parameters) // 8 * 8].view(np.uint64).tolist()
-
-
-# Operands.
-
-
-def drawn(bits, seed):
-    """Numbers of so many bits for all lanes."""
-    generator = random.Random(f"{bits} {seed}")
-    return [generator.getrandbits(bits) for _ in LANES]
-
-
-@functools.cache
-def edges(kind):
-    """The raw values at which something changes; the first eight matter most."""
-    if kind == "pred":
-        return [0, 1]
-    bits = width(kind)
-    if kind.endswith("x2"):
-        half = edges(kind[:-2])
-        return [a | b << bits // 2 for a, b in zip(half, half[1:] + half[:1])]
-    if kind in FORMATS:
-        exponents, fractions = FORMATS[kind]
-        infinity, one = (2**exponents - 1) << fractions, (2 ** (exponents - 1) - 1) << fractions
-        quiet, normal = 1 << fractions - 1, 1 << fractions
-        found = [0, infinity, infinity + quiet, one, 1, normal - 1, normal, normal + 1]
-        found += [one - 1, one + 1, one + quiet, infinity - 1, infinity + 1]
-        return [sign << bits - 1 | raw for raw in found for sign in (0, 1)]
-    top = 1 << bits - 1
-    found = [0, 1, 2 * top - 1, top, top - 1, top + 1, 2, 2 * top - 2, top - 2]
-    if bits == 32:
-        # Shifts and bit fields at and beyond widths.
-        found += [7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 0x1020]
-    return found
-
-
-@functools.cache
-def ties(kind):
-    """What lies in the middle of two floats of narrower types, and its neighbours."""
-    found = []
-    generator = random.Random(kind)
-    for narrow, (exponents, fractions) in FORMATS.items():
-        if kind in ("s32", "u32", "b32"):
-            for power in range(fractions + 2, 32):
-                odd = generator.randrange(2**fractions) << 1 | 1
-                middle = (1 << fractions + 1 | odd) << power - fractions - 1
-                found += [middle + i & 2**32 - 1 for i in (-1, 0, 1)]
-        if kind == "f32" and narrow != "f32":
-            most = {"e4m3": 0x7E, "e5m2": 0x7B}.get(narrow, ((2**exponents - 1) << fractions) - 1)
-            for raw in {0, 1, most - 1, most, *(generator.randrange(most) for _ in range(16))}:
-                step = number(max(raw, 1), narrow) - number(max(raw, 1) - 1, narrow)
-                middle = encoded(number(raw, narrow) + step / 2, "f32")
-                found += [middle + i | raw % 2 << 31 for i in (-1, 0, 1)]
-    return found
-
-
-def fused_ties(kind):
-    """a * b is in the middle of two floats, and a c that is far below decides."""
-    fractions = FORMATS[kind][1]
-    a = encoded(1 + Fraction(1, 2**fractions), kind)
-    for sign, b in itertools.product((1, -1), (1.5, 1.25, 1.75)):
-        for c in (0.0, *(Fraction(s, 2 ** (i * fractions)) for s in (1, -1) for i in (2, 3, 4))):
-            yield a, encoded(sign * b, kind), encoded(c, kind)
-        for tiny in (1, 1 | 1 << width(kind) - 1):
-            yield a, encoded(sign * b, kind), tiny
-
-
-@functools.cache
-def operands(kinds, wide, count):
-    """Rows of raw operands: edges with edges, then a mixture of edges and random ones."""
-    generator = random.Random(f"{kinds} {wide}")
-    rows = list(itertools.product(*map(edges, kinds)))
-    generator.shuffle(rows)
-    rows.sort(key=lambda row: any(raw not in edges(kind)[:8] for raw, kind in zip(row, kinds)))
-    if len(kinds) == 1:
-        rows += [(raw,) for raw in ties(kinds[0])]
-    if len(set(kinds)) == 1 and len(kinds) == 3 and kinds[0].removesuffix("x2") in FORMATS:
-        kind, copies = kinds[0].removesuffix("x2"), 2 if kinds[0].endswith("x2") else 1
-        rows[:0] = [
-            tuple(sum(raw << i * width(kind) for i in range(copies)) for raw in row)
-            for row in fused_ties(kind)
-        ]
-    rows = rows[: count if len(kinds) == 1 else count // 2]
-    choices = [edges(kind) + ties(kind) for kind in kinds]
-    scale = generator.choices(range(2, 65), k=count)
-    while len(rows) < count:
-        most = scale[len(rows)]
-        rows.append(
-            tuple(
-                generator.choice(some)
-                if generator.random() < 0.4
-                else generator.getrandbits(width(kind) if kind[0] in "fbe" else most)
-                & 2 ** width(kind) - 1
-                for kind, some in zip(kinds, choices)
-            )
-        )
-    if wide:
-        rows = [
-            tuple(
-                raw | generator.getrandbits(64) << width(kind) & 2**64 - 1
-                for raw, kind in zip(row, kinds)
-            )
-            for row in rows
-        ]
-    return rows
-
-
-# One lane alone: the opcode, and what it computes.
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """An opcode with its section, the types of results and operands, and its meaning.
-
-    The reference gets values (`decode`) and returns values; None where the ISA leaves it open.
-    With `wide` all registers have 64 bits.
-    """
-
-    opcode: str
-    section: str
-    results: tuple[str, ...]
-    kinds: tuple[str, ...]
-    reference: Callable
-    wide: bool = False
-
-    def __str__(self):
-        return self.opcode + " of wider registers" * self.wide
-
-
-def cases(section, template, reference, kinds=None, result=None):
-    """A case for every opcode of "name{.modifier,...}", whose type is its last part."""
-    parts = re.split(r"[{}]", template)
-    for chosen in itertools.product(*(part.split(",") for part in parts)):
-        opcode = "".join(chosen)
-        kind = opcode.rsplit(".")[-1]
-        its = tuple(kind if k == "T" else f"b{width(kind)}" if k == "bits" else k for k in kinds)
-        meaning = reference(kind) if getattr(reference, "by_type", False) else reference
-        yield Case(opcode, section, (result or its[0],), its, meaning)
-
-
-def by_type(function):
-    """A reference that depends on the type."""
-    function.by_type = True
-    return function
-
-
-def exact(a, b, c):
-    """a * b + c without rounding; what is zero, infinite or NaN is as floats have it."""
-    found = a * b + c
-    if found == 0 or not math.isfinite(found):
-        return found
-    return Fraction(a) * Fraction(b) + Fraction(c)
-
-
-def smaller(a, b):
-    """The number of a number and a NaN; -0 is below +0."""
-    if a != a or b != b:
-        return b if a != a else a
-    return min(a, b, key=lambda x: (x, math.copysign(1, x)))
-
-
-def larger(a, b):
-    return -smaller(-a, -b)
-
-
-def truncated(a, b):
-    """Division by zero is unspecified (9.7.1.8)."""
-    return int(Fraction(a, b)) if b else None
-
-
-@by_type
-def rotated(kind):
-    return lambda a: int(f"{a:0{width(kind)}b}"[::-1], 2)
-
-
-@by_type
-def leading_zeros(kind):
-    return lambda a: next(
-        (i for i in range(width(kind)) if a >> width(kind) - 1 - i & 1), width(kind)
-    )
-
-
-@by_type
-def extracted(kind):
-    """9.7.1.19, bit by bit."""
-    last = width(kind) - 1
-
-    def function(a, b, c):
-        position, length = b & 0xFF, c & 0xFF
-        sign = kind[0] == "s" and length and a >> min(position + length - 1, last) & 1
-        inside = [i < length and position + i <= last for i in range(last + 1)]
-        return sum((a >> position + i & 1 if inside[i] else sign) << i for i in range(last + 1))
-
-    return function
-
-
-@by_type
-def inserted(kind):
-    """9.7.1.20, bit by bit."""
-
-    def function(a, b, c, d):
-        position, length = c & 0xFF, d & 0xFF
-        for i in range(length):
-            if position + i < width(kind):
-                b = b & ~(1 << position + i) | (a >> i & 1) << position + i
-        return b
-
-    return function
-
-
-def shifted_together(to_left, wraps):
-    """9.7.8.7: a is the low half."""
-
-    def function(a, b, c):
-        n = c & 31 if wraps else min(c, 32)
-        return b << n | a >> 32 - n if to_left else b << 32 - n | a >> n
-
-    return function
-
-
-def permuted(a, b, c):
-    """9.7.9.7."""
-    found = 0
-    for i in range(4):
-        choice = c >> 4 * i & 15
-        byte = (a | b << 32) >> 8 * (choice & 7) & 0xFF
-        found |= (0xFF * (byte >> 7) if choice & 8 else byte) << 8 * i
-    return found
-
-
-def of_halves(function):
-    return lambda *pairs: tuple(function(*parts) for parts in zip(*pairs))
-
-
-COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-COMBINATIONS = {"": None, ".and": operator.and_, ".or": operator.or_, ".xor": operator.xor}
-
-
-def comparison(name, combine):
-    """p|q of setp; with a NaN ordered comparisons are false, unordered ones (-u) true."""
-    compare, unordered = COMPARISONS[name[:2]], name.endswith("u")
-
-    def function(a, b, other=False):
-        found = unordered if a != a or b != b else compare(a, b)
-        return [combine(x, bool(other)) if combine else x for x in (found, not found)]
-
-    return function
-
-
-def all_cases():
-    ints, wider = "{u16,s16,u32,s32,u64,s64}", {"16": "32", "32": "64"}
-    two, three = ("T", "T"), ("T", "T", "T")
-    arithmetic = {
-        "add": lambda a, b: exact(a, 1.0, b),
-        "sub": lambda a, b: exact(b, -1.0, a),
-        "mul": lambda a, b: exact(a, b, -0.0),
-    }
-    for name, function in arithmetic.items():
-        whole = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}[name]
-        yield from cases(INTEGER, f"{name}{'.lo' * (name == 'mul')}.{ints}", whole, two)
-        for section, kind in ((FLOAT, "f32"), (HALF, "f16"), (HALF, "bf16")):
-            yield from cases(section, f"{name}{{,.rn}}.{kind}", function, two)
-            yield from cases(section, f"{name}{{,.rn}}.{kind}x2", of_halves(function), two)
-    for section, kind in ((FLOAT, "f32"), (HALF, "f16"), (HALF, "bf16")):
-        yield from cases(section, f"fma.rn.{kind}", exact, three)
-        yield from cases(section, f"fma.rn.{kind}x2", of_halves(exact), three)
-    for kind in ("u16", "s16", "u32", "s32"):
-        result = kind[0] + wider[kind[1:]]
-        yield from cases(INTEGER, f"mul.wide.{kind}", operator.mul, two, result)
-        kinds = (kind, kind, result)
-        yield from cases(INTEGER, f"mad.wide.{kind}", lambda a, b, c: a * b + c, kinds, result)
-    for kind in ("u32", "s32", "u64", "s64"):
-        bits = width(kind)
-        yield from cases(INTEGER, f"mul.hi.{kind}", lambda a, b, n=bits: a * b >> n, two)
-    yield from cases(INTEGER, f"mad.lo.{ints}", lambda a, b, c: a * b + c, three)
-    yield from cases(INTEGER, "div.{u32,s32,u64,s64}", truncated, two)
-    remainder = lambda a, b: a - b * truncated(a, b) if b else None  # noqa: E731
-    yield from cases(INTEGER, "rem.{u32,s32,u64,s64}", remainder, two)
-    for name, whole, function in (("min", min, smaller), ("max", max, larger)):
-        yield from cases(INTEGER, f"{name}.{ints}", whole, two)
-        yield from cases(FLOAT, f"{name}.f32", function, two)
-        yield from cases(HALF, f"{name}.{{f16,bf16}}", function, two)
-        yield from cases(HALF, f"{name}.{{f16x2,bf16x2}}", of_halves(function), two)
-    for name, function in (("neg", operator.neg), ("abs", abs)):
-        yield from cases(INTEGER, f"{name}.{{s16,s32,s64}}", function, ("T",))
-        yield from cases(FLOAT, f"{name}.f32", function, ("T",))
-    yield from cases(INTEGER, "popc.{b32,b64}", lambda a: bin(a).count("1"), ("T",), "u32")
-    yield from cases(INTEGER, "clz.{b32,b64}", leading_zeros, ("T",), "u32")
-    yield from cases(INTEGER, "brev.{b32,b64}", rotated, ("T",))
-    yield from cases(INTEGER, "bfe.{u32,s32,u64,s64}", extracted, ("T", "u32", "u32"))
-    yield from cases(INTEGER, "bfi.{b32,b64}", inserted, ("T", "T", "u32", "u32"))
-
-    for name, function in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor)):
-        yield from cases(LOGIC, f"{name}.{{pred,b16,b32,b64}}", function, two)
-    yield from cases(LOGIC, "not.{pred,b16,b32,b64}", operator.invert, ("T",))
-    by = ("T", "u32")
-    yield from cases(LOGIC, "shl.{b16,b32,b64}", lambda a, n: a << min(n, 64), by)
-    right = "shr.{b16,b32,b64,u16,u32,u64,s16,s32,s64}"
-    yield from cases(LOGIC, right, lambda a, n: a >> min(n, 64), by)
-    for side, mode in itertools.product("lr", ("wrap", "clamp")):
-        function = shifted_together(side == "l", mode == "wrap")
-        yield from cases(LOGIC, f"shf.{side}.{mode}.b32", function, ("b32", "b32", "u32"))
-
-    for name, (suffix, combine) in itertools.product(COMPARISONS, COMBINATIONS.items()):
-        kinds = ["u16", "s16", "u32", "s32", "u64", "s64", "f32"]
-        kinds += ["b16", "b32", "b64"] * (name in ("eq", "ne"))
-        for kind, u in [*((kind, "") for kind in kinds), ("f32", "u")]:
-            sources = (kind, kind, "pred") if combine else (kind, kind)
-            opcode = f"setp.{name}{u}{suffix}.{kind}"
-            yield Case(opcode, COMPARE, ("pred", "pred"), sources, comparison(name + u, combine))
-    # What moves floats changes no bit of them: they are bits here.
-    every = "{b16,b32,b64,u16,u32,u64,s16,s32,s64,f32}"
-    select = lambda a, b, c: a if c else b  # noqa: E731
-    yield from cases(COMPARE, f"selp.{every}", select, ("bits", "bits", "pred"))
-    yield from cases(MOVE, f"mov.{every}", lambda a: a, ("bits",))
-    yield from cases(MOVE, "mov.pred", lambda a: a, ("pred",))
-    yield from cases(MOVE, "prmt.b32", permuted, ("T", "T", "T"))
-
-    whole = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
-    for to, of in itertools.permutations(whole, 2):
-        for wide in (False, True):
-            yield Case(f"cvt.{to}.{of}", MOVE, (to,), (of,), lambda a: a, wide)
-    for to, of in itertools.product(("f32", "f16", "bf16"), ("s32", "u32")):
-        yield Case(f"cvt.rn.{to}.{of}", MOVE, (to,), (of,), lambda a: a)
-    for to, of in (("rn.f16", "f32"), ("rn.bf16", "f32"), ("f32", "f16"), ("f32", "bf16")):
-        yield Case(f"cvt.{to}.{of}", MOVE, (to.removeprefix("rn."),), (of,), lambda a: a)
-    for to in ("f16x2", "bf16x2", "satfinite.e4m3x2", "satfinite.e5m2x2"):
-        result = to.removeprefix("satfinite.")
-        yield Case(f"cvt.rn.{to}.f32", MOVE, (result,), ("f32", "f32"), lambda a, b: (b, a))
-    for of in ("e4m3x2", "e5m2x2"):
-        yield Case(f"cvt.rn.f16x2.{of}", MOVE, ("f16x2",), (of,), lambda a: a)
-
-
-CASES = list(all_cases())
 BLOCKS = 12
 
 
@@ -620,7 +108,6 @@ SPECIAL = {
     "%nctaid.y": lambda x: 2,
     "%nctaid.z": lambda x: 1,
     "%laneid": lambda x: x.thread % 32,
-    "%warpid": lambda x: x.thread // 32,
     "%lanemask_eq": lambda x: 1 << x.thread % 32,
     "%lanemask_lt": lambda x: (1 << x.thread % 32) - 1,
     "%cluster_ctarank": lambda x: x.place[0] % 2,
@@ -661,6 +148,16 @@ def special_registers():
     machine.set_parameter(0, address)
     machine.launch()
     return machine.memory.read(address, shape, np.uint32)
+
+
+def test_clocks_and_conversions_of_special_registers():
+    """cvt extends and cuts (10)."""
+    body = """.reg .b64 %c; mov.u64 %c, %clock64; mov.b64 %c, %globaltimer; mov.u32 %d0, %clock;
+        cvt.u64.u32 %d1, %laneid; cvt.u16.u32 %d2, %laneid; cvt.u32.u64 %d3, %clock64;
+        mov.s32 %d4, %laneid; mov.b64 {%d5, _}, %clock64;"""
+    found = run(body, results=[32, 64, 16, 32, 32, 32]).results
+    assert found[1] == found[2] == found[4] == list(LANES)
+    assert found[0][0] < found[3][0] < found[5][0]
 
 
 @pytest.mark.parametrize("name", SPECIAL)
@@ -718,6 +215,7 @@ LOADS = {
     "ld.global.nc": "mov.u64 %where, %m0;",
     "ld.shared": "mov.u64 %where, memory;",
     "ld.shared::cta": "mov.u64 %where, memory;",
+    "ld.shared::cluster": "mov.u64 %where, memory;",
     "ld.param": "mov.u64 %where, constants;",
     "ld.param::entry": "mov.u64 %where, constants;",
     "ld": "cvta.global.u64 %where, %m0;",
@@ -768,6 +266,7 @@ STORES = {
     "st.global": "mov.u64 %where, %m0;",
     "st.shared": "mov.u64 %where, memory;",
     "st.shared::cta": "mov.u64 %where, memory;",
+    "st.shared::cluster": "mov.u64 %where, memory;",
     "st": "cvta.global.u64 %where, %m0;",
     "st of shared": "mov.u64 %where, memory; cvta.shared.u64 %where, %where;",
 }
@@ -1038,6 +537,22 @@ def test_what_changes_no_register_and_no_memory(opcode):
     assert found.arrays == [CONTENT]
 
 
+@pytest.mark.parametrize("space", ["shared", "shared::cta"])
+def test_ld_of_128_bits_to_one_register(space):
+    """Compared by what clusterlaunchcontrol makes of it (test_ptx_emulator_copies.py)."""
+    opcode = f"ld.{space}.b128"
+    assert isa.TABLE[opcode].section == MOVE
+    query = "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p, handle;"
+    body = f""".reg .b128 handle; .reg .pred %p; .reg .b32 %x; .shared .align 16 .b8 memory[512];
+        mov.u32 %x, memory; mad.lo.u32 %x, %lane, 16, %x;
+        st.shared.v4.u32 [%x], {{{{0, 0, 0, {{}}}}}};
+        {opcode} handle, [%x]; {query} selp.b32 %d0, 1, 0, %p;"""
+    assert run(body.format("0x600D"), results=[32]).results == [[1] * 32]
+    assert run(body.format("0xBAD"), results=[32]).results == [[0] * 32]
+    with pytest.raises(UnsupportedError, match="is no register of 128 bits"):
+        run(f".reg .b64 %x; {opcode} %x, [%x];")
+
+
 def test_prefetch_of_a_tensor_map_needs_one():
     assert isa.TABLE["prefetch.tensormap"].section == MOVE
     body = """.reg .b64 map; mov.u64 map, tensor; cvta.param.u64 map, map;
@@ -1066,6 +581,7 @@ OTHERS = {
     *(f"shfl.sync.{mode}.b32" for mode in ("idx", "up", "down", "bfly")),
     *(f"vote.sync.{mode}" for mode in ("any.pred", "all.pred", "uni.pred", "ballot.b32")),
     *("elect.sync", "activemask.b32", "prefetch.tensormap", "trap"),
+    *("ld.shared.b128", "ld.shared::cta.b128"),
     *WITHOUT_EFFECT,
 }
 
@@ -1115,6 +631,14 @@ def test_ranges_of_registers_vectors_and_a_register_that_is_read_and_written():
         ("u32", "0x1F", 31),
         ("u32", "0XfU", 15),
         ("u32", "3000000000U", 3000000000),
+        ("u32", "0", 0),
+        ("u32", "017", 15),
+        ("u32", "0777U", 511),
+        ("u32", "0b1011", 11),
+        ("u32", "0B101U", 5),
+        ("s32", "-010", 2**32 - 8),
+        ("u16", "65535", 65535),
+        ("s16", "-32768", 32768),
         ("u32", "-1", 0xFFFFFFFF),
         ("u32", "-0x10", 0xFFFFFFF0),
         ("s32", "-2147483648", 0x80000000),
@@ -1123,6 +647,7 @@ def test_ranges_of_registers_vectors_and_a_register_that_is_read_and_written():
         ("u16", "-1", 0xFFFF),
         ("f32", "0f3F800000", 0x3F800000),
         ("f32", "0FffC00001", 0xFFC00001),
+        ("b32", "0f3F800000", 0x3F800000),
         ("pred", "1", 1),
         ("pred", "0", 0),
     ],
@@ -1168,7 +693,7 @@ def test_comments_directives_and_line_numbers():
         ("ret", first + 3),
     ]
     assert kernel.code[0].operands[1] == Immediate(2)
-    assert kernel.name == "kernel" and kernel.block == (32, 1, 1) and kernel.target == "sm_90a"
+    assert kernel.name == "kernel" and kernel.block == (32, 1, 1) and kernel.target == "sm_100a"
 
 
 def test_a_kernel_is_found_by_its_name():
@@ -1220,6 +745,12 @@ def test_a_branch_beyond_its_table_is_an_error():
         run(body)
 
 
+@pytest.mark.parametrize("index", ["%h0", "%q0", "1"])
+def test_a_branch_by_what_is_no_register_of_32_bits(index):
+    statement = f"table: .branchtargets here; brx.idx {index}, table;\nhere:"
+    refused(statement, UnsupportedError, "no register of 32 bits")
+
+
 def test_a_loop_whose_lanes_leave_one_by_one():
     body = """.reg .pred p, q; .reg .b32 i; mov.u32 i, 0; mov.u32 %d0, 0; mov.u32 %d1, 0;
         again: setp.ge.u32 p, i, %lane; @p bra done;
@@ -1269,8 +800,7 @@ def refused(statement, error, message, **launch):
     line = ptx(body, [".param .u64 out"]).split(statement)[0].count("\n") + 1
     with pytest.raises(error, match=f"(?s){message}") as caught:
         launched(body, [".param .u64 out"], [np.zeros(16, np.uint32)], **launch)
-    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert f"line {line}: " in told, told
+    assert f"line {line}: " in told(caught.value), told(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -1323,6 +853,29 @@ def refused(statement, error, message, **launch):
         "a table beyond 8 bits": ("lop3.b32 %r1, %r0, %r0, %r0, 256;", "table 256"),
         "no address": ("ld.global.u32 %r1, %q0;", "no address"),
         "a special register": ("mov.u32 %r1, %nosuch;", "special register %nosuch"),
+        "a constant of 33 bits": ("mov.u32 %r1, 4294967296;", "4294967296 is beyond u32"),
+        "a constant below": ("mov.s32 %r1, -2147483649;", "-2147483649 is beyond s32"),
+        "a constant of 17 bits": ("add.u16 %h0, %h0, 65536;", "65536 is beyond u16"),
+        "a negative one": ("mov.u16 %h0, -32769;", "-32769 is beyond u16"),
+        "a byte": ("st.global.u8 [%q0], 256;", "256 is beyond u8"),
+        "a predicate of 2": ("mov.pred %p0, 2;", "2 is beyond pred"),
+        "a constant of 65 bits": ("mov.u64 %q0, 18446744073709551616;", "is beyond u64"),
+        "an integer for a float": ("add.f32 %r1, %r0, 1;", "0x1 as f32"),
+        "an integer for a half": ("add.f16 %h1, %h0, 0x3C00;", "0x3c00 as f16"),
+        "a float for an integer": ("add.u32 %r1, %r0, 0f3F800000;", "0x3f800000 as u32"),
+        "a decimal digit of octal": ("mov.u32 %r1, 08;", "no variable 08"),
+        "a binary digit": ("mov.u32 %r1, 0b12;", "no variable 0b12"),
+        "a small suffix": ("mov.u32 %r1, 12u;", "no variable 12u"),
+        "an offset": ("ld.global.u32 %r1, [%q0+08];", "the offset 08"),
+        "a narrow special": ("mov.u16 %h0, %laneid;", "%laneid has 32 bits, not u16"),
+        "a wide special": ("mov.u64 %q0, %tid.x;", "%tid.x has 32 bits, not u64"),
+        "half a clock": ("mov.u32 %r1, %clock64;", "%clock64 has 64 bits, not u32"),
+        "a special float": ("mov.f32 %r1, %tid.x;", "%tid.x has 32 bits, not f32"),
+        "a special operand": ("add.u32 %r1, %r0, %tid.x;", "%tid.x is read by mov and cvt alone"),
+        "a special address": ("ld.global.u32 %r1, [%clock64];", "%clock64 is read by mov and cvt"),
+        "a special that is stored": ("st.global.u32 [%q0], %laneid;", "%laneid is read by mov"),
+        "a name twice": (".reg .b32 %r1;", "%r1 is declared twice"),
+        "a label twice": ("here: mov.u32 %r1, 0; here:", "here is declared twice"),
         "a register that is not declared": ("add.u32 %r1, %r0, %r99;", "register %r99"),
         "a target that is not declared": ("add.u32 other, %r0, %r0;", "other.* cannot be written"),
         "a variable": ("mov.u32 %r1, nosuch;", "no variable nosuch"),
@@ -1399,6 +952,24 @@ def test_what_is_not_known_is_refused(statement, message):
 )
 def test_what_a_kernel_must_not_do_is_an_error(statement, message):
     refused(statement, EmulatorError, message)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "st.global.u32 [%q0], {};",
+        "st.shared.u32 [%r0], {};",
+        "and.b32 %r2, %r1, 7; mad.lo.u32 %r2, %r2, 8, %r0; st.shared.v2.u32 [%r2], {{{}, 7}};",
+        "and.b32 %r2, %r1, 15; mad.wide.u32 %q1, %r2, 4, %q0; st.u32 [%q1], {};",
+        "mov.u32 %r2, %r0; mov.u32 %r3, %r1;"
+        "{{ .reg .b32 x; mov.u32 x, {}; stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r2], {{x}}; }}",
+    ],
+)
+def test_lanes_write_one_value_to_one_address(statement):
+    """Which one stays is not defined, so different ones are refused (9.7.9.12)."""
+    wrong = statement.format("%r1")
+    refused(wrong, RaceError, "lanes 0 and (1|8|16) write different values to one address")
+    launched(f"{DECLARED} {statement.format(5)} ret;", [".param .u64 out"], [np.zeros(16, "u4")])
 
 
 @pytest.mark.parametrize("space", ["shared", "shared::cta"])

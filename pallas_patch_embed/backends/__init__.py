@@ -14,13 +14,14 @@ import dataclasses
 from types import ModuleType
 from typing import NamedTuple
 
-from pallas_patch_embed.backends import mosaic_sm90, mosaic_sm100, xla
+from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, xla
 from pallas_patch_embed.problem import Problem, Target
 
 # In the order in which they are tried.
 BACKENDS: dict[str, ModuleType] = {
     "mosaic_sm100": mosaic_sm100,
     "mosaic_sm90": mosaic_sm90,
+    "cuda": cuda_ffi,
     "xla": xla,
 }
 

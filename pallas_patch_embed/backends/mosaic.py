@@ -1,4 +1,4 @@
-"""What the Pallas Mosaic GPU kernels share: operands, the walk over the runs, views of memory."""
+"""What the Pallas Mosaic GPU kernels share: the launch, the walk over the runs, views of memory."""
 
 import math
 from collections.abc import Callable
@@ -14,13 +14,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_patch_embed.backends import schedule
+from pallas_patch_embed.backends.tiling import check_operands, table_period
 from pallas_patch_embed.problem import Problem
 
-DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
-
-# What Mosaic aligns shared memory to, and the bytes of a swizzled row of it.
+# What Mosaic aligns shared memory to.
 ALIGNMENT = 1024
-ROW_BYTES = 128
 
 # The fields of a run, in their order.
 FIELDS = (schedule.FIRST_TILE, schedule.TILES, schedule.STRIDE, schedule.TABLE_ROW)
@@ -29,66 +27,6 @@ FIELDS = (schedule.FIRST_TILE, schedule.TILES, schedule.STRIDE, schedule.TABLE_R
 SPANS = 64
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
-
-
-def why_not(problem: Problem, choose_config: Callable) -> str | None:
-    """The reason why such a kernel cannot serve a problem; None if it can.
-
-    Args:
-      problem: shapes and dtypes.
-      choose_config: of the kernel, which raises NotImplementedError if no config serves.
-    """
-    try:
-        check_operands(problem)
-        choose_config(problem)
-    except NotImplementedError as error:
-        return str(error)
-    return None
-
-
-def check_operands(problem: Problem) -> None:
-    """Raises NotImplementedError with the reason if these operands are none for such a kernel."""
-    K_bytes = problem.patches[-1] * np.dtype(problem.dtype).itemsize
-    if problem.dtype not in DTYPES:
-        reason = f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}."
-    elif len(problem.weight) > 2 or len(problem.scale) > 1:
-        reason = "its weight is one matrix [N, K]; this call has several."
-    elif K_bytes == 0 or K_bytes % ROW_BYTES:
-        reason = f"K is {problem.patches[-1]}, expected a multiple of {ROW_BYTES} bytes (K_padded)."
-    elif problem.table_dtype != ("float32" if len(problem.table) == 1 else "bfloat16"):
-        reason = f"it adds a bfloat16 table, not {problem.table_dtype}."
-    elif len(problem.table) > 1 and table_period(problem) is None:
-        reason = (
-            f"its table [..., S, N] repeats along leading axes or has them all; {problem.table} "
-            f"does not for patches {problem.patches}."
-        )
-    else:
-        return
-    raise NotImplementedError(reason)
-
-
-def chunks(problem: Problem) -> int:
-    """Swizzled rows that K takes: slots of a ring for the rows of a tile."""
-    return problem.patches[-1] * np.dtype(problem.dtype).itemsize // ROW_BYTES
-
-
-def table_period(problem: Problem) -> int | None:
-    """Rows after which the table repeats along the rows of patches; None if it does not repeat."""
-    if len(problem.table) == 1:
-        return 1
-    *leading, S, _ = problem.table
-    while leading and leading[0] == 1:
-        leading = leading[1:]
-    batch = problem.patches[:-2]
-    fits = S == problem.patches[-2] and tuple(leading) == batch[len(batch) - len(leading) :]
-    if not fits or len(problem.table) > len(problem.patches):
-        return None
-    return S * math.prod(leading)
-
-
-def multiprocessors(default: int) -> int:
-    """How many multiprocessors the first device of this process has; `default` if it is no GPU."""
-    return getattr(jax.devices()[0], "core_count", None) or default
 
 
 def profile_bytes(profile: str, warpgroups: int) -> int:
@@ -107,17 +45,6 @@ def compiler_params(profile: str) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **(traced if profile else {})
     )
-
-
-def first_that_fits(problem: Problem, configs):
-    """The first of these configs whose check passes; None if none does."""
-    for config in configs:
-        try:
-            config.check(problem)
-        except NotImplementedError:
-            continue
-        return config
-    return None
 
 
 def launch(operands, out_dtype: str, config, choose_config: Callable, make_kernel: Callable):

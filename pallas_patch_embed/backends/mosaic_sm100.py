@@ -25,8 +25,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_patch_embed.backends import mosaic
-from pallas_patch_embed.backends.mosaic import ALIGNMENT, ROW_BYTES
+from pallas_patch_embed.backends import mosaic, tiling
+from pallas_patch_embed.backends.mosaic import ALIGNMENT
+from pallas_patch_embed.backends.tiling import ROW_BYTES
 from pallas_patch_embed.problem import Problem, Target
 
 COMPUTE_CAPABILITIES = ((10, 0), (10, 3))
@@ -98,7 +99,7 @@ class Config:
     def workers(self, problem: Problem) -> int:
         """Workers of a slice of N: as many as run at the same time, or as there are tiles."""
         tiles = -(-math.prod(problem.patches[:-1]) // self.tile_m)
-        most = mosaic.multiprocessors(MULTIPROCESSORS) // self.blocks // self.slices(problem)
+        most = tiling.multiprocessors(MULTIPROCESSORS) // self.blocks // self.slices(problem)
         return max(1, min(most, tiles))
 
     def store_n(self, problem: Problem) -> int:
@@ -112,7 +113,7 @@ class Config:
 
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory of a block without the barriers."""
-        weight_chunks = self.slots if self.stream_weight else mosaic.chunks(problem)
+        weight_chunks = self.slots if self.stream_weight else tiling.chunks(problem)
         weight = weight_chunks * self.tile_n // self.blocks * ROW_BYTES
         patches = self.slots * ROWS * ROW_BYTES
         store_bytes = ROWS * self.store_n(problem) * jnp.dtype(problem.out_dtype).itemsize
@@ -167,7 +168,7 @@ def choose_config(problem: Problem) -> Config:
     def deepest(**choices):
         """The config with the most slots that fits, of 4 to 8; None if none does."""
         depths = range(8, 3, -1)
-        return mosaic.first_that_fits(problem, (Config(slots=s, **choices) for s in depths))
+        return tiling.first_that_fits(problem, (Config(slots=s, **choices) for s in depths))
 
     # Slices of fewer than 192 columns read the patches more often than streaming in wider ones
     # reads the weight.
@@ -175,7 +176,7 @@ def choose_config(problem: Problem) -> Config:
     streaming = [deepest(tile_n=n, stream_weight=True) for n in widths]
     config = next(filter(None, stationary + streaming))
     tiles = -(-math.prod(problem.patches[:-1]) // config.tile_m)
-    multiprocessors = mosaic.multiprocessors(MULTIPROCESSORS)
+    multiprocessors = tiling.multiprocessors(MULTIPROCESSORS)
     if tiles * config.slices(problem) * config.blocks >= multiprocessors:
         return config
     # A small problem is spread over more multiprocessors.
@@ -192,7 +193,7 @@ def why_not(problem: Problem, target: Target | None) -> str | None:
         return f"it needs compute capability 10.0 or 10.3 (B200, B300); this is {target}."
     if target is not None and target.compute_capability == (10, 3) and problem.dtype == "int8":
         return "compute capability 10.3 has no int8 tensor cores (tcgen05 kind::i8)."
-    return mosaic.why_not(problem, choose_config)
+    return tiling.why_not(problem, choose_config)
 
 
 def why_rather_not(problem: Problem) -> None:
@@ -221,8 +222,8 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
     slots, tile_m, tile_n = config.slots, config.tile_m, config.tile_n
     blocks, streaming = config.blocks, config.stream_weight
     tile_k = ROW_BYTES // dtype.itemsize
-    chunks, slices = mosaic.chunks(problem), config.slices(problem)
-    has_table, period = len(problem.table) > 1, mosaic.table_period(problem)
+    chunks, slices = tiling.chunks(problem), config.slices(problem)
+    has_table, period = len(problem.table) > 1, tiling.table_period(problem)
     store_n = config.store_n(problem)
     steps = tile_n // STORERS // store_n
     first_registers, store_registers = REGISTER_SPLIT

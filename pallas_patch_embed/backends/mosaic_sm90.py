@@ -25,9 +25,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_patch_embed.backends import mosaic
+from pallas_patch_embed.backends import mosaic, tiling
 from pallas_patch_embed.backends.fragment import Fragment
-from pallas_patch_embed.backends.mosaic import ALIGNMENT, ROW_BYTES
+from pallas_patch_embed.backends.mosaic import ALIGNMENT
+from pallas_patch_embed.backends.tiling import ROW_BYTES
 from pallas_patch_embed.problem import Problem, Target
 
 COMPUTE_CAPABILITY = (9, 0)
@@ -99,11 +100,11 @@ class Config:
     def workers(self, problem: Problem) -> int:
         """Thread blocks a slice of N: as many as run at the same time, or as there are tiles."""
         tiles = -(-math.prod(problem.patches[:-1]) // self.tile_m)
-        return max(1, min(mosaic.multiprocessors(MULTIPROCESSORS) // self.slices(problem), tiles))
+        return max(1, min(tiling.multiprocessors(MULTIPROCESSORS) // self.slices(problem), tiles))
 
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory without the barriers."""
-        weight_chunks = self.slots if self.stream_weight else mosaic.chunks(problem)
+        weight_chunks = self.slots if self.stream_weight else tiling.chunks(problem)
         weight = weight_chunks * self.tile_n * ROW_BYTES
         patches = self.slots * self.rows * ROW_BYTES
         columns = 2 * -(-4 * self.tile_n // ALIGNMENT) * ALIGNMENT
@@ -164,7 +165,7 @@ def choose_config(problem: Problem) -> Config:
     def deepest(least_slots, **choices):
         """The config with the most slots that fits, None if none does."""
         depths = range(MOST_SLOTS, least_slots - 1, -1)
-        return mosaic.first_that_fits(problem, (Config(slots=s, **choices) for s in depths))
+        return tiling.first_that_fits(problem, (Config(slots=s, **choices) for s in depths))
 
     def candidates(tile_n):
         # With fewer than 8 slots of 8 KiB the tensor cores wait for the memory.
@@ -186,12 +187,12 @@ def why_not(problem: Problem, target: Target | None) -> str | None:
     """The reason why this kernel cannot serve; None if it can."""
     if target is not None and target.compute_capability != COMPUTE_CAPABILITY:
         return f"it needs compute capability 9.0 (H100, H200); this is {target}."
-    return mosaic.why_not(problem, choose_config)
+    return tiling.why_not(problem, choose_config)
 
 
 def why_rather_not(problem: Problem) -> str | None:
     """The reason why a later backend is faster; None if none is known to be."""
-    rows, chunks = math.prod(problem.patches[:-1]), mosaic.chunks(problem)
+    rows, chunks = math.prod(problem.patches[:-1]), tiling.chunks(problem)
     if chunks >= SPLIT_CHUNKS and rows <= SPLIT_ROWS * chunks:
         return f"{rows} rows are few for K = {problem.patches[-1]}: xla splits K and is faster."
     return None
@@ -219,8 +220,8 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
     slots, tile_m, tile_n, rows = config.slots, config.tile_m, config.tile_n, config.rows
     streaming = config.stream_weight
     tile_k = ROW_BYTES // dtype.itemsize
-    chunks, slices = mosaic.chunks(problem), config.slices(problem)
-    has_table, period = len(problem.table) > 1, mosaic.table_period(problem)
+    chunks, slices = tiling.chunks(problem), config.slices(problem)
+    has_table, period = len(problem.table) > 1, tiling.table_period(problem)
     holds = config.holds(problem)
     feed_registers, multiply_registers = config.register_split(problem)
     tile = Fragment(out_dtype, rows, tile_n, bool(interpret))

@@ -5,8 +5,8 @@ import numpy as np
 from ptx_emulator.clocks import MEMORY, learn
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.isa import LANES, Blocked, Task, block_of, instruction, lanes
-from ptx_emulator.memory import SHARED_BEGIN, SHARED_WINDOW
-from ptx_emulator.parser import Address, Sink
+from ptx_emulator.memory import SHARED_BEGIN, SHARED_WINDOW, WORD
+from ptx_emulator.parser import Sink
 from ptx_emulator.scalar import modifiers
 
 SYNC = "9.7.13 synchronisation"
@@ -48,6 +48,8 @@ class Mbarrier:
     def arrive(self, count: int = 1, *, completes: bool = True) -> None:
         """So many arrivals."""
         self._check_alive()
+        if not 1 <= count <= self.MOST:
+            raise EmulatorError(f"{count} arrivals: {self}")
         if count > self.pending:
             raise EmulatorError(f"{count} arrivals at a barrier that does not expect them: {self}")
         self.pending -= count
@@ -130,6 +132,11 @@ def barrier_at(warp, address: int, *, cluster: bool) -> Mbarrier:
     return blocks[rank].barriers[offset]
 
 
+def words_at(offset: int) -> np.ndarray:
+    """The words of an mbarrier."""
+    return np.arange(offset // WORD, offset // WORD + 2)
+
+
 @instruction(SYNC, "mbarrier.init.shared{,::cta}.b64")
 def mbarrier_init(build, line):
     address, count = build.address(line.operands[0]), build.read(line.operands[1], "u32")
@@ -139,7 +146,10 @@ def mbarrier_init(build, line):
             rank, offset = block_of(int(address(warp)[lane]))
             if rank != warp.block.rank or offset % 8:
                 raise EmulatorError(f"mbarrier.init at block {rank}, {offset - SHARED_BEGIN}")
-            warp.block.shared.check(offset, 8, "mbarrier.init")
+            shared, words = warp.block.shared, words_at(offset)
+            shared.check(offset, 8, "mbarrier.init")
+            shared.writes(warp.agent, warp.time, words, warp.clock, "mbarrier.init")
+            shared.barriers[words] = True
             warp.block.barriers[offset] = Mbarrier(warp.block, offset, int(count(warp)[lane]), warp)
         warp.machine.event()
 
@@ -152,31 +162,34 @@ def mbarrier_inval(build, line):
 
     def execute(warp, mask):
         for lane in lanes(mask):
-            _, offset = block_of(int(address(warp)[lane]))
-            if warp.block.barriers.pop(offset, None) is None:
-                raise EmulatorError("mbarrier.inval of what is no mbarrier")
+            barrier = barrier_at(warp, int(address(warp)[lane]), cluster=False)
+            barrier.check_use(warp, asynchronous=False)
+            del warp.block.barriers[barrier.offset]
+            warp.block.shared.barriers[words_at(barrier.offset)] = False
 
     return execute
 
 
 @instruction(
     SYNC,
-    "mbarrier.arrive{,.expect_tx,.noComplete}{,.release.cta,.release.cluster}"
+    "mbarrier.arrive{,.expect_tx}{,.release.cta,.release.cluster}"
     "{.shared,.shared::cta,.shared::cluster}.b64",
+    "mbarrier.arrive.noComplete{,.release.cta}{.shared,.shared::cta}.b64",
     "mbarrier.expect_tx{,.relaxed.cta,.relaxed.cluster}{.shared,.shared::cta,.shared::cluster}.b64",
 )
 def mbarrier_arrive(build, line):
     parts = modifiers(line)
     cluster, expects = "shared::cluster" in parts, "expect_tx" in parts
     only = parts[0] == "expect_tx"
-    operands = list(line.operands)
-    state = None if isinstance(operands[0], Address) else operands.pop(0)
-    address = build.address(operands[0])
-    count = build.read(operands[1], "u32") if len(operands) > 1 else None
+    state, target, *more = [Sink(), *line.operands] if only else line.operands
+    if cluster and not isinstance(state, Sink):
+        raise UnsupportedError("the state of a barrier of the cluster (9.7.13.15.13)")
+    if not (expects or "noComplete" in parts) <= len(more) <= 1:
+        raise UnsupportedError(f"{len(more)} counts")
+    address = build.address(target)
+    count = build.read(more[0], "u32") if more else None
     # The state of the phase is only for mbarrier.test_wait without .parity, which is unknown here.
-    write = build.write(state or Sink(), "b64")
-    if (expects or "noComplete" in parts) and count is None:
-        raise UnsupportedError("an arrival without a count")
+    write = build.write(state, "b64")
 
     def execute(warp, mask):
         for lane in lanes(mask):
@@ -187,8 +200,8 @@ def mbarrier_arrive(build, line):
                 barrier.expect(number)
             arrivals = 0 if only else 1 if expects else number
             if barrier.block is not warp.block and not expects:
-                _arrive_elsewhere(warp, barrier, arrivals)
-            elif arrivals:
+                _arrive_elsewhere(warp, barrier, arrivals, line)
+            elif not only:
                 warp.release(barrier.gathered)
                 barrier.arrive(arrivals, completes="noComplete" not in parts)
         write(warp, np.zeros(LANES, np.uint64), mask)
@@ -197,7 +210,7 @@ def mbarrier_arrive(build, line):
     return execute
 
 
-def _arrive_elsewhere(warp, barrier: Mbarrier, count: int) -> None:
+def _arrive_elsewhere(warp, barrier: Mbarrier, count: int, line) -> None:
     """An arrival at a barrier of another block, which takes its time."""
     known = warp.machine.agents.clock()
     warp.release(known)
@@ -206,7 +219,7 @@ def _arrive_elsewhere(warp, barrier: Mbarrier, count: int) -> None:
         learn(barrier.gathered, known)
         barrier.arrive(count)
 
-    what = f"the arrival of {warp} at {barrier}"
+    what = f"line {line.line}: the arrival of {warp} at {barrier}"
     warp.machine.submit(Task("arrival", run, what, warp.block.cluster, (warp,)))
 
 
@@ -215,10 +228,14 @@ def _arrive_elsewhere(warp, barrier: Mbarrier, count: int) -> None:
     "mbarrier{.try_wait,.test_wait}.parity{,.acquire.cta,.acquire.cluster}.shared{,::cta}.b64",
 )
 def mbarrier_wait(build, line):
-    destination, source, parity, *_ = line.operands
+    destination, source, parity, *hint = line.operands
     write, address = build.write(destination, "pred"), build.address(source)
     read_parity = build.read(parity, "u32")
     test = modifiers(line)[0] == "test_wait"
+    if len(hint) > (not test):
+        raise UnsupportedError(f"{len(hint)} operands more")
+    for time in hint:
+        build.read(time, "u32")
 
     def execute(warp, mask):
         places, parities = address(warp), read_parity(warp)
@@ -258,22 +275,25 @@ class NamedBarrier:
         self.completed, self.generation, self.arrived = self.clock.copy(), self.generation + 1, []
 
 
-@instruction(
-    SYNC, "bar{,.cta}.sync", "bar{,.cta}.arrive", "barrier{,.cta}.sync.aligned", "bar.sync.aligned"
-)
+@instruction(SYNC, "bar{,.cta}.sync", "bar{,.cta}.arrive", "barrier{,.cta}.sync{,.aligned}")
 def bar(build, line):
-    number = build.read(line.operands[0], "u32")
-    count = build.read(line.operands[1], "u32") if len(line.operands) > 1 else None
+    reads = [build.read(operand, "u32") for operand in line.operands]
+    number, count = (*reads, None, None)[:2]
     arrives = "arrive" in modifiers(line)
+    if not 1 + arrives <= len(reads) <= 2:
+        raise UnsupportedError(f"{len(reads)} operands")
 
     def execute(warp, mask):
-        index = int(number(warp)[0])
+        here = lanes(mask)
+        if any(len(np.unique(read(warp)[here])) > 1 for read in reads):
+            raise EmulatorError("lanes of a warp name different barriers or numbers of threads")
+        index = int(number(warp)[here[0]])
         if not 0 <= index < 16:
             raise EmulatorError(f"the named barrier {index}")
         block = warp.block
         barrier = block.named.setdefault(index, NamedBarrier(warp.machine))
-        threads = int(count(warp)[0]) if count else None
-        if threads is not None and threads % LANES:
+        threads = int(count(warp)[here[0]]) if count else None
+        if threads is not None and (threads % LANES or not threads):
             raise EmulatorError(f"a barrier for {threads} threads")
         if barrier.arrived and barrier.threads != threads:
             raise EmulatorError(f"barrier {index} for {threads} threads, before {barrier.threads}")
@@ -287,11 +307,14 @@ def bar(build, line):
         def expected():
             return threads // LANES if threads else sum(other.alive for other in block.warps)
 
-        if len(barrier.arrived) >= expected():
+        complete = len(barrier.arrived) >= expected()
+        if complete:
             barrier.complete()
-            warp.acquire(barrier.completed)
-            return None
         if arrives:
+            # It does not wait, so it knows nothing of the others (9.7.13.1).
+            return None
+        if complete:
+            warp.acquire(barrier.completed)
             return None
         generation = barrier.generation
 
@@ -326,6 +349,8 @@ def cluster_arrive(build, line):
     relaxed = "relaxed" in modifiers(line)
 
     def execute(warp, mask):
+        if warp.cluster_arrivals > warp.cluster_waits:
+            raise EmulatorError("a second arrival at the cluster's barrier without a wait")
         if not relaxed:
             warp.machine.perform(
                 task
@@ -333,7 +358,8 @@ def cluster_arrive(build, line):
                 if task.kind == "arrival" and task.queue[0].block is warp.block
             )
         warp.cluster_arrivals += 1
-        warp.release(warp.block.cluster.clock)
+        clocks = warp.block.cluster.clocks
+        warp.release(clocks.setdefault(warp.cluster_arrivals, warp.machine.agents.clock()))
         warp.machine.event()
 
     return execute
@@ -343,9 +369,12 @@ def cluster_arrive(build, line):
 def cluster_wait(build, line):
     def execute(warp, mask):
         cluster, turn = warp.block.cluster, warp.cluster_arrivals
+        if warp.cluster_waits == turn:
+            raise EmulatorError("a wait at the cluster's barrier without an arrival")
         missing = [w for w in cluster.warps if w.alive and w.cluster_arrivals < turn]
         if not missing:
-            warp.acquire(cluster.clock)
+            warp.acquire(cluster.clocks[turn])
+            warp.cluster_waits = turn
             return None
 
         def ready():
@@ -371,11 +400,12 @@ def _publish_barriers(warp) -> None:
 @instruction(SYNC, "fence.proxy.async{,.shared::cta,.shared::cluster,.global}")
 def fence_proxy(build, line):
     """Ordinary writes that are known here become visible to TMA and the tensor cores."""
-    shared = not line.opcode.endswith("global")
+    space = modifiers(line)[-1]
 
     def execute(warp, mask):
-        if shared:
-            for block in warp.block.cluster.blocks:
+        if space != "global":
+            own = space == "shared::cta"
+            for block in [warp.block] if own else warp.block.cluster.blocks:
                 block.shared.fence(warp.clock)
             _publish_barriers(warp)
 

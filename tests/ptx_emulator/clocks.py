@@ -1,8 +1,9 @@
 """Who knows of what: vector clocks of everything in a cluster that acts on its own.
 
-An agent is a warp, the engine that reads shared memory for a warp's TMA stores, the tensor core, a
-warpgroup's wgmma, or a barrier, for the asynchronous copies of each of its phases. A clock has one
-number for each agent: up to which of its actions one is ordered after it.
+An agent is a warp, the engine that reads shared memory for a warp's TMA stores, the one that writes
+it for a warp's cp.async, the tensor core, a warpgroup's wgmma, or a barrier, for the asynchronous
+copies of each of its phases. A clock has one number for each agent: up to which of its actions one
+is ordered after it.
 
 Tensor memory has an order of its own (PTX ISA 9.7.16.6): what a barrier orders counts there only
 between tcgen05.fence::before_thread_sync and ::after_thread_sync. So a clock has two rows.
@@ -22,7 +23,7 @@ class Agents:
 
     def __init__(self, warps: int):
         self.warps = warps
-        self.tensor_core = 2 * warps
+        self.tensor_core = 3 * warps
         self.first_warpgroup = self.tensor_core + 1
         self.first_barrier = self.first_warpgroup + -(-warps // 4)
         self.count = self.first_barrier + BARRIERS
@@ -30,6 +31,10 @@ class Agents:
     def store_engine(self, warp: int) -> int:
         """The engine that reads shared memory for the TMA stores of a warp."""
         return self.warps + warp
+
+    def copy_engine(self, warp: int) -> int:
+        """The engine that writes shared memory for the cp.async of a warp."""
+        return 2 * self.warps + warp
 
     def wgmma(self, warp: int) -> int:
         """The wgmma of a warp's warpgroup."""
@@ -51,8 +56,10 @@ class Agents:
 
         if agent < self.warps:
             return place(agent)
-        if agent < self.tensor_core:
+        if agent < 2 * self.warps:
             return f"the TMA stores of {place(agent - self.warps)}"
+        if agent < self.tensor_core:
+            return f"the cp.async of {place(agent - 2 * self.warps)}"
         if agent == self.tensor_core:
             return "the tensor core"
         if agent < self.first_barrier:

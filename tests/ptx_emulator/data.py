@@ -2,8 +2,17 @@
 
 import numpy as np
 
-from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.isa import LANE, LANES, instruction, lanes, numpy_type
+from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
+from ptx_emulator.isa import (
+    BLACKWELL,
+    HOPPER,
+    LANE,
+    LANES,
+    SINCE_BLACKWELL,
+    instruction,
+    lanes,
+    numpy_type,
+)
 from ptx_emulator.memory import (
     BLOCK_SHIFT,
     PARAMETER_WINDOW,
@@ -12,7 +21,7 @@ from ptx_emulator.memory import (
     WINDOW,
     WORD,
 )
-from ptx_emulator.parser import Vector, bits
+from ptx_emulator.parser import Register, Vector, bits
 from ptx_emulator.scalar import elementwise, modifiers, pair
 
 MOVE, MATRIX, VOTE = "9.7.9 data movement", "9.7.14 matrices", "9.7.13 synchronisation"
@@ -40,7 +49,7 @@ class Access:
             self.bytes = self.block.shared.bytes
         elif self.space == "global":
             memory = warp.machine.memory
-            self.offsets = np.array([memory.offset(int(a), size) for a in found], np.int64)
+            self.offsets = memory.offsets(found, size)
             self.bytes = memory.bytes
         else:
             self.offsets, self.bytes = found.astype(np.int64), warp.machine.parameters
@@ -75,17 +84,42 @@ class Access:
         found[self.active] = self.bytes[self.index]
         return found
 
-    def store(self, values: np.ndarray) -> None:
-        """Writes the active lanes' bytes of values [32, size]."""
+    def store(self, values: np.ndarray, *, fenced: bool = False) -> None:
+        """Writes the active lanes' bytes of values [32, size].
+
+        Unless it is fenced the asynchronous proxy does not see it yet.
+        """
         warp = self.warp
         if self.space == "param":
             raise EmulatorError("a store to a kernel parameter")
-        self.bytes[self.index] = values[self.active]
+        values = values[self.active]
+        self._check_agreement(values)
+        same = (self.bytes[self.index] == values).all()
+        self.bytes[self.index] = values
         if self.block:
             words, units = np.unique(self.index // WORD), np.unique(self.index // UNIT)
-            self.block.shared.writes(warp.agent, warp.time, words, warp.clock, self.what)
-            self.block.shared.stored(warp.agent, warp.time, units)
+            try:
+                self.block.shared.writes(warp.agent, warp.time, words, warp.clock, self.what)
+            except RaceError:
+                if not (same and warp.machine.excused("same value stored")):
+                    raise
+            if not fenced:
+                self.block.shared.stored(warp.agent, warp.time, units)
         warp.machine.event()
+
+    def _check_agreement(self, values: np.ndarray) -> None:
+        """Which lane's value stays is not defined where several lanes write to one address."""
+        if len(set(self.offsets.tolist())) == len(self.offsets):
+            return
+        _, first, inverse = np.unique(self.offsets, return_index=True, return_inverse=True)
+        other = (values != values[first[inverse]]).any(1)
+        if other.any():
+            i = int(np.nonzero(other)[0][0])
+            lanes_ = self.active[first[inverse[i]]], self.active[i]
+            raise RaceError(
+                f"{self.what}: lanes {lanes_[0]} and {lanes_[1]} write different values to one "
+                f"address in {self.space} memory"
+            )
 
 
 def _space_of(space: str, addresses):
@@ -128,10 +162,11 @@ def _elements(line) -> int:
 
 @instruction(
     MOVE,
-    f"ld{{,.shared,.shared::cta,.param,.param::entry}}{SHORT}",
-    f"ld{{,.shared,.shared::cta,.param,.param::entry}}{LONG}",
-    *(f"ld.global{{,.nc}}{form}" for form in (SHORT, LONG, LONGEST)),
+    f"ld{{,.shared,.shared::cta,.shared::cluster,.param,.param::entry}}{SHORT}",
+    f"ld{{,.shared,.shared::cta,.shared::cluster,.param,.param::entry}}{LONG}",
+    *(f"ld.global{{,.nc}}{form}" for form in (SHORT, LONG)),
 )
+@instruction(MOVE, f"ld.global{{,.nc}}{LONGEST}", targets=SINCE_BLACKWELL)
 def ld(build, line):
     kind, space = modifiers(line)[-1], space_of(line)
     destination, source = line.operands
@@ -149,11 +184,28 @@ def ld(build, line):
     return execute
 
 
+@instruction(MOVE, "ld.shared{,::cta}.b128")
+def ld_whole(build, line):
+    """128 bits to one register."""
+    destination, source = line.operands
+    if not isinstance(destination, Register) or destination.type != "b128":
+        raise UnsupportedError(f"{destination} is no register of 128 bits")
+    address = build.address(source)
+
+    def execute(warp, mask):
+        access = Access(warp, "shared", address(warp), mask, 16, "ld")
+        values = warp.registers[destination.number].copy()
+        values[access.active] = access.load()[access.active].view(np.uint64)
+        warp.registers[destination.number] = values
+
+    return execute
+
+
 @instruction(
     MOVE,
-    *(f"st{{,.global,.shared,.shared::cta}}{form}" for form in (SHORT, LONG)),
-    f"st.global{LONGEST}",
+    *(f"st{{,.global,.shared,.shared::cta,.shared::cluster}}{form}" for form in (SHORT, LONG)),
 )
+@instruction(MOVE, f"st.global{LONGEST}", targets=SINCE_BLACKWELL)
 def st(build, line):
     kind, space = modifiers(line)[-1], space_of(line)
     target, source = line.operands
@@ -347,20 +399,13 @@ def prefetch(build, line):
     def execute(warp, mask):
         if tensor:
             for lane in lanes(mask):
-                find_tensor_map(warp.machine, int(address(warp)[lane]))
+                warp.tensor_map(int(address(warp)[lane]))
 
     return execute
 
 
-def find_tensor_map(machine, address: int):
-    """The tensor map at a generic address."""
-    if address not in machine.tensor_maps:
-        known = ", ".join(hex(a) for a in machine.tensor_maps)
-        raise EmulatorError(f"no tensor map at {address:#x}; there are some at {known}")
-    return machine.tensor_maps[address]
-
-
-@instruction(OTHER, "setmaxnreg{.inc,.dec}.sync.aligned.u32", "nanosleep.u32")
+@instruction(OTHER, "setmaxnreg{.inc,.dec}.sync.aligned.u32", targets=HOPPER + BLACKWELL)
+@instruction(OTHER, "nanosleep.u32")
 def without_effect(build, line):
     """What only moves registers between warps, or waits."""
     if line.opcode.startswith("setmaxnreg"):

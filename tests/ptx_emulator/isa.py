@@ -14,7 +14,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from ptx_emulator.errors import UnsupportedError
+from ptx_emulator.errors import EmulatorError, UnsupportedError
 from ptx_emulator.memory import BLOCK_SHIFT, SHARED_BEGIN
 from ptx_emulator.parser import (
     Address,
@@ -26,6 +26,7 @@ from ptx_emulator.parser import (
     Special,
     Symbol,
     bits,
+    parts_of,
 )
 
 LANES = 32
@@ -45,9 +46,21 @@ FLOATS = {
 # Why a register is pending: what has to be waited for.
 WAIT_FOR_LOADS, WAIT_FOR_PRODUCTS = "tcgen05.wait::ld", "wgmma.wait_group"
 
-# Instructions that are all the lanes' at once: those that have not arrived are waited for. `bar` is
-# short for barrier.aligned (9.7.13.1).
-ALIGNED = (".sync", ".aligned", "bar.")
+# Instructions that are all the lanes' at once: those that have not arrived are waited for.
+TOGETHER = (".sync", ".aligned", "bar.", "barrier.cluster.")
+
+# Among them those that no lane may leave out; `bar` is short for barrier.aligned (9.7.13.1). Of the
+# cluster's barrier that is more than the ISA asks for.
+ALIGNED = (".aligned", "bar.sync", "bar.arrive", "bar.cta.", "barrier.cluster.")
+
+# The targets that are known, and those that have what is specific to an architecture.
+TARGETS = ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f")
+HOPPER, BLACKWELL = ("sm_90a",), ("sm_100a", "sm_100f")
+SINCE_BLACKWELL = ("sm_100", *BLACKWELL)
+
+# Special registers are read by these alone (10), at their width: 64 bits of these, 32 of others.
+READ_SPECIAL = ("mov", "cvt")
+WIDE_SPECIAL = ("%clock64", "%globaltimer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +95,7 @@ class Definition:
 
     make: Callable
     section: str
+    targets: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +109,7 @@ class Step:
 
 
 TABLE: dict[str, Definition] = {}
+GROUP = re.compile(r"cta_group::\d")
 JUMPS = ("bra", "bra.uni", "brx.idx", "brx.idx.uni", "ret", "exit")
 
 
@@ -108,14 +123,14 @@ def forms(template: str) -> list[str]:
     ]
 
 
-def instruction(section: str, *templates: str):
-    """Registers a maker for all forms of these opcodes."""
+def instruction(section: str, *templates: str, targets: tuple[str, ...] = TARGETS):
+    """Registers a maker for all forms of these opcodes, which these targets have."""
 
     def register(make):
         for opcode in itertools.chain(*map(forms, templates)):
             if opcode in TABLE:
                 raise ValueError(f"{opcode} is registered twice")
-            TABLE[opcode] = Definition(make, section)
+            TABLE[opcode] = Definition(make, section, targets)
         return make
 
     return register
@@ -138,15 +153,31 @@ def lanes(mask: np.ndarray | None) -> np.ndarray:
 def build(machine) -> list[Step]:
     """The kernel's instructions as functions of a warp."""
     builder = Builder(machine)
-    steps = []
+    target, steps, group = machine.kernel.target, [], None
+    if target not in TARGETS:
+        raise UnsupportedError(f"the target {target} is not among {', '.join(TARGETS)}")
     for line in machine.kernel.code:
         if line.opcode in JUMPS:
+            if line.opcode.startswith("brx"):
+                (index,) = line.operands
+                if not isinstance(index, Register) or bits(index.type) != 32:
+                    raise UnsupportedError(f"{line}: {index} is no register of 32 bits")
             steps.append(Step(line, None))
             continue
         definition = TABLE.get(line.opcode)
         if definition is None:
             raise UnsupportedError(f"{line}: {line.opcode} is not among the known instructions")
+        if target not in definition.targets:
+            raise UnsupportedError(
+                f"{line}: {line.opcode} needs a target among {', '.join(definition.targets)}, "
+                f"not {target}"
+            )
+        if line.opcode.startswith("tcgen05.") and (found := GROUP.search(line.opcode)):
+            group = group or found[0]
+            if found[0] != group:
+                raise UnsupportedError(f"{line}: {found[0]} in a kernel with {group} (9.7.16.5)")
         try:
+            _check_special(line)
             execute = definition.make(builder, line)
         except (
             UnsupportedError,
@@ -158,19 +189,28 @@ def build(machine) -> list[Step]:
         ) as error:
             raise UnsupportedError(f"{line}: {error}") from error
         completes = getattr(execute, "completes", ())
-        if any(modifier in line.opcode for modifier in ALIGNED):
-            execute = _with_all_lanes(execute)
+        if any(modifier in line.opcode for modifier in TOGETHER):
+            aligned = any(modifier in line.opcode for modifier in ALIGNED)
+            execute = _with_all_lanes(execute, line.opcode if aligned else None)
         steps.append(Step(line, execute, completes))
     return steps
 
 
-def _with_all_lanes(execute):
-    """Waits until the lanes that have not exited are here."""
+def _check_special(line: Instruction) -> None:
+    special = next((x for operand in line.operands for x in parts_of(operand, Special)), None)
+    if special and line.opcode.split(".")[0] not in READ_SPECIAL:
+        raise UnsupportedError(f"the special register {special.name} is read by mov and cvt alone")
+
+
+def _with_all_lanes(execute, aligned: str | None):
+    """Waits until the lanes that have not exited are here; an aligned opcode needs all of them."""
 
     @functools.wraps(execute)
     def waiting(warp, mask):
         if not warp.together():
             return Blocked(warp.together, lambda: "the other lanes of the warp")
+        if aligned and warp.parted(mask):
+            raise EmulatorError(f"{aligned} without all lanes: {lanes(mask).tolist()} alone")
         return execute(warp, mask)
 
     return waiting
@@ -200,19 +240,28 @@ class Builder:
                 return lambda warp: warp.registers[number].astype(dtype)
             raise UnsupportedError(f"a register of {found} bits where {kind} is expected")
         if isinstance(operand, Immediate):
-            value = operand.value
-            constant = np.full(
-                LANES, bool(value) if width == 1 else value & ((1 << width) - 1), dtype
-            )
+            constant = np.full(LANES, self._constant(operand, kind), dtype)
             return lambda warp: constant
         if isinstance(operand, Negated):
             positive = self.read(operand.register, "pred")
             return lambda warp: ~positive(warp)
         if isinstance(operand, Special):
+            found = 64 if operand.name in WIDE_SPECIAL else 32
+            if kind in FLOATS or not (found == width or (found > width and wider)):
+                raise UnsupportedError(f"{operand.name} has {found} bits, not {kind}")
             return self._special(operand.name, dtype)
         if isinstance(operand, Symbol):
             return self._symbol(operand, dtype)
         raise UnsupportedError(f"{operand} cannot be read")
+
+    def _constant(self, operand: Immediate, kind: str) -> int:
+        """The bits of a constant, which has to be one of this type (4.5)."""
+        value, width = operand.value, bits(kind)
+        if kind not in ("f32", "b32") if operand.real else kind in FLOATS:
+            raise UnsupportedError(f"the constant {value:#x} as {kind}")
+        if not -(1 << width - 1) <= value < 1 << width:
+            raise UnsupportedError(f"the constant {value} is beyond {kind}")
+        return bool(value) if width == 1 else value & ((1 << width) - 1)
 
     def write(self, operand, kind: str, *, wider: bool = False) -> Callable:
         """write(warp, values, mask): sets a register; values have the type's width.
@@ -243,9 +292,9 @@ class Builder:
         return write
 
     def immediate(self, operand) -> int:
-        """A constant."""
-        if not isinstance(operand, Immediate):
-            raise UnsupportedError(f"{operand} is no constant")
+        """A constant that is an integer."""
+        if not isinstance(operand, Immediate) or operand.real:
+            raise UnsupportedError(f"{operand} is no integer constant")
         return operand.value
 
     def address(self, operand: Address) -> Callable:
@@ -275,7 +324,6 @@ class Builder:
         block_shape, grid, cluster = machine.block_shape, machine.grid, machine.cluster
         values = {
             "%laneid": lambda warp: LANE,
-            "%warpid": lambda warp: warp.number,
             "%cluster_ctarank": lambda warp: warp.block.rank,
             "%cluster_nctarank": lambda warp: len(warp.block.cluster.blocks),
             "%lanemask_lt": lambda warp: (1 << LANE) - 1,

@@ -21,7 +21,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptx_emulator import barriers, data, isa, scalar, tensor, tma
+from ptx_emulator import (
+    barriers,
+    copies,
+    data,
+    isa,
+    launch_control,
+    scalar,
+    tensor,
+    tensor_maps,
+    tma,
+)
 from ptx_emulator.clocks import MEMORY, TENSOR, Agents, learn
 from ptx_emulator.errors import DeadlockError, EmulatorError, UnsupportedError
 from ptx_emulator.isa import LANES, WAIT_FOR_LOADS, Blocked, Task
@@ -42,7 +52,7 @@ TURN = 400
 PATIENCE = 2_000_000
 
 # The modules whose instructions make the table.
-INSTRUCTIONS = (barriers, data, scalar, tensor, tma)
+INSTRUCTIONS = (barriers, copies, data, launch_control, scalar, tensor, tensor_maps, tma)
 
 SCHEDULES = ("eager", "late", "random")
 
@@ -82,11 +92,15 @@ class Warp:
         self.multiplied_knowing = machine.agents.clock()
         # Registers that an asynchronous load or product will write, and what has to be waited for.
         self.pending: dict[int, str] = {}
-        self.tensor_loads: list[Callable[[], None]] = []
+        # What tcgen05.ld reads, noted again at its wait, and what writes the registers then.
+        self.tensor_loads: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self.tensor_stores: list[Callable[[], None]] = []
         self.stores = _StoreGroups()
         self.stores_issued = 0
         self.products = _Products()
-        self.cluster_arrivals = 0
+        self.copies = copies.Copies()
+        # Arrivals at the cluster's barrier, and how many of them were waited for.
+        self.cluster_arrivals = self.cluster_waits = 0
 
     def __str__(self) -> str:
         block = self.block
@@ -101,6 +115,10 @@ class Warp:
     def time(self) -> int:
         """The number of what it does now."""
         return int(self.clock[MEMORY][self.agent])
+
+    def tensor_map(self, address: int) -> tma.TensorMap:
+        """The tensor map at a generic address."""
+        return tensor_maps.found(self, address)
 
     def release(self, clock: np.ndarray) -> None:
         """Lets those who acquire this clock know of what was done so far."""
@@ -189,6 +207,8 @@ class Warp:
         reasons = {self.pending[number] for number in named}
         if reasons <= set(step.completes):
             return step.execute(self, mask)
+        if reasons == {WAIT_FOR_LOADS} and self._excused_use(step):
+            return step.execute(self, mask)
         if (
             reasons != {WAIT_FOR_LOADS}
             or not step.instruction.opcode.startswith("mov.")
@@ -200,9 +220,22 @@ class Warp:
             f"a register of tcgen05.ld is moved before {WAIT_FOR_LOADS}",
         )
         # The move happens with the load.
-        self.tensor_loads.append(functools.partial(step.execute, self, None))
+        self.tensor_loads.append((lambda: None, functools.partial(step.execute, self, None)))
         self.pending |= dict.fromkeys(step.instruction.registers, WAIT_FOR_LOADS)
         return None
+
+    def _excused_use(self, step) -> bool:
+        """Whether what tcgen05.ld loaded may be used before the wait: then the loads happen now.
+
+        Tensor memory is still being read until the wait.
+        """
+        if not self.machine.excused("used before wait::ld"):
+            return False
+        for _, load in self.tensor_loads:
+            load()
+        self.tensor_loads = [(note, lambda: None) for note, _ in self.tensor_loads]
+        self.pending = {n: why for n, why in self.pending.items() if why != WAIT_FOR_LOADS}
+        return True
 
     def _jump(self, instruction, group: Group, mask: np.ndarray | None) -> bool:
         """A branch or an exit, by the lanes of `mask`. Whether the groups have changed."""
@@ -249,9 +282,15 @@ class Warp:
         """Whether all lanes that have not exited are at one place."""
         return len(self.groups) == 1
 
+    def parted(self, mask: np.ndarray | None) -> bool:
+        """Whether these are not all lanes of the one group that there is."""
+        return mask is not None and not np.array_equal(mask, self.groups[0].mask)
+
     def _exit(self) -> None:
         if self.pending:
             raise EmulatorError(f"exits before {next(iter(self.pending.values()))}")
+        if self.tensor_stores:
+            raise EmulatorError("exits before tcgen05.wait::st")
         self.machine.event()
 
     def where(self) -> str:
@@ -277,9 +316,13 @@ class _StoreGroups:
 
 @dataclasses.dataclass
 class _Products:
-    """wgmma of a warp: (number, what writes the registers) issued, and ends of groups."""
+    """wgmma of a warp: (number, what writes the registers) issued, and ends of groups.
+
+    `fenced` says whether a wgmma.fence came before the first.
+    """
 
     issued: int = 0
+    fenced: bool = False
     waiting: list = dataclasses.field(default_factory=list)
     ends: list[int] = dataclasses.field(default_factory=list)
 
@@ -293,7 +336,7 @@ class Block:
         self.shared_base = rank << BLOCK_SHIFT
         warps = machine.warps_of_a_block
         self.shared = SharedMemory(rank, machine.shared_bytes, machine.agents, warps)
-        self.tensor = TensorMemory(rank, machine.agents, warps)
+        self.tensor = TensorMemory(rank, machine.agents, warps, machine.excused)
         # mbarriers by offset, named barriers by number.
         self.barriers: dict[int, object] = {}
         self.named: dict[int, object] = {}
@@ -310,9 +353,12 @@ class Cluster:
 
     def __init__(self, machine: "Machine", number: int, first: tuple[int, int, int]):
         self.machine, self.number = machine, number
-        self.clock = machine.agents.clock()
+        # What arrived with the barrier's phases.
+        self.clocks: dict[int, np.ndarray] = {}
         # How many tcgen05.mma were issued, and mbarriers made.
         self.multiplied = self.barriers_made = 0
+        # Whether a clusterlaunchcontrol.try_cancel has failed.
+        self.is_last = False
         shape = machine.cluster
         self.blocks = []
         for rank in range(math.prod(shape)):
@@ -371,8 +417,9 @@ class Machine:
         self.memory = GlobalMemory() if memory is None else memory
         last = kernel.parameters[-1] if kernel.parameters else None
         self.parameters = np.zeros(last.offset + last.size if last else 0, np.uint8)
-        # Tensor maps by address.
+        # Tensor maps by address: those of the host, and those that the kernel makes.
         self.tensor_maps: dict[int, object] = {}
+        self.made_maps: dict[int, tensor_maps.Made] = {}
         words = [schedule] if isinstance(schedule, str) else schedule.values()
         if not set(words) <= set(SCHEDULES):
             raise ValueError(f"the schedule {schedule}, expected words among {SCHEDULES}")
@@ -381,6 +428,8 @@ class Machine:
         self.tasks: list[Task] = []
         self.events = self.submitted = 0
         self.running: list[Cluster] = []
+        # The first blocks of the clusters that have not started.
+        self.waiting: list[tuple[int, int, int]] = []
         self.code = isa.build(self)
 
     def set_parameter(self, index: int, value: int | bytes) -> None:
@@ -396,15 +445,27 @@ class Machine:
         """The generic address of a kernel parameter."""
         return PARAMETER_WINDOW + self.kernel.parameters[index].offset
 
+    def cancel(self) -> tuple[int, int, int] | None:
+        """The first block of a cluster that has not started, and now never will."""
+        if not self.waiting:
+            return None
+        any_of_them = self.policy("cancel") == "random"
+        return self.waiting.pop(self.random.randrange(len(self.waiting)) if any_of_them else 0)
+
     def event(self) -> None:
         """Something happened for which somebody may wait."""
         self.events += 1
 
     def warn(self, name: str, message: str) -> None:
         """An error, unless warnings of this name are allowed; those are counted."""
-        if name not in self.allowed:
+        if not self.excused(name):
             raise EmulatorError(f"{name}: {message}")
-        self.warnings[name] = self.warnings.get(name, 0) + 1
+
+    def excused(self, name: str) -> bool:
+        """Whether warnings of this name are allowed; those are counted."""
+        if name in self.allowed:
+            self.warnings[name] = self.warnings.get(name, 0) + 1
+        return name in self.allowed
 
     def policy(self, kind: str) -> str:
         """When tasks of this kind happen."""
@@ -425,7 +486,7 @@ class Machine:
 
     def launch(self) -> None:
         """Runs the kernel to its end."""
-        waiting = [
+        self.waiting = waiting = [
             (x, y, z)
             for z in range(0, self.grid[2], self.cluster[2])
             for y in range(0, self.grid[1], self.cluster[1])
@@ -518,8 +579,11 @@ class Machine:
                     f"{block.tensor.allocated}"
                 )
         while mine := [task for task in self._ready() if task.cluster is cluster]:
-            if mine[0].kind != "write":
-                raise EmulatorError(f"cluster {cluster.number} exits before {mine[0].what}")
+            message = f"cluster {cluster.number} exits before {mine[0].what}"
+            if mine[0].kind == "store":
+                self.warn("exit before a store's read", message)
+            elif mine[0].kind != "write":
+                raise EmulatorError(message)
             self._perform(mine[0])
         for block in cluster.blocks:
             for barrier in block.barriers.values():

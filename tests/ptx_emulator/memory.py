@@ -1,5 +1,7 @@
 """Global, shared, parameter and tensor memory: bytes, bounds, and who touched them last."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ptx_emulator.clocks import MEMORY, TENSOR, Agents
@@ -12,6 +14,9 @@ GLOBAL_BEGIN = 0x7000_0000_0000
 SHARED_WINDOW = 0x7F10_0000_0000
 PARAMETER_WINDOW = 0x7F20_0000_0000
 WINDOW = 1 << 32
+
+# The warning about tensor memory whose order a barrier makes without tcgen05.fence.
+NO_TENSOR_FENCES = "no tcgen05.fence"
 
 # A poisoned byte: of floats it makes NaN, of integers -1.
 POISON = 0xFF
@@ -29,12 +34,18 @@ class GlobalMemory:
         self.bytes = np.zeros(0, np.uint8)
         # (address, where it begins in `bytes`, length, name)
         self.arrays: list[tuple[int, int, int, str]] = []
+        # Of the arrays: first address, address behind the last, place in `bytes`; and of an empty
+        # one before all others.
+        self.firsts, self.ends, self.places = np.full((3, 1), np.iinfo(np.int64).min)
 
     def place(self, array: np.ndarray, name: str = "array") -> int:
         """Copies an array into the memory; its address."""
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         address = GLOBAL_BEGIN + len(self.arrays) * self.DISTANCE
         self.arrays.append((address, len(self.bytes), len(content), name))
+        self.firsts = np.append(self.firsts, address)
+        self.ends = np.append(self.ends, address + len(content))
+        self.places = np.append(self.places, len(self.bytes))
         self.bytes = np.concatenate([self.bytes, content])
         return address
 
@@ -43,6 +54,15 @@ class GlobalMemory:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         begin = self.offset(address, size)
         return self.bytes[begin : begin + size].copy().view(dtype).reshape(shape)
+
+    def offsets(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """Where the bytes at each address are; they have to be inside of one array."""
+        addresses = addresses.astype(np.int64)
+        array = np.searchsorted(self.firsts, addresses, "right") - 1
+        inside = addresses + size <= self.ends[array]
+        if not inside.all():
+            self.offset(int(addresses[~inside][0]), size)
+        return addresses - self.firsts[array] + self.places[array]
 
     def offset(self, address: int, size: int) -> int:
         """Where these bytes are; they have to be inside of one array."""
@@ -81,6 +101,8 @@ class SharedMemory:
         # The warp whose ordinary store is not visible to the asynchronous proxy yet, -1 for none.
         self.unfenced = np.full(units, -1, np.int16)
         self.unfenced_at = np.zeros(units, np.int32)
+        # Words of mbarriers, which nothing but their instructions may touch (9.7.13.15.1).
+        self.barriers = np.zeros(words, bool)
 
     def check(self, offset: int, size: int, what: str) -> None:
         """Bounds."""
@@ -101,6 +123,9 @@ class SharedMemory:
 
     def _after_its_writer(self, words: np.ndarray, known: np.ndarray, what: str, to: str) -> None:
         """These words may be touched by who knows of the last write to them."""
+        if self.barriers[words].any():
+            word = int(words[self.barriers[words]][0])
+            raise EmulatorError(f"{what} touches the mbarrier in {self.place(word * WORD)}")
         unknown = words[known[self.writer[words]] < self.written[words]]
         if len(unknown):
             self._race(unknown[0], self.writer[unknown[0]], what, to)
@@ -152,15 +177,34 @@ class TensorMemory:
 
     LANES, COLUMNS = 128, 512
 
-    def __init__(self, rank: int, agents: Agents, warps_of_a_block: int):
+    # How a message says what orders tcgen05 of different warps.
+    FENCES = "tcgen05.fence::before_thread_sync, a barrier, tcgen05.fence::after_thread_sync"
+
+    # A time that nobody knows of yet.
+    PENDING = np.iinfo(np.int32).max
+
+    def __init__(
+        self,
+        rank: int,
+        agents: Agents,
+        warps_of_a_block: int,
+        excused: Callable[[str], bool] = lambda name: False,
+    ):
         self.rank, self.agents, self.warps_of_a_block = rank, agents, warps_of_a_block
+        # Whether a warning of this name is allowed.
+        self.excused = excused
         self.words = np.full((self.LANES, self.COLUMNS), 0xFFFFFFFF, np.uint32)
         # First column -> (columns, cta_group) of what is allocated.
         self.allocated: dict[int, tuple[int, int]] = {}
         self.relinquished = False
         self.first_warp = rank * warps_of_a_block
+        # When each warp read and wrote a column last, and which product wrote it and read it as its
+        # first operand; whether a warp's tcgen05.ld of it has not been waited for.
         self.read_at = np.zeros((warps_of_a_block, self.COLUMNS), np.int32)
+        self.written_at = np.zeros((warps_of_a_block, self.COLUMNS), np.int32)
         self.multiplied_at = np.zeros(self.COLUMNS, np.int32)
+        self.operand_at = np.zeros(self.COLUMNS, np.int32)
+        self.loading = np.zeros((warps_of_a_block, self.COLUMNS), bool)
 
     def check(self, first: int, columns: int, what: str) -> None:
         """Only allocated columns are touched."""
@@ -182,14 +226,34 @@ class TensorMemory:
         return begin if begin + columns <= self.COLUMNS else None
 
     def loads(self, warp: int, time: int, columns: slice, clock: np.ndarray, what: str) -> None:
-        """Notes a tcgen05.ld: it has to know that the products are done."""
-        if self.multiplied_at[columns].max() > clock[TENSOR][self.agents.tensor_core]:
-            raise RaceError(
-                f"{what} reads an accumulator of block {self.rank} from column {columns.start} on, "
-                "and nothing orders it after the tcgen05.mma: a tcgen05.commit, a wait for its "
-                "barrier and tcgen05.fence::after_thread_sync"
-            )
-        self.read_at[warp - self.first_warp, columns] = time
+        """Notes a tcgen05.ld: it has to know that the products and other warps' stores are done."""
+        own = warp - self.first_warp
+        self._after_products(self.multiplied_at[columns], clock, "reads an accumulator", what)
+        if self.written_at[own, columns].max() == self.PENDING:
+            raise RaceError(f"{what} reads what a tcgen05.st without a tcgen05.wait::st wrote")
+        self._after_warps(self.written_at, self._others(own), columns, clock, f"{what} reads")
+        self.read_at[own, columns] = time
+        self.loading[own, columns] = True
+
+    def loaded(self, warp: int) -> None:
+        """A warp has waited for its loads."""
+        self.loading[warp - self.first_warp] = False
+
+    def stores(self, warp: int, columns: slice, clock: np.ndarray, what: str) -> None:
+        """Notes a tcgen05.st: products and other warps have to be done with what it overwrites."""
+        own = warp - self.first_warp
+        at = np.maximum(self.multiplied_at[columns], self.operand_at[columns])
+        self._after_products(at, clock, "overwrites an operand", what)
+        if self.loading[own, columns].any():
+            raise RaceError(f"{what} overwrites what a tcgen05.ld without a tcgen05.wait::ld reads")
+        for at in (self.read_at, self.written_at):
+            self._after_warps(at, self._others(own), columns, clock, f"{what} writes")
+        self.written_at[own, columns] = self.PENDING
+
+    def stored(self, warp: int, time: int) -> None:
+        """A warp has waited for its stores."""
+        at = self.written_at[warp - self.first_warp]
+        at[at == self.PENDING] = time
 
     def frees(self, columns: slice, clock: np.ndarray) -> None:
         """Notes a tcgen05.dealloc: it has to know that nobody loads any more."""
@@ -202,14 +266,44 @@ class TensorMemory:
             )
 
     def multiplies(self, sequence: int, columns: slice, clock: np.ndarray, what: str) -> None:
-        """Notes a tcgen05.mma: it has to know that what it overwrites has been loaded."""
-        known = clock[TENSOR][self.first_warp : self.first_warp + self.warps_of_a_block]
-        late = self.read_at[:, columns].max(1) > known
-        if late.any():
-            warp = int(np.nonzero(late)[0][0])
-            raise RaceError(
-                f"{what} writes an accumulator of block {self.rank} from column {columns.start} "
-                f"on, and nothing orders it after the tcgen05.ld of warp {warp}: "
-                "tcgen05.fence::before_thread_sync, a barrier, tcgen05.fence::after_thread_sync"
-            )
+        """Notes a tcgen05.mma: it has to know that what it overwrites was loaded and stored."""
+        every = np.arange(self.warps_of_a_block)
+        for at in (self.read_at, self.written_at):
+            self._after_warps(at, every, columns, clock, f"{what} writes an accumulator of")
         self.multiplied_at[columns] = sequence
+
+    def multiplied_by(self, sequence: int, columns: slice, clock: np.ndarray, what: str) -> None:
+        """Notes the first operand of a tcgen05.mma: it has to know that it was stored."""
+        every = np.arange(self.warps_of_a_block)
+        self._after_warps(self.written_at, every, columns, clock, f"{what} reads an operand of")
+        self.operand_at[columns] = sequence
+
+    def _others(self, own: int) -> np.ndarray:
+        """The other warps that have the same lanes of tensor memory."""
+        return np.setdiff1d(np.arange(own % 4, self.warps_of_a_block, 4), [own])
+
+    def _after_products(self, at: np.ndarray, clock: np.ndarray, doing: str, what: str) -> None:
+        core = self.agents.tensor_core
+        if at.max() > clock[TENSOR][core] and not (
+            at.max() <= clock[MEMORY][core] and self.excused(NO_TENSOR_FENCES)
+        ):
+            raise RaceError(
+                f"{what} {doing} of block {self.rank}, and nothing orders it after the "
+                "tcgen05.mma: a tcgen05.commit, a wait for its barrier and "
+                "tcgen05.fence::after_thread_sync"
+            )
+
+    def _after_warps(self, at, warps: np.ndarray, columns: slice, clock, doing: str) -> None:
+        """What these warps did to the columns is known."""
+        if not len(warps):
+            return
+        done, agents = at[warps, columns].max(1), self.first_warp + warps
+        late = done > clock[TENSOR][agents]
+        if late.any() and not (
+            (done <= clock[MEMORY][agents]).all() and self.excused(NO_TENSOR_FENCES)
+        ):
+            warp, name = warps[late][0], "ld" if at is self.read_at else "st"
+            raise RaceError(
+                f"{doing} block {self.rank} from column {columns.start} on, and nothing orders it "
+                f"after the tcgen05.{name} of warp {warp}: tcgen05.wait::{name}, {self.FENCES}"
+            )

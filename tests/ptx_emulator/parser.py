@@ -23,6 +23,7 @@ class Immediate:
     """A constant; of floats the bits."""
 
     value: int
+    real: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +139,8 @@ class Kernel:
     code: tuple[Instruction, ...]
 
 
+# 4.5.1: hexadecimal, binary, octal, decimal.
+INTEGER = re.compile(r"(-?)(?:(0[xX][0-9a-fA-F]+)|(0[bB][01]+)|(0[0-7]*)|([1-9]\d*))U?")
 TYPE_BITS = re.compile(r"[busf](\d+)|bf16")
 IDENTIFIER = r"[A-Za-z_$%][\w$]*"
 SHARED = re.compile(
@@ -151,6 +154,16 @@ def bits(type_name: str) -> int:
     """Bits of a register of this type."""
     special = {"pred": 1, "f16x2": 32, "bf16x2": 32, "f32x2": 64, "bf16": 16}
     return special.get(type_name) or int(TYPE_BITS.fullmatch(type_name)[1])
+
+
+def integer(text: str) -> int | None:
+    """The value of an integer constant; None if it is none."""
+    match = INTEGER.fullmatch(text)
+    if match is None:
+        return None
+    sign, *digits = match.groups()
+    value = next(int(d, base) for d, base in zip(digits, (16, 2, 8, 10)) if d)
+    return -value if sign else value
 
 
 def split(text: str) -> list[str]:
@@ -272,6 +285,8 @@ class _Body:
                 at += 1
             elif match := label.match(source, at):
                 last_label = match[1]
+                if (scopes[-1], last_label) in self.labels:
+                    raise UnsupportedError(f"line {line}: {last_label} is declared twice")
                 self.labels[scopes[-1], last_label] = len(self.statements)
                 line += match[0].count("\n")
                 at = match.end()
@@ -293,9 +308,12 @@ class _Body:
                 ranged = re.fullmatch(r"(%?[\w$]+)<(\d+)>", name)
                 numbers = range(int(ranged[2])) if ranged else [""]
                 for number in numbers:
+                    full = f"{ranged[1] if ranged else name}{number}"
+                    if (scope, full) in self.named:
+                        raise UnsupportedError(f"line {line}: {full} is declared twice")
                     register = Register(len(self.all_registers), kind)
                     self.all_registers.append(register)
-                    self.named[scope, f"{ranged[1] if ranged else name}{number}"] = register
+                    self.named[scope, full] = register
         elif match := SHARED.fullmatch(text):
             self.layout.declare(match)
         elif text.startswith(".branchtargets"):
@@ -319,7 +337,7 @@ class _Body:
 
     def instructions(self):
         for scope, predicate, negated, opcode, operands, *place in self.statements:
-            line = place[0]
+            line, text, _ = place
             targets = ()
             if opcode.split(".")[0] == "bra":
                 targets, operands = self._targets(scope, operands, line), []
@@ -331,10 +349,13 @@ class _Body:
             guard = self._find(self.named, scope, predicate) if predicate else None
             if predicate and guard is None:
                 raise UnsupportedError(f"line {line}: no predicate {predicate}")
-            bound = tuple(self._operand(scope, operand) for operand in operands)
+            try:
+                bound = tuple(self._operand(scope, operand) for operand in operands)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"line {line}: {text}: {error}") from error
             used = {guard.number} if guard else set()
             for operand in bound:
-                used |= {register.number for register in registers_of(operand)}
+                used |= {register.number for register in parts_of(operand, Register)}
             yield Instruction(opcode, bound, guard, negated, targets, frozenset(used), *place)
 
     def _targets(self, scope: int, names: list[str], line: int) -> tuple[int, ...]:
@@ -353,30 +374,36 @@ class _Body:
             tensor = self._operand(scope, coordinates[0]) if coordinates else None
             offset = 0
             if match := re.fullmatch(r"(.+?)\s*\+\s*(-?\w+)", base):
-                base, offset = match[1], int(match[2], 0)
+                base, offset = match[1], self._offset(match[2])
             return Address(self._operand(scope, base), offset, tensor)
         if text.startswith("!"):
             return Negated(self._operand(scope, text[1:].strip()))
         if "|" in text:
             return Pair(*(self._operand(scope, part.strip()) for part in text.split("|")))
         if match := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
-            return Immediate(int(match[1], 16))
-        if match := re.fullmatch(r"(-?(?:0[xX][0-9a-fA-F]+|\d+))U?", text):
-            return Immediate(int(match[1], 0))
+            return Immediate(int(match[1], 16), real=True)
+        if (value := integer(text)) is not None:
+            return Immediate(value)
         if register := self._find(self.named, scope, text):
             return register
         if text.startswith("%"):
             return Special(text)
         name, _, offset = text.partition("+")
-        return Symbol(name.strip(), int(offset or 0))
+        return Symbol(name.strip(), self._offset(offset.strip() or "0"))
+
+    def _offset(self, text: str) -> int:
+        value = integer(text)
+        if value is None:
+            raise UnsupportedError(f"the offset {text}")
+        return value
 
 
-def registers_of(operand):
-    """All registers in an operand."""
-    if isinstance(operand, Register):
+def parts_of(operand, kind):
+    """All registers, or whatever else is of this kind, in an operand."""
+    if isinstance(operand, kind):
         yield operand
     elif dataclasses.is_dataclass(operand):
         for field in dataclasses.fields(operand):
             value = getattr(operand, field.name)
             for item in value if isinstance(value, tuple) else (value,):
-                yield from registers_of(item)
+                yield from parts_of(item, kind)

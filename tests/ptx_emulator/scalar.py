@@ -6,7 +6,15 @@ import ml_dtypes
 import numpy as np
 
 from ptx_emulator.errors import UnsupportedError
-from ptx_emulator.isa import FLOATS, LANES, SIGNED, UNSIGNED, instruction, numpy_type
+from ptx_emulator.isa import (
+    FLOATS,
+    LANES,
+    SIGNED,
+    SINCE_BLACKWELL,
+    UNSIGNED,
+    instruction,
+    numpy_type,
+)
 from ptx_emulator.parser import Pair, Vector, bits
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
@@ -14,6 +22,9 @@ COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
 
 # The elements of packed types.
 PACKED = {"f32x2": "f32", "f16x2": "f16", "bf16x2": "bf16"}
+
+# Types of floats that are computed; what only moves floats names their bits.
+COMPUTED = ("f32", "f16", "bf16", *PACKED)
 
 
 def modifiers(line) -> list[str]:
@@ -29,6 +40,13 @@ def kind_of(line) -> str:
 def pair(operand):
     """Both parts of a|b; of another operand the second one is None."""
     return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)
+
+
+def with_one_nan(values):
+    """Floats as arithmetic leaves them: every NaN has all bits but the sign (found on an H200)."""
+    dtype = values.dtype
+    one = UNSIGNED[8 * dtype.itemsize]((1 << 8 * dtype.itemsize - 1) - 1).view(dtype)
+    return np.where(np.isnan(values), one, values)
 
 
 def elementwise(build, line, function, kinds: list[str] | None = None, result: str | None = None):
@@ -49,6 +67,8 @@ def elementwise(build, line, function, kinds: list[str] | None = None, result: s
         values = (np.ascontiguousarray(read(warp)).view(view) for read, view in zip(reads, views))
         with np.errstate(all="ignore"):
             found = np.asarray(function(*values)).astype(dtype, copy=False)
+        if result in COMPUTED:
+            found = with_one_nan(found)
         write(warp, np.ascontiguousarray(found).view(raw), mask)
 
     return execute
@@ -90,21 +110,24 @@ def narrowed(values, dtype):
 
 
 @instruction(INTEGER, "add{.u16,.s16,.u32,.s32,.u64,.s64}")
-@instruction(FLOAT, "add{,.rn}{.f32,.f32x2}")
+@instruction(FLOAT, "add{,.rn}.f32")
+@instruction(FLOAT, "add{,.rn}.f32x2", targets=SINCE_BLACKWELL)
 @instruction(HALF, "add{,.rn}{.f16,.f16x2,.bf16,.bf16x2}")
 def add(build, line):
     return elementwise(build, line, lambda a, b: a + b)
 
 
 @instruction(INTEGER, "sub{.u16,.s16,.u32,.s32,.u64,.s64}")
-@instruction(FLOAT, "sub{,.rn}{.f32,.f32x2}")
+@instruction(FLOAT, "sub{,.rn}.f32")
+@instruction(FLOAT, "sub{,.rn}.f32x2", targets=SINCE_BLACKWELL)
 @instruction(HALF, "sub{,.rn}{.f16,.f16x2,.bf16,.bf16x2}")
 def sub(build, line):
     return elementwise(build, line, lambda a, b: a - b)
 
 
 @instruction(INTEGER, "mul.lo{.u16,.s16,.u32,.s32,.u64,.s64}")
-@instruction(FLOAT, "mul{,.rn}{.f32,.f32x2}")
+@instruction(FLOAT, "mul{,.rn}.f32")
+@instruction(FLOAT, "mul{,.rn}.f32x2", targets=SINCE_BLACKWELL)
 @instruction(HALF, "mul{,.rn}{.f16,.f16x2,.bf16,.bf16x2}")
 def mul(build, line):
     return elementwise(build, line, lambda a, b: a * b)
@@ -149,7 +172,8 @@ def mad_wide(build, line):
     return elementwise(build, line, lambda a, b, c: double(a) * double(b) + c, kinds, wide(kind))
 
 
-@instruction(FLOAT, "fma.rn{.f32,.f32x2}")
+@instruction(FLOAT, "fma.rn.f32")
+@instruction(FLOAT, "fma.rn.f32x2", targets=SINCE_BLACKWELL)
 @instruction(HALF, "fma.rn{.f16,.f16x2,.bf16,.bf16x2}")
 def fma(build, line):
     return elementwise(build, line, fused)
@@ -246,13 +270,22 @@ def brev(build, line):
     return elementwise(build, line, function)
 
 
+def byte(operand, width: int) -> int:
+    """Position or length of a bit field.
+
+    The ISA has them from 0 to 255; beyond, an H200 takes the lowest byte for 32 bits and the
+    largest for 64.
+    """
+    return min(int(operand), 0xFF) if width == 64 else int(operand) & 0xFF
+
+
 @instruction(INTEGER, "bfe{.u32,.s32,.u64,.s64}")
 def bfe(build, line):
     kind = kind_of(line)
     width = bits(kind)
 
     def field(value, position, length):
-        position, length = int(position) & 0xFF, int(length) & 0xFF
+        position, length = byte(position, width), byte(length, width)
         raw = int(value) & ((1 << width) - 1)
         # Beyond the end of the value the field has its sign, which is 0 for unsigned types.
         sign = raw >> min(position + length - 1, width - 1) & 1 if kind[0] == "s" and length else 0
@@ -271,7 +304,7 @@ def bfi(build, line):
     kind = kind_of(line)
 
     def field(value, target, position, length):
-        position, length = int(position) & 0xFF, int(length) & 0xFF
+        position, length = byte(position, bits(kind)), byte(length, bits(kind))
         mask = ((1 << length) - 1) << position & ((1 << bits(kind)) - 1)
         return int(target) & ~mask | int(value) << position & mask
 
@@ -421,7 +454,7 @@ def setp(build, line):
 
 @instruction(COMPARE, "selp{.b16,.b32,.b64,.u16,.u32,.u64,.s16,.s32,.s64,.f32}")
 def selp(build, line):
-    kind = kind_of(line)
+    kind = f"b{bits(kind_of(line))}"
     return elementwise(
         build, line, lambda a, b, chosen: np.where(chosen, a, b), [kind, kind, "pred"], kind
     )
@@ -500,7 +533,9 @@ def convert_float(build, line):
         values = read(warp).view(before)
         exact = values.astype(np.float64) if before in (np.int32, np.uint32) else values
         with np.errstate(all="ignore"):
-            write(warp, narrowed(exact, after), mask)
+            found = narrowed(exact, after)
+        # bfloat16 is widened by moving its bits.
+        write(warp, found if of == "bf16" else with_one_nan(found), mask)
 
     return execute
 
@@ -520,7 +555,8 @@ def convert_pair(build, line):
         with np.errstate(all="ignore"):
             values = [read(warp).view(np.float32) for read in reads]
             convert = saturated if to in SMALL else (lambda x, dtype: x.astype(dtype))
-            raw = [np.ascontiguousarray(convert(x, element)).view(UNSIGNED[width]) for x in values]
+            found = [with_one_nan(convert(x, element)) for x in values]
+        raw = [np.ascontiguousarray(x).view(UNSIGNED[width]) for x in found]
         both = raw[0].astype(UNSIGNED[2 * width]) << UNSIGNED[2 * width](width)
         write(warp, both | raw[1].astype(UNSIGNED[2 * width]), mask)
 
@@ -534,6 +570,6 @@ def convert_small(build, line):
 
     def execute(warp, mask):
         values = np.ascontiguousarray(read(warp)).view(FLOATS[SMALL[of]]).astype(np.float16)
-        write(warp, values.view(np.uint32), mask)
+        write(warp, np.ascontiguousarray(with_one_nan(values)).view(np.uint32), mask)
 
     return execute

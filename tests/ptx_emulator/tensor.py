@@ -11,7 +11,9 @@ from ptx_emulator.clocks import MEMORY, TENSOR, learn
 from ptx_emulator.data import Access
 from ptx_emulator.errors import EmulatorError, UnsupportedError
 from ptx_emulator.isa import (
+    BLACKWELL,
     FLOATS,
+    HOPPER,
     LANE,
     LANES,
     WAIT_FOR_LOADS,
@@ -22,15 +24,19 @@ from ptx_emulator.isa import (
     instruction,
     lanes,
 )
-from ptx_emulator.memory import UNIT, WORD
-from ptx_emulator.parser import Vector
+from ptx_emulator.memory import UNIT, WORD, TensorMemory
+from ptx_emulator.parser import Address, Vector
 from ptx_emulator.scalar import modifiers
 from ptx_emulator.tma import SWIZZLES
 
-WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
+hopper = functools.partial(instruction, "9.7.15 wgmma", targets=HOPPER)
+tcgen05 = functools.partial(instruction, "9.7.16 tcgen05", targets=BLACKWELL)
 
 ELEMENTS = {name: FLOATS[name] for name in ("f16", "bf16", "e4m3", "e5m2")}
-ELEMENTS |= {"s8": np.int8, "u8": np.uint8}
+ELEMENTS |= {"s8": np.int8, "u8": np.uint8, "tf32": np.float32}
+
+# The bits of a float32 that count in TF32.
+TF32 = 0xFFFFE000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +60,7 @@ class Matrix:
     def of_hopper(cls, descriptor: int, *, transposed: bool) -> "Matrix":
         """A descriptor of wgmma."""
         swizzle = {0: 0, 1: 128, 2: 64, 3: 32}[descriptor >> 62]
-        reserved = 0x3FF << 52 | 0x3 << 46 | 0x3 << 30 | 0x3 << 14
-        if descriptor & reserved:
+        if descriptor & (0x3FF << 52 | 0x7 << 46 | 0x3 << 30 | 0x3 << 14):
             raise EmulatorError(f"reserved bits of the descriptor {descriptor:#x} are set")
         return cls._of(descriptor, swizzle, transposed)
 
@@ -79,6 +84,11 @@ class Matrix:
             raise UnsupportedError(f"the base offset of the descriptor {descriptor:#x}")
         fields = (descriptor >> shift & 0x3FFF for shift in (0, 16, 32))
         begin, leading, stride = (16 * field for field in fields)
+        if swizzle and begin % (8 * swizzle) >= swizzle:
+            raise UnsupportedError(
+                f"the descriptor {descriptor:#x} begins at {begin}, not in the first row of the "
+                f"swizzle's pattern of {8 * swizzle} bytes, and has no base offset"
+            )
         return cls(begin, leading, stride, swizzle, transposed)
 
     def read(self, block, rows: int, columns: int, dtype) -> np.ndarray:
@@ -129,6 +139,8 @@ def touched(matrix: Matrix, rows: int, columns: int, itemsize: int):
 
 def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a [M, K] times b [N, K]^T in float64: exact for all types here but large float8_e5m2."""
+    if a.dtype == np.float32:
+        a, b = ((x.view(np.uint32) & np.uint32(TF32)).view(np.float32) for x in (a, b))
     with np.errstate(all="ignore"):
         return a.astype(np.float64) @ b.astype(np.float64).T
 
@@ -168,7 +180,7 @@ def _is_pair(line) -> bool:
 GROUPS = "{.cta_group::1,.cta_group::2}"
 
 
-@instruction(TCGEN05, f"tcgen05.alloc{GROUPS}.sync.aligned.shared::cta.b32")
+@tcgen05(f"tcgen05.alloc{GROUPS}.sync.aligned.shared::cta.b32")
 def alloc(build, line):
     address, count = build.address(line.operands[0]), build.read(line.operands[1], "u32")
     group = 1 + _is_pair(line)
@@ -190,13 +202,15 @@ def alloc(build, line):
         # The address is written to shared memory, for which one lane's address counts.
         values = np.full(LANES, first, np.uint32).view(np.uint8).reshape(LANES, 4)
         one = LANE == 0
-        Access(warp, "shared", address(warp), one, 4, "tcgen05.alloc").store(values)
+        access = Access(warp, "shared", address(warp), one, 4, "tcgen05.alloc")
+        # TMA may overwrite it without a fence: the ISA names no proxy, and Triton relies on it.
+        access.store(values, fenced=True)
         return None
 
     return execute
 
 
-@instruction(TCGEN05, f"tcgen05.dealloc{GROUPS}.sync.aligned.b32")
+@tcgen05(f"tcgen05.dealloc{GROUPS}.sync.aligned.b32")
 def dealloc(build, line):
     address, count = (build.read(operand, "b32") for operand in line.operands)
     group = 1 + _is_pair(line)
@@ -219,7 +233,7 @@ def dealloc(build, line):
     return execute
 
 
-@instruction(TCGEN05, f"tcgen05.relinquish_alloc_permit{GROUPS}.sync.aligned")
+@tcgen05(f"tcgen05.relinquish_alloc_permit{GROUPS}.sync.aligned")
 def relinquish(build, line):
     def execute(warp, mask):
         warp.block.tensor.relinquished = True
@@ -227,17 +241,27 @@ def relinquish(build, line):
     return execute
 
 
-@instruction(TCGEN05, "tcgen05.fence{::before_thread_sync,::after_thread_sync}")
+@tcgen05("tcgen05.fence{::before_thread_sync,::after_thread_sync}")
 def tensor_fence(build, line):
     before = line.opcode.endswith("before_thread_sync")
     return lambda warp, mask: warp.fence_before() if before else warp.fence_after()
 
 
-def _shape(line):
-    """Rows and columns [registers, lanes] of a load; columns and rows in all (9.7.16.2.3)."""
+def _shape(line, further: int | None):
+    """Rows and columns [registers, lanes] of a load or store (9.7.16.2.3).
+
+    And the ranges of columns (first, count), and rows, in all.
+    """
     parts = modifiers(line)
-    shape = next(part for part in parts if re.fullmatch(r"\d+x\d+b", part))
+    shape = next(part for part in parts if re.fullmatch(r"\d+x\d+b(x2)?", part))
+    if (shape == "16x32bx2") != (further is not None):
+        raise ValueError("operands")
     count = next(int(part[1:]) for part in parts if re.fullmatch(r"x\d+", part))
+    if shape == "16x32bx2":
+        # Two accesses of 16 lanes, the second one so many columns further, by the upper lanes.
+        rows, columns = np.stack([LANE % 16] * count), LANE // 16 * further
+        columns = np.stack([columns + i for i in range(count)])
+        return rows, columns, ((0, count), (further, count)), 16
     if shape == "32x32b":
         rows, columns, width = [LANE], [0 * LANE], 1
     elif shape == "16x128b":
@@ -247,17 +271,21 @@ def _shape(line):
         columns, width = [LANE % 4 * 2, LANE % 4 * 2 + 1] * 2, 8
     rows = np.stack(rows * count)
     columns = np.stack([column + width * i for i in range(count) for column in columns])
-    return rows, columns, width * count, 32 if shape == "32x32b" else 16
+    return rows, columns, ((0, width * count),), 32 if shape == "32x32b" else 16
 
 
-REPETITIONS = "{.x1,.x2,.x4,.x8,.x16,.x32,.x64,.x128}"
-SHAPES = f"{{.32x32b,.16x128b,.16x256b}}{REPETITIONS}.b32"
+# At most 128 registers.
+SHAPES = [
+    f"{{{','.join(f'.{shape}.x{2**i}' for i in range(8 - log))}}}.b32"
+    for log, shape in enumerate(("32x32b", "16x128b", "16x256b"))
+]
+SHAPES.append(SHAPES[0].replace("32x32b", "16x32bx2"))
 
 
 def _first_lane(warp, address: int, rows: int) -> int:
     """Where a warp's lanes of tensor memory begin: a warp has a quarter of them (9.7.16.2.3)."""
     lane, quarter = address >> 16, warp.number % 4
-    if lane // 32 not in (0, quarter) or lane % 32 + rows > 32:
+    if lane // 32 not in (0, quarter) or lane % 32 not in range(0, 33 - rows, rows):
         raise EmulatorError(
             f"lanes {lane} to {lane + rows - 1} of tensor memory are not in the quarter {quarter} "
             f"of {warp}"
@@ -265,55 +293,113 @@ def _first_lane(warp, address: int, rows: int) -> int:
     return quarter * 32 + lane % 32
 
 
-@instruction(TCGEN05, f"tcgen05.ld.sync.aligned{SHAPES}")
+class _TensorAccess:
+    """What tcgen05.ld and st have in common: registers, and where they are in tensor memory."""
+
+    def __init__(self, build, line, registers, address, offset):
+        further = build.immediate(offset[0]) if offset else None
+        self.rows, self.columns, self.ranges, self.height = _shape(line, further)
+        self.name = ".".join(line.opcode.split(".")[:2])
+        self.items = registers.items if isinstance(registers, Vector) else ()
+        # A load may not name a register twice.
+        count = len(set(self.items) if self.name.endswith("ld") else self.items)
+        if count != len(self.rows) or len(offset) > 1:
+            raise ValueError(f"{count} registers in a vector, expected {len(self.rows)}")
+        self.address = build.address(address)
+
+    def at(self, warp):
+        """Indices of the words [registers, lanes], and the ranges of columns, checked."""
+        places = self.address(warp)
+        if (places != places[0]).any():
+            raise EmulatorError(f"{self.name} with addresses that differ between lanes")
+        place = int(places[0])
+        first, column = _first_lane(warp, place, self.height), place & 0xFFFF
+        for begin, count in self.ranges:
+            warp.block.tensor.check(column + begin, count, self.name)
+        parts = [slice(column + begin, column + begin + count) for begin, count in self.ranges]
+        return (first + self.rows, column + self.columns), parts
+
+
+@tcgen05(*(f"tcgen05.ld.sync.aligned{shape}" for shape in SHAPES))
 def tensor_load(build, line):
-    rows, columns, width, height = _shape(line)
-    destination, source = line.operands
-    items = destination.items if isinstance(destination, Vector) else (destination,)
-    if len(items) != len(rows):
-        raise ValueError(f"{len(items)} registers, expected {len(rows)}")
-    writes, address = [build.write(item, "b32") for item in items], build.address(source)
-    numbers = [item.number for item in items]
+    destination, source, *offset = line.operands
+    access = _TensorAccess(build, line, destination, source, offset)
+    writes = [build.write(item, "b32") for item in access.items]
+    numbers = [item.number for item in access.items]
     poison = np.full(LANES, 0xFFFFFFFF, np.uint32)
 
     def execute(warp, mask):
-        places = address(warp)
-        if (places != places[0]).any():
-            raise EmulatorError("tcgen05.ld with addresses that differ between lanes")
-        tensor, place = warp.block.tensor, int(places[0])
-        first, column = _first_lane(warp, place, height), place & 0xFFFF
-        part = slice(column, column + width)
-        tensor.check(column, width, "tcgen05.ld")
+        tensor = warp.block.tensor
+        index, parts = access.at(warp)
         for write in writes:
             write(warp, poison, None)
 
+        def note():
+            for part in parts:
+                tensor.loads(warp.agent, warp.time, part, warp.clock, "tcgen05.ld")
+
         def run():
-            tensor.loads(warp.agent, warp.time, part, warp.clock, "tcgen05.ld")
-            values = tensor.words[first + rows, column + columns]
-            for write, value in zip(writes, values):
+            for write, value in zip(writes, tensor.words[index]):
                 write(warp, value, None)
 
-        tensor.loads(warp.agent, warp.time, part, warp.clock, "tcgen05.ld")
+        note()
         # The latest moment is the wait; the load is noted again there.
-        warp.tensor_loads.append(run)
+        warp.tensor_loads.append((note, run))
         warp.pending |= dict.fromkeys(numbers, WAIT_FOR_LOADS)
 
     return execute
 
 
-@instruction(TCGEN05, "tcgen05.wait::ld.sync.aligned")
+@tcgen05("tcgen05.wait::ld.sync.aligned")
 def wait_for_loads(build, line):
     def execute(warp, mask):
         loads, warp.tensor_loads = warp.tensor_loads, []
-        for load in loads:
+        for note, load in loads:
+            note()
             load()
+        warp.block.tensor.loaded(warp.agent)
         warp.pending = {n: why for n, why in warp.pending.items() if why != WAIT_FOR_LOADS}
 
     return execute
 
 
-@instruction(
-    TCGEN05,
+@tcgen05(*(f"tcgen05.st.sync.aligned{shape}" for shape in SHAPES))
+def tensor_store(build, line):
+    target, *offset, source = line.operands
+    access = _TensorAccess(build, line, source, target, offset)
+    reads = [build.read(item, "b32") for item in access.items]
+
+    def execute(warp, mask):
+        if mask is not None:
+            raise EmulatorError("tcgen05.st without all lanes")
+        tensor = warp.block.tensor
+        index, parts = access.at(warp)
+        for part in parts:
+            tensor.stores(warp.agent, part, warp.clock, "tcgen05.st")
+        values = np.stack([read(warp) for read in reads])
+        tensor.words[index] = 0xFFFFFFFF
+
+        def run():
+            tensor.words[index] = values
+
+        # The latest moment is the wait.
+        warp.tensor_stores.append(run)
+
+    return execute
+
+
+@tcgen05("tcgen05.wait::st.sync.aligned")
+def wait_for_stores(build, line):
+    def execute(warp, mask):
+        stores, warp.tensor_stores = warp.tensor_stores, []
+        for store in stores:
+            store()
+        warp.block.tensor.stored(warp.agent, warp.time)
+
+    return execute
+
+
+@tcgen05(
     f"tcgen05.commit{GROUPS}.mbarrier::arrive::one.shared::cluster{{,.multicast::cluster}}.b64",
 )
 def commit(build, line):
@@ -373,10 +459,11 @@ class Product:
         """Decodes it; bits that are reserved, or mean what is not modelled, are an error."""
         elements = {
             "f16": {0: "f16", 1: "bf16"},
+            "tf32": {2: "tf32"},
             "f8f6f4": {0: "e4m3", 1: "e5m2"},
             "i8": {0: "u8", 1: "s8"},
         }[kind]
-        result = {"f16": {1: "f32"}, "f8f6f4": {1: "f32"}, "i8": {2: "s32"}}[kind]
+        result = {2: "s32"} if kind == "i8" else {1: "f32"}
         types = (
             result.get(descriptor >> 4 & 3),
             *(elements.get(descriptor >> shift & 7) for shift in (7, 10)),
@@ -404,18 +491,44 @@ class Product:
             fits = step and self.columns % step == 0 and step <= self.columns <= 256
         if not fits:
             raise EmulatorError(f"no product has {self.rows} x {self.columns} for {blocks} blocks")
-        if self.rows // blocks != 128:
+        if self.rows // blocks != 128 and blocks == 2:
             raise UnsupportedError(f"{self.rows // blocks} rows of a block")
 
 
-@instruction(TCGEN05, f"tcgen05.mma{GROUPS}{{.kind::f16,.kind::f8f6f4,.kind::i8}}")
+@dataclasses.dataclass(frozen=True)
+class TensorOperand:
+    """A first operand in tensor memory: rows are lanes, K is packed into columns (9.7.16.10.5)."""
+
+    column: int
+
+    def read(self, block, rows: int, columns: int, dtype) -> np.ndarray:
+        """The elements, [rows, columns]."""
+        words = block.tensor.words[:rows, self.part(columns, dtype)]
+        return np.ascontiguousarray(words).view(dtype)
+
+    def part(self, columns: int, dtype) -> slice:
+        """The columns of tensor memory."""
+        return slice(self.column, self.column + columns * np.dtype(dtype).itemsize // 4)
+
+    def note(self, block, rows, columns, dtype, agent: int, time: int, warp, what: str) -> None:
+        """Checks a read that is issued now: bounds and order."""
+        if rows != TensorMemory.LANES:
+            raise UnsupportedError(f"a first operand of {rows} rows in tensor memory")
+        part = self.part(columns, dtype)
+        block.tensor.check(part.start, part.stop - part.start, what)
+        block.tensor.multiplied_by(time, part, warp.clock, what)
+
+
+@tcgen05(f"tcgen05.mma{GROUPS}{{.kind::f16,.kind::f8f6f4}}", "tcgen05.mma.cta_group::1.kind::tf32")
+@tcgen05(f"tcgen05.mma{GROUPS}.kind::i8", targets=("sm_100a",))
 def mma(build, line):
     kind = next(part for part in modifiers(line) if part.startswith("kind::"))[6:]
     pair = _is_pair(line)
     target, a, b, descriptor, accumulate = line.operands
     target = build.address(target)
-    descriptors = [build.read(operand, "b64") for operand in (a, b)]
-    read_descriptor = build.read(descriptor, "b32")
+    in_tensor_memory = isinstance(a, Address)
+    read_a = build.address(a) if in_tensor_memory else build.read(a, "b64")
+    read_b, read_descriptor = build.read(b, "b64"), build.read(descriptor, "b32")
     accumulate = build.read(accumulate, "pred")
 
     def execute(warp, mask):
@@ -428,14 +541,19 @@ def mma(build, line):
         found = Product.of(kind, int(read_descriptor(warp)[lane]))
         blocks = _blocks(warp, pair)
         found.check(len(blocks))
-        place = int(target(warp)[lane])
+        place, first = int(target(warp)[lane]), int(read_a(warp)[lane])
         if place >> 16:
             raise EmulatorError(f"an accumulator that begins with lane {place >> 16}")
-        matrices = [
-            Matrix.of_blackwell(int(read(warp)[lane]), warp.machine, transposed=transposed)
-            for read, transposed in zip(descriptors, found.transpose)
-        ]
-        _multiply(warp, blocks, found, place, matrices, bool(accumulate(warp)[lane]), line)
+        if not in_tensor_memory:
+            a = Matrix.of_blackwell(first, warp.machine, transposed=found.transpose[0])
+        elif first >> 16 or found.transpose[0]:
+            raise UnsupportedError(f"a first operand at {first:#x}, or a transposed one")
+        else:
+            a = TensorOperand(first)
+        b = Matrix.of_blackwell(
+            int(read_b(warp)[lane]), warp.machine, transposed=found.transpose[1]
+        )
+        _multiply(warp, blocks, found, place, (a, b), bool(accumulate(warp)[lane]), line)
 
     return execute
 
@@ -450,6 +568,9 @@ def _multiply(warp, blocks, found: Product, column: int, matrices, accumulates: 
     sides = found.rows // len(blocks), found.columns // len(blocks)
     part = slice(column, column + found.columns)
     what = f"tcgen05.mma of line {line.line}"
+    # 64 rows are in 16 lanes of each quarter (9.7.16.10.5, layout F).
+    row = np.arange(sides[0])
+    rows = row if sides[0] == 128 else row // 16 * 32 + row % 16
     for block in blocks:
         block.tensor.check(column, found.columns, what)
         block.tensor.multiplies(cluster.multiplied, part, warp.clock, what)
@@ -466,9 +587,9 @@ def _multiply(warp, blocks, found: Product, column: int, matrices, accumulates: 
         values = sign * product(a, b)
         for i, block in enumerate(blocks):
             words = block.tensor.words
-            old = np.ascontiguousarray(words[:, part]) if accumulates else None
+            old = np.ascontiguousarray(words[rows, part]) if accumulates else None
             added = values[i * sides[0] : (i + 1) * sides[0]]
-            words[:, part] = accumulated(old, added, found.result)
+            words[rows, part] = accumulated(old, added, found.result)
 
     machine.submit(Task("multiply", run, what, cluster, ("products", *blocks)))
 
@@ -476,13 +597,17 @@ def _multiply(warp, blocks, found: Product, column: int, matrices, accumulates: 
 # wgmma
 
 
-@instruction(WGMMA, "wgmma.fence.sync.aligned")
+@hopper("wgmma.fence.sync.aligned")
 def wgmma_fence(build, line):
-    """Registers are ordered by the program here; what it guards against is not modelled."""
-    return lambda warp, mask: None
+    """Registers are ordered by the program here: only whether there is one is looked at."""
+
+    def execute(warp, mask):
+        warp.products.fenced = True
+
+    return execute
 
 
-@instruction(WGMMA, "wgmma.commit_group.sync.aligned")
+@hopper("wgmma.commit_group.sync.aligned")
 def wgmma_commit(build, line):
     def execute(warp, mask):
         warp.products.ends.append(warp.products.issued)
@@ -490,9 +615,11 @@ def wgmma_commit(build, line):
     return execute
 
 
-@instruction(WGMMA, "wgmma.wait_group.sync.aligned")
+@hopper("wgmma.wait_group.sync.aligned")
 def wgmma_wait(build, line):
     left = build.immediate(line.operands[0])
+    if left < 0:
+        raise ValueError(f"all but {left} groups")
 
     def execute(warp, mask):
         ends = warp.products.ends
@@ -525,30 +652,34 @@ def _perform(warp, upto: int) -> None:
     }
 
 
+# Integers have fewer widths (9.7.15.2).
 WIDTHS = ",".join(f"n{n}" for n in range(8, 264, 8))
+INTEGER_WIDTHS = ",".join(f"n{n}" for n in (8, 24, *range(16, 272, 16)))
 
 
-@instruction(
-    WGMMA,
+@hopper(
     f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k16.f32{{.bf16.bf16,.f16.f16}}",
     f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k32.f32"
     "{.e4m3.e4m3,.e4m3.e5m2,.e5m2.e4m3,.e5m2.e5m2}",
-    f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k32.s32{{.s8.s8,.u8.u8,.s8.u8,.u8.s8}}",
+    f"wgmma.mma_async.sync.aligned.m64{{{INTEGER_WIDTHS}}}k32.s32{{.s8.s8,.u8.u8,.s8.u8,.u8.s8}}",
 )
 def wgmma(build, line):
     *_, shape, result, a_type, b_type = modifiers(line)
     columns, depth = map(int, re.fullmatch(r"m64n(\d+)k(\d+)", shape).groups())
     target, a, b, accumulate, *flags = line.operands
-    if not isinstance(target, Vector) or len(target.items) != columns // 2:
+    if not isinstance(target, Vector) or len(set(target.items)) != columns // 2:
         raise ValueError(f"{columns // 2} accumulators are expected")
+    for item in target.items:
+        build.read(item, "b32")
     if isinstance(a, Vector):
         raise UnsupportedError("the first operand in registers")
     types = ELEMENTS[a_type], ELEMENTS[b_type]
+    # Signs for floats; elements of 16 bits may be transposed.
+    allowed = [(1, -1)] * (2 * (result == "f32")) + [(0, 1)] * (2 * (depth == 16))
     flags = [build.immediate(flag) for flag in flags]
-    signs = flags[:2] if result == "f32" else [1, 1]
-    turned = [bool(flag) for flag in flags[2:]] or [False, False]
-    if any(sign not in (1, -1) for sign in signs):
-        raise EmulatorError(f"the signs {signs}")
+    if len(flags) != len(allowed) or any(f not in some for f, some in zip(flags, allowed)):
+        raise ValueError(f"the signs and transpositions {flags}")
+    signs, turned = flags[:2] or [1, 1], flags[2:] or [0, 0]
     descriptors = [build.read(operand, "b64") for operand in (a, b)]
     accumulate = build.read(accumulate, "pred")
     numbers = [item.number for item in target.items]
@@ -558,8 +689,10 @@ def wgmma(build, line):
 
     def execute(warp, mask):
         block, machine, quarter = warp.block, warp.machine, warp.number % 4
+        if not warp.products.fenced:
+            raise EmulatorError("wgmma.mma_async without a wgmma.fence before it")
         matrices = [
-            Matrix.of_hopper(int(read(warp)[0]), transposed=transposed)
+            Matrix.of_hopper(int(read(warp)[0]), transposed=bool(transposed))
             for read, transposed in zip(descriptors, turned)
         ]
         agent, products = machine.agents.wgmma(warp.agent), warp.products
@@ -573,7 +706,8 @@ def wgmma(build, line):
                 matrix.read(block, side, depth, dtype)
                 for matrix, side, dtype in zip(matrices, (64, columns), types)
             )
-            values = signs[0] * signs[1] * product(a[16 * quarter : 16 * quarter + 16], b)
+            # A sum of nothing is +0, whatever the signs.
+            values = signs[0] * signs[1] * product(a[16 * quarter : 16 * quarter + 16], b) + 0.0
             fragment = values[rows, places]
             for number, added in zip(numbers, fragment):
                 old = warp.registers[number] if adds else None

@@ -9,9 +9,8 @@ import numpy as np
 
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.clocks import MEMORY
-from ptx_emulator.data import find_tensor_map
 from ptx_emulator.errors import EmulatorError
-from ptx_emulator.isa import Blocked, Task, block_of, instruction, lanes
+from ptx_emulator.isa import BLACKWELL, Blocked, Task, block_of, instruction, lanes
 from ptx_emulator.memory import POISON, UNIT, WORD
 from ptx_emulator.scalar import modifiers
 
@@ -65,6 +64,10 @@ class TensorMap:
         """Bytes of a box."""
         return math.prod(self.box) * self.itemsize
 
+    def places(self, begin: int):
+        """`places_of` a box of this tensor."""
+        return places_of(begin, math.prod(self.box[1:]), self.box[0] * self.itemsize, self.swizzle)
+
     def view(self, memory) -> np.ndarray:
         """The tensor as bytes [..., dimension 0, itemsize]."""
         steps = zip(self.dimensions, self.strides)
@@ -94,17 +97,28 @@ class TensorMap:
         return found.reshape(-1)
 
     def store(self, memory, place: tuple[int, ...], values: np.ndarray) -> None:
-        """Writes a box as far as it is inside of the tensor."""
-        if parts := self.inside(place):
+        """Writes a box as far as it is inside of the tensor, whose rows take whole units.
+
+        An H200 writes 16 bytes at a time, beyond the end of a row if it does not fill them.
+        """
+        unit = UNIT // self.itemsize
+        columns, *rest = self.dimensions
+        whole = dataclasses.replace(self, dimensions=(-(-columns // unit) * unit, *rest))
+        if parts := whole.inside(place):
             box = values.reshape(*reversed(self.box), self.itemsize)
-            self.view(memory)[parts[0]] = box[parts[1]]
+            whole.view(memory)[parts[0]] = box[parts[1]]
 
 
 @functools.lru_cache(1024)
-def swizzled(begin: int, size: int, swizzle: int) -> np.ndarray:
-    """Offsets in shared memory of the bytes of a box that begins there."""
-    offsets = np.arange(begin, begin + size)
-    return offsets ^ (offsets >> 7 & SWIZZLES[swizzle]) << 4
+def places_of(begin: int, rows: int, inner: int, swizzle: int):
+    """Where a box that begins there is in shared memory: its bytes, words, and units of 16 bytes.
+
+    Swizzled rows take the swizzle's bytes even if they are narrower; the rest is left as it is.
+    """
+    row = np.arange(rows)[:, None] * (swizzle or inner)
+    offsets = (begin + row + np.arange(inner)).reshape(-1)
+    offsets = offsets ^ (offsets >> 7 & SWIZZLES[swizzle]) << 4
+    return offsets, np.unique(offsets // WORD), np.unique(offsets // UNIT)
 
 
 def words_of(begin: int, size: int) -> np.ndarray:
@@ -134,10 +148,14 @@ class TensorOperand:
 
     def at(self, warp, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
         """The map, and the place of the box, of a lane."""
-        tensor = find_tensor_map(warp.machine, int(self.address(warp)[lane]))
+        tensor = warp.tensor_map(int(self.address(warp)[lane]))
         if len(tensor.dimensions) != self.rank:
             raise EmulatorError(f"a copy of {self.rank} dimensions with {tensor}")
-        return tensor, tuple(signed(int(read(warp)[lane])) for read in self.coordinates)
+        place = tuple(signed(int(read(warp)[lane])) for read in self.coordinates)
+        # An H200 traps.
+        if place[0] * tensor.itemsize % UNIT:
+            raise EmulatorError(f"{tensor.name} {place}: a box does not begin at 16 bytes")
+        return tensor, place
 
 
 def _rank(line) -> int:
@@ -149,7 +167,8 @@ ARRIVAL = "mbarrier::complete_tx::bytes"
 
 
 def _checked(tensor: TensorMap, block, offset: int, what: str) -> None:
-    block.shared.check(offset, tensor.bytes, what)
+    places, _, _ = tensor.places(offset)
+    block.shared.check(offset, int(places.max()) + 1 - offset, what)
     # 128 bytes, and the span of eight swizzled rows (9.7.9.25.5, 5.5.7).
     needed = max(128, 8 * tensor.swizzle)
     if offset % needed:
@@ -158,11 +177,14 @@ def _checked(tensor: TensorMap, block, offset: int, what: str) -> None:
         )
 
 
-@instruction(
-    COPY,
-    f"cp.async.bulk.tensor{RANKS}{{.shared::cta,.shared::cluster}}.global{{,.tile}}.{ARRIVAL}"
-    "{,.multicast::cluster}{,.cta_group::1,.cta_group::2}",
+LOADS = (
+    f"cp.async.bulk.tensor{RANKS}.shared::cta.global{{,.tile}}.{ARRIVAL}",
+    f"cp.async.bulk.tensor{RANKS}.shared::cluster.global{{,.tile}}.{ARRIVAL}{{,.multicast::cluster}}",
 )
+
+
+@instruction(COPY, *LOADS)
+@instruction(COPY, *(f"{form}{{.cta_group::1,.cta_group::2}}" for form in LOADS), targets=BLACKWELL)
 def load(build, line):
     parts = modifiers(line)
     target, source, signal, *more = line.operands
@@ -211,11 +233,9 @@ def _load(warp, block, offset: int, tensor: TensorMap, place, barrier) -> None:
     what = f"a TMA load of {tensor.name} {place}"
     _checked(tensor, block, offset, what)
     barrier.check_use(warp, asynchronous=True)
-    units = units_of(offset, tensor.bytes)
+    index, words, units = tensor.places(offset)
     block.shared.asynchronous(units, what)
-    words = words_of(offset, tensor.bytes)
     block.shared.writes(barrier.agent, barrier.phase + 1, words, warp.clock, what)
-    index = swizzled(offset, tensor.bytes, tensor.swizzle)
     block.shared.bytes[index] = POISON
 
     def run():
@@ -233,6 +253,9 @@ def store(build, line):
     def execute(warp, mask):
         for lane in lanes(mask):
             tensor, place = tensor_at.at(warp, lane)
+            # An H200 traps.
+            if min(place) < 0:
+                raise EmulatorError(f"a store to {tensor.name} {place}: before its begin")
             rank, offset = block_of(int(source(warp)[lane]))
             if rank != warp.block.rank:
                 raise EmulatorError(f"a copy from block {rank} as if from the own one")
@@ -245,12 +268,11 @@ def _store(warp, lane: int, offset: int, tensor: TensorMap, place) -> None:
     what = f"a TMA store of {tensor.name} {place}"
     block, machine = warp.block, warp.machine
     _checked(tensor, block, offset, what)
-    block.shared.asynchronous(units_of(offset, tensor.bytes), what)
+    index, words, units = tensor.places(offset)
+    block.shared.asynchronous(units, what)
     warp.stores_issued += 1
     engine = machine.agents.store_engine(warp.agent)
-    words = words_of(offset, tensor.bytes)
     block.shared.reads(engine, warp.stores_issued, words, warp.clock, what)
-    index = swizzled(offset, tensor.bytes, tensor.swizzle)
     held = []
 
     def read():
@@ -282,6 +304,8 @@ def commit_group(build, line):
 @instruction(COPY, "cp.async.bulk.wait_group{,.read}")
 def wait_group(build, line):
     left = build.immediate(line.operands[0])
+    if left < 0:
+        raise ValueError(f"all but {left} groups")
     reads = "read" in modifiers(line)
 
     def execute(warp, mask):
@@ -304,3 +328,42 @@ def wait_group(build, line):
         return None
 
     return execute
+
+
+@instruction(COPY, f"cp.async.bulk{{.shared::cta,.shared::cluster}}.global.{ARRIVAL}")
+def load_bytes(build, line):
+    """Neighbouring bytes, to the own block (9.7.9.25.4.1)."""
+    target, source, size, signal = line.operands
+    target, source, signal = map(build.address, (target, source, signal))
+    size = build.read(size, "u32")
+
+    def execute(warp, mask):
+        for lane in lanes(mask):
+            of = (int(read(warp)[lane]) for read in (target, source, size, signal))
+            _load_bytes(warp, *of)
+
+    return execute
+
+
+def _load_bytes(warp, target: int, source: int, size: int, signal: int) -> None:
+    block, memory = warp.block, warp.machine.memory
+    rank, offset = block_of(target)
+    what = f"a bulk copy of {size} bytes from {source:#x}"
+    if rank != block.rank:
+        raise EmulatorError(f"{what} to block {rank} instead of the own one")
+    if size == 0 or any(x % 16 for x in (offset, source, size)):
+        raise EmulatorError(f"{what} to {block.shared.place(offset)}: not multiples of 16")
+    block.shared.check(offset, size, what)
+    begin = memory.offset(source, size)
+    barrier = barrier_at(warp, signal, cluster=False)
+    barrier.check_use(warp, asynchronous=True)
+    block.shared.asynchronous(units_of(offset, size), what)
+    words = words_of(offset, size)
+    block.shared.writes(barrier.agent, barrier.phase + 1, words, warp.clock, what)
+    block.shared.bytes[offset : offset + size] = POISON
+
+    def run():
+        block.shared.bytes[offset : offset + size] = memory.bytes[begin : begin + size]
+        barrier.receive(size)
+
+    warp.machine.submit(Task("load", run, what, block.cluster))

@@ -1,0 +1,511 @@
+// The XLA FFI handlers of the CUDA kernels, and what Python asks of the library.
+//
+// The kernels are embedded; the driver is reached at run time, so that the library loads on any machine.
+// Nothing is kept between calls but what is loaded: the driver's functions and the kernels' images.
+
+#include <cuda.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "configs.h"
+#include "fatbins.h"
+#include "plan.h"
+#include "xla/ffi/api/ffi.h"
+
+#define PATCH_EMBED_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace ffi = xla::ffi;
+
+namespace patch_embed {
+
+// XLA's stream; null where the platform has none, so that operands are checked on every platform.
+struct Stream {};
+
+}  // namespace patch_embed
+
+template <>
+struct xla::ffi::CtxDecoding<patch_embed::Stream> {
+  using Type = CUstream;
+
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
+                                    DiagnosticEngine&) {
+    XLA_FFI_Stream_Get_Args args{};
+    args.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
+    args.ctx = ctx;
+    XLA_FFI_Error* error = api->XLA_FFI_Stream_Get(&args);
+    if (!error) return static_cast<CUstream>(args.stream);
+    // Its message is left alone: newer runtimes write more into that call's arguments (NOTES.md).
+    XLA_FFI_Error_Destroy_Args destroy{};
+    destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+    destroy.error = error;
+    api->XLA_FFI_Error_Destroy(&destroy);
+    return CUstream{nullptr};
+  }
+};
+
+namespace patch_embed {
+namespace {
+
+// A number for what Python and this library say to each other: operands, attributes, functions.
+constexpr int kInterface = 1;
+
+// The kernels.
+
+using namespace spelled;
+
+#define PATCH_EMBED_SM90_CONFIG(dtype, out_dtype, columns, tile_n, rows, slots, weight) \
+  {90, dtype, out_dtype, columns, tile_n, rows, 1, slots, weight},
+#define PATCH_EMBED_SM100_CONFIG(dtype, out_dtype, columns, tile_n, blocks, slots, weight) \
+  {100, dtype, out_dtype, columns, tile_n, 128, blocks, slots, weight},
+
+constexpr Config kConfigs[] = {
+    PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_CONFIG)
+    PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_CONFIG)
+};
+
+#define PATCH_EMBED_SM90_MEMORY(dtype, out_dtype, columns, tile_n, rows, slots, weight)          \
+  static_assert(sm90::Shared<tile_n, rows, slots>::bytes(weight ? slots : 6) ==                  \
+                    shared_memory_bytes({90, dtype, out_dtype, columns, tile_n, rows, 1, slots,  \
+                                         weight}, 6),                                            \
+                "the host gives the kernel another amount of shared memory than it uses.");
+PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_MEMORY)
+
+struct Kernel {
+  Config config;
+  std::string name;
+};
+
+const std::vector<Kernel>& kernels() {
+  static const auto* all = [] {
+    auto* made = new std::vector<Kernel>;
+    for (const Config& config : kConfigs) made->push_back({config, kernel_name(config)});
+    return made;
+  }();
+  return *all;
+}
+
+const Kernel* find_kernel(std::string_view name) {
+  const auto found = std::find_if(kernels().begin(), kernels().end(),
+                                  [&](const Kernel& kernel) { return kernel.name == name; });
+  return found == kernels().end() ? nullptr : &*found;
+}
+
+// The machine code of a chip's kernels for one dtype; fatbins.h says which the build embeds.
+#define PATCH_EMBED_DATA(capability, dtype)                                                \
+  asm(".section .rodata\n.balign 64\npatch_embed_fatbin_" #capability "_" #dtype ":\n"   \
+      ".incbin \"sm" #capability "_" #dtype ".fatbin\"\n.previous\n");                    \
+  extern "C" const char patch_embed_fatbin_##capability##_##dtype[];
+PATCH_EMBED_FATBINS(PATCH_EMBED_DATA)
+
+struct Image {
+  int capability;
+  Type dtype;
+  const char* fatbin;
+  std::once_flag loading;
+  CUlibrary library;
+  CUresult result;
+};
+
+#define PATCH_EMBED_IMAGE(capability, dtype) \
+  {capability, Type::dtype, patch_embed_fatbin_##capability##_##dtype, {}, nullptr, CUDA_SUCCESS},
+Image images[] = {PATCH_EMBED_FATBINS(PATCH_EMBED_IMAGE)};
+
+Image* find_image(const Config& config) {
+  for (Image& image : images) {
+    if (image.capability == config.capability && image.dtype == config.dtype) return &image;
+  }
+  return nullptr;
+}
+
+// The driver.
+
+#define PATCH_EMBED_DRIVER(X)                                                              \
+  X(cuGetErrorName) X(cuGetErrorString) X(cuStreamGetCtx) X(cuCtxPushCurrent)             \
+  X(cuCtxPopCurrent) X(cuCtxGetDevice) X(cuDeviceGetAttribute) X(cuLibraryLoadData)       \
+  X(cuLibraryGetKernel) X(cuKernelSetAttribute) X(cuTensorMapEncodeTiled) X(cuLaunchKernelEx)
+
+// cuda.h gives some functions the name of a version, which is what is looked up.
+#define PATCH_EMBED_TEXT(name) #name
+#define PATCH_EMBED_POINTER(name) decltype(&::name) name##_fn = nullptr;
+#define PATCH_EMBED_LOOK_UP(name)                                                          \
+  name##_fn = reinterpret_cast<decltype(&::name)>(dlsym(handle, PATCH_EMBED_TEXT(name))); \
+  if (!name##_fn) missing = "the driver has no " PATCH_EMBED_TEXT(name) "; 525 or newer is needed.";
+
+struct Driver {
+  std::string missing;  // why it cannot be used; empty if it can
+
+  PATCH_EMBED_DRIVER(PATCH_EMBED_POINTER)
+
+  Driver() {
+    void* handle = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!handle) {
+      missing = std::string("the NVIDIA driver cannot be loaded: ") + dlerror() + ".";
+      return;
+    }
+    PATCH_EMBED_DRIVER(PATCH_EMBED_LOOK_UP)
+  }
+};
+
+const Driver& driver() {
+  static const Driver loaded;
+  return loaded;
+}
+
+ffi::Error error(ffi::ErrorCode code, const std::string& text) {
+  return ffi::Error(code, "patch_embed: " + text);
+}
+
+ffi::Error driver_error(const std::string& what, CUresult result) {
+  const char *name = nullptr, *text = nullptr;
+  driver().cuGetErrorName_fn(result, &name);
+  driver().cuGetErrorString_fn(result, &text);
+  return error(ffi::ErrorCode::kInternal, what + ": " + (name ? name : std::to_string(result)) +
+                                              (text ? std::string(", ") + text : "") + ".");
+}
+
+#define PATCH_EMBED_RETURN_IF_ERROR(what, call)                                 \
+  if (const CUresult result = (call); result != CUDA_SUCCESS) {                \
+    return driver_error(what, result);                                         \
+  }
+
+// The context of XLA's stream, current in this thread as long as this lives.
+class Context {
+ public:
+  explicit Context(CUstream stream) {
+    CUcontext context;
+    result = driver().cuStreamGetCtx_fn(stream, &context);
+    if (result == CUDA_SUCCESS) result = driver().cuCtxPushCurrent_fn(context);
+    pushed_ = result == CUDA_SUCCESS;
+  }
+  ~Context() {
+    CUcontext context;
+    if (pushed_) driver().cuCtxPopCurrent_fn(&context);
+  }
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  CUresult result;
+
+ private:
+  bool pushed_;
+};
+
+// The operands.
+
+ffi::DataType element_type(Type type) {
+  switch (type) {
+    case Type::kFloat8E4M3FN:
+      return ffi::DataType::F8E4M3FN;
+    case Type::kInt8:
+      return ffi::DataType::S8;
+    case Type::kBFloat16:
+      return ffi::DataType::BF16;
+    case Type::kFloat32:
+      return ffi::DataType::F32;
+  }
+  return ffi::DataType::INVALID;
+}
+
+std::string dtype_name(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F8E4M3FN:
+      return "float8_e4m3fn";
+    case ffi::DataType::S8:
+      return "int8";
+    case ffi::DataType::BF16:
+      return "bfloat16";
+    case ffi::DataType::F32:
+      return "float32";
+    case ffi::DataType::S32:
+      return "int32";
+    default:
+      return "XLA's type " + std::to_string(static_cast<int>(type));
+  }
+}
+
+constexpr int64_t kAny = -1;
+
+std::string shape_text(const ffi::AnyBuffer& buffer) {
+  std::string text;
+  for (int64_t size : buffer.dimensions()) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return dtype_name(buffer.element_type()) + "[" + text + "]";
+}
+
+struct Operands {
+  ffi::AnyBuffer patches, weight, scale, table, runs_sm90, runs_sm100, y;
+
+  const ffi::AnyBuffer& runs(const Config& config) const {
+    return config.capability == 90 ? runs_sm90 : runs_sm100;
+  }
+
+  // What is wrong with them, or nothing; fills `shapes`.
+  std::string check(const Kernel& kernel, Shapes* shapes) const {
+    const Config& config = kernel.config;
+    std::string wrong;
+    // `sizes` spells the axes that any size will do for.
+    const auto expect = [&](const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
+                            std::vector<int64_t> wanted, const char* sizes) {
+      const auto given = buffer.dimensions();
+      bool fits = buffer.element_type() == type && given.size() == wanted.size();
+      for (size_t i = 0; fits && i < wanted.size(); i++) {
+        fits = wanted[i] == kAny || wanted[i] == given[i];
+      }
+      if (fits || !wrong.empty()) return;
+      std::string axes;
+      for (int64_t size : wanted) {
+        axes += axes.empty() ? "" : ", ";
+        if (size != kAny) {
+          axes += std::to_string(size);
+          continue;
+        }
+        const char* end = strchr(sizes, ' ');
+        axes += end ? std::string(sizes, end) : sizes;
+        sizes = end ? end + 1 : "";
+      }
+      wrong = std::string(name) + " is " + shape_text(buffer) + ", expected " + dtype_name(type) +
+              "[" + axes + "] for kernel " + kernel.name +
+              (&buffer == &patches ? "" : " and patches " + shape_text(patches)) +
+              ". Call it through pallas_patch_embed.patch_embed, which passes what fits.";
+    };
+    const auto dtype = element_type(config.dtype);
+    expect("patches", patches, dtype, {kAny, kAny}, "M K");
+    if (!wrong.empty()) return wrong;
+    const int64_t M = patches.dimensions()[0], K = patches.dimensions()[1];
+    expect("weight", weight, dtype, {kAny, K}, "N");
+    if (!wrong.empty()) return wrong;
+    const int64_t N = weight.dimensions()[0];
+    expect("scale", scale, ffi::DataType::F32, {N}, "");
+    if (config.has_table) {
+      expect("table", table, ffi::DataType::BF16, {kAny, N}, "period");
+    } else {
+      expect("table", table, ffi::DataType::F32, {N}, "");
+    }
+    expect(config.capability == 90 ? "runs_sm90" : "runs_sm100", runs(config), ffi::DataType::S32,
+           {kAny, kAny, 4}, "workers runs");
+    expect("y", y, element_type(config.out_dtype), {M, N}, "");
+    if (!wrong.empty()) return wrong;
+    const auto sizes = runs(config).dimensions();
+    *shapes = {M, N, K, config.has_table ? table.dimensions()[0] : 1, sizes[0], sizes[1]};
+    return "";
+  }
+};
+
+// A kernel that fits the operands; none if the program has none for that chip.
+struct Choice {
+  const Kernel* kernel = nullptr;
+  Shapes shapes;
+  Launch launch;
+};
+
+std::optional<std::string> choose(std::string_view name, int capability, const Operands& operands,
+                                  Choice* choice) {
+  if (name.empty()) return std::nullopt;
+  const Kernel* kernel = find_kernel(name);
+  if (!kernel || kernel->config.capability != capability) {
+    return "this library has no kernel " + std::string(name) + " for sm_" +
+           std::to_string(capability) +
+           ". The program was lowered with another version of it: lower it again.";
+  }
+  choice->kernel = kernel;
+  std::string wrong = operands.check(*kernel, &choice->shapes);
+  if (wrong.empty()) wrong = plan(kernel->config, choice->shapes, &choice->launch);
+  if (wrong.empty()) return std::nullopt;
+  return wrong;
+}
+
+CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const auto type = map.type == Type::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                    : map.type == Type::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                  : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const auto swizzle =
+      map.swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  return driver().cuTensorMapEncodeTiled_fn(
+      encoded, type, map.rank, data, map.shape, map.strides, map.box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+// Checks everything, then what is asked: the first of XLA's two stages loads the kernel onto the device,
+// which a command buffer cannot record; the second one launches it.
+template <ffi::ExecutionStage stage>
+ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight,
+                  ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::AnyBuffer runs_sm90,
+                  ffi::AnyBuffer runs_sm100, ffi::Result<ffi::AnyBuffer> y,
+                  std::string_view kernel_sm90, std::string_view kernel_sm100) {
+  const Operands operands{patches, weight, scale, table, runs_sm90, runs_sm100, *y};
+  Choice hopper, blackwell;
+  for (const auto& wrong : {choose(kernel_sm90, 90, operands, &hopper),
+                            choose(kernel_sm100, 100, operands, &blackwell)}) {
+    if (wrong) return error(ffi::ErrorCode::kInvalidArgument, *wrong);
+  }
+  if (!hopper.kernel && !blackwell.kernel) {
+    return error(ffi::ErrorCode::kInvalidArgument,
+                 "the program names no kernel. Call it through pallas_patch_embed.patch_embed.");
+  }
+  if ((hopper.kernel ? hopper : blackwell).shapes.M == 0) return ffi::Error::Success();
+
+  const Driver& cuda = driver();
+  if (!cuda.missing.empty()) return error(ffi::ErrorCode::kUnavailable, cuda.missing);
+  if (!stream) return error(ffi::ErrorCode::kUnavailable, "XLA gave no stream of a GPU.");
+  const Context context(stream);
+  PATCH_EMBED_RETURN_IF_ERROR("the stream's context", context.result);
+  CUdevice device;
+  int major = 0, minor = 0;
+  PATCH_EMBED_RETURN_IF_ERROR("cuCtxGetDevice", cuda.cuCtxGetDevice_fn(&device));
+  for (auto [value, attribute] :
+       {std::pair{&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR},
+        std::pair{&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR}}) {
+    PATCH_EMBED_RETURN_IF_ERROR("cuDeviceGetAttribute",
+                                cuda.cuDeviceGetAttribute_fn(value, attribute, device));
+  }
+  const int capability = 10 * major + minor;
+  const Choice& choice = major == 9 ? hopper : blackwell;
+  if ((capability != 90 && capability != 100 && capability != 103) || !choice.kernel) {
+    return error(ffi::ErrorCode::kFailedPrecondition,
+                 "the device has compute capability " + std::to_string(major) + "." +
+                     std::to_string(minor) + ", the program's kernels are " +
+                     (hopper.kernel ? "for 9.0" : "") +
+                     (hopper.kernel && blackwell.kernel ? " and " : "") +
+                     (blackwell.kernel ? "for 10.0 and 10.3" : "") +
+                     ". Lower it for this device, or with another backend.");
+  }
+  const Config& config = choice.kernel->config;
+  const std::string& name = choice.kernel->name;
+  if (capability == 103 && config.dtype == Type::kInt8) {
+    return error(ffi::ErrorCode::kFailedPrecondition,
+                 "compute capability 10.3 has no int8 tensor cores (tcgen05 kind::i8). Pack the "
+                 "params with another dtype, or use another backend.");
+  }
+  Image* image = find_image(config);
+  if (!image) {
+    return error(ffi::ErrorCode::kUnavailable,
+                 "this library was built without " + name + ".");
+  }
+  std::call_once(image->loading, [&] {
+    image->result = cuda.cuLibraryLoadData_fn(&image->library, image->fatbin, nullptr, nullptr, 0,
+                                              nullptr, nullptr, 0);
+  });
+  PATCH_EMBED_RETURN_IF_ERROR("loading the kernels", image->result);
+  CUkernel kernel;
+  PATCH_EMBED_RETURN_IF_ERROR(name,
+                              cuda.cuLibraryGetKernel_fn(&kernel, image->library, name.c_str()));
+  const Launch& launch = choice.launch;
+  if constexpr (stage == ffi::ExecutionStage::kInitialize) {
+    PATCH_EMBED_RETURN_IF_ERROR(
+        "the kernel's shared memory",
+        cuda.cuKernelSetAttribute_fn(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                     int(launch.shared_memory), kernel, device));
+    return ffi::Error::Success();
+  }
+
+  Arguments arguments{};
+  const ffi::AnyBuffer& runs = operands.runs(config);
+  arguments.scale = static_cast<const float*>(scale.untyped_data());
+  arguments.table = table.untyped_data();
+  arguments.out = y->untyped_data();
+  arguments.runs = static_cast<const Run*>(runs.untyped_data());
+  arguments.M = int32_t(choice.shapes.M);
+  arguments.N = int32_t(choice.shapes.N);
+  arguments.chunks = launch.chunks;
+  arguments.period = int32_t(choice.shapes.period);
+  arguments.run_count = int32_t(choice.shapes.runs);
+  PATCH_EMBED_RETURN_IF_ERROR("the tensor map of patches",
+                              encode(launch.patches, patches.untyped_data(), &arguments.patches));
+  PATCH_EMBED_RETURN_IF_ERROR("the tensor map of weight",
+                              encode(launch.weight, weight.untyped_data(), &arguments.weight));
+  if (launch.y.rank) {
+    PATCH_EMBED_RETURN_IF_ERROR("the tensor map of y",
+                                encode(launch.y, y->untyped_data(), &arguments.y));
+  }
+  CUlaunchAttribute cluster{};
+  cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+  cluster.value.clusterDim.x = launch.cluster;
+  cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1;
+  CUlaunchConfig how{};
+  how.gridDimX = launch.grid;
+  how.blockDimX = launch.threads;
+  how.gridDimY = how.gridDimZ = how.blockDimY = how.blockDimZ = 1;
+  how.sharedMemBytes = unsigned(launch.shared_memory);
+  how.hStream = stream;
+  how.attrs = &cluster;
+  how.numAttrs = launch.cluster > 1;
+  void* parameters[] = {&arguments};
+  PATCH_EMBED_RETURN_IF_ERROR(
+      "launching " + name,
+      cuda.cuLaunchKernelEx_fn(&how, reinterpret_cast<CUfunction>(kernel), parameters, nullptr));
+  return ffi::Error::Success();
+}
+
+template <ffi::ExecutionStage stage>
+auto binding() {
+  return ffi::Ffi::Bind<stage>()
+      .template Ctx<Stream>()
+      .template Arg<ffi::AnyBuffer>()  // patches
+      .template Arg<ffi::AnyBuffer>()  // weight
+      .template Arg<ffi::AnyBuffer>()  // scale
+      .template Arg<ffi::AnyBuffer>()  // table
+      .template Arg<ffi::AnyBuffer>()  // runs_sm90
+      .template Arg<ffi::AnyBuffer>()  // runs_sm100
+      .template Ret<ffi::AnyBuffer>()  // y
+      .template Attr<std::string_view>("kernel_sm90")
+      .template Attr<std::string_view>("kernel_sm100");
+}
+
+// Copies a text with its zero into `buffer` if it fits; returns the size needed.
+int64_t give(const std::string& text, char* buffer, int64_t size) {
+  const int64_t needed = int64_t(text.size()) + 1;
+  if (needed <= size) memcpy(buffer, text.c_str(), needed);
+  return needed;
+}
+
+}  // namespace
+}  // namespace patch_embed
+
+PATCH_EMBED_EXPORT XLA_FFI_Error* patch_embed_initialize(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(patch_embed_initialize,
+                              patch_embed::handle<ffi::ExecutionStage::kInitialize>,
+                              patch_embed::binding<ffi::ExecutionStage::kInitialize>());
+
+PATCH_EMBED_EXPORT XLA_FFI_Error* patch_embed_execute(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(patch_embed_execute,
+                              patch_embed::handle<ffi::ExecutionStage::kExecute>,
+                              patch_embed::binding<ffi::ExecutionStage::kExecute>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+PATCH_EMBED_EXPORT int patch_embed_interface() { return patch_embed::kInterface; }
+
+PATCH_EMBED_EXPORT int patch_embed_ffi_major() { return XLA_FFI_API_MAJOR; }
+
+PATCH_EMBED_EXPORT int patch_embed_ffi_minor() { return XLA_FFI_API_MINOR; }
+
+// All configs as JSON, and of each whether its kernel is in this library.
+PATCH_EMBED_EXPORT int64_t patch_embed_kernels(char* buffer, int64_t size) {
+  std::string text;
+  for (const auto& kernel : patch_embed::kernels()) {
+    const bool built = patch_embed::find_image(kernel.config);
+    text += (text.empty() ? "[" : ", ") + patch_embed::to_json(kernel.config, built);
+  }
+  return patch_embed::give(text + "]", buffer, size);
+}
+
+// The launch of a kernel for these shapes as JSON, or {"error": why there is none}.
+PATCH_EMBED_EXPORT int64_t patch_embed_plan(const char* kernel, int64_t M, int64_t N, int64_t K,
+                                            int64_t period, int64_t workers, int64_t runs,
+                                            char* buffer, int64_t size) {
+  patch_embed::Launch launch;
+  const auto* found = patch_embed::find_kernel(kernel);
+  const std::string wrong =
+      found ? patch_embed::plan(found->config, {M, N, K, period, workers, runs}, &launch)
+            : "there is no kernel of this name.";
+  const std::string text =
+      wrong.empty() ? patch_embed::to_json(launch) : "{\"error\": \"" + wrong + "\"}";
+  return patch_embed::give(text, buffer, size);
+}

@@ -1,0 +1,71 @@
+// The kernels that are compiled.
+
+#pragma once
+
+#include "kernel.h"
+
+namespace patch_embed {
+
+// Types and ways as they are called in the names of kernels: patch_embed_sm90_{dtype}_{out_dtype}_
+// {table or offset}_{tile_n}x{rows}_b{blocks}_s{slots}_{streamed or stationary}.
+namespace spelled {
+constexpr Type e4m3 = Type::kFloat8E4M3FN, i8 = Type::kInt8, bf16 = Type::kBFloat16;
+constexpr Type f32 = Type::kFloat32;
+constexpr bool table = true, offset = false;
+constexpr bool streamed = true, stationary = false;
+}  // namespace spelled
+
+// Every X(dtype, out_dtype, columns, tile_n, rows, slots, weight) of the Hopper kernel. Of bfloat16
+// and where the weight is streamed, there are as many slots as fit (beside the weight of K = 768).
+#define PATCH_EMBED_SM90_OUTPUTS(X, dtype, ...)                                  \
+  X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \
+  X(dtype, f32, table, __VA_ARGS__) X(dtype, f32, offset, __VA_ARGS__)
+#define PATCH_EMBED_SM90_STREAMED(X, dtype)                        \
+  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 192, 128, 5, streamed)        \
+  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 128, 128, 7, streamed)        \
+  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 64, 128, 9, streamed)
+#define PATCH_EMBED_SM90_ONE_BYTE(X, dtype)                        \
+  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 192, 64, 10, stationary)      \
+  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 128, 64, 8, stationary)       \
+  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 64, 64, 8, stationary)        \
+  PATCH_EMBED_SM90_STREAMED(X, dtype)
+
+#define PATCH_EMBED_SM90_kFloat8E4M3FN(X) PATCH_EMBED_SM90_ONE_BYTE(X, e4m3)
+#define PATCH_EMBED_SM90_kInt8(X) PATCH_EMBED_SM90_ONE_BYTE(X, i8)
+#define PATCH_EMBED_SM90_kBFloat16(X)                              \
+  PATCH_EMBED_SM90_OUTPUTS(X, bf16, 128, 64, 4, stationary)        \
+  PATCH_EMBED_SM90_OUTPUTS(X, bf16, 64, 64, 16, stationary)        \
+  PATCH_EMBED_SM90_STREAMED(X, bf16)
+#define PATCH_EMBED_SM90_CONFIGS(X) \
+  PATCH_EMBED_SM90_kFloat8E4M3FN(X) PATCH_EMBED_SM90_kInt8(X) PATCH_EMBED_SM90_kBFloat16(X)
+
+// Every X(dtype, out_dtype, columns, tile_n, blocks, slots, weight) of the Blackwell kernel; a block has 128
+// rows of a tile. As many slots as fit beside the weight of K = 768 and four buffers of 16 KiB, up to 8.
+#define PATCH_EMBED_SM100_OUTPUTS(X, dtype, ...)                                 \
+  X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \
+  X(dtype, f32, table, __VA_ARGS__) X(dtype, f32, offset, __VA_ARGS__)
+#define PATCH_EMBED_SM100_STREAMED(X, dtype)                       \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 256, 2, 5, streamed)         \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 192, 2, 5, streamed)         \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 128, 2, 6, streamed)         \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 64, 2, 8, streamed)          \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 64, 1, 6, streamed)
+#define PATCH_EMBED_SM100_ONE_BYTE(X, dtype)                       \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 256, 2, 4, stationary)       \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 192, 2, 5, stationary)       \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 128, 2, 7, stationary)       \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 64, 2, 8, stationary)        \
+  PATCH_EMBED_SM100_OUTPUTS(X, dtype, 64, 1, 7, stationary)        \
+  PATCH_EMBED_SM100_STREAMED(X, dtype)
+
+#define PATCH_EMBED_SM100_kFloat8E4M3FN(X) PATCH_EMBED_SM100_ONE_BYTE(X, e4m3)
+#define PATCH_EMBED_SM100_kInt8(X) PATCH_EMBED_SM100_ONE_BYTE(X, i8)
+#define PATCH_EMBED_SM100_kBFloat16(X)                             \
+  PATCH_EMBED_SM100_OUTPUTS(X, bf16, 128, 2, 4, stationary)        \
+  PATCH_EMBED_SM100_OUTPUTS(X, bf16, 64, 2, 7, stationary)         \
+  PATCH_EMBED_SM100_OUTPUTS(X, bf16, 64, 1, 4, stationary)         \
+  PATCH_EMBED_SM100_STREAMED(X, bf16)
+#define PATCH_EMBED_SM100_CONFIGS(X) \
+  PATCH_EMBED_SM100_kFloat8E4M3FN(X) PATCH_EMBED_SM100_kInt8(X) PATCH_EMBED_SM100_kBFloat16(X)
+
+}  // namespace patch_embed

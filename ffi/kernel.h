@@ -1,0 +1,79 @@
+// What the host (binding.cc) and the kernels (patch_embed_sm90.cu, patch_embed_sm100.cu) agree on.
+//
+// A worker is a thread block or a cluster of two. It owns `tile_n` columns of N for its whole life and
+// walks the runs of row tiles that backends/schedule.py gives it.
+
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace patch_embed {
+
+enum class Type { kFloat8E4M3FN, kInt8, kBFloat16, kFloat32 };
+
+constexpr int itemsize(Type type) {
+  return type == Type::kFloat32 ? 4 : type == Type::kBFloat16 ? 2 : 1;
+}
+
+// Bytes of K in a slot of the ring: a row of the 128-byte swizzle.
+constexpr int kRowBytes = 128;
+
+// Sequence of tiles with the same rows of the table; a row of what schedule.runs() returns.
+struct Run {
+  int32_t first_tile, tiles, stride, table_row;
+};
+
+// The kernels' only parameter.
+struct Arguments {
+  CUtensorMap patches;  // [M, K]
+  CUtensorMap weight;   // [N, K], in the view that the kernel wants
+  CUtensorMap y;        // [M, N]; where the kernel stores by TMA
+  const float* scale;   // [N]
+  const void* table;    // [period, N] bfloat16, or [N] float32
+  void* out;            // [M, N]
+  const Run* runs;      // [workers, runs]
+  int32_t M, N;
+  int32_t chunks;  // of kRowBytes of K
+  int32_t period;  // rows after which the table repeats
+  int32_t run_count;  // of a worker
+#ifdef PATCH_EMBED_TIMELINE
+  uint64_t* timeline;  // timeline.cuh
+#endif
+};
+
+// The template parameters of a kernel; config.tile_n and so on in Python.
+struct Config {
+  int capability;  // 90 or 100
+  Type dtype, out_dtype;
+  bool has_table;  // rows of bfloat16, else one row of float32
+  int tile_n;
+  int rows;  // of a warpgroup's (Hopper) or block's (Blackwell) share of a tile
+  int blocks;  // of a cluster
+  int slots;  // of the ring
+  bool stream_weight;
+
+  // Two warpgroups on Hopper, the blocks of a cluster on Blackwell.
+  constexpr int tile_m() const { return (capability == 90 ? 2 : blocks) * rows; }
+
+  // Columns of a TMA store of the Blackwell kernel, by each of two warpgroups: rows of 128 bytes, or of
+  // 64 where those do not divide a warpgroup's half of the columns.
+  constexpr int store_n() const {
+    return kRowBytes / itemsize(out_dtype) / (tile_n / 2 * itemsize(out_dtype) % kRowBytes ? 2 : 1);
+  }
+};
+
+// Shared memory of a block: the ring; on Hopper scale and offset, on Blackwell four buffers that are
+// stored from; barriers; the weight.
+constexpr int64_t shared_memory_bytes(const Config& c, int chunks) {
+  const int64_t columns = 2 * c.tile_n * int64_t{sizeof(float)};
+  const int64_t staged = 4 * c.rows * int64_t{c.store_n()} * itemsize(c.out_dtype);
+  const int64_t barriers = c.capability == 90 ? 8 * (2 * c.slots + 3) : 1024;
+  const int64_t ring = int64_t{c.slots} * c.rows * kRowBytes;
+  const int64_t before = ring + (c.capability == 90 ? columns : staged) + barriers;
+  const int64_t parts = c.stream_weight ? c.slots : chunks;
+  return (before + 1023) / 1024 * 1024 + parts * (c.tile_n / c.blocks) * kRowBytes;
+}
+
+}  // namespace patch_embed

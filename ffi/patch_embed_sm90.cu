@@ -1,0 +1,386 @@
+// The Hopper kernel: y = (patches weight^T) * scale + table, rounded once.
+//
+// A worker is a thread block of three warpgroups. It owns `tile_n` columns of N for its whole life
+// and walks the runs of row tiles that backends/schedule.py gives it:
+//
+//   feed                 one thread: TMA of patches into one ring of slots, in the order in which
+//                        they are multiplied; a slot holds kRowBytes of K of half a tile's rows.
+//   multiply_and_store   two warpgroups, each with half of every tile's rows, which take turns:
+//                        one multiplies, the other scales its sums, adds the table, and stores.
+//
+// The weight comes with the patches: with those of the worker's first half tile, to stay, or with
+// all of them. Scale and table stay in registers for a run where they fit, else they are read for
+// each tile.
+//
+// Shared memory and barriers are in patch_embed_sm90.h. Who waits for a phase names but its parity,
+// so it has to know that the phase before is complete: a warpgroup knows from its turn that all
+// entries of the ring before its own were filled, and who fills a slot waits until it was freed.
+//
+// wgmma leaves pairs of neighbouring columns in a thread. TMA brings the rows of the weight in an
+// order that renames them (load_weight), so that a thread has 16 neighbouring bytes of y.
+
+#include "patch_embed_sm90.h"
+
+#include "configs.h"
+#include "ptx/matrix_descriptor.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
+#include "ptx/wgmma.cuh"
+#include "timeline.cuh"
+
+namespace patch_embed::sm90 {
+
+// Registers that a multiplying thread needs beside sums, scale and table: less, and it spills.
+constexpr int kOtherRegisters = 48;
+
+template <Type dtype, Type out_dtype, bool has_table, int tile_n, int rows, int slots,
+          bool stream_weight>
+class Worker {
+ public:
+  static constexpr int kTileRows = kConsumers * rows;
+  static constexpr int kTileK = kRowBytes / itemsize(dtype);
+  static constexpr int kPatchBytes = rows * kRowBytes;
+  static constexpr int kWeightBytes = tile_n * kRowBytes;
+
+  // A thread has kRows rows of a warpgroup's half of a tile; of each, kVector neighbouring columns
+  // of every group of kGroup.
+  static constexpr int kOutBytes = itemsize(out_dtype);
+  static constexpr int kVector = vector(out_dtype), kPairs = kVector / 2;
+  static constexpr int kGroup = group(out_dtype), kGroups = tile_n / kGroup;
+  static constexpr int kBlocks = rows / 64, kRows = 2 * kBlocks;
+
+  // What is added to a vector: words of two bfloat16 for each row, or floats for all.
+  static constexpr int kTermWords = has_table ? kPairs : kVector;
+  static constexpr int kTermRows = has_table ? kRows : 1;
+
+  // 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = the 384 * 168 of the launch.
+  static constexpr int kSums = kBlocks * tile_n / 2;
+  static constexpr int kColumns = kGroups * (kVector + kTermRows * kTermWords);
+  static constexpr bool kHolds = kSums + kColumns + kOtherRegisters <= 240;
+  static constexpr bool kNeedsMost = kSums + (kHolds ? kColumns : 0) + kOtherRegisters > 232;
+  static constexpr int kFeedRegisters = kNeedsMost ? 24 : 40;
+  static constexpr int kMultiplyRegisters = kNeedsMost ? 240 : 232;
+
+  using Memory = Shared<tile_n, rows, slots>;
+  static_assert(tile_n % 64 == 0, "a slice of N is a multiple of 64 columns.");
+  static_assert(rows == 64 || rows == 128, "a warpgroup has 64 or 128 rows of a tile.");
+  static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
+  static_assert(kSums + kOtherRegisters <= 240, "the sums leave too few registers.");
+  static_assert(sizeof(Memory) % 1024 == 0, "the weight behind it is swizzled.");
+  static_assert(Memory::bytes(stream_weight ? slots : 1) <= kMostSharedBytes,
+                "ring and weight do not fit in shared memory.");
+
+  __device__ Worker(const Arguments& args, Memory& shared)
+      : args_(args),
+        shared_(shared),
+        weight_(reinterpret_cast<uint8_t*>(&shared + 1)),
+        column_(blockIdx.x % (args.N / tile_n) * tile_n),
+        runs_(args.runs + blockIdx.x / (args.N / tile_n) * args.run_count),
+        timeline_(args, kThreads / kWarpgroup) {}
+
+  __device__ void run() {
+    if (threadIdx.x == 0) make_barriers();
+    if (threadIdx.x == kConsumers * kWarpgroup) {
+      ptx::prefetch_tensormap(args_.patches);
+      ptx::prefetch_tensormap(args_.weight);
+    }
+    __syncthreads();
+    // From one lane, so that the compiler knows that it is the same for all.
+    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarpgroup, 0);
+    if (warpgroup == kConsumers) {
+      ptx::setmaxnreg_dec<kFeedRegisters>();
+      if (threadIdx.x / 32 == kConsumers * kWarpgroup / 32 && ptx::elect_sync()) feed();
+    } else {
+      ptx::setmaxnreg_inc<kMultiplyRegisters>();
+      multiply_and_store(warpgroup);
+    }
+  }
+
+ private:
+  using Sums = ptx::Sum<dtype>[kBlocks][tile_n / 2];
+
+  // Scale and terms of all groups, or of one.
+  struct Columns {
+    float scale[kHolds ? kGroups : 1][kVector];
+    uint32_t terms[kHolds ? kGroups : 1][kTermRows][kTermWords];
+  };
+
+  // A use of the ring; those of a worker are numbered.
+  struct Entry {
+    __device__ explicit Entry(uint32_t number) : slot(number % slots), parity(number / slots & 1) {}
+    uint32_t slot, parity;
+  };
+
+  __device__ void make_barriers() {
+    for (int i = 0; i < slots; ++i) {
+      ptx::mbarrier_init(shared_.filled[i], 1);
+      ptx::mbarrier_init(shared_.freed[i], kWarpgroup / 32);
+    }
+    for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(shared_.turn[i], kWarpgroup / 32);
+    ptx::mbarrier_init(shared_.columns_arrived, 1);
+    ptx::fence_mbarrier_init();
+  }
+
+  // Calls begin(run) for each run, and visit(row, n) for each of its tiles: its first row, and its
+  // number among the worker's tiles.
+  template <typename Begin, typename Visit>
+  __device__ void for_each_tile(Begin begin, Visit visit) {
+    uint32_t n = 0;
+    for (int i = 0; i < args_.run_count; ++i) {
+      const Run run = runs_[i];
+      if (run.tiles == 0) break;
+      begin(run);
+      for (int j = 0; j < run.tiles; ++j) visit((run.first_tile + j * run.stride) * kTileRows, n++);
+    }
+  }
+
+  // The number of the ring's entry with a warpgroup's first chunk of the n-th tile.
+  __device__ uint32_t first_entry(uint32_t n, int member) const {
+    return (n * kConsumers + member) * args_.chunks;
+  }
+
+  __device__ void load_columns() {
+    constexpr int kBytes = sizeof(shared_.scale);
+    ptx::mbarrier_arrive_expect_tx(shared_.columns_arrived, has_table ? kBytes : 2 * kBytes);
+    ptx::cp_async_bulk(shared_.scale, args_.scale + column_, kBytes, shared_.columns_arrived);
+    if constexpr (!has_table) {
+      const float* offset = static_cast<const float*>(args_.table) + column_;
+      ptx::cp_async_bulk(shared_.offset, offset, kBytes, shared_.columns_arrived);
+    }
+  }
+
+  // Chunk k of the weight: what wgmma takes for the j-th pair of columns of a thread q in its group
+  // g is pair q * kPairs + j of group g in memory.
+  __device__ void load_weight(int k, uint8_t* target, ptx::Mbarrier& arrived) {
+    for (int j = 0; j < kPairs; ++j) {
+      ptx::cp_async_bulk_tensor(target + j * (kWeightBytes / kPairs), args_.weight, k * kTileK, 0,
+                                j, 0, column_ / kGroup, arrived);
+    }
+  }
+
+  __device__ void feed() {
+    load_columns();
+    for_each_tile([](const Run&) {}, [&](int row, uint32_t n) {
+      for (int member = 0; member < kConsumers; ++member) {
+        for (int k = 0; k < args_.chunks; ++k) {
+          const Entry entry(first_entry(n, member) + k);
+          ptx::Mbarrier& filled = shared_.filled[entry.slot];
+          ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);
+          timeline_.stamp(Event::kFreed);
+          const bool with_weight = stream_weight || (n == 0 && member == 0);
+          ptx::mbarrier_arrive_expect_tx(filled, kPatchBytes + (with_weight ? kWeightBytes : 0));
+          ptx::cp_async_bulk_tensor(shared_.patches[entry.slot], args_.patches, k * kTileK,
+                                    row + member * rows, filled);
+          if (with_weight) {
+            load_weight(k, weight_ + (stream_weight ? entry.slot : k) * kWeightBytes, filled);
+          }
+          timeline_.stamp(Event::kFed);
+        }
+      }
+    });
+  }
+
+  __device__ void multiply(Sums& sums, uint32_t n, int member) {
+    const bool arrives = threadIdx.x % 32 == 0;
+    // The first turn is the first warpgroup's.
+    ptx::mbarrier_wait(shared_.turn[member], (n & 1) ^ (member == 0));
+    timeline_.stamp(Event::kTurn);
+    uint32_t previous = 0;
+    for (int k = 0; k < args_.chunks; ++k) {
+      const Entry entry(first_entry(n, member) + k);
+      ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);
+      timeline_.stamp(Event::kFilled);
+      const uint32_t weight_part = stream_weight ? entry.slot : k;
+      const uint64_t a = ptx::matrix_descriptor(ptx::shared_address(shared_.patches[entry.slot]));
+      const uint64_t b =
+          ptx::matrix_descriptor(ptx::shared_address(weight_ + weight_part * kWeightBytes));
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kRowBytes; step += ptx::kProductBytes) {
+        for (int block = 0; block < kBlocks; ++block) {
+          ptx::wgmma<dtype, tile_n>(sums[block], ptx::advance(a, block * 64 * kRowBytes + step),
+                                    ptx::advance(b, step), k > 0 || step > 0);
+        }
+      }
+      ptx::wgmma_commit_group();
+      timeline_.stamp(Event::kIssued);
+      if (arrives && k == args_.chunks - 1) ptx::mbarrier_arrive(shared_.turn[1 - member]);
+      ptx::wgmma_wait_group<1>();
+      if (arrives && k > 0) ptx::mbarrier_arrive(shared_.freed[previous]);
+      previous = entry.slot;
+    }
+    ptx::wgmma_wait_group<0>();
+    if (arrives) ptx::mbarrier_arrive(shared_.freed[previous]);
+    for (auto& block : sums) {
+      for (auto& sum : block) ptx::pin(sum);
+    }
+    timeline_.stamp(Event::kMultiplied);
+  }
+
+  // A thread's columns of group 0 begin with this one of the slice.
+  __device__ static int thread_column() { return threadIdx.x % 4 * kVector; }
+
+  // Its r-th row of a warpgroup's half of a tile.
+  __device__ static int thread_row(int r) {
+    return r / 2 * 64 + threadIdx.x % kWarpgroup / 32 * 16 + r % 2 * 8 + threadIdx.x % 32 / 4;
+  }
+
+  template <typename T, int count>
+  __device__ static void load(T (&values)[count], const void* source) {
+    using Words = std::conditional_t<sizeof(values) % 16 == 0, uint4, uint2>;
+#pragma unroll
+    for (int i = 0; i < sizeof(values) / sizeof(Words); ++i) {
+      reinterpret_cast<Words*>(values)[i] = static_cast<const Words*>(source)[i];
+    }
+  }
+
+  __device__ void load_scale(float (&scale)[kVector], int g) const {
+    load(scale, shared_.scale + g * kGroup + thread_column());
+  }
+
+  // What a thread adds to group 0, in this row of the table.
+  __device__ const void* terms_of(uint32_t table_row) const {
+    if constexpr (!has_table) return shared_.offset + thread_column();
+    const int64_t first = int64_t{table_row} * args_.N + column_ + thread_column();
+    return static_cast<const uint16_t*>(args_.table) + first;
+  }
+
+  __device__ static void load_terms(uint32_t (&terms)[kTermWords], const void* first, int g) {
+    constexpr int kTermBytes = has_table ? 2 : 4;
+    load(terms, static_cast<const uint8_t*>(first) + g * kGroup * kTermBytes);
+  }
+
+  __device__ static float term(const uint32_t (&terms)[kTermWords], int i) {
+    if constexpr (!has_table) return __uint_as_float(terms[i]);
+    return __uint_as_float(i % 2 ? terms[i / 2] & 0xFFFF0000 : terms[i / 2] << 16);
+  }
+
+  // Where a thread writes group 0 of a row of y.
+  __device__ uint8_t* place(int row) const {
+    const int64_t first = int64_t{row} * args_.N + column_ + thread_column();
+    return static_cast<uint8_t*>(args_.out) + first * kOutBytes;
+  }
+
+  // Words of two columns, or of one in float32: the sums, scaled, added to and rounded.
+  __device__ static void finish(uint32_t* words, const ptx::Sum<dtype>* sums, const float* scale,
+                                const float (&terms)[2]) {
+    float y[2];
+    for (int i = 0; i < 2; ++i) y[i] = fmaf(static_cast<float>(sums[i]), scale[i], terms[i]);
+    if constexpr (out_dtype == Type::kBFloat16) {
+      words[0] = ptx::cvt_rn_bf16x2(y[0], y[1]);
+    } else {
+      words[0] = __float_as_uint(y[0]);
+      words[1] = __float_as_uint(y[1]);
+    }
+  }
+
+  // The rows of y from this one on, from sums, and from what is held of the columns or is loaded.
+  __device__ void store(const Sums& sums, int row, int table_row, Columns& columns) {
+    const int first_row = row + thread_row(0);
+    uint8_t* const first = place(first_row);
+    uint32_t eight_rows = 8 * args_.N * kOutBytes;
+    uint32_t table_rows[kTermRows];
+#pragma unroll
+    for (int r = 0; r < kTermRows; ++r) {
+      table_rows[r] = (table_row + thread_row(r)) % args_.period;
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      // Two rows at a time: what they add is loaded at once, as no load may pass a store. With all
+      // four of 128 x 192, registers spill.
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        auto* terms = columns.terms[kHolds ? g : 0] + (has_table ? 2 * block : 0);
+#pragma unroll
+        for (int r = 0; r < (has_table ? 2 : 1); ++r) {
+          if constexpr (!kHolds) {
+            load_terms(terms[r], terms_of(table_rows[has_table ? 2 * block + r : 0]), g);
+          } else if constexpr (has_table) {
+            // A table that is held packed is not to be widened before the loop over tiles.
+            for (uint32_t& word : terms[r]) ptx::pin(word);
+          }
+        }
+        // Addresses are made here, as there are no registers to keep them.
+        if constexpr (!kHolds) ptx::pin(eight_rows);
+        uint32_t y[2][4];
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+          const float* scale = columns.scale[kHolds ? g : 0];
+          if constexpr (!kHolds) scale = shared_.scale + g * kGroup + thread_column();
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const auto& words = terms[has_table ? r : 0];
+            finish(&y[r][4 / kPairs * j], &sums[block][4 * (j * kGroups + g) + 2 * r],
+                   scale + 2 * j, {term(words, 2 * j), term(words, 2 * j + 1)});
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int below = thread_row(2 * block + r) - thread_row(0);
+          uint8_t* const place = first + uint64_t{eight_rows} * (below / 8);
+          if (first_row + below < args_.M) {
+            *reinterpret_cast<uint4*>(place + g * kGroup * kOutBytes) =
+                make_uint4(y[r][0], y[r][1], y[r][2], y[r][3]);
+          }
+        }
+      }
+    }
+    timeline_.stamp(Event::kStored);
+  }
+
+  __device__ void multiply_and_store(int member) {
+    Columns columns;
+    ptx::mbarrier_wait(shared_.columns_arrived, 0);
+    if constexpr (kHolds) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) load_scale(columns.scale[g], g);
+    }
+    int table_row = 0;
+
+    const auto begin = [&](const Run& run) {
+      table_row = run.table_row + member * rows;
+      if constexpr (kHolds) {
+#pragma unroll
+        for (int r = 0; r < kTermRows; ++r) {
+          const void* first = terms_of((table_row + thread_row(r)) % args_.period);
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) load_terms(columns.terms[g][r], first, g);
+        }
+      }
+      timeline_.stamp(Event::kLoaded);
+    };
+
+    for_each_tile(begin, [&](int row, uint32_t n) {
+      Sums sums;
+      multiply(sums, n, member);
+      store(sums, row + member * rows, table_row, columns);
+    });
+  }
+
+  const Arguments& args_;
+  Memory& shared_;
+  uint8_t* const weight_;
+  const int column_;
+  const Run* const runs_;
+  Timeline timeline_;
+};
+
+extern __shared__ __align__(1024) uint8_t shared_memory[];
+
+}  // namespace patch_embed::sm90
+
+#define PATCH_EMBED_KERNEL(dtype, out_dtype, columns, tile_n, rows, slots, weight)                 \
+  extern "C" __global__ void __launch_bounds__(patch_embed::sm90::kThreads, 1)                    \
+      patch_embed_sm90_##dtype##_##out_dtype##_##columns##_##tile_n##x##rows##_b1_s##slots##_##   \
+      weight(const __grid_constant__ patch_embed::Arguments args) {                               \
+    namespace spelled = patch_embed::spelled;                                                     \
+    using Worker = patch_embed::sm90::Worker<spelled::dtype, spelled::out_dtype, spelled::columns, \
+                                             tile_n, rows, slots, spelled::weight>;               \
+    Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm90::shared_memory)).run();     \
+  }
+
+// PATCH_EMBED_DTYPE is kFloat8E4M3FN, kInt8 or kBFloat16: the kernels of which dtype are compiled.
+#define PATCH_EMBED_KERNELS_OF(dtype) PATCH_EMBED_SM90_##dtype(PATCH_EMBED_KERNEL)
+#define PATCH_EMBED_KERNELS(dtype) PATCH_EMBED_KERNELS_OF(dtype)
+PATCH_EMBED_KERNELS(PATCH_EMBED_DTYPE)

@@ -1,0 +1,175 @@
+// What a launch of a kernel is: a pure function of the kernel and of the shapes.
+
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kernel.h"
+#include "patch_embed_sm90.h"
+
+namespace patch_embed {
+
+// Shapes of the operands: patches [M, K], weight [N, K], table [period, N], runs [workers, runs, 4].
+struct Shapes {
+  int64_t M, N, K;
+  int64_t period;
+  int64_t workers, runs;
+};
+
+// What cuTensorMapEncodeTiled is told; the innermost dimension first.
+struct TensorMap {
+  Type type;
+  int rank;  // 0: the kernel has no such map
+  cuuint64_t shape[5];
+  cuuint64_t strides[4];  // bytes, from the second dimension on
+  cuuint32_t box[5];
+  int swizzle;  // bytes
+};
+
+struct Launch {
+  int grid;  // blocks
+  int cluster;  // blocks
+  int threads;  // of a block
+  int64_t shared_memory;  // bytes, dynamic
+  int chunks;
+  TensorMap patches, weight, y;
+};
+
+inline const char* spell(Type type) {
+  switch (type) {
+    case Type::kFloat8E4M3FN:
+      return "e4m3";
+    case Type::kInt8:
+      return "i8";
+    case Type::kBFloat16:
+      return "bf16";
+    case Type::kFloat32:
+      return "f32";
+  }
+  return "";
+}
+
+// The name of a kernel tells its config; the kernels' macro spells it in the same way.
+inline std::string kernel_name(const Config& c) {
+  return "patch_embed_sm" + std::to_string(c.capability) + "_" + spell(c.dtype) + "_" +
+         spell(c.out_dtype) + (c.has_table ? "_table_" : "_offset_") + std::to_string(c.tile_n) +
+         "x" + std::to_string(c.rows) + "_b" + std::to_string(c.blocks) + "_s" +
+         std::to_string(c.slots) + (c.stream_weight ? "_streamed" : "_stationary");
+}
+
+inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_columns, int box_rows) {
+  TensorMap map{};
+  map.type = type;
+  map.rank = 2;
+  map.shape[0] = columns;
+  map.shape[1] = rows;
+  map.strides[0] = columns * itemsize(type);
+  map.box[0] = box_columns;
+  map.box[1] = box_rows;
+  map.swizzle = box_columns * itemsize(type);
+  return map;
+}
+
+// The weight [N, K] as [N / group, 4, pairs, 2, K], of which a copy takes one of the pairs: the order in
+// which wgmma leaves 16 neighbouring bytes of y in a thread (backends/fragment.py).
+inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
+  const int vector = sm90::vector(config.out_dtype), group = sm90::group(config.out_dtype);
+  const cuuint64_t row = K * itemsize(config.dtype);
+  return {config.dtype,
+          5,
+          {cuuint64_t(K), 2, cuuint64_t(vector / 2), 4, cuuint64_t(N / group)},
+          {row, 2 * row, vector * row, group * row},
+          {cuuint32_t(kRowBytes / itemsize(config.dtype)), 2, 1, 4,
+           cuuint32_t(config.tile_n / group)},
+          kRowBytes};
+}
+
+// Fills `launch`; returns what is wrong with the shapes, or nothing.
+inline std::string plan(const Config& config, const Shapes& s, Launch* launch) {
+  const auto text = [](int64_t value) { return std::to_string(value); };
+  const int64_t row_bytes = s.K * itemsize(config.dtype);
+  if (s.M < 0 || s.M > INT32_MAX - config.tile_m()) {
+    return "patches have M = " + text(s.M) + " rows, expected fewer than 2^31 less a tile. Split them.";
+  }
+  if (row_bytes <= 0 || row_bytes % kRowBytes) {
+    return "K is " + text(s.K) + ", expected a multiple of " + text(kRowBytes) +
+           " bytes. Pad patches and weight with zeros.";
+  }
+  if (s.N <= 0 || s.N % config.tile_n) {
+    return "N is " + text(s.N) + ", expected a multiple of the kernel's " + text(config.tile_n) +
+           " columns. Take a kernel whose columns divide N.";
+  }
+  const int64_t slices = s.N / config.tile_n;
+  if (s.N > INT32_MAX || s.K > INT32_MAX || s.period > INT32_MAX || s.runs > INT32_MAX ||
+      s.workers > INT32_MAX / (slices * config.blocks)) {
+    return "N, K, the rows of the table or the runs are 2^31 or more. Split the operands.";
+  }
+  if (s.workers < 1 || s.runs < 1 || (s.period < 1 && s.M > 0)) {
+    return "the runs are those of " + text(s.workers) + " workers with " + text(s.runs) +
+           " runs each, and the table has " + text(s.period) +
+           " rows, expected at least 1 of each. Take the runs of schedule.runs().";
+  }
+  const int chunks = int(row_bytes / kRowBytes);
+  const int64_t shared_memory = shared_memory_bytes(config, chunks);
+  if (shared_memory > sm90::kMostSharedBytes) {
+    return "K = " + text(s.K) + " needs " + text(shared_memory) +
+           " bytes of shared memory, there are " + text(sm90::kMostSharedBytes) +
+           ". Take a kernel with a streamed weight.";
+  }
+  const int tile_k = kRowBytes / itemsize(config.dtype);
+  const bool hopper = config.capability == 90;
+  *launch = {
+      int(slices * s.workers * config.blocks),
+      config.blocks,
+      sm90::kThreads,  // and of the Blackwell kernel
+      shared_memory,
+      chunks,
+      matrix(config.dtype, s.M, s.K, tile_k, config.rows),
+      hopper ? fragments(config, s.N, s.K)
+             : matrix(config.dtype, s.N, s.K, tile_k, config.tile_n / config.blocks),
+      hopper ? TensorMap{}
+             : matrix(config.out_dtype, s.M, s.N, config.store_n(), config.rows),
+  };
+  return "";
+}
+
+// The same as JSON, for tests and emulators.
+inline std::string to_json(const TensorMap& map) {
+  if (!map.rank) return "null";
+  const auto list = [](auto* values, int size) {
+    std::string text = "[";
+    for (int i = 0; i < size; i++) text += (i ? ", " : "") + std::to_string(values[i]);
+    return text + "]";
+  };
+  return std::string("{\"type\": \"") + spell(map.type) +
+         "\", \"shape\": " + list(map.shape, map.rank) +
+         ", \"strides\": " + list(map.strides, map.rank - 1) +
+         ", \"box\": " + list(map.box, map.rank) +
+         ", \"swizzle\": " + std::to_string(map.swizzle) + "}";
+}
+
+inline std::string to_json(const Launch& launch) {
+  return "{\"grid\": " + std::to_string(launch.grid) +
+         ", \"cluster\": " + std::to_string(launch.cluster) +
+         ", \"threads\": " + std::to_string(launch.threads) +
+         ", \"shared_memory\": " + std::to_string(launch.shared_memory) +
+         ", \"chunks\": " + std::to_string(launch.chunks) +
+         ", \"patches\": " + to_json(launch.patches) + ", \"weight\": " + to_json(launch.weight) +
+         ", \"y\": " + to_json(launch.y) + "}";
+}
+
+inline std::string to_json(const Config& config, bool built) {
+  const auto flag = [](bool value) { return value ? "true" : "false"; };
+  return "{\"name\": \"" + kernel_name(config) +
+         "\", \"capability\": " + std::to_string(config.capability) + ", \"dtype\": \"" +
+         spell(config.dtype) + "\", \"out_dtype\": \"" + spell(config.out_dtype) +
+         "\", \"has_table\": " + flag(config.has_table) +
+         ", \"tile_n\": " + std::to_string(config.tile_n) +
+         ", \"rows\": " + std::to_string(config.rows) +
+         ", \"blocks\": " + std::to_string(config.blocks) +
+         ", \"slots\": " + std::to_string(config.slots) +
+         ", \"stream_weight\": " + flag(config.stream_weight) + ", \"built\": " + flag(built) + "}";
+}
+
+}  // namespace patch_embed

@@ -1,0 +1,41 @@
+// The 64-bit descriptors by which wgmma finds its operands in shared memory (PTX ISA 9.7.15.5.1).
+
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define PATCH_EMBED_HOST_DEVICE __host__ __device__
+#else
+#define PATCH_EMBED_HOST_DEVICE
+#endif
+
+namespace patch_embed::ptx {
+
+// Rows of a core matrix, which is what the 128-byte swizzle repeats after.
+constexpr uint32_t kSwizzledRows = 8;
+
+// A field of an address or a distance: 14 bits, in units of 16 bytes.
+constexpr PATCH_EMBED_HOST_DEVICE uint64_t descriptor_field(uint32_t bytes) {
+  return (bytes & 0x3FFFF) >> 4;
+}
+
+// Rows of 128 bytes of K, one below the other, with the 128-byte swizzle:
+//
+//   bits   field                  here
+//   0-13   start address          of the first row, plus the bytes of K before the product's
+//   16-29  leading dimension      not used with a swizzle; 1
+//   32-45  stride dimension       from 8 rows to the next 8: 1024 bytes
+//   49-51  base offset            0: the rows begin at a multiple of 1024 bytes
+//   62-63  swizzle                1: 128 bytes
+constexpr PATCH_EMBED_HOST_DEVICE uint64_t matrix_descriptor(uint32_t address) {
+  return descriptor_field(address) | uint64_t{1} << 16 |
+         descriptor_field(kSwizzledRows * 128) << 32 | uint64_t{1} << 62;
+}
+
+// The descriptor of what lies so many bytes further.
+constexpr PATCH_EMBED_HOST_DEVICE uint64_t advance(uint64_t descriptor, uint32_t bytes) {
+  return descriptor + descriptor_field(bytes);
+}
+
+}  // namespace patch_embed::ptx

@@ -1,0 +1,61 @@
+// Barriers in shared memory: PTX ISA 9.7.13.15.
+
+#pragma once
+
+#include <cstdint>
+
+namespace patch_embed::ptx {
+
+// 9.7.13.15.2: an opaque object of 64 bits.
+using Mbarrier = uint64_t;
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 9.7.13.15.9
+__device__ __forceinline__ void mbarrier_init(Mbarrier& barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+// 9.7.13.4: makes mbarrier_init visible to TMA.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// 9.7.13.15.13
+__device__ __forceinline__ void mbarrier_arrive(Mbarrier& barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+
+// 9.7.13.15.13: an arrival, and so many bytes are to come.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(&barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+// 9.7.13.15.16: whether the phase of this parity is complete; waits for a while.
+__device__ __forceinline__ bool mbarrier_try_wait_parity(Mbarrier& barrier, uint32_t parity) {
+  uint32_t complete;
+  asm volatile(
+      "{ .reg .pred complete;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, complete; }"
+      : "=r"(complete)
+      : "r"(shared_address(&barrier)), "r"(parity)
+      : "memory");
+  return complete;
+}
+
+// Waits for the phase of this parity. Of a new barrier the phase of parity 1 counts as complete.
+__device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, uint32_t parity) {
+  while (!mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
+}  // namespace patch_embed::ptx

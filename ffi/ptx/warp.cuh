@@ -1,0 +1,44 @@
+// What warps do with their lanes and registers.
+
+#pragma once
+
+#include <cstdint>
+
+namespace patch_embed::ptx {
+
+// 9.7.13.14: whether this lane is the one that is elected; the same one every time.
+__device__ __forceinline__ bool elect_sync() {
+  uint32_t elected;
+  asm volatile(
+      "{ .reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, elected; }"
+      : "=r"(elected));
+  return elected;
+}
+
+// 9.7.19.5: registers of a thread of this warpgroup from now on.
+template <int count>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+template <int count>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// 9.7.9.21: two floats rounded to bfloat16, the first one in the lower half.
+__device__ __forceinline__ uint32_t cvt_rn_bf16x2(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// No instruction: the compiler takes the value for one that is computed here, and so computes
+// nothing from it earlier.
+__device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void pin(int32_t& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)); }
+
+}  // namespace patch_embed::ptx

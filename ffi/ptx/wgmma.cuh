@@ -1,0 +1,89 @@
+// Products of a warpgroup: PTX ISA 9.7.15.
+
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../kernel.h"
+
+namespace patch_embed::ptx {
+
+// 9.7.15.7.1: before the first product of accumulators that anything else has touched.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// 9.7.15.7.2
+__device__ __forceinline__ void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// 9.7.15.7.3: until at most so many groups are in flight.
+template <int pending>
+__device__ __forceinline__ void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// What products are added up in.
+template <Type dtype>
+using Sum = std::conditional_t<dtype == Type::kInt8, int32_t, float>;
+
+// Bytes of K of a product.
+constexpr int kProductBytes = 32;
+
+// 9.7.15.5.2: d = a b^T + (accumulate ? d : 0), for a [64, 32 bytes] and b [n, 32 bytes] in shared
+// memory. Thread t of the warpgroup has in d[i] row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2) and
+// column 8 (i / 4) + 2 (t % 4) + i % 2.
+template <Type dtype, int n>
+__device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], uint64_t a,
+                                      uint64_t b, bool accumulate);
+
+// The lists "%0, %1, ..." of accumulators, by the tens of their numbers, and what these are.
+#define TEN(t)                                                                              \
+  "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t \
+  "9, "
+#define NUMBERS_32 TEN() TEN(1) TEN(2) "%30, %31"
+#define NUMBERS_64 TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60, %61, %62, %63"
+#define NUMBERS_96                                               \
+  TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) \
+  "%90, %91, %92, %93, %94, %95"
+#define EIGHT(c, i) \
+  c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
+#define THIRTY_TWO(c, i) EIGHT(c, i), EIGHT(c, i + 8), EIGHT(c, i + 16), EIGHT(c, i + 24)
+#define SUMS_32(c) THIRTY_TWO(c, 0)
+#define SUMS_64(c) THIRTY_TWO(c, 0), THIRTY_TWO(c, 32)
+#define SUMS_96(c) THIRTY_TWO(c, 0), THIRTY_TWO(c, 32), THIRTY_TWO(c, 64)
+
+#define WGMMA(dtype, n, instruction, count, a_, b_, constraint, scales)                          \
+  template <>                                                                                   \
+  __device__ __forceinline__ void wgmma<Type::dtype, n>(Sum<Type::dtype> (&d)[n / 2], uint64_t a, \
+                                                        uint64_t b, bool accumulate) {          \
+    asm volatile("{ .reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #count ", 0;\n"          \
+                 "wgmma.mma_async.sync.aligned.m64n" #n instruction " {" NUMBERS_##count "}, "  \
+                 "%" #a_ ", %" #b_ ", accumulate" scales "; }"                                  \
+                 : SUMS_##count(constraint)                                                     \
+                 : "r"(static_cast<int>(accumulate)), "l"(a), "l"(b));                          \
+  }
+#define WGMMA_OF_WIDTH(n, count, a, b)                                                        \
+  WGMMA(kFloat8E4M3FN, n, "k32.f32.e4m3.e4m3", count, a, b, "+f", ", 1, 1")                   \
+  WGMMA(kBFloat16, n, "k16.f32.bf16.bf16", count, a, b, "+f", ", 1, 1, 0, 0")                 \
+  WGMMA(kInt8, n, "k32.s32.s8.s8", count, a, b, "+r", "")
+
+WGMMA_OF_WIDTH(64, 32, 33, 34)
+WGMMA_OF_WIDTH(128, 64, 65, 66)
+WGMMA_OF_WIDTH(192, 96, 97, 98)
+
+#undef TEN
+#undef NUMBERS_32
+#undef NUMBERS_64
+#undef NUMBERS_96
+#undef EIGHT
+#undef THIRTY_TWO
+#undef SUMS_32
+#undef SUMS_64
+#undef SUMS_96
+#undef WGMMA
+#undef WGMMA_OF_WIDTH
+
+}  // namespace patch_embed::ptx

@@ -1,0 +1,127 @@
+// Stands for libcuda.so.1 where there is no GPU: it writes down what it is asked to do, and fails where it
+// is told to. No CUDA header is needed to build it.
+
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <string>
+
+namespace {
+
+std::mutex mutex;
+std::string written, failing;
+int capability[2] = {9, 0};
+thread_local uintptr_t current = 0;
+
+template <typename... Values>
+int note(const char* name, Values... values) {
+  std::lock_guard<std::mutex> lock(mutex);
+  written += name;
+  ((written += " " + std::to_string(values)), ...);
+  written += "\n";
+  return failing == name ? 999 : 0;
+}
+
+struct Config {  // CUlaunchConfig
+  unsigned grid[3], block[3], shared_memory;
+  void* stream;
+  struct Attribute {
+    int id;
+    char pad[4];
+    unsigned value[16];
+  }* attributes;
+  unsigned count;
+};
+
+}  // namespace
+
+extern "C" {
+
+void fake_begin(int major, int minor, const char* fail) {
+  capability[0] = major, capability[1] = minor;
+  failing = fail;
+  written.clear();
+}
+
+const char* fake_written() { return written.c_str(); }
+
+int cuGetErrorName(int, const char** text) { return *text = "CUDA_ERROR_UNKNOWN", 0; }
+
+int cuGetErrorString(int, const char** text) { return *text = "unknown error", 0; }
+
+// A stream's number is that of its context.
+int cuStreamGetCtx(uintptr_t stream, uintptr_t* context) {
+  *context = stream;
+  return note("cuStreamGetCtx", stream);
+}
+
+int cuCtxPushCurrent_v2(uintptr_t context) {
+  current = context;
+  return note("cuCtxPushCurrent", context);
+}
+
+int cuCtxPopCurrent_v2(uintptr_t* context) {
+  *context = current;
+  current = 0;
+  return note("cuCtxPopCurrent", *context);
+}
+
+int cuCtxGetDevice(int* device) {
+  *device = int(current);
+  return note("cuCtxGetDevice", current);
+}
+
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  *value = capability[attribute - 75];
+  return note("cuDeviceGetAttribute");
+}
+
+int cuLibraryLoadData(uintptr_t* library, const void* image, void*, void*, unsigned, void*, void*,
+                      unsigned) {
+  *library = 1;
+  // A fatbin begins with this word.
+  return note("cuLibraryLoadData", *static_cast<const uint32_t*>(image));
+}
+
+int cuLibraryGetKernel(const char** kernel, uintptr_t, const char* name) {
+  *kernel = strdup(name);
+  return note("cuLibraryGetKernel");
+}
+
+int cuKernelSetAttribute(int attribute, int value, const char*, int device) {
+  return note("cuKernelSetAttribute", attribute, value, device);
+}
+
+int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* data, const uint64_t* shape,
+                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
+                           int interleave, int swizzle, int promotion, int fill) {
+  int result = note("cuTensorMapEncodeTiled", type, rank, uintptr_t(data), interleave, swizzle,
+                    promotion, fill);
+  for (unsigned i = 0; i < rank; i++) {
+    result |= note("dimension", shape[i], i ? strides[i - 1] : 0, box[i], steps[i]);
+  }
+  memcpy(map, &data, sizeof data);
+  return result;
+}
+
+int cuLaunchKernelEx(const Config* config, const char* kernel, void** parameters, void**) {
+  // Of the parameter: what stands in the maps of patches, weight and y, then the rest.
+  const char* parameter = static_cast<const char*>(parameters[0]);
+  uint64_t words[7];
+  for (int i = 0; i < 3; i++) memcpy(&words[i], parameter + 128 * i, 8);
+  memcpy(words + 3, parameter + 384, 32);
+  int32_t sizes[5];
+  memcpy(sizes, parameter + 416, 20);
+  note(kernel);
+  note("pointers", words[0], words[1], words[2], words[3], words[4], words[5], words[6]);
+  note("sizes", sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]);
+  for (unsigned i = 0; i < config->count; i++) {
+    const auto& attribute = config->attributes[i];
+    note("attribute", attribute.id, attribute.value[0], attribute.value[1], attribute.value[2]);
+  }
+  return note("cuLaunchKernelEx", config->grid[0], config->grid[1], config->grid[2],
+              config->block[0], config->block[1], config->block[2], config->shared_memory,
+              uintptr_t(config->stream), current);
+}
+
+}  // extern "C"

@@ -1,0 +1,127 @@
+"""jax's matrix product for Blackwell, compiled for sm_100a without a GPU.
+
+  python tests/jax_kernels.py NAME FOLDER
+
+compiles one case into a folder: a process of its own, because the compilers read their settings
+when JAX is imported.
+"""
+
+import dataclasses
+import functools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+
+TESTS = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """jax's blackwell_matmul_mgpu: shape (M, N, K), and the arguments of its TuningConfig.
+
+    With `cluster_axes` its dynamic_scheduling_loop is told of the cluster, as its documentation
+    demands and as the kernel does not (NOTES.md).
+    """
+
+    dtype: str
+    shape: tuple[int, int, int]
+    tile: tuple[int, int, int]
+    max_concurrent_steps: int
+    epilogue_tile_n: int
+    collective: bool = False
+    cluster_axes: tuple[str, ...] = ()
+    grid_minor_dim: str = "N"
+    grid_tile_width: int = 1
+
+    def function(self):
+        """The operator."""
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+        from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu as matmul
+
+        config = matmul.TuningConfig(
+            *self.tile,
+            max_concurrent_steps=self.max_concurrent_steps,
+            collective=self.collective,
+            epilogue_tile_n=self.epilogue_tile_n,
+            grid_minor_dim=matmul.MatmulDimension[self.grid_minor_dim],
+            grid_tile_width=self.grid_tile_width,
+        )
+        loop = functools.partial(plgpu.dynamic_scheduling_loop, cluster_axes=self.cluster_axes)
+
+        def function(a, b):
+            with mock.patch.object(plgpu, "dynamic_scheduling_loop", loop):
+                return matmul.matmul_kernel(a, b, config)
+
+        return function
+
+    def draw(self, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Operands, and what the kernel has to give."""
+        generator, (M, N, K) = np.random.default_rng(seed), self.shape
+        dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        # So sparse that sums stay small: float8 has no odd number above 15.
+        share = 3 / K if dtype.itemsize == 1 else 0.3
+        a, b = (
+            generator.integers(-2, 3, shape) * (generator.random(shape) < share)
+            for shape in ((M, K), (K, N))
+        )
+        result = (a @ b).astype(dtype)
+        assert (result.astype(np.int64) == a @ b).all()
+        return a.astype(dtype), b.astype(dtype), result
+
+
+two = functools.partial(Matmul, collective=True, cluster_axes=("x",))
+
+MATMULS = {
+    "one block, float16": Matmul("float16", (256, 256, 256), (128, 128, 64), 2, 64),
+    "one block, bfloat16, all of tensor memory": Matmul(
+        "bfloat16", (256, 512, 128), (128, 256, 64), 2, 32
+    ),
+    "one block, float8": Matmul("float8_e4m3fn", (256, 256, 256), (128, 128, 128), 2, 64),
+    "one block, bfloat16, narrow tiles of K": Matmul(
+        "bfloat16", (384, 256, 128), (128, 64, 32), 3, 64, grid_minor_dim="M", grid_tile_width=2
+    ),
+    "two blocks, float16": two(
+        "float16", (512, 512, 256), (128, 128, 64), 4, 64, grid_minor_dim="M", grid_tile_width=2
+    ),
+    "two blocks, bfloat16": two("bfloat16", (512, 256, 192), (128, 64, 64), 2, 32),
+    "two blocks, bfloat16, narrow tiles": two("bfloat16", (512, 128, 128), (128, 32, 32), 3, 16),
+}
+
+# As it stands in jax 0.11.2 and 0.12.0.
+AS_IT_STANDS = "two blocks, as it stands"
+BROKEN = {AS_IT_STANDS: dataclasses.replace(MATMULS["two blocks, bfloat16"], cluster_axes=())}
+
+
+def compiled(name: str, folder: Path) -> Path:
+    """Compiles a case; the stem of its dumped files."""
+    command = [sys.executable, __file__, name, folder]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    (ptx,) = folder.glob("*.ptx")
+    return ptx.with_suffix("")
+
+
+def main(name: str, folder: Path) -> None:
+    """Compiles a case."""
+    sys.path[:0] = [str(TESTS.parent)]
+    from benchmarks import offline_compile
+
+    with offline_compile.compiler() as dumped:
+        import jax
+
+        matmul = (MATMULS | BROKEN)[name]
+        M, N, K = matmul.shape
+        shapes = [jax.ShapeDtypeStruct(shape, matmul.dtype) for shape in ((M, K), (K, N))]
+        chip = offline_compile.CHIPS["b200"]
+        offline_compile.compile_offline(matmul.function(), shapes, chip, dumped)
+        for path in dumped.iterdir():
+            if path.suffix in (".ptx", ".log"):
+                shutil.copy(path, folder / path.name.replace(".mlir-passes", ""))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,53 @@
+"""The emulator against a Hopper GPU: what every program leaves is the same in every bit."""
+
+import itertools
+import json
+
+import chip_programs
+import pytest
+
+ANSWERS = json.loads(chip_programs.ANSWERS.read_text())
+PARTS = 4
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("family", chip_programs.FAMILIES)
+def test_the_emulator_answers_as_the_chip_did(family, part):
+    answers = ANSWERS["answers"][family]
+    for program in itertools.islice(chip_programs.FAMILIES[family](), part, None, PARTS):
+        question, answer = answers[program.name]
+        assert question == program.question, f"{program.name} changed: run chip_answers.py again"
+        assert chip_programs.digest(*chip_programs.emulated(program)) == answer, program.name
+
+
+def test_every_program_was_asked():
+    asked = {
+        family: [program.name for program in programs()]
+        for family, programs in chip_programs.FAMILIES.items()
+    }
+    answers = {family: list(ANSWERS["answers"][family]) for family in asked}
+    assert answers == asked
+    assert sum(map(len, asked.values())) >= 2000
+    assert ANSWERS["compute_capability"] == "9.0"
+
+
+def test_an_emulator_that_differs_is_noticed(monkeypatch):
+    """A swizzle that exchanges nothing; a NaN with another payload; a shuffle that stays."""
+    from ptx_emulator import scalar, tma
+
+    def wrong(family):
+        answers = ANSWERS["answers"][family]
+        programs = chip_programs.FAMILIES[family]()
+        found = (
+            chip_programs.digest(*chip_programs.emulated(p)) != answers[p.name][1]
+            for p in itertools.islice(programs, 0, None, 25)
+        )
+        return any(found)
+
+    assert not wrong("scalar") and not wrong("tma")
+    monkeypatch.setattr(scalar, "with_one_nan", lambda values: values)
+    assert wrong("scalar")
+    monkeypatch.setitem(tma.SWIZZLES, 128, 0)
+    tma.places_of.cache_clear()
+    assert wrong("tma")
+    tma.places_of.cache_clear()

@@ -1,0 +1,110 @@
+"""The hand-written Hopper kernel without a GPU: matrix descriptors, and what nvcc makes of it."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.offline_compile import count, cuda_root, innermost_loop
+
+FFI = Path(__file__).parent.parent / "ffi"
+DTYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16"}
+
+HOST = """
+#include "ptx/matrix_descriptor.h"
+using namespace patch_embed::ptx;
+extern "C" uint64_t made(uint32_t address) { return matrix_descriptor(address); }
+extern "C" uint64_t moved(uint32_t address, uint32_t bytes) {
+  return advance(matrix_descriptor(address), bytes);
+}
+static_assert(matrix_descriptor(0) == 0x4000004000010000);
+"""
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """The functions above, compiled for this machine."""
+    if shutil.which("c++") is None:
+        pytest.skip("there is no C++ compiler")
+    path = tmp_path_factory.mktemp("host") / "descriptor.so"
+    command = ["c++", "-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", "-x", "c++", "-"]
+    subprocess.run([*command, f"-I{FFI}", "-o", path], input=HOST, text=True, check=True)
+    library = ctypes.CDLL(path)
+    library.made.restype = library.moved.restype = ctypes.c_uint64
+    return library
+
+
+def fields(descriptor):
+    """The fields of PTX ISA 9.7.15.5.1, and the bits between them."""
+    places = {
+        "start": (0, 14),
+        "leading": (16, 14),
+        "stride": (32, 14),
+        "base offset": (49, 3),
+        "swizzle": (62, 2),
+    }
+    found = {name: descriptor >> at & (1 << size) - 1 for name, (at, size) in places.items()}
+    named = sum(found[name] << at for name, (at, _) in places.items())
+    return found | {"rest": descriptor ^ named}
+
+
+@pytest.mark.parametrize("address", [0x400, 0x400 + 8192, 0x400 + 13 * 24576, 227 * 1024])
+@pytest.mark.parametrize("step", [None, 0, 32, 64, 96, 64 * 128 + 96])
+def test_a_descriptor_is_that_of_rows_of_128_swizzled_bytes(host, address, step):
+    address %= 1 << 18
+    found = host.made(address) if step is None else host.moved(address, step)
+    expected = dict(start=(address + (step or 0)) // 16, leading=1, stride=1024 // 16, swizzle=1)
+    assert fields(found) == expected | {"base offset": 0, "rest": 0}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The cubin of a dtype's kernels, and what the compilers said."""
+
+    def cubin(dtype):
+        path = tmp_path_factory.mktemp(dtype) / "kernels.cubin"
+        options = ["-std=c++17", "-O3", "-cubin", "-arch=sm_90a", "-Xptxas", "-v"]
+        options.append(f"-DPATCH_EMBED_DTYPE={DTYPES[dtype]}")
+        command = ["nvcc", *options, FFI / "patch_embed_sm90.cu", "-o", path]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return path, done.stdout + done.stderr
+
+    return cubin
+
+
+def tile_loop(cubin, name):
+    """The machine code of the loop over a kernel's tiles."""
+    command = [cuda_root() / "bin" / "nvdisasm", "-c", cubin]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (kernel,) = (part for part in text.split(".section\t.text.")[1:] if part.startswith(name + ","))
+    return innermost_loop(kernel, re.compile(r"STG\.E\.128"))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_kernel_spills_and_no_product_waits_for_another(compiled, dtype):
+    cubin, said = compiled(dtype)
+    kernels = said.count("Compiling entry function")
+    assert kernels > 0
+    assert said.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == kernels
+    assert not re.search("warning|serialized", said), said
+    if cuda_root() is None:
+        return
+    multiply, tile_n, rows, held = {
+        "e4m3": ("QGMMA", 192, 64, True),
+        "i8": ("IGMMA", 192, 64, True),
+        "bf16": ("HGMMA", 192, 128, False),
+    }[dtype]
+    weight = "s10_stationary" if held else "s5_streamed"
+    name = f"patch_embed_sm90_{dtype}_bf16_table_{tile_n}x{rows}_b1_{weight}"
+    found = count(tile_loop(cubin, name))
+    # A thread has rows / 32 rows of tile_n / 32 vectors.
+    assert found["STG"] == rows // 32 * tile_n // 32
+    assert found.get("LDG", 0) == (0 if held else found["STG"])
+    assert found[multiply] == 4 * rows // 64
+    assert not {"LDL", "STL", "LD", "ST"} & set(found)

@@ -1,0 +1,85 @@
+"""Kernels of others that are known to run on Blackwell, on the emulator: jax's and Triton's.
+
+Data are small integers, so results are exact whatever the order of the sums.
+"""
+
+from pathlib import Path
+
+import pytest
+from bounds import assert_bit_equal
+from jax_kernels import AS_IT_STANDS, BROKEN, MATMULS, Matmul, compiled
+from ptx_emulator import mosaic
+from ptx_emulator import triton as triton_launch
+from ptx_emulator.errors import RaceError
+
+from benchmarks.offline_compile import cuda_root
+
+try:
+    import triton_kernels
+except ImportError:
+    triton_kernels = None
+
+SCHEDULES = (("eager", 0), ("late", 1), ("random", 2))
+
+# Warnings that these kernels, which run on Blackwell, give (README.md of the emulator).
+JAX_ALLOWED = frozenset(
+    {"descriptor version", "used before wait::ld", "exit before a store's read"}
+)
+TRITON_ALLOWED = frozenset(
+    {"no tcgen05.fence", "same value stored", "unfenced mbarrier.init", "used before wait::ld"}
+)
+
+needs_codegen = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
+needs_triton = pytest.mark.skipif(
+    triton_kernels is None, reason="triton is missing: the extra codegen has it"
+)
+
+
+def run(stem: Path, matmul: Matmul, **options) -> None:
+    """Compares its result."""
+    a, b, expected = matmul.draw(seed=options["seed"])
+    result = (expected.shape, expected.dtype)
+    machine, (address,) = mosaic.prepare(stem, [a, b], [result], allowed=JAX_ALLOWED, **options)
+    machine.launch()
+    assert_bit_equal(machine.memory.read(address, *result), expected)
+
+
+@needs_codegen
+@pytest.mark.parametrize("name", MATMULS)
+def test_jaxs_matmul_is_exact_whatever_the_schedule(tmp_path, name):
+    stem = compiled(name, tmp_path)
+    for schedule, seed in SCHEDULES:
+        run(stem, MATMULS[name], schedule=schedule, seed=seed)
+
+
+@needs_codegen
+def test_jaxs_matmul_of_two_blocks_cancels_two_clusters_at_once(tmp_path):
+    """NOTES.md: both blocks ask for the next tile, and each answer is written to both."""
+    stem = compiled(AS_IT_STANDS, tmp_path)
+    for schedule, seed in SCHEDULES:
+        with pytest.raises(RaceError, match=r"the try_cancel of line \d+ overwrites"):
+            run(stem, BROKEN[AS_IT_STANDS], schedule=schedule, seed=seed)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", triton_kernels.CASES if triton_kernels else ["none"])
+def test_tritons_kernel_is_exact_whatever_the_schedule(monkeypatch, tmp_path, name):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    case = triton_kernels.CASES[name]
+    kernel = case.compiled()
+    assert "tcgen05.mma" in kernel.asm["ptx"]
+    for schedule, seed in SCHEDULES:
+        *operands, result = case.draw(seed)
+        numbers = case.shape[1:] if case.kernel is triton_kernels.chained else case.shape
+        machine, addresses = triton_launch.prepare(
+            kernel,
+            case.grid,
+            [*operands, result, *numbers],
+            schedule=schedule,
+            seed=seed,
+            allowed=TRITON_ALLOWED,
+        )
+        machine.launch()
+        found = machine.memory.read(addresses[-1], result.shape, result.dtype)
+        assert_bit_equal(found, case.expected(*operands))

@@ -1,0 +1,113 @@
+"""Bulk copies without a tensor map (PTX ISA 9.7.9.25.4.1): bytes, the barrier, what is an error."""
+
+import numpy as np
+import pytest
+from ptx_emulator.errors import EmulatorError
+from ptx_emulator.machine import Machine
+from ptx_emulator.memory import GlobalMemory
+from ptx_emulator.parser import parse
+
+SIZE = 512
+
+KERNEL = """
+.version 9.0
+.target sm_90a
+.address_size 64
+.visible .entry kernel(.param .u64 source, .param .u64 result)
+.maxntid 32, 1, 1
+{
+.shared .align 128 .b8 target[512];
+.shared .align 8 .b64 arrived;
+.reg .b64 %source, %result, %offset;
+.reg .b32 %lane, %at, %word;
+.reg .pred %first, %there;
+ld.param.u64 %source, [source]; ld.param.u64 %result, [result];
+mov.u32 %lane, %tid.x;
+mov.u32 %at, target;
+setp.eq.u32 %first, %lane, 0;
+@!%first bra wait;
+mbarrier.init.shared::cta.b64 [arrived], 1;
+INITIALISED
+BEFORE
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [arrived], EXPECTED;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+    [%at + TO], [%source + FROM], BYTES, [arrived];
+wait:
+bar.warp.sync 0xffffffff;
+WAIT
+mad.lo.u32 %at, %lane, 16, %at;
+mad.wide.u32 %result, %lane, 16, %result;
+.reg .b32 %x<4>;
+ld.shared.v4.u32 {%x0, %x1, %x2, %x3}, [%at];
+st.global.v4.u32 [%result], {%x0, %x1, %x2, %x3};
+ret;
+}
+"""
+
+WAIT = """
+again: mbarrier.try_wait.parity.shared::cta.b64 %there, [arrived], 0;
+@!%there bra again;
+"""
+
+WHOLE = {
+    "INITIALISED": "fence.mbarrier_init.release.cluster;",
+    "BEFORE": "",
+    "TO": 0,
+    "FROM": 0,
+    "BYTES": SIZE,
+    "EXPECTED": SIZE,
+    "WAIT": WAIT,
+}
+
+
+def copied(schedule="random", **parts):
+    """What a kernel finds in the target behind a copy, and what was to be copied."""
+    text = KERNEL
+    for name, part in (WHOLE | parts).items():
+        text = text.replace(name, str(part))
+    source = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
+    memory = GlobalMemory()
+    addresses = memory.place(source), memory.place(np.zeros_like(source))
+    machine = Machine(parse(text), (1, 1, 1), memory=memory, schedule=schedule)
+    for i, address in enumerate(addresses):
+        machine.set_parameter(i, address)
+    machine.launch()
+    return memory.read(addresses[1], source.shape, source.dtype), source
+
+
+@pytest.mark.parametrize("schedule", ["eager", "late", "random"])
+def test_all_bytes_have_come_when_the_barrier_says_so(schedule):
+    found, source = copied(schedule)
+    np.testing.assert_array_equal(found, source)
+
+
+@pytest.mark.parametrize(
+    "parts, message",
+    [
+        ({"WAIT": ""}, "reads what was written to"),
+        ({"INITIALISED": ""}, "unfenced mbarrier.init"),
+        ({"TO": 8}, "not multiples of 16"),
+        ({"FROM": 8, "BYTES": 256}, "not multiples of 16"),
+        ({"BYTES": 24}, "not multiples of 16"),
+        ({"BYTES": 0}, "not multiples of 16"),
+        ({"FROM": 16}, "outside of all arrays"),
+        ({"TO": 64}, "outside of its"),
+        ({"TO": 1 << 24}, "instead of the own one"),
+        ({"BEFORE": "st.shared.u32 [%at], %lane;"}, "without a fence.proxy.async"),
+        ({"EXPECTED": 2 * SIZE}, "nothing can go on"),
+    ],
+)
+def test_what_a_copy_must_not_do_is_an_error(parts, message):
+    with pytest.raises(EmulatorError, match=message):
+        copied("late", **parts)
+
+
+def test_a_copy_to_where_another_one_is_under_way_is_a_race():
+    other = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    with pytest.raises(EmulatorError, match="overwrites what was written to"):
+        copied("late", BEFORE=f"{other} [%at], [%source], 16, [arrived];")
+
+
+def test_bytes_that_were_read_before_are_overwritten_in_order():
+    found, source = copied(BEFORE=".reg .b32 %old; ld.shared.u32 %old, [%at];")
+    np.testing.assert_array_equal(found, source)

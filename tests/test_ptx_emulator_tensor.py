@@ -1,0 +1,1039 @@
+"""The emulator's tensor cores and tensor memory, against the PTX ISA (9.0), 9.7.15 and 9.7.16.
+
+Products are sums that float32 holds exactly. Where something has to be refused, its twin that is
+right runs beside it.
+"""
+
+import functools
+import itertools
+import re
+
+import numpy as np
+import pytest
+from ptx import HERE, exchanged, fails, number, run
+from ptx_emulator import isa
+from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
+from test_ptx_emulator_mma import TESTED
+
+WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
+
+# Elements, operands in shared memory, descriptors.
+
+# Bytes of an operand's part of the memory.
+PART = 40960
+
+SIZES = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
+
+
+@functools.cache
+def exact(kind):
+    """Floats that are multiples of 1/8 up to 8, as raw integers, and their values."""
+    step = {"f16": 1 << 7, "bf16": 1 << 4}.get(kind, 1)
+    values = {raw: number(raw, kind) for raw in range(0, 256 ** SIZES[kind], step)}
+    found = {raw: x for raw, x in values.items() if abs(x) <= 8 and x * 8 % 1 == 0}
+    return np.array([*found]), np.array([*found.values()])
+
+
+def drawn(kind, shape, seed):
+    """Random elements as raw integers, and their values."""
+    generator = np.random.default_rng([seed, *shape])
+    if kind in ("s8", "u8"):
+        raw = generator.integers(0, 256, shape, np.uint8)
+        return raw, raw.view(np.int8 if kind == "s8" else np.uint8).astype(np.float64)
+    raw, values = exact(kind)
+    chosen = generator.integers(0, len(raw), shape)
+    return raw[chosen], values[chosen]
+
+
+class Layout:
+    """How an operand lies in shared memory (9.7.15.5.1.2, 9.7.16.3 and 4).
+
+    Args:
+      major: "K" or "MN", whichever is contiguous.
+      swizzle: bytes.
+      leading, stride: the byte offsets of the descriptor; densely without them.
+      begin: from the beginning of the operand's part of the memory.
+    """
+
+    def __init__(self, major="K", swizzle=0, leading=None, stride=None, begin=0):
+        self.major, self.swizzle, self.begin = major, swizzle, begin
+        dense = {("K", False): (128, 256), ("K", True): (0, 8 * swizzle)}
+        dense |= {("MN", False): (144 * 40, 144), ("MN", True): (32 * swizzle, 8 * swizzle)}
+        found = dense[major, bool(swizzle)]
+        self.leading = found[0] if leading is None else leading
+        self.stride = found[1] if stride is None else stride
+
+    def offset(self, row, k, size):
+        """Where the element of this row of M or N begins; also of arrays of rows and k."""
+        along, across = (k * size, row) if self.major == "K" else (row * size, k)
+        eights, one = divmod(across, 8)
+        if self.swizzle and self.major == "K":
+            at = eights * self.stride + one * self.swizzle + along
+        elif self.swizzle:
+            lines, rest = divmod(along, self.swizzle)
+            at = lines * self.leading + eights * self.stride + one * self.swizzle + rest
+        else:
+            # Core matrices of 8 times 16 bytes.
+            pieces, rest = divmod(along, 16)
+            near, far = (eights, pieces) if self.major == "K" else (pieces, eights)
+            at = near * self.stride + far * self.leading + one * 16 + rest
+        return exchanged(self.begin + at, self.swizzle)
+
+    def put(self, image, raw, size):
+        """Writes the elements [row, k] into an array of bytes."""
+        row, k = np.indices(raw.shape)
+        at = self.offset(row, k, size)[..., None] + np.arange(size)
+        image[at] = raw.astype(f"<u{size}")[..., None].view(np.uint8)
+
+    def bits(self, chip):
+        """The descriptor but for the address."""
+        found = (self.leading >> 4) << 16 | (self.stride >> 4) << 32
+        if chip == "Hopper":
+            return found | {0: 0, 128: 1, 64: 2, 32: 3}[self.swizzle] << 62
+        return found | 0b001 << 46 | {0: 0, 128: 2, 64: 4, 32: 6}[self.swizzle] << 61
+
+
+def descriptor(name, offset, bits):
+    """Statements that make a descriptor of what is `offset` behind the beginning of `memory`."""
+    return f"""add.u32 %x, %memory, {offset}; shr.u32 %x, %x, 4; and.b32 %x, %x, 0x3FFF;
+        cvt.u64.u32 {name}, %x; or.b64 {name}, {name}, {bits:#x};"""
+
+
+def uploaded(size, array=0, fence="fence.proxy.async.shared::cta;"):
+    """Copies an array to `memory`, by 128 threads."""
+    text = f"mad.wide.u32 %far, %me, 16, %m{array}; mad.lo.u32 %x, %me, 16, %memory;"
+    for at in range(0, size, 2048):
+        text += f"""ld.global.v4.b32 {{%v0, %v1, %v2, %v3}}, [%far+{at}];
+            st.shared.v4.b32 [%x+{at}], {{%v0, %v1, %v2, %v3}};"""
+    return f"{text} {fence} bar.sync 0;"
+
+
+def declared(size):
+    return f""".shared .align 1024 .b8 memory[{size}]; .shared .align 8 .b64 bar[2];
+        .shared .align 4 .b32 slot[1]; .reg .b32 %memory, %bar, %x, %y, %v<4>, %tmem, %rank;
+        .reg .b64 %far, %da, %db; .reg .pred %first, %leads, %p, %no, %yes, %over;
+        mov.u32 %memory, memory; mov.u32 %bar, bar; mov.u32 %rank, %cluster_ctarank;
+        setp.eq.u32 %first, %me, 0; setp.lt.u32 %leads, %me, 32; mov.pred %no, 0; mov.pred %yes, 1;
+        @%first mbarrier.init.shared.b64 [%bar], 1;
+        @%first fence.mbarrier_init.release.cluster; bar.sync 0;
+    """
+
+
+def padded(image):
+    return image.tobytes() + bytes(-len(image) % 2048)
+
+
+DENSE = (Layout(), Layout())
+
+
+# wgmma.
+
+FLOATS = [(16, x, x) for x in ("bf16", "f16")]
+FLOATS += [(32, *pair) for pair in itertools.product(("e4m3", "e5m2"), repeat=2)]
+INTEGERS = [(32, *pair) for pair in itertools.product(("s8", "u8"), repeat=2)]
+INTEGER_WIDTHS = [8, 16, 24, *range(32, 257, 16)]
+
+
+def types_of(columns):
+    return FLOATS + INTEGERS * (columns in INTEGER_WIDTHS)
+
+
+def opcode_of(columns, depth, a, b):
+    result = "s32" if a in ("s8", "u8") else "f32"
+    return f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{result}.{a}.{b}"
+
+
+PRODUCTS = {opcode_of(n, *types): (n, *types) for n in range(8, 257, 8) for types in types_of(n)}
+FENCE, COMMIT, WAIT = (f"wgmma.{x}.sync.aligned" for x in ("fence", "commit_group", "wait_group"))
+
+
+def flags(depth, a, signs="1, 1", turned="0, 0"):
+    """The operands behind the predicate."""
+    return f", {signs}" * (a not in ("s8", "u8")) + f", {turned}" * (depth == 16)
+
+
+def registers(count, name="%c"):
+    return "{" + ", ".join(f"{name}{i}" for i in range(count)) + "}"
+
+
+def fragments(array, part, count):
+    """Stores %c0, %c1, ... of every thread to this part of an array."""
+    text = f"mad.lo.u32 %x, %me, {4 * count}, {part * 512 * count};"
+    text += f"cvt.u64.u32 %far, %x; add.u64 %far, %far, %m{array};"
+    for i in range(0, count, 4):
+        text += f"st.global.v4.b32 [%far+{4 * i}], {{%c{i}, %c{i + 1}, %c{i + 2}, %c{i + 3}}};\n"
+    return text
+
+
+def matrix(words, columns, result):
+    """The 64 rows of an accumulator (9.7.15.5.1.1.3), of what `fragments` stored."""
+    found = np.frombuffer(words, np.int32 if result == "s32" else np.float32)
+    found = found.reshape(-1, 128, columns // 2)
+    left = np.full((len(found), 64, columns), np.nan)
+    thread, i = np.indices((128, columns // 2))
+    row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i // 2 % 2)
+    left[:, row, 8 * (i // 4) + 2 * (thread % 4) + i % 2] = found
+    return left
+
+
+KINDS = tuple(SIZES)
+
+
+@functools.cache
+def products(columns):
+    """All products of this width, of operands that are shared by all types."""
+    image, values = np.zeros(6 * 2048 + 6 * 8192, np.uint8), {}
+    begin = {}
+    for i, kind in enumerate(KINDS):
+        depth = 32 // SIZES[kind]
+        begin[kind] = (2048 * i, 12288 + 8192 * i)
+        for at, rows in zip(begin[kind], (64, columns)):
+            raw, values[kind, at] = drawn(kind, (rows, depth), i)
+            part = np.zeros(8192, np.uint8)
+            Layout().put(part, raw, SIZES[kind])
+            image[at : at + 32 * rows] = part[: 32 * rows]
+    count = columns // 2
+    text = declared(len(image)) + f".reg .b32 %c<{count}>; {uploaded(len(image))} {FENCE};"
+    for part, (depth, a, b) in enumerate(types_of(columns)):
+        text += descriptor("%da", begin[a][0], Layout().bits("Hopper"))
+        text += descriptor("%db", begin[b][1], Layout().bits("Hopper"))
+        text += f"""{opcode_of(columns, depth, a, b)} {registers(count)}, %da, %db, %no
+            {flags(depth, a)}; {COMMIT}; {WAIT} 0; {fragments(1, part, count)}"""
+    room = bytes(512 * count * len(types_of(columns)))
+    arrays = [padded(image), room]
+    left = run(text, arrays=arrays, threads=128, target="sm_90a").arrays[1]
+    found = {}
+    for part, (depth, a, b) in enumerate(types_of(columns)):
+        words = left[part * 512 * count : (part + 1) * 512 * count]
+        result = "s32" if a in ("s8", "u8") else "f32"
+        wanted = values[a, begin[a][0]] @ values[b, begin[b][1]].T
+        found[depth, a, b] = matrix(words, columns, result)[0], wanted
+    return found
+
+
+@pytest.mark.parametrize("opcode", PRODUCTS)
+def test_wgmma_of_every_width_and_type(opcode):
+    assert isa.TABLE[opcode].section == WGMMA
+    columns, *types = PRODUCTS[opcode]
+    found, wanted = products(columns)[tuple(types)]
+    np.testing.assert_array_equal(found, wanted)
+
+
+def multiplied(opcode, layouts, images, statements, *, more="", **options):
+    """Statements on %da and %db with the products of two operands; the accumulators."""
+    columns, _, a, b = PRODUCTS[opcode]
+    image, count = np.zeros(2 * PART, np.uint8), columns // 2
+    for layout, raw, begin, kind in zip(layouts, images, (0, PART), (a, b)):
+        part = np.zeros(PART, np.uint8)
+        layout.put(part, raw, SIZES[kind])
+        image[begin : begin + PART] = part
+    text = declared(len(image)) + f".reg .b32 %c<{count}>; {uploaded(len(image))} {FENCE};"
+    for name, layout, begin in zip(("%da", "%db"), layouts, (0, PART)):
+        text += descriptor(name, begin + layout.begin, layout.bits("Hopper"))
+    text += f"{statements} {COMMIT}; {WAIT} 0; {fragments(1, 0, count)}"
+    arrays = [padded(image), bytes(512 * count)]
+    left = run(text, arrays=arrays, threads=128, target="sm_90a", **options).arrays[1]
+    return matrix(left, columns, "s32" if a in ("s8", "u8") else "f32")[0]
+
+
+LAYOUTS = [
+    *(Layout("K", swizzle) for swizzle in (0, 32, 64, 128)),
+    *(Layout("MN", swizzle) for swizzle in (0, 32, 64, 128)),
+    Layout("K", 0, leading=144 * 33, stride=144),
+    Layout("K", 64, stride=1024, begin=32),
+    Layout("K", 128, stride=2048, begin=96),
+    Layout("MN", 32, leading=256, stride=256 * 20),
+    Layout("MN", 128, leading=4096, stride=1024),
+    Layout("MN", 0, leading=128, stride=528),
+]
+
+
+def layout_name(layout):
+    return f"{layout.major}-{layout.swizzle}-{layout.leading}-{layout.stride}-{layout.begin}"
+
+
+@pytest.mark.parametrize("second", [LAYOUTS[i] for i in (0, 2, 4, 7)], ids=layout_name)
+@pytest.mark.parametrize("first", LAYOUTS, ids=layout_name)
+def test_layouts_of_wgmma(first, second):
+    """All swizzles, major K and major MN, with strides of their own; begins inside of a row."""
+    opcode = opcode_of(72, 16, "bf16", "bf16")
+    (raw_a, a), (raw_b, b) = (drawn("bf16", (rows, 16), i) for i, rows in enumerate((64, 72)))
+    turned = f"{int(first.major == 'MN')}, {int(second.major == 'MN')}"
+    statement = f"{opcode} {registers(36)}, %da, %db, %no, 1, 1, {turned};"
+    found = multiplied(opcode, (first, second), (raw_a, raw_b), statement)
+    np.testing.assert_array_equal(found, a @ b.T)
+
+
+@pytest.mark.parametrize("swizzle", [32, 64, 128])
+@pytest.mark.parametrize("kind", ["e4m3", "s8"])
+def test_layouts_of_bytes(kind, swizzle):
+    opcode = opcode_of(48, 32, kind, kind)
+    (raw_a, a), (raw_b, b) = (drawn(kind, (rows, 32), i) for i, rows in enumerate((64, 48)))
+    statement = f"{opcode} {registers(24)}, %da, %db, %no {flags(32, kind)};"
+    layouts = Layout("K", swizzle), Layout("K", swizzle, stride=16 * swizzle)
+    np.testing.assert_array_equal(multiplied(opcode, layouts, (raw_a, raw_b), statement), a @ b.T)
+
+
+@pytest.mark.parametrize("kind, depth", [("f16", 16), ("e5m2", 32), ("u8", 32)])
+def test_wgmma_accumulates_with_signs(kind, depth):
+    """Integers have no signs, and their sums go around."""
+    opcode = opcode_of(16, depth, kind, kind)
+    (raw_a, a), (raw_b, b) = (drawn(kind, (rows, depth), i) for i, rows in enumerate((64, 16)))
+    signs = [(1, 1), (-1, 1), (-1, -1), (1, 1), (1, -1), (1, 1)]
+    statements, total = "", 0
+    for i, (one, two) in enumerate(signs):
+        predicate = "%no" if i in (0, 2) else "%yes" if i % 2 else "1"
+        statements += f"{opcode} {registers(8)}, %da, %db, {predicate}"
+        statements += f"{flags(depth, kind, f'{one}, {two}')};"
+        total = (0 if i in (0, 2) else total) + (1 if kind == "u8" else one * two)
+    found = multiplied(opcode, (Layout(), Layout()), (raw_a, raw_b), statements)
+    np.testing.assert_array_equal(found, total * (a @ b.T))
+
+
+SMALL = opcode_of(8, 32, "s8", "s8")
+
+
+def hopper(statements, fence="fence.proxy.async;", size=4096, fenced=True):
+    """Products of 64 and 8 rows of ones: 32 everywhere."""
+    return f"""{declared(size)} .reg .b32 %c<4>, %e<4>; {uploaded(4096, fence=fence)}
+        {descriptor("%da", 0, Layout().bits("Hopper"))}
+        {descriptor("%db", 2048, Layout().bits("Hopper"))} {f"{FENCE};" * fenced} {statements}"""
+
+
+ONE = f"{SMALL} {{%c0, %c1, %c2, %c3}}, %da, %db, %no;"
+TWO = ONE.replace("%c", "%e")
+ONES = dict(arrays=[b"\1" * 4096], threads=128, target="sm_90a")
+
+
+def test_groups_of_wgmma():
+    """9.7.15.7: wait_group n leaves the last n groups; their registers may not be touched."""
+    assert {isa.TABLE[x].section for x in (FENCE, COMMIT, WAIT)} == {WGMMA}
+    text = hopper(f"{ONE} {COMMIT}; {TWO} {COMMIT}; {WAIT} 1; {{}}")
+    first, second = (f"mov.u32 %x, {x};{HERE}" for x in ("%c2", "%e2"))
+    right = text.replace("{}", f"{first} mov.u32 %d0, %x; {WAIT} 0; mov.u32 %d1, %e3;")
+    assert run(right, results=[32, 32], **ONES).results == [[32] * 128] * 2
+    message = "a register is used before wgmma.wait_group"
+    fails(EmulatorError, message, text.replace("{}", f"{second} {WAIT} 0;"), **ONES)
+    fails(EmulatorError, message, text.replace("{}", f"mov.u32 %e1, 0;{HERE}"), **ONES)
+    # What was not committed is in no group.
+    text = hopper(f"{ONE} {WAIT} 0; {{}} {COMMIT}; {WAIT} 0;")
+    run(text.replace("{}", ""), **ONES)
+    fails(EmulatorError, message, text.replace("{}", first), **ONES)
+
+
+def test_products_to_the_same_accumulators_need_no_wait_between_them():
+    text = hopper(f"{ONE} {ONE.replace('%no', '%yes')} {COMMIT}; {WAIT} 0; mov.u32 %d0, %c0;")
+    assert run(text, results=[32], **ONES).results == [[64] * 128]
+
+
+@pytest.mark.parametrize(
+    "wrong, right, error, message",
+    {
+        "no fence of wgmma": (
+            hopper(ONE + HERE, fenced=False),
+            hopper(f"{ONE} {COMMIT}; {WAIT} 0;"),
+            EmulatorError,
+            "without a wgmma.fence",
+        ),
+        "no fence of proxies": (
+            hopper(ONE + HERE, fence=""),
+            hopper(f"{ONE} {COMMIT}; {WAIT} 0;", fence="fence.proxy.async.shared::cta;"),
+            RaceError,
+            "wrote without a fence.proxy.async",
+        ),
+        "operands that change": (
+            hopper(f"{ONE} {COMMIT}; st.shared.u32 [%memory], 0;{HERE} {WAIT} 0;"),
+            hopper(f"{ONE} {COMMIT}; {WAIT} 0; bar.sync 0; @%first st.shared.u32 [%memory], 0;"),
+            RaceError,
+            "overwrites what is read from .*wgmma of block 0, warp 0 to 3 more|different values",
+        ),
+        "an exit": (
+            hopper(f"{ONE} {COMMIT};"),
+            hopper(f"{ONE} {COMMIT}; {WAIT} 0;"),
+            EmulatorError,
+            "exits before wgmma.wait_group",
+        ),
+        "a part of the warpgroup": (
+            hopper(f"@%leads bra end; {ONE} end: {COMMIT}; {WAIT} 0;{HERE}"),
+            hopper(f"bra end; end: {ONE} {COMMIT}; {WAIT} 0;"),
+            DeadlockError,
+            "waits for wgmma of the other warps of the warpgroup",
+        ),
+        "a part of a warp": (
+            hopper(f"@!%first {ONE}{HERE} {COMMIT}; {WAIT} 0;"),
+            hopper(f"@%yes {ONE} {COMMIT}; {WAIT} 0;"),
+            EmulatorError,
+            "without all lanes",
+        ),
+        "bounds": (
+            hopper(f"add.u64 %db, %db, {4096 // 16}; {ONE}{HERE}"),
+            hopper(f"add.u64 %db, %db, {1792 // 16}; {ONE} {COMMIT}; {WAIT} 0;"),
+            EmulatorError,
+            "outside of its",
+        ),
+    }.values(),
+)
+def test_hazards_of_wgmma(wrong, right, error, message):
+    run(right, **ONES)
+    fails(error, message, wrong, **ONES)
+
+
+@pytest.mark.parametrize(
+    "bits, message",
+    [
+        *((1 << i, "reserved bits") for i in (14, 15, 30, 31, 46, 47, 48, *range(52, 62))),
+        *((1 << i, "the base offset") for i in (49, 50, 51)),
+    ],
+)
+def test_unknown_bits_of_a_descriptor_of_wgmma(bits, message):
+    fails(EmulatorError, message, hopper(f"or.b64 %da, %da, {bits:#x}; {ONE}{HERE}"), **ONES)
+
+
+@pytest.mark.parametrize("swizzle", [32, 64, 128])
+def test_a_swizzled_operand_begins_in_the_first_row_of_its_pattern(swizzle):
+    """Otherwise it needs a base offset, which is not known."""
+    code = {128: 1, 64: 2, 32: 3}[swizzle] << 62 | (8 * swizzle >> 4) << 32
+    text = hopper(
+        f"{descriptor('%db', 0, code)} {descriptor('%da', 8192, code)} {{}} {ONE}{HERE} {COMMIT};"
+        f"{WAIT} 0;",
+        size=16384 + 1024,
+    )
+    run(text.replace("{}", f"add.u64 %db, %db, {8 * swizzle // 16};"), **ONES)
+    wrong = text.replace("{}", f"add.u64 %db, %db, {swizzle // 16};")
+    fails(UnsupportedError, "not in the first row", wrong, **ONES)
+    if swizzle < 128:
+        half = text.replace("{}", f"add.u64 %db, %db, {(swizzle - 16) // 16};")
+        fails(EmulatorError, "columns of K leave the swizzled row", half, **ONES)
+
+
+F32 = opcode_of(8, 32, "e4m3", "e4m3")
+BF16 = opcode_of(8, 16, "bf16", "bf16")
+
+
+@pytest.mark.parametrize(
+    "statement, message",
+    {
+        f"{F32} {{%c0, %c1, %c2, %c3}}, %da, %db, %no, 0, 1;": "signs and transpositions",
+        f"{F32} {{%c0, %c1, %c2, %c3}}, %da, %db, %no;": "signs and transpositions",
+        f"{F32} {{%c0, %c1, %c2, %c3}}, %da, %db, %no, 1, 1, 0, 0;": "signs and transpositions",
+        f"{BF16} {{%c0, %c1, %c2, %c3}}, %da, %db, %no, 1, 1;": "signs and transpositions",
+        f"{BF16} {{%c0, %c1, %c2, %c3}}, %da, %db, %no, 1, 1, 2, 0;": "signs and transpositions",
+        f"{SMALL} {{%c0, %c1, %c2, %c3}}, %da, %db, %no, 1, 1;": "signs and transpositions",
+        f"{SMALL} {{%c0, %c1, %c2}}, %da, %db, %no;": "4 accumulators are expected",
+        f"{SMALL} {{%c0, %c1, %c2, %c2}}, %da, %db, %no;": "4 accumulators are expected",
+        f"{SMALL} {{%c0, %c1, %c2, %far}}, %da, %db, %no;": "64 bits where b32",
+        f"{SMALL} {{%c0, %c1, %c2, %c3}}, {{%e0, %e1, %e2, %e3}}, %db, %no;": "in registers",
+        f"{SMALL} {{%c0, %c1, %c2, %c3}}, %x, %db, %no;": "32 bits where b64",
+        f"{SMALL.replace('n8', 'n40')} {{%c0}}, %da, %db, %no;": "not among the known",
+        f"{SMALL.replace('s32', 's32.satfinite')} {{%c0}}, %da, %db, %no;": "not among the known",
+        f"{BF16.replace('f32', 'f16')} {{%c0}}, %da, %db, %no, 1, 1, 0, 0;": "not among the known",
+        f"{WAIT} -1;": "all but -1",
+        f"{WAIT} %x;": "no integer constant",
+    }.items(),
+)
+def test_forms_of_wgmma_that_are_not_known(statement, message):
+    fails(UnsupportedError, message, hopper(statement + HERE), **ONES)
+
+
+# tcgen05.
+
+GROUPS = ("cta_group::1", "cta_group::2")
+ALLOC, DEALLOC, RELINQUISH, SINGLE, MULTI = (
+    [text.replace("GROUP", group) for group in GROUPS]
+    for text in (
+        "tcgen05.alloc.GROUP.sync.aligned.shared::cta.b32",
+        "tcgen05.dealloc.GROUP.sync.aligned.b32",
+        "tcgen05.relinquish_alloc_permit.GROUP.sync.aligned",
+        "tcgen05.commit.GROUP.mbarrier::arrive::one.shared::cluster.b64",
+        "tcgen05.commit.GROUP.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64",
+    )
+)
+MMA = {
+    (kind, group): f"tcgen05.mma.{group}.kind::{kind}"
+    for kind, group in itertools.product(("f16", "f8f6f4", "i8"), GROUPS)
+}
+BEFORE, AFTER = (f"tcgen05.fence::{x}_thread_sync" for x in ("before", "after"))
+LOADED = "tcgen05.wait::ld.sync.aligned"
+PER_REPETITION = {"32x32b": 1, "16x128b": 2, "16x256b": 4}
+LOADS = {
+    f"tcgen05.ld.sync.aligned.{shape}.x{count}.b32": (shape, count)
+    for shape, each in PER_REPETITION.items()
+    for count in (1, 2, 4, 8, 16, 32, 64, 128)
+    if each * count <= 128
+}
+
+CODES = {"f16": ("f16", "bf16"), "f8f6f4": ("e4m3", "e5m2"), "i8": ("u8", "s8")}
+
+
+def instruction_descriptor(kind, a, b, rows, columns, negate=(0, 0), turned=(0, 0)):
+    """Table 42 of 9.7.16.4.2."""
+    fields = [(2 if kind == "i8" else 1, 4), (CODES[kind].index(a), 7), (CODES[kind].index(b), 10)]
+    fields += [(negate[0], 13), (negate[1], 14), (turned[0], 15), (turned[1], 16)]
+    fields += [(columns >> 3, 17), (rows >> 4, 24)]
+    return sum(value << bit for value, bit in fields)
+
+
+WAITING = """{ again: mbarrier.try_wait.parity.acquire.cluster.shared.b64 %over, [%bar], PARITY;
+    @!%over bra again; }"""
+
+
+def waiting(parity=0):
+    return WAITING.replace("PARITY", str(parity))
+
+
+def blackwell(pair, products, loads, *, size=2 * PART, columns=512, layouts=DENSE):
+    """A kernel: tensor memory, operands, products by one thread, loads, all given back.
+
+    Args:
+      pair: whether of two blocks.
+      products: statements of one thread, with %da, %db and %tmem, without its predicate.
+      loads: statements of all threads with the lanes of their warp at %tmem.
+    """
+    group = int(pair)
+    all_ = (
+        "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" if pair else "bar.sync 0;"
+    )
+    text = f"""{declared(size)} @%leads {ALLOC[group]} [slot], {columns};
+        @%leads {RELINQUISH[group]}; bar.sync 0; ld.shared.b32 %tmem, [slot];
+        {f"mad.wide.u32 %far, %rank, {size}, %m0;" if pair else "mov.b64 %far, %m0;"}
+        .reg .b64 %own; mov.b64 %own, %far;
+        {uploaded(size).replace("%m0", "%own")} {all_}"""
+    for name, layout, begin in zip(("%da", "%db"), layouts, (0, PART)):
+        text += descriptor(name, begin + layout.begin, layout.bits("Blackwell"))
+    issuer = "setp.eq.and.u32 %p, %rank, 0, %first; @!%p bra issued;"
+    text += f"""{issuer} {products} issued: {waiting()} {AFTER};
+        and.b32 %y, %warp, 3; shl.b32 %y, %y, 21; add.u32 %tmem, %tmem, %y; {loads}
+        {BEFORE}; {all_} ld.shared.b32 %tmem, [slot]; @%leads {DEALLOC[group]} %tmem, {columns};"""
+    return text
+
+
+def commit(pair, form=None):
+    """Commits to the barriers of all blocks of the group."""
+    if not pair:
+        return f"{SINGLE[0]} [%bar];" if form != "multicast" else f"{MULTI[0]} [%bar], 1;"
+    if form == "single":
+        other = "mapa.shared::cluster.u32 %x, %bar, 1;"
+        return f"{SINGLE[1]} [%bar]; {other} {SINGLE[1]} [%x];"
+    return f"{MULTI[1]} [%bar], 3;"
+
+
+def load_columns(count, array=1):
+    """Stores all columns of each thread's lane of tensor memory, eight at a time."""
+    text = f"""mad.lo.u32 %y, %block, 128, %me; mul.lo.u32 %y, %y, {4 * count};
+        cvt.u64.u32 %far, %y; add.u64 %far, %far, %m{array}; .reg .b32 %c<8>;"""
+    for at in range(0, count, 8):
+        text += f"""tcgen05.ld.sync.aligned.32x32b.x8.b32 {registers(8)}, [%tmem+{at}];
+            {LOADED}; st.global.v4.b32 [%far+{4 * at}], {{%c0, %c1, %c2, %c3}};
+            st.global.v4.b32 [%far+{4 * at + 16}], {{%c4, %c5, %c6, %c7}};"""
+    return text
+
+
+def tcgen05(
+    kind,
+    a,
+    b,
+    columns,
+    *,
+    pair=False,
+    layouts=DENSE,
+    negate=(0, 0),
+    form=None,
+    issue=None,
+    **options,
+):
+    """The accumulators of a product, and a times b."""
+    blocks, depth = 1 + pair, 32 // SIZES[a]
+    (raw_a, values_a), (raw_b, values_b) = (
+        drawn(x, (rows, depth), i) for i, (x, rows) in enumerate(((a, 128 * blocks), (b, columns)))
+    )
+    images = []
+    for block in range(blocks):
+        image = np.zeros(2 * PART, np.uint8)
+        sides = (128, columns // blocks)
+        for i, (layout, raw, x) in enumerate(zip(layouts, (raw_a, raw_b), (a, b))):
+            part = np.zeros(PART, np.uint8)
+            layout.put(part, raw[block * sides[i] : (block + 1) * sides[i]], SIZES[x])
+            image[i * PART : (i + 1) * PART] = part
+        images.append(image.tobytes())
+    turned = [int(layout.major == "MN") for layout in layouts]
+    code = instruction_descriptor(kind, a, b, 128 * blocks, columns, negate, turned)
+    mma = f"{MMA[kind, GROUPS[pair]]} [%tmem], %da, %db, {code:#x}, "
+    issue = issue or "MMA %no;"
+    products = issue.replace("MMA ", mma) + commit(pair, form)
+    arrays = [b"".join(images), bytes(512 * columns * blocks)]
+    text = blackwell(pair, products, load_columns(columns), layouts=layouts)
+    left = run(text, arrays=arrays, threads=128, grid=blocks, cluster=blocks, **options).arrays[1]
+    found = np.frombuffer(left, np.int32 if kind == "i8" else np.float32)
+    return found.reshape(128 * blocks, columns), values_a @ values_b.T
+
+
+@pytest.mark.parametrize("opcode", [*MMA.values()])
+@pytest.mark.parametrize("which", range(4))
+def test_mma_of_every_kind_and_type(opcode, which):
+    assert isa.TABLE[opcode].section == TCGEN05
+    (kind, group) = next(key for key, value in MMA.items() if value == opcode)
+    a, b = list(itertools.product(CODES[kind], repeat=2))[which]
+    columns = (32, 64, 160, 256)[which] if group == GROUPS[1] else (16, 48, 144, 256)[which]
+    found, wanted = tcgen05(kind, a, b, columns, pair=group == GROUPS[1])
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("columns", [16, 32, 80, 96, 208, 224])
+@pytest.mark.parametrize("pair", [False, True])
+def test_widths_of_mma(columns, pair):
+    """Of two blocks it has steps of 32."""
+    if pair and columns % 32:
+        with pytest.raises(EmulatorError, match=f"no product has 256 x {columns} for 2 blocks"):
+            tcgen05("i8", "s8", "s8", columns, pair=True)
+    else:
+        np.testing.assert_array_equal(*tcgen05("i8", "s8", "s8", columns, pair=pair))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+@pytest.mark.parametrize("kind, element", [("f16", "bf16"), ("f8f6f4", "e4m3"), ("i8", "s8")])
+def test_layouts_of_tcgen05(layout, kind, element):
+    for layouts in ((layout, LAYOUTS[3]), (LAYOUTS[3], layout)):
+        found, wanted = tcgen05(kind, element, element, 48, layouts=layouts)
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[2:8:2], ids=layout_name)
+def test_layouts_of_a_pair(layout):
+    found, wanted = tcgen05("f16", "f16", "f16", 96, pair=True, layouts=(layout, layout))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("negate", [(0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("kind, element", [("f16", "f16"), ("f8f6f4", "e5m2")])
+def test_negated_operands(kind, element, negate):
+    found, wanted = tcgen05(kind, element, element, 32, negate=negate)
+    np.testing.assert_array_equal(found, wanted * (-1) ** sum(negate))
+
+
+@pytest.mark.parametrize("schedule", ["eager", "late", "random"])
+def test_products_accumulate(schedule):
+    issue = "MMA %yes; MMA %no; MMA %yes; MMA 1;"
+    found, wanted = tcgen05("i8", "u8", "s8", 32, issue=issue, schedule=schedule)
+    np.testing.assert_array_equal(found, 3 * wanted)
+
+
+@pytest.mark.parametrize("opcode", [*SINGLE, *MULTI])
+@pytest.mark.parametrize("schedule", ["eager", "late", "random"])
+def test_commits(opcode, schedule):
+    """They arrive once at each barrier when all products before them are done."""
+    assert isa.TABLE[opcode].section == TCGEN05
+    form = "multicast" if opcode in MULTI else "single"
+    pair = opcode in (SINGLE[1], MULTI[1])
+    issue = "MMA %no; MMA %yes; MMA %yes;"
+    options = dict(pair=pair, form=form, issue=issue, schedule=schedule)
+    found, wanted = tcgen05("i8", "u8", "u8", 64, **options)
+    np.testing.assert_array_equal(found, 3 * wanted)
+
+
+@functools.cache
+def numbered():
+    """Operands whose product is 256 * row + column: 9.7.16.2.3 is tested with it."""
+    image = np.zeros(2 * PART, np.uint8)
+    for begin, rows in ((0, 128), (PART, 256)):
+        raw = np.zeros((rows, 32), np.uint8)
+        raw[:, :3] = 1
+        if begin:
+            raw[:, 0], raw[:, 2] = 255, np.arange(256)
+        else:
+            raw[:, 0] = raw[:, 1] = np.arange(128)
+        part = np.zeros(PART, np.uint8)
+        Layout().put(part, raw, 1)
+        image[begin : begin + PART] = part
+    return image.tobytes()
+
+
+NUMBERED = f"""{MMA["i8", GROUPS[0]]} [%tmem], %da, %db,
+    {instruction_descriptor("i8", "u8", "u8", 128, 256):#x}, %no; {commit(False)}"""
+
+
+def place(shape, lane, i):
+    """Row and column of a lane's register, from the figures of 9.7.16.2.3.1."""
+    if shape == "32x32b":
+        return lane, i
+    if shape == "16x128b":
+        return lane // 4 + 8 * (i % 2), lane % 4 + 4 * (i // 2)
+    return lane // 4 + 8 * (i // 2 % 2), 2 * (lane % 4) + i % 2 + 8 * (i // 4)
+
+
+@pytest.mark.parametrize("opcode", LOADS)
+def test_shapes_of_loads(opcode):
+    """At several columns, and by the upper and the lower half of a warp's lanes."""
+    assert isa.TABLE[opcode].section == TCGEN05
+    shape, repetitions = LOADS[opcode]
+    count = repetitions * PER_REPETITION[shape]
+    wide = repetitions * {"32x32b": 1, "16x128b": 4, "16x256b": 8}[shape]
+    cases = [(0, 0), (256 - wide, 0), (min(3, 256 - wide), 0)]
+    cases += [(0, 16)] * (shape != "32x32b")
+    text = f".reg .b32 %c<{count}>;"
+    for part, (column, lane) in enumerate(cases):
+        text += f"""{opcode} {registers(count)}, [%tmem+{column + (lane << 16)}]; {LOADED};
+            mad.lo.u32 %x, %me, {4 * count}, {part * 512 * count}; cvt.u64.u32 %far, %x;
+            add.u64 %far, %far, %m1;"""
+        for i in range(count):
+            text += f"st.global.b32 [%far+{4 * i}], %c{i};"
+    arrays = [numbered(), bytes(512 * count * len(cases))]
+    left = run(blackwell(False, NUMBERED, text), arrays=arrays, threads=128).arrays[1]
+    found = np.frombuffer(left, np.uint32).reshape(len(cases), 4, 32, count)
+    for part, (column, first) in enumerate(cases):
+        for warp, lane, i in np.ndindex(4, 32, count):
+            row, offset = place(shape, lane, i)
+            wanted = 256 * (32 * warp + first + row) + column + offset
+            assert found[part, warp, lane, i] == wanted, (part, warp, lane, i)
+
+
+FIRST_LOAD = "tcgen05.ld.sync.aligned.32x32b.x1.b32"
+
+
+def one_load(address="[%tmem]", registers_="{%v0}", opcode=FIRST_LOAD):
+    return f"{opcode} {registers_}, {address};"
+
+
+ONE_LOAD = f"{one_load()} {LOADED};"
+
+
+def kernel(loads=ONE_LOAD, products=NUMBERED, **options):
+    return blackwell(False, products, loads, **options)
+
+
+OPTIONS = dict(arrays=[numbered()], threads=128)
+
+
+def test_the_kernel_of_the_hazards_is_right():
+    for schedule in ("eager", "late", "random"):
+        run(kernel(), schedule=schedule, **OPTIONS)
+
+
+IDESC = instruction_descriptor("i8", "u8", "u8", 128, 256)
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        *(
+            (IDESC | 1 << bit, "the instruction descriptor")
+            for bit in (0, 1, 2, 3, 6, 23, 29, 30, 31)
+        ),
+        *((IDESC | 1 << bit, "integers are not negated") for bit in (13, 14)),
+        *((IDESC & ~(7 << shift) | 2 << shift, "the instruction descriptor") for shift in (7, 10)),
+        (IDESC & ~(3 << 4) | 1 << 4, "the instruction descriptor"),
+        (instruction_descriptor("i8", "u8", "u8", 128, 24), "no product has 128 x 24"),
+        (instruction_descriptor("i8", "u8", "u8", 128, 8), "no product has 128 x 8"),
+        (instruction_descriptor("i8", "u8", "u8", 128, 264), "no product has 128 x 264"),
+        (instruction_descriptor("i8", "u8", "u8", 256, 64), "no product has 256 x 64"),
+        (instruction_descriptor("i8", "u8", "u8", 32, 64), "no product has 32 x 64"),
+    ],
+)
+def test_unknown_bits_of_the_instruction_descriptor(code, message):
+    text = kernel(products=NUMBERED.replace(f"{IDESC:#x}", f"{code:#x}") + HERE)
+    fails(EmulatorError, message, text.replace(HERE, ""), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "bits, message",
+    [
+        *((1 << i, "swizzle, or reserved bits") for i in (14, 15, 30, 31, *range(52, 62))),
+        *((i << 61, "swizzle, or reserved bits") for i in (1, 3, 5, 7)),
+        *((1 << i, "the base offset") for i in (49, 50, 51)),
+        *((1 << i, "bits 46 to 48 of the descriptor") for i in (47, 48)),
+    ],
+)
+def test_unknown_bits_of_a_descriptor_of_tcgen05(bits, message):
+    products = f"or.b64 %da, %da, {bits:#x};" + NUMBERED
+    fails(EmulatorError, message, kernel(products=products), **OPTIONS)
+
+
+def test_a_descriptor_without_its_version_is_a_warning():
+    text = kernel(products=f"xor.b64 %da, %da, {1 << 46:#x};" + NUMBERED)
+    run(text, allowed=frozenset({"descriptor version"}), **OPTIONS)
+    fails(EmulatorError, "descriptor version: bits 46 to 48", text, **OPTIONS)
+
+
+LOAD32 = one_load(registers_="{%v0, %v1}", opcode="tcgen05.ld.sync.aligned.32x32b.x2.b32")
+
+
+@pytest.mark.parametrize(
+    "loads, error, message",
+    {
+        "not allocated": (
+            one_load("[%tmem+512]") + HERE,
+            EmulatorError,
+            "columns 512 to 512 .*not",
+        ),
+        "across the end": (
+            LOAD32.replace("[%tmem]", "[%tmem+511]") + HERE,
+            EmulatorError,
+            "columns 511 to 512 of the tensor memory of block 0 are not allocated",
+        ),
+        "another quarter": (
+            f"xor.b32 %tmem, %tmem, {1 << 21}; {one_load()}{HERE}",
+            EmulatorError,
+            r"lanes \d+ to \d+ of tensor memory are not in the quarter",
+        ),
+        "lanes": (one_load(f"[%tmem+{1 << 16}]") + HERE, EmulatorError, "are not in the quarter"),
+        "addresses": (
+            f"add.u32 %tmem, %tmem, %lane; {one_load()}{HERE}",
+            EmulatorError,
+            "addresses that differ between lanes",
+        ),
+        "used too early": (
+            f"{one_load()} add.u32 %x, %v0, 1;{HERE} {LOADED};",
+            EmulatorError,
+            "a register is used before tcgen05.wait::ld",
+        ),
+        "overwritten too early": (
+            f"{one_load()} mov.u32 %v0, 1;{HERE} {LOADED};",
+            EmulatorError,
+            "moved before wait::ld",
+        ),
+        "never waited for": (one_load(), EmulatorError, "exits before tcgen05.wait::ld"),
+        "some lanes": (f"@!%first {one_load()}{HERE}", EmulatorError, "without all lanes"),
+        "registers": (LOAD32.replace(", %v1", "") + HERE, UnsupportedError, "1 registers in a vec"),
+        "the same register": (LOAD32.replace("%v1", "%v0") + HERE, UnsupportedError, "1 registers"),
+        "no vector": (one_load(registers_="%v0") + HERE, UnsupportedError, "0 registers"),
+        "too many": (
+            one_load(opcode="tcgen05.ld.sync.aligned.16x256b.x64.b32") + HERE,
+            UnsupportedError,
+            "not among the known",
+        ),
+        "packed": (
+            one_load(opcode="tcgen05.ld.sync.aligned.32x32b.x1.pack::16b.b32") + HERE,
+            UnsupportedError,
+            "not among the known",
+        ),
+    }.values(),
+)
+def test_hazards_of_loads(loads, error, message):
+    fails(error, message, kernel(loads), **OPTIONS)
+
+
+def test_moves_before_the_wait_are_a_warning():
+    moves = f"{LOAD32} mov.b64 %far, {{%v0, %v1}}; {LOADED}; cvt.u32.u64 %d0, %far;"
+    found = run(
+        kernel(moves), results=[32], allowed=frozenset({"moved before wait::ld"}), **OPTIONS
+    )
+    assert found.results[0] == [256 * i for i in range(128)]
+    wrong = moves.replace("cvt.u32.u64 %d0, %far;", "").replace("};", f"}};{HERE}", 2)
+    fails(EmulatorError, "moved before wait::ld", kernel(wrong.replace(HERE, "", 1)), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "old, new, error, message",
+    {
+        "a wait": (waiting(), "", RaceError, "nothing orders it after the tcgen05"),
+        "a fence after": (f"{waiting()} {AFTER};", waiting(), RaceError, "tcgen05.fence::after"),
+        "a commit": (commit(False), "", DeadlockError, "0 bytes are missing"),
+        "tensor memory given back": (
+            f"@%leads {DEALLOC[0]} %tmem, 512;",
+            "",
+            EmulatorError,
+            r"exits with tensor memory \{0: \(512, 1\)\}",
+        ),
+        "all of it": (
+            f"{DEALLOC[0]} %tmem, 512;",
+            f"{DEALLOC[0]} %tmem, 256;{HERE}",
+            EmulatorError,
+            "dealloc of 256 columns from 0",
+        ),
+        "its beginning": (
+            f"{DEALLOC[0]} %tmem, 512;",
+            f"add.u32 %tmem, %tmem, 32; @%leads {DEALLOC[0]} %tmem, 512;{HERE}",
+            EmulatorError,
+            "dealloc of 512 columns from 32",
+        ),
+        "once": (
+            f"@%leads {DEALLOC[0]} %tmem, 512;",
+            f"@%leads {DEALLOC[0]} %tmem, 512; @%leads {DEALLOC[0]} %tmem, 512;{HERE}",
+            EmulatorError,
+            r"dealloc of 512 columns from 0 on, for 1 blocks; allocated are \{\}",
+        ),
+        "an allocation before relinquishing": (
+            f"@%leads {RELINQUISH[0]};",
+            f"@%leads {RELINQUISH[0]}; @%leads {ALLOC[0]} [slot], 32;{HERE}",
+            EmulatorError,
+            "an allocation after tcgen05.relinquish_alloc_permit",
+        ),
+        "a number of columns": (
+            f"{ALLOC[0]} [slot], 512;",
+            f"{ALLOC[0]} [slot], 96;{HERE}",
+            EmulatorError,
+            "an allocation of 96 columns",
+        ),
+        "room": (
+            f"@%leads {RELINQUISH[0]};",
+            f"@%leads {ALLOC[0]} [slot], 32;{HERE}",
+            DeadlockError,
+            r"waits for 32 columns of tensor memory beside \{0: \(512, 1\)\}",
+        ),
+        "a fence of the proxies": (
+            "fence.proxy.async.shared::cta;",
+            "",
+            RaceError,
+            "wrote without a fence.proxy.async",
+        ),
+        "one cta_group": (
+            f"@%leads {RELINQUISH[0]};",
+            f"@%leads {RELINQUISH[1]};{HERE}",
+            UnsupportedError,
+            "cta_group::2 in a kernel with cta_group::1",
+        ),
+        "one thread": (
+            "@!%p bra issued;",
+            "@!%leads bra issued;",
+            EmulatorError,
+            "tcgen05.mma by 32 lanes",
+        ),
+        "lane 0": (
+            f"{MMA['i8', GROUPS[0]]} [%tmem]",
+            f"{MMA['i8', GROUPS[0]]} [%tmem+{1 << 16}]",
+            EmulatorError,
+            "an accumulator that begins with lane 1",
+        ),
+        "columns": (
+            f"{MMA['i8', GROUPS[0]]} [%tmem]",
+            f"{MMA['i8', GROUPS[0]]} [%tmem+272]",
+            EmulatorError,
+            "columns 272 to 527 .* are not allocated",
+        ),
+        "bounds": (
+            f"{MMA['i8', GROUPS[0]]} [%tmem]",
+            f"add.u64 %db, %db, {PART // 16}; {MMA['i8', GROUPS[0]]} [%tmem]",
+            EmulatorError,
+            "tcgen05.mma of line .* are outside of its",
+        ),
+    }.values(),
+)
+def test_hazards_of_tcgen05(old, new, error, message):
+    text = kernel()
+    assert old in text
+    fails(error, message, text.replace(old, new), **OPTIONS)
+
+
+def test_allocations_wait_for_room_and_say_where_they_are():
+    """Columns are given in the order of their beginnings (9.7.16.7.1)."""
+    assert {isa.TABLE[x].section for x in (*ALLOC, *DEALLOC, *RELINQUISH)} == {TCGEN05}
+    text = declared(64) + "mov.u32 %y, slot; @!%leads bra second;"
+    for i, count in enumerate((256, 32, 128, 64)):
+        text += f"{ALLOC[0]} [%y], {count}; ld.shared.b32 %d{i}, [%y]; add.u32 %tmem, %d{i}, 0;"
+    text += f"""bar.sync 1; {DEALLOC[0]} %d0, 256; {DEALLOC[0]} %d2, 128; {DEALLOC[0]} %d3, 64;
+        {DEALLOC[0]} %d1, 32; bra end;
+        second: bar.sync 1; {ALLOC[0]} [%y+4], 512; ld.shared.b32 %d0, [%y+4];
+        mov.u32 %d1, 0; mov.u32 %d2, 0; mov.u32 %d3, 0; {DEALLOC[0]} %d0, 512; end:"""
+    text = text.replace("slot[1]", "slot[2]")
+    found = run(text, results=[32] * 4, threads=64).results
+    taken = [(values[0], count) for values, count in zip(found, (256, 32, 128, 64))]
+    cells = [cell for first, count in taken for cell in range(first, first + count)]
+    assert len(set(cells)) == 480 and max(cells) < 512
+    assert found[0][32:] == [0] * 32
+
+
+def test_a_pair_gives_back_what_it_took_as_a_pair():
+    text = f"""{declared(64)} @%leads {ALLOC[1]} [slot], 64; bar.sync 0;
+        ld.shared.b32 %tmem, [slot]; @%leads {DEALLOC[1]} %tmem, 64;"""
+    run(text, threads=64, grid=2, cluster=2)
+
+
+TWICE = f"""{BEFORE}; bar.sync 0; {AFTER}; @!%p bra again2; PRODUCT again2: {waiting(1)} {AFTER};
+    {one_load()} {LOADED};"""
+
+
+@pytest.mark.parametrize("missing", ["", f"{BEFORE};", "bar.sync 0;", f"{AFTER};", f"{LOADED};"])
+def test_an_accumulator_is_overwritten_when_it_has_been_loaded(missing):
+    """9.7.16.6.4: loads, fence::before, a barrier, fence::after, products."""
+    loads = f"{one_load()} {LOADED}; " + TWICE.replace("PRODUCT", NUMBERED).replace("bra", "bra", 1)
+    text = kernel(loads.replace(missing, "", 1) if missing else loads)
+    assert {isa.TABLE[x].section for x in (BEFORE, AFTER, LOADED)} == {TCGEN05}
+    if not missing:
+        for schedule in ("eager", "late", "random"):
+            run(text, schedule=schedule, **OPTIONS)
+    elif missing == f"{LOADED};":
+        # The load happens at the next wait.
+        with pytest.raises(EmulatorError):
+            run(text, schedule="eager", **OPTIONS)
+    else:
+        message = "writes an accumulator .*nothing orders it after the tcgen05.ld of warp"
+        fails(RaceError, message, text, schedule="eager", **OPTIONS)
+
+
+def test_operands_stay_until_the_products_are_done():
+    early = NUMBERED + f"st.shared.u32 [%memory], 0;{HERE}"
+    message = "overwrites what is read from .* the tensor core"
+    fails(RaceError, message, kernel(products=early), **OPTIONS)
+    late = f"{one_load()} {LOADED}; @%first st.shared.u32 [%memory], 0;"
+    run(kernel(late), **OPTIONS)
+
+
+def test_a_pair_multiplies_by_its_first_block():
+    """And both blocks have a half of each operand."""
+    with pytest.raises(EmulatorError, match="no block 1"):
+        run(kernel(products=NUMBERED.replace(commit(False), f"{MULTI[0]} [%bar], 2;")), **OPTIONS)
+    options = dict(arrays=[numbered() * 2], threads=128, grid=2, cluster=2)
+    code = instruction_descriptor("i8", "u8", "u8", 256, 256)
+    products = f"{MMA['i8', GROUPS[1]]} [%tmem], %da, %db, {code:#x}, %no;{commit(True)}"
+    text = blackwell(True, products, "")
+    run(text, **options)
+    wrong = text.replace("setp.eq.and.u32 %p, %rank, 0", "setp.eq.and.u32 %p, %rank, 1")
+    fails(EmulatorError, "tcgen05.mma for two blocks by the second one", wrong, **options)
+
+
+# Targets (the notes on the target of each instruction).
+
+
+@pytest.mark.parametrize(
+    "statement, targets",
+    {
+        "wgmma.fence.sync.aligned;": ("sm_90a",),
+        "setmaxnreg.inc.sync.aligned.u32 64;": ("sm_90a", "sm_100a", "sm_100f"),
+        "tcgen05.fence::after_thread_sync;": ("sm_100a", "sm_100f"),
+        "add.f32x2 %far, %far, %far;": ("sm_100", "sm_100a", "sm_100f"),
+        "ld.global.v4.b64 {%far, %da, %db, %e}, [%m0];": ("sm_100", "sm_100a", "sm_100f"),
+        "fence.proxy.async;": ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f"),
+    }.items(),
+)
+def test_targets(statement, targets):
+    body = f"{declared(64)} .reg .b64 %e; {statement}{HERE}"
+    for target in ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f"):
+        if target in targets:
+            run(body, arrays=[bytes(32)], target=target)
+        else:
+            message = f"needs a target among {', '.join(targets)}, not {target}"
+            fails(UnsupportedError, message, body, arrays=[bytes(32)], target=target)
+    for target in ("sm_80", "sm_120a"):
+        with pytest.raises(UnsupportedError, match=f"the target {target} is not among"):
+            run(body, arrays=[bytes(32)], target=target)
+
+
+def test_every_form_of_a_family_has_its_targets():
+    for opcode, definition in isa.TABLE.items():
+        if opcode.startswith("wgmma"):
+            wanted = {"sm_90a"}
+        elif "kind::i8" in opcode:
+            wanted = {"sm_100a"}
+        elif re.match("tcgen05|cp.*cta_group", opcode):
+            wanted = {"sm_100a", "sm_100f"}
+        elif opcode.startswith("setmaxnreg"):
+            wanted = {"sm_90a", "sm_100a", "sm_100f"}
+        elif opcode.startswith("tensormap.replace"):
+            wanted = {"sm_90a", "sm_100a", "sm_100f"}
+        elif "multicast::cluster::all" in opcode:
+            wanted = {"sm_100a", "sm_100f"}
+        elif re.search(r"f32x2|v4\.[bus]64|clusterlaunchcontrol", opcode):
+            wanted = {"sm_100", "sm_100a", "sm_100f"}
+        else:
+            wanted = {"sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f"}
+        assert set(definition.targets) == wanted, opcode
+
+
+def test_every_form_has_a_test():
+    registered = {
+        opcode
+        for opcode, definition in isa.TABLE.items()
+        if definition.make.__module__ == "ptx_emulator.tensor"
+    }
+    tested = {*PRODUCTS, FENCE, COMMIT, WAIT, *MMA.values(), *LOADS, BEFORE, AFTER, LOADED}
+    tested |= TESTED
+    assert registered == tested | {*ALLOC, *DEALLOC, *RELINQUISH, *SINGLE, *MULTI}
