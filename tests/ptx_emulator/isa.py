@@ -278,14 +278,14 @@ class Builder:
         narrow = SIGNED[width] if kind[0] == "s" else UNSIGNED[width]
         wide, raw = (SIGNED if kind[0] == "s" else UNSIGNED).get(found), UNSIGNED[found]
 
+        # The array of a register is never changed, so registers may share one.
         def write(warp, values, mask):
             values = np.ascontiguousarray(values)
-            values = values.view(narrow)
             if found != width:
-                values = values.astype(wide)
+                values = values.view(narrow).astype(wide)
             values = values.view(raw)
             if mask is None:
-                warp.registers[number] = values.copy()
+                warp.registers[number] = values
             else:
                 warp.registers[number] = np.where(mask, values, warp.registers[number])
 

@@ -65,6 +65,12 @@ class Group:
         self.blocked: Blocked | None = None
 
 
+@functools.cache
+def zeros(width: int) -> np.ndarray:
+    """A register of so many bits, before anything is written to it."""
+    return np.zeros((LANES, 2), np.uint64) if width > 64 else np.zeros(LANES, isa.UNSIGNED[width])
+
+
 class Warp:
     """32 lanes: their registers, what they know, and what they have in flight."""
 
@@ -72,12 +78,7 @@ class Warp:
         self.block, self.number, self.machine = block, number, block.machine
         machine = self.machine
         self.agent = block.rank * machine.warps_of_a_block + number
-        self.registers = [
-            np.zeros(LANES, isa.UNSIGNED[bits(kind)])
-            if bits(kind) <= 64
-            else np.zeros((LANES, 2), np.uint64)
-            for kind in machine.kernel.registers
-        ]
+        self.registers = [zeros(bits(kind)) for kind in machine.kernel.registers]
         self.threads = np.arange(LANES, dtype=np.uint32) + LANES * number
         self.groups = [Group(0, None)]
         self.instruction = None
@@ -484,6 +485,7 @@ class Machine:
         else:
             self.tasks.append(task)
 
+    @np.errstate(all="ignore")
     def launch(self) -> None:
         """Runs the kernel to its end."""
         self.waiting = waiting = [

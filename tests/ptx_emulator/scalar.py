@@ -27,6 +27,9 @@ PACKED = {"f32x2": "f32", "f16x2": "f16", "bf16x2": "bf16"}
 COMPUTED = ("f32", "f16", "bf16", *PACKED)
 
 
+SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
+
+
 def modifiers(line) -> list[str]:
     """The parts of an opcode behind its name."""
     return line.opcode.split(".")[1:]
@@ -44,9 +47,12 @@ def pair(operand):
 
 def with_one_nan(values):
     """Floats as arithmetic leaves them: every NaN has all bits but the sign (found on an H200)."""
+    nan = np.isnan(values)
+    if not nan.any():
+        return values
     dtype = values.dtype
     one = UNSIGNED[8 * dtype.itemsize]((1 << 8 * dtype.itemsize - 1) - 1).view(dtype)
-    return np.where(np.isnan(values), one, values)
+    return np.where(nan, one, values)
 
 
 def elementwise(build, line, function, kinds: list[str] | None = None, result: str | None = None):
@@ -64,9 +70,8 @@ def elementwise(build, line, function, kinds: list[str] | None = None, result: s
     dtype, raw = numpy_type(PACKED.get(result, result)), UNSIGNED[bits(result)]
 
     def execute(warp, mask):
-        values = (np.ascontiguousarray(read(warp)).view(view) for read, view in zip(reads, views))
-        with np.errstate(all="ignore"):
-            found = np.asarray(function(*values)).astype(dtype, copy=False)
+        values = [np.ascontiguousarray(read(warp)).view(view) for read, view in zip(reads, views)]
+        found = np.asarray(function(*values)).astype(dtype, copy=False)
         if result in COMPUTED:
             found = with_one_nan(found)
         write(warp, np.ascontiguousarray(found).view(raw), mask)
@@ -85,6 +90,8 @@ def fused(a, b, c):
     product = a.astype(np.float64) * b.astype(np.float64)
     addend = c.astype(np.float64)
     total = product + addend
+    if a.dtype == np.float32 and not _may_round_twice(total).any():
+        return total.astype(np.float32)
     # The error of the sum, exactly (Knuth); where it is not zero the last bit is made odd.
     part = total - product
     error = (product - (total - part)) + (addend - part)
@@ -93,6 +100,13 @@ def fused(a, b, c):
     toward = np.where((error > 0) == (total > 0), np.int64(1), np.int64(-1))
     odd = (word.view(np.int64) + np.where(inexact, toward, 0)).view(np.float64)
     return narrowed(odd, a.dtype)
+
+
+def _may_round_twice(total):
+    """Whether float64 may be a tie of float32 because it was rounded: 29 bits are dropped of what
+    float32 has as a normal number."""
+    tie = total.view(np.uint64) & np.uint64((1 << 29) - 1) == np.uint64(1 << 28)
+    return tie | ((np.abs(total) < SMALLEST_NORMAL) & (total != 0))
 
 
 def narrowed(values, dtype):
@@ -532,8 +546,7 @@ def convert_float(build, line):
     def execute(warp, mask):
         values = read(warp).view(before)
         exact = values.astype(np.float64) if before in (np.int32, np.uint32) else values
-        with np.errstate(all="ignore"):
-            found = narrowed(exact, after)
+        found = narrowed(exact, after)
         # bfloat16 is widened by moving its bits.
         write(warp, found if of == "bf16" else with_one_nan(found), mask)
 
@@ -552,10 +565,9 @@ def convert_pair(build, line):
     write = build.write(destination, f"b{2 * width}")
 
     def execute(warp, mask):
-        with np.errstate(all="ignore"):
-            values = [read(warp).view(np.float32) for read in reads]
-            convert = saturated if to in SMALL else (lambda x, dtype: x.astype(dtype))
-            found = [with_one_nan(convert(x, element)) for x in values]
+        values = [read(warp).view(np.float32) for read in reads]
+        convert = saturated if to in SMALL else (lambda x, dtype: x.astype(dtype))
+        found = [with_one_nan(convert(x, element)) for x in values]
         raw = [np.ascontiguousarray(x).view(UNSIGNED[width]) for x in found]
         both = raw[0].astype(UNSIGNED[2 * width]) << UNSIGNED[2 * width](width)
         write(warp, both | raw[1].astype(UNSIGNED[2 * width]), mask)

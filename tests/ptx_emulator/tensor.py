@@ -141,8 +141,7 @@ def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a [M, K] times b [N, K]^T in float64: exact for all types here but large float8_e5m2."""
     if a.dtype == np.float32:
         a, b = ((x.view(np.uint32) & np.uint32(TF32)).view(np.float32) for x in (a, b))
-    with np.errstate(all="ignore"):
-        return a.astype(np.float64) @ b.astype(np.float64).T
+    return a.astype(np.float64) @ b.astype(np.float64).T
 
 
 def accumulated(old: np.ndarray | None, added: np.ndarray, kind: str) -> np.ndarray:
@@ -154,9 +153,8 @@ def accumulated(old: np.ndarray | None, added: np.ndarray, kind: str) -> np.ndar
         total = np.rint(added).astype(np.int64)
         total = total if old is None else total + old.view(np.int32)
         return (total & 0xFFFFFFFF).astype(np.uint32)
-    with np.errstate(all="ignore"):
-        total = added if old is None else added + old.view(np.float32)
-        return total.astype(np.float32).view(np.uint32)
+    total = added if old is None else added + old.view(np.float32)
+    return total.astype(np.float32).view(np.uint32)
 
 
 # tcgen05
