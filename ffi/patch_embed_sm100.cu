@@ -50,8 +50,10 @@ constexpr int kFeedingWarp = 0, kMultiplyingWarp = 1, kAllocatingWarp = 2;
 // When the accumulator may be overwritten: when it is in registers, or when its tile is stored.
 enum class Release { kLoaded, kStored };
 
-// Columns that are loaded before a wait: as many as registers allow.
-constexpr int default_step(int tile_n) { return tile_n == 256 ? 64 : tile_n / 2; }
+// Columns that are loaded before a wait: as many as registers allow beside scale and table.
+constexpr int default_step(int tile_n, Type out_dtype) {
+  return tile_n < 256 ? tile_n / 2 : out_dtype == Type::kFloat32 ? 32 : 64;
+}
 
 // The parameters behind those of the config:
 //
@@ -64,8 +66,8 @@ constexpr int default_step(int tile_n) { return tile_n == 256 ? 64 : tile_n / 2;
 //                    before
 //   hold_table       scale and table stay in registers for a run; else the table is read for each tile
 template <Type dtype, Type out_dtype, bool has_table, int tile_n, int blocks, int slots,
-          bool stream_weight, int load_columns = default_step(tile_n) % 64 ? 32 : 64,
-          int step_columns = default_step(tile_n), int buffers = kBuffers, int group = 1,
+          bool stream_weight, int load_columns = default_step(tile_n, out_dtype) % 64 ? 32 : 64,
+          int step_columns = default_step(tile_n, out_dtype), int buffers = kBuffers, int group = 1,
           Release release = Release::kLoaded, int stagger = 0, bool hold_table = true>
 class Worker {
  public:
@@ -79,7 +81,8 @@ class Worker {
   // Columns of a storing warp, of a store and of a core matrix, of which a thread has 2.
   static constexpr int kColumns = tile_n / kStorers;
   static constexpr int kStoreColumns = kConfig.store_n();
-  static constexpr int kStoreBytes = kStoreColumns * itemsize(out_dtype);
+  static constexpr int kOutBytes = itemsize(out_dtype);
+  static constexpr int kStoreBytes = kStoreColumns * kOutBytes;
   static constexpr int kStores = kColumns / kStoreColumns;
   static constexpr int kCore = 8;
 
@@ -130,7 +133,7 @@ class Worker {
         weight_(reinterpret_cast<uint8_t*>(&shared + 1)),
         rank_(blockIdx.x % blocks),
         column_(blockIdx.x / blocks % (args.N / tile_n) * tile_n),
-        runs_(args.runs + blockIdx.x / blocks / (args.N / tile_n) * args.run_count) {}
+        worker_(blockIdx.x / blocks / (args.N / tile_n)) {}
 
   __device__ void run() {
     // From one lane, so that the compiler knows that it is the same for all.
@@ -213,7 +216,7 @@ class Worker {
   __device__ uint32_t for_each_tile(Begin begin, Visit visit) {
     uint32_t n = 0;
     for (int i = 0; i < args_.run_count; ++i) {
-      const Run run = runs_[i];
+      const Run run = args_.runs[int64_t{worker_} * args_.run_count + i];
       if (run.tiles == 0) break;
       begin(run);
       for (int j = 0; j < run.tiles; ++j) {
@@ -260,7 +263,7 @@ class Worker {
   __device__ void multiply(uint32_t accumulators) {
     for_each_tile([](const Run&) {}, [&](int, uint32_t n) {
       const Accumulator accumulator(n);
-      ptx::mbarrier_wait_cluster(shared_.read[accumulator.index], accumulator.parity ^ 1);
+      ptx::mbarrier_wait(shared_.read[accumulator.index], accumulator.parity ^ 1);
       ptx::tcgen05_fence_after_thread_sync();
       const uint32_t sums = accumulators + accumulator.index * tile_n;
       for (int k = 0; k < args_.chunks; ++k) {
@@ -350,43 +353,44 @@ class Worker {
     return __ffma2_rn(to_float(loaded[at], loaded[at + 1]), scale, term);
   }
 
-  // Puts store s of a step into a buffer: rows of kStoreBytes, whose units of 16 bytes are swizzled.
+  // Where a thread writes in a buffer, into rows of kStoreBytes whose units of 16 bytes are swizzled:
+  // its part of the first core matrices. Those j columns of them further are at an exclusive or away.
+  // stmatrix wants from lane 8 m + i the place of row i of the m-th of four core matrices in a row;
+  // floats are written in pairs, by the thread that has them.
+  __device__ static uint32_t first_place() {
+    const uint32_t lane = threadIdx.x % 32;
+    const bool pairs = out_dtype == Type::kFloat32;
+    const uint32_t row = pairs ? lane / 4 : lane % kCore;
+    const uint32_t unit = pairs ? lane % 4 / 2 : lane / kCore;
+    const uint32_t exchanged = unit ^ (kStoreBytes == 128 ? row : row / 2);
+    return row * kStoreBytes + exchanged * 16 + (pairs ? lane % 2 * 8 : 0);
+  }
+
+  // Puts store s of a step into a buffer.
   __device__ static void stage(const Sums& sums, int s, const float2* scale, const Terms& terms,
-                               int first_term, uint8_t* buffer) {
-    constexpr int kCores = kStoreColumns / kCore;
-    const int first = s * kCores, lane = threadIdx.x % 32;
+                               int first_term, uint8_t* buffer, uint32_t first_place) {
+    constexpr int kCores = kStoreColumns / kCore, kCoreBytes = kCore * kOutBytes;
+    const int first = s * kCores;
     const auto value = [&](int r, int j) {
       return finish(sums, r, first + j, scale[first + j],
                     terms.rows[has_table ? r : 0][first_term + first + j]);
     };
-    if constexpr (out_dtype == Type::kBFloat16) {
-      // Lane 8 m + i has the place of row i of the m-th of four core matrices in a row.
-      const int row = lane % kCore;
-      const int exchanged = kStoreBytes == 128 ? row : row / 2;
-      uint8_t* place = buffer + row * kStoreBytes;
+    const int step = out_dtype == Type::kFloat32 ? 1 : 4;
 #pragma unroll
-      for (int j = 0; j < kCores; j += 4) {
-        uint8_t* unit = place + (((j + lane / kCore) ^ exchanged) << 4);
+    for (int j = 0; j < kCores; j += step) {
+      uint8_t* place = buffer + (first_place ^ (j * kCoreBytes));
 #pragma unroll
-        for (int r = 0; r < kThreadRows; ++r) {
+      for (int r = 0; r < kThreadRows; ++r, place += kCore * kStoreBytes) {
+        if constexpr (out_dtype == Type::kFloat32) {
+          *reinterpret_cast<float2*>(place) = value(r, j);
+        } else {
           uint32_t words[4];
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
             const float2 y = value(r, j + m);
             words[m] = ptx::cvt_rn_bf16x2(y.x, y.y);
           }
-          ptx::stmatrix_x4(unit + r * kCore * kStoreBytes, words);
-        }
-      }
-    } else {
-      static_assert(kStoreBytes == 128, "a row of a core matrix is two units of 16 bytes.");
-      uint8_t* place = buffer + thread_row() * kStoreBytes + lane % 2 * 8;
-#pragma unroll
-      for (int j = 0; j < kCores; ++j) {
-        uint8_t* unit = place + (((2 * j + lane % 4 / 2) ^ thread_row()) << 4);
-#pragma unroll
-        for (int r = 0; r < kThreadRows; ++r) {
-          *reinterpret_cast<float2*>(unit + r * kCore * kStoreBytes) = value(r, j);
+          ptx::stmatrix_x4(place, words);
         }
       }
     }
@@ -417,6 +421,8 @@ class Worker {
     const uint32_t first_sum = accumulators + (first_row << 16) + member * kColumns;
     auto& staged = shared_.staged[warp - kWarpgroup / 32];
     const bool elected = ptx::elect_sync();
+    uint32_t place = first_place();
+    ptx::pin(place);
     float2 scale[kColumns / kCore];
     load_floats(scale, args_.scale + first_column);
     Terms terms;
@@ -449,7 +455,7 @@ class Worker {
             if (elected) ptx::cp_async_bulk_wait_group_read<buffers / group - 1>();
             __syncwarp();
           }
-          stage(sums, s, scale + first / kCore, terms, hold_table ? first / kCore : 0, buffer);
+          stage(sums, s, scale + first / kCore, terms, hold_table ? first / kCore : 0, buffer, place);
           if (s % group < group - 1) continue;
           ptx::fence_proxy_async();
           __syncwarp();
@@ -470,8 +476,7 @@ class Worker {
   const Arguments& args_;
   Memory& shared_;
   uint8_t* const weight_;
-  const int rank_, column_;
-  const Run* const runs_;
+  const int rank_, column_, worker_;
 };
 
 extern __shared__ __align__(1024) uint8_t shared_memory[];

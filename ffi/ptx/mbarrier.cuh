@@ -46,10 +46,10 @@ __device__ __forceinline__ uint32_t mapa(const void* pointer, uint32_t rank) {
   return address;
 }
 
-// 9.7.13.15.13: an arrival at a barrier of the cluster, whose address `mapa` gives.
+// 9.7.13.15.13: an arrival at a barrier of the cluster, whose address `mapa` gives. Of its memory a
+// thread of another block sees nothing: that is .release.cluster, and a MEMBAR.ALL.GPU.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
-               : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // 9.7.13.15.16: whether the phase of this parity is complete; waits for a while.
@@ -65,28 +65,9 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(Mbarrier& barrier, uint
   return complete;
 }
 
-// The same, of a barrier at which other blocks of the cluster arrive.
-__device__ __forceinline__ bool mbarrier_try_wait_parity_cluster(Mbarrier& barrier,
-                                                                 uint32_t parity) {
-  uint32_t complete;
-  asm volatile(
-      "{ .reg .pred complete;\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, complete; }"
-      : "=r"(complete)
-      : "r"(shared_address(&barrier)), "r"(parity)
-      : "memory");
-  return complete;
-}
-
 // Waits for the phase of this parity. Of a new barrier the phase of parity 1 counts as complete.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, uint32_t parity) {
   while (!mbarrier_try_wait_parity(barrier, parity)) {
-  }
-}
-
-__device__ __forceinline__ void mbarrier_wait_cluster(Mbarrier& barrier, uint32_t parity) {
-  while (!mbarrier_try_wait_parity_cluster(barrier, parity)) {
   }
 }
 
