@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import emulated as emulated_kernels
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,13 +20,13 @@ from ptx_emulator.tma import TensorMap
 from pallas_patch_embed.backends import schedule, tiling, xla
 from pallas_patch_embed.problem import Problem
 
-KERNELS = Path(__file__).parent.parent / "ffi" / "patch_embed_sm90.cu"
-OPTIONS = ("-std=c++17", "-O3", "-ptx", "-arch=sm_90a")
+FFI = Path(__file__).parent.parent / "ffi"
+OPTIONS = ("-std=c++17", "-O3", "-ptx")
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 
 # Blocks of a launch: so few that there are more tiles than workers.
-MULTIPROCESSORS = 2
+MULTIPROCESSORS = {90: 2, 100: emulated_kernels.MULTIPROCESSORS}
 THREADS = 384
 
 # As the kernels' names and the compiler have the types.
@@ -50,6 +51,8 @@ class Case:
     rows: int = 64
     stream_weight: bool = False
     out_dtype: str = BF16
+    capability: int = 90
+    blocks: int = 1
 
     @property
     def name(self) -> str:
@@ -57,9 +60,20 @@ class Case:
         columns = "offset" if self.table == "none" else "table"
         weight = "streamed" if self.stream_weight else "stationary"
         return (
-            f"patch_embed_sm90_{SHORT[self.dtype]}_{SHORT[self.out_dtype]}_{columns}_"
-            f"{self.tile_n}x{self.rows}_b1_s{self.slots}_{weight}"
+            f"patch_embed_sm{self.capability}_{SHORT[self.dtype]}_{SHORT[self.out_dtype]}_{columns}_"
+            f"{self.tile_n}x{self.rows}_b{self.blocks}_s{self.slots}_{weight}"
         )
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a tile."""
+        return (2 if self.capability == 90 else self.blocks) * self.rows
+
+    @property
+    def store_n(self) -> int:
+        """Columns of a TMA store of the Blackwell kernel: rows of 128 bytes, or of 64."""
+        itemsize = jnp.dtype(self.out_dtype).itemsize
+        return (64 if self.tile_n // 2 * itemsize % 128 else 128) // itemsize
 
 
 streamed = functools.partial(Case, rows=128, stream_weight=True)
@@ -86,52 +100,102 @@ CASES = {
 }
 
 
+# The slots of the Blackwell kernels that are built: of two blocks, and of one, for bytes and for
+# bfloat16. For one block there are slices of 64 columns alone.
+STATIONARY = {256: (4, None), 192: (5, None), 128: (7, 4), 64: (8, 7)}, {64: (7, 4)}
+STREAMED = {256: (5, 5), 192: (5, 5), 128: (6, 6), 64: (8, 8)}, {64: (6, 6)}
+
+
+def blackwell(case: emulated_kernels.Case) -> Case:
+    """The operands of a case of the Pallas kernel, and the kernel here that is most like it."""
+    config = case.chosen
+    single = not config.collective
+    tile_n = 64 if single else config.tile_n
+    slots = (STREAMED if config.stream_weight else STATIONARY)[single][tile_n][case.dtype == BF16]
+    return Case(
+        case.patches,
+        case.N,
+        case.dtype,
+        case.table,
+        tile_n,
+        slots,
+        rows=128,
+        stream_weight=config.stream_weight,
+        out_dtype=case.out_dtype,
+        capability=100,
+        blocks=config.blocks,
+    )
+
+
+CASES |= {
+    f"Blackwell, {name}": blackwell(case)
+    for name, case in emulated_kernels.CASES.items()
+    if case.backend == "mosaic_sm100"
+}
+
+
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """dtype -> the PTX of its kernels."""
+    """(capability, dtype) -> the PTX of its kernels."""
 
     @functools.cache
-    def ptx(dtype):
-        path = tmp_path_factory.mktemp(dtype) / "kernels.ptx"
-        subprocess.run(
-            ["nvcc", *OPTIONS, f"-DPATCH_EMBED_DTYPE={TYPE[dtype]}", KERNELS, "-o", path],
-            check=True,
-        )
+    def ptx(capability, dtype):
+        path = tmp_path_factory.mktemp(f"{dtype}-{capability}") / "kernels.ptx"
+        options = [*OPTIONS, f"-arch=sm_{capability}a", f"-DPATCH_EMBED_DTYPE={TYPE[dtype]}"]
+        source = FFI / f"patch_embed_sm{capability}.cu"
+        subprocess.run(["nvcc", *options, source, "-o", path], check=True)
         return path.read_text()
 
     return ptx
 
 
-def tensor_maps(case, M, K, patches, weight):
-    """The maps of patches and weight at these addresses (patch_embed_sm90.h)."""
-    itemsize = jnp.dtype(case.dtype).itemsize
+def tensor_maps(case, M, K, patches, weight, y):
+    """The maps of patches, weight and y at these addresses (patch_embed_sm90.h and 100)."""
+    itemsize, out_itemsize = (jnp.dtype(x).itemsize for x in (case.dtype, case.out_dtype))
     inner, row = tiling.ROW_BYTES // itemsize, K * itemsize
-    vector = 16 // jnp.dtype(case.out_dtype).itemsize
+
+    def matrix(name, base, size, rows, columns, box):
+        return TensorMap(
+            base=base,
+            itemsize=size,
+            dimensions=(columns, rows),
+            strides=(size, columns * size),
+            box=box,
+            swizzle=box[0] * size,
+            name=name,
+        )
+
+    first = matrix("patches", patches, itemsize, M, K, (inner, case.rows))
+    if case.capability == 100:
+        return (
+            first,
+            matrix("weight", weight, itemsize, case.N, K, (inner, case.tile_n // case.blocks)),
+            matrix("y", y, out_itemsize, M, case.N, (case.store_n, 32)),
+        )
+    vector = 16 // out_itemsize
     group = 4 * vector
-    make = functools.partial(TensorMap, itemsize=itemsize, swizzle=tiling.ROW_BYTES)
-    return (
-        make(
-            base=patches,
-            dimensions=(K, M),
-            strides=(itemsize, row),
-            box=(inner, case.rows),
-            name="patches",
-        ),
-        make(
-            base=weight,
-            dimensions=(K, 2, vector // 2, 4, case.N // group),
-            strides=(itemsize, row, 2 * row, vector * row, group * row),
-            box=(inner, 2, 1, 4, case.tile_n // group),
-            name="weight",
-        ),
+    second = TensorMap(
+        base=weight,
+        itemsize=itemsize,
+        dimensions=(K, 2, vector // 2, 4, case.N // group),
+        strides=(itemsize, row, 2 * row, vector * row, group * row),
+        box=(inner, 2, 1, 4, case.tile_n // group),
+        swizzle=tiling.ROW_BYTES,
+        name="weight",
     )
+    # The Hopper kernel does not read the third one.
+    return first, second, first
 
 
 def shared_bytes(case, chunks):
     """What `Shared::bytes` says."""
-    fixed = case.slots * case.rows * tiling.ROW_BYTES + 8 * case.tile_n + 8 * (2 * case.slots + 3)
-    weight = (case.slots if case.stream_weight else chunks) * case.tile_n * tiling.ROW_BYTES
-    return -(-fixed // 1024) * 1024 + weight
+    ring = case.slots * case.rows * tiling.ROW_BYTES
+    if case.capability == 90:
+        rest = 8 * case.tile_n + 8 * (2 * case.slots + 3)
+    else:
+        rest = 4 * case.rows * case.store_n * jnp.dtype(case.out_dtype).itemsize + 1024
+    weight_rows = (case.slots if case.stream_weight else chunks) * case.tile_n // case.blocks
+    return -(-(ring + rest) // 1024) * 1024 + weight_rows * tiling.ROW_BYTES
 
 
 def emulated(ptx, case, operands, **options):
@@ -139,8 +203,9 @@ def emulated(ptx, case, operands, **options):
     problem = Problem.of(*operands, out_dtype=case.out_dtype)
     M, K = math.prod(case.patches[:-1]), case.patches[-1]
     slices, period = case.N // case.tile_n, tiling.table_period(problem)
-    workers = max(1, min(MULTIPROCESSORS // slices, -(-M // (2 * case.rows))))
-    runs = schedule.runs(M, period, 2 * case.rows, workers)
+    most = MULTIPROCESSORS[case.capability] // case.blocks // slices
+    workers = max(1, min(most, -(-M // case.tile_m)))
+    runs = schedule.runs(M, period, case.tile_m, workers)
     memory = GlobalMemory()
     patches, weight, scale, table, run_table = (
         memory.place(np.asarray(x), name)
@@ -148,15 +213,16 @@ def emulated(ptx, case, operands, **options):
     )
     result = (M, case.N), jnp.dtype(case.out_dtype)
     out = memory.place(np.full(math.prod(result[0]) * result[1].itemsize, POISON, np.uint8), "y")
-    patches, weight = tensor_maps(case, M, K, patches, weight)
     chunks = tiling.chunks(problem)
     machine = cuda.prepare(
         ptx,
         case.name,
-        [patches, weight, patches, *map(np.uint64, (scale, table, out, run_table))]
+        [*tensor_maps(case, M, K, patches, weight, out)]
+        + [*map(np.uint64, (scale, table, out, run_table))]
         + [np.int32(x) for x in (M, case.N, chunks, period, runs.shape[1])],
-        grid=(workers * slices, 1, 1),
+        grid=(workers * slices * case.blocks, 1, 1),
         block=(THREADS, 1, 1),
+        cluster=(case.blocks, 1, 1),
         dynamic_shared=shared_bytes(case, chunks),
         memory=memory,
         **options,
@@ -170,7 +236,7 @@ def test_the_compiled_kernel_equals_xla_whatever_the_schedule(compiled, name):
     case = CASES[name]
     operands = draw_operands(len(name), case.patches, case.N, case.dtype, case.table)
     expected = xla.run(*operands, out_dtype=case.out_dtype)
-    ptx = compiled(case.dtype)
+    ptx = compiled(case.capability, case.dtype)
     for order, seed in SCHEDULES:
         y = emulated(ptx, case, operands, schedule=order, seed=seed)
         assert_bit_equal(jnp.asarray(y), expected)
