@@ -5,6 +5,7 @@ assembly, branch tables, shared variables. What it does not know is an error wit
 """
 
 import dataclasses
+import functools
 import re
 
 from ptx_emulator.errors import UnsupportedError
@@ -148,6 +149,7 @@ SHARED = re.compile(
 STATEMENT = re.compile(rf"(?:@(!?)\s*({IDENTIFIER})\s+)?([a-z][\w.:]*)\s*(.*)$", re.S)
 
 
+@functools.cache
 def bits(type_name: str) -> int:
     """Bits of a register of this type."""
     special = {"pred": 1, "f16x2": 32, "bf16x2": 32, "f32x2": 64, "bf16": 16}
