@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from knobs import instance
 
 from benchmarks.offline_compile import INSTRUCTION, count, cuda_root, innermost_loop
 
@@ -105,26 +106,6 @@ def test_an_instruction_has_the_types_and_the_shape(host, dtype, sums, operand, 
     found = fields(getattr(host, dtype)(rows, columns), INSTRUCTION_FIELDS)
     expected = dict.fromkeys(found, 0) | dict(sums=sums, a=operand, b=operand)
     assert found == expected | dict(rows=rows // 16, columns=columns // 8)
-
-
-# Workers with other knobs: the arguments of the template behind those of a config.
-
-
-def instance(*arguments):
-    """Source of a kernel whose worker has these template arguments, beside none that is built."""
-    return f"""
-#define PATCH_EMBED_DTYPE kNone
-#define PATCH_EMBED_SM100_kNone(X)
-#include "patch_embed_sm100.cu"
-using namespace patch_embed;
-using namespace patch_embed::sm100;
-using namespace patch_embed::spelled;
-using Chosen = Worker<{", ".join(map(str, arguments))}>;
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    chosen(const __grid_constant__ Arguments args) {{
-  Chosen(args, *reinterpret_cast<Chosen::Memory*>(shared_memory)).run();
-}}
-"""
 
 
 FINE = ("i8", "bf16", "table", 256, 2, 4, "stationary")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 from bounds import assert_bit_equal
 from interpreter import draw_operands
+from knobs import instance
 from ptx_emulator import cuda
+from ptx_emulator.errors import EmulatorError
 from ptx_emulator.memory import POISON, GlobalMemory
 from ptx_emulator.tma import TensorMap
 
@@ -53,10 +56,30 @@ class Case:
     out_dtype: str = BF16
     capability: int = 90
     blocks: int = 1
+    # Of a kernel that is not built: the template's arguments behind those of a config.
+    knobs: tuple = ()
+
+    @property
+    def source(self) -> str:
+        """Of a kernel with knobs."""
+        return instance(
+            *(SHORT[self.dtype], SHORT[self.out_dtype]),
+            "offset" if self.table == "none" else "table",
+            *(self.tile_n, self.blocks, self.slots),
+            "streamed" if self.stream_weight else "stationary",
+            *self.knobs,
+        )
+
+    @property
+    def buffers(self) -> int:
+        """Of a storing warp of the Blackwell kernel."""
+        return self.knobs[2] if len(self.knobs) > 2 else 2
 
     @property
     def name(self) -> str:
         """Of the kernel."""
+        if self.knobs:
+            return "chosen"
         columns = "offset" if self.table == "none" else "table"
         weight = "streamed" if self.stream_weight else "stationary"
         return (
@@ -193,7 +216,8 @@ def shared_bytes(case, chunks):
     if case.capability == 90:
         rest = 8 * case.tile_n + 8 * (2 * case.slots + 3)
     else:
-        rest = 4 * case.rows * case.store_n * jnp.dtype(case.out_dtype).itemsize + 1024
+        staged = case.rows * case.store_n * jnp.dtype(case.out_dtype).itemsize
+        rest = 2 * case.buffers * staged + 1024
     weight_rows = (case.slots if case.stream_weight else chunks) * case.tile_n // case.blocks
     return -(-(ring + rest) // 1024) * 1024 + weight_rows * tiling.ROW_BYTES
 
@@ -240,3 +264,155 @@ def test_the_compiled_kernel_equals_xla_whatever_the_schedule(compiled, name):
     for order, seed in SCHEDULES:
         y = emulated(ptx, case, operands, schedule=order, seed=seed)
         assert_bit_equal(jnp.asarray(y), expected)
+
+
+# Knobs: columns of a load and of a step, buffers, stores of a group, release, stagger, held table.
+tuned = functools.partial(Case, rows=128, capability=100)
+
+TUNED = {
+    "two blocks, table for each tile": tuned(
+        *((5, 97, 256), 128, INT8, "shared", 128, 3),
+        blocks=2,
+        out_dtype="float32",
+        knobs=(16, 32, 4, 1, "Release::kStored", 40, "false"),
+    ),
+    "two blocks, stores together": tuned(
+        *((5, 97, 128), 256, FP8, "none", 256, 2), blocks=2, knobs=(64, 128, 2, 2)
+    ),
+    "one block, one buffer": tuned(
+        *((5, 97, 128), 64, BF16, "per image", 64, 2),
+        knobs=(32, 32, 1, 1, "Release::kLoaded", 25),
+    ),
+}
+
+
+def compile_source(source, folder, patched=None):
+    """The PTX of a kernel; `patched` takes the place of patch_embed_sm100.cu."""
+    (folder / "kernel.cu").write_text(source)
+    if patched:
+        (folder / "patch_embed_sm100.cu").write_text(patched)
+    command = ["nvcc", *OPTIONS, "-arch=sm_100a", f"-I{FFI}", folder / "kernel.cu"]
+    subprocess.run([*command, "-o", folder / "kernel.ptx"], check=True)
+    return (folder / "kernel.ptx").read_text()
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_a_kernel_with_other_knobs_equals_xla(tmp_path, name):
+    case = TUNED[name]
+    operands = draw_operands(len(name), case.patches, case.N, case.dtype, case.table)
+    expected = xla.run(*operands, out_dtype=case.out_dtype)
+    ptx = compile_source(case.source, tmp_path)
+    for order, seed in SCHEDULES:
+        y = emulated(ptx, case, operands, schedule=order, seed=seed)
+        assert_bit_equal(jnp.asarray(y), expected)
+
+
+# Deliberate bugs in the Blackwell kernel: what is replaced by what, and what the emulator says.
+SMALL = tuned((7, 256, 256), 64, INT8, "shared", 64, 3, blocks=2, knobs=(32,))
+
+BUGS = {
+    "no wait for a free slot": (
+        "ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);\n        const bool",
+        "const bool",
+        "does not expect them",
+    ),
+    "no wait for patches": (
+        "ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);",
+        "",
+        "tcgen05.mma .* reads what was written",
+    ),
+    "no wait for a free accumulator": (
+        "ptx::mbarrier_wait(shared_.read[accumulator.index], accumulator.parity ^ 1);",
+        "",
+        "tcgen05.mma .* writes an accumulator",
+    ),
+    "no wait for products": (
+        "ptx::mbarrier_wait(shared_.multiplied[accumulator.index], accumulator.parity);",
+        "",
+        "accumulator of block",
+    ),
+    "no wait for a load of tensor memory": (
+        "    ptx::tcgen05_wait_ld();\n",
+        "",
+        "used before tcgen05.wait::ld",
+    ),
+    "no wait for a store's read": (
+        "if (elected) ptx::cp_async_bulk_wait_group_read<buffers / group - 1>();",
+        "",
+        "stmatrix overwrites what is read",
+    ),
+    "no fence before a store": (
+        "          ptx::fence_proxy_async();\n",
+        "",
+        "without a fence.proxy.async",
+    ),
+    "no fence before the release": (
+        "bool elected) {\n    ptx::tcgen05_fence_before_thread_sync();",
+        "bool elected) {",
+        "tcgen05.mma .* writes an accumulator",
+    ),
+    "no fence behind the release": (
+        "accumulator.parity ^ 1);\n      ptx::tcgen05_fence_after_thread_sync();",
+        "accumulator.parity ^ 1);",
+        "tcgen05.mma .* writes an accumulator",
+    ),
+    "no fence behind the products": (
+        "accumulator.parity);\n      ptx::tcgen05_fence_after_thread_sync();",
+        "accumulator.parity);",
+        "tcgen05.ld reads an accumulator",
+    ),
+    "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
+    "arrivals of one block are expected": (
+        "blocks * kStoringWarps",
+        "kStoringWarps",
+        "nothing can go on|does not expect them",
+    ),
+    "bytes of one block are expected": (
+        "blocks * bytes",
+        "bytes",
+        "nothing can go on|bytes are missing",
+    ),
+    "the other block's half of the weight": (
+        "column_ + rank_ * kWeightRows",
+        "column_",
+        "results differ",
+    ),
+    "the wrong accumulator": (
+        "accumulator.index * tile_n;\n      for",
+        "0;\n      for",
+        "tcgen05.ld reads an accumulator",
+    ),
+    "the wrong rows of the table": (
+        " + rank_ * kRows + first_row;",
+        " + first_row;",
+        "results differ",
+    ),
+    "tensor memory is kept": (
+        "if (warp == kAllocatingWarp) ptx::tcgen05_dealloc",
+        "if (false) ptx::tcgen05_dealloc",
+        "exits with tensor memory",
+    ),
+    "blocks leave alone": (
+        "__syncwarp();\n    synchronise();\n    if (warp == kA",
+        "if (warp == kA",
+        "are not allocated|has exited",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_deliberate_bug_is_noticed(tmp_path, name):
+    right, wrong, message = BUGS[name]
+    source = (FFI / "patch_embed_sm100.cu").read_text()
+    assert source.count(right) == 1
+    ptx = compile_source(SMALL.source, tmp_path, source.replace(right, wrong))
+    operands = draw_operands(0, SMALL.patches, SMALL.N, SMALL.dtype, SMALL.table)
+    expected = np.asarray(xla.run(*operands, out_dtype=SMALL.out_dtype))
+    said = []
+    for order, seed in SCHEDULES:
+        try:
+            y = emulated(ptx, SMALL, operands, schedule=order, seed=seed)
+            said += ["results differ"] if (y != expected).any() else []
+        except EmulatorError as error:
+            said.append(str(error))
+    assert said and any(re.search(message, one) for one in said), said
