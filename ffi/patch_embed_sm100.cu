@@ -21,6 +21,8 @@
 
 #include "patch_embed_sm100.h"
 
+#include <cstddef>
+
 #include "configs.h"
 #include "ptx/instruction_descriptor.h"
 #include "ptx/matrix_descriptor.h"
@@ -123,6 +125,10 @@ class Worker {
                         sizeof(Memory::read) + sizeof(Memory::tensor_memory) <=
                     1024,
                 "the host counts 1024 bytes for the barriers.");
+  static_assert(offsetof(Memory, staged) == slots * kPatchBytes &&
+                    offsetof(Memory, filled) ==
+                        slots * kPatchBytes + kStoringWarps * buffers * kWarpRows * kStoreBytes,
+                "ring, buffers and barriers follow each other without a gap.");
   static_assert(sizeof(Memory) % 1024 == 0, "the weight behind it is swizzled.");
   static_assert(Memory::bytes(stream_weight ? slots : 1, kWeightRows) <= kMostSharedBytes,
                 "ring, buffers and weight do not fit in shared memory.");
@@ -253,7 +259,8 @@ class Worker {
         }
       }
     });
-    // The last use of every slot: those of the entries that would come next are freed.
+    // The last use of every slot: those of the entries that would come next are freed. The ISA does not
+    // say that commits arrive in order, so that the last tile's would do.
     for (int i = 0; i < slots; ++i) {
       const Entry entry(tiles * args_.chunks + i);
       ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);

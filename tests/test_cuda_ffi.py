@@ -130,6 +130,11 @@ def test_a_kernels_name_tells_its_config():
 
 
 @built
+def test_all_kernels_are_built():
+    assert not configs(built=False)
+
+
+@built
 def test_the_kernels_that_are_built_are_in_the_library():
     library = cuda_ffi.LIBRARY.read_bytes()
     # Compressed or not, a fatbin begins with this word.
