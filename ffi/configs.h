@@ -25,7 +25,7 @@ constexpr bool streamed = true, stationary = false;
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 128, 128, 7, streamed)        \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 64, 128, 9, streamed)
 #define PATCH_EMBED_SM90_ONE_BYTE(X, dtype)                        \
-  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 192, 64, 8, stationary)       \
+  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 192, 64, 10, stationary)      \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 128, 64, 8, stationary)       \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 64, 64, 8, stationary)        \
   PATCH_EMBED_SM90_STREAMED(X, dtype)

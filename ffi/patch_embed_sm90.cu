@@ -239,10 +239,10 @@ class Worker {
     load(scale, shared_.scale + g * kGroup + thread_column());
   }
 
-  // What a thread adds to group 0 of a row.
+  // What a thread adds to group 0, in this row of the table.
   __device__ const void* terms_of(uint32_t table_row) const {
     if constexpr (!has_table) return shared_.offset + thread_column();
-    const int64_t first = int64_t{table_row % args_.period} * args_.N + column_ + thread_column();
+    const int64_t first = int64_t{table_row} * args_.N + column_ + thread_column();
     return static_cast<const uint16_t*>(args_.table) + first;
   }
 
@@ -256,55 +256,74 @@ class Worker {
     return __uint_as_float(i % 2 ? terms[i / 2] & 0xFFFF0000 : terms[i / 2] << 16);
   }
 
-  // Where a thread writes group 0 of a row of y; null beyond the last row.
+  // Where a thread writes group 0 of a row of y.
   __device__ uint8_t* place(int row) const {
     const int64_t first = int64_t{row} * args_.N + column_ + thread_column();
-    return row < args_.M ? static_cast<uint8_t*>(args_.out) + first * kOutBytes : nullptr;
+    return static_cast<uint8_t*>(args_.out) + first * kOutBytes;
   }
 
-  // The vector of group g in one half of a block's rows: scaled, added to and rounded.
-  __device__ static uint4 finish(const ptx::Sum<dtype> (&sums)[tile_n / 2], int g, int half,
-                                 const float (&scale)[kVector], uint32_t (&terms)[kTermWords]) {
-    // A table that is held packed is not to be widened before the loop over tiles.
-    if constexpr (kHolds && has_table) {
-      for (uint32_t& word : terms) ptx::pin(word);
+  // Words of two columns, or of one in float32: the sums, scaled, added to and rounded.
+  __device__ static void finish(uint32_t* words, const ptx::Sum<dtype>* sums, const float* scale,
+                                const float (&terms)[2]) {
+    float y[2];
+    for (int i = 0; i < 2; ++i) y[i] = fmaf(static_cast<float>(sums[i]), scale[i], terms[i]);
+    if constexpr (out_dtype == Type::kBFloat16) {
+      words[0] = ptx::cvt_rn_bf16x2(y[0], y[1]);
+    } else {
+      words[0] = __float_as_uint(y[0]);
+      words[1] = __float_as_uint(y[1]);
     }
-    uint32_t words[4];
-    for (int j = 0; j < kPairs; ++j) {
-      const auto* pair = &sums[4 * (j * kGroups + g) + 2 * half];
-      float y[2];
-      for (int i = 0; i < 2; ++i) {
-        y[i] = fmaf(static_cast<float>(pair[i]), scale[2 * j + i], term(terms, 2 * j + i));
-      }
-      if constexpr (out_dtype == Type::kBFloat16) {
-        words[j] = ptx::cvt_rn_bf16x2(y[0], y[1]);
-      } else {
-        words[2 * j] = __float_as_uint(y[0]);
-        words[2 * j + 1] = __float_as_uint(y[1]);
-      }
-    }
-    return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
   // The rows of y from this one on, from sums, and from what is held of the columns or is loaded.
   __device__ void store(const Sums& sums, int row, int table_row, Columns& columns) {
-    uint8_t* places[kRows];
-    const void* table[kRows];
+    const int first_row = row + thread_row(0);
+    uint8_t* const first = place(first_row);
+    uint32_t eight_rows = 8 * args_.N * kOutBytes;
+    uint32_t table_rows[kTermRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      places[r] = place(row + thread_row(r));
-      table[r] = terms_of(table_row + thread_row(r));
+    for (int r = 0; r < kTermRows; ++r) {
+      table_rows[r] = (table_row + thread_row(r)) % args_.period;
     }
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      auto& scale = columns.scale[kHolds ? g : 0];
-      if constexpr (!kHolds) load_scale(scale, g);
+      // Two rows at a time: what they add is loaded at once, as no load may pass a store. With all
+      // four of 128 x 192, registers spill.
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        auto& terms = columns.terms[kHolds ? g : 0][has_table ? r : 0];
-        if constexpr (!kHolds) load_terms(terms, table[r], g);
-        const uint4 y = finish(sums[r / 2], g, r % 2, scale, terms);
-        if (places[r]) *reinterpret_cast<uint4*>(places[r] + g * kGroup * kOutBytes) = y;
+      for (int block = 0; block < kBlocks; ++block) {
+        auto* terms = columns.terms[kHolds ? g : 0] + (has_table ? 2 * block : 0);
+#pragma unroll
+        for (int r = 0; r < (has_table ? 2 : 1); ++r) {
+          if constexpr (!kHolds) {
+            load_terms(terms[r], terms_of(table_rows[has_table ? 2 * block + r : 0]), g);
+          } else if constexpr (has_table) {
+            // A table that is held packed is not to be widened before the loop over tiles.
+            for (uint32_t& word : terms[r]) ptx::pin(word);
+          }
+        }
+        // Addresses are made here, as there are no registers to keep them.
+        if constexpr (!kHolds) ptx::pin(eight_rows);
+        uint32_t y[2][4];
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+          const float* scale = columns.scale[kHolds ? g : 0];
+          if constexpr (!kHolds) scale = shared_.scale + g * kGroup + thread_column();
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const auto& words = terms[has_table ? r : 0];
+            finish(&y[r][4 / kPairs * j], &sums[block][4 * (j * kGroups + g) + 2 * r],
+                   scale + 2 * j, {term(words, 2 * j), term(words, 2 * j + 1)});
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int below = thread_row(2 * block + r) - thread_row(0);
+          uint8_t* const place = first + uint64_t{eight_rows} * (below / 8);
+          if (first_row + below < args_.M) {
+            *reinterpret_cast<uint4*>(place + g * kGroup * kOutBytes) =
+                make_uint4(y[r][0], y[r][1], y[r][2], y[r][3]);
+          }
+        }
       }
     }
     timeline_.stamp(Event::kStored);
@@ -324,7 +343,7 @@ class Worker {
       if constexpr (kHolds) {
 #pragma unroll
         for (int r = 0; r < kTermRows; ++r) {
-          const void* first = terms_of(table_row + thread_row(r));
+          const void* first = terms_of((table_row + thread_row(r)) % args_.period);
 #pragma unroll
           for (int g = 0; g < kGroups; ++g) load_terms(columns.terms[g][r], first, g);
         }

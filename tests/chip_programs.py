@@ -20,7 +20,7 @@ from ptx_emulator.memory import GlobalMemory
 from ptx_emulator.parser import parse
 from ptx_emulator.tensor import ELEMENTS
 from ptx_emulator.tma import TensorMap
-from test_ptx_emulator_scalar import CASES, operands, stored
+from scalar_cases import CASES, operands, stored
 
 KIB = 1024
 

@@ -75,12 +75,16 @@ CASES = {
     "two blocks, all barriers and buffers used again": two(
         (15, 97, 256), 64, INT8, "shared", 64, 3
     ),
+    "two blocks, runs of several tiles": two((20, 160, 256), 64, INT8, "shared", 64, 3),
     "two blocks, more tiles than slots": two((9, 256, 128), 64, FP8, "shared", 64, 2),
     "two blocks, streamed weight": two(
         (5, 72, 512), 128, BF16, "shared", 128, 4, stream_weight=True
     ),
     "two blocks, streamed weight, K = 3072": two(
         (3, 97, 3072), 128, INT8, "none", 128, 4, stream_weight=True
+    ),
+    "two blocks, streamed weight, two stores a tile": two(
+        (11, 97, 256), 128, FP8, "none", 128, 3, stream_weight=True, out="float32"
     ),
     "two blocks, K = 640": two((5, 97, 640), 128, INT8, "shared", 128, 4),
     "two blocks, N = 1152": two((1, 300, 128), 1152, FP8, "shared", 192, 4),
@@ -95,6 +99,7 @@ CASES = {
     "one block, streamed weight": one((3, 97, 640), 128, FP8, "shared", 128, 4, stream_weight=True),
     "one block, float32": one((3, 97, 128), 64, INT8, "shared", 64, 4, out="float32"),
     "one block, tables of their own": one((5, 75, 128), 64, FP8, "per image", 64, 4),
+    "one block, runs of several tiles, two slices": one((9, 160, 128), 128, BF16, "shared", 64, 3),
     "one block, N = 1152, K = 640": one((1, 100, 640), 1152, INT8, "none", 192, 4),
     "Hopper, int8": hopper((5, 73, 384), 192, INT8, "shared", 192, 8),
     "Hopper, float8": hopper((9, 97, 256), 128, FP8, "shared", 128, 4),
@@ -107,6 +112,13 @@ CASES = {
 
 # Those that a Hopper GPU runs.
 HOPPER = [name for name, case in CASES.items() if case.backend == "mosaic_sm90"]
+
+# K and N of B/16 with the config of production, 196 and 576 positions, and so many images that a
+# worker has 1568 or 2880 rows: several phases of the table, with a tail.
+LONG = {
+    "B/16, 196 positions": two((8, 196, 768), 768, FP8, "shared", 256, 4),
+    "B/16, 576 positions": two((5, 576, 768), 768, INT8, "shared", 256, 4),
+}
 
 
 def compiled(name: str, folder: Path) -> Path:
@@ -153,7 +165,7 @@ def main(name: str, folder: Path) -> None:
         import jax
         from interpreter import draw_operands
 
-        case = CASES[name]
+        case = (CASES | LONG)[name]
         operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         case.module.MULTIPROCESSORS = MULTIPROCESSORS

@@ -100,7 +100,7 @@ def test_no_kernel_spills_and_no_product_waits_for_another(compiled, dtype):
         "i8": ("IGMMA", 192, 64, True),
         "bf16": ("HGMMA", 192, 128, False),
     }[dtype]
-    weight = "s8_stationary" if held else "s5_streamed"
+    weight = "s10_stationary" if held else "s5_streamed"
     name = f"patch_embed_sm90_{dtype}_bf16_table_{tile_n}x{rows}_b1_{weight}"
     found = count(tile_loop(cubin, name))
     # A thread has rows / 32 rows of tile_n / 32 vectors.

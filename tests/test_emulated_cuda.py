@@ -102,8 +102,8 @@ class Case:
 streamed = functools.partial(Case, rows=128, stream_weight=True)
 
 CASES = {
-    "float8": Case((5, 73, 256), 192, FP8, "shared", 192, 8),
-    "int8": Case((5, 73, 256), 192, INT8, "shared", 192, 8),
+    "float8": Case((5, 73, 256), 192, FP8, "shared", 192, 10),
+    "int8": Case((5, 73, 256), 192, INT8, "shared", 192, 10),
     "float8, two slices": Case((9, 97, 256), 256, FP8, "shared", 128, 8),
     "float8, more chunks than slots": Case((3, 97, 1152), 64, FP8, "shared", 64, 8),
     "bfloat16, few slots": Case((3, 97, 384), 128, BF16, "shared", 128, 4),
@@ -112,7 +112,7 @@ CASES = {
     "a phase change in a run": Case((16, 97, 128), 64, INT8, "shared", 64, 8),
     "tables of their own": Case((5, 75, 128), 64, FP8, "per image", 64, 8),
     "float32": Case((5, 73, 256), 128, INT8, "shared", 128, 8, out_dtype="float32"),
-    "float32, no table": Case((5, 73, 256), 192, FP8, "none", 192, 8, out_dtype="float32"),
+    "float32, no table": Case((5, 73, 256), 192, FP8, "none", 192, 10, out_dtype="float32"),
     "bfloat16, streamed": streamed((9, 73, 192), 192, BF16, "shared", 192, 5),
     "int8, streamed": streamed((9, 73, 256), 128, INT8, "shared", 128, 7),
     "float8, streamed, held": streamed((9, 73, 256), 64, FP8, "shared", 64, 9),

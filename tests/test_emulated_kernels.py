@@ -1,8 +1,16 @@
-"""The compiled PTX of the kernels, executed: results equal XLA's, whatever the schedule."""
+"""The compiled PTX of the kernels, executed: results equal XLA's, whatever the schedule.
 
+PTX_LONG=1 adds production's sizes, in 20 schedules each (5 minutes on one core).
+"""
+
+import json
+import os
+
+import chip_programs
+import numpy as np
 import pytest
 from bounds import assert_bit_equal
-from emulated import ALLOWED, CASES, MULTIPROCESSORS, compiled, emulated
+from emulated import ALLOWED, CASES, HOPPER, LONG, MULTIPROCESSORS, compiled, emulated
 from interpreter import draw_operands
 
 from benchmarks.offline_compile import cuda_root
@@ -17,16 +25,42 @@ SCHEDULES = (
     ("random", 3),
     ({"load": "eager", "multiply": "late", "store": "late", "write": "late"}, 4),
 )
+# What is late while all else is random.
+LATE = ("load", "multiply", "signal", "arrival", "store", "write")
+LONG_SCHEDULES = (
+    ("eager", 0),
+    ("late", 1),
+    *(({kind: "late"}, seed) for seed, kind in enumerate(LATE, 2)),
+    *(("random", seed) for seed in range(8, 20)),
+)
+
+
+def assert_equals_xla(monkeypatch, folder, name, case, schedules):
+    """The compiled kernel gives what XLA does, in every schedule; what it gave last."""
+    monkeypatch.setattr(case.module, "MULTIPROCESSORS", MULTIPROCESSORS)
+    stem = compiled(name, folder)
+    operands = draw_operands(len(name), case.patches, case.N, case.dtype, case.table)
+    expected = xla.run(*operands, out_dtype=case.out_dtype)
+    for schedule, seed in schedules:
+        y, machine = emulated(stem, case, operands, schedule=schedule, seed=seed, allowed=ALLOWED)
+        assert_bit_equal(y, expected)
+        assert machine.events
+    return y
+
+
+# What an H200 gave for the Hopper kernels, for the same operands.
+CHIP_ANSWERS = json.loads(chip_programs.ANSWERS.read_text())["answers"]["kernels"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_compiled_kernel_equals_xla_whatever_the_schedule(monkeypatch, tmp_path, name):
-    case = CASES[name]
-    monkeypatch.setattr(case.module, "MULTIPROCESSORS", MULTIPROCESSORS)
-    stem = compiled(name, tmp_path)
-    operands = draw_operands(len(name), case.patches, case.N, case.dtype, case.table)
-    expected = xla.run(*operands, out_dtype=case.out_dtype)
-    for schedule, seed in SCHEDULES:
-        y, machine = emulated(stem, case, operands, schedule=schedule, seed=seed, allowed=ALLOWED)
-        assert_bit_equal(y, expected)
-        assert machine.events
+    y = assert_equals_xla(monkeypatch, tmp_path, name, CASES[name], SCHEDULES)
+    if name in HOPPER:
+        assert chip_programs.digest(np.asarray(y)) == CHIP_ANSWERS[name]
+
+
+@pytest.mark.skipif(not os.environ.get("PTX_LONG"), reason="PTX_LONG=1 asks for it")
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("name", LONG)
+def test_productions_sizes_equal_xla_in_20_schedules(monkeypatch, tmp_path, name, part):
+    assert_equals_xla(monkeypatch, tmp_path, name, LONG[name], LONG_SCHEDULES[part::4])

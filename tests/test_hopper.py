@@ -1,4 +1,4 @@
-"""The Hopper kernel on a Hopper GPU."""
+"""The Hopper kernels, of Pallas and of CUDA, on a Hopper GPU."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ from jax.experimental.compute_on import compute_on
 
 import pallas_patch_embed as ppe
 from benchmarks import timeline
-from pallas_patch_embed.backends import mosaic_sm90, xla
+from pallas_patch_embed.backends import BACKENDS, cuda_ffi, mosaic_sm90, xla
 from pallas_patch_embed.problem import Problem, Target, named_shape
 
 TESTS = Path(__file__).parent
@@ -39,13 +39,21 @@ def on_the_gpu():
         yield
 
 
+@pytest.fixture(params=["mosaic_sm90", "cuda"])
+def backend(request):
+    """The module of each kernel."""
+    if request.param == "cuda" and (reason := cuda_ffi.missing()):
+        pytest.skip(reason)
+    return BACKENDS[request.param]
+
+
 @pytest.mark.parametrize(
     "shape, dtype, out_dtype, B",
     PROGRAMS,
     ids=lambda x: getattr(x, "name", str(x)).replace(" ", "-"),
 )
-def test_every_element_agrees(shape, dtype, out_dtype, B):
-    beyond, moved, elements = runs_of(mosaic_sm90.run, shape, dtype, out_dtype, B)
+def test_every_element_agrees(backend, shape, dtype, out_dtype, B):
+    beyond, moved, elements = runs_of(backend.run, shape, dtype, out_dtype, B)
     assert beyond == 0, f"{beyond} of {elements}"
     # float32 results move wherever the sum is rounded once instead of twice.
     assert out_dtype == "float32" or moved <= max(1, 1e-4 * elements)
@@ -78,10 +86,10 @@ def test_a_kernel_that_forgets_elements_is_noticed(dtype, out_dtype, B):
 
 
 @pytest.fixture
-def small():
+def small(backend):
     """Operands of 3 images of So400m/14, M % 8 = 3, and what the kernel makes of them."""
     operands = draw(jax.random.key(5), named_shape("So400m/14 384"), "int8", 3)
-    run = jax.jit(functools.partial(mosaic_sm90.run, out_dtype="bfloat16"))
+    run = jax.jit(functools.partial(backend.run, out_dtype="bfloat16"))
     return run, operands, run(*operands)
 
 
@@ -120,9 +128,9 @@ def test_command_buffers_give_the_same_result(small):
         assert all(same(y, expected) for y in graph(*operands))
 
 
-def test_two_threads_do_not_disturb_each_other():
+def test_two_threads_do_not_disturb_each_other(backend):
     shape = named_shape("B/16 256")
-    run = jax.jit(functools.partial(mosaic_sm90.run, out_dtype="bfloat16"))
+    run = jax.jit(functools.partial(backend.run, out_dtype="bfloat16"))
     drawn = [draw(jax.random.key(i), shape, "float8_e4m3fn", 5 + i) for i in range(2)]
     expected = [run(*operands) for operands in drawn]
     wrong = []
@@ -139,9 +147,9 @@ def test_two_threads_do_not_disturb_each_other():
     assert not wrong
 
 
-def test_two_streams_do_not_disturb_each_other():
+def test_two_streams_do_not_disturb_each_other(backend):
     shape = named_shape("B/16 256")
-    run = functools.partial(mosaic_sm90.run, out_dtype="bfloat16")
+    run = functools.partial(backend.run, out_dtype="bfloat16")
     drawn = [draw(jax.random.key(i), shape, "int8", 2 + i) for i in range(2)]
     expected = [jax.jit(run)(*operands) for operands in drawn]
 
@@ -159,9 +167,9 @@ def test_two_streams_do_not_disturb_each_other():
         assert all(map(same, both(drawn), expected))
 
 
-def test_donated_patches_are_read_before_they_are_written():
+def test_donated_patches_are_read_before_they_are_written(backend):
     shape = named_shape("B/16 224")
-    run = functools.partial(mosaic_sm90.run, out_dtype="bfloat16")
+    run = functools.partial(backend.run, out_dtype="bfloat16")
     operands = draw(jax.random.key(9), shape, "bfloat16", 64)
     expected = jax.jit(run)(*operands)
     for _ in range(RUNS):
@@ -199,6 +207,23 @@ def test_it_is_chosen_and_vmap_and_jit_agree(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernels_agree_under_jit_and_vmap(backend, dtype):
+    shape = named_shape("So400m/14 224")
+    params = jax.device_put(params_of(dtype, shape), gpu())
+    images = np.random.default_rng(4).integers(0, 256, (6, 224, 224, 3), np.uint8)
+    patches = ppe.patchify(jnp.asarray(images), params)
+    name = next(name for name, module in BACKENDS.items() if module is backend)
+    embed = functools.partial(ppe.patch_embed, params=params, backend=name)
+    y = jax.jit(embed)(patches)
+    assert same(
+        jax.jit(jax.vmap(jax.vmap(embed)))(patches.reshape(2, 3, 1, *patches.shape[1:])).reshape(
+            y.shape
+        ),
+        y,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
     operands = draw(jax.random.key(7), named_shape("B/16 224"), dtype, 67)
     problem = Problem.of(*operands, out_dtype="bfloat16")
@@ -214,8 +239,8 @@ def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
 
 # Only the kernel runs on the GPU: operands and references are a CPU's.
 SANITIZED = """
-import gpu, jax
-from pallas_patch_embed.backends import mosaic_sm90
+import gpu, jax, sys
+from pallas_patch_embed.backends import BACKENDS
 from pallas_patch_embed.problem import NamedShape
 cpu, device = jax.devices("cpu")[0], gpu.gpu()
 for dtype, out_dtype, N, patch in (
@@ -225,7 +250,7 @@ for dtype, out_dtype, N, patch in (
 ):
     with jax.default_device(cpu):
         operands = gpu.draw(jax.random.key(0), NamedShape("small", patch, 5 * patch, N), dtype, 3)
-    run = jax.jit(lambda *operands: mosaic_sm90.run(*operands, out_dtype=out_dtype))
+    run = jax.jit(lambda *operands: BACKENDS[sys.argv[1]].run(*operands, out_dtype=out_dtype))
     y = jax.device_put(run(*jax.device_put(operands, device)), cpu)
     with jax.default_device(cpu):
         assert gpu.check(y, operands, out_dtype)[0] == 0
@@ -234,9 +259,10 @@ for dtype, out_dtype, N, patch in (
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
-def test_compute_sanitizer_finds_nothing(tool):
+def test_compute_sanitizer_finds_nothing(backend, tool):
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
-    command += [sys.executable, "-c", SANITIZED]
+    name = next(name for name, module in BACKENDS.items() if module is backend)
+    command += [sys.executable, "-c", SANITIZED, name]
     result = subprocess.run(
         command,
         capture_output=True,

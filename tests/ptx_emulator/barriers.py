@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from ptx_emulator.clocks import MEMORY
+from ptx_emulator.clocks import MEMORY, learn
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.isa import LANES, Blocked, block_of, instruction, lanes
+from ptx_emulator.isa import LANES, Blocked, Task, block_of, instruction, lanes
 from ptx_emulator.memory import SHARED_BEGIN, SHARED_WINDOW, WORD
 from ptx_emulator.parser import Sink
 from ptx_emulator.scalar import modifiers
@@ -28,9 +28,11 @@ class Mbarrier:
         self.gathered = machine.agents.clock()
         # What was known when the last phase was completed.
         self.completed = machine.agents.clock()
+        # The last phase to which TMA or the tensor cores have contributed.
+        self.asynchronous = 0
         self.maker, self.made = warp.agent, warp.time
-        # Whether others than the own block's ordinary accesses may use it.
-        self.fenced = False
+        # When its maker let others than the own block's ordinary accesses use it.
+        self.fenced: int | None = None
 
     def __str__(self) -> str:
         return (
@@ -55,6 +57,11 @@ class Mbarrier:
             raise EmulatorError(f"an arrival that may not complete the phase does so: {self}")
         self._advance()
 
+    def signal(self) -> None:
+        """An arrival by the tensor cores."""
+        self.asynchronous = self.phase + 1
+        self.arrive()
+
     def expect(self, count: int) -> None:
         """So many bytes are still to come."""
         self._check_alive()
@@ -65,6 +72,7 @@ class Mbarrier:
     def receive(self, count: int) -> None:
         """So many bytes have come; they may come before they are expected."""
         self._check_alive()
+        self.asynchronous = self.phase + 1
         self.bytes -= count
         if self.bytes < -self.MOST:
             raise EmulatorError(f"more bytes than an mbarrier can count: {self}")
@@ -88,7 +96,8 @@ class Mbarrier:
             raise RaceError(
                 f"{warp} uses a barrier whose mbarrier.init nothing orders before: {self}"
             )
-        if (asynchronous or self.block is not warp.block) and not self.fenced:
+        seen = self.fenced is not None and warp.clock[MEMORY][self.maker] >= self.fenced
+        if (asynchronous or self.block is not warp.block) and not seen:
             where = "the asynchronous proxy" if asynchronous else "another block"
             warp.machine.warn(
                 "unfenced mbarrier.init",
@@ -100,6 +109,12 @@ class Mbarrier:
         """What has to be so when its cluster exits."""
         if self.bytes:
             raise EmulatorError(f"the cluster exits and bytes are missing: {self}")
+        known = max(warp.clock[MEMORY][self.agent] for warp in self.block.warps)
+        if known < self.asynchronous <= self.phase:
+            raise EmulatorError(
+                "the cluster exits, and no warp of the block has waited for the last phase of what "
+                f"TMA or the tensor cores signal: {self}"
+            )
 
 
 def barrier_at(warp, address: int, *, cluster: bool) -> Mbarrier:
@@ -183,13 +198,29 @@ def mbarrier_arrive(build, line):
             number = int(count(warp)[lane]) if count else 1
             if expects:
                 barrier.expect(number)
-            if not only:
+            arrivals = 0 if only else 1 if expects else number
+            if barrier.block is not warp.block and not expects:
+                _arrive_elsewhere(warp, barrier, arrivals, line)
+            elif not only:
                 warp.release(barrier.gathered)
-                barrier.arrive(1 if expects else number, completes="noComplete" not in parts)
+                barrier.arrive(arrivals, completes="noComplete" not in parts)
         write(warp, np.zeros(LANES, np.uint64), mask)
         warp.machine.event()
 
     return execute
+
+
+def _arrive_elsewhere(warp, barrier: Mbarrier, count: int, line) -> None:
+    """An arrival at a barrier of another block, which takes its time."""
+    known = warp.machine.agents.clock()
+    warp.release(known)
+
+    def run():
+        learn(barrier.gathered, known)
+        barrier.arrive(count)
+
+    what = f"line {line.line}: the arrival of {warp} at {barrier}"
+    warp.machine.submit(Task("arrival", run, what, warp.block.cluster, (warp,)))
 
 
 @instruction(
@@ -313,11 +344,19 @@ def bar_warp(build, line):
 @instruction(SYNC, "barrier.cluster.arrive{,.relaxed,.release}{,.aligned}")
 def cluster_arrive(build, line):
     """A relaxed arrival orders no memory; the launch of a cluster orders its initialisation, which
-    fence.mbarrier_init makes visible (9.7.13.3), so it releases what that fence covers."""
+    fence.mbarrier_init makes visible (9.7.13.3), so it releases what that fence covers. Any other
+    one comes behind the block's arrivals at barriers of other blocks."""
+    relaxed = "relaxed" in modifiers(line)
 
     def execute(warp, mask):
         if warp.cluster_arrivals > warp.cluster_waits:
             raise EmulatorError("a second arrival at the cluster's barrier without a wait")
+        if not relaxed:
+            warp.machine.perform(
+                task
+                for task in warp.machine.tasks
+                if task.kind == "arrival" and task.queue[0].block is warp.block
+            )
         warp.cluster_arrivals += 1
         clocks = warp.block.cluster.clocks
         warp.release(clocks.setdefault(warp.cluster_arrivals, warp.machine.agents.clock()))
@@ -355,7 +394,7 @@ def _publish_barriers(warp) -> None:
     """The barriers that this warp made are visible to all."""
     for barrier in warp.block.barriers.values():
         if barrier.maker == warp.agent:
-            barrier.fenced = True
+            barrier.fenced = barrier.fenced or warp.time
 
 
 @instruction(SYNC, "fence.proxy.async{,.shared::cta,.shared::cluster,.global}")

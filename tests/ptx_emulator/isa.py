@@ -75,13 +75,17 @@ class Blocked:
 
 @dataclasses.dataclass
 class Task:
-    """Asynchronous work. Tasks of one queue happen in the order in which they were issued."""
+    """Asynchronous work. Tasks of one queue happen in the order in which they were issued.
+
+    `issued` is a number in that order; what a task leads to has the task's.
+    """
 
     kind: str
     run: Callable[[], None]
     what: str
     cluster: object
     queue: tuple | None = None
+    issued: int = 0
     done: bool = False
 
 

@@ -1,15 +1,16 @@
 """Clusters, blocks, warps, and the order in which they and their asynchronous work happen.
 
 A warp is groups of lanes with a program counter each, of which the lowest that is not blocked goes
-on. TMA and the products of tcgen05 become tasks; tcgen05.ld and wgmma happen at their wait. The
-schedule says when tasks happen:
+on. TMA, the products of tcgen05, its commits' signals and arrivals at other blocks' barriers become
+tasks; tcgen05.ld and wgmma happen at their wait. The schedule says when tasks happen:
 
   eager    at once, where their order allows it
-  late     when no warp can go on
+  late     when no warp can go on, the newest first
   random   at any time in between
 
-A schedule is one of these words, or a dict of words by kind of task ("load", "store", "multiply"),
-and a seed for the order of warps and of whatever is random.
+A schedule is one of these words, or a dict of words by kind of task ("load", "multiply", the
+"signal" of a commit, "arrival", of a TMA store the read, "store", and "write"), and a seed for the
+order of warps and of whatever is random.
 """
 
 import dataclasses
@@ -425,7 +426,7 @@ class Machine:
         self.schedule, self.random, self.resident = schedule, random.Random(seed), resident
         self.allowed, self.warnings = allowed, {}
         self.tasks: list[Task] = []
-        self.events = 0
+        self.events = self.submitted = 0
         self.running: list[Cluster] = []
         # The first blocks of the clusters that have not started.
         self.waiting: list[tuple[int, int, int]] = []
@@ -473,6 +474,8 @@ class Machine:
 
     def submit(self, task: Task) -> None:
         """Hands over asynchronous work."""
+        self.submitted += 1
+        task.issued = task.issued or self.submitted
         first = task.queue is None or not any(t.queue == task.queue for t in self.tasks)
         if self.policy(task.kind) == "eager" and first:
             task.run()
@@ -544,6 +547,11 @@ class Machine:
         task.done = True
         self.event()
 
+    def perform(self, tasks) -> None:
+        """These tasks happen now."""
+        for task in list(tasks):
+            self._perform(task)
+
     def _some_tasks(self) -> int:
         """Tasks that happen while warps run."""
         chance = {"eager": 1.0, "random": 0.15, "late": 0.0}
@@ -554,12 +562,12 @@ class Machine:
 
     def _one_task(self) -> int:
         """A task that happens because no warp can go on: a late one last."""
-        ready = sorted(self._ready(), key=lambda task: self.policy(task.kind) == "late")
+        ready = self._ready()
         if not ready:
             return 0
-        late = self.policy(ready[0].kind) == "late"
-        same = [task for task in ready if (self.policy(task.kind) == "late") == late]
-        self._perform(self.random.choice(same))
+        soon = [task for task in ready if self.policy(task.kind) != "late"]
+        newest = max(ready, key=lambda task: task.issued)
+        self._perform(self.random.choice(soon) if soon else newest)
         return 1
 
     def _finish(self, cluster: Cluster) -> None:

@@ -26,50 +26,52 @@ WORD, UNIT = 4, 16
 
 
 class GlobalMemory:
-    """Arrays with room between them."""
+    """Arrays, so far from each other that an address beyond one is not in the next."""
 
-    GAP = 1024
+    DISTANCE = 1 << 32
 
     def __init__(self):
         self.bytes = np.zeros(0, np.uint8)
-        self.arrays: list[tuple[int, int, str]] = []
+        # (address, where it begins in `bytes`, length, name)
+        self.arrays: list[tuple[int, int, int, str]] = []
+        # Of the arrays: first address, address behind the last, place in `bytes`; and of an empty
+        # one before all others.
+        self.firsts, self.ends, self.places = np.full((3, 1), np.iinfo(np.int64).min)
 
     def place(self, array: np.ndarray, name: str = "array") -> int:
-        """Copies an array into the memory; its address, a multiple of 1024."""
+        """Copies an array into the memory; its address."""
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        begin = -(-len(self.bytes) // self.GAP) * self.GAP + self.GAP
-        grown = np.full(begin + len(content) + self.GAP, POISON, np.uint8)
-        grown[: len(self.bytes)] = self.bytes
-        grown[begin : begin + len(content)] = content
-        self.bytes = grown
-        self.arrays.append((begin, len(content), name))
-        return GLOBAL_BEGIN + begin
+        address = GLOBAL_BEGIN + len(self.arrays) * self.DISTANCE
+        self.arrays.append((address, len(self.bytes), len(content), name))
+        self.firsts = np.append(self.firsts, address)
+        self.ends = np.append(self.ends, address + len(content))
+        self.places = np.append(self.places, len(self.bytes))
+        self.bytes = np.concatenate([self.bytes, content])
+        return address
 
     def read(self, address: int, shape: tuple[int, ...], dtype) -> np.ndarray:
         """A copy of an array."""
-        begin = address - GLOBAL_BEGIN
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        begin = self.offset(address, size)
         return self.bytes[begin : begin + size].copy().view(dtype).reshape(shape)
 
     def offsets(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Where the bytes at each address are; they have to be inside of one array."""
-        begins = addresses.astype(np.int64) - GLOBAL_BEGIN
-        inside = np.zeros(len(begins), bool)
-        for start, length, _ in self.arrays:
-            inside |= (start <= begins) & (begins + size <= start + length)
+        addresses = addresses.astype(np.int64)
+        array = np.searchsorted(self.firsts, addresses, "right") - 1
+        inside = addresses + size <= self.ends[array]
         if not inside.all():
             self.offset(int(addresses[~inside][0]), size)
-        return begins
+        return addresses - self.firsts[array] + self.places[array]
 
     def offset(self, address: int, size: int) -> int:
         """Where these bytes are; they have to be inside of one array."""
-        begin = address - GLOBAL_BEGIN
-        for start, length, _ in self.arrays:
-            if start <= begin and begin + size <= start + length:
-                return begin
+        for start, begin, length, _ in self.arrays:
+            if start <= address and address + size <= start + length:
+                return begin + address - start
         raise EmulatorError(
             f"{size} bytes of global memory at {address:#x} are outside of all arrays: "
-            + ", ".join(f"{n} {GLOBAL_BEGIN + s:#x} to +{z}" for s, z, n in self.arrays)
+            + ", ".join(f"{name} {start:#x} to +{size}" for start, _, size, name in self.arrays)
         )
 
 
@@ -252,6 +254,16 @@ class TensorMemory:
         """A warp has waited for its stores."""
         at = self.written_at[warp - self.first_warp]
         at[at == self.PENDING] = time
+
+    def frees(self, columns: slice, clock: np.ndarray) -> None:
+        """Notes a tcgen05.dealloc: it has to know that nobody loads any more."""
+        known = clock[MEMORY][self.first_warp : self.first_warp + self.warps_of_a_block]
+        late = self.read_at[:, columns].max(1) > known
+        if late.any():
+            raise RaceError(
+                f"tcgen05.dealloc in block {self.rank}, and nothing orders it after the tcgen05.ld "
+                f"of warp {int(np.nonzero(late)[0][0])}"
+            )
 
     def multiplies(self, sequence: int, columns: slice, clock: np.ndarray, what: str) -> None:
         """Notes a tcgen05.mma: it has to know that what it overwrites was loaded and stored."""

@@ -88,7 +88,8 @@ class Instruction:
       predicate, negated: it is executed by lanes where the predicate is true (false).
       targets: indices of the instructions to which a branch goes.
       registers: numbers of all registers that it names.
-      line, text: where it stands.
+      line, text: where it stands, and what there is without the spaces.
+      span: where it begins and ends in the whole text, with its semicolon.
     """
 
     opcode: str
@@ -99,6 +100,7 @@ class Instruction:
     registers: frozenset[int]
     line: int
     text: str
+    span: tuple[int, int]
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.text}"
@@ -180,8 +182,7 @@ def split(text: str) -> list[str]:
 
 def parse(ptx: str, name: str | None = None) -> Kernel:
     """The kernel of this name, or the first one, of a PTX module."""
-    source = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), ptx, flags=re.S)
-    source = re.sub(r"//[^\n]*", "", source)
+    source = re.sub(r"/\*.*?\*/|//[^\n]*", lambda m: re.sub(r"[^\n]", " ", m[0]), ptx, flags=re.S)
     wanted = re.escape(name) if name else r"[\w$.]+"
     entry = re.search(rf"\.entry\s+({wanted})\s*\((.*?)\)(.*?)\{{", source, re.S)
     if entry is None:
@@ -263,7 +264,7 @@ class _Body:
         self.parents = {0: None}
         self.labels, self.tables, self.named = {}, {}, {}
         self.all_registers: list[Register] = []
-        # (scope, predicate, negated, opcode, operands, line, text)
+        # (scope, predicate, negated, opcode, operands, line, text, span)
         self.statements = []
         self._read(source, begin)
 
@@ -296,11 +297,13 @@ class _Body:
             else:
                 end = source.index(";", at)
                 text = " ".join(source[at:end].split())
-                self._statement(scopes[-1], text, line, last_label)
+                self._statement(scopes[-1], text, line, last_label, (at, end + 1))
                 line += source.count("\n", at, end)
                 at = end + 1
 
-    def _statement(self, scope: int, text: str, line: int, last_label: str | None) -> None:
+    def _statement(
+        self, scope: int, text: str, line: int, last_label: str | None, span: tuple[int, int]
+    ) -> None:
         if text.startswith(".reg"):
             kind, names = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text).groups()
             for name in split(names):
@@ -322,7 +325,7 @@ class _Body:
         elif match := STATEMENT.fullmatch(text):
             negated, predicate, opcode, operands = match.groups()
             self.statements.append(
-                (scope, predicate, bool(negated), opcode, split(operands), line, text)
+                (scope, predicate, bool(negated), opcode, split(operands), line, text, span)
             )
         else:
             raise UnsupportedError(f"line {line}: {text}")
@@ -335,7 +338,8 @@ class _Body:
         return None
 
     def instructions(self):
-        for scope, predicate, negated, opcode, operands, line, text in self.statements:
+        for scope, predicate, negated, opcode, operands, *place in self.statements:
+            line, text, _ = place
             targets = ()
             if opcode.split(".")[0] == "bra":
                 targets, operands = self._targets(scope, operands, line), []
@@ -354,7 +358,7 @@ class _Body:
             used = {guard.number} if guard else set()
             for operand in bound:
                 used |= {register.number for register in parts_of(operand, Register)}
-            yield Instruction(opcode, bound, guard, negated, targets, frozenset(used), line, text)
+            yield Instruction(opcode, bound, guard, negated, targets, frozenset(used), *place)
 
     def _targets(self, scope: int, names: list[str], line: int) -> tuple[int, ...]:
         found = tuple(self._find(self.labels, scope, name) for name in names)

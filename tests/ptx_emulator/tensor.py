@@ -226,6 +226,7 @@ def dealloc(build, line):
         busy = [task for task in machine.tasks if warp.block in (task.queue or ())]
         if busy:
             raise EmulatorError(f"tensor memory is given back before {busy[0].what}")
+        tensor.frees(slice(first, first + columns), warp.clock)
         del tensor.allocated[first]
         machine.event()
 
@@ -420,14 +421,23 @@ def commit(build, line):
             known = warp.multiplied_knowing.copy()
             known[[MEMORY, TENSOR], machine.agents.tensor_core] = cluster.multiplied
 
-            def run(barriers=barriers, known=known):
-                for barrier in barriers:
-                    learn(barrier.gathered, known)
-                    barrier.arrive()
-
             what = f"a tcgen05.commit to {barriers[0]}"
-            queue = ("products", *_blocks(warp, pair))
-            machine.submit(Task("multiply", run, what, cluster, queue))
+
+            def signal(barrier, known):
+                learn(barrier.gathered, known)
+                barrier.signal()
+
+            task = Task("multiply", None, what, cluster, ("products", *_blocks(warp, pair)))
+
+            # The signals come when they come: nothing orders those of two commits.
+            def run(barriers=barriers, known=known, task=task):
+                for barrier in barriers:
+                    one = functools.partial(signal, barrier, known)
+                    what = f"the signal of {task.what}"
+                    machine.submit(Task("signal", one, what, cluster, issued=task.issued))
+
+            task.run = run
+            machine.submit(task)
 
     return execute
 

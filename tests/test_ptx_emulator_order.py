@@ -1,0 +1,102 @@
+"""What the emulator notices only if it knows who waited for what, and when signals come."""
+
+import numpy as np
+import pytest
+from ptx_emulator.errors import EmulatorError, RaceError
+from ptx_emulator.machine import Machine
+from ptx_emulator.memory import GlobalMemory
+from ptx_emulator.parser import parse
+from ptx_emulator.tensor import Matrix
+
+DECLARED = """.shared .align 16 .b8 memory[64]; .reg .pred %first, %p; .reg .b32 %t, %w, %a, %b, %m;
+    .reg .b32 %r<8>; .reg .b64 %q, %s; mov.u32 %t, %tid.x; shr.u32 %w, %t, 5;
+    setp.eq.u32 %first, %t, 0; mov.u32 %m, memory; add.u32 %a, %m, 16; add.u32 %b, %m, 24;"""
+
+
+def run(body, *, warps=2, blocks=1, schedule="late"):
+    """Runs a kernel of one cluster."""
+    text = f"""
+.version 8.7
+.target sm_100a
+.address_size 64
+.visible .entry kernel()
+.maxntid {32 * warps}, 1, 1
+{{
+{DECLARED}
+{body}
+ret;
+}}
+"""
+    Machine(parse(text), (blocks, 1, 1), cluster=(blocks, 1, 1), schedule=schedule).launch()
+
+
+# A warp that is alone allocates 32 columns of tensor memory, whose address is %r0.
+ALLOCATED = """setp.eq.u32 %p, %w, 0; @!%p bra made;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%m], 32;
+    made: bar.sync 0; ld.shared.b32 %r0, [%m];"""
+FREED = """@!%p bra end; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r0, 32; end:"""
+LOADED = """tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r0]; tcgen05.wait::ld.sync.aligned;"""
+
+
+def test_tensor_memory_is_given_back_behind_all_loads():
+    run(f"{ALLOCATED} {LOADED} bar.sync 0; {FREED}")
+    with pytest.raises(RaceError, match=r"dealloc .* after the tcgen05.ld of warp 1"):
+        # The first warp waits until the other one has loaded, but that orders nothing.
+        run(f"{ALLOCATED} @%p nanosleep.u32 1; {LOADED} {FREED}", schedule="eager")
+
+
+INIT = "@%first mbarrier.init.shared.b64 [%a], 1; @%first mbarrier.init.shared.b64 [%b], 1;"
+FENCE = "fence.mbarrier_init.release.cluster;"
+ARRIVE, WAIT = "barrier.cluster.arrive.relaxed.aligned;", "barrier.cluster.wait.aligned;"
+# Each block's first thread arrives at the other block's barrier %a.
+SIGNAL = """mov.u32 %r1, %cluster_ctarank; xor.b32 %r1, %r1, 1;
+    mapa.shared::cluster.u32 %r2, %a, %r1;
+    @%first mbarrier.arrive.shared::cluster.b64 _, [%r2];"""
+
+
+def waiting(barrier, number):
+    return f"""again{number}: mbarrier.try_wait.parity.shared.b64 %p, [{barrier}], 0, 1;
+        @!%p bra again{number};"""
+
+
+def test_mbarriers_are_fenced_before_other_blocks_are_told():
+    run(f"{INIT} {FENCE} {ARRIVE} {WAIT} {SIGNAL} {waiting('%a', 0)}", blocks=2, warps=1)
+    with pytest.raises(EmulatorError, match=r"unfenced mbarrier.init: another block"):
+        body = f"{INIT} {ARRIVE} {FENCE} {WAIT} {SIGNAL} {waiting('%a', 0)}"
+        run(body, blocks=2, warps=1)
+
+
+def test_a_block_waits_for_the_arrivals_of_others_before_it_exits():
+    begin = f"{INIT} {FENCE} {ARRIVE} {WAIT} {SIGNAL}"
+    with pytest.raises(EmulatorError, match=r"exits before line \d+: the arrival of"):
+        run(f"{begin} {ARRIVE} {WAIT}", blocks=2, warps=1)
+    # This one comes behind what was done before.
+    run(f"{begin} barrier.cluster.arrive.release.aligned; {WAIT}", blocks=2, warps=1)
+
+
+def test_the_signals_of_two_commits_come_in_any_order():
+    commits = "".join(
+        f"@%first tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{at}];"
+        for at in ("%q", "%s")
+    )
+    begin = f"{INIT} {FENCE} cvt.u64.u32 %q, %a; cvt.u64.u32 %s, %b; {commits}"
+    run(f"{begin} {waiting('%b', 0)} {waiting('%a', 1)}", warps=1)
+    with pytest.raises(EmulatorError, match=r"exits before the signal of a tcgen05.commit"):
+        run(f"{begin} {waiting('%b', 0)}", warps=1)
+    with pytest.raises(EmulatorError, match="no warp of the block has waited for the last phase"):
+        run(f"{begin} {waiting('%b', 0)}", warps=1, schedule="eager")
+
+
+@pytest.mark.parametrize("bit", [14, 15, 30, 31, 52, 60])
+def test_reserved_bits_of_a_matrix_descriptor(bit):
+    with pytest.raises(EmulatorError, match="reserved bits"):
+        Matrix.of_blackwell(1 << 46 | 1 << bit, None, transposed=False)
+
+
+def test_an_address_beyond_an_array_is_in_no_other_one():
+    memory = GlobalMemory()
+    first, second = (memory.place(np.full(4, i, np.uint8)) for i in (1, 2))
+    assert memory.read(second, (4,), np.uint8).tolist() == [2] * 4
+    for distance in (4, 2**20, 2**31):
+        with pytest.raises(EmulatorError, match="outside of all arrays"):
+            memory.offset(first + distance, 1)

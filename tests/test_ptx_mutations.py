@@ -1,0 +1,210 @@
+"""Edits that make a compiled Blackwell kernel wrong are noticed when its PTX is executed.
+
+A sample of them; all, in parts, with
+
+  PTX_MUTATIONS=all pytest tests/test_ptx_mutations.py -n 2 --junitxml=FILE
+
+whose FILE has what noticed each edit.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import os
+import re
+from unittest import mock
+
+import numpy as np
+import pytest
+from emulated import ALLOWED, CASES, MULTIPROCESSORS, compiled, emulated
+from interpreter import draw_operands
+from mutations import GUARDED, QUIET, WAIT, Code, Mutation, harmless, mutations
+from ptx_emulator import machine, mosaic
+from ptx_emulator.barriers import barrier_at
+from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
+from ptx_emulator.isa import lanes
+from ptx_emulator.machine import Machine
+from ptx_emulator.parser import parse
+
+from benchmarks.offline_compile import cuda_root
+from pallas_patch_embed.backends import xla
+
+pytestmark = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
+
+# Between them: two blocks and one, a weight that stays and one that is streamed, runs of several
+# tiles, one and two stores a tile, slices of N, a table and none.
+NAMES = (
+    "two blocks, runs of several tiles",
+    "two blocks, streamed weight, two stores a tile",
+    "one block, runs of several tiles, two slices",
+)
+EVERY = os.environ.get("PTX_MUTATIONS") == "all"
+PARTS = 8 if EVERY else 1
+STEP = 1 if EVERY else 131
+EAGER = dict.fromkeys(("load", "multiply", "signal", "arrival", "store", "write"), "eager")
+SCHEDULES = (
+    ("random", 2),
+    ("late", 1),
+    (EAGER | {"arrival": "late"}, 0),
+    (EAGER | {"store": "late", "write": "late"}, 0),
+)
+NONE = Mutation("none", "unedited")
+
+
+class Subject:
+    """A compiled kernel with its operands and the right result."""
+
+    def __init__(self, name: str, folder):
+        self.case = CASES[name]
+        self.stem = compiled(name, folder)
+        case = self.case
+        self.operands = draw_operands(1, case.patches, case.N, case.dtype, case.table)
+        self.expected = np.asarray(xla.run(*self.operands, out_dtype=case.out_dtype))
+
+    def run(self, mutation: Mutation, schedule, seed: int, watch=None) -> tuple[bool, Machine]:
+        """Whether the edited kernel's result is right, and its machine.
+
+        `watch(machine)` is called before the launch.
+        """
+        launch = Machine.launch
+
+        def launched(machine):
+            mutation.change(machine)
+            if watch:
+                watch(machine)
+            launch(machine)
+
+        with contextlib.ExitStack() as patched:
+            edited = lambda ptx: parse(mutation.apply(ptx))  # noqa: E731
+            patched.enter_context(mock.patch.object(mosaic, "parse", edited))
+            patched.enter_context(mock.patch.object(Machine, "launch", launched))
+            options = dict(schedule=schedule, seed=seed, allowed=ALLOWED)
+            y, ran = emulated(self.stem, self.case, self.operands, **options)
+        return np.array_equal(y, self.expected), ran
+
+    def noticed(self, mutation: Mutation) -> str | None:
+        """What notices an edit in one of the schedules; None if nothing does."""
+        for schedule, seed in SCHEDULES:
+            try:
+                right, _ = self.run(mutation, schedule, seed)
+            except DeadlockError:
+                return "deadlock"
+            except RaceError:
+                return "race"
+            except EmulatorError:
+                return "protocol"
+            if not right:
+                return "values"
+        return None
+
+    def traces(self) -> tuple[dict, set[int]]:
+        """(cluster, warp) -> the instructions that it executes, in their order.
+
+        And those that make an mbarrier which nobody uses.
+        """
+        found, made = collections.defaultdict(list), []
+
+        def note(i, warp, mask):
+            found[warp.block.cluster.number, warp.agent].append(i)
+            line = warp.machine.kernel.code[i]
+            if line.opcode.startswith("mbarrier.init"):
+                place = int(warp.registers[line.operands[0].base.number][lanes(mask)[0]])
+                made.append((i, barrier_at(warp, place, cluster=False)))
+
+        assert self.run(NONE, *SCHEDULES[0], lambda machine: watch(machine, note))[0]
+        used = {i for i, barrier in made if barrier.phase}
+        return found, {i for i, _ in made} - used
+
+    def only_waits_longer(self, mutation: Mutation) -> bool:
+        """Whether whatever touches memory, barriers or tensor cores has the same registers.
+
+        But waits: if one ends before the phase is over for which the unedited kernel waits, nothing
+        follows that it could guard.
+        """
+        unedited, waits, _ = self.accesses(NONE, *SCHEDULES[0])
+        edited, *_ = self.accesses(mutation, *SCHEDULES[0])
+        return edited == unedited and not any(
+            self.accesses(mutation, *schedule, waits)[2] for schedule in SCHEDULES
+        )
+
+    def accesses(self, mutation: Mutation, schedule, seed: int, right=None):
+        """By lane: registers of all instructions that are not quiet, and barriers of the waits.
+
+        And what is executed behind a wait that ends before the `right` barrier's phase is over.
+        """
+        found, waits = collections.defaultdict(list), collections.defaultdict(list)
+        early, unguarded = set(), []
+
+        def note(i, warp, mask):
+            line = warp.machine.kernel.code[i]
+            if re.match(QUIET, line.opcode):
+                return
+            for lane in lanes(mask):
+                name = warp.block.cluster.number, warp.agent, lane
+                if name in early and re.match(rf"{GUARDED}|mbarrier\.arrive", line.opcode):
+                    unguarded.append(line)
+                if not re.match(WAIT, line.opcode):
+                    values = [warp.registers[number][lane].tobytes() for number in line.registers]
+                    found[name].append((line.line, *values))
+                    continue
+                done, address, parity, *_ = line.operands
+                if not warp.registers[done.number][lane]:
+                    continue
+                place, wanted = (
+                    int(warp.registers[operand.number][lane]) for operand in (address.base, parity)
+                )
+                waits[name].append((place + address.offset, wanted))
+                if right and len(waits[name]) <= len(right[name]):
+                    place, wanted = right[name][len(waits[name]) - 1]
+                    if barrier_at(warp, place, cluster=False).phase & 1 == wanted:
+                        early.add(name)
+
+        self.run(mutation, schedule, seed, lambda machine: watch(machine, note))
+        return found, waits, unguarded
+
+
+def watch(machine: Machine, note) -> None:
+    """note(its number, warp, mask of lanes) is called behind each instruction that is executed."""
+
+    def noted(i, step):
+        def execute(warp, mask):
+            blocked = step.execute(warp, mask)
+            if blocked is None or blocked.done:
+                note(i, warp, mask)
+            return blocked
+
+        return dataclasses.replace(step, execute=execute) if step.execute else step
+
+    machine.code = [noted(i, step) for i, step in enumerate(machine.code)]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("name", NAMES)
+def test_edits_are_noticed(monkeypatch, record_property, tmp_path, name, part):
+    monkeypatch.setattr(CASES[name].module, "MULTIPROCESSORS", MULTIPROCESSORS)
+    # Enough for a run of these kernels.
+    monkeypatch.setattr(machine, "PATIENCE", 60_000)
+    subject = Subject(name, tmp_path)
+    traces, unused = subject.traces()
+    executed = set().union(*traces.values())
+    _, ran = subject.run(NONE, *SCHEDULES[1])
+    ptx = subject.stem.with_suffix(".ptx").read_text()
+    code = Code(ptx)
+    every = mutations(code, ran.tensor_maps, 2 * subject.case.N)
+    assert len(every) > 700
+    chosen = every[part::PARTS][::STEP]
+    unexplained, caught = [], 0
+    for mutation in chosen:
+        if how := subject.noticed(mutation):
+            caught += 1
+        elif mutation.index is not None and mutation.index not in executed:
+            how = "not executed"
+        elif reason := harmless(mutation, code, traces, unused):
+            how = f"harmless: {reason}"
+        elif mutation.index is not None and subject.only_waits_longer(mutation):
+            how = "harmless: nothing sees a difference, but waits that last longer or guard nothing"
+        else:
+            unexplained.append(str(mutation))
+        record_property(str(mutation), how)
+    assert not unexplained
+    assert caught >= 0.9 * len(chosen)
