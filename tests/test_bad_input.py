@@ -57,7 +57,11 @@ BAD = {
     "out_dtype": (ValueError, embed(GOOD, out_dtype="float16"), "bfloat16 or float32"),
     "out_dtype None": (ValueError, embed(GOOD, out_dtype=None), "bfloat16 or float32"),
     "out_dtype nonsense": (ValueError, embed(GOOD, out_dtype="nonsense"), "bfloat16 or float32"),
-    "backend": (ValueError, embed(GOOD, backend="cudnn"), "one of mosaic_sm100, mosaic_sm90, xla"),
+    "backend": (
+        ValueError,
+        embed(GOOD, backend="cudnn"),
+        "one of mosaic_sm100, mosaic_sm90, cuda, xla",
+    ),
     "positions' S": (
         ValueError,
         embed(GOOD, position_embedding=patches(195, 8)),
@@ -179,5 +183,5 @@ def test_nothing_runs_before_a_bad_argument_is_refused(option, caplog):
 
 
 def test_bad_input_is_refused_while_tracing():
-    with pytest.raises(ValueError, match="one of mosaic_sm100, mosaic_sm90, xla"):
+    with pytest.raises(ValueError, match="one of mosaic_sm100, mosaic_sm90, cuda, xla"):
         jax.make_jaxpr(lambda x: ppe.patch_embed(x, PARAMS["bfloat16"], backend="cudnn"))(GOOD)

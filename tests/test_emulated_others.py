@@ -3,11 +3,12 @@
 Data are small integers, so results are exact whatever the order of the sums.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 from bounds import assert_bit_equal
-from jax_kernels import AS_IT_STANDS, BROKEN, MATMULS, Matmul, compiled
+from jax_kernels import BROKEN, MATMULS, Matmul, compiled
 from ptx_emulator import mosaic
 from ptx_emulator import triton as triton_launch
 from ptx_emulator.errors import RaceError
@@ -22,10 +23,10 @@ except ImportError:
 SCHEDULES = (("eager", 0), ("late", 1), ("random", 2))
 
 # Warnings that these kernels, which run on Blackwell, give (README.md of the emulator).
-JAX_ALLOWED = frozenset(
+JAX_ALLOWED = frozenset({"signal that nobody waits for"}) | frozenset(
     {"descriptor version", "used before wait::ld", "exit before a store's read"}
 )
-TRITON_ALLOWED = frozenset(
+TRITON_ALLOWED = frozenset({"signal that nobody waits for"}) | frozenset(
     {"no tcgen05.fence", "same value stored", "unfenced mbarrier.init", "used before wait::ld"}
 )
 
@@ -53,12 +54,19 @@ def test_jaxs_matmul_is_exact_whatever_the_schedule(tmp_path, name):
 
 
 @needs_codegen
-def test_jaxs_matmul_of_two_blocks_cancels_two_clusters_at_once(tmp_path):
-    """NOTES.md: both blocks ask for the next tile, and each answer is written to both."""
-    stem = compiled(AS_IT_STANDS, tmp_path)
+@pytest.mark.parametrize("name", BROKEN)
+def test_jaxs_matmul_of_two_blocks_overwrites_which_tile_is_next(tmp_path, name):
+    """NOTES.md: both blocks ask, and each answer is written to both; one warp of four says that the
+    answer was read, before the others have read it."""
+    stem = compiled(name, tmp_path)
+    found = []
     for schedule, seed in SCHEDULES:
-        with pytest.raises(RaceError, match=r"the try_cancel of line \d+ overwrites"):
-            run(stem, BROKEN[AS_IT_STANDS], schedule=schedule, seed=seed)
+        try:
+            run(stem, BROKEN[name], schedule=schedule, seed=seed)
+        except RaceError as error:
+            found.append(str(error))
+    assert found
+    assert all(re.search(r"the try_cancel of line \d+ overwrites", message) for message in found)
 
 
 @needs_triton

@@ -580,6 +580,10 @@ class Machine:
                 )
         while mine := [task for task in self._ready() if task.cluster is cluster]:
             message = f"cluster {cluster.number} exits before {mine[0].what}"
+            if mine[0].kind == "signal":
+                self.warn("signal that nobody waits for", message)
+                self.tasks.remove(mine[0])
+                continue
             if mine[0].kind == "store":
                 self.warn("exit before a store's read", message)
             elif mine[0].kind != "write":
