@@ -77,6 +77,16 @@ constexpr Config kConfigs[] = {
                 "the host gives the kernel another amount of shared memory than it uses.");
 PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_MEMORY)
 
+#define PATCH_EMBED_SM100_MEMORY(dtype, out_dtype, columns, tile_n, blocks, slots, weight)        \
+  {                                                                                             \
+    constexpr Config config{100, dtype, out_dtype, columns, tile_n, 128, blocks, slots, weight}; \
+    using Memory = sm100::Shared<slots, config.store_n() * itemsize(out_dtype), sm100::kBuffers>; \
+    static_assert(Memory::bytes(weight ? slots : 6, tile_n / blocks) ==                         \
+                      shared_memory_bytes(config, 6),                                           \
+                  "the host gives the kernel another amount of shared memory than it uses.");    \
+  }
+[[maybe_unused]] void check_memory() { PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_MEMORY) }
+
 struct Kernel {
   Config config;
   std::string name;

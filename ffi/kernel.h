@@ -57,7 +57,7 @@ struct Config {
   // Two warpgroups on Hopper, the blocks of a cluster on Blackwell.
   constexpr int tile_m() const { return (capability == 90 ? 2 : blocks) * rows; }
 
-  // Columns of a TMA store of the Blackwell kernel, by each of two warpgroups: rows of 128 bytes, or of
+  // Columns of a TMA store of the Blackwell kernel, by the warps of two warpgroups: rows of 128 bytes, or of
   // 64 where those do not divide a warpgroup's half of the columns.
   constexpr int store_n() const {
     return kRowBytes / itemsize(out_dtype) / (tile_n / 2 * itemsize(out_dtype) % kRowBytes ? 2 : 1);

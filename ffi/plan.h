@@ -6,6 +6,7 @@
 #include <string>
 
 #include "kernel.h"
+#include "patch_embed_sm100.h"
 #include "patch_embed_sm90.h"
 
 namespace patch_embed {
@@ -112,24 +113,25 @@ inline std::string plan(const Config& config, const Shapes& s, Launch* launch) {
   }
   const int chunks = int(row_bytes / kRowBytes);
   const int64_t shared_memory = shared_memory_bytes(config, chunks);
-  if (shared_memory > sm90::kMostSharedBytes) {
+  const bool hopper = config.capability == 90;
+  const int most = hopper ? sm90::kMostSharedBytes : sm100::kMostSharedBytes;
+  if (shared_memory > most) {
     return "K = " + text(s.K) + " needs " + text(shared_memory) +
-           " bytes of shared memory, there are " + text(sm90::kMostSharedBytes) +
+           " bytes of shared memory, there are " + text(most) +
            ". Take a kernel with a streamed weight.";
   }
   const int tile_k = kRowBytes / itemsize(config.dtype);
-  const bool hopper = config.capability == 90;
   *launch = {
       int(slices * s.workers * config.blocks),
       config.blocks,
-      sm90::kThreads,  // and of the Blackwell kernel
+      hopper ? sm90::kThreads : sm100::kThreads,
       shared_memory,
       chunks,
       matrix(config.dtype, s.M, s.K, tile_k, config.rows),
       hopper ? fragments(config, s.N, s.K)
              : matrix(config.dtype, s.N, s.K, tile_k, config.tile_n / config.blocks),
       hopper ? TensorMap{}
-             : matrix(config.out_dtype, s.M, s.N, config.store_n(), config.rows),
+             : matrix(config.out_dtype, s.M, s.N, config.store_n(), sm100::kWarpRows),
   };
   return "";
 }

@@ -81,7 +81,8 @@ def expected_launch(config, M, N, K, period, workers, runs):
         weight = matrix(config.dtype, N, K, config.tile_n // config.blocks, inner)
         half = config.tile_n // 2 * out_size
         store_bytes = 128 if half % 128 == 0 else 64
-        y = matrix(config.out_dtype, M, N, 128, store_bytes // out_size)
+        # A store is a warp's.
+        y = matrix(config.out_dtype, M, N, 32, store_bytes // out_size)
         rest = 2 * 2 * 128 * store_bytes + 1024
     return dict(
         grid=workers * N // config.tile_n * config.blocks,
@@ -126,6 +127,11 @@ def test_a_kernels_name_tells_its_config():
             f"{config.tile_n}x{config.rows}_b{config.blocks}_s{config.slots}_{way}"
         )
     assert len({config.name for config in configs()}) == len(configs()) > 0
+
+
+@built
+def test_all_kernels_are_built():
+    assert not configs(built=False)
 
 
 @built

@@ -3,29 +3,33 @@
 import dataclasses
 import functools
 import math
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import emulated as emulated_kernels
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from bounds import assert_bit_equal
 from interpreter import draw_operands
+from knobs import instance
 from ptx_emulator import cuda
+from ptx_emulator.errors import EmulatorError
 from ptx_emulator.memory import POISON, GlobalMemory
 from ptx_emulator.tma import TensorMap
 
 from pallas_patch_embed.backends import schedule, tiling, xla
 from pallas_patch_embed.problem import Problem
 
-KERNELS = Path(__file__).parent.parent / "ffi" / "patch_embed_sm90.cu"
-OPTIONS = ("-std=c++17", "-O3", "-ptx", "-arch=sm_90a")
+FFI = Path(__file__).parent.parent / "ffi"
+OPTIONS = ("-std=c++17", "-O3", "-ptx")
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 
 # Blocks of a launch: so few that there are more tiles than workers.
-MULTIPROCESSORS = 2
+MULTIPROCESSORS = {90: 2, 100: emulated_kernels.MULTIPROCESSORS}
 THREADS = 384
 
 # As the kernels' names and the compiler have the types.
@@ -50,16 +54,49 @@ class Case:
     rows: int = 64
     stream_weight: bool = False
     out_dtype: str = BF16
+    capability: int = 90
+    blocks: int = 1
+    # Of a kernel that is not built: the template's arguments behind those of a config.
+    knobs: tuple = ()
+
+    @property
+    def source(self) -> str:
+        """Of a kernel with knobs."""
+        return instance(
+            *(SHORT[self.dtype], SHORT[self.out_dtype]),
+            "offset" if self.table == "none" else "table",
+            *(self.tile_n, self.blocks, self.slots),
+            "streamed" if self.stream_weight else "stationary",
+            *self.knobs,
+        )
+
+    @property
+    def buffers(self) -> int:
+        """Of a storing warp of the Blackwell kernel."""
+        return self.knobs[2] if len(self.knobs) > 2 else 2
 
     @property
     def name(self) -> str:
         """Of the kernel."""
+        if self.knobs:
+            return "chosen"
         columns = "offset" if self.table == "none" else "table"
         weight = "streamed" if self.stream_weight else "stationary"
         return (
-            f"patch_embed_sm90_{SHORT[self.dtype]}_{SHORT[self.out_dtype]}_{columns}_"
-            f"{self.tile_n}x{self.rows}_b1_s{self.slots}_{weight}"
+            f"patch_embed_sm{self.capability}_{SHORT[self.dtype]}_{SHORT[self.out_dtype]}_{columns}_"
+            f"{self.tile_n}x{self.rows}_b{self.blocks}_s{self.slots}_{weight}"
         )
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a tile."""
+        return (2 if self.capability == 90 else self.blocks) * self.rows
+
+    @property
+    def store_n(self) -> int:
+        """Columns of a TMA store of the Blackwell kernel: rows of 128 bytes, or of 64."""
+        itemsize = jnp.dtype(self.out_dtype).itemsize
+        return (64 if self.tile_n // 2 * itemsize % 128 else 128) // itemsize
 
 
 streamed = functools.partial(Case, rows=128, stream_weight=True)
@@ -86,52 +123,104 @@ CASES = {
 }
 
 
+# The slots of the Blackwell kernels that are built: of two blocks, and of one, for bytes and for
+# bfloat16. For one block there are slices of 64 columns alone.
+STATIONARY = {256: (4, None), 192: (5, None), 128: (7, 4), 64: (8, 7)}, {64: (7, 4)}
+STREAMED = {256: (5, 5), 192: (5, 5), 128: (6, 6), 64: (8, 8)}, {64: (6, 6)}
+
+
+def blackwell(case: emulated_kernels.Case) -> Case:
+    """The operands of a case of the Pallas kernel, and the kernel here that is most like it."""
+    config = case.chosen
+    single = not config.collective
+    tile_n = 64 if single else config.tile_n
+    slots = (STREAMED if config.stream_weight else STATIONARY)[single][tile_n][case.dtype == BF16]
+    return Case(
+        case.patches,
+        # Two slices show what six do.
+        min(case.N, 2 * tile_n),
+        case.dtype,
+        case.table,
+        tile_n,
+        slots,
+        rows=128,
+        stream_weight=config.stream_weight,
+        out_dtype=case.out_dtype,
+        capability=100,
+        blocks=config.blocks,
+    )
+
+
+CASES |= {
+    f"Blackwell, {name}": blackwell(case)
+    for name, case in emulated_kernels.CASES.items()
+    if case.backend == "mosaic_sm100"
+}
+
+
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """dtype -> the PTX of its kernels."""
+    """(capability, dtype) -> the PTX of its kernels."""
 
     @functools.cache
-    def ptx(dtype):
-        path = tmp_path_factory.mktemp(dtype) / "kernels.ptx"
-        subprocess.run(
-            ["nvcc", *OPTIONS, f"-DPATCH_EMBED_DTYPE={TYPE[dtype]}", KERNELS, "-o", path],
-            check=True,
-        )
+    def ptx(capability, dtype):
+        path = tmp_path_factory.mktemp(f"{dtype}-{capability}") / "kernels.ptx"
+        options = [*OPTIONS, f"-arch=sm_{capability}a", f"-DPATCH_EMBED_DTYPE={TYPE[dtype]}"]
+        source = FFI / f"patch_embed_sm{capability}.cu"
+        subprocess.run(["nvcc", *options, source, "-o", path], check=True)
         return path.read_text()
 
     return ptx
 
 
-def tensor_maps(case, M, K, patches, weight):
-    """The maps of patches and weight at these addresses (patch_embed_sm90.h)."""
-    itemsize = jnp.dtype(case.dtype).itemsize
+def tensor_maps(case, M, K, patches, weight, y):
+    """The maps of patches, weight and y at these addresses (patch_embed_sm90.h and 100)."""
+    itemsize, out_itemsize = (jnp.dtype(x).itemsize for x in (case.dtype, case.out_dtype))
     inner, row = tiling.ROW_BYTES // itemsize, K * itemsize
-    vector = 16 // jnp.dtype(case.out_dtype).itemsize
+
+    def matrix(name, base, size, rows, columns, box):
+        return TensorMap(
+            base=base,
+            itemsize=size,
+            dimensions=(columns, rows),
+            strides=(size, columns * size),
+            box=box,
+            swizzle=box[0] * size,
+            name=name,
+        )
+
+    first = matrix("patches", patches, itemsize, M, K, (inner, case.rows))
+    if case.capability == 100:
+        return (
+            first,
+            matrix("weight", weight, itemsize, case.N, K, (inner, case.tile_n // case.blocks)),
+            matrix("y", y, out_itemsize, M, case.N, (case.store_n, 32)),
+        )
+    vector = 16 // out_itemsize
     group = 4 * vector
-    make = functools.partial(TensorMap, itemsize=itemsize, swizzle=tiling.ROW_BYTES)
-    return (
-        make(
-            base=patches,
-            dimensions=(K, M),
-            strides=(itemsize, row),
-            box=(inner, case.rows),
-            name="patches",
-        ),
-        make(
-            base=weight,
-            dimensions=(K, 2, vector // 2, 4, case.N // group),
-            strides=(itemsize, row, 2 * row, vector * row, group * row),
-            box=(inner, 2, 1, 4, case.tile_n // group),
-            name="weight",
-        ),
+    second = TensorMap(
+        base=weight,
+        itemsize=itemsize,
+        dimensions=(K, 2, vector // 2, 4, case.N // group),
+        strides=(itemsize, row, 2 * row, vector * row, group * row),
+        box=(inner, 2, 1, 4, case.tile_n // group),
+        swizzle=tiling.ROW_BYTES,
+        name="weight",
     )
+    # The Hopper kernel does not read the third one.
+    return first, second, first
 
 
 def shared_bytes(case, chunks):
     """What `Shared::bytes` says."""
-    fixed = case.slots * case.rows * tiling.ROW_BYTES + 8 * case.tile_n + 8 * (2 * case.slots + 3)
-    weight = (case.slots if case.stream_weight else chunks) * case.tile_n * tiling.ROW_BYTES
-    return -(-fixed // 1024) * 1024 + weight
+    ring = case.slots * case.rows * tiling.ROW_BYTES
+    if case.capability == 90:
+        rest = 8 * case.tile_n + 8 * (2 * case.slots + 3)
+    else:
+        staged = case.rows * case.store_n * jnp.dtype(case.out_dtype).itemsize
+        rest = 2 * case.buffers * staged + 1024
+    weight_rows = (case.slots if case.stream_weight else chunks) * case.tile_n // case.blocks
+    return -(-(ring + rest) // 1024) * 1024 + weight_rows * tiling.ROW_BYTES
 
 
 def emulated(ptx, case, operands, **options):
@@ -139,8 +228,9 @@ def emulated(ptx, case, operands, **options):
     problem = Problem.of(*operands, out_dtype=case.out_dtype)
     M, K = math.prod(case.patches[:-1]), case.patches[-1]
     slices, period = case.N // case.tile_n, tiling.table_period(problem)
-    workers = max(1, min(MULTIPROCESSORS // slices, -(-M // (2 * case.rows))))
-    runs = schedule.runs(M, period, 2 * case.rows, workers)
+    most = MULTIPROCESSORS[case.capability] // case.blocks // slices
+    workers = max(1, min(most, -(-M // case.tile_m)))
+    runs = schedule.runs(M, period, case.tile_m, workers)
     memory = GlobalMemory()
     patches, weight, scale, table, run_table = (
         memory.place(np.asarray(x), name)
@@ -148,15 +238,16 @@ def emulated(ptx, case, operands, **options):
     )
     result = (M, case.N), jnp.dtype(case.out_dtype)
     out = memory.place(np.full(math.prod(result[0]) * result[1].itemsize, POISON, np.uint8), "y")
-    patches, weight = tensor_maps(case, M, K, patches, weight)
     chunks = tiling.chunks(problem)
     machine = cuda.prepare(
         ptx,
         case.name,
-        [patches, weight, patches, *map(np.uint64, (scale, table, out, run_table))]
+        [*tensor_maps(case, M, K, patches, weight, out)]
+        + [*map(np.uint64, (scale, table, out, run_table))]
         + [np.int32(x) for x in (M, case.N, chunks, period, runs.shape[1])],
-        grid=(workers * slices, 1, 1),
+        grid=(workers * slices * case.blocks, 1, 1),
         block=(THREADS, 1, 1),
+        cluster=(case.blocks, 1, 1),
         dynamic_shared=shared_bytes(case, chunks),
         memory=memory,
         **options,
@@ -170,7 +261,159 @@ def test_the_compiled_kernel_equals_xla_whatever_the_schedule(compiled, name):
     case = CASES[name]
     operands = draw_operands(len(name), case.patches, case.N, case.dtype, case.table)
     expected = xla.run(*operands, out_dtype=case.out_dtype)
-    ptx = compiled(case.dtype)
+    ptx = compiled(case.capability, case.dtype)
     for order, seed in SCHEDULES:
         y = emulated(ptx, case, operands, schedule=order, seed=seed)
         assert_bit_equal(jnp.asarray(y), expected)
+
+
+# Knobs: columns of a load and of a step, buffers, stores of a group, release, stagger, held table.
+tuned = functools.partial(Case, rows=128, capability=100)
+
+TUNED = {
+    "two blocks, table for each tile": tuned(
+        *((5, 97, 256), 128, INT8, "shared", 128, 3),
+        blocks=2,
+        out_dtype="float32",
+        knobs=(16, 32, 4, 1, "Release::kStored", 40, "false"),
+    ),
+    "two blocks, stores together": tuned(
+        *((5, 97, 128), 256, FP8, "none", 256, 2), blocks=2, knobs=(64, 128, 2, 2)
+    ),
+    "one block, one buffer": tuned(
+        *((5, 97, 128), 64, BF16, "per image", 64, 2),
+        knobs=(32, 32, 1, 1, "Release::kLoaded", 25),
+    ),
+}
+
+
+def compile_source(source, folder, patched=None):
+    """The PTX of a kernel; `patched` takes the place of patch_embed_sm100.cu."""
+    (folder / "kernel.cu").write_text(source)
+    if patched:
+        (folder / "patch_embed_sm100.cu").write_text(patched)
+    command = ["nvcc", *OPTIONS, "-arch=sm_100a", f"-I{FFI}", folder / "kernel.cu"]
+    subprocess.run([*command, "-o", folder / "kernel.ptx"], check=True)
+    return (folder / "kernel.ptx").read_text()
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_a_kernel_with_other_knobs_equals_xla(tmp_path, name):
+    case = TUNED[name]
+    operands = draw_operands(len(name), case.patches, case.N, case.dtype, case.table)
+    expected = xla.run(*operands, out_dtype=case.out_dtype)
+    ptx = compile_source(case.source, tmp_path)
+    for order, seed in SCHEDULES:
+        y = emulated(ptx, case, operands, schedule=order, seed=seed)
+        assert_bit_equal(jnp.asarray(y), expected)
+
+
+# Deliberate bugs in the Blackwell kernel: what is replaced by what, and what the emulator says.
+SMALL = tuned((7, 256, 256), 64, INT8, "shared", 64, 3, blocks=2, knobs=(32,))
+
+BUGS = {
+    "no wait for a free slot": (
+        "ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);\n        const bool",
+        "const bool",
+        "does not expect them",
+    ),
+    "no wait for patches": (
+        "ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);",
+        "",
+        "tcgen05.mma .* reads what was written",
+    ),
+    "no wait for a free accumulator": (
+        "ptx::mbarrier_wait(shared_.read[accumulator.index], accumulator.parity ^ 1);",
+        "",
+        "tcgen05.mma .* writes an accumulator",
+    ),
+    "no wait for products": (
+        "ptx::mbarrier_wait(shared_.multiplied[accumulator.index], accumulator.parity);",
+        "",
+        "accumulator of block",
+    ),
+    "no wait for a load of tensor memory": (
+        "    ptx::tcgen05_wait_ld();\n",
+        "",
+        "used before tcgen05.wait::ld",
+    ),
+    "no wait for a store's read": (
+        "if (elected) ptx::cp_async_bulk_wait_group_read<buffers / group - 1>();",
+        "",
+        "stmatrix overwrites what is read",
+    ),
+    "no fence before a store": (
+        "          ptx::fence_proxy_async();\n",
+        "",
+        "without a fence.proxy.async",
+    ),
+    "no fence before the release": (
+        "bool elected) {\n    ptx::tcgen05_fence_before_thread_sync();",
+        "bool elected) {",
+        "tcgen05.mma .* writes an accumulator",
+    ),
+    "no fence behind the release": (
+        "accumulator.parity ^ 1);\n      ptx::tcgen05_fence_after_thread_sync();",
+        "accumulator.parity ^ 1);",
+        "tcgen05.mma .* writes an accumulator",
+    ),
+    "no fence behind the products": (
+        "accumulator.parity);\n      ptx::tcgen05_fence_after_thread_sync();",
+        "accumulator.parity);",
+        "tcgen05.ld reads an accumulator",
+    ),
+    "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
+    "arrivals of one block are expected": (
+        "blocks * kStoringWarps",
+        "kStoringWarps",
+        "nothing can go on|does not expect them",
+    ),
+    "bytes of one block are expected": (
+        "blocks * bytes",
+        "bytes",
+        "nothing can go on|bytes are missing",
+    ),
+    "the other block's half of the weight": (
+        "column_ + rank_ * kWeightRows",
+        "column_",
+        "results differ",
+    ),
+    "the wrong accumulator": (
+        "accumulator.index * tile_n;\n      for",
+        "0;\n      for",
+        "tcgen05.ld reads an accumulator",
+    ),
+    "the wrong rows of the table": (
+        " + rank_ * kRows + first_row;",
+        " + first_row;",
+        "results differ",
+    ),
+    "tensor memory is kept": (
+        "if (warp == kAllocatingWarp) ptx::tcgen05_dealloc",
+        "if (false) ptx::tcgen05_dealloc",
+        "exits with tensor memory",
+    ),
+    "blocks leave alone": (
+        "__syncwarp();\n    synchronise();\n    if (warp == kA",
+        "if (warp == kA",
+        "are not allocated|has exited",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_deliberate_bug_is_noticed(tmp_path, name):
+    right, wrong, message = BUGS[name]
+    source = (FFI / "patch_embed_sm100.cu").read_text()
+    assert source.count(right) == 1
+    ptx = compile_source(SMALL.source, tmp_path, source.replace(right, wrong))
+    operands = draw_operands(0, SMALL.patches, SMALL.N, SMALL.dtype, SMALL.table)
+    expected = np.asarray(xla.run(*operands, out_dtype=SMALL.out_dtype))
+    said = []
+    for order, seed in SCHEDULES:
+        try:
+            y = emulated(ptx, SMALL, operands, schedule=order, seed=seed)
+            said += ["results differ"] if (y != expected).any() else []
+        except EmulatorError as error:
+            said.append(str(error))
+    assert said and any(re.search(message, one) for one in said), said

@@ -1,4 +1,5 @@
-// The 64-bit descriptors by which wgmma finds its operands in shared memory (PTX ISA 9.7.15.5.1).
+// The 64-bit descriptors by which wgmma (PTX ISA 9.7.15.5.1) and tcgen05.mma (9.7.16.4.1) find their
+// operands in shared memory.
 
 #pragma once
 
@@ -31,6 +32,16 @@ constexpr PATCH_EMBED_HOST_DEVICE uint64_t descriptor_field(uint32_t bytes) {
 constexpr PATCH_EMBED_HOST_DEVICE uint64_t matrix_descriptor(uint32_t address) {
   return descriptor_field(address) | uint64_t{1} << 16 |
          descriptor_field(kSwizzledRows * 128) << 32 | uint64_t{1} << 62;
+}
+
+// The same for tcgen05.mma, which differs in
+//
+//   46-48  version                0b001
+//   52     leading dimension mode 0: relative
+//   61-63  swizzle                2: 128 bytes
+constexpr PATCH_EMBED_HOST_DEVICE uint64_t tcgen05_matrix_descriptor(uint32_t address) {
+  return descriptor_field(address) | uint64_t{1} << 16 |
+         descriptor_field(kSwizzledRows * 128) << 32 | uint64_t{1} << 46 | uint64_t{2} << 61;
 }
 
 // The descriptor of what lies so many bytes further.

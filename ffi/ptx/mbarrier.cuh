@@ -1,4 +1,4 @@
-// Barriers in shared memory: PTX ISA 9.7.13.15.
+// Barriers in shared memory, PTX ISA 9.7.13.15, and those of a cluster, 9.7.13.3.
 
 #pragma once
 
@@ -39,6 +39,19 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, uin
                : "memory");
 }
 
+// 9.7.9.23: the address that a variable of this block has in the one of this rank in the cluster.
+__device__ __forceinline__ uint32_t mapa(const void* pointer, uint32_t rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+  return address;
+}
+
+// 9.7.13.15.13: an arrival at a barrier of the cluster, whose address `mapa` gives. Of its memory a
+// thread of another block sees nothing: that is .release.cluster, and a MEMBAR.ALL.GPU.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // 9.7.13.15.16: whether the phase of this parity is complete; waits for a while.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(Mbarrier& barrier, uint32_t parity) {
   uint32_t complete;
@@ -56,6 +69,15 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(Mbarrier& barrier, uint
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, uint32_t parity) {
   while (!mbarrier_try_wait_parity(barrier, parity)) {
   }
+}
+
+// 9.7.13.3
+__device__ __forceinline__ void barrier_cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 }  // namespace patch_embed::ptx

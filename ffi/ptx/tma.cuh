@@ -1,4 +1,5 @@
-// Copies from global to shared memory by TMA, which arrive at an mbarrier: PTX ISA 9.7.9.25.
+// Copies by TMA: PTX ISA 9.7.9.25. Those to shared memory arrive at an mbarrier, those from there are
+// counted in groups of the thread that issues them.
 
 #pragma once
 
@@ -28,6 +29,16 @@ __device__ __forceinline__ void cp_async_bulk_tensor(void* target, const CUtenso
       : "memory");
 }
 
+// The same for a block of a pair: it arrives at a barrier of either, whose address `mapa` gives.
+__device__ __forceinline__ void cp_async_bulk_tensor_of_pair(void* target, const CUtensorMap& map,
+                                                             int x, int y, uint32_t arrived) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".cta_group::2 [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(target)),
+      "l"(&map), "r"(x), "r"(y), "r"(arrived)
+      : "memory");
+}
+
 __device__ __forceinline__ void cp_async_bulk_tensor(void* target, const CUtensorMap& map, int x,
                                                      int y, int z, int v, int w,
                                                      Mbarrier& arrived) {
@@ -36,6 +47,31 @@ __device__ __forceinline__ void cp_async_bulk_tensor(void* target, const CUtenso
       " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(shared_address(target)),
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(v), "r"(w), "r"(shared_address(&arrived))
       : "memory");
+}
+
+// 9.7.13.4: what this thread knows of shared memory becomes visible to TMA and the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// 9.7.9.25.5.2: stores the box at these coordinates, as far as it is inside of the tensor.
+__device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap& map, int x, int y,
+                                                           const void* source) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::
+                   "l"(&map),
+               "r"(x), "r"(y), "r"(shared_address(source))
+               : "memory");
+}
+
+// 9.7.9.25.6.1
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// 9.7.9.25.6.2: until of all groups of this thread but the last ones shared memory has been read.
+template <int pending>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
 // 9.7.9.15

@@ -35,6 +35,22 @@ __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float low, float high) {
   return packed;
 }
 
+// 9.7.14.5.16: four matrices of 8 x 8 times 16 bits. Lane 4 r + c has of each the elements 2 c and
+// 2 c + 1 of row r; lane 8 m + r has the place of row r of matrix m.
+__device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(row))),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// 10: the low half of the multiprocessor's cycles.
+__device__ __forceinline__ uint32_t clock() {
+  uint32_t cycles;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles));
+  return cycles;
+}
+
 // No instruction: the compiler takes the value for one that is computed here, and so computes
 // nothing from it earlier.
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }

@@ -1,0 +1,204 @@
+"""The hand-written Blackwell kernel without a GPU: descriptors, knobs, what nvcc makes of it."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from knobs import instance
+
+from benchmarks.offline_compile import INSTRUCTION, count, cuda_root, innermost_loop
+
+FFI = Path(__file__).parent.parent / "ffi"
+DTYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16"}
+
+HOST = """
+#include "ptx/instruction_descriptor.h"
+#include "ptx/matrix_descriptor.h"
+using namespace patch_embed;
+extern "C" uint64_t made(uint32_t address) { return ptx::tcgen05_matrix_descriptor(address); }
+extern "C" uint64_t moved(uint32_t address, uint32_t bytes) {
+  return ptx::advance(ptx::tcgen05_matrix_descriptor(address), bytes);
+}
+extern "C" uint32_t e4m3(int rows, int columns) {
+  return ptx::instruction_descriptor(Type::kFloat8E4M3FN, rows, columns);
+}
+extern "C" uint32_t bf16(int rows, int columns) {
+  return ptx::instruction_descriptor(Type::kBFloat16, rows, columns);
+}
+extern "C" uint32_t i8(int rows, int columns) {
+  return ptx::instruction_descriptor(Type::kInt8, rows, columns);
+}
+static_assert(ptx::tcgen05_matrix_descriptor(0) == 0x4000404000010000);
+static_assert(ptx::instruction_descriptor(Type::kInt8, 256, 256) == 0x104004A0);
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """The functions above, compiled for this machine."""
+    folder = tmp_path_factory.mktemp("host")
+    source = folder / "descriptors.cc"
+    source.write_text(HOST)
+    command = ["nvcc", "-std=c++17", "-shared", "-Xcompiler", "-fPIC,-Wall,-Werror"]
+    subprocess.run([*command, f"-I{FFI}", source, "-o", folder / "host.so"], check=True)
+    library = ctypes.CDLL(folder / "host.so")
+    library.made.restype = library.moved.restype = ctypes.c_uint64
+    library.e4m3.restype = library.bf16.restype = library.i8.restype = ctypes.c_uint32
+    return library
+
+
+def fields(descriptor, places):
+    """The fields of a descriptor, at (bit, size), and the bits between them."""
+    found = {name: descriptor >> at & (1 << size) - 1 for name, (at, size) in places.items()}
+    named = sum(found[name] << at for name, (at, _) in places.items())
+    return found | {"rest": descriptor ^ named}
+
+
+# PTX ISA 9.7.16.4.1 and 9.7.16.4.2.
+MATRIX = {
+    "start": (0, 14),
+    "leading": (16, 14),
+    "stride": (32, 14),
+    "version": (46, 3),
+    "base offset": (49, 3),
+    "leading dimension mode": (52, 1),
+    "swizzle": (61, 3),
+}
+INSTRUCTION_FIELDS = {
+    "sparsity": (0, 3),
+    "saturate": (3, 1),
+    "sums": (4, 2),
+    "a": (7, 3),
+    "b": (10, 3),
+    "negated": (13, 2),
+    "transposed": (15, 2),
+    "columns": (17, 6),
+    "rows": (24, 5),
+    "shift": (30, 2),
+}
+
+
+@pytest.mark.parametrize("address", [0x400, 0x400 + 16384, 0x400 + 5 * 4096, 227 * 1024])
+@pytest.mark.parametrize("step", [None, 0, 32, 64, 96])
+def test_a_matrix_is_rows_of_128_swizzled_bytes(host, address, step):
+    found = host.made(address) if step is None else host.moved(address, step)
+    assert fields(found, MATRIX) == {
+        "start": (address + (step or 0)) % 2**18 // 16,
+        "leading": 1,
+        "stride": 1024 // 16,
+        "version": 0b001,
+        "base offset": 0,
+        "leading dimension mode": 0,
+        "swizzle": 2,
+        "rest": 0,
+    }
+
+
+@pytest.mark.parametrize("rows", [128, 256])
+@pytest.mark.parametrize("columns", [64, 128, 192, 256])
+@pytest.mark.parametrize("dtype, sums, operand", [("e4m3", 1, 0), ("bf16", 1, 1), ("i8", 2, 1)])
+def test_an_instruction_has_the_types_and_the_shape(host, dtype, sums, operand, rows, columns):
+    found = fields(getattr(host, dtype)(rows, columns), INSTRUCTION_FIELDS)
+    expected = dict.fromkeys(found, 0) | dict(sums=sums, a=operand, b=operand)
+    assert found == expected | dict(rows=rows // 16, columns=columns // 8)
+
+
+FINE = ("i8", "bf16", "table", 256, 2, 4, "stationary")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("i8", "bf16", "table", 256, 3, 4, "stationary"), "a worker is one block or a pair"),
+        (("i8", "bf16", "table", 96, 2, 4, "stationary"), "a multiple of 64 columns"),
+        (("i8", "bf16", "offset", 512, 2, 2, "stationary"), "do not fit in tensor memory"),
+        (("i8", "bf16", "table", 64, 2, 1, "stationary"), "one slot is multiplied while another"),
+        (("i8", "bf16", "table", 256, 2, 9, "streamed"), "do not fit in shared memory"),
+        ((*FINE, 128, 128), "a load has 16, 32 or 64 columns"),
+        ((*FINE, 64, 96), "loads make a step, and steps the columns of a warp"),
+        ((*FINE, 32, 32), "stores make a step"),
+        ((*FINE, 64, 128), "need more registers than there are"),
+        ((*FINE, 64, 64, 2, 2), "groups of stores make a step"),
+        (("i8", "bf16", "offset", 256, 2, 2, "stationary", 64, 128, 1, 2), "make the buffers"),
+        ((*FINE, 64, 64, 3), "the number of a store, which wraps, tells its buffer"),
+        ((*FINE, 64, 64, 2, 1, "Release::kLoaded", -1), "a warp cannot begin before"),
+    ],
+    ids=str,
+)
+def test_a_knob_that_cannot_be_is_refused_with_a_sentence(tmp_path, arguments, message):
+    source = tmp_path / "kernel.cu"
+    source.write_text(instance(*arguments))
+    command = ["nvcc", "-std=c++17", "-ptx", "-arch=sm_100a", f"-I{FFI}", source]
+    done = subprocess.run([*command, "-o", "/dev/null"], capture_output=True, text=True)
+    assert done.returncode and message in done.stderr
+
+
+# What nvcc makes of it.
+
+
+def compile_to_cubin(source, options, path):
+    """Compiles for a Blackwell chip; what the compilers said."""
+    warnings = ["--Werror", "all-warnings", "-Xptxas=-v,-warn-spills,-warn-lmem-usage"]
+    command = ["nvcc", "-std=c++17", "-O3", "-cubin", *warnings, f"-I{FFI}", *options, source]
+    done = subprocess.run([*command, "-o", path], check=True, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def assert_clean(said):
+    """Every kernel: no spill, no stack, no warning, and the registers of the launch."""
+    kernels = said.count("Compiling entry function")
+    assert kernels > 0
+    assert said.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == kernels
+    # 384 threads share 64 Ki registers; setmaxnreg divides them. Shared memory is dynamic.
+    assert said.count("Used 168 registers") == kernels
+    assert not re.search(r"warning|smem", said), said
+
+
+def machine_code(cubin, name):
+    """The machine code of a kernel."""
+    command = [cuda_root() / "bin" / "nvdisasm", "-c", cubin]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (kernel,) = (part for part in text.split(".section\t.text.")[1:] if part.startswith(name + ","))
+    return kernel
+
+
+PRODUCT = {"e4m3": "UTCQMMA", "i8": "UTCIMMA", "bf16": "UTCHMMA"}
+MEMORY = {"LD", "ST", "LDG", "STG", "LDL", "STL", "LDS", "ATOM", "RED"}
+
+
+@pytest.mark.parametrize("chip", ["100a", "103a"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_kernel_spills_and_a_tile_touches_no_global_memory(dtype, chip, tmp_path):
+    if (dtype, chip) == ("i8", "103a"):
+        pytest.skip("there is no kind::i8")
+    cubin = tmp_path / "kernels.cubin"
+    options = [f"-arch=sm_{chip}", f"-DPATCH_EMBED_DTYPE={DTYPES[dtype]}"]
+    assert_clean(compile_to_cubin(FFI / "patch_embed_sm100.cu", options, cubin))
+    if cuda_root() is None:
+        return
+    weight = "s5_streamed" if dtype == "bf16" else "s4_stationary"
+    name = f"patch_embed_sm100_{dtype}_{{}}_table_256x128_b2_{weight}"
+    code = machine_code(cubin, name.format("bf16"))
+    opcodes = [match[1] for match in INSTRUCTION.finditer(code)]
+    assert [x for x in opcodes if "MMA" in x] == [f"{PRODUCT[dtype]}.2CTA"] * 4
+    assert opcodes.count("USETMAXREG.DEALLOC.CTAPOOL") == 1
+    assert opcodes.count("USETMAXREG.TRY_ALLOC.CTAPOOL") == 1
+
+    found = count(innermost_loop(code, re.compile("LDTM")))
+    # A thread has 4 rows of 32 columns, two of which are one multiplication, and one word of y;
+    # four words are a matrix store, 64 columns of a warp a TMA store behind a fence.
+    expected = dict(LDTM=4, FFMA2=64, F2FP=64, STSM=16, MEMBAR=2, FENCE=2, UTMASTG=2, SYNCS=2)
+    expected |= dict(I2FP=128) if dtype == "i8" else {}
+    assert {opcode: found.get(opcode, 0) for opcode in expected} == expected
+    assert not {*MEMORY, "STS", "BAR", "ERRBAR", "CCTL"} & set(found)
+    assert sum(found.values()) <= (365 if dtype == "i8" else 240)
+
+    found = count(innermost_loop(machine_code(cubin, name.format("f32")), re.compile("LDTM")))
+    expected = dict(LDTM=8, FFMA2=64, STS=64, MEMBAR=4, FENCE=4, UTMASTG=4, SYNCS=2)
+    assert {opcode: found.get(opcode, 0) for opcode in expected} == expected
+    assert not {*MEMORY, "BAR", "ERRBAR", "CCTL"} & set(found)
