@@ -3,6 +3,7 @@
 import contextlib
 import io
 import threading
+import time
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -52,25 +53,33 @@ def check_wgmma(monkeypatch):
     monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
 
 
-def interpreted(run, operands, out_dtype, config, patience=60):
-    """What a kernel gives; fails if there was a race, which the interpreter prints.
+# Seconds in which nothing was computed, after which all threads wait for each other, and seconds
+# after which it takes too long.
+IDLE, PATIENCE = 2, 120
+
+
+def interpreted(run, operands, out_dtype, config):
+    """What a kernel gives; fails if there was a race, which the interpreter prints, or a deadlock.
 
     Args:
       run: of the kernel's module.
       operands: patches, weight, scale, table.
       out_dtype: of the result.
       config: of the kernel.
-      patience: seconds after which it is taken to be deadlocked.
     """
 
-    given_up = threading.Event()
+    done, given_up = threading.Event(), threading.Event()
 
-    def give_up():
-        given_up.set()
-        gpu_callbacks._get_shared_memory().set_failed(TimeoutError())
+    def watch():
+        begin, computed = time.monotonic(), time.process_time()
+        while not done.wait(IDLE):
+            before, computed = computed, time.process_time()
+            if computed - before < 0.05 * IDLE or time.monotonic() - begin > PATIENCE:
+                given_up.set()
+                gpu_callbacks._get_shared_memory().set_failed(TimeoutError())
+                return
 
-    watchdog = threading.Timer(patience, give_up)
-    watchdog.start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             y = run(
@@ -81,10 +90,10 @@ def interpreted(run, operands, out_dtype, config, patience=60):
             ).block_until_ready()
     except Exception as error:
         if given_up.is_set():
-            raise TimeoutError(f"deadlock: not done in {patience} s.") from error
+            raise TimeoutError("deadlock: all threads wait, or it takes too long") from error
         raise
     finally:
-        watchdog.cancel()
+        done.set()
     assert "RACE" not in printed.getvalue(), printed.getvalue()
     return y
 

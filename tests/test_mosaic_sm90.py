@@ -107,7 +107,7 @@ def test_a_missing_wait_is_noticed(monkeypatch, barriers):
     patches, N, dtype, table, config = CASES["many tiles a run"]
     operands = draw_operands(0, patches, N, dtype, table)
     with pytest.raises(Exception, match=r"RACE DETECTED|no threads observed|deadlock"):
-        interpreted(mosaic_sm90.run, operands, "bfloat16", config, patience=12)
+        interpreted(mosaic_sm90.run, operands, "bfloat16", config)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "int8"])

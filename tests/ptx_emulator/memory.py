@@ -280,7 +280,7 @@ class TensorMemory:
 
     def _others(self, own: int) -> np.ndarray:
         """The other warps that have the same lanes of tensor memory."""
-        return np.setdiff1d(np.arange(own % 4, self.warps_of_a_block, 4), [own])
+        return np.array([w for w in range(own % 4, self.warps_of_a_block, 4) if w != own], int)
 
     def _after_products(self, at: np.ndarray, clock: np.ndarray, doing: str, what: str) -> None:
         core = self.agents.tensor_core
