@@ -1,10 +1,12 @@
 """What the warps of a kernel do, and for how long, from a trace that the kernel writes itself.
 
-  python -m benchmarks.timeline [--shape "B/16 224"] [--images 4736] [--dtype int8] [--out FILE]
+  python -m benchmarks.timeline [--backend cuda] [--shape "B/16 224"] [--images 4736] [--dtype int8]
+      [--out FILE]
 
-Prints the cycles of each role's spans (mean, 95th percentile) and draws those of one thread block.
-A traced kernel has fewer slots, whose memory the trace takes, and its clock readings take time: it
-says who waits for whom, not how fast the kernel is.
+Prints the cycles of each role's spans (mean, 95th percentile, mean of each warp) and draws those of
+one thread block. Clock readings take time, and a traced Pallas kernel has fewer slots, whose memory
+the trace takes: it says who waits for whom, not how fast the kernel is. The CUDA kernels are
+compiled for it (PATCH_EMBED_TIMELINE), with the nvcc that is there.
 """
 
 import argparse
@@ -18,13 +20,29 @@ from pathlib import Path
 from types import ModuleType
 
 import jax
+import numpy as np
 
-from benchmarks import headline, timing
-from pallas_patch_embed.backends import mosaic_sm90, mosaic_sm100, tiling
+from benchmarks import cuda_launch, headline, timing
+from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, tiling
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, Target, named_shape
 
 # The warps of a thread block of these kernels.
 WARPS = 12
+
+# What has happened at a stamp of a CUDA kernel, from 1 on (Event in ffi/timeline.cuh): so the span
+# before it is the time that this took, or was waited for.
+EVENTS = (
+    "wait: free slot",
+    "issue loads",
+    "wait: turn",
+    "wait: loads",
+    "issue products",
+    "wait: products",
+    "epilogue load",
+    "epilogue convert",
+    "epilogue store",
+)
+EVENT_BITS = 4
 
 # What is drawn, in cycles from the first span of a block.
 DRAWN = 40_000
@@ -62,6 +80,27 @@ def read(trace: Path) -> list[Span]:
     return spans
 
 
+def read_stamps(stamps: np.ndarray) -> list[Span]:
+    """The spans between the stamps [blocks, warps, stamps] uint32 of a CUDA kernel.
+
+    They have the clock's low bits alone, so no span may be longer than 2^28 cycles.
+    """
+    spans = []
+    for block, warp in np.ndindex(stamps.shape[:2]):
+        row = stamps[block, warp]
+        row = row[row != 0]
+        steps = np.diff(row >> EVENT_BITS) % (1 << 32 - EVENT_BITS)
+        if not len(steps):
+            continue
+        times = int(row[0] >> EVENT_BITS) + np.concatenate([[0], np.cumsum(steps)])
+        events = row[1:] & (1 << EVENT_BITS) - 1
+        spans += [
+            Span(block, warp, EVENTS[event - 1], float(begin), float(end))
+            for event, begin, end in zip(events, times, times[1:])
+        ]
+    return spans
+
+
 def traced(operands, kernel: ModuleType, folder: Path) -> tuple[jax.Array, list[Span]]:
     """The result and the trace of the first call of a Mosaic kernel with these operands.
 
@@ -87,15 +126,26 @@ def traced(operands, kernel: ModuleType, folder: Path) -> tuple[jax.Array, list[
 
 
 def table(spans: list[Span]) -> str:
-    """Count, mean and 95th percentile of each role's spans, in cycles."""
-    cycles = collections.defaultdict(list)
+    """Count, mean and 95th percentile of each role's spans, and means by warp, in cycles."""
+    cycles, warps = collections.defaultdict(list), sorted({span.warp for span in spans})
     for span in spans:
         cycles[span.role].append(span.cycles)
-    lines = [f"{'role':24}{'spans':>8}{'mean':>10}{'p95':>10}  cycles"]
-    for role, found in cycles.items():
-        p95 = statistics.quantiles(found, n=20)[-1] if len(found) > 1 else found[0]
-        lines.append(f"{role:24}{len(found):8}{statistics.mean(found):10.0f}{p95:10.0f}")
-    return "\n".join(lines)
+        cycles[span.role, span.warp].append(span.cycles)
+    heads = "".join(f"{f'warp {warp}':>9}" for warp in warps)
+    lines = [f"{'role':24}{'spans':>8}{'mean':>10}{'p95':>10}  cycles{heads}"]
+    for role in [key for key in cycles if isinstance(key, str)]:
+        found = cycles[role]
+        p95 = (
+            statistics.quantiles(found, n=20, method="inclusive")[-1]
+            if len(found) > 1
+            else found[0]
+        )
+        means = (statistics.mean(own) if (own := cycles.get((role, w))) else None for w in warps)
+        by_warp = "".join(f"{'' if mean is None else f'{mean:.0f}':>9}" for mean in means)
+        lines.append(
+            f"{role:24}{len(found):8}{statistics.mean(found):10.0f}{p95:10.0f}        {by_warp}"
+        )
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def draw(spans: list[Span], title: str, out: Path) -> None:
@@ -134,23 +184,30 @@ def main() -> None:
     """Prints the table and writes the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [shape.name for shape in NAMED_SHAPES]
+    kernels = {k.__name__.rpartition(".")[2]: k for k in (mosaic_sm90, mosaic_sm100)}
+    kernels["cuda"] = cuda_ffi
+    parser.add_argument("--backend", choices=kernels, help="the first one that serves")
     parser.add_argument("--shape", choices=names, default=headline.HEADLINE[0], metavar="NAME")
     parser.add_argument("--images", type=int, default=headline.HEADLINE[1])
     parser.add_argument("--dtype", choices=tiling.DTYPES, default=tiling.DTYPES[0])
     parser.add_argument("--out", type=Path, help="PNG file for the picture")
     chosen = parser.parse_args()
     target = Target.of(jax.devices()[0])
-    kernels = (mosaic_sm90, mosaic_sm100)
     draw_operands = functools.partial(
         headline.draw, named_shape(chosen.shape), chosen.dtype, chosen.images
     )
     problem = Problem.of(*jax.eval_shape(draw_operands), out_dtype="bfloat16")
-    kernel = next((k for k in kernels if k.why_not(problem, target) is None), None)
-    if kernel is None:
-        raise SystemExit("\n".join(k.why_not(problem, target) for k in kernels))
-    with tempfile.TemporaryDirectory() as folder:
-        _, spans = traced(draw_operands(), kernel, Path(folder))
-    name = kernel.__name__.rpartition(".")[2]
+    asked = [chosen.backend] if chosen.backend else [*kernels]
+    reasons = {name: kernels[name].why_not(problem, target) for name in asked}
+    name = next((name for name, reason in reasons.items() if reason is None), None)
+    if name is None:
+        raise SystemExit("\n".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    if name == "cuda":
+        _, stamps = cuda_launch.stamped(draw_operands(), out_dtype="bfloat16")
+        spans = read_stamps(stamps)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            _, spans = traced(draw_operands(), kernels[name], Path(folder))
     print(timing.versions())
     print(f"{name}, {chosen.shape}, {chosen.images} images, {chosen.dtype}\n{table(spans)}")
     if chosen.out:

@@ -39,7 +39,7 @@ struct Arguments {
   int32_t period;  // rows after which the table repeats
   int32_t run_count;  // of a worker
 #ifdef PATCH_EMBED_TIMELINE
-  uint64_t* timeline;  // timeline.cuh
+  uint32_t* timeline;  // timeline.cuh
 #endif
 };
 

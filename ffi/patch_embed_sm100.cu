@@ -30,6 +30,7 @@
 #include "ptx/tcgen05.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
+#include "timeline.cuh"
 
 namespace patch_embed::sm100 {
 
@@ -139,7 +140,8 @@ class Worker {
         weight_(reinterpret_cast<uint8_t*>(&shared + 1)),
         rank_(blockIdx.x % blocks),
         column_(blockIdx.x / blocks % (args.N / tile_n) * tile_n),
-        worker_(blockIdx.x / blocks / (args.N / tile_n)) {}
+        worker_(blockIdx.x / blocks / (args.N / tile_n)),
+        timeline_(args) {}
 
   __device__ void run() {
     // From one lane, so that the compiler knows that it is the same for all.
@@ -247,6 +249,7 @@ class Worker {
         const Entry entry(n * args_.chunks + k);
         ptx::Mbarrier& filled = shared_.filled[entry.slot];
         ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);
+        timeline_.stamp(Event::kFreed);
         const bool with_weight = stream_weight || n == 0;
         if (rank_ == 0) {
           const int bytes = kPatchBytes + (with_weight ? kWeightBytes : 0);
@@ -257,6 +260,7 @@ class Worker {
           load(weight_ + (stream_weight ? entry.slot : k) * kWeightBytes, args_.weight, k * kTileK,
                column_ + rank_ * kWeightRows, filled);
         }
+        timeline_.stamp(Event::kFed);
       }
     });
     // The last use of every slot: those of the entries that would come next are freed. The ISA does not
@@ -272,10 +276,12 @@ class Worker {
       const Accumulator accumulator(n);
       ptx::mbarrier_wait(shared_.read[accumulator.index], accumulator.parity ^ 1);
       ptx::tcgen05_fence_after_thread_sync();
+      timeline_.stamp(Event::kTurn);
       const uint32_t sums = accumulators + accumulator.index * tile_n;
       for (int k = 0; k < args_.chunks; ++k) {
         const Entry entry(n * args_.chunks + k);
         ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);
+        timeline_.stamp(Event::kFilled);
         const uint32_t weight_part = stream_weight ? entry.slot : k;
         const uint64_t a =
             ptx::tcgen05_matrix_descriptor(ptx::shared_address(shared_.patches[entry.slot]));
@@ -287,6 +293,7 @@ class Worker {
                                           kInstruction, k > 0 || step > 0);
         }
         ptx::tcgen05_commit<blocks>(shared_.freed[entry.slot]);
+        timeline_.stamp(Event::kIssued);
       }
       ptx::tcgen05_commit<blocks>(shared_.multiplied[accumulator.index]);
     });
@@ -445,12 +452,14 @@ class Worker {
       const Accumulator accumulator(n);
       ptx::mbarrier_wait(shared_.multiplied[accumulator.index], accumulator.parity);
       ptx::tcgen05_fence_after_thread_sync();
+      timeline_.stamp(Event::kMultiplied);
       wait_for_turn(member);
 #pragma unroll
       for (int first = 0; first < kColumns; first += step_columns) {
         if constexpr (!hold_table) load_terms(terms.rows, table_row, first_column + first);
         Sums sums;
         load_sums(sums, first_sum + accumulator.index * tile_n + first);
+        timeline_.stamp(Event::kLoaded);
         const bool last = first + step_columns == kColumns;
         if (last && release == Release::kLoaded) release_accumulator(accumulator.index, elected);
 #pragma unroll
@@ -461,18 +470,22 @@ class Worker {
           if (s % group == 0) {
             if (elected) ptx::cp_async_bulk_wait_group_read<buffers / group - 1>();
             __syncwarp();
+            timeline_.stamp(Event::kFreed);
           }
           stage(sums, s, scale + first / kCore, terms, hold_table ? first / kCore : 0, buffer, place);
+          timeline_.stamp(Event::kConverted);
           if (s % group < group - 1) continue;
           ptx::fence_proxy_async();
           __syncwarp();
-          if (!elected) continue;
-          for (int g = group - 1; g >= 0; --g) {
-            ptx::cp_async_bulk_tensor_store(args_.y,
-                                            first_column + first + (s - g) * kStoreColumns,
-                                            row + first_row, staged[(number - g) % buffers]);
+          if (elected) {
+            for (int g = group - 1; g >= 0; --g) {
+              ptx::cp_async_bulk_tensor_store(args_.y,
+                                              first_column + first + (s - g) * kStoreColumns,
+                                              row + first_row, staged[(number - g) % buffers]);
+            }
+            ptx::cp_async_bulk_commit_group();
           }
-          ptx::cp_async_bulk_commit_group();
+          timeline_.stamp(Event::kStored);
         }
         if (last && release == Release::kStored) release_accumulator(accumulator.index, elected);
       }
@@ -484,6 +497,7 @@ class Worker {
   Memory& shared_;
   uint8_t* const weight_;
   const int rank_, column_, worker_;
+  Timeline timeline_;
 };
 
 extern __shared__ __align__(1024) uint8_t shared_memory[];

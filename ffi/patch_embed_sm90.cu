@@ -77,7 +77,7 @@ class Worker {
         weight_(reinterpret_cast<uint8_t*>(&shared + 1)),
         column_(blockIdx.x % (args.N / tile_n) * tile_n),
         runs_(args.runs + blockIdx.x / (args.N / tile_n) * args.run_count),
-        timeline_(args, kThreads / kWarpgroup) {}
+        timeline_(args) {}
 
   __device__ void run() {
     if (threadIdx.x == 0) make_barriers();
@@ -300,7 +300,9 @@ class Worker {
             // A table that is held packed is not to be widened before the loop over tiles.
             for (uint32_t& word : terms[r]) ptx::pin(word);
           }
+          if constexpr (!kHolds) timeline_.await(terms[r]);
         }
+        if constexpr (!kHolds) timeline_.stamp(Event::kLoaded);
         // Addresses are made here, as there are no registers to keep them.
         if constexpr (!kHolds) ptx::pin(eight_rows);
         uint32_t y[2][4];
@@ -315,6 +317,7 @@ class Worker {
                    scale + 2 * j, {term(words, 2 * j), term(words, 2 * j + 1)});
           }
         }
+        timeline_.stamp(Event::kConverted);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int below = thread_row(2 * block + r) - thread_row(0);
@@ -324,9 +327,9 @@ class Worker {
                 make_uint4(y[r][0], y[r][1], y[r][2], y[r][3]);
           }
         }
+        timeline_.stamp(Event::kStored);
       }
     }
-    timeline_.stamp(Event::kStored);
   }
 
   __device__ void multiply_and_store(int member) {

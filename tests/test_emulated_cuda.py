@@ -20,7 +20,9 @@ from ptx_emulator.errors import EmulatorError
 from ptx_emulator.memory import POISON, GlobalMemory
 from ptx_emulator.tma import TensorMap
 
-from pallas_patch_embed.backends import schedule, tiling, xla
+from benchmarks import cuda_launch
+from benchmarks.timeline import EVENTS, read_stamps
+from pallas_patch_embed.backends import cuda_ffi, schedule, tiling, xla
 from pallas_patch_embed.problem import Problem
 
 FFI = Path(__file__).parent.parent / "ffi"
@@ -223,8 +225,8 @@ def shared_bytes(case, chunks):
     return -(-(ring + rest) // 1024) * 1024 + weight_rows * tiling.ROW_BYTES
 
 
-def emulated(ptx, case, operands, **options):
-    """The operator by the kernel on the emulator."""
+def emulated(ptx, case, operands, stamps=None, **options):
+    """The operator by the kernel on the emulator; fills the `stamps` of a timeline build."""
     problem = Problem.of(*operands, out_dtype=case.out_dtype)
     M, K = math.prod(case.patches[:-1]), case.patches[-1]
     slices, period = case.N // case.tile_n, tiling.table_period(problem)
@@ -239,12 +241,14 @@ def emulated(ptx, case, operands, **options):
     result = (M, case.N), jnp.dtype(case.out_dtype)
     out = memory.place(np.full(math.prod(result[0]) * result[1].itemsize, POISON, np.uint8), "y")
     chunks = tiling.chunks(problem)
+    traced = [] if stamps is None else [np.uint64(memory.place(stamps, "stamps"))]
     machine = cuda.prepare(
         ptx,
         case.name,
         [*tensor_maps(case, M, K, patches, weight, out)]
         + [*map(np.uint64, (scale, table, out, run_table))]
-        + [np.int32(x) for x in (M, case.N, chunks, period, runs.shape[1])],
+        + [np.int32(x) for x in (M, case.N, chunks, period, runs.shape[1])]
+        + traced,
         grid=(workers * slices * case.blocks, 1, 1),
         block=(THREADS, 1, 1),
         cluster=(case.blocks, 1, 1),
@@ -253,6 +257,8 @@ def emulated(ptx, case, operands, **options):
         **options,
     )
     machine.launch()
+    for address in traced:
+        stamps[:] = memory.read(int(address), stamps.shape, stamps.dtype)
     return memory.read(out, *result).reshape(*case.patches[:-1], case.N)
 
 
@@ -265,6 +271,47 @@ def test_the_compiled_kernel_equals_xla_whatever_the_schedule(compiled, name):
     for order, seed in SCHEDULES:
         y = emulated(ptx, case, operands, schedule=order, seed=seed)
         assert_bit_equal(jnp.asarray(y), expected)
+
+
+# What the warps of each role stamp, by warp: Event of ffi/timeline.cuh in letters, in its order.
+LETTERS = "fFtLMPlcs"
+FEED, MULTIPLY = "((fF){chunks})+", "(t(LM){chunks})+"
+ROLES = {
+    90: dict.fromkeys(range(8), "(l(t(LM){chunks}P(l?cs)+)+)+") | {8: FEED},
+    100: {0: FEED, 1: MULTIPLY} | dict.fromkeys(range(4, 12), "(P(l(fcs)+)+)+"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["float8, two slices", "bfloat16, streamed", "Blackwell, two blocks, runs of several tiles"],
+)
+def test_a_timeline_build_stamps_what_each_warp_does(name):
+    case = CASES[name]
+    config = cuda_ffi.Config(
+        *(case.name, case.capability, SHORT[case.dtype], SHORT[case.out_dtype]),
+        *(case.table != "none", case.tile_n, case.rows, case.blocks, case.slots),
+        *(case.stream_weight, True),
+    )
+    options = ("-ptx", "-DPATCH_EMBED_TIMELINE")
+    ptx = cuda_launch.compiled(config, f"sm_{case.capability}a", *options).decode()
+    operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
+    blocks = MULTIPROCESSORS[case.capability]
+    stamps = np.zeros((blocks, THREADS // 32, cuda_launch.STAMPS), np.uint32)
+    y = emulated(ptx, case, operands, stamps, schedule="random", seed=0)
+    assert_bit_equal(jnp.asarray(y), xla.run(*operands, out_dtype=case.out_dtype))
+    chunks = tiling.chunks(Problem.of(*operands, out_dtype=case.out_dtype))
+    for block, warp in np.ndindex(stamps.shape[:2]):
+        said = "".join(LETTERS[stamp % 16 - 1] for stamp in stamps[block, warp] if stamp)
+        pattern = ROLES[case.capability].get(warp, "").replace("chunks", str(chunks))
+        # The first block multiplies for both.
+        idle = ROLES[case.capability].get(warp) == MULTIPLY and block % case.blocks
+        assert re.fullmatch("" if idle else pattern, said), (block, warp, said)
+    # The clock counts a warp's instructions.
+    spans = read_stamps(stamps)
+    assert len(spans) == np.count_nonzero(stamps) - np.count_nonzero(stamps[..., 0])
+    assert all(0 < span.cycles < 100_000 for span in spans)
+    assert {span.role for span in spans} == set(EVENTS)
 
 
 # Knobs: columns of a load and of a step, buffers, stores of a group, release, stagger, held table.
@@ -313,8 +360,8 @@ SMALL = tuned((7, 256, 256), 64, INT8, "shared", 64, 3, blocks=2, knobs=(32,))
 
 BUGS = {
     "no wait for a free slot": (
-        "ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);\n        const bool",
-        "const bool",
+        "ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);\n        timeline_",
+        "timeline_",
         "does not expect them",
     ),
     "no wait for patches": (

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.compute_on import compute_on
 
 import pallas_patch_embed as ppe
-from benchmarks import timeline
+from benchmarks import cuda_launch, timeline
 from pallas_patch_embed.backends import BACKENDS, cuda_ffi, mosaic_sm90, xla
 from pallas_patch_embed.problem import Problem, Target, named_shape
 
@@ -235,6 +235,63 @@ def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
         found = {(span.block, span.warp) for span in spans if span.role == role}
         assert len(found) == blocks * warps
     assert all(span.end >= span.begin for span in spans)
+
+
+needs_nvcc = pytest.mark.skipif(
+    bool(cuda_ffi.missing()) or shutil.which("nvcc") is None, reason="no library, or no nvcc"
+)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_timeline_build_has_the_spans_of_every_warp(dtype):
+    operands = draw(jax.random.key(7), named_shape("B/16 224"), dtype, 67)
+    y, stamps = cuda_launch.stamped(operands, out_dtype="bfloat16")
+    assert same(y, cuda_ffi.run(*operands, out_dtype="bfloat16"))
+    spans = timeline.read_stamps(stamps)
+    assert {span.role for span in spans} == set(timeline.EVENTS)
+    found = {(span.block, span.warp) for span in spans}
+    assert found == {(block, warp) for block in range(len(stamps)) for warp in range(9)}
+    assert all(0 < span.cycles < 10**6 for span in spans)
+
+
+# Bytes that belong to nobody, between what belongs to the kernel; operands begin at odd multiples
+# of the 16 bytes that TMA demands.
+CANARY, GAP = 0xA5, 4096 + 16
+
+
+@needs_nvcc
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape, out_dtype, B",
+    [
+        ("B/16 224", "bfloat16", 3),
+        ("So400m/14 384", "float32", 1),
+        ("NaFlex B/16 256", "bfloat16", 5),
+    ],
+)
+def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B):
+    operands = draw(jax.random.key(1), named_shape(shape), dtype, B)
+    expected = np.asarray(cuda_ffi.run(*operands, out_dtype=out_dtype))
+    problem = Problem.of(*operands, out_dtype=out_dtype)
+    config = cuda_ffi.choose_config(problem, cuda_ffi.CHIPS[0])
+    arrays = dict(zip(("patches", "weight", "scale", "table"), map(np.asarray, operands)))
+    arrays["runs"], _ = cuda_launch.prepared(config, problem)
+    arrays["y"] = np.full(expected.nbytes, CANARY, np.uint8)
+    places, arena = {}, [np.full(GAP, CANARY, np.uint8)]
+    for name, array in arrays.items():
+        places[name] = sum(map(len, arena))
+        arena += [np.ascontiguousarray(array).reshape(-1).view(np.uint8)]
+        arena += [np.full(GAP + -arena[-1].nbytes % 32, CANARY, np.uint8)]
+    before = np.concatenate(arena)
+    memory = jax.device_put(before).block_until_ready()
+    begin = memory.unsafe_buffer_pointer()
+    cuda_launch.launch(config, problem, {name: begin + at for name, at in places.items()})
+    after = np.array(memory)
+    y = slice(places["y"], places["y"] + expected.nbytes)
+    assert (after[y] == expected.reshape(-1).view(np.uint8)).all()
+    after[y] = CANARY
+    assert (after == before).all()
 
 
 # Only the kernel runs on the GPU: operands and references are a CPU's.

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks import timeline
@@ -44,11 +45,33 @@ def test_spans_are_read_with_their_warps(trace):
     ]
 
 
-def test_the_table_has_mean_and_spread_of_each_role(trace):
-    rows = [line.split() for line in timeline.table(timeline.read(trace)).splitlines()]
-    assert ["multiply", "1", "2000", "2000"] in rows
-    feed = next(row for row in rows if row[0] == "feed")
-    assert feed[3:5] == ["2", "500"]
+def test_the_table_has_mean_and_spread_of_each_role_and_means_by_warp(trace):
+    spans = [*timeline.read(trace), Span(1, 5, "multiply", 0, 1000)]
+    rows = [line.split() for line in timeline.table(spans).splitlines()]
+    assert rows[0][-6:] == ["warp", "4", "warp", "5", "warp", "8"]
+    assert ["multiply", "2", "1500", "1950", "2000", "1000"] in rows
+    assert ["feed", "a", "tile", "2", "500", "725", "500"] in rows
+
+
+def stamp(cycles, event):
+    """As ffi/timeline.cuh writes it."""
+    return cycles % 2**28 << 4 | timeline.EVENTS.index(event) + 1
+
+
+def test_stamps_are_read_also_where_the_clock_wraps():
+    stamps = np.zeros((2, 3, 8), np.uint32)
+    stamps[1, 2, :4] = [
+        stamp(2**28 - 100, "issue loads"),
+        stamp(2**28 - 70, "wait: free slot"),
+        stamp(2**28 + 30, "issue loads"),
+        stamp(2**28 + 35, "epilogue store"),
+    ]
+    begin = 2**28 - 100
+    assert timeline.read_stamps(stamps) == [
+        Span(1, 2, "wait: free slot", begin, begin + 30),
+        Span(1, 2, "issue loads", begin + 30, begin + 130),
+        Span(1, 2, "epilogue store", begin + 130, begin + 135),
+    ]
 
 
 def test_the_picture_is_drawn(trace, tmp_path):

@@ -51,6 +51,15 @@ __device__ __forceinline__ uint32_t clock() {
   return cycles;
 }
 
+// 9.7.13.4: comes behind whatever gives this word: an instruction that is executed for one number
+// alone, and does no harm.
+__device__ __forceinline__ void await(uint32_t word) {
+  asm volatile(
+      "{ .reg .pred found;\n"
+      "setp.eq.u32 found, %0, 0x7FA5C0DE;\n"
+      "@found membar.cta; }" ::"r"(word));
+}
+
 // No instruction: the compiler takes the value for one that is computed here, and so computes
 // nothing from it earlier.
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }

@@ -1,0 +1,180 @@
+"""One kernel of ffi/, compiled as it is wanted, and launched by the driver.
+
+The library has the build that is used; these are for what is measured inside of a kernel.
+"""
+
+import ctypes
+import math
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.offline_compile import cuda_root
+from pallas_patch_embed.backends import cuda_ffi, schedule, tiling
+from pallas_patch_embed.backends.cuda_ffi import Config
+from pallas_patch_embed.problem import Problem, Target
+
+FFI = Path(__file__).parent.parent / "ffi"
+
+# Stamps of a warp; kStamps in ffi/timeline.cuh.
+STAMPS = 8192
+
+# sizeof and alignof of a CUtensorMap, and what cuTensorMapEncodeTiled calls types and swizzles.
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+MAP_TYPES = {"e4m3": 0, "i8": 0, "f32": 7, "bf16": 9}
+MAP_SWIZZLES = {64: 2, 128: 3}
+L2_PROMOTION_256 = 3
+
+# CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+MAX_DYNAMIC_SHARED = 8
+
+
+def source(config: Config) -> str:
+    """CUDA C++ with this kernel alone."""
+    arguments = [
+        *(config.dtype, config.out_dtype, "table" if config.has_table else "offset"),
+        *(config.tile_n, config.rows if config.capability == 90 else config.blocks, config.slots),
+        "streamed" if config.stream_weight else "stationary",
+    ]
+    return f"""
+#define PATCH_EMBED_DTYPE kOne
+#define PATCH_EMBED_SM{config.capability}_kOne(X) X({", ".join(map(str, arguments))})
+#include "patch_embed_sm{config.capability}.cu"
+"""
+
+
+def compiled(config: Config, architecture: str, *options: str) -> bytes:
+    """The kernel, alone, as nvcc compiles it with more options.
+
+    Args:
+      config: of the kernel.
+      architecture: "sm_90a" and so on.
+      options: of nvcc; "-ptx" for PTX, "-cubin" for machine code.
+
+    Raises:
+      FileNotFoundError: there is no nvcc.
+    """
+    nvcc = shutil.which("nvcc") or (cuda_root() and cuda_root() / "bin" / "nvcc")
+    if not nvcc:
+        raise FileNotFoundError("nvcc is neither on PATH nor among pip's packages.")
+    with tempfile.TemporaryDirectory() as folder:
+        path, out = Path(folder, "kernel.cu"), Path(folder, "kernel")
+        path.write_text(source(config))
+        options = ["-std=c++17", "-O3", f"-arch={architecture}", f"-I{FFI}", *options]
+        subprocess.run([nvcc, *options, path, "-o", out], check=True)
+        return out.read_bytes()
+
+
+class Driver:
+    """libcuda's functions, in the context that JAX has on the first device."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL("libcuda.so.1")
+        context = ctypes.c_void_p()
+        self("cuInit", 0)
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self("cuCtxSetCurrent", context)
+
+    def __call__(self, name: str, *arguments) -> None:
+        if status := getattr(self.library, name)(*arguments):
+            text = ctypes.c_char_p()
+            self.library.cuGetErrorString(status, ctypes.byref(text))
+            raise RuntimeError(f"{name}: {status}, {text.value}")
+
+    def tensor_map(self, plan: dict | None, address: int) -> bytes:
+        """A CUtensorMap; zeros where a kernel has no such map."""
+        if plan is None:
+            return bytes(MAP_BYTES)
+        room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+        place = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+        rank = len(plan["shape"])
+        self(
+            "cuTensorMapEncodeTiled",
+            ctypes.c_void_p(place),
+            MAP_TYPES[plan["type"]],
+            rank,
+            ctypes.c_void_p(address),
+            (ctypes.c_uint64 * rank)(*plan["shape"]),
+            (ctypes.c_uint64 * (rank - 1))(*plan["strides"]),
+            (ctypes.c_uint32 * rank)(*plan["box"]),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            0,
+            MAP_SWIZZLES[plan["swizzle"]],
+            L2_PROMOTION_256,
+            0,
+        )
+        return ctypes.string_at(place, MAP_BYTES)
+
+
+def prepared(config: Config, problem: Problem) -> tuple[np.ndarray, dict]:
+    """The runs of a kernel's workers, and what its launch takes (`cuda_ffi.launch`)."""
+    M, period = math.prod(problem.patches[:-1]), tiling.table_period(problem)
+    workers = config.workers(problem)
+    runs = np.asarray(schedule.runs(M, period, config.tile_m, workers))
+    shapes = dict(M=M, N=problem.N, K=problem.patches[-1], period=period)
+    return runs, cuda_ffi.launch(config, **shapes, workers=workers, runs=runs.shape[1])
+
+
+def launch(config: Config, problem: Problem, addresses: dict[str, int]) -> None:
+    """Compiles a kernel, launches it once, and waits.
+
+    Args:
+      config: of the kernel.
+      problem: its shapes.
+      addresses: in the GPU's memory, of "patches", "weight", "scale", "table", "y" and "runs"; with
+        that of "stamps" it is the timeline build, which writes them.
+    """
+    runs, plan = prepared(config, problem)
+    call = Driver()
+    module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+    options = ["-cubin", *(["-DPATCH_EMBED_TIMELINE"] if "stamps" in addresses else [])]
+    major, minor = Target.of(jax.devices()[0]).compute_capability
+    call(
+        "cuModuleLoadData", ctypes.byref(module), compiled(config, f"sm_{major}{minor}a", *options)
+    )
+    call("cuModuleGetFunction", ctypes.byref(kernel), module, config.name.encode())
+    call("cuFuncSetAttribute", kernel, MAX_DYNAMIC_SHARED, plan["shared_memory"])
+    # `Arguments` of ffi/kernel.h.
+    maps = [call.tensor_map(plan[name], addresses[name]) for name in ("patches", "weight", "y")]
+    pointers = [addresses[name] for name in ("scale", "table", "y", "runs")]
+    shapes = [math.prod(problem.patches[:-1]), problem.N]
+    numbers = [*shapes, plan["chunks"], tiling.table_period(problem), runs.shape[1]]
+    content = b"".join(maps) + np.array(pointers, np.uint64).tobytes()
+    content += np.array(numbers, np.int32).tobytes()
+    content += bytes(-len(content) % 8) + np.uint64(addresses.get("stamps", 0)).tobytes()
+    content += bytes(-len(content) % MAP_ALIGNMENT)
+    parameter = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p))
+    grid, block = (plan["grid"], 1, 1), (plan["threads"], 1, 1)
+    call("cuLaunchKernel", kernel, *grid, *block, plan["shared_memory"], None, parameter, None)
+    call("cuCtxSynchronize")
+    call("cuModuleUnload", module)
+
+
+def stamped(operands, *, out_dtype: str) -> tuple[jax.Array, np.ndarray]:
+    """One launch of the timeline build of the kernel that backend "cuda" takes for these operands.
+
+    Args:
+      operands: patches, weight, scale and table, on a GPU.
+      out_dtype: "bfloat16" or "float32".
+
+    Returns:
+      The result, and the stamps [blocks, warps, STAMPS] uint32 (ffi/timeline.cuh).
+    """
+    problem = Problem.of(*operands, out_dtype=out_dtype)
+    capability = Target.of(jax.devices()[0]).compute_capability
+    chip = next(c for c in cuda_ffi.CHIPS if capability in c.compute_capabilities)
+    config = cuda_ffi.choose_config(problem, chip)
+    runs, plan = prepared(config, problem)
+    arrays = dict(zip(("patches", "weight", "scale", "table"), operands))
+    arrays["runs"] = jnp.asarray(runs)
+    arrays["y"] = jnp.full((*problem.patches[:-1], problem.N), jnp.nan, out_dtype)
+    shape = (plan["grid"], plan["threads"] // 32, STAMPS)
+    arrays["stamps"] = jnp.zeros(shape, jnp.uint32)
+    jax.block_until_ready(arrays)
+    launch(config, problem, {name: x.unsafe_buffer_pointer() for name, x in arrays.items()})
+    return arrays["y"], np.asarray(arrays["stamps"])
