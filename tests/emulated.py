@@ -20,6 +20,14 @@ TESTS = Path(__file__).parent
 # So few that there are more tiles than workers.
 MULTIPROCESSORS = 4
 
+# When asynchronous work happens, and the seed of what is random.
+SCHEDULES = (
+    ("eager", 0),
+    ("late", 1),
+    ("random", 2),
+    ("random", 3),
+    ({"load": "eager", "multiply": "late", "store": "late", "write": "late"}, 4),
+)
 # Warnings that are none of the kernels' fault (README.md of the emulator).
 ALLOWED = frozenset({"descriptor version", "moved before wait::ld"})
 

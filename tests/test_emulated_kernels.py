@@ -10,7 +10,16 @@ import chip_programs
 import numpy as np
 import pytest
 from bounds import assert_bit_equal
-from emulated import ALLOWED, CASES, HOPPER, LONG, MULTIPROCESSORS, compiled, emulated
+from emulated import (
+    ALLOWED,
+    CASES,
+    HOPPER,
+    LONG,
+    MULTIPROCESSORS,
+    SCHEDULES,
+    compiled,
+    emulated,
+)
 from interpreter import draw_operands
 
 from benchmarks.offline_compile import cuda_root
@@ -18,13 +27,6 @@ from pallas_patch_embed.backends import xla
 
 pytestmark = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
 
-SCHEDULES = (
-    ("eager", 0),
-    ("late", 1),
-    ("random", 2),
-    ("random", 3),
-    ({"load": "eager", "multiply": "late", "store": "late", "write": "late"}, 4),
-)
 # What is late while all else is random.
 LATE = ("load", "multiply", "signal", "arrival", "store", "write")
 LONG_SCHEDULES = (

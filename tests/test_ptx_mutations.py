@@ -10,16 +10,19 @@ whose FILE has what noticed each edit.
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import re
+import shutil
 from unittest import mock
 
+import emulated_cuda
 import numpy as np
 import pytest
 from emulated import ALLOWED, CASES, MULTIPROCESSORS, compiled, emulated
 from interpreter import draw_operands
 from mutations import GUARDED, QUIET, WAIT, Code, Mutation, harmless, mutations
-from ptx_emulator import machine, mosaic
+from ptx_emulator import cuda, machine, mosaic
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
 from ptx_emulator.isa import lanes
@@ -27,9 +30,10 @@ from ptx_emulator.machine import Machine
 from ptx_emulator.parser import parse
 
 from benchmarks.offline_compile import cuda_root
-from pallas_patch_embed.backends import xla
+from pallas_patch_embed.backends import mosaic_sm100, xla
 
 pytestmark = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 
 # Between them: two blocks and one, a weight that stays and one that is streamed, runs of several
 # tiles, one and two stores a tile, slices of N, a table and none.
@@ -37,6 +41,12 @@ NAMES = (
     "two blocks, runs of several tiles",
     "two blocks, streamed weight, two stores a tile",
     "one block, runs of several tiles, two slices",
+)
+# Of the kernels in CUDA C++.
+CUDA_NAMES = (
+    "Blackwell, two blocks, runs of several tiles",
+    "Blackwell, two blocks, streamed weight, two stores a tile",
+    "Blackwell, one block, runs of several tiles, two slices",
 )
 EVERY = os.environ.get("PTX_MUTATIONS") == "all"
 PARTS = 8 if EVERY else 1
@@ -52,14 +62,30 @@ NONE = Mutation("none", "unedited")
 
 
 class Subject:
-    """A compiled kernel with its operands and the right result."""
+    """A compiled kernel with its operands and the right result.
 
-    def __init__(self, name: str, folder):
-        self.case = CASES[name]
-        self.stem = compiled(name, folder)
-        case = self.case
+    Args:
+      case: an `emulated.Case`, or an `emulated_cuda.Case`.
+      ptx: its PTX.
+      launcher: the module of `ptx_emulator` that parses PTX for a launch.
+      execute: execute(operands, **options of Machine) launches it: its result, and the machine.
+    """
+
+    def __init__(self, case, ptx: str, launcher, execute):
+        self.case, self.ptx, self.launcher, self.execute = case, ptx, launcher, execute
         self.operands = draw_operands(1, case.patches, case.N, case.dtype, case.table)
         self.expected = np.asarray(xla.run(*self.operands, out_dtype=case.out_dtype))
+
+    @classmethod
+    def of(cls, name: str, folder) -> "Subject":
+        """The kernel of this name."""
+        if name in CUDA_NAMES:
+            case = emulated_cuda.CASES[name]
+            ptx = emulated_cuda.compiled(case)
+            return cls(case, ptx, cuda, functools.partial(emulated_cuda.run, ptx, case))
+        case, stem = CASES[name], compiled(name, folder)
+        execute = functools.partial(emulated, stem, case, allowed=ALLOWED)
+        return cls(case, stem.with_suffix(".ptx").read_text(), mosaic, execute)
 
     def run(self, mutation: Mutation, schedule, seed: int, watch=None) -> tuple[bool, Machine]:
         """Whether the edited kernel's result is right, and its machine.
@@ -75,11 +101,10 @@ class Subject:
             launch(machine)
 
         with contextlib.ExitStack() as patched:
-            edited = lambda ptx: parse(mutation.apply(ptx))  # noqa: E731
-            patched.enter_context(mock.patch.object(mosaic, "parse", edited))
+            edited = lambda ptx, *name: parse(mutation.apply(ptx), *name)  # noqa: E731
+            patched.enter_context(mock.patch.object(self.launcher, "parse", edited))
             patched.enter_context(mock.patch.object(Machine, "launch", launched))
-            options = dict(schedule=schedule, seed=seed, allowed=ALLOWED)
-            y, ran = emulated(self.stem, self.case, self.operands, **options)
+            y, ran = self.execute(self.operands, schedule=schedule, seed=seed)
         return np.array_equal(y, self.expected), ran
 
     def noticed(self, mutation: Mutation) -> str | None:
@@ -179,19 +204,20 @@ def watch(machine: Machine, note) -> None:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(pytest.param(name, marks=needs_nvcc) for name in CUDA_NAMES)]
+)
 def test_edits_are_noticed(monkeypatch, record_property, tmp_path, name, part):
-    monkeypatch.setattr(CASES[name].module, "MULTIPROCESSORS", MULTIPROCESSORS)
+    monkeypatch.setattr(mosaic_sm100, "MULTIPROCESSORS", MULTIPROCESSORS)
     # Enough for a run of these kernels.
     monkeypatch.setattr(machine, "PATIENCE", 60_000)
-    subject = Subject(name, tmp_path)
+    subject = Subject.of(name, tmp_path)
     traces, unused = subject.traces()
     executed = set().union(*traces.values())
     _, ran = subject.run(NONE, *SCHEDULES[1])
-    ptx = subject.stem.with_suffix(".ptx").read_text()
-    code = Code(ptx)
+    code = Code(subject.ptx)
     every = mutations(code, ran.tensor_maps, 2 * subject.case.N)
-    assert len(every) > 700
+    assert len(every) > 500
     chosen = every[part::PARTS][::STEP]
     unexplained, caught = [], 0
     for mutation in chosen:
