@@ -23,7 +23,9 @@ def build_targets():
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             keywords = {k.arg: k.value for k in node.value.keywords}
             if "name" in keywords:
-                found[ast.literal_eval(keywords.pop("name"))] = keywords
+                name = ast.literal_eval(keywords.pop("name"))
+                assert name not in found, f"BUILD has two targets {name}"
+                found[name] = keywords
     return found
 
 
