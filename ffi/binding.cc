@@ -71,11 +71,13 @@ constexpr Config kConfigs[] = {
 };
 
 #define PATCH_EMBED_SM90_MEMORY(dtype, out_dtype, columns, tile_n, rows, slots, weight)          \
-  static_assert(sm90::Shared<tile_n, rows, slots>::bytes(weight ? slots : 6) ==                  \
-                    shared_memory_bytes({90, dtype, out_dtype, columns, tile_n, rows, 1, slots,  \
-                                         weight}, 6),                                            \
-                "the host gives the kernel another amount of shared memory than it uses.");
-PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_MEMORY)
+  {                                                                                             \
+    constexpr Config config{90, dtype, out_dtype, columns, tile_n, rows, 1, slots, weight};       \
+    using Memory =                                                                              \
+        sm90::Shared<tile_n, rows, slots, sm90::term_bytes(out_dtype, columns, tile_n, rows)>;   \
+    static_assert(Memory::bytes(weight ? slots : 6) == shared_memory_bytes(config, 6),           \
+                  "the host gives the kernel another amount of shared memory than it uses.");    \
+  }
 
 #define PATCH_EMBED_SM100_MEMORY(dtype, out_dtype, columns, tile_n, blocks, slots, weight)        \
   {                                                                                             \
@@ -85,7 +87,10 @@ PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_MEMORY)
                       shared_memory_bytes(config, 6),                                           \
                   "the host gives the kernel another amount of shared memory than it uses.");    \
   }
-[[maybe_unused]] void check_memory() { PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_MEMORY) }
+[[maybe_unused]] void check_memory() {
+  PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_MEMORY)
+  PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_MEMORY)
+}
 
 struct Kernel {
   Config config;

@@ -22,7 +22,7 @@ constexpr bool streamed = true, stationary = false;
   X(dtype, f32, table, __VA_ARGS__) X(dtype, f32, offset, __VA_ARGS__)
 #define PATCH_EMBED_SM90_STREAMED(X, dtype)                        \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 192, 128, 5, streamed)        \
-  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 128, 128, 7, streamed)        \
+  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 128, 128, 6, streamed)        \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 64, 128, 9, streamed)
 #define PATCH_EMBED_SM90_ONE_BYTE(X, dtype)                        \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 192, 64, 10, stationary)      \

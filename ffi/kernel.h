@@ -64,16 +64,4 @@ struct Config {
   }
 };
 
-// Shared memory of a block: the ring; on Hopper scale and offset, on Blackwell four buffers that are
-// stored from; barriers; the weight.
-constexpr int64_t shared_memory_bytes(const Config& c, int chunks) {
-  const int64_t columns = 2 * c.tile_n * int64_t{sizeof(float)};
-  const int64_t staged = 4 * c.rows * int64_t{c.store_n()} * itemsize(c.out_dtype);
-  const int64_t barriers = c.capability == 90 ? 8 * (2 * c.slots + 3) : 1024;
-  const int64_t ring = int64_t{c.slots} * c.rows * kRowBytes;
-  const int64_t before = ring + (c.capability == 90 ? columns : staged) + barriers;
-  const int64_t parts = c.stream_weight ? c.slots : chunks;
-  return (before + 1023) / 1024 * 1024 + parts * (c.tile_n / c.blocks) * kRowBytes;
-}
-
 }  // namespace patch_embed

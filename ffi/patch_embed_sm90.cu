@@ -9,8 +9,8 @@
 //                        one multiplies, the other scales its sums, adds the table, and stores.
 //
 // The weight comes with the patches: with those of the worker's first half tile, to stay, or with
-// all of them. Scale and table stay in registers for a run where they fit, else they are read for
-// each tile.
+// all of them. Scale and table stay in registers for a run where they fit. Else each thread copies what
+// it adds to shared memory, some parts of a tile ahead, and reads it there.
 //
 // Shared memory and barriers are in patch_embed_sm90.h. Who waits for a phase names but its parity,
 // so it has to know that the phase before is complete: a warpgroup knows from its turn that all
@@ -22,6 +22,7 @@
 #include "patch_embed_sm90.h"
 
 #include "configs.h"
+#include "ptx/cp_async.cuh"
 #include "ptx/matrix_descriptor.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -30,9 +31,6 @@
 #include "timeline.cuh"
 
 namespace patch_embed::sm90 {
-
-// Registers that a multiplying thread needs beside sums, scale and table: less, and it spills.
-constexpr int kOtherRegisters = 48;
 
 template <Type dtype, Type out_dtype, bool has_table, int tile_n, int rows, int slots,
           bool stream_weight>
@@ -44,25 +42,28 @@ class Worker {
   static constexpr int kWeightBytes = tile_n * kRowBytes;
 
   // A thread has kRows rows of a warpgroup's half of a tile; of each, kVector neighbouring columns
-  // of every group of kGroup.
+  // of every group of kGroup. It stores in parts: kPartRows rows of a group.
   static constexpr int kOutBytes = itemsize(out_dtype);
   static constexpr int kVector = vector(out_dtype), kPairs = kVector / 2;
   static constexpr int kGroup = group(out_dtype), kGroups = tile_n / kGroup;
-  static constexpr int kBlocks = rows / 64, kRows = 2 * kBlocks;
+  static constexpr int kBlocks = rows / 64, kRows = kPartRows * kBlocks;
+  static constexpr int kParts = kGroups * kBlocks;
 
   // What is added to a vector: words of two bfloat16 for each row, or floats for all.
-  static constexpr int kTermWords = has_table ? kPairs : kVector;
+  static constexpr int kTermWords = has_table ? kPairs : kVector, kTermBytes = 4 * kTermWords;
   static constexpr int kTermRows = has_table ? kRows : 1;
+  static constexpr int kPartTerms = has_table ? kPartRows : 1;
 
   // 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = the 384 * 168 of the launch.
-  static constexpr int kSums = kBlocks * tile_n / 2;
-  static constexpr int kColumns = kGroups * (kVector + kTermRows * kTermWords);
-  static constexpr bool kHolds = kSums + kColumns + kOtherRegisters <= 240;
+  static constexpr bool kHolds = holds_columns(out_dtype, has_table, tile_n, rows);
+  static constexpr bool kCopies = copies_table(out_dtype, has_table, tile_n, rows);
+  static constexpr int kSums = sum_registers(tile_n, rows);
+  static constexpr int kColumns = column_registers(out_dtype, has_table, tile_n, rows);
   static constexpr bool kNeedsMost = kSums + (kHolds ? kColumns : 0) + kOtherRegisters > 232;
   static constexpr int kFeedRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kMultiplyRegisters = kNeedsMost ? 240 : 232;
 
-  using Memory = Shared<tile_n, rows, slots>;
+  using Memory = Shared<tile_n, rows, slots, term_bytes(out_dtype, has_table, tile_n, rows)>;
   static_assert(tile_n % 64 == 0, "a slice of N is a multiple of 64 columns.");
   static_assert(rows == 64 || rows == 128, "a warpgroup has 64 or 128 rows of a tile.");
   static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
@@ -100,10 +101,11 @@ class Worker {
  private:
   using Sums = ptx::Sum<dtype>[kBlocks][tile_n / 2];
 
-  // Scale and terms of all groups, or of one.
+  // What is held for a run: scale and terms of all groups, or where the thread's rows of the table are.
   struct Columns {
     float scale[kHolds ? kGroups : 1][kVector];
     uint32_t terms[kHolds ? kGroups : 1][kTermRows][kTermWords];
+    uint32_t table_rows[kCopies ? kRows : 1];
   };
 
   // A use of the ring; those of a worker are numbered.
@@ -146,7 +148,7 @@ class Worker {
     ptx::cp_async_bulk(shared_.scale, args_.scale + column_, kBytes, shared_.columns_arrived);
     if constexpr (!has_table) {
       const float* offset = static_cast<const float*>(args_.table) + column_;
-      ptx::cp_async_bulk(shared_.offset, offset, kBytes, shared_.columns_arrived);
+      ptx::cp_async_bulk(shared_.terms, offset, kBytes, shared_.columns_arrived);
     }
   }
 
@@ -241,7 +243,7 @@ class Worker {
 
   // What a thread adds to group 0, in this row of the table.
   __device__ const void* terms_of(uint32_t table_row) const {
-    if constexpr (!has_table) return shared_.offset + thread_column();
+    if constexpr (!has_table) return shared_.terms + thread_column() * int{sizeof(float)};
     const int64_t first = int64_t{table_row} * args_.N + column_ + thread_column();
     return static_cast<const uint16_t*>(args_.table) + first;
   }
@@ -275,60 +277,79 @@ class Worker {
     }
   }
 
-  // The rows of y from this one on, from sums, and from what is held of the columns or is loaded.
-  __device__ void store(const Sums& sums, int row, int table_row, Columns& columns) {
+  // Where the thread has what it adds to a row of a part.
+  __device__ uint8_t* copied(int part, int r) const {
+    const int place = (threadIdx.x / 32 * kAhead + part % kAhead) * kPartRows + r;
+    return shared_.terms + (place * 32 + threadIdx.x % 32) * kTermBytes;
+  }
+
+  // Begins to copy what it adds to a part; groups are counted, also those without a copy.
+  __device__ void copy_terms(const Columns& columns, int part) {
+    if (part < kParts) {
+#pragma unroll
+      for (int r = 0; r < kPartRows; ++r) {
+        uint32_t row = columns.table_rows[kCopies ? part % kBlocks * kPartRows + r : 0];
+        ptx::pin(row);
+        const auto* first = static_cast<const uint8_t*>(terms_of(row));
+        ptx::cp_async<kTermBytes>(copied(part, r), first + part / kBlocks * kGroup * 2);
+      }
+    }
+    ptx::cp_async_commit_group();
+  }
+
+  // The rows of y from this one on, from sums, and from what is held or copied of the columns.
+  __device__ void store(const Sums& sums, int row, Columns& columns) {
     const int first_row = row + thread_row(0);
     uint8_t* const first = place(first_row);
     uint32_t eight_rows = 8 * args_.N * kOutBytes;
-    uint32_t table_rows[kTermRows];
 #pragma unroll
-    for (int r = 0; r < kTermRows; ++r) {
-      table_rows[r] = (table_row + thread_row(r)) % args_.period;
-    }
+    for (int part = 0; part < kParts; ++part) {
+      const int g = part / kBlocks, block = part % kBlocks;
+      uint32_t read[kPartTerms][kTermWords];
+      auto* terms = kHolds ? columns.terms[g] + (has_table ? block * kPartRows : 0) : read;
+      if constexpr (kCopies) {
+        ptx::cp_async_wait_group<kAhead - 1>();
+        for (int r = 0; r < kPartRows; ++r) load(read[r], copied(part, r));
+      } else if constexpr (!kHolds) {
+        load_terms(read[0], terms_of(0), g);
+      } else if constexpr (has_table) {
+        // A table that is held packed is not to be widened before the loop over tiles.
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      // Two rows at a time: what they add is loaded at once, as no load may pass a store. With all
-      // four of 128 x 192, registers spill.
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        auto* terms = columns.terms[kHolds ? g : 0] + (has_table ? 2 * block : 0);
-#pragma unroll
-        for (int r = 0; r < (has_table ? 2 : 1); ++r) {
-          if constexpr (!kHolds) {
-            load_terms(terms[r], terms_of(table_rows[has_table ? 2 * block + r : 0]), g);
-          } else if constexpr (has_table) {
-            // A table that is held packed is not to be widened before the loop over tiles.
-            for (uint32_t& word : terms[r]) ptx::pin(word);
-          }
-          if constexpr (!kHolds) timeline_.await(terms[r]);
+        for (int r = 0; r < kPartRows; ++r) {
+          for (uint32_t& word : terms[r]) ptx::pin(word);
         }
-        if constexpr (!kHolds) timeline_.stamp(Event::kLoaded);
+      }
+      if constexpr (!kHolds) {
+#pragma unroll
+        for (auto& words : read) timeline_.await(words);
+        timeline_.stamp(Event::kLoaded);
         // Addresses are made here, as there are no registers to keep them.
-        if constexpr (!kHolds) ptx::pin(eight_rows);
-        uint32_t y[2][4];
+        ptx::pin(eight_rows);
+      }
+      const float* scale = columns.scale[kHolds ? g : 0];
+      if constexpr (!kHolds) scale = shared_.scale + g * kGroup + thread_column();
+      uint32_t y[kPartRows][4];
+#pragma unroll
+      for (int r = 0; r < kPartRows; ++r) {
+        const auto& words = terms[has_table ? r : 0];
 #pragma unroll
         for (int j = 0; j < kPairs; ++j) {
-          const float* scale = columns.scale[kHolds ? g : 0];
-          if constexpr (!kHolds) scale = shared_.scale + g * kGroup + thread_column();
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const auto& words = terms[has_table ? r : 0];
-            finish(&y[r][4 / kPairs * j], &sums[block][4 * (j * kGroups + g) + 2 * r],
-                   scale + 2 * j, {term(words, 2 * j), term(words, 2 * j + 1)});
-          }
+          finish(&y[r][4 / kPairs * j], &sums[block][4 * (j * kGroups + g) + 2 * r], scale + 2 * j,
+                 {term(words, 2 * j), term(words, 2 * j + 1)});
         }
-        timeline_.stamp(Event::kConverted);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int below = thread_row(2 * block + r) - thread_row(0);
-          uint8_t* const place = first + uint64_t{eight_rows} * (below / 8);
-          if (first_row + below < args_.M) {
-            *reinterpret_cast<uint4*>(place + g * kGroup * kOutBytes) =
-                make_uint4(y[r][0], y[r][1], y[r][2], y[r][3]);
-          }
-        }
-        timeline_.stamp(Event::kStored);
       }
+      if constexpr (kCopies) copy_terms(columns, part + kAhead);
+      timeline_.stamp(Event::kConverted);
+#pragma unroll
+      for (int r = 0; r < kPartRows; ++r) {
+        const int below = thread_row(block * kPartRows + r) - thread_row(0);
+        uint8_t* const place = first + uint64_t{eight_rows} * (below / 8);
+        if (first_row + below < args_.M) {
+          *reinterpret_cast<uint4*>(place + g * kGroup * kOutBytes) =
+              make_uint4(y[r][0], y[r][1], y[r][2], y[r][3]);
+        }
+      }
+      timeline_.stamp(Event::kStored);
     }
   }
 
@@ -339,16 +360,15 @@ class Worker {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) load_scale(columns.scale[g], g);
     }
-    int table_row = 0;
 
     const auto begin = [&](const Run& run) {
-      table_row = run.table_row + member * rows;
-      if constexpr (kHolds) {
 #pragma unroll
-        for (int r = 0; r < kTermRows; ++r) {
-          const void* first = terms_of((table_row + thread_row(r)) % args_.period);
+      for (int r = 0; r < kTermRows; ++r) {
+        const uint32_t table_row = (run.table_row + member * rows + thread_row(r)) % args_.period;
+        if constexpr (kCopies) columns.table_rows[r] = table_row;
+        if constexpr (kHolds) {
 #pragma unroll
-          for (int g = 0; g < kGroups; ++g) load_terms(columns.terms[g][r], first, g);
+          for (int g = 0; g < kGroups; ++g) load_terms(columns.terms[g][r], terms_of(table_row), g);
         }
       }
       timeline_.stamp(Event::kLoaded);
@@ -356,8 +376,12 @@ class Worker {
 
     for_each_tile(begin, [&](int row, uint32_t n) {
       Sums sums;
+      if constexpr (kCopies) {
+#pragma unroll
+        for (int part = 0; part < kAhead; ++part) copy_terms(columns, part);
+      }
       multiply(sums, n, member);
-      store(sums, row + member * rows, table_row, columns);
+      store(sums, row + member * rows, columns);
     });
   }
 

@@ -86,6 +86,20 @@ inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
           kRowBytes};
 }
 
+// Shared memory of a block: the ring; on Hopper scale and what is added, on Blackwell the buffers that
+// are stored from; barriers; the weight.
+constexpr int64_t shared_memory_bytes(const Config& c, int chunks) {
+  const bool hopper = c.capability == 90;
+  const int64_t ring = int64_t{c.slots} * c.rows * kRowBytes;
+  const int64_t columns = c.tile_n * int64_t{sizeof(float)} +
+                          sm90::term_bytes(c.out_dtype, c.has_table, c.tile_n, c.rows);
+  const int64_t staged =
+      sm100::kBuffers * sm100::kStorers * c.rows * int64_t{c.store_n()} * itemsize(c.out_dtype);
+  const int64_t before = ring + (hopper ? columns + 8 * (2 * c.slots + 3) : staged + 1024);
+  const int64_t parts = c.stream_weight ? c.slots : chunks;
+  return (before + 1023) / 1024 * 1024 + parts * (c.tile_n / c.blocks) * kRowBytes;
+}
+
 // Fills `launch`; returns what is wrong with the shapes, or nothing.
 inline std::string plan(const Config& config, const Shapes& s, Launch* launch) {
   const auto text = [](int64_t value) { return std::to_string(value); };

@@ -76,7 +76,10 @@ def expected_launch(config, M, N, K, period, workers, runs):
             swizzle=128,
         )
         y = None
-        rest = 2 * 4 * config.tile_n + 8 * (2 * config.slots + 3)
+        # Scale; offsets, or what 256 threads add to two rows, three times: wide slices of 128 rows.
+        copies = config.has_table and config.rows == 128 and config.tile_n > 64
+        added = 256 * 3 * 2 * vector * 2 if copies else 4 * config.tile_n
+        rest = 4 * config.tile_n + added + 8 * (2 * config.slots + 3)
     else:
         weight = matrix(config.dtype, N, K, config.tile_n // config.blocks, inner)
         half = config.tile_n // 2 * out_size
