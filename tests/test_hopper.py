@@ -167,6 +167,43 @@ def test_two_streams_do_not_disturb_each_other(backend):
         assert all(map(same, both(drawn), expected))
 
 
+@pytest.mark.skipif(gpu() is None or len(jax.devices("cuda")) < 2, reason="fewer than 2 GPUs")
+def test_the_devices_of_a_process_do_not_disturb_each_other(backend):
+    """Each computes by itself, in a thread of its own; and all of them one program."""
+    devices, shape = jax.devices("cuda"), named_shape("B/16 224")
+    patches, *shared = draw(jax.random.key(1), shape, "int8", 3 * len(devices))
+    run = jax.jit(functools.partial(backend.run, out_dtype="bfloat16"))
+    expected = np.asarray(run(patches, *shared))
+    parts = np.split(np.asarray(patches), len(devices))
+    drawn = [jax.device_put((part, *shared), d) for part, d in zip(parts, devices)]
+    wrong = []
+
+    def work(operands, right):
+        wrong.extend(0 for _ in range(200) if (np.asarray(run(*operands)) != right).any())
+
+    threads = [
+        threading.Thread(target=work, args=pair)
+        for pair in zip(drawn, np.split(expected, len(devices)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    mesh = jax.make_mesh((len(devices),), ("b",), devices=devices)
+    params = params_of("int8", shape)
+    images = np.random.default_rng(0).integers(0, 256, (3 * len(devices), 224, 224, 3), np.uint8)
+    patches = ppe.patchify(jnp.asarray(images), params)
+    name = next(name for name, module in BACKENDS.items() if module is backend)
+    embed = jax.jit(functools.partial(ppe.patch_embed, backend=name))
+    alone = np.asarray(embed(patches, params))
+    spread = jax.device_put(patches, jax.NamedSharding(mesh, jax.P("b")))
+    everywhere = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    y = embed(spread, everywhere)
+    assert y.sharding.is_equivalent_to(spread.sharding, y.ndim)
+    assert (np.asarray(y) == alone).all()
+
+
 def test_donated_patches_are_read_before_they_are_written(backend):
     shape = named_shape("B/16 224")
     run = functools.partial(backend.run, out_dtype="bfloat16")
