@@ -149,6 +149,14 @@ CASES |= {
     for name, case in emulated.CASES.items()
     if case.backend == "mosaic_sm100"
 }
+CASES["Blackwell, two blocks, streamed weight, slots and accumulators used again"] = Case(
+    *((20, 97, 384), 128, FP8, "none", 128, 6),
+    rows=128,
+    stream_weight=True,
+    out_dtype="float32",
+    capability=100,
+    blocks=2,
+)
 
 
 def compiled(case: Case, *options: str) -> str:

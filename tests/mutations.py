@@ -22,6 +22,10 @@ TO_SHARED = r"stmatrix|st\.shared"
 FROM_GLOBAL = r"ld(\.global)?(\.nc)?(\.v[24])?\.[busf]\d"
 ARITHMETIC = r"(add|sub|mul|mad|and|or|xor|shl|shr|bfe|min|max|rem|div)(\.\w+)*\.[bus](16|32|64)$"
 
+# Bits 16 to 29 of a matrix descriptor: an offset that swizzled operands with rows of K do not use
+# (9.7.16.4.1).
+UNUSED_OFFSET = (1 << 30) - (1 << 16)
+
 # Class -> what is left out.
 DROPPED = {
     "wait dropped": r"tcgen05\.wait|cp\.async\.bulk\.wait_group|bar\.sync|barrier\.sync",
@@ -263,9 +267,8 @@ def _barriers(code: Code) -> Iterator[Mutation]:
 
 def _descriptors(code: Code) -> Iterator[Mutation]:
     products = code.find(MULTIPLY)
-    # Bits 16 to 29 are an offset that a swizzled operand with rows of K does not use (9.7.16.4.1);
-    # bit 46 is 1 in the ISA, and 0 in what runs on hardware.
-    matrix = [bit for bit in range(64) if not 16 <= bit < 30 and bit != 46]
+    # Bit 46 is 1 in the ISA, and 0 in what runs on hardware.
+    matrix = [bit for bit in range(64) if not UNUSED_OFFSET >> bit & 1 and bit != 46]
     for kind, number, bits in (
         ("matrix descriptor", 1, matrix),
         ("matrix descriptor", 2, matrix),
@@ -355,7 +358,8 @@ def _other_arithmetic(code: Code, i: int) -> Mutation:
     is_sign = name == "shr" and operands[-1] == "31"
     if re.fullmatch(r"-?\d+", operands[at]) and ".hi." not in line.opcode and not is_sign:
         old = int(operands[at])
-        operands[at] = str(old + (old & -old or 1))
+        bits = old & ~UNUSED_OFFSET if kind.endswith("64") else old
+        operands[at] = str(old + (bits & -bits or 1))
         return code.mutation("address arithmetic", i, operands[at], code.replaced(i, operands))
     width = 2 * int(kind[1:]) if ".wide." in line.opcode else int(kind[1:])
     more = f"{code.guard(i)}add.u{width} {operands[0]}, {operands[0]}, 1;"

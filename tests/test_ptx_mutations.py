@@ -45,7 +45,7 @@ NAMES = (
 # Of the kernels in CUDA C++.
 CUDA_NAMES = (
     "Blackwell, two blocks, runs of several tiles",
-    "Blackwell, two blocks, streamed weight, two stores a tile",
+    "Blackwell, two blocks, streamed weight, slots and accumulators used again",
     "Blackwell, one block, runs of several tiles, two slices",
 )
 EVERY = os.environ.get("PTX_MUTATIONS") == "all"
