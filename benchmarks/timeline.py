@@ -205,6 +205,8 @@ def main() -> None:
     if name == "cuda":
         _, stamps = cuda_launch.stamped(draw_operands(), out_dtype="bfloat16")
         spans = read_stamps(stamps)
+        if stamps[..., -1].any():
+            print(f"A warp has room for {stamps.shape[-1]} stamps: what came later is not shown.")
     else:
         with tempfile.TemporaryDirectory() as folder:
             _, spans = traced(draw_operands(), kernels[name], Path(folder))

@@ -123,13 +123,12 @@ struct Image {
   int capability;
   Type dtype;
   const char* fatbin;
-  std::once_flag loading;
+  std::mutex loading;
   CUlibrary library;
-  CUresult result;
 };
 
 #define PATCH_EMBED_IMAGE(capability, dtype) \
-  {capability, Type::dtype, patch_embed_fatbin_##capability##_##dtype, {}, nullptr, CUDA_SUCCESS},
+  {capability, Type::dtype, patch_embed_fatbin_##capability##_##dtype, {}, nullptr},
 Image images[] = {PATCH_EMBED_FATBINS(PATCH_EMBED_IMAGE)};
 
 Image* find_image(const Config& config) {
@@ -171,6 +170,17 @@ struct Driver {
 const Driver& driver() {
   static const Driver loaded;
   return loaded;
+}
+
+// Once in a process, for all devices.
+CUresult load(Image& image) {
+  const std::lock_guard<std::mutex> lock(image.loading);
+  if (image.library) return CUDA_SUCCESS;
+  CUlibrary library;
+  const CUresult result = driver().cuLibraryLoadData_fn(&library, image.fatbin, nullptr, nullptr, 0,
+                                                        nullptr, nullptr, 0);
+  if (result == CUDA_SUCCESS) image.library = library;
+  return result;
 }
 
 ffi::Error error(ffi::ErrorCode code, const std::string& text) {
@@ -404,23 +414,19 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
     return error(ffi::ErrorCode::kUnavailable,
                  "this library was built without " + name + ".");
   }
-  std::call_once(image->loading, [&] {
-    image->result = cuda.cuLibraryLoadData_fn(&image->library, image->fatbin, nullptr, nullptr, 0,
-                                              nullptr, nullptr, 0);
-  });
-  PATCH_EMBED_RETURN_IF_ERROR("loading the kernels", image->result);
+  PATCH_EMBED_RETURN_IF_ERROR("loading the kernels", load(*image));
   CUkernel kernel;
   PATCH_EMBED_RETURN_IF_ERROR(name,
                               cuda.cuLibraryGetKernel_fn(&kernel, image->library, name.c_str()));
-  const Launch& launch = choice.launch;
   if constexpr (stage == ffi::ExecutionStage::kInitialize) {
     PATCH_EMBED_RETURN_IF_ERROR(
         "the kernel's shared memory",
         cuda.cuKernelSetAttribute_fn(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                     int(launch.shared_memory), kernel, device));
+                                     kMostSharedBytes, kernel, device));
     return ffi::Error::Success();
   }
 
+  const Launch& launch = choice.launch;
   Arguments arguments{};
   const ffi::AnyBuffer& runs = operands.runs(config);
   arguments.scale = static_cast<const float*>(scale.untyped_data());

@@ -33,7 +33,6 @@ constexpr bool streamed = true, stationary = false;
 #define PATCH_EMBED_SM90_kFloat8E4M3FN(X) PATCH_EMBED_SM90_ONE_BYTE(X, e4m3)
 #define PATCH_EMBED_SM90_kInt8(X) PATCH_EMBED_SM90_ONE_BYTE(X, i8)
 #define PATCH_EMBED_SM90_kBFloat16(X)                              \
-  PATCH_EMBED_SM90_OUTPUTS(X, bf16, 128, 64, 4, stationary)        \
   PATCH_EMBED_SM90_OUTPUTS(X, bf16, 64, 64, 16, stationary)        \
   PATCH_EMBED_SM90_STREAMED(X, bf16)
 #define PATCH_EMBED_SM90_CONFIGS(X) \

@@ -17,6 +17,9 @@ constexpr int itemsize(Type type) {
   return type == Type::kFloat32 ? 4 : type == Type::kBFloat16 ? 2 : 1;
 }
 
+// Shared memory that a block may have, on both chips.
+constexpr int kMostSharedBytes = 227 * 1024;
+
 // Bytes of K in a slot of the ring: a row of the 128-byte swizzle.
 constexpr int kRowBytes = 128;
 

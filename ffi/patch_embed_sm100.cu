@@ -39,7 +39,7 @@ namespace patch_embed::sm100 {
 constexpr int kFirstRegisters = 40, kStoreRegisters = 232;
 
 // Registers that a storing thread needs beside sums, scale and table: less, and it spills.
-constexpr int kOtherRegisters = 8;
+constexpr int other_registers(Type out_dtype) { return out_dtype == Type::kFloat32 ? 16 : 8; }
 
 // Columns of 32 bits of tensor memory.
 constexpr int kTensorMemory = 512;
@@ -114,9 +114,9 @@ class Worker {
   static_assert(buffers % group == 0, "groups of stores make the buffers.");
   static_assert((buffers & (buffers - 1)) == 0, "the number of a store, which wraps, tells its buffer.");
   static_assert(stagger >= 0, "a warp cannot begin before its accumulator is there.");
-  static_assert(step_columns +
-                        (hold_table ? kColumns / 4 * (1 + kTermRows) : step_columns / 4 * 2) +
-                        kOtherRegisters <=
+  static_assert(step_columns + kColumns / 4 +
+                        (hold_table ? kColumns : step_columns) / 4 * kTermRows +
+                        other_registers(out_dtype) <=
                     kStoreRegisters,
                 "sums, scale and table need more registers than there are.");
   static_assert(kPatchBytes % 1024 == 0 && kWeightBytes % 1024 == 0 &&

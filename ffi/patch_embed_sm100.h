@@ -21,9 +21,6 @@ constexpr int kWarpRows = 32;
 // Tiles in tensor memory: one is multiplied, the other one is stored.
 constexpr int kAccumulators = 2;
 
-// What a block may have.
-constexpr int kMostSharedBytes = 227 * 1024;
-
 // Shared memory of a block, from a multiple of 1024 on, as the 128-byte swizzle wants it:
 //
 //   patches[slot]          kRows of kRowBytes of K

@@ -9,8 +9,8 @@
 //                        one multiplies, the other scales its sums, adds the table, and stores.
 //
 // The weight comes with the patches: with those of the worker's first half tile, to stay, or with
-// all of them. Scale and table stay in registers for a run where they fit. Else each thread copies what
-// it adds to shared memory, some parts of a tile ahead, and reads it there.
+// all of them. Scale and table stay in registers for a run where they fit. Else each thread copies its
+// rows of the table to shared memory, some parts of a tile ahead, and reads them there.
 //
 // Shared memory and barriers are in patch_embed_sm90.h. Who waits for a phase names but its parity,
 // so it has to know that the phase before is complete: a warpgroup knows from its turn that all
@@ -249,8 +249,7 @@ class Worker {
   }
 
   __device__ static void load_terms(uint32_t (&terms)[kTermWords], const void* first, int g) {
-    constexpr int kTermBytes = has_table ? 2 : 4;
-    load(terms, static_cast<const uint8_t*>(first) + g * kGroup * kTermBytes);
+    load(terms, static_cast<const uint8_t*>(first) + g * kGroup * (has_table ? 2 : 4));
   }
 
   __device__ static float term(const uint32_t (&terms)[kTermWords], int i) {
@@ -370,8 +369,11 @@ class Worker {
 #pragma unroll
           for (int g = 0; g < kGroups; ++g) load_terms(columns.terms[g][r], terms_of(table_row), g);
         }
+        if constexpr (kHolds) {
+          for (auto& group : columns.terms) timeline_.await(group[r]);
+        }
       }
-      timeline_.stamp(Event::kLoaded);
+      if constexpr (kHolds) timeline_.stamp(Event::kLoaded);
     };
 
     for_each_tile(begin, [&](int row, uint32_t n) {

@@ -13,9 +13,6 @@ constexpr int kConsumers = 2;
 constexpr int kWarpgroup = 128;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 
-// What a block may have.
-constexpr int kMostSharedBytes = 227 * 1024;
-
 // Of the 16 bytes of y that a thread writes at once.
 constexpr int vector(Type out_dtype) { return 16 / itemsize(out_dtype); }
 

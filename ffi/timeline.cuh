@@ -45,7 +45,7 @@ class Timeline {
   template <int count>
   __device__ void await(const uint32_t (&words)[count]) {
 #pragma unroll
-    for (uint32_t word : words) ptx::await(word);
+    for (uint32_t word : words) ptx::membar_cta_if(word);
   }
 
  private:

@@ -3,6 +3,7 @@
 JAX_PLATFORMS=cuda runs all of them on the GPU.
 """
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -13,6 +14,11 @@ GPU = shutil.which("nvidia-smi") and importlib.util.find_spec("jax_cuda13_plugin
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if GPU else "cpu")
 # Several processes share the GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def pytest_collection_finish(session):
+    """What was imported is not looked through for garbage again: the emulator makes a lot of it."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -73,8 +73,8 @@ hopper = functools.partial(case, "mosaic_sm90")
 BF16, FP8, INT8 = "bfloat16", "float8_e4m3fn", "int8"
 
 CASES = {
-    "two blocks, int8": two((5, 72, 768), 256, INT8, "shared", 256, 4),
-    "two blocks, float8": two((5, 72, 768), 256, FP8, "shared", 256, 4),
+    "two blocks, int8": two((4, 72, 768), 256, INT8, "shared", 256, 4),
+    "two blocks, float8": two((3, 97, 256), 256, FP8, "shared", 256, 4),
     "two blocks, bfloat16": two((5, 72, 256), 128, BF16, "shared", 128, 4),
     "two blocks, M % 8 = 3": two((3, 97, 256), 128, INT8, "shared", 128, 4),
     "two blocks, M % 8 = 7, float8": two((1, 511, 128), 64, FP8, "shared", 64, 4),
@@ -89,14 +89,14 @@ CASES = {
         (5, 72, 512), 128, BF16, "shared", 128, 4, stream_weight=True
     ),
     "two blocks, streamed weight, K = 3072": two(
-        (3, 97, 3072), 128, INT8, "none", 128, 4, stream_weight=True
+        (1, 197, 3072), 128, INT8, "none", 128, 4, stream_weight=True
     ),
     "two blocks, streamed weight, two stores a tile": two(
         (11, 97, 256), 128, FP8, "none", 128, 3, stream_weight=True, out="float32"
     ),
     "two blocks, K = 640": two((5, 97, 640), 128, INT8, "shared", 128, 4),
-    "two blocks, N = 1152": two((1, 300, 128), 1152, FP8, "shared", 192, 4),
-    "two blocks, float32": two((5, 72, 256), 256, INT8, "shared", 256, 4, out="float32"),
+    "two blocks, N = 1152": two((1, 201, 128), 1152, FP8, "shared", 192, 4),
+    "two blocks, float32": two((4, 72, 128), 256, INT8, "shared", 256, 4, out="float32"),
     "two blocks, bfloat16 to float32": two((3, 97, 256), 128, BF16, "none", 128, 4, out="float32"),
     "two blocks, tables of their own": two((7, 75, 128), 128, INT8, "per image", 128, 4),
     "two blocks, no table": two((5, 72, 256), 128, FP8, "none", 128, 4),

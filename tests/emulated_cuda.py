@@ -99,7 +99,6 @@ CASES = {
     "int8": Case((5, 73, 256), 192, INT8, "shared", 192, 10),
     "float8, two slices": Case((9, 97, 256), 256, FP8, "shared", 128, 8),
     "float8, more chunks than slots": Case((3, 97, 1152), 64, FP8, "shared", 64, 8),
-    "bfloat16, few slots": Case((3, 97, 384), 128, BF16, "shared", 128, 4),
     "bfloat16, many slots": Case((47, 1, 256), 64, BF16, "none", 64, 16),
     "few rows": Case((1, 47, 256), 64, INT8, "shared", 64, 8),
     "a phase change in a run": Case((16, 97, 128), 64, INT8, "shared", 64, 8),

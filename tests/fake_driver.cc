@@ -3,14 +3,18 @@
 
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 namespace {
 
 std::mutex mutex;
 std::string written, failing;
 int capability[2] = {9, 0};
+// Of a kernel and a device: bytes of shared memory that a launch may have.
+std::map<std::pair<std::string, int>, unsigned> limits;
 thread_local uintptr_t current = 0;
 
 template <typename... Values>
@@ -88,7 +92,11 @@ int cuLibraryGetKernel(const char** kernel, uintptr_t, const char* name) {
   return note("cuLibraryGetKernel");
 }
 
-int cuKernelSetAttribute(int attribute, int value, const char*, int device) {
+int cuKernelSetAttribute(int attribute, int value, const char* kernel, int device) {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    limits[{kernel, device}] = value;
+  }
   return note("cuKernelSetAttribute", attribute, value, device);
 }
 
@@ -106,6 +114,11 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* data, const
 
 int cuLaunchKernelEx(const Config* config, const char* kernel, void** parameters, void**) {
   // Of the parameter: what stands in the maps of patches, weight and y, then the rest.
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto limit = limits.find({kernel, int(current)});
+    if (config->shared_memory > (limit == limits.end() ? 48 * 1024 : limit->second)) return 1;
+  }
   const char* parameter = static_cast<const char*>(parameters[0]);
   uint64_t words[7];
   for (int i = 0; i < 3; i++) memcpy(&words[i], parameter + 128 * i, 8);

@@ -170,6 +170,7 @@ def test_the_library_needs_neither_driver_nor_runtime_nor_python_to_load():
         (dict(period=0), "the table has 0 rows"),
         (dict(workers=2**31), "2\\^31 or more"),
         (dict(N=2**31), "2\\^31 or more"),
+        (dict(N=2**27), "eight rows of y"),
     ],
     ids=str,
 )
@@ -730,6 +731,8 @@ PROLOGUE = [
     "cuDeviceGetAttribute",
     "cuDeviceGetAttribute",
 ]
+# Bytes, that a block may have.
+MOST_SHARED = 227 * 1024
 LOAD = f"cuLibraryLoadData {0xBA55ED50}"
 
 
@@ -756,7 +759,7 @@ def test_every_built_kernel_is_launched_as_planned(handle):
         maps += lines_of_map(y, 28672) if y else []
         runs = 20480 if config.capability == 90 else 24576
         expected += [
-            [f"cuKernelSetAttribute 8 {plan['shared_memory']} {STREAM}"],
+            [f"cuKernelSetAttribute 8 {MOST_SHARED} {STREAM}"],
             [
                 *maps,
                 config.name,
@@ -791,7 +794,25 @@ def test_an_image_is_loaded_once_whatever_the_threads_and_devices(handle):
     assert [written.count(LOAD) for _, written in answers] == [1, 0, 0]
     assert sum(line.startswith("cuLaunchKernelEx") for line in answers[1][1]) == 16
     # The limit of shared memory is the device's own.
-    assert any(re.match(r"cuKernelSetAttribute 8 \d+ 4$", line) for line in answers[2][1])
+    assert f"cuKernelSetAttribute 8 {MOST_SHARED} 4" in answers[2][1]
+
+
+@with_driver
+def test_programs_with_one_kernel_and_another_K_do_not_disturb_each_other(handle):
+    """XLA initialises all calls of a program before it executes the first."""
+    large, small = (placed(operands_of(K=K)) for K in (768, 640))
+    calls = [("initialize", large), ("initialize", small), ("execute", large), ("execute", small)]
+    answers = handle(*(dict(stage=stage, operands=operands) for stage, operands in calls))
+    assert [errors for errors, _ in answers] == [[None]] * 4
+    launches = [line for _, lines in answers for line in lines if "cuLaunchKernelEx" in line]
+    assert len(launches) == len({line.split()[7] for line in launches}) == 2
+
+
+@with_driver
+def test_an_image_that_was_not_loaded_is_tried_again(handle):
+    once = dict(operands=placed(operands_of()), stage="initialize")
+    (refused, _), (errors, written) = handle(once | dict(fail="cuLibraryLoadData"), once)
+    assert refused[0] and errors == [None] and LOAD in written
 
 
 FAILURES = [

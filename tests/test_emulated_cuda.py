@@ -37,14 +37,16 @@ def assert_equals_xla(ptx, case, schedules=SCHEDULES):
 @pytest.mark.parametrize("name", CASES)
 def test_the_compiled_kernel_equals_xla_whatever_the_schedule(name):
     case = CASES[name]
-    assert_equals_xla(compiled(case), case)
+    # Hopper's kernels run on a GPU, too.
+    schedules = SCHEDULES if case.capability == 100 else SCHEDULES[:3]
+    assert_equals_xla(compiled(case), case, schedules)
 
 
 # What the warps of each role stamp, by warp: Event of ffi/timeline.cuh in letters, in its order.
 LETTERS = "fFtLMPlcs"
 FEED, MULTIPLY = "((fF){chunks})+", "(t(LM){chunks})+"
 ROLES = {
-    90: dict.fromkeys(range(8), "(l(t(LM){chunks}P(l?cs)+)+)+") | {8: FEED},
+    90: dict.fromkeys(range(8), "(l?(t(LM){chunks}P(l?cs)+)+)+") | {8: FEED},
     100: {0: FEED, 1: MULTIPLY} | dict.fromkeys(range(4, 12), "(P(l(fcs)+)+)+"),
 }
 

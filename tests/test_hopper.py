@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -13,13 +13,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu import DTYPES, PROGRAMS, RUNS, draw, gpu, runs_of
+from gpu import DTYPES, PROGRAMS, RUNS, check, draw, gpu, runs_of
 from jax import lax
 from jax.experimental.compute_on import compute_on
 
 import pallas_patch_embed as ppe
 from benchmarks import cuda_launch, timeline
 from pallas_patch_embed.backends import BACKENDS, cuda_ffi, mosaic_sm90, xla
+from pallas_patch_embed.backends.cuda_ffi import SPELLED
 from pallas_patch_embed.problem import Problem, Target, named_shape
 
 TESTS = Path(__file__).parent
@@ -128,6 +129,14 @@ def test_command_buffers_give_the_same_result(small):
         assert all(same(y, expected) for y in graph(*operands))
 
 
+def in_threads(work, items):
+    """Calls work(item) for each in a thread of its own; raises what one of them raises."""
+    items = list(items)
+    with ThreadPoolExecutor(len(items)) as pool:
+        for future in [pool.submit(work, item) for item in items]:
+            future.result()
+
+
 def test_two_threads_do_not_disturb_each_other(backend):
     shape = named_shape("B/16 256")
     run = jax.jit(functools.partial(backend.run, out_dtype="bfloat16"))
@@ -139,11 +148,7 @@ def test_two_threads_do_not_disturb_each_other(backend):
         with jax.default_device(gpu()):
             wrong.extend(i for _ in range(200) if not same(run(*drawn[i]), expected[i]))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(2))
     assert not wrong
 
 
@@ -181,14 +186,7 @@ def test_the_devices_of_a_process_do_not_disturb_each_other(backend):
     def work(operands, right):
         wrong.extend(0 for _ in range(200) if (np.asarray(run(*operands)) != right).any())
 
-    threads = [
-        threading.Thread(target=work, args=pair)
-        for pair in zip(drawn, np.split(expected, len(devices)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda pair: work(*pair), zip(drawn, np.split(expected, len(devices))))
     assert not wrong
     mesh = jax.make_mesh((len(devices),), ("b",), devices=devices)
     params = params_of("int8", shape)
@@ -202,6 +200,20 @@ def test_the_devices_of_a_process_do_not_disturb_each_other(backend):
     y = embed(spread, everywhere)
     assert y.sharding.is_equivalent_to(spread.sharding, y.ndim)
     assert (np.asarray(y) == alone).all()
+
+
+def test_two_products_of_another_K_are_one_program(backend):
+    """One kernel of the library may serve both: its limit of shared memory has to do for both."""
+    drawn = [
+        draw(jax.random.key(i), named_shape(name), "int8", 3)
+        for i, name in enumerate(("B/16 224", "So400m/14 224"))
+    ]
+    large, (patches, weight, *_) = drawn
+    small = (patches[:, :196], weight[:768], large[2], large[3])
+    run = functools.partial(backend.run, out_dtype="bfloat16")
+    expected = [jax.jit(run)(*operands) for operands in (large, small)]
+    both = jax.jit(lambda *calls: [run(*operands) for operands in calls])(large, small)
+    assert all(map(same, both, expected))
 
 
 def test_donated_patches_are_read_before_they_are_written(backend):
@@ -297,21 +309,32 @@ def test_a_timeline_build_has_the_spans_of_every_warp(dtype):
 CANARY, GAP = 0xA5, 4096 + 16
 
 
+# By the kernel that is chosen; and by those that copy the table to shared memory, with two tiles or
+# more for each worker, the last one with a tail.
 @needs_nvcc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape, out_dtype, B",
+    "shape, out_dtype, B, kernel",
     [
-        ("B/16 224", "bfloat16", 3),
-        ("So400m/14 384", "float32", 1),
-        ("NaFlex B/16 256", "bfloat16", 5),
+        ("B/16 224", "bfloat16", 3, None),
+        ("So400m/14 384", "float32", 1, None),
+        ("NaFlex B/16 256", "bfloat16", 5, None),
+        ("So400m/14 384", "bfloat16", 17, "192x128_b1_s5_streamed"),
+        ("So400m/14 384", "float32", 17, "192x128_b1_s5_streamed"),
+        ("So400m/14 384", "bfloat16", 17, "128x128_b1_s6_streamed"),
+        ("NaFlex B/16 256", "float32", 45, "128x128_b1_s6_streamed"),
     ],
 )
-def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B):
+def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kernel):
     operands = draw(jax.random.key(1), named_shape(shape), dtype, B)
-    expected = np.asarray(cuda_ffi.run(*operands, out_dtype=out_dtype))
     problem = Problem.of(*operands, out_dtype=out_dtype)
     config = cuda_ffi.choose_config(problem, cuda_ffi.CHIPS[0])
+    if kernel:
+        names = f"patch_embed_sm90_{SPELLED[dtype]}_{SPELLED[out_dtype]}_table_{kernel}"
+        (config,) = (config for config in cuda_ffi.configs() if config.name == names)
+        assert config.tiles(problem) >= 2 * config.workers(problem)
+    expected = np.asarray(cuda_ffi.run(*operands, out_dtype=out_dtype, config=config))
+    assert check(jnp.asarray(expected), operands, out_dtype)[0] == 0
     arrays = dict(zip(("patches", "weight", "scale", "table"), map(np.asarray, operands)))
     arrays["runs"], _ = cuda_launch.prepared(config, problem)
     arrays["y"] = np.full(expected.nbytes, CANARY, np.uint8)
@@ -334,17 +357,26 @@ def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B):
 # Only the kernel runs on the GPU: operands and references are a CPU's.
 SANITIZED = """
 import gpu, jax, sys
-from pallas_patch_embed.backends import BACKENDS
+from pallas_patch_embed.backends import BACKENDS, cuda_ffi, tiling
 from pallas_patch_embed.problem import NamedShape
+# So few that each worker has several tiles.
+tiling.multiprocessors = lambda default: 2
 cpu, device = jax.devices("cpu")[0], gpu.gpu()
-for dtype, out_dtype, N, patch in (
-    ("int8", "bfloat16", 192, 16),
-    ("bfloat16", "float32", 64, 32),
-    ("float8_e4m3fn", "bfloat16", 128, 14),
+for dtype, out_dtype, N, patch, kernel in (
+    ("int8", "bfloat16", 192, 16, ""),
+    ("bfloat16", "float32", 64, 32, ""),
+    ("float8_e4m3fn", "bfloat16", 128, 14, ""),
+    ("bfloat16", "bfloat16", 192, 16, "bf16_bf16_table_192x128_b1_s5_streamed"),
+    ("int8", "float32", 128, 16, "i8_f32_table_128x128_b1_s6_streamed"),
 ):
+    if kernel and sys.argv[1] != "cuda":
+        continue
     with jax.default_device(cpu):
-        operands = gpu.draw(jax.random.key(0), NamedShape("small", patch, 5 * patch, N), dtype, 3)
-    run = jax.jit(lambda *operands: BACKENDS[sys.argv[1]].run(*operands, out_dtype=out_dtype))
+        operands = gpu.draw(jax.random.key(0), NamedShape("small", patch, 5 * patch, N), dtype, 45)
+    found = [c for c in cuda_ffi.configs() if c.name.endswith(kernel)] if kernel else []
+    options = dict(config=found[0]) if found else {}
+    embed = BACKENDS[sys.argv[1]].run
+    run = jax.jit(lambda *operands: embed(*operands, out_dtype=out_dtype, **options))
     y = jax.device_put(run(*jax.device_put(operands, device)), cpu)
     with jax.default_device(cpu):
         assert gpu.check(y, operands, out_dtype)[0] == 0
@@ -362,7 +394,13 @@ def test_compute_sanitizer_finds_nothing(backend, tool):
         capture_output=True,
         text=True,
         cwd=TESTS,
-        env={**os.environ, "JAX_PLATFORMS": "cuda,cpu", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cuda,cpu",
+            # One allocation a buffer: beyond it is nobody's.
+            "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+            "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
+        },
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
     assert "ERROR SUMMARY: 0 errors" in result.stdout or tool == "racecheck"

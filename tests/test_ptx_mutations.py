@@ -50,7 +50,7 @@ CUDA_NAMES = (
 )
 EVERY = os.environ.get("PTX_MUTATIONS") == "all"
 PARTS = 8 if EVERY else 1
-STEP = 1 if EVERY else 131
+STEP = 1 if EVERY else 307
 EAGER = dict.fromkeys(("load", "multiply", "signal", "arrival", "store", "write"), "eager")
 SCHEDULES = (
     ("random", 2),

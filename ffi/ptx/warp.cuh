@@ -51,9 +51,8 @@ __device__ __forceinline__ uint32_t clock() {
   return cycles;
 }
 
-// 9.7.13.4: comes behind whatever gives this word: an instruction that is executed for one number
-// alone, and does no harm.
-__device__ __forceinline__ void await(uint32_t word) {
+// 9.7.13.4, if the word is one number: comes behind whatever gives the word, and does no harm.
+__device__ __forceinline__ void membar_cta_if(uint32_t word) {
   asm volatile(
       "{ .reg .pred found;\n"
       "setp.eq.u32 found, %0, 0x7FA5C0DE;\n"
