@@ -55,7 +55,7 @@ def check_wgmma(monkeypatch):
 
 # Seconds in which nothing was computed, after which all threads wait for each other, and seconds
 # after which it takes too long.
-IDLE, PATIENCE = 2, 120
+IDLE, PATIENCE = 1, 120
 
 
 def interpreted(run, operands, out_dtype, config):

@@ -97,12 +97,12 @@ TUNED = {
 }
 
 
-def compile_source(source, folder, patched=None):
-    """The PTX of a kernel; `patched` takes the place of patch_embed_sm100.cu."""
+def compile_source(source, folder, capability=100, patched=None):
+    """The PTX of a kernel; `patched` takes the place of its chip's file."""
     (folder / "kernel.cu").write_text(source)
     if patched:
-        (folder / "patch_embed_sm100.cu").write_text(patched)
-    command = ["nvcc", *OPTIONS, "-arch=sm_100a", f"-I{FFI}", folder / "kernel.cu"]
+        (folder / f"patch_embed_sm{capability}.cu").write_text(patched)
+    command = ["nvcc", *OPTIONS, f"-arch=sm_{capability}a", f"-I{FFI}", folder / "kernel.cu"]
     subprocess.run([*command, "-o", folder / "kernel.ptx"], check=True)
     return (folder / "kernel.ptx").read_text()
 
@@ -113,7 +113,7 @@ def test_a_kernel_with_other_knobs_equals_xla(tmp_path, name):
     assert_equals_xla(compile_source(case.source, tmp_path), case)
 
 
-# Deliberate bugs in the Blackwell kernel: what is replaced by what, and what the emulator says.
+# Deliberate bugs: what is replaced by what, and what the emulator says. Of the Blackwell kernel:
 SMALL = tuned((7, 256, 256), 64, INT8, "shared", 64, 3, blocks=2, knobs=(32,))
 
 BUGS = {
@@ -206,19 +206,82 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("name", BUGS)
-def test_a_deliberate_bug_is_noticed(tmp_path, name):
-    right, wrong, message = BUGS[name]
-    source = (FFI / "patch_embed_sm100.cu").read_text()
+# And of the Hopper kernel: with more chunks than slots, and a table that is copied.
+WIDE = Case((5, 131, 896), 128, FP8, "shared", 128, 6, rows=128, stream_weight=True)
+
+HOPPER_BUGS = {
+    "no wait for a free slot": (
+        "ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);",
+        "",
+        "a TMA load .* overwrites|does not expect them",
+    ),
+    "no wait for patches": (
+        "ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);",
+        "",
+        "wgmma.* reads what",
+    ),
+    "a slot is freed before its products are done": (
+        "      ptx::wgmma_wait_group<1>();\n",
+        "",
+        "overwrites what is read",
+    ),
+    "no wait for the last products": (
+        "    ptx::wgmma_wait_group<0>();\n",
+        "",
+        "wgmma.wait_group",
+    ),
+    "no wait for scale": (
+        "    ptx::mbarrier_wait(shared_.columns_arrived, 0);\n",
+        "",
+        "what was written|no warp of the block has waited",
+    ),
+    "no wait for copies": (
+        "cp_async_wait_group<kAhead - 1>",
+        "cp_async_wait_group<kAhead>",
+        "cp.async",
+    ),
+    "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
+    "no turn": (
+        "ptx::mbarrier_wait(shared_.turn[member], (n & 1) ^ (member == 0));",
+        "",
+        "does not expect them|results differ|reads what",
+    ),
+    "the turn is passed too early": (
+        "arrives && k == args_.chunks - 1",
+        "arrives && k == 0",
+        "does not expect them|results differ|reads what",
+    ),
+    "the wrong rows of the table": (
+        "run.table_row + member * rows",
+        "run.table_row",
+        "results differ",
+    ),
+    "a tail is stored": ("first_row + below < args_.M", "true", "outside of all arrays"),
+}
+
+ALL_BUGS = [(SMALL, name) for name in BUGS] + [(WIDE, name) for name in HOPPER_BUGS]
+
+# The Hopper kernel's turns guard against slots that are filled late, which takes luck.
+BUG_SCHEDULES = (*SCHEDULES, *(({"load": "random", "multiply": "eager"}, i) for i in range(5, 25)))
+
+
+@pytest.mark.parametrize("case, name", ALL_BUGS, ids=lambda x: getattr(x, "capability", x))
+def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
+    bugs = BUGS if case is SMALL else HOPPER_BUGS
+    right, wrong, message = bugs[name]
+    source = (FFI / f"patch_embed_sm{case.capability}.cu").read_text()
     assert source.count(right) == 1
-    ptx = compile_source(SMALL.source, tmp_path, source.replace(right, wrong))
-    operands = draw_operands(0, SMALL.patches, SMALL.N, SMALL.dtype, SMALL.table)
-    expected = np.asarray(xla.run(*operands, out_dtype=SMALL.out_dtype))
+    kernel = case.source if case.knobs else cuda_launch.source(case.config)
+    ptx = compile_source(kernel, tmp_path, case.capability, source.replace(right, wrong))
+    operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
+    expected = np.asarray(xla.run(*operands, out_dtype=case.out_dtype))
     said = []
-    for order, seed in SCHEDULES:
+    for order, seed in BUG_SCHEDULES:
         try:
-            y, _ = run(ptx, SMALL, operands, schedule=order, seed=seed)
+            y, _ = run(ptx, case, operands, schedule=order, seed=seed)
             said += ["results differ"] if (y != expected).any() else []
         except EmulatorError as error:
             said.append(str(error))
-    assert said and any(re.search(message, one) for one in said), said
+        if said and re.search(message, said[-1]):
+            return
+    pytest.fail(f"none says {message!r}: {said}")
