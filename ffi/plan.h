@@ -116,9 +116,11 @@ inline std::string plan(const Config& config, const Shapes& s, Launch* launch) {
            " columns. Take a kernel whose columns divide N.";
   }
   const int64_t slices = s.N / config.tile_n;
-  if (8 * s.N * itemsize(config.out_dtype) > INT32_MAX || s.K > INT32_MAX || s.period > INT32_MAX || s.runs > INT32_MAX ||
+  if (8 * s.N * itemsize(config.out_dtype) > INT32_MAX || s.K > INT32_MAX ||
+      s.period > INT32_MAX || s.runs > INT32_MAX ||
       s.workers > INT32_MAX / (slices * config.blocks)) {
-    return "eight rows of y, K, the rows of the table or the runs are 2^31 or more. Split the operands.";
+    return "eight rows of y, K, the rows of the table or the runs are 2^31 or more. "
+           "Split the operands.";
   }
   if (s.workers < 1 || s.runs < 1 || (s.period < 1 && s.M > 0)) {
     return "the runs are those of " + text(s.workers) + " workers with " + text(s.runs) +
