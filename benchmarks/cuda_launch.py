@@ -33,6 +33,9 @@ L2_PROMOTION_256 = 3
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 MAX_DYNAMIC_SHARED = 8
 
+# CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+COMPUTE_CAPABILITY = (75, 76)
+
 
 def source(config: Config) -> str:
     """CUDA C++ with this kernel alone."""
@@ -79,6 +82,10 @@ class Driver:
         self("cuInit", 0)
         self("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
         self("cuCtxSetCurrent", context)
+        version = [ctypes.c_int() for _ in COMPUTE_CAPABILITY]
+        for number, attribute in zip(version, COMPUTE_CAPABILITY):
+            self("cuDeviceGetAttribute", ctypes.byref(number), attribute, 0)
+        self.architecture = "sm_{}{}a".format(*(number.value for number in version))
 
     def __call__(self, name: str, *arguments) -> None:
         if status := getattr(self.library, name)(*arguments):
@@ -133,10 +140,8 @@ def launch(config: Config, problem: Problem, addresses: dict[str, int]) -> None:
     call = Driver()
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
     options = ["-cubin", *(["-DPATCH_EMBED_TIMELINE"] if "stamps" in addresses else [])]
-    major, minor = Target.of(jax.devices()[0]).compute_capability
-    call(
-        "cuModuleLoadData", ctypes.byref(module), compiled(config, f"sm_{major}{minor}a", *options)
-    )
+    cubin = compiled(config, call.architecture, *options)
+    call("cuModuleLoadData", ctypes.byref(module), cubin)
     call("cuModuleGetFunction", ctypes.byref(kernel), module, config.name.encode())
     call("cuFuncSetAttribute", kernel, MAX_DYNAMIC_SHARED, plan["shared_memory"])
     # `Arguments` of ffi/kernel.h.
@@ -159,22 +164,23 @@ def stamped(operands, *, out_dtype: str) -> tuple[jax.Array, np.ndarray]:
     """One launch of the timeline build of the kernel that backend "cuda" takes for these operands.
 
     Args:
-      operands: patches, weight, scale and table, on a GPU.
+      operands: patches, weight, scale and table, on the first GPU.
       out_dtype: "bfloat16" or "float32".
 
     Returns:
       The result, and the stamps [blocks, warps, STAMPS] uint32 (ffi/timeline.cuh).
     """
     problem = Problem.of(*operands, out_dtype=out_dtype)
-    capability = Target.of(jax.devices()[0]).compute_capability
+    device = operands[0].device
+    capability = Target.of(device).compute_capability
     chip = next(c for c in cuda_ffi.CHIPS if capability in c.compute_capabilities)
     config = cuda_ffi.choose_config(problem, chip)
     runs, plan = prepared(config, problem)
     arrays = dict(zip(("patches", "weight", "scale", "table"), operands))
-    arrays["runs"] = jnp.asarray(runs)
-    arrays["y"] = jnp.full((*problem.patches[:-1], problem.N), jnp.nan, out_dtype)
+    arrays["runs"] = jax.device_put(runs, device)
+    arrays["y"] = jnp.full((*problem.patches[:-1], problem.N), jnp.nan, out_dtype, device=device)
     shape = (plan["grid"], plan["threads"] // 32, STAMPS)
-    arrays["stamps"] = jnp.zeros(shape, jnp.uint32)
+    arrays["stamps"] = jnp.zeros(shape, jnp.uint32, device=device)
     jax.block_until_ready(arrays)
     launch(config, problem, {name: x.unsafe_buffer_pointer() for name, x in arrays.items()})
     return arrays["y"], np.asarray(arrays["stamps"])

@@ -30,7 +30,7 @@ from pallas_patch_embed.problem import NAMED_SHAPES, Problem, Target, named_shap
 WARPS = 12
 
 # What has happened at a stamp of a CUDA kernel, from 1 on (Event in ffi/timeline.cuh): so the span
-# before it is the time that this took, or was waited for.
+# before it is the time that this took, or was waited for. The last one ends a tile.
 EVENTS = (
     "wait: free slot",
     "issue loads",
@@ -41,6 +41,7 @@ EVENTS = (
     "epilogue load",
     "epilogue convert",
     "epilogue store",
+    "tile",
 )
 EVENT_BITS = 4
 
@@ -50,13 +51,17 @@ DRAWN = 40_000
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One span of a warp: what it did, from when to when, in cycles of its multiprocessor."""
+    """One span of a warp: what it did, from when to when, in cycles of its multiprocessor.
+
+    `tile` is the number of the tile among its worker's, where the trace tells it.
+    """
 
     block: int
     warp: int
     role: str
     begin: float
     end: float
+    tile: int | None = None
 
     @property
     def cycles(self) -> float:
@@ -83,7 +88,8 @@ def read(trace: Path) -> list[Span]:
 def read_stamps(stamps: np.ndarray) -> list[Span]:
     """The spans between the stamps [blocks, warps, stamps] uint32 of a CUDA kernel.
 
-    They have the clock's low bits alone, so no span may be longer than 2^28 cycles.
+    They have the clock's low bits alone, so no span may be longer than 2^28 cycles. Spans of a tile
+    are inside of one that is called so.
     """
     spans = []
     for block, warp in np.ndindex(stamps.shape[:2]):
@@ -94,10 +100,13 @@ def read_stamps(stamps: np.ndarray) -> list[Span]:
             continue
         times = int(row[0] >> EVENT_BITS) + np.concatenate([[0], np.cumsum(steps)])
         events = row[1:] & (1 << EVENT_BITS) - 1
-        spans += [
-            Span(block, warp, EVENTS[event - 1], float(begin), float(end))
-            for event, begin, end in zip(events, times, times[1:])
-        ]
+        tile, tile_begin = 0, times[0]
+        for event, begin, end in zip(events, times, times[1:]):
+            role = EVENTS[event - 1]
+            if role == "tile":
+                begin, tile_begin = tile_begin, end
+            spans.append(Span(block, warp, role, float(begin), float(end), tile))
+            tile += role == "tile"
     return spans
 
 

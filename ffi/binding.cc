@@ -73,9 +73,8 @@ constexpr Config kConfigs[] = {
 #define PATCH_EMBED_SM90_MEMORY(dtype, out_dtype, columns, tile_n, rows, slots, weight)          \
   {                                                                                             \
     constexpr Config config{90, dtype, out_dtype, columns, tile_n, rows, 1, slots, weight};       \
-    using Memory =                                                                              \
-        sm90::Shared<tile_n, rows, slots, sm90::term_bytes(out_dtype, columns, tile_n, rows)>;   \
-    static_assert(Memory::bytes(weight ? slots : 6) == shared_memory_bytes(config, 6),           \
+    using Memory = sm90::Shared<tile_n, rows, slots, weight>;                                   \
+    static_assert(Memory::bytes(6) == shared_memory_bytes(config, 6),           \
                   "the host gives the kernel another amount of shared memory than it uses.");    \
   }
 

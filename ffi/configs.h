@@ -15,15 +15,15 @@ constexpr bool table = true, offset = false;
 constexpr bool streamed = true, stationary = false;
 }  // namespace spelled
 
-// Every X(dtype, out_dtype, columns, tile_n, rows, slots, weight) of the Hopper kernel. Of bfloat16
-// and where the weight is streamed, there are as many slots as fit (beside the weight of K = 768).
+// Every X(dtype, out_dtype, columns, tile_n, rows, slots, weight) of the Hopper kernel. Of bfloat16 there
+// are as many slots as fit (beside the weight of K = 768); slots are those of patches.
 #define PATCH_EMBED_SM90_OUTPUTS(X, dtype, ...)                                  \
   X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \
   X(dtype, f32, table, __VA_ARGS__) X(dtype, f32, offset, __VA_ARGS__)
 #define PATCH_EMBED_SM90_STREAMED(X, dtype)                        \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 192, 128, 5, streamed)        \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 128, 128, 6, streamed)        \
-  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 64, 128, 9, streamed)
+  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 64, 128, 8, streamed)
 #define PATCH_EMBED_SM90_ONE_BYTE(X, dtype)                        \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 192, 64, 10, stationary)      \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 128, 64, 8, stationary)       \

@@ -229,6 +229,7 @@ class Worker {
       begin(run);
       for (int j = 0; j < run.tiles; ++j) {
         visit((run.first_tile + j * run.stride) * kTileRows + rank_ * kRows, n++);
+        timeline_.stamp(Event::kTile);
       }
     }
     return n;

@@ -8,9 +8,11 @@
 //   multiply_and_store   two warpgroups, each with half of every tile's rows, which take turns:
 //                        one multiplies, the other scales its sums, adds the table, and stores.
 //
-// The weight comes with the patches: with those of the worker's first half tile, to stay, or with
-// all of them. Scale and table stay in registers for a run where they fit. Else each thread copies its
-// rows of the table to shared memory, some parts of a tile ahead, and reads them there.
+// The weight comes with the patches of the worker's first half tile, to stay. Where there is no room for
+// all of it, every fourth part stays, up to three, and the others come with all patches, through a ring of
+// their own: shared memory is filled and read at almost its limit, and a third less is filled. Scale and table stay in registers for a run where they fit. Else a thread reads what it
+// adds some parts of a tile ahead, the first ones before the products are done, and more as sums that are
+// stored leave registers.
 //
 // Shared memory and barriers are in patch_embed_sm90.h. Who waits for a phase names but its parity,
 // so it has to know that the phase before is complete: a warpgroup knows from its turn that all
@@ -22,7 +24,6 @@
 #include "patch_embed_sm90.h"
 
 #include "configs.h"
-#include "ptx/cp_async.cuh"
 #include "ptx/matrix_descriptor.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -49,28 +50,29 @@ class Worker {
   static constexpr int kBlocks = rows / 64, kRows = kPartRows * kBlocks;
   static constexpr int kParts = kGroups * kBlocks;
 
-  // What is added to a vector: words of two bfloat16 for each row, or floats for all.
-  static constexpr int kTermWords = has_table ? kPairs : kVector, kTermBytes = 4 * kTermWords;
-  static constexpr int kTermRows = has_table ? kRows : 1;
-  static constexpr int kPartTerms = has_table ? kPartRows : 1;
+  // What is added to a part: words of two bfloat16 for each row; or floats for all rows of a group.
+  static constexpr int kTermWords = has_table ? kPairs : kVector;
+  static constexpr int kTermRows = has_table ? kPartRows : 1;
+  static constexpr int kTerms = has_table ? kParts : kGroups;
 
   // 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = the 384 * 168 of the launch.
   static constexpr bool kHolds = holds_columns(out_dtype, has_table, tile_n, rows);
-  static constexpr bool kCopies = copies_table(out_dtype, has_table, tile_n, rows);
   static constexpr int kSums = sum_registers(tile_n, rows);
   static constexpr int kColumns = column_registers(out_dtype, has_table, tile_n, rows);
   static constexpr bool kNeedsMost = kSums + (kHolds ? kColumns : 0) + kOtherRegisters > 232;
   static constexpr int kFeedRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kMultiplyRegisters = kNeedsMost ? 240 : 232;
 
-  using Memory = Shared<tile_n, rows, slots, term_bytes(out_dtype, has_table, tile_n, rows)>;
+  using Memory = Shared<tile_n, rows, slots, stream_weight>;
   static_assert(tile_n % 64 == 0, "a slice of N is a multiple of 64 columns.");
   static_assert(rows == 64 || rows == 128, "a warpgroup has 64 or 128 rows of a tile.");
   static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
   static_assert(kSums + kOtherRegisters <= 240, "the sums leave too few registers.");
   static_assert(sizeof(Memory) % 1024 == 0, "the weight behind it is swizzled.");
-  static_assert(Memory::bytes(stream_weight ? slots : 1) <= kMostSharedBytes,
-                "ring and weight do not fit in shared memory.");
+  static_assert(Memory::bytes(1) <= kMostSharedBytes,
+                "rings and weight do not fit in shared memory.");
+  static_assert(!stream_weight || Memory::kWeightSlots >= 2,
+                "one part of the weight is multiplied while another one is filled.");
 
   __device__ Worker(const Arguments& args, Memory& shared)
       : args_(args),
@@ -101,24 +103,54 @@ class Worker {
  private:
   using Sums = ptx::Sum<dtype>[kBlocks][tile_n / 2];
 
-  // What is held for a run: scale and terms of all groups, or where the thread's rows of the table are.
+  // What is held for a run: scale and terms, or else the thread's rows of the table.
   struct Columns {
-    float scale[kHolds ? kGroups : 1][kVector];
-    uint32_t terms[kHolds ? kGroups : 1][kTermRows][kTermWords];
-    uint32_t table_rows[kCopies ? kRows : 1];
+    float scale[kGroups][kVector];
+    uint32_t terms[kTerms][kTermRows][kTermWords];
+    uint32_t table_rows[kRows];
   };
 
-  // A use of the ring; those of a worker are numbered.
+  // A use of a ring; those of a worker are numbered.
+  template <uint32_t size>
   struct Entry {
-    __device__ explicit Entry(uint32_t number) : slot(number % slots), parity(number / slots & 1) {}
+    __device__ explicit Entry(uint32_t number) : slot(number % size), parity(number / size & 1) {}
     uint32_t slot, parity;
   };
+
+  __device__ Entry<slots> patch_entry(uint32_t n, int member, int k) const {
+    return Entry<slots>((n * kConsumers + member) * args_.chunks + k);
+  }
+
+  // Whether chunk k of the weight stays; how many of those before it do.
+  __device__ static bool stays(int k) {
+    return !stream_weight || (k % kStayEach == 0 && k < kStayEach * kStaying);
+  }
+  __device__ static int staying_before(int k) {
+    return min((k + kStayEach - 1) / kStayEach, kStaying);
+  }
+
+  // Of a chunk that does not.
+  __device__ Entry<Memory::kWeightSlots> weight_entry(uint32_t n, int member, int k) const {
+    const int streamed = args_.chunks - staying_before(args_.chunks);
+    return Entry<Memory::kWeightSlots>((n * kConsumers + member) * streamed + k -
+                                       staying_before(k));
+  }
+
+  // Where chunk k of the weight is.
+  __device__ uint8_t* weight(uint32_t n, int member, int k) const {
+    uint32_t part = k;
+    if constexpr (stream_weight) {
+      part = stays(k) ? k / kStayEach : kStaying + weight_entry(n, member, k).slot;
+    }
+    return weight_ + part * kWeightBytes;
+  }
 
   __device__ void make_barriers() {
     for (int i = 0; i < slots; ++i) {
       ptx::mbarrier_init(shared_.filled[i], 1);
       ptx::mbarrier_init(shared_.freed[i], kWarpgroup / 32);
     }
+    for (auto& freed : shared_.weight_freed) ptx::mbarrier_init(freed, kWarpgroup / 32);
     for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(shared_.turn[i], kWarpgroup / 32);
     ptx::mbarrier_init(shared_.columns_arrived, 1);
     ptx::fence_mbarrier_init();
@@ -133,13 +165,11 @@ class Worker {
       const Run run = runs_[i];
       if (run.tiles == 0) break;
       begin(run);
-      for (int j = 0; j < run.tiles; ++j) visit((run.first_tile + j * run.stride) * kTileRows, n++);
+      for (int j = 0; j < run.tiles; ++j) {
+        visit((run.first_tile + j * run.stride) * kTileRows, n++);
+        timeline_.stamp(Event::kTile);
+      }
     }
-  }
-
-  // The number of the ring's entry with a warpgroup's first chunk of the n-th tile.
-  __device__ uint32_t first_entry(uint32_t n, int member) const {
-    return (n * kConsumers + member) * args_.chunks;
   }
 
   __device__ void load_columns() {
@@ -148,7 +178,7 @@ class Worker {
     ptx::cp_async_bulk(shared_.scale, args_.scale + column_, kBytes, shared_.columns_arrived);
     if constexpr (!has_table) {
       const float* offset = static_cast<const float*>(args_.table) + column_;
-      ptx::cp_async_bulk(shared_.terms, offset, kBytes, shared_.columns_arrived);
+      ptx::cp_async_bulk(shared_.offset, offset, kBytes, shared_.columns_arrived);
     }
   }
 
@@ -166,37 +196,44 @@ class Worker {
     for_each_tile([](const Run&) {}, [&](int row, uint32_t n) {
       for (int member = 0; member < kConsumers; ++member) {
         for (int k = 0; k < args_.chunks; ++k) {
-          const Entry entry(first_entry(n, member) + k);
+          const auto entry = patch_entry(n, member, k);
           ptx::Mbarrier& filled = shared_.filled[entry.slot];
           ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);
+          if constexpr (stream_weight) {
+            const auto part = weight_entry(n, member, k);
+            if (!stays(k)) ptx::mbarrier_wait(shared_.weight_freed[part.slot], part.parity ^ 1);
+          }
           timeline_.stamp(Event::kFreed);
-          const bool with_weight = stream_weight || (n == 0 && member == 0);
+          const bool with_weight = !stays(k) || (n == 0 && member == 0);
           ptx::mbarrier_arrive_expect_tx(filled, kPatchBytes + (with_weight ? kWeightBytes : 0));
           ptx::cp_async_bulk_tensor(shared_.patches[entry.slot], args_.patches, k * kTileK,
                                     row + member * rows, filled);
-          if (with_weight) {
-            load_weight(k, weight_ + (stream_weight ? entry.slot : k) * kWeightBytes, filled);
-          }
+          if (with_weight) load_weight(k, weight(n, member, k), filled);
           timeline_.stamp(Event::kFed);
         }
       }
     });
   }
 
+  // Says that chunk k is multiplied.
+  __device__ void free(uint32_t n, int member, int k) {
+    if (threadIdx.x % 32 != 0) return;
+    ptx::mbarrier_arrive(shared_.freed[patch_entry(n, member, k).slot]);
+    if constexpr (stream_weight) {
+      if (!stays(k)) ptx::mbarrier_arrive(shared_.weight_freed[weight_entry(n, member, k).slot]);
+    }
+  }
+
   __device__ void multiply(Sums& sums, uint32_t n, int member) {
-    const bool arrives = threadIdx.x % 32 == 0;
     // The first turn is the first warpgroup's.
     ptx::mbarrier_wait(shared_.turn[member], (n & 1) ^ (member == 0));
     timeline_.stamp(Event::kTurn);
-    uint32_t previous = 0;
     for (int k = 0; k < args_.chunks; ++k) {
-      const Entry entry(first_entry(n, member) + k);
+      const auto entry = patch_entry(n, member, k);
       ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);
       timeline_.stamp(Event::kFilled);
-      const uint32_t weight_part = stream_weight ? entry.slot : k;
       const uint64_t a = ptx::matrix_descriptor(ptx::shared_address(shared_.patches[entry.slot]));
-      const uint64_t b =
-          ptx::matrix_descriptor(ptx::shared_address(weight_ + weight_part * kWeightBytes));
+      const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(weight(n, member, k)));
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kRowBytes; step += ptx::kProductBytes) {
@@ -207,13 +244,14 @@ class Worker {
       }
       ptx::wgmma_commit_group();
       timeline_.stamp(Event::kIssued);
-      if (arrives && k == args_.chunks - 1) ptx::mbarrier_arrive(shared_.turn[1 - member]);
+      if (k == args_.chunks - 1 && threadIdx.x % 32 == 0) {
+        ptx::mbarrier_arrive(shared_.turn[1 - member]);
+      }
       ptx::wgmma_wait_group<1>();
-      if (arrives && k > 0) ptx::mbarrier_arrive(shared_.freed[previous]);
-      previous = entry.slot;
+      if (k > 0) free(n, member, k - 1);
     }
     ptx::wgmma_wait_group<0>();
-    if (arrives) ptx::mbarrier_arrive(shared_.freed[previous]);
+    free(n, member, args_.chunks - 1);
     for (auto& block : sums) {
       for (auto& sum : block) ptx::pin(sum);
     }
@@ -237,19 +275,22 @@ class Worker {
     }
   }
 
-  __device__ void load_scale(float (&scale)[kVector], int g) const {
-    load(scale, shared_.scale + g * kGroup + thread_column());
+  __device__ void load_scale(Columns& columns, int g) const {
+    load(columns.scale[g], shared_.scale + g * kGroup + thread_column());
   }
 
-  // What a thread adds to group 0, in this row of the table.
-  __device__ const void* terms_of(uint32_t table_row) const {
-    if constexpr (!has_table) return shared_.terms + thread_column() * int{sizeof(float)};
-    const int64_t first = int64_t{table_row} * args_.N + column_ + thread_column();
-    return static_cast<const uint16_t*>(args_.table) + first;
-  }
-
-  __device__ static void load_terms(uint32_t (&terms)[kTermWords], const void* first, int g) {
-    load(terms, static_cast<const uint8_t*>(first) + g * kGroup * (has_table ? 2 : 4));
+  __device__ void load_terms(Columns& columns, int i) const {
+    if constexpr (!has_table) {
+      load(columns.terms[i][0], shared_.offset + i * kGroup + thread_column());
+    } else {
+      const auto* table = static_cast<const uint16_t*>(args_.table);
+#pragma unroll
+      for (int r = 0; r < kTermRows; ++r) {
+        const uint32_t row = columns.table_rows[i % kBlocks * kPartRows + r];
+        const int64_t first = int64_t{row} * args_.N + column_ + thread_column();
+        ptx::ld_global_nc(columns.terms[i][r], table + first + i / kBlocks * kGroup);
+      }
+    }
   }
 
   __device__ static float term(const uint32_t (&terms)[kTermWords], int i) {
@@ -276,27 +317,14 @@ class Worker {
     }
   }
 
-  // Where the thread has what it adds to a row of a part.
-  __device__ uint8_t* copied(int part, int r) const {
-    const int place = (threadIdx.x / 32 * kAhead + part % kAhead) * kPartRows + r;
-    return shared_.terms + (place * 32 + threadIdx.x % 32) * kTermBytes;
+  // How many of the terms are read when those of this part are needed: for each 16 bytes of y that are
+  // stored, and of which the sums leave registers, so many parts as these hold.
+  __device__ static constexpr int terms_read(int part) {
+    const int read = has_table ? kAhead + kVector / 4 * part : part / kBlocks + 1;
+    return read < kTerms ? read : kTerms;
   }
 
-  // Begins to copy what it adds to a part; groups are counted, also those without a copy.
-  __device__ void copy_terms(const Columns& columns, int part) {
-    if (part < kParts) {
-#pragma unroll
-      for (int r = 0; r < kPartRows; ++r) {
-        uint32_t row = columns.table_rows[kCopies ? part % kBlocks * kPartRows + r : 0];
-        ptx::pin(row);
-        const auto* first = static_cast<const uint8_t*>(terms_of(row));
-        ptx::cp_async<kTermBytes>(copied(part, r), first + part / kBlocks * kGroup * 2);
-      }
-    }
-    ptx::cp_async_commit_group();
-  }
-
-  // The rows of y from this one on, from sums, and from what is held or copied of the columns.
+  // The rows of y from this one on, from sums, and from what is held or read of the columns.
   __device__ void store(const Sums& sums, int row, Columns& columns) {
     const int first_row = row + thread_row(0);
     uint8_t* const first = place(first_row);
@@ -304,41 +332,36 @@ class Worker {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int g = part / kBlocks, block = part % kBlocks;
-      uint32_t read[kPartTerms][kTermWords];
-      auto* terms = kHolds ? columns.terms[g] + (has_table ? block * kPartRows : 0) : read;
-      if constexpr (kCopies) {
-        ptx::cp_async_wait_group<kAhead - 1>();
-        for (int r = 0; r < kPartRows; ++r) load(read[r], copied(part, r));
-      } else if constexpr (!kHolds) {
-        load_terms(read[0], terms_of(0), g);
-      } else if constexpr (has_table) {
-        // A table that is held packed is not to be widened before the loop over tiles.
-#pragma unroll
-        for (int r = 0; r < kPartRows; ++r) {
-          for (uint32_t& word : terms[r]) ptx::pin(word);
-        }
-      }
+      auto& terms = columns.terms[has_table ? part : g];
       if constexpr (!kHolds) {
+        if (block == 0) load_scale(columns, g);
 #pragma unroll
-        for (auto& words : read) timeline_.await(words);
+        for (auto& words : terms) timeline_.await(words);
         timeline_.stamp(Event::kLoaded);
         // Addresses are made here, as there are no registers to keep them.
         ptx::pin(eight_rows);
+      } else if constexpr (has_table) {
+        // A table that is held packed is not to be widened before the loop over tiles.
+#pragma unroll
+        for (auto& words : terms) {
+          for (uint32_t& word : words) ptx::pin(word);
+        }
       }
-      const float* scale = columns.scale[kHolds ? g : 0];
-      if constexpr (!kHolds) scale = shared_.scale + g * kGroup + thread_column();
       uint32_t y[kPartRows][4];
 #pragma unroll
       for (int r = 0; r < kPartRows; ++r) {
         const auto& words = terms[has_table ? r : 0];
 #pragma unroll
         for (int j = 0; j < kPairs; ++j) {
-          finish(&y[r][4 / kPairs * j], &sums[block][4 * (j * kGroups + g) + 2 * r], scale + 2 * j,
-                 {term(words, 2 * j), term(words, 2 * j + 1)});
+          finish(&y[r][4 / kPairs * j], &sums[block][4 * (j * kGroups + g) + 2 * r],
+                 &columns.scale[g][2 * j], {term(words, 2 * j), term(words, 2 * j + 1)});
         }
       }
-      if constexpr (kCopies) copy_terms(columns, part + kAhead);
       timeline_.stamp(Event::kConverted);
+      if constexpr (!kHolds) {
+#pragma unroll
+        for (int i = terms_read(part); i < terms_read(part + 1); ++i) load_terms(columns, i);
+      }
 #pragma unroll
       for (int r = 0; r < kPartRows; ++r) {
         const int below = thread_row(block * kPartRows + r) - thread_row(0);
@@ -357,31 +380,30 @@ class Worker {
     ptx::mbarrier_wait(shared_.columns_arrived, 0);
     if constexpr (kHolds) {
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) load_scale(columns.scale[g], g);
+      for (int g = 0; g < kGroups; ++g) load_scale(columns, g);
     }
 
     const auto begin = [&](const Run& run) {
 #pragma unroll
-      for (int r = 0; r < kTermRows; ++r) {
-        const uint32_t table_row = (run.table_row + member * rows + thread_row(r)) % args_.period;
-        if constexpr (kCopies) columns.table_rows[r] = table_row;
-        if constexpr (kHolds) {
-#pragma unroll
-          for (int g = 0; g < kGroups; ++g) load_terms(columns.terms[g][r], terms_of(table_row), g);
-        }
-        if constexpr (kHolds) {
-          for (auto& group : columns.terms) timeline_.await(group[r]);
-        }
+      for (int r = 0; r < kRows; ++r) {
+        columns.table_rows[r] = (run.table_row + member * rows + thread_row(r)) % args_.period;
       }
-      if constexpr (kHolds) timeline_.stamp(Event::kLoaded);
+      if constexpr (kHolds) {
+#pragma unroll
+        for (int i = 0; i < kTerms; ++i) load_terms(columns, i);
+        for (auto& terms : columns.terms) {
+          for (auto& words : terms) timeline_.await(words);
+        }
+        timeline_.stamp(Event::kLoaded);
+      }
     };
 
     for_each_tile(begin, [&](int row, uint32_t n) {
-      Sums sums;
-      if constexpr (kCopies) {
+      if constexpr (!kHolds) {
 #pragma unroll
-        for (int part = 0; part < kAhead; ++part) copy_terms(columns, part);
+        for (int i = 0; i < terms_read(0); ++i) load_terms(columns, i);
       }
+      Sums sums;
       multiply(sums, n, member);
       store(sums, row + member * rows, columns);
     });

@@ -33,43 +33,46 @@ constexpr int column_registers(Type out_dtype, bool has_table, int tile_n, int r
 
 constexpr int kOtherRegisters = 48;
 
-// Whether scale and table stay in registers, of which there are 240 at most; else the table's rows are
-// copied to shared memory.
+// Whether scale and table stay in registers, of which there are 240 at most.
 constexpr bool holds_columns(Type out_dtype, bool has_table, int tile_n, int rows) {
   return sum_registers(tile_n, rows) + column_registers(out_dtype, has_table, tile_n, rows) +
              kOtherRegisters <= 240;
 }
 
-constexpr bool copies_table(Type out_dtype, bool has_table, int tile_n, int rows) {
-  return has_table && !holds_columns(out_dtype, has_table, tile_n, rows);
-}
+// Parts of which a thread reads the table before the products of a tile are done, where it does not stay.
+constexpr int kAhead = 2;
 
-// Parts that are copied ahead: before the products of a tile are done, and while others are stored.
-constexpr int kAhead = 3;
+// Of a weight that is streamed: every so many chunks of K one stays in shared memory, up to so many.
+constexpr int kStayEach = 4;
+constexpr int kStaying = 3;
 
-// Bytes of what is added, in shared memory: copied parts of the table, or the offset.
-constexpr int term_bytes(Type out_dtype, bool has_table, int tile_n, int rows) {
-  if (!copies_table(out_dtype, has_table, tile_n, rows)) return tile_n * int{sizeof(float)};
-  return kConsumers * kWarpgroup * kAhead * kPartRows * vector(out_dtype) * 2;
+// Slots of the ring of the other chunks: as many as there is room for.
+constexpr int weight_slots(int tile_n, int rows, int slots, bool stream_weight) {
+  const int room = kMostSharedBytes - slots * rows * kRowBytes - 2048;
+  return stream_weight ? room / (tile_n * kRowBytes) - kStaying : 0;
 }
 
 // Shared memory, from a multiple of 1024 on, as the 128-byte swizzle wants it. Behind it comes the
-// weight: parts of [tile_n, kRowBytes], one for each chunk of K, or for each slot if streamed.
+// weight: parts of [tile_n, kRowBytes], those that stay, and then the slots of a ring.
 //
 //   barrier              arrivals a phase        its n-th phase is complete when
-//   filled[slot]         1, and bytes            the slot's n-th patches, and weight, are there
-//   freed[slot]          a warpgroup's warps     its n-th patches, and weight, are multiplied
+//   filled[slot]         1, and bytes            the slot's n-th patches, and their weight, are there
+//   freed[slot]          a warpgroup's warps     its n-th patches are multiplied
+//   weight_freed[slot]   a warpgroup's warps     the weight's slot's n-th part is multiplied
 //   turn[warpgroup]      the other one's warps   the other's products before its n-th are issued
 //   columns_arrived      1, and bytes            scale and offset are there
-template <int tile_n, int rows, int slots, int term_bytes>
+template <int tile_n, int rows, int slots, bool stream_weight>
 struct alignas(1024) Shared {
-  uint8_t patches[slots][rows * kRowBytes];
-  float scale[tile_n];
-  alignas(16) uint8_t terms[term_bytes];
-  uint64_t filled[slots], freed[slots], turn[kConsumers], columns_arrived;
+  static constexpr int kWeightSlots = weight_slots(tile_n, rows, slots, stream_weight);
 
-  static constexpr int bytes(int weight_parts) {
-    return static_cast<int>(sizeof(Shared)) + weight_parts * tile_n * kRowBytes;
+  uint8_t patches[slots][rows * kRowBytes];
+  float scale[tile_n], offset[tile_n];
+  uint64_t filled[slots], freed[slots], weight_freed[kWeightSlots], turn[kConsumers];
+  uint64_t columns_arrived;
+
+  static constexpr int bytes(int chunks) {
+    const int parts = stream_weight ? kStaying + kWeightSlots : chunks;
+    return static_cast<int>(sizeof(Shared)) + parts * tile_n * kRowBytes;
   }
 };
 

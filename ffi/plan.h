@@ -86,17 +86,19 @@ inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
           kRowBytes};
 }
 
-// Shared memory of a block: the ring; on Hopper scale and what is added, on Blackwell the buffers that
-// are stored from; barriers; the weight.
+// Shared memory of a block: the ring; on Hopper scale and offset, on Blackwell the buffers that are stored
+// from; barriers; the weight.
 constexpr int64_t shared_memory_bytes(const Config& c, int chunks) {
   const bool hopper = c.capability == 90;
   const int64_t ring = int64_t{c.slots} * c.rows * kRowBytes;
-  const int64_t columns = c.tile_n * int64_t{sizeof(float)} +
-                          sm90::term_bytes(c.out_dtype, c.has_table, c.tile_n, c.rows);
+  const int64_t columns = 2 * c.tile_n * int64_t{sizeof(float)};
   const int64_t staged =
       sm100::kBuffers * sm100::kStorers * c.rows * int64_t{c.store_n()} * itemsize(c.out_dtype);
-  const int64_t before = ring + (hopper ? columns + 8 * (2 * c.slots + 3) : staged + 1024);
-  const int64_t parts = c.stream_weight ? c.slots : chunks;
+  const int weight_slots =
+      hopper ? sm90::weight_slots(c.tile_n, c.rows, c.slots, c.stream_weight) : c.slots;
+  const int64_t barriers = 8 * (2 * c.slots + weight_slots + sm90::kConsumers + 1);
+  const int64_t before = ring + (hopper ? columns + barriers : staged + 1024);
+  const int64_t parts = c.stream_weight ? (hopper ? sm90::kStaying : 0) + weight_slots : chunks;
   return (before + 1023) / 1024 * 1024 + parts * (c.tile_n / c.blocks) * kRowBytes;
 }
 

@@ -19,6 +19,7 @@ enum class Event : uint32_t {
   kLoaded,      // what is stored next is in registers: sums, or rows of the table
   kConverted,   // it is scaled, added to and rounded
   kStored,      // its stores are issued
+  kTile,        // the warp has done its part of a tile: all since the same event before
 };
 
 #ifdef PATCH_EMBED_TIMELINE

@@ -107,7 +107,7 @@ CASES = {
     "float32, no table": Case((5, 73, 256), 192, FP8, "none", 192, 10, out_dtype="float32"),
     "bfloat16, streamed": streamed((9, 73, 192), 192, BF16, "shared", 192, 5),
     "int8, streamed": streamed((9, 73, 256), 128, INT8, "shared", 128, 6),
-    "float8, streamed, held": streamed((9, 73, 256), 64, FP8, "shared", 64, 9),
+    "float8, streamed, held": streamed((5, 73, 1792), 64, FP8, "shared", 64, 8),
     "streamed, tables of their own, float32": streamed(
         (5, 131, 128), 192, INT8, "per image", 192, 5, out_dtype="float32"
     ),
@@ -204,17 +204,18 @@ def tensor_maps(case, M, K, patches, weight, y):
 def shared_bytes(case, chunks):
     """What `Shared::bytes` says."""
     ring = case.slots * case.rows * tiling.ROW_BYTES
+    weight_slots, staying = case.slots, 0
     if case.capability == 90:
-        # Wide slices of 128 rows have what 256 threads add to two rows, three times: bfloat16 for
-        # each 2 or 4 bytes of 16 that a thread stores.
-        copies = case.table != "none" and case.rows == 128 and case.tile_n > 64
-        copied = 256 * 3 * 2 * (32 // jnp.dtype(case.out_dtype).itemsize)
-        rest = 4 * case.tile_n + (copied if copies else 4 * case.tile_n) + 8 * (2 * case.slots + 3)
+        staying = 3
+        room = 227 * 1024 - ring - 2048
+        weight_slots = room // (case.tile_n * tiling.ROW_BYTES) - staying
+        barriers = 2 * case.slots + 3 + (weight_slots if case.stream_weight else 0)
+        rest = 2 * 4 * case.tile_n + 8 * barriers
     else:
         staged = case.rows * case.store_n * jnp.dtype(case.out_dtype).itemsize
         rest = 2 * case.buffers * staged + 1024
-    weight_rows = (case.slots if case.stream_weight else chunks) * case.tile_n // case.blocks
-    return -(-(ring + rest) // 1024) * 1024 + weight_rows * tiling.ROW_BYTES
+    parts = staying + weight_slots if case.stream_weight else chunks
+    return -(-(ring + rest) // 1024) * 1024 + parts * case.tile_n // case.blocks * tiling.ROW_BYTES
 
 
 def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndarray, Machine]:

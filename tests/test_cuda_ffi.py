@@ -62,8 +62,12 @@ def expected_launch(config, M, N, K, period, workers, runs):
     chunks, inner = K * size // 128, 128 // size
     hopper = config.capability == 90
     ring = config.slots * config.rows * 128
-    weight_parts = config.slots if config.stream_weight else chunks
-    weight_bytes = weight_parts * config.tile_n * 128 // config.blocks
+    streamed, parts = 0, config.slots if config.stream_weight else chunks
+    if hopper and config.stream_weight:
+        # Of the weight as many parts as there is room for beside the patches and 2 KiB; three stay.
+        parts = (227 * 1024 - ring - 2048) // (config.tile_n * 128)
+        streamed = parts - 3
+    weight_bytes = parts * config.tile_n * 128 // config.blocks
     if hopper:
         # 16 bytes of a thread, four threads a row; K, 2 columns of a pair, pairs, threads, groups.
         vector = 16 // out_size
@@ -76,10 +80,7 @@ def expected_launch(config, M, N, K, period, workers, runs):
             swizzle=128,
         )
         y = None
-        # Scale; offsets, or what 256 threads add to two rows, three times: wide slices of 128 rows.
-        copies = config.has_table and config.rows == 128 and config.tile_n > 64
-        added = 256 * 3 * 2 * vector * 2 if copies else 4 * config.tile_n
-        rest = 4 * config.tile_n + added + 8 * (2 * config.slots + 3)
+        rest = 2 * 4 * config.tile_n + 8 * (2 * config.slots + streamed + 3)
     else:
         weight = matrix(config.dtype, N, K, config.tile_n // config.blocks, inner)
         half = config.tile_n // 2 * out_size

@@ -309,7 +309,7 @@ def test_a_timeline_build_has_the_spans_of_every_warp(dtype):
 CANARY, GAP = 0xA5, 4096 + 16
 
 
-# By the kernel that is chosen; and by those that copy the table to shared memory, with two tiles or
+# By the kernel that is chosen; and by those that read the table for each tile, with two tiles or
 # more for each worker, the last one with a tail.
 @needs_nvcc
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -60,17 +60,21 @@ def stamp(cycles, event):
 
 def test_stamps_are_read_also_where_the_clock_wraps():
     stamps = np.zeros((2, 3, 8), np.uint32)
-    stamps[1, 2, :4] = [
+    stamps[1, 2, :6] = [
         stamp(2**28 - 100, "issue loads"),
         stamp(2**28 - 70, "wait: free slot"),
         stamp(2**28 + 30, "issue loads"),
+        stamp(2**28 + 32, "tile"),
         stamp(2**28 + 35, "epilogue store"),
+        stamp(2**28 + 36, "tile"),
     ]
     begin = 2**28 - 100
     assert timeline.read_stamps(stamps) == [
-        Span(1, 2, "wait: free slot", begin, begin + 30),
-        Span(1, 2, "issue loads", begin + 30, begin + 130),
-        Span(1, 2, "epilogue store", begin + 130, begin + 135),
+        Span(1, 2, "wait: free slot", begin, begin + 30, 0),
+        Span(1, 2, "issue loads", begin + 30, begin + 130, 0),
+        Span(1, 2, "tile", begin, begin + 132, 0),
+        Span(1, 2, "epilogue store", begin + 132, begin + 135, 1),
+        Span(1, 2, "tile", begin + 132, begin + 136, 1),
     ]
 
 

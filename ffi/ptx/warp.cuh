@@ -35,6 +35,19 @@ __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float low, float high) {
   return packed;
 }
 
+// 9.7.9.9: words of memory that nobody writes while the kernel runs.
+__device__ __forceinline__ void ld_global_nc(uint32_t (&words)[4], const void* source) {
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "l"(__cvta_generic_to_global(source)));
+}
+
+__device__ __forceinline__ void ld_global_nc(uint32_t (&words)[2], const void* source) {
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];"
+               : "=r"(words[0]), "=r"(words[1])
+               : "l"(__cvta_generic_to_global(source)));
+}
+
 // 9.7.14.5.16: four matrices of 8 x 8 times 16 bits. Lane 4 r + c has of each the elements 2 c and
 // 2 c + 1 of row r; lane 8 m + r has the place of row r of matrix m.
 __device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&words)[4]) {

@@ -26,8 +26,8 @@ from pallas_patch_embed.problem import Problem, Target
 
 EVIDENCE = (
     "every launch compared with an independent derivation, and the kernels' PTX executed by an "
-    "emulator in the tests; for Hopper every element of the results compared on an H200 (but not "
-    "since slices of 128 rows copy their table), for Blackwell not yet run on such a GPU."
+    "emulator in the tests; for Hopper every element of the results compared on an H200, for "
+    "Blackwell not yet run on such a GPU."
 )
 
 # The name of the custom call.
