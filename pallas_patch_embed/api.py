@@ -10,7 +10,7 @@ from jax import lax
 from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.params import PatchEmbedParams, check_params
-from pallas_patch_embed.patchify import rows
+from pallas_patch_embed.patchify import rows, rows_shape
 from pallas_patch_embed.primitive import patch_embed_p, without_gradient
 from pallas_patch_embed.problem import DTYPES, OUT_DTYPES, Problem, Target
 
@@ -109,7 +109,7 @@ def embed_images(
     """
     check_params(params)
     _check_images(images, params)
-    *leading, H, W, _ = images.shape
+    H, W, _ = images.shape[-3:]
     grid = (H // params.patch_size, W // params.patch_size)
     if position_embedding is None and params.table is not None and grid != params.grid:
         raise ValueError(
@@ -117,13 +117,17 @@ def embed_images(
             f"{params.patch_size} pixels, but the params have positions for {params.grid[0]} x "
             f"{params.grid[1]}. Resize the images, or pass the position_embedding of their grid."
         )
-    shape = (*leading, grid[0] * grid[1], params.K_padded)
+    shape = rows_shape(images.shape, params.patch_size)
     patches = jax.ShapeDtypeStruct(shape, jnp.dtype(params.dtype))
     out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype)
     images = jnp.asarray(images)
+    if images.dtype == jnp.uint8:
+        # The backend cuts them, or has them cut.
+        size = params.patch_size
+        return _bind(images, params, position_embedding, backend, out_dtype, patch_size=size)
     patches = rows(images, params.patch_size, params.dtype)
     y = _bind(patches, params, position_embedding, backend, out_dtype)
-    if params.dtype == "int8" and jnp.issubdtype(images.dtype, jnp.floating):
+    if params.dtype == "int8":
         # Rounding to integers would make the derivative a silent zero.
         y = without_gradient(images, y)
     return y
@@ -285,14 +289,17 @@ def _table(params: PatchEmbedParams, positions: Any) -> jax.Array:
 
 
 def _bind(
-    patches: jax.Array,
+    first: jax.Array,
     params: PatchEmbedParams,
     positions: Any,
     backend: str | None,
     out_dtype: str,
+    *,
+    patch_size: int | None = None,
 ) -> jax.Array:
-    operands = (patches, params.weight, params.scale, _table(params, positions))
-    return patch_embed_p.bind(*map(jnp.asarray, operands), backend=backend, out_dtype=out_dtype)
+    operands = (first, params.weight, params.scale, _table(params, positions))
+    static = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size)
+    return patch_embed_p.bind(*map(jnp.asarray, operands), **static)
 
 
 def _check_out_dtype(out_dtype: Any) -> str:

@@ -2,7 +2,9 @@
 
 `patch_embed_p` is what users trace: one equation with four operands whose leading axes broadcast
 as in numpy (see `Problem`). That one rule makes vmap over any operand a new leading axis, with
-nothing repeated. Just before lowering, JAX calls its `to_lojax`, which chooses how it is split:
+nothing repeated. The first operand is patches [..., S, K], or, with the parameter `patch_size`,
+uint8 images [..., H, W, 3]: a backend that cannot cut them itself gets patches. Just before
+lowering, JAX calls its `to_lojax`, which chooses how it is split:
 
   inside a shard_map    `_local_p`
   explicit sharding     a shard_map of `_local_p`, its specs from the types
@@ -26,6 +28,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.backends import choose, xla
+from pallas_patch_embed.patchify import rows, rows_shape
 from pallas_patch_embed.problem import Problem, Target
 
 patch_embed_p = Primitive("patch_embed")
@@ -37,12 +40,14 @@ _local_p = Primitive("patch_embed_local")
 
 @_local_p.def_abstract_eval
 @patch_embed_p.def_abstract_eval
-def _result_type(*operands, backend, out_dtype):
+def _result_type(*operands, backend, out_dtype, patch_size):
     del backend
     mesh = _explicit_mesh(operands)
     if mesh is not None:
-        spec = _result_spec([a.shape for a in operands], [a.sharding.spec for a in operands])
+        shapes = [a.shape for a in operands]
+        spec = _result_spec(shapes, [a.sharding.spec for a in operands], patch_size)
         operands = [a.update(sharding=_replicated(mesh, a.ndim)) for a in operands]
+    operands = _with_patches(operands, patch_size)
     (result,) = jax.make_jaxpr(functools.partial(xla.run, out_dtype=out_dtype))(*operands).out_avals
     return result if mesh is None else result.update(sharding=NamedSharding(mesh, spec))
 
@@ -56,20 +61,39 @@ def _replicated(mesh, ndim: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*[None] * ndim))
 
 
-def _axes(patches, weight, scale, table) -> list[list]:
+def _with_patches(avals, patch_size: int | None) -> list:
+    """The operands' types, with patches instead of images."""
+    first, weight, *rest = avals
+    if patch_size is not None:
+        shape = rows_shape(first.shape, patch_size)
+        sharding = _replicated(first.sharding.mesh, len(shape))
+        first = first.update(shape=shape, dtype=weight.dtype, sharding=sharding)
+    return [first, weight, *rest]
+
+
+def _whole(patch_size: int | None) -> tuple:
+    """Axes, as `_axes` has them, along which nothing is sharded: those of an image, and its S."""
+    return ("k",) if patch_size is None else ("k", "h", "w", "c", -2)
+
+
+def _axes(first, weight, scale, table, patch_size) -> list[list]:
     """For every axis of the four operands' shapes, the axis of the result that it runs along.
 
-    The result's axes are counted from its end: S is -2, N is -1. K is "k", a broadcast axis None.
+    The result's axes are counted from its end: S is -2, N is -1. K is "k", those of an image are
+    "h", "w" and "c", a broadcast axis is None.
     """
+    images = patch_size is not None
+    patches = rows_shape(first, patch_size) if images else first
     result = (*_leading(patches, weight, scale, table), patches[-2], weight[-2])
+    of_one = ["h", "w", "c"] if images else [-2, "k"]
     along = (
-        (patches, [*range(-len(patches), -1), "k"]),
+        (first, [*range(-len(patches), -2), *of_one]),
         (weight, [*range(-len(weight), -2), -1, "k"]),
         (scale, [*range(-len(scale) - 1, -2), -1]),
         (table, [*range(-len(table), 0)]),
     )
     return [
-        [axis if axis == "k" or size == result[axis] else None for size, axis in zip(shape, axes)]
+        [a if isinstance(a, str) or size == result[a] else None for size, a in zip(shape, axes)]
         for shape, axes in along
     ]
 
@@ -78,12 +102,15 @@ def _leading(patches, weight, scale, table) -> tuple[int, ...]:
     return jnp.broadcast_shapes(patches[:-2], weight[:-2], scale[:-1], table[:-2])
 
 
-def _result_spec(shapes, specs) -> PartitionSpec:
+def _result_spec(shapes, specs, patch_size) -> PartitionSpec:
     """The result's sharding: each of its axes as the operands that have the axis are sharded."""
-    found = {axis: [] for axis in range(-2 - len(_leading(*shapes)), 0)}
-    for axes, spec in zip(_axes(*shapes), specs):
+    sides, whole = _axes(*shapes, patch_size), _whole(patch_size)
+    found = {axis: [] for axis in range(-_result_ndim(sides), 0)}
+    for axes, spec in zip(sides, specs):
         for axis, names in zip(axes, spec):
-            if axis in found and names is not None and names not in found[axis]:
+            if axis in whole or axis not in found:
+                continue
+            if names is not None and names not in found[axis]:
                 found[axis].append(names)
     used = [name for names in found.values() for name in _mesh_axes(names)]
     if any(len(names) > 1 for names in found.values()) or len(used) > len(set(used)):
@@ -99,13 +126,17 @@ def _mesh_axes(names) -> list:
     return [axis for name in names for axis in (name if isinstance(name, tuple) else (name,))]
 
 
-def _operand_specs(shapes, result_spec) -> list[PartitionSpec]:
+def _result_ndim(sides) -> int:
+    """Axes of the result, from those of the operands."""
+    return max(-axis for axes in sides for axis in axes if isinstance(axis, int))
+
+
+def _operand_specs(shapes, result_spec, patch_size) -> list[PartitionSpec]:
     """How the operands are sharded for a result sharded as `result_spec`; K never is."""
-    result_ndim = 2 + len(_leading(*shapes))
-    names = (*result_spec, *[None] * (result_ndim - len(result_spec)))
+    sides, whole = _axes(*shapes, patch_size), (None, *_whole(patch_size))
+    names = (*result_spec, *[None] * (_result_ndim(sides) - len(result_spec)))
     return [
-        PartitionSpec(*(None if axis in (None, "k") else names[axis] for axis in axes))
-        for axes in _axes(*shapes)
+        PartitionSpec(*(None if axis in whole else names[axis] for axis in axes)) for axes in sides
     ]
 
 
@@ -167,8 +198,8 @@ def _(primals, tangents):
 
 
 def _batch(operands, axes, **params):
-    # The axes of one operand that are its own: [S, K], [N, K], [N], [S, N].
-    own = (2, 2, 1, 2)
+    # The axes of one operand that are its own: [S, K] or [H, W, 3], [N, K], [N], [S, N].
+    own = (2 if params["patch_size"] is None else 3, 2, 1, 2)
     unbatched = [x.ndim - (a is not None) for x, a in zip(operands, axes)]
     leading = max(ndim - n for ndim, n in zip(unbatched, own))
 
@@ -189,9 +220,9 @@ batching.primitive_batchers[patch_embed_p] = _batch
 
 
 def _explicitly(mesh, *operands, **params):
-    shapes = [x.shape for x in operands]
-    result_spec = _result_spec(shapes, [jax.typeof(x).sharding.spec for x in operands])
-    specs = _operand_specs(shapes, result_spec)
+    shapes, patch_size = [x.shape for x in operands], params["patch_size"]
+    result_spec = _result_spec(shapes, [jax.typeof(x).sharding.spec for x in operands], patch_size)
+    specs = _operand_specs(shapes, result_spec, patch_size)
     explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
     # The sum over K is local: an operand sharded along K is gathered here.
     operands = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs)]
@@ -204,38 +235,50 @@ def _explicitly(mesh, *operands, **params):
     )(*operands)
 
 
-@functools.partial(custom_partitioning, static_argnums=(4, 5))
-def _automatically(patches, weight, scale, table, backend, out_dtype):
-    return _local_p.bind(patches, weight, scale, table, backend=backend, out_dtype=out_dtype)
+@functools.partial(custom_partitioning, static_argnums=(4, 5, 6))
+def _automatically(first, weight, scale, table, backend, out_dtype, patch_size):
+    params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size)
+    return _local_p.bind(first, weight, scale, table, **params)
 
 
-def _partition(backend, out_dtype, mesh, operands, result):
+def _partition(backend, out_dtype, patch_size, mesh, operands, result):
     if not isinstance(result.sharding, NamedSharding):
         raise ValueError(
             f"patch_embed: its result is sharded as {result.sharding}, expected a NamedSharding. "
             "Shard the inputs with jax.NamedSharding, or ask for backend='xla'."
         )
-    specs = _operand_specs([x.shape for x in operands], result.sharding.spec)
+    names = [*result.sharding.spec, *[None] * (len(result.shape) - len(result.sharding.spec))]
+    spec = PartitionSpec(
+        *(None if i - len(names) in _whole(patch_size) else name for i, name in enumerate(names))
+    )
+    specs = _operand_specs([x.shape for x in operands], spec, patch_size)
+    params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size)
 
     def local(*operands):
         # An explicit mesh may be active while XLA compiles.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return _local_p.bind(*operands, backend=backend, out_dtype=out_dtype)
+            return _local_p.bind(*operands, **params)
 
-    return mesh, local, result.sharding, tuple(NamedSharding(mesh, spec) for spec in specs)
+    shardings = [NamedSharding(mesh, spec) for spec in (spec, *specs)]
+    return mesh, local, shardings[0], tuple(shardings[1:])
 
 
-def _shardy_rule(backend, out_dtype, mesh, operands, results):
+def _shardy_rule(backend, out_dtype, patch_size, mesh, operands, results):
     del backend, out_dtype, mesh
     broadcast = (f"one{i}" for i in itertools.count())
 
     def factor(axis):
-        return next(broadcast) if axis is None else "k" if axis == "k" else f"axis{-axis}"
+        if axis is None:
+            return next(broadcast)
+        return axis if isinstance(axis, str) else f"axis{-axis}"
 
-    sides = _axes(*(tuple(x.shape) for x in operands))
+    sides = _axes(*(tuple(x.shape) for x in operands), patch_size)
     left = ", ".join(" ".join(map(factor, axes)) for axes in sides)
     right = " ".join(factor(axis) for axis in range(-len(results[0].shape), 0))
-    return f"{left} -> {right}", {"need_replication_factors": ("k",)}
+    # In the order of their appearance.
+    axes = dict.fromkeys(itertools.chain(*sides, [-2]))
+    whole = tuple(factor(axis) for axis in axes if axis in _whole(patch_size))
+    return f"{left} -> {right}", {"need_replication_factors": whole}
 
 
 _automatically.def_partition(_partition, sharding_rule=_shardy_rule)
@@ -259,17 +302,17 @@ def _refuse_export(ctx, patches):
 mlir.register_lowering(_not_exported_p, _refuse_export)
 
 
-@functools.partial(jax.jit, static_argnames=("backend", "out_dtype"))
-def _to_lojax(*operands, backend, out_dtype):
-    params = dict(backend=backend, out_dtype=out_dtype)
+@functools.partial(jax.jit, static_argnames=("backend", "out_dtype", "patch_size"))
+def _to_lojax(*operands, backend, out_dtype, patch_size):
+    params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size)
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)]
     manual = any(AxisType.Manual in mesh.axis_types for mesh in meshes)
     if (mesh := _explicit_mesh(map(jax.typeof, operands))) is not None and not manual:
         return _explicitly(mesh, *operands, **params)
     if manual or backend == "xla":
         return _local_p.bind(*operands, **params)
-    patches, *rest = operands
-    return _automatically(_not_exported_p.bind(patches), *rest, backend, out_dtype)
+    first, *rest = operands
+    return _automatically(_not_exported_p.bind(first), *rest, *params.values())
 
 
 patch_embed_p.is_high = lambda *_, **__: True
@@ -298,11 +341,12 @@ def _target(module, platform: str | None) -> Target | None:
     return target if target.platform == platform else None
 
 
-def _lower(ctx, *operands, backend, out_dtype, platform=None):
+def _lower(ctx, *operands, backend, out_dtype, patch_size, platform=None):
     module = ctx.module_context
+    target = _target(module, platform)
     if _devices_left_to_xla(module) == 1:
-        problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype)
-        chosen = choose(problem, _target(module, platform), backend)
+        avals = _with_patches(ctx.avals_in, patch_size)
+        chosen = choose(Problem.of(*avals, out_dtype=out_dtype), target, backend)
     elif backend in (None, "xla"):
         chosen = xla
     else:
@@ -310,7 +354,16 @@ def _lower(ctx, *operands, backend, out_dtype, platform=None):
             f"patch_embed: backend {backend!r} cannot serve inside a shard_map that leaves mesh "
             "axes to XLA. Make all axes of the mesh manual, or leave backend=None."
         )
-    run = functools.partial(chosen.run, out_dtype=out_dtype)
+    # For a chip that nobody knows yet, not for that of this process.
+    params = dict(out_dtype=out_dtype, target=target or Target(platform or module.platforms[0]))
+
+    def run(first, weight, *rest):
+        if patch_size is None:
+            return chosen.run(first, weight, *rest, **params)
+        if hasattr(chosen, "run_images"):
+            return chosen.run_images(first, weight, *rest, patch_size=patch_size, **params)
+        return chosen.run(rows(first, patch_size, weight.dtype.name), weight, *rest, **params)
+
     # All that is left is one device's work: Pallas' kernels refuse operands that say how they vary
     # over a mesh, and have no use for it.
     plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]

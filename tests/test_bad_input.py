@@ -60,7 +60,7 @@ BAD = {
     "backend": (
         ValueError,
         embed(GOOD, backend="cudnn"),
-        "one of mosaic_sm100, mosaic_sm90, cuda, xla",
+        "one of mosaic_sm100, mosaic_sm90, cuda, triton, xla",
     ),
     "positions' S": (
         ValueError,
@@ -183,5 +183,5 @@ def test_nothing_runs_before_a_bad_argument_is_refused(option, caplog):
 
 
 def test_bad_input_is_refused_while_tracing():
-    with pytest.raises(ValueError, match="one of mosaic_sm100, mosaic_sm90, cuda, xla"):
+    with pytest.raises(ValueError, match="one of mosaic_sm100, mosaic_sm90, cuda, triton, xla"):
         jax.make_jaxpr(lambda x: ppe.patch_embed(x, PARAMS["bfloat16"], backend="cudnn"))(GOOD)

@@ -6,15 +6,20 @@ A backend is a module with three functions and a text:
     None asks about the problem alone.
   why_rather_not(problem) -> str | None: of a problem that it serves, the reason why a later backend
     is the better choice; None if none is known to be.
-  run(patches, weight, scale, table, *, out_dtype) -> y: the computation, traceable by JAX.
+  run(patches, weight, scale, table, *, out_dtype, target) -> y: the computation, traceable by JAX,
+    for a target, or for the first device of this process.
   EVIDENCE: why it may be trusted.
+
+One that cuts uint8 images into patches by itself has another one:
+
+  run_images(images, weight, scale, table, *, patch_size, out_dtype, target) -> y.
 """
 
 import dataclasses
 from types import ModuleType
 from typing import NamedTuple
 
-from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, xla
+from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, triton, xla
 from pallas_patch_embed.problem import Problem, Target
 
 # In the order in which they are tried.
@@ -22,6 +27,7 @@ BACKENDS: dict[str, ModuleType] = {
     "mosaic_sm100": mosaic_sm100,
     "mosaic_sm90": mosaic_sm90,
     "cuda": cuda_ffi,
+    "triton": triton,
     "xla": xla,
 }
 

@@ -316,6 +316,7 @@ def run(
     table: jax.Array,
     *,
     out_dtype: str,
+    target: Target | None = None,
     config: Config | None = None,
 ) -> jax.Array:
     """The operator as `mosaic.launch` has it, by a kernel of the library.
@@ -326,6 +327,7 @@ def run(
       scale: [N] float32.
       table: [S, N] bfloat16, with leading axes if images have tables of their own, or [N] float32.
       out_dtype: "bfloat16" or "float32".
+      target: of no importance, the program has kernels for both chips.
       config: the kernel; None for that of `choose_config`, for each chip.
 
     Returns:

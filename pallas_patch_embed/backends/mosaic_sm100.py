@@ -207,6 +207,7 @@ def run(
     table: jax.Array,
     *,
     out_dtype: str,
+    target: Target | None = None,
     config: Config | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> jax.Array:

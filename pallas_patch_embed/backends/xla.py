@@ -24,6 +24,7 @@ def run(
     table: jax.Array,
     *,
     out_dtype: str,
+    target: Target | None = None,
 ) -> jax.Array:
     """y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n]).
 
@@ -33,6 +34,7 @@ def run(
       scale: [..., N] float32.
       table: [..., S, N], [..., 1, N] or [N], bfloat16 or float32.
       out_dtype: "bfloat16" or "float32".
+      target: of no importance here.
 
     Returns:
       [..., S, N] of out_dtype, rounded once. The accumulator is exact int32 for int8; float32 for

@@ -1,0 +1,271 @@
+"""A Triton kernel, called through jax-triton: NVIDIA GPUs from compute capability 8.0 on.
+
+Below the other kernels on Hopper and Blackwell, and the one for Ampere and Ada. It also takes
+images as they are, and cuts them into patches while it loads them. The kernel itself is in
+`triton_kernel.py`, which is imported at first use, because Triton is an extra.
+"""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_patch_embed.backends import schedule, tiling
+from pallas_patch_embed.patchify import rows_shape
+from pallas_patch_embed.problem import Problem, Target
+
+EVIDENCE = (
+    "executed by Triton's interpreter, and compiled for sm_80, sm_86, sm_89 and sm_90, in the "
+    "tests; not yet run on a GPU."
+)
+
+# What a program is compiled for if nobody knows the chip: PTX that all later ones take.
+OLDEST = (8, 0)
+
+# Multiprocessors of an A100, an RTX 3090, an RTX 4090 and an H200, where there is none to ask.
+MULTIPROCESSORS = {(8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132}
+
+# The first compute capability with float8 tensor cores; Triton refuses the type before.
+FLOAT8 = (8, 9)
+
+# What a tile costs beside its products, in products of a row and a column.
+TILE_OVERHEAD = 128 * 64
+
+# Bytes that a thread loads at once.
+MOST_VECTOR = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tile sizes and pipeline depth of the Triton kernel.
+
+    Attributes:
+      tile_m: rows of a tile.
+      tile_n: columns of a tile, of which a program keeps its own.
+      step_bytes: of K, loaded at once for each row and column; 128 divides K_padded in every dtype.
+      warps: of a program.
+      stages: of the pipeline of loads.
+      programs: at the same time on a multiprocessor.
+    """
+
+    tile_m: int
+    tile_n: int
+    step_bytes: int
+    warps: int
+    stages: int
+    programs: int
+
+    def slices(self, problem: Problem) -> int:
+        """Into how many slices N is cut."""
+        return -(-problem.N // self.tile_n)
+
+    def tiles(self, problem: Problem) -> int:
+        """Tiles of a slice of N."""
+        return -(-math.prod(problem.patches[:-1]) // self.tile_m)
+
+    def workers(self, problem: Problem, capability: tuple[int, int]) -> int:
+        """Programs a slice of N: as many as run at the same time, or as there are tiles."""
+        multiprocessors = tiling.multiprocessors(MULTIPROCESSORS.get(capability, 108))
+        most = self.programs * multiprocessors // self.slices(problem)
+        return max(1, min(most, self.tiles(problem)))
+
+    def time(self, problem: Problem, capability: tuple[int, int]) -> int:
+        """Of the worker with the most tiles, in products of a row and a column."""
+        each = -(-self.tiles(problem) // self.workers(problem, capability)) * self.programs
+        return each * (self.tile_m * self.tile_n + TILE_OVERHEAD)
+
+
+# None spills, and before 9.0 none needs more than the 99 KiB of shared memory of 8.6 and 8.9.
+AMPERE = (
+    Config(128, 128, 64, warps=8, stages=4, programs=1),
+    Config(64, 128, 64, warps=8, stages=4, programs=1),
+    Config(32, 64, 64, warps=4, stages=4, programs=3),
+)
+HOPPER = (
+    Config(128, 128, 128, warps=8, stages=3, programs=1),
+    Config(128, 64, 128, warps=8, stages=4, programs=1),
+    Config(64, 64, 64, warps=4, stages=4, programs=3),
+)
+
+# With pixels in shorter groups, each of which has an address in registers, the largest tile spills.
+LEAST_VECTOR = 4
+
+
+def configs(capability: tuple[int, int], vector: int = MOST_VECTOR) -> tuple[Config, ...]:
+    """Those for a compute capability, and for elements of patches in groups of `vector` bytes."""
+    found = HOPPER if capability >= (9, 0) else AMPERE
+    return found if vector >= LEAST_VECTOR else found[1:]
+
+
+def choose_config(
+    problem: Problem, capability: tuple[int, int], vector: int = MOST_VECTOR
+) -> Config:
+    """The config for a problem: a function of shapes, dtypes, and the GPU's multiprocessors."""
+    return min(configs(capability, vector), key=lambda config: config.time(problem, capability))
+
+
+def missing() -> str | None:
+    """What of Triton and jax-triton is not installed; None if both are."""
+    absent = [name for name in ("triton", "jax_triton") if not importlib.util.find_spec(name)]
+    if not absent:
+        return None
+    names = " and ".join(name.replace("_", "-") for name in absent)
+    return f"{names} not installed: pip install 'pallas_patch_embed[triton]'."
+
+
+def why_not(problem: Problem, target: Target | None) -> str | None:
+    """The reason why this kernel cannot serve; None if it can."""
+    if target is not None and (target.compute_capability or (0, 0)) < OLDEST:
+        return f"it needs compute capability 8.0 or newer; this is {target}."
+    if reason := missing():
+        return reason
+    return tiling.why_not(problem, lambda problem: None)
+
+
+def why_rather_not(problem: Problem) -> None:
+    """None: nothing behind it is known to be faster."""
+    del problem
+
+
+def run(
+    patches: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array,
+    table: jax.Array,
+    *,
+    out_dtype: str,
+    target: Target | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """The operator as `mosaic.launch` has it, by the Triton kernel; N may be any number.
+
+    Args:
+      patches: [..., S, K] float8_e4m3fn, bfloat16 or int8.
+      weight: [N, K] of the same dtype.
+      scale: [N] float32.
+      table: [S, N] bfloat16, with leading axes if images have tables of their own, or [N] float32.
+      out_dtype: "bfloat16" or "float32".
+      target: the chip; the first device of this process if None.
+      config: tile sizes; None for those of `choose_config`.
+
+    Returns:
+      [..., S, N] of out_dtype.
+    """
+    problem = Problem.of(patches, weight, scale, table, out_dtype=out_dtype)
+    return _launch(problem, (patches, weight, scale, table), {}, target, config)
+
+
+def run_images(
+    images: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array,
+    table: jax.Array,
+    *,
+    patch_size: int,
+    out_dtype: str,
+    target: Target | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """The operator for patches that the kernel cuts from images: `run(patchify.rows(images))`.
+
+    Args:
+      images: [..., H, W, 3] uint8.
+      weight, scale, table, out_dtype, target, config: as for `run`.
+      patch_size: side of a patch in pixels.
+
+    Returns:
+      [..., S, N] of out_dtype, S = (H // patch_size) * (W // patch_size).
+    """
+    H, W, channels = images.shape[-3:]
+    shape = rows_shape(images.shape, patch_size)
+    patches = jax.ShapeDtypeStruct(shape, weight.dtype)
+    problem = Problem.of(patches, weight, scale, table, out_dtype=out_dtype)
+    line, patch_line = W * channels, patch_size * channels
+    images_as = dict(
+        IMAGES=True,
+        K=patch_size * patch_line,
+        GRID_W=W // patch_size,
+        GRID=shape[-2],
+        PATCH=patch_size,
+        PATCH_LINE=patch_line,
+        LINE=line,
+        IMAGE=H * line,
+        VECTOR=math.gcd(MOST_VECTOR, patch_line, line),
+    )
+    return _launch(problem, (images, weight, scale, table), images_as, target, config)
+
+
+def _launch(problem: Problem, operands, images_as: dict, target, config) -> jax.Array:
+    """Calls the kernel for a problem.
+
+    Args:
+      problem: of patches, also where there are images.
+      operands: patches or images, weight, scale, table.
+      images_as: the kernel's arguments that say how patches lie in images; empty for patches.
+      target: as in `run`, as is config.
+    """
+    tiling.check_operands(problem)
+    *leading, K = problem.patches
+    M = math.prod(leading)
+    if M == 0:
+        return jnp.zeros((*leading, problem.N), problem.out_dtype)
+    target = target or Target.of(jax.devices()[0])
+    capability = target.compute_capability or OLDEST
+    config = config or choose_config(problem, capability, images_as.get("VECTOR", MOST_VECTOR))
+    widen = problem.dtype == "float8_e4m3fn" and capability < FLOAT8
+    if widen:
+        operands = (
+            lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == problem.dtype else x
+            for x in operands
+        )
+    first, weight, scale, table = operands
+    period = tiling.table_period(problem)
+    workers = config.workers(problem, capability)
+    runs = schedule.runs(M, period, config.tile_m, workers)
+    names = ("GRID_W", "GRID", "PATCH", "PATCH_LINE", "LINE", "IMAGE", "VECTOR")
+    arguments = dict.fromkeys(names, 1) | dict(IMAGES=False, K=K) | images_as
+    arguments |= dict(
+        M=M,
+        N=problem.N,
+        K_PADDED=K,
+        PERIOD=period,
+        RUNS=runs.shape[1],
+        DTYPE=problem.dtype,
+        WIDEN=widen,
+        HAS_TABLE=table.ndim > 1,
+        TILE_M=config.tile_m,
+        TILE_N=config.tile_n,
+        TILE_K=config.step_bytes // jnp.dtype(problem.dtype).itemsize,
+        STAGES=config.stages,
+    )
+    y = _call()(
+        first.reshape(-1) if images_as else first.reshape(M, K),
+        *(weight, scale, table.reshape(-1, problem.N), jnp.asarray(runs)),
+        out=jax.ShapeDtypeStruct((M, problem.N), problem.out_dtype),
+        grid=workers * config.slices(problem),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        compute_capability=10 * capability[0] + capability[1],
+        **arguments,
+    )
+    return y.reshape(*leading, problem.N)
+
+
+@functools.cache
+def _call():
+    """jax-triton's call of the kernel, whatever it names what comes out."""
+    jax_triton = importlib.import_module("jax_triton")
+    kernel = importlib.import_module(f"{__package__}.triton_kernel").patch_embed
+    named = inspect.signature(jax_triton.triton_call).parameters
+    out_name = "out_type" if "out_type" in named else "out_shape"
+
+    def call(*operands, out, **options):
+        return jax_triton.triton_call(*operands, kernel=kernel, **{out_name: out}, **options)
+
+    return call

@@ -1,0 +1,100 @@
+"""The Triton kernel in Triton's interpreter: its own source, executed with numpy on a CPU."""
+
+import importlib.util
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from pallas_patch_embed.backends import triton as backend
+
+# As the interpreter asks a torch tensor what it is.
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float8_e4m3fn": "fp8e4nv"}
+TYPES |= {"int8": "i8", "uint8": "u8", "int32": "i32"}
+
+# What it holds as bits.
+HELD = {tl.bfloat16: jnp.bfloat16, tl.float8e4nv: jnp.float8_e4m3fn}
+
+
+class Buffer:
+    """An array with canaries on both sides, of which the interpreter gets the address."""
+
+    GUARD = 256
+
+    def __init__(self, array: np.ndarray, dtype: str | None = None):
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self.bytes = np.full(content.size + 2 * self.GUARD, 0xA5, np.uint8)
+        self.inside = self.bytes[self.GUARD : self.GUARD + content.size]
+        self.inside[:] = content
+        self.like = array
+        self.dtype = dtype or TYPES[array.dtype.name]
+
+    def data_ptr(self) -> int:
+        """Where it begins."""
+        return self.inside.ctypes.data
+
+    def array(self) -> np.ndarray:
+        """The content; nothing around it may have changed."""
+        guards = np.concatenate([self.bytes[: self.GUARD], self.bytes[-self.GUARD :]])
+        assert (guards == 0xA5).all()
+        return self.inside.view(self.like.dtype).reshape(self.like.shape)
+
+
+def _argument(argument):
+    if not isinstance(argument, Buffer):
+        return tl.constexpr(argument)
+    kind = tl.pointer_type(tl.str_to_ty(argument.dtype, None))
+    return tl.tensor(
+        interpreter.TensorHandle(np.array([argument.data_ptr()], np.uint64), kind), kind
+    )
+
+
+def _numbers(data, dtype):
+    return data.view(HELD[dtype]) if dtype in HELD else data
+
+
+def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    """Sums of products in float64 (the interpreter has float16 for float8, and bfloat16's bits)."""
+    a, b = (_numbers(x.data, x.dtype).astype(np.float64) for x in (a, b))
+    return interpreter.TensorHandle((a @ b + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+
+def _convert(data, dtype, to, rounding_mode):
+    """Rounded to nearest, half to even, as on a GPU (the interpreter cuts)."""
+    with np.errstate(invalid="ignore"):
+        return _numbers(data, dtype).astype(HELD.get(to) or interpreter._get_np_dtype(to))
+
+
+def load_kernel():
+    """The kernel's module, whose functions are interpreted."""
+    path = backend.__spec__.origin.replace("triton.py", "triton_kernel.py")
+    spec = importlib.util.spec_from_file_location("interpreted_kernel", path)
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(triton.knobs.runtime, "interpret", True):
+        spec.loader.exec_module(module)
+    return module
+
+
+def call(*operands, out, grid, num_warps, num_stages, compute_capability, **arguments):
+    """As the call that `backend` has from jax-triton."""
+    del num_warps, num_stages, compute_capability
+    kernel = load_kernel().patch_embed
+    buffers = [Buffer(np.asarray(x)) for x in operands]
+    y = Buffer(np.full(out.shape, np.nan, out.dtype))
+    given = dict(zip(kernel.arg_names, (*buffers, y))) | arguments
+    with (
+        mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
+        mock.patch.object(interpreter, "_implicit_cvt", _argument),
+        mock.patch.object(interpreter, "_convert_float", _convert),
+        mock.patch.object(triton.knobs.runtime, "interpret", True),
+    ):
+        executor = interpreter.GridExecutor(kernel.rewrite(), kernel.arg_names, (grid,), [])
+        executor._init_args_hst = lambda args, kwargs: (args, kwargs)
+        executor._restore_args_dev = lambda *_: None
+        executor(**given)
+    for buffer in buffers:
+        buffer.array()
+    return jnp.asarray(y.array())
