@@ -12,7 +12,7 @@ from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.params import PatchEmbedParams, check_params
 from pallas_patch_embed.patchify import rows, rows_shape
 from pallas_patch_embed.primitive import patch_embed_p, without_gradient
-from pallas_patch_embed.problem import DTYPES, OUT_DTYPES, Problem, Target
+from pallas_patch_embed.problem import DTYPES, OUT_DTYPES, Problem, Target, default_device
 
 IMAGE_DTYPES = ("uint8", "float16", "bfloat16", "float32", "float64")
 
@@ -161,9 +161,7 @@ def explain(
         patches = jax.ShapeDtypeStruct(shape, jnp.dtype(params.dtype))
     _check_patches(patches, params)
     table = _abstract_table(patches, params, None)
-    if device is None:
-        device = jax.config.jax_default_device or jax.devices()[0]
-        device = jax.devices(device)[0] if isinstance(device, str) else device
+    device = default_device() if device is None else device
     if not isinstance(device, jax.Device):
         raise TypeError(f"explain: device is {device!r}, expected one of jax.devices().")
     problem = Problem.of(patches, params.weight, params.scale, table, out_dtype="bfloat16")

@@ -15,6 +15,12 @@ def padded(K: int) -> int:
     return -(-K // K_MULTIPLE) * K_MULTIPLE
 
 
+def default_device() -> jax.Device:
+    """The device that JAX uses if it is told no other one."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    return jax.devices(device)[0] if isinstance(device, str) else device
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """The chip a program is compiled for.

@@ -73,7 +73,8 @@ def load_kernel():
     path = backend.__spec__.origin.replace("triton.py", "triton_kernel.py")
     spec = importlib.util.spec_from_file_location("interpreted_kernel", path)
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(triton.knobs.runtime, "interpret", True):
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
         spec.loader.exec_module(module)
     return module
 
@@ -89,8 +90,9 @@ def call(*operands, out, grid, num_warps, num_stages, compute_capability, **argu
         mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
         mock.patch.object(interpreter, "_implicit_cvt", _argument),
         mock.patch.object(interpreter, "_convert_float", _convert),
-        mock.patch.object(triton.knobs.runtime, "interpret", True),
+        triton.knobs.runtime.scope(),
     ):
+        triton.knobs.runtime.interpret = True
         executor = interpreter.GridExecutor(kernel.rewrite(), kernel.arg_names, (grid,), [])
         executor._init_args_hst = lambda args, kwargs: (args, kwargs)
         executor._restore_args_dev = lambda *_: None

@@ -29,7 +29,7 @@ def a_backend_for_cuda_10():
             return f"it needs compute capability 10.0; this is {target}."
         return None
 
-    def run(*operands, out_dtype):
+    def run(*operands, out_dtype, target):
         return -xla.run(*operands, out_dtype=out_dtype)
 
     backend = types.SimpleNamespace(why_not=why_not, why_rather_not=xla.why_rather_not, run=run)
@@ -43,7 +43,7 @@ def problem(params=PARAMS):
 
 
 def test_backends_are_named_in_the_order_in_which_they_are_tried():
-    assert ppe.backends() == ("mosaic_sm100", "mosaic_sm90", "cuda", "xla")
+    assert ppe.backends() == ("mosaic_sm100", "mosaic_sm90", "cuda", "triton", "xla")
 
 
 def test_a_backend_that_serves_can_leave_a_problem_to_a_faster_one():
@@ -134,15 +134,17 @@ def test_a_backend_named_inside_a_shard_map_that_leaves_axes_to_xla_is_refused(
 @pytest.mark.parametrize(
     "capability, dtype, chosen",
     [
-        ((8, 0), "int8", "xla"),
+        ((7, 5), "int8", "xla"),
+        ((8, 0), "int8", "triton"),
         ((9, 0), "int8", "mosaic_sm90"),
         ((10, 0), "int8", "mosaic_sm100"),
         ((10, 3), "float8_e4m3fn", "mosaic_sm100"),
-        ((10, 3), "int8", "xla"),
-        ((12, 0), "int8", "xla"),
+        ((10, 3), "int8", "triton"),
+        ((12, 0), "int8", "triton"),
     ],
 )
-def test_each_chip_has_its_kernel(capability, dtype, chosen):
+def test_each_chip_has_its_kernel(monkeypatch, capability, dtype, chosen):
+    monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: None)
     asked = Problem((8, 196, 768), (768, 768), (768,), (196, 768), dtype, "bfloat16", "bfloat16")
     assert choose(asked, Target("cuda", capability), None) is BACKENDS[chosen]
 

@@ -293,7 +293,7 @@ def test_a_config_for_another_problem_is_refused():
 
 @built
 def test_it_is_tried_behind_the_Pallas_kernels():
-    assert list(BACKENDS)[-2:] == ["cuda", "xla"]
+    assert list(BACKENDS)[-3:] == ["cuda", "triton", "xla"]
     problem = problem_of(named_shape("B/16 224"), "int8")
     assert explain(problem, H200).chosen == "mosaic_sm90"
     few = problem_of(named_shape("B/32 256"), "int8", 1)

@@ -1,4 +1,4 @@
-"""The Hopper kernels, of Pallas and of CUDA, on a Hopper GPU."""
+"""The Hopper kernels, of Pallas and of CUDA, and the Triton kernel, on a Hopper GPU."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ from jax.experimental.compute_on import compute_on
 
 import pallas_patch_embed as ppe
 from benchmarks import cuda_launch, timeline
-from pallas_patch_embed.backends import BACKENDS, cuda_ffi, mosaic_sm90, xla
+from pallas_patch_embed.backends import BACKENDS, cuda_ffi, mosaic_sm90, triton, xla
 from pallas_patch_embed.backends.cuda_ffi import SPELLED
 from pallas_patch_embed.problem import Problem, Target, named_shape
 
@@ -40,12 +40,13 @@ def on_the_gpu():
         yield
 
 
-@pytest.fixture(params=["mosaic_sm90", "cuda"])
+@pytest.fixture(params=["mosaic_sm90", "cuda", "triton"])
 def backend(request):
     """The module of each kernel."""
-    if request.param == "cuda" and (reason := cuda_ffi.missing()):
+    module = BACKENDS[request.param]
+    if hasattr(module, "missing") and (reason := module.missing()):
         pytest.skip(reason)
-    return BACKENDS[request.param]
+    return module
 
 
 @pytest.mark.parametrize(
@@ -233,6 +234,27 @@ def params_of(dtype, shape):
     kernel = rng.normal(0, 1, (shape.patch, shape.patch, 3, shape.N))
     bias, positions = rng.normal(0, 1, shape.N), rng.normal(0, 1, (shape.S, shape.N))
     return ppe.pack(kernel, bias, positions, patch_size=shape.patch, grid=shape.grid, dtype=dtype)
+
+
+@pytest.mark.skipif(bool(triton.missing()), reason="no Triton, or no jax-triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "name, B", [("B/16 224", 67), ("So400m/14 384", 5), ("B/32 256", 3), ("Gemma 3/14 896", 1)]
+)
+def test_images_are_cut_by_the_kernel(name, B, dtype):
+    shape = named_shape(name)
+    params, changed = jax.device_put(params_of(dtype, shape), gpu()), 0
+    operands = (params.weight, params.scale, params.table)
+    run = jax.jit(
+        functools.partial(triton.run_images, patch_size=shape.patch, out_dtype="bfloat16")
+    )
+    for seed in range(RUNS):
+        bits = jax.random.bits(jax.random.key(seed), (B, shape.image, shape.image, 3), jnp.uint8)
+        y = run(bits, *operands)
+        beyond, moved = check(y, (ppe.patchify(bits, params), *operands), "bfloat16")
+        assert beyond == 0
+        changed += moved
+    assert changed <= 1e-4 * RUNS * y.size
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,23 +1,24 @@
-"""The Triton backend without a GPU: its kernel interpreted, compiled for four chips, and lowered."""
+"""The Triton backend without a GPU: interpreted, compiled for four chips, and lowered."""
 
 import functools
 import importlib.util
 import re
 import subprocess
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from bounds import assert_bit_equal
-from interpreter import draw_operands, problem_of
+from interpreter import draw_operands
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import triton as backend
 from pallas_patch_embed.backends import xla
 from pallas_patch_embed.backends.triton import AMPERE, HOPPER, Config
 from pallas_patch_embed.patchify import rows
-from pallas_patch_embed.problem import NAMED_SHAPES, Target, padded
+from pallas_patch_embed.problem import NAMED_SHAPES, Problem, Target, padded
 
 if importlib.util.find_spec("triton"):
     import interpreted_triton
@@ -96,7 +97,9 @@ def drawn_images(shape, patch_size, N, dtype, table="shared"):
     ],
     ids=str,
 )
-def test_the_interpreted_kernel_cuts_images(interpreted, target, dtype, shape, patch_size, N, table):
+def test_the_interpreted_kernel_cuts_images(
+    interpreted, target, dtype, shape, patch_size, N, table
+):
     images, *rest = drawn_images(shape, patch_size, N, dtype, table)
     how = dict(patch_size=patch_size, out_dtype="float32", target=target, config=SMALL)
     y = backend.run_images(images, *rest, **how)
@@ -158,8 +161,8 @@ def recorded(monkeypatch, function, *shapes):
     return found
 
 
-def resources(call):
-    """Bytes of shared memory, and of registers spilled, as Triton and ptxas say."""
+def resources(call, folder):
+    """Bytes of shared memory, and of a thread's stack, where spilled registers are."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -176,18 +179,12 @@ def resources(call):
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}
     source = ASTSource(kernel, signature, call, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptxas = importlib.util.find_spec("triton").submodule_search_locations[0]
-    architecture = re.search(r"\.target (\w+)", compiled.asm["ptx"])[1]
-    said = subprocess.run(
-        [f"{ptxas}/backends/nvidia/bin/ptxas", "-v", f"-arch={architecture}", "-o", "/dev/null", "-"],
-        input=compiled.asm["ptx"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stderr
-    spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    assert len(spilled) == 1
-    return compiled.metadata.shared, sum(map(int, spilled[0]))
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    said = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True)
+    ((stack, local),) = re.findall(r"STACK:(\d+) .* LOCAL:(\d+)", said.stdout)
+    return compiled.metadata.shared, int(stack) + int(local)
 
 
 def image_shapes(patch_size, dtype, B, *, image=224, N=768):
@@ -213,8 +210,10 @@ def compiled_cases():
 
 
 @needs_triton
-@pytest.mark.parametrize("target, config, dtype, patch_size", compiled_cases(), ids=str)
-def test_no_kernel_spills_or_takes_too_much_memory(monkeypatch, target, config, dtype, patch_size):
+@pytest.mark.parametrize("target, config, dtype, patch_size", list(compiled_cases()), ids=str)
+def test_no_kernel_spills_or_takes_too_much_memory(
+    monkeypatch, tmp_path, target, config, dtype, patch_size
+):
     function, shapes = backend.run, image_shapes(patch_size or 16, jnp.dtype(dtype), 67)
     if patch_size:
         function = functools.partial(backend.run_images, patch_size=patch_size)
@@ -222,16 +221,20 @@ def test_no_kernel_spills_or_takes_too_much_memory(monkeypatch, target, config, 
         patches = (67, shapes[-1].shape[0], shapes[1].shape[1])
         shapes = (jax.ShapeDtypeStruct(patches, jnp.dtype(dtype)), *shapes[1:])
     function = functools.partial(function, out_dtype="bfloat16", target=target, config=config)
-    shared, spilled = resources(recorded(monkeypatch, function, *shapes))
-    assert spilled == 0
+    shared, stack = resources(recorded(monkeypatch, function, *shapes), tmp_path)
+    assert stack == 0
     assert shared <= (99 if target.compute_capability < (9, 0) else 227) * 1024
+
+
+def problem_of(S, N, K, dtype="int8", B=2):
+    return Problem((B, S, K), (N, K), (N,), (S, N), dtype, "bfloat16", "bfloat16")
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=str)
 def test_every_named_shape_has_a_config(capability):
     for shape in NAMED_SHAPES:
         for B in (1, 64, 4736):
-            problem = problem_of((B, shape.S, padded(shape.K)), shape.N, "int8", "shared")
+            problem = problem_of(shape.S, shape.N, padded(shape.K), B=B)
             config = backend.choose_config(problem, capability)
             assert config in backend.configs(capability)
             assert config.workers(problem, capability) >= 1
@@ -239,19 +242,18 @@ def test_every_named_shape_has_a_config(capability):
 
 def test_what_cannot_be_served_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(backend, "missing", lambda: None)
-    fine = problem_of((2, 196, 768), 100, "int8", "shared")
+    fine = problem_of(196, 100, 768)
     assert backend.why_not(fine, A100) is None and backend.why_not(fine, None) is None
     for target in (Target("cpu"), Target("cuda", (7, 5)), Target("rocm")):
         assert backend.why_not(fine, target).endswith(f"8.0 or newer; this is {target}.")
-    wrong = problem_of((2, 196, 768), 100, "float32", "shared")
-    assert "not float32" in backend.why_not(wrong, A100)
+    assert "not float32" in backend.why_not(problem_of(196, 100, 768, "float32"), A100)
 
 
 def test_without_triton_the_reason_says_what_to_install(monkeypatch):
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
-    problem = problem_of((2, 196, 768), 768, "int8", "shared")
-    reason = backend.why_not(problem, A100)
-    assert reason == "triton and jax-triton not installed: pip install 'pallas_patch_embed[triton]'."
+    reason = backend.why_not(problem_of(196, 768, 768), A100)
+    what = "triton and jax-triton not installed"
+    assert reason == f"{what}: pip install 'pallas_patch_embed[triton]'."
 
 
 # The way from the API.
@@ -303,7 +305,8 @@ def test_images_are_mapped_and_batched(on_this_cpu):
 def test_jax_triton_lowers_it_where_there_is_no_gpu():
     pytest.importorskip("jax_triton")
     pytest.importorskip("jax_cuda13_plugin")
-    for function, x in ((ppe.embed_images, IMAGES), (ppe.patch_embed, ppe.patchify(IMAGES, PARAMS))):
+    patches = ppe.patchify(IMAGES, PARAMS)
+    for function, x in ((ppe.embed_images, IMAGES), (ppe.patch_embed, patches)):
         embed = jax.jit(functools.partial(function, backend="triton"))
         lowered = embed.trace(x, PARAMS).lower(lowering_platforms=("cuda",))
         assert "triton_kernel_call" in lowered.as_text()

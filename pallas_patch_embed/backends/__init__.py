@@ -7,7 +7,7 @@ A backend is a module with three functions and a text:
   why_rather_not(problem) -> str | None: of a problem that it serves, the reason why a later backend
     is the better choice; None if none is known to be.
   run(patches, weight, scale, table, *, out_dtype, target) -> y: the computation, traceable by JAX,
-    for a target, or for the first device of this process.
+    for a target, or for the device that JAX uses by default.
   EVIDENCE: why it may be trusted.
 
 One that cuts uint8 images into patches by itself has another one:

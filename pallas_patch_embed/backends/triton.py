@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_patch_embed.backends import schedule, tiling
+from pallas_patch_embed.backends import mosaic_sm90, schedule, tiling
 from pallas_patch_embed.patchify import rows_shape
-from pallas_patch_embed.problem import Problem, Target
+from pallas_patch_embed.problem import Problem, Target, default_device
 
 EVIDENCE = (
     "executed by Triton's interpreter, and compiled for sm_80, sm_86, sm_89 and sm_90, in the "
@@ -84,7 +84,7 @@ class Config:
 # None spills, and before 9.0 none needs more than the 99 KiB of shared memory of 8.6 and 8.9.
 AMPERE = (
     Config(128, 128, 64, warps=8, stages=4, programs=1),
-    Config(64, 128, 64, warps=8, stages=4, programs=1),
+    Config(128, 64, 64, warps=8, stages=4, programs=1),
     Config(32, 64, 64, warps=4, stages=4, programs=3),
 )
 HOPPER = (
@@ -128,9 +128,9 @@ def why_not(problem: Problem, target: Target | None) -> str | None:
     return tiling.why_not(problem, lambda problem: None)
 
 
-def why_rather_not(problem: Problem) -> None:
-    """None: nothing behind it is known to be faster."""
-    del problem
+def why_rather_not(problem: Problem) -> str | None:
+    """As the Pallas kernel for Hopper: it does not split K either."""
+    return mosaic_sm90.why_rather_not(problem)
 
 
 def run(
@@ -151,7 +151,7 @@ def run(
       scale: [N] float32.
       table: [S, N] bfloat16, with leading axes if images have tables of their own, or [N] float32.
       out_dtype: "bfloat16" or "float32".
-      target: the chip; the first device of this process if None.
+      target: the chip; that of the device which JAX uses by default if None.
       config: tile sizes; None for those of `choose_config`.
 
     Returns:
@@ -215,7 +215,7 @@ def _launch(problem: Problem, operands, images_as: dict, target, config) -> jax.
     M = math.prod(leading)
     if M == 0:
         return jnp.zeros((*leading, problem.N), problem.out_dtype)
-    target = target or Target.of(jax.devices()[0])
+    target = target or Target.of(default_device())
     capability = target.compute_capability or OLDEST
     config = config or choose_config(problem, capability, images_as.get("VECTOR", MOST_VECTOR))
     widen = problem.dtype == "float8_e4m3fn" and capability < FLOAT8
