@@ -1,12 +1,14 @@
 """Timing: interleaved turns, medians, spread, and what the samples belong to."""
 
+import dataclasses
 import time
 
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import timing
+from benchmarks import images, timing
 from benchmarks.timing import Contender, Samples, Timing
+from pallas_patch_embed.problem import NamedShape
 
 
 def sleeper(seconds, turns, name):
@@ -80,3 +82,20 @@ def test_the_ceilings_move_the_bytes_that_they_say():
     for name, (contender, moved) in timing.ceilings(1e-6).items():
         result = contender()
         assert moved == 1000 + result.nbytes, name
+
+
+def test_the_ways_from_images_are_compared_with_float32(monkeypatch, capsys):
+    shape = NamedShape("small", 8, 32, 16)
+    found = images.contenders(shape, "int8", 3)
+    assert {"convolution, bfloat16", "int8 patchify + xla", "int8 embed_images"} <= set(found)
+    images.show("a title", timing.burst(found, rounds=1, rest=0.0), "int8")
+    assert "1.00x of patchify + xla" in capsys.readouterr().out
+    right = images.ways
+
+    def wrong(params):
+        worse = dataclasses.replace(params, scale=params.scale * 1.1)
+        return {name: lambda x, _, way=way: way(x, worse) for name, way in right(params).items()}
+
+    monkeypatch.setattr(images, "ways", wrong)
+    with pytest.raises(RuntimeError, match="relative error"):
+        images.contenders(shape, "int8", 3)
