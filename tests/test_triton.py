@@ -161,30 +161,39 @@ def recorded(monkeypatch, function, *shapes):
     return found
 
 
-def resources(call, folder):
-    """Bytes of shared memory, and of a thread's stack, where spilled registers are."""
+def compiled(call, folder):
+    """What Triton makes of a call, and the bytes of a thread's stack, where registers spill to."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from pallas_patch_embed.backends import triton_kernel
 
-    kernel, call = triton_kernel.patch_embed, dict(call)
+    function, call = triton_kernel.patch_embed, dict(call)
     arrays = (*call.pop("operands"), call.pop("out"))
     options = {name: call.pop(name) for name in ("num_warps", "num_stages")}
     capability = call.pop("compute_capability")
     del call["grid"]
     types = ("*" + interpreted_triton.TYPES[x.dtype.name] for x in arrays)
-    signature = dict(zip(kernel.arg_names, types)) | dict.fromkeys(call, "constexpr")
+    signature = dict(zip(function.arg_names, types)) | dict.fromkeys(call, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}
-    source = ASTSource(kernel, signature, call, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    source = ASTSource(function, signature, call, aligned)
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
+    cubin.write_bytes(kernel.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     said = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True)
     ((stack, local),) = re.findall(r"STACK:(\d+) .* LOCAL:(\d+)", said.stdout)
-    return compiled.metadata.shared, int(stack) + int(local)
+    return kernel, int(stack) + int(local)
+
+
+def innermost_loop(ttir):
+    """The lines of Triton's IR that are run for each step of K."""
+    lines = ttir.splitlines()
+    (dot,) = (i for i, line in enumerate(lines) if "tt.dot" in line)
+    begin = max(i for i in range(dot) if "scf.for" in lines[i])
+    end = lines[begin].split("%")[0] + "}"
+    return lines[begin : next(i for i in range(dot, len(lines)) if lines[i].startswith(end))]
 
 
 def image_shapes(patch_size, dtype, B, *, image=224, N=768):
@@ -211,7 +220,7 @@ def compiled_cases():
 
 @needs_triton
 @pytest.mark.parametrize("target, config, dtype, patch_size", list(compiled_cases()), ids=str)
-def test_no_kernel_spills_or_takes_too_much_memory(
+def test_the_kernels_resources_loads_and_arithmetic(
     monkeypatch, tmp_path, target, config, dtype, patch_size
 ):
     function, shapes = backend.run, image_shapes(patch_size or 16, jnp.dtype(dtype), 67)
@@ -221,9 +230,15 @@ def test_no_kernel_spills_or_takes_too_much_memory(
         patches = (67, shapes[-1].shape[0], shapes[1].shape[1])
         shapes = (jax.ShapeDtypeStruct(patches, jnp.dtype(dtype)), *shapes[1:])
     function = functools.partial(function, out_dtype="bfloat16", target=target, config=config)
-    shared, stack = resources(recorded(monkeypatch, function, *shapes), tmp_path)
+    kernel, stack = compiled(recorded(monkeypatch, function, *shapes), tmp_path)
     assert stack == 0
-    assert shared <= (99 if target.compute_capability < (9, 0) else 227) * 1024
+    most = 99 if target.compute_capability < (9, 0) else 227
+    assert kernel.metadata.shared <= most * 1024
+    loop = innermost_loop(kernel.asm["ttir"])
+    assert not re.findall(r"arith\.(?:div|rem)\w+", "\n".join(loop))
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, (0x\w+)", kernel.asm["ptx"])
+    # 16 bytes a thread, of pixels, too; rows of 42 bytes begin anywhere.
+    assert "0x10" in copies or patch_size == 14
 
 
 def problem_of(S, N, K, dtype="int8", B=2):
