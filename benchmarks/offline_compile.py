@@ -294,7 +294,10 @@ def main() -> None:
         from pallas_patch_embed.problem import named_shape
 
         program_of = functools.partial(
-            patch_embed_p.bind, backend=chosen.backend, out_dtype=chosen.out_dtype
+            patch_embed_p.bind,
+            backend=chosen.backend,
+            out_dtype=chosen.out_dtype,
+            patch_size=None,
         )
         for shape in chosen.shapes:
             program = compile_offline(
