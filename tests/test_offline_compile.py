@@ -46,7 +46,6 @@ def problem_of(name, dtype, out_dtype, table, images):
         ("B/16 224", 4736, "bfloat16", "bfloat16", "shared"),
         ("B/16 224", 1, "bfloat16", "bfloat16", "shared"),
         ("B/16 224", 8, "bfloat16", "bfloat16", "shared"),
-        ("B/32 256", 64, "bfloat16", "bfloat16", "shared"),
         ("L/16 256", 512, "float8_e4m3fn", "bfloat16", "none"),
         ("So400m/14 384", 512, "bfloat16", "float32", "shared"),
         ("g-opt/16 256", 512, "int8", "bfloat16", "shared"),
