@@ -262,6 +262,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(monkeypatch):
     for target in (Target("cpu"), Target("cuda", (7, 5)), Target("rocm")):
         assert backend.why_not(fine, target).endswith(f"8.0 or newer; this is {target}.")
     assert "not float32" in backend.why_not(problem_of(196, 100, 768, "float32"), A100)
+    assert "2147483648 patches" in backend.why_not(problem_of(2**16, 100, 768, B=2**15), A100)
 
 
 def test_without_triton_the_reason_says_what_to_install(monkeypatch):

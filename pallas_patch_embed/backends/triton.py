@@ -34,6 +34,9 @@ MULTIPROCESSORS = {(8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132}
 # The first compute capability with float8 tensor cores; Triton refuses the type before.
 FLOAT8 = (8, 9)
 
+# Of patches, so that those of whole tiles are less than 2^31.
+MOST_ROWS = 2**31 - 256
+
 # What a tile costs beside its products, in products of a row and a column.
 TILE_OVERHEAD = 128 * 64
 
@@ -125,7 +128,14 @@ def why_not(problem: Problem, target: Target | None) -> str | None:
         return f"it needs compute capability 8.0 or newer; this is {target}."
     if reason := missing():
         return reason
-    return tiling.why_not(problem, lambda problem: None)
+    return tiling.why_not(problem, _check_rows)
+
+
+def _check_rows(problem: Problem) -> None:
+    """Raises NotImplementedError if rows cannot be counted in 32 bits."""
+    M = math.prod(problem.patches[:-1])
+    if M > MOST_ROWS:
+        raise NotImplementedError(f"there are {M} patches, expected at most {MOST_ROWS}.")
 
 
 def why_rather_not(problem: Problem) -> str | None:
@@ -211,6 +221,7 @@ def _launch(problem: Problem, operands, images_as: dict, target, config) -> jax.
       target: as in `run`, as is config.
     """
     tiling.check_operands(problem)
+    _check_rows(problem)
     *leading, K = problem.patches
     M = math.prod(leading)
     if M == 0:

@@ -101,7 +101,8 @@ def patch_embed(
             if IMAGES:
                 patch = row % GRID
                 place = (row // GRID).to(tl.int64) * IMAGE
-                place += patch // GRID_W * (PATCH * LINE) + patch % GRID_W * PATCH_LINE
+                place += (patch // GRID_W).to(tl.int64) * (PATCH * LINE)
+                place += patch % GRID_W * PATCH_LINE
                 place = tl.multiple_of(place, VECTOR)
                 # Element k of a patch is byte `byte` of its line that begins at `line`.
                 line, byte = in_step // PATCH_LINE * LINE, in_step % PATCH_LINE
