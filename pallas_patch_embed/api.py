@@ -90,7 +90,7 @@ def embed_images(
     backend: str | None = None,
     out_dtype: Any = jnp.bfloat16,
 ) -> jax.Array:
-    """Embeds images: `patchify`, then `patch_embed`.
+    """Embeds images: `patchify`, then `patch_embed`; a backend may cut uint8 images by itself.
 
     Args:
       images: [..., H, W, 3], uint8 or floating-point in [-1, 1]. Their grid of patches must be the

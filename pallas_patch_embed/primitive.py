@@ -105,12 +105,12 @@ def _leading(patches, weight, scale, table) -> tuple[int, ...]:
 def _result_spec(shapes, specs, patch_size) -> PartitionSpec:
     """The result's sharding: each of its axes as the operands that have the axis are sharded."""
     sides, whole = _axes(*shapes, patch_size), _whole(patch_size)
-    found = {axis: [] for axis in range(-_result_ndim(sides), 0)}
+    ndim = max(-axis for axes in sides for axis in axes if isinstance(axis, int))
+    found = {axis: [] for axis in range(-ndim, 0)}
+    split = found.keys() - set(whole)
     for axes, spec in zip(sides, specs):
         for axis, names in zip(axes, spec):
-            if axis in whole or axis not in found:
-                continue
-            if names is not None and names not in found[axis]:
+            if axis in split and names is not None and names not in found[axis]:
                 found[axis].append(names)
     used = [name for names in found.values() for name in _mesh_axes(names)]
     if any(len(names) > 1 for names in found.values()) or len(used) > len(set(used)):
@@ -126,17 +126,12 @@ def _mesh_axes(names) -> list:
     return [axis for name in names for axis in (name if isinstance(name, tuple) else (name,))]
 
 
-def _result_ndim(sides) -> int:
-    """Axes of the result, from those of the operands."""
-    return max(-axis for axes in sides for axis in axes if isinstance(axis, int))
-
-
 def _operand_specs(shapes, result_spec, patch_size) -> list[PartitionSpec]:
-    """How the operands are sharded for a result sharded as `result_spec`; K never is."""
-    sides, whole = _axes(*shapes, patch_size), (None, *_whole(patch_size))
-    names = (*result_spec, *[None] * (_result_ndim(sides) - len(result_spec)))
+    """How the operands are sharded for a result sharded as `result_spec`, which has all axes."""
+    names = tuple(result_spec)
     return [
-        PartitionSpec(*(None if axis in whole else names[axis] for axis in axes)) for axes in sides
+        PartitionSpec(*(names[axis] if isinstance(axis, int) else None for axis in axes))
+        for axes in _axes(*shapes, patch_size)
     ]
 
 
@@ -247,10 +242,9 @@ def _partition(backend, out_dtype, patch_size, mesh, operands, result):
             f"patch_embed: its result is sharded as {result.sharding}, expected a NamedSharding. "
             "Shard the inputs with jax.NamedSharding, or ask for backend='xla'."
         )
-    names = [*result.sharding.spec, *[None] * (len(result.shape) - len(result.sharding.spec))]
-    spec = PartitionSpec(
-        *(None if i - len(names) in _whole(patch_size) else name for i, name in enumerate(names))
-    )
+    ndim, whole = len(result.shape), _whole(patch_size)
+    names = itertools.zip_longest(range(-ndim, 0), result.sharding.spec)
+    spec = PartitionSpec(*(None if axis in whole else name for axis, name in names))
     specs = _operand_specs([x.shape for x in operands], spec, patch_size)
     params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size)
 
