@@ -246,13 +246,18 @@ def problem_of(S, N, K, dtype="int8", B=2):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=str)
-def test_every_named_shape_has_a_config(capability):
+def test_many_images_get_the_largest_tile_and_no_more_programs_than_run(capability):
+    largest, *smaller = backend.configs(capability)
+    most = backend.MULTIPROCESSORS.get(capability, 108)
     for shape in NAMED_SHAPES:
         for B in (1, 64, 4736):
             problem = problem_of(shape.S, shape.N, padded(shape.K), B=B)
             config = backend.choose_config(problem, capability)
-            assert config in backend.configs(capability)
-            assert config.workers(problem, capability) >= 1
+            assert config == largest or B < 4736
+            programs = config.workers(problem, capability) * config.slices(problem)
+            assert programs <= config.programs * most
+    few = problem_of(49, 768, 768, B=1)
+    assert backend.choose_config(few, capability) in smaller
 
 
 def test_what_cannot_be_served_is_refused_with_the_reason(monkeypatch):
