@@ -25,7 +25,7 @@ EVIDENCE = (
     "tests; not yet run on a GPU."
 )
 
-# What a program is compiled for if nobody knows the chip: PTX that all later ones take.
+# What a program is compiled for if nobody knows the chip.
 OLDEST = (8, 0)
 
 # Multiprocessors of an A100, an RTX 3090, an RTX 4090 and an H200, where there is none to ask.
