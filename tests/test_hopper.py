@@ -178,7 +178,8 @@ def test_the_devices_of_a_process_do_not_disturb_each_other(backend):
     """Each computes by itself, in a thread of its own; and all of them one program."""
     devices, shape = jax.devices("cuda"), named_shape("B/16 224")
     patches, *shared = draw(jax.random.key(1), shape, "int8", 3 * len(devices))
-    run = jax.jit(functools.partial(backend.run, out_dtype="bfloat16"))
+    target = Target.of(devices[0])
+    run = jax.jit(functools.partial(backend.run, out_dtype="bfloat16", target=target))
     expected = np.asarray(run(patches, *shared))
     parts = np.split(np.asarray(patches), len(devices))
     drawn = [jax.device_put((part, *shared), d) for part, d in zip(parts, devices)]

@@ -90,7 +90,7 @@ def drawn_images(shape, patch_size, N, dtype, table="shared"):
     "shape, patch_size, N, table",
     [
         ((5, 32, 48, 3), 16, 40, "shared"),
-        ((2, 30, 43, 3), 14, 32, "none"),
+        ((40, 30, 43, 3), 14, 32, "none"),
         ((3, 2, 13, 17, 3), 4, 32, "per image"),
         ((33, 33, 3), 32, 64, "shared"),
         ((4, 9, 5, 3), 1, 32, "shared"),
@@ -132,10 +132,12 @@ def test_every_pixel_is_encoded_as_by_patchify(interpreted, target, dtype):
 
 @needs_triton
 def test_the_chosen_tiles_are_exact(interpreted):
-    for target, config in ((A100, AMPERE[1]), (H200, HOPPER[2])):
-        operands = draw_operands(0, (3, 97, 256), 160, "int8", "shared")
-        y = backend.run(*operands, out_dtype="bfloat16", target=target, config=config)
-        assert_bit_equal(y, xla.run(*operands, out_dtype="bfloat16"))
+    operands = draw_operands(0, (3, 97, 256), 160, "int8", "shared")
+    expected = xla.run(*operands, out_dtype="bfloat16")
+    for target, configs in ((A100, AMPERE), (H200, HOPPER)):
+        for config in configs:
+            y = backend.run(*operands, out_dtype="bfloat16", target=target, config=config)
+            assert_bit_equal(y, expected)
 
 
 @needs_triton
@@ -210,7 +212,9 @@ def compiled_cases():
         for number, config in enumerate(backend.configs(target.compute_capability)):
             for dtype in DTYPES:
                 for patch_size in (None, 16, 14):
-                    if patch_size == 14 and number == 0:
+                    widened = dtype == "float8_e4m3fn" and target.compute_capability < (8, 9)
+                    crowded = patch_size == 14 or (patch_size and widened)
+                    if crowded and number == 0:
                         continue
                     # 8.6 differs from 8.0, and 8.9 but for float8, in memory alone.
                     alike = target == RTX_3090 or (target == RTX_4090 and dtype != DTYPES[2])

@@ -55,6 +55,8 @@ class Config:
       warps: of a program.
       stages: of the pipeline of loads.
       programs: at the same time on a multiprocessor.
+      parts: 1, 2 or 4, in which the columns of a tile are stored. In one, the table's numbers stay in
+        registers as long as tiles have the same ones; else accumulators need the registers.
     """
 
     tile_m: int
@@ -63,6 +65,7 @@ class Config:
     warps: int
     stages: int
     programs: int
+    parts: int = 1
 
     def slices(self, problem: Problem) -> int:
         """Into how many slices N is cut."""
@@ -80,37 +83,40 @@ class Config:
 
     def time(self, problem: Problem, capability: tuple[int, int]) -> int:
         """Of the worker with the most tiles, in products of a row and a column."""
-        each = -(-self.tiles(problem) // self.workers(problem, capability)) * self.programs
-        return each * (self.tile_m * self.tile_n + TILE_OVERHEAD)
+        multiprocessors = tiling.multiprocessors(MULTIPROCESSORS.get(capability, 108))
+        workers = self.workers(problem, capability)
+        together = -(-workers * self.slices(problem) // multiprocessors)
+        each = -(-self.tiles(problem) // workers)
+        return each * (together * self.tile_m * self.tile_n + TILE_OVERHEAD)
 
 
 # None spills, and before 9.0 none needs more than the 99 KiB of shared memory of 8.6 and 8.9.
+# NOTES.md has the times of those for Hopper, and of others, by dtype.
 AMPERE = (
     Config(128, 128, 64, warps=8, stages=4, programs=1),
     Config(128, 64, 64, warps=8, stages=4, programs=1),
     Config(32, 64, 64, warps=4, stages=4, programs=3),
 )
 HOPPER = (
-    Config(128, 128, 128, warps=8, stages=3, programs=1),
-    Config(128, 64, 128, warps=8, stages=4, programs=1),
+    Config(128, 256, 128, warps=8, stages=3, programs=1, parts=4),
+    Config(64, 128, 128, warps=4, stages=4, programs=2),
     Config(64, 64, 64, warps=4, stages=4, programs=3),
 )
 
-# With pixels in shorter groups, each of which has an address in registers, the largest tile spills.
+# With pixels in shorter groups, each of which has an address in registers, the largest tile spills;
+# with float8 pixels that have to be widened, too.
 LEAST_VECTOR = 4
 
 
-def configs(capability: tuple[int, int], vector: int = MOST_VECTOR) -> tuple[Config, ...]:
-    """Those for a compute capability, and for elements of patches in groups of `vector` bytes."""
+def configs(capability: tuple[int, int], crowded: bool = False) -> tuple[Config, ...]:
+    """Those for a compute capability; where pixels crowd the registers, without the largest."""
     found = HOPPER if capability >= (9, 0) else AMPERE
-    return found if vector >= LEAST_VECTOR else found[1:]
+    return found[1:] if crowded else found
 
 
-def choose_config(
-    problem: Problem, capability: tuple[int, int], vector: int = MOST_VECTOR
-) -> Config:
+def choose_config(problem: Problem, capability: tuple[int, int], crowded: bool = False) -> Config:
     """The config for a problem: a function of shapes, dtypes, and the GPU's multiprocessors."""
-    return min(configs(capability, vector), key=lambda config: config.time(problem, capability))
+    return min(configs(capability, crowded), key=lambda config: config.time(problem, capability))
 
 
 def missing() -> str | None:
@@ -226,10 +232,12 @@ def _launch(problem: Problem, operands, images_as: dict, target, config) -> jax.
     M = math.prod(leading)
     if M == 0:
         return jnp.zeros((*leading, problem.N), problem.out_dtype)
-    target = target or Target.of(default_device())
-    capability = target.compute_capability or OLDEST
-    config = config or choose_config(problem, capability, images_as.get("VECTOR", MOST_VECTOR))
+    # An export holds code for one compute capability: this process's, if it has a GPU.
+    targets = (target, Target.of(default_device()))
+    capability = next((t.compute_capability for t in targets if t and t.compute_capability), OLDEST)
     widen = problem.dtype == "float8_e4m3fn" and capability < FLOAT8
+    crowded = bool(images_as) and (widen or images_as["VECTOR"] < LEAST_VECTOR)
+    config = config or choose_config(problem, capability, crowded)
     if widen:
         operands = (
             lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == problem.dtype else x
@@ -237,8 +245,10 @@ def _launch(problem: Problem, operands, images_as: dict, target, config) -> jax.
         )
     first, weight, scale, table = operands
     period = tiling.table_period(problem)
+    # Tiles of a run lie alike in their images, also where they have no rows of a table.
+    runs_period = images_as.get("GRID", 1) if period == 1 else period
     workers = config.workers(problem, capability)
-    runs = schedule.runs(M, period, config.tile_m, workers)
+    runs = schedule.runs(M, runs_period, config.tile_m, workers)
     names = ("GRID_W", "GRID", "PATCH", "PATCH_LINE", "LINE", "IMAGE", "VECTOR")
     arguments = dict.fromkeys(names, 1) | dict(IMAGES=False, K=K) | images_as
     arguments |= dict(
@@ -253,6 +263,7 @@ def _launch(problem: Problem, operands, images_as: dict, target, config) -> jax.
         TILE_M=config.tile_m,
         TILE_N=config.tile_n,
         TILE_K=config.step_bytes // jnp.dtype(problem.dtype).itemsize,
+        PARTS=config.parts,
         STAGES=config.stages,
     )
     y = _call()(

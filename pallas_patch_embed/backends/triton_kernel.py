@@ -36,6 +36,41 @@ def encoded(pixels, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
+def at_most(i, END: tl.constexpr, TILE: tl.constexpr):
+    """The last one for all beyond the end; known to be consecutive if whole tiles end there."""
+    return i if END % TILE == 0 else tl.minimum(i, END - 1)
+
+
+@triton.jit
+def halves(x):
+    """The left and the right half of the columns."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def parts_of(x, PARTS: tl.constexpr):
+    """The columns in 1, 2 or 4 parts."""
+    if PARTS == 1:
+        parts = (x,)
+    elif PARTS == 2:
+        parts = halves(x)
+    else:
+        left, right = halves(x)
+        parts = halves(left) + halves(right)
+    return parts
+
+
+@triton.jit
+def terms_at(table, rows, column, N: tl.constexpr, HAS_TABLE: tl.constexpr):
+    """The table's numbers at rows and columns; its only row if it has one."""
+    if HAS_TABLE:
+        terms = tl.load(table + rows[:, None] * N + column[None, :])
+    else:
+        terms = tl.load(table + column)[None, :]
+    return terms
+
+
+@triton.jit
 def patch_embed(
     rows,
     weight,
@@ -63,6 +98,7 @@ def patch_embed(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """y[m, n] = (sum_k rows[m, k] * weight[n, k]) * scale[n] + table[m % PERIOD, n], rounded once.
@@ -71,65 +107,96 @@ def patch_embed(
 
     rows is [M, K_PADDED]; or, if IMAGES, uint8 images of IMAGE bytes, in lines of LINE bytes, cut
     into GRID patches, GRID_W side by side, of PATCH lines of PATCH_LINE bytes. VECTOR divides the
-    distances of lines and of patches. Beyond the ends of M and N it reads the last row and column
-    again, and writes nothing.
+    distances of lines and of patches. Beyond the ends of M and N it reads what is there, and writes
+    nothing.
     """
     SLICES: tl.constexpr = (N + TILE_N - 1) // TILE_N
+    STEPS: tl.constexpr = (K + TILE_K - 1) // TILE_K
+    PART: tl.constexpr = TILE_N // PARTS
+    # Of patches and of lines, all distances are multiples of it: loads see that they are aligned.
+    UNIT: tl.constexpr = VECTOR if IMAGES else K_PADDED
+    SPAN: tl.constexpr = (TILE_M // GRID + 2) * IMAGE if IMAGES else TILE_M * K_PADDED
+    OFFSET: tl.constexpr = tl.int32 if SPAN < 2**31 else tl.int64
     worker = tl.program_id(0) // SLICES
-    n = tl.program_id(0) % SLICES * TILE_N + tl.arange(0, TILE_N)
-    # Contiguous where no column is beyond the end.
-    column = n if N % TILE_N == 0 else tl.minimum(n, N - 1)
+    first_column = tl.program_id(0) % SLICES * TILE_N
     in_tile = tl.arange(0, TILE_M)
+    in_part = tl.arange(0, PART)
     in_step = tl.arange(0, TILE_K)
-    scales = tl.load(scale + column).to(tl.float32)
-    if WIDEN:
-        scales *= 65536.0  # Both factors are times 2^-8.
-    weights = weight + column[:, None] * K_PADDED
+    weights = first_column + tl.arange(0, TILE_N)
+    weights = weight + at_most(weights, N, TILE_N)[:, None] * K_PADDED
+    no_sums = tl.full((TILE_M, TILE_N), 0, tl.int32 if DTYPE == "int8" else tl.float32)
+    # Element k of a patch of an image is byte `byte` of its line that begins at `line`.
+    first_line, first_byte = in_step // PATCH_LINE * LINE, in_step % PATCH_LINE
 
     for r in range(RUNS):
         run = runs + (worker * RUNS + r) * 4
         first, tiles = tl.load(run), tl.load(run + 1)
         stride, table_row = tl.load(run + 2), tl.load(run + 3)
-        if HAS_TABLE:
-            table_rows = ((table_row + in_tile) % PERIOD).to(tl.int64)
-            terms = tl.load(table + table_rows[:, None] * N + column[None, :])
+        table_rows = ((table_row + in_tile) % PERIOD).to(tl.int64)
+        if PARTS == 1:
+            column = at_most(first_column + in_part, N, TILE_N)
+            terms = terms_at(table, table_rows, column, N, HAS_TABLE)
+        # Where the first tile begins, in images or rows, and how much later the next one does: a run's
+        # tiles begin with the same patch of different images. And its rows, from there on.
+        if IMAGES:
+            begin, advance = first * TILE_M // GRID, stride * TILE_M // GRID
+            row = first * TILE_M + in_tile
+            patch = row % GRID
+            place = (row // GRID - begin).to(OFFSET) * (IMAGE // UNIT)
+            place += (patch // GRID_W).to(OFFSET) * (PATCH * LINE // UNIT)
+            place += (patch % GRID_W).to(OFFSET) * (PATCH_LINE // UNIT)
         else:
-            terms = tl.load(table + column)[None, :]
-        for j in range(tiles):
-            m = (first + j * stride) * TILE_M + in_tile
-            row = m if M % TILE_M == 0 else tl.minimum(m, M - 1)
+            begin, advance = first * TILE_M, stride * TILE_M
+            place = in_tile.to(OFFSET)
+        # One loop over the steps of K of all tiles: the next tile is loaded while one is stored.
+        tile, k, sums = first, 0, no_sums
+        line, byte = first_line, first_byte
+        for _ in tl.range(0, tiles * STEPS, num_stages=STAGES):
+            here = place
+            if M % TILE_M > 0:
+                # Beyond the last row is what the tile's image or row begins with.
+                here = tl.where(tile * TILE_M + in_tile < M, here, 0)
+            here = here[:, None] * UNIT
+            source = rows + begin.to(tl.int64) * (IMAGE if IMAGES else K_PADDED)
+            step = k * TILE_K + in_step
             if IMAGES:
-                patch = row % GRID
-                place = (row // GRID).to(tl.int64) * IMAGE
-                place += (patch // GRID_W).to(tl.int64) * (PATCH * LINE)
-                place += patch % GRID_W * PATCH_LINE
-                place = tl.multiple_of(place, VECTOR)
-                # Element k of a patch is byte `byte` of its line that begins at `line`.
-                line, byte = in_step // PATCH_LINE * LINE, in_step % PATCH_LINE
+                line = tl.where(k == 0, first_line, line)
+                byte = tl.where(k == 0, first_byte, byte)
+                # Beyond K is the patch's first pixel again, times nothing.
+                behind = line + byte if K % TILE_K == 0 else tl.where(step < K, line + byte, 0)
+                behind = tl.max_contiguous(tl.multiple_of(behind, VECTOR), VECTOR)
+                a = tl.load(source + (here + behind[None, :]))
+                a = encoded(a, DTYPE, WIDEN)
+                byte += TILE_K % PATCH_LINE
+                next_line = byte >= PATCH_LINE
+                byte = tl.where(next_line, byte - PATCH_LINE, byte)
+                line += TILE_K // PATCH_LINE * LINE + tl.where(next_line, LINE, 0)
             else:
-                place = row.to(tl.int64) * K_PADDED
-            sums = tl.full((TILE_M, TILE_N), 0, tl.int32 if DTYPE == "int8" else tl.float32)
-            for k in tl.range(0, K, TILE_K, num_stages=STAGES):
-                step = k + in_step
-                if IMAGES:
-                    # Beyond K is the patch's first pixel again, times nothing.
-                    behind = line + byte if K % TILE_K == 0 else tl.where(step < K, line + byte, 0)
-                    behind = tl.max_contiguous(tl.multiple_of(behind, VECTOR), VECTOR)
-                    a = encoded(tl.load(rows + place[:, None] + behind[None, :]), DTYPE, WIDEN)
-                    byte += TILE_K % PATCH_LINE
-                    next_line = byte >= PATCH_LINE
-                    byte = tl.where(next_line, byte - PATCH_LINE, byte)
-                    line += TILE_K // PATCH_LINE * LINE + tl.where(next_line, LINE, 0)
-                else:
-                    a = tl.load(rows + place[:, None] + step[None, :])
-                    a = widened(a) if WIDEN else a
-                if K % TILE_K == 0:
-                    b = tl.load(weights + step[None, :])
-                else:
-                    b = tl.load(weights + step[None, :], mask=(step < K)[None, :], other=0.0)
-                b = widened(b) if WIDEN else b
-                sums = tl.dot(a, b.T, sums, out_dtype=sums.dtype)
-            result = tl.fma(sums.to(tl.float32), scales[None, :], terms.to(tl.float32))
-            to = y + row.to(tl.int64)[:, None] * N + column[None, :]
-            inside = (m < M)[:, None] & (n < N)[None, :]
-            tl.store(to, result.to(y.dtype.element_ty), mask=inside)
+                a = tl.load(source + (here + step[None, :]))
+                a = widened(a) if WIDEN else a
+            if K % TILE_K == 0:
+                b = tl.load(weights + step[None, :])
+            else:
+                b = tl.load(weights + step[None, :], mask=(step < K)[None, :], other=0.0)
+            b = widened(b) if WIDEN else b
+            sums = tl.dot(a, b.T, sums, out_dtype=sums.dtype)
+            last = k == STEPS - 1
+            if last:
+                m = tile * TILE_M + in_tile
+                parts = parts_of(sums, PARTS)
+                for i in tl.static_range(PARTS):
+                    n = first_column + i * PART + in_part
+                    column = at_most(n, N, TILE_N)
+                    scales = tl.load(scale + column)
+                    if WIDEN:
+                        scales *= 65536.0  # Both factors are times 2^-8.
+                    if PARTS > 1:
+                        terms = terms_at(table, table_rows, column, N, HAS_TABLE)
+                    result = tl.fma(parts[i].to(tl.float32), scales[None, :], terms.to(tl.float32))
+                    to = y + m.to(tl.int64)[:, None] * N + column[None, :]
+                    inside = (m < M)[:, None] & (n < N)[None, :]
+                    tl.store(to, result.to(y.dtype.element_ty), mask=inside)
+                sums = no_sums
+            k = tl.where(last, 0, k + 1)
+            tile += tl.where(last, stride, 0)
+            begin += tl.where(last, advance, 0)
