@@ -1,16 +1,20 @@
-# demo, test, ffi and lint make the environment they need, in .venv; ffi also needs nvcc and a C++ compiler.
+# demo, test, bench, ffi and lint make the environment they need, in .venv; ffi also needs nvcc and a C++ compiler.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 # What the build leaves where it cannot build the CUDA kernels.
 WHY_NOT := pallas_patch_embed/backends/libpatch_embed.txt
 
-.PHONY: demo test ffi lint format clean
+.PHONY: demo test bench ffi lint format clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/pallas-patch-embed demo --out demo.png
 
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest
+
+# Tables, bench/results.jsonl and pictures, on the device that JAX finds.
+bench: $(VENV)/installed
+	$(VENV)/bin/python -m benchmarks --out bench
 
 # The CUDA kernels, built in place.
 ffi: $(VENV)/installed
@@ -33,4 +37,4 @@ $(VENV)/installed: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo.png pallas_patch_embed/backends/libpatch_embed.*
+	rm -rf $(VENV) build dist bench demo.png pallas_patch_embed/backends/libpatch_embed.*

@@ -22,7 +22,7 @@ from types import ModuleType
 import jax
 import numpy as np
 
-from benchmarks import cuda_launch, headline, timing
+from benchmarks import contenders, cuda_launch, timing
 from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, tiling
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, Target, named_shape
 
@@ -196,29 +196,28 @@ def main() -> None:
     kernels = {k.__name__.rpartition(".")[2]: k for k in (mosaic_sm90, mosaic_sm100)}
     kernels["cuda"] = cuda_ffi
     parser.add_argument("--backend", choices=kernels, help="the first one that serves")
-    parser.add_argument("--shape", choices=names, default=headline.HEADLINE[0], metavar="NAME")
-    parser.add_argument("--images", type=int, default=headline.HEADLINE[1])
+    parser.add_argument("--shape", choices=names, default="B/16 224", metavar="NAME")
+    parser.add_argument("--images", type=int, default=4736)
     parser.add_argument("--dtype", choices=tiling.DTYPES, default=tiling.DTYPES[0])
     parser.add_argument("--out", type=Path, help="PNG file for the picture")
     chosen = parser.parse_args()
     target = Target.of(jax.devices()[0])
-    draw_operands = functools.partial(
-        headline.draw, named_shape(chosen.shape), chosen.dtype, chosen.images
-    )
-    problem = Problem.of(*jax.eval_shape(draw_operands), out_dtype="bfloat16")
+    case = contenders.Case(named_shape(chosen.shape), chosen.images, chosen.dtype)
+    drawn = contenders.operands(contenders.draw(case))
+    problem = Problem.of(*drawn, out_dtype="bfloat16")
     asked = [chosen.backend] if chosen.backend else [*kernels]
     reasons = {name: kernels[name].why_not(problem, target) for name in asked}
     name = next((name for name, reason in reasons.items() if reason is None), None)
     if name is None:
         raise SystemExit("\n".join(f"{name}: {reason}" for name, reason in reasons.items()))
     if name == "cuda":
-        _, stamps = cuda_launch.stamped(draw_operands(), out_dtype="bfloat16")
+        _, stamps = cuda_launch.stamped(drawn, out_dtype="bfloat16")
         spans = read_stamps(stamps)
         if stamps[..., -1].any():
             print(f"A warp has room for {stamps.shape[-1]} stamps: what came later is not shown.")
     else:
         with tempfile.TemporaryDirectory() as folder:
-            _, spans = traced(draw_operands(), kernels[name], Path(folder))
+            _, spans = traced(drawn, kernels[name], Path(folder))
     print(timing.versions())
     print(f"{name}, {chosen.shape}, {chosen.images} images, {chosen.dtype}\n{table(spans)}")
     if chosen.out:

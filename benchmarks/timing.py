@@ -3,18 +3,21 @@
 A GPU is limited by power when it works for more than a moment, and its clock takes time to rise, so
 there are two figures: burst, a few calls after a rest, and sustained, calls without a pause, with
 the clock and the power beside them. What is compared is measured in turns, so that all meet the
-same temperature.
+same temperature. A small problem's operands stay in the L2 cache from one call to the next; where a
+contender has further operands, every call takes the next ones, and finds none there.
 
 On a GPU a burst is what CUPTI says of the kernels of a call; all else is wall time.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import statistics
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +30,24 @@ SAMPLES_A_SECOND = 20
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """What is measured: a call of a jitted function."""
+    """What is measured: a call of a compiled function.
 
-    function: Callable[..., jax.Array]
-    operands: tuple[jax.Array, ...] = ()
+    Attributes:
+      function: of arrays.
+      operands: of a call.
+      further: other operands of the same shapes; calls take all of them in turns.
+    """
 
-    def __call__(self) -> jax.Array:
-        return self.function(*self.operands)
+    function: Callable[..., Any]
+    operands: tuple[Any, ...] = ()
+    further: tuple[tuple[Any, ...], ...] = ()
+    _turns: Iterator[tuple[Any, ...]] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "_turns", itertools.cycle((self.operands, *self.further)))
+
+    def __call__(self) -> Any:
+        return self.function(*next(self._turns))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +156,22 @@ def on_gpu() -> bool:
     return jax.devices()[0].platform == "gpu"
 
 
+class _Profiled:
+    """A contender as the profiler wants a function: with the methods of a jitted one."""
+
+    trace = lower = None
+
+    def __init__(self, contender: Contender):
+        self.contender = contender
+
+    def __call__(self):
+        return self.contender()
+
+
 def _milliseconds(contender: Contender, calls: int) -> list[float]:
-    """The times of so many calls, one after the other, without a pause."""
+    """The times of so many calls, one after the other."""
     if on_gpu():
-        measured = profiler.measure(contender.function, iterations=calls)
-        _, times = measured(*contender.operands)
+        _, times = profiler.measure(_Profiled(contender), iterations=calls)()
         return times if calls > 1 else [times]
     times = []
     for _ in range(calls):
@@ -222,8 +247,17 @@ def latency(contenders: dict[str, Contender], *, rounds: int = 200) -> dict[str,
     return {name: Timing.of(found) for name, found in times.items()}
 
 
-def ceilings(gigabytes: float = 1.0) -> dict[str, tuple[Contender, int]]:
-    """What the memory allows, as contenders with the bytes that each moves.
+@dataclasses.dataclass(frozen=True)
+class Ceiling:
+    """What the device allows, measured: bytes moved, or operations of a large matrix product."""
+
+    contender: Contender
+    bytes: int = 0
+    operations: int = 0
+
+
+def memory_ceilings(gigabytes: float = 1.0) -> dict[str, Ceiling]:
+    """What the memory allows.
 
     "copy" reads as many bytes as it writes, "widen" reads one for every two that it writes, as the
     operator does at one byte a patch element where K = N.
@@ -232,7 +266,10 @@ def ceilings(gigabytes: float = 1.0) -> dict[str, tuple[Contender, int]]:
     bits = jax.random.bits(jax.random.key(0), (n,), jnp.uint8)
     copy = jax.jit(lambda x: x ^ jnp.uint8(1))
     widen = jax.jit(lambda x: x.astype(jnp.uint16))
-    return {"copy": (Contender(copy, (bits,)), 2 * n), "widen": (Contender(widen, (bits,)), 3 * n)}
+    return {
+        "copy": Ceiling(Contender(copy, (bits,)), bytes=2 * n),
+        "widen": Ceiling(Contender(widen, (bits,)), bytes=3 * n),
+    }
 
 
 def versions() -> str:

@@ -1,14 +1,12 @@
 """Timing: interleaved turns, medians, spread, and what the samples belong to."""
 
-import dataclasses
 import time
 
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import images, timing
+from benchmarks import timing
 from benchmarks.timing import Contender, Samples, Timing
-from pallas_patch_embed.problem import NamedShape
 
 
 def sleeper(seconds, turns, name):
@@ -78,24 +76,13 @@ def test_samples_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     assert (samples.median("clock"), samples.median("power")) == (1410, 690.5)
 
 
+def test_calls_take_all_operands_in_turns():
+    taken = []
+    contender = Contender(lambda x: taken.append(x) or jnp.zeros(()), (0,), ((1,), (2,)))
+    timing.burst({"a": contender}, rounds=1, calls=5, rest=0.0)
+    assert taken == [0, 1, 2, 0, 1, 2]
+
+
 def test_the_ceilings_move_the_bytes_that_they_say():
-    for name, (contender, moved) in timing.ceilings(1e-6).items():
-        result = contender()
-        assert moved == 1000 + result.nbytes, name
-
-
-def test_the_ways_from_images_are_compared_with_float32(monkeypatch, capsys):
-    shape = NamedShape("small", 8, 32, 16)
-    found = images.contenders(shape, "int8", 3)
-    assert {"convolution, bfloat16", "int8 patchify + xla", "int8 embed_images"} <= set(found)
-    images.show("a title", timing.burst(found, rounds=1, rest=0.0), "int8")
-    assert "1.00x of patchify + xla" in capsys.readouterr().out
-    right = images.ways
-
-    def wrong(params):
-        worse = dataclasses.replace(params, scale=params.scale * 1.1)
-        return {name: lambda x, _, way=way: way(x, worse) for name, way in right(params).items()}
-
-    monkeypatch.setattr(images, "ways", wrong)
-    with pytest.raises(RuntimeError, match="relative error"):
-        images.contenders(shape, "int8", 3)
+    for name, ceiling in timing.memory_ceilings(1e-6).items():
+        assert ceiling.bytes == 1000 + ceiling.contender().nbytes, name

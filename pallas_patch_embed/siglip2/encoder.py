@@ -188,7 +188,7 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
 
 @jax.jit
 def _encode_images(encoder: Encoder, images: jax.Array) -> EncoderOutput:
-    return _transform(encoder, embed_images(images, encoder.patch_embed, out_dtype=encoder.dtype))
+    return transform(encoder, embed_images(images, encoder.patch_embed, out_dtype=encoder.dtype))
 
 
 @jax.jit
@@ -203,10 +203,10 @@ def _encode_patches(
         position_embedding=resize_positions(encoder.positions, spatial_shapes, patches.shape[1]),
         out_dtype=encoder.dtype,
     )
-    return _transform(encoder, x, mask)
+    return transform(encoder, x, mask)
 
 
-def _transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> EncoderOutput:
+def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> EncoderOutput:
     """The transformer on embedded patches [B, S, D]."""
     config = encoder.config
     precision = "highest" if encoder.dtype == "float32" else None

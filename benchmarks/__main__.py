@@ -1,0 +1,278 @@
+"""Measures the operator beside what a user would pick instead, on the device that is there.
+
+  python -m benchmarks --quick                 # under a minute
+  python -m benchmarks --out bench             # tables, bench/results.jsonl and pictures
+  python -m benchmarks --draw bench            # the pictures again, from bench/results.jsonl
+
+Every output is checked before it is timed. What is compared is timed in turns, in one run.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import accuracy, contenders, devices, encoder, plots, results, timing
+from benchmarks.contenders import SOURCES, Case, Entry
+from benchmarks.results import REGIMES, Result
+from benchmarks.timing import Ceiling
+from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, named_shape
+
+PARTS = ("operator", "encoder", "accuracy", "devices")
+
+# So many bytes are in no cache any more: twice the L2 cache of a B200.
+OUT_OF_CACHE = 2 * 126 * 2**20
+
+# Up to so many images the time of one call counts, from so many on that of a pipeline.
+CALL_IMAGES, SUSTAINED_IMAGES = 64, 1024
+
+ENCODER_IMAGES = {"B/16 224": 512, "So400m/14 384": 64}
+
+
+def ceilings(dtypes: list[str], gigabytes: float, size: int) -> dict[str, float]:
+    """Bytes a second by kind of access, and operations a second by dtype, in bursts."""
+    limits: dict[str, Ceiling] = timing.memory_ceilings(gigabytes)
+    limits |= {dtype: contenders.product_ceiling(dtype, size) for dtype in dtypes}
+    found = timing.burst({name: c.contender for name, c in limits.items()}, rounds=3, rest=0.2)
+    return {
+        name: (limits[name].bytes or limits[name].operations) / found[name].milliseconds * 1e3
+        for name in limits
+    }
+
+
+def regimes(case: Case, chosen: list[str]) -> list[str]:
+    """Those of the chosen regimes that say something about this case."""
+    says = {
+        "burst": True,
+        "cold": case.bytes("patches") < OUT_OF_CACHE // 2,
+        "sustained": case.images >= SUSTAINED_IMAGES or not timing.on_gpu(),
+        "call": case.images <= CALL_IMAGES,
+    }
+    return [regime for regime in chosen if says[regime]]
+
+
+def measure(
+    case: Case, limits: dict[str, float], chosen: argparse.Namespace
+) -> tuple[list[Result], dict[str, str]]:
+    """Every contender in every regime, from patches and from images; and what was left out."""
+    data = contenders.draw(case)
+    found, left_out = contenders.entries(case, data, tuple(chosen.sources))
+    measured = []
+    for regime in regimes(case, chosen.regimes):
+        entries = cold(case, found) if regime == "cold" else found
+        for source in chosen.sources:
+            own = {name: e for (of, name), e in entries.items() if of == source}
+            times = run(regime, own, chosen)
+            measured += [
+                results.result(case, source, name, own[name].ours, regime, t)
+                for name, t in times.items()
+            ]
+    return results.compared(measured, limits), left_out
+
+
+def cold(case: Case, found: dict[tuple[str, str], Entry]) -> dict[tuple[str, str], Entry]:
+    """The same entries, whose calls take other copies of the operands in turns."""
+    copies = math.ceil(OUT_OF_CACHE / case.bytes("patches"))
+
+    def copy(x):
+        return x.copy() if isinstance(x, jax.Array) else x.clone()
+
+    def with_copies(entry):
+        operands = entry.contender.operands
+        further = tuple(jax.tree.map(copy, operands) for _ in range(copies))
+        contender = dataclasses.replace(entry.contender, further=further)
+        return dataclasses.replace(entry, contender=contender)
+
+    return {key: with_copies(entry) for key, entry in found.items()}
+
+
+def run(regime: str, entries: dict[str, Entry], chosen: argparse.Namespace):
+    """Times of entries in a regime."""
+    compared = {name: entry.contender for name, entry in entries.items()}
+    if regime == "sustained":
+        return timing.sustained(compared, seconds=chosen.seconds)
+    if regime == "call":
+        return timing.latency(compared, rounds=20 * chosen.rounds)
+    return timing.burst(compared, rounds=chosen.rounds, rest=chosen.rest)
+
+
+def operator(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """The operator's cases; prints a table for each source and regime."""
+    gpu = timing.on_gpu()
+    limits = ceilings(chosen.dtypes, *((1.0, 8192) if gpu else (0.05, 1024)))
+    units = dict.fromkeys(limits, "GFLOP/s") | {"copy": "GB/s", "widen": "GB/s"}
+    rates = (f"{name} {rate / 1e9:,.0f} {units[name]}" for name, rate in limits.items())
+    print(f"ceilings: {', '.join(rates)}", flush=True)
+    records = [{"kind": "ceiling", "name": name, "rate": rate} for name, rate in limits.items()]
+    for name, images, dtype, pixels in itertools.product(
+        chosen.shapes, chosen.images, chosen.dtypes, chosen.pixels
+    ):
+        case = Case(named_shape(name), images, dtype, pixels)
+        measured, left_out = measure(case, limits, chosen)
+        title = f"{name}, {images} images, {dtype}, {pixels} pixels"
+        for source, regime in dict.fromkeys((r.source, r.regime) for r in measured):
+            own = [r for r in measured if (r.source, r.regime) == (source, regime)]
+            print(f"\n{title}, from {source}, {regime}: {REGIMES[regime]}")
+            print(results.table(own), flush=True)
+        for contender, reason in left_out.items():
+            print(f"left out: {contender}: {reason}")
+            case_record = dict(shape=name, images=images, dtype=dtype)
+            records.append(
+                {"kind": "left out", "contender": contender, "reason": reason} | case_record
+            )
+        records += [r.record() for r in measured]
+    return records
+
+
+def encoders(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Encoders end to end."""
+    records = []
+    for name, images in (ENCODER_IMAGES if timing.on_gpu() else {"B/16 224": 1}).items():
+        timed = dict(rounds=chosen.rounds, rest=chosen.rest, calls=3)
+        found = encoder.speeds(name, images, ["bfloat16", "int8"], **timed)
+        print(f"\nEncoder {name}, bfloat16, {images} images a call, burst")
+        print(encoder.table(found), flush=True)
+        records += [{"kind": "encoder"} | dataclasses.asdict(s) for s in found]
+    return records
+
+
+def accuracies(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Errors by dtype on photographs."""
+    found = accuracy.accuracies(chosen.checkpoint)
+    print(f"\nAgainst float32, {found[0].images} photographs, {found[0].weights}")
+    print(accuracy.table(found), flush=True)
+    return [{"kind": "accuracy"} | dataclasses.asdict(a) for a in found]
+
+
+def several(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Weak scaling over the devices that there are."""
+    count = jax.device_count()
+    counts = [n for n in (2, 4, 8) if n <= count]
+    if not counts:
+        print("\nWeak scaling: there is one device.")
+        return []
+    records = []
+    for dtype in chosen.dtypes:
+        found = devices.scaling(counts, max(chosen.images), chosen.shapes[0], dtype)
+        print(f"\nWeak scaling, {chosen.shapes[0]}, {dtype}, {found[0].backend}, no collective")
+        print(devices.table(found), flush=True)
+        records += [{"kind": "devices"} | dataclasses.asdict(s) for s in found]
+    return records
+
+
+def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
+    """All pictures that the records allow."""
+    head = next(r for r in records if r["kind"] == "run")
+    caption = head["versions"]
+    limits = {r["name"]: r["rate"] for r in records if r["kind"] == "ceiling"}
+    found = [results.result_of(r) for r in records if r["kind"] == "time"]
+
+    def only(**fields):
+        return [r for r in found if all(getattr(r, k) == v for k, v in fields.items())]
+
+    def file(kind, *names):
+        words = "_".join(str(name) for name in names)
+        return out / f"{kind}_{''.join(c if c.isalnum() else '_' for c in words)}.png"
+
+    made = []
+    for shape, images, regime in dict.fromkeys((r.shape, r.images, r.regime) for r in found):
+        own = only(shape=shape, images=images, regime=regime, pixels=found[0].pixels)
+        made.append(plots.times(own, caption, file("times", shape, images, regime)))
+    for shape, dtype in dict.fromkeys((r.shape, r.dtype) for r in found):
+        own = only(shape=shape, dtype=dtype, regime="burst", pixels=found[0].pixels)
+        if len({r.images for r in own}) > 1:
+            made.append(plots.throughput(own, caption, file("throughput", shape, dtype)))
+    burst = [r for r in only(regime="burst", source="patches") if "+" not in r.contender]
+    if burst and limits:
+        roofs = {k: v for k, v in limits.items() if k not in ("copy", "widen")}
+        roofs["memory"] = max(limits["copy"], limits["widen"])
+        made.append(plots.roofline(burst, roofs, caption, file("roofline", "burst")))
+    for shape in dict.fromkeys(r.shape for r in found):
+        own = [r for r in only(shape=shape, regime="sustained") if r.power is not None]
+        own = [r for r in own if r.images == max(r.images for r in own)]
+        if own:
+            made.append(plots.energy(own, caption, file("energy", shape)))
+    return made
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = [shape.name for shape in NAMED_SHAPES]
+    parser.add_argument("--quick", action="store_true", help="a small part, under a minute")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="by default all of them")
+    parser.add_argument("--shapes", nargs="+", choices=names, metavar="NAME")
+    parser.add_argument("--images", type=int, nargs="+", help="a call")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
+    parser.add_argument("--pixels", nargs="+", choices=["random", "photographs"])
+    parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
+    parser.add_argument("--regimes", nargs="+", choices=REGIMES)
+    parser.add_argument("--rounds", type=int, help="turns of everyone")
+    parser.add_argument("--rest", type=float, help="seconds before a turn")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of a sustained turn")
+    parser.add_argument("--checkpoint", type=Path, help="of an encoder, for the accuracy")
+    parser.add_argument("--out", type=Path, help="folder for results.jsonl and pictures")
+    parser.add_argument("--draw", type=Path, metavar="FOLDER", help="its pictures again, no more")
+    chosen = parser.parse_args()
+    gpu = timing.on_gpu()
+    quick = dict(
+        parts=["operator", "accuracy"],
+        shapes=["B/16 224"],
+        images=[64, 1024] if gpu else [4],
+        dtypes=["int8", "bfloat16"],
+        pixels=["random"],
+        regimes=["burst"],
+        rounds=2,
+        rest=0.1,
+    )
+    whole = dict(
+        parts=list(PARTS),
+        shapes=["B/16 224", "So400m/14 384"],
+        images=[1, 64, 1024, 4736] if gpu else [1, 16],
+        dtypes=["float8_e4m3fn", "int8", "bfloat16"],
+        pixels=["random", "photographs"],
+        regimes=list(REGIMES),
+        rounds=3,
+        rest=1.0,
+    )
+    for name, value in (quick if chosen.quick else whole).items():
+        if getattr(chosen, name) is None:
+            setattr(chosen, name, value)
+    return chosen
+
+
+def main() -> None:
+    """Prints the tables, and writes records and pictures."""
+    chosen = arguments()
+    if chosen.draw:
+        for path in draw(results.read(chosen.draw / "results.jsonl"), chosen.draw):
+            print(path)
+        return
+    print(timing.versions(), flush=True)
+    records = [{"kind": "run", "versions": timing.versions(), "time": time.strftime("%FT%T%z")}]
+    run_part = dict(zip(PARTS, (operator, encoders, accuracies, several)))
+    for part in chosen.parts:
+        records += run_part[part](chosen)
+    if not chosen.out:
+        return
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    results.write(chosen.out / "results.jsonl", records)
+    try:
+        made = draw(records, chosen.out)
+    except ImportError as missing:
+        print(f"No pictures: {missing}. Elsewhere: python -m benchmarks --draw {chosen.out}")
+    else:
+        print(f"\nWrote results.jsonl and {len(made)} pictures to {chosen.out}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""How accurate each dtype is, on photographs: embeddings of patches, and an encoder's output.
+
+Everything behind the patch embedding is float32, so that what differs is the patch embedding.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_patch_embed as ppe
+from benchmarks import encoder as encoders
+from pallas_patch_embed.demo import photographs
+from pallas_patch_embed.problem import DTYPES, named_shape
+
+RANDOM = "random weights"
+
+
+@dataclasses.dataclass(frozen=True)
+class Accuracy:
+    """One dtype against float32.
+
+    Attributes:
+      weights: a checkpoint's name, or that they are random.
+      dtype: of patches and weight.
+      patch_error: relative Frobenius error of the embeddings of patches.
+      patch_cosine: of embedding and exact embedding, the mean over all patches.
+      pooled_error, pooled_cosine: the same of the pooled output.
+      images: how many photographs.
+    """
+
+    weights: str
+    dtype: str
+    patch_error: float
+    patch_cosine: float
+    pooled_error: float
+    pooled_cosine: float
+    images: int
+
+
+def _compare(found: jax.Array, wanted: jax.Array) -> tuple[float, float]:
+    """Relative Frobenius error and mean cosine."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    lengths = np.linalg.norm(found, axis=-1) * np.linalg.norm(wanted, axis=-1)
+    cosine = ((found * wanted).sum(-1) / lengths).mean()
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted)), float(cosine)
+
+
+def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[Accuracy]:
+    """One `Accuracy` a dtype.
+
+    Args:
+      checkpoint: as for `load_encoder`, of a fixed resolution; random weights if None.
+      name: of the encoder with random weights.
+    """
+
+    def encoder_of(dtype):
+        if checkpoint:
+            return ppe.siglip2.load_encoder(checkpoint, patch_dtype=dtype, dtype="float32")
+        return encoders.draw(name, dtype, "float32")[0]
+
+    exact = encoder_of("float32")
+    side = exact.config.image_size[0]
+    shape = dataclasses.replace(named_shape(name), image=side, patch=exact.config.patch)
+    _, images = photographs(shape)
+
+    def both(encoder):
+        patches = ppe.embed_images(images, encoder.patch_embed, out_dtype=jnp.float32)
+        return patches, encoder(images).pooler_output
+
+    wanted = both(exact)
+    found = []
+    for dtype in DTYPES:
+        errors = [_compare(*pair) for pair in zip(both(encoder_of(dtype)), wanted)]
+        (patch_error, patch_cosine), (pooled_error, pooled_cosine) = errors
+        weights = checkpoint.name if checkpoint else f"{name}, {RANDOM}"
+        found.append(
+            Accuracy(
+                weights, dtype, patch_error, patch_cosine, pooled_error, pooled_cosine, len(images)
+            )
+        )
+    return found
+
+
+def table(found: list[Accuracy]) -> str:
+    """An aligned table."""
+    heads = ("patches: error", "cosine", "pooled: error", "cosine")
+    lines = [f"{'dtype':16}" + "".join(f"{head:>16}" for head in heads)]
+    for a in found:
+        lines.append(
+            f"{a.dtype:16}{a.patch_error:16.3%}{a.patch_cosine:16.6f}"
+            f"{a.pooled_error:16.3%}{a.pooled_cosine:16.6f}"
+        )
+    return "\n".join(lines)

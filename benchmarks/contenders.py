@@ -1,0 +1,400 @@
+"""What is compared: the operator's backends, and what a user would pick instead.
+
+A contender takes patches or images of one problem and gives embeddings [B, S, N]. Peers that are
+not installed, or cannot serve, are left out with the reason. `check` compares a whole output with
+float32.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import pallas_patch_embed as ppe
+from benchmarks.timing import Ceiling, Contender
+from pallas_patch_embed.demo import draw_weights, photographs
+from pallas_patch_embed.params import PatchEmbedParams
+from pallas_patch_embed.problem import NamedShape, Target, default_device, padded
+
+SOURCES = ("patches", "images")
+
+# Each rounding to bfloat16 errs by at most 2^-9 of a number: of patches, weight, product, sum.
+LARGEST_ERROR = 4 * 2.0**-9
+
+# Images a step of the comparison in float32.
+COMPARED = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem: images of a named shape, and the dtype of patches and weight.
+
+    Attributes:
+      shape: of the model.
+      images: how many.
+      dtype: of patches and weight.
+      pixels: "random", or "photographs": parts of the package's.
+    """
+
+    shape: NamedShape
+    images: int
+    dtype: str
+    pixels: str = "random"
+
+    @property
+    def operations(self) -> int:
+        """Of the product, without what pads K."""
+        return 2 * self.images * self.shape.S * self.shape.K * self.shape.N
+
+    @property
+    def written(self) -> int:
+        """Bytes of the bfloat16 result."""
+        return 2 * self.images * self.shape.S * self.shape.N
+
+    def bytes(self, source: str) -> int:
+        """What must be read and written at least: every operand and the result, once."""
+        shape, K = self.shape, padded(self.shape.K)
+        itemsize = jnp.dtype(self.dtype).itemsize
+        first = 3 * shape.image**2 if source == "images" else shape.S * K * itemsize
+        once = shape.N * K * itemsize + 4 * shape.N + 2 * shape.S * shape.N
+        return self.images * first + once + self.written
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The operands of a case, in every form that a contender takes.
+
+    Attributes:
+      images: [B, H, W, 3] uint8.
+      patches: [B, S, K_padded] of the case's dtype.
+      params: the packed weights.
+      kernel, table: [p, p, 3, N] and [S, N] float32, before packing.
+      exact: them packed in float32.
+    """
+
+    images: jax.Array
+    patches: jax.Array
+    params: PatchEmbedParams
+    kernel: jax.Array
+    table: jax.Array
+    exact: PatchEmbedParams
+
+
+def draw_images(shape: NamedShape, images: int, pixels: str, seed: int) -> jax.Array:
+    """[B, H, W, 3] uint8: random, or random parts of the package's photographs."""
+    side = shape.image
+    if pixels == "random":
+        return jax.random.bits(jax.random.key(seed), (images, side, side, 3), jnp.uint8)
+    _, whole = photographs(dataclasses.replace(shape, image=2 * side))
+    rng = np.random.default_rng(seed)
+    corners = jnp.asarray(rng.integers(0, side, (images, 2)), jnp.int32)
+    which = jnp.asarray(rng.integers(0, len(whole), images), jnp.int32)
+
+    @jax.jit
+    def cut(whole):
+        def one(arguments):
+            i, (top, left) = arguments
+            return lax.dynamic_slice(whole, (i, top, left, 0), (1, side, side, 3))[0]
+
+        return lax.map(one, (which, corners), batch_size=min(images, 64))
+
+    return cut(jnp.asarray(whole))
+
+
+def draw(case: Case, seed: int = 0) -> Data:
+    """Random weights, and images as the case says."""
+    shape = case.shape
+    drawn = draw_weights(np.random.default_rng(seed), shape)
+    pack = functools.partial(ppe.pack, **drawn, patch_size=shape.patch, grid=shape.grid)
+    params, exact = jax.device_put([pack(dtype=case.dtype), pack(dtype="float32")])
+    images = draw_images(shape, case.images, case.pixels, seed)
+    patches = jax.jit(ppe.patchify)(images, params)
+    table = drawn["bias"] + drawn["position_embedding"]
+    return Data(images, patches, params, *map(jnp.asarray, (drawn["kernel"], table)), exact)
+
+
+# What users write. `product` accumulates in float32 or int32 and rounds to bfloat16, as jnp.dot.
+
+
+def product(patches: jax.Array, weight: jax.Array, *, axis: int) -> jax.Array:
+    """The bare product, to bfloat16 (int32 for int8, float32 for float32)."""
+    out = {"int8": jnp.int32, "float32": jnp.float32}.get(patches.dtype.name, jnp.bfloat16)
+    dimensions = (((2,), (axis,)), ((), ()))
+    precision = "highest" if patches.dtype == jnp.float32 else None
+    return lax.dot_general(
+        patches, weight, dimensions, precision=precision, preferred_element_type=out
+    )
+
+
+def product_ceiling(dtype: str, size: int) -> Ceiling:
+    """What the matrix units give for a product of two square matrices."""
+
+    @jax.jit
+    def numbers(key):
+        bits = jax.random.bits(key, (1, size, size), jnp.uint8)
+        if dtype == "int8":
+            return lax.bitcast_convert_type(bits, jnp.int8)
+        return (bits.astype(jnp.float32) / 128 - 1).astype(dtype)
+
+    a, b = map(numbers, jax.random.split(jax.random.key(0)))
+    dot = jax.jit(functools.partial(product, axis=1))
+    return Ceiling(Contender(dot, (a, b[0])), operations=2 * size**3)
+
+
+def product_and_positions(patches, weight, scale, table):
+    """The product, then scale (where there is one) and positions, in one jit."""
+    sums = product(patches, weight, axis=1)
+    if jnp.dtype(patches.dtype).itemsize == 1:
+        sums = sums.astype(jnp.float32) * scale
+    return (sums + table).astype(jnp.bfloat16)
+
+
+def dequantised(patches, weight, scale, table):
+    """Patches and weight to bfloat16, then product and positions, in one jit."""
+    weight = weight.astype(jnp.bfloat16) * scale[:, None].astype(jnp.bfloat16)
+    return product_and_positions(patches.astype(jnp.bfloat16), weight, None, table)
+
+
+def convolution(images: jax.Array, kernel: jax.Array, table: jax.Array) -> jax.Array:
+    """What models do: pixels to [-1, 1], a bfloat16 convolution without overlap, positions."""
+    pixels = (images.astype(jnp.float32) * (2 / 255) - 1).astype(jnp.bfloat16)
+    y = lax.conv_general_dilated(
+        pixels,
+        kernel.astype(jnp.bfloat16),
+        window_strides=kernel.shape[:2],
+        padding="VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    return y.reshape(len(images), -1, kernel.shape[-1]) + table.astype(jnp.bfloat16)
+
+
+def cut_and_product(images: jax.Array, kernel: jax.Array, table: jax.Array) -> jax.Array:
+    """The convolution as a reshape, a transposition and jnp.dot, in bfloat16."""
+    p, _, channels, N = kernel.shape
+    B, H, W, _ = images.shape
+    h, w = H // p, W // p
+    pixels = (images.astype(jnp.float32) * (2 / 255) - 1).astype(jnp.bfloat16)
+    rows = pixels[:, : h * p, : w * p].reshape(B, h, p, w, p, channels).swapaxes(2, 3)
+    rows = rows.reshape(B, h * w, p * p * channels)
+    return jnp.dot(rows, kernel.reshape(-1, N).astype(jnp.bfloat16)) + table.astype(jnp.bfloat16)
+
+
+# Libraries that may be installed.
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchResult:
+    """A tensor of torch, for which JAX can wait."""
+
+    tensor: Any
+
+    def block_until_ready(self):
+        importlib.import_module("torch").cuda.synchronize()
+
+    def __jax_array__(self):
+        self.block_until_ready()
+        return jnp.from_dlpack(self.tensor)
+
+
+def torch_operator(dtype: str) -> tuple[Callable, Callable]:
+    """torch's scaled product with the positions added, and how it takes JAX's arrays."""
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise NotImplementedError("torch has no CUDA device.")
+
+    def tensor(x: jax.Array):
+        if x.dtype == jnp.float8_e4m3fn:
+            bits = torch.from_dlpack(lax.bitcast_convert_type(x, jnp.uint8))
+            return bits.view(torch.float8_e4m3fn)
+        return torch.from_dlpack(x)
+
+    def take(data: Data):
+        patches, weight, scale, table = map(tensor, operands(data))
+        ones = torch.ones(patches.shape[0] * patches.shape[1], 1, device=patches.device)
+        return patches, weight.t(), scale.view(1, -1), table, ones
+
+    def call(patches, weight, scale, table, ones):
+        B, S, K = patches.shape
+        rows = patches.view(B * S, K)
+        if dtype == "float8_e4m3fn":
+            y = torch._scaled_mm(
+                rows, weight, ones, scale, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+        elif dtype == "int8":
+            y = (torch._int_mm(rows, weight) * scale).to(torch.bfloat16)
+        else:
+            y = torch.mm(rows, weight)
+        return TorchResult(y.view(B, S, -1).add_(table))
+
+    return call, take
+
+
+def pallas_matmul(patches, weight, table):
+    """The matmul that comes with Pallas for this GPU, and the positions, in one jit."""
+    from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu, hopper_matmul_mgpu
+
+    capability = Target.of(default_device()).compute_capability or (0, 0)
+    rows = patches.reshape(-1, patches.shape[-1])
+    if patches.dtype != jnp.bfloat16 or capability[0] not in (9, 10):
+        raise NotImplementedError("jax's matmuls are for bfloat16, on Hopper and Blackwell.")
+    if rows.shape[0] % 256 or weight.shape[1] % 128:
+        raise NotImplementedError("jax's matmuls take whole tiles of 256 x 128.")
+    if capability[0] == 9:
+        config = hopper_matmul_mgpu.TuningConfig(128, 128, 64, 4, grid_tile_width=8)
+        y = hopper_matmul_mgpu.matmul(rows, weight, None, config)
+    else:
+        config = blackwell_matmul_mgpu.TuningConfig(128, 128, 64, 4, collective=True)
+        y = blackwell_matmul_mgpu.matmul_kernel(rows, weight, config)
+    return y.reshape(*patches.shape[:-1], -1) + table
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A contender, and whether it is a backend of the operator."""
+
+    contender: Contender
+    ours: bool
+
+
+def operands(data: Data) -> tuple[jax.Array, ...]:
+    """Patches, weight, scale and table."""
+    params = data.params
+    return data.patches, params.weight, params.scale, params.table
+
+
+def _forms(case: Case) -> dict[str, tuple[str, Callable, Callable, str]]:
+    """name -> (source, function, its operands from Data, reference) of every peer.
+
+    The reference is what its output is compared with: the "embedding" by the packed weights, by the
+    "unpacked" ones, or the bare "product".
+    """
+    jit = jax.jit
+
+    def with_columns(data):
+        return data.patches, jnp.asarray(data.params.weight.T)
+
+    def unpacked(data):
+        return data.images, data.kernel, data.table
+
+    forms = {
+        "jnp.dot bare, [N, K]": (
+            "patches",
+            jit(functools.partial(product, axis=1)),
+            lambda data: operands(data)[:2],
+            "product",
+        ),
+        "jnp.dot bare, [K, N]": (
+            "patches",
+            jit(functools.partial(product, axis=0)),
+            with_columns,
+            "product",
+        ),
+        "jnp.dot + positions": ("patches", jit(product_and_positions), operands, "embedding"),
+        "jax's matmul + positions": (
+            "patches",
+            jit(pallas_matmul),
+            lambda data: (*with_columns(data), data.params.table),
+            "embedding",
+        ),
+        "convolution + positions": ("images", jit(convolution), unpacked, "unpacked"),
+        "patchify + jnp.dot + positions": ("images", jit(cut_and_product), unpacked, "unpacked"),
+    }
+    if jnp.dtype(case.dtype).itemsize == 1:
+        forms["dequantise + jnp.dot + positions"] = (
+            "patches",
+            jit(dequantised),
+            operands,
+            "embedding",
+        )
+    return forms
+
+
+def entries(
+    case: Case, data: Data, sources: tuple[str, ...] = SOURCES
+) -> tuple[dict[tuple[str, str], Entry], dict[str, str]]:
+    """Everything that is compared, by source and name, after its output was; and what is left out.
+
+    Args:
+      case: the problem.
+      data: its operands.
+      sources: of "patches" and "images".
+
+    Returns:
+      Entries by (source, name), and name -> reason.
+
+    Raises:
+      RuntimeError: an output of the operator is wrong.
+    """
+    found, left_out = {}, {}
+
+    def add(name, source, function, take, ours, reference):
+        try:
+            contender = Contender(function, take(data))
+            off = error(contender(), data, reference)
+        except (NotImplementedError, ImportError, ValueError) as reason:
+            if ours:
+                raise
+            left_out[name] = str(reason).splitlines()[0]
+            return
+        if off <= LARGEST_ERROR:
+            found[source, name] = Entry(contender, ours)
+        elif ours:
+            raise RuntimeError(
+                f"{name} on {case}: relative error {off:.4f}, expected at most {LARGEST_ERROR:.4f}."
+            )
+        else:
+            left_out[name] = f"its result is wrong: relative error {off:.4f}."
+
+    for row in ppe.explain(data.patches, data.params):
+        if not row.serves:
+            left_out[row.backend] = row.reason
+            continue
+        for source, function in (("patches", ppe.patch_embed), ("images", ppe.embed_images)):
+            if source in sources:
+                embed = jax.jit(functools.partial(function, backend=row.backend))
+                first = getattr(data, source)
+                add(row.backend, source, embed, lambda d, x=first: (x, d.params), True, "embedding")
+    for name, (source, function, take, reference) in _forms(case).items():
+        if source in sources:
+            add(name, source, function, take, False, reference)
+    if "patches" in sources:
+        try:
+            call, take = torch_operator(case.dtype)
+        except (ImportError, NotImplementedError) as reason:
+            left_out["torch + positions"] = str(reason)
+        else:
+            add("torch + positions", "patches", call, take, False, "embedding")
+    return found, left_out
+
+
+def error(y: Any, data: Data, reference: str) -> float:
+    """Relative Frobenius error of a whole output against float32; `reference` as in `_forms`."""
+    params = data.params
+
+    def wanted(patches, images):
+        if reference == "unpacked":
+            return ppe.embed_images(images, data.exact, backend="xla", out_dtype=jnp.float32)
+        numbers = [x.astype(jnp.float32) for x in (patches, params.weight)]
+        sums = jnp.matmul(numbers[0], numbers[1].T, precision="highest")
+        if reference == "product":
+            return sums
+        return sums * params.scale + params.table.astype(jnp.float32)
+
+    @jax.jit
+    def squares(y, patches, images):
+        right = wanted(patches, images)
+        return jnp.square(y.astype(jnp.float32) - right).sum(), jnp.square(right).sum()
+
+    y, parts = jnp.asarray(y), []
+    for i in range(0, len(y), COMPARED):
+        part = slice(i, i + COMPARED)
+        parts.append(squares(y[part], data.patches[part], data.images[part]))
+    wrong, all_of_it = np.sum(np.asarray(parts, np.float64), axis=0)
+    return float(np.sqrt(wrong / all_of_it))

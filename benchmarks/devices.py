@@ -1,0 +1,102 @@
+"""Several GPUs: the batch sharded over them, as many images a GPU as one has alone.
+
+Efficiency is the time of one GPU over that of all of them (weak scaling).
+"""
+
+import dataclasses
+import re
+
+import jax
+
+import pallas_patch_embed as ppe
+from benchmarks import timing
+from benchmarks.contenders import Case, Data, draw
+from benchmarks.timing import Contender
+from pallas_patch_embed.problem import named_shape
+
+# Of HLO: what would move data from one device to another.
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """The operator on so many devices.
+
+    Attributes:
+      shape, dtype, backend: what is computed, and by which backend.
+      devices: over how many the batch is sharded.
+      images: of all of them.
+      regime: "burst" or "sustained".
+      milliseconds: wall time of a call, in calls without a pause.
+      efficiency: one device's time over this one, for as many images a device.
+    """
+
+    shape: str
+    dtype: str
+    backend: str
+    devices: int
+    images: int
+    regime: str
+    milliseconds: float
+    efficiency: float
+
+
+def sharded(data: Data, count: int) -> Contender:
+    """The operator with this batch on each of the first `count` devices.
+
+    Raises:
+      RuntimeError: the program moves data between devices, or its result is not that of one.
+    """
+    mesh = jax.make_mesh((count,), ("b",), devices=jax.devices()[:count])
+    along, everywhere = (jax.NamedSharding(mesh, jax.P(*names)) for names in (("b",), ()))
+    images, *rest = data.patches.shape
+    parts = [jax.device_put(data.patches, device) for device in mesh.devices.flat]
+    patches = jax.make_array_from_single_device_arrays((count * images, *rest), along, parts)
+    params = jax.device_put(data.params, everywhere)
+    embed = jax.jit(ppe.patch_embed)
+    program = embed.lower(patches, params).compile()
+    if found := COLLECTIVE.search(program.as_text()):
+        raise RuntimeError(f"The program for {count} devices has an {found[0]}.")
+    alone = embed(data.patches, data.params)
+    for shard in program(patches, params).addressable_shards:
+        if not bool((shard.data == jax.device_put(alone, shard.device)).all()):
+            raise RuntimeError(f"{shard.device} of {count} has another result than one alone.")
+    return Contender(program, (patches, params))
+
+
+def scaling(
+    counts: list[int], images_a_device: int, shape_name: str, dtype: str, **timed
+) -> list[Scaling]:
+    """Weak scaling over the first so many devices, in bursts and sustained.
+
+    Args:
+      counts: of devices; 1 is added.
+      images_a_device: of each.
+      shape_name, dtype: of the problem.
+      **timed: as for `timing.sustained`.
+    """
+    data = draw(Case(named_shape(shape_name), images_a_device, dtype))
+    backend = ppe.explain(data.patches, data.params).chosen
+    compared = {n: sharded(data, n) for n in sorted({1, *counts})}
+    found = []
+    for regime, seconds in (("burst", 0.1), ("sustained", 2.5)):
+        how = {"seconds": seconds, "rounds": 3} | timed
+        times = timing.sustained({str(n): c for n, c in compared.items()}, **how)
+        for n in compared:
+            ms = times[str(n)].milliseconds
+            efficiency = times["1"].milliseconds / ms
+            images = n * images_a_device
+            found.append(Scaling(shape_name, dtype, backend, n, images, regime, ms, efficiency))
+    return found
+
+
+def table(found: list[Scaling]) -> str:
+    """An aligned table."""
+    lines = [f"{'devices':>8}{'images':>9}  {'regime':10}{'ms':>9}{'efficiency':>12}"]
+    for s in found:
+        lines.append(
+            f"{s.devices:8}{s.images:9}  {s.regime:10}{s.milliseconds:9.4f}{s.efficiency:12.3f}"
+        )
+    return "\n".join(lines)

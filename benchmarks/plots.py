@@ -1,0 +1,176 @@
+"""Pictures of what was measured, from its records: every one can be read alone."""
+
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.results import REGIMES, Result
+
+# Ours in colours, peers in greys.
+OURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red")
+PEERS = ("0.25", "0.45", "0.6", "0.7", "0.8", "0.5", "0.35")
+MARKERS = "osD^vP*Xh"
+
+
+def _figure(width: float, height: float, title: str, caption: str):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title)
+    figure.supxlabel(caption, fontsize=7, color="0.4")
+    return figure
+
+
+def _colours(results: list[Result]) -> dict[str, str]:
+    names = {
+        ours: list(dict.fromkeys(r.contender for r in results if r.ours is ours))
+        for ours in (True, False)
+    }
+    found = {name: OURS[i % len(OURS)] for i, name in enumerate(names[True])}
+    return found | {name: PEERS[i % len(PEERS)] for i, name in enumerate(names[False])}
+
+
+def _save(figure, path: Path) -> Path:
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def times(results: list[Result], caption: str, path: Path) -> Path:
+    """Bars: milliseconds of every contender, a panel for each source and dtype.
+
+    Args:
+      results: of one shape, number of images and regime.
+      caption: device, day and versions.
+      path: of the PNG.
+    """
+    first, colours = results[0], _colours(results)
+    sources, dtypes = (
+        list(dict.fromkeys(getattr(r, n) for r in results)) for n in ("source", "dtype")
+    )
+    title = f"Patch embedding of {first.images} images, {first.shape}, {first.pixels} pixels, "
+    title += f"{first.regime}: {REGIMES[first.regime]}"
+    figure = _figure(5.5 * len(dtypes), 1 + 0.2 * len(colours) * len(sources), title, caption)
+    for row, source in zip(figure.subplots(len(sources), len(dtypes), squeeze=False), sources):
+        for axes, dtype in zip(row, dtypes):
+            shown = [r for r in results if (r.source, r.dtype) == (source, dtype)]
+            shown.sort(key=lambda r: -r.milliseconds)
+            names = [r.contender for r in shown]
+            ends = [
+                [r.milliseconds - r.low for r in shown],
+                [r.high - r.milliseconds for r in shown],
+            ]
+            bars = axes.barh(
+                names,
+                [r.milliseconds for r in shown],
+                xerr=np.maximum(ends, 0),
+                color=[colours[name] for name in names],
+                error_kw=dict(lw=0.8),
+            )
+            axes.bar_label(bars, fmt="%.3f", padding=4, fontsize=7)
+            axes.axvline(shown[0].floor, color="black", ls="--", lw=0.8, label="floor")
+            axes.legend(fontsize=7, loc="upper right")
+            axes.margins(x=0.18)
+            axes.tick_params(labelsize=7)
+            axes.set_xlabel("milliseconds", fontsize=8)
+            axes.set_title(f"from {source}, {dtype}", fontsize=9)
+    return _save(figure, path)
+
+
+def throughput(results: list[Result], caption: str, path: Path) -> Path:
+    """Lines: images a second over the number of images, a panel for each source."""
+    first, colours = results[0], _colours(results)
+    sources = list(dict.fromkeys(r.source for r in results))
+    title = f"Images a second over the batch, {first.shape}, {first.dtype}, {first.regime}"
+    figure = _figure(6.4 * len(sources), 4.4, title, caption)
+    for axes, source in zip(figure.subplots(1, len(sources), squeeze=False)[0], sources):
+        of_source = [r for r in results if r.source == source]
+        for i, name in enumerate(dict.fromkeys(r.contender for r in of_source)):
+            own = sorted((r for r in of_source if r.contender == name), key=lambda r: r.images)
+            axes.plot(
+                [r.images for r in own],
+                [r.images_a_second for r in own],
+                marker=MARKERS[i % len(MARKERS)],
+                color=colours[name],
+                label=name,
+            )
+        axes.set(xscale="log", yscale="log", xlabel="images a call", ylabel="images a second")
+        axes.set_title(f"from {source}", fontsize=9)
+        axes.grid(alpha=0.3, which="both", lw=0.4)
+        axes.legend(fontsize=7)
+    return _save(figure, path)
+
+
+def roofline(results: list[Result], ceilings: dict[str, float], caption: str, path: Path) -> Path:
+    """Operations a second over operations a byte, under what memory and matrix units gave.
+
+    Args:
+      results: of one regime.
+      ceilings: "memory" in bytes a second; dtype -> operations a second of a large product.
+      caption: device, day and versions.
+      path: of the PNG.
+    """
+    colours = _colours(results)
+    figure = _figure(8, 5, f"Roofline of the patch embedding, {results[0].regime}", caption)
+    axes = figure.subplots()
+    intensity = [r.operations / r.bytes for r in results]
+    x = np.geomspace(min(intensity) / 4, max(intensity) * 4, 200)
+    for dtype, rate in ceilings.items():
+        if dtype != "memory":
+            roof = np.minimum(x * ceilings["memory"], rate) / 1e12
+            axes.plot(x, roof, color="0.3", lw=0.9)
+            axes.annotate(
+                f"{dtype}: {rate / 1e12:.3g} TFLOP/s",
+                (x[-1], roof[-1]),
+                fontsize=7,
+                ha="right",
+                va="bottom",
+            )
+    axes.annotate(
+        f"memory: {ceilings['memory'] / 1e12:.3g} TB/s",
+        (x[3], x[3] * ceilings["memory"] / 1e12),
+        fontsize=7,
+        rotation=35,
+        va="bottom",
+    )
+    for i, (name, dtype) in enumerate(dict.fromkeys((r.contender, r.dtype) for r in results)):
+        own = [r for r in results if (r.contender, r.dtype) == (name, dtype)]
+        axes.scatter(
+            [r.operations / r.bytes for r in own],
+            [r.teraflops for r in own],
+            marker=MARKERS[i % len(MARKERS)],
+            color=colours[name],
+            s=28,
+            label=f"{name}, {dtype}",
+        )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="operations a byte that must move",
+        ylabel="TFLOP/s",
+    )
+    axes.grid(alpha=0.3, which="both", lw=0.4)
+    axes.legend(fontsize=6, bbox_to_anchor=(1, 1), loc="upper left", frameon=False)
+    return _save(figure, path)
+
+
+def energy(results: list[Result], caption: str, path: Path) -> Path:
+    """Bars: joules a million images of every contender, sustained, a panel for each dtype."""
+    colours = _colours(results)
+    dtypes = list(dict.fromkeys(r.dtype for r in results))
+    rows = max(sum(r.dtype == dtype for r in results) for dtype in dtypes)
+    title = f"Energy of a million images, {results[0].shape}, sustained"
+    figure = _figure(6 * len(dtypes), 1.6 + 0.32 * rows, title, caption)
+    for axes, dtype in zip(figure.subplots(1, len(dtypes), squeeze=False)[0], dtypes):
+        own = [r for r in results if r.dtype == dtype]
+        own.sort(key=lambda r: -r.joules_a_million_images)
+        names = [f"{r.contender} ({r.source}, {r.pixels})" for r in own]
+        bars = axes.barh(
+            names,
+            [r.joules_a_million_images for r in own],
+            color=[colours[r.contender] for r in own],
+        )
+        axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
+        axes.margins(x=0.15)
+        axes.set_xlabel("joules a million images")
+        axes.set_title(dtype, fontsize=9)
+    return _save(figure, path)

@@ -1,0 +1,172 @@
+"""What was measured: one record a contender and regime, as JSON lines and as tables."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.timing import Timing
+
+REGIMES = {
+    "burst": "a few calls after a rest",
+    "cold": "the same, with operands that are in no cache",
+    "sustained": "calls without a pause",
+    "call": "wall time of one call",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The time of one contender on one problem.
+
+    Attributes:
+      contender: its name.
+      ours: whether it is a backend of the operator.
+      source: what it takes: "patches" or "images".
+      regime: of `REGIMES`.
+      shape, images, dtype, pixels: the problem.
+      milliseconds, low, high: median, 10th and 90th percentile of a call.
+      calls: how many were measured.
+      clock, power: MHz and W while it ran, if known.
+      bytes, operations: what the problem needs at least.
+      written: of the bytes.
+      floor: milliseconds that they take by the ceilings measured in the same run, or of the fastest
+        contender if that is less.
+      peer: name of the fastest contender that is not ours and does all of the work.
+      peer_milliseconds: its time.
+    """
+
+    contender: str
+    ours: bool
+    source: str
+    regime: str
+    shape: str
+    images: int
+    dtype: str
+    pixels: str
+    milliseconds: float
+    low: float
+    high: float
+    calls: int
+    clock: float | None
+    power: float | None
+    bytes: int
+    operations: int
+    written: int
+    floor: float | None = None
+    peer: str | None = None
+    peer_milliseconds: float | None = None
+
+    @property
+    def gigabytes_a_second(self) -> float:
+        return self.bytes / self.milliseconds / 1e6
+
+    @property
+    def teraflops(self) -> float:
+        """Trillions of operations a second."""
+        return self.operations / self.milliseconds / 1e9
+
+    @property
+    def images_a_second(self) -> float:
+        return 1e3 * self.images / self.milliseconds
+
+    @property
+    def joules_a_million_images(self) -> float | None:
+        return None if self.power is None else 1e6 * self.power / self.images_a_second
+
+    @property
+    def of_peer(self) -> float | None:
+        """Its time in those of the fastest peer."""
+        return self.peer_milliseconds and self.milliseconds / self.peer_milliseconds
+
+    @property
+    def of_floor(self) -> float | None:
+        """Its time in those of the floor."""
+        return self.floor and self.milliseconds / self.floor
+
+    def record(self) -> dict[str, Any]:
+        """All of it, with what follows from it, for JSON."""
+        names = ("gigabytes_a_second", "teraflops", "images_a_second", "joules_a_million_images")
+        derived = {name: getattr(self, name) for name in (*names, "of_peer", "of_floor")}
+        return {"kind": "time"} | dataclasses.asdict(self) | derived
+
+
+def compared(results: list[Result], limits: dict[str, float]) -> list[Result]:
+    """The same results of one problem, each with the fastest peer of its regime, and the floor.
+
+    Args:
+      results: of one problem.
+      limits: bytes a second by kind of access ("copy", "widen"), operations a second by dtype, as
+        measured. What a contender itself reached raises them: small problems stay in caches.
+    """
+
+    def against(r: Result) -> Result:
+        own = [other for other in results if (other.source, other.regime) == (r.source, r.regime)]
+        # A bare product leaves out a part of the work.
+        peers = [other for other in own if not other.ours and "bare" not in other.contender]
+        best = min(peers, key=lambda peer: peer.milliseconds, default=None)
+        fastest = min(other.milliseconds for other in own)
+        access = "widen" if r.written > 0.6 * r.bytes else "copy"
+        needed = (r.bytes / limits[access], r.operations / limits[r.dtype])
+        return dataclasses.replace(
+            r,
+            peer=best and best.contender,
+            peer_milliseconds=best and best.milliseconds,
+            floor=min(1e3 * max(needed), fastest),
+        )
+
+    return [against(r) for r in results]
+
+
+def result(case: Any, source: str, name: str, ours: bool, regime: str, timing: Timing) -> Result:
+    """The result of a timing on a `contenders.Case`."""
+    return Result(
+        contender=name,
+        ours=ours,
+        source=source,
+        regime=regime,
+        shape=case.shape.name,
+        images=case.images,
+        dtype=case.dtype,
+        pixels=case.pixels,
+        **dataclasses.asdict(timing),
+        bytes=case.bytes(source),
+        operations=case.operations,
+        written=case.written,
+    )
+
+
+def write(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """One record a line."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """What `write` wrote."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def result_of(record: dict[str, Any]) -> Result:
+    """The result that `Result.record` was made from."""
+    return Result(**{field.name: record[field.name] for field in dataclasses.fields(Result)})
+
+
+def table(results: list[Result]) -> str:
+    """Results of one problem, source and regime as an aligned table, the fastest first."""
+    width = max(len(r.contender) for r in results) + 2
+    power = any(r.power is not None for r in results)
+    head = f"{'':{width}}{'ms':>9}{'10% .. 90%':>20}{'GB/s':>8}{'TFLOP/s':>9}{'images/s':>12}"
+    head += f"{'of peer':>9}{'of floor':>9}"
+    head += f"{'MHz':>7}{'W':>5}{'J/million':>11}" if power else ""
+    lines = [head]
+    for r in sorted(results, key=lambda r: r.milliseconds):
+        spread = f"{r.low:.4f} .. {r.high:.4f}"
+        line = f"{r.contender:{width}}{r.milliseconds:9.4f}{spread:>20}{r.gigabytes_a_second:8.0f}"
+        line += f"{r.teraflops:9.1f}{r.images_a_second:12,.0f}"
+        for ratio in (r.of_peer, r.of_floor):
+            line += f"{'' if ratio is None else f'{ratio:.3f}':>9}"
+        if r.power is not None:
+            line += f"{r.clock:7.0f}{r.power:5.0f}{r.joules_a_million_images:11.1f}"
+        lines.append(line)
+    return "\n".join(lines)

@@ -1,0 +1,218 @@
+"""The audit of the kernels' machine code: nothing spills, its counts and its budget are right."""
+
+import dataclasses
+import importlib.util
+import re
+import subprocess
+
+import pytest
+
+from benchmarks import audit
+from benchmarks.audit import Code, Kernel, Loop, Tile
+from benchmarks.offline_compile import cuda_root
+from pallas_patch_embed.backends import cuda_ffi, tiling
+from pallas_patch_embed.problem import named_shape
+
+HEADLINE = (named_shape("B/16 224"), 4736)
+
+needs_compilers = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
+needs_library = pytest.mark.skipif(bool(cuda_ffi.missing()), reason="the library is not built")
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no triton")
+
+
+def checked(kernel):
+    """The cycles of a kernel's budget; it does not spill, and all that it executes has a class."""
+    assert audit.spilling([kernel.code]) == []
+    for loop in kernel.loops:
+        assert {x for x in loop.executed if audit.class_of(x) in ("other", "local")} == set()
+    return {name: share.cycles for name, share in audit.budget(kernel).items()}
+
+
+def times(loop, name):
+    """How often a warp executes an opcode for a tile."""
+    return sum(n for opcode, n in loop.executed.items() if opcode.split(".")[0] == name)
+
+
+@needs_compilers
+def test_the_Hopper_kernel_has_the_budget_of_its_tile():
+    kernel = audit.pallas_kernel("sm_90", *HEADLINE, "float8_e4m3fn")
+    found = checked(kernel)
+    (loop,) = kernel.loops
+    assert (times(loop, "QGMMA"), times(loop, "STG")) == (24, 12)
+    assert found["tensor"] == 128 * 192 * 768 / 4096
+    # A quarter of the rows' bytes for each slice, and y, for 132 blocks at 4.8 TB/s and 1.98 GHz.
+    assert found["DRAM"] == pytest.approx((128 * 768 / 4 + 128 * 192 * 2) * 132 * 1.98 / 4800)
+    assert found["L2"] == 128 * 768 / 64
+    # A product of 64 x 192 x 32 bytes reads 8 KiB (NOTES.md), and threads store y themselves.
+    assert found["shared"] == (2 * 24 * 8192 + 128 * 192 * 2) / 128
+    assert found["issue"] == 2 * sum(loop.executed.values())
+
+
+@needs_compilers
+def test_the_Blackwell_kernel_has_the_budget_of_the_design():
+    kernel = audit.pallas_kernel("sm_100", *HEADLINE, "float8_e4m3fn")
+    found, (multiply, store) = checked(kernel), kernel.loops
+    # "3072 cycles, and DRAM allows about 3450": 72 of 74 pairs at 8 TB/s and 1.965 GHz.
+    assert found["tensor"] == 3072
+    assert found["DRAM"] == pytest.approx((256 * 768 / 3 + 256 * 256 * 2) * 72 * 1.965 / 8000)
+    assert found["DRAM"] == pytest.approx(3450, rel=0.01)
+    assert audit.binding(audit.budget(kernel)) == "DRAM"
+    # Two warps a scheduler "issue about 410" for the prototype, 402 here (NOTES.md).
+    assert sum(store.issue_slots().values()) <= 410
+    assert (times(multiply, "UTCQMMA"), times(store, "LDTM")) == (24, 4)
+    # Each block: 128 rows of either operand; half of y is staged, and read again by TMA.
+    assert store.bytes_of("STSM") == 128 * 256 * 2
+    assert found["shared"] == (24 * 32 * (128 + 128) + 2 * 128 * 256 * 2) / 128
+
+
+@needs_compilers
+@needs_library
+def test_no_kernel_of_the_library_spills():
+    assert audit.spilling(audit.library_kernels().values()) == []
+    names = {c.name for c in cuda_ffi.configs()}
+    assert {name for _, name in audit.library_kernels()} == names
+    kernel = audit.cuda_kernel("sm_90", *HEADLINE, "bfloat16")
+    found, (loop,) = checked(kernel), kernel.loops
+    # 12 chunks of 4 products of two blocks of rows; the loop over chunks has 8 of them.
+    assert times(loop, "HGMMA") == 12 * 4 * 2
+    # For both halves: 12 - 3 chunks of the weight come again; and all of the table.
+    L2_bytes = 256 * 1536 + 2 * 9 * 192 * 128 + 256 * 192 * 2
+    assert found["L2"] == L2_bytes / 64
+    # ncu: products take 6144 wavefronts for each half (NOTES.md).
+    assert audit.operand_bytes(loop, kernel.tile) == 2 * 6144 * 128
+    checked(audit.cuda_kernel("sm_100", *HEADLINE, "int8"))
+
+
+@needs_compilers
+@needs_triton
+def test_the_Triton_kernel_executes_its_products_for_each_step_and_its_stores_once():
+    kernel = audit.triton_kernel("sm_80", *HEADLINE, "int8")
+    found, (loop,) = checked(kernel), kernel.loops
+    assert found["tensor"] == 128 * 128 * 768 / 2048
+    # Products of 16 x 8 x 32, by 8 warps; 16 bytes a thread are stored at once.
+    assert times(loop, "IMMA") == 128 * 128 * 768 // (16 * 8 * 32) // 8
+    assert loop.bytes_of("STG") == 128 * 128 * 2
+    assert loop.bytes_of("LDGSTS") == 2 * 128 * 768
+
+
+@needs_compilers
+def test_a_kernel_that_uses_stack_is_found(tmp_path):
+    """Its local array is indexed at run time, so it is on the stack."""
+    source = tmp_path / "kernel.ptx"
+    source.write_text("""
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry kernel(.param .u64 out) {
+  .local .align 4 .b8 place[128];
+  .reg .b64 %a<4>;
+  .reg .b32 %r<2>;
+  mov.u32 %r0, %tid.x;
+  mul.wide.u32 %a0, %r0, 4;
+  mov.u64 %a1, place;
+  add.u64 %a1, %a1, %a0;
+  st.local.u32 [%a1], %r0;
+  ld.local.u32 %r1, [place+64];
+  ld.param.u64 %a2, [out];
+  st.global.u32 [%a2], %r1;
+  ret;
+}
+""")
+    cubin = tmp_path / "kernel.cubin"
+    ptxas = cuda_root() / "bin" / "ptxas"
+    subprocess.run([ptxas, "-arch=sm_90a", source, "-o", cubin], check=True)
+    (code,) = audit.read_cubin(cubin.read_bytes())
+    assert (code.name, code.stack_bytes, code.spill_bytes) == ("kernel", 128, 8)
+    assert audit.spilling([code]) == ["kernel"]
+
+
+CODE = Code("kernel", 168, 0, 0, "")
+
+
+def test_spills_and_stack_are_found_each_for_itself():
+    assert audit.spilling([CODE]) == []
+    for name in ("spill_bytes", "stack_bytes"):
+        assert audit.spilling([CODE, dataclasses.replace(CODE, **{name: 8})]) == ["kernel"]
+
+
+LOOP = """
+.L_x_1:
+        /*0010*/                   LDSM.16.M88.4 R4, [R2] ;
+        /*0020*/                   IMMA.16832.S8.S8 R24, R4, R6, R24 ;
+        /*0028*/                   IMMA.16832.S8.S8 R28, R4, R8, R28 ;
+        /*0030*/              @!P1 BRA `(.L_x_2) ;
+        /*0040*/                   STG.E.128 [R2.64], R24 ;
+.L_x_2:
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+"""
+NESTED = """
+.L_x_1:
+        /*0010*/                   MOV R1, R2 ;
+.L_x_2:
+        /*0020*/                   HGMMA.64x192x16.F32.BF16 R24, R4, gdesc[UR4], R24 ;
+        /*0028*/                   HGMMA.64x192x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0030*/               @P0 BRA `(.L_x_2) ;
+        /*0040*/                   STG.E.128 [R2.64], R24 ;
+        /*0050*/               @P1 BRA `(.L_x_1) ;
+"""
+
+
+def test_what_is_repeated_for_a_tile_is_counted_so_often():
+    found = audit.executed(LOOP, "STG|[HIQ]G?MMA", 12)
+    assert found == {"LDSM.16.M88.4": 12, "IMMA.16832.S8.S8": 24, "STG.E.128": 1, "BRA": 24}
+    found = audit.executed(NESTED, "STG|[HIQ]G?MMA", 12)
+    shape = "HGMMA.64x192x16.F32.BF16"
+    assert found == {"MOV": 1, f"{shape} RS": 12, shape: 12, "BRA": 13, "STG.E.128": 1}
+
+
+def test_loads_and_stores_have_the_bytes_that_their_modifiers_name():
+    opcodes = ["LDG.E.128.CONSTANT", "STS.64", "LDS", "LDG.E.U16", "STS.U8", "STSM.16.M88.4"]
+    assert [audit.access_bytes(opcode) for opcode in opcodes] == [16, 8, 4, 2, 1, 16]
+
+
+def test_each_opcode_has_one_class_and_an_unknown_one_is_shown(tmp_path):
+    names = [name for opcodes in audit.CLASSES.values() for name in opcodes]
+    assert len(names) == len(set(names))
+    tile = Tile(128, 192, 768, 1, 4, 132, 98304, 98304)
+    loop = Loop("multiply and store", 8, {"FFMA": 3, "XYZZY.64": 2})
+    kernel = Kernel("CUDA", "sm_90", "int8", "", CODE, 0, 0, tile, (loop,))
+    assert audit.mix_table([kernel]).endswith("other: XYZZY")
+    pytest.importorskip("matplotlib")
+    audit.draw([kernel], "title", tmp_path / "audit.png")
+    assert (tmp_path / "audit.png").stat().st_size > 10_000
+
+
+# Dense peaks in 1e12 operations a second, and the clock in GHz at which they hold.
+PEAKS = {
+    "sm_80": (1.41, dict(bfloat16=312, int8=624)),
+    "sm_86": (1.695, dict(bfloat16=71, int8=284)),
+    "sm_89": (2.52, dict(float8_e4m3fn=330.3, bfloat16=165.2, int8=660.6)),
+    "sm_90": (1.83, dict(float8_e4m3fn=1979, bfloat16=989.5, int8=1979)),
+    "sm_100": (1.86, dict(float8_e4m3fn=4500, bfloat16=2250, int8=4500)),
+}
+
+
+@pytest.mark.parametrize("architecture", PEAKS)
+def test_the_rates_are_those_of_the_data_sheets(architecture):
+    clock, peaks = PEAKS[architecture]
+    for dtype, peak in peaks.items():
+        rate = 2 * audit.MULTIPLY_ADDS[architecture][dtype]
+        found = rate * audit.CHIP_OF[architecture].multiprocessors * clock / 1e3
+        assert found == pytest.approx(peak, rel=0.01)
+
+
+def test_the_chunks_that_stay_are_those_of_the_kernel():
+    text = (audit.ROOT / "ffi" / "patch_embed_sm90.h").read_text()
+    found = [int(re.search(rf"{name} = (\d+);", text)[1]) for name in ("kStayEach", "kStaying")]
+    assert found == [audit.STAY_EACH, audit.STAYING]
+
+
+def test_what_cannot_be_compiled_is_left_out_with_the_reason(monkeypatch):
+    monkeypatch.setattr(audit, "cuda_root", lambda: None)
+    monkeypatch.setattr(audit.cuda_ffi, "missing", lambda: "its library is missing")
+    monkeypatch.setattr(audit.importlib.util, "find_spec", lambda name: None)
+    audit.library_kernels.cache_clear()
+    kernels, missing = audit.audit(*HEADLINE, tiling.DTYPES)
+    assert kernels == [] and len(missing) == 4
+    for family, line in zip(("Pallas", "CUDA", "Triton", "Triton images"), missing):
+        assert line.startswith(f"Left out, {family}: ") and "missing" in line

@@ -1,0 +1,216 @@
+"""The benchmarks: what is compared is right, and nothing that is measured gets lost."""
+
+import dataclasses
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_patch_embed as ppe
+from benchmarks import __main__ as benchmarks
+from benchmarks import accuracy, contenders, devices, encoder, plots, results, timing
+from benchmarks.contenders import Case
+from benchmarks.timing import Ceiling, Timing
+from pallas_patch_embed.problem import NamedShape
+from pallas_patch_embed.siglip2 import Config
+
+SMALL = NamedShape("small", 8, 36, 32)
+CASE = Case(SMALL, 3, "int8")
+
+
+@pytest.fixture(autouse=True)
+def wall_time(monkeypatch):
+    monkeypatch.setattr(timing, "on_gpu", lambda: False)
+
+
+def test_a_case_counts_what_must_be_moved_and_multiplied():
+    # 4 x 4 patches of 192 bytes, padded to 256, and 32 columns; the last 4 pixels of a line are
+    # read with the image.
+    assert CASE.operations == 2 * 3 * 16 * 192 * 32
+    assert CASE.written == 2 * 3 * 16 * 32
+    once = 32 * 256 + 4 * 32 + 2 * 16 * 32
+    assert CASE.bytes("patches") == 3 * 16 * 256 + once + CASE.written
+    assert CASE.bytes("images") == 3 * 3 * 36 * 36 + once + CASE.written
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize("pixels", ["random", "photographs"])
+def test_every_contender_is_right(dtype, pixels):
+    case = dataclasses.replace(CASE, dtype=dtype, pixels=pixels)
+    data = contenders.draw(case)
+    assert len(np.unique(data.images)) > 100
+    found, left_out = contenders.entries(case, data)
+    names = {"jnp.dot bare, [N, K]", "jnp.dot bare, [K, N]", "jnp.dot + positions", "xla"}
+    names |= set() if dtype == "bfloat16" else {"dequantise + jnp.dot + positions"}
+    assert {name for source, name in found if source == "patches"} >= names
+    ways = {"convolution + positions", "patchify + jnp.dot + positions", "xla"}
+    assert {name for source, name in found if source == "images"} >= ways
+    assert "8.0 or newer" in left_out["triton"]
+
+
+def test_a_wrong_output_is_not_timed(monkeypatch):
+    data = contenders.draw(CASE)
+    monkeypatch.setattr(
+        contenders, "convolution", lambda x, kernel, table: 0 * table + x[0, 0, 0, 0]
+    )
+    monkeypatch.setattr(contenders, "cut_and_product", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        contenders.entries(CASE, data)
+    monkeypatch.undo()
+    monkeypatch.setattr(timing, "on_gpu", lambda: False)
+    right = contenders.convolution
+    monkeypatch.setattr(contenders, "convolution", lambda *x: 1.02 * right(*x))
+    found, left_out = contenders.entries(CASE, data, ("images",))
+    assert ("images", "convolution + positions") not in found
+    assert "is wrong: relative error 0.02" in left_out["convolution + positions"]
+    embed = ppe.embed_images
+    monkeypatch.setattr(ppe, "embed_images", lambda *x, **y: 1.02 * embed(*x, **y))
+    with pytest.raises(RuntimeError, match=r"xla on .* relative error 0.02"):
+        contenders.entries(CASE, data, ("images",))
+
+
+def test_a_result_is_compared_with_the_fastest_whole_peer_and_the_floor():
+    def of(name, ours, ms):
+        times = Timing(ms, ms, ms, 5, 1500.0, 600.0)
+        return results.result(CASE, "patches", name, ours, "sustained", times)
+
+    measured = [
+        of("ours", True, 2.0),
+        of("jnp.dot bare", False, 1.0),
+        of("a", False, 4.0),
+        of("b", False, 3.0),
+    ]
+    limits = dict(copy=1e4 * CASE.bytes("patches"), widen=1.0, int8=CASE.operations / 5e-4)
+    ours, *_ = found = results.compared(measured, limits)
+    assert (ours.peer, ours.of_peer, ours.floor, ours.of_floor) == ("b", 2 / 3, 0.5, 4.0)
+    # What somebody reached is no floor.
+    (slow, *_) = results.compared(measured, limits | {"copy": 1.0})
+    assert slow.floor == 1.0
+    assert ours.images_a_second == pytest.approx(1500)
+    assert ours.joules_a_million_images == pytest.approx(600 * 1e6 / 1500)
+    assert ours.teraflops == pytest.approx(CASE.operations / 2e-3 / 1e12)
+    assert "0.667" in results.table(found) and "600" in results.table(found)
+    assert results.result_of(json.loads(json.dumps(ours.record()))) == ours
+
+
+def test_cold_operands_are_copies_that_fill_the_cache(monkeypatch):
+    monkeypatch.setattr(benchmarks, "OUT_OF_CACHE", 3 * CASE.bytes("patches"))
+    found, _ = contenders.entries(CASE, contenders.draw(CASE), ("patches",))
+    for entry in benchmarks.cold(CASE, found).values():
+        every = [entry.contender.operands, *entry.contender.further]
+        places = {jax.tree.leaves(operands)[0].unsafe_buffer_pointer() for operands in every}
+        assert len(places) == 4
+
+
+def test_the_whole_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmarks, "named_shape", lambda name: SMALL)
+    monkeypatch.setattr(benchmarks, "OUT_OF_CACHE", 200_000)
+    monkeypatch.setattr(
+        benchmarks,
+        "ceilings",
+        lambda dtypes, *_: dict.fromkeys([*dtypes, "copy", "widen"], 1e12),
+    )
+    sustained = timing.sustained
+    monkeypatch.setattr(
+        timing,
+        "sustained",
+        lambda c, seconds: {
+            name: dataclasses.replace(t, clock=1400.0, power=690.0)
+            for name, t in sustained(c, seconds=0.02, rounds=1, calls=2).items()
+        },
+    )
+    command = "benchmarks --parts operator --shapes B/32:256 --images 2 3 --dtypes int8"
+    command += " --pixels random --rounds 1 --rest 0"
+    arguments = [word.replace(":", " ") for word in command.split()]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--out", str(tmp_path)])
+    benchmarks.main()
+    printed = capsys.readouterr().out
+    records = results.read(tmp_path / "results.jsonl")
+    found = [results.result_of(r) for r in records if r["kind"] == "time"]
+    assert {r.regime for r in found} == set(results.REGIMES)
+    for regime in results.REGIMES:
+        assert f"from images, {regime}: {results.REGIMES[regime]}" in printed
+    assert {r["kind"] for r in records} == {"run", "ceiling", "time", "left out"}
+    assert all(r.floor <= r.milliseconds and r.peer for r in found)
+    pictures = {path.name.split("_")[0] for path in tmp_path.glob("*.png")}
+    assert pictures == {"times", "throughput", "roofline", "energy"}
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(path) or path)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--draw", str(tmp_path)])
+    benchmarks.main()
+    assert set(drawn) == set(tmp_path.glob("*.png"))
+
+
+TINY = Config(32, 2, 2, 64, 8, (4, 4), image_size=(36, 36))
+
+
+@pytest.fixture
+def tiny_encoder(monkeypatch):
+    monkeypatch.setitem(encoder.ENCODERS, "small", TINY)
+    for module in (encoder, accuracy):
+        monkeypatch.setattr(module, "named_shape", lambda name: SMALL)
+
+
+def test_encoders_differ_in_the_patch_embedding_alone(tiny_encoder, monkeypatch):
+    found = encoder.speeds("small", 2, ["bfloat16", "int8"], rounds=1, calls=1, rest=0.0)
+    names = [(s.way, s.dtype) for s in found]
+    both = [("convolution", "bfloat16"), ("patchify + jnp.dot", "bfloat16"), ("xla", "bfloat16")]
+    assert names == [*both, ("xla", "int8")]
+    assert found[0].difference == 0 <= found[1].difference < found[3].difference < 0.05
+    assert "gain" in encoder.table(found)
+    monkeypatch.setattr(encoder, "cut_and_product", lambda *x: -contenders.cut_and_product(*x))
+    with pytest.raises(RuntimeError, match="differs by"):
+        encoder.speeds("small", 2, ["bfloat16"], rounds=1, calls=1, rest=0.0)
+
+
+def test_accuracy_is_that_of_the_dtype(tiny_encoder):
+    found = {a.dtype: a for a in accuracy.accuracies(name="small")}
+    assert found["float32"].patch_error < 1e-6 and found["float32"].pooled_error < 1e-6
+    errors = [found[d].patch_error for d in ("float32", "bfloat16", "int8", "float8_e4m3fn")]
+    assert errors == sorted(errors) and errors[-1] < 0.05
+    assert all(a.pooled_cosine > 0.99 for a in found.values())
+    assert "int8" in accuracy.table(list(found.values()))
+
+
+def test_several_devices_share_no_data_and_agree(monkeypatch):
+    monkeypatch.setattr(devices, "named_shape", lambda name: SMALL)
+    found = devices.scaling([2], 3, "small", "int8", seconds=0.02, rounds=1, calls=2)
+    assert [(s.devices, s.images, s.regime) for s in found] == [
+        (1, 3, "burst"), (2, 6, "burst"), (1, 3, "sustained"), (2, 6, "sustained"),
+    ]  # fmt: skip
+    assert found[0].efficiency == 1
+    embed = functools.partial(ppe.patch_embed)
+
+    def communicating(patches, params):
+        return embed(patches, params) + 0 * patches.astype(jnp.bfloat16).sum()
+
+    monkeypatch.setattr(ppe, "patch_embed", communicating)
+    with pytest.raises(RuntimeError, match="all-reduce"):
+        devices.sharded(contenders.draw(CASE), 2)
+
+
+def test_the_product_ceiling_counts_its_operations():
+    ceiling = contenders.product_ceiling("int8", 64)
+    assert isinstance(ceiling, Ceiling) and ceiling.operations == 2 * 64**3
+    assert ceiling.contender().shape == (1, 64, 64)
+
+
+def test_pictures_say_what_they_show(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: shown.append(figure) or path)
+    data = contenders.draw(CASE)
+    entries, _ = contenders.entries(CASE, data)
+    times = [
+        results.result(CASE, source, name, e.ours, "burst", Timing(1.0, 0.9, 1.2, 3))
+        for (source, name), e in entries.items()
+    ]
+    times = results.compared(times, {"copy": 1e9, "widen": 1e9, "int8": 1e9})
+    plots.times(times, "a GPU, a day", tmp_path / "x.png")
+    (figure,) = shown
+    assert "3 images, small, random pixels, burst" in figure.get_suptitle()
+    assert figure.get_supxlabel() == "a GPU, a day"
+    assert all(axes.get_xlabel() == "milliseconds" for axes in figure.axes)
