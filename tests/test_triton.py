@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import re
 import subprocess
+import types
 from pathlib import Path
 
 import jax
@@ -262,6 +263,18 @@ def test_many_images_get_the_largest_tile_and_no_more_programs_than_run(capabili
             assert programs <= config.programs * most
     few = problem_of(49, 768, 768, B=1)
     assert backend.choose_config(few, capability) in smaller
+
+
+@pytest.mark.parametrize("found, expected", [("9.0", 90), (None, 80)])
+def test_an_export_is_for_the_chip_at_hand(monkeypatch, found, expected):
+    device = types.SimpleNamespace(platform="gpu" if found else "cpu", compute_capability=found)
+    monkeypatch.setattr(backend, "default_device", lambda: device)
+    shapes = image_shapes(16, jnp.int8, 2)
+    for target, capability in ((Target("cuda"), expected), (None, expected), (RTX_4090, 89)):
+        function = functools.partial(
+            backend.run_images, patch_size=16, out_dtype="bfloat16", target=target
+        )
+        assert recorded(monkeypatch, function, *shapes)["compute_capability"] == capability
 
 
 def test_what_cannot_be_served_is_refused_with_the_reason(monkeypatch):
