@@ -338,20 +338,17 @@ def run(
     chosen = [config] if config else _chosen(problem, CHIPS)
     for one in chosen:
         one.check(problem)
-    *leading, K = patches.shape
-    M = math.prod(leading)
-    if M == 0:
-        return jnp.zeros((*leading, problem.N), out_dtype)
-    period = tiling.table_period(problem)
-    if table.ndim > 1:
-        table = table.reshape(period, problem.N)
-    # A chip without a kernel has no name, and no runs.
-    kernels = {f"kernel_sm{chip.capability}": "" for chip in CHIPS}
-    runs = {chip.capability: np.zeros((1, 1, 4), np.int32) for chip in CHIPS}
-    for one in chosen:
-        kernels[f"kernel_sm{one.capability}"] = one.name
-        runs[one.capability] = schedule.runs(M, period, one.tile_m, one.workers(problem))
-    register()
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((M, problem.N), out_dtype))
-    operands = (patches.reshape(M, K), weight, scale, table, *map(jnp.asarray, runs.values()))
-    return call(*operands, **kernels).reshape(*leading, problem.N)
+
+    def compute(M, patches, *rest):
+        # A chip without a kernel has no name, and no runs.
+        kernels = {f"kernel_sm{chip.capability}": "" for chip in CHIPS}
+        runs = {chip.capability: np.zeros((1, 1, 4), np.int32) for chip in CHIPS}
+        period = tiling.table_period(problem)
+        for one in chosen:
+            kernels[f"kernel_sm{one.capability}"] = one.name
+            runs[one.capability] = schedule.runs(M, period, one.tile_m, one.workers(problem))
+        register()
+        call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((M, problem.N), out_dtype))
+        return call(patches.reshape(M, -1), *rest, *map(jnp.asarray, runs.values()), **kernels)
+
+    return tiling.in_rows(problem, (patches, weight, scale, table), compute)

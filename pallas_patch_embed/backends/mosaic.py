@@ -1,6 +1,5 @@
 """What the Pallas Mosaic GPU kernels share: the launch, the walk over the runs, views of memory."""
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -14,7 +13,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_patch_embed.backends import schedule
-from pallas_patch_embed.backends.tiling import check_operands, table_period
+from pallas_patch_embed.backends.tiling import check_operands, in_rows, table_period
 from pallas_patch_embed.problem import Problem
 
 # What Mosaic aligns shared memory to.
@@ -68,18 +67,13 @@ def launch(operands, out_dtype: str, config, choose_config: Callable, make_kerne
     check_operands(problem)
     config = config or choose_config(problem)
     config.check(problem)
-    patches, weight, scale, table = operands
-    *leading, K = patches.shape
-    M = math.prod(leading)
-    if M == 0:
-        return jnp.zeros((*leading, problem.N), out_dtype)
-    period = table_period(problem)
-    if table.ndim > 1:
-        table = table.reshape(period, problem.N)
-    runs = schedule.runs(M, period, config.tile_m, config.workers(problem))
-    kernel = make_kernel(config, problem, M)
-    y = kernel(patches.reshape(M, K), weight, scale, table, jnp.asarray(runs))
-    return y.reshape(*leading, problem.N)
+
+    def compute(M, patches, *rest):
+        runs = schedule.runs(M, table_period(problem), config.tile_m, config.workers(problem))
+        kernel = make_kernel(config, problem, M)
+        return kernel(patches.reshape(M, -1), *rest, jnp.asarray(runs))
+
+    return in_rows(problem, operands, compute)
 
 
 def for_each_run(runs, worker, visit: Callable) -> jax.Array:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_patch_embed.problem import Problem
@@ -67,6 +68,28 @@ def table_period(problem: Problem) -> int | None:
     if not fits or len(problem.table) > len(problem.patches):
         return None
     return S * math.prod(leading)
+
+
+def in_rows(problem: Problem, operands: tuple[jax.Array, ...], compute: Callable) -> jax.Array:
+    """The operator by a kernel that knows rows instead of leading axes.
+
+    Args:
+      problem: of the operands, checked.
+      operands: patches (or what stands for them), weight, scale, table.
+      compute: M, patches, weight, scale, table [period, N] or [N] -> y [M, N]; not called without
+        rows.
+
+    Returns:
+      [..., S, N].
+    """
+    patches, weight, scale, table = operands
+    *leading, _ = problem.patches
+    M = math.prod(leading)
+    if M == 0:
+        return jnp.zeros((*leading, problem.N), problem.out_dtype)
+    if table.ndim > 1:
+        table = table.reshape(table_period(problem), problem.N)
+    return compute(M, patches, weight, scale, table).reshape(*leading, problem.N)
 
 
 def multiprocessors(default: int) -> int:

@@ -55,8 +55,8 @@ class Config:
       warps: of a program.
       stages: of the pipeline of loads.
       programs: at the same time on a multiprocessor.
-      parts: 1, 2 or 4, in which the columns of a tile are stored. In one, the table's numbers stay in
-        registers as long as tiles have the same ones; else accumulators need the registers.
+      parts: 1, 2 or 4, in which the columns of a tile are stored. In one, the table's numbers stay
+        in registers as long as tiles have the same ones; else accumulators need the registers.
     """
 
     tile_m: int
@@ -228,10 +228,6 @@ def _launch(problem: Problem, operands, images_as: dict, target, config) -> jax.
     """
     tiling.check_operands(problem)
     _check_rows(problem)
-    *leading, K = problem.patches
-    M = math.prod(leading)
-    if M == 0:
-        return jnp.zeros((*leading, problem.N), problem.out_dtype)
     # An export holds code for one compute capability: this process's, if it has a GPU.
     targets = (target, Target.of(default_device()))
     capability = next((t.compute_capability for t in targets if t and t.compute_capability), OLDEST)
@@ -239,44 +235,44 @@ def _launch(problem: Problem, operands, images_as: dict, target, config) -> jax.
     crowded = bool(images_as) and (widen or images_as["VECTOR"] < LEAST_VECTOR)
     config = config or choose_config(problem, capability, crowded)
     if widen:
-        operands = (
+        operands = tuple(
             lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == problem.dtype else x
             for x in operands
         )
-    first, weight, scale, table = operands
-    period = tiling.table_period(problem)
-    # Tiles of a run lie alike in their images, also where they have no rows of a table.
-    runs_period = images_as.get("GRID", 1) if period == 1 else period
+    K, period = problem.patches[-1], tiling.table_period(problem)
     workers = config.workers(problem, capability)
-    runs = schedule.runs(M, runs_period, config.tile_m, workers)
     names = ("GRID_W", "GRID", "PATCH", "PATCH_LINE", "LINE", "IMAGE", "VECTOR")
     arguments = dict.fromkeys(names, 1) | dict(IMAGES=False, K=K) | images_as
-    arguments |= dict(
-        M=M,
-        N=problem.N,
-        K_PADDED=K,
-        PERIOD=period,
-        RUNS=runs.shape[1],
-        DTYPE=problem.dtype,
-        WIDEN=widen,
-        HAS_TABLE=table.ndim > 1,
-        TILE_M=config.tile_m,
-        TILE_N=config.tile_n,
-        TILE_K=config.step_bytes // jnp.dtype(problem.dtype).itemsize,
-        PARTS=config.parts,
-        STAGES=config.stages,
-    )
-    y = _call()(
-        first.reshape(-1) if images_as else first.reshape(M, K),
-        *(weight, scale, table.reshape(-1, problem.N), jnp.asarray(runs)),
-        out=jax.ShapeDtypeStruct((M, problem.N), problem.out_dtype),
-        grid=workers * config.slices(problem),
-        num_warps=config.warps,
-        num_stages=config.stages,
-        compute_capability=10 * capability[0] + capability[1],
-        **arguments,
-    )
-    return y.reshape(*leading, problem.N)
+
+    def compute(M, first, weight, scale, table):
+        # Tiles of a run lie alike in their images, also where they have no rows of a table.
+        repeats = period if period > 1 else arguments["GRID"]
+        runs = schedule.runs(M, repeats, config.tile_m, workers)
+        return _call()(
+            first.reshape(-1) if images_as else first.reshape(M, K),
+            *(weight, scale, table.reshape(-1, problem.N), jnp.asarray(runs)),
+            out=jax.ShapeDtypeStruct((M, problem.N), problem.out_dtype),
+            grid=workers * config.slices(problem),
+            num_warps=config.warps,
+            num_stages=config.stages,
+            compute_capability=10 * capability[0] + capability[1],
+            **arguments,
+            M=M,
+            N=problem.N,
+            K_PADDED=K,
+            PERIOD=period,
+            RUNS=runs.shape[1],
+            DTYPE=problem.dtype,
+            WIDEN=widen,
+            HAS_TABLE=table.ndim > 1,
+            TILE_M=config.tile_m,
+            TILE_N=config.tile_n,
+            TILE_K=config.step_bytes // jnp.dtype(problem.dtype).itemsize,
+            PARTS=config.parts,
+            STAGES=config.stages,
+        )
+
+    return tiling.in_rows(problem, operands, compute)
 
 
 @functools.cache

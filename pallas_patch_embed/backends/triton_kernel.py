@@ -136,8 +136,8 @@ def patch_embed(
         if PARTS == 1:
             column = at_most(first_column + in_part, N, TILE_N)
             terms = terms_at(table, table_rows, column, N, HAS_TABLE)
-        # Where the first tile begins, in images or rows, and how much later the next one does: a run's
-        # tiles begin with the same patch of different images. And its rows, from there on.
+        # Where the first tile begins, in images or rows, and how much later the next one does (a
+        # run's tiles begin with the same patch of different images); its rows, from there on.
         if IMAGES:
             begin, advance = first * TILE_M // GRID, stride * TILE_M // GRID
             row = first * TILE_M + in_tile
