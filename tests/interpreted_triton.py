@@ -9,11 +9,8 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+from benchmarks.audit import TRITON_TYPES
 from pallas_patch_embed.backends import triton as backend
-
-# As the interpreter asks a torch tensor what it is.
-TYPES = {"float32": "fp32", "bfloat16": "bf16", "float8_e4m3fn": "fp8e4nv"}
-TYPES |= {"int8": "i8", "uint8": "u8", "int32": "i32"}
 
 # What it holds as bits.
 HELD = {tl.bfloat16: jnp.bfloat16, tl.float8e4nv: jnp.float8_e4m3fn}
@@ -30,7 +27,8 @@ class Buffer:
         self.inside = self.bytes[self.GUARD : self.GUARD + content.size]
         self.inside[:] = content
         self.like = array
-        self.dtype = dtype or TYPES[array.dtype.name]
+        # As the interpreter asks a torch tensor what it is.
+        self.dtype = dtype or TRITON_TYPES[array.dtype.name]
 
     def data_ptr(self) -> int:
         """Where it begins."""

@@ -94,8 +94,8 @@ class Config:
 # NOTES.md has the times of those for Hopper, and of others, by dtype.
 AMPERE = (
     Config(128, 128, 64, warps=8, stages=4, programs=1),
-    Config(128, 64, 64, warps=8, stages=4, programs=1),
-    Config(32, 64, 64, warps=4, stages=4, programs=3),
+    Config(64, 128, 64, warps=8, stages=4, programs=1),
+    Config(32, 64, 64, warps=4, stages=3, programs=3),
 )
 HOPPER = (
     Config(128, 256, 128, warps=8, stages=3, programs=1, parts=4),
@@ -103,20 +103,28 @@ HOPPER = (
     Config(64, 64, 64, warps=4, stages=4, programs=3),
 )
 
-# With pixels in shorter groups, each of which has an address in registers, the largest tile spills;
-# with float8 pixels that have to be widened, too.
+# The largest tile spills with pixels in shorter groups, each of which has an address in registers,
+# with float8 pixels that have to be widened, and with columns beyond the end of N.
 LEAST_VECTOR = 4
 
 
-def configs(capability: tuple[int, int], crowded: bool = False) -> tuple[Config, ...]:
-    """Those for a compute capability; where pixels crowd the registers, without the largest."""
-    found = HOPPER if capability >= (9, 0) else AMPERE
-    return found[1:] if crowded else found
+def configs(capability: tuple[int, int]) -> tuple[Config, ...]:
+    """Those for a compute capability, the largest first."""
+    return HOPPER if capability >= (9, 0) else AMPERE
 
 
 def choose_config(problem: Problem, capability: tuple[int, int], crowded: bool = False) -> Config:
-    """The config for a problem: a function of shapes, dtypes, and the GPU's multiprocessors."""
-    return min(configs(capability, crowded), key=lambda config: config.time(problem, capability))
+    """The config for a problem: a function of shapes, dtypes, and the GPU's multiprocessors.
+
+    Args:
+      problem: shapes and dtypes.
+      capability: of the GPU.
+      crowded: whether pixels leave too few registers for the largest tile.
+    """
+    largest, *smaller = configs(capability)
+    crowded = crowded or problem.N % largest.tile_n > 0
+    candidates = smaller if crowded else (largest, *smaller)
+    return min(candidates, key=lambda config: config.time(problem, capability))
 
 
 def missing() -> str | None:

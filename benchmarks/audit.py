@@ -1,0 +1,735 @@
+"""What the compilers made of every kernel, and a budget of what a tile takes of the chip.
+
+  python -m benchmarks.audit [--shape "B/16 224"] [--images 4736] [--dtypes int8 ...]
+      [--out audit.png] [--json audit.jsonl]
+
+No GPU is needed, and nothing is measured: resources and instructions are read from machine code,
+the budget is arithmetic on data sheets, tile sizes and that code. The Pallas kernels are compiled
+by `benchmarks.offline_compile`, the CUDA kernels are those of the built library, the Triton kernel
+is compiled as the backend calls it. What cannot be had here is left out with a line that says why.
+Exits with status 1 if a kernel spills or uses stack.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import datetime
+import functools
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import cuda_launch
+from benchmarks.offline_compile import (
+    CHIPS,
+    INSTRUCTION,
+    LABEL,
+    Chip,
+    cuda_root,
+    innermost_loop,
+    operands,
+)
+from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, tiling, triton
+from pallas_patch_embed.backends.tiling import ROW_BYTES
+from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, Target, named_shape
+
+ROOT = Path(__file__).parent.parent
+
+OUT_DTYPE, OUT_BYTES = "bfloat16", 2
+
+# The chip whose numbers stand for an architecture; those of A100, RTX 3090 and RTX 4090 are from
+# NVIDIA's white papers of GA100, GA102 and AD102.
+CHIP_OF = {
+    "sm_80": Chip("NVIDIA A100", "sm_80", (8, 0), 108, 80 * 10**9, 2039 * 10**9, 40 * 2**20, 1.41),
+    "sm_86": Chip("RTX 3090", "sm_86", (8, 6), 82, 24 * 10**9, 936 * 10**9, 6 * 2**20, 1.695),
+    "sm_89": Chip("RTX 4090", "sm_89", (8, 9), 128, 24 * 10**9, 1008 * 10**9, 72 * 2**20, 2.52),
+    "sm_90": CHIPS["h200"],
+    "sm_100": CHIPS["b200"],
+}
+
+# Where each family is compiled for; Triton's kernel also serves newer chips.
+SERVED = {
+    "Pallas": ("sm_90", "sm_100"),
+    "CUDA": ("sm_90", "sm_100"),
+    "Triton": ("sm_80", "sm_86", "sm_89", "sm_90"),
+}
+
+# Dense multiply-adds of a multiprocessor's tensor cores in a cycle, accumulated in float32 or
+# int32: the peak of the same papers and of the data sheets of H200 and B200, by multiprocessors and
+# by the clock of that peak (1.41, 1.695, 2.52, 1.83, 1.86 GHz), which is a power of two within 1%.
+# float8 is float16 for this kernel on 8.0 and 8.6.
+MULTIPLY_ADDS = {
+    "sm_80": dict(float8_e4m3fn=1024, bfloat16=1024, int8=2048),
+    "sm_86": dict(float8_e4m3fn=256, bfloat16=256, int8=1024),
+    "sm_89": dict(float8_e4m3fn=512, bfloat16=256, int8=1024),
+    "sm_90": dict(float8_e4m3fn=4096, bfloat16=2048, int8=4096),
+    "sm_100": dict(float8_e4m3fn=8192, bfloat16=4096, int8=8192),
+}
+
+# Bytes a cycle of a multiprocessor: of its port to L2, an assumption, as NVIDIA does not publish it
+# for these chips; of its one memory for L1 and shared memory. Its schedulers, one instruction each.
+L2_BYTES, SHARED_BYTES, SCHEDULERS = 64, 128, 4
+
+# Bytes of K of one wgmma or tcgen05.mma.
+PRODUCT_BYTES = 32
+
+ASSUMPTIONS = f"""\
+An estimate, not a measurement: no latency, no conflict, no wait, everything overlaps. Each number
+bounds a tile's cycles on one multiprocessor from below (of a pair: its half); the largest binds.
+tensor: dense peak rates.
+DRAM: the grid reads patches once and writes y once; weight, table, scales and runs stay in L2. All
+  multiprocessors with work share the bandwidth, at the clock above; at a lower clock it takes fewer
+  cycles.
+L2: {L2_BYTES} bytes a cycle (assumed, not published): patches, streamed weight, and what threads
+  load in the tile loop, such as a table that is not held, as if L1 never had it.
+shared: {SHARED_BYTES} bytes a cycle: what wgmma reads for 32 bytes of K (64 rows of patches and all
+  columns), and tcgen05.mma (a block's rows and its part of the columns); what TMA stores read;
+  loads and stores of threads, also of global memory, as that is one way. What TMA and cp.async
+  bring ("filled") is listed but not counted: if it were, a bfloat16 tile of Pallas' Hopper kernel
+  would take longer than its trace on an H200 shows (NOTES.md).
+issue: instructions of the tile loop, {SCHEDULERS} schedulers with one a cycle. Each wait passes at
+  once, both sides of a branch count, warps that only copy are left out.
+Results are {OUT_DTYPE}; all images have one table."""
+
+CLASSES = {
+    name: frozenset(opcodes.split())
+    for name, opcodes in {
+        "tensor": "HMMA IMMA QMMA HGMMA IGMMA QGMMA UTCHMMA UTCIMMA UTCQMMA",
+        "tensor memory": "LDTM STTM UTCATOMSWS",
+        "shared": "LDS STS LDSM STSM STAS ATOMS",
+        "global": "LD ST LDG STG LDGSTS ATOM ATOMG RED",
+        "local": "LDL STL",
+        "TMA": "UTMALDG UTMASTG UTMAPF UTMACCTL UTMACMDFLUSH UBLKCP UBLKPF",
+        "barrier": "SYNCS BAR DEPBAR LDGDEPBAR UTCBAR WARPSYNC WARPGROUP MEMBAR FENCE ERRBAR "
+        "CGAERRBAR UCGABAR_ARV UCGABAR_WAIT CCTL NANOSLEEP",
+        "float": "FADD FFMA FFMA2 FMUL FMNMX HFMA2 HADD2 HMUL2 FSETP FSEL MUFU",
+        "integer": "IABS IADD IADD3 IMAD IMNMX VIMNMX ISETP LEA LOP3 POPC FLO SHF SGXT BMSK VIADD "
+        "UIADD3 UIMAD UISETP ULEA ULOP3 USHF USGXT UFLO REDUX",
+        "conversion": "F2F F2FP F2I F2IP I2F I2FP I2IP",
+        "move and control": "MOV UMOV PRMT UPRMT SEL USEL R2UR CS2R S2R S2UR P2R R2P LDC LDCU ULDC "
+        "SHFL ELECT VOTE VOTEU PLOP3 UPLOP3 BRA BSSY BSYNC BREAK CALL RET EXIT NOP BPT YIELD "
+        "USETMAXREG UVIRTCOUNT",
+    }.items()
+}
+
+MATRIX = re.compile(r"[HIQ]G?MMA|UTC[HIQ]MMA")
+
+
+def class_of(opcode: str) -> str:
+    """The class of an opcode, with or without modifiers; "other" if it is in none."""
+    name = opcode.split(".")[0]
+    return next((found for found, opcodes in CLASSES.items() if name in opcodes), "other")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """What the warps of one role execute for a tile.
+
+    Attributes:
+      role: of these warps.
+      warps: of a thread block.
+      executed: opcode with modifiers -> times a warp; " RS" behind wgmma with patches in registers.
+    """
+
+    role: str
+    warps: int
+    executed: dict[str, int]
+
+    def by_class(self) -> dict[str, int]:
+        """Class -> instructions of a warp."""
+        found = collections.Counter()
+        for opcode, times in self.executed.items():
+            found[class_of(opcode)] += times
+        return dict(found)
+
+    def issue_slots(self) -> dict[str, int]:
+        """Class -> instructions of the scheduler that has the most of these warps."""
+        return {name: -(-self.warps // SCHEDULERS) * n for name, n in self.by_class().items()}
+
+    def bytes_of(self, *names: str) -> int:
+        """Bytes that the loads and stores of these names move, for all warps."""
+        found = ((x, n) for x, n in self.executed.items() if x.split(".")[0] in names)
+        return 32 * self.warps * sum(access_bytes(x) * n for x, n in found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """One tile of a kernel.
+
+    Attributes:
+      rows, columns: of y.
+      K: elements of a row that are multiplied, with padding.
+      blocks: multiprocessors that share it.
+      slices: into how many slices N is cut.
+      multiprocessors: that work at the same time.
+      patch_bytes: of its patches, or of the pixels of images.
+      tma_bytes: what TMA brings to shared memory for it; 0 if threads load.
+    """
+
+    rows: int
+    columns: int
+    K: int
+    blocks: int
+    slices: int
+    multiprocessors: int
+    patch_bytes: int
+    tma_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """What a compiler made of a kernel.
+
+    Attributes:
+      name: its entry.
+      registers: a thread's, at launch.
+      stack_bytes, spill_bytes: of a thread; the latter stored and loaded.
+      sass: the machine code.
+    """
+
+    name: str
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    sass: str = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel that was chosen for a problem.
+
+    Attributes:
+      family: Pallas, CUDA, Triton, or Triton for images.
+      architecture: "sm_90" and so on.
+      dtype: of patches and weight.
+      config: its tile sizes and so on, as its family has them.
+      code: what the compiler made of it.
+      shared_memory_bytes: of a block; without the barriers for Pallas.
+      tensor_memory_columns: of 32 bits.
+      tile: one of its tiles.
+      loops: what is executed for a tile.
+    """
+
+    family: str
+    architecture: str
+    dtype: str
+    config: str
+    code: Code
+    shared_memory_bytes: int
+    tensor_memory_columns: int
+    tile: Tile
+    loops: tuple[Loop, ...]
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        return f"{self.family} {self.architecture} {self.dtype}"
+
+
+class Share(typing.NamedTuple):
+    """What a tile takes of one resource of a multiprocessor: bytes or operations, and cycles."""
+
+    amount: float
+    cycles: float
+
+
+def budget(kernel: Kernel) -> dict[str, Share]:
+    """The estimate for one tile, by resource, as ASSUMPTIONS say."""
+    tile, chip = kernel.tile, CHIP_OF[kernel.architecture]
+    y_bytes = tile.rows * tile.columns * OUT_BYTES / tile.blocks
+    products = tile.rows * tile.columns * tile.K / tile.blocks
+    dram = tile.patch_bytes / tile.slices / tile.blocks + y_bytes
+    dram_rate = chip.bandwidth / (chip.clock * 1e9) / tile.multiprocessors
+    l2, shared = filled_bytes(kernel), 0
+    accesses = {*CLASSES["shared"], "LD", "LDG", "ST", "STG"}
+    for loop in kernel.loops:
+        l2 += loop.bytes_of("LD", "LDG")
+        shared += loop.bytes_of(*accesses) + operand_bytes(loop, tile)
+        shared += y_bytes if any(x.startswith("UTMASTG") for x in loop.executed) else 0
+    issue = sum(sum(loop.issue_slots().values()) for loop in kernel.loops)
+    return {
+        "tensor": Share(products, products / MULTIPLY_ADDS[kernel.architecture][kernel.dtype]),
+        "DRAM": Share(dram, dram / dram_rate),
+        "L2": Share(l2, l2 / L2_BYTES),
+        "shared": Share(shared, shared / SHARED_BYTES),
+        "issue": Share(issue, issue),
+    }
+
+
+def filled_bytes(kernel: Kernel) -> float:
+    """What a tile brings to a multiprocessor's shared memory, by TMA or by cp.async."""
+    copied = sum(loop.bytes_of("LDGSTS") for loop in kernel.loops)
+    return kernel.tile.tma_bytes / kernel.tile.blocks + copied
+
+
+def binding(shares: dict[str, Share]) -> str:
+    """The resource that takes the most cycles."""
+    return max(shares, key=lambda name: shares[name].cycles)
+
+
+def operand_bytes(loop: Loop, tile: Tile) -> int:
+    """What the tensor cores of a multiprocessor read from shared memory by themselves."""
+    found = 0
+    for opcode, times in loop.executed.items():
+        if shape := re.match(r"[HIQ]GMMA\.64x(\d+)x\d+", opcode):
+            patch_rows = 0 if opcode.endswith(" RS") else 64
+            found += loop.warps // 4 * times * PRODUCT_BYTES * (patch_rows + int(shape[1]))
+        elif opcode.startswith("UTC") and MATRIX.match(opcode):
+            found += times * PRODUCT_BYTES * (tile.rows + tile.columns) // tile.blocks
+    return found
+
+
+def access_bytes(opcode: str) -> int:
+    """Bytes of a thread that a load or store moves; its modifiers name matrices or bits."""
+    if matrices := re.search(r"\.MT?88(?:\.(\d))?", opcode):
+        return 4 * int(matrices[1] or 1)
+    width = re.search(r"\.[US]?(8|16|64|128)\b", opcode)
+    return int(width[1]) // 8 if width else 4
+
+
+def opcodes(lines: list[str]) -> collections.Counter:
+    """Opcode with modifiers -> how often."""
+    found = collections.Counter()
+    for match in filter(None, map(INSTRUCTION.search, lines)):
+        opcode = match[1] + re.match(r"[^\s;]*", match[2])[0]
+        # Where wgmma has patches in registers its first source is one, else a descriptor.
+        if "GMMA" in opcode and re.match(r"\S* R\w+, R", match[2]):
+            opcode += " RS"
+        found[opcode] += 1
+    return found
+
+
+def executed(sass: str, marker: str, steps: int) -> dict[str, int]:
+    """Opcode -> how often a warp executes it for one tile.
+
+    Args:
+      sass: machine code of one kernel.
+      marker: opcodes; the tile loop is the innermost one that holds all of them.
+      steps: how often the part with the matrix multiplications is executed for a tile: a loop
+        inside of it, or all of it but the stores, which it jumps over before the last step.
+
+    Raises:
+      NotImplementedError: there is no such loop.
+    """
+    lines = innermost_loop(sass, re.compile(marker))
+    if not lines:
+        raise NotImplementedError(f"no loop of its machine code holds all of {marker}.")
+    repeated = innermost_loop("\n".join(lines), MATRIX)
+    once, again = opcodes(lines), opcodes(repeated)
+    again.subtract(opcodes(jumped_over(repeated, re.compile("STG"))))
+    return {opcode: n + (steps - 1) * again[opcode] for opcode, n in once.items()}
+
+
+def jumped_over(lines: list[str], opcode: re.Pattern) -> list[str]:
+    """The fewest lines between a branch and its target that hold all of an opcode."""
+    found = [INSTRUCTION.search(line) for line in lines]
+    held = [i for i, match in enumerate(found) if match and opcode.match(match[1])]
+    labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
+    parts = []
+    for begin, match in enumerate(found):
+        target = re.search(r"\.L_x_\d+", match[2]) if match and match[1] == "BRA" else None
+        end = labels.get(target[0], 0) if target else 0
+        if held and begin < held[0] and held[-1] < end:
+            parts.append(lines[begin + 1 : end])
+    return min(parts, key=len, default=[])
+
+
+# Machine code from cubins.
+
+
+def read_cubin(cubin: bytes) -> list[Code]:
+    """The kernels in it.
+
+    Raises:
+      NotImplementedError: there is no nvdisasm.
+    """
+    if cuda_root() is None:
+        raise NotImplementedError("nvdisasm is missing: pip install '.[codegen]'")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [cuda_root() / "bin" / "nvdisasm", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def attribute(name: str) -> dict[str, int]:
+        pattern = rf"EIATTR_{name}\n.*?index@\(([\w$]+)\).*?\.word\s+0x(\w+)"
+        return {kernel: int(x, 16) for kernel, x in re.findall(pattern, text, re.DOTALL)}
+
+    registers, stack = attribute("REGCOUNT"), attribute("FRAME_SIZE")
+    found = []
+    for sass in text.split(".section\t.text.")[1:]:
+        name = sass[: sass.index(",")]
+        local = opcodes([line for line in sass.splitlines() if "LDL" in line or "STL" in line])
+        spilled = sum(access_bytes(x) * n for x, n in local.items() if class_of(x) == "local")
+        found.append(Code(name, registers[name], stack[name], spilled, sass))
+    return found
+
+
+def cubins(library: bytes) -> Iterator[tuple[int, bytes]]:
+    """Capability (90, ...) and content of the cubins in a library, which nvcc does not compress."""
+
+    def number(at: int, size: int) -> int:
+        return int.from_bytes(library[at : at + size], "little")
+
+    for match in re.finditer(rb"\x7fELF\x02", library):
+        at = match.start()
+        # e_machine is 190 for CUDA; e_phoff and e_shoff; sizes and numbers of what is there.
+        if number(at + 18, 2) == 190:
+            programs = number(at + 32, 8) + number(at + 54, 2) * number(at + 56, 2)
+            sections = number(at + 40, 8) + number(at + 58, 2) * number(at + 60, 2)
+            yield library[at + 49], library[at : at + max(programs, sections)]
+
+
+@functools.cache
+def library_kernels() -> dict[tuple[int, str], Code]:
+    """(capability, name) -> every kernel of the built library.
+
+    Raises:
+      NotImplementedError: with the reason why they cannot be read.
+    """
+    if reason := cuda_ffi.missing():
+        raise NotImplementedError(reason)
+    found = {}
+    for capability, cubin in cubins(cuda_ffi.LIBRARY.read_bytes()):
+        found |= {(capability, code.name): code for code in read_cubin(cubin)}
+    if not found:
+        raise NotImplementedError("the library has no cubin that is not compressed.")
+    return found
+
+
+# The kernels for a problem, family by family; each raises NotImplementedError with the reason if
+# there is none.
+
+
+def resident_kernel(
+    *head: str, problem: Problem, config, code: Code, shared: int, steps: int, staying: int = 0
+) -> Kernel:
+    """A Pallas or CUDA kernel, of which so many chunks of a streamed weight stay."""
+    hopper = isinstance(config, mosaic_sm90.Config) or getattr(config, "capability", 0) == 90
+    blocks, slices = getattr(config, "blocks", 1), config.slices(problem)
+    chunks = tiling.chunks(problem)
+    streamed = (chunks - staying) * config.tile_n * ROW_BYTES if config.stream_weight else 0
+    patch_bytes = config.tile_m * chunks * ROW_BYTES
+    if hopper:
+        warps, columns = 4 * mosaic_sm90.CONSUMERS, 0
+        # It comes for each warpgroup's half of a tile.
+        streamed *= mosaic_sm90.CONSUMERS
+        loops = (Loop("multiply and store", warps, executed(code.sass, "STG|[HIQ]G?MMA", steps)),)
+    else:
+        warps, columns = 4 * mosaic_sm100.STORERS, mosaic_sm100.ACCUMULATORS * config.tile_n
+        loops = (
+            Loop("multiply", 1, executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)),
+            Loop("store", warps, executed(code.sass, "LDTM", 1)),
+        )
+    tile = Tile(
+        rows=config.tile_m,
+        columns=config.tile_n,
+        K=problem.patches[-1],
+        blocks=blocks,
+        slices=slices,
+        multiprocessors=config.workers(problem) * slices * blocks,
+        patch_bytes=patch_bytes,
+        tma_bytes=patch_bytes + streamed,
+    )
+    # Tensor memory is given in powers of two.
+    columns = columns and 1 << (columns - 1).bit_length()
+    return Kernel(*head, problem.dtype, str(config), code, shared, columns, tile, loops)
+
+
+def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -> Kernel:
+    """The Pallas kernel for a shape, compiled in a process of its own."""
+    if cuda_root() is None:
+        raise NotImplementedError("ptxas and nvdisasm are missing: pip install '.[codegen]'")
+    backend = mosaic_sm90 if architecture == "sm_90" else mosaic_sm100
+    target = next(name for name, chip in CHIPS.items() if chip == CHIP_OF[architecture])
+    problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
+    config = backend.choose_config(problem)
+    with tempfile.NamedTemporaryFile(suffix=".sass") as file:
+        command = [sys.executable, "-m", "benchmarks.offline_compile", "--target", target]
+        command += ["--backend", backend.__name__.rpartition(".")[2], "--sass", file.name]
+        command += ["--shapes", shape.name, "--images", str(images), "--dtype", dtype]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise NotImplementedError(f"it was not compiled: {done.stderr.strip()[-200:]}")
+        sass = Path(file.name).read_text()
+    (found,) = json.loads(done.stdout)[shape.name]["kernels"]
+    names = ("name", "registers", "stack_bytes", "spill_bytes")
+    code = Code(*(found[name] for name in names), sass)
+    shared = found["shared_memory_bytes"]
+    # The loop over K is unrolled.
+    how = dict(problem=problem, config=config, code=code, shared=shared, steps=1)
+    return resident_kernel("Pallas", architecture, **how)
+
+
+# kStayEach and kStaying of ffi/patch_embed_sm90.h: which chunks of a streamed weight stay.
+STAY_EACH, STAYING = 4, 3
+
+
+def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -> Kernel:
+    """The library's kernel for a shape."""
+    library = library_kernels()
+    problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
+    chip = next(chip for chip in cuda_ffi.CHIPS if architecture == f"sm_{chip.capability}")
+    config, chunks = cuda_ffi.choose_config(problem, chip), tiling.chunks(problem)
+    return resident_kernel(
+        "CUDA",
+        architecture,
+        problem=problem,
+        config=config,
+        code=library[chip.capability, config.name],
+        shared=cuda_launch.prepared(config, problem)[1]["shared_memory"],
+        steps=chunks,
+        staying=min(-(-chunks // STAY_EACH), STAYING) if architecture == "sm_90" else 0,
+    )
+
+
+# As Triton's signatures have the types.
+TRITON_TYPES = dict(float32="fp32", bfloat16="bf16", float8_e4m3fn="fp8e4nv")
+TRITON_TYPES |= dict(int8="i8", uint8="u8", int32="i32")
+
+
+def triton_call(function: Callable, *arguments) -> dict[str, object]:
+    """What the backend calls its kernel with for these shapes: operands, out, and all options."""
+    found = {}
+
+    def call(*operands, out, **options):
+        found.update(options, operands=operands, out=out)
+        return jnp.zeros(out.shape, out.dtype)
+
+    with mock.patch.object(triton, "_call", lambda: call):
+        jax.eval_shape(function, *arguments)
+    return found
+
+
+def compile_triton(call: dict[str, object]):
+    """What Triton makes of such a call, for the compute capability that it names."""
+    import triton as compiler
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pallas_patch_embed.backends import triton_kernel
+
+    function, constants = triton_kernel.patch_embed, dict(call)
+    arrays = (*constants.pop("operands"), constants.pop("out"))
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    target = GPUTarget("cuda", constants.pop("compute_capability"), 32)
+    del constants["grid"]
+    types = ("*" + TRITON_TYPES[x.dtype.name] for x in arrays)
+    signature = dict(zip(function.arg_names, types)) | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}
+    source = ASTSource(function, signature, constants, aligned)
+    return compiler.compile(source, target=target, options=options)
+
+
+def triton_kernel(
+    architecture: str, shape: NamedShape, images: int, dtype: str, *, uncut: bool = False
+) -> Kernel:
+    """The Triton kernel for a shape: for patches, or for images that it cuts itself."""
+    if importlib.util.find_spec("triton") is None:
+        raise NotImplementedError("triton is missing: pip install '.[codegen]'")
+    chip, function, itemsize = CHIP_OF[architecture], triton.run, jnp.dtype(dtype).itemsize
+    first, *rest = operands(shape, images, dtype)
+    if uncut:
+        function = functools.partial(triton.run_images, patch_size=shape.patch)
+        first = jax.ShapeDtypeStruct((images, shape.image, shape.image, 3), jnp.uint8)
+        itemsize = 1
+    target = Target("cuda", chip.compute_capability)
+    function = functools.partial(function, out_dtype=OUT_DTYPE, target=target)
+    call = triton_call(function, first, *rest)
+    compiled = compile_triton(call)
+    (code,) = read_cubin(compiled.asm["cubin"])
+    steps = -(-call["K"] // call["TILE_K"])
+    found = executed(code.sass, "STG|[HIQ]G?MMA", steps)
+    tile = Tile(
+        rows=call["TILE_M"],
+        columns=call["TILE_N"],
+        K=steps * call["TILE_K"],
+        blocks=1,
+        slices=-(-call["N"] // call["TILE_N"]),
+        multiprocessors=min(call["grid"], chip.multiprocessors),
+        patch_bytes=call["TILE_M"] * call["K"] * itemsize,
+        tma_bytes=0,
+    )
+    return Kernel(
+        family="Triton images" if uncut else "Triton",
+        architecture=architecture,
+        dtype=dtype,
+        config="{TILE_M}x{TILE_N}x{TILE_K}, {num_warps} warps, {STAGES} stages".format(**call),
+        code=code,
+        shared_memory_bytes=compiled.metadata.shared,
+        tensor_memory_columns=0,
+        tile=tile,
+        loops=(Loop("multiply and store", call["num_warps"], found),),
+    )
+
+
+def audit(shape: NamedShape, images: int, dtypes: list[str]) -> tuple[list[Kernel], list[str]]:
+    """All kernels for a shape, and why those that are left out are."""
+    makers = {"Pallas": pallas_kernel, "CUDA": cuda_kernel, "Triton": triton_kernel}
+    makers["Triton images"] = functools.partial(triton_kernel, uncut=True)
+    kernels, missing = [], collections.defaultdict(list)
+    for family, make in makers.items():
+        for architecture in CHIP_OF:
+            if architecture not in SERVED[family.split()[0]]:
+                continue
+            for dtype in dtypes:
+                try:
+                    kernels.append(make(architecture, shape, images, dtype))
+                except NotImplementedError as error:
+                    missing[f"{family}: {error}"].append(f"{architecture} {dtype}")
+    return kernels, [f"Left out, {reason} ({', '.join(of)})" for reason, of in missing.items()]
+
+
+def spilling(codes: Iterable[Code]) -> list[str]:
+    """The names of those that spill or use stack."""
+    return [code.name for code in codes if code.spill_bytes or code.stack_bytes]
+
+
+# What is shown.
+
+
+def table(heads: list[str], rows: list[list]) -> str:
+    """Columns of text, the first one to the left."""
+    rows = [[str(cell) for cell in row] for row in [heads, *rows]]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        f"{row[0]:{widths[0]}}"
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:]))
+        for row in rows
+    )
+
+
+def resources_table(kernels: list[Kernel]) -> str:
+    """Registers and memory of each kernel."""
+    heads = ["kernel", "tile", "registers", "spill B", "stack B", "shared KiB", "TMEM columns"]
+    rows = []
+    for k in kernels:
+        row = [k.label, f"{k.tile.rows}x{k.tile.columns}", k.code.registers, k.code.spill_bytes]
+        row += [k.code.stack_bytes, f"{k.shared_memory_bytes / 1024:.1f}"]
+        rows.append([*row, k.tensor_memory_columns or "-"])
+    return table(heads, rows)
+
+
+def mix_table(kernels: list[Kernel]) -> str:
+    """Instructions of a warp for a tile, by class; those in no class by name."""
+    heads, rows, unknown = [*CLASSES, "other"], [], set()
+    for kernel in kernels:
+        for loop in kernel.loops:
+            found = loop.by_class()
+            label = f"{kernel.label}, {loop.warps} x {loop.role}"
+            rows.append([label, *(found.get(name, 0) for name in heads), sum(found.values())])
+            unknown |= {x.split(".")[0] for x in loop.executed if class_of(x) == "other"}
+    names = [f"other: {', '.join(sorted(unknown))}"] if unknown else []
+    return "\n".join([table(["kernel, warps x role", *heads, "sum"], rows), *names])
+
+
+def budget_table(kernels: list[Kernel]) -> str:
+    """The budget of a tile: cycles by resource, what binds, and bytes."""
+    rows = []
+    for kernel in kernels:
+        shares = budget(kernel)
+        cycles = [f"{share.cycles:.0f}" for share in shares.values()]
+        sizes = [shares[name].amount for name in ("DRAM", "L2", "shared")] + [filled_bytes(kernel)]
+        sizes = [f"{size / 1024:.0f}" for size in sizes]
+        rows.append([kernel.label, *cycles, binding(shares), *sizes])
+    heads = ["kernel", "tensor", "DRAM", "L2", "shared", "issue", "binds"]
+    return table([*heads, "DRAM KiB", "L2 KiB", "shared KiB", "filled KiB"], rows)
+
+
+def chips_table(kernels: list[Kernel]) -> str:
+    """The data sheets' numbers for these kernels' architectures."""
+    heads = ["chip", "architecture", "multiprocessors", "GHz", "TB/s", *tiling.DTYPES]
+    rows = []
+    for architecture in dict.fromkeys(kernel.architecture for kernel in kernels):
+        chip, rates = CHIP_OF[architecture], MULTIPLY_ADDS[architecture]
+        row = [chip.name, architecture, chip.multiprocessors, chip.clock, chip.bandwidth / 1e12]
+        rows.append(row + [rates[dtype] for dtype in tiling.DTYPES])
+    return table(heads, rows)
+
+
+def draw(kernels: list[Kernel], title: str, out: Path) -> None:
+    """Draws the issue slots of a tile by class, a bar a kernel, and the budget beside it."""
+    import matplotlib.pyplot as plt
+
+    size = (15, 3 + 0.26 * len(kernels))
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+    places, begin, budgets = range(len(kernels)), [0] * len(kernels), [budget(k) for k in kernels]
+    for name, colour in zip([*CLASSES, "other"], plt.colormaps["tab20"].colors):
+        slots = [sum(loop.issue_slots().get(name, 0) for loop in k.loops) for k in kernels]
+        parts = [100 * n / shares["issue"].amount for n, shares in zip(slots, budgets)]
+        if any(parts):
+            left.barh(places, parts, left=begin, color=colour, label=name)
+        begin = [x + y for x, y in zip(begin, parts)]
+    for place, shares in zip(places, budgets):
+        left.text(101, place, f"{shares['issue'].amount:.0f}", va="center", fontsize=8)
+    left.set_yticks(places, [kernel.label for kernel in kernels], fontsize=8)
+    left.invert_yaxis()
+    left.set(title="instructions, counted in the machine code")
+    left.set(xlabel="% of the issue slots of one scheduler a tile, and their number", xlim=(0, 110))
+    for name, marker in zip(budgets[0], "sDo^|"):
+        right.plot([shares[name].cycles for shares in budgets], places, marker, label=name)
+    right.set(title="budget, an estimate: the rightmost binds", xscale="log")
+    right.set_xlabel("cycles of a multiprocessor a tile")
+    right.grid(alpha=0.3)
+    for axes in (left, right):
+        axes.legend(fontsize=8, ncols=4, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.04))
+    figure.suptitle(title)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Prints the tables, writes the picture and the JSON lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [shape.name for shape in NAMED_SHAPES]
+    parser.add_argument("--shape", choices=names, default="B/16 224", metavar="NAME")
+    parser.add_argument("--images", type=int, default=4736)
+    parser.add_argument("--dtypes", nargs="+", choices=tiling.DTYPES, default=tiling.DTYPES)
+    parser.add_argument("--out", type=Path, help="PNG file for the picture")
+    parser.add_argument("--json", type=Path, help="file for a line of JSON for each kernel")
+    chosen = parser.parse_args()
+    # The configs are those of the chips named here, whatever GPU there is.
+    jax.config.update("jax_platforms", "cpu")
+    kernels, missing = audit(named_shape(chosen.shape), chosen.images, chosen.dtypes)
+    print("".join(f"{line}\n" for line in missing))
+    if not kernels:
+        raise SystemExit("No kernel can be compiled here.")
+    title = f"{chosen.shape}, {chosen.images} images, {datetime.date.today()}"
+    print(f"Resources of a thread and of a block, {title}\n{resources_table(kernels)}\n")
+    print(f"Instructions of a warp in the tile loop, for one tile\n{mix_table(kernels)}\n")
+    print(f"Budget of a tile (estimate), cycles of a multiprocessor\n{budget_table(kernels)}\n")
+    print("Data sheets; dense multiply-adds a cycle and multiprocessor, by dtype")
+    print(f"{chips_table(kernels)}\n\n{ASSUMPTIONS}")
+    if chosen.json:
+        lines = []
+        for kernel in kernels:
+            line = dataclasses.asdict(kernel)
+            del line["code"]["sass"]
+            shares = budget(kernel)
+            line["budget"] = {name: share._asdict() for name, share in shares.items()}
+            lines.append(json.dumps(line | {"binds": binding(shares)}) + "\n")
+        chosen.json.write_text("".join(lines))
+    if chosen.out:
+        draw(kernels, f"Kernel audit, nothing measured: {title}", chosen.out)
+    found = [kernel.label for kernel in kernels if spilling([kernel.code])]
+    with contextlib.suppress(NotImplementedError):
+        everything = library_kernels()
+        found += spilling(everything.values())
+        print(f"\nThe CUDA library has {len(everything)} kernels, counted by chip.")
+    if found:
+        raise SystemExit(f"These kernels spill or use stack: {', '.join(found)}")
+
+
+if __name__ == "__main__":
+    main()
