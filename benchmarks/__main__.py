@@ -61,7 +61,7 @@ def measure(
 ) -> tuple[list[Result], dict[str, str]]:
     """Every contender in every regime, from patches and from images; and what was left out."""
     data = contenders.draw(case)
-    found, left_out = contenders.entries(case, data, tuple(chosen.sources))
+    found, left_out = contenders.entries(case, data, tuple(chosen.sources), built=not chosen.quick)
     measured = []
     for regime in regimes(case, chosen.regimes):
         entries = cold(case, found) if regime == "cold" else found

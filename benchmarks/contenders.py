@@ -8,6 +8,7 @@ float32.
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from jax import lax
 
 import pallas_patch_embed as ppe
+from benchmarks import cutlass
 from benchmarks.timing import Ceiling, Contender
 from pallas_patch_embed.demo import draw_weights, photographs
 from pallas_patch_embed.params import PatchEmbedParams
@@ -26,6 +28,10 @@ SOURCES = ("patches", "images")
 
 # Each rounding to bfloat16 errs by at most 2^-9 of a number: of patches, weight, product, sum.
 LARGEST_ERROR = 4 * 2.0**-9
+
+# Images whose positions make a table for CUTLASS: with 196 patches an image all of its tiles are
+# full, and 19 MB stay in the L2 cache.
+CUTLASS_IMAGES = 64
 
 # Images a step of the comparison in float32.
 COMPARED = 64
@@ -255,6 +261,19 @@ def pallas_matmul(patches, weight, table):
     return y.reshape(*patches.shape[:-1], -1) + table
 
 
+def cutlass_operands(data: Data) -> tuple[jax.Array, ...]:
+    """As CUTLASS takes them: with a table of several images, whose tiles are full.
+
+    Raises:
+      NotImplementedError: CUTLASS is not installed; with what is missing.
+    """
+    if reason := cutlass.missing():
+        raise NotImplementedError(reason)
+    patches, weight, scale, table = operands(data)
+    images = math.gcd(len(patches), CUTLASS_IMAGES)
+    return patches, weight, scale, jnp.broadcast_to(table, (images, *table.shape)).copy()
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A contender, and whether it is a backend of the operator."""
@@ -306,6 +325,9 @@ def _forms(case: Case) -> dict[str, tuple[str, Callable, Callable, str]]:
         "convolution + positions": ("images", jit(convolution), unpacked, "unpacked"),
         "patchify + jnp.dot + positions": ("images", jit(cut_and_product), unpacked, "unpacked"),
     }
+    for schedule in cutlass.SCHEDULES:
+        fused = jit(functools.partial(cutlass.fused, schedule=schedule))
+        forms[f"CUTLASS, fused, {schedule}"] = ("patches", fused, cutlass_operands, "embedding")
     if jnp.dtype(case.dtype).itemsize == 1:
         forms["dequantise + jnp.dot + positions"] = (
             "patches",
@@ -317,7 +339,7 @@ def _forms(case: Case) -> dict[str, tuple[str, Callable, Callable, str]]:
 
 
 def entries(
-    case: Case, data: Data, sources: tuple[str, ...] = SOURCES
+    case: Case, data: Data, sources: tuple[str, ...] = SOURCES, *, built: bool = True
 ) -> tuple[dict[tuple[str, str], Entry], dict[str, str]]:
     """Everything that is compared, by source and name, after its output was; and what is left out.
 
@@ -325,6 +347,7 @@ def entries(
       case: the problem.
       data: its operands.
       sources: of "patches" and "images".
+      built: whether to build what has to be built.
 
     Returns:
       Entries by (source, name), and name -> reason.
@@ -338,7 +361,7 @@ def entries(
         try:
             contender = Contender(function, take(data))
             off = error(contender(), data, reference)
-        except (NotImplementedError, ImportError, ValueError) as reason:
+        except (NotImplementedError, ImportError, ValueError, RuntimeError) as reason:
             if ours:
                 raise
             left_out[name] = str(reason).splitlines()[0]
@@ -362,7 +385,9 @@ def entries(
                 first = getattr(data, source)
                 add(row.backend, source, embed, lambda d, x=first: (x, d.params), True, "embedding")
     for name, (source, function, take, reference) in _forms(case).items():
-        if source in sources:
+        if name.startswith("CUTLASS") and not built:
+            left_out[name] = "it takes a minute to build."
+        elif source in sources:
             add(name, source, function, take, False, reference)
     if "patches" in sources:
         try:

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_patch_embed as ppe
 from benchmarks import __main__ as benchmarks
-from benchmarks import accuracy, contenders, devices, encoder, plots, results, timing
+from benchmarks import accuracy, contenders, cutlass, devices, encoder, plots, results, timing
 from benchmarks.contenders import Case
 from benchmarks.timing import Ceiling, Timing
 from pallas_patch_embed.problem import NamedShape
@@ -191,6 +191,28 @@ def test_several_devices_share_no_data_and_agree(monkeypatch):
     monkeypatch.setattr(ppe, "patch_embed", communicating)
     with pytest.raises(RuntimeError, match="all-reduce"):
         devices.sharded(contenders.draw(CASE), 2)
+
+
+def test_CUTLASS_says_what_is_missing_and_what_it_cannot_serve(monkeypatch):
+    data = contenders.draw(CASE)
+    monkeypatch.setattr(cutlass, "headers", lambda: None)
+    with pytest.raises(RuntimeError, match="nvidia-cutlass" if cutlass.nvcc() else "nvcc"):
+        cutlass.fused(*contenders.operands(data))
+    _, left_out = contenders.entries(CASE, data, ("patches",))
+    assert left_out["CUTLASS, fused, pingpong"] == cutlass.missing()
+    _, left_out = contenders.entries(CASE, data, ("patches",), built=False)
+    assert left_out["CUTLASS, fused, pingpong"] == "it takes a minute to build."
+    patches, weight, scale, table = contenders.operands(data)
+    two = jnp.broadcast_to(table, (2, *table.shape))
+    wrong = [
+        (patches, weight, scale, two),  # of 3 images
+        (patches, weight, scale, table[:, :8]),
+        (patches, weight[:4], scale[:4], table[:, :4]),
+        (patches.astype(jnp.float32), weight, scale, table),
+    ]
+    for operands in wrong:
+        with pytest.raises(NotImplementedError, match=r"benchmarks\.cutlass"):
+            cutlass.fused(*operands)
 
 
 def test_the_product_ceiling_counts_its_operations():
