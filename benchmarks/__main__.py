@@ -218,7 +218,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--regimes", nargs="+", choices=REGIMES)
     parser.add_argument("--rounds", type=int, help="turns of everyone")
     parser.add_argument("--rest", type=float, help="seconds before a turn")
-    parser.add_argument("--seconds", type=float, default=2.5, help="of a sustained turn")
+    parser.add_argument("--seconds", type=float, help="of a sustained turn")
     parser.add_argument("--checkpoint", type=Path, help="of an encoder, for the accuracy")
     parser.add_argument("--out", type=Path, help="folder for results.jsonl and pictures")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="its pictures again, no more")
@@ -233,16 +233,18 @@ def arguments() -> argparse.Namespace:
         regimes=["burst"],
         rounds=2,
         rest=0.1,
+        seconds=1.0,
     )
     whole = dict(
         parts=list(PARTS),
-        shapes=["B/16 224", "So400m/14 384"],
+        shapes=["B/16 224", "So400m/14 384"] if gpu else ["B/16 224"],
         images=[1, 64, 1024, 4736] if gpu else [1, 16],
         dtypes=["float8_e4m3fn", "int8", "bfloat16"],
-        pixels=["random", "photographs"],
+        pixels=["random", "photographs"] if gpu else ["random"],
         regimes=list(REGIMES),
         rounds=3,
-        rest=1.0,
+        rest=1.0 if gpu else 0.2,
+        seconds=2.5 if gpu else 0.5,
     )
     for name, value in (quick if chosen.quick else whole).items():
         if getattr(chosen, name) is None:
