@@ -55,8 +55,8 @@ class Config:
       warps: of a program.
       stages: of the pipeline of loads.
       programs: at the same time on a multiprocessor.
-      parts: 1, 2 or 4, in which the columns of a tile are stored. In one, the table's numbers stay
-        in registers as long as tiles have the same ones; else accumulators need the registers.
+      parts: a power of two, in which the columns of a tile are stored. In one, the table's numbers
+        stay in registers as long as tiles have the same ones; else accumulators need those.
     """
 
     tile_m: int
@@ -94,7 +94,7 @@ class Config:
 # NOTES.md has the times of those for Hopper, and of others, by dtype.
 AMPERE = (
     Config(128, 128, 64, warps=8, stages=4, programs=1),
-    Config(64, 128, 64, warps=8, stages=4, programs=1),
+    Config(64, 128, 64, warps=8, stages=3, programs=1),
     Config(32, 64, 64, warps=4, stages=3, programs=3),
 )
 HOPPER = (
@@ -103,8 +103,8 @@ HOPPER = (
     Config(64, 64, 64, warps=4, stages=4, programs=3),
 )
 
-# The largest tile spills with pixels in shorter groups, each of which has an address in registers,
-# with float8 pixels that have to be widened, and with columns beyond the end of N.
+# The largest tile spills with pixels or columns in shorter groups, each of which has an address in
+# registers, and with float8 pixels that have to be widened.
 LEAST_VECTOR = 4
 
 
@@ -122,7 +122,7 @@ def choose_config(problem: Problem, capability: tuple[int, int], crowded: bool =
       crowded: whether pixels leave too few registers for the largest tile.
     """
     largest, *smaller = configs(capability)
-    crowded = crowded or problem.N % largest.tile_n > 0
+    crowded = crowded or problem.N % LEAST_VECTOR > 0
     candidates = smaller if crowded else (largest, *smaller)
     return min(candidates, key=lambda config: config.time(problem, capability))
 

@@ -36,9 +36,13 @@ def encoded(pixels, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def at_most(i, END: tl.constexpr, TILE: tl.constexpr):
-    """The last one for all beyond the end; known to be consecutive if whole tiles end there."""
-    return i if END % TILE == 0 else tl.minimum(i, END - 1)
+def loaded(pointers, real, WHOLE: tl.constexpr):
+    """What is there, and zeros where nothing is; WHOLE says that all of it is there."""
+    if WHOLE:
+        found = tl.load(pointers)
+    else:
+        found = tl.load(pointers, mask=real, other=0.0)
+    return found
 
 
 @triton.jit
@@ -49,24 +53,22 @@ def halves(x):
 
 @triton.jit
 def parts_of(x, PARTS: tl.constexpr):
-    """The columns in 1, 2 or 4 parts."""
+    """The columns in so many parts, a power of two."""
     if PARTS == 1:
         parts = (x,)
-    elif PARTS == 2:
-        parts = halves(x)
     else:
         left, right = halves(x)
-        parts = halves(left) + halves(right)
+        parts = parts_of(left, PARTS // 2) + parts_of(right, PARTS // 2)
     return parts
 
 
 @triton.jit
-def terms_at(table, rows, column, N: tl.constexpr, HAS_TABLE: tl.constexpr):
+def terms_at(table, rows, n, N: tl.constexpr, TILE_N: tl.constexpr, HAS_TABLE: tl.constexpr):
     """The table's numbers at rows and columns; its only row if it has one."""
     if HAS_TABLE:
-        terms = tl.load(table + rows[:, None] * N + column[None, :])
+        terms = loaded(table + rows[:, None] * N + n[None, :], (n < N)[None, :], N % TILE_N == 0)
     else:
-        terms = tl.load(table + column)[None, :]
+        terms = loaded(table + n, n < N, N % TILE_N == 0)[None, :]
     return terms
 
 
@@ -122,8 +124,8 @@ def patch_embed(
     in_tile = tl.arange(0, TILE_M)
     in_part = tl.arange(0, PART)
     in_step = tl.arange(0, TILE_K)
-    weights = first_column + tl.arange(0, TILE_N)
-    weights = weight + at_most(weights, N, TILE_N)[:, None] * K_PADDED
+    column = first_column + tl.arange(0, TILE_N)
+    weights = weight + column[:, None] * K_PADDED
     no_sums = tl.full((TILE_M, TILE_N), 0, tl.int32 if DTYPE == "int8" else tl.float32)
     # Element k of a patch of an image is byte `byte` of its line that begins at `line`.
     first_line, first_byte = in_step // PATCH_LINE * LINE, in_step % PATCH_LINE
@@ -134,8 +136,7 @@ def patch_embed(
         stride, table_row = tl.load(run + 2), tl.load(run + 3)
         table_rows = ((table_row + in_tile) % PERIOD).to(tl.int64)
         if PARTS == 1:
-            column = at_most(first_column + in_part, N, TILE_N)
-            terms = terms_at(table, table_rows, column, N, HAS_TABLE)
+            terms = terms_at(table, table_rows, first_column + in_part, N, TILE_N, HAS_TABLE)
         # Where the first tile begins, in images or rows, and how much later the next one does (a
         # run's tiles begin with the same patch of different images); its rows, from there on.
         if IMAGES:
@@ -174,28 +175,33 @@ def patch_embed(
             else:
                 a = tl.load(source + (here + step[None, :]))
                 a = widened(a) if WIDEN else a
-            if K % TILE_K == 0:
-                b = tl.load(weights + step[None, :])
-            else:
-                b = tl.load(weights + step[None, :], mask=(step < K)[None, :], other=0.0)
+            real = (column < N)[:, None] & (step < K)[None, :]
+            b = loaded(weights + step[None, :], real, N % TILE_N == 0 and K % TILE_K == 0)
             b = widened(b) if WIDEN else b
             sums = tl.dot(a, b.T, sums, out_dtype=sums.dtype)
             last = k == STEPS - 1
             if last:
                 m = tile * TILE_M + in_tile
-                parts = parts_of(sums, PARTS)
+                # Before it is cut: cut and converted, int32 takes more registers.
+                parts = parts_of(sums.to(tl.float32), PARTS)
+                n = first_column + in_part
+                next_scale = loaded(scale + n, n < N, N % TILE_N == 0)
+                if PARTS > 1:
+                    terms = terms_at(table, table_rows, n, N, TILE_N, HAS_TABLE)
                 for i in tl.static_range(PARTS):
-                    n = first_column + i * PART + in_part
-                    column = at_most(n, N, TILE_N)
-                    scales = tl.load(scale + column)
-                    if WIDEN:
-                        scales *= 65536.0  # Both factors are times 2^-8.
-                    if PARTS > 1:
-                        terms = terms_at(table, table_rows, column, N, HAS_TABLE)
-                    result = tl.fma(parts[i].to(tl.float32), scales[None, :], terms.to(tl.float32))
-                    to = y + m.to(tl.int64)[:, None] * N + column[None, :]
+                    # Both factors of widened float8 products are times 2^-8.
+                    factor = next_scale * 65536.0 if WIDEN else next_scale
+                    addend = terms
+                    if i + 1 < PARTS:
+                        # What the next part needs comes while this one is stored.
+                        following = n + PART
+                        next_scale = loaded(scale + following, following < N, N % TILE_N == 0)
+                        terms = terms_at(table, table_rows, following, N, TILE_N, HAS_TABLE)
+                    result = tl.fma(parts[i], factor[None, :], addend.to(tl.float32))
+                    to = y + m.to(tl.int64)[:, None] * N + n[None, :]
                     inside = (m < M)[:, None] & (n < N)[None, :]
                     tl.store(to, result.to(y.dtype.element_ty), mask=inside)
+                    n += PART
                 sums = no_sums
             k = tl.where(last, 0, k + 1)
             tile += tl.where(last, stride, 0)
