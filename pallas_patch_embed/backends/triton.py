@@ -22,7 +22,8 @@ from pallas_patch_embed.problem import Problem, Target, default_device
 
 EVIDENCE = (
     "executed by Triton's interpreter, and compiled for sm_80, sm_86, sm_89 and sm_90, in the "
-    "tests; every element of its results checked on an H200, not yet on an older GPU."
+    "tests; before its last change every element of its results checked on an H200; not on an "
+    "older GPU."
 )
 
 # What a program is compiled for if nobody knows the chip.
