@@ -143,8 +143,13 @@ def cuda_root() -> Path | None:
 
 
 @contextlib.contextmanager
-def compiler() -> Iterator[Path]:
-    """Prepares this process for offline compilation, before JAX is imported; yields a folder."""
+def compiler(*, sass: bool = True) -> Iterator[Path]:
+    """Prepares this process for offline compilation, before JAX is imported; yields a folder.
+
+    Args:
+      sass: whether kernels are disassembled, which `compile_offline` reads; their PTX is there
+        in either case.
+    """
     if "jax" in sys.modules:
         raise RuntimeError("XLA and Mosaic read their settings once: enter before JAX is imported.")
     root = cuda_root()
@@ -158,7 +163,7 @@ def compiler() -> Iterator[Path]:
             MOSAIC_GPU_DUMP_TO=folder,
             MOSAIC_GPU_DUMP_PTX="1",
             MOSAIC_GPU_DUMP_PTXAS="1",
-            MOSAIC_GPU_DUMP_SASS="1",
+            **({"MOSAIC_GPU_DUMP_SASS": "1"} if sass else {}),
             PATH=f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}",
         )
         yield Path(folder)

@@ -169,7 +169,7 @@ def main(name: str, folder: Path) -> None:
     sys.path[:0] = [str(TESTS.parent)]
     from benchmarks import offline_compile
 
-    with offline_compile.compiler() as dumped:
+    with offline_compile.compiler(sass=False) as dumped:
         import jax
         from interpreter import draw_operands
 

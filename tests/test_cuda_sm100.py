@@ -159,12 +159,11 @@ def assert_clean(said):
     assert not re.search(r"warning|smem", said), said
 
 
-def machine_code(cubin, name):
-    """The machine code of a kernel."""
+def machine_codes(cubin):
+    """The machine code of every kernel, by name."""
     command = [cuda_root() / "bin" / "nvdisasm", "-c", cubin]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    (kernel,) = (part for part in text.split(".section\t.text.")[1:] if part.startswith(name + ","))
-    return kernel
+    return {part[: part.index(",")]: part for part in text.split(".section\t.text.")[1:]}
 
 
 PRODUCT = {"e4m3": "UTCQMMA", "i8": "UTCIMMA", "bf16": "UTCHMMA"}
@@ -183,7 +182,8 @@ def test_no_kernel_spills_and_a_tile_touches_no_global_memory(dtype, chip, tmp_p
         return
     weight = "s5_streamed" if dtype == "bf16" else "s4_stationary"
     name = f"patch_embed_sm100_{dtype}_{{}}_table_256x128_b2_{weight}"
-    code = machine_code(cubin, name.format("bf16"))
+    codes = machine_codes(cubin)
+    code = codes[name.format("bf16")]
     opcodes = [match[1] for match in INSTRUCTION.finditer(code)]
     assert [x for x in opcodes if "MMA" in x] == [f"{PRODUCT[dtype]}.2CTA"] * 4
     assert opcodes.count("USETMAXREG.DEALLOC.CTAPOOL") == 1
@@ -198,7 +198,7 @@ def test_no_kernel_spills_and_a_tile_touches_no_global_memory(dtype, chip, tmp_p
     assert not {*MEMORY, "STS", "BAR", "ERRBAR", "CCTL"} & set(found)
     assert sum(found.values()) <= (365 if dtype == "i8" else 240)
 
-    found = count(innermost_loop(machine_code(cubin, name.format("f32")), re.compile("LDTM")))
+    found = count(innermost_loop(codes[name.format("f32")], re.compile("LDTM")))
     expected = dict(LDTM=8, FFMA2=64, STS=64, MEMBAR=4, FENCE=4, UTMASTG=4, SYNCS=2)
     assert {opcode: found.get(opcode, 0) for opcode in expected} == expected
     assert not {*MEMORY, "BAR", "ERRBAR", "CCTL"} & set(found)
