@@ -1,7 +1,7 @@
 """What is compared: the operator's backends, and what a user would pick instead.
 
 A contender takes patches or images of one problem and gives embeddings [B, S, N]. Peers that are
-not installed, or cannot serve, are left out with the reason. `check` compares a whole output with
+not installed, or cannot serve, are left out with the reason. Whole outputs are compared with
 float32.
 """
 
@@ -72,7 +72,6 @@ class Case:
         return self.images * first + once + self.written
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Data:
     """The operands of a case, in every form that a contender takes.
@@ -93,13 +92,13 @@ class Data:
     exact: PatchEmbedParams
 
 
-def draw_images(shape: NamedShape, images: int, pixels: str, seed: int) -> jax.Array:
+def draw_images(shape: NamedShape, images: int, pixels: str) -> jax.Array:
     """[B, H, W, 3] uint8: random, or random parts of the package's photographs."""
     side = shape.image
     if pixels == "random":
-        return jax.random.bits(jax.random.key(seed), (images, side, side, 3), jnp.uint8)
+        return jax.random.bits(jax.random.key(0), (images, side, side, 3), jnp.uint8)
     _, whole = photographs(dataclasses.replace(shape, image=2 * side))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     corners = jnp.asarray(rng.integers(0, side, (images, 2)), jnp.int32)
     which = jnp.asarray(rng.integers(0, len(whole), images), jnp.int32)
 
@@ -114,13 +113,13 @@ def draw_images(shape: NamedShape, images: int, pixels: str, seed: int) -> jax.A
     return cut(jnp.asarray(whole))
 
 
-def draw(case: Case, seed: int = 0) -> Data:
+def draw(case: Case) -> Data:
     """Random weights, and images as the case says."""
     shape = case.shape
-    drawn = draw_weights(np.random.default_rng(seed), shape)
+    drawn = draw_weights(np.random.default_rng(0), shape)
     pack = functools.partial(ppe.pack, **drawn, patch_size=shape.patch, grid=shape.grid)
     params, exact = jax.device_put([pack(dtype=case.dtype), pack(dtype="float32")])
-    images = draw_images(shape, case.images, case.pixels, seed)
+    images = draw_images(shape, case.images, case.pixels)
     patches = jax.jit(ppe.patchify)(images, params)
     table = drawn["bias"] + drawn["position_embedding"]
     return Data(images, patches, params, *map(jnp.asarray, (drawn["kernel"], table)), exact)
@@ -209,8 +208,13 @@ class TorchResult:
         return jnp.from_dlpack(self.tensor)
 
 
-def torch_operator(dtype: str) -> tuple[Callable, Callable]:
-    """torch's scaled product with the positions added, and how it takes JAX's arrays."""
+def torch_operands(data: Data) -> tuple[Any, ...]:
+    """As torch takes them: the same memory, and a scale of one for every row.
+
+    Raises:
+      ImportError: torch is not installed.
+      NotImplementedError: it has no GPU.
+    """
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise NotImplementedError("torch has no CUDA device.")
@@ -221,25 +225,25 @@ def torch_operator(dtype: str) -> tuple[Callable, Callable]:
             return bits.view(torch.float8_e4m3fn)
         return torch.from_dlpack(x)
 
-    def take(data: Data):
-        patches, weight, scale, table = map(tensor, operands(data))
-        ones = torch.ones(patches.shape[0] * patches.shape[1], 1, device=patches.device)
-        return patches, weight.t(), scale.view(1, -1), table, ones
+    patches, weight, scale, table = map(tensor, operands(data))
+    ones = torch.ones(patches.shape[0] * patches.shape[1], 1, device=patches.device)
+    return patches, weight.t(), scale.view(1, -1), table, ones
 
-    def call(patches, weight, scale, table, ones):
-        B, S, K = patches.shape
-        rows = patches.view(B * S, K)
-        if dtype == "float8_e4m3fn":
-            y = torch._scaled_mm(
-                rows, weight, ones, scale, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
-        elif dtype == "int8":
-            y = (torch._int_mm(rows, weight) * scale).to(torch.bfloat16)
-        else:
-            y = torch.mm(rows, weight)
-        return TorchResult(y.view(B, S, -1).add_(table))
 
-    return call, take
+def torch_operator(patches, weight, scale, table, ones) -> TorchResult:
+    """torch's scaled product, then the positions added in place."""
+    torch = importlib.import_module("torch")
+    B, S, K = patches.shape
+    rows = patches.view(B * S, K)
+    if patches.dtype == torch.float8_e4m3fn:
+        y = torch._scaled_mm(
+            rows, weight, ones, scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    elif patches.dtype == torch.int8:
+        y = (torch._int_mm(rows, weight) * scale).to(torch.bfloat16)
+    else:
+        y = torch.mm(rows, weight)
+    return TorchResult(y.view(B, S, -1).add_(table))
 
 
 def pallas_matmul(patches, weight, table):
@@ -261,12 +265,14 @@ def pallas_matmul(patches, weight, table):
     return y.reshape(*patches.shape[:-1], -1) + table
 
 
-def cutlass_operands(data: Data) -> tuple[jax.Array, ...]:
+def cutlass_operands(data: Data, *, built: bool) -> tuple[jax.Array, ...]:
     """As CUTLASS takes them: with a table of several images, whose tiles are full.
 
     Raises:
-      NotImplementedError: CUTLASS is not installed; with what is missing.
+      NotImplementedError: CUTLASS is not installed, with what is missing; or not to be built.
     """
+    if not built:
+        raise NotImplementedError("it takes a minute to build.")
     if reason := cutlass.missing():
         raise NotImplementedError(reason)
     patches, weight, scale, table = operands(data)
@@ -288,7 +294,7 @@ def operands(data: Data) -> tuple[jax.Array, ...]:
     return data.patches, params.weight, params.scale, params.table
 
 
-def _forms(case: Case) -> dict[str, tuple[str, Callable, Callable, str]]:
+def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callable, str]]:
     """name -> (source, function, its operands from Data, reference) of every peer.
 
     The reference is what its output is compared with: the "embedding" by the packed weights, by the
@@ -302,7 +308,7 @@ def _forms(case: Case) -> dict[str, tuple[str, Callable, Callable, str]]:
     def unpacked(data):
         return data.images, data.kernel, data.table
 
-    forms = {
+    peers = {
         "jnp.dot bare, [N, K]": (
             "patches",
             jit(functools.partial(product, axis=1)),
@@ -322,20 +328,18 @@ def _forms(case: Case) -> dict[str, tuple[str, Callable, Callable, str]]:
             lambda data: (*with_columns(data), data.params.table),
             "embedding",
         ),
+        "torch + positions": ("patches", torch_operator, torch_operands, "embedding"),
         "convolution + positions": ("images", jit(convolution), unpacked, "unpacked"),
         "patchify + jnp.dot + positions": ("images", jit(cut_and_product), unpacked, "unpacked"),
     }
     for schedule in cutlass.SCHEDULES:
         fused = jit(functools.partial(cutlass.fused, schedule=schedule))
-        forms[f"CUTLASS, fused, {schedule}"] = ("patches", fused, cutlass_operands, "embedding")
+        take = functools.partial(cutlass_operands, built=built)
+        peers[f"CUTLASS, fused, {schedule}"] = ("patches", fused, take, "embedding")
     if jnp.dtype(case.dtype).itemsize == 1:
-        forms["dequantise + jnp.dot + positions"] = (
-            "patches",
-            jit(dequantised),
-            operands,
-            "embedding",
-        )
-    return forms
+        name = "dequantise + jnp.dot + positions"
+        peers[name] = ("patches", jit(dequantised), operands, "embedding")
+    return peers
 
 
 def entries(
@@ -384,23 +388,14 @@ def entries(
                 embed = jax.jit(functools.partial(function, backend=row.backend))
                 first = getattr(data, source)
                 add(row.backend, source, embed, lambda d, x=first: (x, d.params), True, "embedding")
-    for name, (source, function, take, reference) in _forms(case).items():
-        if name.startswith("CUTLASS") and not built:
-            left_out[name] = "it takes a minute to build."
-        elif source in sources:
+    for name, (source, function, take, reference) in _peers(case, built=built).items():
+        if source in sources:
             add(name, source, function, take, False, reference)
-    if "patches" in sources:
-        try:
-            call, take = torch_operator(case.dtype)
-        except (ImportError, NotImplementedError) as reason:
-            left_out["torch + positions"] = str(reason)
-        else:
-            add("torch + positions", "patches", call, take, False, "embedding")
     return found, left_out
 
 
 def error(y: Any, data: Data, reference: str) -> float:
-    """Relative Frobenius error of a whole output against float32; `reference` as in `_forms`."""
+    """Relative Frobenius error of a whole output against float32; `reference` as in `_peers`."""
     params = data.params
 
     def wanted(patches, images):

@@ -98,7 +98,7 @@ def compared(results: list[Result], limits: dict[str, float]) -> list[Result]:
     Args:
       results: of one problem.
       limits: bytes a second by kind of access ("copy", "widen"), operations a second by dtype, as
-        measured. What a contender itself reached raises them: small problems stay in caches.
+        measured. Small problems stay in caches, so the fastest contender may be below them.
     """
 
     def against(r: Result) -> Result:
