@@ -6,13 +6,12 @@ Everything behind the patch embedding is float32, so that what differs is the pa
 import dataclasses
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import pallas_patch_embed as ppe
 from benchmarks import encoder as encoders
-from pallas_patch_embed.demo import photographs
+from pallas_patch_embed.demo import compare, photographs
 from pallas_patch_embed.problem import DTYPES, named_shape
 
 RANDOM = "random weights"
@@ -40,14 +39,6 @@ class Accuracy:
     images: int
 
 
-def _compare(found: jax.Array, wanted: jax.Array) -> tuple[float, float]:
-    """Relative Frobenius error and mean cosine."""
-    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-    lengths = np.linalg.norm(found, axis=-1) * np.linalg.norm(wanted, axis=-1)
-    cosine = ((found * wanted).sum(-1) / lengths).mean()
-    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted)), float(cosine)
-
-
 def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[Accuracy]:
     """One `Accuracy` a dtype.
 
@@ -68,12 +59,12 @@ def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[A
 
     def both(encoder):
         patches = ppe.embed_images(images, encoder.patch_embed, out_dtype=jnp.float32)
-        return patches, encoder(images).pooler_output
+        return np.asarray(patches), np.asarray(encoder(images).pooler_output)
 
     wanted = both(exact)
     found = []
     for dtype in DTYPES:
-        errors = [_compare(*pair) for pair in zip(both(encoder_of(dtype)), wanted)]
+        errors = [compare(*pair) for pair in zip(both(encoder_of(dtype)), wanted)]
         (patch_error, patch_cosine), (pooled_error, pooled_cosine) = errors
         weights = checkpoint.name if checkpoint else f"{name}, {RANDOM}"
         found.append(

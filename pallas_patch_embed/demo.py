@@ -93,6 +93,14 @@ def _milliseconds(images: jax.Array, params: PatchEmbedParams) -> float:
     return 1e3 * float(np.median(times))
 
 
+def compare(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
+    """The relative Frobenius error of vectors [..., N], and their mean cosine."""
+    found, wanted = found.astype(np.float64), wanted.astype(np.float64)
+    lengths = np.linalg.norm(found, axis=-1) * np.linalg.norm(wanted, axis=-1)
+    cosine = ((found * wanted).sum(-1) / lengths).mean()
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted)), float(cosine)
+
+
 def measure(
     images: np.ndarray, weights: dict[str, np.ndarray], wanted: np.ndarray, patch: int
 ) -> list[Result]:
@@ -102,15 +110,14 @@ def measure(
     for dtype in DTYPES:
         params = pack(**weights, patch_size=patch, dtype=dtype)
         found = np.asarray(embed_images(images, params), np.float32)
-        error = found - wanted
-        lengths = np.linalg.norm(found, axis=-1) * np.linalg.norm(wanted, axis=-1)
+        relative_error, mean_cosine = compare(found, wanted)
         results.append(
             Result(
                 dtype=dtype,
                 backend=explain(patchify(images, params), params).chosen,
-                max_abs_error=float(np.abs(error).max()),
-                relative_error=float(np.linalg.norm(error) / np.linalg.norm(wanted)),
-                mean_cosine=float(((found * wanted).sum(-1) / lengths).mean()),
+                max_abs_error=float(np.abs(found - wanted).max()),
+                relative_error=relative_error,
+                mean_cosine=mean_cosine,
                 weight_bytes=params.nbytes,
                 milliseconds=_milliseconds(images, params),
                 embeddings=found,
