@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from knobs import instance
 
+from benchmarks import audit
 from benchmarks.offline_compile import INSTRUCTION, count, cuda_root, innermost_loop
 
 FFI = Path(__file__).parent.parent / "ffi"
@@ -159,13 +160,6 @@ def assert_clean(said):
     assert not re.search(r"warning|smem", said), said
 
 
-def machine_codes(cubin):
-    """The machine code of every kernel, by name."""
-    command = [cuda_root() / "bin" / "nvdisasm", "-c", cubin]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {part[: part.index(",")]: part for part in text.split(".section\t.text.")[1:]}
-
-
 PRODUCT = {"e4m3": "UTCQMMA", "i8": "UTCIMMA", "bf16": "UTCHMMA"}
 MEMORY = {"LD", "ST", "LDG", "STG", "LDL", "STL", "LDS", "ATOM", "RED"}
 
@@ -182,7 +176,7 @@ def test_no_kernel_spills_and_a_tile_touches_no_global_memory(dtype, chip, tmp_p
         return
     weight = "s5_streamed" if dtype == "bf16" else "s4_stationary"
     name = f"patch_embed_sm100_{dtype}_{{}}_table_256x128_b2_{weight}"
-    codes = machine_codes(cubin)
+    codes = {code.name: code.sass for code in audit.read_cubin(cubin.read_bytes())}
     code = codes[name.format("bf16")]
     opcodes = [match[1] for match in INSTRUCTION.finditer(code)]
     assert [x for x in opcodes if "MMA" in x] == [f"{PRODUCT[dtype]}.2CTA"] * 4

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import audit
 from benchmarks.offline_compile import count, cuda_root, innermost_loop
 
 FFI = Path(__file__).parent.parent / "ffi"
@@ -79,10 +80,8 @@ def compiled(tmp_path_factory):
 
 def tile_loop(cubin, name):
     """The machine code of the loop over a kernel's tiles."""
-    command = [cuda_root() / "bin" / "nvdisasm", "-c", cubin]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    (kernel,) = (part for part in text.split(".section\t.text.")[1:] if part.startswith(name + ","))
-    return innermost_loop(kernel, re.compile(r"STG\.E\.128"))
+    (sass,) = (code.sass for code in audit.read_cubin(cubin.read_bytes()) if code.name == name)
+    return innermost_loop(sass, re.compile(r"STG\.E\.128"))
 
 
 @needs_nvcc
