@@ -1,7 +1,6 @@
 """The benchmarks: what is compared is right, and nothing that is measured gets lost."""
 
 import dataclasses
-import functools
 import json
 import sys
 
@@ -175,7 +174,7 @@ def test_several_devices_share_no_data_and_agree(monkeypatch):
         (1, 3, "burst"), (2, 6, "burst"), (1, 3, "sustained"), (2, 6, "sustained"),
     ]  # fmt: skip
     assert found[0].efficiency == 1
-    embed = functools.partial(ppe.patch_embed)
+    embed = ppe.patch_embed
 
     def communicating(patches, params):
         return embed(patches, params) + 0 * patches.astype(jnp.bfloat16).sum()

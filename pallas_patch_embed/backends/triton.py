@@ -45,6 +45,10 @@ TILE_OVERHEAD = 128 * 64
 MOST_VECTOR = 16
 
 
+def _multiprocessors(capability: tuple[int, int]) -> int:
+    return tiling.multiprocessors(MULTIPROCESSORS.get(capability, 108))
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Tile sizes and pipeline depth of the Triton kernel.
@@ -78,15 +82,13 @@ class Config:
 
     def workers(self, problem: Problem, capability: tuple[int, int]) -> int:
         """Programs a slice of N: as many as run at the same time, or as there are tiles."""
-        multiprocessors = tiling.multiprocessors(MULTIPROCESSORS.get(capability, 108))
-        most = self.programs * multiprocessors // self.slices(problem)
+        most = self.programs * _multiprocessors(capability) // self.slices(problem)
         return max(1, min(most, self.tiles(problem)))
 
     def time(self, problem: Problem, capability: tuple[int, int]) -> int:
         """Of the worker with the most tiles, in products of a row and a column."""
-        multiprocessors = tiling.multiprocessors(MULTIPROCESSORS.get(capability, 108))
         workers = self.workers(problem, capability)
-        together = -(-workers * self.slices(problem) // multiprocessors)
+        together = -(-workers * self.slices(problem) // _multiprocessors(capability))
         each = -(-self.tiles(problem) // workers)
         return each * (together * self.tile_m * self.tile_n + TILE_OVERHEAD)
 
