@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 import pallas_patch_embed as ppe
-from benchmarks import cutlass
+from benchmarks import cutlass, timing
 from benchmarks.timing import Ceiling, Contender
 from pallas_patch_embed.demo import draw_weights, photographs
 from pallas_patch_embed.params import PatchEmbedParams
@@ -270,11 +270,13 @@ def cutlass_operands(data: Data, *, built: bool) -> tuple[jax.Array, ...]:
 
     Raises:
       NotImplementedError: CUTLASS is not installed, with what is missing; or not to be built.
+      RuntimeError: the kernels cannot be built.
     """
     if not built:
         raise NotImplementedError("it takes a minute to build.")
     if reason := cutlass.missing():
         raise NotImplementedError(reason)
+    cutlass.register()
     patches, weight, scale, table = operands(data)
     images = math.gcd(len(patches), CUTLASS_IMAGES)
     return patches, weight, scale, jnp.broadcast_to(table, (images, *table.shape)).copy()
@@ -359,62 +361,60 @@ def entries(
     Raises:
       RuntimeError: an output of the operator is wrong.
     """
-    found, left_out = {}, {}
-
-    def add(name, source, function, take, ours, reference):
+    found, left_out, candidates = {}, {}, {}
+    functions = {"patches": ppe.patch_embed, "images": ppe.embed_images}
+    for row in ppe.explain(data.patches, data.params):
+        if not row.serves:
+            left_out[row.backend] = row.reason
+            continue
+        for source in sources:
+            embed = jax.jit(functools.partial(functions[source], backend=row.backend))
+            contender = Contender(embed, (getattr(data, source), data.params))
+            candidates[source, row.backend] = Entry(contender, True), "embedding"
+    for name, (source, function, take, reference) in _peers(case, built=built).items():
+        if source in sources:
+            try:
+                candidates[source, name] = Entry(Contender(function, take(data)), False), reference
+            except (NotImplementedError, ImportError, RuntimeError) as reason:
+                left_out[name] = str(reason).splitlines()[0]
+    timing.compile_all([entry.contender for entry, _ in candidates.values()])
+    for (source, name), (entry, reference) in candidates.items():
         try:
-            contender = Contender(function, take(data))
-            off = error(contender(), data, reference)
+            off = error(entry.contender(), data, reference)
         except (NotImplementedError, ImportError, ValueError, RuntimeError) as reason:
-            if ours:
+            if entry.ours:
                 raise
             left_out[name] = str(reason).splitlines()[0]
-            return
+            continue
         if off <= LARGEST_ERROR:
-            found[source, name] = Entry(contender, ours)
-        elif ours:
+            found[source, name] = entry
+        elif entry.ours:
             raise RuntimeError(
                 f"{name} on {case}: relative error {off:.4f}, expected at most {LARGEST_ERROR:.4f}."
             )
         else:
             left_out[name] = f"its result is wrong: relative error {off:.4f}."
-
-    for row in ppe.explain(data.patches, data.params):
-        if not row.serves:
-            left_out[row.backend] = row.reason
-            continue
-        for source, function in (("patches", ppe.patch_embed), ("images", ppe.embed_images)):
-            if source in sources:
-                embed = jax.jit(functools.partial(function, backend=row.backend))
-                first = getattr(data, source)
-                add(row.backend, source, embed, lambda d, x=first: (x, d.params), True, "embedding")
-    for name, (source, function, take, reference) in _peers(case, built=built).items():
-        if source in sources:
-            add(name, source, function, take, False, reference)
     return found, left_out
+
+
+@functools.partial(jax.jit, static_argnames="reference")
+def _squares(y, patches, images, params, exact, *, reference: str):
+    """Sums of squares: of what is wrong with a part of an output, and of what is right."""
+    if reference == "unpacked":
+        right = ppe.embed_images(images, exact, backend="xla", out_dtype=jnp.float32)
+    else:
+        numbers = [x.astype(jnp.float32) for x in (patches, params.weight)]
+        right = jnp.matmul(numbers[0], numbers[1].T, precision="highest")
+        if reference == "embedding":
+            right = right * params.scale + params.table.astype(jnp.float32)
+    return jnp.square(y.astype(jnp.float32) - right).sum(), jnp.square(right).sum()
 
 
 def error(y: Any, data: Data, reference: str) -> float:
     """Relative Frobenius error of a whole output against float32; `reference` as in `_peers`."""
-    params = data.params
-
-    def wanted(patches, images):
-        if reference == "unpacked":
-            return ppe.embed_images(images, data.exact, backend="xla", out_dtype=jnp.float32)
-        numbers = [x.astype(jnp.float32) for x in (patches, params.weight)]
-        sums = jnp.matmul(numbers[0], numbers[1].T, precision="highest")
-        if reference == "product":
-            return sums
-        return sums * params.scale + params.table.astype(jnp.float32)
-
-    @jax.jit
-    def squares(y, patches, images):
-        right = wanted(patches, images)
-        return jnp.square(y.astype(jnp.float32) - right).sum(), jnp.square(right).sum()
-
     y, parts = jnp.asarray(y), []
     for i in range(0, len(y), COMPARED):
-        part = slice(i, i + COMPARED)
-        parts.append(squares(y[part], data.patches[part], data.images[part]))
+        pieces = (x[i : i + COMPARED] for x in (y, data.patches, data.images))
+        parts.append(_squares(*pieces, data.params, data.exact, reference=reference))
     wrong, all_of_it = np.sum(np.asarray(parts, np.float64), axis=0)
     return float(np.sqrt(wrong / all_of_it))

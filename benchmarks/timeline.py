@@ -14,7 +14,6 @@ import collections
 import dataclasses
 import functools
 import json
-import statistics
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -143,16 +142,12 @@ def table(spans: list[Span]) -> str:
     heads = "".join(f"{f'warp {warp}':>9}" for warp in warps)
     lines = [f"{'role':24}{'spans':>8}{'mean':>10}{'p95':>10}  cycles{heads}"]
     for role in [key for key in cycles if isinstance(key, str)]:
-        found = cycles[role]
-        p95 = (
-            statistics.quantiles(found, n=20, method="inclusive")[-1]
-            if len(found) > 1
-            else found[0]
-        )
-        means = (statistics.mean(own) if (own := cycles.get((role, w))) else None for w in warps)
+        found = np.array(cycles[role])
+        means = (np.mean(own) if (own := cycles.get((role, w))) else None for w in warps)
         by_warp = "".join(f"{'' if mean is None else f'{mean:.0f}':>9}" for mean in means)
         lines.append(
-            f"{role:24}{len(found):8}{statistics.mean(found):10.0f}{p95:10.0f}        {by_warp}"
+            f"{role:24}{len(found):8}{found.mean():10.0f}{np.percentile(found, 95):10.0f}"
+            f"        {by_warp}"
         )
     return "\n".join(line.rstrip() for line in lines)
 
@@ -167,7 +162,7 @@ def draw(spans: list[Span], title: str, out: Path) -> None:
     start = min(span.begin for span in spans)
     warps = sorted({span.warp for span in spans})
     # Outer spans first: inner ones are drawn over them.
-    spans = sorted(spans, key=lambda span: -span.cycles)
+    spans = sorted((s for s in spans if s.begin < start + DRAWN), key=lambda span: -span.cycles)
     roles = dict.fromkeys(span.role for span in spans)
     colours = dict(zip(roles, plt.colormaps["tab10"].colors))
     figure, axes = plt.subplots(figsize=(12, 1 + 0.3 * len(warps)), layout="constrained")

@@ -16,7 +16,8 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -157,12 +158,18 @@ def on_gpu() -> bool:
 
 
 class _Profiled:
-    """A contender as the profiler wants a function: with the methods of a jitted one."""
+    """A contender as the profiler wants a function: with the methods of a jitted one.
 
-    trace = lower = None
+    What has none it would jit, with the operands as constants.
+    """
 
     def __init__(self, contender: Contender):
         self.contender = contender
+
+    def lower(self):
+        raise NotImplementedError("A contender is called, not compiled.")
+
+    trace = lower
 
     def __call__(self):
         return self.contender()
@@ -172,6 +179,8 @@ def _milliseconds(contender: Contender, calls: int) -> list[float]:
     """The times of so many calls, one after the other."""
     if on_gpu():
         _, times = profiler.measure(_Profiled(contender), iterations=calls)()
+        if times is None:
+            raise RuntimeError("benchmarks: CUPTI saw no kernel of a contender.")
         return times if calls > 1 else [times]
     times = []
     for _ in range(calls):
@@ -181,7 +190,22 @@ def _milliseconds(contender: Contender, calls: int) -> list[float]:
     return times
 
 
-def _compile(contenders: dict[str, Contender]) -> None:
+def compile_all(contenders: Iterable[Contender]) -> None:
+    """Compiles those that are jitted, side by side; what cannot be says so when it is called.
+
+    XLA chooses among programs by their times while it compiles, and keeps others from the GPU then.
+    """
+
+    def compile_one(contender):
+        if hasattr(contender.function, "lower"):
+            with contextlib.suppress(Exception):
+                contender.function.lower(*contender.operands).compile()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_one, contenders))
+
+
+def _call_once(contenders: dict[str, Contender]) -> None:
     for contender in contenders.values():
         jax.block_until_ready(contender())
 
@@ -197,7 +221,7 @@ def burst(
       calls: of one turn.
       rest: seconds of idleness before a turn.
     """
-    _compile(contenders)
+    _call_once(contenders)
     times = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
@@ -214,7 +238,7 @@ def sustained(
     The first half of each turn is not counted: clock and power settle there. A time is the wall
     time of `calls` calls, which the device gets at once, divided by their number.
     """
-    _compile(contenders)
+    _call_once(contenders)
     times = {name: [] for name in contenders}
     seen = {name: Samples() for name in contenders}
     with sampled() as samples:
@@ -237,7 +261,7 @@ def sustained(
 
 def latency(contenders: dict[str, Contender], *, rounds: int = 200) -> dict[str, Timing]:
     """Every contender's wall time of one call, from the call to the result, in turns."""
-    _compile(contenders)
+    _call_once(contenders)
     times = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():

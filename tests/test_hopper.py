@@ -422,7 +422,7 @@ def test_compute_sanitizer_finds_nothing(backend, tool):
             "JAX_PLATFORMS": "cuda,cpu",
             # One allocation a buffer: beyond it is nobody's.
             "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
-            "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
+            "PYTHONPATH": f"{TESTS.parent}:{TESTS}:{os.environ.get('PYTHONPATH', '')}",
         },
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]

@@ -2,6 +2,7 @@
 
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -21,6 +22,29 @@ def sleeper(seconds, turns, name):
 @pytest.fixture(autouse=True)
 def wall_time(monkeypatch):
     monkeypatch.setattr(timing, "on_gpu", lambda: False)
+
+
+def test_the_profiler_calls_a_contender_as_it_is():
+    """It would jit what is not jitted: with gigabytes of constants, and nothing left to run."""
+    contender = Contender(lambda x: x, (jnp.zeros(()),))
+    assert isinstance(timing._Profiled(contender), jax.stages.Wrapped)
+
+
+def test_what_is_compiled_before_is_not_compiled_again():
+    compiled = []
+
+    def function(x):
+        compiled.append(x)
+        return x + 1
+
+    def refused(x):
+        raise NotImplementedError
+
+    contenders = [Contender(jax.jit(f), (jnp.zeros(()),)) for f in (function, refused)]
+    timing.compile_all([*contenders, Contender(function, (1,))])
+    assert contenders[0]() == 1 and len(compiled) == 1
+    with pytest.raises(NotImplementedError):
+        contenders[1]()
 
 
 def test_burst_takes_turns_and_finds_who_is_faster():

@@ -101,31 +101,46 @@ AMPERE = (
     Config(32, 64, 64, warps=4, stages=3, programs=3),
 )
 HOPPER = (
-    Config(128, 256, 128, warps=8, stages=3, programs=1, parts=4),
+    Config(128, 256, 128, warps=8, stages=4, programs=1, parts=4),
     Config(64, 128, 128, warps=4, stages=4, programs=2),
     Config(64, 64, 64, warps=4, stages=4, programs=3),
 )
+# Triton waits for every product whose sums are not float32: meanwhile a second program multiplies.
+# Images lose more by being encoded for twice as many slices of N.
+HOPPER_INT8 = (Config(128, 128, 128, warps=4, stages=3, programs=2, parts=4), *HOPPER[1:])
 
 # The largest tile spills with pixels or columns in shorter groups, each of which has an address in
 # registers, and with float8 pixels that have to be widened.
 LEAST_VECTOR = 4
 
 
-def configs(capability: tuple[int, int]) -> tuple[Config, ...]:
-    """Those for a compute capability, the largest first."""
-    return HOPPER if capability >= (9, 0) else AMPERE
+def widens(dtype: str, capability: tuple[int, int]) -> bool:
+    """Whether float8 numbers are multiplied as float16 ones."""
+    return dtype == "float8_e4m3fn" and capability < FLOAT8
 
 
-def choose_config(problem: Problem, capability: tuple[int, int], crowded: bool = False) -> Config:
+def configs(capability: tuple[int, int], dtype: str, uncut: bool) -> tuple[Config, ...]:
+    """Those for a compute capability, dtype, and patches or uncut images, the largest first."""
+    if capability < (9, 0):
+        return AMPERE
+    return HOPPER_INT8 if dtype == "int8" and not uncut else HOPPER
+
+
+def choose_config(
+    problem: Problem, capability: tuple[int, int], vector: int | None = None
+) -> Config:
     """The config for a problem: a function of shapes, dtypes, and the GPU's multiprocessors.
 
     Args:
       problem: shapes and dtypes.
       capability: of the GPU.
-      crowded: whether pixels leave too few registers for the largest tile.
+      vector: bytes of pixels that a thread loads at once; None for patches.
     """
-    largest, *smaller = configs(capability)
-    crowded = crowded or problem.N % LEAST_VECTOR > 0
+    uncut = vector is not None
+    largest, *smaller = configs(capability, problem.dtype, uncut)
+    crowded = problem.N % LEAST_VECTOR > 0
+    if uncut:
+        crowded |= vector < LEAST_VECTOR or widens(problem.dtype, capability)
     candidates = smaller if crowded else (largest, *smaller)
     return min(candidates, key=lambda config: config.time(problem, capability))
 
@@ -242,9 +257,8 @@ def _launch(problem: Problem, operands, images_as: dict, target, config) -> jax.
     # An export holds code for one compute capability: this process's, if it has a GPU.
     targets = (target, Target.of(default_device()))
     capability = next((t.compute_capability for t in targets if t and t.compute_capability), OLDEST)
-    widen = problem.dtype == "float8_e4m3fn" and capability < FLOAT8
-    crowded = bool(images_as) and (widen or images_as["VECTOR"] < LEAST_VECTOR)
-    config = config or choose_config(problem, capability, crowded)
+    widen = widens(problem.dtype, capability)
+    config = config or choose_config(problem, capability, images_as.get("VECTOR"))
     if widen:
         operands = tuple(
             lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == problem.dtype else x
