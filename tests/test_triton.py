@@ -19,7 +19,7 @@ import pallas_patch_embed as ppe
 from benchmarks import audit
 from pallas_patch_embed.backends import triton as backend
 from pallas_patch_embed.backends import xla
-from pallas_patch_embed.backends.triton import AMPERE, HOPPER, HOPPER_INT8, Config
+from pallas_patch_embed.backends.triton import AMPERE, HOPPER, Config
 from pallas_patch_embed.patchify import rows
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, Target, padded
 
@@ -137,7 +137,7 @@ def test_every_pixel_is_encoded_as_by_patchify(interpreted, target, dtype):
 def test_the_chosen_tiles_are_exact(interpreted):
     operands = draw_operands(0, (3, 97, 256), 160, "int8", "shared")
     expected = xla.run(*operands, out_dtype="bfloat16")
-    for target, configs in ((A100, AMPERE), (H200, HOPPER), (H200, HOPPER_INT8[:1])):
+    for target, configs in ((A100, AMPERE), (H200, HOPPER)):
         for config in configs:
             y = backend.run(*operands, out_dtype="bfloat16", target=target, config=config)
             assert_bit_equal(y, expected)
@@ -184,11 +184,10 @@ def image_shapes(patch_size, dtype, B, *, image=224, N=768):
 
 def compiled_cases():
     """(target, config, dtype, patch size of images or None, N): all of them for 8.0 and 9.0."""
-    for target, dtype in itertools.product((A100, RTX_3090, RTX_4090, H200), DTYPES):
-        for patch_size in (None, 16, 14):
-            configs = backend.configs(target.compute_capability, dtype, patch_size is not None)
-            for number, config in enumerate(configs):
-                widened = dtype == "float8_e4m3fn" and target.compute_capability < (8, 9)
+    for target in (A100, RTX_3090, RTX_4090, H200):
+        for number, config in enumerate(backend.configs(target.compute_capability)):
+            for dtype, patch_size in itertools.product(DTYPES, (None, 16, 14)):
+                widened = backend.widens(dtype, target.compute_capability)
                 crowded = patch_size == 14 or (patch_size and widened)
                 if crowded and number == 0:
                     continue
@@ -225,7 +224,7 @@ def problem_of(S, N, K, dtype="int8", B=2):
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=str)
 def test_many_images_get_the_largest_tile_and_no_more_programs_than_run(capability):
-    largest, *smaller = backend.configs(capability, "int8", uncut=False)
+    largest, *smaller = backend.configs(capability)
     most = backend.MULTIPROCESSORS.get(capability, 108)
     for shape in NAMED_SHAPES:
         for B in (1, 64, 4736):

@@ -105,10 +105,6 @@ HOPPER = (
     Config(64, 128, 128, warps=4, stages=4, programs=2),
     Config(64, 64, 64, warps=4, stages=4, programs=3),
 )
-# Triton waits for every product whose sums are not float32: meanwhile a second program multiplies.
-# Images lose more by being encoded for twice as many slices of N.
-HOPPER_INT8 = (Config(128, 128, 128, warps=4, stages=3, programs=2, parts=4), *HOPPER[1:])
-
 # The largest tile spills with pixels or columns in shorter groups, each of which has an address in
 # registers, and with float8 pixels that have to be widened.
 LEAST_VECTOR = 4
@@ -119,11 +115,9 @@ def widens(dtype: str, capability: tuple[int, int]) -> bool:
     return dtype == "float8_e4m3fn" and capability < FLOAT8
 
 
-def configs(capability: tuple[int, int], dtype: str, uncut: bool) -> tuple[Config, ...]:
-    """Those for a compute capability, dtype, and patches or uncut images, the largest first."""
-    if capability < (9, 0):
-        return AMPERE
-    return HOPPER_INT8 if dtype == "int8" and not uncut else HOPPER
+def configs(capability: tuple[int, int]) -> tuple[Config, ...]:
+    """Those for a compute capability, the largest first."""
+    return HOPPER if capability >= (9, 0) else AMPERE
 
 
 def choose_config(
@@ -136,10 +130,9 @@ def choose_config(
       capability: of the GPU.
       vector: bytes of pixels that a thread loads at once; None for patches.
     """
-    uncut = vector is not None
-    largest, *smaller = configs(capability, problem.dtype, uncut)
+    largest, *smaller = configs(capability)
     crowded = problem.N % LEAST_VECTOR > 0
-    if uncut:
+    if vector is not None:
         crowded |= vector < LEAST_VECTOR or widens(problem.dtype, capability)
     candidates = smaller if crowded else (largest, *smaller)
     return min(candidates, key=lambda config: config.time(problem, capability))
