@@ -38,8 +38,12 @@ FLOAT8 = (8, 9)
 # Of patches, so that those of whole tiles are less than 2^31.
 MOST_ROWS = 2**31 - 256
 
-# What a tile costs beside its products, in products of a row and a column.
-TILE_OVERHEAD = 128 * 64
+# Cycles that a tile takes beside its products, about.
+TILE_OVERHEAD = 1536
+
+# What a multiprocessor does in a cycle, about: products of bytes of K (from 9.0 on, and before),
+# bytes that it gets from the L2 cache, and pixels that it encodes.
+PRODUCTS, LOADED, ENCODED = (4096, 2048), 64, 32
 
 # Bytes that a thread loads at once.
 MOST_VECTOR = 16
@@ -62,6 +66,8 @@ class Config:
       programs: at the same time on a multiprocessor.
       parts: a power of two, in which the columns of a tile are stored. In one, the table's numbers
         stay in registers as long as tiles have the same ones; else accumulators need those.
+      spare: whether registers are left for pixels or columns in groups of less than LEAST_VECTOR,
+        each of which has an address, and for float8 pixels that have to be widened.
     """
 
     tile_m: int
@@ -71,6 +77,7 @@ class Config:
     stages: int
     programs: int
     parts: int = 1
+    spare: bool = True
 
     def slices(self, problem: Problem) -> int:
         """Into how many slices N is cut."""
@@ -85,28 +92,32 @@ class Config:
         most = self.programs * _multiprocessors(capability) // self.slices(problem)
         return max(1, min(most, self.tiles(problem)))
 
-    def time(self, problem: Problem, capability: tuple[int, int]) -> int:
-        """Of the worker with the most tiles, in products of a row and a column."""
+    def time(self, problem: Problem, capability: tuple[int, int], uncut: bool) -> float:
+        """Cycles of the worker with the most tiles, about; `uncut` if it encodes pixels."""
         workers = self.workers(problem, capability)
         together = -(-workers * self.slices(problem) // _multiprocessors(capability))
         each = -(-self.tiles(problem) // workers)
-        return each * (together * self.tile_m * self.tile_n + TILE_OVERHEAD)
+        K, m, n = problem.patches[-1], self.tile_m, self.tile_n
+        row = K * jnp.dtype(problem.dtype).itemsize
+        products = m * n * row / PRODUCTS[capability < (9, 0)]
+        encoded = m * K / ENCODED if uncut else 0
+        return each * (together * (max(products, (m + n) * row / LOADED) + encoded) + TILE_OVERHEAD)
 
 
 # None spills, and before 9.0 none needs more than the 99 KiB of shared memory of 8.6 and 8.9.
 # NOTES.md has the times of those for Hopper, and of others, by dtype.
 AMPERE = (
-    Config(128, 128, 64, warps=8, stages=4, programs=1),
+    Config(128, 128, 64, warps=8, stages=4, programs=1, spare=False),
     Config(64, 128, 64, warps=8, stages=3, programs=1),
     Config(32, 64, 64, warps=4, stages=3, programs=3),
 )
 HOPPER = (
-    Config(128, 256, 128, warps=8, stages=4, programs=1, parts=4),
+    Config(128, 256, 128, warps=8, stages=4, programs=1, parts=4, spare=False),
+    Config(128, 128, 128, warps=4, stages=3, programs=2, parts=4, spare=False),
     Config(64, 128, 128, warps=4, stages=4, programs=2),
-    Config(64, 64, 64, warps=4, stages=4, programs=3),
+    Config(64, 64, 128, warps=4, stages=4, programs=3),
 )
-# The largest tile spills with pixels or columns in shorter groups, each of which has an address in
-# registers, and with float8 pixels that have to be widened.
+
 LEAST_VECTOR = 4
 
 
@@ -130,12 +141,11 @@ def choose_config(
       capability: of the GPU.
       vector: bytes of pixels that a thread loads at once; None for patches.
     """
-    largest, *smaller = configs(capability)
-    crowded = problem.N % LEAST_VECTOR > 0
-    if vector is not None:
+    crowded, uncut = problem.N % LEAST_VECTOR > 0, vector is not None
+    if uncut:
         crowded |= vector < LEAST_VECTOR or widens(problem.dtype, capability)
-    candidates = smaller if crowded else (largest, *smaller)
-    return min(candidates, key=lambda config: config.time(problem, capability))
+    candidates = (config for config in configs(capability) if config.spare or not crowded)
+    return min(candidates, key=lambda config: config.time(problem, capability, uncut))
 
 
 def missing() -> str | None:
