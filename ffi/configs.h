@@ -21,6 +21,7 @@ constexpr bool streamed = true, stationary = false;
   X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \
   X(dtype, f32, table, __VA_ARGS__) X(dtype, f32, offset, __VA_ARGS__)
 #define PATCH_EMBED_SM90_STREAMED(X, dtype)                        \
+  PATCH_EMBED_SM90_OUTPUTS(X, dtype, 192, 64, 7, streamed)         \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 192, 128, 5, streamed)        \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 128, 128, 6, streamed)        \
   PATCH_EMBED_SM90_OUTPUTS(X, dtype, 64, 128, 8, streamed)
@@ -34,6 +35,7 @@ constexpr bool streamed = true, stationary = false;
 #define PATCH_EMBED_SM90_kInt8(X) PATCH_EMBED_SM90_ONE_BYTE(X, i8)
 #define PATCH_EMBED_SM90_kBFloat16(X)                              \
   PATCH_EMBED_SM90_OUTPUTS(X, bf16, 64, 64, 16, stationary)        \
+  PATCH_EMBED_SM90_OUTPUTS(X, bf16, 128, 64, 9, streamed)          \
   PATCH_EMBED_SM90_STREAMED(X, bf16)
 #define PATCH_EMBED_SM90_CONFIGS(X) \
   PATCH_EMBED_SM90_kFloat8E4M3FN(X) PATCH_EMBED_SM90_kInt8(X) PATCH_EMBED_SM90_kBFloat16(X)

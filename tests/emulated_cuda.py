@@ -111,6 +111,7 @@ CASES = {
     "streamed, tables of their own, float32": streamed(
         (5, 131, 128), 192, INT8, "per image", 192, 5, out_dtype="float32"
     ),
+    "bfloat16, streamed, held": Case((9, 73, 576), 192, BF16, "shared", 192, 7, stream_weight=True),
     "streamed, no table": streamed((5, 131, 128), 192, BF16, "none", 192, 5),
 }
 

@@ -344,6 +344,7 @@ CANARY, GAP = 0xA5, 4096 + 16
         ("NaFlex B/16 256", "bfloat16", 5, None),
         ("So400m/14 384", "bfloat16", 17, "192x128_b1_s5_streamed"),
         ("So400m/14 384", "float32", 17, "192x128_b1_s5_streamed"),
+        ("So400m/14 384", "bfloat16", 17, "192x64_b1_s7_streamed"),
         ("So400m/14 384", "bfloat16", 17, "128x128_b1_s6_streamed"),
         ("NaFlex B/16 256", "float32", 45, "128x128_b1_s6_streamed"),
     ],
@@ -391,6 +392,7 @@ for dtype, out_dtype, N, patch, kernel in (
     ("float8_e4m3fn", "bfloat16", 128, 14, ""),
     ("bfloat16", "bfloat16", 192, 16, "bf16_bf16_table_192x128_b1_s5_streamed"),
     ("int8", "float32", 128, 16, "i8_f32_table_128x128_b1_s6_streamed"),
+    ("int8", "bfloat16", 192, 16, "i8_bf16_table_192x64_b1_s7_streamed"),
 ):
     if kernel and sys.argv[1] != "cuda":
         continue

@@ -251,6 +251,17 @@ def test_float8_pixels_that_are_widened_get_a_tile_with_registers_to_spare():
     assert not backend.choose_config(problem, (8, 9), 16).spare
 
 
+def test_xla_is_the_better_choice_where_it_was_measured_to_be_faster():
+    def reason(images, dtype):
+        return backend.why_rather_not(problem_of(64, 768, 3072, dtype, B=images))
+
+    for images in (1, 32, 64, 128):
+        assert "few for" in reason(images, "bfloat16")
+    assert "xla splits K" in reason(1, "int8") and "xla splits K" in reason(1, "float8_e4m3fn")
+    assert reason(256, "bfloat16") is None and reason(32, "int8") is None
+    assert backend.why_rather_not(problem_of(196, 768, 768, "bfloat16", B=1)) is None
+
+
 @pytest.mark.parametrize("found, expected", [("9.0", 90), (None, 80)])
 def test_an_export_is_for_the_chip_at_hand(monkeypatch, found, expected):
     device = types.SimpleNamespace(platform="gpu" if found else "cpu", compute_capability=found)
