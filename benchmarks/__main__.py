@@ -230,7 +230,7 @@ def arguments() -> argparse.Namespace:
         parts=["operator"],
         shapes=["B/16 224"],
         images=[1024] if gpu else [4],
-        dtypes=["int8", "bfloat16"],
+        dtypes=["int8"] if gpu else ["int8", "bfloat16"],
         pixels=["random"],
         regimes=["burst"],
         rounds=2,

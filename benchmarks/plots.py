@@ -96,7 +96,7 @@ def throughput(results: list[Result], caption: str, path: Path) -> Path:
         axes.set(xscale="log", yscale="log", xlabel="images a call", ylabel="images a second")
         axes.set_title(f"from {source}", fontsize=9)
         axes.grid(alpha=0.3, which="both", lw=0.4)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="lower right")
     return _save(figure, path)
 
 
@@ -114,34 +114,27 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
     axes = figure.subplots()
     intensity = [r.operations / r.bytes for r in results]
     x = np.geomspace(min(intensity) / 4, max(intensity) * 4, 200)
+    slope, peaks = ceilings["memory"] / 1e12, {}
     for dtype, rate in ceilings.items():
         if dtype != "memory":
-            roof = np.minimum(x * ceilings["memory"], rate) / 1e12
-            axes.plot(x, roof, color="0.3", lw=0.9)
-            axes.annotate(
-                f"{dtype}: {rate / 1e12:.3g} TFLOP/s",
-                (x[-1], roof[-1]),
-                fontsize=7,
-                ha="right",
-                va="bottom",
-            )
-    axes.annotate(
-        f"memory: {ceilings['memory'] / 1e12:.3g} TB/s",
-        (x[3], x[3] * ceilings["memory"] / 1e12),
-        fontsize=7,
-        rotation=35,
-        va="bottom",
-    )
-    for i, (name, dtype) in enumerate(dict.fromkeys((r.contender, r.dtype) for r in results)):
-        own = [r for r in results if (r.contender, r.dtype) == (name, dtype)]
-        axes.scatter(
-            [r.operations / r.bytes for r in own],
-            [r.teraflops for r in own],
-            marker=MARKERS[i % len(MARKERS)],
-            color=colours[name],
-            s=28,
-            label=f"{name}, {dtype}",
-        )
+            # One byte multiplies as fast as another: they have one roof, but for the noise.
+            same = (p for p in peaks if abs(np.log(rate / p)) < 0.1)
+            peaks.setdefault(next(same, rate), []).append(dtype)
+    for rate, dtypes in peaks.items():
+        roof = np.minimum(x * slope, rate / 1e12)
+        axes.plot(x, roof, color="0.3", lw=0.9)
+        text = f"{', '.join(dtypes)}: {rate / 1e12:.4g} TFLOP/s"
+        axes.annotate(text, (x[-1], roof[-1]), fontsize=7, ha="right", va="bottom")
+    text, at = f"memory: {slope:.3g} TB/s", x[40]
+    axes.annotate(text, (at, at * slope), fontsize=7, ha="right", va="bottom")
+    markers = dict(zip(dict.fromkeys(r.dtype for r in results), MARKERS))
+    for r in results:
+        place = (r.operations / r.bytes, r.teraflops)
+        axes.scatter(*place, marker=markers[r.dtype], color=colours[r.contender], s=28, alpha=0.8)
+    for name, colour in colours.items():
+        axes.plot([], color=colour, lw=5, label=name)
+    for dtype, marker in markers.items():
+        axes.plot([], color="0.3", ls="", marker=marker, label=dtype)
     axes.set(
         xscale="log",
         yscale="log",
@@ -149,7 +142,7 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
         ylabel="TFLOP/s",
     )
     axes.grid(alpha=0.3, which="both", lw=0.4)
-    axes.legend(fontsize=6, bbox_to_anchor=(1, 1), loc="upper left", frameon=False)
+    axes.legend(fontsize=7, bbox_to_anchor=(1, 1), loc="upper left", frameon=False)
     return _save(figure, path)
 
 

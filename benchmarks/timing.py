@@ -281,18 +281,18 @@ class Ceiling:
 
 
 def memory_ceilings(gigabytes: float = 1.0) -> dict[str, Ceiling]:
-    """What the memory allows.
+    """What the memory allows, by words of 4 bytes.
 
-    "copy" reads as many bytes as it writes, "widen" reads one for every two that it writes, as the
+    "copy" writes as many bytes as it reads, "widen" writes two for every one that it reads, as the
     operator does at one byte a patch element where K = N.
     """
-    n = int(gigabytes * 1e9)
-    bits = jax.random.bits(jax.random.key(0), (n,), jnp.uint8)
-    copy = jax.jit(lambda x: x ^ jnp.uint8(1))
-    widen = jax.jit(lambda x: x.astype(jnp.uint16))
+    n = int(gigabytes * 1e9) // 4
+    words = jax.random.bits(jax.random.key(0), (n,), jnp.uint32)
+    copy = jax.jit(lambda x: x ^ jnp.uint32(1))
+    widen = jax.jit(lambda x: (x ^ jnp.uint32(1), x ^ jnp.uint32(2)))
     return {
-        "copy": Ceiling(Contender(copy, (bits,)), bytes=2 * n),
-        "widen": Ceiling(Contender(widen, (bits,)), bytes=3 * n),
+        "copy": Ceiling(Contender(copy, (words,)), bytes=2 * words.nbytes),
+        "widen": Ceiling(Contender(widen, (words,)), bytes=3 * words.nbytes),
     }
 
 

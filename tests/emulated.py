@@ -1,14 +1,15 @@
 """The kernels whose compiled PTX is executed, and how: compiled for a GPU, run on a CPU.
 
-  python tests/emulated.py NAME FOLDER
+  python tests/emulated.py BACKEND
 
-compiles one case into a folder: a process of its own, because the compilers read their settings
-when JAX is imported.
+compiles cases of a backend as it is told to: a process of its own, because the compilers read their
+settings when JAX is imported.
 """
 
 import dataclasses
 import functools
 import importlib
+import json
 import shutil
 import subprocess
 import sys
@@ -129,11 +130,20 @@ LONG = {
 }
 
 
+@functools.cache
+def _compiler(backend: str) -> subprocess.Popen:
+    """The process that compiles a backend's cases; it ends with this one."""
+    command = [sys.executable, __file__, backend]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(command, text=True, **pipes)
+
+
 def compiled(name: str, folder: Path) -> Path:
     """Compiles a case; the stem of its dumped files."""
-    subprocess.run(
-        [sys.executable, __file__, name, folder], check=True, capture_output=True, text=True
-    )
+    process = _compiler((CASES | LONG)[name].backend)
+    print(json.dumps([name, str(folder)]), file=process.stdin, flush=True)
+    if problem := json.loads(process.stdout.readline() or '"the compilers crashed"'):
+        raise RuntimeError(f"{name}: {problem}")
     (ptx,) = folder.glob("*.ptx")
     return ptx.with_suffix("")
 
@@ -164,8 +174,11 @@ def emulated(stem: Path, case: Case, operands, **options):
         return case.function()(*operands), machines[0]
 
 
-def main(name: str, folder: Path) -> None:
-    """Compiles a case."""
+def main(backend: str) -> None:
+    """Compiles the case of every line of the standard input, into the folder that it names.
+
+    Says of each what went wrong, or null.
+    """
     sys.path[:0] = [str(TESTS.parent)]
     from benchmarks import offline_compile
 
@@ -173,16 +186,23 @@ def main(name: str, folder: Path) -> None:
         import jax
         from interpreter import draw_operands
 
-        case = (CASES | LONG)[name]
-        operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-        case.module.MULTIPROCESSORS = MULTIPROCESSORS
-        chip = offline_compile.CHIPS["h200" if case.backend == "mosaic_sm90" else "b200"]
-        offline_compile.compile_offline(case.function(), shapes, chip, dumped)
-        for path in dumped.iterdir():
-            if path.suffix in (".ptx", ".log"):
-                shutil.copy(path, folder / path.name.replace(".mlir-passes", ""))
+        chip = offline_compile.CHIPS["h200" if backend == "mosaic_sm90" else "b200"]
+        for line in sys.stdin:
+            name, folder = json.loads(line)
+            case, problem = (CASES | LONG)[name], None
+            case.module.MULTIPROCESSORS = MULTIPROCESSORS
+            operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+            before = set(dumped.iterdir())
+            try:
+                offline_compile.compile_offline(case.function(), shapes, chip, dumped)
+            except Exception as error:
+                problem = repr(error)
+            for path in set(dumped.iterdir()) - before:
+                if path.suffix in (".ptx", ".log"):
+                    shutil.copy(path, Path(folder, path.name.replace(".mlir-passes", "")))
+            print(json.dumps(problem), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1])
