@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -31,15 +31,18 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import cuda_launch
-from benchmarks.offline_compile import (
-    CHIPS,
-    INSTRUCTION,
-    LABEL,
-    Chip,
+from benchmarks.machine_code import (
+    CLASSES,
+    MATRIX,
+    Code,
+    access_bytes,
+    class_of,
+    cubins,
     cuda_root,
-    innermost_loop,
-    operands,
+    executed,
+    read_cubin,
 )
+from benchmarks.offline_compile import CHIPS, Chip, operands
 from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, tiling, triton
 from pallas_patch_embed.backends.tiling import ROW_BYTES
 from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, Target, named_shape
@@ -102,35 +105,6 @@ issue: instructions of the tile loop, {SCHEDULERS} schedulers with one a cycle. 
   once, both sides of a branch count, warps that only copy are left out.
 Results are {OUT_DTYPE}; all images have one table."""
 
-CLASSES = {
-    name: frozenset(opcodes.split())
-    for name, opcodes in {
-        "tensor": "HMMA IMMA QMMA HGMMA IGMMA QGMMA UTCHMMA UTCIMMA UTCQMMA",
-        "tensor memory": "LDTM STTM UTCATOMSWS",
-        "shared": "LDS STS LDSM STSM STAS ATOMS",
-        "global": "LD ST LDG STG LDGSTS ATOM ATOMG RED",
-        "local": "LDL STL",
-        "TMA": "UTMALDG UTMASTG UTMAPF UTMACCTL UTMACMDFLUSH UBLKCP UBLKPF",
-        "barrier": "SYNCS BAR DEPBAR LDGDEPBAR UTCBAR WARPSYNC WARPGROUP MEMBAR FENCE ERRBAR "
-        "CGAERRBAR UCGABAR_ARV UCGABAR_WAIT CCTL NANOSLEEP",
-        "float": "FADD FFMA FFMA2 FMUL FMNMX HFMA2 HADD2 HMUL2 FSETP FSEL MUFU",
-        "integer": "IABS IADD IADD3 IMAD IMNMX VIMNMX ISETP LEA LOP3 POPC FLO SHF SGXT BMSK VIADD "
-        "UIADD3 UIMAD UISETP ULEA ULOP3 USHF USGXT UFLO REDUX",
-        "conversion": "F2F F2FP F2I F2IP I2F I2FP I2IP",
-        "move and control": "MOV UMOV PRMT UPRMT SEL USEL R2UR CS2R S2R S2UR P2R R2P LDC LDCU ULDC "
-        "SHFL ELECT VOTE VOTEU PLOP3 UPLOP3 BRA BSSY BSYNC BREAK CALL RET EXIT NOP BPT YIELD "
-        "USETMAXREG UVIRTCOUNT",
-    }.items()
-}
-
-MATRIX = re.compile(r"[HIQ]G?MMA|UTC[HIQ]MMA")
-
-
-def class_of(opcode: str) -> str:
-    """The class of an opcode, with or without modifiers; "other" if it is in none."""
-    name = opcode.split(".")[0]
-    return next((found for found, opcodes in CLASSES.items() if name in opcodes), "other")
-
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
@@ -185,24 +159,6 @@ class Tile:
     multiprocessors: int
     patch_bytes: int
     tma_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Code:
-    """What a compiler made of a kernel.
-
-    Attributes:
-      name: its entry.
-      registers: a thread's, at launch.
-      stack_bytes, spill_bytes: of a thread; the latter stored and loaded.
-      sass: the machine code.
-    """
-
-    name: str
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
-    sass: str = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,107 +244,6 @@ def operand_bytes(loop: Loop, tile: Tile) -> int:
         elif opcode.startswith("UTC") and MATRIX.match(opcode):
             found += times * PRODUCT_BYTES * (tile.rows + tile.columns) // tile.blocks
     return found
-
-
-def access_bytes(opcode: str) -> int:
-    """Bytes of a thread that a load or store moves; its modifiers name matrices or bits."""
-    if matrices := re.search(r"\.MT?88(?:\.(\d))?", opcode):
-        return 4 * int(matrices[1] or 1)
-    width = re.search(r"\.[US]?(8|16|64|128)\b", opcode)
-    return int(width[1]) // 8 if width else 4
-
-
-def opcodes(lines: list[str]) -> collections.Counter:
-    """Opcode with modifiers -> how often."""
-    found = collections.Counter()
-    for match in filter(None, map(INSTRUCTION.search, lines)):
-        opcode = match[1] + re.match(r"[^\s;]*", match[2])[0]
-        # Where wgmma has patches in registers its first source is one, else a descriptor.
-        if "GMMA" in opcode and re.match(r"\S* R\w+, R", match[2]):
-            opcode += " RS"
-        found[opcode] += 1
-    return found
-
-
-def executed(sass: str, marker: str, steps: int) -> dict[str, int]:
-    """Opcode -> how often a warp executes it for one tile.
-
-    Args:
-      sass: machine code of one kernel.
-      marker: opcodes; the tile loop is the innermost one that holds all of them.
-      steps: how often the part with the matrix multiplications is executed for a tile: a loop
-        inside of it, or all of it but the stores, which it jumps over before the last step.
-
-    Raises:
-      NotImplementedError: there is no such loop.
-    """
-    lines = innermost_loop(sass, re.compile(marker))
-    if not lines:
-        raise NotImplementedError(f"no loop of its machine code holds all of {marker}.")
-    repeated = innermost_loop("\n".join(lines), MATRIX)
-    once, again = opcodes(lines), opcodes(repeated)
-    again.subtract(opcodes(jumped_over(repeated, re.compile("STG"))))
-    return {opcode: n + (steps - 1) * again[opcode] for opcode, n in once.items()}
-
-
-def jumped_over(lines: list[str], opcode: re.Pattern) -> list[str]:
-    """The fewest lines between a branch and its target that hold all of an opcode."""
-    found = [INSTRUCTION.search(line) for line in lines]
-    held = [i for i, match in enumerate(found) if match and opcode.match(match[1])]
-    labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
-    parts = []
-    for begin, match in enumerate(found):
-        target = re.search(r"\.L_x_\d+", match[2]) if match and match[1] == "BRA" else None
-        end = labels.get(target[0], 0) if target else 0
-        if held and begin < held[0] and held[-1] < end:
-            parts.append(lines[begin + 1 : end])
-    return min(parts, key=len, default=[])
-
-
-# Machine code from cubins.
-
-
-def read_cubin(cubin: bytes) -> list[Code]:
-    """The kernels in it.
-
-    Raises:
-      NotImplementedError: there is no nvdisasm.
-    """
-    if cuda_root() is None:
-        raise NotImplementedError("nvdisasm is missing: pip install '.[codegen]'")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [cuda_root() / "bin" / "nvdisasm", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-    def attribute(name: str) -> dict[str, int]:
-        pattern = rf"EIATTR_{name}\n.*?index@\(([\w$]+)\).*?\.word\s+0x(\w+)"
-        return {kernel: int(x, 16) for kernel, x in re.findall(pattern, text, re.DOTALL)}
-
-    registers, stack = attribute("REGCOUNT"), attribute("FRAME_SIZE")
-    found = []
-    for sass in text.split(".section\t.text.")[1:]:
-        name = sass[: sass.index(",")]
-        local = opcodes([line for line in sass.splitlines() if "LDL" in line or "STL" in line])
-        spilled = sum(access_bytes(x) * n for x, n in local.items() if class_of(x) == "local")
-        found.append(Code(name, registers[name], stack[name], spilled, sass))
-    return found
-
-
-def cubins(library: bytes) -> Iterator[tuple[int, bytes]]:
-    """Capability (90, ...) and content of the cubins in a library, which nvcc does not compress."""
-
-    def number(at: int, size: int) -> int:
-        return int.from_bytes(library[at : at + size], "little")
-
-    for match in re.finditer(rb"\x7fELF\x02", library):
-        at = match.start()
-        # e_machine is 190 for CUDA; e_phoff and e_shoff; sizes and numbers of what is there.
-        if number(at + 18, 2) == 190:
-            programs = number(at + 32, 8) + number(at + 54, 2) * number(at + 56, 2)
-            sections = number(at + 40, 8) + number(at + 58, 2) * number(at + 60, 2)
-            yield library[at + 49], library[at : at + max(programs, sections)]
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.offline_compile import cuda_root
+from benchmarks.machine_code import cuda_root
 from pallas_patch_embed.backends import cuda_ffi, schedule, tiling
 from pallas_patch_embed.backends.cuda_ffi import Config
 from pallas_patch_embed.problem import Problem, Target

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.offline_compile import cuda_root
+from benchmarks.machine_code import cuda_root
 
 SOURCE = Path(__file__).with_name("cutlass.cu")
 

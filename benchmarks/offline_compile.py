@@ -11,8 +11,6 @@ One process compiles for one target: Mosaic registers its passes once, for the f
 import argparse
 import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import json
 import os
 import re
@@ -22,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.machine_code import INSTRUCTION, MATRIX, count, cuda_root, innermost_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +81,6 @@ CHIPS = {
     ),
 }
 
-INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
-LABEL = re.compile(r"^\s*(\.L_x_\d+):")
-MULTIPLY = re.compile(r"[HQI]GMMA|UTC[A-Z]*MMA")
 TENSOR_MEMORY_LOAD = re.compile(r"LDTM")
 
 
@@ -130,16 +127,6 @@ class Program:
     kernels: list[Kernel]
     other_operations: dict[str, list[str]]
     hlo: str
-
-
-def cuda_root() -> Path | None:
-    """Where pip put ptxas and nvdisasm; None if they are not installed."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations if spec else ():
-        root = Path(folder) / "cu13"
-        if (root / "bin" / "ptxas").exists() and (root / "bin" / "nvdisasm").exists():
-            return root
-    return None
 
 
 @contextlib.contextmanager
@@ -222,40 +209,12 @@ def read_kernel(sass: Path) -> Kernel:
         tensor_memory_columns=number(r"tmem_(?:collective_)?scratch_cols=(\d+)", resources),
         instructions=count(code.splitlines()),
         multiplications=dict(
-            Counter(m[1] for m in INSTRUCTION.finditer(code) if MULTIPLY.match(m[1]))
+            Counter(m[1] for m in INSTRUCTION.finditer(code) if MATRIX.match(m[1]))
         ),
-        tile_loop=count(innermost_loop(code, MULTIPLY)),
+        tile_loop=count(innermost_loop(code, MATRIX)),
         store_loop=count(innermost_loop(code, TENSOR_MEMORY_LOAD)),
         sass=code,
     )
-
-
-def count(lines: list[str]) -> dict[str, int]:
-    """Opcode without its modifiers -> how often."""
-    found = (INSTRUCTION.search(line) for line in lines)
-    return dict(Counter(match[1].split(".")[0] for match in found if match))
-
-
-def innermost_loop(sass: str, opcode: re.Pattern) -> list[str]:
-    """The lines of the innermost loop that holds all instructions whose opcode matches."""
-    lines = sass.splitlines()
-    labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
-    held = [
-        i
-        for i, line in enumerate(lines)
-        if (match := INSTRUCTION.search(line)) and opcode.match(match[1])
-    ]
-    loops = []
-    for end, line in enumerate(lines):
-        match = INSTRUCTION.search(line)
-        target = re.search(r"\.L_x_\d+", match[2]) if match and match[1].startswith("BRA") else None
-        start = labels.get(target[0], end) if target else end
-        if held and start <= held[0] and held[-1] <= end:
-            loops.append((end - start, start, end))
-    if not loops:
-        return []
-    _, start, end = min(loops)
-    return lines[start : end + 1]
 
 
 def operands(shape: Any, B: int, dtype: str, *, table: str = "shared") -> tuple[Any, ...]:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from knobs import instance
 
-from benchmarks import audit
-from benchmarks.offline_compile import INSTRUCTION, count, cuda_root, innermost_loop
+from benchmarks.machine_code import INSTRUCTION, count, cuda_root, innermost_loop, read_cubin
 
 FFI = Path(__file__).parent.parent / "ffi"
 DTYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16"}
@@ -176,7 +175,7 @@ def test_no_kernel_spills_and_a_tile_touches_no_global_memory(dtype, chip, tmp_p
         return
     weight = "s5_streamed" if dtype == "bf16" else "s4_stationary"
     name = f"patch_embed_sm100_{dtype}_{{}}_table_256x128_b2_{weight}"
-    codes = {code.name: code.sass for code in audit.read_cubin(cubin.read_bytes())}
+    codes = {code.name: code.sass for code in read_cubin(cubin.read_bytes())}
     code = codes[name.format("bf16")]
     opcodes = [match[1] for match in INSTRUCTION.finditer(code)]
     assert [x for x in opcodes if "MMA" in x] == [f"{PRODUCT[dtype]}.2CTA"] * 4

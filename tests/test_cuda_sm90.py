@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import audit
-from benchmarks.offline_compile import count, cuda_root, innermost_loop
+from benchmarks.machine_code import count, cuda_root, innermost_loop, read_cubin
 
 FFI = Path(__file__).parent.parent / "ffi"
 DTYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16"}
@@ -80,7 +79,7 @@ def compiled(tmp_path_factory):
 
 def tile_loop(cubin, name):
     """The machine code of the loop over a kernel's tiles."""
-    (sass,) = (code.sass for code in audit.read_cubin(cubin.read_bytes()) if code.name == name)
+    (sass,) = (code.sass for code in read_cubin(cubin.read_bytes()) if code.name == name)
     return innermost_loop(sass, re.compile(r"STG\.E\.128"))
 
 

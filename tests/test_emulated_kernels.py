@@ -22,7 +22,7 @@ from emulated import (
 )
 from interpreter import draw_operands
 
-from benchmarks.offline_compile import cuda_root
+from benchmarks.machine_code import cuda_root
 from pallas_patch_embed.backends import xla
 
 pytestmark = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")

@@ -13,7 +13,7 @@ from ptx_emulator import mosaic
 from ptx_emulator import triton as triton_launch
 from ptx_emulator.errors import RaceError
 
-from benchmarks.offline_compile import cuda_root
+from benchmarks.machine_code import cuda_root
 
 try:
     import triton_kernels

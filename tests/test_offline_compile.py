@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.offline_compile import MULTIPLY, count, cuda_root, innermost_loop, operands
+from benchmarks.machine_code import MATRIX, count, cuda_root, innermost_loop
+from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import mosaic_sm90, mosaic_sm100, tiling
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
 
@@ -164,5 +165,5 @@ def test_the_innermost_loop_with_all_products_is_found():
         /*0070*/             @!P0 BRA `(.L_x_2) ;
         /*0080*/             @!P0 BRA `(.L_x_1) ;
 """
-    assert count(innermost_loop(sass, MULTIPLY)) == {"HGMMA": 2, "LDS": 1, "IADD3": 1, "BRA": 2}
-    assert innermost_loop("no loop", MULTIPLY) == []
+    assert count(innermost_loop(sass, MATRIX)) == {"HGMMA": 2, "LDS": 1, "IADD3": 1, "BRA": 2}
+    assert innermost_loop("no loop", MATRIX) == []

@@ -29,7 +29,7 @@ from ptx_emulator.isa import lanes
 from ptx_emulator.machine import Machine
 from ptx_emulator.parser import parse
 
-from benchmarks.offline_compile import cuda_root
+from benchmarks.machine_code import cuda_root
 from pallas_patch_embed.backends import mosaic_sm100, xla
 
 pytestmark = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")

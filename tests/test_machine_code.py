@@ -1,0 +1,52 @@
+"""Reading machine code: loops, how often they are executed, bytes, and classes of opcodes."""
+
+import re
+
+from benchmarks.machine_code import CLASSES, access_bytes, executed, innermost_loop
+
+LOOP = """
+.L_x_1:
+        /*0010*/                   LDSM.16.M88.4 R4, [R2] ;
+        /*0020*/                   IMMA.16832.S8.S8 R24, R4, R6, R24 ;
+        /*0028*/                   IMMA.16832.S8.S8 R28, R4, R8, R28 ;
+        /*0030*/              @!P1 BRA `(.L_x_2) ;
+        /*0040*/                   STG.E.128 [R2.64], R24 ;
+.L_x_2:
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+"""
+NESTED = """
+.L_x_1:
+        /*0010*/                   MOV R1, R2 ;
+.L_x_2:
+        /*0020*/                   HGMMA.64x192x16.F32.BF16 R24, R4, gdesc[UR4], R24 ;
+        /*0028*/                   HGMMA.64x192x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0030*/               @P0 BRA `(.L_x_2) ;
+        /*0040*/                   STG.E.128 [R2.64], R24 ;
+        /*0050*/               @P1 BRA `(.L_x_1) ;
+"""
+
+
+def test_what_is_repeated_for_a_tile_is_counted_so_often():
+    found = executed(LOOP, "STG|[HIQ]G?MMA", 12)
+    assert found == {"LDSM.16.M88.4": 12, "IMMA.16832.S8.S8": 24, "STG.E.128": 1, "BRA": 24}
+    found = executed(NESTED, "STG|[HIQ]G?MMA", 12)
+    shape = "HGMMA.64x192x16.F32.BF16"
+    assert found == {"MOV": 1, f"{shape} RS": 12, shape: 12, "BRA": 13, "STG.E.128": 1}
+
+
+def test_loads_and_stores_have_the_bytes_that_their_modifiers_name():
+    opcodes = ["LDG.E.128.CONSTANT", "STS.64", "LDS", "LDG.E.U16", "STS.U8", "STSM.16.M88.4"]
+    assert [access_bytes(opcode) for opcode in opcodes] == [16, 8, 4, 2, 1, 16]
+
+
+def test_the_innermost_loop_holds_all_that_match_and_what_is_in_none_has_no_loop():
+    inner = innermost_loop(NESTED, re.compile("HGMMA"))
+    assert "L_x_2" in inner[0] and "`(.L_x_2)" in inner[-1]
+    assert len(innermost_loop(NESTED, re.compile("HGMMA|STG"))) == len(NESTED.strip().splitlines())
+    straight = "/*0010*/  MOV R1, R2 ;\n/*0020*/  STG.E [R2.64], R24 ;"
+    assert innermost_loop(straight, re.compile("STG")) == []
+
+
+def test_each_opcode_has_one_class():
+    names = [name for opcodes in CLASSES.values() for name in opcodes]
+    assert len(names) == len(set(names))
