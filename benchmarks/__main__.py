@@ -8,10 +8,12 @@ Every output is checked before it is timed. What is compared is timed in turns, 
 """
 
 import argparse
+import collections
 import dataclasses
 import itertools
 import math
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,12 @@ from benchmarks.timing import Ceiling
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, named_shape
 
 PARTS = ("operator", "encoder", "accuracy", "devices")
+
+# Of a part, as they come.
+Records = Iterator[list[dict[str, Any]]]
+
+# Images of NaFlex have positions of their own, which no contender here takes.
+SHAPES = tuple(shape.name for shape in NAMED_SHAPES if not shape.name.startswith("NaFlex"))
 
 # So many bytes are in no cache any more: twice the L2 cache of a B200.
 OUT_OF_CACHE = 2 * 126 * 2**20
@@ -47,15 +55,19 @@ def ceilings(dtypes: list[str], gigabytes: float, size: int) -> dict[str, float]
     }
 
 
-def regimes(case: Case, chosen: list[str]) -> list[str]:
-    """Those of the chosen regimes that say something about this case."""
-    says = {
-        "burst": True,
-        "cold": case.bytes("patches") < OUT_OF_CACHE // 2,
-        "sustained": case.images >= SUSTAINED_IMAGES or not timing.on_gpu(),
-        "call": case.images <= CALL_IMAGES,
+def regimes(case: Case, chosen: list[str]) -> dict[str, str | None]:
+    """The chosen regimes, each with the reason why it says nothing about this case, if any."""
+    reasons = {
+        "burst": None,
+        "cold": "the operands do not fit in a cache anyway."
+        if case.bytes("patches") >= OUT_OF_CACHE // 2
+        else None,
+        "sustained": f"for {SUSTAINED_IMAGES} images or more on a GPU."
+        if case.images < SUSTAINED_IMAGES and timing.on_gpu()
+        else None,
+        "call": f"for {CALL_IMAGES} images or fewer." if case.images > CALL_IMAGES else None,
     }
-    return [regime for regime in chosen if says[regime]]
+    return {regime: reasons[regime] for regime in chosen}
 
 
 def measure(
@@ -65,7 +77,10 @@ def measure(
     data = contenders.draw(case)
     found, left_out = contenders.entries(case, data, tuple(chosen.sources), built=not chosen.quick)
     measured = []
-    for regime in regimes(case, chosen.regimes):
+    for regime, reason in regimes(case, chosen.regimes).items():
+        if reason:
+            left_out[regime] = reason
+            continue
         entries = cold(case, found) if regime == "cold" else found
         for source in chosen.sources:
             own = {name: e for (of, name), e in entries.items() if of == source}
@@ -103,14 +118,14 @@ def run(regime: str, entries: dict[str, Entry], chosen: argparse.Namespace):
     return timing.burst(compared, rounds=chosen.rounds, rest=chosen.rest)
 
 
-def operator(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+def operator(chosen: argparse.Namespace) -> Records:
     """The operator's cases; prints a table for each source and regime."""
     gpu = timing.on_gpu()
     limits = ceilings(chosen.dtypes, *((1.0, 8192) if gpu else (0.05, 1024)))
     units = dict.fromkeys(limits, "GFLOP/s") | {"copy": "GB/s", "widen": "GB/s"}
     rates = (f"{name} {rate / 1e9:,.0f} {units[name]}" for name, rate in limits.items())
     print(f"ceilings: {', '.join(rates)}", flush=True)
-    records = [{"kind": "ceiling", "name": name, "rate": rate} for name, rate in limits.items()]
+    yield [{"kind": "ceiling", "name": name, "rate": rate} for name, rate in limits.items()]
     for name, images, dtype, pixels in itertools.product(
         chosen.shapes, chosen.images, chosen.dtypes, chosen.pixels
     ):
@@ -121,50 +136,42 @@ def operator(chosen: argparse.Namespace) -> list[dict[str, Any]]:
             own = [r for r in measured if (r.source, r.regime) == (source, regime)]
             print(f"\n{title}, from {source}, {regime}: {REGIMES[regime]}")
             print(results.table(own), flush=True)
-        for contender, reason in left_out.items():
-            print(f"left out: {contender}: {reason}")
-            case_record = dict(shape=name, images=images, dtype=dtype)
-            records.append(
-                {"kind": "left out", "contender": contender, "reason": reason} | case_record
-            )
-        records += [r.record() for r in measured]
-    return records
+        for what, reason in left_out.items():
+            print(f"left out: {what}: {reason}")
+        case_record = dict(kind="left out", shape=name, images=images, dtype=dtype)
+        yield [case_record | dict(what=w, reason=r) for w, r in left_out.items()]
+        yield [r.record() for r in measured]
 
 
-def encoders(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+def encoders(chosen: argparse.Namespace) -> Records:
     """Encoders end to end."""
-    records = []
     for name, images in (ENCODER_IMAGES if timing.on_gpu() else {"B/16 224": 1}).items():
         timed = dict(rounds=chosen.rounds, rest=chosen.rest, calls=3)
         found = encoder.speeds(name, images, ["bfloat16", "int8"], **timed)
-        print(f"\nEncoder {name}, bfloat16, {images} images a call, burst")
+        print(f"\nEncoder {name}, bfloat16, {images} images a call, burst: {REGIMES['burst']}")
         print(encoder.table(found), flush=True)
-        records += [{"kind": "encoder"} | dataclasses.asdict(s) for s in found]
-    return records
+        yield [{"kind": "encoder"} | dataclasses.asdict(s) for s in found]
 
 
-def accuracies(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+def accuracies(chosen: argparse.Namespace) -> Records:
     """Errors by dtype on photographs."""
     found = accuracy.accuracies(chosen.checkpoint)
     print(f"\nAgainst float32, {found[0].images} photographs, {found[0].weights}")
     print(accuracy.table(found), flush=True)
-    return [{"kind": "accuracy"} | dataclasses.asdict(a) for a in found]
+    yield [{"kind": "accuracy"} | dataclasses.asdict(a) for a in found]
 
 
-def several(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+def several(chosen: argparse.Namespace) -> Records:
     """Weak scaling over the devices that there are."""
-    count = jax.device_count()
-    counts = [n for n in (2, 4, 8) if n <= count]
+    counts = [n for n in (2, 4, 8) if n <= jax.device_count()]
     if not counts:
         print("\nWeak scaling: there is one device.")
-        return []
-    records = []
+        return
     for dtype in chosen.dtypes:
         found = devices.scaling(counts, max(chosen.images), chosen.shapes[0], dtype)
         print(f"\nWeak scaling, {chosen.shapes[0]}, {dtype}, {found[0].backend}, no collective")
         print(devices.table(found), flush=True)
-        records += [{"kind": "devices"} | dataclasses.asdict(s) for s in found]
-    return records
+        yield [{"kind": "devices"} | dataclasses.asdict(s) for s in found]
 
 
 def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
@@ -173,6 +180,8 @@ def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
     caption = head["versions"]
     limits = {r["name"]: r["rate"] for r in records if r["kind"] == "ceiling"}
     found = [results.result_of(r) for r in records if r["kind"] == "time"]
+    if not found:
+        return []
 
     def only(**fields):
         return [r for r in found if all(getattr(r, k) == v for k, v in fields.items())]
@@ -189,17 +198,31 @@ def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
         own = only(shape=shape, dtype=dtype, regime="burst", pixels=found[0].pixels)
         if len({r.images for r in own}) > 1:
             made.append(plots.throughput(own, caption, file("throughput", shape, dtype)))
-    burst = [r for r in only(regime="burst", source="patches") if "+" not in r.contender]
-    if burst and limits:
-        roofs = {k: v for k, v in limits.items() if k not in ("copy", "widen")}
-        roofs["memory"] = max(limits["copy"], limits["widen"])
-        made.append(plots.roofline(burst, roofs, caption, file("roofline", "burst")))
+    roofs = {k: v for k, v in limits.items() if k not in ("copy", "widen")}
+    roofs["memory"] = max(limits["copy"], limits["widen"])
+    for shape, pixels in dict.fromkeys((r.shape, r.pixels) for r in found):
+        burst = only(shape=shape, pixels=pixels, regime="burst", source="patches")
+        if own := [r for r in burst if "+" not in r.contender]:
+            made.append(plots.roofline(own, roofs, caption, file("roofline", shape, pixels)))
     for shape in dict.fromkeys(r.shape for r in found):
         own = [r for r in only(shape=shape, regime="sustained") if r.power is not None]
         own = [r for r in own if r.images == max(r.images for r in own)]
         if own:
             made.append(plots.energy(own, caption, file("energy", shape)))
     return made
+
+
+def positive(kind: Callable[[str], Any], least: float | None = None) -> Callable[[str], Any]:
+    """A type of arguments: numbers above 0, or from `least` on."""
+
+    def number(text: str):
+        found = kind(text)
+        if found < least if least is not None else found <= 0:
+            raise ValueError
+        return found
+
+    number.__name__ = "positive number"
+    return number
 
 
 def arguments() -> argparse.Namespace:
@@ -209,22 +232,23 @@ def arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = [shape.name for shape in NAMED_SHAPES]
     parser.add_argument("--quick", action="store_true", help="a small part, under a minute")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="by default all of them")
-    parser.add_argument("--shapes", nargs="+", choices=names, metavar="NAME")
-    parser.add_argument("--images", type=int, nargs="+", help="a call")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME")
+    parser.add_argument("--images", type=positive(int), nargs="+", help="a call")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
     parser.add_argument("--pixels", nargs="+", choices=["random", "photographs"])
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--regimes", nargs="+", choices=REGIMES)
-    parser.add_argument("--rounds", type=int, help="turns of everyone")
-    parser.add_argument("--rest", type=float, help="seconds before a turn")
-    parser.add_argument("--seconds", type=float, help="of a sustained turn")
+    parser.add_argument("--rounds", type=positive(int), help="turns of everyone")
+    parser.add_argument("--rest", type=positive(float, 0), help="seconds before a turn")
+    parser.add_argument("--seconds", type=positive(float), help="of a sustained turn")
     parser.add_argument("--checkpoint", type=Path, help="of an encoder, for the accuracy")
     parser.add_argument("--out", type=Path, help="folder for results.jsonl and pictures")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="its pictures again, no more")
     chosen = parser.parse_args()
+    if chosen.draw and not (chosen.draw / "results.jsonl").exists():
+        parser.error(f"there is no {chosen.draw / 'results.jsonl'}")
     gpu = timing.on_gpu()
     quick = dict(
         parts=["operator"],
@@ -262,16 +286,19 @@ def main() -> None:
             print(path)
         return
     print(timing.versions(), flush=True)
-    records = [{"kind": "run", "versions": timing.versions(), "time": time.strftime("%FT%T%z")}]
+    head = {"kind": "run", "versions": timing.versions(), "time": time.strftime("%FT%T%z")}
     run_part = dict(zip(PARTS, (operator, encoders, accuracies, several)))
-    for part in chosen.parts:
-        records += run_part[part](chosen)
+    everything = itertools.chain([[head]], *(run_part[part](chosen) for part in chosen.parts))
     if not chosen.out:
+        collections.deque(everything, maxlen=0)
         return
     chosen.out.mkdir(parents=True, exist_ok=True)
-    results.write(chosen.out / "results.jsonl", records)
+    path = chosen.out / "results.jsonl"
+    path.unlink(missing_ok=True)
+    for records in everything:
+        results.append(path, records)
     try:
-        made = draw(records, chosen.out)
+        made = draw(results.read(path), chosen.out)
     except ImportError as missing:
         print(f"No pictures: {missing}. Elsewhere: python -m benchmarks --draw {chosen.out}")
     else:

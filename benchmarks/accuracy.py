@@ -45,6 +45,9 @@ def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[A
     Args:
       checkpoint: as for `load_encoder`, of a fixed resolution; random weights if None.
       name: of the encoder with random weights.
+
+    Raises:
+      ValueError: the checkpoint is NaFlex.
     """
 
     def encoder_of(dtype):
@@ -53,6 +56,8 @@ def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[A
         return encoders.draw(name, dtype, "float32")[0]
 
     exact = encoder_of("float32")
+    if exact.config.image_size is None:
+        raise ValueError(f"accuracy: {checkpoint} is NaFlex, expected one of a fixed resolution.")
     side = exact.config.image_size[0]
     shape = dataclasses.replace(named_shape(name), image=side, patch=exact.config.patch)
     _, images = photographs(shape)
@@ -63,7 +68,7 @@ def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[A
 
     wanted = both(exact)
     found = []
-    for dtype in DTYPES:
+    for dtype in (dtype for dtype in DTYPES if dtype != "float32"):
         errors = [compare(*pair) for pair in zip(both(encoder_of(dtype)), wanted)]
         (patch_error, patch_cosine), (pooled_error, pooled_cosine) = errors
         weights = checkpoint.name if checkpoint else f"{name}, {RANDOM}"

@@ -68,7 +68,8 @@ class Case:
         shape, K = self.shape, padded(self.shape.K)
         itemsize = jnp.dtype(self.dtype).itemsize
         first = 3 * shape.image**2 if source == "images" else shape.S * K * itemsize
-        once = shape.N * K * itemsize + 4 * shape.N + 2 * shape.S * shape.N
+        table = 4 if self.dtype == "float32" else 2
+        once = shape.N * K * itemsize + 4 * shape.N + table * shape.S * shape.N
         return self.images * first + once + self.written
 
 
@@ -113,16 +114,25 @@ def draw_images(shape: NamedShape, images: int, pixels: str) -> jax.Array:
     return cut(jnp.asarray(whole))
 
 
+def data_of(
+    case: Case, images: jax.Array, params: PatchEmbedParams, drawn: dict[str, np.ndarray]
+) -> Data:
+    """Images and weights in every form: `drawn` is what `params` was packed from."""
+    shape = case.shape
+    exact = ppe.pack(**drawn, patch_size=shape.patch, grid=shape.grid, dtype="float32")
+    patches = jax.jit(ppe.patchify)(images, params)
+    table = drawn["bias"] + drawn["position_embedding"]
+    unpacked = map(jnp.asarray, (drawn["kernel"], table))
+    return Data(images, patches, params, *unpacked, jax.device_put(exact))
+
+
 def draw(case: Case) -> Data:
     """Random weights, and images as the case says."""
     shape = case.shape
     drawn = draw_weights(np.random.default_rng(0), shape)
-    pack = functools.partial(ppe.pack, **drawn, patch_size=shape.patch, grid=shape.grid)
-    params, exact = jax.device_put([pack(dtype=case.dtype), pack(dtype="float32")])
+    packed = ppe.pack(**drawn, patch_size=shape.patch, grid=shape.grid, dtype=case.dtype)
     images = draw_images(shape, case.images, case.pixels)
-    patches = jax.jit(ppe.patchify)(images, params)
-    table = drawn["bias"] + drawn["position_embedding"]
-    return Data(images, patches, params, *map(jnp.asarray, (drawn["kernel"], table)), exact)
+    return data_of(case, images, jax.device_put(packed), drawn)
 
 
 # What users write. `product` accumulates in float32 or int32 and rounds to bfloat16, as jnp.dot.
@@ -167,28 +177,40 @@ def dequantised(patches, weight, scale, table):
     return product_and_positions(patches.astype(jnp.bfloat16), weight, None, table)
 
 
-def convolution(images: jax.Array, kernel: jax.Array, table: jax.Array) -> jax.Array:
-    """What models do: pixels to [-1, 1], a bfloat16 convolution without overlap, positions."""
-    pixels = (images.astype(jnp.float32) * (2 / 255) - 1).astype(jnp.bfloat16)
+def normalised(images: jax.Array, dtype: str) -> tuple[jax.Array, str | None]:
+    """Pixels in [-1, 1] as models make them, and the precision of products of that dtype."""
+    pixels = images.astype(jnp.float32) * (2 / 255) - 1
+    return pixels.astype(dtype), "highest" if dtype == "float32" else None
+
+
+def convolution(
+    images: jax.Array, kernel: jax.Array, table: jax.Array, dtype: str = "bfloat16"
+) -> jax.Array:
+    """What models do: pixels to [-1, 1], a convolution without overlap, positions."""
+    pixels, precision = normalised(images, dtype)
     y = lax.conv_general_dilated(
         pixels,
-        kernel.astype(jnp.bfloat16),
+        kernel.astype(dtype),
         window_strides=kernel.shape[:2],
         padding="VALID",
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision=precision,
     )
-    return y.reshape(len(images), -1, kernel.shape[-1]) + table.astype(jnp.bfloat16)
+    return y.reshape(len(images), -1, kernel.shape[-1]) + table.astype(dtype)
 
 
-def cut_and_product(images: jax.Array, kernel: jax.Array, table: jax.Array) -> jax.Array:
-    """The convolution as a reshape, a transposition and jnp.dot, in bfloat16."""
+def cut_and_product(
+    images: jax.Array, kernel: jax.Array, table: jax.Array, dtype: str = "bfloat16"
+) -> jax.Array:
+    """The convolution as a reshape, a transposition and jnp.dot."""
     p, _, channels, N = kernel.shape
     B, H, W, _ = images.shape
     h, w = H // p, W // p
-    pixels = (images.astype(jnp.float32) * (2 / 255) - 1).astype(jnp.bfloat16)
+    pixels, precision = normalised(images, dtype)
     rows = pixels[:, : h * p, : w * p].reshape(B, h, p, w, p, channels).swapaxes(2, 3)
     rows = rows.reshape(B, h * w, p * p * channels)
-    return jnp.dot(rows, kernel.reshape(-1, N).astype(jnp.bfloat16)) + table.astype(jnp.bfloat16)
+    product = jnp.dot(rows, kernel.reshape(-1, N).astype(dtype), precision=precision)
+    return product + table.astype(dtype)
 
 
 # Libraries that may be installed.
@@ -272,8 +294,12 @@ def cutlass_operands(data: Data, *, built: bool) -> tuple[jax.Array, ...]:
       NotImplementedError: CUTLASS is not installed, with what is missing; or not to be built.
       RuntimeError: the kernels cannot be built.
     """
+    if data.params.dtype not in cutlass.DTYPES:
+        raise NotImplementedError(f"it has no kernels for {data.params.dtype}.")
     if not built:
         raise NotImplementedError("it takes a minute to build.")
+    if (target := Target.of(default_device())).compute_capability != cutlass.COMPUTE_CAPABILITY:
+        raise NotImplementedError(f"its kernels are for Hopper GPUs; this is {target}.")
     if reason := cutlass.missing():
         raise NotImplementedError(reason)
     cutlass.register()
@@ -310,6 +336,9 @@ def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callabl
     def unpacked(data):
         return data.images, data.kernel, data.table
 
+    # What models compute in; the quantised operator replaces bfloat16.
+    computed = dict(dtype="float32" if case.dtype == "float32" else "bfloat16")
+
     peers = {
         "jnp.dot bare, [N, K]": (
             "patches",
@@ -324,15 +353,25 @@ def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callabl
             "product",
         ),
         "jnp.dot + positions": ("patches", jit(product_and_positions), operands, "embedding"),
-        "jax's matmul + positions": (
+        "jax's matmul, not tuned, + positions": (
             "patches",
             jit(pallas_matmul),
             lambda data: (*with_columns(data), data.params.table),
             "embedding",
         ),
-        "torch + positions": ("patches", torch_operator, torch_operands, "embedding"),
-        "convolution + positions": ("images", jit(convolution), unpacked, "unpacked"),
-        "patchify + jnp.dot + positions": ("images", jit(cut_and_product), unpacked, "unpacked"),
+        "torch, eager, + positions": ("patches", torch_operator, torch_operands, "embedding"),
+        "convolution + positions": (
+            "images",
+            jit(functools.partial(convolution, **computed)),
+            unpacked,
+            "unpacked",
+        ),
+        "patchify + jnp.dot + positions": (
+            "images",
+            jit(functools.partial(cut_and_product, **computed)),
+            unpacked,
+            "unpacked",
+        ),
     }
     for schedule in cutlass.SCHEDULES:
         fused = jit(functools.partial(cutlass.fused, schedule=schedule))
@@ -381,6 +420,7 @@ def entries(
     for (source, name), (entry, reference) in candidates.items():
         try:
             off = error(entry.contender(), data, reference)
+            timing.check(entry.contender)
         except (NotImplementedError, ImportError, ValueError, RuntimeError) as reason:
             if entry.ours:
                 raise

@@ -25,6 +25,9 @@ DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 SCHEDULES = ("pingpong", "cooperative")
 KERNELS = tuple(itertools.product(DTYPES, SCHEDULES))
 
+# Of Hopper.
+COMPUTE_CAPABILITY = (9, 0)
+
 # Bytes: TMA's alignment of rows.
 ALIGNMENT = 16
 
@@ -104,13 +107,27 @@ def build(folder: Path | None = None) -> Path:
 
 
 @functools.cache
+def _registered() -> str | None:
+    """Builds and loads the library and makes its kernels known to XLA, once; why it cannot."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            library = ctypes.CDLL(str(build(Path(folder))))
+        for kernel in KERNELS:
+            handler = jax.ffi.pycapsule(getattr(library, _target(*kernel)))
+            jax.ffi.register_ffi_target(_target(*kernel), handler, platform="CUDA")
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
 def register() -> None:
-    """Builds and loads the library and makes its kernels known to XLA."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = ctypes.CDLL(str(build(Path(folder))))
-    for kernel in KERNELS:
-        handler = jax.ffi.pycapsule(getattr(library, _target(*kernel)))
-        jax.ffi.register_ffi_target(_target(*kernel), handler, platform="CUDA")
+    """Makes the kernels known to XLA.
+
+    Raises:
+      RuntimeError: they cannot be built.
+    """
+    if reason := _registered():
+        raise RuntimeError(reason)
 
 
 def fused(

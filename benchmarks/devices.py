@@ -28,7 +28,7 @@ class Scaling:
       shape, dtype, backend: what is computed, and by which backend.
       devices: over how many the batch is sharded.
       images: of all of them.
-      regime: "burst" or "sustained".
+      regime: "short" or "sustained": calls without a pause for 0.1 or 2.5 seconds.
       milliseconds: wall time of a call, in calls without a pause.
       efficiency: one device's time over this one, for as many images a device.
     """
@@ -69,7 +69,7 @@ def sharded(data: Data, count: int) -> Contender:
 def scaling(
     counts: list[int], images_a_device: int, shape_name: str, dtype: str, **timed
 ) -> list[Scaling]:
-    """Weak scaling over the first so many devices, in bursts and sustained.
+    """Weak scaling over the first so many devices, for a short time and sustained.
 
     Args:
       counts: of devices; 1 is added.
@@ -81,7 +81,7 @@ def scaling(
     backend = ppe.explain(data.patches, data.params).chosen
     compared = {n: sharded(data, n) for n in sorted({1, *counts})}
     found = []
-    for regime, seconds in (("burst", 0.1), ("sustained", 2.5)):
+    for regime, seconds in (("short", 0.1), ("sustained", 2.5)):
         how = {"seconds": seconds, "rounds": 3} | timed
         times = timing.sustained({str(n): c for n, c in compared.items()}, **how)
         for n in compared:

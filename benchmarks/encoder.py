@@ -14,7 +14,15 @@ import numpy as np
 
 import pallas_patch_embed as ppe
 from benchmarks import timing
-from benchmarks.contenders import convolution, cut_and_product
+from benchmarks.contenders import (
+    LARGEST_ERROR,
+    Case,
+    convolution,
+    cut_and_product,
+    data_of,
+    draw_images,
+    error,
+)
 from benchmarks.timing import Contender
 from pallas_patch_embed.demo import draw_weights
 from pallas_patch_embed.problem import named_shape
@@ -26,10 +34,6 @@ ENCODERS = {
     "B/16 224": Config(768, 12, 12, 3072, 16, (14, 14), image_size=(224, 224)),
     "So400m/14 384": Config(1152, 27, 16, 4304, 14, (27, 27), image_size=(384, 384)),
 }
-
-# The pooled output of bfloat16 encoders that differ in the patch embedding alone: bfloat16's
-# rounding, and int8's and float8's of the weight, behind all layers.
-LARGEST_DIFFERENCE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,26 +92,24 @@ def draw(name: str, patch_dtype: str, dtype: str) -> tuple[Encoder, dict[str, np
 
 def ways(
     encoder: Encoder, drawn: dict[str, np.ndarray]
-) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
-    """name -> function (encoder, images, *more) to the pooled output, and `more`."""
+) -> dict[str, tuple[Callable, tuple[Any, ...], str]]:
+    """name -> function (images, *more) to embeddings, `more`, and what `contenders.error` expects.
+
+    The quantised operator is compared with the convolution of the same model in bfloat16.
+    """
     table = drawn["bias"] + drawn["position_embedding"]
     unpacked = jnp.asarray(drawn["kernel"]), jnp.asarray(table)
-
-    def by(embed, encoder, images, *more):
-        return transform(encoder, embed(images, *more)).pooler_output
-
-    def by_backend(backend, encoder, images):
-        y = ppe.embed_images(images, encoder.patch_embed, backend=backend, out_dtype=encoder.dtype)
-        return transform(encoder, y).pooler_output
-
     found = {
-        "convolution": (functools.partial(by, convolution), unpacked),
-        "patchify + jnp.dot": (functools.partial(by, cut_and_product), unpacked),
+        "convolution": (convolution, unpacked, "unpacked"),
+        "patchify + jnp.dot": (cut_and_product, unpacked, "unpacked"),
     }
     S = drawn["position_embedding"].shape[0]
     for row in ppe.explain((1, S, encoder.patch_embed.K_padded), encoder.patch_embed):
         if row.serves:
-            found[row.backend] = (functools.partial(by_backend, row.backend), ())
+            embed = functools.partial(
+                ppe.embed_images, backend=row.backend, out_dtype=encoder.dtype
+            )
+            found[row.backend] = (embed, (encoder.patch_embed,), "embedding")
     return found
 
 
@@ -115,29 +117,34 @@ def speeds(name: str, images: int, patch_dtypes: list[str], **timed) -> list[Spe
     """Every way's speed.
 
     Raises:
-      RuntimeError: a way's output is another one than the convolution's.
+      RuntimeError: a way's embeddings are wrong.
     """
-    side = named_shape(name).image
-    pixels = jax.random.bits(jax.random.key(1), (images, side, side, 3), jnp.uint8)
-    contenders, differences = {}, {}
+
+    def pooled_by(embed, encoder, *arguments):
+        return transform(encoder, embed(*arguments)).pooler_output
+
+    compared, checked = {}, {}
     for dtype in patch_dtypes:
         encoder, drawn = jax.device_put(draw(name, dtype, "bfloat16"))
-        for way, (function, more) in ways(encoder, drawn).items():
+        case = Case(named_shape(name), images, dtype)
+        pixels = draw_images(case.shape, images, "random")
+        data = data_of(case, pixels, encoder.patch_embed, drawn)
+        for way, (embed, more, reference) in ways(encoder, drawn).items():
             # Those of bfloat16 are the same for all dtypes.
-            key = (way, dtype if not more else "bfloat16")
-            if key in contenders:
+            key = (way, dtype if reference == "embedding" else "bfloat16")
+            if key in compared:
                 continue
-            contenders[key] = Contender(jax.jit(function), (encoder, pixels, *more))
-    timing.compile_all(contenders.values())
-    for key, contender in contenders.items():
-        pooled = np.asarray(contender(), np.float32)
-        if not differences:
-            expected = pooled
-        off = float(np.linalg.norm(pooled - expected) / np.linalg.norm(expected))
-        if not off <= LARGEST_DIFFERENCE:
-            raise RuntimeError(f"{name}, {key}: differs by {off:.3f} from the convolution.")
-        differences[key] = off
-    found = timing.burst({str(key): contender for key, contender in contenders.items()}, **timed)
+            whole = jax.jit(functools.partial(pooled_by, embed))
+            compared[key] = Contender(whole, (encoder, pixels, *more))
+            checked[key] = Contender(jax.jit(embed), (pixels, *more)), data, reference
+    timing.compile_all([*compared.values(), *(contender for contender, *_ in checked.values())])
+    for key, (contender, data, reference) in checked.items():
+        off = error(contender(), data, reference)
+        if not off <= LARGEST_ERROR:
+            raise RuntimeError(f"{name}, {key}: the embeddings' relative error is {off:.4f}.")
+    pooled = {key: np.asarray(contender(), np.float32) for key, contender in compared.items()}
+    expected = next(iter(pooled.values()))
+    found = timing.burst({str(key): contender for key, contender in compared.items()}, **timed)
     return [
         Speed(
             name,
@@ -148,9 +155,9 @@ def speeds(name: str, images: int, patch_dtypes: list[str], **timed) -> list[Spe
             measured.low,
             measured.high,
             1e3 * images / measured.milliseconds,
-            differences[key],
+            float(np.linalg.norm(pooled[key] - expected) / np.linalg.norm(expected)),
         )
-        for key, measured in zip(contenders, found.values())
+        for key, measured in zip(compared, found.values())
     ]
 
 

@@ -80,7 +80,8 @@ def throughput(results: list[Result], caption: str, path: Path) -> Path:
     """Lines: images a second over the number of images, a panel for each source."""
     first, colours = results[0], _colours(results)
     sources = list(dict.fromkeys(r.source for r in results))
-    title = f"Images a second over the batch, {first.shape}, {first.dtype}, {first.regime}"
+    title = f"Images a second over the batch, {first.shape}, {first.dtype}, {first.pixels} pixels, "
+    title += f"{first.regime}: {REGIMES[first.regime]}"
     figure = _figure(6.4 * len(sources), 4.4, title, caption)
     for axes, source in zip(figure.subplots(1, len(sources), squeeze=False)[0], sources):
         of_source = [r for r in results if r.source == source]
@@ -104,13 +105,15 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
     """Operations a second over operations a byte, under what memory and matrix units gave.
 
     Args:
-      results: of one regime.
+      results: of one shape, pixels and regime.
       ceilings: "memory" in bytes a second; dtype -> operations a second of a large product.
       caption: device, day and versions.
       path: of the PNG.
     """
     colours = _colours(results)
-    figure = _figure(8, 5, f"Roofline of the patch embedding, {results[0].regime}", caption)
+    first = results[0]
+    title = f"Roofline of the patch embedding, {first.shape}, {first.pixels} pixels, {first.regime}"
+    figure = _figure(8, 5, title, caption)
     axes = figure.subplots()
     intensity = [r.operations / r.bytes for r in results]
     x = np.geomspace(min(intensity) / 4, max(intensity) * 4, 200)
@@ -131,6 +134,12 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
     for r in results:
         place = (r.operations / r.bytes, r.teraflops)
         axes.scatter(*place, marker=markers[r.dtype], color=colours[r.contender], s=28, alpha=0.8)
+    for images in dict.fromkeys(r.images for r in results):
+        highest = max((r for r in results if r.images == images), key=lambda r: r.teraflops)
+        place = (highest.operations / highest.bytes, highest.teraflops)
+        text = f"{images} images "
+        axes.annotate(text, place, fontsize=7, ha="right", va="center", xytext=(-5, 0),
+                      textcoords="offset points")  # fmt: skip
     for name, colour in colours.items():
         axes.plot([], color=colour, lw=5, label=name)
     for dtype, marker in markers.items():

@@ -9,9 +9,9 @@ from typing import Any
 from benchmarks.timing import Timing
 
 REGIMES = {
-    "burst": "a few calls after a rest",
+    "burst": "a few calls after a rest, on a GPU the time of their kernels",
     "cold": "the same, with operands that are in no cache",
-    "sustained": "calls without a pause",
+    "sustained": "wall time of calls without a pause",
     "call": "wall time of one call",
 }
 
@@ -137,13 +137,14 @@ def result(case: Any, source: str, name: str, ours: bool, regime: str, timing: T
     )
 
 
-def write(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """One record a line."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Adds one record a line."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """What `write` wrote."""
+    """What `append` wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

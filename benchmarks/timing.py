@@ -12,13 +12,15 @@ On a GPU a burst is what CUPTI says of the kernels of a call; all else is wall t
 import contextlib
 import dataclasses
 import itertools
+import os
+import shutil
 import statistics
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +75,8 @@ class Timing:
     @classmethod
     def of(cls, milliseconds: list[float], samples: "Samples | None" = None) -> "Timing":
         """The median and spread of single times."""
-        tenths = statistics.quantiles(milliseconds, n=10) if len(milliseconds) > 1 else None
+        many = len(milliseconds) > 1
+        tenths = statistics.quantiles(milliseconds, n=10, method="inclusive") if many else None
         return cls(
             statistics.median(milliseconds),
             tenths[0] if tenths else milliseconds[0],
@@ -83,64 +86,58 @@ class Timing:
             samples.median("power") if samples else None,
         )
 
-    @property
-    def joules(self) -> float | None:
-        """Energy of a call, if the power is known."""
-        return None if self.power is None else self.power * self.milliseconds / 1e3
 
-    def __str__(self) -> str:
-        text = f"{self.milliseconds:9.4f} ms  ({self.low:.4f} to {self.high:.4f})"
-        if self.power is not None:
-            text += f"  {self.clock:5.0f} MHz  {self.power:4.0f} W  {self.joules:6.3f} J"
-        return text
+class Sample(NamedTuple):
+    """What the GPU did at a time: MHz of the multiprocessors, W."""
+
+    seconds: float
+    clock: float
+    power: float
 
 
-@dataclasses.dataclass
-class Samples:
-    """Clock and power of the GPU, with the time of each sample."""
-
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    clock: list[float] = dataclasses.field(default_factory=list)
-    power: list[float] = dataclasses.field(default_factory=list)
+class Samples(list[Sample]):
+    """Clock and power of the GPU over time."""
 
     def between(self, start: float, end: float) -> "Samples":
         """The samples from this part of the time."""
-        kept = [i for i, t in enumerate(self.seconds) if start <= t <= end]
-        return Samples(*([values[i] for i in kept] for values in vars(self).values()))
+        return Samples(sample for sample in list(self) if start <= sample.seconds <= end)
 
     def median(self, name: str) -> float | None:
         """The median of "clock" or "power"; None without a sample."""
-        values = getattr(self, name)
-        return statistics.median(values) if values else None
+        return statistics.median(getattr(x, name) for x in self) if self else None
+
+
+def gpu_id() -> str:
+    """JAX's default device as nvidia-smi calls it."""
+    number = jax.devices()[0].local_hardware_id
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[number] if visible else str(number)
 
 
 @contextlib.contextmanager
 def sampled() -> Iterator[Samples]:
-    """Samples clock and power with nvidia-smi while the block runs; nothing where there is none."""
+    """Samples clock and power with nvidia-smi while the block runs; nothing without a GPU."""
     samples = Samples()
     query = [
         "nvidia-smi",
         "--query-gpu=clocks.sm,power.draw.instant",
         "--format=csv,noheader,nounits",
     ]
-    try:
-        process = subprocess.Popen(
-            [*query, "--id=0", f"--loop-ms={1000 // SAMPLES_A_SECOND}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-    except FileNotFoundError:
+    if not on_gpu() or shutil.which(query[0]) is None:
         yield samples
         return
+    process = subprocess.Popen(
+        [*query, f"--id={gpu_id()}", f"--loop-ms={1000 // SAMPLES_A_SECOND}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
 
     def read():
         for line in process.stdout:
             with contextlib.suppress(ValueError):
                 clock, power = map(float, line.split(","))
-                samples.seconds.append(time.perf_counter())
-                samples.clock.append(clock)
-                samples.power.append(power)
+                samples.append(Sample(time.perf_counter(), clock, power))
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -205,6 +202,11 @@ def compile_all(contenders: Iterable[Contender]) -> None:
         list(pool.map(compile_one, contenders))
 
 
+def check(contender: Contender) -> None:
+    """Raises RuntimeError with the reason if it cannot be timed."""
+    _milliseconds(contender, 2)
+
+
 def _call_once(contenders: dict[str, Contender]) -> None:
     for contender in contenders.values():
         jax.block_until_ready(contender())
@@ -253,9 +255,7 @@ def sustained(
                     if now - begin > seconds / 2:
                         times[name].append(1e3 * (now - last) / calls)
                     last = now
-                settled = samples.between(begin + seconds / 2, last)
-                for field, values in vars(settled).items():
-                    getattr(seen[name], field).extend(values)
+                seen[name] += samples.between(begin + seconds / 2, last)
     return {name: Timing.of(found, seen[name]) for name, found in times.items()}
 
 
@@ -289,7 +289,7 @@ def memory_ceilings(gigabytes: float = 1.0) -> dict[str, Ceiling]:
     n = int(gigabytes * 1e9) // 4
     words = jax.random.bits(jax.random.key(0), (n,), jnp.uint32)
     copy = jax.jit(lambda x: x ^ jnp.uint32(1))
-    widen = jax.jit(lambda x: (x ^ jnp.uint32(1), x ^ jnp.uint32(2)))
+    widen = jax.jit(lambda x: x[:, None] ^ jnp.arange(1, 3, dtype=jnp.uint32))
     return {
         "copy": Ceiling(Contender(copy, (words,)), bytes=2 * words.nbytes),
         "widen": Ceiling(Contender(widen, (words,)), bytes=3 * words.nbytes),

@@ -54,7 +54,7 @@ def test_every_contender_is_right(dtype, pixels):
 def test_a_wrong_output_is_not_timed(monkeypatch):
     data = contenders.draw(CASE)
     right = contenders.convolution
-    monkeypatch.setattr(contenders, "convolution", lambda *x: 1.02 * right(*x))
+    monkeypatch.setattr(contenders, "convolution", lambda *x, **y: 1.02 * right(*x, **y))
     found, left_out = contenders.entries(CASE, data, ("images",))
     assert ("images", "convolution + positions") not in found
     assert "is wrong: relative error 0.02" in left_out["convolution + positions"]
@@ -154,15 +154,14 @@ def test_encoders_differ_in_the_patch_embedding_alone(tiny_encoder, monkeypatch)
     assert found[0].difference == 0 <= found[1].difference < found[3].difference < 0.05
     assert "gain" in encoder.table(found)
     monkeypatch.setattr(encoder, "cut_and_product", lambda *x: -contenders.cut_and_product(*x))
-    with pytest.raises(RuntimeError, match="differs by"):
+    with pytest.raises(RuntimeError, match="relative error is"):
         encoder.speeds("small", 2, ["bfloat16"], rounds=1, calls=1, rest=0.0)
 
 
 def test_accuracy_is_that_of_the_dtype(tiny_encoder):
     found = {a.dtype: a for a in accuracy.accuracies(name="small")}
-    assert found["float32"].patch_error < 1e-6 and found["float32"].pooled_error < 1e-6
-    errors = [found[d].patch_error for d in ("float32", "bfloat16", "int8", "float8_e4m3fn")]
-    assert errors == sorted(errors) and errors[-1] < 0.05
+    errors = [found[d].patch_error for d in ("bfloat16", "int8", "float8_e4m3fn")]
+    assert 0.001 < errors[0] and errors == sorted(errors) and errors[-1] < 0.05
     assert all(a.pooled_cosine > 0.99 for a in found.values())
     assert "int8" in accuracy.table(list(found.values()))
 
@@ -171,7 +170,7 @@ def test_several_devices_share_no_data_and_agree(monkeypatch):
     monkeypatch.setattr(devices, "named_shape", lambda name: SMALL)
     found = devices.scaling([2], 3, "small", "int8", seconds=0.02, rounds=1, calls=2)
     assert [(s.devices, s.images, s.regime) for s in found] == [
-        (1, 3, "burst"), (2, 6, "burst"), (1, 3, "sustained"), (2, 6, "sustained"),
+        (1, 3, "short"), (2, 6, "short"), (1, 3, "sustained"), (2, 6, "sustained"),
     ]  # fmt: skip
     assert found[0].efficiency == 1
     embed = ppe.patch_embed
@@ -190,7 +189,7 @@ def test_CUTLASS_says_what_is_missing_and_what_it_cannot_serve(monkeypatch):
     with pytest.raises(RuntimeError, match="nvidia-cutlass" if cutlass.nvcc() else "nvcc"):
         cutlass.fused(*contenders.operands(data))
     _, left_out = contenders.entries(CASE, data, ("patches",))
-    assert left_out["CUTLASS, fused, pingpong"] == cutlass.missing()
+    assert "are for Hopper GPUs; this is cpu" in left_out["CUTLASS, fused, pingpong"]
     _, left_out = contenders.entries(CASE, data, ("patches",), built=False)
     assert left_out["CUTLASS, fused, pingpong"] == "it takes a minute to build."
     patches, weight, scale, table = contenders.operands(data)
@@ -204,6 +203,97 @@ def test_CUTLASS_says_what_is_missing_and_what_it_cannot_serve(monkeypatch):
     for operands in wrong:
         with pytest.raises(NotImplementedError, match=r"benchmarks\.cutlass"):
             cutlass.fused(*operands)
+
+
+def test_ceilings_are_bytes_and_operations_a_second(monkeypatch):
+    monkeypatch.setattr(
+        timing, "burst", lambda compared, **_: {name: Timing(2.0, 2, 2, 1) for name in compared}
+    )
+    found = benchmarks.ceilings(["int8"], 1e-6, 64)
+    assert found == {"copy": 2000 / 2e-3, "widen": 3000 / 2e-3, "int8": 2 * 64**3 / 2e-3}
+
+
+def test_what_mostly_writes_is_compared_with_the_ceiling_for_that():
+    def floor(case, source):
+        r = results.result(case, source, "a", True, "burst", Timing(1e9, 1, 1, 1))
+        limits = {"copy": 1.0, "widen": 10.0, case.dtype: 1e30}
+        return results.compared([r], limits)[0].floor, 1e3 * case.bytes(source)
+
+    wide = Case(NamedShape("wide", 8, 32, 512), 300, "int8")
+    copied, moved = floor(dataclasses.replace(CASE, dtype="bfloat16"), "patches")
+    assert copied == moved
+    widened, moved = floor(wide, "patches")
+    assert widened == moved / 10
+
+
+def test_a_table_has_units_and_the_fastest_first():
+    slow = results.result(CASE, "patches", "slow", True, "burst", Timing(2.0, 1.5, 2.5, 5))
+    fast = results.result(CASE, "patches", "fast", False, "burst", Timing(0.5, 0.4, 0.6, 5))
+    limits = dict(copy=1e9, widen=1e9, int8=CASE.operations / 1e-4)
+    head, first, second = results.table(results.compared([slow, fast], limits)).splitlines()
+    assert head.split() == "ms 10% .. 90% GB/s TFLOP/s images/s of peer of floor".split()
+    gigabytes, teraflops = CASE.bytes("patches") / 5e-4 / 1e9, CASE.operations / 5e-4 / 1e12
+    assert first.split() == [
+        *("fast", "0.5000", "0.4000", "..", "0.6000", f"{gigabytes:.0f}", f"{teraflops:.1f}"),
+        *("6,000", "1.000", "5.000"),
+    ]
+    assert second.split()[-3:] == ["1,500", "4.000", "20.000"]
+
+
+def test_the_roofline_is_under_the_measured_ceilings(monkeypatch, tmp_path):
+    shown = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: shown.append(figure) or path)
+    r = results.result(CASE, "patches", "a", True, "burst", Timing(1.0, 1, 1, 1))
+    plots.roofline([r], {"memory": 2e12, "int8": 5e14}, "", tmp_path / "x.png")
+    line = shown[0].axes[0].lines[0]
+    x, y = line.get_data()
+    np.testing.assert_allclose(y, np.minimum(2 * x, 500))
+    ((place,),) = (c.get_offsets() for c in shown[0].axes[0].collections)
+    assert tuple(place) == pytest.approx((r.operations / r.bytes, r.teraflops))
+
+
+@pytest.mark.parametrize("wrong", ["--images 0", "--rounds -1", "--rest -1", "--draw nowhere"])
+def test_arguments_that_say_nothing_are_refused(monkeypatch, capsys, wrong):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *wrong.split()])
+    with pytest.raises(SystemExit):
+        benchmarks.main()
+    assert ("there is no" if "draw" in wrong else wrong.split()[0]) in capsys.readouterr().err
+
+
+def test_what_was_measured_before_a_failure_is_kept(monkeypatch, tmp_path):
+    def some(chosen):
+        yield [{"kind": "accuracy"}]
+
+    def fails(chosen):
+        yield [{"kind": "encoder"}]
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(benchmarks, "accuracies", some)
+    monkeypatch.setattr(benchmarks, "encoders", fails)
+    words = ["benchmarks", "--parts", "accuracy", "encoder", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(RuntimeError, match="gone"):
+        benchmarks.main()
+    kinds = [record["kind"] for record in results.read(tmp_path / "results.jsonl")]
+    assert kinds == ["run", "accuracy", "encoder"]
+
+
+def test_a_regime_that_says_nothing_is_left_out_with_the_reason():
+    found = benchmarks.regimes(dataclasses.replace(CASE, images=100), ["burst", "call"])
+    assert found == {"burst": None, "call": "for 64 images or fewer."}
+
+
+def test_float32_is_compared_with_float32():
+    case = dataclasses.replace(CASE, dtype="float32")
+    data = contenders.draw(case)
+    found, left_out = contenders.entries(case, data)
+    for name in ("convolution + positions", "patchify + jnp.dot + positions"):
+        entry = found["images", name]
+        assert contenders.error(entry.contender(), data, "unpacked") < 1e-5
+    assert "no kernels for float32" in left_out["CUTLASS, fused, pingpong"]
+    assert (
+        case.bytes("patches") == sum(x.nbytes for x in contenders.operands(data)) + 2 * 3 * 16 * 32
+    )
 
 
 def test_the_product_ceiling_counts_its_operations():

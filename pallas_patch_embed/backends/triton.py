@@ -41,9 +41,13 @@ MOST_ROWS = 2**31 - 256
 # Cycles that a tile takes beside its products, about.
 TILE_OVERHEAD = 1536
 
-# What a multiprocessor does in a cycle, about: products of bytes of K (from 9.0 on, and before),
-# bytes that it gets from the L2 cache, and pixels that it encodes.
-PRODUCTS, LOADED, ENCODED = (4096, 2048), 64, 32
+# Data centre chips of these compute capabilities have 227 KiB of shared memory for a block; the
+# others, also newer ones, 99 KiB or more.
+LARGE = (9, 10)
+
+# What a multiprocessor does in a cycle, about: products of bytes of K (of the others, and of LARGE
+# ones), bytes that it gets from the L2 cache, and pixels that it encodes.
+PRODUCTS, LOADED, ENCODED = (2048, 4096), 64, 32
 
 # On an H200 XLA is faster where K takes so many chunks of 128 bytes or more, and there are so many
 # rows a chunk or fewer: bfloat16 with K = 3072 and 2048, 4096 and 8192 rows, by 11 to 16%.
@@ -85,7 +89,7 @@ class Config:
 
     def slices(self, problem: Problem) -> int:
         """Into how many slices N is cut."""
-        return -(-problem.N // self.tile_n)
+        return max(1, -(-problem.N // self.tile_n))
 
     def tiles(self, problem: Problem) -> int:
         """Tiles of a slice of N."""
@@ -103,12 +107,12 @@ class Config:
         each = -(-self.tiles(problem) // workers)
         K, m, n = problem.patches[-1], self.tile_m, self.tile_n
         row = K * jnp.dtype(problem.dtype).itemsize
-        products = m * n * row / PRODUCTS[capability < (9, 0)]
+        products = m * n * row / PRODUCTS[capability[0] in LARGE]
         encoded = m * K / ENCODED if uncut else 0
         return each * (together * (max(products, (m + n) * row / LOADED) + encoded) + TILE_OVERHEAD)
 
 
-# None spills, and before 9.0 none needs more than the 99 KiB of shared memory of 8.6 and 8.9.
+# None spills, and of AMPERE none needs more than 99 KiB of shared memory.
 # NOTES.md has the times of those for Hopper, and of others, by dtype.
 AMPERE = (
     Config(128, 128, 64, warps=8, stages=4, programs=1, spare=False),
@@ -132,7 +136,7 @@ def widens(dtype: str, capability: tuple[int, int]) -> bool:
 
 def configs(capability: tuple[int, int]) -> tuple[Config, ...]:
     """Those for a compute capability, the largest first."""
-    return HOPPER if capability >= (9, 0) else AMPERE
+    return HOPPER if capability[0] in LARGE else AMPERE
 
 
 def choose_config(
