@@ -21,9 +21,9 @@ from pallas_patch_embed.patchify import rows_shape
 from pallas_patch_embed.problem import Problem, Target, default_device
 
 EVIDENCE = (
-    "executed by Triton's interpreter, and compiled for sm_80, sm_86, sm_89 and sm_90, in the "
-    "tests; before its last change every element of its results checked on an H200; not on an "
-    "older GPU."
+    "executed by Triton's interpreter, and compiled for sm_80, sm_86, sm_89, sm_90, sm_103 and "
+    "sm_120, in the tests; before its last change every element of its results checked on an H200; "
+    "not on another GPU."
 )
 
 # What a program is compiled for if nobody knows the chip.
