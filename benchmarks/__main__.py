@@ -57,17 +57,15 @@ def ceilings(dtypes: list[str], gigabytes: float, size: int) -> dict[str, float]
 
 def regimes(case: Case, chosen: list[str]) -> dict[str, str | None]:
     """The chosen regimes, each with the reason why it says nothing about this case, if any."""
-    reasons = {
-        "burst": None,
-        "cold": "the operands do not fit in a cache anyway."
-        if case.bytes("patches") >= OUT_OF_CACHE // 2
-        else None,
-        "sustained": f"for {SUSTAINED_IMAGES} images or more on a GPU."
-        if case.images < SUSTAINED_IMAGES and timing.on_gpu()
-        else None,
-        "call": f"for {CALL_IMAGES} images or fewer." if case.images > CALL_IMAGES else None,
+    small, many = case.bytes("patches") < OUT_OF_CACHE // 2, case.images >= SUSTAINED_IMAGES
+    told = {
+        "burst": (True, None),
+        "cold": (small, "the operands do not fit in a cache anyway."),
+        "sustained": (many or not timing.on_gpu(), f"for {SUSTAINED_IMAGES} images or more."),
+        "call": (case.images <= CALL_IMAGES, f"for {CALL_IMAGES} images or fewer."),
     }
-    return {regime: reasons[regime] for regime in chosen}
+    found = {regime: None if says else reason for regime, (says, reason) in told.items()}
+    return {regime: found[regime] for regime in chosen}
 
 
 def measure(
