@@ -1,6 +1,6 @@
 """Measures the operator beside what a user would pick instead, on the device that is there.
 
-  python -m benchmarks --quick                 # under a minute
+  python -m benchmarks --quick                 # under a minute on two CPU cores
   python -m benchmarks --out bench             # tables, bench/results.jsonl and pictures
   python -m benchmarks --draw bench            # the pictures again, from bench/results.jsonl
 
@@ -210,16 +210,15 @@ def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
     return made
 
 
-def positive(kind: Callable[[str], Any], least: float | None = None) -> Callable[[str], Any]:
-    """A type of arguments: numbers above 0, or from `least` on."""
+def at_least(least: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type of arguments: numbers from `least` on."""
 
     def number(text: str):
         found = kind(text)
-        if found < least if least is not None else found <= 0:
-            raise ValueError
+        if found < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
         return found
 
-    number.__name__ = "positive number"
     return number
 
 
@@ -230,17 +229,17 @@ def arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="a small part, under a minute")
+    parser.add_argument("--quick", action="store_true", help="a small part")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="by default all of them")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME")
-    parser.add_argument("--images", type=positive(int), nargs="+", help="a call")
+    parser.add_argument("--images", type=at_least(1, int), nargs="+", help="a call")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
     parser.add_argument("--pixels", nargs="+", choices=["random", "photographs"])
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--regimes", nargs="+", choices=REGIMES)
-    parser.add_argument("--rounds", type=positive(int), help="turns of everyone")
-    parser.add_argument("--rest", type=positive(float, 0), help="seconds before a turn")
-    parser.add_argument("--seconds", type=positive(float), help="of a sustained turn")
+    parser.add_argument("--rounds", type=at_least(1, int), help="turns of everyone")
+    parser.add_argument("--rest", type=at_least(0, float), help="seconds before a turn")
+    parser.add_argument("--seconds", type=at_least(0.01, float), help="of a sustained turn")
     parser.add_argument("--checkpoint", type=Path, help="of an encoder, for the accuracy")
     parser.add_argument("--out", type=Path, help="folder for results.jsonl and pictures")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="its pictures again, no more")

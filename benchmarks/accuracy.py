@@ -40,7 +40,7 @@ class Accuracy:
 
 
 def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[Accuracy]:
-    """One `Accuracy` a dtype.
+    """One `Accuracy` a dtype, without float32.
 
     Args:
       checkpoint: as for `load_encoder`, of a fixed resolution; random weights if None.

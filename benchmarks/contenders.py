@@ -115,10 +115,9 @@ def draw_images(shape: NamedShape, images: int, pixels: str) -> jax.Array:
 
 
 def data_of(
-    case: Case, images: jax.Array, params: PatchEmbedParams, drawn: dict[str, np.ndarray]
+    shape: NamedShape, images: jax.Array, params: PatchEmbedParams, drawn: dict[str, np.ndarray]
 ) -> Data:
     """Images and weights in every form: `drawn` is what `params` was packed from."""
-    shape = case.shape
     exact = ppe.pack(**drawn, patch_size=shape.patch, grid=shape.grid, dtype="float32")
     patches = jax.jit(ppe.patchify)(images, params)
     table = drawn["bias"] + drawn["position_embedding"]
@@ -132,7 +131,7 @@ def draw(case: Case) -> Data:
     drawn = draw_weights(np.random.default_rng(0), shape)
     packed = ppe.pack(**drawn, patch_size=shape.patch, grid=shape.grid, dtype=case.dtype)
     images = draw_images(shape, case.images, case.pixels)
-    return data_of(case, images, jax.device_put(packed), drawn)
+    return data_of(shape, images, jax.device_put(packed), drawn)
 
 
 # What users write. `product` accumulates in float32 or int32 and rounds to bfloat16, as jnp.dot.

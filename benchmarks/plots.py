@@ -137,9 +137,7 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
     for images in dict.fromkeys(r.images for r in results):
         highest = max((r for r in results if r.images == images), key=lambda r: r.teraflops)
         place = (highest.operations / highest.bytes, highest.teraflops)
-        text = f"{images} images "
-        axes.annotate(text, place, fontsize=7, ha="right", va="center", xytext=(-5, 0),
-                      textcoords="offset points")  # fmt: skip
+        axes.annotate(f"{images} images   ", place, fontsize=7, ha="right", va="center")
     for name, colour in colours.items():
         axes.plot([], color=colour, lw=5, label=name)
     for dtype, marker in markers.items():

@@ -2,7 +2,7 @@
 
 import re
 
-from benchmarks.machine_code import CLASSES, access_bytes, executed, innermost_loop
+from benchmarks.machine_code import CLASSES, MATRIX, access_bytes, count, executed, innermost_loop
 
 LOOP = """
 .L_x_1:
@@ -37,6 +37,24 @@ def test_what_is_repeated_for_a_tile_is_counted_so_often():
 def test_loads_and_stores_have_the_bytes_that_their_modifiers_name():
     opcodes = ["LDG.E.128.CONSTANT", "STS.64", "LDS", "LDG.E.U16", "STS.U8", "STSM.16.M88.4"]
     assert [access_bytes(opcode) for opcode in opcodes] == [16, 8, 4, 2, 1, 16]
+
+
+def test_the_innermost_loop_with_all_products_is_found():
+    sass = """
+.L_x_1:
+        /*0010*/                   LDG.E R4, [R2] ;
+.L_x_2:
+        /*0020*/                   HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;
+        /*0030*/                   LDS.64 R4, [R2] ;
+.L_x_3:
+        /*0040*/              @P1 IADD3 R1, R1, 0x1, RZ ;
+        /*0050*/              @P1 BRA `(.L_x_3) ;
+        /*0060*/                   HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;
+        /*0070*/             @!P0 BRA `(.L_x_2) ;
+        /*0080*/             @!P0 BRA `(.L_x_1) ;
+"""
+    assert count(innermost_loop(sass, MATRIX)) == {"HGMMA": 2, "LDS": 1, "IADD3": 1, "BRA": 2}
+    assert innermost_loop("no loop", MATRIX) == []
 
 
 def test_the_innermost_loop_holds_all_that_match_and_what_is_in_none_has_no_loop():

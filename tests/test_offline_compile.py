@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machine_code import MATRIX, count, cuda_root, innermost_loop
+from benchmarks.machine_code import cuda_root
 from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import mosaic_sm90, mosaic_sm100, tiling
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
@@ -149,21 +149,3 @@ def the_whole_program(found, shared_memory_bytes):
     assert kernel["registers"] == 168
     assert kernel["shared_memory_bytes"] == shared_memory_bytes
     return kernel
-
-
-def test_the_innermost_loop_with_all_products_is_found():
-    sass = """
-.L_x_1:
-        /*0010*/                   LDG.E R4, [R2] ;
-.L_x_2:
-        /*0020*/                   HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;
-        /*0030*/                   LDS.64 R4, [R2] ;
-.L_x_3:
-        /*0040*/              @P1 IADD3 R1, R1, 0x1, RZ ;
-        /*0050*/              @P1 BRA `(.L_x_3) ;
-        /*0060*/                   HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;
-        /*0070*/             @!P0 BRA `(.L_x_2) ;
-        /*0080*/             @!P0 BRA `(.L_x_1) ;
-"""
-    assert count(innermost_loop(sass, MATRIX)) == {"HGMMA": 2, "LDS": 1, "IADD3": 1, "BRA": 2}
-    assert innermost_loop("no loop", MATRIX) == []

@@ -77,7 +77,7 @@ def in_rows(problem: Problem, operands: tuple[jax.Array, ...], compute: Callable
       problem: of the operands, checked.
       operands: patches (or what stands for them), weight, scale, table.
       compute: M, patches, weight, scale, table [period, N] or [N] -> y [M, N]; not called without
-        rows or columns.
+        rows.
 
     Returns:
       [..., S, N].
@@ -85,7 +85,7 @@ def in_rows(problem: Problem, operands: tuple[jax.Array, ...], compute: Callable
     patches, weight, scale, table = operands
     *leading, _ = problem.patches
     M = math.prod(leading)
-    if M * problem.N == 0:
+    if M == 0:
         return jnp.zeros((*leading, problem.N), problem.out_dtype)
     if table.ndim > 1:
         table = table.reshape(table_period(problem), problem.N)

@@ -45,9 +45,9 @@ TILE_OVERHEAD = 1536
 # others, also newer ones, 99 KiB or more.
 LARGE = (9, 10)
 
-# What a multiprocessor does in a cycle, about: products of bytes of K (of the others, and of LARGE
-# ones), bytes that it gets from the L2 cache, and pixels that it encodes.
-PRODUCTS, LOADED, ENCODED = (2048, 4096), 64, 32
+# What a multiprocessor does in a cycle, about: products of bytes of K, of LARGE chips twice
+# as many; bytes that it gets from the L2 cache; pixels that it encodes.
+PRODUCTS, LOADED, ENCODED = 2048, 64, 32
 
 # On an H200 XLA is faster where K takes so many chunks of 128 bytes or more, and there are so many
 # rows a chunk or fewer: bfloat16 with K = 3072 and 2048, 4096 and 8192 rows, by 11 to 16%.
@@ -89,7 +89,7 @@ class Config:
 
     def slices(self, problem: Problem) -> int:
         """Into how many slices N is cut."""
-        return max(1, -(-problem.N // self.tile_n))
+        return -(-problem.N // self.tile_n)
 
     def tiles(self, problem: Problem) -> int:
         """Tiles of a slice of N."""
@@ -107,7 +107,7 @@ class Config:
         each = -(-self.tiles(problem) // workers)
         K, m, n = problem.patches[-1], self.tile_m, self.tile_n
         row = K * jnp.dtype(problem.dtype).itemsize
-        products = m * n * row / PRODUCTS[capability[0] in LARGE]
+        products = m * n * row / (PRODUCTS * (2 if capability[0] in LARGE else 1))
         encoded = m * K / ENCODED if uncut else 0
         return each * (together * (max(products, (m + n) * row / LOADED) + encoded) + TILE_OVERHEAD)
 
@@ -126,6 +126,7 @@ HOPPER = (
     Config(64, 64, 128, warps=4, stages=4, programs=3),
 )
 
+# Bytes of pixels, or columns: with shorter groups the configs without registers to spare spill.
 LEAST_VECTOR = 4
 
 
