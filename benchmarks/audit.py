@@ -327,8 +327,9 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
     return resident_kernel("Pallas", architecture, **how)
 
 
-# kStayEach and kStaying of ffi/patch_embed_sm90.h: which chunks of a streamed weight stay.
-STAY_EACH, STAYING = 4, 3
+# kStayEach, kStaying, kLeastRowsOfStaying and kMostChunksOfStaying of ffi/patch_embed_sm90.h: which
+# chunks of a streamed weight stay.
+STAY_EACH, STAYING, LEAST_ROWS_OF_STAYING, MOST_CHUNKS_OF_STAYING = 4, 3, 128, 16
 
 
 def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -> Kernel:
@@ -337,6 +338,7 @@ def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -
     problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
     chip = next(chip for chip in cuda_ffi.CHIPS if architecture == f"sm_{chip.capability}")
     config, chunks = cuda_ffi.choose_config(problem, chip), tiling.chunks(problem)
+    stay = config.rows >= LEAST_ROWS_OF_STAYING and chunks <= MOST_CHUNKS_OF_STAYING
     return resident_kernel(
         "CUDA",
         architecture,
@@ -345,7 +347,7 @@ def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -
         code=library[chip.capability, config.name],
         shared=cuda_launch.prepared(config, problem)[1]["shared_memory"],
         steps=chunks,
-        staying=min(-(-chunks // STAY_EACH), STAYING) if architecture == "sm_90" else 0,
+        staying=min(-(-chunks // STAY_EACH), STAYING) if stay and architecture == "sm_90" else 0,
     )
 
 

@@ -9,17 +9,20 @@
 //                        one multiplies, the other scales its sums, adds the table, and stores.
 //
 // The weight comes with the patches of the worker's first half tile, to stay. Where there is no room for
-// all of it, every fourth part stays, up to three, and the others come with all patches, through a ring of
-// their own: shared memory is filled and read at almost its limit, and a third less is filled. Scale and table stay in registers for a run where they fit. Else a thread reads what it
-// adds some parts of a tile ahead, the first ones before the products are done, and more as sums that are
-// stored leave registers.
+// all of it, it comes with all patches, through a ring of its own. Of wide halves, which fill and read
+// shared memory at almost its limit, every fourth part stays, up to three, and a third less is filled.
+//
+// Scale and table stay in registers for a run where they fit. Else a thread reads what it adds some parts
+// of a tile ahead, the first ones before the products are done, and more as sums that are stored leave
+// registers.
 //
 // Shared memory and barriers are in patch_embed_sm90.h. Who waits for a phase names but its parity,
 // so it has to know that the phase before is complete: a warpgroup knows from its turn that all
 // entries of the ring before its own were filled, and who fills a slot waits until it was freed.
 //
-// wgmma leaves pairs of neighbouring columns in a thread. TMA brings the rows of the weight in an
-// order that renames them (load_weight), so that a thread has 16 neighbouring bytes of y.
+// wgmma leaves pairs of neighbouring columns in a thread. TMA brings the rows of the weight in an order
+// that renames them, so that a thread has 16 neighbouring bytes of y: what wgmma takes for the j-th pair
+// of thread q in its group g is pair q * kPairs + j of group g in memory.
 
 #include "patch_embed_sm90.h"
 
@@ -71,7 +74,7 @@ class Worker {
   static_assert(sizeof(Memory) % 1024 == 0, "the weight behind it is swizzled.");
   static_assert(Memory::bytes(1) <= kMostSharedBytes,
                 "rings and weight do not fit in shared memory.");
-  static_assert(!stream_weight || Memory::kWeightSlots >= 2,
+  static_assert(!stream_weight || Memory::kWeightSlots >= kStaying + 2,
                 "one part of the weight is multiplied while another one is filled.");
 
   __device__ Worker(const Arguments& args, Memory& shared)
@@ -110,39 +113,55 @@ class Worker {
     uint32_t table_rows[kRows];
   };
 
-  // A use of a ring; those of a worker are numbered.
-  template <uint32_t size>
-  struct Entry {
-    __device__ explicit Entry(uint32_t number) : slot(number % size), parity(number / size & 1) {}
-    uint32_t slot, parity;
+  // A place in a ring of slots behind `first` others. A worker's uses of a ring are numbered.
+  struct Place {
+    __device__ Place(uint32_t number, uint32_t first, uint32_t size)
+        : first(first), end(first + size), slot(first + number % size), parity(number / size & 1) {}
+    __device__ void advance() {
+      if (++slot == end) {
+        slot = first;
+        parity ^= 1;
+      }
+    }
+    uint32_t first, end, slot, parity;
   };
 
-  __device__ Entry<slots> patch_entry(uint32_t n, int member, int k) const {
-    return Entry<slots>((n * kConsumers + member) * args_.chunks + k);
+  // Where a chunk of K is: its patches, and its part of the weight, unless that stays.
+  struct Chunk {
+    int k;
+    Place patches, weight;
+  };
+
+  // Slots for chunks of a streamed weight that stay; whether chunk k does; how many before it do.
+  __device__ int staying() const {
+    return rows < kLeastRowsOfStaying || args_.chunks > kMostChunksOfStaying ? 0 : kStaying;
+  }
+  __device__ bool stays(int k) const {
+    return !stream_weight || (k % kStayEach == 0 && k < kStayEach * staying());
+  }
+  __device__ int staying_before(int k) const {
+    return min((k + kStayEach - 1) / kStayEach, staying());
   }
 
-  // Whether chunk k of the weight stays; how many of those before it do.
-  __device__ static bool stays(int k) {
-    return !stream_weight || (k % kStayEach == 0 && k < kStayEach * kStaying);
-  }
-  __device__ static int staying_before(int k) {
-    return min((k + kStayEach - 1) / kStayEach, kStaying);
-  }
-
-  // Of a chunk that does not.
-  __device__ Entry<Memory::kWeightSlots> weight_entry(uint32_t n, int member, int k) const {
-    const int streamed = args_.chunks - staying_before(args_.chunks);
-    return Entry<Memory::kWeightSlots>((n * kConsumers + member) * streamed + k -
-                                       staying_before(k));
+  // The first one of a half of the worker's n-th tile.
+  __device__ Chunk first_chunk(uint32_t n, int member) const {
+    const uint32_t half = n * kConsumers + member;
+    const Place patches(half * args_.chunks, 0, slots);
+    if constexpr (!stream_weight) return {0, patches, patches};
+    const uint32_t streamed = args_.chunks - staying_before(args_.chunks);
+    return {0, patches, Place(half * streamed, staying(), Memory::kWeightSlots - staying())};
   }
 
-  // Where chunk k of the weight is.
-  __device__ uint8_t* weight(uint32_t n, int member, int k) const {
-    uint32_t part = k;
-    if constexpr (stream_weight) {
-      part = stays(k) ? k / kStayEach : kStaying + weight_entry(n, member, k).slot;
-    }
-    return weight_ + part * kWeightBytes;
+  __device__ void advance(Chunk& chunk) const {
+    chunk.patches.advance();
+    if (!stays(chunk.k++)) chunk.weight.advance();
+  }
+
+  // Where its part of the weight is.
+  __device__ uint8_t* weight(const Chunk& chunk) const {
+    uint32_t slot = chunk.k;
+    if constexpr (stream_weight) slot = stays(chunk.k) ? chunk.k / kStayEach : chunk.weight.slot;
+    return weight_ + slot * kWeightBytes;
   }
 
   __device__ void make_barriers() {
@@ -182,76 +201,73 @@ class Worker {
     }
   }
 
-  // Chunk k of the weight: what wgmma takes for the j-th pair of columns of a thread q in its group
-  // g is pair q * kPairs + j of group g in memory.
-  __device__ void load_weight(int k, uint8_t* target, ptx::Mbarrier& arrived) {
-    for (int j = 0; j < kPairs; ++j) {
-      ptx::cp_async_bulk_tensor(target + j * (kWeightBytes / kPairs), args_.weight, k * kTileK, 0,
-                                j, 0, column_ / kGroup, arrived);
-    }
-  }
-
   __device__ void feed() {
     load_columns();
+    Chunk chunk = first_chunk(0, 0);
     for_each_tile([](const Run&) {}, [&](int row, uint32_t n) {
       for (int member = 0; member < kConsumers; ++member) {
-        for (int k = 0; k < args_.chunks; ++k) {
-          const auto entry = patch_entry(n, member, k);
-          ptx::Mbarrier& filled = shared_.filled[entry.slot];
-          ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);
+        for (chunk.k = 0; chunk.k < args_.chunks; advance(chunk)) {
+          const Place& patches = chunk.patches;
+          ptx::Mbarrier& filled = shared_.filled[patches.slot];
+          ptx::mbarrier_wait(shared_.freed[patches.slot], patches.parity ^ 1);
           if constexpr (stream_weight) {
-            const auto part = weight_entry(n, member, k);
-            if (!stays(k)) ptx::mbarrier_wait(shared_.weight_freed[part.slot], part.parity ^ 1);
+            const Place& part = chunk.weight;
+            if (!stays(chunk.k)) ptx::mbarrier_wait(shared_.weight_freed[part.slot], part.parity ^ 1);
           }
           timeline_.stamp(Event::kFreed);
-          const bool with_weight = !stays(k) || (n == 0 && member == 0);
+          const bool with_weight = !stays(chunk.k) || (n == 0 && member == 0);
           ptx::mbarrier_arrive_expect_tx(filled, kPatchBytes + (with_weight ? kWeightBytes : 0));
-          ptx::cp_async_bulk_tensor(shared_.patches[entry.slot], args_.patches, k * kTileK,
+          ptx::cp_async_bulk_tensor(shared_.patches[patches.slot], args_.patches, chunk.k * kTileK,
                                     row + member * rows, filled);
-          if (with_weight) load_weight(k, weight(n, member, k), filled);
+          if (with_weight) {
+            ptx::cp_async_bulk_tensor(weight(chunk), args_.weight, chunk.k * kTileK, 0, 0,
+                                      column_ / kGroup, 0, filled);
+          }
           timeline_.stamp(Event::kFed);
         }
       }
     });
   }
 
-  // Says that chunk k is multiplied.
-  __device__ void free(uint32_t n, int member, int k) {
+  // Says that a chunk is multiplied.
+  __device__ void free(const Chunk& chunk) {
     if (threadIdx.x % 32 != 0) return;
-    ptx::mbarrier_arrive(shared_.freed[patch_entry(n, member, k).slot]);
+    ptx::mbarrier_arrive(shared_.freed[chunk.patches.slot]);
     if constexpr (stream_weight) {
-      if (!stays(k)) ptx::mbarrier_arrive(shared_.weight_freed[weight_entry(n, member, k).slot]);
+      if (!stays(chunk.k)) ptx::mbarrier_arrive(shared_.weight_freed[chunk.weight.slot]);
     }
   }
 
   __device__ void multiply(Sums& sums, uint32_t n, int member) {
     // The first turn is the first warpgroup's.
+    Chunk chunk = first_chunk(n, member), before = chunk;
     ptx::mbarrier_wait(shared_.turn[member], (n & 1) ^ (member == 0));
     timeline_.stamp(Event::kTurn);
-    for (int k = 0; k < args_.chunks; ++k) {
-      const auto entry = patch_entry(n, member, k);
-      ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);
+    for (; chunk.k < args_.chunks; advance(chunk)) {
+      const int slot = chunk.patches.slot;
+      ptx::mbarrier_wait(shared_.filled[slot], chunk.patches.parity);
       timeline_.stamp(Event::kFilled);
-      const uint64_t a = ptx::matrix_descriptor(ptx::shared_address(shared_.patches[entry.slot]));
-      const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(weight(n, member, k)));
+      const uint64_t a = ptx::matrix_descriptor(ptx::shared_address(shared_.patches[slot]));
+      const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(weight(chunk)));
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kRowBytes; step += ptx::kProductBytes) {
         for (int block = 0; block < kBlocks; ++block) {
           ptx::wgmma<dtype, tile_n>(sums[block], ptx::advance(a, block * 64 * kRowBytes + step),
-                                    ptx::advance(b, step), k > 0 || step > 0);
+                                    ptx::advance(b, step), chunk.k > 0 || step > 0);
         }
       }
       ptx::wgmma_commit_group();
       timeline_.stamp(Event::kIssued);
-      if (k == args_.chunks - 1 && threadIdx.x % 32 == 0) {
+      if (chunk.k == args_.chunks - 1 && threadIdx.x % 32 == 0) {
         ptx::mbarrier_arrive(shared_.turn[1 - member]);
       }
       ptx::wgmma_wait_group<1>();
-      if (k > 0) free(n, member, k - 1);
+      if (chunk.k > 0) free(before);
+      before = chunk;
     }
     ptx::wgmma_wait_group<0>();
-    free(n, member, args_.chunks - 1);
+    free(before);
     for (auto& block : sums) {
       for (auto& sum : block) ptx::pin(sum);
     }

@@ -42,18 +42,21 @@ constexpr bool holds_columns(Type out_dtype, bool has_table, int tile_n, int row
 // Parts of which a thread reads the table before the products of a tile are done, where it does not stay.
 constexpr int kAhead = 2;
 
-// Of a weight that is streamed: every so many chunks of K one stays in shared memory, up to so many.
-constexpr int kStayEach = 4;
-constexpr int kStaying = 3;
-
-// Slots of the ring of the other chunks: as many as there is room for.
+// Slots of a weight that is streamed: as many as there is room for.
 constexpr int weight_slots(int tile_n, int rows, int slots, bool stream_weight) {
   const int room = kMostSharedBytes - slots * rows * kRowBytes - 2048;
-  return stream_weight ? room / (tile_n * kRowBytes) - kStaying : 0;
+  return stream_weight ? room / (tile_n * kRowBytes) : 0;
 }
 
+// The first ones are for chunks of K that stay in shared memory: every so many one, of half tiles with so
+// many rows, and of up to so many chunks. Of others those that come need the slots (NOTES.md).
+constexpr int kStayEach = 4;
+constexpr int kStaying = 3;
+constexpr int kLeastRowsOfStaying = 128;
+constexpr int kMostChunksOfStaying = 16;
+
 // Shared memory, from a multiple of 1024 on, as the 128-byte swizzle wants it. Behind it comes the
-// weight: parts of [tile_n, kRowBytes], those that stay, and then the slots of a ring.
+// weight: parts of [tile_n, kRowBytes], all of it, or those that stay and then the slots of a ring.
 //
 //   barrier              arrivals a phase        its n-th phase is complete when
 //   filled[slot]         1, and bytes            the slot's n-th patches, and their weight, are there
@@ -71,7 +74,7 @@ struct alignas(1024) Shared {
   uint64_t columns_arrived;
 
   static constexpr int bytes(int chunks) {
-    const int parts = stream_weight ? kStaying + kWeightSlots : chunks;
+    const int parts = stream_weight ? kWeightSlots : chunks;
     return static_cast<int>(sizeof(Shared)) + parts * tile_n * kRowBytes;
   }
 };
@@ -79,7 +82,7 @@ struct alignas(1024) Shared {
 // The tensor maps, innermost dimension first, with the 128-byte swizzle; `inner` is kRowBytes of K:
 //
 //   patches   [K, M], boxes of [inner, rows]
-//   weight    [K, 2, vector / 2, 4, N / group], boxes of [inner, 2, 1, 4, tile_n / group]; a step
-//             in the dimensions is 1, 1, 2, vector and group rows of the weight [N, K]
+//   weight    [K, 2, 4, N / group, vector / 2], boxes of [inner, 2, 4, tile_n / group, vector / 2]; a
+//             step in the dimensions is 1, 1, vector, group and 2 rows of the weight [N, K]
 
 }  // namespace patch_embed::sm90

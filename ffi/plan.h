@@ -72,17 +72,17 @@ inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_column
   return map;
 }
 
-// The weight [N, K] as [N / group, 4, pairs, 2, K], of which a copy takes one of the pairs: the order in
-// which wgmma leaves 16 neighbouring bytes of y in a thread (backends/fragment.py).
+// The weight [N, K] as [pairs, N / group, 4, 2, K]: the order in which wgmma leaves 16 neighbouring bytes
+// of y in a thread (backends/fragment.py).
 inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
   const int vector = sm90::vector(config.out_dtype), group = sm90::group(config.out_dtype);
   const cuuint64_t row = K * itemsize(config.dtype);
   return {config.dtype,
           5,
-          {cuuint64_t(K), 2, cuuint64_t(vector / 2), 4, cuuint64_t(N / group)},
-          {row, 2 * row, vector * row, group * row},
-          {cuuint32_t(kRowBytes / itemsize(config.dtype)), 2, 1, 4,
-           cuuint32_t(config.tile_n / group)},
+          {cuuint64_t(K), 2, 4, cuuint64_t(N / group), cuuint64_t(vector / 2)},
+          {row, vector * row, group * row, 2 * row},
+          {cuuint32_t(kRowBytes / itemsize(config.dtype)), 2, 4,
+           cuuint32_t(config.tile_n / group), cuuint32_t(vector / 2)},
           kRowBytes};
 }
 
@@ -98,7 +98,7 @@ constexpr int64_t shared_memory_bytes(const Config& c, int chunks) {
       hopper ? sm90::weight_slots(c.tile_n, c.rows, c.slots, c.stream_weight) : c.slots;
   const int64_t barriers = 8 * (2 * c.slots + weight_slots + sm90::kConsumers + 1);
   const int64_t before = ring + (hopper ? columns + barriers : staged + 1024);
-  const int64_t parts = c.stream_weight ? (hopper ? sm90::kStaying : 0) + weight_slots : chunks;
+  const int64_t parts = c.stream_weight ? weight_slots : chunks;
   return (before + 1023) / 1024 * 1024 + parts * (c.tile_n / c.blocks) * kRowBytes;
 }
 

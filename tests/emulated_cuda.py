@@ -108,6 +108,7 @@ CASES = {
     "bfloat16, streamed": streamed((9, 73, 192), 192, BF16, "shared", 192, 5),
     "int8, streamed": streamed((9, 73, 256), 128, INT8, "shared", 128, 6),
     "float8, streamed, held": streamed((5, 73, 1792), 64, FP8, "shared", 64, 8),
+    "int8, streamed, K = 2304": streamed((5, 73, 2304), 192, INT8, "shared", 192, 5),
     "streamed, tables of their own, float32": streamed(
         (5, 131, 128), 192, INT8, "per image", 192, 5, out_dtype="float32"
     ),
@@ -192,9 +193,9 @@ def tensor_maps(case, M, K, patches, weight, y):
     second = TensorMap(
         base=weight,
         itemsize=itemsize,
-        dimensions=(K, 2, vector // 2, 4, case.N // group),
-        strides=(itemsize, row, 2 * row, vector * row, group * row),
-        box=(inner, 2, 1, 4, case.tile_n // group),
+        dimensions=(K, 2, 4, case.N // group, vector // 2),
+        strides=(itemsize, row, vector * row, group * row, 2 * row),
+        box=(inner, 2, 4, case.tile_n // group, vector // 2),
         swizzle=tiling.ROW_BYTES,
         name="weight",
     )
@@ -205,17 +206,16 @@ def tensor_maps(case, M, K, patches, weight, y):
 def shared_bytes(case, chunks):
     """What `Shared::bytes` says."""
     ring = case.slots * case.rows * tiling.ROW_BYTES
-    weight_slots, staying = case.slots, 0
+    weight_slots = case.slots
     if case.capability == 90:
-        staying = 3
         room = 227 * 1024 - ring - 2048
-        weight_slots = room // (case.tile_n * tiling.ROW_BYTES) - staying
+        weight_slots = room // (case.tile_n * tiling.ROW_BYTES)
         barriers = 2 * case.slots + 3 + (weight_slots if case.stream_weight else 0)
         rest = 2 * 4 * case.tile_n + 8 * barriers
     else:
         staged = case.rows * case.store_n * jnp.dtype(case.out_dtype).itemsize
         rest = 2 * case.buffers * staged + 1024
-    parts = staying + weight_slots if case.stream_weight else chunks
+    parts = weight_slots if case.stream_weight else chunks
     return -(-(ring + rest) // 1024) * 1024 + parts * case.tile_n // case.blocks * tiling.ROW_BYTES
 
 

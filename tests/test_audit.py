@@ -166,8 +166,9 @@ def test_the_rates_are_those_of_the_data_sheets(architecture):
 
 def test_the_chunks_that_stay_are_those_of_the_kernel():
     text = (audit.ROOT / "ffi" / "patch_embed_sm90.h").read_text()
-    found = [int(re.search(rf"{name} = (\d+);", text)[1]) for name in ("kStayEach", "kStaying")]
-    assert found == [audit.STAY_EACH, audit.STAYING]
+    for name in ("StayEach", "Staying", "LeastRowsOfStaying", "MostChunksOfStaying"):
+        (found,) = re.findall(rf"k{name} = (\d+);", text)
+        assert int(found) == getattr(audit, re.sub("(?<=[a-z])(?=[A-Z])", "_", name).upper())
 
 
 def test_what_cannot_be_compiled_is_left_out_with_the_reason(monkeypatch):

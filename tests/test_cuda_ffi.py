@@ -64,19 +64,19 @@ def expected_launch(config, M, N, K, period, workers, runs):
     ring = config.slots * config.rows * 128
     streamed, parts = 0, config.slots if config.stream_weight else chunks
     if hopper and config.stream_weight:
-        # Of the weight as many parts as there is room for beside the patches and 2 KiB; three stay.
-        parts = (227 * 1024 - ring - 2048) // (config.tile_n * 128)
-        streamed = parts - 3
+        # Of the weight as many parts as there is room for beside the patches and 2 KiB.
+        streamed = parts = (227 * 1024 - ring - 2048) // (config.tile_n * 128)
     weight_bytes = parts * config.tile_n * 128 // config.blocks
     if hopper:
-        # 16 bytes of a thread, four threads a row; K, 2 columns of a pair, pairs, threads, groups.
+        # 16 bytes of a thread, four threads a row; K, 2 columns of a pair, threads, groups, pairs.
         vector = 16 // out_size
         nested = np.empty((N // (4 * vector), 4, vector // 2, 2, K), f"V{size}")
+        nested = nested.transpose(2, 0, 1, 3, 4)
         weight = dict(
             type=config.dtype,
             shape=list(nested.shape[::-1]),
             strides=list(nested.strides[-2::-1]),
-            box=[inner, 2, 1, 4, config.tile_n // (4 * vector)],
+            box=[inner, 2, 4, config.tile_n // (4 * vector), vector // 2],
             swizzle=128,
         )
         y = None

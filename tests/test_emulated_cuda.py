@@ -216,12 +216,12 @@ NARROW = Case((5, 131, 896), 128, FP8, "shared", 128, 6, rows=128, stream_weight
 
 HOPPER_BUGS = {
     "no wait for a free slot": (
-        "ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);",
+        "ptx::mbarrier_wait(shared_.freed[patches.slot], patches.parity ^ 1);",
         "",
         "a TMA load .* overwrites|does not expect them",
     ),
     "no wait for patches": (
-        "ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);",
+        "ptx::mbarrier_wait(shared_.filled[slot], chunk.patches.parity);",
         "",
         "wgmma.* reads what",
     ),
@@ -241,7 +241,7 @@ HOPPER_BUGS = {
         "what was written|no warp of the block has waited",
     ),
     "no wait for a free slot of the weight": (
-        "if (!stays(k)) ptx::mbarrier_wait(shared_.weight_freed[part.slot], part.parity ^ 1);",
+        "ptx::mbarrier_wait(shared_.weight_freed[part.slot], part.parity ^ 1)",
         "",
         "a TMA load .* overwrites|overwrites what is read",
     ),
