@@ -184,14 +184,20 @@ def image_shapes(patch_size, dtype, B, *, image=224, N=768):
     return shape((B, image, image, 3), jnp.uint8), *rest
 
 
+def problem_of(S, N, K, dtype="int8", B=2, out_dtype="bfloat16"):
+    return Problem((B, S, K), (N, K), (N,), (S, N), dtype, "bfloat16", out_dtype)
+
+
 def compiled_cases():
     """(target, config, dtype, patch size of images or None, N): all of them for 8.0 and 9.0."""
     for target in (A100, RTX_3090, RTX_4090, H200, B300, RTX_5090):
         for number, config in enumerate(backend.configs(target.compute_capability)):
             for dtype, patch_size in itertools.product(DTYPES, (None, 16, 14)):
-                widened = backend.widens(dtype, target.compute_capability)
-                crowded = patch_size == 14 or (patch_size and widened)
-                if crowded and not config.spare:
+                N, vector = (1152, 1000, 768, 1001)[number], {None: None, 16: 16, 14: 2}[patch_size]
+                problem = problem_of(196, N, 768, dtype)
+                if config not in backend.fitting_configs(
+                    problem, target.compute_capability, vector
+                ):
                     continue
                 # 8.6 differs from 8.0, and 8.9 but for float8, in memory alone; on 10.3 it is the
                 # kernel for int8.
@@ -200,7 +206,7 @@ def compiled_cases():
                 )
                 alike |= target == B300 and dtype != "int8"
                 if not alike or (number, patch_size) in ((0, 16), (1, 14)):
-                    yield target, config, dtype, patch_size, (1152, 1000, 768, 1001)[number]
+                    yield target, config, dtype, patch_size, N
 
 
 @needs_triton
@@ -224,10 +230,6 @@ def test_the_kernels_resources_loads_and_arithmetic(tmp_path, target, config, dt
     assert "0x10" in copies or patch_size == 14
 
 
-def problem_of(S, N, K, dtype="int8", B=2):
-    return Problem((B, S, K), (N, K), (N,), (S, N), dtype, "bfloat16", "bfloat16")
-
-
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=str)
 def test_many_images_get_a_large_tile_and_no_more_programs_than_run(capability):
     most = backend.MULTIPROCESSORS.get(capability, 108)
@@ -242,19 +244,22 @@ def test_many_images_get_a_large_tile_and_no_more_programs_than_run(capability):
     assert backend.choose_config(few, capability) == backend.configs(capability)[-1]
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
-@pytest.mark.parametrize("N, dtype, vector", [(1001, "int8", None), (768, "bfloat16", 2)])
-def test_short_groups_get_a_tile_with_registers_to_spare(capability, N, dtype, vector):
-    many = problem_of(196, N, 768, dtype, B=4736)
-    assert backend.choose_config(many, capability, vector).spare
-    assert not backend.choose_config(problem_of(196, 768, 768, dtype, B=4736), capability, 16).spare
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_configs_that_lack_registers_are_left_out(capability, dtype):
+    def least(N=768, vector=None, **how):
+        problem = problem_of(196, N, 768, dtype, B=4736, **how)
+        chosen = backend.choose_config(problem, capability, vector)
+        found = backend.fitting_configs(problem, capability, vector)
+        assert chosen in found
+        return max(config.least for config in found)
 
-
-def test_float8_pixels_that_are_widened_get_a_tile_with_registers_to_spare():
-    problem = problem_of(196, 768, 768, "float8_e4m3fn", B=4736)
-    assert backend.choose_config(problem, (8, 0), 16).spare
-    assert not backend.choose_config(problem, (8, 0)).spare
-    assert not backend.choose_config(problem, (8, 9), 16).spare
+    most = max(config.least for config in backend.configs(capability))
+    widened = dtype == "float8_e4m3fn" and capability < (8, 9)
+    assert least() == least(out_dtype="float32") == most
+    assert least(vector=16) == (1 if widened else most)
+    assert least(vector=2) <= (1 if widened else 2)
+    assert least(N=1001) == least(N=1001, vector=16) == least(vector=16, out_dtype="float32") == 1
 
 
 def test_xla_is_the_better_choice_where_it_was_measured_to_be_faster():

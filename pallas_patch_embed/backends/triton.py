@@ -38,16 +38,18 @@ FLOAT8 = (8, 9)
 # Of patches, so that those of whole tiles are less than 2^31.
 MOST_ROWS = 2**31 - 256
 
-# Cycles that a tile takes beside its products, about.
-TILE_OVERHEAD = 1536
-
 # Data centre chips of these compute capabilities have 227 KiB of shared memory for a block; the
 # others, also newer ones, 99 KiB or more.
 LARGE = (9, 10)
 
-# What a multiprocessor does in a cycle, about: products of bytes of K, of LARGE chips twice
-# as many; bytes that it gets from the L2 cache; pixels that it encodes.
-PRODUCTS, LOADED, ENCODED = 2048, 64, 32
+# What a multiprocessor does in a cycle, about: products of bytes of K (twice as many if LARGE),
+# bytes that it gets from the L2 cache, pixels that it encodes, and elements that it stores.
+PRODUCTS, LOADED, ENCODED, STORED = 2048, 72, 32, 5
+
+# Cycles that a program alone on its multiprocessor waits for wgmma at each step, with int8 and with
+# others; how much longer products take where programs share one; cycles beside all that, of a tile.
+# Fitted to an H200: of tiles measured there (NOTES.md) the fastest is chosen, or one 1% slower.
+ALONE_INT8, ALONE, SHARED, TILE_OVERHEAD = 350, 80, 1.1, 800
 
 # On an H200 XLA is faster where K takes so many chunks of 128 bytes or more, and there are so many
 # rows a chunk or fewer: bfloat16 with K = 3072 and 2048, 4096 and 8192 rows, by 11 to 16%.
@@ -74,8 +76,8 @@ class Config:
       programs: at the same time on a multiprocessor.
       parts: a power of two, in which the columns of a tile are stored. In one, the table's numbers
         stay in registers as long as tiles have the same ones; else accumulators need those.
-      spare: whether registers are left for pixels or columns in groups of less than LEAST_VECTOR,
-        each of which has an address, and for float8 pixels that have to be widened.
+      least: bytes of pixels that a thread has to load at once, so that registers suffice; above 1
+        they do so only if LEAST_GROUP divides N.
     """
 
     tile_m: int
@@ -85,7 +87,7 @@ class Config:
     stages: int
     programs: int
     parts: int = 1
-    spare: bool = True
+    least: int = 1
 
     def slices(self, problem: Problem) -> int:
         """Into how many slices N is cut."""
@@ -102,32 +104,39 @@ class Config:
 
     def time(self, problem: Problem, capability: tuple[int, int], uncut: bool) -> float:
         """Cycles of the worker with the most tiles, about; `uncut` if it encodes pixels."""
-        workers = self.workers(problem, capability)
+        workers, m, n = self.workers(problem, capability), self.tile_m, self.tile_n
         together = -(-workers * self.slices(problem) // _multiprocessors(capability))
-        each = -(-self.tiles(problem) // workers)
-        K, m, n = problem.patches[-1], self.tile_m, self.tile_n
-        row = K * jnp.dtype(problem.dtype).itemsize
-        products = m * n * row / (PRODUCTS * (2 if capability[0] in LARGE else 1))
-        encoded = m * K / ENCODED if uncut else 0
-        return each * (together * (max(products, (m + n) * row / LOADED) + encoded) + TILE_OVERHEAD)
+        large = capability[0] in LARGE
+        products = m * n * self.step_bytes / (2 * PRODUCTS if large else PRODUCTS)
+        loads = (m + n) * self.step_bytes / LOADED
+        if together > 1:
+            step = together * max(SHARED * products, loads)
+        else:
+            wait = ALONE_INT8 if problem.dtype == "int8" else ALONE
+            step = max(products, loads) + (wait if large else 0)
+        K = problem.patches[-1]
+        steps = K * jnp.dtype(problem.dtype).itemsize / self.step_bytes
+        others = m * n / STORED + (m * K / ENCODED if uncut else 0)
+        a_tile = steps * step + together * others + TILE_OVERHEAD
+        return -(-self.tiles(problem) // workers) * a_tile
 
 
-# None spills, and of AMPERE none needs more than 99 KiB of shared memory.
-# NOTES.md has the times of those for Hopper, and of others, by dtype.
+# Of AMPERE none needs more than 99 KiB of shared memory. NOTES.md has the times of those for Hopper
+# and of others, by dtype, and the few problems for which one spills some bytes.
 AMPERE = (
-    Config(128, 128, 64, warps=8, stages=4, programs=1, spare=False),
+    Config(128, 128, 64, warps=8, stages=4, programs=1, least=4),
     Config(64, 128, 64, warps=8, stages=3, programs=1, parts=4),
     Config(32, 64, 64, warps=4, stages=3, programs=3),
 )
 HOPPER = (
-    Config(128, 256, 128, warps=8, stages=4, programs=1, parts=4, spare=False),
-    Config(128, 128, 128, warps=4, stages=3, programs=2, parts=4, spare=False),
+    Config(128, 256, 128, warps=8, stages=4, programs=1, parts=4, least=2),
+    Config(128, 128, 128, warps=4, stages=3, programs=2, parts=4, least=4),
     Config(64, 128, 128, warps=4, stages=4, programs=2),
     Config(64, 64, 128, warps=4, stages=4, programs=3),
 )
 
-# Bytes of pixels, or columns: with shorter groups the configs without registers to spare spill.
-LEAST_VECTOR = 4
+# Of columns, or of bytes of pixels: a group that has one address.
+LEAST_GROUP = 4
 
 
 def widens(dtype: str, capability: tuple[int, int]) -> bool:
@@ -140,6 +149,20 @@ def configs(capability: tuple[int, int]) -> tuple[Config, ...]:
     return HOPPER if capability[0] in LARGE else AMPERE
 
 
+def fitting_configs(
+    problem: Problem, capability: tuple[int, int], vector: int | None = None
+) -> list[Config]:
+    """Those of `configs` with registers for a problem; arguments as for `choose_config`."""
+    least = MOST_VECTOR if vector is None else vector
+    # What takes registers, too: float8 pixels that are widened; float32 results of pixels; int8
+    # sums where there is no wgmma, beside short groups of pixels.
+    crowded = widens(problem.dtype, capability) or problem.out_dtype == "float32"
+    crowded |= problem.dtype == "int8" and capability[0] != 9 and least < LEAST_GROUP
+    if problem.N % LEAST_GROUP or (vector is not None and crowded):
+        least = 1
+    return [config for config in configs(capability) if config.least <= least]
+
+
 def choose_config(
     problem: Problem, capability: tuple[int, int], vector: int | None = None
 ) -> Config:
@@ -150,11 +173,8 @@ def choose_config(
       capability: of the GPU.
       vector: bytes of pixels that a thread loads at once; None for patches.
     """
-    crowded, uncut = problem.N % LEAST_VECTOR > 0, vector is not None
-    if uncut:
-        crowded |= vector < LEAST_VECTOR or widens(problem.dtype, capability)
-    candidates = (config for config in configs(capability) if config.spare or not crowded)
-    return min(candidates, key=lambda config: config.time(problem, capability, uncut))
+    found = fitting_configs(problem, capability, vector)
+    return min(found, key=lambda config: config.time(problem, capability, vector is not None))
 
 
 def missing() -> str | None:
