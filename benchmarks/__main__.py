@@ -1,6 +1,6 @@
 """Measures the operator beside what a user would pick instead, on the device that is there.
 
-  python -m benchmarks --quick                 # under a minute on two CPU cores
+  python -m benchmarks --quick                 # under a minute
   python -m benchmarks --out bench             # tables, bench/results.jsonl and pictures
   python -m benchmarks --draw bench            # the pictures again, from bench/results.jsonl
 
