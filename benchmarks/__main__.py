@@ -192,6 +192,8 @@ def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
     for shape, images, regime in dict.fromkeys((r.shape, r.images, r.regime) for r in found):
         own = only(shape=shape, images=images, regime=regime, pixels=found[0].pixels)
         made.append(plots.times(own, caption, file("times", shape, images, regime)))
+        if powered := [r for r in own if r.power is not None]:
+            made.append(plots.energy(powered, caption, file("energy", shape, images)))
     for shape, dtype in dict.fromkeys((r.shape, r.dtype) for r in found):
         own = only(shape=shape, dtype=dtype, regime="burst", pixels=found[0].pixels)
         if len({r.images for r in own}) > 1:
@@ -202,11 +204,6 @@ def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
         burst = only(shape=shape, pixels=pixels, regime="burst", source="patches")
         if own := [r for r in burst if "+" not in r.contender]:
             made.append(plots.roofline(own, roofs, caption, file("roofline", shape, pixels)))
-    for shape in dict.fromkeys(r.shape for r in found):
-        own = [r for r in only(shape=shape, regime="sustained") if r.power is not None]
-        own = [r for r in own if r.images == max(r.images for r in own)]
-        if own:
-            made.append(plots.energy(own, caption, file("energy", shape)))
     return made
 
 

@@ -35,45 +35,74 @@ def _save(figure, path: Path) -> Path:
     return path
 
 
-def times(results: list[Result], caption: str, path: Path) -> Path:
-    """Bars: milliseconds of every contender, a panel for each source and dtype.
+def _bars(results: list[Result], measure: str, digits: int, title: str, caption: str):
+    """A figure with bars of a measure of every contender, a panel for each source and dtype.
 
     Args:
-      results: of one shape, number of images and regime.
+      results: of one shape, number of images, pixels and regime.
+      measure: an attribute of a result, in the units of its name.
+      digits: behind the point.
+      title: of the figure.
       caption: device, day and versions.
-      path: of the PNG.
+
+    Returns:
+      The figure, and for each panel its axes and its results, from below.
     """
-    first, colours = results[0], _colours(results)
+    colours, panels = _colours(results), []
     sources, dtypes = (
         list(dict.fromkeys(getattr(r, n) for r in results)) for n in ("source", "dtype")
     )
-    title = f"Patch embedding of {first.images} images, {first.shape}, {first.pixels} pixels, "
-    title += f"{first.regime}: {REGIMES[first.regime]}"
     figure = _figure(5.5 * len(dtypes), 1 + 0.2 * len(colours) * len(sources), title, caption)
     for row, source in zip(figure.subplots(len(sources), len(dtypes), squeeze=False), sources):
         for axes, dtype in zip(row, dtypes):
             shown = [r for r in results if (r.source, r.dtype) == (source, dtype)]
-            shown.sort(key=lambda r: -r.milliseconds)
+            shown.sort(key=lambda r: -getattr(r, measure))
             names = [r.contender for r in shown]
-            ends = [
-                [r.milliseconds - r.low for r in shown],
-                [r.high - r.milliseconds for r in shown],
-            ]
-            bars = axes.barh(
-                names,
-                [r.milliseconds for r in shown],
-                xerr=np.maximum(ends, 0),
-                color=[colours[name] for name in names],
-                error_kw=dict(lw=0.8),
-            )
-            axes.bar_label(bars, fmt="%.3f", padding=4, fontsize=7)
-            axes.axvline(shown[0].floor, color="black", ls="--", lw=0.8, label="floor")
-            axes.legend(fontsize=7, loc="upper right")
+            numbers = [getattr(r, measure) for r in shown]
+            bars = axes.barh(names, numbers, color=[colours[name] for name in names])
+            axes.bar_label(bars, fmt=f"%.{digits}f", padding=4, fontsize=7)
             axes.margins(x=0.18)
             axes.tick_params(labelsize=7)
-            axes.set_xlabel("milliseconds", fontsize=8)
+            axes.set_xlabel(measure.replace("_", " "), fontsize=8)
             axes.set_title(f"from {source}, {dtype}", fontsize=9)
+            panels.append((axes, shown))
+    return figure, panels
+
+
+def _problem(result: Result) -> str:
+    """What all results of a picture share."""
+    problem = f"{result.images} images, {result.shape}, {result.pixels} pixels"
+    return f"{problem}, {result.regime}: {REGIMES[result.regime]}"
+
+
+def times(results: list[Result], caption: str, path: Path) -> Path:
+    """Bars: milliseconds of every contender, their spread, and the floor.
+
+    Args:
+      results: of one shape, number of images, pixels and regime.
+      caption: device, day and versions.
+      path: of the PNG.
+    """
+    title = f"Patch embedding of {_problem(results[0])}"
+    figure, panels = _bars(results, "milliseconds", 3, title, caption)
+    for axes, shown in panels:
+        middle = [r.milliseconds for r in shown]
+        ends = [
+            [m - r.low for m, r in zip(middle, shown)],
+            [r.high - r.milliseconds for r in shown],
+        ]
+        axes.errorbar(
+            middle, range(len(shown)), xerr=np.maximum(ends, 0), fmt="none", color="black", lw=0.8
+        )
+        axes.axvline(shown[0].floor, color="black", ls="--", lw=0.8, label="floor")
+        axes.legend(fontsize=7, loc="upper right")
     return _save(figure, path)
+
+
+def energy(results: list[Result], caption: str, path: Path) -> Path:
+    """Bars: joules a million images of every contender; arguments as for `times`."""
+    title = f"Energy of the patch embedding of {_problem(results[0])}"
+    return _save(_bars(results, "joules_a_million_images", 0, title, caption)[0], path)
 
 
 def throughput(results: list[Result], caption: str, path: Path) -> Path:
@@ -150,27 +179,4 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
     )
     axes.grid(alpha=0.3, which="both", lw=0.4)
     axes.legend(fontsize=7, bbox_to_anchor=(1, 1), loc="upper left", frameon=False)
-    return _save(figure, path)
-
-
-def energy(results: list[Result], caption: str, path: Path) -> Path:
-    """Bars: joules a million images of every contender, sustained, a panel for each dtype."""
-    colours = _colours(results)
-    dtypes = list(dict.fromkeys(r.dtype for r in results))
-    rows = max(sum(r.dtype == dtype for r in results) for dtype in dtypes)
-    title = f"Energy of a million images, {results[0].shape}, sustained"
-    figure = _figure(6 * len(dtypes), 1.6 + 0.32 * rows, title, caption)
-    for axes, dtype in zip(figure.subplots(1, len(dtypes), squeeze=False)[0], dtypes):
-        own = [r for r in results if r.dtype == dtype]
-        own.sort(key=lambda r: -r.joules_a_million_images)
-        names = [f"{r.contender} ({r.source}, {r.pixels})" for r in own]
-        bars = axes.barh(
-            names,
-            [r.joules_a_million_images for r in own],
-            color=[colours[r.contender] for r in own],
-        )
-        axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
-        axes.margins(x=0.15)
-        axes.set_xlabel("joules a million images")
-        axes.set_title(dtype, fontsize=9)
     return _save(figure, path)
