@@ -9,8 +9,9 @@
 //                        one multiplies, the other scales its sums, adds the table, and stores.
 //
 // The weight comes with the patches of the worker's first half tile, to stay. Where there is no room for
-// all of it, it comes with all patches, through a ring of its own. Of wide halves, which fill and read
-// shared memory at almost its limit, every fourth part stays, up to three, and a third less is filled.
+// all of it, it comes with all patches, through a ring of its own. With 128 rows a half tile, whose
+// products fill and read shared memory at almost its limit, and up to 16 chunks of K, every fourth chunk
+// of it stays, up to three: of 12 chunks a quarter less comes.
 //
 // Scale and table stay in registers for a run where they fit. Else a thread reads what it adds some parts
 // of a tile ahead, the first ones before the products are done, and more as sums that are stored leave

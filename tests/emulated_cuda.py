@@ -110,9 +110,12 @@ CASES = {
     "float8, streamed, held": streamed((5, 73, 1792), 64, FP8, "shared", 64, 8),
     "int8, streamed, K = 2304": streamed((5, 73, 2304), 192, INT8, "shared", 192, 5),
     "streamed, tables of their own, float32": streamed(
-        (5, 131, 128), 192, INT8, "per image", 192, 5, out_dtype="float32"
+        (5, 131, 384), 192, INT8, "per image", 192, 5, out_dtype="float32"
     ),
     "bfloat16, streamed, held": Case((9, 73, 576), 192, BF16, "shared", 192, 7, stream_weight=True),
+    "bfloat16, streamed, nine slots": Case(
+        (3, 73, 704), 128, BF16, "shared", 128, 9, stream_weight=True
+    ),
     "streamed, no table": streamed((5, 131, 128), 192, BF16, "none", 192, 5),
 }
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_patch_embed.problem import NAMED_SHAPES, named_shape, padded
+from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, named_shape, padded
 
 DTYPES = ("float8_e4m3fn", "int8", "bfloat16")
 OUT_DTYPES = ("bfloat16", "float32")
@@ -166,4 +166,11 @@ def pairwise():
             yield shape, DTYPES[(i + j) % 3], OUT_DTYPES[(i // 3 + j) % 2], B
 
 
-PROGRAMS = [*pairwise(), *((named_shape("B/16 224"), dtype, "bfloat16", 4736) for dtype in DTYPES)]
+# Among the strides of its weight's tensor map is one less than another dimension's size.
+WIDE = NamedShape("wide", 6, 24, 16384)
+
+PROGRAMS = [
+    *pairwise(),
+    (WIDE, "int8", "bfloat16", 3),
+    *((named_shape("B/16 224"), dtype, "bfloat16", 4736) for dtype in DTYPES),
+]
