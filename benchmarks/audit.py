@@ -338,7 +338,8 @@ def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -
     problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
     chip = next(chip for chip in cuda_ffi.CHIPS if architecture == f"sm_{chip.capability}")
     config, chunks = cuda_ffi.choose_config(problem, chip), tiling.chunks(problem)
-    stay = config.rows >= LEAST_ROWS_OF_STAYING and chunks <= MOST_CHUNKS_OF_STAYING
+    stay = architecture == "sm_90" and config.rows >= LEAST_ROWS_OF_STAYING
+    stay &= chunks <= MOST_CHUNKS_OF_STAYING
     return resident_kernel(
         "CUDA",
         architecture,
@@ -347,7 +348,7 @@ def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -
         code=library[chip.capability, config.name],
         shared=cuda_launch.prepared(config, problem)[1]["shared_memory"],
         steps=chunks,
-        staying=min(-(-chunks // STAY_EACH), STAYING) if stay and architecture == "sm_90" else 0,
+        staying=min(-(-chunks // STAY_EACH), STAYING) if stay else 0,
     )
 
 
