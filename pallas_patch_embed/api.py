@@ -108,17 +108,7 @@ def embed_images(
         for images of another grid.
     """
     check_params(params)
-    _check_images(images, params)
-    H, W, _ = images.shape[-3:]
-    grid = (H // params.patch_size, W // params.patch_size)
-    if position_embedding is None and params.table is not None and grid != params.grid:
-        raise ValueError(
-            f"embed_images: {H} x {W} pixels are a {grid[0]} x {grid[1]} grid of patches of "
-            f"{params.patch_size} pixels, but the params have positions for {params.grid[0]} x "
-            f"{params.grid[1]}. Resize the images, or pass the position_embedding of their grid."
-        )
-    shape = rows_shape(images.shape, params.patch_size)
-    patches = jax.ShapeDtypeStruct(shape, jnp.dtype(params.dtype))
+    patches = _abstract_patches(images, params, position_embedding)
     out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype)
     images = jnp.asarray(images)
     if images.dtype == jnp.uint8:
@@ -136,10 +126,12 @@ def embed_images(
 def explain(
     patches_or_shape: Any, params: PatchEmbedParams, *, device: jax.Device | None = None
 ) -> Explanation:
-    """Says which backends serve `patch_embed` for these patches, and why the others do not.
+    """Says which backends serve these patches or images, and why the others do not.
 
     Args:
-      patches_or_shape: patches, or their shape [..., S, K_padded]. Nothing is computed.
+      patches_or_shape: the patches of a call of `patch_embed`, the images of one of `embed_images`,
+        or a shape: [..., S, K_padded] of patches, [..., H, W, 3] of uint8 images. Nothing is
+        computed.
       params: PatchEmbedParams.
       device: the device asked about, by default the one that JAX would use.
 
@@ -147,24 +139,31 @@ def explain(
       Explanation: rows (backend, serves, reason) in the order in which they are tried; print it.
 
     Raises:
-      TypeError, ValueError: as `patch_embed`.
+      TypeError, ValueError: as `patch_embed` and `embed_images`.
     """
     check_params(params)
-    patches = patches_or_shape
-    if not hasattr(patches, "shape"):
+    given, patch_size = patches_or_shape, None
+    if not hasattr(given, "shape"):
         try:
-            shape = tuple(map(operator.index, patches))
+            shape = tuple(map(operator.index, given))
         except TypeError:
             raise TypeError(
-                f"explain: {patches!r} is neither patches nor their shape [..., S, K_padded]."
+                f"explain: {given!r} is neither patches nor images, nor the shape of one of them, "
+                "[..., S, K_padded] or [..., H, W, 3]."
             ) from None
-        patches = jax.ShapeDtypeStruct(shape, jnp.dtype(params.dtype))
+        dtype = jnp.uint8 if shape[-1:] == (3,) else jnp.dtype(params.dtype)
+        given = jax.ShapeDtypeStruct(shape, dtype)
+    patches = given
+    if given.dtype == jnp.uint8 or given.shape[-1:] == (3,):
+        patches = _abstract_patches(given, params, None)
+        patch_size = params.patch_size if given.dtype == jnp.uint8 else None
     _check_patches(patches, params)
     table = _abstract_table(patches, params, None)
     device = default_device() if device is None else device
     if not isinstance(device, jax.Device):
         raise TypeError(f"explain: device is {device!r}, expected one of jax.devices().")
-    problem = Problem.of(patches, params.weight, params.scale, table, out_dtype="bfloat16")
+    operands = (patches, params.weight, params.scale, table)
+    problem = Problem.of(*operands, out_dtype="bfloat16", patch_size=patch_size)
     return explain_problem(problem, Target.of(device))
 
 
@@ -176,6 +175,21 @@ def _dtype_name(value: Any, what: str) -> str:
             "numpy.asarray."
         )
     return getattr(value.dtype, "name", str(value.dtype))
+
+
+def _abstract_patches(images: Any, params: PatchEmbedParams, positions: Any) -> Any:
+    """Shape and dtype of the images' patches, after the checks."""
+    _check_images(images, params)
+    H, W, _ = images.shape[-3:]
+    grid = (H // params.patch_size, W // params.patch_size)
+    if positions is None and params.table is not None and grid != params.grid:
+        raise ValueError(
+            f"embed_images: {H} x {W} pixels are a {grid[0]} x {grid[1]} grid of patches of "
+            f"{params.patch_size} pixels, but the params have positions for {params.grid[0]} x "
+            f"{params.grid[1]}. Resize the images, or pass the position_embedding of their grid."
+        )
+    shape = rows_shape(images.shape, params.patch_size)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(params.dtype))
 
 
 def _check_images(images: Any, params: PatchEmbedParams) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_patch_embed.api import embed_images, explain, patchify
+from pallas_patch_embed.api import embed_images, explain
 from pallas_patch_embed.params import PatchEmbedParams, pack
 from pallas_patch_embed.problem import DTYPES, NamedShape, named_shape
 
@@ -114,7 +114,7 @@ def measure(
         results.append(
             Result(
                 dtype=dtype,
-                backend=explain(patchify(images, params), params).chosen,
+                backend=explain(images, params).chosen,
                 max_abs_error=float(np.abs(found - wanted).max()),
                 relative_error=relative_error,
                 mean_cosine=mean_cosine,

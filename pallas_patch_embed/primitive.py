@@ -340,7 +340,8 @@ def _lower(ctx, *operands, backend, out_dtype, patch_size, platform=None):
     target = _target(module, platform)
     if _devices_left_to_xla(module) == 1:
         avals = _with_patches(ctx.avals_in, patch_size)
-        chosen = choose(Problem.of(*avals, out_dtype=out_dtype), target, backend)
+        problem = Problem.of(*avals, out_dtype=out_dtype, patch_size=patch_size)
+        chosen = choose(problem, target, backend)
     elif backend in (None, "xla"):
         chosen = xla
     else:

@@ -65,6 +65,8 @@ class Problem:
       dtype: of patches and weight.
       table_dtype: bfloat16 or float32.
       out_dtype: of the result, bfloat16 or float32.
+      patch_size: side of a patch in pixels where the patches are in uint8 images, which the backend
+        cuts, or XLA for it; None where patches are given.
     """
 
     patches: tuple[int, ...]
@@ -74,13 +76,17 @@ class Problem:
     dtype: str
     table_dtype: str
     out_dtype: str
+    patch_size: int | None = None
 
     @classmethod
-    def of(cls, patches, weight, scale, table, *, out_dtype: str) -> "Problem":
+    def of(
+        cls, patches, weight, scale, table, *, out_dtype: str, patch_size: int | None = None
+    ) -> "Problem":
         """The problem of these four operands (arrays, or anything with shape and dtype)."""
         operands = (patches, weight, scale, table)
         shapes = (tuple(x.shape) for x in operands)
-        return cls(*shapes, np.dtype(patches.dtype).name, np.dtype(table.dtype).name, out_dtype)
+        dtypes = (np.dtype(x.dtype).name for x in (patches, table))
+        return cls(*shapes, *dtypes, out_dtype, patch_size)
 
     @property
     def N(self) -> int:

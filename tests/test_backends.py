@@ -58,6 +58,36 @@ def test_a_backend_that_serves_can_leave_a_problem_to_a_faster_one():
     assert choose(few, h200, "mosaic_sm90") is choose(many, h200, None)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
+def test_images_are_left_to_the_CUDA_kernel_where_it_serves(dtype, monkeypatch):
+    h200, b200 = Target("cuda", (9, 0)), Target("cuda", (10, 0))
+    patches = problem_of(named_shape("B/16 224"), dtype)
+    images = dataclasses.replace(patches, patch_size=16)
+    few = dataclasses.replace(problem_of(named_shape("B/32 256"), dtype, 1), patch_size=32)
+    monkeypatch.setattr(cuda_ffi, "why_not", lambda problem, target: None)
+    assert explain(images, h200).chosen == "cuda"
+    assert explain(patches, h200).chosen == "mosaic_sm90"
+    assert explain(few, h200).chosen == "xla"
+    if dtype != "int8":
+        assert explain(images, b200).chosen == "mosaic_sm100"
+    row = next(row for row in explain(images, h200) if row.backend == "mosaic_sm90")
+    assert row.serves and "cuda is 1 to 9% faster" in row.reason
+    monkeypatch.setattr(cuda_ffi, "why_not", lambda problem, target: "it was not built.")
+    assert explain(images, h200).chosen == "mosaic_sm90"
+    assert not next(row for row in explain(images, h200) if row.backend == "mosaic_sm90").reason
+
+
+def test_explain_takes_images_or_their_shape():
+    pixels = np.zeros((2, 8, 8, 3), np.uint8)
+    for images in (pixels, pixels.shape, jax.ShapeDtypeStruct(pixels.shape, pixels.dtype)):
+        explanation = ppe.explain(images, PARAMS)
+        assert explanation.problem.patch_size == 4
+        assert explanation.problem.patches == (2, 4, 128)
+        assert "of uint8 images" in str(explanation)
+    floats = ppe.explain(pixels.astype(np.float32), PARAMS)
+    assert floats.problem == dataclasses.replace(explanation.problem, patch_size=None)
+
+
 def test_explain_takes_patches_or_a_shape():
     for patches in (PATCHES, PATCHES.shape, jax.ShapeDtypeStruct(PATCHES.shape, PATCHES.dtype)):
         explanation = ppe.explain(patches, PARAMS, device=jax.devices()[0])

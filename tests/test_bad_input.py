@@ -150,6 +150,12 @@ BAD = {
     ),
     "explain's S": (ValueError, lambda: ppe.explain((195, 640), PARAMS["int8"]), "S = 195"),
     "explain's shape": (TypeError, lambda: ppe.explain("ab", PARAMS["int8"]), "neither"),
+    "explain's images": (ValueError, lambda: ppe.explain((224, 210, 3), PARAMS["int8"]), "16 x 15"),
+    "explain's channels": (
+        ValueError,
+        lambda: ppe.explain(np.zeros((3, 224, 224), np.uint8), PARAMS["int8"]),
+        "Move the channels last",
+    ),
     "explain's K": (ValueError, lambda: ppe.explain((196, 588), PARAMS["int8"]), "K = 588"),
     "explain's device": (
         TypeError,

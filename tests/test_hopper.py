@@ -268,6 +268,11 @@ def test_it_is_chosen_and_vmap_and_jit_agree(dtype):
     embed = functools.partial(ppe.patch_embed, params=params)
     y = jax.jit(embed)(patches)
     assert same(y, ppe.patch_embed(patches, params, backend="mosaic_sm90"))
+    fastest = "mosaic_sm90" if cuda_ffi.missing() else "cuda"
+    assert ppe.explain(images, params).chosen == fastest
+    from_images = ppe.embed_images(images, params)
+    assert same(from_images, ppe.embed_images(images, params, backend=fastest))
+    assert same(from_images, y)
     for count in (1, 2):
         batched = patches.reshape(*(2, 3)[:count], -1, *patches.shape[1:])
         mapped = embed

@@ -263,13 +263,15 @@ def test_configs_that_lack_registers_are_left_out(capability, dtype):
 
 
 def test_xla_is_the_better_choice_where_it_was_measured_to_be_faster():
-    def reason(images, dtype):
+    def rather(images, dtype):
         return backend.why_rather_not(problem_of(64, 768, 3072, dtype, B=images))
 
     for images in (1, 32, 64, 128):
-        assert "few for" in reason(images, "bfloat16")
-    assert "xla splits K" in reason(1, "int8") and "xla splits K" in reason(1, "float8_e4m3fn")
-    assert reason(256, "bfloat16") is None and reason(32, "int8") is None
+        better, reason = rather(images, "bfloat16")
+        assert better == "xla" and "few for" in reason
+    assert rather(1, "int8") == rather(1, "float8_e4m3fn")
+    assert "xla splits K" in rather(1, "int8")[1]
+    assert rather(256, "bfloat16") is None and rather(32, "int8") is None
     assert backend.why_rather_not(problem_of(196, 768, 768, "bfloat16", B=1)) is None
 
 

@@ -4,8 +4,8 @@ A backend is a module with three functions and a text:
 
   why_not(problem, target) -> str | None: the reason it cannot serve, None if it can. A target of
     None asks about the problem alone.
-  why_rather_not(problem) -> str | None: of a problem that it serves, the reason why a later backend
-    is the better choice; None if none is known to be.
+  why_rather_not(problem) -> (name, reason) | None: of a problem that it serves, the backend that is
+    the better choice, and why; None if none is known to be.
   run(patches, weight, scale, table, *, out_dtype, target) -> y: the computation, traceable by JAX,
     for a target, or for the device that JAX uses by default.
   EVIDENCE: why it may be trusted.
@@ -75,14 +75,15 @@ class Explanation:
 
     def __str__(self) -> str:
         p = self.problem
-        title = f"patches {list(p.patches)} {p.dtype}, N = {p.N}, to {p.out_dtype} on {self.target}"
+        source = "" if p.patch_size is None else " of uint8 images"
+        what = f"patches {list(p.patches)} {p.dtype}{source}, N = {p.N}, to {p.out_dtype}"
         width = max(len(row.backend) for row in self.rows)
         lines = []
         for row in self.rows:
             mark = "->" if row.backend == self.chosen else "  "
             serves = "serves" if row.serves else "no    "
             lines.append(f"{mark} {row.backend:{width}}  {serves}  {row.reason}".rstrip())
-        return "\n".join([title, *lines])
+        return "\n".join([f"{what} on {self.target}", *lines])
 
 
 def explain(problem: Problem, target: Target) -> Explanation:
@@ -91,7 +92,8 @@ def explain(problem: Problem, target: Target) -> Explanation:
     def row(name: str, backend: ModuleType) -> Row:
         if reason := backend.why_not(problem, target):
             return Row(name, False, reason)
-        return Row(name, True, backend.why_rather_not(problem) or "")
+        better, reason = backend.why_rather_not(problem) or (name, "")
+        return Row(name, True, "" if BACKENDS[better].why_not(problem, target) else reason)
 
     rows = tuple(row(name, backend) for name, backend in BACKENDS.items())
     return Explanation(problem, target, rows)

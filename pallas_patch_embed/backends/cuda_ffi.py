@@ -304,9 +304,9 @@ def why_not(problem: Problem, target: Target | None) -> str | None:
     return tiling.why_not(problem, functools.partial(_chosen, chips=chips))
 
 
-def why_rather_not(problem: Problem) -> str | None:
-    """As the Pallas kernel for Hopper, which has the same tiles."""
-    return mosaic_sm90.why_rather_not(problem)
+def why_rather_not(problem: Problem) -> tuple[str, str] | None:
+    """The backend that is faster, and why; None if none is known to be."""
+    return tiling.why_rather_not(problem)
 
 
 def run(

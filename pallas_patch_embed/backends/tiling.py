@@ -14,6 +14,11 @@ DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 # Bytes of a row of the 128-byte swizzle: of K, in a slot of a ring.
 ROW_BYTES = 128
 
+# From so many chunks of 128 bytes of K on, up to so many rows a chunk, XLA is faster on an H200:
+# it splits K among multiprocessors (B/32: up to 512 rows at one byte an element, 1024 at two).
+SPLIT_CHUNKS = 24
+SPLIT_ROWS = 22
+
 
 def why_not(problem: Problem, choose_config: Callable) -> str | None:
     """The reason why such a kernel cannot serve a problem; None if it can.
@@ -27,6 +32,15 @@ def why_not(problem: Problem, choose_config: Callable) -> str | None:
         choose_config(problem)
     except NotImplementedError as error:
         return str(error)
+    return None
+
+
+def why_rather_not(problem: Problem) -> tuple[str, str] | None:
+    """XLA, and why it is faster; None if it is not known to be."""
+    rows = math.prod(problem.patches[:-1])
+    if chunks(problem) >= SPLIT_CHUNKS and rows <= SPLIT_ROWS * chunks(problem):
+        K = problem.patches[-1]
+        return "xla", f"{rows} rows are few for K = {K}: xla splits K and is faster."
     return None
 
 

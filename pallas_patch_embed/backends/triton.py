@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_patch_embed.backends import mosaic_sm90, schedule, tiling
+from pallas_patch_embed.backends import schedule, tiling
 from pallas_patch_embed.patchify import rows_shape
 from pallas_patch_embed.problem import Problem, Target, default_device
 
@@ -201,14 +201,13 @@ def _check_rows(problem: Problem) -> None:
         raise NotImplementedError(f"there are {M} patches, expected at most {MOST_ROWS}.")
 
 
-def why_rather_not(problem: Problem) -> str | None:
-    """The reason why XLA is faster; None if it is not known to be."""
+def why_rather_not(problem: Problem) -> tuple[str, str] | None:
+    """The backend that is faster, and why; None if none is known to be."""
     rows, chunks = math.prod(problem.patches[:-1]), tiling.chunks(problem)
     if chunks >= LONG_CHUNKS and rows <= LONG_ROWS * chunks:
         what = f"{problem.dtype} with K = {problem.patches[-1]}"
-        return f"{rows} rows are few for {what}: xla is faster."
-    # It does not split K either.
-    return mosaic_sm90.why_rather_not(problem)
+        return "xla", f"{rows} rows are few for {what}: xla is faster."
+    return tiling.why_rather_not(problem)
 
 
 def run(
