@@ -67,7 +67,7 @@ def patch_embed(
         broadcast against those of patches: positions per image have all of them. As at packing,
         the table is offset + positions, added in float32 and rounded to bfloat16 (not rounded if
         `params.dtype` is float32).
-      backend: a name from `backends()`; None for the first that serves. See `explain`.
+      backend: a name from `backends()`; None for the one that `explain` says is chosen.
       out_dtype: bfloat16 or float32, to which the result is rounded once.
 
     Returns:
@@ -97,7 +97,7 @@ def embed_images(
         params' grid, unless positions are given or the params have none.
       params: PatchEmbedParams.
       position_embedding: [..., S, N] floating-point, replaces the stored positions.
-      backend: a name from `backends()`; None for the first that serves.
+      backend: a name from `backends()`; None for the one that `explain` says is chosen.
       out_dtype: bfloat16 or float32.
 
     Returns:
@@ -124,7 +124,12 @@ def embed_images(
 
 
 def explain(
-    patches_or_shape: Any, params: PatchEmbedParams, *, device: jax.Device | None = None
+    patches_or_shape: Any,
+    params: PatchEmbedParams,
+    *,
+    position_embedding: Any = None,
+    out_dtype: Any = jnp.bfloat16,
+    device: jax.Device | None = None,
 ) -> Explanation:
     """Says which backends serve these patches or images, and why the others do not.
 
@@ -133,6 +138,7 @@ def explain(
         or a shape: [..., S, K_padded] of patches, [..., H, W, 3] of uint8 images. Nothing is
         computed.
       params: PatchEmbedParams.
+      position_embedding, out_dtype: as in that call.
       device: the device asked about, by default the one that JAX would use.
 
     Returns:
@@ -144,26 +150,20 @@ def explain(
     check_params(params)
     given, patch_size = patches_or_shape, None
     if not hasattr(given, "shape"):
-        try:
-            shape = tuple(map(operator.index, given))
-        except TypeError:
-            raise TypeError(
-                f"explain: {given!r} is neither patches nor images, nor the shape of one of them, "
-                "[..., S, K_padded] or [..., H, W, 3]."
-            ) from None
-        dtype = jnp.uint8 if shape[-1:] == (3,) else jnp.dtype(params.dtype)
-        given = jax.ShapeDtypeStruct(shape, dtype)
+        given = _of_shape(given, params)
+    dtype = _dtype_name(given, "explain: patches or images")
     patches = given
-    if given.dtype == jnp.uint8 or given.shape[-1:] == (3,):
-        patches = _abstract_patches(given, params, None)
-        patch_size = params.patch_size if given.dtype == jnp.uint8 else None
+    if given.shape[-1:] == (3,) or (dtype == "uint8" and given.shape[-3:-2] == (3,)):
+        patches = _abstract_patches(given, params, position_embedding)
+        patch_size = params.patch_size if dtype == "uint8" else None
     _check_patches(patches, params)
-    table = _abstract_table(patches, params, None)
+    table = _abstract_table(patches, params, position_embedding)
+    out_dtype = _check_out_dtype(out_dtype)
     device = default_device() if device is None else device
     if not isinstance(device, jax.Device):
         raise TypeError(f"explain: device is {device!r}, expected one of jax.devices().")
     operands = (patches, params.weight, params.scale, table)
-    problem = Problem.of(*operands, out_dtype="bfloat16", patch_size=patch_size)
+    problem = Problem.of(*operands, out_dtype=out_dtype, patch_size=patch_size)
     return explain_problem(problem, Target.of(device))
 
 
@@ -175,6 +175,23 @@ def _dtype_name(value: Any, what: str) -> str:
             "numpy.asarray."
         )
     return getattr(value.dtype, "name", str(value.dtype))
+
+
+def _of_shape(shape: Any, params: PatchEmbedParams) -> Any:
+    """What has this shape: uint8 images if the last axis is three colours, patches otherwise."""
+    try:
+        shape = tuple(map(operator.index, shape))
+    except TypeError:
+        raise TypeError(
+            f"explain: {shape!r} is neither patches nor images, nor the shape of one of them, "
+            "[..., S, K_padded] or [..., H, W, 3]."
+        ) from None
+    if min(shape, default=-1) < 0:
+        raise ValueError(
+            f"explain: the shape is {list(shape)}, expected [..., S, K_padded] of patches or "
+            "[..., H, W, 3] of images, and no negative number in it."
+        )
+    return jax.ShapeDtypeStruct(shape, jnp.uint8 if shape[-1] == 3 else jnp.dtype(params.dtype))
 
 
 def _abstract_patches(images: Any, params: PatchEmbedParams, positions: Any) -> Any:

@@ -30,15 +30,23 @@ def version(package: str) -> str:
 
 
 def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]]:
-    """For each named shape, with one image: what the backends say, by dtype."""
+    """For each named shape, with one uint8 image (NaFlex: its patches): what the backends say."""
     found = []
     for shape in NAMED_SHAPES:
         K = padded(shape.K)
-        table = (1, shape.S, shape.N) if shape.name.startswith("NaFlex") else (shape.S, shape.N)
+        naflex = shape.name.startswith("NaFlex")
+        table = (1, shape.S, shape.N) if naflex else (shape.S, shape.N)
         by_dtype = {}
         for dtype in INFO_DTYPES:
             problem = Problem(
-                (1, shape.S, K), (shape.N, K), (shape.N,), table, dtype, "bfloat16", "bfloat16"
+                patches=(1, shape.S, K),
+                weight=(shape.N, K),
+                scale=(shape.N,),
+                table=table,
+                dtype=dtype,
+                table_dtype="bfloat16",
+                out_dtype="bfloat16",
+                patch_size=None if naflex else shape.patch,
             )
             by_dtype[dtype] = explain(problem, Target.of(device))
         found.append((f"{shape.name:<20} S {shape.S:>4}  K {K:>4}  N {shape.N:>4}", by_dtype))
@@ -60,7 +68,7 @@ def info() -> None:
     for name, by_dtype in explanations:
         print(name, *(f"{explanation.chosen:<14}" for explanation in by_dtype.values()))
         for explanation in by_dtype.values():
-            reasons |= {(r.backend, r.reason) for r in explanation if not r.serves}
+            reasons |= {(r.backend, r.reason) for r in explanation if r.reason}
     if reasons:
         print("\nWhy not the others:")
         for backend, reason in sorted(reasons):

@@ -337,6 +337,11 @@ def _target(module, platform: str | None) -> Target | None:
 
 def _lower(ctx, *operands, backend, out_dtype, patch_size, platform=None):
     module = ctx.module_context
+    if backend not in (None, "xla") and len(module.platforms) > 1:
+        raise NotImplementedError(
+            f"patch_embed: backend {backend!r} cannot serve a program for several platforms, "
+            f"{', '.join(module.platforms)}. Export it for one, or leave backend=None."
+        )
     target = _target(module, platform)
     if _devices_left_to_xla(module) == 1:
         avals = _with_patches(ctx.avals_in, patch_size)

@@ -60,6 +60,12 @@ def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle((a @ b + d.data).astype(d.data.dtype), d.dtype.scalar)
 
 
+def _fma(self, x, y, z):
+    """Rounded once, as on a GPU (Triton 3.6's interpreter rounds the product, too)."""
+    exact = x.data.astype(np.float64) * y.data + z.data
+    return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+
 def _convert(data, dtype, to, rounding_mode):
     """Rounded to nearest, half to even, as on a GPU (the interpreter cuts)."""
     with np.errstate(invalid="ignore"):
@@ -86,6 +92,7 @@ def call(*operands, out, grid, num_warps, num_stages, compute_capability, **argu
     given = dict(zip(kernel.arg_names, (*buffers, y))) | arguments
     with (
         mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
+        mock.patch.object(interpreter.InterpreterBuilder, "create_fma", _fma),
         mock.patch.object(interpreter, "_implicit_cvt", _argument),
         mock.patch.object(interpreter, "_convert_float", _convert),
         triton.knobs.runtime.scope(),

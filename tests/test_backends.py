@@ -5,12 +5,14 @@ import types
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from bounds import assert_bit_equal, draw_images, draw_params
 from interpreter import problem_of
 
 import pallas_patch_embed as ppe
+from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import BACKENDS, choose, cuda_ffi, explain, xla
 from pallas_patch_embed.problem import Problem, Target, named_shape
 
@@ -71,10 +73,43 @@ def test_images_are_left_to_the_CUDA_kernel_where_it_serves(dtype, monkeypatch):
     if dtype != "int8":
         assert explain(images, b200).chosen == "mosaic_sm100"
     row = next(row for row in explain(images, h200) if row.backend == "mosaic_sm90")
-    assert row.serves and "cuda is 1 to 13% faster" in row.reason
+    assert row.serves and "cuda is up to 15% faster" in row.reason
     monkeypatch.setattr(cuda_ffi, "why_not", lambda problem, target: "it was not built.")
     assert explain(images, h200).chosen == "mosaic_sm90"
     assert not next(row for row in explain(images, h200) if row.backend == "mosaic_sm90").reason
+
+
+@pytest.mark.parametrize("source", ["uint8 images", "float images", "patches"])
+def test_what_runs_is_what_explain_says(source, monkeypatch):
+    params = draw_params(np.random.default_rng(0), patch_size=16, grid=(2, 2), N=64, dtype="int8")
+    pixels = np.random.default_rng(1).integers(0, 256, (3, 32, 32, 3), np.uint8)
+    given = {
+        "uint8 images": jnp.asarray(pixels),
+        "float images": jnp.asarray(pixels / 127.5 - 1, jnp.float32),
+        "patches": ppe.patchify(pixels, params),
+    }[source]
+    ran, h200 = [], Target("cuda", (9, 0))
+
+    def stand_in(name, backend):
+        def run(*operands, out_dtype, target):
+            ran.append((name, target))
+            return xla.run(*operands, out_dtype=out_dtype)
+
+        given = dict(why_not=backend.why_not, why_rather_not=backend.why_rather_not)
+        return types.SimpleNamespace(**given, run=run)
+
+    monkeypatch.setattr(cuda_ffi, "missing", lambda: None)
+    monkeypatch.setattr(primitive, "_target", lambda module, platform: h200)
+    stand_ins = {name: stand_in(name, backend) for name, backend in BACKENDS.items()}
+    with mock.patch.dict(BACKENDS, stand_ins):
+        jax.clear_caches()
+        y = (ppe.patch_embed if source == "patches" else ppe.embed_images)(given, params)
+        monkeypatch.setattr(Target, "of", lambda device: h200)
+        chosen = ppe.explain(given, params).chosen
+    jax.clear_caches()
+    assert chosen == ("cuda" if source == "uint8 images" else "mosaic_sm90")
+    assert ran == [(chosen, h200)]
+    assert_bit_equal(y, ppe.patch_embed(ppe.patchify(pixels, params), params, backend="xla"))
 
 
 def test_explain_takes_images_or_their_shape():
@@ -84,6 +119,9 @@ def test_explain_takes_images_or_their_shape():
         assert explanation.problem.patch_size == 4
         assert explanation.problem.patches == (2, 4, 128)
         assert "of uint8 images" in str(explanation)
+    large = ppe.explain((2, 8, 12, 3), PARAMS, position_embedding=np.zeros((2, 6, 8), np.float32))
+    assert large.problem.patches == (2, 6, 128) and large.problem.table == (2, 6, 8)
+    assert ppe.explain(pixels, PARAMS, out_dtype="float32").problem.out_dtype == "float32"
     floats = ppe.explain(pixels.astype(np.float32), PARAMS)
     assert floats.problem == dataclasses.replace(explanation.problem, patch_size=None)
 

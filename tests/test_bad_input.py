@@ -1,6 +1,7 @@
 """Every bad input is refused before anything runs, with what was given and what to do."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +156,32 @@ BAD = {
         ValueError,
         lambda: ppe.explain(np.zeros((3, 224, 224), np.uint8), PARAMS["int8"]),
         "Move the channels last",
+    ),
+    "explain's negative": (
+        ValueError,
+        lambda: ppe.explain((-1, 8, 8, 3), PARAMS["int8"]),
+        "no neg",
+    ),
+    "explain's nothing": (ValueError, lambda: ppe.explain((), PARAMS["int8"]), "no neg"),
+    "explain's uint8 patches": (
+        TypeError,
+        lambda: ppe.explain(np.zeros((2, 196, 640), np.uint8), PARAMS["int8"]),
+        "Make patches with patchify",
+    ),
+    "explain's no array": (
+        TypeError,
+        lambda: ppe.explain(types.SimpleNamespace(shape=(196, 640)), PARAMS["int8"]),
+        "expected a JAX or numpy array",
+    ),
+    "explain's out_dtype": (
+        ValueError,
+        lambda: ppe.explain((196, 640), PARAMS["int8"], out_dtype="float16"),
+        "expected bfloat16 or float32",
+    ),
+    "explain's positions": (
+        ValueError,
+        lambda: ppe.explain((196, 640), PARAMS["int8"], position_embedding=np.zeros((195, 8))),
+        "position_embedding has shape",
     ),
     "explain's K": (ValueError, lambda: ppe.explain((196, 588), PARAMS["int8"]), "K = 588"),
     "explain's device": (

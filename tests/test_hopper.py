@@ -270,9 +270,8 @@ def test_it_is_chosen_and_vmap_and_jit_agree(dtype):
     assert same(y, ppe.patch_embed(patches, params, backend="mosaic_sm90"))
     fastest = "mosaic_sm90" if cuda_ffi.missing() else "cuda"
     assert ppe.explain(images, params).chosen == fastest
-    from_images = ppe.embed_images(images, params)
-    assert same(from_images, ppe.embed_images(images, params, backend=fastest))
-    assert same(from_images, y)
+    lowered = jax.jit(ppe.embed_images).lower(images, params).as_text()
+    assert (cuda_ffi.TARGET in lowered) == (fastest == "cuda")
     for count in (1, 2):
         batched = patches.reshape(*(2, 3)[:count], -1, *patches.shape[1:])
         mapped = embed

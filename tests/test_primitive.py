@@ -16,6 +16,7 @@ from bounds import assert_bit_equal, draw_images, draw_params, leaves_with_axis
 from jax import lax
 
 import pallas_patch_embed as ppe
+from pallas_patch_embed.backends import triton
 
 
 def make(dtype="int8", seed=0, **options):
@@ -226,6 +227,25 @@ def test_export_with_a_symbolic_batch():
     restored = jax.export.deserialize(exported.serialize())
     for B in (1, 5):
         assert_bit_equal(restored.call(x[:B], params), embed(x[:B], params))
+
+
+@pytest.mark.parametrize("backend", ["mosaic_sm90", "triton"])
+@pytest.mark.parametrize("what", ["several platforms", "sizes that are known"])
+def test_an_export_that_a_named_backend_cannot_serve_is_refused(what, backend):
+    if backend == "triton" and triton.missing():
+        pytest.skip(triton.missing())
+    params = draw_params(np.random.default_rng(0), patch_size=16, grid=(4, 4), N=64, dtype="int8")
+    batch, platforms = 2, ("cpu", "cuda")
+    if what == "sizes that are known":
+        (batch,), platforms = jax.export.symbolic_shape("b"), ("cuda",)
+    for shape, embed in (((16, 768), ppe.patch_embed), ((64, 64, 3), ppe.embed_images)):
+        dtype = jnp.int8 if embed is ppe.patch_embed else jnp.uint8
+        x = jax.ShapeDtypeStruct((batch, *shape), dtype)
+        export = jax.export.export(
+            jax.jit(functools.partial(embed, backend=backend)), platforms=platforms
+        )
+        with pytest.raises(NotImplementedError, match=f"{backend}.*{what}"):
+            export(x, params)
 
 
 CACHED = """

@@ -16,8 +16,11 @@ One that cuts uint8 images into patches by itself has another one:
 """
 
 import dataclasses
+import itertools
 from types import ModuleType
 from typing import NamedTuple
+
+import jax
 
 from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, triton, xla
 from pallas_patch_embed.problem import Problem, Target
@@ -100,11 +103,11 @@ def explain(problem: Problem, target: Target) -> Explanation:
 
 
 def check_name(name: str | None) -> None:
-    """Refuses the name of a backend that does not exist; None stands for the first that serves."""
+    """Refuses the name of a backend that does not exist; None stands for the one chosen."""
     if name is not None and name not in backends():
         raise ValueError(
             f"patch_embed: there is no backend {name!r}. Expected one of {', '.join(backends())}, "
-            "or None for the first of them that serves."
+            "or None for the best that serves."
         )
 
 
@@ -115,16 +118,21 @@ def choose(problem: Problem, target: Target | None, name: str | None) -> ModuleT
       problem: shapes and dtypes on one device.
       target: the chip, or None where nobody can know it: then only XLA is safe, unless a backend
         was asked for by name, which is trusted to fit.
-      name: the backend asked for, or None for the first that serves.
+      name: the backend asked for, or None for the best that serves.
 
     Raises:
       NotImplementedError: the backend asked for cannot serve; the message says why.
     """
     if name is None:
         return xla if target is None else BACKENDS[explain(problem, target).chosen]
-    if reason := BACKENDS[name].why_not(problem, target):
+    sizes = itertools.chain(problem.patches, problem.weight, problem.scale, problem.table)
+    if name != "xla" and any(map(jax.export.is_symbolic_dim, sizes)):
+        reason = "its kernels are for sizes that are known."
+    else:
+        reason = BACKENDS[name].why_not(problem, target)
+    if reason:
         raise NotImplementedError(
             f"patch_embed: backend {name!r} cannot serve this call: {reason} "
-            "Leave backend=None to use the first backend that can."
+            "Leave backend=None to use the best backend that can."
         )
     return BACKENDS[name]
