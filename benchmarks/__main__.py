@@ -143,9 +143,13 @@ def operator(chosen: argparse.Namespace) -> Records:
 
 def encoders(chosen: argparse.Namespace) -> Records:
     """Encoders end to end."""
-    for name, images in (ENCODER_IMAGES if timing.on_gpu() else {"B/16 224": 1}).items():
+    for name in chosen.shapes:
+        if name not in ENCODER_IMAGES:
+            print(f"\nEncoder: there is none for {name}, only for {', '.join(ENCODER_IMAGES)}.")
+            continue
+        images = ENCODER_IMAGES[name] if timing.on_gpu() else 1
         timed = dict(rounds=chosen.rounds, rest=chosen.rest, calls=3)
-        found = encoder.speeds(name, images, ["bfloat16", "int8"], **timed)
+        found = encoder.speeds(name, images, chosen.dtypes, **timed)
         print(f"\nEncoder {name}, bfloat16, {images} images a call, burst: {REGIMES['burst']}")
         print(encoder.table(found), flush=True)
         yield [{"kind": "encoder"} | dataclasses.asdict(s) for s in found]
@@ -166,7 +170,8 @@ def several(chosen: argparse.Namespace) -> Records:
         print("\nWeak scaling: there is one device.")
         return
     for dtype in chosen.dtypes:
-        found = devices.scaling(counts, max(chosen.images), chosen.shapes[0], dtype)
+        problem = max(chosen.images), chosen.shapes[0], dtype
+        found = devices.scaling(counts, *problem, seconds=chosen.seconds, rounds=chosen.rounds)
         print(f"\nWeak scaling, {chosen.shapes[0]}, {dtype}, {found[0].backend}, no collective")
         print(devices.table(found), flush=True)
         yield [{"kind": "devices"} | dataclasses.asdict(s) for s in found]
@@ -188,19 +193,23 @@ def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
         words = "_".join(str(name) for name in names)
         return out / f"{kind}_{''.join(c if c.isalnum() else '_' for c in words)}.png"
 
+    def alike(*names):
+        return dict.fromkeys(tuple(getattr(r, name) for name in names) for r in found)
+
     made = []
-    for shape, images, regime in dict.fromkeys((r.shape, r.images, r.regime) for r in found):
-        own = only(shape=shape, images=images, regime=regime, pixels=found[0].pixels)
-        made.append(plots.times(own, caption, file("times", shape, images, regime)))
+    for shape, images, pixels, regime in alike("shape", "images", "pixels", "regime"):
+        own = only(shape=shape, images=images, pixels=pixels, regime=regime)
+        made.append(plots.times(own, caption, file("times", shape, images, pixels, regime)))
         if powered := [r for r in own if r.power is not None]:
-            made.append(plots.energy(powered, caption, file("energy", shape, images)))
-    for shape, dtype in dict.fromkeys((r.shape, r.dtype) for r in found):
-        own = only(shape=shape, dtype=dtype, regime="burst", pixels=found[0].pixels)
+            made.append(plots.energy(powered, caption, file("energy", shape, images, pixels)))
+    for shape, dtype, pixels in alike("shape", "dtype", "pixels"):
+        own = only(shape=shape, dtype=dtype, regime="burst", pixels=pixels)
         if len({r.images for r in own}) > 1:
-            made.append(plots.throughput(own, caption, file("throughput", shape, dtype)))
+            path = file("throughput", shape, dtype, pixels)
+            made.append(plots.throughput(own, caption, path))
     roofs = {k: v for k, v in limits.items() if k not in ("copy", "widen")}
     roofs["memory"] = max(limits["copy"], limits["widen"])
-    for shape, pixels in dict.fromkeys((r.shape, r.pixels) for r in found):
+    for shape, pixels in alike("shape", "pixels"):
         burst = only(shape=shape, pixels=pixels, regime="burst", source="patches")
         if own := [r for r in burst if "+" not in r.contender]:
             made.append(plots.roofline(own, roofs, caption, file("roofline", shape, pixels)))
@@ -228,12 +237,19 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="a small part")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="by default all of them")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME")
-    parser.add_argument("--images", type=at_least(1, int), nargs="+", help="a call")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
-    parser.add_argument("--pixels", nargs="+", choices=["random", "photographs"])
-    parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
-    parser.add_argument("--regimes", nargs="+", choices=REGIMES)
+    shapes = f"of the operator ({', '.join(SHAPES)}) and the encoder ({', '.join(ENCODER_IMAGES)})"
+    regimes = "; ".join(f"{name}: {text}" for name, text in REGIMES.items())
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME", help=shapes)
+    images = "a call of the operator; several devices: the largest, for each"
+    parser.add_argument("--images", type=at_least(1, int), nargs="+", help=images)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="of patches and weight")
+    pixels = ["random", "photographs"]
+    parser.add_argument("--pixels", nargs="+", choices=pixels, help="the operator's input")
+    sources = "what the operator's contenders take"
+    parser.add_argument(
+        "--sources", nargs="+", choices=SOURCES, default=list(SOURCES), help=sources
+    )
+    parser.add_argument("--regimes", nargs="+", choices=REGIMES, help=regimes)
     parser.add_argument("--rounds", type=at_least(1, int), help="turns of everyone")
     parser.add_argument("--rest", type=at_least(0, float), help="seconds before a turn")
     parser.add_argument("--seconds", type=at_least(0.01, float), help="of a sustained turn")
@@ -276,8 +292,8 @@ def main() -> None:
     """Prints the tables, and writes records and pictures."""
     chosen = arguments()
     if chosen.draw:
-        for path in draw(results.read(chosen.draw / "results.jsonl"), chosen.draw):
-            print(path)
+        made = draw(results.read(chosen.draw / "results.jsonl"), chosen.draw)
+        print(*made or ["There are no times in it to draw."], sep="\n")
         return
     print(timing.versions(), flush=True)
     head = {"kind": "run", "versions": timing.versions(), "time": time.strftime("%FT%T%z")}

@@ -7,10 +7,11 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 
 import pallas_patch_embed as ppe
 from benchmarks import timing
-from benchmarks.contenders import Case, Data, draw
+from benchmarks.contenders import LARGEST_ERROR, Case, Data, draw, error
 from benchmarks.timing import Contender
 from pallas_patch_embed.problem import named_shape
 
@@ -28,7 +29,7 @@ class Scaling:
       shape, dtype, backend: what is computed, and by which backend.
       devices: over how many the batch is sharded.
       images: of all of them.
-      regime: "short" or "sustained": calls without a pause for 0.1 or 2.5 seconds.
+      regime: "short" or "sustained": calls without a pause for 0.1 seconds or longer.
       milliseconds: wall time of a call, in calls without a pause.
       efficiency: one device's time over this one, for as many images a device.
     """
@@ -44,7 +45,7 @@ class Scaling:
 
 
 def sharded(data: Data, count: int) -> Contender:
-    """The operator with this batch on each of the first `count` devices.
+    """The operator with this batch, in another order on each of the first `count` devices.
 
     Raises:
       RuntimeError: the program moves data between devices, or its result is not that of one.
@@ -52,7 +53,10 @@ def sharded(data: Data, count: int) -> Contender:
     mesh = jax.make_mesh((count,), ("b",), devices=jax.devices()[:count])
     along, everywhere = (jax.NamedSharding(mesh, jax.P(*names)) for names in (("b",), ()))
     images, *rest = data.patches.shape
-    parts = [jax.device_put(data.patches, device) for device in mesh.devices.flat]
+    parts = [
+        jax.device_put(jnp.roll(data.patches, i, axis=0), device)
+        for i, device in enumerate(mesh.devices.flat)
+    ]
     patches = jax.make_array_from_single_device_arrays((count * images, *rest), along, parts)
     params = jax.device_put(data.params, everywhere)
     embed = jax.jit(ppe.patch_embed)
@@ -60,14 +64,23 @@ def sharded(data: Data, count: int) -> Contender:
     if found := COLLECTIVE.search(program.as_text()):
         raise RuntimeError(f"The program for {count} devices has an {found[0]}.")
     alone = embed(data.patches, data.params)
+    if not (off := error(alone, data, "embedding")) <= LARGEST_ERROR:
+        raise RuntimeError(f"One device's relative error is {off:.4f}.")
     for shard in program(patches, params).addressable_shards:
-        if not bool((shard.data == jax.device_put(alone, shard.device)).all()):
+        expected = jnp.roll(alone, shard.index[0].indices(count * images)[0] // images, axis=0)
+        if not bool((shard.data == jax.device_put(expected, shard.device)).all()):
             raise RuntimeError(f"{shard.device} of {count} has another result than one alone.")
     return Contender(program, (patches, params))
 
 
 def scaling(
-    counts: list[int], images_a_device: int, shape_name: str, dtype: str, **timed
+    counts: list[int],
+    images_a_device: int,
+    shape_name: str,
+    dtype: str,
+    *,
+    seconds: float,
+    **timed,
 ) -> list[Scaling]:
     """Weak scaling over the first so many devices, for a short time and sustained.
 
@@ -75,15 +88,16 @@ def scaling(
       counts: of devices; 1 is added.
       images_a_device: of each.
       shape_name, dtype: of the problem.
+      seconds: of a sustained turn.
       **timed: as for `timing.sustained`.
     """
     data = draw(Case(named_shape(shape_name), images_a_device, dtype))
     backend = ppe.explain(data.patches, data.params).chosen
     compared = {n: sharded(data, n) for n in sorted({1, *counts})}
     found = []
-    for regime, seconds in (("short", 0.1), ("sustained", 2.5)):
-        how = {"seconds": seconds, "rounds": 3} | timed
-        times = timing.sustained({str(n): c for n, c in compared.items()}, **how)
+    named = {str(n): contender for n, contender in compared.items()}
+    for regime, length in (("short", min(0.1, seconds)), ("sustained", seconds)):
+        times = timing.sustained(named, seconds=length, **timed)
         for n in compared:
             ms = times[str(n)].milliseconds
             efficiency = times["1"].milliseconds / ms

@@ -162,10 +162,12 @@ def speeds(name: str, images: int, patch_dtypes: list[str], **timed) -> list[Spe
 def table(found: list[Speed]) -> str:
     """The speeds of one encoder as an aligned table, with the gain over the convolution."""
     slowest = next(s.milliseconds for s in found if s.way == "convolution")
-    lines = [f"{'patch embedding':34}{'ms':>9}{'images/s':>12}{'gain':>8}{'difference':>12}"]
+    head = f"{'patch embedding':34}{'ms':>9}{'10% .. 90%':>20}{'images/s':>12}{'gain':>8}"
+    lines = [f"{head}{'difference':>12}"]
     for s in found:
         lines.append(
-            f"{f'{s.way}, {s.dtype}':34}{s.milliseconds:9.2f}{s.images_a_second:12,.0f}"
+            f"{f'{s.way}, {s.dtype}':34}{s.milliseconds:9.2f}{f'{s.low:.2f} .. {s.high:.2f}':>20}"
+            f"{s.images_a_second:12,.1f}"
             f"{slowest / s.milliseconds - 1:8.1%}{s.difference:12.2%}"
         )
     return "\n".join(lines)

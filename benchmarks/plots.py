@@ -1,5 +1,6 @@
 """Pictures of what was measured, from its records: every one can be read alone."""
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -7,9 +8,19 @@ import numpy as np
 from benchmarks.results import REGIMES, Result
 
 # Ours in colours, peers in greys.
-OURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red")
+OURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:cyan")
 PEERS = ("0.25", "0.45", "0.6", "0.7", "0.8", "0.5", "0.35")
 MARKERS = "osD^vP*Xh"
+
+# Below every picture of bars.
+KEY = (
+    "Colours: this package's backends; greys: others, from images all of them in bfloat16. Bare: "
+    "without scale and positions; [N, K], [K, N]: how the weight lies."
+)
+KEY_OF_TIMES = (
+    "Whiskers: 10th to 90th percentile. Floor: what memory or matrix units take at least, as "
+    "measured in the same run, or the fastest here if that is less."
+)
 
 
 def _figure(width: float, height: float, title: str, caption: str):
@@ -17,7 +28,7 @@ def _figure(width: float, height: float, title: str, caption: str):
 
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title)
-    figure.supxlabel(caption, fontsize=7, color="0.4")
+    figure.supxlabel(textwrap.fill(caption, int(18 * width)), fontsize=7, color="0.4")
     return figure
 
 
@@ -35,15 +46,16 @@ def _save(figure, path: Path) -> Path:
     return path
 
 
-def _bars(results: list[Result], measure: str, digits: int, title: str, caption: str):
+def _bars(results: list[Result], measure: str, end: str, digits: int, title: str, caption: str):
     """A figure with bars of a measure of every contender, a panel for each source and dtype.
 
     Args:
       results: of one shape, number of images, pixels and regime.
       measure: an attribute of a result, in the units of its name.
-      digits: behind the point.
+      end: the attribute at which nothing is drawn any more, where its number stands.
+      digits: of it, behind the point.
       title: of the figure.
-      caption: device, day and versions.
+      caption: below it.
 
     Returns:
       The figure, and for each panel its axes and its results, from below.
@@ -59,8 +71,11 @@ def _bars(results: list[Result], measure: str, digits: int, title: str, caption:
             shown.sort(key=lambda r: -getattr(r, measure))
             names = [r.contender for r in shown]
             numbers = [getattr(r, measure) for r in shown]
-            bars = axes.barh(names, numbers, color=[colours[name] for name in names])
-            axes.bar_label(bars, fmt=f"%.{digits}f", padding=4, fontsize=7)
+            axes.barh(names, numbers, color=[colours[name] for name in names])
+            for i, r in enumerate(shown):
+                text, place = f"{getattr(r, measure):.{digits}f}", (getattr(r, end), i)
+                offset = dict(xytext=(4, 0), textcoords="offset points", va="center")
+                axes.annotate(text, place, fontsize=7, **offset)
             axes.margins(x=0.18)
             axes.tick_params(labelsize=7)
             axes.set_xlabel(measure.replace("_", " "), fontsize=8)
@@ -84,7 +99,8 @@ def times(results: list[Result], caption: str, path: Path) -> Path:
       path: of the PNG.
     """
     title = f"Patch embedding of {_problem(results[0])}"
-    figure, panels = _bars(results, "milliseconds", 3, title, caption)
+    key = f"{KEY} {KEY_OF_TIMES} {caption}"
+    figure, panels = _bars(results, "milliseconds", "high", 3, title, key)
     for axes, shown in panels:
         middle = [r.milliseconds for r in shown]
         ends = [
@@ -94,15 +110,16 @@ def times(results: list[Result], caption: str, path: Path) -> Path:
         axes.errorbar(
             middle, range(len(shown)), xerr=np.maximum(ends, 0), fmt="none", color="black", lw=0.8
         )
-        axes.axvline(shown[0].floor, color="black", ls="--", lw=0.8, label="floor")
-        axes.legend(fontsize=7, loc="upper right")
+        floor = axes.axvline(shown[0].floor, color="black", ls="--", lw=0.8, label="floor")
+    figure.legend(handles=[floor], fontsize=7, loc="outside upper right")
     return _save(figure, path)
 
 
 def energy(results: list[Result], caption: str, path: Path) -> Path:
     """Bars: joules a million images of every contender; arguments as for `times`."""
     title = f"Energy of the patch embedding of {_problem(results[0])}"
-    return _save(_bars(results, "joules_a_million_images", 0, title, caption)[0], path)
+    measure, key = "joules_a_million_images", f"{KEY} {caption}"
+    return _save(_bars(results, measure, measure, 0, title, key)[0], path)
 
 
 def throughput(results: list[Result], caption: str, path: Path) -> Path:
@@ -111,7 +128,7 @@ def throughput(results: list[Result], caption: str, path: Path) -> Path:
     sources = list(dict.fromkeys(r.source for r in results))
     title = f"Images a second over the batch, {first.shape}, {first.dtype}, {first.pixels} pixels, "
     title += f"{first.regime}: {REGIMES[first.regime]}"
-    figure = _figure(6.4 * len(sources), 4.4, title, caption)
+    figure = _figure(7.6 * len(sources), 4.4, title, caption)
     for axes, source in zip(figure.subplots(1, len(sources), squeeze=False)[0], sources):
         of_source = [r for r in results if r.source == source]
         for i, name in enumerate(dict.fromkeys(r.contender for r in of_source)):
@@ -126,7 +143,7 @@ def throughput(results: list[Result], caption: str, path: Path) -> Path:
         axes.set(xscale="log", yscale="log", xlabel="images a call", ylabel="images a second")
         axes.set_title(f"from {source}", fontsize=9)
         axes.grid(alpha=0.3, which="both", lw=0.4)
-        axes.legend(fontsize=7, loc="lower right")
+        axes.legend(fontsize=7, bbox_to_anchor=(1, 1), loc="upper left", frameon=False)
     return _save(figure, path)
 
 
@@ -163,10 +180,12 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
     for r in results:
         place = (r.operations / r.bytes, r.teraflops)
         axes.scatter(*place, marker=markers[r.dtype], color=colours[r.contender], s=28, alpha=0.8)
-    for images in dict.fromkeys(r.images for r in results):
-        highest = max((r for r in results if r.images == images), key=lambda r: r.teraflops)
+    for images, dtype in dict.fromkeys((r.images, r.dtype) for r in results):
+        own = (r for r in results if (r.images, r.dtype) == (images, dtype))
+        highest = max(own, key=lambda r: r.teraflops)
         place = (highest.operations / highest.bytes, highest.teraflops)
-        axes.annotate(f"{images} images   ", place, fontsize=7, ha="right", va="center")
+        text = f"{images} image{'s' * (images > 1)}, {dtype}   "
+        axes.annotate(text, place, fontsize=7, ha="right", va="center")
     for name, colour in colours.items():
         axes.plot([], color=colour, lw=5, label=name)
     for dtype, marker in markers.items():

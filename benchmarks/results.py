@@ -10,7 +10,7 @@ from benchmarks.timing import Timing
 
 REGIMES = {
     "burst": "a few calls after a rest, on a GPU the time of their kernels",
-    "cold": "the same, with operands that are in no cache",
+    "cold": "a few calls after a rest, with operands that are in no cache",
     "sustained": "wall time of calls without a pause",
     "call": "wall time of one call",
 }
@@ -153,6 +153,11 @@ def result_of(record: dict[str, Any]) -> Result:
     return Result(**{field.name: record[field.name] for field in dataclasses.fields(Result)})
 
 
+def _short(number: float) -> str:
+    """Three digits at least."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
+
+
 def table(results: list[Result]) -> str:
     """Results of one problem, source and regime as an aligned table, the fastest first."""
     width = max(len(r.contender) for r in results) + 2
@@ -163,8 +168,9 @@ def table(results: list[Result]) -> str:
     lines = [head]
     for r in sorted(results, key=lambda r: r.milliseconds):
         spread = f"{r.low:.4f} .. {r.high:.4f}"
-        line = f"{r.contender:{width}}{r.milliseconds:9.4f}{spread:>20}{r.gigabytes_a_second:8.0f}"
-        line += f"{r.teraflops:9.1f}{r.images_a_second:12,.0f}"
+        line = f"{r.contender:{width}}{r.milliseconds:9.4f}{spread:>20}"
+        line += f"{_short(r.gigabytes_a_second):>8}{_short(r.teraflops):>9}"
+        line += f"{_short(r.images_a_second):>12}"
         for ratio in (r.of_peer, r.of_floor):
             line += f"{'' if ratio is None else f'{ratio:.3f}':>9}"
         if r.power is not None:

@@ -26,9 +26,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_patch_embed.cli import PACKAGES, version
+from pallas_patch_embed.cli import MISSING, PACKAGES, version
 
 SAMPLES_A_SECOND = 20
+
+# Packages of contenders, if they are installed.
+PEERS = ("torch", "nvidia-cutlass")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,5 +302,15 @@ def memory_ceilings(gigabytes: float = 1.0) -> dict[str, Ceiling]:
 def versions() -> str:
     """Device, day and versions, for the head of a table."""
     device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
-    packages = [f"{package} {version(package)}" for package in PACKAGES]
-    return ", ".join([device, time.strftime("%Y-%m-%d"), *packages])
+    found = {package: version(package) for package in (*PACKAGES, *PEERS)}
+    packages = [f"{name} {text}" for name, text in found.items() if text != MISSING]
+    return ", ".join([device, time.strftime("%Y-%m-%d"), *_driver(), *packages])
+
+
+def _driver() -> list[str]:
+    """NVIDIA's driver, if there is one."""
+    if not on_gpu() or shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    return [f"driver {found[0]}"] if found else []

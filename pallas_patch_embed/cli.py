@@ -18,6 +18,7 @@ from pallas_patch_embed.backends import BACKENDS, Explanation, explain
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, Target, padded
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "safetensors")
+MISSING = "not installed"
 INFO_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
 
 
@@ -26,7 +27,7 @@ def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return MISSING
 
 
 def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]]:

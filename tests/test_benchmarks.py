@@ -168,7 +168,8 @@ def test_accuracy_is_that_of_the_dtype(tiny_encoder):
 
 def test_several_devices_share_no_data_and_agree(monkeypatch):
     monkeypatch.setattr(devices, "named_shape", lambda name: SMALL)
-    found = devices.scaling([2], 3, "small", "int8", seconds=0.02, rounds=1, calls=2)
+    timed = dict(seconds=0.02, rounds=1, calls=2)
+    found = devices.scaling([2], 3, "small", "int8", **timed)
     assert [(s.devices, s.images, s.regime) for s in found] == [
         (1, 3, "short"), (2, 6, "short"), (1, 3, "sustained"), (2, 6, "sustained"),
     ]  # fmt: skip
@@ -181,6 +182,24 @@ def test_several_devices_share_no_data_and_agree(monkeypatch):
     monkeypatch.setattr(ppe, "patch_embed", communicating)
     with pytest.raises(RuntimeError, match="all-reduce"):
         devices.sharded(contenders.draw(CASE), 2)
+    monkeypatch.setattr(ppe, "patch_embed", lambda x, params: 1.02 * embed(x, params))
+    with pytest.raises(RuntimeError, match="One device's relative error"):
+        devices.sharded(contenders.draw(CASE), 2)
+
+    def another(patches, params):
+        return embed(patches, params) + (len(patches) > 3)
+
+    monkeypatch.setattr(ppe, "patch_embed", another)
+    with pytest.raises(RuntimeError, match="of 2 has another result"):
+        devices.sharded(contenders.draw(CASE), 2)
+
+
+def test_one_wrong_embedding_of_many_is_noticed():
+    data = contenders.draw(dataclasses.replace(CASE, images=130))
+    y = np.asarray(ppe.patch_embed(data.patches, data.params, backend="xla")).copy()
+    assert contenders.error(jnp.asarray(y), data, "embedding") < contenders.LARGEST_ERROR
+    y[129, 7] = 0
+    assert contenders.error(jnp.asarray(y), data, "embedding") > 10 * contenders.LARGEST_ERROR
 
 
 def test_CUTLASS_says_what_is_missing_and_what_it_cannot_serve(monkeypatch):
@@ -234,7 +253,7 @@ def test_a_table_has_units_and_the_fastest_first():
     assert head.split() == "ms 10% .. 90% GB/s TFLOP/s images/s of peer of floor".split()
     gigabytes, teraflops = CASE.bytes("patches") / 5e-4 / 1e9, CASE.operations / 5e-4 / 1e12
     assert first.split() == [
-        *("fast", "0.5000", "0.4000", "..", "0.6000", f"{gigabytes:.0f}", f"{teraflops:.1f}"),
+        *("fast", "0.5000", "0.4000", "..", "0.6000", f"{gigabytes:#.3g}", f"{teraflops:#.3g}"),
         *("6,000", "1.000", "5.000"),
     ]
     assert second.split()[-3:] == ["1,500", "4.000", "20.000"]
@@ -315,5 +334,6 @@ def test_pictures_say_what_they_show(tmp_path, monkeypatch):
     plots.times(times, "a GPU, a day", tmp_path / "x.png")
     (figure,) = shown
     assert "3 images, small, random pixels, burst" in figure.get_suptitle()
-    assert figure.get_supxlabel() == "a GPU, a day"
+    assert "this package's backends" in figure.get_supxlabel()
+    assert figure.get_supxlabel().replace("\n", " ").endswith("a GPU, a day")
     assert all(axes.get_xlabel() == "milliseconds" for axes in figure.axes)
