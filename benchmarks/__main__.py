@@ -157,7 +157,10 @@ def encoders(chosen: argparse.Namespace) -> Records:
 
 def accuracies(chosen: argparse.Namespace) -> Records:
     """Errors by dtype on photographs."""
-    found = accuracy.accuracies(chosen.checkpoint)
+    try:
+        found = accuracy.accuracies(chosen.checkpoint)
+    except ValueError as reason:
+        raise SystemExit(str(reason)) from reason
     print(f"\nAgainst float32, {found[0].images} photographs, {found[0].weights}")
     print(accuracy.table(found), flush=True)
     yield [{"kind": "accuracy"} | dataclasses.asdict(a) for a in found]

@@ -45,6 +45,7 @@ from benchmarks.machine_code import (
 from benchmarks.offline_compile import CHIPS, Chip, operands
 from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, tiling, triton
 from pallas_patch_embed.backends.tiling import ROW_BYTES
+from pallas_patch_embed.cli import MISSING, version
 from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, Target, named_shape
 
 ROOT = Path(__file__).parent.parent
@@ -532,19 +533,30 @@ def draw(kernels: list[Kernel], title: str, out: Path) -> None:
     for place, shares in zip(places, budgets):
         left.text(101, place, f"{shares['issue'].amount:.0f}", va="center", fontsize=8)
     left.set_yticks(places, [kernel.label for kernel in kernels], fontsize=8)
-    left.invert_yaxis()
+    left.set_ylim(len(kernels) - 0.4, -0.6)
     left.set(title="instructions, counted in the machine code")
     left.set(xlabel="% of the issue slots of one scheduler a tile, and their number", xlim=(0, 110))
-    for name, marker in zip(budgets[0], "sDo^|"):
-        right.plot([shares[name].cycles for shares in budgets], places, marker, label=name)
+    # Hollow, and the later the larger, so that equal ones are all seen.
+    for size, (name, marker) in enumerate(zip(budgets[0], "sDo^|"), 5):
+        cycles = [shares[name].cycles for shares in budgets]
+        right.plot(cycles, places, marker, fillstyle="none", markersize=size, label=name)
     right.set(title="budget, an estimate: the rightmost binds", xscale="log")
     right.set_xlabel("cycles of a multiprocessor a tile")
     right.grid(alpha=0.3)
     for axes in (left, right):
         axes.legend(fontsize=8, ncols=4, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.04))
     figure.suptitle(title)
+    figure.supxlabel(", ".join(compilers()), fontsize=8, color="0.4")
     figure.savefig(out, dpi=110)
     plt.close(figure)
+
+
+def compilers() -> list[str]:
+    """What makes the machine code, with versions."""
+    found = {
+        package: version(package) for package in ("jax", "jaxlib", "triton", "nvidia-cuda-nvcc")
+    }
+    return [f"{package} {text}" for package, text in found.items() if text != MISSING]
 
 
 def main() -> None:
@@ -561,6 +573,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     kernels, missing = audit(named_shape(chosen.shape), chosen.images, chosen.dtypes)
     print("".join(f"{line}\n" for line in missing))
+    print(", ".join(compilers()))
     if not kernels:
         raise SystemExit("No kernel can be compiled here.")
     title = f"{chosen.shape}, {chosen.images} images, {datetime.date.today()}"
