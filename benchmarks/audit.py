@@ -43,14 +43,17 @@ from benchmarks.machine_code import (
     read_cubin,
 )
 from benchmarks.offline_compile import CHIPS, Chip, operands
+from benchmarks.timing import installed
 from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, tiling, triton
 from pallas_patch_embed.backends.tiling import ROW_BYTES
-from pallas_patch_embed.cli import MISSING, version
 from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, Target, named_shape
 
 ROOT = Path(__file__).parent.parent
 
 OUT_DTYPE, OUT_BYTES = "bfloat16", 2
+
+# What makes the machine code.
+COMPILERS = ("jax", "jaxlib", "triton", "nvidia-cuda-nvcc")
 
 # The chip whose numbers stand for an architecture; those of A100, RTX 3090 and RTX 4090 are from
 # NVIDIA's white papers of GA100, GA102 and AD102.
@@ -546,17 +549,9 @@ def draw(kernels: list[Kernel], title: str, out: Path) -> None:
     for axes in (left, right):
         axes.legend(fontsize=8, ncols=4, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.04))
     figure.suptitle(title)
-    figure.supxlabel(", ".join(compilers()), fontsize=8, color="0.4")
+    figure.supxlabel(", ".join(installed(COMPILERS)), fontsize=8, color="0.4")
     figure.savefig(out, dpi=110)
     plt.close(figure)
-
-
-def compilers() -> list[str]:
-    """What makes the machine code, with versions."""
-    found = {
-        package: version(package) for package in ("jax", "jaxlib", "triton", "nvidia-cuda-nvcc")
-    }
-    return [f"{package} {text}" for package, text in found.items() if text != MISSING]
 
 
 def main() -> None:
@@ -573,7 +568,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     kernels, missing = audit(named_shape(chosen.shape), chosen.images, chosen.dtypes)
     print("".join(f"{line}\n" for line in missing))
-    print(", ".join(compilers()))
+    print(", ".join(installed(COMPILERS)))
     if not kernels:
         raise SystemExit("No kernel can be compiled here.")
     title = f"{chosen.shape}, {chosen.images} images, {datetime.date.today()}"

@@ -465,8 +465,8 @@ def _squares(y, patches, images, params, exact, *, reference: str):
 def error(y: Any, data: Data, reference: str) -> float:
     """Relative Frobenius error of the worst image; all embeddings are compared with float32.
 
-    One wrong embedding in an image of up to 4096 patches makes it at least 1/64, twice what is
-    allowed. `reference` as in `_peers`.
+    One embedding of zeros in an image of 4096 patches makes it about 1/64, twice what is allowed.
+    `reference` is as in `_peers`.
     """
     y, parts = jnp.asarray(y), []
     for i in range(0, len(y), COMPARED):

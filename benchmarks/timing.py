@@ -302,15 +302,21 @@ def memory_ceilings(gigabytes: float = 1.0) -> dict[str, Ceiling]:
 def versions() -> str:
     """Device, day and versions, for the head of a table."""
     device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
-    found = {package: version(package) for package in (*PACKAGES, *PEERS)}
-    packages = [f"{name} {text}" for name, text in found.items() if text != MISSING]
+    packages = installed((*PACKAGES, *PEERS))
     return ", ".join([device, time.strftime("%Y-%m-%d"), *_driver(), *packages])
+
+
+def installed(packages: Iterable[str]) -> list[str]:
+    """Those of these packages that are installed, with their versions."""
+    found = {package: version(package) for package in packages}
+    return [f"{package} {text}" for package, text in found.items() if text != MISSING]
 
 
 def _driver() -> list[str]:
     """NVIDIA's driver, if there is one."""
     if not on_gpu() or shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    query.append(f"--id={gpu_id()}")
     found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
     return [f"driver {found[0]}"] if found else []
