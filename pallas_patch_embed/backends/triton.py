@@ -55,7 +55,7 @@ ALONE_INT8, ALONE, SHARED, TILE_OVERHEAD = 350, 80, 1.1, 800
 LONG_CHUNKS, LONG_ROWS = 48, 256
 
 # Bytes that a thread loads at once.
-MOST_VECTOR = 16
+MOST_VECTOR, PATCHES_ONLY = 16, 32
 
 
 def _multiprocessors(capability: tuple[int, int]) -> int:
@@ -73,10 +73,9 @@ class Config:
       warps: of a program.
       stages: of the pipeline of loads.
       programs: at the same time on a multiprocessor.
-      parts: a power of two, in which the columns of a tile are stored. In one, the table's numbers
-        stay in registers as long as tiles have the same ones; else accumulators need those.
+      parts: a power of two, in which the columns of a tile are stored, so that registers suffice.
       least: bytes of pixels that a thread has to load at once, so that registers suffice; above 1
-        they do so only if LEAST_GROUP divides N.
+        they do so only if LEAST_GROUP divides N. PATCHES_ONLY: it does not encode pixels.
     """
 
     tile_m: int
@@ -129,7 +128,7 @@ AMPERE = (
 )
 HOPPER = (
     Config(128, 256, 128, warps=8, stages=4, programs=1, parts=4, least=2),
-    Config(128, 128, 128, warps=4, stages=3, programs=2, parts=4, least=4),
+    Config(128, 128, 128, warps=4, stages=3, programs=2, parts=4, least=PATCHES_ONLY),
     Config(64, 128, 128, warps=4, stages=4, programs=2),
     Config(64, 64, 128, warps=4, stages=4, programs=3),
 )
@@ -152,7 +151,7 @@ def fitting_configs(
     problem: Problem, capability: tuple[int, int], vector: int | None = None
 ) -> list[Config]:
     """Those of `configs` with registers for a problem; arguments as for `choose_config`."""
-    least = MOST_VECTOR if vector is None else vector
+    least = PATCHES_ONLY if vector is None else vector
     # What takes registers, too: float8 pixels that are widened; float32 results of pixels; int8
     # sums where there is no wgmma, beside short groups of pixels.
     crowded = widens(problem.dtype, capability) or problem.out_dtype == "float32"

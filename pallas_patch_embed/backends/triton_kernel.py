@@ -17,11 +17,33 @@ def widened(x):
 
 
 @triton.jit
+def on_2_23(pixels):
+    """2^23 + pixels in float32: bytes as the last ones of the fraction, in one instruction each."""
+    return tl.inline_asm_elementwise(
+        asm="""
+        prmt.b32 $0, $4, 0x4B000000, 0x7440;
+        prmt.b32 $1, $4, 0x4B000000, 0x7441;
+        prmt.b32 $2, $4, 0x4B000000, 0x7442;
+        prmt.b32 $3, $4, 0x4B000000, 0x7443;
+        """,
+        constraints="=f,=f,=f,=f,r",
+        args=[pixels],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def encoded(pixels, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
     """uint8 pixels in the encoding of patchify.py; `widened`, if asked for."""
     # Of each of the 256 levels this gives patchify's number, also where a compiler goes through
     # float16 to float8 (Triton 3.6 for 8.9).
-    level = tl.fma(pixels.to(tl.float32), 2.0 / 255.0, -1.0)
+    if DTYPE == "float8_e4m3fn" and not WIDEN:
+        # Exact, as is the sum: 2/255 is 0x808081 * 2^-30.
+        level = tl.fma(on_2_23(pixels), 2.0 / 255.0, -65794.0078125)
+    else:
+        level = tl.fma(pixels.to(tl.float32), 2.0 / 255.0, -1.0)
     if DTYPE == "int8":
         result = (pixels ^ 0x80).to(tl.int8, bitcast=True)
     elif DTYPE == "bfloat16":
@@ -132,13 +154,13 @@ def patch_embed(
     # Element k of a patch of an image is byte `byte` of its line that begins at `line`.
     first_line, first_byte = in_step // PATCH_LINE * LINE, in_step % PATCH_LINE
 
-    for r in range(RUNS):
+    # Not `for`: Triton makes one loop of two that are nested, not of three.
+    r = 0
+    while r < RUNS:
         run = runs + (worker * RUNS + r) * 4
         first, tiles = tl.load(run), tl.load(run + 1)
         stride, table_row = tl.load(run + 2), tl.load(run + 3)
         table_rows = ((table_row + in_tile) % PERIOD).to(tl.int64)
-        if PARTS == 1:
-            terms = terms_at(table, table_rows, first_column + in_part, N, TILE_N, HAS_TABLE)
         # Where the first tile begins, in images or rows, and how much later the next one does (a
         # run's tiles begin with the same patch of different images); its rows, from there on.
         if IMAGES:
@@ -151,60 +173,57 @@ def patch_embed(
         else:
             begin, advance = first * TILE_M, stride * TILE_M
             place = in_tile.to(OFFSET)
-        # One loop over the steps of K of all tiles: the next tile is loaded while one is stored.
-        tile, k, sums = first, 0, no_sums
         line, byte = first_line, first_byte
-        for _ in tl.range(0, tiles * STEPS, num_stages=STAGES):
-            here = place
-            if M % TILE_M > 0:
-                # Beyond the last row is what the tile's image or row begins with.
-                here = tl.where(tile * TILE_M + in_tile < M, here, 0)
-            here = here[:, None] * UNIT
-            source = rows + begin.to(tl.int64) * (IMAGE if IMAGES else K_PADDED)
-            step = k * TILE_K + in_step
-            if IMAGES:
-                line = tl.where(k == 0, first_line, line)
-                byte = tl.where(k == 0, first_byte, byte)
-                # Beyond K is the patch's first pixel again, times nothing.
-                behind = line + byte if K % TILE_K == 0 else tl.where(step < K, line + byte, 0)
-                behind = tl.max_contiguous(tl.multiple_of(behind, VECTOR), VECTOR)
-                a = tl.load(source + (here + behind[None, :]))
-                a = encoded(a, DTYPE, WIDEN)
-                byte += TILE_K % PATCH_LINE
-                next_line = byte >= PATCH_LINE
-                byte = tl.where(next_line, byte - PATCH_LINE, byte)
-                line += TILE_K // PATCH_LINE * LINE + tl.where(next_line, LINE, 0)
-            else:
-                a = tl.load(source + (here + step[None, :]))
-                a = widened(a) if WIDEN else a
-            real = (column < N)[:, None] & (step < K)[None, :]
-            b = loaded(weights + step[None, :], real, N % TILE_N == 0 and K % TILE_K == 0)
-            b = widened(b) if WIDEN else b
-            sums = tl.dot(a, b.T, sums, out_dtype=sums.dtype)
-            last = k == STEPS - 1
-            if last:
-                m = tile * TILE_M + in_tile
-                # Before it is cut: cut and converted, int32 takes more registers.
-                parts = parts_of(sums.to(tl.float32), PARTS)
-                n = first_column + in_part
-                next_scale = loaded(scale + n, n < N, N % TILE_N == 0)
-                if PARTS > 1:
-                    terms = terms_at(table, table_rows, n, N, TILE_N, HAS_TABLE)
-                for i in tl.static_range(PARTS):
-                    # Both factors of widened float8 products are times 2^-8.
-                    factor = next_scale * 65536.0 if WIDEN else next_scale
-                    addend = terms
-                    if i + 1 < PARTS:
-                        # What the next part needs comes while this one is stored.
-                        following = n + PART
-                        next_scale = loaded(scale + following, following < N, N % TILE_N == 0)
-                        terms = terms_at(table, table_rows, following, N, TILE_N, HAS_TABLE)
-                    result = tl.fma(parts[i], factor[None, :], addend.to(tl.float32))
-                    to = y + m.to(tl.int64)[:, None] * N + n[None, :]
-                    inside = (m < M)[:, None] & (n < N)[None, :]
-                    tl.store(to, result.to(y.dtype.element_ty), mask=inside)
-                    n += PART
-                sums = no_sums
-            k = tl.where(last, 0, k + 1)
-            tile += tl.where(last, stride, 0)
-            begin += tl.where(last, advance, 0)
+        # As one loop over the steps of all tiles, the next tile is loaded while one is stored. But
+        # then each float product of encoded pixels waits for the one before (Triton 3.6, NOTES.md).
+        for t in tl.range(0, tiles, flatten=DTYPE == "int8" or not IMAGES):
+            sums = no_sums
+            for k in tl.range(0, STEPS, num_stages=STAGES):
+                here = place
+                if M % TILE_M > 0:
+                    # Beyond the last row is what the tile's image or row begins with.
+                    here = tl.where((first + t * stride) * TILE_M + in_tile < M, here, 0)
+                here = here[:, None] * UNIT
+                source = rows + (begin + t * advance).to(tl.int64) * (IMAGE if IMAGES else K_PADDED)
+                step = k * TILE_K + in_step
+                if IMAGES:
+                    line = tl.where(k == 0, first_line, line)
+                    byte = tl.where(k == 0, first_byte, byte)
+                    # Beyond K is the patch's first pixel again, times nothing.
+                    behind = line + byte if K % TILE_K == 0 else tl.where(step < K, line + byte, 0)
+                    behind = tl.max_contiguous(tl.multiple_of(behind, VECTOR), VECTOR)
+                    a = tl.load(source + (here + behind[None, :]))
+                    a = encoded(a, DTYPE, WIDEN)
+                    byte += TILE_K % PATCH_LINE
+                    next_line = byte >= PATCH_LINE
+                    byte = tl.where(next_line, byte - PATCH_LINE, byte)
+                    line += TILE_K // PATCH_LINE * LINE + tl.where(next_line, LINE, 0)
+                else:
+                    a = tl.load(source + (here + step[None, :]))
+                    a = widened(a) if WIDEN else a
+                real = (column < N)[:, None] & (step < K)[None, :]
+                b = loaded(weights + step[None, :], real, N % TILE_N == 0 and K % TILE_K == 0)
+                b = widened(b) if WIDEN else b
+                sums = tl.dot(a, b.T, sums, out_dtype=sums.dtype)
+            begin_m = (first + t * stride) * TILE_M
+            m = begin_m + in_tile
+            # Before it is cut: cut and converted, int32 takes more registers.
+            parts = parts_of(sums.to(tl.float32), PARTS)
+            n = first_column + in_part
+            next_scale = loaded(scale + n, n < N, N % TILE_N == 0)
+            terms = terms_at(table, table_rows, n, N, TILE_N, HAS_TABLE)
+            for i in tl.static_range(PARTS):
+                # Both factors of widened float8 products are times 2^-8.
+                factor = next_scale * 65536.0 if WIDEN else next_scale
+                addend = terms
+                if i + 1 < PARTS:
+                    # What the next part needs comes while this one is stored.
+                    following = n + PART
+                    next_scale = loaded(scale + following, following < N, N % TILE_N == 0)
+                    terms = terms_at(table, table_rows, following, N, TILE_N, HAS_TABLE)
+                result = tl.fma(parts[i], factor[None, :], addend.to(tl.float32))
+                to = y + begin_m.to(tl.int64) * N + (in_tile[:, None] * N + n[None, :])
+                inside = (m < M)[:, None] & (n < N)[None, :]
+                tl.store(to, result.to(y.dtype.element_ty), mask=inside)
+                n += PART
+        r += 1
