@@ -354,13 +354,14 @@ def _lower(ctx, *operands, backend, out_dtype, patch_size, platform=None):
             f"patch_embed: backend {backend!r} cannot serve inside a shard_map that leaves mesh "
             "axes to XLA. Make all axes of the mesh manual, or leave backend=None."
         )
-    # For a chip that nobody knows yet, not for that of this process.
-    params = dict(out_dtype=out_dtype, target=target or Target(platform or module.platforms[0]))
+    # If nobody knows the chip yet: not that of this process.
+    target = target or Target(platform or module.platforms[0])
+    params = dict(out_dtype=out_dtype, target=target)
 
     def run(first, weight, *rest):
         if patch_size is None:
             return chosen.run(first, weight, *rest, **params)
-        if hasattr(chosen, "run_images"):
+        if hasattr(chosen, "run_images") and (backend or chosen.cuts_faster(problem, target)):
             return chosen.run_images(first, weight, *rest, patch_size=patch_size, **params)
         return chosen.run(rows(first, patch_size, weight.dtype.name), weight, *rest, **params)
 

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import assert_bit_equal
+from bounds import assert_bit_equal, draw_params
 from interpreter import draw_operands
 
 import pallas_patch_embed as ppe
 from benchmarks import audit
+from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import triton as backend
 from pallas_patch_embed.backends import xla
 from pallas_patch_embed.backends.triton import AMPERE, HOPPER, Config
@@ -339,6 +340,19 @@ def test_images_reach_the_kernel_uncut(on_this_cpu):
     text = jax.jit(embed).lower(IMAGES, PARAMS).as_text()
     assert "stablehlo.transpose" not in text
     assert "tensor<5x8x12x3xui8>" in text
+
+
+@needs_triton
+@pytest.mark.parametrize("name", [None, "triton"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_the_default_cuts_images_in_the_faster_way(on_this_cpu, monkeypatch, dtype, name):
+    """XLA cuts for float8 on Hopper, unless Triton was asked for."""
+    monkeypatch.setattr(primitive, "_target", lambda module, platform: H200)
+    params = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 3), N=32, dtype=dtype)
+    embed = jax.jit(functools.partial(ppe.embed_images, backend=name))
+    text = embed.lower(IMAGES, params).as_text()
+    assert "callback" in text
+    assert ("stablehlo.transpose" in text) == (dtype == "float8_e4m3fn" and name is None)
 
 
 @needs_triton

@@ -10,9 +10,11 @@ A backend is a module with three functions and a text:
     for a target, or for the device that JAX uses by default.
   EVIDENCE: why it may be trusted.
 
-One that cuts uint8 images into patches by itself has another one:
+One that cuts uint8 images into patches by itself has two more:
 
   run_images(images, weight, scale, table, *, patch_size, out_dtype, target) -> y.
+  cuts_faster(problem, target) -> bool: whether that is faster than `run` behind `patchify`. If not,
+    it runs only where the backend was asked for by name.
 """
 
 import dataclasses
