@@ -254,11 +254,11 @@ def main() -> None:
     with compiler() as folder:
         import functools
 
-        from pallas_patch_embed.primitive import patch_embed_p
+        from pallas_patch_embed.primitive import patch_embed
         from pallas_patch_embed.problem import named_shape
 
         program_of = functools.partial(
-            patch_embed_p.bind,
+            patch_embed,
             backend=chosen.backend,
             out_dtype=chosen.out_dtype,
             patch_size=None,

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.params import PatchEmbedParams, check_params
 from pallas_patch_embed.patchify import rows, rows_shape
-from pallas_patch_embed.primitive import patch_embed_p, without_gradient
+from pallas_patch_embed.primitive import without_gradient
 from pallas_patch_embed.problem import DTYPES, OUT_DTYPES, Problem, Target, default_device
 
 IMAGE_DTYPES = ("uint8", "float16", "bfloat16", "float32", "float64")
@@ -328,7 +329,7 @@ def _bind(
 ) -> jax.Array:
     operands = (first, params.weight, params.scale, _table(params, positions))
     static = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size)
-    return patch_embed_p.bind(*map(jnp.asarray, operands), **static)
+    return primitive.patch_embed(*map(jnp.asarray, operands), **static)
 
 
 def _check_out_dtype(out_dtype: Any) -> str:

@@ -3,16 +3,13 @@
 `patch_embed_p` is what users trace: one equation with four operands whose leading axes broadcast
 as in numpy (see `Problem`). That one rule makes vmap over any operand a new leading axis, with
 nothing repeated. The first operand is patches [..., S, K], or, with the parameter `patch_size`,
-uint8 images [..., H, W, 3]: a backend that cannot cut them itself gets patches. Just before
-lowering, JAX calls its `to_lojax`, which chooses how it is split:
+uint8 images [..., H, W, 3]: a backend that cannot cut them itself gets patches. How it is split:
 
-  inside a shard_map    `_local_p`
-  explicit sharding     a shard_map of `_local_p`, its specs from the types
-  automatic sharding    custom_partitioning of `_local_p`, by a Shardy rule; one device is the
-                        same with nothing to split
-  backend="xla"         under automatic sharding: `_local_p`, which XLA splits
-
-`_local_p` is lowered to the chosen backend.
+  inside a shard_map    it is lowered to the chosen backend
+  explicit sharding     a shard_map of it, its specs from the types: in `to_lojax`, which JAX calls
+                        just before lowering
+  automatic sharding    custom_partitioning of it, by a Shardy rule, if there are several devices
+  backend="xla"         under automatic sharding: XLA splits it
 """
 
 import functools
@@ -32,16 +29,58 @@ from pallas_patch_embed.patchify import rows, rows_shape
 from pallas_patch_embed.problem import Problem, Target
 
 patch_embed_p = Primitive("patch_embed")
-_local_p = Primitive("patch_embed_local")
+
+
+@functools.cache
+def _needs_devices():
+    """A parameter for which JAX tells the lowering rule the devices.
+
+    It does so if a program's equations, or the jaxprs among their parameters, have a primitive that
+    is known to need them.
+    """
+    split = custom_partitioning(lambda x: x)
+    split.def_partition(None, sharding_rule="i -> i")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return jax.make_jaxpr(split)(jax.ShapeDtypeStruct((1,), jnp.float32))
+
+
+def patch_embed(first, weight, scale, table, *, backend, out_dtype, patch_size) -> jax.Array:
+    """The primitive's equation.
+
+    Args:
+      first: patches [..., S, K], or uint8 images [..., H, W, 3].
+      weight, scale, table: as for `backends.xla.run`.
+      backend: a name, or None for the one chosen.
+      out_dtype: "bfloat16" or "float32".
+      patch_size: side of a patch of images in pixels, None for patches.
+    """
+    operands = (first, weight, scale, table)
+    types = [jax.typeof(x) for x in operands]
+    automatic = backend != "xla" and not _is_manual(types) and _explicit_mesh(types) is None
+    return _bind(
+        *operands,
+        backend=backend,
+        out_dtype=out_dtype,
+        patch_size=patch_size,
+        devices=_needs_devices() if automatic else None,
+    )
+
+
+def _bind(*operands, **params):
+    return patch_embed_p.bind(*operands, **params)
+
+
+patch_embed_p.def_impl(
+    jax.jit(_bind, static_argnames=("backend", "out_dtype", "patch_size", "devices"))
+)
 
 
 # Types: shape, dtype, and the sharding of the result under an explicit mesh.
 
 
-@_local_p.def_abstract_eval
 @patch_embed_p.def_abstract_eval
-def _result_type(*operands, backend, out_dtype, patch_size):
-    del backend
+def _result_type(*operands, backend, out_dtype, patch_size, devices):
+    del backend, devices
     mesh = _explicit_mesh(operands)
     if mesh is not None:
         shapes = [a.shape for a in operands]
@@ -55,6 +94,11 @@ def _result_type(*operands, backend, out_dtype, patch_size):
 def _explicit_mesh(operands) -> AbstractMesh | None:
     meshes = (operand.sharding.mesh for operand in operands)
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
+def _is_manual(operands) -> bool:
+    meshes = [jax.sharding.get_abstract_mesh(), *(operand.sharding.mesh for operand in operands)]
+    return any(AxisType.Manual in mesh.axis_types for mesh in meshes)
 
 
 def _replicated(mesh, ndim: int) -> NamedSharding:
@@ -214,7 +258,8 @@ batching.primitive_batchers[patch_embed_p] = _batch
 # Sharding.
 
 
-def _explicitly(mesh, *operands, **params):
+def _explicitly(*operands, **params):
+    mesh = _explicit_mesh(map(jax.typeof, operands))
     shapes, patch_size = [x.shape for x in operands], params["patch_size"]
     result_spec = _result_spec(shapes, [jax.typeof(x).sharding.spec for x in operands], patch_size)
     specs = _operand_specs(shapes, result_spec, patch_size)
@@ -222,7 +267,7 @@ def _explicitly(mesh, *operands, **params):
     # The sum over K is local: an operand sharded along K is gathered here.
     operands = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs)]
     return jax.shard_map(
-        functools.partial(_local_p.bind, **params),
+        functools.partial(_bind, **params),
         mesh=mesh,
         axis_names=explicit,
         in_specs=tuple(specs),
@@ -230,10 +275,18 @@ def _explicitly(mesh, *operands, **params):
     )(*operands)
 
 
+patch_embed_p.is_high = lambda *types, **_: (
+    _explicit_mesh(types) is not None and not _is_manual(types)
+)
+patch_embed_p.to_lojax = jax.jit(
+    _explicitly, static_argnames=("backend", "out_dtype", "patch_size", "devices")
+)
+
+
 @functools.partial(custom_partitioning, static_argnums=(4, 5, 6))
 def _automatically(first, weight, scale, table, backend, out_dtype, patch_size):
-    params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size)
-    return _local_p.bind(first, weight, scale, table, **params)
+    params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size, devices=None)
+    return _bind(first, weight, scale, table, **params)
 
 
 def _partition(backend, out_dtype, patch_size, mesh, operands, result):
@@ -246,12 +299,12 @@ def _partition(backend, out_dtype, patch_size, mesh, operands, result):
     names = itertools.zip_longest(range(-ndim, 0), result.sharding.spec)
     spec = PartitionSpec(*(None if axis in whole else name for axis, name in names))
     specs = _operand_specs([x.shape for x in operands], spec, patch_size)
-    params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size)
+    params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size, devices=None)
 
     def local(*operands):
         # An explicit mesh may be active while XLA compiles.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return _local_p.bind(*operands, **params)
+            return _bind(*operands, **params)
 
     shardings = [NamedSharding(mesh, spec) for spec in (spec, *specs)]
     return mesh, local, shardings[0], tuple(shardings[1:])
@@ -277,41 +330,6 @@ def _shardy_rule(backend, out_dtype, patch_size, mesh, operands, results):
 
 _automatically.def_partition(_partition, sharding_rule=_shardy_rule)
 
-# custom_partitioning is a callback into this process, which no export can hold.
-_not_exported_p = Primitive("patch_embed_not_exported")
-_not_exported_p.def_abstract_eval(lambda patches: patches)
-
-
-def _refuse_export(ctx, patches):
-    module = ctx.module_context
-    if module.lowering_parameters.for_export and _devices_left_to_xla(module) > 1:
-        raise NotImplementedError(
-            "patch_embed: a program with automatic sharding cannot be exported, because XLA calls "
-            "back into Python to partition it. Use a mesh with explicit axes, or jax.shard_map, or "
-            "patch_embed(..., backend='xla')."
-        )
-    return [patches]
-
-
-mlir.register_lowering(_not_exported_p, _refuse_export)
-
-
-@functools.partial(jax.jit, static_argnames=("backend", "out_dtype", "patch_size"))
-def _to_lojax(*operands, backend, out_dtype, patch_size):
-    params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size)
-    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)]
-    manual = any(AxisType.Manual in mesh.axis_types for mesh in meshes)
-    if (mesh := _explicit_mesh(map(jax.typeof, operands))) is not None and not manual:
-        return _explicitly(mesh, *operands, **params)
-    if manual or backend == "xla":
-        return _local_p.bind(*operands, **params)
-    first, *rest = operands
-    return _automatically(_not_exported_p.bind(first), *rest, *params.values())
-
-
-patch_embed_p.is_high = lambda *_, **__: True
-patch_embed_p.to_lojax = _to_lojax
-
 
 # Lowering.
 
@@ -335,7 +353,28 @@ def _target(module, platform: str | None) -> Target | None:
     return target if target.platform == platform else None
 
 
-def _lower(ctx, *operands, backend, out_dtype, patch_size, platform=None):
+def _lower(ctx, *operands, devices, platform=None, **params):
+    module = ctx.module_context
+    if devices and isinstance(module.axis_context, mlir.ShardingContext):
+        if _devices_left_to_xla(module) > 1:
+            return _lower_split(ctx, *operands, **params)
+    return _lower_whole(ctx, *operands, platform=platform, **params)
+
+
+def _lower_split(ctx, *operands, **params):
+    # custom_partitioning is a callback into this process, which no export can hold.
+    if ctx.module_context.lowering_parameters.for_export:
+        raise NotImplementedError(
+            "patch_embed: a program with automatic sharding cannot be exported, because XLA calls "
+            "back into Python to partition it. Use a mesh with explicit axes, or jax.shard_map, or "
+            "patch_embed(..., backend='xla')."
+        )
+    static = (params["backend"], params["out_dtype"], params["patch_size"])
+    lower = mlir.lower_fun(lambda *x: _automatically(*x, *static), multiple_results=False)
+    return lower(ctx, *operands)
+
+
+def _lower_whole(ctx, *operands, backend, out_dtype, patch_size, platform):
     module = ctx.module_context
     if backend not in (None, "xla") and len(module.platforms) > 1:
         raise NotImplementedError(
@@ -373,5 +412,5 @@ def _lower(ctx, *operands, backend, out_dtype, patch_size, platform=None):
         return lower(ctx.replace(avals_in=plain), *operands)
 
 
-mlir.register_lowering(_local_p, _lower)
-mlir.register_lowering(_local_p, functools.partial(_lower, platform="cuda"), platform="cuda")
+mlir.register_lowering(patch_embed_p, _lower)
+mlir.register_lowering(patch_embed_p, functools.partial(_lower, platform="cuda"), platform="cuda")
