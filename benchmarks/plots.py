@@ -174,18 +174,17 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
         axes.plot(x, roof, color="0.3", lw=0.9)
         text = f"{', '.join(dtypes)}: {rate / 1e12:.4g} TFLOP/s"
         axes.annotate(text, (x[-1], roof[-1]), fontsize=7, ha="right", va="bottom")
-    text, at = f"memory: {slope:.3g} TB/s", x[40]
-    axes.annotate(text, (at, at * slope), fontsize=7, ha="right", va="bottom")
+    text = f"  memory: {slope:.3g} TB/s"
+    axes.annotate(text, (x[0], x[0] * slope), fontsize=7, ha="left", va="center")
     markers = dict(zip(dict.fromkeys(r.dtype for r in results), MARKERS))
     for r in results:
         place = (r.operations / r.bytes, r.teraflops)
         axes.scatter(*place, marker=markers[r.dtype], color=colours[r.contender], s=28, alpha=0.8)
-    for images, dtype in dict.fromkeys((r.images, r.dtype) for r in results):
-        own = (r for r in results if (r.images, r.dtype) == (images, dtype))
-        highest = max(own, key=lambda r: r.teraflops)
-        place = (highest.operations / highest.bytes, highest.teraflops)
-        text = f"{images} image{'s' * (images > 1)}, {dtype}   "
-        axes.annotate(text, place, fontsize=7, ha="right", va="center")
+    # Markers tell the dtype, and dtypes of as many bytes are at one place.
+    for images, intensity in dict.fromkeys((r.images, r.operations / r.bytes) for r in results):
+        highest = max(r.teraflops for r in results if r.operations / r.bytes == intensity)
+        text = f"{images} image{'s' * (images > 1)}   "
+        axes.annotate(text, (intensity, highest), fontsize=7, ha="right", va="center")
     for name, colour in colours.items():
         axes.plot([], color=colour, lw=5, label=name)
     for dtype, marker in markers.items():
