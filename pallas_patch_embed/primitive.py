@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.xla import apply_primitive
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.backends import choose, xla
@@ -57,7 +58,7 @@ def patch_embed(first, weight, scale, table, *, backend, out_dtype, patch_size) 
     operands = (first, weight, scale, table)
     types = [jax.typeof(x) for x in operands]
     automatic = backend != "xla" and not _is_manual(types) and _explicit_mesh(types) is None
-    return _bind(
+    return patch_embed_p.bind(
         *operands,
         backend=backend,
         out_dtype=out_dtype,
@@ -66,13 +67,7 @@ def patch_embed(first, weight, scale, table, *, backend, out_dtype, patch_size) 
     )
 
 
-def _bind(*operands, **params):
-    return patch_embed_p.bind(*operands, **params)
-
-
-patch_embed_p.def_impl(
-    jax.jit(_bind, static_argnames=("backend", "out_dtype", "patch_size", "devices"))
-)
+patch_embed_p.def_impl(functools.partial(apply_primitive, patch_embed_p))
 
 
 # Types: shape, dtype, and the sharding of the result under an explicit mesh.
@@ -267,7 +262,7 @@ def _explicitly(*operands, **params):
     # The sum over K is local: an operand sharded along K is gathered here.
     operands = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs)]
     return jax.shard_map(
-        functools.partial(_bind, **params),
+        functools.partial(patch_embed_p.bind, **params),
         mesh=mesh,
         axis_names=explicit,
         in_specs=tuple(specs),
@@ -286,10 +281,15 @@ patch_embed_p.to_lojax = jax.jit(
 @functools.partial(custom_partitioning, static_argnums=(4, 5, 6))
 def _automatically(first, weight, scale, table, backend, out_dtype, patch_size):
     params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size, devices=None)
-    return _bind(first, weight, scale, table, **params)
+    return patch_embed_p.bind(first, weight, scale, table, **params)
 
 
 def _partition(backend, out_dtype, patch_size, mesh, operands, result):
+    params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size, devices=None)
+    if mesh.empty and result.sharding.is_fully_replicated:
+        # A mesh is active, and no operand is on it.
+        local = functools.partial(patch_embed_p.bind, **params)
+        return mesh, local, result.sharding, (result.sharding,) * len(operands)
     if not isinstance(result.sharding, NamedSharding):
         raise ValueError(
             f"patch_embed: its result is sharded as {result.sharding}, expected a NamedSharding. "
@@ -299,12 +299,11 @@ def _partition(backend, out_dtype, patch_size, mesh, operands, result):
     names = itertools.zip_longest(range(-ndim, 0), result.sharding.spec)
     spec = PartitionSpec(*(None if axis in whole else name for axis, name in names))
     specs = _operand_specs([x.shape for x in operands], spec, patch_size)
-    params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size, devices=None)
 
     def local(*operands):
         # An explicit mesh may be active while XLA compiles.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return _bind(*operands, **params)
+            return patch_embed_p.bind(*operands, **params)
 
     shardings = [NamedSharding(mesh, spec) for spec in (spec, *specs)]
     return mesh, local, shardings[0], tuple(shardings[1:])

@@ -59,6 +59,20 @@ def test_a_jitted_call_runs_no_python(function):
     assert_bit_equal(y, expected)
 
 
+def test_without_jit_it_is_the_same():
+    params, x = make()
+    expected = embed(x, params)
+    with jax.disable_jit():
+        assert_bit_equal(embed(x, params), expected)
+        assert_bit_equal(jax.vmap(embed, (0, None))(x, params), expected)
+
+
+def test_nan_is_found_where_jax_looks_for_it():
+    params, x = make("float32")
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        jax.jit(embed)(x.at[0, 0, 0].set(jnp.nan), params)
+
+
 def stack(*trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 

@@ -104,6 +104,15 @@ def test_images_and_vmap_keep_the_sharding(mesh):
         assert y.sharding.shard_shape(y.shape) == (2, S, N // 2)
 
 
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_an_active_mesh_need_not_have_the_operands(axes):
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=(axes,) * 2)):
+        for function in (ppe.embed_images, jax.jit(ppe.embed_images)):
+            assert_bit_equal(function(IMAGES, PARAMS), reference())
+        constant = jax.jit(lambda: ppe.embed_images(IMAGES, PARAMS))
+        assert_bit_equal(constant(), reference())
+
+
 def test_images_sharded_along_their_height_are_correct(mesh):
     rest = draw_images(RNG, 8, 68, 66, 3)
     rest[:, :64, :64] = IMAGES
