@@ -12,7 +12,6 @@ from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.params import PatchEmbedParams, check_params
 from pallas_patch_embed.patchify import rows, rows_shape
-from pallas_patch_embed.primitive import without_gradient
 from pallas_patch_embed.problem import DTYPES, OUT_DTYPES, Problem, Target, default_device
 
 IMAGE_DTYPES = ("uint8", "float16", "bfloat16", "float32", "float64")
@@ -120,7 +119,7 @@ def embed_images(
     y = _bind(patches, params, position_embedding, backend, out_dtype)
     if params.dtype == "int8":
         # Rounding to integers would make the derivative a silent zero.
-        y = without_gradient(images, y)
+        y = primitive.without_gradient(images, y)
     return y
 
 

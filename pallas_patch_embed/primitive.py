@@ -354,9 +354,9 @@ def _target(module, platform: str | None) -> Target | None:
 
 def _lower(ctx, *operands, devices, platform=None, **params):
     module = ctx.module_context
-    if devices and isinstance(module.axis_context, mlir.ShardingContext):
-        if _devices_left_to_xla(module) > 1:
-            return _lower_split(ctx, *operands, **params)
+    automatic = devices and isinstance(module.axis_context, mlir.ShardingContext)
+    if automatic and _devices_left_to_xla(module) > 1:
+        return _lower_split(ctx, *operands, **params)
     return _lower_whole(ctx, *operands, platform=platform, **params)
 
 
@@ -368,9 +368,8 @@ def _lower_split(ctx, *operands, **params):
             "back into Python to partition it. Use a mesh with explicit axes, or jax.shard_map, or "
             "patch_embed(..., backend='xla')."
         )
-    static = (params["backend"], params["out_dtype"], params["patch_size"])
-    lower = mlir.lower_fun(lambda *x: _automatically(*x, *static), multiple_results=False)
-    return lower(ctx, *operands)
+    split = functools.partial(_automatically, **params)
+    return mlir.lower_fun(split, multiple_results=False)(ctx, *operands)
 
 
 def _lower_whole(ctx, *operands, backend, out_dtype, patch_size, platform):
