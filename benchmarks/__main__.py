@@ -10,6 +10,7 @@ Every output is checked before it is timed. What is compared is timed in turns, 
 import argparse
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -22,7 +23,7 @@ import jax
 from benchmarks import accuracy, contenders, devices, encoder, plots, results, timing
 from benchmarks.contenders import SOURCES, Case, Entry
 from benchmarks.results import REGIMES, Result
-from benchmarks.timing import Ceiling
+from benchmarks.timing import Ceiling, Contender, Timing
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, named_shape
 
 PARTS = ("operator", "encoder", "accuracy", "devices")
@@ -82,7 +83,8 @@ def measure(
         entries = cold(case, found) if regime == "cold" else found
         for source in chosen.sources:
             own = {name: e for (of, name), e in entries.items() if of == source}
-            times = run(regime, own, chosen)
+            compared = {name: entry.contender for name, entry in own.items()}
+            times = run(regime, compared, chosen)
             measured += [
                 results.result(case, source, name, own[name].ours, regime, t)
                 for name, t in times.items()
@@ -106,14 +108,15 @@ def cold(case: Case, found: dict[tuple[str, str], Entry]) -> dict[tuple[str, str
     return {key: with_copies(entry) for key, entry in found.items()}
 
 
-def run(regime: str, entries: dict[str, Entry], chosen: argparse.Namespace):
-    """Times of entries in a regime."""
-    compared = {name: entry.contender for name, entry in entries.items()}
+def run[Name](
+    regime: str, compared: dict[Name, Contender], chosen: argparse.Namespace, **calls: int
+) -> dict[Name, Timing]:
+    """Times of contenders in a regime; with `calls=` of a turn of a burst or sustained."""
     if regime == "sustained":
-        return timing.sustained(compared, seconds=chosen.seconds)
+        return timing.sustained(compared, seconds=chosen.seconds, **calls)
     if regime == "call":
         return timing.latency(compared, rounds=20 * chosen.rounds)
-    return timing.burst(compared, rounds=chosen.rounds, rest=chosen.rest)
+    return timing.burst(compared, rounds=chosen.rounds, rest=chosen.rest, **calls)
 
 
 def operator(chosen: argparse.Namespace) -> Records:
@@ -143,15 +146,24 @@ def operator(chosen: argparse.Namespace) -> Records:
 
 def encoders(chosen: argparse.Namespace) -> Records:
     """Encoders end to end."""
+    measures = {
+        regime: functools.partial(run, regime, chosen=chosen, calls=3)
+        for regime in chosen.regimes
+        if regime in ("burst", "sustained")
+    }
+    if not measures:
+        print("\nEncoder: it is measured in bursts and sustained, neither of which is chosen.")
+        return
     for name in chosen.shapes:
         if name not in ENCODER_IMAGES:
             print(f"\nEncoder: there is none for {name}, only for {', '.join(ENCODER_IMAGES)}.")
             continue
         images = ENCODER_IMAGES[name] if timing.on_gpu() else 1
-        timed = dict(rounds=chosen.rounds, rest=chosen.rest, calls=3)
-        found = encoder.speeds(name, images, chosen.dtypes, **timed)
-        print(f"\nEncoder {name}, bfloat16, {images} images a call, burst: {REGIMES['burst']}")
-        print(encoder.table(found), flush=True)
+        found = encoder.speeds(name, images, chosen.dtypes, measures)
+        for regime in measures:
+            title = f"{name}, bfloat16, {images} images a call"
+            print(f"\nEncoder {title}, {regime}: {REGIMES[regime]}")
+            print(encoder.table([s for s in found if s.regime == regime]), flush=True)
         yield [{"kind": "encoder"} | dataclasses.asdict(s) for s in found]
 
 

@@ -94,12 +94,11 @@ def scaling(
     backend = ppe.explain(data.patches, data.params).chosen
     compared = {n: sharded(data, n) for n in sorted({1, *counts})}
     found = []
-    named = {str(n): contender for n, contender in compared.items()}
     for regime, length in (("short", min(0.1, seconds)), ("sustained", seconds)):
-        times = timing.sustained(named, seconds=length, **timed)
+        times = timing.sustained(compared, seconds=length, **timed)
         for n in compared:
-            ms = times[str(n)].milliseconds
-            efficiency = times["1"].milliseconds / ms
+            ms = times[n].milliseconds
+            efficiency = times[1].milliseconds / ms
             images = n * images_a_device
             found.append(Scaling(shape_name, dtype, backend, n, images, regime, ms, efficiency))
     return found

@@ -22,7 +22,7 @@ from benchmarks.contenders import (
     draw_images,
     error,
 )
-from benchmarks.timing import Contender
+from benchmarks.timing import Contender, Timing
 from pallas_patch_embed.demo import draw_weights
 from pallas_patch_embed.problem import named_shape
 from pallas_patch_embed.siglip2 import Config, Encoder
@@ -42,7 +42,8 @@ class Speed:
     Attributes:
       encoder, images, dtype: the model, how many images a call, and the dtype of its patches.
       way: how images become embeddings.
-      milliseconds, low, high: a call, after a rest: median, 10th and 90th percentile.
+      regime: of `results.REGIMES`.
+      milliseconds, low, high: a call: median, 10th and 90th percentile.
       images_a_second: in such calls.
       difference: relative, of its pooled output and that with the convolution.
     """
@@ -51,6 +52,7 @@ class Speed:
     images: int
     dtype: str
     way: str
+    regime: str
     milliseconds: float
     low: float
     high: float
@@ -112,8 +114,18 @@ def ways(
     return found
 
 
-def speeds(name: str, images: int, patch_dtypes: list[str], **timed) -> list[Speed]:
+def speeds(
+    name: str,
+    images: int,
+    patch_dtypes: list[str],
+    measures: dict[str, Callable[[dict[Any, Contender]], dict[Any, Timing]]],
+) -> list[Speed]:
     """Every way's speed.
+
+    Args:
+      name, images: of an encoder; a call's.
+      patch_dtypes: of the operator.
+      measures: regime -> what measures contenders in it.
 
     Raises:
       RuntimeError: a way's embeddings are wrong.
@@ -142,25 +154,29 @@ def speeds(name: str, images: int, patch_dtypes: list[str], **timed) -> list[Spe
             raise RuntimeError(f"{name}, {key}: the embeddings' relative error is {off:.4f}.")
     pooled = {key: np.asarray(contender(), np.float32) for key, contender in compared.items()}
     expected = next(iter(pooled.values()))
-    found = timing.burst({str(key): contender for key, contender in compared.items()}, **timed)
-    return [
-        Speed(
-            name,
-            images,
-            key[1],
-            key[0],
-            measured.milliseconds,
-            measured.low,
-            measured.high,
-            1e3 * images / measured.milliseconds,
-            float(np.linalg.norm(pooled[key] - expected) / np.linalg.norm(expected)),
-        )
-        for key, measured in zip(compared, found.values())
-    ]
+    found = []
+    for regime, measure in measures.items():
+        for (way, dtype), time in measure(compared).items():
+            off = pooled[way, dtype] - expected
+            found.append(
+                Speed(
+                    name,
+                    images,
+                    dtype,
+                    way,
+                    regime,
+                    time.milliseconds,
+                    time.low,
+                    time.high,
+                    1e3 * images / time.milliseconds,
+                    float(np.linalg.norm(off) / np.linalg.norm(expected)),
+                )
+            )
+    return found
 
 
 def table(found: list[Speed]) -> str:
-    """The speeds of one encoder as an aligned table, with the gain over the convolution."""
+    """The speeds of one encoder in one regime, with the gain over the convolution."""
     slowest = next(s.milliseconds for s in found if s.way == "convolution")
     head = f"{'patch embedding':34}{'ms':>9}{'10% .. 90%':>20}{'images/s':>12}{'gain':>8}"
     lines = [f"{head}{'difference':>12}"]

@@ -210,14 +210,14 @@ def check(contender: Contender) -> None:
     _milliseconds(contender, 2)
 
 
-def _call_once(contenders: dict[str, Contender]) -> None:
+def _call_once(contenders: dict[Any, Contender]) -> None:
     for contender in contenders.values():
         jax.block_until_ready(contender())
 
 
-def burst(
-    contenders: dict[str, Contender], *, rounds: int = 5, calls: int = 5, rest: float = 1.0
-) -> dict[str, Timing]:
+def burst[Name](
+    contenders: dict[Name, Contender], *, rounds: int = 5, calls: int = 5, rest: float = 1.0
+) -> dict[Name, Timing]:
     """Every contender's time after a rest, in interleaved rounds.
 
     Args:
@@ -235,9 +235,9 @@ def burst(
     return {name: Timing.of(found) for name, found in times.items()}
 
 
-def sustained(
-    contenders: dict[str, Contender], *, seconds: float = 2.5, rounds: int = 2, calls: int = 20
-) -> dict[str, Timing]:
+def sustained[Name](
+    contenders: dict[Name, Contender], *, seconds: float = 2.5, rounds: int = 2, calls: int = 20
+) -> dict[Name, Timing]:
     """Every contender's time of one call while it runs without a pause, in interleaved rounds.
 
     The first half of each turn is not counted: clock and power settle there. A time is the wall
@@ -262,7 +262,7 @@ def sustained(
     return {name: Timing.of(found, seen[name]) for name, found in times.items()}
 
 
-def latency(contenders: dict[str, Contender], *, rounds: int = 200) -> dict[str, Timing]:
+def latency[Name](contenders: dict[Name, Contender], *, rounds: int = 200) -> dict[Name, Timing]:
     """Every contender's wall time of one call, from the call to the result, in turns."""
     _call_once(contenders)
     times = {name: [] for name in contenders}

@@ -1,6 +1,7 @@
 """The benchmarks: what is compared is right, and nothing that is measured gets lost."""
 
 import dataclasses
+import functools
 import json
 import sys
 
@@ -147,15 +148,20 @@ def tiny_encoder(monkeypatch):
 
 
 def test_encoders_differ_in_the_patch_embedding_alone(tiny_encoder, monkeypatch):
-    found = encoder.speeds("small", 2, ["bfloat16", "int8"], rounds=1, calls=1, rest=0.0)
-    names = [(s.way, s.dtype) for s in found]
+    measures = {
+        "burst": functools.partial(timing.burst, rounds=1, calls=1, rest=0.0),
+        "sustained": functools.partial(timing.sustained, seconds=0.01, rounds=1, calls=1),
+    }
+    found = encoder.speeds("small", 2, ["bfloat16", "int8"], measures)
+    assert [s.regime for s in found] == 4 * ["burst"] + 4 * ["sustained"]
+    names = [(s.way, s.dtype) for s in found[:4]]
     both = [("convolution", "bfloat16"), ("patchify + jnp.dot", "bfloat16"), ("xla", "bfloat16")]
     assert names == [*both, ("xla", "int8")]
     assert found[0].difference == 0 <= found[1].difference < found[3].difference < 0.05
-    assert "gain" in encoder.table(found)
+    assert "gain" in encoder.table(found[4:])
     monkeypatch.setattr(encoder, "cut_and_product", lambda *x: -contenders.cut_and_product(*x))
     with pytest.raises(RuntimeError, match="relative error is"):
-        encoder.speeds("small", 2, ["bfloat16"], rounds=1, calls=1, rest=0.0)
+        encoder.speeds("small", 2, ["bfloat16"], measures)
 
 
 def test_accuracy_is_that_of_the_dtype(tiny_encoder):
