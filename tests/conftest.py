@@ -17,8 +17,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def pytest_collection_finish(session):
-    """What was imported is not looked through for garbage again: the emulator makes a lot of it."""
+    """Garbage is looked for more rarely, and not in what was imported: the emulator makes a lot."""
     gc.freeze()
+    gc.set_threshold(100_000)
 
 
 def pytest_terminal_summary(terminalreporter):
