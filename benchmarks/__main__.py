@@ -194,12 +194,11 @@ def several(chosen: argparse.Namespace) -> Records:
 
 def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
     """All pictures that the records allow."""
-    head = next(r for r in records if r["kind"] == "run")
-    caption = head["versions"]
-    limits = {r["name"]: r["rate"] for r in records if r["kind"] == "ceiling"}
     found = [results.result_of(r) for r in records if r["kind"] == "time"]
     if not found:
         return []
+    caption = next(r["versions"] for r in records if r["kind"] == "run")
+    limits = {r["name"]: r["rate"] for r in records if r["kind"] == "ceiling"}
 
     def only(**fields):
         return [r for r in found if all(getattr(r, k) == v for k, v in fields.items())]
@@ -274,6 +273,10 @@ def arguments() -> argparse.Namespace:
     chosen = parser.parse_args()
     if chosen.draw and not (chosen.draw / "results.jsonl").exists():
         parser.error(f"there is no {chosen.draw / 'results.jsonl'}")
+    if chosen.checkpoint and not chosen.checkpoint.exists():
+        parser.error(f"there is no {chosen.checkpoint}")
+    if chosen.out and chosen.out.exists() and not chosen.out.is_dir():
+        parser.error(f"{chosen.out} is no folder")
     gpu = timing.on_gpu()
     quick = dict(
         parts=["operator"],

@@ -277,12 +277,26 @@ def test_the_roofline_is_under_the_measured_ceilings(monkeypatch, tmp_path):
     assert tuple(place) == pytest.approx((r.operations / r.bytes, r.teraflops))
 
 
-@pytest.mark.parametrize("wrong", ["--images 0", "--rounds -1", "--rest -1", "--draw nowhere"])
-def test_arguments_that_say_nothing_are_refused(monkeypatch, capsys, wrong):
+@pytest.mark.parametrize(
+    "wrong, answer",
+    [
+        ("--images 0", "--images"),
+        ("--rounds -1", "--rounds"),
+        ("--rest -1", "--rest"),
+        ("--draw nowhere", "there is no nowhere"),
+        ("--checkpoint nowhere", "there is no nowhere"),
+        (f"--out {__file__}", "is no folder"),
+    ],
+)
+def test_arguments_that_say_nothing_are_refused(monkeypatch, capsys, wrong, answer):
     monkeypatch.setattr(sys, "argv", ["benchmarks", *wrong.split()])
     with pytest.raises(SystemExit):
         benchmarks.main()
-    assert ("there is no" if "draw" in wrong else wrong.split()[0]) in capsys.readouterr().err
+    assert answer in capsys.readouterr().err
+
+
+def test_a_record_without_times_has_no_pictures(tmp_path):
+    assert benchmarks.draw([], tmp_path) == []
 
 
 def test_what_was_measured_before_a_failure_is_kept(monkeypatch, tmp_path):
