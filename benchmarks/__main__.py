@@ -282,7 +282,8 @@ def arguments() -> argparse.Namespace:
         parts=["operator"],
         shapes=["B/16 224"],
         images=[1024] if gpu else [4],
-        dtypes=["int8"] if gpu else ["int8", "bfloat16"],
+        # On an H200 XLA compiles products of bfloat16 in half the time of the others.
+        dtypes=["bfloat16"] if gpu else ["int8", "bfloat16"],
         pixels=["random"],
         regimes=["burst"],
         rounds=2,

@@ -64,7 +64,9 @@ def _bars(results: list[Result], measure: str, end: str, digits: int, title: str
     sources, dtypes = (
         list(dict.fromkeys(getattr(r, n) for r in results)) for n in ("source", "dtype")
     )
-    figure = _figure(5.5 * len(dtypes), 1 + 0.2 * len(colours) * len(sources), title, caption)
+    # Title and legend take 12 inches.
+    width = max(12, 5.5 * len(dtypes))
+    figure = _figure(width, 1 + 0.2 * len(colours) * len(sources), title, caption)
     for row, source in zip(figure.subplots(len(sources), len(dtypes), squeeze=False), sources):
         for axes, dtype in zip(row, dtypes):
             shown = [r for r in results if (r.source, r.dtype) == (source, dtype)]
