@@ -154,25 +154,22 @@ def speeds(
             raise RuntimeError(f"{name}, {key}: the embeddings' relative error is {off:.4f}.")
     pooled = {key: np.asarray(contender(), np.float32) for key, contender in compared.items()}
     expected = next(iter(pooled.values()))
-    found = []
-    for regime, measure in measures.items():
-        for (way, dtype), time in measure(compared).items():
-            off = pooled[way, dtype] - expected
-            found.append(
-                Speed(
-                    name,
-                    images,
-                    dtype,
-                    way,
-                    regime,
-                    time.milliseconds,
-                    time.low,
-                    time.high,
-                    1e3 * images / time.milliseconds,
-                    float(np.linalg.norm(off) / np.linalg.norm(expected)),
-                )
-            )
-    return found
+    return [
+        Speed(
+            name,
+            images,
+            dtype,
+            way,
+            regime,
+            time.milliseconds,
+            time.low,
+            time.high,
+            1e3 * images / time.milliseconds,
+            float(np.linalg.norm(pooled[way, dtype] - expected) / np.linalg.norm(expected)),
+        )
+        for regime, measure in measures.items()
+        for (way, dtype), time in measure(compared).items()
+    ]
 
 
 def table(found: list[Speed]) -> str:

@@ -574,8 +574,8 @@ def _numbers(generator: random.Random, kind: str, size: int) -> np.ndarray:
         return drawn(generator, size)
     count = size // np.dtype(ELEMENTS[kind]).itemsize
     found = np.empty(0, np.int32)
-    # The numbers of randrange(-4, 5), for which the chip has answered, at a tenth of the time: it
-    # takes the upper four bits of the next word that has less than 9 there.
+    # The numbers of randrange(-4, 5), for which the chip has answered, at a tenth to a sixth of the
+    # time: it takes the upper four bits of the next word that has less than 9 there.
     while missing := count - len(found):
         words = generator.getrandbits(32 * missing).to_bytes(4 * missing, "little")
         upper = (np.frombuffer(words, "<u4") >> 28).astype(np.int32)
