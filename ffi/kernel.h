@@ -20,6 +20,11 @@ constexpr int itemsize(Type type) {
 // Shared memory that a block may have, on both chips.
 constexpr int kMostSharedBytes = 227 * 1024;
 
+// Registers of a thread when a kernel begins that is alone on its multiprocessor: the 65536 of the
+// multiprocessor, in multiples of 8 (CUDA C++ Programming Guide, compute capabilities 9.0 and 10.0).
+// setmaxnreg moves them between warpgroups; a request for more than are left never returns.
+constexpr int registers_at_launch(int threads) { return 65536 / threads / 8 * 8; }
+
 // Bytes of K in a slot of the ring: a row of the 128-byte swizzle.
 constexpr int kRowBytes = 128;
 

@@ -14,10 +14,9 @@
 // The weight comes with the patches: with those of the worker's first tile, to stay, or with all of
 // them. Scale and table stay in registers for a run.
 //
-// Shared memory and barriers are in patch_embed_sm100.h. Who waits for a phase names but its parity,
-// so it has to know that the phase before is complete: everybody here waits for every phase of a
-// barrier, one behind the other. A block exits when nobody signals it any more: who fed has waited
-// for the last use of each slot, and the cluster's barrier follows.
+// Shared memory, barriers, and the order in which a block begins and ends are tables in
+// patch_embed_sm100.h. `mbarrier.try_wait` sees only a phase's parity, so a thread that waits for a
+// phase must know that the previous one is complete: each waits for every phase of a barrier in turn.
 
 #include "patch_embed_sm100.h"
 
@@ -34,9 +33,11 @@
 
 namespace patch_embed::sm100 {
 
-// Registers of a thread of the first and of the storing warpgroups: 128 * (40 + 2 * 232) = the
-// 384 * 168 of the launch.
+// Registers of a thread of the first and of the storing warpgroups after setmaxnreg.
 constexpr int kFirstRegisters = 40, kStoreRegisters = 232;
+static_assert(kFirstRegisters + kStorers * kStoreRegisters <=
+                  (1 + kStorers) * registers_at_launch(kThreads),
+              "setmaxnreg would wait for ever: the warpgroups want more registers than there are.");
 
 // Registers that a storing thread needs beside sums, scale and table: less, and it spills.
 constexpr int other_registers(Type out_dtype) { return out_dtype == Type::kFloat32 ? 16 : 8; }
@@ -153,6 +154,7 @@ class Worker {
       ptx::prefetch_tensormap(args_.y);
     }
     __syncwarp();
+    if constexpr (blocks == 2) await_peer();
     if (warp == kAllocatingWarp) {
       ptx::tcgen05_alloc<blocks, kTensorColumns>(shared_.tensor_memory);
       ptx::tcgen05_relinquish_alloc_permit<blocks>();
@@ -204,6 +206,15 @@ class Worker {
       ptx::mbarrier_init(shared_.read[i], blocks * kStoringWarps);
     }
     ptx::fence_mbarrier_init();
+  }
+
+  // Waits until all threads of the pair have started and both blocks' mbarriers are initialised. A
+  // pair may allocate tensor memory only when its peer has been launched (PTX ISA, tcgen05.alloc).
+  // Relaxed: of what was written before, only the initialisations have to be seen, and
+  // fence.mbarrier_init publishes those.
+  __device__ static void await_peer() {
+    ptx::barrier_cluster_arrive_relaxed();
+    ptx::barrier_cluster_wait();
   }
 
   // All threads of all blocks come together, and what they did in tensor memory is done.

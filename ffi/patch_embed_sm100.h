@@ -38,6 +38,27 @@ constexpr int kAccumulators = 2;
 //                          all blocks              counts
 //
 // Of a pair each block has barriers of its own, and tcgen05.commit arrives at those of both.
+//
+// How a block begins and ends. "Together" is a barrier of all threads of the block, and of the
+// cluster where there are two blocks:
+//
+//   step                   by                      why it comes here
+//   initialise mbarriers   thread 0                fence.mbarrier_init publishes them to TMA, to the
+//                                                  tensor cores and, by the next step, to the peer
+//   peer is there          both blocks, relaxed    a pair allocates only when both were launched, and
+//                                                  nobody signals a block before its barriers exist
+//   allocate, relinquish   one warp of each block  a pair does both collectively
+//   together               all                     publishes the address of tensor memory
+//   setmaxnreg             each warpgroup          the first gives the registers that the others get
+//   feed, multiply, store  each role
+//   wait for freed[slot]   feed, of each block     the last use of every slot: no commit is on its
+//                                                  way to this block; its TMA loads have arrived
+//   wait for multiplied    store                   every tile: the last commit has arrived
+//   wait for stores' reads store                   TMA has read what was staged
+//   together               all                     the peer's arrivals at read[i] have come, and
+//                                                  nobody uses tensor memory any more
+//   deallocate             the allocating warp     a pair does it collectively, ordered after both
+//                                                  allocations; the block exits
 template <int slots, int store_bytes, int buffers>
 struct alignas(1024) Shared {
   uint8_t patches[slots][kRows * kRowBytes];

@@ -59,13 +59,15 @@ class Worker {
   static constexpr int kTermRows = has_table ? kPartRows : 1;
   static constexpr int kTerms = has_table ? kParts : kGroups;
 
-  // 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = the 384 * 168 of the launch.
   static constexpr bool kHolds = holds_columns(out_dtype, has_table, tile_n, rows);
   static constexpr int kSums = sum_registers(tile_n, rows);
   static constexpr int kColumns = column_registers(out_dtype, has_table, tile_n, rows);
   static constexpr bool kNeedsMost = kSums + (kHolds ? kColumns : 0) + kOtherRegisters > 232;
   static constexpr int kFeedRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kMultiplyRegisters = kNeedsMost ? 240 : 232;
+  static_assert(kFeedRegisters + kConsumers * kMultiplyRegisters <=
+                    (1 + kConsumers) * registers_at_launch(kThreads),
+                "setmaxnreg would wait for ever: the warpgroups want more registers than there are.");
 
   using Memory = Shared<tile_n, rows, slots, stream_weight>;
   static_assert(tile_n % 64 == 0, "a slice of N is a multiple of 64 columns.");

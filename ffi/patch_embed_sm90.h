@@ -64,6 +64,16 @@ constexpr int kMostChunksOfStaying = 16;
 //   weight_freed[slot]   a warpgroup's warps     the weight's slot's n-th part is multiplied
 //   turn[warpgroup]      the other one's warps   the other's products before its n-th are issued
 //   columns_arrived      1, and bytes            scale and offset are there
+//
+// How a block, which is alone in its cluster, begins and ends:
+//
+//   step                   by                    why it comes here
+//   initialise mbarriers   thread 0              fence.mbarrier_init publishes them to TMA
+//   together               all threads           nobody waits for or signals a barrier before it exists
+//   setmaxnreg             each warpgroup        the feeding one gives the registers that others get
+//   feed                   one thread            exits behind its last load; the block is still alive
+//   multiply and store     two warpgroups        wait for every filled[slot], so every load has arrived,
+//                                                and for all products; y is written by ordinary stores
 template <int tile_n, int rows, int slots, bool stream_weight>
 struct alignas(1024) Shared {
   static constexpr int kWeightSlots = weight_slots(tile_n, rows, slots, stream_weight);

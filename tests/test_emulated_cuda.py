@@ -38,7 +38,7 @@ def assert_equals_xla(ptx, case, schedules=SCHEDULES):
 def test_the_compiled_kernel_equals_xla_whatever_the_schedule(name):
     case = CASES[name]
     # Hopper's kernels run on a GPU, too.
-    schedules = SCHEDULES if case.capability == 100 else SCHEDULES[:3]
+    schedules = SCHEDULES if case.capability == 100 else SCHEDULES[:4]
     assert_equals_xla(compiled(case), case, schedules)
 
 
@@ -105,7 +105,8 @@ def compile_source(source, folder, capability=100, patched=None):
     if patched:
         (folder / f"patch_embed_sm{capability}.cu").write_text(patched)
     command = ["nvcc", *OPTIONS, f"-arch=sm_{capability}a", f"-I{FFI}", folder / "kernel.cu"]
-    subprocess.run([*command, "-o", folder / "kernel.ptx"], check=True)
+    command += ["-o", folder / "kernel.ptx"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
     return (folder / "kernel.ptx").read_text()
 
 
@@ -205,6 +206,46 @@ BUGS = {
         "if (warp == kA",
         "are not allocated|has exited",
     ),
+    "a block does not wait for its peer at the end": (
+        "__syncwarp();\n    synchronise();\n    if (warp == kA",
+        "__syncthreads();\n    if (warp == kA",
+        "exits before .* the arrival|has exited",
+    ),
+    "a pair allocates before its peer is there": (
+        "    if constexpr (blocks == 2) await_peer();\n",
+        "",
+        "nothing says that the peer has been launched",
+    ),
+    "the second block allocates behind the first one": (
+        "    if (warp == kAllocatingWarp) {\n",
+        "    if (rank_ == 1) synchronise();\n    if (warp == kAllocatingWarp) {\n",
+        "waits for the peer's tcgen05.alloc",
+    ),
+    "a block frees before its peer has allocated": (
+        "ptx::tcgen05_relinquish_alloc_permit<blocks>();",
+        "ptx::tcgen05_dealloc<blocks, kTensorColumns>(shared_.tensor_memory);",
+        "dealloc .* nothing orders it after the tcgen05.alloc",
+    ),
+    "a relaxed arrival publishes the address of tensor memory": (
+        "ptx::barrier_cluster_arrive();",
+        "ptx::barrier_cluster_arrive_relaxed();",
+        "ld reads what was written",
+    ),
+    "more registers than there are": (
+        "ptx::setmaxnreg_inc<kStoreRegisters>();",
+        "ptx::setmaxnreg_inc<240>();",
+        "registers; its block has .* that are free",
+    ),
+    "lanes do not meet before a store": (
+        "          ptx::fence_proxy_async();\n          __syncwarp();\n",
+        "          ptx::fence_proxy_async();\n",
+        "no barrier orders that before",
+    ),
+    "one lane fences for all": (
+        "          ptx::fence_proxy_async();\n",
+        "          if (elected) ptx::fence_proxy_async();\n",
+        "without a fence.proxy.async of the lanes",
+    ),
 }
 
 
@@ -270,6 +311,24 @@ ALL_BUGS = [(SMALL, name) for name in BUGS] + [
 
 # The Hopper kernel's turns guard against slots that are filled late, which takes luck.
 BUG_SCHEDULES = (*SCHEDULES, *(({"load": "random", "multiply": "eager"}, i) for i in range(5, 25)))
+
+
+# The register counts of each chip's kernel, and too large ones.
+REGISTERS = {
+    100: ("kStoreRegisters = 232", "kStoreRegisters = 240"),
+    90: ("kNeedsMost ? 240 : 232", "kNeedsMost ? 248 : 240"),
+}
+
+
+@pytest.mark.parametrize("case", [SMALL, WIDE], ids=lambda case: case.capability)
+def test_more_registers_than_there_are_do_not_compile(tmp_path, case):
+    right, wrong = REGISTERS[case.capability]
+    source = (FFI / f"patch_embed_sm{case.capability}.cu").read_text()
+    assert source.count(right) == 1
+    kernel = case.source if case.knobs else cuda_launch.source(case.config)
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        compile_source(kernel, tmp_path, case.capability, source.replace(right, wrong))
+    assert "setmaxnreg would wait for ever" in caught.value.stderr
 
 
 @pytest.mark.parametrize("case, name", ALL_BUGS, ids=lambda x: getattr(x, "capability", x))

@@ -12,6 +12,7 @@ from jax_kernels import BROKEN, MATMULS, Matmul, compiled
 from ptx_emulator import mosaic
 from ptx_emulator import triton as triton_launch
 from ptx_emulator.errors import RaceError
+from ptx_emulator.machine import EAGER
 
 from benchmarks.machine_code import cuda_root
 
@@ -20,7 +21,7 @@ try:
 except ImportError:
     triton_kernels = None
 
-SCHEDULES = (("eager", 0), ("late", 1), ("random", 2))
+SCHEDULES = (("eager", 0), ("late", 1), ("random", 2), (EAGER | {"arrival": "late"}, 5))
 
 # Warnings that these kernels, which run on Blackwell, give (README.md of the emulator).
 JAX_ALLOWED = frozenset({"signal that nobody waits for"}) | frozenset(

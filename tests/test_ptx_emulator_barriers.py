@@ -331,7 +331,7 @@ def test_a_barrier_is_used_after_its_initialisation():
 )
 def test_another_block_sees_a_barrier_after_a_fence(fence):
     """9.7.13.4; the cluster's barrier alone is not enough."""
-    body = f"""{init(1, fence)} barrier.cluster.arrive.relaxed.aligned;
+    body = f"""{init(1, fence)} barrier.cluster.arrive.aligned;
         barrier.cluster.wait.acquire.aligned; setp.eq.u32 %p, %rank, 0; @%p bra wait;
         mapa.shared::cluster.u32 %y, %bar, 0;
         {FIRST} mbarrier.arrive.shared::cluster.b64 _, [%y];{HERE}
@@ -341,6 +341,12 @@ def test_another_block_sees_a_barrier_after_a_fence(fence):
     else:
         fails(EmulatorError, "unfenced mbarrier.init: another block", body, grid=2, cluster=2)
         run(body, grid=2, cluster=2, allowed=frozenset({"unfenced mbarrier.init"}))
+    relaxed = body.replace(".arrive.aligned", ".arrive.relaxed.aligned")
+    if "mbarrier_init" in fence:
+        run(relaxed, grid=2, cluster=2)
+    else:
+        message = "whose mbarrier.init nothing orders before"
+        fails(RaceError, message, relaxed, grid=2, cluster=2)
 
 
 @pytest.mark.parametrize("stays", [True, False])
@@ -488,11 +494,15 @@ REMOTE = """mov.u32 %y, 1; sub.u32 %y, %y, %rank; cvt.u64.u32 %far, %other;
 
 @pytest.mark.parametrize("arrive, wait_for", [*itertools.product(ARRIVE, WAIT)])
 def test_blocks_of_a_cluster_read_each_others_memory(arrive, wait_for):
-    """9.7.13.3; without the barrier it is a race."""
+    """9.7.13.3; without the barrier, or with a relaxed arrival, it is a race."""
     assert isa.TABLE[arrive].section == isa.TABLE[wait_for].section == SECTION
     body = f"""{DECLARED} {REMOTE} mad.lo.u32 %x, %me, 3, %rank; st.shared.u32 [%other], %x;
         {{}} ld.u32 %x, [%far];{HERE} {arrive}; {wait_for};"""
     both = f"{arrive}; {wait_for};"
+    if "relaxed" in arrive:
+        message = "reads what was written to"
+        fails(RaceError, message, body.replace("{}", both), grid=2, cluster=2)
+        return
     found = run(body.replace("{}", both) + "mov.u32 %d0, %x;", results=[32], grid=2, cluster=2)
     assert found.results[0] == [3 * i + 1 for i in range(32)] + [3 * i for i in range(32)]
     fails(RaceError, "reads what was written to", body.replace("{}", ""), grid=2, cluster=2)

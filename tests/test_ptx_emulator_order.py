@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_emulator.errors import EmulatorError, RaceError
+from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
 from ptx_emulator.machine import Machine
 from ptx_emulator.memory import GlobalMemory
 from ptx_emulator.parser import parse
@@ -13,7 +13,7 @@ DECLARED = """.shared .align 16 .b8 memory[64]; .reg .pred %first, %p; .reg .b32
     setp.eq.u32 %first, %t, 0; mov.u32 %m, memory; add.u32 %a, %m, 16; add.u32 %b, %m, 24;"""
 
 
-def run(body, *, warps=2, blocks=1, schedule="late"):
+def run(body, *, warps=2, blocks=1, schedule="late", seed=0):
     """Runs a kernel of one cluster."""
     text = f"""
 .version 8.7
@@ -27,7 +27,8 @@ def run(body, *, warps=2, blocks=1, schedule="late"):
 ret;
 }}
 """
-    Machine(parse(text), (blocks, 1, 1), cluster=(blocks, 1, 1), schedule=schedule).launch()
+    cluster = (blocks, 1, 1)
+    Machine(parse(text), cluster, cluster=cluster, schedule=schedule, seed=seed).launch()
 
 
 # A warp that is alone allocates 32 columns of tensor memory, whose address is %r0.
@@ -43,6 +44,87 @@ def test_tensor_memory_is_given_back_behind_all_loads():
     with pytest.raises(RaceError, match=r"dealloc .* after the tcgen05.ld of warp 1"):
         # The first warp waits until the other one has loaded, but that orders nothing.
         run(f"{ALLOCATED} @%p nanosleep.u32 1; {LOADED} {FREED}", schedule="eager")
+
+
+# Tensor memory of a pair (9.7.16.5, 9.7.16.7): each block's first warp, %p, allocates 32 columns.
+MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+RELAXED = MEET.replace("arrive", "arrive.relaxed")
+LEADS = "mov.u32 %r7, %cluster_ctarank; setp.eq.u32 %first, %r7, 0; setp.eq.u32 %p, %w, 0;"
+ALLOC = "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%m], 32;"
+DEALLOC = "ld.shared.b32 %r0, [%m]; tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r0, 32;"
+RELINQUISH = "tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;"
+
+
+def each(first, second):
+    """Statements of each block, %first has to say which it is."""
+    return f"{{ @!%first bra second; {first} bra done; second: {second} done: }}"
+
+
+def of_first_warps(statements):
+    return f"{{ @!%p bra over; {statements} over: }}"
+
+
+@pytest.mark.parametrize("schedule", ["eager", "late", "random"])
+def test_a_pair_allocates_when_its_peer_is_there(schedule):
+    allocated = of_first_warps(ALLOC + RELINQUISH)
+    freed = of_first_warps(DEALLOC)
+    options = dict(blocks=2, schedule=schedule)
+    for before, behind in ((MEET, MEET), (RELAXED, RELAXED), (RELAXED, MEET)):
+        run(f"{LEADS} {before} {allocated} {behind} {freed}", **options)
+    # Another warp may have waited for the peer.
+    told = "{ setp.eq.u32 %p, %w, 1; bar.sync 0; setp.eq.u32 %p, %w, 0; }"
+    run(f"{LEADS} {RELAXED} {told} {allocated} {MEET} {freed}", **options)
+    for before in ("", "bar.sync 0;", "barrier.cluster.arrive.aligned;"):
+        behind = "barrier.cluster.wait.aligned;" if "cluster" in before else MEET
+        with pytest.raises(EmulatorError, match="nothing says that the peer has been launched"):
+            run(f"{LEADS} {before} {allocated} {behind} {freed}", **options)
+
+
+@pytest.mark.parametrize("schedule", ["eager", "late", "random"])
+def test_an_allocation_of_a_pair_is_complete_when_both_blocks_execute_it(schedule):
+    later = each(f"{of_first_warps(ALLOC)} {MEET}", f"{MEET} {of_first_warps(ALLOC)}")
+    with pytest.raises(DeadlockError, match=r"waits for the peer's tcgen05.alloc"):
+        run(f"{LEADS} {MEET} {later} {MEET} {of_first_warps(DEALLOC)}", blocks=2, schedule=schedule)
+    alone = each(of_first_warps(ALLOC), "")
+    with pytest.raises(DeadlockError, match=r"waits for the peer's tcgen05.alloc"):
+        run(f"{LEADS} {MEET} {alone} {MEET}", blocks=2, schedule=schedule)
+
+
+def test_what_a_pair_does_collectively_may_wait_for_the_peer():
+    """9.7.16.5: it may or may not, so who relies on either is wrong in some schedule."""
+    freed = of_first_warps(DEALLOC)
+    body = f"{LEADS} {MEET} {of_first_warps(ALLOC)} {MEET} {each(freed + MEET, MEET + freed)}"
+    run(body, blocks=2, schedule="eager")
+    with pytest.raises(DeadlockError, match=r"waits for the peer's tcgen05.dealloc"):
+        run(body, blocks=2, schedule="late")
+    outcomes = set()
+    for seed in range(10):
+        try:
+            run(body, blocks=2, schedule="random", seed=seed)
+            outcomes.add("done")
+        except DeadlockError:
+            outcomes.add("deadlock")
+    assert outcomes == {"done", "deadlock"}
+
+
+@pytest.mark.parametrize("schedule", ["eager", "late"])
+def test_a_pair_frees_what_both_blocks_have_allocated(schedule):
+    """CUTLASS issue 3435: a launch failure on a B300, whichever block is the first."""
+    both = of_first_warps(ALLOC + RELINQUISH)
+    for meet in (MEET, RELAXED):
+        run(f"{LEADS} {MEET} {both} {meet} {of_first_warps(DEALLOC)}", blocks=2, schedule=schedule)
+    with pytest.raises(RaceError, match=r"dealloc .* after the tcgen05.alloc of block"):
+        run(f"{LEADS} {MEET} {both} {of_first_warps(DEALLOC)}", blocks=2, schedule=schedule)
+
+
+def test_a_relaxed_arrival_publishes_no_address_of_tensor_memory():
+    """9.7.13.3: of shared memory it orders nothing."""
+    used = "ld.shared.b32 %r0, [%m];"
+    body = f"{LEADS} {MEET} {of_first_warps(ALLOC)} {{}} {used} {MEET} {of_first_warps(DEALLOC)}"
+    run(body.replace("{}", MEET), blocks=2)
+    run(body.replace("{}", f"{RELAXED} bar.sync 0;"), blocks=2)
+    with pytest.raises(RaceError, match="ld reads what was written to"):
+        run(body.replace("{}", RELAXED), blocks=2)
 
 
 INIT = "@%first mbarrier.init.shared.b64 [%a], 1; @%first mbarrier.init.shared.b64 [%b], 1;"
@@ -61,7 +143,7 @@ def waiting(barrier, number):
 
 def test_mbarriers_are_fenced_before_other_blocks_are_told():
     run(f"{INIT} {FENCE} {ARRIVE} {WAIT} {SIGNAL} {waiting('%a', 0)}", blocks=2, warps=1)
-    with pytest.raises(EmulatorError, match=r"unfenced mbarrier.init: another block"):
+    with pytest.raises(RaceError, match=r"whose mbarrier.init nothing orders before"):
         body = f"{INIT} {ARRIVE} {FENCE} {WAIT} {SIGNAL} {waiting('%a', 0)}"
         run(body, blocks=2, warps=1)
 

@@ -12,9 +12,9 @@ import re
 
 import numpy as np
 import pytest
-from ptx import addresses, launched, ptx, run, told
+from ptx import addresses, fails, launched, ptx, run, told
 from ptx_emulator import isa
-from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
+from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.machine import Machine
 from ptx_emulator.parser import Immediate, parse
 from scalar_cases import CASES, LANES, decode, drawn, encode, operands, stored, width, with_one_nan
@@ -519,8 +519,6 @@ WITHOUT_EFFECT = {
     "prefetch.L2": (MOVE, "[%m0+4]"),
     "prefetch.global.L1": (MOVE, "[%m0]"),
     "prefetch.global.L2": (MOVE, "[%m0]"),
-    "setmaxnreg.inc.sync.aligned.u32": (MISC, "240"),
-    "setmaxnreg.dec.sync.aligned.u32": (MISC, "24"),
     "nanosleep.u32": (MISC, "%a0"),
     "griddepcontrol.wait": (SYNC, ""),
     "griddepcontrol.launch_dependents": (SYNC, ""),
@@ -535,6 +533,41 @@ def test_what_changes_no_register_and_no_memory(opcode):
     found = run(body, [(32, list(LANES))], [32, 32, 64], arrays=[CONTENT])
     assert found.results[:2] == [list(LANES)] * 2 and len(set(found.results[2])) == 1
     assert found.arrays == [CONTENT]
+
+
+def warpgroups(first, second, third):
+    """Three warpgroups, which have 168 registers a thread, execute one statement each."""
+    return f""".reg .pred p; setp.lt.u32 p, %warp, 8; @p bra lower; {third} bra end;
+        lower: setp.lt.u32 p, %warp, 4; @p bra lowest; {second} bra end; lowest: {first} end:"""
+
+
+def test_setmaxnreg_waits_for_registers_that_others_give_back():
+    """65536 registers of the multiprocessor, in eights: 384 threads have 168 each."""
+    less, more = (f"setmaxnreg.{x}.sync.aligned.u32" for x in ("dec", "inc"))
+    assert isa.TABLE[less].section == isa.TABLE[more].section == MISC
+    for schedule in ("eager", "late", "random"):
+        options = dict(threads=384, schedule=schedule)
+        run(warpgroups(f"{less} 40;", f"{more} 232;", f"{more} 232;"), **options)
+        # What was taken may be given back, and taken by others.
+        run(warpgroups(f"{less} 24;", f"{more} 248; {less} 24;", f"{more} 256;"), **options)
+        for counts in ((40, 240, 232), (48, 232, 232), (24, 248, 248)):
+            first, second, third = counts
+            body = warpgroups(f"{less} {first};", f"{more} {second};", f"{more} {third};")
+            fails(DeadlockError, "registers; its block has .* that are free", body, **options)
+    fails(EmulatorError, "setmaxnreg.inc.* to 160 from 168", f"{more} 160;", threads=384)
+    fails(EmulatorError, "setmaxnreg.dec.* to 176 from 168", f"{less} 176;", threads=384)
+
+
+def test_setmaxnreg_begins_with_what_the_kernel_says():
+    """.maxnreg; or the registers of the multiprocessor divided by .minnctapersm blocks."""
+    text = ptx("setmaxnreg.dec.sync.aligned.u32 64; setmaxnreg.inc.sync.aligned.u32 COUNT; ret;")
+    for directive, count in ((".maxnreg 128", 128), (".minnctapersm 16", 128), ("", 256)):
+        launch = text.replace(".maxntid 32, 1, 1", f".maxntid 32, 1, 1\n{directive}")
+        Machine(parse(launch.replace("COUNT", str(count))), (1, 1, 1)).launch()
+        if count < 256:
+            machine = Machine(parse(launch.replace("COUNT", str(count + 8))), (1, 1, 1))
+            with pytest.raises(DeadlockError, match="2304 registers; its block has"):
+                machine.launch()
 
 
 @pytest.mark.parametrize("space", ["shared", "shared::cta"])
@@ -581,6 +614,7 @@ OTHERS = {
     *(f"shfl.sync.{mode}.b32" for mode in ("idx", "up", "down", "bfly")),
     *(f"vote.sync.{mode}" for mode in ("any.pred", "all.pred", "uni.pred", "ballot.b32")),
     *("elect.sync", "activemask.b32", "prefetch.tensormap", "trap"),
+    *("setmaxnreg.inc.sync.aligned.u32", "setmaxnreg.dec.sync.aligned.u32"),
     *("ld.shared.b128", "ld.shared::cta.b128"),
     *WITHOUT_EFFECT,
 }

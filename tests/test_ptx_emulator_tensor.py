@@ -493,7 +493,7 @@ def blackwell(pair, products, loads, *, size=2 * PART, columns=512, layouts=DENS
     all_ = (
         "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" if pair else "bar.sync 0;"
     )
-    text = f"""{declared(size)} @%leads {ALLOC[group]} [slot], {columns};
+    text = f"""{declared(size)} {all_} @%leads {ALLOC[group]} [slot], {columns};
         @%leads {RELINQUISH[group]}; bar.sync 0; ld.shared.b32 %tmem, [slot];
         {f"mad.wide.u32 %far, %rank, {size}, %m0;" if pair else "mov.b64 %far, %m0;"}
         .reg .b64 %own; mov.b64 %own, %far;
@@ -932,8 +932,9 @@ def test_allocations_wait_for_room_and_say_where_they_are():
 
 
 def test_a_pair_gives_back_what_it_took_as_a_pair():
-    text = f"""{declared(64)} @%leads {ALLOC[1]} [slot], 64; bar.sync 0;
-        ld.shared.b32 %tmem, [slot]; @%leads {DEALLOC[1]} %tmem, 64;"""
+    meet = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"
+    text = f"""{declared(64)} {meet} @%leads {ALLOC[1]} [slot], 64; bar.sync 0;
+        ld.shared.b32 %tmem, [slot]; {meet} @%leads {DEALLOC[1]} %tmem, 64;"""
     run(text, threads=64, grid=2, cluster=2)
 
 
@@ -987,7 +988,7 @@ def test_a_pair_multiplies_by_its_first_block():
     "statement, targets",
     {
         "wgmma.fence.sync.aligned;": ("sm_90a",),
-        "setmaxnreg.inc.sync.aligned.u32 64;": ("sm_90a", "sm_100a", "sm_100f"),
+        "setmaxnreg.dec.sync.aligned.u32 64;": ("sm_90a", "sm_100a", "sm_100f"),
         "tcgen05.fence::after_thread_sync;": ("sm_100a", "sm_100f"),
         "add.f32x2 %far, %far, %far;": ("sm_100", "sm_100a", "sm_100f"),
         "ld.global.v4.b64 {%far, %da, %db, %e}, [%m0];": ("sm_100", "sm_100a", "sm_100f"),

@@ -411,6 +411,86 @@ def test_what_a_store_reads_stays_until_it_is_read(wait, schedule):
         fails(RaceError, message, text, **options)
 
 
+# Lanes: a word each, or rows of a matrix that are together the data of all lanes.
+STORED = {
+    "words": "st.shared.u32 [%other], %me;",
+    "rows": """mad.lo.u32 %x, %me, 16, %memory;
+        stmatrix.sync.aligned.m8n8.x1.shared.b16 [%x], {%me};""",
+}
+PROXY, LANES_MEET = "fence.proxy.async.shared::cta;", "bar.warp.sync -1;"
+NOT_ALL, NO_BARRIER = "without a fence.proxy.async of the lanes", "no barrier orders that before"
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(
+    "between, message",
+    [
+        (f"{PROXY} {LANES_MEET}", None),
+        (f"{PROXY} bar.sync 0;", None),
+        (f"{PROXY} bar.sync 1, 32;", None),
+        (f"{PROXY} {CLUSTER}", None),
+        (f"{LANES_MEET} {PROXY} {LANES_MEET}", None),
+        (PROXY, NO_BARRIER),
+        (f"{LANES_MEET} {PROXY}", NO_BARRIER),
+        (f"{PROXY} {CLUSTER.replace('arrive', 'arrive.relaxed')}", NO_BARRIER),
+        (
+            f"{PROXY} {{ .reg .pred p; elect.sync _|p, -1; vote.sync.any.pred p, p, -1; }}",
+            NO_BARRIER,
+        ),
+        (f"@%first {PROXY} {LANES_MEET}", NOT_ALL),
+        (f"{LANES_MEET} @%first {PROXY}", NOT_ALL),
+        (f"bar.sync 0; @%first {PROXY} bar.sync 0;", NOT_ALL),
+        (LANES_MEET, r"without a fence.proxy.async\n"),
+    ],
+)
+def test_each_lane_fences_its_stores_and_lanes_meet_before_one_issues(stored, between, message):
+    """9.7.13.4: what a lane wrote is not ordered by another lane's fence, nor by a fence alone."""
+    text = f"""{DECLARED} {STORED[stored]} {between}
+        @%first {STORE} [%t0, {{0}}], [%memory];{HERE} @%first {COMMIT}; @%first {ALL} 0;"""
+    options = dict(arrays=[bytes(256)], maps=[words])
+    if message:
+        fails(RaceError, f"which block 0, warp 0 wrote .*{message}", text, **options)
+        return
+    left = np.frombuffer(run(text, **options).arrays[0], np.uint32)
+    assert left.tolist() == [0, 1, 2, 3] + [0] * 60
+
+
+def test_a_lane_that_did_all_by_itself_meets_nobody():
+    text = f"""{DECLARED} @%first st.shared.v4.u32 [%memory], {{%me, %me, %me, %me}};
+        @%first {PROXY} @%first {STORE} [%t0, {{0}}], [%memory];
+        @%first {COMMIT}; @%first {ALL} 0;"""
+    run(text, arrays=[bytes(256)], maps=[words])
+    other = text.replace(f"@%first {STORE}", f"setp.eq.u32 %p, %me, 1; @%p {STORE}")
+    other = other.replace(f"@%first {COMMIT}", f"@%p {COMMIT}").replace(
+        f"@%first {ALL}", f"@%p {ALL}"
+    )
+    fails(RaceError, NO_BARRIER, other, arrays=[bytes(256)], maps=[words])
+
+
+@pytest.mark.parametrize(
+    "between, right",
+    [
+        (f"{PROXY} bar.sync 0;", True),
+        # Whoever knows of another warp's store may fence it.
+        (f"bar.sync 0; {PROXY} bar.sync 0;", True),
+        (f"bar.sync 0; @%first {PROXY}", True),
+        (f"bar.sync 0; @!%issues {PROXY}", False),
+        (f"@%issues {PROXY} bar.sync 0;", False),
+    ],
+)
+def test_a_fence_of_another_warps_store_is_ordered_too(between, right):
+    """The second warp stores, the first thread of the first one lets TMA read it."""
+    text = f"""{DECLARED} setp.lt.u32 %issues, %me, 32; add.u32 %other, %other, -128;
+        @!%issues st.shared.u32 [%other], 7; {between}
+        @%first {STORE} [%t0, {{0}}], [%memory];{HERE} @%first {COMMIT}; @%first {ALL} 0;"""
+    for schedule in ("eager", "late", "random"):
+        options = dict(arrays=[bytes(256)], maps=[words], threads=64, schedule=schedule)
+        if right:
+            run(text, **options)
+        else:
+            fails(RaceError, "which block 0, warp 1 wrote", text, **options)
+
+
 # Loads and who may touch what, when.
 
 

@@ -26,7 +26,7 @@ from ptx_emulator import cuda, machine, mosaic
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
 from ptx_emulator.isa import lanes
-from ptx_emulator.machine import Machine
+from ptx_emulator.machine import EAGER, Machine
 from ptx_emulator.parser import parse
 
 from benchmarks.machine_code import cuda_root
@@ -51,7 +51,6 @@ CUDA_NAMES = (
 EVERY = os.environ.get("PTX_MUTATIONS") == "all"
 PARTS = 8 if EVERY else 1
 STEP = 1 if EVERY else 307
-EAGER = dict.fromkeys(("load", "multiply", "signal", "arrival", "store", "write"), "eager")
 SCHEDULES = (
     ("random", 2),
     ("late", 1),
@@ -77,13 +76,13 @@ class Subject:
         self.expected = np.asarray(xla.run(*self.operands, out_dtype=case.out_dtype))
 
     @classmethod
-    def of(cls, name: str, folder) -> "Subject":
+    def of(cls, name: str) -> "Subject":
         """The kernel of this name."""
         if name in CUDA_NAMES:
             case = emulated_cuda.CASES[name]
             ptx = emulated_cuda.compiled(case)
             return cls(case, ptx, cuda, functools.partial(emulated_cuda.run, ptx, case))
-        case, stem = CASES[name], compiled(name, folder)
+        case, stem = CASES[name], compiled(name)
         execute = functools.partial(emulated, stem, case, allowed=ALLOWED)
         return cls(case, stem.with_suffix(".ptx").read_text(), mosaic, execute)
 
@@ -207,11 +206,11 @@ def watch(machine: Machine, note) -> None:
 @pytest.mark.parametrize(
     "name", [*NAMES, *(pytest.param(name, marks=needs_nvcc) for name in CUDA_NAMES)]
 )
-def test_edits_are_noticed(monkeypatch, record_property, tmp_path, name, part):
+def test_edits_are_noticed(monkeypatch, record_property, name, part):
     monkeypatch.setattr(mosaic_sm100, "MULTIPROCESSORS", MULTIPROCESSORS)
     # Enough for a run of these kernels.
     monkeypatch.setattr(machine, "PATIENCE", 60_000)
-    subject = Subject.of(name, tmp_path)
+    subject = Subject.of(name)
     traces, unused = subject.traces()
     executed = set().union(*traces.values())
     _, ran = subject.run(NONE, *SCHEDULES[1])

@@ -9,7 +9,9 @@
 
 namespace patch_embed::ptx {
 
-// 9.7.16.7: a whole warp, of both blocks, gets so many columns of tensor memory; writes their address.
+// 9.7.16.7: a whole warp gets so many columns of tensor memory; writes their address. With two blocks
+// a warp of each has to execute it, and the first may wait there for the second (9.7.16.5), so both
+// blocks must have been launched.
 template <int blocks, int columns>
 __device__ __forceinline__ void tcgen05_alloc(uint32_t& address) {
   if constexpr (blocks == 2) {

@@ -4,7 +4,7 @@ import numpy as np
 
 from ptx_emulator.clocks import MEMORY, learn
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.isa import LANES, Blocked, Task, block_of, instruction, lanes
+from ptx_emulator.isa import LANES, Blocked, Task, block_of, instruction, lane_bits, lanes
 from ptx_emulator.memory import SHARED_BEGIN, SHARED_WINDOW, WORD
 from ptx_emulator.parser import Sink
 from ptx_emulator.scalar import modifiers
@@ -31,8 +31,12 @@ class Mbarrier:
         # The last phase to which TMA or the tensor cores have contributed.
         self.asynchronous = 0
         self.maker, self.made = warp.agent, warp.time
-        # When its maker let others than the own block's ordinary accesses use it.
+        # When its maker let others than the own block's ordinary accesses use it; whether by
+        # fence.mbarrier_init, and with which phase of the cluster's barrier a relaxed arrival says
+        # so.
         self.fenced: int | None = None
+        self.initialised = False
+        self.announced: int | None = None
 
     def __str__(self) -> str:
         return (
@@ -92,11 +96,16 @@ class Mbarrier:
 
     def check_use(self, warp, *, asynchronous: bool) -> None:
         """The use is ordered after the initialisation, and the right proxy sees it."""
-        if warp.clock[MEMORY][self.maker] < self.made and self.maker != warp.agent:
+        known = warp.clock[MEMORY]
+        announced = (
+            self.announced is not None
+            and known[warp.machine.agents.cluster_barrier] >= self.announced
+        )
+        if known[self.maker] < self.made and self.maker != warp.agent and not announced:
             raise RaceError(
                 f"{warp} uses a barrier whose mbarrier.init nothing orders before: {self}"
             )
-        seen = self.fenced is not None and warp.clock[MEMORY][self.maker] >= self.fenced
+        seen = announced or (self.fenced is not None and known[self.maker] >= self.fenced)
         if (asynchronous or self.block is not warp.block) and not seen:
             where = "the asynchronous proxy" if asynchronous else "another block"
             warp.machine.warn(
@@ -308,6 +317,10 @@ def bar(build, line):
         def expected():
             return threads // LANES if threads else sum(other.alive for other in block.warps)
 
+        def go_on():
+            warp.acquire(barrier.completed)
+            warp.meet()
+
         complete = len(barrier.arrived) >= expected()
         if complete:
             barrier.complete()
@@ -315,7 +328,7 @@ def bar(build, line):
             # It does not wait, so it knows nothing of the others (9.7.13.1).
             return None
         if complete:
-            warp.acquire(barrier.completed)
+            go_on()
             return None
         generation = barrier.generation
 
@@ -324,7 +337,7 @@ def bar(build, line):
                 barrier.complete()
             if barrier.generation == generation:
                 return False
-            warp.acquire(barrier.completed)
+            go_on()
             return True
 
         return Blocked(
@@ -338,15 +351,24 @@ def bar(build, line):
 
 @instruction(SYNC, "bar.warp.sync")
 def bar_warp(build, line):
-    build.read(line.operands[0], "b32")
-    return lambda warp, mask: None
+    """Orders what the lanes do, if all that have not exited take part."""
+    members = build.read(line.operands[0], "b32")
+
+    def execute(warp, mask):
+        active = lane_bits(mask)
+        if active & ~int(members(warp)[lanes(mask)[0]]):
+            raise EmulatorError(f"lanes {lanes(mask).tolist()} are not all members of {line}")
+        if not warp.parted(mask):
+            warp.meet()
+
+    return execute
 
 
 @instruction(SYNC, "barrier.cluster.arrive{,.relaxed,.release}{,.aligned}")
 def cluster_arrive(build, line):
-    """A relaxed arrival orders no memory; the launch of a cluster orders its initialisation, which
-    fence.mbarrier_init makes visible (9.7.13.3), so it releases what that fence covers. Any other
-    one comes behind the block's arrivals at barriers of other blocks."""
+    """A relaxed arrival orders no memory but the initialisation of barriers, if fence.mbarrier_init
+    came before (9.7.13.4), and tensor memory, whose fences need an order of execution alone. Any
+    other one comes behind the block's arrivals at barriers of other blocks."""
     relaxed = "relaxed" in modifiers(line)
 
     def execute(warp, mask):
@@ -359,8 +381,16 @@ def cluster_arrive(build, line):
                 if task.kind == "arrival" and task.queue[0].block is warp.block
             )
         warp.cluster_arrivals += 1
-        clocks = warp.block.cluster.clocks
-        warp.release(clocks.setdefault(warp.cluster_arrivals, warp.machine.agents.clock()))
+        warp.cluster_relaxed = relaxed
+        clocks, turn = warp.block.cluster.clocks, warp.cluster_arrivals
+        clock = clocks.setdefault(turn, warp.machine.agents.clock())
+        if relaxed:
+            warp.release_tensor_memory(clock)
+            for barrier in warp.block.barriers.values():
+                if barrier.maker == warp.agent and barrier.initialised:
+                    barrier.announced = barrier.announced or turn
+        else:
+            warp.release(clock)
         warp.machine.event()
 
     return execute
@@ -375,7 +405,10 @@ def cluster_wait(build, line):
         missing = [w for w in cluster.warps if w.alive and w.cluster_arrivals < turn]
         if not missing:
             warp.acquire(cluster.clocks[turn])
+            warp.clock[MEMORY][warp.machine.agents.cluster_barrier] = turn
             warp.cluster_waits = turn
+            if not warp.cluster_relaxed:
+                warp.meet()
             return None
 
         def ready():
@@ -388,26 +421,28 @@ def cluster_wait(build, line):
 
 @instruction(SYNC, "fence.mbarrier_init.release.cluster")
 def fence_mbarrier_init(build, line):
-    return lambda warp, mask: _publish_barriers(warp)
+    return lambda warp, mask: _publish_barriers(warp, initialised=True)
 
 
-def _publish_barriers(warp) -> None:
+def _publish_barriers(warp, *, initialised: bool = False) -> None:
     """The barriers that this warp made are visible to all."""
     for barrier in warp.block.barriers.values():
         if barrier.maker == warp.agent:
             barrier.fenced = barrier.fenced or warp.time
+            barrier.initialised |= initialised
 
 
 @instruction(SYNC, "fence.proxy.async{,.shared::cta,.shared::cluster,.global}")
 def fence_proxy(build, line):
-    """Ordinary writes that are known here become visible to TMA and the tensor cores."""
+    """Ordinary writes become visible to TMA and the tensor cores: those of the lanes that execute
+    it, and those of other warps that are known here."""
     space = modifiers(line)[-1]
 
     def execute(warp, mask):
         if space != "global":
             own = space == "shared::cta"
             for block in [warp.block] if own else warp.block.cluster.blocks:
-                block.shared.fence(warp.clock)
+                block.shared.fence(warp, lane_bits(mask))
             _publish_barriers(warp)
 
     return execute

@@ -7,7 +7,7 @@ import numpy as np
 from ptx_emulator.clocks import MEMORY
 from ptx_emulator.data import Access
 from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.isa import Blocked, Task, instruction, lanes
+from ptx_emulator.isa import ALL_LANES, Blocked, Task, instruction, lanes
 from ptx_emulator.memory import POISON, UNIT, WORD
 from ptx_emulator.scalar import modifiers
 
@@ -56,7 +56,7 @@ def copy(build, line):
         index = to.index
         shared.writes(engine, number, np.unique(index // WORD), warp.clock, what)
         # It is of the generic proxy (9.7.9.25.2).
-        shared.stored(engine, number, np.unique(index // UNIT))
+        shared.stored(engine, number, np.unique(index // UNIT), ALL_LANES)
         shared.bytes[index] = POISON
 
         def run():

@@ -4,11 +4,13 @@ import numpy as np
 
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.isa import (
+    ALL_LANES,
     BLACKWELL,
     HOPPER,
     LANE,
     LANES,
     SINCE_BLACKWELL,
+    Blocked,
     instruction,
     lanes,
     numpy_type,
@@ -84,10 +86,13 @@ class Access:
         found[self.active] = self.bytes[self.index]
         return found
 
-    def store(self, values: np.ndarray, *, fenced: bool = False) -> None:
+    def store(self, values: np.ndarray, *, fenced: bool = False, lanes: int | None = None) -> None:
         """Writes the active lanes' bytes of values [32, size].
 
-        Unless it is fenced the asynchronous proxy does not see it yet.
+        Args:
+          values: what is written.
+          fenced: whether the asynchronous proxy sees it.
+          lanes: whose data it is, as bits; each lane's own without it.
         """
         warp = self.warp
         if self.space == "param":
@@ -97,15 +102,28 @@ class Access:
         same = (self.bytes[self.index] == values).all()
         self.bytes[self.index] = values
         if self.block:
-            words, units = np.unique(self.index // WORD), np.unique(self.index // UNIT)
+            words = np.unique(self.index // WORD)
             try:
                 self.block.shared.writes(warp.agent, warp.time, words, warp.clock, self.what)
             except RaceError:
                 if not (same and warp.machine.excused("same value stored")):
                     raise
             if not fenced:
-                self.block.shared.stored(warp.agent, warp.time, units)
+                units, bits_of_lanes = self._units(lanes)
+                self.block.shared.stored(warp.agent, warp.time, units, bits_of_lanes)
         warp.machine.event()
+
+    def _units(self, lanes: int | None) -> tuple[np.ndarray, np.ndarray | int]:
+        """The units that are touched, and the lanes that touch them, as bits."""
+        # An access is aligned to its size.
+        units = (self.offsets[:, None] + np.arange(0, self.size, UNIT)) // UNIT
+        if lanes is not None:
+            return np.unique(units), lanes
+        found, inverse = np.unique(units, return_inverse=True)
+        by_unit = np.zeros(len(found), np.uint32)
+        each = np.uint32(1) << self.active.astype(np.uint32)
+        np.bitwise_or.at(by_unit, inverse.reshape(units.shape), each[:, None])
+        return found, by_unit
 
     def _check_agreement(self, values: np.ndarray) -> None:
         """Which lane's value stays is not defined where several lanes write to one address."""
@@ -266,7 +284,9 @@ def stmatrix(build, line):
             matrices[i] = matrix.T if transposed else matrix
         rows = None if count == 4 else LANE < 8 * count
         values = matrices.reshape(LANES, 8).view(np.uint8)
-        Access(warp, "shared", address(warp), rows, 16, "stmatrix").store(values)
+        # A row has four lanes' elements.
+        access = Access(warp, "shared", address(warp), rows, 16, "stmatrix")
+        access.store(values, lanes=ALL_LANES)
 
     return execute
 
@@ -405,15 +425,32 @@ def prefetch(build, line):
 
 
 @instruction(OTHER, "setmaxnreg{.inc,.dec}.sync.aligned.u32", targets=HOPPER + BLACKWELL)
+def setmaxnreg(build, line):
+    """Registers go from a warp to its block and back; who wants more than are left waits."""
+    count, more = build.immediate(line.operands[0]), "inc" in modifiers(line)
+    if count % 8 or not 24 <= count <= 256:
+        raise UnsupportedError(f"setmaxnreg of {count} registers")
+
+    def execute(warp, mask):
+        block, change = warp.block, LANES * (count - warp.registers_held)
+        if (change < 0) if more else (change > 0):
+            raise EmulatorError(f"{line.opcode} to {count} from {warp.registers_held} registers")
+        if change > block.free_registers:
+            return Blocked(
+                lambda: change <= block.free_registers,
+                lambda: f"{change} registers; its block has {block.free_registers} that are free",
+            )
+        block.free_registers -= change
+        warp.registers_held = count
+        warp.machine.event()
+        return None
+
+    return execute
+
+
 @instruction(OTHER, "nanosleep.u32")
-def without_effect(build, line):
-    """What only moves registers between warps, or waits."""
-    if line.opcode.startswith("setmaxnreg"):
-        count = build.immediate(line.operands[0])
-        if count % 8 or not 24 <= count <= 256:
-            raise UnsupportedError(f"setmaxnreg of {count} registers")
-    else:
-        build.read(line.operands[0], "u32")
+def nanosleep(build, line):
+    build.read(line.operands[0], "u32")
     return lambda warp, mask: None
 
 

@@ -31,6 +31,8 @@ from ptx_emulator.parser import (
 
 LANES = 32
 LANE = np.arange(LANES)
+# As bits.
+ALL_LANES = (1 << LANES) - 1
 
 UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
@@ -148,6 +150,13 @@ def numpy_type(name: str):
 def lanes(mask: np.ndarray | None) -> np.ndarray:
     """The numbers of the active lanes."""
     return LANE if mask is None else np.nonzero(mask)[0]
+
+
+def lane_bits(mask: np.ndarray | None) -> int:
+    """The active lanes as bits."""
+    if mask is None:
+        return ALL_LANES
+    return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
 
 
 def build(machine) -> list[Step]:

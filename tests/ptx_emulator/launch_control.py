@@ -64,7 +64,7 @@ def try_cancel(build, line):
                 barriers.append(barrier)
                 shared = block.shared
                 shared.check(offset, RESPONSE_BYTES, what)
-                shared.asynchronous(units_of(offset, RESPONSE_BYTES), what)
+                shared.asynchronous(units_of(offset, RESPONSE_BYTES), warp, int(lane), what)
                 words = words_of(offset, RESPONSE_BYTES)
                 shared.writes(barrier.agent, barrier.phase + 1, words, warp.clock, what)
                 shared.bytes[offset : offset + RESPONSE_BYTES] = POISON

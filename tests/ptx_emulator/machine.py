@@ -8,9 +8,18 @@ tasks; tcgen05.ld and wgmma happen at their wait. The schedule says when tasks h
   late     when no warp can go on, the newest first
   random   at any time in between
 
-A schedule is one of these words, or a dict of words by kind of task ("load", "multiply", the
-"signal" of a commit, "arrival", of a TMA store the read, "store", and "write"), and a seed for the
-order of warps and of whatever is random.
+A schedule is one of these words, or a dict of words by kind of task, and a seed for the order of
+warps and of whatever is random. The kinds of tasks:
+
+  load        TMA to shared memory
+  multiply    tcgen05.mma and tcgen05.commit
+  signal      of a commit to an mbarrier
+  arrival     at an mbarrier of another block
+  store       of a TMA store: the read of shared memory
+  write       of a TMA store: the write of global memory
+  cancel      which cluster clusterlaunchcontrol.try_cancel cancels
+  collective  no task: whether tcgen05.dealloc and relinquish_alloc_permit of a pair wait for the
+              peer (late), or not (eager)
 """
 
 import dataclasses
@@ -44,8 +53,10 @@ from ptx_emulator.memory import (
 )
 from ptx_emulator.parser import Kernel, bits
 
-# Shared memory that a block may have, and instructions of a warp before another one's turn.
+# Shared memory that a block may have; registers of a multiprocessor, how many of them a thread has
+# at most, and in which multiples; instructions of a warp before another one's turn.
 MOST_SHARED = 227 * 1024
+REGISTERS, MOST_OF_A_THREAD, STEP_OF_REGISTERS = 65536, 256, 8
 TURN = 400
 
 # So many instructions without an event (a barrier, a task, a store) are a livelock.
@@ -55,6 +66,9 @@ PATIENCE = 2_000_000
 INSTRUCTIONS = (barriers, copies, data, launch_control, scalar, tensor, tensor_maps, tma)
 
 SCHEDULES = ("eager", "late", "random")
+EAGER = dict.fromkeys(
+    ("load", "multiply", "signal", "arrival", "store", "write", "cancel", "collective"), "eager"
+)
 
 
 class Group:
@@ -100,8 +114,14 @@ class Warp:
         self.stores_issued = 0
         self.products = _Products()
         self.copies = copies.Copies()
-        # Arrivals at the cluster's barrier, and how many of them were waited for.
+        # Arrivals at the cluster's barrier, how many of them were waited for, and whether the last
+        # one was relaxed.
         self.cluster_arrivals = self.cluster_waits = 0
+        self.cluster_relaxed = False
+        # How often a barrier has ordered what one lane did before what another one does.
+        self.meetings = 0
+        # Registers of a thread (setmaxnreg).
+        self.registers_held = machine.registers_at_launch
 
     def __str__(self) -> str:
         block = self.block
@@ -123,15 +143,26 @@ class Warp:
 
     def release(self, clock: np.ndarray) -> None:
         """Lets those who acquire this clock know of what was done so far."""
-        learn(clock[MEMORY], self.clock[MEMORY])
-        learn(clock[TENSOR], self.tensor_released)
-        learn(clock[TENSOR], self.tensor_seen)
+        learn(clock[:TENSOR], self.clock[:TENSOR])
+        self.release_tensor_memory(clock)
         self.clock[MEMORY][self.agent] += 1
 
     def acquire(self, clock: np.ndarray) -> None:
         """Knows of what was released into this clock."""
-        learn(self.clock[MEMORY], clock[MEMORY])
+        learn(self.clock[:TENSOR], clock[:TENSOR])
         learn(self.tensor_seen, clock[TENSOR])
+
+    def release_tensor_memory(self, clock: np.ndarray) -> None:
+        """Lets those who acquire this clock know what was done to tensor memory, and no more.
+
+        For an arrival that orders execution, but no other memory.
+        """
+        learn(clock[TENSOR], self.tensor_released)
+        learn(clock[TENSOR], self.tensor_seen)
+
+    def meet(self) -> None:
+        """All lanes have passed a barrier: each knows what the others did."""
+        self.meetings += 1
 
     def fence_before(self) -> None:
         """tcgen05.fence::before_thread_sync."""
@@ -341,6 +372,8 @@ class Block:
         # mbarriers by offset, named barriers by number.
         self.barriers: dict[int, object] = {}
         self.named: dict[int, object] = {}
+        # Registers that setmaxnreg.dec has given back and no setmaxnreg.inc has taken.
+        self.free_registers = 0
         self.warps = [Warp(self, number) for number in range(warps)]
 
     @property
@@ -415,6 +448,10 @@ class Machine:
             raise EmulatorError(
                 f"{self.shared_bytes} bytes of shared memory, {MOST_SHARED} are there"
             )
+        shared_out = REGISTERS // (threads * kernel.blocks_at_once)
+        self.registers_at_launch = kernel.most_registers or min(
+            shared_out // STEP_OF_REGISTERS * STEP_OF_REGISTERS, MOST_OF_A_THREAD
+        )
         self.memory = GlobalMemory() if memory is None else memory
         last = kernel.parameters[-1] if kernel.parameters else None
         self.parameters = np.zeros(last.offset + last.size if last else 0, np.uint8)
@@ -472,6 +509,11 @@ class Machine:
         """When tasks of this kind happen."""
         chosen = self.schedule if isinstance(self.schedule, str) else self.schedule.get(kind)
         return chosen or "random"
+
+    def waits_for_peer(self) -> bool:
+        """Whether a block waits at a collective instruction where it need not."""
+        policy = self.policy("collective")
+        return policy == "late" or (policy == "random" and self.random.random() < 0.5)
 
     def submit(self, task: Task) -> None:
         """Hands over asynchronous work."""

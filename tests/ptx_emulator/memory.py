@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptx_emulator.clocks import MEMORY, TENSOR, Agents
+from ptx_emulator.clocks import MEMORY, PROXY, TENSOR, Agents
 from ptx_emulator.errors import EmulatorError, RaceError
 
 # Addresses. Shared memory of block r of a cluster begins at r << BLOCK_SHIFT, plus what the system
@@ -98,9 +98,16 @@ class SharedMemory:
         self.readers = np.array(readers)
         self.row_of = {agent: row for row, agent in enumerate(readers)}
         self.read_at = np.zeros((len(readers), words), np.int32)
-        # The warp whose ordinary store is not visible to the asynchronous proxy yet, -1 for none.
+        # The warp (or engine of cp.async) whose ordinary store is not known to be visible to the
+        # asynchronous proxy yet, -1 for none, and when it stored; as bits the lanes that stored,
+        # and those among them without a fence since; of the last such fence, its time, and how
+        # often the lanes of the warp had met before.
         self.unfenced = np.full(units, -1, np.int16)
         self.unfenced_at = np.zeros(units, np.int32)
+        self.storing, self.owing = np.zeros((2, units), np.uint32)
+        self.fenced_at, self.fenced_meeting = np.zeros((2, units), np.int32)
+        # Whose ordinary stores a fence of this block's shared memory covers.
+        self.stores_of = agents.storing(first, warps_of_a_block)
         # Words of mbarriers, which nothing but their instructions may touch (9.7.13.15.1).
         self.barriers = np.zeros(words, bool)
 
@@ -149,27 +156,61 @@ class SharedMemory:
             self._race(words[column], self.readers[row], what, "overwrites what is read from")
         self.writer[words], self.written[words] = agent, time
 
-    def stored(self, warp: int, time: int, units: np.ndarray) -> None:
-        """Notes an ordinary store, which the asynchronous proxy does not see yet."""
-        self.unfenced[units], self.unfenced_at[units] = warp, time
+    def stored(self, agent: int, time: int, units: np.ndarray, lanes: np.ndarray | int) -> None:
+        """Notes an ordinary store, which the asynchronous proxy does not see yet.
 
-    def fence(self, clock: np.ndarray) -> None:
-        """A fence between the proxies, by a warp with this clock: it covers what it knows of."""
-        units = np.nonzero(self.unfenced >= 0)[0]
-        if len(units):
-            known = clock[MEMORY][self.unfenced[units]] >= self.unfenced_at[units]
-            self.unfenced[units[known]] = -1
+        Args:
+          agent, time: a warp or an engine of cp.async, and when it stored.
+          units: what it stored to, each once.
+          lanes: which lanes stored, as bits, to all of them or to each.
+        """
+        again = self.unfenced[units] == agent
+        for kept in (self.storing, self.owing):
+            kept[units] = np.where(again, kept[units], np.uint32(0)) | np.uint32(lanes)
+        self.unfenced[units], self.unfenced_at[units] = agent, time
 
-    def asynchronous(self, units: np.ndarray, what: str) -> None:
-        """An access of the asynchronous proxy: nothing may be unfenced."""
-        bad = units[self.unfenced[units] >= 0]
+    def fence(self, warp, lanes: int) -> None:
+        """A fence between the proxies, by these lanes of a warp, as bits.
+
+        It covers what these lanes stored, and what the warp knows of other warps' stores to the
+        shared memory of this block.
+        """
+        others = self.stores_of[self.stores_of != warp.agent]
+        warp.clock[PROXY][others] = warp.clock[MEMORY][others]
+        units = np.nonzero(self.unfenced == warp.agent)[0]
+        units = units[self.owing[units] != 0]
+        self.owing[units] &= ~np.uint32(lanes)
+        self.fenced_at[units], self.fenced_meeting[units] = warp.time, warp.meetings
+
+    def asynchronous(self, units: np.ndarray, warp, lane: int | None, what: str) -> None:
+        """An access of the asynchronous proxy, issued by a lane of a warp, or by all (None).
+
+        Each lane that stored there has to have fenced its store, and the fence has to be ordered
+        before this: within a warp by a barrier of its lanes, unless one lane did all. What another
+        warp stored may also have been fenced by whoever knew of it.
+        """
+        units = units[self.unfenced[units] >= 0]
+        if not len(units):
+            return
+        agents = self.unfenced[units]
+        alone = False if lane is None else self.storing[units] == np.uint32(1 << lane)
+        met = alone | (self.fenced_meeting[units] < warp.meetings)
+        known = warp.clock[MEMORY][agents] >= self.fenced_at[units]
+        own, fenced = agents == warp.agent, self.owing[units] == 0
+        covered = ~own & (warp.clock[PROXY][agents] >= self.unfenced_at[units])
+        bad = units[~(fenced & np.where(own, met, known) | covered)]
         if len(bad):
             unit = int(bad[0])
             name = self.agents.name(int(self.unfenced[unit]), self.warps_of_a_block)
+            lacking = "without a fence.proxy.async"
+            if not self.owing[unit]:
+                lacking = "with a fence.proxy.async, and no barrier orders that before"
+            elif self.owing[unit] != self.storing[unit]:
+                lacking += f" of the lanes {int(self.owing[unit]):#034b}"
             raise RaceError(
-                f"{what} touches {self.place(unit * UNIT)}, which {name} wrote without a "
-                "fence.proxy.async"
+                f"{what} touches {self.place(unit * UNIT)}, which {name} wrote {lacking}"
             )
+        self.unfenced[units] = -1
 
 
 class TensorMemory:
@@ -197,6 +238,10 @@ class TensorMemory:
         # First column -> (columns, cta_group) of what is allocated.
         self.allocated: dict[int, tuple[int, int]] = {}
         self.relinquished = False
+        # Of each of these: which warp made it, when, and after how many arrivals at the cluster's
+        # barrier. How often this block has executed each collective instruction for a pair.
+        self.allocations: dict[int, tuple[int, int, int]] = {}
+        self.collective: dict[str, int] = {}
         self.first_warp = rank * warps_of_a_block
         # When each warp read and wrote a column last, and which product wrote it and read it as its
         # first operand; whether a warp's tcgen05.ld of it has not been waited for.
@@ -254,6 +299,15 @@ class TensorMemory:
         """A warp has waited for its stores."""
         at = self.written_at[warp - self.first_warp]
         at[at == self.PENDING] = time
+
+    def is_known(self, first: int, clock: np.ndarray) -> bool:
+        """Whether a barrier orders this allocation before those who know this clock.
+
+        A relaxed barrier of the cluster does, too: it orders execution.
+        """
+        agent, time, arrivals = self.allocations[first]
+        barriers = clock[MEMORY][self.agents.cluster_barrier]
+        return bool(clock[MEMORY][agent] >= time or barriers > arrivals)
 
     def frees(self, columns: slice, clock: np.ndarray) -> None:
         """Notes a tcgen05.dealloc: it has to know that nobody loads any more."""

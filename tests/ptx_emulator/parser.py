@@ -123,6 +123,7 @@ class Kernel:
       name, target: as written.
       parameters: in order, with their offsets in the parameter space.
       block, cluster: .maxntid or .reqntid, and .reqnctapercluster; None where they are not given.
+      most_registers, blocks_at_once: .maxnreg, or None, and .minnctapersm, or 1.
       registers: the type of each.
       shared: offsets of the shared variables; `dynamic` names the one that the launch sizes.
       shared_bytes: of all but that one.
@@ -134,6 +135,8 @@ class Kernel:
     parameters: tuple[Parameter, ...]
     block: tuple[int, ...] | None
     cluster: tuple[int, ...] | None
+    most_registers: int | None
+    blocks_at_once: int
     registers: tuple[str, ...]
     shared: dict[str, int]
     shared_bytes: int
@@ -198,6 +201,8 @@ def parse(ptx: str, name: str | None = None) -> Kernel:
         parameters=tuple(_parameters(entry[2])),
         block=_dimensions(directives, r"\.(?:maxntid|reqntid)"),
         cluster=_dimensions(directives, r"\.reqnctapercluster"),
+        most_registers=next(iter(_dimensions(directives, r"\.maxnreg") or ()), None),
+        blocks_at_once=(_dimensions(directives, r"\.minnctapersm") or (1,))[0],
         registers=tuple(register.type for register in body.all_registers),
         shared=layout.finish(),
         shared_bytes=layout.bytes,

@@ -9,7 +9,7 @@ import numpy as np
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.clocks import MEMORY, TENSOR, learn
 from ptx_emulator.data import Access
-from ptx_emulator.errors import EmulatorError, UnsupportedError
+from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.isa import (
     BLACKWELL,
     FLOATS,
@@ -96,14 +96,16 @@ class Matrix:
         index = index_of(self, rows, columns, np.dtype(dtype).itemsize)
         return block.shared.bytes[index].view(dtype)[..., 0]
 
-    def note(self, block, rows, columns, dtype, agent: int, time: int, warp, what: str) -> None:
-        """Checks a read that is issued now: bounds, order, and proxies."""
+    def note(
+        self, block, rows, columns, dtype, agent: int, time: int, warp, lane: int | None, what: str
+    ) -> None:
+        """Checks a read that is issued now, by a lane or by all: bounds, order, and proxies."""
         index = index_of(self, rows, columns, np.dtype(dtype).itemsize)
         low, high = int(index.min()), int(index.max())
         block.shared.check(low, high - low + 1, what)
         words, units = touched(self, rows, columns, np.dtype(dtype).itemsize)
         block.shared.reads(agent, time, words, warp.clock, what)
-        block.shared.asynchronous(units, what)
+        block.shared.asynchronous(units, warp, lane, what)
 
 
 @functools.cache
@@ -195,7 +197,14 @@ def alloc(build, line):
                 lambda: tensor.free(columns) is not None,
                 lambda: f"{columns} columns of tensor memory beside {tensor.allocated}",
             )
+        launched = warp.clock[MEMORY][warp.machine.agents.cluster_barrier]
+        if group == 2 and not launched:
+            raise EmulatorError(
+                "tcgen05.alloc for two blocks, and nothing says that the peer has been launched: "
+                "no barrier of the cluster comes before it"
+            )
         tensor.allocated[first] = (columns, group)
+        tensor.allocations[first] = warp.agent, warp.time, warp.cluster_arrivals
         tensor.words[:, first : first + columns] = 0xFFFFFFFF
         # The address is written to shared memory, for which one lane's address counts.
         values = np.full(LANES, first, np.uint32).view(np.uint8).reshape(LANES, 4)
@@ -203,9 +212,28 @@ def alloc(build, line):
         access = Access(warp, "shared", address(warp), one, 4, "tcgen05.alloc")
         # TMA may overwrite it without a fence: the ISA names no proxy, and Triton relies on it.
         access.store(values, fenced=True)
-        return None
+        return _wait_for_peer(warp, line) if group == 2 else None
 
     return execute
+
+
+def _wait_for_peer(warp, line) -> Blocked | None:
+    """Notes that a block has executed a collective instruction of its pair, and waits for its peer.
+
+    The first one may wait for the second (9.7.16.5): tcgen05.alloc always does here.
+    """
+    first, second = (block.tensor.collective for block in _blocks(warp, True))
+    mine, peer = (first, second) if warp.block.rank % 2 == 0 else (second, first)
+    name = ".".join(line.opcode.split(".")[:2])
+    mine[name] = turn = mine.get(name, 0) + 1
+    warp.machine.event()
+    if name != "tcgen05.alloc" and not warp.machine.waits_for_peer():
+        return None
+
+    def ready():
+        return peer.get(name, 0) >= turn
+
+    return None if ready() else Blocked(ready, lambda: f"the peer's {name}", done=True)
 
 
 @tcgen05(f"tcgen05.dealloc{GROUPS}.sync.aligned.b32")
@@ -221,20 +249,30 @@ def dealloc(build, line):
                 f"tcgen05.dealloc of {columns} columns from {first} on, for {group} blocks; "
                 f"allocated are {tensor.allocated}"
             )
+        for block in _blocks(warp, group == 2):
+            if block is not warp.block and not block.tensor.is_known(first, warp.clock):
+                raise RaceError(
+                    f"tcgen05.dealloc in block {warp.block.rank}, and nothing orders it after the "
+                    f"tcgen05.alloc of block {block.rank}"
+                )
         busy = [task for task in machine.tasks if warp.block in (task.queue or ())]
         if busy:
             raise EmulatorError(f"tensor memory is given back before {busy[0].what}")
         tensor.frees(slice(first, first + columns), warp.clock)
         del tensor.allocated[first]
         machine.event()
+        return _wait_for_peer(warp, line) if group == 2 else None
 
     return execute
 
 
 @tcgen05(f"tcgen05.relinquish_alloc_permit{GROUPS}.sync.aligned")
 def relinquish(build, line):
+    pair = _is_pair(line)
+
     def execute(warp, mask):
         warp.block.tensor.relinquished = True
+        return _wait_for_peer(warp, line) if pair else None
 
     return execute
 
@@ -508,7 +546,9 @@ class TensorOperand:
         """The columns of tensor memory."""
         return slice(self.column, self.column + columns * np.dtype(dtype).itemsize // 4)
 
-    def note(self, block, rows, columns, dtype, agent: int, time: int, warp, what: str) -> None:
+    def note(
+        self, block, rows, columns, dtype, agent: int, time: int, warp, lane: int, what: str
+    ) -> None:
         """Checks a read that is issued now: bounds and order."""
         if rows != TensorMemory.LANES:
             raise UnsupportedError(f"a first operand of {rows} rows in tensor memory")
@@ -551,12 +591,15 @@ def mma(build, line):
         b = Matrix.of_blackwell(
             int(read_b(warp)[lane]), warp.machine, transposed=found.transpose[1]
         )
-        _multiply(warp, blocks, found, place, (a, b), bool(accumulate(warp)[lane]), line)
+        adds = bool(accumulate(warp)[lane])
+        _multiply(warp, int(lane), blocks, found, place, (a, b), adds, line)
 
     return execute
 
 
-def _multiply(warp, blocks, found: Product, column: int, matrices, accumulates: bool, line) -> None:
+def _multiply(
+    warp, lane: int, blocks, found: Product, column: int, matrices, accumulates: bool, line
+) -> None:
     """Issues a product of 32 bytes of K."""
     cluster, machine = warp.block.cluster, warp.machine
     cluster.multiplied += 1
@@ -574,7 +617,7 @@ def _multiply(warp, blocks, found: Product, column: int, matrices, accumulates: 
         block.tensor.multiplies(cluster.multiplied, part, warp.clock, what)
         for matrix, side, dtype in zip(matrices, sides, types):
             agent = machine.agents.tensor_core
-            matrix.note(block, side, depth, dtype, agent, cluster.multiplied, warp, what)
+            matrix.note(block, side, depth, dtype, agent, cluster.multiplied, warp, lane, what)
 
     def run():
         a, b = (
@@ -696,7 +739,7 @@ def wgmma(build, line):
         agent, products = machine.agents.wgmma(warp.agent), warp.products
         what = f"wgmma of line {line.line}"
         for matrix, side, dtype in zip(matrices, (64, columns), types):
-            matrix.note(block, side, depth, dtype, agent, products.issued + 1, warp, what)
+            matrix.note(block, side, depth, dtype, agent, products.issued + 1, warp, None, what)
         adds = bool(accumulate(warp)[0])
 
         def run():

@@ -120,7 +120,7 @@ def replace(build, line):
             words = words_of(offset, MAP_BYTES)
             shared.reads(warp.agent, warp.time, words, warp.clock, line.opcode)
             shared.writes(warp.agent, warp.time, words, warp.clock, line.opcode)
-            shared.stored(warp.agent, warp.time, units_of(offset, MAP_BYTES))
+            shared.stored(warp.agent, warp.time, units_of(offset, MAP_BYTES), 1 << lane)
             content = int(read(warp)[lane]).to_bytes(size, "little")
             begin = offset + at + place * size
             shared.bytes[begin : begin + size] = np.frombuffer(content, np.uint8)

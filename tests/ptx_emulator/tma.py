@@ -223,18 +223,18 @@ def load(build, line):
                     raise EmulatorError(f"the cluster has no block {max(to, to_signal)}")
                 address = (to_signal << 24) + signal_offset
                 barrier = barrier_at(warp, address, cluster=True)
-                _load(warp, blocks[to], offset, tensor, place, barrier)
+                _load(warp, int(lane), blocks[to], offset, tensor, place, barrier)
 
     return execute
 
 
-def _load(warp, block, offset: int, tensor: TensorMap, place, barrier) -> None:
+def _load(warp, lane: int, block, offset: int, tensor: TensorMap, place, barrier) -> None:
     """One box to one block."""
     what = f"a TMA load of {tensor.name} {place}"
     _checked(tensor, block, offset, what)
     barrier.check_use(warp, asynchronous=True)
     index, words, units = tensor.places(offset)
-    block.shared.asynchronous(units, what)
+    block.shared.asynchronous(units, warp, lane, what)
     block.shared.writes(barrier.agent, barrier.phase + 1, words, warp.clock, what)
     block.shared.bytes[index] = POISON
 
@@ -269,7 +269,7 @@ def _store(warp, lane: int, offset: int, tensor: TensorMap, place) -> None:
     block, machine = warp.block, warp.machine
     _checked(tensor, block, offset, what)
     index, words, units = tensor.places(offset)
-    block.shared.asynchronous(units, what)
+    block.shared.asynchronous(units, warp, lane, what)
     warp.stores_issued += 1
     engine = machine.agents.store_engine(warp.agent)
     block.shared.reads(engine, warp.stores_issued, words, warp.clock, what)
@@ -340,12 +340,12 @@ def load_bytes(build, line):
     def execute(warp, mask):
         for lane in lanes(mask):
             of = (int(read(warp)[lane]) for read in (target, source, size, signal))
-            _load_bytes(warp, *of)
+            _load_bytes(warp, int(lane), *of)
 
     return execute
 
 
-def _load_bytes(warp, target: int, source: int, size: int, signal: int) -> None:
+def _load_bytes(warp, lane: int, target: int, source: int, size: int, signal: int) -> None:
     block, memory = warp.block, warp.machine.memory
     rank, offset = block_of(target)
     what = f"a bulk copy of {size} bytes from {source:#x}"
@@ -357,7 +357,7 @@ def _load_bytes(warp, target: int, source: int, size: int, signal: int) -> None:
     begin = memory.offset(source, size)
     barrier = barrier_at(warp, signal, cluster=False)
     barrier.check_use(warp, asynchronous=True)
-    block.shared.asynchronous(units_of(offset, size), what)
+    block.shared.asynchronous(units_of(offset, size), warp, lane, what)
     words = words_of(offset, size)
     block.shared.writes(barrier.agent, barrier.phase + 1, words, warp.clock, what)
     block.shared.bytes[offset : offset + size] = POISON
