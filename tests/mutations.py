@@ -265,6 +265,21 @@ def _barriers(code: Code) -> Iterator[Mutation]:
             yield code.mutation("count of arrivals or bytes", i, f"{by:+}", edit)
 
 
+def _together(code: Code) -> Iterator[Mutation]:
+    """What lanes, warps and blocks do together, or one for all."""
+    for i in code.find(r"fence\.proxy\.async"):
+        one = f"{{ .reg .pred one; elect.sync _|one, -1; @one {code.code[i].text}; }}"
+        yield code.mutation("fence by one lane", i, "", (*code.code[i].span, one))
+        if (j := code.next(i, r"bar\.warp")) is not None:
+            yield code.mutation("wait dropped", j, "behind a fence", code.dropped(j))
+    for i in code.find(r"barrier\.cluster\.arrive(?!\.relaxed)"):
+        edit = (*code.code[i].span, "barrier.cluster.arrive.relaxed.aligned;")
+        yield code.mutation("relaxed arrival", i, "", edit)
+    for i in code.find(r"setmaxnreg\.inc"):
+        more = [str(int(code.operands(i)[0]) + 8)]
+        yield code.mutation("too many registers", i, "", code.replaced(i, more))
+
+
 def _descriptors(code: Code) -> Iterator[Mutation]:
     products = code.find(MULTIPLY)
     # Bit 46 is 1 in the ISA, and 0 in what runs on hardware.
@@ -481,6 +496,7 @@ def mutations(code: Code, maps: dict, row_bytes: int) -> list[Mutation]:
         *_dropped(code),
         *_moved(code),
         *_barriers(code),
+        *_together(code),
         *_descriptors(code),
         *_tensor_maps(maps),
         *_places(code, row_bytes),
