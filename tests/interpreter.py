@@ -1,15 +1,18 @@
 """Kernels in Pallas' GPU interpreter, with race detection."""
 
+import concurrent.futures
 import contextlib
 import io
 import threading
-import time
+import types
+from unittest import mock
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic.interpret import thread_map
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
 from pallas_patch_embed.problem import Problem, padded
 
@@ -53,9 +56,109 @@ def check_wgmma(monkeypatch):
     monkeypatch.setattr(gpu_callbacks, "wgmma", checked)
 
 
-# Seconds in which nothing was computed, after which all threads wait for each other, and seconds
-# after which it takes too long.
-IDLE, PATIENCE = 1, 120
+class Watch:
+    """Notices that all threads of a kernel wait for each other. It counts them and reads no clock.
+
+    A thread that waits says what it waits for: `blocked()`, which only another thread can make
+    false. When every thread that runs is blocked, none will ever go on.
+    """
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        # The first is the one that starts the others.
+        self.threads, self.waiting = 1, {}
+        self.begun, self.deadlock = False, False
+
+    def check(self):
+        """Fails the kernel if every thread is blocked. Threads call it before they wait or end."""
+        with self.lock:
+            if self.deadlock or self.threads != len(self.waiting):
+                return
+            self.deadlock = all(blocked() for blocked in self.waiting.values())
+        if self.deadlock:
+            memory = gpu_callbacks._get_shared_memory()
+            memory.set_failed(TimeoutError("deadlock"), top_level=False)
+
+    @contextlib.contextmanager
+    def wait(self, blocked):
+        """A thread waits inside until blocked() is false."""
+        me = threading.get_ident()
+        with self.lock:
+            self.waiting[me] = blocked
+        self.check()
+        try:
+            yield
+        finally:
+            with self.lock:
+                del self.waiting[me]
+
+
+def calling(function, original):
+    """A function or method that passes the one it replaces to `function`."""
+    return lambda *arguments, **named: function(original, *arguments, **named)
+
+
+# Of the kernel that is interpreted now. Programs that JAX has kept find it here.
+watch = Watch()
+
+
+class Threads(concurrent.futures.ThreadPoolExecutor):
+    """The interpreter's threads, known to the watch. The one that starts them waits for them."""
+
+    def __init__(self, max_workers):
+        super().__init__(max_workers)
+        self.left = max_workers
+        self.starter = watch.wait(lambda: self.left > 0)
+        with watch.lock:
+            watch.threads += max_workers
+            watch.begun = True
+
+    def __enter__(self):
+        self.starter.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        try:
+            super().__exit__(*error)
+        finally:
+            self.starter.__exit__(None, None, None)
+
+    def submit(self, function, *arguments):
+        def run():
+            try:
+                function(*arguments)
+            finally:
+                with watch.lock:
+                    self.left -= 1
+                    watch.threads -= 1
+                watch.check()
+
+        return super().submit(run)
+
+
+def _wait_at_barrier(original, self, thread, *arguments, **named):
+    phases = self.last_observed_phase_by_thread
+    seen = phases.get(thread, phases.get(thread.warpgroup(), 0))
+    with watch.wait(lambda: self.phase == seen and not self.aborted):
+        return original(self, thread, *arguments, **named)
+
+
+@contextlib.contextmanager
+def watched():
+    """Lets the interpreter's threads tell a new `watch` what they do."""
+    global watch
+    watch = Watch()
+    wait = calling(_wait_at_barrier, shared_memory.Barrier.wait)
+    with (
+        mock.patch.object(thread_map, "futures", types.SimpleNamespace(ThreadPoolExecutor=Threads)),
+        mock.patch.object(shared_memory.Barrier, "wait", wait),
+    ):
+        yield watch
+
+
+# More than the copies, products and loads of a test's kernel. Each has a place of its own in the
+# vector clocks: two that share one can look ordered when they are not, which hides a race.
+ASYNCHRONOUS = 1024
 
 
 def interpreted(run, operands, out_dtype, config):
@@ -67,33 +170,21 @@ def interpreted(run, operands, out_dtype, config):
       out_dtype: of the result.
       config: of the kernel.
     """
-
-    done, given_up = threading.Event(), threading.Event()
-
-    def watch():
-        begin, computed = time.monotonic(), time.process_time()
-        while not done.wait(IDLE):
-            before, computed = computed, time.process_time()
-            if computed - before < 0.05 * IDLE or time.monotonic() - begin > PATIENCE:
-                given_up.set()
-                gpu_callbacks._get_shared_memory().set_failed(TimeoutError())
-                return
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with watched() as watch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
             y = run(
                 *operands,
                 out_dtype=out_dtype,
                 config=config,
-                interpret=plgpu.InterpretGPUParams(detect_races=True),
+                interpret=plgpu.InterpretGPUParams(
+                    detect_races=True, num_tma_threads_per_device=ASYNCHRONOUS
+                ),
             ).block_until_ready()
-    except Exception as error:
-        if given_up.is_set():
-            raise TimeoutError("deadlock: all threads wait, or it takes too long") from error
-        raise
-    finally:
-        done.set()
+        except Exception as error:
+            if watch.deadlock:
+                raise TimeoutError("deadlock: all threads wait for each other") from error
+            raise
+    assert watch.begun, "the interpreter's threads were not watched"
     assert "RACE" not in printed.getvalue(), printed.getvalue()
     return y
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from importlib import resources
 from pathlib import Path
 
@@ -280,10 +279,9 @@ def test_an_interrupt_leaves_no_file(tmp_path, pictures):
             assert character, seen
             seen += character
         process.send_signal(signal.SIGINT)
-        start = time.monotonic()
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate()
     assert process.returncode == 130 and "nothing was written" in error
-    assert "Traceback" not in error and time.monotonic() - start < 30
+    assert "Traceback" not in error and " 4000/4000" not in error
     assert list(out.parent.iterdir()) == []
 
 

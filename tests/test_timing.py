@@ -1,6 +1,7 @@
 """Timing: interleaved turns, medians, spread, and what the samples belong to."""
 
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +11,42 @@ from benchmarks import timing
 from benchmarks.timing import Contender, Sample, Samples, Timing
 
 
-def sleeper(seconds, turns, name):
-    def contender():
-        turns.append(name)
-        time.sleep(seconds)
-        return jnp.zeros(())
+class Clock:
+    """A clock that goes on only when someone sleeps, in seconds."""
 
-    return Contender(contender)
+    def __init__(self):
+        self.seconds = 0.0
+
+    def sleep(self, seconds):
+        self.seconds += seconds
+
+    def perf_counter(self):
+        return self.seconds
 
 
 @pytest.fixture(autouse=True)
-def wall_time(monkeypatch):
+def clock(monkeypatch):
+    """Wall time, by a clock of the test's."""
+    clock = Clock()
     monkeypatch.setattr(timing, "on_gpu", lambda: False)
+    fake = types.SimpleNamespace(perf_counter=clock.perf_counter, sleep=clock.sleep)
+    monkeypatch.setattr(timing, "time", fake)
+    return clock
+
+
+@pytest.fixture
+def sleeper(clock):
+    """Makes contenders that take so many seconds and write down their turns."""
+
+    def make(seconds, turns, name):
+        def contender():
+            turns.append(name)
+            clock.sleep(seconds)
+            return jnp.zeros(())
+
+        return Contender(contender)
+
+    return make
 
 
 def test_the_profiler_calls_a_contender_as_it_is():
@@ -47,27 +72,39 @@ def test_what_is_compiled_before_is_not_compiled_again():
         contenders[1]()
 
 
-def test_burst_takes_turns_and_finds_who_is_faster():
+def test_burst_takes_turns_after_a_rest_that_is_not_counted(sleeper, clock):
     turns = []
     contenders = {name: sleeper(s, turns, name) for name, s in (("slow", 0.02), ("fast", 0.002))}
-    found = timing.burst(contenders, rounds=3, calls=2, rest=0.0)
+    found = timing.burst(contenders, rounds=3, calls=2, rest=10.0)
     assert turns == ["slow", "fast"] + ["slow", "slow", "fast", "fast"] * 3
-    assert found["slow"].calls == found["fast"].calls == 6
-    assert 20 <= found["slow"].low <= found["slow"].milliseconds <= found["slow"].high
-    assert 2 <= found["fast"].milliseconds < found["slow"].milliseconds
+    assert clock.seconds == pytest.approx(0.022 + 3 * (2 * 10 + 2 * 0.022))
+    for name, milliseconds in (("slow", 20), ("fast", 2)):
+        assert found[name].calls == 6
+        times = found[name].low, found[name].milliseconds, found[name].high
+        assert times == pytest.approx((milliseconds,) * 3)
 
 
-def test_sustained_leaves_out_the_first_half():
+def test_sustained_leaves_out_the_first_half(clock):
+    calls = []
+
+    def contender():
+        """Takes 1 s, and 2 s from the middle of its turn on, which begins after a first call."""
+        calls.append(2 if clock.seconds >= 1 + 50 else 1)
+        clock.sleep(calls[-1])
+        return jnp.zeros(())
+
+    found = timing.sustained({"a": Contender(contender)}, seconds=100, rounds=1, calls=5)
+    times = found["a"].low, found["a"].milliseconds, found["a"].high
+    assert times == pytest.approx((2000,) * 3)
+    # Of 10 times five calls in the first half none is counted, of those behind it all.
+    assert (found["a"].calls, calls) == (5, [1] * 51 + [2] * 25)
+
+
+def test_latency_takes_turns(sleeper):
     turns = []
-    found = timing.sustained({"a": sleeper(0.001, turns, "a")}, seconds=0.1, rounds=2, calls=5)
-    assert 1 <= found["a"].milliseconds
-    assert found["a"].calls * 5 < len(turns) * 0.75
-
-
-def test_latency_takes_turns():
-    turns = []
-    timing.latency({name: sleeper(0, turns, name) for name in "ab"}, rounds=3)
+    found = timing.latency({name: sleeper(0.003, turns, name) for name in "ab"}, rounds=3)
     assert "".join(turns) == "ab" * 4
+    assert [found[name].milliseconds for name in "ab"] == pytest.approx([3, 3])
 
 
 def test_a_timing_has_the_median_and_the_spread_of_what_was_measured():
@@ -85,21 +122,21 @@ def test_a_timing_has_the_median_and_the_spread_of_what_was_measured():
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """One that says what it was asked, and numbers."""
+    """One that writes what it was asked, says numbers, and then that it has said them."""
     script = tmp_path / "nvidia-smi"
     script.write_text(
         f"#!/bin/sh\necho $@ > {tmp_path}/asked\n"
-        "while true; do echo '1410, 690.5'; sleep 0.01; done\n"
+        f"for i in 1 2 3 4; do echo '1410, 690.5'; done\n: > {tmp_path}/said\nexec sleep 1000\n"
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return tmp_path / "asked"
+    return tmp_path
 
 
 def test_there_are_no_samples_without_a_GPU(nvidia_smi):
     with timing.sampled() as samples:
-        time.sleep(0.1)
-    assert samples.median("clock") is None and not nvidia_smi.exists()
+        pass
+    assert samples.median("clock") is None and not (nvidia_smi / "asked").exists()
 
 
 def test_there_are_no_samples_without_nvidia_smi(monkeypatch):
@@ -118,10 +155,11 @@ def test_samples_are_of_the_GPU_that_works(nvidia_smi, monkeypatch, visible, ask
     else:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with timing.sampled() as samples:
-        time.sleep(0.3)
-    assert len(samples) > 3
+        while not (nvidia_smi / "said").exists():
+            time.sleep(0.01)
+    assert len(samples) == 4
     assert (samples.median("clock"), samples.median("power")) == (1410, 690.5)
-    assert f"--id={asked} " in nvidia_smi.read_text()
+    assert f"--id={asked} " in (nvidia_smi / "asked").read_text()
 
 
 def test_calls_take_all_operands_in_turns():

@@ -19,9 +19,11 @@ import functools
 import threading
 import time
 
+import interpreter
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
+from interpreter import calling
 from jax._src import callback
 from jax._src.pallas.mosaic_gpu import core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
@@ -46,16 +48,15 @@ def of_block(key, block):
     return dataclasses.replace(key, block_id=block)
 
 
-def allocated(memory, key, seconds=60):
+def allocated(memory, key):
     """The allocation, once its block has made it: a cluster starts when all barriers are there."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        memory.check_failed()
-        with memory.lock:
-            if key in memory.mem:
-                return memory.mem[key]
-        time.sleep(0.0005)
-    raise RuntimeError(f"block {key.block_id} did not allocate {key} in {seconds} s.")
+    with interpreter.watch.wait(lambda: key not in memory.mem):
+        while True:
+            memory.check_failed()
+            with memory.lock:
+                if key in memory.mem:
+                    return memory.mem[key]
+            time.sleep(0.0005)
 
 
 def part_of(access, axis, block):
@@ -267,13 +268,7 @@ def install(monkeypatch):
         (gpu_callbacks.TcGen05Mma, "__call__", multiply),
         (jaxpr_interpret.JaxprInterpreter, "_interpret_barrier_arrive_p", interpret_arrive),
     ):
-        method = getattr(owner, name)
-        monkeypatch.setattr(owner, name, calling(function, method))
+        monkeypatch.setattr(owner, name, calling(function, getattr(owner, name)))
     for name, function in (("tcgen05_commit_arrive", commit), ("async_load_tmem", load)):
         original = getattr(gpu_callbacks, name)
         monkeypatch.setattr(gpu_callbacks, name, functools.partial(function, original))
-
-
-def calling(function, method):
-    """A method that passes the one it replaces to `function`."""
-    return lambda self, *arguments, **named: function(method, self, *arguments, **named)
