@@ -98,7 +98,8 @@ def test_what_runs_is_what_explain_says(source, monkeypatch):
         given = dict(why_not=backend.why_not, why_rather_not=backend.why_rather_not)
         return types.SimpleNamespace(**given, run=run)
 
-    monkeypatch.setattr(cuda_ffi, "missing", lambda: None)
+    # Whether the library is here or not.
+    monkeypatch.setattr(cuda_ffi, "why_not", lambda problem, target: None)
     monkeypatch.setattr(primitive, "_target", lambda module, platform: h200)
     stand_ins = {name: stand_in(name, backend) for name, backend in BACKENDS.items()}
     with mock.patch.dict(BACKENDS, stand_ins):
