@@ -5,7 +5,6 @@ The library has the build that is used; these are for what is measured inside of
 
 import ctypes
 import math
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -14,12 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.machine_code import cuda_root
-from pallas_patch_embed.backends import cuda_ffi, schedule, tiling
+from pallas_patch_embed.backends import cuda_build, cuda_ffi, schedule, tiling
 from pallas_patch_embed.backends.cuda_ffi import Config
 from pallas_patch_embed.problem import Problem, Target
-
-FFI = Path(__file__).parent.parent / "ffi"
 
 # Stamps of a warp; kStamps in ffi/timeline.cuh.
 STAMPS = 8192
@@ -60,15 +56,15 @@ def compiled(config: Config, architecture: str, *options: str) -> bytes:
       options: of nvcc; "-ptx" for PTX, "-cubin" for machine code.
 
     Raises:
-      FileNotFoundError: there is no nvcc.
+      FileNotFoundError: no nvcc compiles them; it says what was tried.
     """
-    nvcc = shutil.which("nvcc") or (cuda_root() and cuda_root() / "bin" / "nvcc")
-    if not nvcc:
-        raise FileNotFoundError("nvcc is neither on PATH nor among pip's packages.")
+    nvcc, reason = cuda_build.find_nvcc()
+    if nvcc is None:
+        raise FileNotFoundError(reason)
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder, "kernel.cu"), Path(folder, "kernel")
         path.write_text(source(config))
-        options = ["-std=c++17", "-O3", f"-arch={architecture}", f"-I{FFI}", *options]
+        options = ["-std=c++17", "-O3", f"-arch={architecture}", f"-I{cuda_build.FFI}", *options]
         subprocess.run([nvcc, *options, path, "-o", out], check=True)
         return out.read_bytes()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.machine_code import cuda_root
+from pallas_patch_embed.backends.cuda_build import find_nvcc
 
 SOURCE = Path(__file__).with_name("cutlass.cu")
 
@@ -49,18 +49,14 @@ def headers() -> Path | None:
     return next((x for x in folders if (x / "cutlass" / "cutlass.h").exists()), None)
 
 
-def nvcc() -> str | None:
-    """The nvcc on PATH, pip's, or the one in /usr/local/cuda; None if there is none."""
-    folders = [os.environ.get("PATH", ""), f"{cuda_root()}/bin", "/usr/local/cuda/bin"]
-    return shutil.which("nvcc", path=os.pathsep.join(folders))
-
-
 def missing() -> str | None:
     """What is not installed; None if everything is."""
-    if nvcc() is None:
-        return "there is no nvcc."
-    if shutil.which("g++") is None:
+    compiler = shutil.which("g++")
+    if compiler is None:
         return "there is no C++ compiler (g++)."
+    nvcc, reason = find_nvcc(compiler)
+    if nvcc is None:
+        return f"{reason}."
     if headers() is None:
         return "CUTLASS's headers are missing: pip install nvidia-cutlass==4.2.0, or CUTLASS_PATH."
     return None
@@ -87,9 +83,11 @@ def build(folder: Path | None = None) -> Path:
         raise RuntimeError(f"benchmarks.cutlass: {reason}")
     folder = Path(folder or tempfile.mkdtemp(prefix="cutlass"))
     library = folder / "libpatch_embed_cutlass.so"
+    compiler = shutil.which("g++")
+    nvcc, _ = find_nvcc(compiler)
 
     def run(*arguments: str | Path) -> None:
-        command = [nvcc(), "-ccbin", shutil.which("g++"), *map(str, arguments)]
+        command = [nvcc, "-ccbin", compiler, *map(str, arguments)]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             raise RuntimeError(f"benchmarks.cutlass: nvcc fails.\n{done.stdout[-4000:]}")

@@ -142,17 +142,25 @@ Image* find_image(const Config& config) {
 #define PATCH_EMBED_DRIVER(X)                                                              \
   X(cuGetErrorName) X(cuGetErrorString) X(cuStreamGetCtx) X(cuCtxPushCurrent)             \
   X(cuCtxPopCurrent) X(cuCtxGetDevice) X(cuDeviceGetAttribute) X(cuLibraryLoadData)       \
-  X(cuLibraryGetKernel) X(cuKernelSetAttribute) X(cuTensorMapEncodeTiled) X(cuLaunchKernelEx)
+  X(cuLibraryGetKernel) X(cuKernelSetAttribute) X(cuTensorMapEncodeTiled) X(cuLaunchKernelEx) \
+  X(cuDriverGetVersion)
 
 // cuda.h gives some functions the name of a version, which is what is looked up.
 #define PATCH_EMBED_TEXT(name) #name
 #define PATCH_EMBED_POINTER(name) decltype(&::name) name##_fn = nullptr;
 #define PATCH_EMBED_LOOK_UP(name)                                                          \
   name##_fn = reinterpret_cast<decltype(&::name)>(dlsym(handle, PATCH_EMBED_TEXT(name))); \
-  if (!name##_fn) missing = "the driver has no " PATCH_EMBED_TEXT(name) "; 525 or newer is needed.";
+  if (!name##_fn) too_old = "the driver has no " PATCH_EMBED_TEXT(name) "; 525 or newer is needed.";
+
+// CUDA's versions are 1000 * major + 10 * minor.
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
 
 struct Driver {
-  std::string missing;  // why it cannot be used; empty if it can
+  std::string missing;  // why there is none; empty if there is one
+  std::string too_old;  // why it cannot run the kernels; empty if it can
+  int version = 0;      // the newest CUDA that it is for
 
   PATCH_EMBED_DRIVER(PATCH_EMBED_POINTER)
 
@@ -163,6 +171,14 @@ struct Driver {
       return;
     }
     PATCH_EMBED_DRIVER(PATCH_EMBED_LOOK_UP)
+    if (!too_old.empty()) return;
+    // A driver loads the machine code of every toolkit of its own major version, and of older ones.
+    if (cuDriverGetVersion_fn(&version) == CUDA_SUCCESS && version / 1000 < CUDA_VERSION / 1000) {
+      too_old = "the driver is for CUDA " + version_text(version) +
+                "; the kernels were compiled by CUDA " + version_text(CUDA_VERSION) +
+                " and need a driver for CUDA " + version_text(CUDA_VERSION / 1000 * 1000) +
+                " or newer. Update the driver, or, for one of CUDA 12, build the kernels with nvcc 12.9.";
+    }
   }
 };
 
@@ -377,7 +393,9 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
   if ((hopper.kernel ? hopper : blackwell).shapes.M == 0) return ffi::Error::Success();
 
   const Driver& cuda = driver();
-  if (!cuda.missing.empty()) return error(ffi::ErrorCode::kUnavailable, cuda.missing);
+  for (const std::string& reason : {cuda.missing, cuda.too_old}) {
+    if (!reason.empty()) return error(ffi::ErrorCode::kUnavailable, reason);
+  }
   if (!stream) return error(ffi::ErrorCode::kUnavailable, "XLA gave no stream of a GPU.");
   const Context context(stream);
   PATCH_EMBED_RETURN_IF_ERROR("the stream's context", context.result);
@@ -413,7 +431,10 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
     return error(ffi::ErrorCode::kUnavailable,
                  "this library was built without " + name + ".");
   }
-  PATCH_EMBED_RETURN_IF_ERROR("loading the kernels", load(*image));
+  PATCH_EMBED_RETURN_IF_ERROR("a driver for CUDA " + version_text(cuda.version) +
+                                  " cannot load the kernels, compiled by CUDA " +
+                                  version_text(CUDA_VERSION),
+                              load(*image));
   CUkernel kernel;
   PATCH_EMBED_RETURN_IF_ERROR(name,
                               cuda.cuLibraryGetKernel_fn(&kernel, image->library, name.c_str()));
@@ -502,9 +523,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(patch_embed_execute,
 
 PATCH_EMBED_EXPORT int patch_embed_interface() { return patch_embed::kInterface; }
 
+// The hash of the files that this was built from (backends/cuda_build.py), which is looked for in the
+// library's bytes: that needs no loading.
+PATCH_EMBED_EXPORT const char* patch_embed_sources() { return PATCH_EMBED_SOURCES; }
+
 PATCH_EMBED_EXPORT int patch_embed_ffi_major() { return XLA_FFI_API_MAJOR; }
 
 PATCH_EMBED_EXPORT int patch_embed_ffi_minor() { return XLA_FFI_API_MINOR; }
+
+// {"error": why this machine's driver cannot run the kernels}; {} if it can, or if there is none.
+PATCH_EMBED_EXPORT int64_t patch_embed_driver(char* buffer, int64_t size) {
+  const std::string& wrong = patch_embed::driver().too_old;
+  return patch_embed::give(wrong.empty() ? "{}" : "{\"error\": \"" + wrong + "\"}", buffer, size);
+}
 
 // All configs as JSON, and of each whether its kernel is in this library.
 PATCH_EMBED_EXPORT int64_t patch_embed_kernels(char* buffer, int64_t size) {

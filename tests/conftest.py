@@ -8,12 +8,25 @@ import importlib.util
 import os
 import shutil
 
+import pytest
+
 FLAG = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
 GPU = shutil.which("nvidia-smi") and importlib.util.find_spec("jax_cuda13_plugin")
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if GPU else "cpu")
 # Several processes share the GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+@pytest.fixture(scope="session")
+def nvcc():
+    """The nvcc that compiles the kernels of ffi/; without one the test is skipped, and says why."""
+    from pallas_patch_embed.backends import cuda_build
+
+    path, reason = cuda_build.find_nvcc()
+    if path is None:
+        pytest.skip(reason)
+    return path
 
 
 def pytest_collection_finish(session):

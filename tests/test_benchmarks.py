@@ -210,9 +210,16 @@ def test_one_wrong_embedding_of_many_is_noticed():
 
 def test_CUTLASS_says_what_is_missing_and_what_it_cannot_serve(monkeypatch):
     data = contenders.draw(CASE)
+    monkeypatch.setattr(cutlass.shutil, "which", lambda name: name)
     monkeypatch.setattr(cutlass, "headers", lambda: None)
-    with pytest.raises(RuntimeError, match="nvidia-cutlass" if cutlass.nvcc() else "nvcc"):
-        cutlass.fused(*contenders.operands(data))
+    for found, missing in (
+        (("nvcc", ""), "nvidia-cutlass"),
+        ((None, "no nvcc was found"), "no nvcc"),
+    ):
+        monkeypatch.setattr(cutlass, "find_nvcc", lambda compiler, found=found: found)
+        cutlass._registered.cache_clear()
+        with pytest.raises(RuntimeError, match=missing):
+            cutlass.fused(*contenders.operands(data))
     _, left_out = contenders.entries(CASE, data, ("patches",))
     assert "are for Hopper GPUs; this is cpu" in left_out["CUTLASS, fused, pingpong"]
     _, left_out = contenders.entries(CASE, data, ("patches",), built=False)

@@ -20,7 +20,7 @@ from bounds import draw_params
 from interpreter import problem_of
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.backends import BACKENDS, cuda_ffi, explain, schedule, tiling
+from pallas_patch_embed.backends import BACKENDS, cuda_build, cuda_ffi, explain, schedule, tiling
 from pallas_patch_embed.problem import NAMED_SHAPES, Target, named_shape
 
 TESTS = Path(__file__).parent
@@ -314,7 +314,7 @@ def test_it_runs_where_the_Pallas_kernels_cannot(monkeypatch):
 @pytest.fixture
 def fresh():
     """What is remembered of the library is forgotten before and after."""
-    remembered = (cuda_ffi.library, cuda_ffi.configs, cuda_ffi.register)
+    remembered = (cuda_ffi.library, cuda_ffi.configs, cuda_ffi.register, cuda_ffi._is_stale)
     for function in remembered:
         function.cache_clear()
     yield
@@ -348,11 +348,33 @@ def test_a_missing_library_is_a_reason_that_says_how_to_build_it(
         ppe.patch_embed(jnp.zeros((1, 16, 256), jnp.int8), params, backend="cuda")
 
 
-@pytest.mark.parametrize("content", [b"", b"no library"])
+@pytest.mark.parametrize("content", ["", "no library"])
 def test_a_broken_library_is_a_reason(fresh, monkeypatch, tmp_path, content):
     monkeypatch.setattr(cuda_ffi, "LIBRARY", tmp_path / "libpatch_embed.so")
-    cuda_ffi.LIBRARY.write_bytes(content)
+    cuda_ffi.LIBRARY.write_text(content)
+    assert "its library was built from other sources" in reason_of_the_library()
+    cuda_ffi._is_stale.cache_clear()
+    cuda_ffi.LIBRARY.write_text(content + cuda_build.source_hash())
     assert "its library cannot be loaded" in reason_of_the_library()
+
+
+@built
+def test_a_library_of_other_sources_is_refused(fresh, monkeypatch, tmp_path):
+    shutil.copytree(cuda_build.FFI, tmp_path / "ffi")
+    monkeypatch.setattr(cuda_build, "FFI", tmp_path / "ffi")
+    assert reason_of_the_library() is None
+    edited = tmp_path / "ffi" / "ptx" / "tma.cuh"
+    edited.write_text(edited.read_text() + "//")
+    cuda_ffi._is_stale.cache_clear()
+    assert re.search(r"built from other sources than .* `make ffi`", reason_of_the_library())
+    cuda_ffi.library.cache_clear()
+    assert_not_registered(monkeypatch)
+
+
+@built
+def test_an_installed_wheel_has_no_sources_to_compare_with(fresh, monkeypatch, tmp_path):
+    monkeypatch.setattr(cuda_build, "FFI", tmp_path / "ffi")
+    assert reason_of_the_library() is None
 
 
 @built
@@ -677,7 +699,7 @@ def handle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("driver")
 
     def compiled(*flags):
-        target = folder / ("without" if flags else "all") / "libcuda.so.1"
+        target = folder / "-".join(["driver", *flags]) / "libcuda.so.1"
         if not target.exists():
             target.parent.mkdir()
             source = TESTS / "fake_driver.cc"
@@ -703,6 +725,7 @@ def handle(tmp_path_factory):
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout)
 
+    handled.compiled = compiled
     return handled
 
 
@@ -837,6 +860,8 @@ def test_what_the_driver_refuses_is_an_error_and_leaves_no_context(handle, funct
     ((code, message),) = errors
     assert code == CODES["INTERNAL"]
     assert re.match(r"patch_embed: .*: CUDA_ERROR_UNKNOWN, unknown error\.$", message)
+    versions = r"a driver for CUDA 99\.1 cannot load the kernels, compiled by CUDA 1\d\.\d:"
+    assert function != "cuLibraryLoadData" or re.search(versions, message)
     pushed, popped = (
         sum(line.startswith(name) for line in written) for name in ("cuCtxPush", "cuCtxPop")
     )
@@ -888,8 +913,50 @@ def test_without_a_stream_it_is_unavailable(handle):
     assert not written
 
 
+OLD = ("-DDRIVER_VERSION=11080",)
+TOO_OLD = (
+    r"the driver is for CUDA 11\.8; the kernels were compiled by CUDA (1[23])\.\d and need a "
+    r"driver for CUDA \1\.0 or newer\. Update the driver, or, for one of CUDA 12, build"
+)
+
+
 @with_driver
-def test_an_old_driver_is_unavailable_and_says_why(handle):
+def test_a_driver_too_old_for_the_kernels_is_refused_before_they_are_loaded(handle):
+    calls = [dict(operands=placed(operands_of()), stage=x) for x in ("initialize", "execute")]
+    for ((code, message),), written in handle(*calls, flags=OLD):
+        assert code == CODES["UNAVAILABLE"] and re.search(TOO_OLD, message)
+        assert not written
+
+
+@with_driver
+@pytest.mark.parametrize("flags", [OLD, ()], ids=["old", "new"])
+def test_the_backend_refuses_a_chip_whose_driver_is_too_old(handle, flags):
+    code = """if True:
+        from interpreter import problem_of
+        from pallas_patch_embed.backends import cuda_ffi
+        from pallas_patch_embed.problem import Target, named_shape
+        problem = problem_of(named_shape("B/16 224"), "int8")
+        # An export for a chip that nobody knows yet does not depend on this machine's driver.
+        assert cuda_ffi.why_not(problem, None) is None
+        print(cuda_ffi.why_not(problem, Target("cuda", (9, 0))))
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "LD_LIBRARY_PATH": str(handle.compiled(*flags)),
+            "PYTHONPATH": str(TESTS),
+            "JAX_PLATFORMS": "cpu",
+        },
+    )
+    assert result.returncode == 0, result.stderr
+    assert re.search(TOO_OLD if flags else "^None$", result.stdout)
+
+
+@with_driver
+def test_a_driver_that_lacks_a_function_is_unavailable_and_says_why(handle):
     # A driver of another name for what it lacks.
     flags = ["-DcuLaunchKernelEx=cuLaunchKernel"]
     ((errors, _),) = handle(dict(operands=placed(operands_of())), flags=flags)

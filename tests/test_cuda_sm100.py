@@ -2,7 +2,6 @@
 
 import ctypes
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -35,16 +34,14 @@ static_assert(ptx::tcgen05_matrix_descriptor(0) == 0x4000404000010000);
 static_assert(ptx::instruction_descriptor(Type::kInt8, 256, 256) == 0x104004A0);
 """
 
-pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
-
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory):
+def host(nvcc, tmp_path_factory):
     """The functions above, compiled for this machine."""
     folder = tmp_path_factory.mktemp("host")
     source = folder / "descriptors.cc"
     source.write_text(HOST)
-    command = ["nvcc", "-std=c++17", "-shared", "-Xcompiler", "-fPIC,-Wall,-Werror"]
+    command = [nvcc, "-std=c++17", "-shared", "-Xcompiler", "-fPIC,-Wall,-Werror"]
     subprocess.run([*command, f"-I{FFI}", source, "-o", folder / "host.so"], check=True)
     library = ctypes.CDLL(folder / "host.so")
     library.made.restype = library.moved.restype = ctypes.c_uint64
@@ -130,10 +127,10 @@ FINE = ("i8", "bf16", "table", 256, 2, 4, "stationary")
     ],
     ids=str,
 )
-def test_a_knob_that_cannot_be_is_refused_with_a_sentence(tmp_path, arguments, message):
+def test_a_knob_that_cannot_be_is_refused_with_a_sentence(nvcc, tmp_path, arguments, message):
     source = tmp_path / "kernel.cu"
     source.write_text(instance(*arguments))
-    command = ["nvcc", "-std=c++17", "-ptx", "-arch=sm_100a", f"-I{FFI}", source]
+    command = [nvcc, "-std=c++17", "-ptx", "-arch=sm_100a", f"-I{FFI}", source]
     done = subprocess.run([*command, "-o", "/dev/null"], capture_output=True, text=True)
     assert done.returncode and message in done.stderr
 
@@ -141,10 +138,10 @@ def test_a_knob_that_cannot_be_is_refused_with_a_sentence(tmp_path, arguments, m
 # What nvcc makes of it.
 
 
-def compile_to_cubin(source, options, path):
+def compile_to_cubin(nvcc, source, options, path):
     """Compiles for a Blackwell chip; what the compilers said."""
     warnings = ["--Werror", "all-warnings", "-Xptxas=-v,-warn-spills,-warn-lmem-usage"]
-    command = ["nvcc", "-std=c++17", "-O3", "-cubin", *warnings, f"-I{FFI}", *options, source]
+    command = [nvcc, "-std=c++17", "-O3", "-cubin", *warnings, f"-I{FFI}", *options, source]
     done = subprocess.run([*command, "-o", path], check=True, capture_output=True, text=True)
     return done.stdout + done.stderr
 
@@ -165,12 +162,12 @@ MEMORY = {"LD", "ST", "LDG", "STG", "LDL", "STL", "LDS", "ATOM", "RED"}
 
 @pytest.mark.parametrize("chip", ["100a", "103a"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_kernel_spills_and_a_tile_touches_no_global_memory(dtype, chip, tmp_path):
+def test_no_kernel_spills_and_a_tile_touches_no_global_memory(nvcc, dtype, chip, tmp_path):
     if (dtype, chip) == ("i8", "103a"):
         pytest.skip("there is no kind::i8")
     cubin = tmp_path / "kernels.cubin"
     options = [f"-arch=sm_{chip}", f"-DPATCH_EMBED_DTYPE={DTYPES[dtype]}"]
-    assert_clean(compile_to_cubin(FFI / "patch_embed_sm100.cu", options, cubin))
+    assert_clean(compile_to_cubin(nvcc, FFI / "patch_embed_sm100.cu", options, cubin))
     if cuda_root() is None:
         return
     weight = "s5_streamed" if dtype == "bf16" else "s4_stationary"

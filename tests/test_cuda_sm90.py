@@ -23,8 +23,6 @@ extern "C" uint64_t moved(uint32_t address, uint32_t bytes) {
 static_assert(matrix_descriptor(0) == 0x4000004000010000);
 """
 
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
-
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
@@ -63,14 +61,14 @@ def test_a_descriptor_is_that_of_rows_of_128_swizzled_bytes(host, address, step)
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiled(nvcc, tmp_path_factory):
     """The cubin of a dtype's kernels, and what the compilers said."""
 
     def cubin(dtype):
         path = tmp_path_factory.mktemp(dtype) / "kernels.cubin"
         options = ["-std=c++17", "-O3", "-cubin", "-arch=sm_90a", "-Xptxas", "-v"]
         options.append(f"-DPATCH_EMBED_DTYPE={DTYPES[dtype]}")
-        command = ["nvcc", *options, FFI / "patch_embed_sm90.cu", "-o", path]
+        command = [nvcc, *options, FFI / "patch_embed_sm90.cu", "-o", path]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         return path, done.stdout + done.stderr
 
@@ -83,7 +81,6 @@ def tile_loop(cubin, name):
     return innermost_loop(sass, re.compile(r"STG\.E\.128"))
 
 
-@needs_nvcc
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_kernel_spills_and_no_product_waits_for_another(compiled, dtype):
     cubin, said = compiled(dtype)

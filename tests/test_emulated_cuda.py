@@ -1,7 +1,6 @@
 """The PTX of the hand-written kernels, executed: results equal XLA's, whatever the schedule."""
 
 import re
-import shutil
 import subprocess
 from functools import partial
 
@@ -15,14 +14,14 @@ from interpreter import draw_operands
 from ptx_emulator.errors import EmulatorError
 
 from benchmarks import cuda_launch
-from benchmarks.cuda_launch import FFI
 from benchmarks.timeline import EVENTS, read_stamps
-from pallas_patch_embed.backends import tiling, xla
+from pallas_patch_embed.backends import cuda_build, tiling, xla
+from pallas_patch_embed.backends.cuda_build import FFI
 from pallas_patch_embed.problem import Problem
 
 OPTIONS = ("-std=c++17", "-O3", "-ptx")
 
-pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+pytestmark = pytest.mark.usefixtures("nvcc")
 
 
 def assert_equals_xla(ptx, case, schedules=SCHEDULES):
@@ -104,7 +103,8 @@ def compile_source(source, folder, capability=100, patched=None):
     (folder / "kernel.cu").write_text(source)
     if patched:
         (folder / f"patch_embed_sm{capability}.cu").write_text(patched)
-    command = ["nvcc", *OPTIONS, f"-arch=sm_{capability}a", f"-I{FFI}", folder / "kernel.cu"]
+    nvcc, _ = cuda_build.find_nvcc()
+    command = [nvcc, *OPTIONS, f"-arch=sm_{capability}a", f"-I{FFI}", folder / "kernel.cu"]
     command += ["-o", folder / "kernel.ptx"]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return (folder / "kernel.ptx").read_text()

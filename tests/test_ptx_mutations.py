@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import os
 import re
-import shutil
 from unittest import mock
 
 import emulated_cuda
@@ -33,7 +32,6 @@ from benchmarks.machine_code import cuda_root
 from pallas_patch_embed.backends import mosaic_sm100, xla
 
 pytestmark = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 
 # Between them: two blocks and one, a weight that stays and one that is streamed, runs of several
 # tiles, one and two stores a tile, slices of N, a table and none.
@@ -203,10 +201,10 @@ def watch(machine: Machine, note) -> None:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize(
-    "name", [*NAMES, *(pytest.param(name, marks=needs_nvcc) for name in CUDA_NAMES)]
-)
-def test_edits_are_noticed(monkeypatch, record_property, name, part):
+@pytest.mark.parametrize("name", NAMES + CUDA_NAMES)
+def test_edits_are_noticed(request, monkeypatch, record_property, name, part):
+    if name in CUDA_NAMES:
+        request.getfixturevalue("nvcc")
     monkeypatch.setattr(mosaic_sm100, "MULTIPROCESSORS", MULTIPROCESSORS)
     # Enough for a run of these kernels.
     monkeypatch.setattr(machine, "PATIENCE", 60_000)

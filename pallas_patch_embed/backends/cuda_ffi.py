@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_patch_embed.backends import mosaic_sm90, mosaic_sm100, schedule, tiling
+from pallas_patch_embed.backends import cuda_build, mosaic_sm90, mosaic_sm100, schedule, tiling
 from pallas_patch_embed.problem import Problem, Target
 
 EVIDENCE = (
@@ -150,15 +150,21 @@ class Config:
 # The library.
 
 
+@functools.cache
+def _is_stale(library: Path) -> bool:
+    """Whether it was built from other sources than those in ffi/; never without an ffi/."""
+    sources = cuda_build.source_hash()
+    return sources is not None and sources.encode() not in library.read_bytes()
+
+
 def missing() -> str | None:
-    """Why there is no library; None if there is one."""
-    if LIBRARY.exists():
-        return None
-    why = WHY_NOT.read_text() if WHY_NOT.exists() else "it was not built"
-    return (
-        f"its library is missing: {why}. With nvcc and a C++ compiler, `make ffi` builds it in "
-        "place, and `pip install .` with the package."
-    )
+    """Why there is no library of these sources, and what builds it; None if there is one."""
+    if not LIBRARY.exists():
+        why = WHY_NOT.read_text() if WHY_NOT.exists() else "it was not built"
+        return f"its library is missing: {why}. {cuda_build.how_to_build(why)}"
+    if _is_stale(LIBRARY):
+        return "its library was built from other sources than those in ffi/. `make ffi` builds it."
+    return None
 
 
 def ffi_version() -> tuple[int, int]:
@@ -174,8 +180,8 @@ def library() -> ctypes.CDLL:
     """The library; loading it needs no GPU.
 
     Raises:
-      NotImplementedError: there is none, or it is of another version. Registered, that could take
-        the process down.
+      NotImplementedError: there is none, or it is of other sources or another version. Registered,
+        that could take the process down.
     """
     if reason := missing():
         raise NotImplementedError(reason)
@@ -223,6 +229,13 @@ def _answer(function, *arguments):
     text = ctypes.create_string_buffer(size)
     function(*arguments, text, ctypes.c_int64(size))
     return json.loads(text.value)
+
+
+@functools.cache
+def _check_driver() -> None:
+    """Raises NotImplementedError if there is a driver, and it is too old for the kernels."""
+    if reason := _answer(library().patch_embed_driver).get("error"):
+        raise NotImplementedError(reason)
 
 
 @functools.cache
@@ -301,7 +314,14 @@ def why_not(problem: Problem, target: Target | None) -> str | None:
             return f"it needs compute capability 9.0, 10.0 or 10.3; this is {target}."
         if target.compute_capability == (10, 3) and problem.dtype == "int8":
             return "compute capability 10.3 has no int8 tensor cores (tcgen05 kind::i8)."
-    return tiling.why_not(problem, functools.partial(_chosen, chips=chips))
+
+    def choose(problem: Problem) -> None:
+        _chosen(problem, chips)
+        # The chip is known, so it is most likely this machine's.
+        if target is not None:
+            _check_driver()
+
+    return tiling.why_not(problem, choose)
 
 
 def why_rather_not(problem: Problem) -> tuple[str, str] | None:

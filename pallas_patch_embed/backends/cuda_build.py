@@ -1,0 +1,157 @@
+"""What the build of the CUDA kernels and this package share: which nvcc, which sources.
+
+CMake runs this file as a script; the tests, the benchmarks and `explain` import it. It needs the
+standard library alone.
+"""
+
+import functools
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+# The kernels' sources. They are not there where the package was installed from a wheel.
+FFI = Path(__file__).parents[2] / "ffi"
+SOURCES = ("*.cc", "*.cu", "*.cuh", "*.h", "CMakeLists.txt")
+
+# Where CUDA's own installer puts a toolkit.
+SYSTEM_CUDA = Path("/usr/local/cuda")
+
+ARCHITECTURES = ("90a", "100a", "103a")
+PROBE = """
+#include <cuda.h>
+#include <cuda_bf16.h>
+__global__ void probe() {}
+"""
+
+
+def source_hash() -> str | None:
+    """SHA-256 of the names and contents of the kernels' sources; None where there are none."""
+    files = sorted(path for pattern in SOURCES for path in FFI.rglob(pattern))
+    if not files:
+        return None
+    found = hashlib.sha256()
+    for path in files:
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(FFI).as_posix()} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+def _environments() -> Iterator[Path]:
+    """The Python environments that a build may be for.
+
+    An isolated build runs in an environment of its own. pip runs it with the target's Python, so
+    `sys.prefix` is the target's. uv and `build` do not: what is left of the target there is its
+    folder on PATH if it is activated, or `.venv` in the project or where the command was typed.
+    """
+    yield Path(sys.prefix)
+    yield from (Path(os.environ[x]) for x in ("VIRTUAL_ENV", "CONDA_PREFIX") if os.environ.get(x))
+    for folder in os.get_exec_path():
+        if Path(folder, "..", "pyvenv.cfg").exists():
+            yield Path(folder).parent
+    here = Path.cwd()
+    for folder in (here, Path(os.environ.get("PWD", here)), FFI.parent):
+        yield folder / ".venv"
+
+
+def candidates() -> tuple[Path, ...]:
+    """Every nvcc there may be, the preferred ones first.
+
+    1. what CUDACXX names, then bin/nvcc in CUDA_HOME and in CUDA_PATH, whether they exist or not;
+    2. all on PATH;
+    3. the one in /usr/local/cuda;
+    4. those of pip's nvidia-cuda-nvcc and of conda, in the environments that a build may be for.
+    """
+    named = []
+    if compiler := os.environ.get("CUDACXX"):
+        named.append(Path(shutil.which(compiler) or compiler))
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            named.append(Path(os.environ[variable], "bin", "nvcc"))
+    found = [Path(folder, "nvcc") for folder in os.get_exec_path()]
+    found.append(SYSTEM_CUDA / "bin" / "nvcc")
+    folders = [Path(x) for x in (*sys.path, *map(sysconfig.get_path, ("purelib", "platlib")))]
+    for environment in _environments():
+        found.append(environment / "bin" / "nvcc")
+        folders += environment.glob("lib/python3*/site-packages")
+    for folder in folders:
+        found += folder.glob("nvidia/cu[0-9]*/bin/nvcc")
+    # A link that leads nowhere is listed, so that it can be named.
+    return tuple(dict.fromkeys([*named, *filter(os.path.lexists, found)]))
+
+
+def _failure(nvcc: Path, host_compiler: str) -> str | None:
+    """Why this nvcc cannot compile the kernels; None if it can."""
+    if not nvcc.exists():
+        return "a link that leads nowhere" if nvcc.is_symlink() else "no such file"
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder, "probe.cu"), Path(folder, "probe.fatbin")
+        source.write_text(PROBE)
+        command = [nvcc, "-std=c++17", "-fatbin", source, "-o", output]
+        command += [f"-gencode=arch=compute_{x},code=sm_{x}" for x in ARCHITECTURES]
+        command += ["-ccbin", host_compiler] if host_compiler else []
+        try:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
+            )
+        except OSError as error:
+            return str(error.strerror)
+        if done.returncode == 0 and output.exists():
+            return None
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    lines = [line for line in lines if re.search("error|fatal|not found", line)] or lines
+    return f"exit code {done.returncode}, {lines[0] if lines else 'no output'}"
+
+
+@functools.cache
+def find_nvcc(host_compiler: str = "") -> tuple[Path | None, str]:
+    """The first candidate that compiles the kernels' headers for all their chips.
+
+    Args:
+      host_compiler: the C++ compiler that nvcc calls; "" for the one that it finds.
+
+    Returns:
+      (nvcc, ""), or None and why there is none: what was tried, and why each failed.
+    """
+    tried = []
+    for nvcc in candidates():
+        failure = _failure(nvcc, host_compiler)
+        if failure is None:
+            return nvcc, ""
+        tried.append(f"{nvcc} ({failure})")
+    if not tried:
+        return None, "no nvcc was found"
+    return None, (
+        "no nvcc compiles for sm_90a, sm_100a and sm_103a, which 12.9 and newer do; tried: "
+        + "; ".join(tried)
+    )
+
+
+@functools.cache
+def how_to_build(why_not: str) -> str:
+    """What builds the kernels here, in a sentence.
+
+    Args:
+      why_not: why they were not built; an nvcc that it names is not proposed again.
+    """
+    here = [nvcc for nvcc in candidates() if nvcc.exists() and f"{nvcc} (" not in why_not]
+    if here:
+        command, begin = f"CUDACXX={shlex.quote(str(here[0]))} ", "With the nvcc that is here, "
+    else:
+        command, begin = "", "After `pip install nvidia-cuda-nvcc nvidia-cuda-cccl`, "
+    return (
+        f"{begin}`{command}make ffi` builds it in place, and `{command}pip install .`, in the "
+        "folder of the sources, with the package."
+    )
+
+
+if __name__ == "__main__":
+    # ffi/CMakeLists.txt passes its C++ compiler and reads: the hash, nvcc, why there is none.
+    print(source_hash(), *(x or "" for x in find_nvcc(*sys.argv[1:])), sep="\n")
