@@ -1,8 +1,10 @@
 """The tests run on eight virtual CPU devices, those marked `gpu` on a GPU if JAX can use one.
 
+The short suite leaves out those marked `slow` and `codegen`; `pytest -m ""` leaves out none.
 JAX_PLATFORMS=cuda runs all of them on the GPU.
 """
 
+import collections
 import gc
 import importlib.util
 import os
@@ -18,9 +20,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if GPU else "cpu")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
+# What compiles for a GPU, or was compiled. A test that asks for one of these is marked `codegen`,
+# and is skipped where it is missing.
+
+
 @pytest.fixture(scope="session")
 def nvcc():
-    """The nvcc that compiles the kernels of ffi/; without one the test is skipped, and says why."""
+    """The nvcc that compiles the kernels of ffi/."""
     from pallas_patch_embed.backends import cuda_build
 
     path, reason = cuda_build.find_nvcc()
@@ -29,14 +35,87 @@ def nvcc():
     return path
 
 
+@pytest.fixture(scope="session")
+def compilers():
+    """XLA's and NVIDIA's compilers, of pip's packages."""
+    from benchmarks.machine_code import cuda_root
+
+    if cuda_root() is None:
+        pytest.skip("the extra codegen is missing")
+
+
+@pytest.fixture(scope="session")
+def cuda_library():
+    """The library of ffi/, built."""
+    from pallas_patch_embed.backends import cuda_ffi
+
+    if reason := cuda_ffi.missing():
+        pytest.skip(f"cuda: {reason}")
+
+
+@pytest.fixture(scope="session")
+def triton_package():
+    """Triton, of the extra codegen."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is missing: the extra codegen has it")
+
+
+CODEGEN = {"nvcc", "compilers", "cuda_library", "triton_package"}
+LEFT_OUT = pytest.StashKey[collections.Counter]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Marks the tests of code generation; a slow one has to say why it is slow."""
+    config.stash[LEFT_OUT] = collections.Counter()
+    for item in items:
+        if CODEGEN & set(item.fixturenames):
+            item.add_marker("codegen")
+        for mark in item.iter_markers("slow"):
+            if not (mark.args and isinstance(mark.args[0], str)):
+                raise pytest.UsageError(f"{item.nodeid} is slow: pytest.mark.slow wants the reason")
+
+
+def pytest_deselected(items):
+    """Counts what the short suite leaves out."""
+    for item in items:
+        kinds = [kind for kind in ("codegen", "slow") if item.get_closest_marker(kind)]
+        item.config.stash[LEFT_OUT].update(kinds[:1])
+
+
+def pytest_sessionfinish(session):
+    """A process of pytest-xdist tells the one that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """All processes leave out the same."""
+    if found := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[LEFT_OUT] = collections.Counter(found)
+
+
 def pytest_collection_finish(session):
     """Garbage is looked for more rarely, and not in what was imported: the emulator makes a lot."""
     gc.freeze()
     gc.set_threshold(100_000)
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Says how many tests ran on a GPU."""
+def pytest_terminal_summary(terminalreporter, config):
+    """Says what was not run, and how to run it."""
+    left_out = config.stash.get(LEFT_OUT, {})
+    if slow := left_out.get("slow"):
+        terminalreporter.write_line(f"{slow} slow tests were left out: `make test-all` runs them.")
+    if codegen := left_out.get("codegen"):
+        terminalreporter.write_line(
+            f"{codegen} tests that compile for GPUs were left out: `make test-all` runs those for "
+            "which the extra `codegen`, nvcc or the library of `make ffi` is here."
+        )
+    reasons = (report.longrepr[2] for report in terminalreporter.getreports("skipped"))
+    skipped = collections.Counter(reason.removeprefix("Skipped: ") for reason in reasons)
+    for reason, tests in skipped.most_common():
+        terminalreporter.write_line(f"{tests} tests were skipped: {reason}")
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.getreports(kind)]
     ran = [r for r in reports if r.when == "call" and "gpu" in r.keywords]
     terminalreporter.write_line(f"{len(ran)} tests ran on a GPU.")

@@ -1,7 +1,6 @@
 """The audit of the kernels' machine code: nothing spills, its counts and its budget are right."""
 
 import dataclasses
-import importlib.util
 import re
 import subprocess
 
@@ -15,9 +14,9 @@ from pallas_patch_embed.problem import named_shape
 
 HEADLINE = (named_shape("B/16 224"), 4736)
 
-needs_compilers = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
-needs_library = pytest.mark.skipif(bool(cuda_ffi.missing()), reason="the library is not built")
-needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no triton")
+needs_compilers = pytest.mark.usefixtures("compilers")
+needs_library = pytest.mark.usefixtures("cuda_library")
+needs_triton = pytest.mark.usefixtures("triton_package")
 
 
 def checked(kernel):

@@ -28,7 +28,7 @@ H200, B200, B300 = (Target("cuda", x) for x in ((9, 0), (10, 0), (10, 3)))
 CHIPS = {90: H200, 100: B200}
 LONG = {short: dtype for dtype, short in cuda_ffi.SPELLED.items()}
 
-built = pytest.mark.skipif(cuda_ffi.missing() is not None, reason=f"cuda: {cuda_ffi.missing()}")
+built = pytest.mark.usefixtures("cuda_library")
 
 
 def configs(**fields):
@@ -300,9 +300,8 @@ def test_it_is_tried_behind_the_Pallas_kernels():
     assert explain(few, H200).chosen == "xla"
 
 
+@built
 def test_it_runs_where_the_Pallas_kernels_cannot(monkeypatch):
-    if cuda_ffi.missing():
-        pytest.skip(cuda_ffi.missing())
     for name in ("mosaic_sm90", "mosaic_sm100"):
         monkeypatch.setattr(BACKENDS[name], "why_not", lambda problem, target: "not today.")
     assert explain(problem_of(named_shape("B/16 224"), "int8"), H200).chosen == "cuda"
@@ -687,15 +686,14 @@ def test_without_a_driver_it_is_unavailable_and_says_why():
 STREAM, CODES = 3, dict(INVALID_ARGUMENT=3, FAILED_PRECONDITION=9, INTERNAL=13, UNAVAILABLE=14)
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
-with_driver = pytest.mark.skipif(
-    COMPILER is None or cuda_ffi.missing() is not None,
-    reason=f"cuda: {cuda_ffi.missing() or 'there is no C++ compiler'}",
-)
+with_driver = pytest.mark.usefixtures("cuda_library", "handle")
 
 
 @pytest.fixture(scope="session")
 def handle(tmp_path_factory):
     """Calls in a process of their own -> ([error of each thread], lines) of each."""
+    if COMPILER is None:
+        pytest.skip("there is no C++ compiler")
     folder = tmp_path_factory.mktemp("driver")
 
     def compiled(*flags):

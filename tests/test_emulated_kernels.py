@@ -26,10 +26,9 @@ from ptx_emulator import mosaic
 from ptx_emulator.errors import EmulatorError
 from ptx_emulator.parser import parse
 
-from benchmarks.machine_code import cuda_root
 from pallas_patch_embed.backends import xla
 
-pytestmark = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
+pytestmark = pytest.mark.usefixtures("compilers")
 
 # What is late while all else is random.
 LATE = ("load", "multiply", "signal", "arrival", "store", "write")

@@ -14,8 +14,6 @@ from ptx_emulator import triton as triton_launch
 from ptx_emulator.errors import RaceError
 from ptx_emulator.machine import EAGER
 
-from benchmarks.machine_code import cuda_root
-
 try:
     import triton_kernels
 except ImportError:
@@ -31,10 +29,8 @@ TRITON_ALLOWED = frozenset({"signal that nobody waits for"}) | frozenset(
     {"no tcgen05.fence", "same value stored", "unfenced mbarrier.init", "used before wait::ld"}
 )
 
-needs_codegen = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
-needs_triton = pytest.mark.skipif(
-    triton_kernels is None, reason="triton is missing: the extra codegen has it"
-)
+needs_codegen = pytest.mark.usefixtures("compilers")
+needs_triton = pytest.mark.usefixtures("triton_package")
 
 
 def run(stem: Path, matmul: Matmul, **options) -> None:

@@ -313,13 +313,7 @@ def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
     assert all(span.end >= span.begin for span in spans)
 
 
-needs_library = pytest.mark.skipif(
-    cuda_ffi.missing() is not None, reason=f"cuda: {cuda_ffi.missing()}"
-)
-
-
-@needs_library
-@pytest.mark.usefixtures("nvcc")
+@pytest.mark.usefixtures("cuda_library", "nvcc")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_timeline_build_has_the_spans_of_every_warp(dtype):
     operands = draw(jax.random.key(7), named_shape("B/16 224"), dtype, 67)
@@ -339,8 +333,7 @@ CANARY, GAP = 0xA5, 4096 + 16
 
 # By the kernel that is chosen; and by those that read the table for each tile, with two tiles or
 # more for each worker, the last one with a tail.
-@needs_library
-@pytest.mark.usefixtures("nvcc")
+@pytest.mark.usefixtures("cuda_library", "nvcc")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape, out_dtype, B, kernel",

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machine_code import cuda_root
 from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import mosaic_sm90, mosaic_sm100, tiling
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
 
 ROOT = Path(__file__).parent.parent
 
-needs_compilers = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
+needs_compilers = pytest.mark.usefixtures("compilers")
 
 
 def compile_offline(target, backend, shapes, dtype, out_dtype, table, images):

@@ -28,10 +28,9 @@ from ptx_emulator.isa import lanes
 from ptx_emulator.machine import EAGER, Machine
 from ptx_emulator.parser import parse
 
-from benchmarks.machine_code import cuda_root
 from pallas_patch_embed.backends import mosaic_sm100, xla
 
-pytestmark = pytest.mark.skipif(cuda_root() is None, reason="the extra codegen is missing")
+pytestmark = pytest.mark.usefixtures("compilers")
 
 # Between them: two blocks and one, a weight that stays and one that is streamed, runs of several
 # tiles, one and two stores a tile, slices of N, a table and none.

@@ -27,9 +27,7 @@ from pallas_patch_embed.problem import NAMED_SHAPES, Problem, Target, padded
 if importlib.util.find_spec("triton"):
     import interpreted_triton
 
-needs_triton = pytest.mark.skipif(
-    not importlib.util.find_spec("triton"), reason="triton is missing: the extra codegen has it"
-)
+needs_triton = pytest.mark.usefixtures("triton_package")
 
 A100, RTX_3090, RTX_4090, H200, B300, RTX_5090 = (
     Target("cuda", capability) for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 3), (12, 0))
