@@ -1,16 +1,21 @@
-# demo, test, bench, ffi and lint make the environment they need, in .venv; ffi also needs nvcc and a C++ compiler.
+# demo, test, test-all, bench, ffi and lint make the environment they need, in .venv; ffi also needs nvcc and a C++ compiler.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 # What the build leaves where it cannot build the CUDA kernels.
 WHY_NOT := pallas_patch_embed/backends/libpatch_embed.txt
 
-.PHONY: demo test bench ffi lint format clean
+.PHONY: demo test test-all bench ffi lint format clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/pallas-patch-embed demo --out demo.png
 
+# What is left out it says in its last lines. XLA compiles faster with fewer optimizations.
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/python -m pytest
+
+# Everything that can run here.
+test-all: $(VENV)/installed
+	$(VENV)/bin/python -m pytest -m ""
 
 # Tables, bench/results.jsonl and pictures, on the device that JAX finds.
 bench: $(VENV)/installed

@@ -79,7 +79,8 @@ def info() -> None:
         print(f"  {name}: {backend.EVIDENCE}")
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
+    """A command line, the program's name first; exits with 2 and the reason if it is wrong."""
     parser = argparse_flags.ArgumentParser(
         prog="pallas-patch-embed",
         description="The patch embedding of SigLIP and SigLIP2 vision encoders.",
@@ -206,4 +207,4 @@ def run() -> None:
     """The console script."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `info | head` ends quietly.
-    app.run(main, flags_parser=_parse)
+    app.run(main, flags_parser=parse)

@@ -20,6 +20,22 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if GPU else "cpu")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
+@pytest.fixture
+def command_line(capsys):
+    """Runs a command line in this process: its exit code, and what it wrote to stderr."""
+
+    def run(*arguments):
+        from pallas_patch_embed import cli
+
+        try:
+            code = cli.main(cli.parse(["pallas-patch-embed", *map(str, arguments)]))
+        except SystemExit as end:
+            code = end.code
+        return code, capsys.readouterr().err
+
+    return run
+
+
 # What compiles for a GPU, or was compiled. A test that asks for one of these is marked `codegen`,
 # and is skipped where it is missing.
 

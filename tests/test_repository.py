@@ -131,7 +131,7 @@ def test_info_says_what_runs_here():
     ],
     ids=["none", "unknown", "seed", "folder"],
 )
-def test_a_bad_command_line_is_refused(arguments, text):
-    result = command(*arguments)
-    assert result.returncode == 2
-    assert text in result.stderr
+def test_a_bad_command_line_is_refused(command_line, arguments, text):
+    code, error = command_line(*arguments)
+    assert code == 2
+    assert text in error
