@@ -17,7 +17,16 @@ from pallas_patch_embed import __version__, demo, embed
 from pallas_patch_embed.backends import BACKENDS, Explanation, explain
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, Target, padded
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "safetensors")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
+    "jax-triton",
+    "triton",
+    "numpy",
+    "safetensors",
+)
 MISSING = "not installed"
 INFO_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
 
