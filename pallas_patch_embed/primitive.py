@@ -13,6 +13,7 @@ uint8 images [..., H, W, 3]: a backend that cannot cut them itself gets patches.
 """
 
 import functools
+import importlib.util
 import itertools
 import math
 
@@ -352,8 +353,24 @@ def _target(module, platform: str | None) -> Target | None:
     return target if target.platform == platform else None
 
 
+def _check_serializable() -> None:
+    """Refuses to export if the result cannot be serialized.
+
+    `Exported.serialize` raises an error of its own then, but runs no code of this package that
+    could name the extra.
+    """
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise ImportError(
+            "patch_embed: jax.export serializes programs with flatbuffers, which is not installed. "
+            "Install it with: pip install 'pallas_patch_embed[export]'.",
+            name="flatbuffers",
+        )
+
+
 def _lower(ctx, *operands, devices, platform=None, **params):
     module = ctx.module_context
+    if module.lowering_parameters.for_export:
+        _check_serializable()
     automatic = devices and isinstance(module.axis_context, mlir.ShardingContext)
     if automatic and _devices_left_to_xla(module) > 1:
         return _lower_split(ctx, *operands, **params)
