@@ -24,6 +24,7 @@ ffi: $(VENV)/installed
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
 format: $(VENV)/installed
 	$(VENV)/bin/ruff check --fix .

@@ -84,8 +84,8 @@ def info() -> None:
         for backend, reason in sorted(reasons):
             print(f"  {backend}: {reason}")
     print("\nWhy to trust them:")
-    for name, backend in BACKENDS.items():
-        print(f"  {name}: {backend.EVIDENCE}")
+    for name, module in BACKENDS.items():
+        print(f"  {name}: {module.EVIDENCE}")
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -164,7 +164,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 def _run_embed(arguments: argparse.Namespace) -> int:
     pressed = threading.Event()
 
-    def interrupt(*_):
+    def interrupt(*_: object) -> None:
         # Python drops an exception raised in a callback of its garbage collector, as JAX has one.
         pressed.set()
         raise KeyboardInterrupt
@@ -183,11 +183,12 @@ def _run_embed(arguments: argparse.Namespace) -> int:
     return 3 if unreadable else 0
 
 
-def main(arguments: argparse.Namespace) -> int | None:
+def main(arguments: argparse.Namespace) -> int:
     """Runs one command; returns the exit code."""
     logging.set_verbosity(logging.WARNING)
     if arguments.command == "info":
-        return info()
+        info()
+        return 0
     try:
         if not arguments.out.absolute().parent.is_dir():
             raise ValueError(f"--out is {arguments.out}: there is no such folder.")
