@@ -26,11 +26,12 @@ ffi: $(VENV)/installed
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps --editable .
 	@if test -e $(WHY_NOT); then echo "cuda: $$(cat $(WHY_NOT))"; exit 1; fi
 
-lint: $(VENV)/installed
+lint: $(VENV)/linters
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
-format: $(VENV)/installed
+format: $(VENV)/linters
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
@@ -39,6 +40,10 @@ $(VENV)/installed: pyproject.toml
 	  { echo "Python 3.12 or newer is needed: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	PATCH_EMBED_CUDA=OFF $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@
+
+$(VENV)/linters: requirements-lint.txt $(VENV)/installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-lint.txt
 	@touch $@
 
 clean:

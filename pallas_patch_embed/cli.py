@@ -17,7 +17,16 @@ from pallas_patch_embed import __version__, demo, embed
 from pallas_patch_embed.backends import BACKENDS, Explanation, explain
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, Target, padded
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "safetensors")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
+    "jax-triton",
+    "triton",
+    "numpy",
+    "safetensors",
+)
 MISSING = "not installed"
 INFO_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
 
@@ -75,8 +84,8 @@ def info() -> None:
         for backend, reason in sorted(reasons):
             print(f"  {backend}: {reason}")
     print("\nWhy to trust them:")
-    for name, backend in BACKENDS.items():
-        print(f"  {name}: {backend.EVIDENCE}")
+    for name, module in BACKENDS.items():
+        print(f"  {name}: {module.EVIDENCE}")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -156,7 +165,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 def _run_embed(arguments: argparse.Namespace) -> int:
     pressed = threading.Event()
 
-    def interrupt(*_):
+    def interrupt(*_: object) -> None:
         # Python drops an exception raised in a callback of its garbage collector, as JAX has one.
         pressed.set()
         raise KeyboardInterrupt
@@ -175,11 +184,12 @@ def _run_embed(arguments: argparse.Namespace) -> int:
     return 3 if unreadable else 0
 
 
-def main(arguments: argparse.Namespace) -> int | None:
+def main(arguments: argparse.Namespace) -> int:
     """Runs one command; returns the exit code."""
     logging.set_verbosity(logging.WARNING)
     if arguments.command == "info":
-        return info()
+        info()
+        return 0
     try:
         if not arguments.out.absolute().parent.is_dir():
             raise ValueError(f"--out is {arguments.out}: there is no such folder.")

@@ -31,6 +31,9 @@ PIXELS = {
     "image_std": 0.5,
 }
 
+# The pictures of one batch, which may still be being read.
+type Batch = list[tuple[Path, concurrent.futures.Future[np.ndarray]]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Preprocessing:
@@ -89,13 +92,13 @@ class Preprocessing:
         if config.naflex and size is not None:
             check_size(f"--size {size} in patches of {config.patch} pixels", size // config.patch)
             L = (size // config.patch) ** 2
-        image_size = config.image_size
-        if image_size is not None and size is None and "size" in given:
+        image_size = model_size = config.image_size
+        if model_size is not None and size is None and "size" in given:
             image_size = _size(given["size"], file)
             if tuple(side // config.patch for side in image_size) != config.grid:
                 raise ValueError(
                     f"{file} resizes pictures to {image_size[0]} x {image_size[1]}, but the model "
-                    f"takes {config.image_size[0]} x {config.image_size[1]}. Choose with --size."
+                    f"takes {model_size[0]} x {model_size[1]}. Choose with --size."
                 )
         return cls(int(resample), image_size, config.patch, L)
 
@@ -107,8 +110,8 @@ class Preprocessing:
         """
         from PIL import Image, ImageOps
 
-        with Image.open(path) as picture:
-            picture = ImageOps.exif_transpose(picture)
+        with Image.open(path) as file:
+            picture: Image.Image = ImageOps.exif_transpose(file)
             if picture.mode.startswith(("I", "F")):
                 # Grey levels of 16 bits, which Pillow's conversion to RGB would clip.
                 grey = np.asarray(picture)
@@ -121,7 +124,7 @@ class Preprocessing:
             size = self.size
             if size is None:
                 grid = largest_grid(picture.height, picture.width, self.patch, self.max_num_patches)
-                size = tuple(side * self.patch for side in grid)
+                size = (grid[0] * self.patch, grid[1] * self.patch)
             return np.asarray(picture.resize(size[::-1], self.resample))
 
 
@@ -134,7 +137,9 @@ def _equal(value: Any, wanted: float) -> bool:
 
 def _size(size: Any, file: Path) -> tuple[int, int]:
     """(height, width) from the size of a preprocessor_config.json."""
-    sides = (size.get("height"), size.get("width")) if isinstance(size, dict) else (size, size)
+    sides: tuple[Any, Any] = (size, size)
+    if isinstance(size, dict):
+        sides = (size.get("height"), size.get("width"))
     for side in sides:
         check_size(f"{file}: size is {size!r}; its height or width in pixels", side)
     return sides
@@ -165,11 +170,11 @@ def find_pictures(arguments: Sequence[Path]) -> list[Path]:
 
 def _read_ahead(
     read: Callable[[Path], np.ndarray], paths: list[Path], batch: int
-) -> Iterator[list[tuple[Path, concurrent.futures.Future]]]:
+) -> Iterator[Batch]:
     """Batches of paths with their images, of which the next one is read in the meantime."""
     pool = concurrent.futures.ThreadPoolExecutor()
     try:
-        ahead = collections.deque()
+        ahead: collections.deque[Batch] = collections.deque()
         for part in itertools.batched(paths, batch):
             ahead.append([(path, pool.submit(read, path)) for path in part])
             if len(ahead) > 1:
@@ -188,6 +193,7 @@ def _embed(encoder: Encoder, images: list[np.ndarray], batch: int, L: int) -> np
         output = encoder(patches, spatial_shapes=spatial_shapes, mask=mask)
     else:
         output = encoder(np.stack(images))
+    assert output.pooler_output is not None  # `run` refuses encoders without a pooling head.
     return np.asarray(output.pooler_output[:n], np.float32)
 
 
@@ -252,7 +258,7 @@ def run(
             bar.update(len(part))
             if interrupted():
                 raise KeyboardInterrupt
-    result = np.concatenate(embeddings)
+    result: np.ndarray = np.concatenate(embeddings)
     if normalize:
         length = np.linalg.norm(result, axis=1, keepdims=True)
         result = result / np.maximum(length, np.finfo(np.float32).tiny)

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 @contextlib.contextmanager
-def written_whole(path: str | os.PathLike) -> Iterator[BinaryIO]:
+def written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a file for writing that appears at `path` when the block ends without an exception."""
     path = os.path.realpath(os.fsdecode(path))
     partial = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.partial")

@@ -49,7 +49,7 @@ def rows(images: jax.Array, patch_size: int, dtype: str) -> jax.Array:
     if (whole := _explicit(images, 3)) is not None:
         images = jax.sharding.reshard(images, whole)
 
-    def reshape(x, *image_shape):
+    def reshape(x: jax.Array, *image_shape: int) -> jax.Array:
         # A reshape of an axis with explicit sharding has to be told what becomes of it.
         return x.reshape(*leading, *image_shape, out_sharding=_explicit(images, len(image_shape)))
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import lax
 from pallas_patch_embed.api import embed_images, patch_embed
 from pallas_patch_embed.params import PatchEmbedParams
 from pallas_patch_embed.patchify import encode
-from pallas_patch_embed.problem import Target
+from pallas_patch_embed.problem import AnyArray, Target
 from pallas_patch_embed.siglip2.config import ACTIVATIONS, Config
 from pallas_patch_embed.siglip2.naflex import resize_positions
 
@@ -65,10 +66,10 @@ class Encoder:
 
     def __call__(
         self,
-        images: jax.Array,
+        images: AnyArray,
         *,
-        spatial_shapes: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        spatial_shapes: AnyArray | None = None,
+        mask: AnyArray | None = None,
     ) -> EncoderOutput:
         """Encodes images, or for a NaFlex encoder patches.
 
@@ -88,13 +89,14 @@ class Encoder:
         Raises:
           TypeError, ValueError: an argument of another type, shape or value.
         """
-        if self.config.naflex:
+        size = self.config.image_size
+        if size is None:  # This is a NaFlex encoder.
             arguments = _check_naflex(self, images, spatial_shapes, mask)
             return _encode_patches(self, *arguments)
         if spatial_shapes is not None or mask is not None:
             raise TypeError(
                 "encoder: spatial_shapes and mask are for NaFlex encoders; this one takes images "
-                f"of {self.config.image_size[0]} x {self.config.image_size[1]} pixels alone."
+                f"of {size[0]} x {size[1]} pixels alone."
             )
         _check_array("images", images)
         if images.ndim != 4:
@@ -124,8 +126,8 @@ jax.export.register_pytree_node_serialization(
 
 
 def _static_fields(config: dict[str, Any], dtype: str) -> tuple[Config, str]:
-    sides = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
-    return Config(**sides), dtype
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
+    return Config(**fields), dtype
 
 
 def _check_array(name: str, array: Any) -> None:
@@ -136,7 +138,9 @@ def _check_array(name: str, array: Any) -> None:
         )
 
 
-def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any) -> tuple:
+def _check_naflex(
+    encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(patches, spatial_shapes int32, mask bool) as arrays, after the checks."""
     K = encoder.patch_embed.K
     if spatial_shapes is None:
@@ -196,6 +200,7 @@ def _encode_patches(
     encoder: Encoder, patches: jax.Array, spatial_shapes: jax.Array, mask: jax.Array
 ) -> EncoderOutput:
     params = encoder.patch_embed
+    assert encoder.positions is not None  # NaFlex encoders have them.
     padding = [(0, 0), (0, 0), (0, params.K_padded - params.K)]
     x = patch_embed(
         jnp.pad(encode(patches, params.dtype), padding),
@@ -211,7 +216,7 @@ def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> 
     config = encoder.config
     precision = "highest" if encoder.dtype == "float32" else None
 
-    def block(x, p):
+    def block(x: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, None]:
         q, k, v = jnp.split(_dense(_norm(x, p["norm1"], config), p["qkv"]), 3, axis=-1)
         x = x + _dense(_attention(q, k, v, mask, config), p["out"])
         return x + _mlp(_norm(x, p["norm2"], config), p, config), None
@@ -254,7 +259,7 @@ def _attention(
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, None, None, :], (B, 1, T, k.shape[1]))
 
-    def attend(implementation):
+    def attend(implementation: Literal["xla", "cudnn"]) -> Callable[..., jax.Array]:
         return lambda q, k, v, mask: jax.nn.dot_product_attention(
             q, k, v, mask=mask, implementation=implementation
         )

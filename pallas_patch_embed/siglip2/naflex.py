@@ -2,21 +2,23 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import lax
 
 from pallas_patch_embed.patchify import encode
+from pallas_patch_embed.problem import AnyArray
 from pallas_patch_embed.siglip2.config import Config
 
 
 def batch_naflex(
-    images: Sequence[np.ndarray], config: Config, max_num_patches: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    images: Iterable[AnyArray], config: Config, max_num_patches: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.bool]]:
     """Cuts images of different sizes into patches and pads them to one batch. Runs on the host.
 
     Args:
