@@ -134,13 +134,16 @@ def test_pips_nvcc_is_found_in_the_environment_that_a_build_is_for(
     assert cuda_build.find_nvcc() == (nvcc, "")
 
 
-def test_what_builds_the_library_is_said_with_the_nvcc_that_is_here(place):
+def test_what_builds_the_library_is_said_with_the_nvcc_that_is_here(place, monkeypatch):
     assert "`pip install nvidia-cuda-nvcc" in cuda_build.how_to_build("no nvcc was found")
     cuda_build.how_to_build.cache_clear()
     nvcc = place("path", BROKEN["old"][0])
     assert f"`CUDACXX={nvcc} make ffi`" in cuda_build.how_to_build("no nvcc was found")
     _, tried = cuda_build.find_nvcc()
     assert str(nvcc) not in cuda_build.how_to_build(tried)
+    cuda_build.how_to_build.cache_clear()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "Linux only" in cuda_build.how_to_build("no nvcc was found")
 
 
 def test_the_real_nvcc_compiles_and_finds_the_headers(nvcc):
