@@ -152,7 +152,7 @@ class Config:
 
 @functools.cache
 def _is_stale(library: Path) -> bool:
-    """Whether it was built from other sources than those in ffi/; never without an ffi/."""
+    """Whether it was built from other sources than those in ffi/; False if there is no ffi/."""
     sources = cuda_build.source_hash()
     return sources is not None and sources.encode() not in library.read_bytes()
 
