@@ -200,7 +200,7 @@ def _from_file(tensors: dict[str, Any], metadata: dict[str, str]) -> PatchEmbedP
             raise ValueError(f"{name} has values that are NaN or infinite")
     if (params.scale <= 0).any() or params.weight[:, K:].astype(np.float32).any():
         raise ValueError("it has a scale that is not positive, or a weight in the padding of K")
-    return jax.tree.map(jnp.asarray, params)
+    return jax.tree.map(jax.device_put, params)
 
 
 def check_params(params: PatchEmbedParams) -> None:
@@ -328,10 +328,10 @@ def pack(
     table, grid = _position_table(position_embedding, offset, grid, dtype)
     weight = np.pad(weight, ((0, 0), (0, padded(K) - K)))
     return PatchEmbedParams(
-        weight=jnp.asarray(weight),
-        scale=jnp.asarray(scale),
-        offset=jnp.asarray(offset),
-        table=None if table is None else jnp.asarray(table),
+        weight=jax.device_put(weight),
+        scale=jax.device_put(scale),
+        offset=jax.device_put(offset),
+        table=None if table is None else jax.device_put(table),
         patch_size=patch_size,
         grid=grid,
         dtype=dtype,

@@ -1,5 +1,7 @@
 """Images to patch rows: the order of K, the padding of K, and the encoding of pixels."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +39,7 @@ def rows_shape(images_shape: tuple[int, ...], patch_size: int) -> tuple[int, ...
     return (*leading, (H // patch_size) * (W // patch_size), padded(patch_size**2 * channels))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def rows(images: jax.Array, patch_size: int, dtype: str) -> jax.Array:
     """Cuts [..., H, W, 3] into [..., S, K_padded] with K in the order height, width, channel.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -291,8 +291,9 @@ def _assemble(
         if 0 in grid:
             raise ValueError(f"image_size {size} is smaller than a patch of {config.patch} pixels.")
         if grid != config.grid:
-            positions = resize_positions(jnp.asarray(positions), jnp.asarray([grid]), h * w)
-            positions = np.asarray(positions).reshape(h, w, -1)
+            given = jax.device_put((positions, np.asarray([grid], np.int32)))
+            resized = jax.jit(resize_positions, static_argnums=2)(*given, h * w)
+            positions = jax.device_get(resized).reshape(h, w, -1)
         config = dataclasses.replace(config, grid=grid, image_size=size)
     head = weights["head"]
     return Encoder(
@@ -305,7 +306,7 @@ def _assemble(
             grid=None if config.naflex else config.grid,
             dtype=patch_dtype,
         ),
-        positions=jnp.asarray(positions) if config.naflex else None,
+        positions=jax.device_put(positions) if config.naflex else None,
         blocks=_cast(weights["blocks"], dtype),
         norm=_cast(weights["norm"], dtype),
         head=None if head is None else _cast(head, dtype),
@@ -317,7 +318,7 @@ def _assemble(
 def _cast(weights: Any, dtype: str) -> Any:
     """The weights on the device: layer norms, which have a scale, in float32, others in `dtype`."""
     if not isinstance(weights, dict):
-        return jnp.asarray(weights.astype(dtype))
+        return jax.device_put(weights.astype(dtype))
     dtype = "float32" if "scale" in weights else dtype
     return {name: _cast(part, dtype) for name, part in weights.items()}
 

@@ -91,8 +91,8 @@ class Encoder:
         """
         size = self.config.image_size
         if size is None:  # This is a NaFlex encoder.
-            arguments = _check_naflex(self, images, spatial_shapes, mask)
-            return _encode_patches(self, *arguments)
+            _check_naflex(self, images, spatial_shapes, mask)
+            return _encode_patches(self, images, spatial_shapes, mask)
         if spatial_shapes is not None or mask is not None:
             raise TypeError(
                 "encoder: spatial_shapes and mask are for NaFlex encoders; this one takes images "
@@ -138,10 +138,7 @@ def _check_array(name: str, array: Any) -> None:
         )
 
 
-def _check_naflex(
-    encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(patches, spatial_shapes int32, mask bool) as arrays, after the checks."""
+def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any) -> None:
     K = encoder.patch_embed.K
     if spatial_shapes is None:
         raise TypeError(
@@ -176,7 +173,7 @@ def _check_naflex(
             )
     known = not isinstance(spatial_shapes, jax.core.Tracer)
     if known and getattr(spatial_shapes, "is_fully_addressable", True):
-        sides = np.asarray(spatial_shapes)
+        sides = jax.device_get(spatial_shapes)
         wrong = ((sides < 1) | (sides > L)).any(1) | (sides.astype(np.float64).prod(1) > L)
         if wrong.any():
             i = int(wrong.argmax())
@@ -184,10 +181,6 @@ def _check_naflex(
                 f"encoder: spatial_shapes of image {i} are {sides[i].tolist()}, expected a height "
                 f"and width of at least 1 with at most {L} patches."
             )
-    shapes = jnp.maximum(jnp.asarray(spatial_shapes).astype(jnp.int32), 1)
-    if mask is None:
-        mask = lax.iota(jnp.int32, L) < shapes[:, :1] * shapes[:, 1:]
-    return jnp.asarray(patches), shapes, jnp.asarray(mask).astype(bool)
 
 
 @jax.jit
@@ -197,8 +190,13 @@ def _encode_images(encoder: Encoder, images: jax.Array) -> EncoderOutput:
 
 @jax.jit
 def _encode_patches(
-    encoder: Encoder, patches: jax.Array, spatial_shapes: jax.Array, mask: jax.Array
+    encoder: Encoder, patches: jax.Array, spatial_shapes: jax.Array, mask: jax.Array | None
 ) -> EncoderOutput:
+    spatial_shapes = jnp.maximum(spatial_shapes.astype(jnp.int32), 1)
+    if mask is None:
+        token = lax.broadcasted_iota(jnp.int32, patches.shape[:2], 1)
+        mask = token < spatial_shapes[:, :1] * spatial_shapes[:, 1:]
+    mask = mask.astype(bool)
     params = encoder.patch_embed
     assert encoder.positions is not None  # NaFlex encoders have them.
     padding = [(0, 0), (0, 0), (0, params.K_padded - params.K)]
@@ -228,21 +226,27 @@ def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> 
             return EncoderOutput(x, None)
         k, v = jnp.split(_dense(x, head["kv"]), 2, axis=-1)
         # Computed from k, the query has its sharding along the batch.
-        query = 0 * k[:, :1] + head["query"]
+        query = 0 * k[:, :1] + _row(head["query"], k)
         pooled = _dense(_attention(query, k, v, mask, config), head["out"])
         pooled = pooled + _mlp(_norm(pooled, head["norm"], config), head, config)
         return EncoderOutput(x, pooled[:, 0])
+
+
+def _row(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """The vector with as many axes as x, so that they add up without implicit rank promotion."""
+    return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
 def _norm(x: jax.Array, p: dict[str, jax.Array], config: Config) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
     y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + config.eps)
-    return (y * p["scale"] + p["bias"]).astype(x.dtype)
+    return (y * _row(p["scale"], y) + _row(p["bias"], y)).astype(x.dtype)
 
 
 def _dense(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
-    return jnp.matmul(x, p["kernel"]) + p["bias"]
+    y = jnp.matmul(x, p["kernel"])
+    return y + _row(p["bias"], y)
 
 
 def _mlp(x: jax.Array, p: dict[str, Any], config: Config) -> jax.Array:
@@ -260,9 +264,14 @@ def _attention(
         mask = jnp.broadcast_to(mask[:, None, None, :], (B, 1, T, k.shape[1]))
 
     def attend(implementation: Literal["xla", "cudnn"]) -> Callable[..., jax.Array]:
-        return lambda q, k, v, mask: jax.nn.dot_product_attention(
-            q, k, v, mask=mask, implementation=implementation
-        )
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
+            # It adds float32 to bfloat16, which users may forbid.
+            with jax.numpy_dtype_promotion("standard"):
+                return jax.nn.dot_product_attention(
+                    q, k, v, mask=mask, implementation=implementation
+                )
+
+        return attention
 
     # Tracing cuDNN's attention needs its library, which comes with JAX's CUDA backend.
     cudnn = Target.of(jax.devices()[0]).platform == "cuda"
