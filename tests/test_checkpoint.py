@@ -2,7 +2,10 @@
 
 import io
 import json
+import math
+import os
 import pickle
+import tracemalloc
 import zipfile
 
 import jax
@@ -555,7 +558,7 @@ def npz(tmp_path, tensors):
     return tmp_path / "params.npz"
 
 
-@damaged("allow_pickle")
+@damaged("it holds pickled objects")
 def pickled_objects_in_an_npz(tmp_path):
     bomb = np.array([Bomb(tmp_path / "ran")], object)
     return npz(tmp_path, arrays(BV) | {"params/img/embedding/bias": bomb})
@@ -583,7 +586,7 @@ def flipped_bytes_in_an_npz(tmp_path):
     return written(tmp_path / "params.npz", bytes(content))
 
 
-@damaged("embedding/kernel is damaged.*CRC")
+@damaged("embedding/kernel is damaged.*another length than its header")
 def a_shifted_array_in_an_npz(tmp_path):
     content = bytearray(npz(tmp_path, arrays(BV)).read_bytes())
     header = content.index(b"\x93NUMPY", content.index(b"params/img/embedding/kernel"))
@@ -591,7 +594,7 @@ def a_shifted_array_in_an_npz(tmp_path):
     return written(tmp_path / "params.npz", bytes(content))
 
 
-@damaged("embedding/bias is damaged.*longer than its header")
+@damaged("embedding/bias is damaged.*another length than its header")
 def an_array_with_more_bytes_than_its_shape(tmp_path):
     path = npz(tmp_path, without(arrays(BV), "params/img/embedding/bias"))
     buffer = io.BytesIO()
@@ -606,6 +609,83 @@ def a_flipped_bit_in_an_npz(tmp_path):
     content = bytearray(npz(tmp_path, arrays(BV)).read_bytes())
     content[content.index(b"params/img/embedding/kernel") + 5000] ^= 1
     return written(tmp_path / "params.npz", bytes(content))
+
+
+def zeros_in_an_npz(tmp_path, name, shape):
+    """An archive of some kilobytes with that array of zeros; nobody has it in memory."""
+    path = npz(tmp_path, without(arrays(BV), name))
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+            header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            left = 4 * math.prod(shape)
+            while left:
+                left -= file.write(bytes(min(left, 2**20)))
+    return path
+
+
+@damaged("bias' has shape .4000000., but by the config or the other arrays it is")
+def an_array_of_many_zeros(tmp_path):
+    return zeros_in_an_npz(tmp_path, "params/img/embedding/bias", (4_000_000,))
+
+
+@damaged("bytes declare 4.* bytes of contents")
+def zeros_that_would_fill_the_memory(tmp_path):
+    return zeros_in_an_npz(tmp_path, "params/img/embedding/bias", (100_000_000,))
+
+
+@damaged("another version of numpy's format")
+def an_array_of_another_version(tmp_path):
+    path = npz(tmp_path, without(arrays(BV), "params/img/embedding/bias"))
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("params/img/embedding/bias.npy", b"\x93NUMPY\x09\x00" + bytes(100))
+    return path
+
+
+@damaged("model.safetensors' is no regular file")
+def a_pipe_for_weights(tmp_path):
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config_of(HF)))
+    os.mkfifo(path / "model.safetensors")
+    return path
+
+
+@damaged("config.json' is no regular file|there is no .*config.json")
+def a_pipe_for_a_config(tmp_path):
+    path = folder(tmp_path, arrays(HF), config_of(HF))
+    (path / "config.json").unlink()
+    os.mkfifo(path / "config.json")
+    return path
+
+
+@damaged("params.npz' is no regular file")
+def a_pipe_for_an_npz(tmp_path):
+    os.mkfifo(tmp_path / "params.npz")
+    return tmp_path / "params.npz"
+
+
+@damaged("model-1.safetensors' is no regular file")
+def a_pipe_for_a_shard(tmp_path):
+    path = index(tmp_path, {"weight_map": dict.fromkeys(arrays(HF), "model-1.safetensors")})
+    os.mkfifo(path / "model-1.safetensors")
+    return path
+
+
+def an_index_that_names(file):
+    def make(tmp_path):
+        return index(tmp_path, {"weight_map": dict.fromkeys(arrays(HF), file)})
+
+    return make
+
+
+for file in ("..", ".", "", "/etc/passwd", "a/b", "a\0b"):
+    DAMAGED[f"an index that names {file!r}"] = (
+        an_index_that_names(file),
+        ValueError,
+        "expected one in its folder",
+        {},
+    )
 
 
 @damaged("dtype F8_E4M3.*Dequantise")
@@ -724,6 +804,21 @@ def test_what_is_wrong_is_refused_with_its_reason(tmp_path, case):
         load_encoder(path, **arguments)
     assert type(raised.value) is error and len(str(raised.value)) < 1000
     assert not (tmp_path / "ran").exists()
+
+
+def test_zeros_are_refused_before_they_are_in_memory(tmp_path):
+    path = zeros_in_an_npz(tmp_path, "params/img/embedding/bias", (4_000_000,))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="has shape"):
+        load_encoder(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4_000_000 < 16 * path.stat().st_size
+
+
+def test_big_endian_arrays_are_what_they_say(tmp_path):
+    swapped = {name: x.astype(x.dtype.newbyteorder(">")) for name, x in arrays(BV).items()}
+    assert_same(load_encoder(npz(tmp_path, swapped)), load_encoder(checkpoint(BV)))
 
 
 def test_the_bombs_of_these_tests_would_go_off(tmp_path):

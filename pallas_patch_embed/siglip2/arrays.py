@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import textwrap
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -20,10 +21,22 @@ EXPECTED = (
 
 # What safetensors calls the dtypes that are read. It looks BF16 up as numpy's "bfloat16", a name
 # that ml_dtypes registers when JAX imports it.
-SAFETENSORS_FLOATS = ("F64", "F32", "BF16", "F16")
+SAFETENSORS_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+# By the version of numpy's format.
+NPY_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 # The largest weight that neither float32 nor bfloat16 rounds to infinity.
 LARGEST_WEIGHT = float(jnp.finfo(jnp.bfloat16).max)
+
+
+# No file of weights is compressed more than this. Zeros are, by up to 1032.
+LARGEST_COMPRESSION = 100
+# Of a file of few weights, which are mostly zeros.
+SMALL = 2**24
 
 
 @dataclasses.dataclass
@@ -32,10 +45,12 @@ class Arrays:
 
     Attributes:
       names: of all arrays.
+      header: the shape of one array, and its dtype if it is one that is read; reads no values.
       load: reads one array.
     """
 
     names: Iterable[str]
+    header: Callable[[str], tuple[tuple[int, ...], np.dtype[Any]]]
     load: Callable[[str], np.ndarray]
 
 
@@ -53,7 +68,7 @@ class Tower:
 
     def shape(self, name: str, *dimensions: int) -> tuple[int, ...]:
         """The shape of an array that has one of these numbers of dimensions."""
-        shape = self._load(name).shape
+        shape, _ = self._header(name)
         if len(shape) not in dimensions:
             wanted = " or ".join(map(str, dimensions))
             raise ValueError(
@@ -63,13 +78,16 @@ class Tower:
 
     def read(self, name: str, *shape: int) -> np.ndarray:
         """The array as float32, of this shape."""
-        array = self._load(name)
+        found, dtype = self._header(name)
         full = self.prefix + name
-        if array.shape != shape:
+        if found != shape:
             raise ValueError(
-                f"{full!r} has shape {list(array.shape)}, but by the config or the other arrays it "
+                f"{full!r} has shape {list(found)}, but by the config or the other arrays it "
                 f"is {list(shape)}. Use the config.json that belongs to these weights."
             )
+        array = self.arrays.load(full)
+        if dtype.kind == "V":
+            array = array.view(jnp.bfloat16)  # numpy's npz stores bfloat16 as raw bytes.
         with np.errstate(over="ignore"):
             array = array.astype(np.float32)
         if not (np.abs(array) <= LARGEST_WEIGHT).all():
@@ -77,19 +95,19 @@ class Tower:
         self.unread.discard(name)
         return array
 
-    def _load(self, name: str) -> np.ndarray:
+    def _header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """The shape of the array, and its dtype, after the check of the dtype."""
         full = self.prefix + name
         if name not in self.names:
             raise ValueError(
                 f"{full!r} is missing. The file is incomplete, or its config is that of another "
                 "model."
             )
-        array = self.arrays.load(full)
-        if array.dtype == np.dtype("V2"):
-            array = array.view(jnp.bfloat16)  # numpy's npz stores bfloat16 as raw bytes.
-        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
-            raise _wrong_dtype(full, array.dtype)
-        return array
+        shape, dtype = self.arrays.header(full)
+        floating = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
+        if not floating and dtype != np.dtype("V2"):
+            raise _wrong_dtype(full, dtype)
+        return shape, dtype
 
     def check_all_read(self, *ignored: str) -> None:
         """Refuses arrays that the encoder would not use, but for names that start so."""
@@ -111,8 +129,15 @@ def _wrong_dtype(name: str, dtype: Any) -> ValueError:
 
 def read_json(path: Path) -> Any:
     """The contents of a JSON file; a ValueError that names it if they are none."""
+    check_regular(path)
     with _readable(path):
         return json.loads(path.read_text(encoding="utf-8"))
+
+
+def check_regular(path: Path) -> None:
+    """Refuses what is there but no file with contents: opening a FIFO would wait for ever."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{str(path)!r} is no regular file. {EXPECTED}")
 
 
 def is_npz(path: Path) -> bool:
@@ -126,6 +151,7 @@ def is_npz(path: Path) -> bool:
         raise FileNotFoundError(f"load_encoder: there is no {str(path)!r}. {EXPECTED}")
     if path.is_dir():
         return False
+    check_regular(path)
     with open(path, "rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
     if path.suffix == ".npz" and not is_zip:
@@ -138,6 +164,24 @@ def open_npz(path: Path) -> Iterator[Arrays]:
     """The arrays of an .npz file, each with its checksum compared."""
     with _readable(path):
         archive = zipfile.ZipFile(path)
+        size, declared = path.stat().st_size, sum(x.file_size for x in archive.infolist())
+        if declared > LARGEST_COMPRESSION * size + SMALL:
+            raise ValueError(f"its {size} bytes declare {declared} bytes of contents")
+
+    def header(name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        with _readable(name), archive.open(f"{name}.npy") as file:
+            read = NPY_HEADERS.get(np.lib.format.read_magic(file))
+            if read is None:
+                raise ValueError("it has another version of numpy's format than 1.0 and 2.0")
+            shape, _, dtype = read(file)
+            if dtype.hasobject:
+                raise ValueError("it holds pickled objects")
+            if (
+                file.tell() + math.prod(shape) * dtype.itemsize
+                != archive.getinfo(f"{name}.npy").file_size
+            ):
+                raise ValueError("it has another length than its header says")
+            return shape, dtype
 
     def load(name: str) -> np.ndarray:
         with _readable(name), archive.open(f"{name}.npy") as file:
@@ -149,7 +193,7 @@ def open_npz(path: Path) -> Iterator[Arrays]:
 
     with archive:
         names = archive.namelist()
-        yield Arrays([n.removesuffix(".npy") for n in names if n.endswith(".npy")], load)
+        yield Arrays([n.removesuffix(".npy") for n in names if n.endswith(".npy")], header, load)
 
 
 @contextlib.contextmanager
@@ -166,6 +210,7 @@ def open_safetensors(path: Path) -> Iterator[Arrays]:
 
         def shard(file: str) -> Any:
             if file not in opened:
+                check_regular(folder / file)
                 with _readable(folder / file):
                     opened[file] = stack.enter_context(
                         safetensors.safe_open(folder / file, "numpy")
@@ -175,16 +220,21 @@ def open_safetensors(path: Path) -> Iterator[Arrays]:
         if shard_of is None:
             shard_of = dict.fromkeys(shard(path.name).keys(), path.name)
 
+        def header(name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+            file = shard(shard_of[name])
+            with _readable(f"{name!r} in {shard_of[name]!r}"):
+                found = file.get_slice(name)
+                shape, dtype = tuple(found.get_shape()), found.get_dtype()
+            if dtype not in SAFETENSORS_FLOATS:
+                raise _wrong_dtype(name, dtype)
+            return shape, jnp.dtype(SAFETENSORS_FLOATS[dtype])
+
         def load(name: str) -> np.ndarray:
             file = shard(shard_of[name])
             with _readable(f"{name!r} in {shard_of[name]!r}"):
-                dtype = file.get_slice(name).get_dtype()
-                array = file.get_tensor(name) if dtype in SAFETENSORS_FLOATS else None
-            if array is None:
-                raise _wrong_dtype(name, dtype)
-            return array
+                return file.get_tensor(name)
 
-        yield Arrays(shard_of, load)
+        yield Arrays(shard_of, header, load)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -196,7 +246,8 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(shard_of, dict):
         raise ValueError(f"{path.name} has no weight_map, an object from arrays to files.")
     for file in shard_of.values():
-        if not isinstance(file, str) or Path(file).name != file:
+        plain = isinstance(file, str) and Path(file).name == file and "\0" not in file
+        if not plain or file in ("", ".."):
             raise ValueError(f"{path.name} names the file {file!r}, expected one in its folder.")
     return shard_of
 
