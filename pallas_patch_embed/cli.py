@@ -2,19 +2,21 @@
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import signal
 import sys
 import tempfile
-import threading
+import warnings
 from pathlib import Path
 
 import jax
 from absl import app, logging
 from absl.flags import argparse_flags
 
-from pallas_patch_embed import __version__, demo, embed
+from pallas_patch_embed import __version__, demo, embed, streams
 from pallas_patch_embed.backends import BACKENDS, Explanation, explain
+from pallas_patch_embed.pictures import printable
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, Target, padded
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "safetensors")
@@ -100,11 +102,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "embed",
         help="embed pictures with the vision encoder of a SigLIP or SigLIP2 checkpoint",
         description="Writes embeddings [n, D] float32 and paths [n] to FILE, whole or not at all. "
-        "Exit code: 0 if all pictures were embedded, 3 if some could not be read, 2 if nothing was "
-        "written because of the arguments or the checkpoint, 130 if it was interrupted.",
+        "Exit code: 0 if all pictures were embedded, 3 if some could not be, 2 if nothing was "
+        "written because of the arguments, the checkpoint or all of the pictures, 130 if it was "
+        "interrupted (143 by SIGTERM, 129 by SIGHUP).",
     )
     embed_parser.add_argument(
-        "pictures", nargs="+", type=Path, help="picture files, and folders, which are searched"
+        "pictures",
+        nargs="+",
+        type=Path,
+        help="picture files, and folders, which are searched; links are followed, and every file "
+        "is embedded once",
     )
     embed_parser.add_argument(
         "--checkpoint",
@@ -113,7 +120,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="Hugging Face folder, .safetensors file, or big_vision .npz file",
     )
     embed_parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="the .npz file"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the .npz file; of files that exist, only an earlier output is replaced",
     )
     embed_parser.add_argument(
         "--size",
@@ -128,6 +139,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default=64,
         metavar="N",
         help="pictures a step (default: 64)",
+    )
+    embed_parser.add_argument(
+        "--workers",
+        type=positive_integer,
+        metavar="N",
+        help="threads that read pictures; few of them read large ones at a time, which bounds the "
+        f"memory (default: one a CPU, up to {embed.MOST_WORKERS})",
     )
     embed_parser.add_argument(
         "--patch-dtype", choices=DTYPES, default="bfloat16", help="of the patch embedding"
@@ -154,15 +172,15 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 
 
 def _run_embed(arguments: argparse.Namespace) -> int:
-    pressed = threading.Event()
+    # malloc gives blocks of more than 32 MiB back to the system when they are freed; of Pillow's
+    # default, 16 MiB, every thread keeps some: 3.0 GB instead of 1.0 with 8 threads and pictures of
+    # 13000 x 13000 pixels.
+    os.environ.setdefault("PILLOW_BLOCK_SIZE", "64m")
+    from PIL import Image
 
-    def interrupt(*_):
-        # Python drops an exception raised in a callback of its garbage collector, as JAX has one.
-        pressed.set()
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-    unreadable = embed.run(
+    # Pictures of any size are welcome: the memory for their pixels is bounded.
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    left_out = embed.run(
         arguments.checkpoint,
         arguments.pictures,
         arguments.out,
@@ -170,22 +188,35 @@ def _run_embed(arguments: argparse.Namespace) -> int:
         batch=arguments.batch,
         patch_dtype=arguments.patch_dtype,
         normalize=arguments.normalize,
-        interrupted=pressed.is_set,
+        workers=arguments.workers,
     )
-    return 3 if unreadable else 0
+    return 3 if left_out else 0
 
 
-def main(arguments: argparse.Namespace) -> int | None:
+def _run_info() -> int:
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `info | head` ends quietly.
+    info()
+    sys.stdout.flush()
+    return 0
+
+
+def _check_out(out: Path) -> None:
+    """Refuses an output that could not be written, before anything is computed."""
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out is {printable(out)}: there is no such folder.")
+    if out.exists() and not out.is_file():
+        raise ValueError(f"--out is {printable(out)}: it exists and is no file.")
+    tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(out))).close()
+
+
+def main(arguments: argparse.Namespace) -> int:
     """Runs one command; returns the exit code."""
     logging.set_verbosity(logging.WARNING)
-    if arguments.command == "info":
-        return info()
     try:
-        if not arguments.out.absolute().parent.is_dir():
-            raise ValueError(f"--out is {arguments.out}: there is no such folder.")
-        if arguments.out.exists() and not arguments.out.is_file():
-            raise ValueError(f"--out is {arguments.out}: it exists and is no file.")
-        tempfile.TemporaryFile(dir=arguments.out.absolute().parent).close()
+        if arguments.command == "info":
+            return _run_info()
+        _check_out(arguments.out)
         return _run_demo(arguments) if arguments.command == "demo" else _run_embed(arguments)
     except ImportError as error:
         print(
@@ -197,14 +228,18 @@ def main(arguments: argparse.Namespace) -> int | None:
         print(error, file=sys.stderr)
     except jax.errors.JaxRuntimeError as error:
         print(f"{error}\nIf memory ran out, choose a smaller --batch or --size.", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("Interrupted; nothing was written.", file=sys.stderr)
-        return 130
     return 2
 
 
 def run() -> None:
-    """The console script."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `info | head` ends quietly.
-    app.run(main, flags_parser=parse)
+    """The command line; `pallas_patch_embed.__main__` first installs the handlers of signals."""
+    streams.open_missing()
+    sys.stderr = streams.Forgiving(sys.stderr or open(os.devnull, "w"))
+    try:
+        app.run(main, flags_parser=parse)
+    finally:
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except (OSError, ValueError):
+            streams.discard(sys.stdout)
