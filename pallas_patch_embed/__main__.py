@@ -1,11 +1,12 @@
 """The command line, `pallas-patch-embed` or `python -m pallas_patch_embed`."""
 
-from pallas_patch_embed import ending
+from pallas_patch_embed import ending, streams
 
 
 def run() -> None:
     """Runs the command line; ends the process."""
     ending.install()
+    streams.open_missing()
     from pallas_patch_embed import cli  # It imports JAX, which takes a second.
 
     cli.run()

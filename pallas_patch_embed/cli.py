@@ -165,9 +165,16 @@ def positive_integer(text: str) -> int:
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
+    out = arguments.out
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out is {printable(out)}: there is no such folder.")
+    if out.exists() and not out.is_file():
+        raise ValueError(f"--out is {printable(out)}: it exists and is no file.")
+    tempfile.TemporaryFile(dir=out.absolute().parent).close()
     if arguments.seed is not None and arguments.seed < 0:
         raise ValueError(f"--seed is {arguments.seed}, expected 0 or more.")
-    demo.run(arguments.out, arguments.seed)
+    demo.run(out, arguments.seed)
+    sys.stdout.flush()
     return 0
 
 
@@ -201,22 +208,12 @@ def _run_info() -> int:
     return 0
 
 
-def _check_out(out: Path) -> None:
-    """Refuses an output that could not be written, before anything is computed."""
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"--out is {printable(out)}: there is no such folder.")
-    if out.exists() and not out.is_file():
-        raise ValueError(f"--out is {printable(out)}: it exists and is no file.")
-    tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(out))).close()
-
-
 def main(arguments: argparse.Namespace) -> int:
     """Runs one command; returns the exit code."""
     logging.set_verbosity(logging.WARNING)
     try:
         if arguments.command == "info":
             return _run_info()
-        _check_out(arguments.out)
         return _run_demo(arguments) if arguments.command == "demo" else _run_embed(arguments)
     except ImportError as error:
         print(
@@ -232,8 +229,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def run() -> None:
-    """The command line; `pallas_patch_embed.__main__` first installs the handlers of signals."""
-    streams.open_missing()
+    """The command line; `pallas_patch_embed.__main__` has prepared signals and streams for it."""
     sys.stderr = streams.Forgiving(sys.stderr or open(os.devnull, "w"))
     try:
         app.run(main, flags_parser=parse)

@@ -6,6 +6,7 @@ import math
 import os
 import stat
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -60,22 +61,23 @@ def _header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dt
 
 
 def check_out(out: Path, inputs: Iterable[Path]) -> None:
-    """Refuses an output file that would replace something else than an earlier output.
+    """Refuses an output file that cannot be written, or would replace more than earlier output.
 
     Args:
       out: the file, or a link to it; there may be none yet.
       inputs: files that are read.
 
     Raises:
-      ValueError: its folder does not exist, it is one of the inputs, maybe by another name, or it
-        is a file that this command has not written.
-      OSError: it is a link that leads nowhere.
+      ValueError: its folder does not exist; it is one of the inputs, maybe by another name; it is a
+        file that this command has not written, or a link that leads nowhere.
+      OSError: its folder cannot be written.
     """
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out is {printable(out)}: there is no such folder.")
     real = Path(os.path.realpath(out))
     if not real.parent.is_dir() or real.is_symlink():
         raise ValueError(f"--out is {printable(out)}: it is a link that leads nowhere.")
+    tempfile.TemporaryFile(dir=real.parent).close()
     if not real.exists():
         return
     status = real.stat()
