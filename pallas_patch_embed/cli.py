@@ -179,13 +179,14 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 
 
 def _run_embed(arguments: argparse.Namespace) -> int:
-    # malloc gives blocks of more than 32 MiB back to the system when they are freed; of Pillow's
-    # default, 16 MiB, every thread keeps some: 3.0 GB instead of 1.0 with 8 threads and pictures of
+    # glibc returns freed blocks of more than 32 MiB to the system at once, but every thread keeps
+    # some of 16 MiB, Pillow's default: 3.0 GB instead of 1.0 with 8 threads and pictures of
     # 13000 x 13000 pixels.
     os.environ.setdefault("PILLOW_BLOCK_SIZE", "64m")
     from PIL import Image
 
-    # Pictures of any size are welcome: the memory for their pixels is bounded.
+    # It warns of pictures above 89 million pixels. The memory for them is bounded here, and Pillow
+    # refuses those above twice that number.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     left_out = embed.run(
         arguments.checkpoint,
@@ -234,8 +235,5 @@ def run() -> None:
     try:
         app.run(main, flags_parser=parse)
     finally:
-        try:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-        except (OSError, ValueError):
-            streams.discard(sys.stdout)
+        if sys.stdout is not None:
+            streams.Forgiving(sys.stdout).flush()

@@ -183,7 +183,7 @@ def run(
     preprocessing = Preprocessing.of(checkpoint, encoder.config, size)
     if preprocessing.defaults_of is not None:
         print(
-            f"There is no preprocessor_config.json beside the checkpoint. Pictures are resized as "
+            "There is no preprocessor_config.json beside the checkpoint. Pictures are resized as "
             f"{preprocessing.defaults_of} does by default: {preprocessing}.",
             file=sys.stderr,
         )
@@ -218,6 +218,8 @@ def run(
                     else:
                         left_out("Cannot embed", path, "its embedding is not finite.")
             bar.update(len(part))
+            part.clear()  # Otherwise its images stay while the next batch is waited for.
+            images.clear()
     total = len(found.pictures) + len(found.unreadable)
     if not embedded:
         raise ValueError(f"None of the {total} pictures could be embedded; nothing was written.")

@@ -29,7 +29,9 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             ending.state.unfinished.add(partial)
         with file:
             if mode is not None:
-                os.chmod(partial, mode)  # Opening it took away what the umask says.
+                # Opening it took away what the umask says. Not every file system has modes.
+                with contextlib.suppress(OSError):
+                    os.chmod(partial, mode)
             yield file
         with ending.deferred():
             os.replace(partial, path)

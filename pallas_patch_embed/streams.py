@@ -18,12 +18,12 @@ def open_missing() -> None:
             os.open(os.devnull, os.O_RDWR)  # It gets the smallest number that is free.
 
 
-def discard(stream: TextIO | None) -> None:
+def discard(stream: TextIO) -> None:
     """Sends what the stream still holds, and what comes, to /dev/null.
 
     Python writes the buffers at its end, and exits with 120 if it cannot.
     """
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
