@@ -8,14 +8,14 @@ import stat
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from pallas_patch_embed import ending
 from pallas_patch_embed.files import written_whole
-from pallas_patch_embed.pictures import Budget, find_pictures, printable, read_ahead
+from pallas_patch_embed.pictures import Budget, Reading, find_pictures, printable, read_ahead
 from pallas_patch_embed.preprocessing import Preprocessing
 from pallas_patch_embed.siglip2.checkpoint import load_encoder_for_side
 from pallas_patch_embed.siglip2.encoder import Encoder
@@ -114,6 +114,33 @@ def _embed(encoder: Encoder, images: list[np.ndarray], batch: int, L: int) -> np
     return np.asarray(output.pooler_output[:n], np.float32)
 
 
+def _embed_batch(
+    encoder: Encoder,
+    part: Reading,
+    batch: int,
+    L: int,
+    left_out: Callable[[str, Path, object], None],
+) -> tuple[list[Path], np.ndarray]:
+    """The pictures of a batch that could be embedded, and their embeddings [n, D] float32.
+
+    The others are handed to `left_out`: what could not be done, the path, and the reason.
+    """
+    paths, images = [], []
+    for path, image in part:
+        if (error := image.exception()) is None:
+            paths.append(path)
+            images.append(image.result())
+        else:
+            left_out("Cannot read", path, str(error) or type(error).__name__)
+    if not images:
+        return [], np.zeros((0, encoder.config.width), np.float32)
+    result = _embed(encoder, images, batch, L)
+    finite = np.isfinite(result).all(1)
+    for path in itertools.compress(paths, ~finite):
+        left_out("Cannot embed", path, "its embedding is not finite")
+    return list(itertools.compress(paths, finite)), result[finite]
+
+
 def _normalized(embeddings: np.ndarray) -> np.ndarray:
     """Each row divided by its Euclidean norm, which float32 may be too small for."""
     length = np.linalg.norm(embeddings.astype(np.float64), axis=1, keepdims=True)
@@ -197,29 +224,15 @@ def run(
     ):
 
         def left_out(what: str, path: Path, reason: object) -> None:
-            bar.write(f"{what} {printable(path)}: {printable(reason)}", file=sys.stderr)
+            bar.write(f"{what} {printable(path)}: {printable(reason)}.", file=sys.stderr)
 
+        L = preprocessing.max_num_patches
         for part in read_ahead(read, found.pictures, batch, workers or default_workers()):
-            paths, images = [], []
-            for path, image in part:
-                if (error := image.exception()) is None:
-                    paths.append(path)
-                    images.append(image.result())
-                else:
-                    left_out("Cannot read", path, error or type(error).__name__)
-            if images:
-                result = _embed(encoder, images, batch, preprocessing.max_num_patches)
-                finite = np.isfinite(result).all(1)
-                result = result[finite]
-                embeddings.append(_normalized(result) if normalize else result)
-                for path, is_finite in zip(paths, finite):
-                    if is_finite:
-                        embedded.append(str(path))
-                    else:
-                        left_out("Cannot embed", path, "its embedding is not finite.")
+            paths, result = _embed_batch(encoder, part, batch, L, left_out)
+            embedded += map(str, paths)
+            embeddings.append(_normalized(result) if normalize else result)
             bar.update(len(part))
             part.clear()  # Otherwise its images stay while the next batch is waited for.
-            images.clear()
     total = len(found.pictures) + len(found.unreadable)
     if not embedded:
         raise ValueError(f"None of the {total} pictures could be embedded; nothing was written.")

@@ -261,24 +261,18 @@ def test_the_pixels_of_a_picture_are_freed_before_others_are_decoded(tmp_path, m
 
 
 def test_images_are_freed_once_their_batch_is_embedded(tmp_path, pictures, monkeypatch):
-    images, batches, read, compute = [], [], preprocessing.Preprocessing.image, embed._embed
+    batches, read_ahead = [], embed.read_ahead
 
-    def reading(*arguments, **keywords):
-        image = read(*arguments, **keywords)
-        images.append(weakref.ref(image))
-        return image
+    def checking(*arguments):
+        for part in read_ahead(*arguments):
+            images = [weakref.ref(image.result()) for _, image in part]
+            yield part
+            del part
+            batches.append([image() is None for image in images])
 
-    def computing(encoder, batch, *rest):
-        batches.append([weakref.ref(image) for image in batch])
-        # One batch is embedded, and the next one read.
-        assert sum(image() is not None for image in images) <= 2 * 2
-        assert all(image() is None for earlier in batches[:-1] for image in earlier)
-        return compute(encoder, batch, *rest)
-
-    monkeypatch.setattr(preprocessing.Preprocessing, "image", reading)
-    monkeypatch.setattr(embed, "_embed", computing)
-    run(tmp_path, pictures, batch=2)
-    assert len(images) == 8 and len(batches) == 4
+    monkeypatch.setattr(embed, "read_ahead", checking)
+    run(tmp_path, pictures, batch=4)
+    assert batches == [[True] * 4] * 2
 
 
 def test_size_reads_the_checkpoint_once(tmp_path, pictures, monkeypatch):
@@ -504,6 +498,19 @@ def test_a_file_that_replaces_another_keeps_its_mode(tmp_path, pictures, mode, u
         os.umask(before)
     assert (tmp_path / "out.npz").stat().st_mode & 0o777 == mode
     assert (tmp_path / "out.npz").read_bytes() == b"new"
+
+
+def test_a_file_without_chmod_is_readable_by_nobody_else(tmp_path, monkeypatch):
+    earlier_output(tmp_path / "out.npz")
+    (tmp_path / "out.npz").chmod(0o600)
+
+    def refuse(*_):
+        raise PermissionError("no modes here")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    with files.written_whole(tmp_path / "out.npz") as file:
+        file.write(b"new")
+    assert (tmp_path / "out.npz").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, pictures, monkeypatch):
