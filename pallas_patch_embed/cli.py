@@ -19,7 +19,16 @@ from pallas_patch_embed.backends import BACKENDS, Explanation, explain
 from pallas_patch_embed.pictures import printable
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, Target, padded
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-triton", "triton", "numpy", "safetensors")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
+    "jax-triton",
+    "triton",
+    "numpy",
+    "safetensors",
+)
 MISSING = "not installed"
 INFO_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
 
@@ -77,8 +86,8 @@ def info() -> None:
         for backend, reason in sorted(reasons):
             print(f"  {backend}: {reason}")
     print("\nWhy to trust them:")
-    for name, backend in BACKENDS.items():
-        print(f"  {name}: {backend.EVIDENCE}")
+    for name, module in BACKENDS.items():
+        print(f"  {name}: {module.EVIDENCE}")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -105,21 +105,27 @@ def measure(
     images: np.ndarray, weights: dict[str, np.ndarray], wanted: np.ndarray, patch: int
 ) -> list[Result]:
     """One `Result` a dtype, against the reference embeddings `wanted`."""
-    images = jnp.asarray(images)
+    on_device = jnp.asarray(images)
     results = []
     for dtype in DTYPES:
-        params = pack(**weights, patch_size=patch, dtype=dtype)
-        found = np.asarray(embed_images(images, params), np.float32)
+        params = pack(
+            weights["kernel"],
+            weights["bias"],
+            weights["position_embedding"],
+            patch_size=patch,
+            dtype=dtype,
+        )
+        found = np.asarray(embed_images(on_device, params), np.float32)
         relative_error, mean_cosine = compare(found, wanted)
         results.append(
             Result(
                 dtype=dtype,
-                backend=explain(images, params).chosen,
+                backend=explain(on_device, params).chosen,
                 max_abs_error=float(np.abs(found - wanted).max()),
                 relative_error=relative_error,
                 mean_cosine=mean_cosine,
                 weight_bytes=params.nbytes,
-                milliseconds=_milliseconds(images, params),
+                milliseconds=_milliseconds(on_device, params),
                 embeddings=found,
             )
         )

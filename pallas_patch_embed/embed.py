@@ -111,6 +111,7 @@ def _embed(encoder: Encoder, images: list[np.ndarray], batch: int, L: int) -> np
         output = encoder(patches, spatial_shapes=spatial_shapes, mask=mask)
     else:
         output = encoder(np.stack(images))
+    assert output.pooler_output is not None  # `run` refuses encoders without a pooling head.
     return np.asarray(output.pooler_output[:n], np.float32)
 
 

@@ -5,13 +5,15 @@ import json
 import math
 import operator
 import os
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 import safetensors
 import safetensors.numpy
+from jax.typing import DTypeLike
 
 from pallas_patch_embed.files import written_whole
 from pallas_patch_embed.problem import DTYPES, padded
@@ -95,7 +97,7 @@ class PatchEmbedParams:
             f"{leaves})"
         )
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the parameters as safetensors, the static fields as metadata.
 
         Float8 weights are stored as their bytes, U8, because numpy's safetensors cannot read
@@ -115,7 +117,7 @@ class PatchEmbedParams:
             file.write(content)
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "PatchEmbedParams":
+    def load(cls, path: str | os.PathLike[str]) -> "PatchEmbedParams":
         """Reads what `save` wrote.
 
         Raises:
@@ -165,7 +167,7 @@ def _stored_dtype(dtype: str) -> np.dtype:
     return np.dtype("uint8") if dtype == "float8_e4m3fn" else np.dtype(jnp.dtype(dtype))
 
 
-def _from_file(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> PatchEmbedParams:
+def _from_file(tensors: dict[str, Any], metadata: dict[str, str]) -> PatchEmbedParams:
     if metadata.get("format") != FILE_FORMAT:
         raise ValueError(f"its format is {metadata.get('format')!r}, expected {FILE_FORMAT!r}")
     static = json.loads(metadata["static"])
@@ -198,7 +200,7 @@ def _from_file(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> Patc
             raise ValueError(f"{name} has values that are NaN or infinite")
     if (params.scale <= 0).any() or params.weight[:, K:].astype(np.float32).any():
         raise ValueError("it has a scale that is not positive, or a weight in the padding of K")
-    return jax.tree.map(jnp.asarray, params)
+    return jax.tree.map(jax.device_put, params)
 
 
 def check_params(params: PatchEmbedParams) -> None:
@@ -273,14 +275,14 @@ def check_grid(grid: Any) -> tuple[int, int]:
 
 
 def pack(
-    kernel: Any,
-    bias: Any,
-    position_embedding: Any,
+    kernel: npt.ArrayLike,
+    bias: npt.ArrayLike | None,
+    position_embedding: npt.ArrayLike | None,
     *,
     patch_size: int,
-    layout: str = "HWIO",
+    layout: Literal["HWIO", "OIHW", "KN", "NK"] = "HWIO",
     grid: tuple[int, int] | None = None,
-    dtype: str = "float8_e4m3fn",
+    dtype: DTypeLike = "float8_e4m3fn",
 ) -> PatchEmbedParams:
     """Packs a checkpoint's patch embedding into the form that the kernels read.
 
@@ -325,8 +327,16 @@ def pack(
         scale = scale * np.float32(2 / 255)
     table, grid = _position_table(position_embedding, offset, grid, dtype)
     weight = np.pad(weight, ((0, 0), (0, padded(K) - K)))
-    leaves = (None if x is None else jnp.asarray(x) for x in (weight, scale, offset, table))
-    return PatchEmbedParams(*leaves, patch_size=patch_size, grid=grid, dtype=dtype, K=K)
+    return PatchEmbedParams(
+        weight=jax.device_put(weight),
+        scale=jax.device_put(scale),
+        offset=jax.device_put(offset),
+        table=None if table is None else jax.device_put(table),
+        patch_size=patch_size,
+        grid=grid,
+        dtype=dtype,
+        K=K,
+    )
 
 
 def _float32(name: str, value: Any) -> np.ndarray:

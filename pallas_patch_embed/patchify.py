@@ -1,5 +1,7 @@
 """Images to patch rows: the order of K, the padding of K, and the encoding of pixels."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +39,7 @@ def rows_shape(images_shape: tuple[int, ...], patch_size: int) -> tuple[int, ...
     return (*leading, (H // patch_size) * (W // patch_size), padded(patch_size**2 * channels))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def rows(images: jax.Array, patch_size: int, dtype: str) -> jax.Array:
     """Cuts [..., H, W, 3] into [..., S, K_padded] with K in the order height, width, channel.
 
@@ -49,7 +52,7 @@ def rows(images: jax.Array, patch_size: int, dtype: str) -> jax.Array:
     if (whole := _explicit(images, 3)) is not None:
         images = jax.sharding.reshard(images, whole)
 
-    def reshape(x, *image_shape):
+    def reshape(x: jax.Array, *image_shape: int) -> jax.Array:
         # A reshape of an axis with explicit sharding has to be told what becomes of it.
         return x.reshape(*leading, *image_shape, out_sharding=_explicit(images, len(image_shape)))
 

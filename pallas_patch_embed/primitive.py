@@ -13,8 +13,10 @@ uint8 images [..., H, W, 3]: a backend that cannot cut them itself gets patches.
 """
 
 import functools
+import importlib.util
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,9 +82,9 @@ def _result_type(*operands, backend, out_dtype, patch_size, devices):
     if mesh is not None:
         shapes = [a.shape for a in operands]
         spec = _result_spec(shapes, [a.sharding.spec for a in operands], patch_size)
-        operands = [a.update(sharding=_replicated(mesh, a.ndim)) for a in operands]
-    operands = _with_patches(operands, patch_size)
-    (result,) = jax.make_jaxpr(functools.partial(xla.run, out_dtype=out_dtype))(*operands).out_avals
+        operands = tuple(a.update(sharding=_replicated(mesh, a.ndim)) for a in operands)
+    avals = _with_patches(operands, patch_size)
+    (result,) = jax.make_jaxpr(functools.partial(xla.run, out_dtype=out_dtype))(*avals).out_avals
     return result if mesh is None else result.update(sharding=NamedSharding(mesh, spec))
 
 
@@ -115,12 +117,13 @@ def _whole(patch_size: int | None) -> tuple:
     return ("k",) if patch_size is None else ("k", "h", "w", "c", -2)
 
 
-def _axes(first, weight, scale, table, patch_size) -> list[list]:
+def _axes(shapes, patch_size) -> list[list]:
     """For every axis of the four operands' shapes, the axis of the result that it runs along.
 
     The result's axes are counted from its end: S is -2, N is -1. K is "k", those of an image are
     "h", "w" and "c", a broadcast axis is None.
     """
+    first, weight, scale, table = shapes
     images = patch_size is not None
     patches = rows_shape(first, patch_size) if images else first
     result = (*_leading(patches, weight, scale, table), patches[-2], weight[-2])
@@ -143,9 +146,9 @@ def _leading(patches, weight, scale, table) -> tuple[int, ...]:
 
 def _result_spec(shapes, specs, patch_size) -> PartitionSpec:
     """The result's sharding: each of its axes as the operands that have the axis are sharded."""
-    sides, whole = _axes(*shapes, patch_size), _whole(patch_size)
+    sides, whole = _axes(shapes, patch_size), _whole(patch_size)
     ndim = max(-axis for axes in sides for axis in axes if isinstance(axis, int))
-    found = {axis: [] for axis in range(-ndim, 0)}
+    found: dict[int, list[Any]] = {axis: [] for axis in range(-ndim, 0)}
     split = found.keys() - set(whole)
     for axes, spec in zip(sides, specs):
         for axis, names in zip(axes, spec):
@@ -170,7 +173,7 @@ def _operand_specs(shapes, result_spec, patch_size) -> list[PartitionSpec]:
     names = tuple(result_spec)
     return [
         PartitionSpec(*(names[axis] if isinstance(axis, int) else None for axis in axes))
-        for axes in _axes(*shapes, patch_size)
+        for axes in _axes(shapes, patch_size)
     ]
 
 
@@ -260,20 +263,20 @@ def _explicitly(*operands, **params):
     specs = _operand_specs(shapes, result_spec, patch_size)
     explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
     # The sum over K is local: an operand sharded along K is gathered here.
-    operands = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs)]
+    gathered = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs)]
     return jax.shard_map(
         functools.partial(patch_embed_p.bind, **params),
         mesh=mesh,
         axis_names=explicit,
         in_specs=tuple(specs),
         out_specs=result_spec,
-    )(*operands)
+    )(*gathered)
 
 
-patch_embed_p.is_high = lambda *types, **_: (
+patch_embed_p.is_high = lambda *types, **_: (  # type: ignore[method-assign]
     _explicit_mesh(types) is not None and not _is_manual(types)
 )
-patch_embed_p.to_lojax = jax.jit(
+patch_embed_p.to_lojax = jax.jit(  # type: ignore[method-assign]
     _explicitly, static_argnames=("backend", "out_dtype", "patch_size", "devices")
 )
 
@@ -288,8 +291,8 @@ def _partition(backend, out_dtype, patch_size, mesh, operands, result):
     params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size, devices=None)
     if mesh.empty and result.sharding.is_fully_replicated:
         # A mesh is active, and no operand is on it.
-        local = functools.partial(patch_embed_p.bind, **params)
-        return mesh, local, result.sharding, (result.sharding,) * len(operands)
+        bind = functools.partial(patch_embed_p.bind, **params)
+        return mesh, bind, result.sharding, (result.sharding,) * len(operands)
     if not isinstance(result.sharding, NamedSharding):
         raise ValueError(
             f"patch_embed: its result is sharded as {result.sharding}, expected a NamedSharding. "
@@ -318,7 +321,7 @@ def _shardy_rule(backend, out_dtype, patch_size, mesh, operands, results):
             return next(broadcast)
         return axis if isinstance(axis, str) else f"axis{-axis}"
 
-    sides = _axes(*(tuple(x.shape) for x in operands), patch_size)
+    sides = _axes([tuple(x.shape) for x in operands], patch_size)
     left = ", ".join(" ".join(map(factor, axes)) for axes in sides)
     right = " ".join(factor(axis) for axis in range(-len(results[0].shape), 0))
     # In the order of their appearance.
@@ -352,8 +355,24 @@ def _target(module, platform: str | None) -> Target | None:
     return target if target.platform == platform else None
 
 
+def _check_serializable() -> None:
+    """Refuses to export if the result cannot be serialized.
+
+    `Exported.serialize` raises an error of its own then, but runs no code of this package that
+    could name the extra.
+    """
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise ImportError(
+            "patch_embed: jax.export serializes programs with flatbuffers, which is not installed. "
+            "Install it with: pip install 'pallas_patch_embed[export]'.",
+            name="flatbuffers",
+        )
+
+
 def _lower(ctx, *operands, devices, platform=None, **params):
     module = ctx.module_context
+    if module.lowering_parameters.for_export:
+        _check_serializable()
     automatic = devices and isinstance(module.axis_context, mlir.ShardingContext)
     if automatic and _devices_left_to_xla(module) > 1:
         return _lower_split(ctx, *operands, **params)

@@ -1,13 +1,28 @@
 """What a backend is asked to compute, on which chip, and the shapes that real models have."""
 
 import dataclasses
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+import numpy.typing as npt
+
+# An array argument of a public function.
+type AnyArray = jax.Array | npt.NDArray[Any]
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
 OUT_DTYPES = ("bfloat16", "float32")
 K_MULTIPLE = 128
+
+
+class Shaped(Protocol):
+    """Anything with a shape and a dtype: an array, or a jax.ShapeDtypeStruct."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
 
 
 def padded(K: int) -> int:
@@ -80,13 +95,26 @@ class Problem:
 
     @classmethod
     def of(
-        cls, patches, weight, scale, table, *, out_dtype: str, patch_size: int | None = None
+        cls,
+        patches: Shaped,
+        weight: Shaped,
+        scale: Shaped,
+        table: Shaped,
+        *,
+        out_dtype: str,
+        patch_size: int | None = None,
     ) -> "Problem":
-        """The problem of these four operands (arrays, or anything with shape and dtype)."""
-        operands = (patches, weight, scale, table)
-        shapes = (tuple(x.shape) for x in operands)
-        dtypes = (np.dtype(x.dtype).name for x in (patches, table))
-        return cls(*shapes, *dtypes, out_dtype, patch_size)
+        """The problem of these four operands."""
+        return cls(
+            patches=tuple(patches.shape),
+            weight=tuple(weight.shape),
+            scale=tuple(scale.shape),
+            table=tuple(table.shape),
+            dtype=np.dtype(patches.dtype).name,
+            table_dtype=np.dtype(table.dtype).name,
+            out_dtype=out_dtype,
+            patch_size=patch_size,
+        )
 
     @property
     def N(self) -> int:
@@ -112,7 +140,8 @@ class NamedShape:
 
     @property
     def grid(self) -> tuple[int, int]:
-        return (self.image // self.patch,) * 2
+        side = self.image // self.patch
+        return side, side
 
     @property
     def S(self) -> int:

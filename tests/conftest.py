@@ -14,7 +14,8 @@ import pytest
 
 FLAG = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
-GPU = shutil.which("nvidia-smi") and importlib.util.find_spec("jax_cuda13_plugin")
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+GPU = shutil.which("nvidia-smi") and any(map(importlib.util.find_spec, PLUGINS))
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if GPU else "cpu")
 # Several processes share the GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -138,7 +138,9 @@ class Threads(concurrent.futures.ThreadPoolExecutor):
 
 def _wait_at_barrier(original, self, thread, *arguments, **named):
     phases = self.last_observed_phase_by_thread
-    seen = phases.get(thread, phases.get(thread.warpgroup(), 0))
+    # A warp has seen what its warpgroup had seen.
+    of = [thread, thread.warpgroup()] if isinstance(thread, shared_memory.Warp) else [thread]
+    seen = next((phases[one] for one in of if one in phases), 0)
     with watch.wait(lambda: self.phase == seen and not self.aborted):
         return original(self, thread, *arguments, **named)
 

@@ -116,7 +116,7 @@ FLOAT32_CASES = ["streamed weight", "two blocks, slices of 192", "two blocks, no
     "case, out_dtype",
     keep(
         [(case, "bfloat16") for case in CASES] + [(case, "float32") for case in FLOAT32_CASES],
-        lambda case: case[0] in KEPT[:1] or case in [(name, "bfloat16") for name in KEPT],
+        lambda case: case[0] in KEPT,
         "seconds each in the interpreter",
     ),
 )

@@ -265,6 +265,13 @@ def test_export_with_a_symbolic_batch():
         assert_bit_equal(restored.call(x[:B], params), embed(x[:B], params))
 
 
+def test_an_export_without_flatbuffers_names_the_extra(monkeypatch):
+    params, x = make()
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    with pytest.raises(ImportError, match=r"pip install 'pallas_patch_embed\[export\]'"):
+        jax.export.export(jax.jit(embed))(x, params)
+
+
 @pytest.mark.parametrize("backend", ["mosaic_sm90", "triton"])
 @pytest.mark.parametrize("what", ["several platforms", "sizes that are known"])
 def test_an_export_that_a_named_backend_cannot_serve_is_refused(what, backend):

@@ -19,6 +19,7 @@ One that cuts uint8 images into patches by itself has two more:
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -72,7 +73,7 @@ class Explanation:
         """The backend that runs when none is asked for by name."""
         return next(row.backend for row in self.rows if row.serves and not row.reason)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
     def __len__(self) -> int:

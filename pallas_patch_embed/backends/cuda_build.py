@@ -47,15 +47,16 @@ def source_hash() -> str | None:
 def _environments() -> Iterator[Path]:
     """The Python environments that a build may be for.
 
-    An isolated build runs in an environment of its own. pip runs it with the target's Python, so
-    `sys.prefix` is the target's. uv and `build` do not: what is left of the target there is its
-    folder on PATH if it is activated, or `.venv` in the project or where the command was typed.
+    An isolated build has an environment of its own. pip starts it with the Python of the target
+    environment, so `sys.prefix` names the target. uv and `build` do not: there the target can be
+    told by PATH if it is activated, or by its name `.venv` in the project or where the command was
+    typed (PWD).
     """
     yield Path(sys.prefix)
     yield from (Path(os.environ[x]) for x in ("VIRTUAL_ENV", "CONDA_PREFIX") if os.environ.get(x))
-    for folder in os.get_exec_path():
+    for folder in map(Path, os.get_exec_path()):
         if Path(folder, "..", "pyvenv.cfg").exists():
-            yield Path(folder).parent
+            yield folder.parent
     here = Path.cwd()
     for folder in (here, Path(os.environ.get("PWD", here)), FFI.parent):
         yield folder / ".venv"
@@ -94,7 +95,7 @@ def _failure(nvcc: Path, host_compiler: str) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder, "probe.cu"), Path(folder, "probe.fatbin")
         source.write_text(PROBE)
-        command = [nvcc, "-std=c++17", "-fatbin", source, "-o", output]
+        command: list[str | Path] = [nvcc, "-std=c++17", "-fatbin", source, "-o", output]
         command += [f"-gencode=arch=compute_{x},code=sm_{x}" for x in ARCHITECTURES]
         command += ["-ccbin", host_compiler] if host_compiler else []
         try:
@@ -141,6 +142,8 @@ def how_to_build(why_not: str) -> str:
     Args:
       why_not: why they were not built; an nvcc that it names is not proposed again.
     """
+    if sys.platform != "linux":
+        return "The kernels are for Linux only."
     here = [nvcc for nvcc in candidates() if nvcc.exists() and f"{nvcc} (" not in why_not]
     if here:
         command, begin = f"CUDACXX={shlex.quote(str(here[0]))} ", "With the nvcc that is here, "

@@ -152,7 +152,7 @@ class Config:
 
 @functools.cache
 def _is_stale(library: Path) -> bool:
-    """Whether it was built from other sources than those in ffi/; never without an ffi/."""
+    """Whether it was built from other sources than those in ffi/; False if there is no ffi/."""
     sources = cuda_build.source_hash()
     return sources is not None and sources.encode() not in library.read_bytes()
 
@@ -170,9 +170,10 @@ def missing() -> str | None:
 def ffi_version() -> tuple[int, int]:
     """The version of XLA's FFI that the installed jaxlib has."""
     text = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
-    return tuple(
+    major, minor = (
         int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)[1]) for part in ("MAJOR", "MINOR")
     )
+    return major, minor
 
 
 @functools.cache
@@ -307,7 +308,7 @@ def why_not(problem: Problem, target: Target | None) -> str | None:
     """The reason why these kernels cannot serve; None if they can."""
     if reason := missing():
         return reason
-    chips = CHIPS
+    chips: tuple[Chip, ...] = CHIPS
     if target is not None:
         chips = tuple(c for c in CHIPS if target.compute_capability in c.compute_capabilities)
         if not chips:

@@ -52,6 +52,6 @@ def runs(M: int, S: int, tile_m: int, workers: int) -> np.ndarray:
     )
     owner = worker[start]
     number = np.arange(len(start)) - np.searchsorted(owner, owner)
-    table = np.zeros((workers, max(number.max(initial=0) + 1, 1), 4), np.int32)
+    table = np.zeros((workers, int(number.max(initial=0)) + 1, 4), np.int32)
     table[owner, number] = found
     return table

@@ -18,7 +18,8 @@ EXPECTED = (
     "never loaded: convert them to safetensors."
 )
 
-# What safetensors calls the dtypes that are read.
+# What safetensors calls the dtypes that are read. It looks BF16 up as numpy's "bfloat16", a name
+# that ml_dtypes registers when JAX imports it.
 SAFETENSORS_FLOATS = ("F64", "F32", "BF16", "F16")
 
 # The largest weight that neither float32 nor bfloat16 rounds to infinity.

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from pallas_patch_embed.params import check_dtype, pack
 from pallas_patch_embed.problem import OUT_DTYPES
@@ -27,17 +28,20 @@ from pallas_patch_embed.siglip2.config import Config
 from pallas_patch_embed.siglip2.encoder import Encoder
 from pallas_patch_embed.siglip2.naflex import resize_positions
 
+# A function that reads the array of a name and a shape: (name, *shape) -> array.
+type Read = Callable[..., np.ndarray]
+
 # Where the image tower of a big_vision file may be: beside a text tower, or alone.
 BIG_VISION_PREFIXES = ("params/img/", "img/", "params/", "")
 
 
 def load_encoder(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     image_size: int | tuple[int, int] | None = None,
-    patch_dtype: Any = "bfloat16",
-    dtype: Any = "bfloat16",
-    config: Config | Mapping[str, Any] | str | os.PathLike | None = None,
+    patch_dtype: DTypeLike = "bfloat16",
+    dtype: DTypeLike = "bfloat16",
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Encoder:
     """Loads the vision encoder of a SigLIP or SigLIP2 checkpoint.
 
@@ -131,14 +135,16 @@ def _read_hugging_face(arrays: Arrays, config: Config) -> tuple[dict[str, Any], 
         layers = range(config.depth)
         return np.stack([tower.read(f"encoder.layers.{i}.{name}", *shape) for i in layers])
 
-    def dense(name: str, inputs: int, outputs: int, read=tower.read) -> dict[str, np.ndarray]:
+    def dense(
+        name: str, inputs: int, outputs: int, read: Read = tower.read
+    ) -> dict[str, np.ndarray]:
         kernel = read(f"{name}.weight", outputs, inputs).swapaxes(-1, -2)
         return {"kernel": kernel, "bias": read(f"{name}.bias", outputs)}
 
-    def norm(name: str, read=tower.read) -> dict[str, np.ndarray]:
+    def norm(name: str, read: Read = tower.read) -> dict[str, np.ndarray]:
         return {"scale": read(f"{name}.weight", D), "bias": read(f"{name}.bias", D)}
 
-    weights = {
+    weights: dict[str, Any] = {
         "kernel": tower.read(
             f"{marker}weight", *((D, 3 * p * p) if config.naflex else (D, 3, p, p))
         ),
@@ -202,28 +208,30 @@ def _read_big_vision(arrays: Arrays, given: Config | None) -> tuple[dict[str, An
             [tower.read(f"Transformer/encoderblock_{i}/{name}", *shape) for i in layers]
         )
 
-    def dense(name: str, inputs: tuple, outputs: tuple, read=tower.read) -> dict[str, np.ndarray]:
+    def dense(
+        name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], read: Read = tower.read
+    ) -> dict[str, np.ndarray]:
         kernel, bias = read(f"{name}/kernel", *inputs, *outputs), read(f"{name}/bias", *outputs)
         leading = bias.shape[: bias.ndim - len(outputs)]
         shape = (*leading, math.prod(inputs), math.prod(outputs))
         return {"kernel": kernel.reshape(shape), "bias": bias.reshape(*leading, -1)}
 
-    def norm(name: str, read=tower.read) -> dict[str, np.ndarray]:
+    def norm(name: str, read: Read = tower.read) -> dict[str, np.ndarray]:
         return {"scale": read(f"{name}/scale", D), "bias": read(f"{name}/bias", D)}
 
-    def attention(name: str, read=tower.read) -> dict[str, dict[str, np.ndarray]]:
+    def attention(name: str, read: Read = tower.read) -> dict[str, dict[str, np.ndarray]]:
         name = f"{name}MultiHeadDotProductAttention_0"
         inner = {n: dense(f"{name}/{n}", (D,), heads, read) for n in ("query", "key", "value")}
         return inner | {"out": dense(f"{name}/out", heads, (D,), read)}
 
-    def mlp(name: str, read=tower.read) -> dict[str, dict[str, np.ndarray]]:
+    def mlp(name: str, read: Read = tower.read) -> dict[str, dict[str, np.ndarray]]:
         return {
             "fc1": dense(f"{name}MlpBlock_0/Dense_0", (D,), (M,), read),
             "fc2": dense(f"{name}MlpBlock_0/Dense_1", (M,), (D,), read),
         }
 
     inner = attention("", each_layer)
-    weights = {
+    weights: dict[str, Any] = {
         "kernel": tower.read(
             "embedding/kernel", *((3 * p * p,) if config.naflex else (p, p, 3)), D
         ),
@@ -275,7 +283,7 @@ def _big_vision_config(tower: Tower, stacked: bool) -> Config:
         heads=layers[-2],
         mlp=tower.shape(f"{block}/MlpBlock_0/Dense_0/kernel", 2 + stacked)[-1],
         patch=math.isqrt(sides[0] // 3) if naflex else sides[0],
-        grid=positions[:2] if naflex else (side, side),
+        grid=(positions[0], positions[1]) if naflex else (side, side),
         naflex=naflex,
     )
 
@@ -306,12 +314,13 @@ def _assemble(
                 f"image_size is {size}, but this is a NaFlex encoder, which takes images of any "
                 "size. Leave it out."
             )
-        h, w = grid = tuple(side // config.patch for side in size)
+        h, w = grid = (size[0] // config.patch, size[1] // config.patch)
         if 0 in grid:
             raise ValueError(f"image_size {size} is smaller than a patch of {config.patch} pixels.")
         if grid != config.grid:
-            positions = resize_positions(jnp.asarray(positions), jnp.asarray([grid]), h * w)
-            positions = np.asarray(positions).reshape(h, w, -1)
+            given = jax.device_put((positions, np.asarray([grid], np.int32)))
+            resized = jax.jit(resize_positions, static_argnums=2)(*given, h * w)
+            positions = jax.device_get(resized).reshape(h, w, -1)
         config = dataclasses.replace(config, grid=grid, image_size=size)
     head = weights["head"]
     return Encoder(
@@ -324,7 +333,7 @@ def _assemble(
             grid=None if config.naflex else config.grid,
             dtype=patch_dtype,
         ),
-        positions=jnp.asarray(positions) if config.naflex else None,
+        positions=jax.device_put(positions) if config.naflex else None,
         blocks=_cast(weights["blocks"], dtype),
         norm=_cast(weights["norm"], dtype),
         head=None if head is None else _cast(head, dtype),
@@ -336,7 +345,7 @@ def _assemble(
 def _cast(weights: Any, dtype: str) -> Any:
     """The weights on the device: layer norms, which have a scale, in float32, others in `dtype`."""
     if not isinstance(weights, dict):
-        return jnp.asarray(weights.astype(dtype))
+        return jax.device_put(weights.astype(dtype))
     dtype = "float32" if "scale" in weights else dtype
     return {name: _cast(part, dtype) for name, part in weights.items()}
 

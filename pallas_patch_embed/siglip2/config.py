@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 # By Hugging Face's names; the first, GELU approximated with tanh, is flax's default.
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
@@ -76,7 +76,7 @@ class Config:
     activation: str = "gelu_pytorch_tanh"
     pooling_head: bool | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("width", "depth", "heads", "mlp", "patch"):
             check_size(name, getattr(self, name))
         _check_sides("grid", self.grid)
@@ -104,12 +104,14 @@ class Config:
             raise ValueError("a NaFlex encoder has no image_size: it takes images of any size.")
         if self.naflex:
             return
-        if self.image_size is None:
-            object.__setattr__(self, "image_size", tuple(side * self.patch for side in self.grid))
-        _check_sides("image_size", self.image_size)
-        if tuple(side // self.patch for side in self.image_size) != self.grid:
+        size = self.image_size
+        if size is None:
+            size = (self.grid[0] * self.patch, self.grid[1] * self.patch)
+            object.__setattr__(self, "image_size", size)
+        _check_sides("image_size", size)
+        if tuple(side // self.patch for side in size) != self.grid:
             raise ValueError(
-                f"images of {self.image_size[0]} x {self.image_size[1]} pixels are no "
+                f"images of {size[0]} x {size[1]} pixels are no "
                 f"{self.grid[0]} x {self.grid[1]} grid of patches of {self.patch} pixels."
             )
 
@@ -129,7 +131,7 @@ class Config:
         """
         if not isinstance(config, Mapping):
             raise ValueError(f"the config is {_short(config)}, expected an object of fields.")
-        vision = config
+        vision: Any = config
         if "vision_config" in config or "text_config" in config:
             vision = config.get("vision_config")
             vision = {} if vision is None else vision
@@ -138,7 +140,7 @@ class Config:
                     f"vision_config is {_short(vision)}, expected an object of fields."
                 )
         naflex = _is_naflex(config, vision)
-        fields = {
+        fields: dict[str, Any] = {
             name: default if vision.get(name) is None else vision[name]
             for name, default in DEFAULTS.items()
         }
@@ -171,7 +173,7 @@ class Config:
         )
 
 
-def _is_naflex(config: Mapping, vision: Mapping) -> bool:
+def _is_naflex(config: Mapping[str, Any], vision: Mapping[str, Any]) -> bool:
     """Whether the vision tower is NaFlex, from its model_type or that of the model around it."""
     model_type = vision.get("model_type")
     around = config.get("model_type")

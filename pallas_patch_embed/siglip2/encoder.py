@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import lax
 from pallas_patch_embed.api import embed_images, patch_embed
 from pallas_patch_embed.params import PatchEmbedParams
 from pallas_patch_embed.patchify import encode
-from pallas_patch_embed.problem import Target
+from pallas_patch_embed.problem import AnyArray, Target
 from pallas_patch_embed.siglip2.config import ACTIVATIONS, Config
 from pallas_patch_embed.siglip2.naflex import resize_positions
 
@@ -65,10 +66,10 @@ class Encoder:
 
     def __call__(
         self,
-        images: jax.Array,
+        images: AnyArray,
         *,
-        spatial_shapes: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        spatial_shapes: AnyArray | None = None,
+        mask: AnyArray | None = None,
     ) -> EncoderOutput:
         """Encodes images, or for a NaFlex encoder patches.
 
@@ -88,13 +89,14 @@ class Encoder:
         Raises:
           TypeError, ValueError: an argument of another type, shape or value.
         """
-        if self.config.naflex:
-            arguments = _check_naflex(self, images, spatial_shapes, mask)
-            return _encode_patches(self, *arguments)
+        size = self.config.image_size
+        if size is None:  # This is a NaFlex encoder.
+            _check_naflex(self, images, spatial_shapes, mask)
+            return _encode_patches(self, images, spatial_shapes, mask)
         if spatial_shapes is not None or mask is not None:
             raise TypeError(
                 "encoder: spatial_shapes and mask are for NaFlex encoders; this one takes images "
-                f"of {self.config.image_size[0]} x {self.config.image_size[1]} pixels alone."
+                f"of {size[0]} x {size[1]} pixels alone."
             )
         _check_array("images", images)
         if images.ndim != 4:
@@ -124,8 +126,8 @@ jax.export.register_pytree_node_serialization(
 
 
 def _static_fields(config: dict[str, Any], dtype: str) -> tuple[Config, str]:
-    sides = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
-    return Config(**sides), dtype
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
+    return Config(**fields), dtype
 
 
 def _check_array(name: str, array: Any) -> None:
@@ -136,8 +138,7 @@ def _check_array(name: str, array: Any) -> None:
         )
 
 
-def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any) -> tuple:
-    """(patches, spatial_shapes int32, mask bool) as arrays, after the checks."""
+def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any) -> None:
     K = encoder.patch_embed.K
     if spatial_shapes is None:
         raise TypeError(
@@ -172,7 +173,7 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
             )
     known = not isinstance(spatial_shapes, jax.core.Tracer)
     if known and getattr(spatial_shapes, "is_fully_addressable", True):
-        sides = np.asarray(spatial_shapes)
+        sides = jax.device_get(spatial_shapes)
         wrong = ((sides < 1) | (sides > L)).any(1) | (sides.astype(np.float64).prod(1) > L)
         if wrong.any():
             i = int(wrong.argmax())
@@ -180,10 +181,6 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
                 f"encoder: spatial_shapes of image {i} are {sides[i].tolist()}, expected a height "
                 f"and width of at least 1 with at most {L} patches."
             )
-    shapes = jnp.maximum(jnp.asarray(spatial_shapes).astype(jnp.int32), 1)
-    if mask is None:
-        mask = lax.iota(jnp.int32, L) < shapes[:, :1] * shapes[:, 1:]
-    return jnp.asarray(patches), shapes, jnp.asarray(mask).astype(bool)
 
 
 @jax.jit
@@ -193,9 +190,15 @@ def _encode_images(encoder: Encoder, images: jax.Array) -> EncoderOutput:
 
 @jax.jit
 def _encode_patches(
-    encoder: Encoder, patches: jax.Array, spatial_shapes: jax.Array, mask: jax.Array
+    encoder: Encoder, patches: jax.Array, spatial_shapes: jax.Array, mask: jax.Array | None
 ) -> EncoderOutput:
+    spatial_shapes = jnp.maximum(spatial_shapes.astype(jnp.int32), 1)
+    if mask is None:
+        token = lax.broadcasted_iota(jnp.int32, patches.shape[:2], 1)
+        mask = token < spatial_shapes[:, :1] * spatial_shapes[:, 1:]
+    mask = mask.astype(bool)
     params = encoder.patch_embed
+    assert encoder.positions is not None  # NaFlex encoders have them.
     padding = [(0, 0), (0, 0), (0, params.K_padded - params.K)]
     x = patch_embed(
         jnp.pad(encode(patches, params.dtype), padding),
@@ -211,7 +214,7 @@ def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> 
     config = encoder.config
     precision = "highest" if encoder.dtype == "float32" else None
 
-    def block(x, p):
+    def block(x: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, None]:
         q, k, v = jnp.split(_dense(_norm(x, p["norm1"], config), p["qkv"]), 3, axis=-1)
         x = x + _dense(_attention(q, k, v, mask, config), p["out"])
         return x + _mlp(_norm(x, p["norm2"], config), p, config), None
@@ -223,21 +226,27 @@ def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> 
             return EncoderOutput(x, None)
         k, v = jnp.split(_dense(x, head["kv"]), 2, axis=-1)
         # Computed from k, the query has its sharding along the batch.
-        query = 0 * k[:, :1] + head["query"]
+        query = 0 * k[:, :1] + _row(head["query"], k)
         pooled = _dense(_attention(query, k, v, mask, config), head["out"])
         pooled = pooled + _mlp(_norm(pooled, head["norm"], config), head, config)
         return EncoderOutput(x, pooled[:, 0])
+
+
+def _row(vector: jax.Array, x: jax.Array) -> jax.Array:
+    """The vector with as many axes as x, so that they add up without implicit rank promotion."""
+    return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
 def _norm(x: jax.Array, p: dict[str, jax.Array], config: Config) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
     y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + config.eps)
-    return (y * p["scale"] + p["bias"]).astype(x.dtype)
+    return (y * _row(p["scale"], y) + _row(p["bias"], y)).astype(x.dtype)
 
 
 def _dense(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
-    return jnp.matmul(x, p["kernel"]) + p["bias"]
+    y = jnp.matmul(x, p["kernel"])
+    return y + _row(p["bias"], y)
 
 
 def _mlp(x: jax.Array, p: dict[str, Any], config: Config) -> jax.Array:
@@ -254,10 +263,15 @@ def _attention(
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, None, None, :], (B, 1, T, k.shape[1]))
 
-    def attend(implementation):
-        return lambda q, k, v, mask: jax.nn.dot_product_attention(
-            q, k, v, mask=mask, implementation=implementation
-        )
+    def attend(implementation: Literal["xla", "cudnn"]) -> Callable[..., jax.Array]:
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
+            # It adds float32 to bfloat16, which users may forbid.
+            with jax.numpy_dtype_promotion("standard"):
+                return jax.nn.dot_product_attention(
+                    q, k, v, mask=mask, implementation=implementation
+                )
+
+        return attention
 
     # Tracing cuDNN's attention needs its library, which comes with JAX's CUDA backend.
     cudnn = Target.of(jax.devices()[0]).platform == "cuda"

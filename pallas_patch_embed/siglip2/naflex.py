@@ -2,21 +2,23 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import lax
 
 from pallas_patch_embed.patchify import encode
+from pallas_patch_embed.problem import AnyArray
 from pallas_patch_embed.siglip2.config import Config
 
 
 def batch_naflex(
-    images: Sequence[np.ndarray], config: Config, max_num_patches: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    images: Iterable[AnyArray], config: Config, max_num_patches: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.bool]]:
     """Cuts images of different sizes into patches and pads them to one batch. Runs on the host.
 
     Args:
@@ -48,7 +50,7 @@ def batch_naflex(
         )
     p, K = config.patch, 3 * config.patch**2
     images = list(images)
-    pixel = np.asarray(encode(jnp.arange(256, dtype=jnp.uint8), "float32"))
+    pixel = jax.device_get(_pixels())
     patches = np.zeros((len(images), L, K), np.float32)
     spatial_shapes = np.zeros((len(images), 2), np.int32)
     for i, image in enumerate(images):
@@ -58,6 +60,12 @@ def batch_naflex(
         spatial_shapes[i] = h, w
     mask = np.arange(L) < spatial_shapes.prod(1, keepdims=True)
     return patches, spatial_shapes, mask
+
+
+@jax.jit
+def _pixels() -> jax.Array:
+    """The encoding [256] float32 of every level of a pixel."""
+    return encode(lax.iota(jnp.uint8, 256), "float32")
 
 
 def _grid_of(image: Any, i: int, patch: int, L: int) -> tuple[int, int]:
@@ -125,7 +133,7 @@ def resize_positions(positions: jax.Array, spatial_shapes: jax.Array, L: int) ->
     """
     h, w, D = positions.shape
     height, width = spatial_shapes[:, :1], spatial_shapes[:, 1:]
-    token = lax.iota(jnp.int32, L)
+    token = lax.broadcasted_iota(jnp.int32, (1, L), 1)
     rows = _bilinear(jnp.minimum(token // width, height - 1), height, h)
     columns = _bilinear(token % width, width, w)
     weights = (rows[..., :, None] * columns[..., None, :]).reshape(-1, L, h * w)
@@ -136,6 +144,7 @@ def _bilinear(index: jax.Array, size: jax.Array, source: int) -> jax.Array:
     """Weights [..., source] of the source's elements for element `index` of `size`."""
     step = source / size.astype(jnp.float32)
     centre = (index.astype(jnp.float32) + 0.5) * step - 0.5
-    distance = jnp.abs(centre[..., None] - jnp.arange(source, dtype=jnp.float32))
+    element = lax.broadcasted_iota(jnp.float32, (1,) * centre.ndim + (source,), centre.ndim)
+    distance = jnp.abs(centre[..., None] - element)
     weights = jnp.maximum(0.0, 1.0 - distance / jnp.maximum(step, 1.0)[..., None])
     return weights / weights.sum(-1, keepdims=True)

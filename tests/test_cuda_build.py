@@ -1,0 +1,174 @@
+"""Which nvcc is taken, why another one is not, and the hash of the kernels' sources."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_patch_embed.backends import cuda_build
+
+# What an nvcc does with the probe: a script, by name.
+BROKEN = {
+    "exit": ("exit 1", "exit code 1, no output"),
+    "old": (
+        "echo; echo \"nvcc fatal   : Unsupported gpu architecture 'compute_103a'\" >&2; exit 1",
+        "exit code 1, nvcc fatal   : Unsupported gpu architecture 'compute_103a'",
+    ),
+    "headers": (
+        "echo In file included from probe.cu:; echo fatal error: nv/target: none; exit 2",
+        "exit code 2, fatal error: nv/target: none",
+    ),
+    "idle": ("exit 0", "exit code 0, no output"),
+}
+# Writes the file behind -o.
+GOOD = 'while [ "$1" != -o ]; do shift; done; echo > "$2"'
+
+
+@pytest.fixture
+def place(monkeypatch, tmp_path):
+    """place(folder, script) makes a nvcc there; no other one is to be found."""
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PWD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cuda_build, "SYSTEM_CUDA", tmp_path / "system")
+    monkeypatch.setattr(cuda_build, "FFI", tmp_path / "sources" / "ffi")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    monkeypatch.setattr(cuda_build.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    cuda_build.find_nvcc.cache_clear()
+    cuda_build.how_to_build.cache_clear()
+
+    def placed(folder, script=GOOD):
+        nvcc = tmp_path / folder / "nvcc"
+        nvcc.parent.mkdir(parents=True, exist_ok=True)
+        nvcc.write_text(f"#!/bin/sh\n{script}\n")
+        nvcc.chmod(0o755)
+        return nvcc
+
+    yield placed
+    cuda_build.find_nvcc.cache_clear()
+    cuda_build.how_to_build.cache_clear()
+
+
+def test_without_an_nvcc_that_is_said(place):
+    assert cuda_build.find_nvcc() == (None, "no nvcc was found")
+
+
+@pytest.mark.parametrize("script, said", BROKEN.values(), ids=BROKEN)
+def test_a_broken_nvcc_on_PATH_is_named_with_the_reason(place, script, said):
+    nvcc = place("path", script)
+    path, reason = cuda_build.find_nvcc()
+    assert path is None and f"tried: {nvcc} ({said})" in reason and "12.9" in reason
+
+
+def test_files_that_cannot_be_called_are_named_with_the_reason(place, monkeypatch, tmp_path):
+    place("path").chmod(0o644)
+    link = place("system/bin")
+    link.unlink()
+    link.symlink_to(tmp_path / "nowhere")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    path, reason = cuda_build.find_nvcc()
+    assert path is None
+    assert f"tried: {tmp_path}/home/bin/nvcc (no such file); {tmp_path}/path/nvcc (" in reason
+    assert "Permission denied" in reason and f"{link} (a link that leads nowhere)" in reason
+
+
+def test_the_first_that_compiles_is_taken(place, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", f"{tmp_path}/path:{tmp_path}/second")
+    place("path", BROKEN["old"][0])
+    assert cuda_build.find_nvcc()[0] is None
+    for folder in (
+        "site/nvidia/cu13/bin",
+        "system/bin",
+        "second",
+        "cuda_path/bin",
+        "cuda_home/bin",
+        "cudacxx",
+    ):
+        nvcc = place(folder)
+        for name in ("cuda_path", "cuda_home"):
+            monkeypatch.setenv(name.upper(), str(tmp_path / name))
+        if folder == "cudacxx":
+            monkeypatch.setenv("CUDACXX", str(nvcc))
+        cuda_build.find_nvcc.cache_clear()
+        assert cuda_build.find_nvcc() == (nvcc, "")
+
+
+def test_the_host_compiler_is_passed_on(place):
+    place("path", f'case "$*" in *"-ccbin /usr/bin/c++"*) ;; *) exit 1;; esac; {GOOD}')
+    assert cuda_build.find_nvcc()[0] is None
+    assert cuda_build.find_nvcc("/usr/bin/c++")[0] is not None
+
+
+PIPS = "lib/python3.12/site-packages/nvidia/cu13/bin"
+
+
+@pytest.mark.parametrize(
+    "variable, value, environment",
+    [
+        (None, "", "purelib"),
+        (None, "", "prefix"),
+        ("VIRTUAL_ENV", "active", "active"),
+        ("CONDA_PREFIX", "conda", "conda"),
+        ("PATH", "activated/bin", "activated"),
+        ("PWD", "typed", "typed/.venv"),
+        (None, "", ".venv"),
+        (None, "", "sources/.venv"),
+    ],
+)
+def test_pips_nvcc_is_found_in_the_environment_that_a_build_is_for(
+    place, monkeypatch, tmp_path, variable, value, environment
+):
+    if variable:
+        monkeypatch.setenv(variable, str(tmp_path / value))
+    nvcc = place(f"{environment}/{'nvidia/cu13/bin' if environment == 'purelib' else PIPS}")
+    if variable == "PATH":
+        assert cuda_build.find_nvcc()[0] is None
+        cuda_build.find_nvcc.cache_clear()
+        (tmp_path / environment / "pyvenv.cfg").touch()
+        (tmp_path / value).mkdir()
+    assert cuda_build.find_nvcc() == (nvcc, "")
+
+
+def test_what_builds_the_library_is_said_with_the_nvcc_that_is_here(place, monkeypatch):
+    assert "`pip install nvidia-cuda-nvcc" in cuda_build.how_to_build("no nvcc was found")
+    cuda_build.how_to_build.cache_clear()
+    nvcc = place("path", BROKEN["old"][0])
+    assert f"`CUDACXX={nvcc} make ffi`" in cuda_build.how_to_build("no nvcc was found")
+    _, tried = cuda_build.find_nvcc()
+    assert str(nvcc) not in cuda_build.how_to_build(tried)
+    cuda_build.how_to_build.cache_clear()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "Linux only" in cuda_build.how_to_build("no nvcc was found")
+
+
+def test_the_real_nvcc_compiles_and_finds_the_headers(nvcc):
+    """Also as CMake calls it: three lines."""
+    command = [sys.executable, "-P", cuda_build.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n") == [cuda_build.source_hash(), str(nvcc), "", ""]
+
+
+def test_the_hash_is_of_names_and_contents_of_all_sources(monkeypatch, tmp_path):
+    ffi = tmp_path / "ffi"
+    shutil.copytree(cuda_build.FFI, ffi)
+    expected = cuda_build.source_hash()
+    monkeypatch.setattr(cuda_build, "FFI", ffi)
+    assert cuda_build.source_hash() == expected
+    (ffi / "notes.txt").write_text("not a source")
+    os.utime(ffi / "binding.cc")
+    assert cuda_build.source_hash() == expected
+    for name in [path.relative_to(ffi) for path in ffi.rglob("*.*") if path.name != "notes.txt"]:
+        content = (ffi / name).read_bytes()
+        (ffi / name).write_bytes(content + b"\n")
+        assert cuda_build.source_hash() != expected, name
+        (ffi / name).write_bytes(content)
+        assert cuda_build.source_hash() == expected
+    (ffi / "plan.h").rename(ffi / "plans.h")
+    assert cuda_build.source_hash() != expected
+    monkeypatch.setattr(cuda_build, "FFI", Path("nowhere"))
+    assert cuda_build.source_hash() is None

@@ -1,0 +1,157 @@
+"""What is installed: wheels with the kernels and without them, and what building them needs."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from pallas_patch_embed.backends import cuda_build
+
+pytestmark = pytest.mark.slow("builds packages, or asks a package index")
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PYTHONS = re.findall(r":: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+BACKENDS = "pallas_patch_embed/backends"
+STALE = b"of an earlier build"
+
+
+@pytest.fixture(scope="session")
+def backend(tmp_path_factory):
+    """A folder with scikit-build-core."""
+    folder = tmp_path_factory.mktemp("backend")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder]
+    requires = PROJECT["build-system"]["requires"]
+    done = subprocess.run([*command, *requires], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"pip cannot install {requires}: {done.stderr.strip()[-200:]}")
+    return folder
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the sources in which an editable build has left its files."""
+    folder = tmp_path / "tree"
+    for name in ("ffi", "pallas_patch_embed"):
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("libpatch_embed.so", "libpatch_embed.txt"):
+        (folder / BACKENDS / name).write_bytes(STALE)
+    return folder
+
+
+@pytest.fixture
+def call(backend, tree, tmp_path):
+    """call(hook, cuda) -> what a hook of the build returns, and what it wrote."""
+
+    def called(hook, cuda, **env):
+        arguments = "" if hook.startswith("get_requires") else repr(str(tmp_path))
+        code = f"import scikit_build_core.build as b; print('\\n', b.{hook}({arguments}))"
+        env = {**os.environ, "PYTHONPATH": str(backend), "PATCH_EMBED_CUDA": cuda, **env}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+        said = done.stdout + done.stderr
+        return (done.stdout.splitlines()[-1].strip() if done.returncode == 0 else None), said
+
+    return called
+
+
+def contents(archive):
+    """name -> bytes of the files in a wheel."""
+    with zipfile.ZipFile(archive) as wheel:
+        return {name: wheel.read(name) for name in wheel.namelist()}
+
+
+def test_a_wheel_without_kernels_is_for_every_platform_and_says_why(call, tmp_path):
+    name, said = call("build_wheel", "OFF")
+    assert name and name.endswith("-py3-none-any.whl"), said
+    files = contents(tmp_path / name)
+    assert f"{BACKENDS}/libpatch_embed.so" not in files
+    assert b"PATCH_EMBED_CUDA=OFF" in files[f"{BACKENDS}/libpatch_embed.txt"]
+    licenses = [name for name in files if ".dist-info/licenses/" in name]
+    assert any(name.endswith("photos/LICENSES.md") for name in licenses) and len(licenses) == 2
+
+
+def test_a_wheel_has_the_library_of_its_sources(nvcc, call, tmp_path):
+    name, said = call("build_wheel", "ON")
+    assert name and "-py3-none-linux" in name, said
+    files = contents(tmp_path / name)
+    assert cuda_build.source_hash().encode() in files[f"{BACKENDS}/libpatch_embed.so"]
+    assert f"{BACKENDS}/libpatch_embed.txt" not in files
+
+
+def test_the_archive_of_the_sources_has_nothing_that_was_built(call, tmp_path):
+    name, said = call("build_sdist", "OFF")
+    assert name, said
+    with tarfile.open(tmp_path / name) as archive:
+        names = archive.getnames()
+    assert any(name.endswith("ffi/ptx/tma.cuh") for name in names)
+    assert not any("libpatch_embed" in name for name in names)
+
+
+def test_an_editable_install_without_kernels_removes_the_library_and_says_why(call, tree):
+    name, said = call("build_editable", "OFF")
+    assert name, said
+    assert not (tree / BACKENDS / "libpatch_embed.so").exists()
+    assert "PATCH_EMBED_CUDA=OFF" in (tree / BACKENDS / "libpatch_embed.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "cuda, reason",
+    [
+        ("", "Without CUDA kernels: no C++ compiler was found"),
+        ("ON", "The CUDA kernels cannot be built (PATCH_EMBED_CUDA=ON): no C++ compiler was found"),
+        ("off", "PATCH_EMBED_CUDA is off, expected ON, OFF or nothing"),
+    ],
+)
+def test_kernels_that_are_asked_for_and_cannot_be_built_are_an_error(call, tree, cuda, reason):
+    name, said = call("build_editable", cuda, CXX="/no/such/compiler")
+    assert (name is None) == bool(cuda)
+    assert reason in " ".join(said.split())
+    # An error leaves everything as it was.
+    left = [path.read_bytes() for path in (tree / BACKENDS).glob("libpatch_embed.*")]
+    assert left == ([STALE, STALE] if cuda else [b"no C++ compiler was found"])
+
+
+@pytest.mark.parametrize("hook", ["wheel", "editable"])
+def test_only_the_kernels_need_a_jaxlib_to_be_built(call, hook):
+    for cuda in ("OFF", ""):
+        requires, said = call(f"get_requires_for_build_{hook}", cuda)
+        assert requires, said
+        assert ("jaxlib" in requires) == (cuda == "")
+
+
+@functools.cache
+def versions(name, python):
+    """The versions of a package that have a wheel for a Python."""
+    command = [sys.executable, "-m", "pip", "index", "versions", name, "--only-binary=:all:"]
+    done = subprocess.run([*command, "--python-version", python], capture_output=True, text=True)
+    found = re.search("Available versions: (.*)", done.stdout)
+    return found[1].split(", ") if found else []
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_what_is_required_has_wheels_for_every_Python_that_is_named(python):
+    if not versions("scikit-build-core", "{}.{}".format(*sys.version_info)):
+        pytest.skip("pip finds no index of packages")
+    build = PROJECT["tool"]["scikit-build"]["build"]["requires"]
+    required = [*PROJECT["build-system"]["requires"], *build, *PROJECT["project"]["dependencies"]]
+    chosen = []
+    for requirement in map(Requirement, required):
+        environment = dict(python_version=python, sys_platform="linux")
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            found = versions(requirement.name, python)
+            assert any(map(requirement.specifier.contains, found)), f"{requirement}: {found}"
+            chosen.append(requirement.name)
+    # One for the build and one for the package.
+    assert chosen.count("jaxlib") == 2
