@@ -1,13 +1,72 @@
 """The patch embedding of SigLIP and SigLIP2 vision encoders as one fused JAX operator."""
 
-from pallas_patch_embed import siglip2 as siglip2
-from pallas_patch_embed.api import embed_images as embed_images
-from pallas_patch_embed.api import explain as explain
-from pallas_patch_embed.api import patch_embed as patch_embed
-from pallas_patch_embed.api import patchify as patchify
-from pallas_patch_embed.backends import Explanation as Explanation
-from pallas_patch_embed.backends import backends as backends
-from pallas_patch_embed.params import PatchEmbedParams as PatchEmbedParams
-from pallas_patch_embed.params import pack as pack
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pallas_patch_embed import siglip2 as siglip2
+    from pallas_patch_embed.api import embed_images as embed_images
+    from pallas_patch_embed.api import explain as explain
+    from pallas_patch_embed.api import patch_embed as patch_embed
+    from pallas_patch_embed.api import patchify as patchify
+    from pallas_patch_embed.backends import Explanation as Explanation
+    from pallas_patch_embed.backends import backends as backends
+    from pallas_patch_embed.params import PatchEmbedParams as PatchEmbedParams
+    from pallas_patch_embed.params import pack as pack
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Explanation",
+    "PatchEmbedParams",
+    "__version__",
+    "backends",
+    "embed_images",
+    "explain",
+    "pack",
+    "patch_embed",
+    "patchify",
+    "siglip2",
+]
+
+if not TYPE_CHECKING:
+    # The names above are imported when the first of them is used: importing JAX takes a second, in
+    # which the command line has to be able to end on a signal already.
+    import importlib
+    import types
+
+    def _import_all():
+        """Imports the public names."""
+        module = importlib.import_module
+        names = {"siglip2": module(f"{__name__}.siglip2")}
+        for home, members in {
+            "api": ("embed_images", "explain", "patch_embed", "patchify"),
+            "backends": ("Explanation", "backends"),
+            "params": ("PatchEmbedParams", "pack"),
+        }.items():
+            names |= {name: getattr(module(f"{__name__}.{home}"), name) for name in members}
+        globals().update(names)
+
+    def __getattr__(name):
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _import_all()
+        return globals()[name]
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
+    class _Package(types.ModuleType):
+        """A package whose functions `backends` and `patchify` are not replaced by modules."""
+
+        def __setattr__(self, name, value):
+            # Python sets this attribute after it has imported a module of the package.
+            if name not in ("backends", "patchify") or not isinstance(value, types.ModuleType):
+                super().__setattr__(name, value)
+
+    sys.modules[__name__].__class__ = _Package
+
+    # jax.export knows the package's pytrees once their modules are imported; a program that uses
+    # JAX has done enough for that when it has imported the package.
+    if "jax" in sys.modules:
+        _import_all()

@@ -1,6 +1,16 @@
-"""`python -m pallas_patch_embed` is the command line."""
+"""The command line, `pallas-patch-embed` or `python -m pallas_patch_embed`."""
 
-from pallas_patch_embed.cli import run
+from pallas_patch_embed import ending, streams
+
+
+def run() -> None:
+    """Runs the command line; ends the process."""
+    ending.install()
+    streams.open_missing()
+    from pallas_patch_embed import cli  # It imports JAX, which takes a second.
+
+    cli.run()
+
 
 if __name__ == "__main__":
     run()

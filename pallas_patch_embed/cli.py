@@ -2,19 +2,21 @@
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import signal
 import sys
 import tempfile
-import threading
+import warnings
 from pathlib import Path
 
 import jax
 from absl import app, logging
 from absl.flags import argparse_flags
 
-from pallas_patch_embed import __version__, demo, embed
+from pallas_patch_embed import __version__, demo, embed, streams
 from pallas_patch_embed.backends import BACKENDS, Explanation, explain
+from pallas_patch_embed.pictures import printable
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, Target, padded
 
 PACKAGES = (
@@ -109,11 +111,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "embed",
         help="embed pictures with the vision encoder of a SigLIP or SigLIP2 checkpoint",
         description="Writes embeddings [n, D] float32 and paths [n] to FILE, whole or not at all. "
-        "Exit code: 0 if all pictures were embedded, 3 if some could not be read, 2 if nothing was "
-        "written because of the arguments or the checkpoint, 130 if it was interrupted.",
+        "Exit code: 0 if all pictures were embedded, 3 if some could not be, 2 if nothing was "
+        "written because of the arguments, the checkpoint or all of the pictures, 130 if it was "
+        "interrupted (143 by SIGTERM, 129 by SIGHUP).",
     )
     embed_parser.add_argument(
-        "pictures", nargs="+", type=Path, help="picture files, and folders, which are searched"
+        "pictures",
+        nargs="+",
+        type=Path,
+        help="picture files, and folders, which are searched; links are followed, and every file "
+        "is embedded once",
     )
     embed_parser.add_argument(
         "--checkpoint",
@@ -122,7 +129,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="Hugging Face folder, .safetensors file, or big_vision .npz file",
     )
     embed_parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="the .npz file"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the .npz file; of files that exist, only an earlier output is replaced",
     )
     embed_parser.add_argument(
         "--size",
@@ -137,6 +148,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default=64,
         metavar="N",
         help="pictures a step (default: 64)",
+    )
+    embed_parser.add_argument(
+        "--workers",
+        type=positive_integer,
+        metavar="N",
+        help="threads that read pictures; few of them read large ones at a time, which bounds the "
+        f"memory (default: one a CPU, up to {embed.MOST_WORKERS})",
     )
     embed_parser.add_argument(
         "--patch-dtype", choices=DTYPES, default="bfloat16", help="of the patch embedding"
@@ -156,22 +174,30 @@ def positive_integer(text: str) -> int:
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
+    out = arguments.out
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out is {printable(out)}: there is no such folder.")
+    if out.exists() and not out.is_file():
+        raise ValueError(f"--out is {printable(out)}: it exists and is no file.")
+    tempfile.TemporaryFile(dir=out.absolute().parent).close()
     if arguments.seed is not None and arguments.seed < 0:
         raise ValueError(f"--seed is {arguments.seed}, expected 0 or more.")
-    demo.run(arguments.out, arguments.seed)
+    demo.run(out, arguments.seed)
+    sys.stdout.flush()
     return 0
 
 
 def _run_embed(arguments: argparse.Namespace) -> int:
-    pressed = threading.Event()
+    # glibc returns freed blocks of more than 32 MiB to the system at once, but every thread keeps
+    # some of 16 MiB, Pillow's default: 3.0 GB instead of 1.0 with 8 threads and pictures of
+    # 13000 x 13000 pixels.
+    os.environ.setdefault("PILLOW_BLOCK_SIZE", "64m")
+    from PIL import Image
 
-    def interrupt(*_: object) -> None:
-        # Python drops an exception raised in a callback of its garbage collector, as JAX has one.
-        pressed.set()
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-    unreadable = embed.run(
+    # It warns of pictures above 89 million pixels. The memory for them is bounded here, and Pillow
+    # refuses those above twice that number.
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    left_out = embed.run(
         arguments.checkpoint,
         arguments.pictures,
         arguments.out,
@@ -179,23 +205,25 @@ def _run_embed(arguments: argparse.Namespace) -> int:
         batch=arguments.batch,
         patch_dtype=arguments.patch_dtype,
         normalize=arguments.normalize,
-        interrupted=pressed.is_set,
+        workers=arguments.workers,
     )
-    return 3 if unreadable else 0
+    return 3 if left_out else 0
+
+
+def _run_info() -> int:
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `info | head` ends quietly.
+    info()
+    sys.stdout.flush()
+    return 0
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs one command; returns the exit code."""
     logging.set_verbosity(logging.WARNING)
-    if arguments.command == "info":
-        info()
-        return 0
     try:
-        if not arguments.out.absolute().parent.is_dir():
-            raise ValueError(f"--out is {arguments.out}: there is no such folder.")
-        if arguments.out.exists() and not arguments.out.is_file():
-            raise ValueError(f"--out is {arguments.out}: it exists and is no file.")
-        tempfile.TemporaryFile(dir=arguments.out.absolute().parent).close()
+        if arguments.command == "info":
+            return _run_info()
         return _run_demo(arguments) if arguments.command == "demo" else _run_embed(arguments)
     except ImportError as error:
         print(
@@ -207,14 +235,14 @@ def main(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
     except jax.errors.JaxRuntimeError as error:
         print(f"{error}\nIf memory ran out, choose a smaller --batch or --size.", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("Interrupted; nothing was written.", file=sys.stderr)
-        return 130
     return 2
 
 
 def run() -> None:
-    """The console script."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `info | head` ends quietly.
-    app.run(main, flags_parser=parse)
+    """The command line; `pallas_patch_embed.__main__` has prepared signals and streams for it."""
+    sys.stderr = streams.Forgiving(sys.stderr or open(os.devnull, "w"))
+    try:
+        app.run(main, flags_parser=parse)
+    finally:
+        if sys.stdout is not None:
+            streams.Forgiving(sys.stdout).flush()

@@ -2,20 +2,41 @@
 
 import contextlib
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from pallas_patch_embed import ending
+
 
 @contextlib.contextmanager
 def written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a file for writing that appears at `path` when the block ends without an exception."""
+    """Opens a file for writing that appears at `path` when the block ends without an exception.
+
+    A file that it replaces stays as it is until then, and hands its permissions on.
+    """
     path = os.path.realpath(os.fsdecode(path))
     partial = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.partial")
+    mode = stat.S_IMODE(os.stat(path).st_mode) if os.path.exists(path) else None
+
+    def create(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o666 if mode is None else mode)
+
     try:
-        with open(partial, "wb") as file:
+        with ending.deferred():
+            file = open(partial, "xb", opener=create)
+            ending.state.unfinished.add(partial)
+        with file:
+            if mode is not None:
+                # Opening it took away what the umask says. Not every file system has modes.
+                with contextlib.suppress(OSError):
+                    os.chmod(partial, mode)
             yield file
-        os.replace(partial, path)
+        with ending.deferred():
+            os.replace(partial, path)
+            ending.state.outcome = "the file was written"
     finally:
         if os.path.exists(partial):
             os.unlink(partial)
+        ending.state.unfinished.discard(partial)

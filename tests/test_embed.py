@@ -2,10 +2,14 @@
 
 import itertools
 import json
+import os
 import shutil
-import signal
+import socket
 import subprocess
 import sys
+import threading
+import weakref
+import zipfile
 from importlib import resources
 from pathlib import Path
 
@@ -16,7 +20,9 @@ from PIL import Image
 from short_suite import keep
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed import embed
+from pallas_patch_embed import embed, files, preprocessing
+from pallas_patch_embed.pictures import Budget
+from pallas_patch_embed.siglip2 import checkpoint as loader
 
 PHOTOS = resources.files("pallas_patch_embed") / "photos"
 FIXED, BIG_VISION, NAFLEX = "hf_siglip_p14_224", "bv_vit_p16_224", "bv_naflex_p16"
@@ -67,6 +73,11 @@ def run(tmp_path, *arguments, name=BIG_VISION, **options):
     unreadable = embed.run(checkpoint(name), arguments, tmp_path / "out.npz", **options)
     with np.load(tmp_path / "out.npz") as file:
         return unreadable, file["embeddings"], list(file["paths"])
+
+
+def earlier_output(path, n=3):
+    with open(path, "wb") as file:
+        np.savez(file, embeddings=np.ones((n, 4), np.float32), paths=np.array(["old"] * n))
 
 
 def resized(path, H, W, resample=Image.Resampling.BILINEAR):
@@ -136,21 +147,145 @@ def test_unreadable_files_are_reported_skipped_and_counted(tmp_path, pictures, c
     content = (PHOTOS / "coffee.png").read_bytes()
     (pictures / "aa.jpg").write_text("no picture")
     (pictures / "truncated.png").write_bytes(content[: len(content) // 2])
+    (pictures / "dangling.png").symlink_to("absent.png")
     Image.fromarray(np.zeros((4, 4), np.float32)).save(pictures / "float.tiff")
     Image.fromarray(np.full((4, 4), 300000, np.int32)).save(pictures / "wide.tiff")
-    unreadable, embeddings, paths = run(tmp_path, pictures, tmp_path / "absent.png")
+    unreadable, embeddings, paths = run(tmp_path, pictures)
     assert unreadable == 5 and len(embeddings) == len(NAMES)
     assert sorted(paths) == sorted(str(pictures / name) for name in NAMES)
     error = capsys.readouterr().err
-    for name in ("aa.jpg", "truncated.png", "float.tiff", "wide.tiff", "absent.png"):
-        assert f"{name}: " in error
-    assert "5 could not be read" in error
+    for name in ("aa.jpg", "truncated.png", "dangling.png", "float.tiff", "wide.tiff"):
+        assert f"Cannot read {pictures / name}: " in error
+    assert "5 could not be read or embedded" in error
 
 
-def test_nothing_readable_gives_an_empty_result(tmp_path):
-    (tmp_path / "bad.png").write_text("no picture")
-    unreadable, embeddings, paths = run(tmp_path, tmp_path / "bad.png")
-    assert unreadable == 1 and embeddings.shape == (0, 128) and paths == []
+def test_a_picture_whose_embedding_is_not_finite_is_left_out(
+    tmp_path, pictures, monkeypatch, capsys
+):
+    _, wanted, _ = run(tmp_path, pictures)
+    compute = embed._embed
+
+    def one_is_infinite(encoder, images, batch, L):
+        result = compute(encoder, images, batch, L).copy()
+        result[1, 3] = np.inf
+        return result
+
+    monkeypatch.setattr(embed, "_embed", one_is_infinite)
+    unreadable, embeddings, paths = run(tmp_path, pictures, batch=5, normalize=True)
+    assert unreadable == 2
+    kept = [i for i in range(8) if i not in (1, 6)]
+    assert paths == [str(pictures / NAMES[i]) for i in kept]
+    lengths = np.linalg.norm(wanted[kept], axis=1, keepdims=True)
+    np.testing.assert_allclose(embeddings, wanted[kept] / lengths, atol=BFLOAT16)
+    error = capsys.readouterr().err
+    assert f"Cannot embed {pictures / 'b.JPG'}: its embedding is not finite" in error
+
+
+def test_the_norm_of_large_embeddings_does_not_overflow():
+    rows = np.array([[3e38, -3e38], [1e-30, 0], [0, 0]], np.float32)
+    wanted = [[0.5**0.5, -(0.5**0.5)], [1, 0], [0, 0]]
+    np.testing.assert_allclose(embed._normalized(rows), wanted, rtol=1e-6)
+
+
+def test_no_more_pixels_are_decoded_at_a_time_than_the_budget_has(tmp_path, pictures, monkeypatch):
+    class Watched(threading.Condition):
+        def wait(self, timeout=None):
+            met.set()
+            return super().wait(timeout)
+
+    # Every picture has 60000 pixels; all but the first batch's first are waited for.
+    budget, met, lock, inside = Budget(100_000), threading.Event(), threading.Lock(), []
+    budget._changed = Watched()
+    decode, most = preprocessing.upright_rgb, []
+
+    def decoding(picture):
+        with lock:
+            inside.append(picture.width * picture.height)
+            most.append(sum(inside))
+            if len(inside) > 1:
+                met.set()
+        assert met.wait(60), "no other thread came"
+        result = decode(picture)
+        with lock:
+            inside.pop()
+        return result
+
+    monkeypatch.setattr(embed, "Budget", lambda: budget)
+    monkeypatch.setattr(preprocessing, "upright_rgb", decoding)
+    unreadable, *_ = run(tmp_path, pictures, workers=4)
+    assert unreadable == 0 and most == [60_000] * 8 and budget.held == 0
+
+
+def test_a_picture_of_more_pixels_than_the_budget_is_decoded_alone(tmp_path, pictures, monkeypatch):
+    monkeypatch.setattr(embed, "Budget", lambda: Budget(1))
+    assert run(tmp_path, pictures, workers=4)[0] == 0
+    budget, held = Budget(10), []
+
+    def small():
+        with budget.hold(1):
+            held.append(budget.held)
+
+    with budget.hold(1000):
+        thread = threading.Thread(target=small)
+        thread.start()
+        while not budget._changed._waiters:
+            assert thread.is_alive(), "it did not wait"
+    thread.join()
+    assert held == [1] and budget.held == 0
+
+
+def test_the_pixels_of_a_picture_are_freed_before_others_are_decoded(tmp_path, monkeypatch):
+    encoder = ppe.siglip2.load_encoder(checkpoint(FIXED))
+    pictures, decode = [], preprocessing.upright_rgb
+
+    class Checking(Budget):
+        def hold(self, pixels):
+            return self
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            assert pictures and all(picture() is None for picture in pictures)
+
+    def decoding(picture):
+        result = decode(picture)
+        pictures.extend((weakref.ref(picture), weakref.ref(result)))
+        return result
+
+    monkeypatch.setattr(preprocessing, "upright_rgb", decoding)
+    how = preprocessing.Preprocessing.of(checkpoint(FIXED), encoder.config, None)
+    for mode in ("RGB", "RGBA", "L"):
+        Image.new(mode, (40, 30)).save(tmp_path / "a.png")
+        assert how.image(tmp_path / "a.png", Checking()).shape == (224, 224, 3)
+
+
+def test_images_are_freed_once_their_batch_is_embedded(tmp_path, pictures, monkeypatch):
+    batches, read_ahead = [], embed.read_ahead
+
+    def checking(*arguments):
+        for part in read_ahead(*arguments):
+            images = [weakref.ref(image.result()) for _, image in part]
+            yield part
+            del part
+            batches.append([image() is None for image in images])
+
+    monkeypatch.setattr(embed, "read_ahead", checking)
+    run(tmp_path, pictures, batch=4)
+    assert batches == [[True] * 4] * 2
+
+
+def test_size_reads_the_checkpoint_once(tmp_path, pictures, monkeypatch):
+    reads = []
+    for name in ("open_npz", "open_safetensors"):
+        opened = getattr(loader, name)
+        monkeypatch.setattr(
+            loader, name, lambda path, opened=opened: reads.append(path) or opened(path)
+        )
+    run(tmp_path, pictures / "a.png", size=256)
+    run(tmp_path, pictures / "a.png", size=256, name=FIXED)
+    run(tmp_path, pictures / "a.png", size=256, name=NAFLEX)
+    assert reads == [checkpoint(BIG_VISION), checkpoint(FIXED), checkpoint(NAFLEX)]
 
 
 def with_preprocessor(tmp_path, config, name=FIXED):
@@ -180,16 +315,23 @@ RELEASED = {
         ({"resample": 3}, "BICUBIC"),
         ({"resample": 1}, "LANCZOS"),
         ({}, "BICUBIC"),
-        ({"image_processor_type": "Siglip2ImageProcessor"}, "BILINEAR"),
-        ({"resample": 0, "size": 230}, "NEAREST"),
+        ({"image_processor_type": "SiglipImageProcessorFast"}, "BICUBIC"),
+        ({"resample": 0, "size": {"height": 230, "width": 230}}, "NEAREST"),
+        # What transformers' fast image processors write, too.
+        (
+            {"data_format": "channels_first", "default_to_square": False, "device": None}
+            | {"do_center_crop": False, "crop_size": {"height": 9, "width": 9}, "do_pad": None},
+            "BICUBIC",
+        ),
     ],
 )
 def test_pictures_are_resized_as_the_preprocessor_config_says(tmp_path, given, resample):
     path = with_preprocessor(tmp_path, RELEASED | given)
     config = ppe.siglip2.load_encoder(path).config
-    preprocessing = embed.Preprocessing.of(path, config, None)
-    side = given.get("size", 224)
-    found = preprocessing.image(Path(str(PHOTOS / "coffee.png")))
+    how = embed.Preprocessing.of(path, config, None)
+    side = given.get("size", RELEASED["size"])["height"]
+    found = how.image(Path(str(PHOTOS / "coffee.png")), Budget())
+    assert how.defaults_of is None
     wanted = resized(PHOTOS / "coffee.png", side, side, Image.Resampling[resample])
     np.testing.assert_array_equal(found, wanted)
 
@@ -198,8 +340,39 @@ def test_the_preprocessor_config_says_how_many_patches(tmp_path):
     name = "hf_siglip2_naflex_p16"
     path = with_preprocessor(tmp_path, {"max_num_patches": 40, "patch_size": 16}, name)
     config = ppe.siglip2.load_encoder(path).config
-    image = embed.Preprocessing.of(path, config, None).image(Path(str(PHOTOS / "coffee.png")))
+    how = embed.Preprocessing.of(path, config, None)
+    image = how.image(Path(str(PHOTOS / "coffee.png")), Budget())
     assert image.shape == (5 * 16, 8 * 16, 3)  # of 400 x 600 pixels; 6 x 8 were too many
+
+
+def test_a_processor_config_with_an_image_processor_goes_first(tmp_path):
+    path = with_preprocessor(tmp_path, RELEASED | {"resample": 2})
+    config = ppe.siglip2.load_encoder(path).config
+    (path / "processor_config.json").write_text(json.dumps({"processor_class": "A"}))
+    assert embed.Preprocessing.of(path, config, None).resample == 2
+    nested = {"image_processor": RELEASED | {"resample": 1}}
+    (path / "processor_config.json").write_text(json.dumps(nested))
+    assert embed.Preprocessing.of(path, config, None).resample == 1
+
+
+@pytest.mark.parametrize(
+    "name, resample, text",
+    [
+        (FIXED, "BICUBIC", "transformers' SiglipImageProcessor does by default: 224 x 224 pixels"),
+        (BIG_VISION, "BILINEAR", "big_vision does by default: 224 x 224 pixels, bilinear"),
+        (NAFLEX, "BILINEAR", "at most 256 patches of 16 x 16 pixels, bilinear"),
+        ("hf_siglip2_naflex_p16", "BILINEAR", "transformers' Siglip2ImageProcessor does"),
+    ],
+)
+def test_without_a_preprocessor_config_the_defaults_of_the_class_are_taken_and_said(
+    tmp_path, pictures, capsys, name, resample, text
+):
+    config = ppe.siglip2.load_encoder(checkpoint(name)).config
+    how = embed.Preprocessing.of(checkpoint(name), config, None)
+    assert how.resample == Image.Resampling[resample]
+    run(tmp_path, pictures / "a.png", name=name)
+    error = capsys.readouterr().err
+    assert "There is no preprocessor_config.json" in error and text in error
 
 
 @pytest.mark.parametrize(
@@ -211,12 +384,23 @@ def test_the_preprocessor_config_says_how_many_patches(tmp_path):
         (RELEASED | {"image_std": ["a"]}, "image_std"),
         (RELEASED | {"image_std": []}, "image_std"),
         (RELEASED | {"max_num_patches": True}, "max_num_patches"),
-        (RELEASED | {"size": True}, "height or width"),
+        (RELEASED | {"size": {"height": True, "width": 224}}, "height or width"),
         (RELEASED | {"do_resize": False}, "do_resize"),
         (RELEASED | {"rescale_factor": 1}, "rescale_factor"),
-        (RELEASED | {"size": {"shortest_edge": 224}}, "height or width"),
-        (RELEASED | {"size": "224"}, "height or width"),
-        (RELEASED | {"size": 256}, "--size"),
+        (RELEASED | {"rescale_factor": 10**399}, "rescale_factor is 1000"),
+        (RELEASED | {"image_mean": [0.5, 0.5, 10**399]}, "image_mean"),
+        (RELEASED | {"image_std": float("nan")}, "image_std"),
+        (RELEASED | {"size": {"shortest_edge": 224}}, "size is"),
+        (RELEASED | {"size": "224"}, "size is"),
+        (RELEASED | {"size": 224}, "size is 224"),
+        (RELEASED | {"size": {"height": 256, "width": 256}}, "--size"),
+        (RELEASED | {"do_center_crop": True}, "do_center_crop is True"),
+        (RELEASED | {"do_pad": True}, "do_pad"),
+        (RELEASED | {"max_num_patches": 256}, "max_num_patches"),
+        (RELEASED | {"do_sharpen": 0.5}, "do_sharpen is 0.5"),
+        (RELEASED | {"image_processor_type": "CLIPImageProcessor"}, "image_processor_type"),
+        (RELEASED | {"image_processor_type": "Siglip2ImageProcessor"}, "image_processor_type"),
+        (RELEASED | {"resample": True}, "resample"),
         (RELEASED | {"resample": 17}, "resample"),
         (RELEASED | {"resample": "bicubic"}, "resample"),
     ],
@@ -226,6 +410,13 @@ def test_a_preprocessor_config_that_asks_for_something_else_is_refused(tmp_path,
     encoder = ppe.siglip2.load_encoder(path)
     with pytest.raises(ValueError, match=text):
         embed.Preprocessing.of(path, encoder.config, None)
+
+
+def test_an_image_processor_with_patches_of_another_size_is_refused(tmp_path):
+    path = with_preprocessor(tmp_path, {"patch_size": 14}, "hf_siglip2_naflex_p16")
+    config = ppe.siglip2.load_encoder(path).config
+    with pytest.raises(ValueError, match="patch_size is 14, but the model has patches of 16"):
+        embed.Preprocessing.of(path, config, None)
 
 
 def test_the_command_writes_what_it_says_and_says_how_it_went(tmp_path, pictures):
@@ -245,9 +436,13 @@ def test_the_command_writes_what_it_says_and_says_how_it_went(tmp_path, pictures
     "arguments, text",
     [
         (["--checkpoint", "absent", ".", "--out", "out.npz"], "there is no 'absent'"),
+        (["--checkpoint", "absent", ".", "p*.jpg", "x", "--out", "o.npz"], "no p*.jpg, x."),
+        (["--checkpoint", str(DATA / FIXED), "bad", "--out", "o.npz"], "None of the 1 pictures"),
+        (["--checkpoint", "absent", "fifo", "--out", "o.npz"], "fifo is no regular file"),
+        (["--checkpoint", "absent", ".", "--out", "o.npz", "--workers", "0"], "not positive"),
         (["--checkpoint", str(DATA / FIXED), "empty", "--out", "out.npz"], "no pictures in empty"),
         (["--checkpoint", "absent", ".", "--out", "no/folder/out.npz"], "no such folder"),
-        (["--checkpoint", "absent", ".", "--out", "empty"], "is no file"),
+        (["--checkpoint", "absent", ".", "--out", "empty"], "has not written it"),
         (
             ["--checkpoint", str(DATA / FIXED), ".", "--out", "o.npz", "--size", "9"],
             "a patch of 14",
@@ -259,42 +454,26 @@ def test_the_command_writes_what_it_says_and_says_how_it_went(tmp_path, pictures
         ),
         (["--checkpoint", "absent", "--out", "out.npz"], "required"),
     ],
-    ids=["checkpoint", "empty", "folder", "out", "size", "batch", "dtype", "pictures"],
+    ids=[
+        *("checkpoint", "absent", "unreadable", "FIFO", "workers", "empty", "folder", "out"),
+        *("size", "batch", "dtype", "pictures"),
+    ],
 )
 def test_a_command_that_cannot_work_is_refused(
     tmp_path, monkeypatch, command_line, arguments, text
 ):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.png").write_bytes((PHOTOS / "coffee.png").read_bytes())
+    (tmp_path / "bad").write_text("no picture")
+    os.mkfifo(tmp_path / "fifo")
+    earlier_output(tmp_path / "o.npz")
+    old = (tmp_path / "o.npz").read_bytes()
     monkeypatch.chdir(tmp_path)
     code, error = command_line("embed", *arguments)
     assert code == 2 and text in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "empty"]
-
-
-def test_an_interrupt_leaves_no_file(tmp_path, pictures):
-    out = tmp_path / "out" / "out.npz"
-    out.parent.mkdir()
-    arguments = ["--checkpoint", checkpoint(FIXED), *[pictures] * 500, "--out", out, "--batch", "2"]
-    with subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        seen = ""
-        while not any(f" {n}/4000" in seen for n in range(2, 40, 2)):
-            character = process.stderr.read(1)
-            assert character, seen
-            seen += character
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate()
-    assert process.returncode == 130 and "nothing was written" in error
-    assert "Traceback" not in error and " 4000/4000" not in error
-    assert list(out.parent.iterdir()) == []
-
-
-def test_an_interrupt_that_Python_dropped_is_noticed(tmp_path, pictures):
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, pictures, interrupted=lambda: True)
-    assert {path.name for path in tmp_path.iterdir()} == {"pictures"}
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["a.png", "bad", "empty", "fifo", "o.npz"]
+    assert (tmp_path / "o.npz").read_bytes() == old
 
 
 def test_a_link_is_written_through(tmp_path, pictures):
@@ -304,8 +483,39 @@ def test_a_link_is_written_through(tmp_path, pictures):
     assert (tmp_path / "out.npz").is_symlink() and (tmp_path / "folder" / "real.npz").is_file()
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+@pytest.mark.parametrize("mode", [0o600, 0o664])
+def test_a_file_that_replaces_another_keeps_its_mode(tmp_path, pictures, mode, umask):
+    earlier_output(tmp_path / "out.npz")
+    (tmp_path / "out.npz").chmod(mode)
+    before = os.umask(umask)
+    try:
+        with files.written_whole(tmp_path / "out.npz") as file:
+            (partial,) = tmp_path.glob(".*")
+            assert partial.stat().st_mode & 0o777 == mode
+            file.write(b"new")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out.npz").stat().st_mode & 0o777 == mode
+    assert (tmp_path / "out.npz").read_bytes() == b"new"
+
+
+def test_a_file_without_chmod_is_readable_by_nobody_else(tmp_path, monkeypatch):
+    earlier_output(tmp_path / "out.npz")
+    (tmp_path / "out.npz").chmod(0o600)
+
+    def refuse(*_):
+        raise PermissionError("no modes here")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    with files.written_whole(tmp_path / "out.npz") as file:
+        file.write(b"new")
+    assert (tmp_path / "out.npz").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path, pictures, monkeypatch):
-    (tmp_path / "out.npz").write_text("old")
+    earlier_output(tmp_path / "out.npz")
+    old = (tmp_path / "out.npz").read_bytes()
 
     def savez(file, **_):
         file.write(b"half")
@@ -314,5 +524,96 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, pictures, monkeypatch):
     monkeypatch.setattr(embed.np, "savez", savez)
     with pytest.raises(OSError, match="disk full"):
         run(tmp_path, pictures / "a.png")
-    assert (tmp_path / "out.npz").read_text() == "old"
+    assert (tmp_path / "out.npz").read_bytes() == old
     assert {path.name for path in tmp_path.iterdir()} == {"out.npz", "pictures"}
+
+
+def other_file(kind, folder, pictures, model):
+    """The path of a file that `embed` must not replace."""
+    out = folder / "out.npz"
+    stored = dict(embeddings=np.ones((3, 4), np.float32), paths=np.array(["a"] * 3))
+    if kind == "photograph":
+        return pictures / "a.png"
+    if kind == "link to a photograph":
+        out.symlink_to(pictures / "a.png")
+    elif kind == "hard link to an input":
+        earlier_output(pictures / "z.png")
+        os.link(pictures / "z.png", out)
+    elif kind == "checkpoint":
+        shutil.copy(checkpoint(BIG_VISION), out)
+    elif kind == "file of the checkpoint":
+        return model / "config.json"
+    elif kind == "link to the weights":
+        out.symlink_to(model / "model.safetensors")
+    elif kind == "empty":
+        out.touch()
+    elif kind == "FIFO":
+        os.mkfifo(out)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(os.path.relpath(out))
+    elif kind == "device":
+        return Path("/dev/null")
+    elif kind == "folder":
+        out.mkdir()
+    elif kind == "loop":
+        out.symlink_to(out)
+    elif kind == "link to nowhere":
+        out.symlink_to(folder / "absent" / "out.npz")
+    elif kind == "more arrays":
+        np.savez(out, **stored, other=np.ones(3))
+    elif kind == "other arrays":
+        np.savez(out, a=np.ones((3, 4), np.float32), b=np.ones(3))
+    elif kind == "other dtype":
+        np.savez(out, **stored | dict(embeddings=np.ones((3, 4))))
+    elif kind == "other paths":
+        np.savez(out, **stored | dict(paths=np.ones(3)))
+    elif kind == "other numbers":
+        np.savez(out, **stored | dict(paths=np.array(["a"] * 4)))
+    elif kind == "text":
+        out.write_text("PK\3\4 is how a zip archive begins")
+    return out
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("photograph", "link to a photograph", "hard link to an input", "checkpoint"),
+        *("file of the checkpoint", "link to the weights", "empty", "FIFO", "socket", "device"),
+        *("folder", "loop", "link to nowhere", "more arrays", "other arrays", "other dtype"),
+        *("other paths", "other numbers", "text"),
+    ],
+)
+def test_no_file_is_replaced_but_an_earlier_output(
+    tmp_path, pictures, monkeypatch, command_line, kind
+):
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model"
+    shutil.copytree(DATA / FIXED, model)
+    out = other_file(kind, tmp_path, pictures, model)
+    monkeypatch.setattr(embed, "load_encoder_for_side", lambda *_: pytest.fail("it was loaded"))
+    before = out.lstat()
+    content = out.read_bytes() if out.is_file() else None
+    code, error = command_line("embed", "--checkpoint", model, pictures, "--out", out)
+    assert code == 2 and f"--out is {out}: it " in error, error
+    after = out.lstat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert content is None or out.read_bytes() == content
+
+
+def test_an_earlier_output_is_recognised_by_its_headers(tmp_path, pictures):
+    run(tmp_path, pictures / "a.png")
+    assert embed.is_embeddings(tmp_path / "out.npz")
+    _, embeddings, paths = run(tmp_path, pictures)
+    assert len(embeddings) == len(paths) == 8
+    # 8 GiB that are not there: only the headers are read.
+    with zipfile.ZipFile(tmp_path / "short.npz", "w") as archive:
+        for name, dtype in (("embeddings.npy", "<f4"), ("paths.npy", "<U9")):
+            header = {
+                "descr": dtype,
+                "fortran_order": False,
+                "shape": (2**20, 2048)[: 1 + (name[0] == "e")],
+            }
+            with archive.open(name, "w") as file:
+                np.lib.format.write_array_header_1_0(file, header)
+    assert not embed.is_embeddings(tmp_path / "short.npz")

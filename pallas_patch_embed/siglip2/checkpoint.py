@@ -75,7 +75,34 @@ def load_encoder(
     patch_dtype = check_dtype(patch_dtype, "patch_dtype")
     dtype = check_dtype(dtype, "dtype", OUT_DTYPES)
     size = None if image_size is None else _check_image_size(image_size)
-    path = Path(path)
+    return _load(Path(path), lambda _: size, patch_dtype, dtype, config)
+
+
+def load_encoder_for_side(path: Path, side: int | None, patch_dtype: str) -> Encoder:
+    """Loads an encoder for square images, or a NaFlex one, which takes images of any size.
+
+    Args:
+      path: as `load_encoder` takes it.
+      side: of the images in pixels; None for the checkpoint's own. A NaFlex encoder ignores it.
+      patch_dtype: as `load_encoder` takes it.
+
+    Raises:
+      OSError, ValueError: as `load_encoder`.
+    """
+    size = None if side is None else _check_image_size(side)
+    return _load(
+        path, lambda config: None if config.naflex else size, patch_dtype, "bfloat16", None
+    )
+
+
+def _load(
+    path: Path,
+    size_for: Callable[[Config], tuple[int, int] | None],
+    patch_dtype: str,
+    dtype: str,
+    config: Any,
+) -> Encoder:
+    """The encoder in this file or folder, for images of the size that its config asks for."""
     try:
         config = _given_config(config)
         if is_npz(path):
@@ -84,7 +111,7 @@ def load_encoder(
         else:
             with open_safetensors(path) as arrays:
                 weights, config = _read_hugging_face(arrays, config or _config_beside(path))
-        return _assemble(weights, config, size, patch_dtype, dtype)
+        return _assemble(weights, config, size_for(config), patch_dtype, dtype)
     except ValueError as error:
         raise ValueError(f"load_encoder: {str(path)!r}: {error}") from error
 

@@ -1,0 +1,233 @@
+"""Picture files to images for an encoder, as the image processor of its checkpoint does it."""
+
+import contextlib
+import dataclasses
+import reprlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pallas_patch_embed.pictures import Budget, open_picture, open_regular, upright_rgb
+from pallas_patch_embed.siglip2.arrays import is_npz, read_json
+from pallas_patch_embed.siglip2.config import Config, check_size
+from pallas_patch_embed.siglip2.naflex import largest_grid
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# Siglip2ImageProcessor's default.
+MAX_NUM_PATCHES = 256
+
+# What an image processor says if it resizes pictures and maps pixels to [-1, 1]. These are also the
+# defaults of both classes.
+PIXELS = {
+    "do_resize": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": 0.5,
+    "image_std": 0.5,
+}
+
+# Fields of an image processor that change no pixel of a picture: names of classes, what Python
+# objects go in and come out, and sizes that are used only if a do_... field says so. Pictures that
+# are not RGB fail without do_convert_rgb; here all are converted.
+HARMLESS = {
+    "_processor_class",
+    "_valid_processor_keys",
+    "crop_size",
+    "data_format",
+    "default_to_square",
+    "device",
+    "disable_grouping",
+    "do_convert_rgb",
+    "feature_extractor_type",
+    "image_seq_length",
+    "pad_size",
+    "processor_class",
+    "return_tensors",
+    "transformers_version",
+    "use_fast",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Preprocessing:
+    """How pictures become images for an encoder.
+
+    Attributes:
+      resample: one of PIL.Image.Resampling.
+      size: (height, width) in pixels; None for NaFlex: then the aspect ratio is kept.
+      patch: side of a patch in pixels.
+      max_num_patches: of a NaFlex image.
+      defaults_of: who preprocesses so by default; None if the checkpoint says how.
+    """
+
+    resample: int
+    size: tuple[int, int] | None
+    patch: int
+    max_num_patches: int
+    defaults_of: str | None = None
+
+    @classmethod
+    def of(cls, checkpoint: Path, config: Config, size: int | None) -> "Preprocessing":
+        """As the checkpoint's image processor says, else as the default one of its class does.
+
+        The image processor is the `image_processor` of a processor_config.json, or a
+        preprocessor_config.json, of transformers' SiglipImageProcessor or, for a NaFlex encoder,
+        Siglip2ImageProcessor. All its fields are obeyed, or known to change no pixel. The defaults
+        are to resize to the model's size, bicubically with SiglipImageProcessor and bilinearly with
+        Siglip2ImageProcessor and in big_vision.
+
+        Args:
+          checkpoint: the folder, or a file beside the image processor's.
+          config: of the encoder.
+          size: pixels, if another one was asked for; config.image_size is it then.
+
+        Raises:
+          ValueError: the file is damaged, or asks for something else than resizing to the model's
+            size and pixels in [-1, 1].
+        """
+        from PIL import Image
+
+        name = "Siglip2ImageProcessor" if config.naflex else "SiglipImageProcessor"
+        file, given = _image_processor(checkpoint)
+        _check_fields(file, given, name, config)
+        big_vision = file is None and is_npz(checkpoint)
+        bilinear = config.naflex or big_vision
+        default = Image.Resampling.BILINEAR if bilinear else Image.Resampling.BICUBIC
+        resample = given.get("resample", default)
+        if isinstance(resample, bool) or resample not in list(Image.Resampling):
+            raise ValueError(
+                f"{file}: resample is {reprlib.repr(resample)}, expected one of "
+                "PIL.Image.Resampling."
+            )
+        L = given.get("max_num_patches", MAX_NUM_PATCHES)
+        check_size(f"{file}: max_num_patches", L)
+        if config.naflex and size is not None:
+            check_size(f"--size {size} in patches of {config.patch} pixels", size // config.patch)
+            L = (size // config.patch) ** 2
+        image_size = config.image_size
+        if image_size is not None and "size" in given:
+            said = _size(given["size"], file)
+            if size is None:
+                if tuple(side // config.patch for side in said) != config.grid:
+                    raise ValueError(
+                        f"{file} resizes pictures to {said[0]} x {said[1]}, but the model takes "
+                        f"{image_size[0]} x {image_size[1]}. Choose with --size."
+                    )
+                image_size = said
+        defaults_of = None
+        if file is None:
+            defaults_of = "big_vision" if big_vision else f"transformers' {name}"
+        return cls(int(resample), image_size, config.patch, L, defaults_of)
+
+    def __str__(self) -> str:
+        from PIL import Image
+
+        size = f"at most {self.max_num_patches} patches of {self.patch} x {self.patch}"
+        if self.size is not None:
+            size = f"{self.size[0]} x {self.size[1]}"
+        return f"{size} pixels, {Image.Resampling(self.resample).name.lower()}"
+
+    def image(self, path: Path, budget: Budget) -> np.ndarray:
+        """The picture in this file, upright and resized, as [H, W, 3] uint8.
+
+        Args:
+          path: of the file.
+          budget: for the pixels of the whole picture.
+
+        Raises:
+          Exception: whatever Pillow raises about a file that is no readable picture.
+        """
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(open_regular(path))
+            picture = open_picture(file)
+            stack.enter_context(budget.hold(picture.width * picture.height))
+            picture = upright_rgb(picture)
+            image = np.asarray(picture.resize(self._size_for(picture), self.resample))
+            del picture  # Its pixels are given back before others are decoded.
+            return image
+
+    def _size_for(self, picture: "Image.Image") -> tuple[int, int]:
+        """(width, height) of the image that the picture becomes."""
+        if self.size is not None:
+            return self.size[::-1]
+        h, w = largest_grid(picture.height, picture.width, self.patch, self.max_num_patches)
+        return w * self.patch, h * self.patch
+
+
+def _image_processor(checkpoint: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The file that says how pictures become images, and its fields that are not null.
+
+    As transformers does, the image_processor of a processor_config.json goes before a
+    preprocessor_config.json. (None, {}) if there is neither.
+    """
+    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        given = read_json(file)
+        if not isinstance(given, dict):
+            raise ValueError(f"{file} is no object of fields.")
+        if name == "processor_config.json":
+            given = given.get("image_processor")
+            if given is None:
+                continue
+            if not isinstance(given, dict):
+                raise ValueError(f"{file}: image_processor is no object of fields.")
+        return file, {field: value for field, value in given.items() if value is not None}
+    return None, {}
+
+
+def _check_fields(file: Path | None, given: dict[str, Any], name: str, config: Config) -> None:
+    """Refuses what is neither obeyed nor harmless."""
+    types = [name + suffix for suffix in ("", "Fast", "Pil")]
+    if given.get("image_processor_type", name) not in types:
+        raise ValueError(
+            f"{file}: image_processor_type is {reprlib.repr(given['image_processor_type'])}, "
+            f"expected {name}: it is what this encoder was trained with."
+        )
+    for field, wanted in PIXELS.items():
+        if not _equal(given.get(field, wanted), wanted):
+            raise ValueError(
+                f"{file}: {field} is {reprlib.repr(given[field])}, expected {wanted!r}: SigLIP "
+                "encoders take pixels of resized pictures in [-1, 1]."
+            )
+    obeyed = {"image_processor_type", "resample", *PIXELS}
+    # Siglip2ImageProcessor has no size, and ignores one.
+    obeyed |= {"size", "patch_size", "max_num_patches"} if config.naflex else {"size"}
+    for field, value in given.items():
+        if field not in obeyed | HARMLESS and value is not False:
+            raise ValueError(
+                f"{file}: {field} is {reprlib.repr(value)}, which `embed` cannot do. Remove it if "
+                "pictures are right without it."
+            )
+    if given.get("patch_size", config.patch) != config.patch:
+        raise ValueError(
+            f"{file}: patch_size is {reprlib.repr(given['patch_size'])}, but the model has patches "
+            f"of {config.patch} pixels."
+        )
+
+
+def _equal(value: Any, wanted: float) -> bool:
+    """Whether the value, or each of three, is the wanted one."""
+    values = value if isinstance(value, list) and len(value) == 3 else [value]
+    # Comparing does not convert an integer, which may be too large for a float.
+    return all(isinstance(v, int | float) and wanted - 1e-6 <= v <= wanted + 1e-6 for v in values)
+
+
+def _size(size: Any, file: Path | None) -> tuple[int, int]:
+    """(height, width) of the images; an integer may mean a square or the shorter side."""
+    sides = {}
+    if isinstance(size, dict):
+        sides = {name: side for name, side in size.items() if side is not None}
+    if sides.keys() != {"height", "width"}:
+        raise ValueError(
+            f'{file}: size is {reprlib.repr(size)}, expected {{"height": ..., "width": ...}}.'
+        )
+    for side in sides.values():
+        check_size(f"{file}: size is {reprlib.repr(size)}; its height or width in pixels", side)
+    return sides["height"], sides["width"]

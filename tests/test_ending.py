@@ -1,0 +1,277 @@
+"""How the command ends: on signals, and where nobody reads what it prints."""
+
+import ast
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from goldens import checkpoint
+from PIL import Image
+from short_suite import keep
+
+import pallas_patch_embed as ppe
+from pallas_patch_embed import ending
+
+MODEL = "hf_siglip_p14_224"
+COMMAND = [sys.executable, "-m", "pallas_patch_embed", "embed"]
+
+# Runs the command line, and sends this process a signal at a moment: when a module is imported, or
+# when a function is called the nth time.
+DRIVER = """
+import gc, os, sys
+
+number, moment, *sys.argv[1:] = int(sys.argv[1]), *sys.argv[2:]
+kind, name, *nth = moment.split()
+
+
+def strike():
+    os.kill(os.getpid(), number)
+
+
+class Finder:
+    def find_spec(self, found, path=None, target=None):
+        if found == name:
+            sys.meta_path.remove(self)
+            strike()
+
+
+def struck(function, before=True):
+    left = [int(nth[0]) if nth else 1]
+
+    def call(*arguments, **keywords):
+        left[0] -= 1
+        if before and left[0] == 0:
+            strike()
+        result = function(*arguments, **keywords)
+        if not before and left[0] == 0:
+            strike()
+        return result
+
+    return call
+
+
+def during_collection(phase, info):
+    gc.callbacks.remove(during_collection)
+    strike()
+
+
+from pallas_patch_embed import __main__, ending
+
+if kind == "import":
+    sys.meta_path.insert(0, Finder())
+else:
+    ending.install()
+    from pallas_patch_embed import embed, files
+
+    if kind == "half":
+        savez = embed.np.savez
+
+        def half(file, **arrays):
+            file.write(b"half of it")
+            file.flush()
+            strike()
+            file.seek(0)
+            savez(file, **arrays)
+
+        embed.np.savez = half
+    elif kind == "collect":
+        def collecting(*arguments, compute=embed._embed):
+            gc.callbacks.append(during_collection)
+            gc.collect()
+            return compute(*arguments)
+
+        embed._embed = collecting
+    else:
+        owner = {"os": os}.get(name.split(".")[0], embed)
+        attribute = name.split(".")[-1]
+        if "." in name and owner is embed:
+            owner = getattr(embed, name.split(".")[0])
+        setattr(owner, attribute, struck(getattr(owner, attribute), kind == "before"))
+__main__.run()
+"""
+
+# Every part of a run of three batches; what comes after "before os.replace" finds the file written.
+MOMENTS = (
+    "import jax",
+    "import pallas_patch_embed.embed",
+    "before find_pictures",
+    "before load_encoder_for_side",
+    "after load_encoder_for_side",
+    "before Preprocessing.image 2",
+    "before _embed 1",
+    "collect _embed",
+    "before _embed 3",
+    "before written_whole",
+    "half savez",
+    "before os.replace",
+    "after os.replace",
+    "before _say",
+)
+WRITTEN = MOMENTS[-3:]
+ENDING = {
+    signal.SIGINT: "Interrupted",
+    signal.SIGTERM: "Terminated",
+    signal.SIGHUP: "Hung up",
+}
+
+
+@pytest.fixture(autouse=True)
+def signals_are_not_ignored():
+    """Processes that ignore a signal, as those that a shell starts with &, hand that on."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in list(ENDING)[1:]}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """Arguments that embed five pictures, in three batches, into out/out.npz."""
+    (tmp_path / "pictures").mkdir()
+    for i in range(5):
+        Image.new("RGB", (30, 20), (50 * i, 0, 0)).save(tmp_path / "pictures" / f"{i}.png")
+    (tmp_path / "out").mkdir()
+    out = tmp_path / "out" / "out.npz"
+    return ["--checkpoint", checkpoint(MODEL), tmp_path / "pictures", "--out", out, "--batch", "2"]
+
+
+def content(out):
+    """The paths in a whole output, of which every array has its checksum compared."""
+    with np.load(out) as file:
+        assert len(file["embeddings"]) == len(file["paths"])
+        return [Path(str(path)).name for path in file["paths"]]
+
+
+NEW = [f"{i}.png" for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    "number, moment",
+    keep(
+        itertools.product((*ENDING, signal.SIGPIPE, signal.SIGKILL), MOMENTS),
+        lambda case: case in ((2, "import jax"), (15, "half savez"), (1, "after os.replace")),
+        "a process each",
+    ),
+)
+def test_a_signal_leaves_the_earlier_output_or_the_new_one_whole(
+    tmp_path, arguments, number, moment
+):
+    out = tmp_path / "out" / "out.npz"
+    np.savez(out, embeddings=np.ones((1, 4), np.float32), paths=np.array(["old"]))
+    result = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(int(number)), moment, "embed", *arguments],
+        capture_output=True,
+        text=True,
+    )
+    left = [path.name for path in out.parent.iterdir()]
+    assert "Traceback" not in result.stderr and "Exception" not in result.stderr
+    if number == signal.SIGKILL:
+        assert result.returncode == -number
+        assert content(out) == (NEW if moment in WRITTEN[1:] else ["old"])
+        return
+    assert left == ["out.npz"]
+    if number == signal.SIGPIPE:
+        assert result.returncode == 0, result.stderr
+        assert content(out) == NEW
+        return
+    assert result.returncode == 128 + number, result.stderr
+    written = moment in WRITTEN
+    assert content(out) == (NEW if written else ["old"])
+    lines = result.stderr.splitlines()
+    outcome = "the file was written" if written else "nothing was written"
+    assert lines[-1] == f"{ENDING[number]}; {outcome}."
+    assert moment not in MOMENTS[:3] or len(lines) == 1
+
+
+def test_a_signal_that_the_process_was_started_to_ignore_stays_ignored():
+    before = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        ending.install()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is ending._end
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def pipe_without_reader():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def test_the_run_goes_on_when_nobody_reads_its_progress(tmp_path, arguments):
+    pipe = pipe_without_reader()
+    (tmp_path / "pictures" / "bad.png").write_text("no picture")
+    result = subprocess.run([*COMMAND, *arguments], stdout=pipe, stderr=pipe)
+    os.close(pipe)
+    assert result.returncode == 3 and content(tmp_path / "out" / "out.npz") == NEW
+
+
+def test_standard_output_that_cannot_be_written_is_said_and_changes_no_exit_code(
+    tmp_path, arguments
+):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE)
+    error = result.stderr.decode()
+    assert result.returncode == 0 and content(tmp_path / "out" / "out.npz") == NEW
+    assert "Embedded 5 of 5 pictures" in error and "Standard output cannot be written" in error
+    assert "Exception ignored" not in error
+
+
+@pytest.mark.slow("a process each")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", ">/dev/full 2>&1"])
+def test_streams_that_are_closed_or_full_change_no_exit_code(tmp_path, arguments, closed):
+    command = ["sh", "-c", f'"$@" {closed}', "sh", *COMMAND, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0 and content(tmp_path / "out" / "out.npz") == NEW
+    assert "Exception ignored" not in result.stderr and "Embedded 5" not in closed
+    assert ("Embedded 5 of 5" in result.stderr) == (closed == ">&-")
+
+
+@pytest.mark.slow("a process")
+def test_info_ends_quietly_where_nobody_reads_it():
+    pipe = pipe_without_reader()
+    command = [*COMMAND[:-1], "info"]
+    result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True)
+    os.close(pipe)
+    assert result.returncode == -signal.SIGPIPE and not result.stderr
+
+
+LAZY = """
+import sys
+
+import pallas_patch_embed as ppe
+
+assert "jax" not in sys.modules
+import pallas_patch_embed.backends
+import pallas_patch_embed.patchify
+
+assert "xla" in ppe.backends() and callable(ppe.patchify)
+from pallas_patch_embed import *
+
+assert pack is ppe.pack and set(ppe.__all__) <= set(dir(ppe)) and ppe.siglip2.load_encoder
+print(*ppe.__all__)
+"""
+
+
+def test_the_package_imports_jax_when_a_public_name_is_used():
+    result = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    tree = ast.parse(Path(ppe.__file__).read_text())
+    (typed,) = [node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING")]
+    seen_by_type_checkers = {alias.asname for line in typed.body for alias in line.names}
+    assert {*result.stdout.split()} - {"__version__"} == seen_by_type_checkers
+    assert not hasattr(ppe, "absent")
+
+
+def test_the_package_is_imported_at_once_where_jax_is_for_jax_export():
+    code = "import jax, pallas_patch_embed, sys; assert 'pallas_patch_embed.siglip2' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,141 @@
+"""Which picture files are found, once each, and under which names they are printed."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from pallas_patch_embed.pictures import Found, find_pictures, open_regular, printable
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder, which is the current one: names are short."""
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    return Path(".")
+
+
+def make(*names):
+    for name in names:
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def names(paths):
+    return [str(path) for path in paths]
+
+
+def found(*arguments):
+    """The names of the pictures, of which none is unreadable or skipped."""
+    result = find_pictures([Path(argument) for argument in arguments])
+    assert result == Found(result.pictures)
+    return names(result.pictures)
+
+
+def test_pictures_are_sorted_folder_by_folder(folder):
+    make("b.png", "a.JPG", "ab/c.png", "ab.png", "a/z.webp", "a/b/c.gif", "a.b/c.png")
+    make("notes.txt", ".hidden.png", ".hidden/a.png", "x.pdf", "x.eps", "x.mpg", "x.h5")
+    wanted = ["a/b/c.gif", "a/z.webp", "a.JPG", "a.b/c.png", "ab/c.png", "ab.png", "b.png"]
+    assert found(".") == wanted == names(sorted(map(Path, wanted)))
+
+
+def test_a_file_that_is_given_needs_no_extension_and_may_be_hidden(folder):
+    make("photo", ".a.png", "a/b.png")
+    assert found("photo", ".a.png", "a") == ["photo", ".a.png", "a/b.png"]
+
+
+def test_overlapping_arguments_give_a_picture_once_by_the_first_name(folder):
+    make("a/b/c.png", "a/d.png", "e.txt")
+    absolute = Path("a/b").absolute()
+    assert found("a/d.png", absolute, "a", ".", "a/b/c.png") == ["a/d.png", f"{absolute}/c.png"]
+    assert found(".", "e.txt") == ["a/b/c.png", "a/d.png", "e.txt"]
+    assert found("e.txt", "e.txt") == ["e.txt"]
+
+
+def test_links_are_followed_once_each_loops_included(folder, tmp_path):
+    make("real/a.png", "../elsewhere/b.png", "z.png")
+    Path("real/up").symlink_to("..")
+    Path("real/self").symlink_to(".")
+    Path("link").symlink_to("real")
+    Path("outside").symlink_to(tmp_path / "elsewhere")
+    Path("y.png").symlink_to("z.png")
+    # `link` comes before `real`, and y.png before z.png.
+    assert found(".") == ["link/a.png", "outside/b.png", "y.png"]
+    assert found("real", ".") == ["real/a.png", "real/up/outside/b.png", "real/up/y.png"]
+
+
+def test_hard_links_are_two_pictures(folder):
+    make("a.png")
+    os.link("a.png", "b.png")
+    assert found(".") == ["a.png", "b.png"]
+
+
+def test_links_to_nothing_are_named(folder):
+    make("a.png")
+    Path("gone.png").symlink_to("absent.png")
+    Path("loop.png").symlink_to("loop.png")
+    Path("folder").symlink_to("absent")
+    result = find_pictures([folder, Path("folder")])
+    assert names(result.pictures) == ["a.png"]
+    unreadable = {str(path): reason for path, reason in result.unreadable}
+    assert unreadable.keys() == {"gone.png", "loop.png", "folder"}
+    assert unreadable["gone.png"] == unreadable["folder"] == "it is a link to nothing"
+    assert names(path for path, _ in result.skipped) == ["folder"]
+
+
+def test_FIFOs_and_sockets_are_skipped_in_folders_and_refused_as_arguments(folder):
+    make("a.png")
+    os.mkfifo("b.png")
+    os.mkfifo("pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("c.png")
+    result = find_pictures([folder])
+    assert names(result.pictures) == ["a.png"] and not result.unreadable
+    reason = "it is no regular file"
+    assert result.skipped == [(Path("b.png"), reason), (Path("c.png"), reason)]
+    for special in ("b.png", "c.png", "pipe", "/dev/null"):
+        with pytest.raises(ValueError, match=f"{special} is no regular file"):
+            find_pictures([folder, Path(special)])
+
+
+def test_a_FIFO_is_not_waited_for(folder):
+    os.mkfifo("a.png")
+    with pytest.raises(OSError, match="no regular file"):
+        open_regular(Path("a.png"))
+
+
+def test_arguments_that_do_not_exist_are_all_named(folder):
+    make("a.png")
+    with pytest.raises(FileNotFoundError, match=r"There is no \*\.jpg, phtos/b\.png\.$"):
+        find_pictures([Path("*.jpg"), Path("a.png"), Path("phtos/b.png")])
+
+
+def test_a_folder_that_cannot_be_listed_is_named(folder, monkeypatch):
+    make("a.png", "b/c.png")
+    listdir = os.listdir
+
+    def refuse(path):
+        if str(path) == "b":
+            raise PermissionError(13, "Permission denied", "b")
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert find_pictures([folder]).unreadable == [(Path("b"), "Permission denied")]
+
+
+@pytest.mark.parametrize(
+    "name, wanted",
+    [
+        ("Bücher und 写真.png", "Bücher und 写真.png"),
+        ("a\nb.png", r"a\nb.png"),
+        ("\x1b[31mred\x07", r"\x1b[31mred\x07"),
+        (os.fsdecode(b"latin-\xe4.png"), r"latin-\udce4.png"),
+        ("\u202egnp.exe", r"\u202egnp.exe"),
+        ("\x9b2J", r"\x9b2J"),
+    ],
+)
+def test_names_are_printed_on_one_line_without_escape_sequences(name, wanted):
+    assert printable(Path(name)) == wanted
