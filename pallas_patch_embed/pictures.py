@@ -33,9 +33,10 @@ class Found:
 
     Attributes:
       pictures: files, each once.
-      unreadable: pictures that links do not lead to, and folders that cannot be listed, each with
-        the reason.
-      skipped: what is no picture, but may have been meant as one, each with the reason.
+      unreadable: dangling links with the name of a picture or given as arguments, and folders that
+        cannot be listed, each with the reason.
+      skipped: other dangling links, and FIFOs, sockets and devices with the name of a picture, each
+        with the reason.
     """
 
     pictures: list[Path] = dataclasses.field(default_factory=list)
