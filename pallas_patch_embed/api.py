@@ -22,6 +22,7 @@ from pallas_patch_embed.problem import (
     Shaped,
     Target,
     default_device,
+    dtype_name,
 )
 
 IMAGE_DTYPES = ("uint8", "float16", "bfloat16", "float32", "float64")
@@ -163,7 +164,7 @@ def explain(
     patch_size = None
     if not hasattr(given, "shape"):
         given = _of_shape(given, params)
-    dtype = _dtype_name(given, "explain: patches or images")
+    dtype = dtype_name(given, "explain: patches or images")
     patches = given
     if given.shape[-1:] == (3,) or (dtype == "uint8" and given.shape[-3:-2] == (3,)):
         patches = _abstract_patches(given, params, position_embedding)
@@ -177,16 +178,6 @@ def explain(
     operands = (patches, params.weight, params.scale, table)
     problem = Problem.of(*operands, out_dtype=out_dtype, patch_size=patch_size)
     return explain_problem(problem, Target.of(device))
-
-
-def _dtype_name(value: Any, what: str) -> str:
-    """The dtype of an array, looked at before JAX narrows float64."""
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise TypeError(
-            f"{what} is {type(value).__name__}, expected a JAX or numpy array. Convert it with "
-            "numpy.asarray."
-        )
-    return getattr(value.dtype, "name", str(value.dtype))
 
 
 def _of_shape(shape: Any, params: PatchEmbedParams) -> Any:
@@ -223,7 +214,7 @@ def _abstract_patches(images: Any, params: PatchEmbedParams, positions: Any) -> 
 
 
 def _check_images(images: Any, params: PatchEmbedParams) -> None:
-    dtype = _dtype_name(images, "images")
+    dtype = dtype_name(images, "images")
     if dtype not in IMAGE_DTYPES:
         raise TypeError(
             f"images have dtype {dtype}, expected uint8, or floating-point in [-1, 1]. Convert "
@@ -248,7 +239,7 @@ def _check_images(images: Any, params: PatchEmbedParams) -> None:
 
 
 def _check_patches(patches: Any, params: PatchEmbedParams) -> None:
-    dtype = _dtype_name(patches, "patches")
+    dtype = dtype_name(patches, "patches")
     if dtype != params.dtype:
         packing = f", or pack the params with dtype={dtype!r}" if dtype in DTYPES else ""
         raise TypeError(
@@ -298,7 +289,7 @@ def _abstract_table(patches: Any, params: PatchEmbedParams, positions: Any) -> A
                 f"a {h} x {w} grid, S = {h * w}. Resize the images, or pass position_embedding."
             )
         return params.table
-    dtype = _dtype_name(positions, "position_embedding")
+    dtype = dtype_name(positions, "position_embedding")
     if not jnp.issubdtype(positions.dtype, jnp.floating):
         raise TypeError(
             f"position_embedding has dtype {dtype}, expected a floating-point array. Cast it with "

@@ -25,6 +25,26 @@ class Shaped(Protocol):
     def dtype(self) -> Any: ...
 
 
+def dtype_name(value: Any, what: str) -> str:
+    """The dtype of an array that JAX can read, looked at before JAX narrows float64.
+
+    Raises:
+      TypeError: it is no array, or one whose bytes are not in this machine's order. The message
+        calls it `what`.
+    """
+    if not (hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "ndim")):
+        raise TypeError(
+            f"{what} is {type(value).__name__}, expected a JAX or numpy array. Convert it with "
+            "numpy.asarray."
+        )
+    if not getattr(value.dtype, "isnative", True):
+        raise TypeError(
+            f"{what}: JAX cannot read the big-endian dtype {value.dtype.str}. Convert the array "
+            f"with astype(numpy.{value.dtype.name})."
+        )
+    return getattr(value.dtype, "name", str(value.dtype))
+
+
 def padded(K: int) -> int:
     """K rounded up to a multiple of 128 elements: whole 128-byte swizzle rows in every dtype."""
     return -(-K // K_MULTIPLE) * K_MULTIPLE

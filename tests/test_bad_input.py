@@ -184,6 +184,25 @@ BAD = {
         "position_embedding has shape",
     ),
     "explain's K": (ValueError, lambda: ppe.explain((196, 588), PARAMS["int8"]), "K = 588"),
+    "big-endian images": (
+        TypeError,
+        lambda: ppe.embed_images(np.zeros((1, 224, 224, 3), ">f4"), PARAMS["int8"]),
+        "images: JAX cannot read the big-endian dtype >f4",
+    ),
+    "big-endian patches": (
+        TypeError,
+        lambda: ppe.patch_embed(np.zeros((196, 640), ">f4"), PARAMS["float32"]),
+        "astype(numpy.float32)",
+    ),
+    "big-endian positions": (
+        TypeError,
+        lambda: ppe.embed_images(
+            np.zeros((224, 224, 3), np.uint8),
+            PARAMS["int8"],
+            position_embedding=np.zeros((196, 8), ">f2"),
+        ),
+        "position_embedding: JAX cannot read the big-endian dtype >f2",
+    ),
     "explain's device": (
         TypeError,
         lambda: ppe.explain((196, 640), PARAMS["int8"], device="gpu"),

@@ -453,6 +453,14 @@ def a_NaN(tmp_path):
     return folder(tmp_path, tensors, config_of(HF))
 
 
+@damaged("the query of its pooling head.*beyond bfloat16")
+def finite_weights_whose_product_is_not(tmp_path):
+    tensors = arrays(HF)
+    tensors["head.attention.in_proj_weight"][:] = 3e38
+    tensors["head.probe"][:] = 3e38
+    return folder(tmp_path, tensors, config_of(HF))
+
+
 @damaged("dtype I8")
 def integers(tmp_path):
     tensors = arrays(HF)
@@ -515,6 +523,11 @@ def an_index_that_is_no_object(tmp_path):
 @damaged("expected one in its folder")
 def an_index_that_leaves_its_folder(tmp_path):
     return index(tmp_path, {"weight_map": dict.fromkeys(arrays(HF), "../weights.safetensors")})
+
+
+@damaged("names the file 'xxx.*expected one in its folder")
+def a_name_of_a_shard_that_no_file_can_have(tmp_path):
+    return index(tmp_path, {"weight_map": dict.fromkeys(arrays(HF), "x" * 256)})
 
 
 @damaged("model-1.safetensors.*cannot be read")

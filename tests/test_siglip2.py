@@ -340,6 +340,18 @@ BAD_CALLS = {
         TypeError,
         "expected a JAX or numpy array",
     ),
+    "big-endian images": (
+        "hf_siglip_p14_224",
+        lambda e: e(np.zeros((1, 224, 224, 3), ">f4")),
+        TypeError,
+        "big-endian dtype >f4",
+    ),
+    "big-endian shapes": (
+        "hf_siglip2_naflex_p16",
+        lambda e: e(np.zeros((1, 4, 768), np.float32), spatial_shapes=np.ones((1, 2), ">i4")),
+        TypeError,
+        "big-endian dtype >i4",
+    ),
     "shapes of another batch": (
         "hf_siglip2_naflex_p16",
         lambda e: e(np.zeros((1, 4, 768), np.float32), spatial_shapes=np.ones((2, 2), int)),

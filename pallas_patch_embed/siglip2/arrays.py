@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import reprlib
 import textwrap
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,8 @@ NPY_HEADERS = {
 # The largest weight that neither float32 nor bfloat16 rounds to infinity.
 LARGEST_WEIGHT = float(jnp.finfo(jnp.bfloat16).max)
 
+# Of a file, in any file system of Linux.
+LONGEST_NAME = 255
 
 # No file of weights is compressed more than this. Zeros are, by up to 1032.
 LARGEST_COMPRESSION = 100
@@ -247,8 +250,10 @@ def _read_index(path: Path) -> dict[str, str]:
         raise ValueError(f"{path.name} has no weight_map, an object from arrays to files.")
     for file in shard_of.values():
         plain = isinstance(file, str) and Path(file).name == file and "\0" not in file
-        if not plain or file in ("", ".."):
-            raise ValueError(f"{path.name} names the file {file!r}, expected one in its folder.")
+        if not plain or file in ("", "..") or len(file) > LONGEST_NAME:
+            raise ValueError(
+                f"{path.name} names the file {reprlib.repr(file)}, expected one in its folder."
+            )
     return shard_of
 
 

@@ -17,6 +17,7 @@ from pallas_patch_embed.params import check_dtype, pack
 from pallas_patch_embed.problem import OUT_DTYPES
 from pallas_patch_embed.siglip2.arrays import (
     EXPECTED,
+    LARGEST_WEIGHT,
     Arrays,
     Tower,
     is_npz,
@@ -296,7 +297,12 @@ def _beside(parts: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 def _project(probe: np.ndarray, kernel: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """The query of the pooling head, which is the same for all images."""
-    return (probe.reshape(-1).astype(np.float64) @ kernel + bias).astype(np.float32)
+    query = probe.reshape(-1).astype(np.float64) @ kernel + bias
+    if np.abs(query).max() > LARGEST_WEIGHT:
+        raise ValueError(
+            "the query of its pooling head, probe @ kernel + bias, is beyond bfloat16."
+        )
+    return query.astype(np.float32)
 
 
 def _assemble(

@@ -13,7 +13,7 @@ from jax import lax
 from pallas_patch_embed.api import embed_images, patch_embed
 from pallas_patch_embed.params import PatchEmbedParams
 from pallas_patch_embed.patchify import encode
-from pallas_patch_embed.problem import AnyArray, Target
+from pallas_patch_embed.problem import AnyArray, Target, dtype_name
 from pallas_patch_embed.siglip2.config import ACTIVATIONS, Config
 from pallas_patch_embed.siglip2.naflex import resize_positions
 
@@ -98,7 +98,7 @@ class Encoder:
                 "encoder: spatial_shapes and mask are for NaFlex encoders; this one takes images "
                 f"of {size[0]} x {size[1]} pixels alone."
             )
-        _check_array("images", images)
+        dtype_name(images, "encoder: images")
         if images.ndim != 4:
             raise ValueError(
                 f"encoder: images have shape {list(images.shape)}, expected [B, H, W, 3]. Add or "
@@ -130,14 +130,6 @@ def _static_fields(config: dict[str, Any], dtype: str) -> tuple[Config, str]:
     return Config(**fields), dtype
 
 
-def _check_array(name: str, array: Any) -> None:
-    if not hasattr(array, "dtype") or not hasattr(array, "ndim"):
-        raise TypeError(
-            f"encoder: {name} is {type(array).__name__}, expected a JAX or numpy array. Convert it "
-            "with numpy.asarray."
-        )
-
-
 def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any) -> None:
     K = encoder.patch_embed.K
     if spatial_shapes is None:
@@ -147,7 +139,7 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
         )
     for name, array in (("patches", patches), ("spatial_shapes", spatial_shapes), ("mask", mask)):
         if array is not None:
-            _check_array(name, array)
+            dtype_name(array, f"encoder: {name}")
     if not jnp.issubdtype(patches.dtype, jnp.floating):
         raise TypeError(
             f"encoder: patches have dtype {patches.dtype}, expected floating-point pixels in "
