@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -42,11 +42,13 @@ from benchmarks.machine_code import (
     executed,
     read_cubin,
 )
-from benchmarks.offline_compile import CHIPS, Chip, operands
+from benchmarks.offline_compile import CHIPS, operands
 from benchmarks.timing import installed
-from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, tiling, triton
-from pallas_patch_embed.backends.tiling import ROW_BYTES
-from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, Target, named_shape
+from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, tiles, triton
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.backends.tiles import ROW_BYTES
+from pallas_patch_embed.chips import A100, B200, H200, RTX_3090, RTX_4090, Target
+from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, named_shape
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,14 +57,13 @@ OUT_DTYPE, OUT_BYTES = "bfloat16", 2
 # What makes the machine code.
 COMPILERS = ("jax", "jaxlib", "triton", "nvidia-cuda-nvcc")
 
-# The chip whose numbers stand for an architecture; those of A100, RTX 3090 and RTX 4090 are from
-# NVIDIA's white papers of GA100, GA102 and AD102.
+# The chip whose numbers stand for an architecture.
 CHIP_OF = {
-    "sm_80": Chip("NVIDIA A100", "sm_80", (8, 0), 108, 80 * 10**9, 2039 * 10**9, 40 * 2**20, 1.41),
-    "sm_86": Chip("RTX 3090", "sm_86", (8, 6), 82, 24 * 10**9, 936 * 10**9, 6 * 2**20, 1.695),
-    "sm_89": Chip("RTX 4090", "sm_89", (8, 9), 128, 24 * 10**9, 1008 * 10**9, 72 * 2**20, 2.52),
-    "sm_90": CHIPS["h200"],
-    "sm_100": CHIPS["b200"],
+    "sm_80": A100,
+    "sm_86": RTX_3090,
+    "sm_89": RTX_4090,
+    "sm_90": H200,
+    "sm_100": B200,
 }
 
 # Where each family is compiled for; Triton's kernel also serves newer chips.
@@ -276,8 +277,8 @@ def resident_kernel(
 ) -> Kernel:
     """A Pallas or CUDA kernel, of which so many chunks of a streamed weight stay."""
     hopper = isinstance(config, mosaic_sm90.Config) or getattr(config, "capability", 0) == 90
-    blocks, slices = getattr(config, "blocks", 1), config.slices(problem)
-    chunks = tiling.chunks(problem)
+    grid = config.grid(problem, H200 if hopper else B200)
+    chunks = tiles.chunks(problem)
     streamed = (chunks - staying) * config.tile_n * ROW_BYTES if config.stream_weight else 0
     patch_bytes = config.tile_m * chunks * ROW_BYTES
     if hopper:
@@ -295,9 +296,9 @@ def resident_kernel(
         rows=config.tile_m,
         columns=config.tile_n,
         K=problem.patches[-1],
-        blocks=blocks,
-        slices=slices,
-        multiprocessors=config.workers(problem) * slices * blocks,
+        blocks=grid.blocks,
+        slices=grid.slices,
+        multiprocessors=grid.thread_blocks,
         patch_bytes=patch_bytes,
         tma_bytes=patch_bytes + streamed,
     )
@@ -313,7 +314,7 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
     backend = mosaic_sm90 if architecture == "sm_90" else mosaic_sm100
     target = next(name for name, chip in CHIPS.items() if chip == CHIP_OF[architecture])
     problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
-    config = backend.choose_config(problem)
+    config = backend.choose_config(problem, CHIP_OF[architecture])
     with tempfile.NamedTemporaryFile(suffix=".sass") as file:
         command = [sys.executable, "-m", "benchmarks.offline_compile", "--target", target]
         command += ["--backend", backend.__name__.rpartition(".")[2], "--sass", file.name]
@@ -340,8 +341,9 @@ def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -
     """The library's kernel for a shape."""
     library = library_kernels()
     problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
-    chip = next(chip for chip in cuda_ffi.CHIPS if architecture == f"sm_{chip.capability}")
-    config, chunks = cuda_ffi.choose_config(problem, chip), tiling.chunks(problem)
+    capability = int(architecture.removeprefix("sm_"))
+    config = cuda_ffi.choose_config(problem, capability, CHIP_OF[architecture])
+    chunks = tiles.chunks(problem)
     stay = architecture == "sm_90" and config.rows >= LEAST_ROWS_OF_STAYING
     stay &= chunks <= MOST_CHUNKS_OF_STAYING
     return resident_kernel(
@@ -349,8 +351,8 @@ def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -
         architecture,
         problem=problem,
         config=config,
-        code=library[chip.capability, config.name],
-        shared=cuda_launch.prepared(config, problem)[1]["shared_memory"],
+        code=library[capability, config.name],
+        shared=cuda_launch.prepared(config, problem, CHIP_OF[architecture])[1]["shared_memory"],
         steps=chunks,
         staying=min(-(-chunks // STAY_EACH), STAYING) if stay else 0,
     )
@@ -361,8 +363,8 @@ TRITON_TYPES = dict(float32="fp32", bfloat16="bf16", float8_e4m3fn="fp8e4nv")
 TRITON_TYPES |= dict(int8="i8", uint8="u8", int32="i32")
 
 
-def triton_call(function: Callable, *arguments) -> dict[str, object]:
-    """What the backend calls its kernel with for these shapes: operands, out, and all options."""
+def triton_call(plan: Plan, *arguments) -> dict[str, object]:
+    """What a plan calls its kernel with for these shapes: operands, out, and all options."""
     found = {}
 
     def call(*operands, out, **options):
@@ -370,7 +372,7 @@ def triton_call(function: Callable, *arguments) -> dict[str, object]:
         return jnp.zeros(out.shape, out.dtype)
 
     with mock.patch.object(triton, "_call", lambda: call):
-        jax.eval_shape(function, *arguments)
+        jax.eval_shape(plan.run, *arguments)
     return found
 
 
@@ -400,15 +402,14 @@ def triton_kernel(
     """The Triton kernel for a shape: for patches, or for images that it cuts itself."""
     if importlib.util.find_spec("triton") is None:
         raise NotImplementedError("triton is missing: pip install '.[codegen]'")
-    chip, function, itemsize = CHIP_OF[architecture], triton.run, jnp.dtype(dtype).itemsize
+    chip, itemsize, patch_size = CHIP_OF[architecture], jnp.dtype(dtype).itemsize, None
     first, *rest = operands(shape, images, dtype)
     if uncut:
-        function = functools.partial(triton.run_images, patch_size=shape.patch)
+        patch_size = shape.patch
         first = jax.ShapeDtypeStruct((images, shape.image, shape.image, 3), jnp.uint8)
         itemsize = 1
-    target = Target("cuda", chip.compute_capability)
-    function = functools.partial(function, out_dtype=OUT_DTYPE, target=target)
-    call = triton_call(function, first, *rest)
+    problem = Problem.of(first, *rest, out_dtype=OUT_DTYPE, patch_size=patch_size)
+    call = triton_call(triton.plan(problem, Target("cuda", chip)), first, *rest)
     compiled = compile_triton(call)
     (code,) = read_cubin(compiled.asm["cubin"])
     steps = -(-call["K"] // call["TILE_K"])
@@ -511,12 +512,12 @@ def budget_table(kernels: list[Kernel]) -> str:
 
 def chips_table(kernels: list[Kernel]) -> str:
     """The data sheets' numbers for these kernels' architectures."""
-    heads = ["chip", "architecture", "multiprocessors", "GHz", "TB/s", *tiling.DTYPES]
+    heads = ["chip", "architecture", "multiprocessors", "GHz", "TB/s", *tiles.DTYPES]
     rows = []
     for architecture in dict.fromkeys(kernel.architecture for kernel in kernels):
         chip, rates = CHIP_OF[architecture], MULTIPLY_ADDS[architecture]
         row = [chip.name, architecture, chip.multiprocessors, chip.clock, chip.bandwidth / 1e12]
-        rows.append(row + [rates[dtype] for dtype in tiling.DTYPES])
+        rows.append(row + [rates[dtype] for dtype in tiles.DTYPES])
     return table(heads, rows)
 
 
@@ -560,7 +561,7 @@ def main() -> None:
     names = [shape.name for shape in NAMED_SHAPES]
     parser.add_argument("--shape", choices=names, default="B/16 224", metavar="NAME")
     parser.add_argument("--images", type=int, default=4736)
-    parser.add_argument("--dtypes", nargs="+", choices=tiling.DTYPES, default=tiling.DTYPES)
+    parser.add_argument("--dtypes", nargs="+", choices=tiles.DTYPES, default=tiles.DTYPES)
     parser.add_argument("--out", type=Path, help="PNG file for the picture")
     parser.add_argument("--json", type=Path, help="file for a line of JSON for each kernel")
     chosen = parser.parse_args()

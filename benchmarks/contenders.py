@@ -20,10 +20,12 @@ from jax import lax
 import pallas_patch_embed as ppe
 from benchmarks import cutlass, timing
 from benchmarks.timing import Ceiling, Contender
-from pallas_patch_embed.backends import BACKENDS
+from pallas_patch_embed.backends import plan
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.chips import H200, Target, default_device
 from pallas_patch_embed.demo import draw_weights, photographs
 from pallas_patch_embed.params import PatchEmbedParams
-from pallas_patch_embed.problem import NamedShape, Target, default_device, padded
+from pallas_patch_embed.problem import NamedShape, padded
 
 SOURCES = ("patches", "images")
 
@@ -218,6 +220,13 @@ def patchified(images: jax.Array, params: PatchEmbedParams, *, backend: str) -> 
     return ppe.patch_embed(ppe.patchify(images, params), params, backend=backend)
 
 
+def _cuts_images(backend: str, data: Data) -> bool:
+    """Whether a backend that is asked for by name cuts these images itself."""
+    asked = ppe.explain(data.images, data.params)
+    answer = plan(backend, asked.problem, asked.target, asked=True)
+    return isinstance(answer, Plan) and answer.takes_images
+
+
 # Libraries that may be installed.
 
 
@@ -277,13 +286,13 @@ def pallas_matmul(patches, weight, table):
     """The matmul that comes with Pallas for this GPU, and the positions, in one jit."""
     from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu, hopper_matmul_mgpu
 
-    capability = Target.of(default_device()).compute_capability or (0, 0)
+    chip = Target.of(default_device()).chip
     rows = patches.reshape(-1, patches.shape[-1])
-    if patches.dtype != jnp.bfloat16 or capability[0] not in (9, 10):
+    if patches.dtype != jnp.bfloat16 or chip is None or chip.capability[0] not in (9, 10):
         raise NotImplementedError("jax's matmuls are for bfloat16, on Hopper and Blackwell.")
     if rows.shape[0] % 256 or weight.shape[1] % 128:
         raise NotImplementedError("jax's matmuls take whole tiles of 256 x 128.")
-    if capability[0] == 9:
+    if chip.capability[0] == 9:
         config = hopper_matmul_mgpu.TuningConfig(128, 128, 64, 4, grid_tile_width=8)
         y = hopper_matmul_mgpu.matmul(rows, weight, None, config)
     else:
@@ -303,7 +312,8 @@ def cutlass_operands(data: Data, *, built: bool) -> tuple[jax.Array, ...]:
         raise NotImplementedError(f"it has no kernels for {data.params.dtype}.")
     if not built:
         raise NotImplementedError("it takes a minute to build.")
-    if (target := Target.of(default_device())).compute_capability != cutlass.COMPUTE_CAPABILITY:
+    target = Target.of(default_device())
+    if target.chip is None or target.chip.capability != H200.capability:
         raise NotImplementedError(f"its kernels are for Hopper GPUs; this is {target}.")
     if reason := cutlass.missing():
         raise NotImplementedError(reason)
@@ -413,7 +423,7 @@ def entries(
             continue
         for source in sources:
             ways = {row.backend: functions[source]}
-            if source == "images" and hasattr(BACKENDS[row.backend], "run_images"):
+            if source == "images" and _cuts_images(row.backend, data):
                 ways[f"patchify + {row.backend}"] = patchified
             for name, way in ways.items():
                 embed = jax.jit(functools.partial(way, backend=row.backend))

@@ -4,7 +4,6 @@ The library has the build that is used; these are for what is measured inside of
 """
 
 import ctypes
-import math
 import subprocess
 import tempfile
 from pathlib import Path
@@ -13,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_patch_embed.backends import cuda_build, cuda_ffi, schedule, tiling
+from pallas_patch_embed.backends import cuda_build, cuda_ffi
 from pallas_patch_embed.backends.cuda_ffi import Config
-from pallas_patch_embed.problem import Problem, Target
+from pallas_patch_embed.chips import Chip, Target
+from pallas_patch_embed.problem import Problem
 
 # Stamps of a warp; kStamps in ffi/timeline.cuh.
 STAMPS = 8192
@@ -114,25 +114,26 @@ class Driver:
         return ctypes.string_at(place, MAP_BYTES)
 
 
-def prepared(config: Config, problem: Problem) -> tuple[np.ndarray, dict]:
-    """The runs of a kernel's workers, and what its launch takes (`cuda_ffi.launch`)."""
-    M, period = math.prod(problem.patches[:-1]), tiling.table_period(problem)
-    workers = config.workers(problem)
-    runs = np.asarray(schedule.runs(M, period, config.tile_m, workers))
-    shapes = dict(M=M, N=problem.N, K=problem.patches[-1], period=period)
-    return runs, cuda_ffi.launch(config, **shapes, workers=workers, runs=runs.shape[1])
+def prepared(config: Config, problem: Problem, chip: Chip) -> tuple[np.ndarray, dict]:
+    """The schedule of a kernel's workers, and what its launch takes (`cuda_ffi.launch`)."""
+    grid = config.grid(problem, chip)
+    segments = grid.schedule(problem.table_period)
+    shapes = dict(M=problem.rows, N=problem.N, K=problem.K, period=problem.table_period)
+    launched = dict(workers=grid.workers, segments=segments.shape[1])
+    return segments, cuda_ffi.launch(config, **shapes, **launched)
 
 
-def launch(config: Config, problem: Problem, addresses: dict[str, int]) -> None:
+def launch(config: Config, problem: Problem, chip: Chip, addresses: dict[str, int]) -> None:
     """Compiles a kernel, launches it once, and waits.
 
     Args:
       config: of the kernel.
       problem: its shapes.
-      addresses: in the GPU's memory, of "patches", "weight", "scale", "table", "y" and "runs"; with
-        that of "stamps" it is the timeline build, which writes them.
+      chip: the GPU.
+      addresses: in the GPU's memory, of "patches", "weight", "scale", "table", "y" and
+        "segments"; with that of "stamps" it is the timeline build, which writes them.
     """
-    runs, plan = prepared(config, problem)
+    segments, plan = prepared(config, problem, chip)
     call = Driver()
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
     options = ["-cubin", *(["-DPATCH_EMBED_TIMELINE"] if "stamps" in addresses else [])]
@@ -142,9 +143,9 @@ def launch(config: Config, problem: Problem, addresses: dict[str, int]) -> None:
     call("cuFuncSetAttribute", kernel, MAX_DYNAMIC_SHARED, plan["shared_memory"])
     # `Arguments` of ffi/kernel.h.
     maps = [call.tensor_map(plan[name], addresses[name]) for name in ("patches", "weight", "y")]
-    pointers = [addresses[name] for name in ("scale", "table", "y", "runs")]
-    shapes = [math.prod(problem.patches[:-1]), problem.N]
-    numbers = [*shapes, plan["chunks"], tiling.table_period(problem), runs.shape[1]]
+    pointers = [addresses[name] for name in ("scale", "table", "y", "segments")]
+    shapes = [problem.rows, problem.N, plan["chunks"]]
+    numbers = [*shapes, problem.table_period, segments.shape[1]]
     content = b"".join(maps) + np.array(pointers, np.uint64).tobytes()
     content += np.array(numbers, np.int32).tobytes()
     content += bytes(-len(content) % 8) + np.uint64(addresses.get("stamps", 0)).tobytes()
@@ -168,15 +169,17 @@ def stamped(operands, *, out_dtype: str) -> tuple[jax.Array, np.ndarray]:
     """
     problem = Problem.of(*operands, out_dtype=out_dtype)
     device = operands[0].device
-    capability = Target.of(device).compute_capability
-    chip = next(c for c in cuda_ffi.CHIPS if capability in c.compute_capabilities)
-    config = cuda_ffi.choose_config(problem, chip)
-    runs, plan = prepared(config, problem)
+    chip = Target.of(device).chip
+    if chip is None:
+        raise NotImplementedError(f"{device} is no NVIDIA GPU.")
+    capability = 90 if chip.capability[0] == 9 else 100
+    config = cuda_ffi.choose_config(problem, capability, chip)
+    segments, plan = prepared(config, problem, chip)
     arrays = dict(zip(("patches", "weight", "scale", "table"), operands))
-    arrays["runs"] = jax.device_put(runs, device)
+    arrays["segments"] = jax.device_put(segments, device)
     arrays["y"] = jnp.full((*problem.patches[:-1], problem.N), jnp.nan, out_dtype, device=device)
     shape = (plan["grid"], plan["threads"] // 32, STAMPS)
     arrays["stamps"] = jnp.zeros(shape, jnp.uint32, device=device)
     jax.block_until_ready(arrays)
-    launch(config, problem, {name: x.unsafe_buffer_pointer() for name, x in arrays.items()})
+    launch(config, problem, chip, {name: x.unsafe_buffer_pointer() for name, x in arrays.items()})
     return arrays["y"], np.asarray(arrays["stamps"])

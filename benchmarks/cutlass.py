@@ -25,9 +25,6 @@ DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 SCHEDULES = ("pingpong", "cooperative")
 KERNELS = tuple(itertools.product(DTYPES, SCHEDULES))
 
-# Of Hopper.
-COMPUTE_CAPABILITY = (9, 0)
-
 # Bytes: TMA's alignment of rows.
 ALIGNMENT = 16
 

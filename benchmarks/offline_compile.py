@@ -22,34 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine_code import INSTRUCTION, MATRIX, count, cuda_root, innermost_loop
+from pallas_patch_embed.chips import B200, B300, H200, Chip
+
+# As `--target` names them, and as ptxas calls their architectures.
+CHIPS = {"h200": H200, "b200": B200, "b300": B300}
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """What XLA wants to know of a chip, from NVIDIA's data sheets.
-
-    Attributes:
-      name: as the driver says it.
-      architecture: what ptxas calls it.
-      compute_capability: (major, minor).
-      multiprocessors: of the chip.
-      memory, bandwidth, l2: bytes, bytes a second, bytes.
-      clock: boost, GHz.
-    """
-
-    name: str
-    architecture: str
-    compute_capability: tuple[int, int]
-    multiprocessors: int
-    memory: int
-    bandwidth: int
-    l2: int
-    clock: float
-
-    def describe(self) -> str:
-        """The chip as XLA's GpuTargetConfigProto, in text."""
-        major, minor = self.compute_capability
-        return f"""
+def describe(chip: Chip) -> str:
+    """The chip as XLA's GpuTargetConfigProto, in text."""
+    major, minor = chip.capability
+    return f"""
             gpu_device_info {{
               threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
               shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
@@ -57,29 +39,19 @@ class Chip:
               registers_per_block_limit: 65536  fpus_per_core: 128
               block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
               thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
-              core_count: {self.multiprocessors}  clock_rate_ghz: {self.clock}
-              memory_bandwidth: {self.bandwidth}  l2_cache_size: {self.l2}
-              device_memory_size: {self.memory}  device_address_bits: 64
+              core_count: {chip.multiprocessors}  clock_rate_ghz: {chip.clock}
+              memory_bandwidth: {chip.bandwidth}  l2_cache_size: {chip.l2}
+              device_memory_size: {chip.memory}  device_address_bits: 64
               cuda_compute_capability {{
                 major: {major}  minor: {minor}  feature_extension: ACCELERATED_FEATURES
               }}
-              name: "{self.name}"  driver_version: "13.0.0"  runtime_version: "13.0.0"
+              name: "{chip.name}"  driver_version: "13.0.0"  runtime_version: "13.0.0"
               compile_time_toolkit_version: "13.0.0"
             }}
             platform_name: "CUDA"
-            device_description_str: "{self.name}"
+            device_description_str: "{chip.name}"
         """
 
-
-CHIPS = {
-    "h200": Chip("NVIDIA H200", "sm_90a", (9, 0), 132, 141 * 10**9, 48 * 10**11, 50 * 2**20, 1.98),
-    "b200": Chip(
-        "NVIDIA B200", "sm_100a", (10, 0), 148, 180 * 10**9, 80 * 10**11, 126 * 2**20, 1.965
-    ),
-    "b300": Chip(
-        "NVIDIA B300", "sm_103a", (10, 3), 148, 288 * 10**9, 80 * 10**11, 126 * 2**20, 1.965
-    ),
-}
 
 TENSOR_MEMORY_LOAD = re.compile(r"LDTM")
 
@@ -174,7 +146,7 @@ def compile_offline(
         platform="cuda",
         topology_name="",
         topology="1x1x1",
-        target_config=chip.describe(),
+        target_config=describe(chip),
     )
     device = topology.devices[0]
     before = set(folder.iterdir())

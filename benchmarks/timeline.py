@@ -11,8 +11,8 @@ compiled for it (PATCH_EMBED_TIMELINE), with the nvcc that is there.
 
 import argparse
 import collections
+import contextlib
 import dataclasses
-import functools
 import json
 import tempfile
 from pathlib import Path
@@ -22,8 +22,10 @@ import jax
 import numpy as np
 
 from benchmarks import contenders, cuda_launch, timing
-from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, tiling
-from pallas_patch_embed.problem import NAMED_SHAPES, Problem, Target, named_shape
+from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, plan, tiles
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.chips import Target
+from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
 
 # The warps of a thread block of these kernels.
 WARPS = 12
@@ -115,22 +117,22 @@ def traced(operands, kernel: ModuleType, folder: Path) -> tuple[jax.Array, list[
     `folder` is empty.
     """
     problem = Problem.of(*operands, out_dtype="bfloat16")
-    chosen = kernel.choose_config(problem)
-    config = tiling.first_that_fits(
-        problem,
-        (
-            dataclasses.replace(chosen, slots=slots, profile=str(folder))
-            for slots in range(chosen.slots, 1, -1)
-        ),
-    )
-    if config is None:
-        raise NotImplementedError(f"{chosen} leaves no shared memory for a trace.")
-    run = jax.jit(functools.partial(kernel.run, out_dtype="bfloat16", config=config))
-    y = run(*operands)
+    target = Target.of(operands[0].device)
+    y = jax.jit(_traced_plan(problem, kernel, target, folder).run)(*operands)
     # The trace is written by a callback of the program.
     jax.effects_barrier()
     (trace,) = folder.glob("*-trace.json")
     return y, read(trace)
+
+
+def _traced_plan(problem: Problem, kernel: ModuleType, target: Target, folder: Path) -> Plan:
+    """The kernel's plan with a trace, and with fewer slots if the trace needs their memory."""
+    chosen = kernel.choose_config(problem, target.chip)
+    for slots in range(chosen.slots, 1, -1):
+        config = dataclasses.replace(chosen, slots=slots)
+        with contextlib.suppress(NotImplementedError):
+            return kernel.plan(problem, target, config=config, trace=str(folder))
+    raise NotImplementedError(f"{chosen} leaves no shared memory for a trace.")
 
 
 def table(spans: list[Span]) -> str:
@@ -193,7 +195,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=kernels, help="the first one that serves")
     parser.add_argument("--shape", choices=names, default="B/16 224", metavar="NAME")
     parser.add_argument("--images", type=int, default=4736)
-    parser.add_argument("--dtype", choices=tiling.DTYPES, default=tiling.DTYPES[0])
+    parser.add_argument("--dtype", choices=tiles.DTYPES, default=tiles.DTYPES[0])
     parser.add_argument("--out", type=Path, help="PNG file for the picture")
     chosen = parser.parse_args()
     target = Target.of(jax.devices()[0])
@@ -201,10 +203,10 @@ def main() -> None:
     drawn = contenders.operands(contenders.draw(case))
     problem = Problem.of(*drawn, out_dtype="bfloat16")
     asked = [chosen.backend] if chosen.backend else [*kernels]
-    reasons = {name: kernels[name].why_not(problem, target) for name in asked}
-    name = next((name for name, reason in reasons.items() if reason is None), None)
+    answers = {name: plan(name, problem, target) for name in asked}
+    name = next((name for name, answer in answers.items() if isinstance(answer, Plan)), None)
     if name is None:
-        raise SystemExit("\n".join(f"{name}: {reason}" for name, reason in reasons.items()))
+        raise SystemExit("\n".join(f"{name}: {answer.reason}" for name, answer in answers.items()))
     if name == "cuda":
         _, stamps = cuda_launch.stamped(drawn, out_dtype="bfloat16")
         spans = read_stamps(stamps)

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from pallas_patch_embed.api import patch_embed as patch_embed
     from pallas_patch_embed.api import patchify as patchify
     from pallas_patch_embed.backends import Explanation as Explanation
-    from pallas_patch_embed.backends import backends as backends
+    from pallas_patch_embed.backends import backend_names as backend_names
+    from pallas_patch_embed.backends.cuda_ffi import register_cuda_kernels as register_cuda_kernels
     from pallas_patch_embed.params import PatchEmbedParams as PatchEmbedParams
     from pallas_patch_embed.params import pack as pack
 
@@ -20,12 +21,13 @@ __all__ = [
     "Explanation",
     "PatchEmbedParams",
     "__version__",
-    "backends",
+    "backend_names",
     "embed_images",
     "explain",
     "pack",
     "patch_embed",
     "patchify",
+    "register_cuda_kernels",
     "siglip2",
 ]
 
@@ -41,7 +43,8 @@ if not TYPE_CHECKING:
         names = {"siglip2": module(f"{__name__}.siglip2")}
         for home, members in {
             "api": ("embed_images", "explain", "patch_embed", "patchify"),
-            "backends": ("Explanation", "backends"),
+            "backends": ("Explanation", "backend_names"),
+            "backends.cuda_ffi": ("register_cuda_kernels",),
             "params": ("PatchEmbedParams", "pack"),
         }.items():
             names |= {name: getattr(module(f"{__name__}.{home}"), name) for name in members}
@@ -57,11 +60,11 @@ if not TYPE_CHECKING:
         return sorted({*globals(), *__all__})
 
     class _Package(types.ModuleType):
-        """A package whose functions `backends` and `patchify` are not replaced by modules."""
+        """A package whose function `patchify` is not replaced by a module."""
 
         def __setattr__(self, name, value):
             # Python sets this attribute after it has imported a module of the package.
-            if name not in ("backends", "patchify") or not isinstance(value, types.ModuleType):
+            if name != "patchify" or not isinstance(value, types.ModuleType):
                 super().__setattr__(name, value)
 
     sys.modules[__name__].__class__ = _Package

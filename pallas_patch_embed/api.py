@@ -12,17 +12,17 @@ from jax.typing import DTypeLike
 from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
+from pallas_patch_embed.chips import Target, default_device
 from pallas_patch_embed.params import PatchEmbedParams, check_params
-from pallas_patch_embed.patchify import rows, rows_shape
+from pallas_patch_embed.patchify import rows
 from pallas_patch_embed.problem import (
     DTYPES,
     OUT_DTYPES,
     AnyArray,
     Problem,
     Shaped,
-    Target,
-    default_device,
     dtype_name,
+    rows_shape,
 )
 
 IMAGE_DTYPES = ("uint8", "float16", "bfloat16", "float32", "float64")
@@ -175,7 +175,8 @@ def explain(
     device = default_device() if device is None else device
     if not isinstance(device, jax.Device):
         raise TypeError(f"explain: device is {device!r}, expected one of jax.devices().")
-    operands = (patches, params.weight, params.scale, table)
+    first = patches if patch_size is None else given
+    operands = (first, params.weight, params.scale, table)
     problem = Problem.of(*operands, out_dtype=out_dtype, patch_size=patch_size)
     return explain_problem(problem, Target.of(device))
 
@@ -272,7 +273,7 @@ def _check_call(
     check_name(backend)
     if backend is not None:
         operands = (patches, params.weight, params.scale, table)
-        choose(Problem.of(*operands, out_dtype=out_dtype), None, backend)
+        choose(Problem.of(*operands, out_dtype=out_dtype), Target.unknown(), backend)
     return out_dtype
 
 

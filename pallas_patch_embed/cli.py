@@ -16,8 +16,9 @@ from absl.flags import argparse_flags
 
 from pallas_patch_embed import __version__, demo, embed, streams
 from pallas_patch_embed.backends import BACKENDS, Explanation, explain
+from pallas_patch_embed.chips import Target
 from pallas_patch_embed.pictures import printable
-from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, Target, padded
+from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, padded
 
 PACKAGES = (
     "jax",
@@ -59,6 +60,7 @@ def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]
                 table_dtype="bfloat16",
                 out_dtype="bfloat16",
                 patch_size=None if naflex else shape.patch,
+                images=None if naflex else (1, shape.image, shape.image, 3),
             )
             by_dtype[dtype] = explain(problem, Target.of(device))
         found.append((f"{shape.name:<20} S {shape.S:>4}  K {K:>4}  N {shape.N:>4}", by_dtype))

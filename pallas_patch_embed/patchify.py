@@ -33,12 +33,6 @@ def encode(images: jax.Array, dtype: str) -> jax.Array:
     return at_level.astype(dtype)
 
 
-def rows_shape(images_shape: tuple[int, ...], patch_size: int) -> tuple[int, ...]:
-    """The shape [..., S, K_padded] of the patches of images [..., H, W, 3]."""
-    *leading, H, W, channels = images_shape
-    return (*leading, (H // patch_size) * (W // patch_size), padded(patch_size**2 * channels))
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def rows(images: jax.Array, patch_size: int, dtype: str) -> jax.Array:
     """Cuts [..., H, W, 3] into [..., S, K_padded] with K in the order height, width, channel.

@@ -2,8 +2,8 @@
 
 `patch_embed_p` is what users trace: one equation with four operands whose leading axes broadcast
 as in numpy (see `Problem`). That one rule makes vmap over any operand a new leading axis, with
-nothing repeated. The first operand is patches [..., S, K], or, with the parameter `patch_size`,
-uint8 images [..., H, W, 3]: a backend that cannot cut them itself gets patches. How it is split:
+nothing repeated. The first operand is patches [..., S, K], or, with a `patch_size`, uint8
+images [..., H, W, 3]: a backend that cannot cut them itself gets patches. How it is split:
 
   inside a shard_map    it is lowered to the chosen backend
   explicit sharding     a shard_map of it, its specs from the types: in `to_lojax`, which JAX calls
@@ -16,7 +16,7 @@ import functools
 import importlib.util
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +28,41 @@ from jax.interpreters.xla import apply_primitive
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.backends import choose, xla
-from pallas_patch_embed.patchify import rows, rows_shape
-from pallas_patch_embed.problem import Problem, Target
+from pallas_patch_embed.chips import Target
+from pallas_patch_embed.patchify import rows
+from pallas_patch_embed.problem import Problem, rows_shape
 
 patch_embed_p = Primitive("patch_embed")
 
 
+class Call(NamedTuple):
+    """The primitive's only parameter: what to compute from the four operands.
+
+    Jaxprs are printed with all parameters of each equation, and this one as a few words.
+
+    Attributes:
+      out_dtype: "bfloat16" or "float32".
+      patch_size: side of a patch of uint8 images in pixels; None for patches.
+      backend: the one asked for; None for the best that serves.
+      devices: a jaxpr for which JAX tells the lowering rule the devices, or None.
+    """
+
+    out_dtype: str
+    patch_size: int | None
+    backend: str | None
+    devices: Any = None
+
+    def __repr__(self) -> str:
+        source = None if self.patch_size is None else f"images/{self.patch_size}"
+        return ",".join(filter(None, (source, self.out_dtype, self.backend)))
+
+
 @functools.cache
 def _needs_devices():
-    """A parameter for which JAX tells the lowering rule the devices.
+    """A jaxpr that makes JAX tell the devices to the lowering rule of an equation.
 
-    It does so if a program's equations, or the jaxprs among their parameters, have a primitive that
-    is known to need them.
+    JAX looks into a program's equations, and into the jaxprs of their parameters (in tuples, too),
+    for a primitive that is known to need the devices.
     """
     split = custom_partitioning(lambda x: x)
     split.def_partition(None, sharding_rule="i -> i")
@@ -60,13 +83,8 @@ def patch_embed(first, weight, scale, table, *, backend, out_dtype, patch_size) 
     operands = (first, weight, scale, table)
     types = [jax.typeof(x) for x in operands]
     automatic = backend != "xla" and not _is_manual(types) and _explicit_mesh(types) is None
-    return patch_embed_p.bind(
-        *operands,
-        backend=backend,
-        out_dtype=out_dtype,
-        patch_size=patch_size,
-        devices=_needs_devices() if automatic else None,
-    )
+    devices = _needs_devices() if automatic else None
+    return patch_embed_p.bind(*operands, call=Call(out_dtype, patch_size, backend, devices))
 
 
 patch_embed_p.def_impl(functools.partial(apply_primitive, patch_embed_p))
@@ -76,15 +94,16 @@ patch_embed_p.def_impl(functools.partial(apply_primitive, patch_embed_p))
 
 
 @patch_embed_p.def_abstract_eval
-def _result_type(*operands, backend, out_dtype, patch_size, devices):
-    del backend, devices
+def _result_type(*operands, call):
     mesh = _explicit_mesh(operands)
     if mesh is not None:
         shapes = [a.shape for a in operands]
-        spec = _result_spec(shapes, [a.sharding.spec for a in operands], patch_size)
+        spec = _result_spec(shapes, [a.sharding.spec for a in operands], call.patch_size)
         operands = tuple(a.update(sharding=_replicated(mesh, a.ndim)) for a in operands)
-    avals = _with_patches(operands, patch_size)
-    (result,) = jax.make_jaxpr(functools.partial(xla.run, out_dtype=out_dtype))(*avals).out_avals
+    avals = _with_patches(operands, call.patch_size)
+    (result,) = jax.make_jaxpr(functools.partial(xla.run, out_dtype=call.out_dtype))(
+        *avals
+    ).out_avals
     return result if mesh is None else result.update(sharding=NamedSharding(mesh, spec))
 
 
@@ -198,8 +217,8 @@ ad.primitive_jvps[_tangent_p] = _refuse_gradient
 ad.primitive_transposes[_tangent_p] = _refuse_gradient
 
 
-def _differentiate(primals, tangents, **params):
-    result = patch_embed_p.bind(*primals, **params)
+def _differentiate(primals, tangents, *, call):
+    result = patch_embed_p.bind(*primals, call=call)
     tangent = next(t for t in tangents if not isinstance(t, ad.Zero))
     return result, _tangent_p.bind(tangent, lax.stop_gradient(result))
 
@@ -234,9 +253,9 @@ def _(primals, tangents):
 # vmap.
 
 
-def _batch(operands, axes, **params):
+def _batch(operands, axes, *, call):
     # The axes of one operand that are its own: [S, K] or [H, W, 3], [N, K], [N], [S, N].
-    own = (2 if params["patch_size"] is None else 3, 2, 1, 2)
+    own = (2 if call.patch_size is None else 3, 2, 1, 2)
     unbatched = [x.ndim - (a is not None) for x, a in zip(operands, axes)]
     leading = max(ndim - n for ndim, n in zip(unbatched, own))
 
@@ -247,7 +266,7 @@ def _batch(operands, axes, **params):
         return lax.expand_dims(x, range(1, 1 + leading + n - ndim))
 
     operands = (to_front(*x) for x in zip(operands, axes, unbatched, own))
-    return patch_embed_p.bind(*operands, **params), 0
+    return patch_embed_p.bind(*operands, call=call), 0
 
 
 batching.primitive_batchers[patch_embed_p] = _batch
@@ -256,16 +275,16 @@ batching.primitive_batchers[patch_embed_p] = _batch
 # Sharding.
 
 
-def _explicitly(*operands, **params):
+def _explicitly(*operands, call):
     mesh = _explicit_mesh(map(jax.typeof, operands))
-    shapes, patch_size = [x.shape for x in operands], params["patch_size"]
+    shapes, patch_size = [x.shape for x in operands], call.patch_size
     result_spec = _result_spec(shapes, [jax.typeof(x).sharding.spec for x in operands], patch_size)
     specs = _operand_specs(shapes, result_spec, patch_size)
     explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
     # The sum over K is local: an operand sharded along K is gathered here.
     gathered = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs)]
     return jax.shard_map(
-        functools.partial(patch_embed_p.bind, **params),
+        functools.partial(patch_embed_p.bind, call=call),
         mesh=mesh,
         axis_names=explicit,
         in_specs=tuple(specs),
@@ -277,43 +296,41 @@ patch_embed_p.is_high = lambda *types, **_: (  # type: ignore[method-assign]
     _explicit_mesh(types) is not None and not _is_manual(types)
 )
 patch_embed_p.to_lojax = jax.jit(  # type: ignore[method-assign]
-    _explicitly, static_argnames=("backend", "out_dtype", "patch_size", "devices")
+    _explicitly, static_argnames=("call",)
 )
 
 
-@functools.partial(custom_partitioning, static_argnums=(4, 5, 6))
-def _automatically(first, weight, scale, table, backend, out_dtype, patch_size):
-    params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size, devices=None)
-    return patch_embed_p.bind(first, weight, scale, table, **params)
+@functools.partial(custom_partitioning, static_argnums=(4,))
+def _automatically(first, weight, scale, table, call):
+    return patch_embed_p.bind(first, weight, scale, table, call=call)
 
 
-def _partition(backend, out_dtype, patch_size, mesh, operands, result):
-    params = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size, devices=None)
+def _partition(call, mesh, operands, result):
     if mesh.empty and result.sharding.is_fully_replicated:
         # A mesh is active, and no operand is on it.
-        bind = functools.partial(patch_embed_p.bind, **params)
+        bind = functools.partial(patch_embed_p.bind, call=call)
         return mesh, bind, result.sharding, (result.sharding,) * len(operands)
     if not isinstance(result.sharding, NamedSharding):
         raise ValueError(
             f"patch_embed: its result is sharded as {result.sharding}, expected a NamedSharding. "
             "Shard the inputs with jax.NamedSharding, or ask for backend='xla'."
         )
-    ndim, whole = len(result.shape), _whole(patch_size)
+    ndim, whole = len(result.shape), _whole(call.patch_size)
     names = itertools.zip_longest(range(-ndim, 0), result.sharding.spec)
     spec = PartitionSpec(*(None if axis in whole else name for axis, name in names))
-    specs = _operand_specs([x.shape for x in operands], spec, patch_size)
+    specs = _operand_specs([x.shape for x in operands], spec, call.patch_size)
 
     def local(*operands):
         # An explicit mesh may be active while XLA compiles.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return patch_embed_p.bind(*operands, **params)
+            return patch_embed_p.bind(*operands, call=call)
 
     shardings = [NamedSharding(mesh, spec) for spec in (spec, *specs)]
     return mesh, local, shardings[0], tuple(shardings[1:])
 
 
-def _shardy_rule(backend, out_dtype, patch_size, mesh, operands, results):
-    del backend, out_dtype, mesh
+def _shardy_rule(call, mesh, operands, results):
+    del mesh
     broadcast = (f"one{i}" for i in itertools.count())
 
     def factor(axis):
@@ -321,12 +338,12 @@ def _shardy_rule(backend, out_dtype, patch_size, mesh, operands, results):
             return next(broadcast)
         return axis if isinstance(axis, str) else f"axis{-axis}"
 
-    sides = _axes([tuple(x.shape) for x in operands], patch_size)
+    sides = _axes([tuple(x.shape) for x in operands], call.patch_size)
     left = ", ".join(" ".join(map(factor, axes)) for axes in sides)
     right = " ".join(factor(axis) for axis in range(-len(results[0].shape), 0))
     # In the order of their appearance.
     axes = dict.fromkeys(itertools.chain(*sides, [-2]))
-    whole = tuple(factor(axis) for axis in axes if axis in _whole(patch_size))
+    whole = tuple(factor(axis) for axis in axes if axis in _whole(call.patch_size))
     return f"{left} -> {right}", {"need_replication_factors": whole}
 
 
@@ -345,14 +362,16 @@ def _devices_left_to_xla(module) -> int:
     return getattr(context, "num_devices", 1)
 
 
-def _target(module, platform: str | None) -> Target | None:
-    """The chip that the module will run on; None where nobody knows it yet."""
-    if platform is None:
-        return Target(module.platforms[0]) if len(module.platforms) == 1 else None
-    if module.lowering_parameters.for_export or module.backend is None:
-        return None
-    target = Target.of((module.backend.local_devices() or module.backend.devices())[0])
-    return target if target.platform == platform else None
+def _target(module, platform: str | None) -> Target:
+    """Where the module will run."""
+    if platform is None and len(module.platforms) == 1:
+        return Target(module.platforms[0])
+    if platform is not None and not module.lowering_parameters.for_export and module.backend:
+        devices = module.backend.local_devices() or module.backend.devices()
+        target = Target.of(devices[0])
+        if target.platform == platform:
+            return target
+    return Target.unknown(platform or module.platforms[0])
 
 
 def _check_serializable() -> None:
@@ -369,17 +388,17 @@ def _check_serializable() -> None:
         )
 
 
-def _lower(ctx, *operands, devices, platform=None, **params):
+def _lower(ctx, *operands, call, platform=None):
     module = ctx.module_context
     if module.lowering_parameters.for_export:
         _check_serializable()
-    automatic = devices and isinstance(module.axis_context, mlir.ShardingContext)
+    automatic = call.devices and isinstance(module.axis_context, mlir.ShardingContext)
     if automatic and _devices_left_to_xla(module) > 1:
-        return _lower_split(ctx, *operands, **params)
-    return _lower_whole(ctx, *operands, platform=platform, **params)
+        return _lower_split(ctx, *operands, call=call)
+    return _lower_whole(ctx, *operands, call=call, platform=platform)
 
 
-def _lower_split(ctx, *operands, **params):
+def _lower_split(ctx, *operands, call):
     # custom_partitioning is a callback into this process, which no export can hold.
     if ctx.module_context.lowering_parameters.for_export:
         raise NotImplementedError(
@@ -387,39 +406,33 @@ def _lower_split(ctx, *operands, **params):
             "back into Python to partition it. Use a mesh with explicit axes, or jax.shard_map, or "
             "patch_embed(..., backend='xla')."
         )
-    split = functools.partial(_automatically, **params)
+    split = functools.partial(_automatically, call=call._replace(devices=None))
     return mlir.lower_fun(split, multiple_results=False)(ctx, *operands)
 
 
-def _lower_whole(ctx, *operands, backend, out_dtype, patch_size, platform):
+def _lower_whole(ctx, *operands, call, platform):
+    out_dtype, patch_size, backend, _ = call
     module = ctx.module_context
     if backend not in (None, "xla") and len(module.platforms) > 1:
         raise NotImplementedError(
             f"patch_embed: backend {backend!r} cannot serve a program for several platforms, "
             f"{', '.join(module.platforms)}. Export it for one, or leave backend=None."
         )
-    target = _target(module, platform)
+    problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype, patch_size=patch_size)
     if _devices_left_to_xla(module) == 1:
-        avals = _with_patches(ctx.avals_in, patch_size)
-        problem = Problem.of(*avals, out_dtype=out_dtype, patch_size=patch_size)
-        chosen = choose(problem, target, backend)
+        plan = choose(problem, _target(module, platform), backend)
     elif backend in (None, "xla"):
-        chosen = xla
+        plan = xla.plan(problem, _target(module, platform))
     else:
         raise NotImplementedError(
             f"patch_embed: backend {backend!r} cannot serve inside a shard_map that leaves mesh "
             "axes to XLA. Make all axes of the mesh manual, or leave backend=None."
         )
-    # If nobody knows the chip yet: not that of this process.
-    target = target or Target(platform or module.platforms[0])
-    params = dict(out_dtype=out_dtype, target=target)
 
     def run(first, weight, *rest):
-        if patch_size is None:
-            return chosen.run(first, weight, *rest, **params)
-        if hasattr(chosen, "run_images") and (backend or chosen.cuts_faster(problem, target)):
-            return chosen.run_images(first, weight, *rest, patch_size=patch_size, **params)
-        return chosen.run(rows(first, patch_size, weight.dtype.name), weight, *rest, **params)
+        if patch_size is not None and not plan.takes_images:
+            first = rows(first, patch_size, weight.dtype.name)
+        return plan.run(first, weight, *rest)
 
     # All that is left is one device's work: Pallas' kernels refuse operands that say how they vary
     # over a mesh, and have no use for it.

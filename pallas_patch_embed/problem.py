@@ -1,6 +1,8 @@
-"""What a backend is asked to compute, on which chip, and the shapes that real models have."""
+"""What a backend is asked to compute, and the shapes that real models have."""
 
 import dataclasses
+import functools
+import math
 from typing import Any, Protocol
 
 import jax
@@ -50,38 +52,10 @@ def padded(K: int) -> int:
     return -(-K // K_MULTIPLE) * K_MULTIPLE
 
 
-def default_device() -> jax.Device:
-    """The device that JAX uses if it is told no other one."""
-    device = jax.config.jax_default_device or jax.devices()[0]
-    return jax.devices(device)[0] if isinstance(device, str) else device
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """The chip a program is compiled for.
-
-    Attributes:
-      platform: "cpu", "cuda", "rocm", "tpu", ...
-      compute_capability: of an NVIDIA chip, as (major, minor); None elsewhere and where nobody can
-        know it, as in an export.
-    """
-
-    platform: str
-    compute_capability: tuple[int, int] | None = None
-
-    @classmethod
-    def of(cls, device: jax.Device) -> "Target":
-        """The target that `device` is."""
-        capability = str(getattr(device, "compute_capability", ""))
-        if device.platform == "gpu" and capability[:1].isdigit():
-            major, minor = capability.split(".")
-            return cls("cuda", (int(major), int(minor)))
-        return cls("rocm" if device.platform == "gpu" else device.platform)
-
-    def __str__(self) -> str:
-        if self.compute_capability is None:
-            return self.platform
-        return f"{self.platform} {self.compute_capability[0]}.{self.compute_capability[1]}"
+def rows_shape(images_shape: tuple[int, ...], patch_size: int) -> tuple[int, ...]:
+    """The shape [..., S, K_padded] of the patches of images [..., H, W, 3]."""
+    *leading, H, W, channels = images_shape
+    return (*leading, (H // patch_size) * (W // patch_size), padded(patch_size**2 * channels))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +76,7 @@ class Problem:
       out_dtype: of the result, bfloat16 or float32.
       patch_size: side of a patch in pixels where the patches are in uint8 images, which the backend
         cuts, or XLA for it; None where patches are given.
+      images: shape [..., H, W, 3] of those images.
     """
 
     patches: tuple[int, ...]
@@ -112,11 +87,12 @@ class Problem:
     table_dtype: str
     out_dtype: str
     patch_size: int | None = None
+    images: tuple[int, ...] | None = None
 
     @classmethod
     def of(
         cls,
-        patches: Shaped,
+        first: Shaped,
         weight: Shaped,
         scale: Shaped,
         table: Shaped,
@@ -124,22 +100,53 @@ class Problem:
         out_dtype: str,
         patch_size: int | None = None,
     ) -> "Problem":
-        """The problem of these four operands."""
+        """The problem of these four operands, of which the first is patches, or images."""
+        shape = tuple(first.shape)
         return cls(
-            patches=tuple(patches.shape),
+            patches=shape if patch_size is None else rows_shape(shape, patch_size),
             weight=tuple(weight.shape),
             scale=tuple(scale.shape),
             table=tuple(table.shape),
-            dtype=np.dtype(patches.dtype).name,
+            dtype=np.dtype(weight.dtype).name,
             table_dtype=np.dtype(table.dtype).name,
             out_dtype=out_dtype,
             patch_size=patch_size,
+            images=None if patch_size is None else shape,
         )
+
+    @property
+    def rows(self) -> int:
+        """Rows of patches, M: the product of all axes but K."""
+        return math.prod(self.patches[:-1])
+
+    @property
+    def K(self) -> int:
+        """Length of a row of patches, with the padding."""
+        return self.patches[-1]
 
     @property
     def N(self) -> int:
         """Width of the embedding."""
         return self.weight[-2]
+
+    @property
+    def has_table(self) -> bool:
+        """Whether rows of a table are added; if not, one row of offsets is."""
+        return len(self.table) > 1
+
+    @functools.cached_property
+    def table_period(self) -> int | None:
+        """Rows after which the table repeats along the rows of patches; None if it does not."""
+        if not self.has_table:
+            return 1
+        *leading, S, _ = self.table
+        while leading and leading[0] == 1:
+            leading = leading[1:]
+        batch = self.patches[:-2]
+        fits = S == self.patches[-2] and tuple(leading) == batch[len(batch) - len(leading) :]
+        if not fits or len(self.table) > len(self.patches):
+            return None
+        return S * math.prod(leading)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,9 +62,21 @@ class Case:
         """The Config."""
         return self.module.Config(*self.config, **dict(self.options))
 
+    @property
+    def target(self):
+        """Its chip, with few multiprocessors."""
+        from planned import few
+
+        from pallas_patch_embed.chips import B200, H200
+
+        return few(H200 if self.backend == "mosaic_sm90" else B200, MULTIPROCESSORS)
+
     def function(self):
         """The operator by this kernel."""
-        return functools.partial(self.module.run, out_dtype=self.out_dtype, config=self.chosen)
+        from planned import compute
+
+        choices = dict(out_dtype=self.out_dtype, target=self.target, config=self.chosen)
+        return functools.partial(compute, self.module, **choices)
 
 
 def case(backend, patches, N, dtype, table, *config, out="bfloat16", **options):
@@ -173,10 +185,10 @@ def emulated(stem: Path, case: Case, operands, **options):
 
     machines = []
 
-    def kernel(config, problem, M, *, interpret):
+    def kernel(config, grid, problem, interpret, trace):
         def run(*arguments):
             arrays = [np.asarray(x) for x in arguments]
-            result = ((M, problem.N), jnp.dtype(problem.out_dtype))
+            result = ((problem.rows, problem.N), jnp.dtype(problem.out_dtype))
             machine, (address,) = mosaic.prepare(stem, arrays, [result], **options)
             machines.append(machine)
             machine.launch()
@@ -204,7 +216,6 @@ def main(backend: str) -> None:
         for line in sys.stdin:
             name, folder = json.loads(line)
             case, problem = (CASES | LONG)[name], None
-            case.module.MULTIPROCESSORS = MULTIPROCESSORS
             operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
             before = set(dumped.iterdir())

@@ -14,7 +14,7 @@ from ptx_emulator.memory import POISON, GlobalMemory
 from ptx_emulator.tma import TensorMap
 
 from benchmarks import cuda_launch
-from pallas_patch_embed.backends import cuda_ffi, schedule, tiling
+from pallas_patch_embed.backends import cuda_ffi, schedule, tiles
 from pallas_patch_embed.backends.cuda_ffi import SPELLED
 from pallas_patch_embed.problem import Problem
 
@@ -171,7 +171,7 @@ def compiled(case: Case, *options: str) -> str:
 def tensor_maps(case, M, K, patches, weight, y):
     """The maps of patches, weight and y at these addresses (patch_embed_sm90.h and 100)."""
     itemsize, out_itemsize = (jnp.dtype(x).itemsize for x in (case.dtype, case.out_dtype))
-    inner, row = tiling.ROW_BYTES // itemsize, K * itemsize
+    inner, row = tiles.ROW_BYTES // itemsize, K * itemsize
 
     def matrix(name, base, size, rows, columns, box):
         return TensorMap(
@@ -199,7 +199,7 @@ def tensor_maps(case, M, K, patches, weight, y):
         dimensions=(K, 2, 4, case.N // group, vector // 2),
         strides=(itemsize, row, vector * row, group * row, 2 * row),
         box=(inner, 2, 4, case.tile_n // group, vector // 2),
-        swizzle=tiling.ROW_BYTES,
+        swizzle=tiles.ROW_BYTES,
         name="weight",
     )
     # The Hopper kernel does not read the third one.
@@ -208,18 +208,18 @@ def tensor_maps(case, M, K, patches, weight, y):
 
 def shared_bytes(case, chunks):
     """What `Shared::bytes` says."""
-    ring = case.slots * case.rows * tiling.ROW_BYTES
+    ring = case.slots * case.rows * tiles.ROW_BYTES
     weight_slots = case.slots
     if case.capability == 90:
         room = 227 * 1024 - ring - 2048
-        weight_slots = room // (case.tile_n * tiling.ROW_BYTES)
+        weight_slots = room // (case.tile_n * tiles.ROW_BYTES)
         barriers = 2 * case.slots + 3 + (weight_slots if case.stream_weight else 0)
         rest = 2 * 4 * case.tile_n + 8 * barriers
     else:
         staged = case.rows * case.store_n * jnp.dtype(case.out_dtype).itemsize
         rest = 2 * case.buffers * staged + 1024
     parts = weight_slots if case.stream_weight else chunks
-    return -(-(ring + rest) // 1024) * 1024 + parts * case.tile_n // case.blocks * tiling.ROW_BYTES
+    return -(-(ring + rest) // 1024) * 1024 + parts * case.tile_n // case.blocks * tiles.ROW_BYTES
 
 
 def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndarray, Machine]:
@@ -229,10 +229,10 @@ def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndar
     """
     problem = Problem.of(*operands, out_dtype=case.out_dtype)
     M, K = math.prod(case.patches[:-1]), case.patches[-1]
-    slices, period = case.N // case.tile_n, tiling.table_period(problem)
+    slices, period = case.N // case.tile_n, problem.table_period
     most = MULTIPROCESSORS[case.capability] // case.blocks // slices
     workers = max(1, min(most, -(-M // case.tile_m)))
-    runs = schedule.runs(M, period, case.tile_m, workers)
+    runs = schedule.segments(M, period, case.tile_m, workers)
     memory = GlobalMemory()
     patches, weight, scale, table, run_table = (
         memory.place(np.asarray(x), name)
@@ -240,7 +240,7 @@ def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndar
     )
     result = (M, case.N), jnp.dtype(case.out_dtype)
     out = memory.place(np.full(math.prod(result[0]) * result[1].itemsize, POISON, np.uint8), "y")
-    chunks = tiling.chunks(problem)
+    chunks = tiles.chunks(problem)
     traced = [] if stamps is None else [np.uint64(memory.place(stamps, "stamps"))]
     machine = cuda.prepare(
         ptx,

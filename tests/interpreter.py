@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+from planned import compute
 
 from pallas_patch_embed.problem import Problem, padded
 
@@ -163,20 +164,23 @@ def watched():
 ASYNCHRONOUS = 1024
 
 
-def interpreted(run, operands, out_dtype, config):
+def interpreted(backend, operands, out_dtype, target, config):
     """What a kernel gives; fails if there was a race, which the interpreter prints, or a deadlock.
 
     Args:
-      run: of the kernel's module.
+      backend: the kernel's module.
       operands: patches, weight, scale, table.
       out_dtype: of the result.
+      target: the chip.
       config: of the kernel.
     """
     with watched() as watch, contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
-            y = run(
+            y = compute(
+                backend,
                 *operands,
                 out_dtype=out_dtype,
+                target=target,
                 config=config,
                 interpret=plgpu.InterpretGPUParams(
                     detect_races=True, num_tma_threads_per_device=ASYNCHRONOUS

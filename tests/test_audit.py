@@ -9,7 +9,7 @@ import pytest
 from benchmarks import audit
 from benchmarks.audit import Kernel, Loop, Tile
 from benchmarks.machine_code import Code, class_of, cuda_root, read_cubin
-from pallas_patch_embed.backends import cuda_ffi, tiling
+from pallas_patch_embed.backends import cuda_ffi, tiles
 from pallas_patch_embed.problem import named_shape
 
 HEADLINE = (named_shape("B/16 224"), 4736)
@@ -175,7 +175,7 @@ def test_what_cannot_be_compiled_is_left_out_with_the_reason(monkeypatch):
     monkeypatch.setattr(audit.cuda_ffi, "missing", lambda: "its library is missing")
     monkeypatch.setattr(audit.importlib.util, "find_spec", lambda name: None)
     audit.library_kernels.cache_clear()
-    kernels, missing = audit.audit(*HEADLINE, tiling.DTYPES)
+    kernels, missing = audit.audit(*HEADLINE, tiles.DTYPES)
     assert kernels == [] and len(missing) == 4
     for family, line in zip(("Pallas", "CUDA", "Triton", "Triton images"), missing):
         assert line.startswith(f"Left out, {family}: ") and "missing" in line

@@ -14,7 +14,9 @@ from interpreter import problem_of
 import pallas_patch_embed as ppe
 from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import BACKENDS, choose, cuda_ffi, explain, xla
-from pallas_patch_embed.problem import Problem, Target, named_shape
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.chips import B200, H200, Target, chip_of
+from pallas_patch_embed.problem import Problem, named_shape
 
 PARAMS = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 2), N=8, dtype="int8")
 PATCHES = ppe.patchify(draw_images(np.random.default_rng(1), 3, 8, 8, 3), PARAMS)
@@ -24,19 +26,16 @@ PATCHES = ppe.patchify(draw_images(np.random.default_rng(1), 3, 8, 8, 3), PARAMS
 def a_backend_for_cuda_10():
     """A first backend that serves int8 on compute capability 10, to be chosen or refused."""
 
-    def why_not(problem, target):
+    def plan(problem, target):
         if problem.dtype != "int8":
-            return f"it serves int8, not {problem.dtype}."
-        if target is not None and target.compute_capability != (10, 0):
-            return f"it needs compute capability 10.0; this is {target}."
-        return None
+            raise NotImplementedError(f"it serves int8, not {problem.dtype}.")
+        if target.known and (target.chip is None or target.chip.capability != (10, 0)):
+            raise NotImplementedError(f"it needs compute capability 10.0; this is {target}.")
+        return Plan(lambda *operands: -xla.run(*operands, out_dtype=problem.out_dtype), "first")
 
-    def run(*operands, out_dtype, target):
-        return -xla.run(*operands, out_dtype=out_dtype)
-
-    backend = types.SimpleNamespace(why_not=why_not, why_rather_not=xla.why_rather_not, run=run)
+    backend = types.SimpleNamespace(plan=plan)
     with mock.patch.dict(BACKENDS, {"first": backend, "xla": xla}, clear=True):
-        yield backend
+        yield
     jax.clear_caches()
 
 
@@ -45,28 +44,33 @@ def problem(params=PARAMS):
 
 
 def test_backends_are_named_in_the_order_in_which_they_are_tried():
-    assert ppe.backends() == ("mosaic_sm100", "mosaic_sm90", "cuda", "triton", "xla")
+    assert ppe.backend_names() == ("mosaic_sm100", "mosaic_sm90", "cuda", "triton", "xla")
 
 
 def test_a_backend_that_serves_can_leave_a_problem_to_a_faster_one():
-    h200 = Target("cuda", (9, 0))
+    h200 = Target("cuda", H200)
     shape = named_shape("B/32 256")
     few, many = (problem_of(shape, "int8", B) for B in (1, 64))
     explanation = explain(few, h200)
     row = next(row for row in explanation if row.backend == "mosaic_sm90")
     assert row.serves and "64 rows are few" in row.reason
-    assert explanation.chosen == "xla" and choose(few, h200, None) is xla
+    assert explanation.chosen == "xla" and not choose(few, h200, None).config
     assert explain(many, h200).chosen == "mosaic_sm90"
-    assert choose(few, h200, "mosaic_sm90") is choose(many, h200, None)
+    assert choose(few, h200, "mosaic_sm90").config.startswith("Config(")
+
+
+def refuses(problem, target):
+    raise NotImplementedError("it was not built.")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
 def test_images_are_left_to_the_CUDA_kernel_where_it_serves(dtype, monkeypatch):
-    h200, b200 = Target("cuda", (9, 0)), Target("cuda", (10, 0))
+    h200, b200 = Target("cuda", H200), Target("cuda", B200)
     patches = problem_of(named_shape("B/16 224"), dtype)
-    images = dataclasses.replace(patches, patch_size=16)
-    few = dataclasses.replace(problem_of(named_shape("B/32 256"), dtype, 1), patch_size=32)
-    monkeypatch.setattr(cuda_ffi, "why_not", lambda problem, target: None)
+    images = dataclasses.replace(patches, patch_size=16, images=(8, 224, 224, 3))
+    few = problem_of(named_shape("B/32 256"), dtype, 1)
+    few = dataclasses.replace(few, patch_size=32, images=(1, 256, 256, 3))
+    monkeypatch.setattr(cuda_ffi, "plan", xla.plan)
     assert explain(images, h200).chosen == "cuda"
     assert explain(patches, h200).chosen == "mosaic_sm90"
     assert explain(few, h200).chosen == "xla"
@@ -74,7 +78,7 @@ def test_images_are_left_to_the_CUDA_kernel_where_it_serves(dtype, monkeypatch):
         assert explain(images, b200).chosen == "mosaic_sm100"
     row = next(row for row in explain(images, h200) if row.backend == "mosaic_sm90")
     assert row.serves and "cuda is up to 15% faster" in row.reason
-    monkeypatch.setattr(cuda_ffi, "why_not", lambda problem, target: "it was not built.")
+    monkeypatch.setattr(cuda_ffi, "plan", refuses)
     assert explain(images, h200).chosen == "mosaic_sm90"
     assert not next(row for row in explain(images, h200) if row.backend == "mosaic_sm90").reason
 
@@ -88,18 +92,21 @@ def test_what_runs_is_what_explain_says(source, monkeypatch):
         "float images": jnp.asarray(pixels / 127.5 - 1, jnp.float32),
         "patches": ppe.patchify(pixels, params),
     }[source]
-    ran, h200 = [], Target("cuda", (9, 0))
+    ran, h200 = [], Target("cuda", H200)
 
     def stand_in(name, backend):
-        def run(*operands, out_dtype, target):
-            ran.append((name, target))
-            return xla.run(*operands, out_dtype=out_dtype)
+        def plan(problem, target):
+            if name != "cuda":  # Whether its library is here or not.
+                backend.plan(problem, target)
 
-        given = dict(why_not=backend.why_not, why_rather_not=backend.why_rather_not)
-        return types.SimpleNamespace(**given, run=run)
+            def run(*operands):
+                ran.append((name, target))
+                return xla.run(*operands, out_dtype=problem.out_dtype)
 
-    # Whether the library is here or not.
-    monkeypatch.setattr(cuda_ffi, "why_not", lambda problem, target: None)
+            return Plan(run)
+
+        return types.SimpleNamespace(plan=plan)
+
     monkeypatch.setattr(primitive, "_target", lambda module, platform: h200)
     stand_ins = {name: stand_in(name, backend) for name, backend in BACKENDS.items()}
     with mock.patch.dict(BACKENDS, stand_ins):
@@ -124,7 +131,7 @@ def test_explain_takes_images_or_their_shape():
     assert large.problem.patches == (2, 6, 128) and large.problem.table == (2, 6, 8)
     assert ppe.explain(pixels, PARAMS, out_dtype="float32").problem.out_dtype == "float32"
     floats = ppe.explain(pixels.astype(np.float32), PARAMS)
-    assert floats.problem == dataclasses.replace(explanation.problem, patch_size=None)
+    assert floats.problem == dataclasses.replace(explanation.problem, patch_size=None, images=None)
 
 
 def test_explain_takes_patches_or_a_shape():
@@ -150,10 +157,10 @@ def test_explain_can_be_asked_while_tracing():
 
 
 def test_the_first_backend_that_serves_is_chosen(a_backend_for_cuda_10):
-    assert choose(problem(), Target("cuda", (10, 0)), None) is a_backend_for_cuda_10
-    assert choose(problem(), Target("cuda", (9, 0)), None) is xla
-    assert choose(problem(), None, None) is xla
-    assert choose(problem(), None, "first") is a_backend_for_cuda_10
+    assert choose(problem(), Target("cuda", B200), None).config == "first"
+    assert choose(problem(), Target("cuda", H200), None).config == ""
+    assert choose(problem(), Target.unknown(), None).config == ""
+    assert choose(problem(), Target.unknown(), "first").config == "first"
     explanation = ppe.explain(PATCHES, PARAMS)
     assert explanation.chosen == "xla"
     assert explanation.rows[0].reason == "it needs compute capability 10.0; this is cpu."
@@ -215,7 +222,7 @@ def test_a_backend_named_inside_a_shard_map_that_leaves_axes_to_xla_is_refused(
 def test_each_chip_has_its_kernel(monkeypatch, capability, dtype, chosen):
     monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: None)
     asked = Problem((8, 196, 768), (768, 768), (768,), (196, 768), dtype, "bfloat16", "bfloat16")
-    assert choose(asked, Target("cuda", capability), None) is BACKENDS[chosen]
+    assert explain(asked, Target("cuda", chip_of(capability))).chosen == chosen
 
 
 @pytest.mark.parametrize("backend", ["mosaic_sm90", "mosaic_sm100"])

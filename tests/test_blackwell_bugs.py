@@ -14,10 +14,12 @@ import pytest
 import two_blocks
 from bounds import assert_bit_equal
 from interpreter import draw_operands, interpreted
+from planned import few
 from short_suite import keep
 
 from pallas_patch_embed.backends import mosaic, mosaic_sm100, schedule, xla
 from pallas_patch_embed.backends.mosaic_sm100 import Config
+from pallas_patch_embed.chips import B200
 
 pytestmark = pytest.mark.skipif(
     not two_blocks.KNOWN, reason="this jax has another interpreter than two_blocks.py knows"
@@ -203,31 +205,31 @@ def wrong_table_rows(monkeypatch):
     monkeypatch.setattr(mosaic, "load_rows", shifted)
 
 
-def altered_runs(change):
+def altered_schedule(change):
     def alter(monkeypatch):
-        runs = schedule.runs
+        segments = schedule.segments
 
         def altered(*arguments):
-            table = runs(*arguments).copy()
+            table = segments(*arguments).copy()
             change(table)
             return table
 
-        monkeypatch.setattr(schedule, "runs", altered)
+        monkeypatch.setattr(schedule, "segments", altered)
 
     return alter
 
 
-@altered_runs
+@altered_schedule
 def wrong_phase(table):
     table[0, 1, schedule.TABLE_ROW] += 8
 
 
-@altered_runs
+@altered_schedule
 def a_tile_twice(table):
     table[1, 0, schedule.FIRST_TILE] = table[0, 0, schedule.FIRST_TILE]
 
 
-@altered_runs
+@altered_schedule
 def a_tile_skipped(table):
     table[1, -1, schedule.TILES] = 0
 
@@ -300,13 +302,12 @@ LENIENT = [("drain missing", "freed"), ("drain missing", "read")]
 def outcome(alteration, monkeypatch, mode):
     """Runs the altered kernel and compares its whole output."""
     two_blocks.install(monkeypatch)
-    monkeypatch.setattr(mosaic_sm100, "MULTIPROCESSORS", 4)
     if isinstance(alteration, Altered):
         monkeypatch.setattr(mosaic_sm100, "plgpu", alteration)
     else:
         alteration(monkeypatch)
     operands = draw_operands(1, PATCHES, N, "int8", "shared")
-    y = interpreted(mosaic_sm100.run, operands, "bfloat16", MODES[mode])
+    y = interpreted(mosaic_sm100, operands, "bfloat16", few(B200, 4), MODES[mode])
     assert_bit_equal(y, xla.run(*operands, out_dtype="bfloat16"))
 
 

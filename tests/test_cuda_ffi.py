@@ -18,14 +18,16 @@ import numpy as np
 import pytest
 from bounds import draw_params
 from interpreter import problem_of
+from planned import compute, refusal
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.backends import BACKENDS, cuda_build, cuda_ffi, explain, schedule, tiling
-from pallas_patch_embed.problem import NAMED_SHAPES, Target, named_shape
+from pallas_patch_embed.backends import BACKENDS, cuda_build, cuda_ffi, explain, schedule, tiles
+from pallas_patch_embed.chips import A100, B200, B300, H200, RTX_5090, Target
+from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
 
 TESTS = Path(__file__).parent
-H200, B200, B300 = (Target("cuda", x) for x in ((9, 0), (10, 0), (10, 3)))
 CHIPS = {90: H200, 100: B200}
+HOPPER, ULTRA = Target("cuda", H200), Target("cuda", B300)
 LONG = {short: dtype for dtype, short in cuda_ffi.SPELLED.items()}
 
 built = pytest.mark.usefixtures("cuda_library")
@@ -56,7 +58,7 @@ def matrix(short, rows, columns, box_rows, box_columns):
     )
 
 
-def expected_launch(config, M, N, K, period, workers, runs):
+def expected_launch(config, M, N, K, period, workers, segments):
     """The launch as the kernels' files describe it, derived by itself."""
     size, out_size = itemsize(config.dtype), itemsize(config.out_dtype)
     chunks, inner = K * size // 128, 128 // size
@@ -110,7 +112,7 @@ def test_a_launch_is_what_is_derived_from_the_shapes(capability):
             [768, 1024, 1152, 1536],
             [640, 768, 3072],
         ):
-            shapes = dict(M=M, N=N, K=K, period=period, workers=7, runs=3)
+            shapes = dict(M=M, N=N, K=K, period=period, workers=7, segments=3)
             expected = expected_launch(config, **shapes)
             if N % config.tile_n or expected["shared_memory"] > 227 * 1024:
                 with pytest.raises(NotImplementedError, match=r"expected a multiple|shared memory"):
@@ -167,7 +169,7 @@ def test_the_library_needs_neither_driver_nor_runtime_nor_python_to_load():
         (dict(M=2**31), "M = 2147483648 rows, expected fewer"),
         (dict(M=-1), "M = -1 rows, expected fewer"),
         (dict(workers=0), "0 workers with 3 runs each"),
-        (dict(runs=0), "7 workers with 0 runs each"),
+        (dict(segments=0), "7 workers with 0 runs each"),
         (dict(period=0), "the table has 0 rows"),
         (dict(workers=2**31), "2\\^31 or more"),
         (dict(N=2**31), "2\\^31 or more"),
@@ -177,7 +179,7 @@ def test_the_library_needs_neither_driver_nor_runtime_nor_python_to_load():
 )
 def test_shapes_that_cannot_be_launched_are_refused(shapes, reason):
     config = next(c for c in configs(capability=90, dtype="i8", tile_n=64, stream_weight=False))
-    fine = dict(M=392, N=768, K=768, period=196, workers=7, runs=3)
+    fine = dict(M=392, N=768, K=768, period=196, workers=7, segments=3)
     cuda_ffi.launch(config, **fine)
     with pytest.raises(NotImplementedError, match=reason):
         cuda_ffi.launch(config, **(fine | shapes))
@@ -187,14 +189,10 @@ def test_shapes_that_cannot_be_launched_are_refused(shapes, reason):
 def test_a_kernel_that_does_not_exist_is_refused():
     config = dataclasses.replace(configs()[0], name="patch_embed_sm90")
     with pytest.raises(NotImplementedError, match="no kernel of this name"):
-        cuda_ffi.launch(config, M=1, N=64, K=128, period=1, workers=1, runs=1)
+        cuda_ffi.launch(config, M=1, N=64, K=128, period=1, workers=1, segments=1)
 
 
 # Which kernel.
-
-
-def chip(capability):
-    return next(chip for chip in cuda_ffi.CHIPS if chip.capability == capability)
 
 
 @pytest.fixture
@@ -208,15 +206,16 @@ def all_built(monkeypatch):
 @pytest.mark.parametrize("capability", CHIPS)
 def test_every_named_shape_has_a_kernel(all_built, capability):
     for shape, dtype, out_dtype, B in itertools.product(
-        NAMED_SHAPES, tiling.DTYPES, ("bfloat16", "float32"), (1, 64, 4736)
+        NAMED_SHAPES, tiles.DTYPES, ("bfloat16", "float32"), (1, 64, 4736)
     ):
         problem = problem_of(shape, dtype, B, out_dtype)
-        config = cuda_ffi.choose_config(problem, chip(capability))
-        config.check(problem)
+        chip = CHIPS[capability]
+        config = cuda_ffi.choose_config(problem, capability, chip)
+        config.check(problem, chip)
         assert (LONG[config.dtype], LONG[config.out_dtype]) == (dtype, out_dtype)
-        blocks = config.workers(problem) * config.slices(problem) * config.blocks
-        assert config.workers(problem) == 1 or blocks <= chip(capability).multiprocessors
-        assert cuda_ffi.why_not(problem, CHIPS[capability]) is None
+        grid = config.grid(problem, chip)
+        assert grid.workers == 1 or grid.thread_blocks <= chip.multiprocessors
+        assert refusal(cuda_ffi, problem, Target("cuda", chip)) is None
 
 
 @built
@@ -235,7 +234,8 @@ def test_every_named_shape_has_a_kernel(all_built, capability):
     ],
 )
 def test_the_kernel_of_least_time_is_chosen(all_built, name, B, dtype, capability, chosen):
-    config = cuda_ffi.choose_config(problem_of(named_shape(name), dtype, B), chip(capability))
+    problem = problem_of(named_shape(name), dtype, B)
+    config = cuda_ffi.choose_config(problem, capability, CHIPS[capability])
     assert config.name.endswith(chosen)
 
 
@@ -258,23 +258,25 @@ def test_the_kernel_of_least_time_is_chosen(all_built, name, B, dtype, capabilit
 )
 def test_a_problem_that_it_cannot_serve_is_refused_with_the_reason(change, reason):
     fine = problem_of(named_shape("B/16 224"), "int8")
-    assert cuda_ffi.why_not(fine, H200) is None
-    assert cuda_ffi.why_not(fine, None) is None
-    for target in (None, H200):
-        assert reason in cuda_ffi.why_not(dataclasses.replace(fine, **change), target)
+    assert refusal(cuda_ffi, fine, HOPPER) is None
+    assert refusal(cuda_ffi, fine) is None
+    for target in (None, HOPPER):
+        assert reason in refusal(cuda_ffi, dataclasses.replace(fine, **change), target)
 
 
 @built
 def test_chips_without_kernels_are_refused_with_the_reason(all_built, monkeypatch):
     int8, float8 = (problem_of(named_shape("B/16 224"), d) for d in ("int8", "float8_e4m3fn"))
-    for target in (Target("cpu"), Target("cuda", (8, 0)), Target("cuda", (12, 0)), Target("cuda")):
-        assert cuda_ffi.why_not(int8, target).startswith("it needs compute capability 9.0, 10.0 or")
-    assert "10.3 has no int8 tensor cores" in cuda_ffi.why_not(int8, B300)
-    assert cuda_ffi.why_not(float8, B300) is None
+    for target in (Target("cpu"), Target("cuda", A100), Target("cuda", RTX_5090), Target("cuda")):
+        assert refusal(cuda_ffi, int8, target).startswith(
+            "it needs compute capability 9.0, 10.0 or"
+        )
+    assert "10.3 has no int8 tensor cores" in refusal(cuda_ffi, int8, ULTRA)
+    assert refusal(cuda_ffi, float8, ULTRA) is None
     hopper = tuple(c for c in cuda_ffi.configs() if c.capability == 90)
     monkeypatch.setattr(cuda_ffi, "configs", lambda: hopper)
-    assert "no such kernels for sm_100" in cuda_ffi.why_not(float8, B200)
-    assert cuda_ffi.why_not(float8, None) is None
+    assert "no such kernels for sm_100" in refusal(cuda_ffi, float8, Target("cuda", B200))
+    assert refusal(cuda_ffi, float8) is None
 
 
 @built
@@ -286,25 +288,28 @@ def test_a_config_for_another_problem_is_refused():
         dict(has_table=False),
         dict(built=False),
     ):
-        config = cuda_ffi.choose_config(problem, chip(90))
+        config = cuda_ffi.choose_config(problem, 90, H200)
         with pytest.raises(NotImplementedError, match="another problem's kernel, or not built"):
-            dataclasses.replace(config, **other).check(problem)
+            dataclasses.replace(config, **other).check(problem, H200)
 
 
 @built
 def test_it_is_tried_behind_the_Pallas_kernels():
     assert list(BACKENDS)[-3:] == ["cuda", "triton", "xla"]
     problem = problem_of(named_shape("B/16 224"), "int8")
-    assert explain(problem, H200).chosen == "mosaic_sm90"
+    assert explain(problem, HOPPER).chosen == "mosaic_sm90"
     few = problem_of(named_shape("B/32 256"), "int8", 1)
-    assert explain(few, H200).chosen == "xla"
+    assert explain(few, HOPPER).chosen == "xla"
 
 
 @built
 def test_it_runs_where_the_Pallas_kernels_cannot(monkeypatch):
+    def refuses(problem, target):
+        raise NotImplementedError("not today.")
+
     for name in ("mosaic_sm90", "mosaic_sm100"):
-        monkeypatch.setattr(BACKENDS[name], "why_not", lambda problem, target: "not today.")
-    assert explain(problem_of(named_shape("B/16 224"), "int8"), H200).chosen == "cuda"
+        monkeypatch.setattr(BACKENDS[name], "plan", refuses)
+    assert explain(problem_of(named_shape("B/16 224"), "int8"), HOPPER).chosen == "cuda"
 
 
 # The library and its version.
@@ -313,7 +318,12 @@ def test_it_runs_where_the_Pallas_kernels_cannot(monkeypatch):
 @pytest.fixture
 def fresh():
     """What is remembered of the library is forgotten before and after."""
-    remembered = (cuda_ffi.library, cuda_ffi.configs, cuda_ffi.register, cuda_ffi._is_stale)
+    remembered = (
+        cuda_ffi.library,
+        cuda_ffi.configs,
+        cuda_ffi.register_cuda_kernels,
+        cuda_ffi._is_stale,
+    )
     for function in remembered:
         function.cache_clear()
     yield
@@ -322,7 +332,7 @@ def fresh():
 
 
 def reason_of_the_library():
-    return cuda_ffi.why_not(problem_of(named_shape("B/16 224"), "int8"), H200)
+    return refusal(cuda_ffi, problem_of(named_shape("B/16 224"), "int8"), HOPPER)
 
 
 @pytest.mark.parametrize("text", [None, "no nvcc was found"])
@@ -333,7 +343,7 @@ def test_a_missing_library_is_a_reason_that_says_how_to_build_it(
     monkeypatch.setattr(cuda_ffi, "WHY_NOT", tmp_path / "libpatch_embed.txt")
     if text:
         cuda_ffi.WHY_NOT.write_text(text)
-    for target in (None, Target("cpu"), H200):
+    for target in (None, Target("cpu"), HOPPER):
         problem = problem_of(named_shape("B/16 224"), "int8")
         row = dict((r.backend, r) for r in explain(problem, target or Target("cpu")))["cuda"]
         assert not row.serves and row.reason.startswith(
@@ -341,7 +351,7 @@ def test_a_missing_library_is_a_reason_that_says_how_to_build_it(
         )
         assert "make ffi" in row.reason and "pip install" in row.reason
     with pytest.raises(NotImplementedError, match="its library is missing"):
-        cuda_ffi.register()
+        cuda_ffi.register_cuda_kernels()
     params = draw_params(np.random.default_rng(0), patch_size=8, grid=(4, 4), N=64, dtype="int8")
     with pytest.raises(NotImplementedError, match="'cuda' cannot serve this call: its library is"):
         ppe.patch_embed(jnp.zeros((1, 16, 256), jnp.int8), params, backend="cuda")
@@ -406,7 +416,7 @@ def assert_not_registered(monkeypatch):
     calls = []
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *args, **_: calls.append(args))
     with pytest.raises(NotImplementedError):
-        cuda_ffi.register()
+        cuda_ffi.register_cuda_kernels()
     assert not calls
 
 
@@ -421,9 +431,9 @@ def test_the_library_is_built_for_the_oldest_FFI_that_jaxlib_takes():
 
 @built
 def test_registering_twice_is_no_error(fresh):
-    cuda_ffi.register()
-    cuda_ffi.register.cache_clear()
-    cuda_ffi.register()
+    cuda_ffi.register_cuda_kernels()
+    cuda_ffi.register_cuda_kernels.cache_clear()
+    cuda_ffi.register_cuda_kernels()
 
 
 LAZY = """
@@ -439,9 +449,9 @@ ppe.explain(patches, params)
 assert not loaded()
 f = jax.jit(lambda x: ppe.patch_embed(x, params, backend="cuda"))
 f.trace(patches)
-assert cuda_ffi.register.cache_info().currsize == 0
+assert cuda_ffi.register_cuda_kernels.cache_info().currsize == 0
 f.trace(patches).lower(lowering_platforms=("cuda",))
-assert loaded() and cuda_ffi.register.cache_info().currsize == 1
+assert loaded() and cuda_ffi.register_cuda_kernels.cache_info().currsize == 1
 """
 
 
@@ -471,7 +481,7 @@ def small(dtype="int8", positions=True, out_dtype="bfloat16"):
 
 
 @built
-@pytest.mark.parametrize("dtype", tiling.DTYPES)
+@pytest.mark.parametrize("dtype", tiles.DTYPES)
 @pytest.mark.parametrize("positions", [True, False])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 def test_it_is_lowered_to_one_custom_call(dtype, positions, out_dtype):
@@ -523,15 +533,15 @@ def test_the_custom_call_has_the_operands_of_the_problem(monkeypatch):
     )[0]
     shapes = ((2, 3, 70, 128), "bfloat16"), ((128, 128), "bfloat16"), ((128,), "float32")
     operands = [jnp.zeros(*x) for x in (*shapes, ((2, 3, 70, 128), "bfloat16"))]
-    y = cuda_ffi.run(*operands, out_dtype="float32", config=config)
+    y = compute(cuda_ffi, *operands, out_dtype="float32", config=config)
     assert y.shape == (2, 3, 70, 128) and y.dtype == jnp.float32
     ((target, given, attributes),) = calls
     assert target == cuda_ffi.TARGET
     assert attributes == dict(kernel_sm90=config.name, kernel_sm100="")
     assert [x.shape for x in given[:4]] == [(420, 128), (128, 128), (128,), (420, 128)]
-    np.testing.assert_array_equal(given[4], schedule.runs(420, 420, 256, 2))
+    np.testing.assert_array_equal(given[4], schedule.segments(420, 420, 256, 2))
     empty = [operands[0][:0], *operands[1:3], operands[3][:0]]
-    assert cuda_ffi.run(*empty, out_dtype="float32").shape == (0, 3, 70, 128)
+    assert compute(cuda_ffi, *empty, out_dtype="float32").shape == (0, 3, 70, 128)
     assert len(calls) == 1
 
 
@@ -776,7 +786,7 @@ def test_every_built_kernel_is_launched_as_planned(handle):
         common = dict(operands=placed(operands), attributes=names, capability=capability)
         calls += [common | dict(stage=stage) for stage in ("initialize", "execute")]
         period = 196 if config.has_table else 1
-        plan = cuda_ffi.launch(config, **(shapes | dict(period=period)), workers=1, runs=2)
+        plan = cuda_ffi.launch(config, **(shapes | dict(period=period)), workers=1, segments=2)
         y = plan["y"]
         maps = [*lines_of_map(plan["patches"], 4096), *lines_of_map(plan["weight"], 8192)]
         maps += lines_of_map(y, 28672) if y else []
@@ -932,12 +942,14 @@ def test_a_driver_too_old_for_the_kernels_is_refused_before_they_are_loaded(hand
 def test_the_backend_refuses_a_chip_whose_driver_is_too_old(handle, flags):
     code = """if True:
         from interpreter import problem_of
+        from planned import refusal
         from pallas_patch_embed.backends import cuda_ffi
-        from pallas_patch_embed.problem import Target, named_shape
+        from pallas_patch_embed.chips import H200, Target
+        from pallas_patch_embed.problem import named_shape
         problem = problem_of(named_shape("B/16 224"), "int8")
         # An export for a chip that nobody knows yet does not depend on this machine's driver.
-        assert cuda_ffi.why_not(problem, None) is None
-        print(cuda_ffi.why_not(problem, Target("cuda", (9, 0))))
+        assert refusal(cuda_ffi, problem) is None
+        print(refusal(cuda_ffi, problem, Target("cuda", H200)))
     """
     result = subprocess.run(
         [sys.executable, "-c", code],

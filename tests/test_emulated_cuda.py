@@ -15,7 +15,7 @@ from ptx_emulator.errors import EmulatorError
 
 from benchmarks import cuda_launch
 from benchmarks.timeline import EVENTS, read_stamps
-from pallas_patch_embed.backends import cuda_build, tiling, xla
+from pallas_patch_embed.backends import cuda_build, tiles, xla
 from pallas_patch_embed.backends.cuda_build import FFI
 from pallas_patch_embed.problem import Problem
 
@@ -62,7 +62,7 @@ def test_a_timeline_build_stamps_what_each_warp_does(name):
     stamps = np.zeros((blocks, THREADS // 32, cuda_launch.STAMPS), np.uint32)
     y, _ = run(ptx, case, operands, stamps, schedule="random", seed=0)
     assert_bit_equal(jnp.asarray(y), xla.run(*operands, out_dtype=case.out_dtype))
-    chunks = tiling.chunks(Problem.of(*operands, out_dtype=case.out_dtype))
+    chunks = tiles.chunks(Problem.of(*operands, out_dtype=case.out_dtype))
     for block, warp in np.ndindex(stamps.shape[:2]):
         said = "".join(LETTERS[stamp % 16 - 1] for stamp in stamps[block, warp] if stamp)
         pattern = ROLES[case.capability].get(warp, "").replace("chunks", str(chunks))

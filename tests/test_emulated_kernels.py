@@ -16,7 +16,6 @@ from emulated import (
     CASES,
     HOPPER,
     LONG,
-    MULTIPROCESSORS,
     SCHEDULES,
     compiled,
     emulated,
@@ -42,7 +41,6 @@ LONG_SCHEDULES = (
 
 def assert_equals_xla(monkeypatch, name, case, schedules):
     """The compiled kernel gives what XLA does, in every schedule; what it gave last."""
-    monkeypatch.setattr(case.module, "MULTIPROCESSORS", MULTIPROCESSORS)
     stem = compiled(name)
     operands = draw_operands(len(name), case.patches, case.N, case.dtype, case.table)
     expected = xla.run(*operands, out_dtype=case.out_dtype)
@@ -111,7 +109,6 @@ BUGS = {
 def test_a_bug_in_the_protocol_is_noticed(monkeypatch, bug):
     name = "two blocks, a phase change in a run"
     case, (pattern, wrong, message) = CASES[name], BUGS[bug]
-    monkeypatch.setattr(case.module, "MULTIPROCESSORS", MULTIPROCESSORS)
     stem = compiled(name)
     edited, count = re.subn(
         pattern, wrong, stem.with_suffix(".ptx").read_text(), count=1, flags=re.S

@@ -254,7 +254,7 @@ assert "jax" not in sys.modules
 import pallas_patch_embed.backends
 import pallas_patch_embed.patchify
 
-assert "xla" in ppe.backends() and callable(ppe.patchify)
+assert "xla" in ppe.backend_names() and callable(ppe.patchify)
 from pallas_patch_embed import *
 
 assert pack is ppe.pack and set(ppe.__all__) <= set(dir(ppe)) and ppe.siglip2.load_encoder

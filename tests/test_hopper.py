@@ -16,19 +16,22 @@ import pytest
 from gpu import DTYPES, PROGRAMS, RUNS, check, draw, gpu, runs_of
 from jax import lax
 from jax.experimental.compute_on import compute_on
+from planned import compute
 
 import pallas_patch_embed as ppe
 from benchmarks import cuda_launch, timeline
 from pallas_patch_embed.backends import BACKENDS, cuda_ffi, mosaic_sm90, triton, xla
 from pallas_patch_embed.backends.cuda_ffi import SPELLED
-from pallas_patch_embed.problem import Problem, Target, named_shape
+from pallas_patch_embed.chips import Target
+from pallas_patch_embed.problem import Problem, named_shape
 
 TESTS = Path(__file__).parent
+CHIP = None if gpu() is None else Target.of(gpu()).chip
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        gpu() is None or Target.of(gpu()).compute_capability != (9, 0),
+        gpu() is None or str(Target.of(gpu())) != "cuda 9.0",
         reason="no GPU of compute capability 9.0",
     ),
 ]
@@ -55,7 +58,9 @@ def backend(request):
     ids=lambda x: getattr(x, "name", str(x)).replace(" ", "-"),
 )
 def test_every_element_agrees(backend, shape, dtype, out_dtype, B):
-    beyond, moved, elements = runs_of(backend.run, shape, dtype, out_dtype, B)
+    beyond, moved, elements = runs_of(
+        functools.partial(compute, backend), shape, dtype, out_dtype, B
+    )
     assert beyond == 0, f"{beyond} of {elements}"
     # float32 results move wherever the sum is rounded once instead of twice.
     assert out_dtype == "float32" or moved <= max(1, 1e-4 * elements)
@@ -79,7 +84,7 @@ def test_a_kernel_that_forgets_elements_is_noticed(dtype, out_dtype, B):
         return plgpu.kernel(nothing, out_type=out)(patches).reshape(B, shape.S, shape.N)
 
     def forgets_one(*operands, out_dtype):
-        y = mosaic_sm90.run(*operands, out_dtype=out_dtype)
+        y = compute(mosaic_sm90, *operands, out_dtype=out_dtype)
         return y.at[0, 195, 767].set(jnp.nan)
 
     beyond, _, elements = runs_of(forgets_all, shape, dtype, out_dtype, B)
@@ -91,7 +96,7 @@ def test_a_kernel_that_forgets_elements_is_noticed(dtype, out_dtype, B):
 def small(backend):
     """Operands of 3 images of So400m/14, M % 8 = 3, and what the kernel makes of them."""
     operands = draw(jax.random.key(5), named_shape("So400m/14 384"), "int8", 3)
-    run = jax.jit(functools.partial(backend.run, out_dtype="bfloat16"))
+    run = jax.jit(functools.partial(compute, backend, out_dtype="bfloat16"))
     return run, operands, run(*operands)
 
 
@@ -140,7 +145,7 @@ def in_threads(work, items):
 
 def test_two_threads_do_not_disturb_each_other(backend):
     shape = named_shape("B/16 256")
-    run = jax.jit(functools.partial(backend.run, out_dtype="bfloat16"))
+    run = jax.jit(functools.partial(compute, backend, out_dtype="bfloat16"))
     drawn = [draw(jax.random.key(i), shape, "float8_e4m3fn", 5 + i) for i in range(2)]
     expected = [run(*operands) for operands in drawn]
     wrong = []
@@ -155,7 +160,7 @@ def test_two_threads_do_not_disturb_each_other(backend):
 
 def test_two_streams_do_not_disturb_each_other(backend):
     shape = named_shape("B/16 256")
-    run = functools.partial(backend.run, out_dtype="bfloat16")
+    run = functools.partial(compute, backend, out_dtype="bfloat16")
     drawn = [draw(jax.random.key(i), shape, "int8", 2 + i) for i in range(2)]
     expected = [jax.jit(run)(*operands) for operands in drawn]
 
@@ -179,7 +184,7 @@ def test_the_devices_of_a_process_do_not_disturb_each_other(backend):
     devices, shape = jax.devices("cuda"), named_shape("B/16 224")
     patches, *shared = draw(jax.random.key(1), shape, "int8", 3 * len(devices))
     target = Target.of(devices[0])
-    run = jax.jit(functools.partial(backend.run, out_dtype="bfloat16", target=target))
+    run = jax.jit(functools.partial(compute, backend, out_dtype="bfloat16", target=target))
     expected = np.asarray(run(patches, *shared))
     parts = np.split(np.asarray(patches), len(devices))
     drawn = [jax.device_put((part, *shared), d) for part, d in zip(parts, devices)]
@@ -212,7 +217,7 @@ def test_two_products_of_another_K_are_one_program(backend):
     ]
     large, (patches, weight, *_) = drawn
     small = (patches[:, :196], weight[:768], large[2], large[3])
-    run = functools.partial(backend.run, out_dtype="bfloat16")
+    run = functools.partial(compute, backend, out_dtype="bfloat16")
     expected = [jax.jit(run)(*operands) for operands in (large, small)]
     both = jax.jit(lambda *calls: [run(*operands) for operands in calls])(large, small)
     assert all(map(same, both, expected))
@@ -220,7 +225,7 @@ def test_two_products_of_another_K_are_one_program(backend):
 
 def test_donated_patches_are_read_before_they_are_written(backend):
     shape = named_shape("B/16 224")
-    run = functools.partial(backend.run, out_dtype="bfloat16")
+    run = functools.partial(compute, backend, out_dtype="bfloat16")
     operands = draw(jax.random.key(9), shape, "bfloat16", 64)
     expected = jax.jit(run)(*operands)
     for _ in range(RUNS):
@@ -246,9 +251,7 @@ def test_images_are_cut_by_the_kernel(name, B, dtype):
     shape = named_shape(name)
     params, changed = jax.device_put(params_of(dtype, shape), gpu()), 0
     operands = (params.weight, params.scale, params.table)
-    run = jax.jit(
-        functools.partial(triton.run_images, patch_size=shape.patch, out_dtype="bfloat16")
-    )
+    run = jax.jit(functools.partial(compute, triton, patch_size=shape.patch, out_dtype="bfloat16"))
     for seed in range(RUNS):
         bits = jax.random.bits(jax.random.key(seed), (B, shape.image, shape.image, 3), jnp.uint8)
         y = run(bits, *operands)
@@ -304,9 +307,9 @@ def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
     operands = draw(jax.random.key(7), named_shape("B/16 224"), dtype, 67)
     problem = Problem.of(*operands, out_dtype="bfloat16")
     y, spans = timeline.traced(operands, mosaic_sm90, tmp_path)
-    assert same(y, mosaic_sm90.run(*operands, out_dtype="bfloat16"))
-    config = mosaic_sm90.choose_config(problem)
-    blocks = config.workers(problem) * config.slices(problem)
+    assert same(y, compute(mosaic_sm90, *operands, out_dtype="bfloat16"))
+    config = mosaic_sm90.choose_config(problem, CHIP)
+    blocks = config.grid(problem, CHIP).thread_blocks
     for role, warps in {"feed a tile": 1, "multiply": 8, "scale, add and store": 8}.items():
         found = {(span.block, span.warp) for span in spans if span.role == role}
         assert len(found) == blocks * warps
@@ -318,7 +321,7 @@ def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
 def test_a_timeline_build_has_the_spans_of_every_warp(dtype):
     operands = draw(jax.random.key(7), named_shape("B/16 224"), dtype, 67)
     y, stamps = cuda_launch.stamped(operands, out_dtype="bfloat16")
-    assert same(y, cuda_ffi.run(*operands, out_dtype="bfloat16"))
+    assert same(y, compute(cuda_ffi, *operands, out_dtype="bfloat16"))
     spans = timeline.read_stamps(stamps)
     assert {span.role for span in spans} == set(timeline.EVENTS)
     found = {(span.block, span.warp) for span in spans}
@@ -351,12 +354,12 @@ CANARY, GAP = 0xA5, 4096 + 16
 def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kernel):
     operands = draw(jax.random.key(1), named_shape(shape), dtype, B)
     problem = Problem.of(*operands, out_dtype=out_dtype)
-    config = cuda_ffi.choose_config(problem, cuda_ffi.CHIPS[0])
+    config = cuda_ffi.choose_config(problem, 90, CHIP)
     if kernel:
         names = f"patch_embed_sm90_{SPELLED[dtype]}_{SPELLED[out_dtype]}_table_{kernel}"
         (config,) = (config for config in cuda_ffi.configs() if config.name == names)
-        assert config.tiles(problem) >= 2 * config.workers(problem)
-    expected = np.asarray(cuda_ffi.run(*operands, out_dtype=out_dtype, config=config))
+        assert config.grid(problem, CHIP).tiles_per_worker >= 2
+    expected = np.asarray(compute(cuda_ffi, *operands, out_dtype=out_dtype, config=config))
     assert check(jnp.asarray(expected), operands, out_dtype)[0] == 0
     arrays = dict(zip(("patches", "weight", "scale", "table"), map(np.asarray, operands)))
     arrays["runs"], _ = cuda_launch.prepared(config, problem)
@@ -380,10 +383,10 @@ def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kerne
 # Only the kernel runs on the GPU: operands and references are a CPU's.
 SANITIZED = """
 import gpu, jax, sys
-from pallas_patch_embed.backends import BACKENDS, cuda_ffi, tiling
+from pallas_patch_embed.backends import BACKENDS, cuda_ffi
+from pallas_patch_embed.chips import H200
 from pallas_patch_embed.problem import NamedShape
-# So few that each worker has several tiles.
-tiling.multiprocessors = lambda default: 2
+from planned import compute, few
 cpu, device = jax.devices("cpu")[0], gpu.gpu()
 for dtype, out_dtype, N, patch, kernel in (
     ("int8", "bfloat16", 192, 16, ""),
@@ -399,8 +402,9 @@ for dtype, out_dtype, N, patch, kernel in (
         operands = gpu.draw(jax.random.key(0), NamedShape("small", patch, 5 * patch, N), dtype, 45)
     found = [c for c in cuda_ffi.configs() if c.name.endswith(kernel)] if kernel else []
     options = dict(config=found[0]) if found else {}
-    embed = BACKENDS[sys.argv[1]].run
-    run = jax.jit(lambda *operands: embed(*operands, out_dtype=out_dtype, **options))
+    options |= dict(out_dtype=out_dtype, target=few(H200, 2))
+    backend = BACKENDS[sys.argv[1]]
+    run = jax.jit(lambda *operands: compute(backend, *operands, **options))
     y = jax.device_put(run(*jax.device_put(operands, device)), cpu)
     with jax.default_device(cpu):
         assert gpu.check(y, operands, out_dtype)[0] == 0

@@ -9,13 +9,16 @@ import two_blocks
 from bounds import assert_bit_equal
 from gpu import DTYPES, check, draw
 from interpreter import draw_operands, interpreted, problem_of
+from planned import compute, few, refusal
 from short_suite import keep
 
 from pallas_patch_embed.backends import mosaic_sm100, xla
-from pallas_patch_embed.backends.mosaic_sm100 import Config, choose_config, why_not
-from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Target
+from pallas_patch_embed.backends.mosaic_sm100 import Config, choose_config
+from pallas_patch_embed.chips import B200, B300, H200, Target
+from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape
 
-B200, B300 = Target("cuda", (10, 0)), Target("cuda", (10, 3))
+BLACKWELL, ULTRA = Target("cuda", B200), Target("cuda", B300)
+SMALL = few(B200, 8)
 
 needs_two_blocks = pytest.mark.skipif(
     not two_blocks.KNOWN,
@@ -24,8 +27,7 @@ needs_two_blocks = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def eight_multiprocessors(monkeypatch):
-    monkeypatch.setattr(mosaic_sm100, "MULTIPROCESSORS", 8)
+def two_blocks_can_be_interpreted(monkeypatch):
     if two_blocks.KNOWN:
         two_blocks.install(monkeypatch)
 
@@ -123,7 +125,7 @@ FLOAT32_CASES = ["streamed weight", "two blocks, slices of 192", "two blocks, no
 def test_interpreted_it_equals_xla_without_a_race(case, out_dtype):
     patches, N, dtype, table, config = CASES[case]
     operands = draw_operands(len(case), patches, N, dtype, table)
-    y = interpreted(mosaic_sm100.run, operands, out_dtype, config)
+    y = interpreted(mosaic_sm100, operands, out_dtype, SMALL, config)
     assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype))
 
 
@@ -133,23 +135,21 @@ def test_interpreted_it_equals_xla_without_a_race(case, out_dtype):
 @pytest.mark.slow("seconds each in the interpreter")
 def test_rounded_results_are_within_the_bounds(dtype, config):
     operands = draw(jax.random.key(1), NamedShape("small", 16, 96, 128), dtype, 4)
-    y = interpreted(mosaic_sm100.run, operands, "bfloat16", config)
+    y = interpreted(mosaic_sm100, operands, "bfloat16", SMALL, config)
     beyond, moved = check(y, operands, "bfloat16")
     assert beyond == 0 and moved <= 1
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "int8"])
 @pytest.mark.parametrize("shape", NAMED_SHAPES, ids=lambda shape: shape.name.replace(" ", "-"))
-def test_every_named_shape_has_a_config_that_fits(monkeypatch, shape, dtype):
-    monkeypatch.setattr(mosaic_sm100, "MULTIPROCESSORS", 148)
+def test_every_named_shape_has_a_config_that_fits(shape, dtype):
     for B in (1, 3, 4736):
         for out_dtype in ("bfloat16", "float32"):
             problem = problem_of(shape, dtype, B, out_dtype)
-            assert why_not(problem, B200) is None
-            config = choose_config(problem)
-            config.check(problem)
-            blocks = config.workers(problem) * config.slices(problem) * config.blocks
-            assert 1 <= blocks <= 148
+            assert refusal(mosaic_sm100, problem, BLACKWELL) is None
+            config = choose_config(problem, B200)
+            config.check(problem, B200)
+            assert 1 <= config.grid(problem, B200).thread_blocks <= 148
             assert B < 4736 or ((config.collective and config.tile_n >= 192) or problem.N == 1024)
 
 
@@ -163,7 +163,7 @@ def test_a_weight_that_fits_stays_whatever_the_width():
     problem = problem_of(NAMED_SHAPES[0], "int8", 4736)
     for N in (64, 128, 320, 640):
         narrow = dataclasses.replace(problem, weight=(N, 768), scale=(N,), table=(196, N))
-        assert not choose_config(narrow).stream_weight
+        assert not choose_config(narrow, B200).stream_weight
 
 
 HEADLINE = problem_of(NAMED_SHAPES[0], "int8", 4736)
@@ -172,20 +172,21 @@ HEADLINE = problem_of(NAMED_SHAPES[0], "int8", 4736)
 @pytest.mark.parametrize(
     "change, target, text",
     [
-        ({}, Target("cuda", (9, 0)), "compute capability 10.0 or 10.3"),
+        ({}, Target("cuda", H200), "compute capability 10.0 or 10.3"),
         ({}, Target("cpu"), "this is cpu"),
-        ({}, B300, "no int8 tensor cores"),
-        ({"dtype": "float32", "table_dtype": "float32"}, B200, "not float32"),
-        ({"weight": (100, 768), "scale": (100,), "table": (196, 100)}, B200, "multiple of 64"),
-        ({"table": (8, 1, 768)}, B200, "does not"),
-        ({"patches": (4736, 196, 100), "weight": (768, 100)}, B200, "multiple of 128 bytes"),
-        ({"patches": (196, 768), "table": (1, 196, 768)}, B200, "does not"),
+        ({}, ULTRA, "no int8 tensor cores"),
+        ({"dtype": "float32", "table_dtype": "float32"}, BLACKWELL, "not float32"),
+        ({"weight": (100, 768), "scale": (100,), "table": (196, 100)}, BLACKWELL, "multiple of 64"),
+        ({"table": (8, 1, 768)}, BLACKWELL, "does not"),
+        ({"patches": (4736, 196, 100), "weight": (768, 100)}, BLACKWELL, "multiple of 128 bytes"),
+        ({"patches": (196, 768), "table": (1, 196, 768)}, BLACKWELL, "does not"),
     ],
 )
 def test_it_says_why_it_cannot_serve(change, target, text):
-    reason = why_not(dataclasses.replace(HEADLINE, **change), target)
+    reason = refusal(mosaic_sm100, dataclasses.replace(HEADLINE, **change), target)
     assert text in reason and reason.endswith(".")
-    assert why_not(dataclasses.replace(HEADLINE, dtype="float8_e4m3fn"), B300) is None
+    float8 = dataclasses.replace(HEADLINE, dtype="float8_e4m3fn")
+    assert refusal(mosaic_sm100, float8, ULTRA) is None
 
 
 @pytest.mark.parametrize(
@@ -194,18 +195,23 @@ def test_it_says_why_it_cannot_serve(change, target, text):
         (Config(96, 4), "multiples of 64"),
         (Config(384, 4), "columns of tensor memory"),
         (Config(256, 8), "bytes of shared memory"),
-        (Config(256, 4, profile="traces"), "bytes of shared memory"),
         (Config(256, 4, collective=False), "bytes of shared memory"),
         (Config(64, 1), "not 2 to 32 slots"),
     ],
 )
 def test_a_config_refuses_what_does_not_fit(config, text):
     with pytest.raises(NotImplementedError, match=text):
-        config.check(HEADLINE)
+        config.check(HEADLINE, B200)
+
+
+def test_a_trace_needs_shared_memory():
+    Config(256, 4).check(HEADLINE, B200)
+    with pytest.raises(NotImplementedError, match="bytes of shared memory"):
+        mosaic_sm100.plan(HEADLINE, BLACKWELL, config=Config(256, 4), trace="traces")
 
 
 def test_the_headline_fills_tensor_memory_and_224_KiB():
-    config = choose_config(HEADLINE)
+    config = choose_config(HEADLINE, B200)
     assert config == Config(256, 4)
     assert config.tensor_memory_columns() == 512
     assert config.shared_memory_bytes(HEADLINE) == 224 * 1024
@@ -213,5 +219,5 @@ def test_the_headline_fills_tensor_memory_and_224_KiB():
 
 def test_no_rows_give_an_empty_result():
     operands = draw_operands(0, (0, 4, 128), 64, "int8", "shared")
-    y = mosaic_sm100.run(*operands, out_dtype="bfloat16")
+    y = compute(mosaic_sm100, *operands, out_dtype="bfloat16")
     assert y.shape == (0, 4, 64) and y.dtype == jnp.bfloat16

@@ -8,18 +8,20 @@ import pytest
 from bounds import assert_bit_equal
 from gpu import pairwise
 from interpreter import check_wgmma, draw_operands, interpreted, problem_of
+from planned import compute, few, refusal
 from short_suite import keep
 
 from pallas_patch_embed.backends import mosaic_sm90, xla
-from pallas_patch_embed.backends.mosaic_sm90 import Config, choose_config, why_not
-from pallas_patch_embed.problem import NAMED_SHAPES, Target, named_shape
+from pallas_patch_embed.backends.mosaic_sm90 import Config, choose_config
+from pallas_patch_embed.chips import B200, H200, Target
+from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
 
-H200 = Target("cuda", (9, 0))
+HOPPER = Target("cuda", H200)
+SMALL = few(H200, 4)
 
 
 @pytest.fixture(autouse=True)
-def four_multiprocessors_and_checked_products(monkeypatch):
-    monkeypatch.setattr(mosaic_sm90, "MULTIPROCESSORS", 4)
+def checked_products(monkeypatch):
     check_wgmma(monkeypatch)
 
 
@@ -93,7 +95,7 @@ FLOAT32_CASES = ["a tail", "no table", "a phase change inside a worker", "stream
 def test_interpreted_it_equals_xla_without_a_race(case, out_dtype):
     patches, N, dtype, table, config = CASES[case]
     operands = draw_operands(len(case), patches, N, dtype, table)
-    y = interpreted(mosaic_sm90.run, operands, out_dtype, config)
+    y = interpreted(mosaic_sm90, operands, out_dtype, SMALL, config)
     assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype))
 
 
@@ -114,7 +116,7 @@ def test_a_missing_wait_is_noticed(monkeypatch, barriers):
     patches, N, dtype, table, config = CASES["many tiles a run"]
     operands = draw_operands(0, patches, N, dtype, table)
     with pytest.raises(Exception, match=r"RACE DETECTED|no threads observed|deadlock"):
-        interpreted(mosaic_sm90.run, operands, "bfloat16", config)
+        interpreted(mosaic_sm90, operands, "bfloat16", SMALL, config)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "int8"])
@@ -123,10 +125,10 @@ def test_every_named_shape_has_a_config_that_fits(shape, dtype):
     for B in (1, 3, 4736):
         for out_dtype in ("bfloat16", "float32"):
             problem = problem_of(shape, dtype, B, out_dtype)
-            assert why_not(problem, H200) is None
-            config = choose_config(problem)
-            config.check(problem)
-            assert 1 <= config.workers(problem) * config.slices(problem) <= 132
+            assert refusal(mosaic_sm90, problem, HOPPER) is None
+            config = choose_config(problem, H200)
+            config.check(problem, H200)
+            assert 1 <= config.grid(problem, H200).thread_blocks <= 132
 
 
 @pytest.mark.parametrize(
@@ -144,11 +146,8 @@ def test_every_named_shape_has_a_config_that_fits(shape, dtype):
         ("B/32 256", "bfloat16", 128, 192, 128, True),
     ],
 )
-def test_the_config_is_the_fastest_that_was_measured(
-    monkeypatch, name, dtype, B, tile_n, rows, stream_weight
-):
-    monkeypatch.setattr(mosaic_sm90, "MULTIPROCESSORS", 132)
-    config = choose_config(problem_of(named_shape(name), dtype, B))
+def test_the_config_is_the_fastest_that_was_measured(name, dtype, B, tile_n, rows, stream_weight):
+    config = choose_config(problem_of(named_shape(name), dtype, B), H200)
     assert (config.tile_n, config.rows, config.stream_weight) == (tile_n, rows, stream_weight)
 
 
@@ -158,20 +157,20 @@ B16 = problem_of(NAMED_SHAPES[0], "int8")
 @pytest.mark.parametrize(
     "change, target, text",
     [
-        ({}, Target("cuda", (10, 0)), "compute capability 9.0"),
+        ({}, Target("cuda", B200), "compute capability 9.0"),
         ({}, Target("cpu"), "compute capability 9.0"),
-        ({"dtype": "float32", "table_dtype": "float32"}, H200, "not float32"),
-        ({"weight": (2, 768, 768)}, H200, "several"),
-        ({"weight": (100, 768), "scale": (100,), "table": (196, 100)}, H200, "multiple of 64"),
-        ({"table": (8, 1, 768)}, H200, "does not"),
-        ({"patches": (2, 8, 196, 768), "table": (2, 1, 196, 768)}, H200, "does not"),
-        ({"table_dtype": "float32"}, H200, "not float32"),
-        ({"patches": (8, 196, 100), "weight": (768, 100)}, H200, "multiple of 128 bytes"),
-        ({"patches": (196, 768), "table": (1, 196, 768)}, H200, "does not"),
+        ({"dtype": "float32", "table_dtype": "float32"}, HOPPER, "not float32"),
+        ({"weight": (2, 768, 768)}, HOPPER, "several"),
+        ({"weight": (100, 768), "scale": (100,), "table": (196, 100)}, HOPPER, "multiple of 64"),
+        ({"table": (8, 1, 768)}, HOPPER, "does not"),
+        ({"patches": (2, 8, 196, 768), "table": (2, 1, 196, 768)}, HOPPER, "does not"),
+        ({"table_dtype": "float32"}, HOPPER, "not float32"),
+        ({"patches": (8, 196, 100), "weight": (768, 100)}, HOPPER, "multiple of 128 bytes"),
+        ({"patches": (196, 768), "table": (1, 196, 768)}, HOPPER, "does not"),
     ],
 )
 def test_it_says_why_it_cannot_serve(change, target, text):
-    reason = why_not(dataclasses.replace(B16, **change), target)
+    reason = refusal(mosaic_sm90, dataclasses.replace(B16, **change), target)
     assert text in reason and reason.endswith(".")
 
 
@@ -181,7 +180,6 @@ def test_it_says_why_it_cannot_serve(change, target, text):
         (Config(96, 4), "multiples of 64"),
         (Config(512, 4), "multiples of 64"),
         (Config(192, 16), "bytes of shared memory"),
-        (Config(192, 10, profile="traces"), "bytes of shared memory"),
         (Config(64, 17), "not 2 to 16 slots"),
         (Config(64, 1), "not 2 to 16 slots"),
         (Config(64, 4, rows=96), "neither 64 nor 128 rows"),
@@ -190,12 +188,18 @@ def test_it_says_why_it_cannot_serve(change, target, text):
 )
 def test_a_config_refuses_what_does_not_fit(config, text):
     with pytest.raises(NotImplementedError, match=text):
-        config.check(B16)
+        config.check(B16, H200)
+
+
+def test_a_trace_needs_shared_memory():
+    Config(192, 10).check(B16, H200)
+    with pytest.raises(NotImplementedError, match="bytes of shared memory"):
+        mosaic_sm90.plan(B16, HOPPER, config=Config(192, 10), trace="traces")
 
 
 def test_no_rows_give_an_empty_result():
     operands = draw_operands(0, (0, 4, 128), 64, "int8", "shared")
-    y = mosaic_sm90.run(*operands, out_dtype="bfloat16")
+    y = compute(mosaic_sm90, *operands, out_dtype="bfloat16")
     assert y.shape == (0, 4, 64) and y.dtype == jnp.bfloat16
 
 

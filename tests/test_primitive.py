@@ -16,6 +16,7 @@ from bounds import assert_bit_equal, draw_images, draw_params, leaves_with_axis
 from jax import lax
 
 import pallas_patch_embed as ppe
+from pallas_patch_embed import api
 from pallas_patch_embed.backends import triton
 
 
@@ -35,6 +36,21 @@ def test_the_jaxpr_is_one_equation():
     for function in (embed, jax.vmap(embed, (0, None))):
         jaxpr = jax.make_jaxpr(function)(x, params)
         assert [str(eqn.primitive) for eqn in jaxpr.eqns] == ["patch_embed"]
+
+
+@pytest.mark.parametrize("backend", [None, "xla", "mosaic_sm100"])
+@pytest.mark.parametrize("source", [ppe.embed_images, ppe.patch_embed], ids=lambda f: f.__name__)
+def test_an_equation_prints_in_one_line(monkeypatch, source, backend):
+    monkeypatch.setattr(api, "choose", lambda *_: None)
+    params = draw_params(
+        np.random.default_rng(0), patch_size=16, grid=(14, 14), N=768, dtype="int8"
+    )
+    x = jax.ShapeDtypeStruct((4736, 224, 224, 3), "uint8")
+    if source is ppe.patch_embed:
+        x = jax.ShapeDtypeStruct((4736, 196, 768), params.dtype)
+    jaxpr = jax.make_jaxpr(functools.partial(source, params=params, backend=backend))(x)
+    (line,) = [line for line in str(jaxpr).splitlines() if "patch_embed" in line]
+    assert line.count("[") == line.count("]") and len(line) <= 100
 
 
 @pytest.mark.parametrize("function", [ppe.embed_images, ppe.patch_embed], ids=lambda f: f.__name__)

@@ -18,7 +18,7 @@ from unittest import mock
 import emulated_cuda
 import numpy as np
 import pytest
-from emulated import ALLOWED, CASES, MULTIPROCESSORS, compiled, emulated
+from emulated import ALLOWED, CASES, compiled, emulated
 from interpreter import draw_operands
 from mutations import GUARDED, QUIET, WAIT, Code, Mutation, harmless, mutations
 from ptx_emulator import cuda, machine, mosaic
@@ -28,7 +28,7 @@ from ptx_emulator.isa import lanes
 from ptx_emulator.machine import EAGER, Machine
 from ptx_emulator.parser import parse
 
-from pallas_patch_embed.backends import mosaic_sm100, xla
+from pallas_patch_embed.backends import xla
 
 pytestmark = pytest.mark.usefixtures("compilers")
 
@@ -204,7 +204,6 @@ def watch(machine: Machine, note) -> None:
 def test_edits_are_noticed(request, monkeypatch, record_property, name, part):
     if name in CUDA_NAMES:
         request.getfixturevalue("nvcc")
-    monkeypatch.setattr(mosaic_sm100, "MULTIPROCESSORS", MULTIPROCESSORS)
     # Enough for a run of these kernels.
     monkeypatch.setattr(machine, "PATIENCE", 60_000)
     subject = Subject.of(name)

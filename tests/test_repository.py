@@ -78,7 +78,7 @@ def test_the_READMEs_examples_run(code, capsys, monkeypatch):
 
 def test_the_READMEs_backends_are_all_there_are():
     section = (ROOT / "README.md").read_text().split("## Backends")[1].split("##")[0]
-    assert tuple(re.findall(r"^\| (\w+) \|", section, re.MULTILINE)[1:]) == ppe.backends()
+    assert tuple(re.findall(r"^\| (\w+) \|", section, re.MULTILINE)[1:]) == ppe.backend_names()
 
 
 def command(*arguments):

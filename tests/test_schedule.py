@@ -23,7 +23,7 @@ def tiles_of(run):
     workers=st.integers(1, 200),
 )
 def test_every_tile_is_computed_once_with_its_rows_of_the_table(M, S, tile_m, workers):
-    table = schedule.runs(M, S, tile_m, workers)
+    table = schedule.segments(M, S, tile_m, workers)
     assert table.dtype == np.int32 and table.shape[0] == workers and table.shape[2] == 4
     tiles = math.ceil(M / tile_m)
     counts, seen = [], []
@@ -47,7 +47,7 @@ def test_every_tile_is_computed_once_with_its_rows_of_the_table(M, S, tile_m, wo
 )
 def test_a_worker_changes_its_rows_of_the_table_as_seldom_as_it_can(images, S, workers):
     M = images * S
-    table = schedule.runs(M, S, 64, workers)
+    table = schedule.segments(M, S, 64, workers)
     phases = S // math.gcd(S, 64)
     # A phase is split among workers at the border of two of them alone.
     assert np.count_nonzero(table[:, :, schedule.TILES]) <= phases + workers - 1
@@ -57,7 +57,7 @@ def test_a_worker_changes_its_rows_of_the_table_as_seldom_as_it_can(images, S, w
 
 
 def test_the_headline_changes_its_table_three_times_at_most():
-    table = schedule.runs(4736 * 196, 196, 64, 33)
+    table = schedule.segments(4736 * 196, 196, 64, 33)
     assert table.shape == (33, 3, 4)
     assert set(table[:, :, schedule.STRIDE].flat) == {0, 49}
 
@@ -65,14 +65,14 @@ def test_the_headline_changes_its_table_three_times_at_most():
 @pytest.mark.parametrize("B", [1, 3])
 def test_a_table_of_its_own_for_every_image_is_read_row_by_row(B):
     M = B * 196
-    for runs in schedule.runs(M, M, 64, 5):
+    for runs in schedule.segments(M, M, 64, 5):
         for run in runs[runs[:, schedule.TILES] > 0]:
             assert run[schedule.TILES] == 1
             assert run[schedule.TABLE_ROW] == run[schedule.FIRST_TILE] * 64
 
 
 def test_without_positions_a_worker_has_one_run():
-    table = schedule.runs(1000, 1, 64, 4)
+    table = schedule.segments(1000, 1, 64, 4)
     np.testing.assert_array_equal(
         table, [[[0, 4, 1, 0]], [[4, 4, 1, 0]], [[8, 4, 1, 0]], [[12, 4, 1, 0]]]
     )

@@ -1,5 +1,6 @@
 """The Triton backend without a GPU: interpreted, compiled for four chips, and lowered."""
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -14,15 +15,18 @@ import numpy as np
 import pytest
 from bounds import assert_bit_equal, draw_params
 from interpreter import draw_operands
+from planned import compute, few, refusal
 
 import pallas_patch_embed as ppe
 from benchmarks import audit
-from pallas_patch_embed import primitive
+from pallas_patch_embed import chips, primitive
 from pallas_patch_embed.backends import triton as backend
 from pallas_patch_embed.backends import xla
+from pallas_patch_embed.backends.preferences import preferred_alternative
 from pallas_patch_embed.backends.triton import AMPERE, HOPPER, Config
+from pallas_patch_embed.chips import CHIPS, Target, chip_of
 from pallas_patch_embed.patchify import rows
-from pallas_patch_embed.problem import NAMED_SHAPES, Problem, Target, padded
+from pallas_patch_embed.problem import NAMED_SHAPES, Problem, padded
 
 if importlib.util.find_spec("triton"):
     import interpreted_triton
@@ -30,18 +34,20 @@ if importlib.util.find_spec("triton"):
 needs_triton = pytest.mark.usefixtures("triton_package")
 
 A100, RTX_3090, RTX_4090, H200, B300, RTX_5090 = (
-    Target("cuda", capability) for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 3), (12, 0))
+    Target("cuda", chip_of(capability))
+    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 3), (12, 0))
 )
-TARGETS = pytest.mark.parametrize("target", [A100, RTX_4090], ids=str)
+TARGETS = pytest.mark.parametrize(
+    "target", [few(target.chip, 2) for target in (A100, RTX_4090)], ids=str
+)
 DTYPES = ("int8", "bfloat16", "float8_e4m3fn")
 SMALL = Config(32, 32, 64, warps=4, stages=2, programs=1)
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Calls are executed by Triton's interpreter, with two multiprocessors."""
+    """Calls are executed by Triton's interpreter."""
     monkeypatch.setattr(backend, "_call", lambda: interpreted_triton.call)
-    monkeypatch.setattr(backend.tiling, "multiprocessors", lambda default: 2)
 
 
 @needs_triton
@@ -61,7 +67,7 @@ def interpreted(monkeypatch):
 )
 def test_the_interpreted_kernel_is_exact(interpreted, target, dtype, patches, N, table, out_dtype):
     operands = draw_operands(0, patches, N, dtype, table)
-    y = backend.run(*operands, out_dtype=out_dtype, target=target, config=SMALL)
+    y = compute(backend, *operands, out_dtype=out_dtype, target=target, config=SMALL)
     assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype))
 
 
@@ -72,7 +78,7 @@ def test_wide_float8_numbers_are_the_same_ones(interpreted):
     one_at_a_time = jnp.zeros((256, 128), every.dtype).at[:, 0].set(every)
     scale, table = jnp.ones(256), jnp.zeros(256)
     operands = (one_at_a_time, one_at_a_time, scale, table)
-    y = backend.run(*operands, out_dtype="float32", target=A100, config=SMALL)
+    y = compute(backend, *operands, out_dtype="float32", target=few(A100.chip, 2), config=SMALL)
     numbers = np.asarray(every.astype(jnp.float32))
     np.testing.assert_array_equal(np.asarray(y), np.outer(numbers, numbers))
 
@@ -106,7 +112,7 @@ def test_the_interpreted_kernel_cuts_images(
 ):
     images, *rest = drawn_images(shape, patch_size, N, dtype, table)
     how = dict(patch_size=patch_size, out_dtype="float32", target=target, config=SMALL)
-    y = backend.run_images(images, *rest, **how)
+    y = compute(backend, images, *rest, **how)
     patches = rows(images, patch_size, dtype)
     expected = np.asarray(xla.run(patches, *rest, out_dtype="float32"))
     if dtype == "int8":
@@ -129,7 +135,7 @@ def test_every_pixel_is_encoded_as_by_patchify(interpreted, target, dtype):
     weight = jnp.zeros((32, 128), dtype).at[:, 0].set(1)
     operands = (weight, jnp.ones(32), jnp.zeros(32))
     how = dict(patch_size=1, out_dtype="float32", target=target, config=SMALL)
-    y = backend.run_images(jnp.asarray(levels), *operands, **how)
+    y = compute(backend, jnp.asarray(levels), *operands, **how)
     encoded = rows(jnp.asarray(levels), 1, dtype)[..., :1].astype(jnp.float32)
     assert_bit_equal(y, jnp.broadcast_to(encoded, y.shape))
 
@@ -138,9 +144,9 @@ def test_every_pixel_is_encoded_as_by_patchify(interpreted, target, dtype):
 def test_the_chosen_tiles_are_exact(interpreted):
     operands = draw_operands(0, (3, 97, 256), 160, "int8", "shared")
     expected = xla.run(*operands, out_dtype="bfloat16")
-    for target, configs in ((A100, AMPERE), (H200, HOPPER)):
+    for target, configs in ((few(A100.chip, 2), AMPERE), (few(H200.chip, 2), HOPPER)):
         for config in configs:
-            y = backend.run(*operands, out_dtype="bfloat16", target=target, config=config)
+            y = compute(backend, *operands, out_dtype="bfloat16", target=target, config=config)
             assert_bit_equal(y, expected)
 
 
@@ -148,7 +154,7 @@ def test_the_chosen_tiles_are_exact(interpreted):
 def test_without_patches_nothing_is_launched(monkeypatch):
     monkeypatch.setattr(backend, "_call", lambda: pytest.fail("launched"))
     operands = draw_operands(0, (0, 7, 128), 32, "int8", "shared")
-    assert backend.run(*operands, out_dtype="bfloat16", target=A100).shape == (0, 7, 32)
+    assert compute(backend, *operands, out_dtype="bfloat16", target=A100).shape == (0, 7, 32)
 
 
 # What is compiled.
@@ -190,13 +196,11 @@ def problem_of(S, N, K, dtype="int8", B=2, out_dtype="bfloat16"):
 def compiled_cases():
     """(target, config, dtype, patch size of images or None, N): all of them for 8.0 and 9.0."""
     for target in (A100, RTX_3090, RTX_4090, H200, B300, RTX_5090):
-        for number, config in enumerate(backend.configs(target.compute_capability)):
+        for number, config in enumerate(backend.configs(target.chip)):
             for dtype, patch_size in itertools.product(DTYPES, (None, 16, 14)):
                 N, vector = (1152, 1000, 768, 1001)[number], {None: None, 16: 16, 14: 2}[patch_size]
                 problem = problem_of(196, N, 768, dtype)
-                if config not in backend.fitting_configs(
-                    problem, target.compute_capability, vector
-                ):
+                if config not in backend.fitting_configs(problem, target.chip, vector):
                     continue
                 # 8.6 differs from 8.0, and 8.9 but for float8, in memory alone; on 10.3 it is the
                 # kernel for int8.
@@ -211,14 +215,13 @@ def compiled_cases():
 @needs_triton
 @pytest.mark.parametrize("target, config, dtype, patch_size, N", list(compiled_cases()), ids=str)
 def test_the_kernels_resources_loads_and_arithmetic(tmp_path, target, config, dtype, patch_size, N):
-    function, shapes = backend.run, image_shapes(patch_size or 16, jnp.dtype(dtype), 67, N=N)
-    if patch_size:
-        function = functools.partial(backend.run_images, patch_size=patch_size)
-    else:
+    shapes = image_shapes(patch_size or 16, jnp.dtype(dtype), 67, N=N)
+    if not patch_size:
         patches = (67, shapes[-1].shape[0], shapes[1].shape[1])
         shapes = (jax.ShapeDtypeStruct(patches, jnp.dtype(dtype)), *shapes[1:])
-    function = functools.partial(function, out_dtype="bfloat16", target=target, config=config)
-    kernel = audit.compile_triton(audit.triton_call(function, *shapes))
+    problem = Problem.of(*shapes, out_dtype="bfloat16", patch_size=patch_size)
+    call = audit.triton_call(backend.plan(problem, target, config=config), *shapes)
+    kernel = audit.compile_triton(call)
     assert stack_bytes(kernel, tmp_path) == 0
     most = 227 if target in (H200, B300) else 99
     assert kernel.metadata.shared <= most * 1024
@@ -231,29 +234,31 @@ def test_the_kernels_resources_loads_and_arithmetic(tmp_path, target, config, dt
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=str)
 def test_many_images_get_a_large_tile_and_no_more_programs_than_run(capability):
-    most = backend.MULTIPROCESSORS.get(capability, 108)
+    chip = chip_of(capability)
     for shape in NAMED_SHAPES:
         for B in (1, 64, 4736):
             problem = problem_of(shape.S, shape.N, padded(shape.K), B=B)
-            config = backend.choose_config(problem, capability)
+            config = backend.choose_config(problem, chip)
             assert config.tile_m == 128 or B < 4736
-            programs = config.workers(problem, capability) * config.slices(problem)
-            assert programs <= config.programs * most
-    few = problem_of(49, 768, 768, B=1)
-    assert backend.choose_config(few, capability) == backend.configs(capability)[-1]
+            programs = config.grid(problem, chip).thread_blocks
+            assert programs <= config.programs * chip.multiprocessors
+    small = problem_of(49, 768, 768, B=1)
+    assert backend.choose_config(small, chip) == backend.configs(chip)[-1]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_configs_that_lack_registers_are_left_out(capability, dtype):
+    chip = chip_of(capability)
+
     def least(N=768, vector=None, **how):
         problem = problem_of(196, N, 768, dtype, B=4736, **how)
-        chosen = backend.choose_config(problem, capability, vector)
-        found = backend.fitting_configs(problem, capability, vector)
+        chosen = backend.choose_config(problem, chip, vector)
+        found = backend.fitting_configs(problem, chip, vector)
         assert chosen in found
         return max(config.least for config in found)
 
-    found = [config.least for config in backend.configs(capability)]
+    found = [config.least for config in backend.configs(chip)]
     most, of_pixels = max(found), max(least for least in found if least <= backend.MOST_VECTOR)
     widened = dtype == "float8_e4m3fn" and capability < (8, 9)
     assert least() == least(out_dtype="float32") == most
@@ -264,7 +269,7 @@ def test_configs_that_lack_registers_are_left_out(capability, dtype):
 
 def test_xla_is_the_better_choice_where_it_was_measured_to_be_faster():
     def rather(images, dtype):
-        return backend.why_rather_not(problem_of(64, 768, 3072, dtype, B=images))
+        return preferred_alternative("triton", problem_of(64, 768, 3072, dtype, B=images))
 
     for images in (1, 32, 64, 128):
         better, reason = rather(images, "bfloat16")
@@ -272,34 +277,35 @@ def test_xla_is_the_better_choice_where_it_was_measured_to_be_faster():
     assert rather(1, "int8") == rather(1, "float8_e4m3fn")
     assert "xla splits K" in rather(1, "int8")[1]
     assert rather(256, "bfloat16") is None and rather(32, "int8") is None
-    assert backend.why_rather_not(problem_of(196, 768, 768, "bfloat16", B=1)) is None
+    assert preferred_alternative("triton", problem_of(196, 768, 768, "bfloat16", B=1)) is None
 
 
 @pytest.mark.parametrize("found, expected", [("9.0", 90), (None, 80)])
 def test_an_export_is_for_the_chip_at_hand(monkeypatch, found, expected):
     device = types.SimpleNamespace(platform="gpu" if found else "cpu", compute_capability=found)
-    monkeypatch.setattr(backend, "default_device", lambda: device)
+    monkeypatch.setattr(chips, "default_device", lambda: device)
+    monkeypatch.setattr(backend, "missing", lambda: None)
     shapes = image_shapes(16, jnp.int8, 2)
-    for target, capability in ((Target("cuda"), expected), (None, expected), (RTX_4090, 89)):
-        function = functools.partial(
-            backend.run_images, patch_size=16, out_dtype="bfloat16", target=target
-        )
-        assert audit.triton_call(function, *shapes)["compute_capability"] == capability
+    problem = Problem.of(*shapes, out_dtype="bfloat16", patch_size=16)
+    for target, capability in ((Target.unknown(), expected), (RTX_4090, 89)):
+        call = audit.triton_call(backend.plan(problem, target), *shapes)
+        assert call["compute_capability"] == capability
 
 
 def test_what_cannot_be_served_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(backend, "missing", lambda: None)
     fine = problem_of(196, 100, 768)
-    assert backend.why_not(fine, A100) is None and backend.why_not(fine, None) is None
-    for target in (Target("cpu"), Target("cuda", (7, 5)), Target("rocm")):
-        assert backend.why_not(fine, target).endswith(f"8.0 or newer; this is {target}.")
-    assert "not float32" in backend.why_not(problem_of(196, 100, 768, "float32"), A100)
-    assert "2147483648 patches" in backend.why_not(problem_of(2**16, 100, 768, B=2**15), A100)
+    TURING = dataclasses.replace(CHIPS[0], capability=(7, 5))
+    assert refusal(backend, fine, A100) is None and refusal(backend, fine) is None
+    for target in (Target("cpu"), Target("cuda", TURING), Target("rocm")):
+        assert refusal(backend, fine, target).endswith(f"8.0 or newer; this is {target}.")
+    assert "not float32" in refusal(backend, problem_of(196, 100, 768, "float32"), A100)
+    assert "2147483648 patches" in refusal(backend, problem_of(2**16, 100, 768, B=2**15), A100)
 
 
 def test_without_triton_the_reason_says_what_to_install(monkeypatch):
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
-    reason = backend.why_not(problem_of(196, 768, 768), A100)
+    reason = refusal(backend, problem_of(196, 768, 768), A100)
     what = "triton and jax-triton not installed"
     assert reason == f"{what}: pip install 'pallas_patch_embed[triton]'."
 
@@ -326,7 +332,10 @@ def on_this_cpu(interpreted, monkeypatch):
         return jax.pure_callback(function, out, *operands, vmap_method="sequential")
 
     monkeypatch.setattr(backend, "_call", lambda: call)
-    monkeypatch.setattr(backend, "why_not", lambda problem, target: None)
+    small, known = few(A100.chip, 2), backend.plan
+    monkeypatch.setattr(
+        backend, "plan", lambda problem, target: known(problem, target if target.chip else small)
+    )
     monkeypatch.setattr(backend, "configs", lambda *_: (SMALL,))
 
 

@@ -1,35 +1,21 @@
-"""The ordered list of backends, and the choice among them.
-
-A backend is a module with three functions and a text:
-
-  why_not(problem, target) -> str | None: the reason it cannot serve, None if it can. A target of
-    None asks about the problem alone.
-  why_rather_not(problem) -> (name, reason) | None: of a problem that it serves, the backend that is
-    the better choice, and why; None if none is known to be.
-  run(patches, weight, scale, table, *, out_dtype, target) -> y: the computation, traceable by JAX,
-    for a target, or for the device that JAX uses by default.
-  EVIDENCE: why it may be trusted.
-
-One that cuts uint8 images into patches by itself has two more:
-
-  run_images(images, weight, scale, table, *, patch_size, out_dtype, target) -> y.
-  cuts_faster(problem, target) -> bool: whether that is faster than `run` behind `patchify`. If not,
-    it runs only where the backend was asked for by name.
-"""
+"""The backends in the order in which they are tried, and the plan of a call."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
 
 from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, triton, xla
-from pallas_patch_embed.problem import Problem, Target
+from pallas_patch_embed.backends.plan import Backend, Plan, Refusal
+from pallas_patch_embed.backends.preferences import patchify_first, preferred_alternative
+from pallas_patch_embed.chips import Target
+from pallas_patch_embed.problem import Problem
 
 # In the order in which they are tried.
-BACKENDS: dict[str, ModuleType] = {
+BACKENDS: dict[str, Backend] = {
     "mosaic_sm100": mosaic_sm100,
     "mosaic_sm90": mosaic_sm90,
     "cuda": cuda_ffi,
@@ -38,13 +24,13 @@ BACKENDS: dict[str, ModuleType] = {
 }
 
 
-def backends() -> tuple[str, ...]:
+def backend_names() -> tuple[str, ...]:
     """The names of the backends, in the order in which they are tried."""
     return tuple(BACKENDS)
 
 
 class Row(NamedTuple):
-    """One backend's answer: does it serve, and why it should not or cannot."""
+    """One backend's answer: whether it serves, and why it should not or cannot."""
 
     backend: str
     serves: bool
@@ -60,13 +46,15 @@ class Explanation:
     Attributes:
       problem: the shapes and dtypes asked about.
       target: the chip asked about.
-      rows: (backend, serves, reason), one a backend; one that serves has a reason if another is
-        faster.
+      rows: (backend, serves, reason), one for each backend; one that serves has a reason if another
+        is faster.
+      configs: tile sizes and so on of each backend that serves; empty for the others.
     """
 
     problem: Problem
     target: Target
     rows: tuple[Row, ...]
+    configs: tuple[str, ...]
 
     @property
     def chosen(self) -> str:
@@ -85,57 +73,88 @@ class Explanation:
         what = f"patches {list(p.patches)} {p.dtype}{source}, N = {p.N}, to {p.out_dtype}"
         width = max(len(row.backend) for row in self.rows)
         lines = []
-        for row in self.rows:
+        for row, config in zip(self.rows, self.configs):
             mark = "->" if row.backend == self.chosen else "  "
             serves = "serves" if row.serves else "no    "
-            lines.append(f"{mark} {row.backend:{width}}  {serves}  {row.reason}".rstrip())
+            lines.append(f"{mark} {row.backend:{width}}  {serves}  {row.reason or config}".rstrip())
         return "\n".join([f"{what} on {self.target}", *lines])
+
+
+def plan(name: str, problem: Problem, target: Target, *, asked: bool = False) -> Plan | Refusal:
+    """How one backend computes a problem on a target, or why it cannot.
+
+    Args:
+      name: of the backend.
+      problem: shapes and dtypes on one device.
+      target: where the program runs.
+      asked: whether the user asked for this backend by name. It then cuts images itself if it can,
+        also where it would be faster behind XLA's patchify.
+    """
+    if not asked and problem.patch_size is not None and patchify_first(name, problem, target):
+        problem = dataclasses.replace(problem, patch_size=None, images=None)
+    try:
+        return BACKENDS[name].plan(problem, target)
+    except NotImplementedError as error:
+        return Refusal(str(error))
+
+
+def _verdicts(problem: Problem, target: Target) -> Iterator[tuple[str, Plan | Refusal, str]]:
+    """Each backend's name and answer, and why another one is preferred; "" if none is."""
+    answer_of = functools.cache(lambda name: plan(name, problem, target))
+    for name in BACKENDS:
+        answer = answer_of(name)
+        faster, reason = preferred_alternative(name, problem) or (name, "")
+        served = isinstance(answer, Plan) and isinstance(answer_of(faster), Plan)
+        yield name, answer, reason if served else ""
 
 
 def explain(problem: Problem, target: Target) -> Explanation:
     """Every backend's answer about `problem` on `target`."""
-
-    def row(name: str, backend: ModuleType) -> Row:
-        if reason := backend.why_not(problem, target):
-            return Row(name, False, reason)
-        better, reason = backend.why_rather_not(problem) or (name, "")
-        return Row(name, True, "" if BACKENDS[better].why_not(problem, target) else reason)
-
-    rows = tuple(row(name, backend) for name, backend in BACKENDS.items())
-    return Explanation(problem, target, rows)
+    rows, configs = [], []
+    for name, answer, reason in _verdicts(problem, target):
+        if isinstance(answer, Refusal):
+            rows.append(Row(name, False, answer.reason))
+            configs.append("")
+        else:
+            rows.append(Row(name, True, reason))
+            configs.append(answer.config)
+    return Explanation(problem, target, tuple(rows), tuple(configs))
 
 
 def check_name(name: str | None) -> None:
     """Refuses the name of a backend that does not exist; None stands for the one chosen."""
-    if name is not None and name not in backends():
+    if name is not None and name not in BACKENDS:
         raise ValueError(
-            f"patch_embed: there is no backend {name!r}. Expected one of {', '.join(backends())}, "
+            f"patch_embed: there is no backend {name!r}. Expected one of {', '.join(BACKENDS)}, "
             "or None for the best that serves."
         )
 
 
-def choose(problem: Problem, target: Target | None, name: str | None) -> ModuleType:
-    """The backend that computes `problem` on `target`.
+def choose(problem: Problem, target: Target, name: str | None) -> Plan:
+    """The plan by which a call is computed.
 
     Args:
       problem: shapes and dtypes on one device.
-      target: the chip, or None where nobody can know it: then only XLA is safe, unless a backend
+      target: where the program runs. If nobody can know that, only XLA is safe, unless a backend
         was asked for by name, which is trusted to fit.
       name: the backend asked for, or None for the best that serves.
 
     Raises:
       NotImplementedError: the backend asked for cannot serve; the message says why.
     """
-    if name is None:
-        return xla if target is None else BACKENDS[explain(problem, target).chosen]
+    if name is None and target.known:
+        verdicts = _verdicts(problem, target)
+        return next(a for _, a, reason in verdicts if isinstance(a, Plan) and not reason)
+    name = name or "xla"
     sizes = itertools.chain(problem.patches, problem.weight, problem.scale, problem.table)
+    answer: Plan | Refusal
     if name != "xla" and any(map(jax.export.is_symbolic_dim, sizes)):
-        reason = "its kernels are for sizes that are known."
+        answer = Refusal("its kernels are for sizes that are known.")
     else:
-        reason = BACKENDS[name].why_not(problem, target)
-    if reason:
-        raise NotImplementedError(
-            f"patch_embed: backend {name!r} cannot serve this call: {reason} "
-            "Leave backend=None to use the best backend that can."
-        )
-    return BACKENDS[name]
+        answer = plan(name, problem, target, asked=True)
+    if isinstance(answer, Plan):
+        return answer
+    raise NotImplementedError(
+        f"patch_embed: backend {name!r} cannot serve this call: {answer.reason} "
+        "Leave backend=None to use the best backend that can."
+    )

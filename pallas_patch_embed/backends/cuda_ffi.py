@@ -6,14 +6,13 @@ handler takes those of the device that it runs on, and checks every operand befo
 there are, and what a launch of one takes, is the library's knowledge (ffi/configs.h, ffi/plan.h).
 
 The library is loaded at first use, and registered when the operator is first lowered. A program
-that was exported and is run where nothing is lowered needs `register()` first.
+that was exported and is run where nothing is lowered needs `register_cuda_kernels()` first.
 """
 
 import ctypes
 import dataclasses
 import functools
 import json
-import math
 import re
 from pathlib import Path
 
@@ -21,8 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_patch_embed.backends import cuda_build, mosaic_sm90, mosaic_sm100, schedule, tiling
-from pallas_patch_embed.problem import Problem, Target
+from pallas_patch_embed.backends import cuda_build, mosaic_sm90, tiles
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.backends.tiles import Grid
+from pallas_patch_embed.chips import B200, B300, H200, Chip, Target
+from pallas_patch_embed.problem import Problem
 
 EVIDENCE = (
     "every launch compared with an independent derivation, and the kernels' PTX executed by an "
@@ -44,30 +46,8 @@ INTERFACE = 1
 SPELLED = {"float8_e4m3fn": "e4m3", "int8": "i8", "bfloat16": "bf16", "float32": "f32"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """What the kernels of one chip are for.
-
-    Attributes:
-      capability: as the kernels' names have it.
-      compute_capabilities: of the GPUs that they run on.
-      multiprocessors: of such a GPU, where there is none to ask.
-    """
-
-    capability: int
-    compute_capabilities: tuple[tuple[int, int], ...]
-    multiprocessors: int
-
-    def blocks(self) -> int:
-        """How many thread blocks run at the same time."""
-        here = Target.of(jax.devices()[0]).compute_capability in self.compute_capabilities
-        return tiling.multiprocessors(self.multiprocessors) if here else self.multiprocessors
-
-
-CHIPS = (
-    Chip(90, (mosaic_sm90.COMPUTE_CAPABILITY,), mosaic_sm90.MULTIPROCESSORS),
-    Chip(100, mosaic_sm100.COMPUTE_CAPABILITIES, mosaic_sm100.MULTIPROCESSORS),
-)
+# By the capability that the kernels' names have: the chips that run them.
+CHIPS = {90: (H200,), 100: (B200, B300)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,49 +81,36 @@ class Config:
     built: bool
 
     @property
-    def chip(self) -> Chip:
-        return next(chip for chip in CHIPS if chip.capability == self.capability)
-
-    @property
     def tile_m(self) -> int:
         """Rows of a tile."""
         return self.rows * (mosaic_sm90.CONSUMERS if self.capability == 90 else self.blocks)
 
     def serves(self, problem: Problem) -> bool:
         """Whether it is built, and for the dtypes and the kind of table of a problem."""
-        wanted = SPELLED.get(problem.dtype), SPELLED[problem.out_dtype], len(problem.table) > 1
+        wanted = SPELLED.get(problem.dtype), SPELLED[problem.out_dtype], problem.has_table
         return self.built and (self.dtype, self.out_dtype, self.has_table) == wanted
 
-    def slices(self, problem: Problem) -> int:
-        """Into how many slices N is cut."""
-        return problem.N // self.tile_n
+    def grid(self, problem: Problem, chip: Chip) -> Grid:
+        """The workers, and which tiles they share."""
+        return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
 
-    def tiles(self, problem: Problem) -> int:
-        """Tiles of a slice of N."""
-        return -(-math.prod(problem.patches[:-1]) // self.tile_m)
-
-    def workers(self, problem: Problem) -> int:
-        """Workers of a slice of N: as many as run at the same time, or as there are tiles."""
-        most = self.chip.blocks() // self.blocks // max(self.slices(problem), 1)
-        return max(1, min(most, self.tiles(problem)))
-
-    def time(self, problem: Problem) -> int:
+    def time(self, problem: Problem, chip: Chip) -> int:
         """Of the worker with the most tiles, in products of a row and a column of a block."""
         a_tile = self.tile_m // self.blocks * self.tile_n + mosaic_sm90.TILE_OVERHEAD
-        return -(-self.tiles(problem) // self.workers(problem)) * a_tile
+        return self.grid(problem, chip).tiles_per_worker * a_tile
 
-    def check(self, problem: Problem) -> None:
+    def check(self, problem: Problem, chip: Chip) -> None:
         """Raises NotImplementedError with the reason if this kernel cannot serve `problem`."""
         if not self.serves(problem):
             raise NotImplementedError(f"{self.name} is another problem's kernel, or not built.")
         launch(
             self,
-            M=math.prod(problem.patches[:-1]),
+            M=problem.rows,
             N=problem.N,
-            K=problem.patches[-1],
-            period=tiling.table_period(problem),
-            workers=self.workers(problem),
-            runs=1,
+            K=problem.K,
+            period=problem.table_period,
+            workers=self.grid(problem, chip).workers,
+            segments=1,
         )
 
 
@@ -214,8 +181,15 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def register() -> None:
-    """Makes the kernels known to XLA; the operator's lowering does it by itself."""
+def register_cuda_kernels() -> None:
+    """Makes the CUDA kernels known to XLA, so that an exported program can call them.
+
+    The operator's own lowering does it by itself. A process that only runs exported programs calls
+    this function before the first of them.
+
+    Raises:
+      NotImplementedError: there is no library of kernels that fits; the message says why.
+    """
     stages = {
         "initialize": jax.ffi.pycapsule(library().patch_embed_initialize),
         "execute": jax.ffi.pycapsule(library().patch_embed_execute),
@@ -246,14 +220,14 @@ def configs() -> tuple[Config, ...]:
 
 
 def launch(
-    config: Config, *, M: int, N: int, K: int, period: int, workers: int, runs: int
+    config: Config, *, M: int, N: int, K: int, period: int, workers: int, segments: int
 ) -> dict[str, object]:
     """What the handler launches for these shapes: `Launch` in ffi/plan.h.
 
     Raises:
       NotImplementedError: the kernel cannot serve them.
     """
-    shapes = map(ctypes.c_int64, (M, N, K, period, workers, runs))
+    shapes = map(ctypes.c_int64, (M, N, K, period, workers, segments))
     answer = _answer(library().patch_embed_plan, config.name.encode(), *shapes)
     if "error" in answer:
         raise NotImplementedError(answer["error"])
@@ -263,21 +237,26 @@ def launch(
 # The backend.
 
 
-def choose_config(problem: Problem, chip: Chip) -> Config:
-    """The kernel for a problem: a function of shapes, dtypes, and the GPU's multiprocessors.
+def choose_config(problem: Problem, capability: int, chip: Chip) -> Config:
+    """The kernel for a problem on a chip.
+
+    Args:
+      problem: shapes and dtypes.
+      capability: the chip's, as the kernels' names have it.
+      chip: the GPU.
 
     Raises:
       NotImplementedError: no kernel serves the problem.
     """
     if problem.N % 64:
         raise NotImplementedError(f"N is {problem.N}, expected a multiple of 64.")
-    found = [c for c in configs() if c.capability == chip.capability and c.serves(problem)]
+    found = [c for c in configs() if c.capability == capability and c.serves(problem)]
     if not found:
-        raise NotImplementedError(f"its library has no such kernels for sm_{chip.capability}.")
+        raise NotImplementedError(f"its library has no such kernels for sm_{capability}.")
     fitting, reasons = [], []
     for config in found:
         try:
-            config.check(problem)
+            config.check(problem, chip)
         except NotImplementedError as error:
             reasons.append(str(error))
         else:
@@ -288,88 +267,73 @@ def choose_config(problem: Problem, chip: Chip) -> Config:
     candidates = (
         c for c in fitting if not c.stream_weight or (c.tile_n, c.blocks) not in stationary
     )
-    return min(candidates, key=lambda c: (c.time(problem), c.blocks))
+    return min(candidates, key=lambda c: (c.time(problem, chip), c.blocks))
 
 
-def _chosen(problem: Problem, chips: tuple[Chip, ...]) -> list[Config]:
-    """The kernels for those of the chips that have one; raises if none has."""
-    found, reasons = [], []
-    for chip in chips:
-        try:
-            found.append(choose_config(problem, chip))
-        except NotImplementedError as error:
-            reasons.append(str(error))
-    if not found:
-        raise NotImplementedError(reasons[0])
-    return found
+def _chips(problem: Problem, target: Target) -> dict[int, Chip]:
+    """The chips that a program is planned for, by the capability of their kernels."""
+    found = {c: tiles.chip_for(target, chips) for c, chips in CHIPS.items()}
+    chips = {capability: chip for capability, chip in found.items() if chip is not None}
+    if not chips:
+        raise NotImplementedError(
+            f"it needs compute capability 9.0, 10.0 or 10.3; this is {target}."
+        )
+    if target.known:
+        (chip,) = chips.values()
+        tiles.check_dtype(problem, chip)
+    return chips
 
 
-def why_not(problem: Problem, target: Target | None) -> str | None:
-    """The reason why these kernels cannot serve; None if they can."""
-    if reason := missing():
-        return reason
-    chips: tuple[Chip, ...] = CHIPS
-    if target is not None:
-        chips = tuple(c for c in CHIPS if target.compute_capability in c.compute_capabilities)
-        if not chips:
-            return f"it needs compute capability 9.0, 10.0 or 10.3; this is {target}."
-        if target.compute_capability == (10, 3) and problem.dtype == "int8":
-            return "compute capability 10.3 has no int8 tensor cores (tcgen05 kind::i8)."
+def plan(problem: Problem, target: Target, *, config: Config | None = None) -> Plan:
+    """How a kernel of the library computes a problem.
 
-    def choose(problem: Problem) -> None:
-        _chosen(problem, chips)
-        # The chip is known, so it is most likely this machine's.
-        if target is not None:
-            _check_driver()
-
-    return tiling.why_not(problem, choose)
-
-
-def why_rather_not(problem: Problem) -> tuple[str, str] | None:
-    """The backend that is faster, and why; None if none is known to be."""
-    return tiling.why_rather_not(problem)
-
-
-def run(
-    patches: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array,
-    table: jax.Array,
-    *,
-    out_dtype: str,
-    target: Target | None = None,
-    config: Config | None = None,
-) -> jax.Array:
-    """The operator as `mosaic.launch` has it, by a kernel of the library.
+    If nobody can know the chip, the program has kernels for each of them.
 
     Args:
-      patches: [..., S, K] float8_e4m3fn, bfloat16 or int8.
-      weight: [N, K] of the same dtype.
-      scale: [N] float32.
-      table: [S, N] bfloat16, with leading axes if images have tables of their own, or [N] float32.
-      out_dtype: "bfloat16" or "float32".
-      target: of no importance, the program has kernels for both chips.
+      problem: shapes and dtypes.
+      target: where the program runs.
       config: the kernel; None for that of `choose_config`, for each chip.
 
-    Returns:
-      [..., S, N] of out_dtype.
+    Raises:
+      NotImplementedError: no kernel serves the problem, or there is no library; the message is the
+        reason.
     """
-    problem = Problem.of(patches, weight, scale, table, out_dtype=out_dtype)
-    tiling.check_operands(problem)
-    chosen = [config] if config else _chosen(problem, CHIPS)
-    for one in chosen:
-        one.check(problem)
+    if reason := missing():
+        raise NotImplementedError(reason)
+    chips = _chips(problem, target)
+    tiles.check_operands(problem)
+    chosen: dict[int, Config] = {}
+    if config is not None:
+        config.check(problem, chips[config.capability])
+        chosen = {config.capability: config}
+    else:
+        reasons = []
+        for capability, chip in chips.items():
+            try:
+                chosen[capability] = choose_config(problem, capability, chip)
+            except NotImplementedError as error:
+                reasons.append(str(error))
+        if not chosen:
+            raise NotImplementedError(reasons[0])
+    if target.known:
+        # This machine has the chip, most likely.
+        _check_driver()
+    grids = {capability: c.grid(problem, chips[capability]) for capability, c in chosen.items()}
 
-    def compute(M, patches, *rest):
-        # A chip without a kernel has no name, and no runs.
-        kernels = {f"kernel_sm{chip.capability}": "" for chip in CHIPS}
-        runs = {chip.capability: np.zeros((1, 1, 4), np.int32) for chip in CHIPS}
-        period = tiling.table_period(problem)
-        for one in chosen:
-            kernels[f"kernel_sm{one.capability}"] = one.name
-            runs[one.capability] = schedule.runs(M, period, one.tile_m, one.workers(problem))
-        register()
-        call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((M, problem.N), out_dtype))
-        return call(patches.reshape(M, -1), *rest, *map(jnp.asarray, runs.values()), **kernels)
+    def compute(patches, *rest):
+        # A chip without a kernel has no name, and no schedule.
+        names = {f"kernel_sm{c}": chosen[c].name if c in chosen else "" for c in CHIPS}
+        nothing = np.zeros((1, 1, 4), np.int32)
+        schedules = [
+            grids[c].schedule(problem.table_period) if c in grids else nothing for c in CHIPS
+        ]
+        register_cuda_kernels()
+        result = jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype)
+        call = jax.ffi.ffi_call(TARGET, result)
+        patches = patches.reshape(problem.rows, -1)
+        return call(patches, *rest, *map(jnp.asarray, schedules), **names)
 
-    return tiling.in_rows(problem, (patches, weight, scale, table), compute)
+    return Plan(
+        lambda *operands: tiles.flatten_leading_axes(problem, operands, compute),
+        config=", ".join(c.name for c in chosen.values()),
+    )

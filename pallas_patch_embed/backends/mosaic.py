@@ -1,4 +1,4 @@
-"""What the Pallas Mosaic GPU kernels share: the launch, the walk over the runs, views of memory."""
+"""What the Pallas Mosaic GPU kernels share: plan, walk over the schedule, views of memory."""
 
 from collections.abc import Callable
 
@@ -13,82 +13,86 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_patch_embed.backends import schedule
-from pallas_patch_embed.backends.tiling import check_operands, in_rows, table_period
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.backends.tiles import Grid, flatten_leading_axes
+from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
-# What Mosaic aligns shared memory to.
+# Mosaic aligns arrays in shared memory to so many bytes.
 ALIGNMENT = 1024
 
-# The fields of a run, in their order.
+# Shared memory of a thread block that is left for barriers.
+BARRIER_BYTES = 1024
+
+# The fields of a segment, in their order.
 FIELDS = (schedule.FIRST_TILE, schedule.TILES, schedule.STRIDE, schedule.TABLE_ROW)
 
-# Spans that a warp's trace has room for; later ones are left out.
+# The trace of a warp has room for so many spans; later ones are left out.
 SPANS = 64
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
-def profile_bytes(profile: str, warpgroups: int) -> int:
-    """Shared memory that a trace takes: per warp, a span is two pairs of a name and a time."""
-    return 4 * warpgroups * SPANS * 16 if profile else 0
+def trace_bytes(trace: str, warpgroups: int) -> int:
+    """Shared memory of a trace: each span of a warp is two pairs of a name and a time."""
+    return 4 * warpgroups * SPANS * 16 if trace else 0
 
 
-def compiler_params(profile: str) -> plgpu.CompilerParams:
-    """How the kernels are compiled; with a trace, if `profile` names a folder for it."""
+def check_shared_memory(needed: int, chip: Chip, config: object) -> None:
+    """Raises NotImplementedError if one thread block cannot have so many bytes."""
+    available = chip.shared_memory - BARRIER_BYTES
+    if needed > available:
+        raise NotImplementedError(
+            f"{config} needs {needed} bytes of shared memory, there are {available}."
+        )
+
+
+def compiler_params(trace: str) -> plgpu.CompilerParams:
+    """How the kernels are compiled; they write a trace if `trace` names a folder for it."""
     traced = dict(
         profile_space=SPANS,
-        profile_dir=profile,
+        profile_dir=trace,
         profile_trace_scope=plgpu.TraceScope.WARP,
         profile_bounds_check=True,
     )
     return plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **(traced if profile else {})
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **(traced if trace else {})
     )
 
 
-def launch(operands, out_dtype: str, config, choose_config: Callable, make_kernel: Callable):
-    """y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n]).
+def plan(problem: Problem, config: object, grid: Grid, make_kernel: Callable) -> Plan:
+    """The plan of a Pallas kernel.
 
     Args:
-      operands: patches [..., S, K] float8_e4m3fn, bfloat16 or int8; weight [N, K] of the same
-        dtype; scale [N] float32; table [S, N] bfloat16, with leading axes if images have tables of
-        their own, or [N] float32.
-      out_dtype: "bfloat16" or "float32".
-      config: with `check`, `tile_m` and `workers`, or None for that of `choose_config`.
-      choose_config: problem -> config.
-      make_kernel: (config, problem, M) -> a function of patches [M, K], weight, scale, table
-        [period, N] or [N], and the runs of tiles, which gives y [M, N].
-
-    Returns:
-      [..., S, N] of out_dtype, rounded once. The accumulator is int32 for int8, else float32 as
-      the tensor cores accumulate it, which for float8 on Hopper has fewer bits.
+      problem: shapes and dtypes, checked.
+      config: of the kernel.
+      grid: the workers, and which tiles they share.
+      make_kernel: gives a function of patches [M, K], weight, scale, table [period, N] or [N], and
+        the workers' segments, which gives y [M, N].
     """
-    problem = Problem.of(*operands, out_dtype=out_dtype)
-    check_operands(problem)
-    config = config or choose_config(problem)
-    config.check(problem)
 
-    def compute(M, patches, *rest):
-        runs = schedule.runs(M, table_period(problem), config.tile_m, config.workers(problem))
-        kernel = make_kernel(config, problem, M)
-        return kernel(patches.reshape(M, -1), *rest, jnp.asarray(runs))
+    def compute(patches, *rest):
+        segments = jnp.asarray(grid.schedule(problem.table_period))
+        return make_kernel()(patches.reshape(problem.rows, -1), *rest, segments)
 
-    return in_rows(problem, operands, compute)
+    return Plan(
+        lambda *operands: flatten_leading_axes(problem, operands, compute), config=str(config)
+    )
 
 
-def for_each_run(runs, worker, visit: Callable) -> jax.Array:
-    """Calls visit((first tile, tiles, stride, table row), tiles before) for each run of a worker.
+def for_each_segment(segments, worker, visit: Callable) -> jax.Array:
+    """Calls visit((first tile, tiles, stride, table row), tiles before) for a worker's segments.
 
     Returns:
-      The tiles of all runs.
+      The tiles of all segments.
     """
 
     def step(i, tiles):
-        run = tuple(runs[worker, i, field] for field in FIELDS)
-        visit(run, tiles)
-        return tiles + run[schedule.TILES]
+        segment = tuple(segments[worker, i, field] for field in FIELDS)
+        visit(segment, tiles)
+        return tiles + segment[schedule.TILES]
 
-    return lax.fori_loop(0, runs.shape[1], step, jnp.int32(0))
+    return lax.fori_loop(0, segments.shape[1], step, jnp.int32(0))
 
 
 def swizzled(dtype, *shape: int, tiled: bool) -> plgpu.SMEM:

@@ -16,7 +16,6 @@ patches.
 
 import dataclasses
 import functools
-import math
 import types
 
 import jax
@@ -25,26 +24,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_patch_embed.backends import mosaic, tiling
+from pallas_patch_embed.backends import mosaic, tiles
 from pallas_patch_embed.backends.mosaic import ALIGNMENT
-from pallas_patch_embed.backends.tiling import ROW_BYTES
-from pallas_patch_embed.problem import Problem, Target
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
+from pallas_patch_embed.chips import B200, B300, Chip, Target
+from pallas_patch_embed.problem import Problem
 
-COMPUTE_CAPABILITIES = ((10, 0), (10, 3))
+CHIPS = (B200, B300)
 
 EVIDENCE = (
     "interpreted with race detection, compiled for sm_100a, and its PTX executed by an emulator in "
     "the tests; not yet run on a Blackwell GPU."
 )
-
-# Of a B200.
-MULTIPROCESSORS = 148
-
-# What one thread block may have on Blackwell, less 1 KiB for barriers.
-SHARED_MEMORY = 227 * 1024 - 1024
-
-# Columns of 32 bits of tensor memory.
-TENSOR_MEMORY = 512
 
 # Rows of a block's accumulator, how many accumulators there are, the warpgroups that store, and the
 # buffers that each has for that, a power of two.
@@ -73,14 +65,12 @@ class Config:
       slots: depth of the ring; a slot holds 128 bytes of K of a block's rows.
       collective: whether two blocks multiply together, each with half of the weight.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
-      profile: folder for a trace of what the warps of each block do first; none if empty.
     """
 
     tile_n: int
     slots: int
     collective: bool = True
     stream_weight: bool = False
-    profile: str = ""
 
     @property
     def blocks(self) -> int:
@@ -92,15 +82,9 @@ class Config:
         """Rows of a tile."""
         return ROWS * self.blocks
 
-    def slices(self, problem: Problem) -> int:
-        """Into how many slices N is cut."""
-        return problem.N // self.tile_n
-
-    def workers(self, problem: Problem) -> int:
-        """Workers of a slice of N: as many as run at the same time, or as there are tiles."""
-        tiles = -(-math.prod(problem.patches[:-1]) // self.tile_m)
-        most = tiling.multiprocessors(MULTIPROCESSORS) // self.blocks // self.slices(problem)
-        return max(1, min(most, tiles))
+    def grid(self, problem: Problem, chip: Chip) -> Grid:
+        """The workers, and which tiles they share."""
+        return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
 
     def store_n(self, problem: Problem) -> int:
         """Columns of one TMA store: rows of 128 bytes, or of 64 where those do not divide."""
@@ -113,13 +97,12 @@ class Config:
 
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory of a block without the barriers."""
-        weight_chunks = self.slots if self.stream_weight else tiling.chunks(problem)
+        weight_chunks = self.slots if self.stream_weight else tiles.chunks(problem)
         weight = weight_chunks * self.tile_n // self.blocks * ROW_BYTES
         patches = self.slots * ROWS * ROW_BYTES
         store_bytes = ROWS * self.store_n(problem) * jnp.dtype(problem.out_dtype).itemsize
         sizes = (weight, patches, STORERS * STAGES * store_bytes)
-        trace = mosaic.profile_bytes(self.profile, 1 + STORERS)
-        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes) + trace
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
     def registers(self, problem: Problem) -> int:
         """Registers of a storing thread.
@@ -129,10 +112,10 @@ class Config:
         rest.
         """
         columns = self.tile_n // STORERS
-        terms = columns if len(problem.table) > 1 else columns // 4
+        terms = columns if problem.has_table else columns // 4
         return self.store_n(problem) + columns // 4 + terms + OTHER_REGISTERS
 
-    def check(self, problem: Problem) -> None:
+    def check(self, problem: Problem, chip: Chip) -> None:
         """Raises NotImplementedError with the reason if this config cannot serve `problem`."""
         if self.tile_n % 64 or problem.N % self.tile_n:
             raise NotImplementedError(
@@ -141,22 +124,19 @@ class Config:
             )
         if not 2 <= self.slots <= 32:
             raise NotImplementedError(f"{self} has not 2 to 32 slots.")
-        if (columns := self.tensor_memory_columns()) > TENSOR_MEMORY:
+        if (columns := self.tensor_memory_columns()) > chip.tensor_memory:
             raise NotImplementedError(
-                f"{self} needs {columns} columns of tensor memory, there are {TENSOR_MEMORY}."
+                f"{self} needs {columns} columns of tensor memory, there are {chip.tensor_memory}."
             )
-        if (size := self.shared_memory_bytes(problem)) > SHARED_MEMORY:
-            raise NotImplementedError(
-                f"{self} needs {size} bytes of shared memory, there are {SHARED_MEMORY}."
-            )
+        mosaic.check_shared_memory(self.shared_memory_bytes(problem), chip, self)
         if (needed := self.registers(problem)) > REGISTER_SPLIT[1]:
             raise NotImplementedError(
                 f"{self} needs {needed} registers a thread, there are {REGISTER_SPLIT[1]}."
             )
 
 
-def choose_config(problem: Problem) -> Config:
-    """The config for a problem: a function of shapes, dtypes, and the GPU's multiprocessors.
+def choose_config(problem: Problem, chip: Chip) -> Config:
+    """The config for a problem on a chip.
 
     Raises:
       NotImplementedError: no config serves the problem.
@@ -168,16 +148,15 @@ def choose_config(problem: Problem) -> Config:
     def deepest(**choices):
         """The config with the most slots that fits, of 4 to 8; None if none does."""
         depths = range(8, 3, -1)
-        return tiling.first_that_fits(problem, (Config(slots=s, **choices) for s in depths))
+        return tiles.first_that_fits(problem, chip, (Config(slots=s, **choices) for s in depths))
 
     # Slices of fewer than 192 columns read the patches more often than streaming in wider ones
     # reads the weight.
     stationary = [deepest(tile_n=n) for n in widths if n >= min(192, widths[0])]
     streaming = [deepest(tile_n=n, stream_weight=True) for n in widths]
     config = next(filter(None, stationary + streaming))
-    tiles = -(-math.prod(problem.patches[:-1]) // config.tile_m)
-    multiprocessors = tiling.multiprocessors(MULTIPROCESSORS)
-    if tiles * config.slices(problem) * config.blocks >= multiprocessors:
+    grid = config.grid(problem, chip)
+    if grid.tiles * grid.slices * grid.blocks >= chip.multiprocessors:
         return config
     # A small problem is spread over more multiprocessors.
     narrow = [
@@ -187,44 +166,53 @@ def choose_config(problem: Problem) -> Config:
     return next(filter(None, narrow))
 
 
-def why_not(problem: Problem, target: Target | None) -> str | None:
-    """The reason why this kernel cannot serve; None if it can."""
-    if target is not None and target.compute_capability not in COMPUTE_CAPABILITIES:
-        return f"it needs compute capability 10.0 or 10.3 (B200, B300); this is {target}."
-    if target is not None and target.compute_capability == (10, 3) and problem.dtype == "int8":
-        return "compute capability 10.3 has no int8 tensor cores (tcgen05 kind::i8)."
-    return tiling.why_not(problem, choose_config)
-
-
-def why_rather_not(problem: Problem) -> None:
-    """None: nothing was measured."""
-
-
-def run(
-    patches: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array,
-    table: jax.Array,
+def plan(
+    problem: Problem,
+    target: Target,
     *,
-    out_dtype: str,
-    target: Target | None = None,
     config: Config | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
-) -> jax.Array:
-    """The operator as `mosaic.launch` has it, by this kernel or by Pallas' interpreter for it."""
-    make_kernel = functools.partial(_kernel, interpret=interpret)
-    operands = (patches, weight, scale, table)
-    return mosaic.launch(operands, out_dtype, config, choose_config, make_kernel)
+    trace: str = "",
+) -> Plan:
+    """How this kernel, or Pallas' interpreter for it, computes a problem on a target.
+
+    Args:
+      problem: shapes and dtypes.
+      target: where the program runs.
+      config: tile sizes and pipeline depth; None for those of `choose_config`.
+      interpret: whether the kernel is interpreted, and how.
+      trace: folder for a trace of what the warps of each block do first; none if empty.
+
+    Raises:
+      NotImplementedError: the kernel cannot serve; the message is the reason.
+    """
+    chip = tiles.chip_for(target, CHIPS)
+    if chip is None:
+        raise NotImplementedError(
+            f"it needs compute capability 10.0 or 10.3 (B200, B300); this is {target}."
+        )
+    tiles.check_dtype(problem, chip)
+    tiles.check_operands(problem)
+    if config is None:
+        config = choose_config(problem, chip)
+    else:
+        config.check(problem, chip)
+    if trace:
+        needed = config.shared_memory_bytes(problem) + mosaic.trace_bytes(trace, 1 + STORERS)
+        mosaic.check_shared_memory(needed, chip, config)
+    grid = config.grid(problem, chip)
+    kernel = functools.partial(_kernel, config, grid, problem, interpret, trace)
+    return mosaic.plan(problem, config, grid, kernel)
 
 
-def _kernel(config: Config, problem: Problem, M: int, *, interpret):
-    """The kernel for these shapes: (patches [M, K], weight, scale, table, runs) -> y [M, N]."""
+def _kernel(config: Config, grid: Grid, problem: Problem, interpret, trace: str):
+    """The kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
     dtype, out_dtype = jnp.dtype(problem.dtype), jnp.dtype(problem.out_dtype)
     slots, tile_m, tile_n = config.slots, config.tile_m, config.tile_n
     blocks, streaming = config.blocks, config.stream_weight
     tile_k = ROW_BYTES // dtype.itemsize
-    chunks, slices = tiling.chunks(problem), config.slices(problem)
-    has_table, period = len(problem.table) > 1, tiling.table_period(problem)
+    chunks, slices = tiles.chunks(problem), grid.slices
+    has_table, period = problem.has_table, problem.table_period
     store_n = config.store_n(problem)
     steps = tile_n // STORERS // store_n
     first_registers, store_registers = REGISTER_SPLIT
@@ -260,7 +248,7 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
 
                     lax.fori_loop(0, count, step, None)
 
-            return mosaic.for_each_run(runs, worker, visit_run)
+            return mosaic.for_each_segment(runs, worker, visit_run)
 
         def drain(barriers, count, uses):
             """Waits for the last use of each barrier, for which nobody has waited."""
@@ -424,15 +412,15 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
     read = dict(num_arrivals=STORERS, num_barriers=ACCUMULATORS, **tensor_cores)
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((M, problem.N), out_dtype),
-        grid=(config.workers(problem) * slices,),
+        out_type=jax.ShapeDtypeStruct((problem.rows, problem.N), out_dtype),
+        grid=(grid.workers * slices,),
         grid_names=("cluster",),
         cluster=(blocks,),
         cluster_names=("peer",),
         num_threads=1 + STORERS,
         thread_name="warpgroup",
         interpret=interpret,
-        compiler_params=mosaic.compiler_params(config.profile),
+        compiler_params=mosaic.compiler_params(trace),
         scratch_types=dict(
             ring=mosaic.two_views(dtype, ring, ring, interpret=interpret),
             weight_tiles=mosaic.swizzled(dtype, kept, tile_n // blocks, tile_k, tiled=True),

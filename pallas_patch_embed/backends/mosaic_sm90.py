@@ -16,7 +16,6 @@ each tile.
 import dataclasses
 import functools
 import itertools
-import math
 import types
 
 import jax
@@ -25,24 +24,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_patch_embed.backends import mosaic, tiling
+from pallas_patch_embed.backends import mosaic, tiles
 from pallas_patch_embed.backends.fragment import Fragment
 from pallas_patch_embed.backends.mosaic import ALIGNMENT
-from pallas_patch_embed.backends.tiling import ROW_BYTES
-from pallas_patch_embed.problem import Problem, Target
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
+from pallas_patch_embed.chips import H200, Chip, Target
+from pallas_patch_embed.problem import Problem
 
-COMPUTE_CAPABILITY = (9, 0)
+CHIPS = (H200,)
 
 EVIDENCE = (
     "interpreted with race detection, and compiled for sm_90a in the tests; every element of its "
     "results compared on an H200."
 )
-
-# Of an H200.
-MULTIPROCESSORS = 132
-
-# What one thread block may have on Hopper, less 1 KiB for barriers.
-SHARED_MEMORY = 227 * 1024 - 1024
 
 # The warpgroups that multiply.
 CONSUMERS = 2
@@ -73,36 +68,29 @@ class Config:
       slots: depth of the ring; a slot holds 128 bytes of K of a warpgroup's rows.
       rows: of a warpgroup's half of a tile, 64 or 128.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
-      profile: folder for a trace of what the warps of each block do first; none if empty.
     """
 
     tile_n: int
     slots: int
     rows: int = 64
     stream_weight: bool = False
-    profile: str = ""
 
     @property
     def tile_m(self) -> int:
         """Rows of a tile."""
         return CONSUMERS * self.rows
 
-    def slices(self, problem: Problem) -> int:
-        """Into how many slices N is cut."""
-        return problem.N // self.tile_n
-
-    def workers(self, problem: Problem) -> int:
-        """Thread blocks a slice of N: as many as run at the same time, or as there are tiles."""
-        tiles = -(-math.prod(problem.patches[:-1]) // self.tile_m)
-        return max(1, min(tiling.multiprocessors(MULTIPROCESSORS) // self.slices(problem), tiles))
+    def grid(self, problem: Problem, chip: Chip) -> Grid:
+        """The workers, and which tiles they share."""
+        return Grid.of(problem, chip, self.tile_m, self.tile_n)
 
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Bytes of shared memory without the barriers."""
-        weight_chunks = self.slots if self.stream_weight else tiling.chunks(problem)
+        weight_chunks = self.slots if self.stream_weight else tiles.chunks(problem)
         weight = weight_chunks * self.tile_n * ROW_BYTES
         patches = self.slots * self.rows * ROW_BYTES
         columns = 2 * -(-4 * self.tile_n // ALIGNMENT) * ALIGNMENT
-        return weight + patches + columns + mosaic.profile_bytes(self.profile, CONSUMERS + 1)
+        return weight + patches + columns
 
     def registers(self, problem: Problem, *, holds: bool) -> int:
         """Registers of a multiplying thread.
@@ -112,7 +100,7 @@ class Config:
         the rest.
         """
         accumulators, columns = self.rows * self.tile_n // 128, self.tile_n // 4
-        table = accumulators // 2 if len(problem.table) > 1 else columns
+        table = accumulators // 2 if problem.has_table else columns
         held = columns + table + HOLDING_REGISTERS[problem.out_dtype] if holds else 0
         return accumulators + held + OTHER_REGISTERS
 
@@ -125,7 +113,7 @@ class Config:
         needed = self.registers(problem, holds=self.holds(problem))
         return next(split for split in REGISTER_SPLITS if split[1] >= needed)
 
-    def check(self, problem: Problem) -> None:
+    def check(self, problem: Problem, chip: Chip) -> None:
         """Raises NotImplementedError with the reason if this config cannot serve `problem`."""
         if self.tile_n % 64 or problem.N % self.tile_n:
             raise NotImplementedError(
@@ -136,18 +124,15 @@ class Config:
             raise NotImplementedError(f"{self} has neither 64 nor 128 rows a warpgroup.")
         if not 2 <= self.slots <= MOST_SLOTS:
             raise NotImplementedError(f"{self} has not 2 to {MOST_SLOTS} slots.")
-        if (size := self.shared_memory_bytes(problem)) > SHARED_MEMORY:
-            raise NotImplementedError(
-                f"{self} needs {size} bytes of shared memory, there are {SHARED_MEMORY}."
-            )
+        mosaic.check_shared_memory(self.shared_memory_bytes(problem), chip, self)
         if (needed := self.registers(problem, holds=False)) > REGISTER_SPLITS[-1][1]:
             raise NotImplementedError(
                 f"{self} needs {needed} registers a thread, there are {REGISTER_SPLITS[-1][1]}."
             )
 
 
-def choose_config(problem: Problem) -> Config:
-    """The config for a problem: a function of shapes, dtypes, and the GPU's multiprocessors.
+def choose_config(problem: Problem, chip: Chip) -> Config:
+    """The config for a problem on a chip.
 
     Raises:
       NotImplementedError: no config serves the problem.
@@ -159,7 +144,7 @@ def choose_config(problem: Problem) -> Config:
     def deepest(least_slots, **choices):
         """The config with the most slots that fits, None if none does."""
         depths = range(MOST_SLOTS, least_slots - 1, -1)
-        return tiling.first_that_fits(problem, (Config(slots=s, **choices) for s in depths))
+        return tiles.first_that_fits(problem, chip, (Config(slots=s, **choices) for s in depths))
 
     def candidates(tile_n):
         # With fewer than 8 slots of 8 KiB the tensor cores wait for the memory.
@@ -169,54 +154,58 @@ def choose_config(problem: Problem) -> Config:
 
     def time(config):
         """Of the worker with the most tiles, in products of a row and a column."""
-        tiles = -(-math.prod(problem.patches[:-1]) // config.tile_m)
-        return -(-tiles // config.workers(problem)) * (
-            config.tile_m * config.tile_n + TILE_OVERHEAD
-        )
+        a_tile = config.tile_m * config.tile_n + TILE_OVERHEAD
+        return config.grid(problem, chip).tiles_per_worker * a_tile
 
     return min(filter(None, itertools.chain(*map(candidates, widths))), key=time)
 
 
-def why_not(problem: Problem, target: Target | None) -> str | None:
-    """The reason why this kernel cannot serve; None if it can."""
-    if target is not None and target.compute_capability != COMPUTE_CAPABILITY:
-        return f"it needs compute capability 9.0 (H100, H200); this is {target}."
-    return tiling.why_not(problem, choose_config)
-
-
-def why_rather_not(problem: Problem) -> tuple[str, str] | None:
-    """The backend that is faster, and why; None if none is known to be."""
-    rather = tiling.why_rather_not(problem)
-    if rather is None and problem.patch_size is not None:
-        return "cuda", "behind XLA's patchify cuda is up to 15% faster on an H200."
-    return rather
-
-
-def run(
-    patches: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array,
-    table: jax.Array,
+def plan(
+    problem: Problem,
+    target: Target,
     *,
-    out_dtype: str,
-    target: Target | None = None,
     config: Config | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
-) -> jax.Array:
-    """The operator as `mosaic.launch` has it, by this kernel or by Pallas' interpreter for it."""
-    make_kernel = functools.partial(_kernel, interpret=interpret)
-    operands = (patches, weight, scale, table)
-    return mosaic.launch(operands, out_dtype, config, choose_config, make_kernel)
+    trace: str = "",
+) -> Plan:
+    """How this kernel, or Pallas' interpreter for it, computes a problem on a target.
+
+    Args:
+      problem: shapes and dtypes.
+      target: where the program runs.
+      config: tile sizes and pipeline depth; None for those of `choose_config`.
+      interpret: whether the kernel is interpreted, and how.
+      trace: folder for a trace of what the warps of each block do first; none if empty.
+
+    Raises:
+      NotImplementedError: the kernel cannot serve; the message is the reason.
+    """
+    chip = tiles.chip_for(target, CHIPS)
+    if chip is None:
+        raise NotImplementedError(
+            f"it needs compute capability 9.0 (H100, H200); this is {target}."
+        )
+    tiles.check_operands(problem)
+    if config is None:
+        config = choose_config(problem, chip)
+    else:
+        config.check(problem, chip)
+    if trace:
+        needed = config.shared_memory_bytes(problem) + mosaic.trace_bytes(trace, CONSUMERS + 1)
+        mosaic.check_shared_memory(needed, chip, config)
+    grid = config.grid(problem, chip)
+    kernel = functools.partial(_kernel, config, grid, problem, interpret, trace)
+    return mosaic.plan(problem, config, grid, kernel)
 
 
-def _kernel(config: Config, problem: Problem, M: int, *, interpret):
-    """The kernel for these shapes: (patches [M, K], weight, scale, table, runs) -> y [M, N]."""
+def _kernel(config: Config, grid: Grid, problem: Problem, interpret, trace: str):
+    """The kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
     dtype, out_dtype = jnp.dtype(problem.dtype), jnp.dtype(problem.out_dtype)
     slots, tile_m, tile_n, rows = config.slots, config.tile_m, config.tile_n, config.rows
     streaming = config.stream_weight
     tile_k = ROW_BYTES // dtype.itemsize
-    chunks, slices = tiling.chunks(problem), config.slices(problem)
-    has_table, period = len(problem.table) > 1, tiling.table_period(problem)
+    chunks, slices = tiles.chunks(problem), grid.slices
+    has_table, period = problem.has_table, problem.table_period
     holds = config.holds(problem)
     feed_registers, multiply_registers = config.register_split(problem)
     tile = Fragment(out_dtype, rows, tile_n, bool(interpret))
@@ -292,7 +281,7 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
 
                 lax.fori_loop(0, count, feed_tile, None)
 
-            entries = entry_of(mosaic.for_each_run(runs, worker, feed_run), 0)
+            entries = entry_of(mosaic.for_each_segment(runs, worker, feed_run), 0)
             left = lax.min(entries, slots)
 
             @pl.loop(0, left)
@@ -356,7 +345,7 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
                         terms = tile.pinned(terms)
                     y = y.astype(jnp.float32) * lax.broadcast_in_dim(scales, y.shape, (1,))
                     y = (y + terms.astype(jnp.float32)).astype(out_dtype)
-                    tile.store_rows(out, row, column, g, y, inside=M % tile_m == 0)
+                    tile.store_rows(out, row, column, g, y, inside=problem.rows % tile_m == 0)
 
             def visit(run, tiles):
                 first, count, stride, table_row = run
@@ -375,7 +364,7 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
 
                     lax.fori_loop(0, count, visit_tile, None)
 
-            mosaic.for_each_run(runs, worker, visit)
+            mosaic.for_each_segment(runs, worker, visit)
 
             @pl.when(member == 0)
             def last_turn():
@@ -402,13 +391,13 @@ def _kernel(config: Config, problem: Problem, M: int, *, interpret):
     weight_copies = tile.weight_copies
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((M, problem.N), out_dtype),
-        grid=(config.workers(problem) * slices,),
+        out_type=jax.ShapeDtypeStruct((problem.rows, problem.N), out_dtype),
+        grid=(grid.workers * slices,),
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         interpret=interpret,
-        compiler_params=mosaic.compiler_params(config.profile),
+        compiler_params=mosaic.compiler_params(trace),
         scratch_types=dict(
             ring=mosaic.two_views(dtype, ring, ring, interpret=interpret),
             # TMA brings the weight in the order of `fragment.py`.

@@ -1,25 +1,27 @@
-"""Which row tiles each worker computes, in which order: the table of runs that every kernel reads.
+"""Which row tiles each worker computes, in which order: the schedule that every kernel reads.
 
 The M rows of patches are cut into tiles of `tile_m`. Tile t needs `tile_m` rows of the table of
 positions, beginning with row (t * tile_m) mod S: its phase. There are P = S / gcd(S, tile_m)
-phases, and the tiles t, t + P, t + 2P, ... share one. Sorted by phase, each worker's contiguous
-share of the tiles has few phases, so it can keep its part of the table.
+phases, and the tiles t, t + P, t + 2P, ... share one. The tiles are sorted by phase, and each
+worker gets a contiguous share of them. A share has few phases, so the worker can keep its part of
+the table.
 """
 
 import math
 
 import numpy as np
 
-# The fields of a run.
+# The fields of a segment.
 FIRST_TILE, TILES, STRIDE, TABLE_ROW = range(4)
 
 
-def runs(M: int, S: int, tile_m: int, workers: int) -> np.ndarray:
-    """The runs of every worker.
+def segments(M: int, S: int, tile_m: int, workers: int) -> np.ndarray:
+    """The schedule of every worker.
 
-    A run is a sequence of tiles with the same rows of the table: `TILES` tiles, beginning with
-    `FIRST_TILE`, `STRIDE` apart, whose table begins with row `TABLE_ROW` (its rows wrap around at
-    S). Every tile is in exactly one run, and the workers' numbers of tiles differ by at most one.
+    A segment is a sequence of tiles with the same rows of the table: `TILES` tiles, beginning with
+    `FIRST_TILE`, `STRIDE` apart. Their table begins with row `TABLE_ROW`, and its rows wrap around
+    at S. Every tile is in exactly one segment, and the workers' numbers of tiles differ by at most
+    one.
 
     Args:
       M: rows of patches.
@@ -29,8 +31,8 @@ def runs(M: int, S: int, tile_m: int, workers: int) -> np.ndarray:
       workers: how many workers share the tiles.
 
     Returns:
-      [workers, R, 4] int32: the fields of each run; R is the largest number of runs of a worker,
-      runs of no tiles fill the rest.
+      [workers, R, 4] int32: the fields of each segment. R is the largest number of segments of a
+      worker; segments without tiles fill the rest.
     """
     tiles = -(-M // tile_m)
     phases = min(S // math.gcd(S, tile_m), max(tiles, 1))

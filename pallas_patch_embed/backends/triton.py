@@ -16,23 +16,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_patch_embed.backends import schedule, tiling
-from pallas_patch_embed.patchify import rows_shape
-from pallas_patch_embed.problem import Problem, Target, default_device
+from pallas_patch_embed.backends import tiles
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.backends.tiles import Grid
+from pallas_patch_embed.chips import A100, Chip, Target
+from pallas_patch_embed.problem import Problem
 
 EVIDENCE = (
     "executed by Triton's interpreter, and compiled for sm_80, sm_86, sm_89, sm_90, sm_103 and "
     "sm_120, in the tests; every element of its results compared on an H200; not on another GPU."
 )
 
-# What a program is compiled for if nobody knows the chip.
-OLDEST = (8, 0)
-
-# Multiprocessors of an A100, an RTX 3090, an RTX 4090 and an H200, where there is none to ask.
-MULTIPROCESSORS = {(8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132}
-
-# The first compute capability with float8 tensor cores; Triton refuses the type before.
-FLOAT8 = (8, 9)
+# The oldest chip that the kernel serves.
+OLDEST = A100
 
 # Of patches, so that those of whole tiles are less than 2^31.
 MOST_ROWS = 2**31 - 256
@@ -50,16 +46,8 @@ PRODUCTS, LOADED, ENCODED, STORED = 2048, 72, 32, 5
 # Fitted to an H200: of tiles measured there (NOTES.md) the fastest is chosen, or one 1% slower.
 ALONE_INT8, ALONE, SHARED, TILE_OVERHEAD = 350, 80, 1.1, 800
 
-# On an H200 XLA is faster where K takes so many chunks of 128 bytes or more, and there are so many
-# rows a chunk or fewer: bfloat16 with K = 3072 and 2048, 4096 and 8192 rows, by 5 to 17%.
-LONG_CHUNKS, LONG_ROWS = 48, 256
-
 # Bytes that a thread loads at once; and more than it ever does, as `least` of a Config.
 MOST_VECTOR, PATCHES_ONLY = 16, 32
-
-
-def _multiprocessors(capability: tuple[int, int]) -> int:
-    return tiling.multiprocessors(MULTIPROCESSORS.get(capability, 108))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,24 +75,15 @@ class Config:
     parts: int = 1
     least: int = 1
 
-    def slices(self, problem: Problem) -> int:
-        """Into how many slices N is cut."""
-        return -(-problem.N // self.tile_n)
+    def grid(self, problem: Problem, chip: Chip) -> Grid:
+        """The workers, and which tiles they share."""
+        return Grid.of(problem, chip, self.tile_m, self.tile_n, resident=self.programs)
 
-    def tiles(self, problem: Problem) -> int:
-        """Tiles of a slice of N."""
-        return -(-math.prod(problem.patches[:-1]) // self.tile_m)
-
-    def workers(self, problem: Problem, capability: tuple[int, int]) -> int:
-        """Programs a slice of N: as many as run at the same time, or as there are tiles."""
-        most = self.programs * _multiprocessors(capability) // self.slices(problem)
-        return max(1, min(most, self.tiles(problem)))
-
-    def time(self, problem: Problem, capability: tuple[int, int], uncut: bool) -> float:
+    def time(self, problem: Problem, chip: Chip, uncut: bool) -> float:
         """Cycles of the worker with the most tiles, about; `uncut` if it encodes pixels."""
-        workers, m, n = self.workers(problem, capability), self.tile_m, self.tile_n
-        together = -(-workers * self.slices(problem) // _multiprocessors(capability))
-        large = capability[0] in LARGE
+        grid, m, n = self.grid(problem, chip), self.tile_m, self.tile_n
+        together = -(-grid.thread_blocks // chip.multiprocessors)
+        large = chip.capability[0] in LARGE
         products = m * n * self.step_bytes / (2 * PRODUCTS if large else PRODUCTS)
         loads = (m + n) * self.step_bytes / LOADED
         if together > 1:
@@ -112,11 +91,10 @@ class Config:
         else:
             wait = ALONE_INT8 if problem.dtype == "int8" else ALONE
             step = max(products, loads) + (wait if large else 0)
-        K = problem.patches[-1]
-        steps = K * jnp.dtype(problem.dtype).itemsize / self.step_bytes
-        others = m * n / STORED + (m * K / ENCODED if uncut else 0)
+        steps = problem.K * jnp.dtype(problem.dtype).itemsize / self.step_bytes
+        others = m * n / STORED + (m * problem.K / ENCODED if uncut else 0)
         a_tile = steps * step + together * others + TILE_OVERHEAD
-        return -(-self.tiles(problem) // workers) * a_tile
+        return grid.tiles_per_worker * a_tile
 
 
 # Of AMPERE none needs more than 99 KiB of shared memory. NOTES.md has the times of those for Hopper
@@ -137,42 +115,38 @@ HOPPER = (
 LEAST_GROUP = 4
 
 
-def widens(dtype: str, capability: tuple[int, int]) -> bool:
+def widens(dtype: str, chip: Chip) -> bool:
     """Whether float8 numbers are multiplied as float16 ones."""
-    return dtype == "float8_e4m3fn" and capability < FLOAT8
+    return dtype == "float8_e4m3fn" and dtype not in chip.tensor_dtypes
 
 
-def configs(capability: tuple[int, int]) -> tuple[Config, ...]:
-    """Those for a compute capability, the largest first."""
-    return HOPPER if capability[0] in LARGE else AMPERE
+def configs(chip: Chip) -> tuple[Config, ...]:
+    """Those for a chip, the largest first."""
+    return HOPPER if chip.capability[0] in LARGE else AMPERE
 
 
-def fitting_configs(
-    problem: Problem, capability: tuple[int, int], vector: int | None = None
-) -> list[Config]:
+def fitting_configs(problem: Problem, chip: Chip, vector: int | None = None) -> list[Config]:
     """Those of `configs` with registers for a problem; arguments as for `choose_config`."""
     least = PATCHES_ONLY if vector is None else vector
     # What takes registers, too: float8 pixels that are widened; float32 results of pixels; int8
     # sums where there is no wgmma, beside short groups of pixels.
-    crowded = widens(problem.dtype, capability) or problem.out_dtype == "float32"
-    crowded |= problem.dtype == "int8" and capability[0] != 9 and least < LEAST_GROUP
+    crowded = widens(problem.dtype, chip) or problem.out_dtype == "float32"
+    crowded |= problem.dtype == "int8" and chip.capability[0] != 9 and least < LEAST_GROUP
     if problem.N % LEAST_GROUP or (vector is not None and crowded):
         least = 1
-    return [config for config in configs(capability) if config.least <= least]
+    return [config for config in configs(chip) if config.least <= least]
 
 
-def choose_config(
-    problem: Problem, capability: tuple[int, int], vector: int | None = None
-) -> Config:
-    """The config for a problem: a function of shapes, dtypes, and the GPU's multiprocessors.
+def choose_config(problem: Problem, chip: Chip, vector: int | None = None) -> Config:
+    """The config for a problem on a chip.
 
     Args:
       problem: shapes and dtypes.
-      capability: of the GPU.
+      chip: the GPU.
       vector: bytes of pixels that a thread loads at once; None for patches.
     """
-    found = fitting_configs(problem, capability, vector)
-    return min(found, key=lambda config: config.time(problem, capability, vector is not None))
+    found = fitting_configs(problem, chip, vector)
+    return min(found, key=lambda config: config.time(problem, chip, vector is not None))
 
 
 def missing() -> str | None:
@@ -184,153 +158,98 @@ def missing() -> str | None:
     return f"{names} not installed: pip install 'pallas_patch_embed[triton]'."
 
 
-def why_not(problem: Problem, target: Target | None) -> str | None:
-    """The reason why this kernel cannot serve; None if it can."""
-    if target is not None and (target.compute_capability or (0, 0)) < OLDEST:
-        return f"it needs compute capability 8.0 or newer; this is {target}."
-    if reason := missing():
-        return reason
-    return tiling.why_not(problem, _check_rows)
+def plan(problem: Problem, target: Target, *, config: Config | None = None) -> Plan:
+    """How this kernel computes a problem; N may be any number.
 
-
-def _check_rows(problem: Problem) -> None:
-    """Raises NotImplementedError if rows cannot be counted in 32 bits."""
-    M = math.prod(problem.patches[:-1])
-    if M > MOST_ROWS:
-        raise NotImplementedError(f"there are {M} patches, expected at most {MOST_ROWS}.")
-
-
-def why_rather_not(problem: Problem) -> tuple[str, str] | None:
-    """The backend that is faster, and why; None if none is known to be."""
-    rows, chunks = math.prod(problem.patches[:-1]), tiling.chunks(problem)
-    if chunks >= LONG_CHUNKS and rows <= LONG_ROWS * chunks:
-        what = f"{problem.dtype} with K = {problem.patches[-1]}"
-        return "xla", f"{rows} rows are few for {what}: xla is faster."
-    return tiling.why_rather_not(problem)
-
-
-def cuts_faster(problem: Problem, target: Target) -> bool:
-    """Whether `run_images` is faster than `run` behind XLA's patchify: not for float8 on Hopper."""
-    # On an H200 it takes 7 to 29% longer in a burst: 1 to 4736 images, N of 768 and 1000.
-    hopper = (target.compute_capability or OLDEST)[0] == 9
-    return not (hopper and problem.dtype == "float8_e4m3fn")
-
-
-def run(
-    patches: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array,
-    table: jax.Array,
-    *,
-    out_dtype: str,
-    target: Target | None = None,
-    config: Config | None = None,
-) -> jax.Array:
-    """The operator as `mosaic.launch` has it, by the Triton kernel; N may be any number.
+    It cuts uint8 images into patches itself, if the problem has `patch_size`. A program that may
+    run anywhere is compiled for the GPU of this process, or for the oldest that the kernel serves.
 
     Args:
-      patches: [..., S, K] float8_e4m3fn, bfloat16 or int8.
-      weight: [N, K] of the same dtype.
-      scale: [N] float32.
-      table: [S, N] bfloat16, with leading axes if images have tables of their own, or [N] float32.
-      out_dtype: "bfloat16" or "float32".
-      target: the chip; that of the device which JAX uses by default if None.
+      problem: shapes and dtypes.
+      target: where the program runs.
       config: tile sizes; None for those of `choose_config`.
 
-    Returns:
-      [..., S, N] of out_dtype.
+    Raises:
+      NotImplementedError: the kernel cannot serve; the message is the reason.
     """
-    problem = Problem.of(patches, weight, scale, table, out_dtype=out_dtype)
-    return _launch(problem, (patches, weight, scale, table), {}, target, config)
+    chip = target.chip or (None if target.known else OLDEST)
+    if chip is None or chip.capability < OLDEST.capability:
+        raise NotImplementedError(f"it needs compute capability 8.0 or newer; this is {target}.")
+    if reason := missing():
+        raise NotImplementedError(reason)
+    tiles.check_operands(problem)
+    if problem.rows > MOST_ROWS:
+        raise NotImplementedError(
+            f"there are {problem.rows} patches, expected at most {MOST_ROWS}."
+        )
+    cut = None if problem.images is None else _cut(problem)
+    config = config or choose_config(problem, chip, cut["VECTOR"] if cut else None)
+    run = functools.partial(_launch, problem, chip, config, cut)
+    return Plan(run, config=str(config), takes_images=cut is not None)
 
 
-def run_images(
-    images: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array,
-    table: jax.Array,
-    *,
-    patch_size: int,
-    out_dtype: str,
-    target: Target | None = None,
-    config: Config | None = None,
-) -> jax.Array:
-    """The operator for patches that the kernel cuts from images: `run(patchify.rows(images))`.
-
-    Args:
-      images: [..., H, W, 3] uint8.
-      weight, scale, table, out_dtype, target, config: as for `run`.
-      patch_size: side of a patch in pixels.
-
-    Returns:
-      [..., S, N] of out_dtype, S = (H // patch_size) * (W // patch_size).
-    """
-    H, W, channels = images.shape[-3:]
-    shape = rows_shape(images.shape, patch_size)
-    patches = jax.ShapeDtypeStruct(shape, weight.dtype)
-    problem = Problem.of(patches, weight, scale, table, out_dtype=out_dtype)
+def _cut(problem: Problem) -> dict[str, int]:
+    """The kernel's arguments that say how patches lie in images."""
+    assert problem.images is not None and problem.patch_size is not None
+    patch_size, (H, W, channels) = problem.patch_size, problem.images[-3:]
     line, patch_line = W * channels, patch_size * channels
-    images_as = dict(
+    return dict(
         IMAGES=True,
         K=patch_size * patch_line,
         GRID_W=W // patch_size,
-        GRID=shape[-2],
+        GRID=problem.patches[-2],
         PATCH=patch_size,
         PATCH_LINE=patch_line,
         LINE=line,
         IMAGE=H * line,
         VECTOR=math.gcd(MOST_VECTOR, patch_line, line),
     )
-    return _launch(problem, (images, weight, scale, table), images_as, target, config)
 
 
-def _launch(problem: Problem, operands, images_as: dict, target, config) -> jax.Array:
+def _launch(
+    problem: Problem, chip: Chip, config: Config, cut: dict[str, int] | None, *operands: jax.Array
+) -> jax.Array:
     """Calls the kernel for a problem.
 
     Args:
-      problem: of patches, also where there are images.
+      problem: checked; of patches, also where there are images.
+      chip: the GPU that the kernel is compiled for.
+      config: tile sizes and pipeline depth.
+      cut: how patches lie in images; None for patches.
       operands: patches or images, weight, scale, table.
-      images_as: the kernel's arguments that say how patches lie in images; empty for patches.
-      target: as in `run`, as is config.
     """
-    tiling.check_operands(problem)
-    _check_rows(problem)
-    # An export holds code for one compute capability: this process's, if it has a GPU.
-    targets = (target, Target.of(default_device()))
-    capability = next((t.compute_capability for t in targets if t and t.compute_capability), OLDEST)
-    widen = widens(problem.dtype, capability)
-    config = config or choose_config(problem, capability, images_as.get("VECTOR"))
+    widen = widens(problem.dtype, chip)
+    grid = config.grid(problem, chip)
     if widen:
         operands = tuple(
             lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == problem.dtype else x
             for x in operands
         )
-    K, period = problem.patches[-1], tiling.table_period(problem)
-    workers = config.workers(problem, capability)
+    K, period = problem.K, problem.table_period
     names = ("GRID_W", "GRID", "PATCH", "PATCH_LINE", "LINE", "IMAGE", "VECTOR")
-    arguments = dict.fromkeys(names, 1) | dict(IMAGES=False, K=K) | images_as
+    arguments = dict.fromkeys(names, 1) | dict(IMAGES=False, K=K) | (cut or {})
 
-    def compute(M, first, weight, scale, table):
-        # Tiles of a run lie alike in their images, also where they have no rows of a table.
-        repeats = period if period > 1 else arguments["GRID"]
-        runs = schedule.runs(M, repeats, config.tile_m, workers)
+    def compute(first, weight, scale, table):
+        # Tiles of a segment lie alike in their images, also where they have no rows of a table.
+        segments = grid.schedule(period if period > 1 else arguments["GRID"])
+        major, minor = chip.capability
         return _call()(
-            first.reshape(-1) if images_as else first.reshape(M, K),
-            *(weight, scale, table.reshape(-1, problem.N), jnp.asarray(runs)),
-            out=jax.ShapeDtypeStruct((M, problem.N), problem.out_dtype),
-            grid=workers * config.slices(problem),
+            first.reshape(-1) if cut else first.reshape(problem.rows, K),
+            *(weight, scale, table.reshape(-1, problem.N), jnp.asarray(segments)),
+            out=jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype),
+            grid=grid.thread_blocks,
             num_warps=config.warps,
             num_stages=config.stages,
-            compute_capability=10 * capability[0] + capability[1],
+            compute_capability=10 * major + minor,
             **arguments,
-            M=M,
+            M=problem.rows,
             N=problem.N,
             K_PADDED=K,
             PERIOD=period,
-            RUNS=runs.shape[1],
+            RUNS=segments.shape[1],
             DTYPE=problem.dtype,
             WIDEN=widen,
-            HAS_TABLE=table.ndim > 1,
+            HAS_TABLE=problem.has_table,
             TILE_M=config.tile_m,
             TILE_N=config.tile_n,
             TILE_K=config.step_bytes // jnp.dtype(problem.dtype).itemsize,
@@ -338,7 +257,7 @@ def _launch(problem: Problem, operands, images_as: dict, target, config) -> jax.
             STAGES=config.stages,
         )
 
-    return tiling.in_rows(problem, operands, compute)
+    return tiles.flatten_leading_axes(problem, operands, compute)
 
 
 @functools.cache

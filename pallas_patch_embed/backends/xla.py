@@ -1,20 +1,21 @@
 """The operator in plain XLA: serves every platform, dtype and shape, and is the definition."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from pallas_patch_embed.problem import Problem, Target
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.chips import Target
+from pallas_patch_embed.problem import Problem
 
 EVIDENCE = "the definition of the operator, tested against exact references."
 
 
-def why_not(problem: Problem, target: Target | None) -> None:
+def plan(problem: Problem, target: Target) -> Plan:
     """XLA serves everything."""
-    del problem, target
-
-
-def why_rather_not(problem: Problem) -> None:
-    """None: it is the last."""
+    del target
+    return Plan(functools.partial(run, out_dtype=problem.out_dtype))
 
 
 def run(
@@ -24,7 +25,6 @@ def run(
     table: jax.Array,
     *,
     out_dtype: str,
-    target: Target | None = None,
 ) -> jax.Array:
     """y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n]).
 
@@ -34,7 +34,6 @@ def run(
       scale: [..., N] float32.
       table: [..., S, N], [..., 1, N] or [N], bfloat16 or float32.
       out_dtype: "bfloat16" or "float32".
-      target: of no importance here.
 
     Returns:
       [..., S, N] of out_dtype, rounded once. The accumulator is exact int32 for int8; float32 for

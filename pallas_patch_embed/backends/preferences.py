@@ -1,0 +1,78 @@
+"""Which backend is preferred to which other one that serves too, and the measurement that says so.
+
+Without a preference the first backend of `backends.BACKENDS` that serves is chosen. All times are
+of an H200; NOTES.md has them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from pallas_patch_embed.backends.tiles import chunks
+from pallas_patch_embed.chips import H200, Target
+from pallas_patch_embed.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference:
+    """A backend that is faster than others for some problems.
+
+    Attributes:
+      over: the slower backends.
+      backend: the faster one.
+      applies: whether it is faster for a problem.
+      reason: what `explain` says, with the fields `rows`, `K` and `dtype`.
+    """
+
+    over: tuple[str, ...]
+    backend: str
+    applies: Callable[[Problem], bool]
+    reason: str
+
+
+def _few_rows_per_chunk(problem: Problem, chunks_at_least: int, rows_at_most: int) -> bool:
+    """Whether K is long (in chunks of 128 bytes), and rows are few for each of its chunks."""
+    return chunks(problem) >= chunks_at_least and problem.rows <= rows_at_most * chunks(problem)
+
+
+PREFERENCES = (
+    # bfloat16 with K = 3072 and 2048, 4096 and 8192 rows: xla is faster than triton by 5 to 17%.
+    Preference(
+        over=("triton",),
+        backend="xla",
+        applies=lambda problem: _few_rows_per_chunk(problem, 48, 256),
+        reason="{rows} rows are few for {dtype} with K = {K}: xla is faster.",
+    ),
+    # XLA splits K among multiprocessors. B/32: it is faster up to 512 rows at one byte an element,
+    # up to 1024 rows at two.
+    Preference(
+        over=("mosaic_sm90", "cuda", "triton"),
+        backend="xla",
+        applies=lambda problem: _few_rows_per_chunk(problem, 24, 22),
+        reason="{rows} rows are few for K = {K}: xla splits K and is faster.",
+    ),
+    Preference(
+        over=("mosaic_sm90",),
+        backend="cuda",
+        applies=lambda problem: problem.patch_size is not None,
+        reason="behind XLA's patchify cuda is up to 15% faster on an H200.",
+    ),
+)
+
+
+def preferred_alternative(backend: str, problem: Problem) -> tuple[str, str] | None:
+    """The backend that is faster than this one for the problem, and why; None if none is known."""
+    for preference in PREFERENCES:
+        if backend in preference.over and preference.applies(problem):
+            fields = dict(rows=problem.rows, K=problem.K, dtype=problem.dtype)
+            return preference.backend, preference.reason.format(**fields)
+    return None
+
+
+def patchify_first(backend: str, problem: Problem, target: Target) -> bool:
+    """Whether a backend that can cut images itself is faster behind XLA's patchify.
+
+    triton with float8 on an H200: cutting the images itself takes 7 to 29% longer in a burst (1 to
+    4736 images, N of 768 and 1000).
+    """
+    hopper = target.chip is not None and target.chip.capability == H200.capability
+    return backend == "triton" and hopper and problem.dtype == "float8_e4m3fn"

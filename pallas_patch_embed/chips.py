@@ -1,0 +1,121 @@
+"""Chips: every fact about a GPU that this package uses, once; and the target of a program."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+
+KIB = 2**10
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A GPU.
+
+    The sources are NVIDIA's data sheets, the white papers of GA100, GA102, AD102, GH100 and
+    GB202, and the CUDA C++ Programming Guide, section Compute Capabilities.
+
+    Attributes:
+      name: as its driver says it.
+      capability: compute capability, (major, minor).
+      multiprocessors: streaming multiprocessors.
+      shared_memory: largest shared memory of one thread block, in bytes.
+      tensor_memory: 32-bit columns of tensor memory of one multiprocessor; 0 before Blackwell.
+      clock: boost clock in GHz.
+      bandwidth: of its memory, in bytes a second.
+      memory: in bytes.
+      l2: L2 cache in bytes.
+      tensor_dtypes: dtypes of patches and weight that its tensor cores multiply as they are.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory: int
+    tensor_memory: int
+    clock: float
+    bandwidth: int
+    memory: int
+    l2: int
+    tensor_dtypes: tuple[str, ...]
+
+
+_INT8, _FLOAT8 = ("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn")
+_ALL = ("bfloat16", "int8", "float8_e4m3fn")
+_G = 10**9
+
+A100 = Chip("NVIDIA A100", (8, 0), 108, 163 * KIB, 0, 1.41, 2039 * _G, 80 * _G, 40 * MIB, _INT8)
+RTX_3090 = Chip("RTX 3090", (8, 6), 82, 99 * KIB, 0, 1.695, 936 * _G, 24 * _G, 6 * MIB, _INT8)
+RTX_4090 = Chip("RTX 4090", (8, 9), 128, 99 * KIB, 0, 2.52, 1008 * _G, 24 * _G, 72 * MIB, _ALL)
+H200 = Chip("NVIDIA H200", (9, 0), 132, 227 * KIB, 0, 1.98, 4800 * _G, 141 * _G, 50 * MIB, _ALL)
+B200 = Chip(
+    "NVIDIA B200", (10, 0), 148, 227 * KIB, 512, 1.965, 8000 * _G, 180 * _G, 126 * MIB, _ALL
+)
+# Its tensor cores have no kind::i8 (PTX ISA, tcgen05.mma).
+B300 = Chip(
+    "NVIDIA B300", (10, 3), 148, 227 * KIB, 512, 1.965, 8000 * _G, 288 * _G, 126 * MIB, _FLOAT8
+)
+RTX_5090 = Chip("RTX 5090", (12, 0), 170, 99 * KIB, 0, 2.407, 1792 * _G, 32 * _G, 96 * MIB, _ALL)
+
+# One for each compute capability, oldest first.
+CHIPS = (A100, RTX_3090, RTX_4090, H200, B200, B300, RTX_5090)
+
+
+def chip_of(capability: tuple[int, int], multiprocessors: int | None = None) -> Chip:
+    """The chip of a compute capability.
+
+    A capability that is not listed gets the facts of the newest listed one that is not newer.
+
+    Args:
+      capability: (major, minor).
+      multiprocessors: of this GPU; None for those of the listed chip.
+    """
+    like = next((chip for chip in reversed(CHIPS) if chip.capability <= capability), CHIPS[0])
+    count = multiprocessors or like.multiprocessors
+    return dataclasses.replace(like, capability=capability, multiprocessors=count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Where a program runs.
+
+    Attributes:
+      platform: "cpu", "cuda", "rocm", "tpu", ...
+      chip: the NVIDIA GPU; None on other platforms, and where none is known.
+      known: False where nobody can know the chip yet, as in an export. Then `chip` is the GPU of
+        this process, the likeliest one, if it has any.
+    """
+
+    platform: str
+    chip: Chip | None = None
+    known: bool = True
+
+    @classmethod
+    def of(cls, device: "jax.Device") -> "Target":
+        """The target that `device` is."""
+        capability = str(getattr(device, "compute_capability", ""))
+        if device.platform == "gpu" and capability[:1].isdigit():
+            major, minor = map(int, capability.split("."))
+            return cls("cuda", chip_of((major, minor), getattr(device, "core_count", None)))
+        return cls("rocm" if device.platform == "gpu" else device.platform)
+
+    @classmethod
+    def unknown(cls, platform: str = "cuda") -> "Target":
+        """The target of a program for this platform that may run anywhere."""
+        here = cls.of(default_device())
+        return cls(platform, here.chip if here.platform == platform else None, known=False)
+
+    def __str__(self) -> str:
+        if self.chip is None:
+            return self.platform
+        return "{} {}.{}".format(self.platform, *self.chip.capability)
+
+
+def default_device() -> "jax.Device":
+    """The device that JAX uses if it is told no other one."""
+    import jax  # Not above: chips are also read by programs that set up JAX later.
+
+    device = jax.config.jax_default_device or jax.devices()[0]
+    return jax.devices(device)[0] if isinstance(device, str) else device

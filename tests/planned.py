@@ -1,0 +1,41 @@
+"""What a backend makes of a problem: its result, or the reason why it refuses."""
+
+import dataclasses
+
+from pallas_patch_embed.chips import Chip, Target, default_device
+from pallas_patch_embed.problem import Problem
+
+
+def few(chip: Chip, multiprocessors: int) -> Target:
+    """A chip with so few multiprocessors that each worker has several tiles."""
+    return Target("cuda", dataclasses.replace(chip, multiprocessors=multiprocessors))
+
+
+def here() -> Target:
+    """The GPU that JAX uses, or an unknown one if it uses none."""
+    target = Target.of(default_device())
+    return target if target.chip is not None else Target.unknown()
+
+
+def compute(backend, *operands, out_dtype, target=None, patch_size=None, **choices):
+    """The operator by one backend.
+
+    Args:
+      backend: its module.
+      operands: patches or images, weight, scale, table.
+      out_dtype: "bfloat16" or "float32".
+      target: where it runs; None for `here()`.
+      patch_size: of images.
+      choices: further arguments of the backend's `plan`.
+    """
+    problem = Problem.of(*operands, out_dtype=out_dtype, patch_size=patch_size)
+    return backend.plan(problem, target or here(), **choices).run(*operands)
+
+
+def refusal(backend, problem, target=None) -> str | None:
+    """Why a backend cannot serve a problem; None if it can. Without a target nobody knows it."""
+    try:
+        backend.plan(problem, target or Target.unknown())
+    except NotImplementedError as error:
+        return str(error)
+    return None

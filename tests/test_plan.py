@@ -1,0 +1,109 @@
+"""Plans: pure functions of problem and target, made once for each lowering."""
+
+import collections
+import dataclasses
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from bounds import draw_params
+from interpreter import problem_of
+from planned import refusal
+
+import pallas_patch_embed as ppe
+from pallas_patch_embed import primitive
+from pallas_patch_embed.backends import BACKENDS, mosaic_sm90, mosaic_sm100, tiles, triton
+from pallas_patch_embed.chips import A100, B200, CHIPS, H200, RTX_5090, Chip, Target, chip_of
+from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
+
+# An H100 PCIe.
+H100 = dataclasses.replace(H200, multiprocessors=114)
+
+
+def test_a_chip_of_fewer_multiprocessors_gets_its_own_grid():
+    problem = problem_of(named_shape("B/16 224"), "int8", 4736)
+    config = mosaic_sm90.choose_config(problem, H200)
+    assert config == mosaic_sm90.choose_config(problem, H100)
+    full, fewer = config.grid(problem, H200), config.grid(problem, H100)
+    # 192 columns are a quarter of N: 33 workers of a slice on 132 multiprocessors, 28 on 114.
+    assert (full.slices, full.workers, full.thread_blocks) == (4, 33, 132)
+    assert (fewer.slices, fewer.workers, fewer.thread_blocks) == (4, 28, 112)
+    assert len(fewer.schedule(196)) == 28
+
+
+def test_the_multiprocessors_are_those_of_the_device():
+    device = mock.Mock(platform="gpu", compute_capability="9.0", core_count=114)
+    assert Target.of(device).chip == H100
+
+
+@pytest.mark.parametrize(
+    "capability, listed", [((8, 0), A100), ((8, 7), CHIPS[1]), ((12, 1), RTX_5090), ((7, 5), A100)]
+)
+def test_a_chip_that_is_not_listed_has_the_facts_of_one_that_is(capability, listed):
+    assert chip_of(capability, 48) == dataclasses.replace(
+        listed, capability=capability, multiprocessors=48
+    )
+
+
+def test_the_chips_are_listed_once_from_the_oldest_on():
+    capabilities = [chip.capability for chip in CHIPS]
+    assert capabilities == sorted(set(capabilities))
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """How often each config was checked."""
+    counts = collections.Counter()
+    for module in (mosaic_sm90, mosaic_sm100):
+
+        def check(self, problem, chip, known=module.Config.check):
+            counts[self] += 1
+            known(self, problem, chip)
+
+        monkeypatch.setattr(module.Config, "check", check)
+    return counts
+
+
+@pytest.mark.parametrize("chip, backend", [(H200, "mosaic_sm90"), (B200, "mosaic_sm100")])
+@pytest.mark.parametrize("name", [None, "named"])
+def test_a_lowering_checks_every_config_once(monkeypatch, checks, chip, backend, name):
+    params = draw_params(np.random.default_rng(0), patch_size=16, grid=(2, 2), N=768, dtype="int8")
+    monkeypatch.setattr(primitive, "_target", lambda module, platform: Target("cuda", chip))
+    patches = jax.ShapeDtypeStruct((64, 4, 768), "int8")
+    asked = backend if name else None
+    traced = jax.jit(lambda x: ppe.patch_embed(x, params, backend=asked)).trace(patches)
+    checks.clear()
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert checks and set(checks.values()) == {1}
+
+
+def test_a_plan_asks_no_device(monkeypatch):
+    monkeypatch.setattr(triton, "missing", lambda: None)
+    problems = [problem_of(shape, "int8") for shape in NAMED_SHAPES]
+    with mock.patch.object(jax, "devices", side_effect=AssertionError("asked")):
+        for problem in problems:
+            assert refusal(mosaic_sm90, problem, Target("cuda", H100)) is None
+            assert refusal(mosaic_sm100, problem, Target("cuda", B200)) is None
+            assert refusal(triton, problem, Target("cuda", A100)) is None
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+@pytest.mark.parametrize("tile_m, tile_n, blocks, resident", [(256, 192, 2, 1), (64, 128, 1, 3)])
+def test_a_grid_holds_every_tile_and_no_more_blocks_than_run(
+    chip: Chip, tile_m, tile_n, blocks, resident
+):
+    for shape in NAMED_SHAPES:
+        for images in (0, 1, 67, 4736):
+            problem = problem_of(shape, "int8", images)
+            grid = tiles.Grid.of(problem, chip, tile_m, tile_n, blocks=blocks, resident=resident)
+            assert grid.slices * tile_n >= problem.N > (grid.slices - 1) * tile_n
+            assert grid.tiles * tile_m >= problem.rows > (grid.tiles - 1) * tile_m
+            assert grid.tiles_per_worker * grid.workers >= grid.tiles
+            most = chip.multiprocessors * resident
+            assert grid.workers == 1 or grid.thread_blocks <= most
+
+
+def test_every_backend_says_why_it_may_be_trusted():
+    assert all(backend.EVIDENCE for backend in BACKENDS.values())
