@@ -44,7 +44,8 @@ from benchmarks.machine_code import (
 )
 from benchmarks.offline_compile import CHIPS, operands
 from benchmarks.timing import installed
-from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, tiles, triton
+from pallas_patch_embed.backends import cuda, tiles, triton
+from pallas_patch_embed.backends.mosaic import sm90, sm100
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import ROW_BYTES
 from pallas_patch_embed.chips import A100, B200, H200, RTX_3090, RTX_4090, Target
@@ -258,10 +259,10 @@ def library_kernels() -> dict[tuple[int, str], Code]:
     Raises:
       NotImplementedError: with the reason why they cannot be read.
     """
-    if reason := cuda_ffi.missing():
+    if reason := cuda.missing():
         raise NotImplementedError(reason)
     found = {}
-    for capability, cubin in cubins(cuda_ffi.LIBRARY.read_bytes()):
+    for capability, cubin in cubins(cuda.LIBRARY.read_bytes()):
         found |= {(capability, code.name): code for code in read_cubin(cubin)}
     if not found:
         raise NotImplementedError("the library has no cubin that is not compressed.")
@@ -276,18 +277,18 @@ def resident_kernel(
     *head: str, problem: Problem, config, code: Code, shared: int, steps: int, staying: int = 0
 ) -> Kernel:
     """A Pallas or CUDA kernel, of which so many chunks of a streamed weight stay."""
-    hopper = isinstance(config, mosaic_sm90.Config) or getattr(config, "capability", 0) == 90
+    hopper = isinstance(config, sm90.Config) or getattr(config, "capability", 0) == 90
     grid = config.grid(problem, H200 if hopper else B200)
     chunks = tiles.chunks(problem)
     streamed = (chunks - staying) * config.tile_n * ROW_BYTES if config.stream_weight else 0
     patch_bytes = config.tile_m * chunks * ROW_BYTES
     if hopper:
-        warps, columns = 4 * mosaic_sm90.CONSUMERS, 0
+        warps, columns = 4 * sm90.CONSUMERS, 0
         # It comes for each warpgroup's half of a tile.
-        streamed *= mosaic_sm90.CONSUMERS
+        streamed *= sm90.CONSUMERS
         loops = (Loop("multiply and store", warps, executed(code.sass, "STG|[HIQ]G?MMA", steps)),)
     else:
-        warps, columns = 4 * mosaic_sm100.STORERS, mosaic_sm100.ACCUMULATORS * config.tile_n
+        warps, columns = 4 * sm100.STORERS, sm100.ACCUMULATORS * config.tile_n
         loops = (
             Loop("multiply", 1, executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)),
             Loop("store", warps, executed(code.sass, "LDTM", 1)),
@@ -311,13 +312,14 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
     """The Pallas kernel for a shape, compiled in a process of its own."""
     if cuda_root() is None:
         raise NotImplementedError("ptxas and nvdisasm are missing: pip install '.[codegen]'")
-    backend = mosaic_sm90 if architecture == "sm_90" else mosaic_sm100
+    name = "mosaic_sm90" if architecture == "sm_90" else "mosaic_sm100"
     target = next(name for name, chip in CHIPS.items() if chip == CHIP_OF[architecture])
     problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
-    config = backend.choose_config(problem, CHIP_OF[architecture])
+    choose_config = {"mosaic_sm90": sm90, "mosaic_sm100": sm100}[name].choose_config
+    config = choose_config(problem, CHIP_OF[architecture])
     with tempfile.NamedTemporaryFile(suffix=".sass") as file:
         command = [sys.executable, "-m", "benchmarks.offline_compile", "--target", target]
-        command += ["--backend", backend.__name__.rpartition(".")[2], "--sass", file.name]
+        command += ["--backend", name, "--sass", file.name]
         command += ["--shapes", shape.name, "--images", str(images), "--dtype", dtype]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
@@ -342,7 +344,7 @@ def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -
     library = library_kernels()
     problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
     capability = int(architecture.removeprefix("sm_"))
-    config = cuda_ffi.choose_config(problem, capability, CHIP_OF[architecture])
+    config = cuda.choose_config(problem, capability, CHIP_OF[architecture])
     chunks = tiles.chunks(problem)
     stay = architecture == "sm_90" and config.rows >= LEAST_ROWS_OF_STAYING
     stay &= chunks <= MOST_CHUNKS_OF_STAYING
@@ -382,9 +384,9 @@ def compile_triton(call: dict[str, object]):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pallas_patch_embed.backends import triton_kernel
+    from pallas_patch_embed.backends.triton import kernel
 
-    function, constants = triton_kernel.patch_embed, dict(call)
+    function, constants = kernel.patch_embed, dict(call)
     arrays = (*constants.pop("operands"), constants.pop("out"))
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     target = GPUTarget("cuda", constants.pop("compute_capability"), 32)

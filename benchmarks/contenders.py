@@ -20,7 +20,7 @@ from jax import lax
 import pallas_patch_embed as ppe
 from benchmarks import cutlass, timing
 from benchmarks.timing import Ceiling, Contender
-from pallas_patch_embed.backends import plan
+from pallas_patch_embed.backends import plan_with
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.chips import H200, Target, default_device
 from pallas_patch_embed.demo import draw_weights, photographs
@@ -223,7 +223,7 @@ def patchified(images: jax.Array, params: PatchEmbedParams, *, backend: str) -> 
 def _cuts_images(backend: str, data: Data) -> bool:
     """Whether a backend that is asked for by name cuts these images itself."""
     asked = ppe.explain(data.images, data.params)
-    answer = plan(backend, asked.problem, asked.target, asked=True)
+    answer = plan_with(backend, asked.problem, asked.target, asked=True)
     return isinstance(answer, Plan) and answer.takes_images
 
 

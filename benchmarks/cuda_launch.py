@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_patch_embed.backends import cuda_build, cuda_ffi
-from pallas_patch_embed.backends.cuda_ffi import Config
+from pallas_patch_embed.backends import cuda, cuda_build
+from pallas_patch_embed.backends.cuda import Config
 from pallas_patch_embed.chips import Chip, Target
 from pallas_patch_embed.problem import Problem
 
@@ -115,12 +115,12 @@ class Driver:
 
 
 def prepared(config: Config, problem: Problem, chip: Chip) -> tuple[np.ndarray, dict]:
-    """The schedule of a kernel's workers, and what its launch takes (`cuda_ffi.launch`)."""
+    """The schedule of a kernel's workers, and what its launch takes (`cuda.launch`)."""
     grid = config.grid(problem, chip)
     segments = grid.schedule(problem.table_period)
     shapes = dict(M=problem.rows, N=problem.N, K=problem.K, period=problem.table_period)
     launched = dict(workers=grid.workers, segments=segments.shape[1])
-    return segments, cuda_ffi.launch(config, **shapes, **launched)
+    return segments, cuda.launch(config, **shapes, **launched)
 
 
 def launch(config: Config, problem: Problem, chip: Chip, addresses: dict[str, int]) -> None:
@@ -173,7 +173,7 @@ def stamped(operands, *, out_dtype: str) -> tuple[jax.Array, np.ndarray]:
     if chip is None:
         raise NotImplementedError(f"{device} is no NVIDIA GPU.")
     capability = 90 if chip.capability[0] == 9 else 100
-    config = cuda_ffi.choose_config(problem, capability, chip)
+    config = cuda.choose_config(problem, capability, chip)
     segments, plan = prepared(config, problem, chip)
     arrays = dict(zip(("patches", "weight", "scale", "table"), operands))
     arrays["segments"] = jax.device_put(segments, device)

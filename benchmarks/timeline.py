@@ -22,7 +22,8 @@ import jax
 import numpy as np
 
 from benchmarks import contenders, cuda_launch, timing
-from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, plan, tiles
+from pallas_patch_embed.backends import cuda, plan_with, tiles
+from pallas_patch_embed.backends.mosaic import sm90, sm100
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
@@ -190,8 +191,7 @@ def main() -> None:
     """Prints the table and writes the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [shape.name for shape in NAMED_SHAPES]
-    kernels = {k.__name__.rpartition(".")[2]: k for k in (mosaic_sm90, mosaic_sm100)}
-    kernels["cuda"] = cuda_ffi
+    kernels = {"mosaic_sm90": sm90, "mosaic_sm100": sm100, "cuda": cuda}
     parser.add_argument("--backend", choices=kernels, help="the first one that serves")
     parser.add_argument("--shape", choices=names, default="B/16 224", metavar="NAME")
     parser.add_argument("--images", type=int, default=4736)
@@ -203,7 +203,7 @@ def main() -> None:
     drawn = contenders.operands(contenders.draw(case))
     problem = Problem.of(*drawn, out_dtype="bfloat16")
     asked = [chosen.backend] if chosen.backend else [*kernels]
-    answers = {name: plan(name, problem, target) for name in asked}
+    answers = {name: plan_with(name, problem, target) for name in asked}
     name = next((name for name, answer in answers.items() if isinstance(answer, Plan)), None)
     if name is None:
         raise SystemExit("\n".join(f"{name}: {answer.reason}" for name, answer in answers.items()))

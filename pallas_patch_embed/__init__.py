@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pallas_patch_embed.api import patchify as patchify
     from pallas_patch_embed.backends import Explanation as Explanation
     from pallas_patch_embed.backends import backend_names as backend_names
-    from pallas_patch_embed.backends.cuda_ffi import register_cuda_kernels as register_cuda_kernels
+    from pallas_patch_embed.backends.cuda import register_cuda_kernels as register_cuda_kernels
     from pallas_patch_embed.params import PatchEmbedParams as PatchEmbedParams
     from pallas_patch_embed.params import pack as pack
 
@@ -35,7 +35,6 @@ if not TYPE_CHECKING:
     # The names above are imported when the first of them is used: importing JAX takes a second, in
     # which the command line has to be able to end on a signal already.
     import importlib
-    import types
 
     def _import_all():
         """Imports the public names."""
@@ -44,7 +43,7 @@ if not TYPE_CHECKING:
         for home, members in {
             "api": ("embed_images", "explain", "patch_embed", "patchify"),
             "backends": ("Explanation", "backend_names"),
-            "backends.cuda_ffi": ("register_cuda_kernels",),
+            "backends.cuda": ("register_cuda_kernels",),
             "params": ("PatchEmbedParams", "pack"),
         }.items():
             names |= {name: getattr(module(f"{__name__}.{home}"), name) for name in members}
@@ -58,16 +57,6 @@ if not TYPE_CHECKING:
 
     def __dir__():
         return sorted({*globals(), *__all__})
-
-    class _Package(types.ModuleType):
-        """A package whose function `patchify` is not replaced by a module."""
-
-        def __setattr__(self, name, value):
-            # Python sets this attribute after it has imported a module of the package.
-            if name != "patchify" or not isinstance(value, types.ModuleType):
-                super().__setattr__(name, value)
-
-    sys.modules[__name__].__class__ = _Package
 
     # jax.export knows the package's pytrees once their modules are imported; a program that uses
     # JAX has done enough for that when it has imported the package.

@@ -14,7 +14,7 @@ from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.chips import Target, default_device
 from pallas_patch_embed.params import PatchEmbedParams, check_params
-from pallas_patch_embed.patchify import rows
+from pallas_patch_embed.patches import rows
 from pallas_patch_embed.problem import (
     DTYPES,
     OUT_DTYPES,

@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.backends import choose, xla
 from pallas_patch_embed.chips import Target
-from pallas_patch_embed.patchify import rows
+from pallas_patch_embed.patches import rows
 from pallas_patch_embed.problem import Problem, rows_shape
 
 patch_embed_p = Primitive("patch_embed")

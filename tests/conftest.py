@@ -64,9 +64,9 @@ def compilers():
 @pytest.fixture(scope="session")
 def cuda_library():
     """The library of ffi/, built."""
-    from pallas_patch_embed.backends import cuda_ffi
+    from pallas_patch_embed.backends import cuda
 
-    if reason := cuda_ffi.missing():
+    if reason := cuda.missing():
         pytest.skip(f"cuda: {reason}")
 
 

@@ -8,7 +8,6 @@ settings when JAX is imported.
 
 import dataclasses
 import functools
-import importlib
 import json
 import shutil
 import subprocess
@@ -55,7 +54,9 @@ class Case:
     @property
     def module(self):
         """The backend."""
-        return importlib.import_module(f"pallas_patch_embed.backends.{self.backend}")
+        from pallas_patch_embed.backends import BACKENDS
+
+        return BACKENDS[self.backend]
 
     @property
     def chosen(self):

@@ -14,8 +14,9 @@ from ptx_emulator.memory import POISON, GlobalMemory
 from ptx_emulator.tma import TensorMap
 
 from benchmarks import cuda_launch
-from pallas_patch_embed.backends import cuda_ffi, schedule, tiles
-from pallas_patch_embed.backends.cuda_ffi import SPELLED
+from pallas_patch_embed.backends import cuda as cuda_backend
+from pallas_patch_embed.backends import schedule, tiles
+from pallas_patch_embed.backends.cuda import SPELLED
 from pallas_patch_embed.problem import Problem
 
 # Blocks of a launch: so few that there are more tiles than workers.
@@ -44,9 +45,9 @@ class Case:
     knobs: tuple = ()
 
     @property
-    def config(self) -> cuda_ffi.Config:
+    def config(self) -> cuda_backend.Config:
         """Of a kernel that is built."""
-        return cuda_ffi.Config(
+        return cuda_backend.Config(
             *(self.name, self.capability, SPELLED[self.dtype], SPELLED[self.out_dtype]),
             *(self.table != "none", self.tile_n, self.rows, self.blocks, self.slots),
             *(self.stream_weight, True),

@@ -1,6 +1,7 @@
 """The Triton kernel in Triton's interpreter: its own source, executed with numpy on a CPU."""
 
 import importlib.util
+from pathlib import Path
 from unittest import mock
 
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def _convert(data, dtype, to, rounding_mode):
 
 def load_kernel():
     """The kernel's module, whose functions are interpreted."""
-    path = backend.__spec__.origin.replace("triton.py", "triton_kernel.py")
+    path = Path(backend.__file__).with_name("kernel.py")
     spec = importlib.util.spec_from_file_location("interpreted_kernel", path)
     module = importlib.util.module_from_spec(spec)
     with triton.knobs.runtime.scope():

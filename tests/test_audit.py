@@ -9,7 +9,7 @@ import pytest
 from benchmarks import audit
 from benchmarks.audit import Kernel, Loop, Tile
 from benchmarks.machine_code import Code, class_of, cuda_root, read_cubin
-from pallas_patch_embed.backends import cuda_ffi, tiles
+from pallas_patch_embed.backends import cuda, tiles
 from pallas_patch_embed.problem import named_shape
 
 HEADLINE = (named_shape("B/16 224"), 4736)
@@ -68,7 +68,7 @@ def test_the_Blackwell_kernel_has_the_budget_of_the_design():
 @needs_library
 def test_no_kernel_of_the_library_spills():
     assert audit.spilling(audit.library_kernels().values()) == []
-    names = {c.name for c in cuda_ffi.configs()}
+    names = {c.name for c in cuda.configs()}
     assert {name for _, name in audit.library_kernels()} == names
     kernel = audit.cuda_kernel("sm_90", *HEADLINE, "bfloat16")
     found, (loop,) = checked(kernel), kernel.loops
@@ -172,7 +172,7 @@ def test_the_chunks_that_stay_are_those_of_the_kernel():
 
 def test_what_cannot_be_compiled_is_left_out_with_the_reason(monkeypatch):
     monkeypatch.setattr(audit, "cuda_root", lambda: None)
-    monkeypatch.setattr(audit.cuda_ffi, "missing", lambda: "its library is missing")
+    monkeypatch.setattr(audit.cuda, "missing", lambda: "its library is missing")
     monkeypatch.setattr(audit.importlib.util, "find_spec", lambda name: None)
     audit.library_kernels.cache_clear()
     kernels, missing = audit.audit(*HEADLINE, tiles.DTYPES)

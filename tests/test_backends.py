@@ -13,7 +13,7 @@ from interpreter import problem_of
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed import primitive
-from pallas_patch_embed.backends import BACKENDS, choose, cuda_ffi, explain, xla
+from pallas_patch_embed.backends import BACKENDS, choose, cuda, explain, xla
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.chips import B200, H200, Target, chip_of
 from pallas_patch_embed.problem import Problem, named_shape
@@ -70,7 +70,7 @@ def test_images_are_left_to_the_CUDA_kernel_where_it_serves(dtype, monkeypatch):
     images = dataclasses.replace(patches, patch_size=16, images=(8, 224, 224, 3))
     few = problem_of(named_shape("B/32 256"), dtype, 1)
     few = dataclasses.replace(few, patch_size=32, images=(1, 256, 256, 3))
-    monkeypatch.setattr(cuda_ffi, "plan", xla.plan)
+    monkeypatch.setattr(cuda, "plan", xla.plan)
     assert explain(images, h200).chosen == "cuda"
     assert explain(patches, h200).chosen == "mosaic_sm90"
     assert explain(few, h200).chosen == "xla"
@@ -78,7 +78,7 @@ def test_images_are_left_to_the_CUDA_kernel_where_it_serves(dtype, monkeypatch):
         assert explain(images, b200).chosen == "mosaic_sm100"
     row = next(row for row in explain(images, h200) if row.backend == "mosaic_sm90")
     assert row.serves and "cuda is up to 15% faster" in row.reason
-    monkeypatch.setattr(cuda_ffi, "plan", refuses)
+    monkeypatch.setattr(cuda, "plan", refuses)
     assert explain(images, h200).chosen == "mosaic_sm90"
     assert not next(row for row in explain(images, h200) if row.backend == "mosaic_sm90").reason
 
@@ -141,7 +141,7 @@ def test_explain_takes_patches_or_a_shape():
         assert last == ("xla", True, "")
         for backend, serves, reason in kernels:
             assert not serves
-            if backend == "cuda" and reason == cuda_ffi.missing():
+            if backend == "cuda" and reason == cuda.missing():
                 continue
             assert reason.startswith("it needs compute capability") and reason.endswith("cpu.")
         assert explanation.chosen == "xla"

@@ -17,8 +17,9 @@ from interpreter import draw_operands, interpreted
 from planned import few
 from short_suite import keep
 
-from pallas_patch_embed.backends import mosaic, mosaic_sm100, schedule, xla
-from pallas_patch_embed.backends.mosaic_sm100 import Config
+from pallas_patch_embed.backends import schedule, xla
+from pallas_patch_embed.backends.mosaic import launch, sm100
+from pallas_patch_embed.backends.mosaic.sm100 import Config
 from pallas_patch_embed.chips import B200
 
 pytestmark = pytest.mark.skipif(
@@ -52,7 +53,7 @@ def purpose(barrier):
         return "weight_arrived"
     if aval.shape == (SLOTS,):
         return "freed" if kind.orders_tensor_core else "filled"
-    return "read" if kind.num_arrivals == mosaic_sm100.STORERS else "multiplied"
+    return "read" if kind.num_arrivals == sm100.STORERS else "multiplied"
 
 
 def inside(function):
@@ -183,8 +184,8 @@ def unordered(which):
         arrivals, barriers = named["num_arrivals"], named.get("num_barriers")
         purposes = {
             (1, SLOTS): "freed",
-            (1, mosaic_sm100.ACCUMULATORS): "multiplied",
-            (mosaic_sm100.STORERS, mosaic_sm100.ACCUMULATORS): "read",
+            (1, sm100.ACCUMULATORS): "multiplied",
+            (sm100.STORERS, sm100.ACCUMULATORS): "read",
         }
         if purposes.get((arrivals, barriers)) == which and named.get("orders_tensor_core"):
             named["orders_tensor_core"] = False
@@ -197,12 +198,12 @@ def unordered(which):
 
 
 def wrong_table_rows(monkeypatch):
-    load_rows = mosaic.load_rows
+    load_rows = launch.load_rows
 
     def shifted(source, row, *arguments, **named):
         return load_rows(source, row + 1, *arguments, **named)
 
-    monkeypatch.setattr(mosaic, "load_rows", shifted)
+    monkeypatch.setattr(launch, "load_rows", shifted)
 
 
 def altered_schedule(change):
@@ -303,11 +304,11 @@ def outcome(alteration, monkeypatch, mode):
     """Runs the altered kernel and compares its whole output."""
     two_blocks.install(monkeypatch)
     if isinstance(alteration, Altered):
-        monkeypatch.setattr(mosaic_sm100, "plgpu", alteration)
+        monkeypatch.setattr(sm100, "plgpu", alteration)
     else:
         alteration(monkeypatch)
     operands = draw_operands(1, PATCHES, N, "int8", "shared")
-    y = interpreted(mosaic_sm100, operands, "bfloat16", few(B200, 4), MODES[mode])
+    y = interpreted(sm100, operands, "bfloat16", few(B200, 4), MODES[mode])
     assert_bit_equal(y, xla.run(*operands, out_dtype="bfloat16"))
 
 

@@ -21,23 +21,23 @@ from interpreter import problem_of
 from planned import compute, refusal
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.backends import BACKENDS, cuda_build, cuda_ffi, explain, schedule, tiles
+from pallas_patch_embed.backends import BACKENDS, cuda, cuda_build, explain, schedule, tiles
 from pallas_patch_embed.chips import A100, B200, B300, H200, RTX_5090, Target
 from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
 
 TESTS = Path(__file__).parent
 CHIPS = {90: H200, 100: B200}
 HOPPER, ULTRA = Target("cuda", H200), Target("cuda", B300)
-LONG = {short: dtype for dtype, short in cuda_ffi.SPELLED.items()}
+LONG = {short: dtype for dtype, short in cuda.SPELLED.items()}
 
 built = pytest.mark.usefixtures("cuda_library")
 
 
 def configs(**fields):
     """The library's configs with these fields; none without a library, where nothing is tested."""
-    if cuda_ffi.missing():
+    if cuda.missing():
         return []
-    return [c for c in cuda_ffi.configs() if all(getattr(c, k) == v for k, v in fields.items())]
+    return [c for c in cuda.configs() if all(getattr(c, k) == v for k, v in fields.items())]
 
 
 def itemsize(short):
@@ -116,9 +116,9 @@ def test_a_launch_is_what_is_derived_from_the_shapes(capability):
             expected = expected_launch(config, **shapes)
             if N % config.tile_n or expected["shared_memory"] > 227 * 1024:
                 with pytest.raises(NotImplementedError, match=r"expected a multiple|shared memory"):
-                    cuda_ffi.launch(config, **shapes)
+                    cuda.launch(config, **shapes)
                 continue
-            assert cuda_ffi.launch(config, **shapes) == expected
+            assert cuda.launch(config, **shapes) == expected
             launched += 1
     assert launched > 20 * len(configs(capability=capability))
 
@@ -142,7 +142,7 @@ def test_all_kernels_are_built():
 
 @built
 def test_the_kernels_that_are_built_are_in_the_library():
-    library = cuda_ffi.LIBRARY.read_bytes()
+    library = cuda.LIBRARY.read_bytes()
     # Compressed or not, a fatbin begins with this word.
     images = {(c.capability, c.dtype) for c in configs(built=True)}
     assert library.count(b"\x50\xed\x55\xba") >= len(images) > 0
@@ -151,7 +151,7 @@ def test_the_kernels_that_are_built_are_in_the_library():
 @built
 def test_the_library_needs_neither_driver_nor_runtime_nor_python_to_load():
     code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
-    command = [sys.executable, "-c", code, cuda_ffi.LIBRARY]
+    command = [sys.executable, "-c", code, cuda.LIBRARY]
     maps = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "libpatch_embed" in maps.stdout
     assert not re.search(r"libcuda|libcudart|libnv|libstdc\+\+|xla", maps.stdout)
@@ -180,16 +180,16 @@ def test_the_library_needs_neither_driver_nor_runtime_nor_python_to_load():
 def test_shapes_that_cannot_be_launched_are_refused(shapes, reason):
     config = next(c for c in configs(capability=90, dtype="i8", tile_n=64, stream_weight=False))
     fine = dict(M=392, N=768, K=768, period=196, workers=7, segments=3)
-    cuda_ffi.launch(config, **fine)
+    cuda.launch(config, **fine)
     with pytest.raises(NotImplementedError, match=reason):
-        cuda_ffi.launch(config, **(fine | shapes))
+        cuda.launch(config, **(fine | shapes))
 
 
 @built
 def test_a_kernel_that_does_not_exist_is_refused():
     config = dataclasses.replace(configs()[0], name="patch_embed_sm90")
     with pytest.raises(NotImplementedError, match="no kernel of this name"):
-        cuda_ffi.launch(config, M=1, N=64, K=128, period=1, workers=1, segments=1)
+        cuda.launch(config, M=1, N=64, K=128, period=1, workers=1, segments=1)
 
 
 # Which kernel.
@@ -199,7 +199,7 @@ def test_a_kernel_that_does_not_exist_is_refused():
 def all_built(monkeypatch):
     """As if the library had the kernels of both chips."""
     every = tuple(dataclasses.replace(c, built=True) for c in configs())
-    monkeypatch.setattr(cuda_ffi, "configs", lambda: every)
+    monkeypatch.setattr(cuda, "configs", lambda: every)
 
 
 @built
@@ -210,12 +210,12 @@ def test_every_named_shape_has_a_kernel(all_built, capability):
     ):
         problem = problem_of(shape, dtype, B, out_dtype)
         chip = CHIPS[capability]
-        config = cuda_ffi.choose_config(problem, capability, chip)
+        config = cuda.choose_config(problem, capability, chip)
         config.check(problem, chip)
         assert (LONG[config.dtype], LONG[config.out_dtype]) == (dtype, out_dtype)
         grid = config.grid(problem, chip)
         assert grid.workers == 1 or grid.thread_blocks <= chip.multiprocessors
-        assert refusal(cuda_ffi, problem, Target("cuda", chip)) is None
+        assert refusal(cuda, problem, Target("cuda", chip)) is None
 
 
 @built
@@ -235,7 +235,7 @@ def test_every_named_shape_has_a_kernel(all_built, capability):
 )
 def test_the_kernel_of_least_time_is_chosen(all_built, name, B, dtype, capability, chosen):
     problem = problem_of(named_shape(name), dtype, B)
-    config = cuda_ffi.choose_config(problem, capability, CHIPS[capability])
+    config = cuda.choose_config(problem, capability, CHIPS[capability])
     assert config.name.endswith(chosen)
 
 
@@ -258,25 +258,23 @@ def test_the_kernel_of_least_time_is_chosen(all_built, name, B, dtype, capabilit
 )
 def test_a_problem_that_it_cannot_serve_is_refused_with_the_reason(change, reason):
     fine = problem_of(named_shape("B/16 224"), "int8")
-    assert refusal(cuda_ffi, fine, HOPPER) is None
-    assert refusal(cuda_ffi, fine) is None
+    assert refusal(cuda, fine, HOPPER) is None
+    assert refusal(cuda, fine) is None
     for target in (None, HOPPER):
-        assert reason in refusal(cuda_ffi, dataclasses.replace(fine, **change), target)
+        assert reason in refusal(cuda, dataclasses.replace(fine, **change), target)
 
 
 @built
 def test_chips_without_kernels_are_refused_with_the_reason(all_built, monkeypatch):
     int8, float8 = (problem_of(named_shape("B/16 224"), d) for d in ("int8", "float8_e4m3fn"))
     for target in (Target("cpu"), Target("cuda", A100), Target("cuda", RTX_5090), Target("cuda")):
-        assert refusal(cuda_ffi, int8, target).startswith(
-            "it needs compute capability 9.0, 10.0 or"
-        )
-    assert "10.3 has no int8 tensor cores" in refusal(cuda_ffi, int8, ULTRA)
-    assert refusal(cuda_ffi, float8, ULTRA) is None
-    hopper = tuple(c for c in cuda_ffi.configs() if c.capability == 90)
-    monkeypatch.setattr(cuda_ffi, "configs", lambda: hopper)
-    assert "no such kernels for sm_100" in refusal(cuda_ffi, float8, Target("cuda", B200))
-    assert refusal(cuda_ffi, float8) is None
+        assert refusal(cuda, int8, target).startswith("it needs compute capability 9.0, 10.0 or")
+    assert "10.3 has no int8 tensor cores" in refusal(cuda, int8, ULTRA)
+    assert refusal(cuda, float8, ULTRA) is None
+    hopper = tuple(c for c in cuda.configs() if c.capability == 90)
+    monkeypatch.setattr(cuda, "configs", lambda: hopper)
+    assert "no such kernels for sm_100" in refusal(cuda, float8, Target("cuda", B200))
+    assert refusal(cuda, float8) is None
 
 
 @built
@@ -288,7 +286,7 @@ def test_a_config_for_another_problem_is_refused():
         dict(has_table=False),
         dict(built=False),
     ):
-        config = cuda_ffi.choose_config(problem, 90, H200)
+        config = cuda.choose_config(problem, 90, H200)
         with pytest.raises(NotImplementedError, match="another problem's kernel, or not built"):
             dataclasses.replace(config, **other).check(problem, H200)
 
@@ -319,10 +317,10 @@ def test_it_runs_where_the_Pallas_kernels_cannot(monkeypatch):
 def fresh():
     """What is remembered of the library is forgotten before and after."""
     remembered = (
-        cuda_ffi.library,
-        cuda_ffi.configs,
-        cuda_ffi.register_cuda_kernels,
-        cuda_ffi._is_stale,
+        cuda.library,
+        cuda.configs,
+        cuda.register_cuda_kernels,
+        cuda._is_stale,
     )
     for function in remembered:
         function.cache_clear()
@@ -332,17 +330,17 @@ def fresh():
 
 
 def reason_of_the_library():
-    return refusal(cuda_ffi, problem_of(named_shape("B/16 224"), "int8"), HOPPER)
+    return refusal(cuda, problem_of(named_shape("B/16 224"), "int8"), HOPPER)
 
 
 @pytest.mark.parametrize("text", [None, "no nvcc was found"])
 def test_a_missing_library_is_a_reason_that_says_how_to_build_it(
     fresh, monkeypatch, tmp_path, text
 ):
-    monkeypatch.setattr(cuda_ffi, "LIBRARY", tmp_path / "libpatch_embed.so")
-    monkeypatch.setattr(cuda_ffi, "WHY_NOT", tmp_path / "libpatch_embed.txt")
+    monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "libpatch_embed.so")
+    monkeypatch.setattr(cuda, "WHY_NOT", tmp_path / "libpatch_embed.txt")
     if text:
-        cuda_ffi.WHY_NOT.write_text(text)
+        cuda.WHY_NOT.write_text(text)
     for target in (None, Target("cpu"), HOPPER):
         problem = problem_of(named_shape("B/16 224"), "int8")
         row = dict((r.backend, r) for r in explain(problem, target or Target("cpu")))["cuda"]
@@ -351,7 +349,7 @@ def test_a_missing_library_is_a_reason_that_says_how_to_build_it(
         )
         assert "make ffi" in row.reason and "pip install" in row.reason
     with pytest.raises(NotImplementedError, match="its library is missing"):
-        cuda_ffi.register_cuda_kernels()
+        cuda.register_cuda_kernels()
     params = draw_params(np.random.default_rng(0), patch_size=8, grid=(4, 4), N=64, dtype="int8")
     with pytest.raises(NotImplementedError, match="'cuda' cannot serve this call: its library is"):
         ppe.patch_embed(jnp.zeros((1, 16, 256), jnp.int8), params, backend="cuda")
@@ -359,11 +357,11 @@ def test_a_missing_library_is_a_reason_that_says_how_to_build_it(
 
 @pytest.mark.parametrize("content", ["", "no library"])
 def test_a_broken_library_is_a_reason(fresh, monkeypatch, tmp_path, content):
-    monkeypatch.setattr(cuda_ffi, "LIBRARY", tmp_path / "libpatch_embed.so")
-    cuda_ffi.LIBRARY.write_text(content)
+    monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "libpatch_embed.so")
+    cuda.LIBRARY.write_text(content)
     assert "its library was built from other sources" in reason_of_the_library()
-    cuda_ffi._is_stale.cache_clear()
-    cuda_ffi.LIBRARY.write_text(content + cuda_build.source_hash())
+    cuda._is_stale.cache_clear()
+    cuda.LIBRARY.write_text(content + cuda_build.source_hash())
     assert "its library cannot be loaded" in reason_of_the_library()
 
 
@@ -374,9 +372,9 @@ def test_a_library_of_other_sources_is_refused(fresh, monkeypatch, tmp_path):
     assert reason_of_the_library() is None
     edited = tmp_path / "ffi" / "ptx" / "tma.cuh"
     edited.write_text(edited.read_text() + "//")
-    cuda_ffi._is_stale.cache_clear()
+    cuda._is_stale.cache_clear()
     assert re.search(r"built from other sources than .* `make ffi`", reason_of_the_library())
-    cuda_ffi.library.cache_clear()
+    cuda.library.cache_clear()
     assert_not_registered(monkeypatch)
 
 
@@ -388,7 +386,7 @@ def test_an_installed_wheel_has_no_sources_to_compare_with(fresh, monkeypatch, t
 
 @built
 def test_a_library_with_another_interface_is_not_registered(fresh, monkeypatch):
-    monkeypatch.setattr(cuda_ffi, "INTERFACE", 0)
+    monkeypatch.setattr(cuda, "INTERFACE", 0)
     assert re.search(r"has interface \d+, this package 0\. .*make ffi", reason_of_the_library())
     assert_not_registered(monkeypatch)
 
@@ -396,7 +394,7 @@ def test_a_library_with_another_interface_is_not_registered(fresh, monkeypatch):
 @built
 @pytest.mark.parametrize("here", [(0, 0), (1, 9)])
 def test_a_library_for_another_version_of_the_FFI_is_not_registered(fresh, monkeypatch, here):
-    monkeypatch.setattr(cuda_ffi, "ffi_version", lambda: here)
+    monkeypatch.setattr(cuda, "ffi_version", lambda: here)
     expected = rf"built for version 0\.\d of XLA's FFI, this jaxlib has {here[0]}\.{here[1]}\."
     assert re.search(expected, reason_of_the_library())
     assert_not_registered(monkeypatch)
@@ -416,14 +414,14 @@ def assert_not_registered(monkeypatch):
     calls = []
     monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *args, **_: calls.append(args))
     with pytest.raises(NotImplementedError):
-        cuda_ffi.register_cuda_kernels()
+        cuda.register_cuda_kernels()
     assert not calls
 
 
 @built
 def test_the_library_is_built_for_the_oldest_FFI_that_jaxlib_takes():
     """Registering it with the XLA of this jaxlib, which checks the version, is no error."""
-    library = cuda_ffi.library()
+    library = cuda.library()
     oldest = (0, 1) if sys.version_info < (3, 15) else (0, 4)
     assert (library.patch_embed_ffi_major(), library.patch_embed_ffi_minor()) == oldest
     register_on_the_cpu()
@@ -431,14 +429,14 @@ def test_the_library_is_built_for_the_oldest_FFI_that_jaxlib_takes():
 
 @built
 def test_registering_twice_is_no_error(fresh):
-    cuda_ffi.register_cuda_kernels()
-    cuda_ffi.register_cuda_kernels.cache_clear()
-    cuda_ffi.register_cuda_kernels()
+    cuda.register_cuda_kernels()
+    cuda.register_cuda_kernels.cache_clear()
+    cuda.register_cuda_kernels()
 
 
 LAZY = """
 import jax, jax.numpy as jnp, numpy as np, pallas_patch_embed as ppe
-from pallas_patch_embed.backends import BACKENDS, cuda_ffi
+from pallas_patch_embed.backends import BACKENDS, cuda
 def loaded():
     return "libpatch_embed" in open("/proc/self/maps").read()
 kernel = np.ones((8, 8, 3, 64))
@@ -449,9 +447,9 @@ ppe.explain(patches, params)
 assert not loaded()
 f = jax.jit(lambda x: ppe.patch_embed(x, params, backend="cuda"))
 f.trace(patches)
-assert cuda_ffi.register_cuda_kernels.cache_info().currsize == 0
+assert cuda.register_cuda_kernels.cache_info().currsize == 0
 f.trace(patches).lower(lowering_platforms=("cuda",))
-assert loaded() and cuda_ffi.register_cuda_kernels.cache_info().currsize == 1
+assert loaded() and cuda.register_cuda_kernels.cache_info().currsize == 1
 """
 
 
@@ -465,6 +463,15 @@ def test_the_library_is_loaded_at_first_use_and_registered_when_lowered():
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert result.returncode == 0, result.stderr
+
+
+@built
+def test_a_process_that_lowers_nothing_can_register_the_kernels():
+    code = "import pallas_patch_embed as ppe; ppe.register_cuda_kernels()"
+    command = [sys.executable, "-c", code + "; print(open('/proc/self/maps').read())"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent)
+    assert result.returncode == 0, result.stderr
+    assert "libpatch_embed" in result.stdout
 
 
 # Lowering and export.
@@ -487,9 +494,9 @@ def small(dtype="int8", positions=True, out_dtype="bfloat16"):
 def test_it_is_lowered_to_one_custom_call(dtype, positions, out_dtype):
     _, patches, embed = small(dtype, positions, out_dtype)
     lowered = jax.jit(embed).trace(patches).lower(lowering_platforms=("cuda",))
-    (call,) = re.findall(rf"custom_call @{cuda_ffi.TARGET}.*", lowered.as_text())
+    (call,) = re.findall(rf"custom_call @{cuda.TARGET}.*", lowered.as_text())
     kind = "table" if positions else "offset"
-    spelled = f"{cuda_ffi.SPELLED[dtype]}_{cuda_ffi.SPELLED[out_dtype]}_{kind}"
+    spelled = f"{cuda.SPELLED[dtype]}_{cuda.SPELLED[out_dtype]}_{kind}"
     assert re.search(rf'kernel_sm90 = "patch_embed_sm90_{spelled}_\w+"', call)
 
 
@@ -499,11 +506,11 @@ def test_it_is_exported_without_a_GPU():
     exported = jax.export.export(
         jax.jit(embed),
         platforms=["cuda"],
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(cuda_ffi.TARGET)],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(cuda.TARGET)],
     )(patches)
     again = jax.export.deserialize(exported.serialize())
     assert again.out_avals[0].shape == (3, 16, 64)
-    assert again.mlir_module().count(f"custom_call @{cuda_ffi.TARGET}") == 1
+    assert again.mlir_module().count(f"custom_call @{cuda.TARGET}") == 1
 
 
 @built
@@ -533,15 +540,15 @@ def test_the_custom_call_has_the_operands_of_the_problem(monkeypatch):
     )[0]
     shapes = ((2, 3, 70, 128), "bfloat16"), ((128, 128), "bfloat16"), ((128,), "float32")
     operands = [jnp.zeros(*x) for x in (*shapes, ((2, 3, 70, 128), "bfloat16"))]
-    y = compute(cuda_ffi, *operands, out_dtype="float32", config=config)
+    y = compute(cuda, *operands, out_dtype="float32", config=config)
     assert y.shape == (2, 3, 70, 128) and y.dtype == jnp.float32
     ((target, given, attributes),) = calls
-    assert target == cuda_ffi.TARGET
+    assert target == cuda.TARGET
     assert attributes == dict(kernel_sm90=config.name, kernel_sm100="")
     assert [x.shape for x in given[:4]] == [(420, 128), (128, 128), (128,), (420, 128)]
     np.testing.assert_array_equal(given[4], schedule.segments(420, 420, 256, 2))
     empty = [operands[0][:0], *operands[1:3], operands[3][:0]]
-    assert compute(cuda_ffi, *empty, out_dtype="float32").shape == (0, 3, 70, 128)
+    assert compute(cuda, *empty, out_dtype="float32").shape == (0, 3, 70, 128)
     assert len(calls) == 1
 
 
@@ -550,8 +557,8 @@ def test_the_custom_call_has_the_operands_of_the_problem(monkeypatch):
 
 @functools.cache
 def register_on_the_cpu():
-    handler = jax.ffi.pycapsule(cuda_ffi.library().patch_embed_execute)
-    jax.ffi.register_ffi_target(cuda_ffi.TARGET, handler, platform="cpu")
+    handler = jax.ffi.pycapsule(cuda.library().patch_embed_execute)
+    jax.ffi.register_ffi_target(cuda.TARGET, handler, platform="cpu")
 
 
 KERNEL = "patch_embed_sm90_i8_bf16_table_64x64_b1_s8_stationary"
@@ -577,7 +584,7 @@ def call(operands, kernel_sm90=KERNEL, kernel_sm100="", **attributes):
     """The custom call on zeros, on a CPU."""
     register_on_the_cpu()
     *arguments, (out_dtype, shape) = operands.values()
-    function = jax.ffi.ffi_call(cuda_ffi.TARGET, jax.ShapeDtypeStruct(shape, out_dtype))
+    function = jax.ffi.ffi_call(cuda.TARGET, jax.ShapeDtypeStruct(shape, out_dtype))
     arrays = [jnp.zeros(shape, dtype) for dtype, shape in arguments]
     kernels = dict(kernel_sm90=kernel_sm90, kernel_sm100=kernel_sm100)
     return jax.block_until_ready(function(*arrays, **kernels, **attributes))
@@ -725,7 +732,7 @@ def handle(tmp_path_factory):
             {**defaults, **one, "attributes": names | one.get("attributes", {})} for one in calls
         ]
         result = subprocess.run(
-            [sys.executable, TESTS / "fake_cuda.py", cuda_ffi.LIBRARY],
+            [sys.executable, TESTS / "fake_cuda.py", cuda.LIBRARY],
             input=json.dumps(calls),
             capture_output=True,
             text=True,
@@ -786,7 +793,7 @@ def test_every_built_kernel_is_launched_as_planned(handle):
         common = dict(operands=placed(operands), attributes=names, capability=capability)
         calls += [common | dict(stage=stage) for stage in ("initialize", "execute")]
         period = 196 if config.has_table else 1
-        plan = cuda_ffi.launch(config, **(shapes | dict(period=period)), workers=1, segments=2)
+        plan = cuda.launch(config, **(shapes | dict(period=period)), workers=1, segments=2)
         y = plan["y"]
         maps = [*lines_of_map(plan["patches"], 4096), *lines_of_map(plan["weight"], 8192)]
         maps += lines_of_map(y, 28672) if y else []
@@ -943,13 +950,13 @@ def test_the_backend_refuses_a_chip_whose_driver_is_too_old(handle, flags):
     code = """if True:
         from interpreter import problem_of
         from planned import refusal
-        from pallas_patch_embed.backends import cuda_ffi
+        from pallas_patch_embed.backends import cuda
         from pallas_patch_embed.chips import H200, Target
         from pallas_patch_embed.problem import named_shape
         problem = problem_of(named_shape("B/16 224"), "int8")
         # An export for a chip that nobody knows yet does not depend on this machine's driver.
-        assert refusal(cuda_ffi, problem) is None
-        print(refusal(cuda_ffi, problem, Target("cuda", H200)))
+        assert refusal(cuda, problem) is None
+        print(refusal(cuda, problem, Target("cuda", H200)))
     """
     result = subprocess.run(
         [sys.executable, "-c", code],

@@ -252,7 +252,7 @@ import pallas_patch_embed as ppe
 
 assert "jax" not in sys.modules
 import pallas_patch_embed.backends
-import pallas_patch_embed.patchify
+import pallas_patch_embed.patches
 
 assert "xla" in ppe.backend_names() and callable(ppe.patchify)
 from pallas_patch_embed import *

@@ -20,8 +20,9 @@ from planned import compute
 
 import pallas_patch_embed as ppe
 from benchmarks import cuda_launch, timeline
-from pallas_patch_embed.backends import BACKENDS, cuda_ffi, mosaic_sm90, triton, xla
-from pallas_patch_embed.backends.cuda_ffi import SPELLED
+from pallas_patch_embed.backends import BACKENDS, cuda, triton, xla
+from pallas_patch_embed.backends.cuda import SPELLED
+from pallas_patch_embed.backends.mosaic import sm90
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import Problem, named_shape
 
@@ -84,7 +85,7 @@ def test_a_kernel_that_forgets_elements_is_noticed(dtype, out_dtype, B):
         return plgpu.kernel(nothing, out_type=out)(patches).reshape(B, shape.S, shape.N)
 
     def forgets_one(*operands, out_dtype):
-        y = compute(mosaic_sm90, *operands, out_dtype=out_dtype)
+        y = compute(sm90, *operands, out_dtype=out_dtype)
         return y.at[0, 195, 767].set(jnp.nan)
 
     beyond, _, elements = runs_of(forgets_all, shape, dtype, out_dtype, B)
@@ -271,10 +272,10 @@ def test_it_is_chosen_and_vmap_and_jit_agree(dtype):
     embed = functools.partial(ppe.patch_embed, params=params)
     y = jax.jit(embed)(patches)
     assert same(y, ppe.patch_embed(patches, params, backend="mosaic_sm90"))
-    fastest = "mosaic_sm90" if cuda_ffi.missing() else "cuda"
+    fastest = "mosaic_sm90" if cuda.missing() else "cuda"
     assert ppe.explain(images, params).chosen == fastest
     lowered = jax.jit(ppe.embed_images).lower(images, params).as_text()
-    assert (cuda_ffi.TARGET in lowered) == (fastest == "cuda")
+    assert (cuda.TARGET in lowered) == (fastest == "cuda")
     for count in (1, 2):
         batched = patches.reshape(*(2, 3)[:count], -1, *patches.shape[1:])
         mapped = embed
@@ -306,9 +307,9 @@ def test_the_kernels_agree_under_jit_and_vmap(backend, dtype):
 def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
     operands = draw(jax.random.key(7), named_shape("B/16 224"), dtype, 67)
     problem = Problem.of(*operands, out_dtype="bfloat16")
-    y, spans = timeline.traced(operands, mosaic_sm90, tmp_path)
-    assert same(y, compute(mosaic_sm90, *operands, out_dtype="bfloat16"))
-    config = mosaic_sm90.choose_config(problem, CHIP)
+    y, spans = timeline.traced(operands, sm90, tmp_path)
+    assert same(y, compute(sm90, *operands, out_dtype="bfloat16"))
+    config = sm90.choose_config(problem, CHIP)
     blocks = config.grid(problem, CHIP).thread_blocks
     for role, warps in {"feed a tile": 1, "multiply": 8, "scale, add and store": 8}.items():
         found = {(span.block, span.warp) for span in spans if span.role == role}
@@ -321,7 +322,7 @@ def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
 def test_a_timeline_build_has_the_spans_of_every_warp(dtype):
     operands = draw(jax.random.key(7), named_shape("B/16 224"), dtype, 67)
     y, stamps = cuda_launch.stamped(operands, out_dtype="bfloat16")
-    assert same(y, compute(cuda_ffi, *operands, out_dtype="bfloat16"))
+    assert same(y, compute(cuda, *operands, out_dtype="bfloat16"))
     spans = timeline.read_stamps(stamps)
     assert {span.role for span in spans} == set(timeline.EVENTS)
     found = {(span.block, span.warp) for span in spans}
@@ -354,12 +355,12 @@ CANARY, GAP = 0xA5, 4096 + 16
 def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kernel):
     operands = draw(jax.random.key(1), named_shape(shape), dtype, B)
     problem = Problem.of(*operands, out_dtype=out_dtype)
-    config = cuda_ffi.choose_config(problem, 90, CHIP)
+    config = cuda.choose_config(problem, 90, CHIP)
     if kernel:
         names = f"patch_embed_sm90_{SPELLED[dtype]}_{SPELLED[out_dtype]}_table_{kernel}"
-        (config,) = (config for config in cuda_ffi.configs() if config.name == names)
+        (config,) = (config for config in cuda.configs() if config.name == names)
         assert config.grid(problem, CHIP).tiles_per_worker >= 2
-    expected = np.asarray(compute(cuda_ffi, *operands, out_dtype=out_dtype, config=config))
+    expected = np.asarray(compute(cuda, *operands, out_dtype=out_dtype, config=config))
     assert check(jnp.asarray(expected), operands, out_dtype)[0] == 0
     arrays = dict(zip(("patches", "weight", "scale", "table"), map(np.asarray, operands)))
     arrays["runs"], _ = cuda_launch.prepared(config, problem)
@@ -383,7 +384,7 @@ def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kerne
 # Only the kernel runs on the GPU: operands and references are a CPU's.
 SANITIZED = """
 import gpu, jax, sys
-from pallas_patch_embed.backends import BACKENDS, cuda_ffi
+from pallas_patch_embed.backends import BACKENDS, cuda
 from pallas_patch_embed.chips import H200
 from pallas_patch_embed.problem import NamedShape
 from planned import compute, few
@@ -400,7 +401,7 @@ for dtype, out_dtype, N, patch, kernel in (
         continue
     with jax.default_device(cpu):
         operands = gpu.draw(jax.random.key(0), NamedShape("small", patch, 5 * patch, N), dtype, 45)
-    found = [c for c in cuda_ffi.configs() if c.name.endswith(kernel)] if kernel else []
+    found = [c for c in cuda.configs() if c.name.endswith(kernel)] if kernel else []
     options = dict(config=found[0]) if found else {}
     options |= dict(out_dtype=out_dtype, target=few(H200, 2))
     backend = BACKENDS[sys.argv[1]]

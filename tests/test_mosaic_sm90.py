@@ -11,8 +11,9 @@ from interpreter import check_wgmma, draw_operands, interpreted, problem_of
 from planned import compute, few, refusal
 from short_suite import keep
 
-from pallas_patch_embed.backends import mosaic_sm90, xla
-from pallas_patch_embed.backends.mosaic_sm90 import Config, choose_config
+from pallas_patch_embed.backends import xla
+from pallas_patch_embed.backends.mosaic import sm90
+from pallas_patch_embed.backends.mosaic.sm90 import Config, choose_config
 from pallas_patch_embed.chips import B200, H200, Target
 from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
 
@@ -95,7 +96,7 @@ FLOAT32_CASES = ["a tail", "no table", "a phase change inside a worker", "stream
 def test_interpreted_it_equals_xla_without_a_race(case, out_dtype):
     patches, N, dtype, table, config = CASES[case]
     operands = draw_operands(len(case), patches, N, dtype, table)
-    y = interpreted(mosaic_sm90, operands, out_dtype, SMALL, config)
+    y = interpreted(sm90, operands, out_dtype, SMALL, config)
     assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype))
 
 
@@ -106,17 +107,17 @@ def test_interpreted_it_equals_xla_without_a_race(case, out_dtype):
     ids=["filled", "freed", "weight_arrived", "columns_arrived"],
 )
 def test_a_missing_wait_is_noticed(monkeypatch, barriers):
-    barrier_wait = mosaic_sm90.plgpu.barrier_wait
+    barrier_wait = sm90.plgpu.barrier_wait
 
     def forgetful_wait(barrier):
         if getattr(barrier, "ref", barrier).aval.shape != barriers:
             barrier_wait(barrier)
 
-    monkeypatch.setattr(mosaic_sm90.plgpu, "barrier_wait", forgetful_wait)
+    monkeypatch.setattr(sm90.plgpu, "barrier_wait", forgetful_wait)
     patches, N, dtype, table, config = CASES["many tiles a run"]
     operands = draw_operands(0, patches, N, dtype, table)
     with pytest.raises(Exception, match=r"RACE DETECTED|no threads observed|deadlock"):
-        interpreted(mosaic_sm90, operands, "bfloat16", SMALL, config)
+        interpreted(sm90, operands, "bfloat16", SMALL, config)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "int8"])
@@ -125,7 +126,7 @@ def test_every_named_shape_has_a_config_that_fits(shape, dtype):
     for B in (1, 3, 4736):
         for out_dtype in ("bfloat16", "float32"):
             problem = problem_of(shape, dtype, B, out_dtype)
-            assert refusal(mosaic_sm90, problem, HOPPER) is None
+            assert refusal(sm90, problem, HOPPER) is None
             config = choose_config(problem, H200)
             config.check(problem, H200)
             assert 1 <= config.grid(problem, H200).thread_blocks <= 132
@@ -170,7 +171,7 @@ B16 = problem_of(NAMED_SHAPES[0], "int8")
     ],
 )
 def test_it_says_why_it_cannot_serve(change, target, text):
-    reason = refusal(mosaic_sm90, dataclasses.replace(B16, **change), target)
+    reason = refusal(sm90, dataclasses.replace(B16, **change), target)
     assert text in reason and reason.endswith(".")
 
 
@@ -194,12 +195,12 @@ def test_a_config_refuses_what_does_not_fit(config, text):
 def test_a_trace_needs_shared_memory():
     Config(192, 10).check(B16, H200)
     with pytest.raises(NotImplementedError, match="bytes of shared memory"):
-        mosaic_sm90.plan(B16, HOPPER, config=Config(192, 10), trace="traces")
+        sm90.plan(B16, HOPPER, config=Config(192, 10), trace="traces")
 
 
 def test_no_rows_give_an_empty_result():
     operands = draw_operands(0, (0, 4, 128), 64, "int8", "shared")
-    y = compute(mosaic_sm90, *operands, out_dtype="bfloat16")
+    y = compute(sm90, *operands, out_dtype="bfloat16")
     assert y.shape == (0, 4, 64) and y.dtype == jnp.bfloat16
 
 

@@ -1,6 +1,7 @@
 """What the repository says of itself is true: BUILD, README, the demo, the command line."""
 
 import ast
+import pkgutil
 import re
 import subprocess
 import sys
@@ -79,6 +80,14 @@ def test_the_READMEs_examples_run(code, capsys, monkeypatch):
 def test_the_READMEs_backends_are_all_there_are():
     section = (ROOT / "README.md").read_text().split("## Backends")[1].split("##")[0]
     assert tuple(re.findall(r"^\| (\w+) \|", section, re.MULTILINE)[1:]) == ppe.backend_names()
+
+
+@pytest.mark.parametrize("package", [ppe, ppe.backends], ids=lambda package: package.__name__)
+def test_no_function_hides_the_module_of_its_name(package):
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    assert {
+        name for name in modules & set(dir(package)) if callable(getattr(package, name))
+    } == set()
 
 
 def command(*arguments):

@@ -25,7 +25,7 @@ from pallas_patch_embed.backends import xla
 from pallas_patch_embed.backends.preferences import preferred_alternative
 from pallas_patch_embed.backends.triton import AMPERE, HOPPER, Config
 from pallas_patch_embed.chips import CHIPS, Target, chip_of
-from pallas_patch_embed.patchify import rows
+from pallas_patch_embed.patches import rows
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, padded
 
 if importlib.util.find_spec("triton"):

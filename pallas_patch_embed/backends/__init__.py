@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_patch_embed.backends import cuda_ffi, mosaic_sm90, mosaic_sm100, triton, xla
+from pallas_patch_embed.backends import cuda, triton, xla
+from pallas_patch_embed.backends.mosaic import sm90, sm100
 from pallas_patch_embed.backends.plan import Backend, Plan, Refusal
 from pallas_patch_embed.backends.preferences import patchify_first, preferred_alternative
 from pallas_patch_embed.chips import Target
@@ -16,9 +17,9 @@ from pallas_patch_embed.problem import Problem
 
 # In the order in which they are tried.
 BACKENDS: dict[str, Backend] = {
-    "mosaic_sm100": mosaic_sm100,
-    "mosaic_sm90": mosaic_sm90,
-    "cuda": cuda_ffi,
+    "mosaic_sm100": sm100,
+    "mosaic_sm90": sm90,
+    "cuda": cuda,
     "triton": triton,
     "xla": xla,
 }
@@ -80,7 +81,9 @@ class Explanation:
         return "\n".join([f"{what} on {self.target}", *lines])
 
 
-def plan(name: str, problem: Problem, target: Target, *, asked: bool = False) -> Plan | Refusal:
+def plan_with(
+    name: str, problem: Problem, target: Target, *, asked: bool = False
+) -> Plan | Refusal:
     """How one backend computes a problem on a target, or why it cannot.
 
     Args:
@@ -100,7 +103,7 @@ def plan(name: str, problem: Problem, target: Target, *, asked: bool = False) ->
 
 def _verdicts(problem: Problem, target: Target) -> Iterator[tuple[str, Plan | Refusal, str]]:
     """Each backend's name and answer, and why another one is preferred; "" if none is."""
-    answer_of = functools.cache(lambda name: plan(name, problem, target))
+    answer_of = functools.cache(lambda name: plan_with(name, problem, target))
     for name in BACKENDS:
         answer = answer_of(name)
         faster, reason = preferred_alternative(name, problem) or (name, "")
@@ -151,7 +154,7 @@ def choose(problem: Problem, target: Target, name: str | None) -> Plan:
     if name != "xla" and any(map(jax.export.is_symbolic_dim, sizes)):
         answer = Refusal("its kernels are for sizes that are known.")
     else:
-        answer = plan(name, problem, target, asked=True)
+        answer = plan_with(name, problem, target, asked=True)
     if isinstance(answer, Plan):
         return answer
     raise NotImplementedError(

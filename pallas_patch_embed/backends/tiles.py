@@ -17,6 +17,10 @@ DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 # Bytes of K in one slot of a ring: one row of the 128-byte swizzle.
 ROW_BYTES = 128
 
+# The time of a tile beside its products, in products of one row and one column. With it the chosen
+# config is the fastest of those that were measured on an H200 (NOTES.md).
+TILE_OVERHEAD = 128 * 64
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:

@@ -13,7 +13,7 @@ from jax import lax
 from pallas_patch_embed.api import embed_images, patch_embed
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.params import PatchEmbedParams
-from pallas_patch_embed.patchify import encode
+from pallas_patch_embed.patches import encode
 from pallas_patch_embed.problem import AnyArray, dtype_name
 from pallas_patch_embed.siglip2.config import ACTIVATIONS, Config
 from pallas_patch_embed.siglip2.naflex import resize_positions

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from pallas_patch_embed.patchify import encode
+from pallas_patch_embed.patches import encode
 from pallas_patch_embed.problem import AnyArray
 from pallas_patch_embed.siglip2.config import Config
 

@@ -36,7 +36,7 @@ def on_2_23(pixels):
 
 @triton.jit
 def encoded(pixels, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
-    """uint8 pixels in the encoding of patchify.py; `widened`, if asked for."""
+    """uint8 pixels in the encoding of patches.py; `widened`, if asked for."""
     # Of each of the 256 levels this gives patchify's number, also where a compiler goes through
     # float16 to float8 (Triton 3.6 for 8.9).
     if DTYPE == "float8_e4m3fn" and not WIDEN:

@@ -24,8 +24,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_patch_embed.backends import mosaic, tiles
-from pallas_patch_embed.backends.mosaic import ALIGNMENT
+from pallas_patch_embed.backends import tiles
+from pallas_patch_embed.backends.mosaic import launch
+from pallas_patch_embed.backends.mosaic.launch import ALIGNMENT
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
 from pallas_patch_embed.chips import B200, B300, Chip, Target
@@ -128,7 +129,7 @@ class Config:
             raise NotImplementedError(
                 f"{self} needs {columns} columns of tensor memory, there are {chip.tensor_memory}."
             )
-        mosaic.check_shared_memory(self.shared_memory_bytes(problem), chip, self)
+        launch.check_shared_memory(self.shared_memory_bytes(problem), chip, self)
         if (needed := self.registers(problem)) > REGISTER_SPLIT[1]:
             raise NotImplementedError(
                 f"{self} needs {needed} registers a thread, there are {REGISTER_SPLIT[1]}."
@@ -198,11 +199,11 @@ def plan(
     else:
         config.check(problem, chip)
     if trace:
-        needed = config.shared_memory_bytes(problem) + mosaic.trace_bytes(trace, 1 + STORERS)
-        mosaic.check_shared_memory(needed, chip, config)
+        needed = config.shared_memory_bytes(problem) + launch.trace_bytes(trace, 1 + STORERS)
+        launch.check_shared_memory(needed, chip, config)
     grid = config.grid(problem, chip)
     kernel = functools.partial(_kernel, config, grid, problem, interpret, trace)
-    return mosaic.plan(problem, config, grid, kernel)
+    return launch.plan(problem, config, grid, kernel)
 
 
 def _kernel(config: Config, grid: Grid, problem: Problem, interpret, trace: str):
@@ -248,7 +249,7 @@ def _kernel(config: Config, grid: Grid, problem: Problem, interpret, trace: str)
 
                     lax.fori_loop(0, count, step, None)
 
-            return mosaic.for_each_segment(runs, worker, visit_run)
+            return launch.for_each_segment(runs, worker, visit_run)
 
         def drain(barriers, count, uses):
             """Waits for the last use of each barrier, for which nobody has waited."""
@@ -343,7 +344,7 @@ def _kernel(config: Config, grid: Grid, problem: Problem, interpret, trace: str)
             def hold_table(table_row):
                 kind = plgpu.ShapeDtypeStruct((ROWS, store_n), jnp.bfloat16, layout=LAYOUT)
                 return [
-                    mosaic.load_rows(
+                    launch.load_rows(
                         table,
                         table_row + peer * ROWS,
                         first_column,
@@ -420,11 +421,11 @@ def _kernel(config: Config, grid: Grid, problem: Problem, interpret, trace: str)
         num_threads=1 + STORERS,
         thread_name="warpgroup",
         interpret=interpret,
-        compiler_params=mosaic.compiler_params(trace),
+        compiler_params=launch.compiler_params(trace),
         scratch_types=dict(
-            ring=mosaic.two_views(dtype, ring, ring, interpret=interpret),
-            weight_tiles=mosaic.swizzled(dtype, kept, tile_n // blocks, tile_k, tiled=True),
-            staged=mosaic.swizzled(out_dtype, STORERS * STAGES, ROWS, store_n, tiled=False),
+            ring=launch.two_views(dtype, ring, ring, interpret=interpret),
+            weight_tiles=launch.swizzled(dtype, kept, tile_n // blocks, tile_k, tiled=True),
+            staged=launch.swizzled(out_dtype, STORERS * STAGES, ROWS, store_n, tiled=False),
             accumulators=plgpu.TMEM(
                 (ROWS, ACCUMULATORS * tile_n),
                 jnp.int32 if dtype == jnp.int8 else jnp.float32,

@@ -2,7 +2,7 @@
 
 Below the other kernels on Hopper and Blackwell, and the one for Ampere and Ada. It also takes
 images as they are, and cuts them into patches while it loads them. The kernel itself is in
-`triton_kernel.py`, which is imported at first use, because Triton is an extra.
+`kernel.py`, which is imported at first use, because Triton is an extra.
 """
 
 import dataclasses
@@ -264,7 +264,7 @@ def _launch(
 def _call():
     """jax-triton's call of the kernel, whatever it names what comes out."""
     jax_triton = importlib.import_module("jax_triton")
-    kernel = importlib.import_module(f"{__package__}.triton_kernel").patch_embed
+    kernel = importlib.import_module(f"{__name__}.kernel").patch_embed
     named = inspect.signature(jax_triton.triton_call).parameters
     out_name = "out_type" if "out_type" in named else "out_shape"
 

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_patch_embed.backends import cuda_build, mosaic_sm90, tiles
+from pallas_patch_embed.backends import cuda_build, tiles
+from pallas_patch_embed.backends.mosaic import sm90
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
 from pallas_patch_embed.chips import B200, B300, H200, Chip, Target
@@ -83,7 +84,7 @@ class Config:
     @property
     def tile_m(self) -> int:
         """Rows of a tile."""
-        return self.rows * (mosaic_sm90.CONSUMERS if self.capability == 90 else self.blocks)
+        return self.rows * (sm90.CONSUMERS if self.capability == 90 else self.blocks)
 
     def serves(self, problem: Problem) -> bool:
         """Whether it is built, and for the dtypes and the kind of table of a problem."""
@@ -96,7 +97,7 @@ class Config:
 
     def time(self, problem: Problem, chip: Chip) -> int:
         """Of the worker with the most tiles, in products of a row and a column of a block."""
-        a_tile = self.tile_m // self.blocks * self.tile_n + mosaic_sm90.TILE_OVERHEAD
+        a_tile = self.tile_m // self.blocks * self.tile_n + tiles.TILE_OVERHEAD
         return self.grid(problem, chip).tiles_per_worker * a_tile
 
     def check(self, problem: Problem, chip: Chip) -> None:

@@ -24,7 +24,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_patch_embed.backends.mosaic import SCALAR, i32, load_rows, places_of
+from pallas_patch_embed.backends.mosaic.launch import SCALAR, i32, load_rows, places_of
 
 # What a thread moves at once.
 VECTOR_BYTES = 16

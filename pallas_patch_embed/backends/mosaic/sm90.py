@@ -24,9 +24,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_patch_embed.backends import mosaic, tiles
-from pallas_patch_embed.backends.fragment import Fragment
-from pallas_patch_embed.backends.mosaic import ALIGNMENT
+from pallas_patch_embed.backends import tiles
+from pallas_patch_embed.backends.mosaic import launch
+from pallas_patch_embed.backends.mosaic.launch import ALIGNMENT
+from pallas_patch_embed.backends.mosaic.layouts import Fragment
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
 from pallas_patch_embed.chips import H200, Chip, Target
@@ -53,10 +54,6 @@ REGISTER_SPLITS = ((40, 232), (24, 240))
 # holds the latter two, read from ptxas: less than this and it spills.
 OTHER_REGISTERS = 48
 HOLDING_REGISTERS = {"bfloat16": 0, "float32": 8}
-
-
-# What a tile costs beside its products, in products of a row and a column.
-TILE_OVERHEAD = 128 * 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +121,7 @@ class Config:
             raise NotImplementedError(f"{self} has neither 64 nor 128 rows a warpgroup.")
         if not 2 <= self.slots <= MOST_SLOTS:
             raise NotImplementedError(f"{self} has not 2 to {MOST_SLOTS} slots.")
-        mosaic.check_shared_memory(self.shared_memory_bytes(problem), chip, self)
+        launch.check_shared_memory(self.shared_memory_bytes(problem), chip, self)
         if (needed := self.registers(problem, holds=False)) > REGISTER_SPLITS[-1][1]:
             raise NotImplementedError(
                 f"{self} needs {needed} registers a thread, there are {REGISTER_SPLITS[-1][1]}."
@@ -154,7 +151,7 @@ def choose_config(problem: Problem, chip: Chip) -> Config:
 
     def time(config):
         """Of the worker with the most tiles, in products of a row and a column."""
-        a_tile = config.tile_m * config.tile_n + TILE_OVERHEAD
+        a_tile = config.tile_m * config.tile_n + tiles.TILE_OVERHEAD
         return config.grid(problem, chip).tiles_per_worker * a_tile
 
     return min(filter(None, itertools.chain(*map(candidates, widths))), key=time)
@@ -191,11 +188,11 @@ def plan(
     else:
         config.check(problem, chip)
     if trace:
-        needed = config.shared_memory_bytes(problem) + mosaic.trace_bytes(trace, CONSUMERS + 1)
-        mosaic.check_shared_memory(needed, chip, config)
+        needed = config.shared_memory_bytes(problem) + launch.trace_bytes(trace, CONSUMERS + 1)
+        launch.check_shared_memory(needed, chip, config)
     grid = config.grid(problem, chip)
     kernel = functools.partial(_kernel, config, grid, problem, interpret, trace)
-    return mosaic.plan(problem, config, grid, kernel)
+    return launch.plan(problem, config, grid, kernel)
 
 
 def _kernel(config: Config, grid: Grid, problem: Problem, interpret, trace: str):
@@ -281,7 +278,7 @@ def _kernel(config: Config, grid: Grid, problem: Problem, interpret, trace: str)
 
                 lax.fori_loop(0, count, feed_tile, None)
 
-            entries = entry_of(mosaic.for_each_segment(runs, worker, feed_run), 0)
+            entries = entry_of(launch.for_each_segment(runs, worker, feed_run), 0)
             left = lax.min(entries, slots)
 
             @pl.loop(0, left)
@@ -364,7 +361,7 @@ def _kernel(config: Config, grid: Grid, problem: Problem, interpret, trace: str)
 
                     lax.fori_loop(0, count, visit_tile, None)
 
-            mosaic.for_each_segment(runs, worker, visit)
+            launch.for_each_segment(runs, worker, visit)
 
             @pl.when(member == 0)
             def last_turn():
@@ -397,11 +394,11 @@ def _kernel(config: Config, grid: Grid, problem: Problem, interpret, trace: str)
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         interpret=interpret,
-        compiler_params=mosaic.compiler_params(trace),
+        compiler_params=launch.compiler_params(trace),
         scratch_types=dict(
-            ring=mosaic.two_views(dtype, ring, ring, interpret=interpret),
-            # TMA brings the weight in the order of `fragment.py`.
-            weights=mosaic.two_views(
+            ring=launch.two_views(dtype, ring, ring, interpret=interpret),
+            # TMA brings the weight in the order of `layouts.py`.
+            weights=launch.two_views(
                 dtype,
                 (kept, *tile.weight_shape(tile_k)),
                 (kept, tile_n, tile_k),
