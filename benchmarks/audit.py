@@ -45,7 +45,7 @@ from benchmarks.machine_code import (
 from benchmarks.offline_compile import CHIPS, operands
 from benchmarks.timing import installed
 from pallas_patch_embed.backends import cuda, tiles, triton
-from pallas_patch_embed.backends.mosaic import sm90, sm100
+from pallas_patch_embed.backends.mosaic import SM90, SM100, sm90, sm100
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import ROW_BYTES
 from pallas_patch_embed.chips import A100, B200, H200, RTX_3090, RTX_4090, Target
@@ -315,7 +315,7 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
     name = "mosaic_sm90" if architecture == "sm_90" else "mosaic_sm100"
     target = next(name for name, chip in CHIPS.items() if chip == CHIP_OF[architecture])
     problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
-    choose_config = {"mosaic_sm90": sm90, "mosaic_sm100": sm100}[name].choose_config
+    choose_config = {"mosaic_sm90": SM90, "mosaic_sm100": SM100}[name].choose_config
     config = choose_config(problem, CHIP_OF[architecture])
     with tempfile.NamedTemporaryFile(suffix=".sass") as file:
         command = [sys.executable, "-m", "benchmarks.offline_compile", "--target", target]

@@ -16,14 +16,13 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
-from types import ModuleType
 
 import jax
 import numpy as np
 
 from benchmarks import contenders, cuda_launch, timing
 from pallas_patch_embed.backends import cuda, plan_with, tiles
-from pallas_patch_embed.backends.mosaic import sm90, sm100
+from pallas_patch_embed.backends.mosaic import SM90, SM100, MosaicBackend
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
@@ -112,7 +111,7 @@ def read_stamps(stamps: np.ndarray) -> list[Span]:
     return spans
 
 
-def traced(operands, kernel: ModuleType, folder: Path) -> tuple[jax.Array, list[Span]]:
+def traced(operands, kernel: MosaicBackend, folder: Path) -> tuple[jax.Array, list[Span]]:
     """The result and the trace of the first call of a Mosaic kernel with these operands.
 
     `folder` is empty.
@@ -126,7 +125,7 @@ def traced(operands, kernel: ModuleType, folder: Path) -> tuple[jax.Array, list[
     return y, read(trace)
 
 
-def _traced_plan(problem: Problem, kernel: ModuleType, target: Target, folder: Path) -> Plan:
+def _traced_plan(problem: Problem, kernel: MosaicBackend, target: Target, folder: Path) -> Plan:
     """The kernel's plan with a trace, and with fewer slots if the trace needs their memory."""
     chosen = kernel.choose_config(problem, target.chip)
     for slots in range(chosen.slots, 1, -1):
@@ -191,7 +190,7 @@ def main() -> None:
     """Prints the table and writes the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [shape.name for shape in NAMED_SHAPES]
-    kernels = {"mosaic_sm90": sm90, "mosaic_sm100": sm100, "cuda": cuda}
+    kernels = {"mosaic_sm90": SM90, "mosaic_sm100": SM100, "cuda": cuda}
     parser.add_argument("--backend", choices=kernels, help="the first one that serves")
     parser.add_argument("--shape", choices=names, default="B/16 224", metavar="NAME")
     parser.add_argument("--images", type=int, default=4736)

@@ -52,7 +52,7 @@ class Case:
     out_dtype: str = "bfloat16"
 
     @property
-    def module(self):
+    def served_by(self):
         """The backend."""
         from pallas_patch_embed.backends import BACKENDS
 
@@ -61,7 +61,7 @@ class Case:
     @property
     def chosen(self):
         """The Config."""
-        return self.module.Config(*self.config, **dict(self.options))
+        return self.served_by.kernel.Config(*self.config, **dict(self.options))
 
     @property
     def target(self):
@@ -77,7 +77,7 @@ class Case:
         from planned import compute
 
         choices = dict(out_dtype=self.out_dtype, target=self.target, config=self.chosen)
-        return functools.partial(compute, self.module, **choices)
+        return functools.partial(compute, self.served_by, **choices)
 
 
 def case(backend, patches, N, dtype, table, *config, out="bfloat16", **options):
@@ -186,7 +186,7 @@ def emulated(stem: Path, case: Case, operands, **options):
 
     machines = []
 
-    def kernel(config, grid, problem, interpret, trace):
+    def make(config, grid, problem, interpret, trace):
         def run(*arguments):
             arrays = [np.asarray(x) for x in arguments]
             result = ((problem.rows, problem.N), jnp.dtype(problem.out_dtype))
@@ -197,7 +197,7 @@ def emulated(stem: Path, case: Case, operands, **options):
 
         return run
 
-    with mock.patch.object(case.module, "_kernel", kernel):
+    with mock.patch.object(case.served_by.kernel, "make", make):
         return case.function()(*operands), machines[0]
 
 

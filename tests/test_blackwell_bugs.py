@@ -18,7 +18,8 @@ from planned import few
 from short_suite import keep
 
 from pallas_patch_embed.backends import schedule, xla
-from pallas_patch_embed.backends.mosaic import launch, sm100
+from pallas_patch_embed.backends.mosaic import SM100, launch, sm100
+from pallas_patch_embed.backends.mosaic import interpreted as memory
 from pallas_patch_embed.backends.mosaic.sm100 import Config
 from pallas_patch_embed.chips import B200
 
@@ -198,12 +199,12 @@ def unordered(which):
 
 
 def wrong_table_rows(monkeypatch):
-    load_rows = launch.load_rows
+    load_rows = memory.load_rows
 
     def shifted(source, row, *arguments, **named):
         return load_rows(source, row + 1, *arguments, **named)
 
-    monkeypatch.setattr(launch, "load_rows", shifted)
+    monkeypatch.setattr(memory, "load_rows", shifted)
 
 
 def altered_schedule(change):
@@ -304,11 +305,12 @@ def outcome(alteration, monkeypatch, mode):
     """Runs the altered kernel and compares its whole output."""
     two_blocks.install(monkeypatch)
     if isinstance(alteration, Altered):
-        monkeypatch.setattr(sm100, "plgpu", alteration)
+        for module in (sm100, launch):
+            monkeypatch.setattr(module, "plgpu", alteration)
     else:
         alteration(monkeypatch)
     operands = draw_operands(1, PATCHES, N, "int8", "shared")
-    y = interpreted(sm100, operands, "bfloat16", few(B200, 4), MODES[mode])
+    y = interpreted(SM100, operands, "bfloat16", few(B200, 4), MODES[mode])
     assert_bit_equal(y, xla.run(*operands, out_dtype="bfloat16"))
 
 

@@ -22,7 +22,7 @@ import pallas_patch_embed as ppe
 from benchmarks import cuda_launch, timeline
 from pallas_patch_embed.backends import BACKENDS, cuda, triton, xla
 from pallas_patch_embed.backends.cuda import SPELLED
-from pallas_patch_embed.backends.mosaic import sm90
+from pallas_patch_embed.backends.mosaic import SM90
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import Problem, named_shape
 
@@ -85,7 +85,7 @@ def test_a_kernel_that_forgets_elements_is_noticed(dtype, out_dtype, B):
         return plgpu.kernel(nothing, out_type=out)(patches).reshape(B, shape.S, shape.N)
 
     def forgets_one(*operands, out_dtype):
-        y = compute(sm90, *operands, out_dtype=out_dtype)
+        y = compute(SM90, *operands, out_dtype=out_dtype)
         return y.at[0, 195, 767].set(jnp.nan)
 
     beyond, _, elements = runs_of(forgets_all, shape, dtype, out_dtype, B)
@@ -307,9 +307,9 @@ def test_the_kernels_agree_under_jit_and_vmap(backend, dtype):
 def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
     operands = draw(jax.random.key(7), named_shape("B/16 224"), dtype, 67)
     problem = Problem.of(*operands, out_dtype="bfloat16")
-    y, spans = timeline.traced(operands, sm90, tmp_path)
-    assert same(y, compute(sm90, *operands, out_dtype="bfloat16"))
-    config = sm90.choose_config(problem, CHIP)
+    y, spans = timeline.traced(operands, SM90, tmp_path)
+    assert same(y, compute(SM90, *operands, out_dtype="bfloat16"))
+    config = SM90.choose_config(problem, CHIP)
     blocks = config.grid(problem, CHIP).thread_blocks
     for role, warps in {"feed a tile": 1, "multiply": 8, "scale, add and store": 8}.items():
         found = {(span.block, span.warp) for span in spans if span.role == role}

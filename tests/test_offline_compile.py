@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import tiles
-from pallas_patch_embed.backends.mosaic import sm90, sm100
+from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.chips import B200, B300, H200
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
 
@@ -57,7 +57,7 @@ def problem_of(name, dtype, out_dtype, table, images):
 )
 def test_the_Hopper_kernel_compiles_to_what_its_config_says(shape, images, dtype, out_dtype, table):
     problem = problem_of(shape, dtype, out_dtype, table, images)
-    config = sm90.choose_config(problem, H200)
+    config = SM90.choose_config(problem, H200)
     found = compile_offline("h200", "mosaic_sm90", [shape], dtype, out_dtype, table, images)
     kernel = the_whole_program(found[shape], config.shared_memory_bytes(problem))
     loop = kernel["tile_loop"]
@@ -69,7 +69,7 @@ def test_the_Hopper_kernel_compiles_to_what_its_config_says(shape, images, dtype
     # shared (LDS, LDSM) or local memory: table, scales and offsets are in registers, if they fit.
     tile_bytes = config.rows * config.tile_n * (4 if out_dtype == "float32" else 2)
     assert loop["STG"] == tile_bytes // 128 // 16
-    loaded = {"LDG", "LDS"} if not config.holds(problem) else set()
+    loaded = {"LDG", "LDS"} if not config.keeps_columns(problem) else set()
     assert {"LD", "LDG", "LDS", "LDSM", "LDL", "STL", "ST", "UTMASTG"} & set(loop) == loaded
 
 
@@ -111,7 +111,7 @@ def test_the_Blackwell_kernel_compiles_to_what_its_config_says(
     found = compile_offline("b200", "mosaic_sm100", shapes, dtype, out_dtype, table, images)
     for shape in shapes:
         problem = problem_of(shape, dtype, out_dtype, table, images)
-        config = sm100.choose_config(problem, B200)
+        config = SM100.choose_config(problem, B200)
         kernel = the_whole_program(found[shape], config.shared_memory_bytes(problem))
         K_bytes = problem.patches[-1] * (2 if dtype == "bfloat16" else 1)
         instruction = {"bfloat16": "UTCHMMA", "int8": "UTCIMMA", "float8_e4m3fn": "UTCQMMA"}[dtype]
@@ -135,7 +135,7 @@ def test_the_Blackwell_kernel_compiles_for_B300():
     name, dtype = "B/16 224", "float8_e4m3fn"
     found = compile_offline("b300", "mosaic_sm100", [name], dtype, "bfloat16", "shared", 4096)
     problem = problem_of(name, dtype, "bfloat16", "shared", 4096)
-    config = sm100.choose_config(problem, B300)
+    config = SM100.choose_config(problem, B300)
     kernel = the_whole_program(found[name], config.shared_memory_bytes(problem))
     assert kernel["multiplications"] == {"UTCQMMA.2CTA": 768 // 32}
 

@@ -14,7 +14,7 @@ from planned import refusal
 import pallas_patch_embed as ppe
 from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import BACKENDS, tiles, triton
-from pallas_patch_embed.backends.mosaic import sm90, sm100
+from pallas_patch_embed.backends.mosaic import SM90, SM100, sm90, sm100
 from pallas_patch_embed.chips import A100, B200, CHIPS, H200, RTX_5090, Chip, Target, chip_of
 from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
 
@@ -24,8 +24,8 @@ H100 = dataclasses.replace(H200, multiprocessors=114)
 
 def test_a_chip_of_fewer_multiprocessors_gets_its_own_grid():
     problem = problem_of(named_shape("B/16 224"), "int8", 4736)
-    config = sm90.choose_config(problem, H200)
-    assert config == sm90.choose_config(problem, H100)
+    config = SM90.choose_config(problem, H200)
+    assert config == SM90.choose_config(problem, H100)
     full, fewer = config.grid(problem, H200), config.grid(problem, H100)
     # 192 columns are a quarter of N: 33 workers of a slice on 132 multiprocessors, 28 on 114.
     assert (full.slices, full.workers, full.thread_blocks) == (4, 33, 132)
@@ -85,8 +85,8 @@ def test_a_plan_asks_no_device(monkeypatch):
     problems = [problem_of(shape, "int8") for shape in NAMED_SHAPES]
     with mock.patch.object(jax, "devices", side_effect=AssertionError("asked")):
         for problem in problems:
-            assert refusal(sm90, problem, Target("cuda", H100)) is None
-            assert refusal(sm100, problem, Target("cuda", B200)) is None
+            assert refusal(SM90, problem, Target("cuda", H100)) is None
+            assert refusal(SM100, problem, Target("cuda", B200)) is None
             assert refusal(triton, problem, Target("cuda", A100)) is None
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_patch_embed.backends import cuda, triton, xla
-from pallas_patch_embed.backends.mosaic import sm90, sm100
+from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.plan import Backend, Plan, Refusal
 from pallas_patch_embed.backends.preferences import patchify_first, preferred_alternative
 from pallas_patch_embed.chips import Target
@@ -17,8 +17,8 @@ from pallas_patch_embed.problem import Problem
 
 # In the order in which they are tried.
 BACKENDS: dict[str, Backend] = {
-    "mosaic_sm100": sm100,
-    "mosaic_sm90": sm90,
+    "mosaic_sm100": SM100,
+    "mosaic_sm90": SM90,
     "cuda": cuda,
     "triton": triton,
     "xla": xla,

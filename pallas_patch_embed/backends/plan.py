@@ -44,7 +44,8 @@ class Backend(Protocol):
       EVIDENCE: why its results may be trusted.
     """
 
-    EVIDENCE: str
+    @property
+    def EVIDENCE(self) -> str: ...
 
     def plan(self, problem: Problem, target: Target) -> Plan:
         """How it computes the problem on the target: a pure function of the two.

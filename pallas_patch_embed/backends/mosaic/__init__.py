@@ -1,0 +1,101 @@
+"""The two Pallas Mosaic GPU backends: for Hopper and for Blackwell."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_patch_embed.backends import tiles
+from pallas_patch_embed.backends.mosaic import heuristics, launch, sm90, sm100
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.backends.tiles import Grid
+from pallas_patch_embed.chips import B200, B300, H200, Chip, Target
+from pallas_patch_embed.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicBackend:
+    """A Pallas kernel as a backend.
+
+    Attributes:
+      kernel: its module. `kernel.make(config, grid, problem, interpret, trace)` gives a function of
+        patches [M, K], weight, scale, table [period, N] or [N], and the workers' segments.
+      chips: that it is for, one for each compute capability.
+      choose_config: (problem, chip) -> the kernel's Config.
+      EVIDENCE: why its results may be trusted.
+    """
+
+    kernel: ModuleType
+    chips: tuple[Chip, ...]
+    choose_config: Callable[[Problem, Chip], Any]
+    EVIDENCE: str
+
+    def plan(
+        self,
+        problem: Problem,
+        target: Target,
+        *,
+        config: Any = None,
+        interpret: bool | plgpu.InterpretGPUParams = False,
+        trace: str = "",
+    ) -> Plan:
+        """How the kernel, or Pallas' interpreter for it, computes a problem on a target.
+
+        Args:
+          problem: shapes and dtypes.
+          target: where the program runs.
+          config: tile sizes and pipeline depth; None for those of `choose_config`.
+          interpret: whether the kernel is interpreted, and how.
+          trace: folder for a trace of what the warps of each block do first; none if empty.
+
+        Raises:
+          NotImplementedError: the kernel cannot serve; the message is the reason.
+        """
+        chip = tiles.chip_for(target, self.chips)
+        if chip is None:
+            names = " or ".join("{}.{}".format(*chip.capability) for chip in self.chips)
+            raise NotImplementedError(f"it needs compute capability {names}; this is {target}.")
+        tiles.check_dtype(problem, chip)
+        tiles.check_operands(problem)
+        if config is None:
+            config = self.choose_config(problem, chip)
+        else:
+            config.check(problem, chip)
+        if trace:
+            needed = config.shared_memory_bytes(problem)
+            needed += launch.trace_bytes(self.kernel.WARPGROUPS)
+            launch.check_shared_memory(needed, chip, config)
+        grid = config.grid(problem, chip)
+        make = functools.partial(self.kernel.make, config, grid, problem, interpret, trace)
+        return Plan(functools.partial(_run, problem, grid, make), config=str(config))
+
+
+def _run(problem: Problem, grid: Grid, make: Callable[[], Any], *operands: jax.Array) -> jax.Array:
+    """Calls the kernel that `make` gives."""
+
+    def compute(patches: jax.Array, *rest: jax.Array) -> jax.Array:
+        segments = jnp.asarray(grid.schedule(problem.table_period))
+        return make()(patches.reshape(problem.rows, -1), *rest, segments)
+
+    return tiles.flatten_leading_axes(problem, operands, compute)
+
+
+SM90 = MosaicBackend(
+    sm90,
+    (H200,),
+    heuristics.choose_sm90,
+    "interpreted with race detection, and compiled for sm_90a in the tests; every element of its "
+    "results compared on an H200.",
+)
+SM100 = MosaicBackend(
+    sm100,
+    (B200, B300),
+    heuristics.choose_sm100,
+    "interpreted with race detection, compiled for sm_100a, and its PTX executed by an emulator in "
+    "the tests; not yet run on a Blackwell GPU.",
+)

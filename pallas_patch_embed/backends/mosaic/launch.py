@@ -1,6 +1,9 @@
-"""What the Pallas Mosaic GPU kernels share: plan, walk over the schedule, views of memory."""
+"""What the two Pallas kernels share: checks of a config, launch, walk over tiles, ring."""
 
+import dataclasses
+import inspect
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -8,13 +11,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_patch_embed.backends import schedule
-from pallas_patch_embed.backends.plan import Plan
-from pallas_patch_embed.backends.tiles import Grid, flatten_leading_axes
+from pallas_patch_embed.backends import schedule, tiles
+from pallas_patch_embed.backends.tiles import Grid
 from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
@@ -24,27 +23,70 @@ ALIGNMENT = 1024
 # Shared memory of a thread block that is left for barriers.
 BARRIER_BYTES = 1024
 
+# Mosaic allows so many barriers in an array.
+MOST_BARRIERS = 32
+
 # The fields of a segment, in their order.
 FIELDS = (schedule.FIRST_TILE, schedule.TILES, schedule.STRIDE, schedule.TABLE_ROW)
 
 # The trace of a warp has room for so many spans; later ones are left out.
 SPANS = 64
 
-SCALAR = plgpu.Layout.WG_SPLAT(())
+
+# Checks of a config. Each raises NotImplementedError with what was given and what was expected.
 
 
-def trace_bytes(trace: str, warpgroups: int) -> int:
-    """Shared memory of a trace: each span of a warp is two pairs of a name and a time."""
-    return 4 * warpgroups * SPANS * 16 if trace else 0
+def check_slice(tile_n: int, problem: Problem) -> None:
+    """Refuses a slice of N that is not a multiple of 64 columns, or does not divide N."""
+    if tile_n % 64 or problem.N % tile_n:
+        raise NotImplementedError(
+            f"tile_n is {tile_n}, expected one of the multiples of 64 that divide N = {problem.N}."
+        )
+
+
+def check_slots(slots: int, most: int) -> None:
+    """Refuses a ring of one slot, or of more than `most`."""
+    if not 2 <= slots <= most:
+        raise NotImplementedError(f"slots is {slots}, expected 2 to {most}.")
 
 
 def check_shared_memory(needed: int, chip: Chip, config: object) -> None:
-    """Raises NotImplementedError if one thread block cannot have so many bytes."""
-    available = chip.shared_memory - BARRIER_BYTES
+    """Refuses more bytes than a thread block can have beside its barriers."""
+    check_resource("bytes of shared memory", needed, chip.shared_memory - BARRIER_BYTES, config)
+
+
+def check_resource(what: str, needed: int, available: int, config: object) -> None:
+    """Refuses more of a resource than there is."""
     if needed > available:
-        raise NotImplementedError(
-            f"{config} needs {needed} bytes of shared memory, there are {available}."
-        )
+        raise NotImplementedError(f"{config} needs {needed} {what}, there are {available}.")
+
+
+# The launch.
+
+
+class Operands(NamedTuple):
+    """What a kernel reads and writes in global memory.
+
+    Attributes:
+      patches: [M, K].
+      weight: [N, K], in the view that the kernel wants.
+      scale: [N] float32.
+      table: [period, N] bfloat16, or [N] float32.
+      segments: [workers, R, 4] int32 of `schedule.segments`.
+      y: [M, N].
+    """
+
+    patches: Any
+    weight: Any
+    scale: Any
+    table: Any
+    segments: Any
+    y: Any
+
+
+def trace_bytes(warpgroups: int) -> int:
+    """Shared memory of a trace: each span of a warp is two pairs of a name and a time."""
+    return 4 * warpgroups * SPANS * 16
 
 
 def compiler_params(trace: str) -> plgpu.CompilerParams:
@@ -60,123 +102,144 @@ def compiler_params(trace: str) -> plgpu.CompilerParams:
     )
 
 
-def plan(problem: Problem, config: object, grid: Grid, make_kernel: Callable) -> Plan:
-    """The plan of a Pallas kernel.
+def kernel(
+    name: str,
+    worker: Callable,
+    scratch: Any,
+    config: Any,
+    grid: Grid,
+    problem: Problem,
+    memory: Any,
+    trace: str,
+    **options: Any,
+) -> Callable:
+    """A Pallas kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N].
 
     Args:
-      problem: shapes and dtypes, checked.
-      config: of the kernel.
-      grid: the workers, and which tiles they share.
-      make_kernel: gives a function of patches [M, K], weight, scale, table [period, N] or [N], and
-        the workers' segments, which gives y [M, N].
+      name: of the kernel in profiles.
+      worker: makes a `Worker` from its attributes; its `run(warpgroup)` is the kernel.
+      scratch: types of shared memory and barriers.
+      config, grid, problem: what is launched.
+      memory: `layouts`, or `interpreted`.
+      trace: folder for a trace; none if empty.
+      options: of `plgpu.kernel`.
     """
 
-    def compute(patches, *rest):
-        segments = jnp.asarray(grid.schedule(problem.table_period))
-        return make_kernel()(patches.reshape(problem.rows, -1), *rest, segments)
+    def body(*operands, scratch):
+        block = lax.axis_index("worker")
+        worker(
+            *(config, problem, Operands(*operands), scratch, memory.views(scratch.patches)),
+            column=lax.rem(block, grid.slices) * config.tile_n,
+            index=lax.div(block, grid.slices),
+        ).run(lax.axis_index("warpgroup"))
 
-    return Plan(
-        lambda *operands: flatten_leading_axes(problem, operands, compute), config=str(config)
+    body.__name__ = name
+    # jax 0.11 has no cost estimate here.
+    if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
+        options["cost_estimate"] = cost(problem)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype),
+        grid=(grid.workers * grid.slices,),
+        grid_names=("worker",),
+        thread_name="warpgroup",
+        scratch_types=dict(scratch=scratch),
+        compiler_params=compiler_params(trace),
+        **options,
     )
 
 
-def for_each_segment(segments, worker, visit: Callable) -> jax.Array:
-    """Calls visit((first tile, tiles, stride, table row), tiles before) for a worker's segments.
+def cost(problem: Problem) -> pl.CostEstimate:
+    """Operations, and the bytes of all operands and of y, for XLA's scheduler."""
+    itemsize, out_itemsize = (np.dtype(d).itemsize for d in (problem.dtype, problem.out_dtype))
+    table_itemsize = np.dtype(problem.table_dtype).itemsize
+    M, N, K = problem.rows, problem.N, problem.K
+    read = (M + N) * K * itemsize + 4 * N + problem.table_period * N * table_itemsize
+    return pl.CostEstimate(
+        flops=2 * M * N * K, transcendentals=0, bytes_accessed=read + M * N * out_itemsize
+    )
 
-    Returns:
-      The tiles of all segments.
+
+# Inside a kernel.
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """A thread block: what it works on, the walk over its tiles, and its ring of patches.
+
+    An entry of the ring is one use of a slot. Entries are numbered in the order of their products.
+
+    Attributes:
+      config, problem: what is computed, and how.
+      operands: in global memory.
+      scratch: shared memory and barriers. `freed` has a barrier for each slot, whose phase is
+        complete when the slot's entry is multiplied.
+      patches: the ring, as TMA writes it and as it is multiplied.
+      column: first column of N.
+      index: of the worker among those of its slice of N.
     """
 
-    def step(i, tiles):
-        segment = tuple(segments[worker, i, field] for field in FIELDS)
-        visit(segment, tiles)
-        return tiles + segment[schedule.TILES]
+    config: Any
+    problem: Problem
+    operands: Operands
+    scratch: Any
+    patches: tuple[Any, Any]
+    column: Any
+    index: Any
 
-    return lax.fori_loop(0, segments.shape[1], step, jnp.int32(0))
+    def for_each_tile(
+        self, visit: Callable, begin: Callable | None = lambda table_row: None
+    ) -> jax.Array:
+        """Walks the tiles of this worker in the order of its segments.
 
+        Args:
+          visit: called with the number of the tile among the worker's, its index among all tiles,
+            and what `begin` gave.
+          begin: called with the table row of each segment that has tiles, before they are visited.
+            None if there is nothing to begin, and no branch around segments without tiles.
 
-def swizzled(dtype, *shape: int, tiled: bool) -> plgpu.SMEM:
-    """Shared memory with rows of up to 128 bytes: tiled as the tensor cores want it, or not.
+        Returns:
+          How many tiles there were.
+        """
+        segments = self.operands.segments
 
-    TMA writes and reads untiled memory in any number of rows, else in multiples of 8.
-    """
-    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
-    tiling = (plgpu.TilingTransform((8, shape[-1])),) if tiled else ()
-    return plgpu.SMEM(shape, dtype, transforms=(*tiling, plgpu.SwizzleTransform(row_bytes)))
+        def visit_segment(i, tiles_before):
+            first, count, stride, table_row = (segments[self.index, i, f] for f in FIELDS)
 
+            def visit_tiles(begun):
+                def step(j, _):
+                    visit(tiles_before + j, first + j * stride, begun)
 
-def two_views(dtype, written: tuple[int, ...], multiplied: tuple[int, ...], *, interpret):
-    """One memory as TMA writes it, untiled, and as the tensor cores read it, tiled.
+                lax.fori_loop(0, count, step, None)
 
-    The interpreter has no such memory; there it is two, of which the second serves for both.
-    """
-    views = swizzled(dtype, *written, tiled=False), swizzled(dtype, *multiplied, tiled=True)
-    return views if interpret else plgpu.RefUnion(*views)
+            if begin is None:
+                visit_tiles(None)
+            else:
+                pl.when(count > 0)(lambda: visit_tiles(begin(table_row)))
+            return tiles_before + count
 
+        return lax.fori_loop(0, segments.shape[1], visit_segment, jnp.int32(0))
 
-def load_rows(source, row, column, kind, *, period: int, skip: int = 0, interpret=False):
-    """Rows of an array [period, N] in global memory: row, row + 1, ... modulo `period`.
+    @property
+    def chunks(self) -> int:
+        """Chunks of K: entries of the ring for the rows of a tile."""
+        return tiles.chunks(self.problem)
 
-    Args:
-      source: the array.
-      row: the first row.
-      column: the first column, less `skip`.
-      kind: shape, dtype and layout of the result.
-      period: rows of the array.
-      skip: columns.
-      interpret: whether the kernel runs in the interpreter, which has no registers.
-    """
-    if interpret:
-        rows, columns = kind.shape
-        part = source[:, pl.ds(column + skip, columns)]
-        return jnp.take(part, lax.rem(row + jnp.arange(rows), period), axis=0)
+    def chunk(self, k):
+        """The columns of the k-th chunk of K: one row of the swizzle."""
+        tile_k = tiles.ROW_BYTES // jnp.dtype(self.problem.dtype).itemsize
+        return pl.ds(k * tile_k, tile_k)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=kind)
-    def loaded(_, source, row, column):
-        layout = kind.layout.to_mgpu()
-        element = ir.MemRefType(source.type).element_type
-        vector = ir.VectorType.get((layout.vector_length,), element)
-        registers = np.empty(layout.registers_shape(kind.shape), object)
-        places = places_of(source, row, column, layout, kind.shape, period=period, skip=skip)
-        registers.flat = [llvm.load(vector, address) for _, address in places]
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    def slot(self, entry):
+        """The slot of an entry."""
+        return lax.rem(entry, self.config.slots)
 
-    return loaded(source, row, column)
+    def acquire(self, entry):
+        """The slot of an entry, once the entry before it there is multiplied."""
+        slot = self.slot(entry)
 
+        @pl.when(entry >= self.config.slots)
+        def wait():
+            plgpu.barrier_wait(self.scratch.freed.at[slot])
 
-def i32(value: int) -> ir.Value:
-    """A constant of 32 bits."""
-    return arith.constant(ir.IntegerType.get_signless(32), value)
-
-
-def places_of(array, row, column, layout, shape, *, period: int | None = None, skip: int = 0):
-    """Row and address, for each register of a thread, of what it has of a tile of global memory.
-
-    The tile begins with `row` and `column + skip` of an array [rows, columns]; rows are taken
-    modulo `period`, if there is one.
-    """
-    word, long = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-    kind = ir.MemRefType(array.type)
-    base, stride = mgpu.utils.memref_ptr(array), kind.shape[1]
-
-    def address(at_row, at_column):
-        first = arith.muli(arith.extui(long, at_row), arith.constant(long, stride))
-        offset = arith.addi(first, arith.extui(long, at_column))
-        return mgpu.utils.getelementptr(base, [offset], kind.element_type)
-
-    # A thread's first element; the others are constants away.
-    below, beside = (arith.index_castui(word, i) for i in next(iter(layout.thread_idxs(shape))))
-    first_row = arith.addi(row.registers.item(), below)
-    first_column = arith.addi(column.registers.item(), beside)
-    first_address = address(first_row, first_column)
-    addresses = {}
-    steps = layout.tiling.tile_strides((shape[1], 1))
-    for index in np.ndindex(layout.registers_shape(shape)):
-        rows, columns = divmod(sum(i * step for i, step in zip(index, steps)), shape[1])
-        at_row = arith.addi(first_row, i32(rows))
-        near, away = first_address, rows * stride + columns + skip
-        if period is not None:
-            if rows not in addresses:
-                addresses[rows] = address(arith.remui(at_row, i32(period)), first_column)
-            near, away = addresses[rows], columns + skip
-        yield at_row, mgpu.utils.getelementptr(near, [away], kind.element_type)
+        return slot

@@ -1,15 +1,14 @@
-"""A warpgroup's tile in registers, arranged so that a thread's columns are neighbours in memory.
+"""How the Pallas kernels arrange data in shared memory and registers: what is built from MLIR.
 
-wgmma leaves pairs of neighbouring columns in a thread: of every 8 columns, thread q of the four
-that share a row has columns 2q and 2q + 1. Stored like that, a thread would write 4 bytes at a
-time. So the rows of the weight come to shared memory in another order, which only renames
-accumulators: what wgmma takes for the j-th pair of thread q in its g-th group is, in memory, pair
-q * (vector / 2) + j of group g. Then a thread holds 16 neighbouring bytes of every group of 64, and
-the four threads of a row write 64 bytes.
+wgmma leaves pairs of neighbouring columns of the accumulator in a thread: of every 8 columns,
+thread q of the four that share a row has columns 2q and 2q + 1. Stored like that, a thread would
+write 4 bytes at a time. So the rows of the weight come to shared memory in another order, which
+only renames accumulators: what wgmma takes for the j-th pair of thread q in its g-th group is, in
+memory, pair q * (vector / 2) + j of group g. Then a thread has 16 neighbouring bytes of every group
+of 64, and the four threads of a row write 64 bytes.
 
-Pallas does not express this renaming, nor a store with a condition for each row: they are written
-with Mosaic's builders. In the interpreter, which has neither registers nor Mosaic, the
-weight keeps its order, and the same functions are JAX.
+Pallas cannot express this renaming, nor a store with a condition for each row. They are written
+with Mosaic's builders. `interpreted.py` has the same functions for the interpreter.
 """
 
 import dataclasses
@@ -24,14 +23,109 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_patch_embed.backends.mosaic.launch import SCALAR, i32, load_rows, places_of
+SCALAR = plgpu.Layout.WG_SPLAT(())
 
-# What a thread moves at once.
+# Bytes that a thread loads or stores with one instruction.
 VECTOR_BYTES = 16
 
 
+# Shared memory.
+
+
+def swizzled(dtype, *shape: int, tiled: bool) -> plgpu.SMEM:
+    """Shared memory with rows of up to 128 bytes: tiled as the tensor cores want it, or not.
+
+    TMA writes and reads any number of rows of untiled memory, and multiples of 8 of tiled memory.
+    """
+    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
+    tiling = (plgpu.TilingTransform((8, shape[-1])),) if tiled else ()
+    return plgpu.SMEM(shape, dtype, transforms=(*tiling, plgpu.SwizzleTransform(row_bytes)))
+
+
+def two_views(dtype, written: tuple[int, ...], multiplied: tuple[int, ...]):
+    """One memory as TMA writes it, untiled, and as the tensor cores read it, tiled."""
+    return plgpu.RefUnion(
+        swizzled(dtype, *written, tiled=False), swizzled(dtype, *multiplied, tiled=True)
+    )
+
+
+def views(memory):
+    """The two views of such memory: the one that TMA writes, and the one that is multiplied."""
+    written, multiplied = memory
+    return written, multiplied
+
+
+# Global memory.
+
+
+def load_rows(source, row, column, kind, *, period: int, skip: int = 0):
+    """Rows of an array [period, N] in global memory: row, row + 1, ... modulo `period`.
+
+    Args:
+      source: the array.
+      row: the first row.
+      column: the first column, less `skip`.
+      kind: shape, dtype and layout of the result.
+      period: rows of the array.
+      skip: columns.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=kind)
+    def loaded(_, source, row, column):
+        layout = kind.layout.to_mgpu()
+        element = ir.MemRefType(source.type).element_type
+        vector = ir.VectorType.get((layout.vector_length,), element)
+        registers = np.empty(layout.registers_shape(kind.shape), object)
+        places = _addresses(source, row, column, layout, kind.shape, period=period, skip=skip)
+        registers.flat = [llvm.load(vector, address) for _, address in places]
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return loaded(source, row, column)
+
+
+def _addresses(array, row, column, layout, shape, *, period: int | None = None, skip: int = 0):
+    """Row and address of each register that a thread has of a tile in global memory.
+
+    The tile begins with `row` and `column + skip` of an array [rows, columns]; rows are taken
+    modulo `period`, if there is one.
+    """
+    word, long = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    kind = ir.MemRefType(array.type)
+    base, stride = mgpu.utils.memref_ptr(array), kind.shape[1]
+
+    def address(at_row, at_column):
+        first = arith.muli(arith.extui(long, at_row), arith.constant(long, stride))
+        offset = arith.addi(first, arith.extui(long, at_column))
+        return mgpu.utils.getelementptr(base, [offset], kind.element_type)
+
+    # A thread's first element; the others are constants away.
+    below, beside = (arith.index_castui(word, i) for i in next(iter(layout.thread_idxs(shape))))
+    first_row = arith.addi(row.registers.item(), below)
+    first_column = arith.addi(column.registers.item(), beside)
+    first_address = address(first_row, first_column)
+    addresses = {}
+    steps = layout.tiling.tile_strides((shape[1], 1))
+    for index in np.ndindex(layout.registers_shape(shape)):
+        rows, columns = divmod(sum(i * step for i, step in zip(index, steps)), shape[1])
+        at_row = arith.addi(first_row, _i32(rows))
+        near, away = first_address, rows * stride + columns + skip
+        if period is not None:
+            if rows not in addresses:
+                addresses[rows] = address(arith.remui(at_row, _i32(period)), first_column)
+            near, away = addresses[rows], columns + skip
+        yield at_row, mgpu.utils.getelementptr(near, [away], kind.element_type)
+
+
+def _i32(value: int) -> ir.Value:
+    """A constant of 32 bits."""
+    return arith.constant(ir.IntegerType.get_signless(32), value)
+
+
+# Registers.
+
+
 @dataclasses.dataclass(frozen=True)
-class Fragment:
+class RegisterTile:
     """A tile [rows, columns] of an array [M, N] of `dtype`, in the registers of a warpgroup.
 
     Its functions deal in groups: arrays [rows, group] (or [group]), from left to right.
@@ -40,13 +134,11 @@ class Fragment:
       dtype: of what is stored.
       rows: of the tile, a multiple of 64.
       columns: of the tile, a multiple of `group`.
-      interpret: whether the kernel runs in the interpreter.
     """
 
     dtype: jnp.dtype
     rows: int
     columns: int
-    interpret: bool
 
     @property
     def vector(self) -> int:
@@ -76,44 +168,46 @@ class Fragment:
     @property
     def weight_copies(self) -> int:
         """How many copies bring the rows of the weight, in the order above."""
-        return 1 if self.interpret else self.pairs
+        return self.pairs
 
     def weight_shape(self, width: int) -> tuple[int, ...]:
         """The shape of `width` columns of K of the tile's rows of the weight, where TMA writes."""
-        if self.interpret:
-            return (self.columns, width)
         return (self.pairs, self.groups, 4, 2, width)
 
     def view_weight(self, weight: jax.Array) -> jax.Array:
         """The weight [N, K] as [N / group, thread, pair, 2, K], which TMA copies in any order."""
-        if self.interpret:
-            return weight
         N, K = weight.shape
         return weight.reshape(N // self.group, 4, self.pairs, 2, K)
 
-    def copies_of_weight(self, weight, column, inner, target):
-        """Source and target of each copy of `columns` rows of the weight, beginning with `column`.
+    def load_weight(self, weight, column, inner, target, arrived) -> None:
+        """Copies `columns` rows of the weight, from row `column` on, to shared memory.
 
         Args:
           weight: what `view_weight` gave, in global memory.
           column: a multiple of `columns`.
           inner: slice of K.
           target: memory of shape `weight_shape`.
+          arrived: the barrier at which each of `weight_copies` copies arrives.
         """
-        if self.interpret:
-            return [(weight.at[pl.ds(column, self.columns), inner], target)]
         groups = pl.ds(lax.div(column, self.group), self.groups)
-        return [(weight.at[groups, :, j, :, inner], target.at[j]) for j in range(self.pairs)]
+        for j in range(self.pairs):
+            plgpu.copy_gmem_to_smem(weight.at[groups, :, j, :, inner], target.at[j], arrived)
 
     def load_columns(self, values, g: int) -> jax.Array:
         """Group `g` of values [columns] in shared memory."""
         part = values.at[pl.ds(g * self.group, self.group)]
         return plgpu.load(part, layout=self.layout.reduce(0), optimized=False)
 
+    def load_rows(self, source, row, column, g: int, period: int) -> jax.Array:
+        """Group `g` of rows of an array [period, N] of bfloat16: row, row + 1, ... modulo `period`.
+
+        `column` is where the tile begins.
+        """
+        kind = self._group_of(jnp.bfloat16)
+        return load_rows(source, row, column, kind, period=period, skip=g * self.group)
+
     def regroup(self, accumulator: jax.Array) -> list[jax.Array]:
         """The groups of an accumulator [rows, columns]: other names for the same registers."""
-        if self.interpret:
-            return jnp.split(accumulator, self.groups, axis=1)
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.Layout.WGMMA,),
@@ -135,24 +229,13 @@ class Fragment:
 
         return renamed(accumulator)
 
-    def load_rows(self, source, row, column, g: int, period: int) -> jax.Array:
-        """Group `g` of rows of an array [period, N] of bfloat16: row, row + 1, ... modulo `period`.
-
-        `column` is where the tile begins.
-        """
-        kind = self._group_of(jnp.bfloat16)
-        return load_rows(
-            source, row, column, kind, period=period, skip=g * self.group, interpret=self.interpret
-        )
-
     def pinned(self, group: jax.Array) -> jax.Array:
         """The same group of 2-byte values, computed here.
 
-        Without it the compiler widens what is held over a loop once, before the loop, in twice the
-        registers. `lax.optimization_barrier` mixes up vectors of more than 4 bytes (jax 0.11.2).
+        Without it the compiler widens values that stay in registers over a loop once, before the
+        loop, into twice the registers. `lax.optimization_barrier` mixes up vectors of more than 4
+        bytes (jax 0.11.2).
         """
-        if self.interpret:
-            return group
 
         @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=self._group_of(group.dtype))
         def opaque(_, group):
@@ -163,12 +246,12 @@ class Fragment:
             registers = []
             for register in group.registers.flat:
                 packed = mgpu.utils.bitcast(register, words)
-                parts = [llvm.extractelement(packed, i32(i)) for i in range(n)]
+                parts = [llvm.extractelement(packed, _i32(i)) for i in range(n)]
                 found = llvm.inline_asm(both, parts, "", constraints, has_side_effects=True)
                 packed = llvm.mlir_undef(words)
                 for i in range(n):
                     part = llvm.extractvalue(word, found, [i])
-                    packed = llvm.insertelement(packed, part, i32(i))
+                    packed = llvm.insertelement(packed, part, _i32(i))
                 registers.append(mgpu.utils.bitcast(packed, register.type))
             return self._fragmented(registers)
 
@@ -180,33 +263,20 @@ class Fragment:
         `column` is where the tile begins; `inside` says that no tile goes beyond M.
         """
         M = target.shape[0]
-        if self.interpret:
-            columns = pl.ds(column + g * self.group, self.group)
-
-            @pl.when(row + self.rows <= M)
-            def whole():
-                target[pl.ds(row, self.rows), columns] = group
-
-            @pl.when((row < M) & (row + self.rows > M))
-            def tail():
-                left = M % self.rows
-                target[pl.ds(row, left), columns] = group[:left]
-
-            return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, self.layout))
         def stored(_, target, row, column, group):
             word = ir.IntegerType.get_signless(32)
             words = ir.VectorType.get((4,), word)
             skip = g * self.group
-            places = places_of(target, row, column, group.layout, group.shape, skip=skip)
+            places = _addresses(target, row, column, group.layout, group.shape, skip=skip)
             for (row, pointer), register in zip(places, group.registers.flat, strict=True):
                 packed = mgpu.utils.bitcast(register, words)
                 if inside:
                     llvm.store(packed, pointer)
                     continue
-                exists = arith.cmpi(arith.CmpIPredicate.ult, row, i32(M))
-                parts = [llvm.extractelement(packed, i32(i)) for i in range(4)]
+                exists = arith.cmpi(arith.CmpIPredicate.ult, row, _i32(M))
+                parts = [llvm.extractelement(packed, _i32(i)) for i in range(4)]
                 llvm.inline_asm(
                     ir.Type.parse("!llvm.void"),
                     [pointer, *parts, arith.extui(word, exists)],
@@ -231,3 +301,36 @@ class Fragment:
             _layout=layout,
             _is_signed=is_signed,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorTile:
+    """Accumulators [128, columns] of tensor memory, in the registers of a warpgroup.
+
+    Attributes:
+      columns: how many.
+    """
+
+    columns: int
+
+    @property
+    def layout(self) -> plgpu.Layout:
+        return plgpu.Layout.TCGEN05
+
+    def load_sums(self, accumulators) -> jax.Array:
+        """Begins to load accumulators; `plgpu.wait_load_tmem` waits for them."""
+        return plgpu.async_load_tmem(accumulators, layout=self.layout)
+
+    def load_columns(self, values, column) -> jax.Array:
+        """Values [columns] of an array [N] in global memory, from `column` on."""
+        part = values.at[pl.ds(column, self.columns)]
+        return plgpu.load(part, layout=self.layout.reduce(0), optimized=False)
+
+    def load_rows(self, source, row, column, skip: int, period: int) -> jax.Array:
+        """Rows of an array [period, N] of bfloat16, as `load_rows`, in float32."""
+        kind = plgpu.ShapeDtypeStruct((128, self.columns), jnp.bfloat16, layout=self.layout)
+        return load_rows(source, row, column, kind, period=period, skip=skip).astype(jnp.float32)
+
+    def broadcast(self, values: jax.Array) -> jax.Array:
+        """The same values [columns] in each row."""
+        return lax.broadcast_in_dim(values, (128, self.columns), (1,))

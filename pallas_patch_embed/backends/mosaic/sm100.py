@@ -1,22 +1,33 @@
 """The Blackwell kernel, in Pallas Mosaic GPU: tcgen05 with a stationary weight and table.
 
 A worker is a cluster of two thread blocks, or one, of three warpgroups each. It owns `tile_n`
-columns of N for its whole life and walks the runs of row tiles that `schedule.py` gives it, with
-128 rows of every tile for each block:
+columns of N for its whole life and walks the row tiles that `schedule.py` gives it, with 128 rows
+of every tile for each block:
 
-  feed       one warp: TMA of patches into a ring of slots.
-  multiply   one warp, of the first block: tcgen05 for both blocks, into one of two accumulators in
+  feed       one warp: TMA of patches into a ring of slots, and of the weight: once if it stays in
+             shared memory, with the patches if it does not fit.
+  multiply   one warp of the first block: tcgen05 for both blocks, into one of two accumulators in
              tensor memory.
-  store      two warpgroups, half of the columns each: load the other accumulator, scale it, add the
-             table, which they hold in registers, and store it by TMA.
+  store      two warpgroups, with half of the columns each: load the other accumulator, scale it,
+             add the table, which stays in registers for a segment, and store it by TMA.
 
-The weight stays in shared memory; where it does not fit, it comes through the ring with the
-patches.
+  barrier          arrivals of a phase     its phase is complete when            who waits
+  weight_arrived   a copy of each chunk    the weight has arrived                multiply, once
+  filled[slot]     1 copy, and 1 of a      the slot's patches, and their part    multiply
+                   streamed weight         of the weight, have arrived
+  freed[slot]      tcgen05.mma             the slot's chunk is multiplied        feed of each block
+  multiplied[a]    tcgen05.commit          accumulator a has all products        store of each block
+  read[a]          each storing warpgroup  accumulator a is in registers         multiply
+                   of each block
+
+In a pair the first block has the barriers of all copies, and `read`; both have `freed` and
+`multiplied`. Each waiter waits for every phase. feed and multiply skip the first wait for a slot or
+an accumulator, which is free. They wait for the last phases before they return, so that no block
+exits before its peer's last arrival.
 """
 
 import dataclasses
-import functools
-import types
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -25,36 +36,29 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_patch_embed.backends import tiles
-from pallas_patch_embed.backends.mosaic import launch
-from pallas_patch_embed.backends.mosaic.launch import ALIGNMENT
-from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.backends.mosaic import interpreted, launch, layouts
 from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
-from pallas_patch_embed.chips import B200, B300, Chip, Target
+from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
-CHIPS = (B200, B300)
-
-EVIDENCE = (
-    "interpreted with race detection, compiled for sm_100a, and its PTX executed by an emulator in "
-    "the tests; not yet run on a Blackwell GPU."
-)
-
-# Rows of a block's accumulator, how many accumulators there are, the warpgroups that store, and the
-# buffers that each has for that, a power of two.
+# Rows of a block's accumulator, and how many accumulators there are.
 ROWS = 128
 ACCUMULATORS = 2
-STORERS = 2
-STAGES = 2
 
-# Registers that setmaxnreg gives a thread of the first and of the storing warpgroups, of the 168
-# that each has at launch: 40 + 2 * 232 = 3 * 168. With more than there are it would wait for ever.
+# Warpgroups that store, and all of a thread block.
+STORERS = 2
+WARPGROUPS = 1 + STORERS
+
+# Buffers from which each storing warpgroup stores, a power of two.
+BUFFERS = 2
+
+# Registers of a thread of the first and of the storing warpgroups, as setmaxnreg sets them. Each
+# thread has 168 at launch: 40 + 2 * 232 = 3 * 168. A request for more would never return.
 REGISTER_SPLIT = (40, 232)
 
-# What a storing thread needs beside accumulators, scales and table; addresses are in uniform
+# Registers of a storing thread beside accumulators, scales and table. Addresses are in uniform
 # registers.
 OTHER_REGISTERS = 8
-
-LAYOUT = plgpu.Layout.TCGEN05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Config:
 
     Attributes:
       tile_n: columns of N of a worker, a multiple of 64.
-      slots: depth of the ring; a slot holds 128 bytes of K of a block's rows.
+      slots: depth of the ring; a slot has 128 bytes of K of a block's rows.
       collective: whether two blocks multiply together, each with half of the weight.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
     """
@@ -102,15 +106,14 @@ class Config:
         weight = weight_chunks * self.tile_n // self.blocks * ROW_BYTES
         patches = self.slots * ROWS * ROW_BYTES
         store_bytes = ROWS * self.store_n(problem) * jnp.dtype(problem.out_dtype).itemsize
-        sizes = (weight, patches, STORERS * STAGES * store_bytes)
-        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+        sizes = (weight, patches, STORERS * BUFFERS * store_bytes)
+        return sum(-(-size // launch.ALIGNMENT) * launch.ALIGNMENT for size in sizes)
 
     def registers(self, problem: Problem) -> int:
-        """Registers of a storing thread.
+        """Registers of a storing thread, one of 128, of which every fourth has the same columns.
 
-        A step's accumulators [128, store_n], and for [128, tile_n / 2] scales and the table or
-        offsets in float32, over 128 threads of which every fourth has the same columns; and the
-        rest.
+        It has a step's accumulators [128, store_n], and for [128, tile_n / 2] scales and the table
+        or offsets in float32.
         """
         columns = self.tile_n // STORERS
         terms = columns if problem.has_table else columns // 4
@@ -118,279 +121,89 @@ class Config:
 
     def check(self, problem: Problem, chip: Chip) -> None:
         """Raises NotImplementedError with the reason if this config cannot serve `problem`."""
-        if self.tile_n % 64 or problem.N % self.tile_n:
-            raise NotImplementedError(
-                f"N = {problem.N} is not cut into slices of tile_n = {self.tile_n} columns, "
-                "multiples of 64."
-            )
-        if not 2 <= self.slots <= 32:
-            raise NotImplementedError(f"{self} has not 2 to 32 slots.")
-        if (columns := self.tensor_memory_columns()) > chip.tensor_memory:
-            raise NotImplementedError(
-                f"{self} needs {columns} columns of tensor memory, there are {chip.tensor_memory}."
-            )
+        launch.check_slice(self.tile_n, problem)
+        launch.check_slots(self.slots, launch.MOST_BARRIERS)
+        columns = self.tensor_memory_columns()
+        launch.check_resource("columns of tensor memory", columns, chip.tensor_memory, self)
         launch.check_shared_memory(self.shared_memory_bytes(problem), chip, self)
-        if (needed := self.registers(problem)) > REGISTER_SPLIT[1]:
-            raise NotImplementedError(
-                f"{self} needs {needed} registers a thread, there are {REGISTER_SPLIT[1]}."
-            )
+        needed, available = self.registers(problem), REGISTER_SPLIT[1]
+        launch.check_resource("registers a thread", needed, available, self)
 
 
-def choose_config(problem: Problem, chip: Chip) -> Config:
-    """The config for a problem on a chip.
-
-    Raises:
-      NotImplementedError: no config serves the problem.
-    """
-    widths = [n for n in (256, 192, 128, 64) if problem.N % n == 0]
-    if not widths:
-        raise NotImplementedError(f"N is {problem.N}, expected a multiple of 64.")
-
-    def deepest(**choices):
-        """The config with the most slots that fits, of 4 to 8; None if none does."""
-        depths = range(8, 3, -1)
-        return tiles.first_that_fits(problem, chip, (Config(slots=s, **choices) for s in depths))
-
-    # Slices of fewer than 192 columns read the patches more often than streaming in wider ones
-    # reads the weight.
-    stationary = [deepest(tile_n=n) for n in widths if n >= min(192, widths[0])]
-    streaming = [deepest(tile_n=n, stream_weight=True) for n in widths]
-    config = next(filter(None, stationary + streaming))
-    grid = config.grid(problem, chip)
-    if grid.tiles * grid.slices * grid.blocks >= chip.multiprocessors:
-        return config
-    # A small problem is spread over more multiprocessors.
-    narrow = [
-        deepest(tile_n=widths[-1], collective=False, stream_weight=stream)
-        for stream in (False, True)
-    ]
-    return next(filter(None, narrow))
-
-
-def plan(
-    problem: Problem,
-    target: Target,
-    *,
-    config: Config | None = None,
-    interpret: bool | plgpu.InterpretGPUParams = False,
-    trace: str = "",
-) -> Plan:
-    """How this kernel, or Pallas' interpreter for it, computes a problem on a target.
-
-    Args:
-      problem: shapes and dtypes.
-      target: where the program runs.
-      config: tile sizes and pipeline depth; None for those of `choose_config`.
-      interpret: whether the kernel is interpreted, and how.
-      trace: folder for a trace of what the warps of each block do first; none if empty.
-
-    Raises:
-      NotImplementedError: the kernel cannot serve; the message is the reason.
-    """
-    chip = tiles.chip_for(target, CHIPS)
-    if chip is None:
-        raise NotImplementedError(
-            f"it needs compute capability 10.0 or 10.3 (B200, B300); this is {target}."
-        )
-    tiles.check_dtype(problem, chip)
-    tiles.check_operands(problem)
-    if config is None:
-        config = choose_config(problem, chip)
-    else:
-        config.check(problem, chip)
-    if trace:
-        needed = config.shared_memory_bytes(problem) + launch.trace_bytes(trace, 1 + STORERS)
-        launch.check_shared_memory(needed, chip, config)
-    grid = config.grid(problem, chip)
-    kernel = functools.partial(_kernel, config, grid, problem, interpret, trace)
-    return launch.plan(problem, config, grid, kernel)
-
-
-def _kernel(config: Config, grid: Grid, problem: Problem, interpret, trace: str):
+def make(config: Config, grid: Grid, problem: Problem, interpret, trace: str):
     """The kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
-    dtype, out_dtype = jnp.dtype(problem.dtype), jnp.dtype(problem.out_dtype)
-    slots, tile_m, tile_n = config.slots, config.tile_m, config.tile_n
-    blocks, streaming = config.blocks, config.stream_weight
-    tile_k = ROW_BYTES // dtype.itemsize
-    chunks, slices = tiles.chunks(problem), grid.slices
-    has_table, period = problem.has_table, problem.table_period
-    store_n = config.store_n(problem)
-    steps = tile_n // STORERS // store_n
-    first_registers, store_registers = REGISTER_SPLIT
-    # Each block loads its part, the bytes of all count on the first one's barrier.
-    partitioned, together = {}, {}
-    if config.collective:
-        part = plgpu.CopyPartition.PARTITIONED(0)
-        partitioned = dict(collective_axes="peer", leader_tracked=part)
-        together = dict(collective_axis="peer")
+    memory = interpreted if interpret else layouts
+    tile = memory.TensorTile(config.store_n(problem))
+    return launch.kernel(
+        "patch_embed_sm100",
+        lambda *shared, **own: Worker(*shared, **own, tile=tile, peer=lax.axis_index("peer")),
+        Scratch.types(config, problem, memory),
+        *(config, grid, problem, memory, trace),
+        cluster=(config.blocks,),
+        cluster_names=("peer",),
+        num_threads=WARPGROUPS,
+        interpret=interpret,
+    )
 
-    def body(patches, weight, scale, table, runs, out, ring, **scratch):
-        s = types.SimpleNamespace(**scratch)
-        s.patches_in, s.patches = ring
-        if interpret:
-            s.patches_in = s.patches
-        warpgroup, peer = lax.axis_index("warpgroup"), lax.axis_index("peer")
-        cluster = lax.axis_index("cluster")
-        column = lax.rem(cluster, slices) * tile_n
-        worker = lax.div(cluster, slices)
 
-        def for_each_tile(visit, begin_run=lambda row: None):
-            """Calls visit(number, first row, what begin_run(table row) gave) for each tile."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Shared memory, tensor memory and barriers of a thread block."""
 
-            def visit_run(run, tiles):
-                first, count, stride, table_row = run
+    accumulators: Any  # [128 rows, accumulators * tile_n], in tensor memory
+    filled: Any
+    freed: Any
+    multiplied: Any
+    read: Any
+    patches: Any  # [slots, 128 rows, 128 bytes]
+    staged: Any  # [storing warpgroups * buffers, 128 rows, store_n]
+    weight_arrived: Any
+    weight: Any  # [chunks or slots, the block's rows, 128 bytes]
 
-                @pl.when(count > 0)
-                def walk():
-                    begun = begin_run(table_row)
+    @classmethod
+    def types(cls, config: Config, problem: Problem, memory) -> "Scratch":
+        """The types of all members."""
+        dtype, slots, blocks = jnp.dtype(problem.dtype), config.slots, config.blocks
+        tile_k, chunks = ROW_BYTES // dtype.itemsize, tiles.chunks(problem)
+        parts = slots if config.stream_weight else chunks
+        staged = (STORERS * BUFFERS, ROWS, config.store_n(problem))
+        ring, columns = (slots, ROWS, tile_k), ACCUMULATORS * config.tile_n
+        kind = jnp.int32 if problem.dtype == "int8" else jnp.float32
+        ordered = dict(orders_tensor_core=True)
+        read = dict(num_arrivals=STORERS, num_barriers=ACCUMULATORS, **ordered)
+        return cls(
+            patches=memory.two_views(dtype, ring, ring),
+            weight=layouts.swizzled(dtype, parts, config.tile_n // blocks, tile_k, tiled=True),
+            staged=layouts.swizzled(jnp.dtype(problem.out_dtype), *staged, tiled=False),
+            accumulators=plgpu.TMEM((ROWS, columns), kind, collective=config.collective),
+            weight_arrived=plgpu.Barrier(num_arrivals=chunks),
+            filled=plgpu.Barrier(num_arrivals=1 + config.stream_weight, num_barriers=slots),
+            freed=plgpu.Barrier(num_arrivals=1, num_barriers=slots, **ordered),
+            multiplied=plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, **ordered),
+            read=(
+                plgpu.ClusterBarrier(collective_axes=("peer",), **read)
+                if config.collective
+                else plgpu.Barrier(**read)
+            ),
+        )
 
-                    def step(j, _):
-                        visit(tiles + j, (first + j * stride) * tile_m, begun)
 
-                    lax.fori_loop(0, count, step, None)
+@dataclasses.dataclass(frozen=True)
+class Worker(launch.Worker):
+    """A thread block, with a method for each role.
 
-            return launch.for_each_segment(runs, worker, visit_run)
+    Attributes:
+      tile: the columns of one step of a storing warpgroup, in registers.
+      peer: which block of the worker this is.
+    """
 
-        def drain(barriers, count, uses):
-            """Waits for the last use of each barrier, for which nobody has waited."""
+    tile: layouts.TensorTile
+    peer: Any
 
-            @pl.loop(0, lax.min(uses, count))
-            def wait(i):
-                plgpu.barrier_wait(barriers.at[i])
-
-        def load_weight(k, target, arrived):
-            part = weight.at[pl.ds(column, tile_n), pl.ds(k * tile_k, tile_k)]
-            plgpu.copy_gmem_to_smem(part, target, arrived, **partitioned)
-
-        def feed():
-            if not streaming:
-
-                @pl.loop(0, chunks)
-                def load(k):
-                    load_weight(k, s.weight_tiles.at[k], s.weight_arrived)
-
-            @jax.named_scope("feed a tile")
-            def feed_tile(number, row, _):
-                @pl.loop(0, chunks)
-                def feed_chunk(k):
-                    entry = number * chunks + k
-                    slot = lax.rem(entry, slots)
-
-                    @pl.when(entry >= slots)
-                    def wait():
-                        plgpu.barrier_wait(s.freed.at[slot])
-
-                    part = patches.at[pl.ds(row, tile_m), pl.ds(k * tile_k, tile_k)]
-                    arrived = s.filled.at[slot]
-                    plgpu.copy_gmem_to_smem(part, s.patches_in.at[slot], arrived, **partitioned)
-                    if streaming:
-                        load_weight(k, s.weight_tiles.at[slot], arrived)
-
-            tiles = for_each_tile(feed_tile)
-            drain(s.freed, slots, tiles * chunks)
-
-        def accumulator_of(number):
-            return lax.rem(number, ACCUMULATORS)
-
-        def columns_of(number, first, width):
-            """These columns of a tile's accumulator."""
-            begin = accumulator_of(number) * tile_n + first
-            return s.accumulators.at[:, pl.ds(begin, width)]
-
-        def multiply():
-            leads = peer == 0
-            if not streaming:
-
-                @pl.when(leads)
-                def weight_arrives():
-                    plgpu.barrier_wait(s.weight_arrived)
-
-            def multiply_tile(number, row, _):
-                @pl.when(number >= ACCUMULATORS)
-                @jax.named_scope("wait for an accumulator")
-                def wait():
-                    plgpu.barrier_wait(s.read.at[accumulator_of(number)])
-
-                @pl.when(leads)
-                @jax.named_scope("multiply")
-                def issue():
-                    for k in range(chunks):
-                        slot = lax.rem(number * chunks + k, slots)
-                        plgpu.barrier_wait(s.filled.at[slot])
-                        plgpu.tcgen05_mma(
-                            columns_of(number, 0, tile_n),
-                            s.patches.at[slot],
-                            s.weight_tiles.at[slot if streaming else k].T,
-                            s.freed.at[slot],
-                            accumulate=k > 0,
-                            **together,
-                        )
-                    done = s.multiplied.at[accumulator_of(number)]
-                    plgpu.tcgen05_commit_arrive(done, **together)
-
-            tiles = for_each_tile(multiply_tile)
-            drain(s.read, ACCUMULATORS, tiles)
-
-        def store():
-            member = warpgroup - 1
-            # The first of this warpgroup's columns in the accumulator, and in N.
-            begin = member * (tile_n // STORERS)
-            first_column = column + begin
-
-            def load_columns(values, e):
-                part = values.at[pl.ds(first_column + e * store_n, store_n)]
-                return plgpu.load(part, layout=LAYOUT.reduce(0), optimized=False)
-
-            def hold_table(table_row):
-                kind = plgpu.ShapeDtypeStruct((ROWS, store_n), jnp.bfloat16, layout=LAYOUT)
-                return [
-                    launch.load_rows(
-                        table,
-                        table_row + peer * ROWS,
-                        first_column,
-                        kind,
-                        period=period,
-                        skip=e * store_n,
-                        interpret=bool(interpret),
-                    ).astype(jnp.float32)
-                    for e in range(steps if has_table else 0)
-                ]
-
-            scales = [load_columns(scale, e) for e in range(steps)]
-            offsets = [load_columns(table, e) for e in range(0 if has_table else steps)]
-
-            def terms(held, e):
-                """What is added in step e."""
-                if has_table:
-                    return held[e]
-                return lax.broadcast_in_dim(offsets[e], (ROWS, store_n), (1,))
-
-            def store_accumulator(number, row, held):
-                for e in range(steps):
-                    part = columns_of(number, begin + e * store_n, store_n)
-                    y = plgpu.async_load_tmem(part, layout=LAYOUT)
-                    plgpu.wait_load_tmem()
-                    if e == steps - 1:
-                        plgpu.barrier_arrive(s.read.at[accumulator_of(number)])
-                    factors = lax.broadcast_in_dim(scales[e], (ROWS, store_n), (1,))
-                    y = (y.astype(jnp.float32) * factors + terms(held, e)).astype(out_dtype)
-                    stage = (number * steps + e) & (STAGES - 1)
-                    staged = s.staged.at[member * STAGES + stage]
-                    plgpu.wait_smem_to_gmem(STAGES - 1, wait_read_only=True)
-                    staged[...] = y
-                    plgpu.commit_smem()
-                    rows = pl.ds(row + peer * ROWS, ROWS)
-                    columns = pl.ds(first_column + e * store_n, store_n)
-                    plgpu.copy_smem_to_gmem(staged, out.at[rows, columns])
-
-            def store_tile(number, row, held):
-                with jax.named_scope("wait for products"):
-                    plgpu.barrier_wait(s.multiplied.at[accumulator_of(number)])
-                with jax.named_scope("scale, add and store"):
-                    store_accumulator(number, row, held)
-
-            for_each_tile(store_tile, hold_table)
-            plgpu.wait_smem_to_gmem(0)
+    def run(self, warpgroup) -> None:
+        """Gives each warpgroup its registers and its role."""
+        first_registers, store_registers = REGISTER_SPLIT
 
         @pl.when(warpgroup == 0)
         def feed_and_multiply():
@@ -398,47 +211,139 @@ def _kernel(config: Config, grid: Grid, problem: Problem, interpret, trace: str)
 
             @plgpu.warp_map
             def roles(warp):
-                pl.when(warp == 0)(feed)
-                pl.when(warp == 1)(multiply)
+                pl.when(warp == 0)(self.feed)
+                pl.when(warp == 1)(self.multiply)
 
         @pl.when(warpgroup > 0)
-        def store_results():
+        def store():
             plgpu.set_max_registers(store_registers, action="increase")
-            store()
+            self.store(warpgroup - 1)
 
-    # TMA writes patches untiled, so that any number of rows will do.
-    ring = (slots, ROWS, tile_k)
-    kept = slots if streaming else chunks
-    tensor_cores = dict(orders_tensor_core=True)
-    read = dict(num_arrivals=STORERS, num_barriers=ACCUMULATORS, **tensor_cores)
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((problem.rows, problem.N), out_dtype),
-        grid=(grid.workers * slices,),
-        grid_names=("cluster",),
-        cluster=(blocks,),
-        cluster_names=("peer",),
-        num_threads=1 + STORERS,
-        thread_name="warpgroup",
-        interpret=interpret,
-        compiler_params=launch.compiler_params(trace),
-        scratch_types=dict(
-            ring=launch.two_views(dtype, ring, ring, interpret=interpret),
-            weight_tiles=launch.swizzled(dtype, kept, tile_n // blocks, tile_k, tiled=True),
-            staged=launch.swizzled(out_dtype, STORERS * STAGES, ROWS, store_n, tiled=False),
-            accumulators=plgpu.TMEM(
-                (ROWS, ACCUMULATORS * tile_n),
-                jnp.int32 if dtype == jnp.int8 else jnp.float32,
-                collective=config.collective,
-            ),
-            weight_arrived=plgpu.Barrier(num_arrivals=chunks),
-            filled=plgpu.Barrier(num_arrivals=2 if streaming else 1, num_barriers=slots),
-            freed=plgpu.Barrier(num_arrivals=1, num_barriers=slots, **tensor_cores),
-            multiplied=plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, **tensor_cores),
-            read=(
-                plgpu.ClusterBarrier(collective_axes=("peer",), **read)
-                if config.collective
-                else plgpu.Barrier(**read)
-            ),
-        ),
-    )
+    def drain(self, barriers, count: int, uses) -> None:
+        """Waits for the last phase of each of `count` barriers, for which nobody has waited."""
+
+        @pl.loop(0, lax.min(uses, count))
+        def wait(i):
+            plgpu.barrier_wait(barriers.at[i])
+
+    def accumulator(self, number, first: int, width: int):
+        """`width` columns, from `first` on, of the accumulator of the `number`-th tile."""
+        begin = lax.rem(number, ACCUMULATORS) * self.config.tile_n + first
+        return self.scratch.accumulators.at[:, pl.ds(begin, width)]
+
+    def load(self, source, target, arrived) -> None:
+        """Loads this block's part; the bytes of both blocks count on the first one's barrier."""
+        pair = {}
+        if self.config.collective:
+            part = plgpu.CopyPartition.PARTITIONED(0)
+            pair = dict(collective_axes="peer", leader_tracked=part)
+        plgpu.copy_gmem_to_smem(source, target, arrived, **pair)
+
+    def load_weight(self, k, part, arrived) -> None:
+        """Loads chunk k of the weight into a part of its shared memory."""
+        rows, columns = pl.ds(self.column, self.config.tile_n), self.chunk(k)
+        self.load(self.operands.weight.at[rows, columns], self.scratch.weight.at[part], arrived)
+
+    def feed(self) -> None:
+        if not self.config.stream_weight:
+
+            @pl.loop(0, self.chunks)
+            def load(k):
+                self.load_weight(k, k, self.scratch.weight_arrived)
+
+        count = self.for_each_tile(self.feed_tile)
+        self.drain(self.scratch.freed, self.config.slots, count * self.chunks)
+
+    @jax.named_scope("feed a tile")
+    def feed_tile(self, number, tile, _) -> None:
+        rows = pl.ds(tile * self.config.tile_m, self.config.tile_m)
+
+        @pl.loop(0, self.chunks)
+        def feed_chunk(k):
+            slot = self.acquire(number * self.chunks + k)
+            arrived = self.scratch.filled.at[slot]
+            patches = self.operands.patches.at[rows, self.chunk(k)]
+            self.load(patches, self.patches[0].at[slot], arrived)
+            if self.config.stream_weight:
+                self.load_weight(k, slot, arrived)
+
+    def multiply(self) -> None:
+        if not self.config.stream_weight:
+
+            @pl.when(self.peer == 0)
+            def await_weight():
+                plgpu.barrier_wait(self.scratch.weight_arrived)
+
+        self.drain(self.scratch.read, ACCUMULATORS, self.for_each_tile(self.multiply_tile))
+
+    def multiply_tile(self, number, tile, _) -> None:
+        """Issues the products of a tile when its accumulator is free."""
+
+        @pl.when(number >= ACCUMULATORS)
+        @jax.named_scope("wait for an accumulator")
+        def wait():
+            plgpu.barrier_wait(self.scratch.read.at[lax.rem(number, ACCUMULATORS)])
+
+        @pl.when(self.peer == 0)
+        @jax.named_scope("multiply")
+        def issue():
+            s, pair = self.scratch, dict(collective_axis="peer") if self.config.collective else {}
+            sums = self.accumulator(number, 0, self.config.tile_n)
+            for k in range(self.chunks):
+                slot = self.slot(number * self.chunks + k)
+                plgpu.barrier_wait(s.filled.at[slot])
+                weight = s.weight.at[slot if self.config.stream_weight else k].T
+                patches, freed = self.patches[1].at[slot], s.freed.at[slot]
+                plgpu.tcgen05_mma(sums, patches, weight, freed, accumulate=k > 0, **pair)
+            plgpu.tcgen05_commit_arrive(s.multiplied.at[lax.rem(number, ACCUMULATORS)], **pair)
+
+    def store(self, member) -> None:
+        """A warpgroup: half of the columns of every tile, in steps of one TMA store."""
+        steps = range(self.config.tile_n // STORERS // self.tile.columns)
+        columns = [self.column + self.step_column(member, e) for e in steps]
+        load, (_, _, scale, table, *_) = self.tile.load_columns, self.operands
+        scales = [load(scale, column) for column in columns]
+        offsets = [] if self.problem.has_table else [load(table, column) for column in columns]
+
+        def begin_segment(table_row):
+            if offsets:
+                return [self.tile.broadcast(offset) for offset in offsets]
+            return [self.load_table(member, table_row, e) for e in steps]
+
+        def store_tile(number, tile, terms):
+            row = tile * self.config.tile_m
+            with jax.named_scope("wait for products"):
+                plgpu.barrier_wait(self.scratch.multiplied.at[lax.rem(number, ACCUMULATORS)])
+            with jax.named_scope("scale, add and store"):
+                for e in steps:
+                    self.store_step(member, number, row, e, scales[e], terms[e])
+
+        self.for_each_tile(store_tile, begin_segment)
+        plgpu.wait_smem_to_gmem(0)
+
+    def step_column(self, member, e: int):
+        """First column of step e of a storing warpgroup, in the accumulator."""
+        return member * (self.config.tile_n // STORERS) + e * self.tile.columns
+
+    def load_table(self, member, table_row, e: int):
+        """The table's rows of this block, in the columns of step e."""
+        row, column = table_row + self.peer * ROWS, self.column + self.step_column(member, 0)
+        skip, period = e * self.tile.columns, self.problem.table_period
+        return self.tile.load_rows(self.operands.table, row, column, skip, period)
+
+    def store_step(self, member, number, row, e: int, scale, term) -> None:
+        """Loads a step's sums, scales and adds in float32, rounds, and stores them."""
+        s, width, first = self.scratch, self.tile.columns, self.step_column(member, e)
+        steps = self.config.tile_n // STORERS // width
+        y = self.tile.load_sums(self.accumulator(number, first, width))
+        plgpu.wait_load_tmem()
+        if e == steps - 1:
+            plgpu.barrier_arrive(s.read.at[lax.rem(number, ACCUMULATORS)])
+        y = y.astype(jnp.float32) * self.tile.broadcast(scale) + term
+        buffer = s.staged.at[member * BUFFERS + ((number * steps + e) & (BUFFERS - 1))]
+        plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
+        buffer[...] = y.astype(self.problem.out_dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(row + self.peer * ROWS, ROWS)
+        columns = pl.ds(self.column + first, width)
+        plgpu.copy_smem_to_gmem(buffer, self.operands.y.at[rows, columns])

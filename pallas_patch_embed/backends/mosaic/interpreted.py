@@ -1,0 +1,79 @@
+"""`layouts.py` for Pallas' interpreter, which has neither registers nor Mosaic.
+
+The weight keeps its order, and the same functions are JAX.
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_patch_embed.backends.mosaic import layouts
+
+
+def two_views(dtype, written: tuple[int, ...], multiplied: tuple[int, ...]):
+    """Memory with one view, the tiled one: the interpreter knows no other."""
+    del written
+    return layouts.swizzled(dtype, *multiplied, tiled=True)
+
+
+def views(memory):
+    """That view, for what is written and for what is multiplied."""
+    return memory, memory
+
+
+def load_rows(source, row, column, kind, *, period: int, skip: int = 0):
+    """As `layouts.load_rows`."""
+    rows, columns = kind.shape
+    part = source[:, pl.ds(column + skip, columns)]
+    return jnp.take(part, lax.rem(row + jnp.arange(rows), period), axis=0)
+
+
+class RegisterTile(layouts.RegisterTile):
+    """As `layouts.RegisterTile`."""
+
+    @property
+    def weight_copies(self) -> int:
+        return 1
+
+    def weight_shape(self, width: int) -> tuple[int, ...]:
+        return (self.columns, width)
+
+    def view_weight(self, weight: jax.Array) -> jax.Array:
+        return weight
+
+    def load_weight(self, weight, column, inner, target, arrived) -> None:
+        rows = weight.at[pl.ds(column, self.columns), inner]
+        plgpu.copy_gmem_to_smem(rows, target, arrived)
+
+    def load_rows(self, source, row, column, g: int, period: int) -> jax.Array:
+        kind = jax.ShapeDtypeStruct((self.rows, self.group), jnp.bfloat16)
+        return load_rows(source, row, column, kind, period=period, skip=g * self.group)
+
+    def regroup(self, accumulator: jax.Array) -> list[jax.Array]:
+        return jnp.split(accumulator, self.groups, axis=1)
+
+    def pinned(self, group: jax.Array) -> jax.Array:
+        return group
+
+    def store_rows(self, target, row, column, g: int, group: jax.Array, *, inside: bool) -> None:
+        M = target.shape[0]
+        columns = pl.ds(column + g * self.group, self.group)
+
+        @pl.when(row + self.rows <= M)
+        def whole():
+            target[pl.ds(row, self.rows), columns] = group
+
+        @pl.when((row < M) & (row + self.rows > M))
+        def tail():
+            left = M % self.rows
+            target[pl.ds(row, left), columns] = group[:left]
+
+
+class TensorTile(layouts.TensorTile):
+    """As `layouts.TensorTile`."""
+
+    def load_rows(self, source, row, column, skip: int, period: int) -> jax.Array:
+        kind = jax.ShapeDtypeStruct((128, self.columns), jnp.bfloat16)
+        return load_rows(source, row, column, kind, period=period, skip=skip).astype(jnp.float32)
