@@ -246,6 +246,18 @@ class Worker {
     return n;
   }
 
+  __device__ void wait(ptx::Mbarrier& barrier, uint32_t parity, Event event) {
+    ptx::mbarrier_wait(barrier, parity);
+    timeline_.stamp(event);
+  }
+
+  // Waits for what tensor memory has, or is free of.
+  __device__ void wait_for_tensor_memory(ptx::Mbarrier& barrier, uint32_t parity, Event event) {
+    ptx::mbarrier_wait(barrier, parity);
+    ptx::tcgen05_fence_after_thread_sync();
+    timeline_.stamp(event);
+  }
+
   // To the first block's barrier.
   __device__ void load(void* target, const CUtensorMap& map, int x, int y, ptx::Mbarrier& arrived) {
     if constexpr (blocks == 2) {
@@ -255,24 +267,27 @@ class Worker {
     }
   }
 
+  // Issues the loads of chunk k: patches from this row on, and its part of the weight.
+  __device__ void load_chunk(const Entry& entry, int k, int row, bool with_weight) {
+    ptx::Mbarrier& filled = shared_.filled[entry.slot];
+    if (rank_ == 0) {
+      const int bytes = kPatchBytes + (with_weight ? kWeightBytes : 0);
+      ptx::mbarrier_arrive_expect_tx(filled, blocks * bytes);
+    }
+    load(shared_.patches[entry.slot], args_.patches, k * kTileK, row, filled);
+    if (with_weight) {
+      load(weight_ + (stream_weight ? entry.slot : k) * kWeightBytes, args_.weight, k * kTileK,
+           column_ + rank_ * kWeightRows, filled);
+    }
+    timeline_.stamp(Event::kFed);
+  }
+
   __device__ void feed() {
     const uint32_t tiles = for_each_tile([](const Run&) {}, [&](int row, uint32_t n) {
       for (int k = 0; k < args_.chunks; ++k) {
         const Entry entry(n * args_.chunks + k);
-        ptx::Mbarrier& filled = shared_.filled[entry.slot];
-        ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);
-        timeline_.stamp(Event::kFreed);
-        const bool with_weight = stream_weight || n == 0;
-        if (rank_ == 0) {
-          const int bytes = kPatchBytes + (with_weight ? kWeightBytes : 0);
-          ptx::mbarrier_arrive_expect_tx(filled, blocks * bytes);
-        }
-        load(shared_.patches[entry.slot], args_.patches, k * kTileK, row, filled);
-        if (with_weight) {
-          load(weight_ + (stream_weight ? entry.slot : k) * kWeightBytes, args_.weight, k * kTileK,
-               column_ + rank_ * kWeightRows, filled);
-        }
-        timeline_.stamp(Event::kFed);
+        wait(shared_.freed[entry.slot], entry.parity ^ 1, Event::kFreed);
+        load_chunk(entry, k, row, stream_weight || n == 0);
       }
     });
     // The last use of every slot: those of the entries that would come next are freed. The ISA does not
@@ -283,29 +298,31 @@ class Worker {
     }
   }
 
+  // Issues the products of chunk k, and frees its slot when they are done.
+  __device__ void issue_products(uint32_t sums, const Entry& entry, int k) {
+    const uint32_t weight_part = stream_weight ? entry.slot : k;
+    const uint64_t a =
+        ptx::tcgen05_matrix_descriptor(ptx::shared_address(shared_.patches[entry.slot]));
+    const uint64_t b =
+        ptx::tcgen05_matrix_descriptor(ptx::shared_address(weight_ + weight_part * kWeightBytes));
+#pragma unroll
+    for (int step = 0; step < kRowBytes; step += kProductBytes) {
+      ptx::tcgen05_mma<dtype, blocks>(sums, ptx::advance(a, step), ptx::advance(b, step),
+                                      kInstruction, k > 0 || step > 0);
+    }
+    ptx::tcgen05_commit<blocks>(shared_.freed[entry.slot]);
+    timeline_.stamp(Event::kIssued);
+  }
+
   __device__ void multiply(uint32_t accumulators) {
     for_each_tile([](const Run&) {}, [&](int, uint32_t n) {
       const Accumulator accumulator(n);
-      ptx::mbarrier_wait(shared_.read[accumulator.index], accumulator.parity ^ 1);
-      ptx::tcgen05_fence_after_thread_sync();
-      timeline_.stamp(Event::kTurn);
+      wait_for_tensor_memory(shared_.read[accumulator.index], accumulator.parity ^ 1, Event::kTurn);
       const uint32_t sums = accumulators + accumulator.index * tile_n;
       for (int k = 0; k < args_.chunks; ++k) {
         const Entry entry(n * args_.chunks + k);
-        ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);
-        timeline_.stamp(Event::kFilled);
-        const uint32_t weight_part = stream_weight ? entry.slot : k;
-        const uint64_t a =
-            ptx::tcgen05_matrix_descriptor(ptx::shared_address(shared_.patches[entry.slot]));
-        const uint64_t b = ptx::tcgen05_matrix_descriptor(
-            ptx::shared_address(weight_ + weight_part * kWeightBytes));
-#pragma unroll
-        for (int step = 0; step < kRowBytes; step += kProductBytes) {
-          ptx::tcgen05_mma<dtype, blocks>(sums, ptx::advance(a, step), ptx::advance(b, step),
-                                          kInstruction, k > 0 || step > 0);
-        }
-        ptx::tcgen05_commit<blocks>(shared_.freed[entry.slot]);
-        timeline_.stamp(Event::kIssued);
+        wait(shared_.filled[entry.slot], entry.parity, Event::kFilled);
+        issue_products(sums, entry, k);
       }
       ptx::tcgen05_commit<blocks>(shared_.multiplied[accumulator.index]);
     });
@@ -346,7 +363,7 @@ class Worker {
   }
 
   // The columns of a step, of a warp's rows, from this address of tensor memory on.
-  __device__ static void load_sums(Sums& sums, uint32_t address) {
+  __device__ void load_sums(Sums& sums, uint32_t address) {
 #pragma unroll
     for (int i = 0; i < step_columns / load_columns; ++i) {
 #pragma unroll
@@ -361,6 +378,7 @@ class Worker {
         for (uint32_t& sum : loaded) ptx::pin(sum);
       }
     }
+    timeline_.stamp(Event::kLoaded);
   }
 
   __device__ static float2 to_float(uint32_t low, uint32_t high) {
@@ -392,8 +410,15 @@ class Worker {
     return row * kStoreBytes + exchanged * 16 + (pairs ? lane % 2 * 8 : 0);
   }
 
+  // Waits until the stores that had the next group of buffers have read them.
+  __device__ void wait_for_buffers(bool elected) {
+    if (elected) ptx::cp_async_bulk_wait_group_read<buffers / group - 1>();
+    __syncwarp();
+    timeline_.stamp(Event::kFreed);
+  }
+
   // Puts store s of a step into a buffer.
-  __device__ static void stage(const Sums& sums, int s, const float2* scale, const Terms& terms,
+  __device__ void stage(const Sums& sums, int s, const float2* scale, const Terms& terms,
                                int first_term, uint8_t* buffer, uint32_t first_place) {
     constexpr int kCores = kStoreColumns / kCore, kCoreBytes = kCore * kOutBytes;
     const int first = s * kCores;
@@ -420,6 +445,23 @@ class Worker {
         }
       }
     }
+    timeline_.stamp(Event::kConverted);
+  }
+
+  // Issues the stores of a group, of which `number` is the last one; its columns begin at `column`.
+  template <typename Buffers>
+  __device__ void issue_stores(const Buffers& staged, uint32_t number, int column, int row,
+                               bool elected) {
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (elected) {
+      for (int g = group - 1; g >= 0; --g) {
+        ptx::cp_async_bulk_tensor_store(args_.y, column - g * kStoreColumns, row,
+                                        staged[(number - g) % buffers]);
+      }
+      ptx::cp_async_bulk_commit_group();
+    }
+    timeline_.stamp(Event::kStored);
   }
 
   // Until a later cycle for each further storing warp of a scheduler.
@@ -462,42 +504,25 @@ class Worker {
 
     for_each_tile(begin, [&](int row, uint32_t n) {
       const Accumulator accumulator(n);
-      ptx::mbarrier_wait(shared_.multiplied[accumulator.index], accumulator.parity);
-      ptx::tcgen05_fence_after_thread_sync();
-      timeline_.stamp(Event::kMultiplied);
+      wait_for_tensor_memory(shared_.multiplied[accumulator.index], accumulator.parity,
+                             Event::kMultiplied);
       wait_for_turn(member);
 #pragma unroll
       for (int first = 0; first < kColumns; first += step_columns) {
         if constexpr (!hold_table) load_terms(terms.rows, table_row, first_column + first);
         Sums sums;
         load_sums(sums, first_sum + accumulator.index * tile_n + first);
-        timeline_.stamp(Event::kLoaded);
         const bool last = first + step_columns == kColumns;
         if (last && release == Release::kLoaded) release_accumulator(accumulator.index, elected);
 #pragma unroll
         for (int s = 0; s < step_columns / kStoreColumns; ++s) {
           const uint32_t number = n * kStores + first / kStoreColumns + s;
           auto& buffer = staged[number % buffers];
-          // The store before that had this buffer, or this group of them, has read it.
-          if (s % group == 0) {
-            if (elected) ptx::cp_async_bulk_wait_group_read<buffers / group - 1>();
-            __syncwarp();
-            timeline_.stamp(Event::kFreed);
-          }
+          if (s % group == 0) wait_for_buffers(elected);
           stage(sums, s, scale + first / kCore, terms, hold_table ? first / kCore : 0, buffer, place);
-          timeline_.stamp(Event::kConverted);
           if (s % group < group - 1) continue;
-          ptx::fence_proxy_async();
-          __syncwarp();
-          if (elected) {
-            for (int g = group - 1; g >= 0; --g) {
-              ptx::cp_async_bulk_tensor_store(args_.y,
-                                              first_column + first + (s - g) * kStoreColumns,
-                                              row + first_row, staged[(number - g) % buffers]);
-            }
-            ptx::cp_async_bulk_commit_group();
-          }
-          timeline_.stamp(Event::kStored);
+          issue_stores(staged, number, first_column + first + s * kStoreColumns, row + first_row,
+                       elected);
         }
         if (last && release == Release::kStored) release_accumulator(accumulator.index, elected);
       }

@@ -194,6 +194,11 @@ class Worker {
     }
   }
 
+  __device__ void wait(ptx::Mbarrier& barrier, uint32_t parity, Event event) {
+    ptx::mbarrier_wait(barrier, parity);
+    timeline_.stamp(event);
+  }
+
   __device__ void load_columns() {
     constexpr int kBytes = sizeof(shared_.scale);
     ptx::mbarrier_arrive_expect_tx(shared_.columns_arrived, has_table ? kBytes : 2 * kBytes);
@@ -204,29 +209,38 @@ class Worker {
     }
   }
 
+  // Waits until the slots that this chunk fills are free.
+  __device__ void wait_until_freed(const Chunk& chunk) {
+    ptx::mbarrier_wait(shared_.freed[chunk.patches.slot], chunk.patches.parity ^ 1);
+    if constexpr (stream_weight) {
+      const Place& part = chunk.weight;
+      if (!stays(chunk.k)) ptx::mbarrier_wait(shared_.weight_freed[part.slot], part.parity ^ 1);
+    }
+    timeline_.stamp(Event::kFreed);
+  }
+
+  // Issues the loads of a chunk: patches from this row on, and its part of the weight.
+  __device__ void load_chunk(const Chunk& chunk, int row, bool with_weight) {
+    const int slot = chunk.patches.slot;
+    ptx::Mbarrier& filled = shared_.filled[slot];
+    ptx::mbarrier_arrive_expect_tx(filled, kPatchBytes + (with_weight ? kWeightBytes : 0));
+    ptx::cp_async_bulk_tensor(shared_.patches[slot], args_.patches, chunk.k * kTileK, row, filled);
+    if (with_weight) {
+      ptx::cp_async_bulk_tensor(weight(chunk), args_.weight, chunk.k * kTileK, 0, 0,
+                                column_ / kGroup, 0, filled);
+    }
+    timeline_.stamp(Event::kFed);
+  }
+
   __device__ void feed() {
     load_columns();
     Chunk chunk = first_chunk(0, 0);
     for_each_tile([](const Run&) {}, [&](int row, uint32_t n) {
       for (int member = 0; member < kConsumers; ++member) {
         for (chunk.k = 0; chunk.k < args_.chunks; advance(chunk)) {
-          const Place& patches = chunk.patches;
-          ptx::Mbarrier& filled = shared_.filled[patches.slot];
-          ptx::mbarrier_wait(shared_.freed[patches.slot], patches.parity ^ 1);
-          if constexpr (stream_weight) {
-            const Place& part = chunk.weight;
-            if (!stays(chunk.k)) ptx::mbarrier_wait(shared_.weight_freed[part.slot], part.parity ^ 1);
-          }
-          timeline_.stamp(Event::kFreed);
+          wait_until_freed(chunk);
           const bool with_weight = !stays(chunk.k) || (n == 0 && member == 0);
-          ptx::mbarrier_arrive_expect_tx(filled, kPatchBytes + (with_weight ? kWeightBytes : 0));
-          ptx::cp_async_bulk_tensor(shared_.patches[patches.slot], args_.patches, chunk.k * kTileK,
-                                    row + member * rows, filled);
-          if (with_weight) {
-            ptx::cp_async_bulk_tensor(weight(chunk), args_.weight, chunk.k * kTileK, 0, 0,
-                                      column_ / kGroup, 0, filled);
-          }
-          timeline_.stamp(Event::kFed);
+          load_chunk(chunk, row + member * rows, with_weight);
         }
       }
     });
@@ -241,27 +255,39 @@ class Worker {
     }
   }
 
+  __device__ void issue_products(Sums& sums, const Chunk& chunk) {
+    const uint64_t a =
+        ptx::matrix_descriptor(ptx::shared_address(shared_.patches[chunk.patches.slot]));
+    const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(weight(chunk)));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kRowBytes; step += ptx::kProductBytes) {
+      for (int block = 0; block < kBlocks; ++block) {
+        ptx::wgmma<dtype, tile_n>(sums[block], ptx::advance(a, block * 64 * kRowBytes + step),
+                                  ptx::advance(b, step), chunk.k > 0 || step > 0);
+      }
+    }
+    ptx::wgmma_commit_group();
+    timeline_.stamp(Event::kIssued);
+  }
+
+  // Waits for all products, of which those of this chunk are the last.
+  __device__ void wait_for_products(Sums& sums, const Chunk& last) {
+    ptx::wgmma_wait_group<0>();
+    free(last);
+    for (auto& block : sums) {
+      for (auto& sum : block) ptx::pin(sum);
+    }
+    timeline_.stamp(Event::kMultiplied);
+  }
+
   __device__ void multiply(Sums& sums, uint32_t n, int member) {
     // The first turn is the first warpgroup's.
     Chunk chunk = first_chunk(n, member), before = chunk;
-    ptx::mbarrier_wait(shared_.turn[member], (n & 1) ^ (member == 0));
-    timeline_.stamp(Event::kTurn);
+    wait(shared_.turn[member], (n & 1) ^ (member == 0), Event::kTurn);
     for (; chunk.k < args_.chunks; advance(chunk)) {
-      const int slot = chunk.patches.slot;
-      ptx::mbarrier_wait(shared_.filled[slot], chunk.patches.parity);
-      timeline_.stamp(Event::kFilled);
-      const uint64_t a = ptx::matrix_descriptor(ptx::shared_address(shared_.patches[slot]));
-      const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(weight(chunk)));
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < kRowBytes; step += ptx::kProductBytes) {
-        for (int block = 0; block < kBlocks; ++block) {
-          ptx::wgmma<dtype, tile_n>(sums[block], ptx::advance(a, block * 64 * kRowBytes + step),
-                                    ptx::advance(b, step), chunk.k > 0 || step > 0);
-        }
-      }
-      ptx::wgmma_commit_group();
-      timeline_.stamp(Event::kIssued);
+      wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);
+      issue_products(sums, chunk);
       if (chunk.k == args_.chunks - 1 && threadIdx.x % 32 == 0) {
         ptx::mbarrier_arrive(shared_.turn[1 - member]);
       }
@@ -269,12 +295,7 @@ class Worker {
       if (chunk.k > 0) free(before);
       before = chunk;
     }
-    ptx::wgmma_wait_group<0>();
-    free(before);
-    for (auto& block : sums) {
-      for (auto& sum : block) ptx::pin(sum);
-    }
-    timeline_.stamp(Event::kMultiplied);
+    wait_for_products(sums, before);
   }
 
   // A thread's columns of group 0 begin with this one of the slice.
@@ -343,6 +364,64 @@ class Worker {
     return read < kTerms ? read : kTerms;
   }
 
+  // Loads the terms that stay in registers for a run.
+  __device__ void load_all_terms(Columns& columns) {
+#pragma unroll
+    for (int i = 0; i < kTerms; ++i) load_terms(columns, i);
+    for (auto& terms : columns.terms) {
+      for (auto& words : terms) timeline_.await(words);
+    }
+    timeline_.stamp(Event::kLoaded);
+  }
+
+  // Gives the scale and the terms of a part what `convert` wants of them.
+  __device__ void prepare(Columns& columns, uint32_t (&terms)[kTermRows][kTermWords], int g,
+                          int block) {
+    if constexpr (!kHolds) {
+      if (block == 0) load_scale(columns, g);
+#pragma unroll
+      for (auto& words : terms) timeline_.await(words);
+      timeline_.stamp(Event::kLoaded);
+    } else if constexpr (has_table) {
+      // A table that is held packed is not to be widened before the loop over tiles.
+#pragma unroll
+      for (auto& words : terms) {
+        for (uint32_t& word : words) ptx::pin(word);
+      }
+    }
+  }
+
+  // What a thread writes of a part.
+  __device__ void convert(uint32_t (&y)[kPartRows][4], const ptx::Sum<dtype> (&sums)[tile_n / 2],
+                          const float (&scale)[kVector],
+                          const uint32_t (&terms)[kTermRows][kTermWords], int g) {
+#pragma unroll
+    for (int r = 0; r < kPartRows; ++r) {
+      const auto& words = terms[has_table ? r : 0];
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        finish(&y[r][4 / kPairs * j], &sums[4 * (j * kGroups + g) + 2 * r], &scale[2 * j],
+               {term(words, 2 * j), term(words, 2 * j + 1)});
+      }
+    }
+    timeline_.stamp(Event::kConverted);
+  }
+
+  // Writes a part to `first`, the thread's address in its first row, and below.
+  __device__ void write(const uint32_t (&y)[kPartRows][4], uint8_t* first, int first_row,
+                        uint32_t eight_rows, int g, int block) {
+#pragma unroll
+    for (int r = 0; r < kPartRows; ++r) {
+      const int below = thread_row(block * kPartRows + r) - thread_row(0);
+      uint8_t* const place = first + uint64_t{eight_rows} * (below / 8);
+      if (first_row + below < args_.M) {
+        *reinterpret_cast<uint4*>(place + g * kGroup * kOutBytes) =
+            make_uint4(y[r][0], y[r][1], y[r][2], y[r][3]);
+      }
+    }
+    timeline_.stamp(Event::kStored);
+  }
+
   // The rows of y from this one on, from sums, and from what is held or read of the columns.
   __device__ void store(const Sums& sums, int row, Columns& columns) {
     const int first_row = row + thread_row(0);
@@ -352,45 +431,16 @@ class Worker {
     for (int part = 0; part < kParts; ++part) {
       const int g = part / kBlocks, block = part % kBlocks;
       auto& terms = columns.terms[has_table ? part : g];
-      if constexpr (!kHolds) {
-        if (block == 0) load_scale(columns, g);
-#pragma unroll
-        for (auto& words : terms) timeline_.await(words);
-        timeline_.stamp(Event::kLoaded);
-        // Addresses are made here, as there are no registers to keep them.
-        ptx::pin(eight_rows);
-      } else if constexpr (has_table) {
-        // A table that is held packed is not to be widened before the loop over tiles.
-#pragma unroll
-        for (auto& words : terms) {
-          for (uint32_t& word : words) ptx::pin(word);
-        }
-      }
+      prepare(columns, terms, g, block);
+      // Addresses are made here, as there are no registers to keep them.
+      if constexpr (!kHolds) ptx::pin(eight_rows);
       uint32_t y[kPartRows][4];
-#pragma unroll
-      for (int r = 0; r < kPartRows; ++r) {
-        const auto& words = terms[has_table ? r : 0];
-#pragma unroll
-        for (int j = 0; j < kPairs; ++j) {
-          finish(&y[r][4 / kPairs * j], &sums[block][4 * (j * kGroups + g) + 2 * r],
-                 &columns.scale[g][2 * j], {term(words, 2 * j), term(words, 2 * j + 1)});
-        }
-      }
-      timeline_.stamp(Event::kConverted);
+      convert(y, sums[block], columns.scale[g], terms, g);
       if constexpr (!kHolds) {
 #pragma unroll
         for (int i = terms_read(part); i < terms_read(part + 1); ++i) load_terms(columns, i);
       }
-#pragma unroll
-      for (int r = 0; r < kPartRows; ++r) {
-        const int below = thread_row(block * kPartRows + r) - thread_row(0);
-        uint8_t* const place = first + uint64_t{eight_rows} * (below / 8);
-        if (first_row + below < args_.M) {
-          *reinterpret_cast<uint4*>(place + g * kGroup * kOutBytes) =
-              make_uint4(y[r][0], y[r][1], y[r][2], y[r][3]);
-        }
-      }
-      timeline_.stamp(Event::kStored);
+      write(y, first, first_row, eight_rows, g, block);
     }
   }
 
@@ -407,14 +457,7 @@ class Worker {
       for (int r = 0; r < kRows; ++r) {
         columns.table_rows[r] = (run.table_row + member * rows + thread_row(r)) % args_.period;
       }
-      if constexpr (kHolds) {
-#pragma unroll
-        for (int i = 0; i < kTerms; ++i) load_terms(columns, i);
-        for (auto& terms : columns.terms) {
-          for (auto& words : terms) timeline_.await(words);
-        }
-        timeline_.stamp(Event::kLoaded);
-      }
+      if constexpr (kHolds) load_all_terms(columns);
     };
 
     for_each_tile(begin, [&](int row, uint32_t n) {

@@ -121,23 +121,24 @@ SMALL = tuned((7, 256, 256), 64, INT8, "shared", 64, 3, blocks=2, knobs=(32,))
 
 BUGS = {
     "no wait for a free slot": (
-        "ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);\n        timeline_",
-        "timeline_",
+        "wait(shared_.freed[entry.slot], entry.parity ^ 1, Event::kFreed);",
+        "",
         "does not expect them",
     ),
     "no wait for patches": (
-        "ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);",
+        "wait(shared_.filled[entry.slot], entry.parity, Event::kFilled);",
         "",
         "tcgen05.mma .* reads what was written",
     ),
     "no wait for a free accumulator": (
-        "ptx::mbarrier_wait(shared_.read[accumulator.index], accumulator.parity ^ 1);",
-        "",
+        "wait_for_tensor_memory(shared_.read[accumulator.index], accumulator.parity ^ 1, Event::kTurn)",
+        "ptx::tcgen05_fence_after_thread_sync()",
         "tcgen05.mma .* writes an accumulator",
     ),
     "no wait for products": (
-        "ptx::mbarrier_wait(shared_.multiplied[accumulator.index], accumulator.parity);",
-        "",
+        "wait_for_tensor_memory(shared_.multiplied[accumulator.index], accumulator.parity,\n"
+        "                             Event::kMultiplied)",
+        "ptx::tcgen05_fence_after_thread_sync()",
         "accumulator of block",
     ),
     "no wait for a load of tensor memory": (
@@ -151,7 +152,7 @@ BUGS = {
         "stmatrix overwrites what is read",
     ),
     "no fence before a store": (
-        "          ptx::fence_proxy_async();\n",
+        "    ptx::fence_proxy_async();\n",
         "",
         "without a fence.proxy.async",
     ),
@@ -161,13 +162,13 @@ BUGS = {
         "tcgen05.mma .* writes an accumulator",
     ),
     "no fence behind the release": (
-        "accumulator.parity ^ 1);\n      ptx::tcgen05_fence_after_thread_sync();",
-        "accumulator.parity ^ 1);",
+        "wait_for_tensor_memory(shared_.read",
+        "wait(shared_.read",
         "tcgen05.mma .* writes an accumulator",
     ),
     "no fence behind the products": (
-        "accumulator.parity);\n      ptx::tcgen05_fence_after_thread_sync();",
-        "accumulator.parity);",
+        "wait_for_tensor_memory(shared_.multiplied",
+        "wait(shared_.multiplied",
         "tcgen05.ld reads an accumulator",
     ),
     "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
@@ -237,13 +238,13 @@ BUGS = {
         "registers; its block has .* that are free",
     ),
     "lanes do not meet before a store": (
-        "          ptx::fence_proxy_async();\n          __syncwarp();\n",
-        "          ptx::fence_proxy_async();\n",
+        "    ptx::fence_proxy_async();\n    __syncwarp();\n",
+        "    ptx::fence_proxy_async();\n",
         "no barrier orders that before",
     ),
     "one lane fences for all": (
-        "          ptx::fence_proxy_async();\n",
-        "          if (elected) ptx::fence_proxy_async();\n",
+        "    ptx::fence_proxy_async();\n",
+        "    if (elected) ptx::fence_proxy_async();\n",
         "without a fence.proxy.async of the lanes",
     ),
 }
@@ -257,12 +258,12 @@ NARROW = Case((5, 131, 896), 128, FP8, "shared", 128, 6, rows=128, stream_weight
 
 HOPPER_BUGS = {
     "no wait for a free slot": (
-        "ptx::mbarrier_wait(shared_.freed[patches.slot], patches.parity ^ 1);",
+        "ptx::mbarrier_wait(shared_.freed[chunk.patches.slot], chunk.patches.parity ^ 1);",
         "",
         "a TMA load .* overwrites|does not expect them",
     ),
     "no wait for patches": (
-        "ptx::mbarrier_wait(shared_.filled[slot], chunk.patches.parity);",
+        "wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);",
         "",
         "wgmma.* reads what",
     ),
@@ -288,7 +289,7 @@ HOPPER_BUGS = {
     ),
     "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
     "no turn": (
-        "ptx::mbarrier_wait(shared_.turn[member], (n & 1) ^ (member == 0));",
+        "wait(shared_.turn[member], (n & 1) ^ (member == 0), Event::kTurn);",
         "",
         "does not expect them|results differ|reads what",
     ),
