@@ -272,25 +272,23 @@ def library_kernels() -> dict[tuple[int, str], Code]:
 
 
 def resident_kernel(
-    *head: str, problem: Problem, config, code: Code, shared: int, steps: int, staying: int = 0
+    *head: str, problem: Problem, config, code: Code, steps: int, launch: dict
 ) -> Kernel:
-    """A Pallas or CUDA kernel, of which so many chunks of a streamed weight stay."""
-    hopper = isinstance(config, mosaic_sm90.Config) or getattr(config, "capability", 0) == 90
+    """A Pallas or CUDA kernel; of its `launch` as `cuda_ffi.launch` says it."""
     blocks, slices = getattr(config, "blocks", 1), config.slices(problem)
-    chunks = tiling.chunks(problem)
-    streamed = (chunks - staying) * config.tile_n * ROW_BYTES if config.stream_weight else 0
+    chunks, columns = tiling.chunks(problem), launch["tensor_memory_columns"]
+    streamed = (chunks - launch["staying_chunks"]) * config.tile_n * ROW_BYTES
     patch_bytes = config.tile_m * chunks * ROW_BYTES
-    if hopper:
-        warps, columns = 4 * mosaic_sm90.CONSUMERS, 0
-        # It comes for each warpgroup's half of a tile.
-        streamed *= mosaic_sm90.CONSUMERS
-        loops = (Loop("multiply and store", warps, executed(code.sass, "STG|[HIQ]G?MMA", steps)),)
-    else:
-        warps, columns = 4 * mosaic_sm100.STORERS, mosaic_sm100.ACCUMULATORS * config.tile_n
+    if columns:
         loops = (
             Loop("multiply", 1, executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)),
-            Loop("store", warps, executed(code.sass, "LDTM", 1)),
+            Loop("store", launch["storing_warps"], executed(code.sass, "LDTM", 1)),
         )
+    else:
+        warps = launch["multiplying_warps"]
+        # It comes for each warpgroup's half of a tile.
+        streamed *= warps // 4
+        loops = (Loop("multiply and store", warps, executed(code.sass, "STG|[HIQ]G?MMA", steps)),)
     tile = Tile(
         rows=config.tile_m,
         columns=config.tile_n,
@@ -301,8 +299,7 @@ def resident_kernel(
         patch_bytes=patch_bytes,
         tma_bytes=patch_bytes + streamed,
     )
-    # Tensor memory is given in powers of two.
-    columns = columns and 1 << (columns - 1).bit_length()
+    shared = launch["shared_memory"]
     return Kernel(*head, problem.dtype, str(config), code, shared, columns, tile, loops)
 
 
@@ -325,15 +322,17 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
     (found,) = json.loads(done.stdout)[shape.name]["kernels"]
     names = ("name", "registers", "stack_bytes", "spill_bytes")
     code = Code(*(found[name] for name in names), sass)
-    shared = found["shared_memory_bytes"]
+    launch = dict(shared_memory=found["shared_memory_bytes"])
+    launch["staying_chunks"] = 0 if config.stream_weight else tiling.chunks(problem)
+    if backend is mosaic_sm90:
+        launch |= dict(multiplying_warps=4 * backend.CONSUMERS, tensor_memory_columns=0)
+    else:
+        # Tensor memory is allocated in powers of two.
+        columns = 1 << (backend.ACCUMULATORS * config.tile_n - 1).bit_length()
+        launch |= dict(storing_warps=4 * backend.STORERS, tensor_memory_columns=columns)
     # The loop over K is unrolled.
-    how = dict(problem=problem, config=config, code=code, shared=shared, steps=1)
+    how = dict(problem=problem, config=config, code=code, steps=1, launch=launch)
     return resident_kernel("Pallas", architecture, **how)
-
-
-# kStayEach, kStaying, kLeastRowsOfStaying and kMostChunksOfStaying of ffi/patch_embed_sm90.h: which
-# chunks of a streamed weight stay.
-STAY_EACH, STAYING, LEAST_ROWS_OF_STAYING, MOST_CHUNKS_OF_STAYING = 4, 3, 128, 16
 
 
 def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -> Kernel:
@@ -341,18 +340,15 @@ def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -
     library = library_kernels()
     problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
     chip = next(chip for chip in cuda_ffi.CHIPS if architecture == f"sm_{chip.capability}")
-    config, chunks = cuda_ffi.choose_config(problem, chip), tiling.chunks(problem)
-    stay = architecture == "sm_90" and config.rows >= LEAST_ROWS_OF_STAYING
-    stay &= chunks <= MOST_CHUNKS_OF_STAYING
+    config = cuda_ffi.choose_config(problem, chip)
     return resident_kernel(
         "CUDA",
         architecture,
         problem=problem,
         config=config,
         code=library[chip.capability, config.name],
-        shared=cuda_launch.prepared(config, problem)[1]["shared_memory"],
-        steps=chunks,
-        staying=min(-(-chunks // STAY_EACH), STAYING) if stay else 0,
+        steps=tiling.chunks(problem),
+        launch=cuda_launch.prepared(config, problem)[1],
     )
 
 

@@ -60,48 +60,18 @@ constexpr int kInterface = 1;
 
 using namespace spelled;
 
-#define PATCH_EMBED_SM90_CONFIG(dtype, out_dtype, columns, tile_n, rows, slots, weight) \
-  {90, dtype, out_dtype, columns, tile_n, rows, 1, slots, weight},
-#define PATCH_EMBED_SM100_CONFIG(dtype, out_dtype, columns, tile_n, blocks, slots, weight) \
-  {100, dtype, out_dtype, columns, tile_n, 128, blocks, slots, weight},
-
-constexpr Config kConfigs[] = {
-    PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_CONFIG)
-    PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_CONFIG)
-};
-
-#define PATCH_EMBED_SM90_MEMORY(dtype, out_dtype, columns, tile_n, rows, slots, weight)          \
-  {                                                                                             \
-    constexpr Config config{90, dtype, out_dtype, columns, tile_n, rows, 1, slots, weight};       \
-    using Memory = sm90::Shared<tile_n, rows, slots, weight>;                                   \
-    static_assert(Memory::bytes(6) == shared_memory_bytes(config, 6),           \
-                  "the host gives the kernel another amount of shared memory than it uses.");    \
-  }
-
-#define PATCH_EMBED_SM100_MEMORY(dtype, out_dtype, columns, tile_n, blocks, slots, weight)        \
-  {                                                                                             \
-    constexpr Config config{100, dtype, out_dtype, columns, tile_n, 128, blocks, slots, weight}; \
-    using Memory = sm100::Shared<slots, config.store_n() * itemsize(out_dtype), sm100::kBuffers>; \
-    static_assert(Memory::bytes(weight ? slots : 6, tile_n / blocks) ==                         \
-                      shared_memory_bytes(config, 6),                                           \
-                  "the host gives the kernel another amount of shared memory than it uses.");    \
-  }
-[[maybe_unused]] void check_memory() {
-  PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_MEMORY)
-  PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_MEMORY)
-}
-
-struct Kernel {
-  Config config;
-  std::string name;
-};
+#define PATCH_EMBED_SM90_KERNEL(dtype, out_dtype, columns, tile_n, rows, slots, weight) \
+  {{90, dtype, out_dtype, columns, tile_n, rows, 1, slots, weight},                     \
+   sm90::Shared<tile_n, rows, slots, weight>::bytes},
+#define PATCH_EMBED_SM100_KERNEL(dtype, out_dtype, columns, tile_n, blocks, slots, weight) \
+  {{100, dtype, out_dtype, columns, tile_n, sm100::kRows, blocks, slots, weight},          \
+   sm100::Shared<out_dtype, tile_n, blocks, slots, weight>::bytes},
 
 const std::vector<Kernel>& kernels() {
-  static const auto* all = [] {
-    auto* made = new std::vector<Kernel>;
-    for (const Config& config : kConfigs) made->push_back({config, kernel_name(config)});
-    return made;
-  }();
+  static const auto* all = new std::vector<Kernel>{
+      PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_KERNEL)
+      PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_KERNEL)
+  };
   return *all;
 }
 
@@ -355,7 +325,7 @@ std::optional<std::string> choose(std::string_view name, int capability, const O
   }
   choice->kernel = kernel;
   std::string wrong = operands.check(*kernel, &choice->shapes);
-  if (wrong.empty()) wrong = plan(kernel->config, choice->shapes, &choice->launch);
+  if (wrong.empty()) wrong = plan(*kernel, choice->shapes, &choice->launch);
   if (wrong.empty()) return std::nullopt;
   return wrong;
 }
@@ -554,7 +524,7 @@ PATCH_EMBED_EXPORT int64_t patch_embed_plan(const char* kernel, int64_t M, int64
   patch_embed::Launch launch;
   const auto* found = patch_embed::find_kernel(kernel);
   const std::string wrong =
-      found ? patch_embed::plan(found->config, {M, N, K, period, workers, runs}, &launch)
+      found ? patch_embed::plan(*found, {M, N, K, period, workers, runs}, &launch)
             : "there is no kernel of this name.";
   const std::string text =
       wrong.empty() ? patch_embed::to_json(launch) : "{\"error\": \"" + wrong + "\"}";

@@ -9,6 +9,13 @@
 
 #include <cstdint>
 
+// Of functions that the host and the kernels call.
+#ifdef __CUDACC__
+#define PATCH_EMBED_HOST_DEVICE __host__ __device__
+#else
+#define PATCH_EMBED_HOST_DEVICE
+#endif
+
 namespace patch_embed {
 
 enum class Type { kFloat8E4M3FN, kInt8, kBFloat16, kFloat32 };
@@ -64,12 +71,6 @@ struct Config {
 
   // Two warpgroups on Hopper, the blocks of a cluster on Blackwell.
   constexpr int tile_m() const { return (capability == 90 ? 2 : blocks) * rows; }
-
-  // Columns of a TMA store of the Blackwell kernel, by the warps of two warpgroups: rows of 128 bytes, or of
-  // 64 where those do not divide a warpgroup's half of the columns.
-  constexpr int store_n() const {
-    return kRowBytes / itemsize(out_dtype) / (tile_n / 2 * itemsize(out_dtype) % kRowBytes ? 2 : 1);
-  }
 };
 
 }  // namespace patch_embed

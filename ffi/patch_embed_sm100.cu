@@ -42,49 +42,24 @@ static_assert(kFirstRegisters + kStorers * kStoreRegisters <=
 // Registers that a storing thread needs beside sums, scale and table: less, and it spills.
 constexpr int other_registers(Type out_dtype) { return out_dtype == Type::kFloat32 ? 16 : 8; }
 
-// Columns of 32 bits of tensor memory.
-constexpr int kTensorMemory = 512;
-
 // Bytes of K of a product.
 constexpr int kProductBytes = 32;
 
 // Warps of the first warpgroup.
 constexpr int kFeedingWarp = 0, kMultiplyingWarp = 1, kAllocatingWarp = 2;
 
-// When the accumulator may be overwritten: when it is in registers, or when its tile is stored.
-enum class Release { kLoaded, kStored };
-
-// Columns that are loaded before a wait: as many as registers allow beside scale and table.
-constexpr int default_step(int tile_n, Type out_dtype) {
-  return tile_n < 256 ? tile_n / 2 : out_dtype == Type::kFloat32 ? 32 : 64;
-}
-
-// The parameters behind those of the config:
-//
-//   load_columns     of one tcgen05.ld, for 16 rows
-//   step_columns     of a warp that are loaded before one wait
-//   buffers          of a warp, each for a store
-//   group            stores that are fenced and issued together; 1: each as soon as it is staged
-//   release          of tensor memory
-//   stagger          cycles by which each storing warp of a quarter begins a tile later than the one
-//                    before
-//   hold_table       scale and table stay in registers for a run; else the table is read for each tile
 template <Type dtype, Type out_dtype, bool has_table, int tile_n, int blocks, int slots,
-          bool stream_weight, int load_columns = default_step(tile_n, out_dtype) % 64 ? 32 : 64,
-          int step_columns = default_step(tile_n, out_dtype), int buffers = kBuffers, int group = 1,
-          Release release = Release::kLoaded, int stagger = 0, bool hold_table = true>
+          bool stream_weight, typename Tuned = Tuning<out_dtype, tile_n>>
 class Worker {
  public:
-  static constexpr Config kConfig = {100,    dtype,  out_dtype, has_table,    tile_n,
-                                     kRows, blocks, slots,     stream_weight};
-  static constexpr int kTileRows = kConfig.tile_m();
+  static constexpr int kTileRows = blocks * kRows;
   static constexpr int kTileK = kRowBytes / itemsize(dtype);
   static constexpr int kWeightRows = tile_n / blocks;
   static constexpr int kPatchBytes = kRows * kRowBytes, kWeightBytes = kWeightRows * kRowBytes;
 
   // Columns of a storing warp, of a store and of a core matrix, of which a thread has 2.
   static constexpr int kColumns = tile_n / kStorers;
-  static constexpr int kStoreColumns = kConfig.store_n();
+  static constexpr int kStoreColumns = store_columns(out_dtype, tile_n);
   static constexpr int kOutBytes = itemsize(out_dtype);
   static constexpr int kStoreBytes = kStoreColumns * kOutBytes;
   static constexpr int kStores = kColumns / kStoreColumns;
@@ -94,29 +69,32 @@ class Worker {
   static constexpr int kThreadRows = kWarpRows / kCore;
   static constexpr int kTermRows = has_table ? kThreadRows : 1;
 
-  static constexpr int kTensorColumns = kAccumulators * tile_n <= 128   ? 128
-                                        : kAccumulators * tile_n <= 256 ? 256
-                                                                        : 512;
+  static constexpr int kTensorColumns = tensor_memory_columns(tile_n);
   static constexpr uint32_t kInstruction =
       ptx::instruction_descriptor(dtype, kTileRows, tile_n);
 
-  using Memory = Shared<slots, kStoreBytes, buffers>;
+  static constexpr int kStepColumns = Tuned::kStepColumns, kLoadColumns = Tuned::kLoadColumns;
+  static constexpr int kBuffers = Tuned::kStagingBuffers, kGroup = Tuned::kStoresPerGroup;
+  static constexpr bool kKeepTable = Tuned::kKeepTable;
+
+  using Memory = Shared<out_dtype, tile_n, blocks, slots, stream_weight, Tuned>;
   static_assert(blocks == 1 || blocks == 2, "a worker is one block or a pair.");
   static_assert(tile_n % 64 == 0, "a slice of N is a multiple of 64 columns.");
   static_assert(kAccumulators * tile_n <= kTensorMemory,
                 "the accumulators do not fit in tensor memory.");
   static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
-  static_assert(load_columns == 16 || load_columns == 32 || load_columns == 64,
+  static_assert(kLoadColumns == 16 || kLoadColumns == 32 || kLoadColumns == 64,
                 "a load has 16, 32 or 64 columns of 16 rows.");
-  static_assert(step_columns % load_columns == 0 && kColumns % step_columns == 0,
+  static_assert(kStepColumns % kLoadColumns == 0 && kColumns % kStepColumns == 0,
                 "loads make a step, and steps the columns of a warp.");
-  static_assert(step_columns % kStoreColumns == 0, "stores make a step.");
-  static_assert(step_columns / kStoreColumns % group == 0, "groups of stores make a step.");
-  static_assert(buffers % group == 0, "groups of stores make the buffers.");
-  static_assert((buffers & (buffers - 1)) == 0, "the number of a store, which wraps, tells its buffer.");
-  static_assert(stagger >= 0, "a warp cannot begin before its accumulator is there.");
-  static_assert(step_columns + kColumns / 4 +
-                        (hold_table ? kColumns : step_columns) / 4 * kTermRows +
+  static_assert(kStepColumns % kStoreColumns == 0, "stores make a step.");
+  static_assert(kStepColumns / kStoreColumns % kGroup == 0, "groups of stores make a step.");
+  static_assert(kBuffers % kGroup == 0, "groups of stores make the buffers.");
+  static_assert((kBuffers & (kBuffers - 1)) == 0,
+                "the number of a store, which wraps, tells its buffer.");
+  static_assert(Tuned::kStaggerCycles >= 0, "a warp cannot begin before its accumulator is there.");
+  static_assert(kStepColumns + kColumns / 4 +
+                        (kKeepTable ? kColumns : kStepColumns) / 4 * kTermRows +
                         other_registers(out_dtype) <=
                     kStoreRegisters,
                 "sums, scale and table need more registers than there are.");
@@ -129,10 +107,10 @@ class Worker {
                 "the host counts 1024 bytes for the barriers.");
   static_assert(offsetof(Memory, staged) == slots * kPatchBytes &&
                     offsetof(Memory, filled) ==
-                        slots * kPatchBytes + kStoringWarps * buffers * kWarpRows * kStoreBytes,
+                        slots * kPatchBytes + kStoringWarps * kBuffers * kWarpRows * kStoreBytes,
                 "ring, buffers and barriers follow each other without a gap.");
   static_assert(sizeof(Memory) % 1024 == 0, "the weight behind it is swizzled.");
-  static_assert(Memory::bytes(stream_weight ? slots : 1, kWeightRows) <= kMostSharedBytes,
+  static_assert(Memory::bytes(1) <= kMostSharedBytes,
                 "ring, buffers and weight do not fit in shared memory.");
 
   __device__ Worker(const Arguments& args, Memory& shared)
@@ -176,11 +154,11 @@ class Worker {
 
  private:
   // What tcgen05.ld gives: for 16 rows each, the columns of a step.
-  using Sums = uint32_t[2][step_columns / load_columns][load_columns / 2];
+  using Sums = uint32_t[2][kStepColumns / kLoadColumns][kLoadColumns / 2];
 
   // Two neighbouring columns of each core matrix.
   struct Terms {
-    float2 rows[kTermRows][(hold_table ? kColumns : step_columns) / kCore];
+    float2 rows[kTermRows][(kKeepTable ? kColumns : kStepColumns) / kCore];
   };
 
   // A use of the ring; those of a worker are numbered.
@@ -365,10 +343,10 @@ class Worker {
   // The columns of a step, of a warp's rows, from this address of tensor memory on.
   __device__ void load_sums(Sums& sums, uint32_t address) {
 #pragma unroll
-    for (int i = 0; i < step_columns / load_columns; ++i) {
+    for (int i = 0; i < kStepColumns / kLoadColumns; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        ptx::tcgen05_ld_16x256b(sums[half][i], address + (half * 16 << 16) + i * load_columns);
+        ptx::tcgen05_ld_16x256b(sums[half][i], address + (half * 16 << 16) + i * kLoadColumns);
       }
     }
     ptx::tcgen05_wait_ld();
@@ -391,7 +369,7 @@ class Worker {
 
   // The thread's columns of core matrix j of a step, in its r-th row.
   __device__ static float2 finish(const Sums& sums, int r, int j, float2 scale, float2 term) {
-    constexpr int kLoaded = load_columns / kCore;
+    constexpr int kLoaded = kLoadColumns / kCore;
     const auto& loaded = sums[r / 2][j / kLoaded];
     const int at = j % kLoaded * 4 + r % 2 * 2;
     return __ffma2_rn(to_float(loaded[at], loaded[at + 1]), scale, term);
@@ -412,7 +390,7 @@ class Worker {
 
   // Waits until the stores that had the next group of buffers have read them.
   __device__ void wait_for_buffers(bool elected) {
-    if (elected) ptx::cp_async_bulk_wait_group_read<buffers / group - 1>();
+    if (elected) ptx::cp_async_bulk_wait_group_read<kBuffers / kGroup - 1>();
     __syncwarp();
     timeline_.stamp(Event::kFreed);
   }
@@ -455,9 +433,9 @@ class Worker {
     ptx::fence_proxy_async();
     __syncwarp();
     if (elected) {
-      for (int g = group - 1; g >= 0; --g) {
+      for (int g = kGroup - 1; g >= 0; --g) {
         ptx::cp_async_bulk_tensor_store(args_.y, column - g * kStoreColumns, row,
-                                        staged[(number - g) % buffers]);
+                                        staged[(number - g) % kBuffers]);
       }
       ptx::cp_async_bulk_commit_group();
     }
@@ -466,9 +444,9 @@ class Worker {
 
   // Until a later cycle for each further storing warp of a scheduler.
   __device__ static void wait_for_turn(int member) {
-    if constexpr (stagger > 0) {
+    if constexpr (Tuned::kStaggerCycles > 0) {
       const uint32_t begin = ptx::clock();
-      while (ptx::clock() - begin < static_cast<uint32_t>(member * stagger)) {
+      while (ptx::clock() - begin < static_cast<uint32_t>(member * Tuned::kStaggerCycles)) {
       }
     }
   }
@@ -494,12 +472,12 @@ class Worker {
     float2 scale[kColumns / kCore];
     load_floats(scale, args_.scale + first_column);
     Terms terms;
-    if constexpr (hold_table && !has_table) load_terms(terms.rows, 0, first_column);
+    if constexpr (kKeepTable && !has_table) load_terms(terms.rows, 0, first_column);
     uint32_t table_row = 0;
 
     const auto begin = [&](const Run& run) {
       table_row = run.table_row + rank_ * kRows + first_row;
-      if constexpr (hold_table && has_table) load_terms(terms.rows, table_row, first_column);
+      if constexpr (kKeepTable && has_table) load_terms(terms.rows, table_row, first_column);
     };
 
     for_each_tile(begin, [&](int row, uint32_t n) {
@@ -508,23 +486,23 @@ class Worker {
                              Event::kMultiplied);
       wait_for_turn(member);
 #pragma unroll
-      for (int first = 0; first < kColumns; first += step_columns) {
-        if constexpr (!hold_table) load_terms(terms.rows, table_row, first_column + first);
+      for (int first = 0; first < kColumns; first += kStepColumns) {
+        if constexpr (!kKeepTable) load_terms(terms.rows, table_row, first_column + first);
         Sums sums;
         load_sums(sums, first_sum + accumulator.index * tile_n + first);
-        const bool last = first + step_columns == kColumns;
-        if (last && release == Release::kLoaded) release_accumulator(accumulator.index, elected);
+        const bool last = first + kStepColumns == kColumns;
+        if (last && Tuned::kRelease == Release::kLoaded) release_accumulator(accumulator.index, elected);
 #pragma unroll
-        for (int s = 0; s < step_columns / kStoreColumns; ++s) {
+        for (int s = 0; s < kStepColumns / kStoreColumns; ++s) {
           const uint32_t number = n * kStores + first / kStoreColumns + s;
-          auto& buffer = staged[number % buffers];
-          if (s % group == 0) wait_for_buffers(elected);
-          stage(sums, s, scale + first / kCore, terms, hold_table ? first / kCore : 0, buffer, place);
-          if (s % group < group - 1) continue;
+          auto& buffer = staged[number % kBuffers];
+          if (s % kGroup == 0) wait_for_buffers(elected);
+          stage(sums, s, scale + first / kCore, terms, kKeepTable ? first / kCore : 0, buffer, place);
+          if (s % kGroup < kGroup - 1) continue;
           issue_stores(staged, number, first_column + first + s * kStoreColumns, row + first_row,
                        elected);
         }
-        if (last && release == Release::kStored) release_accumulator(accumulator.index, elected);
+        if (last && Tuned::kRelease == Release::kStored) release_accumulator(accumulator.index, elected);
       }
     });
     if (elected) ptx::cp_async_bulk_wait_group_read<0>();

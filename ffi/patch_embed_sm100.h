@@ -12,7 +12,7 @@ namespace patch_embed::sm100 {
 constexpr int kStorers = 2;
 constexpr int kWarpgroup = 128;
 constexpr int kThreads = (1 + kStorers) * kWarpgroup;
-constexpr int kStoringWarps = kStorers * kWarpgroup / 32;
+constexpr int kMultiplyingWarps = 1, kStoringWarps = kStorers * kWarpgroup / 32;
 constexpr int kRows = 128;
 
 // Rows of tensor memory that a warp may read, and so rows of a TMA store.
@@ -20,6 +20,59 @@ constexpr int kWarpRows = 32;
 
 // Tiles in tensor memory: one is multiplied, the other one is stored.
 constexpr int kAccumulators = 2;
+
+// Columns of 32 bits of a multiprocessor's tensor memory, and those that a block allocates: a power
+// of two.
+constexpr int kTensorMemory = 512;
+constexpr int tensor_memory_columns(int tile_n) {
+  const int needed = kAccumulators * tile_n;
+  return needed <= 128 ? 128 : needed <= 256 ? 256 : 512;
+}
+
+// Columns of a TMA store: rows of 128 bytes, or of 64 bytes where 128 do not divide a warp's part of
+// a row of y.
+constexpr int store_columns(Type out_dtype, int tile_n) {
+  const int warp_bytes = tile_n / kStorers * itemsize(out_dtype);
+  return kRowBytes / itemsize(out_dtype) / (warp_bytes % kRowBytes ? 2 : 1);
+}
+
+// When the next products may overwrite the accumulator of a tile.
+enum class Release {
+  kLoaded,  // when the tile's sums are in registers
+  kStored,  // when the tile's stores have been issued
+};
+
+// How a storing warp works. None of it changes the result, or what the kernel is called. Kernels are
+// built with these values; a variant inherits them, hides those that it changes, and is a Worker's
+// last template argument.
+template <Type out_dtype, int tile_n>
+struct Tuning {
+  // Columns of an accumulator that a warp loads before one tcgen05.wait::ld: as many as there are
+  // registers for beside scale and table. It divides the warp's tile_n / 2 columns.
+  static constexpr int kStepColumns = tile_n < 256                     ? tile_n / 2
+                                      : out_dtype == Type::kFloat32 ? 32
+                                                                    : 64;
+
+  // Columns of one tcgen05.ld of 16 rows: 16, 32 or 64. It divides the columns of a step.
+  static constexpr int kLoadColumns = kStepColumns % 64 ? 32 : 64;
+
+  // Buffers in shared memory of a storing warp; each holds what one TMA store reads. A power of two.
+  static constexpr int kStagingBuffers = 2;
+
+  // Stores that share a fence and a bulk group; with 1 each is issued as soon as it is staged. It
+  // divides the stores of a step and the number of buffers.
+  static constexpr int kStoresPerGroup = 1;
+
+  static constexpr Release kRelease = Release::kLoaded;
+
+  // Cycles by which the warps of the second storing warpgroup begin a tile later than those of the
+  // first, with which they share a scheduler.
+  static constexpr int kStaggerCycles = 0;
+
+  // Whether a warp's part of the table stays in registers for a segment. If not, it is read for each
+  // tile.
+  static constexpr bool kKeepTable = true;
+};
 
 // Shared memory of a block, from a multiple of 1024 on, as the 128-byte swizzle wants it:
 //
@@ -59,20 +112,22 @@ constexpr int kAccumulators = 2;
 //                                                  nobody uses tensor memory any more
 //   deallocate             the allocating warp     a pair does it collectively, ordered after both
 //                                                  allocations; the block exits
-template <int slots, int store_bytes, int buffers>
+template <Type out_dtype, int tile_n, int blocks, int slots, bool stream_weight,
+          typename Tuned = Tuning<out_dtype, tile_n>>
 struct alignas(1024) Shared {
+  static constexpr int kStoreBytes = store_columns(out_dtype, tile_n) * itemsize(out_dtype);
+  static constexpr int kWeightBytes = tile_n / blocks * kRowBytes;
+
   uint8_t patches[slots][kRows * kRowBytes];
-  uint8_t staged[kStoringWarps][buffers][kWarpRows * store_bytes];
+  uint8_t staged[kStoringWarps][Tuned::kStagingBuffers][kWarpRows * kStoreBytes];
   uint64_t filled[slots], freed[slots], multiplied[kAccumulators], read[kAccumulators];
   uint32_t tensor_memory;
 
-  static constexpr int bytes(int weight_parts, int weight_rows) {
-    return static_cast<int>(sizeof(Shared)) + weight_parts * weight_rows * kRowBytes;
+  // Of all shared memory, with the weight behind this, for so many chunks of K.
+  static constexpr int64_t bytes(int chunks) {
+    return int64_t{sizeof(Shared)} + int64_t{stream_weight ? slots : chunks} * kWeightBytes;
   }
 };
-
-// Buffers of a storing warp of the kernels that are built.
-constexpr int kBuffers = 2;
 
 // The tensor maps, innermost dimension first, each with the swizzle of its box's inner side:
 //

@@ -135,15 +135,9 @@ class Worker {
     Place patches, weight;
   };
 
-  // Slots for chunks of a streamed weight that stay; whether chunk k does; how many before it do.
-  __device__ int staying() const {
-    return rows < kLeastRowsOfStaying || args_.chunks > kMostChunksOfStaying ? 0 : kStaying;
-  }
+  // Whether the weight of chunk k stays in shared memory.
   __device__ bool stays(int k) const {
-    return !stream_weight || (k % kStayEach == 0 && k < kStayEach * staying());
-  }
-  __device__ int staying_before(int k) const {
-    return min((k + kStayEach - 1) / kStayEach, staying());
+    return !stream_weight || (k % kStayEach == 0 && k < kStayEach * staying_slots(rows, args_.chunks));
   }
 
   // The first one of a half of the worker's n-th tile.
@@ -151,8 +145,10 @@ class Worker {
     const uint32_t half = n * kConsumers + member;
     const Place patches(half * args_.chunks, 0, slots);
     if constexpr (!stream_weight) return {0, patches, patches};
-    const uint32_t streamed = args_.chunks - staying_before(args_.chunks);
-    return {0, patches, Place(half * streamed, staying(), Memory::kWeightSlots - staying())};
+    const uint32_t streamed = args_.chunks - staying_chunks(rows, args_.chunks);
+    return {0, patches,
+            Place(half * streamed, staying_slots(rows, args_.chunks),
+                  Memory::kWeightSlots - staying_slots(rows, args_.chunks))};
   }
 
   __device__ void advance(Chunk& chunk) const {

@@ -12,6 +12,7 @@ namespace patch_embed::sm90 {
 constexpr int kConsumers = 2;
 constexpr int kWarpgroup = 128;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+constexpr int kMultiplyingWarps = kConsumers * kWarpgroup / 32;
 
 // Of the 16 bytes of y that a thread writes at once.
 constexpr int vector(Type out_dtype) { return 16 / itemsize(out_dtype); }
@@ -55,6 +56,16 @@ constexpr int kStaying = 3;
 constexpr int kLeastRowsOfStaying = 128;
 constexpr int kMostChunksOfStaying = 16;
 
+// Slots of shared memory for the chunks of a streamed weight that stay, and how many of `chunks` stay.
+// The references keep the kernels' machine code: with values nvcc 13.0 computes the slots otherwise.
+constexpr PATCH_EMBED_HOST_DEVICE int staying_slots(int rows, const int& chunks) {
+  return rows < kLeastRowsOfStaying || chunks > kMostChunksOfStaying ? 0 : kStaying;
+}
+constexpr PATCH_EMBED_HOST_DEVICE int staying_chunks(int rows, const int& chunks) {
+  const int wanted = (chunks + kStayEach - 1) / kStayEach, slots = staying_slots(rows, chunks);
+  return wanted < slots ? wanted : slots;
+}
+
 // Shared memory, from a multiple of 1024 on, as the 128-byte swizzle wants it. Behind it comes the
 // weight: parts of [tile_n, kRowBytes], all of it, or those that stay and then the slots of a ring.
 //
@@ -83,9 +94,10 @@ struct alignas(1024) Shared {
   uint64_t filled[slots], freed[slots], weight_freed[kWeightSlots], turn[kConsumers];
   uint64_t columns_arrived;
 
-  static constexpr int bytes(int chunks) {
-    const int parts = stream_weight ? kWeightSlots : chunks;
-    return static_cast<int>(sizeof(Shared)) + parts * tile_n * kRowBytes;
+  // Of all shared memory, with the weight behind this, for so many chunks of K.
+  static constexpr int64_t bytes(int chunks) {
+    const int64_t parts = stream_weight ? kWeightSlots : chunks;
+    return int64_t{sizeof(Shared)} + parts * tile_n * kRowBytes;
   }
 };
 

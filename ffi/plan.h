@@ -33,8 +33,14 @@ struct Launch {
   int cluster;  // blocks
   int threads;  // of a block
   int64_t shared_memory;  // bytes, dynamic
-  int chunks;
+  int chunks;  // of kRowBytes of K
   TensorMap patches, weight, y;
+
+  // The rest is not passed to the driver: it says what the kernel does.
+  int tile_m;  // rows of a tile
+  int multiplying_warps, storing_warps;  // of a block; the same warps on Hopper
+  int tensor_memory_columns;  // that a block allocates, of 32 bits; 0 on Hopper
+  int staying_chunks;  // chunks of K whose weight is loaded once and stays in shared memory
 };
 
 inline const char* spell(Type type) {
@@ -58,6 +64,16 @@ inline std::string kernel_name(const Config& c) {
          "x" + std::to_string(c.rows) + "_b" + std::to_string(c.blocks) + "_s" +
          std::to_string(c.slots) + (c.stream_weight ? "_streamed" : "_stationary");
 }
+
+// A kernel as the host knows it.
+struct Kernel {
+  Kernel(const Config& config, int64_t (*shared_memory_bytes)(int chunks))
+      : config(config), name(kernel_name(config)), shared_memory_bytes(shared_memory_bytes) {}
+
+  Config config;
+  std::string name;
+  int64_t (*shared_memory_bytes)(int chunks);  // of a block
+};
 
 inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_columns, int box_rows) {
   TensorMap map{};
@@ -86,24 +102,9 @@ inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
           kRowBytes};
 }
 
-// Shared memory of a block: the ring; on Hopper scale and offset, on Blackwell the buffers that are stored
-// from; barriers; the weight.
-constexpr int64_t shared_memory_bytes(const Config& c, int chunks) {
-  const bool hopper = c.capability == 90;
-  const int64_t ring = int64_t{c.slots} * c.rows * kRowBytes;
-  const int64_t columns = 2 * c.tile_n * int64_t{sizeof(float)};
-  const int64_t staged =
-      sm100::kBuffers * sm100::kStorers * c.rows * int64_t{c.store_n()} * itemsize(c.out_dtype);
-  const int weight_slots =
-      hopper ? sm90::weight_slots(c.tile_n, c.rows, c.slots, c.stream_weight) : c.slots;
-  const int64_t barriers = 8 * (2 * c.slots + weight_slots + sm90::kConsumers + 1);
-  const int64_t before = ring + (hopper ? columns + barriers : staged + 1024);
-  const int64_t parts = c.stream_weight ? weight_slots : chunks;
-  return (before + 1023) / 1024 * 1024 + parts * (c.tile_n / c.blocks) * kRowBytes;
-}
-
 // Fills `launch`; returns what is wrong with the shapes, or nothing.
-inline std::string plan(const Config& config, const Shapes& s, Launch* launch) {
+inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
+  const Config& config = kernel.config;
   const auto text = [](int64_t value) { return std::to_string(value); };
   const int64_t row_bytes = s.K * itemsize(config.dtype);
   if (s.M < 0 || s.M > INT32_MAX - config.tile_m()) {
@@ -130,7 +131,7 @@ inline std::string plan(const Config& config, const Shapes& s, Launch* launch) {
            " rows, expected at least 1 of each. Take the runs of schedule.runs().";
   }
   const int chunks = int(row_bytes / kRowBytes);
-  const int64_t shared_memory = shared_memory_bytes(config, chunks);
+  const int64_t shared_memory = kernel.shared_memory_bytes(chunks);
   const bool hopper = config.capability == 90;
   if (shared_memory > kMostSharedBytes) {
     return "K = " + text(s.K) + " needs " + text(shared_memory) +
@@ -148,7 +149,13 @@ inline std::string plan(const Config& config, const Shapes& s, Launch* launch) {
       hopper ? fragments(config, s.N, s.K)
              : matrix(config.dtype, s.N, s.K, tile_k, config.tile_n / config.blocks),
       hopper ? TensorMap{}
-             : matrix(config.out_dtype, s.M, s.N, config.store_n(), sm100::kWarpRows),
+             : matrix(config.out_dtype, s.M, s.N, sm100::store_columns(config.out_dtype, config.tile_n),
+                      sm100::kWarpRows),
+      config.tile_m(),
+      hopper ? sm90::kMultiplyingWarps : sm100::kMultiplyingWarps,
+      hopper ? sm90::kMultiplyingWarps : sm100::kStoringWarps,
+      hopper ? 0 : sm100::tensor_memory_columns(config.tile_n),
+      !config.stream_weight ? chunks : hopper ? sm90::staying_chunks(config.rows, chunks) : 0,
   };
   return "";
 }
@@ -175,7 +182,11 @@ inline std::string to_json(const Launch& launch) {
          ", \"shared_memory\": " + std::to_string(launch.shared_memory) +
          ", \"chunks\": " + std::to_string(launch.chunks) +
          ", \"patches\": " + to_json(launch.patches) + ", \"weight\": " + to_json(launch.weight) +
-         ", \"y\": " + to_json(launch.y) + "}";
+         ", \"y\": " + to_json(launch.y) + ", \"tile_m\": " + std::to_string(launch.tile_m) +
+         ", \"multiplying_warps\": " + std::to_string(launch.multiplying_warps) +
+         ", \"storing_warps\": " + std::to_string(launch.storing_warps) +
+         ", \"tensor_memory_columns\": " + std::to_string(launch.tensor_memory_columns) +
+         ", \"staying_chunks\": " + std::to_string(launch.staying_chunks) + "}";
 }
 
 inline std::string to_json(const Config& config, bool built) {

@@ -88,6 +88,9 @@ def expected_launch(config, M, N, K, period, workers, runs):
         # A store is a warp's.
         y = matrix(config.out_dtype, M, N, 32, store_bytes // out_size)
         rest = 2 * 2 * 128 * store_bytes + 1024
+    # Chunks 0, 4 and 8 of a streamed weight stay: with 128 rows a warpgroup and at most 16 chunks.
+    some = len(range(0, min(chunks, 12), 4)) if config.rows == 128 and chunks <= 16 else 0
+    staying = (some if hopper else 0) if config.stream_weight else chunks
     return dict(
         grid=workers * N // config.tile_n * config.blocks,
         cluster=config.blocks,
@@ -97,6 +100,12 @@ def expected_launch(config, M, N, K, period, workers, runs):
         patches=matrix(config.dtype, M, K, config.rows, inner),
         weight=weight,
         y=y,
+        tile_m=config.tile_m,
+        multiplying_warps=8 if hopper else 1,
+        storing_warps=8,
+        # Two accumulators, in a power of two of columns.
+        tensor_memory_columns=0 if hopper else 1 << (2 * config.tile_n - 1).bit_length(),
+        staying_chunks=staying,
     )
 
 

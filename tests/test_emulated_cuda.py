@@ -78,7 +78,6 @@ def test_a_timeline_build_stamps_what_each_warp_does(name):
     assert {span.role for span in spans} == set(EVENTS)
 
 
-# Knobs: columns of a load and of a step, buffers, stores of a group, release, stagger, held table.
 tuned = partial(Case, rows=128, capability=100)
 
 TUNED = {
@@ -86,14 +85,23 @@ TUNED = {
         *((5, 97, 256), 128, INT8, "shared", 128, 3),
         blocks=2,
         out_dtype="float32",
-        knobs=(16, 32, 4, 1, "Release::kStored", 40, "false"),
+        tuning=dict(
+            kLoadColumns=16,
+            kStepColumns=32,
+            kStagingBuffers=4,
+            kRelease="Release::kStored",
+            kStaggerCycles=40,
+            kKeepTable="false",
+        ),
     ),
     "two blocks, stores together": tuned(
-        *((5, 97, 128), 256, FP8, "none", 256, 2), blocks=2, knobs=(64, 128, 2, 2)
+        *((5, 97, 128), 256, FP8, "none", 256, 2),
+        blocks=2,
+        tuning=dict(kLoadColumns=64, kStepColumns=128, kStoresPerGroup=2),
     ),
     "one block, one buffer": tuned(
         *((5, 97, 128), 64, BF16, "per image", 64, 2),
-        knobs=(32, 32, 1, 1, "Release::kLoaded", 25),
+        tuning=dict(kLoadColumns=32, kStepColumns=32, kStagingBuffers=1, kStaggerCycles=25),
     ),
 }
 
@@ -111,13 +119,13 @@ def compile_source(source, folder, capability=100, patched=None):
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_a_kernel_with_other_knobs_equals_xla(tmp_path, name):
+def test_a_kernel_with_another_tuning_equals_xla(tmp_path, name):
     case = TUNED[name]
     assert_equals_xla(compile_source(case.source, tmp_path), case)
 
 
 # Deliberate bugs: what is replaced by what, and what the emulator says. Of the Blackwell kernel:
-SMALL = tuned((7, 256, 256), 64, INT8, "shared", 64, 3, blocks=2, knobs=(32,))
+SMALL = tuned((7, 256, 256), 64, INT8, "shared", 64, 3, blocks=2, tuning=dict(kLoadColumns=32))
 
 BUGS = {
     "no wait for a free slot": (
@@ -131,7 +139,8 @@ BUGS = {
         "tcgen05.mma .* reads what was written",
     ),
     "no wait for a free accumulator": (
-        "wait_for_tensor_memory(shared_.read[accumulator.index], accumulator.parity ^ 1, Event::kTurn)",
+        "wait_for_tensor_memory(shared_.read[accumulator.index], accumulator.parity ^ 1,"
+        " Event::kTurn)",
         "ptx::tcgen05_fence_after_thread_sync()",
         "tcgen05.mma .* writes an accumulator",
     ),
@@ -147,7 +156,7 @@ BUGS = {
         "used before tcgen05.wait::ld",
     ),
     "no wait for a store's read": (
-        "if (elected) ptx::cp_async_bulk_wait_group_read<buffers / group - 1>();",
+        "if (elected) ptx::cp_async_bulk_wait_group_read<kBuffers / kGroup - 1>();",
         "",
         "stmatrix overwrites what is read",
     ),
@@ -326,7 +335,7 @@ def test_more_registers_than_there_are_do_not_compile(tmp_path, case):
     right, wrong = REGISTERS[case.capability]
     source = (FFI / f"patch_embed_sm{case.capability}.cu").read_text()
     assert source.count(right) == 1
-    kernel = case.source if case.knobs else cuda_launch.source(case.config)
+    kernel = case.source if case.tuning else cuda_launch.source(case.config)
     with pytest.raises(subprocess.CalledProcessError) as caught:
         compile_source(kernel, tmp_path, case.capability, source.replace(right, wrong))
     assert "setmaxnreg would wait for ever" in caught.value.stderr
@@ -338,7 +347,7 @@ def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
     right, wrong, message = bugs[name]
     source = (FFI / f"patch_embed_sm{case.capability}.cu").read_text()
     assert source.count(right) == 1
-    kernel = case.source if case.knobs else cuda_launch.source(case.config)
+    kernel = case.source if case.tuning else cuda_launch.source(case.config)
     ptx = compile_source(kernel, tmp_path, case.capability, source.replace(right, wrong))
     operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
     expected = np.asarray(xla.run(*operands, out_dtype=case.out_dtype))

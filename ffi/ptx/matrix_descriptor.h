@@ -5,11 +5,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define PATCH_EMBED_HOST_DEVICE __host__ __device__
-#else
-#define PATCH_EMBED_HOST_DEVICE
-#endif
+#include "../kernel.h"
 
 namespace patch_embed::ptx {
 
