@@ -1,4 +1,4 @@
-// What a launch of a kernel is: a pure function of the kernel and of the shapes.
+// How a kernel is launched, and what it then does: a pure function of the kernel and the shapes.
 
 #pragma once
 
@@ -11,36 +11,38 @@
 
 namespace patch_embed {
 
-// Shapes of the operands: patches [M, K], weight [N, K], table [period, N], runs [workers, runs, 4].
+// Shapes of the operands: patches [M, K], weight [N, K], table [period, N], and the segments of the
+// schedule, [workers, segments, 4].
 struct Shapes {
   int64_t M, N, K;
   int64_t period;
-  int64_t workers, runs;
+  int64_t workers, segments;
 };
 
-// What cuTensorMapEncodeTiled is told; the innermost dimension first.
+// The arguments of cuTensorMapEncodeTiled, innermost dimension first.
 struct TensorMap {
   Type type;
-  int rank;  // 0: the kernel has no such map
+  int rank;  // 0 if the kernel has no such map
   cuuint64_t shape[5];
-  cuuint64_t strides[4];  // bytes, from the second dimension on
+  cuuint64_t strides[4];  // in bytes, from the second dimension on
   cuuint32_t box[5];
-  int swizzle;  // bytes
+  int swizzle;  // in bytes
 };
 
 struct Launch {
-  int grid;  // blocks
-  int cluster;  // blocks
-  int threads;  // of a block
-  int64_t shared_memory;  // bytes, dynamic
-  int chunks;  // of kRowBytes of K
+  int grid;               // thread blocks
+  int cluster;            // thread blocks of a cluster
+  int threads;            // threads of a block
+  int64_t shared_memory;  // dynamic shared memory of a block, in bytes
+  int chunks;             // chunks of kRowBytes in K
   TensorMap patches, weight, y;
 
-  // The rest is not passed to the driver: it says what the kernel does.
-  int tile_m;  // rows of a tile
-  int multiplying_warps, storing_warps;  // of a block; the same warps on Hopper
-  int tensor_memory_columns;  // that a block allocates, of 32 bits; 0 on Hopper
-  int staying_chunks;  // chunks of K whose weight is loaded once and stays in shared memory
+  // The launch does not need the rest: it describes the kernel to tools that model it.
+  int tile_m;                 // rows of a tile
+  int multiplying_warps;      // warps of a block that issue products
+  int storing_warps;          // warps of a block that store y; on Hopper the same warps
+  int tensor_memory_columns;  // columns of 32 bits that a block allocates; 0 on Hopper
+  int staying_chunks;         // chunks of the weight that are loaded once and stay in shared memory
 };
 
 inline const char* spell(Type type) {
@@ -57,7 +59,7 @@ inline const char* spell(Type type) {
   return "";
 }
 
-// The name of a kernel tells its config; the kernels' macro spells it in the same way.
+// The name of a kernel spells its config. PATCH_EMBED_KERNEL in the .cu files spells it the same way.
 inline std::string kernel_name(const Config& c) {
   return "patch_embed_sm" + std::to_string(c.capability) + "_" + spell(c.dtype) + "_" +
          spell(c.out_dtype) + (c.has_table ? "_table_" : "_offset_") + std::to_string(c.tile_n) +
@@ -72,9 +74,10 @@ struct Kernel {
 
   Config config;
   std::string name;
-  int64_t (*shared_memory_bytes)(int chunks);  // of a block
+  int64_t (*shared_memory_bytes)(int chunks);  // Shared::bytes of the kernel
 };
 
+// The map of a row-major matrix, with boxes as wide as their swizzle.
 inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_columns, int box_rows) {
   TensorMap map{};
   map.type = type;
@@ -88,8 +91,8 @@ inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_column
   return map;
 }
 
-// The weight [N, K] as [pairs, N / group, 4, 2, K]: the order in which wgmma leaves 16 neighbouring bytes
-// of y in a thread (backends/fragment.py).
+// The map of the Hopper kernel's weight: [N, K] as [pairs, N / group, 4, 2, K]. In this order wgmma
+// leaves 16 neighbouring bytes of y in a thread (backends/fragment.py).
 inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
   const int vector = sm90::vector(config.out_dtype), group = sm90::group(config.out_dtype);
   const cuuint64_t row = K * itemsize(config.dtype);
@@ -102,7 +105,7 @@ inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
           kRowBytes};
 }
 
-// Fills `launch`; returns what is wrong with the shapes, or nothing.
+// Fills `launch`. Returns what is wrong with the shapes, or an empty text.
 inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
   const Config& config = kernel.config;
   const auto text = [](int64_t value) { return std::to_string(value); };
@@ -120,13 +123,13 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
   }
   const int64_t slices = s.N / config.tile_n;
   if (8 * s.N * itemsize(config.out_dtype) > INT32_MAX || s.K > INT32_MAX ||
-      s.period > INT32_MAX || s.runs > INT32_MAX ||
+      s.period > INT32_MAX || s.segments > INT32_MAX ||
       s.workers > INT32_MAX / (slices * config.blocks)) {
     return "eight rows of y, K, the rows of the table or the runs are 2^31 or more. "
            "Split the operands.";
   }
-  if (s.workers < 1 || s.runs < 1 || (s.period < 1 && s.M > 0)) {
-    return "the runs are those of " + text(s.workers) + " workers with " + text(s.runs) +
+  if (s.workers < 1 || s.segments < 1 || (s.period < 1 && s.M > 0)) {
+    return "the runs are those of " + text(s.workers) + " workers with " + text(s.segments) +
            " runs each, and the table has " + text(s.period) +
            " rows, expected at least 1 of each. Take the runs of schedule.runs().";
   }
@@ -160,7 +163,7 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
   return "";
 }
 
-// The same as JSON, for tests and emulators.
+// JSON, in which the library tells Python what it knows (backends/cuda_ffi.py).
 inline std::string to_json(const TensorMap& map) {
   if (!map.rank) return "null";
   const auto list = [](auto* values, int size) {

@@ -129,24 +129,24 @@ SMALL = tuned((7, 256, 256), 64, INT8, "shared", 64, 3, blocks=2, tuning=dict(kL
 
 BUGS = {
     "no wait for a free slot": (
-        "wait(shared_.freed[entry.slot], entry.parity ^ 1, Event::kFreed);",
+        "wait(shared_.freed[slot.index], slot.parity ^ 1, Event::kFreed);",
         "",
         "does not expect them",
     ),
     "no wait for patches": (
-        "wait(shared_.filled[entry.slot], entry.parity, Event::kFilled);",
+        "wait(shared_.filled[slot.index], slot.parity, Event::kFilled);",
         "",
         "tcgen05.mma .* reads what was written",
     ),
     "no wait for a free accumulator": (
-        "wait_for_tensor_memory(shared_.read[accumulator.index], accumulator.parity ^ 1,"
-        " Event::kTurn)",
+        "wait_for_accumulator(shared_.accumulator_freed[accumulator.index], accumulator.parity ^ 1,\n"
+        "                           Event::kMayMultiply)",
         "ptx::tcgen05_fence_after_thread_sync()",
         "tcgen05.mma .* writes an accumulator",
     ),
     "no wait for products": (
-        "wait_for_tensor_memory(shared_.multiplied[accumulator.index], accumulator.parity,\n"
-        "                             Event::kMultiplied)",
+        "wait_for_accumulator(shared_.multiplied[accumulator.index], accumulator.parity,\n"
+        "                           Event::kMultiplied)",
         "ptx::tcgen05_fence_after_thread_sync()",
         "accumulator of block",
     ),
@@ -171,12 +171,12 @@ BUGS = {
         "tcgen05.mma .* writes an accumulator",
     ),
     "no fence behind the release": (
-        "wait_for_tensor_memory(shared_.read",
-        "wait(shared_.read",
+        "wait_for_accumulator(shared_.accumulator_freed",
+        "wait(shared_.accumulator_freed",
         "tcgen05.mma .* writes an accumulator",
     ),
     "no fence behind the products": (
-        "wait_for_tensor_memory(shared_.multiplied",
+        "wait_for_accumulator(shared_.multiplied",
         "wait(shared_.multiplied",
         "tcgen05.ld reads an accumulator",
     ),
@@ -297,19 +297,19 @@ HOPPER_BUGS = {
         "a TMA load .* overwrites|overwrites what is read",
     ),
     "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
-    "no turn": (
-        "wait(shared_.turn[member], (n & 1) ^ (member == 0), Event::kTurn);",
+    "no wait for the other warpgroup's products": (
+        "wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), Event::kMayMultiply);",
         "",
         "does not expect them|results differ|reads what",
     ),
-    "the turn is passed too early": (
+    "the other warpgroup may multiply too early": (
         "k == args_.chunks - 1 && threadIdx.x",
         "k == 0 && threadIdx.x",
         "does not expect them|results differ|reads what",
     ),
     "the wrong rows of the table": (
-        "run.table_row + member * rows",
-        "run.table_row",
+        "segment.table_row + warpgroup * rows",
+        "segment.table_row",
         "results differ",
     ),
     "a tail is stored": ("first_row + below < args_.M", "true", "outside of all arrays"),
@@ -319,14 +319,14 @@ ALL_BUGS = [(SMALL, name) for name in BUGS] + [
     (NARROW if name == "no wait for a free slot" else WIDE, name) for name in HOPPER_BUGS
 ]
 
-# The Hopper kernel's turns guard against slots that are filled late, which takes luck.
+# That Hopper's warpgroups multiply one after the other guards against slots that are filled late, which takes luck.
 BUG_SCHEDULES = (*SCHEDULES, *(({"load": "random", "multiply": "eager"}, i) for i in range(5, 25)))
 
 
 # The register counts of each chip's kernel, and too large ones.
 REGISTERS = {
     100: ("kStoreRegisters = 232", "kStoreRegisters = 240"),
-    90: ("kNeedsMost ? 240 : 232", "kNeedsMost ? 248 : 240"),
+    90: ("kNeedsMost ? kMostRegisters : 232", "kNeedsMost ? 248 : 240"),
 }
 
 
