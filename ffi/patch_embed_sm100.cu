@@ -162,8 +162,7 @@ class Worker {
     float2 rows[kTermRows][(kKeepTable ? kColumns : kStepColumns) / kCore];
   };
 
-  // The slot of the ring that a chunk is loaded into, and the parity of its phase; a worker numbers its
-  // chunks.
+  // The slot of the ring that the worker's load of this number fills, and the parity of the slot's phase.
   struct RingSlot {
     __device__ explicit RingSlot(uint32_t number) : index(number % slots), parity(number / slots & 1) {}
     uint32_t index, parity;
@@ -393,7 +392,7 @@ class Worker {
     return row * kStoreBytes + swizzled * 16 + (pairs ? lane % 2 * 8 : 0);
   }
 
-  // Waits until earlier stores have read the next buffers, those of one group of stores.
+  // Waits until TMA has read the buffers that the next group of stores is staged in.
   __device__ void wait_for_buffers(bool elected) {
     if (elected) ptx::cp_async_bulk_wait_group_read<kBuffers / kGroup - 1>();
     __syncwarp();
@@ -402,7 +401,7 @@ class Worker {
 
   // Scales, adds to and rounds what store s of a step needs, and writes it to a buffer.
   __device__ void stage(const Sums& sums, int s, const float2* scale, const Terms& terms,
-                               int first_term, uint8_t* buffer, uint32_t offset) {
+                        int first_term, uint8_t* buffer, uint32_t offset) {
     constexpr int kCores = kStoreColumns / kCore, kCoreBytes = kCore * kOutBytes;
     const int first = s * kCores;
     const auto value = [&](int r, int j) {

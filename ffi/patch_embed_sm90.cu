@@ -78,7 +78,7 @@ class Worker {
   static_assert(rows == 64 || rows == 128, "a warpgroup has 64 or 128 rows of a tile.");
   static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
   static_assert(kSums + kOtherRegisters <= kMostRegisters, "the sums leave too few registers.");
-  static_assert(sizeof(Memory) % 1024 == 0, "the weight behind it is swizzled.");
+  static_assert(sizeof(Memory) % 1024 == 0, "the weight that follows is swizzled.");
   static_assert(Memory::bytes(1) <= kMostSharedBytes,
                 "rings and weight do not fit in shared memory.");
   static_assert(!stream_weight || Memory::kWeightSlots >= kMostStayingChunks + 2,
@@ -121,8 +121,8 @@ class Worker {
     uint32_t table_rows[kRows];
   };
 
-  // The slot of a ring that a load fills, and the parity of its phase, for the load of this number; a
-  // worker numbers the loads into a ring. The ring has `size` slots, after `first` other ones.
+  // The slot that a worker's load of this number into a ring fills, and the parity of the slot's phase.
+  // The ring has `size` slots, and `first` other slots come before it.
   struct RingSlot {
     __device__ RingSlot(uint32_t number, uint32_t first, uint32_t size)
         : first(first), end(first + size), slot(first + number % size), parity(number / size & 1) {}

@@ -105,10 +105,11 @@ constexpr PATCH_EMBED_HOST_DEVICE int staying_chunks(int rows, const int& chunks
 //
 // `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed. The
 // producer waits for every phase of freed and weight_freed in turn. A consumer warpgroup waits only
-// for the phases of filled that belong to its own half tiles; when it may issue products, the other
-// warpgroup has issued all earlier ones, and so has seen all earlier phases. Warpgroup 0 begins: its
-// first wait is for phase -1 of other_products_issued[0], which a new barrier reports as complete.
-// Its n-th wait is for phase n - 1, that of warpgroup 1 for phase n.
+// for the phases of filled that belong to its own half tiles. But when it may issue products, the other
+// warpgroup has issued all earlier ones, and so has seen all earlier phases; this is also how warpgroup
+// 1 knows that the weight that stays has arrived. For its n-th tile warpgroup 1 waits for phase n of
+// other_products_issued[1], and warpgroup 0 for phase n - 1 of other_products_issued[0]; its first wait
+// passes at once, because a new barrier reports the phase before phase 0 as complete.
 //
 // How a block, which is alone in its cluster, begins and ends:
 //

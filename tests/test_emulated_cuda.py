@@ -139,8 +139,8 @@ BUGS = {
         "tcgen05.mma .* reads what was written",
     ),
     "no wait for a free accumulator": (
-        "wait_for_accumulator(shared_.accumulator_freed[accumulator.index], accumulator.parity ^ 1,\n"
-        "                           Event::kMayMultiply)",
+        "wait_for_accumulator(shared_.accumulator_freed[accumulator.index], "
+        "accumulator.parity ^ 1,\n                           Event::kMayMultiply)",
         "ptx::tcgen05_fence_after_thread_sync()",
         "tcgen05.mma .* writes an accumulator",
     ),
@@ -298,7 +298,8 @@ HOPPER_BUGS = {
     ),
     "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
     "no wait for the other warpgroup's products": (
-        "wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), Event::kMayMultiply);",
+        "wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), "
+        "Event::kMayMultiply);",
         "",
         "does not expect them|results differ|reads what",
     ),
@@ -319,7 +320,7 @@ ALL_BUGS = [(SMALL, name) for name in BUGS] + [
     (NARROW if name == "no wait for a free slot" else WIDE, name) for name in HOPPER_BUGS
 ]
 
-# That Hopper's warpgroups multiply one after the other guards against slots that are filled late, which takes luck.
+# Hopper's other_products_issued guards against slots that are filled late, which takes luck.
 BUG_SCHEDULES = (*SCHEDULES, *(({"load": "random", "multiply": "eager"}, i) for i in range(5, 25)))
 
 
