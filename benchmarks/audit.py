@@ -280,8 +280,9 @@ def resident_kernel(
     streamed = (chunks - launch["staying_chunks"]) * config.tile_n * ROW_BYTES
     patch_bytes = config.tile_m * chunks * ROW_BYTES
     if columns:
+        multiply = executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)
         loops = (
-            Loop("multiply", 1, executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)),
+            Loop("multiply", launch["multiplying_warps"], multiply),
             Loop("store", launch["storing_warps"], executed(code.sass, "LDTM", 1)),
         )
     else:
@@ -329,7 +330,8 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
     else:
         # Tensor memory is allocated in powers of two.
         columns = 1 << (backend.ACCUMULATORS * config.tile_n - 1).bit_length()
-        launch |= dict(storing_warps=4 * backend.STORERS, tensor_memory_columns=columns)
+        launch |= dict(multiplying_warps=1, storing_warps=4 * backend.STORERS)
+        launch["tensor_memory_columns"] = columns
     # The loop over K is unrolled.
     how = dict(problem=problem, config=config, code=code, steps=1, launch=launch)
     return resident_kernel("Pallas", architecture, **how)

@@ -14,8 +14,7 @@
 // The weight is loaded with the patches: with those of the worker's first tile, to stay in shared
 // memory, or with those of every tile. Scale and table stay in registers for a segment.
 //
-// Shared memory, barriers, and the order in which a block begins and ends are tables in
-// patch_embed_sm100.h.
+// patch_embed_sm100.h begins with the tables of the barriers, and of how a block begins and ends.
 
 #include "patch_embed_sm100.h"
 

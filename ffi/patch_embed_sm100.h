@@ -1,4 +1,48 @@
 // What the host must know about the Blackwell kernel: threads, tuning, shared memory, tensor maps.
+//
+// The barriers of a block:
+//
+//   barrier                arrivals a phase      who waits               the n-th phase completes when
+//   filled[slot]           1 and bytes: the      multiply                the slot's n-th patches and
+//                          first block's feed                            weight have arrived, in all
+//                                                                        blocks
+//   freed[slot]            1: tcgen05.commit     feed, before it fills   the products of the slot's
+//                          of multiply           the slot again and      n-th patches and weight are
+//                                                before it exits         done
+//   multiplied[i]          1: tcgen05.commit     the storing warps       the products of tile 2 n + i
+//                          of multiply                                   are in accumulator i
+//   accumulator_freed[i]   8 a block: its        multiply, before it     the storing warps have loaded
+//                          storing warps         fills accumulator i     tile 2 n + i, or stored it
+//                                                again                   (Tuning::kRelease)
+//
+// `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed: each
+// role waits for every phase of its barriers in turn.
+//
+// Each block of a pair has these barriers. Only the first block's filled and accumulator_freed are
+// used: loads and storing warps of both blocks arrive there. tcgen05.commit arrives at freed and
+// multiplied of both blocks.
+//
+// How a block begins and ends. "Together" is a barrier of all threads of the block, or of the cluster
+// if it has two blocks:
+//
+//   step                    by                     why it comes here
+//   initialise mbarriers    thread 0               fence.mbarrier_init publishes them to TMA, to the
+//                                                  tensor cores and, by the next step, to the peer
+//   wait for the peer       both blocks, relaxed   a pair may allocate only when both blocks have been
+//                                                  launched, and no block is signalled before its
+//                                                  barriers exist
+//   allocate, relinquish    one warp of a block    both blocks of a pair do it collectively
+//   together                all threads            publishes the address of tensor memory
+//   setmaxnreg              each warpgroup         the first releases registers that the others take
+//   feed, multiply, store   each role
+//   wait for freed[slot]    feed, of each block    for the last use of every slot: no commit is on its
+//                                                  way to this block, and all loads have arrived
+//   wait for multiplied     store                  for every tile: the last commit has arrived
+//   wait for stores' reads  store                  TMA has read what was staged
+//   together                all threads            the peer's arrivals at accumulator_freed have come,
+//                                                  and no thread uses tensor memory any more
+//   deallocate              the allocating warp    a pair does it collectively, after both blocks have
+//                                                  allocated; then the block exits
 
 #pragma once
 
@@ -83,48 +127,6 @@ struct Tuning {
 //   barriers, and the address of tensor memory
 //   weight                 after Shared: [tile_n / blocks, kRowBytes] for each chunk of K, or for each
 //                          slot if the weight is streamed
-//
-//   barrier                arrivals a phase      who waits               the n-th phase completes when
-//   filled[slot]           1 and bytes: the      multiply                the slot's n-th patches and
-//                          first block's feed                            weight have arrived, in all
-//                                                                        blocks
-//   freed[slot]            1: tcgen05.commit     feed, before it fills   the products of the slot's
-//                          of multiply           the slot again and      n-th patches and weight are
-//                                                before it exits         done
-//   multiplied[i]          1: tcgen05.commit     the storing warps       the products of tile 2 n + i
-//                          of multiply                                   are in accumulator i
-//   accumulator_freed[i]   8 a block: its        multiply, before it     the storing warps have loaded
-//                          storing warps         fills accumulator i     tile 2 n + i, or stored it
-//                                                again                   (Tuning::kRelease)
-//
-// `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed: each
-// role waits for every phase of its barriers in turn.
-//
-// Each block of a pair has these barriers. Only the first block's filled and accumulator_freed are
-// used: loads and storing warps of both blocks arrive there. tcgen05.commit arrives at freed and
-// multiplied of both blocks.
-//
-// How a block begins and ends. "Together" is a barrier of all threads of the block, or of the cluster
-// if it has two blocks:
-//
-//   step                    by                     why it comes here
-//   initialise mbarriers    thread 0               fence.mbarrier_init publishes them to TMA, to the
-//                                                  tensor cores and, by the next step, to the peer
-//   wait for the peer       both blocks, relaxed   a pair may allocate only when both blocks have been
-//                                                  launched, and no block is signalled before its
-//                                                  barriers exist
-//   allocate, relinquish    one warp of a block    both blocks of a pair do it collectively
-//   together                all threads            publishes the address of tensor memory
-//   setmaxnreg              each warpgroup         the first releases registers that the others take
-//   feed, multiply, store   each role
-//   wait for freed[slot]    feed, of each block    for the last use of every slot: no commit is on its
-//                                                  way to this block, and all loads have arrived
-//   wait for multiplied     store                  for every tile: the last commit has arrived
-//   wait for stores' reads  store                  TMA has read what was staged
-//   together                all threads            the peer's arrivals at accumulator_freed have come,
-//                                                  and no thread uses tensor memory any more
-//   deallocate              the allocating warp    a pair does it collectively, after both blocks have
-//                                                  allocated; then the block exits
 template <Type out_dtype, int tile_n, int blocks, int slots, bool stream_weight,
           typename Tuned = Tuning<out_dtype, tile_n>>
 struct alignas(1024) Shared {

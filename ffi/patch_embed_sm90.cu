@@ -17,8 +17,7 @@
 // thread loads the first parts of what it adds before the products of a tile are done, and the others
 // as registers of stored sums become free.
 //
-// Shared memory, barriers, and the order in which a block begins and ends are tables in
-// patch_embed_sm90.h.
+// patch_embed_sm90.h begins with the tables of the barriers, and of how a block begins and ends.
 //
 // wgmma leaves pairs of neighbouring columns in a thread. TMA loads the rows of the weight in another
 // order, so that a thread gets 16 neighbouring bytes of y: what wgmma takes for the j-th pair of thread

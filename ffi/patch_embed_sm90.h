@@ -1,4 +1,40 @@
 // What the host must know about the Hopper kernel: threads, shared memory, tensor maps.
+//
+// The barriers of a block:
+//
+//   barrier            arrivals a phase       who waits             the n-th phase completes when
+//   filled[slot]       1 and bytes: producer  a consumer warpgroup  the slot's n-th patches, and the
+//                                                                   weight loaded with them, have
+//                                                                   arrived
+//   freed[slot]        4: the warps of the    producer, before it   the products of the slot's n-th
+//                      warpgroup that read    fills the slot again  patches are done
+//                      the slot
+//   weight_freed[slot] 4: the same            producer, before it   the products of the n-th chunk in
+//                                             fills the slot again  this slot of the weight are done
+//   other_products_issued[warpgroup]
+//                      4: the warps of the    that warpgroup,       the other warpgroup has issued all
+//                      other warpgroup        before its products   products of its n-th tile
+//   columns_arrived    1 and bytes: producer  both consumer         scale, and offset if there is no
+//                                             warpgroups, once      table, have arrived
+//
+// `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed. The
+// producer waits for every phase of freed and weight_freed in turn. A consumer warpgroup waits only
+// for the phases of filled that belong to its own half tiles. But when it may issue products, the other
+// warpgroup has issued all earlier ones, and so has seen all earlier phases; this is also how warpgroup
+// 1 knows that the weight that stays has arrived. For its n-th tile warpgroup 1 waits for phase n of
+// other_products_issued[1], and warpgroup 0 for phase n - 1 of other_products_issued[0]. Warpgroup 0's
+// first wait passes at once, because a new barrier reports the phase before phase 0 as complete.
+//
+// How a block, which is alone in its cluster, begins and ends:
+//
+//   step                   by                    why it comes here
+//   initialise mbarriers   thread 0              fence.mbarrier_init publishes them to TMA
+//   __syncthreads          all threads           no thread uses a barrier before it exists
+//   setmaxnreg             each warpgroup        the producer releases registers that consumers take
+//   feed                   one thread            it exits after its last load; the block lives on
+//   multiply and store     two warpgroups        they wait for every phase of filled, so all loads
+//                                                have arrived, and for all products; y is written by
+//                                                ordinary stores
 
 #pragma once
 
@@ -87,40 +123,6 @@ constexpr PATCH_EMBED_HOST_DEVICE int staying_chunks(int rows, const int& chunks
 // Shared memory of a block. It begins at a multiple of 1024 bytes, as the 128-byte swizzle requires.
 // The weight follows it, in chunks of [tile_n, kRowBytes]: all chunks of a stationary weight; of a
 // streamed one the chunks that stay and then the ring.
-//
-//   barrier            arrivals a phase       who waits             the n-th phase completes when
-//   filled[slot]       1 and bytes: producer  a consumer warpgroup  the slot's n-th patches, and the
-//                                                                   weight loaded with them, have
-//                                                                   arrived
-//   freed[slot]        4: the warps of the    producer, before it   the products of the slot's n-th
-//                      warpgroup that read    fills the slot again  patches are done
-//                      the slot
-//   weight_freed[slot] 4: the same            producer, before it   the products of the n-th chunk in
-//                                             fills the slot again  this slot of the weight are done
-//   other_products_issued[warpgroup]
-//                      4: the warps of the    that warpgroup,       the other warpgroup has issued all
-//                      other warpgroup        before its products   products of its n-th tile
-//   columns_arrived    1 and bytes: producer  both consumer         scale, and offset if there is no
-//                                             warpgroups, once      table, have arrived
-//
-// `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed. The
-// producer waits for every phase of freed and weight_freed in turn. A consumer warpgroup waits only
-// for the phases of filled that belong to its own half tiles. But when it may issue products, the other
-// warpgroup has issued all earlier ones, and so has seen all earlier phases; this is also how warpgroup
-// 1 knows that the weight that stays has arrived. For its n-th tile warpgroup 1 waits for phase n of
-// other_products_issued[1], and warpgroup 0 for phase n - 1 of other_products_issued[0]; its first wait
-// passes at once, because a new barrier reports the phase before phase 0 as complete.
-//
-// How a block, which is alone in its cluster, begins and ends:
-//
-//   step                   by                    why it comes here
-//   initialise mbarriers   thread 0              fence.mbarrier_init publishes them to TMA
-//   __syncthreads          all threads           no thread uses a barrier before it exists
-//   setmaxnreg             each warpgroup        the producer releases registers that consumers take
-//   feed                   one thread            it exits after its last load; the block lives on
-//   multiply and store     two warpgroups        they wait for every phase of filled, so all loads
-//                                                have arrived, and for all products; y is written by
-//                                                ordinary stores
 template <int tile_n, int rows, int slots, bool stream_weight>
 struct alignas(1024) Shared {
   static constexpr int kWeightSlots = weight_slots(tile_n, rows, slots, stream_weight);
