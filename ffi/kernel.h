@@ -9,13 +9,6 @@
 
 #include <cstdint>
 
-// Marks functions that both the host and the kernels call.
-#ifdef __CUDACC__
-#define PATCH_EMBED_HOST_DEVICE __host__ __device__
-#else
-#define PATCH_EMBED_HOST_DEVICE
-#endif
-
 namespace patch_embed {
 
 enum class Type { kFloat8E4M3FN, kInt8, kBFloat16, kFloat32 };

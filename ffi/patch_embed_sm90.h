@@ -41,6 +41,7 @@
 #include <cstdint>
 
 #include "kernel.h"
+#include "ptx/matrix_descriptor.h"  // PATCH_EMBED_HOST_DEVICE
 
 namespace patch_embed::sm90 {
 

@@ -5,7 +5,12 @@
 
 #include <cstdint>
 
-#include "../kernel.h"
+// Marks functions that both the host and the kernels call.
+#ifdef __CUDACC__
+#define PATCH_EMBED_HOST_DEVICE __host__ __device__
+#else
+#define PATCH_EMBED_HOST_DEVICE
+#endif
 
 namespace patch_embed::ptx {
 
