@@ -274,25 +274,24 @@ def library_kernels() -> dict[tuple[int, str], Code]:
 
 
 def resident_kernel(
-    *head: str, problem: Problem, config, code: Code, shared: int, steps: int, staying: int = 0
+    *head: str, problem: Problem, config, code: Code, steps: int, launch: dict
 ) -> Kernel:
-    """A Pallas or CUDA kernel, of which so many chunks of a streamed weight stay."""
-    hopper = isinstance(config, sm90.Config) or getattr(config, "capability", 0) == 90
-    grid = config.grid(problem, H200 if hopper else B200)
-    chunks = tiles.chunks(problem)
-    streamed = (chunks - staying) * config.tile_n * ROW_BYTES if config.stream_weight else 0
+    """A Pallas or CUDA kernel; `launch` has the fields of `cuda.launch`."""
+    grid = config.grid(problem, CHIP_OF[head[1]])
+    chunks, columns = tiles.chunks(problem), launch["tensor_memory_columns"]
+    streamed = (chunks - launch["staying_chunks"]) * config.tile_n * ROW_BYTES
     patch_bytes = config.tile_m * chunks * ROW_BYTES
-    if hopper:
-        warps, columns = 4 * sm90.CONSUMERS, 0
-        # It comes for each warpgroup's half of a tile.
-        streamed *= sm90.CONSUMERS
-        loops = (Loop("multiply and store", warps, executed(code.sass, "STG|[HIQ]G?MMA", steps)),)
-    else:
-        warps, columns = 4 * sm100.STORERS, sm100.ACCUMULATORS * config.tile_n
+    if columns:
+        multiply = executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)
         loops = (
-            Loop("multiply", 1, executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)),
-            Loop("store", warps, executed(code.sass, "LDTM", 1)),
+            Loop("multiply", launch["multiplying_warps"], multiply),
+            Loop("store", launch["storing_warps"], executed(code.sass, "LDTM", 1)),
         )
+    else:
+        warps = launch["multiplying_warps"]
+        # It comes for each warpgroup's half of a tile.
+        streamed *= warps // 4
+        loops = (Loop("multiply and store", warps, executed(code.sass, "STG|[HIQ]G?MMA", steps)),)
     tile = Tile(
         rows=config.tile_m,
         columns=config.tile_n,
@@ -303,8 +302,7 @@ def resident_kernel(
         patch_bytes=patch_bytes,
         tma_bytes=patch_bytes + streamed,
     )
-    # Tensor memory is given in powers of two.
-    columns = columns and 1 << (columns - 1).bit_length()
+    shared = launch["shared_memory"]
     return Kernel(*head, problem.dtype, str(config), code, shared, columns, tile, loops)
 
 
@@ -328,15 +326,16 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
     (found,) = json.loads(done.stdout)[shape.name]["kernels"]
     names = ("name", "registers", "stack_bytes", "spill_bytes")
     code = Code(*(found[name] for name in names), sass)
-    shared = found["shared_memory_bytes"]
+    launch = dict(shared_memory=found["shared_memory_bytes"])
+    launch["staying_chunks"] = 0 if config.stream_weight else tiles.chunks(problem)
+    if architecture == "sm_90":
+        launch |= dict(multiplying_warps=4 * sm90.CONSUMERS, tensor_memory_columns=0)
+    else:
+        launch |= dict(multiplying_warps=1, storing_warps=4 * sm100.STORERS)
+        launch["tensor_memory_columns"] = config.tensor_memory_columns()
     # The loop over K is unrolled.
-    how = dict(problem=problem, config=config, code=code, shared=shared, steps=1)
+    how = dict(problem=problem, config=config, code=code, steps=1, launch=launch)
     return resident_kernel("Pallas", architecture, **how)
-
-
-# kStayEach, kStaying, kLeastRowsOfStaying and kMostChunksOfStaying of ffi/patch_embed_sm90.h: which
-# chunks of a streamed weight stay.
-STAY_EACH, STAYING, LEAST_ROWS_OF_STAYING, MOST_CHUNKS_OF_STAYING = 4, 3, 128, 16
 
 
 def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -> Kernel:
@@ -345,18 +344,14 @@ def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -
     problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
     capability = int(architecture.removeprefix("sm_"))
     config = cuda.choose_config(problem, capability, CHIP_OF[architecture])
-    chunks = tiles.chunks(problem)
-    stay = architecture == "sm_90" and config.rows >= LEAST_ROWS_OF_STAYING
-    stay &= chunks <= MOST_CHUNKS_OF_STAYING
     return resident_kernel(
         "CUDA",
         architecture,
         problem=problem,
         config=config,
         code=library[capability, config.name],
-        shared=cuda_launch.prepared(config, problem, CHIP_OF[architecture])[1]["shared_memory"],
-        steps=chunks,
-        staying=min(-(-chunks // STAY_EACH), STAYING) if stay else 0,
+        steps=tiles.chunks(problem),
+        launch=cuda_launch.prepared(config, problem, CHIP_OF[architecture])[1],
     )
 
 

@@ -1,7 +1,7 @@
-// The XLA FFI handlers of the CUDA kernels, and what Python asks of the library.
+// The XLA FFI handlers of the CUDA kernels, and the functions that Python calls (backends/cuda.py).
 //
-// The kernels are embedded; the driver is reached at run time, so that the library loads on any machine.
-// Nothing is kept between calls but what is loaded: the driver's functions and the kernels' images.
+// The library contains the kernels' machine code. It looks up the driver's functions at run time, so that
+// it loads on any machine. Between calls it keeps only the driver's functions and the loaded kernels.
 
 #include <cuda.h>
 #include <dlfcn.h>
@@ -25,7 +25,7 @@ namespace ffi = xla::ffi;
 
 namespace patch_embed {
 
-// XLA's stream; null where the platform has none, so that operands are checked on every platform.
+// XLA's stream. It is null on platforms without streams, so that operands are checked everywhere.
 struct Stream {};
 
 }  // namespace patch_embed
@@ -41,7 +41,8 @@ struct xla::ffi::CtxDecoding<patch_embed::Stream> {
     args.ctx = ctx;
     XLA_FFI_Error* error = api->XLA_FFI_Stream_Get(&args);
     if (!error) return static_cast<CUstream>(args.stream);
-    // Its message is left alone: newer runtimes write more into that call's arguments (NOTES.md).
+    // The error's message is not read: newer runtimes write more into the arguments of the call that
+    // returns it than this struct has room for (NOTES.md).
     XLA_FFI_Error_Destroy_Args destroy{};
     destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
     destroy.error = error;
@@ -53,55 +54,25 @@ struct xla::ffi::CtxDecoding<patch_embed::Stream> {
 namespace patch_embed {
 namespace {
 
-// A number for what Python and this library say to each other: operands, attributes, functions.
-constexpr int kInterface = 1;
+// The version of the interface between Python and this library: operands, attributes, functions.
+constexpr int kInterface = 2;
 
 // The kernels.
 
 using namespace spelled;
 
-#define PATCH_EMBED_SM90_CONFIG(dtype, out_dtype, columns, tile_n, rows, slots, weight) \
-  {90, dtype, out_dtype, columns, tile_n, rows, 1, slots, weight},
-#define PATCH_EMBED_SM100_CONFIG(dtype, out_dtype, columns, tile_n, blocks, slots, weight) \
-  {100, dtype, out_dtype, columns, tile_n, 128, blocks, slots, weight},
-
-constexpr Config kConfigs[] = {
-    PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_CONFIG)
-    PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_CONFIG)
-};
-
-#define PATCH_EMBED_SM90_MEMORY(dtype, out_dtype, columns, tile_n, rows, slots, weight)          \
-  {                                                                                             \
-    constexpr Config config{90, dtype, out_dtype, columns, tile_n, rows, 1, slots, weight};       \
-    using Memory = sm90::Shared<tile_n, rows, slots, weight>;                                   \
-    static_assert(Memory::bytes(6) == shared_memory_bytes(config, 6),           \
-                  "the host gives the kernel another amount of shared memory than it uses.");    \
-  }
-
-#define PATCH_EMBED_SM100_MEMORY(dtype, out_dtype, columns, tile_n, blocks, slots, weight)        \
-  {                                                                                             \
-    constexpr Config config{100, dtype, out_dtype, columns, tile_n, 128, blocks, slots, weight}; \
-    using Memory = sm100::Shared<slots, config.store_n() * itemsize(out_dtype), sm100::kBuffers>; \
-    static_assert(Memory::bytes(weight ? slots : 6, tile_n / blocks) ==                         \
-                      shared_memory_bytes(config, 6),                                           \
-                  "the host gives the kernel another amount of shared memory than it uses.");    \
-  }
-[[maybe_unused]] void check_memory() {
-  PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_MEMORY)
-  PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_MEMORY)
-}
-
-struct Kernel {
-  Config config;
-  std::string name;
-};
+#define PATCH_EMBED_SM90_KERNEL(dtype, out_dtype, columns, tile_n, rows, slots, weight) \
+  {{90, dtype, out_dtype, columns, tile_n, rows, 1, slots, weight},                     \
+   sm90::Shared<tile_n, rows, slots, weight>::bytes},
+#define PATCH_EMBED_SM100_KERNEL(dtype, out_dtype, columns, tile_n, blocks, slots, weight) \
+  {{100, dtype, out_dtype, columns, tile_n, sm100::kRows, blocks, slots, weight},          \
+   sm100::Shared<out_dtype, tile_n, blocks, slots, weight>::bytes},
 
 const std::vector<Kernel>& kernels() {
-  static const auto* all = [] {
-    auto* made = new std::vector<Kernel>;
-    for (const Config& config : kConfigs) made->push_back({config, kernel_name(config)});
-    return made;
-  }();
+  static const auto* all = new std::vector<Kernel>{
+      PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_KERNEL)
+      PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_KERNEL)
+  };
   return *all;
 }
 
@@ -111,7 +82,7 @@ const Kernel* find_kernel(std::string_view name) {
   return found == kernels().end() ? nullptr : &*found;
 }
 
-// The machine code of a chip's kernels for one dtype; fatbins.h says which the build embeds.
+// The machine code of a chip's kernels for one dtype. fatbins.h lists those that the build embeds.
 #define PATCH_EMBED_DATA(capability, dtype)                                                \
   asm(".section .rodata\n.balign 64\npatch_embed_fatbin_" #capability "_" #dtype ":\n"   \
       ".incbin \"sm" #capability "_" #dtype ".fatbin\"\n.previous\n");                    \
@@ -145,22 +116,23 @@ Image* find_image(const Config& config) {
   X(cuLibraryGetKernel) X(cuKernelSetAttribute) X(cuTensorMapEncodeTiled) X(cuLaunchKernelEx) \
   X(cuDriverGetVersion)
 
-// cuda.h gives some functions the name of a version, which is what is looked up.
+// cuda.h defines some of these names as macros that expand to the name of a version, such as
+// cuCtxPushCurrent_v2. PATCH_EMBED_TEXT expands them, so that this version is looked up.
 #define PATCH_EMBED_TEXT(name) #name
 #define PATCH_EMBED_POINTER(name) decltype(&::name) name##_fn = nullptr;
 #define PATCH_EMBED_LOOK_UP(name)                                                          \
   name##_fn = reinterpret_cast<decltype(&::name)>(dlsym(handle, PATCH_EMBED_TEXT(name))); \
   if (!name##_fn) too_old = "the driver has no " PATCH_EMBED_TEXT(name) "; 525 or newer is needed.";
 
-// CUDA's versions are 1000 * major + 10 * minor.
+// CUDA encodes a version as 1000 * major + 10 * minor.
 std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
 struct Driver {
-  std::string missing;  // why there is none; empty if there is one
-  std::string too_old;  // why it cannot run the kernels; empty if it can
-  int version = 0;      // the newest CUDA that it is for
+  std::string missing;  // why the driver cannot be loaded; empty if it can
+  std::string too_old;  // why the driver cannot run the kernels; empty if it can
+  int version = 0;      // the newest version of CUDA that the driver supports
 
   PATCH_EMBED_DRIVER(PATCH_EMBED_POINTER)
 
@@ -172,7 +144,7 @@ struct Driver {
     }
     PATCH_EMBED_DRIVER(PATCH_EMBED_LOOK_UP)
     if (!too_old.empty()) return;
-    // A driver loads the machine code of every toolkit of its own major version, and of older ones.
+    // A driver loads machine code from every toolkit of its own major version, and from older ones.
     if (cuDriverGetVersion_fn(&version) == CUDA_SUCCESS && version / 1000 < CUDA_VERSION / 1000) {
       too_old = "the driver is for CUDA " + version_text(version) +
                 "; the kernels were compiled by CUDA " + version_text(CUDA_VERSION) +
@@ -187,7 +159,7 @@ const Driver& driver() {
   return loaded;
 }
 
-// Once in a process, for all devices.
+// Loads an image once in a process, for all devices.
 CUresult load(Image& image) {
   const std::lock_guard<std::mutex> lock(image.loading);
   if (image.library) return CUDA_SUCCESS;
@@ -215,7 +187,7 @@ ffi::Error driver_error(const std::string& what, CUresult result) {
     return driver_error(what, result);                                         \
   }
 
-// The context of XLA's stream, current in this thread as long as this lives.
+// Makes the context of XLA's stream current in this thread, for the lifetime of this object.
 class Context {
  public:
   explicit Context(CUstream stream) {
@@ -281,15 +253,16 @@ std::string shape_text(const ffi::AnyBuffer& buffer) {
 struct Operands {
   ffi::AnyBuffer patches, weight, scale, table, runs_sm90, runs_sm100, y;
 
-  const ffi::AnyBuffer& runs(const Config& config) const {
+  // The segments of the schedule for a kernel.
+  const ffi::AnyBuffer& segments(const Config& config) const {
     return config.capability == 90 ? runs_sm90 : runs_sm100;
   }
 
-  // What is wrong with them, or nothing; fills `shapes`.
+  // Returns what is wrong with the operands, or an empty text. Fills `shapes`.
   std::string check(const Kernel& kernel, Shapes* shapes) const {
     const Config& config = kernel.config;
     std::string wrong;
-    // `sizes` spells the axes that any size will do for.
+    // `sizes` names the axes for which `wanted` has kAny.
     const auto expect = [&](const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
                             std::vector<int64_t> wanted, const char* sizes) {
       const auto given = buffer.dimensions();
@@ -327,23 +300,24 @@ struct Operands {
     } else {
       expect("table", table, ffi::DataType::F32, {N}, "");
     }
-    expect(config.capability == 90 ? "runs_sm90" : "runs_sm100", runs(config), ffi::DataType::S32,
+    expect(config.capability == 90 ? "runs_sm90" : "runs_sm100", segments(config), ffi::DataType::S32,
            {kAny, kAny, 4}, "workers runs");
     expect("y", y, element_type(config.out_dtype), {M, N}, "");
     if (!wrong.empty()) return wrong;
-    const auto sizes = runs(config).dimensions();
+    const auto sizes = segments(config).dimensions();
     *shapes = {M, N, K, config.has_table ? table.dimensions()[0] : 1, sizes[0], sizes[1]};
     return "";
   }
 };
 
-// A kernel that fits the operands; none if the program has none for that chip.
+// The kernel that a program names for one chip, and its launch; null if the program names none.
 struct Choice {
   const Kernel* kernel = nullptr;
   Shapes shapes;
   Launch launch;
 };
 
+// Fills `choice`. Returns what is wrong with the program or its operands, or nothing.
 std::optional<std::string> choose(std::string_view name, int capability, const Operands& operands,
                                   Choice* choice) {
   if (name.empty()) return std::nullopt;
@@ -355,7 +329,7 @@ std::optional<std::string> choose(std::string_view name, int capability, const O
   }
   choice->kernel = kernel;
   std::string wrong = operands.check(*kernel, &choice->shapes);
-  if (wrong.empty()) wrong = plan(kernel->config, choice->shapes, &choice->launch);
+  if (wrong.empty()) wrong = plan(*kernel, choice->shapes, &choice->launch);
   if (wrong.empty()) return std::nullopt;
   return wrong;
 }
@@ -373,8 +347,8 @@ CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-// Checks everything, then what is asked: the first of XLA's two stages loads the kernel onto the device,
-// which a command buffer cannot record; the second one launches it.
+// Handles one of XLA's two stages. Both check everything. Initialize then loads the kernel onto the
+// device, which a command buffer cannot record; execute launches it.
 template <ffi::ExecutionStage stage>
 ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight,
                   ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::AnyBuffer runs_sm90,
@@ -448,16 +422,16 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
 
   const Launch& launch = choice.launch;
   Arguments arguments{};
-  const ffi::AnyBuffer& runs = operands.runs(config);
+  const ffi::AnyBuffer& segments = operands.segments(config);
   arguments.scale = static_cast<const float*>(scale.untyped_data());
   arguments.table = table.untyped_data();
   arguments.out = y->untyped_data();
-  arguments.runs = static_cast<const Run*>(runs.untyped_data());
+  arguments.segments = static_cast<const Segment*>(segments.untyped_data());
   arguments.M = int32_t(choice.shapes.M);
   arguments.N = int32_t(choice.shapes.N);
   arguments.chunks = launch.chunks;
   arguments.period = int32_t(choice.shapes.period);
-  arguments.run_count = int32_t(choice.shapes.runs);
+  arguments.segment_count = int32_t(choice.shapes.segments);
   PATCH_EMBED_RETURN_IF_ERROR("the tensor map of patches",
                               encode(launch.patches, patches.untyped_data(), &arguments.patches));
   PATCH_EMBED_RETURN_IF_ERROR("the tensor map of weight",
@@ -500,8 +474,8 @@ auto binding() {
       .template Attr<std::string_view>("kernel_sm100");
 }
 
-// Copies a text with its zero into `buffer` if it fits; returns the size needed.
-int64_t give(const std::string& text, char* buffer, int64_t size) {
+// Copies a text and its terminating zero to the caller's buffer if they fit. Returns their size.
+int64_t copy_to_caller(const std::string& text, char* buffer, int64_t size) {
   const int64_t needed = int64_t(text.size()) + 1;
   if (needed <= size) memcpy(buffer, text.c_str(), needed);
   return needed;
@@ -523,40 +497,41 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(patch_embed_execute,
 
 PATCH_EMBED_EXPORT int patch_embed_interface() { return patch_embed::kInterface; }
 
-// The hash of the files that this was built from (backends/cuda_build.py), which is looked for in the
-// library's bytes: that needs no loading.
+// The hash of the sources that this library was built from. backends/cuda.py searches the library's
+// bytes for it, which needs no loading.
 PATCH_EMBED_EXPORT const char* patch_embed_sources() { return PATCH_EMBED_SOURCES; }
 
 PATCH_EMBED_EXPORT int patch_embed_ffi_major() { return XLA_FFI_API_MAJOR; }
 
 PATCH_EMBED_EXPORT int patch_embed_ffi_minor() { return XLA_FFI_API_MINOR; }
 
-// {"error": why this machine's driver cannot run the kernels}; {} if it can, or if there is none.
+// JSON: {"error": why this machine's driver cannot run the kernels}, or {} if it can or there is none.
 PATCH_EMBED_EXPORT int64_t patch_embed_driver(char* buffer, int64_t size) {
   const std::string& wrong = patch_embed::driver().too_old;
-  return patch_embed::give(wrong.empty() ? "{}" : "{\"error\": \"" + wrong + "\"}", buffer, size);
+  return patch_embed::copy_to_caller(wrong.empty() ? "{}" : "{\"error\": \"" + wrong + "\"}", buffer, size);
 }
 
-// All configs as JSON, and of each whether its kernel is in this library.
+// JSON: a list of all configs, each with whether this library contains its kernel.
 PATCH_EMBED_EXPORT int64_t patch_embed_kernels(char* buffer, int64_t size) {
   std::string text;
   for (const auto& kernel : patch_embed::kernels()) {
     const bool built = patch_embed::find_image(kernel.config);
     text += (text.empty() ? "[" : ", ") + patch_embed::to_json(kernel.config, built);
   }
-  return patch_embed::give(text + "]", buffer, size);
+  return patch_embed::copy_to_caller(text + "]", buffer, size);
 }
 
-// The launch of a kernel for these shapes as JSON, or {"error": why there is none}.
+// JSON: how a kernel is launched for these shapes, or {"error": why it cannot be}. `runs` is the number
+// of segments of a worker.
 PATCH_EMBED_EXPORT int64_t patch_embed_plan(const char* kernel, int64_t M, int64_t N, int64_t K,
                                             int64_t period, int64_t workers, int64_t runs,
                                             char* buffer, int64_t size) {
   patch_embed::Launch launch;
   const auto* found = patch_embed::find_kernel(kernel);
   const std::string wrong =
-      found ? patch_embed::plan(found->config, {M, N, K, period, workers, runs}, &launch)
+      found ? patch_embed::plan(*found, {M, N, K, period, workers, runs}, &launch)
             : "there is no kernel of this name.";
   const std::string text =
       wrong.empty() ? patch_embed::to_json(launch) : "{\"error\": \"" + wrong + "\"}";
-  return patch_embed::give(text, buffer, size);
+  return patch_embed::copy_to_caller(text, buffer, size);
 }

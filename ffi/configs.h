@@ -6,7 +6,7 @@
 
 namespace patch_embed {
 
-// Types and ways as they are called in the names of kernels: patch_embed_sm90_{dtype}_{out_dtype}_
+// Template arguments as the names of kernels spell them: patch_embed_sm90_{dtype}_{out_dtype}_
 // {table or offset}_{tile_n}x{rows}_b{blocks}_s{slots}_{streamed or stationary}.
 namespace spelled {
 constexpr Type e4m3 = Type::kFloat8E4M3FN, i8 = Type::kInt8, bf16 = Type::kBFloat16;
@@ -15,8 +15,9 @@ constexpr bool table = true, offset = false;
 constexpr bool streamed = true, stationary = false;
 }  // namespace spelled
 
-// Every X(dtype, out_dtype, columns, tile_n, rows, slots, weight) of the Hopper kernel. Of bfloat16 there
-// are as many slots as fit (beside the weight of K = 768); slots are those of patches.
+// The instances of the Hopper kernel: X(dtype, out_dtype, columns, tile_n, rows, slots, weight). `slots`
+// are those of patches. bfloat16 kernels have as many as fit, beside the weight of K = 768 if that is
+// stationary.
 #define PATCH_EMBED_SM90_OUTPUTS(X, dtype, ...)                                  \
   X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \
   X(dtype, f32, table, __VA_ARGS__) X(dtype, f32, offset, __VA_ARGS__)
@@ -40,8 +41,9 @@ constexpr bool streamed = true, stationary = false;
 #define PATCH_EMBED_SM90_CONFIGS(X) \
   PATCH_EMBED_SM90_kFloat8E4M3FN(X) PATCH_EMBED_SM90_kInt8(X) PATCH_EMBED_SM90_kBFloat16(X)
 
-// Every X(dtype, out_dtype, columns, tile_n, blocks, slots, weight) of the Blackwell kernel; a block has 128
-// rows of a tile. As many slots as fit beside the weight of K = 768 and four buffers of 16 KiB, up to 8.
+// The instances of the Blackwell kernel: X(dtype, out_dtype, columns, tile_n, blocks, slots, weight). A
+// block has 128 rows of a tile. There are as many slots as fit beside the weight of K = 768 and four
+// buffers of 16 KiB, up to 8.
 #define PATCH_EMBED_SM100_OUTPUTS(X, dtype, ...)                                 \
   X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \
   X(dtype, f32, table, __VA_ARGS__) X(dtype, f32, offset, __VA_ARGS__)

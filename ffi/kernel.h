@@ -1,7 +1,7 @@
-// What the host (binding.cc) and the kernels (patch_embed_sm90.cu, patch_embed_sm100.cu) agree on.
+// What the host (binding.cc) and the kernels (patch_embed_sm90.cu, patch_embed_sm100.cu) share.
 //
 // A worker is a thread block or a cluster of two. It owns `tile_n` columns of N for its whole life and
-// walks the runs of row tiles that backends/schedule.py gives it.
+// walks the segments of row tiles that backends/schedule.py gives it.
 
 #pragma once
 
@@ -17,59 +17,54 @@ constexpr int itemsize(Type type) {
   return type == Type::kFloat32 ? 4 : type == Type::kBFloat16 ? 2 : 1;
 }
 
-// Shared memory that a block may have, on both chips.
+// Shared memory that one thread block may have, in bytes: 227 KiB on Hopper and on Blackwell.
 constexpr int kMostSharedBytes = 227 * 1024;
 
-// Registers of a thread when a kernel begins that is alone on its multiprocessor: the 65536 of the
-// multiprocessor, in multiples of 8 (CUDA C++ Programming Guide, compute capabilities 9.0 and 10.0).
-// setmaxnreg moves them between warpgroups; a request for more than are left never returns.
+// Registers of each thread when a block starts alone on its multiprocessor: an equal share of 65536,
+// rounded down to a multiple of 8 (CUDA C++ Programming Guide, compute capabilities 9.0 and 10.0).
+// setmaxnreg moves registers between warpgroups. A request for more than are left waits for ever.
 constexpr int registers_at_launch(int threads) { return 65536 / threads / 8 * 8; }
 
-// Bytes of K in a slot of the ring: a row of the 128-byte swizzle.
+// Bytes of K in a chunk: one row of the 128-byte swizzle.
 constexpr int kRowBytes = 128;
 
-// Sequence of tiles with the same rows of the table; a row of what schedule.runs() returns.
-struct Run {
+// A segment of the schedule: tiles of one worker that need the same rows of the table. One row of what
+// schedule.runs() returns; its tiles are first_tile, first_tile + stride and so on.
+struct Segment {
   int32_t first_tile, tiles, stride, table_row;
 };
 
 // The kernels' only parameter.
 struct Arguments {
   CUtensorMap patches;  // [M, K]
-  CUtensorMap weight;   // [N, K], in the view that the kernel wants
-  CUtensorMap y;        // [M, N]; where the kernel stores by TMA
+  CUtensorMap weight;   // [N, K]; on Hopper in five dimensions, see patch_embed_sm90.h
+  CUtensorMap y;        // [M, N]; only for the Blackwell kernel, which stores by TMA
   const float* scale;   // [N]
   const void* table;    // [period, N] bfloat16, or [N] float32
   void* out;            // [M, N]
-  const Run* runs;      // [workers, runs]
+  const Segment* segments;  // [workers, segment_count]
   int32_t M, N;
-  int32_t chunks;  // of kRowBytes of K
-  int32_t period;  // rows after which the table repeats
-  int32_t run_count;  // of a worker
+  int32_t chunks;         // chunks of kRowBytes in K
+  int32_t period;         // rows after which the table repeats
+  int32_t segment_count;  // segments of a worker; those after its last one have no tiles
 #ifdef PATCH_EMBED_TIMELINE
-  uint32_t* timeline;  // timeline.cuh
+  uint32_t* timeline;  // see timeline.cuh
 #endif
 };
 
-// The template parameters of a kernel; config.tile_n and so on in Python.
+// The template arguments of a kernel.
 struct Config {
-  int capability;  // 90 or 100
-  Type dtype, out_dtype;
-  bool has_table;  // rows of bfloat16, else one row of float32
-  int tile_n;
-  int rows;  // of a warpgroup's (Hopper) or block's (Blackwell) share of a tile
-  int blocks;  // of a cluster
-  int slots;  // of the ring
-  bool stream_weight;
+  int capability;         // compute capability: 90 or 100
+  Type dtype, out_dtype;  // dtype of patches and weight, and of y
+  bool has_table;         // adds rows of a bfloat16 table; if not, one row of float32 offsets
+  int tile_n;             // columns of a tile
+  int rows;               // rows of a warpgroup's (Hopper) or a block's (Blackwell) part of a tile
+  int blocks;             // thread blocks of a cluster, which is a worker
+  int slots;              // slots of the ring of patches
+  bool stream_weight;     // loads the weight for each tile; if not, it stays in shared memory
 
-  // Two warpgroups on Hopper, the blocks of a cluster on Blackwell.
+  // Rows of a tile: those of two warpgroups on Hopper, of a cluster's blocks on Blackwell.
   constexpr int tile_m() const { return (capability == 90 ? 2 : blocks) * rows; }
-
-  // Columns of a TMA store of the Blackwell kernel, by the warps of two warpgroups: rows of 128 bytes, or of
-  // 64 where those do not divide a warpgroup's half of the columns.
-  constexpr int store_n() const {
-    return kRowBytes / itemsize(out_dtype) / (tile_n / 2 * itemsize(out_dtype) % kRowBytes ? 2 : 1);
-  }
 };
 
 }  // namespace patch_embed

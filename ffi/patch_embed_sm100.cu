@@ -1,22 +1,20 @@
 // The Blackwell kernel: y = (patches weight^T) * scale + table, rounded once.
 //
-// A worker is a cluster of two thread blocks, or one, of three warpgroups each. It owns `tile_n`
-// columns of N for its whole life and walks the runs of row tiles that backends/schedule.py gives it,
-// with 128 rows of every tile for each block:
+// A worker is a cluster of two thread blocks, or one block, of three warpgroups each. It owns `tile_n`
+// columns of N for its whole life and walks the segments of row tiles that backends/schedule.py gives
+// it. Each block has 128 rows of every tile:
 //
-//   feed       one thread: TMA of patches into a ring of slots.
-//   multiply   one thread, of the first block: tcgen05.mma for both blocks, into one of two
+//   feed       the producer, one thread: loads patches by TMA into a ring of slots.
+//   multiply   one thread, of the first block: issues tcgen05.mma for both blocks, into one of two
 //              accumulators in tensor memory.
-//   store      two warpgroups, half of the columns each; a warp has 32 rows. It loads the other
-//              accumulator, scales it, adds the table, and stores it by TMA, from buffers of its own:
-//              warps wait for products, never for each other.
+//   store      two warpgroups, each with half of the columns; a warp has 32 rows. It loads the other
+//              accumulator, scales it, adds the table, and stores it by TMA from staging buffers of its
+//              own, so that warps wait for products and never for each other.
 //
-// The weight comes with the patches: with those of the worker's first tile, to stay, or with all of
-// them. Scale and table stay in registers for a run.
+// The weight is loaded with the patches: with those of the worker's first tile, to stay in shared
+// memory, or with those of every tile. Scale and table stay in registers for a segment.
 //
-// Shared memory, barriers, and the order in which a block begins and ends are tables in
-// patch_embed_sm100.h. `mbarrier.try_wait` sees only a phase's parity, so a thread that waits for a
-// phase must know that the previous one is complete: each waits for every phase of a barrier in turn.
+// patch_embed_sm100.h begins with the tables of the barriers, and of how a block begins and ends.
 
 #include "patch_embed_sm100.h"
 
@@ -33,90 +31,70 @@
 
 namespace patch_embed::sm100 {
 
-// Registers of a thread of the first and of the storing warpgroups after setmaxnreg.
+// Registers of a thread after setmaxnreg: in the first warpgroup, and in those that store.
 constexpr int kFirstRegisters = 40, kStoreRegisters = 232;
 static_assert(kFirstRegisters + kStorers * kStoreRegisters <=
                   (1 + kStorers) * registers_at_launch(kThreads),
               "setmaxnreg would wait for ever: the warpgroups want more registers than there are.");
 
-// Registers that a storing thread needs beside sums, scale and table: less, and it spills.
+// Registers that a storing thread needs beside sums, scale and table: a variant that leaves fewer
+// spills.
 constexpr int other_registers(Type out_dtype) { return out_dtype == Type::kFloat32 ? 16 : 8; }
 
-// Columns of 32 bits of tensor memory.
-constexpr int kTensorMemory = 512;
-
-// Bytes of K of a product.
+// Bytes of K that one tcgen05.mma multiplies.
 constexpr int kProductBytes = 32;
 
-// Warps of the first warpgroup.
+// Roles of the first warpgroup's warps.
 constexpr int kFeedingWarp = 0, kMultiplyingWarp = 1, kAllocatingWarp = 2;
 
-// When the accumulator may be overwritten: when it is in registers, or when its tile is stored.
-enum class Release { kLoaded, kStored };
-
-// Columns that are loaded before a wait: as many as registers allow beside scale and table.
-constexpr int default_step(int tile_n, Type out_dtype) {
-  return tile_n < 256 ? tile_n / 2 : out_dtype == Type::kFloat32 ? 32 : 64;
-}
-
-// The parameters behind those of the config:
-//
-//   load_columns     of one tcgen05.ld, for 16 rows
-//   step_columns     of a warp that are loaded before one wait
-//   buffers          of a warp, each for a store
-//   group            stores that are fenced and issued together; 1: each as soon as it is staged
-//   release          of tensor memory
-//   stagger          cycles by which each storing warp of a quarter begins a tile later than the one
-//                    before
-//   hold_table       scale and table stay in registers for a run; else the table is read for each tile
 template <Type dtype, Type out_dtype, bool has_table, int tile_n, int blocks, int slots,
-          bool stream_weight, int load_columns = default_step(tile_n, out_dtype) % 64 ? 32 : 64,
-          int step_columns = default_step(tile_n, out_dtype), int buffers = kBuffers, int group = 1,
-          Release release = Release::kLoaded, int stagger = 0, bool hold_table = true>
+          bool stream_weight, typename Tuned = Tuning<out_dtype, tile_n>>
 class Worker {
  public:
-  static constexpr Config kConfig = {100,    dtype,  out_dtype, has_table,    tile_n,
-                                     kRows, blocks, slots,     stream_weight};
-  static constexpr int kTileRows = kConfig.tile_m();
+  static constexpr int kTileRows = blocks * kRows;
   static constexpr int kTileK = kRowBytes / itemsize(dtype);
   static constexpr int kWeightRows = tile_n / blocks;
   static constexpr int kPatchBytes = kRows * kRowBytes, kWeightBytes = kWeightRows * kRowBytes;
 
-  // Columns of a storing warp, of a store and of a core matrix, of which a thread has 2.
+  // Columns of a storing warp, of a TMA store, and of a core matrix, of which a thread has two.
   static constexpr int kColumns = tile_n / kStorers;
-  static constexpr int kStoreColumns = kConfig.store_n();
+  static constexpr int kStoreColumns = store_columns(out_dtype, tile_n);
   static constexpr int kOutBytes = itemsize(out_dtype);
   static constexpr int kStoreBytes = kStoreColumns * kOutBytes;
   static constexpr int kStores = kColumns / kStoreColumns;
   static constexpr int kCore = 8;
 
-  // A thread has a row of each of 4 core matrices that lie one below the other.
+  // A thread has one row of each of four core matrices, which lie one below the other. The terms are
+  // what is added: a row of the table for each of these rows, or one row of offsets for all.
   static constexpr int kThreadRows = kWarpRows / kCore;
   static constexpr int kTermRows = has_table ? kThreadRows : 1;
 
-  static constexpr int kTensorColumns = kAccumulators * tile_n <= 128   ? 128
-                                        : kAccumulators * tile_n <= 256 ? 256
-                                                                        : 512;
+  static constexpr int kTensorColumns = tensor_memory_columns(tile_n);
   static constexpr uint32_t kInstruction =
       ptx::instruction_descriptor(dtype, kTileRows, tile_n);
 
-  using Memory = Shared<slots, kStoreBytes, buffers>;
+  static constexpr int kStepColumns = Tuned::kStepColumns, kLoadColumns = Tuned::kLoadColumns;
+  static constexpr int kBuffers = Tuned::kStagingBuffers, kGroup = Tuned::kStoresPerGroup;
+  static constexpr bool kKeepTable = Tuned::kKeepTable;
+
+  using Memory = Shared<out_dtype, tile_n, blocks, slots, stream_weight, Tuned>;
   static_assert(blocks == 1 || blocks == 2, "a worker is one block or a pair.");
   static_assert(tile_n % 64 == 0, "a slice of N is a multiple of 64 columns.");
   static_assert(kAccumulators * tile_n <= kTensorMemory,
                 "the accumulators do not fit in tensor memory.");
   static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
-  static_assert(load_columns == 16 || load_columns == 32 || load_columns == 64,
+  static_assert(kLoadColumns == 16 || kLoadColumns == 32 || kLoadColumns == 64,
                 "a load has 16, 32 or 64 columns of 16 rows.");
-  static_assert(step_columns % load_columns == 0 && kColumns % step_columns == 0,
+  static_assert(kStepColumns % kLoadColumns == 0 && kColumns % kStepColumns == 0,
                 "loads make a step, and steps the columns of a warp.");
-  static_assert(step_columns % kStoreColumns == 0, "stores make a step.");
-  static_assert(step_columns / kStoreColumns % group == 0, "groups of stores make a step.");
-  static_assert(buffers % group == 0, "groups of stores make the buffers.");
-  static_assert((buffers & (buffers - 1)) == 0, "the number of a store, which wraps, tells its buffer.");
-  static_assert(stagger >= 0, "a warp cannot begin before its accumulator is there.");
-  static_assert(step_columns + kColumns / 4 +
-                        (hold_table ? kColumns : step_columns) / 4 * kTermRows +
+  static_assert(kStepColumns % kStoreColumns == 0, "stores make a step.");
+  static_assert(kStepColumns / kStoreColumns % kGroup == 0, "groups of stores make a step.");
+  static_assert(kBuffers % kGroup == 0, "groups of stores make the buffers.");
+  static_assert((kBuffers & (kBuffers - 1)) == 0,
+                "the number of a store, which wraps, tells its buffer.");
+  static_assert(Tuned::kStaggerCycles >= 0, "a warp cannot begin before its accumulator is there.");
+  static_assert(kStepColumns + kColumns / 4 +
+                        (kKeepTable ? kColumns : kStepColumns) / 4 * kTermRows +
                         other_registers(out_dtype) <=
                     kStoreRegisters,
                 "sums, scale and table need more registers than there are.");
@@ -124,15 +102,15 @@ class Worker {
                     kWarpRows * kStoreBytes % 1024 == 0,
                 "what is swizzled begins at a multiple of 1024 bytes.");
   static_assert(sizeof(Memory::filled) + sizeof(Memory::freed) + sizeof(Memory::multiplied) +
-                        sizeof(Memory::read) + sizeof(Memory::tensor_memory) <=
+                        sizeof(Memory::accumulator_freed) + sizeof(Memory::tensor_memory) <=
                     1024,
-                "the host counts 1024 bytes for the barriers.");
+                "the barriers take more than the 1024 bytes between buffers and weight.");
   static_assert(offsetof(Memory, staged) == slots * kPatchBytes &&
                     offsetof(Memory, filled) ==
-                        slots * kPatchBytes + kStoringWarps * buffers * kWarpRows * kStoreBytes,
+                        slots * kPatchBytes + kStoringWarps * kBuffers * kWarpRows * kStoreBytes,
                 "ring, buffers and barriers follow each other without a gap.");
-  static_assert(sizeof(Memory) % 1024 == 0, "the weight behind it is swizzled.");
-  static_assert(Memory::bytes(stream_weight ? slots : 1, kWeightRows) <= kMostSharedBytes,
+  static_assert(sizeof(Memory) % 1024 == 0, "the weight that follows is swizzled.");
+  static_assert(Memory::bytes(1) <= kMostSharedBytes,
                 "ring, buffers and weight do not fit in shared memory.");
 
   __device__ Worker(const Arguments& args, Memory& shared)
@@ -145,7 +123,7 @@ class Worker {
         timeline_(args) {}
 
   __device__ void run() {
-    // From one lane, so that the compiler knows that it is the same for all.
+    // One lane's value for all, so that the compiler knows that it is uniform in a warp.
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) make_barriers();
     if (warp == kMultiplyingWarp && ptx::elect_sync()) {
@@ -175,21 +153,21 @@ class Worker {
   }
 
  private:
-  // What tcgen05.ld gives: for 16 rows each, the columns of a step.
-  using Sums = uint32_t[2][step_columns / load_columns][load_columns / 2];
+  // The sums of a step as tcgen05.ld returns them: for each half of a warp's rows, for each load.
+  using Sums = uint32_t[2][kStepColumns / kLoadColumns][kLoadColumns / 2];
 
-  // Two neighbouring columns of each core matrix.
+  // The thread's two columns of every core matrix.
   struct Terms {
-    float2 rows[kTermRows][(hold_table ? kColumns : step_columns) / kCore];
+    float2 rows[kTermRows][(kKeepTable ? kColumns : kStepColumns) / kCore];
   };
 
-  // A use of the ring; those of a worker are numbered.
-  struct Entry {
-    __device__ explicit Entry(uint32_t number) : slot(number % slots), parity(number / slots & 1) {}
-    uint32_t slot, parity;
+  // The slot of the ring that the worker's load of this number fills, and the parity of the slot's phase.
+  struct RingSlot {
+    __device__ explicit RingSlot(uint32_t number) : index(number % slots), parity(number / slots & 1) {}
+    uint32_t index, parity;
   };
 
-  // The accumulator of the n-th tile.
+  // The accumulator of the worker's n-th tile, and the parity of its phase.
   struct Accumulator {
     __device__ explicit Accumulator(uint32_t n)
         : index(n % kAccumulators), parity(n / kAccumulators & 1) {}
@@ -203,21 +181,21 @@ class Worker {
     }
     for (int i = 0; i < kAccumulators; ++i) {
       ptx::mbarrier_init(shared_.multiplied[i], 1);
-      ptx::mbarrier_init(shared_.read[i], blocks * kStoringWarps);
+      ptx::mbarrier_init(shared_.accumulator_freed[i], blocks * kStoringWarps);
     }
     ptx::fence_mbarrier_init();
   }
 
   // Waits until all threads of the pair have started and both blocks' mbarriers are initialised. A
   // pair may allocate tensor memory only when its peer has been launched (PTX ISA, tcgen05.alloc).
-  // Relaxed: of what was written before, only the initialisations have to be seen, and
+  // The arrival is relaxed, because nothing but the initialisations must be visible to the peer, and
   // fence.mbarrier_init publishes those.
   __device__ static void await_peer() {
     ptx::barrier_cluster_arrive_relaxed();
     ptx::barrier_cluster_wait();
   }
 
-  // All threads of all blocks come together, and what they did in tensor memory is done.
+  // A barrier of all threads of all blocks, which also orders their accesses to tensor memory.
   __device__ static void synchronise() {
     ptx::tcgen05_fence_before_thread_sync();
     if constexpr (blocks == 2) {
@@ -229,24 +207,37 @@ class Worker {
     ptx::tcgen05_fence_after_thread_sync();
   }
 
-  // Calls begin(run) for each run, and visit(row, n) for each of its tiles: this block's first row,
-  // and the tile's number among the worker's. Returns how many there were.
+  // Calls begin(segment) for each of the worker's segments, and visit(row, n) for each tile of it: this
+  // block's first row, and the tile's number among the worker's tiles. Returns the number of tiles.
   template <typename Begin, typename Visit>
   __device__ uint32_t for_each_tile(Begin begin, Visit visit) {
     uint32_t n = 0;
-    for (int i = 0; i < args_.run_count; ++i) {
-      const Run run = args_.runs[int64_t{worker_} * args_.run_count + i];
-      if (run.tiles == 0) break;
-      begin(run);
-      for (int j = 0; j < run.tiles; ++j) {
-        visit((run.first_tile + j * run.stride) * kTileRows + rank_ * kRows, n++);
+    for (int i = 0; i < args_.segment_count; ++i) {
+      const Segment segment = args_.segments[int64_t{worker_} * args_.segment_count + i];
+      if (segment.tiles == 0) break;
+      begin(segment);
+      for (int j = 0; j < segment.tiles; ++j) {
+        visit((segment.first_tile + j * segment.stride) * kTileRows + rank_ * kRows, n++);
         timeline_.stamp(Event::kTile);
       }
     }
     return n;
   }
 
-  // To the first block's barrier.
+  // Waits for the phase of this parity; the timeline shows the time as that of `event`.
+  __device__ void wait(ptx::Mbarrier& barrier, uint32_t parity, Event event) {
+    ptx::mbarrier_wait(barrier, parity);
+    timeline_.stamp(event);
+  }
+
+  // The same, for a thread that then reads or overwrites an accumulator.
+  __device__ void wait_for_accumulator(ptx::Mbarrier& barrier, uint32_t parity, Event event) {
+    ptx::mbarrier_wait(barrier, parity);
+    ptx::tcgen05_fence_after_thread_sync();
+    timeline_.stamp(event);
+  }
+
+  // Loads a box by TMA, which arrives at the first block's barrier.
   __device__ void load(void* target, const CUtensorMap& map, int x, int y, ptx::Mbarrier& arrived) {
     if constexpr (blocks == 2) {
       ptx::cp_async_bulk_tensor_of_pair(target, map, x, y, ptx::mapa(&arrived, 0));
@@ -255,67 +246,74 @@ class Worker {
     }
   }
 
+  // Issues the loads of chunk k: its patches, from this row on, and its part of the weight.
+  __device__ void load_chunk(const RingSlot& slot, int k, int row, bool with_weight) {
+    ptx::Mbarrier& filled = shared_.filled[slot.index];
+    if (rank_ == 0) {
+      const int bytes = kPatchBytes + (with_weight ? kWeightBytes : 0);
+      ptx::mbarrier_arrive_expect_tx(filled, blocks * bytes);
+    }
+    load(shared_.patches[slot.index], args_.patches, k * kTileK, row, filled);
+    if (with_weight) {
+      load(weight_ + (stream_weight ? slot.index : k) * kWeightBytes, args_.weight, k * kTileK,
+           column_ + rank_ * kWeightRows, filled);
+    }
+    timeline_.stamp(Event::kLoadsIssued);
+  }
+
   __device__ void feed() {
-    const uint32_t tiles = for_each_tile([](const Run&) {}, [&](int row, uint32_t n) {
+    const uint32_t tiles = for_each_tile([](const Segment&) {}, [&](int row, uint32_t n) {
       for (int k = 0; k < args_.chunks; ++k) {
-        const Entry entry(n * args_.chunks + k);
-        ptx::Mbarrier& filled = shared_.filled[entry.slot];
-        ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);
-        timeline_.stamp(Event::kFreed);
-        const bool with_weight = stream_weight || n == 0;
-        if (rank_ == 0) {
-          const int bytes = kPatchBytes + (with_weight ? kWeightBytes : 0);
-          ptx::mbarrier_arrive_expect_tx(filled, blocks * bytes);
-        }
-        load(shared_.patches[entry.slot], args_.patches, k * kTileK, row, filled);
-        if (with_weight) {
-          load(weight_ + (stream_weight ? entry.slot : k) * kWeightBytes, args_.weight, k * kTileK,
-               column_ + rank_ * kWeightRows, filled);
-        }
-        timeline_.stamp(Event::kFed);
+        const RingSlot slot(n * args_.chunks + k);
+        wait(shared_.freed[slot.index], slot.parity ^ 1, Event::kFreed);
+        load_chunk(slot, k, row, stream_weight || n == 0);
       }
     });
-    // The last use of every slot: those of the entries that would come next are freed. The ISA does not
-    // say that commits arrive in order, so that the last tile's would do.
+    // Waits until the last use of every slot is over, as if to fill each once more. Waiting for the last
+    // commit is not enough: the ISA does not say that commits arrive in order.
     for (int i = 0; i < slots; ++i) {
-      const Entry entry(tiles * args_.chunks + i);
-      ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);
+      const RingSlot slot(tiles * args_.chunks + i);
+      ptx::mbarrier_wait(shared_.freed[slot.index], slot.parity ^ 1);
     }
   }
 
+  // Issues the products of chunk k, and the commit that frees its slot when they are done.
+  __device__ void issue_products(uint32_t sums, const RingSlot& slot, int k) {
+    const uint32_t weight_part = stream_weight ? slot.index : k;
+    const uint64_t a =
+        ptx::tcgen05_matrix_descriptor(ptx::shared_address(shared_.patches[slot.index]));
+    const uint64_t b =
+        ptx::tcgen05_matrix_descriptor(ptx::shared_address(weight_ + weight_part * kWeightBytes));
+#pragma unroll
+    for (int step = 0; step < kRowBytes; step += kProductBytes) {
+      ptx::tcgen05_mma<dtype, blocks>(sums, ptx::advance(a, step), ptx::advance(b, step),
+                                      kInstruction, k > 0 || step > 0);
+    }
+    ptx::tcgen05_commit<blocks>(shared_.freed[slot.index]);
+    timeline_.stamp(Event::kProductsIssued);
+  }
+
   __device__ void multiply(uint32_t accumulators) {
-    for_each_tile([](const Run&) {}, [&](int, uint32_t n) {
+    for_each_tile([](const Segment&) {}, [&](int, uint32_t n) {
       const Accumulator accumulator(n);
-      ptx::mbarrier_wait(shared_.read[accumulator.index], accumulator.parity ^ 1);
-      ptx::tcgen05_fence_after_thread_sync();
-      timeline_.stamp(Event::kTurn);
+      wait_for_accumulator(shared_.accumulator_freed[accumulator.index], accumulator.parity ^ 1,
+                           Event::kMayMultiply);
       const uint32_t sums = accumulators + accumulator.index * tile_n;
       for (int k = 0; k < args_.chunks; ++k) {
-        const Entry entry(n * args_.chunks + k);
-        ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);
-        timeline_.stamp(Event::kFilled);
-        const uint32_t weight_part = stream_weight ? entry.slot : k;
-        const uint64_t a =
-            ptx::tcgen05_matrix_descriptor(ptx::shared_address(shared_.patches[entry.slot]));
-        const uint64_t b = ptx::tcgen05_matrix_descriptor(
-            ptx::shared_address(weight_ + weight_part * kWeightBytes));
-#pragma unroll
-        for (int step = 0; step < kRowBytes; step += kProductBytes) {
-          ptx::tcgen05_mma<dtype, blocks>(sums, ptx::advance(a, step), ptx::advance(b, step),
-                                          kInstruction, k > 0 || step > 0);
-        }
-        ptx::tcgen05_commit<blocks>(shared_.freed[entry.slot]);
-        timeline_.stamp(Event::kIssued);
+        const RingSlot slot(n * args_.chunks + k);
+        wait(shared_.filled[slot.index], slot.parity, Event::kFilled);
+        issue_products(sums, slot, k);
       }
       ptx::tcgen05_commit<blocks>(shared_.multiplied[accumulator.index]);
     });
   }
 
-  // A thread's row of the first core matrix, and its columns in a row of one.
+  // The thread's row in a core matrix, and its first column there.
   __device__ static int thread_row() { return threadIdx.x % 32 / 4; }
   __device__ static int thread_column() { return threadIdx.x % 4 * 2; }
 
-  // What is added from this column of N on: rows of the table, or offsets.
+  // Loads terms from this column of N on: rows of the table, the warp's first one being `table_row`, or
+  // offsets.
   template <int count>
   __device__ void load_terms(float2 (&rows)[kTermRows][count], uint32_t table_row,
                              int column) const {
@@ -345,13 +343,13 @@ class Worker {
     }
   }
 
-  // The columns of a step, of a warp's rows, from this address of tensor memory on.
-  __device__ static void load_sums(Sums& sums, uint32_t address) {
+  // Loads the sums of a step from this address of tensor memory on.
+  __device__ void load_sums(Sums& sums, uint32_t address) {
 #pragma unroll
-    for (int i = 0; i < step_columns / load_columns; ++i) {
+    for (int i = 0; i < kStepColumns / kLoadColumns; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        ptx::tcgen05_ld_16x256b(sums[half][i], address + (half * 16 << 16) + i * load_columns);
+        ptx::tcgen05_ld_16x256b(sums[half][i], address + (half * 16 << 16) + i * kLoadColumns);
       }
     }
     ptx::tcgen05_wait_ld();
@@ -361,6 +359,7 @@ class Worker {
         for (uint32_t& sum : loaded) ptx::pin(sum);
       }
     }
+    timeline_.stamp(Event::kLoaded);
   }
 
   __device__ static float2 to_float(uint32_t low, uint32_t high) {
@@ -371,30 +370,37 @@ class Worker {
     }
   }
 
-  // The thread's columns of core matrix j of a step, in its r-th row.
+  // Scales two sums and adds the terms: the thread's r-th row of core matrix j of a step.
   __device__ static float2 finish(const Sums& sums, int r, int j, float2 scale, float2 term) {
-    constexpr int kLoaded = load_columns / kCore;
+    constexpr int kLoaded = kLoadColumns / kCore;
     const auto& loaded = sums[r / 2][j / kLoaded];
-    const int at = j % kLoaded * 4 + r % 2 * 2;
-    return __ffma2_rn(to_float(loaded[at], loaded[at + 1]), scale, term);
+    const int first = j % kLoaded * 4 + r % 2 * 2;
+    return __ffma2_rn(to_float(loaded[first], loaded[first + 1]), scale, term);
   }
 
-  // Where a thread writes in a buffer, into rows of kStoreBytes whose units of 16 bytes are swizzled:
-  // its part of the first core matrices. Those j columns of them further are at an exclusive or away.
-  // stmatrix wants from lane 8 m + i the place of row i of the m-th of four core matrices in a row;
-  // floats are written in pairs, by the thread that has them.
-  __device__ static uint32_t first_place() {
+  // The offset in a staging buffer at which a thread writes its part of the first core matrices. Rows
+  // have kStoreBytes, whose units of 16 bytes are swizzled, so core matrix j is at the exclusive or of
+  // this offset and j times its width. For bfloat16, stmatrix takes from lane 8 m + i the address of
+  // row i of the m-th of four neighbouring core matrices. In float32 each thread writes its own pairs.
+  __device__ static uint32_t staging_offset() {
     const uint32_t lane = threadIdx.x % 32;
     const bool pairs = out_dtype == Type::kFloat32;
     const uint32_t row = pairs ? lane / 4 : lane % kCore;
     const uint32_t unit = pairs ? lane % 4 / 2 : lane / kCore;
-    const uint32_t exchanged = unit ^ (kStoreBytes == 128 ? row : row / 2);
-    return row * kStoreBytes + exchanged * 16 + (pairs ? lane % 2 * 8 : 0);
+    const uint32_t swizzled = unit ^ (kStoreBytes == 128 ? row : row / 2);
+    return row * kStoreBytes + swizzled * 16 + (pairs ? lane % 2 * 8 : 0);
   }
 
-  // Puts store s of a step into a buffer.
-  __device__ static void stage(const Sums& sums, int s, const float2* scale, const Terms& terms,
-                               int first_term, uint8_t* buffer, uint32_t first_place) {
+  // Waits until TMA has read the buffers that the next group of stores is staged in.
+  __device__ void wait_for_buffers(bool elected) {
+    if (elected) ptx::cp_async_bulk_wait_group_read<kBuffers / kGroup - 1>();
+    __syncwarp();
+    timeline_.stamp(Event::kFreed);
+  }
+
+  // Scales, adds to and rounds what store s of a step needs, and writes it to a buffer.
+  __device__ void stage(const Sums& sums, int s, const float2* scale, const Terms& terms,
+                        int first_term, uint8_t* buffer, uint32_t offset) {
     constexpr int kCores = kStoreColumns / kCore, kCoreBytes = kCore * kOutBytes;
     const int first = s * kCores;
     const auto value = [&](int r, int j) {
@@ -404,11 +410,11 @@ class Worker {
     const int step = out_dtype == Type::kFloat32 ? 1 : 4;
 #pragma unroll
     for (int j = 0; j < kCores; j += step) {
-      uint8_t* place = buffer + (first_place ^ (j * kCoreBytes));
+      uint8_t* address = buffer + (offset ^ (j * kCoreBytes));
 #pragma unroll
-      for (int r = 0; r < kThreadRows; ++r, place += kCore * kStoreBytes) {
+      for (int r = 0; r < kThreadRows; ++r, address += kCore * kStoreBytes) {
         if constexpr (out_dtype == Type::kFloat32) {
-          *reinterpret_cast<float2*>(place) = value(r, j);
+          *reinterpret_cast<float2*>(address) = value(r, j);
         } else {
           uint32_t words[4];
 #pragma unroll
@@ -416,90 +422,93 @@ class Worker {
             const float2 y = value(r, j + m);
             words[m] = ptx::cvt_rn_bf16x2(y.x, y.y);
           }
-          ptx::stmatrix_x4(place, words);
+          ptx::stmatrix_x4(address, words);
         }
       }
     }
+    timeline_.stamp(Event::kConverted);
   }
 
-  // Until a later cycle for each further storing warp of a scheduler.
-  __device__ static void wait_for_turn(int member) {
-    if constexpr (stagger > 0) {
+  // Issues a group of stores. `number` is the worker's number of the last one, `column` its first
+  // column.
+  template <typename Buffers>
+  __device__ void issue_stores(const Buffers& staged, uint32_t number, int column, int row,
+                               bool elected) {
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (elected) {
+      for (int g = kGroup - 1; g >= 0; --g) {
+        ptx::cp_async_bulk_tensor_store(args_.y, column - g * kStoreColumns, row,
+                                        staged[(number - g) % kBuffers]);
+      }
+      ptx::cp_async_bulk_commit_group();
+    }
+    timeline_.stamp(Event::kStoresIssued);
+  }
+
+  // Delays the warps of the second storing warpgroup.
+  __device__ static void stagger(int storer) {
+    if constexpr (Tuned::kStaggerCycles > 0) {
       const uint32_t begin = ptx::clock();
-      while (ptx::clock() - begin < static_cast<uint32_t>(member * stagger)) {
+      while (ptx::clock() - begin < static_cast<uint32_t>(storer * Tuned::kStaggerCycles)) {
       }
     }
   }
 
-  __device__ void release_accumulator(uint32_t index, bool elected) {
+  // Arrives, for this warp, at the first block's barrier: the next products may overwrite the
+  // accumulator.
+  __device__ void free_accumulator(uint32_t index, bool elected) {
     ptx::tcgen05_fence_before_thread_sync();
     if (!elected) return;
     if constexpr (blocks == 2) {
-      ptx::mbarrier_arrive_cluster(ptx::mapa(&shared_.read[index], 0));
+      ptx::mbarrier_arrive_cluster(ptx::mapa(&shared_.accumulator_freed[index], 0));
     } else {
-      ptx::mbarrier_arrive(shared_.read[index]);
+      ptx::mbarrier_arrive(shared_.accumulator_freed[index]);
     }
   }
 
   __device__ void store(int warp, uint32_t accumulators) {
-    const int member = warp * 32 / kWarpgroup - 1, quarter = warp % (kWarpgroup / 32);
-    const int first_column = column_ + member * kColumns, first_row = quarter * kWarpRows;
-    const uint32_t first_sum = accumulators + (first_row << 16) + member * kColumns;
+    const int storer = warp * 32 / kWarpgroup - 1, quarter = warp % (kWarpgroup / 32);
+    const int first_column = column_ + storer * kColumns, first_row = quarter * kWarpRows;
+    const uint32_t first_sum = accumulators + (first_row << 16) + storer * kColumns;
     auto& staged = shared_.staged[warp - kWarpgroup / 32];
     const bool elected = ptx::elect_sync();
-    uint32_t place = first_place();
-    ptx::pin(place);
+    uint32_t offset = staging_offset();
+    ptx::pin(offset);
     float2 scale[kColumns / kCore];
     load_floats(scale, args_.scale + first_column);
     Terms terms;
-    if constexpr (hold_table && !has_table) load_terms(terms.rows, 0, first_column);
+    if constexpr (kKeepTable && !has_table) load_terms(terms.rows, 0, first_column);
     uint32_t table_row = 0;
 
-    const auto begin = [&](const Run& run) {
-      table_row = run.table_row + rank_ * kRows + first_row;
-      if constexpr (hold_table && has_table) load_terms(terms.rows, table_row, first_column);
+    const auto begin = [&](const Segment& segment) {
+      table_row = segment.table_row + rank_ * kRows + first_row;
+      if constexpr (kKeepTable && has_table) load_terms(terms.rows, table_row, first_column);
     };
 
     for_each_tile(begin, [&](int row, uint32_t n) {
       const Accumulator accumulator(n);
-      ptx::mbarrier_wait(shared_.multiplied[accumulator.index], accumulator.parity);
-      ptx::tcgen05_fence_after_thread_sync();
-      timeline_.stamp(Event::kMultiplied);
-      wait_for_turn(member);
+      wait_for_accumulator(shared_.multiplied[accumulator.index], accumulator.parity,
+                           Event::kMultiplied);
+      stagger(storer);
 #pragma unroll
-      for (int first = 0; first < kColumns; first += step_columns) {
-        if constexpr (!hold_table) load_terms(terms.rows, table_row, first_column + first);
+      for (int first = 0; first < kColumns; first += kStepColumns) {
+        if constexpr (!kKeepTable) load_terms(terms.rows, table_row, first_column + first);
         Sums sums;
         load_sums(sums, first_sum + accumulator.index * tile_n + first);
-        timeline_.stamp(Event::kLoaded);
-        const bool last = first + step_columns == kColumns;
-        if (last && release == Release::kLoaded) release_accumulator(accumulator.index, elected);
+        const bool last = first + kStepColumns == kColumns;
+        if (last && Tuned::kRelease == Release::kLoaded) free_accumulator(accumulator.index, elected);
 #pragma unroll
-        for (int s = 0; s < step_columns / kStoreColumns; ++s) {
+        for (int s = 0; s < kStepColumns / kStoreColumns; ++s) {
           const uint32_t number = n * kStores + first / kStoreColumns + s;
-          auto& buffer = staged[number % buffers];
-          // The store before that had this buffer, or this group of them, has read it.
-          if (s % group == 0) {
-            if (elected) ptx::cp_async_bulk_wait_group_read<buffers / group - 1>();
-            __syncwarp();
-            timeline_.stamp(Event::kFreed);
-          }
-          stage(sums, s, scale + first / kCore, terms, hold_table ? first / kCore : 0, buffer, place);
-          timeline_.stamp(Event::kConverted);
-          if (s % group < group - 1) continue;
-          ptx::fence_proxy_async();
-          __syncwarp();
-          if (elected) {
-            for (int g = group - 1; g >= 0; --g) {
-              ptx::cp_async_bulk_tensor_store(args_.y,
-                                              first_column + first + (s - g) * kStoreColumns,
-                                              row + first_row, staged[(number - g) % buffers]);
-            }
-            ptx::cp_async_bulk_commit_group();
-          }
-          timeline_.stamp(Event::kStored);
+          auto& buffer = staged[number % kBuffers];
+          if (s % kGroup == 0) wait_for_buffers(elected);
+          stage(sums, s, scale + first / kCore, terms, kKeepTable ? first / kCore : 0, buffer, offset);
+          if (s % kGroup < kGroup - 1) continue;
+          issue_stores(staged, number, first_column + first + s * kStoreColumns, row + first_row,
+                       elected);
         }
-        if (last && release == Release::kStored) release_accumulator(accumulator.index, elected);
+        if (last && Tuned::kRelease == Release::kStored) free_accumulator(accumulator.index, elected);
       }
     });
     if (elected) ptx::cp_async_bulk_wait_group_read<0>();
@@ -528,7 +537,7 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
     Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm100::shared_memory)).run();    \
   }
 
-// PATCH_EMBED_DTYPE is kFloat8E4M3FN, kInt8 or kBFloat16: the kernels of which dtype are compiled.
+// PATCH_EMBED_DTYPE chooses which kernels are compiled: kFloat8E4M3FN, kInt8 or kBFloat16.
 #define PATCH_EMBED_KERNELS_OF(dtype) PATCH_EMBED_SM100_##dtype(PATCH_EMBED_KERNEL)
 #define PATCH_EMBED_KERNELS(dtype) PATCH_EMBED_KERNELS_OF(dtype)
 PATCH_EMBED_KERNELS(PATCH_EMBED_DTYPE)

@@ -1,29 +1,27 @@
 // The Hopper kernel: y = (patches weight^T) * scale + table, rounded once.
 //
 // A worker is a thread block of three warpgroups. It owns `tile_n` columns of N for its whole life
-// and walks the runs of row tiles that backends/schedule.py gives it:
+// and walks the segments of row tiles that backends/schedule.py gives it:
 //
-//   feed                 one thread: TMA of patches into one ring of slots, in the order in which
-//                        they are multiplied; a slot holds kRowBytes of K of half a tile's rows.
-//   multiply_and_store   two warpgroups, each with half of every tile's rows, which take turns:
-//                        one multiplies, the other scales its sums, adds the table, and stores.
+//   feed                 the producer, one thread: loads patches by TMA into a ring of slots, in the
+//                        order in which they are multiplied. A slot holds a chunk, kRowBytes of K, of
+//                        half of a tile's rows.
+//   multiply_and_store   two consumer warpgroups, each with half of every tile's rows. While one
+//                        multiplies, the other one scales its sums, adds the table, and stores y.
 //
-// The weight comes with the patches of the worker's first half tile, to stay. Where there is no room for
-// all of it, it comes with all patches, through a ring of its own. With 128 rows a half tile, whose
-// products fill and read shared memory at almost its limit, and up to 16 chunks of K, every fourth chunk
-// of it stays, up to three: of 12 chunks a quarter less comes.
+// A stationary weight is loaded with the patches of the worker's first half tile, and stays in shared
+// memory. A weight that does not fit is streamed: its chunks are loaded with the patches of every half
+// tile, into a ring of their own. Some of its chunks may stay nevertheless (patch_embed_sm90.h).
 //
-// Scale and table stay in registers for a run where they fit. Else a thread reads what it adds some parts
-// of a tile ahead, the first ones before the products are done, and more as sums that are stored leave
-// registers.
+// Scale and the rows of the table stay in registers for a segment where they fit. Where they do not, a
+// thread loads the first parts of what it adds before the products of a tile are done, and the others
+// as registers of stored sums become free.
 //
-// Shared memory and barriers are in patch_embed_sm90.h. Who waits for a phase names but its parity,
-// so it has to know that the phase before is complete: a warpgroup knows from its turn that all
-// entries of the ring before its own were filled, and who fills a slot waits until it was freed.
+// patch_embed_sm90.h begins with the tables of the barriers, and of how a block begins and ends.
 //
-// wgmma leaves pairs of neighbouring columns in a thread. TMA brings the rows of the weight in an order
-// that renames them, so that a thread has 16 neighbouring bytes of y: what wgmma takes for the j-th pair
-// of thread q in its group g is pair q * kPairs + j of group g in memory.
+// wgmma leaves pairs of neighbouring columns in a thread. TMA loads the rows of the weight in another
+// order, so that a thread gets 16 neighbouring bytes of y: what wgmma takes for the j-th pair of thread
+// q in group g is pair q * kPairs + j of group g in memory.
 
 #include "patch_embed_sm90.h"
 
@@ -46,25 +44,30 @@ class Worker {
   static constexpr int kPatchBytes = rows * kRowBytes;
   static constexpr int kWeightBytes = tile_n * kRowBytes;
 
-  // A thread has kRows rows of a warpgroup's half of a tile; of each, kVector neighbouring columns
-  // of every group of kGroup. It stores in parts: kPartRows rows of a group.
+  // A thread has kRows rows of a warpgroup's half of a tile, and in each row kVector neighbouring
+  // columns of every group of kGroup. It stores part by part; a part is kPartRows rows of a group.
   static constexpr int kOutBytes = itemsize(out_dtype);
   static constexpr int kVector = vector(out_dtype), kPairs = kVector / 2;
   static constexpr int kGroup = group(out_dtype), kGroups = tile_n / kGroup;
   static constexpr int kBlocks = rows / 64, kRows = kPartRows * kBlocks;
   static constexpr int kParts = kGroups * kBlocks;
 
-  // What is added to a part: words of two bfloat16 for each row; or floats for all rows of a group.
+  // The terms are what is added: for each part rows of the table, in words of two bfloat16; or for
+  // each group one row of offsets, in floats.
   static constexpr int kTermWords = has_table ? kPairs : kVector;
   static constexpr int kTermRows = has_table ? kPartRows : 1;
   static constexpr int kTerms = has_table ? kParts : kGroups;
 
-  static constexpr bool kHolds = holds_columns(out_dtype, has_table, tile_n, rows);
+  static constexpr bool kKeepsColumns =
+      keeps_columns_in_registers(out_dtype, has_table, tile_n, rows);
   static constexpr int kSums = sum_registers(tile_n, rows);
   static constexpr int kColumns = column_registers(out_dtype, has_table, tile_n, rows);
-  static constexpr bool kNeedsMost = kSums + (kHolds ? kColumns : 0) + kOtherRegisters > 232;
+
+  // Registers of a producer and of a consumer thread after setmaxnreg. Consumers take 240 only where
+  // they need them, as that leaves the producer 24.
+  static constexpr bool kNeedsMost = kSums + (kKeepsColumns ? kColumns : 0) + kOtherRegisters > 232;
   static constexpr int kFeedRegisters = kNeedsMost ? 24 : 40;
-  static constexpr int kMultiplyRegisters = kNeedsMost ? 240 : 232;
+  static constexpr int kMultiplyRegisters = kNeedsMost ? kMostRegisters : 232;
   static_assert(kFeedRegisters + kConsumers * kMultiplyRegisters <=
                     (1 + kConsumers) * registers_at_launch(kThreads),
                 "setmaxnreg would wait for ever: the warpgroups want more registers than there are.");
@@ -73,11 +76,11 @@ class Worker {
   static_assert(tile_n % 64 == 0, "a slice of N is a multiple of 64 columns.");
   static_assert(rows == 64 || rows == 128, "a warpgroup has 64 or 128 rows of a tile.");
   static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
-  static_assert(kSums + kOtherRegisters <= 240, "the sums leave too few registers.");
-  static_assert(sizeof(Memory) % 1024 == 0, "the weight behind it is swizzled.");
+  static_assert(kSums + kOtherRegisters <= kMostRegisters, "the sums leave too few registers.");
+  static_assert(sizeof(Memory) % 1024 == 0, "the weight that follows is swizzled.");
   static_assert(Memory::bytes(1) <= kMostSharedBytes,
                 "rings and weight do not fit in shared memory.");
-  static_assert(!stream_weight || Memory::kWeightSlots >= kStaying + 2,
+  static_assert(!stream_weight || Memory::kWeightSlots >= kMostStayingChunks + 2,
                 "one part of the weight is multiplied while another one is filled.");
 
   __device__ Worker(const Arguments& args, Memory& shared)
@@ -85,7 +88,7 @@ class Worker {
         shared_(shared),
         weight_(reinterpret_cast<uint8_t*>(&shared + 1)),
         column_(blockIdx.x % (args.N / tile_n) * tile_n),
-        runs_(args.runs + blockIdx.x / (args.N / tile_n) * args.run_count),
+        segments_(args.segments + blockIdx.x / (args.N / tile_n) * args.segment_count),
         timeline_(args) {}
 
   __device__ void run() {
@@ -95,7 +98,7 @@ class Worker {
       ptx::prefetch_tensormap(args_.weight);
     }
     __syncthreads();
-    // From one lane, so that the compiler knows that it is the same for all.
+    // One lane's value for all, so that the compiler knows that it is uniform in a warp.
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == kConsumers) {
       ptx::setmaxnreg_dec<kFeedRegisters>();
@@ -109,16 +112,18 @@ class Worker {
  private:
   using Sums = ptx::Sum<dtype>[kBlocks][tile_n / 2];
 
-  // What is held for a run: scale and terms, or else the thread's rows of the table.
+  // What a thread knows of its columns: scale and terms, which stay for a segment or are loaded for
+  // each tile, and its rows of the table in this segment.
   struct Columns {
     float scale[kGroups][kVector];
     uint32_t terms[kTerms][kTermRows][kTermWords];
     uint32_t table_rows[kRows];
   };
 
-  // A place in a ring of slots behind `first` others. A worker's uses of a ring are numbered.
-  struct Place {
-    __device__ Place(uint32_t number, uint32_t first, uint32_t size)
+  // The slot that a worker's load of this number into a ring fills, and the parity of the slot's phase.
+  // The ring has `size` slots, and `first` other slots come before it.
+  struct RingSlot {
+    __device__ RingSlot(uint32_t number, uint32_t first, uint32_t size)
         : first(first), end(first + size), slot(first + number % size), parity(number / size & 1) {}
     __device__ void advance() {
       if (++slot == end) {
@@ -129,30 +134,28 @@ class Worker {
     uint32_t first, end, slot, parity;
   };
 
-  // Where a chunk of K is: its patches, and its part of the weight, unless that stays.
+  // Chunk k of a half tile: the slot of its patches, and that of its part of the weight if that does
+  // not stay.
   struct Chunk {
     int k;
-    Place patches, weight;
+    RingSlot patches, weight;
   };
 
-  // Slots for chunks of a streamed weight that stay; whether chunk k does; how many before it do.
-  __device__ int staying() const {
-    return rows < kLeastRowsOfStaying || args_.chunks > kMostChunksOfStaying ? 0 : kStaying;
-  }
+  // Whether the weight of chunk k stays in shared memory.
   __device__ bool stays(int k) const {
-    return !stream_weight || (k % kStayEach == 0 && k < kStayEach * staying());
-  }
-  __device__ int staying_before(int k) const {
-    return min((k + kStayEach - 1) / kStayEach, staying());
+    return !stream_weight ||
+           (k % kStayingStride == 0 && k < kStayingStride * staying_slots(rows, args_.chunks));
   }
 
-  // The first one of a half of the worker's n-th tile.
-  __device__ Chunk first_chunk(uint32_t n, int member) const {
-    const uint32_t half = n * kConsumers + member;
-    const Place patches(half * args_.chunks, 0, slots);
+  // Chunk 0 of a warpgroup's half of the worker's n-th tile.
+  __device__ Chunk first_chunk(uint32_t n, int warpgroup) const {
+    const uint32_t half = n * kConsumers + warpgroup;
+    const RingSlot patches(half * args_.chunks, 0, slots);
     if constexpr (!stream_weight) return {0, patches, patches};
-    const uint32_t streamed = args_.chunks - staying_before(args_.chunks);
-    return {0, patches, Place(half * streamed, staying(), Memory::kWeightSlots - staying())};
+    const uint32_t streamed = args_.chunks - staying_chunks(rows, args_.chunks);
+    return {0, patches,
+            RingSlot(half * streamed, staying_slots(rows, args_.chunks),
+                     Memory::kWeightSlots - staying_slots(rows, args_.chunks))};
   }
 
   __device__ void advance(Chunk& chunk) const {
@@ -160,10 +163,10 @@ class Worker {
     if (!stays(chunk.k++)) chunk.weight.advance();
   }
 
-  // Where its part of the weight is.
+  // The address of a chunk's part of the weight.
   __device__ uint8_t* weight(const Chunk& chunk) const {
     uint32_t slot = chunk.k;
-    if constexpr (stream_weight) slot = stays(chunk.k) ? chunk.k / kStayEach : chunk.weight.slot;
+    if constexpr (stream_weight) slot = stays(chunk.k) ? chunk.k / kStayingStride : chunk.weight.slot;
     return weight_ + slot * kWeightBytes;
   }
 
@@ -173,25 +176,31 @@ class Worker {
       ptx::mbarrier_init(shared_.freed[i], kWarpgroup / 32);
     }
     for (auto& freed : shared_.weight_freed) ptx::mbarrier_init(freed, kWarpgroup / 32);
-    for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(shared_.turn[i], kWarpgroup / 32);
+    for (auto& issued : shared_.other_products_issued) ptx::mbarrier_init(issued, kWarpgroup / 32);
     ptx::mbarrier_init(shared_.columns_arrived, 1);
     ptx::fence_mbarrier_init();
   }
 
-  // Calls begin(run) for each run, and visit(row, n) for each of its tiles: its first row, and its
-  // number among the worker's tiles.
+  // Calls begin(segment) for each of the worker's segments, and visit(row, n) for each tile of it: the
+  // tile's first row, and its number among the worker's tiles.
   template <typename Begin, typename Visit>
   __device__ void for_each_tile(Begin begin, Visit visit) {
     uint32_t n = 0;
-    for (int i = 0; i < args_.run_count; ++i) {
-      const Run run = runs_[i];
-      if (run.tiles == 0) break;
-      begin(run);
-      for (int j = 0; j < run.tiles; ++j) {
-        visit((run.first_tile + j * run.stride) * kTileRows, n++);
+    for (int i = 0; i < args_.segment_count; ++i) {
+      const Segment segment = segments_[i];
+      if (segment.tiles == 0) break;
+      begin(segment);
+      for (int j = 0; j < segment.tiles; ++j) {
+        visit((segment.first_tile + j * segment.stride) * kTileRows, n++);
         timeline_.stamp(Event::kTile);
       }
     }
+  }
+
+  // Waits for the phase of this parity; the timeline shows the time as that of `event`.
+  __device__ void wait(ptx::Mbarrier& barrier, uint32_t parity, Event event) {
+    ptx::mbarrier_wait(barrier, parity);
+    timeline_.stamp(event);
   }
 
   __device__ void load_columns() {
@@ -204,35 +213,44 @@ class Worker {
     }
   }
 
+  // Waits until the slots that this chunk fills are free.
+  __device__ void wait_until_freed(const Chunk& chunk) {
+    ptx::mbarrier_wait(shared_.freed[chunk.patches.slot], chunk.patches.parity ^ 1);
+    if constexpr (stream_weight) {
+      const RingSlot& part = chunk.weight;
+      if (!stays(chunk.k)) ptx::mbarrier_wait(shared_.weight_freed[part.slot], part.parity ^ 1);
+    }
+    timeline_.stamp(Event::kFreed);
+  }
+
+  // Issues the loads of a chunk: its patches, from this row on, and its part of the weight.
+  __device__ void load_chunk(const Chunk& chunk, int row, bool with_weight) {
+    const int slot = chunk.patches.slot;
+    ptx::Mbarrier& filled = shared_.filled[slot];
+    ptx::mbarrier_arrive_expect_tx(filled, kPatchBytes + (with_weight ? kWeightBytes : 0));
+    ptx::cp_async_bulk_tensor(shared_.patches[slot], args_.patches, chunk.k * kTileK, row, filled);
+    if (with_weight) {
+      ptx::cp_async_bulk_tensor(weight(chunk), args_.weight, chunk.k * kTileK, 0, 0,
+                                column_ / kGroup, 0, filled);
+    }
+    timeline_.stamp(Event::kLoadsIssued);
+  }
+
   __device__ void feed() {
     load_columns();
     Chunk chunk = first_chunk(0, 0);
-    for_each_tile([](const Run&) {}, [&](int row, uint32_t n) {
-      for (int member = 0; member < kConsumers; ++member) {
+    for_each_tile([](const Segment&) {}, [&](int row, uint32_t n) {
+      for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
         for (chunk.k = 0; chunk.k < args_.chunks; advance(chunk)) {
-          const Place& patches = chunk.patches;
-          ptx::Mbarrier& filled = shared_.filled[patches.slot];
-          ptx::mbarrier_wait(shared_.freed[patches.slot], patches.parity ^ 1);
-          if constexpr (stream_weight) {
-            const Place& part = chunk.weight;
-            if (!stays(chunk.k)) ptx::mbarrier_wait(shared_.weight_freed[part.slot], part.parity ^ 1);
-          }
-          timeline_.stamp(Event::kFreed);
-          const bool with_weight = !stays(chunk.k) || (n == 0 && member == 0);
-          ptx::mbarrier_arrive_expect_tx(filled, kPatchBytes + (with_weight ? kWeightBytes : 0));
-          ptx::cp_async_bulk_tensor(shared_.patches[patches.slot], args_.patches, chunk.k * kTileK,
-                                    row + member * rows, filled);
-          if (with_weight) {
-            ptx::cp_async_bulk_tensor(weight(chunk), args_.weight, chunk.k * kTileK, 0, 0,
-                                      column_ / kGroup, 0, filled);
-          }
-          timeline_.stamp(Event::kFed);
+          wait_until_freed(chunk);
+          const bool with_weight = !stays(chunk.k) || (n == 0 && warpgroup == 0);
+          load_chunk(chunk, row + warpgroup * rows, with_weight);
         }
       }
     });
   }
 
-  // Says that a chunk is multiplied.
+  // Frees the slots of a chunk, whose products are done.
   __device__ void free(const Chunk& chunk) {
     if (threadIdx.x % 32 != 0) return;
     ptx::mbarrier_arrive(shared_.freed[chunk.patches.slot]);
@@ -241,46 +259,55 @@ class Worker {
     }
   }
 
-  __device__ void multiply(Sums& sums, uint32_t n, int member) {
-    // The first turn is the first warpgroup's.
-    Chunk chunk = first_chunk(n, member), before = chunk;
-    ptx::mbarrier_wait(shared_.turn[member], (n & 1) ^ (member == 0));
-    timeline_.stamp(Event::kTurn);
-    for (; chunk.k < args_.chunks; advance(chunk)) {
-      const int slot = chunk.patches.slot;
-      ptx::mbarrier_wait(shared_.filled[slot], chunk.patches.parity);
-      timeline_.stamp(Event::kFilled);
-      const uint64_t a = ptx::matrix_descriptor(ptx::shared_address(shared_.patches[slot]));
-      const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(weight(chunk)));
-      ptx::wgmma_fence();
+  // Issues the products of a chunk as one wgmma group.
+  __device__ void issue_products(Sums& sums, const Chunk& chunk) {
+    const uint64_t a =
+        ptx::matrix_descriptor(ptx::shared_address(shared_.patches[chunk.patches.slot]));
+    const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(weight(chunk)));
+    ptx::wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kRowBytes; step += ptx::kProductBytes) {
-        for (int block = 0; block < kBlocks; ++block) {
-          ptx::wgmma<dtype, tile_n>(sums[block], ptx::advance(a, block * 64 * kRowBytes + step),
-                                    ptx::advance(b, step), chunk.k > 0 || step > 0);
-        }
+    for (int step = 0; step < kRowBytes; step += ptx::kProductBytes) {
+      for (int block = 0; block < kBlocks; ++block) {
+        ptx::wgmma<dtype, tile_n>(sums[block], ptx::advance(a, block * 64 * kRowBytes + step),
+                                  ptx::advance(b, step), chunk.k > 0 || step > 0);
       }
-      ptx::wgmma_commit_group();
-      timeline_.stamp(Event::kIssued);
-      if (chunk.k == args_.chunks - 1 && threadIdx.x % 32 == 0) {
-        ptx::mbarrier_arrive(shared_.turn[1 - member]);
-      }
-      ptx::wgmma_wait_group<1>();
-      if (chunk.k > 0) free(before);
-      before = chunk;
     }
+    ptx::wgmma_commit_group();
+    timeline_.stamp(Event::kProductsIssued);
+  }
+
+  // Waits until all products are done, of which those of `last` are the last, and the sums are in
+  // registers.
+  __device__ void wait_for_products(Sums& sums, const Chunk& last) {
     ptx::wgmma_wait_group<0>();
-    free(before);
+    free(last);
     for (auto& block : sums) {
       for (auto& sum : block) ptx::pin(sum);
     }
     timeline_.stamp(Event::kMultiplied);
   }
 
-  // A thread's columns of group 0 begin with this one of the slice.
+  __device__ void multiply(Sums& sums, uint32_t n, int warpgroup) {
+    Chunk chunk = first_chunk(n, warpgroup), previous = chunk;
+    // Warpgroup 0 begins: its first wait passes at once.
+    wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), Event::kMayMultiply);
+    for (; chunk.k < args_.chunks; advance(chunk)) {
+      wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);
+      issue_products(sums, chunk);
+      if (chunk.k == args_.chunks - 1 && threadIdx.x % 32 == 0) {
+        ptx::mbarrier_arrive(shared_.other_products_issued[1 - warpgroup]);
+      }
+      ptx::wgmma_wait_group<1>();
+      if (chunk.k > 0) free(previous);
+      previous = chunk;
+    }
+    wait_for_products(sums, previous);
+  }
+
+  // The first of the thread's columns, counted from the worker's first one.
   __device__ static int thread_column() { return threadIdx.x % 4 * kVector; }
 
-  // Its r-th row of a warpgroup's half of a tile.
+  // The thread's r-th row, counted from the first one of its warpgroup's half of a tile.
   __device__ static int thread_row(int r) {
     return r / 2 * 64 + threadIdx.x % kWarpgroup / 32 * 16 + r % 2 * 8 + threadIdx.x % 32 / 4;
   }
@@ -317,13 +344,13 @@ class Worker {
     return __uint_as_float(i % 2 ? terms[i / 2] & 0xFFFF0000 : terms[i / 2] << 16);
   }
 
-  // Where a thread writes group 0 of a row of y.
-  __device__ uint8_t* place(int row) const {
+  // The address of the thread's first column in a row of y.
+  __device__ uint8_t* address_in_y(int row) const {
     const int64_t first = int64_t{row} * args_.N + column_ + thread_column();
     return static_cast<uint8_t*>(args_.out) + first * kOutBytes;
   }
 
-  // Words of two columns, or of one in float32: the sums, scaled, added to and rounded.
+  // Scales two neighbouring sums, adds the terms and rounds: one word of bfloat16, or two of float32.
   __device__ static void finish(uint32_t* words, const ptx::Sum<dtype>* sums, const float* scale,
                                 const float (&terms)[2]) {
     float y[2];
@@ -336,95 +363,120 @@ class Worker {
     }
   }
 
-  // How many of the terms are read when those of this part are needed: for each 16 bytes of y that are
-  // stored, and of which the sums leave registers, so many parts as these hold.
-  __device__ static constexpr int terms_read(int part) {
-    const int read = has_table ? kAhead + kVector / 4 * part : part / kBlocks + 1;
-    return read < kTerms ? read : kTerms;
+  // How many elements of `terms` are loaded before this part is converted, where they do not stay in
+  // registers. After each part the sums that were converted leave registers free: for the terms of two
+  // parts if y is bfloat16, of one if y is float32.
+  __device__ static constexpr int terms_loaded(int part) {
+    const int loaded = has_table ? kPartsReadAhead + kVector / 4 * part : part / kBlocks + 1;
+    return loaded < kTerms ? loaded : kTerms;
   }
 
-  // The rows of y from this one on, from sums, and from what is held or read of the columns.
+  // Loads the terms that stay in registers for a segment.
+  __device__ void load_all_terms(Columns& columns) {
+#pragma unroll
+    for (int i = 0; i < kTerms; ++i) load_terms(columns, i);
+    for (auto& terms : columns.terms) {
+      for (auto& words : terms) timeline_.await(words);
+    }
+    timeline_.stamp(Event::kLoaded);
+  }
+
+  // Gets scale and terms of a part ready to be used.
+  __device__ void prepare(Columns& columns, uint32_t (&terms)[kTermRows][kTermWords], int g,
+                          int block) {
+    if constexpr (!kKeepsColumns) {
+      if (block == 0) load_scale(columns, g);
+#pragma unroll
+      for (auto& words : terms) timeline_.await(words);
+      timeline_.stamp(Event::kLoaded);
+    } else if constexpr (has_table) {
+      // Otherwise the compiler converts the table to float32 before the loop over tiles, which takes
+      // twice the registers.
+#pragma unroll
+      for (auto& words : terms) {
+        for (uint32_t& word : words) ptx::pin(word);
+      }
+    }
+  }
+
+  // Computes the thread's elements of y in a part, as words.
+  __device__ void convert(uint32_t (&y)[kPartRows][4], const ptx::Sum<dtype> (&sums)[tile_n / 2],
+                          const float (&scale)[kVector],
+                          const uint32_t (&terms)[kTermRows][kTermWords], int g) {
+#pragma unroll
+    for (int r = 0; r < kPartRows; ++r) {
+      const auto& words = terms[has_table ? r : 0];
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        finish(&y[r][4 / kPairs * j], &sums[4 * (j * kGroups + g) + 2 * r], &scale[2 * j],
+               {term(words, 2 * j), term(words, 2 * j + 1)});
+      }
+    }
+    timeline_.stamp(Event::kConverted);
+  }
+
+  // Stores a part. `first` is the address of the thread's first column in `first_row`.
+  __device__ void write(const uint32_t (&y)[kPartRows][4], uint8_t* first, int first_row,
+                        uint32_t eight_rows, int g, int block) {
+#pragma unroll
+    for (int r = 0; r < kPartRows; ++r) {
+      const int below = thread_row(block * kPartRows + r) - thread_row(0);
+      uint8_t* const address = first + uint64_t{eight_rows} * (below / 8);
+      if (first_row + below < args_.M) {
+        *reinterpret_cast<uint4*>(address + g * kGroup * kOutBytes) =
+            make_uint4(y[r][0], y[r][1], y[r][2], y[r][3]);
+      }
+    }
+    timeline_.stamp(Event::kStoresIssued);
+  }
+
+  // Converts and stores a half tile of y, whose first row this is.
   __device__ void store(const Sums& sums, int row, Columns& columns) {
     const int first_row = row + thread_row(0);
-    uint8_t* const first = place(first_row);
+    uint8_t* const first = address_in_y(first_row);
     uint32_t eight_rows = 8 * args_.N * kOutBytes;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int g = part / kBlocks, block = part % kBlocks;
       auto& terms = columns.terms[has_table ? part : g];
-      if constexpr (!kHolds) {
-        if (block == 0) load_scale(columns, g);
-#pragma unroll
-        for (auto& words : terms) timeline_.await(words);
-        timeline_.stamp(Event::kLoaded);
-        // Addresses are made here, as there are no registers to keep them.
-        ptx::pin(eight_rows);
-      } else if constexpr (has_table) {
-        // A table that is held packed is not to be widened before the loop over tiles.
-#pragma unroll
-        for (auto& words : terms) {
-          for (uint32_t& word : words) ptx::pin(word);
-        }
-      }
+      prepare(columns, terms, g, block);
+      // Makes the compiler compute addresses here: there are no registers to keep them in.
+      if constexpr (!kKeepsColumns) ptx::pin(eight_rows);
       uint32_t y[kPartRows][4];
+      convert(y, sums[block], columns.scale[g], terms, g);
+      if constexpr (!kKeepsColumns) {
 #pragma unroll
-      for (int r = 0; r < kPartRows; ++r) {
-        const auto& words = terms[has_table ? r : 0];
-#pragma unroll
-        for (int j = 0; j < kPairs; ++j) {
-          finish(&y[r][4 / kPairs * j], &sums[block][4 * (j * kGroups + g) + 2 * r],
-                 &columns.scale[g][2 * j], {term(words, 2 * j), term(words, 2 * j + 1)});
-        }
+        for (int i = terms_loaded(part); i < terms_loaded(part + 1); ++i) load_terms(columns, i);
       }
-      timeline_.stamp(Event::kConverted);
-      if constexpr (!kHolds) {
-#pragma unroll
-        for (int i = terms_read(part); i < terms_read(part + 1); ++i) load_terms(columns, i);
-      }
-#pragma unroll
-      for (int r = 0; r < kPartRows; ++r) {
-        const int below = thread_row(block * kPartRows + r) - thread_row(0);
-        uint8_t* const place = first + uint64_t{eight_rows} * (below / 8);
-        if (first_row + below < args_.M) {
-          *reinterpret_cast<uint4*>(place + g * kGroup * kOutBytes) =
-              make_uint4(y[r][0], y[r][1], y[r][2], y[r][3]);
-        }
-      }
-      timeline_.stamp(Event::kStored);
+      write(y, first, first_row, eight_rows, g, block);
     }
   }
 
-  __device__ void multiply_and_store(int member) {
+  __device__ void multiply_and_store(int warpgroup) {
     Columns columns;
     ptx::mbarrier_wait(shared_.columns_arrived, 0);
-    if constexpr (kHolds) {
+    if constexpr (kKeepsColumns) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) load_scale(columns, g);
     }
 
-    const auto begin = [&](const Run& run) {
+    const auto begin = [&](const Segment& segment) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        columns.table_rows[r] = (run.table_row + member * rows + thread_row(r)) % args_.period;
+        columns.table_rows[r] =
+            (segment.table_row + warpgroup * rows + thread_row(r)) % args_.period;
       }
-      if constexpr (kHolds) {
-#pragma unroll
-        for (int i = 0; i < kTerms; ++i) load_terms(columns, i);
-        for (auto& terms : columns.terms) {
-          for (auto& words : terms) timeline_.await(words);
-        }
-        timeline_.stamp(Event::kLoaded);
-      }
+      if constexpr (kKeepsColumns) load_all_terms(columns);
     };
 
     for_each_tile(begin, [&](int row, uint32_t n) {
-      if constexpr (!kHolds) {
+      if constexpr (!kKeepsColumns) {
 #pragma unroll
-        for (int i = 0; i < terms_read(0); ++i) load_terms(columns, i);
+        for (int i = 0; i < terms_loaded(0); ++i) load_terms(columns, i);
       }
       Sums sums;
-      multiply(sums, n, member);
-      store(sums, row + member * rows, columns);
+      multiply(sums, n, warpgroup);
+      store(sums, row + warpgroup * rows, columns);
     });
   }
 
@@ -432,7 +484,7 @@ class Worker {
   Memory& shared_;
   uint8_t* const weight_;
   const int column_;
-  const Run* const runs_;
+  const Segment* const segments_;
   Timeline timeline_;
 };
 
@@ -450,7 +502,7 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
     Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm90::shared_memory)).run();     \
   }
 
-// PATCH_EMBED_DTYPE is kFloat8E4M3FN, kInt8 or kBFloat16: the kernels of which dtype are compiled.
+// PATCH_EMBED_DTYPE chooses which kernels are compiled: kFloat8E4M3FN, kInt8 or kBFloat16.
 #define PATCH_EMBED_KERNELS_OF(dtype) PATCH_EMBED_SM90_##dtype(PATCH_EMBED_KERNEL)
 #define PATCH_EMBED_KERNELS(dtype) PATCH_EMBED_KERNELS_OF(dtype)
 PATCH_EMBED_KERNELS(PATCH_EMBED_DTYPE)

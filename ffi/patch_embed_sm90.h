@@ -1,98 +1,149 @@
-// What the host has to know of the Hopper kernel.
+// What the host must know about the Hopper kernel: threads, shared memory, tensor maps.
+//
+// The barriers of a block:
+//
+//   barrier            arrivals a phase       who waits             the n-th phase completes when
+//   filled[slot]       1 and bytes: producer  a consumer warpgroup  the slot's n-th patches, and the
+//                                                                   weight loaded with them, have
+//                                                                   arrived
+//   freed[slot]        4: the warps of the    producer, before it   the products of the slot's n-th
+//                      warpgroup that read    fills the slot again  patches are done
+//                      the slot
+//   weight_freed[slot] 4: the same            producer, before it   the products of the n-th chunk in
+//                                             fills the slot again  this slot of the weight are done
+//   other_products_issued[warpgroup]
+//                      4: the warps of the    that warpgroup,       the other warpgroup has issued all
+//                      other warpgroup        before its products   products of its n-th tile
+//   columns_arrived    1 and bytes: producer  both consumer         scale, and offset if there is no
+//                                             warpgroups, once      table, have arrived
+//
+// `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed. The
+// producer waits for every phase of freed and weight_freed in turn. A consumer warpgroup waits only
+// for the phases of filled that belong to its own half tiles. But when it may issue products, the other
+// warpgroup has issued all earlier ones, and so has seen all earlier phases; this is also how warpgroup
+// 1 knows that the weight that stays has arrived. For its n-th tile warpgroup 1 waits for phase n of
+// other_products_issued[1], and warpgroup 0 for phase n - 1 of other_products_issued[0]. Warpgroup 0's
+// first wait passes at once, because a new barrier reports the phase before phase 0 as complete.
+//
+// How a block, which is alone in its cluster, begins and ends:
+//
+//   step                   by                    why it comes here
+//   initialise mbarriers   thread 0              fence.mbarrier_init publishes them to TMA
+//   __syncthreads          all threads           no thread uses a barrier before it exists
+//   setmaxnreg             each warpgroup        the producer releases registers that consumers take
+//   feed                   one thread            it exits after its last load; the block lives on
+//   multiply and store     two warpgroups        they wait for every phase of filled, so all loads
+//                                                have arrived, and for all products; y is written by
+//                                                ordinary stores
 
 #pragma once
 
 #include <cstdint>
 
 #include "kernel.h"
+#include "ptx/matrix_descriptor.h"  // PATCH_EMBED_HOST_DEVICE
 
 namespace patch_embed::sm90 {
 
-// Two warpgroups that multiply, and one of which a thread feeds them.
+// A block has two consumer warpgroups, which multiply and store, and one producer warpgroup, of which
+// a single thread issues the loads.
 constexpr int kConsumers = 2;
 constexpr int kWarpgroup = 128;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+constexpr int kMultiplyingWarps = kConsumers * kWarpgroup / 32;
 
-// Of the 16 bytes of y that a thread writes at once.
+// Neighbouring columns of y that a thread stores at once: 16 bytes.
 constexpr int vector(Type out_dtype) { return 16 / itemsize(out_dtype); }
 
-// Neighbouring columns of the four threads that share a row.
+// Neighbouring columns that the four threads of a row store at once.
 constexpr int group(Type out_dtype) { return 4 * vector(out_dtype); }
 
-// Rows of a thread that it stores one behind the other: as many as it has of 64 rows of a tile.
+// Rows of a part. A thread converts and stores its share of a tile part by part; a part is one vector
+// of each of the thread's two rows in a block of 64 rows.
 constexpr int kPartRows = 2;
 
-// Registers of a multiplying thread: sums; scale and what is added, in words of two bfloat16 of each
-// row, or in floats; others: less, and it spills.
+// Registers of a consumer thread for the sums of one tile.
 constexpr int sum_registers(int tile_n, int rows) { return rows / 64 * tile_n / 2; }
 
+// Registers of a consumer thread for scale, which is float32, and for the terms, which are what is
+// added: rows of a table, two bfloat16 in a register, or one row of float32 offsets.
 constexpr int column_registers(Type out_dtype, bool has_table, int tile_n, int rows) {
   const int terms = has_table ? rows / 64 * kPartRows * vector(out_dtype) / 2 : vector(out_dtype);
   return tile_n / group(out_dtype) * (vector(out_dtype) + terms);
 }
 
+// Registers that a consumer thread needs beside sums, scale and terms: addresses, loop counters, and
+// the part that is being converted. The number is read from the reports of ptxas (nvcc 13.0): with 40
+// kernels of 192 columns and 128 rows a warpgroup get 232 registers a thread instead of 240, and those
+// with a table spill 60 to 76 bytes.
 constexpr int kOtherRegisters = 48;
 
-// Whether scale and table stay in registers, of which there are 240 at most.
-constexpr bool holds_columns(Type out_dtype, bool has_table, int tile_n, int rows) {
+// setmaxnreg gives a consumer thread at most this many registers.
+constexpr int kMostRegisters = 240;
+
+// Whether scale and terms stay in registers for a segment of the schedule. If not, a thread reads them
+// again for each tile.
+constexpr bool keeps_columns_in_registers(Type out_dtype, bool has_table, int tile_n, int rows) {
   return sum_registers(tile_n, rows) + column_registers(out_dtype, has_table, tile_n, rows) +
-             kOtherRegisters <= 240;
+             kOtherRegisters <=
+         kMostRegisters;
 }
 
-// Parts of which a thread reads the table before the products of a tile are done, where it does not stay.
-constexpr int kAhead = 2;
+// Parts whose terms are loaded before the products of a tile are done, where terms do not stay in
+// registers.
+constexpr int kPartsReadAhead = 2;
 
-// Slots of a weight that is streamed: as many as there is room for.
+// Slots of shared memory for chunks of a streamed weight: as many as fit beside `slots` slots of
+// patches and 2 KiB for the rest of Shared.
 constexpr int weight_slots(int tile_n, int rows, int slots, bool stream_weight) {
   const int room = kMostSharedBytes - slots * rows * kRowBytes - 2048;
   return stream_weight ? room / (tile_n * kRowBytes) : 0;
 }
 
-// The first ones are for chunks of K that stay in shared memory: every so many one, of half tiles with so
-// many rows, and of up to so many chunks. Of others those that come need the slots (NOTES.md).
-constexpr int kStayEach = 4;
-constexpr int kStaying = 3;
+// Some chunks of a streamed weight are loaded once and stay in the first slots: chunks 0, 4 and 8.
+// With 128 rows a warpgroup, products and loads together almost saturate shared memory, so loading
+// three of twelve chunks less helps. With 64 rows, or with more than 16 chunks, the streamed chunks
+// need these slots more (NOTES.md).
+constexpr int kStayingStride = 4;
+constexpr int kMostStayingChunks = 3;
 constexpr int kLeastRowsOfStaying = 128;
 constexpr int kMostChunksOfStaying = 16;
 
-// Shared memory, from a multiple of 1024 on, as the 128-byte swizzle wants it. Behind it comes the
-// weight: parts of [tile_n, kRowBytes], all of it, or those that stay and then the slots of a ring.
-//
-//   barrier              arrivals a phase        its n-th phase is complete when
-//   filled[slot]         1, and bytes            the slot's n-th patches, and their weight, are there
-//   freed[slot]          a warpgroup's warps     its n-th patches are multiplied
-//   weight_freed[slot]   a warpgroup's warps     the weight's slot's n-th part is multiplied
-//   turn[warpgroup]      the other one's warps   the other's products before its n-th are issued
-//   columns_arrived      1, and bytes            scale and offset are there
-//
-// How a block, which is alone in its cluster, begins and ends:
-//
-//   step                   by                    why it comes here
-//   initialise mbarriers   thread 0              fence.mbarrier_init publishes them to TMA
-//   together               all threads           nobody waits for or signals a barrier before it exists
-//   setmaxnreg             each warpgroup        the feeding one gives the registers that others get
-//   feed                   one thread            exits behind its last load; the block is still alive
-//   multiply and store     two warpgroups        wait for every filled[slot], so every load has arrived,
-//                                                and for all products; y is written by ordinary stores
+// Slots that are set aside for the chunks that stay, and how many of `chunks` chunks stay there. The
+// parameters are references because nvcc 13.0 makes other machine code of the kernels if they are
+// values.
+constexpr PATCH_EMBED_HOST_DEVICE int staying_slots(int rows, const int& chunks) {
+  return rows < kLeastRowsOfStaying || chunks > kMostChunksOfStaying ? 0 : kMostStayingChunks;
+}
+constexpr PATCH_EMBED_HOST_DEVICE int staying_chunks(int rows, const int& chunks) {
+  const int wanted = (chunks + kStayingStride - 1) / kStayingStride;
+  const int slots = staying_slots(rows, chunks);
+  return wanted < slots ? wanted : slots;
+}
+
+// Shared memory of a block. It begins at a multiple of 1024 bytes, as the 128-byte swizzle requires.
+// The weight follows it, in chunks of [tile_n, kRowBytes]: all chunks of a stationary weight; of a
+// streamed one the chunks that stay and then the ring.
 template <int tile_n, int rows, int slots, bool stream_weight>
 struct alignas(1024) Shared {
   static constexpr int kWeightSlots = weight_slots(tile_n, rows, slots, stream_weight);
 
   uint8_t patches[slots][rows * kRowBytes];
   float scale[tile_n], offset[tile_n];
-  uint64_t filled[slots], freed[slots], weight_freed[kWeightSlots], turn[kConsumers];
-  uint64_t columns_arrived;
+  uint64_t filled[slots], freed[slots], weight_freed[kWeightSlots];
+  uint64_t other_products_issued[kConsumers], columns_arrived;
 
-  static constexpr int bytes(int chunks) {
-    const int parts = stream_weight ? kWeightSlots : chunks;
-    return static_cast<int>(sizeof(Shared)) + parts * tile_n * kRowBytes;
+  // Bytes of this and of the weight that follows it, for so many chunks of K.
+  static constexpr int64_t bytes(int chunks) {
+    const int64_t parts = stream_weight ? kWeightSlots : chunks;
+    return int64_t{sizeof(Shared)} + parts * tile_n * kRowBytes;
   }
 };
 
-// The tensor maps, innermost dimension first, with the 128-byte swizzle; `inner` is kRowBytes of K:
+// The tensor maps, innermost dimension first, with the 128-byte swizzle. `inner` is kRowBytes of K.
 //
 //   patches   [K, M], boxes of [inner, rows]
-//   weight    [K, 2, 4, N / group, vector / 2], boxes of [inner, 2, 4, tile_n / group, vector / 2]; a
-//             step in the dimensions is 1, 1, vector, group and 2 rows of the weight [N, K]
+//   weight    [K, 2, 4, N / group, vector / 2], boxes of [inner, 2, 4, tile_n / group, vector / 2].
+//             One step in each dimension after K is 1, vector, group and 2 rows of the weight [N, K].
 
 }  // namespace patch_embed::sm90

@@ -1,4 +1,4 @@
-// What a launch of a kernel is: a pure function of the kernel and of the shapes.
+// How a kernel is launched, and what it then does: a pure function of the kernel and the shapes.
 
 #pragma once
 
@@ -11,30 +11,37 @@
 
 namespace patch_embed {
 
-// Shapes of the operands: patches [M, K], weight [N, K], table [period, N], runs [workers, runs, 4].
+// Shapes of the operands: patches [M, K], weight [N, K], table [period, N], and the segments of the
+// schedule, [workers, segments, 4].
 struct Shapes {
   int64_t M, N, K;
   int64_t period;
-  int64_t workers, runs;
+  int64_t workers, segments;
 };
 
-// What cuTensorMapEncodeTiled is told; the innermost dimension first.
+// The arguments of cuTensorMapEncodeTiled, innermost dimension first.
 struct TensorMap {
   Type type;
-  int rank;  // 0: the kernel has no such map
+  int rank;  // 0 if the kernel has no such map
   cuuint64_t shape[5];
-  cuuint64_t strides[4];  // bytes, from the second dimension on
+  cuuint64_t strides[4];  // in bytes, from the second dimension on
   cuuint32_t box[5];
-  int swizzle;  // bytes
+  int swizzle;  // in bytes
 };
 
 struct Launch {
-  int grid;  // blocks
-  int cluster;  // blocks
-  int threads;  // of a block
-  int64_t shared_memory;  // bytes, dynamic
-  int chunks;
+  int grid;               // thread blocks
+  int cluster;            // thread blocks of a cluster
+  int threads;            // threads of a block
+  int64_t shared_memory;  // dynamic shared memory of a block, in bytes
+  int chunks;             // chunks of kRowBytes in K
   TensorMap patches, weight, y;
+
+  // The launch does not need the rest: it describes the kernel to tools that model it.
+  int multiplying_warps;      // warps of a block that issue products
+  int storing_warps;          // warps of a block that store y; on Hopper the same warps
+  int tensor_memory_columns;  // columns of 32 bits that a block allocates; 0 on Hopper
+  int staying_chunks;         // chunks of the weight that are loaded once and stay in shared memory
 };
 
 inline const char* spell(Type type) {
@@ -51,7 +58,7 @@ inline const char* spell(Type type) {
   return "";
 }
 
-// The name of a kernel tells its config; the kernels' macro spells it in the same way.
+// The name of a kernel spells its config. PATCH_EMBED_KERNEL in the .cu files spells it the same way.
 inline std::string kernel_name(const Config& c) {
   return "patch_embed_sm" + std::to_string(c.capability) + "_" + spell(c.dtype) + "_" +
          spell(c.out_dtype) + (c.has_table ? "_table_" : "_offset_") + std::to_string(c.tile_n) +
@@ -59,6 +66,17 @@ inline std::string kernel_name(const Config& c) {
          std::to_string(c.slots) + (c.stream_weight ? "_streamed" : "_stationary");
 }
 
+// A kernel as the host knows it.
+struct Kernel {
+  Kernel(const Config& config, int64_t (*shared_memory_bytes)(int chunks))
+      : config(config), name(kernel_name(config)), shared_memory_bytes(shared_memory_bytes) {}
+
+  Config config;
+  std::string name;
+  int64_t (*shared_memory_bytes)(int chunks);  // Shared::bytes of the kernel
+};
+
+// The map of a row-major matrix, with boxes as wide as their swizzle.
 inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_columns, int box_rows) {
   TensorMap map{};
   map.type = type;
@@ -72,8 +90,8 @@ inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_column
   return map;
 }
 
-// The weight [N, K] as [pairs, N / group, 4, 2, K]: the order in which wgmma leaves 16 neighbouring bytes
-// of y in a thread (backends/fragment.py).
+// The map of the Hopper kernel's weight: [N, K] as [pairs, N / group, 4, 2, K]. In this order wgmma
+// leaves 16 neighbouring bytes of y in a thread (backends/fragment.py).
 inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
   const int vector = sm90::vector(config.out_dtype), group = sm90::group(config.out_dtype);
   const cuuint64_t row = K * itemsize(config.dtype);
@@ -86,24 +104,9 @@ inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
           kRowBytes};
 }
 
-// Shared memory of a block: the ring; on Hopper scale and offset, on Blackwell the buffers that are stored
-// from; barriers; the weight.
-constexpr int64_t shared_memory_bytes(const Config& c, int chunks) {
-  const bool hopper = c.capability == 90;
-  const int64_t ring = int64_t{c.slots} * c.rows * kRowBytes;
-  const int64_t columns = 2 * c.tile_n * int64_t{sizeof(float)};
-  const int64_t staged =
-      sm100::kBuffers * sm100::kStorers * c.rows * int64_t{c.store_n()} * itemsize(c.out_dtype);
-  const int weight_slots =
-      hopper ? sm90::weight_slots(c.tile_n, c.rows, c.slots, c.stream_weight) : c.slots;
-  const int64_t barriers = 8 * (2 * c.slots + weight_slots + sm90::kConsumers + 1);
-  const int64_t before = ring + (hopper ? columns + barriers : staged + 1024);
-  const int64_t parts = c.stream_weight ? weight_slots : chunks;
-  return (before + 1023) / 1024 * 1024 + parts * (c.tile_n / c.blocks) * kRowBytes;
-}
-
-// Fills `launch`; returns what is wrong with the shapes, or nothing.
-inline std::string plan(const Config& config, const Shapes& s, Launch* launch) {
+// Fills `launch`. Returns what is wrong with the shapes, or an empty text.
+inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
+  const Config& config = kernel.config;
   const auto text = [](int64_t value) { return std::to_string(value); };
   const int64_t row_bytes = s.K * itemsize(config.dtype);
   if (s.M < 0 || s.M > INT32_MAX - config.tile_m()) {
@@ -119,18 +122,18 @@ inline std::string plan(const Config& config, const Shapes& s, Launch* launch) {
   }
   const int64_t slices = s.N / config.tile_n;
   if (8 * s.N * itemsize(config.out_dtype) > INT32_MAX || s.K > INT32_MAX ||
-      s.period > INT32_MAX || s.runs > INT32_MAX ||
+      s.period > INT32_MAX || s.segments > INT32_MAX ||
       s.workers > INT32_MAX / (slices * config.blocks)) {
     return "eight rows of y, K, the rows of the table or the runs are 2^31 or more. "
            "Split the operands.";
   }
-  if (s.workers < 1 || s.runs < 1 || (s.period < 1 && s.M > 0)) {
-    return "the runs are those of " + text(s.workers) + " workers with " + text(s.runs) +
+  if (s.workers < 1 || s.segments < 1 || (s.period < 1 && s.M > 0)) {
+    return "the runs are those of " + text(s.workers) + " workers with " + text(s.segments) +
            " runs each, and the table has " + text(s.period) +
            " rows, expected at least 1 of each. Take the runs of schedule.runs().";
   }
   const int chunks = int(row_bytes / kRowBytes);
-  const int64_t shared_memory = shared_memory_bytes(config, chunks);
+  const int64_t shared_memory = kernel.shared_memory_bytes(chunks);
   const bool hopper = config.capability == 90;
   if (shared_memory > kMostSharedBytes) {
     return "K = " + text(s.K) + " needs " + text(shared_memory) +
@@ -148,12 +151,17 @@ inline std::string plan(const Config& config, const Shapes& s, Launch* launch) {
       hopper ? fragments(config, s.N, s.K)
              : matrix(config.dtype, s.N, s.K, tile_k, config.tile_n / config.blocks),
       hopper ? TensorMap{}
-             : matrix(config.out_dtype, s.M, s.N, config.store_n(), sm100::kWarpRows),
+             : matrix(config.out_dtype, s.M, s.N, sm100::store_columns(config.out_dtype, config.tile_n),
+                      sm100::kWarpRows),
+      hopper ? sm90::kMultiplyingWarps : sm100::kMultiplyingWarps,
+      hopper ? sm90::kMultiplyingWarps : sm100::kStoringWarps,
+      hopper ? 0 : sm100::tensor_memory_columns(config.tile_n),
+      !config.stream_weight ? chunks : hopper ? sm90::staying_chunks(config.rows, chunks) : 0,
   };
   return "";
 }
 
-// The same as JSON, for tests and emulators.
+// JSON, in which the library tells Python what it knows (backends/cuda.py).
 inline std::string to_json(const TensorMap& map) {
   if (!map.rank) return "null";
   const auto list = [](auto* values, int size) {
@@ -175,7 +183,11 @@ inline std::string to_json(const Launch& launch) {
          ", \"shared_memory\": " + std::to_string(launch.shared_memory) +
          ", \"chunks\": " + std::to_string(launch.chunks) +
          ", \"patches\": " + to_json(launch.patches) + ", \"weight\": " + to_json(launch.weight) +
-         ", \"y\": " + to_json(launch.y) + "}";
+         ", \"y\": " + to_json(launch.y) +
+         ", \"multiplying_warps\": " + std::to_string(launch.multiplying_warps) +
+         ", \"storing_warps\": " + std::to_string(launch.storing_warps) +
+         ", \"tensor_memory_columns\": " + std::to_string(launch.tensor_memory_columns) +
+         ", \"staying_chunks\": " + std::to_string(launch.staying_chunks) + "}";
 }
 
 inline std::string to_json(const Config& config, bool built) {
@@ -184,6 +196,7 @@ inline std::string to_json(const Config& config, bool built) {
          "\", \"capability\": " + std::to_string(config.capability) + ", \"dtype\": \"" +
          spell(config.dtype) + "\", \"out_dtype\": \"" + spell(config.out_dtype) +
          "\", \"has_table\": " + flag(config.has_table) +
+         ", \"tile_m\": " + std::to_string(config.tile_m()) +
          ", \"tile_n\": " + std::to_string(config.tile_n) +
          ", \"rows\": " + std::to_string(config.rows) +
          ", \"blocks\": " + std::to_string(config.blocks) +

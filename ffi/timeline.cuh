@@ -1,5 +1,5 @@
-// What the warps of a block do when: a build with PATCH_EMBED_TIMELINE writes it to memory, which
-// benchmarks/timeline.py shows.
+// The timeline: a build with PATCH_EMBED_TIMELINE writes to memory what the warps of a block do, and
+// when. benchmarks/timeline.py shows it. In other builds stamps are nothing.
 
 #pragma once
 
@@ -8,24 +8,24 @@
 
 namespace patch_embed {
 
-// What has happened; the time since the stamp before was spent on it.
+// What has just happened. The time since the warp's previous stamp was spent on it.
 enum class Event : uint32_t {
-  kFreed = 1,   // a slot of the ring, or a buffer to store from, is free
-  kFed,         // the loads of a slot are issued
-  kTurn,        // the tensor cores are this warpgroup's, or an accumulator is free
-  kFilled,      // a slot is loaded
-  kIssued,      // the products of a slot are issued
-  kMultiplied,  // all products of a tile are done
-  kLoaded,      // what is stored next is in registers: sums, or rows of the table
-  kConverted,   // it is scaled, added to and rounded
-  kStored,      // its stores are issued
-  kTile,        // the warp has done its part of a tile: all since the same event before
+  kFreed = 1,       // a slot of the ring, or a staging buffer, has become free
+  kLoadsIssued,     // the loads of a chunk have been issued
+  kMayMultiply,     // the other warpgroup's products have been issued, or an accumulator is free
+  kFilled,          // a slot has been filled
+  kProductsIssued,  // the products of a chunk have been issued
+  kMultiplied,      // all products of a tile are done
+  kLoaded,          // sums, or rows of the table, have been loaded into registers
+  kConverted,       // sums have been scaled, added to and rounded
+  kStoresIssued,    // stores have been issued
+  kTile,            // the warp has done its part of a tile; spans from the previous such stamp
 };
 
 #ifdef PATCH_EMBED_TIMELINE
 
-// args.timeline is [blocks, warps, kStamps] of clock << 4 | event, zeros behind the last one. Lanes
-// that stamp stay together; the first of them writes.
+// args.timeline is [blocks, warps, kStamps] of clock << 4 | event, with zeros after a warp's last
+// stamp. Lanes that stamp together count as one; the first of them writes.
 class Timeline {
  public:
   static constexpr uint32_t kStamps = 8192;
@@ -42,7 +42,7 @@ class Timeline {
     ++made_;
   }
 
-  // The stamps behind this one come when these words are in registers.
+  // Waits until these words have been loaded into registers.
   template <int count>
   __device__ void await(const uint32_t (&words)[count]) {
 #pragma unroll

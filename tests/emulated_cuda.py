@@ -41,38 +41,38 @@ class Case:
     out_dtype: str = BF16
     capability: int = 90
     blocks: int = 1
-    # Of a kernel that is not built: the template's arguments behind those of a config.
-    knobs: tuple = ()
+    # Of a kernel that is not built: the members of `Tuning` that differ.
+    tuning: dict = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def config(self) -> cuda_backend.Config:
         """Of a kernel that is built."""
         return cuda_backend.Config(
             *(self.name, self.capability, SPELLED[self.dtype], SPELLED[self.out_dtype]),
-            *(self.table != "none", self.tile_n, self.rows, self.blocks, self.slots),
-            *(self.stream_weight, True),
+            *(self.table != "none", self.tile_m, self.tile_n, self.rows, self.blocks),
+            *(self.slots, self.stream_weight, True),
         )
 
     @property
     def source(self) -> str:
-        """Of a kernel with knobs."""
+        """Of a kernel with another tuning."""
         return instance(
             *(SPELLED[self.dtype], SPELLED[self.out_dtype]),
             "offset" if self.table == "none" else "table",
             *(self.tile_n, self.blocks, self.slots),
             "streamed" if self.stream_weight else "stationary",
-            *self.knobs,
+            **self.tuning,
         )
 
     @property
     def buffers(self) -> int:
         """Of a storing warp of the Blackwell kernel."""
-        return self.knobs[2] if len(self.knobs) > 2 else 2
+        return self.tuning.get("kStagingBuffers", 2)
 
     @property
     def name(self) -> str:
         """Of the kernel."""
-        if self.knobs:
+        if self.tuning:
             return "chosen"
         columns = "offset" if self.table == "none" else "table"
         weight = "streamed" if self.stream_weight else "stationary"

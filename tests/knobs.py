@@ -1,12 +1,15 @@
-"""Workers of the hand-written Blackwell kernel with other template arguments than those built."""
+"""Workers of the hand-written Blackwell kernel with another `Tuning` than the one that is built."""
 
 
-def instance(*arguments) -> str:
+def instance(*arguments, **tuning) -> str:
     """Source of one kernel, `chosen`, whose worker has these template arguments.
 
     Args:
-      arguments: of a config as the names of kernels spell them, and of the knobs behind it.
+      arguments: of a config as the names of kernels spell them.
+      tuning: the members of `Tuning` (ffi/patch_embed_sm100.h) that differ from what is built.
     """
+    _, out_dtype, _, tile_n, *_ = arguments
+    members = "".join(f"  static constexpr auto {k} = {v};\n" for k, v in tuning.items())
     return f"""
 #define PATCH_EMBED_DTYPE kNone
 #define PATCH_EMBED_SM100_kNone(X)
@@ -14,7 +17,9 @@ def instance(*arguments) -> str:
 using namespace patch_embed;
 using namespace patch_embed::sm100;
 using namespace patch_embed::spelled;
-using Chosen = Worker<{", ".join(map(str, arguments))}>;
+struct Tuned : Tuning<{out_dtype}, {tile_n}> {{
+{members}}};
+using Chosen = Worker<{", ".join(map(str, arguments))}, Tuned>;
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     chosen(const __grid_constant__ Arguments args) {{
   Chosen(args, *reinterpret_cast<Chosen::Memory*>(shared_memory)).run();

@@ -1,4 +1,4 @@
-"""The hand-written Blackwell kernel without a GPU: descriptors, knobs, what nvcc makes of it."""
+"""The hand-written Blackwell kernel without a GPU: descriptors, tuning, what nvcc makes of it."""
 
 import ctypes
 import re
@@ -109,27 +109,37 @@ FINE = ("i8", "bf16", "table", 256, 2, 4, "stationary")
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "arguments, tuning, message",
     [
-        (("i8", "bf16", "table", 256, 3, 4, "stationary"), "a worker is one block or a pair"),
-        (("i8", "bf16", "table", 96, 2, 4, "stationary"), "a multiple of 64 columns"),
-        (("i8", "bf16", "offset", 512, 2, 2, "stationary"), "do not fit in tensor memory"),
-        (("i8", "bf16", "table", 64, 2, 1, "stationary"), "one slot is multiplied while another"),
-        (("i8", "bf16", "table", 256, 2, 9, "streamed"), "do not fit in shared memory"),
-        ((*FINE, 128, 128), "a load has 16, 32 or 64 columns"),
-        ((*FINE, 64, 96), "loads make a step, and steps the columns of a warp"),
-        ((*FINE, 32, 32), "stores make a step"),
-        ((*FINE, 64, 128), "need more registers than there are"),
-        ((*FINE, 64, 64, 2, 2), "groups of stores make a step"),
-        (("i8", "bf16", "offset", 256, 2, 2, "stationary", 64, 128, 1, 2), "make the buffers"),
-        ((*FINE, 64, 64, 3), "the number of a store, which wraps, tells its buffer"),
-        ((*FINE, 64, 64, 2, 1, "Release::kLoaded", -1), "a warp cannot begin before"),
+        (("i8", "bf16", "table", 256, 3, 4, "stationary"), {}, "a worker is one block or a pair"),
+        (("i8", "bf16", "table", 96, 2, 4, "stationary"), {}, "a multiple of 64 columns"),
+        (("i8", "bf16", "offset", 512, 2, 2, "stationary"), {}, "do not fit in tensor memory"),
+        (
+            ("i8", "bf16", "table", 64, 2, 1, "stationary"),
+            {},
+            "one slot is multiplied while",
+        ),
+        (("i8", "bf16", "table", 256, 2, 9, "streamed"), {}, "do not fit in shared memory"),
+        (FINE, dict(kLoadColumns=128, kStepColumns=128), "a load has 16, 32 or 64 columns"),
+        (FINE, dict(kStepColumns=96), "loads make a step, and steps the columns of a warp"),
+        (FINE, dict(kLoadColumns=32, kStepColumns=32), "stores make a step"),
+        (FINE, dict(kStepColumns=128), "need more registers than there are"),
+        (FINE, dict(kStoresPerGroup=2), "groups of stores make a step"),
+        (
+            ("i8", "bf16", "offset", 256, 2, 2, "stationary"),
+            dict(kStepColumns=128, kStagingBuffers=1, kStoresPerGroup=2),
+            "make the buffers",
+        ),
+        (FINE, dict(kStagingBuffers=3), "the number of a store, which wraps, tells its buffer"),
+        (FINE, dict(kStaggerCycles=-1), "a warp cannot begin before"),
     ],
     ids=str,
 )
-def test_a_knob_that_cannot_be_is_refused_with_a_sentence(nvcc, tmp_path, arguments, message):
+def test_a_tuning_that_cannot_be_is_refused_with_a_sentence(
+    nvcc, tmp_path, arguments, tuning, message
+):
     source = tmp_path / "kernel.cu"
-    source.write_text(instance(*arguments))
+    source.write_text(instance(*arguments, **tuning))
     command = [nvcc, "-std=c++17", "-ptx", "-arch=sm_100a", f"-I{FFI}", source]
     done = subprocess.run([*command, "-o", "/dev/null"], capture_output=True, text=True)
     assert done.returncode and message in done.stderr

@@ -78,7 +78,6 @@ def test_a_timeline_build_stamps_what_each_warp_does(name):
     assert {span.role for span in spans} == set(EVENTS)
 
 
-# Knobs: columns of a load and of a step, buffers, stores of a group, release, stagger, held table.
 tuned = partial(Case, rows=128, capability=100)
 
 TUNED = {
@@ -86,14 +85,23 @@ TUNED = {
         *((5, 97, 256), 128, INT8, "shared", 128, 3),
         blocks=2,
         out_dtype="float32",
-        knobs=(16, 32, 4, 1, "Release::kStored", 40, "false"),
+        tuning=dict(
+            kLoadColumns=16,
+            kStepColumns=32,
+            kStagingBuffers=4,
+            kRelease="Release::kStored",
+            kStaggerCycles=40,
+            kKeepTable="false",
+        ),
     ),
     "two blocks, stores together": tuned(
-        *((5, 97, 128), 256, FP8, "none", 256, 2), blocks=2, knobs=(64, 128, 2, 2)
+        *((5, 97, 128), 256, FP8, "none", 256, 2),
+        blocks=2,
+        tuning=dict(kLoadColumns=64, kStepColumns=128, kStoresPerGroup=2),
     ),
     "one block, one buffer": tuned(
         *((5, 97, 128), 64, BF16, "per image", 64, 2),
-        knobs=(32, 32, 1, 1, "Release::kLoaded", 25),
+        tuning=dict(kLoadColumns=32, kStepColumns=32, kStagingBuffers=1, kStaggerCycles=25),
     ),
 }
 
@@ -111,33 +119,35 @@ def compile_source(source, folder, capability=100, patched=None):
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_a_kernel_with_other_knobs_equals_xla(tmp_path, name):
+def test_a_kernel_with_another_tuning_equals_xla(tmp_path, name):
     case = TUNED[name]
     assert_equals_xla(compile_source(case.source, tmp_path), case)
 
 
 # Deliberate bugs: what is replaced by what, and what the emulator says. Of the Blackwell kernel:
-SMALL = tuned((7, 256, 256), 64, INT8, "shared", 64, 3, blocks=2, knobs=(32,))
+SMALL = tuned((7, 256, 256), 64, INT8, "shared", 64, 3, blocks=2, tuning=dict(kLoadColumns=32))
 
 BUGS = {
     "no wait for a free slot": (
-        "ptx::mbarrier_wait(shared_.freed[entry.slot], entry.parity ^ 1);\n        timeline_",
-        "timeline_",
+        "wait(shared_.freed[slot.index], slot.parity ^ 1, Event::kFreed);",
+        "",
         "does not expect them",
     ),
     "no wait for patches": (
-        "ptx::mbarrier_wait(shared_.filled[entry.slot], entry.parity);",
+        "wait(shared_.filled[slot.index], slot.parity, Event::kFilled);",
         "",
         "tcgen05.mma .* reads what was written",
     ),
     "no wait for a free accumulator": (
-        "ptx::mbarrier_wait(shared_.read[accumulator.index], accumulator.parity ^ 1);",
-        "",
+        "wait_for_accumulator(shared_.accumulator_freed[accumulator.index], "
+        "accumulator.parity ^ 1,\n                           Event::kMayMultiply)",
+        "ptx::tcgen05_fence_after_thread_sync()",
         "tcgen05.mma .* writes an accumulator",
     ),
     "no wait for products": (
-        "ptx::mbarrier_wait(shared_.multiplied[accumulator.index], accumulator.parity);",
-        "",
+        "wait_for_accumulator(shared_.multiplied[accumulator.index], accumulator.parity,\n"
+        "                           Event::kMultiplied)",
+        "ptx::tcgen05_fence_after_thread_sync()",
         "accumulator of block",
     ),
     "no wait for a load of tensor memory": (
@@ -146,12 +156,12 @@ BUGS = {
         "used before tcgen05.wait::ld",
     ),
     "no wait for a store's read": (
-        "if (elected) ptx::cp_async_bulk_wait_group_read<buffers / group - 1>();",
+        "if (elected) ptx::cp_async_bulk_wait_group_read<kBuffers / kGroup - 1>();",
         "",
         "stmatrix overwrites what is read",
     ),
     "no fence before a store": (
-        "          ptx::fence_proxy_async();\n",
+        "    ptx::fence_proxy_async();\n",
         "",
         "without a fence.proxy.async",
     ),
@@ -161,13 +171,13 @@ BUGS = {
         "tcgen05.mma .* writes an accumulator",
     ),
     "no fence behind the release": (
-        "accumulator.parity ^ 1);\n      ptx::tcgen05_fence_after_thread_sync();",
-        "accumulator.parity ^ 1);",
+        "wait_for_accumulator(shared_.accumulator_freed",
+        "wait(shared_.accumulator_freed",
         "tcgen05.mma .* writes an accumulator",
     ),
     "no fence behind the products": (
-        "accumulator.parity);\n      ptx::tcgen05_fence_after_thread_sync();",
-        "accumulator.parity);",
+        "wait_for_accumulator(shared_.multiplied",
+        "wait(shared_.multiplied",
         "tcgen05.ld reads an accumulator",
     ),
     "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
@@ -237,13 +247,13 @@ BUGS = {
         "registers; its block has .* that are free",
     ),
     "lanes do not meet before a store": (
-        "          ptx::fence_proxy_async();\n          __syncwarp();\n",
-        "          ptx::fence_proxy_async();\n",
+        "    ptx::fence_proxy_async();\n    __syncwarp();\n",
+        "    ptx::fence_proxy_async();\n",
         "no barrier orders that before",
     ),
     "one lane fences for all": (
-        "          ptx::fence_proxy_async();\n",
-        "          if (elected) ptx::fence_proxy_async();\n",
+        "    ptx::fence_proxy_async();\n",
+        "    if (elected) ptx::fence_proxy_async();\n",
         "without a fence.proxy.async of the lanes",
     ),
 }
@@ -257,12 +267,12 @@ NARROW = Case((5, 131, 896), 128, FP8, "shared", 128, 6, rows=128, stream_weight
 
 HOPPER_BUGS = {
     "no wait for a free slot": (
-        "ptx::mbarrier_wait(shared_.freed[patches.slot], patches.parity ^ 1);",
+        "ptx::mbarrier_wait(shared_.freed[chunk.patches.slot], chunk.patches.parity ^ 1);",
         "",
         "a TMA load .* overwrites|does not expect them",
     ),
     "no wait for patches": (
-        "ptx::mbarrier_wait(shared_.filled[slot], chunk.patches.parity);",
+        "wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);",
         "",
         "wgmma.* reads what",
     ),
@@ -287,19 +297,20 @@ HOPPER_BUGS = {
         "a TMA load .* overwrites|overwrites what is read",
     ),
     "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
-    "no turn": (
-        "ptx::mbarrier_wait(shared_.turn[member], (n & 1) ^ (member == 0));",
+    "no wait for the other warpgroup's products": (
+        "wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), "
+        "Event::kMayMultiply);",
         "",
         "does not expect them|results differ|reads what",
     ),
-    "the turn is passed too early": (
+    "the other warpgroup may multiply too early": (
         "k == args_.chunks - 1 && threadIdx.x",
         "k == 0 && threadIdx.x",
         "does not expect them|results differ|reads what",
     ),
     "the wrong rows of the table": (
-        "run.table_row + member * rows",
-        "run.table_row",
+        "segment.table_row + warpgroup * rows",
+        "segment.table_row",
         "results differ",
     ),
     "a tail is stored": ("first_row + below < args_.M", "true", "outside of all arrays"),
@@ -309,14 +320,14 @@ ALL_BUGS = [(SMALL, name) for name in BUGS] + [
     (NARROW if name == "no wait for a free slot" else WIDE, name) for name in HOPPER_BUGS
 ]
 
-# The Hopper kernel's turns guard against slots that are filled late, which takes luck.
+# Hopper's other_products_issued guards against slots that are filled late, which takes luck.
 BUG_SCHEDULES = (*SCHEDULES, *(({"load": "random", "multiply": "eager"}, i) for i in range(5, 25)))
 
 
 # The register counts of each chip's kernel, and too large ones.
 REGISTERS = {
     100: ("kStoreRegisters = 232", "kStoreRegisters = 240"),
-    90: ("kNeedsMost ? 240 : 232", "kNeedsMost ? 248 : 240"),
+    90: ("kNeedsMost ? kMostRegisters : 232", "kNeedsMost ? 248 : 240"),
 }
 
 
@@ -325,7 +336,7 @@ def test_more_registers_than_there_are_do_not_compile(tmp_path, case):
     right, wrong = REGISTERS[case.capability]
     source = (FFI / f"patch_embed_sm{case.capability}.cu").read_text()
     assert source.count(right) == 1
-    kernel = case.source if case.knobs else cuda_launch.source(case.config)
+    kernel = case.source if case.tuning else cuda_launch.source(case.config)
     with pytest.raises(subprocess.CalledProcessError) as caught:
         compile_source(kernel, tmp_path, case.capability, source.replace(right, wrong))
     assert "setmaxnreg would wait for ever" in caught.value.stderr
@@ -337,7 +348,7 @@ def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
     right, wrong, message = bugs[name]
     source = (FFI / f"patch_embed_sm{case.capability}.cu").read_text()
     assert source.count(right) == 1
-    kernel = case.source if case.knobs else cuda_launch.source(case.config)
+    kernel = case.source if case.tuning else cuda_launch.source(case.config)
     ptx = compile_source(kernel, tmp_path, case.capability, source.replace(right, wrong))
     operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
     expected = np.asarray(xla.run(*operands, out_dtype=case.out_dtype))

@@ -363,7 +363,7 @@ def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kerne
     expected = np.asarray(compute(cuda, *operands, out_dtype=out_dtype, config=config))
     assert check(jnp.asarray(expected), operands, out_dtype)[0] == 0
     arrays = dict(zip(("patches", "weight", "scale", "table"), map(np.asarray, operands)))
-    arrays["runs"], _ = cuda_launch.prepared(config, problem)
+    arrays["segments"], _ = cuda_launch.prepared(config, problem, CHIP)
     arrays["y"] = np.full(expected.nbytes, CANARY, np.uint8)
     places, arena = {}, [np.full(GAP, CANARY, np.uint8)]
     for name, array in arrays.items():
@@ -373,7 +373,7 @@ def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kerne
     before = np.concatenate(arena)
     memory = jax.device_put(before).block_until_ready()
     begin = memory.unsafe_buffer_pointer()
-    cuda_launch.launch(config, problem, {name: begin + at for name, at in places.items()})
+    cuda_launch.launch(config, problem, CHIP, {name: begin + at for name, at in places.items()})
     after = np.array(memory)
     y = slice(places["y"], places["y"] + expected.nbytes)
     assert (after[y] == expected.reshape(-1).view(np.uint8)).all()

@@ -1,4 +1,4 @@
-// The 32-bit descriptor that tells tcgen05.mma its types and shape (PTX ISA 9.7.16.4.2).
+// The 32-bit instruction descriptor of tcgen05.mma: types and shape (PTX ISA 9.7.16.4.2).
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace patch_embed::ptx {
 
-// A product [rows, columns] of two operands of this type, with K innermost in both:
+// Describes a product [rows, columns] of two operands of this dtype, with K innermost in both:
 //
 //   bits   field                      kind::f8f6f4   kind::f16      kind::i8
 //   0-3    sparsity, saturation       0              0              0

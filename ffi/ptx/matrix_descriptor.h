@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+// Marks functions that both the host and the kernels call.
 #ifdef __CUDACC__
 #define PATCH_EMBED_HOST_DEVICE __host__ __device__
 #else
@@ -13,15 +14,15 @@
 
 namespace patch_embed::ptx {
 
-// Rows of a core matrix, which is what the 128-byte swizzle repeats after.
+// Rows of a core matrix. The 128-byte swizzle repeats after as many.
 constexpr uint32_t kSwizzledRows = 8;
 
-// A field of an address or a distance: 14 bits, in units of 16 bytes.
+// Encodes an address or a distance: 14 bits, in units of 16 bytes.
 constexpr PATCH_EMBED_HOST_DEVICE uint64_t descriptor_field(uint32_t bytes) {
   return (bytes & 0x3FFFF) >> 4;
 }
 
-// Rows of 128 bytes of K, one below the other, with the 128-byte swizzle:
+// The descriptor of rows of 128 bytes of K, one below the other, with the 128-byte swizzle:
 //
 //   bits   field                  here
 //   0-13   start address          of the first row, plus the bytes of K before the product's
@@ -34,7 +35,7 @@ constexpr PATCH_EMBED_HOST_DEVICE uint64_t matrix_descriptor(uint32_t address) {
          descriptor_field(kSwizzledRows * 128) << 32 | uint64_t{1} << 62;
 }
 
-// The same for tcgen05.mma, which differs in
+// The same for tcgen05.mma, whose descriptor differs in these fields:
 //
 //   46-48  version                0b001
 //   52     leading dimension mode 0: relative
@@ -44,7 +45,7 @@ constexpr PATCH_EMBED_HOST_DEVICE uint64_t tcgen05_matrix_descriptor(uint32_t ad
          descriptor_field(kSwizzledRows * 128) << 32 | uint64_t{1} << 46 | uint64_t{2} << 61;
 }
 
-// The descriptor of what lies so many bytes further.
+// The descriptor of the matrix that begins so many bytes later.
 constexpr PATCH_EMBED_HOST_DEVICE uint64_t advance(uint64_t descriptor, uint32_t bytes) {
   return descriptor + descriptor_field(bytes);
 }

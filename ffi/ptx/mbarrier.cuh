@@ -31,7 +31,7 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier& barrier) {
                : "memory");
 }
 
-// 9.7.13.15.13: an arrival, and so many bytes are to come.
+// 9.7.13.15.13: arrives, and makes the phase wait for so many bytes.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                    shared_address(&barrier)),
@@ -39,20 +39,20 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, uin
                : "memory");
 }
 
-// 9.7.9.23: the address that a variable of this block has in the one of this rank in the cluster.
+// 9.7.9.23: the address of the same variable in the cluster's block of this rank.
 __device__ __forceinline__ uint32_t mapa(const void* pointer, uint32_t rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
   return address;
 }
 
-// 9.7.13.15.13: an arrival at a barrier of the cluster, whose address `mapa` gives. Of its memory a
-// thread of another block sees nothing: that is .release.cluster, and a MEMBAR.ALL.GPU.
+// 9.7.13.15.13: arrives at a barrier of any block of the cluster, at an address from `mapa`. It makes no
+// memory visible to other blocks: .release.cluster would, and costs a MEMBAR.ALL.GPU.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// 9.7.13.15.16: whether the phase of this parity is complete; waits for a while.
+// 9.7.13.15.16: waits for a limited time; returns whether the phase of this parity is complete.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(Mbarrier& barrier, uint32_t parity) {
   uint32_t complete;
   asm volatile(
@@ -65,7 +65,7 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(Mbarrier& barrier, uint
   return complete;
 }
 
-// Waits for the phase of this parity. Of a new barrier the phase of parity 1 counts as complete.
+// Waits for the phase of this parity. On a new barrier the phase of parity 1 counts as complete.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, uint32_t parity) {
   while (!mbarrier_try_wait_parity(barrier, parity)) {
   }
@@ -76,7 +76,7 @@ __device__ __forceinline__ void barrier_cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// 9.7.13.3: an arrival that orders no memory but what fence_mbarrier_init covers.
+// 9.7.13.3: arrives and orders no memory; only what fence_mbarrier_init covers becomes visible.
 __device__ __forceinline__ void barrier_cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

@@ -9,8 +9,8 @@
 
 namespace patch_embed::ptx {
 
-// 9.7.16.7: a whole warp gets so many columns of tensor memory; writes their address. With two blocks
-// a warp of each has to execute it, and the first may wait there for the second (9.7.16.5), so both
+// 9.7.16.7: a whole warp allocates so many columns of tensor memory, whose address is written. With two
+// blocks one warp of each executes it. The first may wait there for the second (9.7.16.5), so both
 // blocks must have been launched.
 template <int blocks, int columns>
 __device__ __forceinline__ void tcgen05_alloc(uint32_t& address) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void tcgen05_dealloc(uint32_t address) {
   }
 }
 
-// 9.7.16.11: orders tensor memory before what orders threads, and behind it.
+// 9.7.16.11: order accesses to tensor memory before, and after, what orders threads.
 __device__ __forceinline__ void tcgen05_fence_before_thread_sync() {
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
 }
@@ -75,8 +75,8 @@ __device__ __forceinline__ void tcgen05_mma(uint32_t d, uint64_t a, uint64_t b,
 #undef PATCH_EMBED_MMA
 }
 
-// 9.7.16.12: an arrival when all products that this thread has issued are done, in both blocks of a
-// pair at the same place.
+// 9.7.16.12: arrives when all products that this thread has issued are done. In a pair it arrives at
+// this barrier of both blocks.
 template <int blocks>
 __device__ __forceinline__ void tcgen05_commit(Mbarrier& barrier) {
   if constexpr (blocks == 2) {
@@ -93,8 +93,8 @@ __device__ __forceinline__ void tcgen05_commit(Mbarrier& barrier) {
   }
 }
 
-// 9.7.16.8: 16 rows and `words` / 4 times 8 columns of tensor memory. Lane 4 r + c has in words 4 j
-// to 4 j + 3 the columns 8 j + 2 c and 8 j + 2 c + 1 of row r, and those of row r + 8.
+// 9.7.16.8: loads 16 rows and `words` / 4 times 8 columns of tensor memory. Words 4 j to 4 j + 3 of
+// lane 4 r + c are columns 8 j + 2 c and 8 j + 2 c + 1 of row r, and the same columns of row r + 8.
 template <int words>
 __device__ __forceinline__ void tcgen05_ld_16x256b(uint32_t (&d)[words], uint32_t address);
 
@@ -133,7 +133,7 @@ PATCH_EMBED_LOAD(32, 8)
 #undef WORDS_32
 #undef PATCH_EMBED_LOAD
 
-// 9.7.16.8: until the registers of all loads of this thread are there.
+// 9.7.16.8: waits until all loads of this thread have filled their registers.
 __device__ __forceinline__ void tcgen05_wait_ld() {
   asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
 }

@@ -1,5 +1,5 @@
-// Copies by TMA: PTX ISA 9.7.9.25. Those to shared memory arrive at an mbarrier, those from there are
-// counted in groups of the thread that issues them.
+// Copies by TMA: PTX ISA 9.7.9.25. Loads into shared memory arrive at an mbarrier. Stores belong to bulk
+// groups of the thread that issues them.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace patch_embed::ptx {
 
-// 9.7.9.25.4.1: neighbouring bytes; addresses and size are multiples of 16.
+// 9.7.9.25.4.1: loads neighbouring bytes. Addresses and size are multiples of 16.
 __device__ __forceinline__ void cp_async_bulk(void* target, const void* source, uint32_t bytes,
                                               Mbarrier& arrived) {
   asm volatile(
@@ -19,7 +19,7 @@ __device__ __forceinline__ void cp_async_bulk(void* target, const void* source, 
       : "memory");
 }
 
-// 9.7.9.25.5.2: the box at these coordinates, innermost first.
+// 9.7.9.25.5.2: loads the box at these coordinates, innermost first.
 __device__ __forceinline__ void cp_async_bulk_tensor(void* target, const CUtensorMap& map, int x,
                                                      int y, Mbarrier& arrived) {
   asm volatile(
@@ -29,7 +29,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor(void* target, const CUtenso
       : "memory");
 }
 
-// The same for a block of a pair: it arrives at a barrier of either, whose address `mapa` gives.
+// The same in a pair of blocks: arrives at a barrier of either block, at an address from `mapa`.
 __device__ __forceinline__ void cp_async_bulk_tensor_of_pair(void* target, const CUtensorMap& map,
                                                              int x, int y, uint32_t arrived) {
   asm volatile(
@@ -49,12 +49,12 @@ __device__ __forceinline__ void cp_async_bulk_tensor(void* target, const CUtenso
       : "memory");
 }
 
-// 9.7.13.4: what this thread knows of shared memory becomes visible to TMA and the tensor cores.
+// 9.7.13.4: makes this thread's accesses to shared memory visible to TMA and the tensor cores.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// 9.7.9.25.5.2: stores the box at these coordinates, as far as it is inside of the tensor.
+// 9.7.9.25.5.2: stores the part of the box at these coordinates that lies inside the tensor.
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap& map, int x, int y,
                                                            const void* source) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::
@@ -68,7 +68,8 @@ __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// 9.7.9.25.6.2: until of all groups of this thread but the last ones shared memory has been read.
+// 9.7.9.25.6.2: waits until all but the last `pending` store groups of this thread have finished reading
+// shared memory.
 template <int pending>
 __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");

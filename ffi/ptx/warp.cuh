@@ -1,4 +1,4 @@
-// What warps do with their lanes and registers.
+// Instructions on a warp's lanes and registers.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace patch_embed::ptx {
 
-// 9.7.13.14: whether this lane is the one that is elected; the same one every time.
+// 9.7.13.14: returns whether this lane is the elected one. It is the same lane every time.
 __device__ __forceinline__ bool elect_sync() {
   uint32_t elected;
   asm volatile(
@@ -17,7 +17,7 @@ __device__ __forceinline__ bool elect_sync() {
   return elected;
 }
 
-// 9.7.19.5: registers of a thread of this warpgroup from now on.
+// 9.7.19.5: sets the number of registers of each thread of this warpgroup.
 template <int count>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
@@ -28,14 +28,14 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// 9.7.9.21: two floats rounded to bfloat16, the first one in the lower half.
+// 9.7.9.21: rounds two floats to bfloat16 and packs them, the first into the lower half.
 __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// 9.7.9.9: words of memory that nobody writes while the kernel runs.
+// 9.7.9.9: loads words of global memory that no thread writes while the kernel runs.
 __device__ __forceinline__ void ld_global_nc(uint32_t (&words)[4], const void* source) {
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -48,8 +48,8 @@ __device__ __forceinline__ void ld_global_nc(uint32_t (&words)[2], const void* s
                : "l"(__cvta_generic_to_global(source)));
 }
 
-// 9.7.14.5.16: four matrices of 8 x 8 times 16 bits. Lane 4 r + c has of each the elements 2 c and
-// 2 c + 1 of row r; lane 8 m + r has the place of row r of matrix m.
+// 9.7.14.5.16: stores four matrices of 8 x 8 elements of 16 bits. Lane 4 r + c holds elements 2 c and
+// 2 c + 1 of row r of each matrix; lane 8 m + r holds the address of row r of matrix m.
 __device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(row))),
@@ -57,14 +57,15 @@ __device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&words)[4
                : "memory");
 }
 
-// 10: the low half of the multiprocessor's cycles.
+// 10: the lower half of the multiprocessor's cycle counter.
 __device__ __forceinline__ uint32_t clock() {
   uint32_t cycles;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles));
   return cycles;
 }
 
-// 9.7.13.4, if the word is one number: comes behind whatever gives the word, and does no harm.
+// Waits until a word has been loaded: a fence (9.7.13.4) that depends on the word's value, and that is
+// executed only for one unlikely value.
 __device__ __forceinline__ void membar_cta_if(uint32_t word) {
   asm volatile(
       "{ .reg .pred found;\n"
@@ -72,8 +73,8 @@ __device__ __forceinline__ void membar_cta_if(uint32_t word) {
       "@found membar.cta; }" ::"r"(word));
 }
 
-// No instruction: the compiler takes the value for one that is computed here, and so computes
-// nothing from it earlier.
+// No instruction: the compiler must assume that the value changes here, so it computes nothing from it
+// earlier.
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
 __device__ __forceinline__ void pin(int32_t& value) { asm volatile("" : "+r"(value)); }
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)); }

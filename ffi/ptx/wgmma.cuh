@@ -9,7 +9,8 @@
 
 namespace patch_embed::ptx {
 
-// 9.7.15.7.1: before the first product of accumulators that anything else has touched.
+// 9.7.15.7.1: orders register accesses before the next products. Needed before the first product, and
+// after anything else has touched the accumulators.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -19,27 +20,27 @@ __device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// 9.7.15.7.3: until at most so many groups are in flight.
+// 9.7.15.7.3: waits until at most `pending` groups are in flight.
 template <int pending>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// What products are added up in.
+// The type of an accumulator.
 template <Type dtype>
 using Sum = std::conditional_t<dtype == Type::kInt8, int32_t, float>;
 
-// Bytes of K of a product.
+// Bytes of K that one wgmma multiplies.
 constexpr int kProductBytes = 32;
 
 // 9.7.15.5.2: d = a b^T + (accumulate ? d : 0), for a [64, 32 bytes] and b [n, 32 bytes] in shared
-// memory. Thread t of the warpgroup has in d[i] row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2) and
+// memory. In thread t of the warpgroup, d[i] is at row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2) and
 // column 8 (i / 4) + 2 (t % 4) + i % 2.
 template <Type dtype, int n>
 __device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], uint64_t a,
                                       uint64_t b, bool accumulate);
 
-// The lists "%0, %1, ..." of accumulators, by the tens of their numbers, and what these are.
+// The operand lists "%0, %1, ..." of the accumulators, ten numbers at a time, and the operands.
 #define TEN(t)                                                                              \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t \
   "9, "

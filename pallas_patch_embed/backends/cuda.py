@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_patch_embed.backends import cuda_build, tiles
-from pallas_patch_embed.backends.mosaic import sm90
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
 from pallas_patch_embed.chips import B200, B300, H200, Chip, Target
@@ -41,7 +40,7 @@ LIBRARY = Path(__file__).with_name("libpatch_embed.so")
 WHY_NOT = LIBRARY.with_suffix(".txt")
 
 # Of what this module and the library say to each other; kInterface in ffi/binding.cc.
-INTERFACE = 1
+INTERFACE = 2
 
 # As the names of the kernels have the types.
 SPELLED = {"float8_e4m3fn": "e4m3", "int8": "i8", "bfloat16": "bf16", "float32": "f32"}
@@ -61,6 +60,7 @@ class Config:
       dtype: of patches and weight, as in SPELLED.
       out_dtype: of the result, as in SPELLED.
       has_table: whether it adds rows of a table instead of one row of offsets.
+      tile_m: rows of a tile.
       tile_n: columns of N of a worker.
       rows: of a warpgroup's (Hopper) or a thread block's (Blackwell) share of a tile.
       blocks: thread blocks of a worker.
@@ -74,17 +74,13 @@ class Config:
     dtype: str
     out_dtype: str
     has_table: bool
+    tile_m: int
     tile_n: int
     rows: int
     blocks: int
     slots: int
     stream_weight: bool
     built: bool
-
-    @property
-    def tile_m(self) -> int:
-        """Rows of a tile."""
-        return self.rows * (sm90.CONSUMERS if self.capability == 90 else self.blocks)
 
     def serves(self, problem: Problem) -> bool:
         """Whether it is built, and for the dtypes and the kind of table of a problem."""
