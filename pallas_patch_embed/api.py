@@ -78,7 +78,7 @@ def patch_embed(
         broadcast against those of patches: positions per image have all of them. As at packing,
         the table is offset + positions, added in float32 and rounded to bfloat16 (not rounded if
         `params.dtype` is float32).
-      backend: a name from `backends()`; None for the one that `explain` says is chosen.
+      backend: a name from `backend_names()`; None for the one that `explain` says is chosen.
       out_dtype: bfloat16 or float32, to which the result is rounded once.
 
     Returns:
@@ -108,7 +108,7 @@ def embed_images(
         params' grid, unless positions are given or the params have none.
       params: PatchEmbedParams.
       position_embedding: [..., S, N] floating-point, replaces the stored positions.
-      backend: a name from `backends()`; None for the one that `explain` says is chosen.
+      backend: a name from `backend_names()`; None for the one that `explain` says is chosen.
       out_dtype: bfloat16 or float32.
 
     Returns:

@@ -18,7 +18,7 @@ from planned import few
 from short_suite import keep
 
 from pallas_patch_embed.backends import schedule, xla
-from pallas_patch_embed.backends.mosaic import SM100, launch, sm100
+from pallas_patch_embed.backends.mosaic import SM100, launch, layouts, sm100
 from pallas_patch_embed.backends.mosaic import interpreted as memory
 from pallas_patch_embed.backends.mosaic.sm100 import Config
 from pallas_patch_embed.chips import B200
@@ -305,7 +305,7 @@ def outcome(alteration, monkeypatch, mode):
     """Runs the altered kernel and compares its whole output."""
     two_blocks.install(monkeypatch)
     if isinstance(alteration, Altered):
-        for module in (sm100, launch):
+        for module in (sm100, layouts, launch):
             monkeypatch.setattr(module, "plgpu", alteration)
     else:
         alteration(monkeypatch)

@@ -41,7 +41,7 @@ for x in (images, jnp.float32(images)):
     chosen: str = ppe.explain(x, params, position_embedding=positions).chosen
 ppe.embed_images([[0.5]], params)  # type: ignore[arg-type]
 reasons = [row.reason for row in ppe.explain((2, 4, 128), params, out_dtype=np.float32)]
-print(params.N, params.dtype, params.grid, params.table, ppe.backends(), ppe.__version__, reasons)
+print(params.N, params.dtype, params.grid, params.table, ppe.backend_names(), ppe.__version__, reasons)
 
 encoder = ppe.siglip2.load_encoder("folder", image_size=384, patch_dtype=jnp.int8)
 pooled: jax.Array = encoder(images).pooler_output  # type: ignore[assignment]
