@@ -12,7 +12,6 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 from ptx_emulator.machine import Machine
@@ -20,6 +19,7 @@ from ptx_emulator.memory import GlobalMemory
 from ptx_emulator.parser import parse
 from ptx_emulator.tensor import ELEMENTS
 from ptx_emulator.tma import TensorMap
+from repository import DATA
 from scalar_cases import CASES, operands, stored
 
 KIB = 1024
@@ -677,7 +677,7 @@ def wgmma() -> Iterator[Program]:
 
 
 # What a GPU answered.
-ANSWERS = Path(__file__).parent / "data" / "chip_answers.json"
+ANSWERS = DATA / "chip_answers.json"
 
 FAMILIES = {
     f.__name__: f for f in (scalar, lop3, lanes, matrices, memory, clusters, mbarriers, tma, wgmma)

@@ -17,8 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 from ptx_emulator.machine import EAGER
-
-TESTS = Path(__file__).parent
+from repository import environment
 
 # So few that there are more tiles than workers.
 MULTIPROCESSORS = 4
@@ -160,7 +159,7 @@ def _compiler(backend: str) -> subprocess.Popen:
     """The process that compiles a backend's cases; it ends with this one."""
     command = [sys.executable, __file__, backend]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    return subprocess.Popen(command, text=True, **pipes)
+    return subprocess.Popen(command, text=True, env=environment(), **pipes)
 
 
 @functools.cache
@@ -206,7 +205,6 @@ def main(backend: str) -> None:
 
     Says of each what went wrong, or null.
     """
-    sys.path[:0] = [str(TESTS.parent)]
     from benchmarks import offline_compile
 
     with offline_compile.compiler(sass=False) as dumped:

@@ -1,13 +1,10 @@
 """The checkpoints in tests/data and what the original implementations gave for them."""
 
-from pathlib import Path
-
 import numpy as np
+from repository import DATA
 from safetensors.numpy import load_file
 
 from pallas_patch_embed.siglip2 import batch_naflex
-
-DATA = Path(__file__).parent / "data"
 
 # name -> (patch size, layout of the patch embedding's kernel)
 GOLDENS = {

@@ -18,8 +18,7 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
-
-TESTS = Path(__file__).parent
+from repository import environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +122,13 @@ BROKEN = {
 def compiled(name: str, folder: Path) -> Path:
     """Compiles a case; the stem of its dumped files."""
     command = [sys.executable, __file__, name, folder]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    subprocess.run(command, check=True, capture_output=True, text=True, env=environment())
     (ptx,) = folder.glob("*.ptx")
     return ptx.with_suffix("")
 
 
 def main(name: str, folder: Path) -> None:
     """Compiles a case."""
-    sys.path[:0] = [str(TESTS.parent)]
     from benchmarks import offline_compile
 
     with offline_compile.compiler() as dumped:

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +19,13 @@ import pytest
 from bounds import draw_params
 from interpreter import problem_of
 from planned import compute, refusal
+from repository import ROOT, TESTS, environment
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import BACKENDS, cuda, cuda_build, explain, schedule, tiles
 from pallas_patch_embed.chips import A100, B200, B300, H200, RTX_5090, Target
 from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
 
-TESTS = Path(__file__).parent
 CHIPS = {90: H200, 100: B200}
 HOPPER, ULTRA = Target("cuda", H200), Target("cuda", B300)
 LONG = {short: dtype for dtype, short in cuda.SPELLED.items()}
@@ -468,7 +467,7 @@ def test_the_library_is_loaded_at_first_use_and_registered_when_lowered():
         [sys.executable, "-c", LAZY],
         capture_output=True,
         text=True,
-        cwd=TESTS.parent,
+        cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert result.returncode == 0, result.stderr
@@ -478,7 +477,7 @@ def test_the_library_is_loaded_at_first_use_and_registered_when_lowered():
 def test_a_process_that_lowers_nothing_can_register_the_kernels():
     code = "import pallas_patch_embed as ppe; ppe.register_cuda_kernels()"
     command = [sys.executable, "-c", code + "; print(open('/proc/self/maps').read())"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert "libpatch_embed" in result.stdout
 
@@ -971,12 +970,10 @@ def test_the_backend_refuses_a_chip_whose_driver_is_too_old(handle, flags):
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env={
-            **os.environ,
-            "LD_LIBRARY_PATH": str(handle.compiled(*flags)),
-            "PYTHONPATH": str(TESTS),
-            "JAX_PLATFORMS": "cpu",
-        },
+        env=environment(
+            LD_LIBRARY_PATH=str(handle.compiled(*flags)),
+            JAX_PLATFORMS="cpu",
+        ),
     )
     assert result.returncode == 0, result.stderr
     assert re.search(TOO_OLD if flags else "^None$", result.stdout)

@@ -4,13 +4,13 @@ import ctypes
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from benchmarks.machine_code import count, cuda_root, innermost_loop, read_cubin
 
-FFI = Path(__file__).parent.parent / "ffi"
+FFI = ROOT / "ffi"
 DTYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16"}
 
 HOST = """

@@ -1,12 +1,10 @@
 """The Hopper kernels, of Pallas and of CUDA, and the Triton kernel, on a Hopper GPU."""
 
 import functools
-import os
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -17,6 +15,7 @@ from gpu import DTYPES, PROGRAMS, RUNS, check, draw, gpu, runs_of
 from jax import lax
 from jax.experimental.compute_on import compute_on
 from planned import compute
+from repository import environment
 
 import pallas_patch_embed as ppe
 from benchmarks import cuda_launch, timeline
@@ -26,7 +25,6 @@ from pallas_patch_embed.backends.mosaic import SM90
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import Problem, named_shape
 
-TESTS = Path(__file__).parent
 CHIP = None if gpu() is None else Target.of(gpu()).chip
 
 pytestmark = [
@@ -422,14 +420,11 @@ def test_compute_sanitizer_finds_nothing(backend, tool):
         command,
         capture_output=True,
         text=True,
-        cwd=TESTS,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cuda,cpu",
+        env=environment(
+            JAX_PLATFORMS="cuda,cpu",
             # One allocation a buffer: beyond it is nobody's.
-            "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
-            "PYTHONPATH": f"{TESTS.parent}:{TESTS}:{os.environ.get('PYTHONPATH', '')}",
-        },
+            XLA_PYTHON_CLIENT_ALLOCATOR="platform",
+        ),
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
     assert "ERROR SUMMARY: 0 errors" in result.stdout or tool == "racecheck"

@@ -9,16 +9,15 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from repository import ROOT
 
 from pallas_patch_embed.backends import cuda_build
 
 pytestmark = pytest.mark.slow("builds packages, or asks a package index")
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PYTHONS = re.findall(r":: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
 BACKENDS = "pallas_patch_embed/backends"

@@ -3,17 +3,15 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.chips import B200, B300, H200
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
-
-ROOT = Path(__file__).parent.parent
 
 needs_compilers = pytest.mark.usefixtures("compilers")
 

@@ -5,15 +5,14 @@ import pkgutil
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import ROOT
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed import demo
 
-ROOT = Path(__file__).parent.parent
 SOURCES = ("pallas_patch_embed", "tests", "benchmarks", "ffi")
 
 

@@ -6,11 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from repository import ROOT
 
 CHECKERS = {
     "mypy": ["--strict"],
@@ -41,7 +39,8 @@ for x in (images, jnp.float32(images)):
     chosen: str = ppe.explain(x, params, position_embedding=positions).chosen
 ppe.embed_images([[0.5]], params)  # type: ignore[arg-type]
 reasons = [row.reason for row in ppe.explain((2, 4, 128), params, out_dtype=np.float32)]
-print(params.N, params.dtype, params.grid, params.table, ppe.backend_names(), ppe.__version__, reasons)
+print(params.N, params.dtype, params.grid, params.table, ppe.backend_names(), reasons)
+print(ppe.__version__)
 
 encoder = ppe.siglip2.load_encoder("folder", image_size=384, patch_dtype=jnp.int8)
 pooled: jax.Array = encoder(images).pooler_output  # type: ignore[assignment]

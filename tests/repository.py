@@ -1,0 +1,14 @@
+"""Folders of the repository, and how another process finds what the tests import."""
+
+import os
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+DATA = TESTS / "data"
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of a process that imports the same modules as this one."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
