@@ -12,11 +12,11 @@ import re
 
 import numpy as np
 import pytest
-from ptx import addresses, fails, launched, ptx, run, told
 from ptx_emulator import isa
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.machine import Machine
 from ptx_emulator.parser import Immediate, parse
+from ptx_emulator.ptx import addresses, fails, launched, ptx, run, told
 from scalar_cases import CASES, LANES, decode, drawn, encode, operands, stored, width, with_one_nan
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"

@@ -9,9 +9,9 @@ import random
 
 import numpy as np
 import pytest
-from ptx import HERE, exchanged, fails, run
 from ptx_emulator import isa
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
+from ptx_emulator.ptx import HERE, exchanged, fails, run
 from ptx_emulator.tma import TensorMap
 
 SECTION = "9.7.9.25 asynchronous copy"

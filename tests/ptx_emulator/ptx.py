@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+
 from ptx_emulator.machine import Machine
 from ptx_emulator.parser import parse
 
