@@ -17,10 +17,10 @@ import numpy as np
 from ptx_emulator.machine import Machine
 from ptx_emulator.memory import GlobalMemory
 from ptx_emulator.parser import parse
+from ptx_emulator.scalar_cases import CASES, operands, stored
 from ptx_emulator.tensor import ELEMENTS
 from ptx_emulator.tma import TensorMap
 from repository import DATA
-from scalar_cases import CASES, operands, stored
 
 KIB = 1024
 

@@ -17,7 +17,17 @@ from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, Unsuppo
 from ptx_emulator.machine import Machine
 from ptx_emulator.parser import Immediate, parse
 from ptx_emulator.ptx import addresses, fails, launched, ptx, run, told
-from scalar_cases import CASES, LANES, decode, drawn, encode, operands, stored, width, with_one_nan
+from ptx_emulator.scalar_cases import (
+    CASES,
+    LANES,
+    decode,
+    drawn,
+    encode,
+    operands,
+    stored,
+    width,
+    with_one_nan,
+)
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
 COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
