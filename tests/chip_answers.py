@@ -11,10 +11,10 @@ import ctypes
 import json
 from pathlib import Path
 
-import chip_programs
 import emulated
 import numpy as np
 from interpreter import draw_operands
+from ptx_emulator import chip_programs
 
 # Of the CUDA driver API (cuda.h).
 COMPUTE_CAPABILITY = (75, 76)

@@ -3,8 +3,8 @@
 import itertools
 import json
 
-import chip_programs
 import pytest
+from ptx_emulator import chip_programs
 from short_suite import keep
 
 ANSWERS = json.loads(chip_programs.ANSWERS.read_text())

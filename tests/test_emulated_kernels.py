@@ -7,7 +7,6 @@ import json
 import os
 import re
 
-import chip_programs
 import numpy as np
 import pytest
 from bounds import assert_bit_equal
@@ -21,7 +20,7 @@ from emulated import (
     emulated,
 )
 from interpreter import draw_operands
-from ptx_emulator import mosaic
+from ptx_emulator import chip_programs, mosaic
 from ptx_emulator.errors import EmulatorError
 from ptx_emulator.parser import parse
 

@@ -14,13 +14,14 @@ import random
 from collections.abc import Iterator
 
 import numpy as np
+from repository import DATA
+
 from ptx_emulator.machine import Machine
 from ptx_emulator.memory import GlobalMemory
 from ptx_emulator.parser import parse
 from ptx_emulator.scalar_cases import CASES, operands, stored
 from ptx_emulator.tensor import ELEMENTS
 from ptx_emulator.tma import TensorMap
-from repository import DATA
 
 KIB = 1024
 
