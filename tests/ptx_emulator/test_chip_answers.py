@@ -4,8 +4,9 @@ import itertools
 import json
 
 import pytest
-from ptx_emulator import chip_programs
 from short_suite import keep
+
+from ptx_emulator import chip_programs
 
 ANSWERS = json.loads(chip_programs.ANSWERS.read_text())
 # Every 20th program, and all of them in parts: (the first, step).

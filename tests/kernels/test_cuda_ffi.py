@@ -726,7 +726,7 @@ def handle(tmp_path_factory):
         target = folder / "-".join(["driver", *flags]) / "libcuda.so.1"
         if not target.exists():
             target.parent.mkdir()
-            source = TESTS / "fake_driver.cc"
+            source = TESTS / "kernels" / "fake_driver.cc"
             command = [COMPILER, "-std=c++17", "-shared", "-fPIC", *flags, source, "-o", target]
             subprocess.run(command, check=True)
         return target.parent
@@ -740,7 +740,7 @@ def handle(tmp_path_factory):
             {**defaults, **one, "attributes": names | one.get("attributes", {})} for one in calls
         ]
         result = subprocess.run(
-            [sys.executable, TESTS / "fake_cuda.py", cuda.LIBRARY],
+            [sys.executable, TESTS / "kernels" / "fake_cuda.py", cuda.LIBRARY],
             input=json.dumps(calls),
             capture_output=True,
             text=True,

@@ -12,6 +12,7 @@ import re
 
 import numpy as np
 import pytest
+
 from ptx_emulator import isa
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.machine import Machine

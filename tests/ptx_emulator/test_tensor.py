@@ -10,10 +10,11 @@ import re
 
 import numpy as np
 import pytest
+
 from ptx_emulator import isa
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.ptx import HERE, exchanged, fails, number, run
-from test_ptx_emulator_mma import TESTED
+from ptx_emulator.test_mma import TESTED
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 

@@ -5,6 +5,7 @@ Where something has to be refused, its twin that is right runs beside it.
 
 import numpy as np
 import pytest
+
 from ptx_emulator import isa
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.ptx import HERE, fails, run

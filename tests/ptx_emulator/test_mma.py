@@ -6,6 +6,7 @@ Where something has to be refused, its twin that is right runs beside it.
 import ml_dtypes
 import numpy as np
 import pytest
+
 from ptx_emulator import isa
 from ptx_emulator.errors import EmulatorError, RaceError
 from ptx_emulator.ptx import HERE, fails, run

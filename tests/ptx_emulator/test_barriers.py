@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+
 from ptx_emulator import isa
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.ptx import HERE, fails, run

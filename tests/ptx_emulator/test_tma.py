@@ -9,6 +9,7 @@ import random
 
 import numpy as np
 import pytest
+
 from ptx_emulator import isa
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.ptx import HERE, exchanged, fails, run

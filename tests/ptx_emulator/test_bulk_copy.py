@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from ptx_emulator.errors import EmulatorError
 from ptx_emulator.machine import Machine
 from ptx_emulator.memory import GlobalMemory

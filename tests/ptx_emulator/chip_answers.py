@@ -14,6 +14,7 @@ from pathlib import Path
 import emulated
 import numpy as np
 from interpreter import draw_operands
+
 from ptx_emulator import chip_programs
 
 # Of the CUDA driver API (cuda.h).
