@@ -251,20 +251,24 @@ def test_many_images_get_a_large_tile_and_no_more_programs_than_run(capability):
 def test_configs_that_lack_registers_are_left_out(capability, dtype):
     chip = chip_of(capability)
 
-    def least(N=768, vector=None, **how):
+    def largest(N=768, vector=None, **how):
+        """The largest `min_vector` of the configs that fit."""
         problem = problem_of(196, N, 768, dtype, B=4736, **how)
         chosen = backend.choose_config(problem, chip, vector)
-        found = backend.fitting_configs(problem, chip, vector)
-        assert chosen in found
-        return max(config.least for config in found)
+        fitting = backend.fitting_configs(problem, chip, vector)
+        assert chosen in fitting
+        assert vector is None or all(config.encodes_pixels for config in fitting)
+        return max(config.min_vector for config in fitting)
 
-    found = [config.least for config in backend.configs(chip)]
-    most, of_pixels = max(found), max(least for least in found if least <= backend.MOST_VECTOR)
+    every = max(config.min_vector for config in backend.configs(chip))
+    encoding = [config for config in backend.configs(chip) if config.encodes_pixels]
+    of_pixels = max(config.min_vector for config in encoding)
     widened = dtype == "float8_e4m3fn" and capability < (8, 9)
-    assert least() == least(out_dtype="float32") == most
-    assert least(vector=16) == (1 if widened else of_pixels)
-    assert least(vector=2) <= (1 if widened else 2)
-    assert least(N=1001) == least(N=1001, vector=16) == least(vector=16, out_dtype="float32") == 1
+    assert largest() == largest(out_dtype="float32") == every
+    assert largest(vector=16) == (1 if widened else of_pixels)
+    assert largest(vector=2) <= (1 if widened else 2)
+    assert largest(N=1001) == largest(N=1001, vector=16) == 1
+    assert largest(vector=16, out_dtype="float32") == 1
 
 
 def test_xla_is_the_better_choice_where_it_was_measured_to_be_faster():

@@ -1,8 +1,8 @@
-"""A Triton kernel, called through jax-triton: NVIDIA GPUs from compute capability 8.0 on.
+"""The Triton backend, called through jax-triton: NVIDIA GPUs of compute capability 8.0 or newer.
 
-Below the other kernels on Hopper and Blackwell, and the one for Ampere and Ada. It also takes
-images as they are, and cuts them into patches while it loads them. The kernel itself is in
-`kernel.py`, which is imported at first use, because Triton is an extra.
+The backend for Ampere and Ada, and the third choice on Hopper and Blackwell. It also takes uint8
+images, which it cuts into patches while it loads them. The kernel is in `kernel.py`, which is
+imported at first use, because Triton is an extra.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,27 +28,27 @@ EVIDENCE = (
     "sm_120, in the tests; every element of its results compared on an H200; not on another GPU."
 )
 
-# The oldest chip that the kernel serves.
-OLDEST = A100
+OLDEST_CHIP = A100
 
-# Of patches, so that those of whole tiles are less than 2^31.
-MOST_ROWS = 2**31 - 256
+# The rows of whole tiles, of at most 128 rows, are numbered with int32.
+MAX_ROWS = 2**31 - 256
 
-# Data centre chips of these compute capabilities have 227 KiB of shared memory for a block; the
-# others, also newer ones, 99 KiB or more.
-LARGE = (9, 10)
+# Major compute capabilities of data centre chips, which have 227 KiB of shared memory for a thread
+# block and multiply twice as fast. The others, also newer ones, have at least 99 KiB.
+DATA_CENTRE = (9, 10)
 
-# What a multiprocessor does in a cycle, about: products of bytes of K (twice as many if LARGE),
-# bytes that it gets from the L2 cache, pixels that it encodes, and elements that it stores.
-PRODUCTS, LOADED, ENCODED, STORED = 2048, 72, 32, 5
+# What a multiprocessor does in a cycle, in the model of `Config.cycles`: bytes of K multiplied
+# (twice as many on DATA_CENTRE), bytes loaded from the L2 cache, pixels encoded, elements stored.
+MULTIPLIED, LOADED, ENCODED, STORED = 2048, 72, 32, 5
 
-# Cycles that a program alone on its multiprocessor waits for wgmma at each step, with int8 and with
-# others; how much longer products take where programs share one; cycles beside all that, of a tile.
-# Fitted to an H200: of tiles measured there (NOTES.md) the fastest is chosen, or one 1% slower.
-ALONE_INT8, ALONE, SHARED, TILE_OVERHEAD = 350, 80, 1.1, 800
+# Cycles that a program which is alone on its multiprocessor waits for wgmma at each step, with int8
+# and with other dtypes; the factor by which products take longer where programs share one; and
+# cycles of a tile besides all that. All four are fitted to an H200: of the tiles measured there
+# (NOTES.md) the model chooses the fastest, or one that is 1% slower.
+WAIT_INT8, WAIT, SHARING, TILE_OVERHEAD = 350, 80, 1.1, 800
 
-# Bytes that a thread loads at once; and more than it ever does, as `least` of a Config.
-MOST_VECTOR, PATCHES_ONLY = 16, 32
+# Bytes in the widest load of one thread.
+MAX_VECTOR = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +57,16 @@ class Config:
 
     Attributes:
       tile_m: rows of a tile.
-      tile_n: columns of a tile, of which a program keeps its own.
-      step_bytes: of K, loaded at once for each row and column; 128 divides K_padded in every dtype.
+      tile_n: columns of a tile; every program computes the same columns in all its tiles.
+      step_bytes: bytes of K that are loaded at once for each row and column; it divides 128, so
+        K_padded is a multiple of it in every dtype.
       warps: of a program.
-      stages: of the pipeline of loads.
-      programs: at the same time on a multiprocessor.
-      parts: a power of two, in which the columns of a tile are stored, so that registers suffice.
-      least: bytes of pixels that a thread has to load at once, so that registers suffice; above 1
-        they do so only if LEAST_GROUP divides N. PATCHES_ONLY: it does not encode pixels.
+      stages: depth of the pipeline of loads.
+      programs: that share a multiprocessor.
+      parts: a power of two: the columns of a tile are stored in so many parts, to save registers.
+      min_vector: smallest number of bytes that a thread must be able to load at once; with smaller
+        ones the registers do not suffice.
+      encodes_pixels: whether registers suffice to cut and encode images.
     """
 
     tile_m: int
@@ -73,46 +76,56 @@ class Config:
     stages: int
     programs: int
     parts: int = 1
-    least: int = 1
+    min_vector: int = 1
+    encodes_pixels: bool = True
 
     def grid(self, problem: Problem, chip: Chip) -> Grid:
-        """The workers, and which tiles they share."""
+        """The workers and their tiles."""
         return Grid.of(problem, chip, self.tile_m, self.tile_n, resident=self.programs)
 
-    def time(self, problem: Problem, chip: Chip, uncut: bool) -> float:
-        """Cycles of the worker with the most tiles, about; `uncut` if it encodes pixels."""
+    def cycles(self, problem: Problem, chip: Chip, from_images: bool) -> float:
+        """Estimated time of the worker with the most tiles, in cycles.
+
+        Args:
+          problem: shapes and dtypes.
+          chip: the GPU.
+          from_images: whether the kernel encodes pixels.
+        """
         grid, m, n = self.grid(problem, chip), self.tile_m, self.tile_n
-        together = -(-grid.thread_blocks // chip.multiprocessors)
-        large = chip.capability[0] in LARGE
-        products = m * n * self.step_bytes / (2 * PRODUCTS if large else PRODUCTS)
+        resident = -(-grid.thread_blocks // chip.multiprocessors)
+        data_centre = chip.capability[0] in DATA_CENTRE
+        products = m * n * self.step_bytes / (2 * MULTIPLIED if data_centre else MULTIPLIED)
         loads = (m + n) * self.step_bytes / LOADED
-        if together > 1:
-            step = together * max(SHARED * products, loads)
+        if resident > 1:
+            step = resident * max(SHARING * products, loads)
         else:
-            wait = ALONE_INT8 if problem.dtype == "int8" else ALONE
-            step = max(products, loads) + (wait if large else 0)
+            wait = WAIT_INT8 if problem.dtype == "int8" else WAIT
+            step = max(products, loads) + (wait if data_centre else 0)
         steps = problem.K * jnp.dtype(problem.dtype).itemsize / self.step_bytes
-        others = m * n / STORED + (m * problem.K / ENCODED if uncut else 0)
-        a_tile = steps * step + together * others + TILE_OVERHEAD
+        others = m * n / STORED + (m * problem.K / ENCODED if from_images else 0)
+        a_tile = steps * step + resident * others + TILE_OVERHEAD
         return grid.tiles_per_worker * a_tile
 
 
-# Of AMPERE none needs more than 99 KiB of shared memory. NOTES.md has the times of those for Hopper
-# and of others, by dtype, and the few problems for which one spills some bytes.
+# The largest tile first. None of AMPERE needs more than 99 KiB of shared memory. NOTES.md has the
+# times of those of HOPPER and of others, by dtype, and the few problems for which one spills.
 AMPERE = (
-    Config(128, 128, 64, warps=8, stages=4, programs=1, least=4),
+    Config(128, 128, 64, warps=8, stages=4, programs=1, min_vector=4),
     Config(64, 128, 64, warps=8, stages=3, programs=1, parts=4),
     Config(32, 64, 64, warps=4, stages=3, programs=3),
 )
 HOPPER = (
-    Config(128, 256, 128, warps=8, stages=4, programs=1, parts=4, least=2),
-    Config(128, 128, 128, warps=4, stages=3, programs=2, parts=4, least=PATCHES_ONLY),
+    Config(128, 256, 128, warps=8, stages=4, programs=1, parts=4, min_vector=2),
+    Config(
+        128, 128, 128, warps=4, stages=3, programs=2, parts=4, min_vector=16, encodes_pixels=False
+    ),
     Config(64, 128, 128, warps=4, stages=4, programs=2),
     Config(64, 64, 128, warps=4, stages=4, programs=3),
 )
 
-# Of columns, or of bytes of pixels: a group that has one address.
-LEAST_GROUP = 4
+# Neighbouring columns, or neighbouring bytes of pixels, for which the compiler computes one
+# address. With fewer, addresses and masks take registers.
+ADDRESS_GROUP = 4
 
 
 def widens(dtype: str, chip: Chip) -> bool:
@@ -121,24 +134,29 @@ def widens(dtype: str, chip: Chip) -> bool:
 
 
 def configs(chip: Chip) -> tuple[Config, ...]:
-    """Those for a chip, the largest first."""
-    return HOPPER if chip.capability[0] in LARGE else AMPERE
+    """The configs for a chip, the largest tile first."""
+    return HOPPER if chip.capability[0] in DATA_CENTRE else AMPERE
 
 
 def fitting_configs(problem: Problem, chip: Chip, vector: int | None = None) -> list[Config]:
-    """Those of `configs` with registers for a problem; arguments as for `choose_config`."""
-    least = PATCHES_ONLY if vector is None else vector
-    # What takes registers, too: float8 pixels that are widened; float32 results of pixels; int8
-    # sums where there is no wgmma, beside short groups of pixels.
+    """The configs whose registers suffice for a problem; arguments as for `choose_config`."""
+    from_images = vector is not None
+    available = vector or MAX_VECTOR
+    # These take registers as well: float8 pixels that are widened, float32 results of pixels, and
+    # int8 sums without wgmma where bytes of pixels need addresses of their own.
     crowded = widens(problem.dtype, chip) or problem.out_dtype == "float32"
-    crowded |= problem.dtype == "int8" and chip.capability[0] != 9 and least < LEAST_GROUP
-    if problem.N % LEAST_GROUP or (vector is not None and crowded):
-        least = 1
-    return [config for config in configs(chip) if config.least <= least]
+    crowded |= problem.dtype == "int8" and chip.capability[0] != 9 and available < ADDRESS_GROUP
+    if problem.N % ADDRESS_GROUP or (from_images and crowded):
+        available = 1
+    return [
+        config
+        for config in configs(chip)
+        if config.min_vector <= available and (config.encodes_pixels or not from_images)
+    ]
 
 
 def choose_config(problem: Problem, chip: Chip, vector: int | None = None) -> Config:
-    """The config for a problem on a chip.
+    """The config with the smallest estimated time.
 
     Args:
       problem: shapes and dtypes.
@@ -146,11 +164,11 @@ def choose_config(problem: Problem, chip: Chip, vector: int | None = None) -> Co
       vector: bytes of pixels that a thread loads at once; None for patches.
     """
     found = fitting_configs(problem, chip, vector)
-    return min(found, key=lambda config: config.time(problem, chip, vector is not None))
+    return min(found, key=lambda config: config.cycles(problem, chip, vector is not None))
 
 
 def missing() -> str | None:
-    """What of Triton and jax-triton is not installed; None if both are."""
+    """Which of Triton and jax-triton is not installed, in words; None if both are."""
     absent = [name for name in ("triton", "jax_triton") if not importlib.util.find_spec(name)]
     if not absent:
         return None
@@ -172,50 +190,65 @@ def plan(problem: Problem, target: Target, *, config: Config | None = None) -> P
     Raises:
       NotImplementedError: the kernel cannot serve; the message is the reason.
     """
-    chip = target.chip or (None if target.known else OLDEST)
-    if chip is None or chip.capability < OLDEST.capability:
+    chip = target.chip or (None if target.known else OLDEST_CHIP)
+    if chip is None or chip.capability < OLDEST_CHIP.capability:
         raise NotImplementedError(f"it needs compute capability 8.0 or newer; this is {target}.")
     if reason := missing():
         raise NotImplementedError(reason)
     tiles.check_operands(problem)
-    if problem.rows > MOST_ROWS:
-        raise NotImplementedError(
-            f"there are {problem.rows} patches, expected at most {MOST_ROWS}."
-        )
-    cut = None if problem.images is None else _cut(problem)
-    config = config or choose_config(problem, chip, cut["VECTOR"] if cut else None)
-    run = functools.partial(_launch, problem, chip, config, cut)
-    return Plan(run, config=str(config), takes_images=cut is not None)
+    if problem.rows > MAX_ROWS:
+        raise NotImplementedError(f"there are {problem.rows} patches, expected at most {MAX_ROWS}.")
+    layout = None if problem.images is None else image_layout(problem)
+    config = config or choose_config(problem, chip, layout and layout.VECTOR)
+    run = functools.partial(_launch, problem, chip, config, layout)
+    return Plan(run, config=str(config), takes_images=layout is not None)
 
 
-def _cut(problem: Problem) -> dict[str, int]:
-    """The kernel's arguments that say how patches lie in images."""
-    assert problem.images is not None and problem.patch_size is not None
+class ImageLayout(NamedTuple):
+    """How patches lie in images: arguments of the kernel, which kernel.py describes."""
+
+    PATCHES: int
+    PATCHES_PER_LINE: int
+    PATCH_LINES: int
+    PATCH_LINE_BYTES: int
+    LINE_BYTES: int
+    IMAGE_BYTES: int
+    VECTOR: int
+
+
+# Without images the kernel reads none of these, but each needs a value.
+NO_IMAGES = ImageLayout(*[1] * 7)
+
+
+def image_layout(problem: Problem) -> ImageLayout:
+    """The layout of the problem's images."""
     patch_size, (H, W, channels) = problem.patch_size, problem.images[-3:]
-    line, patch_line = W * channels, patch_size * channels
-    return dict(
-        IMAGES=True,
-        K=patch_size * patch_line,
-        GRID_W=W // patch_size,
-        GRID=problem.patches[-2],
-        PATCH=patch_size,
-        PATCH_LINE=patch_line,
-        LINE=line,
-        IMAGE=H * line,
-        VECTOR=math.gcd(MOST_VECTOR, patch_line, line),
+    line_bytes, patch_line_bytes = W * channels, patch_size * channels
+    return ImageLayout(
+        PATCHES=problem.patches[-2],
+        PATCHES_PER_LINE=W // patch_size,
+        PATCH_LINES=patch_size,
+        PATCH_LINE_BYTES=patch_line_bytes,
+        LINE_BYTES=line_bytes,
+        IMAGE_BYTES=H * line_bytes,
+        VECTOR=math.gcd(MAX_VECTOR, patch_line_bytes, line_bytes),
     )
 
 
 def _launch(
-    problem: Problem, chip: Chip, config: Config, cut: dict[str, int] | None, *operands: jax.Array
+    problem: Problem,
+    chip: Chip,
+    config: Config,
+    layout: ImageLayout | None,
+    *operands: jax.Array,
 ) -> jax.Array:
     """Calls the kernel for a problem.
 
     Args:
-      problem: checked; of patches, also where there are images.
+      problem: a checked one.
       chip: the GPU that the kernel is compiled for.
       config: tile sizes and pipeline depth.
-      cut: how patches lie in images; None for patches.
+      layout: `image_layout` of the problem; None for patches.
       operands: patches or images, weight, scale, table.
     """
     widen = widens(problem.dtype, chip)
@@ -225,31 +258,32 @@ def _launch(
             lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == problem.dtype else x
             for x in operands
         )
-    K, period = problem.K, problem.table_period
-    names = ("GRID_W", "GRID", "PATCH", "PATCH_LINE", "LINE", "IMAGE", "VECTOR")
-    arguments = dict.fromkeys(names, 1) | dict(IMAGES=False, K=K) | (cut or {})
+    K_PADDED, period = problem.K, problem.table_period
+    K = K_PADDED if layout is None else layout.PATCH_LINES * layout.PATCH_LINE_BYTES
 
-    def compute(first, weight, scale, table):
-        # Tiles of a segment lie alike in their images, also where they have no rows of a table.
-        segments = grid.schedule(period if period > 1 else arguments["GRID"])
+    def compute(source, weight, scale, table):
+        # The tiles of a segment lie alike in their images, also if all images add the same row.
+        segments = grid.schedule(period if period > 1 or layout is None else layout.PATCHES)
         major, minor = chip.capability
         return _call()(
-            first.reshape(-1) if cut else first.reshape(problem.rows, K),
+            source.reshape(problem.rows, K) if layout is None else source.reshape(-1),
             *(weight, scale, table.reshape(-1, problem.N), jnp.asarray(segments)),
             out=jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype),
             grid=grid.thread_blocks,
             num_warps=config.warps,
             num_stages=config.stages,
             compute_capability=10 * major + minor,
-            **arguments,
             M=problem.rows,
             N=problem.N,
-            K_PADDED=K,
+            K=K,
+            K_PADDED=K_PADDED,
             PERIOD=period,
-            RUNS=segments.shape[1],
+            SEGMENTS=segments.shape[1],
             DTYPE=problem.dtype,
             WIDEN=widen,
             HAS_TABLE=problem.has_table,
+            IMAGES=layout is not None,
+            **(layout or NO_IMAGES)._asdict(),
             TILE_M=config.tile_m,
             TILE_N=config.tile_n,
             TILE_K=config.step_bytes // jnp.dtype(problem.dtype).itemsize,
@@ -262,11 +296,11 @@ def _launch(
 
 @functools.cache
 def _call():
-    """jax-triton's call of the kernel, whatever it names what comes out."""
+    """jax-triton's call of the kernel. 0.3 and 0.4 have different names for the output's shape."""
     jax_triton = importlib.import_module("jax_triton")
     kernel = importlib.import_module(f"{__name__}.kernel").patch_embed
-    named = inspect.signature(jax_triton.triton_call).parameters
-    out_name = "out_type" if "out_type" in named else "out_shape"
+    parameters = inspect.signature(jax_triton.triton_call).parameters
+    out_name = "out_type" if "out_type" in parameters else "out_shape"
 
     def call(*operands, out, **options):
         return jax_triton.triton_call(*operands, kernel=kernel, **{out_name: out}, **options)

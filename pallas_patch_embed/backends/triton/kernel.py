@@ -1,15 +1,25 @@
-"""The Triton kernel: rows of patches, or of images that it cuts itself, times the weight."""
+"""The Triton kernel: patches, or patches that it cuts out of images, times the weight.
+
+Each program computes TILE_N columns of y for its worker's segments of row tiles (schedule.py):
+
+  for each segment, for each tile of it, for each TILE_K elements of K:
+      load patches, or load pixels and encode them
+      load the weight, multiply, accumulate
+  scale the sums, add the table, round once, store
+
+Names in capital letters are compile-time constants.
+"""
 
 import triton
 import triton.language as tl
 
-# float8_e4m3fn numbers as float16 ones whose exponent is less by 8: all of them, exactly.
+# A float16 number made of float8_e4m3fn's bits has an exponent that is too small by 8.
 FLOAT16_FROM_FLOAT8 = tl.constexpr(2.0**-8)
 
 
 @triton.jit
-def widened(x):
-    """The bytes of float8_e4m3fn numbers as float16 numbers, times 2^-8."""
+def float8_to_float16(x):
+    """Bytes of float8_e4m3fn numbers as float16 numbers, times 2^-8: exact for all 256 bytes."""
     bits = x.to(tl.uint16)
     nan = (bits & 0x7F) == 0x7F
     wide = ((bits & 0x80) << 8) | tl.where(nan, 0x7E00, (bits & 0x7F) << 7).to(tl.uint16)
@@ -17,8 +27,8 @@ def widened(x):
 
 
 @triton.jit
-def on_2_23(pixels):
-    """2^23 + pixels in float32: bytes as the last ones of the fraction, in one instruction each."""
+def uint8_to_biased_float32(pixels):
+    """2^23 + pixel in float32: the byte becomes the end of the fraction, one instruction each."""
     return tl.inline_asm_elementwise(
         asm="""
         prmt.b32 $0, $4, 0x4B000000, 0x7440;
@@ -35,13 +45,15 @@ def on_2_23(pixels):
 
 
 @triton.jit
-def encoded(pixels, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
-    """uint8 pixels in the encoding of patches.py; `widened`, if asked for."""
-    # Of each of the 256 levels this gives patchify's number, also where a compiler goes through
-    # float16 to float8 (Triton 3.6 for 8.9).
+def encode_pixels(pixels, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
+    """uint8 pixels in the encoding of patches.py; float8 as `float8_to_float16` if WIDEN.
+
+    Equal to patches.py for each of the 256 pixel values, also where a compiler converts to float8
+    through float16 (Triton 3.6 for compute capability 8.9).
+    """
     if DTYPE == "float8_e4m3fn" and not WIDEN:
         # Exact, as is the sum: 2/255 is 0x808081 * 2^-30.
-        level = tl.fma(on_2_23(pixels), 2.0 / 255.0, -65794.0078125)
+        level = tl.fma(uint8_to_biased_float32(pixels), 2.0 / 255.0, -65794.0078125)
     else:
         level = tl.fma(pixels.to(tl.float32), 2.0 / 255.0, -1.0)
     if DTYPE == "int8":
@@ -51,8 +63,8 @@ def encoded(pixels, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
     elif not WIDEN:
         result = level.to(tl.float8e4nv)
     else:
-        # Three fraction bits, and none below 2^-9: adding 1.5 * 2^20 times the number's power of
-        # two, and subtracting it, rounds half to even.
+        # float8_e4m3fn has three fraction bits, and none below 2^-9: adding 1.5 * 2^20 times the
+        # number's power of two, and subtracting it, rounds to nearest, ties to even.
         exponent = tl.abs(level).to(tl.int32, bitcast=True) >> 23
         rounder = (tl.maximum(exponent, 121) + 20 << 23 | 0x400000).to(tl.float32, bitcast=True)
         result = ((level + rounder - rounder) * FLOAT16_FROM_FLOAT8).to(tl.float16)
@@ -60,66 +72,118 @@ def encoded(pixels, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def loaded(pointers, real, WHOLE: tl.constexpr):
-    """What is there, and zeros where nothing is; WHOLE says that all of it is there."""
+def load_masked(pointers, inside, WHOLE: tl.constexpr):
+    """The values where `inside`, zeros elsewhere. WHOLE: everything is inside."""
     if WHOLE:
-        found = tl.load(pointers)
+        values = tl.load(pointers)
     else:
-        found = tl.load(pointers, mask=real, other=0.0)
-    return found
+        values = tl.load(pointers, mask=inside, other=0.0)
+    return values
 
 
 @triton.jit
-def halves(x):
-    """The left and the right half of the columns."""
-    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+def next_pixels(
+    line, byte, TILE_K: tl.constexpr, PATCH_LINE_BYTES: tl.constexpr, LINE_BYTES: tl.constexpr
+):
+    """Advances (offset of a patch's line, byte in that line) by TILE_K bytes, without division."""
+    byte += TILE_K % PATCH_LINE_BYTES
+    next_line = byte >= PATCH_LINE_BYTES
+    byte = tl.where(next_line, byte - PATCH_LINE_BYTES, byte)
+    line += TILE_K // PATCH_LINE_BYTES * LINE_BYTES + tl.where(next_line, LINE_BYTES, 0)
+    return line, byte
 
 
 @triton.jit
-def parts_of(x, PARTS: tl.constexpr):
-    """The columns in so many parts, a power of two."""
+def split_columns(x, PARTS: tl.constexpr):
+    """The columns in PARTS equal parts, a power of two."""
     if PARTS == 1:
         parts = (x,)
     else:
-        left, right = halves(x)
-        parts = parts_of(left, PARTS // 2) + parts_of(right, PARTS // 2)
+        left, right = x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+        parts = split_columns(left, PARTS // 2) + split_columns(right, PARTS // 2)
     return parts
 
 
 @triton.jit
-def terms_at(table, rows, n, N: tl.constexpr, TILE_N: tl.constexpr, HAS_TABLE: tl.constexpr):
-    """The table's numbers at rows and columns; its only row if it has one."""
+def load_table(table, rows, n, N: tl.constexpr, TILE_N: tl.constexpr, HAS_TABLE: tl.constexpr):
+    """The table at these rows and columns n; without a table its single row of offsets."""
     if HAS_TABLE:
-        terms = loaded(table + rows[:, None] * N + n[None, :], (n < N)[None, :], N % TILE_N == 0)
+        pointers = table + rows[:, None] * N + n[None, :]
+        values = load_masked(pointers, (n < N)[None, :], N % TILE_N == 0)
     else:
-        terms = loaded(table + n, n < N, N % TILE_N == 0)[None, :]
-    return terms
+        values = load_masked(table + n, n < N, N % TILE_N == 0)[None, :]
+    return values
+
+
+@triton.jit
+def store_tile(
+    y,
+    sums,
+    first_row,
+    first_column,
+    scale,
+    table,
+    table_rows,
+    in_tile,
+    in_part,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """y = sums * scale + table, rounded once, for the rows below M and the columns below N.
+
+    A part of the columns at a time, so that registers suffice. The scale and the table of the next
+    part are loaded while one part is stored.
+    """
+    PART: tl.constexpr = TILE_N // PARTS
+    m = first_row + in_tile
+    # Converted before they are split: int32 parts take more registers.
+    parts = split_columns(sums.to(tl.float32), PARTS)
+    n = first_column + in_part
+    next_scale = load_masked(scale + n, n < N, N % TILE_N == 0)
+    next_table = load_table(table, table_rows, n, N, TILE_N, HAS_TABLE)
+    for i in tl.static_range(PARTS):
+        # Both factors of a widened product are times 2^-8.
+        factor = next_scale * 65536.0 if WIDEN else next_scale
+        addend = next_table
+        if i + 1 < PARTS:
+            following = n + PART
+            next_scale = load_masked(scale + following, following < N, N % TILE_N == 0)
+            next_table = load_table(table, table_rows, following, N, TILE_N, HAS_TABLE)
+        result = tl.fma(parts[i], factor[None, :], addend.to(tl.float32))
+        to = y + first_row.to(tl.int64) * N + (in_tile[:, None] * N + n[None, :])
+        inside = (m < M)[:, None] & (n < N)[None, :]
+        tl.store(to, result.to(y.dtype.element_ty), mask=inside)
+        n += PART
 
 
 @triton.jit
 def patch_embed(
-    rows,
+    source,
     weight,
     scale,
     table,
-    runs,
+    segments,
     y,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     K_PADDED: tl.constexpr,
     PERIOD: tl.constexpr,
-    RUNS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     DTYPE: tl.constexpr,
     WIDEN: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     IMAGES: tl.constexpr,
-    GRID_W: tl.constexpr,
-    GRID: tl.constexpr,
-    PATCH: tl.constexpr,
-    PATCH_LINE: tl.constexpr,
-    LINE: tl.constexpr,
-    IMAGE: tl.constexpr,
+    PATCHES: tl.constexpr,
+    PATCHES_PER_LINE: tl.constexpr,
+    PATCH_LINES: tl.constexpr,
+    PATCH_LINE_BYTES: tl.constexpr,
+    LINE_BYTES: tl.constexpr,
+    IMAGE_BYTES: tl.constexpr,
     VECTOR: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -127,103 +191,103 @@ def patch_embed(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y[m, n] = (sum_k rows[m, k] * weight[n, k]) * scale[n] + table[m % PERIOD, n], rounded once.
+    """y[m, n] = (sum_k patch[m, k] * weight[n, k]) * scale[n] + table[m % PERIOD, n], rounded once.
 
-    A program has TILE_N columns and walks the runs of row tiles that schedule.py gives its worker.
+    `source` is patches [M, K_PADDED]. If IMAGES it is uint8 images instead, of IMAGE_BYTES each in
+    lines of LINE_BYTES. An image has PATCHES patches, PATCHES_PER_LINE side by side; a patch has
+    PATCH_LINES lines of PATCH_LINE_BYTES. VECTOR divides the distances of lines and of patches.
 
-    rows is [M, K_PADDED]; or, if IMAGES, uint8 images of IMAGE bytes, in lines of LINE bytes, cut
-    into GRID patches, GRID_W side by side, of PATCH lines of PATCH_LINE bytes. VECTOR divides the
-    distances of lines and of patches. Beyond the ends of M and N it reads what is there, and writes
-    nothing.
+    Reads nothing outside its operands. Rows from M on repeat others, columns from N on are zeros,
+    and neither is stored.
     """
     SLICES: tl.constexpr = (N + TILE_N - 1) // TILE_N
     STEPS: tl.constexpr = (K + TILE_K - 1) // TILE_K
-    PART: tl.constexpr = TILE_N // PARTS
-    # Of patches and of lines, all distances are multiples of it: loads see that they are aligned.
+    WHOLE: tl.constexpr = N % TILE_N == 0 and K % TILE_K == 0
+    # Offsets of rows count units of so many elements. So the compiler knows that they are aligned,
+    # and uses wide loads.
     UNIT: tl.constexpr = VECTOR if IMAGES else K_PADDED
-    SPAN: tl.constexpr = (TILE_M // GRID + 2) * IMAGE if IMAGES else TILE_M * K_PADDED
+    # Elements, or bytes of images, from the beginning of a tile to its end.
+    SPAN: tl.constexpr = (TILE_M // PATCHES + 2) * IMAGE_BYTES if IMAGES else TILE_M * K_PADDED
     OFFSET: tl.constexpr = tl.int32 if SPAN < 2**31 else tl.int64
     worker = tl.program_id(0) // SLICES
     first_column = tl.program_id(0) % SLICES * TILE_N
     in_tile = tl.arange(0, TILE_M)
-    in_part = tl.arange(0, PART)
+    in_part = tl.arange(0, TILE_N // PARTS)
     in_step = tl.arange(0, TILE_K)
     column = first_column + tl.arange(0, TILE_N)
-    weights = weight + column[:, None] * K_PADDED
-    no_sums = tl.full((TILE_M, TILE_N), 0, tl.int32 if DTYPE == "int8" else tl.float32)
-    # Element k of a patch of an image is byte `byte` of its line that begins at `line`.
-    first_line, first_byte = in_step // PATCH_LINE * LINE, in_step % PATCH_LINE
+    weight_rows = weight + column[:, None] * K_PADDED
+    zeros = tl.full((TILE_M, TILE_N), 0, tl.int32 if DTYPE == "int8" else tl.float32)
+    # Element k of a patch in an image is `byte` of the line that begins at `line`.
+    first_line, first_byte = in_step // PATCH_LINE_BYTES * LINE_BYTES, in_step % PATCH_LINE_BYTES
 
-    # Not `for`: Triton makes one loop of two that are nested, not of three.
-    r = 0
-    while r < RUNS:
-        run = runs + (worker * RUNS + r) * 4
-        first, tiles = tl.load(run), tl.load(run + 1)
-        stride, table_row = tl.load(run + 2), tl.load(run + 3)
+    # `while`, not `for`: Triton flattens two nested `for` loops, not three.
+    s = 0
+    while s < SEGMENTS:
+        segment = segments + (worker * SEGMENTS + s) * 4
+        first_tile, tiles = tl.load(segment), tl.load(segment + 1)
+        stride, table_row = tl.load(segment + 2), tl.load(segment + 3)
         table_rows = ((table_row + in_tile) % PERIOD).to(tl.int64)
-        # Where the first tile begins, in images or rows, and how much later the next one does (a
-        # run's tiles begin with the same patch of different images); its rows, from there on.
+        # A segment's tiles begin with the same patch of different images. So a row's offset from
+        # the tile's first row, or first image, is the same in all of them.
         if IMAGES:
-            begin, advance = first * TILE_M // GRID, stride * TILE_M // GRID
-            row = first * TILE_M + in_tile
-            patch = row % GRID
-            place = (row // GRID - begin).to(OFFSET) * (IMAGE // UNIT)
-            place += (patch // GRID_W).to(OFFSET) * (PATCH * LINE // UNIT)
-            place += (patch % GRID_W).to(OFFSET) * (PATCH_LINE // UNIT)
+            origin = first_tile * TILE_M // PATCHES
+            origin_stride = stride * TILE_M // PATCHES
+            row = first_tile * TILE_M + in_tile
+            patch = row % PATCHES
+            offsets = (row // PATCHES - origin).to(OFFSET) * (IMAGE_BYTES // UNIT)
+            offsets += (patch // PATCHES_PER_LINE).to(OFFSET) * (PATCH_LINES * LINE_BYTES // UNIT)
+            offsets += (patch % PATCHES_PER_LINE).to(OFFSET) * (PATCH_LINE_BYTES // UNIT)
         else:
-            begin, advance = first * TILE_M, stride * TILE_M
-            place = in_tile.to(OFFSET)
+            origin, origin_stride = first_tile * TILE_M, stride * TILE_M
+            offsets = in_tile.to(OFFSET)
         line, byte = first_line, first_byte
-        # As one loop over the steps of all tiles, the next tile is loaded while one is stored. But
-        # then each float product of encoded pixels waits for the one before (Triton 3.6, NOTES.md).
+        # Flattened, the two loops load the next tile while one is stored. With float products of
+        # encoded pixels each product would then wait for the one before (Triton 3.6).
         for t in tl.range(0, tiles, flatten=DTYPE == "int8" or not IMAGES):
-            sums = no_sums
+            sums = zeros
             for k in tl.range(0, STEPS, num_stages=STAGES):
-                here = place
+                row_offsets = offsets
                 if M % TILE_M > 0:
-                    # Beyond the last row is what the tile's image or row begins with.
-                    here = tl.where((first + t * stride) * TILE_M + in_tile < M, here, 0)
-                here = here[:, None] * UNIT
-                source = rows + (begin + t * advance).to(tl.int64) * (IMAGE if IMAGES else K_PADDED)
+                    # Rows from M on read the beginning of the tile's first image or row.
+                    m = (first_tile + t * stride) * TILE_M + in_tile
+                    row_offsets = tl.where(m < M, row_offsets, 0)
+                row_offsets = row_offsets[:, None] * UNIT
+                size = IMAGE_BYTES if IMAGES else K_PADDED
+                begin = source + (origin + t * origin_stride).to(tl.int64) * size
                 step = k * TILE_K + in_step
                 if IMAGES:
                     line = tl.where(k == 0, first_line, line)
                     byte = tl.where(k == 0, first_byte, byte)
-                    # Beyond K is the patch's first pixel again, times nothing.
-                    behind = line + byte if K % TILE_K == 0 else tl.where(step < K, line + byte, 0)
-                    behind = tl.max_contiguous(tl.multiple_of(behind, VECTOR), VECTOR)
-                    a = tl.load(source + (here + behind[None, :]))
-                    a = encoded(a, DTYPE, WIDEN)
-                    byte += TILE_K % PATCH_LINE
-                    next_line = byte >= PATCH_LINE
-                    byte = tl.where(next_line, byte - PATCH_LINE, byte)
-                    line += TILE_K // PATCH_LINE * LINE + tl.where(next_line, LINE, 0)
+                    # Elements from K on read the patch's first pixel; their weight is zero.
+                    in_patch = line + byte
+                    if K % TILE_K > 0:
+                        in_patch = tl.where(step < K, in_patch, 0)
+                    in_patch = tl.max_contiguous(tl.multiple_of(in_patch, VECTOR), VECTOR)
+                    pixels = tl.load(begin + (row_offsets + in_patch[None, :]))
+                    a = encode_pixels(pixels, DTYPE, WIDEN)
+                    line, byte = next_pixels(line, byte, TILE_K, PATCH_LINE_BYTES, LINE_BYTES)
                 else:
-                    a = tl.load(source + (here + step[None, :]))
-                    a = widened(a) if WIDEN else a
-                real = (column < N)[:, None] & (step < K)[None, :]
-                b = loaded(weights + step[None, :], real, N % TILE_N == 0 and K % TILE_K == 0)
-                b = widened(b) if WIDEN else b
+                    a = tl.load(begin + (row_offsets + step[None, :]))
+                    a = float8_to_float16(a) if WIDEN else a
+                inside = (column < N)[:, None] & (step < K)[None, :]
+                b = load_masked(weight_rows + step[None, :], inside, WHOLE)
+                b = float8_to_float16(b) if WIDEN else b
                 sums = tl.dot(a, b.T, sums, out_dtype=sums.dtype)
-            begin_m = (first + t * stride) * TILE_M
-            m = begin_m + in_tile
-            # Before it is cut: cut and converted, int32 takes more registers.
-            parts = parts_of(sums.to(tl.float32), PARTS)
-            n = first_column + in_part
-            next_scale = loaded(scale + n, n < N, N % TILE_N == 0)
-            terms = terms_at(table, table_rows, n, N, TILE_N, HAS_TABLE)
-            for i in tl.static_range(PARTS):
-                # Both factors of widened float8 products are times 2^-8.
-                factor = next_scale * 65536.0 if WIDEN else next_scale
-                addend = terms
-                if i + 1 < PARTS:
-                    # What the next part needs comes while this one is stored.
-                    following = n + PART
-                    next_scale = loaded(scale + following, following < N, N % TILE_N == 0)
-                    terms = terms_at(table, table_rows, following, N, TILE_N, HAS_TABLE)
-                result = tl.fma(parts[i], factor[None, :], addend.to(tl.float32))
-                to = y + begin_m.to(tl.int64) * N + (in_tile[:, None] * N + n[None, :])
-                inside = (m < M)[:, None] & (n < N)[None, :]
-                tl.store(to, result.to(y.dtype.element_ty), mask=inside)
-                n += PART
-        r += 1
+            store_tile(
+                y,
+                sums,
+                (first_tile + t * stride) * TILE_M,
+                first_column,
+                scale,
+                table,
+                table_rows,
+                in_tile,
+                in_part,
+                M,
+                N,
+                TILE_N,
+                PARTS,
+                HAS_TABLE,
+                WIDEN,
+            )
+        s += 1
