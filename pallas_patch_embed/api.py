@@ -175,8 +175,8 @@ def explain(
     device = default_device() if device is None else device
     if not isinstance(device, jax.Device):
         raise TypeError(f"explain: device is {device!r}, expected one of jax.devices().")
-    first = patches if patch_size is None else given
-    operands = (first, params.weight, params.scale, table)
+    source = patches if patch_size is None else given
+    operands = (source, params.weight, params.scale, table)
     problem = Problem.of(*operands, out_dtype=out_dtype, patch_size=patch_size)
     return explain_problem(problem, Target.of(device))
 
@@ -325,7 +325,7 @@ def _table(params: PatchEmbedParams, positions: Any) -> jax.Array:
 
 
 def _bind(
-    first: jax.Array,
+    source: jax.Array,
     params: PatchEmbedParams,
     positions: Any,
     backend: str | None,
@@ -333,7 +333,7 @@ def _bind(
     *,
     patch_size: int | None = None,
 ) -> jax.Array:
-    operands = (first, params.weight, params.scale, _table(params, positions))
+    operands = (source, params.weight, params.scale, _table(params, positions))
     static = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size)
     return primitive.patch_embed(*map(jnp.asarray, operands), **static)
 

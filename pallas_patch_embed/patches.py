@@ -9,16 +9,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.problem import padded
 
-# A float this close to a uint8 level is taken for it. The usual ways to normalise a pixel in
-# float32, such as u / 255 * 2 - 1 and (u / 255 - 0.5) / 0.5, differ by at most 2^-23.
+# A float this close to a uint8 level is encoded as that level. The usual ways to normalise a pixel
+# in float32, such as u / 255 * 2 - 1 and (u / 255 - 0.5) / 0.5, differ by at most 2^-23.
 LEVEL_TOLERANCE = 2.0**-21
 
 
 def encode(images: jax.Array, dtype: str) -> jax.Array:
-    """Pixels in the encoding of `dtype`: int8 is u - 128, the rest (2u - 255) / 255 in [-1, 1].
+    """Pixels in the encoding of `dtype`: int8 is u - 128, the others (2u - 255) / 255 in [-1, 1].
 
-    The quotient is a product with float32(1 / 255), because XLA turns a division by a constant
-    into one under jit but not outside of it, and the two differ in the last bit.
+    The quotient is written as a product with float32(1 / 255): under jit XLA replaces a division by
+    a constant with that product, outside of jit it does not, and the two differ in the last bit.
     """
     if images.dtype == jnp.uint8:
         level = images.astype(jnp.float32)
@@ -47,7 +47,7 @@ def rows(images: jax.Array, patch_size: int, dtype: str) -> jax.Array:
         images = jax.sharding.reshard(images, whole)
 
     def reshape(x: jax.Array, *image_shape: int) -> jax.Array:
-        # A reshape of an axis with explicit sharding has to be told what becomes of it.
+        # A reshape of an axis with explicit sharding needs the sharding of the result.
         return x.reshape(*leading, *image_shape, out_sharding=_explicit(images, len(image_shape)))
 
     cut = reshape(encode(images[..., : h * p, : w * p, :], dtype), h, p, w, p, channels)
@@ -56,7 +56,7 @@ def rows(images: jax.Array, patch_size: int, dtype: str) -> jax.Array:
 
 
 def _explicit(images: jax.Array, image_ndim: int) -> NamedSharding | None:
-    """The leading axes sharded as those of `images`, then `image_ndim` axes that are not."""
+    """Explicit sharding of the leading axes as in `images`; `image_ndim` axes are not sharded."""
     sharding = jax.typeof(images).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None

@@ -1,14 +1,14 @@
 """The JAX primitive: shapes, batching, differentiation, sharding and lowering of the operator.
 
 `patch_embed_p` is what users trace: one equation with four operands whose leading axes broadcast
-as in numpy (see `Problem`). That one rule makes vmap over any operand a new leading axis, with
-nothing repeated. The first operand is patches [..., S, K], or, with a `patch_size`, uint8
-images [..., H, W, 3]: a backend that cannot cut them itself gets patches. How it is split:
+as in numpy (see `Problem`). So vmap over any operand adds a leading axis to it, and nothing is
+copied. The first operand is patches [..., S, K], or, with a `patch_size`, uint8 images
+[..., H, W, 3], which XLA cuts into patches for a backend that cannot. How the equation is sharded:
 
   inside a shard_map    it is lowered to the chosen backend
-  explicit sharding     a shard_map of it, its specs from the types: in `to_lojax`, which JAX calls
-                        just before lowering
-  automatic sharding    custom_partitioning of it, by a Shardy rule, if there are several devices
+  explicit sharding     it becomes a shard_map with specs from the types: in `to_lojax`, which JAX
+                        calls just before lowering
+  automatic sharding    on several devices it becomes a custom_partitioning with a Shardy rule
   backend="xla"         under automatic sharding: XLA splits it
 """
 
@@ -38,13 +38,14 @@ patch_embed_p = Primitive("patch_embed")
 class Call(NamedTuple):
     """The primitive's only parameter: what to compute from the four operands.
 
-    Jaxprs are printed with all parameters of each equation, and this one as a few words.
+    Jaxprs are printed with all parameters of each equation; this one prints as a few words.
 
     Attributes:
       out_dtype: "bfloat16" or "float32".
       patch_size: side of a patch of uint8 images in pixels; None for patches.
-      backend: the one asked for; None for the best that serves.
-      devices: a jaxpr for which JAX tells the lowering rule the devices, or None.
+      backend: the user's choice; None for the best backend that serves.
+      devices: a jaxpr that makes JAX pass the devices to the lowering rule (`_needs_devices`), or
+        None.
     """
 
     out_dtype: str
@@ -59,10 +60,10 @@ class Call(NamedTuple):
 
 @functools.cache
 def _needs_devices():
-    """A jaxpr that makes JAX tell the devices to the lowering rule of an equation.
+    """A jaxpr that makes JAX pass the devices to the lowering rule of an equation.
 
-    JAX looks into a program's equations, and into the jaxprs of their parameters (in tuples, too),
-    for a primitive that is known to need the devices.
+    JAX searches a program's equations, and the jaxprs among their parameters (also in tuples), for
+    a primitive that is known to need the devices.
     """
     split = custom_partitioning(lambda x: x)
     split.def_partition(None, sharding_rule="i -> i")
@@ -70,17 +71,17 @@ def _needs_devices():
         return jax.make_jaxpr(split)(jax.ShapeDtypeStruct((1,), jnp.float32))
 
 
-def patch_embed(first, weight, scale, table, *, backend, out_dtype, patch_size) -> jax.Array:
+def patch_embed(source, weight, scale, table, *, backend, out_dtype, patch_size) -> jax.Array:
     """The primitive's equation.
 
     Args:
-      first: patches [..., S, K], or uint8 images [..., H, W, 3].
+      source: patches [..., S, K], or uint8 images [..., H, W, 3].
       weight, scale, table: as for `backends.xla.run`.
       backend: a name, or None for the one chosen.
       out_dtype: "bfloat16" or "float32".
       patch_size: side of a patch of images in pixels, None for patches.
     """
-    operands = (first, weight, scale, table)
+    operands = (source, weight, scale, table)
     types = [jax.typeof(x) for x in operands]
     automatic = backend != "xla" and not _is_manual(types) and _explicit_mesh(types) is None
     devices = _needs_devices() if automatic else None
@@ -123,32 +124,32 @@ def _replicated(mesh, ndim: int) -> NamedSharding:
 
 def _with_patches(avals, patch_size: int | None) -> list:
     """The operands' types, with patches instead of images."""
-    first, weight, *rest = avals
+    source, weight, *rest = avals
     if patch_size is not None:
-        shape = rows_shape(first.shape, patch_size)
-        sharding = _replicated(first.sharding.mesh, len(shape))
-        first = first.update(shape=shape, dtype=weight.dtype, sharding=sharding)
-    return [first, weight, *rest]
+        shape = rows_shape(source.shape, patch_size)
+        sharding = _replicated(source.sharding.mesh, len(shape))
+        source = source.update(shape=shape, dtype=weight.dtype, sharding=sharding)
+    return [source, weight, *rest]
 
 
 def _whole(patch_size: int | None) -> tuple:
-    """Axes, as `_axes` has them, along which nothing is sharded: those of an image, and its S."""
+    """The axes, as `_axes` names them, that are never sharded: K, and all of an image's."""
     return ("k",) if patch_size is None else ("k", "h", "w", "c", -2)
 
 
 def _axes(shapes, patch_size) -> list[list]:
-    """For every axis of the four operands' shapes, the axis of the result that it runs along.
+    """For each axis of the four operands, the corresponding axis of the result.
 
-    The result's axes are counted from its end: S is -2, N is -1. K is "k", those of an image are
-    "h", "w" and "c", a broadcast axis is None.
+    Axes of the result are counted from its end: S is -2, N is -1. K is "k"; the axes of an image
+    are "h", "w" and "c"; a broadcast axis is None.
     """
-    first, weight, scale, table = shapes
+    source, weight, scale, table = shapes
     images = patch_size is not None
-    patches = rows_shape(first, patch_size) if images else first
+    patches = rows_shape(source, patch_size) if images else source
     result = (*_leading(patches, weight, scale, table), patches[-2], weight[-2])
     of_one = ["h", "w", "c"] if images else [-2, "k"]
     along = (
-        (first, [*range(-len(patches), -2), *of_one]),
+        (source, [*range(-len(patches), -2), *of_one]),
         (weight, [*range(-len(weight), -2), -1, "k"]),
         (scale, [*range(-len(scale) - 1, -2), -1]),
         (table, [*range(-len(table), 0)]),
@@ -164,7 +165,7 @@ def _leading(patches, weight, scale, table) -> tuple[int, ...]:
 
 
 def _result_spec(shapes, specs, patch_size) -> PartitionSpec:
-    """The result's sharding: each of its axes as the operands that have the axis are sharded."""
+    """The result's sharding: each axis is sharded as in the operands that have it."""
     sides, whole = _axes(shapes, patch_size), _whole(patch_size)
     ndim = max(-axis for axes in sides for axis in axes if isinstance(axis, int))
     found: dict[int, list[Any]] = {axis: [] for axis in range(-ndim, 0)}
@@ -196,8 +197,8 @@ def _operand_specs(shapes, result_spec, patch_size) -> list[PartitionSpec]:
     ]
 
 
-# Differentiation is refused where a derivative would be used. A tangent that nothing uses, as
-# behind stop_gradient, is dropped before it is transposed or lowered, and does no harm.
+# Differentiation is refused where a derivative would be used. A tangent that nothing uses, as after
+# stop_gradient, is dropped before it is transposed or lowered.
 
 _tangent_p = Primitive("patch_embed_tangent")
 
@@ -240,7 +241,7 @@ batching.primitive_batchers[_tangent_p] = _batch_tangent
 
 @jax.custom_jvp
 def without_gradient(x, y):
-    """y, which was computed from x by way of integers: differentiating it by x is refused."""
+    """Returns y, which was computed from x through integers; refuses to differentiate it by x."""
     del x
     return y
 
@@ -254,7 +255,7 @@ def _(primals, tangents):
 
 
 def _batch(operands, axes, *, call):
-    # The axes of one operand that are its own: [S, K] or [H, W, 3], [N, K], [N], [S, N].
+    # Axes of the operands without leading axes: [S, K] or [H, W, 3], [N, K], [N], [S, N].
     own = (2 if call.patch_size is None else 3, 2, 1, 2)
     unbatched = [x.ndim - (a is not None) for x, a in zip(operands, axes)]
     leading = max(ndim - n for ndim, n in zip(unbatched, own))
@@ -301,8 +302,8 @@ patch_embed_p.to_lojax = jax.jit(  # type: ignore[method-assign]
 
 
 @functools.partial(custom_partitioning, static_argnums=(4,))
-def _automatically(first, weight, scale, table, call):
-    return patch_embed_p.bind(first, weight, scale, table, call=call)
+def _automatically(source, weight, scale, table, call):
+    return patch_embed_p.bind(source, weight, scale, table, call=call)
 
 
 def _partition(call, mesh, operands, result):
@@ -354,7 +355,7 @@ _automatically.def_partition(_partition, sharding_rule=_shardy_rule)
 
 
 def _devices_left_to_xla(module) -> int:
-    """Over how many devices XLA will still split what is lowered here."""
+    """The number of devices over which XLA will split what is lowered here."""
     context = module.axis_context
     if isinstance(context, mlir.SPMDAxisContext):
         left = set(context.mesh.axis_names) - context.manual_axes
@@ -375,10 +376,9 @@ def _target(module, platform: str | None) -> Target:
 
 
 def _check_serializable() -> None:
-    """Refuses to export if the result cannot be serialized.
+    """Refuses to export if the result could not be serialized.
 
-    `Exported.serialize` raises an error of its own then, but runs no code of this package that
-    could name the extra.
+    `Exported.serialize` would raise an error that cannot name this package's extra.
     """
     if importlib.util.find_spec("flatbuffers") is None:
         raise ImportError(
@@ -399,7 +399,7 @@ def _lower(ctx, *operands, call, platform=None):
 
 
 def _lower_split(ctx, *operands, call):
-    # custom_partitioning is a callback into this process, which no export can hold.
+    # custom_partitioning calls back into this process, which an exported program cannot.
     if ctx.module_context.lowering_parameters.for_export:
         raise NotImplementedError(
             "patch_embed: a program with automatic sharding cannot be exported, because XLA calls "
@@ -429,13 +429,13 @@ def _lower_whole(ctx, *operands, call, platform):
             "axes to XLA. Make all axes of the mesh manual, or leave backend=None."
         )
 
-    def run(first, weight, *rest):
+    def run(source, weight, *rest):
         if patch_size is not None and not plan.takes_images:
-            first = rows(first, patch_size, weight.dtype.name)
-        return plan.run(first, weight, *rest)
+            source = rows(source, patch_size, weight.dtype.name)
+        return plan.run(source, weight, *rest)
 
-    # All that is left is one device's work: Pallas' kernels refuse operands that say how they vary
-    # over a mesh, and have no use for it.
+    # What is lowered here is one device's work. Pallas' kernels refuse operands whose types say how
+    # they vary over a mesh, so the types are replaced by plain ones.
     plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         lower = mlir.lower_fun(run, multiple_results=False)

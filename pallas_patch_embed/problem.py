@@ -92,7 +92,7 @@ class Problem:
     @classmethod
     def of(
         cls,
-        first: Shaped,
+        source: Shaped,
         weight: Shaped,
         scale: Shaped,
         table: Shaped,
@@ -100,8 +100,8 @@ class Problem:
         out_dtype: str,
         patch_size: int | None = None,
     ) -> "Problem":
-        """The problem of these four operands, of which the first is patches, or images."""
-        shape = tuple(first.shape)
+        """The problem of these operands; `source` is images if there is a `patch_size`."""
+        shape = tuple(source.shape)
         return cls(
             patches=shape if patch_size is None else rows_shape(shape, patch_size),
             weight=tuple(weight.shape),

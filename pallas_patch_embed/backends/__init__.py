@@ -42,7 +42,7 @@ class Row(NamedTuple):
 class Explanation:
     """What every backend says about a problem on a target, in the order in which they are tried.
 
-    Iterates over its rows; `str` gives a table.
+    Iterating yields its rows; `str` is a table.
 
     Attributes:
       problem: the shapes and dtypes asked about.
@@ -90,8 +90,8 @@ def plan_with(
       name: of the backend.
       problem: shapes and dtypes on one device.
       target: where the program runs.
-      asked: whether the user asked for this backend by name. It then cuts images itself if it can,
-        also where it would be faster behind XLA's patchify.
+      asked: whether the user chose this backend by name. Then it cuts images itself if it can, even
+        if it would be faster after XLA's patchify.
     """
     if not asked and problem.patch_size is not None and patchify_first(name, problem, target):
         problem = dataclasses.replace(problem, patch_size=None, images=None)
@@ -138,9 +138,9 @@ def choose(problem: Problem, target: Target, name: str | None) -> Plan:
 
     Args:
       problem: shapes and dtypes on one device.
-      target: where the program runs. If nobody can know that, only XLA is safe, unless a backend
-        was asked for by name, which is trusted to fit.
-      name: the backend asked for, or None for the best that serves.
+      target: where the program runs. If it is not known, only XLA is safe; a backend that the user
+        chose by name is trusted to fit.
+      name: the user's choice, or None for the best backend that serves.
 
     Raises:
       NotImplementedError: the backend asked for cannot serve; the message says why.

@@ -1,12 +1,12 @@
-"""The kernels of ffi/, in CUDA C++, called through XLA's FFI: for Hopper and for Blackwell.
+"""The CUDA backend: the kernels of ffi/ for Hopper and Blackwell, called through XLA's FFI.
 
-The operator is one custom call. It carries the names of two kernels, one for each chip, and the
-runs of tiles of both, because a program may be lowered or exported where nobody knows the chip: the
-handler takes those of the device that it runs on, and checks every operand before. What kernels
-there are, and what a launch of one takes, is the library's knowledge (ffi/configs.h, ffi/plan.h).
+The operator is one custom call. It carries the names of two kernels, one for Hopper and one for
+Blackwell, and the schedules of both, because a program may be lowered or exported before its chip
+is known. The handler checks every operand and launches the kernel of the device that it runs on.
+The library itself says which kernels it has and what a launch needs (ffi/configs.h, ffi/plan.h).
 
-The library is loaded at first use, and registered when the operator is first lowered. A program
-that was exported and is run where nothing is lowered needs `register_cuda_kernels()` first.
+The library is loaded at first use, and registered when the operator is first lowered. A process
+that only runs exported programs calls `register_cuda_kernels()` first.
 """
 
 import ctypes
@@ -35,18 +35,18 @@ EVIDENCE = (
 # The name of the custom call.
 TARGET = "pallas_patch_embed_cuda"
 
-# What the build leaves beside this file: the library, or a text that says why there is none.
+# The build puts one of these into this folder: the library, or a text that says why there is none.
 LIBRARY = Path(__file__).with_name("libpatch_embed.so")
 WHY_NOT = LIBRARY.with_suffix(".txt")
 
-# Of what this module and the library say to each other; kInterface in ffi/binding.cc.
+# Version of the functions and JSON fields that this module expects of the library; kInterface in
+# ffi/binding.cc.
 INTERFACE = 2
 
-# As the names of the kernels have the types.
+# How the kernels' names spell dtypes.
 SPELLED = {"float8_e4m3fn": "e4m3", "int8": "i8", "bfloat16": "bf16", "float32": "f32"}
 
-
-# By the capability that the kernels' names have: the chips that run them.
+# The number after `sm` in a kernel's name -> the chips that run the kernel.
 CHIPS = {90: (H200,), 100: (B200, B300)}
 
 
@@ -55,18 +55,18 @@ class Config:
     """A kernel of the library; `Config` in ffi/kernel.h.
 
     Attributes:
-      name: of the kernel, which tells the rest.
+      name: of the kernel; it spells all other fields except `built`.
       capability: 90 or 100.
       dtype: of patches and weight, as in SPELLED.
       out_dtype: of the result, as in SPELLED.
       has_table: whether it adds rows of a table instead of one row of offsets.
       tile_m: rows of a tile.
       tile_n: columns of N of a worker.
-      rows: of a warpgroup's (Hopper) or a thread block's (Blackwell) share of a tile.
+      rows: rows of a tile that one warpgroup (Hopper) or one thread block (Blackwell) multiplies.
       blocks: thread blocks of a worker.
       slots: depth of the ring of patches.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
-      built: whether the library has it.
+      built: whether the library contains it.
     """
 
     name: str
@@ -83,23 +83,23 @@ class Config:
     built: bool
 
     def serves(self, problem: Problem) -> bool:
-        """Whether it is built, and for the dtypes and the kind of table of a problem."""
+        """Whether it is built for the dtypes and the kind of table of a problem."""
         wanted = SPELLED.get(problem.dtype), SPELLED[problem.out_dtype], problem.has_table
         return self.built and (self.dtype, self.out_dtype, self.has_table) == wanted
 
     def grid(self, problem: Problem, chip: Chip) -> Grid:
-        """The workers, and which tiles they share."""
+        """The workers and their tiles."""
         return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
 
     def time(self, problem: Problem, chip: Chip) -> int:
-        """Of the worker with the most tiles, in products of a row and a column of a block."""
+        """Estimated time of the worker with the most tiles, in products of a row and a column."""
         a_tile = self.tile_m // self.blocks * self.tile_n + tiles.TILE_OVERHEAD
         return self.grid(problem, chip).tiles_per_worker * a_tile
 
     def check(self, problem: Problem, chip: Chip) -> None:
         """Raises NotImplementedError with the reason if this kernel cannot serve `problem`."""
         if not self.serves(problem):
-            raise NotImplementedError(f"{self.name} is another problem's kernel, or not built.")
+            raise NotImplementedError(f"{self.name} is for other dtypes, or not built.")
         launch(
             self,
             M=problem.rows,
@@ -116,13 +116,13 @@ class Config:
 
 @functools.cache
 def _is_stale(library: Path) -> bool:
-    """Whether it was built from other sources than those in ffi/; False if there is no ffi/."""
+    """Whether the library's sources differ from those in ffi/; False if there is no ffi/."""
     sources = cuda_build.source_hash()
     return sources is not None and sources.encode() not in library.read_bytes()
 
 
 def missing() -> str | None:
-    """Why there is no library of these sources, and what builds it; None if there is one."""
+    """Why there is no library of these sources, and how to build it; None if there is one."""
     if not LIBRARY.exists():
         why = WHY_NOT.read_text() if WHY_NOT.exists() else "it was not built"
         return f"its library is missing: {why}. {cuda_build.how_to_build(why)}"
@@ -132,7 +132,7 @@ def missing() -> str | None:
 
 
 def ffi_version() -> tuple[int, int]:
-    """The version of XLA's FFI that the installed jaxlib has."""
+    """The version of XLA's FFI in the installed jaxlib."""
     text = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     major, minor = (
         int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)[1]) for part in ("MAJOR", "MINOR")
@@ -145,8 +145,8 @@ def library() -> ctypes.CDLL:
     """The library; loading it needs no GPU.
 
     Raises:
-      NotImplementedError: there is none, or it is of other sources or another version. Registered,
-        that could take the process down.
+      NotImplementedError: there is none, or it was built from other sources or for another version
+        of XLA's FFI. XLA could end the process if such a library were registered.
     """
     if reason := missing():
         raise NotImplementedError(reason)
@@ -194,8 +194,8 @@ def register_cuda_kernels() -> None:
     jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
 
 
-def _answer(function, *arguments):
-    """What a function of the library that writes JSON says."""
+def _call_json(function, *arguments):
+    """Calls a function of the library that writes JSON, and returns what it wrote."""
     function.restype = ctypes.c_int64
     size = function(*arguments, None, ctypes.c_int64(0))
     text = ctypes.create_string_buffer(size)
@@ -205,27 +205,27 @@ def _answer(function, *arguments):
 
 @functools.cache
 def _check_driver() -> None:
-    """Raises NotImplementedError if there is a driver, and it is too old for the kernels."""
-    if reason := _answer(library().patch_embed_driver).get("error"):
+    """Raises NotImplementedError if this machine has a driver that is too old for the kernels."""
+    if reason := _call_json(library().patch_embed_driver).get("error"):
         raise NotImplementedError(reason)
 
 
 @functools.cache
 def configs() -> tuple[Config, ...]:
-    """All configs, also those of kernels that are not built."""
-    return tuple(Config(**fields) for fields in _answer(library().patch_embed_kernels))
+    """All configs, including those of kernels that are not built."""
+    return tuple(Config(**fields) for fields in _call_json(library().patch_embed_kernels))
 
 
 def launch(
     config: Config, *, M: int, N: int, K: int, period: int, workers: int, segments: int
 ) -> dict[str, object]:
-    """What the handler launches for these shapes: `Launch` in ffi/plan.h.
+    """The launch for these shapes: `Launch` in ffi/plan.h.
 
     Raises:
       NotImplementedError: the kernel cannot serve them.
     """
     shapes = map(ctypes.c_int64, (M, N, K, period, workers, segments))
-    answer = _answer(library().patch_embed_plan, config.name.encode(), *shapes)
+    answer = _call_json(library().patch_embed_plan, config.name.encode(), *shapes)
     if "error" in answer:
         raise NotImplementedError(answer["error"])
     return answer
@@ -239,7 +239,7 @@ def choose_config(problem: Problem, capability: int, chip: Chip) -> Config:
 
     Args:
       problem: shapes and dtypes.
-      capability: the chip's, as the kernels' names have it.
+      capability: the number after `sm` in the names of the chip's kernels.
       chip: the GPU.
 
     Raises:
@@ -268,7 +268,7 @@ def choose_config(problem: Problem, capability: int, chip: Chip) -> Config:
 
 
 def _chips(problem: Problem, target: Target) -> dict[int, Chip]:
-    """The chips that a program is planned for, by the capability of their kernels."""
+    """The chips that a program is planned for, by the number after `sm` in their kernels' names."""
     found = {c: tiles.chip_for(target, chips) for c, chips in CHIPS.items()}
     chips = {capability: chip for capability, chip in found.items() if chip is not None}
     if not chips:
@@ -284,12 +284,12 @@ def _chips(problem: Problem, target: Target) -> dict[int, Chip]:
 def plan(problem: Problem, target: Target, *, config: Config | None = None) -> Plan:
     """How a kernel of the library computes a problem.
 
-    If nobody can know the chip, the program has kernels for each of them.
+    If the chip is not known, the program names a kernel for each of CHIPS.
 
     Args:
       problem: shapes and dtypes.
       target: where the program runs.
-      config: the kernel; None for that of `choose_config`, for each chip.
+      config: the kernel; None for `choose_config`'s, for each chip.
 
     Raises:
       NotImplementedError: no kernel serves the problem, or there is no library; the message is the
@@ -313,16 +313,16 @@ def plan(problem: Problem, target: Target, *, config: Config | None = None) -> P
         if not chosen:
             raise NotImplementedError(reasons[0])
     if target.known:
-        # This machine has the chip, most likely.
+        # The chip is most likely in this machine, and so is its driver.
         _check_driver()
     grids = {capability: c.grid(problem, chips[capability]) for capability, c in chosen.items()}
 
     def compute(patches, *rest):
-        # A chip without a kernel has no name, and no schedule.
+        # A chip without a kernel gets an empty name and an empty schedule.
         names = {f"kernel_sm{c}": chosen[c].name if c in chosen else "" for c in CHIPS}
-        nothing = np.zeros((1, 1, 4), np.int32)
+        empty = np.zeros((1, 1, 4), np.int32)
         schedules = [
-            grids[c].schedule(problem.table_period) if c in grids else nothing for c in CHIPS
+            grids[c].schedule(problem.table_period) if c in grids else empty for c in CHIPS
         ]
         register_cuda_kernels()
         result = jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype)

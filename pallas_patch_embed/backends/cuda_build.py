@@ -1,7 +1,7 @@
-"""What the build of the CUDA kernels and this package share: which nvcc, which sources.
+"""Finds the nvcc that builds the CUDA kernels, and hashes their sources.
 
-CMake runs this file as a script; the tests, the benchmarks and `explain` import it. It needs the
-standard library alone.
+CMake runs this file as a script; the package, the tests and the benchmarks import it. It needs only
+the standard library.
 """
 
 import functools
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# The kernels' sources. They are not there where the package was installed from a wheel.
+# The kernels' sources. A package that was installed from a wheel does not have them.
 FFI = Path(__file__).parents[2] / "ffi"
 SOURCES = ("*.cc", "*.cu", "*.cuh", "*.h", "CMakeLists.txt")
 
@@ -48,9 +48,8 @@ def _environments() -> Iterator[Path]:
     """The Python environments that a build may be for.
 
     An isolated build has an environment of its own. pip starts it with the Python of the target
-    environment, so `sys.prefix` names the target. uv and `build` do not: there the target can be
-    told by PATH if it is activated, or by its name `.venv` in the project or where the command was
-    typed (PWD).
+    environment, so `sys.prefix` is the target. uv and `build` do not. Then the target is on PATH if
+    it is activated, or is the folder `.venv` in the project or where the command was typed (PWD).
     """
     yield Path(sys.prefix)
     yield from (Path(os.environ[x]) for x in ("VIRTUAL_ENV", "CONDA_PREFIX") if os.environ.get(x))
@@ -63,12 +62,12 @@ def _environments() -> Iterator[Path]:
 
 
 def candidates() -> tuple[Path, ...]:
-    """Every nvcc there may be, the preferred ones first.
+    """The paths at which nvcc may be, in order of preference.
 
-    1. what CUDACXX names, then bin/nvcc in CUDA_HOME and in CUDA_PATH, whether they exist or not;
-    2. all on PATH;
-    3. the one in /usr/local/cuda;
-    4. those of pip's nvidia-cuda-nvcc and of conda, in the environments that a build may be for.
+    1. CUDACXX, then bin/nvcc in CUDA_HOME and in CUDA_PATH, whether they exist or not;
+    2. every nvcc on PATH;
+    3. /usr/local/cuda;
+    4. pip's nvidia-cuda-nvcc and conda's, in the environments that a build may be for.
     """
     named = []
     if compiler := os.environ.get("CUDACXX"):
@@ -84,7 +83,7 @@ def candidates() -> tuple[Path, ...]:
         folders += environment.glob("lib/python3*/site-packages")
     for folder in folders:
         found += folder.glob("nvidia/cu[0-9]*/bin/nvcc")
-    # A link that leads nowhere is listed, so that it can be named.
+    # A dangling link is listed, so that the reason can name it.
     return tuple(dict.fromkeys([*named, *filter(os.path.lexists, found)]))
 
 
@@ -113,13 +112,13 @@ def _failure(nvcc: Path, host_compiler: str) -> str | None:
 
 @functools.cache
 def find_nvcc(host_compiler: str = "") -> tuple[Path | None, str]:
-    """The first candidate that compiles the kernels' headers for all their chips.
+    """The first candidate that compiles the kernels' headers for all architectures.
 
     Args:
-      host_compiler: the C++ compiler that nvcc calls; "" for the one that it finds.
+      host_compiler: the C++ compiler that nvcc calls; "" for nvcc's own choice.
 
     Returns:
-      (nvcc, ""), or None and why there is none: what was tried, and why each failed.
+      (nvcc, ""), or (None, which candidates were tried and why each failed).
     """
     tried = []
     for nvcc in candidates():
@@ -137,7 +136,7 @@ def find_nvcc(host_compiler: str = "") -> tuple[Path | None, str]:
 
 @functools.cache
 def how_to_build(why_not: str) -> str:
-    """What builds the kernels here, in a sentence.
+    """A sentence that says how to build the kernels on this machine.
 
     Args:
       why_not: why they were not built; an nvcc that it names is not proposed again.
@@ -156,5 +155,5 @@ def how_to_build(why_not: str) -> str:
 
 
 if __name__ == "__main__":
-    # ffi/CMakeLists.txt passes its C++ compiler and reads: the hash, nvcc, why there is none.
+    # ffi/CMakeLists.txt passes its C++ compiler and reads three lines: hash, nvcc, why no nvcc.
     print(source_hash(), *(x or "" for x in find_nvcc(*sys.argv[1:])), sep="\n")

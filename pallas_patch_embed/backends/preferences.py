@@ -1,7 +1,7 @@
-"""Which backend is preferred to which other one that serves too, and the measurement that says so.
+"""Which backend is preferred to another one that also serves, and the measurement that says so.
 
-Without a preference the first backend of `backends.BACKENDS` that serves is chosen. All times are
-of an H200; NOTES.md has them.
+Without a preference the first backend of `backends.BACKENDS` that serves is chosen. All times were
+measured on an H200 (docs/experiments).
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ class Preference:
 
     Attributes:
       over: the slower backends.
-      backend: the faster one.
+      backend: the faster backend.
       applies: whether it is faster for a problem.
-      reason: what `explain` says, with the fields `rows`, `K` and `dtype`.
+      reason: shown by `explain`; a template with the fields `rows`, `K` and `dtype`.
     """
 
     over: tuple[str, ...]
@@ -29,9 +29,9 @@ class Preference:
     reason: str
 
 
-def _few_rows_per_chunk(problem: Problem, chunks_at_least: int, rows_at_most: int) -> bool:
-    """Whether K is long (in chunks of 128 bytes), and rows are few for each of its chunks."""
-    return chunks(problem) >= chunks_at_least and problem.rows <= rows_at_most * chunks(problem)
+def _few_rows_per_chunk(problem: Problem, min_chunks: int, max_rows: int) -> bool:
+    """Whether K has many chunks of 128 bytes, and there are few rows for each of them."""
+    return chunks(problem) >= min_chunks and problem.rows <= max_rows * chunks(problem)
 
 
 PREFERENCES = (

@@ -1,10 +1,9 @@
-"""Which row tiles each worker computes, in which order: the schedule that every kernel reads.
+"""The schedule that every kernel reads: which row tiles each worker computes, and in which order.
 
-The M rows of patches are cut into tiles of `tile_m`. Tile t needs `tile_m` rows of the table of
-positions, beginning with row (t * tile_m) mod S: its phase. There are P = S / gcd(S, tile_m)
-phases, and the tiles t, t + P, t + 2P, ... share one. The tiles are sorted by phase, and each
-worker gets a contiguous share of them. A share has few phases, so the worker can keep its part of
-the table.
+The M rows of patches are cut into tiles of `tile_m` rows. Tile t needs `tile_m` rows of the table,
+starting at row (t * tile_m) mod S: its phase. There are P = S / gcd(S, tile_m) phases, and the
+tiles t, t + P, t + 2P, ... have the same one. The tiles are sorted by phase, and each worker gets a
+contiguous share of them. A share has few phases, so a worker rarely loads new rows of the table.
 """
 
 import math
@@ -18,21 +17,20 @@ FIRST_TILE, TILES, STRIDE, TABLE_ROW = range(4)
 def segments(M: int, S: int, tile_m: int, workers: int) -> np.ndarray:
     """The schedule of every worker.
 
-    A segment is a sequence of tiles with the same rows of the table: `TILES` tiles, beginning with
-    `FIRST_TILE`, `STRIDE` apart. Their table begins with row `TABLE_ROW`, and its rows wrap around
-    at S. Every tile is in exactly one segment, and the workers' numbers of tiles differ by at most
-    one.
+    A segment is a sequence of tiles that need the same rows of the table: `TILES` tiles, starting
+    at `FIRST_TILE`, `STRIDE` apart. The rows of the table start at `TABLE_ROW` and wrap around at
+    S. Every tile is in exactly one segment, and the workers' numbers of tiles differ by at most 1.
 
     Args:
       M: rows of patches.
-      S: rows after which the table repeats: the positions of an image; M for a table of its own for
-        every image; 1 if there are no positions.
+      S: rows after which the table repeats: the positions of an image; M if every image has a table
+        of its own; 1 if there are no positions.
       tile_m: rows of a tile.
-      workers: how many workers share the tiles.
+      workers: number of workers.
 
     Returns:
       [workers, R, 4] int32: the fields of each segment. R is the largest number of segments of a
-      worker; segments without tiles fill the rest.
+      worker; the others are padded with segments of no tiles.
     """
     tiles = -(-M // tile_m)
     phases = min(S // math.gcd(S, tile_m), max(tiles, 1))
@@ -54,6 +52,6 @@ def segments(M: int, S: int, tile_m: int, workers: int) -> np.ndarray:
     )
     owner = worker[start]
     number = np.arange(len(start)) - np.searchsorted(owner, owner)
-    table = np.zeros((workers, int(number.max(initial=0)) + 1, 4), np.int32)
-    table[owner, number] = found
-    return table
+    padded = np.zeros((workers, int(number.max(initial=0)) + 1, 4), np.int32)
+    padded[owner, number] = found
+    return padded

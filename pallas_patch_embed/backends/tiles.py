@@ -1,4 +1,4 @@
-"""What all tiled kernels share: the operands that they take, and their grid."""
+"""What the tiled kernels share: checks of their operands, and the grid of tiles and workers."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -14,11 +14,12 @@ from pallas_patch_embed.problem import Problem
 
 DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 
-# Bytes of K in one slot of a ring: one row of the 128-byte swizzle.
+# Bytes of K in a chunk, which fills one slot of a ring: one row of the 128-byte swizzle.
 ROW_BYTES = 128
 
-# The time of a tile beside its products, in products of one row and one column. With it the chosen
-# config is the fastest of those that were measured on an H200 (NOTES.md).
+# Time of a tile that its products do not explain, counted in products of one row and one column.
+# With this value the estimate chooses the fastest of the configs that were measured on an H200
+# (docs/experiments/hopper.md).
 TILE_OVERHEAD = 128 * 64
 
 
@@ -53,7 +54,7 @@ class Grid:
         blocks: int = 1,
         resident: int = 1,
     ) -> "Grid":
-        """As many workers as run at the same time, but no more than there are tiles.
+        """The grid with as many workers as run at the same time, and at most one for each tile.
 
         Args:
           problem: shapes and dtypes.
@@ -89,7 +90,7 @@ class Grid:
 
 
 def check_operands(problem: Problem) -> None:
-    """Raises NotImplementedError with the reason if tiled kernels cannot take these operands."""
+    """Raises NotImplementedError with the reason if no tiled kernel can take these operands."""
     K_bytes = problem.K * np.dtype(problem.dtype).itemsize
     if problem.dtype not in DTYPES:
         reason = f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}."
@@ -128,11 +129,11 @@ def chip_for(target: Target, chips: tuple[Chip, ...]) -> Chip | None:
 
     Args:
       target: where the program runs.
-      chips: those that the kernel is for, one for each compute capability.
+      chips: the chips that the kernel supports, one for each compute capability.
 
     Returns:
-      The target's chip if the kernel is for it. Otherwise None, or the first of `chips` if nobody
-      can know the chip yet.
+      The target's chip if the kernel supports it; the first of `chips` if the target is not known;
+      None otherwise.
     """
     capabilities = [chip.capability for chip in chips]
     if target.chip is not None and target.chip.capability in capabilities:
@@ -161,7 +162,7 @@ def first_that_fits[C: Checked](problem: Problem, chip: Chip, configs: Iterable[
 def flatten_leading_axes(
     problem: Problem, operands: tuple[jax.Array, ...], compute: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Calls a kernel that knows one axis of rows in place of all leading axes.
+    """Calls a kernel that has a single axis of rows where the operands have leading axes.
 
     Args:
       problem: of the operands, checked.
@@ -172,10 +173,10 @@ def flatten_leading_axes(
     Returns:
       [..., S, N].
     """
-    first, weight, scale, table = operands
+    source, weight, scale, table = operands
     shape = (*problem.patches[:-1], problem.N)
     if problem.rows == 0:
         return jnp.zeros(shape, problem.out_dtype)
     if problem.has_table:
         table = table.reshape(problem.table_period, problem.N)
-    return compute(first, weight, scale, table).reshape(shape)
+    return compute(source, weight, scale, table).reshape(shape)

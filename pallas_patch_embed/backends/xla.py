@@ -37,8 +37,8 @@ def run(
 
     Returns:
       [..., S, N] of out_dtype, rounded once. The accumulator is exact int32 for int8; float32 for
-      float32 (at Precision.HIGHEST) and bfloat16; for float8 what the platform's matrix product
-      does.
+      float32 (at Precision.HIGHEST) and bfloat16, and for float8 that of the platform's matrix
+      product.
     """
     exact = patches.dtype == jnp.int8
     precision = jax.lax.Precision.HIGHEST if patches.dtype == jnp.float32 else None
@@ -48,12 +48,13 @@ def run(
         preferred_element_type=jnp.int32 if exact else jnp.float32,
         precision=precision or jax.lax.Precision.DEFAULT,
     )
-    # Without the barrier XLA on a GPU spreads scale and table over two passes, or writes the
-    # broadcast table out: float8 on an H200 takes 0.76 ms instead of 0.48 (NOTES.md).
+    # Without the barrier XLA on a GPU applies scale and table in two passes, or writes the
+    # broadcast table to memory: 0.76 ms instead of 0.48 for float8 on an H200
+    # (docs/experiments/xla.md).
     accumulator = jax.lax.optimization_barrier(accumulator)
     scale = jnp.expand_dims(scale, -2)
     rank = max(accumulator.ndim, scale.ndim, table.ndim)
-    # Same rank, because users may have JAX refuse that ranks are promoted.
+    # The same rank for all: users may set jax_numpy_rank_promotion="raise".
     product, scale, table = (
         jax.lax.expand_dims(x.astype(jnp.float32), range(rank - x.ndim))
         for x in (accumulator, scale, table)

@@ -295,7 +295,7 @@ def test_a_config_for_another_problem_is_refused():
         dict(built=False),
     ):
         config = cuda.choose_config(problem, 90, H200)
-        with pytest.raises(NotImplementedError, match="another problem's kernel, or not built"):
+        with pytest.raises(NotImplementedError, match="is for other dtypes, or not built"):
             dataclasses.replace(config, **other).check(problem, H200)
 
 

@@ -23,9 +23,9 @@ class MosaicBackend:
     """A Pallas kernel as a backend.
 
     Attributes:
-      kernel: its module. `kernel.make(config, grid, problem, interpret, trace)` gives a function of
-        patches [M, K], weight, scale, table [period, N] or [N], and the workers' segments.
-      chips: that it is for, one for each compute capability.
+      kernel: its module. `kernel.make(config, grid, problem, interpret, trace)` returns a function
+        of patches [M, K], weight, scale, table [period, N] or [N], and the workers' segments.
+      chips: the chips that it supports, one for each compute capability.
       choose_config: (problem, chip) -> the kernel's Config.
       EVIDENCE: why its results may be trusted.
     """
@@ -76,7 +76,7 @@ class MosaicBackend:
 
 
 def _run(problem: Problem, grid: Grid, make: Callable[[], Any], *operands: jax.Array) -> jax.Array:
-    """Calls the kernel that `make` gives."""
+    """Calls the kernel that `make` returns."""
 
     def compute(patches: jax.Array, *rest: jax.Array) -> jax.Array:
         segments = jnp.asarray(grid.schedule(problem.table_period))

@@ -1,6 +1,6 @@
-"""Which config a Pallas kernel gets for a problem: pure functions of problem and chip.
+"""Chooses the config of a Pallas kernel: pure functions of problem and chip.
 
-NOTES.md has the times that were measured with other configs.
+docs/experiments has the times of other configs.
 """
 
 import itertools
@@ -13,10 +13,10 @@ from pallas_patch_embed.problem import Problem
 
 
 def slice_widths(problem: Problem, widths: tuple[int, ...]) -> list[int]:
-    """Those of the widths that divide N.
+    """The widths that divide N.
 
     Raises:
-      NotImplementedError: none does.
+      NotImplementedError: none of them does.
     """
     found = [n for n in widths if problem.N % n == 0]
     if not found:
@@ -25,15 +25,15 @@ def slice_widths(problem: Problem, widths: tuple[int, ...]) -> list[int]:
 
 
 def choose_sm90(problem: Problem, chip: Chip) -> sm90.Config:
-    """The config of least estimated time, with as many slots as fit.
+    """The config with the smallest estimated time, with as many slots as fit.
 
     Raises:
       NotImplementedError: no config serves the problem.
     """
 
-    def deepest(least_slots: int, **choices: Any) -> sm90.Config | None:
-        """The config with the most slots that fits, None if none does."""
-        depths = range(sm90.MOST_SLOTS, least_slots - 1, -1)
+    def deepest(min_slots: int, **choices: Any) -> sm90.Config | None:
+        """The config with the most slots that fits; None if none does."""
+        depths = range(sm90.MOST_SLOTS, min_slots - 1, -1)
         configs = (sm90.Config(slots=slots, **choices) for slots in depths)
         return tiles.first_that_fits(problem, chip, configs)
 
@@ -44,7 +44,7 @@ def choose_sm90(problem: Problem, chip: Chip) -> sm90.Config:
         return [deepest(4, tile_n=tile_n, rows=rows, stream_weight=True) for rows in (64, 128)]
 
     def time(config: sm90.Config) -> int:
-        """Of the worker with the most tiles, in products of a row and a column."""
+        """Estimated time of the worker with the most tiles, in products of a row and a column."""
         one_tile = config.tile_m * config.tile_n + tiles.TILE_OVERHEAD
         return config.grid(problem, chip).tiles_per_worker * one_tile
 

@@ -1,6 +1,6 @@
-"""`layouts.py` for Pallas' interpreter, which has neither registers nor Mosaic.
+"""`layouts.py` for Pallas' interpreter, which does not execute what is built from MLIR.
 
-The weight keeps its order, and the same functions are JAX.
+The same functions in JAX. The rows of the weight are not permuted.
 """
 
 import jax
@@ -13,13 +13,13 @@ from pallas_patch_embed.backends.mosaic import layouts
 
 
 def two_views(dtype, written: tuple[int, ...], multiplied: tuple[int, ...]):
-    """Memory with one view, the tiled one: the interpreter knows no other."""
+    """Tiled memory: the interpreter refuses a second view of the same memory."""
     del written
     return layouts.swizzled(dtype, *multiplied, tiled=True)
 
 
 def views(memory):
-    """That view, for what is written and for what is multiplied."""
+    """The memory twice: TMA writes and the tensor cores read the same view."""
     return memory, memory
 
 

@@ -1,4 +1,4 @@
-"""What the two Pallas kernels share: checks of a config, launch, walk over tiles, ring."""
+"""What the two Pallas kernels share: checks of a config, the launch, the tile loop, the ring."""
 
 import dataclasses
 import inspect
@@ -17,19 +17,19 @@ from pallas_patch_embed.backends.tiles import Grid
 from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
-# Mosaic aligns arrays in shared memory to so many bytes.
+# Alignment of arrays in shared memory, in bytes: Mosaic's.
 ALIGNMENT = 1024
 
-# Shared memory of a thread block that is left for barriers.
+# Shared memory of a thread block that is reserved for barriers, in bytes.
 BARRIER_BYTES = 1024
 
-# Mosaic allows so many barriers in an array.
+# Mosaic's limit for an array of barriers.
 MOST_BARRIERS = 32
 
 # The fields of a segment, in their order.
 FIELDS = (schedule.FIRST_TILE, schedule.TILES, schedule.STRIDE, schedule.TABLE_ROW)
 
-# The trace of a warp has room for so many spans; later ones are left out.
+# Spans that the trace of a warp has room for; later ones are left out.
 SPANS = 64
 
 
@@ -51,7 +51,7 @@ def check_slots(slots: int, most: int) -> None:
 
 
 def check_shared_memory(needed: int, chip: Chip, config: object) -> None:
-    """Refuses more bytes than a thread block can have beside its barriers."""
+    """Refuses more bytes than a thread block has, without those reserved for barriers."""
     check_resource("bytes of shared memory", needed, chip.shared_memory - BARRIER_BYTES, config)
 
 
@@ -65,11 +65,11 @@ def check_resource(what: str, needed: int, available: int, config: object) -> No
 
 
 class Operands(NamedTuple):
-    """What a kernel reads and writes in global memory.
+    """The arrays in global memory.
 
     Attributes:
       patches: [M, K].
-      weight: [N, K], in the view that the kernel wants.
+      weight: [N, K], or `RegisterTile.view_weight` of it.
       scale: [N] float32.
       table: [period, N] bfloat16, or [N] float32.
       segments: [workers, R, 4] int32 of `schedule.segments`.
@@ -85,12 +85,12 @@ class Operands(NamedTuple):
 
 
 def trace_bytes(warpgroups: int) -> int:
-    """Shared memory of a trace: each span of a warp is two pairs of a name and a time."""
+    """Shared memory of a trace in bytes: a span of a warp is two pairs of name and time."""
     return 4 * warpgroups * SPANS * 16
 
 
 def compiler_params(trace: str) -> plgpu.CompilerParams:
-    """How the kernels are compiled; they write a trace if `trace` names a folder for it."""
+    """Compiler options; the kernel writes a trace if `trace` names a folder for it."""
     traced = dict(
         profile_space=SPANS,
         profile_dir=trace,
@@ -116,11 +116,11 @@ def kernel(
     """A Pallas kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N].
 
     Args:
-      name: of the kernel in profiles.
-      worker: makes a `Worker` from its attributes; its `run(warpgroup)` is the kernel.
+      name: the kernel's name in profiles.
+      worker: constructor of the kernel's `Worker`, whose `run(warpgroup)` is the kernel.
       scratch: types of shared memory and barriers.
-      config, grid, problem: what is launched.
-      memory: `layouts`, or `interpreted`.
+      config, grid, problem: tile sizes, workers, shapes and dtypes.
+      memory: the module `layouts`, or `interpreted`.
       trace: folder for a trace; none if empty.
       options: of `plgpu.kernel`.
     """
@@ -134,7 +134,7 @@ def kernel(
         ).run(lax.axis_index("warpgroup"))
 
     body.__name__ = name
-    # jax 0.11 has no cost estimate here.
+    # plgpu.kernel of jax 0.11 takes no cost estimate.
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         options["cost_estimate"] = cost(problem)
     return plgpu.kernel(
@@ -150,7 +150,7 @@ def kernel(
 
 
 def cost(problem: Problem) -> pl.CostEstimate:
-    """Operations, and the bytes of all operands and of y, for XLA's scheduler."""
+    """Floating-point operations and bytes of all operands and of y, for XLA's scheduler."""
     itemsize, out_itemsize = (np.dtype(d).itemsize for d in (problem.dtype, problem.out_dtype))
     table_itemsize = np.dtype(problem.table_dtype).itemsize
     M, N, K = problem.rows, problem.N, problem.K
@@ -165,18 +165,18 @@ def cost(problem: Problem) -> pl.CostEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """A thread block: what it works on, the walk over its tiles, and its ring of patches.
+    """A thread block: its operands, the loop over its tiles, and its ring of patches.
 
     An entry of the ring is one use of a slot. Entries are numbered in the order of their products.
 
     Attributes:
-      config, problem: what is computed, and how.
-      operands: in global memory.
-      scratch: shared memory and barriers. `freed` has a barrier for each slot, whose phase is
-        complete when the slot's entry is multiplied.
-      patches: the ring, as TMA writes it and as it is multiplied.
-      column: first column of N.
-      index: of the worker among those of its slice of N.
+      config, problem: tile sizes; shapes and dtypes.
+      operands: arrays in global memory.
+      scratch: shared memory and barriers. A phase of `freed[slot]` completes when the slot's entry
+        is multiplied.
+      patches: the ring, as TMA writes it and as the tensor cores read it.
+      column: first column of this worker's slice of N.
+      index: of this worker among those of its slice.
     """
 
     config: Any
@@ -190,16 +190,16 @@ class Worker:
     def for_each_tile(
         self, visit: Callable, begin: Callable | None = lambda table_row: None
     ) -> jax.Array:
-        """Walks the tiles of this worker in the order of its segments.
+        """Loops over the tiles of this worker in the order of its segments.
 
         Args:
           visit: called with the number of the tile among the worker's, its index among all tiles,
-            and what `begin` gave.
-          begin: called with the table row of each segment that has tiles, before they are visited.
-            None if there is nothing to begin, and no branch around segments without tiles.
+            and the result of `begin`.
+          begin: called with the table row of each segment that has tiles, before its tiles. None
+            calls nothing, and also saves the branch around segments without tiles.
 
         Returns:
-          How many tiles there were.
+          The number of tiles.
         """
         segments = self.operands.segments
 
@@ -222,11 +222,11 @@ class Worker:
 
     @property
     def chunks(self) -> int:
-        """Chunks of K: entries of the ring for the rows of a tile."""
+        """Chunks of K: ring entries for the same rows."""
         return tiles.chunks(self.problem)
 
     def chunk(self, k):
-        """The columns of the k-th chunk of K: one row of the swizzle."""
+        """The k-th chunk of K as a slice: one row of the swizzle."""
         tile_k = tiles.ROW_BYTES // jnp.dtype(self.problem.dtype).itemsize
         return pl.ds(k * tile_k, tile_k)
 
@@ -235,7 +235,7 @@ class Worker:
         return lax.rem(entry, self.config.slots)
 
     def acquire(self, entry):
-        """The slot of an entry, once the entry before it there is multiplied."""
+        """Waits until the previous entry of the slot is multiplied; returns the slot."""
         slot = self.slot(entry)
 
         @pl.when(entry >= self.config.slots)

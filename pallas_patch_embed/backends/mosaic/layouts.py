@@ -1,14 +1,14 @@
-"""How the Pallas kernels arrange data in shared memory and registers: what is built from MLIR.
+"""Layouts of shared memory and registers that Pallas cannot express, built from MLIR.
 
-wgmma leaves pairs of neighbouring columns of the accumulator in a thread: of every 8 columns,
-thread q of the four that share a row has columns 2q and 2q + 1. Stored like that, a thread would
-write 4 bytes at a time. So the rows of the weight come to shared memory in another order, which
-only renames accumulators: what wgmma takes for the j-th pair of thread q in its g-th group is, in
-memory, pair q * (vector / 2) + j of group g. Then a thread has 16 neighbouring bytes of every group
-of 64, and the four threads of a row write 64 bytes.
+wgmma distributes an accumulator so that, of every 8 columns, thread q of the four threads of a row
+has columns 2q and 2q + 1. Stored as they are, a thread would write 4 bytes at a time. So the rows
+of the weight are copied to shared memory in another order, which permutes the accumulator's
+columns: the j-th pair of columns that wgmma assigns to thread q in group g is pair
+q * (vector / 2) + j of group g of the result. Then every thread has 16 neighbouring bytes of a
+group, and the four threads of a row store 64 bytes.
 
-Pallas cannot express this renaming, nor a store with a condition for each row. They are written
-with Mosaic's builders. `interpreted.py` has the same functions for the interpreter.
+Pallas can express neither this permutation nor a store that is predicated for each row. Both are
+written with Mosaic's builders. `interpreted.py` has the same functions for Pallas' interpreter.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ VECTOR_BYTES = 16
 
 
 def swizzled(dtype, *shape: int, tiled: bool) -> plgpu.SMEM:
-    """Shared memory with rows of up to 128 bytes: tiled as the tensor cores want it, or not.
+    """Swizzled shared memory with rows of up to 128 bytes, tiled for the tensor cores or not.
 
-    TMA writes and reads any number of rows of untiled memory, and multiples of 8 of tiled memory.
+    TMA copies any number of rows to and from untiled memory, and multiples of 8 with tiled memory.
     """
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     tiling = (plgpu.TilingTransform((8, shape[-1])),) if tiled else ()
@@ -43,14 +43,14 @@ def swizzled(dtype, *shape: int, tiled: bool) -> plgpu.SMEM:
 
 
 def two_views(dtype, written: tuple[int, ...], multiplied: tuple[int, ...]):
-    """One memory as TMA writes it, untiled, and as the tensor cores read it, tiled."""
+    """The same memory twice: untiled, as TMA writes it; and tiled, as the tensor cores read it."""
     return plgpu.RefUnion(
         swizzled(dtype, *written, tiled=False), swizzled(dtype, *multiplied, tiled=True)
     )
 
 
 def views(memory):
-    """The two views of such memory: the one that TMA writes, and the one that is multiplied."""
+    """The references of `two_views`: the one that TMA writes, and the one that is multiplied."""
     written, multiplied = memory
     return written, multiplied
 
@@ -64,10 +64,10 @@ def load_rows(source, row, column, kind, *, period: int, skip: int = 0):
     Args:
       source: the array.
       row: the first row.
-      column: the first column, less `skip`.
+      column: the first column minus `skip`.
       kind: shape, dtype and layout of the result.
       period: rows of the array.
-      skip: columns.
+      skip: a constant number of columns.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=kind)
@@ -76,18 +76,18 @@ def load_rows(source, row, column, kind, *, period: int, skip: int = 0):
         element = ir.MemRefType(source.type).element_type
         vector = ir.VectorType.get((layout.vector_length,), element)
         registers = np.empty(layout.registers_shape(kind.shape), object)
-        places = _addresses(source, row, column, layout, kind.shape, period=period, skip=skip)
-        registers.flat = [llvm.load(vector, address) for _, address in places]
+        addresses = _addresses(source, row, column, layout, kind.shape, period=period, skip=skip)
+        registers.flat = [llvm.load(vector, address) for _, address in addresses]
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return loaded(source, row, column)
 
 
 def _addresses(array, row, column, layout, shape, *, period: int | None = None, skip: int = 0):
-    """Row and address of each register that a thread has of a tile in global memory.
+    """Row and address in global memory of each register of a thread.
 
-    The tile begins with `row` and `column + skip` of an array [rows, columns]; rows are taken
-    modulo `period`, if there is one.
+    The tile begins at `row` and `column + skip` of an array [rows, columns]. With a `period` rows
+    wrap around there.
     """
     word, long = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     kind = ir.MemRefType(array.type)
@@ -98,26 +98,26 @@ def _addresses(array, row, column, layout, shape, *, period: int | None = None, 
         offset = arith.addi(first, arith.extui(long, at_column))
         return mgpu.utils.getelementptr(base, [offset], kind.element_type)
 
-    # A thread's first element; the others are constants away.
-    below, beside = (arith.index_castui(word, i) for i in next(iter(layout.thread_idxs(shape))))
-    first_row = arith.addi(row.registers.item(), below)
-    first_column = arith.addi(column.registers.item(), beside)
+    # The thread's first element; all others are at constant distances from it.
+    down, right = (arith.index_castui(word, i) for i in next(iter(layout.thread_idxs(shape))))
+    first_row = arith.addi(row.registers.item(), down)
+    first_column = arith.addi(column.registers.item(), right)
     first_address = address(first_row, first_column)
     addresses = {}
     steps = layout.tiling.tile_strides((shape[1], 1))
     for index in np.ndindex(layout.registers_shape(shape)):
         rows, columns = divmod(sum(i * step for i, step in zip(index, steps)), shape[1])
         at_row = arith.addi(first_row, _i32(rows))
-        near, away = first_address, rows * stride + columns + skip
+        start, distance = first_address, rows * stride + columns + skip
         if period is not None:
             if rows not in addresses:
                 addresses[rows] = address(arith.remui(at_row, _i32(period)), first_column)
-            near, away = addresses[rows], columns + skip
-        yield at_row, mgpu.utils.getelementptr(near, [away], kind.element_type)
+            start, distance = addresses[rows], columns + skip
+        yield at_row, mgpu.utils.getelementptr(start, [distance], kind.element_type)
 
 
 def _i32(value: int) -> ir.Value:
-    """A constant of 32 bits."""
+    """A 32-bit constant."""
     return arith.constant(ir.IntegerType.get_signless(32), value)
 
 
@@ -128,12 +128,12 @@ def _i32(value: int) -> ir.Value:
 class RegisterTile:
     """A tile [rows, columns] of an array [M, N] of `dtype`, in the registers of a warpgroup.
 
-    Its functions deal in groups: arrays [rows, group] (or [group]), from left to right.
+    Its columns are split, from left to right, into groups [rows, group].
 
     Attributes:
-      dtype: of what is stored.
-      rows: of the tile, a multiple of 64.
-      columns: of the tile, a multiple of `group`.
+      dtype: dtype of the array in global memory.
+      rows: a multiple of 64.
+      columns: a multiple of `group`.
     """
 
     dtype: jnp.dtype
@@ -142,17 +142,17 @@ class RegisterTile:
 
     @property
     def vector(self) -> int:
-        """Neighbouring columns of a thread."""
+        """Neighbouring columns that a thread stores at once."""
         return VECTOR_BYTES // self.dtype.itemsize
 
     @property
     def group(self) -> int:
-        """Neighbouring columns of the four threads that share a row."""
+        """Neighbouring columns that the four threads of a row store at once."""
         return 4 * self.vector
 
     @property
     def groups(self) -> int:
-        """How many groups of columns the tile has."""
+        """Groups of columns of the tile."""
         return self.columns // self.group
 
     @property
@@ -167,15 +167,15 @@ class RegisterTile:
 
     @property
     def weight_copies(self) -> int:
-        """How many copies bring the rows of the weight, in the order above."""
+        """TMA copies that load the rows of the weight in the permuted order."""
         return self.pairs
 
     def weight_shape(self, width: int) -> tuple[int, ...]:
-        """The shape of `width` columns of K of the tile's rows of the weight, where TMA writes."""
+        """Shape in shared memory of `width` columns of K of the tile's rows of the weight."""
         return (self.pairs, self.groups, 4, 2, width)
 
     def view_weight(self, weight: jax.Array) -> jax.Array:
-        """The weight [N, K] as [N / group, thread, pair, 2, K], which TMA copies in any order."""
+        """The weight [N, K] as [N / group, thread, pair, 2, K], whose axes TMA can permute."""
         N, K = weight.shape
         return weight.reshape(N // self.group, 4, self.pairs, 2, K)
 
@@ -183,11 +183,11 @@ class RegisterTile:
         """Copies `columns` rows of the weight, from row `column` on, to shared memory.
 
         Args:
-          weight: what `view_weight` gave, in global memory.
+          weight: result of `view_weight`, in global memory.
           column: a multiple of `columns`.
           inner: slice of K.
           target: memory of shape `weight_shape`.
-          arrived: the barrier at which each of `weight_copies` copies arrives.
+          arrived: barrier at which each of the `weight_copies` copies arrives.
         """
         groups = pl.ds(lax.div(column, self.group), self.groups)
         for j in range(self.pairs):
@@ -201,19 +201,19 @@ class RegisterTile:
     def load_rows(self, source, row, column, g: int, period: int) -> jax.Array:
         """Group `g` of rows of an array [period, N] of bfloat16: row, row + 1, ... modulo `period`.
 
-        `column` is where the tile begins.
+        `column` is the first column of the tile.
         """
         kind = self._group_of(jnp.bfloat16)
         return load_rows(source, row, column, kind, period=period, skip=g * self.group)
 
     def regroup(self, accumulator: jax.Array) -> list[jax.Array]:
-        """The groups of an accumulator [rows, columns]: other names for the same registers."""
+        """The groups of an accumulator [rows, columns]: the same registers, regrouped."""
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.Layout.WGMMA,),
             return_type=[self._group_of(accumulator.dtype)] * self.groups,
         )
-        def renamed(_, accumulator):
+        def regrouped(_, accumulator):
             pairs = accumulator.registers.reshape(-1, self.pairs, self.groups, 2)
             return [
                 self._fragmented(
@@ -227,14 +227,14 @@ class RegisterTile:
                 for g in range(self.groups)
             ]
 
-        return renamed(accumulator)
+        return regrouped(accumulator)
 
     def pinned(self, group: jax.Array) -> jax.Array:
-        """The same group of 2-byte values, computed here.
+        """The same group of 2-byte values, opaque to the compiler from here on.
 
-        Without it the compiler widens values that stay in registers over a loop once, before the
-        loop, into twice the registers. `lax.optimization_barrier` mixes up vectors of more than 4
-        bytes (jax 0.11.2).
+        Otherwise the compiler converts values that stay in registers during a loop to float32
+        before the loop, which takes twice the registers. `lax.optimization_barrier` mixes up
+        vectors of more than 4 bytes (jax 0.11.2).
         """
 
         @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=self._group_of(group.dtype))
@@ -258,9 +258,9 @@ class RegisterTile:
         return opaque(group)
 
     def store_rows(self, target, row, column, g: int, group: jax.Array, *, inside: bool) -> None:
-        """Writes group `g` to rows row, row + 1, ... of an array [M, N], as far as it has rows.
+        """Stores group `g` to rows row, row + 1, ... of an array [M, N]; rows from M on are not.
 
-        `column` is where the tile begins; `inside` says that no tile goes beyond M.
+        `column` is the first column of the tile. `inside`: no row of any tile is beyond M.
         """
         M = target.shape[0]
 
@@ -269,8 +269,8 @@ class RegisterTile:
             word = ir.IntegerType.get_signless(32)
             words = ir.VectorType.get((4,), word)
             skip = g * self.group
-            places = _addresses(target, row, column, group.layout, group.shape, skip=skip)
-            for (row, pointer), register in zip(places, group.registers.flat, strict=True):
+            addresses = _addresses(target, row, column, group.layout, group.shape, skip=skip)
+            for (row, pointer), register in zip(addresses, group.registers.flat, strict=True):
                 packed = mgpu.utils.bitcast(register, words)
                 if inside:
                     llvm.store(packed, pointer)
@@ -292,7 +292,7 @@ class RegisterTile:
         return plgpu.ShapeDtypeStruct((self.rows, self.group), dtype, layout=self.layout)
 
     def _fragmented(self, registers: list, is_signed: bool | None = None) -> mgpu.FragmentedArray:
-        """A group from the registers of a thread's rows."""
+        """A group made of these registers, one for each row of a thread."""
         layout = self.layout.to_mgpu()
         array = np.empty(len(registers), object)
         array[:] = registers
@@ -305,10 +305,10 @@ class RegisterTile:
 
 @dataclasses.dataclass(frozen=True)
 class TensorTile:
-    """Accumulators [128, columns] of tensor memory, in the registers of a warpgroup.
+    """Part of an accumulator in tensor memory, [128, columns], in the registers of a warpgroup.
 
     Attributes:
-      columns: how many.
+      columns: columns of the part.
     """
 
     columns: int
@@ -318,7 +318,7 @@ class TensorTile:
         return plgpu.Layout.TCGEN05
 
     def load_sums(self, accumulators) -> jax.Array:
-        """Begins to load accumulators; `plgpu.wait_load_tmem` waits for them."""
+        """Starts to load sums from tensor memory; `plgpu.wait_load_tmem` waits for them."""
         return plgpu.async_load_tmem(accumulators, layout=self.layout)
 
     def load_columns(self, values, column) -> jax.Array:

@@ -1,17 +1,17 @@
 """The Blackwell kernel, in Pallas Mosaic GPU: tcgen05 with a stationary weight and table.
 
-A worker is a cluster of two thread blocks, or one, of three warpgroups each. It owns `tile_n`
-columns of N for its whole life and walks the row tiles that `schedule.py` gives it, with 128 rows
-of every tile for each block:
+A worker is a cluster of two thread blocks, or one block, of three warpgroups each. It computes the
+same `tile_n` columns of N for all row tiles that `schedule.py` assigns to it. Each block has 128
+rows of every tile:
 
-  feed       one warp: TMA of patches into a ring of slots, and of the weight: once if it stays in
-             shared memory, with the patches if it does not fit.
+  feed       one warp: loads patches by TMA into the slots of a ring; and the weight, once if it is
+             stationary, with the patches if it is streamed.
   multiply   one warp of the first block: tcgen05 for both blocks, into one of two accumulators in
              tensor memory.
-  store      two warpgroups, with half of the columns each: load the other accumulator, scale it,
+  store      two warpgroups, each with half of the columns: load the other accumulator, scale it,
              add the table, which stays in registers for a segment, and store it by TMA.
 
-  barrier          arrivals of a phase     its phase is complete when            who waits
+  barrier          arrivals of a phase     its phase completes when              who waits
   weight_arrived   a copy of each chunk    the weight has arrived                multiply, once
   filled[slot]     1 copy, and 1 of a      the slot's patches, and their part    multiply
                    streamed weight         of the weight, have arrived
@@ -20,10 +20,10 @@ of every tile for each block:
   read[a]          each storing warpgroup  accumulator a is in registers         multiply
                    of each block
 
-In a pair the first block has the barriers of all copies, and `read`; both have `freed` and
-`multiplied`. Each waiter waits for every phase. feed and multiply skip the first wait for a slot or
-an accumulator, which is free. They wait for the last phases before they return, so that no block
-exits before its peer's last arrival.
+In a cluster of two the first block has `read` and the barriers of all copies; both blocks have
+`freed` and `multiplied`. Every phase of a barrier is waited for. feed and multiply skip the wait
+for a slot or an accumulator that was never used. They wait for the last phases before they return,
+so that no block exits before its peer's last arrival.
 """
 
 import dataclasses
@@ -41,23 +41,25 @@ from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
 from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
-# Rows of a block's accumulator, and how many accumulators there are.
+# Rows of a block's accumulator (lanes of tensor memory), and accumulators of a block: one is filled
+# while the other is stored.
 ROWS = 128
 ACCUMULATORS = 2
 
-# Warpgroups that store, and all of a thread block.
+# Warpgroups that store, and warpgroups of a thread block.
 STORERS = 2
 WARPGROUPS = 1 + STORERS
 
-# Buffers from which each storing warpgroup stores, a power of two.
+# Staging buffers of each storing warpgroup, a power of two: one is filled while the other is
+# stored.
 BUFFERS = 2
 
-# Registers of a thread of the first and of the storing warpgroups, as setmaxnreg sets them. Each
-# thread has 168 at launch: 40 + 2 * 232 = 3 * 168. A request for more would never return.
+# Registers of each thread of the first and of the storing warpgroups, set by setmaxnreg. At launch
+# every thread has 168: 40 + 2 * 232 = 3 * 168. A request for more would wait forever.
 REGISTER_SPLIT = (40, 232)
 
-# Registers of a storing thread beside accumulators, scales and table. Addresses are in uniform
-# registers.
+# Registers of a storing thread for everything but sums, scales and table: addresses are in uniform
+# registers. ptxas spills with fewer.
 OTHER_REGISTERS = 8
 
 
@@ -67,7 +69,7 @@ class Config:
 
     Attributes:
       tile_n: columns of N of a worker, a multiple of 64.
-      slots: depth of the ring; a slot has 128 bytes of K of a block's rows.
+      slots: depth of the ring; a slot has 128 bytes of K for each row of a block.
       collective: whether two blocks multiply together, each with half of the weight.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
     """
@@ -88,20 +90,20 @@ class Config:
         return ROWS * self.blocks
 
     def grid(self, problem: Problem, chip: Chip) -> Grid:
-        """The workers, and which tiles they share."""
+        """The workers and their tiles."""
         return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
 
     def store_n(self, problem: Problem) -> int:
-        """Columns of one TMA store: rows of 128 bytes, or of 64 where those do not divide."""
+        """Columns of one TMA store: 128 bytes of a row, or 64 if 128 do not divide the columns."""
         itemsize, columns = jnp.dtype(problem.out_dtype).itemsize, self.tile_n // STORERS
         return next(n for b in (128, 64) if columns % (n := b // itemsize) == 0)
 
     def tensor_memory_columns(self) -> int:
-        """Columns of tensor memory, which is given in powers of two."""
+        """Columns of tensor memory, which is allocated in powers of two."""
         return 1 << (ACCUMULATORS * self.tile_n - 1).bit_length()
 
     def shared_memory_bytes(self, problem: Problem) -> int:
-        """Bytes of shared memory of a block without the barriers."""
+        """Shared memory of a thread block in bytes, without the barriers."""
         weight_chunks = self.slots if self.stream_weight else tiles.chunks(problem)
         weight = weight_chunks * self.tile_n // self.blocks * ROW_BYTES
         patches = self.slots * ROWS * ROW_BYTES
@@ -110,10 +112,11 @@ class Config:
         return sum(-(-size // launch.ALIGNMENT) * launch.ALIGNMENT for size in sizes)
 
     def registers(self, problem: Problem) -> int:
-        """Registers of a storing thread, one of 128, of which every fourth has the same columns.
+        """Registers of a storing thread.
 
-        It has a step's accumulators [128, store_n], and for [128, tile_n / 2] scales and the table
-        or offsets in float32.
+        The 128 threads of a warpgroup share the sums [128, store_n] of a step. They keep scales
+        [tile_n / 2] and the table [128, tile_n / 2] or offsets [tile_n / 2] in float32; every
+        fourth thread has the same columns.
         """
         columns = self.tile_n // STORERS
         terms = columns if problem.has_table else columns // 4
@@ -195,14 +198,14 @@ class Worker(launch.Worker):
 
     Attributes:
       tile: the columns of one step of a storing warpgroup, in registers.
-      peer: which block of the worker this is.
+      peer: rank of this block in the cluster.
     """
 
     tile: layouts.TensorTile
     peer: Any
 
     def run(self, warpgroup) -> None:
-        """Gives each warpgroup its registers and its role."""
+        """Assigns each warpgroup its registers and its role."""
         first_registers, store_registers = REGISTER_SPLIT
 
         @pl.when(warpgroup == 0)
@@ -220,7 +223,7 @@ class Worker(launch.Worker):
             self.store(warpgroup - 1)
 
     def drain(self, barriers, count: int, uses) -> None:
-        """Waits for the last phase of each of `count` barriers, for which nobody has waited."""
+        """Waits for the last phase of each of `count` barriers, which no tile has waited for."""
 
         @pl.loop(0, lax.min(uses, count))
         def wait(i):
@@ -232,7 +235,7 @@ class Worker(launch.Worker):
         return self.scratch.accumulators.at[:, pl.ds(begin, width)]
 
     def load(self, source, target, arrived) -> None:
-        """Loads this block's part; the bytes of both blocks count on the first one's barrier."""
+        """Loads this block's part; the first block's barrier counts the bytes of both blocks."""
         pair = {}
         if self.config.collective:
             part = plgpu.CopyPartition.PARTITIONED(0)
@@ -277,7 +280,7 @@ class Worker(launch.Worker):
         self.drain(self.scratch.read, ACCUMULATORS, self.for_each_tile(self.multiply_tile))
 
     def multiply_tile(self, number, tile, _) -> None:
-        """Issues the products of a tile when its accumulator is free."""
+        """Issues the products of a tile once its accumulator has been read."""
 
         @pl.when(number >= ACCUMULATORS)
         @jax.named_scope("wait for an accumulator")
@@ -298,7 +301,7 @@ class Worker(launch.Worker):
             plgpu.tcgen05_commit_arrive(s.multiplied.at[lax.rem(number, ACCUMULATORS)], **pair)
 
     def store(self, member) -> None:
-        """A warpgroup: half of the columns of every tile, in steps of one TMA store."""
+        """Stores half of the columns of every tile, in steps of one TMA store."""
         steps = range(self.config.tile_n // STORERS // self.tile.columns)
         columns = [self.column + self.step_column(member, e) for e in steps]
         load, (_, _, scale, table, *_) = self.tile.load_columns, self.operands
@@ -322,17 +325,17 @@ class Worker(launch.Worker):
         plgpu.wait_smem_to_gmem(0)
 
     def step_column(self, member, e: int):
-        """First column of step e of a storing warpgroup, in the accumulator."""
+        """The accumulator's first column in step e of a storing warpgroup."""
         return member * (self.config.tile_n // STORERS) + e * self.tile.columns
 
     def load_table(self, member, table_row, e: int):
-        """The table's rows of this block, in the columns of step e."""
+        """The rows of the table for this block, in the columns of step e."""
         row, column = table_row + self.peer * ROWS, self.column + self.step_column(member, 0)
         skip, period = e * self.tile.columns, self.problem.table_period
         return self.tile.load_rows(self.operands.table, row, column, skip, period)
 
     def store_step(self, member, number, row, e: int, scale, term) -> None:
-        """Loads a step's sums, scales and adds in float32, rounds, and stores them."""
+        """Loads the sums of a step, scales and adds in float32, rounds, and stores."""
         s, width, first = self.scratch, self.tile.columns, self.step_column(member, e)
         steps = self.config.tile_n // STORERS // width
         y = self.tile.load_sums(self.accumulator(number, first, width))

@@ -1,28 +1,28 @@
 """The Hopper kernel, in Pallas Mosaic GPU: wgmma with a stationary weight and a stationary table.
 
-A worker is a thread block of three warpgroups. It owns `tile_n` columns of N for its whole life and
-walks the row tiles that `schedule.py` gives it:
+A worker is a thread block of three warpgroups. It computes the same `tile_n` columns of N for all
+row tiles that `schedule.py` assigns to it:
 
-  load_constants       one warp: TMA of scale, offsets, and a weight that stays in shared memory.
-  feed                 one warp: TMA of patches, and of a weight that does not fit, into one ring of
-                       slots, in the order in which they are multiplied.
-  multiply_and_store   two warpgroups, each with half of every tile's rows, in turns: while one
+  load_constants       one warp: loads scale, offsets and a stationary weight by TMA.
+  feed                 one warp: loads patches, and a weight that is streamed, by TMA into the slots
+                       of a ring, in the order in which they are multiplied.
+  multiply_and_store   two warpgroups, each with half of every tile's rows, alternate: while one
                        multiplies, the other scales its accumulator, adds the table, and stores.
 
 The table's rows stay in registers for a segment. Where they do not fit, each tile loads them.
 
-  barrier                 arrivals of a phase    its phase is complete when        who waits
+  barrier                 arrivals of a phase    its phase completes when          who waits
   columns_arrived         1 or 2 copies          scale and offsets have arrived    both warpgroups
-  weight_arrived[k]       copies of a chunk      chunk k of a weight that stays    feed, before the
+  weight_arrived[k]       copies of a chunk      chunk k of a stationary weight    feed, before the
                                                  has arrived                       first patches
-  filled[warpgroup,slot]  1 copy, and those of   the warpgroup's next chunk is     that warpgroup
-                          a streamed weight      in the slot
+  filled[warpgroup,slot]  1 copy, plus copies    the warpgroup's next chunk is     that warpgroup
+                          of a streamed weight   in the slot
   freed[slot]             1 warpgroup            the slot's chunk is multiplied    feed
   products_issued[w]      the other warpgroup    it has issued the products of     warpgroup w
                                                  its half of a tile
 
-Each waiter waits for every phase of its barriers. feed skips the first wait for each slot, which is
-free, and waits for the last phases before it returns.
+Every phase of a barrier is waited for. feed skips the wait for a slot that was never used, and
+waits for the last phases before it returns.
 """
 
 import dataclasses
@@ -41,19 +41,19 @@ from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
 from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
-# Warpgroups that multiply, and all of a thread block.
+# Warpgroups that multiply, and warpgroups of a thread block.
 CONSUMERS = 2
 WARPGROUPS = CONSUMERS + 1
 
-# Each slot has a barrier for each consumer.
+# Each slot has one barrier for each consumer, in one array.
 MOST_SLOTS = launch.MOST_BARRIERS // CONSUMERS
 
-# Registers of a thread of the feeding and of the multiplying warpgroups, as setmaxnreg sets them.
-# Each thread has 168 at launch: 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = 3 * 128 * 168.
+# Registers of each thread of the feeding and of the multiplying warpgroups, set by setmaxnreg. At
+# launch every thread has 168: 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = 3 * 128 * 168.
 REGISTER_SPLITS = ((40, 232), (24, 240))
 
-# Registers of a multiplying thread for addresses and temporaries, and how many more it needs if
-# scales and table stay in registers. ptxas spills with fewer.
+# Registers of a multiplying thread for addresses and temporaries; and how many more it needs, by
+# output dtype, if scales and table stay in registers. Measured: ptxas spills with fewer.
 OTHER_REGISTERS = 48
 KEEPING_REGISTERS = {"bfloat16": 0, "float32": 8}
 
@@ -64,7 +64,7 @@ class Config:
 
     Attributes:
       tile_n: columns of N of a worker, a multiple of 64.
-      slots: depth of the ring; a slot has 128 bytes of K of a warpgroup's rows.
+      slots: depth of the ring; a slot has 128 bytes of K for each row of a warpgroup.
       rows: of a warpgroup's half of a tile, 64 or 128.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
     """
@@ -80,7 +80,7 @@ class Config:
         return CONSUMERS * self.rows
 
     def grid(self, problem: Problem, chip: Chip) -> Grid:
-        """The workers, and which tiles they share."""
+        """The workers and their tiles."""
         return Grid.of(problem, chip, self.tile_m, self.tile_n)
 
     def shared_memory_bytes(self, problem: Problem) -> int:
@@ -90,10 +90,11 @@ class Config:
         return (weight_chunks * self.tile_n + self.slots * self.rows) * ROW_BYTES + columns
 
     def registers(self, problem: Problem, *, keeps_columns: bool) -> int:
-        """Registers of a multiplying thread, one of 128, of which 8 have the same columns.
+        """Registers of a multiplying thread.
 
-        It has an accumulator [rows, tile_n]. If it keeps them, it also has scales [tile_n], and the
-        packed table [rows, tile_n] or offsets [tile_n].
+        The 128 threads of a warpgroup share an accumulator [rows, tile_n]. With `keeps_columns`
+        they also keep scales [tile_n] and the packed table [rows, tile_n] or offsets [tile_n]; 8
+        threads have the same columns.
         """
         accumulators, columns = self.rows * self.tile_n // 128, self.tile_n // 4
         table = accumulators // 2 if problem.has_table else columns
@@ -105,7 +106,7 @@ class Config:
         return self.registers(problem, keeps_columns=True) <= REGISTER_SPLITS[-1][1]
 
     def register_split(self, problem: Problem) -> tuple[int, int]:
-        """The first of REGISTER_SPLITS with enough for a multiplying thread."""
+        """The first of REGISTER_SPLITS that has enough for a multiplying thread."""
         needed = self.registers(problem, keeps_columns=self.keeps_columns(problem))
         return next(split for split in REGISTER_SPLITS if split[1] >= needed)
 
@@ -177,14 +178,14 @@ class Worker(launch.Worker):
 
     Attributes:
       tile: a warpgroup's half of a tile in registers.
-      views: gives the memory of patches or weight as TMA writes it, and as it is multiplied.
+      views: memory of patches or weight -> (as TMA writes it, as the tensor cores read it).
     """
 
     tile: layouts.RegisterTile
     views: Any
 
     def run(self, warpgroup) -> None:
-        """Gives each warpgroup its registers and its role."""
+        """Assigns each warpgroup its registers and its role."""
         feed_registers, multiply_registers = self.config.register_split(self.problem)
 
         @pl.when(warpgroup == CONSUMERS)
@@ -206,7 +207,7 @@ class Worker(launch.Worker):
         return tile * self.config.tile_m + member * self.config.rows
 
     def first_entry(self, number, member):
-        """The first entry of a warpgroup's half of the `number`-th tile."""
+        """The first ring entry of a warpgroup's half of the `number`-th tile."""
         return (number * CONSUMERS + member) * self.chunks
 
     def filled(self, entry, member):
@@ -245,14 +246,14 @@ class Worker(launch.Worker):
             self.feed_half(self.first_entry(number, member), member, rows)
 
     def feed_half(self, first, member: int, rows) -> None:
-        """Fills the entries of a warpgroup's half of a tile."""
+        """Fills the ring entries of a warpgroup's half of a tile."""
 
         @pl.loop(0, self.chunks)
         def feed_chunk(k):
             slot = self.acquire(first + k)
 
-            # The first patches follow their part of the weight, so that nobody waits for all of it
-            # before the first product.
+            # The first patches follow their chunk of the weight, so that the first product need not
+            # wait for the whole weight.
             if not self.config.stream_weight and member == 0:
 
                 @pl.when(first == 0)
@@ -269,7 +270,7 @@ class Worker(launch.Worker):
         issued, other = self.scratch.products_issued, CONSUMERS - 1 - member
         plgpu.barrier_wait(self.scratch.columns_arrived)
 
-        # Warpgroup 0 begins: as if the other one had issued the products of a tile before.
+        # Warpgroup 0 multiplies first: warpgroup 1 arrives as if it had issued products already.
         @pl.when(member == CONSUMERS - 1)
         def let_the_first_one_begin():
             plgpu.barrier_arrive(issued.at[0])
@@ -297,7 +298,7 @@ class Worker(launch.Worker):
         s, (_, patches), (_, weight) = self.scratch, self.patches, self.views(self.scratch.weight)
 
         def free(k, *, pending):
-            """Frees the slot of chunk k, behind which `pending` chunks are being multiplied."""
+            """Frees the slot of chunk k, after which `pending` chunks have been issued."""
             plgpu.wgmma_wait(pending)
             plgpu.barrier_arrive(s.freed.at[self.slot(first + k)])
 
@@ -320,14 +321,14 @@ class Worker(launch.Worker):
         return pl.run_scoped(accumulate, plgpu.ACC((self.config.rows, self.config.tile_n), kind))
 
     def load_terms(self, g: int, table_row):
-        """What is added to group g: rows of the table from `table_row` on, or the offsets."""
+        """The addend of column group g: rows of the table from `table_row` on, or the offsets."""
         table, period = self.operands.table, self.problem.table_period
         if self.problem.has_table:
             return self.tile.load_rows(table, table_row, self.column, g, period)
         return self.tile.load_columns(self.scratch.offset, g)
 
     def keep(self, load):
-        """What `load` gives for every group, to stay in registers; None if it does not fit."""
+        """`load` of every column group, kept in registers; None if registers do not suffice."""
         if not self.config.keeps_columns(self.problem):
             return None
         return [load(g) for g in range(self.tile.groups)]
