@@ -1,4 +1,4 @@
-"""PatchEmbedParams and how they are packed: layout of K, quantisation, position table, files."""
+"""PatchEmbedParams: packing (layout of K, quantisation, table of positions), saving and loading."""
 
 import dataclasses
 import json
@@ -46,10 +46,10 @@ class PatchEmbedParams:
     Attributes:
       weight: [N, K_padded] of `dtype`; K in the order height, width, channel, padded with zeros to
         a multiple of 128.
-      scale: [N] float32, what the accumulator of a channel is multiplied by.
+      scale: [N] float32, the factor of each channel's accumulator.
       offset: [N] float32, bias plus the encoding's constant.
-      table: [S, N] bfloat16 (float32 if `dtype` is float32), offset + positions; None if there are
-        no positions: then any S is served, with the offset alone.
+      table: [S, N] bfloat16 (float32 if `dtype` is float32), offset + positions; None without
+        positions: then S is arbitrary, and only the offset is added.
       patch_size: side of a patch in pixels. Static, like the following.
       grid: (height, width) of the image in patches; None if there are no positions and none was
         given.
@@ -121,7 +121,7 @@ class PatchEmbedParams:
         """Reads what `save` wrote.
 
         Raises:
-          ValueError: the file is damaged, or is not one that `save` wrote.
+          ValueError: the file is damaged, or `save` did not write it.
           OSError: there is no such file, or it cannot be read.
         """
         path = os.fsdecode(path)
@@ -140,7 +140,7 @@ class PatchEmbedParams:
             return _from_file(tensors, metadata)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"PatchEmbedParams.load: {path!r} does not hold PatchEmbedParams: "
+                f"PatchEmbedParams.load: {path!r} has no PatchEmbedParams: "
                 f"{error}. Expected a file that PatchEmbedParams.save wrote; pack the checkpoint "
                 "again with pack(...)."
             ) from error
@@ -204,11 +204,11 @@ def _from_file(tensors: dict[str, Any], metadata: dict[str, str]) -> PatchEmbedP
 
 
 def check_params(params: PatchEmbedParams) -> None:
-    """Refuses params whose leaves do not fit each other and the static fields.
+    """Refuses params whose leaves contradict each other or the static fields.
 
     Raises:
-      TypeError: not PatchEmbedParams, or a leaf of another dtype.
-      ValueError: a leaf of another shape.
+      TypeError: not PatchEmbedParams, or a leaf has a wrong dtype.
+      ValueError: a leaf has a wrong shape.
     """
     if not isinstance(params, PatchEmbedParams):
         raise TypeError(
@@ -239,7 +239,7 @@ def check_params(params: PatchEmbedParams) -> None:
 
 
 def check_patch_size(patch_size: Any) -> int:
-    """The patch size as an int, if it is a positive integer."""
+    """Returns the patch size as an int; refuses everything but positive integers."""
     try:
         size = 0 if isinstance(patch_size, bool | np.bool_) else operator.index(patch_size)
     except TypeError:
@@ -253,7 +253,7 @@ def check_patch_size(patch_size: Any) -> int:
 
 
 def check_dtype(dtype: Any, name: str = "dtype", among: tuple[str, ...] = DTYPES) -> str:
-    """The name of a dtype of patches (or `among` others), given as its name or as a dtype."""
+    """Returns the name of a dtype, given as a name or a dtype; refuses those not `among`."""
     try:
         found = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:
@@ -264,7 +264,7 @@ def check_dtype(dtype: Any, name: str = "dtype", among: tuple[str, ...] = DTYPES
 
 
 def check_grid(grid: Any) -> tuple[int, int]:
-    """The grid as two ints, if it is two positive integers."""
+    """Returns the grid as two ints; refuses everything but two positive integers."""
     try:
         h, w = (0 if isinstance(side, bool) else operator.index(side) for side in grid)
     except (TypeError, ValueError):
@@ -286,28 +286,29 @@ def pack(
 ) -> PatchEmbedParams:
     """Packs a checkpoint's patch embedding into the form that the kernels read.
 
-    Done once, on the host, in float32 (sums over K in float64). Quantised weights have one scale
-    per output channel, absmax / 448 for float8_e4m3fn and absmax / 127 for int8 (1 for a channel
-    of zeros; at least 2^-119, so that no GPU flushes it to zero), are clipped to the format's range
-    and rounded half to even. For int8, `scale` then takes the encoding's factor 2 / 255.
+    It computes on the host, in float32 (sums over K in float64). Quantised weights have one scale
+    per output channel: absmax / 448 for float8_e4m3fn, absmax / 127 for int8, 1 for a channel of
+    zeros, and at least 2^-119, so that no GPU flushes it to zero. They are clipped to the format's
+    range and rounded to nearest, ties to even. For int8, `scale` includes the encoding's factor
+    2 / 255.
 
     Args:
-      kernel: floating-point array of the shape that `layout` says.
+      kernel: floating-point array of the shape of `layout`.
       bias: [N], or None for no bias.
       position_embedding: [S, N], [1, S, N], [h, w, N], or None for no positions.
       patch_size: p, the side of a patch in pixels.
       layout: of the kernel. "HWIO" [p, p, 3, N] (flax), "OIHW" [N, 3, p, p] (PyTorch), "KN" [K, N]
         or "NK" [N, K], where K = 3 * p * p is flattened height, width, channel.
-      grid: (h, w) with h * w = S; by default the two sides of [h, w, N], else the square root of S.
+      grid: (h, w) with h * w = S; by default the sides of [h, w, N], otherwise a square.
       dtype: of patches and weight: "float32", "bfloat16", "float8_e4m3fn" or "int8".
 
     Returns:
       PatchEmbedParams.
 
     Raises:
-      TypeError: an argument is not an array of numbers with values, or not floating-point.
+      TypeError: an argument is not an array, is traced, or is not floating-point.
       ValueError: a shape, the patch size, the grid, the layout or the dtype is wrong, or a value is
-        NaN or infinite, or does not fit the dtype.
+        NaN, infinite or beyond the dtype's range.
     """
     patch_size, dtype = check_patch_size(patch_size), check_dtype(dtype)
     K = 3 * patch_size**2
@@ -340,16 +341,16 @@ def pack(
 
 
 def _float32(name: str, value: Any) -> np.ndarray:
-    """The floating-point array `value` on the host, finite, as float32."""
+    """Converts a floating-point array to float32 on the host; refuses NaN and infinity."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
-            f"pack: {name} is traced by jit, vmap or grad, but packing looks at the values. Call "
-            "pack outside and pass the params in as an argument."
+            f"pack: {name} is traced by jit, vmap or grad, but packing needs the values. Call pack "
+            "outside and pass the params in as an argument."
         )
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise TypeError(f"pack: {name} is no array: {error}. Convert it to one.") from error
+        raise TypeError(f"pack: {name} is not an array: {error}. Convert it to one.") from error
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
             f"pack: {name} has dtype {array.dtype}, expected a floating-point array. Dequantise it "
@@ -378,8 +379,8 @@ def _flat_kernel(kernel: Any, patch_size: int, layout: str) -> np.ndarray:
     if kernel.ndim != len(order) or kernel_nhwc.shape[1:] != expected or 0 in kernel.shape:
         raise ValueError(
             f"pack: kernel has shape {list(kernel.shape)}, expected {text} for layout={layout!r} "
-            f"and patch_size={patch_size} (p = {patch_size}, K = {K}). Pass the layout that the "
-            "checkpoint has, or the right patch_size."
+            f"and patch_size={patch_size} (p = {patch_size}, K = {K}). Pass the layout and the "
+            "patch_size of the checkpoint."
         )
     return kernel_nhwc.reshape(-1, K)
 
@@ -420,14 +421,14 @@ def _position_table(
         )
     if positions.ndim == 3 and positions.shape[0] > 1:
         if grid is not None and grid != positions.shape[:2]:
-            raise ValueError(f"{given}, another grid than grid={grid}. Leave grid=None.")
+            raise ValueError(f"{given}, but grid is {grid}. Leave grid=None.")
         grid = positions.shape[:2]
     positions = positions.reshape(-1, N)
     S = len(positions)
     if grid is None:
         side = math.isqrt(S)
         if side * side != S:
-            raise ValueError(f"{given}: {S} positions are no square. Pass grid=(height, width).")
+            raise ValueError(f"{given}: {S} positions are not a square. Pass grid=(height, width).")
         grid = (side, side)
     if math.prod(grid) != S:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The arrays in a checkpoint's files, read one by one, with checks; nothing is unpickled."""
+"""Reads the arrays of a checkpoint's files one by one, with checks; nothing is unpickled."""
 
 import contextlib
 import dataclasses
@@ -20,8 +20,8 @@ EXPECTED = (
     "never loaded: convert them to safetensors."
 )
 
-# What safetensors calls the dtypes that are read. It looks BF16 up as numpy's "bfloat16", a name
-# that ml_dtypes registers when JAX imports it.
+# safetensors' names of the dtypes that are supported. safetensors itself looks up numpy's
+# "bfloat16", a name that ml_dtypes registers when JAX imports it.
 SAFETENSORS_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 # By the version of numpy's format.
@@ -33,23 +33,23 @@ NPY_HEADERS = {
 # The largest weight that neither float32 nor bfloat16 rounds to infinity.
 LARGEST_WEIGHT = float(jnp.finfo(jnp.bfloat16).max)
 
-# Of a file, in any file system of Linux.
+# Longest name of a file in Linux's file systems, in bytes.
 LONGEST_NAME = 255
 
-# No file of weights is compressed more than this. Zeros are, by up to 1032.
+# Files of weights are compressed less than this; zip bombs of zeros more, up to 1032 times. Arrays
+# of fewer than SMALL bytes, which may be zeros, are exempt.
 LARGEST_COMPRESSION = 100
-# Of a file of few weights, which are mostly zeros.
 SMALL = 2**24
 
 
 @dataclasses.dataclass
 class Arrays:
-    """The arrays of a checkpoint by name, read when they are asked for.
+    """The arrays of a checkpoint, read on demand.
 
     Attributes:
-      names: of all arrays.
-      header: the shape of one array, and its dtype if it is one that is read; reads no values.
-      load: reads one array.
+      names: names of all arrays.
+      header: name -> (shape, dtype); reads no values, and refuses other dtypes.
+      load: name -> array.
     """
 
     names: Iterable[str]
@@ -58,7 +58,7 @@ class Arrays:
 
 
 class Tower:
-    """The arrays of the vision tower, by their names behind the prefix."""
+    """The arrays of the vision tower, by their names without the prefix."""
 
     def __init__(self, arrays: Arrays, prefix: str):
         self.arrays, self.prefix = arrays, prefix
@@ -66,7 +66,7 @@ class Tower:
         self.unread = set(self.names)
 
     def has(self, start: str) -> bool:
-        """Whether there is an array whose name starts so."""
+        """Whether the name of any array starts with `start`."""
         return any(name.startswith(start) for name in self.names)
 
     def shape(self, name: str, *dimensions: int) -> tuple[int, ...]:
@@ -85,8 +85,8 @@ class Tower:
         full = self.prefix + name
         if found != shape:
             raise ValueError(
-                f"{full!r} has shape {list(found)}, but by the config or the other arrays it "
-                f"is {list(shape)}. Use the config.json that belongs to these weights."
+                f"{full!r} has shape {list(found)}, but the config or the other arrays imply "
+                f"{list(shape)}. Use the config.json that belongs to these weights."
             )
         array = self.arrays.load(full)
         if dtype.kind == "V":
@@ -103,7 +103,7 @@ class Tower:
         full = self.prefix + name
         if name not in self.names:
             raise ValueError(
-                f"{full!r} is missing. The file is incomplete, or its config is that of another "
+                f"{full!r} is missing. The file is incomplete, or its config belongs to another "
                 "model."
             )
         shape, dtype = self.arrays.header(full)
@@ -113,7 +113,7 @@ class Tower:
         return shape, dtype
 
     def check_all_read(self, *ignored: str) -> None:
-        """Refuses arrays that the encoder would not use, but for names that start so."""
+        """Refuses arrays that the encoder does not use, except names that start with `ignored`."""
         unused = sorted(name for name in self.unread if not name.startswith(ignored))
         if unused:
             raise ValueError(
@@ -131,14 +131,14 @@ def _wrong_dtype(name: str, dtype: Any) -> ValueError:
 
 
 def read_json(path: Path) -> Any:
-    """The contents of a JSON file; a ValueError that names it if they are none."""
+    """The contents of a JSON file; a ValueError that names the file if they are not JSON."""
     check_regular(path)
     with _readable(path):
         return json.loads(path.read_text(encoding="utf-8"))
 
 
 def check_regular(path: Path) -> None:
-    """Refuses what is there but no file with contents: opening a FIFO would wait for ever."""
+    """Refuses FIFOs, sockets and devices: opening a FIFO would wait forever."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{str(path)!r} is no regular file. {EXPECTED}")
 
@@ -158,7 +158,7 @@ def is_npz(path: Path) -> bool:
     with open(path, "rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
     if path.suffix == ".npz" and not is_zip:
-        raise ValueError(f"it is no npz file, which is a zip archive. {EXPECTED}")
+        raise ValueError(f"it is not an npz file, which is a zip archive. {EXPECTED}")
     return is_zip
 
 
@@ -178,12 +178,12 @@ def open_npz(path: Path) -> Iterator[Arrays]:
                 raise ValueError("it has another version of numpy's format than 1.0 and 2.0")
             shape, _, dtype = read(file)
             if dtype.hasobject:
-                raise ValueError("it holds pickled objects")
+                raise ValueError("it contains pickled objects")
             if (
                 file.tell() + math.prod(shape) * dtype.itemsize
                 != archive.getinfo(f"{name}.npy").file_size
             ):
-                raise ValueError("it has another length than its header says")
+                raise ValueError("its length differs from what its header says")
             return shape, dtype
 
     def load(name: str) -> np.ndarray:
@@ -259,7 +259,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _readable(what: Any) -> Iterator[None]:
-    """Whatever a reader raises about damaged contents, as a ValueError."""
+    """Turns whatever a reader raises about damaged contents into a ValueError."""
     try:
         yield
     except (FileNotFoundError, PermissionError) as error:

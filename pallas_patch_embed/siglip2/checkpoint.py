@@ -32,7 +32,7 @@ from pallas_patch_embed.siglip2.naflex import resize_positions
 # A function that reads the array of a name and a shape: (name, *shape) -> array.
 type Read = Callable[..., np.ndarray]
 
-# Where the image tower of a big_vision file may be: beside a text tower, or alone.
+# Prefixes of the image tower's arrays in a big_vision file, with a text tower or alone.
 BIG_VISION_PREFIXES = ("params/img/", "img/", "params/", "")
 
 
@@ -47,8 +47,8 @@ def load_encoder(
     """Loads the vision encoder of a SigLIP or SigLIP2 checkpoint.
 
     Reads Hugging Face folders (config.json with model.safetensors, or with its shards and
-    model.safetensors.index.json), single .safetensors files, and big_vision .npz files; of a model
-    with other parts the vision tower alone. Nothing is unpickled.
+    model.safetensors.index.json), single .safetensors files, and big_vision .npz files. Of a whole
+    model it reads only the vision tower. Nothing is unpickled.
 
     Args:
       path: the folder or file.
@@ -58,9 +58,9 @@ def load_encoder(
         checkpoint's own size. NaFlex encoders take any size and refuse this argument.
       patch_dtype: of the patch embedding: "float32", "bfloat16", "float8_e4m3fn" or "int8".
       dtype: of everything behind it: "bfloat16" or "float32".
-      config: replaces the config.json: a Config, the contents of a config.json, or its path. Needed
-        for a .safetensors file without a config.json beside it. The arrays of an .npz tell its
-        architecture; there it has to agree.
+      config: replaces the config.json: a Config, the contents of a config.json, or its path. A
+        .safetensors file without a config.json in its folder needs it. For an .npz file, whose
+        arrays determine the architecture, it has to agree with them.
 
     Returns:
       Encoder.
@@ -70,8 +70,8 @@ def load_encoder(
       OSError: a file cannot be read.
       TypeError: path or config is of another type.
       ValueError: an argument has another value; a file is damaged, is no checkpoint of a SigLIP
-        vision tower, or holds other weights than its config says. The message names the file and
-        what is missing or wrong.
+        vision tower, or has other weights than its config says. The message names the file and what
+        is missing or wrong.
     """
     patch_dtype = check_dtype(patch_dtype, "patch_dtype")
     dtype = check_dtype(dtype, "dtype", OUT_DTYPES)
@@ -111,14 +111,14 @@ def _load(
                 weights, config = _read_big_vision(arrays, config)
         else:
             with open_safetensors(path) as arrays:
-                weights, config = _read_hugging_face(arrays, config or _config_beside(path))
+                weights, config = _read_hugging_face(arrays, config or _config_in_folder(path))
         return _assemble(weights, config, size_for(config), patch_dtype, dtype)
     except ValueError as error:
         raise ValueError(f"load_encoder: {str(path)!r}: {error}") from error
 
 
-# Reading: both formats give a dict with "kernel", its "layout", "bias", "positions" [h, w, D], and
-# the "blocks", "norm" and "head" of an Encoder in float32.
+# Both readers return a dict with "kernel", its "layout", "bias", "positions" [h, w, D], and the
+# "blocks", "norm" and "head" of an Encoder in float32.
 
 
 def _read_hugging_face(arrays: Arrays, config: Config) -> tuple[dict[str, Any], Config]:
@@ -156,7 +156,7 @@ def _read_hugging_face(arrays: Arrays, config: Config) -> tuple[dict[str, Any], 
         ).reshape(*config.grid, D),
         "blocks": {
             "norm1": norm("layer_norm1", each_layer),
-            "qkv": _beside(dense(f"self_attn.{n}_proj", D, D, each_layer) for n in "qkv"),
+            "qkv": _concatenate(dense(f"self_attn.{n}_proj", D, D, each_layer) for n in "qkv"),
             "out": dense("self_attn.out_proj", D, D, each_layer),
             "norm2": norm("layer_norm2", each_layer),
             "fc1": dense("mlp.fc1", D, M, each_layer),
@@ -243,7 +243,7 @@ def _read_big_vision(arrays: Arrays, given: Config | None) -> tuple[dict[str, An
         ).reshape(*config.grid, D),
         "blocks": {
             "norm1": norm("LayerNorm_0", each_layer),
-            "qkv": _beside(inner[n] for n in ("query", "key", "value")),
+            "qkv": _concatenate(inner[n] for n in ("query", "key", "value")),
             "out": inner["out"],
             "norm2": norm("LayerNorm_1", each_layer),
             **mlp("", each_layer),
@@ -256,7 +256,7 @@ def _read_big_vision(arrays: Arrays, given: Config | None) -> tuple[dict[str, An
         probe = tower.read("MAPHead_0/probe", 1, 1, D)
         weights["head"] = {
             "query": _project(probe, **inner["query"]),
-            "kv": _beside(inner[n] for n in ("key", "value")),
+            "kv": _concatenate(inner[n] for n in ("key", "value")),
             "out": inner["out"],
             "norm": norm("MAPHead_0/LayerNorm_0"),
             **mlp("MAPHead_0/"),
@@ -266,7 +266,7 @@ def _read_big_vision(arrays: Arrays, given: Config | None) -> tuple[dict[str, An
 
 
 def _big_vision_config(tower: Tower, stacked: bool) -> Config:
-    """The architecture, which only the shapes of the arrays tell."""
+    """The architecture, derived from the shapes of the arrays."""
     *sides, D = tower.shape("embedding/kernel", 2, 4)
     naflex = len(sides) == 1
     positions = tower.shape("pos_embedding", 3)
@@ -289,14 +289,14 @@ def _big_vision_config(tower: Tower, stacked: bool) -> Config:
     )
 
 
-def _beside(parts: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Several dense layers of the same inputs as one."""
+def _concatenate(parts: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Merges dense layers that have the same input into one."""
     parts = list(parts)
     return {name: np.concatenate([part[name] for part in parts], -1) for name in ("kernel", "bias")}
 
 
 def _project(probe: np.ndarray, kernel: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """The query of the pooling head, which is the same for all images."""
+    """The query of the pooling head: the projected probe, the same for all images."""
     query = probe.reshape(-1).astype(np.float64) @ kernel + bias
     if np.abs(query).max() > LARGEST_WEIGHT:
         raise ValueError(
@@ -312,7 +312,7 @@ def _assemble(
     patch_dtype: str,
     dtype: str,
 ) -> Encoder:
-    """The encoder of these weights, for images of `size` if one is given."""
+    """The encoder with these weights; with a `size`, its positions are resized for it."""
     positions = weights["positions"]
     if size is not None:
         if config.naflex:
@@ -349,7 +349,7 @@ def _assemble(
 
 
 def _cast(weights: Any, dtype: str) -> Any:
-    """The weights on the device: layer norms, which have a scale, in float32, others in `dtype`."""
+    """Puts the weights on the device: layer norms in float32, all others in `dtype`."""
     if not isinstance(weights, dict):
         return jax.device_put(weights.astype(dtype))
     dtype = "float32" if "scale" in weights else dtype
@@ -383,11 +383,11 @@ def _given_config(config: Any) -> Config | None:
     )
 
 
-def _config_beside(path: Path) -> Config:
+def _config_in_folder(path: Path) -> Config:
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
         raise ValueError(
-            f"there is no {str(file)!r}, which says the architecture. Put the model's config.json "
-            "there, or pass config=."
+            f"there is no {str(file)!r}, which describes the architecture. Put the model's "
+            "config.json there, or pass config=."
         )
     return Config.from_hugging_face(read_json(file))

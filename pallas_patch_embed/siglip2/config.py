@@ -1,4 +1,4 @@
-"""The architecture of a vision encoder, and how a Hugging Face config.json says it."""
+"""The architecture of a vision encoder, read from a Hugging Face config.json or from arrays."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-# By Hugging Face's names; the first, GELU approximated with tanh, is flax's default.
+# Hugging Face's names. flax's default is the first: GELU, approximated with tanh.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -31,8 +31,8 @@ DEFAULTS = {
     "layer_norm_eps": 1e-6,
 }
 
-# model_type -> NaFlex or not. Siglip2 classes are NaFlex; SigLIP2 checkpoints of a fixed resolution
-# are published as Siglip classes.
+# model_type -> whether it is NaFlex. The Siglip2 classes are; SigLIP2 checkpoints of a fixed
+# resolution are published as Siglip classes.
 MODEL_TYPES = {
     "siglip": False,
     "siglip_vision_model": False,
@@ -46,22 +46,23 @@ class Config:
     """The architecture of a SigLIP or SigLIP2 vision encoder.
 
     Attributes:
-      width: of the embedding, D.
+      width: width of the embedding, D.
       depth: number of transformer blocks.
-      heads: of every attention; divides width.
-      mlp: width of the hidden layer of every MLP.
+      heads: number of attention heads; divides width.
+      mlp: width of the MLPs' hidden layer.
       patch: side of a patch in pixels.
       grid: (height, width) of the learned positions, in patches.
-      eps: of every layer norm.
-      naflex: whether images of any aspect ratio come as patches, with positions resized for each.
+      eps: epsilon of the layer norms.
+      naflex: whether it takes patches of images of any aspect ratio, and resizes its positions for
+        each of them.
       image_size: (height, width) in pixels of the images at this grid, which may exceed
         grid * patch by less than a patch: the remainder is dropped. None if naflex.
-      activation: of every MLP: "gelu_pytorch_tanh", "gelu", "quick_gelu" or "relu".
-      pooling_head: whether the tower ends in an attention pooling head; None in a config that does
-        not say: then as the checkpoint has it.
+      activation: the MLPs' activation: "gelu_pytorch_tanh", "gelu", "quick_gelu" or "relu".
+      pooling_head: whether the tower ends in an attention pooling head; None if the checkpoint's
+        arrays decide.
 
     Raises:
-      ValueError: a value of another type, or values that do not fit each other.
+      ValueError: a value of a wrong type, or values that contradict each other.
     """
 
     width: int
@@ -82,8 +83,8 @@ class Config:
         _check_sides("grid", self.grid)
         if self.width % self.heads:
             raise ValueError(
-                f"width {self.width} is no multiple of heads, {self.heads}. Every head has width / "
-                "heads channels."
+                f"width is {self.width}, expected a multiple of heads, {self.heads}: every head "
+                "has width / heads channels."
             )
         number = isinstance(self.eps, int | float) and not isinstance(self.eps, bool)
         if not number or not 0 < self.eps < 1:
@@ -120,14 +121,14 @@ class Config:
         """Reads the contents of a Hugging Face config.json.
 
         Args:
-          config: of a vision tower, or of a model whose `vision_config` is one. Omitted fields have
-            the defaults of SiglipVisionConfig and Siglip2VisionConfig.
+          config: the config of a vision tower, or of a model with a `vision_config`. Omitted fields
+            have the defaults of SiglipVisionConfig and Siglip2VisionConfig.
 
         Returns:
           Config.
 
         Raises:
-          ValueError: it is no such config, or a value is of another type.
+          ValueError: it is not such a config, or a value has a wrong type.
         """
         if not isinstance(config, Mapping):
             raise ValueError(f"the config is {_short(config)}, expected an object of fields.")
@@ -174,23 +175,23 @@ class Config:
 
 
 def _is_naflex(config: Mapping[str, Any], vision: Mapping[str, Any]) -> bool:
-    """Whether the vision tower is NaFlex, from its model_type or that of the model around it."""
+    """Whether the vision tower is NaFlex, from its own model_type or the whole model's."""
     model_type = vision.get("model_type")
-    around = config.get("model_type")
-    if model_type is None and isinstance(around, str) and around in MODEL_TYPES:
-        model_type = around
+    whole = config.get("model_type")
+    if model_type is None and isinstance(whole, str) and whole in MODEL_TYPES:
+        model_type = whole
     if model_type is None:
         return vision.get("num_patches") is not None
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise ValueError(
             f"model_type is {_short(model_type)}, expected one of {', '.join(MODEL_TYPES)}: the "
-            "config is not that of a SigLIP or SigLIP2 vision tower."
+            "config is not one of a SigLIP or SigLIP2 vision tower."
         )
     return MODEL_TYPES[model_type]
 
 
 def check_size(name: str, value: Any) -> None:
-    """Refuses what is no positive integer (that could be a size)."""
+    """Refuses values that are not positive integers below 2^31."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
         raise ValueError(f"{name} is {_short(value)}, expected a positive integer.")
 

@@ -23,7 +23,7 @@ CUDNN_LARGEST_HEAD = 128
 
 
 class EncoderOutput(NamedTuple):
-    """What an encoder gives, in its dtype.
+    """The result of an encoder, in its dtype.
 
     Attributes:
       last_hidden_state: [B, S, D], after the last layer norm.
@@ -40,15 +40,15 @@ class Encoder:
     """A SigLIP or SigLIP2 vision encoder for inference, made by `load_encoder`. A pytree.
 
     Call it inside or outside of jit; pass it through jit as an argument. Its layers are scanned, so
-    the compile time does not grow with the depth. Matrix products take and give `dtype` and
-    accumulate in float32; layer norms and softmax are computed in float32; float32 means
-    Precision.HIGHEST. It has no derivative by its input, as `patch_embed`.
+    the compile time does not grow with the depth. Matrix products have operands and results in
+    `dtype` and accumulate in float32, with Precision.HIGHEST if `dtype` is float32. Layer norms and
+    softmax are computed in float32. Like `patch_embed`, it has no derivative by its input.
 
     Attributes:
-      patch_embed: PatchEmbedParams; with the positions, unless NaFlex.
-      positions: NaFlex: [h, w, D] float32, resized for each image; else None.
-      blocks: of every transformer block, with a leading axis of `config.depth`: "norm1", "qkv",
-        "out", "norm2", "fc1", "fc2"; a norm is {"scale", "bias"} in float32, the others are
+      patch_embed: PatchEmbedParams; they include the positions, except in NaFlex encoders.
+      positions: NaFlex: [h, w, D] float32, resized for each image; otherwise None.
+      blocks: the transformer blocks' "norm1", "qkv", "out", "norm2", "fc1" and "fc2", with a
+        leading axis of `config.depth`. A norm is {"scale", "bias"} in float32, the others are
         {"kernel" [in, out], "bias" [out]} in `dtype`.
       norm: the last layer norm.
       head: the attention pooling head: "query" [D], the projected probe, "kv", "out", "norm",
@@ -80,9 +80,9 @@ class Encoder:
             [-1, 1], K in the order height, width, channel, as `batch_naflex` makes them; they are
             encoded into the dtype of `patch_embed`.
           spatial_shapes: NaFlex: [B, 2] integer, (height, width) of each image in patches, with
-            height * width <= L. Under jit, where there are no values yet, that is not checked.
-          mask: NaFlex: [B, L], True or 1 for patches, False or 0 for padding, which nothing attends
-            to; by default the first height * width.
+            height * width <= L, which is checked where values are known: not under jit.
+          mask: NaFlex: [B, L], True or 1 for patches, False or 0 for padding, which no patch
+            attends to; by default the first height * width are patches.
 
         Returns:
           EncoderOutput. Where the mask is False, last_hidden_state has no defined value.
@@ -97,7 +97,7 @@ class Encoder:
         if spatial_shapes is not None or mask is not None:
             raise TypeError(
                 "encoder: spatial_shapes and mask are for NaFlex encoders; this one takes images "
-                f"of {size[0]} x {size[1]} pixels alone."
+                f"of {size[0]} x {size[1]} pixels only."
             )
         dtype_name(images, "encoder: images")
         if images.ndim != 4:
@@ -218,7 +218,7 @@ def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> 
         if (head := encoder.head) is None:
             return EncoderOutput(x, None)
         k, v = jnp.split(_dense(x, head["kv"]), 2, axis=-1)
-        # Computed from k, the query has its sharding along the batch.
+        # The query is computed from k so that it has k's sharding along the batch.
         query = 0 * k[:, :1] + _row(head["query"], k)
         pooled = _dense(_attention(query, k, v, mask, config), head["out"])
         pooled = pooled + _mlp(_norm(pooled, head["norm"], config), head, config)
@@ -226,7 +226,7 @@ def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> 
 
 
 def _row(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """The vector with as many axes as x, so that they add up without implicit rank promotion."""
+    """The vector with as many axes as x: users may forbid implicit rank promotion."""
     return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
@@ -258,7 +258,7 @@ def _attention(
 
     def attend(implementation: Literal["xla", "cudnn"]) -> Callable[..., jax.Array]:
         def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
-            # It adds float32 to bfloat16, which users may forbid.
+            # It adds float32 to bfloat16; users may forbid implicit dtype promotion.
             with jax.numpy_dtype_promotion("standard"):
                 return jax.nn.dot_product_attention(
                     q, k, v, mask=mask, implementation=implementation

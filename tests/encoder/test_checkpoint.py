@@ -405,7 +405,7 @@ def more_layers(tmp_path):
     return folder(tmp_path, arrays(HF), config_of(HF) | {"num_hidden_layers": 3})
 
 
-@damaged("no multiple of heads")
+@damaged("expected a multiple of heads")
 def heads_that_do_not_divide(tmp_path):
     return folder(tmp_path, arrays(HF), config_of(HF) | {"num_attention_heads": 5})
 
@@ -554,7 +554,7 @@ def a_pickle_named_safetensors(tmp_path):
     return written(tmp_path / "model.safetensors", pickle.dumps(Bomb(tmp_path / "ran")))
 
 
-@damaged("no npz file.*pickles are never loaded")
+@damaged("not an npz file.*pickles are never loaded")
 def a_pickle_named_npz(tmp_path):
     return written(tmp_path / "params.npz", pickle.dumps(Bomb(tmp_path / "ran")))
 
@@ -571,7 +571,7 @@ def npz(tmp_path, tensors):
     return tmp_path / "params.npz"
 
 
-@damaged("it holds pickled objects")
+@damaged("it contains pickled objects")
 def pickled_objects_in_an_npz(tmp_path):
     bomb = np.array([Bomb(tmp_path / "ran")], object)
     return npz(tmp_path, arrays(BV) | {"params/img/embedding/bias": bomb})
@@ -599,7 +599,7 @@ def flipped_bytes_in_an_npz(tmp_path):
     return written(tmp_path / "params.npz", bytes(content))
 
 
-@damaged("embedding/kernel is damaged.*another length than its header")
+@damaged("embedding/kernel is damaged.*length differs from what its header says")
 def a_shifted_array_in_an_npz(tmp_path):
     content = bytearray(npz(tmp_path, arrays(BV)).read_bytes())
     header = content.index(b"\x93NUMPY", content.index(b"params/img/embedding/kernel"))
@@ -607,7 +607,7 @@ def a_shifted_array_in_an_npz(tmp_path):
     return written(tmp_path / "params.npz", bytes(content))
 
 
-@damaged("embedding/bias is damaged.*another length than its header")
+@damaged("embedding/bias is damaged.*length differs from what its header says")
 def an_array_with_more_bytes_than_its_shape(tmp_path):
     path = npz(tmp_path, without(arrays(BV), "params/img/embedding/bias"))
     buffer = io.BytesIO()
@@ -637,7 +637,7 @@ def zeros_in_an_npz(tmp_path, name, shape):
     return path
 
 
-@damaged("bias' has shape .4000000., but by the config or the other arrays it is")
+@damaged("bias' has shape .4000000., but the config or the other arrays imply")
 def an_array_of_many_zeros(tmp_path):
     return zeros_in_an_npz(tmp_path, "params/img/embedding/bias", (4_000_000,))
 
@@ -715,12 +715,12 @@ def a_weight_that_bfloat16_rounds_to_infinity(tmp_path):
     return folder(tmp_path, tensors, config_of(HF))
 
 
-@damaged("no npz file")
+@damaged("not an npz file")
 def an_empty_npz(tmp_path):
     return written(tmp_path / "params.npz", b"")
 
 
-@damaged("no npz file")
+@damaged("not an npz file")
 def a_npy_named_npz(tmp_path):
     buffer = io.BytesIO()
     np.save(buffer, np.zeros(3))
