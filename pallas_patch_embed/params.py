@@ -68,7 +68,7 @@ class PatchEmbedParams:
 
     @property
     def K_padded(self) -> int:
-        """The length of a patch row: K rounded up to a multiple of 128."""
+        """The length of a patch row, K rounded up to a multiple of 128."""
         return padded(self.K)
 
     @property
@@ -78,7 +78,7 @@ class PatchEmbedParams:
 
     @property
     def table_dtype(self) -> str:
-        """The dtype of positions: float32 with float32 patches, else bfloat16."""
+        """The dtype of positions, float32 with float32 patches and otherwise bfloat16."""
         return "float32" if self.dtype == "float32" else "bfloat16"
 
     @property

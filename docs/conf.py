@@ -1,0 +1,99 @@
+"""The site that `make docs` builds in build/site, from the Markdown files of the repository.
+
+The sources begin at the repository's root, so that a link which works on GitHub works in the site.
+A linked file that is no page can be downloaded from the site.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+# Section -> its entries in a table of contents, [title] </page from the root>.
+NAVIGATION = {
+    "Usage": [
+        "Installation and first example </README>",
+        "/docs/usage",
+        "/docs/encoder",
+        "/docs/embed",
+        "/docs/models",
+        "/docs/api",
+    ],
+    "How it works": ["/docs/backends", "/docs/numerics", "/docs/kernels"],
+    "Evidence": ["/docs/performance", "/docs/verification", "/docs/upstream"],
+    "Experiments": [
+        f"/docs/experiments/{page}"
+        for page in ("xla", "encoder", "hopper", "blackwell", "cuda", "triton")
+    ],
+    "Development": ["/docs/development", "/docs/glossary", "/CONTRIBUTING", "/CHANGELOG"],
+}
+
+project = "pallas_patch_embed"
+author = "The maintainers of pallas_patch_embed"
+version = release = re.search(
+    r'__version__ = "(.*)"', (ROOT / "pallas_patch_embed/__init__.py").read_text()
+)[1]
+
+root_doc = "docs/index"
+include_patterns = ["*.md", "**/*.md"]
+exclude_patterns = [".*", "bench", "build", "dist", "NOTES.md"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+# Down to which level headings have an anchor, the same as on GitHub.
+myst_heading_anchors = 4
+# An indented block has no language.
+highlight_language = "none"
+
+# Docstrings have `code` in single backticks, and sections as in Google's style.
+default_role = "code"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints = "none"
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+smartquotes = False
+html_title = f"{project} {version}".replace("_", "_<wbr>")
+html_copy_source = False
+html_show_copyright = False
+
+
+def add_navigation(app, name, source):
+    """Adds the table of contents, which GitHub would show as code, to the first page."""
+    if name == root_doc:
+        for section, entries in NAVIGATION.items():
+            options = f":hidden:\n:caption: {section}"
+            lines = "\n".join(entries)
+            source[0] += f"\n\n```{{toctree}}\n{options}\n\n{lines}\n```\n"
+    elif "/" in name and not name.startswith("docs/"):
+        # A README of another folder is reached by links alone.
+        source[0] = f"---\norphan: true\n---\n{source[0]}"
+
+
+def unlink_folders(app, document):
+    """A link to a folder of the repository, which the site does not have, becomes plain text."""
+    folder = Path(app.env.doc2path(app.env.current_document.docname)).parent
+    for link in list(document.findall(addnodes.pending_xref)):
+        if link["reftype"] == "myst" and (folder / link["reftarget"]).is_dir():
+            link.replace_self(nodes.inline("", "", *link[0].children))
+
+
+def write_index(app, exception):
+    """Sends a reader of the site's folder to its first page."""
+    if exception is None:
+        redirect = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">\n'
+        (Path(app.outdir) / "index.html").write_text(redirect)
+
+
+def setup(app):
+    app.connect("source-read", add_navigation)
+    app.connect("doctree-read", unlink_folders)
+    app.connect("build-finished", write_index)
