@@ -100,17 +100,6 @@ def test_BUILD_depends_on_what_is_imported():
         assert needed <= reached, name
 
 
-@pytest.mark.parametrize(
-    "code",
-    re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL),
-    ids=["encoder", "inside a model"],
-)
-def test_the_READMEs_examples_run(code, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out
-
-
 def test_the_READMEs_backends_are_all_there_are():
     section = (ROOT / "README.md").read_text().split("## Where it runs")[1].split("##")[0]
     assert tuple(re.findall(r"^\| (\w+) \|", section, re.MULTILINE)[1:]) == ppe.backend_names()
