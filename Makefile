@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 BUILDIFIER := $(VENV)/node_modules/.bin/buildifier
+CPP := $(shell find benchmarks ffi tests -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 
 .PHONY: demo test test-all bench docs ffi wheel lint format clean
 
@@ -44,11 +45,16 @@ lint: $(VENV)/linters
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(BUILDIFIER) --mode=check --lint=warn BUILD MODULE.bazel
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
+	$(VENV)/bin/rumdl check .
+	$(VENV)/bin/codespell
 
 format: $(VENV)/linters
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 	$(BUILDIFIER) BUILD MODULE.bazel
+	$(VENV)/bin/clang-format -i $(CPP)
+	$(VENV)/bin/rumdl fmt .
 
 # The versions of this environment, which MODULE.bazel reads.
 requirements.lock: $(VENV)/installed
