@@ -125,23 +125,29 @@ def operator(chosen: argparse.Namespace) -> Records:
     limits = ceilings(chosen.dtypes, *((1.0, 8192) if gpu else (0.05, 1024)))
     units = dict.fromkeys(limits, "GFLOP/s") | {"copy": "GB/s", "widen": "GB/s"}
     rates = (f"{name} {rate / 1e9:,.0f} {units[name]}" for name, rate in limits.items())
-    print(f"ceilings: {', '.join(rates)}", flush=True)
+    print(f"ceilings of this device, as measured: {', '.join(rates)}")
+    print("  copy writes as many bytes as it reads, widen twice as many; the others are products")
+    print(results.legend(power=gpu), flush=True)
     yield [{"kind": "ceiling", "name": name, "rate": rate} for name, rate in limits.items()]
+    cases, without = [], collections.defaultdict(list)
     for name, images, dtype, pixels in itertools.product(
         chosen.shapes, chosen.images, chosen.dtypes, chosen.pixels
     ):
         case = Case(named_shape(name), images, dtype, pixels)
         measured, left_out = measure(case, limits, chosen)
+        cases.append(case)
         title = f"{name}, {images} images, {dtype}, {pixels} pixels"
         for source, regime in dict.fromkeys((r.source, r.regime) for r in measured):
             own = [r for r in measured if (r.source, r.regime) == (source, regime)]
             print(f"\n{title}, from {source}, {regime}: {REGIMES[regime]}")
             print(results.table(own), flush=True)
         for what, reason in left_out.items():
-            print(f"left out: {what}: {reason}")
+            without[what, reason].append(case)
         case_record = dict(kind="left out", shape=name, images=images, dtype=dtype)
         yield [case_record | dict(what=w, reason=r) for w, r in left_out.items()]
         yield [r.record() for r in measured]
+    if without:
+        print(f"\n{results.left_out(without, cases)}", flush=True)
 
 
 def encoders(chosen: argparse.Namespace) -> Records:

@@ -153,6 +153,59 @@ def result_of(record: dict[str, Any]) -> Result:
     return Result(**{field.name: record[field.name] for field in dataclasses.fields(Result)})
 
 
+# Column of a table -> what it says. Those from "MHz" on are known of GPUs alone.
+COLUMNS = {
+    "ms": "median time of a call in milliseconds; the fastest contender comes first",
+    "10% .. 90%": "10th and 90th percentile of the time",
+    "GB/s": "bytes that the problem has to read and write, per second",
+    "TFLOP/s": "multiplications and additions that it needs, in trillions per second",
+    "images/s": "images per second",
+    "of peer": "time / that of the fastest contender that does all of the work and is not ours; "
+    "below 1 is faster",
+    "of floor": "time / the least time that the ceilings above allow, or that of the fastest "
+    "contender if it is less; 1 is the best",
+    "MHz": "clock of the GPU during the calls",
+    "W": "power of the GPU during the calls",
+    "J/million": "energy for a million images, in joules",
+}
+
+
+def legend(power: bool) -> str:
+    """What the columns of `table` say, a line each; with `power` those about a GPU's power, too."""
+    names = list(COLUMNS) if power else list(COLUMNS)[: list(COLUMNS).index("MHz")]
+    lines = [f"  {name:<12}{COLUMNS[name]}" for name in names]
+    return "\n".join(["Columns:", *lines, "A bare contender computes the product alone."])
+
+
+def left_out(found: dict[tuple[str, str], list[Any]], cases: list[Any]) -> str:
+    """Lists once each what was left out of some cases, and why.
+
+    Args:
+      found: (what was left out, why) -> the `contenders.Case`s without it.
+      cases: all cases that were measured.
+
+    Returns:
+      A line for each. If it is not for all cases, the line names the properties that they share.
+    """
+
+    def values(cases: list[Any]) -> dict[str, str]:
+        """Field of a case -> its values in these cases."""
+        found = {
+            "shape": [case.shape.name for case in cases],
+            "images": [str(case.images) for case in cases],
+            "dtype": [case.dtype for case in cases],
+            "pixels": [case.pixels for case in cases],
+        }
+        return {name: ", ".join(dict.fromkeys(every)) for name, every in found.items()}
+
+    lines = ["Left out:"]
+    for (what, reason), own in found.items():
+        shared = [f"{k} {v}" for k, v in values(own).items() if v != values(cases)[k]]
+        scope = "; ".join(shared)
+        lines.append(f"  {what}{scope and f' ({scope})'}: {reason}")
+    return "\n".join(lines)
+
+
 def _short(number: float) -> str:
     """Three digits at least."""
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"

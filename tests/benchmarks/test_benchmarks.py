@@ -272,6 +272,30 @@ def test_a_table_has_units_and_the_fastest_first():
     assert second.split()[-3:] == ["1,500", "4.000", "20.000"]
 
 
+@pytest.mark.parametrize("clock, power", [(None, None), (1400.0, 690.0)], ids=["time", "power"])
+def test_the_legend_explains_every_column(clock, power):
+    times = Timing(2.0, 1.5, 2.5, 5, clock, power)
+    r = results.result(CASE, "patches", "a", True, "sustained", times)
+    head = results.table([r]).splitlines()[0]
+    explained = [line[2:14] for line in results.legend(bool(power)).splitlines()[1:-1]]
+    assert head.split() == " ".join(explained).split()
+
+
+def test_what_is_left_out_is_listed_once():
+    cases = [dataclasses.replace(CASE, images=n, dtype=d) for n in (1, 8) for d in ("int8", "bf16")]
+    found = {
+        ("torch", "it is missing."): cases,
+        ("cold", "too large."): cases[2:],
+        ("jax", "only bfloat16."): [cases[0]],
+    }
+    assert results.left_out(found, cases).splitlines() == [
+        "Left out:",
+        "  torch: it is missing.",
+        "  cold (images 8): too large.",
+        "  jax (images 1; dtype int8): only bfloat16.",
+    ]
+
+
 def test_the_roofline_is_under_the_measured_ceilings(monkeypatch, tmp_path):
     shown = []
     monkeypatch.setattr(plots, "_save", lambda figure, path: shown.append(figure) or path)
