@@ -1,10 +1,12 @@
 """The demo: three photographs through B/16 in every dtype, beside a float32 jnp.dot."""
 
 import dataclasses
+import itertools
 import secrets
 import time
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,10 @@ import numpy as np
 from pallas_patch_embed.api import embed_images, explain
 from pallas_patch_embed.params import PatchEmbedParams, pack
 from pallas_patch_embed.problem import DTYPES, NamedShape, named_shape
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
 
 B16 = named_shape("B/16 224")
 
@@ -146,35 +152,183 @@ def table(results: list[Result]) -> str:
     return "\n".join([header, *lines])
 
 
-def draw(
-    path: Path, names: list[str], images: np.ndarray, wanted: np.ndarray, results: list[Result]
-) -> None:
-    """Draws each photograph beside its embeddings as colours, and writes a PNG.
+def patch_errors(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The relative error of each patch's embedding: [..., N] against [..., N] to [...]."""
+    difference = np.linalg.norm(found - wanted, axis=-1)
+    return np.asarray(difference / np.linalg.norm(wanted, axis=-1))
 
-    Red, green and blue are the first three principal components of the reference embeddings of
-    that photograph; every dtype is projected on the same ones.
+
+def cut(images: np.ndarray, patch: int) -> np.ndarray:
+    """The patches of images as pixels, [B, h, w, patch, patch, 3]."""
+    B, H, W, C = images.shape
+    h, w = H // patch, W // patch
+    pixels = images[:, : h * patch, : w * patch]
+    return pixels.reshape(B, h, patch, w, patch, C).swapaxes(2, 3)
+
+
+def patches_with_contrast(images: np.ndarray, patch: int) -> list[tuple[int, int, int]]:
+    """(image, row, column) of two patches of each image, one in its left and one in its right half.
+
+    Each has more contrast than four fifths of its half. Few patches resemble those of highest
+    contrast.
     """
+    contrast = cut(images, patch).std((3, 4)).mean(-1)
+    B, _, w = contrast.shape
+    found = []
+    for image, first in itertools.product(range(B), (0, w // 2)):
+        half = contrast[image, :, first : first + w // 2]
+        order = np.argsort(half, axis=None, kind="stable")
+        row, column = np.unravel_index(order[half.size * 4 // 5], half.shape)
+        found.append((image, int(row), first + int(column)))
+    return found
+
+
+def nearest(
+    embeddings: np.ndarray, queries: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The nearest neighbours of some of the embeddings among all others, by cosine similarity.
+
+    Args:
+      embeddings: [M, N].
+      queries: [Q] integer, indices of embeddings.
+      count: of neighbours of each.
+
+    Returns:
+      Their indices [Q, count] and cosines [Q, count], the nearest first.
+    """
+    unit = embeddings / np.linalg.norm(embeddings, axis=-1, keepdims=True)
+    cosines = unit[queries] @ unit.T
+    cosines[np.arange(len(queries)), queries] = -np.inf
+    order = np.argsort(-cosines, axis=-1, kind="stable")[:, :count]
+    return order, np.take_along_axis(cosines, order, axis=-1)
+
+
+# The dtype of the embeddings that are compared for neighbours; how many neighbours a patch shows.
+NEIGHBOUR_DTYPE, NEIGHBOURS = "int8", 5
+# Colour scale in percent: from below the rounding to bfloat16, 0.2%, to above float8's error, 4%.
+ERROR_RANGE = 0.1, 10.0
+
+
+def draw(
+    path: Path,
+    names: list[str],
+    images: np.ndarray,
+    wanted: np.ndarray,
+    results: list[Result],
+    patch: int,
+) -> None:
+    """Writes a PNG: the photographs in patches, each patch's error by dtype, and neighbours."""
     from matplotlib.figure import Figure
 
-    columns = [("float32 jnp.dot", wanted), *((r.dtype, r.embeddings) for r in results)]
-    figure = Figure(figsize=(2.1 * (1 + len(columns)), 2.3 * len(names)), layout="constrained")
-    axes = figure.subplots(len(names), 1 + len(columns), squeeze=False)
-    for row, name, image, reference_row in zip(axes, names, images, range(len(names))):
-        base = wanted[reference_row]
-        mean = base.mean(0)
-        components = np.linalg.svd(base - mean, full_matrices=False)[2][:3]
-        low, high = np.percentile((base - mean) @ components.T, (2, 98), axis=0)
-        row[0].imshow(image)
-        row[0].set_title(name, fontsize=9)
-        side = int(len(base) ** 0.5)
-        for axis, (title, embeddings) in zip(row[1:], columns):
-            colours = ((embeddings[reference_row] - mean) @ components.T - low) / (high - low)
-            axis.imshow(np.clip(colours, 0, 1).reshape(side, side, 3), interpolation="nearest")
-            axis.set_title(title, fontsize=9)
-        for axis in row:
-            axis.set_axis_off()
-    figure.suptitle("Patch embeddings: first three principal components as red, green, blue")
+    figure = Figure(figsize=(12.5, 13.5), layout="constrained")
+    # With these heights the maps and the patches are square, and fill the width.
+    parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[2.4, 1.35])
+    chosen = patches_with_contrast(images, patch)
+    _draw_errors(parts[0, 0], names, images, wanted, results, patch, chosen)
+    _draw_neighbours(parts[1, 0], names, images, results, patch, chosen)
     figure.savefig(path, dpi=110)
+
+
+def _draw_photograph(axis: "Axes", image: np.ndarray, patch: int) -> None:
+    """A photograph with a grid around its patches."""
+    H, W = image.shape[:2]
+    axis.imshow(image)
+    axis.set_xticks(np.arange(0, W, patch) - 0.5)
+    axis.set_yticks(np.arange(0, H, patch) - 0.5)
+    axis.grid(color="white", linewidth=0.5, alpha=0.6)
+    axis.tick_params(length=0, labelbottom=False, labelleft=False)
+
+
+def _mark(axis: "Axes", row: int, column: int, patch: int, number: int) -> None:
+    """A frame around a patch of a photograph, and its number beside it."""
+    from matplotlib.patches import Rectangle
+
+    corner = (column * patch - 0.5, row * patch - 0.5)
+    axis.add_patch(Rectangle(corner, patch, patch, fill=False, color="red", linewidth=2))
+    # At the left of the patch, or at the right of one at the photograph's edge.
+    x = column - 0.7 if column > 0 else 1.7
+    box = dict(facecolor="red", edgecolor="none", pad=1)
+    text = axis.text(x * patch, (row + 0.5) * patch, str(number), bbox=box, fontsize=9)
+    text.set(color="white", fontweight="bold", ha="center", va="center")
+
+
+def _draw_errors(
+    figure: "SubFigure",
+    names: list[str],
+    images: np.ndarray,
+    wanted: np.ndarray,
+    results: list[Result],
+    patch: int,
+    chosen: list[tuple[int, int, int]],
+) -> None:
+    """A row for each photograph: its patches, and a map of their errors for each dtype."""
+    from matplotlib.colors import LogNorm
+
+    h, w = images.shape[1] // patch, images.shape[2] // patch
+    axes = figure.subplots(len(names), 1 + len(results), squeeze=False)
+    for i, (photograph, *maps) in enumerate(axes):
+        _draw_photograph(photograph, images[i], patch)
+        photograph.set_title(f"{names[i]}: {h} x {w} patches", fontsize=10)
+        for axis, result in zip(maps, results):
+            errors = 100 * patch_errors(result.embeddings[i], wanted[i]).reshape(h, w)
+            shown = axis.imshow(errors, norm=LogNorm(*ERROR_RANGE), cmap="magma")
+            axis.set_title(f"{result.dtype}: {np.median(errors):.2f}%", fontsize=10)
+            axis.set_xlabel(f"{errors.min():.2f}% to {errors.max():.2f}%", fontsize=9)
+            axis.set(xticks=[], yticks=[])
+    for number, (image, row, column) in enumerate(chosen, 1):
+        _mark(axes[image, 0], row, column, patch, number)
+    bar = figure.colorbar(shown, ax=axes[:, 1:], ticks=[0.1, 0.2, 0.5, 1, 2, 5, 10], shrink=0.7)
+    bar.ax.set_yticklabels([f"{tick:g}%" for tick in bar.get_ticks()])
+    bar.set_label("relative error of a patch's embedding")
+    figure.suptitle(
+        "Relative error of each patch's embedding against float32\n"
+        "above a map the median of its patches, below it the smallest and the largest",
+        fontsize=13,
+    )
+
+
+def _draw_neighbours(
+    figure: "SubFigure",
+    names: list[str],
+    images: np.ndarray,
+    results: list[Result],
+    patch: int,
+    chosen: list[tuple[int, int, int]],
+) -> None:
+    """The chosen patches, each with its nearest neighbours among the patches of all photographs."""
+    patches = cut(images, patch)
+    B, h, w = patches.shape[:3]
+    patches = patches.reshape(-1, patch, patch, 3)
+    queries = np.array([(image * h + row) * w + column for image, row, column in chosen])
+    embeddings = {r.dtype: r.embeddings.reshape(len(patches), -1) for r in results}
+    found, cosines = nearest(embeddings[NEIGHBOUR_DTYPE], queries, NEIGHBOURS)
+    # Two of the chosen patches in a row, with a gap between them.
+    tiles = [1.0] * (1 + NEIGHBOURS)
+    grid = figure.add_gridspec(B, 2 * len(tiles) + 1, width_ratios=[*tiles, 0.3, *tiles])
+    for i, query in enumerate(queries):
+        first = i % 2 * (len(tiles) + 1)
+        for k, index in enumerate([query, *found[i]]):
+            axis = figure.add_subplot(grid[i // 2, first + k])
+            axis.imshow(patches[index])
+            axis.set(xticks=[], yticks=[])
+            if k == 0:
+                axis.set_title(f"patch {i + 1}", fontsize=9, color="red", fontweight="bold")
+                axis.spines[:].set(color="red", linewidth=2)
+            else:
+                axis.set_title(f"{cosines[i, k - 1]:.3f}", fontsize=9)
+                axis.set_xlabel(names[index // (h * w)], fontsize=8)
+    every = np.arange(len(patches))
+    neighbour = {dtype: nearest(e, every, 1)[0] for dtype, e in embeddings.items()}
+    same = ", ".join(
+        f"{dtype} {(neighbour[dtype] == neighbour['float32']).mean():.1%}"
+        for dtype in embeddings
+        if dtype != "float32"
+    )
+    figure.suptitle(
+        f"The nearest patches of all photographs, by the cosine of {NEIGHBOUR_DTYPE} embeddings\n"
+        f"patches whose nearest one is the same as in float32: {same}",
+        fontsize=13,
+    )
 
 
 def run(out: Path, seed: int | None) -> None:
@@ -190,5 +344,5 @@ def run(out: Path, seed: int | None) -> None:
         "Errors are those of bfloat16 embeddings against a float32 jnp.dot.\n"
     )
     print(table(results))
-    draw(out, names, images, wanted, results)
+    draw(out, names, images, wanted, results, B16.patch)
     print(f"\nWrote {out}.")

@@ -146,6 +146,32 @@ def test_the_demo_notices_wrong_embeddings(monkeypatch):
     assert len(results) == 4 and all(result.relative_error > 0.5 for result in results)
 
 
+def test_the_demos_neighbours_are_the_patches_that_look_alike():
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (2, 32, 32, 3), np.uint8)
+    # The last patch of each image shows the same.
+    images[1, 16:, 16:] = images[0, 16:, 16:]
+    embeddings = demo.cut(images, 16).reshape(8, -1).astype(np.float32) / 255 * 2 - 1
+    found, cosines = demo.nearest(embeddings, np.array([3, 7, 0]), 2)
+    assert found[0, 0] == 7 and found[1, 0] == 3 and 0 not in found[2]
+    np.testing.assert_allclose(cosines[:2, 0], 1, rtol=1e-6)
+    assert (cosines[:, 0] >= cosines[:, 1]).all()
+
+
+def test_the_demos_map_has_the_error_of_each_patch():
+    wanted = np.array([[3.0, 4.0], [0.0, 2.0], [1.0, 0.0]])
+    found = wanted + np.array([[0.0, 0.5], [0.0, 0.0], [0.2, 0.0]])
+    np.testing.assert_allclose(demo.patch_errors(found, wanted), [0.1, 0.0, 0.2])
+
+
+def test_the_demo_marks_patches_with_contrast_in_both_halves():
+    images = np.zeros((1, 64, 64, 3), np.uint8)
+    # Columns 0 and 3 of the grid have patches with more and more contrast from top to bottom.
+    for row in range(4):
+        images[0, 16 * row : 16 * row + 16, [0, 63]] = 50 * (row + 1)
+    assert demo.patches_with_contrast(images, 16) == [(0, 2, 0), (0, 2, 3)]
+
+
 def test_info_says_what_runs_here():
     result = command("info")
     assert result.returncode == 0, result.stderr
