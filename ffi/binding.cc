@@ -69,10 +69,12 @@ using namespace spelled;
    sm100::Shared<out_dtype, tile_n, blocks, slots, weight>::bytes},
 
 const std::vector<Kernel>& kernels() {
+  // clang-format off
   static const auto* all = new std::vector<Kernel>{
       PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_KERNEL)
       PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_KERNEL)
   };
+  // clang-format on
   return *all;
 }
 
@@ -83,10 +85,12 @@ const Kernel* find_kernel(std::string_view name) {
 }
 
 // The machine code of a chip's kernels for one dtype. fatbins.h lists those that the build embeds.
+// clang-format off
 #define PATCH_EMBED_DATA(capability, dtype)                                                \
   asm(".section .rodata\n.balign 64\npatch_embed_fatbin_" #capability "_" #dtype ":\n"   \
       ".incbin \"sm" #capability "_" #dtype ".fatbin\"\n.previous\n");                    \
   extern "C" const char patch_embed_fatbin_##capability##_##dtype[];
+// clang-format on
 PATCH_EMBED_FATBINS(PATCH_EMBED_DATA)
 
 struct Image {
@@ -110,11 +114,13 @@ Image* find_image(const Config& config) {
 
 // The driver.
 
+// clang-format off
 #define PATCH_EMBED_DRIVER(X)                                                              \
   X(cuGetErrorName) X(cuGetErrorString) X(cuStreamGetCtx) X(cuCtxPushCurrent)             \
   X(cuCtxPopCurrent) X(cuCtxGetDevice) X(cuDeviceGetAttribute) X(cuLibraryLoadData)       \
   X(cuLibraryGetKernel) X(cuKernelSetAttribute) X(cuTensorMapEncodeTiled) X(cuLaunchKernelEx) \
   X(cuDriverGetVersion)
+// clang-format on
 
 // cuda.h defines some of these names as macros that expand to the name of a version, such as
 // cuCtxPushCurrent_v2. PATCH_EMBED_TEXT expands them, so that this version is looked up.

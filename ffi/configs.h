@@ -18,6 +18,7 @@ constexpr bool streamed = true, stationary = false;
 // The instances of the Hopper kernel: X(dtype, out_dtype, columns, tile_n, rows, slots, weight). `slots`
 // are those of patches. bfloat16 kernels have as many as fit, beside the weight of K = 768 if that is
 // stationary.
+// clang-format off
 #define PATCH_EMBED_SM90_OUTPUTS(X, dtype, ...)                                  \
   X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \
   X(dtype, f32, table, __VA_ARGS__) X(dtype, f32, offset, __VA_ARGS__)
@@ -40,10 +41,12 @@ constexpr bool streamed = true, stationary = false;
   PATCH_EMBED_SM90_STREAMED(X, bf16)
 #define PATCH_EMBED_SM90_CONFIGS(X) \
   PATCH_EMBED_SM90_kFloat8E4M3FN(X) PATCH_EMBED_SM90_kInt8(X) PATCH_EMBED_SM90_kBFloat16(X)
+// clang-format on
 
 // The instances of the Blackwell kernel: X(dtype, out_dtype, columns, tile_n, blocks, slots, weight). A
 // block has 128 rows of a tile. There are as many slots as fit beside the weight of K = 768 and four
 // buffers of 16 KiB, up to 8.
+// clang-format off
 #define PATCH_EMBED_SM100_OUTPUTS(X, dtype, ...)                                 \
   X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \
   X(dtype, f32, table, __VA_ARGS__) X(dtype, f32, offset, __VA_ARGS__)
@@ -70,5 +73,6 @@ constexpr bool streamed = true, stationary = false;
   PATCH_EMBED_SM100_STREAMED(X, bf16)
 #define PATCH_EMBED_SM100_CONFIGS(X) \
   PATCH_EMBED_SM100_kFloat8E4M3FN(X) PATCH_EMBED_SM100_kInt8(X) PATCH_EMBED_SM100_kBFloat16(X)
+// clang-format on
 
 }  // namespace patch_embed

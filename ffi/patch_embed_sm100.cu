@@ -525,6 +525,7 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
 
 }  // namespace patch_embed::sm100
 
+// clang-format off
 #define PATCH_EMBED_KERNEL(dtype, out_dtype, columns, tile_n, blocks, slots, weight)               \
   extern "C" __global__ void __launch_bounds__(patch_embed::sm100::kThreads, 1)                   \
       __cluster_dims__(blocks, 1, 1)                                                              \
@@ -536,6 +537,7 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
                                               spelled::weight>;                                   \
     Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm100::shared_memory)).run();    \
   }
+// clang-format on
 
 // PATCH_EMBED_DTYPE chooses which kernels are compiled: kFloat8E4M3FN, kInt8 or kBFloat16.
 #define PATCH_EMBED_KERNELS_OF(dtype) PATCH_EMBED_SM100_##dtype(PATCH_EMBED_KERNEL)

@@ -492,6 +492,7 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
 
 }  // namespace patch_embed::sm90
 
+// clang-format off
 #define PATCH_EMBED_KERNEL(dtype, out_dtype, columns, tile_n, rows, slots, weight)                 \
   extern "C" __global__ void __launch_bounds__(patch_embed::sm90::kThreads, 1)                    \
       patch_embed_sm90_##dtype##_##out_dtype##_##columns##_##tile_n##x##rows##_b1_s##slots##_##   \
@@ -501,6 +502,7 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
                                              tile_n, rows, slots, spelled::weight>;               \
     Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm90::shared_memory)).run();     \
   }
+// clang-format on
 
 // PATCH_EMBED_DTYPE chooses which kernels are compiled: kFloat8E4M3FN, kInt8 or kBFloat16.
 #define PATCH_EMBED_KERNELS_OF(dtype) PATCH_EMBED_SM90_##dtype(PATCH_EMBED_KERNEL)

@@ -102,6 +102,7 @@ __device__ __forceinline__ void tcgen05_ld_16x256b(uint32_t (&d)[words], uint32_
   "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
 #define NUMBERS_8 EIGHT_NUMBERS(0, 1, 2, 3, 4, 5, 6, 7)
 #define NUMBERS_16 NUMBERS_8 ", " EIGHT_NUMBERS(8, 9, 10, 11, 12, 13, 14, 15)
+// clang-format off
 #define NUMBERS_32                                               \
   NUMBERS_16 ", " EIGHT_NUMBERS(16, 17, 18, 19, 20, 21, 22, 23) ", " \
       EIGHT_NUMBERS(24, 25, 26, 27, 28, 29, 30, 31)
@@ -120,6 +121,7 @@ __device__ __forceinline__ void tcgen05_ld_16x256b(uint32_t (&d)[words], uint32_
                  : WORDS_##words                                                                 \
                  : "r"(address));                                                                \
   }
+// clang-format on
 PATCH_EMBED_LOAD(8, 2)
 PATCH_EMBED_LOAD(16, 4)
 PATCH_EMBED_LOAD(32, 8)

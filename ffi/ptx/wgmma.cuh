@@ -41,6 +41,7 @@ __device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], uint64_t a,
                                       uint64_t b, bool accumulate);
 
 // The operand lists "%0, %1, ..." of the accumulators, ten numbers at a time, and the operands.
+// clang-format off
 #define TEN(t)                                                                              \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t \
   "9, "
@@ -70,6 +71,7 @@ __device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], uint64_t a,
   WGMMA(kFloat8E4M3FN, n, "k32.f32.e4m3.e4m3", count, a, b, "+f", ", 1, 1")                   \
   WGMMA(kBFloat16, n, "k16.f32.bf16.bf16", count, a, b, "+f", ", 1, 1, 0, 0")                 \
   WGMMA(kInt8, n, "k32.s32.s8.s8", count, a, b, "+r", "")
+// clang-format on
 
 WGMMA_OF_WIDTH(64, 32, 33, 34)
 WGMMA_OF_WIDTH(128, 64, 65, 66)
