@@ -99,9 +99,10 @@ struct Kernel {
   static constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
 
   // scale[n] * accumulator + C, in float32.
-  using Tree = fusion::Sm90EVT<
-      fusion::Sm90Compute<cutlass::homogeneous_multiply_add, Output, float, kRound>,
-      fusion::Sm90RowBroadcast<0, Tile, float>, fusion::Sm90AccFetch, fusion::Sm90SrcFetch<Output>>;
+  using Tree =
+      fusion::Sm90EVT<fusion::Sm90Compute<cutlass::homogeneous_multiply_add, Output, float, kRound>,
+                      fusion::Sm90RowBroadcast<0, Tile, float>, fusion::Sm90AccFetch,
+                      fusion::Sm90SrcFetch<Output>>;
   using Epilogue = epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
       epilogue::collective::EpilogueTileAuto, Accumulator, float, Output, Shared, kAlignmentCD,
@@ -141,19 +142,18 @@ ffi::Error launch(const Problem& p, cudaStream_t stream, ffi::ScratchAllocator& 
     found = cudaDeviceGetAttribute(&chip.sm_count, kWanted, chip.device_id);
   }
   if (found != cudaSuccess) return failed("the device", cudaGetErrorString(found));
-  const Gemm::Arguments arguments{
-      gemm::GemmUniversalMode::kGemm,
-      {p.M, p.N, p.K, p.L},
-      {static_cast<const Element*>(p.patches),
-       {p.K, _1{}, int64_t{p.M} * p.K},
-       static_cast<const Element*>(p.weight),
-       {p.K, _1{}, _0{}}},
-      {{{static_cast<const float*>(p.scale)}, {}, {}, {}},
-       static_cast<const Output*>(p.table),
-       {p.N, _1{}, _0{}},
-       static_cast<Output*>(p.y),
-       {p.N, _1{}, int64_t{p.M} * p.N}},
-      chip};
+  const Gemm::Arguments arguments{gemm::GemmUniversalMode::kGemm,
+                                  {p.M, p.N, p.K, p.L},
+                                  {static_cast<const Element*>(p.patches),
+                                   {p.K, _1{}, int64_t{p.M} * p.K},
+                                   static_cast<const Element*>(p.weight),
+                                   {p.K, _1{}, _0{}}},
+                                  {{{static_cast<const float*>(p.scale)}, {}, {}, {}},
+                                   static_cast<const Output*>(p.table),
+                                   {p.N, _1{}, _0{}},
+                                   static_cast<Output*>(p.y),
+                                   {p.N, _1{}, int64_t{p.M} * p.N}},
+                                  chip};
   cutlass::Status status = Gemm::can_implement(arguments);
   if (status != cutlass::Status::kSuccess) {
     return failed("can_implement", cutlassGetStatusString(status));
@@ -172,9 +172,7 @@ ffi::Error launch(const Problem& p, cudaStream_t stream, ffi::ScratchAllocator& 
 ffi::Error run(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::AnyBuffer patches,
                ffi::AnyBuffer weight, ffi::BufferR1<ffi::F32> scale, ffi::BufferR3<ffi::BF16> table,
                ffi::ResultBufferR3<ffi::BF16> y) {
-  const auto wrong = [](const char* what) {
-    return error(ffi::ErrorCode::kInvalidArgument, what);
-  };
+  const auto wrong = [](const char* what) { return error(ffi::ErrorCode::kInvalidArgument, what); };
   const auto a = patches.dimensions(), w = weight.dimensions();
   const auto c = table.dimensions(), d = y->dimensions();
   constexpr auto kType = Type::DataType::value;
@@ -210,8 +208,8 @@ ffi::Error run(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::AnyBuffe
 #define PATCH_EMBED_NAME(dtype, schedule) PATCH_EMBED_JOINED(dtype, schedule)
 #define PATCH_EMBED_HANDLER PATCH_EMBED_NAME(PATCH_EMBED_DTYPE, PATCH_EMBED_SCHEDULE)
 
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* PATCH_EMBED_HANDLER(
-    XLA_FFI_CallFrame*);
+extern "C" __attribute__((visibility("default")))
+XLA_FFI_Error* PATCH_EMBED_HANDLER(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PATCH_EMBED_HANDLER, run,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()

@@ -126,7 +126,7 @@ Image* find_image(const Config& config) {
 // cuCtxPushCurrent_v2. PATCH_EMBED_TEXT expands them, so that this version is looked up.
 #define PATCH_EMBED_TEXT(name) #name
 #define PATCH_EMBED_POINTER(name) decltype(&::name) name##_fn = nullptr;
-#define PATCH_EMBED_LOOK_UP(name)                                                          \
+#define PATCH_EMBED_LOOK_UP(name)                                                         \
   name##_fn = reinterpret_cast<decltype(&::name)>(dlsym(handle, PATCH_EMBED_TEXT(name))); \
   if (!name##_fn) too_old = "the driver has no " PATCH_EMBED_TEXT(name) "; 525 or newer is needed.";
 
@@ -152,10 +152,11 @@ struct Driver {
     if (!too_old.empty()) return;
     // A driver loads machine code from every toolkit of its own major version, and from older ones.
     if (cuDriverGetVersion_fn(&version) == CUDA_SUCCESS && version / 1000 < CUDA_VERSION / 1000) {
-      too_old = "the driver is for CUDA " + version_text(version) +
-                "; the kernels were compiled by CUDA " + version_text(CUDA_VERSION) +
-                " and need a driver for CUDA " + version_text(CUDA_VERSION / 1000 * 1000) +
-                " or newer. Update the driver, or, for one of CUDA 12, build the kernels with nvcc 12.9.";
+      too_old =
+          "the driver is for CUDA " + version_text(version) +
+          "; the kernels were compiled by CUDA " + version_text(CUDA_VERSION) +
+          " and need a driver for CUDA " + version_text(CUDA_VERSION / 1000 * 1000) +
+          " or newer. Update the driver, or, for one of CUDA 12, build the kernels with nvcc 12.9.";
     }
   }
 };
@@ -188,9 +189,9 @@ ffi::Error driver_error(const std::string& what, CUresult result) {
                                               (text ? std::string(", ") + text : "") + ".");
 }
 
-#define PATCH_EMBED_RETURN_IF_ERROR(what, call)                                 \
-  if (const CUresult result = (call); result != CUDA_SUCCESS) {                \
-    return driver_error(what, result);                                         \
+#define PATCH_EMBED_RETURN_IF_ERROR(what, call)                 \
+  if (const CUresult result = (call); result != CUDA_SUCCESS) { \
+    return driver_error(what, result);                          \
   }
 
 // Makes the context of XLA's stream current in this thread, for the lifetime of this object.
@@ -252,7 +253,8 @@ constexpr int64_t kAny = -1;
 
 std::string shape_text(const ffi::AnyBuffer& buffer) {
   std::string text;
-  for (int64_t size : buffer.dimensions()) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  for (int64_t size : buffer.dimensions())
+    text += (text.empty() ? "" : ", ") + std::to_string(size);
   return dtype_name(buffer.element_type()) + "[" + text + "]";
 }
 
@@ -306,8 +308,8 @@ struct Operands {
     } else {
       expect("table", table, ffi::DataType::F32, {N}, "");
     }
-    expect(config.capability == 90 ? "runs_sm90" : "runs_sm100", segments(config), ffi::DataType::S32,
-           {kAny, kAny, 4}, "workers runs");
+    expect(config.capability == 90 ? "runs_sm90" : "runs_sm100", segments(config),
+           ffi::DataType::S32, {kAny, kAny, 4}, "workers runs");
     expect("y", y, element_type(config.out_dtype), {M, N}, "");
     if (!wrong.empty()) return wrong;
     const auto sizes = segments(config).dimensions();
@@ -345,12 +347,11 @@ CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
   const auto type = map.type == Type::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                     : map.type == Type::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                   : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const auto swizzle =
-      map.swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-  return driver().cuTensorMapEncodeTiled_fn(
-      encoded, type, map.rank, data, map.shape, map.strides, map.box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto swizzle = map.swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  return driver().cuTensorMapEncodeTiled_fn(encoded, type, map.rank, data, map.shape, map.strides,
+                                            map.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 // Handles one of XLA's two stages. Both check everything. Initialize then loads the kernel onto the
@@ -408,8 +409,7 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
   }
   Image* image = find_image(config);
   if (!image) {
-    return error(ffi::ErrorCode::kUnavailable,
-                 "this library was built without " + name + ".");
+    return error(ffi::ErrorCode::kUnavailable, "this library was built without " + name + ".");
   }
   PATCH_EMBED_RETURN_IF_ERROR("a driver for CUDA " + version_text(cuda.version) +
                                   " cannot load the kernels, compiled by CUDA " +
@@ -514,7 +514,8 @@ PATCH_EMBED_EXPORT int patch_embed_ffi_minor() { return XLA_FFI_API_MINOR; }
 // JSON: {"error": why this machine's driver cannot run the kernels}, or {} if it can or there is none.
 PATCH_EMBED_EXPORT int64_t patch_embed_driver(char* buffer, int64_t size) {
   const std::string& wrong = patch_embed::driver().too_old;
-  return patch_embed::copy_to_caller(wrong.empty() ? "{}" : "{\"error\": \"" + wrong + "\"}", buffer, size);
+  return patch_embed::copy_to_caller(wrong.empty() ? "{}" : "{\"error\": \"" + wrong + "\"}",
+                                     buffer, size);
 }
 
 // JSON: a list of all configs, each with whether this library contains its kernel.

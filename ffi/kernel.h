@@ -36,12 +36,12 @@ struct Segment {
 
 // The kernels' only parameter.
 struct Arguments {
-  CUtensorMap patches;  // [M, K]
-  CUtensorMap weight;   // [N, K]; on Hopper in five dimensions, see patch_embed_sm90.h
-  CUtensorMap y;        // [M, N]; only for the Blackwell kernel, which stores by TMA
-  const float* scale;   // [N]
-  const void* table;    // [period, N] bfloat16, or [N] float32
-  void* out;            // [M, N]
+  CUtensorMap patches;      // [M, K]
+  CUtensorMap weight;       // [N, K]; on Hopper in five dimensions, see patch_embed_sm90.h
+  CUtensorMap y;            // [M, N]; only for the Blackwell kernel, which stores by TMA
+  const float* scale;       // [N]
+  const void* table;        // [period, N] bfloat16, or [N] float32
+  void* out;                // [M, N]
   const Segment* segments;  // [workers, segment_count]
   int32_t M, N;
   int32_t chunks;         // chunks of kRowBytes in K

@@ -70,8 +70,7 @@ class Worker {
   static constexpr int kTermRows = has_table ? kThreadRows : 1;
 
   static constexpr int kTensorColumns = tensor_memory_columns(tile_n);
-  static constexpr uint32_t kInstruction =
-      ptx::instruction_descriptor(dtype, kTileRows, tile_n);
+  static constexpr uint32_t kInstruction = ptx::instruction_descriptor(dtype, kTileRows, tile_n);
 
   static constexpr int kStepColumns = Tuned::kStepColumns, kLoadColumns = Tuned::kLoadColumns;
   static constexpr int kBuffers = Tuned::kStagingBuffers, kGroup = Tuned::kStoresPerGroup;
@@ -163,7 +162,8 @@ class Worker {
 
   // The slot of the ring that the worker's load of this number fills, and the parity of the slot's phase.
   struct RingSlot {
-    __device__ explicit RingSlot(uint32_t number) : index(number % slots), parity(number / slots & 1) {}
+    __device__ explicit RingSlot(uint32_t number)
+        : index(number % slots), parity(number / slots & 1) {}
     uint32_t index, parity;
   };
 
@@ -321,9 +321,9 @@ class Worker {
     for (int r = 0; r < kTermRows; ++r) {
       if constexpr (has_table) {
         const uint32_t row = (table_row + r * kCore + thread_row()) % args_.period;
-        const auto* words = reinterpret_cast<const uint32_t*>(
-            static_cast<const uint16_t*>(args_.table) + int64_t{row} * args_.N + column +
-            thread_column());
+        const auto* words =
+            reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(args_.table) +
+                                              int64_t{row} * args_.N + column + thread_column());
 #pragma unroll
         for (int j = 0; j < count; ++j) {
           const uint32_t word = words[j * kCore / 2];
@@ -364,7 +364,8 @@ class Worker {
 
   __device__ static float2 to_float(uint32_t low, uint32_t high) {
     if constexpr (dtype == Type::kInt8) {
-      return {static_cast<float>(static_cast<int>(low)), static_cast<float>(static_cast<int>(high))};
+      return {static_cast<float>(static_cast<int>(low)),
+              static_cast<float>(static_cast<int>(high))};
     } else {
       return {__uint_as_float(low), __uint_as_float(high)};
     }
@@ -497,18 +498,21 @@ class Worker {
         Sums sums;
         load_sums(sums, first_sum + accumulator.index * tile_n + first);
         const bool last = first + kStepColumns == kColumns;
-        if (last && Tuned::kRelease == Release::kLoaded) free_accumulator(accumulator.index, elected);
+        if (last && Tuned::kRelease == Release::kLoaded)
+          free_accumulator(accumulator.index, elected);
 #pragma unroll
         for (int s = 0; s < kStepColumns / kStoreColumns; ++s) {
           const uint32_t number = n * kStores + first / kStoreColumns + s;
           auto& buffer = staged[number % kBuffers];
           if (s % kGroup == 0) wait_for_buffers(elected);
-          stage(sums, s, scale + first / kCore, terms, kKeepTable ? first / kCore : 0, buffer, offset);
+          stage(sums, s, scale + first / kCore, terms, kKeepTable ? first / kCore : 0, buffer,
+                offset);
           if (s % kGroup < kGroup - 1) continue;
           issue_stores(staged, number, first_column + first + s * kStoreColumns, row + first_row,
                        elected);
         }
-        if (last && Tuned::kRelease == Release::kStored) free_accumulator(accumulator.index, elected);
+        if (last && Tuned::kRelease == Release::kStored)
+          free_accumulator(accumulator.index, elected);
       }
     });
     if (elected) ptx::cp_async_bulk_wait_group_read<0>();

@@ -95,7 +95,7 @@ template <Type out_dtype, int tile_n>
 struct Tuning {
   // Columns of an accumulator that a warp loads before one tcgen05.wait::ld: as many as there are
   // registers for beside scale and table. It divides the warp's tile_n / 2 columns.
-  static constexpr int kStepColumns = tile_n < 256                     ? tile_n / 2
+  static constexpr int kStepColumns = tile_n < 256                  ? tile_n / 2
                                       : out_dtype == Type::kFloat32 ? 32
                                                                     : 64;
 

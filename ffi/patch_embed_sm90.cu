@@ -68,9 +68,10 @@ class Worker {
   static constexpr bool kNeedsMost = kSums + (kKeepsColumns ? kColumns : 0) + kOtherRegisters > 232;
   static constexpr int kFeedRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kMultiplyRegisters = kNeedsMost ? kMostRegisters : 232;
-  static_assert(kFeedRegisters + kConsumers * kMultiplyRegisters <=
-                    (1 + kConsumers) * registers_at_launch(kThreads),
-                "setmaxnreg would wait for ever: the warpgroups want more registers than there are.");
+  static_assert(
+      kFeedRegisters + kConsumers * kMultiplyRegisters <=
+          (1 + kConsumers) * registers_at_launch(kThreads),
+      "setmaxnreg would wait for ever: the warpgroups want more registers than there are.");
 
   using Memory = Shared<tile_n, rows, slots, stream_weight>;
   static_assert(tile_n % 64 == 0, "a slice of N is a multiple of 64 columns.");
@@ -166,7 +167,8 @@ class Worker {
   // The address of a chunk's part of the weight.
   __device__ uint8_t* weight(const Chunk& chunk) const {
     uint32_t slot = chunk.k;
-    if constexpr (stream_weight) slot = stays(chunk.k) ? chunk.k / kStayingStride : chunk.weight.slot;
+    if constexpr (stream_weight)
+      slot = stays(chunk.k) ? chunk.k / kStayingStride : chunk.weight.slot;
     return weight_ + slot * kWeightBytes;
   }
 

@@ -99,8 +99,8 @@ inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
           5,
           {cuuint64_t(K), 2, 4, cuuint64_t(N / group), cuuint64_t(vector / 2)},
           {row, vector * row, group * row, 2 * row},
-          {cuuint32_t(kRowBytes / itemsize(config.dtype)), 2, 4,
-           cuuint32_t(config.tile_n / group), cuuint32_t(vector / 2)},
+          {cuuint32_t(kRowBytes / itemsize(config.dtype)), 2, 4, cuuint32_t(config.tile_n / group),
+           cuuint32_t(vector / 2)},
           kRowBytes};
 }
 
@@ -110,7 +110,8 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
   const auto text = [](int64_t value) { return std::to_string(value); };
   const int64_t row_bytes = s.K * itemsize(config.dtype);
   if (s.M < 0 || s.M > INT32_MAX - config.tile_m()) {
-    return "patches have M = " + text(s.M) + " rows, expected fewer than 2^31 less a tile. Split them.";
+    return "patches have M = " + text(s.M) +
+           " rows, expected fewer than 2^31 less a tile. Split them.";
   }
   if (row_bytes <= 0 || row_bytes % kRowBytes) {
     return "K is " + text(s.K) + ", expected a multiple of " + text(kRowBytes) +
@@ -121,9 +122,8 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
            " columns. Take a kernel whose columns divide N.";
   }
   const int64_t slices = s.N / config.tile_n;
-  if (8 * s.N * itemsize(config.out_dtype) > INT32_MAX || s.K > INT32_MAX ||
-      s.period > INT32_MAX || s.segments > INT32_MAX ||
-      s.workers > INT32_MAX / (slices * config.blocks)) {
+  if (8 * s.N * itemsize(config.out_dtype) > INT32_MAX || s.K > INT32_MAX || s.period > INT32_MAX ||
+      s.segments > INT32_MAX || s.workers > INT32_MAX / (slices * config.blocks)) {
     return "eight rows of y, K, the rows of the table or the runs are 2^31 or more. "
            "Split the operands.";
   }
@@ -151,12 +151,14 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
       hopper ? fragments(config, s.N, s.K)
              : matrix(config.dtype, s.N, s.K, tile_k, config.tile_n / config.blocks),
       hopper ? TensorMap{}
-             : matrix(config.out_dtype, s.M, s.N, sm100::store_columns(config.out_dtype, config.tile_n),
-                      sm100::kWarpRows),
+             : matrix(config.out_dtype, s.M, s.N,
+                      sm100::store_columns(config.out_dtype, config.tile_n), sm100::kWarpRows),
       hopper ? sm90::kMultiplyingWarps : sm100::kMultiplyingWarps,
       hopper ? sm90::kMultiplyingWarps : sm100::kStoringWarps,
       hopper ? 0 : sm100::tensor_memory_columns(config.tile_n),
-      !config.stream_weight ? chunks : hopper ? sm90::staying_chunks(config.rows, chunks) : 0,
+      !config.stream_weight ? chunks
+      : hopper              ? sm90::staying_chunks(config.rows, chunks)
+                            : 0,
   };
   return "";
 }
@@ -172,8 +174,8 @@ inline std::string to_json(const TensorMap& map) {
   return std::string("{\"type\": \"") + spell(map.type) +
          "\", \"shape\": " + list(map.shape, map.rank) +
          ", \"strides\": " + list(map.strides, map.rank - 1) +
-         ", \"box\": " + list(map.box, map.rank) +
-         ", \"swizzle\": " + std::to_string(map.swizzle) + "}";
+         ", \"box\": " + list(map.box, map.rank) + ", \"swizzle\": " + std::to_string(map.swizzle) +
+         "}";
 }
 
 inline std::string to_json(const Launch& launch) {

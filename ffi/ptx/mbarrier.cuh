@@ -33,16 +33,18 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier& barrier) {
 
 // 9.7.13.15.13: arrives, and makes the phase wait for so many bytes.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(&barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
 // 9.7.9.23: the address of the same variable in the cluster's block of this rank.
 __device__ __forceinline__ uint32_t mapa(const void* pointer, uint32_t rank) {
   uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(shared_address(pointer)), "r"(rank));
   return address;
 }
 

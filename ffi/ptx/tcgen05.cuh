@@ -60,12 +60,13 @@ __device__ __forceinline__ void tcgen05_fence_after_thread_sync() {
 template <Type dtype, int blocks>
 __device__ __forceinline__ void tcgen05_mma(uint32_t d, uint64_t a, uint64_t b,
                                             uint32_t instruction, bool accumulate) {
-#define PATCH_EMBED_MMA(group, kind)                                                        \
-  asm volatile("{ .reg .pred accumulate;\nsetp.ne.b32 accumulate, %4, 0;\n"                 \
-               "tcgen05.mma.cta_group::" #group ".kind::" #kind                             \
-               " [%0], %1, %2, %3, accumulate; }" ::"r"(d),                                 \
-               "l"(a), "l"(b), "r"(instruction), "r"(static_cast<int>(accumulate))          \
-               : "memory")
+#define PATCH_EMBED_MMA(group, kind)                                      \
+  asm volatile(                                                           \
+      "{ .reg .pred accumulate;\nsetp.ne.b32 accumulate, %4, 0;\n"        \
+      "tcgen05.mma.cta_group::" #group ".kind::" #kind                    \
+      " [%0], %1, %2, %3, accumulate; }" ::"r"(d),                        \
+      "l"(a), "l"(b), "r"(instruction), "r"(static_cast<int>(accumulate)) \
+      : "memory")
   if constexpr (dtype == Type::kFloat8E4M3FN && blocks == 2) PATCH_EMBED_MMA(2, f8f6f4);
   if constexpr (dtype == Type::kFloat8E4M3FN && blocks == 1) PATCH_EMBED_MMA(1, f8f6f4);
   if constexpr (dtype == Type::kBFloat16 && blocks == 2) PATCH_EMBED_MMA(2, f16);

@@ -57,10 +57,11 @@ __device__ __forceinline__ void fence_proxy_async() {
 // 9.7.9.25.5.2: stores the part of the box at these coordinates that lies inside the tensor.
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap& map, int x, int y,
                                                            const void* source) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::
-                   "l"(&map),
-               "r"(x), "r"(y), "r"(shared_address(source))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+          &map),
+      "r"(x), "r"(y), "r"(shared_address(source))
+      : "memory");
 }
 
 // 9.7.9.25.6.1

@@ -37,8 +37,8 @@ constexpr int kProductBytes = 32;
 // memory. In thread t of the warpgroup, d[i] is at row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2) and
 // column 8 (i / 4) + 2 (t % 4) + i % 2.
 template <Type dtype, int n>
-__device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], uint64_t a,
-                                      uint64_t b, bool accumulate);
+__device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], uint64_t a, uint64_t b,
+                                      bool accumulate);
 
 // The operand lists "%0, %1, ..." of the accumulators, ten numbers at a time, and the operands.
 // clang-format off
