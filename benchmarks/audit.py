@@ -106,7 +106,7 @@ shared: {SHARED_BYTES} bytes a cycle: what wgmma reads for 32 bytes of K (64 row
   columns), and tcgen05.mma (a block's rows and its part of the columns); what TMA stores read;
   loads and stores of threads, also of global memory, as that is one way. What TMA and cp.async
   bring ("filled") is listed but not counted: if it were, a bfloat16 tile of Pallas' Hopper kernel
-  would take longer than its trace on an H200 shows (NOTES.md).
+  would take longer than its trace on an H200 shows (docs/performance.md).
 issue: instructions of the tile loop, {SCHEDULERS} schedulers with one a cycle. Each wait passes at
   once, both sides of a branch count, warps that only copy are left out.
 Results are {OUT_DTYPE}; all images have one table."""

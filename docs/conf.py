@@ -41,7 +41,7 @@ version = release = re.search(
 
 root_doc = "docs/index"
 include_patterns = ["*.md", "**/*.md"]
-exclude_patterns = [".*", "bench", "build", "dist", "NOTES.md"]
+exclude_patterns = [".*", "bench", "build", "dist"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # Down to which level headings have an anchor, the same as on GitHub.
 myst_heading_anchors = 4

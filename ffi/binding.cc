@@ -42,7 +42,7 @@ struct xla::ffi::CtxDecoding<patch_embed::Stream> {
     XLA_FFI_Error* error = api->XLA_FFI_Stream_Get(&args);
     if (!error) return static_cast<CUstream>(args.stream);
     // The error's message is not read: newer runtimes write more into the arguments of the call that
-    // returns it than this struct has room for (NOTES.md).
+    // returns it than this struct has room for (docs/backends.md).
     XLA_FFI_Error_Destroy_Args destroy{};
     destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
     destroy.error = error;

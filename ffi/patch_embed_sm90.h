@@ -103,7 +103,7 @@ constexpr int weight_slots(int tile_n, int rows, int slots, bool stream_weight) 
 // Some chunks of a streamed weight are loaded once and stay in the first slots: chunks 0, 4 and 8.
 // With 128 rows a warpgroup, products and loads together almost saturate shared memory, so loading
 // three of twelve chunks less helps. With 64 rows, or with more than 16 chunks, the streamed chunks
-// need these slots more (NOTES.md).
+// need these slots more (docs/experiments/cuda.md).
 constexpr int kStayingStride = 4;
 constexpr int kMostStayingChunks = 3;
 constexpr int kLeastRowsOfStaying = 128;

@@ -41,7 +41,7 @@ def test_the_Hopper_kernel_has_the_budget_of_its_tile():
     # A quarter of the rows' bytes for each slice, and y, for 132 blocks at 4.8 TB/s and 1.98 GHz.
     assert found["DRAM"] == pytest.approx((128 * 768 / 4 + 128 * 192 * 2) * 132 * 1.98 / 4800)
     assert found["L2"] == 128 * 768 / 64
-    # A product of 64 x 192 x 32 bytes reads 8 KiB (NOTES.md), and threads store y themselves.
+    # A product of 64 x 192 x 32 bytes reads 8 KiB; threads store y (docs/experiments/hopper.md).
     assert found["shared"] == (2 * 24 * 8192 + 128 * 192 * 2) / 128
     assert found["issue"] == 2 * sum(loop.executed.values())
 
@@ -55,7 +55,7 @@ def test_the_Blackwell_kernel_has_the_budget_of_the_design():
     assert found["DRAM"] == pytest.approx((256 * 768 / 3 + 256 * 256 * 2) * 72 * 1.965 / 8000)
     assert found["DRAM"] == pytest.approx(3450, rel=0.01)
     assert audit.binding(audit.budget(kernel)) == "DRAM"
-    # Two warps a scheduler "issue about 410" for the prototype, 402 here (NOTES.md).
+    # Two warps of a scheduler issue 402 instructions (docs/experiments/blackwell.md).
     assert sum(store.issue_slots().values()) <= 410
     assert (times(multiply, "UTCQMMA"), times(store, "LDTM")) == (24, 4)
     # Each block: 128 rows of either operand; half of y is staged, and read again by TMA.
@@ -76,7 +76,7 @@ def test_no_kernel_of_the_library_spills():
     # For both halves: 12 - 3 chunks of the weight come again; and all of the table.
     L2_bytes = 256 * 1536 + 2 * 9 * 192 * 128 + 256 * 192 * 2
     assert found["L2"] == L2_bytes / 64
-    # ncu: products take 6144 wavefronts for each half (NOTES.md).
+    # ncu: products take 6144 wavefronts for each half (docs/performance.md).
     assert audit.operand_bytes(loop, kernel.tile) == 2 * 6144 * 128
     checked(audit.cuda_kernel("sm_100", *HEADLINE, "int8"))
 

@@ -72,7 +72,7 @@ def test_the_Hopper_kernel_compiles_to_what_its_config_says(shape, images, dtype
 
 
 # Instructions of a warp in the loop that stores a tile, by output, whether the accumulators are
-# integers, and width of a slice. More of them have to be explained in NOTES.md.
+# integers, and width of a slice. More of them have to be explained in docs/experiments.
 STORE_LOOP = {
     ("bfloat16", False, 64): 77,
     ("bfloat16", False, 192): 189,

@@ -43,7 +43,7 @@ def test_float32_reproduces_the_original_implementations(name):
         assert np.abs(np.asarray(found) - reference).max() <= 1e-4
 
 
-# Errors are those of NOTES.md, rounded up.
+# Errors are those of docs/encoder.md, rounded up.
 LARGEST = {
     ("bfloat16", "float32"): 0.002,
     ("int8", "float32"): 0.008,

@@ -25,9 +25,9 @@ from repository import environment
 class Matmul:
     """jax's blackwell_matmul_mgpu: shape (M, N, K), and the arguments of its TuningConfig.
 
-    With `cluster_axes` its dynamic_scheduling_loop is told of the cluster, as its documentation
-    demands and as the kernel does not. With `synchronised` all warps of a warpgroup are done with
-    what they read before one of them arrives for all at a barrier of the cluster (NOTES.md).
+    With `cluster_axes` its dynamic_scheduling_loop gets the cluster's axes, which its documentation
+    demands and the kernel does not pass. With `synchronised` all warps of a warpgroup have finished
+    reading before one of them arrives for all at a barrier of the cluster (docs/upstream.md).
     """
 
     dtype: str

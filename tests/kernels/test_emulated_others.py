@@ -53,8 +53,8 @@ def test_jaxs_matmul_is_exact_whatever_the_schedule(tmp_path, name):
 @needs_codegen
 @pytest.mark.parametrize("name", BROKEN)
 def test_jaxs_matmul_of_two_blocks_overwrites_which_tile_is_next(tmp_path, name):
-    """NOTES.md: both blocks ask, and each answer is written to both; one warp of four says that the
-    answer was read, before the others have read it."""
+    """Both blocks ask, and each answer is written to both; one warp of four arrives before the
+    other three have read the answer (docs/upstream.md)."""
     stem = compiled(name, tmp_path)
     found = []
     for schedule, seed in SCHEDULES:

@@ -159,7 +159,7 @@ def frobenius(pairs):
     return (error / sum(np.linalg.norm(wanted) ** 2 for _, wanted in pairs)) ** 0.5
 
 
-# The NaFlex goldens are noisier in float8_e4m3fn with ideal rounding already (NOTES.md).
+# The NaFlex goldens are noisier in float8_e4m3fn with ideal rounding already (docs/numerics.md).
 @pytest.mark.parametrize("name", GOLDENS)
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_quantised_embeddings_stay_near_the_original_implementations(name, dtype):

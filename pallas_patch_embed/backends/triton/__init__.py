@@ -44,7 +44,7 @@ MULTIPLIED, LOADED, ENCODED, STORED = 2048, 72, 32, 5
 # Cycles that a program which is alone on its multiprocessor waits for wgmma at each step, with int8
 # and with other dtypes; the factor by which products take longer where programs share one; and
 # cycles of a tile besides all that. All four are fitted to an H200: of the tiles measured there
-# (NOTES.md) the model chooses the fastest, or one that is 1% slower.
+# (docs/experiments/triton.md) the model chooses the fastest, or one that is 1% slower.
 WAIT_INT8, WAIT, SHARING, TILE_OVERHEAD = 350, 80, 1.1, 800
 
 # Bytes in the widest load of one thread.
@@ -107,8 +107,8 @@ class Config:
         return grid.tiles_per_worker * a_tile
 
 
-# The largest tile first. None of AMPERE needs more than 99 KiB of shared memory. NOTES.md has the
-# times of those of HOPPER and of others, by dtype, and the few problems for which one spills.
+# The largest tile first. None of AMPERE needs more than 99 KiB of shared memory. docs/
+# experiments/triton.md has the times of HOPPER and of others, and the few problems that spill.
 AMPERE = (
     Config(128, 128, 64, warps=8, stages=4, programs=1, min_vector=4),
     Config(64, 128, 64, warps=8, stages=3, programs=1, parts=4),
