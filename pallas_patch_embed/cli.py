@@ -14,10 +14,12 @@ import jax
 from absl import app, logging
 from absl.flags import argparse_flags
 
-from pallas_patch_embed import __version__, demo, embed, streams
+from pallas_patch_embed import __version__, demo, streams
+from pallas_patch_embed.embed import command as embed
+from pallas_patch_embed.embed import output
 from pallas_patch_embed.backends import BACKENDS, Explanation, explain
 from pallas_patch_embed.chips import Target
-from pallas_patch_embed.pictures import printable
+from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, padded
 
 PACKAGES = (
@@ -112,30 +114,61 @@ def parse(argv: list[str]) -> argparse.Namespace:
     embed_parser = commands.add_parser(
         "embed",
         help="embed pictures with the vision encoder of a SigLIP or SigLIP2 checkpoint",
-        description="Writes embeddings [n, D] float32 and paths [n] to FILE, whole or not at all. "
+        description="Writes the embeddings of pictures to one .npz file, or to a folder of parquet "
+        "shards. The same command goes on where it was ended, whatever ended it. "
         "Exit code: 0 if all pictures were embedded, 3 if some could not be, 2 if nothing was "
-        "written because of the arguments, the checkpoint or all of the pictures, 130 if it was "
-        "interrupted (143 by SIGTERM, 129 by SIGHUP).",
+        "written because of the arguments, the checkpoint or all of the pictures, 4 if the rest "
+        "could not be written, or an .npz file only elsewhere, 130 if it was interrupted (143 by "
+        "SIGTERM, 129 by SIGHUP).",
     )
     embed_parser.add_argument(
         "pictures",
-        nargs="+",
-        type=Path,
-        help="picture files, and folders, which are searched; links are followed, and every file "
-        "is embedded once",
+        nargs="*",
+        help="pictures, folders, WebDataset tars and parquet files, on this machine or at URLs "
+        "(s3://, gs://, hf://, ...); braces like {000..099} are expanded; links are followed, and "
+        "every file is embedded once",
+    )
+    embed_parser.add_argument(
+        "--list",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a file with one of the above on each line; - for standard input",
     )
     embed_parser.add_argument(
         "--checkpoint",
-        type=Path,
         required=True,
-        help="Hugging Face folder, .safetensors file, or big_vision .npz file",
+        help="Hugging Face folder, .safetensors file, big_vision .npz file, or the name of a model "
+        "on the Hugging Face hub",
     )
     embed_parser.add_argument(
         "--out",
-        type=Path,
         required=True,
-        metavar="FILE",
-        help="the .npz file; of files that exist, only an earlier output is replaced",
+        metavar="OUT",
+        help="a name that ends in .npz, for a small number of pictures; or a folder, also at a URL, "
+        "for any number",
+    )
+    embed_parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="remove first what is in the folder, and begin afresh",
+    )
+    embed_parser.add_argument(
+        "--retry-errors",
+        action="store_true",
+        help="try pictures again that an earlier run into the folder could not embed",
+    )
+    embed_parser.add_argument(
+        "--embedding-dtype",
+        choices=("float32", "float16"),
+        default="float32",
+        help="of what is written (default: float32)",
+    )
+    embed_parser.add_argument(
+        "--image-column", metavar="NAME", help="of parquet files (default: the only one of bytes)"
+    )
+    embed_parser.add_argument(
+        "--id-column", metavar="NAME", help="of parquet files (default: id, otherwise path#row)"
     )
     embed_parser.add_argument(
         "--size",
@@ -149,14 +182,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         type=positive_integer,
         default=64,
         metavar="N",
-        help="pictures a step (default: 64)",
+        help="pictures that a device computes at a time (default: 64)",
     )
     embed_parser.add_argument(
         "--workers",
         type=positive_integer,
         metavar="N",
-        help="threads that read pictures; few of them read large ones at a time, which bounds the "
-        f"memory (default: one a CPU, up to {embed.MOST_WORKERS})",
+        help="threads that decode pictures; few of them decode large ones at a time, which bounds "
+        f"the memory (default: one a CPU, up to {embed.MOST_WORKERS})",
     )
     embed_parser.add_argument(
         "--patch-dtype", choices=DTYPES, default="bfloat16", help="of the patch embedding"
@@ -164,6 +197,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     embed_parser.add_argument(
         "--normalize", action="store_true", help="divide every embedding by its Euclidean norm"
     )
+    embed_parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="run on a Ray cluster: its address, or none for one on this machine",
+    )
+    embed_parser.add_argument("--quiet", action="store_true", help="show no progress")
     commands.add_parser("info", help="versions, devices, and what runs here and why")
     return parser.parse_args(argv[1:])
 
@@ -199,17 +240,31 @@ def _run_embed(arguments: argparse.Namespace) -> int:
     # It warns of pictures above 89 million pixels. The memory for them is bounded here, and Pillow
     # refuses those above twice that number.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-    left_out = embed.run(
-        arguments.checkpoint,
-        arguments.pictures,
-        arguments.out,
-        size=arguments.size,
-        batch=arguments.batch,
-        patch_dtype=arguments.patch_dtype,
-        normalize=arguments.normalize,
-        workers=arguments.workers,
-    )
-    return 3 if left_out else 0
+    if not arguments.pictures and not arguments.list:
+        raise ValueError("embed: there are no pictures. Name some, or a --list of them.")
+    try:
+        errors = embed.run(
+            arguments.checkpoint,
+            arguments.pictures,
+            arguments.out,
+            lists=arguments.list,
+            size=arguments.size,
+            batch=arguments.batch,
+            patch_dtype=arguments.patch_dtype,
+            normalize=arguments.normalize,
+            embedding_dtype=arguments.embedding_dtype,
+            image_column=arguments.image_column,
+            id_column=arguments.id_column,
+            overwrite=arguments.overwrite,
+            retry_errors=arguments.retry_errors,
+            workers=arguments.workers,
+            quiet=arguments.quiet,
+            ray=arguments.ray,
+        )
+    except (output.WrittenElsewhere, output.Unfinished) as error:
+        print(error, file=sys.stderr)
+        return 4
+    return 3 if errors else 0
 
 
 def _run_info() -> int:

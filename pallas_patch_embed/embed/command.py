@@ -1,25 +1,23 @@
-"""Embeds picture files with the encoder of a checkpoint, into one .npz file."""
+"""The command `embed`: from arguments to an output."""
 
-import functools
 import itertools
-import math
 import os
-import stat
 import sys
-import tempfile
-import zipfile
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from pallas_patch_embed import ending
-from pallas_patch_embed.files import written_whole
-from pallas_patch_embed.pictures import Budget, Reading, find_pictures, printable, read_ahead
-from pallas_patch_embed.preprocessing import Preprocessing
-from pallas_patch_embed.siglip2.checkpoint import load_encoder_for_side
-from pallas_patch_embed.siglip2.encoder import Encoder
-from pallas_patch_embed.siglip2.naflex import batch_naflex
+from pallas_patch_embed.embed import pipeline, sources
+from pallas_patch_embed.embed.embedder import (
+    Embedder,
+    checkpoint_files,
+    checkpoint_hash,
+    find_checkpoint,
+)
+from pallas_patch_embed.embed.output import Folder, Npz, Output, Settings, check_npz
+from pallas_patch_embed.embed.pictures import printable
+from pallas_patch_embed.embed.preprocessing import Preprocessing
+from pallas_patch_embed.embed.progress import Progress
 
 MOST_WORKERS = 32
 
@@ -31,121 +29,133 @@ def default_workers() -> int:
     return min(os.cpu_count() or 1, MOST_WORKERS)
 
 
-def is_embeddings(path: Path) -> bool:
-    """Whether the file is one that `run` wrote: its arrays' names, dtypes and shapes say so.
-
-    Only the headers are read.
-    """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        return False
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.namelist() != ["embeddings.npy", "paths.npy"]:
-                return False
-            (n, _), embeddings = _header(archive, "embeddings.npy")
-            (paths,), names = _header(archive, "paths.npy")
-    except Exception:  # zipfile and numpy raise many kinds about other files.
-        return False
-    return embeddings == np.float32 and names.kind == "U" and paths == n
-
-
-def _header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape and dtype of an array, from its header; a ValueError if it is shorter or longer."""
-    with archive.open(name) as file:
-        if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError("np.savez writes this version")
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        if archive.getinfo(name).file_size - file.tell() != math.prod(shape) * dtype.itemsize:
-            raise ValueError("it has another length than its header says")
-    return shape, dtype
-
-
-def check_out(out: Path, inputs: Iterable[Path]) -> None:
-    """Refuses an output file that cannot be written, or would replace more than earlier output.
+def run(
+    checkpoint: str | os.PathLike[str],
+    arguments: Iterable[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    lists: Sequence[str] = (),
+    size: int | None = None,
+    batch: int = 64,
+    patch_dtype: str = "bfloat16",
+    normalize: bool = False,
+    embedding_dtype: str = "float32",
+    image_column: str | None = None,
+    id_column: str | None = None,
+    overwrite: bool = False,
+    retry_errors: bool = False,
+    workers: int | None = None,
+    quiet: bool = False,
+    ray: str | None = None,
+) -> int:
+    """Embeds pictures into one .npz file, or into a folder of parquet shards.
 
     Args:
-      out: the file, or a link to it; there may be none yet.
-      inputs: files that are read.
+      checkpoint: as `load_encoder` takes it, or the name of a model on the Hugging Face hub.
+      arguments: pictures, folders, tars and parquet files, as `sources.find` takes them.
+      out: a name that ends in .npz, which replaces no file but an earlier output; or a folder, also
+        at a URL, that a run with the same settings continues.
+      lists: files with an argument on each line; "-" is standard input.
+      size: side of the square images in pixels; NaFlex images have as many patches as such an
+        image. None for what the checkpoint says.
+      batch: images that one device computes at a time.
+      patch_dtype: as `load_encoder` takes it.
+      normalize: whether every embedding is divided by its Euclidean norm.
+      embedding_dtype: of what is written, "float32" or "float16".
+      image_column, id_column: of parquet files; see `sources.Parquet`.
+      overwrite: whether what is in the folder is removed first.
+      retry_errors: whether pictures that an earlier run could not embed are tried again.
+      workers: threads that decode pictures; None for `default_workers()`.
+      quiet: whether no progress is shown.
+      ray: address of a Ray cluster, "local" for one on this machine; None to use no Ray.
+
+    Returns:
+      The number of pictures that have no embedding.
 
     Raises:
-      ValueError: its folder does not exist; it is one of the inputs, maybe by another name; it is a
-        file that this command has not written, or a link that leads nowhere.
-      OSError: its folder cannot be written.
+      OSError, ValueError: an argument does not exist; `out` is something else, or cannot be
+        written; the checkpoint cannot be loaded or has no pooling head; there is no picture.
+      output.WrittenElsewhere: the .npz file is in another place.
     """
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"--out is {printable(out)}: there is no such folder.")
-    real = Path(os.path.realpath(out))
-    if not real.parent.is_dir() or real.is_symlink():
-        raise ValueError(f"--out is {printable(out)}: it is a link that leads nowhere.")
-    tempfile.TemporaryFile(dir=real.parent).close()
-    if not real.exists():
-        return
-    status = real.stat()
-    for path in inputs:
-        if os.path.samestat(path.stat(), status):
-            raise ValueError(
-                f"--out is {printable(out)}: it is the input {printable(path)}. Choose another "
-                "name."
+    checkpoint, out = find_checkpoint(os.fspath(checkpoint)), os.fspath(out)
+    arguments = list(sources.expand(map(os.fspath, arguments)))
+    sources.check(arguments)
+    to_npz = out.endswith(".npz")
+    if to_npz:
+        named = [Path(a) for a in arguments if not sources.is_url(a) and os.path.exists(a)]
+        check_npz(Path(out), itertools.chain(named, checkpoint_files(checkpoint)))
+    columns = sources.Columns(image_column, id_column)
+    with Progress(quiet=quiet) as progress:
+
+        def skipped(path: str, why: str) -> None:
+            progress.say(f"Skipped {printable(path)}: {printable(why)}.")
+
+        units = sources.find(_with_lists(arguments, lists), columns, skipped)
+        first = next(units, None)
+        if first is None:
+            names = ", ".join(map(printable, [*arguments, *lists]))
+            raise ValueError(f"There are no pictures in {names}.")
+        units = itertools.chain([first], units)
+        encoder_options = dict(size=size, patch_dtype=patch_dtype, normalize=normalize, batch=batch)
+
+        def output_for(preprocessing: Preprocessing, width: int) -> Output:
+            if preprocessing.defaults_of is not None:
+                progress.say(
+                    "There is no preprocessor_config.json beside the checkpoint. Pictures are "
+                    f"resized as {preprocessing.defaults_of} does by default: {preprocessing}."
+                )
+            settings = Settings(
+                checkpoint_sha256=checkpoint_hash(checkpoint),
+                preprocessing=str(preprocessing),
+                patch_dtype=patch_dtype,
+                normalize=normalize,
+                embedding_dtype=embedding_dtype,
             )
-    if not is_embeddings(real):
-        raise ValueError(
-            f"--out is {printable(out)}: it exists, and `embed` has not written it. Choose another "
-            "name, or remove it."
-        )
+            if to_npz:
+                return Npz(Path(out), settings, width)
+            return Folder(out, settings, width, overwrite=overwrite, retry=retry_errors)
 
-
-def _checkpoint_files(checkpoint: Path) -> list[Path]:
-    """The files of a checkpoint that may be read."""
-    if not checkpoint.is_dir():
-        return [checkpoint] if checkpoint.exists() else []
-    kinds = ("*.json", "*.safetensors")
-    return [path for kind in kinds for path in checkpoint.glob(kind) if path.exists()]
-
-
-def _embed(encoder: Encoder, images: list[np.ndarray], batch: int, L: int) -> np.ndarray:
-    """The pooled output [n, D] float32 of n <= batch images, always computed as a whole batch."""
-    n = len(images)
-    images = images + [images[0]] * (batch - n)
-    if encoder.config.naflex:
-        patches, spatial_shapes, mask = batch_naflex(images, encoder.config, L)
-        output = encoder(patches, spatial_shapes=spatial_shapes, mask=mask)
-    else:
-        output = encoder(np.stack(images))
-    assert output.pooler_output is not None  # `run` refuses encoders without a pooling head.
-    return np.asarray(output.pooler_output[:n], np.float32)
-
-
-def _embed_batch(
-    encoder: Encoder,
-    part: Reading,
-    batch: int,
-    L: int,
-    left_out: Callable[[str, Path, object], None],
-) -> tuple[list[Path], np.ndarray]:
-    """The pictures of a batch that could be embedded, and their embeddings [n, D] float32.
-
-    The others are handed to `left_out`: what could not be done, the path, and the reason.
-    """
-    paths, images = [], []
-    for path, image in part:
-        if (error := image.exception()) is None:
-            paths.append(path)
-            images.append(image.result())
+        if ray is None:
+            embedder = Embedder(checkpoint, **encoder_options)
+            output = output_for(embedder.preprocessing, embedder.width)
+            if "-" not in lists:
+                _count(lambda: _with_lists(arguments, lists), columns, progress)
+            pipeline.run(units, embedder, output, progress, workers or default_workers())
         else:
-            left_out("Cannot read", path, str(error) or type(error).__name__)
-    if not images:
-        return [], np.zeros((0, encoder.config.width), np.float32)
-    result = _embed(encoder, images, batch, L)
-    finite = np.isfinite(result).all(1)
-    for path in itertools.compress(paths, ~finite):
-        left_out("Cannot embed", path, "its embedding is not finite")
-    return list(itertools.compress(paths, finite)), result[finite]
+            from pallas_patch_embed.embed import on_ray
+
+            output = on_ray.run(units, checkpoint, encoder_options, output_for, progress, ray)
+        where = output.finish()
+    total = progress.done + progress.errors + progress.before
+    earlier = f" {progress.before} were there before." if progress.before else ""
+    _say(f"Embedded {progress.done} of {total} pictures into {where}.{earlier}")
+    if progress.errors:
+        print(f"{progress.errors} could not be read or embedded.", file=sys.stderr)
+    return progress.errors
 
 
-def _normalized(embeddings: np.ndarray) -> np.ndarray:
-    """Each row divided by its Euclidean norm, which float32 may be too small for."""
-    length = np.linalg.norm(embeddings.astype(np.float64), axis=1, keepdims=True)
-    return (embeddings / np.maximum(length, np.finfo(np.float64).tiny)).astype(np.float32)
+def _with_lists(arguments: Iterable[str], lists: Iterable[str]) -> Iterator[str]:
+    """The arguments, and those in the lists."""
+    return itertools.chain(arguments, *map(sources.read_list, lists))
+
+
+def _count(
+    arguments: Callable[[], Iterable[str]], columns: sources.Columns, progress: Progress
+) -> None:
+    """Counts the pictures in the background, if all are files on this machine."""
+
+    def count() -> None:
+        total = 0
+        for argument in arguments():
+            if sources.is_url(argument):
+                return
+            for unit in sources.find([argument], columns, lambda *_: None):
+                if not isinstance(unit, sources.Files):
+                    return  # How many are in a tar is known at its end.
+                total += len(unit.paths)
+        progress.total = total
+
+    threading.Thread(target=count, daemon=True).start()
 
 
 def _say(line: str) -> None:
@@ -156,91 +166,3 @@ def _say(line: str) -> None:
         print(line, flush=True)
     except (OSError, ValueError) as error:
         print(f"{line} (Standard output cannot be written: {error}.)", file=sys.stderr)
-
-
-def run(
-    checkpoint: Path,
-    arguments: Sequence[Path],
-    out: Path,
-    *,
-    size: int | None,
-    batch: int,
-    patch_dtype: str,
-    normalize: bool,
-    workers: int | None = None,
-) -> int:
-    """Embeds the pictures and writes `embeddings` [n, D] float32 and `paths` [n] to `out`.
-
-    A picture that cannot be read, or whose embedding is not finite, is reported on standard error
-    and left out.
-
-    Args:
-      checkpoint: as `load_encoder` takes it.
-      arguments: picture files, and folders of them, as `find_pictures` takes them.
-      out: the .npz file, which appears whole or not at all. It replaces none but an earlier output.
-      size: pixels, the side of the square images; NaFlex images have as many patches as such an
-        image. None for what the checkpoint says.
-      batch: images a step.
-      patch_dtype: as `load_encoder` takes it.
-      normalize: whether every embedding is divided by its Euclidean norm.
-      workers: threads that read pictures; None for `default_workers()`.
-
-    Returns:
-      The number of pictures that were left out.
-
-    Raises:
-      OSError, ValueError: an argument does not exist; `out` is another file, or cannot be written;
-        the checkpoint cannot be loaded or has no pooling head; no picture could be embedded.
-        Nothing was written then.
-    """
-    from tqdm import tqdm
-
-    found = find_pictures(arguments)
-    check_out(out, itertools.chain(found.pictures, _checkpoint_files(checkpoint)))
-    for path, reason in found.skipped:
-        print(f"Skipped {printable(path)}: {printable(reason)}.", file=sys.stderr)
-    for path, reason in found.unreadable:
-        print(f"Cannot read {printable(path)}: {printable(reason)}.", file=sys.stderr)
-    if not found.pictures:
-        raise ValueError(f"There are no pictures in {', '.join(map(printable, arguments))}.")
-    encoder = load_encoder_for_side(checkpoint, size, patch_dtype)
-    if encoder.head is None:
-        raise ValueError(
-            f"{printable(checkpoint)} has no pooling head, so it gives no embedding of a picture."
-        )
-    preprocessing = Preprocessing.of(checkpoint, encoder.config, size)
-    if preprocessing.defaults_of is not None:
-        print(
-            "There is no preprocessor_config.json beside the checkpoint. Pictures are resized as "
-            f"{preprocessing.defaults_of} does by default: {preprocessing}.",
-            file=sys.stderr,
-        )
-    batch = min(batch, len(found.pictures))
-    read = functools.partial(preprocessing.image, budget=Budget())
-    embeddings: list[np.ndarray] = []
-    embedded: list[str] = []
-    with (
-        ending.progress_shown(),
-        tqdm(total=len(found.pictures), unit=" pictures", disable=sys.stderr is None) as bar,
-    ):
-
-        def left_out(what: str, path: Path, reason: object) -> None:
-            bar.write(f"{what} {printable(path)}: {printable(reason)}.", file=sys.stderr)
-
-        L = preprocessing.max_num_patches
-        for part in read_ahead(read, found.pictures, batch, workers or default_workers()):
-            paths, result = _embed_batch(encoder, part, batch, L, left_out)
-            embedded += map(str, paths)
-            embeddings.append(_normalized(result) if normalize else result)
-            bar.update(len(part))
-            part.clear()  # Otherwise its images stay while the next batch is waited for.
-    total = len(found.pictures) + len(found.unreadable)
-    if not embedded:
-        raise ValueError(f"None of the {total} pictures could be embedded; nothing was written.")
-    with written_whole(out) as file:
-        np.savez(file, embeddings=np.concatenate(embeddings), paths=np.array(embedded, str))
-    unreadable = total - len(embedded)
-    _say(f"Embedded {len(embedded)} of {total} pictures into {printable(out)}.")
-    if unreadable:
-        print(f"{unreadable} could not be read or embedded.", file=sys.stderr)
-    return unreadable

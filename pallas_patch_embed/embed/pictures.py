@@ -1,14 +1,11 @@
-"""Picture files: which there are, and their pixels, of which a bounded number is in memory."""
+"""Pictures to pixels, of which a bounded number is in memory."""
 
-import collections
-import concurrent.futures
 import contextlib
-import dataclasses
-import itertools
+import functools
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -27,83 +24,8 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What `find_pictures` found.
-
-    Attributes:
-      pictures: files, each once.
-      unreadable: dangling links with the name of a picture or given as arguments, and folders that
-        cannot be listed, each with the reason.
-      skipped: other dangling links, and FIFOs, sockets and devices with the name of a picture, each
-        with the reason.
-    """
-
-    pictures: list[Path] = dataclasses.field(default_factory=list)
-    unreadable: list[tuple[Path, str]] = dataclasses.field(default_factory=list)
-    skipped: list[tuple[Path, str]] = dataclasses.field(default_factory=list)
-
-
-def find_pictures(arguments: Sequence[Path]) -> Found:
-    """The files given, and of folders all files below with the extension of a picture, sorted.
-
-    Links are followed. Every file and folder is taken once, under the first of its names. Hidden
-    files and folders are left out, and what Pillow knows by name alone or would hand to another
-    program.
-
-    Args:
-      arguments: files and folders.
-
-    Raises:
-      FileNotFoundError: an argument does not exist.
-      ValueError: an argument is a FIFO, a socket or a device.
-    """
-    absent = [path for path in arguments if not os.path.lexists(path)]
-    if absent:
-        raise FileNotFoundError(f"There is no {', '.join(map(printable, absent))}.")
-    for path in arguments:
-        if path.exists() and not path.is_dir() and not path.is_file():
-            raise ValueError(f"{printable(path)} is no regular file, so it is no picture.")
-    extensions = _extensions()
-    found = Found()
-    seen: set[str] = set()
-    for argument in arguments:
-        waiting = [argument]
-        while waiting:
-            path = waiting.pop()
-            meant = path == argument or path.suffix.lower() in extensions
-            real = os.path.realpath(path)
-            if real in seen:
-                continue
-            try:
-                mode = os.stat(path).st_mode
-            except OSError as error:
-                dangling = path.is_symlink() and isinstance(error, FileNotFoundError)
-                reason = "it is a link to nothing" if dangling else _reason(error)
-                (found.unreadable if meant else found.skipped).append((path, reason))
-                continue
-            if stat.S_ISDIR(mode):
-                seen.add(real)
-                try:
-                    names = sorted(os.listdir(path), reverse=True)
-                except OSError as error:
-                    found.unreadable.append((path, _reason(error)))
-                else:
-                    waiting += [path / name for name in names if not name.startswith(".")]
-            elif stat.S_ISREG(mode) and meant:
-                seen.add(real)
-                found.pictures.append(path)
-            elif meant:
-                found.skipped.append((path, "it is no regular file"))
-    return found
-
-
-def _reason(error: OSError) -> str:
-    """What went wrong, without the name of the file."""
-    return error.strerror or str(error)
-
-
-def _extensions() -> set[str]:
+@functools.cache
+def extensions() -> set[str]:
     """The extensions of the formats that Pillow reads itself, in lower case."""
     from PIL import Image
 
@@ -190,32 +112,3 @@ def upright_rgb(picture: "Image.Image") -> "Image.Image":
     if picture.has_transparency_data and picture.mode != "RGBA":
         picture = picture.convert("RGBA")
     return picture if picture.mode == "RGB" else picture.convert("RGB")
-
-
-type Reading = list[tuple[Path, concurrent.futures.Future[np.ndarray]]]
-
-
-def read_ahead(
-    read: Callable[[Path], np.ndarray], paths: Sequence[Path], batch: int, workers: int
-) -> Iterator[Reading]:
-    """Batches of paths with their images, of which the next one is read in the meantime.
-
-    Args:
-      read: gives the image in a file; called by `workers` threads.
-      paths: of the files.
-      batch: images a batch.
-      workers: number of threads.
-
-    Yields:
-      Pairs of a path and the future image or exception.
-    """
-    pool = concurrent.futures.ThreadPoolExecutor(workers)
-    try:
-        ahead: collections.deque[Reading] = collections.deque()
-        for part in itertools.batched(paths, batch):
-            ahead.append([(path, pool.submit(read, path)) for path in part])
-            if len(ahead) > 1:
-                yield ahead.popleft()
-        yield from ahead
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 import reprlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from pallas_patch_embed.pictures import Budget, open_picture, open_regular, upright_rgb
+from pallas_patch_embed.embed.pictures import Budget, open_picture, upright_rgb
 from pallas_patch_embed.siglip2.arrays import is_npz, read_json
 from pallas_patch_embed.siglip2.config import Config, check_size
 from pallas_patch_embed.siglip2.naflex import largest_grid
@@ -131,24 +131,29 @@ class Preprocessing:
             size = f"{self.size[0]} x {self.size[1]}"
         return f"{size} pixels, {Image.Resampling(self.resample).name.lower()}"
 
-    def image(self, path: Path, budget: Budget) -> np.ndarray:
+    def image(self, opened: BinaryIO, budget: Budget) -> np.ndarray:
         """The picture in this file, upright and resized, as [H, W, 3] uint8.
 
         Args:
-          path: of the file.
+          opened: the file, which is closed.
           budget: for the pixels of the whole picture.
 
         Raises:
           Exception: whatever Pillow raises about a file that is no readable picture.
         """
         with contextlib.ExitStack() as stack:
-            file = stack.enter_context(open_regular(path))
+            file = stack.enter_context(opened)
             picture = open_picture(file)
             stack.enter_context(budget.hold(picture.width * picture.height))
             picture = upright_rgb(picture)
             image = np.asarray(picture.resize(self._size_for(picture), self.resample))
             del picture  # Its pixels are given back before others are decoded.
             return image
+
+    def black(self) -> np.ndarray:
+        """A black image."""
+        h, w = self.size or (self.patch, self.patch)
+        return np.zeros((h, w, 3), np.uint8)
 
     def _size_for(self, picture: "Image.Image") -> tuple[int, int]:
         """(width, height) of the image that the picture becomes."""

@@ -1,0 +1,221 @@
+"""The same steps on a Ray cluster: read and decode on CPUs, an `Embedder` on each GPU, write.
+
+What makes it safe to kill anything: every task's result is a file that no reader sees until the
+driver, which gets each result once, makes it a shard. A task that Ray runs again writes another
+file, and only one of the two is taken. A driver that dies is run again, and goes on by the ids in
+the shards.
+"""
+
+import base64
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pallas_patch_embed.embed.embedder import Decoder, Embedder, reason
+from pallas_patch_embed.embed.output import (
+    SHARD_ROWS,
+    Folder,
+    Output,
+    embeddings_table,
+    errors_table,
+    parquet_bytes,
+)
+from pallas_patch_embed.embed.preprocessing import Preprocessing
+from pallas_patch_embed.embed.progress import Progress
+from pallas_patch_embed.embed.sources import Unit
+
+
+def digests(ids: Iterable[str]) -> np.ndarray:
+    """16 characters for each id: 96 bits of BLAKE2, so that two ids do not share them."""
+    return np.array(
+        [base64.b64encode(hashlib.blake2b(id.encode(), digest_size=12).digest()) for id in ids],
+        "S16",
+    )
+
+
+class Read:
+    """Reads units of pictures: {"unit": ...} becomes {"id", "content", "failed"} of new pictures.
+
+    Args:
+      done: reference to the sorted digests of the ids that earlier runs have written.
+      rows: pictures of a batch that it yields.
+    """
+
+    def __init__(self, done: Any, rows: int):
+        self._done, self._rows = done, rows
+
+    def __call__(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        import ray
+
+        done = ray.get(self._done)
+        for unit in batch["unit"]:
+            ids: list[str] = []
+            contents: list[bytes] = []
+            failures: list[str] = []
+            for picture in unit.pictures():
+                if _is_in(done, picture.id):
+                    continue
+                try:
+                    with picture.open() as file:
+                        content, failure = file.read(), ""
+                except Exception as error:
+                    content, failure = b"", reason(error)
+                ids.append(picture.id)
+                contents.append(content)
+                failures.append(failure)
+                if len(ids) == self._rows:
+                    yield _columns(ids, contents, failures)
+                    ids, contents, failures = [], [], []
+            if ids:
+                yield _columns(ids, contents, failures)
+
+
+def _columns(ids: list[str], contents: list[bytes], failures: list[str]) -> dict[str, Any]:
+    return {
+        "id": np.array(ids, object),
+        "content": np.array(contents, object),
+        "failed": np.array(failures, object),
+    }
+
+
+def _is_in(done: np.ndarray, id: str) -> bool:
+    digest = digests([id])[0]
+    i = np.searchsorted(done, digest)
+    return bool(i < len(done) and done[i] == digest)
+
+
+class Decode:
+    """A `Decoder` that keeps the reasons why pictures could not be read."""
+
+    def __init__(self, preprocessing: Preprocessing):
+        self._decoder = Decoder(preprocessing)
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        result = self._decoder({name: batch[name] for name in ("id", "content")})
+        failed = [str(why) for why in batch["failed"]]
+        result["reason"] = [why or other for why, other in zip(failed, result["reason"])]
+        result["image"] = _column(result["image"])
+        return result
+
+
+def _column(images: list[np.ndarray]) -> np.ndarray:
+    """Images as one array, or as an array of arrays if their sizes differ."""
+    if len({image.shape for image in images}) == 1:
+        return np.stack(images)
+    column = np.empty(len(images), object)
+    column[:] = images
+    return column
+
+
+class Write:
+    """Writes files that are no shards yet: {"id", "embedding", "reason"} becomes their names."""
+
+    def __init__(self, root: str, dtype: str):
+        self._root, self._dtype = root, dtype
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        import fsspec
+
+        fs, root = fsspec.url_to_fs(self._root)
+        reasons = [str(why) for why in batch["reason"]]
+        good = [i for i, why in enumerate(reasons) if not why]
+        bad = [i for i, why in enumerate(reasons) if why]
+        ids = [str(id) for id in batch["id"]]
+        parts, paths = [], []
+
+        def write(part: str, table: Any) -> None:
+            path = f"{root.rstrip('/')}/.partial-{uuid.uuid4().hex}.parquet"
+            fs.pipe_file(path, parquet_bytes(table))
+            parts.append(part)
+            paths.append(path)
+
+        if good:
+            embeddings = np.stack([np.asarray(batch["embedding"][i]) for i in good])
+            write(
+                "embeddings",
+                embeddings_table([ids[i] for i in good], embeddings.astype(self._dtype)),
+            )
+        if bad:
+            write("errors", errors_table([(ids[i], reasons[i]) for i in bad]))
+        return {"part": parts, "path": paths}
+
+
+def run(
+    units: Iterable[Unit],
+    checkpoint: Path,
+    encoder_options: dict[str, Any],
+    output_for: Callable[[Preprocessing, int], Output],
+    progress: Progress,
+    address: str,
+) -> Output:
+    """Embeds the pictures of all units on a cluster.
+
+    Args:
+      units: of pictures. Every node has to reach them, and the checkpoint, by the same paths.
+      checkpoint: as `Embedder` takes it.
+      encoder_options: further arguments of `Embedder`.
+      output_for: (preprocessing, width) -> the output, a `Folder`.
+      progress: is told of every shard.
+      address: of the cluster; "local" for one on this machine.
+
+    Returns:
+      The output.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'pallas_patch_embed[ray]'") from error
+    import jax
+
+    # The driver only looks at the checkpoint: the devices are for the actors.
+    jax.config.update("jax_platforms", "cpu")
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    looked_at = Embedder(checkpoint, **encoder_options)
+    preprocessing, width, batch = looked_at.preprocessing, looked_at.width, looked_at.rows
+    output = output_for(preprocessing, width)
+    if not isinstance(output, Folder):
+        raise ValueError("--ray writes a folder of shards: choose an --out without .npz.")
+    del looked_at
+    if not ray.is_initialized():
+        ray.init(address=None if address == "local" else address, log_to_driver=False)
+    output.remove_partials()
+    done = ray.put(np.sort(digests(output.done_ids())))
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    cpus = int(ray.cluster_resources().get("CPU", 1))
+    found = list(units)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    # Otherwise a small input becomes one block, which one task reads and one actor embeds.
+    rows = ray.data.from_items([{"unit": unit} for unit in found], override_num_blocks=len(found))
+    written = (
+        rows.map_batches(Read(done, batch), batch_size=1, batch_format="numpy", num_cpus=1)
+        .map_batches(Decode(preprocessing), batch_size=batch, num_cpus=1)
+        .map_batches(
+            Embedder,
+            fn_constructor_args=[str(checkpoint.resolve())],
+            fn_constructor_kwargs=encoder_options,
+            batch_size=batch,
+            num_gpus=1 if gpus else 0,
+            num_cpus=1,
+            concurrency=gpus or max(1, cpus // 4),
+        )
+        .map_batches(
+            Write(output.url, output.embedding_dtype),
+            batch_size=SHARD_ROWS,
+            num_cpus=0.1,
+        )
+    )
+    for row in written.iter_rows():
+        committed = output.commit(row["part"], row["path"])
+        if row["part"] == "embeddings":
+            progress.embedded(len(committed))
+        else:
+            for id, why in committed:
+                progress.failed(id, why)
+    output.remove_partials()
+    return output

@@ -1,0 +1,101 @@
+"""From units of pictures to an output, in this process: decode ahead, embed, write."""
+
+import collections
+import concurrent.futures
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from pallas_patch_embed.embed.embedder import NOT_FINITE, Decoder, Embedder, reason
+from pallas_patch_embed.embed.ids import Ids
+from pallas_patch_embed.embed.output import SAME_ID, Output
+from pallas_patch_embed.embed.progress import Progress
+from pallas_patch_embed.embed.sources import Picture, Unit
+
+# Batches that are decoded ahead, and batches that devices compute at a time: while one is computed
+# the next is copied to the device.
+DECODED_AHEAD, COMPUTED_AHEAD = 2, 2
+
+type Decoding = list[tuple[str, concurrent.futures.Future[np.ndarray]]]
+type Embedding = tuple[list[str], Callable[[], np.ndarray]]
+
+
+def run(
+    units: Iterable[Unit],
+    embedder: Embedder,
+    output: Output,
+    progress: Progress,
+    workers: int,
+) -> None:
+    """Embeds the pictures of all units that earlier runs have not embedded.
+
+    Args:
+      units: of pictures.
+      embedder: maps images to embeddings.
+      output: takes embeddings, and the reasons why there are none.
+      progress: is told of every picture.
+      workers: threads that decode.
+    """
+    decode = Decoder(embedder.preprocessing).decode
+    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    decoding: collections.deque[Decoding] = collections.deque()
+    embedding: collections.deque[Embedding] = collections.deque()
+
+    def fail(id: str, why: str) -> None:
+        output.fail(id, why)
+        progress.failed(id, why)
+
+    def start_oldest() -> None:
+        ids, images = [], []
+        for id, image in decoding.popleft():
+            if (error := image.exception()) is None:
+                ids.append(id)
+                images.append(image.result())
+            else:
+                fail(id, reason(error))
+        if images:
+            embedding.append((ids, embedder.start(images)))
+
+    def finish_oldest() -> None:
+        ids, finish = embedding.popleft()
+        result = finish()
+        finite = np.isfinite(result).all(1)
+        output.add(list(itertools.compress(ids, finite)), result[finite])
+        for id in itertools.compress(ids, ~finite):
+            fail(id, NOT_FINITE)
+        progress.embedded(int(finite.sum()))
+
+    try:
+        pictures = _new_pictures(units, output, progress, fail)
+        # The first batch tells whether there are fewer pictures than a step has images.
+        first = list(itertools.islice(pictures, embedder.rows))
+        if first:
+            embedder.expect(len(first))
+        for batch in itertools.batched(itertools.chain(first, pictures), embedder.rows):
+            decoding.append([(p.id, pool.submit(decode, p.open)) for p in batch])
+            if len(decoding) > DECODED_AHEAD:
+                start_oldest()
+            if len(embedding) > COMPUTED_AHEAD:
+                finish_oldest()
+        while decoding:
+            start_oldest()
+        while embedding:
+            finish_oldest()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _new_pictures(
+    units: Iterable[Unit], output: Output, progress: Progress, fail: Callable[[str, str], None]
+) -> Iterator[Picture]:
+    """The pictures that earlier runs have not embedded, each id once."""
+    seen = Ids()
+    for unit in units:
+        for picture in unit.pictures():
+            if output.is_done(picture.id):
+                progress.skipped()
+            elif seen.add(picture.id.encode()):
+                yield picture
+            else:
+                fail(picture.id, SAME_ID)

@@ -1,0 +1,395 @@
+"""Where pictures come from: files, folders, lists, WebDataset tars and parquet, local or remote.
+
+`find` turns the arguments of the command into units, which can be pickled: `Files`, `Tar` and
+`Parquet`. A unit's `pictures()` are read one after another; their contents are opened by the
+threads, or by the Ray tasks, that decode them. Nothing here grows with the number of pictures.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import os
+import re
+import stat
+import sys
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+
+from pallas_patch_embed.embed.ids import Ids
+from pallas_patch_embed.embed.pictures import extensions, open_regular, printable
+
+# Files of a unit: enough that its overhead does not count, few enough that a run has many units.
+FILES_PER_UNIT = 256
+
+TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
+
+
+class Picture(NamedTuple):
+    """An encoded picture.
+
+    Attributes:
+      id: its path, URL, key in a WebDataset, or id in a table.
+      open: opens it for reading; raises the reason if it cannot be read.
+    """
+
+    id: str
+    open: Callable[[], BinaryIO]
+
+
+def text(path: str | os.PathLike[str]) -> str:
+    """A path as valid Unicode, which parquet needs: bytes that are none become escapes."""
+    return os.fspath(path).encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
+def unreadable(id: str, reason: str) -> Picture:
+    """A picture that cannot be opened, with the reason."""
+
+    def fail() -> BinaryIO:
+        raise OSError(reason)
+
+    return Picture(id, fail)
+
+
+def is_url(path: str) -> bool:
+    """Whether it is a URL; everything else is a path on this machine."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", path) is not None
+
+
+def open_source(path: str) -> BinaryIO:
+    """Opens a file on this machine or at a URL."""
+    if not is_url(path):
+        return open(path, "rb")
+    import fsspec
+
+    return fsspec.open(path, "rb").open()
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """Picture files.
+
+    Attributes:
+      paths: paths on this machine, or URLs.
+      reasons: for each path why it cannot be read, or "".
+    """
+
+    paths: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
+
+    def pictures(self) -> Iterator[Picture]:
+        for path, reason in itertools.zip_longest(self.paths, self.reasons, fillvalue=""):
+            if reason:
+                yield unreadable(text(path), reason)
+            elif is_url(path):
+                yield Picture(text(path), functools.partial(_fetch, path))
+            else:
+                yield Picture(text(path), functools.partial(open_regular, Path(path)))
+
+
+def _fetch(url: str) -> BinaryIO:
+    """The content at a URL, in one request."""
+    import fsspec
+
+    fs, path = fsspec.url_to_fs(url)
+    return io.BytesIO(fs.cat_file(path))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tar:
+    """A tar of pictures, for example a shard of a WebDataset.
+
+    A member's id is its key: its name without the extension. Members that have no extension of a
+    picture, and hidden ones, belong to other columns of the dataset. Each member is taken by
+    itself, so the order of members does not matter.
+
+    Attributes:
+      path: on this machine, or a URL.
+    """
+
+    path: str
+
+    def pictures(self) -> Iterator[Picture]:
+        wanted = extensions()
+        try:
+            with open_source(self.path) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
+                for member in tar:
+                    name = PurePosixPath(member.name)
+                    picture = name.suffix.lower() in wanted and not name.name.startswith(".")
+                    content = tar.extractfile(member) if picture and member.isfile() else None
+                    if content is not None:
+                        data = content.read()
+                        id = text(str(name.with_suffix("")))
+                        yield Picture(id, functools.partial(io.BytesIO, data))
+        except (OSError, tarfile.TarError, EOFError) as error:
+            yield unreadable(text(self.path), f"the tar cannot be read to its end: {error}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parquet:
+    """A parquet file with a column of encoded pictures.
+
+    Attributes:
+      path: on this machine, or a URL.
+      image_column: of binary, or of structs with a field `bytes` as Hugging Face's datasets have
+        them; None for the only column of such a type.
+      id_column: of ids; None for `id` if there is one, and otherwise `path#row`.
+    """
+
+    path: str
+    image_column: str | None = None
+    id_column: str | None = None
+
+    def pictures(self) -> Iterator[Picture]:
+        import pyarrow.parquet
+
+        row = 0
+        try:
+            with open_source(self.path) as opened, pyarrow.parquet.ParquetFile(opened) as file:
+                image, id = self.columns(file.schema_arrow)
+                columns = [image] if id is None else [image, id]
+                # Few rows at a time: pictures are large.
+                for batch in file.iter_batches(64, columns=columns):
+                    ids = batch[id].to_pylist() if id is not None else itertools.repeat(None)
+                    for content, key in zip(batch[image], ids):
+                        yield self._picture(content.as_py(), key, row)
+                        row += 1
+        except (OSError, pyarrow.ArrowInvalid) as error:
+            yield unreadable(text(self.path), f"the table cannot be read beyond row {row}: {error}")
+
+    def columns(self, schema: Any) -> tuple[str, str | None]:
+        """The names of the columns of pictures and of ids.
+
+        Raises:
+          ValueError: they cannot be told from the schema.
+        """
+        import pyarrow.types as types
+
+        def has_bytes(kind: Any) -> bool:
+            if types.is_struct(kind):
+                return any(field.name == "bytes" and has_bytes(field.type) for field in kind)
+            return types.is_binary(kind) or types.is_large_binary(kind)
+
+        found = [field.name for field in schema if has_bytes(field.type)]
+        image = self.image_column
+        if image is None and len(found) != 1:
+            raise ValueError(
+                f"{printable(self.path)} has {len(found)} columns of encoded pictures "
+                f"{found}, expected one. Name it with --image-column."
+            )
+        if image is not None and image not in found:
+            raise ValueError(
+                f"{printable(self.path)} has no column {image!r} of encoded pictures; those that "
+                f"it has are {found}."
+            )
+        id = self.id_column or ("id" if "id" in schema.names else None)
+        if id is not None and id not in schema.names:
+            raise ValueError(
+                f"{printable(self.path)} has no column {id!r}; its columns are {schema.names}."
+            )
+        return image or found[0], id
+
+    def _picture(self, content: Any, key: Any, row: int) -> Picture:
+        id = text(str(key)) if key is not None else f"{text(self.path)}#{row}"
+        if isinstance(content, dict):
+            content = content["bytes"]
+        if content is None:
+            return unreadable(id, "its cell is empty")
+        return Picture(id, functools.partial(io.BytesIO, content))
+
+
+type Unit = Files | Tar | Parquet
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Which columns of parquet files are read; see `Parquet`."""
+
+    image: str | None = None
+    id: str | None = None
+
+
+def find(
+    arguments: Iterable[str], columns: Columns, skipped: Callable[[str, str], None]
+) -> Iterator[Unit]:
+    """The units of the arguments, found while they are asked for.
+
+    Folders are searched for files with the extension of a picture, in sorted order; links are
+    followed, and every file and folder on this machine is taken once, under the first of its names.
+    Hidden files and folders are left out.
+
+    Args:
+      arguments: paths or URLs of pictures, folders, tars and parquet files; braces and, in URLs,
+        wildcards are expanded.
+      columns: of parquet files.
+      skipped: called with the path and the reason of what has the name of a picture, or links to
+        nothing, and is none.
+
+    Raises:
+      FileNotFoundError: an argument does not exist.
+      ValueError: an argument is a FIFO, a socket or a device.
+    """
+    seen = Ids()
+    loose: list[tuple[str, str]] = []
+
+    def files() -> Files:
+        paths, reasons = zip(*loose)
+        loose.clear()
+        return Files(paths, reasons)
+
+    for argument in arguments:
+        for found in _of_argument(argument, columns, seen, skipped):
+            if isinstance(found, tuple):
+                loose.append(found)
+                if len(loose) == FILES_PER_UNIT:
+                    yield files()
+                continue
+            if loose:
+                yield files()
+            yield found
+    if loose:
+        yield files()
+
+
+def _of_argument(
+    argument: str, columns: Columns, seen: Ids, skipped: Callable[[str, str], None]
+) -> Iterator[Unit | tuple[str, str]]:
+    """Units, and (path, why it cannot be read or "") of single files."""
+    if argument.lower().endswith(TAR_ENDINGS):
+        yield Tar(argument)
+    elif argument.lower().endswith(".parquet"):
+        yield Parquet(argument, columns.image, columns.id)
+    elif is_url(argument):
+        yield from ((url, "") for url in _remote(argument))
+    else:
+        yield from _walk(Path(argument), seen, skipped)
+
+
+def expand(arguments: Iterable[str]) -> Iterator[str]:
+    """The arguments, with braces ("{000..099}") expanded, and wildcards of URLs.
+
+    An argument that exists as it is written stays as it is.
+    """
+    for argument in arguments:
+        if not is_url(argument) and os.path.lexists(argument):
+            yield argument
+            continue
+        if "{" in argument:
+            from braceexpand import braceexpand
+
+            expanded: Iterable[str] = braceexpand(argument)
+        else:
+            expanded = [argument]
+        for one in expanded:
+            if is_url(one) and re.search(r"[*?\[]", one):
+                import fsspec
+
+                fs, pattern = fsspec.url_to_fs(one)
+                found = sorted(fs.glob(pattern))
+                if not found:
+                    raise FileNotFoundError(f"Nothing matches {printable(one)}.")
+                yield from map(fs.unstrip_protocol, found)
+            else:
+                yield one
+
+
+def check(arguments: Iterable[str]) -> None:
+    """Refuses arguments that do not exist, or that cannot be pictures.
+
+    Raises:
+      FileNotFoundError: some do not exist.
+      ValueError: one is a FIFO, a socket or a device.
+    """
+    absent = [a for a in arguments if not _exists(a)]
+    if absent:
+        raise FileNotFoundError(f"There is no {', '.join(map(printable, absent))}.")
+    for argument in arguments:
+        path = Path(argument)
+        if not is_url(argument) and path.exists() and not path.is_dir() and not path.is_file():
+            raise ValueError(f"{printable(argument)} is no regular file, so it is no picture.")
+
+
+def _exists(argument: str) -> bool:
+    if not is_url(argument):
+        return os.path.lexists(argument)
+    import fsspec
+
+    fs, path = fsspec.url_to_fs(argument)
+    return bool(fs.exists(path))
+
+
+def _remote(url: str) -> Iterator[str]:
+    """The file at a URL, or the pictures of a folder there."""
+    import fsspec
+
+    fs, root = fsspec.url_to_fs(url)
+    wanted = extensions()
+    # A name that ends like a picture's is one: asking would be a request for each of them.
+    if PurePosixPath(root).suffix.lower() in wanted or not fs.isdir(root):
+        yield url
+        return
+    for folder, folders, names in fs.walk(root):
+        folders.sort() if isinstance(folders, list) else None
+        for name in sorted(names):
+            if PurePosixPath(name).suffix.lower() in wanted and not name.startswith("."):
+                yield fs.unstrip_protocol(f"{folder.rstrip('/')}/{name}")
+
+
+def _walk(
+    argument: Path, seen: Ids, skipped: Callable[[str, str], None]
+) -> Iterator[tuple[str, str]]:
+    """(path, why it cannot be read or "") of the files below a path on this machine."""
+    wanted = extensions()
+    # The folders that are being searched: only their names are in memory.
+    below: list[Iterator[Path]] = [iter((argument,))]
+    while below:
+        path = next(below[-1], None)
+        if path is None:
+            below.pop()
+            continue
+        meant = path == argument or path.suffix.lower() in wanted
+        try:
+            mode = os.stat(path).st_mode
+        except OSError as error:
+            dangling = path.is_symlink() and isinstance(error, FileNotFoundError)
+            reason = "it is a link to nothing" if dangling else _reason(error)
+            if meant:
+                yield str(path), reason
+            else:
+                skipped(str(path), reason)
+            continue
+        if not (stat.S_ISDIR(mode) or meant) or not seen.add(os.fsencode(os.path.realpath(path))):
+            continue
+        if stat.S_ISDIR(mode):
+            try:
+                names = sorted(name for name in os.listdir(path) if not name.startswith("."))
+            except OSError as error:
+                yield str(path), _reason(error)
+            else:
+                below.append(map(path.__truediv__, names))
+        elif stat.S_ISREG(mode):
+            yield str(path), ""
+        else:
+            skipped(str(path), "it is no regular file")
+
+
+def _reason(error: OSError) -> str:
+    """What went wrong, without the name of the file."""
+    return error.strerror or str(error)
+
+
+def read_list(path: str) -> Iterator[str]:
+    """The arguments in a file, or in standard input if the path is "-": one on each line."""
+    with contextlib.ExitStack() as stack:
+        if path == "-":
+            lines: Iterable[str] = sys.stdin
+        else:
+            lines = stack.enter_context(
+                io.TextIOWrapper(open_source(path), errors="surrogateescape")
+            )
+        for line in lines:
+            if argument := line.rstrip("\r\n"):
+                yield argument
