@@ -15,10 +15,10 @@ from absl import app, logging
 from absl.flags import argparse_flags
 
 from pallas_patch_embed import __version__, demo, streams
-from pallas_patch_embed.embed import command as embed
-from pallas_patch_embed.embed import output
 from pallas_patch_embed.backends import BACKENDS, Explanation, explain
 from pallas_patch_embed.chips import Target
+from pallas_patch_embed.embed import command as embed
+from pallas_patch_embed.embed import output
 from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, padded
 
@@ -145,8 +145,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--out",
         required=True,
         metavar="OUT",
-        help="a name that ends in .npz, for a small number of pictures; or a folder, also at a URL, "
-        "for any number",
+        help="a name that ends in .npz, for a small number of pictures; or a folder, also at a "
+        "URL, for any number",
     )
     embed_parser.add_argument(
         "--overwrite",
@@ -261,7 +261,7 @@ def _run_embed(arguments: argparse.Namespace) -> int:
             quiet=arguments.quiet,
             ray=arguments.ray,
         )
-    except (output.WrittenElsewhere, output.Unfinished) as error:
+    except (output.WrittenElsewhereError, output.UnfinishedError) as error:
         print(error, file=sys.stderr)
         return 4
     return 3 if errors else 0

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pallas_patch_embed.embed import pipeline, sources
 from pallas_patch_embed.embed.embedder import (
@@ -14,7 +15,14 @@ from pallas_patch_embed.embed.embedder import (
     checkpoint_hash,
     find_checkpoint,
 )
-from pallas_patch_embed.embed.output import Folder, Npz, Output, Settings, check_npz
+from pallas_patch_embed.embed.output import (
+    Folder,
+    Npz,
+    Output,
+    Settings,
+    check_folder,
+    check_npz,
+)
 from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
@@ -75,28 +83,32 @@ def run(
     Raises:
       OSError, ValueError: an argument does not exist; `out` is something else, or cannot be
         written; the checkpoint cannot be loaded or has no pooling head; there is no picture.
-      output.WrittenElsewhere: the .npz file is in another place.
+      output.WrittenElsewhereError: the .npz file is in another place.
     """
     checkpoint, out = find_checkpoint(os.fspath(checkpoint)), os.fspath(out)
-    arguments = list(sources.expand(map(os.fspath, arguments)))
-    sources.check(arguments)
+    names = list(sources.expand(os.fspath(argument) for argument in arguments))
+    sources.check(names)
     to_npz = out.endswith(".npz")
-    if to_npz:
-        named = [Path(a) for a in arguments if not sources.is_url(a) and os.path.exists(a)]
-        check_npz(Path(out), itertools.chain(named, checkpoint_files(checkpoint)))
     columns = sources.Columns(image_column, id_column)
+    if to_npz:
+        inputs = _local_files(names, columns)
+        check_npz(Path(out), itertools.chain(inputs, checkpoint_files(checkpoint)))
+    else:
+        check_folder(out)
     with Progress(quiet=quiet) as progress:
 
         def skipped(path: str, why: str) -> None:
             progress.say(f"Skipped {printable(path)}: {printable(why)}.")
 
-        units = sources.find(_with_lists(arguments, lists), columns, skipped)
+        units = sources.find(_with_lists(names, lists), columns, skipped)
         first = next(units, None)
         if first is None:
-            names = ", ".join(map(printable, [*arguments, *lists]))
-            raise ValueError(f"There are no pictures in {names}.")
+            searched = ", ".join(map(printable, [*names, *lists]))
+            raise ValueError(f"There are no pictures in {searched}.")
         units = itertools.chain([first], units)
-        encoder_options = dict(size=size, patch_dtype=patch_dtype, normalize=normalize, batch=batch)
+        encoder_options: dict[str, Any] = dict(
+            size=size, patch_dtype=patch_dtype, normalize=normalize, batch=batch
+        )
 
         def output_for(preprocessing: Preprocessing, width: int) -> Output:
             if preprocessing.defaults_of is not None:
@@ -117,15 +129,15 @@ def run(
 
         if ray is None:
             embedder = Embedder(checkpoint, **encoder_options)
-            output = output_for(embedder.preprocessing, embedder.width)
-            if "-" not in lists:
-                _count(lambda: _with_lists(arguments, lists), columns, progress)
-            pipeline.run(units, embedder, output, progress, workers or default_workers())
+            with output_for(embedder.preprocessing, embedder.width) as output:
+                if "-" not in lists:
+                    _count(lambda: _with_lists(names, lists), columns, progress)
+                pipeline.run(units, embedder, output, progress, workers or default_workers())
+                where = output.finish()
         else:
             from pallas_patch_embed.embed import on_ray
 
-            output = on_ray.run(units, checkpoint, encoder_options, output_for, progress, ray)
-        where = output.finish()
+            where = on_ray.run(units, checkpoint, encoder_options, output_for, progress, ray)
     total = progress.done + progress.errors + progress.before
     earlier = f" {progress.before} were there before." if progress.before else ""
     _say(f"Embedded {progress.done} of {total} pictures into {where}.{earlier}")
@@ -137,6 +149,14 @@ def run(
 def _with_lists(arguments: Iterable[str], lists: Iterable[str]) -> Iterator[str]:
     """The arguments, and those in the lists."""
     return itertools.chain(arguments, *map(sources.read_list, lists))
+
+
+def _local_files(arguments: Iterable[str], columns: sources.Columns) -> Iterator[Path]:
+    """The files on this machine that will be read."""
+    local = (argument for argument in arguments if not sources.is_url(argument))
+    for unit in sources.find(local, columns, lambda *_: None):
+        paths = unit.paths if isinstance(unit, sources.Files) else (unit.path,)
+        yield from (Path(path) for path in paths if os.path.exists(path))
 
 
 def _count(

@@ -8,12 +8,14 @@ the shards.
 
 import base64
 import hashlib
+import importlib.util
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from pallas_patch_embed.embed.embedder import Decoder, Embedder, reason
@@ -152,7 +154,7 @@ def run(
     output_for: Callable[[Preprocessing, int], Output],
     progress: Progress,
     address: str,
-) -> Output:
+) -> str:
     """Embeds the pictures of all units on a cluster.
 
     Args:
@@ -164,40 +166,61 @@ def run(
       address: of the cluster; "local" for one on this machine.
 
     Returns:
-      The output.
+      Where the shards are, in words.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError(f"{error}: pip install 'pallas_patch_embed[ray]'") from error
-    import jax
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError("--ray needs Ray: pip install 'pallas_patch_embed[ray]'.")
 
     # The driver only looks at the checkpoint: the devices are for the actors.
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     looked_at = Embedder(checkpoint, **encoder_options)
     preprocessing, width, batch = looked_at.preprocessing, looked_at.width, looked_at.rows
-    output = output_for(preprocessing, width)
-    if not isinstance(output, Folder):
-        raise ValueError("--ray writes a folder of shards: choose an --out without .npz.")
-    del looked_at
+    with output_for(preprocessing, width) as output:
+        if not isinstance(output, Folder):
+            raise ValueError("--ray writes a folder of shards: choose an --out without .npz.")
+        _fill(
+            output,
+            list(units),
+            checkpoint,
+            encoder_options,
+            preprocessing,
+            batch,
+            progress,
+            address,
+        )
+        return output.finish()
+
+
+def _fill(
+    output: Folder,
+    units: list[Unit],
+    checkpoint: str,
+    encoder_options: dict[str, Any],
+    preprocessing: Preprocessing,
+    batch: int,
+    progress: Progress,
+    address: str,
+) -> None:
+    """Runs the pipeline on the cluster and makes its results shards; arguments as for `run`."""
+    import ray
+
     if not ray.is_initialized():
         ray.init(address=None if address == "local" else address, log_to_driver=False)
     output.remove_partials()
     done = ray.put(np.sort(digests(output.done_ids())))
     gpus = int(ray.cluster_resources().get("GPU", 0))
     cpus = int(ray.cluster_resources().get("CPU", 1))
-    found = list(units)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     # Otherwise a small input becomes one block, which one task reads and one actor embeds.
-    rows = ray.data.from_items([{"unit": unit} for unit in found], override_num_blocks=len(found))
+    rows = ray.data.from_items([{"unit": unit} for unit in units], override_num_blocks=len(units))
     written = (
         rows.map_batches(Read(done, batch), batch_size=1, batch_format="numpy", num_cpus=1)
         .map_batches(Decode(preprocessing), batch_size=batch, num_cpus=1)
         .map_batches(
             Embedder,
-            fn_constructor_args=[str(checkpoint.resolve())],
+            fn_constructor_args=[checkpoint],
             fn_constructor_kwargs=encoder_options,
             batch_size=batch,
             num_gpus=1 if gpus else 0,
@@ -218,4 +241,3 @@ def run(
             for id, why in committed:
                 progress.failed(id, why)
     output.remove_partials()
-    return output

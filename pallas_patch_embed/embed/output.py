@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import math
@@ -38,7 +39,13 @@ SAME_ID = "another picture has this id"
 
 
 class Output(Protocol):
-    """What a run writes to."""
+    """What a run writes to.
+
+    Attributes:
+      CONTINUED: whether a later run may go on with it.
+    """
+
+    CONTINUED: bool
 
     def is_done(self, id: str) -> bool:
         """Whether an earlier run has written this picture."""
@@ -51,6 +58,11 @@ class Output(Protocol):
 
     def finish(self) -> str:
         """Writes what is not written yet; returns where everything is, in words."""
+
+    def __enter__(self) -> "Output": ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Keeps what can be kept after an error, and lets other runs write."""
 
 
 def versions() -> dict[str, str]:
@@ -87,11 +99,19 @@ class Npz:
     """A file with `embeddings` [n, D], `paths` [n], `failed` and `reasons` of pictures without one,
     and `about`, a JSON object with the settings and versions. It appears whole or not at all."""
 
+    CONTINUED = False
+
     def __init__(self, path: Path, settings: Settings, width: int):
         self._path, self._settings, self._width = path, settings, width
         self._ids: list[str] = []
         self._embeddings: list[np.ndarray] = []
         self._failed: list[tuple[str, str]] = []
+
+    def __enter__(self) -> "Npz":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        pass
 
     def is_done(self, id: str) -> bool:
         return False
@@ -108,7 +128,7 @@ class Npz:
 
         Raises:
           ValueError: there are no embeddings.
-          WrittenElsewhere: it is in another place.
+          WrittenElsewhereError: it is in another place.
         """
         if not self._ids:
             raise ValueError(
@@ -116,7 +136,7 @@ class Npz:
             )
         failed, reasons = zip(*self._failed) if self._failed else ((), ())
         about = {**dataclasses.asdict(self._settings), "versions": versions()}
-        arrays = {
+        arrays: dict[str, Any] = {
             "embeddings": np.concatenate(self._embeddings),
             "paths": np.array(self._ids, str),
             "failed": np.array(failed, str),
@@ -130,18 +150,18 @@ class Npz:
             elsewhere = Path(tempfile.mkdtemp(prefix="embeddings-")) / self._path.name
             with written_whole(elsewhere) as file:
                 np.savez(file, **arrays)
-            raise WrittenElsewhere(
+            raise WrittenElsewhereError(
                 f"{printable(self._path)} could not be written ({error.strerror or error}). The "
                 f"embeddings are in {printable(elsewhere)}: move them to where you want them."
             ) from error
         return printable(self._path)
 
 
-class WrittenElsewhere(Exception):
+class WrittenElsewhereError(Exception):
     """The embeddings are not where they were asked for; the message says where they are."""
 
 
-class Unfinished(Exception):
+class UnfinishedError(Exception):
     """A folder could not be written to its end; the message says how to go on."""
 
 
@@ -231,6 +251,8 @@ class Folder:
       retry: whether pictures of the error shards are tried again.
     """
 
+    CONTINUED = True
+
     def __init__(
         self, url: str, settings: Settings, width: int, *, overwrite: bool, retry: bool
     ) -> None:
@@ -243,7 +265,8 @@ class Folder:
         self._rows: list[tuple[list[str], np.ndarray]] = []
         self._errors: list[tuple[str, str]] = []
         self._since = 0.0
-        self._check(overwrite)
+        check_folder(url)
+        self._check_settings(overwrite)
         self._fs.makedirs(self._root, exist_ok=True)
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self._exclusive())
@@ -279,37 +302,18 @@ class Folder:
             return None
         return json.loads(self._fs.cat_file(self._path("manifest.json")))
 
-    def _check(self, overwrite: bool) -> None:
-        """Refuses a folder of something else, or of other settings."""
-        if not self._fs.exists(self._root):
-            return
-        where = f"--out is {printable(self.url)}"
-        if not self._fs.isdir(self._root):
-            raise ValueError(f"{where}: it is a file, expected a folder or a name with .npz.")
-        try:
-            manifest = self._manifest()
-        except ValueError:
-            manifest = {}
-        if manifest is None:
-            names = [name for name in self._fs.ls(self._root, detail=False) if name != self._root]
-            others = [n for n in names if not os.path.basename(n.rstrip("/")).startswith(".")]
-            if others:
-                raise ValueError(
-                    f"{where}: it has files, and `embed` has not written them "
-                    f"({printable(os.path.basename(others[0]))}). Choose an empty or a new folder."
-                )
-            return
-        if manifest.get("format") != FORMAT:
-            raise ValueError(f"{where}: its manifest.json is not one of this version of `embed`.")
-        if overwrite:
+    def _check_settings(self, overwrite: bool) -> None:
+        """Refuses a folder that was written with other settings."""
+        manifest = self._manifest() if self._fs.exists(self._root) else None
+        if manifest is None or overwrite:
             return
         wanted, found = dataclasses.asdict(self._settings), manifest["settings"]
         differing = [name for name in wanted if wanted[name] != found.get(name)]
         if differing:
             changes = "; ".join(f"{n} was {found.get(n)!r}, is {wanted[n]!r}" for n in differing)
             raise ValueError(
-                f"{where}: it was written with other settings ({changes}). Choose another folder, "
-                "or begin afresh with --overwrite."
+                f"--out is {printable(self.url)}: it was written with other settings ({changes}). "
+                "Choose another folder, or begin afresh with --overwrite."
             )
 
     @contextlib.contextmanager
@@ -317,11 +321,9 @@ class Folder:
         """Refuses a second run."""
         busy = f"--out is {printable(self.url)}: another run is writing there"
         if self._local:
-            try:
+            if importlib.util.find_spec("fcntl") is not None:
                 import fcntl
-            except ImportError:
-                fcntl = None
-            if fcntl is not None:
+
                 with open(self._path(".lock"), "w") as lock:
                     try:
                         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -444,9 +446,10 @@ class Folder:
             else:
                 self._fs.pipe_file(self._path(name), content)  # One PUT: stores show whole objects.
         except OSError as error:
-            raise Unfinished(
-                f"{printable(self.url)} cannot be written ({error.strerror or error}). What is there "
-                "stays there. Make room, and run the same command again: it goes on with the rest."
+            raise UnfinishedError(
+                f"{printable(self.url)} cannot be written ({error.strerror or error}). What is "
+                "there stays there. Make room, and run the same command again: it goes on with "
+                "the rest."
             ) from error
 
     def commit(self, part: str, partial: str) -> list[tuple[str, str]]:
@@ -491,8 +494,53 @@ class Folder:
 
     def finish(self) -> str:
         self.flush()
-        self._stack.close()
         return printable(self.url)
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        with self._stack:
+            if error is not None and not isinstance(error, UnfinishedError):
+                with contextlib.suppress(UnfinishedError):
+                    self.flush()
+
+
+def check_folder(url: str) -> None:
+    """Refuses an output folder that is a file, or that something else has written.
+
+    Raises:
+      ValueError: with the reason.
+    """
+    import fsspec
+
+    fs, root = fsspec.url_to_fs(url)
+    where = f"--out is {printable(url)}"
+    if not fs.exists(root):
+        if not is_url(url) and os.path.islink(root):
+            raise ValueError(f"{where}: it is a link that leads nowhere.")
+        return
+    if not fs.isdir(root):
+        raise ValueError(
+            f"{where}: it is a file that `embed` has not written. Choose a folder, or a name that "
+            "ends in .npz."
+        )
+    manifest = f"{root.rstrip('/')}/manifest.json"
+    if not fs.exists(manifest):
+        names = [os.path.basename(path.rstrip("/")) for path in fs.ls(root, detail=False)]
+        others = [name for name in names if name and not name.startswith(".")]
+        if others:
+            raise ValueError(
+                f"{where}: it has files, and `embed` has not written them "
+                f"({printable(others[0])}). Choose an empty or a new folder."
+            )
+        return
+    try:
+        written = json.loads(fs.cat_file(manifest)).get("format")
+    except ValueError:
+        written = None
+    if written != FORMAT:
+        raise ValueError(f"{where}: its manifest.json is not one that this version wrote.")
 
 
 def embeddings_table(ids: Sequence[str], embeddings: np.ndarray) -> Any:

@@ -68,9 +68,10 @@ def run(
 
     try:
         pictures = _new_pictures(units, output, progress, fail)
-        # The first batch tells whether there are fewer pictures than a step has images.
         first = list(itertools.islice(pictures, embedder.rows))
-        if first:
+        if first and not output.CONTINUED:
+            # Fewer pictures than a step has images need no program for all of them. A run that
+            # goes on has to use the same program as the one before: its rounding is the same.
             embedder.expect(len(first))
         for batch in itertools.batched(itertools.chain(first, pictures), embedder.rows):
             decoding.append([(p.id, pool.submit(decode, p.open)) for p in batch])

@@ -22,7 +22,9 @@ class Progress:
 
     Attributes:
       total: pictures of the run; None while nobody knows.
-      done, errors, before: pictures that were embedded, could not be, were embedded by earlier runs.
+      done: pictures that this run has embedded.
+      errors: pictures that it could not embed.
+      before: pictures that earlier runs have written.
     """
 
     def __init__(self, *, quiet: bool = False):
@@ -46,6 +48,9 @@ class Progress:
         ending.state.line_open = False
         if self._bar is not None:
             self._bar.close()
+        elif error is None:
+            seconds = time.monotonic() - self._begin
+            self.say(f"{(self.done + self.errors) / seconds:.1f} pictures/s, {seconds:.0f} s.")
 
     def embedded(self, pictures: int) -> None:
         """So many more pictures are embedded."""

@@ -124,6 +124,9 @@ class Tar:
                         data = content.read()
                         id = text(str(name.with_suffix("")))
                         yield Picture(id, functools.partial(io.BytesIO, data))
+                # tarfile takes a file that ends where a header should be for a whole archive.
+                if tar.fileobj is None or tar.fileobj.tell() < tar.offset + tarfile.BLOCKSIZE:
+                    raise EOFError("its end is missing")
         except (OSError, tarfile.TarError, EOFError) as error:
             yield unreadable(text(self.path), f"the tar cannot be read to its end: {error}")
 

@@ -20,8 +20,9 @@ from PIL import Image
 from short_suite import keep
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed import embed, files, preprocessing
-from pallas_patch_embed.pictures import Budget
+from pallas_patch_embed import files
+from pallas_patch_embed.embed import command, embedder, output, pipeline, preprocessing
+from pallas_patch_embed.embed.pictures import Budget
 from pallas_patch_embed.siglip2 import checkpoint as loader
 
 PHOTOS = resources.files("pallas_patch_embed") / "photos"
@@ -70,7 +71,7 @@ NAMES = [
 
 def run(tmp_path, *arguments, name=BIG_VISION, **options):
     options = dict(size=None, batch=3, patch_dtype="float32", normalize=False) | options
-    unreadable = embed.run(checkpoint(name), arguments, tmp_path / "out.npz", **options)
+    unreadable = command.run(checkpoint(name), arguments, tmp_path / "out.npz", **options)
     with np.load(tmp_path / "out.npz") as file:
         return unreadable, file["embeddings"], list(file["paths"])
 
@@ -155,7 +156,7 @@ def test_unreadable_files_are_reported_skipped_and_counted(tmp_path, pictures, c
     assert sorted(paths) == sorted(str(pictures / name) for name in NAMES)
     error = capsys.readouterr().err
     for name in ("aa.jpg", "truncated.png", "dangling.png", "float.tiff", "wide.tiff"):
-        assert f"Cannot read {pictures / name}: " in error
+        assert f"No embedding of {pictures / name}: " in error
     assert "5 could not be read or embedded" in error
 
 
@@ -163,14 +164,19 @@ def test_a_picture_whose_embedding_is_not_finite_is_left_out(
     tmp_path, pictures, monkeypatch, capsys
 ):
     _, wanted, _ = run(tmp_path, pictures)
-    compute = embed._embed
+    start = embedder.Embedder.start
 
-    def one_is_infinite(encoder, images, batch, L):
-        result = compute(encoder, images, batch, L).copy()
-        result[1, 3] = np.inf
-        return result
+    def one_is_infinite(self, images):
+        finish = start(self, images)
 
-    monkeypatch.setattr(embed, "_embed", one_is_infinite)
+        def finished():
+            result = finish().copy()
+            result[1, 3] = np.inf
+            return result
+
+        return finished
+
+    monkeypatch.setattr(embedder.Embedder, "start", one_is_infinite)
     unreadable, embeddings, paths = run(tmp_path, pictures, batch=5, normalize=True)
     assert unreadable == 2
     kept = [i for i in range(8) if i not in (1, 6)]
@@ -178,13 +184,13 @@ def test_a_picture_whose_embedding_is_not_finite_is_left_out(
     lengths = np.linalg.norm(wanted[kept], axis=1, keepdims=True)
     np.testing.assert_allclose(embeddings, wanted[kept] / lengths, atol=BFLOAT16)
     error = capsys.readouterr().err
-    assert f"Cannot embed {pictures / 'b.JPG'}: its embedding is not finite" in error
+    assert f"No embedding of {pictures / 'b.JPG'}: its embedding is not finite" in error
 
 
 def test_the_norm_of_large_embeddings_does_not_overflow():
     rows = np.array([[3e38, -3e38], [1e-30, 0], [0, 0]], np.float32)
     wanted = [[0.5**0.5, -(0.5**0.5)], [1, 0], [0, 0]]
-    np.testing.assert_allclose(embed._normalized(rows), wanted, rtol=1e-6)
+    np.testing.assert_allclose(embedder.normalized(rows), wanted, rtol=1e-6)
 
 
 def test_no_more_pixels_are_decoded_at_a_time_than_the_budget_has(tmp_path, pictures, monkeypatch):
@@ -210,14 +216,14 @@ def test_no_more_pixels_are_decoded_at_a_time_than_the_budget_has(tmp_path, pict
             inside.pop()
         return result
 
-    monkeypatch.setattr(embed, "Budget", lambda: budget)
+    monkeypatch.setattr(embedder, "Budget", lambda: budget)
     monkeypatch.setattr(preprocessing, "upright_rgb", decoding)
     unreadable, *_ = run(tmp_path, pictures, workers=4)
     assert unreadable == 0 and most == [60_000] * 8 and budget.held == 0
 
 
 def test_a_picture_of_more_pixels_than_the_budget_is_decoded_alone(tmp_path, pictures, monkeypatch):
-    monkeypatch.setattr(embed, "Budget", lambda: Budget(1))
+    monkeypatch.setattr(embedder, "Budget", lambda: Budget(1))
     assert run(tmp_path, pictures, workers=4)[0] == 0
     budget, held = Budget(10), []
 
@@ -257,22 +263,25 @@ def test_the_pixels_of_a_picture_are_freed_before_others_are_decoded(tmp_path, m
     how = preprocessing.Preprocessing.of(checkpoint(FIXED), encoder.config, None)
     for mode in ("RGB", "RGBA", "L"):
         Image.new(mode, (40, 30)).save(tmp_path / "a.png")
-        assert how.image(tmp_path / "a.png", Checking()).shape == (224, 224, 3)
+        assert how.image(open(tmp_path / "a.png", "rb"), Checking()).shape == (224, 224, 3)
 
 
 def test_images_are_freed_once_their_batch_is_embedded(tmp_path, pictures, monkeypatch):
-    batches, read_ahead = [], embed.read_ahead
+    """No more batches are in memory than are decoded and computed ahead, and one more of each."""
+    images, most, decode = [], [], embedder.Decoder.decode
+    for i in range(30):
+        Image.new("RGB", (9, 9), (i, 0, 0)).save(pictures / f"z{i:02}.png")
 
-    def checking(*arguments):
-        for part in read_ahead(*arguments):
-            images = [weakref.ref(image.result()) for _, image in part]
-            yield part
-            del part
-            batches.append([image() is None for image in images])
+    def decoding(self, opened):
+        image = decode(self, opened)
+        images.append(weakref.ref(image))
+        most.append(sum(image() is not None for image in images))
+        return image
 
-    monkeypatch.setattr(embed, "read_ahead", checking)
-    run(tmp_path, pictures, batch=4)
-    assert batches == [[True] * 4] * 2
+    monkeypatch.setattr(embedder.Decoder, "decode", decoding)
+    run(tmp_path, pictures, batch=2, workers=1)
+    assert len(images) == 38
+    assert max(most) <= 2 * (pipeline.DECODED_AHEAD + pipeline.COMPUTED_AHEAD + 2)
 
 
 def test_size_reads_the_checkpoint_once(tmp_path, pictures, monkeypatch):
@@ -328,9 +337,9 @@ RELEASED = {
 def test_pictures_are_resized_as_the_preprocessor_config_says(tmp_path, given, resample):
     path = with_preprocessor(tmp_path, RELEASED | given)
     config = ppe.siglip2.load_encoder(path).config
-    how = embed.Preprocessing.of(path, config, None)
+    how = preprocessing.Preprocessing.of(path, config, None)
     side = given.get("size", RELEASED["size"])["height"]
-    found = how.image(Path(str(PHOTOS / "coffee.png")), Budget())
+    found = how.image(open(str(PHOTOS / "coffee.png"), "rb"), Budget())
     assert how.defaults_of is None
     wanted = resized(PHOTOS / "coffee.png", side, side, Image.Resampling[resample])
     np.testing.assert_array_equal(found, wanted)
@@ -340,8 +349,8 @@ def test_the_preprocessor_config_says_how_many_patches(tmp_path):
     name = "hf_siglip2_naflex_p16"
     path = with_preprocessor(tmp_path, {"max_num_patches": 40, "patch_size": 16}, name)
     config = ppe.siglip2.load_encoder(path).config
-    how = embed.Preprocessing.of(path, config, None)
-    image = how.image(Path(str(PHOTOS / "coffee.png")), Budget())
+    how = preprocessing.Preprocessing.of(path, config, None)
+    image = how.image(open(str(PHOTOS / "coffee.png"), "rb"), Budget())
     assert image.shape == (5 * 16, 8 * 16, 3)  # of 400 x 600 pixels; 6 x 8 were too many
 
 
@@ -349,10 +358,10 @@ def test_a_processor_config_with_an_image_processor_goes_first(tmp_path):
     path = with_preprocessor(tmp_path, RELEASED | {"resample": 2})
     config = ppe.siglip2.load_encoder(path).config
     (path / "processor_config.json").write_text(json.dumps({"processor_class": "A"}))
-    assert embed.Preprocessing.of(path, config, None).resample == 2
+    assert preprocessing.Preprocessing.of(path, config, None).resample == 2
     nested = {"image_processor": RELEASED | {"resample": 1}}
     (path / "processor_config.json").write_text(json.dumps(nested))
-    assert embed.Preprocessing.of(path, config, None).resample == 1
+    assert preprocessing.Preprocessing.of(path, config, None).resample == 1
 
 
 @pytest.mark.parametrize(
@@ -368,7 +377,7 @@ def test_without_a_preprocessor_config_the_defaults_of_the_class_are_taken_and_s
     tmp_path, pictures, capsys, name, resample, text
 ):
     config = ppe.siglip2.load_encoder(checkpoint(name)).config
-    how = embed.Preprocessing.of(checkpoint(name), config, None)
+    how = preprocessing.Preprocessing.of(checkpoint(name), config, None)
     assert how.resample == Image.Resampling[resample]
     run(tmp_path, pictures / "a.png", name=name)
     error = capsys.readouterr().err
@@ -409,14 +418,14 @@ def test_a_preprocessor_config_that_asks_for_something_else_is_refused(tmp_path,
     path = with_preprocessor(tmp_path, config)
     encoder = ppe.siglip2.load_encoder(path)
     with pytest.raises(ValueError, match=text):
-        embed.Preprocessing.of(path, encoder.config, None)
+        preprocessing.Preprocessing.of(path, encoder.config, None)
 
 
 def test_an_image_processor_with_patches_of_another_size_is_refused(tmp_path):
     path = with_preprocessor(tmp_path, {"patch_size": 14}, "hf_siglip2_naflex_p16")
     config = ppe.siglip2.load_encoder(path).config
     with pytest.raises(ValueError, match="patch_size is 14, but the model has patches of 16"):
-        embed.Preprocessing.of(path, config, None)
+        preprocessing.Preprocessing.of(path, config, None)
 
 
 def test_the_command_writes_what_it_says_and_says_how_it_went(tmp_path, pictures):
@@ -442,7 +451,7 @@ def test_the_command_writes_what_it_says_and_says_how_it_went(tmp_path, pictures
         (["--checkpoint", "absent", ".", "--out", "o.npz", "--workers", "0"], "not positive"),
         (["--checkpoint", str(DATA / FIXED), "empty", "--out", "out.npz"], "no pictures in empty"),
         (["--checkpoint", "absent", ".", "--out", "no/folder/out.npz"], "no such folder"),
-        (["--checkpoint", "absent", ".", "--out", "empty"], "has not written it"),
+        (["--checkpoint", "absent", ".", "--out", "a.png"], "has not written"),
         (
             ["--checkpoint", str(DATA / FIXED), ".", "--out", "o.npz", "--size", "9"],
             "a patch of 14",
@@ -452,7 +461,7 @@ def test_the_command_writes_what_it_says_and_says_how_it_went(tmp_path, pictures
             ["--checkpoint", "absent", ".", "--out", "o.npz", "--patch-dtype", "int4"],
             "invalid choice",
         ),
-        (["--checkpoint", "absent", "--out", "out.npz"], "required"),
+        (["--checkpoint", "absent", "--out", "out.npz"], "there are no pictures"),
     ],
     ids=[
         *("checkpoint", "absent", "unreadable", "FIFO", "workers", "empty", "folder", "out"),
@@ -521,7 +530,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, pictures, monkeypatch):
         file.write(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(embed.np, "savez", savez)
+    monkeypatch.setattr(output.np, "savez", savez)
     with pytest.raises(OSError, match="disk full"):
         run(tmp_path, pictures / "a.png")
     assert (tmp_path / "out.npz").read_bytes() == old
@@ -591,7 +600,7 @@ def test_no_file_is_replaced_but_an_earlier_output(
     model = tmp_path / "model"
     shutil.copytree(DATA / FIXED, model)
     out = other_file(kind, tmp_path, pictures, model)
-    monkeypatch.setattr(embed, "load_encoder_for_side", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(embedder, "load_encoder_for_side", lambda *_: pytest.fail("loaded"))
     before = out.lstat()
     content = out.read_bytes() if out.is_file() else None
     code, error = command_line("embed", "--checkpoint", model, pictures, "--out", out)
@@ -603,7 +612,7 @@ def test_no_file_is_replaced_but_an_earlier_output(
 
 def test_an_earlier_output_is_recognised_by_its_headers(tmp_path, pictures):
     run(tmp_path, pictures / "a.png")
-    assert embed.is_embeddings(tmp_path / "out.npz")
+    assert output.is_embeddings(tmp_path / "out.npz")
     _, embeddings, paths = run(tmp_path, pictures)
     assert len(embeddings) == len(paths) == 8
     # 8 GiB that are not there: only the headers are read.
@@ -616,4 +625,4 @@ def test_an_earlier_output_is_recognised_by_its_headers(tmp_path, pictures):
             }
             with archive.open(name, "w") as file:
                 np.lib.format.write_array_header_1_0(file, header)
-    assert not embed.is_embeddings(tmp_path / "short.npz")
+    assert not output.is_embeddings(tmp_path / "short.npz")

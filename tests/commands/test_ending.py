@@ -66,10 +66,10 @@ if kind == "import":
     sys.meta_path.insert(0, Finder())
 else:
     ending.install()
-    from pallas_patch_embed import embed, files
+    from pallas_patch_embed.embed import command, embedder, output, sources
 
     if kind == "half":
-        savez = embed.np.savez
+        savez = output.np.savez
 
         def half(file, **arrays):
             file.write(b"half of it")
@@ -78,19 +78,20 @@ else:
             file.seek(0)
             savez(file, **arrays)
 
-        embed.np.savez = half
+        output.np.savez = half
     elif kind == "collect":
-        def collecting(*arguments, compute=embed._embed):
+        def collecting(*arguments, start=embedder.Embedder.start):
             gc.callbacks.append(during_collection)
             gc.collect()
-            return compute(*arguments)
+            return start(*arguments)
 
-        embed._embed = collecting
+        embedder.Embedder.start = collecting
     else:
-        owner = {"os": os}.get(name.split(".")[0], embed)
-        attribute = name.split(".")[-1]
-        if "." in name and owner is embed:
-            owner = getattr(embed, name.split(".")[0])
+        *owners, attribute = name.split(".")
+        modules = dict(command=command, embedder=embedder, output=output, sources=sources)
+        owner = (modules | dict(os=os))[owners[0]]
+        for inner in owners[1:]:
+            owner = getattr(owner, inner)
         setattr(owner, attribute, struck(getattr(owner, attribute), kind == "before"))
 __main__.run()
 """
@@ -99,18 +100,18 @@ __main__.run()
 MOMENTS = (
     "import jax",
     "import pallas_patch_embed.embed",
-    "before find_pictures",
-    "before load_encoder_for_side",
-    "after load_encoder_for_side",
-    "before Preprocessing.image 2",
-    "before _embed 1",
-    "collect _embed",
-    "before _embed 3",
-    "before written_whole",
+    "before sources.find",
+    "before embedder.load_encoder_for_side",
+    "after embedder.load_encoder_for_side",
+    "before embedder.Preprocessing.image 2",
+    "before embedder.Embedder.start 1",
+    "collect start",
+    "before embedder.Embedder.start 3",
+    "before output.written_whole",
     "half savez",
     "before os.replace",
     "after os.replace",
-    "before _say",
+    "before command._say",
 )
 WRITTEN = MOMENTS[-3:]
 ENDING = {

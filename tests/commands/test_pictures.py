@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pallas_patch_embed.pictures import Found, find_pictures, open_regular, printable
+from pallas_patch_embed.embed import sources
+from pallas_patch_embed.embed.pictures import open_regular, printable
 
 
 @pytest.fixture
@@ -24,22 +25,33 @@ def make(*names):
         path.touch()
 
 
-def names(paths):
-    return [str(path) for path in paths]
+class Found:
+    """What `sources.find` finds: pictures, unreadable ones with reasons, and skipped ones."""
+
+    def __init__(self, *arguments):
+        sources.check(list(map(str, arguments)))
+        self.pictures, self.unreadable, self.skipped = [], {}, {}
+        units = sources.find(map(str, arguments), sources.Columns(), self.skipped.__setitem__)
+        for unit in units:
+            for path, reason in zip(unit.paths, unit.reasons):
+                if reason:
+                    self.unreadable[path] = reason
+                else:
+                    self.pictures.append(path)
 
 
 def found(*arguments):
     """The names of the pictures, of which none is unreadable or skipped."""
-    result = find_pictures([Path(argument) for argument in arguments])
-    assert result == Found(result.pictures)
-    return names(result.pictures)
+    result = Found(*arguments)
+    assert not result.unreadable and not result.skipped
+    return result.pictures
 
 
 def test_pictures_are_sorted_folder_by_folder(folder):
     make("b.png", "a.JPG", "ab/c.png", "ab.png", "a/z.webp", "a/b/c.gif", "a.b/c.png")
     make("notes.txt", ".hidden.png", ".hidden/a.png", "x.pdf", "x.eps", "x.mpg", "x.h5")
     wanted = ["a/b/c.gif", "a/z.webp", "a.JPG", "a.b/c.png", "ab/c.png", "ab.png", "b.png"]
-    assert found(".") == wanted == names(sorted(map(Path, wanted)))
+    assert found(".") == wanted == list(map(str, sorted(map(Path, wanted))))
 
 
 def test_a_file_that_is_given_needs_no_extension_and_may_be_hidden(folder):
@@ -78,12 +90,12 @@ def test_links_to_nothing_are_named(folder):
     Path("gone.png").symlink_to("absent.png")
     Path("loop.png").symlink_to("loop.png")
     Path("folder").symlink_to("absent")
-    result = find_pictures([folder, Path("folder")])
-    assert names(result.pictures) == ["a.png"]
-    unreadable = {str(path): reason for path, reason in result.unreadable}
-    assert unreadable.keys() == {"gone.png", "loop.png", "folder"}
-    assert unreadable["gone.png"] == unreadable["folder"] == "it is a link to nothing"
-    assert names(path for path, _ in result.skipped) == ["folder"]
+    result = Found(folder, Path("folder"))
+    assert result.pictures == ["a.png"]
+    assert result.unreadable.keys() == {"gone.png", "loop.png", "folder"}
+    nothing = "it is a link to nothing"
+    assert result.unreadable["gone.png"] == result.unreadable["folder"] == nothing
+    assert list(result.skipped) == ["folder"]
 
 
 def test_FIFOs_and_sockets_are_skipped_in_folders_and_refused_as_arguments(folder):
@@ -92,13 +104,12 @@ def test_FIFOs_and_sockets_are_skipped_in_folders_and_refused_as_arguments(folde
     os.mkfifo("pipe")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("c.png")
-    result = find_pictures([folder])
-    assert names(result.pictures) == ["a.png"] and not result.unreadable
-    reason = "it is no regular file"
-    assert result.skipped == [(Path("b.png"), reason), (Path("c.png"), reason)]
+    result = Found(folder)
+    assert result.pictures == ["a.png"] and not result.unreadable
+    assert result.skipped == dict.fromkeys(("b.png", "c.png"), "it is no regular file")
     for special in ("b.png", "c.png", "pipe", "/dev/null"):
         with pytest.raises(ValueError, match=f"{special} is no regular file"):
-            find_pictures([folder, Path(special)])
+            Found(folder, Path(special))
 
 
 def test_a_FIFO_is_not_waited_for(folder):
@@ -110,7 +121,7 @@ def test_a_FIFO_is_not_waited_for(folder):
 def test_arguments_that_do_not_exist_are_all_named(folder):
     make("a.png")
     with pytest.raises(FileNotFoundError, match=r"There is no \*\.jpg, phtos/b\.png\.$"):
-        find_pictures([Path("*.jpg"), Path("a.png"), Path("phtos/b.png")])
+        Found("*.jpg", "a.png", "phtos/b.png")
 
 
 def test_a_folder_that_cannot_be_listed_is_named(folder, monkeypatch):
@@ -123,7 +134,7 @@ def test_a_folder_that_cannot_be_listed_is_named(folder, monkeypatch):
         return listdir(path)
 
     monkeypatch.setattr(os, "listdir", refuse)
-    assert find_pictures([folder]).unreadable == [(Path("b"), "Permission denied")]
+    assert Found(folder).unreadable == {"b": "Permission denied"}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from short_suite import keep
 
 import pallas_patch_embed
-from pallas_patch_embed.preprocessing import Preprocessing
+from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.siglip2 import Config, load_encoder
 
 PACKAGE = Path(pallas_patch_embed.__file__).parent

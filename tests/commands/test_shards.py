@@ -1,0 +1,358 @@
+"""`embed` into a folder of shards: what is written, what a run continues, what it reads."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+
+import fsspec
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from goldens import checkpoint
+from PIL import Image
+
+from pallas_patch_embed import ending
+from pallas_patch_embed.embed import Decoder, Embedder, command, embedder, output, sources
+from pallas_patch_embed.files import written_whole
+
+MODEL = "hf_siglip_p14_224"
+COMMAND = [sys.executable, "-m", "pallas_patch_embed", "embed"]
+
+
+def encoded(i, format="PNG"):
+    """A picture of one colour, different for each number."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 6), (i % 256, i // 256 % 256, 77)).save(file, format)
+    return file.getvalue()
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A folder of 23 pictures and one that is none."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for i in range(23):
+        (folder / f"{i:02}.png").write_bytes(encoded(i))
+    (folder / "bad.png").write_text("no picture")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr(output, "SHARD_ROWS", 8)
+    monkeypatch.setattr(ending.state, "outcome", ending.state.outcome)
+
+
+def run(arguments, out, **options):
+    options = dict(batch=4, workers=2) | options
+    return command.run(checkpoint(MODEL), arguments, out, **options)
+
+
+def shards(out, part="embeddings"):
+    """The columns of all shards, as lists."""
+    fs, root = fsspec.url_to_fs(str(out))
+    tables = []
+    for path in sorted(fs.ls(f"{root}/{part}", detail=False)):
+        with fs.open(path, "rb") as file:
+            tables.append(pyarrow.parquet.read_table(file))
+    return pyarrow.concat_tables(tables).to_pydict() if tables else {}
+
+
+def by_id(out):
+    """id -> embedding; every id is there once."""
+    columns = shards(out)
+    assert len(set(columns["id"])) == len(columns["id"])
+    return dict(zip(columns["id"], np.array(columns["embedding"], np.float32)))
+
+
+def expected(ids_and_pictures, batch=4):
+    """id -> embedding, computed by the two public classes on all pictures at once."""
+    embed = Embedder(checkpoint(MODEL), batch=batch)
+    ids, contents = zip(*ids_and_pictures)
+    result = embed(Decoder(embed.preprocessing)({"id": ids, "content": contents}))
+    return dict(zip(result["id"], result["embedding"]))
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for id, embedding in found.items():
+        np.testing.assert_array_equal(embedding, wanted[id])
+
+
+def test_a_folder_has_whole_shards_of_embeddings_and_of_errors(tmp_path, pictures):
+    out = tmp_path / "out"
+    assert run([pictures], out) == 1
+    files = [(str(pictures / f"{i:02}.png"), encoded(i)) for i in range(23)]
+    assert_same(by_id(out), expected(files))
+    assert sorted(path.name for path in (out / "embeddings").iterdir()) == [
+        "000000.parquet",
+        "000001.parquet",
+        "000002.parquet",
+    ]
+    errors = shards(out, "errors")
+    assert errors["id"] == [str(pictures / "bad.png")] and "no picture" in errors["reason"][0]
+    schema = pyarrow.parquet.read_schema(out / "embeddings" / "000000.parquet")
+    assert schema.field("embedding").type == pyarrow.list_(pyarrow.float32(), 96)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["width"] == 96 and manifest["settings"]["patch_dtype"] == "bfloat16"
+
+
+def test_a_run_goes_on_with_what_is_not_in_shards(tmp_path, pictures, monkeypatch):
+    out, embed = tmp_path / "out", Embedder.start
+    assert run([pictures], out) == 1
+    wanted = by_id(out)
+    (out / "embeddings" / "000001.parquet").unlink()
+    computed = []
+
+    def counting(self, images):
+        computed.append(len(images))
+        return embed(self, images)
+
+    monkeypatch.setattr(embedder.Embedder, "start", counting)
+    assert run([pictures], out) == 0  # The bad one is in a shard of errors.
+    assert sum(computed) == 8
+    assert_same(by_id(out), wanted)
+    assert run([pictures], out) == 0 and sum(computed) == 8
+
+
+def test_errors_are_tried_again_if_asked_for(tmp_path, pictures):
+    out = tmp_path / "out"
+    assert run([pictures], out) == 1
+    (pictures / "bad.png").write_bytes(encoded(99))
+    assert run([pictures], out) == 0 and len(by_id(out)) == 23
+    assert run([pictures], out, retry_errors=True) == 0 and len(by_id(out)) == 24
+    assert shards(out, "errors") == {}
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (dict(normalize=True), "normalize was False, is True"),
+        (dict(patch_dtype="int8"), "patch_dtype was 'bfloat16', is 'int8'"),
+        (dict(embedding_dtype="float16"), "embedding_dtype"),
+        (dict(size=112), "preprocessing was '224 x 224"),
+    ],
+)
+def test_other_settings_are_refused_before_anything_is_written(tmp_path, pictures, change, text):
+    out = tmp_path / "out"
+    run([pictures], out)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.*") if path.is_file()}
+    with pytest.raises(ValueError, match=text):
+        run([pictures], out, **change)
+    after = {path: path.stat().st_mtime_ns for path in out.rglob("*.*") if path.is_file()}
+    assert before == after
+    assert run([pictures], out, overwrite=True, **change) == 1
+    assert len(by_id(out)) == 23
+
+
+def test_two_runs_at_once_into_one_folder_are_refused(tmp_path, pictures):
+    out = tmp_path / "out"
+    settings = output.Settings("", "", "", False, "float32")
+    first = output.Folder(str(out), settings, 96, overwrite=False, retry=False)
+    with pytest.raises(ValueError, match="another run is writing there"):
+        output.Folder(str(out), settings, 96, overwrite=False, retry=False)
+    with first:
+        pass
+    with output.Folder(str(out), settings, 96, overwrite=False, retry=False):
+        pass
+
+
+def test_a_lease_that_nobody_renews_ends(monkeypatch):
+    monkeypatch.setattr(output, "LEASE_VOID", 0.2)
+    monkeypatch.setattr(output, "LEASE_RENEWED", 0.05)
+    settings = output.Settings("", "", "", False, "float32")
+    arguments = ("memory://lease", settings, 96)
+    first = output.Folder(*arguments, overwrite=False, retry=False)
+    with pytest.raises(ValueError, match="another run is writing there"):
+        output.Folder(*arguments, overwrite=False, retry=False)
+    with first:
+        pass
+    fs = fsspec.filesystem("memory")
+    left = {"run": "killed", "host": "elsewhere", "time": time.time()}
+    fs.pipe_file("/lease/.lease.json", json.dumps(left).encode())
+    with output.Folder(*arguments, overwrite=False, retry=False):
+        pass
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])
+def test_a_folder_of_something_else_is_refused(tmp_path, pictures, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("{}")
+    with pytest.raises(ValueError, match=r"not written|not one that this version"):
+        run([pictures], tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+
+
+def test_a_disk_that_is_full_says_how_to_go_on(tmp_path, pictures, monkeypatch):
+    out, written = tmp_path / "out", []
+
+    def full(path):
+        written.append(path)
+        if len(written) > 3:
+            raise OSError(28, "No space left on device")
+        return written_whole(path)
+
+    monkeypatch.setattr(output, "written_whole", full)
+    with pytest.raises(output.UnfinishedError, match=r"No space left.*run the same command again"):
+        run([pictures], out)
+    monkeypatch.undo()
+    rows = len(by_id(out))
+    assert 0 < rows < 23
+    run([pictures], out)
+    assert len(by_id(out)) == 23
+
+
+def test_an_npz_that_cannot_be_written_is_elsewhere(tmp_path, pictures, monkeypatch):
+    out, tried = tmp_path / "out.npz", []
+
+    def full(path):
+        tried.append(path)
+        if len(tried) == 1:
+            raise OSError(28, "No space left on device")
+        return written_whole(path)
+
+    monkeypatch.setattr(output, "written_whole", full)
+    with pytest.raises(output.WrittenElsewhereError, match=r"No space left.*The embeddings are in"):
+        run([pictures], out)
+    with np.load(tried[1]) as file:
+        assert len(file["embeddings"]) == 23 and len(file["failed"]) == len(file["reasons"]) == 1
+        assert json.loads(str(file["about"]))["patch_dtype"] == "bfloat16"
+
+
+@pytest.mark.slow("a process for each signal")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_in_shards_is_lost_whatever_ends_a_run(tmp_path, number):
+    folder, out = tmp_path / "pictures", tmp_path / "out"
+    folder.mkdir()
+    for i in range(3000):
+        (folder / f"{i:04}.png").write_bytes(encoded(i))
+    line = [*COMMAND, "--checkpoint", checkpoint(MODEL), folder, "--out", out, "--batch", "16"]
+    settings = dict(env=os.environ | {"JAX_PLATFORMS": "cpu"}, stderr=subprocess.PIPE, text=True)
+    script = (
+        "from pallas_patch_embed.embed import output; output.SHARD_ROWS = 64\n"
+        "import sys; from pallas_patch_embed import __main__\n"
+        "sys.argv = sys.argv[1:]; __main__.run()"
+    )
+    line = [sys.executable, "-c", script, *line[2:]]
+    for kills in range(3):
+        process = subprocess.Popen(line, **settings)
+        begun = len(list(out.glob("embeddings/*.parquet")))
+        while process.poll() is None and len(list(out.glob("embeddings/*.parquet"))) < begun + 4:
+            time.sleep(0.01)
+        process.send_signal(number)
+        error = process.communicate()[1]
+        assert process.returncode in (-number, 128 + number), error
+        assert number == signal.SIGKILL or "the same command goes on" in error
+        found = by_id(out)
+        assert 64 * 4 * (kills + 1) <= len(found) < 3000
+    assert subprocess.run(line, **settings).returncode == 0
+    files = [(str(path), path.read_bytes()) for path in sorted(folder.iterdir())]
+    assert_same(by_id(out), expected(files, batch=16))
+
+
+# What is read.
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w:gz" if str(path).endswith("gz") else "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_a_WebDatasets_ids_are_its_keys_whatever_the_order(tmp_path, name):
+    members = {"x/01.json": b"{}", "x/00.png": encoded(0), "x/01.png": encoded(1)}
+    members |= {"x/00.txt": b"a", "x/.hidden.png": b"", "02.jpeg": encoded(2, "JPEG")}
+    write_tar(tmp_path / name, members)
+    run([tmp_path / name], tmp_path / "out")
+    wanted = [("x/00", encoded(0)), ("x/01", encoded(1)), ("02", encoded(2, "JPEG"))]
+    assert_same(by_id(tmp_path / "out"), expected(wanted))
+
+
+def test_a_damaged_tar_is_an_error_and_its_first_pictures_are_embedded(tmp_path):
+    write_tar(tmp_path / "a.tar", {f"{i}.png": encoded(i) for i in range(9)})
+    content = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "a.tar").write_bytes(content[: len(content) // 3])
+    assert run([tmp_path / "a.tar"], tmp_path / "out") == 1
+    errors = shards(tmp_path / "out", "errors")
+    assert errors["id"] == [str(tmp_path / "a.tar")] and "to its end" in errors["reason"][0]
+    assert 0 < len(by_id(tmp_path / "out")) < 9
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["bytes", "Hugging Face's struct"])
+def test_parquet_has_ids_or_gets_them(tmp_path, nested):
+    contents = [encoded(i) for i in range(5)] + [None]
+    column = [c and {"bytes": c, "path": "x"} for c in contents] if nested else contents
+    table = pyarrow.table({"image": column, "id": list("abcdef"), "label": range(6)})
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(table, path)
+    assert run([path], tmp_path / "out") == 1
+    assert_same(by_id(tmp_path / "out"), expected(list(zip("abcde", contents[:5]))))
+    assert shards(tmp_path / "out", "errors") == {"id": ["f"], "reason": ["its cell is empty"]}
+    pyarrow.parquet.write_table(table.drop_columns("id"), path)
+    assert run([path], tmp_path / "other") == 1
+    assert sorted(by_id(tmp_path / "other")) == [f"{path}#{i}" for i in range(5)]
+
+
+def test_parquet_whose_columns_are_unclear_is_refused(tmp_path):
+    path = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"a": [b"x"], "b": [b"y"]}), path)
+    with pytest.raises(ValueError, match=r"2 columns of encoded pictures.*--image-column"):
+        run([path], tmp_path / "out")
+    with pytest.raises(ValueError, match="no column 'c'"):
+        run([path], tmp_path / "out", image_column="a", id_column="c")
+
+
+def test_lists_braces_and_ids_that_come_twice(tmp_path, pictures, monkeypatch):
+    monkeypatch.chdir(pictures)
+    (tmp_path / "list.txt").write_text("00.png\n\n01.png\nabsent.png\n00.png\n")
+    write_tar(tmp_path / "t0.tar", {"k.png": encoded(50)})
+    write_tar(tmp_path / "t1.tar", {"k.png": encoded(51)})
+    arguments = [f"{tmp_path}/t{{0..1}}.tar"]
+    assert run(arguments, tmp_path / "out", lists=[str(tmp_path / "list.txt")]) == 2
+    assert sorted(by_id(tmp_path / "out")) == ["00.png", "01.png", "k"]
+    errors = shards(tmp_path / "out", "errors")
+    assert dict(zip(errors["id"], errors["reason"])) == {
+        "k": output.SAME_ID,
+        "absent.png": "No such file or directory",
+    }
+
+
+def test_pictures_and_shards_at_URLs(pictures):
+    fs = fsspec.filesystem("memory")
+    for i in range(5):
+        fs.pipe_file(f"/bucket/photos/{i}.png", encoded(i))
+    fs.pipe_file("/bucket/photos/notes.txt", b"none")
+    assert run(["memory://bucket/photos"], "memory://bucket/out") == 0
+    wanted = [(f"memory:///bucket/photos/{i}.png", encoded(i)) for i in range(5)]
+    found = {id.replace("///", "//"): e for id, e in by_id("memory://bucket/out").items()}
+    assert_same(found, {id.replace("///", "//"): e for id, e in expected(wanted).items()})
+    assert run(["memory://bucket/photos/[34].png"], "memory://bucket/out") == 0
+    with pytest.raises(FileNotFoundError, match="Nothing matches"):
+        run(["memory://bucket/photos/*.gif"], "memory://bucket/out")
+
+
+def test_float16_is_what_float32_rounds_to(tmp_path, pictures):
+    run([pictures], tmp_path / "a")
+    run([pictures], tmp_path / "b", embedding_dtype="float16")
+    kind = pyarrow.parquet.read_schema(tmp_path / "b" / "embeddings" / "000000.parquet")
+    assert kind.field("embedding").type.value_type == pyarrow.float16()
+    found, wanted = by_id(tmp_path / "b"), by_id(tmp_path / "a")
+    assert_same(found, {id: e.astype(np.float16).astype(np.float32) for id, e in wanted.items()})
+
+
+def test_units_can_be_pickled_and_have_few_files_each(tmp_path, pictures):
+    import pickle
+
+    units = list(sources.find([str(pictures)], sources.Columns(), lambda *_: None))
+    again = pickle.loads(pickle.dumps(units))
+    names = [picture.id for unit in again for picture in unit.pictures()]
+    assert len(names) == 24 and names[0].endswith("00.png")
