@@ -179,16 +179,8 @@ def run(
     with output_for(preprocessing, width) as output:
         if not isinstance(output, Folder):
             raise ValueError("--ray writes a folder of shards: choose an --out without .npz.")
-        _fill(
-            output,
-            list(units),
-            checkpoint,
-            encoder_options,
-            preprocessing,
-            batch,
-            progress,
-            address,
-        )
+        arguments = (str(checkpoint.resolve()), encoder_options, preprocessing, batch)
+        _fill(output, list(units), *arguments, progress, address)
         return output.finish()
 
 
