@@ -5,6 +5,7 @@ JAX_PLATFORMS=cuda runs all of them on the GPU.
 """
 
 import collections
+import dataclasses
 import gc
 import importlib.util
 import os
@@ -68,6 +69,15 @@ def cuda_library():
 
     if reason := cuda.missing():
         pytest.skip(f"cuda: {reason}")
+
+
+@pytest.fixture
+def all_built(cuda_library, monkeypatch):
+    """The library with the kernels of both chips: what is chosen does not depend on the build."""
+    from pallas_patch_embed.backends import cuda
+
+    every = tuple(dataclasses.replace(config, built=True) for config in cuda.configs())
+    monkeypatch.setattr(cuda, "configs", lambda: every)
 
 
 @pytest.fixture(scope="session")

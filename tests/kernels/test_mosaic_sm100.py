@@ -3,13 +3,12 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import pytest
 import two_blocks
 from bounds import assert_bit_equal
 from gpu import DTYPES, check, draw
 from interpreter import draw_operands, interpreted, problem_of
-from planned import compute, few, refusal
+from planned import few, refusal
 from short_suite import keep
 
 from pallas_patch_embed.backends import xla
@@ -216,9 +215,3 @@ def test_the_headline_fills_tensor_memory_and_224_KiB():
     assert config == Config(256, 4)
     assert config.tensor_memory_columns() == 512
     assert config.shared_memory_bytes(HEADLINE) == 224 * 1024
-
-
-def test_no_rows_give_an_empty_result():
-    operands = draw_operands(0, (0, 4, 128), 64, "int8", "shared")
-    y = compute(SM100, *operands, out_dtype="bfloat16")
-    assert y.shape == (0, 4, 64) and y.dtype == jnp.bfloat16

@@ -3,12 +3,11 @@
 import dataclasses
 import itertools
 
-import jax.numpy as jnp
 import pytest
 from bounds import assert_bit_equal
 from gpu import pairwise
 from interpreter import check_wgmma, draw_operands, interpreted, problem_of
-from planned import compute, few, refusal
+from planned import few, refusal
 from short_suite import keep
 
 from pallas_patch_embed.backends import xla
@@ -196,12 +195,6 @@ def test_a_trace_needs_shared_memory():
     Config(192, 10).check(B16, H200)
     with pytest.raises(NotImplementedError, match="bytes of shared memory"):
         SM90.plan(B16, HOPPER, config=Config(192, 10), trace="traces")
-
-
-def test_no_rows_give_an_empty_result():
-    operands = draw_operands(0, (0, 4, 128), 64, "int8", "shared")
-    y = compute(SM90, *operands, out_dtype="bfloat16")
-    assert y.shape == (0, 4, 64) and y.dtype == jnp.bfloat16
 
 
 def test_the_programs_for_a_GPU_are_a_pairwise_cover():

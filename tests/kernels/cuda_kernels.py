@@ -1,0 +1,97 @@
+"""The CUDA kernels of the library, and what the launch of one has to be."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_patch_embed.backends import cuda
+from pallas_patch_embed.chips import B200, H200
+
+CHIPS = {90: H200, 100: B200}
+LONG = {short: dtype for dtype, short in cuda.SPELLED.items()}
+
+built = pytest.mark.usefixtures("cuda_library")
+
+
+def configs(**fields):
+    """The library's configs with these fields; none without a library, where nothing is tested."""
+    if cuda.missing():
+        return []
+    return [c for c in cuda.configs() if all(getattr(c, k) == v for k, v in fields.items())]
+
+
+@functools.cache
+def register_on_the_cpu():
+    """Registers the handler for the CPU too, where all that it does is to check its operands."""
+    handler = jax.ffi.pycapsule(cuda.library().patch_embed_execute)
+    jax.ffi.register_ffi_target(cuda.TARGET, handler, platform="cpu")
+
+
+def itemsize(short):
+    return jnp.dtype(LONG[short]).itemsize
+
+
+def matrix(short, rows, columns, box_rows, box_columns):
+    size = itemsize(short)
+    return dict(
+        type=short,
+        shape=[columns, rows],
+        strides=[columns * size],
+        box=[box_columns, box_rows],
+        swizzle=box_columns * size,
+    )
+
+
+def expected_launch(config, M, N, K, period, workers, segments):
+    """The launch as the kernels' files describe it, derived by itself."""
+    size, out_size = itemsize(config.dtype), itemsize(config.out_dtype)
+    chunks, inner = K * size // 128, 128 // size
+    hopper = config.capability == 90
+    ring = config.slots * config.rows * 128
+    streamed, parts = 0, config.slots if config.stream_weight else chunks
+    if hopper and config.stream_weight:
+        # Of the weight as many parts as there is room for beside the patches and 2 KiB.
+        streamed = parts = (227 * 1024 - ring - 2048) // (config.tile_n * 128)
+    weight_bytes = parts * config.tile_n * 128 // config.blocks
+    if hopper:
+        # 16 bytes of a thread, four threads a row; K, 2 columns of a pair, threads, groups, pairs.
+        vector = 16 // out_size
+        nested = np.empty((N // (4 * vector), 4, vector // 2, 2, K), f"V{size}")
+        nested = nested.transpose(2, 0, 1, 3, 4)
+        weight = dict(
+            type=config.dtype,
+            shape=list(nested.shape[::-1]),
+            strides=list(nested.strides[-2::-1]),
+            box=[inner, 2, 4, config.tile_n // (4 * vector), vector // 2],
+            swizzle=128,
+        )
+        y = None
+        rest = 2 * 4 * config.tile_n + 8 * (2 * config.slots + streamed + 3)
+    else:
+        weight = matrix(config.dtype, N, K, config.tile_n // config.blocks, inner)
+        half = config.tile_n // 2 * out_size
+        store_bytes = 128 if half % 128 == 0 else 64
+        # A store is a warp's.
+        y = matrix(config.out_dtype, M, N, 32, store_bytes // out_size)
+        rest = 2 * 2 * 128 * store_bytes + 1024
+    # Chunks 0, 4 and 8 of a streamed weight stay: with 128 rows a warpgroup and at most 16 chunks.
+    some = len(range(0, min(chunks, 12), 4)) if config.rows == 128 and chunks <= 16 else 0
+    staying = (some if hopper else 0) if config.stream_weight else chunks
+    return dict(
+        grid=workers * N // config.tile_n * config.blocks,
+        cluster=config.blocks,
+        threads=384,
+        shared_memory=-(-(ring + rest) // 1024) * 1024 + weight_bytes,
+        chunks=chunks,
+        patches=matrix(config.dtype, M, K, config.rows, inner),
+        weight=weight,
+        y=y,
+        multiplying_warps=8 if hopper else 1,
+        storing_warps=8,
+        # Two accumulators, in a power of two of columns.
+        tensor_memory_columns=0 if hopper else 1 << (2 * config.tile_n - 1).bit_length(),
+        staying_chunks=staying,
+    )

@@ -1,0 +1,457 @@
+"""The handler of the XLA FFI: what it checks, and what it asks of the driver."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_kernels import LONG, built, configs, register_on_the_cpu
+from repository import TESTS, environment
+
+from pallas_patch_embed.backends import cuda
+
+# On a CPU the checks are all that happens: they come before it asks for a GPU.
+
+
+KERNEL = "patch_embed_sm90_i8_bf16_table_64x64_b1_s8_stationary"
+OFFSET = KERNEL.replace("table", "offset")
+BLACKWELL = "patch_embed_sm100_i8_bf16_table_64x128_b2_s8_stationary"
+
+
+def operands_of(kernel=KERNEL, M=40, N=128, K=256, period=20):
+    """name -> (dtype, shape) of what the handler wants."""
+    *_, dtype, out_dtype, kind = kernel.split("_")[:6]
+    return dict(
+        patches=(LONG[dtype], (M, K)),
+        weight=(LONG[dtype], (N, K)),
+        scale=("float32", (N,)),
+        table=("bfloat16", (period, N)) if kind == "table" else ("float32", (N,)),
+        runs_sm90=("int32", (1, 2, 4)),
+        runs_sm100=("int32", (1, 2, 4)),
+        y=(LONG[out_dtype], (M, N)),
+    )
+
+
+def call(operands, kernel_sm90=KERNEL, kernel_sm100="", **attributes):
+    """The custom call on zeros, on a CPU."""
+    register_on_the_cpu()
+    *arguments, (out_dtype, shape) = operands.values()
+    function = jax.ffi.ffi_call(cuda.TARGET, jax.ShapeDtypeStruct(shape, out_dtype))
+    arrays = [jnp.zeros(shape, dtype) for dtype, shape in arguments]
+    kernels = dict(kernel_sm90=kernel_sm90, kernel_sm100=kernel_sm100)
+    return jax.block_until_ready(function(*arrays, **kernels, **attributes))
+
+
+def error_of(*args, **named):
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
+        call(*args, **named)
+    return str(error.value)
+
+
+@built
+@pytest.mark.parametrize(
+    "operand, given, message",
+    [
+        ("patches", ("bfloat16", (40, 256)), "patches is bfloat16[40, 256], expected int8[M, K]"),
+        ("patches", ("int8", (2, 20, 256)), "patches is int8[2, 20, 256], expected int8[M, K]"),
+        ("patches", ("int8", (40, 128)), "weight is int8[128, 256], expected int8[N, 128]"),
+        ("patches", ("int8", (41, 256)), "y is bfloat16[40, 128], expected bfloat16[41, 128]"),
+        ("weight", ("float8_e4m3fn", (128, 256)), "weight is float8_e4m3fn[128, 256], expected"),
+        ("weight", ("int8", (256,)), "weight is int8[256], expected int8[N, 256]"),
+        ("weight", ("int8", (64, 256)), "scale is float32[128], expected float32[64]"),
+        ("scale", ("bfloat16", (128,)), "scale is bfloat16[128], expected float32[128]"),
+        ("scale", ("float32", (1, 128)), "scale is float32[1, 128], expected float32[128]"),
+        ("table", ("float32", (20, 128)), "table is float32[20, 128], expected bfloat16[period, 1"),
+        ("table", ("bfloat16", (20, 64)), "table is bfloat16[20, 64], expected bfloat16[period, 1"),
+        ("table", ("bfloat16", (128,)), "table is bfloat16[128], expected bfloat16[period, 128]"),
+        ("runs_sm90", ("float32", (1, 2, 4)), "runs_sm90 is float32[1, 2, 4], expected int32[work"),
+        ("runs_sm90", ("int32", (2, 4)), "runs_sm90 is int32[2, 4], expected int32[workers, runs,"),
+        ("runs_sm90", ("int32", (1, 2, 3)), "runs_sm90 is int32[1, 2, 3], expected int32[workers"),
+        ("y", ("float32", (40, 128)), "y is float32[40, 128], expected bfloat16[40, 128]"),
+        ("y", ("bfloat16", (40, 64)), "y is bfloat16[40, 64], expected bfloat16[40, 128]"),
+        ("scale", ("float16", (128,)), "scale is XLA's type 10[128], expected float32[128]"),
+        ("runs_sm90", ("int32", (0, 2, 4)), "the runs are those of 0 workers"),
+        ("table", ("bfloat16", (0, 128)), "the table has 0 rows"),
+    ],
+    ids=str,
+)
+def test_wrong_operands_are_refused(operand, given, message):
+    error = error_of(operands_of() | {operand: given})
+    assert "INVALID_ARGUMENT: patch_embed: " in error and message in error, error
+    assert KERNEL in error or "Take the runs" in error
+
+
+@built
+def test_offsets_are_one_row_of_float32():
+    operands = operands_of(OFFSET)
+    message = "table is bfloat16[20, 128], expected float32[128] for kernel"
+    wrong = operands | dict(table=("bfloat16", (20, 128)))
+    assert message in error_of(wrong, OFFSET)
+    assert "table is float32[64], expected float32[128]" in error_of(
+        operands | dict(table=("float32", (64,))), OFFSET
+    )
+
+
+@built
+def test_the_operands_of_both_chips_kernels_are_checked():
+    wrong = operands_of() | dict(runs_sm100=("int32", (1, 2, 3)))
+    for kernel_sm90 in ("", KERNEL):
+        assert "runs_sm100 is int32[1, 2, 3], expected" in error_of(wrong, kernel_sm90, BLACKWELL)
+
+
+@built
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (dict(N=96), "N is 96, expected a multiple of the kernel's 64 columns"),
+        (dict(K=100), "K is 100, expected a multiple of 128 bytes"),
+        (dict(K=0), "K is 0, expected a multiple of 128 bytes"),
+        (dict(K=4096), "K = 4096 needs 328704 bytes of shared memory"),
+    ],
+    ids=str,
+)
+def test_operands_that_the_kernel_does_not_fit_are_refused(sizes, message):
+    assert f"INVALID_ARGUMENT: patch_embed: {message}" in error_of(operands_of(**sizes))
+
+
+@built
+def test_names_of_no_kernels_are_refused():
+    for names, message in (
+        (("patch_embed", ""), "no kernel patch_embed for sm_90. The program was lowered with anot"),
+        ((BLACKWELL, ""), f"no kernel {BLACKWELL} for sm_90"),
+        (("", KERNEL), f"no kernel {KERNEL} for sm_100"),
+        (("", ""), "the program names no kernel"),
+    ):
+        assert f"INVALID_ARGUMENT: patch_embed: {message}" in error_of(
+            operands_of(), *names
+        ).replace("this library has ", "")
+
+
+@built
+def test_a_call_of_another_form_is_refused():
+    operands = operands_of()
+    del operands["runs_sm100"]
+    assert "INVALID_ARGUMENT: Wrong number of arguments: expected 6" in error_of(operands)
+    assert "expected string but got scalar" in error_of(operands_of(), kernel_sm100=np.int32(3))
+
+
+@built
+def test_no_rows_are_no_launch():
+    assert call(operands_of(M=0)).shape == (0, 128)
+
+
+@built
+def test_without_a_driver_it_is_unavailable_and_says_why():
+    with contextlib.suppress(OSError):
+        __import__("ctypes").CDLL("libcuda.so.1")
+        pytest.skip("there is a driver")
+    assert re.search(
+        r"UNAVAILABLE: patch_embed: the NVIDIA driver cannot be loaded: libcuda.so.1: ",
+        error_of(operands_of()),
+    )
+
+
+# The handlers on a driver that writes down what it is asked (fake_driver.cc).
+
+STREAM, CODES = 3, dict(INVALID_ARGUMENT=3, FAILED_PRECONDITION=9, INTERNAL=13, UNAVAILABLE=14)
+COMPILER = shutil.which("c++") or shutil.which("g++")
+
+with_driver = pytest.mark.usefixtures("cuda_library", "handle")
+
+
+@pytest.fixture(scope="session")
+def handle(tmp_path_factory):
+    """Calls in a process of their own -> ([error of each thread], lines) of each."""
+    if COMPILER is None:
+        pytest.skip("there is no C++ compiler")
+    folder = tmp_path_factory.mktemp("driver")
+
+    def compiled(*flags):
+        target = folder / "-".join(["driver", *flags]) / "libcuda.so.1"
+        if not target.exists():
+            target.parent.mkdir()
+            source = TESTS / "kernels" / "fake_driver.cc"
+            command = [COMPILER, "-std=c++17", "-shared", "-fPIC", *flags, source, "-o", target]
+            subprocess.run(command, check=True)
+        return target.parent
+
+    def handled(*calls, flags=()):
+        defaults = dict(
+            stage="execute", stream=STREAM, threads=1, capability=(9, 0), fail="", attributes={}
+        )
+        names = dict(kernel_sm90=KERNEL, kernel_sm100="")
+        calls = [
+            {**defaults, **one, "attributes": names | one.get("attributes", {})} for one in calls
+        ]
+        result = subprocess.run(
+            [sys.executable, TESTS / "kernels" / "fake_cuda.py", cuda.LIBRARY],
+            input=json.dumps(calls),
+            capture_output=True,
+            text=True,
+            env={**os.environ, "LD_LIBRARY_PATH": str(compiled(*flags))},
+        )
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+    handled.compiled = compiled
+    return handled
+
+
+def placed(operands):
+    """The operands with addresses 4096, 8192, ..."""
+    return [(*operand, 4096 * (i + 1)) for i, operand in enumerate(operands.values())]
+
+
+TYPE_NUMBERS = {"e4m3": 0, "i8": 0, "bf16": 9, "f32": 7}
+SWIZZLES = {64: 2, 128: 3}
+
+
+def lines_of_map(description, address):
+    """What encodes a map: no interleave, promotion of 256 bytes to L2, zeros beyond."""
+    kind, rank = TYPE_NUMBERS[description["type"]], len(description["shape"])
+    swizzle = SWIZZLES[description["swizzle"]]
+    yield f"cuTensorMapEncodeTiled {kind} {rank} {address} 0 {swizzle} 3 0"
+    strides = [0, *description["strides"]]
+    for shape, stride, box in zip(description["shape"], strides, description["box"]):
+        yield f"dimension {shape} {stride} {box} 1"
+
+
+PROLOGUE = [
+    f"cuStreamGetCtx {STREAM}",
+    f"cuCtxPushCurrent {STREAM}",
+    f"cuCtxGetDevice {STREAM}",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetAttribute",
+]
+# Bytes, that a block may have.
+MOST_SHARED = 227 * 1024
+LOAD = f"cuLibraryLoadData {0xBA55ED50}"
+
+
+@with_driver
+def test_every_built_kernel_is_launched_as_planned(handle):
+    shapes = dict(M=392, N=768, K=768, period=196)
+    calls, expected = [], []
+    for config in configs(built=True):
+        if 768 % config.tile_n:
+            continue
+        operands = operands_of(config.name, **shapes)
+        names = {
+            "kernel_sm90": "",
+            "kernel_sm100": "",
+            f"kernel_sm{config.capability}": config.name,
+        }
+        capability = divmod(config.capability, 10)
+        common = dict(operands=placed(operands), attributes=names, capability=capability)
+        calls += [common | dict(stage=stage) for stage in ("initialize", "execute")]
+        period = 196 if config.has_table else 1
+        plan = cuda.launch(config, **(shapes | dict(period=period)), workers=1, segments=2)
+        y = plan["y"]
+        maps = [*lines_of_map(plan["patches"], 4096), *lines_of_map(plan["weight"], 8192)]
+        maps += lines_of_map(y, 28672) if y else []
+        runs = 20480 if config.capability == 90 else 24576
+        expected += [
+            [f"cuKernelSetAttribute 8 {MOST_SHARED} {STREAM}"],
+            [
+                *maps,
+                config.name,
+                f"pointers 4096 8192 {28672 if y else 0} 12288 16384 28672 {runs}",
+                f"sizes 392 768 {plan['chunks']} {period} 2",
+                *([f"attribute 4 {config.blocks} 1 1"] if config.blocks > 1 else []),
+                f"cuLaunchKernelEx {plan['grid']} 1 1 384 1 1 {plan['shared_memory']} {STREAM} "
+                f"{STREAM}",
+            ],
+        ]
+    answers = handle(*calls)
+    assert len(answers) == len(expected) > 50
+    for (errors, written), lines in zip(answers, expected):
+        assert errors == [None]
+        written = [line for line in written if line != LOAD]
+        assert written == [*PROLOGUE, "cuLibraryGetKernel", *lines, f"cuCtxPopCurrent {STREAM}"]
+
+
+@with_driver
+def test_an_image_is_loaded_once_whatever_the_threads_and_devices(handle):
+    operands = placed(operands_of())
+    calls = [
+        dict(operands=operands, stage=stage, threads=threads, stream=stream)
+        for stage, threads, stream in (
+            ("initialize", 16, 3),
+            ("execute", 16, 3),
+            ("initialize", 1, 4),
+        )
+    ]
+    answers = handle(*calls)
+    assert [error for errors, _ in answers for error in errors] == [None] * 33
+    assert [written.count(LOAD) for _, written in answers] == [1, 0, 0]
+    assert sum(line.startswith("cuLaunchKernelEx") for line in answers[1][1]) == 16
+    # The limit of shared memory is the device's own.
+    assert f"cuKernelSetAttribute 8 {MOST_SHARED} 4" in answers[2][1]
+
+
+@with_driver
+def test_programs_with_one_kernel_and_another_K_do_not_disturb_each_other(handle):
+    """XLA initialises all calls of a program before it executes the first."""
+    large, small = (placed(operands_of(K=K)) for K in (768, 640))
+    calls = [("initialize", large), ("initialize", small), ("execute", large), ("execute", small)]
+    answers = handle(*(dict(stage=stage, operands=operands) for stage, operands in calls))
+    assert [errors for errors, _ in answers] == [[None]] * 4
+    launches = [line for _, lines in answers for line in lines if "cuLaunchKernelEx" in line]
+    assert len(launches) == len({line.split()[7] for line in launches}) == 2
+
+
+@with_driver
+def test_an_image_that_was_not_loaded_is_tried_again(handle):
+    once = dict(operands=placed(operands_of()), stage="initialize")
+    (refused, _), (errors, written) = handle(once | dict(fail="cuLibraryLoadData"), once)
+    assert refused[0] and errors == [None] and LOAD in written
+
+
+FAILURES = [
+    "cuStreamGetCtx",
+    "cuCtxPushCurrent",
+    "cuCtxGetDevice",
+    "cuDeviceGetAttribute",
+    "cuLibraryLoadData",
+    "cuLibraryGetKernel",
+    "cuKernelSetAttribute",
+    "cuTensorMapEncodeTiled",
+    "cuLaunchKernelEx",
+]
+
+
+@with_driver
+@pytest.mark.parametrize("function", FAILURES)
+def test_what_the_driver_refuses_is_an_error_and_leaves_no_context(handle, function):
+    stage = "initialize" if function == "cuKernelSetAttribute" else "execute"
+    ((errors, written),) = handle(dict(operands=placed(operands_of()), stage=stage, fail=function))
+    ((code, message),) = errors
+    assert code == CODES["INTERNAL"]
+    assert re.match(r"patch_embed: .*: CUDA_ERROR_UNKNOWN, unknown error\.$", message)
+    versions = r"a driver for CUDA 99\.1 cannot load the kernels, compiled by CUDA 1\d\.\d:"
+    assert function != "cuLibraryLoadData" or re.search(versions, message)
+    pushed, popped = (
+        sum(line.startswith(name) for line in written) for name in ("cuCtxPush", "cuCtxPop")
+    )
+    assert popped == (pushed and function != "cuCtxPushCurrent")
+    assert function == "cuLaunchKernelEx" or not any("cuLaunch" in line for line in written)
+
+
+@with_driver
+def test_a_device_without_kernels_is_refused(handle):
+    both = dict(kernel_sm90=KERNEL, kernel_sm100=BLACKWELL)
+    operands = placed(operands_of())
+    answers = handle(
+        dict(operands=operands, capability=(8, 0), attributes=both),
+        dict(operands=operands, capability=(12, 0), attributes=both),
+        dict(operands=operands, capability=(10, 0)),
+        dict(operands=operands, capability=(9, 0), attributes=both | dict(kernel_sm90="")),
+        dict(operands=operands, capability=(10, 3), attributes=both),
+    )
+    messages = [errors[0][1] for errors, _ in answers]
+    assert {errors[0][0] for errors, _ in answers} == {CODES["FAILED_PRECONDITION"]}
+    assert (
+        "has compute capability 8.0, the program's kernels are for 9.0 and for 10.0" in messages[0]
+    )
+    assert "has compute capability 12.0, the" in messages[1]
+    assert "has compute capability 10.0, the program's kernels are for 9.0. Lower" in messages[2]
+    assert "has compute capability 9.0, the program's kernels are for 10.0 and 10.3." in messages[3]
+    assert "10.3 has no int8 tensor cores" in messages[4]
+
+
+@with_driver
+def test_a_kernel_that_was_not_built_is_refused(handle):
+    missing = configs(built=False)
+    if not missing:
+        pytest.skip("all are built")
+    config = missing[0]
+    names = {"kernel_sm90": "", "kernel_sm100": "", f"kernel_sm{config.capability}": config.name}
+    operands = placed(operands_of(config.name, N=768))
+    capability = divmod(config.capability, 10)
+    ((errors, _),) = handle(dict(operands=operands, attributes=names, capability=capability))
+    assert errors == [
+        [CODES["UNAVAILABLE"], f"patch_embed: this library was built without {config.name}."]
+    ]
+
+
+@with_driver
+def test_without_a_stream_it_is_unavailable(handle):
+    ((errors, written),) = handle(dict(operands=placed(operands_of()), stream=None))
+    assert errors == [[CODES["UNAVAILABLE"], "patch_embed: XLA gave no stream of a GPU."]]
+    assert not written
+
+
+OLD = ("-DDRIVER_VERSION=11080",)
+TOO_OLD = (
+    r"the driver is for CUDA 11\.8; the kernels were compiled by CUDA (1[23])\.\d and need a "
+    r"driver for CUDA \1\.0 or newer\. Update the driver, or, for one of CUDA 12, build"
+)
+
+
+@with_driver
+def test_a_driver_too_old_for_the_kernels_is_refused_before_they_are_loaded(handle):
+    calls = [dict(operands=placed(operands_of()), stage=x) for x in ("initialize", "execute")]
+    for ((code, message),), written in handle(*calls, flags=OLD):
+        assert code == CODES["UNAVAILABLE"] and re.search(TOO_OLD, message)
+        assert not written
+
+
+@with_driver
+@pytest.mark.parametrize("flags", [OLD, ()], ids=["old", "new"])
+def test_the_backend_refuses_a_chip_whose_driver_is_too_old(handle, flags):
+    code = """if True:
+        from interpreter import problem_of
+        from planned import refusal
+        from pallas_patch_embed.backends import cuda
+        from pallas_patch_embed.chips import H200, Target
+        from pallas_patch_embed.problem import named_shape
+        problem = problem_of(named_shape("B/16 224"), "int8")
+        # An export for a chip that nobody knows yet does not depend on this machine's driver.
+        assert refusal(cuda, problem) is None
+        print(refusal(cuda, problem, Target("cuda", H200)))
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment(
+            LD_LIBRARY_PATH=str(handle.compiled(*flags)),
+            JAX_PLATFORMS="cpu",
+        ),
+    )
+    assert result.returncode == 0, result.stderr
+    assert re.search(TOO_OLD if flags else "^None$", result.stdout)
+
+
+@with_driver
+def test_a_driver_that_lacks_a_function_is_unavailable_and_says_why(handle):
+    # A driver of another name for what it lacks.
+    flags = ["-DcuLaunchKernelEx=cuLaunchKernel"]
+    ((errors, _),) = handle(dict(operands=placed(operands_of())), flags=flags)
+    ((code, message),) = errors
+    assert code == CODES["UNAVAILABLE"]
+    assert "the driver has no cuLaunchKernelEx; 525 or newer is needed." in message
+
+
+@with_driver
+def test_wrong_operands_never_reach_the_driver(handle):
+    wrong = operands_of() | dict(scale=("float32", (64,)))
+    for stage in ("initialize", "execute"):
+        ((errors, written),) = handle(dict(operands=placed(wrong), stage=stage))
+        ((code, message),) = errors
+        assert code == CODES["INVALID_ARGUMENT"] and "scale is float32[64]" in message
+        assert not written
+
+
+@with_driver
+def test_no_rows_never_reach_the_driver(handle):
+    operands = placed(operands_of(M=0, period=0))
+    for stage in ("initialize", "execute"):
+        assert handle(dict(operands=operands, stage=stage)) == [[[None], []]]

@@ -1,0 +1,223 @@
+"""The CUDA kernels' plan: what is launched, which kernel is chosen, what is refused."""
+
+import dataclasses
+import itertools
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+from cuda_kernels import CHIPS, LONG, built, configs, expected_launch
+from interpreter import problem_of
+from planned import refusal
+
+from pallas_patch_embed.backends import BACKENDS, cuda, explain, tiles
+from pallas_patch_embed.chips import A100, B200, B300, H200, RTX_5090, Target
+from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
+
+HOPPER, ULTRA = Target("cuda", H200), Target("cuda", B300)
+
+
+# What is launched.
+
+
+@built
+@pytest.mark.parametrize("capability", CHIPS)
+def test_a_launch_is_what_is_derived_from_the_shapes(capability):
+    launched = 0
+    for config in configs(capability=capability):
+        for (M, period), N, K in itertools.product(
+            [(1, 1), (392, 196), (3 * 729, 729), (5 * 196 + 4, 5 * 196 + 4), (928256, 196)],
+            [768, 1024, 1152, 1536],
+            [640, 768, 3072],
+        ):
+            shapes = dict(M=M, N=N, K=K, period=period, workers=7, segments=3)
+            expected = expected_launch(config, **shapes)
+            if N % config.tile_n or expected["shared_memory"] > 227 * 1024:
+                with pytest.raises(NotImplementedError, match=r"expected a multiple|shared memory"):
+                    cuda.launch(config, **shapes)
+                continue
+            assert cuda.launch(config, **shapes) == expected
+            launched += 1
+    assert launched > 20 * len(configs(capability=capability))
+
+
+@built
+def test_a_kernels_name_tells_its_config():
+    for config in configs():
+        kind = "table" if config.has_table else "offset"
+        way = "streamed" if config.stream_weight else "stationary"
+        assert config.name == (
+            f"patch_embed_sm{config.capability}_{config.dtype}_{config.out_dtype}_{kind}_"
+            f"{config.tile_n}x{config.rows}_b{config.blocks}_s{config.slots}_{way}"
+        )
+    assert len({config.name for config in configs()}) == len(configs()) > 0
+
+
+@built
+def test_all_kernels_are_built():
+    assert not configs(built=False)
+
+
+@built
+def test_the_kernels_that_are_built_are_in_the_library():
+    library = cuda.LIBRARY.read_bytes()
+    # Compressed or not, a fatbin begins with this word.
+    images = {(c.capability, c.dtype) for c in configs(built=True)}
+    assert library.count(b"\x50\xed\x55\xba") >= len(images) > 0
+
+
+@built
+def test_the_library_needs_neither_driver_nor_runtime_nor_python_to_load():
+    code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
+    command = [sys.executable, "-c", code, cuda.LIBRARY]
+    maps = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "libpatch_embed" in maps.stdout
+    assert not re.search(r"libcuda|libcudart|libnv|libstdc\+\+|xla", maps.stdout)
+
+
+@built
+@pytest.mark.parametrize(
+    "shapes, reason",
+    [
+        (dict(N=100), "N is 100, expected a multiple of the kernel's 64 columns"),
+        (dict(N=0), "N is 0, expected a multiple"),
+        (dict(K=588), "K is 588, expected a multiple of 128 bytes"),
+        (dict(K=0), "K is 0, expected a multiple of 128 bytes"),
+        (dict(K=6144), "K = 6144 needs .* bytes of shared memory, there are 232448"),
+        (dict(M=2**31), "M = 2147483648 rows, expected fewer"),
+        (dict(M=-1), "M = -1 rows, expected fewer"),
+        (dict(workers=0), "0 workers with 3 runs each"),
+        (dict(segments=0), "7 workers with 0 runs each"),
+        (dict(period=0), "the table has 0 rows"),
+        (dict(workers=2**31), "2\\^31 or more"),
+        (dict(N=2**31), "2\\^31 or more"),
+        (dict(N=2**27), "eight rows of y"),
+    ],
+    ids=str,
+)
+def test_shapes_that_cannot_be_launched_are_refused(shapes, reason):
+    config = next(c for c in configs(capability=90, dtype="i8", tile_n=64, stream_weight=False))
+    fine = dict(M=392, N=768, K=768, period=196, workers=7, segments=3)
+    cuda.launch(config, **fine)
+    with pytest.raises(NotImplementedError, match=reason):
+        cuda.launch(config, **(fine | shapes))
+
+
+@built
+def test_a_kernel_that_does_not_exist_is_refused():
+    config = dataclasses.replace(configs()[0], name="patch_embed_sm90")
+    with pytest.raises(NotImplementedError, match="no kernel of this name"):
+        cuda.launch(config, M=1, N=64, K=128, period=1, workers=1, segments=1)
+
+
+# Which kernel is chosen.
+
+
+@built
+@pytest.mark.parametrize("capability", CHIPS)
+def test_every_named_shape_has_a_kernel(all_built, capability):
+    for shape, dtype, out_dtype, B in itertools.product(
+        NAMED_SHAPES, tiles.DTYPES, ("bfloat16", "float32"), (1, 64, 4736)
+    ):
+        problem = problem_of(shape, dtype, B, out_dtype)
+        chip = CHIPS[capability]
+        config = cuda.choose_config(problem, capability, chip)
+        config.check(problem, chip)
+        assert (LONG[config.dtype], LONG[config.out_dtype]) == (dtype, out_dtype)
+        grid = config.grid(problem, chip)
+        assert grid.workers == 1 or grid.thread_blocks <= chip.multiprocessors
+        assert refusal(cuda, problem, Target("cuda", chip)) is None
+
+
+@built
+@pytest.mark.parametrize(
+    "name, B, dtype, capability, chosen",
+    [
+        ("B/16 224", 4736, "float8_e4m3fn", 90, "192x64_b1_s10_stationary"),
+        ("B/16 224", 4736, "bfloat16", 90, "192x128_b1_s5_streamed"),
+        ("B/16 224", 1, "int8", 90, "64x64_b1_s8_stationary"),
+        ("L/16 256", 512, "int8", 90, "128x64_b1_s8_stationary"),
+        ("B/32 256", 4736, "int8", 90, "192x128_b1_s5_streamed"),
+        ("B/16 224", 4736, "float8_e4m3fn", 100, "256x128_b2_s4_stationary"),
+        ("B/16 224", 4736, "bfloat16", 100, "256x128_b2_s5_streamed"),
+        ("B/16 224", 1, "int8", 100, "64x128_b1_s7_stationary"),
+        ("So400m/16 256", 4736, "int8", 100, "192x128_b2_s5_stationary"),
+    ],
+)
+def test_the_kernel_of_least_time_is_chosen(all_built, name, B, dtype, capability, chosen):
+    problem = problem_of(named_shape(name), dtype, B)
+    config = cuda.choose_config(problem, capability, CHIPS[capability])
+    assert config.name.endswith(chosen)
+
+
+# Which problems are refused.
+
+
+@built
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(dtype="float32"), "it multiplies float8_e4m3fn, bfloat16, int8, not float32"),
+        (dict(weight=(100, 768), scale=(100,), table=(196, 100)), "N is 100, expected a multiple"),
+        (dict(patches=(8, 196, 588), weight=(768, 588)), "K is 588, expected a multiple of 128"),
+        (dict(weight=(2, 768, 768)), "its weight is one matrix"),
+        (dict(table_dtype="float32"), "it adds a bfloat16 table"),
+        (dict(table=(4, 196, 768)), "repeats along leading axes or has them all"),
+        (dict(patches=(2**24, 196, 768)), "expected fewer than 2^31 less a tile. Split them."),
+    ],
+    ids=str,
+)
+def test_a_problem_that_it_cannot_serve_is_refused_with_the_reason(change, reason):
+    fine = problem_of(named_shape("B/16 224"), "int8")
+    assert refusal(cuda, fine, HOPPER) is None
+    assert refusal(cuda, fine) is None
+    for target in (None, HOPPER):
+        assert reason in refusal(cuda, dataclasses.replace(fine, **change), target)
+
+
+@built
+def test_chips_without_kernels_are_refused_with_the_reason(all_built, monkeypatch):
+    int8, float8 = (problem_of(named_shape("B/16 224"), d) for d in ("int8", "float8_e4m3fn"))
+    for target in (Target("cpu"), Target("cuda", A100), Target("cuda", RTX_5090), Target("cuda")):
+        assert refusal(cuda, int8, target).startswith("it needs compute capability 9.0, 10.0 or")
+    assert "10.3 has no int8 tensor cores" in refusal(cuda, int8, ULTRA)
+    assert refusal(cuda, float8, ULTRA) is None
+    hopper = tuple(c for c in cuda.configs() if c.capability == 90)
+    monkeypatch.setattr(cuda, "configs", lambda: hopper)
+    assert "no such kernels for sm_100" in refusal(cuda, float8, Target("cuda", B200))
+    assert refusal(cuda, float8) is None
+
+
+@built
+def test_a_config_for_another_problem_is_refused():
+    problem = problem_of(named_shape("B/16 224"), "int8")
+    for other in (
+        dict(dtype="bf16"),
+        dict(out_dtype="f32"),
+        dict(has_table=False),
+        dict(built=False),
+    ):
+        config = cuda.choose_config(problem, 90, H200)
+        with pytest.raises(NotImplementedError, match="is for other dtypes, or not built"):
+            dataclasses.replace(config, **other).check(problem, H200)
+
+
+@built
+def test_it_is_tried_behind_the_Pallas_kernels():
+    assert list(BACKENDS)[-3:] == ["cuda", "triton", "xla"]
+    problem = problem_of(named_shape("B/16 224"), "int8")
+    assert explain(problem, HOPPER).chosen == "mosaic_sm90"
+    few = problem_of(named_shape("B/32 256"), "int8", 1)
+    assert explain(few, HOPPER).chosen == "xla"
+
+
+@built
+def test_it_runs_where_the_Pallas_kernels_cannot(monkeypatch):
+    def refuses(problem, target):
+        raise NotImplementedError("not today.")
+
+    for name in ("mosaic_sm90", "mosaic_sm100"):
+        monkeypatch.setitem(BACKENDS, name, types.SimpleNamespace(plan=refuses))
+    assert explain(problem_of(named_shape("B/16 224"), "int8"), HOPPER).chosen == "cuda"

@@ -1,0 +1,124 @@
+"""Every backend, run by whatever this machine has: a GPU, an interpreter, or the PTX emulator.
+
+A runner is a function of the operands (patches, weight, scale, table) and the output's dtype. It
+raises NotImplementedError if its kernel does not serve them. Configs are small, so that each
+worker has several tiles.
+"""
+
+from collections.abc import Callable
+from unittest import mock
+
+import jax
+import pytest
+import two_blocks
+from gpu import gpu
+from interpreter import check_wgmma, interpreted
+from planned import compute, few
+
+from pallas_patch_embed.backends import BACKENDS, cuda_build, xla
+from pallas_patch_embed.backends.mosaic import SM90, SM100, sm90, sm100
+from pallas_patch_embed.chips import A100, B200, H200, Target
+from pallas_patch_embed.problem import Problem
+
+
+def run_xla(operands, out_dtype):
+    return compute(xla, *operands, out_dtype=out_dtype, target=Target("cpu"))
+
+
+def run_mosaic_sm90(operands, out_dtype):
+    with pytest.MonkeyPatch.context() as patch:
+        check_wgmma(patch)
+        return interpreted(SM90, operands, out_dtype, few(H200, 4), sm90.Config(64, 4))
+
+
+def run_mosaic_sm100_two_blocks(operands, out_dtype):
+    if not two_blocks.KNOWN:
+        pytest.skip("this interpreter lets a thread leave before the last phases of its barriers")
+    with pytest.MonkeyPatch.context() as patch:
+        two_blocks.install(patch)
+        return interpreted(SM100, operands, out_dtype, few(B200, 8), sm100.Config(64, 4))
+
+
+def run_mosaic_sm100_one_block(operands, out_dtype):
+    config = sm100.Config(64, 4, collective=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if two_blocks.KNOWN:
+            two_blocks.install(patch)
+        return interpreted(SM100, operands, out_dtype, few(B200, 8), config)
+
+
+def run_ptx(operands, out_dtype, chip, **config):
+    """The CUDA kernel of a chip, compiled by nvcc."""
+    if reason := cuda_build.find_nvcc()[1]:
+        pytest.skip(reason)
+    import emulated_cuda
+
+    patches, weight, _, table = operands
+    case = emulated_cuda.Case(
+        patches.shape,
+        weight.shape[0],
+        patches.dtype.name,
+        "none" if table.ndim == 1 else "per position",
+        out_dtype=out_dtype,
+        capability=10 * chip.capability[0],
+        **config,
+    )
+    case.config.check(Problem.of(*operands, out_dtype=out_dtype), chip)
+    return emulated_cuda.run(emulated_cuda.compiled(case), case, operands)[0]
+
+
+def run_cuda_sm90(operands, out_dtype):
+    slots = 16 if operands[0].dtype == "bfloat16" else 8
+    return run_ptx(operands, out_dtype, H200, tile_n=64, slots=slots)
+
+
+def run_cuda_sm100(operands, out_dtype):
+    slots = 7 if operands[0].dtype == "bfloat16" else 8
+    return run_ptx(operands, out_dtype, B200, tile_n=64, slots=slots, rows=128, blocks=2)
+
+
+def run_triton(operands, out_dtype):
+    pytest.importorskip("triton", reason="triton is missing: the extra codegen has it")
+    import interpreted_triton
+
+    from pallas_patch_embed.backends import triton
+
+    config = triton.Config(32, 32, 64, warps=4, stages=2, programs=1)
+    with mock.patch.object(triton, "_call", lambda: interpreted_triton.call):
+        return compute(triton, *operands, out_dtype=out_dtype, target=few(A100, 2), config=config)
+
+
+def on_gpu(name: str) -> Callable:
+    """The runner of a backend on the GPU of this machine."""
+
+    def run(operands, out_dtype):
+        backend, target = BACKENDS[name], Target.of(gpu())
+        small = Problem((1, 64, 128), (64, 128), (64,), (64, 64), "int8", "bfloat16", "bfloat16")
+        try:
+            backend.plan(small, target)
+        except NotImplementedError as reason:
+            pytest.skip(f"{name}: {reason}")
+        with jax.default_device(gpu()):
+            operands = jax.device_put(operands, gpu())
+            return compute(backend, *operands, out_dtype=out_dtype, target=target)
+
+    return run
+
+
+RUNNERS = [
+    pytest.param(run_xla, id="xla"),
+    pytest.param(run_mosaic_sm90, id="mosaic_sm90 interpreted"),
+    pytest.param(run_mosaic_sm100_two_blocks, id="mosaic_sm100 interpreted, two blocks"),
+    pytest.param(run_mosaic_sm100_one_block, id="mosaic_sm100 interpreted, one block"),
+    pytest.param(run_cuda_sm90, id="PTX of cuda's sm90 emulated", marks=pytest.mark.codegen),
+    pytest.param(run_cuda_sm100, id="PTX of cuda's sm100 emulated", marks=pytest.mark.codegen),
+    pytest.param(run_triton, id="triton interpreted", marks=pytest.mark.codegen),
+    *(
+        pytest.param(
+            on_gpu(name),
+            id=f"{name} on a GPU",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(gpu() is None, reason="no GPU")],
+        )
+        for name in BACKENDS
+    ),
+]
