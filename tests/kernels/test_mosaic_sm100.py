@@ -38,9 +38,7 @@ def one_block(*arguments, **named):
 
 # The interpreter has no untiled view of the ring: rows are multiples of 8 here.
 CASES = {
-    "a tail": ((3, 72, 128), 64, "float8_e4m3fn", "shared", one_block(64, 4)),
     "a run that wraps around the table": ((2, 96, 256), 128, "int8", "shared", one_block(64, 4)),
-    "one tile": ((1, 128, 128), 64, "int8", "shared", one_block(64, 3)),
     "more workers than tiles": ((1, 96, 128), 64, "bfloat16", "none", one_block(64, 4)),
     "streamed weight": (
         (5, 72, 256),
@@ -49,7 +47,6 @@ CASES = {
         "shared",
         one_block(128, 3, stream_weight=True),
     ),
-    "tables of their own": ((5, 40, 128), 128, "bfloat16", "per image", one_block(64, 4)),
     "many tiles a run": ((40, 64, 128), 64, "int8", "shared", one_block(64, 2)),
     "two blocks": ((4, 64, 128), 64, "int8", "shared", Config(64, 4)),
     "two blocks, a tail in the first": ((3, 72, 128), 64, "float8_e4m3fn", "shared", Config(64, 4)),
@@ -104,7 +101,6 @@ CASES = {
 # One block and two, a weight that stays and one that is streamed, with a table and without, and
 # every dtype.
 KEPT = [
-    "a tail",
     "streamed weight",
     "two blocks, many tiles a run",
     "two blocks, no table",
