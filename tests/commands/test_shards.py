@@ -234,7 +234,7 @@ def test_nothing_in_shards_is_lost_whatever_ends_a_run(tmp_path, number):
         (folder / f"{i:04}.png").write_bytes(encoded(i))
     line = [*COMMAND, "--checkpoint", checkpoint(MODEL), folder, "--out", out, "--batch", "16"]
     settings = dict(env=os.environ | {"JAX_PLATFORMS": "cpu"}, stderr=subprocess.PIPE, text=True)
-    # The process stops itself when it writes its fifth shard: the signal finds it there.
+    # The process stops itself before its fifth file, which is a shard, and gets the signal there.
     script = """
 import os, signal, sys
 from pallas_patch_embed import __main__

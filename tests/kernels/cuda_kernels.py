@@ -1,4 +1,4 @@
-"""The CUDA kernels of the library, and what the launch of one has to be."""
+"""The configs of the CUDA library, and the launch that each of them has to have."""
 
 import functools
 
@@ -46,14 +46,14 @@ def matrix(short, rows, columns, box_rows, box_columns):
 
 
 def expected_launch(config, M, N, K, period, workers, segments):
-    """The launch as the kernels' files describe it, derived by itself."""
+    """The launch, derived from ffi/*.cu and *.h independently of ffi/plan.h."""
     size, out_size = itemsize(config.dtype), itemsize(config.out_dtype)
     chunks, inner = K * size // 128, 128 // size
     hopper = config.capability == 90
     ring = config.slots * config.rows * 128
     streamed, parts = 0, config.slots if config.stream_weight else chunks
     if hopper and config.stream_weight:
-        # Of the weight as many parts as there is room for beside the patches and 2 KiB.
+        # As many parts of the weight as fit beside the patches and 2 KiB.
         streamed = parts = (227 * 1024 - ring - 2048) // (config.tile_n * 128)
     weight_bytes = parts * config.tile_n * 128 // config.blocks
     if hopper:
@@ -74,7 +74,7 @@ def expected_launch(config, M, N, K, period, workers, segments):
         weight = matrix(config.dtype, N, K, config.tile_n // config.blocks, inner)
         half = config.tile_n // 2 * out_size
         store_bytes = 128 if half % 128 == 0 else 64
-        # A store is a warp's.
+        # Each warp stores its own 32 rows.
         y = matrix(config.out_dtype, M, N, 32, store_bytes // out_size)
         rest = 2 * 2 * 128 * store_bytes + 1024
     # Chunks 0, 4 and 8 of a streamed weight stay: with 128 rows a warpgroup and at most 16 chunks.

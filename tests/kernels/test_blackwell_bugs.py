@@ -23,9 +23,7 @@ from pallas_patch_embed.backends.mosaic import interpreted as memory
 from pallas_patch_embed.backends.mosaic.sm100 import Config
 from pallas_patch_embed.chips import B200
 
-pytestmark = pytest.mark.skipif(
-    not two_blocks.KNOWN, reason="this jax has another interpreter than two_blocks.py knows"
-)
+pytestmark = pytest.mark.skipif(not two_blocks.KNOWN, reason=two_blocks.UNKNOWN)
 
 # 2160 rows of tables with 72: 9 or 17 tiles, the last one with a tail, each of another phase, for 2
 # workers a slice; 3 chunks a tile and 4 slots. It takes 3 seconds.

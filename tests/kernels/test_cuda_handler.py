@@ -17,8 +17,7 @@ from repository import TESTS, environment
 
 from pallas_patch_embed.backends import cuda
 
-# On a CPU the checks are all that happens: they come before it asks for a GPU.
-
+# The checks come before the handler asks for a GPU, so they can be tested on a CPU.
 
 KERNEL = "patch_embed_sm90_i8_bf16_table_64x64_b1_s8_stationary"
 OFFSET = KERNEL.replace("table", "offset")

@@ -20,10 +20,7 @@ from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape
 BLACKWELL, ULTRA = Target("cuda", B200), Target("cuda", B300)
 SMALL = few(B200, 8)
 
-needs_two_blocks = pytest.mark.skipif(
-    not two_blocks.KNOWN,
-    reason=f"the interpreter of jax {jax.__version__} is not among {two_blocks.KNOWN_VERSIONS}",
-)
+needs_two_blocks = pytest.mark.skipif(not two_blocks.KNOWN, reason=two_blocks.UNKNOWN)
 
 
 @pytest.fixture(autouse=True)

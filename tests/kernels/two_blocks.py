@@ -34,6 +34,7 @@ LEADER = 0
 # The interpreters whose insides these functions fit.
 KNOWN_VERSIONS = ("0.11.2", "0.12.0")
 KNOWN = ".".join(jax.__version__.split(".")[:3]) in KNOWN_VERSIONS
+UNKNOWN = f"the interpreter of jax {jax.__version__} is not among {KNOWN_VERSIONS}"
 
 Key = gpu_callbacks.HostAllocationKey
 SMEM = shared_memory.IDX_BY_GPU_MEMORY_SPACE[core.MemorySpace.SMEM]

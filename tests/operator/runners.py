@@ -1,10 +1,11 @@
 """Every backend, run by whatever this machine has: a GPU, an interpreter, or the PTX emulator.
 
 A runner is a function of the operands (patches, weight, scale, table) and the output's dtype. It
-raises NotImplementedError if its kernel does not serve them. Configs are small, so that each
-worker has several tiles.
+raises NotImplementedError if its kernel does not serve them. The chips of interpreters and of the
+emulator have few multiprocessors, so that a worker can have several tiles.
 """
 
+import functools
 from collections.abc import Callable
 from unittest import mock
 
@@ -31,24 +32,22 @@ def run_mosaic_sm90(operands, out_dtype):
         return interpreted(SM90, operands, out_dtype, few(H200, 4), sm90.Config(64, 4))
 
 
-def run_mosaic_sm100_two_blocks(operands, out_dtype):
+def run_mosaic_sm100(operands, out_dtype, collective):
+    """Products of two blocks (collective) or of one."""
     if not two_blocks.KNOWN:
-        pytest.skip("this interpreter lets a thread leave before the last phases of its barriers")
+        pytest.skip(two_blocks.UNKNOWN)
+    config = sm100.Config(64, 4, collective=collective)
     with pytest.MonkeyPatch.context() as patch:
         two_blocks.install(patch)
-        return interpreted(SM100, operands, out_dtype, few(B200, 8), sm100.Config(64, 4))
-
-
-def run_mosaic_sm100_one_block(operands, out_dtype):
-    config = sm100.Config(64, 4, collective=False)
-    with pytest.MonkeyPatch.context() as patch:
-        if two_blocks.KNOWN:
-            two_blocks.install(patch)
         return interpreted(SM100, operands, out_dtype, few(B200, 8), config)
 
 
+run_mosaic_sm100_two_blocks = functools.partial(run_mosaic_sm100, collective=True)
+run_mosaic_sm100_one_block = functools.partial(run_mosaic_sm100, collective=False)
+
+
 def run_ptx(operands, out_dtype, chip, **config):
-    """The CUDA kernel of a chip, compiled by nvcc."""
+    """The PTX that nvcc makes of a chip's CUDA kernel, in the emulator."""
     if reason := cuda_build.find_nvcc()[1]:
         pytest.skip(reason)
     import emulated_cuda
@@ -58,7 +57,7 @@ def run_ptx(operands, out_dtype, chip, **config):
         patches.shape,
         weight.shape[0],
         patches.dtype.name,
-        "none" if table.ndim == 1 else "per position",
+        "none" if table.ndim == 1 else "shared",
         out_dtype=out_dtype,
         capability=10 * chip.capability[0],
         **config,
