@@ -120,6 +120,7 @@ def command(*arguments):
     )
 
 
+@pytest.mark.slow("all that `make demo` does")
 def test_the_demo_prints_a_table_and_writes_a_picture(tmp_path):
     from PIL import Image
 

@@ -147,6 +147,7 @@ def tiny_encoder(monkeypatch):
         monkeypatch.setattr(module, "named_shape", lambda name: SMALL)
 
 
+@pytest.mark.slow("five encoders' programs")
 def test_encoders_differ_in_the_patch_embedding_alone(tiny_encoder, monkeypatch):
     measures = {
         "burst": functools.partial(timing.burst, rounds=1, calls=1, rest=0.0),

@@ -15,7 +15,6 @@ import two_blocks
 from bounds import assert_bit_equal
 from interpreter import draw_operands, interpreted
 from planned import few
-from short_suite import keep
 
 from pallas_patch_embed.backends import schedule, xla
 from pallas_patch_embed.backends.mosaic import SM100, launch, layouts, sm100
@@ -23,7 +22,10 @@ from pallas_patch_embed.backends.mosaic import interpreted as memory
 from pallas_patch_embed.backends.mosaic.sm100 import Config
 from pallas_patch_embed.chips import B200
 
-pytestmark = pytest.mark.skipif(not two_blocks.KNOWN, reason=two_blocks.UNKNOWN)
+pytestmark = [
+    pytest.mark.skipif(not two_blocks.KNOWN, reason=two_blocks.UNKNOWN),
+    pytest.mark.slow("seconds each in the interpreter"),
+]
 
 # 2160 rows of tables with 72: 9 or 17 tiles, the last one with a tail, each of another phase, for 2
 # workers a slice; 3 chunks a tile and 4 slots. It takes 3 seconds.
@@ -317,27 +319,14 @@ def test_without_a_bug_nothing_is_noticed(monkeypatch, mode):
     outcome(Altered(), monkeypatch, mode)
 
 
-# One for every check that notices bugs.
-KEPT = [
-    ("wait missing", "load of tensor memory"),
-    ("arrive missing", "read"),
-    ("wrong table phase", "rows"),
-    ("orders_tensor_core missing", "read"),
-]
-
-
 @pytest.mark.parametrize(
     "bug, mode",
-    keep(
-        [
-            (bug, mode)
-            for bug in BUGS
-            for mode, config in MODES.items()
-            if bug[1] not in NOT_WITH_ONE_BLOCK or config.collective
-        ],
-        lambda case: case[0] in KEPT and case[1] == "two blocks",
-        "seconds each in the interpreter",
-    ),
+    [
+        (bug, mode)
+        for bug in BUGS
+        for mode, config in MODES.items()
+        if bug[1] not in NOT_WITH_ONE_BLOCK or config.collective
+    ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
 def test_a_bug_is_noticed(monkeypatch, bug, mode):

@@ -97,12 +97,7 @@ CASES = {
 }
 # One block and two, a weight that stays and one that is streamed, with a table and without, and
 # every dtype.
-KEPT = [
-    "streamed weight",
-    "two blocks, many tiles a run",
-    "two blocks, no table",
-    "two blocks, streamed weight",
-]
+KEPT = ["streamed weight", "two blocks, many tiles a run", "two blocks, no table"]
 FLOAT32_CASES = ["streamed weight", "two blocks, slices of 192", "two blocks, no table"]
 
 
