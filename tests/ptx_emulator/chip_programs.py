@@ -12,9 +12,9 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
-from repository import DATA
 
 from ptx_emulator.machine import Machine
 from ptx_emulator.memory import GlobalMemory
@@ -678,7 +678,7 @@ def wgmma() -> Iterator[Program]:
 
 
 # What a GPU answered.
-ANSWERS = DATA / "chip_answers.json"
+ANSWERS = Path(__file__).with_name("chip_results.json")
 
 FAMILIES = {
     f.__name__: f for f in (scalar, lop3, lanes, matrices, memory, clusters, mbarriers, tma, wgmma)
