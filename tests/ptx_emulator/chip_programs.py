@@ -1,8 +1,8 @@
 """Small kernels, each of one family of instructions, that a Hopper GPU and the emulator both run.
 
 A program is PTX with random operands. What it leaves in its arrays is the same on every chip: no
-value depends on timing, and products of floats are exact. `chip_answers.py` runs the programs on a
-GPU, `test_chip_answers.py` in the emulator.
+value depends on timing, and products of floats are exact. `record_chip_results.py` runs the
+programs on a GPU, `test_chip_results.py` in the emulator.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from ptx_emulator.machine import Machine
+from ptx_emulator.matrix_operands import ELEMENTS
 from ptx_emulator.memory import GlobalMemory
 from ptx_emulator.parser import parse
 from ptx_emulator.scalar_cases import CASES, operands, stored
-from ptx_emulator.tensor import ELEMENTS
 from ptx_emulator.tma import TensorMap
 
 KIB = 1024
