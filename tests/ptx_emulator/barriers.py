@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from ptx_emulator.clocks import MEMORY, learn
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.isa import LANES, Blocked, Task, block_of, instruction, lane_bits, lanes
 from ptx_emulator.memory import SHARED_BEGIN, SHARED_WINDOW, WORD
 from ptx_emulator.parser import Sink
 from ptx_emulator.scalar import modifiers
+from ptx_emulator.vector_clocks import MEMORY, learn
 
 SYNC = "9.7.13 synchronisation"
 

@@ -1,8 +1,8 @@
 """Small kernels, each of one family of instructions, that a Hopper GPU and the emulator both run.
 
 A program is PTX with random operands. What it leaves in its arrays is the same on every chip: no
-value depends on timing, and products of floats are exact. `chip_answers.py` runs the programs on a
-GPU, `test_chip_answers.py` in the emulator.
+value depends on timing, and products of floats are exact. `record_chip_results.py` runs the
+programs on a GPU, `test_chip_results.py` in the emulator.
 """
 
 import dataclasses
@@ -12,15 +12,15 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
-from repository import DATA
 
 from ptx_emulator.machine import Machine
+from ptx_emulator.matrix_operands import ELEMENTS
 from ptx_emulator.memory import GlobalMemory
 from ptx_emulator.parser import parse
 from ptx_emulator.scalar_cases import CASES, operands, stored
-from ptx_emulator.tensor import ELEMENTS
 from ptx_emulator.tma import TensorMap
 
 KIB = 1024
@@ -678,7 +678,7 @@ def wgmma() -> Iterator[Program]:
 
 
 # What a GPU answered.
-ANSWERS = DATA / "chip_answers.json"
+ANSWERS = Path(__file__).with_name("chip_results.json")
 
 FAMILIES = {
     f.__name__: f for f in (scalar, lop3, lanes, matrices, memory, clusters, mbarriers, tma, wgmma)

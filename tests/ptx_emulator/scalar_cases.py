@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from ptx_emulator.ptx import FORMATS, number
+from ptx_emulator.references import FORMATS, number
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
 COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"

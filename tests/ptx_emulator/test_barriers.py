@@ -10,7 +10,7 @@ import pytest
 
 from ptx_emulator import isa
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.ptx import HERE, fails, run
+from ptx_emulator.ptx_runner import HERE, fails, run
 from ptx_emulator.tma import TensorMap
 
 SECTION = "9.7.13 synchronisation"

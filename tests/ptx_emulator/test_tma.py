@@ -12,7 +12,8 @@ import pytest
 
 from ptx_emulator import isa
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.ptx import HERE, exchanged, fails, run
+from ptx_emulator.ptx_runner import HERE, fails, run
+from ptx_emulator.references import exchanged
 from ptx_emulator.tma import TensorMap
 
 SECTION = "9.7.9.25 asynchronous copy"

@@ -8,11 +8,11 @@ import re
 import numpy as np
 
 from ptx_emulator.barriers import barrier_at
-from ptx_emulator.clocks import MEMORY
 from ptx_emulator.errors import EmulatorError
 from ptx_emulator.isa import BLACKWELL, Blocked, Task, block_of, instruction, lanes
 from ptx_emulator.memory import POISON, UNIT, WORD
 from ptx_emulator.scalar import modifiers
+from ptx_emulator.vector_clocks import MEMORY
 
 COPY = "9.7.9.25 asynchronous copy"
 

@@ -21,7 +21,7 @@ def test_the_emulator_answers_as_the_chip_did(family, first, step):
     answers = ANSWERS["answers"][family]
     for program in itertools.islice(chip_programs.FAMILIES[family](), first, None, step):
         question, answer = answers[program.name]
-        assert question == program.question, f"{program.name} changed: run chip_answers.py again"
+        assert question == program.question, f"{program.name} changed: record it again"
         assert chip_programs.digest(*chip_programs.emulated(program)) == answer, program.name
 
 

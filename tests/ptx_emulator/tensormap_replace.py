@@ -8,12 +8,12 @@ import dataclasses
 
 import numpy as np
 
-from ptx_emulator.clocks import MEMORY
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.isa import BLACKWELL, HOPPER, block_of, instruction, lanes
 from ptx_emulator.memory import SHARED_BEGIN, SHARED_WINDOW
 from ptx_emulator.scalar import modifiers
 from ptx_emulator.tma import TensorMap, units_of, words_of
+from ptx_emulator.vector_clocks import MEMORY
 
 REPLACE, SYNC = "9.7.9.28 tensormap.replace", "9.7.13 synchronisation"
 

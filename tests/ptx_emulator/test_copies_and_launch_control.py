@@ -8,7 +8,7 @@ import pytest
 
 from ptx_emulator import isa
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.ptx import HERE, fails, run
+from ptx_emulator.ptx_runner import HERE, fails, run
 from ptx_emulator.tma import TensorMap
 
 COPY, SYNC, REPLACE = (
@@ -353,7 +353,10 @@ def test_a_block_exits_before_its_store_has_read():
 
 
 def test_every_form_has_a_test():
-    modules = [f"ptx_emulator.{name}" for name in ("copies", "launch_control", "tensor_maps")]
+    modules = [
+        f"ptx_emulator.{name}"
+        for name in ("cp_async", "cluster_launch_control", "tensormap_replace")
+    ]
     registered = {
         opcode for opcode, definition in isa.TABLE.items() if definition.make.__module__ in modules
     }

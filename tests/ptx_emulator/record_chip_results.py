@@ -1,6 +1,6 @@
 """Asks a Hopper GPU what the programs of `chip_programs.py` leave, and keeps its answers.
 
-    PYTHONPATH=.:tests python tests/chip_answers.py [--out tests/data/chip_answers.json]
+    PYTHONPATH=.:tests:tests/kernels:tests/operator python -m ptx_emulator.record_chip_results
 
 The driver compiles the PTX. The project's own Hopper kernels of `emulated.py` are asked, too.
 """

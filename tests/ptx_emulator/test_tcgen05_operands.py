@@ -9,7 +9,7 @@ import pytest
 
 from ptx_emulator import isa
 from ptx_emulator.errors import EmulatorError, RaceError
-from ptx_emulator.ptx import HERE, fails, run
+from ptx_emulator.ptx_runner import HERE, fails, run
 
 SECTION = "9.7.16 tcgen05"
 

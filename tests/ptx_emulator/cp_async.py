@@ -4,12 +4,12 @@ import dataclasses
 
 import numpy as np
 
-from ptx_emulator.clocks import MEMORY
-from ptx_emulator.data import Access
+from ptx_emulator.data_movement import Access
 from ptx_emulator.errors import EmulatorError, UnsupportedError
 from ptx_emulator.isa import ALL_LANES, Blocked, Task, instruction, lanes
 from ptx_emulator.memory import POISON, UNIT, WORD
 from ptx_emulator.scalar import modifiers
+from ptx_emulator.vector_clocks import MEMORY
 
 COPY = "9.7.9.25 asynchronous copy"
 

@@ -1,4 +1,4 @@
-"""The tensor cores: wgmma on Hopper, tcgen05 and tensor memory on Blackwell."""
+"""The tensor cores of Blackwell: tcgen05 and tensor memory."""
 
 import dataclasses
 import functools
@@ -7,159 +7,26 @@ import re
 import numpy as np
 
 from ptx_emulator.barriers import barrier_at
-from ptx_emulator.clocks import MEMORY, TENSOR, learn
-from ptx_emulator.data import Access
+from ptx_emulator.data_movement import Access
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.isa import (
     BLACKWELL,
-    FLOATS,
-    HOPPER,
     LANE,
     LANES,
     WAIT_FOR_LOADS,
-    WAIT_FOR_PRODUCTS,
     Blocked,
     Task,
     block_of,
     instruction,
     lanes,
 )
-from ptx_emulator.memory import UNIT, WORD, TensorMemory
+from ptx_emulator.matrix_operands import ELEMENTS, Matrix, accumulated, product
 from ptx_emulator.parser import Address, Vector
 from ptx_emulator.scalar import modifiers
-from ptx_emulator.tma import SWIZZLES
+from ptx_emulator.tensor_memory import TensorMemory
+from ptx_emulator.vector_clocks import MEMORY, TENSOR, learn
 
-hopper = functools.partial(instruction, "9.7.15 wgmma", targets=HOPPER)
 tcgen05 = functools.partial(instruction, "9.7.16 tcgen05", targets=BLACKWELL)
-
-ELEMENTS = {name: FLOATS[name] for name in ("f16", "bf16", "e4m3", "e5m2")}
-ELEMENTS |= {"s8": np.int8, "u8": np.uint8, "tf32": np.float32}
-
-# The bits of a float32 that count in TF32.
-TF32 = 0xFFFFE000
-
-
-@dataclasses.dataclass(frozen=True)
-class Matrix:
-    """An operand in shared memory, as a 64-bit descriptor gives it (9.7.15.5.1, 9.7.16.4.1).
-
-    Attributes:
-      begin: offset in shared memory.
-      leading, stride: bytes between core matrices.
-      swizzle: bytes.
-      transposed: whether rows (M or N) are neighbours instead of columns of K.
-    """
-
-    begin: int
-    leading: int
-    stride: int
-    swizzle: int
-    transposed: bool
-
-    @classmethod
-    def of_hopper(cls, descriptor: int, *, transposed: bool) -> "Matrix":
-        """A descriptor of wgmma."""
-        swizzle = {0: 0, 1: 128, 2: 64, 3: 32}[descriptor >> 62]
-        if descriptor & (0x3FF << 52 | 0x7 << 46 | 0x3 << 30 | 0x3 << 14):
-            raise EmulatorError(f"reserved bits of the descriptor {descriptor:#x} are set")
-        return cls._of(descriptor, swizzle, transposed)
-
-    @classmethod
-    def of_blackwell(cls, descriptor: int, machine, *, transposed: bool) -> "Matrix":
-        """A descriptor of tcgen05."""
-        kinds = {0: 0, 2: 128, 4: 64, 6: 32}
-        reserved = 0x1FF << 52 | 0x3 << 30 | 0x3 << 14
-        if descriptor >> 61 not in kinds or descriptor & reserved:
-            raise EmulatorError(f"the descriptor {descriptor:#x}: swizzle, or reserved bits")
-        if version := descriptor >> 46 & 0x7 ^ 1:
-            message = f"bits 46 to 48 of the descriptor {descriptor:#x} are not 0b001"
-            if version != 1:
-                raise EmulatorError(message)
-            machine.warn("descriptor version", message)
-        return cls._of(descriptor, kinds[descriptor >> 61], transposed)
-
-    @classmethod
-    def _of(cls, descriptor: int, swizzle: int, transposed: bool) -> "Matrix":
-        if descriptor >> 49 & 0x7:
-            raise UnsupportedError(f"the base offset of the descriptor {descriptor:#x}")
-        fields = (descriptor >> shift & 0x3FFF for shift in (0, 16, 32))
-        begin, leading, stride = (16 * field for field in fields)
-        if swizzle and begin % (8 * swizzle) >= swizzle:
-            raise UnsupportedError(
-                f"the descriptor {descriptor:#x} begins at {begin}, not in the first row of the "
-                f"swizzle's pattern of {8 * swizzle} bytes, and has no base offset"
-            )
-        return cls(begin, leading, stride, swizzle, transposed)
-
-    def read(self, block, rows: int, columns: int, dtype) -> np.ndarray:
-        """The elements, [rows, columns]."""
-        index = index_of(self, rows, columns, np.dtype(dtype).itemsize)
-        return block.shared.bytes[index].view(dtype)[..., 0]
-
-    def note(
-        self, block, rows, columns, dtype, agent: int, time: int, warp, lane: int | None, what: str
-    ) -> None:
-        """Checks a read that is issued now, by a lane or by all: bounds, order, and proxies."""
-        index = index_of(self, rows, columns, np.dtype(dtype).itemsize)
-        low, high = int(index.min()), int(index.max())
-        block.shared.check(low, high - low + 1, what)
-        words, units = touched(self, rows, columns, np.dtype(dtype).itemsize)
-        block.shared.reads(agent, time, words, warp.clock, what)
-        block.shared.asynchronous(units, warp, lane, what)
-
-
-@functools.cache
-def index_of(matrix: Matrix, rows: int, columns: int, itemsize: int) -> np.ndarray:
-    """Offsets of the bytes of element [row, k], in the canonical layouts (9.7.15.5.1)."""
-    row, k = np.arange(rows)[:, None], np.arange(columns)[None, :]
-    span = matrix.swizzle or 16
-    if matrix.transposed:
-        at = row * itemsize
-        if matrix.swizzle:
-            offset = at % span + at // span * matrix.leading + k % 8 * span + k // 8 * matrix.stride
-        else:
-            offset = at % 16 + at // 16 * matrix.stride + k % 8 * 16 + k // 8 * matrix.leading
-    else:
-        at = k * itemsize
-        if matrix.swizzle:
-            if matrix.begin % span + columns * itemsize > span:
-                raise EmulatorError(f"{columns} columns of K leave the swizzled row: {matrix}")
-            offset = row % 8 * span + row // 8 * matrix.stride + at
-        else:
-            offset = row % 8 * 16 + row // 8 * matrix.stride + at // 16 * matrix.leading + at % 16
-    offset = matrix.begin + offset
-    offset = offset ^ (offset >> 7 & SWIZZLES[matrix.swizzle]) << 4
-    return offset[..., None] + np.arange(itemsize)
-
-
-@functools.cache
-def touched(matrix: Matrix, rows: int, columns: int, itemsize: int):
-    """Words and units of 16 bytes of an operand."""
-    index = index_of(matrix, rows, columns, itemsize)
-    return np.unique(index // WORD), np.unique(index // UNIT)
-
-
-def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a [M, K] times b [N, K]^T in float64: exact for all types here but large float8_e5m2."""
-    if a.dtype == np.float32:
-        a, b = ((x.view(np.uint32) & np.uint32(TF32)).view(np.float32) for x in (a, b))
-    return a.astype(np.float64) @ b.astype(np.float64).T
-
-
-def accumulated(old: np.ndarray | None, added: np.ndarray, kind: str) -> np.ndarray:
-    """Old accumulators (raw words) plus a product, as raw words.
-
-    A chip rounds a float product in its own way: only exact data is comparable.
-    """
-    if kind == "s32":
-        total = np.rint(added).astype(np.int64)
-        total = total if old is None else total + old.view(np.int32)
-        return (total & 0xFFFFFFFF).astype(np.uint32)
-    total = added if old is None else added + old.view(np.float32)
-    return total.astype(np.float32).view(np.uint32)
-
-
-# tcgen05
 
 
 def _blocks(warp, pair: bool) -> list:
@@ -633,131 +500,3 @@ def _multiply(
             words[rows, part] = accumulated(old, added, found.result)
 
     machine.submit(Task("multiply", run, what, cluster, ("products", *blocks)))
-
-
-# wgmma
-
-
-@hopper("wgmma.fence.sync.aligned")
-def wgmma_fence(build, line):
-    """Registers are ordered by the program here: only whether there is one is looked at."""
-
-    def execute(warp, mask):
-        warp.products.fenced = True
-
-    return execute
-
-
-@hopper("wgmma.commit_group.sync.aligned")
-def wgmma_commit(build, line):
-    def execute(warp, mask):
-        warp.products.ends.append(warp.products.issued)
-
-    return execute
-
-
-@hopper("wgmma.wait_group.sync.aligned")
-def wgmma_wait(build, line):
-    left = build.immediate(line.operands[0])
-    if left < 0:
-        raise ValueError(f"all but {left} groups")
-
-    def execute(warp, mask):
-        ends = warp.products.ends
-        upto = ends[-1 - left] if len(ends) > left else 0
-        first = warp.number // 4 * 4
-        warpgroup = warp.block.warps[first : first + 4]
-
-        def issued():
-            return all(other.products.issued >= upto for other in warpgroup)
-
-        if not issued():
-            return Blocked(issued, lambda: "wgmma of the other warps of the warpgroup")
-        for other in warpgroup:
-            _perform(other, upto)
-        agent = warp.machine.agents.wgmma(warp.agent)
-        warp.clock[MEMORY][agent] = max(warp.clock[MEMORY][agent], upto)
-        return None
-
-    return execute
-
-
-def _perform(warp, upto: int) -> None:
-    """Writes the accumulators of a warp's products up to this one."""
-    products = warp.products
-    while products.waiting and products.waiting[0][0] <= upto:
-        products.waiting.pop(0)[1]()
-    still = {number for _, _, numbers in products.waiting for number in numbers}
-    warp.pending = {
-        n: why for n, why in warp.pending.items() if why != WAIT_FOR_PRODUCTS or n in still
-    }
-
-
-# Integers have fewer widths (9.7.15.2).
-WIDTHS = ",".join(f"n{n}" for n in range(8, 264, 8))
-INTEGER_WIDTHS = ",".join(f"n{n}" for n in (8, 24, *range(16, 272, 16)))
-
-
-@hopper(
-    f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k16.f32{{.bf16.bf16,.f16.f16}}",
-    f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k32.f32"
-    "{.e4m3.e4m3,.e4m3.e5m2,.e5m2.e4m3,.e5m2.e5m2}",
-    f"wgmma.mma_async.sync.aligned.m64{{{INTEGER_WIDTHS}}}k32.s32{{.s8.s8,.u8.u8,.s8.u8,.u8.s8}}",
-)
-def wgmma(build, line):
-    *_, shape, result, a_type, b_type = modifiers(line)
-    columns, depth = map(int, re.fullmatch(r"m64n(\d+)k(\d+)", shape).groups())
-    target, a, b, accumulate, *flags = line.operands
-    if not isinstance(target, Vector) or len(set(target.items)) != columns // 2:
-        raise ValueError(f"{columns // 2} accumulators are expected")
-    for item in target.items:
-        build.read(item, "b32")
-    if isinstance(a, Vector):
-        raise UnsupportedError("the first operand in registers")
-    types = ELEMENTS[a_type], ELEMENTS[b_type]
-    # Signs for floats; elements of 16 bits may be transposed.
-    allowed = [(1, -1)] * (2 * (result == "f32")) + [(0, 1)] * (2 * (depth == 16))
-    flags = [build.immediate(flag) for flag in flags]
-    if len(flags) != len(allowed) or any(f not in some for f, some in zip(flags, allowed)):
-        raise ValueError(f"the signs and transpositions {flags}")
-    signs, turned = flags[:2] or [1, 1], flags[2:] or [0, 0]
-    descriptors = [build.read(operand, "b64") for operand in (a, b)]
-    accumulate = build.read(accumulate, "pred")
-    numbers = [item.number for item in target.items]
-    # The fragment of an accumulator (9.7.15.5.1.1.3).
-    i = np.arange(len(numbers))[:, None]
-    rows, places = LANE // 4 + 8 * (i // 2 % 2), i // 4 * 8 + LANE % 4 * 2 + i % 2
-
-    def execute(warp, mask):
-        block, machine, quarter = warp.block, warp.machine, warp.number % 4
-        if not warp.products.fenced:
-            raise EmulatorError("wgmma.mma_async without a wgmma.fence before it")
-        matrices = [
-            Matrix.of_hopper(int(read(warp)[0]), transposed=bool(transposed))
-            for read, transposed in zip(descriptors, turned)
-        ]
-        agent, products = machine.agents.wgmma(warp.agent), warp.products
-        what = f"wgmma of line {line.line}"
-        for matrix, side, dtype in zip(matrices, (64, columns), types):
-            matrix.note(block, side, depth, dtype, agent, products.issued + 1, warp, None, what)
-        adds = bool(accumulate(warp)[0])
-
-        def run():
-            a, b = (
-                matrix.read(block, side, depth, dtype)
-                for matrix, side, dtype in zip(matrices, (64, columns), types)
-            )
-            # A sum of nothing is +0, whatever the signs.
-            values = signs[0] * signs[1] * product(a[16 * quarter : 16 * quarter + 16], b) + 0.0
-            fragment = values[rows, places]
-            for number, added in zip(numbers, fragment):
-                old = warp.registers[number] if adds else None
-                warp.registers[number] = accumulated(old, added, result)
-
-        products.issued += 1
-        products.waiting.append((products.issued, run, numbers))
-        warp.pending |= dict.fromkeys(numbers, WAIT_FOR_PRODUCTS)
-        machine.event()
-
-    execute.completes = (WAIT_FOR_PRODUCTS,)
-    return execute
