@@ -1,1 +1,1 @@
-"""Executes PTX on a CPU, bit for bit, and refuses what a GPU would be free to get wrong."""
+"""Executes PTX on a CPU, bit for bit, and reports races, hangs and accesses out of bounds."""

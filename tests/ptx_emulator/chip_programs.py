@@ -104,7 +104,7 @@ def digest(*parts) -> str:
 def emulated(program: Program, *, seed: int = 0) -> list[np.ndarray]:
     """The arrays after the emulator has executed a program."""
     memory = GlobalMemory()
-    places = [memory.place(x, f"array {i}") for i, x in enumerate(program.arrays)]
+    places = [memory.allocate(x, f"array {i}") for i, x in enumerate(program.arrays)]
     shape = dict(grid=(program.grid, 1, 1), cluster=(program.cluster, 1, 1))
     kernel = parse(program.ptx)
     machine = Machine(kernel, **shape, memory=memory, schedule="random", seed=seed)

@@ -1,108 +1,122 @@
-"""clusterlaunchcontrol: a running cluster takes the place of one that has not started."""
+"""clusterlaunchcontrol: a running cluster cancels one that has not started, and does its work."""
 
 import numpy as np
 
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.isa import BLACKWELL, LANES, SINCE_BLACKWELL, Task, block_of, instruction, lanes
-from ptx_emulator.memory import POISON
+from ptx_emulator.isa import (
+    BLACKWELL,
+    SINCE_BLACKWELL,
+    WARP_SIZE,
+    Task,
+    active_lanes,
+    defines,
+    shared_cluster_address,
+    split_shared_address,
+)
+from ptx_emulator.memory import POISON, units_in_range, words_in_range
 from ptx_emulator.parser import Register, Vector
 from ptx_emulator.scalar import modifiers
-from ptx_emulator.tma import units_of, words_of
 
 SYNC = "9.7.13 synchronisation"
 
 
-@instruction(
+@defines(
     SYNC,
     "fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster",
     "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster",
 )
-def fence_one_way(build, line):
-    """Orders reads by ordinary loads before writes by the asynchronous proxy, which clocks do here:
-    ordinary stores still need fence.proxy.async."""
+def fence_one_way(binder, instruction):
+    """Orders ordinary loads before writes of the asynchronous proxy. The vector clocks do that here
+    without a fence. Ordinary stores still need a fence.proxy.async."""
     return lambda warp, mask: None
 
 
-# The response: the first block of the cancelled cluster, and whether there is one. The ISA leaves
-# open what its bits mean.
+# The response has 16 bytes (9.7.13.17), whose layout the ISA leaves open. Here: %ctaid of the first
+# block of the cancelled cluster, then a word that says whether a cluster was cancelled.
 RESPONSE_BYTES = 16
 CANCELED, FAILED = 0x600D, 0xBAD
 
 
-@instruction(
+@defines(
     SYNC,
     "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128",
     targets=SINCE_BLACKWELL,
 )
-@instruction(
+@defines(
     SYNC,
     "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes"
     ".multicast::cluster::all.b128",
     targets=BLACKWELL,
 )
-def try_cancel(build, line):
-    target, signal = map(build.address, line.operands)
-    multicast = "multicast::cluster::all" in modifiers(line)
+def try_cancel(binder, instruction):
+    target, signal = map(binder.address_reader, instruction.operands)
+    multicast = "multicast::cluster::all" in modifiers(instruction)
 
     def execute(warp, mask):
         machine, cluster = warp.machine, warp.block.cluster
-        for lane in lanes(mask):
-            if cluster.is_last:
+        for lane in active_lanes(mask):
+            if cluster.cancellation_failed:
                 raise EmulatorError("a clusterlaunchcontrol.try_cancel after one that failed")
             (rank, offset), (signal_rank, signal_offset) = (
-                block_of(int(read(warp)[lane])) for read in (target, signal)
+                split_shared_address(int(read(warp)[lane])) for read in (target, signal)
             )
             if rank != warp.block.rank or signal_rank != rank or offset % RESPONSE_BYTES:
-                raise EmulatorError(f"a response to block {rank} + {offset}")
+                raise EmulatorError(
+                    f"a response to offset {offset} of block {rank}, signalled to block "
+                    f"{signal_rank}; expected 16-byte aligned, and both in the own block"
+                )
             blocks = cluster.blocks if multicast else [warp.block]
-            what = f"the try_cancel of line {line.line}"
+            description = f"the try_cancel of line {instruction.line}"
             barriers = []
             for block in blocks:
-                barrier = barrier_at(warp, (block.rank << 24) + signal_offset, cluster=True)
-                barrier.check_use(warp, asynchronous=True)
+                address = shared_cluster_address(block.rank, signal_offset)
+                barrier = barrier_at(warp, address, cluster=True)
+                barrier.check_use(warp, by_async_proxy=True)
                 barriers.append(barrier)
                 shared = block.shared
-                shared.check(offset, RESPONSE_BYTES, what)
-                shared.asynchronous(units_of(offset, RESPONSE_BYTES), warp, int(lane), what)
-                words = words_of(offset, RESPONSE_BYTES)
-                shared.writes(barrier.agent, barrier.phase + 1, words, warp.clock, what)
+                shared.check_bounds(offset, RESPONSE_BYTES, description)
+                shared.check_async_proxy_access(
+                    units_in_range(offset, RESPONSE_BYTES), warp, int(lane), description
+                )
+                words = words_in_range(offset, RESPONSE_BYTES)
+                shared.record_write(
+                    barrier.agent, barrier.phase + 1, words, warp.clock, description
+                )
                 shared.bytes[offset : offset + RESPONSE_BYTES] = POISON
 
             def run(blocks=blocks, barriers=barriers, offset=offset):
-                found = machine.cancel()
-                cluster.is_last = found is None
-                response = [*(found or (0, 0, 0)), FAILED if found is None else CANCELED]
+                ctaid = machine.cancel_cluster()
+                cluster.cancellation_failed = ctaid is None
+                response = [*(ctaid or (0, 0, 0)), FAILED if ctaid is None else CANCELED]
                 content = np.array(response, np.uint32).view(np.uint8)
                 for block, barrier in zip(blocks, barriers):
                     block.shared.bytes[offset : offset + RESPONSE_BYTES] = content
-                    barrier.receive(RESPONSE_BYTES)
+                    barrier.complete_tx(RESPONSE_BYTES)
 
-            machine.submit(Task("cancel", run, what, cluster, ("cancel", cluster)))
+            machine.submit(Task("cancel", run, description, cluster, ("cancel", cluster)))
 
     return execute
 
 
-def _response(build, operand):
-    """response(warp, mask): the four words of a handle, [4, 32]."""
+def _bind_response(binder, operand):
+    """Returns response(warp, mask): the four words of a response, [4, 32 lanes]."""
     if not isinstance(operand, Register) or operand.type != "b128":
-        raise UnsupportedError(f"{operand} is no register of 128 bits")
+        raise UnsupportedError(f"{operand} is not a register of 128 bits")
 
     def response(warp, mask):
         words = warp.registers[operand.number].view(np.uint32).T
-        if not np.isin(words[3][lanes(mask)], (CANCELED, FAILED)).all():
-            raise EmulatorError("a handle that is no response of clusterlaunchcontrol.try_cancel")
+        if not np.isin(words[3][active_lanes(mask)], (CANCELED, FAILED)).all():
+            raise EmulatorError("a handle that is not a clusterlaunchcontrol.try_cancel response")
         return words
 
     return response
 
 
-@instruction(
-    SYNC, "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128", targets=SINCE_BLACKWELL
-)
-def is_canceled(build, line):
-    destination, source = line.operands
-    write, response = build.write(destination, "pred"), _response(build, source)
+@defines(SYNC, "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128", targets=SINCE_BLACKWELL)
+def is_canceled(binder, instruction):
+    destination, source = instruction.operands
+    write, response = binder.writer(destination, "pred"), _bind_response(binder, source)
 
     def execute(warp, mask):
         write(warp, response(warp, mask)[3] == CANCELED, mask)
@@ -110,29 +124,29 @@ def is_canceled(build, line):
     return execute
 
 
-@instruction(
+@defines(
     SYNC,
     "clusterlaunchcontrol.query_cancel.get_first_ctaid{.v4,::x,::y,::z}.b32.b128",
     targets=SINCE_BLACKWELL,
 )
-def get_first_ctaid(build, line):
-    destination, source = line.operands
-    part = modifiers(line)[1].removeprefix("get_first_ctaid").removeprefix("::")
+def get_first_ctaid(binder, instruction):
+    destination, source = instruction.operands
+    part = modifiers(instruction)[1].removeprefix("get_first_ctaid").removeprefix("::")
     if part:
         items, first = (destination,), "xyz".index(part)
     else:
         if not isinstance(destination, Vector) or len(destination.items) != 4:
-            raise UnsupportedError("4 registers are expected")
+            raise UnsupportedError("get_first_ctaid.v4 without a vector of 4 registers")
         items, first = destination.items, 0
-    writes = [build.write(item, "b32") for item in items]
-    response = _response(build, source)
+    writes = [binder.writer(item, "b32") for item in items]
+    response = _bind_response(binder, source)
 
     def execute(warp, mask):
         words = response(warp, mask)
-        if (words[3][lanes(mask)] != CANCELED).any():
-            raise EmulatorError("the first block of a cluster that was not cancelled")
-        # What the fourth element holds is unspecified.
-        for write, values in zip(writes, [*words[:3], np.full(LANES, 0xFFFFFFFF)][first:]):
+        if (words[3][active_lanes(mask)] != CANCELED).any():
+            raise EmulatorError("get_first_ctaid of a response that no cluster was cancelled")
+        # The ISA does not specify the fourth element.
+        for write, values in zip(writes, [*words[:3], np.full(WARP_SIZE, 0xFFFFFFFF)][first:]):
             write(warp, np.ascontiguousarray(values, np.uint32), mask)
 
     return execute

@@ -1,4 +1,4 @@
-"""cp.async: copies from global to shared memory that a warp waits for in groups."""
+"""cp.async: copies from global to shared memory without TMA, waited for in groups."""
 
 import dataclasses
 
@@ -6,8 +6,8 @@ import numpy as np
 
 from ptx_emulator.data_movement import Access
 from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.isa import ALL_LANES, Blocked, Task, instruction, lanes
-from ptx_emulator.memory import POISON, UNIT, WORD
+from ptx_emulator.isa import FULL_MASK, Blocked, Task, active_lanes, defines
+from ptx_emulator.memory import POISON, UNIT_BYTES, WORD_BYTES
 from ptx_emulator.scalar import modifiers
 from ptx_emulator.vector_clocks import MEMORY
 
@@ -15,93 +15,105 @@ COPY = "9.7.9.25 asynchronous copy"
 
 
 @dataclasses.dataclass
-class Copies:
-    """The cp.async of a warp: (task, number) of those issued since the last group, and of groups.
+class CopyGroups:
+    """The cp.async of a warp, each as (task, number).
 
-    Groups belong to threads; here all threads of a warp have to commit and to wait together.
+    In the ISA every thread has its own groups. Here all lanes of a warp must commit and wait
+    together, so that the warp's groups are enough.
+
+    Attributes:
+      issued: how many the warp has issued.
+      uncommitted: those since the last commit.
+      groups: those of each committed group.
     """
 
     issued: int = 0
-    open: list = dataclasses.field(default_factory=list)
+    uncommitted: list = dataclasses.field(default_factory=list)
     groups: list[list] = dataclasses.field(default_factory=list)
 
 
-@instruction(COPY, "cp.async{.ca,.cg}.shared{,::cta}.global")
-def copy(build, line):
-    target, source, size, *given = line.operands
-    target, source, size = build.address(target), build.address(source), build.immediate(size)
-    if size not in ((16,) if "cg" in modifiers(line) else (4, 8, 16)):
+@defines(COPY, "cp.async{.ca,.cg}.shared{,::cta}.global")
+def copy(binder, instruction):
+    target, source, size, *copied_size = instruction.operands
+    target, source, size = (
+        binder.address_reader(target),
+        binder.address_reader(source),
+        binder.immediate(size),
+    )
+    if size not in ((16,) if "cg" in modifiers(instruction) else (4, 8, 16)):
         raise UnsupportedError(f"a copy of {size} bytes")
-    if len(given) > 1:
+    if len(copied_size) > 1:
         raise UnsupportedError("a cache policy")
-    # How many bytes are copied; the rest is filled with zeros.
-    read_given = build.read(given[0], "u32") if given else lambda warp: np.full(32, size)
+    # The operand src-size: how many bytes are copied; the others become zero.
+    read_copied_bytes = (
+        binder.reader(copied_size[0], "u32") if copied_size else lambda warp: np.full(32, size)
+    )
 
     def execute(warp, mask):
-        what = f"the cp.async of line {line.line}"
+        description = f"the cp.async of line {instruction.line}"
         shared, memory = warp.block.shared, warp.machine.memory
-        to = Access(warp, "shared::cta", target(warp), mask, size, what)
-        copied = read_given(warp)
+        to = Access(warp, "shared::cta", target(warp), mask, size, description)
+        copied = read_copied_bytes(warp)
         if (copied[to.active] > size).any():
-            raise EmulatorError(f"{what} copies {copied.max()} of {size} bytes")
-        begins = []
+            raise EmulatorError(f"{description} copies {copied.max()} of {size} bytes")
+        sources = []
         for lane in map(int, to.active):
-            if int(source(warp)[lane]) % size:
-                raise EmulatorError(f"{what}: its source is not aligned to {size} bytes")
-            bytes_of_it = int(copied[lane])
-            begin = memory.offset(int(source(warp)[lane]), bytes_of_it) if bytes_of_it else 0
-            begins.append((begin, bytes_of_it))
-        warp.copies.issued += 1
-        number, engine = warp.copies.issued, warp.machine.agents.copy_engine(warp.agent)
+            address, count = int(source(warp)[lane]), int(copied[lane])
+            if address % size:
+                raise EmulatorError(f"{description}: its source is not aligned to {size} bytes")
+            sources.append((memory.offset_of(address, count) if count else 0, count))
+        warp.cp_async_groups.issued += 1
+        number, engine = warp.cp_async_groups.issued, warp.machine.agents.copy_engine(warp.agent)
         index = to.index
-        shared.writes(engine, number, np.unique(index // WORD), warp.clock, what)
-        # It is of the generic proxy (9.7.9.25.2).
-        shared.stored(engine, number, np.unique(index // UNIT), ALL_LANES)
+        shared.record_write(engine, number, np.unique(index // WORD_BYTES), warp.clock, description)
+        # cp.async belongs to the generic proxy (9.7.9.25.2).
+        shared.record_generic_store(engine, number, np.unique(index // UNIT_BYTES), FULL_MASK)
         shared.bytes[index] = POISON
 
         def run():
-            found = np.zeros((len(begins), size), np.uint8)
-            for row, (begin, count) in zip(found, begins):
+            content = np.zeros((len(sources), size), np.uint8)
+            for row, (begin, count) in zip(content, sources):
                 row[:count] = memory.bytes[begin : begin + count]
-            shared.bytes[index] = found
+            shared.bytes[index] = content
 
-        task = Task("load", run, what, warp.block.cluster)
-        warp.copies.open.append((task, number))
+        task = Task("load", run, description, warp.block.cluster)
+        warp.cp_async_groups.uncommitted.append((task, number))
         warp.machine.submit(task)
 
     return execute
 
 
-def _together(mask, line) -> None:
+def _check_all_lanes(mask, instruction) -> None:
+    """Groups are known only for whole warps."""
     if mask is not None:
-        raise UnsupportedError(f"{line.opcode} by {len(lanes(mask))} lanes")
+        raise UnsupportedError(f"{instruction.opcode} by {len(active_lanes(mask))} lanes")
 
 
-@instruction(COPY, "cp.async.commit_group")
-def commit_group(build, line):
+@defines(COPY, "cp.async.commit_group")
+def commit_group(binder, instruction):
     def execute(warp, mask):
-        _together(mask, line)
-        warp.copies.groups.append(warp.copies.open)
-        warp.copies.open = []
+        _check_all_lanes(mask, instruction)
+        warp.cp_async_groups.groups.append(warp.cp_async_groups.uncommitted)
+        warp.cp_async_groups.uncommitted = []
 
     return execute
 
 
-@instruction(COPY, "cp.async.wait_group")
-def wait_group(build, line):
-    left = build.immediate(line.operands[0])
+@defines(COPY, "cp.async.wait_group")
+def wait_group(binder, instruction):
+    remaining = binder.immediate(instruction.operands[0])
 
     def execute(warp, mask):
-        _together(mask, line)
-        groups = warp.copies.groups
-        waited = [copy for group in groups[: max(0, len(groups) - left)] for copy in group]
+        _check_all_lanes(mask, instruction)
+        groups = warp.cp_async_groups.groups
+        waited = [copy for group in groups[: max(0, len(groups) - remaining)] for copy in group]
 
         def ready():
             return all(task.done for task, _ in waited)
 
         if not ready():
-            return Blocked(ready, lambda: f"cp.async, all but {left} groups")
-        del groups[: max(0, len(groups) - left)]
+            return Blocked(ready, lambda: f"all groups of cp.async but the last {remaining}")
+        del groups[: max(0, len(groups) - remaining)]
         engine = warp.machine.agents.copy_engine(warp.agent)
         known = warp.clock[MEMORY]
         known[engine] = max([known[engine], *(number for _, number in waited)])

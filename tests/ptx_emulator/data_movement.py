@@ -1,144 +1,168 @@
-"""Loads, stores, and what the lanes of a warp exchange."""
+"""Loads and stores, matrices of a warp (ldmatrix, stmatrix), and conversions of addresses."""
 
 import numpy as np
 
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.isa import (
-    ALL_LANES,
-    LANE,
-    LANES,
+    FULL_MASK,
+    LANE_IDS,
     SINCE_BLACKWELL,
-    instruction,
-    lanes,
-    numpy_type,
+    WARP_SIZE,
+    active_lanes,
+    defines,
+    dtype_of,
+    require_all_lanes,
 )
 from ptx_emulator.memory import (
     BLOCK_SHIFT,
     PARAMETER_WINDOW,
     SHARED_WINDOW,
-    UNIT,
-    WINDOW,
-    WORD,
+    UNIT_BYTES,
+    WINDOW_BYTES,
+    WORD_BYTES,
 )
 from ptx_emulator.parser import Register, Vector, bits
 from ptx_emulator.scalar import elementwise, modifiers
 
-MOVE, MATRIX, VOTE = "9.7.9 data movement", "9.7.14 matrices", "9.7.13 synchronisation"
-OTHER = "9.7.19 miscellaneous"
+MOVE, MATRIX = "9.7.9 data movement", "9.7.14 matrices"
 
 
 class Access:
-    """Active lanes' accesses of `size` neighbouring bytes in one state space."""
+    """A load or store by the active lanes of a warp: `size` contiguous bytes each, one state space.
 
-    def __init__(self, warp, space: str, addresses, mask, size: int, what: str):
-        self.warp, self.size, self.what = warp, size, what
-        self.active = lanes(mask)
-        found = addresses[self.active].astype(np.uint64)
-        wrong = found[found % np.uint64(size) != 0]
-        if len(wrong):
-            raise EmulatorError(f"{what} of {size} bytes at {int(wrong[0]):#x} is not aligned")
-        self.space, found = _space_of(space, found)
+    Checks alignment and bounds.
+
+    Attributes:
+      active: the numbers of the active lanes.
+      space: "shared", "global" or "param"; a generic address has been resolved.
+      block: the block that has the shared memory; None for other state spaces.
+      offsets: for each active lane, where its bytes begin in `bytes`.
+      bytes: all bytes of the memory.
+    """
+
+    def __init__(self, warp, space: str, addresses, mask, size: int, description: str):
+        self.warp, self.size, self.description = warp, size, description
+        self.active = active_lanes(mask)
+        addresses = addresses[self.active].astype(np.uint64)
+        misaligned = addresses[addresses % np.uint64(size) != 0]
+        if len(misaligned):
+            raise EmulatorError(
+                f"{description} of {size} bytes at {int(misaligned[0]):#x} is not aligned"
+            )
+        self.space, addresses = _resolve_space(space, addresses)
         self.block = None
         if self.space == "shared":
-            ranks, offsets = found >> np.uint64(BLOCK_SHIFT), found & np.uint64(2**BLOCK_SHIFT - 1)
-            self._choose_block(ranks, space)
+            ranks = addresses >> np.uint64(BLOCK_SHIFT)
+            offsets = addresses & np.uint64(2**BLOCK_SHIFT - 1)
+            self._find_block(ranks, space)
             self.offsets = offsets.astype(np.int64)
             for offset in (self.offsets.min(), self.offsets.max()):
-                self.block.shared.check(int(offset), size, what)
+                self.block.shared.check_bounds(int(offset), size, description)
             self.bytes = self.block.shared.bytes
         elif self.space == "global":
             memory = warp.machine.memory
-            self.offsets = memory.offsets(found, size)
+            self.offsets = memory.offsets_of(addresses, size)
             self.bytes = memory.bytes
         else:
-            self.offsets, self.bytes = found.astype(np.int64), warp.machine.parameters
+            self.offsets, self.bytes = addresses.astype(np.int64), warp.machine.parameters
             if self.offsets.min() < 0 or self.offsets.max() + size > len(self.bytes):
-                raise EmulatorError(f"{what} of {size} bytes beyond the kernel's parameters")
+                raise EmulatorError(f"{description} of {size} bytes beyond the kernel's parameters")
 
-    def _choose_block(self, ranks, space: str) -> None:
+    def _find_block(self, ranks, space: str) -> None:
         rank = int(ranks[0])
         blocks = self.warp.block.cluster.blocks
         if (ranks != rank).any():
-            raise UnsupportedError("one access of shared memory of several blocks")
+            raise UnsupportedError("lanes that access shared memory of different blocks")
         if rank >= len(blocks):
-            raise EmulatorError(f"{self.what}: the cluster has no block {rank}")
+            raise EmulatorError(f"{self.description}: the cluster has no block {rank}")
         if space in ("shared", "shared::cta") and rank != self.warp.block.rank:
-            raise EmulatorError(f"{self.what}: an address of block {rank} as one of the own block")
+            raise EmulatorError(
+                f"{self.description}: an address in block {rank} where the own block's is expected"
+            )
         self.block = blocks[rank]
         if not self.block.alive:
-            raise EmulatorError(f"{self.what}: block {rank} of the cluster has exited")
+            raise EmulatorError(f"{self.description}: block {rank} of the cluster has exited")
 
     @property
     def index(self):
-        """Indices of the bytes, [active lanes, size]."""
+        """Positions of the accessed bytes in `bytes`, [active lanes, size]."""
         return self.offsets[:, None] + np.arange(self.size)
 
     def load(self) -> np.ndarray:
-        """The bytes, [32, size]; of inactive lanes zero."""
+        """Loads the bytes, [32, size]; those of inactive lanes are zero."""
         warp = self.warp
         if self.block:
-            words = np.unique(self.index // WORD)
-            self.block.shared.reads(warp.agent, warp.time, words, warp.clock, self.what)
-        found = np.zeros((LANES, self.size), np.uint8)
-        found[self.active] = self.bytes[self.index]
-        return found
+            words = np.unique(self.index // WORD_BYTES)
+            self.block.shared.record_read(
+                warp.agent, warp.time, words, warp.clock, self.description
+            )
+        content = np.zeros((WARP_SIZE, self.size), np.uint8)
+        content[self.active] = self.bytes[self.index]
+        return content
 
     def store(self, values: np.ndarray, *, fenced: bool = False, lanes: int | None = None) -> None:
-        """Writes the active lanes' bytes of values [32, size].
+        """Stores the active lanes' bytes.
 
         Args:
-          values: what is written.
-          fenced: whether the asynchronous proxy sees it.
-          lanes: whose data it is, as bits; each lane's own without it.
+          values: bytes, [32, size].
+          fenced: whether the asynchronous proxy sees the store without a fence.
+          lanes: the lanes whose data each active lane stores, as bits; by default its own.
         """
         warp = self.warp
         if self.space == "param":
             raise EmulatorError("a store to a kernel parameter")
         values = values[self.active]
-        self._check_agreement(values)
-        same = (self.bytes[self.index] == values).all()
+        self._check_equal_values(values)
+        unchanged = (self.bytes[self.index] == values).all()
         self.bytes[self.index] = values
         if self.block:
-            words = np.unique(self.index // WORD)
+            words = np.unique(self.index // WORD_BYTES)
             try:
-                self.block.shared.writes(warp.agent, warp.time, words, warp.clock, self.what)
+                self.block.shared.record_write(
+                    warp.agent, warp.time, words, warp.clock, self.description
+                )
             except RaceError:
-                if not (same and warp.machine.excused("same value stored")):
+                if not (unchanged and warp.machine.allows("same value stored")):
                     raise
             if not fenced:
-                units, bits_of_lanes = self._units(lanes)
-                self.block.shared.stored(warp.agent, warp.time, units, bits_of_lanes)
+                units, lanes = self._touched_units(lanes)
+                self.block.shared.record_generic_store(warp.agent, warp.time, units, lanes)
         warp.machine.event()
 
-    def _units(self, lanes: int | None) -> tuple[np.ndarray, np.ndarray | int]:
-        """The units that are touched, and the lanes that touch them, as bits."""
-        # An access is aligned to its size.
-        units = (self.offsets[:, None] + np.arange(0, self.size, UNIT)) // UNIT
+    def _touched_units(self, lanes: int | None) -> tuple[np.ndarray, np.ndarray | int]:
+        """The units of 16 bytes that are accessed, and for each the lanes that do it, as bits."""
+        # An access is aligned to its size, so each part of 16 bytes is in one unit.
+        units = (self.offsets[:, None] + np.arange(0, self.size, UNIT_BYTES)) // UNIT_BYTES
         if lanes is not None:
             return np.unique(units), lanes
-        found, inverse = np.unique(units, return_inverse=True)
-        by_unit = np.zeros(len(found), np.uint32)
-        each = np.uint32(1) << self.active.astype(np.uint32)
-        np.bitwise_or.at(by_unit, inverse.reshape(units.shape), each[:, None])
-        return found, by_unit
+        distinct, inverse = np.unique(units, return_inverse=True)
+        lanes_of_unit = np.zeros(len(distinct), np.uint32)
+        lane_bits = np.uint32(1) << self.active.astype(np.uint32)
+        np.bitwise_or.at(lanes_of_unit, inverse.reshape(units.shape), lane_bits[:, None])
+        return distinct, lanes_of_unit
 
-    def _check_agreement(self, values: np.ndarray) -> None:
-        """Which lane's value stays is not defined where several lanes write to one address."""
+    def _check_equal_values(self, values: np.ndarray) -> None:
+        """Lanes that store to one address must store the same value: the ISA leaves open whose
+        value remains."""
         if len(set(self.offsets.tolist())) == len(self.offsets):
             return
         _, first, inverse = np.unique(self.offsets, return_index=True, return_inverse=True)
-        other = (values != values[first[inverse]]).any(1)
-        if other.any():
-            i = int(np.nonzero(other)[0][0])
-            lanes_ = self.active[first[inverse[i]]], self.active[i]
+        differs = (values != values[first[inverse]]).any(1)
+        if differs.any():
+            i = int(np.nonzero(differs)[0][0])
+            one, other = self.active[first[inverse[i]]], self.active[i]
             raise RaceError(
-                f"{self.what}: lanes {lanes_[0]} and {lanes_[1]} write different values to one "
+                f"{self.description}: lanes {one} and {other} write different values to one "
                 f"address in {self.space} memory"
             )
 
 
-def _space_of(space: str, addresses):
-    """Resolves a generic address; shared addresses are those of the cluster's window."""
+def _resolve_space(space: str, addresses):
+    """The state space of addresses, and the addresses in it.
+
+    Generic addresses are resolved by the first one; those of shared memory become shared::cluster
+    addresses.
+    """
     if space.startswith("shared"):
         return "shared", addresses
     if space.startswith("param"):
@@ -147,65 +171,67 @@ def _space_of(space: str, addresses):
         return "global", addresses
     first = int(addresses[0])
     for name, begin in (("shared", SHARED_WINDOW), ("param", PARAMETER_WINDOW)):
-        if begin <= first < begin + WINDOW:
+        if begin <= first < begin + WINDOW_BYTES:
             return name, addresses - np.uint64(begin)
     return "global", addresses
 
 
-def space_of(line) -> str:
-    """The state space in an opcode; "generic" if there is none."""
+def state_space(instruction) -> str:
+    """The state space in an opcode; "generic" if it names none."""
     spaces = ("global", "shared", "shared::cta", "shared::cluster", "param", "param::entry")
-    return next((part for part in modifiers(line) if part in spaces), "generic")
+    return next((part for part in modifiers(instruction) if part in spaces), "generic")
 
 
-SHORT = "{,.v2,.v4}{.b8,.b16,.b32,.u8,.u16,.u32,.s8,.s16,.s32,.f32}"
-LONG, LONGEST = "{,.v2}{.b64,.u64,.s64}", ".v4{.b64,.u64,.s64}"
+# The vectors and types of loads and stores: with elements up to 32 bits; with elements of 64 bits;
+# and of 32 bytes, which only Blackwell has, for global memory (9.7.9.8).
+FORMS = "{,.v2,.v4}{.b8,.b16,.b32,.u8,.u16,.u32,.s8,.s16,.s32,.f32}"
+FORMS_64, FORMS_256 = "{,.v2}{.b64,.u64,.s64}", ".v4{.b64,.u64,.s64}"
 
 
-def _items(operand, count: int) -> tuple:
-    """The registers of a vector, as many as the opcode says."""
+def _vector_items(operand, count: int) -> tuple:
+    """The registers of a vector operand, which must be `count`."""
     items = operand.items if isinstance(operand, Vector) else (operand,)
     if len(items) != count:
         raise UnsupportedError(f"{len(items)} registers instead of {count}")
     return items
 
 
-def _elements(line) -> int:
-    """How many elements a load or store has."""
-    return next((int(part[1:]) for part in modifiers(line) if part in ("v2", "v4")), 1)
+def _vector_length(instruction) -> int:
+    """The number of elements in .v2, .v4, or 1."""
+    return next((int(part[1:]) for part in modifiers(instruction) if part in ("v2", "v4")), 1)
 
 
-@instruction(
+@defines(
     MOVE,
-    f"ld{{,.shared,.shared::cta,.shared::cluster,.param,.param::entry}}{SHORT}",
-    f"ld{{,.shared,.shared::cta,.shared::cluster,.param,.param::entry}}{LONG}",
-    *(f"ld.global{{,.nc}}{form}" for form in (SHORT, LONG)),
+    f"ld{{,.shared,.shared::cta,.shared::cluster,.param,.param::entry}}{FORMS}",
+    f"ld{{,.shared,.shared::cta,.shared::cluster,.param,.param::entry}}{FORMS_64}",
+    *(f"ld.global{{,.nc}}{form}" for form in (FORMS, FORMS_64)),
 )
-@instruction(MOVE, f"ld.global{{,.nc}}{LONGEST}", targets=SINCE_BLACKWELL)
-def ld(build, line):
-    kind, space = modifiers(line)[-1], space_of(line)
-    destination, source = line.operands
-    items = _items(destination, _elements(line))
-    address = build.address(source)
-    writes = [build.write(item, kind, wider=kind != "f32") for item in items]
-    size = bits(kind) // 8
+@defines(MOVE, f"ld.global{{,.nc}}{FORMS_256}", targets=SINCE_BLACKWELL)
+def ld(binder, instruction):
+    ptx_type, space = modifiers(instruction)[-1], state_space(instruction)
+    destination, source = instruction.operands
+    items = _vector_items(destination, _vector_length(instruction))
+    address = binder.address_reader(source)
+    writes = [binder.writer(item, ptx_type, wider=ptx_type != "f32") for item in items]
+    size = bits(ptx_type) // 8
 
     def execute(warp, mask):
         found = Access(warp, space, address(warp), mask, size * len(items), "ld").load()
         for i, write in enumerate(writes):
             part = np.ascontiguousarray(found[:, i * size : (i + 1) * size])
-            write(warp, part.view(numpy_type(kind))[:, 0], mask)
+            write(warp, part.view(dtype_of(ptx_type))[:, 0], mask)
 
     return execute
 
 
-@instruction(MOVE, "ld.shared{,::cta}.b128")
-def ld_whole(build, line):
-    """128 bits to one register."""
-    destination, source = line.operands
+@defines(MOVE, "ld.shared{,::cta}.b128")
+def ld_b128(binder, instruction):
+    """ld.b128: 16 bytes to one register."""
+    destination, source = instruction.operands
     if not isinstance(destination, Register) or destination.type != "b128":
         raise UnsupportedError(f"{destination} is no register of 128 bits")
-    address = build.address(source)
+    address = binder.address_reader(source)
 
     def execute(warp, mask):
         access = Access(warp, "shared", address(warp), mask, 16, "ld")
@@ -216,47 +242,43 @@ def ld_whole(build, line):
     return execute
 
 
-@instruction(
+@defines(
     MOVE,
-    *(f"st{{,.global,.shared,.shared::cta,.shared::cluster}}{form}" for form in (SHORT, LONG)),
+    *(f"st{{,.global,.shared,.shared::cta,.shared::cluster}}{form}" for form in (FORMS, FORMS_64)),
 )
-@instruction(MOVE, f"st.global{LONGEST}", targets=SINCE_BLACKWELL)
-def st(build, line):
-    kind, space = modifiers(line)[-1], space_of(line)
-    target, source = line.operands
-    items = _items(source, _elements(line))
-    address = build.address(target)
-    reads = [build.read(item, kind, wider=kind != "f32") for item in items]
-    size = bits(kind) // 8
+@defines(MOVE, f"st.global{FORMS_256}", targets=SINCE_BLACKWELL)
+def st(binder, instruction):
+    ptx_type, space = modifiers(instruction)[-1], state_space(instruction)
+    target, source = instruction.operands
+    items = _vector_items(source, _vector_length(instruction))
+    address = binder.address_reader(target)
+    reads = [binder.reader(item, ptx_type, wider=ptx_type != "f32") for item in items]
+    size = bits(ptx_type) // 8
 
     def execute(warp, mask):
         parts = [np.ascontiguousarray(read(warp)).view(np.uint8) for read in reads]
-        values = np.concatenate([part.reshape(LANES, size) for part in parts], 1)
+        values = np.concatenate([part.reshape(WARP_SIZE, size) for part in parts], 1)
         Access(warp, space, address(warp), mask, size * len(items), "st").store(values)
 
     return execute
 
 
-def _matrices(line) -> tuple[int, bool]:
-    count = next(int(part[1:]) for part in modifiers(line) if part in ("x1", "x2", "x4"))
-    return count, "trans" in modifiers(line)
+def _matrix_form(instruction) -> tuple[int, bool]:
+    """The number of matrices, and whether they are transposed."""
+    count = next(int(part[1:]) for part in modifiers(instruction) if part in ("x1", "x2", "x4"))
+    return count, "trans" in modifiers(instruction)
 
 
-def _whole_warp(mask, what: str) -> None:
-    if mask is not None:
-        raise EmulatorError(f"{what} without all lanes")
-
-
-@instruction(MATRIX, "ldmatrix.sync.aligned.m8n8{.x1,.x2,.x4}{,.trans}.shared{,::cta}.b16")
-def ldmatrix(build, line):
-    count, transposed = _matrices(line)
-    destination, source = line.operands
-    items = _items(destination, count)
-    address, writes = build.address(source), [build.write(item, "b32") for item in items]
+@defines(MATRIX, "ldmatrix.sync.aligned.m8n8{.x1,.x2,.x4}{,.trans}.shared{,::cta}.b16")
+def ldmatrix(binder, instruction):
+    count, transposed = _matrix_form(instruction)
+    destination, source = instruction.operands
+    items = _vector_items(destination, count)
+    address, writes = binder.address_reader(source), [binder.writer(item, "b32") for item in items]
 
     def execute(warp, mask):
-        _whole_warp(mask, "ldmatrix")
-        rows = None if count == 4 else LANE < 8 * count
+        require_all_lanes(mask, "ldmatrix")
+        rows = None if count == 4 else LANE_IDS < 8 * count
         found = Access(warp, "shared", address(warp), rows, 16, "ldmatrix").load()
         matrices = found.view(np.uint16).reshape(4, 8, 8)
         for matrix, write in zip(matrices, writes):
@@ -266,61 +288,63 @@ def ldmatrix(build, line):
     return execute
 
 
-@instruction(MATRIX, "stmatrix.sync.aligned.m8n8{.x1,.x2,.x4}{,.trans}.shared{,::cta}.b16")
-def stmatrix(build, line):
-    count, transposed = _matrices(line)
-    target, source = line.operands
-    items = _items(source, count)
-    address, reads = build.address(target), [build.read(item, "b32") for item in items]
+@defines(MATRIX, "stmatrix.sync.aligned.m8n8{.x1,.x2,.x4}{,.trans}.shared{,::cta}.b16")
+def stmatrix(binder, instruction):
+    count, transposed = _matrix_form(instruction)
+    target, source = instruction.operands
+    items = _vector_items(source, count)
+    address, reads = binder.address_reader(target), [binder.reader(item, "b32") for item in items]
 
     def execute(warp, mask):
-        _whole_warp(mask, "stmatrix")
+        require_all_lanes(mask, "stmatrix")
         matrices = np.zeros((4, 8, 8), np.uint16)
         for i, read in enumerate(reads):
             matrix = np.ascontiguousarray(read(warp)).view(np.uint16).reshape(8, 8)
             matrices[i] = matrix.T if transposed else matrix
-        rows = None if count == 4 else LANE < 8 * count
-        values = matrices.reshape(LANES, 8).view(np.uint8)
-        # A row has four lanes' elements.
+        rows = None if count == 4 else LANE_IDS < 8 * count
+        values = matrices.reshape(WARP_SIZE, 8).view(np.uint8)
+        # A row that one lane's address stores has the elements of four lanes.
         access = Access(warp, "shared", address(warp), rows, 16, "stmatrix")
-        access.store(values, lanes=ALL_LANES)
+        access.store(values, lanes=FULL_MASK)
 
     return execute
 
 
-WINDOWS = {"shared": SHARED_WINDOW, "shared::cta": SHARED_WINDOW, "param": PARAMETER_WINDOW}
+WINDOW_OF_SPACE = {"shared": SHARED_WINDOW, "shared::cta": SHARED_WINDOW, "param": PARAMETER_WINDOW}
 
 
-@instruction(MOVE, "cvta{,.to}{.global,.shared,.shared::cta,.param}.u64")
-def cvta(build, line):
+@defines(MOVE, "cvta{,.to}{.global,.shared,.shared::cta,.param}.u64")
+def cvta(binder, instruction):
     window = np.uint64(
-        WINDOWS.get(next(p for p in modifiers(line) if p in (*WINDOWS, "global")), 0)
+        WINDOW_OF_SPACE.get(
+            next(p for p in modifiers(instruction) if p in (*WINDOW_OF_SPACE, "global")), 0
+        )
     )
-    if "to" in modifiers(line):
-        return elementwise(build, line, lambda address: address - window)
-    return elementwise(build, line, lambda address: address + window)
+    if "to" in modifiers(instruction):
+        return elementwise(binder, instruction, lambda address: address - window)
+    return elementwise(binder, instruction, lambda address: address + window)
 
 
-@instruction(MOVE, "mapa.shared::cluster{.u32,.u64}")
-def mapa(build, line):
-    kind = modifiers(line)[-1]
+@defines(MOVE, "mapa.shared::cluster{.u32,.u64}")
+def mapa(binder, instruction):
+    ptx_type = modifiers(instruction)[-1]
 
     def function(address, rank):
         offset = address & address.dtype.type(2**BLOCK_SHIFT - 1)
         return offset | rank.astype(address.dtype) << address.dtype.type(BLOCK_SHIFT)
 
-    return elementwise(build, line, function, [kind, "u32"], kind)
+    return elementwise(binder, instruction, function, [ptx_type, "u32"], ptx_type)
 
 
-@instruction(MOVE, "prefetch.tensormap", "prefetch{.global,}{.L1,.L2}")
-def prefetch(build, line):
-    """It moves nothing that can be seen; a tensor map has to be where it points."""
-    address = build.address(line.operands[0])
-    tensor = line.opcode.endswith("tensormap")
+@defines(MOVE, "prefetch.tensormap", "prefetch{.global,}{.L1,.L2}")
+def prefetch(binder, instruction):
+    """A prefetch has no visible effect. prefetch.tensormap must have a tensor map's address."""
+    address = binder.address_reader(instruction.operands[0])
+    tensor = instruction.opcode.endswith("tensormap")
 
     def execute(warp, mask):
         if tensor:
-            for lane in lanes(mask):
+            for lane in active_lanes(mask):
                 warp.tensor_map(int(address(warp)[lane]))
 
     return execute

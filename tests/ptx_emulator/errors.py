@@ -1,17 +1,17 @@
-"""What the emulator raises."""
+"""The errors that the emulator raises."""
 
 
 class EmulatorError(Exception):
-    """What a kernel must not do; the message says which warp did it, where, and against whom."""
+    """The kernel does something forbidden. The message names the warp and the line."""
 
 
 class UnsupportedError(EmulatorError):
-    """PTX that the emulator does not know; it is never ignored."""
+    """The PTX has something that the emulator does not know."""
 
 
 class RaceError(EmulatorError):
-    """Two accesses whose order nothing establishes."""
+    """Nothing orders two conflicting accesses."""
 
 
 class DeadlockError(EmulatorError):
-    """Nothing can go on; the message says who waits for what."""
+    """No warp can continue. The message says what each one waits for."""

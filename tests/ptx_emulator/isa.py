@@ -1,8 +1,8 @@
-"""The table of instructions, and what all of them need: operands as functions of a warp.
+"""The table of opcodes, and how the operands of an instruction become functions of a warp.
 
-An instruction is registered with every form of its opcode that it accepts, written as a template
-("add{.u32,.s32}"), and the section of the PTX ISA (9.0) that defines it. An opcode that is not in
-the table is an error.
+The modules of instructions register each opcode with all the modifiers that they accept, as
+templates ("add{.u32,.s32}"), and with the section of the PTX ISA (version 9.0) that defines it. An
+opcode that is not in the table is an error.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.memory import BLOCK_SHIFT, SHARED_BEGIN
+from ptx_emulator.memory import BLOCK_SHIFT, SHARED_BASE
 from ptx_emulator.parser import (
     Address,
     Immediate,
@@ -29,11 +29,12 @@ from ptx_emulator.parser import (
     parts_of,
 )
 
-LANES = 32
-LANE = np.arange(LANES)
-# As bits.
-ALL_LANES = (1 << LANES) - 1
+WARP_SIZE = 32
+LANE_IDS = np.arange(WARP_SIZE)
+# All lanes of a warp, one bit each.
+FULL_MASK = (1 << WARP_SIZE) - 1
 
+# The numpy types of integers, by their width in bits, and of floats, by their PTX type.
 UNSIGNED = {1: np.bool_, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOATS = {
@@ -45,55 +46,75 @@ FLOATS = {
     "e5m2": ml_dtypes.float8_e5m2,
 }
 
-# Why a register is pending: what has to be waited for.
-WAIT_FOR_LOADS, WAIT_FOR_PRODUCTS = "tcgen05.wait::ld", "wgmma.wait_group"
+# The instructions that wait until an asynchronous operation has written its registers.
+WAIT_FOR_LOADS, WAIT_FOR_WGMMA = "tcgen05.wait::ld", "wgmma.wait_group"
 
-# Instructions that are all the lanes' at once: those that have not arrived are waited for.
-TOGETHER = (".sync", ".aligned", "bar.", "barrier.cluster.")
+# Parts of opcodes that all lanes of a warp execute at once: the first lanes wait for the others.
+CONVERGENT = (".sync", ".aligned", "bar.", "barrier.cluster.")
 
-# Among them those that no lane may leave out; `bar` is short for barrier.aligned (9.7.13.1). Of the
-# cluster's barrier that is more than the ISA asks for.
+# Parts of opcodes that an active lane may not skip. `bar` is short for barrier.aligned (9.7.13.1).
+# The ISA does not demand it of barrier.cluster without .aligned; the emulator does.
 ALIGNED = (".aligned", "bar.sync", "bar.arrive", "bar.cta.", "barrier.cluster.")
 
-# The targets that are known, and those that have what is specific to an architecture.
+# The known values of .target, and those with the architecture-specific features of a chip.
 TARGETS = ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f")
 HOPPER, BLACKWELL = ("sm_90a",), ("sm_100a", "sm_100f")
 SINCE_BLACKWELL = ("sm_100", *BLACKWELL)
 
-# Special registers are read by these alone (10), at their width: 64 bits of these, 32 of others.
-READ_SPECIAL = ("mov", "cvt")
-WIDE_SPECIAL = ("%clock64", "%globaltimer")
+# Only these instructions read special registers (section 10), at the register's width: 64 bits for
+# WIDE_SPECIAL_REGISTERS, 32 bits for all others.
+READS_SPECIAL_REGISTERS = ("mov", "cvt")
+WIDE_SPECIAL_REGISTERS = ("%clock64", "%globaltimer")
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocked:
-    """What an instruction returns that cannot go on: it is tried again when `ready()`."""
+    """What an instruction returns if it has to wait.
+
+    Attributes:
+      ready: whether the wait is over.
+      reason: what the lanes wait for, for error messages.
+      done: whether the instruction has been executed and only its lanes wait. Otherwise it is
+        executed again once the wait is over.
+    """
 
     ready: Callable[[], bool]
     reason: Callable[[], str]
-    # The instruction is done, only the lanes wait: it is not tried again.
     done: bool = False
 
 
 @dataclasses.dataclass
 class Task:
-    """Asynchronous work. Tasks of one queue happen in the order in which they were issued.
+    """An asynchronous operation. Tasks of one queue are executed in the order of their issue.
 
-    `issued` is a number in that order; what a task leads to has the task's.
+    Attributes:
+      kind: one of the kinds of tasks that `machine.py` lists.
+      run: executes the operation.
+      description: names the operation in error messages.
+      cluster: the cluster that issued it.
+      queue: which queue the task belongs to; None if it belongs to none.
+      sequence: position in the order of issue. A task that another task issues inherits it.
+      done: whether the operation has been executed.
     """
 
     kind: str
     run: Callable[[], None]
-    what: str
+    description: str
     cluster: object
     queue: tuple | None = None
-    issued: int = 0
+    sequence: int = 0
     done: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """What an opcode means: make(build, instruction) gives execute(warp, mask)."""
+    """The meaning of an opcode.
+
+    Attributes:
+      make: make(binder, instruction) returns the function execute(warp, mask).
+      section: section of the PTX ISA.
+      targets: values of .target that have the opcode.
+    """
 
     make: Callable
     section: str
@@ -102,21 +123,26 @@ class Definition:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """An instruction of a program that can be executed; branches and exits have no `execute`."""
+    """An instruction with the function that executes it.
+
+    Attributes:
+      instruction: the parsed instruction.
+      execute: execute(warp, mask); None for branches and exits, which the warp executes itself.
+      may_use_pending: the instruction may name registers that wait for one of these instructions.
+    """
 
     instruction: Instruction
     execute: Callable | None
-    # Of registers that are pending for one of these reasons it may name some.
-    completes: tuple[str, ...] = ()
+    may_use_pending: tuple[str, ...] = ()
 
 
-TABLE: dict[str, Definition] = {}
-GROUP = re.compile(r"cta_group::\d")
-JUMPS = ("bra", "bra.uni", "brx.idx", "brx.idx.uni", "ret", "exit")
+OPCODES: dict[str, Definition] = {}
+CTA_GROUP = re.compile(r"cta_group::\d")
+CONTROL_FLOW = ("bra", "bra.uni", "brx.idx", "brx.idx.uni", "ret", "exit")
 
 
-def forms(template: str) -> list[str]:
-    """Every opcode of a template: "ld{.a,.b}{,.c}" has four."""
+def expand(template: str) -> list[str]:
+    """Every opcode of a template: "ld{.a,.b}{,.c}" stands for four."""
     parts = [part.split(",") for part in re.split(r"\{(.*?)\}", template)[1::2]]
     fixed = re.split(r"\{.*?\}", template)
     return [
@@ -125,21 +151,21 @@ def forms(template: str) -> list[str]:
     ]
 
 
-def instruction(section: str, *templates: str, targets: tuple[str, ...] = TARGETS):
-    """Registers a maker for all forms of these opcodes, which these targets have."""
+def defines(section: str, *templates: str, targets: tuple[str, ...] = TARGETS):
+    """Decorator of a function that makes `execute`, for all opcodes of these templates."""
 
     def register(make):
-        for opcode in itertools.chain(*map(forms, templates)):
-            if opcode in TABLE:
+        for opcode in itertools.chain(*map(expand, templates)):
+            if opcode in OPCODES:
                 raise ValueError(f"{opcode} is registered twice")
-            TABLE[opcode] = Definition(make, section, targets)
+            OPCODES[opcode] = Definition(make, section, targets)
         return make
 
     return register
 
 
-def numpy_type(name: str):
-    """The numpy type of a PTX type."""
+def dtype_of(name: str):
+    """The numpy type of the values of a PTX type."""
     if name in FLOATS:
         return FLOATS[name]
     if name == "pred":
@@ -147,47 +173,57 @@ def numpy_type(name: str):
     return (SIGNED if name[0] == "s" else UNSIGNED)[bits(name)]
 
 
-def lanes(mask: np.ndarray | None) -> np.ndarray:
-    """The numbers of the active lanes."""
-    return LANE if mask is None else np.nonzero(mask)[0]
+def active_lanes(mask: np.ndarray | None) -> np.ndarray:
+    """The numbers of the lanes in a mask; None stands for all lanes."""
+    return LANE_IDS if mask is None else np.nonzero(mask)[0]
 
 
-def lane_bits(mask: np.ndarray | None) -> int:
-    """The active lanes as bits."""
+def lane_bitmask(mask: np.ndarray | None) -> int:
+    """The lanes in a mask as bits of an integer; None stands for all lanes."""
     if mask is None:
-        return ALL_LANES
+        return FULL_MASK
     return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
 
 
-def build(machine) -> list[Step]:
-    """The kernel's instructions as functions of a warp."""
-    builder = Builder(machine)
-    target, steps, group = machine.kernel.target, [], None
+def require_all_lanes(mask: np.ndarray | None, description: str) -> None:
+    """Raises an error unless all 32 lanes execute an instruction."""
+    if mask is not None:
+        raise EmulatorError(f"{description} without all lanes")
+
+
+def build_steps(machine) -> list[Step]:
+    """Binds every instruction of the machine's kernel to the function that executes it."""
+    binder = OperandBinder(machine)
+    target, steps, cta_group = machine.kernel.target, [], None
     if target not in TARGETS:
         raise UnsupportedError(f"the target {target} is not among {', '.join(TARGETS)}")
-    for line in machine.kernel.code:
-        if line.opcode in JUMPS:
-            if line.opcode.startswith("brx"):
-                (index,) = line.operands
+    for instruction in machine.kernel.code:
+        opcode = instruction.opcode
+        if opcode in CONTROL_FLOW:
+            if opcode.startswith("brx"):
+                (index,) = instruction.operands
                 if not isinstance(index, Register) or bits(index.type) != 32:
-                    raise UnsupportedError(f"{line}: {index} is no register of 32 bits")
-            steps.append(Step(line, None))
+                    raise UnsupportedError(f"{instruction}: {index} is not a register of 32 bits")
+            steps.append(Step(instruction, None))
             continue
-        definition = TABLE.get(line.opcode)
+        definition = OPCODES.get(opcode)
         if definition is None:
-            raise UnsupportedError(f"{line}: {line.opcode} is not among the known instructions")
+            raise UnsupportedError(f"{instruction}: {opcode} is not among the known instructions")
         if target not in definition.targets:
             raise UnsupportedError(
-                f"{line}: {line.opcode} needs a target among {', '.join(definition.targets)}, "
+                f"{instruction}: {opcode} needs a target among {', '.join(definition.targets)}, "
                 f"not {target}"
             )
-        if line.opcode.startswith("tcgen05.") and (found := GROUP.search(line.opcode)):
-            group = group or found[0]
-            if found[0] != group:
-                raise UnsupportedError(f"{line}: {found[0]} in a kernel with {group} (9.7.16.5)")
+        if opcode.startswith("tcgen05.") and (found := CTA_GROUP.search(opcode)):
+            # All tcgen05 instructions of a kernel have the same .cta_group (9.7.16.5).
+            cta_group = cta_group or found[0]
+            if found[0] != cta_group:
+                raise UnsupportedError(
+                    f"{instruction}: {found[0]} in a kernel with {cta_group} (9.7.16.5)"
+                )
         try:
-            _check_special(line)
-            execute = definition.make(builder, line)
+            _check_special_registers(instruction)
+            execute = definition.make(binder, instruction)
         except (
             UnsupportedError,
             ValueError,
@@ -196,101 +232,113 @@ def build(machine) -> list[Step]:
             AttributeError,
             TypeError,
         ) as error:
-            raise UnsupportedError(f"{line}: {error}") from error
-        completes = getattr(execute, "completes", ())
-        if any(modifier in line.opcode for modifier in TOGETHER):
-            aligned = any(modifier in line.opcode for modifier in ALIGNED)
-            execute = _with_all_lanes(execute, line.opcode if aligned else None)
-        steps.append(Step(line, execute, completes))
+            raise UnsupportedError(f"{instruction}: {error}") from error
+        may_use_pending = getattr(execute, "may_use_pending", ())
+        if any(part in opcode for part in CONVERGENT):
+            aligned = any(part in opcode for part in ALIGNED)
+            execute = _wait_for_all_lanes(execute, opcode if aligned else None)
+        steps.append(Step(instruction, execute, may_use_pending))
     return steps
 
 
-def _check_special(line: Instruction) -> None:
-    special = next((x for operand in line.operands for x in parts_of(operand, Special)), None)
-    if special and line.opcode.split(".")[0] not in READ_SPECIAL:
-        raise UnsupportedError(f"the special register {special.name} is read by mov and cvt alone")
+def _check_special_registers(instruction: Instruction) -> None:
+    special = next(
+        (x for operand in instruction.operands for x in parts_of(operand, Special)), None
+    )
+    if special and instruction.opcode.split(".")[0] not in READS_SPECIAL_REGISTERS:
+        raise UnsupportedError(f"the special register {special.name} is read only by mov and cvt")
 
 
-def _with_all_lanes(execute, aligned: str | None):
-    """Waits until the lanes that have not exited are here; an aligned opcode needs all of them."""
+def _wait_for_all_lanes(execute, aligned: str | None):
+    """Waits until all lanes that have not exited have reached the instruction.
+
+    `aligned` is the opcode if the ISA demands that all these lanes execute it, else None.
+    """
 
     @functools.wraps(execute)
     def waiting(warp, mask):
-        if not warp.together():
-            return Blocked(warp.together, lambda: "the other lanes of the warp")
-        if aligned and warp.parted(mask):
-            raise EmulatorError(f"{aligned} without all lanes: {lanes(mask).tolist()} alone")
+        if not warp.is_converged():
+            return Blocked(warp.is_converged, lambda: "the other lanes of the warp")
+        if aligned and warp.is_part(mask):
+            lanes = active_lanes(mask).tolist()
+            raise EmulatorError(f"{aligned} without all lanes: only {lanes} execute it")
         return execute(warp, mask)
 
     return waiting
 
 
-class Builder:
-    """Makes functions of a warp from operands."""
+class OperandBinder:
+    """Makes functions that read and write an instruction's operands in a warp."""
 
     def __init__(self, machine):
         self.machine, self.kernel = machine, machine.kernel
 
-    def read(self, operand, kind: str, *, wider: bool = False) -> Callable:
-        """read(warp): the operand's 32 values, as unsigned integers of the type's width.
+    def reader(self, operand, ptx_type: str, *, wider: bool = False) -> Callable:
+        """Returns read(warp): the operand's value in each of the 32 lanes, as unsigned integers.
 
         Args:
-          operand: what is read.
-          kind: type of the instruction's operand.
-          wider: whether a register may be wider; its upper bits are ignored (9.4.1).
+          operand: the operand to read.
+          ptx_type: the operand's type, which gives the integers' width.
+          wider: whether a register may be wider than the type; its upper bits are ignored (9.4.1).
         """
-        width = bits(kind)
+        width = bits(ptx_type)
         dtype = UNSIGNED[width]
         if isinstance(operand, Register):
-            number, found = operand.number, bits(operand.type)
-            if found == width:
+            number, register_width = operand.number, bits(operand.type)
+            if register_width == width:
                 return lambda warp: warp.registers[number]
-            if found > width and wider:
+            if register_width > width and wider:
                 return lambda warp: warp.registers[number].astype(dtype)
-            raise UnsupportedError(f"a register of {found} bits where {kind} is expected")
+            raise UnsupportedError(
+                f"a register of {register_width} bits where {ptx_type} is expected"
+            )
         if isinstance(operand, Immediate):
-            constant = np.full(LANES, self._constant(operand, kind), dtype)
+            constant = np.full(WARP_SIZE, self._constant(operand, ptx_type), dtype)
             return lambda warp: constant
         if isinstance(operand, Negated):
-            positive = self.read(operand.register, "pred")
+            positive = self.reader(operand.register, "pred")
             return lambda warp: ~positive(warp)
         if isinstance(operand, Special):
-            found = 64 if operand.name in WIDE_SPECIAL else 32
-            if kind in FLOATS or not (found == width or (found > width and wider)):
-                raise UnsupportedError(f"{operand.name} has {found} bits, not {kind}")
+            register_width = 64 if operand.name in WIDE_SPECIAL_REGISTERS else 32
+            fits = register_width == width or (register_width > width and wider)
+            if ptx_type in FLOATS or not fits:
+                raise UnsupportedError(f"{operand.name} has {register_width} bits, not {ptx_type}")
             return self._special(operand.name, dtype)
         if isinstance(operand, Symbol):
             return self._symbol(operand, dtype)
         raise UnsupportedError(f"{operand} cannot be read")
 
-    def _constant(self, operand: Immediate, kind: str) -> int:
-        """The bits of a constant, which has to be one of this type (4.5)."""
-        value, width = operand.value, bits(kind)
-        if kind not in ("f32", "b32") if operand.real else kind in FLOATS:
-            raise UnsupportedError(f"the constant {value:#x} as {kind}")
+    def _constant(self, operand: Immediate, ptx_type: str) -> int:
+        """The bits of a constant, which must be representable in this type (4.5)."""
+        value, width = operand.value, bits(ptx_type)
+        if ptx_type not in ("f32", "b32") if operand.real else ptx_type in FLOATS:
+            raise UnsupportedError(f"the constant {value:#x} where {ptx_type} is expected")
         if not -(1 << width - 1) <= value < 1 << width:
-            raise UnsupportedError(f"the constant {value} is beyond {kind}")
+            raise UnsupportedError(f"the constant {value} is out of range for {ptx_type}")
         return bool(value) if width == 1 else value & ((1 << width) - 1)
 
-    def write(self, operand, kind: str, *, wider: bool = False) -> Callable:
-        """write(warp, values, mask): sets a register; values have the type's width.
+    def writer(self, operand, ptx_type: str, *, wider: bool = False) -> Callable:
+        """Returns write(warp, values, mask): sets a register in the lanes of the mask.
 
-        A wider register gets them extended, by sign if the type has one (9.4.1).
+        The values have the type's width. If the register may be `wider` and is, they are
+        sign-extended for a signed type and zero-extended for others (9.4.1).
         """
         if isinstance(operand, Sink):
             return lambda warp, values, mask: None
         if not isinstance(operand, Register):
             raise UnsupportedError(f"{operand} cannot be written")
-        number, found, width = operand.number, bits(operand.type), bits(kind)
-        if found != width and not (wider and found > width):
-            raise UnsupportedError(f"a register of {found} bits where {kind} is expected")
-        narrow = SIGNED[width] if kind[0] == "s" else UNSIGNED[width]
-        wide, raw = (SIGNED if kind[0] == "s" else UNSIGNED).get(found), UNSIGNED[found]
+        number, register_width, width = operand.number, bits(operand.type), bits(ptx_type)
+        if register_width != width and not (wider and register_width > width):
+            raise UnsupportedError(
+                f"a register of {register_width} bits where {ptx_type} is expected"
+            )
+        dtypes = SIGNED if ptx_type[0] == "s" else UNSIGNED
+        narrow, wide, raw = dtypes[width], dtypes.get(register_width), UNSIGNED[register_width]
 
-        # The array of a register is never changed, so registers may share one.
+        # The array of a register is replaced, never modified, so registers may share one.
         def write(warp, values, mask):
             values = np.ascontiguousarray(values)
-            if found != width:
+            if register_width != width:
                 values = values.view(narrow).astype(wide)
             values = values.view(raw)
             if mask is None:
@@ -301,44 +349,44 @@ class Builder:
         return write
 
     def immediate(self, operand) -> int:
-        """A constant that is an integer."""
+        """The value of an operand that must be an integer constant."""
         if not isinstance(operand, Immediate) or operand.real:
-            raise UnsupportedError(f"{operand} is no integer constant")
+            raise UnsupportedError(f"{operand} is not an integer constant")
         return operand.value
 
-    def address(self, operand: Address) -> Callable:
-        """address(warp): [base + offset], 32 values of 64 bits."""
+    def address_reader(self, operand: Address) -> Callable:
+        """Returns read(warp): the address [base + offset] in each lane, as 64-bit integers."""
         if not isinstance(operand, Address):
-            raise UnsupportedError(f"{operand} is no address")
+            raise UnsupportedError(f"{operand} is not an address")
         base, offset = operand.base, np.uint64(operand.offset % 2**64)
-        kind = f"b{bits(base.type)}" if isinstance(base, Register) else "b64"
-        read = self.read(base, kind)
-        if kind == "b32":
+        ptx_type = f"b{bits(base.type)}" if isinstance(base, Register) else "b64"
+        read = self.reader(base, ptx_type)
+        if ptx_type == "b32":
             short = np.uint32(operand.offset % 2**32)
             return lambda warp: (read(warp) + short).astype(np.uint64)
         return lambda warp: read(warp) + offset
 
     def _symbol(self, symbol: Symbol, dtype) -> Callable:
         if symbol.name in self.kernel.shared:
-            offset = SHARED_BEGIN + self.kernel.shared[symbol.name] + symbol.offset
-            return lambda warp: np.full(LANES, warp.block.shared_base + offset, dtype)
+            offset = SHARED_BASE + self.kernel.shared[symbol.name] + symbol.offset
+            return lambda warp: np.full(WARP_SIZE, warp.block.shared_base + offset, dtype)
         for parameter in self.kernel.parameters:
             if parameter.name == symbol.name:
-                constant = np.full(LANES, parameter.offset + symbol.offset, dtype)
+                constant = np.full(WARP_SIZE, parameter.offset + symbol.offset, dtype)
                 return lambda warp: constant
-        raise UnsupportedError(f"no variable {symbol.name}")
+        raise UnsupportedError(f"no variable {symbol.name} is declared")
 
     def _special(self, name: str, dtype) -> Callable:
         machine = self.machine
         block_shape, grid, cluster = machine.block_shape, machine.grid, machine.cluster
         values = {
-            "%laneid": lambda warp: LANE,
+            "%laneid": lambda warp: LANE_IDS,
             "%cluster_ctarank": lambda warp: warp.block.rank,
             "%cluster_nctarank": lambda warp: len(warp.block.cluster.blocks),
-            "%lanemask_lt": lambda warp: (1 << LANE) - 1,
-            "%lanemask_eq": lambda warp: 1 << LANE,
+            "%lanemask_lt": lambda warp: (1 << LANE_IDS) - 1,
+            "%lanemask_eq": lambda warp: 1 << LANE_IDS,
             "%dynamic_smem_size": lambda warp: machine.shared_bytes - machine.kernel.shared_bytes,
-            # A clock that never stands still; nothing else of it can be relied on.
+            # The clocks count the warp's instructions: they only ever advance.
             "%clock": lambda warp: warp.executed,
             "%clock64": lambda warp: warp.executed,
             "%globaltimer": lambda warp: warp.executed,
@@ -346,30 +394,36 @@ class Builder:
             "%smid": lambda warp: 0,
         }
         for i, axis in enumerate("xyz"):
-            below, ranks = int(np.prod(block_shape[:i])), int(np.prod(cluster[:i]))
+            # Threads and blocks between neighbours along this axis.
+            thread_stride, rank_stride = int(np.prod(block_shape[:i])), int(np.prod(cluster[:i]))
 
-            def thread(warp, below=below, i=i):
-                return warp.threads // below % block_shape[i]
+            def thread(warp, stride=thread_stride, i=i):
+                return warp.threads // stride % block_shape[i]
 
-            def rank(warp, ranks=ranks, i=i):
-                return warp.block.rank // ranks % cluster[i]
+            def rank(warp, stride=rank_stride, i=i):
+                return warp.block.rank // stride % cluster[i]
 
             values |= {
                 f"%tid.{axis}": thread,
                 f"%ntid.{axis}": lambda warp, i=i: block_shape[i],
-                f"%ctaid.{axis}": lambda warp, i=i: warp.block.place[i],
+                f"%ctaid.{axis}": lambda warp, i=i: warp.block.ctaid[i],
                 f"%nctaid.{axis}": lambda warp, i=i: grid[i],
                 f"%cluster_ctaid.{axis}": rank,
                 f"%cluster_nctaid.{axis}": lambda warp, i=i: cluster[i],
-                f"%clusterid.{axis}": lambda warp, i=i: warp.block.place[i] // cluster[i],
+                f"%clusterid.{axis}": lambda warp, i=i: warp.block.ctaid[i] // cluster[i],
                 f"%nclusterid.{axis}": lambda warp, i=i: grid[i] // cluster[i],
             }
         if name not in values:
-            raise UnsupportedError(f"the special register {name}")
+            raise UnsupportedError(f"the special register {name} is not known")
         value = values[name]
-        return lambda warp: np.broadcast_to(np.asarray(value(warp), dtype), LANES)
+        return lambda warp: np.broadcast_to(np.asarray(value(warp), dtype), WARP_SIZE)
 
 
-def block_of(address: int) -> tuple[int, int]:
-    """Rank of the block and offset in its shared memory, of an address of shared::cluster."""
+def split_shared_address(address: int) -> tuple[int, int]:
+    """Splits a shared::cluster address into the block's rank and the offset in its memory."""
     return address >> BLOCK_SHIFT, address & ((1 << BLOCK_SHIFT) - 1)
+
+
+def shared_cluster_address(rank: int, offset: int) -> int:
+    """The shared::cluster address of an offset in the shared memory of the block with this rank."""
+    return (rank << BLOCK_SHIFT) + offset

@@ -1,25 +1,25 @@
-"""Clusters, blocks, warps, and the order in which they and their asynchronous work happen.
+"""The launch of a kernel: its clusters and blocks, and when warps and asynchronous operations run.
 
-A warp is groups of lanes with a program counter each, of which the lowest that is not blocked goes
-on. TMA, the products of tcgen05, its commits' signals and arrivals at other blocks' barriers become
-tasks; tcgen05.ld and wgmma happen at their wait. The schedule says when tasks happen:
+The warps take turns. Within a warp, the group of lanes with the lowest program counter that is not
+blocked runs. An asynchronous operation becomes a task, except for tcgen05.ld, tcgen05.st and wgmma,
+which happen at their wait instruction. A schedule says when tasks are executed:
 
-  eager    at once, where their order allows it
+  eager    as soon as the order of their queue allows it
   late     when no warp can go on, the newest first
   random   at any time in between
 
-A schedule is one of these words, or a dict of words by kind of task, and a seed for the order of
-warps and of whatever is random. The kinds of tasks:
+A schedule is one of these words, or a dict with a word for each kind of task ("random" for those
+that it leaves out). A seed decides the order of warps and all that is random. The kinds of tasks:
 
-  load        TMA to shared memory
+  load        a copy to shared memory: TMA, bulk copies and cp.async
   multiply    tcgen05.mma and tcgen05.commit
-  signal      of a commit to an mbarrier
-  arrival     at an mbarrier of another block
-  store       of a TMA store: the read of shared memory
-  write       of a TMA store: the write of global memory
-  cancel      which cluster clusterlaunchcontrol.try_cancel cancels
-  collective  no task: whether tcgen05.dealloc and relinquish_alloc_permit of a pair wait for the
-              peer (late), or not (eager)
+  signal      the arrival of a tcgen05.commit at an mbarrier
+  arrival     an arrival at an mbarrier of another block
+  store       the first half of a TMA store: the read of shared memory
+  write       the second half of a TMA store: the write of global memory
+  cancel      clusterlaunchcontrol.try_cancel: which cluster it cancels, and its response
+  collective  not a task: whether tcgen05.dealloc and tcgen05.relinquish_alloc_permit of a pair of
+              blocks wait for the peer (late) or not (eager)
 """
 
 import math
@@ -41,7 +41,7 @@ from ptx_emulator import (
     wgmma,
 )
 from ptx_emulator.errors import DeadlockError, EmulatorError, UnsupportedError
-from ptx_emulator.isa import LANES, Task
+from ptx_emulator.isa import WARP_SIZE, Task
 from ptx_emulator.memory import (
     BLOCK_SHIFT,
     PARAMETER_WINDOW,
@@ -53,17 +53,22 @@ from ptx_emulator.tensor_memory import TensorMemory
 from ptx_emulator.vector_clocks import Agents
 from ptx_emulator.warp import Warp
 
-# Shared memory that a block may have; registers of a multiprocessor, how many of them a thread has
-# at most, and in which multiples; instructions of a warp before another one's turn.
-MOST_SHARED = 227 * 1024
-REGISTERS, MOST_OF_A_THREAD, STEP_OF_REGISTERS = 65536, 256, 8
-TURN = 400
+# Limits of compute capability 9.0 and 10.0 (CUDA C++ Programming Guide): bytes of shared memory per
+# block; registers per multiprocessor; registers per thread, which are allocated in units of 8, so
+# that 255 take 256.
+MAX_SHARED_BYTES = 227 * 1024
+REGISTERS_PER_SM, MAX_REGISTERS_PER_THREAD, REGISTER_GRANULARITY = 65536, 256, 8
 
-# So many instructions without an event (a barrier, a task, a store) are a livelock.
-PATIENCE = 2_000_000
+# Instructions that a warp executes before the next warp's turn: enough that a turn costs little,
+# few enough that warps interleave.
+INSTRUCTIONS_PER_TURN = 400
 
-# The modules whose instructions make the table.
-INSTRUCTIONS = (
+# After this many instructions without an event (a barrier, a task, a store) the kernel is in a
+# livelock.
+LIVELOCK_INSTRUCTIONS = 2_000_000
+
+# The modules that register instructions.
+INSTRUCTION_MODULES = (
     barriers,
     cluster_launch_control,
     cp_async,
@@ -83,45 +88,50 @@ EAGER = dict.fromkeys(
 
 
 class Block:
-    """A thread block: its memories, barriers and warps."""
+    """A thread block with its memories, barriers and warps.
 
-    def __init__(self, cluster: "Cluster", rank: int, place: tuple[int, int, int]):
+    Attributes:
+      rank: %cluster_ctarank.
+      ctaid: %ctaid.
+    """
+
+    def __init__(self, cluster: "Cluster", rank: int, ctaid: tuple[int, int, int]):
         machine = cluster.machine
-        self.cluster, self.rank, self.place, self.machine = cluster, rank, place, machine
+        self.cluster, self.rank, self.ctaid, self.machine = cluster, rank, ctaid, machine
         self.shared_base = rank << BLOCK_SHIFT
-        warps = machine.warps_of_a_block
+        warps = machine.warps_per_block
         self.shared = SharedMemory(rank, machine.shared_bytes, machine.agents, warps)
-        self.tensor = TensorMemory(rank, machine.agents, warps, machine.excused)
+        self.tensor_memory = TensorMemory(rank, machine.agents, warps, machine.allows)
         # mbarriers by offset, named barriers by number.
-        self.barriers: dict[int, object] = {}
-        self.named: dict[int, object] = {}
-        # Registers that setmaxnreg.dec has given back and no setmaxnreg.inc has taken.
+        self.mbarriers: dict[int, object] = {}
+        self.named_barriers: dict[int, object] = {}
+        # Registers that setmaxnreg.dec has released and no setmaxnreg.inc has taken yet.
         self.free_registers = 0
         self.warps = [Warp(self, number) for number in range(warps)]
 
     @property
     def alive(self) -> bool:
-        """Whether it has warps that have not exited."""
+        """Whether some of its warps have not exited."""
         return any(warp.alive for warp in self.warps)
 
 
 class Cluster:
-    """The blocks of a cluster."""
+    """A cluster of thread blocks."""
 
-    def __init__(self, machine: "Machine", number: int, first: tuple[int, int, int]):
+    def __init__(self, machine: "Machine", number: int, first_ctaid: tuple[int, int, int]):
         self.machine, self.number = machine, number
-        # What arrived with the barrier's phases.
-        self.clocks: dict[int, np.ndarray] = {}
-        # How many tcgen05.mma were issued, and mbarriers made.
-        self.multiplied = self.barriers_made = 0
+        # For each phase of the cluster's barrier, the clock that its arrivals have released into.
+        self.barrier_clocks: dict[int, np.ndarray] = {}
+        # How many tcgen05.mma were issued, and how many mbarriers were initialised.
+        self.mma_issued = self.mbarriers_initialised = 0
         # Whether a clusterlaunchcontrol.try_cancel has failed.
-        self.is_last = False
+        self.cancellation_failed = False
         shape = machine.cluster
         self.blocks = []
         for rank in range(math.prod(shape)):
             x, y, z = rank % shape[0], rank // shape[0] % shape[1], rank // (shape[0] * shape[1])
-            place = (first[0] + x, first[1] + y, first[2] + z)
-            self.blocks.append(Block(self, rank, place))
+            ctaid = (first_ctaid[0] + x, first_ctaid[1] + y, first_ctaid[2] + z)
+            self.blocks.append(Block(self, rank, ctaid))
 
     @property
     def warps(self):
@@ -130,16 +140,17 @@ class Cluster:
 
 
 class Machine:
-    """A kernel with its launch: memory, and the clusters that run.
+    """A kernel with its launch parameters, its memory and its clusters.
 
     Args:
-      kernel: what runs.
-      grid, block, cluster: dimensions; those of the kernel where it has them.
-      dynamic_shared: bytes of the dynamic shared memory.
-      memory: global memory in which arrays are already; an empty one without it.
-      schedule, seed: see above.
-      resident: clusters that run at the same time.
-      allowed: names of the warnings that are none of the kernel's fault; others are errors.
+      kernel: the kernel to launch.
+      grid: blocks in each dimension.
+      block, cluster: threads and blocks in each dimension; by default what the kernel declares.
+      dynamic_shared: bytes of dynamic shared memory.
+      memory: global memory that has the kernel's arrays; by default an empty one.
+      schedule, seed: when asynchronous operations happen, as described at the top of this module.
+      resident: how many clusters run at the same time.
+      allowed: names of the warnings that are allowed; all others are errors.
     """
 
     def __init__(
@@ -160,45 +171,45 @@ class Machine:
         self.block_shape = tuple(block or kernel.block)
         self.cluster = tuple(cluster or kernel.cluster or (1, 1, 1))
         threads = math.prod(self.block_shape)
-        if threads % LANES:
-            raise UnsupportedError(f"a block of {threads} threads, no multiple of {LANES}")
+        if threads % WARP_SIZE:
+            raise UnsupportedError(f"a block of {threads} threads, not a multiple of {WARP_SIZE}")
         if any(g % c for g, c in zip(self.grid, self.cluster)):
-            raise EmulatorError(f"grid {self.grid} is no multiple of clusters {self.cluster}")
-        self.warps_of_a_block = threads // LANES
-        self.agents = Agents(self.warps_of_a_block * math.prod(self.cluster))
+            raise EmulatorError(f"grid {self.grid} is not a multiple of clusters {self.cluster}")
+        self.warps_per_block = threads // WARP_SIZE
+        self.agents = Agents(self.warps_per_block * math.prod(self.cluster))
         self.shared_bytes = kernel.shared_bytes + dynamic_shared
-        if self.shared_bytes > MOST_SHARED:
+        if self.shared_bytes > MAX_SHARED_BYTES:
             raise EmulatorError(
-                f"{self.shared_bytes} bytes of shared memory, {MOST_SHARED} are there"
+                f"{self.shared_bytes} bytes of shared memory, at most {MAX_SHARED_BYTES} per block"
             )
-        shared_out = REGISTERS // (threads * kernel.blocks_at_once)
-        self.registers_at_launch = kernel.most_registers or min(
-            shared_out // STEP_OF_REGISTERS * STEP_OF_REGISTERS, MOST_OF_A_THREAD
+        available = REGISTERS_PER_SM // (threads * kernel.min_blocks_per_sm)
+        self.registers_at_launch = kernel.max_registers or min(
+            available // REGISTER_GRANULARITY * REGISTER_GRANULARITY, MAX_REGISTERS_PER_THREAD
         )
         self.memory = GlobalMemory() if memory is None else memory
         last = kernel.parameters[-1] if kernel.parameters else None
         self.parameters = np.zeros(last.offset + last.size if last else 0, np.uint8)
-        # Tensor maps by address: those of the host, and those that the kernel makes.
+        # Tensor maps by address: those that the host encoded, and those that the kernel made.
         self.tensor_maps: dict[int, object] = {}
-        self.made_maps: dict[int, tensormap_replace.Made] = {}
-        words = [schedule] if isinstance(schedule, str) else schedule.values()
-        if not set(words) <= set(SCHEDULES):
-            raise ValueError(f"the schedule {schedule}, expected words among {SCHEDULES}")
+        self.device_tensor_maps: dict[int, tensormap_replace.DeviceTensorMap] = {}
+        policies = [schedule] if isinstance(schedule, str) else schedule.values()
+        if not set(policies) <= set(SCHEDULES):
+            raise ValueError(f"schedule is {schedule}, expected words among {SCHEDULES}")
         self.schedule, self.random, self.resident = schedule, random.Random(seed), resident
         self.allowed, self.warnings = allowed, {}
         self.tasks: list[Task] = []
-        self.events = self.submitted = 0
-        self.running: list[Cluster] = []
-        # The first blocks of the clusters that have not started.
-        self.waiting: list[tuple[int, int, int]] = []
-        self.code = isa.build(self)
+        self.events = self.tasks_issued = 0
+        self.running_clusters: list[Cluster] = []
+        # For each cluster that has not started, %ctaid of its first block.
+        self.pending_clusters: list[tuple[int, int, int]] = []
+        self.code = isa.build_steps(self)
 
     def set_parameter(self, index: int, value: int | bytes) -> None:
-        """Sets a kernel parameter: a number, or all bytes of an aggregate."""
+        """Sets a kernel parameter to a number, or to all bytes of an aggregate."""
         parameter = self.kernel.parameters[index]
         content = value if isinstance(value, bytes) else value.to_bytes(parameter.size, "little")
         if len(content) != parameter.size:
-            raise EmulatorError(f"{parameter} gets {len(content)} bytes")
+            raise EmulatorError(f"{parameter} is set to {len(content)} bytes")
         end = parameter.offset + parameter.size
         self.parameters[parameter.offset : end] = np.frombuffer(content, np.uint8)
 
@@ -206,44 +217,48 @@ class Machine:
         """The generic address of a kernel parameter."""
         return PARAMETER_WINDOW + self.kernel.parameters[index].offset
 
-    def cancel(self) -> tuple[int, int, int] | None:
-        """The first block of a cluster that has not started, and now never will."""
-        if not self.waiting:
+    def cancel_cluster(self) -> tuple[int, int, int] | None:
+        """Cancels a cluster that has not started; returns %ctaid of its first block, or None.
+
+        It is the next cluster to start; with the random policy, any one.
+        """
+        pending = self.pending_clusters
+        if not pending:
             return None
-        any_of_them = self.policy("cancel") == "random"
-        return self.waiting.pop(self.random.randrange(len(self.waiting)) if any_of_them else 0)
+        is_random = self.policy("cancel") == "random"
+        return pending.pop(self.random.randrange(len(pending)) if is_random else 0)
 
     def event(self) -> None:
-        """Something happened for which somebody may wait."""
+        """Counts an event: something happened that a warp may wait for."""
         self.events += 1
 
     def warn(self, name: str, message: str) -> None:
-        """An error, unless warnings of this name are allowed; those are counted."""
-        if not self.excused(name):
+        """Raises an error, unless warnings of this name are allowed; then counts it."""
+        if not self.allows(name):
             raise EmulatorError(f"{name}: {message}")
 
-    def excused(self, name: str) -> bool:
-        """Whether warnings of this name are allowed; those are counted."""
+    def allows(self, name: str) -> bool:
+        """Whether warnings of this name are allowed; then counts one."""
         if name in self.allowed:
             self.warnings[name] = self.warnings.get(name, 0) + 1
         return name in self.allowed
 
     def policy(self, kind: str) -> str:
-        """When tasks of this kind happen."""
-        chosen = self.schedule if isinstance(self.schedule, str) else self.schedule.get(kind)
-        return chosen or "random"
+        """When tasks of this kind are executed: eager, late or random."""
+        policy = self.schedule if isinstance(self.schedule, str) else self.schedule.get(kind)
+        return policy or "random"
 
     def waits_for_peer(self) -> bool:
-        """Whether a block waits at a collective instruction where it need not."""
+        """Whether a block waits for its peer where the ISA lets it wait or go on."""
         policy = self.policy("collective")
         return policy == "late" or (policy == "random" and self.random.random() < 0.5)
 
     def submit(self, task: Task) -> None:
-        """Hands over asynchronous work."""
-        self.submitted += 1
-        task.issued = task.issued or self.submitted
-        first = task.queue is None or not any(t.queue == task.queue for t in self.tasks)
-        if self.policy(task.kind) == "eager" and first:
+        """Executes a task now if the schedule wants that, else keeps it for later."""
+        self.tasks_issued += 1
+        task.sequence = task.sequence or self.tasks_issued
+        is_next = task.queue is None or not any(t.queue == task.queue for t in self.tasks)
+        if self.policy(task.kind) == "eager" and is_next:
             task.run()
             task.done = True
             self.event()
@@ -253,118 +268,129 @@ class Machine:
     @np.errstate(all="ignore")
     def launch(self) -> None:
         """Runs the kernel to its end."""
-        self.waiting = waiting = [
+        self.pending_clusters = pending = [
             (x, y, z)
             for z in range(0, self.grid[2], self.cluster[2])
             for y in range(0, self.grid[1], self.cluster[1])
             for x in range(0, self.grid[0], self.cluster[0])
         ]
-        started, idle, events = 0, 0, -1
-        while waiting or self.running:
-            while waiting and len(self.running) < self.resident:
-                self.running.append(Cluster(self, started, waiting.pop(0)))
+        running = self.running_clusters
+        started, without_event, events = 0, 0, -1
+        while pending or running:
+            while pending and len(running) < self.resident:
+                running.append(Cluster(self, started, pending.pop(0)))
                 started += 1
             executed, tasks = self._round()
-            ended = [cluster for cluster in self.running if not any(w.alive for w in cluster.warps)]
+            ended = [cluster for cluster in running if not any(w.alive for w in cluster.warps)]
             for cluster in ended:
                 self._finish(cluster)
-                self.running.remove(cluster)
+                running.remove(cluster)
             if not (executed or tasks or ended):
                 raise DeadlockError(self.report())
-            idle = 0 if self.events != events or tasks or ended else idle + executed
+            is_event = self.events != events or tasks or ended
+            without_event = 0 if is_event else without_event + executed
             events = self.events
-            if idle > PATIENCE:
+            if without_event > LIVELOCK_INSTRUCTIONS:
                 raise DeadlockError(
                     "instructions are executed, but nothing happens\n" + self.report()
                 )
 
     def _round(self) -> tuple[int, int]:
-        """One turn of every warp; the numbers of executed instructions and finished tasks."""
-        warps = [warp for cluster in self.running for warp in cluster.warps if warp.alive]
+        """Gives every warp one turn; returns the numbers of executed instructions and tasks."""
+        warps = [warp for cluster in self.running_clusters for warp in cluster.warps if warp.alive]
         if not isinstance(self.schedule, str) or self.schedule == "random":
             self.random.shuffle(warps)
         executed = tasks = 0
         for warp in warps:
             try:
-                executed += warp.run(TURN)
-                tasks += self._some_tasks()
+                executed += warp.run(INSTRUCTIONS_PER_TURN)
+                tasks += self._perform_some()
             except EmulatorError as error:
-                error.add_note(f"at {warp}: {warp.where() or warp.instruction}")
+                error.add_note(f"at {warp}: {warp.describe_groups() or warp.instruction}")
                 raise
         if not executed and not tasks:
-            tasks += self._one_task()
+            tasks += self._perform_one()
         return executed, tasks
 
-    def _ready(self) -> list[Task]:
+    def _next_tasks(self) -> list[Task]:
         """The first task of each queue."""
-        queues, found = set(), []
+        queues, next_tasks = set(), []
         for task in self.tasks:
             if task.queue is None or task.queue not in queues:
-                found.append(task)
+                next_tasks.append(task)
                 queues.add(task.queue)
-        return found
+        return next_tasks
 
     def _perform(self, task: Task) -> None:
         self.tasks.remove(task)
         try:
             task.run()
         except EmulatorError as error:
-            error.add_note(f"in {task.what}, of cluster {task.cluster.number}")
+            error.add_note(f"in {task.description}, of cluster {task.cluster.number}")
             raise
         task.done = True
         self.event()
 
     def perform(self, tasks) -> None:
-        """These tasks happen now."""
+        """Executes these tasks now."""
         for task in list(tasks):
             self._perform(task)
 
-    def _some_tasks(self) -> int:
-        """Tasks that happen while warps run."""
-        chance = {"eager": 1.0, "random": 0.15, "late": 0.0}
-        chosen = [t for t in self._ready() if self.random.random() < chance[self.policy(t.kind)]]
+    def _perform_some(self) -> int:
+        """Executes tasks between the turns of warps; returns how many."""
+        # 0.15: a random task waits for seven turns of warps on average.
+        probability = {"eager": 1.0, "random": 0.15, "late": 0.0}
+        chosen = [
+            task
+            for task in self._next_tasks()
+            if self.random.random() < probability[self.policy(task.kind)]
+        ]
         for task in chosen:
             self._perform(task)
         return len(chosen)
 
-    def _one_task(self) -> int:
-        """A task that happens because no warp can go on: a late one last."""
-        ready = self._ready()
-        if not ready:
+    def _perform_one(self) -> int:
+        """Executes one task because no warp can go on; returns how many were executed, 0 or 1.
+
+        A late task is chosen only if there are no others.
+        """
+        tasks = self._next_tasks()
+        if not tasks:
             return 0
-        soon = [task for task in ready if self.policy(task.kind) != "late"]
-        newest = max(ready, key=lambda task: task.issued)
-        self._perform(self.random.choice(soon) if soon else newest)
+        not_late = [task for task in tasks if self.policy(task.kind) != "late"]
+        newest = max(tasks, key=lambda task: task.sequence)
+        self._perform(self.random.choice(not_late) if not_late else newest)
         return 1
 
     def _finish(self, cluster: Cluster) -> None:
-        """What has to be so when a cluster has exited."""
+        """Checks what must be complete when a cluster exits, and completes the rest."""
         for block in cluster.blocks:
-            if block.tensor.allocated:
+            if block.tensor_memory.allocated:
                 raise EmulatorError(
                     f"cluster {cluster.number}, block {block.rank} exits with tensor memory "
-                    f"{block.tensor.allocated}"
+                    f"{block.tensor_memory.allocated}"
                 )
-        while mine := [task for task in self._ready() if task.cluster is cluster]:
-            message = f"cluster {cluster.number} exits before {mine[0].what}"
-            if mine[0].kind == "signal":
+        while tasks := [task for task in self._next_tasks() if task.cluster is cluster]:
+            task = tasks[0]
+            message = f"cluster {cluster.number} exits before {task.description}"
+            if task.kind == "signal":
                 self.warn("signal that nobody waits for", message)
-                self.tasks.remove(mine[0])
+                self.tasks.remove(task)
                 continue
-            if mine[0].kind == "store":
+            if task.kind == "store":
                 self.warn("exit before a store's read", message)
-            elif mine[0].kind != "write":
+            elif task.kind != "write":
                 raise EmulatorError(message)
-            self._perform(mine[0])
+            self._perform(task)
         for block in cluster.blocks:
-            for barrier in block.barriers.values():
+            for barrier in block.mbarriers.values():
                 barrier.check_end()
 
     def report(self) -> str:
-        """Who waits for what."""
+        """A description of all warps with what they wait for, and of all mbarriers in progress."""
         lines = ["nothing can go on"]
-        for cluster in self.running:
-            lines += [f"  {warp}: {warp.where()}" for warp in cluster.warps if warp.alive]
+        for cluster in self.running_clusters:
+            lines += [f"  {warp}: {warp.describe_groups()}" for warp in cluster.warps if warp.alive]
             for block in cluster.blocks:
-                lines += [f"  {b}" for b in block.barriers.values() if b.in_progress]
+                lines += [f"  {b}" for b in block.mbarriers.values() if b.in_progress]
         return "\n".join(lines)

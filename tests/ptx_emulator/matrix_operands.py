@@ -1,4 +1,4 @@
-"""The tensor cores: operands in shared memory, and their products."""
+"""What wgmma and tcgen05.mma share: operands in shared memory, and exact products."""
 
 import dataclasses
 import functools
@@ -6,132 +6,170 @@ import functools
 import numpy as np
 
 from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.isa import (
-    FLOATS,
-)
-from ptx_emulator.memory import UNIT, WORD
+from ptx_emulator.isa import FLOATS
+from ptx_emulator.memory import UNIT_BYTES, WORD_BYTES
 from ptx_emulator.tma import SWIZZLES
 
+# The numpy type of each element type of an operand.
 ELEMENTS = {name: FLOATS[name] for name in ("f16", "bf16", "e4m3", "e5m2")}
 ELEMENTS |= {"s8": np.int8, "u8": np.uint8, "tf32": np.float32}
 
-# The bits of a float32 that count in TF32.
-TF32 = 0xFFFFE000
+# The bits of a float32 that TF32 uses: sign, 8 bits of exponent, 10 bits of fraction.
+TF32_MASK = 0xFFFFE000
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix:
-    """An operand in shared memory, as a 64-bit descriptor gives it (9.7.15.5.1, 9.7.16.4.1).
+class SharedOperand:
+    """An operand in shared memory, as a matrix descriptor gives it (9.7.15.5.1, 9.7.16.4.1).
 
     Attributes:
-      begin: offset in shared memory.
-      leading, stride: bytes between core matrices.
-      swizzle: bytes.
-      transposed: whether rows (M or N) are neighbours instead of columns of K.
+      start: offset in shared memory, in bytes.
+      leading, stride: leading dimension and stride byte offsets, between core matrices.
+      swizzle: bytes of the swizzle's rows, 0 without a swizzle.
+      transposed: whether M or N is the contiguous dimension (MN-major) instead of K (K-major).
     """
 
-    begin: int
+    start: int
     leading: int
     stride: int
     swizzle: int
     transposed: bool
 
     @classmethod
-    def of_hopper(cls, descriptor: int, *, transposed: bool) -> "Matrix":
-        """A descriptor of wgmma."""
+    def from_wgmma_descriptor(cls, descriptor: int, *, transposed: bool) -> "SharedOperand":
+        """The operand of a wgmma descriptor: the swizzle is in bits 62 and 63."""
         swizzle = {0: 0, 1: 128, 2: 64, 3: 32}[descriptor >> 62]
         if descriptor & (0x3FF << 52 | 0x7 << 46 | 0x3 << 30 | 0x3 << 14):
             raise EmulatorError(f"reserved bits of the descriptor {descriptor:#x} are set")
-        return cls._of(descriptor, swizzle, transposed)
+        return cls._from_fields(descriptor, swizzle, transposed)
 
     @classmethod
-    def of_blackwell(cls, descriptor: int, machine, *, transposed: bool) -> "Matrix":
-        """A descriptor of tcgen05."""
-        kinds = {0: 0, 2: 128, 4: 64, 6: 32}
+    def from_tcgen05_descriptor(
+        cls, descriptor: int, machine, *, transposed: bool
+    ) -> "SharedOperand":
+        """The operand of a tcgen05 descriptor: the swizzle is in bits 61 to 63."""
+        swizzles = {0: 0, 2: 128, 4: 64, 6: 32}
         reserved = 0x1FF << 52 | 0x3 << 30 | 0x3 << 14
-        if descriptor >> 61 not in kinds or descriptor & reserved:
-            raise EmulatorError(f"the descriptor {descriptor:#x}: swizzle, or reserved bits")
+        if descriptor >> 61 not in swizzles or descriptor & reserved:
+            raise EmulatorError(
+                f"the descriptor {descriptor:#x} has an unknown swizzle, or reserved bits are set"
+            )
+        # Bits 46 to 48 are 0b001 in the ISA. Only 0b000 is a mere warning: it runs on hardware.
         if version := descriptor >> 46 & 0x7 ^ 1:
             message = f"bits 46 to 48 of the descriptor {descriptor:#x} are not 0b001"
             if version != 1:
                 raise EmulatorError(message)
             machine.warn("descriptor version", message)
-        return cls._of(descriptor, kinds[descriptor >> 61], transposed)
+        return cls._from_fields(descriptor, swizzles[descriptor >> 61], transposed)
 
     @classmethod
-    def _of(cls, descriptor: int, swizzle: int, transposed: bool) -> "Matrix":
+    def _from_fields(cls, descriptor: int, swizzle: int, transposed: bool) -> "SharedOperand":
+        """Decodes the fields that both chips have: addresses and offsets in units of 16 bytes."""
         if descriptor >> 49 & 0x7:
             raise UnsupportedError(f"the base offset of the descriptor {descriptor:#x}")
         fields = (descriptor >> shift & 0x3FFF for shift in (0, 16, 32))
-        begin, leading, stride = (16 * field for field in fields)
-        if swizzle and begin % (8 * swizzle) >= swizzle:
+        start, leading, stride = (16 * field for field in fields)
+        if swizzle and start % (8 * swizzle) >= swizzle:
             raise UnsupportedError(
-                f"the descriptor {descriptor:#x} begins at {begin}, not in the first row of the "
+                f"the descriptor {descriptor:#x} begins at {start}, not in the first row of the "
                 f"swizzle's pattern of {8 * swizzle} bytes, and has no base offset"
             )
-        return cls(begin, leading, stride, swizzle, transposed)
+        return cls(start, leading, stride, swizzle, transposed)
 
-    def read(self, block, rows: int, columns: int, dtype) -> np.ndarray:
-        """The elements, [rows, columns]."""
-        index = index_of(self, rows, columns, np.dtype(dtype).itemsize)
+    def read(self, block, rows: int, depth: int, dtype) -> np.ndarray:
+        """The elements, [rows, depth]: rows of M or N, and columns of K."""
+        index = byte_offsets(self, rows, depth, np.dtype(dtype).itemsize)
         return block.shared.bytes[index].view(dtype)[..., 0]
 
-    def note(
-        self, block, rows, columns, dtype, agent: int, time: int, warp, lane: int | None, what: str
+    def record_read(
+        self,
+        block,
+        rows,
+        depth,
+        dtype,
+        agent: int,
+        time: int,
+        warp,
+        lane: int | None,
+        description: str,
     ) -> None:
-        """Checks a read that is issued now, by a lane or by all: bounds, order, and proxies."""
-        index = index_of(self, rows, columns, np.dtype(dtype).itemsize)
+        """Checks and records a read: bounds, order, and the fence between the proxies.
+
+        Args:
+          block: the block whose shared memory is read.
+          rows, depth, dtype: as for `read`.
+          agent, time: which agent reads, and when.
+          warp, lane: who issued the read; a lane of None stands for all lanes.
+          description: names the read in error messages.
+        """
+        index = byte_offsets(self, rows, depth, np.dtype(dtype).itemsize)
         low, high = int(index.min()), int(index.max())
-        block.shared.check(low, high - low + 1, what)
-        words, units = touched(self, rows, columns, np.dtype(dtype).itemsize)
-        block.shared.reads(agent, time, words, warp.clock, what)
-        block.shared.asynchronous(units, warp, lane, what)
+        block.shared.check_bounds(low, high - low + 1, description)
+        words, units = words_and_units(self, rows, depth, np.dtype(dtype).itemsize)
+        block.shared.record_read(agent, time, words, warp.clock, description)
+        block.shared.check_async_proxy_access(units, warp, lane, description)
 
 
 @functools.cache
-def index_of(matrix: Matrix, rows: int, columns: int, itemsize: int) -> np.ndarray:
-    """Offsets of the bytes of element [row, k], in the canonical layouts (9.7.15.5.1)."""
-    row, k = np.arange(rows)[:, None], np.arange(columns)[None, :]
-    span = matrix.swizzle or 16
-    if matrix.transposed:
-        at = row * itemsize
-        if matrix.swizzle:
-            offset = at % span + at // span * matrix.leading + k % 8 * span + k // 8 * matrix.stride
+def byte_offsets(operand: SharedOperand, rows: int, depth: int, itemsize: int) -> np.ndarray:
+    """Offsets in shared memory of the bytes of each element, [rows, depth, itemsize].
+
+    These are the canonical layouts of 9.7.15.5.1. A core matrix has 8 rows of 16 bytes, or of the
+    swizzle's bytes.
+    """
+    row, k = np.arange(rows)[:, None], np.arange(depth)[None, :]
+    row_bytes = operand.swizzle or 16
+    if operand.transposed:
+        along = row * itemsize
+        if operand.swizzle:
+            in_core = along % row_bytes + k % 8 * row_bytes
+            offset = in_core + along // row_bytes * operand.leading + k // 8 * operand.stride
         else:
-            offset = at % 16 + at // 16 * matrix.stride + k % 8 * 16 + k // 8 * matrix.leading
+            in_core = along % 16 + k % 8 * 16
+            offset = in_core + along // 16 * operand.stride + k // 8 * operand.leading
     else:
-        at = k * itemsize
-        if matrix.swizzle:
-            if matrix.begin % span + columns * itemsize > span:
-                raise EmulatorError(f"{columns} columns of K leave the swizzled row: {matrix}")
-            offset = row % 8 * span + row // 8 * matrix.stride + at
+        along = k * itemsize
+        if operand.swizzle:
+            if operand.start % row_bytes + depth * itemsize > row_bytes:
+                raise EmulatorError(f"{depth} columns of K leave the swizzled row: {operand}")
+            offset = row % 8 * row_bytes + row // 8 * operand.stride + along
         else:
-            offset = row % 8 * 16 + row // 8 * matrix.stride + at // 16 * matrix.leading + at % 16
-    offset = matrix.begin + offset
-    offset = offset ^ (offset >> 7 & SWIZZLES[matrix.swizzle]) << 4
+            in_core = row % 8 * 16 + along % 16
+            offset = in_core + row // 8 * operand.stride + along // 16 * operand.leading
+    offset = operand.start + offset
+    offset = offset ^ (offset >> 7 & SWIZZLES[operand.swizzle]) << 4
     return offset[..., None] + np.arange(itemsize)
 
 
 @functools.cache
-def touched(matrix: Matrix, rows: int, columns: int, itemsize: int):
-    """Words and units of 16 bytes of an operand."""
-    index = index_of(matrix, rows, columns, itemsize)
-    return np.unique(index // WORD), np.unique(index // UNIT)
+def words_and_units(operand: SharedOperand, rows: int, depth: int, itemsize: int):
+    """The words of 4 bytes and units of 16 bytes that an operand occupies."""
+    index = byte_offsets(operand, rows, depth, itemsize)
+    return np.unique(index // WORD_BYTES), np.unique(index // UNIT_BYTES)
 
 
-def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a [M, K] times b [N, K]^T in float64: exact for all types here but large float8_e5m2."""
+def exact_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a [M, K] times b [N, K] transposed, in float64.
+
+    Exact for all types, except for float8_e5m2 with very different magnitudes.
+    """
     if a.dtype == np.float32:
-        a, b = ((x.view(np.uint32) & np.uint32(TF32)).view(np.float32) for x in (a, b))
+        a, b = ((x.view(np.uint32) & np.uint32(TF32_MASK)).view(np.float32) for x in (a, b))
     return a.astype(np.float64) @ b.astype(np.float64).T
 
 
-def accumulated(old: np.ndarray | None, added: np.ndarray, kind: str) -> np.ndarray:
-    """Old accumulators (raw words) plus a product, as raw words.
+def accumulate(old: np.ndarray | None, added: np.ndarray, result_type: str) -> np.ndarray:
+    """Accumulators plus a product, as raw 32-bit words.
 
-    A chip rounds a float product in its own way: only exact data is comparable.
+    Float sums are rounded once. Hardware rounds in its own way, so that only data with exact sums
+    can be compared.
+
+    Args:
+      old: accumulators as raw words; None if the product overwrites them.
+      added: the product in float64.
+      result_type: s32 or f32.
     """
-    if kind == "s32":
+    if result_type == "s32":
         total = np.rint(added).astype(np.int64)
         total = total if old is None else total + old.view(np.int32)
         return (total & 0xFFFFFFFF).astype(np.uint32)

@@ -1,66 +1,70 @@
-"""Global, shared, parameter and tensor memory: bytes, bounds, and who touched them last."""
+"""Global and shared memory: bytes, bounds, and which agents accessed shared memory last."""
 
 import numpy as np
 
 from ptx_emulator.errors import EmulatorError, RaceError
 from ptx_emulator.vector_clocks import MEMORY, PROXY, Agents
 
-# Addresses. Shared memory of block r of a cluster begins at r << BLOCK_SHIFT, plus what the system
-# reserves; the generic windows of shared and parameter memory are far from global memory.
-SHARED_BEGIN, BLOCK_SHIFT = 0x400, 24
-GLOBAL_BEGIN = 0x7000_0000_0000
+# The address space. The shared memory of the block with rank r begins at r << BLOCK_SHIFT in the
+# shared::cluster window; its variables begin at SHARED_BASE, after 1 KiB that the system reserves.
+# The generic addresses of shared memory and of kernel parameters lie in windows of WINDOW_BYTES,
+# far from global memory.
+SHARED_BASE, BLOCK_SHIFT = 0x400, 24
+GLOBAL_BASE = 0x7000_0000_0000
 SHARED_WINDOW = 0x7F10_0000_0000
 PARAMETER_WINDOW = 0x7F20_0000_0000
-WINDOW = 1 << 32
+WINDOW_BYTES = 1 << 32
 
-# A poisoned byte: of floats it makes NaN, of integers -1.
+# Memory that is not written yet, or still being written, has this byte: a float of it is NaN, a
+# signed integer -1.
 POISON = 0xFF
 
-# Races are looked for in words, proxies in units of 16 bytes.
-WORD, UNIT = 4, 16
+# The units in which shared memory is tracked: races by words of 4 bytes, fences between the proxies
+# by 16 bytes, the smallest unit of TMA.
+WORD_BYTES, UNIT_BYTES = 4, 16
 
 
 class GlobalMemory:
-    """Arrays, so far from each other that an address beyond one is not in the next."""
+    """Arrays in global memory, so far apart that an address past one never lies in another."""
 
-    DISTANCE = 1 << 32
+    ARRAY_SPACING = 1 << 32
 
     def __init__(self):
         self.bytes = np.zeros(0, np.uint8)
-        # (address, where it begins in `bytes`, length, name)
+        # For each array: address, offset in `bytes`, length in bytes, name.
         self.arrays: list[tuple[int, int, int, str]] = []
-        # Of the arrays: first address, address behind the last, place in `bytes`; and of an empty
-        # one before all others.
-        self.firsts, self.ends, self.places = np.full((3, 1), np.iinfo(np.int64).min)
+        # The arrays' first addresses, the addresses behind their ends, and their offsets in
+        # `bytes`. An empty array below all addresses comes first.
+        self.starts, self.ends, self.array_offsets = np.full((3, 1), np.iinfo(np.int64).min)
 
-    def place(self, array: np.ndarray, name: str = "array") -> int:
-        """Copies an array into the memory; its address."""
+    def allocate(self, array: np.ndarray, name: str = "array") -> int:
+        """Copies an array into the memory and returns its address."""
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        address = GLOBAL_BEGIN + len(self.arrays) * self.DISTANCE
+        address = GLOBAL_BASE + len(self.arrays) * self.ARRAY_SPACING
         self.arrays.append((address, len(self.bytes), len(content), name))
-        self.firsts = np.append(self.firsts, address)
+        self.starts = np.append(self.starts, address)
         self.ends = np.append(self.ends, address + len(content))
-        self.places = np.append(self.places, len(self.bytes))
+        self.array_offsets = np.append(self.array_offsets, len(self.bytes))
         self.bytes = np.concatenate([self.bytes, content])
         return address
 
     def read(self, address: int, shape: tuple[int, ...], dtype) -> np.ndarray:
         """A copy of an array."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        begin = self.offset(address, size)
+        begin = self.offset_of(address, size)
         return self.bytes[begin : begin + size].copy().view(dtype).reshape(shape)
 
-    def offsets(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Where the bytes at each address are; they have to be inside of one array."""
+    def offsets_of(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """The offsets in `bytes` of `size` bytes at each address, each within one array."""
         addresses = addresses.astype(np.int64)
-        array = np.searchsorted(self.firsts, addresses, "right") - 1
+        array = np.searchsorted(self.starts, addresses, "right") - 1
         inside = addresses + size <= self.ends[array]
         if not inside.all():
-            self.offset(int(addresses[~inside][0]), size)
-        return addresses - self.firsts[array] + self.places[array]
+            self.offset_of(int(addresses[~inside][0]), size)
+        return addresses - self.starts[array] + self.array_offsets[array]
 
-    def offset(self, address: int, size: int) -> int:
-        """Where these bytes are; they have to be inside of one array."""
+    def offset_of(self, address: int, size: int) -> int:
+        """The offset in `bytes` of `size` bytes at an address, within one array."""
         for start, begin, length, _ in self.arrays:
             if start <= address and address + size <= start + length:
                 return begin + address - start
@@ -71,138 +75,171 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """The shared memory of one block, which knows who wrote and read each word last.
+    """The shared memory of one block, with the last accesses to each word.
 
-    A write has to be ordered after the last write and all reads, a read after the last write. What
-    the tensor core and TMA touch has to have passed a fence between the proxies, if an ordinary
-    store wrote it (9.7.13.4 fence.proxy).
+    A write must be ordered after the last write and all reads, a read after the last write. What an
+    ordinary store (of the generic proxy) wrote must be fenced before TMA or the tensor core (the
+    asynchronous proxy) touches it (9.7.13.4, fence.proxy).
     """
 
-    def __init__(self, rank: int, size: int, agents: Agents, warps_of_a_block: int):
+    def __init__(self, rank: int, size: int, agents: Agents, warps_per_block: int):
         self.rank, self.size = rank, size
-        self.agents, self.warps_of_a_block = agents, warps_of_a_block
-        end = SHARED_BEGIN + size
+        self.agents, self.warps_per_block = agents, warps_per_block
+        end = SHARED_BASE + size
         self.bytes = np.full(end, POISON, np.uint8)
-        words, units = -(-end // WORD), -(-end // UNIT)
-        self.writer = np.zeros(words, np.int16)
-        self.written = np.zeros(words, np.int32)
-        first = rank * warps_of_a_block
-        own = range(first, first + warps_of_a_block)
+        words, units = -(-end // WORD_BYTES), -(-end // UNIT_BYTES)
+        # For each word: the agent that wrote it last, and that agent's time.
+        self.last_writer = np.zeros(words, np.int16)
+        self.last_write_time = np.zeros(words, np.int32)
+        # For each agent that can read this memory, a row with the time of its last read of each
+        # word.
+        first = rank * warps_per_block
+        own = range(first, first + warps_per_block)
         readers = [*own, *map(agents.store_engine, own), agents.tensor_core]
         readers += sorted({agents.wgmma(warp) for warp in own})
         self.readers = np.array(readers)
-        self.row_of = {agent: row for row, agent in enumerate(readers)}
-        self.read_at = np.zeros((len(readers), words), np.int32)
-        # The warp (or engine of cp.async) whose ordinary store is not known to be visible to the
-        # asynchronous proxy yet, -1 for none, and when it stored; as bits the lanes that stored,
-        # and those among them without a fence since; of the last such fence, its time, and how
-        # often the lanes of the warp had met before.
-        self.unfenced = np.full(units, -1, np.int16)
-        self.unfenced_at = np.zeros(units, np.int32)
-        self.storing, self.owing = np.zeros((2, units), np.uint32)
-        self.fenced_at, self.fenced_meeting = np.zeros((2, units), np.int32)
-        # Whose ordinary stores a fence of this block's shared memory covers.
-        self.stores_of = agents.storing(first, warps_of_a_block)
-        # Words of mbarriers, which nothing but their instructions may touch (9.7.13.15.1).
-        self.barriers = np.zeros(words, bool)
+        self.reader_row = {agent: row for row, agent in enumerate(readers)}
+        self.last_read_time = np.zeros((len(readers), words), np.int32)
+        # For each unit of 16 bytes: the warp, or engine of cp.async, whose ordinary store may not
+        # be visible to the asynchronous proxy yet (-1: there is none), and the time of the store;
+        # the lanes that stored, and those among them that have not executed a fence since, as bits;
+        # of the last such fence the time, and how often the warp's lanes had synchronised before.
+        self.unfenced_writer = np.full(units, -1, np.int16)
+        self.unfenced_time = np.zeros(units, np.int32)
+        self.storing_lanes, self.unfenced_lanes = np.zeros((2, units), np.uint32)
+        self.fence_time, self.fence_lane_syncs = np.zeros((2, units), np.int32)
+        # The agents whose ordinary stores a fence of this block's shared memory covers.
+        self.generic_writers = agents.generic_proxy_writers(first, warps_per_block)
+        # Words of mbarriers, which only the mbarrier instructions may touch (9.7.13.15.1).
+        self.is_mbarrier = np.zeros(words, bool)
 
-    def check(self, offset: int, size: int, what: str) -> None:
-        """Bounds."""
-        if offset < SHARED_BEGIN or offset + size > SHARED_BEGIN + self.size:
+    def check_bounds(self, offset: int, size: int, description: str) -> None:
+        """Raises an error if an access is not inside of the block's shared memory."""
+        if offset < SHARED_BASE or offset + size > SHARED_BASE + self.size:
             raise EmulatorError(
-                f"{what}: {size} bytes at {self.place(offset)} are outside of its {self.size} bytes"
+                f"{description}: {size} bytes at {self.describe(offset)} are outside of its "
+                f"{self.size} bytes"
             )
 
-    def place(self, offset: int) -> str:
-        """How a message names a byte."""
-        return f"shared memory of block {self.rank} + {offset - SHARED_BEGIN}"
+    def describe(self, offset: int) -> str:
+        """What error messages call a byte."""
+        return f"shared memory of block {self.rank} + {offset - SHARED_BASE}"
 
-    def _race(self, word: int, agent: int, doing: str, to: str) -> None:
+    def _raise_race(self, word: int, agent: int, description: str, verb: str) -> None:
         raise RaceError(
-            f"{doing} {to} {self.place(int(word) * WORD)}, and nothing orders it after "
-            f"{self.agents.name(int(agent), self.warps_of_a_block)}"
+            f"{description} {verb} {self.describe(int(word) * WORD_BYTES)}, and nothing orders it "
+            f"after {self.agents.describe(int(agent), self.warps_per_block)}"
         )
 
-    def _after_its_writer(self, words: np.ndarray, known: np.ndarray, what: str, to: str) -> None:
-        """These words may be touched by who knows of the last write to them."""
-        if self.barriers[words].any():
-            word = int(words[self.barriers[words]][0])
-            raise EmulatorError(f"{what} touches the mbarrier in {self.place(word * WORD)}")
-        unknown = words[known[self.writer[words]] < self.written[words]]
-        if len(unknown):
-            self._race(unknown[0], self.writer[unknown[0]], what, to)
-
-    def reads(self, agent: int, time: int, words: np.ndarray, clock: np.ndarray, what: str) -> None:
-        """Notes a read by an agent whose knowledge is `clock`."""
-        self._after_its_writer(words, clock[MEMORY], what, "reads what was written to")
-        row = self.row_of.get(agent)
-        if row is not None:
-            self.read_at[row, words] = time
-
-    def writes(
-        self, agent: int, time: int, words: np.ndarray, clock: np.ndarray, what: str
+    def _check_last_write(
+        self, words: np.ndarray, known: np.ndarray, description: str, verb: str
     ) -> None:
-        """Notes a write by an agent whose knowledge is `clock`."""
-        known = clock[MEMORY]
-        self._after_its_writer(words, known, what, "overwrites what was written to")
-        late = self.read_at[:, words] > known[self.readers][:, None]
-        if late.any():
-            row, column = np.argwhere(late)[0]
-            self._race(words[column], self.readers[row], what, "overwrites what is read from")
-        self.writer[words], self.written[words] = agent, time
+        """Checks that an access to these words is ordered after the last write to each."""
+        if self.is_mbarrier[words].any():
+            word = int(words[self.is_mbarrier[words]][0])
+            raise EmulatorError(
+                f"{description} touches the mbarrier in {self.describe(word * WORD_BYTES)}"
+            )
+        unordered = words[known[self.last_writer[words]] < self.last_write_time[words]]
+        if len(unordered):
+            word = unordered[0]
+            self._raise_race(word, self.last_writer[word], description, verb)
 
-    def stored(self, agent: int, time: int, units: np.ndarray, lanes: np.ndarray | int) -> None:
-        """Notes an ordinary store, which the asynchronous proxy does not see yet.
+    def record_read(
+        self, agent: int, time: int, words: np.ndarray, clock: np.ndarray, description: str
+    ) -> None:
+        """Checks and records a read by an agent, issued by whoever has this clock."""
+        self._check_last_write(words, clock[MEMORY], description, "reads what was written to")
+        row = self.reader_row.get(agent)
+        if row is not None:
+            self.last_read_time[row, words] = time
+
+    def record_write(
+        self, agent: int, time: int, words: np.ndarray, clock: np.ndarray, description: str
+    ) -> None:
+        """Checks and records a write by an agent, issued by whoever has this clock."""
+        known = clock[MEMORY]
+        self._check_last_write(words, known, description, "overwrites what was written to")
+        unordered = self.last_read_time[:, words] > known[self.readers][:, None]
+        if unordered.any():
+            row, column = np.argwhere(unordered)[0]
+            verb = "overwrites what is read from"
+            self._raise_race(words[column], self.readers[row], description, verb)
+        self.last_writer[words], self.last_write_time[words] = agent, time
+
+    def record_generic_store(
+        self, agent: int, time: int, units: np.ndarray, lanes: np.ndarray | int
+    ) -> None:
+        """Records an ordinary store, which the asynchronous proxy does not see before a fence.
 
         Args:
-          agent, time: a warp or an engine of cp.async, and when it stored.
-          units: what it stored to, each once.
-          lanes: which lanes stored, as bits, to all of them or to each.
+          agent: a warp, or an engine of cp.async.
+          time: the agent's time of the store.
+          units: the units of 16 bytes that it stores to, each once.
+          lanes: the lanes that stored, as bits: one number for all units, or one for each.
         """
-        again = self.unfenced[units] == agent
-        for kept in (self.storing, self.owing):
-            kept[units] = np.where(again, kept[units], np.uint32(0)) | np.uint32(lanes)
-        self.unfenced[units], self.unfenced_at[units] = agent, time
+        again = self.unfenced_writer[units] == agent
+        for lanes_of_unit in (self.storing_lanes, self.unfenced_lanes):
+            before = np.where(again, lanes_of_unit[units], np.uint32(0))
+            lanes_of_unit[units] = before | np.uint32(lanes)
+        self.unfenced_writer[units], self.unfenced_time[units] = agent, time
 
-    def fence(self, warp, lanes: int) -> None:
-        """A fence between the proxies, by these lanes of a warp, as bits.
+    def fence_proxies(self, warp, lanes: int) -> None:
+        """A fence.proxy.async by these lanes of a warp, given as bits.
 
-        It covers what these lanes stored, and what the warp knows of other warps' stores to the
-        shared memory of this block.
+        It covers what these lanes stored, and those stores of other agents to this block's shared
+        memory that are ordered before the fence.
         """
-        others = self.stores_of[self.stores_of != warp.agent]
+        others = self.generic_writers[self.generic_writers != warp.agent]
         warp.clock[PROXY][others] = warp.clock[MEMORY][others]
-        units = np.nonzero(self.unfenced == warp.agent)[0]
-        units = units[self.owing[units] != 0]
-        self.owing[units] &= ~np.uint32(lanes)
-        self.fenced_at[units], self.fenced_meeting[units] = warp.time, warp.meetings
+        units = np.nonzero(self.unfenced_writer == warp.agent)[0]
+        units = units[self.unfenced_lanes[units] != 0]
+        self.unfenced_lanes[units] &= ~np.uint32(lanes)
+        self.fence_time[units], self.fence_lane_syncs[units] = warp.time, warp.lane_syncs
 
-    def asynchronous(self, units: np.ndarray, warp, lane: int | None, what: str) -> None:
-        """An access of the asynchronous proxy, issued by a lane of a warp, or by all (None).
+    def check_async_proxy_access(
+        self, units: np.ndarray, warp, lane: int | None, description: str
+    ) -> None:
+        """Checks an access of the asynchronous proxy that a lane of a warp, or all (None), issued.
 
-        Each lane that stored there has to have fenced its store, and the fence has to be ordered
-        before this: within a warp by a barrier of its lanes, unless one lane did all. What another
-        warp stored may also have been fenced by whoever knew of it.
+        Each lane that stored to these units must have fenced its store, and the fence must be
+        ordered before the access. Within the issuing warp a barrier of its lanes orders them, and
+        nothing is needed if the issuing lane alone stored and fenced. Another warp's store may also
+        have been fenced by a warp that knew of the store.
         """
-        units = units[self.unfenced[units] >= 0]
+        units = units[self.unfenced_writer[units] >= 0]
         if not len(units):
             return
-        agents = self.unfenced[units]
-        alone = False if lane is None else self.storing[units] == np.uint32(1 << lane)
-        met = alone | (self.fenced_meeting[units] < warp.meetings)
-        known = warp.clock[MEMORY][agents] >= self.fenced_at[units]
-        own, fenced = agents == warp.agent, self.owing[units] == 0
-        covered = ~own & (warp.clock[PROXY][agents] >= self.unfenced_at[units])
-        bad = units[~(fenced & np.where(own, met, known) | covered)]
-        if len(bad):
-            unit = int(bad[0])
-            name = self.agents.name(int(self.unfenced[unit]), self.warps_of_a_block)
-            lacking = "without a fence.proxy.async"
-            if not self.owing[unit]:
-                lacking = "with a fence.proxy.async, and no barrier orders that before"
-            elif self.owing[unit] != self.storing[unit]:
-                lacking += f" of the lanes {int(self.owing[unit]):#034b}"
+        agents = self.unfenced_writer[units]
+        only_this_lane = (
+            False if lane is None else self.storing_lanes[units] == np.uint32(1 << lane)
+        )
+        lanes_synced = only_this_lane | (self.fence_lane_syncs[units] < warp.lane_syncs)
+        fence_known = warp.clock[MEMORY][agents] >= self.fence_time[units]
+        own, fenced = agents == warp.agent, self.unfenced_lanes[units] == 0
+        fenced_by_other = ~own & (warp.clock[PROXY][agents] >= self.unfenced_time[units])
+        ordered = fenced & np.where(own, lanes_synced, fence_known) | fenced_by_other
+        unordered = units[~ordered]
+        if len(unordered):
+            unit = int(unordered[0])
+            name = self.agents.describe(int(self.unfenced_writer[unit]), self.warps_per_block)
+            missing = "without a fence.proxy.async"
+            if not self.unfenced_lanes[unit]:
+                missing = "with a fence.proxy.async, but no barrier orders that before the access"
+            elif self.unfenced_lanes[unit] != self.storing_lanes[unit]:
+                missing += f" of the lanes {int(self.unfenced_lanes[unit]):#034b}"
             raise RaceError(
-                f"{what} touches {self.place(unit * UNIT)}, which {name} wrote {lacking}"
+                f"{description} touches {self.describe(unit * UNIT_BYTES)}, "
+                f"which {name} wrote {missing}"
             )
-        self.unfenced[units] = -1
+        self.unfenced_writer[units] = -1
+
+
+def words_in_range(begin: int, size: int) -> np.ndarray:
+    """The words of a range of shared memory."""
+    return np.arange(begin // WORD_BYTES, -(-(begin + size) // WORD_BYTES))
+
+
+def units_in_range(begin: int, size: int) -> np.ndarray:
+    """The units of 16 bytes of a range of shared memory."""
+    return np.arange(begin // UNIT_BYTES, -(-(begin + size) // UNIT_BYTES))

@@ -1,8 +1,9 @@
-"""Launches what Mosaic GPU compiled: its host function is executed, too.
+"""Launches a kernel that Mosaic GPU compiled, by executing Mosaic's host function.
 
-Mosaic dumps its passes (MOSAIC_GPU_DUMP_TO). Before it is lowered to LLVM, the host function is
-straight-line MLIR: it stores numbers into stack memory, calls mosaic_gpu_init_tma_desc for each
-tensor map, and one of LAUNCHES. Here it runs with real bytes in a memory of its own.
+Mosaic dumps the module after each of its passes (MOSAIC_GPU_DUMP_TO). Before it is lowered to LLVM,
+the host function is straight-line MLIR: it stores numbers to stack memory, calls
+mosaic_gpu_init_tma_desc for each tensor map, and then one of the functions in LAUNCHES. `Host`
+executes it with the bytes of a memory of its own.
 """
 
 import math
@@ -19,26 +20,25 @@ from ptx_emulator.errors import UnsupportedError
 from ptx_emulator.machine import Machine
 from ptx_emulator.memory import POISON, GlobalMemory
 from ptx_emulator.parser import parse
-from ptx_emulator.tma import TensorMap
+from ptx_emulator.tma import TENSOR_MAP_BYTES, TensorMap
 
-LAST_PASS = "IR Dump Before ConvertToLLVMPass"
+# The line of the log of passes before the last dump with the host function as needed here.
+LAST_DUMP = "IR Dump Before ConvertToLLVMPass"
 
-# mosaic_gpu_init_tma_desc's codes of element types: their bytes.
-ITEMSIZE = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}
+# Code of an element type in mosaic_gpu_init_tma_desc -> bytes of an element.
+ITEMSIZES = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}
 
-# A tensor map that the host makes is known by these bytes until the kernel gets it.
-MAP_BYTES = 128
-
-# How a kernel is launched, by jax 0.11 and 0.12: after a pointer come grid (in blocks), cluster and
-# block, and at these places the dynamic shared memory and the addresses of the parameters.
+# The functions that launch a kernel in jax 0.11 and 0.12. Their operands: a pointer; the grid in
+# blocks, the cluster and the block, three numbers each; and at the positions below the bytes of
+# dynamic shared memory and the address of the parameters' addresses.
 LAUNCHES = ("mosaic_gpu_launch_kernel", "mosaic_gpu_build_kernel_spec")
-SHARED_MEMORY, PARAMETERS = 10, 13
+SHARED_MEMORY_OPERAND, PARAMETERS_OPERAND = 10, 13
 
-# Where a memref's descriptor has its pointer.
+# The position of the aligned pointer in a memref's descriptor.
 ALIGNED_POINTER = (1,)
 
-# Operations whose result is their operand, as far as addresses go.
-SAME = (
+# Operations that only change the type of an address or a memref.
+IDENTITIES = (
     "builtin.unrealized_conversion_cast",
     "llvm.inttoptr",
     "llvm.ptrtoint",
@@ -51,9 +51,9 @@ SAME = (
 )
 
 
-def sizeof(kind: ir.Type | str) -> int:
-    """Bytes of an LLVM type, as it stands alone or in another one."""
-    text = str(kind).removeprefix("!llvm.")
+def sizeof(mlir_type: ir.Type | str) -> int:
+    """Bytes of an LLVM type, given as a type or as text."""
+    text = str(mlir_type).removeprefix("!llvm.")
     if text in ("ptr", "index"):
         return 8
     if match := re.fullmatch(r"i(\d+)", text):
@@ -63,29 +63,34 @@ def sizeof(kind: ir.Type | str) -> int:
     if text.startswith("struct<("):
         (*_, end), alignment = _struct_layout(text)
         return -(-end // alignment) * alignment
-    raise UnsupportedError(f"the host's type {text}")
+    raise UnsupportedError(f"the type {text} in the host function")
 
 
 def _struct_layout(text: str) -> tuple[list[int], int]:
-    """Offsets of a struct's fields, then its end; and its alignment."""
+    """The offsets of a struct's fields followed by that of its end, and its alignment."""
     fields = re.split(r", (?![^<]*>)", re.fullmatch(r"(?:!llvm\.)?struct<\((.*)\)>", text)[1])
-    offsets, end, most = [], 0, 1
+    offsets, end, alignment_of_struct = [], 0, 1
     for field in fields:
         size = sizeof(field)
         alignment = 1 if field.startswith("array") and field.endswith("i8>") else min(8, size)
         end = -(-end // alignment) * alignment
         offsets.append(end)
-        end, most = end + size, max(most, alignment)
-    return [*offsets, end], most
+        end, alignment_of_struct = end + size, max(alignment_of_struct, alignment)
+    return [*offsets, end], alignment_of_struct
 
 
 class Host:
-    """Executes the host function."""
+    """Executes the host function.
+
+    Args:
+      arguments: the kernel's operands: addresses in global memory.
+      launch: launch(host, operands) is called with the operands of the launch.
+    """
 
     def __init__(self, arguments: list[int], launch: Callable):
-        self.memory, self.top = {}, 0x1000
+        self.memory, self.next_address = {}, 0x1000
         self.launch = launch
-        # Address -> tensor map, for those that were made.
+        # The host's address of each tensor map that it has encoded -> the tensor map.
         self.maps: dict[int, TensorMap] = {}
         self.values: dict = {}
         self.arguments = self.allocate(8 * len(arguments))
@@ -93,27 +98,27 @@ class Host:
             self.store(self.arguments + 8 * i, argument, 8)
 
     def allocate(self, size: int) -> int:
-        """Stack memory."""
-        address = self.top
-        self.top += -(-size // 64) * 64
+        """Allocates stack memory, aligned to 64 bytes; returns its address."""
+        address = self.next_address
+        self.next_address += -(-size // 64) * 64
         return address
 
     def store(self, address: int, value, size: int) -> None:
-        """Stores a number, or bytes."""
+        """Stores a number of `size` bytes, or bytes."""
         content = value if isinstance(value, bytes) else int(value).to_bytes(size, "little")
         for i, byte in enumerate(content):
             self.memory[address + i] = byte
 
     def load(self, address: int, size: int) -> bytes:
-        """The bytes of memory; what was never written is 0."""
+        """The bytes at an address. Bytes that were never stored are 0."""
         return bytes(self.memory.get(address + i, 0) for i in range(size))
 
     def words(self, address: int, count: int) -> list[int]:
-        """Numbers of 64 bits."""
+        """The 64-bit numbers at an address."""
         return [int.from_bytes(self.load(address + 8 * i, 8), "little") for i in range(count)]
 
     def run(self, function) -> None:
-        """Executes an MLIR function (context, arguments)."""
+        """Executes an MLIR function whose last argument is the address of the arguments."""
         block = function.regions[0].blocks[0]
         pointers = list(block.arguments)
         self.values[pointers[-1]] = self.arguments
@@ -123,10 +128,11 @@ class Host:
             self._execute(operation.operation)
 
     def _execute(self, op) -> None:
+        """Executes an operation. A memref is a dict, position in its descriptor -> value."""
         name, operands = op.name, [self.values.get(x) for x in op.operands]
         attributes = op.attributes
         result = None
-        if name in SAME:
+        if name in IDENTITIES:
             result = operands[0]
             if name == "memref.reinterpret_cast" and any(attributes["static_offsets"]):
                 raise UnsupportedError(str(op))
@@ -144,21 +150,21 @@ class Host:
         elif name in ("llvm.mul", "llvm.add"):
             result = operator.mul(*operands) if name == "llvm.mul" else operator.add(*operands)
         elif name == "memref.alloca":
-            kind = ir.MemRefType(op.results[0].type)
-            pointer = self.allocate(math.prod(kind.shape) * sizeof(kind.element_type))
+            mlir_type = ir.MemRefType(op.results[0].type)
+            pointer = self.allocate(math.prod(mlir_type.shape) * sizeof(mlir_type.element_type))
             result = {(0,): pointer, ALIGNED_POINTER: pointer, (2,): 0}
         elif name == "memref.store":
             value, target, *indices = operands
-            kind = ir.MemRefType(op.operands[1].type)
+            mlir_type = ir.MemRefType(op.operands[1].type)
             if len(indices) > 1:
-                raise UnsupportedError(f"the host's {op}")
-            size = sizeof(kind.element_type)
+                raise UnsupportedError(f"{op} in the host function")
+            size = sizeof(mlir_type.element_type)
             self.store(target[ALIGNED_POINTER] + size * sum(indices), value, size)
         elif name == "llvm.alloca":
-            kind = ir.TypeAttr(attributes["elem_type"]).value
-            result = self.allocate(operands[0] * sizeof(kind))
+            mlir_type = ir.TypeAttr(attributes["elem_type"]).value
+            result = self.allocate(operands[0] * sizeof(mlir_type))
         elif name == "llvm.getelementptr":
-            result = operands[0] + self._offset(op)
+            result = operands[0] + self._byte_offset(op)
         elif name == "llvm.store":
             self.store(operands[1], operands[0], sizeof(op.operands[0].type))
         elif name == "llvm.load":
@@ -168,48 +174,50 @@ class Host:
         elif name in ("func.call", "llvm.call"):
             result = self._call(ir.FlatSymbolRefAttr(attributes["callee"]).value, operands)
         elif name not in ("func.return", "llvm.return"):
-            raise UnsupportedError(f"the host's {op}")
+            raise UnsupportedError(f"{op} in the host function")
         if len(op.results):
             self.values[op.results[0]] = result
 
-    def _offset(self, op) -> int:
+    def _byte_offset(self, op) -> int:
+        """The offset in bytes of an llvm.getelementptr."""
         indices = list(ir.DenseI32ArrayAttr(op.attributes["rawConstantIndices"]))
-        kind = ir.TypeAttr(op.attributes["elem_type"]).value
+        mlir_type = ir.TypeAttr(op.attributes["elem_type"]).value
         if len(indices) == 1:
-            return indices[0] * sizeof(kind)
+            return indices[0] * sizeof(mlir_type)
         if indices[0] != 0 or len(indices) > 2:
-            raise UnsupportedError(f"the host's {op}")
-        return _struct_layout(str(kind))[0][indices[1]]
+            raise UnsupportedError(f"{op} in the host function")
+        return _struct_layout(str(mlir_type))[0][indices[1]]
 
     def _call(self, callee: str, operands: list):
         if callee == "mosaic_gpu_init_tma_desc":
-            at, base, code, rank, sizes, strides, swizzle, box = operands
-            # Outermost first, strides in elements.
-            itemsize = ITEMSIZE[code]
+            address, base, code, rank, sizes, strides, swizzle, box = operands
+            # Mosaic has the outermost dimension first, and strides in elements.
+            itemsize = ITEMSIZES[code]
             dimensions, steps, sides = (self.words(x, rank)[::-1] for x in (sizes, strides, box))
-            self.maps[at] = TensorMap(
+            self.maps[address] = TensorMap(
                 base=base,
                 itemsize=itemsize,
                 dimensions=tuple(dimensions),
                 strides=tuple(itemsize * step for step in steps),
                 box=tuple(sides),
-                # 16 bytes are the smallest unit: nothing is exchanged.
+                # A swizzle of 16 bytes, the smallest unit, changes nothing.
                 swizzle=0 if swizzle == 16 else swizzle,
                 name=f"tensor {len(self.maps)}",
             )
-            # The bytes say which it is, wherever they are copied.
-            self.store(at, at.to_bytes(8, "little") + bytes(MAP_BYTES - 8), MAP_BYTES)
+            # The first 8 bytes identify the tensor map wherever its bytes are copied.
+            content = address.to_bytes(8, "little") + bytes(TENSOR_MAP_BYTES - 8)
+            self.store(address, content, TENSOR_MAP_BYTES)
             return None
         if callee in LAUNCHES:
             self.launch(self, operands)
             return 0
-        raise UnsupportedError(f"the host calls {callee}")
+        raise UnsupportedError(f"the host function calls {callee}")
 
 
 def host_function(log: Path):
-    """The text of the module with the host function, from Mosaic's log of passes."""
+    """The text of the module that has the host function, from Mosaic's log of passes."""
     text = log.read_text()
-    begin = text.rindex(LAST_PASS)
+    begin = text.rindex(LAST_DUMP)
     begin = text.index("\n", begin)
     end = text.find("// -----//", begin)
     return text[begin : end if end >= 0 else len(text)]
@@ -219,36 +227,38 @@ def prepare(stem: Path, inputs, outputs, **options) -> tuple[Machine, list[int]]
     """A machine that is ready to launch a kernel that Mosaic dumped.
 
     Args:
-      stem: path of the dump, without its suffixes: `.ptx`, and `.log` for the passes.
+      stem: path of the dump without its suffix, which is .ptx for the kernel and .log for the
+        passes.
       inputs: arrays, in the order of the kernel's operands.
-      outputs: (shape, dtype) of the results.
-      options: of `Machine`.
+      outputs: (shape, dtype) of each result.
+      options: keyword arguments of `Machine`.
 
     Returns:
-      The machine, and the addresses of the results, which are poisoned.
+      The machine, and the addresses of the results, which are filled with POISON.
     """
     kernel = parse(stem.with_suffix(".ptx").read_text())
     memory, machines = GlobalMemory(), []
-    addresses = [memory.place(x, f"operand {i}") for i, x in enumerate(inputs)]
+    addresses = [memory.allocate(x, f"operand {i}") for i, x in enumerate(inputs)]
     sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in outputs]
     results = [
-        memory.place(np.full(size, POISON, np.uint8), f"result {i}") for i, size in enumerate(sizes)
+        memory.allocate(np.full(size, POISON, np.uint8), f"result {i}")
+        for i, size in enumerate(sizes)
     ]
 
     def launch(host, operands):
         grid, cluster, block = (operands[i : i + 3] for i in (1, 4, 7))
         shape = dict(grid=grid, cluster=[max(1, c) for c in cluster], block=block)
-        shared = operands[SHARED_MEMORY]
+        shared = operands[SHARED_MEMORY_OPERAND]
         machine = Machine(kernel, **shape, dynamic_shared=shared, memory=memory, **options)
-        pointers = host.words(operands[PARAMETERS], len(kernel.parameters))
+        pointers = host.words(operands[PARAMETERS_OPERAND], len(kernel.parameters))
         for i, (pointer, parameter) in enumerate(zip(pointers, kernel.parameters)):
             content = host.load(pointer, parameter.size)
             machine.set_parameter(i, content)
-            for offset in range(0, parameter.size - 7, MAP_BYTES):
-                made = int.from_bytes(content[offset : offset + 8], "little")
-                if made in host.maps:
-                    at = machine.parameter_address(i) + offset
-                    machine.tensor_maps[at] = host.maps[made]
+            for offset in range(0, parameter.size - 7, TENSOR_MAP_BYTES):
+                host_address = int.from_bytes(content[offset : offset + 8], "little")
+                if host_address in host.maps:
+                    address = machine.parameter_address(i) + offset
+                    machine.tensor_maps[address] = host.maps[host_address]
         machines.append(machine)
 
     with mlir.make_ir_context() as context:

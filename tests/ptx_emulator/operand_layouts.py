@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from ptx_emulator.references import exchanged, number
+from ptx_emulator.references import float_value, swizzled_address
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 
@@ -20,7 +20,7 @@ SIZES = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 def exact(kind):
     """Floats that are multiples of 1/8 up to 8, as raw integers, and their values."""
     step = {"f16": 1 << 7, "bf16": 1 << 4}.get(kind, 1)
-    values = {raw: number(raw, kind) for raw in range(0, 256 ** SIZES[kind], step)}
+    values = {raw: float_value(raw, kind) for raw in range(0, 256 ** SIZES[kind], step)}
     found = {raw: x for raw, x in values.items() if abs(x) <= 8 and x * 8 % 1 == 0}
     return np.array([*found]), np.array([*found.values()])
 
@@ -68,7 +68,7 @@ class Layout:
             pieces, rest = divmod(along, 16)
             near, far = (eights, pieces) if self.major == "K" else (pieces, eights)
             at = near * self.stride + far * self.leading + one * 16 + rest
-        return exchanged(self.begin + at, self.swizzle)
+        return swizzled_address(self.begin + at, self.swizzle)
 
     def put(self, image, raw, size):
         """Writes the elements [row, k] into an array of bytes."""
@@ -92,9 +92,9 @@ def descriptor(name, offset, bits):
 
 def uploaded(size, array=0, fence="fence.proxy.async.shared::cta;"):
     """Copies an array to `memory`, by 128 threads."""
-    text = f"mad.wide.u32 %far, %me, 16, %m{array}; mad.lo.u32 %x, %me, 16, %memory;"
+    text = f"mad.wide.u32 %address, %thread, 16, %m{array}; mad.lo.u32 %x, %thread, 16, %memory;"
     for at in range(0, size, 2048):
-        text += f"""ld.global.v4.b32 {{%v0, %v1, %v2, %v3}}, [%far+{at}];
+        text += f"""ld.global.v4.b32 {{%v0, %v1, %v2, %v3}}, [%address+{at}];
             st.shared.v4.b32 [%x+{at}], {{%v0, %v1, %v2, %v3}};"""
     return f"{text} {fence} bar.sync 0;"
 
@@ -102,9 +102,10 @@ def uploaded(size, array=0, fence="fence.proxy.async.shared::cta;"):
 def declared(size):
     return f""".shared .align 1024 .b8 memory[{size}]; .shared .align 8 .b64 bar[2];
         .shared .align 4 .b32 slot[1]; .reg .b32 %memory, %bar, %x, %y, %v<4>, %tmem, %rank;
-        .reg .b64 %far, %da, %db; .reg .pred %first, %leads, %p, %no, %yes, %over;
+        .reg .b64 %address, %a_desc, %b_desc; .reg .pred %first, %first_warp, %p, %no, %yes, %over;
         mov.u32 %memory, memory; mov.u32 %bar, bar; mov.u32 %rank, %cluster_ctarank;
-        setp.eq.u32 %first, %me, 0; setp.lt.u32 %leads, %me, 32; mov.pred %no, 0; mov.pred %yes, 1;
+        setp.eq.u32 %first, %thread, 0; setp.lt.u32 %first_warp, %thread, 32;
+        mov.pred %no, 0; mov.pred %yes, 1;
         @%first mbarrier.init.shared.b64 [%bar], 1;
         @%first fence.mbarrier_init.release.cluster; bar.sync 0;
     """

@@ -1,7 +1,7 @@
-"""PTX text -> instructions with operands that are bound to registers.
+"""Parses a kernel of a PTX module into instructions whose operands refer to numbered registers.
 
-Covers what LLVM, Triton and nvcc emit for one kernel: scopes, labels, register ranges, inline
-assembly, branch tables, shared variables. What it does not know is an error with the line.
+It knows what LLVM, Triton and nvcc emit: scopes, labels, ranges of registers, inline assembly,
+branch tables and shared variables. Anything else is an error that names the line.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from ptx_emulator.errors import UnsupportedError
 
 @dataclasses.dataclass(frozen=True)
 class Register:
-    """A register of a warp: its number, and its type without the dot."""
+    """A register: its number in the kernel, and its type without the dot."""
 
     number: int
     type: str
@@ -21,7 +21,7 @@ class Register:
 
 @dataclasses.dataclass(frozen=True)
 class Immediate:
-    """A constant; of floats the bits."""
+    """A constant. If it is `real`, a float, its value is given by its bits."""
 
     value: int
     real: bool = False
@@ -29,14 +29,14 @@ class Immediate:
 
 @dataclasses.dataclass(frozen=True)
 class Special:
-    """%tid.x and the like."""
+    """A special register, such as %tid.x."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Symbol:
-    """The address of a variable or parameter, plus bytes."""
+    """The address of a variable or parameter, plus an offset in bytes."""
 
     name: str
     offset: int = 0
@@ -44,7 +44,7 @@ class Symbol:
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """[base + offset], or [base, {coordinates}] of a tensor."""
+    """[base + offset], or [base, {coordinates}] for a tensor map."""
 
     base: object
     offset: int = 0
@@ -75,7 +75,7 @@ class Negated:
 
 @dataclasses.dataclass(frozen=True)
 class Sink:
-    """_, which nobody reads."""
+    """_, a destination that is discarded."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,13 +83,15 @@ class Instruction:
     """One instruction.
 
     Attributes:
-      opcode: with all modifiers, as it stands in the text.
-      operands: bound to registers.
-      predicate, negated: it is executed by lanes where the predicate is true (false).
-      targets: indices of the instructions to which a branch goes.
-      registers: numbers of all registers that it names.
-      line, text: where it stands, and what there is without the spaces.
-      span: where it begins and ends in the whole text, with its semicolon.
+      opcode: the name with all modifiers, as in the text.
+      operands: the operands, with registers instead of names.
+      predicate: the guard register, or None. Lanes in which it is true execute the instruction.
+      negated: whether lanes in which the guard is false execute it instead.
+      targets: indices of the instructions that a branch may go to.
+      registers: numbers of all registers that the instruction names.
+      line: number of its line in the module.
+      text: its text, with single spaces.
+      span: offsets of its beginning and end in the module, including the semicolon.
     """
 
     opcode: str
@@ -108,7 +110,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A kernel parameter: where it begins and how many bytes it has."""
+    """A kernel parameter: its offset and size in bytes."""
 
     name: str
     offset: int
@@ -120,13 +122,16 @@ class Kernel:
     """One .entry of a PTX module.
 
     Attributes:
-      name, target: as written.
-      parameters: in order, with their offsets in the parameter space.
-      block, cluster: .maxntid or .reqntid, and .reqnctapercluster; None where they are not given.
-      most_registers, blocks_at_once: .maxnreg, or None, and .minnctapersm, or 1.
-      registers: the type of each.
-      shared: offsets of the shared variables; `dynamic` names the one that the launch sizes.
-      shared_bytes: of all but that one.
+      name: the kernel's name.
+      target: the module's .target.
+      parameters: the parameters in order, with their offsets in the parameter space.
+      block: .maxntid or .reqntid, or None.
+      cluster: .reqnctapercluster, or None.
+      max_registers: .maxnreg, or None.
+      min_blocks_per_sm: .minnctapersm, or 1.
+      registers: the type of each register, by its number.
+      shared: the offset of each shared variable; the dynamic ones come last.
+      shared_bytes: bytes of all shared variables except for the dynamic ones.
       code: the instructions.
     """
 
@@ -135,15 +140,15 @@ class Kernel:
     parameters: tuple[Parameter, ...]
     block: tuple[int, ...] | None
     cluster: tuple[int, ...] | None
-    most_registers: int | None
-    blocks_at_once: int
+    max_registers: int | None
+    min_blocks_per_sm: int
     registers: tuple[str, ...]
     shared: dict[str, int]
     shared_bytes: int
     code: tuple[Instruction, ...]
 
 
-# 4.5.1: hexadecimal, binary, octal, decimal.
+# Integer constants (4.5.1): hexadecimal, binary, octal, decimal.
 INTEGER = re.compile(r"(-?)(?:(0[xX][0-9a-fA-F]+)|(0[bB][01]+)|(0[0-7]*)|([1-9]\d*))U?")
 TYPE_BITS = re.compile(r"[busf](\d+)|bf16")
 IDENTIFIER = r"[A-Za-z_$%][\w$]*"
@@ -156,13 +161,13 @@ STATEMENT = re.compile(rf"(?:@(!?)\s*({IDENTIFIER})\s+)?([a-z][\w.:]*)\s*(.*)$",
 
 @functools.cache
 def bits(type_name: str) -> int:
-    """Bits of a register of this type."""
-    special = {"pred": 1, "f16x2": 32, "bf16x2": 32, "f32x2": 64, "bf16": 16}
-    return special.get(type_name) or int(TYPE_BITS.fullmatch(type_name)[1])
+    """The width of a type in bits."""
+    irregular = {"pred": 1, "f16x2": 32, "bf16x2": 32, "f32x2": 64, "bf16": 16}
+    return irregular.get(type_name) or int(TYPE_BITS.fullmatch(type_name)[1])
 
 
 def integer(text: str) -> int | None:
-    """The value of an integer constant; None if it is none."""
+    """The value of an integer constant; None if the text is not one."""
     match = INTEGER.fullmatch(text)
     if match is None:
         return None
@@ -172,7 +177,7 @@ def integer(text: str) -> int | None:
 
 
 def split(text: str) -> list[str]:
-    """Splits at the commas that are not inside brackets."""
+    """Splits a list at the commas outside of brackets."""
     parts, depth, begin = [], 0, 0
     for i, character in enumerate(text):
         depth += (character in "{[(") - (character in ")]}")
@@ -184,10 +189,10 @@ def split(text: str) -> list[str]:
 
 
 def parse(ptx: str, name: str | None = None) -> Kernel:
-    """The kernel of this name, or the first one, of a PTX module."""
+    """The kernel with this name in a PTX module; by default the first one."""
     source = re.sub(r"/\*.*?\*/|//[^\n]*", lambda m: re.sub(r"[^\n]", " ", m[0]), ptx, flags=re.S)
-    wanted = re.escape(name) if name else r"[\w$.]+"
-    entry = re.search(rf"\.entry\s+({wanted})\s*\((.*?)\)(.*?)\{{", source, re.S)
+    name_pattern = re.escape(name) if name else r"[\w$.]+"
+    entry = re.search(rf"\.entry\s+({name_pattern})\s*\((.*?)\)(.*?)\{{", source, re.S)
     if entry is None:
         raise UnsupportedError(f"the module has no kernel {name or ''}")
     layout = _SharedLayout()
@@ -199,10 +204,10 @@ def parse(ptx: str, name: str | None = None) -> Kernel:
         name=entry[1],
         target=re.search(r"^\.target\s+(\w+)", source, re.M)[1],
         parameters=tuple(_parameters(entry[2])),
-        block=_dimensions(directives, r"\.(?:maxntid|reqntid)"),
-        cluster=_dimensions(directives, r"\.reqnctapercluster"),
-        most_registers=next(iter(_dimensions(directives, r"\.maxnreg") or ()), None),
-        blocks_at_once=(_dimensions(directives, r"\.minnctapersm") or (1,))[0],
+        block=_directive_dimensions(directives, r"\.(?:maxntid|reqntid)"),
+        cluster=_directive_dimensions(directives, r"\.reqnctapercluster"),
+        max_registers=next(iter(_directive_dimensions(directives, r"\.maxnreg") or ()), None),
+        min_blocks_per_sm=(_directive_dimensions(directives, r"\.minnctapersm") or (1,))[0],
         registers=tuple(register.type for register in body.all_registers),
         shared=layout.finish(),
         shared_bytes=layout.bytes,
@@ -211,6 +216,7 @@ def parse(ptx: str, name: str | None = None) -> Kernel:
 
 
 def _parameters(text: str):
+    """The parameters of a kernel's parameter list."""
     offset = 0
     for declaration in split(text):
         match = re.fullmatch(
@@ -220,41 +226,44 @@ def _parameters(text: str):
         )
         if match is None:
             raise UnsupportedError(f"parameter {declaration!r}")
-        align, kind, name, count = match.groups()
-        item = bits(kind) // 8
-        alignment = int(align or item)
+        align, ptx_type, name, count = match.groups()
+        itemsize = bits(ptx_type) // 8
+        alignment = int(align or itemsize)
         offset = -(-offset // alignment) * alignment
-        size = item * int(count or 1)
+        size = itemsize * int(count or 1)
         yield Parameter(name, offset, size)
         offset += size
 
 
-def _dimensions(directives: str, directive: str) -> tuple[int, ...] | None:
+def _directive_dimensions(directives: str, directive: str) -> tuple[int, ...] | None:
+    """The three dimensions of a directive; missing ones are 1. None if the directive is missing."""
     match = re.search(directive + r"\s+([\d, ]+)", directives)
     if match is None:
         return None
-    found = tuple(int(x) for x in re.findall(r"\d+", match[1]))
-    return found + (1,) * (3 - len(found))
+    sizes = tuple(int(x) for x in re.findall(r"\d+", match[1]))
+    return sizes + (1,) * (3 - len(sizes))
 
 
 class _SharedLayout:
-    """Where shared variables are: in the order of their declaration, the dynamic one last."""
+    """The offsets of shared variables: in the order of their declaration, dynamic ones last."""
 
     def __init__(self):
         self.offsets, self.bytes, self.dynamic = {}, 0, {}
 
     def declare(self, match: re.Match) -> None:
-        align, kind, name, extent = match.groups()
-        item, alignment = bits(kind) // 8, int(align or 16)
-        # LLVM declares the dynamic memory as one byte or as an array without an extent.
-        if extent == "[]" or (extent is None and item == 1):
+        """Adds the variable of a declaration."""
+        align, ptx_type, name, extent = match.groups()
+        itemsize, alignment = bits(ptx_type) // 8, int(align or 16)
+        # LLVM declares dynamic shared memory as one byte, or as an array without an extent.
+        if extent == "[]" or (extent is None and itemsize == 1):
             self.dynamic[name] = alignment
             return
         self.bytes = -(-self.bytes // alignment) * alignment
         self.offsets[name] = self.bytes
-        self.bytes += item * int(extent[1:-1] if extent else 1)
+        self.bytes += itemsize * int(extent[1:-1] if extent else 1)
 
     def finish(self) -> dict[str, int]:
+        """Places the dynamic variables behind all others; returns all offsets."""
         for name, alignment in self.dynamic.items():
             self.bytes = -(-self.bytes // alignment) * alignment
             self.offsets[name] = self.bytes
@@ -262,69 +271,76 @@ class _SharedLayout:
 
 
 class _Body:
-    """The statements of a kernel, with the scopes in which names are declared."""
+    """The statements of a kernel, and the scopes in which names are declared.
+
+    Scope 0 is the kernel's body. Names are found in the innermost scope that declares them.
+    """
 
     def __init__(self, source: str, begin: int, layout: _SharedLayout):
         self.layout = layout
         self.parents = {0: None}
-        self.labels, self.tables, self.named = {}, {}, {}
+        # (scope, name) -> index of the labelled instruction; labels of a branch table; register.
+        self.labels, self.branch_tables, self.registers = {}, {}, {}
         self.all_registers: list[Register] = []
-        # (scope, predicate, negated, opcode, operands, line, text, span)
+        # For each instruction: (scope, predicate, negated, opcode, operands, line, text, span)
         self.statements = []
         self._read(source, begin)
 
-    def _read(self, source: str, at: int) -> None:
-        line = source.count("\n", 0, at) + 1
+    def _read(self, source: str, position: int) -> None:
+        """Reads statements up to the brace that closes the kernel's body."""
+        line = source.count("\n", 0, position) + 1
         scopes = [0]
         label = re.compile(rf"({IDENTIFIER})\s*:(?!:)")
         last_label = None
         while scopes:
-            character = source[at]
+            character = source[position]
             if character.isspace() or character == ";":
                 line += character == "\n"
-                at += 1
+                position += 1
             elif character == "{":
                 self.parents[len(self.parents)] = scopes[-1]
                 scopes.append(len(self.parents) - 1)
-                at += 1
+                position += 1
             elif character == "}":
                 scopes.pop()
-                at += 1
-            elif match := label.match(source, at):
+                position += 1
+            elif match := label.match(source, position):
                 last_label = match[1]
                 if (scopes[-1], last_label) in self.labels:
                     raise UnsupportedError(f"line {line}: {last_label} is declared twice")
                 self.labels[scopes[-1], last_label] = len(self.statements)
                 line += match[0].count("\n")
-                at = match.end()
-            elif source.startswith((".loc", ".file"), at):
-                at = source.index("\n", at)
+                position = match.end()
+            elif source.startswith((".loc", ".file"), position):
+                position = source.index("\n", position)
             else:
-                end = source.index(";", at)
-                text = " ".join(source[at:end].split())
-                self._statement(scopes[-1], text, line, last_label, (at, end + 1))
-                line += source.count("\n", at, end)
-                at = end + 1
+                end = source.index(";", position)
+                text = " ".join(source[position:end].split())
+                self._statement(scopes[-1], text, line, last_label, (position, end + 1))
+                line += source.count("\n", position, end)
+                position = end + 1
 
     def _statement(
         self, scope: int, text: str, line: int, last_label: str | None, span: tuple[int, int]
     ) -> None:
+        """Reads a declaration, a directive or an instruction."""
         if text.startswith(".reg"):
-            kind, names = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text).groups()
+            ptx_type, names = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text).groups()
             for name in split(names):
-                ranged = re.fullmatch(r"(%?[\w$]+)<(\d+)>", name)
-                numbers = range(int(ranged[2])) if ranged else [""]
+                # %r<3> declares %r0, %r1 and %r2.
+                range_match = re.fullmatch(r"(%?[\w$]+)<(\d+)>", name)
+                numbers = range(int(range_match[2])) if range_match else [""]
                 for number in numbers:
-                    full = f"{ranged[1] if ranged else name}{number}"
-                    if (scope, full) in self.named:
-                        raise UnsupportedError(f"line {line}: {full} is declared twice")
-                    register = Register(len(self.all_registers), kind)
+                    full_name = f"{range_match[1] if range_match else name}{number}"
+                    if (scope, full_name) in self.registers:
+                        raise UnsupportedError(f"line {line}: {full_name} is declared twice")
+                    register = Register(len(self.all_registers), ptx_type)
                     self.all_registers.append(register)
-                    self.named[scope, full] = register
+                    self.registers[scope, full_name] = register
         elif match := SHARED.fullmatch(text):
             self.layout.declare(match)
         elif text.startswith(".branchtargets"):
-            self.tables[scope, last_label] = split(text.removeprefix(".branchtargets"))
+            self.branch_tables[scope, last_label] = split(text.removeprefix(".branchtargets"))
         elif text.startswith(".pragma"):
             pass
         elif match := STATEMENT.fullmatch(text):
@@ -336,6 +352,7 @@ class _Body:
             raise UnsupportedError(f"line {line}: {text}")
 
     def _find(self, table: dict, scope: int | None, name: str):
+        """What a name means in a scope, or in the innermost scope around it that declares it."""
         while scope is not None:
             if (scope, name) in table:
                 return table[scope, name]
@@ -343,19 +360,22 @@ class _Body:
         return None
 
     def instructions(self):
-        for scope, predicate, negated, opcode, operands, *place in self.statements:
-            line, text, _ = place
+        """The instructions, with operands bound to registers and branches to instructions."""
+        for scope, predicate, negated, opcode, operands, *location in self.statements:
+            line, text, _ = location
             targets = ()
             if opcode.split(".")[0] == "bra":
                 targets, operands = self._targets(scope, operands, line), []
             elif opcode.split(".")[0] == "brx":
-                table = self._find(self.tables, scope, operands[1])
+                table = self._find(self.branch_tables, scope, operands[1])
                 if table is None:
-                    raise UnsupportedError(f"line {line}: no branch table {operands[1]}")
+                    raise UnsupportedError(
+                        f"line {line}: no branch table {operands[1]} is declared"
+                    )
                 targets, operands = self._targets(scope, table, line), operands[:1]
-            guard = self._find(self.named, scope, predicate) if predicate else None
+            guard = self._find(self.registers, scope, predicate) if predicate else None
             if predicate and guard is None:
-                raise UnsupportedError(f"line {line}: no predicate {predicate}")
+                raise UnsupportedError(f"line {line}: no predicate {predicate} is declared")
             try:
                 bound = tuple(self._operand(scope, operand) for operand in operands)
             except UnsupportedError as error:
@@ -363,15 +383,17 @@ class _Body:
             used = {guard.number} if guard else set()
             for operand in bound:
                 used |= {register.number for register in parts_of(operand, Register)}
-            yield Instruction(opcode, bound, guard, negated, targets, frozenset(used), *place)
+            yield Instruction(opcode, bound, guard, negated, targets, frozenset(used), *location)
 
     def _targets(self, scope: int, names: list[str], line: int) -> tuple[int, ...]:
-        found = tuple(self._find(self.labels, scope, name) for name in names)
-        if None in found:
-            raise UnsupportedError(f"line {line}: no label among {names}")
-        return found
+        """The indices of the instructions with these labels."""
+        targets = tuple(self._find(self.labels, scope, name) for name in names)
+        if None in targets:
+            raise UnsupportedError(f"line {line}: a label among {names} is not declared")
+        return targets
 
     def _operand(self, scope: int, text: str):
+        """Parses an operand."""
         if text == "_":
             return Sink()
         if text.startswith("{"):
@@ -391,7 +413,7 @@ class _Body:
             return Immediate(int(match[1], 16), real=True)
         if (value := integer(text)) is not None:
             return Immediate(value)
-        if register := self._find(self.named, scope, text):
+        if register := self._find(self.registers, scope, text):
             return register
         if text.startswith("%"):
             return Special(text)
@@ -399,18 +421,19 @@ class _Body:
         return Symbol(name.strip(), self._offset(offset.strip() or "0"))
 
     def _offset(self, text: str) -> int:
+        """Parses the offset of an address."""
         value = integer(text)
         if value is None:
-            raise UnsupportedError(f"the offset {text}")
+            raise UnsupportedError(f"the offset {text} is not an integer")
         return value
 
 
-def parts_of(operand, kind):
-    """All registers, or whatever else is of this kind, in an operand."""
-    if isinstance(operand, kind):
+def parts_of(operand, part_type):
+    """All parts of an operand that are instances of a class, such as `Register`."""
+    if isinstance(operand, part_type):
         yield operand
     elif dataclasses.is_dataclass(operand):
         for field in dataclasses.fields(operand):
             value = getattr(operand, field.name)
             for item in value if isinstance(value, tuple) else (value,):
-                yield from parts_of(item, kind)
+                yield from parts_of(item, part_type)

@@ -1,4 +1,4 @@
-"""PTX modules of one kernel for the emulator's tests, launched; numbers and swizzles in them."""
+"""Runs PTX statements in the emulator for its tests: builds, launches and reads back a kernel."""
 
 import dataclasses
 
@@ -9,8 +9,8 @@ from ptx_emulator.machine import Machine
 from ptx_emulator.parser import parse
 
 
-def ptx(body, parameters=(), prelude="", *, target="sm_100a", threads=32):
-    """A module of one kernel."""
+def module_text(body, parameters=(), prelude="", *, target="sm_100a", threads=32):
+    """A PTX module with one kernel that has this body."""
     return f"""
 .version 8.7
 .target {target}
@@ -24,43 +24,53 @@ def ptx(body, parameters=(), prelude="", *, target="sm_100a", threads=32):
 """
 
 
-def prepared(
+def prepare(
     body, parameters=(), values=(), *, grid=1, cluster=1, threads=32, target="sm_100a", **options
 ):
-    """A machine that is ready to run a kernel; arrays among the values get a place in memory."""
-    kernel = parse(ptx(body, parameters, target=target, threads=threads))
+    """A machine that is ready to launch a kernel with this body.
+
+    Args:
+      body: the kernel's statements.
+      parameters: declarations of the kernel's parameters.
+      values: their values. An array is copied to global memory, and its address is the value.
+      grid, cluster, threads: blocks, blocks per cluster, threads per block.
+      target: the module's .target.
+      options: keyword arguments of `Machine`.
+    """
+    kernel = parse(module_text(body, parameters, target=target, threads=threads))
     machine = Machine(kernel, (grid, 1, 1), cluster=(cluster, 1, 1), **options)
     for i, value in enumerate(values):
-        machine.set_parameter(i, machine.memory.place(value) if hasattr(value, "dtype") else value)
+        is_array = hasattr(value, "dtype")
+        machine.set_parameter(i, machine.memory.allocate(value) if is_array else value)
     return machine
 
 
-def launched(body, parameters=(), values=(), **launch):
-    """Runs a kernel; the machine."""
-    machine = prepared(body, parameters, values, **launch)
+def launch(body, parameters=(), values=(), **options):
+    """Launches what `prepare` prepares; returns the machine."""
+    machine = prepare(body, parameters, values, **options)
     machine.launch()
     return machine
 
 
-def told(error):
-    """All that an error says."""
+def full_message(error):
+    """The message of an error, with its notes."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
-# What marks the line that an error has to name.
+# Marks the statement that an error must name.
 HERE = "/* here */"
 
 
 @dataclasses.dataclass
-class Run:
-    """What a kernel left: each thread's registers, and the arrays."""
+class Outcome:
+    """The values of %d0, %d1, ... of all threads, and the bytes of the arrays, after a launch."""
 
     results: list[list[int]]
     arrays: list[bytes]
 
 
-def program(body, inputs, results, arrays, constants, maps, grid, threads):
-    """Text, parameters and values of the kernel of `run`."""
+def kernel_parts(body, inputs, results, arrays, constants, maps, grid, threads):
+    """The body, the parameters and their values of the kernel that `run` launches."""
     parameters = [f".param .u64 p{i}" for i in range(len(inputs) + len(results) + len(arrays))]
     values = [np.array(values, f"u{max(bits, 8) // 8}") for bits, values in inputs]
     values += [np.zeros(threads * grid, f"u{max(bits, 8) // 8}") for bits in results]
@@ -70,18 +80,20 @@ def program(body, inputs, results, arrays, constants, maps, grid, threads):
         values.append(constants)
     parameters += [f".param .align 64 .b8 map{i}[128]" for i in range(len(maps))]
     text = [
-        ".reg .b32 %thread, %lane, %block, %warp, %me; .reg .b64 %base, %at; .reg .b16 %byte;",
+        ".reg .b32 %thread, %lane, %warp, %block, %global_thread;",
+        ".reg .b64 %base, %at; .reg .b16 %byte;",
         f".reg .b64 %m<{len(arrays) + 1}>, %t<{len(maps) + 1}>;",
-        "mov.u32 %me, %tid.x; mov.u32 %block, %ctaid.x;",
-        "and.b32 %lane, %me, 31; shr.u32 %warp, %me, 5;",
-        f"mad.lo.u32 %thread, %block, {threads}, %me;",
+        "mov.u32 %thread, %tid.x; mov.u32 %block, %ctaid.x;",
+        "and.b32 %lane, %thread, 31; shr.u32 %warp, %thread, 5;",
+        f"mad.lo.u32 %global_thread, %block, {threads}, %thread;",
     ]
 
-    def place(i, size):
-        text.append(f"ld.param.u64 %base, [p{i}]; mad.wide.u32 %at, %thread, {size}, %base;")
+    def address_element(i, size):
+        """Sets %at to the address of this thread's element of an array."""
+        text.append(f"ld.param.u64 %base, [p{i}]; mad.wide.u32 %at, %global_thread, {size}, %base;")
 
     for i, (bits, _) in enumerate(inputs):
-        place(i, max(bits, 8) // 8)
+        address_element(i, max(bits, 8) // 8)
         text.append(f".reg .{'pred' if bits == 1 else f'b{bits}'} %a{i};")
         if bits == 1:
             text.append(f"ld.global.u8 %byte, [%at]; setp.ne.u16 %a{i}, %byte, 0;")
@@ -96,7 +108,7 @@ def program(body, inputs, results, arrays, constants, maps, grid, threads):
     ]
     text.append(body)
     for i, bits in enumerate(results):
-        place(len(inputs) + i, max(bits, 8) // 8)
+        address_element(len(inputs) + i, max(bits, 8) // 8)
         if bits == 1:
             text.append(f"selp.u16 %byte, 1, 0, %d{i}; st.global.u8 [%at], %byte;")
         else:
@@ -115,51 +127,65 @@ def run(
     maps=(),
     grid=1,
     threads=32,
-    **launch,
+    **options,
 ):
-    """Executes statements by all threads of every block.
+    """Executes statements in all threads of all blocks.
+
+    The statements may read
+
+      %a0, %a1, ...  the inputs of this thread
+      %m0, %m1, ...  the global addresses of the arrays
+      %t0, %t1, ...  the generic addresses of the tensor maps
+      %thread, %lane, %warp, %block, %global_thread
+                     numbers of the thread in its block, its lane and warp, its block, and of the
+                     thread in the grid
+
+    and set %d0, %d1, ..., the results.
 
     Args:
-      body: uses %a0, %a1, ... (inputs), %m0, ... (addresses of the arrays), %t0, ... (of the tensor
-        maps), %thread, %me (in the block), %warp, %lane, and sets %d0, %d1, ...
-      inputs: (bits of the register, values of all threads) for each.
-      results: bits of the registers; 1 is a predicate.
-      constants: what the kernel's parameter of this name holds.
-      maps: functions that make a tensor map of the addresses of the arrays.
-      launch: of `prepared`.
+      body: the statements.
+      inputs: for each, the bits of the register (1 for a predicate) and the values of all threads.
+      results: for each, the bits of the register.
+      arrays: bytes in global memory.
+      constants: bytes of the kernel parameter `constants`.
+      maps: functions that make a tensor map, given the addresses of all arrays.
+      grid, threads: blocks, threads per block.
+      options: keyword arguments of `prepare`.
     """
-    text, parameters, values = program(
+    text, parameters, values = kernel_parts(
         body, inputs, results, arrays, constants, maps, grid, threads
     )
-    padded = [*values, *[bytes(128)] * len(maps)]
-    machine = prepared(text, parameters, padded, grid=grid, threads=threads, **launch)
-    placed = [value for value in values if hasattr(value, "dtype")]
-    where = addresses(machine)[: len(placed)]
-    for i, made in enumerate(maps):
-        at = machine.parameter_address(len(values) + i)
-        machine.tensor_maps[at] = made(*where[len(inputs) + len(results) :])
+    map_parameters = [bytes(128)] * len(maps)
+    machine = prepare(
+        text, parameters, [*values, *map_parameters], grid=grid, threads=threads, **options
+    )
+    in_memory = [value for value in values if hasattr(value, "dtype")]
+    addresses = array_addresses(machine)[: len(in_memory)]
+    for i, make_map in enumerate(maps):
+        map_address = machine.parameter_address(len(values) + i)
+        machine.tensor_maps[map_address] = make_map(*addresses[len(inputs) + len(results) :])
     machine.launch()
-    left = [
+    contents = [
         machine.memory.read(address, value.shape, value.dtype)
-        for address, value in zip(where, placed)
+        for address, value in zip(addresses, in_memory)
     ]
-    found = left[len(inputs) :]
-    return Run(
-        [array.tolist() for array in found[: len(results)]],
-        [array.tobytes() for array in found[len(results) :]],
+    outputs = contents[len(inputs) :]
+    return Outcome(
+        [array.tolist() for array in outputs[: len(results)]],
+        [array.tobytes() for array in outputs[len(results) :]],
     )
 
 
-def fails(error, message, body, *, arrays=(), maps=(), grid=1, threads=32, **launch):
-    """`run` is an error with this message, which names the line of HERE, if the body has it."""
+def assert_fails(error, message, body, *, arrays=(), maps=(), grid=1, threads=32, **options):
+    """Asserts that `run` raises this error, whose message names the line of HERE in the body."""
     with pytest.raises(error, match=f"(?s){message}") as caught:
-        run(body, arrays=arrays, maps=maps, grid=grid, threads=threads, **launch)
+        run(body, arrays=arrays, maps=maps, grid=grid, threads=threads, **options)
     if HERE in body:
-        text, parameters, _ = program(body, (), (), arrays, b"", maps, grid, threads)
-        line = ptx(text, parameters).split(HERE)[0].count("\n") + 1
-        assert f"line {line}: " in told(caught.value), told(caught.value)
+        text, parameters, _ = kernel_parts(body, (), (), arrays, b"", maps, grid, threads)
+        line = module_text(text, parameters).split(HERE)[0].count("\n") + 1
+        assert f"line {line}: " in full_message(caught.value), full_message(caught.value)
 
 
-def addresses(machine):
-    """Where the arrays are that the machine's parameters point to."""
+def array_addresses(machine):
+    """The 64-bit words of the kernel's parameters, which begin with the arrays' addresses."""
     return machine.parameters[: len(machine.parameters) // 8 * 8].view(np.uint64).tolist()

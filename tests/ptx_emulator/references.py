@@ -1,30 +1,34 @@
-"""References of the tests: floats and swizzles."""
+"""Independent definitions for the tests: the values of floats, and TMA's swizzles."""
 
 import math
 
-# Bits of exponent and fraction.
+# Bits of the exponent and of the fraction of each float type.
 FORMATS = {"f16": (5, 10), "bf16": (8, 7), "f32": (8, 23), "e4m3": (4, 3), "e5m2": (5, 2)}
 
 
-def number(raw, kind):
-    """The value of a float; Python's floats hold it exactly."""
-    exponents, fractions = FORMATS[kind]
-    sign = -1.0 if raw >> exponents + fractions & 1 else 1.0
-    exponent, fraction = raw >> fractions & 2**exponents - 1, raw & 2**fractions - 1
-    if exponent == 2**exponents - 1 and kind != "e4m3":
+def float_value(raw, ptx_type):
+    """The value of a float given by its bits. Python's floats represent it exactly."""
+    exponent_bits, fraction_bits = FORMATS[ptx_type]
+    sign = -1.0 if raw >> exponent_bits + fraction_bits & 1 else 1.0
+    exponent, fraction = raw >> fraction_bits & 2**exponent_bits - 1, raw & 2**fraction_bits - 1
+    # e4m3 has no infinities and a single NaN.
+    if exponent == 2**exponent_bits - 1 and ptx_type != "e4m3":
         return math.nan if fraction else sign * math.inf
-    if kind == "e4m3" and (exponent, fraction) == (15, 7):
+    if ptx_type == "e4m3" and (exponent, fraction) == (15, 7):
         return math.nan
-    unit = max(exponent, 1) + 1 - 2 ** (exponents - 1) - fractions
-    return sign * math.ldexp(fraction + (2**fractions if exponent else 0), unit)
+    unit = max(exponent, 1) + 1 - 2 ** (exponent_bits - 1) - fraction_bits
+    return sign * math.ldexp(fraction + (2**fraction_bits if exponent else 0), unit)
 
 
-def exchanged(address, swizzle):
-    """5.5.7: the pieces of 16 bytes in a row of the swizzle's width change places; which ones do is
-    said by the number of the line of 128 bytes, so that the pattern comes again after 8 widths."""
+def swizzled_address(address, swizzle):
+    """The address where TMA with a swizzle puts a byte of shared memory (5.5.7).
+
+    The chunks of 16 bytes of each row, which has the swizzle's bytes, are permuted: their number is
+    XORed with that of the line of 128 bytes, so that the pattern repeats after 8 rows.
+    """
     if not swizzle:
         return address
-    pieces = swizzle // 16
-    row, piece, rest = address // swizzle, address % swizzle // 16, address % 16
-    line = address // 128 % pieces
-    return row * swizzle + (piece ^ line) * 16 + rest
+    chunks = swizzle // 16
+    row, chunk, rest = address // swizzle, address % swizzle // 16, address % 16
+    line = address // 128 % chunks
+    return row * swizzle + (chunk ^ line) * 16 + rest

@@ -1,4 +1,4 @@
-"""Arithmetic, logic, comparison and conversion: what each lane does alone."""
+"""Arithmetic, logic, comparison, moves and conversion: each lane by itself."""
 
 import dataclasses
 
@@ -8,111 +8,131 @@ import numpy as np
 from ptx_emulator.errors import UnsupportedError
 from ptx_emulator.isa import (
     FLOATS,
-    LANES,
     SIGNED,
     SINCE_BLACKWELL,
     UNSIGNED,
-    instruction,
-    numpy_type,
+    WARP_SIZE,
+    defines,
+    dtype_of,
 )
 from ptx_emulator.parser import Pair, Vector, bits
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
 COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
 
-# The elements of packed types.
+# The element type of each packed type.
 PACKED = {"f32x2": "f32", "f16x2": "f16", "bf16x2": "bf16"}
 
-# Types of floats that are computed; what only moves floats names their bits.
-COMPUTED = ("f32", "f16", "bf16", *PACKED)
+# Result types of floating-point arithmetic, whose NaN are canonical. Instructions that only move
+# floats have integer types here, so that they keep all bits.
+FLOAT_TYPES = ("f32", "f16", "bf16", *PACKED)
 
 
-SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
+SMALLEST_NORMAL_F32 = float(np.finfo(np.float32).smallest_normal)
 
 
-def modifiers(line) -> list[str]:
-    """The parts of an opcode behind its name."""
-    return line.opcode.split(".")[1:]
+def modifiers(instruction) -> list[str]:
+    """The parts of an opcode after its name, without the dots."""
+    return instruction.opcode.split(".")[1:]
 
 
-def kind_of(line) -> str:
-    """The last part: the type."""
-    return modifiers(line)[-1]
+def type_of(instruction) -> str:
+    """The last part of an opcode: the type."""
+    return modifiers(instruction)[-1]
 
 
 def pair(operand):
-    """Both parts of a|b; of another operand the second one is None."""
+    """Both operands of a|b; for another operand, the operand and None."""
     return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)
 
 
-def with_one_nan(values):
-    """Floats as arithmetic leaves them: every NaN has all bits but the sign (found on an H200)."""
+def with_canonical_nan(values):
+    """Replaces every NaN by the one that an H200 computes: all bits set except for the sign."""
     nan = np.isnan(values)
     if not nan.any():
         return values
     dtype = values.dtype
-    one = UNSIGNED[8 * dtype.itemsize]((1 << 8 * dtype.itemsize - 1) - 1).view(dtype)
-    return np.where(nan, one, values)
+    canonical = UNSIGNED[8 * dtype.itemsize]((1 << 8 * dtype.itemsize - 1) - 1).view(dtype)
+    return np.where(nan, canonical, values)
 
 
-def elementwise(build, line, function, kinds: list[str] | None = None, result: str | None = None):
-    """Applies a function of numpy arrays of the operands' types."""
-    destination, *sources = line.operands
-    kinds = kinds or [kind_of(line)] * len(sources)
-    # Of a ufunc or of a Python function; a ufunc would take one more as where its result goes.
+def elementwise(
+    binder,
+    instruction,
+    function,
+    operand_types: list[str] | None = None,
+    result_type: str | None = None,
+):
+    """Makes `execute` that applies a function to the operands as numpy arrays of their types.
+
+    Args:
+      binder, instruction: as for all makers.
+      function: a numpy ufunc or a Python function.
+      operand_types: PTX types of the source operands; by default the opcode's last part.
+      result_type: PTX type of the destination; by default that of the first source.
+    """
+    destination, *sources = instruction.operands
+    operand_types = operand_types or [type_of(instruction)] * len(sources)
+    # A ufunc, unlike a Python function, would accept one argument too many, as its output.
     count = getattr(function, "nin", None) or function.__code__.co_argcount
-    if not len(sources) == len(kinds) == count:
+    if not len(sources) == len(operand_types) == count:
         raise UnsupportedError(f"{len(sources)} operands instead of {count}")
-    result = result or kinds[0]
-    reads = [build.read(operand, kind) for operand, kind in zip(sources, kinds, strict=True)]
-    views = [numpy_type(PACKED.get(kind, kind)) for kind in kinds]
-    write = build.write(destination, result)
-    dtype, raw = numpy_type(PACKED.get(result, result)), UNSIGNED[bits(result)]
+    result_type = result_type or operand_types[0]
+    reads = [
+        binder.reader(operand, ptx_type)
+        for operand, ptx_type in zip(sources, operand_types, strict=True)
+    ]
+    views = [dtype_of(PACKED.get(ptx_type, ptx_type)) for ptx_type in operand_types]
+    write = binder.writer(destination, result_type)
+    dtype, raw = dtype_of(PACKED.get(result_type, result_type)), UNSIGNED[bits(result_type)]
 
     def execute(warp, mask):
         values = [np.ascontiguousarray(read(warp)).view(view) for read, view in zip(reads, views)]
-        found = np.asarray(function(*values)).astype(dtype, copy=False)
-        if result in COMPUTED:
-            found = with_one_nan(found)
-        write(warp, np.ascontiguousarray(found).view(raw), mask)
+        result = np.asarray(function(*values)).astype(dtype, copy=False)
+        if result_type in FLOAT_TYPES:
+            result = with_canonical_nan(result)
+        write(warp, np.ascontiguousarray(result).view(raw), mask)
 
     return execute
 
 
-def fused(a, b, c):
-    """a * b + c, rounded once for types up to float32 whose products float64 holds exactly.
+def fused_multiply_add(a, b, c):
+    """a * b + c, rounded once, for types up to float32: float64 represents their products exactly.
 
-    The sum in float64 is rounded twice; that differs only if the first rounding makes a tie, which
-    rounding to odd prevents.
+    The sum is rounded to float64 and then to the type. Two roundings differ from one only if the
+    first makes a tie, so the first one rounds to odd, which never does.
     """
     if a.dtype == np.float64:
         raise UnsupportedError("a fused multiply-add of float64")
     product = a.astype(np.float64) * b.astype(np.float64)
     addend = c.astype(np.float64)
     total = product + addend
-    if a.dtype == np.float32 and not _may_round_twice(total).any():
+    if a.dtype == np.float32 and not _may_need_single_rounding(total).any():
         return total.astype(np.float32)
-    # The error of the sum, exactly (Knuth); where it is not zero the last bit is made odd.
+    # The exact error of the sum (Knuth's TwoSum). Where it is not zero, the last bit becomes odd.
     part = total - product
     error = (product - (total - part)) + (addend - part)
     word = total.view(np.uint64)
     inexact = (error != 0) & np.isfinite(total) & ((word & np.uint64(1)) == 0)
     toward = np.where((error > 0) == (total > 0), np.int64(1), np.int64(-1))
     odd = (word.view(np.int64) + np.where(inexact, toward, 0)).view(np.float64)
-    return narrowed(odd, a.dtype)
+    return round_once(odd, a.dtype)
 
 
-def _may_round_twice(total):
-    """Whether float64 may be a tie of float32 because it was rounded: 29 bits are dropped of what
-    float32 has as a normal number."""
+def _may_need_single_rounding(total):
+    """Whether a float64 may lie in the middle of two float32, so that rounding it errs.
+
+    A normal float32 drops the last 29 bits of a float64. For subnormal ones the answer is yes.
+    """
     tie = total.view(np.uint64) & np.uint64((1 << 29) - 1) == np.uint64(1 << 28)
-    return tie | ((np.abs(total) < SMALLEST_NORMAL) & (total != 0))
+    return tie | ((np.abs(total) < SMALLEST_NORMAL_F32) & (total != 0))
 
 
-def narrowed(values, dtype):
-    """float64 rounded once to a type: ml_dtypes goes to bfloat16 by way of float32.
+def round_once(values, dtype):
+    """Rounds float64 to a type once.
 
-    On that way it is rounded to odd, so that no ties appear.
+    ml_dtypes converts to bfloat16 by way of float32. That step rounds to odd here, so that it makes
+    no ties.
     """
     if dtype != FLOATS["bf16"]:
         return values.astype(dtype)
@@ -123,279 +143,304 @@ def narrowed(values, dtype):
     return (word + np.where(inexact, toward, 0).astype(np.int32)).view(np.float32).astype(dtype)
 
 
-@instruction(INTEGER, "add{.u16,.s16,.u32,.s32,.u64,.s64}")
-@instruction(FLOAT, "add{,.rn}.f32")
-@instruction(FLOAT, "add{,.rn}.f32x2", targets=SINCE_BLACKWELL)
-@instruction(HALF, "add{,.rn}{.f16,.f16x2,.bf16,.bf16x2}")
-def add(build, line):
-    return elementwise(build, line, lambda a, b: a + b)
+@defines(INTEGER, "add{.u16,.s16,.u32,.s32,.u64,.s64}")
+@defines(FLOAT, "add{,.rn}.f32")
+@defines(FLOAT, "add{,.rn}.f32x2", targets=SINCE_BLACKWELL)
+@defines(HALF, "add{,.rn}{.f16,.f16x2,.bf16,.bf16x2}")
+def add(binder, instruction):
+    return elementwise(binder, instruction, lambda a, b: a + b)
 
 
-@instruction(INTEGER, "sub{.u16,.s16,.u32,.s32,.u64,.s64}")
-@instruction(FLOAT, "sub{,.rn}.f32")
-@instruction(FLOAT, "sub{,.rn}.f32x2", targets=SINCE_BLACKWELL)
-@instruction(HALF, "sub{,.rn}{.f16,.f16x2,.bf16,.bf16x2}")
-def sub(build, line):
-    return elementwise(build, line, lambda a, b: a - b)
+@defines(INTEGER, "sub{.u16,.s16,.u32,.s32,.u64,.s64}")
+@defines(FLOAT, "sub{,.rn}.f32")
+@defines(FLOAT, "sub{,.rn}.f32x2", targets=SINCE_BLACKWELL)
+@defines(HALF, "sub{,.rn}{.f16,.f16x2,.bf16,.bf16x2}")
+def sub(binder, instruction):
+    return elementwise(binder, instruction, lambda a, b: a - b)
 
 
-@instruction(INTEGER, "mul.lo{.u16,.s16,.u32,.s32,.u64,.s64}")
-@instruction(FLOAT, "mul{,.rn}.f32")
-@instruction(FLOAT, "mul{,.rn}.f32x2", targets=SINCE_BLACKWELL)
-@instruction(HALF, "mul{,.rn}{.f16,.f16x2,.bf16,.bf16x2}")
-def mul(build, line):
-    return elementwise(build, line, lambda a, b: a * b)
+@defines(INTEGER, "mul.lo{.u16,.s16,.u32,.s32,.u64,.s64}")
+@defines(FLOAT, "mul{,.rn}.f32")
+@defines(FLOAT, "mul{,.rn}.f32x2", targets=SINCE_BLACKWELL)
+@defines(HALF, "mul{,.rn}{.f16,.f16x2,.bf16,.bf16x2}")
+def mul(binder, instruction):
+    return elementwise(binder, instruction, lambda a, b: a * b)
 
 
-def wide(kind: str) -> str:
-    """The type of twice the width."""
-    return f"{kind[0]}{2 * bits(kind)}"
+def doubled_type(ptx_type: str) -> str:
+    """The type with twice the width."""
+    return f"{ptx_type[0]}{2 * bits(ptx_type)}"
 
 
-def double(array):
-    """The same numbers in twice the width."""
+def widen(array):
+    """The same integers in the type with twice the width."""
     table = SIGNED if array.dtype.kind == "i" else UNSIGNED
     return array.astype(table[16 * array.dtype.itemsize])
 
 
-@instruction(INTEGER, "mul.wide{.u16,.s16,.u32,.s32}")
-def mul_wide(build, line):
-    kind = kind_of(line)
+@defines(INTEGER, "mul.wide{.u16,.s16,.u32,.s32}")
+def mul_wide(binder, instruction):
+    ptx_type = type_of(instruction)
     return elementwise(
-        build, line, lambda a, b: double(a) * double(b), [kind, kind], result=wide(kind)
+        binder,
+        instruction,
+        lambda a, b: widen(a) * widen(b),
+        [ptx_type, ptx_type],
+        result_type=doubled_type(ptx_type),
     )
 
 
-@instruction(INTEGER, "mul.hi{.u32,.s32,.u64,.s64}")
-def mul_hi(build, line):
+@defines(INTEGER, "mul.hi{.u32,.s32,.u64,.s64}")
+def mul_hi(binder, instruction):
     def function(a, b):
-        return wrapped(a.astype(object) * b.astype(object) >> bits(kind_of(line)), a.dtype)
+        return wrap(a.astype(object) * b.astype(object) >> bits(type_of(instruction)), a.dtype)
 
-    return elementwise(build, line, function)
-
-
-@instruction(INTEGER, "mad.lo{.u16,.s16,.u32,.s32,.u64,.s64}")
-def mad(build, line):
-    return elementwise(build, line, lambda a, b, c: a * b + c)
+    return elementwise(binder, instruction, function)
 
 
-@instruction(INTEGER, "mad.wide{.u16,.s16,.u32,.s32}")
-def mad_wide(build, line):
-    kind = kind_of(line)
-    kinds = [kind, kind, wide(kind)]
-    return elementwise(build, line, lambda a, b, c: double(a) * double(b) + c, kinds, wide(kind))
+@defines(INTEGER, "mad.lo{.u16,.s16,.u32,.s32,.u64,.s64}")
+def mad(binder, instruction):
+    return elementwise(binder, instruction, lambda a, b, c: a * b + c)
 
 
-@instruction(FLOAT, "fma.rn.f32")
-@instruction(FLOAT, "fma.rn.f32x2", targets=SINCE_BLACKWELL)
-@instruction(HALF, "fma.rn{.f16,.f16x2,.bf16,.bf16x2}")
-def fma(build, line):
-    return elementwise(build, line, fused)
+@defines(INTEGER, "mad.wide{.u16,.s16,.u32,.s32}")
+def mad_wide(binder, instruction):
+    ptx_type = type_of(instruction)
+    operand_types = [ptx_type, ptx_type, doubled_type(ptx_type)]
+    return elementwise(
+        binder,
+        instruction,
+        lambda a, b, c: widen(a) * widen(b) + c,
+        operand_types,
+        doubled_type(ptx_type),
+    )
 
 
-def quotient(a, b):
-    """Division that rounds toward zero; by zero all bits are set (9.7.1.8 leaves it open)."""
+@defines(FLOAT, "fma.rn.f32")
+@defines(FLOAT, "fma.rn.f32x2", targets=SINCE_BLACKWELL)
+@defines(HALF, "fma.rn{.f16,.f16x2,.bf16,.bf16x2}")
+def fma(binder, instruction):
+    return elementwise(binder, instruction, fused_multiply_add)
+
+
+def divide(a, b):
+    """Division, rounded toward zero. Division by zero, which 9.7.1.8 leaves open, sets all bits."""
     safe = np.where(b == 0, np.ones_like(b), b)
     magnitude = np.abs(a.astype(object)) // np.abs(safe.astype(object))
     signed = np.where((a < 0) == (safe < 0), magnitude, -magnitude)
     return np.where(b == 0, -1, signed)
 
 
-def wrapped(values, dtype):
-    """Python integers as a numpy type, modulo its range."""
+def wrap(values, dtype):
+    """Python integers in a numpy type, modulo its range."""
     width = 8 * np.dtype(dtype).itemsize
     unsigned = [int(value) & ((1 << width) - 1) for value in np.asarray(values, object).flat]
     return np.array(unsigned, UNSIGNED[width]).view(dtype)
 
 
-@instruction(INTEGER, "div{.u32,.s32,.u64,.s64}")
-def div(build, line):
-    return elementwise(build, line, lambda a, b: wrapped(quotient(a, b), a.dtype))
+@defines(INTEGER, "div{.u32,.s32,.u64,.s64}")
+def div(binder, instruction):
+    return elementwise(binder, instruction, lambda a, b: wrap(divide(a, b), a.dtype))
 
 
-@instruction(INTEGER, "rem{.u32,.s32,.u64,.s64}")
-def rem(build, line):
+@defines(INTEGER, "rem{.u32,.s32,.u64,.s64}")
+def rem(binder, instruction):
     def function(a, b):
-        return wrapped(a.astype(object) - quotient(a, b) * b.astype(object), a.dtype)
+        return wrap(a.astype(object) - divide(a, b) * b.astype(object), a.dtype)
 
-    return elementwise(build, line, function)
-
-
-def smaller(a, b):
-    """The number of a number and a NaN; -0 is below +0 (9.7.3.11), which numpy leaves open."""
-    found = np.fmin(a, b)
-    return found if a.dtype.kind in "iu" else np.where(a == b, np.where(np.signbit(a), a, b), found)
+    return elementwise(binder, instruction, function)
 
 
-def larger(a, b):
-    """As `smaller`."""
-    found = np.fmax(a, b)
-    return found if a.dtype.kind in "iu" else np.where(a == b, np.where(np.signbit(a), b, a), found)
+def minimum_number(a, b):
+    """The smaller value. A number is preferred to a NaN, and -0 is smaller than +0 (9.7.3.11)."""
+    result = np.fmin(a, b)
+    if a.dtype.kind in "iu":
+        return result
+    return np.where(a == b, np.where(np.signbit(a), a, b), result)
 
 
-@instruction(INTEGER, "min{.u16,.s16,.u32,.s32,.u64,.s64}")
-@instruction(FLOAT, "min.f32")
-@instruction(HALF, "min{.f16,.f16x2,.bf16,.bf16x2}")
-def minimum(build, line):
-    return elementwise(build, line, smaller)
+def maximum_number(a, b):
+    """The larger value, with the rules of `minimum_number`."""
+    result = np.fmax(a, b)
+    if a.dtype.kind in "iu":
+        return result
+    return np.where(a == b, np.where(np.signbit(a), b, a), result)
 
 
-@instruction(INTEGER, "max{.u16,.s16,.u32,.s32,.u64,.s64}")
-@instruction(FLOAT, "max.f32")
-@instruction(HALF, "max{.f16,.f16x2,.bf16,.bf16x2}")
-def maximum(build, line):
-    return elementwise(build, line, larger)
+@defines(INTEGER, "min{.u16,.s16,.u32,.s32,.u64,.s64}")
+@defines(FLOAT, "min.f32")
+@defines(HALF, "min{.f16,.f16x2,.bf16,.bf16x2}")
+def minimum(binder, instruction):
+    return elementwise(binder, instruction, minimum_number)
 
 
-@instruction(INTEGER, "neg{.s16,.s32,.s64}")
-@instruction(FLOAT, "neg.f32")
-def negative(build, line):
-    return elementwise(build, line, np.negative)
+@defines(INTEGER, "max{.u16,.s16,.u32,.s32,.u64,.s64}")
+@defines(FLOAT, "max.f32")
+@defines(HALF, "max{.f16,.f16x2,.bf16,.bf16x2}")
+def maximum(binder, instruction):
+    return elementwise(binder, instruction, maximum_number)
 
 
-@instruction(INTEGER, "abs{.s16,.s32,.s64}")
-@instruction(FLOAT, "abs.f32")
-def absolute(build, line):
-    return elementwise(build, line, np.abs)
+@defines(INTEGER, "neg{.s16,.s32,.s64}")
+@defines(FLOAT, "neg.f32")
+def negative(binder, instruction):
+    return elementwise(binder, instruction, np.negative)
 
 
-@instruction(INTEGER, "popc{.b32,.b64}")
-def popc(build, line):
-    return elementwise(build, line, np.bitwise_count, [kind_of(line)], result="u32")
+@defines(INTEGER, "abs{.s16,.s32,.s64}")
+@defines(FLOAT, "abs.f32")
+def absolute(binder, instruction):
+    return elementwise(binder, instruction, np.abs)
 
 
-@instruction(INTEGER, "clz{.b32,.b64}")
-def clz(build, line):
-    width = bits(kind_of(line))
+@defines(INTEGER, "popc{.b32,.b64}")
+def popc(binder, instruction):
+    return elementwise(
+        binder, instruction, np.bitwise_count, [type_of(instruction)], result_type="u32"
+    )
+
+
+@defines(INTEGER, "clz{.b32,.b64}")
+def clz(binder, instruction):
+    width = bits(type_of(instruction))
 
     def function(a):
         return [width - int(value).bit_length() for value in a]
 
-    return elementwise(build, line, function, [kind_of(line)], result="u32")
+    return elementwise(binder, instruction, function, [type_of(instruction)], result_type="u32")
 
 
-@instruction(INTEGER, "brev{.b32,.b64}")
-def brev(build, line):
-    width = bits(kind_of(line))
+@defines(INTEGER, "brev{.b32,.b64}")
+def brev(binder, instruction):
+    width = bits(type_of(instruction))
 
     def function(a):
         return np.array([int(f"{int(v):0{width}b}"[::-1], 2) for v in a], UNSIGNED[width])
 
-    return elementwise(build, line, function)
+    return elementwise(binder, instruction, function)
 
 
-def byte(operand, width: int) -> int:
-    """Position or length of a bit field.
+def byte_operand(operand, width: int) -> int:
+    """The position or length of a bit field, 0 to 255 in the ISA.
 
-    The ISA has them from 0 to 255; beyond, an H200 takes the lowest byte for 32 bits and the
-    largest for 64.
+    For larger operands an H200 takes the lowest byte if the field has 32 bits, and 255 if it has
+    64.
     """
     return min(int(operand), 0xFF) if width == 64 else int(operand) & 0xFF
 
 
-@instruction(INTEGER, "bfe{.u32,.s32,.u64,.s64}")
-def bfe(build, line):
-    kind = kind_of(line)
-    width = bits(kind)
+@defines(INTEGER, "bfe{.u32,.s32,.u64,.s64}")
+def bfe(binder, instruction):
+    ptx_type = type_of(instruction)
+    width = bits(ptx_type)
 
     def field(value, position, length):
-        position, length = byte(position, width), byte(length, width)
+        position, length = byte_operand(position, width), byte_operand(length, width)
         raw = int(value) & ((1 << width) - 1)
-        # Beyond the end of the value the field has its sign, which is 0 for unsigned types.
-        sign = raw >> min(position + length - 1, width - 1) & 1 if kind[0] == "s" and length else 0
+        # Bits of the field past the end of the value are copies of the sign; 0 if unsigned.
+        sign = (
+            raw >> min(position + length - 1, width - 1) & 1 if ptx_type[0] == "s" and length else 0
+        )
         inside = max(0, min(length, width - position))
-        found = raw >> position & ((1 << inside) - 1)
-        return found | (((1 << width) - 1) ^ ((1 << inside) - 1) if sign else 0)
+        result = raw >> position & ((1 << inside) - 1)
+        return result | (((1 << width) - 1) ^ ((1 << inside) - 1) if sign else 0)
 
     def function(a, position, length):
-        return wrapped([field(*x) for x in zip(a, position, length)], a.dtype)
+        return wrap([field(*x) for x in zip(a, position, length)], a.dtype)
 
-    return elementwise(build, line, function, [kind, "u32", "u32"])
+    return elementwise(binder, instruction, function, [ptx_type, "u32", "u32"])
 
 
-@instruction(INTEGER, "bfi{.b32,.b64}")
-def bfi(build, line):
-    kind = kind_of(line)
+@defines(INTEGER, "bfi{.b32,.b64}")
+def bfi(binder, instruction):
+    ptx_type = type_of(instruction)
 
     def field(value, target, position, length):
-        position, length = byte(position, bits(kind)), byte(length, bits(kind))
-        mask = ((1 << length) - 1) << position & ((1 << bits(kind)) - 1)
+        position, length = (
+            byte_operand(position, bits(ptx_type)),
+            byte_operand(length, bits(ptx_type)),
+        )
+        mask = ((1 << length) - 1) << position & ((1 << bits(ptx_type)) - 1)
         return int(target) & ~mask | int(value) << position & mask
 
     def function(a, b, position, length):
-        return wrapped([field(*x) for x in zip(a, b, position, length)], a.dtype)
+        return wrap([field(*x) for x in zip(a, b, position, length)], a.dtype)
 
-    return elementwise(build, line, function, [kind, kind, "u32", "u32"])
-
-
-@instruction(LOGIC, "and{.pred,.b16,.b32,.b64}")
-def logical_and(build, line):
-    return elementwise(build, line, np.bitwise_and)
+    return elementwise(binder, instruction, function, [ptx_type, ptx_type, "u32", "u32"])
 
 
-@instruction(LOGIC, "or{.pred,.b16,.b32,.b64}")
-def logical_or(build, line):
-    return elementwise(build, line, np.bitwise_or)
+@defines(LOGIC, "and{.pred,.b16,.b32,.b64}")
+def logical_and(binder, instruction):
+    return elementwise(binder, instruction, np.bitwise_and)
 
 
-@instruction(LOGIC, "xor{.pred,.b16,.b32,.b64}")
-def logical_xor(build, line):
-    return elementwise(build, line, np.bitwise_xor)
+@defines(LOGIC, "or{.pred,.b16,.b32,.b64}")
+def logical_or(binder, instruction):
+    return elementwise(binder, instruction, np.bitwise_or)
 
 
-@instruction(LOGIC, "not{.pred,.b16,.b32,.b64}")
-def logical_not(build, line):
-    return elementwise(build, line, np.bitwise_not)
+@defines(LOGIC, "xor{.pred,.b16,.b32,.b64}")
+def logical_xor(binder, instruction):
+    return elementwise(binder, instruction, np.bitwise_xor)
 
 
-@instruction(LOGIC, "lop3.b32")
-def lop3(build, line):
-    *operands, table = line.operands
-    table = build.immediate(table)
+@defines(LOGIC, "not{.pred,.b16,.b32,.b64}")
+def logical_not(binder, instruction):
+    return elementwise(binder, instruction, np.bitwise_not)
+
+
+@defines(LOGIC, "lop3.b32")
+def lop3(binder, instruction):
+    *operands, table = instruction.operands
+    table = binder.immediate(table)
     if not 0 <= table <= 0xFF:
-        raise UnsupportedError(f"the table {table} of lop3")
+        raise UnsupportedError(f"the table {table} of lop3, expected 0 to 255")
 
     def function(a, b, c):
-        found = np.zeros_like(a)
+        result = np.zeros_like(a)
         for i in range(8):
             if table >> i & 1:
-                found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-        return found
+                result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        return result
 
-    return elementwise(build, _with_operands(line, operands), function)
-
-
-def _with_operands(line, operands):
-    """The instruction with other operands."""
-    return dataclasses.replace(line, operands=tuple(operands))
+    return elementwise(binder, _replace_operands(instruction, operands), function)
 
 
-@instruction(LOGIC, "shl{.b16,.b32,.b64}")
-def shl(build, line):
-    kind = kind_of(line)
-
-    def function(a, count):
-        shifted = a << np.minimum(count, bits(kind) - 1).astype(a.dtype)
-        return np.where(count < bits(kind), shifted, a.dtype.type(0))
-
-    return elementwise(build, line, function, [kind, "u32"])
+def _replace_operands(instruction, operands):
+    """A copy of the instruction with other operands."""
+    return dataclasses.replace(instruction, operands=tuple(operands))
 
 
-@instruction(LOGIC, "shr{.b16,.b32,.b64,.u16,.u32,.u64,.s16,.s32,.s64}")
-def shr(build, line):
-    kind = kind_of(line)
+@defines(LOGIC, "shl{.b16,.b32,.b64}")
+def shl(binder, instruction):
+    ptx_type = type_of(instruction)
 
     def function(a, count):
-        shifted = a >> np.minimum(count, bits(kind) - 1).astype(a.dtype)
-        # Of signed types the sign is what is shifted in, however far.
-        return shifted if kind[0] == "s" else np.where(count < bits(kind), shifted, a.dtype.type(0))
+        shifted = a << np.minimum(count, bits(ptx_type) - 1).astype(a.dtype)
+        return np.where(count < bits(ptx_type), shifted, a.dtype.type(0))
 
-    return elementwise(build, line, function, [kind, "u32"])
+    return elementwise(binder, instruction, function, [ptx_type, "u32"])
 
 
-@instruction(LOGIC, "shf{.l,.r}{.wrap,.clamp}.b32")
-def shf(build, line):
-    left, wraps = "l" in modifiers(line), "wrap" in modifiers(line)
+@defines(LOGIC, "shr{.b16,.b32,.b64,.u16,.u32,.u64,.s16,.s32,.s64}")
+def shr(binder, instruction):
+    ptx_type = type_of(instruction)
+
+    def function(a, count):
+        shifted = a >> np.minimum(count, bits(ptx_type) - 1).astype(a.dtype)
+        # Signed types shift in copies of the sign, also by more than the width.
+        return (
+            shifted
+            if ptx_type[0] == "s"
+            else np.where(count < bits(ptx_type), shifted, a.dtype.type(0))
+        )
+
+    return elementwise(binder, instruction, function, [ptx_type, "u32"])
+
+
+@defines(LOGIC, "shf{.l,.r}{.wrap,.clamp}.b32")
+def shf(binder, instruction):
+    left, wraps = "l" in modifiers(instruction), "wrap" in modifiers(instruction)
 
     def function(low, high, count):
         count = count & np.uint32(31) if wraps else np.minimum(count, np.uint32(32))
@@ -403,25 +448,25 @@ def shf(build, line):
         far = count.astype(np.uint64)
         return ((both << far) >> np.uint64(32) if left else both >> far).astype(np.uint32)
 
-    return elementwise(build, line, function, ["b32", "b32", "u32"])
+    return elementwise(binder, instruction, function, ["b32", "b32", "u32"])
 
 
-@instruction(MOVE, "prmt.b32")
-def prmt(build, line):
+@defines(MOVE, "prmt.b32")
+def prmt(binder, instruction):
     def function(a, b, selector):
         both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-        found = np.zeros(LANES, np.uint64)
+        result = np.zeros(WARP_SIZE, np.uint64)
         for i in range(4):
             choice = selector.astype(np.uint64) >> np.uint64(4 * i) & np.uint64(15)
             byte = both >> (choice & np.uint64(7)) * np.uint64(8) & np.uint64(0xFF)
             sign = np.where(byte & np.uint64(0x80), np.uint64(0xFF), np.uint64(0))
-            found |= np.where(choice & np.uint64(8), sign, byte) << np.uint64(8 * i)
-        return found.astype(np.uint32)
+            result |= np.where(choice & np.uint64(8), sign, byte) << np.uint64(8 * i)
+        return result.astype(np.uint32)
 
-    return elementwise(build, line, function)
+    return elementwise(binder, instruction, function)
 
 
-ORDERED = {
+COMPARISONS = {
     "eq": np.equal,
     "ne": lambda a, b: (a < b) | (a > b),
     "lt": np.less,
@@ -429,34 +474,37 @@ ORDERED = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
-UNORDERED = {f"{name}u": compare for name, compare in ORDERED.items()}
-INTEGERS = "{.u16,.s16,.u32,.s32,.u64,.s64}"
+UNORDERED_COMPARISONS = {f"{name}u": compare for name, compare in COMPARISONS.items()}
+INTEGER_SUFFIXES = "{.u16,.s16,.u32,.s32,.u64,.s64}"
 
 
-@instruction(COMPARE, *(f"setp.{name}{{,.and,.or,.xor}}{INTEGERS}" for name in ORDERED))
-@instruction(COMPARE, "setp{.eq,.ne}{,.and,.or,.xor}{.b16,.b32,.b64}")
-@instruction(COMPARE, *(f"setp.{name}{{,.and,.or,.xor}}.f32" for name in (*ORDERED, *UNORDERED)))
-def setp(build, line):
-    name, *middle, kind = modifiers(line)
+@defines(COMPARE, *(f"setp.{name}{{,.and,.or,.xor}}{INTEGER_SUFFIXES}" for name in COMPARISONS))
+@defines(COMPARE, "setp{.eq,.ne}{,.and,.or,.xor}{.b16,.b32,.b64}")
+@defines(
+    COMPARE,
+    *(f"setp.{name}{{,.and,.or,.xor}}.f32" for name in (*COMPARISONS, *UNORDERED_COMPARISONS)),
+)
+def setp(binder, instruction):
+    name, *middle, ptx_type = modifiers(instruction)
     combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     combine = combine[middle[0]] if middle else None
-    destination, a, b, *other = line.operands
+    destination, a, b, *other = instruction.operands
     first, second = pair(destination)
-    reads = build.read(a, kind), build.read(b, kind)
+    reads = binder.reader(a, ptx_type), binder.reader(b, ptx_type)
     if len(other) != bool(combine):
         raise UnsupportedError(f"{2 + len(other)} operands instead of {2 + bool(combine)}")
-    dtype = numpy_type(kind)
-    write = build.write(first, "pred")
-    write_second = build.write(second, "pred") if second else None
-    read_other = build.read(other[0], "pred") if combine else None
+    dtype = dtype_of(ptx_type)
+    write = binder.writer(first, "pred")
+    write_second = binder.writer(second, "pred") if second else None
+    read_other = binder.reader(other[0], "pred") if combine else None
 
     def execute(warp, mask):
         x, y = (read(warp).view(dtype) for read in reads)
-        if name in UNORDERED:
-            found = UNORDERED[name](x, y) | np.isnan(x) | np.isnan(y)
+        if name in UNORDERED_COMPARISONS:
+            holds = UNORDERED_COMPARISONS[name](x, y) | np.isnan(x) | np.isnan(y)
         else:
-            found = ORDERED[name](x, y)
-        results = [found, ~found]
+            holds = COMPARISONS[name](x, y)
+        results = [holds, ~holds]
         if combine:
             results = [combine(result, read_other(warp)) for result in results]
         write(warp, results[0], mask)
@@ -466,44 +514,48 @@ def setp(build, line):
     return execute
 
 
-@instruction(COMPARE, "selp{.b16,.b32,.b64,.u16,.u32,.u64,.s16,.s32,.s64,.f32}")
-def selp(build, line):
-    kind = f"b{bits(kind_of(line))}"
+@defines(COMPARE, "selp{.b16,.b32,.b64,.u16,.u32,.u64,.s16,.s32,.s64,.f32}")
+def selp(binder, instruction):
+    ptx_type = f"b{bits(type_of(instruction))}"
     return elementwise(
-        build, line, lambda a, b, chosen: np.where(chosen, a, b), [kind, kind, "pred"], kind
+        binder,
+        instruction,
+        lambda a, b, chosen: np.where(chosen, a, b),
+        [ptx_type, ptx_type, "pred"],
+        ptx_type,
     )
 
 
-@instruction(MOVE, "mov{.pred,.b16,.b32,.b64,.u16,.u32,.u64,.s16,.s32,.s64,.f32}")
-def mov(build, line):
-    kind = kind_of(line)
-    destination, source = line.operands
+@defines(MOVE, "mov{.pred,.b16,.b32,.b64,.u16,.u32,.u64,.s16,.s32,.s64,.f32}")
+def mov(binder, instruction):
+    ptx_type = type_of(instruction)
+    destination, source = instruction.operands
     if isinstance(source, Vector):
-        return _pack(build, kind, destination, source)
+        return _pack(binder, ptx_type, destination, source)
     if isinstance(destination, Vector):
-        return _unpack(build, kind, destination, source)
-    read, write = build.read(source, kind), build.write(destination, kind)
+        return _unpack(binder, ptx_type, destination, source)
+    read, write = binder.reader(source, ptx_type), binder.writer(destination, ptx_type)
     return lambda warp, mask: write(warp, read(warp), mask)
 
 
-def _pack(build, kind, destination, source):
-    width = bits(kind) // len(source.items)
-    reads = [build.read(item, f"b{width}") for item in source.items]
-    write, dtype = build.write(destination, kind), UNSIGNED[bits(kind)]
+def _pack(binder, ptx_type, destination, source):
+    width = bits(ptx_type) // len(source.items)
+    reads = [binder.reader(item, f"b{width}") for item in source.items]
+    write, dtype = binder.writer(destination, ptx_type), UNSIGNED[bits(ptx_type)]
 
     def execute(warp, mask):
-        found = np.zeros(LANES, dtype)
+        packed = np.zeros(WARP_SIZE, dtype)
         for i, read in enumerate(reads):
-            found |= read(warp).astype(dtype) << dtype(i * width)
-        write(warp, found, mask)
+            packed |= read(warp).astype(dtype) << dtype(i * width)
+        write(warp, packed, mask)
 
     return execute
 
 
-def _unpack(build, kind, destination, source):
-    width = bits(kind) // len(destination.items)
-    read, dtype = build.read(source, kind), UNSIGNED[bits(kind)]
-    writes = [build.write(item, f"b{width}") for item in destination.items]
+def _unpack(binder, ptx_type, destination, source):
+    width = bits(ptx_type) // len(destination.items)
+    read, dtype = binder.reader(source, ptx_type), UNSIGNED[bits(ptx_type)]
+    writes = [binder.writer(item, f"b{width}") for item in destination.items]
 
     def execute(warp, mask):
         values = read(warp).copy()
@@ -513,75 +565,90 @@ def _unpack(build, kind, destination, source):
     return execute
 
 
-WHOLE = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
+INTEGER_TYPES = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 
 
-@instruction(MOVE, *(f"cvt.{to}.{of}" for to in WHOLE for of in WHOLE if to != of))
-def convert_integer(build, line):
-    to, of = modifiers(line)
-    destination, source = line.operands
-    read = build.read(source, of, wider=True)
-    write = build.write(destination, to, wider=True)
-    before, after = numpy_type(of), numpy_type(to)
-    return lambda warp, mask: write(warp, read(warp).view(before).astype(after), mask)
+@defines(
+    MOVE,
+    *(
+        f"cvt.{target_type}.{source_type}"
+        for target_type in INTEGER_TYPES
+        for source_type in INTEGER_TYPES
+        if target_type != source_type
+    ),
+)
+def convert_integer(binder, instruction):
+    target_type, source_type = modifiers(instruction)
+    destination, source = instruction.operands
+    read = binder.reader(source, source_type, wider=True)
+    write = binder.writer(destination, target_type, wider=True)
+    source_dtype, target_dtype = dtype_of(source_type), dtype_of(target_type)
+    return lambda warp, mask: write(warp, read(warp).view(source_dtype).astype(target_dtype), mask)
 
 
-SMALL = {"e4m3x2": "e4m3", "e5m2x2": "e5m2"}
+FLOAT8_PAIRS = {"e4m3x2": "e4m3", "e5m2x2": "e5m2"}
 
 
-def saturated(values, dtype):
-    """Rounded to a type without infinities: what is larger becomes the largest number."""
+def saturate(values, dtype):
+    """Rounds to a type with .satfinite: larger values become the largest finite number."""
     largest = float(ml_dtypes.finfo(dtype).max)
     return np.clip(values.astype(np.float32), -largest, largest).astype(dtype)
 
 
-@instruction(MOVE, "cvt.rn{.f32,.f16,.bf16}{.s32,.u32}", "cvt.rn{.f16,.bf16}.f32")
-@instruction(MOVE, "cvt{.f32.f16,.f32.bf16}")
-def convert_float(build, line):
-    to, of = modifiers(line)[-2:]
-    destination, source = line.operands
-    read, write = build.read(source, of), build.write(destination, to)
-    before, after = numpy_type(of), numpy_type(to)
+@defines(MOVE, "cvt.rn{.f32,.f16,.bf16}{.s32,.u32}", "cvt.rn{.f16,.bf16}.f32")
+@defines(MOVE, "cvt{.f32.f16,.f32.bf16}")
+def convert_float(binder, instruction):
+    target_type, source_type = modifiers(instruction)[-2:]
+    destination, source = instruction.operands
+    read, write = binder.reader(source, source_type), binder.writer(destination, target_type)
+    source_dtype, target_dtype = dtype_of(source_type), dtype_of(target_type)
 
     def execute(warp, mask):
-        values = read(warp).view(before)
-        exact = values.astype(np.float64) if before in (np.int32, np.uint32) else values
-        found = narrowed(exact, after)
-        # bfloat16 is widened by moving its bits.
-        write(warp, found if of == "bf16" else with_one_nan(found), mask)
+        values = read(warp).view(source_dtype)
+        exact = values.astype(np.float64) if source_dtype in (np.int32, np.uint32) else values
+        result = round_once(exact, target_dtype)
+        # bfloat16 is widened by moving its bits, which keeps every NaN.
+        write(warp, result if source_type == "bf16" else with_canonical_nan(result), mask)
 
     return execute
 
 
-@instruction(MOVE, "cvt.rn{.bf16x2,.f16x2}.f32")
-@instruction(MOVE, "cvt.rn.satfinite{.e4m3x2,.e5m2x2}.f32")
-def convert_pair(build, line):
-    """Two values to one register, the first one to its upper half."""
-    to = modifiers(line)[-2]
-    destination, *sources = line.operands
-    reads = [build.read(source, "f32") for source in sources]
-    element = FLOATS[SMALL.get(to) or PACKED[to]]
+@defines(MOVE, "cvt.rn{.bf16x2,.f16x2}.f32")
+@defines(MOVE, "cvt.rn.satfinite{.e4m3x2,.e5m2x2}.f32")
+def convert_to_pair(binder, instruction):
+    """Converts two values to a packed register, the first one to its upper half."""
+    target_type = modifiers(instruction)[-2]
+    destination, *sources = instruction.operands
+    reads = [binder.reader(source, "f32") for source in sources]
+    element = FLOATS[FLOAT8_PAIRS.get(target_type) or PACKED[target_type]]
     width = 8 * np.dtype(element).itemsize
-    write = build.write(destination, f"b{2 * width}")
+    write = binder.writer(destination, f"b{2 * width}")
 
     def execute(warp, mask):
         values = [read(warp).view(np.float32) for read in reads]
-        convert = saturated if to in SMALL else (lambda x, dtype: x.astype(dtype))
-        found = [with_one_nan(convert(x, element)) for x in values]
-        raw = [np.ascontiguousarray(x).view(UNSIGNED[width]) for x in found]
+        convert = saturate if target_type in FLOAT8_PAIRS else (lambda x, dtype: x.astype(dtype))
+        converted = [with_canonical_nan(convert(x, element)) for x in values]
+        raw = [np.ascontiguousarray(x).view(UNSIGNED[width]) for x in converted]
         both = raw[0].astype(UNSIGNED[2 * width]) << UNSIGNED[2 * width](width)
         write(warp, both | raw[1].astype(UNSIGNED[2 * width]), mask)
 
     return execute
 
 
-@instruction(MOVE, "cvt.rn.f16x2{.e4m3x2,.e5m2x2}")
-def convert_small(build, line):
-    of = modifiers(line)[-1]
-    read, write = build.read(line.operands[1], "b16"), build.write(line.operands[0], "b32")
+@defines(MOVE, "cvt.rn.f16x2{.e4m3x2,.e5m2x2}")
+def convert_float8_pair(binder, instruction):
+    source_type = modifiers(instruction)[-1]
+    read, write = (
+        binder.reader(instruction.operands[1], "b16"),
+        binder.writer(instruction.operands[0], "b32"),
+    )
 
     def execute(warp, mask):
-        values = np.ascontiguousarray(read(warp)).view(FLOATS[SMALL[of]]).astype(np.float16)
-        write(warp, np.ascontiguousarray(with_one_nan(values)).view(np.uint32), mask)
+        values = (
+            np.ascontiguousarray(read(warp))
+            .view(FLOATS[FLOAT8_PAIRS[source_type]])
+            .astype(np.float16)
+        )
+        write(warp, np.ascontiguousarray(with_canonical_nan(values)).view(np.uint32), mask)
 
     return execute

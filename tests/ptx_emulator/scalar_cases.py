@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from ptx_emulator.references import FORMATS, number
+from ptx_emulator.references import FORMATS, float_value
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
 COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
@@ -61,7 +61,7 @@ def decode(raw, kind):
         half = width(kind) // 2
         return tuple(decode(raw >> i * half & 2**half - 1, kind[:-2]) for i in range(2))
     if kind in FORMATS:
-        return number(raw, kind)
+        return float_value(raw, kind)
     return raw - (raw >> width(kind) - 1 << width(kind)) if kind[0] == "s" else raw
 
 
@@ -131,8 +131,8 @@ def ties(kind):
         if kind == "f32" and narrow != "f32":
             most = {"e4m3": 0x7E, "e5m2": 0x7B}.get(narrow, ((2**exponents - 1) << fractions) - 1)
             for raw in {0, 1, most - 1, most, *(generator.randrange(most) for _ in range(16))}:
-                step = number(max(raw, 1), narrow) - number(max(raw, 1) - 1, narrow)
-                middle = encoded(number(raw, narrow) + step / 2, "f32")
+                step = float_value(max(raw, 1), narrow) - float_value(max(raw, 1) - 1, narrow)
+                middle = encoded(float_value(raw, narrow) + step / 2, "f32")
                 found += [middle + i | raw % 2 << 31 for i in (-1, 0, 1)]
     return found
 

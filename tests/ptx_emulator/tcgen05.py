@@ -1,4 +1,4 @@
-"""The tensor cores of Blackwell: tcgen05 and tensor memory."""
+"""tcgen05: the tensor cores of Blackwell, and tensor memory."""
 
 import dataclasses
 import functools
@@ -11,27 +11,39 @@ from ptx_emulator.data_movement import Access
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.isa import (
     BLACKWELL,
-    LANE,
-    LANES,
+    LANE_IDS,
     WAIT_FOR_LOADS,
+    WARP_SIZE,
     Blocked,
     Task,
-    block_of,
-    instruction,
-    lanes,
+    active_lanes,
+    defines,
+    require_all_lanes,
+    shared_cluster_address,
+    split_shared_address,
 )
-from ptx_emulator.matrix_operands import ELEMENTS, Matrix, accumulated, product
+from ptx_emulator.matrix_operands import ELEMENTS, SharedOperand, accumulate, exact_product
 from ptx_emulator.parser import Address, Vector
 from ptx_emulator.scalar import modifiers
 from ptx_emulator.tensor_memory import TensorMemory
-from ptx_emulator.vector_clocks import MEMORY, TENSOR, learn
+from ptx_emulator.vector_clocks import MEMORY, TENSOR, join
 
-tcgen05 = functools.partial(instruction, "9.7.16 tcgen05", targets=BLACKWELL)
+defines_tcgen05 = functools.partial(defines, "9.7.16 tcgen05", targets=BLACKWELL)
+
+CTA_GROUPS = "{.cta_group::1,.cta_group::2}"
+
+# The words of tensor memory, and of registers, that are not written yet.
+POISON_WORD = 0xFFFFFFFF
 
 
-def _blocks(warp, pair: bool) -> list:
-    """The blocks of a cta_group."""
-    if not pair:
+def _is_pair(instruction) -> bool:
+    """Whether the instruction is for two blocks."""
+    return "cta_group::2" in modifiers(instruction)
+
+
+def _cta_group(warp, is_pair: bool) -> list:
+    """The warp's block, or the pair of blocks that it belongs to."""
+    if not is_pair:
         return [warp.block]
     first = warp.block.rank & ~1
     blocks = warp.block.cluster.blocks[first : first + 2]
@@ -40,304 +52,323 @@ def _blocks(warp, pair: bool) -> list:
     return blocks
 
 
-def _is_pair(line) -> bool:
-    return "cta_group::2" in modifiers(line)
+# Allocation.
 
 
-GROUPS = "{.cta_group::1,.cta_group::2}"
-
-
-@tcgen05(f"tcgen05.alloc{GROUPS}.sync.aligned.shared::cta.b32")
-def alloc(build, line):
-    address, count = build.address(line.operands[0]), build.read(line.operands[1], "u32")
-    group = 1 + _is_pair(line)
+@defines_tcgen05(f"tcgen05.alloc{CTA_GROUPS}.sync.aligned.shared::cta.b32")
+def alloc(binder, instruction):
+    target, count = instruction.operands
+    target, count = binder.address_reader(target), binder.reader(count, "u32")
+    group_size = 1 + _is_pair(instruction)
 
     def execute(warp, mask):
-        columns, tensor = int(count(warp)[0]), warp.block.tensor
+        columns, tensor_memory = int(count(warp)[0]), warp.block.tensor_memory
         if columns not in (32, 64, 128, 256, 512):
             raise EmulatorError(f"an allocation of {columns} columns of tensor memory")
-        if tensor.relinquished:
+        if tensor_memory.relinquished:
             raise EmulatorError("an allocation after tcgen05.relinquish_alloc_permit")
-        first = tensor.free(columns)
+        first = tensor_memory.find_free_columns(columns)
         if first is None:
             return Blocked(
-                lambda: tensor.free(columns) is not None,
-                lambda: f"{columns} columns of tensor memory beside {tensor.allocated}",
+                lambda: tensor_memory.find_free_columns(columns) is not None,
+                lambda: f"{columns} columns of tensor memory; used are {tensor_memory.allocated}",
             )
-        launched = warp.clock[MEMORY][warp.machine.agents.cluster_barrier]
-        if group == 2 and not launched:
+        peer_is_launched = warp.clock[MEMORY][warp.machine.agents.cluster_barrier]
+        if group_size == 2 and not peer_is_launched:
             raise EmulatorError(
                 "tcgen05.alloc for two blocks, and nothing says that the peer has been launched: "
                 "no barrier of the cluster comes before it"
             )
-        tensor.allocated[first] = (columns, group)
-        tensor.allocations[first] = warp.agent, warp.time, warp.cluster_arrivals
-        tensor.words[:, first : first + columns] = 0xFFFFFFFF
-        # The address is written to shared memory, for which one lane's address counts.
-        values = np.full(LANES, first, np.uint32).view(np.uint8).reshape(LANES, 4)
-        one = LANE == 0
-        access = Access(warp, "shared", address(warp), one, 4, "tcgen05.alloc")
-        # TMA may overwrite it without a fence: the ISA names no proxy, and Triton relies on it.
+        tensor_memory.allocated[first] = (columns, group_size)
+        tensor_memory.allocations[first] = warp.agent, warp.time, warp.cluster_arrivals
+        tensor_memory.words[:, first : first + columns] = POISON_WORD
+        # The address goes to shared memory, where lane 0 points to.
+        values = np.full(WARP_SIZE, first, np.uint32).view(np.uint8).reshape(WARP_SIZE, 4)
+        access = Access(warp, "shared", target(warp), LANE_IDS == 0, 4, "tcgen05.alloc")
+        # No fence is needed before TMA overwrites it: the ISA names no proxy, and Triton's kernels
+        # have none.
         access.store(values, fenced=True)
-        return _wait_for_peer(warp, line) if group == 2 else None
+        return _wait_for_peer(warp, instruction) if group_size == 2 else None
 
     return execute
 
 
-def _wait_for_peer(warp, line) -> Blocked | None:
-    """Notes that a block has executed a collective instruction of its pair, and waits for its peer.
+def _wait_for_peer(warp, instruction) -> Blocked | None:
+    """Counts a collective instruction of a pair of blocks, and waits until the peer executes it.
 
-    The first one may wait for the second (9.7.16.5): tcgen05.alloc always does here.
+    The first block may wait for the second (9.7.16.5). Here tcgen05.alloc always does, the others
+    as the schedule says.
     """
-    first, second = (block.tensor.collective for block in _blocks(warp, True))
-    mine, peer = (first, second) if warp.block.rank % 2 == 0 else (second, first)
-    name = ".".join(line.opcode.split(".")[:2])
-    mine[name] = turn = mine.get(name, 0) + 1
+    first, second = (block.tensor_memory.collective_counts for block in _cta_group(warp, True))
+    own, peer = (first, second) if warp.block.rank % 2 == 0 else (second, first)
+    name = ".".join(instruction.opcode.split(".")[:2])
+    own[name] = count = own.get(name, 0) + 1
     warp.machine.event()
     if name != "tcgen05.alloc" and not warp.machine.waits_for_peer():
         return None
 
     def ready():
-        return peer.get(name, 0) >= turn
+        return peer.get(name, 0) >= count
 
     return None if ready() else Blocked(ready, lambda: f"the peer's {name}", done=True)
 
 
-@tcgen05(f"tcgen05.dealloc{GROUPS}.sync.aligned.b32")
-def dealloc(build, line):
-    address, count = (build.read(operand, "b32") for operand in line.operands)
-    group = 1 + _is_pair(line)
+@defines_tcgen05(f"tcgen05.dealloc{CTA_GROUPS}.sync.aligned.b32")
+def dealloc(binder, instruction):
+    address, count = (binder.reader(operand, "b32") for operand in instruction.operands)
+    group_size = 1 + _is_pair(instruction)
 
     def execute(warp, mask):
         first, columns = int(address(warp)[0]), int(count(warp)[0])
-        tensor, machine = warp.block.tensor, warp.machine
-        if tensor.allocated.get(first) != (columns, group):
+        tensor_memory, machine = warp.block.tensor_memory, warp.machine
+        if tensor_memory.allocated.get(first) != (columns, group_size):
             raise EmulatorError(
-                f"tcgen05.dealloc of {columns} columns from {first} on, for {group} blocks; "
-                f"allocated are {tensor.allocated}"
+                f"tcgen05.dealloc of {columns} columns from {first} on, for {group_size} blocks; "
+                f"allocated are {tensor_memory.allocated}"
             )
-        for block in _blocks(warp, group == 2):
-            if block is not warp.block and not block.tensor.is_known(first, warp.clock):
+        for block in _cta_group(warp, group_size == 2):
+            if block is warp.block:
+                continue
+            if not block.tensor_memory.is_allocation_known(first, warp.clock):
                 raise RaceError(
                     f"tcgen05.dealloc in block {warp.block.rank}, and nothing orders it after the "
                     f"tcgen05.alloc of block {block.rank}"
                 )
-        busy = [task for task in machine.tasks if warp.block in (task.queue or ())]
-        if busy:
-            raise EmulatorError(f"tensor memory is given back before {busy[0].what}")
-        tensor.frees(slice(first, first + columns), warp.clock)
-        del tensor.allocated[first]
+        unfinished = [task for task in machine.tasks if warp.block in (task.queue or ())]
+        if unfinished:
+            raise EmulatorError(f"tensor memory is freed before {unfinished[0].description}")
+        tensor_memory.check_deallocation(slice(first, first + columns), warp.clock)
+        del tensor_memory.allocated[first]
         machine.event()
-        return _wait_for_peer(warp, line) if group == 2 else None
+        return _wait_for_peer(warp, instruction) if group_size == 2 else None
 
     return execute
 
 
-@tcgen05(f"tcgen05.relinquish_alloc_permit{GROUPS}.sync.aligned")
-def relinquish(build, line):
-    pair = _is_pair(line)
+@defines_tcgen05(f"tcgen05.relinquish_alloc_permit{CTA_GROUPS}.sync.aligned")
+def relinquish_alloc_permit(binder, instruction):
+    is_pair = _is_pair(instruction)
 
     def execute(warp, mask):
-        warp.block.tensor.relinquished = True
-        return _wait_for_peer(warp, line) if pair else None
+        warp.block.tensor_memory.relinquished = True
+        return _wait_for_peer(warp, instruction) if is_pair else None
 
     return execute
 
 
-@tcgen05("tcgen05.fence{::before_thread_sync,::after_thread_sync}")
-def tensor_fence(build, line):
-    before = line.opcode.endswith("before_thread_sync")
-    return lambda warp, mask: warp.fence_before() if before else warp.fence_after()
+@defines_tcgen05("tcgen05.fence{::before_thread_sync,::after_thread_sync}")
+def tcgen05_fence(binder, instruction):
+    before = instruction.opcode.endswith("before_thread_sync")
+    return lambda warp, mask: warp.tcgen05_fence_before() if before else warp.tcgen05_fence_after()
 
 
-def _shape(line, further: int | None):
-    """Rows and columns [registers, lanes] of a load or store (9.7.16.2.3).
+# Loads and stores.
 
-    And the ranges of columns (first, count), and rows, in all.
+# All shapes and repetitions that have at most 128 registers per lane.
+SHAPES = [
+    f"{{{','.join(f'.{shape}.x{2**i}' for i in range(8 - log_registers))}}}.b32"
+    for log_registers, shape in enumerate(("32x32b", "16x128b", "16x256b"))
+]
+SHAPES.append(SHAPES[0].replace("32x32b", "16x32bx2"))
+
+
+def _shape(instruction, half_offset: int | None):
+    """The part of tensor memory that a load or store accesses, relative to its address.
+
+    Args:
+      instruction: a tcgen05.ld or tcgen05.st, whose shapes are those of 9.7.16.2.3.
+      half_offset: the columns from the first to the second half of .16x32bx2; None for others.
+
+    Returns:
+      Lanes and columns of tensor memory, [registers, 32 lanes of the warp]; the accessed ranges of
+      columns as (first, count); and the number of lanes.
     """
-    parts = modifiers(line)
+    parts = modifiers(instruction)
     shape = next(part for part in parts if re.fullmatch(r"\d+x\d+b(x2)?", part))
-    if (shape == "16x32bx2") != (further is not None):
-        raise ValueError("operands")
+    if (shape == "16x32bx2") != (half_offset is not None):
+        raise ValueError("a half-split offset belongs to .16x32bx2, and only to it")
     count = next(int(part[1:]) for part in parts if re.fullmatch(r"x\d+", part))
     if shape == "16x32bx2":
-        # Two accesses of 16 lanes, the second one so many columns further, by the upper lanes.
-        rows, columns = np.stack([LANE % 16] * count), LANE // 16 * further
+        # The upper 16 lanes of the warp access the second half, in the same lanes.
+        rows, columns = np.stack([LANE_IDS % 16] * count), LANE_IDS // 16 * half_offset
         columns = np.stack([columns + i for i in range(count)])
-        return rows, columns, ((0, count), (further, count)), 16
+        return rows, columns, ((0, count), (half_offset, count)), 16
     if shape == "32x32b":
-        rows, columns, width = [LANE], [0 * LANE], 1
+        rows, columns, width = [LANE_IDS], [0 * LANE_IDS], 1
     elif shape == "16x128b":
-        rows, columns, width = [LANE // 4, LANE // 4 + 8], [LANE % 4] * 2, 4
+        rows, columns, width = [LANE_IDS // 4, LANE_IDS // 4 + 8], [LANE_IDS % 4] * 2, 4
     else:
-        rows = [LANE // 4, LANE // 4, LANE // 4 + 8, LANE // 4 + 8]
-        columns, width = [LANE % 4 * 2, LANE % 4 * 2 + 1] * 2, 8
+        rows = [LANE_IDS // 4, LANE_IDS // 4, LANE_IDS // 4 + 8, LANE_IDS // 4 + 8]
+        columns, width = [LANE_IDS % 4 * 2, LANE_IDS % 4 * 2 + 1] * 2, 8
     rows = np.stack(rows * count)
     columns = np.stack([column + width * i for i in range(count) for column in columns])
     return rows, columns, ((0, width * count),), 32 if shape == "32x32b" else 16
 
 
-# At most 128 registers.
-SHAPES = [
-    f"{{{','.join(f'.{shape}.x{2**i}' for i in range(8 - log))}}}.b32"
-    for log, shape in enumerate(("32x32b", "16x128b", "16x256b"))
-]
-SHAPES.append(SHAPES[0].replace("32x32b", "16x32bx2"))
+def _first_lane(warp, address: int, height: int) -> int:
+    """The lane of tensor memory at which a warp's access of `height` lanes begins.
 
-
-def _first_lane(warp, address: int, rows: int) -> int:
-    """Where a warp's lanes of tensor memory begin: a warp has a quarter of them (9.7.16.2.3)."""
+    A warp accesses only its own quarter of the lanes (9.7.16.2.3). A lane of 0 stands for the
+    quarter's first lane.
+    """
     lane, quarter = address >> 16, warp.number % 4
-    if lane // 32 not in (0, quarter) or lane % 32 not in range(0, 33 - rows, rows):
+    if lane // 32 not in (0, quarter) or lane % 32 not in range(0, 33 - height, height):
         raise EmulatorError(
-            f"lanes {lane} to {lane + rows - 1} of tensor memory are not in the quarter {quarter} "
-            f"of {warp}"
+            f"lanes {lane} to {lane + height - 1} of tensor memory are not in the quarter "
+            f"{quarter} of {warp}"
         )
     return quarter * 32 + lane % 32
 
 
-class _TensorAccess:
-    """What tcgen05.ld and st have in common: registers, and where they are in tensor memory."""
+class _TensorMemoryAccess:
+    """What tcgen05.ld and tcgen05.st share: their registers, and the words that they access."""
 
-    def __init__(self, build, line, registers, address, offset):
-        further = build.immediate(offset[0]) if offset else None
-        self.rows, self.columns, self.ranges, self.height = _shape(line, further)
-        self.name = ".".join(line.opcode.split(".")[:2])
+    def __init__(self, binder, instruction, registers, address, half_offset):
+        half = binder.immediate(half_offset[0]) if half_offset else None
+        self.rows, self.columns, self.ranges, self.height = _shape(instruction, half)
+        self.name = ".".join(instruction.opcode.split(".")[:2])
         self.items = registers.items if isinstance(registers, Vector) else ()
-        # A load may not name a register twice.
+        # A load may not write a register twice.
         count = len(set(self.items) if self.name.endswith("ld") else self.items)
-        if count != len(self.rows) or len(offset) > 1:
+        if count != len(self.rows) or len(half_offset) > 1:
             raise ValueError(f"{count} registers in a vector, expected {len(self.rows)}")
-        self.address = build.address(address)
+        self.address = binder.address_reader(address)
 
-    def at(self, warp):
-        """Indices of the words [registers, lanes], and the ranges of columns, checked."""
-        places = self.address(warp)
-        if (places != places[0]).any():
+    def locate(self, warp):
+        """The words, as (lanes, columns) of [registers, 32], and the ranges of columns; checked."""
+        addresses = self.address(warp)
+        if (addresses != addresses[0]).any():
             raise EmulatorError(f"{self.name} with addresses that differ between lanes")
-        place = int(places[0])
-        first, column = _first_lane(warp, place, self.height), place & 0xFFFF
+        address = int(addresses[0])
+        first, column = _first_lane(warp, address, self.height), address & 0xFFFF
         for begin, count in self.ranges:
-            warp.block.tensor.check(column + begin, count, self.name)
-        parts = [slice(column + begin, column + begin + count) for begin, count in self.ranges]
-        return (first + self.rows, column + self.columns), parts
+            warp.block.tensor_memory.check_allocated(column + begin, count, self.name)
+        ranges = [slice(column + begin, column + begin + count) for begin, count in self.ranges]
+        return (first + self.rows, column + self.columns), ranges
 
 
-@tcgen05(*(f"tcgen05.ld.sync.aligned{shape}" for shape in SHAPES))
-def tensor_load(build, line):
-    destination, source, *offset = line.operands
-    access = _TensorAccess(build, line, destination, source, offset)
-    writes = [build.write(item, "b32") for item in access.items]
+@defines_tcgen05(*(f"tcgen05.ld.sync.aligned{shape}" for shape in SHAPES))
+def tcgen05_load(binder, instruction):
+    destination, source, *half_offset = instruction.operands
+    access = _TensorMemoryAccess(binder, instruction, destination, source, half_offset)
+    writes = [binder.writer(item, "b32") for item in access.items]
     numbers = [item.number for item in access.items]
-    poison = np.full(LANES, 0xFFFFFFFF, np.uint32)
+    poison = np.full(WARP_SIZE, POISON_WORD, np.uint32)
 
     def execute(warp, mask):
-        tensor = warp.block.tensor
-        index, parts = access.at(warp)
+        tensor_memory = warp.block.tensor_memory
+        words, ranges = access.locate(warp)
         for write in writes:
             write(warp, poison, None)
 
-        def note():
-            for part in parts:
-                tensor.loads(warp.agent, warp.time, part, warp.clock, "tcgen05.ld")
+        def record():
+            for columns in ranges:
+                tensor_memory.record_load(warp.agent, warp.time, columns, warp.clock, "tcgen05.ld")
 
-        def run():
-            for write, value in zip(writes, tensor.words[index]):
+        def load():
+            for write, value in zip(writes, tensor_memory.words[words]):
                 write(warp, value, None)
 
-        note()
-        # The latest moment is the wait; the load is noted again there.
-        warp.tensor_loads.append((note, run))
+        # The load may read from now on until the wait, so it is recorded at both ends.
+        record()
+        warp.tensor_loads.append((record, load))
         warp.pending |= dict.fromkeys(numbers, WAIT_FOR_LOADS)
 
     return execute
 
 
-@tcgen05("tcgen05.wait::ld.sync.aligned")
-def wait_for_loads(build, line):
+@defines_tcgen05("tcgen05.wait::ld.sync.aligned")
+def wait_for_loads(binder, instruction):
     def execute(warp, mask):
         loads, warp.tensor_loads = warp.tensor_loads, []
-        for note, load in loads:
-            note()
+        for record, load in loads:
+            record()
             load()
-        warp.block.tensor.loaded(warp.agent)
-        warp.pending = {n: why for n, why in warp.pending.items() if why != WAIT_FOR_LOADS}
+        warp.block.tensor_memory.complete_loads(warp.agent)
+        warp.pending = {n: wait for n, wait in warp.pending.items() if wait != WAIT_FOR_LOADS}
 
     return execute
 
 
-@tcgen05(*(f"tcgen05.st.sync.aligned{shape}" for shape in SHAPES))
-def tensor_store(build, line):
-    target, *offset, source = line.operands
-    access = _TensorAccess(build, line, source, target, offset)
-    reads = [build.read(item, "b32") for item in access.items]
+@defines_tcgen05(*(f"tcgen05.st.sync.aligned{shape}" for shape in SHAPES))
+def tcgen05_store(binder, instruction):
+    target, *half_offset, source = instruction.operands
+    access = _TensorMemoryAccess(binder, instruction, source, target, half_offset)
+    reads = [binder.reader(item, "b32") for item in access.items]
 
     def execute(warp, mask):
-        if mask is not None:
-            raise EmulatorError("tcgen05.st without all lanes")
-        tensor = warp.block.tensor
-        index, parts = access.at(warp)
-        for part in parts:
-            tensor.stores(warp.agent, part, warp.clock, "tcgen05.st")
+        require_all_lanes(mask, "tcgen05.st")
+        tensor_memory = warp.block.tensor_memory
+        words, ranges = access.locate(warp)
+        for columns in ranges:
+            tensor_memory.record_store(warp.agent, columns, warp.clock, "tcgen05.st")
         values = np.stack([read(warp) for read in reads])
-        tensor.words[index] = 0xFFFFFFFF
+        tensor_memory.words[words] = POISON_WORD
 
-        def run():
-            tensor.words[index] = values
+        def store():
+            tensor_memory.words[words] = values
 
-        # The latest moment is the wait.
-        warp.tensor_stores.append(run)
+        # The store may happen at any time up to the wait: here it happens there.
+        warp.tensor_stores.append(store)
 
     return execute
 
 
-@tcgen05("tcgen05.wait::st.sync.aligned")
-def wait_for_stores(build, line):
+@defines_tcgen05("tcgen05.wait::st.sync.aligned")
+def wait_for_stores(binder, instruction):
     def execute(warp, mask):
         stores, warp.tensor_stores = warp.tensor_stores, []
         for store in stores:
             store()
-        warp.block.tensor.stored(warp.agent, warp.time)
+        warp.block.tensor_memory.complete_stores(warp.agent, warp.time)
 
     return execute
 
 
-@tcgen05(
-    f"tcgen05.commit{GROUPS}.mbarrier::arrive::one.shared::cluster{{,.multicast::cluster}}.b64",
+# Products.
+
+
+@defines_tcgen05(
+    f"tcgen05.commit{CTA_GROUPS}.mbarrier::arrive::one.shared::cluster{{,.multicast::cluster}}.b64",
 )
-def commit(build, line):
-    pair, multicast = _is_pair(line), "multicast::cluster" in modifiers(line)
-    address = build.address(line.operands[0])
-    members = build.read(line.operands[1], "b16") if multicast else None
+def commit(binder, instruction):
+    is_pair, multicast = _is_pair(instruction), "multicast::cluster" in modifiers(instruction)
+    address = binder.address_reader(instruction.operands[0])
+    members = binder.reader(instruction.operands[1], "b16") if multicast else None
 
     def execute(warp, mask):
         cluster, machine = warp.block.cluster, warp.machine
-        for lane in lanes(mask):
-            rank, offset = block_of(int(address(warp)[lane]))
-            named = int(members(warp)[lane]) if multicast else 1 << rank
-            targets = [r for r in range(16) if named >> r & 1]
-            barriers = [barrier_at(warp, (r << 24) + offset, cluster=True) for r in targets]
+        for lane in active_lanes(mask):
+            rank, offset = split_shared_address(int(address(warp)[lane]))
+            cta_mask = int(members(warp)[lane]) if multicast else 1 << rank
+            targets = [rank for rank in range(16) if cta_mask >> rank & 1]
+            barriers = [
+                barrier_at(warp, shared_cluster_address(rank, offset), cluster=True)
+                for rank in targets
+            ]
             for barrier in barriers:
-                barrier.check_use(warp, asynchronous=True)
-            # It includes a fence::before_thread_sync of the products (9.7.16.6.4). Who knows that
-            # they are done knows what was known when they were issued.
-            known = warp.multiplied_knowing.copy()
-            known[[MEMORY, TENSOR], machine.agents.tensor_core] = cluster.multiplied
+                barrier.check_use(warp, by_async_proxy=True)
+            # A commit implies a fence::before_thread_sync (9.7.16.6.4). It releases the products,
+            # and what was ordered before the last of them.
+            released = warp.clock_at_last_mma.copy()
+            released[[MEMORY, TENSOR], machine.agents.tensor_core] = cluster.mma_issued
+            description = f"a tcgen05.commit to {barriers[0]}"
 
-            what = f"a tcgen05.commit to {barriers[0]}"
-
-            def signal(barrier, known):
-                learn(barrier.gathered, known)
+            def signal(barrier, released):
+                join(barrier.arriving_clock, released)
                 barrier.signal()
 
-            task = Task("multiply", None, what, cluster, ("products", *_blocks(warp, pair)))
+            queue = ("products", *_cta_group(warp, is_pair))
+            task = Task("multiply", None, description, cluster, queue)
 
-            # The signals come when they come: nothing orders those of two commits.
-            def run(barriers=barriers, known=known, task=task):
+            # Nothing orders the signals of two commits, so each is a task without a queue.
+            def run(barriers=barriers, released=released, task=task):
                 for barrier in barriers:
-                    one = functools.partial(signal, barrier, known)
-                    what = f"the signal of {task.what}"
-                    machine.submit(Task("signal", one, what, cluster, issued=task.issued))
+                    signal_one = functools.partial(signal, barrier, released)
+                    description = f"the signal of {task.description}"
+                    machine.submit(
+                        Task("signal", signal_one, description, cluster, sequence=task.sequence)
+                    )
 
             task.run = run
             machine.submit(task)
@@ -346,32 +377,39 @@ def commit(build, line):
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
-    """What the 32-bit instruction descriptor of tcgen05.mma says (9.7.16.4.2)."""
+class InstructionDescriptor:
+    """The fields of the 32-bit instruction descriptor of tcgen05.mma (9.7.16.4.2).
 
-    result: str
-    a: str
-    b: str
+    Attributes:
+      result_type, a_type, b_type: element types of the accumulator and the operands.
+      negate: whether each operand is negated.
+      transpose: whether each operand is MN-major.
+      rows, columns: M and N.
+    """
+
+    result_type: str
+    a_type: str
+    b_type: str
     negate: tuple[bool, bool]
     transpose: tuple[bool, bool]
     rows: int
     columns: int
 
     @classmethod
-    def of(cls, kind: str, descriptor: int) -> "Product":
-        """Decodes it; bits that are reserved, or mean what is not modelled, are an error."""
-        elements = {
+    def decode(cls, kind: str, descriptor: int) -> "InstructionDescriptor":
+        """Decodes a descriptor for this .kind. Bits that are reserved or not known are errors."""
+        operand_types = {
             "f16": {0: "f16", 1: "bf16"},
             "tf32": {2: "tf32"},
             "f8f6f4": {0: "e4m3", 1: "e5m2"},
             "i8": {0: "u8", 1: "s8"},
         }[kind]
-        result = {2: "s32"} if kind == "i8" else {1: "f32"}
+        result_types = {2: "s32"} if kind == "i8" else {1: "f32"}
         types = (
-            result.get(descriptor >> 4 & 3),
-            *(elements.get(descriptor >> shift & 7) for shift in (7, 10)),
+            result_types.get(descriptor >> 4 & 3),
+            *(operand_types.get(descriptor >> shift & 7) for shift in (7, 10)),
         )
-        # Sparsity, saturation, reserved bits, and the shift of .ws.
+        # Bits 0 to 3: sparsity and saturation; 6, 23 and 29: reserved; 30 and 31: the shift of .ws.
         if None in types or descriptor & 0b1111 or descriptor & (1 << 6 | 1 << 23 | 7 << 29):
             raise EmulatorError(f"the instruction descriptor {descriptor:#x} for kind::{kind}")
         flags = [bool(descriptor >> bit & 1) for bit in (13, 14, 15, 16)]
@@ -385,118 +423,136 @@ class Product:
             rows=(descriptor >> 24 & 0x1F) << 4,
         )
 
-    def check(self, blocks: int) -> None:
-        """The shapes that exist (9.7.16.2.1)."""
+    def check_shape(self, blocks: int) -> None:
+        """Raises an error for shapes that do not exist (9.7.16.2.1) or are not known."""
         if blocks == 2:
-            fits = self.rows in (128, 256) and self.columns % 32 == 0 and 32 <= self.columns <= 256
+            exists = (
+                self.rows in (128, 256) and self.columns % 32 == 0 and 32 <= self.columns <= 256
+            )
         else:
             step = {64: 8, 128: 16}.get(self.rows)
-            fits = step and self.columns % step == 0 and step <= self.columns <= 256
-        if not fits:
+            exists = step and self.columns % step == 0 and step <= self.columns <= 256
+        if not exists:
             raise EmulatorError(f"no product has {self.rows} x {self.columns} for {blocks} blocks")
         if self.rows // blocks != 128 and blocks == 2:
-            raise UnsupportedError(f"{self.rows // blocks} rows of a block")
+            raise UnsupportedError(f"{self.rows // blocks} rows in each of two blocks")
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorOperand:
-    """A first operand in tensor memory: rows are lanes, K is packed into columns (9.7.16.10.5)."""
+class TensorMemoryOperand:
+    """A first operand in tensor memory: lanes are rows, columns hold K packed (9.7.16.10.5)."""
 
     column: int
 
-    def read(self, block, rows: int, columns: int, dtype) -> np.ndarray:
-        """The elements, [rows, columns]."""
-        words = block.tensor.words[:rows, self.part(columns, dtype)]
+    def read(self, block, rows: int, depth: int, dtype) -> np.ndarray:
+        """The elements, [rows, depth]."""
+        words = block.tensor_memory.words[:rows, self.columns(depth, dtype)]
         return np.ascontiguousarray(words).view(dtype)
 
-    def part(self, columns: int, dtype) -> slice:
-        """The columns of tensor memory."""
-        return slice(self.column, self.column + columns * np.dtype(dtype).itemsize // 4)
+    def columns(self, depth: int, dtype) -> slice:
+        """The columns of tensor memory that it occupies."""
+        return slice(self.column, self.column + depth * np.dtype(dtype).itemsize // 4)
 
-    def note(
-        self, block, rows, columns, dtype, agent: int, time: int, warp, lane: int, what: str
+    def record_read(
+        self, block, rows, depth, dtype, agent: int, time: int, warp, lane: int, description: str
     ) -> None:
-        """Checks a read that is issued now: bounds and order."""
+        """Checks and records a read; the arguments are those of `SharedOperand.record_read`."""
         if rows != TensorMemory.LANES:
             raise UnsupportedError(f"a first operand of {rows} rows in tensor memory")
-        part = self.part(columns, dtype)
-        block.tensor.check(part.start, part.stop - part.start, what)
-        block.tensor.multiplied_by(time, part, warp.clock, what)
+        columns = self.columns(depth, dtype)
+        width = columns.stop - columns.start
+        block.tensor_memory.check_allocated(columns.start, width, description)
+        block.tensor_memory.record_operand_read(time, columns, warp.clock, description)
 
 
-@tcgen05(f"tcgen05.mma{GROUPS}{{.kind::f16,.kind::f8f6f4}}", "tcgen05.mma.cta_group::1.kind::tf32")
-@tcgen05(f"tcgen05.mma{GROUPS}.kind::i8", targets=("sm_100a",))
-def mma(build, line):
-    kind = next(part for part in modifiers(line) if part.startswith("kind::"))[6:]
-    pair = _is_pair(line)
-    target, a, b, descriptor, accumulate = line.operands
-    target = build.address(target)
+@defines_tcgen05(
+    f"tcgen05.mma{CTA_GROUPS}{{.kind::f16,.kind::f8f6f4}}",
+    "tcgen05.mma.cta_group::1.kind::tf32",
+)
+@defines_tcgen05(f"tcgen05.mma{CTA_GROUPS}.kind::i8", targets=("sm_100a",))
+def mma(binder, instruction):
+    kind = next(part for part in modifiers(instruction) if part.startswith("kind::"))[6:]
+    is_pair = _is_pair(instruction)
+    target, a, b, descriptor, enable_input_d = instruction.operands
+    target = binder.address_reader(target)
     in_tensor_memory = isinstance(a, Address)
-    read_a = build.address(a) if in_tensor_memory else build.read(a, "b64")
-    read_b, read_descriptor = build.read(b, "b64"), build.read(descriptor, "b32")
-    accumulate = build.read(accumulate, "pred")
+    read_a = binder.address_reader(a) if in_tensor_memory else binder.reader(a, "b64")
+    read_b, read_descriptor = binder.reader(b, "b64"), binder.reader(descriptor, "b32")
+    read_accumulates = binder.reader(enable_input_d, "pred")
 
     def execute(warp, mask):
-        active = lanes(mask)
+        active = active_lanes(mask)
         if len(active) != 1:
             raise EmulatorError(f"tcgen05.mma by {len(active)} lanes")
         lane = active[0]
-        if pair and warp.block.rank & 1:
+        if is_pair and warp.block.rank & 1:
             raise EmulatorError("tcgen05.mma for two blocks by the second one")
-        found = Product.of(kind, int(read_descriptor(warp)[lane]))
-        blocks = _blocks(warp, pair)
-        found.check(len(blocks))
-        place, first = int(target(warp)[lane]), int(read_a(warp)[lane])
-        if place >> 16:
-            raise EmulatorError(f"an accumulator that begins with lane {place >> 16}")
-        if not in_tensor_memory:
-            a = Matrix.of_blackwell(first, warp.machine, transposed=found.transpose[0])
-        elif first >> 16 or found.transpose[0]:
-            raise UnsupportedError(f"a first operand at {first:#x}, or a transposed one")
-        else:
-            a = TensorOperand(first)
-        b = Matrix.of_blackwell(
-            int(read_b(warp)[lane]), warp.machine, transposed=found.transpose[1]
+        fields = InstructionDescriptor.decode(kind, int(read_descriptor(warp)[lane]))
+        blocks = _cta_group(warp, is_pair)
+        fields.check_shape(len(blocks))
+        column, a = int(target(warp)[lane]), int(read_a(warp)[lane])
+        if column >> 16:
+            raise EmulatorError(f"an accumulator that begins with lane {column >> 16}")
+        shared_operand = functools.partial(
+            SharedOperand.from_tcgen05_descriptor, machine=warp.machine
         )
-        adds = bool(accumulate(warp)[lane])
-        _multiply(warp, int(lane), blocks, found, place, (a, b), adds, line)
+        if not in_tensor_memory:
+            operand_a = shared_operand(a, transposed=fields.transpose[0])
+        elif a >> 16 or fields.transpose[0]:
+            raise UnsupportedError(
+                f"a first operand in tensor memory at {a:#x}, expected one that begins with lane 0 "
+                "and is K-major"
+            )
+        else:
+            operand_a = TensorMemoryOperand(a)
+        operand_b = shared_operand(int(read_b(warp)[lane]), transposed=fields.transpose[1])
+        accumulates = bool(read_accumulates(warp)[lane])
+        operands = operand_a, operand_b
+        _multiply(warp, int(lane), blocks, fields, column, operands, accumulates, instruction)
 
     return execute
 
 
 def _multiply(
-    warp, lane: int, blocks, found: Product, column: int, matrices, accumulates: bool, line
+    warp,
+    lane: int,
+    blocks,
+    fields: InstructionDescriptor,
+    column: int,
+    operands,
+    accumulates: bool,
+    instruction,
 ) -> None:
-    """Issues a product of 32 bytes of K."""
+    """Issues a product, whose K has 32 bytes. Each block has its share of the rows of A and B."""
     cluster, machine = warp.block.cluster, warp.machine
-    cluster.multiplied += 1
-    learn(warp.multiplied_knowing, warp.clock)
-    types = ELEMENTS[found.a], ELEMENTS[found.b]
-    depth = 32 // np.dtype(types[0]).itemsize
-    sides = found.rows // len(blocks), found.columns // len(blocks)
-    part = slice(column, column + found.columns)
-    what = f"tcgen05.mma of line {line.line}"
-    # 64 rows are in 16 lanes of each quarter (9.7.16.10.5, layout F).
-    row = np.arange(sides[0])
-    rows = row if sides[0] == 128 else row // 16 * 32 + row % 16
+    cluster.mma_issued += 1
+    join(warp.clock_at_last_mma, warp.clock)
+    dtypes = ELEMENTS[fields.a_type], ELEMENTS[fields.b_type]
+    depth = 32 // np.dtype(dtypes[0]).itemsize
+    shares = fields.rows // len(blocks), fields.columns // len(blocks)
+    columns = slice(column, column + fields.columns)
+    description = f"tcgen05.mma of line {instruction.line}"
+    # An accumulator of 64 rows uses 16 lanes of each quarter (9.7.16.10.5, layout F).
+    row = np.arange(shares[0])
+    lanes = row if shares[0] == 128 else row // 16 * 32 + row % 16
+    agent, sequence = machine.agents.tensor_core, cluster.mma_issued
     for block in blocks:
-        block.tensor.check(column, found.columns, what)
-        block.tensor.multiplies(cluster.multiplied, part, warp.clock, what)
-        for matrix, side, dtype in zip(matrices, sides, types):
-            agent = machine.agents.tensor_core
-            matrix.note(block, side, depth, dtype, agent, cluster.multiplied, warp, lane, what)
+        block.tensor_memory.check_allocated(column, fields.columns, description)
+        block.tensor_memory.record_accumulation(sequence, columns, warp.clock, description)
+        for operand, rows, dtype in zip(operands, shares, dtypes):
+            operand.record_read(block, rows, depth, dtype, agent, sequence, warp, lane, description)
 
     def run():
         a, b = (
-            np.concatenate([matrix.read(block, side, depth, dtype) for block in blocks])
-            for matrix, side, dtype in zip(matrices, sides, types)
+            np.concatenate([operand.read(block, rows, depth, dtype) for block in blocks])
+            for operand, rows, dtype in zip(operands, shares, dtypes)
         )
-        sign = -1 if found.negate[0] != found.negate[1] else 1
-        values = sign * product(a, b)
+        sign = -1 if fields.negate[0] != fields.negate[1] else 1
+        values = sign * exact_product(a, b)
         for i, block in enumerate(blocks):
-            words = block.tensor.words
-            old = np.ascontiguousarray(words[rows, part]) if accumulates else None
-            added = values[i * sides[0] : (i + 1) * sides[0]]
-            words[rows, part] = accumulated(old, added, found.result)
+            words = block.tensor_memory.words
+            old = np.ascontiguousarray(words[lanes, columns]) if accumulates else None
+            added = values[i * shares[0] : (i + 1) * shares[0]]
+            words[lanes, columns] = accumulate(old, added, fields.result_type)
 
-    machine.submit(Task("multiply", run, what, cluster, ("products", *blocks)))
+    machine.submit(Task("multiply", run, description, cluster, ("products", *blocks)))

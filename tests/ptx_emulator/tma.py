@@ -1,4 +1,4 @@
-"""Tensor maps, and the copies between global and shared memory that they describe."""
+"""TMA: tensor maps, and bulk copies between global and shared memory."""
 
 import dataclasses
 import functools
@@ -9,28 +9,44 @@ import numpy as np
 
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.errors import EmulatorError
-from ptx_emulator.isa import BLACKWELL, Blocked, Task, block_of, instruction, lanes
-from ptx_emulator.memory import POISON, UNIT, WORD
+from ptx_emulator.isa import (
+    BLACKWELL,
+    Blocked,
+    Task,
+    active_lanes,
+    defines,
+    shared_cluster_address,
+    split_shared_address,
+)
+from ptx_emulator.memory import POISON, UNIT_BYTES, WORD_BYTES, units_in_range, words_in_range
 from ptx_emulator.scalar import modifiers
 from ptx_emulator.vector_clocks import MEMORY
 
 COPY = "9.7.9.25 asynchronous copy"
 
-# What a swizzle of so many bytes exchanges: these bits of the address, from bit 4 on, change by
-# those from bit 7 on (5.5.7).
+# Bytes of a swizzle -> a mask of address bits. These bits, counted from bit 7, are XORed into the
+# bits from 4 on (5.5.7).
 SWIZZLES = {0: 0, 32: 1, 64: 3, 128: 7}
+
+# Values of CUtensorMapSwizzle, and of .swizzle_mode of tensormap.replace -> bytes.
+SWIZZLE_BYTES = {0: 0, 1: 32, 2: 64, 3: 128}
+
+# The size of a CUtensorMap.
+TENSOR_MAP_BYTES = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
-    """What cuTensorMapEncodeTiled makes, innermost dimension first.
+    """A tensor map as cuTensorMapEncodeTiled makes it, innermost dimension first.
 
     Attributes:
       base: address in global memory.
       itemsize: bytes of an element.
-      dimensions, strides, box: elements, bytes, elements; the first stride is `itemsize`.
+      dimensions: elements in each dimension.
+      strides: bytes from one element to the next in each dimension; the first is `itemsize`.
+      box: elements of a box in each dimension.
       swizzle: 0, 32, 64 or 128 bytes.
-      name: for messages.
+      name: for error messages.
     """
 
     base: int
@@ -64,24 +80,24 @@ class TensorMap:
         """Bytes of a box."""
         return math.prod(self.box) * self.itemsize
 
-    def places(self, begin: int):
-        """`places_of` a box of this tensor."""
-        return places_of(begin, math.prod(self.box[1:]), self.box[0] * self.itemsize, self.swizzle)
+    def box_layout(self, begin: int):
+        """The `box_layout` of a box of this tensor at an offset in shared memory."""
+        return box_layout(begin, math.prod(self.box[1:]), self.box[0] * self.itemsize, self.swizzle)
 
     def view(self, memory) -> np.ndarray:
-        """The tensor as bytes [..., dimension 0, itemsize]."""
+        """The tensor as bytes in global memory, [..., dimension 0, itemsize]."""
         steps = zip(self.dimensions, self.strides)
         extent = sum((d - 1) * s for d, s in steps) + self.itemsize
-        begin = memory.offset(self.base, extent)
+        begin = memory.offset_of(self.base, extent)
         shape = (*reversed(self.dimensions), self.itemsize)
         strides = (*reversed(self.strides), 1)
         flat = memory.bytes[begin : begin + extent]
         return np.lib.stride_tricks.as_strided(flat, shape, strides)
 
-    def inside(self, place: tuple[int, ...]):
-        """Slices of the tensor and of the box at this place where they meet; None if nowhere."""
+    def overlap(self, coordinates: tuple[int, ...]):
+        """The slices of the tensor, and of a box at these coordinates, that overlap; or None."""
         tensor, box = [], []
-        for size, side, begin in reversed(list(zip(self.dimensions, self.box, place))):
+        for size, side, begin in reversed(list(zip(self.dimensions, self.box, coordinates))):
             low, high = max(begin, 0), min(begin + side, size)
             if low >= high:
                 return None
@@ -89,281 +105,284 @@ class TensorMap:
             box.append(slice(low - begin, high - begin))
         return tuple(tensor), tuple(box)
 
-    def load(self, memory, place: tuple[int, ...]) -> np.ndarray:
-        """The bytes of a box; zeros beyond the tensor."""
-        found = np.zeros((*reversed(self.box), self.itemsize), np.uint8)
-        if parts := self.inside(place):
-            found[parts[1]] = self.view(memory)[parts[0]]
-        return found.reshape(-1)
+    def load(self, memory, coordinates: tuple[int, ...]) -> np.ndarray:
+        """The bytes of a box, which are zero outside of the tensor."""
+        content = np.zeros((*reversed(self.box), self.itemsize), np.uint8)
+        if slices := self.overlap(coordinates):
+            content[slices[1]] = self.view(memory)[slices[0]]
+        return content.reshape(-1)
 
-    def store(self, memory, place: tuple[int, ...], values: np.ndarray) -> None:
-        """Writes a box as far as it is inside of the tensor, whose rows take whole units.
+    def store(self, memory, coordinates: tuple[int, ...], content: np.ndarray) -> None:
+        """Writes the part of a box that is inside of the tensor.
 
-        An H200 writes 16 bytes at a time, beyond the end of a row if it does not fill them.
+        An H200 writes whole units of 16 bytes, so that it also writes past the end of a row that
+        does not fill its last unit.
         """
-        unit = UNIT // self.itemsize
+        unit = UNIT_BYTES // self.itemsize
         columns, *rest = self.dimensions
-        whole = dataclasses.replace(self, dimensions=(-(-columns // unit) * unit, *rest))
-        if parts := whole.inside(place):
-            box = values.reshape(*reversed(self.box), self.itemsize)
-            whole.view(memory)[parts[0]] = box[parts[1]]
+        padded = dataclasses.replace(self, dimensions=(-(-columns // unit) * unit, *rest))
+        if slices := padded.overlap(coordinates):
+            box = content.reshape(*reversed(self.box), self.itemsize)
+            padded.view(memory)[slices[0]] = box[slices[1]]
 
 
 @functools.lru_cache(1024)
-def places_of(begin: int, rows: int, inner: int, swizzle: int):
-    """Where a box that begins there is in shared memory: its bytes, words, and units of 16 bytes.
+def box_layout(begin: int, rows: int, row_bytes: int, swizzle: int):
+    """Where the bytes of a box are in shared memory, and which words and units they touch.
 
-    Swizzled rows take the swizzle's bytes even if they are narrower; the rest is left as it is.
+    A row that is narrower than its swizzle takes the swizzle's bytes; TMA does not touch the rest.
     """
-    row = np.arange(rows)[:, None] * (swizzle or inner)
-    offsets = (begin + row + np.arange(inner)).reshape(-1)
+    row = np.arange(rows)[:, None] * (swizzle or row_bytes)
+    offsets = (begin + row + np.arange(row_bytes)).reshape(-1)
     offsets = offsets ^ (offsets >> 7 & SWIZZLES[swizzle]) << 4
-    return offsets, np.unique(offsets // WORD), np.unique(offsets // UNIT)
+    return offsets, np.unique(offsets // WORD_BYTES), np.unique(offsets // UNIT_BYTES)
 
 
-def words_of(begin: int, size: int) -> np.ndarray:
-    """The words of a range of shared memory."""
-    return np.arange(begin // WORD, -(-(begin + size) // WORD))
-
-
-def units_of(begin: int, size: int) -> np.ndarray:
-    """The units of 16 bytes of a range of shared memory."""
-    return np.arange(begin // UNIT, -(-(begin + size) // UNIT))
-
-
-def signed(value: int) -> int:
-    """A coordinate."""
+def to_signed(value: int) -> int:
+    """A coordinate, which is a signed 32-bit integer, from its bits."""
     return value - (value >> 31 << 32)
 
 
 class TensorOperand:
-    """[map, {coordinates}]."""
+    """The operand [tensor map, {coordinates}]."""
 
-    def __init__(self, build, operand, rank: int):
-        self.address = build.read(operand.base, "b64")
-        self.coordinates = [build.read(item, "b32") for item in operand.coordinates.items]
+    def __init__(self, binder, operand, rank: int):
+        self.address = binder.reader(operand.base, "b64")
+        self.coordinates = [binder.reader(item, "b32") for item in operand.coordinates.items]
         if len(self.coordinates) != rank:
             raise ValueError(f"{len(self.coordinates)} coordinates of {rank} dimensions")
         self.rank = rank
 
-    def at(self, warp, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
-        """The map, and the place of the box, of a lane."""
+    def read(self, warp, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
+        """The tensor map and the coordinates of a lane."""
         tensor = warp.tensor_map(int(self.address(warp)[lane]))
         if len(tensor.dimensions) != self.rank:
             raise EmulatorError(f"a copy of {self.rank} dimensions with {tensor}")
-        place = tuple(signed(int(read(warp)[lane])) for read in self.coordinates)
+        coordinates = tuple(to_signed(int(read(warp)[lane])) for read in self.coordinates)
         # An H200 traps.
-        if place[0] * tensor.itemsize % UNIT:
-            raise EmulatorError(f"{tensor.name} {place}: a box does not begin at 16 bytes")
-        return tensor, place
+        if coordinates[0] * tensor.itemsize % UNIT_BYTES:
+            raise EmulatorError(
+                f"{tensor.name} {coordinates}: a box does not begin at a multiple of 16 bytes"
+            )
+        return tensor, coordinates
 
 
-def _rank(line) -> int:
-    return next(int(part[0]) for part in modifiers(line) if re.fullmatch(r"\dd", part))
+def _rank(instruction) -> int:
+    return next(int(part[0]) for part in modifiers(instruction) if re.fullmatch(r"\dd", part))
 
 
 RANKS = "{.1d,.2d,.3d,.4d,.5d}"
-ARRIVAL = "mbarrier::complete_tx::bytes"
+COMPLETION = "mbarrier::complete_tx::bytes"
 
 
-def _checked(tensor: TensorMap, block, offset: int, what: str) -> None:
-    places, _, _ = tensor.places(offset)
-    block.shared.check(offset, int(places.max()) + 1 - offset, what)
-    # 128 bytes, and the span of eight swizzled rows (9.7.9.25.5, 5.5.7).
-    needed = max(128, 8 * tensor.swizzle)
-    if offset % needed:
+def _check_box(tensor: TensorMap, block, offset: int, description: str) -> None:
+    """Checks that a box in shared memory is in bounds and aligned."""
+    offsets, _, _ = tensor.box_layout(offset)
+    block.shared.check_bounds(offset, int(offsets.max()) + 1 - offset, description)
+    # 128 bytes, and with a swizzle the 8 rows of its pattern (9.7.9.25.5, 5.5.7).
+    alignment = max(128, 8 * tensor.swizzle)
+    if offset % alignment:
         raise EmulatorError(
-            f"{what}: {block.shared.place(offset)} is not aligned to {needed} bytes"
+            f"{description}: {block.shared.describe(offset)} is not aligned to {alignment} bytes"
         )
 
 
 LOADS = (
-    f"cp.async.bulk.tensor{RANKS}.shared::cta.global{{,.tile}}.{ARRIVAL}",
-    f"cp.async.bulk.tensor{RANKS}.shared::cluster.global{{,.tile}}.{ARRIVAL}{{,.multicast::cluster}}",
+    f"cp.async.bulk.tensor{RANKS}.shared::cta.global{{,.tile}}.{COMPLETION}",
+    f"cp.async.bulk.tensor{RANKS}.shared::cluster.global{{,.tile}}.{COMPLETION}"
+    "{,.multicast::cluster}",
 )
 
 
-@instruction(COPY, *LOADS)
-@instruction(COPY, *(f"{form}{{.cta_group::1,.cta_group::2}}" for form in LOADS), targets=BLACKWELL)
-def load(build, line):
-    parts = modifiers(line)
-    target, source, signal, *more = line.operands
-    pair, multicast = "cta_group::2" in parts, "multicast::cluster" in parts
-    own = "shared::cta" in parts
-    tensor_at = TensorOperand(build, source, _rank(line))
-    target, signal = build.address(target), build.address(signal)
-    members = build.read(more[0], "b16") if multicast else None
-    if len(more) != multicast:
-        raise ValueError("operands")
+@defines(COPY, *LOADS)
+@defines(COPY, *(f"{form}{{.cta_group::1,.cta_group::2}}" for form in LOADS), targets=BLACKWELL)
+def load(binder, instruction):
+    parts = modifiers(instruction)
+    target, source, mbarrier, *masks = instruction.operands
+    is_pair, multicast = "cta_group::2" in parts, "multicast::cluster" in parts
+    own_block_only = "shared::cta" in parts
+    tensor_operand = TensorOperand(binder, source, _rank(instruction))
+    target, mbarrier = binder.address_reader(target), binder.address_reader(mbarrier)
+    members = binder.reader(masks[0], "b16") if multicast else None
+    if len(masks) != multicast:
+        raise ValueError("a multicast load has a CTA mask, other loads have none")
 
-    def places(warp, rank: int, signal_rank: int, lane: int) -> list[tuple[int, int]]:
-        """(block that gets the data, block that is signalled)."""
+    def ranks(warp, rank: int, signal_rank: int, lane: int) -> list[tuple[int, int]]:
+        """The blocks that receive the box, each with the block whose mbarrier is signalled."""
         if multicast:
-            named = int(members(warp)[lane])
-            found = [r for r in range(16) if named >> r & 1]
-            # For a pair the signal goes to the block that has the parity of the barrier's
-            # (9.7.9.25.5.2).
-            return [(r, r & ~1 | signal_rank & 1 if pair else r) for r in found]
-        if pair and rank >> 1 != signal_rank >> 1:
-            raise EmulatorError("a barrier outside of the pair")
-        if not pair and rank != signal_rank:
-            raise EmulatorError("data for one block, the barrier in another one")
+            cta_mask = int(members(warp)[lane])
+            receivers = [rank for rank in range(16) if cta_mask >> rank & 1]
+            # With cta_group::2 the signal goes to the block of the receiver's pair that has the
+            # parity of the mbarrier's block (9.7.9.25.5.2).
+            return [(r, r & ~1 | signal_rank & 1 if is_pair else r) for r in receivers]
+        if is_pair and rank >> 1 != signal_rank >> 1:
+            raise EmulatorError("an mbarrier outside of the pair")
+        if not is_pair and rank != signal_rank:
+            raise EmulatorError("the data and the mbarrier are in different blocks")
         return [(rank, signal_rank)]
 
     def execute(warp, mask):
         blocks = warp.block.cluster.blocks
-        for lane in lanes(mask):
-            tensor, place = tensor_at.at(warp, lane)
-            rank, offset = block_of(int(target(warp)[lane]))
-            signal_rank, signal_offset = block_of(int(signal(warp)[lane]))
-            if own and rank != warp.block.rank:
-                raise EmulatorError(f"a copy to block {rank} as if to the own one")
-            for to, to_signal in places(warp, rank, signal_rank, lane):
-                if max(to, to_signal) >= len(blocks):
-                    raise EmulatorError(f"the cluster has no block {max(to, to_signal)}")
-                address = (to_signal << 24) + signal_offset
+        for lane in active_lanes(mask):
+            tensor, coordinates = tensor_operand.read(warp, lane)
+            rank, offset = split_shared_address(int(target(warp)[lane]))
+            signal_rank, mbarrier_offset = split_shared_address(int(mbarrier(warp)[lane]))
+            if own_block_only and rank != warp.block.rank:
+                raise EmulatorError(f"a shared::cta copy to block {rank}, not to the own one")
+            for receiver, signalled in ranks(warp, rank, signal_rank, lane):
+                if max(receiver, signalled) >= len(blocks):
+                    raise EmulatorError(f"the cluster has no block {max(receiver, signalled)}")
+                address = shared_cluster_address(signalled, mbarrier_offset)
                 barrier = barrier_at(warp, address, cluster=True)
-                _load(warp, int(lane), blocks[to], offset, tensor, place, barrier)
+                _load_box(warp, int(lane), blocks[receiver], offset, tensor, coordinates, barrier)
 
     return execute
 
 
-def _load(warp, lane: int, block, offset: int, tensor: TensorMap, place, barrier) -> None:
-    """One box to one block."""
-    what = f"a TMA load of {tensor.name} {place}"
-    _checked(tensor, block, offset, what)
-    barrier.check_use(warp, asynchronous=True)
-    index, words, units = tensor.places(offset)
-    block.shared.asynchronous(units, warp, lane, what)
-    block.shared.writes(barrier.agent, barrier.phase + 1, words, warp.clock, what)
+def _load_box(warp, lane: int, block, offset: int, tensor: TensorMap, coordinates, barrier) -> None:
+    """Issues the load of a box to one block."""
+    description = f"a TMA load of {tensor.name} {coordinates}"
+    _check_box(tensor, block, offset, description)
+    barrier.check_use(warp, by_async_proxy=True)
+    index, words, units = tensor.box_layout(offset)
+    block.shared.check_async_proxy_access(units, warp, lane, description)
+    block.shared.record_write(barrier.agent, barrier.phase + 1, words, warp.clock, description)
     block.shared.bytes[index] = POISON
 
     def run():
-        block.shared.bytes[index] = tensor.load(warp.machine.memory, place)
-        barrier.receive(tensor.bytes)
+        block.shared.bytes[index] = tensor.load(warp.machine.memory, coordinates)
+        barrier.complete_tx(tensor.bytes)
 
-    warp.machine.submit(Task("load", run, what, warp.block.cluster))
+    warp.machine.submit(Task("load", run, description, warp.block.cluster))
 
 
-@instruction(COPY, f"cp.async.bulk.tensor{RANKS}.global.shared::cta{{,.tile}}.bulk_group")
-def store(build, line):
-    target, source = line.operands
-    tensor_at, source = TensorOperand(build, target, _rank(line)), build.address(source)
+@defines(COPY, f"cp.async.bulk.tensor{RANKS}.global.shared::cta{{,.tile}}.bulk_group")
+def store(binder, instruction):
+    target, source = instruction.operands
+    tensor_operand = TensorOperand(binder, target, _rank(instruction))
+    source = binder.address_reader(source)
 
     def execute(warp, mask):
-        for lane in lanes(mask):
-            tensor, place = tensor_at.at(warp, lane)
+        for lane in active_lanes(mask):
+            tensor, coordinates = tensor_operand.read(warp, lane)
             # An H200 traps.
-            if min(place) < 0:
-                raise EmulatorError(f"a store to {tensor.name} {place}: before its begin")
-            rank, offset = block_of(int(source(warp)[lane]))
+            if min(coordinates) < 0:
+                raise EmulatorError(
+                    f"a store to {tensor.name} {coordinates} begins outside of the tensor"
+                )
+            rank, offset = split_shared_address(int(source(warp)[lane]))
             if rank != warp.block.rank:
-                raise EmulatorError(f"a copy from block {rank} as if from the own one")
-            _store(warp, int(lane), offset, tensor, place)
+                raise EmulatorError(f"a shared::cta copy from block {rank}, not from the own one")
+            _store_box(warp, int(lane), offset, tensor, coordinates)
 
     return execute
 
 
-def _store(warp, lane: int, offset: int, tensor: TensorMap, place) -> None:
-    what = f"a TMA store of {tensor.name} {place}"
+def _store_box(warp, lane: int, offset: int, tensor: TensorMap, coordinates) -> None:
+    """Issues the store of a box: a task reads shared memory, another one writes the tensor."""
+    description = f"a TMA store of {tensor.name} {coordinates}"
     block, machine = warp.block, warp.machine
-    _checked(tensor, block, offset, what)
-    index, words, units = tensor.places(offset)
-    block.shared.asynchronous(units, warp, lane, what)
-    warp.stores_issued += 1
+    _check_box(tensor, block, offset, description)
+    index, words, units = tensor.box_layout(offset)
+    block.shared.check_async_proxy_access(units, warp, lane, description)
+    warp.bulk_stores_issued += 1
+    number = warp.bulk_stores_issued
     engine = machine.agents.store_engine(warp.agent)
-    block.shared.reads(engine, warp.stores_issued, words, warp.clock, what)
-    held = []
+    block.shared.record_read(engine, number, words, warp.clock, description)
+    content = []
 
     def read():
-        held.append(block.shared.bytes[index].copy())
+        content.append(block.shared.bytes[index].copy())
 
     def write():
-        tensor.store(machine.memory, place, held[0])
+        tensor.store(machine.memory, coordinates, content[0])
 
-    queue = ("store", warp, lane, warp.stores_issued)
+    queue = ("store", warp, lane, number)
     tasks = (
-        Task("store", read, f"{what}: its read of shared memory", block.cluster, queue),
-        Task("write", write, f"{what}: its write", block.cluster, queue),
+        Task("store", read, f"{description}: its read of shared memory", block.cluster, queue),
+        Task("write", write, f"{description}: its write", block.cluster, queue),
     )
-    warp.stores.open.setdefault(lane, []).append((*tasks, warp.stores_issued))
+    warp.bulk_stores.uncommitted.setdefault(lane, []).append((*tasks, number))
     for task in tasks:
         machine.submit(task)
 
 
-@instruction(COPY, "cp.async.bulk.commit_group")
-def commit_group(build, line):
+@defines(COPY, "cp.async.bulk.commit_group")
+def commit_group(binder, instruction):
     def execute(warp, mask):
-        for lane in map(int, lanes(mask)):
-            group = warp.stores.open.pop(lane, [])
-            warp.stores.committed.setdefault(lane, []).append(group)
+        for lane in map(int, active_lanes(mask)):
+            group = warp.bulk_stores.uncommitted.pop(lane, [])
+            warp.bulk_stores.committed.setdefault(lane, []).append(group)
 
     return execute
 
 
-@instruction(COPY, "cp.async.bulk.wait_group{,.read}")
-def wait_group(build, line):
-    left = build.immediate(line.operands[0])
-    if left < 0:
-        raise ValueError(f"all but {left} groups")
-    reads = "read" in modifiers(line)
+@defines(COPY, "cp.async.bulk.wait_group{,.read}")
+def wait_group(binder, instruction):
+    pending = binder.immediate(instruction.operands[0])
+    if pending < 0:
+        raise ValueError(f"a wait for all groups but the last {pending}")
+    waits_for_reads = "read" in modifiers(instruction)
 
     def execute(warp, mask):
-        active = list(map(int, lanes(mask)))
+        active = list(map(int, active_lanes(mask)))
         engine = warp.machine.agents.store_engine(warp.agent)
 
-        def waited():
+        def stores():
             for lane in active:
-                groups = warp.stores.committed.get(lane, [])
-                for group in groups[: max(0, len(groups) - left)]:
+                groups = warp.bulk_stores.committed.get(lane, [])
+                for group in groups[: max(0, len(groups) - pending)]:
                     yield from group
 
         def ready():
-            return all((read if reads else write).done for read, write, _ in waited())
+            return all((read if waits_for_reads else write).done for read, write, _ in stores())
 
         if not ready():
-            return Blocked(ready, lambda: f"TMA stores, all but {left} groups")
-        for _, _, number in waited():
+            return Blocked(ready, lambda: f"all groups of TMA stores but the last {pending}")
+        for _, _, number in stores():
             warp.clock[MEMORY][engine] = max(warp.clock[MEMORY][engine], number)
         return None
 
     return execute
 
 
-@instruction(COPY, f"cp.async.bulk{{.shared::cta,.shared::cluster}}.global.{ARRIVAL}")
-def load_bytes(build, line):
-    """Neighbouring bytes, to the own block (9.7.9.25.4.1)."""
-    target, source, size, signal = line.operands
-    target, source, signal = map(build.address, (target, source, signal))
-    size = build.read(size, "u32")
+@defines(COPY, f"cp.async.bulk{{.shared::cta,.shared::cluster}}.global.{COMPLETION}")
+def load_bytes(binder, instruction):
+    """A bulk copy of contiguous bytes, without a tensor map, to the own block (9.7.9.25.4.1)."""
+    target, source, size, mbarrier = instruction.operands
+    target, source, mbarrier = map(binder.address_reader, (target, source, mbarrier))
+    size = binder.reader(size, "u32")
 
     def execute(warp, mask):
-        for lane in lanes(mask):
-            of = (int(read(warp)[lane]) for read in (target, source, size, signal))
-            _load_bytes(warp, int(lane), *of)
+        for lane in active_lanes(mask):
+            operands = (int(read(warp)[lane]) for read in (target, source, size, mbarrier))
+            _load_bytes(warp, int(lane), *operands)
 
     return execute
 
 
-def _load_bytes(warp, lane: int, target: int, source: int, size: int, signal: int) -> None:
+def _load_bytes(warp, lane: int, target: int, source: int, size: int, mbarrier: int) -> None:
+    """Issues a bulk copy to shared memory."""
     block, memory = warp.block, warp.machine.memory
-    rank, offset = block_of(target)
-    what = f"a bulk copy of {size} bytes from {source:#x}"
+    rank, offset = split_shared_address(target)
+    description = f"a bulk copy of {size} bytes from {source:#x}"
     if rank != block.rank:
-        raise EmulatorError(f"{what} to block {rank} instead of the own one")
+        raise EmulatorError(f"{description} to block {rank} instead of the own one")
     if size == 0 or any(x % 16 for x in (offset, source, size)):
-        raise EmulatorError(f"{what} to {block.shared.place(offset)}: not multiples of 16")
-    block.shared.check(offset, size, what)
-    begin = memory.offset(source, size)
-    barrier = barrier_at(warp, signal, cluster=False)
-    barrier.check_use(warp, asynchronous=True)
-    block.shared.asynchronous(units_of(offset, size), warp, lane, what)
-    words = words_of(offset, size)
-    block.shared.writes(barrier.agent, barrier.phase + 1, words, warp.clock, what)
+        raise EmulatorError(
+            f"{description} to {block.shared.describe(offset)}: not multiples of 16"
+        )
+    block.shared.check_bounds(offset, size, description)
+    begin = memory.offset_of(source, size)
+    barrier = barrier_at(warp, mbarrier, cluster=False)
+    barrier.check_use(warp, by_async_proxy=True)
+    units, words = units_in_range(offset, size), words_in_range(offset, size)
+    block.shared.check_async_proxy_access(units, warp, lane, description)
+    block.shared.record_write(barrier.agent, barrier.phase + 1, words, warp.clock, description)
     block.shared.bytes[offset : offset + size] = POISON
 
     def run():
         block.shared.bytes[offset : offset + size] = memory.bytes[begin : begin + size]
-        barrier.receive(size)
+        barrier.complete_tx(size)
 
-    warp.machine.submit(Task("load", run, what, block.cluster))
+    warp.machine.submit(Task("load", run, description, block.cluster))

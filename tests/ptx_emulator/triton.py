@@ -1,4 +1,7 @@
-"""Launches what Triton compiled, as its driver does: parameters, tensor maps, scratch memory."""
+"""Launches a kernel that Triton compiled, as Triton's driver does.
+
+That is, with its parameters, tensor maps, scratch memory and grid.
+"""
 
 import math
 
@@ -8,11 +11,9 @@ from ptx_emulator.errors import UnsupportedError
 from ptx_emulator.machine import Machine
 from ptx_emulator.memory import POISON, GlobalMemory
 from ptx_emulator.parser import parse
-from ptx_emulator.tma import TensorMap
+from ptx_emulator.tma import SWIZZLE_BYTES, TensorMap
 
-# Triton's codes of swizzles: their bytes.
-SWIZZLE = {0: 0, 1: 32, 2: 64, 3: 128}
-
+# Types of numbers in a signature.
 NUMBERS = ("i32", "i64")
 
 
@@ -20,11 +21,11 @@ def prepare(compiled, grid: tuple[int, ...], arguments, **options) -> tuple[Mach
     """A machine that is ready to launch a kernel.
 
     Args:
-      compiled: what triton.compile returned.
+      compiled: the result of triton.compile.
       grid: programs in each dimension.
-      arguments: arrays for pointers and for tensor descriptors, which describe all of an array, and
-        numbers, in the order of the kernel's arguments that are no constants.
-      options: of `Machine`.
+      arguments: the kernel's arguments in order, without the constants. A pointer and a tensor
+        descriptor are given as an array, which the descriptor describes as a whole.
+      options: keyword arguments of `Machine`.
 
     Returns:
       The machine, and the addresses of the arrays.
@@ -33,27 +34,28 @@ def prepare(compiled, grid: tuple[int, ...], arguments, **options) -> tuple[Mach
     kernel = parse(compiled.asm["ptx"], metadata.name)
     memory, addresses, values = GlobalMemory(), [], []
     descriptions = iter(metadata.tensordesc_meta)
-    kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
-    for kind, argument in zip(kinds, arguments, strict=True):
-        if kind in NUMBERS:
+    types = [name for name in compiled.src.signature.values() if name != "constexpr"]
+    for argument_type, argument in zip(types, arguments, strict=True):
+        if argument_type in NUMBERS:
             values.append(argument)
             continue
-        address = memory.place(argument, f"argument {len(addresses)}")
+        address = memory.allocate(argument, f"argument {len(addresses)}")
         addresses.append(address)
-        if kind.startswith("*"):
+        if argument_type.startswith("*"):
             values.append(address)
-        elif kind.startswith("tensordesc<") and metadata.tensordesc_meta:
-            # After the map come its shape and strides.
+        elif argument_type.startswith("tensordesc<") and metadata.tensordesc_meta:
+            # The tensor map is followed by the shape and the strides.
             strides = [step // argument.itemsize for step in argument.strides]
-            tensor = described(argument, address, next(descriptions), f"argument {len(addresses)}")
-            values += [tensor, *argument.shape, *strides]
+            name = f"argument {len(addresses)}"
+            tensor_map = describe_array(argument, address, next(descriptions), name)
+            values += [tensor_map, *argument.shape, *strides]
         else:
-            raise UnsupportedError(f"an argument of type {kind}")
+            raise UnsupportedError(f"an argument of type {argument_type}")
     grid = (*grid, 1, 1)[:3]
     programs = math.prod(grid) * metadata.num_ctas
     for size in (metadata.global_scratch_size, metadata.profile_scratch_size):
         scratch = np.full(programs * size, POISON, np.uint8)
-        values.append(memory.place(scratch, "scratch memory") if size else 0)
+        values.append(memory.allocate(scratch, "scratch memory") if size else 0)
     machine = Machine(
         kernel,
         (grid[0] * metadata.num_ctas, *grid[1:]),
@@ -72,8 +74,8 @@ def prepare(compiled, grid: tuple[int, ...], arguments, **options) -> tuple[Mach
     return machine, addresses
 
 
-def described(array: np.ndarray, address: int, description: dict, name: str) -> TensorMap:
-    """The tensor map of a tensor descriptor."""
+def describe_array(array: np.ndarray, address: int, description: dict, name: str) -> TensorMap:
+    """The tensor map of a tensor descriptor: Triton's description of its boxes, for an array."""
     if description["fp4_padded"] or description["is_im2col"]:
         raise UnsupportedError(f"a tensor descriptor with {description}")
     if description["elem_size"] != array.itemsize:
@@ -84,6 +86,6 @@ def described(array: np.ndarray, address: int, description: dict, name: str) -> 
         dimensions=array.shape[::-1],
         strides=array.strides[::-1],
         box=tuple(description["block_size"][::-1]),
-        swizzle=SWIZZLE[description["swizzle"]],
+        swizzle=SWIZZLE_BYTES[description["swizzle"]],
         name=name,
     )

@@ -1,35 +1,45 @@
-"""Who knows of what: vector clocks of everything in a cluster that acts on its own.
+"""Vector clocks: which actions of a cluster are ordered before which others.
 
-An agent is a warp, the engine that reads shared memory for a warp's TMA stores, the one that writes
-it for a warp's cp.async, the tensor core, the cluster's barrier, a warpgroup's wgmma, or an
-mbarrier, for the asynchronous copies of each of its phases. A clock has one number for each agent:
-up to which of its actions one is ordered after it.
+Every agent of a cluster counts its own actions. An agent is
 
-A clock has three rows. MEMORY is what was said above. PROXY says the same of those ordinary stores
-that a fence.proxy.async has made visible to TMA and the tensor cores: who fences what others stored
-tells it on like everything else. Tensor memory has an order of its own (PTX ISA 9.7.16.6): what a
-barrier orders counts there only between tcgen05.fence::before_thread_sync and ::after_thread_sync.
+- a warp,
+- the engine that reads shared memory for a warp's TMA stores,
+- the engine that writes shared memory for a warp's cp.async,
+- the tensor core,
+- the barrier of the cluster,
+- a warpgroup's wgmma,
+- an mbarrier, which counts its phases and stands for the asynchronous copies that complete them.
+
+A clock has one number for each agent: all of the agent's actions up to this number are ordered
+before whatever holds the clock. It has three rows:
+
+MEMORY  the order of all actions on memory, except for tensor memory.
+PROXY   the order of ordinary stores that a fence.proxy.async has made visible to the asynchronous
+        proxy. A warp that fences another warp's stores passes this on like the rest of its clock.
+TENSOR  the order of actions on tensor memory (PTX ISA 9.7.16.6). What a barrier orders counts here
+        only between tcgen05.fence::before_thread_sync and tcgen05.fence::after_thread_sync.
 """
 
 import numpy as np
 
-# A cluster's barriers beyond this many share numbers, which can hide races among them.
-BARRIERS = 300
+# Agents for the mbarriers of a cluster. Further mbarriers share these agents, which can hide races
+# between the copies of two mbarriers that share one.
+MBARRIER_AGENTS = 300
 
-# The rows of a clock; those before TENSOR are told on together.
+# The rows of a clock. Those before TENSOR are always joined together.
 MEMORY, PROXY, TENSOR = 0, 1, 2
 
 
 class Agents:
-    """The numbers of the agents of a cluster."""
+    """The numbers of a cluster's agents: `warps` warps first, then the others."""
 
     def __init__(self, warps: int):
         self.warps = warps
         self.tensor_core = 3 * warps
         self.cluster_barrier = self.tensor_core + 1
         self.first_warpgroup = self.cluster_barrier + 1
-        self.first_barrier = self.first_warpgroup + -(-warps // 4)
-        self.count = self.first_barrier + BARRIERS
+        self.first_mbarrier = self.first_warpgroup + -(-warps // 4)
+        self.count = self.first_mbarrier + MBARRIER_AGENTS
 
     def store_engine(self, warp: int) -> int:
         """The engine that reads shared memory for the TMA stores of a warp."""
@@ -43,40 +53,41 @@ class Agents:
         """The wgmma of a warp's warpgroup."""
         return self.first_warpgroup + warp // 4
 
-    def barrier(self, number: int) -> int:
-        """The copies that arrive at a barrier."""
-        return self.first_barrier + number % BARRIERS
+    def mbarrier(self, number: int) -> int:
+        """The asynchronous copies that complete the phases of a cluster's mbarrier."""
+        return self.first_mbarrier + number % MBARRIER_AGENTS
 
-    def storing(self, first: int, warps: int) -> np.ndarray:
-        """Whoever stores to shared memory by ordinary stores, among these warps."""
+    def generic_proxy_writers(self, first: int, warps: int) -> np.ndarray:
+        """The agents that write shared memory by the generic proxy, for these warps."""
         own = np.arange(first, first + warps)
         return np.concatenate([own, 2 * self.warps + own])
 
     def clock(self) -> np.ndarray:
-        """A clock that knows of nothing."""
+        """A clock before which nothing is ordered."""
         return np.zeros((3, self.count), np.int32)
 
-    def name(self, agent: int, warps_of_a_block: int) -> str:
-        """What an agent is called in a message."""
+    def describe(self, agent: int, warps_per_block: int) -> str:
+        """What error messages call an agent."""
 
-        def place(warp):
-            return f"block {warp // warps_of_a_block}, warp {warp % warps_of_a_block}"
+        def name_warp(warp):
+            return f"block {warp // warps_per_block}, warp {warp % warps_per_block}"
 
         if agent < self.warps:
-            return place(agent)
+            return name_warp(agent)
         if agent < 2 * self.warps:
-            return f"the TMA stores of {place(agent - self.warps)}"
+            return f"the TMA stores of {name_warp(agent - self.warps)}"
         if agent < self.tensor_core:
-            return f"the cp.async of {place(agent - 2 * self.warps)}"
+            return f"the cp.async of {name_warp(agent - 2 * self.warps)}"
         if agent == self.tensor_core:
             return "the tensor core"
         if agent == self.cluster_barrier:
             return "the cluster's barrier"
-        if agent < self.first_barrier:
-            return f"wgmma of {place(4 * (agent - self.first_warpgroup))} to 3 more"
-        return "an asynchronous copy for whose barrier nobody waited"
+        if agent < self.first_mbarrier:
+            first = 4 * (agent - self.first_warpgroup)
+            return f"wgmma of {name_warp(first)} and the 3 warps after it"
+        return "an asynchronous copy whose mbarrier was not waited for"
 
 
-def learn(clock: np.ndarray, other: np.ndarray) -> None:
-    """`clock` is ordered after all that `other` is ordered after."""
+def join(clock: np.ndarray, other: np.ndarray) -> None:
+    """Orders whatever holds `clock` after all that is ordered before `other`, too."""
     np.maximum(clock, other, out=clock)

@@ -1,4 +1,4 @@
-"""Warps: groups of lanes with a program counter each, registers, and what is in flight."""
+"""A warp: groups of lanes with a program counter each, registers, and operations in flight."""
 
 import dataclasses
 import functools
@@ -6,69 +6,69 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptx_emulator import (
-    cp_async,
-    isa,
-    tensormap_replace,
-    tma,
-)
+from ptx_emulator import cp_async, isa, tensormap_replace, tma
 from ptx_emulator.errors import EmulatorError
-from ptx_emulator.isa import LANES, WAIT_FOR_LOADS, Blocked
+from ptx_emulator.isa import WAIT_FOR_LOADS, WARP_SIZE, Blocked
 from ptx_emulator.parser import bits
-from ptx_emulator.vector_clocks import MEMORY, TENSOR, learn
+from ptx_emulator.vector_clocks import MEMORY, TENSOR, join
 
 
-class Group:
-    """Lanes of a warp with one program counter; a mask of None is all of them."""
+class LaneGroup:
+    """Lanes of a warp that share a program counter; a mask of None stands for all lanes."""
 
-    def __init__(self, at: int, mask: np.ndarray | None):
-        self.at, self.mask = at, mask
+    def __init__(self, pc: int, mask: np.ndarray | None):
+        self.pc, self.mask = pc, mask
         self.blocked: Blocked | None = None
 
 
 @functools.cache
-def zeros(width: int) -> np.ndarray:
-    """A register of so many bits, before anything is written to it."""
-    return np.zeros((LANES, 2), np.uint64) if width > 64 else np.zeros(LANES, isa.UNSIGNED[width])
+def zero_register(width: int) -> np.ndarray:
+    """A register of `width` bits before anything is written to it."""
+    if width > 64:
+        return np.zeros((WARP_SIZE, 2), np.uint64)
+    return np.zeros(WARP_SIZE, isa.UNSIGNED[width])
 
 
 class Warp:
-    """32 lanes: their registers, what they know, and what they have in flight."""
+    """32 lanes with their registers, their vector clock and their operations in flight."""
 
     def __init__(self, block, number: int):
         self.block, self.number, self.machine = block, number, block.machine
         machine = self.machine
-        self.agent = block.rank * machine.warps_of_a_block + number
-        self.registers = [zeros(bits(kind)) for kind in machine.kernel.registers]
-        self.threads = np.arange(LANES, dtype=np.uint32) + LANES * number
-        self.groups = [Group(0, None)]
+        self.agent = block.rank * machine.warps_per_block + number
+        self.registers = [zero_register(bits(ptx_type)) for ptx_type in machine.kernel.registers]
+        self.threads = np.arange(WARP_SIZE, dtype=np.uint32) + WARP_SIZE * number
+        self.groups = [LaneGroup(0, None)]
         self.instruction = None
         self.executed = 0
         self.clock = machine.agents.clock()
         self.clock[MEMORY][self.agent] = 1
-        # What tcgen05 may rely on after the next fence::after_thread_sync, and what the last
-        # fence::before_thread_sync lets others rely on.
-        self.tensor_seen = np.zeros(machine.agents.count, np.int32)
+        # Rows TENSOR: what tcgen05 instructions may rely on after the warp's next
+        # fence::after_thread_sync, and what its last fence::before_thread_sync lets others rely on.
+        self.tensor_acquired = np.zeros(machine.agents.count, np.int32)
         self.tensor_released = np.zeros(machine.agents.count, np.int32)
-        # What it knew when it issued its last tcgen05.mma.
-        self.multiplied_knowing = machine.agents.clock()
-        # Registers that an asynchronous load or product will write, and what has to be waited for.
+        # The warp's clock when it issued its last tcgen05.mma.
+        self.clock_at_last_mma = machine.agents.clock()
+        # Registers that an asynchronous load or product will write -> the instruction that waits
+        # for it.
         self.pending: dict[int, str] = {}
-        # What tcgen05.ld reads, noted again at its wait, and what writes the registers then.
+        # For each tcgen05.ld in flight: what records its access again at the wait, and what writes
+        # its registers then. For each tcgen05.st in flight: what writes tensor memory.
         self.tensor_loads: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self.tensor_stores: list[Callable[[], None]] = []
-        self.stores = _StoreGroups()
-        self.stores_issued = 0
-        self.products = _Products()
-        self.copies = cp_async.Copies()
+        self.bulk_stores = BulkStores()
+        self.bulk_stores_issued = 0
+        self.wgmma_groups = WgmmaGroups()
+        self.cp_async_groups = cp_async.CopyGroups()
         # Arrivals at the cluster's barrier, how many of them were waited for, and whether the last
         # one was relaxed.
         self.cluster_arrivals = self.cluster_waits = 0
         self.cluster_relaxed = False
-        # How often a barrier has ordered what one lane did before what another one does.
-        self.meetings = 0
-        # Registers of a thread (setmaxnreg).
-        self.registers_held = machine.registers_at_launch
+        # How many barriers have ordered each lane's earlier actions before all other lanes' later
+        # ones.
+        self.lane_syncs = 0
+        # Registers per thread (setmaxnreg).
+        self.registers_per_thread = machine.registers_at_launch
 
     def __str__(self) -> str:
         block = self.block
@@ -76,103 +76,111 @@ class Warp:
 
     @property
     def alive(self) -> bool:
-        """Whether it has lanes that have not exited."""
+        """Whether some of its lanes have not exited."""
         return bool(self.groups)
 
     @property
     def time(self) -> int:
-        """The number of what it does now."""
+        """The number of the warp's current action, in its own clock."""
         return int(self.clock[MEMORY][self.agent])
 
     def tensor_map(self, address: int) -> tma.TensorMap:
         """The tensor map at a generic address."""
-        return tensormap_replace.found(self, address)
+        return tensormap_replace.find_tensor_map(self, address)
 
     def release(self, clock: np.ndarray) -> None:
-        """Lets those who acquire this clock know of what was done so far."""
-        learn(clock[:TENSOR], self.clock[:TENSOR])
+        """Orders all that the warp has done before whoever acquires this clock."""
+        join(clock[:TENSOR], self.clock[:TENSOR])
         self.release_tensor_memory(clock)
         self.clock[MEMORY][self.agent] += 1
 
     def acquire(self, clock: np.ndarray) -> None:
-        """Knows of what was released into this clock."""
-        learn(self.clock[:TENSOR], clock[:TENSOR])
-        learn(self.tensor_seen, clock[TENSOR])
+        """Orders what was released into this clock before all that the warp does from now on."""
+        join(self.clock[:TENSOR], clock[:TENSOR])
+        join(self.tensor_acquired, clock[TENSOR])
 
     def release_tensor_memory(self, clock: np.ndarray) -> None:
-        """Lets those who acquire this clock know what was done to tensor memory, and no more.
+        """Releases only the row of tensor memory.
 
-        For an arrival that orders execution, but no other memory.
+        A relaxed arrival at the cluster's barrier does this: it orders execution, but no memory.
         """
-        learn(clock[TENSOR], self.tensor_released)
-        learn(clock[TENSOR], self.tensor_seen)
+        join(clock[TENSOR], self.tensor_released)
+        join(clock[TENSOR], self.tensor_acquired)
 
-    def meet(self) -> None:
-        """All lanes have passed a barrier: each knows what the others did."""
-        self.meetings += 1
+    def sync_lanes(self) -> None:
+        """A barrier orders what each lane has done before what the other lanes do next."""
+        self.lane_syncs += 1
 
-    def fence_before(self) -> None:
+    def tcgen05_fence_before(self) -> None:
         """tcgen05.fence::before_thread_sync."""
-        learn(self.tensor_released, self.clock[TENSOR])
-        learn(self.tensor_released, self.tensor_seen)
+        join(self.tensor_released, self.clock[TENSOR])
+        join(self.tensor_released, self.tensor_acquired)
         self.tensor_released[self.agent] = self.time
 
-    def fence_after(self) -> None:
+    def tcgen05_fence_after(self) -> None:
         """tcgen05.fence::after_thread_sync."""
-        learn(self.clock[TENSOR], self.tensor_seen)
+        join(self.clock[TENSOR], self.tensor_acquired)
 
-    def run(self, turn: int) -> int:
-        """Goes on until it is blocked or its turn is over; how many instructions it executed."""
+    def run(self, max_instructions: int) -> int:
+        """Executes instructions until the warp is blocked or has executed this many.
+
+        Returns the number of executed instructions.
+        """
         before = self.executed
-        while self.groups and self.executed - before < turn:
+        while self.groups and self.executed - before < max_instructions:
             group = self._next_group()
             if group is None:
                 break
-            self._run_group(group, before + turn)
+            self._run_group(group, before + max_instructions)
         return self.executed - before
 
-    def _next_group(self) -> Group | None:
+    def _next_group(self) -> LaneGroup | None:
+        """The group with the lowest program counter that is not blocked."""
         if len(self.groups) > 1:
             self._merge()
-        for group in sorted(self.groups, key=lambda group: group.at):
+        for group in sorted(self.groups, key=lambda group: group.pc):
             if group.blocked is None:
                 return group
             if group.blocked.ready():
-                group.at += group.blocked.done
+                group.pc += group.blocked.done
                 group.blocked = None
                 return group
         return None
 
-    def _run_group(self, group: Group, end: int) -> None:
-        """Runs these lanes until they are blocked, meet others, part, exit, or the turn is over."""
-        code, others = self.machine.code, {g.at for g in self.groups if g is not group}
-        free = [g.at for g in self.groups if g is not group and g.blocked is None]
+    def _run_group(self, group: LaneGroup, end: int) -> None:
+        """Runs a group until it is blocked, reaches another group, splits or exits.
+
+        Also ends when another group that can run has a lower program counter, and when the warp has
+        executed `end` instructions.
+        """
+        code, others = self.machine.code, {g.pc for g in self.groups if g is not group}
+        runnable = [g.pc for g in self.groups if g is not group and g.blocked is None]
         while self.executed < end:
-            step = code[group.at]
+            step = code[group.pc]
             self.instruction = step.instruction
-            mask = self._active(step.instruction, group.mask)
+            mask = self._active_mask(step.instruction, group.mask)
             if step.execute is None:
                 self.executed += 1
                 if self._jump(step.instruction, group, mask):
                     return
             elif mask is not None and not mask.any():
                 self.executed += 1
-                group.at += 1
+                group.pc += 1
             else:
                 if self.pending and not step.instruction.registers.isdisjoint(self.pending):
-                    blocked = self._with_pending_registers(step, mask)
+                    blocked = self._execute_with_pending_registers(step, mask)
                 else:
                     blocked = step.execute(self, mask)
                 if blocked is not None:
                     group.blocked = blocked
                     return
                 self.executed += 1
-                group.at += 1
-            if group.at in others or (free and group.at > min(free)):
+                group.pc += 1
+            if group.pc in others or (runnable and group.pc > min(runnable)):
                 return
 
-    def _active(self, instruction, mask: np.ndarray | None) -> np.ndarray | None:
-        """The lanes that execute an instruction; None is all of them."""
+    def _active_mask(self, instruction, mask: np.ndarray | None) -> np.ndarray | None:
+        """The lanes of a mask whose predicate lets them execute an instruction; None is all."""
         if instruction.predicate is None:
             return mask
         values = self.registers[instruction.predicate.number]
@@ -180,20 +188,20 @@ class Warp:
         values = values if mask is None else values & mask
         return None if values.all() else values.copy()
 
-    def _with_pending_registers(self, step, mask) -> Blocked | None:
-        """Executes what names registers that something asynchronous will still write."""
+    def _execute_with_pending_registers(self, step, mask) -> Blocked | None:
+        """Executes an instruction that names registers which are still to be written."""
         named = step.instruction.registers & self.pending.keys()
-        reasons = {self.pending[number] for number in named}
-        if reasons <= set(step.completes):
+        waits = {self.pending[number] for number in named}
+        if waits <= set(step.may_use_pending):
             return step.execute(self, mask)
-        if reasons == {WAIT_FOR_LOADS} and self._excused_use(step):
+        if waits == {WAIT_FOR_LOADS} and self._load_before_wait():
             return step.execute(self, mask)
         if (
-            reasons != {WAIT_FOR_LOADS}
+            waits != {WAIT_FOR_LOADS}
             or not step.instruction.opcode.startswith("mov.")
             or mask is not None
         ):
-            raise EmulatorError(f"a register is used before {', '.join(reasons)}, which it needs")
+            raise EmulatorError(f"a register is used before {', '.join(waits)}, which it needs")
         self.machine.warn(
             "moved before wait::ld",
             f"a register of tcgen05.ld is moved before {WAIT_FOR_LOADS}",
@@ -203,104 +211,110 @@ class Warp:
         self.pending |= dict.fromkeys(step.instruction.registers, WAIT_FOR_LOADS)
         return None
 
-    def _excused_use(self, step) -> bool:
-        """Whether what tcgen05.ld loaded may be used before the wait: then the loads happen now.
+    def _load_before_wait(self) -> bool:
+        """Executes all tcgen05.ld in flight, if their registers may be used before the wait.
 
-        Tensor memory is still being read until the wait.
+        Returns whether they may. Tensor memory counts as being read until the wait.
         """
-        if not self.machine.excused("used before wait::ld"):
+        if not self.machine.allows("used before wait::ld"):
             return False
         for _, load in self.tensor_loads:
             load()
-        self.tensor_loads = [(note, lambda: None) for note, _ in self.tensor_loads]
-        self.pending = {n: why for n, why in self.pending.items() if why != WAIT_FOR_LOADS}
+        self.tensor_loads = [(record, lambda: None) for record, _ in self.tensor_loads]
+        self.pending = {n: wait for n, wait in self.pending.items() if wait != WAIT_FOR_LOADS}
         return True
 
-    def _jump(self, instruction, group: Group, mask: np.ndarray | None) -> bool:
-        """A branch or an exit, by the lanes of `mask`. Whether the groups have changed."""
-        every = np.ones(LANES, bool)
-        whole = every if group.mask is None else group.mask
-        taken = whole if mask is None else mask
-        staying = whole & ~taken
+    def _jump(self, instruction, group: LaneGroup, mask: np.ndarray | None) -> bool:
+        """Executes a branch or an exit of the lanes in `mask`; returns whether groups changed."""
+        all_lanes = np.ones(WARP_SIZE, bool)
+        lanes = all_lanes if group.mask is None else group.mask
+        taken = lanes if mask is None else mask
+        staying = lanes & ~taken
         name = instruction.opcode.split(".")[0]
         if name == "bra" and (not staying.any() or not taken.any()):
-            group.at = instruction.targets[0] if taken.any() else group.at + 1
+            group.pc = instruction.targets[0] if taken.any() else group.pc + 1
             return False
         self.groups.remove(group)
         if staying.any():
-            self.groups.append(Group(group.at + 1, staying))
+            self.groups.append(LaneGroup(group.pc + 1, staying))
         if name == "bra":
-            self.groups.append(Group(instruction.targets[0], taken))
+            self.groups.append(LaneGroup(instruction.targets[0], taken))
         elif name == "brx":
             index = self.registers[instruction.operands[0].number]
             for value in np.unique(index[taken]):
                 if value >= len(instruction.targets):
                     raise EmulatorError(f"branch {value} of {len(instruction.targets)} targets")
-                lanes = taken & (index == value)
-                self.groups.append(Group(instruction.targets[value], lanes))
+                target, branching = instruction.targets[value], taken & (index == value)
+                self.groups.append(LaneGroup(target, branching))
         elif not self.groups:
             self._exit()
         self._merge()
         return True
 
     def _merge(self) -> None:
-        """Groups that meet at one instruction are one group."""
-        by_place: dict[int, list[Group]] = {}
+        """Merges groups with equal program counters."""
+        groups_by_pc: dict[int, list[LaneGroup]] = {}
         for group in self.groups:
-            by_place.setdefault(group.at, []).append(group)
-        if len(by_place) == len(self.groups):
+            groups_by_pc.setdefault(group.pc, []).append(group)
+        if len(groups_by_pc) == len(self.groups):
             return
         self.groups = []
-        for at, groups in by_place.items():
+        for pc, groups in groups_by_pc.items():
             mask = np.logical_or.reduce([group.mask for group in groups])
             self.groups.append(
-                groups[0] if len(groups) == 1 else Group(at, None if mask.all() else mask)
+                groups[0] if len(groups) == 1 else LaneGroup(pc, None if mask.all() else mask)
             )
 
-    def together(self) -> bool:
-        """Whether all lanes that have not exited are at one place."""
+    def is_converged(self) -> bool:
+        """Whether all lanes that have not exited have the same program counter."""
         return len(self.groups) == 1
 
-    def parted(self, mask: np.ndarray | None) -> bool:
-        """Whether these are not all lanes of the one group that there is."""
+    def is_part(self, mask: np.ndarray | None) -> bool:
+        """Whether a mask lacks some lanes of the converged warp."""
         return mask is not None and not np.array_equal(mask, self.groups[0].mask)
 
     def _exit(self) -> None:
+        """The last lanes have exited: nothing may be left to write registers or tensor memory."""
         if self.pending:
             raise EmulatorError(f"exits before {next(iter(self.pending.values()))}")
         if self.tensor_stores:
             raise EmulatorError("exits before tcgen05.wait::st")
         self.machine.event()
 
-    def where(self) -> str:
-        """Place and reason of waiting of all groups of lanes."""
+    def describe_groups(self) -> str:
+        """For each group of lanes its instruction, and what it waits for."""
         parts = []
         for group in self.groups:
-            lanes = LANES if group.mask is None else int(group.mask.sum())
-            waits = f", waits for {group.blocked.reason()}" if group.blocked else ""
-            parts.append(f"{lanes} lanes at {self.machine.code[group.at].instruction}{waits}")
+            lanes = WARP_SIZE if group.mask is None else int(group.mask.sum())
+            wait = f", waits for {group.blocked.reason()}" if group.blocked else ""
+            parts.append(f"{lanes} lanes at {self.machine.code[group.pc].instruction}{wait}")
         return "; ".join(parts)
 
 
 @dataclasses.dataclass
-class _StoreGroups:
-    """TMA stores of a warp's lanes: those issued, and the groups that were committed.
+class BulkStores:
+    """The TMA stores of each lane of a warp: those since its last commit, and its committed groups.
 
-    A store is (its read of shared memory, its write, its number among the warp's stores).
+    A store is (the task that reads shared memory, the task that writes global memory, its number
+    among the warp's stores).
     """
 
-    open: dict[int, list] = dataclasses.field(default_factory=dict)
+    uncommitted: dict[int, list] = dataclasses.field(default_factory=dict)
     committed: dict[int, list[list]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
-class _Products:
-    """wgmma of a warp: (number, what writes the registers) issued, and ends of groups.
+class WgmmaGroups:
+    """The wgmma.mma_async of a warp.
 
-    `fenced` says whether a wgmma.fence came before the first.
+    Attributes:
+      issued: how many the warp has issued.
+      fenced: whether a wgmma.fence came before the first.
+      in_flight: (number, function that writes the registers, registers) of those not waited for.
+      group_ends: for each committed group, how many had been issued.
     """
 
     issued: int = 0
     fenced: bool = False
-    waiting: list = dataclasses.field(default_factory=list)
-    ends: list[int] = dataclasses.field(default_factory=list)
+    in_flight: list = dataclasses.field(default_factory=list)
+    group_ends: list[int] = dataclasses.field(default_factory=list)
