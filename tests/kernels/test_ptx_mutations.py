@@ -2,7 +2,7 @@
 
 A sample of them; all, in parts, with
 
-  PTX_MUTATIONS=all pytest tests/test_ptx_mutations.py -n 2 --junitxml=FILE
+  PTX_MUTATIONS=all pytest tests/kernels/test_ptx_mutations.py -n 2 --junitxml=FILE
 
 whose FILE has what noticed each edit.
 """

@@ -10,7 +10,7 @@ import pytest
 
 from ptx_emulator import isa
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.ptx_runner import HERE, fails, run
+from ptx_emulator.ptx_runner import HERE, assert_fails, run
 from ptx_emulator.tma import TensorMap
 
 SECTION = "9.7.13 synchronisation"
@@ -19,11 +19,12 @@ SECTION = "9.7.13 synchronisation"
 FIRST = "@%first"
 SECOND = "@%second"
 
-DECLARED = """.reg .b32 %bar, %memory, %other, %x, %y, %rank; .reg .b64 %state, %far; .reg .pred %p,
+DECLARED = """.reg .b32 %bar, %memory, %word, %x, %y, %rank; .reg .b64 %state, %address;
+    .reg .pred %p,
     %first, %second, %done; .shared .align 1024 .b8 memory[1024]; .shared .align 8 .b64 bar[4];
     mov.u32 %bar, bar; mov.u32 %memory, memory; mov.u32 %rank, %cluster_ctarank;
-    setp.eq.u32 %first, %me, 0; setp.eq.u32 %second, %me, 32;
-    mad.lo.u32 %other, %me, 4, %memory;
+    setp.eq.u32 %first, %thread, 0; setp.eq.u32 %second, %thread, 32;
+    mad.lo.u32 %word, %thread, 4, %memory;
 """
 
 
@@ -119,7 +120,7 @@ def words(address):
 @pytest.mark.parametrize("opcode", ARRIVALS + INCOMPLETE + EXPECTING)
 def test_arrivals_and_bytes_make_phases(opcode):
     """9.7.13.15.13: after every step, which phases are over."""
-    assert isa.TABLE[opcode].section == SECTION
+    assert isa.OPCODES[opcode].section == SECTION
     phases, text, wanted = Phases(3), "", []
     for i, (statement, change) in enumerate(steps(opcode)):
         text += f"{FIRST} {statement}\n"
@@ -150,9 +151,9 @@ def test_an_arrival_orders_what_came_before(opcode):
         )
 
     def body(waiting):
-        return f"""{init(32)} setp.ge.u32 %p, %me, 32; @%p bra second;
-            mul.lo.u32 %x, %me, 5; st.shared.u32 [%other], %x; {arrival} bra end;
-            second: {waiting} ld.shared.u32 %d0, [%other+-128];{HERE}
+        return f"""{init(32)} setp.ge.u32 %p, %thread, 32; @%p bra second;
+            mul.lo.u32 %x, %thread, 5; st.shared.u32 [%word], %x; {arrival} bra end;
+            second: {waiting} ld.shared.u32 %d0, [%word+-128];{HERE}
             end:"""
 
     for schedule in ("eager", "late", "random"):
@@ -160,7 +161,7 @@ def test_an_arrival_orders_what_came_before(opcode):
         assert found[0][32:] == [5 * lane for lane in range(32)]
     failing = body(SLOW).replace("%d0", "%x")
     message = "reads what was written to .*block 0, warp 0"
-    fails(RaceError, message, failing, threads=64, schedule="eager")
+    assert_fails(RaceError, message, failing, threads=64, schedule="eager")
 
 
 @pytest.mark.parametrize("opcode", [x for x in ARRIVALS + EXPECTING if "::cluster" in x])
@@ -179,27 +180,31 @@ def test_arrivals_at_the_barrier_of_another_block(opcode):
     assert found == [[1] * 32 + [0] * 32] * 2
     if state:
         statement = body.replace(f"{opcode} _,", f"{opcode} %state,")
-        fails(UnsupportedError, "the state of a barrier of the cluster", f"{statement}")
+        assert_fails(
+            UnsupportedError, "an mbarrier of shared::cluster has no state operand", f"{statement}"
+        )
 
 
 @pytest.mark.parametrize("opcode", WAITS)
 def test_waits_end_with_the_phase(opcode):
     """9.7.13.15.16, through five phases of two arrivals; the hint of a time changes nothing."""
-    assert isa.TABLE[opcode].section == SECTION
+    assert isa.OPCODES[opcode].section == SECTION
     hint = ", 1000" if "try_wait" in opcode else ""
     turns = range(5)
-    body = f"{init(2)} setp.ge.u32 %p, %me, 32; mov.u32 %x, 0;"
+    body = f"{init(2)} setp.ge.u32 %p, %thread, 32; mov.u32 %x, 0;"
     for turn in turns:
         loop = wait(turn % 2, opcode).replace(f", {turn % 2};", f", {turn % 2}{hint};")
         body += f"""@%p bra other{turn};
-            st.shared.u32 [%other], {turn}; bar.warp.sync -1;
+            st.shared.u32 [%word], {turn}; bar.warp.sync -1;
             {FIRST} mbarrier.arrive.shared.b64 _, [%bar], 2; bar.sync 1; bra next{turn};
-            other{turn}: {loop} ld.shared.u32 %d{turn}, [%other+-128]; bar.sync 1;
+            other{turn}: {loop} ld.shared.u32 %d{turn}, [%word+-128]; bar.sync 1;
             next{turn}:"""
     found = run(body, results=[32] * 5, threads=64).results
     assert [values[32:] for values in found] == [[turn] * 32 for turn in turns]
     if not hint:
-        fails(UnsupportedError, "1 operands more", f"{init(1)} {opcode} %p, [%bar], 0, 1000;")
+        assert_fails(
+            UnsupportedError, "1 operands too many", f"{init(1)} {opcode} %p, [%bar], 0, 1000;"
+        )
 
 
 def test_lanes_may_wait_for_different_barriers():
@@ -218,7 +223,7 @@ def test_lanes_may_wait_for_different_barriers():
 @pytest.mark.parametrize("opcode", INITS + INVALS)
 def test_memory_is_a_barrier_from_init_to_inval(opcode):
     """9.7.13.15.9 and 10: before and after it holds numbers, in between only a barrier."""
-    assert isa.TABLE[opcode].section == SECTION
+    assert isa.OPCODES[opcode].section == SECTION
     made = "mbarrier.init.shared.b64" if opcode in INVALS else opcode
     gone = "mbarrier.inval.shared.b64" if opcode in INITS else opcode
     body = f"""{DECLARED} {FIRST} st.shared.u32 [%bar], 5; {FIRST} {made} [%bar], 1;
@@ -237,7 +242,7 @@ def test_memory_is_a_barrier_from_init_to_inval(opcode):
         f"{gone} [%bar]; {gone} [%bar];{HERE}": "no mbarrier at",
     }.items():
         predicated = f"{FIRST} {statement}".replace("; ", f"; {FIRST} ", 1)
-        fails(EmulatorError, message, body.replace("{}", predicated))
+        assert_fails(EmulatorError, message, body.replace("{}", predicated))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +262,7 @@ def test_memory_is_a_barrier_from_init_to_inval(opcode):
         "parity": ("mov.u32 %x, 2; mbarrier.test_wait.parity.shared.b64 %p, [%bar], %x;", "parity"),
         "other block": (
             "add.u32 %x, %bar, 0x1000000; @%first mbarrier.arrive.shared.b64 _, [%x];",
-            "an address of block 1 as one of the own",
+            "an address in block 1 where the own block's is expected",
         ),
         "no block": (
             "add.u32 %x, %bar, 0x1000000; @%first mbarrier.arrive.shared::cluster.b64 _, [%x];",
@@ -265,14 +270,17 @@ def test_memory_is_a_barrier_from_init_to_inval(opcode):
         ),
         "count": ("mbarrier.init.shared.b64 [%bar+8], 0;", "a count of 0"),
         "large count": ("mbarrier.init.shared.b64 [%bar+8], 1048576;", "a count of 1048576"),
-        "alignment": ("mbarrier.init.shared.b64 [%bar+12], 1;", "mbarrier.init at block 0, 1036"),
+        "alignment": (
+            "mbarrier.init.shared.b64 [%bar+12], 1;",
+            "mbarrier.init at block 0, offset 1036",
+        ),
         "bounds": ("mbarrier.init.shared.b64 [%bar+32], 1;", "outside of its"),
     }.values(),
     ids=lambda value: value if value.isalnum() else None,
 )
 def test_what_a_barrier_refuses(statement, message):
     where = "" if "missing" in message else HERE
-    fails(EmulatorError, message, f"{init(3)} {FIRST} {statement}{where}")
+    assert_fails(EmulatorError, message, f"{init(3)} {FIRST} {statement}{where}")
 
 
 def test_the_most_that_a_barrier_counts():
@@ -311,7 +319,7 @@ def test_the_most_that_a_barrier_counts():
     }.items(),
 )
 def test_forms_that_do_not_exist_or_are_not_known(statement, message):
-    fails(UnsupportedError, message, f"{init(1)} {statement}{HERE}")
+    assert_fails(UnsupportedError, message, f"{init(1)} {statement}{HERE}")
 
 
 # Barriers whose use nothing orders after their initialisation, or whose block has gone.
@@ -322,9 +330,9 @@ def test_a_barrier_is_used_after_its_initialisation():
     use = f"{DECLARED} {FIRST} mbarrier.init.shared.b64 [%bar], 1; {{}} {SECOND} mbarrier.arrive"
     use += f".shared.b64 _, [%bar];{HERE}"
     run(use.replace("{}", "bar.sync 0;"), threads=64)
-    slow = "bar.arrive 0, 64; setp.ge.u32 %p, %me, 32; @!%p bra end; " + SLOW
-    message = "whose mbarrier.init nothing orders before"
-    fails(RaceError, message, use.replace("{}", slow) + "end:", threads=64, schedule="eager")
+    slow = "bar.arrive 0, 64; setp.ge.u32 %p, %thread, 32; @!%p bra end; " + SLOW
+    message = "nothing orders its mbarrier.init before"
+    assert_fails(RaceError, message, use.replace("{}", slow) + "end:", threads=64, schedule="eager")
 
 
 @pytest.mark.parametrize(
@@ -340,14 +348,16 @@ def test_another_block_sees_a_barrier_after_a_fence(fence):
     if fence:
         run(body, grid=2, cluster=2)
     else:
-        fails(EmulatorError, "unfenced mbarrier.init: another block", body, grid=2, cluster=2)
+        assert_fails(
+            EmulatorError, "unfenced mbarrier.init: another block", body, grid=2, cluster=2
+        )
         run(body, grid=2, cluster=2, allowed=frozenset({"unfenced mbarrier.init"}))
     relaxed = body.replace(".arrive.aligned", ".arrive.relaxed.aligned")
     if "mbarrier_init" in fence:
         run(relaxed, grid=2, cluster=2)
     else:
-        message = "whose mbarrier.init nothing orders before"
-        fails(RaceError, message, relaxed, grid=2, cluster=2)
+        message = "nothing orders its mbarrier.init before"
+        assert_fails(RaceError, message, relaxed, grid=2, cluster=2)
 
 
 @pytest.mark.parametrize("stays", [True, False])
@@ -360,7 +370,7 @@ def test_a_block_that_exits_gets_no_signal(stays):
     if stays:
         run(body, grid=2, cluster=2)
     else:
-        fails(EmulatorError, "a signal to a block that has exited", body, grid=2, cluster=2)
+        assert_fails(EmulatorError, "a signal to a block that has exited", body, grid=2, cluster=2)
 
 
 @pytest.mark.parametrize("parity", [0, 1])
@@ -375,13 +385,13 @@ def test_a_wait_for_a_phase_that_does_not_end_is_reported(parity):
             "nothing can go on\n *cluster 0, block 0, warp 0: 32 lanes at line .*try_wait.*"
             r"waits for mbarrier at shared memory of block 0 \+ 1024: phase 0, 1 of 2 arrivals"
         )
-        fails(DeadlockError, message, body)
+        assert_fails(DeadlockError, message, body)
 
 
 def test_a_loop_of_tests_that_never_ends_is_reported(monkeypatch):
-    monkeypatch.setattr("ptx_emulator.machine.PATIENCE", 2000)
+    monkeypatch.setattr("ptx_emulator.machine.LIVELOCK_INSTRUCTIONS", 2000)
     body = init(1) + wait(opcode="mbarrier.test_wait.parity.shared.b64")
-    fails(DeadlockError, "instructions are executed, but nothing happens", body)
+    assert_fails(DeadlockError, "instructions are executed, but nothing happens", body)
 
 
 # Named barriers.
@@ -397,44 +407,44 @@ NAMED = [
 @pytest.mark.parametrize("operands", ["%x", "3", "3, 96", "%x, %y"])
 def test_a_barrier_of_all_warps(opcode, operands):
     """9.7.13.1: all know what all did before; without it, that is a race."""
-    assert isa.TABLE[opcode].section == SECTION
+    assert isa.OPCODES[opcode].section == SECTION
     body = f"""{DECLARED} mov.u32 %x, 3; mov.u32 %y, 96;
-        mad.lo.u32 %d0, %me, 7, 1; st.shared.u32 [%other], %d0; {{}}
-        add.u32 %d0, %me, 32; rem.u32 %d0, %d0, 96; mad.lo.u32 %d0, %d0, 4, %memory;
-        ld.shared.u32 %d0, [%d0];{HERE} {{}} st.shared.u32 [%other], 0;"""
+        mad.lo.u32 %d0, %thread, 7, 1; st.shared.u32 [%word], %d0; {{}}
+        add.u32 %d0, %thread, 32; rem.u32 %d0, %d0, 96; mad.lo.u32 %d0, %d0, 4, %memory;
+        ld.shared.u32 %d0, [%d0];{HERE} {{}} st.shared.u32 [%word], 0;"""
     statement = f"{opcode} {operands};"
     found = run(body.replace("{}", statement), results=[32], threads=96).results[0]
     assert found == [(i + 32) % 96 * 7 + 1 for i in range(96)]
     failing = body.replace("{}", "").replace("%d0", "%rank").replace(HERE, "")
-    fails(RaceError, ANY_RACE, failing, threads=96, schedule="eager")
+    assert_fails(RaceError, ANY_RACE, failing, threads=96, schedule="eager")
     failing = body.replace("{}", statement, 1).replace("{}", "").replace("%d0", "%rank")
     failing = failing.replace(HERE, "")
-    fails(RaceError, "overwrites what is read from", failing, threads=96, schedule="eager")
+    assert_fails(RaceError, "overwrites what is read from", failing, threads=96, schedule="eager")
 
 
 @pytest.mark.parametrize("opcode", [x for x in NAMED if "arrive" in x])
 def test_who_arrives_does_not_wait(opcode):
     """The first warp produces twice, the second consumes; the third has nothing to do with it."""
-    assert isa.TABLE[opcode].section == SECTION
+    assert isa.OPCODES[opcode].section == SECTION
     produce = "".join(
-        f"add.u32 %x, %x, 5; st.shared.u32 [%other], %x; {opcode} {i}, 64; bar.sync 2, 64;"
+        f"add.u32 %x, %x, 5; st.shared.u32 [%word], %x; {opcode} {i}, 64; bar.sync 2, 64;"
         for i in (0, 1)
     )
     consume = "".join(
-        f"bar.sync {i}, 64; ld.shared.u32 %d{i}, [%other+-128]; bar.sync 2, 64;" for i in (0, 1)
+        f"bar.sync {i}, 64; ld.shared.u32 %d{i}, [%word+-128]; bar.sync 2, 64;" for i in (0, 1)
     )
-    body = f"""{DECLARED} mov.u32 %x, %me; setp.lt.u32 %p, %me, 32; @%p bra produce;
-        setp.ge.u32 %p, %me, 64; @%p bra end; {consume} bra end; produce: {produce} end:"""
+    body = f"""{DECLARED} mov.u32 %x, %thread; setp.lt.u32 %p, %thread, 32; @%p bra produce;
+        setp.ge.u32 %p, %thread, 64; @%p bra end; {consume} bra end; produce: {produce} end:"""
     found = run(body, results=[32, 32], threads=96).results
     for i in (0, 1):
         assert found[i][32:64] == [lane + 5 * (i + 1) for lane in range(32)]
     # It knows nothing of the others, even if it comes last.
-    body = f"""{DECLARED} setp.lt.u32 %p, %me, 32; @%p bra first;
-        st.shared.u32 [%other], 1; {{}} bra end;
-        first: {SLOW} {SLOW} {{}} ld.shared.u32 %x, [%other+128];{HERE} end:"""
+    body = f"""{DECLARED} setp.lt.u32 %p, %thread, 32; @%p bra first;
+        st.shared.u32 [%word], 1; {{}} bra end;
+        first: {SLOW} {SLOW} {{}} ld.shared.u32 %x, [%word+128];{HERE} end:"""
     run(body.replace("{}", "bar.sync 1, 64;"), threads=64, schedule="eager")
     late = body.replace("{}", "bar.sync 1, 64;", 1).replace("{}", f"{opcode} 1, 64;")
-    fails(RaceError, "reads what was written to", late, threads=64, schedule="eager")
+    assert_fails(RaceError, "reads what was written to", late, threads=64, schedule="eager")
 
 
 @pytest.mark.parametrize(
@@ -444,15 +454,15 @@ def test_who_arrives_does_not_wait(opcode):
         "threads": ("bar.sync 1, 33;", EmulatorError, "a barrier for 33 threads"),
         "no threads": ("bar.sync 1, 0;", EmulatorError, "a barrier for 0 threads"),
         "different": (
-            "setp.lt.u32 %p, %me, 32; selp.u32 %x, 64, 96, %p; bar.sync 1, %x;",
+            "setp.lt.u32 %p, %thread, 32; selp.u32 %x, 64, 96, %p; bar.sync 1, %x;",
             EmulatorError,
-            "for (64|96) threads, before (64|96)",
+            "for (64|96) threads, but the warps before named (64|96)",
         ),
         "twice": ("bar.arrive 1, 96; bar.arrive 1, 96;", EmulatorError, "arrives twice"),
         "some lanes": (
             "setp.lt.u32 %p, %lane, 3; @%p bar.sync 1;",
             EmulatorError,
-            r"bar.sync without all lanes: \[0, 1, 2\]",
+            r"bar.sync without all lanes: only \[0, 1, 2\]",
         ),
         "barriers of lanes": (
             "and.b32 %x, %lane, 1; bar.sync %x;",
@@ -462,18 +472,19 @@ def test_who_arrives_does_not_wait(opcode):
         "nobody else": (
             "bar.sync 4, 96;",
             DeadlockError,
-            r"warp [01]: 32 lanes at line \d+: bar.sync .*named barrier 4: \[.*\] of 3 warps",
+            r"warp [01]: 32 lanes at line \d+: bar.sync .*"
+            r"named barrier 4: warps \[.*\] of 3 have arrived",
         ),
     }.values(),
 )
 def test_what_a_named_barrier_refuses(statement, error, message):
-    fails(error, message, f"{DECLARED} {statement}{HERE}", threads=64)
+    assert_fails(error, message, f"{DECLARED} {statement}{HERE}", threads=64)
 
 
 def test_divergent_lanes_meet_at_a_barrier():
     """Both sides of a branch come to one bar.sync; lanes that exit are not waited for."""
     body = f"""{DECLARED} setp.lt.u32 %p, %lane, 7; mov.u32 %d0, 1; @%p bra here;
-        add.u32 %d0, %d0, 1; here: bar.sync 0; mov.u32 %x, %me;"""
+        add.u32 %d0, %d0, 1; here: bar.sync 0; mov.u32 %x, %thread;"""
     found = run(body, results=[32], threads=64).results[0]
     assert found == [1 if i % 32 < 7 else 2 for i in range(64)]
     run(f"{DECLARED} setp.lt.u32 %p, %lane, 7; @%p exit; bar.sync 0; bar.sync 1, 64;", threads=64)
@@ -489,32 +500,32 @@ WAIT = [
     f"barrier.cluster.wait{order}{aligned}"
     for order, aligned in itertools.product(("", ".acquire"), ("", ".aligned"))
 ]
-REMOTE = """mov.u32 %y, 1; sub.u32 %y, %y, %rank; cvt.u64.u32 %far, %other;
-    mapa.shared::cluster.u64 %far, %far, %y; cvta.shared.u64 %far, %far;"""
+REMOTE = """mov.u32 %y, 1; sub.u32 %y, %y, %rank; cvt.u64.u32 %address, %word;
+    mapa.shared::cluster.u64 %address, %address, %y; cvta.shared.u64 %address, %address;"""
 
 
 @pytest.mark.parametrize("arrive, wait_for", [*itertools.product(ARRIVE, WAIT)])
 def test_blocks_of_a_cluster_read_each_others_memory(arrive, wait_for):
     """9.7.13.3; without the barrier, or with a relaxed arrival, it is a race."""
-    assert isa.TABLE[arrive].section == isa.TABLE[wait_for].section == SECTION
-    body = f"""{DECLARED} {REMOTE} mad.lo.u32 %x, %me, 3, %rank; st.shared.u32 [%other], %x;
-        {{}} ld.u32 %x, [%far];{HERE} {arrive}; {wait_for};"""
+    assert isa.OPCODES[arrive].section == isa.OPCODES[wait_for].section == SECTION
+    body = f"""{DECLARED} {REMOTE} mad.lo.u32 %x, %thread, 3, %rank; st.shared.u32 [%word], %x;
+        {{}} ld.u32 %x, [%address];{HERE} {arrive}; {wait_for};"""
     both = f"{arrive}; {wait_for};"
     if "relaxed" in arrive:
         message = "reads what was written to"
-        fails(RaceError, message, body.replace("{}", both), grid=2, cluster=2)
+        assert_fails(RaceError, message, body.replace("{}", both), grid=2, cluster=2)
         return
     found = run(body.replace("{}", both) + "mov.u32 %d0, %x;", results=[32], grid=2, cluster=2)
     assert found.results[0] == [3 * i + 1 for i in range(32)] + [3 * i for i in range(32)]
-    fails(RaceError, "reads what was written to", body.replace("{}", ""), grid=2, cluster=2)
+    assert_fails(RaceError, "reads what was written to", body.replace("{}", ""), grid=2, cluster=2)
 
 
 def test_a_block_waits_before_it_exits_if_its_memory_is_read():
     both = "barrier.cluster.arrive; barrier.cluster.wait;"
-    body = f"""{DECLARED} {REMOTE} st.shared.u32 [%other], 1; {both} setp.eq.u32 %p, %rank, 0;
-        @%p bra end; {SLOW} {SLOW} ld.u32 %x, [%far];{HERE} end:"""
+    body = f"""{DECLARED} {REMOTE} st.shared.u32 [%word], 1; {both} setp.eq.u32 %p, %rank, 0;
+        @%p bra end; {SLOW} {SLOW} ld.u32 %x, [%address];{HERE} end:"""
     run(body + both, grid=2, cluster=2)
-    fails(EmulatorError, "block 0 of the cluster has exited", body, grid=2, cluster=2)
+    assert_fails(EmulatorError, "block 0 of the cluster has exited", body, grid=2, cluster=2)
 
 
 @pytest.mark.parametrize(
@@ -545,21 +556,21 @@ def test_a_block_waits_before_it_exits_if_its_memory_is_read():
     ],
 )
 def test_what_the_clusters_barrier_refuses(statement, error, message):
-    fails(error, message, f"{DECLARED} {statement}{HERE}", grid=2, cluster=2)
+    assert_fails(error, message, f"{DECLARED} {statement}{HERE}", grid=2, cluster=2)
 
 
 def test_the_clusters_barrier_orders_the_phases_apart():
     """What a block does after its second arrival is not known to who waits for the first."""
     both = "barrier.cluster.arrive; barrier.cluster.wait;"
     body = f"""{DECLARED} {REMOTE} barrier.cluster.arrive; setp.eq.u32 %p, %rank, 0; @%p bra slow;
-        barrier.cluster.wait; st.shared.u32 [%other], 1; barrier.cluster.arrive;
+        barrier.cluster.wait; st.shared.u32 [%word], 1; barrier.cluster.arrive;
         barrier.cluster.wait; bra end;
-        slow: {SLOW} {SLOW} barrier.cluster.wait; {{}} ld.u32 %x, [%far];{HERE}
+        slow: {SLOW} {SLOW} barrier.cluster.wait; {{}} ld.u32 %x, [%address];{HERE}
         {{}} end: {both}"""
     right = body.replace("{}", "barrier.cluster.arrive; barrier.cluster.wait;", 1).replace("{}", "")
     run(right, grid=2, cluster=2, schedule="eager")
     wrong = body.replace("{}", "", 1).replace("{}", both)
-    fails(RaceError, "reads what was written to", wrong, grid=2, cluster=2, schedule="eager")
+    assert_fails(RaceError, "reads what was written to", wrong, grid=2, cluster=2, schedule="eager")
 
 
 def test_warps_that_exit_are_not_waited_for_at_the_clusters_barrier():
@@ -576,15 +587,15 @@ STORE = "cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%t0, {0}], [%mem
 @pytest.mark.parametrize("fence", ["", *PROXY])
 def test_what_tma_reads_has_passed_a_fence_of_the_proxies(fence):
     """9.7.13.4: one of global memory alone does not do."""
-    body = f"""{DECLARED} mad.lo.u32 %x, %me, 9, 1; st.shared.u32 [%other], %x;
+    body = f"""{DECLARED} mad.lo.u32 %x, %thread, 9, 1; st.shared.u32 [%word], %x;
         {fence and fence + ";"} bar.warp.sync -1; {FIRST} {STORE}{HERE}
         cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
     arrays, maps = [bytes(256)], [words]
     if fence:
-        assert isa.TABLE[fence].section == SECTION
+        assert isa.OPCODES[fence].section == SECTION
     if fence in ("", "fence.proxy.async.global"):
         message = "block 0, warp 0 wrote without a fence.proxy.async"
-        fails(RaceError, message, body, arrays=arrays, maps=maps)
+        assert_fails(RaceError, message, body, arrays=arrays, maps=maps)
     else:
         left = np.frombuffer(run(body, arrays=arrays, maps=maps).arrays[0], np.uint32)
         assert left.tolist() == [1, 10, 19, 28] + [0] * 60
@@ -593,7 +604,7 @@ def test_what_tma_reads_has_passed_a_fence_of_the_proxies(fence):
 @pytest.mark.parametrize("fence", PROXY[:3])
 def test_a_fence_covers_what_its_warp_knows_of(fence):
     """The fence of a warp before the barrier covers its own stores, not those of another."""
-    body = f"""{DECLARED} setp.eq.u32 %p, %warp, 1; @%p st.shared.u32 [%other+-128], %me; {{}}
+    body = f"""{DECLARED} setp.eq.u32 %p, %warp, 1; @%p st.shared.u32 [%word+-128], %thread; {{}}
         bar.sync 0; {{}} {FIRST} {STORE}{HERE}
         cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
     options = dict(arrays=[bytes(256)], maps=[words], threads=64)
@@ -603,7 +614,7 @@ def test_a_fence_covers_what_its_warp_knows_of(fence):
         left = np.frombuffer(run(right, **options).arrays[0], np.uint32)
         assert left.tolist() == [32, 33, 34, 35] + [0] * 60
     wrong = body.replace("{}", f"@!%p {fence};", 1).replace("{}", "")
-    fails(RaceError, "block 0, warp 1 wrote without a fence.proxy.async", wrong, **options)
+    assert_fails(RaceError, "block 0, warp 1 wrote without a fence.proxy.async", wrong, **options)
 
 
 ORDINARY = [
@@ -618,20 +629,20 @@ OTHERS = {"fence.mbarrier_init.release.cluster": "", "bar.warp.sync": "-1"}
 
 @pytest.mark.parametrize("opcode", [*ORDINARY, *OTHERS])
 def test_a_fence_changes_nothing_and_is_no_barrier_between_warps(opcode):
-    assert isa.TABLE[opcode].section == SECTION
+    assert isa.OPCODES[opcode].section == SECTION
     statement = f"{opcode} {OTHERS.get(opcode, '')};"
-    body = f"""{DECLARED} mov.u32 %x, %me; st.shared.u32 [%other], %x; {statement}
-        ld.shared.u32 %d0, [%other]; mov.u32 %d1, %x;"""
+    body = f"""{DECLARED} mov.u32 %x, %thread; st.shared.u32 [%word], %x; {statement}
+        ld.shared.u32 %d0, [%word]; mov.u32 %d1, %x;"""
     assert run(body, results=[32, 32]).results == [list(range(32))] * 2
-    body = f"""{DECLARED} st.shared.u32 [%other], 1; {statement} xor.b32 %other, %other, 128;
-        ld.shared.u32 %x, [%other];"""
-    fails(RaceError, ANY_RACE, body, threads=64)
+    body = f"""{DECLARED} st.shared.u32 [%word], 1; {statement} xor.b32 %word, %word, 128;
+        ld.shared.u32 %x, [%word];"""
+    assert_fails(RaceError, ANY_RACE, body, threads=64)
 
 
 def test_every_form_has_a_test():
     registered = {
         opcode
-        for opcode, definition in isa.TABLE.items()
+        for opcode, definition in isa.OPCODES.items()
         if definition.make.__module__ == "ptx_emulator.barriers"
     }
     tested = {*ARRIVALS, *INCOMPLETE, *EXPECTING, *WAITS, *INITS, *INVALS, *NAMED, *ARRIVE, *WAIT}

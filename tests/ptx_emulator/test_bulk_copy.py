@@ -68,7 +68,7 @@ def copied(schedule="random", **parts):
         text = text.replace(name, str(part))
     source = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
     memory = GlobalMemory()
-    addresses = memory.place(source), memory.place(np.zeros_like(source))
+    addresses = memory.allocate(source), memory.allocate(np.zeros_like(source))
     machine = Machine(parse(text), (1, 1, 1), memory=memory, schedule=schedule)
     for i, address in enumerate(addresses):
         machine.set_parameter(i, address)

@@ -50,9 +50,9 @@ def test_an_emulator_that_differs_is_noticed(monkeypatch):
         return any(found)
 
     assert not wrong("scalar") and not wrong("tma")
-    monkeypatch.setattr(scalar, "with_one_nan", lambda values: values)
+    monkeypatch.setattr(scalar, "with_canonical_nan", lambda values: values)
     assert wrong("scalar")
     monkeypatch.setitem(tma.SWIZZLES, 128, 0)
-    tma.places_of.cache_clear()
+    tma.box_layout.cache_clear()
     assert wrong("tma")
-    tma.places_of.cache_clear()
+    tma.box_layout.cache_clear()

@@ -12,7 +12,7 @@ from ptx_emulator import isa
 from ptx_emulator.errors import DeadlockError, EmulatorError, UnsupportedError
 from ptx_emulator.machine import Machine
 from ptx_emulator.parser import parse
-from ptx_emulator.ptx_runner import fails, launched, ptx, run
+from ptx_emulator.ptx_runner import assert_fails, launch, module_text, run
 from ptx_emulator.scalar_cases import (
     LANES,
     drawn,
@@ -105,7 +105,7 @@ def loads(name):
 @pytest.mark.parametrize("name, form", all_forms(LOADS), ids=form_name)
 def test_ld(name, form):
     vector, kind = form
-    assert isa.TABLE[f"{name.split()[0]}{vector}.{kind}"].section == MOVE
+    assert isa.OPCODES[f"{name.split()[0]}{vector}.{kind}"].section == MOVE
     size = width(kind) // 8
     for wide in (False, True)[: 1 + (kind != "f32")]:
         bits = 64 if wide else stored(kind)
@@ -165,7 +165,7 @@ def stores(name):
 @pytest.mark.parametrize("name, form", all_forms(STORES), ids=form_name)
 def test_st(name, form):
     vector, kind = form
-    assert isa.TABLE[f"{name.split()[0]}{vector}.{kind}"].section == MOVE
+    assert isa.OPCODES[f"{name.split()[0]}{vector}.{kind}"].section == MOVE
     size = width(kind) // 8
     for wide in (False, True)[: 1 + (kind != "f32")]:
         begin, stride = REGIONS[vector, kind, wide]
@@ -189,7 +189,7 @@ MATRICES = [
 @pytest.mark.parametrize("opcode", MATRICES)
 def test_ldmatrix_and_stmatrix(opcode):
     """9.7.14.5.15 and 16: lane 4 r + c has elements 2 c and 2 c + 1 of row or column r."""
-    assert isa.TABLE[opcode].section == MATRIX
+    assert isa.OPCODES[opcode].section == MATRIX
     count, transposed = int(re.search(r"\.x(\d)", opcode)[1]), "trans" in opcode
     generator = random.Random(opcode)
     content, rows = generator.randbytes(2048), generator.sample(range(128), 8 * count)
@@ -232,8 +232,8 @@ CONVERTED = {
 
 @pytest.mark.parametrize("space", CONVERTED)
 def test_cvta_there_and_back(space):
-    assert isa.TABLE[f"cvta.{space}.u64"].section == MOVE
-    assert isa.TABLE[f"cvta.to.{space}.u64"].section == MOVE
+    assert isa.OPCODES[f"cvta.{space}.u64"].section == MOVE
+    assert isa.OPCODES[f"cvta.to.{space}.u64"].section == MOVE
     body = f""".shared .align 32 .b8 memory[1024]; .reg .b64 %where, %generic, %back;
         {copied(1024)} {CONVERTED[space]} mad.wide.u32 %where, %lane, 4, %where;
         cvta.{space}.u64 %generic, %where; cvta.to.{space}.u64 %back, %generic;
@@ -247,7 +247,7 @@ def test_cvta_there_and_back(space):
 @pytest.mark.parametrize("bits", [32, 64])
 def test_mapa_gives_the_address_that_the_block_of_this_rank_has(bits):
     """9.7.9.23."""
-    assert isa.TABLE[f"mapa.shared::cluster.u{bits}"].section == MOVE
+    assert isa.OPCODES[f"mapa.shared::cluster.u{bits}"].section == MOVE
     body = f""".shared .align 16 .b8 before[48]; .shared .align 16 .b8 memory[64];
         .reg .b{bits} %own; mov.u{bits} %own, memory;
         add.u{bits} %own, %own, 20;
@@ -265,7 +265,7 @@ def test_mapa_gives_the_address_that_the_block_of_this_rank_has(bits):
 def test_shfl(mode):
     """9.7.9.6; b and c have five bits each, c the mask of segments above."""
     opcode = f"shfl.sync.{mode}.b32"
-    assert isa.TABLE[opcode].section == MOVE
+    assert isa.OPCODES[opcode].section == MOVE
     generator = random.Random(mode)
     values, sources = (drawn(bits, mode) for bits in (32, 6))
     clamps = [
@@ -336,7 +336,7 @@ def test_lanes_of_a_member_mask():
 @pytest.mark.parametrize("mode", ["any", "all", "uni", "ballot"])
 def test_vote_of_the_whole_warp(mode):
     opcode = f"vote.sync.{mode}.{'b32' if mode == 'ballot' else 'pred'}"
-    assert isa.TABLE[opcode].section == SYNC
+    assert isa.OPCODES[opcode].section == SYNC
     votes = [[0] * 32, [1] * 32, [int(i == 31) for i in LANES], [int(i > 0) for i in LANES]]
     body = "\n".join(f"{opcode} %d{i}, %a{i}, 0xFFFFFFFF;" for i in range(4))
     bits = 32 if mode == "ballot" else 1
@@ -348,7 +348,7 @@ def test_vote_of_the_whole_warp(mode):
 
 
 def test_elect_chooses_one_lane_and_tells_all():
-    assert isa.TABLE["elect.sync"].section == SYNC
+    assert isa.OPCODES["elect.sync"].section == SYNC
     body = "elect.sync %d0|%d1, 0xFFFFFFFF; elect.sync _|%d2, -1;"
     leader, chosen, again = run(body, results=[32, 1, 1]).results
     assert sum(chosen) == sum(again) == 1
@@ -356,7 +356,7 @@ def test_elect_chooses_one_lane_and_tells_all():
 
 
 def test_activemask_is_of_the_lanes_that_are_here():
-    assert isa.TABLE["activemask.b32"].section == SYNC
+    assert isa.OPCODES["activemask.b32"].section == SYNC
     body = """.reg .pred p; setp.lt.u32 p, %lane, 5; activemask.b32 %d0;
         @p bra few; activemask.b32 %d1; bra all;
         few: activemask.b32 %d1;
@@ -382,7 +382,7 @@ WITHOUT_EFFECT = {
 @pytest.mark.parametrize("opcode", WITHOUT_EFFECT)
 def test_what_changes_no_register_and_no_memory(opcode):
     section, operand = WITHOUT_EFFECT[opcode]
-    assert isa.TABLE[opcode].section == section
+    assert isa.OPCODES[opcode].section == section
     body = f"mov.b32 %d0, %a0; {opcode} {operand}; mov.b32 %d1, %a0; mov.b64 %d2, %m0;"
     found = run(body, [(32, list(LANES))], [32, 32, 64], arrays=[CONTENT])
     assert found.results[:2] == [list(LANES)] * 2 and len(set(found.results[2])) == 1
@@ -398,7 +398,7 @@ def warpgroups(first, second, third):
 def test_setmaxnreg_waits_for_registers_that_others_give_back():
     """65536 registers of the multiprocessor, in eights: 384 threads have 168 each."""
     less, more = (f"setmaxnreg.{x}.sync.aligned.u32" for x in ("dec", "inc"))
-    assert isa.TABLE[less].section == isa.TABLE[more].section == MISC
+    assert isa.OPCODES[less].section == isa.OPCODES[more].section == MISC
     for schedule in ("eager", "late", "random"):
         options = dict(threads=384, schedule=schedule)
         run(warpgroups(f"{less} 40;", f"{more} 232;", f"{more} 232;"), **options)
@@ -407,28 +407,32 @@ def test_setmaxnreg_waits_for_registers_that_others_give_back():
         for counts in ((40, 240, 232), (48, 232, 232), (24, 248, 248)):
             first, second, third = counts
             body = warpgroups(f"{less} {first};", f"{more} {second};", f"{more} {third};")
-            fails(DeadlockError, "registers; its block has .* that are free", body, **options)
-    fails(EmulatorError, "setmaxnreg.inc.* to 160 from 168", f"{more} 160;", threads=384)
-    fails(EmulatorError, "setmaxnreg.dec.* to 176 from 168", f"{less} 176;", threads=384)
+            assert_fails(
+                DeadlockError, "registers; its block has .* that are free", body, **options
+            )
+    assert_fails(EmulatorError, "setmaxnreg.inc.* to 160 from 168", f"{more} 160;", threads=384)
+    assert_fails(EmulatorError, "setmaxnreg.dec.* to 176 from 168", f"{less} 176;", threads=384)
 
 
 def test_setmaxnreg_begins_with_what_the_kernel_says():
     """.maxnreg; or the registers of the multiprocessor divided by .minnctapersm blocks."""
-    text = ptx("setmaxnreg.dec.sync.aligned.u32 64; setmaxnreg.inc.sync.aligned.u32 COUNT; ret;")
+    text = module_text(
+        "setmaxnreg.dec.sync.aligned.u32 64; setmaxnreg.inc.sync.aligned.u32 COUNT; ret;"
+    )
     for directive, count in ((".maxnreg 128", 128), (".minnctapersm 16", 128), ("", 256)):
-        launch = text.replace(".maxntid 32, 1, 1", f".maxntid 32, 1, 1\n{directive}")
-        Machine(parse(launch.replace("COUNT", str(count))), (1, 1, 1)).launch()
+        kernel_text = text.replace(".maxntid 32, 1, 1", f".maxntid 32, 1, 1\n{directive}")
+        Machine(parse(kernel_text.replace("COUNT", str(count))), (1, 1, 1)).launch()
         if count < 256:
-            machine = Machine(parse(launch.replace("COUNT", str(count + 8))), (1, 1, 1))
+            machine = Machine(parse(kernel_text.replace("COUNT", str(count + 8))), (1, 1, 1))
             with pytest.raises(DeadlockError, match="2304 registers; its block has"):
                 machine.launch()
 
 
 @pytest.mark.parametrize("space", ["shared", "shared::cta"])
 def test_ld_of_128_bits_to_one_register(space):
-    """Compared by what clusterlaunchcontrol makes of it (test_ptx_emulator_copies.py)."""
+    """Compared by what clusterlaunchcontrol makes of it (test_copies_and_launch_control.py)."""
     opcode = f"ld.{space}.b128"
-    assert isa.TABLE[opcode].section == MOVE
+    assert isa.OPCODES[opcode].section == MOVE
     query = "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p, handle;"
     body = f""".reg .b128 handle; .reg .pred %p; .reg .b32 %x; .shared .align 16 .b8 memory[512];
         mov.u32 %x, memory; mad.lo.u32 %x, %lane, 16, %x;
@@ -441,10 +445,10 @@ def test_ld_of_128_bits_to_one_register(space):
 
 
 def test_prefetch_of_a_tensor_map_needs_one():
-    assert isa.TABLE["prefetch.tensormap"].section == MOVE
+    assert isa.OPCODES["prefetch.tensormap"].section == MOVE
     body = """.reg .b64 map; mov.u64 map, tensor; cvta.param.u64 map, map;
         prefetch.tensormap [map]; ret;"""
-    kernel = parse(ptx(body, [".param .align 64 .b8 tensor[128]"]))
+    kernel = parse(module_text(body, [".param .align 64 .b8 tensor[128]"]))
     machine = Machine(kernel, (1, 1, 1))
     with pytest.raises(EmulatorError, match=r"no tensor map at .*\n.*line \d+"):
         machine.launch()
@@ -454,9 +458,9 @@ def test_prefetch_of_a_tensor_map_needs_one():
 
 
 def test_trap_says_where():
-    assert isa.TABLE["trap"].section == MISC
+    assert isa.OPCODES["trap"].section == MISC
     with pytest.raises(EmulatorError, match=r"a trap\n.*warp 0.*line \d+: trap"):
-        launched("trap;\nret;")
+        launch("trap;\nret;")
 
 
 OTHERS = {
@@ -476,6 +480,8 @@ OTHERS = {
 def test_every_form_has_a_test():
     modules = ("ptx_emulator.data_movement", "ptx_emulator.warp_instructions")
     registered = {
-        opcode for opcode, definition in isa.TABLE.items() if definition.make.__module__ in modules
+        opcode
+        for opcode, definition in isa.OPCODES.items()
+        if definition.make.__module__ in modules
     }
     assert registered == OTHERS

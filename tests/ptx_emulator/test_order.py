@@ -5,7 +5,7 @@ import pytest
 
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
 from ptx_emulator.machine import Machine
-from ptx_emulator.matrix_operands import Matrix
+from ptx_emulator.matrix_operands import SharedOperand
 from ptx_emulator.memory import GlobalMemory
 from ptx_emulator.parser import parse
 
@@ -73,8 +73,8 @@ def test_a_pair_allocates_when_its_peer_is_there(schedule):
     for before, behind in ((MEET, MEET), (RELAXED, RELAXED), (RELAXED, MEET)):
         run(f"{LEADS} {before} {allocated} {behind} {freed}", **options)
     # Another warp may have waited for the peer.
-    told = "{ setp.eq.u32 %p, %w, 1; bar.sync 0; setp.eq.u32 %p, %w, 0; }"
-    run(f"{LEADS} {RELAXED} {told} {allocated} {MEET} {freed}", **options)
+    known = "{ setp.eq.u32 %p, %w, 1; bar.sync 0; setp.eq.u32 %p, %w, 0; }"
+    run(f"{LEADS} {RELAXED} {known} {allocated} {MEET} {freed}", **options)
     for before in ("", "bar.sync 0;", "barrier.cluster.arrive.aligned;"):
         behind = "barrier.cluster.wait.aligned;" if "cluster" in before else MEET
         with pytest.raises(EmulatorError, match="nothing says that the peer has been launched"):
@@ -144,7 +144,7 @@ def waiting(barrier, number):
 
 def test_mbarriers_are_fenced_before_other_blocks_are_told():
     run(f"{INIT} {FENCE} {ARRIVE} {WAIT} {SIGNAL} {waiting('%a', 0)}", blocks=2, warps=1)
-    with pytest.raises(RaceError, match=r"whose mbarrier.init nothing orders before"):
+    with pytest.raises(RaceError, match=r"nothing orders its mbarrier.init before"):
         body = f"{INIT} {ARRIVE} {FENCE} {WAIT} {SIGNAL} {waiting('%a', 0)}"
         run(body, blocks=2, warps=1)
 
@@ -173,13 +173,13 @@ def test_the_signals_of_two_commits_come_in_any_order():
 @pytest.mark.parametrize("bit", [14, 15, 30, 31, 52, 60])
 def test_reserved_bits_of_a_matrix_descriptor(bit):
     with pytest.raises(EmulatorError, match="reserved bits"):
-        Matrix.of_blackwell(1 << 46 | 1 << bit, None, transposed=False)
+        SharedOperand.from_tcgen05_descriptor(1 << 46 | 1 << bit, None, transposed=False)
 
 
 def test_an_address_beyond_an_array_is_in_no_other_one():
     memory = GlobalMemory()
-    first, second = (memory.place(np.full(4, i, np.uint8)) for i in (1, 2))
+    first, second = (memory.allocate(np.full(4, i, np.uint8)) for i in (1, 2))
     assert memory.read(second, (4,), np.uint8).tolist() == [2] * 4
     for distance in (4, 2**20, 2**31):
         with pytest.raises(EmulatorError, match="outside of all arrays"):
-            memory.offset(first + distance, 1)
+            memory.offset_of(first + distance, 1)

@@ -5,7 +5,7 @@ import pytest
 
 from ptx_emulator.errors import EmulatorError, UnsupportedError
 from ptx_emulator.parser import Immediate, parse
-from ptx_emulator.ptx_runner import addresses, launched, ptx, run
+from ptx_emulator.ptx_runner import array_addresses, launch, module_text, run
 from ptx_emulator.scalar_cases import (
     LANES,
     width,
@@ -92,7 +92,7 @@ def test_addresses_with_offsets(sign):
 
 
 def test_comments_directives_and_line_numbers():
-    text = ptx(
+    text = module_text(
         """// mov.u32 x, 1; }
         .reg .b32 x; /* a comment { of
         two lines */ .loc 1 20 3
@@ -117,7 +117,7 @@ def test_comments_directives_and_line_numbers():
 
 def test_a_kernel_is_found_by_its_name():
     second = ".visible .entry second(.param .u32 n) .reqntid 64 { exit; }"
-    text = ptx("ret;") + second
+    text = module_text("ret;") + second
     assert parse(text).name == "kernel"
     assert parse(text, "second").block == (64, 1, 1)
     with pytest.raises(UnsupportedError, match="no kernel third"):
@@ -129,7 +129,7 @@ def test_parameters_and_shared_variables_are_aligned():
     parameters += [".param .align 64 .b8 d[65]", ".param .f32 e"]
     prelude = """.shared .align 4 .b8 first[5];
         .extern .shared .align 128 .b8 dynamic[];"""
-    kernel = parse(ptx(".shared .b64 second[3]; ret;", parameters, prelude))
+    kernel = parse(module_text(".shared .b64 second[3]; ret;", parameters, prelude))
     assert [(x.offset, x.size) for x in kernel.parameters] == [
         (0, 1),
         (8, 8),
@@ -195,6 +195,6 @@ def test_lanes_that_exit_are_not_waited_for():
     body = """.reg .pred p; .reg .b32 x; .reg .b64 at, base; mov.u32 x, %tid.x;
         ld.param.u64 base, [out]; mad.wide.u32 at, x, 4, base; st.global.u32 [at], 1;
         setp.ge.u32 p, x, 20; @p exit; activemask.b32 x; st.global.u32 [at], x; ret;"""
-    machine = launched(body, [".param .u64 out"], [np.zeros(32, np.uint32)])
-    found = machine.memory.read(addresses(machine)[0], (32,), np.uint32)
+    machine = launch(body, [".param .u64 out"], [np.zeros(32, np.uint32)])
+    found = machine.memory.read(array_addresses(machine)[0], (32,), np.uint32)
     assert found.tolist() == [2**20 - 1] * 20 + [1] * 12

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.ptx_runner import launched, ptx, told
+from ptx_emulator.ptx_runner import full_message, launch, module_text
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
 COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
@@ -15,19 +15,19 @@ DECLARED = """.reg .b16 %h<4>; .reg .b32 %r<8>; .reg .b64 %q<4>; .reg .pred %p<4
     mov.u32 %r0, memory; ld.param.u64 %q0, [out]; mov.u32 %r1, %tid.x;"""
 
 
-def refused(statement, error, message, **launch):
+def refused(statement, error, message, **options):
     """The statement is an error whose message names its place."""
     body = f"{DECLARED}\n{statement}\nret;"
-    line = ptx(body, [".param .u64 out"]).split(statement)[0].count("\n") + 1
+    line = module_text(body, [".param .u64 out"]).split(statement)[0].count("\n") + 1
     with pytest.raises(error, match=f"(?s){message}") as caught:
-        launched(body, [".param .u64 out"], [np.zeros(16, np.uint32)], **launch)
-    assert f"line {line}: " in told(caught.value), told(caught.value)
+        launch(body, [".param .u64 out"], [np.zeros(16, np.uint32)], **options)
+    assert f"line {line}: " in full_message(caught.value), full_message(caught.value)
 
 
 @pytest.mark.parametrize("index", ["%h0", "%q0", "1"])
 def test_a_branch_by_what_is_no_register_of_32_bits(index):
     statement = f"table: .branchtargets here; brx.idx {index}, table;\nhere:"
-    refused(statement, UnsupportedError, "no register of 32 bits")
+    refused(statement, UnsupportedError, "is not a register of 32 bits")
 
 
 @pytest.mark.parametrize(
@@ -78,18 +78,18 @@ def test_a_branch_by_what_is_no_register_of_32_bits(index):
             "1 registers instead of 2",
         ),
         "a table beyond 8 bits": ("lop3.b32 %r1, %r0, %r0, %r0, 256;", "table 256"),
-        "no address": ("ld.global.u32 %r1, %q0;", "no address"),
+        "is not an address": ("ld.global.u32 %r1, %q0;", "is not an address"),
         "a special register": ("mov.u32 %r1, %nosuch;", "special register %nosuch"),
-        "a constant of 33 bits": ("mov.u32 %r1, 4294967296;", "4294967296 is beyond u32"),
-        "a constant below": ("mov.s32 %r1, -2147483649;", "-2147483649 is beyond s32"),
-        "a constant of 17 bits": ("add.u16 %h0, %h0, 65536;", "65536 is beyond u16"),
-        "a negative one": ("mov.u16 %h0, -32769;", "-32769 is beyond u16"),
-        "a byte": ("st.global.u8 [%q0], 256;", "256 is beyond u8"),
-        "a predicate of 2": ("mov.pred %p0, 2;", "2 is beyond pred"),
-        "a constant of 65 bits": ("mov.u64 %q0, 18446744073709551616;", "is beyond u64"),
-        "an integer for a float": ("add.f32 %r1, %r0, 1;", "0x1 as f32"),
-        "an integer for a half": ("add.f16 %h1, %h0, 0x3C00;", "0x3c00 as f16"),
-        "a float for an integer": ("add.u32 %r1, %r0, 0f3F800000;", "0x3f800000 as u32"),
+        "a constant of 33 bits": ("mov.u32 %r1, 4294967296;", "4294967296 is out of range for u32"),
+        "a constant below": ("mov.s32 %r1, -2147483649;", "-2147483649 is out of range for s32"),
+        "a constant of 17 bits": ("add.u16 %h0, %h0, 65536;", "65536 is out of range for u16"),
+        "a negative one": ("mov.u16 %h0, -32769;", "-32769 is out of range for u16"),
+        "a byte": ("st.global.u8 [%q0], 256;", "256 is out of range for u8"),
+        "a predicate of 2": ("mov.pred %p0, 2;", "2 is out of range for pred"),
+        "a constant of 65 bits": ("mov.u64 %q0, 18446744073709551616;", "is out of range for u64"),
+        "an integer for a float": ("add.f32 %r1, %r0, 1;", "0x1 where f32"),
+        "an integer for a half": ("add.f16 %h1, %h0, 0x3C00;", "0x3c00 where f16"),
+        "a float for an integer": ("add.u32 %r1, %r0, 0f3F800000;", "0x3f800000 where u32"),
         "a decimal digit of octal": ("mov.u32 %r1, 08;", "no variable 08"),
         "a binary digit": ("mov.u32 %r1, 0b12;", "no variable 0b12"),
         "a small suffix": ("mov.u32 %r1, 12u;", "no variable 12u"),
@@ -98,9 +98,15 @@ def test_a_branch_by_what_is_no_register_of_32_bits(index):
         "a wide special": ("mov.u64 %q0, %tid.x;", "%tid.x has 32 bits, not u64"),
         "half a clock": ("mov.u32 %r1, %clock64;", "%clock64 has 64 bits, not u32"),
         "a special float": ("mov.f32 %r1, %tid.x;", "%tid.x has 32 bits, not f32"),
-        "a special operand": ("add.u32 %r1, %r0, %tid.x;", "%tid.x is read by mov and cvt alone"),
-        "a special address": ("ld.global.u32 %r1, [%clock64];", "%clock64 is read by mov and cvt"),
-        "a special that is stored": ("st.global.u32 [%q0], %laneid;", "%laneid is read by mov"),
+        "a special operand": ("add.u32 %r1, %r0, %tid.x;", "%tid.x is read only by mov and cvt"),
+        "a special address": (
+            "ld.global.u32 %r1, [%clock64];",
+            "%clock64 is read only by mov and cvt",
+        ),
+        "a special that is stored": (
+            "st.global.u32 [%q0], %laneid;",
+            "%laneid is read only by mov",
+        ),
         "a name twice": (".reg .b32 %r1;", "%r1 is declared twice"),
         "a label twice": ("here: mov.u32 %r1, 0; here:", "here is declared twice"),
         "a register that is not declared": ("add.u32 %r1, %r0, %r99;", "register %r99"),
@@ -109,8 +115,11 @@ def test_a_branch_by_what_is_no_register_of_32_bits(index):
         "a variable's address": ("ld.shared.u32 %r1, [nosuch+4];", "no variable nosuch"),
         "a constant as target": ("mov.u32 5, %r0;", "cannot be written"),
         "a double for a float": ("add.f32 %r1, %r0, 0d3FF0000000000000;", "no variable 0d3FF"),
-        "a label": ("bra nowhere;", "no label among .*nowhere"),
-        "a label of an inner scope": ("bra inside; { inside: }", "no label among .*inside"),
+        "a label": ("bra nowhere;", "a label among .*nowhere.* is not declared"),
+        "a label of an inner scope": (
+            "bra inside; { inside: }",
+            "a label among .*inside.* is not declared",
+        ),
         "a branch table": ("brx.idx %r1, nowhere;", "nowhere"),
         "a predicate": ("@nosuch ret;", "no predicate nosuch"),
         "registers beyond the limit": ("setmaxnreg.inc.sync.aligned.u32 264;", "264"),
@@ -196,7 +205,7 @@ def test_lanes_write_one_value_to_one_address(statement):
     """Which one stays is not defined, so different ones are refused (9.7.9.12)."""
     wrong = statement.format("%r1")
     refused(wrong, RaceError, "lanes 0 and (1|8|16) write different values to one address")
-    launched(f"{DECLARED} {statement.format(5)} ret;", [".param .u64 out"], [np.zeros(16, "u4")])
+    launch(f"{DECLARED} {statement.format(5)} ret;", [".param .u64 out"], [np.zeros(16, "u4")])
 
 
 @pytest.mark.parametrize("space", ["shared", "shared::cta"])
@@ -204,5 +213,5 @@ def test_lanes_write_one_value_to_one_address(statement):
 def test_an_address_of_another_block_is_none_of_the_own(space, opcode):
     statement = ".reg .b32 %x; mov.u32 %x, %cluster_ctarank; xor.b32 %x, %x, 1;"
     statement += f"mapa.shared::cluster.u32 %r2, %r0, %x; {opcode.format(space)}"
-    message = r"an address of block \d as one of the own block"
+    message = r"an address in block \d where the own block"
     refused(statement, EmulatorError, message, grid=2, cluster=2)

@@ -14,7 +14,7 @@ import pytest
 from ptx_emulator import isa
 from ptx_emulator.machine import Machine
 from ptx_emulator.parser import parse
-from ptx_emulator.ptx_runner import ptx, run
+from ptx_emulator.ptx_runner import module_text, run
 from ptx_emulator.scalar_cases import (
     CASES,
     LANES,
@@ -54,7 +54,7 @@ def outcomes(results, kinds, wide):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_lane_alone(case):
-    assert isa.TABLE[case.opcode].section == case.section
+    assert isa.OPCODES[case.opcode].section == case.section
     found = outcomes(case.results, case.kinds, case.wide)[case.opcode]
     for i, row in enumerate(operands(case.kinds, case.wide, 32 * BLOCKS)):
         raw = [x & 2 ** width(kind) - 1 for x, kind in zip(row, case.kinds)]
@@ -70,7 +70,7 @@ def test_one_lane_alone(case):
 
 
 def test_lop3_has_every_table():
-    assert isa.TABLE["lop3.b32"].section == LOGIC
+    assert isa.OPCODES["lop3.b32"].section == LOGIC
     rows = list(zip(*(drawn(32, i) for i in range(3))))
     body = "\n".join(f"lop3.b32 %d{i}, %a0, %a1, %a2, {i};" for i in range(256))
     found = run(body, [(32, column) for column in zip(*rows)], [32] * 256).results
@@ -84,7 +84,7 @@ def test_lop3_has_every_table():
 @pytest.mark.parametrize("whole, part", [(32, 16), (64, 32), (64, 16), (16, 8)])
 def test_mov_packs_and_unpacks(whole, part):
     """9.7.9.4; registers of 8 bits are declared, which mov may name."""
-    assert isa.TABLE[f"mov.b{whole}"].section == MOVE
+    assert isa.OPCODES[f"mov.b{whole}"].section == MOVE
     count = whole // part
     rows = [drawn(whole, i) for i in range(2)]
     declared = ", ".join(f"x{i}" for i in range(count))
@@ -149,10 +149,10 @@ def special_registers():
     for i, name in enumerate(SPECIAL):
         body += f"""mov.u32 n, {name}; mad.lo.u32 y, x, {len(SPECIAL)}, {i};
             mad.wide.u32 at, y, 4, base; st.global.u32 [at], n;"""
-    kernel = parse(ptx(body + "ret;", [".param .u64 out"]))
+    kernel = parse(module_text(body + "ret;", [".param .u64 out"]))
     machine = Machine(kernel, (4, 2, 1), (8, 4, 2), (2, 1, 1), dynamic_shared=48)
     shape = (8, 64, len(SPECIAL))
-    address = machine.memory.place(np.zeros(shape, np.uint32))
+    address = machine.memory.allocate(np.zeros(shape, np.uint32))
     machine.set_parameter(0, address)
     machine.launch()
     return machine.memory.read(address, shape, np.uint32)
@@ -179,7 +179,7 @@ def test_special_registers(name):
 def test_every_form_has_a_test():
     registered = {
         opcode
-        for opcode, definition in isa.TABLE.items()
+        for opcode, definition in isa.OPCODES.items()
         if definition.make.__module__ == "ptx_emulator.scalar"
     }
     assert registered == {case.opcode for case in CASES} | {"lop3.b32"}

@@ -7,7 +7,7 @@ import pytest
 from ptx_emulator import isa
 from ptx_emulator.errors import UnsupportedError
 from ptx_emulator.operand_layouts import declared
-from ptx_emulator.ptx_runner import HERE, fails, run
+from ptx_emulator.ptx_runner import HERE, assert_fails, run
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 
@@ -20,8 +20,12 @@ WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
         "wgmma.fence.sync.aligned;": ("sm_90a",),
         "setmaxnreg.dec.sync.aligned.u32 64;": ("sm_90a", "sm_100a", "sm_100f"),
         "tcgen05.fence::after_thread_sync;": ("sm_100a", "sm_100f"),
-        "add.f32x2 %far, %far, %far;": ("sm_100", "sm_100a", "sm_100f"),
-        "ld.global.v4.b64 {%far, %da, %db, %e}, [%m0];": ("sm_100", "sm_100a", "sm_100f"),
+        "add.f32x2 %address, %address, %address;": ("sm_100", "sm_100a", "sm_100f"),
+        "ld.global.v4.b64 {%address, %a_desc, %b_desc, %e}, [%m0];": (
+            "sm_100",
+            "sm_100a",
+            "sm_100f",
+        ),
         "fence.proxy.async;": ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f"),
     }.items(),
 )
@@ -32,14 +36,14 @@ def test_targets(statement, targets):
             run(body, arrays=[bytes(32)], target=target)
         else:
             message = f"needs a target among {', '.join(targets)}, not {target}"
-            fails(UnsupportedError, message, body, arrays=[bytes(32)], target=target)
+            assert_fails(UnsupportedError, message, body, arrays=[bytes(32)], target=target)
     for target in ("sm_80", "sm_120a"):
         with pytest.raises(UnsupportedError, match=f"the target {target} is not among"):
             run(body, arrays=[bytes(32)], target=target)
 
 
 def test_every_form_of_a_family_has_its_targets():
-    for opcode, definition in isa.TABLE.items():
+    for opcode, definition in isa.OPCODES.items():
         if opcode.startswith("wgmma"):
             wanted = {"sm_90a"}
         elif "kind::i8" in opcode:

@@ -25,7 +25,7 @@ from ptx_emulator.operand_layouts import (
     registers,
     uploaded,
 )
-from ptx_emulator.ptx_runner import HERE, fails, run
+from ptx_emulator.ptx_runner import HERE, assert_fails, run
 from ptx_emulator.test_tcgen05_operands import TESTED
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
@@ -79,24 +79,25 @@ def blackwell(pair, products, loads, *, size=2 * PART, columns=512, layouts=DENS
 
     Args:
       pair: whether of two blocks.
-      products: statements of one thread, with %da, %db and %tmem, without its predicate.
+      products: statements of one thread, with %a_desc, %b_desc and %tmem, without its predicate.
       loads: statements of all threads with the lanes of their warp at %tmem.
     """
     group = int(pair)
     all_ = (
         "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" if pair else "bar.sync 0;"
     )
-    text = f"""{declared(size)} {all_} @%leads {ALLOC[group]} [slot], {columns};
-        @%leads {RELINQUISH[group]}; bar.sync 0; ld.shared.b32 %tmem, [slot];
-        {f"mad.wide.u32 %far, %rank, {size}, %m0;" if pair else "mov.b64 %far, %m0;"}
-        .reg .b64 %own; mov.b64 %own, %far;
+    text = f"""{declared(size)} {all_} @%first_warp {ALLOC[group]} [slot], {columns};
+        @%first_warp {RELINQUISH[group]}; bar.sync 0; ld.shared.b32 %tmem, [slot];
+        {f"mad.wide.u32 %address, %rank, {size}, %m0;" if pair else "mov.b64 %address, %m0;"}
+        .reg .b64 %own; mov.b64 %own, %address;
         {uploaded(size).replace("%m0", "%own")} {all_}"""
-    for name, layout, begin in zip(("%da", "%db"), layouts, (0, PART)):
+    for name, layout, begin in zip(("%a_desc", "%b_desc"), layouts, (0, PART)):
         text += descriptor(name, begin + layout.begin, layout.bits("Blackwell"))
     issuer = "setp.eq.and.u32 %p, %rank, 0, %first; @!%p bra issued;"
     text += f"""{issuer} {products} issued: {waiting()} {AFTER};
         and.b32 %y, %warp, 3; shl.b32 %y, %y, 21; add.u32 %tmem, %tmem, %y; {loads}
-        {BEFORE}; {all_} ld.shared.b32 %tmem, [slot]; @%leads {DEALLOC[group]} %tmem, {columns};"""
+        {BEFORE}; {all_} ld.shared.b32 %tmem, [slot];
+        @%first_warp {DEALLOC[group]} %tmem, {columns};"""
     return text
 
 
@@ -112,12 +113,12 @@ def commit(pair, form=None):
 
 def load_columns(count, array=1):
     """Stores all columns of each thread's lane of tensor memory, eight at a time."""
-    text = f"""mad.lo.u32 %y, %block, 128, %me; mul.lo.u32 %y, %y, {4 * count};
-        cvt.u64.u32 %far, %y; add.u64 %far, %far, %m{array}; .reg .b32 %c<8>;"""
+    text = f"""mad.lo.u32 %y, %block, 128, %thread; mul.lo.u32 %y, %y, {4 * count};
+        cvt.u64.u32 %address, %y; add.u64 %address, %address, %m{array}; .reg .b32 %c<8>;"""
     for at in range(0, count, 8):
         text += f"""tcgen05.ld.sync.aligned.32x32b.x8.b32 {registers(8)}, [%tmem+{at}];
-            {LOADED}; st.global.v4.b32 [%far+{4 * at}], {{%c0, %c1, %c2, %c3}};
-            st.global.v4.b32 [%far+{4 * at + 16}], {{%c4, %c5, %c6, %c7}};"""
+            {LOADED}; st.global.v4.b32 [%address+{4 * at}], {{%c0, %c1, %c2, %c3}};
+            st.global.v4.b32 [%address+{4 * at + 16}], {{%c4, %c5, %c6, %c7}};"""
     return text
 
 
@@ -150,7 +151,7 @@ def tcgen05(
         images.append(image.tobytes())
     turned = [int(layout.major == "MN") for layout in layouts]
     code = instruction_descriptor(kind, a, b, 128 * blocks, columns, negate, turned)
-    mma = f"{MMA[kind, GROUPS[pair]]} [%tmem], %da, %db, {code:#x}, "
+    mma = f"{MMA[kind, GROUPS[pair]]} [%tmem], %a_desc, %b_desc, {code:#x}, "
     issue = issue or "MMA %no;"
     products = issue.replace("MMA ", mma) + commit(pair, form)
     arrays = [b"".join(images), bytes(512 * columns * blocks)]
@@ -163,7 +164,7 @@ def tcgen05(
 @pytest.mark.parametrize("opcode", [*MMA.values()])
 @pytest.mark.parametrize("which", range(4))
 def test_mma_of_every_kind_and_type(opcode, which):
-    assert isa.TABLE[opcode].section == TCGEN05
+    assert isa.OPCODES[opcode].section == TCGEN05
     (kind, group) = next(key for key, value in MMA.items() if value == opcode)
     a, b = list(itertools.product(CODES[kind], repeat=2))[which]
     columns = (32, 64, 160, 256)[which] if group == GROUPS[1] else (16, 48, 144, 256)[which]
@@ -214,7 +215,7 @@ def test_products_accumulate(schedule):
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
 def test_commits(opcode, schedule):
     """They arrive once at each barrier when all products before them are done."""
-    assert isa.TABLE[opcode].section == TCGEN05
+    assert isa.OPCODES[opcode].section == TCGEN05
     form = "multicast" if opcode in MULTI else "single"
     pair = opcode in (SINGLE[1], MULTI[1])
     issue = "MMA %no; MMA %yes; MMA %yes;"
@@ -240,7 +241,7 @@ def numbered():
     return image.tobytes()
 
 
-NUMBERED = f"""{MMA["i8", GROUPS[0]]} [%tmem], %da, %db,
+NUMBERED = f"""{MMA["i8", GROUPS[0]]} [%tmem], %a_desc, %b_desc,
     {instruction_descriptor("i8", "u8", "u8", 128, 256):#x}, %no; {commit(False)}"""
 
 
@@ -256,7 +257,7 @@ def place(shape, lane, i):
 @pytest.mark.parametrize("opcode", LOADS)
 def test_shapes_of_loads(opcode):
     """At several columns, and by the upper and the lower half of a warp's lanes."""
-    assert isa.TABLE[opcode].section == TCGEN05
+    assert isa.OPCODES[opcode].section == TCGEN05
     shape, repetitions = LOADS[opcode]
     count = repetitions * PER_REPETITION[shape]
     wide = repetitions * {"32x32b": 1, "16x128b": 4, "16x256b": 8}[shape]
@@ -265,10 +266,10 @@ def test_shapes_of_loads(opcode):
     text = f".reg .b32 %c<{count}>;"
     for part, (column, lane) in enumerate(cases):
         text += f"""{opcode} {registers(count)}, [%tmem+{column + (lane << 16)}]; {LOADED};
-            mad.lo.u32 %x, %me, {4 * count}, {part * 512 * count}; cvt.u64.u32 %far, %x;
-            add.u64 %far, %far, %m1;"""
+            mad.lo.u32 %x, %thread, {4 * count}, {part * 512 * count}; cvt.u64.u32 %address, %x;
+            add.u64 %address, %address, %m1;"""
         for i in range(count):
-            text += f"st.global.b32 [%far+{4 * i}], %c{i};"
+            text += f"st.global.b32 [%address+{4 * i}], %c{i};"
     arrays = [numbered(), bytes(512 * count * len(cases))]
     left = run(blackwell(False, NUMBERED, text), arrays=arrays, threads=128).arrays[1]
     found = np.frombuffer(left, np.uint32).reshape(len(cases), 4, 32, count)
@@ -323,7 +324,7 @@ IDESC = instruction_descriptor("i8", "u8", "u8", 128, 256)
 )
 def test_unknown_bits_of_the_instruction_descriptor(code, message):
     text = kernel(products=NUMBERED.replace(f"{IDESC:#x}", f"{code:#x}") + HERE)
-    fails(EmulatorError, message, text.replace(HERE, ""), **OPTIONS)
+    assert_fails(EmulatorError, message, text.replace(HERE, ""), **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -336,14 +337,14 @@ def test_unknown_bits_of_the_instruction_descriptor(code, message):
     ],
 )
 def test_unknown_bits_of_a_descriptor_of_tcgen05(bits, message):
-    products = f"or.b64 %da, %da, {bits:#x};" + NUMBERED
-    fails(EmulatorError, message, kernel(products=products), **OPTIONS)
+    products = f"or.b64 %a_desc, %a_desc, {bits:#x};" + NUMBERED
+    assert_fails(EmulatorError, message, kernel(products=products), **OPTIONS)
 
 
 def test_a_descriptor_without_its_version_is_a_warning():
-    text = kernel(products=f"xor.b64 %da, %da, {1 << 46:#x};" + NUMBERED)
+    text = kernel(products=f"xor.b64 %a_desc, %a_desc, {1 << 46:#x};" + NUMBERED)
     run(text, allowed=frozenset({"descriptor version"}), **OPTIONS)
-    fails(EmulatorError, "descriptor version: bits 46 to 48", text, **OPTIONS)
+    assert_fails(EmulatorError, "descriptor version: bits 46 to 48", text, **OPTIONS)
 
 
 LOAD32 = one_load(registers_="{%v0, %v1}", opcode="tcgen05.ld.sync.aligned.32x32b.x2.b32")
@@ -401,17 +402,19 @@ LOAD32 = one_load(registers_="{%v0, %v1}", opcode="tcgen05.ld.sync.aligned.32x32
     }.values(),
 )
 def test_hazards_of_loads(loads, error, message):
-    fails(error, message, kernel(loads), **OPTIONS)
+    assert_fails(error, message, kernel(loads), **OPTIONS)
 
 
 def test_moves_before_the_wait_are_a_warning():
-    moves = f"{LOAD32} mov.b64 %far, {{%v0, %v1}}; {LOADED}; cvt.u32.u64 %d0, %far;"
+    moves = f"{LOAD32} mov.b64 %address, {{%v0, %v1}}; {LOADED}; cvt.u32.u64 %d0, %address;"
     found = run(
         kernel(moves), results=[32], allowed=frozenset({"moved before wait::ld"}), **OPTIONS
     )
     assert found.results[0] == [256 * i for i in range(128)]
-    wrong = moves.replace("cvt.u32.u64 %d0, %far;", "").replace("};", f"}};{HERE}", 2)
-    fails(EmulatorError, "moved before wait::ld", kernel(wrong.replace(HERE, "", 1)), **OPTIONS)
+    wrong = moves.replace("cvt.u32.u64 %d0, %address;", "").replace("};", f"}};{HERE}", 2)
+    assert_fails(
+        EmulatorError, "moved before wait::ld", kernel(wrong.replace(HERE, "", 1)), **OPTIONS
+    )
 
 
 @pytest.mark.parametrize(
@@ -421,7 +424,7 @@ def test_moves_before_the_wait_are_a_warning():
         "a fence after": (f"{waiting()} {AFTER};", waiting(), RaceError, "tcgen05.fence::after"),
         "a commit": (commit(False), "", DeadlockError, "0 bytes are missing"),
         "tensor memory given back": (
-            f"@%leads {DEALLOC[0]} %tmem, 512;",
+            f"@%first_warp {DEALLOC[0]} %tmem, 512;",
             "",
             EmulatorError,
             r"exits with tensor memory \{0: \(512, 1\)\}",
@@ -434,19 +437,19 @@ def test_moves_before_the_wait_are_a_warning():
         ),
         "its beginning": (
             f"{DEALLOC[0]} %tmem, 512;",
-            f"add.u32 %tmem, %tmem, 32; @%leads {DEALLOC[0]} %tmem, 512;{HERE}",
+            f"add.u32 %tmem, %tmem, 32; @%first_warp {DEALLOC[0]} %tmem, 512;{HERE}",
             EmulatorError,
             "dealloc of 512 columns from 32",
         ),
         "once": (
-            f"@%leads {DEALLOC[0]} %tmem, 512;",
-            f"@%leads {DEALLOC[0]} %tmem, 512; @%leads {DEALLOC[0]} %tmem, 512;{HERE}",
+            f"@%first_warp {DEALLOC[0]} %tmem, 512;",
+            f"@%first_warp {DEALLOC[0]} %tmem, 512; @%first_warp {DEALLOC[0]} %tmem, 512;{HERE}",
             EmulatorError,
             r"dealloc of 512 columns from 0 on, for 1 blocks; allocated are \{\}",
         ),
         "an allocation before relinquishing": (
-            f"@%leads {RELINQUISH[0]};",
-            f"@%leads {RELINQUISH[0]}; @%leads {ALLOC[0]} [slot], 32;{HERE}",
+            f"@%first_warp {RELINQUISH[0]};",
+            f"@%first_warp {RELINQUISH[0]}; @%first_warp {ALLOC[0]} [slot], 32;{HERE}",
             EmulatorError,
             "an allocation after tcgen05.relinquish_alloc_permit",
         ),
@@ -457,10 +460,10 @@ def test_moves_before_the_wait_are_a_warning():
             "an allocation of 96 columns",
         ),
         "room": (
-            f"@%leads {RELINQUISH[0]};",
-            f"@%leads {ALLOC[0]} [slot], 32;{HERE}",
+            f"@%first_warp {RELINQUISH[0]};",
+            f"@%first_warp {ALLOC[0]} [slot], 32;{HERE}",
             DeadlockError,
-            r"waits for 32 columns of tensor memory beside \{0: \(512, 1\)\}",
+            r"waits for 32 columns of tensor memory; used are \{0: \(512, 1\)\}",
         ),
         "a fence of the proxies": (
             "fence.proxy.async.shared::cta;",
@@ -469,14 +472,14 @@ def test_moves_before_the_wait_are_a_warning():
             "wrote without a fence.proxy.async",
         ),
         "one cta_group": (
-            f"@%leads {RELINQUISH[0]};",
-            f"@%leads {RELINQUISH[1]};{HERE}",
+            f"@%first_warp {RELINQUISH[0]};",
+            f"@%first_warp {RELINQUISH[1]};{HERE}",
             UnsupportedError,
             "cta_group::2 in a kernel with cta_group::1",
         ),
         "one thread": (
             "@!%p bra issued;",
-            "@!%leads bra issued;",
+            "@!%first_warp bra issued;",
             EmulatorError,
             "tcgen05.mma by 32 lanes",
         ),
@@ -494,7 +497,7 @@ def test_moves_before_the_wait_are_a_warning():
         ),
         "bounds": (
             f"{MMA['i8', GROUPS[0]]} [%tmem]",
-            f"add.u64 %db, %db, {PART // 16}; {MMA['i8', GROUPS[0]]} [%tmem]",
+            f"add.u64 %b_desc, %b_desc, {PART // 16}; {MMA['i8', GROUPS[0]]} [%tmem]",
             EmulatorError,
             "tcgen05.mma of line .* are outside of its",
         ),
@@ -503,13 +506,13 @@ def test_moves_before_the_wait_are_a_warning():
 def test_hazards_of_tcgen05(old, new, error, message):
     text = kernel()
     assert old in text
-    fails(error, message, text.replace(old, new), **OPTIONS)
+    assert_fails(error, message, text.replace(old, new), **OPTIONS)
 
 
 def test_allocations_wait_for_room_and_say_where_they_are():
     """Columns are given in the order of their beginnings (9.7.16.7.1)."""
-    assert {isa.TABLE[x].section for x in (*ALLOC, *DEALLOC, *RELINQUISH)} == {TCGEN05}
-    text = declared(64) + "mov.u32 %y, slot; @!%leads bra second;"
+    assert {isa.OPCODES[x].section for x in (*ALLOC, *DEALLOC, *RELINQUISH)} == {TCGEN05}
+    text = declared(64) + "mov.u32 %y, slot; @!%first_warp bra second;"
     for i, count in enumerate((256, 32, 128, 64)):
         text += f"{ALLOC[0]} [%y], {count}; ld.shared.b32 %d{i}, [%y]; add.u32 %tmem, %d{i}, 0;"
     text += f"""bar.sync 1; {DEALLOC[0]} %d0, 256; {DEALLOC[0]} %d2, 128; {DEALLOC[0]} %d3, 64;
@@ -526,8 +529,8 @@ def test_allocations_wait_for_room_and_say_where_they_are():
 
 def test_a_pair_gives_back_what_it_took_as_a_pair():
     meet = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"
-    text = f"""{declared(64)} {meet} @%leads {ALLOC[1]} [slot], 64; bar.sync 0;
-        ld.shared.b32 %tmem, [slot]; {meet} @%leads {DEALLOC[1]} %tmem, 64;"""
+    text = f"""{declared(64)} {meet} @%first_warp {ALLOC[1]} [slot], 64; bar.sync 0;
+        ld.shared.b32 %tmem, [slot]; {meet} @%first_warp {DEALLOC[1]} %tmem, 64;"""
     run(text, threads=64, grid=2, cluster=2)
 
 
@@ -540,7 +543,7 @@ def test_an_accumulator_is_overwritten_when_it_has_been_loaded(missing):
     """9.7.16.6.4: loads, fence::before, a barrier, fence::after, products."""
     loads = f"{one_load()} {LOADED}; " + TWICE.replace("PRODUCT", NUMBERED).replace("bra", "bra", 1)
     text = kernel(loads.replace(missing, "", 1) if missing else loads)
-    assert {isa.TABLE[x].section for x in (BEFORE, AFTER, LOADED)} == {TCGEN05}
+    assert {isa.OPCODES[x].section for x in (BEFORE, AFTER, LOADED)} == {TCGEN05}
     if not missing:
         for schedule in ("eager", "late", "random"):
             run(text, schedule=schedule, **OPTIONS)
@@ -550,13 +553,13 @@ def test_an_accumulator_is_overwritten_when_it_has_been_loaded(missing):
             run(text, schedule="eager", **OPTIONS)
     else:
         message = "writes an accumulator .*nothing orders it after the tcgen05.ld of warp"
-        fails(RaceError, message, text, schedule="eager", **OPTIONS)
+        assert_fails(RaceError, message, text, schedule="eager", **OPTIONS)
 
 
 def test_operands_stay_until_the_products_are_done():
     early = NUMBERED + f"st.shared.u32 [%memory], 0;{HERE}"
     message = "overwrites what is read from .* the tensor core"
-    fails(RaceError, message, kernel(products=early), **OPTIONS)
+    assert_fails(RaceError, message, kernel(products=early), **OPTIONS)
     late = f"{one_load()} {LOADED}; @%first st.shared.u32 [%memory], 0;"
     run(kernel(late), **OPTIONS)
 
@@ -567,17 +570,17 @@ def test_a_pair_multiplies_by_its_first_block():
         run(kernel(products=NUMBERED.replace(commit(False), f"{MULTI[0]} [%bar], 2;")), **OPTIONS)
     options = dict(arrays=[numbered() * 2], threads=128, grid=2, cluster=2)
     code = instruction_descriptor("i8", "u8", "u8", 256, 256)
-    products = f"{MMA['i8', GROUPS[1]]} [%tmem], %da, %db, {code:#x}, %no;{commit(True)}"
+    products = f"{MMA['i8', GROUPS[1]]} [%tmem], %a_desc, %b_desc, {code:#x}, %no;{commit(True)}"
     text = blackwell(True, products, "")
     run(text, **options)
     wrong = text.replace("setp.eq.and.u32 %p, %rank, 0", "setp.eq.and.u32 %p, %rank, 1")
-    fails(EmulatorError, "tcgen05.mma for two blocks by the second one", wrong, **options)
+    assert_fails(EmulatorError, "tcgen05.mma for two blocks by the second one", wrong, **options)
 
 
 def test_every_form_has_a_test():
     registered = {
         opcode
-        for opcode, definition in isa.TABLE.items()
+        for opcode, definition in isa.OPCODES.items()
         if definition.make.__module__ == "ptx_emulator.tcgen05"
     }
     tested = {*MMA.values(), *LOADS, BEFORE, AFTER, LOADED}

@@ -9,7 +9,7 @@ import pytest
 
 from ptx_emulator import isa
 from ptx_emulator.errors import EmulatorError, RaceError
-from ptx_emulator.ptx_runner import HERE, fails, run
+from ptx_emulator.ptx_runner import HERE, assert_fails, run
 
 SECTION = "9.7.16 tcgen05"
 
@@ -29,17 +29,17 @@ FORMS = [
     if registers * count <= 128
 ]
 
-ALLOCATED = """.reg .b32 %bar, %memory, %tmem, %x, %y; .reg .b64 %of_a, %of_b, %far;
+ALLOCATED = """.reg .b32 %bar, %memory, %tmem, %x, %y; .reg .b64 %a_desc, %b_desc, %address;
     .reg .pred %p, %first;
     .shared .align 1024 .b8 memory[8192]; .shared .align 8 .b64 bar[1]; .shared .b32 tmem;
-    mov.u32 %bar, bar; mov.u32 %memory, memory; setp.eq.u32 %first, %me, 0;
-    setp.ge.u32 %p, %me, 32; @%p bra allocated;
+    mov.u32 %bar, bar; mov.u32 %memory, memory; setp.eq.u32 %first, %thread, 0;
+    setp.ge.u32 %p, %thread, 32; @%p bra allocated;
     mov.u32 %tmem, tmem;
     tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%tmem], 512;
     @%first mbarrier.init.shared::cta.b64 [%bar], 1; fence.mbarrier_init.release.cluster;
     allocated: bar.sync 0; ld.shared.u32 %tmem, [tmem];
 """
-FREED = """bar.sync 0; setp.ge.u32 %p, %me, 32; @%p bra freed;
+FREED = """bar.sync 0; setp.ge.u32 %p, %thread, 32; @%p bra freed;
     tcgen05.dealloc.cta_group::1.sync.aligned.b32 %tmem, 512; freed:
 """
 
@@ -59,7 +59,9 @@ def test_store_puts_registers_where_the_isa_says(form, count, place):
     """9.7.16.8.4: read back with 32x32b; the rest stays as it was."""
     opcode = f"tcgen05.st.sync.aligned.{form}.b32"
     assert (
-        isa.TABLE[opcode].section == isa.TABLE["tcgen05.wait::st.sync.aligned"].section == SECTION
+        isa.OPCODES[opcode].section
+        == isa.OPCODES["tcgen05.wait::st.sync.aligned"].section
+        == SECTION
     )
     further = f", {FURTHER}" if "x2." in form else ""
     values = "".join(f"mad.lo.u32 %v{i}, %lane, 1000, {i};" for i in range(count))
@@ -84,7 +86,7 @@ LOADS = [(form, count, place) for form, count, place in FORMS if form.startswith
 def test_load_of_two_halves(form, count, place):
     """9.7.16.8.3: every word holds its row and column."""
     opcode = f"tcgen05.ld.sync.aligned.{form}.b32"
-    assert isa.TABLE[opcode].section == SECTION
+    assert isa.OPCODES[opcode].section == SECTION
     values = "".join(f"mad.lo.u32 %v{i}, %lane, 1000, {i};" for i in range(128))
     more = "".join(f"add.u32 %v{i}, %v{i}, 128;" for i in range(128))
     body = f"""{ALLOCATED} .reg .b32 %v<128>; {values} add.u32 %x, %tmem, 128;
@@ -131,21 +133,21 @@ def multiply(name, rows, *, in_tensor_memory, fence="fence.proxy.async.shared::c
         "after": "tcgen05.fence::after_thread_sync;",
     } | changes
     product = f"tcgen05.mma.cta_group::1.kind::{kind} [%tmem], "
-    product += f"{'[%x]' if in_tensor_memory else '%of_a'}, %of_b, {descriptor}, %p;"
-    words = "".join(f"ld.global.u32 %v{i}, [%far+{4 * i}];" for i in range(8))
+    product += f"{'[%x]' if in_tensor_memory else '%a_desc'}, %b_desc, {descriptor}, %p;"
+    words = "".join(f"ld.global.u32 %v{i}, [%address+{4 * i}];" for i in range(8))
     copies = "".join(f"st.shared.u32 [%y+{4 * i}], %v{i};" for i in range(8))
     body = f"""{ALLOCATED} .reg .b32 %v<8>; .reg .b64 %two;
-        mad.wide.u32 %far, %me, 32, %m1; {words}
-        shr.u32 %y, %me, 3; mad.lo.u32 %y, %me, 32, %memory; setp.ge.u32 %p, %me, {N};
+        mad.wide.u32 %address, %thread, 32, %m1; {words}
+        shr.u32 %y, %thread, 3; mad.lo.u32 %y, %thread, 32, %memory; setp.ge.u32 %p, %thread, {N};
         @%p bra stored; {copies} stored:
-        mad.wide.u32 %far, %me, 32, %m0; {words}
-        mad.lo.u32 %y, %me, 32, %memory; add.u32 %y, %y, 1024; setp.ge.u32 %p, %me, {rows};
+        mad.wide.u32 %address, %thread, 32, %m0; {words}
+        mad.lo.u32 %y, %thread, 32, %memory; add.u32 %y, %y, 1024; setp.ge.u32 %p, %thread, {rows};
         @%p bra copied; {copies} copied: {fence}
         shl.b32 %x, %warp, 21; add.u32 %x, %x, %tmem; add.u32 %x, %x, 64;
         {change["store"] if in_tensor_memory else ""} {change["wait"] if in_tensor_memory else ""}
         {change["before"]} bar.sync 0; {change["after"]}
-        shr.u32 %y, %memory, 4; cvt.u64.u32 %of_b, %y; or.b64 %of_b, %of_b, {layout};
-        add.u64 %of_a, %of_b, {1024 >> 4}; add.u32 %x, %tmem, 64; setp.ne.u32 %p, 0, 0;
+        shr.u32 %y, %memory, 4; cvt.u64.u32 %b_desc, %y; or.b64 %b_desc, %b_desc, {layout};
+        add.u64 %a_desc, %b_desc, {1024 >> 4}; add.u32 %x, %tmem, 64; setp.ne.u32 %p, 0, 0;
         @%first {product}{HERE}
         @%first tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%bar];
         wait: mbarrier.try_wait.parity.shared::cta.b64 %p, [%bar], 0; @!%p bra wait;
@@ -172,7 +174,7 @@ def multiplied(name, rows, **options):
 @pytest.mark.parametrize("name", KINDS)
 def test_first_operand_in_tensor_memory(name, schedule):
     """9.7.16.10.5: rows are lanes, K is packed into columns."""
-    assert isa.TABLE[f"tcgen05.mma.cta_group::1.kind::{KINDS[name][0]}"].section == SECTION
+    assert isa.OPCODES[f"tcgen05.mma.cta_group::1.kind::{KINDS[name][0]}"].section == SECTION
     found, expected = multiplied(name, 128, in_tensor_memory=True, schedule=schedule)
     assert (found == expected).all()
 
@@ -212,7 +214,7 @@ def test_what_orders_a_store_and_a_product():
         (dict(after=""), "nothing orders it after the tcgen05.st of warp 0"),
     ):
         body, arrays, _ = multiply("f16", 128, **options, **change)
-        fails(
+        assert_fails(
             RaceError,
             message,
             body.replace("%d", "%e").replace(
@@ -241,15 +243,15 @@ def test_stores_that_are_not_waited_for():
         (f"{load} {store}{HERE} {stored} {loaded}", RaceError, "without a tcgen05.wait::ld"),
         (store, EmulatorError, "exits before tcgen05.wait::st"),
     ):
-        fails(error, message, body.replace("{}", text))
+        assert_fails(error, message, body.replace("{}", text))
 
 
 def test_warps_of_one_quarter_share_lanes():
     """The fifth warp has the lanes of the first."""
-    body = f"""{ALLOCATED} mov.u32 %x, %me; setp.ge.u32 %p, %me, 32; @%p bra first;
+    body = f"""{ALLOCATED} mov.u32 %x, %thread; setp.ge.u32 %p, %thread, 32; @%p bra first;
         tcgen05.st.sync.aligned.32x32b.x1.b32 [%tmem], {{%x}}; tcgen05.wait::st.sync.aligned;
         tcgen05.fence::before_thread_sync; first: BARRIER
-        tcgen05.fence::after_thread_sync; setp.lt.u32 %p, %me, 128; @%p bra end;
+        tcgen05.fence::after_thread_sync; setp.lt.u32 %p, %thread, 128; @%p bra end;
         tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%y}}, [%tmem];{HERE}
         tcgen05.wait::ld.sync.aligned; end: {FREED}"""
     found = run(
@@ -260,22 +262,24 @@ def test_warps_of_one_quarter_share_lanes():
     assert found[0][128:] == list(range(32))
     slow = "add.u32 %y, %y, 1;" * 500
     message = "nothing orders it after the tcgen05.st of warp 0"
-    fails(RaceError, message, body.replace("BARRIER", slow), threads=160, schedule="eager")
+    assert_fails(RaceError, message, body.replace("BARRIER", slow), threads=160, schedule="eager")
 
 
 def test_a_loaded_register_is_used_before_the_wait():
     """An error, unless it is allowed by name; then tensor memory is read until the wait."""
-    body = f"""{ALLOCATED} mov.u32 %x, %me;
+    body = f"""{ALLOCATED} mov.u32 %x, %thread;
         tcgen05.st.sync.aligned.32x32b.x1.b32 [%tmem], {{%x}}; tcgen05.wait::st.sync.aligned;
         tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%y}}, [%tmem];
         add.u32 %x, %y, 1;{HERE} {{}} tcgen05.wait::ld.sync.aligned; {FREED}"""
     allowed = frozenset({"used before wait::ld"})
-    fails(EmulatorError, "a register is used before tcgen05.wait::ld", body.replace("{}", ""))
+    assert_fails(
+        EmulatorError, "a register is used before tcgen05.wait::ld", body.replace("{}", "")
+    )
     found = run(body.replace("{}", "") + "mov.u32 %d0, %x;", results=[32], allowed=allowed)
     assert found.results == [list(range(1, 33))]
     store = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%tmem], {%x};"
     later = body.replace(HERE, "").replace("{}", store)
-    fails(RaceError, "without a tcgen05.wait::ld", later, allowed=allowed)
+    assert_fails(RaceError, "without a tcgen05.wait::ld", later, allowed=allowed)
 
 
 # What another test of the emulator's tensor cores need not test again.
@@ -287,4 +291,4 @@ TESTED = {
 
 
 def test_every_form_of_a_store_has_a_test():
-    assert {x for x in isa.TABLE if x.startswith("tcgen05.st.")} <= TESTED
+    assert {x for x in isa.OPCODES if x.startswith("tcgen05.st.")} <= TESTED

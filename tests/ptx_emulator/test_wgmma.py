@@ -22,7 +22,7 @@ from ptx_emulator.operand_layouts import (
     registers,
     uploaded,
 )
-from ptx_emulator.ptx_runner import HERE, fails, run
+from ptx_emulator.ptx_runner import HERE, assert_fails, run
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 
@@ -47,10 +47,12 @@ FENCE, COMMIT, WAIT = (f"wgmma.{x}.sync.aligned" for x in ("fence", "commit_grou
 
 def fragments(array, part, count):
     """Stores %c0, %c1, ... of every thread to this part of an array."""
-    text = f"mad.lo.u32 %x, %me, {4 * count}, {part * 512 * count};"
-    text += f"cvt.u64.u32 %far, %x; add.u64 %far, %far, %m{array};"
+    text = f"mad.lo.u32 %x, %thread, {4 * count}, {part * 512 * count};"
+    text += f"cvt.u64.u32 %address, %x; add.u64 %address, %address, %m{array};"
     for i in range(0, count, 4):
-        text += f"st.global.v4.b32 [%far+{4 * i}], {{%c{i}, %c{i + 1}, %c{i + 2}, %c{i + 3}}};\n"
+        text += (
+            f"st.global.v4.b32 [%address+{4 * i}], {{%c{i}, %c{i + 1}, %c{i + 2}, %c{i + 3}}};\n"
+        )
     return text
 
 
@@ -84,9 +86,9 @@ def products(columns):
     count = columns // 2
     text = declared(len(image)) + f".reg .b32 %c<{count}>; {uploaded(len(image))} {FENCE};"
     for part, (depth, a, b) in enumerate(types_of(columns)):
-        text += descriptor("%da", begin[a][0], Layout().bits("Hopper"))
-        text += descriptor("%db", begin[b][1], Layout().bits("Hopper"))
-        text += f"""{opcode_of(columns, depth, a, b)} {registers(count)}, %da, %db, %no
+        text += descriptor("%a_desc", begin[a][0], Layout().bits("Hopper"))
+        text += descriptor("%b_desc", begin[b][1], Layout().bits("Hopper"))
+        text += f"""{opcode_of(columns, depth, a, b)} {registers(count)}, %a_desc, %b_desc, %no
             {flags(depth, a)}; {COMMIT}; {WAIT} 0; {fragments(1, part, count)}"""
     room = bytes(512 * count * len(types_of(columns)))
     arrays = [padded(image), room]
@@ -102,14 +104,14 @@ def products(columns):
 
 @pytest.mark.parametrize("opcode", PRODUCTS)
 def test_wgmma_of_every_width_and_type(opcode):
-    assert isa.TABLE[opcode].section == WGMMA
+    assert isa.OPCODES[opcode].section == WGMMA
     columns, *types = PRODUCTS[opcode]
     found, wanted = products(columns)[tuple(types)]
     np.testing.assert_array_equal(found, wanted)
 
 
 def multiplied(opcode, layouts, images, statements, *, more="", **options):
-    """Statements on %da and %db with the products of two operands; the accumulators."""
+    """Statements on %a_desc and %b_desc with the products of two operands; the accumulators."""
     columns, _, a, b = PRODUCTS[opcode]
     image, count = np.zeros(2 * PART, np.uint8), columns // 2
     for layout, raw, begin, kind in zip(layouts, images, (0, PART), (a, b)):
@@ -117,7 +119,7 @@ def multiplied(opcode, layouts, images, statements, *, more="", **options):
         layout.put(part, raw, SIZES[kind])
         image[begin : begin + PART] = part
     text = declared(len(image)) + f".reg .b32 %c<{count}>; {uploaded(len(image))} {FENCE};"
-    for name, layout, begin in zip(("%da", "%db"), layouts, (0, PART)):
+    for name, layout, begin in zip(("%a_desc", "%b_desc"), layouts, (0, PART)):
         text += descriptor(name, begin + layout.begin, layout.bits("Hopper"))
     text += f"{statements} {COMMIT}; {WAIT} 0; {fragments(1, 0, count)}"
     arrays = [padded(image), bytes(512 * count)]
@@ -132,7 +134,7 @@ def test_layouts_of_wgmma(first, second):
     opcode = opcode_of(72, 16, "bf16", "bf16")
     (raw_a, a), (raw_b, b) = (drawn("bf16", (rows, 16), i) for i, rows in enumerate((64, 72)))
     turned = f"{int(first.major == 'MN')}, {int(second.major == 'MN')}"
-    statement = f"{opcode} {registers(36)}, %da, %db, %no, 1, 1, {turned};"
+    statement = f"{opcode} {registers(36)}, %a_desc, %b_desc, %no, 1, 1, {turned};"
     found = multiplied(opcode, (first, second), (raw_a, raw_b), statement)
     np.testing.assert_array_equal(found, a @ b.T)
 
@@ -142,7 +144,7 @@ def test_layouts_of_wgmma(first, second):
 def test_layouts_of_bytes(kind, swizzle):
     opcode = opcode_of(48, 32, kind, kind)
     (raw_a, a), (raw_b, b) = (drawn(kind, (rows, 32), i) for i, rows in enumerate((64, 48)))
-    statement = f"{opcode} {registers(24)}, %da, %db, %no {flags(32, kind)};"
+    statement = f"{opcode} {registers(24)}, %a_desc, %b_desc, %no {flags(32, kind)};"
     layouts = Layout("K", swizzle), Layout("K", swizzle, stride=16 * swizzle)
     np.testing.assert_array_equal(multiplied(opcode, layouts, (raw_a, raw_b), statement), a @ b.T)
 
@@ -156,7 +158,7 @@ def test_wgmma_accumulates_with_signs(kind, depth):
     statements, total = "", 0
     for i, (one, two) in enumerate(signs):
         predicate = "%no" if i in (0, 2) else "%yes" if i % 2 else "1"
-        statements += f"{opcode} {registers(8)}, %da, %db, {predicate}"
+        statements += f"{opcode} {registers(8)}, %a_desc, %b_desc, {predicate}"
         statements += f"{flags(depth, kind, f'{one}, {two}')};"
         total = (0 if i in (0, 2) else total) + (1 if kind == "u8" else one * two)
     found = multiplied(opcode, (Layout(), Layout()), (raw_a, raw_b), statements)
@@ -169,29 +171,30 @@ SMALL = opcode_of(8, 32, "s8", "s8")
 def hopper(statements, fence="fence.proxy.async;", size=4096, fenced=True):
     """Products of 64 and 8 rows of ones: 32 everywhere."""
     return f"""{declared(size)} .reg .b32 %c<4>, %e<4>; {uploaded(4096, fence=fence)}
-        {descriptor("%da", 0, Layout().bits("Hopper"))}
-        {descriptor("%db", 2048, Layout().bits("Hopper"))} {f"{FENCE};" * fenced} {statements}"""
+        {descriptor("%a_desc", 0, Layout().bits("Hopper"))}
+        {descriptor("%b_desc", 2048, Layout().bits("Hopper"))}
+        {f"{FENCE};" * fenced} {statements}"""
 
 
-ONE = f"{SMALL} {{%c0, %c1, %c2, %c3}}, %da, %db, %no;"
+ONE = f"{SMALL} {{%c0, %c1, %c2, %c3}}, %a_desc, %b_desc, %no;"
 TWO = ONE.replace("%c", "%e")
 ONES = dict(arrays=[b"\1" * 4096], threads=128, target="sm_90a")
 
 
 def test_groups_of_wgmma():
     """9.7.15.7: wait_group n leaves the last n groups; their registers may not be touched."""
-    assert {isa.TABLE[x].section for x in (FENCE, COMMIT, WAIT)} == {WGMMA}
+    assert {isa.OPCODES[x].section for x in (FENCE, COMMIT, WAIT)} == {WGMMA}
     text = hopper(f"{ONE} {COMMIT}; {TWO} {COMMIT}; {WAIT} 1; {{}}")
     first, second = (f"mov.u32 %x, {x};{HERE}" for x in ("%c2", "%e2"))
     right = text.replace("{}", f"{first} mov.u32 %d0, %x; {WAIT} 0; mov.u32 %d1, %e3;")
     assert run(right, results=[32, 32], **ONES).results == [[32] * 128] * 2
     message = "a register is used before wgmma.wait_group"
-    fails(EmulatorError, message, text.replace("{}", f"{second} {WAIT} 0;"), **ONES)
-    fails(EmulatorError, message, text.replace("{}", f"mov.u32 %e1, 0;{HERE}"), **ONES)
+    assert_fails(EmulatorError, message, text.replace("{}", f"{second} {WAIT} 0;"), **ONES)
+    assert_fails(EmulatorError, message, text.replace("{}", f"mov.u32 %e1, 0;{HERE}"), **ONES)
     # What was not committed is in no group.
     text = hopper(f"{ONE} {WAIT} 0; {{}} {COMMIT}; {WAIT} 0;")
     run(text.replace("{}", ""), **ONES)
-    fails(EmulatorError, message, text.replace("{}", first), **ONES)
+    assert_fails(EmulatorError, message, text.replace("{}", first), **ONES)
 
 
 def test_products_to_the_same_accumulators_need_no_wait_between_them():
@@ -218,7 +221,8 @@ def test_products_to_the_same_accumulators_need_no_wait_between_them():
             hopper(f"{ONE} {COMMIT}; st.shared.u32 [%memory], 0;{HERE} {WAIT} 0;"),
             hopper(f"{ONE} {COMMIT}; {WAIT} 0; bar.sync 0; @%first st.shared.u32 [%memory], 0;"),
             RaceError,
-            "overwrites what is read from .*wgmma of block 0, warp 0 to 3 more|different values",
+            "overwrites what is read from .*wgmma of block 0, warp 0 and the 3 warps after it"
+            "|different values",
         ),
         "an exit": (
             hopper(f"{ONE} {COMMIT};"),
@@ -227,7 +231,7 @@ def test_products_to_the_same_accumulators_need_no_wait_between_them():
             "exits before wgmma.wait_group",
         ),
         "a part of the warpgroup": (
-            hopper(f"@%leads bra end; {ONE} end: {COMMIT}; {WAIT} 0;{HERE}"),
+            hopper(f"@%first_warp bra end; {ONE} end: {COMMIT}; {WAIT} 0;{HERE}"),
             hopper(f"bra end; end: {ONE} {COMMIT}; {WAIT} 0;"),
             DeadlockError,
             "waits for wgmma of the other warps of the warpgroup",
@@ -239,8 +243,8 @@ def test_products_to_the_same_accumulators_need_no_wait_between_them():
             "without all lanes",
         ),
         "bounds": (
-            hopper(f"add.u64 %db, %db, {4096 // 16}; {ONE}{HERE}"),
-            hopper(f"add.u64 %db, %db, {1792 // 16}; {ONE} {COMMIT}; {WAIT} 0;"),
+            hopper(f"add.u64 %b_desc, %b_desc, {4096 // 16}; {ONE}{HERE}"),
+            hopper(f"add.u64 %b_desc, %b_desc, {1792 // 16}; {ONE} {COMMIT}; {WAIT} 0;"),
             EmulatorError,
             "outside of its",
         ),
@@ -248,7 +252,7 @@ def test_products_to_the_same_accumulators_need_no_wait_between_them():
 )
 def test_hazards_of_wgmma(wrong, right, error, message):
     run(right, **ONES)
-    fails(error, message, wrong, **ONES)
+    assert_fails(error, message, wrong, **ONES)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +263,9 @@ def test_hazards_of_wgmma(wrong, right, error, message):
     ],
 )
 def test_unknown_bits_of_a_descriptor_of_wgmma(bits, message):
-    fails(EmulatorError, message, hopper(f"or.b64 %da, %da, {bits:#x}; {ONE}{HERE}"), **ONES)
+    assert_fails(
+        EmulatorError, message, hopper(f"or.b64 %a_desc, %a_desc, {bits:#x}; {ONE}{HERE}"), **ONES
+    )
 
 
 @pytest.mark.parametrize("swizzle", [32, 64, 128])
@@ -267,16 +273,17 @@ def test_a_swizzled_operand_begins_in_the_first_row_of_its_pattern(swizzle):
     """Otherwise it needs a base offset, which is not known."""
     code = {128: 1, 64: 2, 32: 3}[swizzle] << 62 | (8 * swizzle >> 4) << 32
     text = hopper(
-        f"{descriptor('%db', 0, code)} {descriptor('%da', 8192, code)} {{}} {ONE}{HERE} {COMMIT};"
+        f"{descriptor('%b_desc', 0, code)} {descriptor('%a_desc', 8192, code)} "
+        f"{{}} {ONE}{HERE} {COMMIT};"
         f"{WAIT} 0;",
         size=16384 + 1024,
     )
-    run(text.replace("{}", f"add.u64 %db, %db, {8 * swizzle // 16};"), **ONES)
-    wrong = text.replace("{}", f"add.u64 %db, %db, {swizzle // 16};")
-    fails(UnsupportedError, "not in the first row", wrong, **ONES)
+    run(text.replace("{}", f"add.u64 %b_desc, %b_desc, {8 * swizzle // 16};"), **ONES)
+    wrong = text.replace("{}", f"add.u64 %b_desc, %b_desc, {swizzle // 16};")
+    assert_fails(UnsupportedError, "not in the first row", wrong, **ONES)
     if swizzle < 128:
-        half = text.replace("{}", f"add.u64 %db, %db, {(swizzle - 16) // 16};")
-        fails(EmulatorError, "columns of K leave the swizzled row", half, **ONES)
+        half = text.replace("{}", f"add.u64 %b_desc, %b_desc, {(swizzle - 16) // 16};")
+        assert_fails(EmulatorError, "columns of K leave the swizzled row", half, **ONES)
 
 
 F32 = opcode_of(8, 32, "e4m3", "e4m3")
@@ -286,32 +293,40 @@ BF16 = opcode_of(8, 16, "bf16", "bf16")
 @pytest.mark.parametrize(
     "statement, message",
     {
-        f"{F32} {{%c0, %c1, %c2, %c3}}, %da, %db, %no, 0, 1;": "signs and transpositions",
-        f"{F32} {{%c0, %c1, %c2, %c3}}, %da, %db, %no;": "signs and transpositions",
-        f"{F32} {{%c0, %c1, %c2, %c3}}, %da, %db, %no, 1, 1, 0, 0;": "signs and transpositions",
-        f"{BF16} {{%c0, %c1, %c2, %c3}}, %da, %db, %no, 1, 1;": "signs and transpositions",
-        f"{BF16} {{%c0, %c1, %c2, %c3}}, %da, %db, %no, 1, 1, 2, 0;": "signs and transpositions",
-        f"{SMALL} {{%c0, %c1, %c2, %c3}}, %da, %db, %no, 1, 1;": "signs and transpositions",
-        f"{SMALL} {{%c0, %c1, %c2}}, %da, %db, %no;": "4 accumulators are expected",
-        f"{SMALL} {{%c0, %c1, %c2, %c2}}, %da, %db, %no;": "4 accumulators are expected",
-        f"{SMALL} {{%c0, %c1, %c2, %far}}, %da, %db, %no;": "64 bits where b32",
-        f"{SMALL} {{%c0, %c1, %c2, %c3}}, {{%e0, %e1, %e2, %e3}}, %db, %no;": "in registers",
-        f"{SMALL} {{%c0, %c1, %c2, %c3}}, %x, %db, %no;": "32 bits where b64",
-        f"{SMALL.replace('n8', 'n40')} {{%c0}}, %da, %db, %no;": "not among the known",
-        f"{SMALL.replace('s32', 's32.satfinite')} {{%c0}}, %da, %db, %no;": "not among the known",
-        f"{BF16.replace('f32', 'f16')} {{%c0}}, %da, %db, %no, 1, 1, 0, 0;": "not among the known",
-        f"{WAIT} -1;": "all but -1",
-        f"{WAIT} %x;": "no integer constant",
+        f"{F32} {{%c0, %c1, %c2, %c3}}, %a_desc, %b_desc, %no, 0, 1;": "signs and transpositions",
+        f"{F32} {{%c0, %c1, %c2, %c3}}, %a_desc, %b_desc, %no;": "signs and transpositions",
+        f"{F32} {{%c0, %c1, %c2, %c3}}, %a_desc, %b_desc, %no, 1, 1, 0, 0;": (
+            "signs and transpositions"
+        ),
+        f"{BF16} {{%c0, %c1, %c2, %c3}}, %a_desc, %b_desc, %no, 1, 1;": "signs and transpositions",
+        f"{BF16} {{%c0, %c1, %c2, %c3}}, %a_desc, %b_desc, %no, 1, 1, 2, 0;": (
+            "signs and transpositions"
+        ),
+        f"{SMALL} {{%c0, %c1, %c2, %c3}}, %a_desc, %b_desc, %no, 1, 1;": "signs and transpositions",
+        f"{SMALL} {{%c0, %c1, %c2}}, %a_desc, %b_desc, %no;": "4 different accumulators",
+        f"{SMALL} {{%c0, %c1, %c2, %c2}}, %a_desc, %b_desc, %no;": "4 different accumulators",
+        f"{SMALL} {{%c0, %c1, %c2, %address}}, %a_desc, %b_desc, %no;": "64 bits where b32",
+        f"{SMALL} {{%c0, %c1, %c2, %c3}}, {{%e0, %e1, %e2, %e3}}, %b_desc, %no;": "in registers",
+        f"{SMALL} {{%c0, %c1, %c2, %c3}}, %x, %b_desc, %no;": "32 bits where b64",
+        f"{SMALL.replace('n8', 'n40')} {{%c0}}, %a_desc, %b_desc, %no;": "not among the known",
+        f"{SMALL.replace('s32', 's32.satfinite')} {{%c0}}, %a_desc, %b_desc, %no;": (
+            "not among the known"
+        ),
+        f"{BF16.replace('f32', 'f16')} {{%c0}}, %a_desc, %b_desc, %no, 1, 1, 0, 0;": (
+            "not among the known"
+        ),
+        f"{WAIT} -1;": "all groups but the last -1",
+        f"{WAIT} %x;": "not an integer constant",
     }.items(),
 )
 def test_forms_of_wgmma_that_are_not_known(statement, message):
-    fails(UnsupportedError, message, hopper(statement + HERE), **ONES)
+    assert_fails(UnsupportedError, message, hopper(statement + HERE), **ONES)
 
 
 def test_every_form_has_a_test():
     registered = {
         opcode
-        for opcode, definition in isa.TABLE.items()
+        for opcode, definition in isa.OPCODES.items()
         if definition.make.__module__ == "ptx_emulator.wgmma"
     }
     assert registered == {*PRODUCTS, FENCE, COMMIT, WAIT}
