@@ -234,7 +234,7 @@ class RegisterTile:
 
         Otherwise the compiler converts values that stay in registers during a loop to float32
         before the loop, which takes twice the registers. `lax.optimization_barrier` mixes up
-        vectors of more than 4 bytes (jax 0.11.2).
+        vectors of more than 4 bytes (docs/upstream.md).
         """
 
         @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=self._group_of(group.dtype))
