@@ -77,7 +77,7 @@ def test_images_are_left_to_the_CUDA_kernel_where_it_serves(dtype, monkeypatch):
     if dtype != "int8":
         assert explain(images, b200).chosen == "mosaic_sm100"
     row = next(row for row in explain(images, h200) if row.backend == "mosaic_sm90")
-    assert row.serves and "cuda is up to 15% faster" in row.reason
+    assert row.serves and "cuda is 1 to 19% faster" in row.reason
     monkeypatch.setattr(cuda, "plan", refuses)
     assert explain(images, h200).chosen == "mosaic_sm90"
     assert not next(row for row in explain(images, h200) if row.backend == "mosaic_sm90").reason
