@@ -15,14 +15,9 @@ from pallas_patch_embed.embed.embedder import (
     checkpoint_hash,
     find_checkpoint,
 )
-from pallas_patch_embed.embed.output import (
-    Folder,
-    Npz,
-    Output,
-    Settings,
-    check_folder,
-    check_npz,
-)
+from pallas_patch_embed.embed.folder import Folder, check_folder
+from pallas_patch_embed.embed.npz import Npz, check_npz
+from pallas_patch_embed.embed.output import Output, Settings
 from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress

@@ -19,14 +19,14 @@ import jax
 import numpy as np
 
 from pallas_patch_embed.embed.embedder import Decoder, Embedder, reason
-from pallas_patch_embed.embed.output import (
+from pallas_patch_embed.embed.folder import (
     SHARD_ROWS,
     Folder,
-    Output,
     embeddings_table,
     errors_table,
     parquet_bytes,
 )
+from pallas_patch_embed.embed.output import Output
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.embed.sources import Unit

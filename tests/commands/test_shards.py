@@ -18,7 +18,16 @@ from goldens import checkpoint
 from PIL import Image
 
 from pallas_patch_embed import ending
-from pallas_patch_embed.embed import Decoder, Embedder, command, embedder, output, sources
+from pallas_patch_embed.embed import (
+    Decoder,
+    Embedder,
+    command,
+    embedder,
+    folder,
+    npz,
+    output,
+    sources,
+)
 from pallas_patch_embed.files import written_whole
 
 MODEL = "hf_siglip_p14_224"
@@ -35,17 +44,17 @@ def encoded(i, format="PNG"):
 @pytest.fixture
 def pictures(tmp_path):
     """A folder of 23 pictures and one that is none."""
-    folder = tmp_path / "pictures"
-    folder.mkdir()
+    photographs = tmp_path / "pictures"
+    photographs.mkdir()
     for i in range(23):
-        (folder / f"{i:02}.png").write_bytes(encoded(i))
-    (folder / "bad.png").write_text("no picture")
-    return folder
+        (photographs / f"{i:02}.png").write_bytes(encoded(i))
+    (photographs / "bad.png").write_text("no picture")
+    return photographs
 
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    monkeypatch.setattr(output, "SHARD_ROWS", 8)
+    monkeypatch.setattr(folder, "SHARD_ROWS", 8)
     monkeypatch.setattr(ending.state, "outcome", ending.state.outcome)
 
 
@@ -154,29 +163,29 @@ def test_other_settings_are_refused_before_anything_is_written(tmp_path, picture
 def test_two_runs_at_once_into_one_folder_are_refused(tmp_path, pictures):
     out = tmp_path / "out"
     settings = output.Settings("", "", "", False, "float32")
-    first = output.Folder(str(out), settings, 96, overwrite=False, retry=False)
+    first = folder.Folder(str(out), settings, 96, overwrite=False, retry=False)
     with pytest.raises(ValueError, match="another run is writing there"):
-        output.Folder(str(out), settings, 96, overwrite=False, retry=False)
+        folder.Folder(str(out), settings, 96, overwrite=False, retry=False)
     with first:
         pass
-    with output.Folder(str(out), settings, 96, overwrite=False, retry=False):
+    with folder.Folder(str(out), settings, 96, overwrite=False, retry=False):
         pass
 
 
 def test_a_lease_that_nobody_renews_ends(monkeypatch):
-    monkeypatch.setattr(output, "LEASE_VOID", 0.2)
-    monkeypatch.setattr(output, "LEASE_RENEWED", 0.05)
+    monkeypatch.setattr(folder, "LEASE_VOID", 0.2)
+    monkeypatch.setattr(folder, "LEASE_RENEWED", 0.05)
     settings = output.Settings("", "", "", False, "float32")
     arguments = ("memory://lease", settings, 96)
-    first = output.Folder(*arguments, overwrite=False, retry=False)
+    first = folder.Folder(*arguments, overwrite=False, retry=False)
     with pytest.raises(ValueError, match="another run is writing there"):
-        output.Folder(*arguments, overwrite=False, retry=False)
+        folder.Folder(*arguments, overwrite=False, retry=False)
     with first:
         pass
     fs = fsspec.filesystem("memory")
     left = {"run": "killed", "host": "elsewhere", "time": time.time()}
     fs.pipe_file("/lease/.lease.json", json.dumps(left).encode())
-    with output.Folder(*arguments, overwrite=False, retry=False):
+    with folder.Folder(*arguments, overwrite=False, retry=False):
         pass
 
 
@@ -198,7 +207,7 @@ def test_a_disk_that_is_full_says_how_to_go_on(tmp_path, pictures, monkeypatch):
             raise OSError(28, "No space left on device")
         return written_whole(path)
 
-    monkeypatch.setattr(output, "written_whole", full)
+    monkeypatch.setattr(folder, "written_whole", full)
     with pytest.raises(output.UnfinishedError, match=r"No space left.*run the same command again"):
         run([pictures], out)
     monkeypatch.undo()
@@ -217,7 +226,7 @@ def test_an_npz_that_cannot_be_written_is_elsewhere(tmp_path, pictures, monkeypa
             raise OSError(28, "No space left on device")
         return written_whole(path)
 
-    monkeypatch.setattr(output, "written_whole", full)
+    monkeypatch.setattr(npz, "written_whole", full)
     with pytest.raises(output.WrittenElsewhereError, match=r"No space left.*The embeddings are in"):
         run([pictures], out)
     with np.load(tried[1]) as file:
@@ -228,26 +237,26 @@ def test_an_npz_that_cannot_be_written_is_elsewhere(tmp_path, pictures, monkeypa
 @pytest.mark.slow("a process for each signal")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_in_shards_is_lost_whatever_ends_a_run(tmp_path, number):
-    folder, out = tmp_path / "pictures", tmp_path / "out"
-    folder.mkdir()
+    photographs, out = tmp_path / "pictures", tmp_path / "out"
+    photographs.mkdir()
     for i in range(3000):
-        (folder / f"{i:04}.png").write_bytes(encoded(i))
-    line = [*COMMAND, "--checkpoint", checkpoint(MODEL), folder, "--out", out, "--batch", "16"]
+        (photographs / f"{i:04}.png").write_bytes(encoded(i))
+    line = [*COMMAND, "--checkpoint", checkpoint(MODEL), photographs, "--out", out, "--batch", "16"]
     settings = dict(env=os.environ | {"JAX_PLATFORMS": "cpu"}, stderr=subprocess.PIPE, text=True)
     # The process stops itself before its fifth file, which is a shard, and gets the signal there.
     script = """
 import os, signal, sys
 from pallas_patch_embed import __main__
-from pallas_patch_embed.embed import output
+from pallas_patch_embed.embed import folder
 
-def written_whole(path, whole=output.written_whole):
+def written_whole(path, whole=folder.written_whole):
     paths.append(path)
     if len(paths) == 5 and "STOP" in os.environ:
         os.kill(os.getpid(), signal.SIGSTOP)
     return whole(path)
 
 paths = []
-output.SHARD_ROWS, output.written_whole = 64, written_whole
+folder.SHARD_ROWS, folder.written_whole = 64, written_whole
 sys.argv = sys.argv[1:]
 __main__.run()
 """
@@ -264,7 +273,7 @@ __main__.run()
         found = by_id(out)
         assert 64 * 3 * (kills + 1) <= len(found) < 3000
     assert subprocess.run(line, **settings).returncode == 0
-    files = [(str(path), path.read_bytes()) for path in sorted(folder.iterdir())]
+    files = [(str(path), path.read_bytes()) for path in sorted(photographs.iterdir())]
     assert_same(by_id(out), expected(files, batch=16))
 
 

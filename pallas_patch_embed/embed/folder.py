@@ -1,0 +1,372 @@
+"""A folder of parquet shards, which a later run can continue."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pallas_patch_embed import ending
+from pallas_patch_embed.embed.ids import Ids
+from pallas_patch_embed.embed.output import SAME_ID, Settings, UnfinishedError, versions
+from pallas_patch_embed.embed.pictures import printable
+from pallas_patch_embed.embed.sources import is_url
+from pallas_patch_embed.files import written_whole
+
+# A shard is written when it has so many rows, or when its first row is so many seconds old: what a
+# run that is killed has to compute again.
+SHARD_ROWS, SHARD_SECONDS = 4096, 60.0
+
+# The lease of a run on a file system without locks: renewed that often, and void after that long.
+LEASE_RENEWED, LEASE_VOID = 10.0, 40.0
+
+FORMAT = "pallas_patch_embed.embed.1"
+
+
+class Folder:
+    """A folder of parquet shards, on this machine or at a URL.
+
+      manifest.json              settings and versions; the first thing that is written
+      embeddings/000000.parquet  columns `id` and `embedding`, a fixed-size list
+      errors/000000.parquet      columns `id` and `reason`
+
+    Every shard appears whole or not at all. A run with the same settings goes on: pictures that are
+    in shards are not read again. One run at a time may write: a lock says so, or, at a URL, a lease
+    that the run renews.
+
+    Args:
+      url: of the folder, or its path.
+      settings: of the run.
+      width: D.
+      overwrite: whether what an earlier run wrote is removed first.
+      retry: whether pictures of the error shards are tried again.
+    """
+
+    CONTINUED = True
+
+    def __init__(
+        self, url: str, settings: Settings, width: int, *, overwrite: bool, retry: bool
+    ) -> None:
+        import fsspec
+
+        self.url, self._settings, self._width = url, settings, width
+        self._fs, self._root = fsspec.url_to_fs(url)
+        self._local = not is_url(url) or url.startswith("file://")
+        self._done = Ids()
+        self._rows: list[tuple[list[str], np.ndarray]] = []
+        self._errors: list[tuple[str, str]] = []
+        self._since = 0.0
+        check_folder(url)
+        self._check_settings(overwrite)
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self._exclusive())
+        manifest = self._manifest()
+        if manifest is not None and overwrite:
+            for name in ("manifest.json", "embeddings", "errors"):
+                if self._fs.exists(self._path(name)):
+                    self._fs.rm(self._path(name), recursive=True)
+            manifest = None
+        if manifest is None:
+            about = {
+                "format": FORMAT,
+                "settings": dataclasses.asdict(settings),
+                "width": width,
+                "versions": versions(),
+            }
+            self._write("manifest.json", json.dumps(about, indent=1).encode())
+        elif retry and self._fs.exists(self._path("errors")):
+            self._fs.rm(self._path("errors"), recursive=True)
+        for part in ("embeddings", "errors"):
+            self._fs.makedirs(self._path(part), exist_ok=True)
+        self._next = {part: self._first_free(part) for part in ("embeddings", "errors")}
+        for part in ("embeddings", "errors"):
+            for shard in self.shards(part):
+                self._done.update(id.encode() for id in self._ids_of(shard))
+        self._say()
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _manifest(self) -> dict[str, Any] | None:
+        if not self._fs.exists(self._path("manifest.json")):
+            return None
+        return json.loads(self._fs.cat_file(self._path("manifest.json")))
+
+    def _check_settings(self, overwrite: bool) -> None:
+        """Refuses a folder that was written with other settings."""
+        manifest = self._manifest() if self._fs.exists(self._root) else None
+        if manifest is None or overwrite:
+            return
+        wanted, found = dataclasses.asdict(self._settings), manifest["settings"]
+        differing = [name for name in wanted if wanted[name] != found.get(name)]
+        if differing:
+            changes = "; ".join(f"{n} was {found.get(n)!r}, is {wanted[n]!r}" for n in differing)
+            raise ValueError(
+                f"--out is {printable(self.url)}: it was written with other settings ({changes}). "
+                "Choose another folder, or begin afresh with --overwrite."
+            )
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Refuses a second run."""
+        busy = f"--out is {printable(self.url)}: another run is writing there"
+        if self._local:
+            if importlib.util.find_spec("fcntl") is not None:
+                import fcntl
+
+                with open(self._path(".lock"), "w") as lock:
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except OSError:
+                        raise ValueError(
+                            f"{busy}. Wait for it, or choose another folder."
+                        ) from None
+                    yield
+                return
+        lease, name = self._path(".lease.json"), uuid.uuid4().hex
+
+        def holder() -> dict[str, Any]:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                return json.loads(self._fs.cat_file(lease))
+            return {}
+
+        def renew() -> None:
+            content = {"run": name, "host": socket.gethostname(), "time": time.time()}
+            self._fs.pipe_file(lease, json.dumps(content).encode())
+
+        first = holder()
+        if first and time.time() - first["time"] < LEASE_VOID:
+            # It may have been killed: then nobody renews it.
+            time.sleep(max(0.0, first["time"] + LEASE_VOID - time.time()))
+            if holder() != first:
+                raise ValueError(
+                    f"{busy} ({first['host']}). Wait for it, or choose another folder."
+                )
+        renew()
+        stopped = threading.Event()
+
+        def keep() -> None:
+            while not stopped.wait(LEASE_RENEWED):
+                with contextlib.suppress(OSError):
+                    renew()
+
+        thread = threading.Thread(target=keep, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join()
+            with contextlib.suppress(OSError):
+                self._fs.rm(lease)
+
+    def shards(self, part: str) -> list[str]:
+        """The paths of the whole shards of "embeddings" or "errors", sorted."""
+        self._fs.invalidate_cache()
+        paths = self._fs.ls(self._path(part), detail=False)
+        names = sorted(path for path in paths if path.endswith(".parquet"))
+        return [path for path in names if not os.path.basename(path).startswith(".")]
+
+    def _ids_of(self, shard: str) -> Iterator[str]:
+        import pyarrow.parquet
+
+        with self._fs.open(shard, "rb") as file, pyarrow.parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(columns=["id"]):
+                yield from batch["id"].to_pylist()
+
+    def _first_free(self, part: str) -> int:
+        shards = self.shards(part)
+        return 1 + int(os.path.basename(shards[-1]).split(".")[0]) if shards else 0
+
+    def is_done(self, id: str) -> bool:
+        return id.encode() in self._done
+
+    def done_ids(self) -> Iterator[str]:
+        """The ids that earlier runs have written."""
+        for part in ("embeddings", "errors"):
+            for shard in self.shards(part):
+                yield from self._ids_of(shard)
+
+    @property
+    def embedding_dtype(self) -> str:
+        """The dtype of the embeddings in shards."""
+        return self._settings.embedding_dtype
+
+    def add(self, ids: Sequence[str], embeddings: np.ndarray) -> None:
+        self._begin()
+        self._rows.append((list(ids), embeddings.astype(self._settings.embedding_dtype)))
+        self._write_if_due()
+
+    def fail(self, id: str, reason: str) -> None:
+        self._begin()
+        self._errors.append((id, reason))
+        self._write_if_due()
+
+    def _begin(self) -> None:
+        if not self._rows and not self._errors:
+            self._since = time.monotonic()
+
+    def _write_if_due(self) -> None:
+        rows = max(sum(len(ids) for ids, _ in self._rows), len(self._errors))
+        if rows >= SHARD_ROWS or time.monotonic() - self._since > SHARD_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes shards of everything that is not in one yet."""
+        if self._rows:
+            ids = list(itertools.chain.from_iterable(ids for ids, _ in self._rows))
+            embeddings = np.concatenate([rows for _, rows in self._rows])
+            self._write_shard("embeddings", embeddings_table(ids, embeddings))
+            self._rows.clear()
+        if self._errors:
+            self._write_shard("errors", errors_table(self._errors))
+            self._errors.clear()
+        self._say()
+
+    def _write_shard(self, part: str, table: Any) -> None:
+        self._write(f"{part}/{self._next[part]:06d}.parquet", parquet_bytes(table))
+        self._next[part] += 1
+
+    def _write(self, name: str, content: bytes) -> None:
+        """Writes a file that appears whole or not at all."""
+        try:
+            if self._local:
+                with written_whole(self._path(name)) as file:
+                    file.write(content)
+            else:
+                self._fs.pipe_file(self._path(name), content)  # One PUT: stores show whole objects.
+        except OSError as error:
+            raise UnfinishedError(
+                f"{printable(self.url)} cannot be written ({error.strerror or error}). What is "
+                "there stays there. Make room, and run the same command again: it goes on with "
+                "the rest."
+            ) from error
+
+    def commit(self, part: str, partial: str) -> list[tuple[str, str]]:
+        """Makes a whole file that another process wrote a shard; returns its ids and reasons.
+
+        Rows whose ids are in shards already are left out, and said to be errors.
+        """
+        import pyarrow.parquet
+
+        with self._fs.open(partial, "rb") as file:
+            columns = [name for name in ("id", "reason") if part == "errors" or name == "id"]
+            table = pyarrow.parquet.read_table(file, columns=columns)
+        ids = table["id"].to_pylist()
+        new = [self._done.add(id.encode()) for id in ids]
+        shard = f"{part}/{self._next[part]:06d}.parquet"
+        if all(new):
+            self._fs.mv(partial, self._path(shard))
+        else:
+            for id in itertools.compress(ids, (not is_new for is_new in new)):
+                self.fail(id, SAME_ID)
+            with self._fs.open(partial, "rb") as file:
+                whole = pyarrow.parquet.read_table(file)
+            self._write(shard, parquet_bytes(whole.filter(new)))
+            self._fs.rm(partial)
+        self._next[part] += 1
+        self._say()
+        reasons = table["reason"].to_pylist() if part == "errors" else [""] * len(ids)
+        return list(itertools.compress(zip(ids, reasons), new))
+
+    def remove_partials(self) -> None:
+        """Removes what processes left that were killed."""
+        self._fs.invalidate_cache()
+        for path in self._fs.ls(self._root, detail=False):
+            if os.path.basename(path).startswith(".partial-"):
+                self._fs.rm(path)
+
+    def _say(self) -> None:
+        """What a signal's last line says."""
+        ending.state.outcome = (
+            f"what is in {printable(self.url)} stays there; the same command goes on with the rest"
+        )
+
+    def finish(self) -> str:
+        self.flush()
+        return printable(self.url)
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        with self._stack:
+            if error is not None and not isinstance(error, UnfinishedError):
+                with contextlib.suppress(UnfinishedError):
+                    self.flush()
+
+
+def check_folder(url: str) -> None:
+    """Refuses an output folder that is a file, or that something else has written.
+
+    Raises:
+      ValueError: with the reason.
+    """
+    import fsspec
+
+    fs, root = fsspec.url_to_fs(url)
+    where = f"--out is {printable(url)}"
+    if not fs.exists(root):
+        if not is_url(url) and os.path.islink(root):
+            raise ValueError(f"{where}: it is a link that leads nowhere.")
+        return
+    if not fs.isdir(root):
+        raise ValueError(
+            f"{where}: it is a file that `embed` has not written. Choose a folder, or a name that "
+            "ends in .npz."
+        )
+    manifest = f"{root.rstrip('/')}/manifest.json"
+    if not fs.exists(manifest):
+        names = [os.path.basename(path.rstrip("/")) for path in fs.ls(root, detail=False)]
+        others = [name for name in names if name and not name.startswith(".")]
+        if others:
+            raise ValueError(
+                f"{where}: it has files, and `embed` has not written them "
+                f"({printable(others[0])}). Choose an empty or a new folder."
+            )
+        return
+    try:
+        written = json.loads(fs.cat_file(manifest)).get("format")
+    except ValueError:
+        written = None
+    if written != FORMAT:
+        raise ValueError(f"{where}: its manifest.json is not one that this version wrote.")
+
+
+def embeddings_table(ids: Sequence[str], embeddings: np.ndarray) -> Any:
+    """A table of ids and fixed-size lists."""
+    import pyarrow
+
+    n, width = embeddings.shape
+    kind = pyarrow.from_numpy_dtype(embeddings.dtype)
+    values = pyarrow.array(embeddings.reshape(n * width), kind)
+    lists = pyarrow.FixedSizeListArray.from_arrays(values, width)
+    return pyarrow.table({"id": pyarrow.array(ids, pyarrow.string()), "embedding": lists})
+
+
+def errors_table(errors: Sequence[tuple[str, str]]) -> Any:
+    """A table of ids and reasons."""
+    import pyarrow
+
+    columns = [pyarrow.array(column, pyarrow.string()) for column in zip(*errors)]
+    return pyarrow.table(dict(zip(("id", "reason"), columns)))
+
+
+def parquet_bytes(table: Any) -> bytes:
+    """A table as a parquet file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
