@@ -21,7 +21,7 @@ from short_suite import keep
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed import files
-from pallas_patch_embed.embed import command, embedder, output, pipeline, preprocessing
+from pallas_patch_embed.embed import command, embedder, npz, pipeline, preprocessing
 from pallas_patch_embed.embed.pictures import Budget
 from pallas_patch_embed.siglip2 import checkpoint as loader
 
@@ -530,7 +530,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, pictures, monkeypatch):
         file.write(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(output.np, "savez", savez)
+    monkeypatch.setattr(npz.np, "savez", savez)
     with pytest.raises(OSError, match="disk full"):
         run(tmp_path, pictures / "a.png")
     assert (tmp_path / "out.npz").read_bytes() == old
@@ -612,7 +612,7 @@ def test_no_file_is_replaced_but_an_earlier_output(
 
 def test_an_earlier_output_is_recognised_by_its_headers(tmp_path, pictures):
     run(tmp_path, pictures / "a.png")
-    assert output.is_embeddings(tmp_path / "out.npz")
+    assert npz.is_embeddings(tmp_path / "out.npz")
     _, embeddings, paths = run(tmp_path, pictures)
     assert len(embeddings) == len(paths) == 8
     # 8 GiB that are not there: only the headers are read.
@@ -625,4 +625,4 @@ def test_an_earlier_output_is_recognised_by_its_headers(tmp_path, pictures):
             }
             with archive.open(name, "w") as file:
                 np.lib.format.write_array_header_1_0(file, header)
-    assert not output.is_embeddings(tmp_path / "short.npz")
+    assert not npz.is_embeddings(tmp_path / "short.npz")

@@ -236,13 +236,13 @@ def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndar
     runs = schedule.segments(M, period, case.tile_m, workers)
     memory = GlobalMemory()
     patches, weight, scale, table, run_table = (
-        memory.place(np.asarray(x), name)
+        memory.allocate(np.asarray(x), name)
         for x, name in zip((*operands, runs), ("patches", "weight", "scale", "table", "runs"))
     )
     result = (M, case.N), jnp.dtype(case.out_dtype)
-    out = memory.place(np.full(math.prod(result[0]) * result[1].itemsize, POISON, np.uint8), "y")
+    out = memory.allocate(np.full(math.prod(result[0]) * result[1].itemsize, POISON, np.uint8), "y")
     chunks = tiles.chunks(problem)
-    traced = [] if stamps is None else [np.uint64(memory.place(stamps, "stamps"))]
+    traced = [] if stamps is None else [np.uint64(memory.allocate(stamps, "stamps"))]
     machine = cuda.prepare(
         ptx,
         case.name,

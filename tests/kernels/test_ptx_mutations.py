@@ -24,7 +24,7 @@ from mutations import GUARDED, QUIET, WAIT, Code, Mutation, harmless, mutations
 from ptx_emulator import cuda, machine, mosaic
 from ptx_emulator.barriers import barrier_at
 from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
-from ptx_emulator.isa import lanes
+from ptx_emulator.isa import active_lanes
 from ptx_emulator.machine import EAGER, Machine
 from ptx_emulator.parser import parse
 
@@ -129,7 +129,7 @@ class Subject:
             found[warp.block.cluster.number, warp.agent].append(i)
             line = warp.machine.kernel.code[i]
             if line.opcode.startswith("mbarrier.init"):
-                place = int(warp.registers[line.operands[0].base.number][lanes(mask)[0]])
+                place = int(warp.registers[line.operands[0].base.number][active_lanes(mask)[0]])
                 made.append((i, barrier_at(warp, place, cluster=False)))
 
         assert self.run(NONE, *SCHEDULES[0], lambda machine: watch(machine, note))[0]
@@ -160,7 +160,7 @@ class Subject:
             line = warp.machine.kernel.code[i]
             if re.match(QUIET, line.opcode):
                 return
-            for lane in lanes(mask):
+            for lane in active_lanes(mask):
                 name = warp.block.cluster.number, warp.agent, lane
                 if name in early and re.match(rf"{GUARDED}|mbarrier\.arrive", line.opcode):
                     unguarded.append(line)
@@ -205,7 +205,7 @@ def test_edits_are_noticed(request, monkeypatch, record_property, name, part):
     if name in CUDA_NAMES:
         request.getfixturevalue("nvcc")
     # Enough for a run of these kernels.
-    monkeypatch.setattr(machine, "PATIENCE", 60_000)
+    monkeypatch.setattr(machine, "LIVELOCK_INSTRUCTIONS", 60_000)
     subject = Subject.of(name)
     traces, unused = subject.traces()
     executed = set().union(*traces.values())
