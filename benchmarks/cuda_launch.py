@@ -20,10 +20,10 @@ from pallas_patch_embed.problem import Problem
 # Stamps of a warp; kStamps in ffi/timeline.cuh.
 STAMPS = 8192
 
-# sizeof and alignof of a CUtensorMap, and what cuTensorMapEncodeTiled calls types and swizzles.
+# sizeof and alignof of a CUtensorMap, and what the driver calls types and swizzles.
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-MAP_TYPES = {"e4m3": 0, "i8": 0, "f32": 7, "bf16": 9}
-MAP_SWIZZLES = {64: 2, 128: 3}
+MAP_TYPES = {"e4m3": 0, "i8": 0, "u8": 0, "u64": 4, "f32": 7, "bf16": 9}
+MAP_SWIZZLES = {0: 0, 64: 2, 128: 3}
 L2_PROMOTION_256 = 3
 
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -90,21 +90,31 @@ class Driver:
             raise RuntimeError(f"{name}: {status}, {text.value}")
 
     def tensor_map(self, plan: dict | None, address: int) -> bytes:
-        """A CUtensorMap; zeros where a kernel has no such map."""
+        """A CUtensorMap; zeros where a kernel has no such map.
+
+        One that has a "corner" is for im2col: how far the bounding box of pixels ends before the
+        tensor does in each dimension between the first and the last. Its box is channels and
+        pixels.
+        """
         if plan is None:
             return bytes(MAP_BYTES)
         room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
         place = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT
         rank = len(plan["shape"])
+        if corner := plan.get("corner"):
+            name, corners = "cuTensorMapEncodeIm2col", ctypes.c_int * len(corner)
+            box = [corners(), corners(*corner), *map(ctypes.c_uint32, plan["box"])]
+        else:
+            name, box = "cuTensorMapEncodeTiled", [(ctypes.c_uint32 * rank)(*plan["box"])]
         self(
-            "cuTensorMapEncodeTiled",
+            name,
             ctypes.c_void_p(place),
             MAP_TYPES[plan["type"]],
             rank,
             ctypes.c_void_p(address),
             (ctypes.c_uint64 * rank)(*plan["shape"]),
             (ctypes.c_uint64 * (rank - 1))(*plan["strides"]),
-            (ctypes.c_uint32 * rank)(*plan["box"]),
+            *box,
             (ctypes.c_uint32 * rank)(*[1] * rank),
             0,
             MAP_SWIZZLES[plan["swizzle"]],
