@@ -66,10 +66,10 @@ if kind == "import":
     sys.meta_path.insert(0, Finder())
 else:
     ending.install()
-    from pallas_patch_embed.embed import command, embedder, output, sources
+    from pallas_patch_embed.embed import command, embedder, npz, sources
 
     if kind == "half":
-        savez = output.np.savez
+        savez = npz.np.savez
 
         def half(file, **arrays):
             file.write(b"half of it")
@@ -78,7 +78,7 @@ else:
             file.seek(0)
             savez(file, **arrays)
 
-        output.np.savez = half
+        npz.np.savez = half
     elif kind == "collect":
         def collecting(*arguments, start=embedder.Embedder.start):
             gc.callbacks.append(during_collection)
@@ -88,7 +88,7 @@ else:
         embedder.Embedder.start = collecting
     else:
         *owners, attribute = name.split(".")
-        modules = dict(command=command, embedder=embedder, output=output, sources=sources)
+        modules = dict(command=command, embedder=embedder, npz=npz, sources=sources)
         owner = (modules | dict(os=os))[owners[0]]
         for inner in owners[1:]:
             owner = getattr(owner, inner)
@@ -107,7 +107,7 @@ MOMENTS = (
     "before embedder.Embedder.start 1",
     "collect start",
     "before embedder.Embedder.start 3",
-    "before output.written_whole",
+    "before npz.written_whole",
     "half savez",
     "before os.replace",
     "after os.replace",
