@@ -119,3 +119,10 @@ def default_device() -> "jax.Device":
 
     device = jax.config.jax_default_device or jax.devices()[0]
     return jax.devices(device)[0] if isinstance(device, str) else device
+
+
+def cuda_is_installed() -> bool:
+    """Whether this process has JAX's CUDA backend, and with it NVIDIA's libraries."""
+    import jax
+
+    return Target.of(jax.devices()[0]).platform == "cuda"

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from pallas_patch_embed.api import embed_images, patch_embed
-from pallas_patch_embed.chips import Target
+from pallas_patch_embed.chips import cuda_is_installed
 from pallas_patch_embed.params import PatchEmbedParams
 from pallas_patch_embed.patches import encode
 from pallas_patch_embed.problem import AnyArray, dtype_name
@@ -267,8 +267,7 @@ def _attention(
         return attention
 
     # Tracing cuDNN's attention needs its library, which comes with JAX's CUDA backend.
-    cudnn = Target.of(jax.devices()[0]).platform == "cuda"
     serves = q.dtype == jnp.bfloat16 and H % 8 == 0 and H <= CUDNN_LARGEST_HEAD and T > 1
-    fused = {"cuda": attend("cudnn")} if cudnn and serves else {}
+    fused = {"cuda": attend("cudnn")} if serves and cuda_is_installed() else {}
     y = lax.platform_dependent(q, k, v, mask, **fused, default=attend("xla"))
     return y.reshape(B, T, D)
