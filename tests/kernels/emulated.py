@@ -59,8 +59,12 @@ class Case:
 
     @property
     def chosen(self):
-        """The Config."""
-        return self.served_by.kernel.Config(*self.config, **dict(self.options))
+        """The kernel's config."""
+        from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
+        from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
+
+        config = HopperConfig if self.backend == "mosaic_sm90" else BlackwellConfig
+        return config(*self.config, **dict(self.options))
 
     @property
     def target(self):

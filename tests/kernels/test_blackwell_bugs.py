@@ -19,7 +19,7 @@ from planned import few
 from pallas_patch_embed.backends import schedule, xla
 from pallas_patch_embed.backends.mosaic import SM100, launch, layouts, sm100
 from pallas_patch_embed.backends.mosaic import interpreted as memory
-from pallas_patch_embed.backends.mosaic.sm100 import Config
+from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
 from pallas_patch_embed.chips import B200
 
 pytestmark = [
@@ -31,8 +31,8 @@ pytestmark = [
 # workers a slice; 3 chunks a tile and 4 slots. It takes 3 seconds.
 PATCHES, N, SLOTS = (30, 72, 384), 256, 4
 MODES = {
-    "two blocks": Config(256, SLOTS),
-    "one block, streamed weight": Config(128, SLOTS, collective=False, stream_weight=True),
+    "two blocks": BlackwellConfig(256, SLOTS),
+    "one block, streamed weight": BlackwellConfig(128, SLOTS, collective=False, stream_weight=True),
 }
 
 

@@ -11,7 +11,9 @@ from planned import few, refusal
 from short_suite import keep
 
 from pallas_patch_embed.backends import BACKENDS, xla
-from pallas_patch_embed.backends.mosaic import SM90, SM100, sm90, sm100
+from pallas_patch_embed.backends.mosaic import SM90, SM100
+from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
+from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
 from pallas_patch_embed.chips import B200, B300, H200, Target
 from pallas_patch_embed.problem import NAMED_SHAPES
 
@@ -173,18 +175,18 @@ def test_a_B300_is_served_float8():
 @pytest.mark.parametrize(
     "chip, config, text",
     [
-        (H200, sm90.Config(96, 4), "multiples of 64"),
-        (H200, sm90.Config(512, 4), "multiples of 64"),
-        (H200, sm90.Config(192, 16), "bytes of shared memory"),
-        (H200, sm90.Config(64, 17), "expected 2 to 16"),
-        (H200, sm90.Config(64, 1), "expected 2 to 16"),
-        (H200, sm90.Config(64, 4, rows=96), "expected 64 or 128"),
-        (H200, sm90.Config(256, 4, rows=128, stream_weight=True), "registers a thread"),
-        (B200, sm100.Config(96, 4), "multiples of 64"),
-        (B200, sm100.Config(384, 4), "columns of tensor memory"),
-        (B200, sm100.Config(256, 8), "bytes of shared memory"),
-        (B200, sm100.Config(256, 4, collective=False), "bytes of shared memory"),
-        (B200, sm100.Config(64, 1), "expected 2 to 32"),
+        (H200, HopperConfig(96, 4), "multiples of 64"),
+        (H200, HopperConfig(512, 4), "multiples of 64"),
+        (H200, HopperConfig(192, 16), "bytes of shared memory"),
+        (H200, HopperConfig(64, 17), "expected 2 to 16"),
+        (H200, HopperConfig(64, 1), "expected 2 to 16"),
+        (H200, HopperConfig(64, 4, rows=96), "expected 64 or 128"),
+        (H200, HopperConfig(256, 4, rows=128, stream_weight=True), "registers a thread"),
+        (B200, BlackwellConfig(96, 4), "multiples of 64"),
+        (B200, BlackwellConfig(384, 4), "columns of tensor memory"),
+        (B200, BlackwellConfig(256, 8), "bytes of shared memory"),
+        (B200, BlackwellConfig(256, 4, collective=False), "bytes of shared memory"),
+        (B200, BlackwellConfig(64, 1), "expected 2 to 32"),
     ],
 )
 def test_a_config_refuses_what_does_not_fit(chip, config, text):
@@ -195,8 +197,8 @@ def test_a_config_refuses_what_does_not_fit(chip, config, text):
 @pytest.mark.parametrize(
     "backend, chip, config",
     [
-        ("mosaic_sm90", H200, sm90.Config(192, 10)),
-        ("mosaic_sm100", B200, sm100.Config(256, 4)),
+        ("mosaic_sm90", H200, HopperConfig(192, 10)),
+        ("mosaic_sm100", B200, BlackwellConfig(256, 4)),
     ],
 )
 def test_a_trace_needs_shared_memory(backend, chip, config):

@@ -10,7 +10,7 @@ from interpreter import interpreted, problem_of
 from planned import few
 
 from pallas_patch_embed.backends.mosaic import SM100, sm100
-from pallas_patch_embed.backends.mosaic.sm100 import Config
+from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
 from pallas_patch_embed.chips import B200
 from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape
 
@@ -20,7 +20,9 @@ HEADLINE = problem_of(NAMED_SHAPES[0], "int8", 4736)
 @pytest.mark.skipif(not two_blocks.KNOWN, reason=two_blocks.UNKNOWN)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "config", [Config(128, 4), Config(64, 4, collective=False)], ids=["two blocks", "one block"]
+    "config",
+    [BlackwellConfig(128, 4), BlackwellConfig(64, 4, collective=False)],
+    ids=["two blocks", "one block"],
 )
 @pytest.mark.slow("seconds each in the interpreter")
 def test_rounded_results_are_within_the_bounds(monkeypatch, dtype, config):
@@ -54,6 +56,6 @@ def test_a_weight_that_fits_is_stationary_whatever_the_width():
 
 def test_the_headline_fills_tensor_memory_and_224_KiB():
     config = SM100.choose_config(HEADLINE, B200)
-    assert config == Config(256, 4)
+    assert config == BlackwellConfig(256, 4)
     assert config.tensor_memory_columns() == 512
     assert config.shared_memory_bytes(HEADLINE) == 224 * 1024

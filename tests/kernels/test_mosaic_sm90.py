@@ -9,7 +9,7 @@ from planned import few
 from short_suite import keep
 
 from pallas_patch_embed.backends.mosaic import SM90, sm90
-from pallas_patch_embed.backends.mosaic.sm90 import Config
+from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.chips import H200
 from pallas_patch_embed.problem import named_shape
 
@@ -31,7 +31,7 @@ def test_a_missing_wait_is_noticed(monkeypatch, barriers):
     check_wgmma(monkeypatch)
     operands = draw_operands(0, (24, 64, 128), 128, "float8_e4m3fn", "shared")
     with pytest.raises(Exception, match=r"RACE DETECTED|no threads observed|deadlock"):
-        interpreted(SM90, operands, "bfloat16", few(H200, 4), Config(128, 3))
+        interpreted(SM90, operands, "bfloat16", few(H200, 4), HopperConfig(128, 3))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from pallas_patch_embed import chips, primitive
 from pallas_patch_embed.backends import triton as backend
 from pallas_patch_embed.backends import xla
 from pallas_patch_embed.backends.preferences import preferred_alternative
-from pallas_patch_embed.backends.triton import AMPERE, HOPPER, Config
+from pallas_patch_embed.backends.triton import AMPERE, HOPPER, TritonConfig
 from pallas_patch_embed.chips import CHIPS, Target, chip_of
 from pallas_patch_embed.patches import rows
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, padded
@@ -41,7 +41,7 @@ TARGETS = pytest.mark.parametrize(
     "target", [few(target.chip, 2) for target in (A100, RTX_4090)], ids=str
 )
 DTYPES = ("int8", "bfloat16", "float8_e4m3fn")
-SMALL = Config(32, 32, 64, warps=4, stages=2, programs=1)
+SMALL = TritonConfig(32, 32, 64, warps=4, stages=2, programs=1)
 
 
 @pytest.fixture

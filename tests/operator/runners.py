@@ -17,7 +17,9 @@ from interpreter import check_wgmma, interpreted
 from planned import compute, few
 
 from pallas_patch_embed.backends import BACKENDS, cuda_build, xla
-from pallas_patch_embed.backends.mosaic import SM90, SM100, sm90, sm100
+from pallas_patch_embed.backends.mosaic import SM90, SM100
+from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
+from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
 from pallas_patch_embed.chips import A100, B200, H200, Target
 from pallas_patch_embed.problem import Problem
 
@@ -29,14 +31,14 @@ def run_xla(operands, out_dtype):
 def run_mosaic_sm90(operands, out_dtype):
     with pytest.MonkeyPatch.context() as patch:
         check_wgmma(patch)
-        return interpreted(SM90, operands, out_dtype, few(H200, 4), sm90.Config(64, 4))
+        return interpreted(SM90, operands, out_dtype, few(H200, 4), HopperConfig(64, 4))
 
 
 def run_mosaic_sm100(operands, out_dtype, collective):
     """Products of two blocks (collective) or of one."""
     if not two_blocks.KNOWN:
         pytest.skip(two_blocks.UNKNOWN)
-    config = sm100.Config(64, 4, collective=collective)
+    config = BlackwellConfig(64, 4, collective=collective)
     with pytest.MonkeyPatch.context() as patch:
         two_blocks.install(patch)
         return interpreted(SM100, operands, out_dtype, few(B200, 8), config)
@@ -82,7 +84,7 @@ def run_triton(operands, out_dtype):
 
     from pallas_patch_embed.backends import triton
 
-    config = triton.Config(32, 32, 64, warps=4, stages=2, programs=1)
+    config = triton.TritonConfig(32, 32, 64, warps=4, stages=2, programs=1)
     with mock.patch.object(triton, "_call", lambda: interpreted_triton.call):
         return compute(triton, *operands, out_dtype=out_dtype, target=few(A100, 2), config=config)
 

@@ -26,7 +26,7 @@ class MosaicBackend:
       kernel: its module. `kernel.make(config, grid, problem, interpret, trace)` returns a function
         of patches [M, K], weight, scale, table [period, N] or [N], and the workers' segments.
       chips: the chips that it supports, one for each compute capability.
-      choose_config: (problem, chip) -> the kernel's Config.
+      choose_config: (problem, chip) -> the kernel's config.
       EVIDENCE: why its results may be trusted.
     """
 

@@ -64,7 +64,7 @@ OTHER_REGISTERS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class BlackwellConfig:
     """Tile sizes and pipeline depth of the Blackwell kernel.
 
     Attributes:
@@ -133,7 +133,7 @@ class Config:
         launch.check_resource("registers a thread", needed, available, self)
 
 
-def make(config: Config, grid: Grid, problem: Problem, interpret, trace: str):
+def make(config: BlackwellConfig, grid: Grid, problem: Problem, interpret, trace: str):
     """The kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
     memory = interpreted if interpret else layouts
     tile = memory.TensorTile(config.store_n(problem))
@@ -165,7 +165,7 @@ class Scratch:
     weight: Any  # [chunks or slots, the block's rows, 128 bytes]
 
     @classmethod
-    def types(cls, config: Config, problem: Problem, memory) -> "Scratch":
+    def types(cls, config: BlackwellConfig, problem: Problem, memory) -> "Scratch":
         """The types of all members."""
         dtype, slots, blocks = jnp.dtype(problem.dtype), config.slots, config.blocks
         tile_k, chunks = ROW_BYTES // dtype.itemsize, tiles.chunks(problem)

@@ -59,7 +59,7 @@ KEEPING_REGISTERS = {"bfloat16": 0, "float32": 8}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class HopperConfig:
     """Tile sizes and pipeline depth of the Hopper kernel.
 
     Attributes:
@@ -121,7 +121,7 @@ class Config:
         launch.check_resource("registers a thread", needed, available, self)
 
 
-def make(config: Config, grid: Grid, problem: Problem, interpret, trace: str):
+def make(config: HopperConfig, grid: Grid, problem: Problem, interpret, trace: str):
     """The kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
     memory = interpreted if interpret else layouts
     tile = memory.RegisterTile(jnp.dtype(problem.out_dtype), config.rows, config.tile_n)
@@ -152,7 +152,7 @@ class Scratch:
     weight: Any  # [chunks or slots, tile_n, 128 bytes], rows in the order of `layouts.py`
 
     @classmethod
-    def types(cls, config: Config, problem: Problem, tile, memory) -> "Scratch":
+    def types(cls, config: HopperConfig, problem: Problem, tile, memory) -> "Scratch":
         """The types of all members."""
         dtype, slots, tile_n = jnp.dtype(problem.dtype), config.slots, config.tile_n
         tile_k, streams = ROW_BYTES // dtype.itemsize, config.stream_weight

@@ -37,14 +37,15 @@ MAX_ROWS = 2**31 - 256
 # block and multiply twice as fast. The others, also newer ones, have at least 99 KiB.
 DATA_CENTRE = (9, 10)
 
-# What a multiprocessor does in a cycle, in the model of `Config.cycles`: bytes of K multiplied
-# (twice as many on DATA_CENTRE), bytes loaded from the L2 cache, pixels encoded, elements stored.
+# What a multiprocessor does in a cycle, in the model of `TritonConfig.cycles`: products of two
+# bytes (the data sheets' rate; twice as many on DATA_CENTRE), bytes loaded from the L2 cache,
+# pixels encoded, and elements stored. The last three are fitted like the four numbers below.
 MULTIPLIED, LOADED, ENCODED, STORED = 2048, 72, 32, 5
 
 # Cycles that a program which is alone on its multiprocessor waits for wgmma at each step, with int8
 # and with other dtypes; the factor by which products take longer where programs share one; and
-# cycles of a tile besides all that. All four are fitted to an H200: of the tiles measured there
-# (docs/experiments/triton.md) the model chooses the fastest, or one that is 1% slower.
+# cycles of a tile besides all that. They are fitted to an H200: of the tiles that were measured
+# there (docs/experiments/triton.md) the model chooses the fastest, or one that is 1% slower.
 WAIT_INT8, WAIT, SHARING, TILE_OVERHEAD = 350, 80, 1.1, 800
 
 # Bytes in the widest load of one thread.
@@ -52,7 +53,7 @@ MAX_VECTOR = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class TritonConfig:
     """Tile sizes and pipeline depth of the Triton kernel.
 
     Attributes:
@@ -110,17 +111,17 @@ class Config:
 # The largest tile first. None of AMPERE needs more than 99 KiB of shared memory. docs/
 # experiments/triton.md has the times of HOPPER and of others, and the few problems that spill.
 AMPERE = (
-    Config(128, 128, 64, warps=8, stages=4, programs=1, min_vector=4),
-    Config(64, 128, 64, warps=8, stages=3, programs=1, parts=4),
-    Config(32, 64, 64, warps=4, stages=3, programs=3),
+    TritonConfig(128, 128, 64, warps=8, stages=4, programs=1, min_vector=4),
+    TritonConfig(64, 128, 64, warps=8, stages=3, programs=1, parts=4),
+    TritonConfig(32, 64, 64, warps=4, stages=3, programs=3),
 )
 HOPPER = (
-    Config(128, 256, 128, warps=8, stages=4, programs=1, parts=4, min_vector=2),
-    Config(
+    TritonConfig(128, 256, 128, warps=8, stages=4, programs=1, parts=4, min_vector=2),
+    TritonConfig(
         128, 128, 128, warps=4, stages=3, programs=2, parts=4, min_vector=16, encodes_pixels=False
     ),
-    Config(64, 128, 128, warps=4, stages=4, programs=2),
-    Config(64, 64, 128, warps=4, stages=4, programs=3),
+    TritonConfig(64, 128, 128, warps=4, stages=4, programs=2),
+    TritonConfig(64, 64, 128, warps=4, stages=4, programs=3),
 )
 
 # Neighbouring columns, or neighbouring bytes of pixels, for which the compiler computes one
@@ -133,12 +134,12 @@ def widens(dtype: str, chip: Chip) -> bool:
     return dtype == "float8_e4m3fn" and dtype not in chip.tensor_dtypes
 
 
-def configs(chip: Chip) -> tuple[Config, ...]:
+def configs(chip: Chip) -> tuple[TritonConfig, ...]:
     """The configs for a chip, the largest tile first."""
     return HOPPER if chip.capability[0] in DATA_CENTRE else AMPERE
 
 
-def fitting_configs(problem: Problem, chip: Chip, vector: int | None = None) -> list[Config]:
+def fitting_configs(problem: Problem, chip: Chip, vector: int | None = None) -> list[TritonConfig]:
     """The configs whose registers suffice for a problem; arguments as for `choose_config`."""
     from_images = vector is not None
     available = vector or MAX_VECTOR
@@ -155,7 +156,7 @@ def fitting_configs(problem: Problem, chip: Chip, vector: int | None = None) -> 
     ]
 
 
-def choose_config(problem: Problem, chip: Chip, vector: int | None = None) -> Config:
+def choose_config(problem: Problem, chip: Chip, vector: int | None = None) -> TritonConfig:
     """The config with the smallest estimated time.
 
     Args:
@@ -176,7 +177,7 @@ def missing() -> str | None:
     return f"{names} not installed: pip install 'pallas_patch_embed[triton]'."
 
 
-def plan(problem: Problem, target: Target, *, config: Config | None = None) -> Plan:
+def plan(problem: Problem, target: Target, *, config: TritonConfig | None = None) -> Plan:
     """How this kernel computes a problem; N may be any number.
 
     It cuts uint8 images into patches itself, if the problem has `patch_size`. A program that may
@@ -238,7 +239,7 @@ def image_layout(problem: Problem) -> ImageLayout:
 def _launch(
     problem: Problem,
     chip: Chip,
-    config: Config,
+    config: TritonConfig,
     layout: ImageLayout | None,
     *operands: jax.Array,
 ) -> jax.Array:
