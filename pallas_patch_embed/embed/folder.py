@@ -2,32 +2,27 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import json
 import os
-import socket
-import threading
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from pallas_patch_embed import ending
+from pallas_patch_embed.embed.exclusive import Lease, Lock
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.output import SAME_ID, Settings, UnfinishedError, versions
 from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.embed.sources import is_url
+from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parquet_bytes
 from pallas_patch_embed.files import written_whole
 
 # A shard is written when it has so many rows, or when its first row is so many seconds old: what a
 # run that is killed has to compute again.
 SHARD_ROWS, SHARD_SECONDS = 4096, 60.0
-
-# The lease of a run on a file system without locks: renewed that often, and void after that long.
-LEASE_RENEWED, LEASE_VOID = 10.0, 40.0
 
 FORMAT = "pallas_patch_embed.embed.1"
 
@@ -66,21 +61,36 @@ class Folder:
         self._errors: list[tuple[str, str]] = []
         self._since = 0.0
         check_folder(url)
-        self._check_settings(overwrite)
+        if not overwrite:
+            self._check_settings()
         self._fs.makedirs(self._root, exist_ok=True)
+        hold: Lock | Lease = Lock(self._path(".lock"), url)
+        if not self._local:
+            hold = Lease(self._fs, self._path(".lease.json"), url)
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(self._exclusive())
+        self._hold: Lock | Lease = self._stack.enter_context(hold)
+        try:
+            self._open(overwrite, retry)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _open(self, overwrite: bool, retry: bool) -> None:
+        """Reads or writes the manifest, and the ids in shards; nobody else does it now."""
         manifest = self._manifest()
         if manifest is not None and overwrite:
-            for name in ("manifest.json", "embeddings", "errors"):
+            # The manifest last: without it the rest would be files of something else.
+            for name in ("embeddings", "errors", "manifest.json"):
                 if self._fs.exists(self._path(name)):
                     self._fs.rm(self._path(name), recursive=True)
             manifest = None
+        if manifest is not None:
+            self._check_settings()  # Again: another run may have begun since.
         if manifest is None:
             about = {
                 "format": FORMAT,
-                "settings": dataclasses.asdict(settings),
-                "width": width,
+                "settings": dataclasses.asdict(self._settings),
+                "width": self._width,
                 "versions": versions(),
             }
             self._write("manifest.json", json.dumps(about, indent=1).encode())
@@ -102,10 +112,10 @@ class Folder:
             return None
         return json.loads(self._fs.cat_file(self._path("manifest.json")))
 
-    def _check_settings(self, overwrite: bool) -> None:
+    def _check_settings(self) -> None:
         """Refuses a folder that was written with other settings."""
         manifest = self._manifest() if self._fs.exists(self._root) else None
-        if manifest is None or overwrite:
+        if manifest is None:
             return
         wanted, found = dataclasses.asdict(self._settings), manifest["settings"]
         differing = [name for name in wanted if wanted[name] != found.get(name)]
@@ -115,60 +125,6 @@ class Folder:
                 f"--out is {printable(self.url)}: it was written with other settings ({changes}). "
                 "Choose another folder, or begin afresh with --overwrite."
             )
-
-    @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Refuses a second run."""
-        busy = f"--out is {printable(self.url)}: another run is writing there"
-        if self._local:
-            if importlib.util.find_spec("fcntl") is not None:
-                import fcntl
-
-                with open(self._path(".lock"), "w") as lock:
-                    try:
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except OSError:
-                        raise ValueError(
-                            f"{busy}. Wait for it, or choose another folder."
-                        ) from None
-                    yield
-                return
-        lease, name = self._path(".lease.json"), uuid.uuid4().hex
-
-        def holder() -> dict[str, Any]:
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                return json.loads(self._fs.cat_file(lease))
-            return {}
-
-        def renew() -> None:
-            content = {"run": name, "host": socket.gethostname(), "time": time.time()}
-            self._fs.pipe_file(lease, json.dumps(content).encode())
-
-        first = holder()
-        if first and time.time() - first["time"] < LEASE_VOID:
-            # It may have been killed: then nobody renews it.
-            time.sleep(max(0.0, first["time"] + LEASE_VOID - time.time()))
-            if holder() != first:
-                raise ValueError(
-                    f"{busy} ({first['host']}). Wait for it, or choose another folder."
-                )
-        renew()
-        stopped = threading.Event()
-
-        def keep() -> None:
-            while not stopped.wait(LEASE_RENEWED):
-                with contextlib.suppress(OSError):
-                    renew()
-
-        thread = threading.Thread(target=keep, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stopped.set()
-            thread.join()
-            with contextlib.suppress(OSError):
-                self._fs.rm(lease)
 
     def shards(self, part: str) -> list[str]:
         """The paths of the whole shards of "embeddings" or "errors", sorted."""
@@ -239,6 +195,7 @@ class Folder:
 
     def _write(self, name: str, content: bytes) -> None:
         """Writes a file that appears whole or not at all."""
+        self._hold.check()
         try:
             if self._local:
                 with written_whole(self._path(name)) as file:
@@ -259,6 +216,7 @@ class Folder:
         """
         import pyarrow.parquet
 
+        self._hold.check()
         with self._fs.open(partial, "rb") as file:
             columns = [name for name in ("id", "reason") if part == "errors" or name == "id"]
             table = pyarrow.parquet.read_table(file, columns=columns)
@@ -341,32 +299,3 @@ def check_folder(url: str) -> None:
         written = None
     if written != FORMAT:
         raise ValueError(f"{where}: its manifest.json is not one that this version wrote.")
-
-
-def embeddings_table(ids: Sequence[str], embeddings: np.ndarray) -> Any:
-    """A table of ids and fixed-size lists."""
-    import pyarrow
-
-    n, width = embeddings.shape
-    kind = pyarrow.from_numpy_dtype(embeddings.dtype)
-    values = pyarrow.array(embeddings.reshape(n * width), kind)
-    lists = pyarrow.FixedSizeListArray.from_arrays(values, width)
-    return pyarrow.table({"id": pyarrow.array(ids, pyarrow.string()), "embedding": lists})
-
-
-def errors_table(errors: Sequence[tuple[str, str]]) -> Any:
-    """A table of ids and reasons."""
-    import pyarrow
-
-    columns = [pyarrow.array(column, pyarrow.string()) for column in zip(*errors)]
-    return pyarrow.table(dict(zip(("id", "reason"), columns)))
-
-
-def parquet_bytes(table: Any) -> bytes:
-    """A table as a parquet file."""
-    import pyarrow
-    import pyarrow.parquet
-
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(table, sink, compression="zstd")
-    return sink.getvalue().to_pybytes()

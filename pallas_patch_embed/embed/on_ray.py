@@ -19,17 +19,12 @@ import jax
 import numpy as np
 
 from pallas_patch_embed.embed.embedder import Decoder, Embedder, reason
-from pallas_patch_embed.embed.folder import (
-    SHARD_ROWS,
-    Folder,
-    embeddings_table,
-    errors_table,
-    parquet_bytes,
-)
+from pallas_patch_embed.embed.folder import SHARD_ROWS, Folder
 from pallas_patch_embed.embed.output import Output
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.embed.sources import Unit
+from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parquet_bytes
 
 
 def digests(ids: Iterable[str]) -> np.ndarray:

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import tarfile
 import time
+from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from goldens import checkpoint
 from PIL import Image
 
@@ -23,6 +26,7 @@ from pallas_patch_embed.embed import (
     Embedder,
     command,
     embedder,
+    exclusive,
     folder,
     npz,
     output,
@@ -172,21 +176,86 @@ def test_two_runs_at_once_into_one_folder_are_refused(tmp_path, pictures):
         pass
 
 
-def test_a_lease_that_nobody_renews_ends(monkeypatch):
-    monkeypatch.setattr(folder, "LEASE_VOID", 0.2)
-    monkeypatch.setattr(folder, "LEASE_RENEWED", 0.05)
+@pytest.fixture
+def quick_leases(monkeypatch):
+    """Leases that are void after a fifth of a second."""
+    monkeypatch.setattr(exclusive, "VOID", 0.2)
+    monkeypatch.setattr(exclusive, "RENEWED", 0.05)
+
+
+class WithoutCreate(MemoryFileSystem):
+    """A file system that cannot create a file only where there is none."""
+
+    protocol = "overwriting"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def pipe_file(self, path, value):
+        super().pipe_file(path, value)
+
+
+@pytest.mark.parametrize("protocol", ["memory", "overwriting"])
+def test_a_lease_is_for_one_run_and_ends_with_it(quick_leases, protocol):
+    fsspec.register_implementation("overwriting", WithoutCreate, clobber=True)
     settings = output.Settings("", "", "", False, "float32")
-    arguments = ("memory://lease", settings, 96)
-    first = folder.Folder(*arguments, overwrite=False, retry=False)
-    with pytest.raises(ValueError, match="another run is writing there"):
-        folder.Folder(*arguments, overwrite=False, retry=False)
-    with first:
-        pass
-    fs = fsspec.filesystem("memory")
-    left = {"run": "killed", "host": "elsewhere", "time": time.time()}
-    fs.pipe_file("/lease/.lease.json", json.dumps(left).encode())
+    arguments = (f"{protocol}://lease", settings, 96)
+    with folder.Folder(*arguments, overwrite=False, retry=False):
+        with pytest.raises(exclusive.BusyError, match="another run is writing there"):
+            folder.Folder(*arguments, overwrite=False, retry=False)
+    fs, root = fsspec.url_to_fs(arguments[0])
+    for ago in (0, 10**6):
+        left = {"run": "killed", "host": "elsewhere", "time": time.time() - ago}
+        fs.pipe_file(f"{root}/.lease.json", json.dumps(left).encode())
+        with folder.Folder(*arguments, overwrite=False, retry=False):
+            pass
+    fs.pipe_file(f"{root}/.lease.json", b"no JSON")
     with folder.Folder(*arguments, overwrite=False, retry=False):
         pass
+    assert not fs.exists(f"{root}/.lease.json")
+
+
+def test_a_run_whose_lease_was_taken_writes_nothing_more(quick_leases):
+    settings = output.Settings("", "", "", False, "float32")
+    fs, root = fsspec.url_to_fs("memory://taken")
+    with folder.Folder("memory://taken", settings, 4, overwrite=False, retry=False) as first:
+        first.add(["a"], np.ones((1, 4), np.float32))
+        first.flush()
+        other = json.dumps({"run": "other", "host": "elsewhere", "time": time.time()})
+        fs.pipe_file(f"{root}/.lease.json", other.encode())
+        first._hold._thread.join()  # It ends when it finds the other's name.
+        first.add(["b"], np.ones((1, 4), np.float32))
+        with pytest.raises(output.UnfinishedError, match=r"another run \(on elsewhere\) took it"):
+            first.flush()
+    assert shards("memory://taken")["id"] == ["a"]
+    assert fs.cat_file(f"{root}/.lease.json") == other.encode()
+
+
+def test_a_paused_run_looks_at_its_lease_before_it_writes(monkeypatch):
+    """As after SIGSTOP or a suspended machine, before the thread has renewed it."""
+    settings = output.Settings("", "", "", False, "float32")
+    fs, root = fsspec.url_to_fs("memory://paused")
+    with folder.Folder("memory://paused", settings, 4, overwrite=False, retry=False) as first:
+        other = json.dumps({"run": "other", "host": "elsewhere", "time": time.time()})
+        fs.pipe_file(f"{root}/.lease.json", other.encode())
+        first._hold._renewed -= exclusive.VOID
+        with pytest.raises(output.UnfinishedError, match="took it over"):
+            first.commit("embeddings", first._path("absent"))
+
+
+def test_overwriting_that_is_killed_can_be_run_again(tmp_path, pictures, monkeypatch):
+    run([pictures], tmp_path / "out")
+    remove = LocalFileSystem.rm
+
+    def killed(self, path, **options):
+        remove(self, path, **options)
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(LocalFileSystem, "rm", killed)
+    with pytest.raises(RuntimeError):
+        run([pictures], tmp_path / "out", overwrite=True, normalize=True)
+    monkeypatch.undo()
+    run([pictures], tmp_path / "out", overwrite=True, normalize=True)
+    assert len(by_id(tmp_path / "out")) == 23
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])

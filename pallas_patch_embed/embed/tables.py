@@ -1,0 +1,35 @@
+"""Tables of embeddings and of errors, as parquet files."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def embeddings_table(ids: Sequence[str], embeddings: np.ndarray) -> Any:
+    """A table of ids and fixed-size lists."""
+    import pyarrow
+
+    n, width = embeddings.shape
+    kind = pyarrow.from_numpy_dtype(embeddings.dtype)
+    values = pyarrow.array(embeddings.reshape(n * width), kind)
+    lists = pyarrow.FixedSizeListArray.from_arrays(values, width)
+    return pyarrow.table({"id": pyarrow.array(ids, pyarrow.string()), "embedding": lists})
+
+
+def errors_table(errors: Sequence[tuple[str, str]]) -> Any:
+    """A table of ids and reasons."""
+    import pyarrow
+
+    columns = [pyarrow.array(column, pyarrow.string()) for column in zip(*errors)]
+    return pyarrow.table(dict(zip(("id", "reason"), columns)))
+
+
+def parquet_bytes(table: Any) -> bytes:
+    """A table as a parquet file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
