@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pallas_patch_embed import siglip2 as siglip2
     from pallas_patch_embed.api import embed_images as embed_images
+    from pallas_patch_embed.api import encode_patches as encode_patches
     from pallas_patch_embed.api import explain as explain
     from pallas_patch_embed.api import patch_embed as patch_embed
     from pallas_patch_embed.api import patchify as patchify
     from pallas_patch_embed.backends import Explanation as Explanation
     from pallas_patch_embed.backends import backend_names as backend_names
     from pallas_patch_embed.backends.cuda import register_cuda_kernels as register_cuda_kernels
+    from pallas_patch_embed.packing import pack as pack
     from pallas_patch_embed.params import PatchEmbedParams as PatchEmbedParams
-    from pallas_patch_embed.params import pack as pack
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "__version__",
     "backend_names",
     "embed_images",
+    "encode_patches",
     "explain",
     "pack",
     "patch_embed",
@@ -41,10 +43,11 @@ if not TYPE_CHECKING:
         module = importlib.import_module
         names = {"siglip2": module(f"{__name__}.siglip2")}
         for home, members in {
-            "api": ("embed_images", "explain", "patch_embed", "patchify"),
+            "api": ("embed_images", "encode_patches", "explain", "patch_embed", "patchify"),
             "backends": ("Explanation", "backend_names"),
             "backends.cuda": ("register_cuda_kernels",),
-            "params": ("PatchEmbedParams", "pack"),
+            "packing": ("pack",),
+            "params": ("PatchEmbedParams",),
         }.items():
             names |= {name: getattr(module(f"{__name__}.{home}"), name) for name in members}
         globals().update(names)

@@ -14,7 +14,7 @@ from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.chips import Target, default_device
 from pallas_patch_embed.params import PatchEmbedParams, check_params
-from pallas_patch_embed.patches import rows
+from pallas_patch_embed.patches import check_range, encode, pad_rows, rows
 from pallas_patch_embed.problem import (
     DTYPES,
     OUT_DTYPES,
@@ -28,17 +28,18 @@ from pallas_patch_embed.problem import (
 IMAGE_DTYPES = ("uint8", "float16", "bfloat16", "float32", "float64")
 
 
-def patchify(images: AnyArray, params: PatchEmbedParams) -> jax.Array:
+def patchify(images: AnyArray, params: PatchEmbedParams, *, clip: bool = False) -> jax.Array:
     """Cuts images into patch rows in the encoding of the params.
 
     A uint8 image and the equal float image (u / 255 * 2 - 1 in float32, however rounded) give
     identical patches in every dtype: a float within 2^-21 of a uint8 level is taken for it.
 
     Args:
-      images: [..., H, W, 3], uint8 or floating-point in [-1, 1]; floats are clipped to that. A
-        remainder of H or W beyond whole patches is dropped, as SigLIP does. NaN stays NaN, except
-        that int8 has none: there it becomes an unspecified level.
+      images: [..., H, W, 3], uint8 or floating-point in [-1, 1]. A remainder of H or W beyond whole
+        patches is dropped, as SigLIP does.
       params: PatchEmbedParams; decides patch size, encoding and padding.
+      clip: clips floating-point pixels to [-1, 1] instead of checking that they are in it. NaN
+        stays NaN, except that int8 has none: there it becomes an unspecified level.
 
     Returns:
       [..., S, K_padded] of `params.dtype`, S = (H // p) * (W // p) in row-major order, K in the
@@ -47,11 +48,56 @@ def patchify(images: AnyArray, params: PatchEmbedParams) -> jax.Array:
 
     Raises:
       TypeError: images or params of another type.
-      ValueError: images of another shape, or smaller than a patch.
+      ValueError: images of another shape, or smaller than a patch; floating-point pixels outside of
+        [-1, 1] by more than rounding, or NaN. Their values are checked where they are known: in
+        numpy arrays; in JAX arrays outside of jit, by a reduction on the device, for which the call
+        waits; under jit where the program is checkified, by `checkify.debug_check`.
     """
     check_params(params)
     _check_images(images, params)
-    return rows(jnp.asarray(images), params.patch_size, params.dtype)
+    if not clip:
+        check_range("images", images)
+    pixels = _differentiable(jnp.asarray(images), params)
+    return rows(pixels, params.patch_size, params.dtype)
+
+
+def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = False) -> jax.Array:
+    """Encodes patches that are cut already, as NaFlex models have them: for `patch_embed`.
+
+    Args:
+      patches: [..., S, K] of pixels, uint8 or floating-point in [-1, 1], K = 3 * p * p in the order
+        height, width, channel. Padding may have any values in that range, such as zeros.
+      params: PatchEmbedParams; decides encoding and padding.
+      clip: as for `patchify`.
+
+    Returns:
+      [..., S, K_padded] of `params.dtype`.
+
+    Raises:
+      TypeError, ValueError: as `patchify`.
+    """
+    check_params(params)
+    dtype = dtype_name(patches, "patches")
+    if dtype not in IMAGE_DTYPES:
+        raise TypeError(
+            f"encode_patches: patches have dtype {dtype}, expected pixels: uint8, or "
+            "floating-point in [-1, 1]."
+        )
+    if patches.ndim < 2 or patches.shape[-1] != params.K:
+        raise ValueError(
+            f"encode_patches: patches have shape {list(patches.shape)}, expected [..., S, "
+            f"{params.K}]: the {params.patch_size} x {params.patch_size} x 3 pixels of a patch."
+        )
+    if not clip:
+        check_range("patches", patches)
+    return pad_rows(encode(_differentiable(jnp.asarray(patches), params), params.dtype))
+
+
+def _differentiable(pixels: jax.Array, params: PatchEmbedParams) -> jax.Array:
+    """The pixels; refuses to differentiate by them if their encoding is integers."""
+    if params.dtype != "int8" or not jnp.issubdtype(pixels.dtype, jnp.floating):
+        return pixels
+    return primitive.not_differentiated(pixels)
 
 
 def patch_embed(
@@ -100,6 +146,7 @@ def embed_images(
     position_embedding: AnyArray | None = None,
     backend: str | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
+    clip: bool = False,
 ) -> jax.Array:
     """Embeds images: `patchify`, then `patch_embed`; a backend may cut uint8 images by itself.
 
@@ -110,6 +157,7 @@ def embed_images(
       position_embedding: [..., S, N] floating-point, replaces the stored positions.
       backend: a name from `backend_names()`; None for the one that `explain` says is chosen.
       out_dtype: bfloat16 or float32.
+      clip: as for `patchify`.
 
     Returns:
       [..., S, N] of out_dtype.
@@ -121,6 +169,8 @@ def embed_images(
     check_params(params)
     patches = _abstract_patches(images, params, position_embedding)
     out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype)
+    if not clip:
+        check_range("images", images)
     images = jnp.asarray(images)
     if images.dtype == jnp.uint8:
         # The backend cuts them, or has them cut.

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_patch_embed.api import embed_images, explain
-from pallas_patch_embed.params import PatchEmbedParams, pack
+from pallas_patch_embed.packing import pack
+from pallas_patch_embed.params import PatchEmbedParams
 from pallas_patch_embed.problem import DTYPES, NamedShape, named_shape
 
 if TYPE_CHECKING:

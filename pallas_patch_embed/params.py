@@ -1,38 +1,22 @@
-"""PatchEmbedParams: packing (layout of K, quantisation, table of positions), saving and loading."""
+"""PatchEmbedParams: the pytree that `packing.pack` makes, its checks, saving and loading."""
 
 import dataclasses
 import json
 import math
 import operator
 import os
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 import safetensors
 import safetensors.numpy
-from jax.typing import DTypeLike
 
 from pallas_patch_embed.files import written_whole
 from pallas_patch_embed.problem import DTYPES, padded
 
 FILE_FORMAT = "pallas_patch_embed.PatchEmbedParams.1"
-
-# Layout of the kernel -> (its shape, the permutation to [N, height, width, channel]).
-LAYOUTS = {
-    "HWIO": ("[p, p, 3, N]", (3, 0, 1, 2)),
-    "OIHW": ("[N, 3, p, p]", (0, 2, 3, 1)),
-    "KN": ("[K, N]", (1, 0)),
-    "NK": ("[N, K]", (0, 1)),
-}
-
-# The largest magnitude of each quantised format.
-QUANTISED_MAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
-
-# 128 times the smallest normal float32: normal even after the factor 2 / 255 of int8.
-SMALLEST_SCALE = np.float32(2.0**-119)
 
 
 @jax.tree_util.register_dataclass
@@ -272,173 +256,3 @@ def check_grid(grid: Any) -> tuple[int, int]:
     if h < 1 or w < 1:
         raise ValueError(f"grid is {grid!r}, expected (height, width) in patches, both positive.")
     return h, w
-
-
-def pack(
-    kernel: npt.ArrayLike,
-    bias: npt.ArrayLike | None,
-    position_embedding: npt.ArrayLike | None,
-    *,
-    patch_size: int,
-    layout: Literal["HWIO", "OIHW", "KN", "NK"] = "HWIO",
-    grid: tuple[int, int] | None = None,
-    dtype: DTypeLike = "float8_e4m3fn",
-) -> PatchEmbedParams:
-    """Packs a checkpoint's patch embedding into the form that the kernels read.
-
-    It computes on the host, in float32 (sums over K in float64). Quantised weights have one scale
-    per output channel: absmax / 448 for float8_e4m3fn, absmax / 127 for int8, 1 for a channel of
-    zeros, and at least 2^-119, so that no GPU flushes it to zero. They are clipped to the format's
-    range and rounded to nearest, ties to even. For int8, `scale` includes the encoding's factor
-    2 / 255.
-
-    Args:
-      kernel: floating-point array of the shape of `layout`.
-      bias: [N], or None for no bias.
-      position_embedding: [S, N], [1, S, N], [h, w, N], or None for no positions.
-      patch_size: p, the side of a patch in pixels.
-      layout: of the kernel. "HWIO" [p, p, 3, N] (flax), "OIHW" [N, 3, p, p] (PyTorch), "KN" [K, N]
-        or "NK" [N, K], where K = 3 * p * p is flattened height, width, channel.
-      grid: (h, w) with h * w = S; by default the sides of [h, w, N], otherwise a square.
-      dtype: of patches and weight: "float32", "bfloat16", "float8_e4m3fn" or "int8".
-
-    Returns:
-      PatchEmbedParams.
-
-    Raises:
-      TypeError: an argument is not an array, is traced, or is not floating-point.
-      ValueError: a shape, the patch size, the grid, the layout or the dtype is wrong, or a value is
-        NaN, infinite or beyond the dtype's range.
-    """
-    patch_size, dtype = check_patch_size(patch_size), check_dtype(dtype)
-    K = 3 * patch_size**2
-    weight = _flat_kernel(kernel, patch_size, layout)
-    N = weight.shape[0]
-    bias = np.zeros(N, np.float32) if bias is None else _float32("bias", bias)
-    if bias.shape != (N,):
-        raise ValueError(
-            f"pack: bias has shape {list(bias.shape)}, expected [{N}]: one value for each of the "
-            "kernel's output channels."
-        )
-    weight, scale = _quantise(weight, dtype)
-    offset = bias
-    if dtype == "int8":
-        dequantised_sum = weight.astype(np.float64).sum(1) * scale
-        offset = _float32("bias + the constant of int8", bias + dequantised_sum / 255)
-        scale = scale * np.float32(2 / 255)
-    table, grid = _position_table(position_embedding, offset, grid, dtype)
-    weight = np.pad(weight, ((0, 0), (0, padded(K) - K)))
-    return PatchEmbedParams(
-        weight=jax.device_put(weight),
-        scale=jax.device_put(scale),
-        offset=jax.device_put(offset),
-        table=None if table is None else jax.device_put(table),
-        patch_size=patch_size,
-        grid=grid,
-        dtype=dtype,
-        K=K,
-    )
-
-
-def _float32(name: str, value: Any) -> np.ndarray:
-    """Converts a floating-point array to float32 on the host; refuses NaN and infinity."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            f"pack: {name} is traced by jit, vmap or grad, but packing needs the values. Call pack "
-            "outside and pass the params in as an argument."
-        )
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise TypeError(f"pack: {name} is not an array: {error}. Convert it to one.") from error
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(
-            f"pack: {name} has dtype {array.dtype}, expected a floating-point array. Dequantise it "
-            "or cast it to float32."
-        )
-    with np.errstate(over="ignore"):
-        array = array.astype(np.float32)
-    if not np.isfinite(array).all():
-        raise ValueError(
-            f"pack: {name} has {int((~np.isfinite(array)).sum())} values that are NaN, infinite or "
-            "beyond float32. Expected finite values: check the checkpoint."
-        )
-    return array
-
-
-def _flat_kernel(kernel: Any, patch_size: int, layout: str) -> np.ndarray:
-    """The kernel as float32 [N, K], K in the order height, width, channel."""
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"pack: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}.")
-    kernel = _float32("kernel", kernel)
-    text, order = LAYOUTS[layout]
-    K = 3 * patch_size**2
-    expected = (patch_size, patch_size, 3) if len(order) == 4 else (K,)
-    if kernel.ndim == len(order):
-        kernel_nhwc = kernel.transpose(order)
-    if kernel.ndim != len(order) or kernel_nhwc.shape[1:] != expected or 0 in kernel.shape:
-        raise ValueError(
-            f"pack: kernel has shape {list(kernel.shape)}, expected {text} for layout={layout!r} "
-            f"and patch_size={patch_size} (p = {patch_size}, K = {K}). Pass the layout and the "
-            "patch_size of the checkpoint."
-        )
-    return kernel_nhwc.reshape(-1, K)
-
-
-def _quantise(weight: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Weight [N, K] in `dtype`, and its scale [N] float32."""
-    storage = jnp.dtype(dtype)
-    if dtype not in QUANTISED_MAX:
-        with np.errstate(over="ignore"):
-            stored = weight.astype(storage)
-        if not np.isfinite(stored.astype(np.float32)).all():
-            raise ValueError(f"pack: kernel has values beyond the range of {dtype}.")
-        return stored, np.ones(len(weight), np.float32)
-    largest = np.float32(QUANTISED_MAX[dtype])
-    absmax = np.abs(weight).max(1)
-    scale = np.maximum(absmax / largest, SMALLEST_SCALE)
-    scale = np.where(absmax == 0, np.float32(1), scale)
-    quantised = np.clip(weight / scale[:, None], -largest, largest)
-    if dtype == "int8":
-        quantised = np.rint(quantised)
-    return quantised.astype(storage), scale
-
-
-def _position_table(
-    position_embedding: Any, offset: np.ndarray, grid: tuple[int, int] | None, dtype: str
-) -> tuple[np.ndarray | None, tuple[int, int] | None]:
-    """(offset + positions as [S, N], grid)."""
-    grid = None if grid is None else check_grid(grid)
-    if position_embedding is None:
-        return None, grid
-    positions = _float32("position_embedding", position_embedding)
-    N = len(offset)
-    given = f"pack: position_embedding has shape {list(positions.shape)}"
-    if positions.ndim not in (2, 3) or positions.shape[-1] != N or 0 in positions.shape:
-        raise ValueError(
-            f"{given}, expected [S, {N}], [1, S, {N}] or [h, w, {N}] for a kernel of {N} output "
-            "channels. Drop a class token's row, if there is one."
-        )
-    if positions.ndim == 3 and positions.shape[0] > 1:
-        if grid is not None and grid != positions.shape[:2]:
-            raise ValueError(f"{given}, but grid is {grid}. Leave grid=None.")
-        grid = positions.shape[:2]
-    positions = positions.reshape(-1, N)
-    S = len(positions)
-    if grid is None:
-        side = math.isqrt(S)
-        if side * side != S:
-            raise ValueError(f"{given}: {S} positions are not a square. Pass grid=(height, width).")
-        grid = (side, side)
-    if math.prod(grid) != S:
-        raise ValueError(
-            f"{given}: {S} positions, but grid={grid} has {math.prod(grid)} patches. Pass the grid "
-            "(height, width) of the positions."
-        )
-    table = offset + positions
-    if dtype != "float32":
-        with np.errstate(over="ignore"):
-            table = table.astype(jnp.bfloat16)
-    if not np.isfinite(table.astype(np.float32)).all():
-        raise ValueError("pack: bias + position_embedding has values beyond the table's range.")
-    return table, grid

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -246,9 +247,28 @@ def without_gradient(x, y):
     return y
 
 
-@without_gradient.defjvp
+@functools.partial(without_gradient.defjvp, symbolic_zeros=True)
 def _(primals, tangents):
-    return primals[1], _tangent_p.bind(tangents[0], lax.stop_gradient(primals[1]))
+    by_x, tangent = tangents
+    if isinstance(tangent, SymbolicZero) and not isinstance(by_x, SymbolicZero):
+        tangent = _tangent_p.bind(by_x, lax.stop_gradient(primals[1]))
+    return primals[1], tangent
+
+
+@jax.custom_jvp
+def not_differentiated(x):
+    """Returns x, of which integers are to be computed; refuses to differentiate by it at once.
+
+    Integers have no tangent that could remember x until a derivative is used.
+    """
+    return x
+
+
+@functools.partial(not_differentiated.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    if not isinstance(tangents[0], SymbolicZero):
+        _refuse_gradient()
+    return primals[0], tangents[0]
 
 
 # vmap.

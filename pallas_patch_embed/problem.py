@@ -47,6 +47,11 @@ def dtype_name(value: Any, what: str) -> str:
     return getattr(value.dtype, "name", str(value.dtype))
 
 
+def is_known(value: Any) -> bool:
+    """Whether the values can be read here: jit does not trace them, no other process holds some."""
+    return not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+
+
 def padded(K: int) -> int:
     """K rounded up to a multiple of 128 elements: whole 128-byte swizzle rows in every dtype."""
     return -(-K // K_MULTIPLE) * K_MULTIPLE

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_patch_embed.params import check_dtype, pack
+from pallas_patch_embed.packing import pack
+from pallas_patch_embed.params import check_dtype
 from pallas_patch_embed.problem import OUT_DTYPES
 from pallas_patch_embed.siglip2.arrays import (
     EXPECTED,

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_patch_embed import primitive
 from pallas_patch_embed.api import embed_images, patch_embed
 from pallas_patch_embed.chips import cuda_is_installed
 from pallas_patch_embed.params import PatchEmbedParams
-from pallas_patch_embed.patches import encode
-from pallas_patch_embed.problem import AnyArray, dtype_name
+from pallas_patch_embed.patches import check_range, encode, pad_rows
+from pallas_patch_embed.problem import AnyArray, dtype_name, is_known
 from pallas_patch_embed.siglip2.config import ACTIVATIONS, Config
 from pallas_patch_embed.siglip2.naflex import resize_positions
 
@@ -71,6 +72,7 @@ class Encoder:
         *,
         spatial_shapes: AnyArray | None = None,
         mask: AnyArray | None = None,
+        clip: bool = False,
     ) -> EncoderOutput:
         """Encodes images, or for a NaFlex encoder patches.
 
@@ -83,6 +85,8 @@ class Encoder:
             height * width <= L, which is checked where values are known: not under jit.
           mask: NaFlex: [B, L], True or 1 for patches, False or 0 for padding, which no patch
             attends to; by default the first height * width are patches.
+          clip: clips floating-point pixels to [-1, 1] instead of checking that they are in it,
+            where values are known; see `patchify`.
 
         Returns:
           EncoderOutput. Where the mask is False, last_hidden_state has no defined value.
@@ -93,6 +97,8 @@ class Encoder:
         size = self.config.image_size
         if size is None:  # This is a NaFlex encoder.
             _check_naflex(self, images, spatial_shapes, mask)
+            if not clip:
+                check_range("encoder: patches", images)
             return _encode_patches(self, images, spatial_shapes, mask)
         if spatial_shapes is not None or mask is not None:
             raise TypeError(
@@ -105,6 +111,8 @@ class Encoder:
                 f"encoder: images have shape {list(images.shape)}, expected [B, H, W, 3]. Add or "
                 "flatten leading axes."
             )
+        if not clip:
+            check_range("encoder: images", images)
         return _encode_images(self, images)
 
     def __repr__(self) -> str:
@@ -164,8 +172,7 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
                 f"encoder: mask is {mask.dtype}{list(mask.shape)}, expected booleans [{B}, {L}], "
                 "True for patches and False for padding."
             )
-    known = not isinstance(spatial_shapes, jax.core.Tracer)
-    if known and getattr(spatial_shapes, "is_fully_addressable", True):
+    if is_known(spatial_shapes):
         sides = jax.device_get(spatial_shapes)
         wrong = ((sides < 1) | (sides > L)).any(1) | (sides.astype(np.float64).prod(1) > L)
         if wrong.any():
@@ -178,7 +185,9 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
 
 @jax.jit
 def _encode_images(encoder: Encoder, images: jax.Array) -> EncoderOutput:
-    return transform(encoder, embed_images(images, encoder.patch_embed, out_dtype=encoder.dtype))
+    # The range of the pixels was checked before, where their values may be known.
+    x = embed_images(images, encoder.patch_embed, out_dtype=encoder.dtype, clip=True)
+    return transform(encoder, x)
 
 
 @jax.jit
@@ -192,13 +201,15 @@ def _encode_patches(
     mask = mask.astype(bool)
     params = encoder.patch_embed
     assert encoder.positions is not None  # NaFlex encoders have them.
-    padding = [(0, 0), (0, 0), (0, params.K_padded - params.K)]
     x = patch_embed(
-        jnp.pad(encode(patches, params.dtype), padding),
+        pad_rows(encode(patches, params.dtype)),
         params,
         position_embedding=resize_positions(encoder.positions, spatial_shapes, patches.shape[1]),
         out_dtype=encoder.dtype,
     )
+    if params.dtype == "int8":
+        # Rounding to integers would make the derivative a silent zero.
+        x = primitive.without_gradient(patches, x)
     return transform(encoder, x, mask)
 
 

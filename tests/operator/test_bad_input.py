@@ -147,7 +147,17 @@ BAD = {
     "int8 overflow": (
         ValueError,
         pack(np.full_like(KERNEL, 3e38), np.full(8, 3.4e38), None, dtype="int8"),
-        "beyond float32",
+        "bias + the constant of int8 has 8 values beyond the range of float32",
+    ),
+    "bfloat16 kernel": (
+        ValueError,
+        pack(with_value(KERNEL, 3.4e38), dtype="bfloat16"),
+        "kernel has 1 values that are NaN, infinite or beyond the range of bfloat16",
+    ),
+    "large positions": (
+        ValueError,
+        pack(bias=np.full(8, 3e38), positions=with_value(POSITIONS, 3e38)),
+        "bias + position_embedding has 1 values beyond the range of bfloat16",
     ),
     "explain's S": (ValueError, lambda: ppe.explain((195, 640), PARAMS["int8"]), "S = 195"),
     "explain's shape": (TypeError, lambda: ppe.explain("ab", PARAMS["int8"]), "neither"),
@@ -218,11 +228,6 @@ def test_bad_input_is_refused_with_a_message(case):
         call()
     assert type(caught.value) is error
     assert message in str(caught.value)
-
-
-def test_packing_traced_values_is_refused():
-    with pytest.raises(TypeError, match="traced"):
-        jax.jit(lambda kernel: ppe.pack(kernel, None, None, patch_size=14))(KERNEL)
 
 
 @pytest.mark.parametrize(
