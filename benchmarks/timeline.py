@@ -35,7 +35,7 @@ WARPS = 12
 EVENTS = (
     "wait: free slot",
     "issue loads",
-    "wait: turn",
+    "wait: may multiply",
     "wait: loads",
     "issue products",
     "wait: products",

@@ -18,9 +18,9 @@ def two_views(dtype, written: tuple[int, ...], multiplied: tuple[int, ...]):
     return layouts.swizzled(dtype, *multiplied, tiled=True)
 
 
-def views(memory):
+def views_of(memory) -> layouts.Views:
     """The memory twice: TMA writes and the tensor cores read the same view."""
-    return memory, memory
+    return layouts.Views(memory, memory)
 
 
 def load_rows(source, row, column, kind, *, period: int, skip: int = 0):

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_patch_embed.backends import schedule, tiles
+from pallas_patch_embed.backends.mosaic.layouts import Views
 from pallas_patch_embed.backends.tiles import Grid
 from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
@@ -45,7 +46,7 @@ def check_slice(tile_n: int, problem: Problem) -> None:
 
 
 def check_slots(slots: int, most: int) -> None:
-    """Refuses a ring of one slot, or of more than `most`."""
+    """Refuses a ring of a single slot, or of more than `most`."""
     if not 2 <= slots <= most:
         raise NotImplementedError(f"slots is {slots}, expected 2 to {most}.")
 
@@ -53,6 +54,11 @@ def check_slots(slots: int, most: int) -> None:
 def check_shared_memory(needed: int, chip: Chip, config: object) -> None:
     """Refuses more bytes than a thread block has, without those reserved for barriers."""
     check_resource("bytes of shared memory", needed, chip.shared_memory - BARRIER_BYTES, config)
+
+
+def check_registers(needed: int, available: int, config: object) -> None:
+    """Refuses more registers of a thread than setmaxnreg assigns to it."""
+    check_resource("registers a thread", needed, available, config)
 
 
 def check_resource(what: str, needed: int, available: int, config: object) -> None:
@@ -128,7 +134,7 @@ def kernel(
     def body(*operands, scratch):
         block = lax.axis_index("worker")
         worker(
-            *(config, problem, Operands(*operands), scratch, memory.views(scratch.patches)),
+            *(config, problem, Operands(*operands), scratch, memory.views_of(scratch.patches)),
             column=lax.rem(block, grid.slices) * config.tile_n,
             index=lax.div(block, grid.slices),
         ).run(lax.axis_index("warpgroup"))
@@ -173,8 +179,8 @@ class Worker:
       config, problem: tile sizes; shapes and dtypes.
       operands: arrays in global memory.
       scratch: shared memory and barriers. A phase of `freed[slot]` completes when the slot's entry
-        is multiplied.
-      patches: the ring, as TMA writes it and as the tensor cores read it.
+        has been multiplied.
+      patches: the ring.
       column: first column of this worker's slice of N.
       index: of this worker among those of its slice.
     """
@@ -183,7 +189,7 @@ class Worker:
     problem: Problem
     operands: Operands
     scratch: Any
-    patches: tuple[Any, Any]
+    patches: Views
     column: Any
     index: Any
 
@@ -193,8 +199,8 @@ class Worker:
         """Loops over the tiles of this worker in the order of its segments.
 
         Args:
-          visit: called with the number of the tile among the worker's, its index among all tiles,
-            and the result of `begin`.
+          visit: called with the number of the tile among those of this worker, its index among all
+            tiles, and the result of `begin` for its segment.
           begin: called with the table row of each segment that has tiles, before its tiles. None
             calls nothing, and also saves the branch around segments without tiles.
 
@@ -206,9 +212,9 @@ class Worker:
         def visit_segment(i, tiles_before):
             first, count, stride, table_row = (segments[self.index, i, f] for f in FIELDS)
 
-            def visit_tiles(begun):
+            def visit_tiles(of_segment):
                 def step(j, _):
-                    visit(tiles_before + j, first + j * stride, begun)
+                    visit(tiles_before + j, first + j * stride, of_segment)
 
                 lax.fori_loop(0, count, step, None)
 
@@ -235,7 +241,7 @@ class Worker:
         return lax.rem(entry, self.config.slots)
 
     def acquire(self, entry):
-        """Waits until the previous entry of the slot is multiplied; returns the slot."""
+        """Waits until the previous entry of the slot has been multiplied; returns the slot."""
         slot = self.slot(entry)
 
         @pl.when(entry >= self.config.slots)

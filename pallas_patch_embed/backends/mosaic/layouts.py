@@ -12,6 +12,7 @@ written with Mosaic's builders. `interpreted.py` has the same functions for Pall
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -49,10 +50,21 @@ def two_views(dtype, written: tuple[int, ...], multiplied: tuple[int, ...]):
     )
 
 
-def views(memory):
-    """The references of `two_views`: the one that TMA writes, and the one that is multiplied."""
-    written, multiplied = memory
-    return written, multiplied
+class Views(NamedTuple):
+    """Two references to the same shared memory.
+
+    Attributes:
+      written: as TMA writes it.
+      multiplied: as the tensor cores read it.
+    """
+
+    written: Any
+    multiplied: Any
+
+
+def views_of(memory) -> Views:
+    """The references that `two_views` made."""
+    return Views(*memory)
 
 
 # Global memory.

@@ -27,6 +27,7 @@ so that no block exits before its peer's last arrival.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -129,8 +130,7 @@ class BlackwellConfig:
         columns = self.tensor_memory_columns()
         launch.check_resource("columns of tensor memory", columns, chip.tensor_memory, self)
         launch.check_shared_memory(self.shared_memory_bytes(problem), chip, self)
-        needed, available = self.registers(problem), REGISTER_SPLIT[1]
-        launch.check_resource("registers a thread", needed, available, self)
+        launch.check_registers(self.registers(problem), REGISTER_SPLIT[1], self)
 
 
 def make(config: BlackwellConfig, grid: Grid, problem: Problem, interpret, trace: str):
@@ -174,7 +174,8 @@ class Scratch:
         ring, columns = (slots, ROWS, tile_k), ACCUMULATORS * config.tile_n
         kind = jnp.int32 if problem.dtype == "int8" else jnp.float32
         ordered = dict(orders_tensor_core=True)
-        read = dict(num_arrivals=STORERS, num_barriers=ACCUMULATORS, **ordered)
+        of_pair = functools.partial(plgpu.ClusterBarrier, collective_axes=("peer",))
+        barrier = of_pair if config.collective else plgpu.Barrier
         return cls(
             patches=memory.two_views(dtype, ring, ring),
             weight=layouts.swizzled(dtype, parts, config.tile_n // blocks, tile_k, tiled=True),
@@ -184,11 +185,7 @@ class Scratch:
             filled=plgpu.Barrier(num_arrivals=1 + config.stream_weight, num_barriers=slots),
             freed=plgpu.Barrier(num_arrivals=1, num_barriers=slots, **ordered),
             multiplied=plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, **ordered),
-            read=(
-                plgpu.ClusterBarrier(collective_axes=("peer",), **read)
-                if config.collective
-                else plgpu.Barrier(**read)
-            ),
+            read=barrier(num_arrivals=STORERS, num_barriers=ACCUMULATORS, **ordered),
         )
 
 
@@ -266,7 +263,7 @@ class Worker(launch.Worker):
             slot = self.acquire(number * self.chunks + k)
             arrived = self.scratch.filled.at[slot]
             patches = self.operands.patches.at[rows, self.chunk(k)]
-            self.load(patches, self.patches[0].at[slot], arrived)
+            self.load(patches, self.patches.written.at[slot], arrived)
             if self.config.stream_weight:
                 self.load_weight(k, slot, arrived)
 
@@ -296,22 +293,22 @@ class Worker(launch.Worker):
                 slot = self.slot(number * self.chunks + k)
                 plgpu.barrier_wait(s.filled.at[slot])
                 weight = s.weight.at[slot if self.config.stream_weight else k].T
-                patches, freed = self.patches[1].at[slot], s.freed.at[slot]
+                patches, freed = self.patches.multiplied.at[slot], s.freed.at[slot]
                 plgpu.tcgen05_mma(sums, patches, weight, freed, accumulate=k > 0, **pair)
             plgpu.tcgen05_commit_arrive(s.multiplied.at[lax.rem(number, ACCUMULATORS)], **pair)
 
-    def store(self, member) -> None:
+    def store(self, storer) -> None:
         """Stores half of the columns of every tile, in steps of one TMA store."""
         steps = range(self.config.tile_n // STORERS // self.tile.columns)
-        columns = [self.column + self.step_column(member, e) for e in steps]
-        load, (_, _, scale, table, *_) = self.tile.load_columns, self.operands
+        columns = [self.column + self.step_column(storer, e) for e in steps]
+        load, scale, table = self.tile.load_columns, self.operands.scale, self.operands.table
         scales = [load(scale, column) for column in columns]
         offsets = [] if self.problem.has_table else [load(table, column) for column in columns]
 
         def begin_segment(table_row):
             if offsets:
                 return [self.tile.broadcast(offset) for offset in offsets]
-            return [self.load_table(member, table_row, e) for e in steps]
+            return [self.load_table(storer, table_row, e) for e in steps]
 
         def store_tile(number, tile, terms):
             row = tile * self.config.tile_m
@@ -319,31 +316,31 @@ class Worker(launch.Worker):
                 plgpu.barrier_wait(self.scratch.multiplied.at[lax.rem(number, ACCUMULATORS)])
             with jax.named_scope("scale, add and store"):
                 for e in steps:
-                    self.store_step(member, number, row, e, scales[e], terms[e])
+                    self.store_step(storer, number, row, e, scales[e], terms[e])
 
         self.for_each_tile(store_tile, begin_segment)
         plgpu.wait_smem_to_gmem(0)
 
-    def step_column(self, member, e: int):
+    def step_column(self, storer, e: int):
         """The accumulator's first column in step e of a storing warpgroup."""
-        return member * (self.config.tile_n // STORERS) + e * self.tile.columns
+        return storer * (self.config.tile_n // STORERS) + e * self.tile.columns
 
-    def load_table(self, member, table_row, e: int):
+    def load_table(self, storer, table_row, e: int):
         """The rows of the table for this block, in the columns of step e."""
-        row, column = table_row + self.peer * ROWS, self.column + self.step_column(member, 0)
+        row, column = table_row + self.peer * ROWS, self.column + self.step_column(storer, 0)
         skip, period = e * self.tile.columns, self.problem.table_period
         return self.tile.load_rows(self.operands.table, row, column, skip, period)
 
-    def store_step(self, member, number, row, e: int, scale, term) -> None:
+    def store_step(self, storer, number, row, e: int, scale, term) -> None:
         """Loads the sums of a step, scales and adds in float32, rounds, and stores."""
-        s, width, first = self.scratch, self.tile.columns, self.step_column(member, e)
+        s, width, first = self.scratch, self.tile.columns, self.step_column(storer, e)
         steps = self.config.tile_n // STORERS // width
         y = self.tile.load_sums(self.accumulator(number, first, width))
         plgpu.wait_load_tmem()
         if e == steps - 1:
             plgpu.barrier_arrive(s.read.at[lax.rem(number, ACCUMULATORS)])
         y = y.astype(jnp.float32) * self.tile.broadcast(scale) + term
-        buffer = s.staged.at[member * BUFFERS + ((number * steps + e) & (BUFFERS - 1))]
+        buffer = s.staged.at[storer * BUFFERS + ((number * steps + e) & (BUFFERS - 1))]
         plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
         buffer[...] = y.astype(self.problem.out_dtype)
         plgpu.commit_smem()

@@ -3,23 +3,23 @@
 A worker is a thread block of three warpgroups. It computes the same `tile_n` columns of N for all
 row tiles that `schedule.py` assigns to it:
 
-  load_constants       one warp: loads scale, offsets and a stationary weight by TMA.
-  feed                 one warp: loads patches, and a weight that is streamed, by TMA into the slots
-                       of a ring, in the order in which they are multiplied.
-  multiply_and_store   two warpgroups, each with half of every tile's rows, alternate: while one
+  load_constants       one warp: loads scale, offsets if there is no table, and a stationary weight.
+  feed                 one warp: loads patches, and a streamed weight, into the slots of a ring, in
+                       the order in which they are multiplied. All loads of both warps use TMA.
+  multiply_and_store   two warpgroups, the consumers, each with half of every tile's rows: while one
                        multiplies, the other scales its accumulator, adds the table, and stores.
 
 The table's rows stay in registers for a segment. Where they do not fit, each tile loads them.
 
-  barrier                 arrivals of a phase    its phase completes when          who waits
-  columns_arrived         1 or 2 copies          scale and offsets have arrived    both warpgroups
-  weight_arrived[k]       copies of a chunk      chunk k of a stationary weight    feed, before the
-                                                 has arrived                       first patches
-  filled[warpgroup,slot]  1 copy, plus copies    the warpgroup's next chunk is     that warpgroup
-                          of a streamed weight   in the slot
-  freed[slot]             1 warpgroup            the slot's chunk is multiplied    feed
-  products_issued[w]      the other warpgroup    it has issued the products of     warpgroup w
-                                                 its half of a tile
+  barrier                arrivals of a phase    its phase completes when           who waits
+  columns_arrived        1 or 2 copies          scale (and offsets) have arrived   both consumers
+  weight_arrived[k]      copies of a chunk      chunk k of a stationary weight     feed, before the
+                                                has arrived                        first patches
+  filled[consumer,slot]  1 copy, plus copies    the consumer's next chunk is in    that consumer
+                         of streamed weight     the slot
+  freed[slot]            1 consumer             the slot's chunk is multiplied     feed
+  products_issued[c]     the other consumer     it has issued the products of      consumer c
+                                                its half of a tile
 
 Every phase of a barrier is waited for. feed skips the wait for a slot that was never used, and
 waits for the last phases before it returns.
@@ -64,8 +64,8 @@ class HopperConfig:
 
     Attributes:
       tile_n: columns of N of a worker, a multiple of 64.
-      slots: depth of the ring; a slot has 128 bytes of K for each row of a warpgroup.
-      rows: of a warpgroup's half of a tile, 64 or 128.
+      slots: depth of the ring; a slot has 128 bytes of K for each row of a consumer.
+      rows: rows of a consumer's half of a tile, 64 or 128.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
     """
 
@@ -117,8 +117,8 @@ class HopperConfig:
         if self.rows not in (64, 128):
             raise NotImplementedError(f"rows is {self.rows}, expected 64 or 128.")
         launch.check_shared_memory(self.shared_memory_bytes(problem), chip, self)
-        needed, available = self.registers(problem, keeps_columns=False), REGISTER_SPLITS[-1][1]
-        launch.check_resource("registers a thread", needed, available, self)
+        registers = self.registers(problem, keeps_columns=False)
+        launch.check_registers(registers, REGISTER_SPLITS[-1][1], self)
 
 
 def make(config: HopperConfig, grid: Grid, problem: Problem, interpret, trace: str):
@@ -127,7 +127,7 @@ def make(config: HopperConfig, grid: Grid, problem: Problem, interpret, trace: s
     tile = memory.RegisterTile(jnp.dtype(problem.out_dtype), config.rows, config.tile_n)
     kernel = launch.kernel(
         "patch_embed_sm90",
-        functools.partial(Worker, tile=tile, views=memory.views),
+        functools.partial(Worker, tile=tile, views_of=memory.views_of),
         Scratch.types(config, problem, tile, memory),
         *(config, grid, problem, memory, trace),
         num_threads=WARPGROUPS,
@@ -177,12 +177,12 @@ class Worker(launch.Worker):
     """A thread block, with a method for each role.
 
     Attributes:
-      tile: a warpgroup's half of a tile in registers.
-      views: memory of patches or weight -> (as TMA writes it, as the tensor cores read it).
+      tile: a consumer's half of a tile in registers.
+      views_of: memory of the weight -> its two views.
     """
 
     tile: layouts.RegisterTile
-    views: Any
+    views_of: Any
 
     def run(self, warpgroup) -> None:
         """Assigns each warpgroup its registers and its role."""
@@ -202,23 +202,22 @@ class Worker(launch.Worker):
             plgpu.set_max_registers(multiply_registers, action="increase")
             self.multiply_and_store(warpgroup)
 
-    def first_row(self, tile, member):
-        """The first row of a warpgroup's half of a tile."""
-        return tile * self.config.tile_m + member * self.config.rows
+    def first_row(self, tile, consumer):
+        """The first row of a consumer's half of a tile."""
+        return tile * self.config.tile_m + consumer * self.config.rows
 
-    def first_entry(self, number, member):
-        """The first ring entry of a warpgroup's half of the `number`-th tile."""
-        return (number * CONSUMERS + member) * self.chunks
+    def first_entry(self, number, consumer):
+        """The first ring entry of a consumer's half of the `number`-th tile."""
+        return (number * CONSUMERS + consumer) * self.chunks
 
-    def filled(self, entry, member):
-        return self.scratch.filled.at[member * self.config.slots + self.slot(entry)]
+    def filled(self, entry, consumer):
+        return self.scratch.filled.at[consumer * self.config.slots + self.slot(entry)]
 
     def load_constants(self) -> None:
-        s, (_, _, scale, table, *_) = self.scratch, self.operands
-        columns = pl.ds(self.column, self.config.tile_n)
-        plgpu.copy_gmem_to_smem(scale.at[columns], s.scale, s.columns_arrived)
+        s, columns = self.scratch, pl.ds(self.column, self.config.tile_n)
+        plgpu.copy_gmem_to_smem(self.operands.scale.at[columns], s.scale, s.columns_arrived)
         if not self.problem.has_table:
-            plgpu.copy_gmem_to_smem(table.at[columns], s.offset, s.columns_arrived)
+            plgpu.copy_gmem_to_smem(self.operands.table.at[columns], s.offset, s.columns_arrived)
         if not self.config.stream_weight:
 
             @pl.loop(0, self.chunks)
@@ -227,9 +226,8 @@ class Worker(launch.Worker):
 
     def load_weight(self, k, part, arrived) -> None:
         """Loads chunk k of the weight into a part of its shared memory."""
-        target, _ = self.views(self.scratch.weight)
-        weight, inner = self.operands.weight, self.chunk(k)
-        self.tile.load_weight(weight, self.column, inner, target.at[part], arrived)
+        target = self.views_of(self.scratch.weight).written.at[part]
+        self.tile.load_weight(self.operands.weight, self.column, self.chunk(k), target, arrived)
 
     def feed(self) -> None:
         entries = self.first_entry(self.for_each_tile(self.feed_tile, begin=None), 0)
@@ -241,12 +239,12 @@ class Worker(launch.Worker):
 
     @jax.named_scope("feed a tile")
     def feed_tile(self, number, tile, _) -> None:
-        for member in range(CONSUMERS):
-            rows = pl.ds(self.first_row(tile, member), self.config.rows)
-            self.feed_half(self.first_entry(number, member), member, rows)
+        for consumer in range(CONSUMERS):
+            rows = pl.ds(self.first_row(tile, consumer), self.config.rows)
+            self.feed_half(self.first_entry(number, consumer), consumer, rows)
 
-    def feed_half(self, first, member: int, rows) -> None:
-        """Fills the ring entries of a warpgroup's half of a tile."""
+    def feed_half(self, first, consumer: int, rows) -> None:
+        """Fills the ring entries of a consumer's half of a tile."""
 
         @pl.loop(0, self.chunks)
         def feed_chunk(k):
@@ -254,48 +252,49 @@ class Worker(launch.Worker):
 
             # The first patches follow their chunk of the weight, so that the first product need not
             # wait for the whole weight.
-            if not self.config.stream_weight and member == 0:
+            if not self.config.stream_weight and consumer == 0:
 
                 @pl.when(first == 0)
                 def wait_for_weight():
                     plgpu.barrier_wait(self.scratch.weight_arrived.at[k])
 
-            arrived = self.filled(first + k, member)
+            arrived = self.filled(first + k, consumer)
             patches = self.operands.patches.at[rows, self.chunk(k)]
-            plgpu.copy_gmem_to_smem(patches, self.patches[0].at[slot], arrived)
+            plgpu.copy_gmem_to_smem(patches, self.patches.written.at[slot], arrived)
             if self.config.stream_weight:
                 self.load_weight(k, slot, arrived)
 
-    def multiply_and_store(self, member) -> None:
-        issued, other = self.scratch.products_issued, CONSUMERS - 1 - member
+    def multiply_and_store(self, consumer) -> None:
+        issued, other = self.scratch.products_issued, CONSUMERS - 1 - consumer
         plgpu.barrier_wait(self.scratch.columns_arrived)
 
-        # Warpgroup 0 multiplies first: warpgroup 1 arrives as if it had issued products already.
-        @pl.when(member == CONSUMERS - 1)
-        def let_the_first_one_begin():
+        # Consumer 0 multiplies first: consumer 1 arrives as if it had issued products already.
+        @pl.when(consumer == CONSUMERS - 1)
+        def let_consumer_0_begin():
             plgpu.barrier_arrive(issued.at[0])
 
         scales = self.keep(lambda g: self.tile.load_columns(self.scratch.scale, g))
 
         def begin_segment(table_row):
-            first_row = table_row + member * self.config.rows
+            first_row = table_row + consumer * self.config.rows
             return first_row, self.keep(lambda g: self.load_terms(g, first_row))
 
-        def visit(number, tile, begun):
+        def visit(number, tile, of_segment):
             with jax.named_scope("multiply"):
-                accumulator = self.multiply(member, other, self.first_entry(number, member))
+                accumulator = self.multiply(consumer, other, self.first_entry(number, consumer))
             with jax.named_scope("scale, add and store"):
-                self.store(accumulator, self.first_row(tile, member), scales, *begun)
+                self.store(accumulator, self.first_row(tile, consumer), scales, *of_segment)
 
         self.for_each_tile(visit, begin_segment)
 
-        @pl.when(member == 0)
+        @pl.when(consumer == 0)
         def await_the_last_arrival():
             plgpu.barrier_wait(issued.at[0])
 
-    def multiply(self, member, other, first):
-        """The accumulator of a warpgroup's half of a tile."""
-        s, (_, patches), (_, weight) = self.scratch, self.patches, self.views(self.scratch.weight)
+    def multiply(self, consumer, other, first):
+        """The accumulator of a consumer's half of a tile."""
+        s, patches = self.scratch, self.patches.multiplied
+        weight = self.views_of(s.weight).multiplied
 
         def free(k, *, pending):
             """Frees the slot of chunk k, after which `pending` chunks have been issued."""
@@ -303,11 +302,11 @@ class Worker(launch.Worker):
             plgpu.barrier_arrive(s.freed.at[self.slot(first + k)])
 
         def accumulate(accumulator):
-            with jax.named_scope("wait for a turn"):
-                plgpu.barrier_wait(s.products_issued.at[member])
+            with jax.named_scope("wait for the other's products"):
+                plgpu.barrier_wait(s.products_issued.at[consumer])
             for k in range(self.chunks):
                 slot = self.slot(first + k)
-                plgpu.barrier_wait(self.filled(first + k, member))
+                plgpu.barrier_wait(self.filled(first + k, consumer))
                 part = weight.at[slot if self.config.stream_weight else k]
                 plgpu.wgmma(accumulator, patches.at[slot], part.T)
                 if k == self.chunks - 1:
@@ -321,20 +320,20 @@ class Worker(launch.Worker):
         return pl.run_scoped(accumulate, plgpu.ACC((self.config.rows, self.config.tile_n), kind))
 
     def load_terms(self, g: int, table_row):
-        """The addend of column group g: rows of the table from `table_row` on, or the offsets."""
+        """What is added to column group g: rows of the table from `table_row` on, or offsets."""
         table, period = self.operands.table, self.problem.table_period
         if self.problem.has_table:
             return self.tile.load_rows(table, table_row, self.column, g, period)
         return self.tile.load_columns(self.scratch.offset, g)
 
     def keep(self, load):
-        """`load` of every column group, kept in registers; None if registers do not suffice."""
+        """load(g) of every column group, kept in registers; None if they do not fit there."""
         if not self.config.keeps_columns(self.problem):
             return None
         return [load(g) for g in range(self.tile.groups)]
 
     def store(self, accumulator, row, kept_scales, table_row, kept_terms) -> None:
-        """Scales and adds in float32, rounds, and writes a warpgroup's half of a tile."""
+        """Scales and adds in float32, rounds, and writes a consumer's half of a tile."""
         inside = self.problem.rows % self.config.tile_m == 0
         for g, y in enumerate(self.tile.regroup(accumulator)):
             if keeps := kept_terms is not None:
