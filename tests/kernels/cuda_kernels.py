@@ -1,4 +1,4 @@
-"""The configs of the CUDA library, and the launch that each of them has to have."""
+"""The configs of the CUDA library, and the launch that is expected of each."""
 
 import functools
 
@@ -17,7 +17,7 @@ built = pytest.mark.usefixtures("cuda_library")
 
 
 def configs(**fields):
-    """The library's configs with these fields; none without a library, where nothing is tested."""
+    """The library's configs with these fields; none if there is no library to test."""
     if cuda.missing():
         return []
     return [c for c in cuda.configs() if all(getattr(c, k) == v for k, v in fields.items())]
@@ -25,7 +25,7 @@ def configs(**fields):
 
 @functools.cache
 def register_on_the_cpu():
-    """Registers the handler for the CPU too, where all that it does is to check its operands."""
+    """Registers the handler for the CPU too, where it only checks its operands."""
     handler = jax.ffi.pycapsule(cuda.library().patch_embed_execute)
     jax.ffi.register_ffi_target(cuda.TARGET, handler, platform="cpu")
 
@@ -53,11 +53,12 @@ def expected_launch(config, M, N, K, period, workers, segments):
     ring = config.slots * config.rows * 128
     streamed, parts = 0, config.slots if config.stream_weight else chunks
     if hopper and config.stream_weight:
-        # As many parts of the weight as fit beside the patches and 2 KiB.
+        # The weight has as many slots as fit next to the patches and 2 KiB.
         streamed = parts = (227 * 1024 - ring - 2048) // (config.tile_n * 128)
     weight_bytes = parts * config.tile_n * 128 // config.blocks
     if hopper:
-        # 16 bytes of a thread, four threads a row; K, 2 columns of a pair, threads, groups, pairs.
+        # Four threads of a row store 16 bytes each. Axes, innermost first: K, the 2 columns of a
+        # pair, threads, groups of columns, pairs.
         vector = 16 // out_size
         nested = np.empty((N // (4 * vector), 4, vector // 2, 2, K), f"V{size}")
         nested = nested.transpose(2, 0, 1, 3, 4)
@@ -77,7 +78,8 @@ def expected_launch(config, M, N, K, period, workers, segments):
         # Each warp stores its own 32 rows.
         y = matrix(config.out_dtype, M, N, 32, store_bytes // out_size)
         rest = 2 * 2 * 128 * store_bytes + 1024
-    # Chunks 0, 4 and 8 of a streamed weight stay: with 128 rows a warpgroup and at most 16 chunks.
+    # Chunks 0, 4 and 8 of a streamed weight stay in shared memory if a warpgroup has 128 rows and K
+    # at most 16 chunks.
     some = len(range(0, min(chunks, 12), 4)) if config.rows == 128 and chunks <= 16 else 0
     staying = (some if hopper else 0) if config.stream_weight else chunks
     return dict(
@@ -91,7 +93,7 @@ def expected_launch(config, M, N, K, period, workers, segments):
         y=y,
         multiplying_warps=8 if hopper else 1,
         storing_warps=8,
-        # Two accumulators, in a power of two of columns.
+        # Two accumulators; tensor memory is allocated in powers of two of columns.
         tensor_memory_columns=0 if hopper else 1 << (2 * config.tile_n - 1).bit_length(),
         staying_chunks=staying,
     )

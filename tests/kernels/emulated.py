@@ -1,9 +1,9 @@
-"""The kernels whose compiled PTX is executed, and how: compiled for a GPU, run on a CPU.
+"""The Pallas kernels whose compiled PTX the emulator executes.
 
-  python tests/emulated.py BACKEND
+  python tests/kernels/emulated.py BACKEND
 
-compiles cases of a backend as it is told to: a process of its own, because the compilers read their
-settings when JAX is imported.
+compiles the cases of a backend that standard input names. That is a process of its own because the
+compilers read their settings when JAX is imported.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from unittest import mock
 from ptx_emulator.machine import EAGER
 from repository import environment
 
-# So few that there are more tiles than workers.
+# Multiprocessors of the emulated GPU: so few that there are more tiles than workers.
 MULTIPROCESSORS = 4
 
-# When asynchronous work happens, and the seed of what is random. Every kernel takes the first ones,
-# which any protocol has to stand; a fault that needs luck takes more. With arrivals late and all
-# else eager a block that exits too early is gone when its peer's arrival comes.
+# When asynchronous work happens, and the seed of random choices. A correct protocol passes with all
+# of them. Hopper kernels, which also run on a GPU, take the first four. With late arrivals and
+# everything else eager, a block that exits too early has exited when its peer's arrival reaches it.
 SCHEDULES = (
     ("eager", 0),
     ("late", 1),
@@ -33,13 +33,13 @@ SCHEDULES = (
     ("random", 3),
     ({"load": "eager", "multiply": "late", "store": "late", "write": "late"}, 4),
 )
-# Warnings that are none of the kernels' fault (README.md of the emulator).
+# Warnings that are not a fault of the kernels (the emulator's README says why).
 ALLOWED = frozenset({"descriptor version", "moved before wait::ld"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel of a Mosaic backend for small operands; `config` has the arguments of its Config."""
+    """A Pallas kernel for small operands; `config` and `options` are its config's arguments."""
 
     backend: str
     patches: tuple[int, ...]
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def target(self):
-        """Its chip, with few multiprocessors."""
+        """The kernel's chip, with few multiprocessors."""
         from planned import few
 
         from pallas_patch_embed.chips import B200, H200
@@ -84,7 +84,7 @@ class Case:
 
 
 def case(backend, patches, N, dtype, table, *config, out="bfloat16", **options):
-    """A case, with the arguments of its Config last."""
+    """A case; `config` and `options` are the arguments of the kernel's config."""
     return Case(backend, patches, N, dtype, table, config, tuple(options.items()), out)
 
 
@@ -102,11 +102,11 @@ CASES = {
     "two blocks, M % 8 = 3": two((3, 97, 256), 128, INT8, "shared", 128, 4),
     "two blocks, M % 8 = 7, float8": two((1, 511, 128), 64, FP8, "shared", 64, 4),
     "two blocks, a tail in the first block": two((3, 100, 256), 128, FP8, "shared", 128, 4),
-    "two blocks, a phase change in a run": two((16, 97, 128), 64, INT8, "shared", 64, 3),
+    "two blocks, a phase change in a worker": two((16, 97, 128), 64, INT8, "shared", 64, 3),
     "two blocks, all barriers and buffers used again": two(
         (15, 97, 256), 64, INT8, "shared", 64, 3
     ),
-    "two blocks, runs of several tiles": two((20, 160, 256), 64, INT8, "shared", 64, 3),
+    "two blocks, segments of several tiles": two((20, 160, 256), 64, INT8, "shared", 64, 3),
     "two blocks, more tiles than slots": two((9, 256, 128), 64, FP8, "shared", 64, 2),
     "two blocks, streamed weight": two(
         (5, 72, 512), 128, BF16, "shared", 128, 4, stream_weight=True
@@ -121,7 +121,7 @@ CASES = {
     "two blocks, N = 1152": two((1, 201, 128), 1152, FP8, "shared", 192, 4),
     "two blocks, float32": two((4, 72, 128), 256, INT8, "shared", 256, 4, out="float32"),
     "two blocks, bfloat16 to float32": two((3, 97, 256), 128, BF16, "none", 128, 4, out="float32"),
-    "two blocks, tables of their own": two((7, 75, 128), 128, INT8, "per image", 128, 4),
+    "two blocks, per-image positions": two((7, 75, 128), 128, INT8, "per image", 128, 4),
     "two blocks, no table": two((5, 72, 256), 128, FP8, "none", 128, 4),
     "one block, int8": one((3, 97, 256), 128, INT8, "shared", 128, 4),
     "one block, float8": one((3, 97, 384), 128, FP8, "shared", 128, 4),
@@ -129,8 +129,10 @@ CASES = {
     "one block, more tiles than slots": one((9, 128, 128), 64, INT8, "shared", 64, 2),
     "one block, streamed weight": one((3, 97, 640), 128, FP8, "shared", 128, 4, stream_weight=True),
     "one block, float32": one((3, 97, 128), 64, INT8, "shared", 64, 4, out="float32"),
-    "one block, tables of their own": one((5, 75, 128), 64, FP8, "per image", 64, 4),
-    "one block, runs of several tiles, two slices": one((9, 160, 128), 128, BF16, "shared", 64, 3),
+    "one block, per-image positions": one((5, 75, 128), 64, FP8, "per image", 64, 4),
+    "one block, segments of several tiles, two slices": one(
+        (9, 160, 128), 128, BF16, "shared", 64, 3
+    ),
     "one block, N = 1152, K = 640": one((1, 100, 640), 1152, INT8, "none", 192, 4),
     "Hopper, int8": hopper((5, 73, 384), 192, INT8, "shared", 192, 8),
     "Hopper, float8": hopper((9, 97, 256), 128, FP8, "shared", 128, 4),
@@ -138,14 +140,14 @@ CASES = {
         (5, 73, 256), 192, BF16, "shared", 192, 5, rows=128, stream_weight=True
     ),
     "Hopper, float32": hopper((5, 73, 256), 64, INT8, "none", 64, 4, out="float32"),
-    "Hopper, tables of their own": hopper((5, 75, 128), 64, BF16, "per image", 64, 4),
+    "Hopper, per-image positions": hopper((5, 75, 128), 64, BF16, "per image", 64, 4),
 }
 
-# Those that a Hopper GPU runs.
+# The cases that also run on a Hopper GPU.
 HOPPER = [name for name, case in CASES.items() if case.backend == "mosaic_sm90"]
 
-# K and N of B/16 with the config of production, 196 and 576 positions, and so many images that a
-# worker has 1568 or 2880 rows: several phases of the table, with a tail.
+# K, N and config of B/16 as in production, with 196 and 576 positions. There are so many images
+# that a worker has 1568 or 2880 rows: several phases of the table, and a tail.
 LONG = {
     "B/16, 196 positions": two((8, 196, 768), 768, FP8, "shared", 256, 4),
     "B/16, 576 positions": two((5, 576, 768), 768, INT8, "shared", 256, 4),
@@ -154,13 +156,13 @@ LONG = {
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory:
-    """Where this process keeps what was compiled; it goes with the process."""
+    """The folder for compiled cases; it is deleted when this process ends."""
     return tempfile.TemporaryDirectory()
 
 
 @functools.cache
 def _compiler(backend: str) -> subprocess.Popen:
-    """The process that compiles a backend's cases; it ends with this one."""
+    """The process that compiles the cases of a backend; it ends when this one ends."""
     command = [sys.executable, __file__, backend]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     return subprocess.Popen(command, text=True, env=environment(), **pipes)
@@ -168,7 +170,7 @@ def _compiler(backend: str) -> subprocess.Popen:
 
 @functools.cache
 def compiled(name: str) -> Path:
-    """Compiles a case, once: a compiler dumps nothing the second time. The stem of its files."""
+    """Compiles a case and returns the stem of its files; once, as JAX then dumps nothing more."""
     folder = Path(tempfile.mkdtemp(dir=_folder().name))
     process = _compiler((CASES | LONG)[name].backend)
     print(json.dumps([name, str(folder)]), file=process.stdin, flush=True)
@@ -205,9 +207,9 @@ def emulated(stem: Path, case: Case, operands, **options):
 
 
 def main(backend: str) -> None:
-    """Compiles the case of every line of the standard input, into the folder that it names.
+    """Compiles the case that each line of standard input names, into the folder that it names.
 
-    Says of each what went wrong, or null.
+    Answers each line with what went wrong, or null.
     """
     from benchmarks import offline_compile
 

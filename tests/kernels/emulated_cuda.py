@@ -1,4 +1,4 @@
-"""The hand-written kernels whose PTX is executed, and how: compiled by nvcc, run on a CPU."""
+"""The CUDA kernels whose PTX the emulator executes; nvcc compiles them."""
 
 import dataclasses
 import functools
@@ -19,7 +19,8 @@ from pallas_patch_embed.backends import schedule, tiles
 from pallas_patch_embed.backends.cuda import SPELLED
 from pallas_patch_embed.problem import Problem
 
-# Blocks of a launch: so few that there are more tiles than workers.
+# Multiprocessors of the emulated GPU, so few that there are more tiles than workers; and threads of
+# a block.
 MULTIPROCESSORS = {90: 2, 100: emulated.MULTIPROCESSORS}
 THREADS = 384
 
@@ -41,12 +42,12 @@ class Case:
     out_dtype: str = BF16
     capability: int = 90
     blocks: int = 1
-    # Of a kernel that is not built: the members of `Tuning` that differ.
+    # The members of `Tuning` that differ from the built kernels.
     tuning: dict = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def config(self) -> cuda_backend.Config:
-        """Of a kernel that is built."""
+        """The config; without `tuning` it is that of a built kernel."""
         return cuda_backend.Config(
             *(self.name, self.capability, SPELLED[self.dtype], SPELLED[self.out_dtype]),
             *(self.table != "none", self.tile_m, self.tile_n, self.rows, self.blocks),
@@ -55,7 +56,7 @@ class Case:
 
     @property
     def source(self) -> str:
-        """Of a kernel with another tuning."""
+        """CUDA C++ of the kernel with this tuning."""
         return instance(
             *(SPELLED[self.dtype], SPELLED[self.out_dtype]),
             "offset" if self.table == "none" else "table",
@@ -66,12 +67,12 @@ class Case:
 
     @property
     def buffers(self) -> int:
-        """Of a storing warp of the Blackwell kernel."""
+        """Staging buffers of a storing warp of the Blackwell kernel."""
         return self.tuning.get("kStagingBuffers", 2)
 
     @property
     def name(self) -> str:
-        """Of the kernel."""
+        """The kernel's name in the PTX."""
         if self.tuning:
             return "chosen"
         columns = "offset" if self.table == "none" else "table"
@@ -88,7 +89,7 @@ class Case:
 
     @property
     def store_n(self) -> int:
-        """Columns of a TMA store of the Blackwell kernel: rows of 128 bytes, or of 64."""
+        """Columns that a TMA store of the Blackwell kernel writes: 128 bytes of a row, or 64."""
         itemsize = jnp.dtype(self.out_dtype).itemsize
         return (64 if self.tile_n // 2 * itemsize % 128 else 128) // itemsize
 
@@ -102,18 +103,20 @@ CASES = {
     "float8, more chunks than slots": Case((3, 97, 1152), 64, FP8, "shared", 64, 8),
     "bfloat16, many slots": Case((47, 1, 256), 64, BF16, "none", 64, 16),
     "few rows": Case((1, 47, 256), 64, INT8, "shared", 64, 8),
-    "a phase change in a run": Case((16, 97, 128), 64, INT8, "shared", 64, 8),
-    "tables of their own": Case((5, 75, 128), 64, FP8, "per image", 64, 8),
+    "a phase change in a worker": Case((16, 97, 128), 64, INT8, "shared", 64, 8),
+    "per-image positions": Case((5, 75, 128), 64, FP8, "per image", 64, 8),
     "float32": Case((5, 73, 256), 128, INT8, "shared", 128, 8, out_dtype="float32"),
     "float32, no table": Case((5, 73, 256), 192, FP8, "none", 192, 10, out_dtype="float32"),
     "bfloat16, streamed": streamed((9, 73, 192), 192, BF16, "shared", 192, 5),
     "int8, streamed": streamed((9, 73, 256), 128, INT8, "shared", 128, 6),
-    "float8, streamed, held": streamed((5, 73, 1792), 64, FP8, "shared", 64, 8),
+    "float8, streamed, some chunks stay": streamed((5, 73, 1792), 64, FP8, "shared", 64, 8),
     "int8, streamed, K = 2304": streamed((5, 73, 2304), 192, INT8, "shared", 192, 5),
-    "streamed, tables of their own, float32": streamed(
+    "streamed, per-image positions, float32": streamed(
         (5, 131, 384), 192, INT8, "per image", 192, 5, out_dtype="float32"
     ),
-    "bfloat16, streamed, held": Case((9, 73, 576), 192, BF16, "shared", 192, 7, stream_weight=True),
+    "bfloat16, streamed, some chunks stay": Case(
+        (9, 73, 576), 192, BF16, "shared", 192, 7, stream_weight=True
+    ),
     "bfloat16, streamed, nine slots": Case(
         (3, 73, 704), 128, BF16, "shared", 128, 9, stream_weight=True
     ),
@@ -121,21 +124,21 @@ CASES = {
 }
 
 
-# The slots of the Blackwell kernels that are built: of two blocks, and of one, for bytes and for
-# bfloat16. For one block there are slices of 64 columns alone.
+# Slots of the Blackwell kernels that are built, by width of a slice, for dtypes of one byte and for
+# bfloat16: of two blocks, and of one block, where all slices have 64 columns.
 STATIONARY = {256: (4, None), 192: (5, None), 128: (7, 4), 64: (8, 7)}, {64: (7, 4)}
 STREAMED = {256: (5, 5), 192: (5, 5), 128: (6, 6), 64: (8, 8)}, {64: (6, 6)}
 
 
 def blackwell(case: emulated.Case) -> Case:
-    """The operands of a case of the Pallas kernel, and the kernel here that is most like it."""
+    """The CUDA kernel that is most like a Pallas kernel, for the same operands."""
     config = case.chosen
     single = not config.collective
     tile_n = 64 if single else config.tile_n
     slots = (STREAMED if config.stream_weight else STATIONARY)[single][tile_n][case.dtype == BF16]
     return Case(
         case.patches,
-        # Two slices show what six do.
+        # Two slices are enough: the others do the same.
         min(case.N, 2 * tile_n),
         case.dtype,
         case.table,
@@ -165,12 +168,12 @@ CASES["Blackwell, two blocks, streamed weight, slots and accumulators used again
 
 
 def compiled(case: Case, *options: str) -> str:
-    """The PTX of a kernel that is built."""
+    """PTX of a built kernel."""
     return cuda_launch.compiled(case.config, f"sm_{case.capability}a", "-ptx", *options).decode()
 
 
 def tensor_maps(case, M, K, patches, weight, y):
-    """The maps of patches, weight and y at these addresses (patch_embed_sm90.h and 100)."""
+    """Tensor maps of patches, weight and y (patch_embed_sm90.h, patch_embed_sm100.h)."""
     itemsize, out_itemsize = (jnp.dtype(x).itemsize for x in (case.dtype, case.out_dtype))
     inner, row = tiles.ROW_BYTES // itemsize, K * itemsize
 
@@ -203,12 +206,12 @@ def tensor_maps(case, M, K, patches, weight, y):
         swizzle=tiles.ROW_BYTES,
         name="weight",
     )
-    # The Hopper kernel does not read the third one.
+    # The Hopper kernel does not read its third map.
     return first, second, first
 
 
 def shared_bytes(case, chunks):
-    """What `Shared::bytes` says."""
+    """Dynamic shared memory of a block in bytes, as `Shared::bytes` computes it."""
     ring = case.slots * case.rows * tiles.ROW_BYTES
     weight_slots = case.slots
     if case.capability == 90:
@@ -224,20 +227,22 @@ def shared_bytes(case, chunks):
 
 
 def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndarray, Machine]:
-    """The operator by a kernel on the emulator, and the machine that ran it.
+    """Runs a kernel on the emulator; returns y and the machine.
 
-    Fills the `stamps` of a timeline build.
+    A timeline build fills `stamps`.
     """
     problem = Problem.of(*operands, out_dtype=case.out_dtype)
     M, K = math.prod(case.patches[:-1]), case.patches[-1]
     slices, period = case.N // case.tile_n, problem.table_period
     most = MULTIPROCESSORS[case.capability] // case.blocks // slices
     workers = max(1, min(most, -(-M // case.tile_m)))
-    runs = schedule.segments(M, period, case.tile_m, workers)
+    segments = schedule.segments(M, period, case.tile_m, workers)
     memory = GlobalMemory()
-    patches, weight, scale, table, run_table = (
+    patches, weight, scale, table, at_segments = (
         memory.allocate(np.asarray(x), name)
-        for x, name in zip((*operands, runs), ("patches", "weight", "scale", "table", "runs"))
+        for x, name in zip(
+            (*operands, segments), ("patches", "weight", "scale", "table", "segments")
+        )
     )
     result = (M, case.N), jnp.dtype(case.out_dtype)
     out = memory.allocate(np.full(math.prod(result[0]) * result[1].itemsize, POISON, np.uint8), "y")
@@ -247,8 +252,8 @@ def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndar
         ptx,
         case.name,
         [*tensor_maps(case, M, K, patches, weight, out)]
-        + [*map(np.uint64, (scale, table, out, run_table))]
-        + [np.int32(x) for x in (M, case.N, chunks, period, runs.shape[1])]
+        + [*map(np.uint64, (scale, table, out, at_segments))]
+        + [np.int32(x) for x in (M, case.N, chunks, period, segments.shape[1])]
         + traced,
         grid=(workers * slices * case.blocks, 1, 1),
         block=(THREADS, 1, 1),

@@ -1,8 +1,8 @@
-"""Calls the handlers of the CUDA kernels as XLA does, on `fake_driver.cc` in place of the driver.
+"""Calls the FFI handlers as XLA does; `fake_driver.cc` takes the place of the driver.
 
     LD_LIBRARY_PATH=<folder of libcuda.so.1> python fake_cuda.py <library> < calls.json
 
-Prints for each call the error, if there is one, and the lines that the driver wrote down.
+Prints for each call its error, if any, and the calls of the driver that fake_driver.cc recorded.
 """
 
 import ctypes
@@ -11,14 +11,14 @@ import sys
 import threading
 from ctypes import c_char_p, c_int, c_int64, c_size_t, c_void_p
 
-# xla/ffi/api/c_api.h.
+# Numbers of xla/ffi/api/c_api.h.
 TYPES = {"float8_e4m3fn": 20, "int8": 2, "bfloat16": 16, "float32": 11, "int32": 4}
 STAGES = {"initialize": 2, "execute": 3}
 BUFFER, STRING = 1, 4
 
 
 def struct(name, *fields):
-    """A struct that begins as all of XLA's do."""
+    """A struct of XLA's C API, which all begin with the same two fields."""
     head = [("struct_size", c_size_t), ("extension_start", c_void_p)]
     return type(name, (ctypes.Structure,), {"_fields_": [*head, *fields]})
 
@@ -69,14 +69,14 @@ def pointers(objects):
 
 
 def call(library, stage, operands, attributes, stream):
-    """What a handler answers: None, or (code, message).
+    """Calls a handler; returns None, or its error as (code, message).
 
     Args:
-      library: of the kernels.
+      library: the loaded library.
       stage: a key of STAGES.
       operands: (dtype, shape, address) of each; the last one is the result.
       attributes: name -> text.
-      stream: a number, None where the platform has no streams.
+      stream: a number; None if the platform has no streams.
     """
     errors = []
 
@@ -95,7 +95,7 @@ def call(library, stage, operands, attributes, stream):
         errors.pop()
 
     def forbidden(at):
-        raise AssertionError("newer runtimes write more into these arguments")
+        raise AssertionError("a newer runtime would write beyond the end of these arguments")
 
     functions = (error_create, forbidden, error_destroy, forbidden, stream_get)
     api = sized(Api, sized(Version, 0, 1), None, *map(Function, functions))
@@ -120,7 +120,7 @@ def call(library, stage, operands, attributes, stream):
         sized(Attributes, len(attributes), at(strings), at(lists[2]), at(lists[3])),
         None,
     )
-    frame.struct_size = Frame.future.offset  # XLA counts no further.
+    frame.struct_size = Frame.future.offset  # The size that XLA passes.
     handler = getattr(library, f"patch_embed_{stage}")
     handler.restype = c_void_p
     handler.argtypes = [c_void_p]

@@ -1,4 +1,4 @@
-"""What a kernel has to pass on a GPU: every element, fresh inputs, poisoned outputs."""
+"""The check of a kernel on a GPU: every element, fresh inputs, poisoned outputs."""
 
 import functools
 
@@ -42,12 +42,12 @@ def draw(key, shape, dtype, B):
 
 
 def rounded(x, out_dtype):
-    """float32 numbers rounded to out_dtype: inside of jit XLA drops conversions there and back."""
+    """float32 rounded to out_dtype; inside jit XLA would drop a conversion there and back."""
     return lax.reduce_precision(x, 8, BITS[out_dtype])
 
 
 def ulp(x, out_dtype):
-    """The distance of neighbouring numbers of out_dtype at |x|."""
+    """The distance between neighbouring numbers of out_dtype at |x|."""
     exponent = jnp.frexp(jnp.maximum(jnp.abs(x), 2.0**-120))[1] - 1
     return jnp.ldexp(jnp.float32(1), exponent - BITS[out_dtype])
 
@@ -55,8 +55,8 @@ def ulp(x, out_dtype):
 def int8_product(patches, weight):
     """The exact int32 product [..., S, N] of int8 operands.
 
-    In float32, which is exact up to 2^24 = 1024 * 128 * 128; XLA's own int8 product is wrong with
-    the tiles it takes where it does not tune (jax 0.11.2).
+    It is computed in float32, which is exact up to 2^24 = 1024 * 128 * 128. XLA's own int8 product
+    is wrong with the tiles that it uses if it does not tune (jax 0.11.2).
     """
     return sum(
         jnp.einsum(
@@ -70,12 +70,12 @@ def int8_product(patches, weight):
 
 
 def float8_error(patches, weight):
-    """A bound of the error of Hopper's float8 products, [..., S, N], before the scale.
+    """A bound on the error of Hopper's float8 products, [..., S, N], before the scale.
 
-    The tensor cores align the products of one step and the accumulator to the largest of them, and
-    cut what is below its 13th fraction bit (arXiv 2512.07004): every addend, and the sum, errs by
-    less than 2^-13 of the largest. A step has 16 or 32 products; with 16, the sums between are more
-    and the bound holds for both.
+    In each step the tensor cores align the products and the accumulator to the largest of them, and
+    drop the bits below its 13th fraction bit (arXiv 2512.07004). So every addend, and the sum, errs
+    by less than 2^-13 of the largest. A step has 16 or 32 products. The bound assumes 16, which
+    means more steps and a larger bound, so it is valid for both.
     """
     step = 16
     parts = [
@@ -96,10 +96,10 @@ def float8_error(patches, weight):
 
 
 def check(y, operands, out_dtype):
-    """(how many elements are beyond the bound, how many int8 results moved by an ulp).
+    """(number of elements outside the bound, number of int8 results that are not the reference).
 
-    The bounds are those of `bounds.assert_agrees`, for a reference that is float32 itself, and
-    `float8_error` instead of float32's accumulation for float8.
+    The bounds are those of `bounds.assert_agrees`, widened because the reference itself is computed
+    in float32. For float8, `float8_error` is added.
     """
     patches, weight, scale, table = operands
     table = table.astype(jnp.float32)
@@ -120,15 +120,15 @@ def check(y, operands, out_dtype):
     return (~(jnp.abs(y32 - reference) <= bound)).sum(), jnp.int32(0)
 
 
-# How many times the output's size is poisoned: more than all that a check uses. XLA places the
-# largest buffer first, and what lives after it in the same memory.
+# Size of the poisoned array as a multiple of the output: larger than all buffers of a check. XLA
+# allocates the largest buffer first, and later ones in the same memory.
 POISON = 16
 
 
 def poisoned(operands, shape, dtype):
-    """The operands, behind an array of NaN in whose memory the output will be.
+    """The operands, made after an array of NaN whose memory the output will reuse.
 
-    They are rounded to their dtype before anybody computes with them.
+    They are rounded to their dtype before they are used.
     """
     operands, nan = lax.optimization_barrier((operands, jnp.full((), jnp.nan, dtype)))
     poison = lax.optimization_barrier(jnp.broadcast_to(nan, (POISON, *shape)))
@@ -136,11 +136,11 @@ def poisoned(operands, shape, dtype):
 
 
 def programme(run, shape, dtype, out_dtype, B):
-    """The function of keys to (beyond the bound, moved, what was read of the poison) of each."""
+    """A function of keys: (outside the bound, moved, an element of the poison) for each."""
 
     def once(key):
         operands, read = poisoned(draw(key, shape, dtype, B), (B, shape.S, shape.N), out_dtype)
-        # The check follows: it does not use the poisoned memory before.
+        # The barrier keeps the check from using the poisoned memory before the kernel does.
         y, operands = lax.optimization_barrier((run(*operands, out_dtype=out_dtype), operands))
         return *check(y, operands, out_dtype), read
 
@@ -148,9 +148,9 @@ def programme(run, shape, dtype, out_dtype, B):
 
 
 def runs_of(run, shape, dtype, out_dtype, B):
-    """(beyond the bound, moved, elements) of RUNS fresh inputs, in one jit."""
+    """(outside the bound, moved, elements), summed over RUNS fresh inputs, in one jit."""
     keys = jax.random.split(jax.random.key(shape.S * shape.N + B), RUNS)
-    # XLA need not look for the fastest reference.
+    # The reference need not be fast, so XLA does not tune it.
     options = {"xla_gpu_autotune_level": 0}
     compiled = jax.jit(programme(run, shape, dtype, out_dtype, B), compiler_options=options)
     beyond, moved, read = compiled(keys)
@@ -159,14 +159,14 @@ def runs_of(run, shape, dtype, out_dtype, B):
 
 
 def pairwise():
-    """Programs in which every two of (shape, B), (dtype, B), ... meet: 3 a shape."""
+    """Programs, 3 for each shape, in which every pair of values of two parameters occurs."""
     batches = (1, 3, 67)
     for i, shape in enumerate(NAMED_SHAPES):
         for j, B in enumerate(batches):
             yield shape, DTYPES[(i + j) % 3], OUT_DTYPES[(i // 3 + j) % 2], B
 
 
-# Among the strides of its weight's tensor map is one less than another dimension's size.
+# In the tensor map of its weight, a stride is smaller than the size of another dimension.
 WIDE = NamedShape("wide", 6, 24, 16384)
 
 PROGRAMS = [

@@ -13,12 +13,12 @@ from triton.runtime import interpreter
 from benchmarks.audit import TRITON_TYPES
 from pallas_patch_embed.backends import triton as backend
 
-# What it holds as bits.
-HELD = {tl.bfloat16: jnp.bfloat16, tl.float8e4nv: jnp.float8_e4m3fn}
+# Types whose numbers the interpreter stores as bits.
+STORED_AS_BITS = {tl.bfloat16: jnp.bfloat16, tl.float8e4nv: jnp.float8_e4m3fn}
 
 
 class Buffer:
-    """An array with canaries on both sides, of which the interpreter gets the address."""
+    """An array with canaries on both sides; the interpreter gets its address."""
 
     GUARD = 256
 
@@ -28,15 +28,15 @@ class Buffer:
         self.inside = self.bytes[self.GUARD : self.GUARD + content.size]
         self.inside[:] = content
         self.like = array
-        # As the interpreter asks a torch tensor what it is.
+        # The interpreter reads the attributes of a torch tensor.
         self.dtype = dtype or TRITON_TYPES[array.dtype.name]
 
     def data_ptr(self) -> int:
-        """Where it begins."""
+        """The address of its first byte."""
         return self.inside.ctypes.data
 
     def array(self) -> np.ndarray:
-        """The content; nothing around it may have changed."""
+        """The content; fails if the canaries have changed."""
         guards = np.concatenate([self.bytes[: self.GUARD], self.bytes[-self.GUARD :]])
         assert (guards == 0xA5).all()
         return self.inside.view(self.like.dtype).reshape(self.like.shape)
@@ -52,25 +52,26 @@ def _argument(argument):
 
 
 def _numbers(data, dtype):
-    return data.view(HELD[dtype]) if dtype in HELD else data
+    return data.view(STORED_AS_BITS[dtype]) if dtype in STORED_AS_BITS else data
 
 
 def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """Sums of products in float64 (the interpreter has float16 for float8, and bfloat16's bits)."""
+    """Sums in float64; Triton's interpreter multiplies float8 as float16, bfloat16 as its bits."""
     a, b = (_numbers(x.data, x.dtype).astype(np.float64) for x in (a, b))
     return interpreter.TensorHandle((a @ b + d.data).astype(d.data.dtype), d.dtype.scalar)
 
 
 def _fma(self, x, y, z):
-    """Rounded once, as on a GPU (Triton 3.6's interpreter rounds the product, too)."""
+    """Rounded once, as on a GPU; Triton 3.6's interpreter also rounds the product."""
     exact = x.data.astype(np.float64) * y.data + z.data
     return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
 
 def _convert(data, dtype, to, rounding_mode):
-    """Rounded to nearest, half to even, as on a GPU (the interpreter cuts)."""
+    """Rounded to nearest, ties to even, as on a GPU; Triton's interpreter truncates."""
     with np.errstate(invalid="ignore"):
-        return _numbers(data, dtype).astype(HELD.get(to) or interpreter._get_np_dtype(to))
+        target = STORED_AS_BITS.get(to) or interpreter._get_np_dtype(to)
+        return _numbers(data, dtype).astype(target)
 
 
 def load_kernel():
@@ -81,13 +82,13 @@ def load_kernel():
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         spec.loader.exec_module(module)
-    # The interpreter has no PTX.
+    # The interpreter cannot execute inline PTX.
     module.uint8_to_biased_float32 = lambda pixels: pixels.to(tl.float32) + 2.0**23
     return module
 
 
 def call(*operands, out, grid, num_warps, num_stages, compute_capability, **arguments):
-    """As the call that `backend` has from jax-triton."""
+    """Takes the place of the backend's `_call()`, which calls jax-triton."""
     del num_warps, num_stages, compute_capability
     kernel = load_kernel().patch_embed
     buffers = [Buffer(np.asarray(x)) for x in operands]

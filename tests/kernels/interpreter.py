@@ -34,13 +34,13 @@ def draw_operands(seed, patches, N, dtype, table):
 
 
 def check_wgmma(monkeypatch):
-    """Lets the interpreter check what wgmma reads for races, which it does not by itself."""
+    """Makes the interpreter check what wgmma reads for races, which it does not by itself."""
     wgmma = gpu_callbacks.wgmma
 
     def checked(*, thread, source_info=None, **named):
         memory = gpu_callbacks._get_shared_memory()
         with memory.lock:
-            # A read by the asynchronous proxy is an event of both its clock and the thread's.
+            # A read by the asynchronous proxy advances both its clock and the thread's.
             memory.clocks[thread].inc(memory.thread_to_vc_position(thread))
             clock = memory.clocks[thread].copy()
         for operand in "ab":
@@ -60,13 +60,13 @@ def check_wgmma(monkeypatch):
 class Watch:
     """Notices that all threads of a kernel wait for each other. It counts them and reads no clock.
 
-    A thread that waits says what it waits for: `blocked()`, which only another thread can make
-    false. When every thread that runs is blocked, none will ever go on.
+    A thread that waits registers a function `blocked()`, whose result only another thread can make
+    false. When every running thread is blocked, none of them can ever continue.
     """
 
     def __init__(self):
         self.lock = threading.Lock()
-        # The first is the one that starts the others.
+        # The first thread starts the others.
         self.threads, self.waiting = 1, {}
         self.begun, self.deadlock = False, False
 
@@ -82,7 +82,7 @@ class Watch:
 
     @contextlib.contextmanager
     def wait(self, blocked):
-        """A thread waits inside until blocked() is false."""
+        """A context in which a thread waits until blocked() is false."""
         me = threading.get_ident()
         with self.lock:
             self.waiting[me] = blocked
@@ -99,12 +99,12 @@ def calling(function, original):
     return lambda *arguments, **named: function(original, *arguments, **named)
 
 
-# Of the kernel that is interpreted now. Programs that JAX has kept find it here.
+# The watch of the kernel that is being interpreted; programs that JAX has cached look it up here.
 watch = Watch()
 
 
 class Threads(concurrent.futures.ThreadPoolExecutor):
-    """The interpreter's threads, known to the watch. The one that starts them waits for them."""
+    """The interpreter's threads, registered with the watch. Their starter waits for them."""
 
     def __init__(self, max_workers):
         super().__init__(max_workers)
@@ -148,7 +148,7 @@ def _wait_at_barrier(original, self, thread, *arguments, **named):
 
 @contextlib.contextmanager
 def watched():
-    """Lets the interpreter's threads tell a new `watch` what they do."""
+    """Makes the interpreter's threads report to a new `watch` when they wait."""
     global watch
     watch = Watch()
     wait = calling(_wait_at_barrier, shared_memory.Barrier.wait)
@@ -159,20 +159,21 @@ def watched():
         yield watch
 
 
-# More than the copies, products and loads of a test's kernel. Each has a place of its own in the
-# vector clocks: two that share one can look ordered when they are not, which hides a race.
+# Asynchronous operations that the interpreter's vector clocks have an entry for: more than a test's
+# kernel issues. Two operations that share an entry can look ordered when they are not, which hides
+# a race.
 ASYNCHRONOUS = 1024
 
 
 def interpreted(backend, operands, out_dtype, target, config):
-    """What a kernel gives; fails if there was a race, which the interpreter prints, or a deadlock.
+    """The result of a kernel; fails after a race, which the interpreter prints, or a deadlock.
 
     Args:
-      backend: the kernel's module.
+      backend: the kernel's backend.
       operands: patches, weight, scale, table.
-      out_dtype: of the result.
+      out_dtype: dtype of the result.
       target: the chip.
-      config: of the kernel.
+      config: the kernel's config.
     """
     with watched() as watch, contextlib.redirect_stdout(io.StringIO()) as printed:
         try:

@@ -1,12 +1,12 @@
-"""Workers of the hand-written Blackwell kernel with another `Tuning` than the one that is built."""
+"""The CUDA kernel for Blackwell with another `Tuning` than the one that is built."""
 
 
 def instance(*arguments, **tuning) -> str:
     """Source of one kernel, `chosen`, whose worker has these template arguments.
 
     Args:
-      arguments: of a config as the names of kernels spell them.
-      tuning: the members of `Tuning` (ffi/patch_embed_sm100.h) that differ from what is built.
+      arguments: of a config, as the names of kernels spell them.
+      tuning: members of `Tuning` (ffi/patch_embed_sm100.h) that differ from the built kernels.
     """
     _, out_dtype, _, tile_n, *_ = arguments
     members = "".join(f"  static constexpr auto {k} = {v};\n" for k, v in tuning.items())

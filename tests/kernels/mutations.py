@@ -1,6 +1,6 @@
-"""Single edits of a kernel that make it wrong: of its PTX at one site, or of a tensor map.
+"""Single edits that make a kernel wrong: of its PTX at one site, or of a tensor map.
 
-Sites are found by their opcodes, so that the PTX can be any compiler's.
+Sites are found by their opcodes, so the PTX of any compiler can be edited.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared"
 STORE = r"cp\.async\.bulk\.tensor\.\dd\.global"
 MULTIPLY = r"tcgen05\.mma"
 READ = r"tcgen05\.ld"
-# What a wait for a barrier is for.
+# Operations that a wait for a barrier protects.
 GUARDED = rf"{LOAD}|{STORE}|{MULTIPLY}|{READ}"
 TO_SHARED = r"stmatrix|st\.shared"
 FROM_GLOBAL = r"ld(\.global)?(\.nc)?(\.v[24])?\.[busf]\d"
 ARITHMETIC = r"(add|sub|mul|mad|and|or|xor|shl|shr|bfe|min|max|rem|div)(\.\w+)*\.[bus](16|32|64)$"
 
-# Bits 16 to 29 of a matrix descriptor: an offset that swizzled operands with rows of K do not use
+# Bits 16 to 29 of a matrix descriptor: an offset that swizzled K-major operands do not use
 # (9.7.16.4.1).
 UNUSED_OFFSET = (1 << 30) - (1 << 16)
 
-# Class -> what is left out.
+# Class -> the opcodes that are left out.
 DROPPED = {
     "wait dropped": r"tcgen05\.wait|cp\.async\.bulk\.wait_group|bar\.sync|barrier\.sync",
     "fence dropped": r"fence|tcgen05\.fence",
@@ -45,9 +45,9 @@ class Mutation:
     Attributes:
       kind: its class.
       what: what is changed, and where.
-      index: the instruction without whose execution the edit means nothing; None of tensor maps.
-      edits: (begin, end, new text) of the PTX.
-      change: of the machine before its launch.
+      index: the instruction that the edit changes; None for an edit of a tensor map.
+      edits: (begin, end, new text) of each change of the PTX.
+      change: function that changes the machine before its launch.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Mutation:
 
 
 class Code:
-    """A kernel's instructions with what an edit has to know of their places."""
+    """A kernel's instructions, with the positions in the text that edits need."""
 
     def __init__(self, ptx: str):
         self.ptx, self.kernel = ptx, parse(ptx)
@@ -78,7 +78,7 @@ class Code:
         self.sections = list(itertools.accumulate(map(bool, starts)))
 
     def _groups(self) -> list[tuple[int, int]]:
-        """Of each instruction the innermost braces around it, or its own place."""
+        """For each instruction, the span of the innermost braces around it, or its own span."""
         found, opened, open_of, at = [], [], [], self.code[0].span[0]
         ends = {}
         for line in self.code:
@@ -102,11 +102,11 @@ class Code:
         return re.sub(r"/\*.*?\*/|//[^\n]*", lambda m: " " * len(m[0]), text, flags=re.S)
 
     def find(self, opcodes: str) -> list[int]:
-        """The instructions whose opcode begins with this pattern."""
+        """The instructions whose opcode starts with a match of this pattern."""
         return [i for i, line in enumerate(self.code) if re.match(opcodes, line.opcode)]
 
     def next(self, i: int, opcodes: str, *, step: int = 1) -> int | None:
-        """The next (previous) such instruction of the same straight line."""
+        """The next (previous) such instruction without a branch or label between."""
         j = i + step
         while 0 <= j < len(self.code) and self.sections[j] == self.sections[i]:
             if re.match(opcodes, self.code[j].opcode):
@@ -115,7 +115,7 @@ class Code:
         return None
 
     def reached(self, i: int, opcodes: str, stop: str) -> int | None:
-        """The nearest such instruction that can follow this one without another one between."""
+        """The nearest such instruction that can be executed after this one, no `stop` between."""
         seen, edge = {i}, [i]
         while edge:
             following = []
@@ -147,27 +147,27 @@ class Code:
         return Mutation(kind, f"{text[:110]}{'; ' * bool(note)}{note}", i, edits)
 
     def dropped(self, i: int) -> tuple[int, int, str]:
-        """It is left out."""
+        """The instruction is left out."""
         return (*self.code[i].span, ";")
 
     def passed(self, i: int) -> tuple[int, int, str]:
-        """A wait for a barrier that says at once that its phase is over."""
+        """A wait for a barrier returns at once, as if its phase had completed."""
         return (*self.code[i].span, f"{self.guard(i)}setp.eq.u32 {self.operands(i)[0]}, 0, 0;")
 
     def moved(self, i: int, to: int) -> tuple[tuple[int, int, str], ...]:
-        """It, with the braces around it, stands behind (before) another one."""
+        """The instruction, with the braces around it, is moved behind (before) another one."""
         begin, end = self.groups[i]
         first, last = self.groups[to]
         place = last if to > i else first
         return (begin, end, " "), (place, place, f" {self.ptx[begin:end]} ")
 
     def replaced(self, i: int, operands: list[str], first: str = "") -> tuple[int, int, str]:
-        """Other operands, which instructions in front of it may make."""
+        """The instruction gets other operands; `first` may compute them."""
         line = f"{self.guard(i)}{self.code[i].opcode} {', '.join(operands)};"
         return (*self.code[i].span, f"{{ {first} {line} }}")
 
     def computed(self, i: int, number: int, operation: str, by: int, kind: str):
-        """An operand that differs: `add`, `xor` of it and a number."""
+        """An operand is replaced by its `add` or `xor` with a number."""
         operands = self.operands(i)
         old, operands[number] = operands[number], "edited"
         type_ = kind if operation == "add" else f"b{kind[1:]}"
@@ -175,7 +175,7 @@ class Code:
         return self.replaced(i, operands, first)
 
     def shifted(self, i: int, number: int, by: int) -> tuple[int, int, str]:
-        """Another offset of an address."""
+        """The offset of an address is changed."""
         operands = self.operands(i)
         address = r"\[\s*([\w$%.]+)\s*(?:\+\s*(-?\w+))?\s*(,.*)?\]"
         base, offset, more = re.fullmatch(address, operands[number], re.S).groups()
@@ -183,7 +183,7 @@ class Code:
         return self.replaced(i, operands)
 
     def moved_coordinate(self, i: int, number: int, which: int) -> tuple[int, int, str]:
-        """A coordinate of a copy that is one more."""
+        """A coordinate of a copy is increased by one."""
         operands = self.operands(i)
         base, coordinates = re.fullmatch(r"\[([^,]+),\s*\{(.*)\}\s*\]", operands[number]).groups()
         items = split(coordinates)
@@ -195,7 +195,7 @@ class Code:
 def _dropped(code: Code) -> Iterator[Mutation]:
     for kind, opcodes in DROPPED.items():
         for i in code.find(opcodes):
-            # Of two equal ones in a row it does not matter which.
+            # If an instruction is repeated, dropping either copy is the same edit.
             if not (i and code.code[i].text == code.code[i - 1].text):
                 yield code.mutation(kind, i, "", code.dropped(i))
     for i in code.find(WAIT):
@@ -203,7 +203,7 @@ def _dropped(code: Code) -> Iterator[Mutation]:
 
 
 def _moved(code: Code) -> Iterator[Mutation]:
-    # Class, what is moved, behind or before what.
+    # Class, the opcode that is moved, and the opcode that it is moved behind or before.
     moves = (
         ("wait moved", r"tcgen05\.wait::ld", r"mbarrier\.arrive", 1),
         ("wait moved", r"cp\.async\.bulk\.wait_group\.read", TO_SHARED, 1),
@@ -216,7 +216,7 @@ def _moved(code: Code) -> Iterator[Mutation]:
     for kind, opcodes, target, step in moves:
         for i in code.find(opcodes):
             to = code.next(i, target, step=step)
-            # Not past its like, which would take its place.
+            # Not past another such instruction, which would then do its work.
             if to is not None and code.next(i, opcodes, step=step) not in range(i, to):
                 note = f"{'behind' if step > 0 else 'before'} {code.code[to]}"[:70]
                 yield code.mutation(kind, i, note, *code.moved(i, to))
@@ -238,7 +238,7 @@ def _moved(code: Code) -> Iterator[Mutation]:
 def _barriers(code: Code) -> Iterator[Mutation]:
     for i in code.find(WAIT):
         yield code.mutation("parity flipped", i, "", code.computed(i, 2, "xor", 1, "b32"))
-    # Where they have the address of a barrier.
+    # Operands that have the address of a barrier.
     places = {WAIT: 1, r"tcgen05\.commit": 0, LOAD: 2, r"mbarrier\.(arrive|expect_tx)": None}
     for opcodes, number in places.items():
         for i in code.find(opcodes):
@@ -266,7 +266,7 @@ def _barriers(code: Code) -> Iterator[Mutation]:
 
 
 def _together(code: Code) -> Iterator[Mutation]:
-    """What lanes, warps and blocks do together, or one for all."""
+    """Edits of what lanes, warps or blocks do together, or one of them does for all."""
     for i in code.find(r"fence\.proxy\.async"):
         one = f"{{ .reg .pred one; elect.sync _|one, -1; @one {code.code[i].text}; }}"
         yield code.mutation("fence by one lane", i, "", (*code.code[i].span, one))
@@ -289,7 +289,7 @@ def _descriptors(code: Code) -> Iterator[Mutation]:
         ("matrix descriptor", 2, matrix),
         ("instruction descriptor", 3, range(32)),
     ):
-        # Bits take turns at the sites, so that each bit and each site has its edit.
+        # The bits are distributed over the sites, so that each bit and each site has an edit.
         for turn in range(max(len(bits), len(products)) if products else 0):
             i, bit = products[turn % len(products)], bits[turn % len(bits)]
             width = 32 if bits == range(32) else 64
@@ -335,7 +335,7 @@ def _tensor_maps(maps: dict) -> Iterator[Mutation]:
 
 
 def _places(code: Code, row_bytes: int) -> Iterator[Mutation]:
-    """Wrong rows, columns and addresses."""
+    """Edits of rows, columns and addresses."""
     for kind, opcodes, number in (
         ("store to a wrong row or column", STORE, 0),
         ("load from a wrong row or column", LOAD, 1),
@@ -366,7 +366,7 @@ def _places(code: Code, row_bytes: int) -> Iterator[Mutation]:
 
 
 def _other_arithmetic(code: Code, i: int) -> Mutation:
-    """A constant that differs by its lowest bit; without one, a result that is one more."""
+    """Flips the lowest bit of a constant; if there is none, increases the result by one."""
     line, operands = code.code[i], code.operands(i)
     name, *_, kind = line.opcode.split(".")
     at = 2 if name == "bfe" else len(operands) - 1
@@ -383,7 +383,7 @@ def _other_arithmetic(code: Code, i: int) -> Mutation:
 
 
 def _end(code: Code) -> Iterator[Mutation]:
-    """A block that exits while its peer may still signal it."""
+    """Edits that let a block exit while its peer may still signal it."""
     kind = "end of the kernel"
     arrivals = code.find(r"barrier\.cluster\.arrive")
     waits = code.find(r"barrier\.cluster\.wait")
@@ -397,7 +397,7 @@ def _end(code: Code) -> Iterator[Mutation]:
         return
     both = code.dropped(arrivals[-1]), code.dropped(waits[-1])
     for i in code.find(WAIT):
-        # A wait of a drain: nothing that it could guard follows.
+        # A wait of a drain: nothing that it could protect follows.
         if code.reached(i, rf"{GUARDED}|mbarrier\.arrive", r"bar") is None:
             edits = (*both, code.passed(i))
             yield code.mutation(kind, i, "dropped, and the last cluster barrier", *edits)
@@ -411,7 +411,7 @@ def _end(code: Code) -> Iterator[Mutation]:
         yield code.mutation(kind, arrivals[-1], note, (place, place, leave))
 
 
-# What touches nothing but registers, or what is done by the time a warp arrives at a barrier.
+# Instructions that only touch registers, or that have finished when a warp arrives at a barrier.
 QUIET = (
     r"(?!ld(?!\.param)|st|red|atom|cp(?!\.async\.bulk\.wait)|tcgen05\.(?!fence|wait)|wgmma|"
     r"mbarrier|bar)"
@@ -420,10 +420,10 @@ TENSOR = r"tcgen05\.(mma|ld|st|cp|shift)"
 
 
 def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> str | None:
-    """Why an edit that nothing notices cannot hurt; None if no reason is known.
+    """Why an edit that is not noticed does no harm; None if no reason is known.
 
-    Of the unedited kernel `traces` are the instructions that each warp executes, `unused` those
-    that make an mbarrier which nobody uses.
+    `traces` are the instructions that each warp of the unedited kernel executes, `unused` those
+    that initialise an mbarrier which is never used.
     """
     i = mutation.index
     if i is None:
@@ -431,14 +431,14 @@ def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> 
     opcode = code.code[i].opcode
 
     def around(step: int):
-        """In each warp, each time: the next (previous) instruction that is not quiet, or None."""
+        """The next (previous) instruction not in QUIET, or None, at each execution of the edit."""
         for trace in traces.values():
             for at in (k for k, j in enumerate(trace) if j == i):
                 rest = trace[at + 1 :] if step > 0 else reversed(trace[:at])
                 yield next((j for j in rest if not re.match(QUIET, code.code[j].opcode)), None)
 
     def as_wide(j: int | None) -> bool:
-        """Whether it is a barrier of the same warps or more."""
+        """Whether instruction j is a barrier of the same warps or more."""
         if j is None:
             return False
         same = code.operands(j) == code.operands(i) or len(code.operands(j)) == 1
@@ -446,16 +446,16 @@ def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> 
         return bool((name.startswith("bar.sync") and same) or name.startswith("barrier.cluster"))
 
     def behind():
-        """In each warp, each time: the opcodes of what follows."""
+        """The opcodes of what follows, at each execution of the edit."""
         for trace in traces.values():
             for at in (k for k, j in enumerate(trace) if j == i):
                 yield [code.code[j].opcode for j in trace[at + 1 :]]
 
     if i in unused:
-        return "nobody uses this mbarrier"
+        return "this mbarrier is never used"
     if opcode.startswith("bar.sync"):
         if all(map(as_wide, around(1))) or all(map(as_wide, around(-1))):
-            return "another barrier of these warps is beside it, with no access to memory between"
+            return "another barrier of these warps is next to it, with no access to memory between"
         if not any(re.match(rf"{GUARDED}|ld|st|mbarrier", o) for rest in behind() for o in rest):
             return "only tcgen05.dealloc follows, and the drains come before it"
     if opcode.startswith("tcgen05.fence::after"):
@@ -470,7 +470,7 @@ def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> 
         if not any(re.match(rf"{GUARDED}|mbarrier\.arrive", o) for rest in behind() for o in rest):
             return "a drain of arrivals of the block's own warps"
     if opcode.startswith("barrier.cluster") and mutation.kind == "end of the kernel":
-        return "the drains come before it: nobody will signal this block any more"
+        return "the drains come before it: this block will not be signalled any more"
     if mutation.kind == "address arithmetic":
         number = code.code[i].operands[0].number
         users = [
@@ -488,9 +488,9 @@ def mutations(code: Code, maps: dict, row_bytes: int) -> list[Mutation]:
     """All edits of a kernel.
 
     Args:
-      code: of the kernel.
+      code: the kernel's code.
       maps: its tensor maps, by address.
-      row_bytes: of a row of a table in global memory.
+      row_bytes: bytes of a row of the table in global memory.
     """
     return [
         *_dropped(code),

@@ -1,4 +1,4 @@
-"""Which nvcc is taken, why another one is not, and the hash of the kernels' sources."""
+"""Which nvcc is used, why others are not, and the hash of the kernels' sources."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ import pytest
 
 from pallas_patch_embed.backends import cuda_build
 
-# What an nvcc does with the probe: a script, by name.
+# Name -> (script of an nvcc that fails on the probe, the reason that is reported).
 BROKEN = {
     "exit": ("exit 1", "exit code 1, no output"),
     "old": (
@@ -23,13 +23,13 @@ BROKEN = {
     ),
     "idle": ("exit 0", "exit code 0, no output"),
 }
-# Writes the file behind -o.
+# Writes the file that follows -o.
 GOOD = 'while [ "$1" != -o ]; do shift; done; echo > "$2"'
 
 
 @pytest.fixture
 def place(monkeypatch, tmp_path):
-    """place(folder, script) makes a nvcc there; no other one is to be found."""
+    """place(folder, script) creates an nvcc there; no other one can be found."""
     for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PWD"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
@@ -54,7 +54,7 @@ def place(monkeypatch, tmp_path):
     cuda_build.how_to_build.cache_clear()
 
 
-def test_without_an_nvcc_that_is_said(place):
+def test_a_missing_nvcc_is_reported(place):
     assert cuda_build.find_nvcc() == (None, "no nvcc was found")
 
 
@@ -65,7 +65,7 @@ def test_a_broken_nvcc_on_PATH_is_named_with_the_reason(place, script, said):
     assert path is None and f"tried: {nvcc} ({said})" in reason and "12.9" in reason
 
 
-def test_files_that_cannot_be_called_are_named_with_the_reason(place, monkeypatch, tmp_path):
+def test_files_that_cannot_be_executed_are_named_with_the_reason(place, monkeypatch, tmp_path):
     place("path").chmod(0o644)
     link = place("system/bin")
     link.unlink()
@@ -77,7 +77,7 @@ def test_files_that_cannot_be_called_are_named_with_the_reason(place, monkeypatc
     assert "Permission denied" in reason and f"{link} (a link that leads nowhere)" in reason
 
 
-def test_the_first_that_compiles_is_taken(place, monkeypatch, tmp_path):
+def test_the_first_nvcc_that_compiles_is_used(place, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}/path:{tmp_path}/second")
     place("path", BROKEN["old"][0])
     assert cuda_build.find_nvcc()[0] is None
@@ -120,7 +120,7 @@ PIPS = "lib/python3.12/site-packages/nvidia/cu13/bin"
         (None, "", "sources/.venv"),
     ],
 )
-def test_pips_nvcc_is_found_in_the_environment_that_a_build_is_for(
+def test_pips_nvcc_is_found_in_the_environment_of_the_build(
     place, monkeypatch, tmp_path, variable, value, environment
 ):
     if variable:
@@ -134,7 +134,7 @@ def test_pips_nvcc_is_found_in_the_environment_that_a_build_is_for(
     assert cuda_build.find_nvcc() == (nvcc, "")
 
 
-def test_what_builds_the_library_is_said_with_the_nvcc_that_is_here(place, monkeypatch):
+def test_the_command_that_builds_the_library_names_the_nvcc_that_is_here(place, monkeypatch):
     assert "`pip install nvidia-cuda-nvcc" in cuda_build.how_to_build("no nvcc was found")
     cuda_build.how_to_build.cache_clear()
     nvcc = place("path", BROKEN["old"][0])
@@ -147,7 +147,7 @@ def test_what_builds_the_library_is_said_with_the_nvcc_that_is_here(place, monke
 
 
 def test_the_real_nvcc_compiles_and_finds_the_headers(nvcc):
-    """Also as CMake calls it: three lines."""
+    """Also when called as CMake calls it, which expects three lines."""
     command = [sys.executable, "-P", cuda_build.__file__]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n") == [cuda_build.source_hash(), str(nvcc), "", ""]

@@ -1,4 +1,4 @@
-"""The handler of the XLA FFI: what it checks, and what it asks of the driver."""
+"""The handler of the XLA FFI: its checks, and its calls of the driver."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ BLACKWELL = "patch_embed_sm100_i8_bf16_table_64x128_b2_s8_stationary"
 
 
 def operands_of(kernel=KERNEL, M=40, N=128, K=256, period=20):
-    """name -> (dtype, shape) of what the handler wants."""
+    """name -> (dtype, shape) that the handler expects."""
     *_, dtype, out_dtype, kind = kernel.split("_")[:6]
     return dict(
         patches=(LONG[dtype], (M, K)),
@@ -39,7 +39,7 @@ def operands_of(kernel=KERNEL, M=40, N=128, K=256, period=20):
 
 
 def call(operands, kernel_sm90=KERNEL, kernel_sm100="", **attributes):
-    """The custom call on zeros, on a CPU."""
+    """Runs the custom call with zeros, on a CPU."""
     register_on_the_cpu()
     *arguments, (out_dtype, shape) = operands.values()
     function = jax.ffi.ffi_call(cuda.TARGET, jax.ShapeDtypeStruct(shape, out_dtype))
@@ -99,7 +99,7 @@ def test_offsets_are_one_row_of_float32():
 
 
 @built
-def test_the_operands_of_both_chips_kernels_are_checked():
+def test_the_operands_of_the_kernels_for_both_chips_are_checked():
     wrong = operands_of() | dict(runs_sm100=("int32", (1, 2, 3)))
     for kernel_sm90 in ("", KERNEL):
         assert "runs_sm100 is int32[1, 2, 3], expected" in error_of(wrong, kernel_sm90, BLACKWELL)
@@ -121,7 +121,7 @@ def test_operands_that_the_kernel_does_not_fit_are_refused(sizes, message):
 
 
 @built
-def test_names_of_no_kernels_are_refused():
+def test_unknown_kernel_names_are_refused():
     for names, message in (
         (("patch_embed", ""), "no kernel patch_embed for sm_90. The program was lowered with anot"),
         ((BLACKWELL, ""), f"no kernel {BLACKWELL} for sm_90"),
@@ -134,7 +134,7 @@ def test_names_of_no_kernels_are_refused():
 
 
 @built
-def test_a_call_of_another_form_is_refused():
+def test_a_call_with_other_arguments_or_attributes_is_refused():
     operands = operands_of()
     del operands["runs_sm100"]
     assert "INVALID_ARGUMENT: Wrong number of arguments: expected 6" in error_of(operands)
@@ -142,12 +142,12 @@ def test_a_call_of_another_form_is_refused():
 
 
 @built
-def test_no_rows_are_no_launch():
+def test_without_rows_nothing_is_launched():
     assert call(operands_of(M=0)).shape == (0, 128)
 
 
 @built
-def test_without_a_driver_it_is_unavailable_and_says_why():
+def test_without_a_driver_the_error_is_UNAVAILABLE_with_the_reason():
     with contextlib.suppress(OSError):
         __import__("ctypes").CDLL("libcuda.so.1")
         pytest.skip("there is a driver")
@@ -157,7 +157,7 @@ def test_without_a_driver_it_is_unavailable_and_says_why():
     )
 
 
-# The handlers on a driver that writes down what it is asked (fake_driver.cc).
+# The handlers with a driver that records its calls (fake_driver.cc).
 
 STREAM, CODES = 3, dict(INVALID_ARGUMENT=3, FAILED_PRECONDITION=9, INTERNAL=13, UNAVAILABLE=14)
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -167,7 +167,7 @@ with_driver = pytest.mark.usefixtures("cuda_library", "handle")
 
 @pytest.fixture(scope="session")
 def handle(tmp_path_factory):
-    """Calls in a process of their own -> ([error of each thread], lines) of each."""
+    """A function that makes calls in another process: ([error of each thread], lines) of each."""
     if COMPILER is None:
         pytest.skip("there is no C++ compiler")
     folder = tmp_path_factory.mktemp("driver")
@@ -213,7 +213,7 @@ SWIZZLES = {64: 2, 128: 3}
 
 
 def lines_of_map(description, address):
-    """What encodes a map: no interleave, promotion of 256 bytes to L2, zeros beyond."""
+    """The recorded call that encodes a map: not interleaved, L2 promotion 256 bytes, zero fill."""
     kind, rank = TYPE_NUMBERS[description["type"]], len(description["shape"])
     swizzle = SWIZZLES[description["swizzle"]]
     yield f"cuTensorMapEncodeTiled {kind} {rank} {address} 0 {swizzle} 3 0"
@@ -229,7 +229,7 @@ PROLOGUE = [
     "cuDeviceGetAttribute",
     "cuDeviceGetAttribute",
 ]
-# Bytes, that a block may have.
+# Shared memory that a block may have, in bytes.
 MOST_SHARED = 227 * 1024
 LOAD = f"cuLibraryLoadData {0xBA55ED50}"
 
@@ -277,7 +277,7 @@ def test_every_built_kernel_is_launched_as_planned(handle):
 
 
 @with_driver
-def test_an_image_is_loaded_once_whatever_the_threads_and_devices(handle):
+def test_a_library_image_is_loaded_once_by_all_threads_and_devices(handle):
     operands = placed(operands_of())
     calls = [
         dict(operands=operands, stage=stage, threads=threads, stream=stream)
@@ -296,7 +296,7 @@ def test_an_image_is_loaded_once_whatever_the_threads_and_devices(handle):
 
 
 @with_driver
-def test_programs_with_one_kernel_and_another_K_do_not_disturb_each_other(handle):
+def test_calls_of_one_kernel_with_different_K_do_not_disturb_each_other(handle):
     """XLA initialises all calls of a program before it executes the first."""
     large, small = (placed(operands_of(K=K)) for K in (768, 640))
     calls = [("initialize", large), ("initialize", small), ("execute", large), ("execute", small)]
@@ -307,7 +307,7 @@ def test_programs_with_one_kernel_and_another_K_do_not_disturb_each_other(handle
 
 
 @with_driver
-def test_an_image_that_was_not_loaded_is_tried_again(handle):
+def test_loading_is_tried_again_after_a_failure(handle):
     once = dict(operands=placed(operands_of()), stage="initialize")
     (refused, _), (errors, written) = handle(once | dict(fail="cuLibraryLoadData"), once)
     assert refused[0] and errors == [None] and LOAD in written
@@ -328,7 +328,7 @@ FAILURES = [
 
 @with_driver
 @pytest.mark.parametrize("function", FAILURES)
-def test_what_the_driver_refuses_is_an_error_and_leaves_no_context(handle, function):
+def test_a_failing_driver_call_is_an_error_and_leaves_no_context(handle, function):
     stage = "initialize" if function == "cuKernelSetAttribute" else "execute"
     ((errors, written),) = handle(dict(operands=placed(operands_of()), stage=stage, fail=function))
     ((code, message),) = errors
@@ -381,7 +381,7 @@ def test_a_kernel_that_was_not_built_is_refused(handle):
 
 
 @with_driver
-def test_without_a_stream_it_is_unavailable(handle):
+def test_without_a_stream_the_error_is_UNAVAILABLE(handle):
     ((errors, written),) = handle(dict(operands=placed(operands_of()), stream=None))
     assert errors == [[CODES["UNAVAILABLE"], "patch_embed: XLA gave no stream of a GPU."]]
     assert not written
@@ -430,8 +430,8 @@ def test_the_backend_refuses_a_chip_whose_driver_is_too_old(handle, flags):
 
 
 @with_driver
-def test_a_driver_that_lacks_a_function_is_unavailable_and_says_why(handle):
-    # A driver of another name for what it lacks.
+def test_a_driver_that_lacks_a_function_is_reported_as_UNAVAILABLE(handle):
+    # This driver exports the missing function under another name.
     flags = ["-DcuLaunchKernelEx=cuLaunchKernel"]
     ((errors, _),) = handle(dict(operands=placed(operands_of())), flags=flags)
     ((code, message),) = errors

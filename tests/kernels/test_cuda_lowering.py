@@ -25,12 +25,12 @@ from pallas_patch_embed.problem import named_shape
 HOPPER = Target("cuda", H200)
 
 
-# The library and its version.
+# Finding and checking the library.
 
 
 @pytest.fixture
 def fresh():
-    """What is remembered of the library is forgotten before and after."""
+    """Clears what the backend caches about the library, before and after the test."""
     remembered = (
         cuda.library,
         cuda.configs,
@@ -108,7 +108,7 @@ def test_a_library_with_another_interface_is_not_registered(fresh, monkeypatch):
 
 @built
 @pytest.mark.parametrize("here", [(0, 0), (1, 9)])
-def test_a_library_for_another_version_of_the_FFI_is_not_registered(fresh, monkeypatch, here):
+def test_a_library_for_another_FFI_version_is_not_registered(fresh, monkeypatch, here):
     monkeypatch.setattr(cuda, "ffi_version", lambda: here)
     expected = rf"built for version 0\.\d of XLA's FFI, this jaxlib has {here[0]}\.{here[1]}\."
     assert re.search(expected, reason_of_the_library())
@@ -134,8 +134,8 @@ def assert_not_registered(monkeypatch):
 
 
 @built
-def test_the_library_is_built_for_the_oldest_FFI_that_jaxlib_takes():
-    """Registering it with the XLA of this jaxlib, which checks the version, is no error."""
+def test_the_library_is_built_for_the_oldest_FFI_that_jaxlib_accepts():
+    """XLA checks the version when it registers the library, and reports no error."""
     library = cuda.library()
     oldest = (0, 1) if sys.version_info < (3, 15) else (0, 4)
     assert (library.patch_embed_ffi_major(), library.patch_embed_ffi_minor()) == oldest
@@ -193,7 +193,7 @@ def test_a_process_that_lowers_nothing_can_register_the_kernels():
 
 
 def small(dtype="int8", positions=True, out_dtype="bfloat16"):
-    """Params, and a function of patches [3, 16, K]."""
+    """Params, and a function that embeds patches [3, 16, K] with them."""
     params = draw_params(
         np.random.default_rng(0), patch_size=8, grid=(4, 4), N=64, dtype=dtype, positions=positions
     )
@@ -229,7 +229,7 @@ def test_it_is_exported_without_a_GPU():
 
 
 @built
-def test_a_program_carries_the_kernels_and_the_runs_of_both_chips(all_built):
+def test_a_program_has_the_kernels_and_the_segments_of_both_chips(all_built):
     _, patches, embed = small()
     text = jax.jit(embed).trace(patches).lower(lowering_platforms=("cuda",)).as_text()
     names = dict(re.findall(r'kernel_(sm\d+) = "(\w+)"', text))
@@ -239,7 +239,7 @@ def test_a_program_carries_the_kernels_and_the_runs_of_both_chips(all_built):
 
 @built
 def test_the_custom_call_has_the_operands_of_the_problem(monkeypatch):
-    """Positions for each image, a config of its own, M = 0."""
+    """With positions for each image, with a given config, and with M = 0."""
     calls = []
 
     def ffi_call(target, result):

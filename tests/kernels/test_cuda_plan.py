@@ -1,4 +1,4 @@
-"""The CUDA kernels' plan: what is launched, which kernel is chosen, what is refused."""
+"""Plans of the CUDA backend: launches, the choice of a kernel, refusals."""
 
 import dataclasses
 import itertools
@@ -19,12 +19,12 @@ from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
 HOPPER, ULTRA = Target("cuda", H200), Target("cuda", B300)
 
 
-# What is launched.
+# Launches.
 
 
 @built
 @pytest.mark.parametrize("capability", CHIPS)
-def test_a_launch_is_what_is_derived_from_the_shapes(capability):
+def test_a_launch_equals_an_independent_derivation(capability):
     launched = 0
     for config in configs(capability=capability):
         for (M, period), N, K in itertools.product(
@@ -61,7 +61,7 @@ def test_all_kernels_are_built():
 
 
 @built
-def test_the_kernels_that_are_built_are_in_the_library():
+def test_the_library_contains_the_built_kernels():
     library = cuda.LIBRARY.read_bytes()
     # Compressed or not, a fatbin begins with this word.
     images = {(c.capability, c.dtype) for c in configs(built=True)}
@@ -112,7 +112,7 @@ def test_a_kernel_that_does_not_exist_is_refused():
         cuda.launch(config, M=1, N=64, K=128, period=1, workers=1, segments=1)
 
 
-# Which kernel is chosen.
+# The choice of a kernel.
 
 
 @built
@@ -146,13 +146,15 @@ def test_every_named_shape_has_a_kernel(all_built, capability):
         ("So400m/16 256", 4736, "int8", 100, "192x128_b2_s5_stationary"),
     ],
 )
-def test_the_kernel_of_least_time_is_chosen(all_built, name, B, dtype, capability, chosen):
+def test_the_kernel_with_the_smallest_estimated_time_is_chosen(
+    all_built, name, B, dtype, capability, chosen
+):
     problem = problem_of(named_shape(name), dtype, B)
     config = cuda.choose_config(problem, capability, CHIPS[capability])
     assert config.name.endswith(chosen)
 
 
-# Which problems are refused.
+# Refusals.
 
 
 @built
@@ -205,7 +207,7 @@ def test_a_config_for_another_problem_is_refused():
 
 
 @built
-def test_it_is_tried_behind_the_Pallas_kernels():
+def test_it_is_tried_after_the_Pallas_kernels():
     assert list(BACKENDS)[-3:] == ["cuda", "triton", "xla"]
     problem = problem_of(named_shape("B/16 224"), "int8")
     assert explain(problem, HOPPER).chosen == "mosaic_sm90"

@@ -1,4 +1,4 @@
-"""The hand-written Blackwell kernel without a GPU: descriptors, tuning, what nvcc makes of it."""
+"""The CUDA kernel for Blackwell without a GPU: descriptors, tuning, machine code."""
 
 import ctypes
 import re
@@ -37,7 +37,7 @@ static_assert(ptx::instruction_descriptor(Type::kInt8, 256, 256) == 0x104004A0);
 
 @pytest.fixture(scope="module")
 def host(nvcc, tmp_path_factory):
-    """The functions above, compiled for this machine."""
+    """A library of the functions above, compiled for this machine's CPU."""
     folder = tmp_path_factory.mktemp("host")
     source = folder / "descriptors.cc"
     source.write_text(HOST)
@@ -50,7 +50,7 @@ def host(nvcc, tmp_path_factory):
 
 
 def fields(descriptor, places):
-    """The fields of a descriptor, at (bit, size), and the bits between them."""
+    """The fields of a descriptor, at (bit, size), and the bits that belong to no field."""
     found = {name: descriptor >> at & (1 << size) - 1 for name, (at, size) in places.items()}
     named = sum(found[name] << at for name, (at, _) in places.items())
     return found | {"rest": descriptor ^ named}
@@ -135,7 +135,7 @@ FINE = ("i8", "bf16", "table", 256, 2, 4, "stationary")
     ],
     ids=str,
 )
-def test_a_tuning_that_cannot_be_is_refused_with_a_sentence(
+def test_an_impossible_tuning_does_not_compile_and_says_why(
     nvcc, tmp_path, arguments, tuning, message
 ):
     source = tmp_path / "kernel.cu"
@@ -145,11 +145,11 @@ def test_a_tuning_that_cannot_be_is_refused_with_a_sentence(
     assert done.returncode and message in done.stderr
 
 
-# What nvcc makes of it.
+# Machine code.
 
 
 def compile_to_cubin(nvcc, source, options, path):
-    """Compiles for a Blackwell chip; what the compilers said."""
+    """Compiles for a Blackwell chip; returns what the compilers printed."""
     warnings = ["--Werror", "all-warnings", "-Xptxas=-v,-warn-spills,-warn-lmem-usage"]
     command = [nvcc, "-std=c++17", "-O3", "-cubin", *warnings, f"-I{FFI}", *options, source]
     done = subprocess.run([*command, "-o", path], check=True, capture_output=True, text=True)
@@ -157,7 +157,7 @@ def compile_to_cubin(nvcc, source, options, path):
 
 
 def assert_clean(said):
-    """Every kernel: no spill, no stack, no warning, and the registers of the launch."""
+    """Asserts for every kernel: no spills, no stack, no warning, 168 registers."""
     kernels = said.count("Compiling entry function")
     assert kernels > 0
     assert said.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == kernels
@@ -190,8 +190,8 @@ def test_no_kernel_spills_and_a_tile_touches_no_global_memory(nvcc, dtype, chip,
     assert opcodes.count("USETMAXREG.TRY_ALLOC.CTAPOOL") == 1
 
     found = count(innermost_loop(code, re.compile("LDTM")))
-    # A thread has 4 rows of 32 columns, two of which are one multiplication, and one word of y;
-    # four words are a matrix store, 64 columns of a warp a TMA store behind a fence.
+    # A thread has 4 rows of 32 columns. Two columns are one multiply-add and one word of y, four
+    # words are one matrix store, and 64 columns of a warp are one TMA store after a fence.
     expected = dict(LDTM=4, FFMA2=64, F2FP=64, STSM=16, MEMBAR=2, FENCE=2, UTMASTG=2, SYNCS=2)
     expected |= dict(I2FP=128) if dtype == "i8" else {}
     assert {opcode: found.get(opcode, 0) for opcode in expected} == expected

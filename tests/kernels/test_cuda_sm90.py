@@ -1,4 +1,4 @@
-"""The hand-written Hopper kernel without a GPU: matrix descriptors, and what nvcc makes of it."""
+"""The CUDA kernel for Hopper without a GPU: matrix descriptors, machine code."""
 
 import ctypes
 import re
@@ -26,7 +26,7 @@ static_assert(matrix_descriptor(0) == 0x4000004000010000);
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    """The functions above, compiled for this machine."""
+    """A library of the functions above, compiled for this machine's CPU."""
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler")
     path = tmp_path_factory.mktemp("host") / "descriptor.so"
@@ -38,7 +38,7 @@ def host(tmp_path_factory):
 
 
 def fields(descriptor):
-    """The fields of PTX ISA 9.7.15.5.1, and the bits between them."""
+    """The fields of PTX ISA 9.7.15.5.1, and the bits that belong to no field."""
     places = {
         "start": (0, 14),
         "leading": (16, 14),
@@ -53,7 +53,7 @@ def fields(descriptor):
 
 @pytest.mark.parametrize("address", [0x400, 0x400 + 8192, 0x400 + 13 * 24576, 227 * 1024])
 @pytest.mark.parametrize("step", [None, 0, 32, 64, 96, 64 * 128 + 96])
-def test_a_descriptor_is_that_of_rows_of_128_swizzled_bytes(host, address, step):
+def test_a_descriptor_describes_rows_of_128_swizzled_bytes(host, address, step):
     address %= 1 << 18
     found = host.made(address) if step is None else host.moved(address, step)
     expected = dict(start=(address + (step or 0)) // 16, leading=1, stride=1024 // 16, swizzle=1)
@@ -62,7 +62,7 @@ def test_a_descriptor_is_that_of_rows_of_128_swizzled_bytes(host, address, step)
 
 @pytest.fixture(scope="module")
 def compiled(nvcc, tmp_path_factory):
-    """The cubin of a dtype's kernels, and what the compilers said."""
+    """The cubin of a dtype's kernels, and what the compilers printed."""
 
     def cubin(dtype):
         path = tmp_path_factory.mktemp(dtype) / "kernels.cubin"
@@ -90,16 +90,16 @@ def test_no_kernel_spills_and_no_product_waits_for_another(compiled, dtype):
     assert not re.search("warning|serialized", said), said
     if cuda_root() is None:
         return
-    multiply, tile_n, rows, held = {
+    multiply, tile_n, rows, stays = {
         "e4m3": ("QGMMA", 192, 64, True),
         "i8": ("IGMMA", 192, 64, True),
         "bf16": ("HGMMA", 192, 128, False),
     }[dtype]
-    weight = "s10_stationary" if held else "s5_streamed"
+    weight = "s10_stationary" if stays else "s5_streamed"
     name = f"patch_embed_sm90_{dtype}_bf16_table_{tile_n}x{rows}_b1_{weight}"
     found = count(tile_loop(cubin, name))
-    # A thread has rows / 32 rows of tile_n / 32 vectors; what is added to each is held, or read.
+    # A thread has rows / 32 rows of tile_n / 32 vectors. The table is in registers, or is read.
     assert found["STG"] == rows // 32 * tile_n // 32
-    assert found.get("LDG", 0) == (0 if held else found["STG"])
+    assert found.get("LDG", 0) == (0 if stays else found["STG"])
     assert found[multiply] == 4 * rows // 64
     assert not {"LDL", "STL", "LD", "ST"} & set(found)

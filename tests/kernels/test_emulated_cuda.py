@@ -1,4 +1,4 @@
-"""The PTX of the hand-written kernels, executed: results equal XLA's, whatever the schedule."""
+"""The PTX of the CUDA kernels, executed: results equal XLA's in every schedule."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("nvcc")
 
 
 def assert_equals_xla(ptx, case, schedules=SCHEDULES):
-    """The kernel gives what XLA does, in every schedule."""
+    """Asserts that the kernel's result equals XLA's in these schedules."""
     operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
     expected = xla.run(*operands, out_dtype=case.out_dtype)
     for order, seed in schedules:
@@ -34,14 +34,15 @@ def assert_equals_xla(ptx, case, schedules=SCHEDULES):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_compiled_kernel_equals_xla_whatever_the_schedule(name):
+def test_the_compiled_kernel_equals_xla_in_every_schedule(name):
     case = CASES[name]
-    # Hopper's kernels run on a GPU, too.
+    # Hopper's kernels are also tested on a GPU.
     schedules = SCHEDULES if case.capability == 100 else SCHEDULES[:4]
     assert_equals_xla(compiled(case), case, schedules)
 
 
-# What the warps of each role stamp, by warp: Event of ffi/timeline.cuh in letters, in its order.
+# Stamps of each warp of a role, as a regular expression: a letter for each Event of
+# ffi/timeline.cuh, in the order of the enumeration.
 LETTERS = "fFtLMPlcsT"
 FEED, MULTIPLY = "((fF){fed}T)+", "(t(LM){chunks}T)+"
 ROLES = {
@@ -52,9 +53,13 @@ ROLES = {
 
 @pytest.mark.parametrize(
     "name",
-    ["float8, two slices", "bfloat16, streamed", "Blackwell, two blocks, runs of several tiles"],
+    [
+        "float8, two slices",
+        "bfloat16, streamed",
+        "Blackwell, two blocks, segments of several tiles",
+    ],
 )
-def test_a_timeline_build_stamps_what_each_warp_does(name):
+def test_a_timeline_build_stamps_the_work_of_each_warp(name):
     case = CASES[name]
     ptx = compiled(case, "-DPATCH_EMBED_TIMELINE")
     operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
@@ -66,7 +71,7 @@ def test_a_timeline_build_stamps_what_each_warp_does(name):
     for block, warp in np.ndindex(stamps.shape[:2]):
         said = "".join(LETTERS[stamp % 16 - 1] for stamp in stamps[block, warp] if stamp)
         pattern = ROLES[case.capability].get(warp, "").replace("chunks", str(chunks))
-        # Hopper's two warpgroups have rows of their own.
+        # Each of Hopper's two consumers has its own rows.
         pattern = pattern.replace("fed", str(chunks * (2 if case.capability == 90 else 1)))
         # The first block multiplies for both.
         idle = ROLES[case.capability].get(warp) == MULTIPLY and block % case.blocks
@@ -107,7 +112,7 @@ TUNED = {
 
 
 def compile_source(source, folder, capability=100, patched=None):
-    """The PTX of a kernel; `patched` takes the place of its chip's file."""
+    """The PTX of a kernel; `patched` replaces the .cu file of its chip."""
     (folder / "kernel.cu").write_text(source)
     if patched:
         (folder / f"patch_embed_sm{capability}.cu").write_text(patched)
@@ -124,7 +129,8 @@ def test_a_kernel_with_another_tuning_equals_xla(tmp_path, name):
     assert_equals_xla(compile_source(case.source, tmp_path), case)
 
 
-# Deliberate bugs: what is replaced by what, and what the emulator says. Of the Blackwell kernel:
+# Deliberate bugs: the text that is replaced, its replacement, and the emulator's message. In the
+# Blackwell kernel:
 SMALL = tuned((7, 256, 256), 64, INT8, "shared", 64, 3, blocks=2, tuning=dict(kLoadColumns=32))
 
 BUGS = {
@@ -165,28 +171,28 @@ BUGS = {
         "",
         "without a fence.proxy.async",
     ),
-    "no fence before the release": (
+    "no fence before an accumulator is freed": (
         "bool elected) {\n    ptx::tcgen05_fence_before_thread_sync();",
         "bool elected) {",
         "tcgen05.mma .* writes an accumulator",
     ),
-    "no fence behind the release": (
+    "no fence after an accumulator is freed": (
         "wait_for_accumulator(shared_.accumulator_freed",
         "wait(shared_.accumulator_freed",
         "tcgen05.mma .* writes an accumulator",
     ),
-    "no fence behind the products": (
+    "no fence after the products": (
         "wait_for_accumulator(shared_.multiplied",
         "wait(shared_.multiplied",
         "tcgen05.ld reads an accumulator",
     ),
     "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
-    "arrivals of one block are expected": (
+    "only the arrivals of one block are expected": (
         "blocks * kStoringWarps",
         "kStoringWarps",
         "nothing can go on|does not expect them",
     ),
-    "bytes of one block are expected": (
+    "only the bytes of one block are expected": (
         "blocks * bytes",
         "bytes",
         "nothing can go on|bytes are missing",
@@ -206,12 +212,12 @@ BUGS = {
         " + first_row;",
         "results differ",
     ),
-    "tensor memory is kept": (
+    "tensor memory is not deallocated": (
         "if (warp == kAllocatingWarp) ptx::tcgen05_dealloc",
         "if (false) ptx::tcgen05_dealloc",
         "exits with tensor memory",
     ),
-    "blocks leave alone": (
+    "a block deallocates without synchronising": (
         "__syncwarp();\n    synchronise();\n    if (warp == kA",
         "if (warp == kA",
         "are not allocated|has exited",
@@ -226,7 +232,7 @@ BUGS = {
         "",
         "nothing says that the peer has been launched",
     ),
-    "the second block allocates behind the first one": (
+    "the second block allocates after the first one's products": (
         "    if (warp == kAllocatingWarp) {\n",
         "    if (rank_ == 1) synchronise();\n    if (warp == kAllocatingWarp) {\n",
         "waits for the peer's tcgen05.alloc",
@@ -259,9 +265,9 @@ BUGS = {
 }
 
 
-# And of the Hopper kernel: with more chunks than slots, and a table that is read ahead. With 192
-# columns the ring of the weight is the shorter one, with 128 that of the patches: the other one
-# never waits.
+# In the Hopper kernel, with more chunks than slots and a table that is read ahead. With 192 columns
+# the ring of the weight is shorter than that of the patches, with 128 columns it is longer. The
+# longer ring never waits.
 WIDE = Case((5, 131, 896), 192, FP8, "shared", 192, 5, rows=128, stream_weight=True)
 NARROW = Case((5, 131, 896), 128, FP8, "shared", 128, 6, rows=128, stream_weight=True)
 
@@ -313,18 +319,23 @@ HOPPER_BUGS = {
         "segment.table_row",
         "results differ",
     ),
-    "a tail is stored": ("first_row + below < args_.M", "true", "outside of all arrays"),
+    "rows beyond the last are stored": (
+        "first_row + below < args_.M",
+        "true",
+        "outside of all arrays",
+    ),
 }
 
 ALL_BUGS = [(SMALL, name) for name in BUGS] + [
     (NARROW if name == "no wait for a free slot" else WIDE, name) for name in HOPPER_BUGS
 ]
 
-# Hopper's other_products_issued guards against slots that are filled late, which takes luck.
+# A missing wait for Hopper's other_products_issued is noticed only if slots are filled late, which
+# happens in some random schedules.
 BUG_SCHEDULES = (*SCHEDULES, *(({"load": "random", "multiply": "eager"}, i) for i in range(5, 25)))
 
 
-# The register counts of each chip's kernel, and too large ones.
+# The register count in the source of each chip's kernel, and one that is too large.
 REGISTERS = {
     100: ("kStoreRegisters = 232", "kStoreRegisters = 240"),
     90: ("kNeedsMost ? kMostRegisters : 232", "kNeedsMost ? 248 : 240"),
@@ -332,7 +343,7 @@ REGISTERS = {
 
 
 @pytest.mark.parametrize("case", [SMALL, WIDE], ids=lambda case: case.capability)
-def test_more_registers_than_there_are_do_not_compile(tmp_path, case):
+def test_a_request_for_too_many_registers_does_not_compile(tmp_path, case):
     right, wrong = REGISTERS[case.capability]
     source = (FFI / f"patch_embed_sm{case.capability}.cu").read_text()
     assert source.count(right) == 1

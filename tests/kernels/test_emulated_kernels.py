@@ -1,4 +1,4 @@
-"""The compiled PTX of the kernels, executed: results equal XLA's, whatever the schedule.
+"""The compiled PTX of the Pallas kernels, executed: results equal XLA's in every schedule.
 
 PTX_LONG=1 adds production's sizes, in 20 schedules each (5 minutes on one core).
 """
@@ -28,7 +28,7 @@ from pallas_patch_embed.backends import xla
 
 pytestmark = pytest.mark.usefixtures("compilers")
 
-# What is late while all else is random.
+# The kind of asynchronous work that is late, while everything else is random.
 LATE = ("load", "multiply", "signal", "arrival", "store", "write")
 LONG_SCHEDULES = (
     ("eager", 0),
@@ -39,7 +39,7 @@ LONG_SCHEDULES = (
 
 
 def assert_equals_xla(monkeypatch, name, case, schedules):
-    """The compiled kernel gives what XLA does, in every schedule; what it gave last."""
+    """Asserts that the kernel's result equals XLA's in these schedules; returns the last result."""
     stem = compiled(name)
     operands = draw_operands(len(name), case.patches, case.N, case.dtype, case.table)
     expected = xla.run(*operands, out_dtype=case.out_dtype)
@@ -50,21 +50,21 @@ def assert_equals_xla(monkeypatch, name, case, schedules):
     return y
 
 
-# What an H200 gave for the Hopper kernels, for the same operands.
+# Digests of the results that an H200 computed with the Hopper kernels for the same operands.
 CHIP_ANSWERS = json.loads(chip_programs.ANSWERS.read_text())["answers"]["kernels"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_compiled_kernel_equals_xla_whatever_the_schedule(monkeypatch, name):
-    # Hopper's kernels run on a GPU, too.
+def test_the_compiled_kernel_equals_xla_in_every_schedule(monkeypatch, name):
+    # Hopper's kernels are also tested on a GPU.
     schedules = SCHEDULES[:4] if name in HOPPER else SCHEDULES
     y = assert_equals_xla(monkeypatch, name, CASES[name], schedules)
     if name in HOPPER:
         assert chip_programs.digest(np.asarray(y)) == CHIP_ANSWERS[name]
 
 
-# Bugs in a pair's protocol, made by editing its PTX: a pattern, what takes its place, and what the
-# emulator says. `test_ptx_mutations.py` makes others.
+# Bugs in the protocol of two blocks, made by editing the PTX: a pattern, its replacement, and the
+# emulator's message. `test_ptx_mutations.py` makes others.
 ONLY_BLOCK_1 = """{ .reg .pred first, over; .reg .b32 rank; mov.u32 rank, %cluster_ctarank;
     setp.eq.u32 first, rank, 0; @first bra go;
     again: mbarrier.try_wait.parity.shared::cta.b64 over, [BARRIER], 0; @!over bra again; go: }"""
@@ -75,7 +75,7 @@ BUGS = {
         r"\1",
         "nothing says that the peer has been launched",
     ),
-    "the second block allocates behind the first one's products": (
+    "the second block allocates after the first one's products": (
         rf"(mbarrier\.init\S+ \[(%r\d+)\].*?)({ALLOCATION})",
         lambda found: found[1] + ONLY_BLOCK_1.replace("BARRIER", found[2]) + found[3],
         "waits for the peer's tcgen05.alloc",
@@ -106,7 +106,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_in_the_protocol_is_noticed(monkeypatch, bug):
-    name = "two blocks, a phase change in a run"
+    name = "two blocks, a phase change in a worker"
     case, (pattern, wrong, message) = CASES[name], BUGS[bug]
     stem = compiled(name)
     edited, count = re.subn(
@@ -123,5 +123,5 @@ def test_a_bug_in_the_protocol_is_noticed(monkeypatch, bug):
 @pytest.mark.skipif(not os.environ.get("PTX_LONG"), reason="PTX_LONG=1 asks for it")
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("name", LONG)
-def test_productions_sizes_equal_xla_in_20_schedules(monkeypatch, name, part):
+def test_sizes_of_production_equal_xla_in_20_schedules(monkeypatch, name, part):
     assert_equals_xla(monkeypatch, name, LONG[name], LONG_SCHEDULES[part::4])

@@ -1,6 +1,6 @@
-"""Kernels of others that are known to run on Blackwell, on the emulator: jax's and Triton's.
+"""jax's and Triton's kernels, which are known to run on Blackwell, on the emulator.
 
-Data are small integers, so results are exact whatever the order of the sums.
+The data are small integers, so results are exact in any order of summation.
 """
 
 import re
@@ -21,7 +21,7 @@ except ImportError:
 
 SCHEDULES = (("eager", 0), ("late", 1), ("random", 2), (EAGER | {"arrival": "late"}, 5))
 
-# Warnings that these kernels, which run on Blackwell, give (README.md of the emulator).
+# Warnings that the emulator reports for these kernels (its README says why).
 JAX_ALLOWED = frozenset({"signal that nobody waits for"}) | frozenset(
     {"descriptor version", "used before wait::ld", "exit before a store's read"}
 )
@@ -34,7 +34,7 @@ needs_triton = pytest.mark.usefixtures("triton_package")
 
 
 def run(stem: Path, matmul: Matmul, **options) -> None:
-    """Compares its result."""
+    """Executes a compiled kernel of jax and compares its result."""
     a, b, expected = matmul.draw(seed=options["seed"])
     result = (expected.shape, expected.dtype)
     machine, (address,) = mosaic.prepare(stem, [a, b], [result], allowed=JAX_ALLOWED, **options)
@@ -44,7 +44,7 @@ def run(stem: Path, matmul: Matmul, **options) -> None:
 
 @needs_codegen
 @pytest.mark.parametrize("name", MATMULS)
-def test_jaxs_matmul_is_exact_whatever_the_schedule(tmp_path, name):
+def test_jaxs_matmul_is_exact_in_every_schedule(tmp_path, name):
     stem = compiled(name, tmp_path)
     for schedule, seed in SCHEDULES:
         run(stem, MATMULS[name], schedule=schedule, seed=seed)
@@ -52,9 +52,9 @@ def test_jaxs_matmul_is_exact_whatever_the_schedule(tmp_path, name):
 
 @needs_codegen
 @pytest.mark.parametrize("name", BROKEN)
-def test_jaxs_matmul_of_two_blocks_overwrites_which_tile_is_next(tmp_path, name):
-    """Both blocks ask, and each answer is written to both; one warp of four arrives before the
-    other three have read the answer (docs/upstream.md)."""
+def test_jaxs_matmul_of_two_blocks_overwrites_the_number_of_the_next_tile(tmp_path, name):
+    """Both blocks ask for a tile, and each answer is written to both. One warp of four arrives
+    before the other three have read the answer (docs/upstream.md)."""
     stem = compiled(name, tmp_path)
     found = []
     for schedule, seed in SCHEDULES:
@@ -68,7 +68,7 @@ def test_jaxs_matmul_of_two_blocks_overwrites_which_tile_is_next(tmp_path, name)
 
 @needs_triton
 @pytest.mark.parametrize("name", triton_kernels.CASES if triton_kernels else ["none"])
-def test_tritons_kernel_is_exact_whatever_the_schedule(monkeypatch, tmp_path, name):
+def test_tritons_kernel_is_exact_in_every_schedule(monkeypatch, tmp_path, name):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     case = triton_kernels.CASES[name]

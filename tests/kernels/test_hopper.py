@@ -1,4 +1,4 @@
-"""The Hopper kernels, of Pallas and of CUDA, and the Triton kernel, on a Hopper GPU."""
+"""The Hopper kernels of Pallas and CUDA, and the Triton kernel, on a Hopper GPU."""
 
 import functools
 import shutil
@@ -44,7 +44,7 @@ def on_the_gpu():
 
 @pytest.fixture(params=["mosaic_sm90", "cuda", "triton"])
 def backend(request):
-    """The module of each kernel."""
+    """The backend of each kernel."""
     module = BACKENDS[request.param]
     if hasattr(module, "missing") and (reason := module.missing()):
         pytest.skip(reason)
@@ -61,7 +61,7 @@ def test_every_element_agrees(backend, shape, dtype, out_dtype, B):
         functools.partial(compute, backend), shape, dtype, out_dtype, B
     )
     assert beyond == 0, f"{beyond} of {elements}"
-    # float32 results move wherever the sum is rounded once instead of twice.
+    # A float32 result differs wherever the sum is rounded once instead of twice.
     assert out_dtype == "float32" or moved <= max(1, 1e-4 * elements)
 
 
@@ -72,7 +72,7 @@ def test_xlas_float8_product_is_within_the_same_bound():
 @pytest.mark.parametrize("dtype, out_dtype", [("int8", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("B", [1, 67])
 def test_a_kernel_that_forgets_elements_is_noticed(dtype, out_dtype, B):
-    """The check of the checks: outputs are poisoned, and one wrong element is found."""
+    """Tests the check itself: outputs are poisoned, and one wrong element is found."""
     shape = named_shape("B/16 224")
 
     def forgets_all(patches, weight, scale, table, *, out_dtype):
@@ -93,7 +93,7 @@ def test_a_kernel_that_forgets_elements_is_noticed(dtype, out_dtype, B):
 
 @pytest.fixture
 def small(backend):
-    """Operands of 3 images of So400m/14, M % 8 = 3, and what the kernel makes of them."""
+    """Operands of 3 images of So400m/14, where M % 8 = 3, and the kernel's result."""
     operands = draw(jax.random.key(5), named_shape("So400m/14 384"), "int8", 3)
     run = jax.jit(functools.partial(compute, backend, out_dtype="bfloat16"))
     return run, operands, run(*operands)
@@ -135,7 +135,7 @@ def test_command_buffers_give_the_same_result(small):
 
 
 def in_threads(work, items):
-    """Calls work(item) for each in a thread of its own; raises what one of them raises."""
+    """Calls work(item) for each item in its own thread; raises an exception of any of them."""
     items = list(items)
     with ThreadPoolExecutor(len(items)) as pool:
         for future in [pool.submit(work, item) for item in items]:
@@ -179,7 +179,7 @@ def test_two_streams_do_not_disturb_each_other(backend):
 
 @pytest.mark.skipif(gpu() is None or len(jax.devices("cuda")) < 2, reason="fewer than 2 GPUs")
 def test_the_devices_of_a_process_do_not_disturb_each_other(backend):
-    """Each computes by itself, in a thread of its own; and all of them one program."""
+    """Each device runs a program in its own thread; then all of them run one program."""
     devices, shape = jax.devices("cuda"), named_shape("B/16 224")
     patches, *shared = draw(jax.random.key(1), shape, "int8", 3 * len(devices))
     target = Target.of(devices[0])
@@ -208,8 +208,8 @@ def test_the_devices_of_a_process_do_not_disturb_each_other(backend):
     assert (np.asarray(y) == alone).all()
 
 
-def test_two_products_of_another_K_are_one_program(backend):
-    """One kernel of the library may serve both: its limit of shared memory has to do for both."""
+def test_two_calls_with_different_K_are_one_program(backend):
+    """One kernel of the library may serve both calls: its shared-memory limit must fit both."""
     drawn = [
         draw(jax.random.key(i), named_shape(name), "int8", 3)
         for i, name in enumerate(("B/16 224", "So400m/14 224"))
@@ -229,7 +229,7 @@ def test_donated_patches_are_read_before_they_are_written(backend):
     expected = jax.jit(run)(*operands)
     for _ in range(RUNS):
         patches = operands[0] + 0
-        # K = N: the result has the size of the donated patches.
+        # K = N, so that the result has the size of the donated patches.
         assert same(jax.jit(run, donate_argnums=0)(patches, *operands[1:]), expected)
         assert patches.is_deleted()
 
@@ -261,7 +261,7 @@ def test_images_are_cut_by_the_kernel(name, B, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_chosen_and_vmap_and_jit_agree(dtype):
+def test_it_is_chosen_and_agrees_under_vmap_and_jit(dtype):
     shape = named_shape("So400m/14 224")
     params = jax.device_put(params_of(dtype, shape), gpu())
     images = np.random.default_rng(4).integers(0, 256, (6, 224, 224, 3), np.uint8)
@@ -328,13 +328,13 @@ def test_a_timeline_build_has_the_spans_of_every_warp(dtype):
     assert all(0 < span.cycles < 10**6 for span in spans)
 
 
-# Bytes that belong to nobody, between what belongs to the kernel; operands begin at odd multiples
-# of the 16 bytes that TMA demands.
+# Bytes between the arrays, which no kernel may touch. Operands begin at odd multiples of 16 bytes,
+# the alignment that TMA demands.
 CANARY, GAP = 0xA5, 4096 + 16
 
 
-# By the kernel that is chosen; and by those that read the table for each tile, with two tiles or
-# more for each worker, the last one with a tail.
+# The kernel that is chosen; and kernels that read the table for each tile, where each worker has at
+# least two tiles, the last one with a tail.
 @pytest.mark.usefixtures("cuda_library", "nvcc")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kerne
     assert (after == before).all()
 
 
-# Only the kernel runs on the GPU: operands and references are a CPU's.
+# Only the kernel runs on the GPU: operands and references are computed on a CPU.
 SANITIZED = """
 import gpu, jax, sys
 from pallas_patch_embed.backends import BACKENDS, cuda
@@ -422,7 +422,7 @@ def test_compute_sanitizer_finds_nothing(backend, tool):
         text=True,
         env=environment(
             JAX_PLATFORMS="cuda,cpu",
-            # One allocation a buffer: beyond it is nobody's.
+            # One allocation for each buffer, so that any access beyond it is invalid.
             XLA_PYTHON_CLIENT_ALLOCATOR="platform",
         ),
     )

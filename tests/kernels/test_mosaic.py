@@ -37,7 +37,7 @@ CASES = {
         (9, 64, 256), 128, FP8, "shared", 128, 5, 128, True
     ),
     "Hopper, streamed weight, two slots": hopper((9, 64, 256), 64, INT8, "shared", 64, 2, 64, True),
-    "Hopper, streamed weight, a table for each image": hopper(
+    "Hopper, streamed weight, per-image positions": hopper(
         (3, 96, 256), 64, BF16, "per image", 64, 3, 128, True
     ),
     "Hopper, streamed weight, no table": hopper((3, 40, 256), 64, BF16, "none", 64, 5, 128, True),
@@ -75,7 +75,7 @@ CASES = {
     "two blocks, streamed weight, many tiles": two(
         (60, 64, 384), 64, INT8, "shared", 64, 4, stream_weight=True
     ),
-    "two blocks, a table for each image": two((13, 40, 128), 128, BF16, "per image", 64, 4),
+    "two blocks, per-image positions": two((13, 40, 128), 128, BF16, "per image", 64, 4),
 }
 # One block and two, a stationary weight and one that is streamed, with and without a table, every
 # dtype. test_every_backend.py runs the rest.

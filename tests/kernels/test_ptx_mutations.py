@@ -1,10 +1,10 @@
 """Edits that make a compiled Blackwell kernel wrong are noticed when its PTX is executed.
 
-A sample of them; all, in parts, with
+By default a sample of the edits is tried. All of them are tried, in parts, with
 
   PTX_MUTATIONS=all pytest tests/kernels/test_ptx_mutations.py -n 2 --junitxml=FILE
 
-whose FILE has what noticed each edit.
+and FILE then says what noticed each edit.
 """
 
 import collections
@@ -32,18 +32,18 @@ from pallas_patch_embed.backends import xla
 
 pytestmark = pytest.mark.usefixtures("compilers")
 
-# Between them: two blocks and one, a weight that stays and one that is streamed, runs of several
-# tiles, one and two stores a tile, slices of N, a table and none.
+# Together they cover two blocks and one, a stationary and a streamed weight, segments of several
+# tiles, one and two stores a tile, slices of N, and kernels with and without a table.
 NAMES = (
-    "two blocks, runs of several tiles",
+    "two blocks, segments of several tiles",
     "two blocks, streamed weight, two stores a tile",
-    "one block, runs of several tiles, two slices",
+    "one block, segments of several tiles, two slices",
 )
-# Of the kernels in CUDA C++.
+# The same of the CUDA kernels.
 CUDA_NAMES = (
-    "Blackwell, two blocks, runs of several tiles",
+    "Blackwell, two blocks, segments of several tiles",
     "Blackwell, two blocks, streamed weight, slots and accumulators used again",
-    "Blackwell, one block, runs of several tiles, two slices",
+    "Blackwell, one block, segments of several tiles, two slices",
 )
 EVERY = os.environ.get("PTX_MUTATIONS") == "all"
 PARTS = 8 if EVERY else 1
@@ -58,13 +58,13 @@ NONE = Mutation("none", "unedited")
 
 
 class Subject:
-    """A compiled kernel with its operands and the right result.
+    """A compiled kernel with its operands and the expected result.
 
     Args:
       case: an `emulated.Case`, or an `emulated_cuda.Case`.
       ptx: its PTX.
-      launcher: the module of `ptx_emulator` that parses PTX for a launch.
-      execute: execute(operands, **options of Machine) launches it: its result, and the machine.
+      launcher: the module of `ptx_emulator` that parses its PTX.
+      execute: execute(operands, **options of Machine) returns its result, and the machine.
     """
 
     def __init__(self, case, ptx: str, launcher, execute):
@@ -84,7 +84,7 @@ class Subject:
         return cls(case, stem.with_suffix(".ptx").read_text(), mosaic, execute)
 
     def run(self, mutation: Mutation, schedule, seed: int, watch=None) -> tuple[bool, Machine]:
-        """Whether the edited kernel's result is right, and its machine.
+        """Runs the edited kernel: whether its result is right, and the machine.
 
         `watch(machine)` is called before the launch.
         """
@@ -104,7 +104,7 @@ class Subject:
         return np.array_equal(y, self.expected), ran
 
     def noticed(self, mutation: Mutation) -> str | None:
-        """What notices an edit in one of the schedules; None if nothing does."""
+        """The check that notices an edit in one of the schedules; None if none does."""
         for schedule, seed in SCHEDULES:
             try:
                 right, _ = self.run(mutation, schedule, seed)
@@ -119,9 +119,9 @@ class Subject:
         return None
 
     def traces(self) -> tuple[dict, set[int]]:
-        """(cluster, warp) -> the instructions that it executes, in their order.
+        """(cluster, warp) -> the instructions that it executes, in order.
 
-        And those that make an mbarrier which nobody uses.
+        And the instructions that initialise an mbarrier which is never used.
         """
         found, made = collections.defaultdict(list), []
 
@@ -137,10 +137,11 @@ class Subject:
         return found, {i for i, _ in made} - used
 
     def only_waits_longer(self, mutation: Mutation) -> bool:
-        """Whether whatever touches memory, barriers or tensor cores has the same registers.
+        """Whether an edit can only make waits last longer.
 
-        But waits: if one ends before the phase is over for which the unedited kernel waits, nothing
-        follows that it could guard.
+        All instructions that touch memory, barriers or tensor cores, except waits, have the same
+        registers. If a wait ends before the phase completes that the unedited kernel waits for,
+        nothing follows that the wait could protect.
         """
         unedited, waits, _ = self.accesses(NONE, *SCHEDULES[0])
         edited, *_ = self.accesses(mutation, *SCHEDULES[0])
@@ -149,9 +150,9 @@ class Subject:
         )
 
     def accesses(self, mutation: Mutation, schedule, seed: int, right=None):
-        """By lane: registers of all instructions that are not quiet, and barriers of the waits.
+        """Registers, by lane, of all instructions not in QUIET; and the barriers of the waits.
 
-        And what is executed behind a wait that ends before the `right` barrier's phase is over.
+        And what is executed after a wait that ends before the phase of the `right` barrier does.
         """
         found, waits = collections.defaultdict(list), collections.defaultdict(list)
         early, unguarded = set(), []
@@ -185,7 +186,7 @@ class Subject:
 
 
 def watch(machine: Machine, note) -> None:
-    """note(its number, warp, mask of lanes) is called behind each instruction that is executed."""
+    """Calls note(number, warp, mask of lanes) after each instruction that is executed."""
 
     def noted(i, step):
         def execute(warp, mask):
@@ -204,7 +205,7 @@ def watch(machine: Machine, note) -> None:
 def test_edits_are_noticed(request, monkeypatch, record_property, name, part):
     if name in CUDA_NAMES:
         request.getfixturevalue("nvcc")
-    # Enough for a run of these kernels.
+    # More instructions than these kernels execute.
     monkeypatch.setattr(machine, "LIVELOCK_INSTRUCTIONS", 60_000)
     subject = Subject.of(name)
     traces, unused = subject.traces()
@@ -223,10 +224,10 @@ def test_edits_are_noticed(request, monkeypatch, record_property, name, part):
         elif reason := harmless(mutation, code, traces, unused):
             how = f"harmless: {reason}"
         elif mutation.index is not None and subject.only_waits_longer(mutation):
-            how = "harmless: nothing sees a difference, but waits that last longer or guard nothing"
+            how = "harmless: waits last longer, or protect nothing; nothing else differs"
         else:
             unexplained.append(str(mutation))
         record_property(str(mutation), how)
     assert not unexplained
-    # Of all edits 95% are noticed; a part may have less luck, a sample is too small.
+    # 95% of all edits are noticed. A part may have fewer, and a sample is too small for a bound.
     assert not EVERY or caught >= 0.85 * len(chosen)

@@ -1,4 +1,4 @@
-"""The table of runs: every tile once, in contiguous runs that share their rows of the table."""
+"""The schedule: every tile once, in segments of tiles that share their rows of the table."""
 
 import math
 
@@ -11,7 +11,7 @@ from pallas_patch_embed.backends import schedule
 
 
 def tiles_of(run):
-    """The tiles of a run, in order."""
+    """The tiles of a segment, in order."""
     return run[schedule.FIRST_TILE] + run[schedule.STRIDE] * np.arange(run[schedule.TILES])
 
 
@@ -45,25 +45,25 @@ def test_every_tile_is_computed_once_with_its_rows_of_the_table(M, S, tile_m, wo
     S=st.sampled_from([64, 196, 256, 576, 729, 1024]),
     workers=st.sampled_from([1, 33, 66, 132]),
 )
-def test_a_worker_changes_its_rows_of_the_table_as_seldom_as_it_can(images, S, workers):
+def test_a_worker_changes_its_rows_of_the_table_as_rarely_as_possible(images, S, workers):
     M = images * S
     table = schedule.segments(M, S, 64, workers)
     phases = S // math.gcd(S, 64)
-    # A phase is split among workers at the border of two of them alone.
+    # A phase is only split where one worker's share ends and the next one begins.
     assert np.count_nonzero(table[:, :, schedule.TILES]) <= phases + workers - 1
     for runs in table:
         rows = runs[runs[:, schedule.TILES] > 0][:, schedule.TABLE_ROW]
         assert len(set(rows)) == len(rows)
 
 
-def test_the_headline_changes_its_table_three_times_at_most():
+def test_the_headline_changes_its_rows_of_the_table_at_most_three_times():
     table = schedule.segments(4736 * 196, 196, 64, 33)
     assert table.shape == (33, 3, 4)
     assert set(table[:, :, schedule.STRIDE].flat) == {0, 49}
 
 
 @pytest.mark.parametrize("B", [1, 3])
-def test_a_table_of_its_own_for_every_image_is_read_row_by_row(B):
+def test_per_image_tables_are_read_row_by_row(B):
     M = B * 196
     for runs in schedule.segments(M, M, 64, 5):
         for run in runs[runs[:, schedule.TILES] > 0]:
@@ -71,7 +71,7 @@ def test_a_table_of_its_own_for_every_image_is_read_row_by_row(B):
             assert run[schedule.TABLE_ROW] == run[schedule.FIRST_TILE] * 64
 
 
-def test_without_positions_a_worker_has_one_run():
+def test_without_positions_a_worker_has_one_segment():
     table = schedule.segments(1000, 1, 64, 4)
     np.testing.assert_array_equal(
         table, [[[0, 4, 1, 0]], [[4, 4, 1, 0]], [[8, 4, 1, 0]], [[12, 4, 1, 0]]]

@@ -46,7 +46,7 @@ SMALL = TritonConfig(32, 32, 64, warps=4, stages=2, programs=1)
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Calls are executed by Triton's interpreter."""
+    """Makes Triton's interpreter execute the backend's calls."""
     monkeypatch.setattr(backend, "_call", lambda: interpreted_triton.call)
 
 
@@ -72,8 +72,8 @@ def test_the_interpreted_kernel_is_exact(interpreted, target, dtype, patches, N,
 
 
 @needs_triton
-def test_wide_float8_numbers_are_the_same_ones(interpreted):
-    """Every byte times every byte, also NaN: the product is exact, so is the result."""
+def test_widened_float8_numbers_are_exact(interpreted):
+    """Every byte times every byte, also NaN: products are exact, and so are the results."""
     every = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.float8_e4m3fn)
     one_at_a_time = jnp.zeros((256, 128), every.dtype).at[:, 0].set(every)
     scale, table = jnp.ones(256), jnp.zeros(256)
@@ -118,7 +118,7 @@ def test_the_interpreted_kernel_cuts_images(
     if dtype == "int8":
         np.testing.assert_array_equal(np.asarray(y), expected)
         return
-    # float32 sums in two orders: each errs by less than K 2^-24 of the sum of magnitudes.
+    # float32 sums in two orders: each errs by less than K * 2^-24 times the sum of magnitudes.
     magnitude = jnp.abs(patches.astype(jnp.float32)) @ jnp.abs(rest[0].astype(jnp.float32)).T
     bound = 2 * (patches.shape[-1] + 3) * 2.0**-24 * (magnitude * rest[1])
     bound += 2.0**-22 * np.abs(expected)
@@ -129,7 +129,7 @@ def test_the_interpreted_kernel_cuts_images(
 @TARGETS
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_pixel_is_encoded_as_by_patchify(interpreted, target, dtype):
-    """One column of the weight is one: the result is the encoded pixel."""
+    """Each row of the weight has a single 1, so a result is an encoded pixel."""
     levels = np.zeros((256, 1, 1, 3), np.uint8)
     levels[:, 0, 0, 0] = np.arange(256)
     weight = jnp.zeros((32, 128), dtype).at[:, 0].set(1)
@@ -161,7 +161,7 @@ def test_without_patches_nothing_is_launched(monkeypatch):
 
 
 def stack_bytes(kernel, folder):
-    """Of a thread, where registers spill to."""
+    """Stack of a thread in bytes, which registers spill to."""
     import triton
 
     cubin = folder / "kernel.cubin"
@@ -173,7 +173,7 @@ def stack_bytes(kernel, folder):
 
 
 def innermost_loop(ttir):
-    """The lines of Triton's IR that are run for each step of K."""
+    """The lines of Triton's IR that are executed for each step of K."""
     lines = ttir.splitlines()
     (dot,) = (i for i, line in enumerate(lines) if "tt.dot" in line)
     begin = max(i for i in range(dot) if "scf.for" in lines[i])
@@ -194,7 +194,7 @@ def problem_of(S, N, K, dtype="int8", B=2, out_dtype="bfloat16"):
 
 
 def compiled_cases():
-    """(target, config, dtype, patch size of images or None, N): all of them for 8.0 and 9.0."""
+    """(target, config, dtype, patch size of images or None, N); every config for 8.0 and 9.0."""
     for target in (A100, RTX_3090, RTX_4090, H200, B300, RTX_5090):
         for number, config in enumerate(backend.configs(target.chip)):
             for dtype, patch_size in itertools.product(DTYPES, (None, 16, 14)):
@@ -202,8 +202,8 @@ def compiled_cases():
                 problem = problem_of(196, N, 768, dtype)
                 if config not in backend.fitting_configs(problem, target.chip, vector):
                     continue
-                # 8.6 differs from 8.0, and 8.9 but for float8, in memory alone; on 10.3 it is the
-                # kernel for int8.
+                # 8.6 differs from 8.0 only in memory, and so does 8.9, except for float8. On 10.3
+                # this is the kernel for int8.
                 alike = target in (RTX_3090, RTX_5090) or (
                     target == RTX_4090 and dtype != DTYPES[2]
                 )
@@ -228,12 +228,12 @@ def test_the_kernels_resources_loads_and_arithmetic(tmp_path, target, config, dt
     loop = innermost_loop(kernel.asm["ttir"])
     assert not re.findall(r"arith\.(?:div|rem)\w+", "\n".join(loop))
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, (0x\w+)", kernel.asm["ptx"])
-    # 16 bytes a thread, of pixels, too; rows of 42 bytes begin anywhere.
+    # A thread copies 16 bytes, also of pixels, unless rows of 42 bytes begin at any address.
     assert "0x10" in copies or patch_size == 14
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=str)
-def test_many_images_get_a_large_tile_and_no_more_programs_than_run(capability):
+def test_many_images_get_a_large_tile_and_as_many_programs_as_are_resident(capability):
     chip = chip_of(capability)
     for shape in NAMED_SHAPES:
         for B in (1, 64, 4736):
@@ -248,7 +248,7 @@ def test_many_images_get_a_large_tile_and_no_more_programs_than_run(capability):
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_configs_that_lack_registers_are_left_out(capability, dtype):
+def test_configs_that_need_too_many_registers_are_left_out(capability, dtype):
     chip = chip_of(capability)
 
     def largest(N=768, vector=None, **how):
@@ -271,16 +271,16 @@ def test_configs_that_lack_registers_are_left_out(capability, dtype):
     assert largest(vector=16, out_dtype="float32") == 1
 
 
-def test_xla_is_the_better_choice_where_it_was_measured_to_be_faster():
-    def rather(images, dtype):
+def test_xla_is_preferred_where_it_was_measured_to_be_faster():
+    def preferred(images, dtype):
         return preferred_alternative("triton", problem_of(64, 768, 3072, dtype, B=images))
 
     for images in (1, 32, 64, 128):
-        better, reason = rather(images, "bfloat16")
+        better, reason = preferred(images, "bfloat16")
         assert better == "xla" and "few for" in reason
-    assert rather(1, "int8") == rather(1, "float8_e4m3fn")
-    assert "xla splits K" in rather(1, "int8")[1]
-    assert rather(256, "bfloat16") is None and rather(32, "int8") is None
+    assert preferred(1, "int8") == preferred(1, "float8_e4m3fn")
+    assert "xla splits K" in preferred(1, "int8")[1]
+    assert preferred(256, "bfloat16") is None and preferred(32, "int8") is None
     assert preferred_alternative("triton", problem_of(196, 768, 768, "bfloat16", B=1)) is None
 
 
@@ -314,7 +314,7 @@ def test_without_triton_the_reason_says_what_to_install(monkeypatch):
     assert reason == f"{what}: pip install 'pallas_patch_embed[triton]'."
 
 
-# The way from the API.
+# From the public functions to the kernel.
 
 PARAMS = ppe.pack(
     np.random.default_rng(0).normal(size=(4, 4, 3, 32)).astype(np.float32),
@@ -329,7 +329,7 @@ IMAGES = np.random.default_rng(1).integers(0, 256, (5, 8, 12, 3)).astype(np.uint
 
 @pytest.fixture
 def on_this_cpu(interpreted, monkeypatch):
-    """The backend serves, and runs in the interpreter, whatever the device is."""
+    """Makes the backend serve on any device; the interpreter executes the kernel."""
 
     def call(*operands, out, **options):
         function = functools.partial(interpreted_triton.call, out=out, **options)
@@ -356,8 +356,8 @@ def test_images_reach_the_kernel_uncut(on_this_cpu):
 @needs_triton
 @pytest.mark.parametrize("name", [None, "triton"])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_the_default_cuts_images_in_the_faster_way(on_this_cpu, monkeypatch, dtype, name):
-    """XLA cuts for float8 on Hopper, unless Triton was asked for."""
+def test_by_default_images_are_cut_in_the_faster_way(on_this_cpu, monkeypatch, dtype, name):
+    """XLA cuts images for float8 on Hopper, unless Triton was named."""
     monkeypatch.setattr(primitive, "_target", lambda module, platform: H200)
     params = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 3), N=32, dtype=dtype)
     embed = jax.jit(functools.partial(ppe.embed_images, backend=name))
@@ -367,7 +367,7 @@ def test_the_default_cuts_images_in_the_faster_way(on_this_cpu, monkeypatch, dty
 
 
 @needs_triton
-def test_images_are_mapped_and_batched(on_this_cpu):
+def test_images_work_under_vmap_and_with_leading_axes(on_this_cpu):
     embed = functools.partial(ppe.embed_images, backend="triton")
     expected = ppe.embed_images(IMAGES, PARAMS, backend="xla")
     assert_bit_equal(jax.jit(jax.vmap(embed, (0, None)))(IMAGES, PARAMS), expected)

@@ -1,4 +1,4 @@
-"""Triton kernels as its users write them, compiled for sm_100 without a GPU."""
+"""Triton kernels like those that users write, compiled for sm_100 without a GPU."""
 
 import dataclasses
 import functools
@@ -93,7 +93,7 @@ def own_descriptors(
 
 @triton.jit
 def chained(a, b, c, d, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, K: tl.constexpr):
-    """d = relu(a @ b^T) @ c: what is between the products stays in tensor memory."""
+    """d = relu(a @ b^T) @ c; the operand between the products stays in tensor memory."""
     m = tl.program_id(0) * TILE_M
     rows = a.load([m, 0])
     total = tl.zeros((TILE_M, K), tl.float32)
@@ -108,13 +108,13 @@ class Case:
     """A kernel for small operands.
 
     Attributes:
-      kernel: of those above.
-      dtypes: of its operands and its result.
-      shape: M, N, K; of `chained` M and N.
-      tile: the same of a tile.
-      grid: programs.
+      kernel: one of the functions above.
+      dtypes: dtypes of its operands and its result.
+      shape: M, N, K; for `chained` M and N.
+      tile: the same sizes of a tile.
+      grid: number of programs.
       constants: further constants of the kernel.
-      options: of the compiler.
+      options: options of the compiler.
     """
 
     kernel: Callable
@@ -144,7 +144,7 @@ class Case:
         return [(M, K), (K, N) if self.kernel is columns_first else (N, K), (M, N)]
 
     def draw(self, seed: int) -> list[np.ndarray]:
-        """Small integers, of which most are 0 so that every sum is exact; and an empty result."""
+        """Small integers, most of them 0 so that sums are exact; and an array for the result."""
         generator, (kind, result) = np.random.default_rng(seed), self.dtypes
         values = [generator.integers(-2, 3, shape) for shape in self.operands[:-1]]
         values = [x * (generator.random(x.shape) < 0.3) for x in values]
@@ -152,7 +152,7 @@ class Case:
         return [*arrays, np.zeros(self.operands[-1], DTYPES[result])]
 
     def expected(self, *operands) -> np.ndarray:
-        """The result by numpy, which has to be exact."""
+        """The result, computed by numpy; fails if it is not exact."""
         a, b, *more = (x.astype(np.float64) for x in operands)
         exact = a @ (b if self.kernel in (pointers, columns_first) else b.T)
         if self.kernel is chained:
@@ -163,7 +163,7 @@ class Case:
         return result
 
     def compiled(self):
-        """What Triton makes of it."""
+        """The compiled kernel."""
         kernel, (kind, result) = self.kernel, self.dtypes
         names = [x for x in kernel.arg_names if x not in self.constexprs]
         numbers = [x for x in names if x.isupper()]
@@ -174,7 +174,7 @@ class Case:
             types = [f"tensordesc<{x}[{r},{c}]>" for x, (r, c) in zip(kinds, self.boxes)]
         known = dict(zip(arrays, types)) | dict.fromkeys(numbers, "i32")
         signature = {x: known.get(x, "constexpr") for x in kernel.arg_names}
-        # As Triton's launcher finds it of these arguments: multiples of 16.
+        # Triton's launcher finds that these arguments are multiples of 16.
         divisible = [x for x in names if not known[x].startswith("tensordesc")]
         attributes = {(kernel.arg_names.index(x),): [["tt.divisibility", 16]] for x in divisible}
         source = ASTSource(kernel, signature, self.constexprs, attributes)
@@ -190,7 +190,7 @@ class Case:
 
 
 def matmul(kernel, dtypes, shape, tile, grid, *, constants=None, stages=3, **options):
-    """A case of so many stages of loads."""
+    """A case; loads are pipelined in `stages` stages."""
     options = dict(num_warps=4, num_stages=stages) | options
     return Case(kernel, dtypes, shape, tile, grid, constants or {}, options)
 

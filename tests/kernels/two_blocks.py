@@ -1,4 +1,4 @@
-"""Teaches Pallas' GPU interpreter what the two blocks of a cluster do together on Blackwell.
+"""Adds Blackwell's operations of two thread blocks to Pallas' GPU interpreter.
 
   copy_gmem_to_smem, partitioned  each block copies its part; the bytes of both count on the barrier
                                   of the first block, the leader.
@@ -7,9 +7,9 @@
                                   arrives at the barriers of both.
   tcgen05_commit_arrive           arrives at the barriers of both blocks.
 
-Reads and writes go through the interpreter's own checks and vector clocks. Beyond that, tensor
-memory may only be handed over at a barrier that orders the tensor core, which the interpreter does
-not check. What is not known here raises.
+Reads and writes go through the interpreter's own checks and vector clocks. One more check is added:
+tensor memory may only be handed over at a barrier that orders the tensor core. Operations that are
+not listed above raise.
 
 The semantics are those of the PTX ISA for tcgen05 with .cta_group::2.
 """
@@ -31,7 +31,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret,
 BLOCKS = 2
 LEADER = 0
 
-# The interpreters whose insides these functions fit.
+# The versions of jax whose interpreter has the internals that these functions replace.
 KNOWN_VERSIONS = ("0.11.2", "0.12.0")
 KNOWN = ".".join(jax.__version__.split(".")[:3]) in KNOWN_VERSIONS
 UNKNOWN = f"the interpreter of jax {jax.__version__} is not among {KNOWN_VERSIONS}"
@@ -39,7 +39,7 @@ UNKNOWN = f"the interpreter of jax {jax.__version__} is not among {KNOWN_VERSION
 Key = gpu_callbacks.HostAllocationKey
 SMEM = shared_memory.IDX_BY_GPU_MEMORY_SPACE[core.MemorySpace.SMEM]
 
-# Threads that have read tensor memory and not yet arrived at a barrier that orders it.
+# Threads that have read tensor memory and have not yet arrived at a barrier that orders it.
 READERS = set()
 READERS_LOCK = threading.Lock()
 
@@ -50,7 +50,7 @@ def of_block(key, block):
 
 
 def allocated(memory, key):
-    """The allocation, once its block has made it: a cluster starts when all barriers are there."""
+    """The allocation; waits until its block has made it, as a cluster starts with all barriers."""
     with interpreter.watch.wait(lambda: key not in memory.mem):
         while True:
             memory.check_failed()
@@ -73,7 +73,7 @@ def part_of(access, axis, block):
 
 
 def ordered_barrier(memory, key):
-    """The barrier, which has to order the tensor core."""
+    """The barrier; refuses one that does not order the tensor core."""
     barrier = allocated(memory, key)
     if not isinstance(barrier, shared_memory.Barrier) or not barrier.orders_tensor_core:
         raise ValueError("tcgen05 arrives only at a Barrier with orders_tensor_core=True.")
@@ -84,7 +84,7 @@ def ordered_barrier(memory, key):
 def partitioned_copy(
     *, token, mesh_location, thread, source, target, barrier_key, axis, source_info
 ):
-    """One block's part of a copy; the barrier is the leader's."""
+    """Copies one block's part; it arrives at the leader's barrier."""
     memory = gpu_callbacks._get_shared_memory()
     clock = memory.incr_clock(thread) if memory.detect_races else None
 
@@ -102,7 +102,7 @@ def partitioned_copy(
     barrier = allocated(memory, leaders)
     with barrier.cv:
         if not hasattr(barrier, "arrivals_of_a_block"):
-            # What one block does arrives twice: once from every block.
+            # The barrier expects a copy of each block.
             barrier.arrivals_of_a_block = barrier.num_arrivals
             barrier.num_arrivals *= BLOCKS
     memory.execute_async_task(
@@ -122,7 +122,7 @@ def partitioned_copy(
 
 
 def interpret_copy(original, self, eqn, token, get_invals):
-    """copy_gmem_to_smem; partitioned if its parameters say so."""
+    """copy_gmem_to_smem, partitioned or not."""
     params = eqn.params
     if params["collective_axes"] is None:
         return original(self, eqn, token, get_invals)
@@ -153,7 +153,7 @@ def interpret_copy(original, self, eqn, token, get_invals):
 
 
 def multiply(original, self, pipeline_clock, tma_thread_id):
-    """TcGen05Mma: for both blocks if it is collective."""
+    """TcGen05Mma, for both blocks if it is collective."""
     if self.collective_axis is None:
         return original(self, pipeline_clock, tma_thread_id)
     if self.a_scale_key or self.b_scale_key or self.a_sparse_metadata_key:
@@ -233,7 +233,7 @@ def commit(original, *, collective_axis=None, **arguments):
 
 
 def load(original, *, thread, **arguments):
-    """async_load_tmem, which makes its thread a reader of tensor memory."""
+    """async_load_tmem; notes that its thread has read tensor memory."""
     with READERS_LOCK:
         READERS.add(thread)
     return original(thread=thread, **arguments)
@@ -241,7 +241,7 @@ def load(original, *, thread, **arguments):
 
 @gpu_callbacks.fail_on_exception
 def hand_over(*, token, thread, ordered):
-    """Refuses an arrival by which tensor memory would be handed over without order."""
+    """Refuses an arrival that would hand over tensor memory without ordering it."""
     with READERS_LOCK:
         if thread in READERS and not ordered:
             raise ValueError("tensor memory is handed over at a barrier that does not order it.")
@@ -250,7 +250,7 @@ def hand_over(*, token, thread, ordered):
 
 
 def interpret_arrive(original, self, eqn, token, get_invals):
-    """barrier_arrive, of a thread that may have read tensor memory."""
+    """barrier_arrive of a thread that may have read tensor memory."""
     barrier = eqn.invars[0].aval.inner_aval.dtype
     token = callback.io_callback(
         functools.partial(hand_over, ordered=barrier.orders_tensor_core),
@@ -262,7 +262,7 @@ def interpret_arrive(original, self, eqn, token, get_invals):
 
 
 def install(monkeypatch):
-    """Lets the interpreter know all this, until the test ends."""
+    """Installs all of this until the test ends."""
     READERS.clear()
     for owner, name, function in (
         (jaxpr_interpret.JaxprInterpreter, "_interpret_copy_gmem_to_smem_p", interpret_copy),

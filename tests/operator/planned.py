@@ -1,4 +1,4 @@
-"""What a backend makes of a problem: its result, or the reason why it refuses."""
+"""Calls of a backend by its plan: the result, or the reason of a refusal."""
 
 import dataclasses
 
@@ -18,10 +18,10 @@ def here() -> Target:
 
 
 def compute(backend, *operands, out_dtype, target=None, patch_size=None, **choices):
-    """The operator by one backend.
+    """Computes the operator with one backend.
 
     Args:
-      backend: its module.
+      backend: the backend.
       operands: patches or images, weight, scale, table.
       out_dtype: "bfloat16" or "float32".
       target: where it runs; None for `here()`.
@@ -33,7 +33,7 @@ def compute(backend, *operands, out_dtype, target=None, patch_size=None, **choic
 
 
 def refusal(backend, problem, target=None) -> str | None:
-    """Why a backend cannot serve a problem; None if it can. Without a target nobody knows it."""
+    """Why a backend cannot serve a problem; None if it can. The default target is unknown."""
     try:
         backend.plan(problem, target or Target.unknown())
     except NotImplementedError as error:

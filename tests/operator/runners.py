@@ -1,8 +1,8 @@
-"""Every backend, run by whatever this machine has: a GPU, an interpreter, or the PTX emulator.
+"""Functions that run each backend on what this machine has: a GPU, an interpreter, the emulator.
 
 A runner is a function of the operands (patches, weight, scale, table) and the output's dtype. It
-raises NotImplementedError if its kernel does not serve them. The chips of interpreters and of the
-emulator have few multiprocessors, so that a worker can have several tiles.
+raises NotImplementedError if its kernel does not serve them. For interpreters and the emulator a
+chip has few multiprocessors, so that a worker can have several tiles.
 """
 
 import functools
@@ -35,7 +35,7 @@ def run_mosaic_sm90(operands, out_dtype):
 
 
 def run_mosaic_sm100(operands, out_dtype, collective):
-    """Products of two blocks (collective) or of one."""
+    """Two blocks multiply together if `collective`, one block otherwise."""
     if not two_blocks.KNOWN:
         pytest.skip(two_blocks.UNKNOWN)
     config = BlackwellConfig(64, 4, collective=collective)
@@ -49,7 +49,7 @@ run_mosaic_sm100_one_block = functools.partial(run_mosaic_sm100, collective=Fals
 
 
 def run_ptx(operands, out_dtype, chip, **config):
-    """The PTX that nvcc makes of a chip's CUDA kernel, in the emulator."""
+    """The emulator executes the PTX of a chip's CUDA kernel, compiled by nvcc."""
     if reason := cuda_build.find_nvcc()[1]:
         pytest.skip(reason)
     import emulated_cuda
@@ -90,7 +90,7 @@ def run_triton(operands, out_dtype):
 
 
 def on_gpu(name: str) -> Callable:
-    """The runner of a backend on the GPU of this machine."""
+    """A runner that uses this machine's GPU."""
 
     def run(operands, out_dtype):
         backend, target = BACKENDS[name], Target.of(gpu())

@@ -1,4 +1,4 @@
-"""The choice of a backend, and what is said about it."""
+"""The choice of a backend, and how `explain` reports it."""
 
 import dataclasses
 import types
@@ -24,7 +24,7 @@ PATCHES = ppe.patchify(draw_images(np.random.default_rng(1), 3, 8, 8, 3), PARAMS
 
 @pytest.fixture
 def a_backend_for_cuda_10():
-    """A first backend that serves int8 on compute capability 10, to be chosen or refused."""
+    """A backend, tried first, that serves only int8 on compute capability 10.0."""
 
     def plan(problem, target):
         if problem.dtype != "int8":
@@ -47,7 +47,7 @@ def test_backends_are_named_in_the_order_in_which_they_are_tried():
     assert ppe.backend_names() == ("mosaic_sm100", "mosaic_sm90", "cuda", "triton", "xla")
 
 
-def test_a_backend_that_serves_can_leave_a_problem_to_a_faster_one():
+def test_a_faster_backend_is_preferred_to_one_that_also_serves():
     h200 = Target("cuda", H200)
     shape = named_shape("B/32 256")
     few, many = (problem_of(shape, "int8", B) for B in (1, 64))
@@ -64,7 +64,7 @@ def refuses(problem, target):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
-def test_images_are_left_to_the_CUDA_kernel_where_it_serves(dtype, monkeypatch):
+def test_for_images_the_CUDA_kernel_is_preferred_if_it_serves(dtype, monkeypatch):
     h200, b200 = Target("cuda", H200), Target("cuda", B200)
     patches = problem_of(named_shape("B/16 224"), dtype)
     images = dataclasses.replace(patches, patch_size=16, images=(8, 224, 224, 3))
@@ -96,7 +96,7 @@ def test_what_runs_is_what_explain_says(source, monkeypatch):
 
     def stand_in(name, backend):
         def plan(problem, target):
-            if name != "cuda":  # Whether its library is here or not.
+            if name != "cuda":  # It always serves here, also without its library.
                 backend.plan(problem, target)
 
             def run(*operands):
@@ -120,7 +120,7 @@ def test_what_runs_is_what_explain_says(source, monkeypatch):
     assert_bit_equal(y, ppe.patch_embed(ppe.patchify(pixels, params), params, backend="xla"))
 
 
-def test_explain_takes_images_or_their_shape():
+def test_explain_accepts_images_or_their_shape():
     pixels = np.zeros((2, 8, 8, 3), np.uint8)
     for images in (pixels, pixels.shape, jax.ShapeDtypeStruct(pixels.shape, pixels.dtype)):
         explanation = ppe.explain(images, PARAMS)
@@ -134,7 +134,7 @@ def test_explain_takes_images_or_their_shape():
     assert floats.problem == dataclasses.replace(explanation.problem, patch_size=None, images=None)
 
 
-def test_explain_takes_patches_or_a_shape():
+def test_explain_accepts_patches_or_their_shape():
     for patches in (PATCHES, PATCHES.shape, jax.ShapeDtypeStruct(PATCHES.shape, PATCHES.dtype)):
         explanation = ppe.explain(patches, PARAMS, device=jax.devices()[0])
         *kernels, last = explanation.rows
@@ -148,7 +148,7 @@ def test_explain_takes_patches_or_a_shape():
         assert "-> xla" in str(explanation)
 
 
-def test_explain_can_be_asked_while_tracing():
+def test_explain_can_be_called_while_tracing():
     def function(x):
         assert ppe.explain(x, PARAMS).chosen == "xla"
         return x
@@ -167,7 +167,7 @@ def test_the_first_backend_that_serves_is_chosen(a_backend_for_cuda_10):
     assert "it needs compute capability 10.0" in str(explanation)
 
 
-def test_a_backend_asked_for_by_name_never_falls_through(a_backend_for_cuda_10):
+def test_a_named_backend_is_never_replaced_by_another(a_backend_for_cuda_10):
     with pytest.raises(NotImplementedError, match="'first' cannot serve this call: it needs"):
         ppe.patch_embed(PATCHES, PARAMS, backend="first")
     with pytest.raises(NotImplementedError, match="'first' cannot serve this call: it needs"):
@@ -179,7 +179,7 @@ def test_a_backend_asked_for_by_name_never_falls_through(a_backend_for_cuda_10):
         )
 
 
-def test_an_export_trusts_a_named_backend_and_else_takes_xla(a_backend_for_cuda_10):
+def test_an_export_uses_a_named_backend_or_xla(a_backend_for_cuda_10):
     def negations(backend):
         function = jax.jit(lambda x: ppe.patch_embed(x, PARAMS, backend=backend))
         exported = jax.export.export(function, platforms=["cuda"])(PATCHES)
@@ -219,7 +219,7 @@ def test_a_backend_named_inside_a_shard_map_that_leaves_axes_to_xla_is_refused(
         ((12, 0), "int8", "triton"),
     ],
 )
-def test_each_chip_has_its_kernel(monkeypatch, capability, dtype, chosen):
+def test_the_backend_chosen_for_each_chip(monkeypatch, capability, dtype, chosen):
     monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: None)
     asked = Problem((8, 196, 768), (768, 768), (768,), (196, 768), dtype, "bfloat16", "bfloat16")
     assert explain(asked, Target("cuda", chip_of(capability))).chosen == chosen
@@ -228,7 +228,7 @@ def test_each_chip_has_its_kernel(monkeypatch, capability, dtype, chosen):
 @pytest.mark.parametrize("backend", ["mosaic_sm90", "mosaic_sm100"])
 def test_a_kernel_can_be_exported_without_its_GPU(backend):
     params = draw_params(np.random.default_rng(0), patch_size=8, grid=(4, 4), N=64, dtype="int8")
-    # Odd images: rows that are no multiple of 8.
+    # An odd number of images, so that M is not a multiple of 8.
     patches = jax.ShapeDtypeStruct((3, 15, params.weight.shape[1]), "int8")
     params = dataclasses.replace(params, grid=(3, 5), table=params.table[:15])
     exported = jax.export.export(

@@ -1,4 +1,4 @@
-"""One suite for every backend: exact results for small operands of every kind, or a refusal."""
+"""The suite that every backend passes: exact results for small operands, or a refusal."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +30,7 @@ CASES = {
     "no table": ((3, 72, 256), 128, "int8", "none", "bfloat16"),
     "float32 of float8": ((9, 48, 256), 64, "float8_e4m3fn", "shared", "float32"),
 }
-# Only some backends serve these.
+# Cases that only some backends serve.
 ODD_CASES = {
     "N = 40": ((9, 49, 256), 40, "int8", "shared", "float32"),
     "N = 1": ((1, 1, 128), 1, "float8_e4m3fn", "shared", "bfloat16"),
@@ -39,14 +39,14 @@ ODD_CASES = {
 
 
 def exact(operands, out_dtype):
-    """The operator in float64, rounded once."""
+    """The operator in float64; `draw_operands` promises that float32 represents the result."""
     patches, weight, scale, table = (np.asarray(x).astype(np.float64) for x in operands)
     y = (patches @ weight.T) * scale + table
-    assert (y.astype(np.float32) == y).all()  # As draw_operands promises.
+    assert (y.astype(np.float32) == y).all()
     return y.astype(np.float32).astype(out_dtype)
 
 
-# The cases that the short suite runs with these kernels: each takes seconds in the interpreter.
+# Cases of the short suite; with these kernels each case takes seconds in the interpreter.
 SHORT = {
     run_mosaic_sm90: ("a table for each image", "no table"),
     run_mosaic_sm100_one_block: ("rows beyond the last whole tile",),
@@ -55,7 +55,7 @@ SHORT = {
 
 
 def marked(runner, name):
-    """A runner and a case for `parametrize`, slow if the short suite leaves it out."""
+    """A parameter of runner and case, marked slow if the short suite leaves it out."""
     (run,) = runner.values
     slow = name not in SHORT.get(run, CASES)
     marks = [*runner.marks, *[pytest.mark.slow("seconds each in the interpreter")] * slow]
@@ -86,7 +86,7 @@ def test_odd_sizes_are_exact_or_refused_with_the_reason(run, name):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_no_images_are_an_empty_result_and_no_launch(name, request):
+def test_without_images_the_result_is_empty_and_nothing_is_launched(name, request):
     if name in ("cuda", "triton"):
         request.getfixturevalue({"cuda": "cuda_library", "triton": "triton_package"}[name])
     target = Target("cuda", B200 if name == "mosaic_sm100" else H200)

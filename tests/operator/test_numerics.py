@@ -35,7 +35,7 @@ def test_every_named_shape_agrees_for_every_batch(shape, dtype, batches):
         positions=not per_image,
     )
     images = draw_images(rng, most, shape.image, shape.image, 3)
-    # Of numpy: a slice of JAX's is a program to compile.
+    # A numpy array: slicing a JAX array compiles a program.
     patches = np.asarray(jax.jit(ppe.patchify)(images, params))
     positions = table = None
     if per_image:
@@ -46,7 +46,7 @@ def test_every_named_shape_agrees_for_every_batch(shape, dtype, batches):
     assert_agrees(y, patches, params, table)
     for B in others:
         part = np.asarray(embed(patches[:B], params, None if positions is None else positions[:B]))
-        # What equals in every bit has been compared.
+        # Results that equal the larger batch's have been compared with the reference already.
         if part.shape != y[:B].shape or (part != y[:B]).any():
             assert_agrees(part, patches[:B], params, None if table is None else table[:B])
 

@@ -1,4 +1,4 @@
-"""Packing and files."""
+"""Packing weights, and saving and loading them."""
 
 import dataclasses
 
@@ -59,7 +59,7 @@ def test_weights_are_scaled_clipped_and_rounded_half_to_even(dtype, largest):
         np.testing.assert_array_equal(stored[:, 1], [127, 0, 2, 2, 0, -2, -126, 3, 4, 5, 6, 7])
 
 
-def test_int8_offset_holds_the_encodings_constant():
+def test_int8_offset_includes_the_constant_of_the_encoding():
     rng = np.random.default_rng(2)
     kernel, bias = rng.normal(size=(12, 5)), rng.normal(size=5).astype(np.float32)
     params = ppe.pack(kernel, bias, None, patch_size=2, layout="KN", dtype="int8")
@@ -67,7 +67,7 @@ def test_int8_offset_holds_the_encodings_constant():
     np.testing.assert_allclose(params.offset, bias + dequantised.sum(1) / 2, rtol=1e-6, atol=1e-7)
 
 
-def test_positions_come_in_three_shapes_and_with_a_grid():
+def test_positions_are_accepted_in_three_shapes_and_with_a_grid():
     rng = np.random.default_rng(3)
     kernel, flat = rng.normal(size=(12, 5)), rng.normal(size=(12, 5)).astype(np.float32)
     pack = dict(patch_size=2, layout="KN", dtype="float32")
@@ -85,7 +85,7 @@ def test_positions_come_in_three_shapes_and_with_a_grid():
     assert bare.table is None and bare.grid is None
 
 
-def test_params_are_frozen_and_say_what_they_are():
+def test_params_are_frozen_and_their_repr_describes_them():
     params = draw_params(
         np.random.default_rng(4), patch_size=14, grid=(2, 3), N=8, dtype="float8_e4m3fn"
     )
@@ -183,7 +183,7 @@ def test_damaged_and_foreign_files_are_refused(how, tmp_path):
         ppe.PatchEmbedParams.load(path)
 
 
-def test_the_undamaged_file_of_the_test_above_loads(tmp_path):
+def test_the_same_file_without_damage_loads(tmp_path):
     params = draw_params(np.random.default_rng(6), patch_size=2, grid=(2, 2), N=6, dtype="int8")
     path = tmp_path / "params.safetensors"
     params.save(path)

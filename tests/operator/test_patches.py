@@ -15,7 +15,7 @@ def make(dtype, patch_size=4):
     )
 
 
-# All levels, and the ways to write (2u - 255) / 255 in float32.
+# All pixel values, and the usual ways to compute (2u - 255) / 255 in float32.
 LEVELS = np.arange(256, dtype=np.uint8)
 NORMALISED = {
     "u / 255 * 2 - 1": LEVELS / np.float32(255) * np.float32(2) - np.float32(1),
@@ -39,7 +39,7 @@ def test_uint8_and_the_equal_float_image_give_identical_patches(dtype, formula):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_patches_hold_the_encoded_pixels_in_order_then_zeros(dtype):
+def test_patches_are_the_encoded_pixels_in_order_then_zeros(dtype):
     params = make(dtype)
     images = draw_images(np.random.default_rng(1), 2, 5, 11, 14, 3)
     cut = images[..., :8, :12, :].reshape(2, 5, 2, 4, 3, 4, 3).swapaxes(-4, -3)
@@ -71,7 +71,7 @@ def test_floats_are_rounded_to_the_encoding_and_clipped_on_request(dtype):
     assert (np.abs(decoded - wanted) <= half_step).all()
 
 
-def test_nan_stays_nan_where_the_encoding_has_one():
+def test_nan_stays_nan_if_the_encoding_has_one():
     images = np.zeros((8, 12, 3), np.float32)
     images[3, 5, 1] = np.nan
     for dtype in ("float32", "bfloat16", "float8_e4m3fn"):

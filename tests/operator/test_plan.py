@@ -20,7 +20,7 @@ from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
 from pallas_patch_embed.chips import A100, B200, CHIPS, H200, RTX_5090, Chip, Target, chip_of
 from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
 
-# An H100 PCIe.
+# An H100 PCIe has fewer multiprocessors than an H200.
 H100 = dataclasses.replace(H200, multiprocessors=114)
 
 
@@ -43,20 +43,20 @@ def test_the_multiprocessors_are_those_of_the_device():
 @pytest.mark.parametrize(
     "capability, listed", [((8, 0), A100), ((8, 7), CHIPS[1]), ((12, 1), RTX_5090), ((7, 5), A100)]
 )
-def test_a_chip_that_is_not_listed_has_the_facts_of_one_that_is(capability, listed):
+def test_an_unlisted_chip_gets_the_facts_of_the_newest_older_one(capability, listed):
     assert chip_of(capability, 48) == dataclasses.replace(
         listed, capability=capability, multiprocessors=48
     )
 
 
-def test_the_chips_are_listed_once_from_the_oldest_on():
+def test_each_chip_is_listed_once_oldest_first():
     capabilities = [chip.capability for chip in CHIPS]
     assert capabilities == sorted(set(capabilities))
 
 
 @pytest.fixture
 def checks(monkeypatch):
-    """How often each config was checked."""
+    """Counts how often each config is checked."""
     counts = collections.Counter()
     for config_type in (HopperConfig, BlackwellConfig):
 
@@ -82,10 +82,10 @@ def test_a_lowering_checks_every_config_once(monkeypatch, checks, chip, backend,
     assert checks and set(checks.values()) == {1}
 
 
-def test_a_plan_asks_no_device(monkeypatch):
+def test_planning_does_not_look_up_devices(monkeypatch):
     monkeypatch.setattr(triton, "missing", lambda: None)
     problems = [problem_of(shape, "int8") for shape in NAMED_SHAPES]
-    with mock.patch.object(jax, "devices", side_effect=AssertionError("asked")):
+    with mock.patch.object(jax, "devices", side_effect=AssertionError("a device was looked up")):
         for problem in problems:
             assert refusal(SM90, problem, Target("cuda", H100)) is None
             assert refusal(SM100, problem, Target("cuda", B200)) is None
@@ -94,7 +94,7 @@ def test_a_plan_asks_no_device(monkeypatch):
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 @pytest.mark.parametrize("tile_m, tile_n, blocks, resident", [(256, 192, 2, 1), (64, 128, 1, 3)])
-def test_a_grid_holds_every_tile_and_no_more_blocks_than_run(
+def test_a_grid_covers_every_tile_with_at_most_the_resident_blocks(
     chip: Chip, tile_m, tile_n, blocks, resident
 ):
     for shape in NAMED_SHAPES:
@@ -108,5 +108,5 @@ def test_a_grid_holds_every_tile_and_no_more_blocks_than_run(
             assert grid.workers == 1 or grid.thread_blocks <= most
 
 
-def test_every_backend_says_why_it_may_be_trusted():
+def test_every_backend_states_its_evidence():
     assert all(backend.EVIDENCE for backend in BACKENDS.values())

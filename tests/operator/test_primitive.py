@@ -1,4 +1,4 @@
-"""One equation; vmap, scan, differentiation, export and the compilation cache."""
+"""The primitive: its equation, vmap, scan, differentiation, export, the compilation cache."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def test_an_equation_prints_in_one_line(monkeypatch, source, backend):
 
 @pytest.mark.parametrize("function", [ppe.embed_images, ppe.patch_embed], ids=lambda f: f.__name__)
 def test_a_jitted_call_runs_no_python(function):
-    """JAX's dispatch takes some 10 us in C++, some 200 in Python."""
+    """JAX dispatches a call in about 10 us from C++, and in about 200 us from Python."""
     params, x = jax.device_put(make())
     if function is ppe.embed_images:
         x = jnp.asarray(draw_images(np.random.default_rng(0), 5, 8, 12, 3))
@@ -83,7 +83,7 @@ def test_without_jit_it_is_the_same():
         assert_bit_equal(jax.vmap(embed, (0, None))(x, params), expected)
 
 
-def test_nan_is_found_where_jax_looks_for_it():
+def test_jax_debug_nans_finds_a_nan():
     params, x = make("float32")
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
         jax.jit(embed)(x.at[0, 0, 0].set(jnp.nan), params)
@@ -135,7 +135,7 @@ def test_vmap_over_positions_and_nested_vmap():
     )
 
 
-def test_vmap_repeats_nothing():
+def test_vmap_repeats_no_product_and_copies_no_operand():
     params, x = make()
     e = jnp.zeros((7, 6, 10))
     one = jax.jit(embed).lower(x, params, e[0]).compile().cost_analysis()["flops"]
@@ -162,7 +162,7 @@ def test_scan_and_remat():
 
 
 @pytest.mark.parametrize("positions", [True, False])
-def test_users_may_have_jax_refuse_promotion(positions):
+def test_it_works_where_jax_refuses_promotion(positions):
     params, x = make(positions=positions)
     e = np.zeros((6, 10), np.float32)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):

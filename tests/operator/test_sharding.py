@@ -52,7 +52,7 @@ def compiled(function, *operands):
     return program, program(*operands)
 
 
-# Spec of the patches, params' axes, devices that share the work.
+# Name -> (spec of the patches, axes of the params, number of devices that share the work).
 LOCAL = {
     "batch": (("data",), {}, 4),
     "batch over both axes": ((("data", "model"),), {}, 8),
@@ -105,7 +105,7 @@ def test_images_and_vmap_keep_the_sharding(mesh):
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_an_active_mesh_need_not_have_the_operands(axes):
+def test_operands_need_not_be_on_the_active_mesh(axes):
     with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=(axes,) * 2)):
         for function in (ppe.embed_images, jax.jit(ppe.embed_images)):
             assert_bit_equal(function(IMAGES, PARAMS), reference())
@@ -189,7 +189,7 @@ def test_automatic_shardings_that_do_not_fit_are_correct():
 @pytest.mark.parametrize("backend", ["mosaic_sm90", "mosaic_sm100"])
 @pytest.mark.parametrize("how", ["explicit", "shard_map", "vmap"])
 def test_a_kernel_for_GPUs_is_reached_once_on_each_shard(backend, how):
-    """Lowered for a GPU, without one: the shard's kernel, whatever the shards are made by."""
+    """Lowered for a GPU, without one: one kernel for a shard, however the program is sharded."""
 
     def embed_by_kernel(x, params):
         return ppe.patch_embed(x, params, backend=backend)

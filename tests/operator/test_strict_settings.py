@@ -1,4 +1,4 @@
-"""JAX's strict settings, which users choose to find mistakes of their own, change nothing here."""
+"""JAX's strict settings, which users turn on to find their own mistakes, change no result."""
 
 import functools
 
@@ -24,7 +24,7 @@ PICTURES = [IMAGES[0, :160, :96], IMAGES[1, :112, :144]]
 
 
 def on_device(*arrays):
-    """The arrays, sent before the settings hold."""
+    """The arrays on the device, transferred before the settings are active."""
     return jax.device_put(arrays)
 
 
@@ -80,7 +80,7 @@ def test_a_strict_setting_changes_no_bit(name):
     call = CALLS[name]()
     wanted = call()
     for setting in SETTINGS.values():
-        # Programs that are compiled already would not notice.
+        # Cached programs would not be traced under the setting.
         jax.clear_caches()
         with setting():
             found = call()

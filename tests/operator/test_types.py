@@ -18,8 +18,8 @@ CHECKERS = {
     "pyright": ["--pythonpath", sys.executable],
 }
 
-# Calls the public functions with numpy and JAX arrays. Comments ignore the errors of calls that
-# have to be refused; a comment that ignores no error is an error itself.
+# Calls the public functions with numpy and JAX arrays. `type: ignore` marks calls that a checker
+# has to refuse; a mark where there is no error is an error itself.
 USES = """
 import jax
 import jax.numpy as jnp
