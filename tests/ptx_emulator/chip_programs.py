@@ -1,8 +1,8 @@
-"""Small kernels, each of one family of instructions, that a Hopper GPU and the emulator both run.
+"""Small kernels that a Hopper GPU and the emulator both run, each for one family of instructions.
 
-A program is PTX with random operands. What it leaves in its arrays is the same on every chip: no
-value depends on timing, and products of floats are exact. `record_chip_results.py` runs the
-programs on a GPU, `test_chip_results.py` in the emulator.
+A program is PTX with random operands. Its results are the same on every chip: no value depends on
+timing, and products of floats are exact. `record_chip_results.py` runs the programs on a GPU,
+`test_chip_results.py` in the emulator.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ KIB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Map:
-    """A tensor map of one of a program's arrays; otherwise as `TensorMap`."""
+    """A tensor map of one of a program's arrays, with the fields of `TensorMap`."""
 
     array: int
     itemsize: int
@@ -43,7 +43,7 @@ class Program:
     """A kernel and its operands.
 
     Attributes:
-      name: which program it is.
+      name: the name of the program.
       body: PTX statements; %array0, %array1, ... are the arrays' addresses, %map0, ... those of the
         tensor maps, %thread a thread's number in its block, %block the block's.
       arrays: bytes in global memory.
@@ -124,12 +124,12 @@ def drawn(generator: random.Random, size: int) -> np.ndarray:
 
 
 def zeros(size: int) -> np.ndarray:
-    """Room for results, which are never only zeros."""
+    """An array for results, which are never all zeros."""
     return np.zeros(size, np.uint8)
 
 
 def copied(size: int, array: int, *, back: bool = False, at: str = "0", threads: int = 32) -> str:
-    """All threads copy `size` bytes between an array, from byte `at` on, and shared `memory`."""
+    """All threads copy `size` bytes between an array, from byte `at` on, and shared memory."""
     name, unit = f"copy{'_back' * back}", 16
     words = f"{{{', '.join(f'%w{i}' for i in range(4))}}}"
     move = f"ld.global.v4.b32 {words}, [%at]; st.shared.v4.b32 [%here], {words};"
@@ -147,10 +147,10 @@ def copied(size: int, array: int, *, back: bool = False, at: str = "0", threads:
 
 
 def with_registers(name, body, inputs, results, **options) -> Program:
-    """A program whose threads have operands %a0, ... and results %d0, ... of their own.
+    """A program in which each thread has its own operands %a0, ... and results %d0, ...
 
     Args:
-      name, body: of the program.
+      name, body: name and body of the program.
       inputs: (bits of the register, values of all threads) for each operand.
       results: bits of the registers; 1 is a predicate.
       options: other fields of the program; its arrays follow those of operands and results.
@@ -192,12 +192,12 @@ def with_registers(name, body, inputs, results, **options) -> Program:
 
 BLOCKS = 8
 
-# Instructions of two floats at once are for Blackwell.
+# Instructions on two floats at once, which only Blackwell has.
 NOT_HOPPER = ("f32x2",)
 
 
 def scalar() -> Iterator[Program]:
-    """Every scalar instruction, for edges and random operands."""
+    """Every scalar instruction, with edge cases and random operands."""
     for case in CASES:
         if any(part in case.opcode for part in NOT_HOPPER):
             continue
@@ -218,7 +218,7 @@ def scalar() -> Iterator[Program]:
 
 
 def lop3() -> Iterator[Program]:
-    """lop3 with many tables."""
+    """lop3 with many of its 256 truth tables."""
     generator = random.Random("lop3")
     for table in generator.sample(range(256), 64):
         inputs = [(32, [generator.getrandbits(32) for _ in range(32)]) for _ in range(3)]
@@ -226,7 +226,7 @@ def lop3() -> Iterator[Program]:
         yield with_registers(f"lop3 {table:#x}", body, inputs, [32])
 
 
-# What lanes exchange.
+# Exchange between lanes.
 
 
 def lanes() -> Iterator[Program]:
@@ -263,7 +263,7 @@ def lanes() -> Iterator[Program]:
 
 
 def matrices() -> Iterator[Program]:
-    """ldmatrix and stmatrix, rows at random places."""
+    """ldmatrix and stmatrix, with rows at random addresses."""
     forms = itertools.product(("ld", "st"), (1, 2, 4), ("", ".trans"), range(8))
     for name, count, turned, number in forms:
         generator = random.Random(f"{name} {count} {turned} {number}")
@@ -396,7 +396,7 @@ def mbarriers() -> Iterator[Program]:
             if choice < 0.4:
                 parity = generator.randrange(2)
                 order = generator.choice(["", ".acquire.cta", ".acquire.cluster"])
-                # The same barrier may be tested, or waited for if the phase is complete.
+                # The barrier may be tested, or waited for if the phase is complete.
                 completed = phase & 1 != parity
                 how = generator.choice(["test_wait", "try_wait"]) if completed else "test_wait"
                 space = generator.choice([".shared", ".shared::cta"])
@@ -409,13 +409,13 @@ def mbarriers() -> Iterator[Program]:
             release = generator.choice(["", ".release.cta", ".release.cluster"])
             if choice < 0.5 and pending > 1:
                 n = generator.randrange(1, pending)
-                # Of scopes it knows the block alone.
+                # The block is the only scope of this opcode.
                 release = release.replace("cluster", "cta")
                 lines.append(
                     f"mbarrier.arrive.noComplete{release}.shared.b64 %state, [%there], {n};"
                 )
             elif choice < 0.6 and not expected:
-                # A load of so many bytes will have to come in this phase.
+                # This phase then needs a load of that many bytes.
                 relaxed = generator.choice(["", ".relaxed.cta"])
                 if generator.random() < 0.5:
                     n = 1
@@ -444,7 +444,7 @@ def mbarriers() -> Iterator[Program]:
             if pending == 0:
                 pending, phase, expected = count, phase + 1, 0
         if expected:
-            # Nothing may be on its way at the end, nor expected.
+            # At the end nothing may be in flight or expected.
             lines.append(
                 f"{COPY.format(1, '')} [memory], [%map0, {{0}}], [%there];"
                 f" mbarrier.arrive.shared.b64 %state, [%there], {pending};"
@@ -470,7 +470,7 @@ def mbarriers() -> Iterator[Program]:
 
 
 def _tensor(generator: random.Random, array: int, size: int) -> Map:
-    """A tensor map of an array of so many bytes, and a box of up to 8 KiB."""
+    """A tensor map of an array of `size` bytes, with a box of up to 8 KiB."""
     while True:
         rank, itemsize = generator.randrange(1, 6), generator.choice([1, 2, 4])
         swizzle = generator.choice([0, 0, 32, 64, 128, 128])
@@ -490,7 +490,7 @@ def _tensor(generator: random.Random, array: int, size: int) -> Map:
 
 
 def _coordinates(generator: random.Random, tensor: Map, *, before: bool) -> str:
-    """A place of a box that may lie beyond the tensor; its rows begin at 16 bytes.
+    """Coordinates of a box that may lie outside of the tensor; its rows are aligned to 16 bytes.
 
     Loads may begin before the tensor, stores may not.
     """
@@ -570,13 +570,14 @@ WGMMA = [
 
 
 def _numbers(generator: random.Random, kind: str, size: int) -> np.ndarray:
-    """Bytes of numbers of which any 64 products have an exact sum."""
+    """Bytes of numbers so small that the sum of any 64 products is exact."""
     if kind in ("s8", "u8"):
         return drawn(generator, size)
     count = size // np.dtype(ELEMENTS[kind]).itemsize
     found = np.empty(0, np.int32)
-    # The numbers of randrange(-4, 5), for which the chip has answered, at a tenth to a sixth of the
-    # time: it takes the upper four bits of the next word that has less than 9 there.
+    # The numbers that randrange(-4, 5) returns, for which the chip's results were recorded, at a
+    # tenth to a sixth of its time: randrange takes the upper four bits of a word, or goes on to the
+    # next word if they are not below 9.
     while missing := count - len(found):
         words = generator.getrandbits(32 * missing).to_bytes(4 * missing, "little")
         upper = (np.frombuffer(words, "<u4") >> 28).astype(np.int32)
@@ -586,7 +587,7 @@ def _numbers(generator: random.Random, kind: str, size: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """Where one operand lies; bytes of shared memory from `begin` on."""
+    """The layout of one operand in shared memory, from byte `begin` on."""
 
     begin: int
     rows: int
@@ -623,7 +624,7 @@ class _Side:
 
 
 def wgmma() -> Iterator[Program]:
-    """Products of every type and width, in every layout, once or three times accumulated."""
+    """Products of every type and width, in every layout, accumulated once or three times."""
     # Widths of integers: 9.7.15.2.
     whole = {8, 16, 24, 32, *range(48, 257, 16)}
     for (depth, result, a, b), n, number in itertools.product(WGMMA, range(8, 257, 8), range(2)):
@@ -677,7 +678,7 @@ def wgmma() -> Iterator[Program]:
         )
 
 
-# What a GPU answered.
+# The results of a GPU.
 ANSWERS = Path(__file__).with_name("chip_results.json")
 
 FAMILIES = {

@@ -1,4 +1,4 @@
-"""The emulator's own tests are slow ones: only tests that compile for a GPU use the emulator."""
+"""Marks the emulator's own tests slow: only tests that compile for a GPU need the emulator."""
 
 import pathlib
 

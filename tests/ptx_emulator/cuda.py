@@ -1,4 +1,4 @@
-"""Launches a hand-written CUDA kernel that has one parameter, a struct."""
+"""Launches a CUDA kernel that has one parameter, a struct."""
 
 from ptx_emulator.machine import Machine
 from ptx_emulator.parser import parse

@@ -8,9 +8,9 @@ from ptx_emulator.references import float_value, swizzled_address
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 
-# Elements, operands in shared memory, descriptors.
+# Elements, operands in shared memory, and descriptors.
 
-# Bytes of an operand's part of the memory.
+# Bytes of shared memory for one operand.
 PART = 40960
 
 SIZES = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
@@ -18,7 +18,7 @@ SIZES = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 
 @functools.cache
 def exact(kind):
-    """Floats that are multiples of 1/8 up to 8, as raw integers, and their values."""
+    """Floats that are multiples of 1/8 and at most 8: as raw integers, and their values."""
     step = {"f16": 1 << 7, "bf16": 1 << 4}.get(kind, 1)
     values = {raw: float_value(raw, kind) for raw in range(0, 256 ** SIZES[kind], step)}
     found = {raw: x for raw, x in values.items() if abs(x) <= 8 and x * 8 % 1 == 0}
@@ -37,13 +37,13 @@ def drawn(kind, shape, seed):
 
 
 class Layout:
-    """How an operand lies in shared memory (9.7.15.5.1.2, 9.7.16.3 and 4).
+    """The layout of an operand in shared memory (9.7.15.5.1.2, 9.7.16.3 and 4).
 
     Args:
       major: "K" or "MN", whichever is contiguous.
-      swizzle: bytes.
-      leading, stride: the byte offsets of the descriptor; densely without them.
-      begin: from the beginning of the operand's part of the memory.
+      swizzle: bytes of the swizzle.
+      leading, stride: byte offsets of the descriptor; by default those of a dense layout.
+      begin: offset of the first element in the operand's memory.
     """
 
     def __init__(self, major="K", swizzle=0, leading=None, stride=None, begin=0):
@@ -55,7 +55,7 @@ class Layout:
         self.stride = found[1] if stride is None else stride
 
     def offset(self, row, k, size):
-        """Where the element of this row of M or N begins; also of arrays of rows and k."""
+        """Offset of the element in this row of M or N; rows and k may be arrays."""
         along, across = (k * size, row) if self.major == "K" else (row * size, k)
         eights, one = divmod(across, 8)
         if self.swizzle and self.major == "K":
@@ -64,7 +64,7 @@ class Layout:
             lines, rest = divmod(along, self.swizzle)
             at = lines * self.leading + eights * self.stride + one * self.swizzle + rest
         else:
-            # Core matrices of 8 times 16 bytes.
+            # Core matrices have 8 rows of 16 bytes.
             pieces, rest = divmod(along, 16)
             near, far = (eights, pieces) if self.major == "K" else (pieces, eights)
             at = near * self.stride + far * self.leading + one * 16 + rest
@@ -77,7 +77,7 @@ class Layout:
         image[at] = raw.astype(f"<u{size}")[..., None].view(np.uint8)
 
     def bits(self, chip):
-        """The descriptor but for the address."""
+        """The descriptor without the address."""
         found = (self.leading >> 4) << 16 | (self.stride >> 4) << 32
         if chip == "Hopper":
             return found | {0: 0, 128: 1, 64: 2, 32: 3}[self.swizzle] << 62
@@ -85,7 +85,7 @@ class Layout:
 
 
 def descriptor(name, offset, bits):
-    """Statements that make a descriptor of what is `offset` behind the beginning of `memory`."""
+    """Statements that make a descriptor of the operand at `memory` + `offset`."""
     return f"""add.u32 %x, %memory, {offset}; shr.u32 %x, %x, 4; and.b32 %x, %x, 0x3FFF;
         cvt.u64.u32 {name}, %x; or.b64 {name}, {name}, {bits:#x};"""
 
@@ -119,7 +119,7 @@ DENSE = (Layout(), Layout())
 
 
 def flags(depth, a, signs="1, 1", turned="0, 0"):
-    """The operands behind the predicate."""
+    """The operands that follow the predicate."""
     return f", {signs}" * (a not in ("s8", "u8")) + f", {turned}" * (depth == 16)
 
 

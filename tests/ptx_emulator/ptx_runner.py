@@ -46,7 +46,7 @@ def prepare(
 
 
 def launch(body, parameters=(), values=(), **options):
-    """Launches what `prepare` prepares; returns the machine."""
+    """Prepares a machine, launches its kernel, and returns the machine."""
     machine = prepare(body, parameters, values, **options)
     machine.launch()
     return machine

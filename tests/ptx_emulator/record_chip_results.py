@@ -1,8 +1,8 @@
-"""Asks a Hopper GPU what the programs of `chip_programs.py` leave, and keeps its answers.
+"""Runs the programs of `chip_programs.py` on a Hopper GPU, and records the results.
 
     PYTHONPATH=.:tests:tests/kernels:tests/operator python -m ptx_emulator.record_chip_results
 
-The driver compiles the PTX. The project's own Hopper kernels of `emulated.py` are asked, too.
+The driver compiles the PTX. This project's Hopper kernels, of `emulated.py`, are recorded as well.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from interpreter import draw_operands
 
 from ptx_emulator import chip_programs
 
-# Of the CUDA driver API (cuda.h).
+# Constants of the CUDA driver API (cuda.h).
 COMPUTE_CAPABILITY = (75, 76)
 CLUSTER_DIMENSION = 4
 TENSOR_TYPES = {1: 0, 2: 1, 4: 2}
@@ -136,7 +136,7 @@ class Chip:
 
 
 def main() -> None:
-    """Runs all programs and writes the digests of their questions and answers."""
+    """Runs all programs and writes the digests of the programs and of their results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=chip_programs.ANSWERS)
     parser.add_argument("--compare", action="store_true", help="with the emulator, here and now")
@@ -159,14 +159,14 @@ def main() -> None:
 
 
 def kernel_answer(name: str) -> str:
-    """A digest of what a kernel of `emulated.CASES` gives on this machine's GPU."""
+    """A digest of the result of a kernel of `emulated.CASES` on this machine's GPU."""
     case = emulated.CASES[name]
     operands = draw_operands(len(name), case.patches, case.N, case.dtype, case.table)
     return chip_programs.digest(np.asarray(case.function()(*operands)))
 
 
 def _differs(program, found) -> bool:
-    """Whether the emulator leaves something else, which is printed."""
+    """Whether the emulator's results differ; prints the differences."""
     expected = chip_programs.emulated(program)
     for i, (here, there) in enumerate(zip(expected, found)):
         if not np.array_equal(here, there):

@@ -1,4 +1,4 @@
-"""The scalar instructions, lane by lane: operands for each, and what the PTX ISA (9.0) says.
+"""Operands for each scalar instruction, and its meaning according to the PTX ISA (9.0).
 
 The references are exact: Python integers, and fractions that are rounded once.
 """
@@ -32,7 +32,7 @@ def width(kind):
 
 
 def stored(kind):
-    """Bits of the register that holds it: there are none of 8."""
+    """Bits of a register for this type; there are no registers of 8 bits."""
     return max(16, width(kind))
 
 
@@ -56,7 +56,7 @@ def encoded(value, kind):
 
 
 def decode(raw, kind):
-    """Of signed types and floats the value, of packed types both, low half first."""
+    """The value of raw bits; for packed types both values, low half first."""
     if kind.endswith("x2"):
         half = width(kind) // 2
         return tuple(decode(raw >> i * half & 2**half - 1, kind[:-2]) for i in range(2))
@@ -66,7 +66,7 @@ def decode(raw, kind):
 
 
 def encode(value, kind, bits):
-    """The bits of a register that holds it, extended by its type (9.4.1)."""
+    """The bits of a register with this value, extended according to its type (9.4.1)."""
     if kind.endswith("x2"):
         low, high = (encode(part, kind[:-2], bits) for part in value)
         return low | high << width(kind) // 2
@@ -76,7 +76,7 @@ def encode(value, kind, bits):
 
 
 def with_one_nan(raw, kind):
-    """All NaN of a float are the same."""
+    """Replaces every NaN by one and the same."""
     if kind.endswith("x2") or kind in FORMATS:
         value = decode(raw, kind)
         parts = value if isinstance(value, tuple) else (value,)
@@ -88,14 +88,14 @@ def with_one_nan(raw, kind):
 
 
 def drawn(bits, seed):
-    """Numbers of so many bits for all lanes."""
+    """A random number of `bits` bits for each lane."""
     generator = random.Random(f"{bits} {seed}")
     return [generator.getrandbits(bits) for _ in LANES]
 
 
 @functools.cache
 def edges(kind):
-    """The raw values at which something changes; the first eight matter most."""
+    """Raw values of edge cases, the most important eight first."""
     if kind == "pred":
         return [0, 1]
     bits = width(kind)
@@ -112,14 +112,14 @@ def edges(kind):
     top = 1 << bits - 1
     found = [0, 1, 2 * top - 1, top, top - 1, top + 1, 2, 2 * top - 2, top - 2]
     if bits == 32:
-        # Shifts and bit fields at and beyond widths.
+        # Shifts and bit fields at the width and beyond.
         found += [7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 0x1020]
     return found
 
 
 @functools.cache
 def ties(kind):
-    """What lies in the middle of two floats of narrower types, and its neighbours."""
+    """Numbers in the middle of two floats of narrower types, and their neighbours."""
     found = []
     generator = random.Random(kind)
     for narrow, (exponents, fractions) in FORMATS.items():
@@ -138,7 +138,7 @@ def ties(kind):
 
 
 def fused_ties(kind):
-    """a * b is in the middle of two floats, and a c that is far below decides."""
+    """Operands where a * b is in the middle of two floats, and a tiny c decides the rounding."""
     fractions = FORMATS[kind][1]
     a = encoded(1 + Fraction(1, 2**fractions), kind)
     for sign, b in itertools.product((1, -1), (1.5, 1.25, 1.75)):
@@ -150,7 +150,7 @@ def fused_ties(kind):
 
 @functools.cache
 def operands(kinds, wide, count):
-    """Rows of raw operands: edges with edges, then a mixture of edges and random ones."""
+    """Rows of raw operands: pairs of edge cases, then edge cases mixed with random numbers."""
     generator = random.Random(f"{kinds} {wide}")
     rows = list(itertools.product(*map(edges, kinds)))
     generator.shuffle(rows)
@@ -188,14 +188,14 @@ def operands(kinds, wide, count):
     return rows
 
 
-# One lane alone: the opcode, and what it computes.
+# Instructions of a single lane: the opcode, and what it computes.
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """An opcode with its section, the types of results and operands, and its meaning.
 
-    The reference gets values (`decode`) and returns values; None where the ISA leaves it open.
+    The reference gets values (`decode`) and returns values, or None where the ISA leaves them open.
     With `wide` all registers have 64 bits.
     """
 
@@ -228,7 +228,7 @@ def by_type(function):
 
 
 def exact(a, b, c):
-    """a * b + c without rounding; what is zero, infinite or NaN is as floats have it."""
+    """a * b + c without rounding; zeros, infinities and NaN follow the rules of floats."""
     found = a * b + c
     if found == 0 or not math.isfinite(found):
         return found
@@ -236,7 +236,7 @@ def exact(a, b, c):
 
 
 def smaller(a, b):
-    """The number of a number and a NaN; -0 is below +0."""
+    """The smaller value; a number is preferred to a NaN, and -0 is smaller than +0."""
     if a != a or b != b:
         return b if a != a else a
     return min(a, b, key=lambda x: (x, math.copysign(1, x)))
@@ -264,7 +264,7 @@ def leading_zeros(kind):
 
 
 def of_field(operand, last):
-    """Position or length; the ISA has 0 to 255, this is what an H200 does beyond."""
+    """Position or length of a bit field: 0 to 255 in the ISA, beyond that as on an H200."""
     return operand & 0xFF if last < 63 else min(operand, 0xFF)
 
 
@@ -396,7 +396,7 @@ def all_cases():
             sources = (kind, kind, "pred") if combine else (kind, kind)
             opcode = f"setp.{name}{u}{suffix}.{kind}"
             yield Case(opcode, COMPARE, ("pred", "pred"), sources, comparison(name + u, combine))
-    # What moves floats changes no bit of them: they are bits here.
+    # Moving a float changes none of its bits, so floats have types of bits here.
     every = "{b16,b32,b64,u16,u32,u64,s16,s32,s64,f32}"
     select = lambda a, b, c: a if c else b  # noqa: E731
     yield from cases(COMPARE, f"selp.{every}", select, ("bits", "bits", "pred"))

@@ -1,6 +1,6 @@
 """The emulator's barriers and fences, against the PTX ISA (9.0), section 9.7.13.
 
-Where something has to be refused, its twin that is right runs beside it.
+Each case that must be refused has a valid twin, which is run as well.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from ptx_emulator.tma import TensorMap
 
 SECTION = "9.7.13 synchronisation"
 
-# Statements of one thread: the first of the first, or of the second, warp.
+# Predicates for the first thread of the first warp, and of the second warp.
 FIRST = "@%first"
 SECOND = "@%second"
 
@@ -29,20 +29,20 @@ DECLARED = """.reg .b32 %bar, %memory, %word, %x, %y, %rank; .reg .b64 %state, %
 
 
 def init(count, fence="fence.mbarrier_init.release.cluster;"):
-    """One thread makes the barrier, and all know of it."""
+    """One thread initialises the barrier; all other threads are ordered after it."""
     return f"""{DECLARED} {FIRST} mbarrier.init.shared::cta.b64 [%bar], {count}; {fence}
         bar.sync 0;
     """
 
 
 def wait(parity=0, opcode="mbarrier.try_wait.parity.shared::cta.b64"):
-    """Waits for the end of the phase of this parity."""
+    """Waits until the phase with this parity completes."""
     return f"""{{ .reg .pred %over; again: {opcode} %over, [%bar], {parity};
         @%over bra go; bra again; go: }}
     """
 
 
-# Longer than a warp's turn.
+# Takes more instructions than a warp executes in a turn.
 SLOW = "add.u32 %x, %x, 1;" * 500
 ANY_RACE = "(reads what was written to|overwrites what is read from)"
 
@@ -72,7 +72,7 @@ INVALS = [f"mbarrier.inval.{space}.b64" for space in OWN]
 
 
 class Phases:
-    """An mbarrier after 9.7.13.15.3 and 4: arrivals and bytes that are pending, and phases."""
+    """An mbarrier as 9.7.13.15.3 and 4 define it: pending arrivals and bytes, and phases."""
 
     def __init__(self, count):
         self.count = self.pending = count
@@ -85,7 +85,7 @@ class Phases:
             self.phase, self.pending = self.phase + 1, self.count
 
     def tests(self):
-        """test_wait.parity of 0 and 1: whether the phase of this parity is over."""
+        """Results of test_wait.parity for 0 and 1: whether the phase of this parity is complete."""
         return [int(self.phase % 2 != parity) for parity in (0, 1)]
 
 
@@ -118,8 +118,8 @@ def words(address):
 
 
 @pytest.mark.parametrize("opcode", ARRIVALS + INCOMPLETE + EXPECTING)
-def test_arrivals_and_bytes_make_phases(opcode):
-    """9.7.13.15.13: after every step, which phases are over."""
+def test_arrivals_and_bytes_complete_phases(opcode):
+    """9.7.13.15.13: which phases are complete after every step."""
     assert isa.OPCODES[opcode].section == SECTION
     phases, text, wanted = Phases(3), "", []
     for i, (statement, change) in enumerate(steps(opcode)):
@@ -142,7 +142,7 @@ def test_arrivals_and_bytes_make_phases(opcode):
 
 @pytest.mark.parametrize("opcode", [x for x in ARRIVALS + INCOMPLETE if "::cluster" not in x])
 def test_an_arrival_orders_what_came_before(opcode):
-    """Values go from the first warp to the second; without the wait it is a race."""
+    """The first warp passes values to the second; without the wait this is a race."""
     count = ", 31" if "noComplete" in opcode else ", 0" if "expect_tx" in opcode else ""
     arrival = f"{opcode} %state, [%bar]{count};"
     if "noComplete" in opcode:
@@ -166,7 +166,7 @@ def test_an_arrival_orders_what_came_before(opcode):
 
 @pytest.mark.parametrize("opcode", [x for x in ARRIVALS + EXPECTING if "::cluster" in x])
 def test_arrivals_at_the_barrier_of_another_block(opcode):
-    """Both blocks' first threads arrive at the barrier of block 0; the own one stays."""
+    """The first threads of both blocks arrive at block 0's barrier, and not at block 1's."""
     state = "_, " if "arrive" in opcode else ""
     count = ", 0" if "expect_tx" in opcode else ""
     extra = "" if state else f"{FIRST} mbarrier.arrive.shared::cluster.b64 _, [%y];"
@@ -187,7 +187,7 @@ def test_arrivals_at_the_barrier_of_another_block(opcode):
 
 @pytest.mark.parametrize("opcode", WAITS)
 def test_waits_end_with_the_phase(opcode):
-    """9.7.13.15.16, through five phases of two arrivals; the hint of a time changes nothing."""
+    """9.7.13.15.16, for five phases of two arrivals; a time limit as a hint changes nothing."""
     assert isa.OPCODES[opcode].section == SECTION
     hint = ", 1000" if "try_wait" in opcode else ""
     turns = range(5)
@@ -208,7 +208,7 @@ def test_waits_end_with_the_phase(opcode):
 
 
 def test_lanes_may_wait_for_different_barriers():
-    """Each lane is told of its own barrier and parity."""
+    """Each lane gets the result for its own barrier and parity."""
     body = f"""{DECLARED} and.b32 %x, %lane, 3; mad.lo.u32 %y, %x, 8, %bar;
         setp.lt.u32 %p, %lane, 4; @%p mbarrier.init.shared.b64 [%y], 1;
         setp.lt.u32 %p, %lane, 2; @%p mbarrier.arrive.shared.b64 _, [%y];
@@ -222,7 +222,7 @@ def test_lanes_may_wait_for_different_barriers():
 
 @pytest.mark.parametrize("opcode", INITS + INVALS)
 def test_memory_is_a_barrier_from_init_to_inval(opcode):
-    """9.7.13.15.9 and 10: before and after it holds numbers, in between only a barrier."""
+    """9.7.13.15.9 and 10: before and after, the memory is ordinary; in between it is a barrier."""
     assert isa.OPCODES[opcode].section == SECTION
     made = "mbarrier.init.shared.b64" if opcode in INVALS else opcode
     gone = "mbarrier.inval.shared.b64" if opcode in INITS else opcode
@@ -278,12 +278,12 @@ def test_memory_is_a_barrier_from_init_to_inval(opcode):
     }.values(),
     ids=lambda value: value if value.isalnum() else None,
 )
-def test_what_a_barrier_refuses(statement, message):
+def test_invalid_uses_of_an_mbarrier_are_refused(statement, message):
     where = "" if "missing" in message else HERE
     assert_fails(EmulatorError, message, f"{init(3)} {FIRST} {statement}{where}")
 
 
-def test_the_most_that_a_barrier_counts():
+def test_the_largest_counts_of_an_mbarrier():
     body = f"""{init(1048575)} {FIRST} mbarrier.arrive.shared.b64 _, [%bar], 1048574;
         mbarrier.test_wait.parity.shared.b64 %p, [%bar], 0; selp.u32 %d0, 1, 0, %p;
         {FIRST} mbarrier.arrive.shared.b64 _, [%bar];
@@ -318,15 +318,15 @@ def test_the_most_that_a_barrier_counts():
         "fence.acq_rel;": "not among the known",
     }.items(),
 )
-def test_forms_that_do_not_exist_or_are_not_known(statement, message):
+def test_unknown_forms_of_barriers_are_refused(statement, message):
     assert_fails(UnsupportedError, message, f"{init(1)} {statement}{HERE}")
 
 
-# Barriers whose use nothing orders after their initialisation, or whose block has gone.
+# Barriers that are used without an order after their initialisation, or whose block has exited.
 
 
 def test_a_barrier_is_used_after_its_initialisation():
-    """By another warp of the block: bar.sync orders it."""
+    """When another warp of the block uses it, bar.sync is needed."""
     use = f"{DECLARED} {FIRST} mbarrier.init.shared.b64 [%bar], 1; {{}} {SECOND} mbarrier.arrive"
     use += f".shared.b64 _, [%bar];{HERE}"
     run(use.replace("{}", "bar.sync 0;"), threads=64)
@@ -339,7 +339,7 @@ def test_a_barrier_is_used_after_its_initialisation():
     "fence", ["", "fence.mbarrier_init.release.cluster;", "fence.proxy.async;"]
 )
 def test_another_block_sees_a_barrier_after_a_fence(fence):
-    """9.7.13.4; the cluster's barrier alone is not enough."""
+    """9.7.13.4: the cluster's barrier without a fence is not enough."""
     body = f"""{init(1, fence)} barrier.cluster.arrive.aligned;
         barrier.cluster.wait.acquire.aligned; setp.eq.u32 %p, %rank, 0; @%p bra wait;
         mapa.shared::cluster.u32 %y, %bar, 0;
@@ -361,7 +361,7 @@ def test_another_block_sees_a_barrier_after_a_fence(fence):
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_a_block_that_exits_gets_no_signal(stays):
+def test_a_signal_to_a_block_that_has_exited_is_refused(stays):
     wait_for_all = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
     body = f"""{init(1)} {wait_for_all} setp.eq.u32 %p, %rank, 0; @%p bra end;
         mapa.shared::cluster.u32 %y, %bar, 0; {SLOW} {SLOW}
@@ -375,7 +375,7 @@ def test_a_block_that_exits_gets_no_signal(stays):
 
 @pytest.mark.parametrize("parity", [0, 1])
 def test_a_wait_for_a_phase_that_does_not_end_is_reported(parity):
-    """The phase before the first has parity 1: it is over. The report names warp and line."""
+    """The phase before the first is complete, with parity 1. The report names warp and line."""
     body = f"""{init(2)} {FIRST} mbarrier.arrive.shared.b64 _, [%bar];
         {wait(parity).replace(f"{parity};", f"{parity};{HERE}")}"""
     if parity == 1:
@@ -406,7 +406,7 @@ NAMED = [
 @pytest.mark.parametrize("opcode", [x for x in NAMED if "sync" in x])
 @pytest.mark.parametrize("operands", ["%x", "3", "3, 96", "%x, %y"])
 def test_a_barrier_of_all_warps(opcode, operands):
-    """9.7.13.1: all know what all did before; without it, that is a race."""
+    """9.7.13.1: every warp sees what all warps did before; without the barrier this is a race."""
     assert isa.OPCODES[opcode].section == SECTION
     body = f"""{DECLARED} mov.u32 %x, 3; mov.u32 %y, 96;
         mad.lo.u32 %d0, %thread, 7, 1; st.shared.u32 [%word], %d0; {{}}
@@ -423,8 +423,8 @@ def test_a_barrier_of_all_warps(opcode, operands):
 
 
 @pytest.mark.parametrize("opcode", [x for x in NAMED if "arrive" in x])
-def test_who_arrives_does_not_wait(opcode):
-    """The first warp produces twice, the second consumes; the third has nothing to do with it."""
+def test_a_warp_that_arrives_does_not_wait(opcode):
+    """The first warp produces twice, the second consumes; the third does not take part."""
     assert isa.OPCODES[opcode].section == SECTION
     produce = "".join(
         f"add.u32 %x, %x, 5; st.shared.u32 [%word], %x; {opcode} {i}, 64; bar.sync 2, 64;"
@@ -438,7 +438,7 @@ def test_who_arrives_does_not_wait(opcode):
     found = run(body, results=[32, 32], threads=96).results
     for i in (0, 1):
         assert found[i][32:64] == [lane + 5 * (i + 1) for lane in range(32)]
-    # It knows nothing of the others, even if it comes last.
+    # It is not ordered after the others, even if it arrives last.
     body = f"""{DECLARED} setp.lt.u32 %p, %thread, 32; @%p bra first;
         st.shared.u32 [%word], 1; {{}} bra end;
         first: {SLOW} {SLOW} {{}} ld.shared.u32 %x, [%word+128];{HERE} end:"""
@@ -477,12 +477,12 @@ def test_who_arrives_does_not_wait(opcode):
         ),
     }.values(),
 )
-def test_what_a_named_barrier_refuses(statement, error, message):
+def test_invalid_uses_of_a_named_barrier_are_refused(statement, error, message):
     assert_fails(error, message, f"{DECLARED} {statement}{HERE}", threads=64)
 
 
 def test_divergent_lanes_meet_at_a_barrier():
-    """Both sides of a branch come to one bar.sync; lanes that exit are not waited for."""
+    """Both sides of a branch reach one bar.sync; lanes that exited are not waited for."""
     body = f"""{DECLARED} setp.lt.u32 %p, %lane, 7; mov.u32 %d0, 1; @%p bra here;
         add.u32 %d0, %d0, 1; here: bar.sync 0; mov.u32 %x, %thread;"""
     found = run(body, results=[32], threads=64).results[0]
@@ -506,7 +506,7 @@ REMOTE = """mov.u32 %y, 1; sub.u32 %y, %y, %rank; cvt.u64.u32 %address, %word;
 
 @pytest.mark.parametrize("arrive, wait_for", [*itertools.product(ARRIVE, WAIT)])
 def test_blocks_of_a_cluster_read_each_others_memory(arrive, wait_for):
-    """9.7.13.3; without the barrier, or with a relaxed arrival, it is a race."""
+    """9.7.13.3: without the barrier, or with a relaxed arrival, this is a race."""
     assert isa.OPCODES[arrive].section == isa.OPCODES[wait_for].section == SECTION
     body = f"""{DECLARED} {REMOTE} mad.lo.u32 %x, %thread, 3, %rank; st.shared.u32 [%word], %x;
         {{}} ld.u32 %x, [%address];{HERE} {arrive}; {wait_for};"""
@@ -555,12 +555,12 @@ def test_a_block_waits_before_it_exits_if_its_memory_is_read():
         ),
     ],
 )
-def test_what_the_clusters_barrier_refuses(statement, error, message):
+def test_invalid_uses_of_the_clusters_barrier_are_refused(statement, error, message):
     assert_fails(error, message, f"{DECLARED} {statement}{HERE}", grid=2, cluster=2)
 
 
-def test_the_clusters_barrier_orders_the_phases_apart():
-    """What a block does after its second arrival is not known to who waits for the first."""
+def test_the_clusters_barrier_keeps_its_phases_apart():
+    """A wait for the first phase does not order what a block did before later arrivals."""
     both = "barrier.cluster.arrive; barrier.cluster.wait;"
     body = f"""{DECLARED} {REMOTE} barrier.cluster.arrive; setp.eq.u32 %p, %rank, 0; @%p bra slow;
         barrier.cluster.wait; st.shared.u32 [%word], 1; barrier.cluster.arrive;
@@ -585,8 +585,8 @@ STORE = "cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%t0, {0}], [%mem
 
 
 @pytest.mark.parametrize("fence", ["", *PROXY])
-def test_what_tma_reads_has_passed_a_fence_of_the_proxies(fence):
-    """9.7.13.4: one of global memory alone does not do."""
+def test_tma_reads_stores_only_after_a_proxy_fence(fence):
+    """9.7.13.4: a fence of global memory only is not enough."""
     body = f"""{DECLARED} mad.lo.u32 %x, %thread, 9, 1; st.shared.u32 [%word], %x;
         {fence and fence + ";"} bar.warp.sync -1; {FIRST} {STORE}{HERE}
         cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
@@ -602,8 +602,8 @@ def test_what_tma_reads_has_passed_a_fence_of_the_proxies(fence):
 
 
 @pytest.mark.parametrize("fence", PROXY[:3])
-def test_a_fence_covers_what_its_warp_knows_of(fence):
-    """The fence of a warp before the barrier covers its own stores, not those of another."""
+def test_a_fence_covers_the_stores_that_are_ordered_before_it(fence):
+    """A fence before the barrier covers the stores of its own warp, but not another warp's."""
     body = f"""{DECLARED} setp.eq.u32 %p, %warp, 1; @%p st.shared.u32 [%word+-128], %thread; {{}}
         bar.sync 0; {{}} {FIRST} {STORE}{HERE}
         cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""

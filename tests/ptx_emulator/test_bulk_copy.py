@@ -1,4 +1,4 @@
-"""Bulk copies without a tensor map (PTX ISA 9.7.9.25.4.1): bytes, the barrier, what is an error."""
+"""Bulk copies without a tensor map (PTX ISA 9.7.9.25.4.1): bytes, the barrier, errors."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ WHOLE = {
 
 
 def copied(schedule="random", **parts):
-    """What a kernel finds in the target behind a copy, and what was to be copied."""
+    """The target as the kernel reads it after a copy, and the bytes that were to be copied."""
     text = KERNEL
     for name, part in (WHOLE | parts).items():
         text = text.replace(name, str(part))
@@ -77,7 +77,7 @@ def copied(schedule="random", **parts):
 
 
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
-def test_all_bytes_have_come_when_the_barrier_says_so(schedule):
+def test_all_bytes_have_arrived_when_the_phase_completes(schedule):
     found, source = copied(schedule)
     np.testing.assert_array_equal(found, source)
 
@@ -98,17 +98,17 @@ def test_all_bytes_have_come_when_the_barrier_says_so(schedule):
         ({"EXPECTED": 2 * SIZE}, "nothing can go on"),
     ],
 )
-def test_what_a_copy_must_not_do_is_an_error(parts, message):
+def test_an_invalid_copy_is_refused(parts, message):
     with pytest.raises(EmulatorError, match=message):
         copied("late", **parts)
 
 
-def test_a_copy_to_where_another_one_is_under_way_is_a_race():
+def test_two_copies_in_flight_to_one_target_are_a_race():
     other = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     with pytest.raises(EmulatorError, match="overwrites what was written to"):
         copied("late", BEFORE=f"{other} [%at], [%source], 16, [arrived];")
 
 
-def test_bytes_that_were_read_before_are_overwritten_in_order():
+def test_a_copy_may_overwrite_bytes_whose_reads_are_ordered_before():
     found, source = copied(BEFORE=".reg .b32 %old; ld.shared.u32 %old, [%at];")
     np.testing.assert_array_equal(found, source)

@@ -1,4 +1,4 @@
-"""The emulator against a Hopper GPU: what every program leaves is the same in every bit."""
+"""The emulator against a Hopper GPU: the results of every program are equal in every bit."""
 
 import itertools
 import json
@@ -9,7 +9,7 @@ from short_suite import keep
 from ptx_emulator import chip_programs
 
 ANSWERS = json.loads(chip_programs.ANSWERS.read_text())
-# Every 20th program, and all of them in parts: (the first, step).
+# Every 20th program, or all of them in parts: (first program, step).
 PARTS = [(0, 20), *((part, 4) for part in range(4))]
 
 
@@ -17,7 +17,7 @@ PARTS = [(0, 20), *((part, 4) for part in range(4))]
     "first, step", keep(PARTS, lambda part: part == PARTS[0], "all of 2000 programs")
 )
 @pytest.mark.parametrize("family", chip_programs.FAMILIES)
-def test_the_emulator_answers_as_the_chip_did(family, first, step):
+def test_the_emulators_results_are_those_of_the_chip(family, first, step):
     answers = ANSWERS["answers"][family]
     for program in itertools.islice(chip_programs.FAMILIES[family](), first, None, step):
         question, answer = answers[program.name]
@@ -25,7 +25,7 @@ def test_the_emulator_answers_as_the_chip_did(family, first, step):
         assert chip_programs.digest(*chip_programs.emulated(program)) == answer, program.name
 
 
-def test_every_program_was_asked():
+def test_every_program_has_a_recorded_result():
     asked = {
         family: [program.name for program in programs()]
         for family, programs in chip_programs.FAMILIES.items()
@@ -37,7 +37,7 @@ def test_every_program_was_asked():
 
 
 def test_an_emulator_that_differs_is_noticed(monkeypatch):
-    """A swizzle that exchanges nothing; a NaN with another payload; a shuffle that stays."""
+    """A swizzle that exchanges nothing, a NaN with another payload, a shuffle of no lanes."""
     from ptx_emulator import scalar, tma
 
     def wrong(family):

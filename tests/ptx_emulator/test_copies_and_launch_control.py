@@ -1,6 +1,6 @@
 """cp.async, cluster launch control and tensor maps that a kernel makes, against the PTX ISA (9.0).
 
-Where something has to be refused, its twin that is right runs beside it.
+Each case that must be refused has a valid twin, which is run as well.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ DECLARED = """.reg .b32 %bar, %memory, %to, %x, %y, %z; .reg .b64 %address, %map
 """
 WAITED = "wait: mbarrier.try_wait.parity.shared::cta.b64 %p, [%bar], 0; @!%p bra wait;"
 
-# cp.async: sizes that exist, and how many of the bytes are copied.
+# cp.async: its sizes, and how many of the bytes are copied.
 
 COPIES = {
     f"cp.async.{level}.shared{space}.global": sizes
@@ -39,7 +39,7 @@ DONE = "cp.async.commit_group; cp.async.wait_group 0;"
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
 @pytest.mark.parametrize("opcode", COPIES)
 def test_copies_fill_with_zeros(opcode, schedule):
-    """9.7.9.25.3: of lane i, i modulo size + 1 bytes; without an operand, all."""
+    """9.7.9.25.3: lane i copies i modulo (size + 1) bytes, or all if there is no operand."""
     for name in (opcode, "cp.async.commit_group", "cp.async.wait_group"):
         assert isa.OPCODES[name].section == COPY
     for size in COPIES[opcode]:
@@ -61,7 +61,7 @@ CG = "cp.async.cg.shared.global"
 
 
 def test_groups_are_waited_for_in_order():
-    """9.7.9.25.3.3: all but the last n are done; what is left may not be read."""
+    """9.7.9.25.3.3: all but the last n groups are complete; the others may not be read."""
     body = f"""{DECLARED}
         mad.lo.u32 %to, %thread, 16, %memory; mad.wide.u32 %address, %thread, 16, %m0;
         {CG} [%to], [%address], 16; cp.async.commit_group;
@@ -79,7 +79,7 @@ def test_groups_are_waited_for_in_order():
         )
 
 
-def test_a_copy_is_known_to_others_after_a_wait_and_a_barrier():
+def test_other_warps_may_read_a_copy_after_a_wait_and_a_barrier():
     body = f"""{DECLARED}
         mad.lo.u32 %to, %thread, 16, %memory; mad.wide.u32 %address, %thread, 16, %m0;
         {CG} [%to], [%address], 16; cp.async.commit_group; WAIT bar.sync 0; xor.b32 %x, %thread, 32;
@@ -94,8 +94,8 @@ def test_a_copy_is_known_to_others_after_a_wait_and_a_barrier():
     )
 
 
-def test_a_copy_is_of_the_generic_proxy():
-    """9.7.9.25.2: TMA sees it after a fence."""
+def test_a_copy_belongs_to_the_generic_proxy():
+    """9.7.9.25.2: TMA may read it after a fence."""
     body = f"""{DECLARED}
         mad.lo.u32 %to, %thread, 16, %memory; mad.wide.u32 %address, %thread, 16, %m0;
         {CG} [%to], [%address], 16; {DONE} FENCE bar.sync 0;
@@ -157,7 +157,7 @@ FENCES = [
 
 
 def asking(opcode, first):
-    """Every block marks for which blocks it runs, and asks for one more until there is none."""
+    """Every block marks the blocks whose work it does, and asks for more until none is left."""
     reads = {
         "v4": f"{FIRSTS[0]} {{%x, %y, %z, _}}, handle;",
         "x": f"{FIRSTS[1]} %x, handle; {FIRSTS[2]} %y, handle; {FIRSTS[3]} %z, handle;",
@@ -182,7 +182,7 @@ def asking(opcode, first):
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
 @pytest.mark.parametrize("first", ["v4", "x"])
 @pytest.mark.parametrize("opcode, cluster", [(CANCELS[0], 1), (CANCELS[1], 1), (CANCELS[1], 2)])
-def test_every_block_runs_once_by_itself_or_for_another(opcode, cluster, first, schedule):
+def test_the_work_of_every_block_is_done_once(opcode, cluster, first, schedule):
     """9.7.13.17 and 9.7.13.18."""
     for name in (opcode, CANCELED, *FIRSTS, *FENCES):
         assert isa.OPCODES[name].section == SYNC
@@ -193,7 +193,7 @@ def test_every_block_runs_once_by_itself_or_for_another(opcode, cluster, first, 
 
 
 def test_asking_again_after_a_failure():
-    """9.7.13.17: undefined."""
+    """9.7.13.17: another request after a failure is undefined."""
     body = asking(CANCELS[0], "v4").replace("@!%p bra end; ", "@!%p bra once; ")
     body += f"bra over; once: xor.b32 %phase, %phase, 1; bar.sync 0;{HERE} bra again; over:"
     assert_fails(
@@ -205,8 +205,8 @@ def test_asking_again_after_a_failure():
     )
 
 
-def test_answers_that_are_none():
-    """A handle that nobody wrote, and the first block where there is none."""
+def test_invalid_responses_are_refused():
+    """A handle that was never written, and the first block of a failed request."""
     body = f"""{DECLARED} .reg .b128 handle; st.shared.v2.u64 [%memory], {{7, 7}}; bar.sync 0;
         ld.shared.b128 handle, [%memory]; {CANCELED} %p, handle;{HERE}"""
     assert_fails(
@@ -218,7 +218,7 @@ def test_answers_that_are_none():
 
 
 def test_an_answer_that_is_still_being_read_is_not_overwritten():
-    """The second warp reads where the first one asks for an answer."""
+    """The second warp still reads a response when the first one asks for the next."""
     body = f"""{DECLARED} {FIRST} mbarrier.init.shared::cta.b64 [%bar], 1;
         fence.mbarrier_init.release.cluster; bar.sync 0; setp.ge.u32 %p, %thread, 32;
         @%p ld.shared.u32 %x, [%memory]; ORDER {"add.u32 %y, %y, 1;" * 500}
@@ -278,7 +278,7 @@ FIELDS = (
 
 
 def making(fields=FIELDS, publish=PUBLISHES[2], acquire=ACQUIRES[2], fill="st.shared.u32"):
-    """Makes a map in shared memory, copies it to the second array, and loads its second box."""
+    """Makes a map in shared memory, copies it to the second array, and loads the second box."""
     sets = "".join(
         f"{FIRST} {FIELD.format(name, 'b32')} [%map], {'' if i is None else f'{i}, '}{value};\n"
         for name, i, value in fields
@@ -300,8 +300,8 @@ ARRAYS = [CONTENT[:1024], bytes(128)]
 
 
 @pytest.mark.parametrize("publish, acquire", list(zip(PUBLISHES, ACQUIRES)))
-def test_a_map_that_the_kernel_makes(publish, acquire):
-    """9.7.9.28, 9.7.13.19 and the 64-byte swizzle: rows of 64 bytes, units of 16 exchanged."""
+def test_a_tensor_map_that_the_kernel_makes(publish, acquire):
+    """9.7.9.28, 9.7.13.19 and the 64-byte swizzle: it permutes the 16-byte units of a row."""
     assert {isa.OPCODES[opcode].section for opcode in REPLACES} == {REPLACE}
     assert isa.OPCODES[publish].section == isa.OPCODES[acquire].section == SYNC
     found = run(making(publish=publish, acquire=acquire), results=[64, 64], arrays=ARRAYS)
@@ -312,7 +312,7 @@ def test_a_map_that_the_kernel_makes(publish, acquire):
 
 
 def changed(name, value):
-    """The fields with another value."""
+    """FIELDS with another value of one field."""
     return [(x, i, value if x == name else old) for x, i, old in FIELDS]
 
 
@@ -345,7 +345,7 @@ def changed(name, value):
     ],
 )
 def test_maps_that_are_refused(options, error, message):
-    """What is never written is poisoned."""
+    """Fields that are never written have poisoned values."""
     body = making(**options).replace("{%d0, %d1}", "{%address, %map}")
     assert_fails(error, message, body.replace("// ", "//"), arrays=ARRAYS)
 
@@ -353,7 +353,7 @@ def test_maps_that_are_refused(options, error, message):
 # Warnings that may be allowed by name.
 
 
-def test_the_same_value_is_stored_by_two_warps():
+def test_two_warps_that_store_the_same_value_are_a_warning():
     body = f"""{DECLARED} shr.u32 %x, %thread, 6; st.shared.u32 [%memory], %x; bar.sync 0;
         ld.shared.u32 %y, [%memory];"""
     allowed = frozenset({"same value stored"})
@@ -364,7 +364,7 @@ def test_the_same_value_is_stored_by_two_warps():
     assert_fails(RaceError, "overwrites what was written to", other, threads=64, allowed=allowed)
 
 
-def test_a_block_exits_before_its_store_has_read():
+def test_an_exit_before_a_store_has_read_is_a_warning():
     body = f"""{DECLARED}
         mad.lo.u32 %to, %thread, 16, %memory; st.shared.u32 [%to], %thread;
         fence.proxy.async.shared::cta; bar.sync 0;

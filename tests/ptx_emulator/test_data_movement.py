@@ -1,4 +1,4 @@
-"""Loads, stores, addresses, matrices, and what lanes exchange."""
+"""Loads, stores, addresses, matrices, and exchange between lanes."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ ELEMENTS = ("b8", "b16", "b32", "b64", "u8", "u16", "u32", "u64", "s8", "s16", "
 
 
 def forms(name):
-    """What an opcode loads or stores; only global memory has accesses of 32 bytes (9.7.9.8)."""
+    """The forms of an opcode; only global memory has accesses of 32 bytes (9.7.9.8)."""
     every = itertools.product(("", ".v2", ".v4"), ELEMENTS)
     return [x for x in every if x[0] != ".v4" or width(x[1]) < 64 or ".global" in name]
 
@@ -42,7 +42,7 @@ def form_name(value):
 
 
 def items(vector):
-    """Elements of a vector."""
+    """The number of elements in a vector."""
     return int(vector[2:] or 1)
 
 
@@ -63,7 +63,7 @@ def copied(size, *, back=False):
     return "\n".join([*text, "}"])
 
 
-# Opcode -> how %where becomes an address, and which memory it is in.
+# Opcode -> how %where becomes an address, and the memory of that address.
 LOADS = {
     "ld.global": "mov.u64 %where, %m0;",
     "ld.global.nc": "mov.u64 %where, %m0;",
@@ -81,7 +81,7 @@ CONTENT = random.Random(1).randbytes(1024)
 
 @functools.cache
 def loads(name):
-    """What all forms load: of each, and whether registers are wider, the items' values."""
+    """Loads in all forms: (form, whether registers are wider) -> values of the items."""
     opcode, body, results, places = name.split()[0], [], [], {}
     for (vector, kind), wide in itertools.product(forms(name), (False, True)):
         if wide and kind == "f32":
@@ -127,7 +127,7 @@ STORES = {
 
 
 def regions():
-    """Where each form stores, with room behind every lane's: (form, wide) -> (begin, stride)."""
+    """(form, whether registers are wider) -> (begin, stride) of the lanes' stores, with gaps."""
     begin = 0
     for (vector, kind), wide in itertools.product(forms("st.global"), (False, True)):
         stride = 2 * items(vector) * width(kind) // 8
@@ -144,7 +144,7 @@ SOURCES = {bits: [drawn(bits, i) for i in range(4)] for bits in (16, 32, 64)}
 
 @functools.cache
 def stores(name):
-    """The memory after all forms have stored to their regions."""
+    """The memory after stores in all forms, each to its region."""
     opcode = name.split()[0]
     first = {bits: 4 * i for i, bits in enumerate(SOURCES)}
     text = f""".shared .align 32 .b8 memory[{STORED_BYTES}]; .reg .b64 %where, %here;
@@ -193,7 +193,7 @@ def test_ldmatrix_and_stmatrix(opcode):
     count, transposed = int(re.search(r"\.x(\d)", opcode)[1]), "trans" in opcode
     generator = random.Random(opcode)
     content, rows = generator.randbytes(2048), generator.sample(range(128), 8 * count)
-    # The lanes beyond have no addresses: theirs are neither aligned nor inside.
+    # The addresses of the other lanes are not used: they are unaligned and out of bounds.
     places = [16 * row for row in rows] + [2**31 + 1] * (32 - 8 * count)
     values = [drawn(32, i) for i in range(count)]
     name = "a" if opcode.startswith("st") else "d"
@@ -245,7 +245,7 @@ def test_cvta_there_and_back(space):
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-def test_mapa_gives_the_address_that_the_block_of_this_rank_has(bits):
+def test_mapa_returns_the_address_in_the_block_of_this_rank(bits):
     """9.7.9.23."""
     assert isa.OPCODES[f"mapa.shared::cluster.u{bits}"].section == MOVE
     body = f""".shared .align 16 .b8 before[48]; .shared .align 16 .b8 memory[64];
@@ -258,12 +258,12 @@ def test_mapa_gives_the_address_that_the_block_of_this_rank_has(bits):
     assert zero == own[:32] * 2 and one == own[32:] * 2
 
 
-# Lanes with each other.
+# Exchange between lanes.
 
 
 @pytest.mark.parametrize("mode", ["idx", "up", "down", "bfly"])
 def test_shfl(mode):
-    """9.7.9.6; b and c have five bits each, c the mask of segments above."""
+    """9.7.9.6: b and c have five bits each; the upper part of c is the mask of segments."""
     opcode = f"shfl.sync.{mode}.b32"
     assert isa.OPCODES[opcode].section == MOVE
     generator = random.Random(mode)
@@ -304,7 +304,7 @@ def test_shfl(mode):
 
 
 def test_lanes_of_a_member_mask():
-    """Even lanes alone: 9.7.9.6, 9.7.13.9 and 14; the other lanes' registers stay."""
+    """Only even lanes execute (9.7.9.6, 9.7.13.9 and 14); the registers of others do not change."""
     even = 0x55555555
     votes = [drawn(1, 0), [1] * 32, [0] * 32, [1 - i % 2 for i in LANES]]
     body = f""".reg .pred %even; .reg .b32 %bit; and.b32 %bit, %lane, 1; setp.eq.u32 %even, %bit, 0;
@@ -347,7 +347,7 @@ def test_vote_of_the_whole_warp(mode):
         assert values == [wanted[mode]] * 32
 
 
-def test_elect_chooses_one_lane_and_tells_all():
+def test_elect_chooses_one_lane_and_all_lanes_get_its_number():
     assert isa.OPCODES["elect.sync"].section == SYNC
     body = "elect.sync %d0|%d1, 0xFFFFFFFF; elect.sync _|%d2, -1;"
     leader, chosen, again = run(body, results=[32, 1, 1]).results
@@ -355,7 +355,7 @@ def test_elect_chooses_one_lane_and_tells_all():
     assert leader == [chosen.index(1)] * 32
 
 
-def test_activemask_is_of_the_lanes_that_are_here():
+def test_activemask_has_the_lanes_that_execute_it():
     assert isa.OPCODES["activemask.b32"].section == SYNC
     body = """.reg .pred p; setp.lt.u32 p, %lane, 5; activemask.b32 %d0;
         @p bra few; activemask.b32 %d1; bra all;
@@ -366,7 +366,7 @@ def test_activemask_is_of_the_lanes_that_are_here():
     assert apart == [31] * 5 + [2**32 - 32] * 27
 
 
-# What has no effect that can be seen.
+# Instructions without a visible effect.
 
 WITHOUT_EFFECT = {
     "prefetch.L1": (MOVE, "[%m0]"),
@@ -380,7 +380,7 @@ WITHOUT_EFFECT = {
 
 
 @pytest.mark.parametrize("opcode", WITHOUT_EFFECT)
-def test_what_changes_no_register_and_no_memory(opcode):
+def test_instructions_that_change_no_register_and_no_memory(opcode):
     section, operand = WITHOUT_EFFECT[opcode]
     assert isa.OPCODES[opcode].section == section
     body = f"mov.b32 %d0, %a0; {opcode} {operand}; mov.b32 %d1, %a0; mov.b64 %d2, %m0;"
@@ -395,14 +395,14 @@ def warpgroups(first, second, third):
         lower: setp.lt.u32 p, %warp, 4; @p bra lowest; {second} bra end; lowest: {first} end:"""
 
 
-def test_setmaxnreg_waits_for_registers_that_others_give_back():
-    """65536 registers of the multiprocessor, in eights: 384 threads have 168 each."""
+def test_setmaxnreg_waits_for_registers_that_others_release():
+    """A multiprocessor has 65536 registers: 384 threads get 168 each, a multiple of 8."""
     less, more = (f"setmaxnreg.{x}.sync.aligned.u32" for x in ("dec", "inc"))
     assert isa.OPCODES[less].section == isa.OPCODES[more].section == MISC
     for schedule in ("eager", "late", "random"):
         options = dict(threads=384, schedule=schedule)
         run(warpgroups(f"{less} 40;", f"{more} 232;", f"{more} 232;"), **options)
-        # What was taken may be given back, and taken by others.
+        # Registers may be released again, and then taken by others.
         run(warpgroups(f"{less} 24;", f"{more} 248; {less} 24;", f"{more} 256;"), **options)
         for counts in ((40, 240, 232), (48, 232, 232), (24, 248, 248)):
             first, second, third = counts
@@ -414,8 +414,8 @@ def test_setmaxnreg_waits_for_registers_that_others_give_back():
     assert_fails(EmulatorError, "setmaxnreg.dec.* to 176 from 168", f"{less} 176;", threads=384)
 
 
-def test_setmaxnreg_begins_with_what_the_kernel_says():
-    """.maxnreg; or the registers of the multiprocessor divided by .minnctapersm blocks."""
+def test_setmaxnreg_starts_from_the_kernels_directives():
+    """.maxnreg, or the registers of the multiprocessor divided among .minnctapersm blocks."""
     text = module_text(
         "setmaxnreg.dec.sync.aligned.u32 64; setmaxnreg.inc.sync.aligned.u32 COUNT; ret;"
     )
@@ -430,7 +430,7 @@ def test_setmaxnreg_begins_with_what_the_kernel_says():
 
 @pytest.mark.parametrize("space", ["shared", "shared::cta"])
 def test_ld_of_128_bits_to_one_register(space):
-    """Compared by what clusterlaunchcontrol makes of it (test_copies_and_launch_control.py)."""
+    """clusterlaunchcontrol reads the register (test_copies_and_launch_control.py)."""
     opcode = f"ld.{space}.b128"
     assert isa.OPCODES[opcode].section == MOVE
     query = "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p, handle;"
@@ -444,7 +444,7 @@ def test_ld_of_128_bits_to_one_register(space):
         run(f".reg .b64 %x; {opcode} %x, [%x];")
 
 
-def test_prefetch_of_a_tensor_map_needs_one():
+def test_prefetch_of_a_tensor_map_refuses_other_addresses():
     assert isa.OPCODES["prefetch.tensormap"].section == MOVE
     body = """.reg .b64 map; mov.u64 map, tensor; cvta.param.u64 map, map;
         prefetch.tensormap [map]; ret;"""
@@ -457,7 +457,7 @@ def test_prefetch_of_a_tensor_map_needs_one():
     machine.launch()
 
 
-def test_trap_says_where():
+def test_a_trap_is_reported_with_its_line():
     assert isa.OPCODES["trap"].section == MISC
     with pytest.raises(EmulatorError, match=r"a trap\n.*warp 0.*line \d+: trap"):
         launch("trap;\nret;")

@@ -1,4 +1,4 @@
-"""What the emulator notices only if it knows who waited for what, and when signals come."""
+"""Errors in the order of operations: who waited for what, and when signals arrive."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ ret;
     Machine(parse(text), cluster, cluster=cluster, schedule=schedule, seed=seed).launch()
 
 
-# A warp that is alone allocates 32 columns of tensor memory, whose address is %r0.
+# The first warp allocates 32 columns of tensor memory; their address is %r0.
 ALLOCATED = """setp.eq.u32 %p, %w, 0; @!%p bra made;
     tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%m], 32;
     made: bar.sync 0; ld.shared.b32 %r0, [%m];"""
@@ -40,10 +40,10 @@ FREED = """@!%p bra end; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r0, 32; 
 LOADED = """tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r0]; tcgen05.wait::ld.sync.aligned;"""
 
 
-def test_tensor_memory_is_given_back_behind_all_loads():
+def test_tensor_memory_is_deallocated_after_all_loads():
     run(f"{ALLOCATED} {LOADED} bar.sync 0; {FREED}")
     with pytest.raises(RaceError, match=r"dealloc .* after the tcgen05.ld of warp 1"):
-        # The first warp waits until the other one has loaded, but that orders nothing.
+        # The first warp is delayed until the other one has loaded, but nothing orders the two.
         run(f"{ALLOCATED} @%p nanosleep.u32 1; {LOADED} {FREED}", schedule="eager")
 
 
@@ -57,7 +57,7 @@ RELINQUISH = "tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;"
 
 
 def each(first, second):
-    """Statements of each block, %first has to say which it is."""
+    """Statements for each block; %first is true in the first block."""
     return f"{{ @!%first bra second; {first} bra done; second: {second} done: }}"
 
 
@@ -66,13 +66,13 @@ def of_first_warps(statements):
 
 
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
-def test_a_pair_allocates_when_its_peer_is_there(schedule):
+def test_a_pair_allocates_after_its_peer_has_been_launched(schedule):
     allocated = of_first_warps(ALLOC + RELINQUISH)
     freed = of_first_warps(DEALLOC)
     options = dict(blocks=2, schedule=schedule)
     for before, behind in ((MEET, MEET), (RELAXED, RELAXED), (RELAXED, MEET)):
         run(f"{LEADS} {before} {allocated} {behind} {freed}", **options)
-    # Another warp may have waited for the peer.
+    # Another warp of the block may wait for the peer instead.
     known = "{ setp.eq.u32 %p, %w, 1; bar.sync 0; setp.eq.u32 %p, %w, 0; }"
     run(f"{LEADS} {RELAXED} {known} {allocated} {MEET} {freed}", **options)
     for before in ("", "bar.sync 0;", "barrier.cluster.arrive.aligned;"):
@@ -82,7 +82,7 @@ def test_a_pair_allocates_when_its_peer_is_there(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
-def test_an_allocation_of_a_pair_is_complete_when_both_blocks_execute_it(schedule):
+def test_an_allocation_of_a_pair_waits_until_both_blocks_execute_it(schedule):
     later = each(f"{of_first_warps(ALLOC)} {MEET}", f"{MEET} {of_first_warps(ALLOC)}")
     with pytest.raises(DeadlockError, match=r"waits for the peer's tcgen05.alloc"):
         run(f"{LEADS} {MEET} {later} {MEET} {of_first_warps(DEALLOC)}", blocks=2, schedule=schedule)
@@ -91,8 +91,8 @@ def test_an_allocation_of_a_pair_is_complete_when_both_blocks_execute_it(schedul
         run(f"{LEADS} {MEET} {alone} {MEET}", blocks=2, schedule=schedule)
 
 
-def test_what_a_pair_does_collectively_may_wait_for_the_peer():
-    """9.7.16.5: it may or may not, so who relies on either is wrong in some schedule."""
+def test_collective_instructions_of_a_pair_may_wait_for_the_peer():
+    """9.7.16.5 allows both, so a kernel that relies on either fails in some schedule."""
     freed = of_first_warps(DEALLOC)
     body = f"{LEADS} {MEET} {of_first_warps(ALLOC)} {MEET} {each(freed + MEET, MEET + freed)}"
     run(body, blocks=2, schedule="eager")
@@ -109,8 +109,8 @@ def test_what_a_pair_does_collectively_may_wait_for_the_peer():
 
 
 @pytest.mark.parametrize("schedule", ["eager", "late"])
-def test_a_pair_frees_what_both_blocks_have_allocated(schedule):
-    """CUTLASS issue 3435: a launch failure on a B300, whichever block is the first."""
+def test_a_pair_deallocates_after_both_blocks_have_allocated(schedule):
+    """CUTLASS issue 3435: otherwise a launch fails on a B300, whichever block is first."""
     both = of_first_warps(ALLOC + RELINQUISH)
     for meet in (MEET, RELAXED):
         run(f"{LEADS} {MEET} {both} {meet} {of_first_warps(DEALLOC)}", blocks=2, schedule=schedule)
@@ -119,7 +119,7 @@ def test_a_pair_frees_what_both_blocks_have_allocated(schedule):
 
 
 def test_a_relaxed_arrival_publishes_no_address_of_tensor_memory():
-    """9.7.13.3: of shared memory it orders nothing."""
+    """9.7.13.3: a relaxed arrival does not order shared memory."""
     used = "ld.shared.b32 %r0, [%m];"
     body = f"{LEADS} {MEET} {of_first_warps(ALLOC)} {{}} {used} {MEET} {of_first_warps(DEALLOC)}"
     run(body.replace("{}", MEET), blocks=2)
@@ -142,7 +142,7 @@ def waiting(barrier, number):
         @!%p bra again{number};"""
 
 
-def test_mbarriers_are_fenced_before_other_blocks_are_told():
+def test_mbarriers_are_fenced_before_other_blocks_use_them():
     run(f"{INIT} {FENCE} {ARRIVE} {WAIT} {SIGNAL} {waiting('%a', 0)}", blocks=2, warps=1)
     with pytest.raises(RaceError, match=r"nothing orders its mbarrier.init before"):
         body = f"{INIT} {ARRIVE} {FENCE} {WAIT} {SIGNAL} {waiting('%a', 0)}"
@@ -153,11 +153,11 @@ def test_a_block_waits_for_the_arrivals_of_others_before_it_exits():
     begin = f"{INIT} {FENCE} {ARRIVE} {WAIT} {SIGNAL}"
     with pytest.raises(EmulatorError, match=r"exits before line \d+: the arrival of"):
         run(f"{begin} {ARRIVE} {WAIT}", blocks=2, warps=1)
-    # This one comes behind what was done before.
+    # This arrival happens after what its block did before.
     run(f"{begin} barrier.cluster.arrive.release.aligned; {WAIT}", blocks=2, warps=1)
 
 
-def test_the_signals_of_two_commits_come_in_any_order():
+def test_the_signals_of_two_commits_arrive_in_any_order():
     commits = "".join(
         f"@%first tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{at}];"
         for at in ("%q", "%s")
@@ -176,7 +176,7 @@ def test_reserved_bits_of_a_matrix_descriptor(bit):
         SharedOperand.from_tcgen05_descriptor(1 << 46 | 1 << bit, None, transposed=False)
 
 
-def test_an_address_beyond_an_array_is_in_no_other_one():
+def test_an_address_beyond_an_array_is_not_in_another_one():
     memory = GlobalMemory()
     first, second = (memory.allocate(np.full(4, i, np.uint8)) for i in (1, 2))
     assert memory.read(second, (4,), np.uint8).tolist() == [2] * 4

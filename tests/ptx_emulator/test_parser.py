@@ -16,7 +16,7 @@ COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
 SYNC, MATRIX, MISC = "9.7.13 synchronisation", "9.7.14 matrices", "9.7.19 miscellaneous"
 
 
-def test_scopes_have_registers_and_labels_of_their_own():
+def test_scopes_have_their_own_registers_and_labels():
     body = """.reg .b32 x; mov.u32 x, 1;
         { .reg .b32 x; mov.u32 x, 10; bra next; mov.u32 x, 11;
           next: { .reg .b32 x; mov.u32 x, 100; bra next; mov.u32 x, 101; next: mov.u32 %d2, x; }
@@ -29,7 +29,7 @@ def test_scopes_have_registers_and_labels_of_their_own():
     assert [values[0] for values in found] == [1, 10, 100, 5, 2]
 
 
-def test_ranges_of_registers_vectors_and_a_register_that_is_read_and_written():
+def test_register_ranges_vectors_and_a_register_that_is_read_and_written():
     body = """.reg .b32 %r<4>, other; .reg .pred %p<2>;
         mov.b64 {%r0, %r3}, 0x0000000500000003;
         { .reg .b32 %r<2>; mov.u32 %r1, 77; }
@@ -143,7 +143,7 @@ def test_parameters_and_shared_variables_are_aligned():
     assert kernel.shared_bytes == shared["dynamic"]
 
 
-def test_branches_by_a_table():
+def test_branch_tables():
     body = """.reg .pred p; .reg .b32 i; and.b32 i, %lane, 3; mov.u32 %d0, 0;
         setp.lt.u32 p, %lane, 24;
         table: .branchtargets zero, one, two, one;
@@ -164,7 +164,7 @@ def test_a_branch_beyond_its_table_is_an_error():
         run(body)
 
 
-def test_a_loop_whose_lanes_leave_one_by_one():
+def test_a_loop_that_lanes_leave_one_by_one():
     body = """.reg .pred p, q; .reg .b32 i; mov.u32 i, 0; mov.u32 %d0, 0; mov.u32 %d1, 0;
         again: setp.ge.u32 p, i, %lane; @p bra done;
         add.u32 i, i, 1; add.u32 %d0, %d0, i; bra.uni again;
@@ -176,7 +176,7 @@ def test_a_loop_whose_lanes_leave_one_by_one():
 
 @pytest.mark.parametrize("negation", ["", "!"])
 def test_sides_of_a_branch_write_their_own_lanes(negation):
-    """Registers and memory; then all lanes are together again."""
+    """Of registers and memory; then all lanes have converged again."""
     body = f""".reg .pred p; .reg .b32 x, y; .reg .b64 at; mul.lo.u32 x, %lane, 5; and.b32 y, x, 4;
         setp.ne.u32 p, y, 0; mad.wide.u32 at, %lane, 4, %m0; mov.u32 %d0, 1000; mov.u32 %d2, 1;
         @{negation}p bra other;

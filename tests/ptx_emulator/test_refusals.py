@@ -16,7 +16,7 @@ DECLARED = """.reg .b16 %h<4>; .reg .b32 %r<8>; .reg .b64 %q<4>; .reg .pred %p<4
 
 
 def refused(statement, error, message, **options):
-    """The statement is an error whose message names its place."""
+    """Asserts that the statement is an error whose message names its line."""
     body = f"{DECLARED}\n{statement}\nret;"
     line = module_text(body, [".param .u64 out"]).split(statement)[0].count("\n") + 1
     with pytest.raises(error, match=f"(?s){message}") as caught:
@@ -25,7 +25,7 @@ def refused(statement, error, message, **options):
 
 
 @pytest.mark.parametrize("index", ["%h0", "%q0", "1"])
-def test_a_branch_by_what_is_no_register_of_32_bits(index):
+def test_a_branch_index_that_is_not_a_register_of_32_bits(index):
     statement = f"table: .branchtargets here; brx.idx {index}, table;\nhere:"
     refused(statement, UnsupportedError, "is not a register of 32 bits")
 
@@ -127,7 +127,7 @@ def test_a_branch_by_what_is_no_register_of_32_bits(index):
     }.values(),
     ids=lambda value: value.split(";")[0],
 )
-def test_what_is_not_known_is_refused(statement, message):
+def test_unknown_statements_are_refused(statement, message):
     refused(statement, UnsupportedError, message)
 
 
@@ -186,7 +186,7 @@ def test_what_is_not_known_is_refused(statement, message):
     }.values(),
     ids=lambda value: value.split(";")[0],
 )
-def test_what_a_kernel_must_not_do_is_an_error(statement, message):
+def test_invalid_accesses_and_masks_are_refused(statement, message):
     refused(statement, EmulatorError, message)
 
 
@@ -201,8 +201,8 @@ def test_what_a_kernel_must_not_do_is_an_error(statement, message):
         "{{ .reg .b32 x; mov.u32 x, {}; stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r2], {{x}}; }}",
     ],
 )
-def test_lanes_write_one_value_to_one_address(statement):
-    """Which one stays is not defined, so different ones are refused (9.7.9.12)."""
+def test_lanes_must_write_the_same_value_to_one_address(statement):
+    """Which of several values remains is undefined, so different values are refused (9.7.9.12)."""
     wrong = statement.format("%r1")
     refused(wrong, RaceError, "lanes 0 and (1|8|16) write different values to one address")
     launch(f"{DECLARED} {statement.format(5)} ret;", [".param .u64 out"], [np.zeros(16, "u4")])
@@ -210,7 +210,7 @@ def test_lanes_write_one_value_to_one_address(statement):
 
 @pytest.mark.parametrize("space", ["shared", "shared::cta"])
 @pytest.mark.parametrize("opcode", ["ld.{}.u32 %r3, [%r2];", "st.{}.u32 [%r2], 1;"])
-def test_an_address_of_another_block_is_none_of_the_own(space, opcode):
+def test_an_address_of_another_block_is_not_one_of_the_own_block(space, opcode):
     statement = ".reg .b32 %x; mov.u32 %x, %cluster_ctarank; xor.b32 %x, %x, 1;"
     statement += f"mapa.shared::cluster.u32 %r2, %r0, %x; {opcode.format(space)}"
     message = r"an address in block \d where the own block"

@@ -1,7 +1,7 @@
-"""The emulator's scalar and data instructions, lane by lane, against the PTX ISA (9.0).
+"""The emulator's scalar and data instructions against the PTX ISA (9.0).
 
-The references are exact: Python integers, and fractions that are rounded once. Of a NaN that an
-instruction computes only that it is one is compared: its payload is unspecified (9.7.3).
+The references are exact: Python integers, and fractions that are rounded once. A NaN that an
+instruction computes may have any payload, because that is unspecified (9.7.3).
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ BLOCKS = 12
 
 @functools.cache
 def outcomes(results, kinds, wide):
-    """Executes all opcodes of these types; the results of each."""
+    """Executes all opcodes of these types and returns the results of each."""
     group = [c for c in CASES if (c.results, c.kinds, c.wide) == (results, kinds, wide)]
     rows = operands(kinds, wide, 32 * BLOCKS)
     sizes = [64 if wide else 1 if kind == "pred" else stored(kind) for kind in kinds]
@@ -53,7 +53,7 @@ def outcomes(results, kinds, wide):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_one_lane_alone(case):
+def test_instructions_of_a_single_lane(case):
     assert isa.OPCODES[case.opcode].section == case.section
     found = outcomes(case.results, case.kinds, case.wide)[case.opcode]
     for i, row in enumerate(operands(case.kinds, case.wide, 32 * BLOCKS)):
@@ -69,7 +69,7 @@ def test_one_lane_alone(case):
             assert actual == expected, f"{[*map(hex, raw)]}: {actual:#x}, not {expected:#x}"
 
 
-def test_lop3_has_every_table():
+def test_lop3_with_every_truth_table():
     assert isa.OPCODES["lop3.b32"].section == LOGIC
     rows = list(zip(*(drawn(32, i) for i in range(3))))
     body = "\n".join(f"lop3.b32 %d{i}, %a0, %a1, %a2, {i};" for i in range(256))
@@ -83,7 +83,7 @@ def test_lop3_has_every_table():
 
 @pytest.mark.parametrize("whole, part", [(32, 16), (64, 32), (64, 16), (16, 8)])
 def test_mov_packs_and_unpacks(whole, part):
-    """9.7.9.4; registers of 8 bits are declared, which mov may name."""
+    """9.7.9.4; mov may also name registers of 8 bits."""
     assert isa.OPCODES[f"mov.b{whole}"].section == MOVE
     count = whole // part
     rows = [drawn(whole, i) for i in range(2)]
@@ -159,7 +159,7 @@ def special_registers():
 
 
 def test_clocks_and_conversions_of_special_registers():
-    """cvt extends and cuts (10)."""
+    """cvt extends or truncates their values (section 10)."""
     body = """.reg .b64 %c; mov.u64 %c, %clock64; mov.b64 %c, %globaltimer; mov.u32 %d0, %clock;
         cvt.u64.u32 %d1, %laneid; cvt.u16.u32 %d2, %laneid; cvt.u32.u64 %d3, %clock64;
         mov.s32 %d4, %laneid; mov.b64 {%d5, _}, %clock64;"""

@@ -1,4 +1,4 @@
-"""Targets."""
+"""The values of .target that each instruction needs."""
 
 import re
 

@@ -1,7 +1,7 @@
 """The emulator's tensor cores and tensor memory, against the PTX ISA (9.0), 9.7.15 and 9.7.16.
 
-Products are sums that float32 holds exactly. Where something has to be refused, its twin that is
-right runs beside it.
+Products have sums that float32 represents exactly. Each case that must be refused has a valid twin,
+which is run as well.
 """
 
 import functools
@@ -75,12 +75,12 @@ def waiting(parity=0):
 
 
 def blackwell(pair, products, loads, *, size=2 * PART, columns=512, layouts=DENSE):
-    """A kernel: tensor memory, operands, products by one thread, loads, all given back.
+    """A kernel that allocates tensor memory, multiplies, loads, stores the sums, and deallocates.
 
     Args:
-      pair: whether of two blocks.
-      products: statements of one thread, with %a_desc, %b_desc and %tmem, without its predicate.
-      loads: statements of all threads with the lanes of their warp at %tmem.
+      pair: whether two blocks multiply together.
+      products: statements of one thread that read %a_desc, %b_desc and %tmem; without a predicate.
+      loads: statements of all threads; %tmem is the address of their warp's lanes.
     """
     group = int(pair)
     all_ = (
@@ -135,7 +135,7 @@ def tcgen05(
     issue=None,
     **options,
 ):
-    """The accumulators of a product, and a times b."""
+    """The accumulators of a product, and the expected a times b."""
     blocks, depth = 1 + pair, 32 // SIZES[a]
     (raw_a, values_a), (raw_b, values_b) = (
         drawn(x, (rows, depth), i) for i, (x, rows) in enumerate(((a, 128 * blocks), (b, columns)))
@@ -175,7 +175,7 @@ def test_mma_of_every_kind_and_type(opcode, which):
 @pytest.mark.parametrize("columns", [16, 32, 80, 96, 208, 224])
 @pytest.mark.parametrize("pair", [False, True])
 def test_widths_of_mma(columns, pair):
-    """Of two blocks it has steps of 32."""
+    """For two blocks, N is a multiple of 32."""
     if pair and columns % 32:
         with pytest.raises(EmulatorError, match=f"no product has 256 x {columns} for 2 blocks"):
             tcgen05("i8", "s8", "s8", columns, pair=True)
@@ -214,7 +214,7 @@ def test_products_accumulate(schedule):
 @pytest.mark.parametrize("opcode", [*SINGLE, *MULTI])
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
 def test_commits(opcode, schedule):
-    """They arrive once at each barrier when all products before them are done."""
+    """A commit arrives once at each barrier, when all products before it are done."""
     assert isa.OPCODES[opcode].section == TCGEN05
     form = "multicast" if opcode in MULTI else "single"
     pair = opcode in (SINGLE[1], MULTI[1])
@@ -226,7 +226,7 @@ def test_commits(opcode, schedule):
 
 @functools.cache
 def numbered():
-    """Operands whose product is 256 * row + column: 9.7.16.2.3 is tested with it."""
+    """Operands whose product is 256 * row + column, to test the layouts of 9.7.16.2.3."""
     image = np.zeros(2 * PART, np.uint8)
     for begin, rows in ((0, 128), (PART, 256)):
         raw = np.zeros((rows, 32), np.uint8)
@@ -256,7 +256,7 @@ def place(shape, lane, i):
 
 @pytest.mark.parametrize("opcode", LOADS)
 def test_shapes_of_loads(opcode):
-    """At several columns, and by the upper and the lower half of a warp's lanes."""
+    """At several columns, and in the upper and the lower half of a warp's lanes."""
     assert isa.OPCODES[opcode].section == TCGEN05
     shape, repetitions = LOADS[opcode]
     count = repetitions * PER_REPETITION[shape]
@@ -297,7 +297,7 @@ def kernel(loads=ONE_LOAD, products=NUMBERED, **options):
 OPTIONS = dict(arrays=[numbered()], threads=128)
 
 
-def test_the_kernel_of_the_hazards_is_right():
+def test_the_kernel_of_the_hazard_tests_is_correct():
     for schedule in ("eager", "late", "random"):
         run(kernel(), schedule=schedule, **OPTIONS)
 
@@ -509,8 +509,8 @@ def test_hazards_of_tcgen05(old, new, error, message):
     assert_fails(error, message, text.replace(old, new), **OPTIONS)
 
 
-def test_allocations_wait_for_room_and_say_where_they_are():
-    """Columns are given in the order of their beginnings (9.7.16.7.1)."""
+def test_allocations_wait_for_free_columns_and_return_their_address():
+    """The lowest free columns are allocated (9.7.16.7.1)."""
     assert {isa.OPCODES[x].section for x in (*ALLOC, *DEALLOC, *RELINQUISH)} == {TCGEN05}
     text = declared(64) + "mov.u32 %y, slot; @!%first_warp bra second;"
     for i, count in enumerate((256, 32, 128, 64)):
@@ -527,7 +527,7 @@ def test_allocations_wait_for_room_and_say_where_they_are():
     assert found[0][32:] == [0] * 32
 
 
-def test_a_pair_gives_back_what_it_took_as_a_pair():
+def test_a_pair_deallocates_what_it_allocated_as_a_pair():
     meet = "barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;"
     text = f"""{declared(64)} {meet} @%first_warp {ALLOC[1]} [slot], 64; bar.sync 0;
         ld.shared.b32 %tmem, [slot]; {meet} @%first_warp {DEALLOC[1]} %tmem, 64;"""
@@ -539,7 +539,7 @@ TWICE = f"""{BEFORE}; bar.sync 0; {AFTER}; @!%p bra again2; PRODUCT again2: {wai
 
 
 @pytest.mark.parametrize("missing", ["", f"{BEFORE};", "bar.sync 0;", f"{AFTER};", f"{LOADED};"])
-def test_an_accumulator_is_overwritten_when_it_has_been_loaded(missing):
+def test_an_accumulator_is_overwritten_only_after_its_loads(missing):
     """9.7.16.6.4: loads, fence::before, a barrier, fence::after, products."""
     loads = f"{one_load()} {LOADED}; " + TWICE.replace("PRODUCT", NUMBERED).replace("bra", "bra", 1)
     text = kernel(loads.replace(missing, "", 1) if missing else loads)
@@ -548,7 +548,7 @@ def test_an_accumulator_is_overwritten_when_it_has_been_loaded(missing):
         for schedule in ("eager", "late", "random"):
             run(text, schedule=schedule, **OPTIONS)
     elif missing == f"{LOADED};":
-        # The load happens at the next wait.
+        # The load is executed at the next wait.
         with pytest.raises(EmulatorError):
             run(text, schedule="eager", **OPTIONS)
     else:
@@ -556,7 +556,7 @@ def test_an_accumulator_is_overwritten_when_it_has_been_loaded(missing):
         assert_fails(RaceError, message, text, schedule="eager", **OPTIONS)
 
 
-def test_operands_stay_until_the_products_are_done():
+def test_operands_may_not_change_before_the_products_are_done():
     early = NUMBERED + f"st.shared.u32 [%memory], 0;{HERE}"
     message = "overwrites what is read from .* the tensor core"
     assert_fails(RaceError, message, kernel(products=early), **OPTIONS)
@@ -564,8 +564,8 @@ def test_operands_stay_until_the_products_are_done():
     run(kernel(late), **OPTIONS)
 
 
-def test_a_pair_multiplies_by_its_first_block():
-    """And both blocks have a half of each operand."""
+def test_the_first_block_multiplies_for_the_pair():
+    """Each block has half of each operand."""
     with pytest.raises(EmulatorError, match="no block 1"):
         run(kernel(products=NUMBERED.replace(commit(False), f"{MULTI[0]} [%bar], 2;")), **OPTIONS)
     options = dict(arrays=[numbered() * 2], threads=128, grid=2, cluster=2)

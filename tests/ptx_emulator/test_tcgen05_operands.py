@@ -1,6 +1,6 @@
 """tcgen05.st, first operands in tensor memory, 64 rows and TF32, against the PTX ISA (9.0), 9.7.16.
 
-Where something has to be refused, its twin that is right runs beside it.
+Each case that must be refused has a valid twin, which is run as well.
 """
 
 import ml_dtypes
@@ -13,8 +13,8 @@ from ptx_emulator.ptx_runner import HERE, assert_fails, run
 
 SECTION = "9.7.16 tcgen05"
 
-# Which registers a lane has of each shape (9.7.16.2.3): row and column of register r of lane l; the
-# second half of 16x32bx2 is so many columns further.
+# For each shape (9.7.16.2.3), the row and column of register r of lane l. The second half of
+# 16x32bx2 is FURTHER columns to the right.
 FURTHER = 128
 SHAPES = {
     "32x32b": (1, lambda l, r: (l, r)),
@@ -45,18 +45,18 @@ FREED = """bar.sync 0; setp.ge.u32 %p, %thread, 32; @%p bra freed;
 
 
 def registers(name, count, first=0):
-    """A vector of so many registers."""
+    """A vector operand of `count` registers."""
     return "{" + ", ".join(f"%{name}{first + i}" for i in range(count)) + "}"
 
 
 def lanes_of(registers):
-    """[lane, register] of what `run` gives."""
+    """The results of `run` as [lane, register]."""
     return np.array(registers, np.uint32).T
 
 
 @pytest.mark.parametrize("form, count, place", FORMS, ids=[form for form, *_ in FORMS])
 def test_store_puts_registers_where_the_isa_says(form, count, place):
-    """9.7.16.8.4: read back with 32x32b; the rest stays as it was."""
+    """9.7.16.8.4: read back with 32x32b; all other words are unchanged."""
     opcode = f"tcgen05.st.sync.aligned.{form}.b32"
     assert (
         isa.OPCODES[opcode].section
@@ -84,7 +84,7 @@ LOADS = [(form, count, place) for form, count, place in FORMS if form.startswith
 
 @pytest.mark.parametrize("form, count, place", LOADS, ids=[form for form, *_ in LOADS])
 def test_load_of_two_halves(form, count, place):
-    """9.7.16.8.3: every word holds its row and column."""
+    """9.7.16.8.3: the value of every word is made of its row and column."""
     opcode = f"tcgen05.ld.sync.aligned.{form}.b32"
     assert isa.OPCODES[opcode].section == SECTION
     values = "".join(f"mad.lo.u32 %v{i}, %lane, 1000, {i};" for i in range(128))
@@ -124,7 +124,7 @@ def multiply(name, rows, *, in_tensor_memory, fence="fence.proxy.async.shared::c
     generator, depth = np.random.default_rng(rows), 32 // np.dtype(dtype).itemsize
     a, b = (generator.integers(-8, 9, (side, depth)) for side in (rows, N))
     descriptor = result << 4 | code << 7 | code << 10 | N >> 3 << 17 | rows >> 4 << 24
-    # From one core matrix to the next: 128 bytes along K, 256 along rows; version 1.
+    # Core matrices are 128 bytes apart along K, and 256 along rows. The version is 1.
     layout = 128 >> 4 << 16 | 256 >> 4 << 32 | 1 << 46
     change = {
         "store": f"tcgen05.st.sync.aligned.32x32b.x8.b32 [%x], {registers('v', 8)};",
@@ -196,17 +196,17 @@ def test_product_of_64_rows_is_in_16_lanes_of_each_quarter(name):
     assert (raw == 0xFFFFFFFF).all()
 
 
-def test_the_last_13_bits_of_a_float32_do_not_count():
+def test_TF32_ignores_the_last_13_bits_of_a_float32():
     """9.7.16.2.2: TF32 has 10 bits of fraction."""
     body, arrays, expected = multiply("tf32", 128, in_tensor_memory=False)
     noisy = [(np.frombuffer(x, np.uint32) | 0x1FFF).tobytes() for x in arrays]
     found = run(body, results=[32] * N, arrays=noisy, threads=128).results
-    # Where an element was 0 it is a tiny number now, which is 0 in TF32.
+    # Elements that were 0 are now tiny numbers, which are 0 in TF32.
     assert (lanes_of(found).view(np.float32) == expected).all()
 
 
 def test_what_orders_a_store_and_a_product():
-    """The wait, and the fences around the barrier."""
+    """The wait for the store, and the fences before and after the barrier."""
     options = dict(in_tensor_memory=True)
     for change, message in (
         (dict(wait=""), "nothing orders it after the tcgen05.st of warp 0: tcgen05.wait::st"),
@@ -223,7 +223,7 @@ def test_what_orders_a_store_and_a_product():
             arrays=arrays,
             threads=128,
         )
-    # The barrier alone orders them if its name is allowed; without a wait nothing does.
+    # If the warning is allowed, the barrier is enough. Without a wait nothing orders them.
     allowed = frozenset({"no tcgen05.fence"})
     found, expected = multiplied("f16", 128, **options, before="", after="", allowed=allowed)
     assert (found == expected).all()
@@ -232,7 +232,7 @@ def test_what_orders_a_store_and_a_product():
 
 
 def test_stores_that_are_not_waited_for():
-    """Before a load of the same columns, after one, and at the end."""
+    """Before a load of the same columns, after one, and at the end of the kernel."""
     store = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%tmem], {%x};"
     load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%y}, [%tmem];"
     stored, loaded = "tcgen05.wait::st.sync.aligned;", "tcgen05.wait::ld.sync.aligned;"
@@ -247,7 +247,7 @@ def test_stores_that_are_not_waited_for():
 
 
 def test_warps_of_one_quarter_share_lanes():
-    """The fifth warp has the lanes of the first."""
+    """The fifth warp accesses the same lanes as the first."""
     body = f"""{ALLOCATED} mov.u32 %x, %thread; setp.ge.u32 %p, %thread, 32; @%p bra first;
         tcgen05.st.sync.aligned.32x32b.x1.b32 [%tmem], {{%x}}; tcgen05.wait::st.sync.aligned;
         tcgen05.fence::before_thread_sync; first: BARRIER
@@ -266,7 +266,7 @@ def test_warps_of_one_quarter_share_lanes():
 
 
 def test_a_loaded_register_is_used_before_the_wait():
-    """An error, unless it is allowed by name; then tensor memory is read until the wait."""
+    """An error, unless the warning is allowed; then tensor memory counts as read until the wait."""
     body = f"""{ALLOCATED} mov.u32 %x, %thread;
         tcgen05.st.sync.aligned.32x32b.x1.b32 [%tmem], {{%x}}; tcgen05.wait::st.sync.aligned;
         tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%y}}, [%tmem];
@@ -282,7 +282,7 @@ def test_a_loaded_register_is_used_before_the_wait():
     assert_fails(RaceError, "without a tcgen05.wait::ld", later, allowed=allowed)
 
 
-# What another test of the emulator's tensor cores need not test again.
+# Forms that are tested here, so that test_tcgen05.py need not test them.
 TESTED = {
     *(f"tcgen05.st.sync.aligned.{form}.b32" for form, *_ in FORMS),
     *(f"tcgen05.ld.sync.aligned.{form}.b32" for form, *_ in LOADS),

@@ -1,7 +1,7 @@
 """The emulator's tensor maps and asynchronous copies, against the PTX ISA (9.0), 9.7.9.25 and 5.5.
 
-The reference walks through a box element by element. Where something has to be refused, its twin
-that is right runs beside it.
+The reference goes through a box element by element. Each case that must be refused has a valid
+twin, which is run as well.
 """
 
 import itertools
@@ -55,7 +55,7 @@ class Tensor:
         self.box = (inner, *((16,), (4, 4), (4, 2, 2), (2, 2, 2, 2))[rank - 2])[:rank]
         if rank == 1:
             self.box = (inner,)
-        # Not a multiple of the box anywhere, and rows with room behind them.
+        # No size is a multiple of the box, and there are gaps between rows.
         self.dimensions = tuple(side + 3 for side in self.box)
         strides = [itemsize]
         extent = self.dimensions[0] * itemsize
@@ -72,9 +72,9 @@ class Tensor:
         )
 
     def places(self, *, stores=False):
-        """Inside; beyond the ends; beside the tensor; but for stores before the beginnings.
+        """Coordinates inside the tensor, across its ends, outside of it; for loads also before it.
 
-        Rows begin at 16 bytes.
+        Rows are aligned to 16 bytes.
         """
         unit = 16 // self.itemsize
         found = [
@@ -101,7 +101,7 @@ class Tensor:
             yield source, swizzled_address(begin + i * self.itemsize, self.swizzle)
 
     def loaded(self, place):
-        """The shared memory behind BASE after a load; 0xFF is what nobody wrote."""
+        """The shared memory from BASE on after a load; bytes that are not written are 0xFF."""
         memory = bytearray(b"\xff" * ROOM)
         size = self.itemsize
         for source, target in self.elements(place):
@@ -119,7 +119,7 @@ class Tensor:
 
 
 def test_the_pattern_of_128_bytes_is_that_of_the_figure():
-    """The first rows of pieces, as the figures of 5.5.7 have them."""
+    """The first rows of 16-byte units, from the figures of 5.5.7."""
     found = [
         [swizzled_address(128 * r + 16 * c, 128) // 16 % 8 for c in range(8)] for r in range(8)
     ]
@@ -170,7 +170,7 @@ def expect(bytes_):
 @pytest.mark.parametrize("swizzle", SWIZZLES)
 @pytest.mark.parametrize("rank", RANKS)
 def test_boxes_of_every_rank_and_swizzle(rank, swizzle):
-    """Loaded and stored, wherever they are; beyond the tensor there are zeros."""
+    """Loads and stores at all coordinates; outside of the tensor loads return zeros."""
     for i, itemsize in enumerate((1, 2, 4, 8, 2)):
         tensor = Tensor(rank, swizzle, itemsize)
         place = list(tensor.places())[i]
@@ -199,10 +199,10 @@ def filled(fence="fence.proxy.async.shared::cta;", array=1):
 
 
 def in_cluster(statement, signals, issuers, blocks=4):
-    """Every block's memory after some of them have executed a load.
+    """The memory of every block after some blocks have executed a load.
 
     Args:
-      signals: how many bytes each block's barrier gets.
+      signals: bytes that arrive at each block's barrier.
       issuers: the ranks that load.
     """
     issues = "setp.ne.u32 %issuer, %thread, %thread;"
@@ -272,8 +272,8 @@ def test_shared_cta_is_the_own_block(opcode):
     [(x, mask) for x in MULTICASTS for mask in ((2, 15, 9) if ".2d." in x else (11,))],
 )
 def test_a_load_of_several_blocks(opcode, mask):
-    """The same offset in every block, also of the barriers; with cta_group::2 those that have the
-    parity of the given one, in the pairs of the blocks that get data (9.7.9.25.5.2)."""
+    """Data and barrier have the same offsets in every block. With cta_group::2, the signalled barrier
+    of each receiving pair is in the block with the given barrier's parity (9.7.9.25.5.2)."""
     assert isa.OPCODES[opcode].section == SECTION
     tensor = Tensor(int(opcode[len("cp.async.bulk.tensor.")]), 128)
     place = next(tensor.places())
@@ -336,7 +336,7 @@ def test_a_store_does_not_begin_before_the_tensor(place):
 
 
 def test_narrow_swizzled_rows_take_the_swizzles_bytes():
-    """As on an H200, which leaves the bytes between them as they are."""
+    """As on an H200, which does not change the bytes between the rows."""
     content = random.Random(5).randbytes(256)
     narrow = lambda at, *_: TensorMap(at, 1, (64, 4), (1, 64), (32, 4), 128)  # noqa: E731
     load = f"cp.async.bulk.tensor.2d.shared::cta.global.{ARRIVAL}"
@@ -365,7 +365,7 @@ COMMIT, READ, ALL = (
 
 
 def three_stores(wait, *commits):
-    """Three stores of one thread, then %d0 is the sum of what global memory has got of them."""
+    """Three stores of one thread; then %d0 is the sum of what has reached global memory."""
     text = DECLARED + "mov.u32 %x, 1; st.shared.u32 [%word], %x; st.shared.u32 [%word+128], %x;"
     text += "st.shared.u32 [%word+256], %x; fence.proxy.async; bar.sync 0;"
     for i, commit in enumerate(commits):
@@ -391,8 +391,8 @@ def three_stores(wait, *commits):
     ],
 )
 def test_groups_of_stores(wait, commits, done):
-    """9.7.9.25.3: all but the last n groups are waited for, of a group all its stores; what has not
-    been committed is in none. What nobody waits for happens sometime."""
+    """9.7.9.25.3: a wait is for all stores of all groups but the last n. A store that is not
+    committed is in no group. Stores that are not waited for complete at any time."""
     for opcode in (COMMIT, READ, ALL):
         assert isa.OPCODES[opcode].section == SECTION
     found = []
@@ -412,8 +412,8 @@ def test_groups_of_stores(wait, commits, done):
 
 @pytest.mark.parametrize("schedule", ["late", "eager", "random"])
 @pytest.mark.parametrize("wait", [f"{READ} 0", f"{ALL} 0", f"{READ} 1", f"{ALL} 1", ""])
-def test_what_a_store_reads_stays_until_it_is_read(wait, schedule):
-    """Also if another warp is to write there, which has to know of the wait."""
+def test_the_source_of_a_store_may_change_only_after_its_read(wait, schedule):
+    """The same if another warp writes there, which must be ordered after the wait."""
     text = f"""{DECLARED} st.shared.u32 [%word], %thread; fence.proxy.async; bar.sync 0;
         @%first {STORE} [%t0, {{0}}], [%memory]; @%first {COMMIT}; {wait and f"@%first {wait};"}
         bar.sync 0; xor.b32 %word, %word, 128; st.shared.u32 [%word], 99;{HERE}"""
@@ -426,7 +426,7 @@ def test_what_a_store_reads_stays_until_it_is_read(wait, schedule):
         assert_fails(RaceError, message, text, **options)
 
 
-# Lanes: a word each, or rows of a matrix that are together the data of all lanes.
+# Each lane stores a word, or a row of a matrix that has data of several lanes.
 STORED = {
     "words": "st.shared.u32 [%word], %thread;",
     "rows": """mad.lo.u32 %x, %thread, 16, %memory;
@@ -458,8 +458,8 @@ NOT_ALL, NO_BARRIER = "without a fence.proxy.async of the lanes", "no barrier or
         (LANES_MEET, r"without a fence.proxy.async\n"),
     ],
 )
-def test_each_lane_fences_its_stores_and_lanes_meet_before_one_issues(stored, between, message):
-    """9.7.13.4: what a lane wrote is not ordered by another lane's fence, nor by a fence alone."""
+def test_each_lane_fences_its_stores_before_a_barrier_and_a_tma_store(stored, between, message):
+    """9.7.13.4: neither another lane's fence nor a fence without a barrier orders a lane's store."""
     text = f"""{DECLARED} {STORED[stored]} {between}
         @%first {STORE} [%t0, {{0}}], [%memory];{HERE} @%first {COMMIT}; @%first {ALL} 0;"""
     options = dict(arrays=[bytes(256)], maps=[words])
@@ -470,7 +470,7 @@ def test_each_lane_fences_its_stores_and_lanes_meet_before_one_issues(stored, be
     assert left.tolist() == [0, 1, 2, 3] + [0] * 60
 
 
-def test_a_lane_that_did_all_by_itself_meets_nobody():
+def test_a_lane_that_stores_fences_and_issues_needs_no_barrier():
     text = f"""{DECLARED}
         @%first st.shared.v4.u32 [%memory], {{%thread, %thread, %thread, %thread}};
         @%first {PROXY} @%first {STORE} [%t0, {{0}}], [%memory];
@@ -487,7 +487,7 @@ def test_a_lane_that_did_all_by_itself_meets_nobody():
     "between, right",
     [
         (f"{PROXY} bar.sync 0;", True),
-        # Whoever knows of another warp's store may fence it.
+        # A warp that is ordered after another warp's store may fence it.
         (f"bar.sync 0; {PROXY} bar.sync 0;", True),
         (f"bar.sync 0; @%first {PROXY}", True),
         (f"bar.sync 0; @!%issuer {PROXY}", False),
@@ -495,7 +495,7 @@ def test_a_lane_that_did_all_by_itself_meets_nobody():
     ],
 )
 def test_a_fence_of_another_warps_store_is_ordered_too(between, right):
-    """The second warp stores, the first thread of the first one lets TMA read it."""
+    """The second warp stores; the first thread of the first warp issues the TMA store."""
     text = f"""{DECLARED} setp.lt.u32 %issuer, %thread, 32; add.u32 %word, %word, -128;
         @!%issuer st.shared.u32 [%word], 7; {between}
         @%first {STORE} [%t0, {{0}}], [%memory];{HERE} @%first {COMMIT}; @%first {ALL} 0;"""
@@ -507,11 +507,11 @@ def test_a_fence_of_another_warps_store_is_ordered_too(between, right):
             assert_fails(RaceError, "which block 0, warp 1 wrote", text, **options)
 
 
-# Loads and who may touch what, when.
+# The order of loads and other accesses.
 
 
 @pytest.mark.parametrize("schedule", ["late", "eager", "random"])
-def test_what_a_load_writes_is_there_after_the_wait(schedule):
+def test_a_load_has_written_its_target_after_the_wait(schedule):
     content = np.arange(64, dtype=np.uint32)
     text = f"""{DECLARED} {expect(16)} @%first {LOAD} [%memory], [%t0, {{8}}], [%bar];
         {{}} and.b32 %x, %thread, 3; mad.lo.u32 %x, %x, 4, %memory; ld.shared.u32 %rank, [%x];{HERE}
@@ -526,8 +526,8 @@ def test_what_a_load_writes_is_there_after_the_wait(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["late", "eager"])
-def test_bytes_may_come_before_they_are_expected(schedule):
-    """The phase has an arrival that is missing, so it does not end."""
+def test_bytes_may_arrive_before_they_are_expected(schedule):
+    """The phase still lacks an arrival, so it does not complete."""
     text = f"""{DECLARED} @%first {LOAD} [%memory], [%t0, {{8}}], [%bar];
         {"add.u32 %x, %x, 1;" * 500} {expect(16)} {WAIT} ld.shared.u32 %d0, [%memory];"""
     content = np.arange(64, dtype=np.uint32)
@@ -536,8 +536,8 @@ def test_bytes_may_come_before_they_are_expected(schedule):
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_a_load_overwrites_what_nobody_reads_any_more(read):
-    """Reads of another warp are ordered before it by a barrier, and need no fence."""
+def test_a_load_may_overwrite_memory_after_its_reads(read):
+    """A barrier orders another warp's reads before the load; no fence is needed."""
     text = f"""{DECLARED} {expect(16)} @%first {LOAD} [%memory], [%t0, {{8}}], [%bar]; {WAIT}
         {"" if read else "bar.sync 0;"} @!%first ld.shared.u32 %x, [%memory];
         {"bar.sync 0;" if read else ""} @%first {LOAD} [%memory], [%t0, {{16}}], [%bar];{HERE}
@@ -634,7 +634,7 @@ LOAD_2D = f"cp.async.bulk.tensor.2d.shared::cta.global.{ARRIVAL}"
         "groups in a register": (f"{ALL} %x;", UnsupportedError, "not an integer constant"),
     }.values(),
 )
-def test_what_a_copy_refuses(statement, error, message):
+def test_invalid_copies_are_refused(statement, error, message):
     assert_fails(
         error, message, f"{DECLARED} @%first {statement}{HERE}", arrays=[bytes(256)], maps=[words]
     )

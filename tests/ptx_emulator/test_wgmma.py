@@ -1,4 +1,4 @@
-"""wgmma."""
+"""The emulator's wgmma against the PTX ISA (9.0), 9.7.15."""
 
 import functools
 import itertools
@@ -57,7 +57,7 @@ def fragments(array, part, count):
 
 
 def matrix(words, columns, result):
-    """The 64 rows of an accumulator (9.7.15.5.1.1.3), of what `fragments` stored."""
+    """The 64 rows of an accumulator (9.7.15.5.1.1.3), from what `fragments` stored."""
     found = np.frombuffer(words, np.int32 if result == "s32" else np.float32)
     found = found.reshape(-1, 128, columns // 2)
     left = np.full((len(found), 64, columns), np.nan)
@@ -72,7 +72,7 @@ KINDS = tuple(SIZES)
 
 @functools.cache
 def products(columns):
-    """All products of this width, of operands that are shared by all types."""
+    """Products of this width and all types, which share their operands."""
     image, values = np.zeros(6 * 2048 + 6 * 8192, np.uint8), {}
     begin = {}
     for i, kind in enumerate(KINDS):
@@ -111,7 +111,7 @@ def test_wgmma_of_every_width_and_type(opcode):
 
 
 def multiplied(opcode, layouts, images, statements, *, more="", **options):
-    """Statements on %a_desc and %b_desc with the products of two operands; the accumulators."""
+    """Executes statements that multiply %a_desc and %b_desc; returns the accumulators."""
     columns, _, a, b = PRODUCTS[opcode]
     image, count = np.zeros(2 * PART, np.uint8), columns // 2
     for layout, raw, begin, kind in zip(layouts, images, (0, PART), (a, b)):
@@ -130,7 +130,7 @@ def multiplied(opcode, layouts, images, statements, *, more="", **options):
 @pytest.mark.parametrize("second", [LAYOUTS[i] for i in (0, 2, 4, 7)], ids=layout_name)
 @pytest.mark.parametrize("first", LAYOUTS, ids=layout_name)
 def test_layouts_of_wgmma(first, second):
-    """All swizzles, major K and major MN, with strides of their own; begins inside of a row."""
+    """All swizzles, K-major and MN-major, with various strides and starts inside of a row."""
     opcode = opcode_of(72, 16, "bf16", "bf16")
     (raw_a, a), (raw_b, b) = (drawn("bf16", (rows, 16), i) for i, rows in enumerate((64, 72)))
     turned = f"{int(first.major == 'MN')}, {int(second.major == 'MN')}"
@@ -151,7 +151,7 @@ def test_layouts_of_bytes(kind, swizzle):
 
 @pytest.mark.parametrize("kind, depth", [("f16", 16), ("e5m2", 32), ("u8", 32)])
 def test_wgmma_accumulates_with_signs(kind, depth):
-    """Integers have no signs, and their sums go around."""
+    """Integers cannot be negated, and their sums wrap around."""
     opcode = opcode_of(16, depth, kind, kind)
     (raw_a, a), (raw_b, b) = (drawn(kind, (rows, depth), i) for i, rows in enumerate((64, 16)))
     signs = [(1, 1), (-1, 1), (-1, -1), (1, 1), (1, -1), (1, 1)]
@@ -169,7 +169,7 @@ SMALL = opcode_of(8, 32, "s8", "s8")
 
 
 def hopper(statements, fence="fence.proxy.async;", size=4096, fenced=True):
-    """Products of 64 and 8 rows of ones: 32 everywhere."""
+    """A kernel that multiplies 64 by 8 rows of ones, so that every sum is 32."""
     return f"""{declared(size)} .reg .b32 %c<4>, %e<4>; {uploaded(4096, fence=fence)}
         {descriptor("%a_desc", 0, Layout().bits("Hopper"))}
         {descriptor("%b_desc", 2048, Layout().bits("Hopper"))}
@@ -182,7 +182,7 @@ ONES = dict(arrays=[b"\1" * 4096], threads=128, target="sm_90a")
 
 
 def test_groups_of_wgmma():
-    """9.7.15.7: wait_group n leaves the last n groups; their registers may not be touched."""
+    """9.7.15.7: wait_group n does not wait for the last n groups; their registers are in use."""
     assert {isa.OPCODES[x].section for x in (FENCE, COMMIT, WAIT)} == {WGMMA}
     text = hopper(f"{ONE} {COMMIT}; {TWO} {COMMIT}; {WAIT} 1; {{}}")
     first, second = (f"mov.u32 %x, {x};{HERE}" for x in ("%c2", "%e2"))
@@ -191,7 +191,7 @@ def test_groups_of_wgmma():
     message = "a register is used before wgmma.wait_group"
     assert_fails(EmulatorError, message, text.replace("{}", f"{second} {WAIT} 0;"), **ONES)
     assert_fails(EmulatorError, message, text.replace("{}", f"mov.u32 %e1, 0;{HERE}"), **ONES)
-    # What was not committed is in no group.
+    # Products that are not committed are in no group.
     text = hopper(f"{ONE} {WAIT} 0; {{}} {COMMIT}; {WAIT} 0;")
     run(text.replace("{}", ""), **ONES)
     assert_fails(EmulatorError, message, text.replace("{}", first), **ONES)
@@ -270,7 +270,7 @@ def test_unknown_bits_of_a_descriptor_of_wgmma(bits, message):
 
 @pytest.mark.parametrize("swizzle", [32, 64, 128])
 def test_a_swizzled_operand_begins_in_the_first_row_of_its_pattern(swizzle):
-    """Otherwise it needs a base offset, which is not known."""
+    """Otherwise it needs a base offset, which the emulator does not support."""
     code = {128: 1, 64: 2, 32: 3}[swizzle] << 62 | (8 * swizzle >> 4) << 32
     text = hopper(
         f"{descriptor('%b_desc', 0, code)} {descriptor('%a_desc', 8192, code)} "
@@ -319,7 +319,7 @@ BF16 = opcode_of(8, 16, "bf16", "bf16")
         f"{WAIT} %x;": "not an integer constant",
     }.items(),
 )
-def test_forms_of_wgmma_that_are_not_known(statement, message):
+def test_unknown_forms_of_wgmma_are_refused(statement, message):
     assert_fails(UnsupportedError, message, hopper(statement + HERE), **ONES)
 
 
