@@ -272,8 +272,8 @@ def test_shared_cta_is_the_own_block(opcode):
     [(x, mask) for x in MULTICASTS for mask in ((2, 15, 9) if ".2d." in x else (11,))],
 )
 def test_a_load_of_several_blocks(opcode, mask):
-    """Data and barrier have the same offsets in every block. With cta_group::2, the signalled barrier
-    of each receiving pair is in the block with the given barrier's parity (9.7.9.25.5.2)."""
+    """Data and barrier have the same offsets in every block. With cta_group::2, the block of each
+    receiving pair is signalled that has the parity of the given barrier's (9.7.9.25.5.2)."""
     assert isa.OPCODES[opcode].section == SECTION
     tensor = Tensor(int(opcode[len("cp.async.bulk.tensor.")]), 128)
     place = next(tensor.places())
@@ -459,7 +459,7 @@ NOT_ALL, NO_BARRIER = "without a fence.proxy.async of the lanes", "no barrier or
     ],
 )
 def test_each_lane_fences_its_stores_before_a_barrier_and_a_tma_store(stored, between, message):
-    """9.7.13.4: neither another lane's fence nor a fence without a barrier orders a lane's store."""
+    """9.7.13.4: another lane's fence does not order a lane's store, nor does a fence alone."""
     text = f"""{DECLARED} {STORED[stored]} {between}
         @%first {STORE} [%t0, {{0}}], [%memory];{HERE} @%first {COMMIT}; @%first {ALL} 0;"""
     options = dict(arrays=[bytes(256)], maps=[words])
