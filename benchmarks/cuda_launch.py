@@ -130,7 +130,7 @@ def prepared(config: Config, problem: Problem, chip: Chip) -> tuple[np.ndarray, 
     segments = grid.schedule(problem.table_period)
     shapes = dict(M=problem.rows, N=problem.N, K=problem.K, period=problem.table_period)
     launched = dict(workers=grid.workers, segments=segments.shape[1])
-    return segments, cuda.launch(config, **shapes, **launched)
+    return segments, cuda.launch(config, **shapes, **launched, pixels=cuda.pixels(problem))
 
 
 def launch(config: Config, problem: Problem, chip: Chip, addresses: dict[str, int]) -> None:
@@ -155,7 +155,8 @@ def launch(config: Config, problem: Problem, chip: Chip, addresses: dict[str, in
     maps = [call.tensor_map(plan[name], addresses[name]) for name in ("patches", "weight", "y")]
     pointers = [addresses[name] for name in ("scale", "table", "y", "segments")]
     shapes = [problem.rows, problem.N, plan["chunks"]]
-    numbers = [*shapes, problem.table_period, segments.shape[1]]
+    width = cuda.pixels(problem)[1] // (problem.patch_size or 1)
+    numbers = [*shapes, problem.table_period, segments.shape[1], width]
     content = b"".join(maps) + np.array(pointers, np.uint64).tobytes()
     content += np.array(numbers, np.int32).tobytes()
     content += bytes(-len(content) % 8) + np.uint64(addresses.get("stamps", 0)).tobytes()

@@ -55,7 +55,7 @@ namespace patch_embed {
 namespace {
 
 // The version of the interface between Python and this library: operands, attributes, functions.
-constexpr int kInterface = 2;
+constexpr int kInterface = 3;
 
 // The kernels.
 
@@ -63,7 +63,7 @@ using namespace spelled;
 
 #define PATCH_EMBED_SM90_KERNEL(dtype, out_dtype, columns, tile_n, rows, slots, weight) \
   {{90, dtype, out_dtype, columns, tile_n, rows, 1, slots, weight},                     \
-   sm90::Shared<tile_n, rows, slots, weight>::bytes},
+   sm90::Shared<dtype, tile_n, rows, slots, weight>::bytes},
 #define PATCH_EMBED_SM100_KERNEL(dtype, out_dtype, columns, tile_n, blocks, slots, weight) \
   {{100, dtype, out_dtype, columns, tile_n, sm100::kRows, blocks, slots, weight},          \
    sm100::Shared<out_dtype, tile_n, blocks, slots, weight>::bytes},
@@ -118,8 +118,8 @@ Image* find_image(const Config& config) {
 #define PATCH_EMBED_DRIVER(X)                                                              \
   X(cuGetErrorName) X(cuGetErrorString) X(cuStreamGetCtx) X(cuCtxPushCurrent)             \
   X(cuCtxPopCurrent) X(cuCtxGetDevice) X(cuDeviceGetAttribute) X(cuLibraryLoadData)       \
-  X(cuLibraryGetKernel) X(cuKernelSetAttribute) X(cuTensorMapEncodeTiled) X(cuLaunchKernelEx) \
-  X(cuDriverGetVersion)
+  X(cuLibraryGetKernel) X(cuKernelSetAttribute) X(cuTensorMapEncodeTiled)                   \
+  X(cuTensorMapEncodeIm2col) X(cuLaunchKernelEx) X(cuDriverGetVersion)
 // clang-format on
 
 // cuda.h defines some of these names as macros that expand to the name of a version, such as
@@ -228,6 +228,8 @@ ffi::DataType element_type(Type type) {
       return ffi::DataType::BF16;
     case Type::kFloat32:
       return ffi::DataType::F32;
+    case Type::kUInt8:
+      return ffi::DataType::U8;
   }
   return ffi::DataType::INVALID;
 }
@@ -238,6 +240,8 @@ std::string dtype_name(ffi::DataType type) {
       return "float8_e4m3fn";
     case ffi::DataType::S8:
       return "int8";
+    case ffi::DataType::U8:
+      return "uint8";
     case ffi::DataType::BF16:
       return "bfloat16";
     case ffi::DataType::F32:
@@ -258,6 +262,7 @@ std::string shape_text(const ffi::AnyBuffer& buffer) {
   return dtype_name(buffer.element_type()) + "[" + text + "]";
 }
 
+// `patches` are images if the kernel cuts them.
 struct Operands {
   ffi::AnyBuffer patches, weight, scale, table, runs_sm90, runs_sm100, y;
 
@@ -269,6 +274,8 @@ struct Operands {
   // Returns what is wrong with the operands, or an empty text. Fills `shapes`.
   std::string check(const Kernel& kernel, Shapes* shapes) const {
     const Config& config = kernel.config;
+    const bool images = config.dtype == Type::kUInt8;
+    const std::string source = images ? "images" : "patches";
     std::string wrong;
     // `sizes` names the axes for which `wanted` has kAny.
     const auto expect = [&](const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
@@ -292,14 +299,25 @@ struct Operands {
       }
       wrong = std::string(name) + " is " + shape_text(buffer) + ", expected " + dtype_name(type) +
               "[" + axes + "] for kernel " + kernel.name +
-              (&buffer == &patches ? "" : " and patches " + shape_text(patches)) +
+              (&buffer == &patches ? "" : " and " + source + " " + shape_text(patches)) +
               ". Call it through pallas_patch_embed.patch_embed, which passes what fits.";
     };
     const auto dtype = element_type(config.dtype);
-    expect("patches", patches, dtype, {kAny, kAny}, "M K");
-    if (!wrong.empty()) return wrong;
-    const int64_t M = patches.dimensions()[0], K = patches.dimensions()[1];
-    expect("weight", weight, dtype, {kAny, K}, "N");
+    int64_t M, K, height = 0, width = 0;
+    if (images) {
+      expect("images", patches, dtype, {kAny, kAny, kAny, 3}, "images H W");
+      if (!wrong.empty()) return wrong;
+      height = patches.dimensions()[1];
+      width = patches.dimensions()[2];
+      M = patches.dimensions()[0] * (height / kPatchSide) * (width / kPatchSide);
+      K = 3 * kPatchSide * kPatchSide;
+    } else {
+      expect("patches", patches, dtype, {kAny, kAny}, "M K");
+      if (!wrong.empty()) return wrong;
+      M = patches.dimensions()[0];
+      K = patches.dimensions()[1];
+    }
+    expect("weight", weight, element_type(factor_type(config.dtype)), {kAny, K}, "N");
     if (!wrong.empty()) return wrong;
     const int64_t N = weight.dimensions()[0];
     expect("scale", scale, ffi::DataType::F32, {N}, "");
@@ -313,7 +331,8 @@ struct Operands {
     expect("y", y, element_type(config.out_dtype), {M, N}, "");
     if (!wrong.empty()) return wrong;
     const auto sizes = segments(config).dimensions();
-    *shapes = {M, N, K, config.has_table ? table.dimensions()[0] : 1, sizes[0], sizes[1]};
+    *shapes = {M,        N,        K,      config.has_table ? table.dimensions()[0] : 1,
+               sizes[0], sizes[1], height, width};
     return "";
   }
 };
@@ -342,11 +361,20 @@ std::optional<std::string> choose(std::string_view name, int capability, const O
   return wrong;
 }
 
+// Encodes a tensor map. The driver checks no more than plan() does, except the address: XLA's buffers
+// begin at multiples of 16 bytes.
 CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const auto type = map.type == Type::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                     : map.type == Type::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                   : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  if (map.im2col) {
+    const int first_corner[3] = {};
+    return driver().cuTensorMapEncodeIm2col_fn(
+        encoded, type, map.rank, data, map.shape, map.strides, first_corner, map.corner, map.box[0],
+        map.box[1], steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  }
   const auto swizzle = map.swizzle == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   return driver().cuTensorMapEncodeTiled_fn(encoded, type, map.rank, data, map.shape, map.strides,
                                             map.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
@@ -438,6 +466,7 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
   arguments.chunks = launch.chunks;
   arguments.period = int32_t(choice.shapes.period);
   arguments.segment_count = int32_t(choice.shapes.segments);
+  arguments.grid_width = int32_t(choice.shapes.width / kPatchSide);
   PATCH_EMBED_RETURN_IF_ERROR("the tensor map of patches",
                               encode(launch.patches, patches.untyped_data(), &arguments.patches));
   PATCH_EMBED_RETURN_IF_ERROR("the tensor map of weight",
@@ -529,14 +558,15 @@ PATCH_EMBED_EXPORT int64_t patch_embed_kernels(char* buffer, int64_t size) {
 }
 
 // JSON: how a kernel is launched for these shapes, or {"error": why it cannot be}. `runs` is the number
-// of segments of a worker.
+// of segments of a worker; height and width are those of images, 0 for patches.
 PATCH_EMBED_EXPORT int64_t patch_embed_plan(const char* kernel, int64_t M, int64_t N, int64_t K,
                                             int64_t period, int64_t workers, int64_t runs,
-                                            char* buffer, int64_t size) {
+                                            int64_t height, int64_t width, char* buffer,
+                                            int64_t size) {
   patch_embed::Launch launch;
   const auto* found = patch_embed::find_kernel(kernel);
   const std::string wrong =
-      found ? patch_embed::plan(*found, {M, N, K, period, workers, runs}, &launch)
+      found ? patch_embed::plan(*found, {M, N, K, period, workers, runs, height, width}, &launch)
             : "there is no kernel of this name.";
   const std::string text =
       wrong.empty() ? patch_embed::to_json(launch) : "{\"error\": \"" + wrong + "\"}";

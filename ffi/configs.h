@@ -10,14 +10,14 @@ namespace patch_embed {
 // {table or offset}_{tile_n}x{rows}_b{blocks}_s{slots}_{streamed or stationary}.
 namespace spelled {
 constexpr Type e4m3 = Type::kFloat8E4M3FN, i8 = Type::kInt8, bf16 = Type::kBFloat16;
-constexpr Type f32 = Type::kFloat32;
+constexpr Type f32 = Type::kFloat32, u8 = Type::kUInt8;
 constexpr bool table = true, offset = false;
 constexpr bool streamed = true, stationary = false;
 }  // namespace spelled
 
 // The instances of the Hopper kernel: X(dtype, out_dtype, columns, tile_n, rows, slots, weight). `slots`
-// are those of patches. bfloat16 kernels have as many as fit, beside the weight of K = 768 if that is
-// stationary.
+// are those of patches. bfloat16 kernels and those of images have as many as fit, up to 16, beside the
+// weight of K = 768 if that is stationary.
 // clang-format off
 #define PATCH_EMBED_SM90_OUTPUTS(X, dtype, ...)                                  \
   X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \
@@ -39,8 +39,13 @@ constexpr bool streamed = true, stationary = false;
   PATCH_EMBED_SM90_OUTPUTS(X, bf16, 64, 64, 16, stationary)        \
   PATCH_EMBED_SM90_OUTPUTS(X, bf16, 128, 64, 9, streamed)          \
   PATCH_EMBED_SM90_STREAMED(X, bf16)
-#define PATCH_EMBED_SM90_CONFIGS(X) \
-  PATCH_EMBED_SM90_kFloat8E4M3FN(X) PATCH_EMBED_SM90_kInt8(X) PATCH_EMBED_SM90_kBFloat16(X)
+#define PATCH_EMBED_SM90_kUInt8(X)                                 \
+  PATCH_EMBED_SM90_OUTPUTS(X, u8, 192, 64, 13, stationary)         \
+  PATCH_EMBED_SM90_OUTPUTS(X, u8, 128, 64, 16, stationary)         \
+  PATCH_EMBED_SM90_OUTPUTS(X, u8, 64, 64, 16, stationary)
+#define PATCH_EMBED_SM90_CONFIGS(X)                                                         \
+  PATCH_EMBED_SM90_kFloat8E4M3FN(X) PATCH_EMBED_SM90_kInt8(X) PATCH_EMBED_SM90_kBFloat16(X) \
+  PATCH_EMBED_SM90_kUInt8(X)
 // clang-format on
 
 // The instances of the Blackwell kernel: X(dtype, out_dtype, columns, tile_n, blocks, slots, weight). A

@@ -11,11 +11,15 @@
 
 namespace patch_embed {
 
-enum class Type { kFloat8E4M3FN, kInt8, kBFloat16, kFloat32 };
+// kUInt8 is the type of images, which only the Hopper kernel takes.
+enum class Type { kFloat8E4M3FN, kInt8, kBFloat16, kFloat32, kUInt8 };
 
 constexpr int itemsize(Type type) {
   return type == Type::kFloat32 ? 4 : type == Type::kBFloat16 ? 2 : 1;
 }
+
+// The type of the weight, and of both factors of a product: pixels are turned into int8.
+constexpr Type factor_type(Type dtype) { return dtype == Type::kUInt8 ? Type::kInt8 : dtype; }
 
 // Shared memory that one thread block may have, in bytes: 227 KiB on Hopper and on Blackwell.
 constexpr int kMostSharedBytes = 227 * 1024;
@@ -28,6 +32,14 @@ constexpr int registers_at_launch(int threads) { return 65536 / threads / 8 * 8;
 // Bytes of K in a chunk: one row of the 128-byte swizzle.
 constexpr int kRowBytes = 128;
 
+// Images that a kernel cuts itself: TMA loads one line of many patches at once. A row of a load takes it
+// 5.6 cycles whether it has 16 or 96 bytes, so a row is the line of two patches beside each other. A
+// product takes 32 bytes of K, one and a half of which are a line, so a slot has two lines.
+constexpr int kPatchSide = 16;
+constexpr int kLineBytes = 3 * kPatchSide;
+constexpr int kRowPatches = 2;
+constexpr int kSlotLines = 2;
+
 // A segment of the schedule: tiles of one worker that need the same rows of the table. One row of what
 // schedule.runs() returns; its tiles are first_tile, first_tile + stride and so on.
 struct Segment {
@@ -36,7 +48,7 @@ struct Segment {
 
 // The kernels' only parameter.
 struct Arguments {
-  CUtensorMap patches;      // [M, K]
+  CUtensorMap patches;      // [M, K]; or images, see patch_embed_sm90.h
   CUtensorMap weight;       // [N, K]; on Hopper in five dimensions, see patch_embed_sm90.h
   CUtensorMap y;            // [M, N]; only for the Blackwell kernel, which stores by TMA
   const float* scale;       // [N]
@@ -47,6 +59,7 @@ struct Arguments {
   int32_t chunks;         // chunks of kRowBytes in K
   int32_t period;         // rows after which the table repeats
   int32_t segment_count;  // segments of a worker; those after its last one have no tiles
+  int32_t grid_width;     // patches beside each other in an image, if the kernel cuts images
 #ifdef PATCH_EMBED_TIMELINE
   uint32_t* timeline;  // see timeline.cuh
 #endif
@@ -55,7 +68,7 @@ struct Arguments {
 // The template arguments of a kernel.
 struct Config {
   int capability;         // compute capability: 90 or 100
-  Type dtype, out_dtype;  // dtype of patches and weight, and of y
+  Type dtype, out_dtype;  // dtype of patches and weight, or of images; and of y
   bool has_table;         // adds rows of a bfloat16 table; if not, one row of float32 offsets
   int tile_n;             // columns of a tile
   int rows;               // rows of a warpgroup's (Hopper) or a block's (Blackwell) part of a tile

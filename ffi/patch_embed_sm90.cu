@@ -40,8 +40,12 @@ template <Type dtype, Type out_dtype, bool has_table, int tile_n, int rows, int 
 class Worker {
  public:
   static constexpr int kTileRows = kConsumers * rows;
+  static constexpr bool kImages = dtype == Type::kUInt8;
+  static constexpr Type kFactor = factor_type(dtype);
   static constexpr int kTileK = kRowBytes / itemsize(dtype);
-  static constexpr int kPatchBytes = rows * kRowBytes;
+  static constexpr int kSlotK = slot_bytes_of_k(dtype);
+  static constexpr int kProducts = kSlotK / ptx::kProductBytes;
+  static constexpr int kPatchBytes = rows * kSlotK;
   static constexpr int kWeightBytes = tile_n * kRowBytes;
 
   // A thread has kRows rows of a warpgroup's half of a tile, and in each row kVector neighbouring
@@ -58,14 +62,18 @@ class Worker {
   static constexpr int kTermRows = has_table ? kPartRows : 1;
   static constexpr int kTerms = has_table ? kParts : kGroups;
 
-  static constexpr bool kKeepsColumns =
-      keeps_columns_in_registers(out_dtype, has_table, tile_n, rows);
+  static constexpr Kept kKept = kept_in_registers(dtype, out_dtype, has_table, tile_n, rows);
+  static constexpr bool kKeepsScale = kKept == Kept::kScaleAndTerms;
+  static constexpr bool kKeepsTerms = kKept != Kept::kNothing;
   static constexpr int kSums = sum_registers(tile_n, rows);
-  static constexpr int kColumns = column_registers(out_dtype, has_table, tile_n, rows);
+  static constexpr int kColumns =
+      (kKeepsScale ? scale_registers(out_dtype, tile_n) : 0) +
+      (kKeepsTerms ? term_registers(out_dtype, has_table, tile_n, rows) : 0);
 
   // Registers of a producer and of a consumer thread after setmaxnreg. Consumers take 240 only where
   // they need them, as that leaves the producer 24.
-  static constexpr bool kNeedsMost = kSums + (kKeepsColumns ? kColumns : 0) + kOtherRegisters > 232;
+  static constexpr bool kNeedsMost =
+      kSums + kColumns + pixel_registers(dtype, rows) + kOtherRegisters > 232;
   static constexpr int kFeedRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kMultiplyRegisters = kNeedsMost ? kMostRegisters : 232;
   static_assert(
@@ -73,10 +81,12 @@ class Worker {
           (1 + kConsumers) * registers_at_launch(kThreads),
       "setmaxnreg would wait for ever: the warpgroups want more registers than there are.");
 
-  using Memory = Shared<tile_n, rows, slots, stream_weight>;
+  using Memory = Shared<dtype, tile_n, rows, slots, stream_weight>;
   static_assert(tile_n % 64 == 0, "a slice of N is a multiple of 64 columns.");
   static_assert(rows == 64 || rows == 128, "a warpgroup has 64 or 128 rows of a tile.");
   static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
+  static_assert(!kImages || (rows == 64 && !stream_weight),
+                "images are cut for tiles of 64 rows a warpgroup and a weight that stays.");
   static_assert(kSums + kOtherRegisters <= kMostRegisters, "the sums leave too few registers.");
   static_assert(sizeof(Memory) % 1024 == 0, "the weight that follows is swizzled.");
   static_assert(Memory::bytes(1) <= kMostSharedBytes,
@@ -111,7 +121,10 @@ class Worker {
   }
 
  private:
-  using Sums = ptx::Sum<dtype>[kBlocks][tile_n / 2];
+  using Sums = ptx::Sum<kFactor>[kBlocks][tile_n / 2];
+
+  // A thread's pixels of a slot, for the products: as int8.
+  using Pixels = uint32_t[kProducts][4];
 
   // What a thread knows of its columns: scale and terms, which stay for a segment or are loaded for
   // each tile, and its rows of the table in this segment.
@@ -135,12 +148,21 @@ class Worker {
     uint32_t first, end, slot, parity;
   };
 
-  // Chunk k of a half tile: the slot of its patches, and that of its part of the weight if that does
-  // not stay.
+  // What a slot of the ring holds of a half tile's K is here called chunk k, also if it is lines of
+  // images: the slot of its patches, and that of its part of the weight if that does not stay.
   struct Chunk {
     int k;
     RingSlot patches, weight;
   };
+
+  // Chunks of a half tile.
+  __device__ int chunks() const {
+    if constexpr (kImages) return kPatchSide / kSlotLines;
+    return args_.chunks;
+  }
+
+  // Parts of the weight, kRowBytes of K each, that the products of the chunks before chunk k need.
+  __device__ static int parts_before(int k) { return (k * kSlotK + kRowBytes - 1) / kRowBytes; }
 
   // Whether the weight of chunk k stays in shared memory.
   __device__ bool stays(int k) const {
@@ -151,7 +173,7 @@ class Worker {
   // Chunk 0 of a warpgroup's half of the worker's n-th tile.
   __device__ Chunk first_chunk(uint32_t n, int warpgroup) const {
     const uint32_t half = n * kConsumers + warpgroup;
-    const RingSlot patches(half * args_.chunks, 0, slots);
+    const RingSlot patches(half * chunks(), 0, slots);
     if constexpr (!stream_weight) return {0, patches, patches};
     const uint32_t streamed = args_.chunks - staying_chunks(rows, args_.chunks);
     return {0, patches,
@@ -229,13 +251,37 @@ class Worker {
   __device__ void load_chunk(const Chunk& chunk, int row, bool with_weight) {
     const int slot = chunk.patches.slot;
     ptx::Mbarrier& filled = shared_.filled[slot];
+    int part = chunk.k;
+    uint8_t* target = weight(chunk);
+    if constexpr (kImages) {
+      // The part that the products of this chunk are the first ones to need, if there is one.
+      part = parts_before(chunk.k);
+      target = weight_ + part * kWeightBytes;
+      with_weight = with_weight && parts_before(chunk.k + 1) > part;
+    }
     ptx::mbarrier_arrive_expect_tx(filled, kPatchBytes + (with_weight ? kWeightBytes : 0));
-    ptx::cp_async_bulk_tensor(shared_.patches[slot], args_.patches, chunk.k * kTileK, row, filled);
+    if constexpr (kImages) {
+      load_lines(shared_.patches[slot], chunk.k * kSlotLines, row, filled);
+    } else {
+      ptx::cp_async_bulk_tensor(shared_.patches[slot], args_.patches, chunk.k * kTileK, row,
+                                filled);
+    }
     if (with_weight) {
-      ptx::cp_async_bulk_tensor(weight(chunk), args_.weight, chunk.k * kTileK, 0, 0,
-                                column_ / kGroup, 0, filled);
+      ptx::cp_async_bulk_tensor(target, args_.weight, part * kTileK, 0, 0, column_ / kGroup, 0,
+                                filled);
     }
     timeline_.stamp(Event::kLoadsIssued);
+  }
+
+  // Loads lines of the patches from this one on, one below the other: [kSlotLines, rows, kLineBytes].
+  __device__ void load_lines(uint8_t* target, int line, int patch, ptx::Mbarrier& filled) {
+    const int below = patch / args_.grid_width;
+    const int beside = patch % args_.grid_width / kRowPatches;
+#pragma unroll
+    for (int i = 0; i < kSlotLines; ++i) {
+      ptx::cp_async_bulk_tensor_im2col(target + i * rows * kLineBytes, args_.patches, 0, beside, 0,
+                                       below, 0, line + i, filled);
+    }
   }
 
   __device__ void feed() {
@@ -243,7 +289,7 @@ class Worker {
     Chunk chunk = first_chunk(0, 0);
     for_each_tile([](const Segment&) {}, [&](int row, uint32_t n) {
       for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
-        for (chunk.k = 0; chunk.k < args_.chunks; advance(chunk)) {
+        for (chunk.k = 0; chunk.k < chunks(); advance(chunk)) {
           wait_until_freed(chunk);
           const bool with_weight = !stays(chunk.k) || (n == 0 && warpgroup == 0);
           load_chunk(chunk, row + warpgroup * rows, with_weight);
@@ -270,9 +316,42 @@ class Worker {
 #pragma unroll
     for (int step = 0; step < kRowBytes; step += ptx::kProductBytes) {
       for (int block = 0; block < kBlocks; ++block) {
-        ptx::wgmma<dtype, tile_n>(sums[block], ptx::advance(a, block * 64 * kRowBytes + step),
-                                  ptx::advance(b, step), chunk.k > 0 || step > 0);
+        ptx::wgmma<kFactor, tile_n>(sums[block], ptx::advance(a, block * 64 * kRowBytes + step),
+                                    ptx::advance(b, step), chunk.k > 0 || step > 0);
       }
+    }
+    ptx::wgmma_commit_group();
+    timeline_.stamp(Event::kProductsIssued);
+  }
+
+  // Loads the thread's pixels of a chunk and turns each pixel u into u - 128.
+  __device__ void load_pixels(Pixels& pixels, const Chunk& chunk) {
+    const uint32_t slot = ptx::shared_address(shared_.patches[chunk.patches.slot]);
+    const uint32_t row =
+        slot + threadIdx.x % kWarpgroup / 32 * 16 * kLineBytes + threadIdx.x % 16 * kLineBytes;
+    const int second = threadIdx.x % 32 / 16;
+#pragma unroll
+    for (int i = 0; i < kProducts; ++i) {
+      // A product takes two units of 16 bytes of each row: its first 16 lanes read the first one.
+      const int unit = 2 * i + second;
+      constexpr int kUnits = kLineBytes / 16;
+      ptx::ldmatrix_x4(pixels[i], row + unit / kUnits * rows * kLineBytes + unit % kUnits * 16);
+    }
+#pragma unroll
+    for (auto& words : pixels) {
+      for (uint32_t& word : words) word ^= 0x80808080;
+    }
+  }
+
+  // Issues the products of a chunk of pixels as one wgmma group.
+  __device__ void issue_products(Sums& sums, const Pixels& pixels, const Chunk& chunk) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kProducts; ++i) {
+      const int k = chunk.k * kSlotK + i * ptx::kProductBytes;
+      const uint32_t part = ptx::shared_address(weight_ + k / kRowBytes * kWeightBytes);
+      ptx::wgmma<kFactor, tile_n>(sums[0], pixels[i],
+                                  ptx::advance(ptx::matrix_descriptor(part), k % kRowBytes), k > 0);
     }
     ptx::wgmma_commit_group();
     timeline_.stamp(Event::kProductsIssued);
@@ -282,7 +361,7 @@ class Worker {
   // registers.
   __device__ void wait_for_products(Sums& sums, const Chunk& last) {
     ptx::wgmma_wait_group<0>();
-    free(last);
+    if constexpr (!kImages) free(last);
     for (auto& block : sums) {
       for (auto& sum : block) ptx::pin(sum);
     }
@@ -293,14 +372,24 @@ class Worker {
     Chunk chunk = first_chunk(n, warpgroup), previous = chunk;
     // Warpgroup 0 begins: its first wait passes at once.
     wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), Event::kMayMultiply);
-    for (; chunk.k < args_.chunks; advance(chunk)) {
+    // The products of a chunk read one buffer while the next chunk's pixels come into the other one.
+    // The loop is unrolled, so that registers have names.
+    Pixels pixels[kPixelBuffers];
+#pragma unroll kImages ? kPatchSide / kSlotLines : 1
+    for (; chunk.k < chunks(); advance(chunk)) {
       wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);
-      issue_products(sums, chunk);
-      if (chunk.k == args_.chunks - 1 && threadIdx.x % 32 == 0) {
+      if constexpr (kImages) {
+        load_pixels(pixels[chunk.k % kPixelBuffers], chunk);
+        issue_products(sums, pixels[chunk.k % kPixelBuffers], chunk);
+        free(chunk);
+      } else {
+        issue_products(sums, chunk);
+      }
+      if (chunk.k == chunks() - 1 && threadIdx.x % 32 == 0) {
         ptx::mbarrier_arrive(shared_.other_products_issued[1 - warpgroup]);
       }
       ptx::wgmma_wait_group<1>();
-      if (chunk.k > 0) free(previous);
+      if (!kImages && chunk.k > 0) free(previous);
       previous = chunk;
     }
     wait_for_products(sums, previous);
@@ -353,7 +442,7 @@ class Worker {
   }
 
   // Scales two neighbouring sums, adds the terms and rounds: one word of bfloat16, or two of float32.
-  __device__ static void finish(uint32_t* words, const ptx::Sum<dtype>* sums, const float* scale,
+  __device__ static void finish(uint32_t* words, const ptx::Sum<kFactor>* sums, const float* scale,
                                 const float (&terms)[2]) {
     float y[2];
     for (int i = 0; i < 2; ++i) y[i] = fmaf(static_cast<float>(sums[i]), scale[i], terms[i]);
@@ -386,8 +475,10 @@ class Worker {
   // Gets scale and terms of a part ready to be used.
   __device__ void prepare(Columns& columns, uint32_t (&terms)[kTermRows][kTermWords], int g,
                           int block) {
-    if constexpr (!kKeepsColumns) {
+    if constexpr (!kKeepsScale) {
       if (block == 0) load_scale(columns, g);
+    }
+    if constexpr (!kKeepsTerms) {
 #pragma unroll
       for (auto& words : terms) timeline_.await(words);
       timeline_.stamp(Event::kLoaded);
@@ -402,7 +493,7 @@ class Worker {
   }
 
   // Computes the thread's elements of y in a part, as words.
-  __device__ void convert(uint32_t (&y)[kPartRows][4], const ptx::Sum<dtype> (&sums)[tile_n / 2],
+  __device__ void convert(uint32_t (&y)[kPartRows][4], const ptx::Sum<kFactor> (&sums)[tile_n / 2],
                           const float (&scale)[kVector],
                           const uint32_t (&terms)[kTermRows][kTermWords], int g) {
 #pragma unroll
@@ -443,10 +534,10 @@ class Worker {
       auto& terms = columns.terms[has_table ? part : g];
       prepare(columns, terms, g, block);
       // Makes the compiler compute addresses here: there are no registers to keep them in.
-      if constexpr (!kKeepsColumns) ptx::pin(eight_rows);
+      if constexpr (!kKeepsTerms) ptx::pin(eight_rows);
       uint32_t y[kPartRows][4];
       convert(y, sums[block], columns.scale[g], terms, g);
-      if constexpr (!kKeepsColumns) {
+      if constexpr (!kKeepsTerms) {
 #pragma unroll
         for (int i = terms_loaded(part); i < terms_loaded(part + 1); ++i) load_terms(columns, i);
       }
@@ -457,7 +548,7 @@ class Worker {
   __device__ void multiply_and_store(int warpgroup) {
     Columns columns;
     ptx::mbarrier_wait(shared_.columns_arrived, 0);
-    if constexpr (kKeepsColumns) {
+    if constexpr (kKeepsScale) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) load_scale(columns, g);
     }
@@ -468,11 +559,11 @@ class Worker {
         columns.table_rows[r] =
             (segment.table_row + warpgroup * rows + thread_row(r)) % args_.period;
       }
-      if constexpr (kKeepsColumns) load_all_terms(columns);
+      if constexpr (kKeepsTerms) load_all_terms(columns);
     };
 
     for_each_tile(begin, [&](int row, uint32_t n) {
-      if constexpr (!kKeepsColumns) {
+      if constexpr (!kKeepsTerms) {
 #pragma unroll
         for (int i = 0; i < terms_loaded(0); ++i) load_terms(columns, i);
       }
@@ -506,7 +597,7 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
   }
 // clang-format on
 
-// PATCH_EMBED_DTYPE chooses which kernels are compiled: kFloat8E4M3FN, kInt8 or kBFloat16.
+// PATCH_EMBED_DTYPE chooses which kernels are compiled: kFloat8E4M3FN, kInt8, kBFloat16 or kUInt8.
 #define PATCH_EMBED_KERNELS_OF(dtype) PATCH_EMBED_SM90_##dtype(PATCH_EMBED_KERNEL)
 #define PATCH_EMBED_KERNELS(dtype) PATCH_EMBED_KERNELS_OF(dtype)
 PATCH_EMBED_KERNELS(PATCH_EMBED_DTYPE)

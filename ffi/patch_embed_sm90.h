@@ -65,11 +65,29 @@ constexpr int kPartRows = 2;
 // Registers of a consumer thread for the sums of one tile.
 constexpr int sum_registers(int tile_n, int rows) { return rows / 64 * tile_n / 2; }
 
-// Registers of a consumer thread for scale, which is float32, and for the terms, which are what is
-// added: rows of a table, two bfloat16 in a register, or one row of float32 offsets.
-constexpr int column_registers(Type out_dtype, bool has_table, int tile_n, int rows) {
+// Registers of a consumer thread for scale, which is float32.
+constexpr int scale_registers(Type out_dtype, int tile_n) {
+  return tile_n / group(out_dtype) * vector(out_dtype);
+}
+
+// Registers of a consumer thread for the terms, which are what is added: rows of a table, two bfloat16
+// in a register, or one row of float32 offsets.
+constexpr int term_registers(Type out_dtype, bool has_table, int tile_n, int rows) {
   const int terms = has_table ? rows / 64 * kPartRows * vector(out_dtype) / 2 : vector(out_dtype);
-  return tile_n / group(out_dtype) * (vector(out_dtype) + terms);
+  return tile_n / group(out_dtype) * terms;
+}
+
+// Bytes of K that a slot of the ring holds of each row: a chunk, or two lines of a patch of an image.
+constexpr int slot_bytes_of_k(Type dtype) {
+  return dtype == Type::kUInt8 ? kSlotLines * kLineBytes : kRowBytes;
+}
+
+// Registers of a consumer thread for pixels: those of the products in flight, and the next ones. The
+// tensor cores read patches from shared memory, but pixels from registers, in which they become int8.
+constexpr int kPixelBuffers = 2;
+constexpr int pixel_registers(Type dtype, int rows) {
+  const int slot = rows * slot_bytes_of_k(dtype) / kWarpgroup / 4;
+  return dtype == Type::kUInt8 ? kPixelBuffers * slot : 0;
 }
 
 // Registers that a consumer thread needs beside sums, scale and terms: addresses, loop counters, and
@@ -81,12 +99,16 @@ constexpr int kOtherRegisters = 48;
 // setmaxnreg gives a consumer thread at most this many registers.
 constexpr int kMostRegisters = 240;
 
-// Whether scale and terms stay in registers for a segment of the schedule. If not, a thread reads them
-// again for each tile.
-constexpr bool keeps_columns_in_registers(Type out_dtype, bool has_table, int tile_n, int rows) {
-  return sum_registers(tile_n, rows) + column_registers(out_dtype, has_table, tile_n, rows) +
-             kOtherRegisters <=
-         kMostRegisters;
+// What stays in registers for a segment of the schedule. A thread reads the rest again for each tile.
+enum class Kept { kNothing, kTerms, kScaleAndTerms };
+
+constexpr Kept kept_in_registers(Type dtype, Type out_dtype, bool has_table, int tile_n, int rows) {
+  const int terms = term_registers(out_dtype, has_table, tile_n, rows);
+  const int room = kMostRegisters - kOtherRegisters - pixel_registers(dtype, rows) -
+                   sum_registers(tile_n, rows) - terms;
+  if (room >= scale_registers(out_dtype, tile_n)) return Kept::kScaleAndTerms;
+  // What kernels of patches gain by the terms alone has not been measured.
+  return dtype == Type::kUInt8 && room >= 0 ? Kept::kTerms : Kept::kNothing;
 }
 
 // Parts whose terms are loaded before the products of a tile are done, where terms do not stay in
@@ -124,11 +146,11 @@ constexpr PATCH_EMBED_HOST_DEVICE int staying_chunks(int rows, const int& chunks
 // Shared memory of a block. It begins at a multiple of 1024 bytes, as the 128-byte swizzle requires.
 // The weight follows it, in chunks of [tile_n, kRowBytes]: all chunks of a stationary weight; of a
 // streamed one the chunks that stay and then the ring.
-template <int tile_n, int rows, int slots, bool stream_weight>
+template <Type dtype, int tile_n, int rows, int slots, bool stream_weight>
 struct alignas(1024) Shared {
   static constexpr int kWeightSlots = weight_slots(tile_n, rows, slots, stream_weight);
 
-  uint8_t patches[slots][rows * kRowBytes];
+  uint8_t patches[slots][rows * slot_bytes_of_k(dtype)];
   float scale[tile_n], offset[tile_n];
   uint64_t filled[slots], freed[slots], weight_freed[kWeightSlots];
   uint64_t other_products_issued[kConsumers], columns_arrived;
@@ -143,6 +165,13 @@ struct alignas(1024) Shared {
 // The tensor maps, innermost dimension first, with the 128-byte swizzle. `inner` is kRowBytes of K.
 //
 //   patches   [K, M], boxes of [inner, rows]
+//   images    [two lines of kLineBytes, grid width / 2, kPatchSide, M / grid width], in im2col mode and
+//             without a swizzle. The channels of a "pixel" are the lines of two patches beside each other,
+//             the tensor's width counts such pairs, its height the lines of a patch, its last dimension the
+//             rows of patches of all images. The bounding box has one line: a load brings the line that
+//             its offset names, of `rows` patches in the order of the rows of y. ldmatrix reads them
+//             without bank conflicts: 8 rows, 48 bytes apart, begin in 8 different sixteenths of 128
+//             bytes.
 //   weight    [K, 2, 4, N / group, vector / 2], boxes of [inner, 2, 4, tile_n / group, vector / 2].
 //             One step in each dimension after K is 1, vector, group and 2 rows of the weight [N, K].
 

@@ -12,21 +12,27 @@
 namespace patch_embed {
 
 // Shapes of the operands: patches [M, K], weight [N, K], table [period, N], and the segments of the
-// schedule, [workers, segments, 4].
+// schedule, [workers, segments, 4]. A kernel that cuts images gets them instead of patches: [images,
+// height, width, 3] pixels.
 struct Shapes {
   int64_t M, N, K;
   int64_t period;
   int64_t workers, segments;
+  int64_t height = 0, width = 0;  // 0 if there are patches
 };
 
-// The arguments of cuTensorMapEncodeTiled, innermost dimension first.
+// The arguments of cuTensorMapEncodeTiled, or, if `im2col`, of cuTensorMapEncodeIm2col; innermost
+// dimension first.
 struct TensorMap {
   Type type;
   int rank;  // 0 if the kernel has no such map
   cuuint64_t shape[5];
   cuuint64_t strides[4];  // in bytes, from the second dimension on
-  cuuint32_t box[5];
-  int swizzle;  // in bytes
+  cuuint32_t box[5];      // of im2col: channels of a pixel, and pixels
+  int swizzle;            // in bytes
+  bool im2col;
+  int corner
+      [3];  // of im2col: from the tensor's last pixel to the bounding box's; the first one is 0
 };
 
 struct Launch {
@@ -54,6 +60,8 @@ inline const char* spell(Type type) {
       return "bf16";
     case Type::kFloat32:
       return "f32";
+    case Type::kUInt8:
+      return "u8";
   }
   return "";
 }
@@ -95,13 +103,71 @@ inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_column
 inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
   const int vector = sm90::vector(config.out_dtype), group = sm90::group(config.out_dtype);
   const cuuint64_t row = K * itemsize(config.dtype);
-  return {config.dtype,
+  return {factor_type(config.dtype),
           5,
           {cuuint64_t(K), 2, 4, cuuint64_t(N / group), cuuint64_t(vector / 2)},
           {row, vector * row, group * row, 2 * row},
           {cuuint32_t(kRowBytes / itemsize(config.dtype)), 2, 4, cuuint32_t(config.tile_n / group),
            cuuint32_t(vector / 2)},
-          kRowBytes};
+          kRowBytes,
+          false,
+          {}};
+}
+
+// The map of images, see patch_embed_sm90.h.
+inline TensorMap lines_of_patches(const Config& config, const Shapes& s) {
+  const int64_t grid_width = s.width / kPatchSide, line = 3 * s.width;
+  return {config.dtype,
+          4,
+          {kRowPatches * kLineBytes, cuuint64_t(grid_width / kRowPatches), kPatchSide,
+           cuuint64_t(s.M / grid_width)},
+          {kRowPatches * kLineBytes, cuuint64_t(line), cuuint64_t(kPatchSide * line)},
+          {kRowPatches * kLineBytes, cuuint32_t(config.rows / kRowPatches)},
+          0,
+          true,
+          {0, 1 - kPatchSide}};
+}
+
+// The rules of cuTensorMapEncodeIm2col (CUDA driver API) that hold for all images. Those for strides and
+// dimensions are checked for each shape.
+static_assert(kLineBytes % 16 == 0, "strides are multiples of 16 bytes.");
+static_assert(kRowPatches * kLineBytes <= 256, "a pixel has at most 256 channels.");
+static_assert(kPatchSide <= 128, "corners of four dimensions are within 128 of the tensor's.");
+static_assert(kPatchSide - 1 <= 255, "offsets of four dimensions are 0 to 255.");
+constexpr int kMostPixels = 1024;
+constexpr int64_t kMostStride = (int64_t{1} << 40) - 1, kMostDimension = int64_t{1} << 32;
+
+// What is wrong with images for a kernel that cuts them, or an empty text.
+inline std::string check_images(const Config& config, const Shapes& s) {
+  const auto text = [](int64_t value) { return std::to_string(value); };
+  const std::string patchify = " Leave cut=None: then XLA cuts the images.";
+  const int side = kPatchSide;
+  if (s.K != 3 * side * side) {
+    return "K is " + text(s.K) + ", expected " + text(3 * side * side) + ": TMA cuts patches of " +
+           text(side) + " x " + text(side) + " pixels." + patchify;
+  }
+  const int row = kRowPatches * side;
+  if (s.height <= 0 || s.height % side || s.width <= 0 || s.width % row) {
+    return "images have " + text(s.height) + " x " + text(s.width) +
+           " pixels, expected a height that is a multiple of " + text(side) +
+           " and a width that is one of " + text(row) +
+           ": TMA cuts without a remainder, and two patches beside each other at once." + patchify;
+  }
+  if (kPatchSide * 3 * s.width > kMostStride || s.M / (s.width / side) > kMostDimension) {
+    return "images have " + text(s.height) + " x " + text(s.width) +
+           " pixels, expected rows of patches of less than 2^40 bytes, and at most 2^32 of them." +
+           patchify;
+  }
+  if (s.M % (s.height / side * (s.width / side))) {
+    return "y has " + text(s.M) + " rows, expected a multiple of the " +
+           text(s.height / side * (s.width / side)) + " patches of an image.";
+  }
+  if (config.capability != 90 || config.stream_weight || config.rows > kMostPixels * kRowPatches) {
+    return "images are cut by Hopper's kernels with a stationary weight alone, and by loads of at "
+           "most " +
+           text(kMostPixels * kRowPatches) + " patches.";
+  }
+  return "";
 }
 
 // Fills `launch`. Returns what is wrong with the shapes, or an empty text.
@@ -120,6 +186,10 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
   if (s.N <= 0 || s.N % config.tile_n) {
     return "N is " + text(s.N) + ", expected a multiple of the kernel's " + text(config.tile_n) +
            " columns. Take a kernel whose columns divide N.";
+  }
+  const bool images = config.dtype == Type::kUInt8;
+  if (images) {
+    if (const std::string wrong = check_images(config, s); !wrong.empty()) return wrong;
   }
   const int64_t slices = s.N / config.tile_n;
   if (8 * s.N * itemsize(config.out_dtype) > INT32_MAX || s.K > INT32_MAX || s.period > INT32_MAX ||
@@ -147,7 +217,7 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
       hopper ? sm90::kThreads : sm100::kThreads,
       shared_memory,
       chunks,
-      matrix(config.dtype, s.M, s.K, tile_k, config.rows),
+      images ? lines_of_patches(config, s) : matrix(config.dtype, s.M, s.K, tile_k, config.rows),
       hopper ? fragments(config, s.N, s.K)
              : matrix(config.dtype, s.N, s.K, tile_k, config.tile_n / config.blocks),
       hopper ? TensorMap{}
@@ -174,8 +244,9 @@ inline std::string to_json(const TensorMap& map) {
   return std::string("{\"type\": \"") + spell(map.type) +
          "\", \"shape\": " + list(map.shape, map.rank) +
          ", \"strides\": " + list(map.strides, map.rank - 1) +
-         ", \"box\": " + list(map.box, map.rank) + ", \"swizzle\": " + std::to_string(map.swizzle) +
-         "}";
+         ", \"box\": " + list(map.box, map.im2col ? 2 : map.rank) +
+         (map.im2col ? ", \"corner\": " + list(map.corner, map.rank - 2) : "") +
+         ", \"swizzle\": " + std::to_string(map.swizzle) + "}";
 }
 
 inline std::string to_json(const Launch& launch) {

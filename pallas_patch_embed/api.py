@@ -25,6 +25,7 @@ from pallas_patch_embed.problem import (
     rows_shape,
 )
 
+CUTS = (None, "kernel")
 IMAGE_DTYPES = ("uint8", "float16", "bfloat16", "float32", "float64")
 
 
@@ -147,6 +148,7 @@ def embed_images(
     backend: str | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
     clip: bool = False,
+    cut: str | None = None,
 ) -> jax.Array:
     """Embeds images: `patchify`, then `patch_embed`; a backend may cut uint8 images by itself.
 
@@ -158,24 +160,29 @@ def embed_images(
       backend: a name from `backend_names()`; None for the one that `explain` says is chosen.
       out_dtype: bfloat16 or float32.
       clip: as for `patchify`.
+      cut: None, or "kernel": a kernel cuts uint8 images itself, or the call is refused. Static,
+        like `backend`.
 
     Returns:
       [..., S, N] of out_dtype.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `patchify` and `patch_embed`, and a ValueError
-        for images of another grid.
+        for images of another grid or an unknown `cut`.
     """
     check_params(params)
     patches = _abstract_patches(images, params, position_embedding)
-    out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype)
+    _check_cut(cut, images)
+    source = None if cut is None else images
+    out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype, images=source)
     if not clip:
         check_range("images", images)
     images = jnp.asarray(images)
     if images.dtype == jnp.uint8:
         # The backend cuts them, or has them cut.
         size = params.patch_size
-        return _bind(images, params, position_embedding, backend, out_dtype, patch_size=size)
+        arguments = (images, params, position_embedding, backend, out_dtype)
+        return _bind(*arguments, patch_size=size, cut=cut)
     patches = rows(images, params.patch_size, params.dtype)
     y = _bind(patches, params, position_embedding, backend, out_dtype)
     if params.dtype == "int8":
@@ -191,6 +198,7 @@ def explain(
     position_embedding: Shaped | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
     device: Any = None,
+    cut: str | None = None,
 ) -> Explanation:
     """Says which backends serve these patches or images, and why the others do not.
 
@@ -202,6 +210,7 @@ def explain(
       position_embedding, out_dtype: as in that call.
       device: the device asked about, one of jax.devices() (jaxlib has no type for it); by default
         the one that JAX would use.
+      cut: as in a call of `embed_images`.
 
     Returns:
       Explanation: rows (backend, serves, reason) in the order in which they are tried; print it.
@@ -220,6 +229,7 @@ def explain(
         patches = _abstract_patches(given, params, position_embedding)
         patch_size = params.patch_size if dtype == "uint8" else None
     _check_patches(patches, params)
+    _check_cut(cut, given)
     table = _abstract_table(patches, params, position_embedding)
     out_dtype = _check_out_dtype(out_dtype)
     device = default_device() if device is None else device
@@ -227,7 +237,7 @@ def explain(
         raise TypeError(f"explain: device is {device!r}, expected one of jax.devices().")
     source = patches if patch_size is None else given
     operands = (source, params.weight, params.scale, table)
-    problem = Problem.of(*operands, out_dtype=out_dtype, patch_size=patch_size)
+    problem = Problem.of(*operands, out_dtype=out_dtype, patch_size=patch_size, cut=cut)
     return explain_problem(problem, Target.of(device))
 
 
@@ -312,18 +322,47 @@ def _check_patches(patches: Any, params: PatchEmbedParams) -> None:
         )
 
 
+def _check_cut(cut: Any, source: Any) -> None:
+    if cut not in CUTS:
+        raise ValueError(
+            f"embed_images: cut is {cut!r}, expected None, or 'kernel' to have a kernel cut the "
+            "images."
+        )
+    dtype = dtype_name(source, "images")
+    if cut is not None and (dtype != "uint8" or source.shape[-1:] != (3,)):
+        raise ValueError(
+            f"embed_images: cut={cut!r} is for uint8 images [..., H, W, 3], given is {dtype}"
+            f"{list(source.shape)}. Pass such images, or leave cut=None."
+        )
+
+
 def _check_call(
-    patches: Any, params: PatchEmbedParams, positions: Any, backend: Any, out_dtype: Any
+    patches: Any,
+    params: PatchEmbedParams,
+    positions: Any,
+    backend: Any,
+    out_dtype: Any,
+    *,
+    images: Any = None,
 ) -> str:
-    """Checks all arguments by their shapes and dtypes; returns the name of out_dtype."""
+    """Checks all arguments by their shapes and dtypes; returns the name of out_dtype.
+
+    `images` are those that a kernel has to cut itself.
+    """
     check_params(params)
     _check_patches(patches, params)
     table = _abstract_table(patches, params, positions)
     out_dtype = _check_out_dtype(out_dtype)
     check_name(backend)
     if backend is not None:
-        operands = (patches, params.weight, params.scale, table)
-        choose(Problem.of(*operands, out_dtype=out_dtype), Target.unknown(), backend)
+        source = patches if images is None else images
+        problem = Problem.of(
+            *(source, params.weight, params.scale, table),
+            out_dtype=out_dtype,
+            patch_size=None if images is None else params.patch_size,
+            cut=None if images is None else "kernel",
+        )
+        choose(problem, Target.unknown(), backend)
     return out_dtype
 
 
@@ -382,9 +421,10 @@ def _bind(
     out_dtype: str,
     *,
     patch_size: int | None = None,
+    cut: str | None = None,
 ) -> jax.Array:
     operands = (source, params.weight, params.scale, _table(params, positions))
-    static = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size)
+    static = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size, cut=cut)
     return primitive.patch_embed(*map(jnp.asarray, operands), **static)
 
 

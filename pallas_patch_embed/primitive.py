@@ -45,6 +45,7 @@ class Call(NamedTuple):
       out_dtype: "bfloat16" or "float32".
       patch_size: side of a patch of uint8 images in pixels; None for patches.
       backend: the user's choice; None for the best backend that serves.
+      cut: "kernel" if a kernel must cut the images; None if XLA may do it.
       devices: a jaxpr that makes JAX pass the devices to the lowering rule (`_needs_devices`), or
         None.
     """
@@ -52,11 +53,13 @@ class Call(NamedTuple):
     out_dtype: str
     patch_size: int | None
     backend: str | None
+    cut: str | None = None
     devices: Any = None
 
     def __repr__(self) -> str:
         source = None if self.patch_size is None else f"images/{self.patch_size}"
-        return ",".join(filter(None, (source, self.out_dtype, self.backend)))
+        cut = self.cut and f"cut={self.cut}"
+        return ",".join(filter(None, (source, self.out_dtype, self.backend, cut)))
 
 
 @functools.cache
@@ -72,7 +75,9 @@ def _needs_devices():
         return jax.make_jaxpr(split)(jax.ShapeDtypeStruct((1,), jnp.float32))
 
 
-def patch_embed(source, weight, scale, table, *, backend, out_dtype, patch_size) -> jax.Array:
+def patch_embed(
+    source, weight, scale, table, *, backend, out_dtype, patch_size, cut=None
+) -> jax.Array:
     """The primitive's equation.
 
     Args:
@@ -81,12 +86,14 @@ def patch_embed(source, weight, scale, table, *, backend, out_dtype, patch_size)
       backend: a name, or None for the one chosen.
       out_dtype: "bfloat16" or "float32".
       patch_size: side of a patch of images in pixels, None for patches.
+      cut: "kernel" or None, as in `Call`.
     """
     operands = (source, weight, scale, table)
     types = [jax.typeof(x) for x in operands]
     automatic = backend != "xla" and not _is_manual(types) and _explicit_mesh(types) is None
     devices = _needs_devices() if automatic else None
-    return patch_embed_p.bind(*operands, call=Call(out_dtype, patch_size, backend, devices))
+    call = Call(out_dtype, patch_size, backend, cut, devices)
+    return patch_embed_p.bind(*operands, call=call)
 
 
 patch_embed_p.def_impl(functools.partial(apply_primitive, patch_embed_p))
@@ -431,22 +438,23 @@ def _lower_split(ctx, *operands, call):
 
 
 def _lower_whole(ctx, *operands, call, platform):
-    out_dtype, patch_size, backend, _ = call
+    out_dtype, patch_size, backend, cut, _ = call
     module = ctx.module_context
     if backend not in (None, "xla") and len(module.platforms) > 1:
         raise NotImplementedError(
             f"patch_embed: backend {backend!r} cannot serve a program for several platforms, "
             f"{', '.join(module.platforms)}. Export it for one, or leave backend=None."
         )
-    problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype, patch_size=patch_size)
+    problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype, patch_size=patch_size, cut=cut)
     if _devices_left_to_xla(module) == 1:
         plan = choose(problem, _target(module, platform), backend)
-    elif backend in (None, "xla"):
+    elif backend in (None, "xla") and cut is None:
         plan = xla.plan(problem, _target(module, platform))
     else:
         raise NotImplementedError(
-            f"patch_embed: backend {backend!r} cannot serve inside a shard_map that leaves mesh "
-            "axes to XLA. Make all axes of the mesh manual, or leave backend=None."
+            f"patch_embed: backend {backend!r} and cut={cut!r} cannot serve inside a shard_map "
+            "that leaves mesh axes to XLA. Make all axes of the mesh manual, or leave backend=None "
+            "and cut=None."
         )
 
     def run(source, weight, *rest):

@@ -82,6 +82,7 @@ class Problem:
       patch_size: side of a patch in pixels where the patches are in uint8 images, which the backend
         cuts, or XLA for it; None where patches are given.
       images: shape [..., H, W, 3] of those images.
+      cut: "kernel" where a kernel must cut the images itself; None where XLA may do it.
     """
 
     patches: tuple[int, ...]
@@ -93,6 +94,7 @@ class Problem:
     out_dtype: str
     patch_size: int | None = None
     images: tuple[int, ...] | None = None
+    cut: str | None = None
 
     @classmethod
     def of(
@@ -104,6 +106,7 @@ class Problem:
         *,
         out_dtype: str,
         patch_size: int | None = None,
+        cut: str | None = None,
     ) -> "Problem":
         """The problem of these operands; `source` is images if there is a `patch_size`."""
         shape = tuple(source.shape)
@@ -117,6 +120,7 @@ class Problem:
             out_dtype=out_dtype,
             patch_size=patch_size,
             images=None if patch_size is None else shape,
+            cut=cut,
         )
 
     @property

@@ -54,6 +54,21 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The same in im2col mode (5.5.4): loads one column of pixels, from pixel (w, h) of image n on, each of
+// which lies at these offsets from its place. Pixels are counted along w, then h, then n, inside of the
+// bounding box that the map has.
+__device__ __forceinline__ void cp_async_bulk_tensor_im2col(void* target, const CUtensorMap& map,
+                                                            int c, int w, int h, int n,
+                                                            uint16_t offset_w, uint16_t offset_h,
+                                                            Mbarrier& arrived) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6], {%7, %8};" ::"r"(shared_address(target)),
+      "l"(&map), "r"(c), "r"(w), "r"(h), "r"(n), "r"(shared_address(&arrived)), "h"(offset_w),
+      "h"(offset_h)
+      : "memory");
+}
+
 // 9.7.9.25.5.2: stores the part of the box at these coordinates that lies inside the tensor.
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap& map, int x, int y,
                                                            const void* source) {

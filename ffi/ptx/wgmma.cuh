@@ -40,6 +40,14 @@ template <Type dtype, int n>
 __device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], uint64_t a, uint64_t b,
                                       bool accumulate);
 
+// The same with a in registers (9.7.15.5.1.1): thread t of the warpgroup holds bytes 4 (t % 4) to
+// 4 (t % 4) + 3 of K, and those 16 bytes later, of rows r = 16 (t / 32) + t % 32 / 4 and r + 8; a[i] is
+// at row r + 8 (i % 2) and byte 16 (i / 2) of these. The registers must not change before
+// wgmma_wait_group says that the products are done.
+template <Type dtype, int n>
+__device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], const uint32_t (&a)[4], uint64_t b,
+                                      bool accumulate);
+
 // The operand lists "%0, %1, ..." of the accumulators, ten numbers at a time, and the operands.
 // clang-format off
 #define TEN(t)                                                                              \
@@ -67,6 +75,17 @@ __device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], uint64_t a, uint64
                  : SUMS_##count(constraint)                                                     \
                  : "r"(static_cast<int>(accumulate)), "l"(a), "l"(b));                          \
   }
+#define WGMMA_REGISTERS(dtype, n, instruction, count, a0, a1, a2, a3, b_, constraint)            \
+  template <>                                                                                   \
+  __device__ __forceinline__ void wgmma<Type::dtype, n>(                                        \
+      Sum<Type::dtype> (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {      \
+    asm volatile("{ .reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #count ", 0;\n"          \
+                 "wgmma.mma_async.sync.aligned.m64n" #n instruction " {" NUMBERS_##count "}, "  \
+                 "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b_ ", accumulate; }"            \
+                 : SUMS_##count(constraint)                                                     \
+                 : "r"(static_cast<int>(accumulate)), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), \
+                   "l"(b));                                                                     \
+  }
 #define WGMMA_OF_WIDTH(n, count, a, b)                                                        \
   WGMMA(kFloat8E4M3FN, n, "k32.f32.e4m3.e4m3", count, a, b, "+f", ", 1, 1")                   \
   WGMMA(kBFloat16, n, "k16.f32.bf16.bf16", count, a, b, "+f", ", 1, 1, 0, 0")                 \
@@ -76,6 +95,9 @@ __device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], uint64_t a, uint64
 WGMMA_OF_WIDTH(64, 32, 33, 34)
 WGMMA_OF_WIDTH(128, 64, 65, 66)
 WGMMA_OF_WIDTH(192, 96, 97, 98)
+WGMMA_REGISTERS(kInt8, 64, "k32.s32.s8.s8", 32, 33, 34, 35, 36, 37, "+r")
+WGMMA_REGISTERS(kInt8, 128, "k32.s32.s8.s8", 64, 65, 66, 67, 68, 69, "+r")
+WGMMA_REGISTERS(kInt8, 192, "k32.s32.s8.s8", 96, 97, 98, 99, 100, 101, "+r")
 
 #undef TEN
 #undef NUMBERS_32
@@ -87,6 +109,7 @@ WGMMA_OF_WIDTH(192, 96, 97, 98)
 #undef SUMS_64
 #undef SUMS_96
 #undef WGMMA
+#undef WGMMA_REGISTERS
 #undef WGMMA_OF_WIDTH
 
 }  // namespace patch_embed::ptx

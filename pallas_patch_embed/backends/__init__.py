@@ -59,8 +59,8 @@ class Explanation:
 
     @property
     def chosen(self) -> str:
-        """The backend that runs when none is asked for by name."""
-        return next(row.backend for row in self.rows if row.serves and not row.reason)
+        """The backend that runs when none is asked for by name; "none" if no one serves."""
+        return next((row.backend for row in self.rows if row.serves and not row.reason), "none")
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -71,6 +71,7 @@ class Explanation:
     def __str__(self) -> str:
         p = self.problem
         source = "" if p.patch_size is None else " of uint8 images"
+        source += f" with cut={p.cut!r}" if p.cut else ""
         what = f"patches {list(p.patches)} {p.dtype}{source}, N = {p.N}, to {p.out_dtype}"
         width = max(len(row.backend) for row in self.rows)
         lines = []
@@ -93,12 +94,16 @@ def plan_with(
       asked: whether the user chose this backend by name. Then it cuts images itself if it can, even
         if it would be faster after XLA's patchify.
     """
-    if not asked and problem.patch_size is not None and patchify_first(name, problem, target):
+    may_patchify = not asked and problem.patch_size is not None and problem.cut is None
+    if may_patchify and patchify_first(name, problem, target):
         problem = dataclasses.replace(problem, patch_size=None, images=None)
     try:
-        return BACKENDS[name].plan(problem, target)
+        plan = BACKENDS[name].plan(problem, target)
     except NotImplementedError as error:
         return Refusal(str(error))
+    if problem.cut == "kernel" and not plan.takes_images:
+        return Refusal("it does not cut images itself, which cut='kernel' asks for.")
+    return plan
 
 
 def _verdicts(problem: Problem, target: Target) -> Iterator[tuple[str, Plan | Refusal, str]]:
@@ -145,12 +150,19 @@ def choose(problem: Problem, target: Target, name: str | None) -> Plan:
     Raises:
       NotImplementedError: the backend asked for cannot serve; the message says why.
     """
+    answer: Plan | Refusal
     if name is None and target.known:
-        verdicts = _verdicts(problem, target)
-        return next(a for _, a, reason in verdicts if isinstance(a, Plan) and not reason)
+        refusals = []
+        for backend, answer, reason in _verdicts(problem, target):
+            if isinstance(answer, Plan) and not reason:
+                return answer
+            refusals += [f"{backend}: {answer.reason}"] if isinstance(answer, Refusal) else []
+        raise NotImplementedError(
+            f"patch_embed: no backend serves this call with cut={problem.cut!r} on {target}. "
+            f"{' '.join(refusals)} Leave cut=None: then XLA may cut the images."
+        )
     name = name or "xla"
     sizes = itertools.chain(problem.patches, problem.weight, problem.scale, problem.table)
-    answer: Plan | Refusal
     if name != "xla" and any(map(jax.export.is_symbolic_dim, sizes)):
         answer = Refusal("its kernels are for sizes that are known.")
     else:
@@ -159,5 +171,9 @@ def choose(problem: Problem, target: Target, name: str | None) -> Plan:
         return answer
     raise NotImplementedError(
         f"patch_embed: backend {name!r} cannot serve this call: {answer.reason} "
-        "Leave backend=None to use the best backend that can."
+        + (
+            "Leave backend=None to use the best backend that can."
+            if problem.cut is None
+            else "Leave cut=None: then XLA may cut the images."
+        )
     )

@@ -28,8 +28,8 @@ from pallas_patch_embed.problem import Problem
 
 EVIDENCE = (
     "every launch compared with an independent derivation, and the kernels' PTX executed by an "
-    "emulator in the tests; for Hopper every element of the results compared on an H200, for "
-    "Blackwell not yet run on such a GPU."
+    "emulator in the tests; for Hopper every element of the results compared on an H200, but not "
+    "with cut='kernel'; for Blackwell not yet run on such a GPU."
 )
 
 # The name of the custom call.
@@ -41,10 +41,11 @@ WHY_NOT = LIBRARY.with_suffix(".txt")
 
 # Version of the functions and JSON fields that this module expects of the library; kInterface in
 # ffi/binding.cc.
-INTERFACE = 2
+INTERFACE = 3
 
 # How the kernels' names spell dtypes.
 SPELLED = {"float8_e4m3fn": "e4m3", "int8": "i8", "bfloat16": "bf16", "float32": "f32"}
+IMAGES = "u8"
 
 # The number after `sm` in a kernel's name -> the chips that run the kernel.
 CHIPS = {90: (H200,), 100: (B200, B300)}
@@ -57,7 +58,7 @@ class Config:
     Attributes:
       name: of the kernel; it spells all other fields except `built`.
       capability: 90 or 100.
-      dtype: of patches and weight, as in SPELLED.
+      dtype: of patches and weight, as in SPELLED; IMAGES for images, with a weight of int8.
       out_dtype: of the result, as in SPELLED.
       has_table: whether it adds rows of a table instead of one row of offsets.
       tile_m: rows of a tile.
@@ -84,7 +85,8 @@ class Config:
 
     def serves(self, problem: Problem) -> bool:
         """Whether it is built for the dtypes and the kind of table of a problem."""
-        wanted = SPELLED.get(problem.dtype), SPELLED[problem.out_dtype], problem.has_table
+        dtype = IMAGES if problem.cut == "kernel" else SPELLED.get(problem.dtype)
+        wanted = dtype, SPELLED[problem.out_dtype], problem.has_table
         return self.built and (self.dtype, self.out_dtype, self.has_table) == wanted
 
     def grid(self, problem: Problem, chip: Chip) -> Grid:
@@ -108,7 +110,16 @@ class Config:
             period=problem.table_period,
             workers=self.grid(problem, chip).workers,
             segments=1,
+            pixels=pixels(problem),
         )
+
+
+def pixels(problem: Problem) -> tuple[int, int]:
+    """Height and width of the images that a kernel cuts; zeros if it does not."""
+    if problem.cut is None or problem.images is None:
+        return 0, 0
+    *_, height, width, _ = problem.images
+    return height, width
 
 
 # The library.
@@ -217,14 +228,24 @@ def configs() -> tuple[Config, ...]:
 
 
 def launch(
-    config: Config, *, M: int, N: int, K: int, period: int, workers: int, segments: int
+    config: Config,
+    *,
+    M: int,
+    N: int,
+    K: int,
+    period: int,
+    workers: int,
+    segments: int,
+    pixels: tuple[int, int] = (0, 0),
 ) -> dict[str, object]:
     """The launch for these shapes: `Launch` in ffi/plan.h.
+
+    `pixels` are height and width of the images that the kernel cuts, zeros if there are patches.
 
     Raises:
       NotImplementedError: the kernel cannot serve them.
     """
-    shapes = map(ctypes.c_int64, (M, N, K, period, workers, segments))
+    shapes = map(ctypes.c_int64, (M, N, K, period, workers, segments, *pixels))
     answer = _call_json(library().patch_embed_plan, config.name.encode(), *shapes)
     if "error" in answer:
         raise NotImplementedError(answer["error"])
@@ -247,6 +268,11 @@ def choose_config(problem: Problem, capability: int, chip: Chip) -> Config:
     """
     if problem.N % 64:
         raise NotImplementedError(f"N is {problem.N}, expected a multiple of 64.")
+    if problem.cut == "kernel" and (problem.dtype != "int8" or capability != 90):
+        raise NotImplementedError(
+            f"it cuts images itself on Hopper and with int8 alone; this is {problem.dtype} on "
+            f"sm_{capability}."
+        )
     found = [c for c in configs() if c.capability == capability and c.serves(problem)]
     if not found:
         raise NotImplementedError(f"its library has no such kernels for sm_{capability}.")
@@ -327,10 +353,14 @@ def plan(problem: Problem, target: Target, *, config: Config | None = None) -> P
         register_cuda_kernels()
         result = jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype)
         call = jax.ffi.ffi_call(TARGET, result)
-        patches = patches.reshape(problem.rows, -1)
+        shape = (problem.rows, problem.K) if problem.cut is None else (-1, *problem.images[-3:])
+        patches = patches.reshape(shape)
         return call(patches, *rest, *map(jnp.asarray, schedules), **names)
 
+    names = [c.name for c in chosen.values()]
+    cuts = problem.cut == "kernel"
     return Plan(
         lambda *operands: tiles.flatten_leading_axes(problem, operands, compute),
-        config=", ".join(c.name for c in chosen.values()),
+        config=", ".join([*names, "not measured"] if cuts else names),
+        takes_images=cuts,
     )

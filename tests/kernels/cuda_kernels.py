@@ -11,7 +11,7 @@ from pallas_patch_embed.backends import cuda
 from pallas_patch_embed.chips import B200, H200
 
 CHIPS = {90: H200, 100: B200}
-LONG = {short: dtype for dtype, short in cuda.SPELLED.items()}
+LONG = {short: dtype for dtype, short in cuda.SPELLED.items()} | {cuda.IMAGES: "uint8"}
 
 built = pytest.mark.usefixtures("cuda_library")
 
@@ -45,12 +45,28 @@ def matrix(short, rows, columns, box_rows, box_columns):
     )
 
 
-def expected_launch(config, M, N, K, period, workers, segments):
+def lines_of_patches(M, rows, pixels):
+    """The map of images: lines of two patches of 16 pixels beside each other, by im2col."""
+    height, width = pixels
+    images = np.empty((M * 256 // height // width, height // 16, 16, width // 32, 96), np.uint8)
+    return dict(
+        type="u8",
+        shape=[96, width // 32, 16, len(images) * height // 16],
+        strides=[images.strides[3], images.strides[2], images.strides[1]],
+        box=[96, rows // 2],
+        corner=[0, -15],
+        swizzle=0,
+    )
+
+
+def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
     """The launch, derived from ffi/*.cu and *.h independently of ffi/plan.h."""
     size, out_size = itemsize(config.dtype), itemsize(config.out_dtype)
+    factor = "i8" if pixels else config.dtype
     chunks, inner = K * size // 128, 128 // size
     hopper = config.capability == 90
-    ring = config.slots * config.rows * 128
+    # A slot has a chunk of K, or two lines of patches.
+    ring = config.slots * config.rows * (96 if pixels else 128)
     streamed, parts = 0, config.slots if config.stream_weight else chunks
     if hopper and config.stream_weight:
         # The weight has as many slots as fit next to the patches and 2 KiB.
@@ -63,7 +79,7 @@ def expected_launch(config, M, N, K, period, workers, segments):
         nested = np.empty((N // (4 * vector), 4, vector // 2, 2, K), f"V{size}")
         nested = nested.transpose(2, 0, 1, 3, 4)
         weight = dict(
-            type=config.dtype,
+            type=factor,
             shape=list(nested.shape[::-1]),
             strides=list(nested.strides[-2::-1]),
             box=[inner, 2, 4, config.tile_n // (4 * vector), vector // 2],
@@ -88,7 +104,11 @@ def expected_launch(config, M, N, K, period, workers, segments):
         threads=384,
         shared_memory=-(-(ring + rest) // 1024) * 1024 + weight_bytes,
         chunks=chunks,
-        patches=matrix(config.dtype, M, K, config.rows, inner),
+        patches=(
+            lines_of_patches(M, config.rows, pixels)
+            if pixels
+            else matrix(config.dtype, M, K, config.rows, inner)
+        ),
         weight=weight,
         y=y,
         multiplying_warps=8 if hopper else 1,

@@ -11,7 +11,7 @@ from knobs import instance
 from ptx_emulator import cuda
 from ptx_emulator.machine import Machine
 from ptx_emulator.memory import POISON, GlobalMemory
-from ptx_emulator.tma import TensorMap
+from ptx_emulator.tma import Im2colMap, TensorMap
 
 from benchmarks import cuda_launch
 from pallas_patch_embed.backends import cuda as cuda_backend
@@ -42,6 +42,8 @@ class Case:
     out_dtype: str = BF16
     capability: int = 90
     blocks: int = 1
+    # Height and width of the images that the kernel cuts into patches.
+    image: tuple[int, int] | None = None
     # The members of `Tuning` that differ from the built kernels.
     tuning: dict = dataclasses.field(default_factory=dict, hash=False)
 
@@ -49,7 +51,7 @@ class Case:
     def config(self) -> cuda_backend.Config:
         """The config; without `tuning` it is that of a built kernel."""
         return cuda_backend.Config(
-            *(self.name, self.capability, SPELLED[self.dtype], SPELLED[self.out_dtype]),
+            *(self.name, self.capability, self.source_dtype, SPELLED[self.out_dtype]),
             *(self.table != "none", self.tile_m, self.tile_n, self.rows, self.blocks),
             *(self.slots, self.stream_weight, True),
         )
@@ -66,6 +68,11 @@ class Case:
         )
 
     @property
+    def source_dtype(self) -> str:
+        """Of patches or images, as a kernel's name spells it."""
+        return cuda_backend.IMAGES if self.image else SPELLED[self.dtype]
+
+    @property
     def buffers(self) -> int:
         """Staging buffers of a storing warp of the Blackwell kernel."""
         return self.tuning.get("kStagingBuffers", 2)
@@ -78,8 +85,8 @@ class Case:
         columns = "offset" if self.table == "none" else "table"
         weight = "streamed" if self.stream_weight else "stationary"
         return (
-            f"patch_embed_sm{self.capability}_{SPELLED[self.dtype]}_{SPELLED[self.out_dtype]}_{columns}_"
-            f"{self.tile_n}x{self.rows}_b{self.blocks}_s{self.slots}_{weight}"
+            f"patch_embed_sm{self.capability}_{self.source_dtype}_{SPELLED[self.out_dtype]}_"
+            f"{columns}_{self.tile_n}x{self.rows}_b{self.blocks}_s{self.slots}_{weight}"
         )
 
     @property
@@ -122,6 +129,44 @@ CASES = {
     ),
     "streamed, no table": streamed((5, 131, 128), 192, BF16, "none", 192, 5),
 }
+
+
+def of_images(
+    images: int,
+    grid: tuple[int, int],
+    N: int,
+    table: str,
+    tile_n: int,
+    out_dtype: str = BF16,
+) -> Case:
+    """A kernel that cuts images of so many patches itself."""
+    return Case(
+        *((images, math.prod(grid), 768), N, INT8, table, tile_n, 13 if tile_n == 192 else 16),
+        out_dtype=out_dtype,
+        image=(16 * grid[0], 16 * grid[1]),
+    )
+
+
+# Sides and widths of models (B/16, L/16, So400m/16, g-opt), pairwise with tables, outputs and odd
+# numbers of images; and images that are not square, of two patches, and of fewer than a tile.
+IMAGES = {
+    "224, 768, 192": of_images(3, (14, 14), 192, "shared", 192),
+    "224, 768, two slices": of_images(1, (14, 14), 384, "none", 192, "float32"),
+    "224, a table for each image": of_images(3, (14, 14), 192, "per image", 192, "float32"),
+    "256, 1024, 128": of_images(1, (16, 16), 256, "shared", 128),
+    "256, no table": of_images(2, (16, 16), 192, "none", 192),
+    "256, 1152": of_images(1, (16, 16), 192, "per image", 192),
+    "256, 64 columns": of_images(1, (16, 16), 64, "shared", 64, "float32"),
+    "384, 768": of_images(1, (24, 24), 192, "shared", 192, "float32"),
+    "384, 1024": of_images(1, (24, 24), 128, "none", 128),
+    "384, 1536": of_images(1, (24, 24), 64, "per image", 64),
+    "512, 1152": of_images(1, (32, 32), 192, "none", 192, "float32"),
+    "512, 1024": of_images(1, (32, 32), 128, "shared", 128, "float32"),
+    "not square": of_images(5, (7, 6), 192, "shared", 192),
+    "two patches": of_images(9, (1, 2), 128, "shared", 128),
+    "fewer patches than a warpgroup has": of_images(1, (5, 2), 64, "none", 64),
+}
+CASES |= {f"images, {name}": case for name, case in IMAGES.items()}
 
 
 # Slots of the Blackwell kernels that are built, by width of a slice, for dtypes of one byte and for
@@ -188,7 +233,21 @@ def tensor_maps(case, M, K, patches, weight, y):
             name=name,
         )
 
-    first = matrix("patches", patches, itemsize, M, K, (inner, case.rows))
+    if case.image:
+        _, width = case.image
+        first = Im2colMap(
+            base=patches,
+            itemsize=1,
+            dimensions=(96, width // 32, 16, M * 16 // width),
+            strides=(1, 96, 3 * width, 16 * 3 * width),
+            box=(96, case.rows // 2),
+            swizzle=0,
+            name="images",
+            lower=(0, 0),
+            upper=(0, -15),
+        )
+    else:
+        first = matrix("patches", patches, itemsize, M, K, (inner, case.rows))
     if case.capability == 100:
         return (
             first,
@@ -212,7 +271,8 @@ def tensor_maps(case, M, K, patches, weight, y):
 
 def shared_bytes(case, chunks):
     """Dynamic shared memory of a block in bytes, as `Shared::bytes` computes it."""
-    ring = case.slots * case.rows * tiles.ROW_BYTES
+    # A slot has a chunk of K, or two lines of patches of 16 pixels.
+    ring = case.slots * case.rows * (96 if case.image else tiles.ROW_BYTES)
     weight_slots = case.slots
     if case.capability == 90:
         room = 227 * 1024 - ring - 2048
@@ -224,6 +284,14 @@ def shared_bytes(case, chunks):
         rest = 2 * case.buffers * staged + 1024
     parts = weight_slots if case.stream_weight else chunks
     return -(-(ring + rest) // 1024) * 1024 + parts * case.tile_n // case.blocks * tiles.ROW_BYTES
+
+
+def uncut(patches: np.ndarray, image: tuple[int, int]) -> np.ndarray:
+    """The uint8 images [B, H, W, 3] of int8 patches [B, S, 768]."""
+    height, width = image
+    levels = (patches.astype(np.int16) + 128).astype(np.uint8)
+    cut = levels.reshape(-1, height // 16, width // 16, 16, 16, 3)
+    return np.ascontiguousarray(cut.swapaxes(2, 3).reshape(-1, height, width, 3))
 
 
 def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndarray, Machine]:
@@ -238,10 +306,13 @@ def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndar
     workers = max(1, min(most, -(-M // case.tile_m)))
     segments = schedule.segments(M, period, case.tile_m, workers)
     memory = GlobalMemory()
+    first, *rest = map(np.asarray, operands)
+    if case.image:
+        first = uncut(first, case.image)
     patches, weight, scale, table, at_segments = (
-        memory.allocate(np.asarray(x), name)
+        memory.allocate(x, name)
         for x, name in zip(
-            (*operands, segments), ("patches", "weight", "scale", "table", "segments")
+            (first, *rest, segments), ("patches", "weight", "scale", "table", "segments")
         )
     )
     result = (M, case.N), jnp.dtype(case.out_dtype)
@@ -254,6 +325,7 @@ def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndar
         [*tensor_maps(case, M, K, patches, weight, out)]
         + [*map(np.uint64, (scale, table, out, at_segments))]
         + [np.int32(x) for x in (M, case.N, chunks, period, segments.shape[1])]
+        + [np.int32(case.image[1] // 16 if case.image else 0)]
         + traced,
         grid=(workers * slices * case.blocks, 1, 1),
         block=(THREADS, 1, 1),

@@ -12,7 +12,7 @@ import threading
 from ctypes import c_char_p, c_int, c_int64, c_size_t, c_void_p
 
 # Numbers of xla/ffi/api/c_api.h.
-TYPES = {"float8_e4m3fn": 20, "int8": 2, "bfloat16": 16, "float32": 11, "int32": 4}
+TYPES = {"float8_e4m3fn": 20, "int8": 2, "uint8": 6, "bfloat16": 16, "float32": 11, "int32": 4}
 STAGES = {"initialize": 2, "execute": 3}
 BUFFER, STRING = 1, 4
 

@@ -120,6 +120,20 @@ int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* data, const
   return result;
 }
 
+int cuTensorMapEncodeIm2col(void* map, int type, unsigned rank, void* data, const uint64_t* shape,
+                            const uint64_t* strides, const int* lower, const int* upper,
+                            unsigned channels, unsigned pixels, const uint32_t* steps,
+                            int interleave, int swizzle, int promotion, int fill) {
+  int result = note("cuTensorMapEncodeIm2col", type, rank, uintptr_t(data), channels, pixels,
+                    interleave, swizzle, promotion, fill);
+  for (unsigned i = 0; i < rank; i++) {
+    result |= note("dimension", shape[i], i ? strides[i - 1] : 0, steps[i]);
+  }
+  for (unsigned i = 0; i < rank - 2; i++) result |= note("corners", lower[i], upper[i]);
+  memcpy(map, &data, sizeof data);
+  return result;
+}
+
 int cuLaunchKernelEx(const Config* config, const char* kernel, void** parameters, void**) {
   // Of the parameter: what stands in the maps of patches, weight and y, then the rest.
   {
@@ -131,11 +145,11 @@ int cuLaunchKernelEx(const Config* config, const char* kernel, void** parameters
   uint64_t words[7];
   for (int i = 0; i < 3; i++) memcpy(&words[i], parameter + 128 * i, 8);
   memcpy(words + 3, parameter + 384, 32);
-  int32_t sizes[5];
-  memcpy(sizes, parameter + 416, 20);
+  int32_t sizes[6];
+  memcpy(sizes, parameter + 416, 24);
   note(kernel);
   note("pointers", words[0], words[1], words[2], words[3], words[4], words[5], words[6]);
-  note("sizes", sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]);
+  note("sizes", sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]);
   for (unsigned i = 0; i < config->count; i++) {
     const auto& attribute = config->attributes[i];
     note("attribute", attribute.id, attribute.value[0], attribute.value[1], attribute.value[2]);

@@ -21,15 +21,17 @@ from pallas_patch_embed.backends import cuda
 
 KERNEL = "patch_embed_sm90_i8_bf16_table_64x64_b1_s8_stationary"
 OFFSET = KERNEL.replace("table", "offset")
+IMAGES = "patch_embed_sm90_u8_bf16_table_64x64_b1_s16_stationary"
 BLACKWELL = "patch_embed_sm100_i8_bf16_table_64x128_b2_s8_stationary"
 
 
 def operands_of(kernel=KERNEL, M=40, N=128, K=256, period=20):
     """name -> (dtype, shape) that the handler expects."""
     *_, dtype, out_dtype, kind = kernel.split("_")[:6]
+    images = dtype == cuda.IMAGES
     return dict(
-        patches=(LONG[dtype], (M, K)),
-        weight=(LONG[dtype], (N, K)),
+        patches=(LONG[dtype], (M // 196, 224, 224, 3) if images else (M, K)),
+        weight=("int8" if images else LONG[dtype], (N, K)),
         scale=("float32", (N,)),
         table=("bfloat16", (period, N)) if kind == "table" else ("float32", (N,)),
         runs_sm90=("int32", (1, 2, 4)),
@@ -96,6 +98,35 @@ def test_offsets_are_one_row_of_float32():
     assert "table is float32[64], expected float32[128]" in error_of(
         operands | dict(table=("float32", (64,))), OFFSET
     )
+
+
+@built
+@pytest.mark.parametrize(
+    "operand, given, message",
+    [
+        (
+            "patches",
+            ("int8", (2, 224, 224, 3)),
+            "images is int8[2, 224, 224, 3], expected uint8[im",
+        ),
+        (
+            "patches",
+            ("uint8", (392, 768)),
+            "images is uint8[392, 768], expected uint8[images, H, W",
+        ),
+        ("patches", ("uint8", (2, 224, 224, 4)), "expected uint8[images, H, W, 3] for kernel"),
+        ("patches", ("uint8", (3, 224, 224, 3)), "y is bfloat16[392, 128], expected bfloat16[588,"),
+        ("patches", ("uint8", (2, 224, 240, 3)), "y is bfloat16[392, 128], expected bfloat16[420,"),
+        ("patches", ("uint8", (2, 230, 224, 3)), "images have 230 x 224 pixels, expected a height"),
+        ("weight", ("int8", (128, 640)), "weight is int8[128, 640], expected int8[N, 768] for"),
+        ("weight", ("uint8", (128, 768)), "weight is uint8[128, 768], expected int8[N, 768] for"),
+    ],
+    ids=str,
+)
+def test_wrong_images_are_refused(operand, given, message):
+    operands = operands_of(IMAGES, M=392, K=768)
+    error = error_of(operands | {operand: given}, IMAGES)
+    assert "INVALID_ARGUMENT: patch_embed: " in error and message in error, error
 
 
 @built
@@ -208,16 +239,24 @@ def placed(operands):
     return [(*operand, 4096 * (i + 1)) for i, operand in enumerate(operands.values())]
 
 
-TYPE_NUMBERS = {"e4m3": 0, "i8": 0, "bf16": 9, "f32": 7}
-SWIZZLES = {64: 2, 128: 3}
+TYPE_NUMBERS = {"e4m3": 0, "i8": 0, "u8": 0, "bf16": 9, "f32": 7}
+SWIZZLES = {0: 0, 64: 2, 128: 3}
 
 
 def lines_of_map(description, address):
     """The recorded call that encodes a map: not interleaved, L2 promotion 256 bytes, zero fill."""
     kind, rank = TYPE_NUMBERS[description["type"]], len(description["shape"])
     swizzle = SWIZZLES[description["swizzle"]]
-    yield f"cuTensorMapEncodeTiled {kind} {rank} {address} 0 {swizzle} 3 0"
     strides = [0, *description["strides"]]
+    if "corner" in description:
+        channels, pixels = description["box"]
+        yield f"cuTensorMapEncodeIm2col {kind} {rank} {address} {channels} {pixels} 0 {swizzle} 3 0"
+        for shape, stride in zip(description["shape"], strides):
+            yield f"dimension {shape} {stride} 1"
+        for corner in description["corner"]:
+            yield f"corners 0 {corner}"
+        return
+    yield f"cuTensorMapEncodeTiled {kind} {rank} {address} 0 {swizzle} 3 0"
     for shape, stride, box in zip(description["shape"], strides, description["box"]):
         yield f"dimension {shape} {stride} {box} 1"
 
@@ -251,7 +290,9 @@ def test_every_built_kernel_is_launched_as_planned(handle):
         common = dict(operands=placed(operands), attributes=names, capability=capability)
         calls += [common | dict(stage=stage) for stage in ("initialize", "execute")]
         period = 196 if config.has_table else 1
-        plan = cuda.launch(config, **(shapes | dict(period=period)), workers=1, segments=2)
+        pixels = (224, 224) if config.dtype == cuda.IMAGES else (0, 0)
+        launched = dict(workers=1, segments=2, pixels=pixels)
+        plan = cuda.launch(config, **(shapes | dict(period=period)), **launched)
         y = plan["y"]
         maps = [*lines_of_map(plan["patches"], 4096), *lines_of_map(plan["weight"], 8192)]
         maps += lines_of_map(y, 28672) if y else []
@@ -262,7 +303,7 @@ def test_every_built_kernel_is_launched_as_planned(handle):
                 *maps,
                 config.name,
                 f"pointers 4096 8192 {28672 if y else 0} 12288 16384 28672 {runs}",
-                f"sizes 392 768 {plan['chunks']} {period} 2",
+                f"sizes 392 768 {plan['chunks']} {period} 2 {pixels[1] // 16}",
                 *([f"attribute 4 {config.blocks} 1 1"] if config.blocks > 1 else []),
                 f"cuLaunchKernelEx {plan['grid']} 1 1 384 1 1 {plan['shared_memory']} {STREAM} "
                 f"{STREAM}",

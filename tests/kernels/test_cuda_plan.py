@@ -26,7 +26,8 @@ HOPPER, ULTRA = Target("cuda", H200), Target("cuda", B300)
 @pytest.mark.parametrize("capability", CHIPS)
 def test_a_launch_equals_an_independent_derivation(capability):
     launched = 0
-    for config in configs(capability=capability):
+    of_patches = [c for c in configs(capability=capability) if c.dtype != cuda.IMAGES]
+    for config in of_patches:
         for (M, period), N, K in itertools.product(
             [(1, 1), (392, 196), (3 * 729, 729), (5 * 196 + 4, 5 * 196 + 4), (928256, 196)],
             [768, 1024, 1152, 1536],
@@ -40,7 +41,56 @@ def test_a_launch_equals_an_independent_derivation(capability):
                 continue
             assert cuda.launch(config, **shapes) == expected
             launched += 1
-    assert launched > 20 * len(configs(capability=capability))
+    assert launched > 20 * len(of_patches)
+
+
+@built
+def test_a_launch_for_images_is_what_is_derived_from_the_shapes():
+    found = configs(dtype=cuda.IMAGES)
+    for config, (B, height, width), N in itertools.product(
+        found,
+        [(1, 16, 32), (3, 224, 224), (4736, 224, 224), (5, 512, 384), (64, 48, 256)],
+        [768, 1024, 1152, 1536],
+    ):
+        S = height * width // 256
+        shapes = dict(M=B * S, N=N, K=768, period=S, workers=7, segments=3, pixels=(height, width))
+        if N % config.tile_n:
+            with pytest.raises(NotImplementedError, match="expected a multiple"):
+                cuda.launch(config, **shapes)
+        else:
+            assert cuda.launch(config, **shapes) == expected_launch(config, **shapes)
+    assert len(found) == 12 and {c.capability for c in found} == {90}
+
+
+@built
+@pytest.mark.parametrize(
+    "shapes, reason",
+    [
+        (
+            dict(K=640),
+            r"K is 640, expected 768: TMA cuts patches of 16 x 16 pixels\. Leave",
+        ),
+        (dict(K=3072), "K is 3072, expected 768"),
+        (
+            dict(pixels=(224, 240)),
+            "images have 224 x 240 pixels, .* width that is one of 32",
+        ),
+        (
+            dict(pixels=(250, 224)),
+            "images have 250 x 224 pixels, expected a height",
+        ),
+        (dict(pixels=(0, 0)), "images have 0 x 0 pixels"),
+        (dict(pixels=(16, 2**36)), r"rows of patches of less than 2\^40 bytes"),
+        (dict(M=195), "y has 195 rows, expected a multiple of the 196 patches of an image"),
+    ],
+    ids=str,
+)
+def test_images_that_cannot_be_cut_are_refused(shapes, reason):
+    config = next(c for c in configs(dtype=cuda.IMAGES) if c.tile_n == 64)
+    fine = dict(M=392, N=768, K=768, period=196, workers=7, segments=3, pixels=(224, 224))
+    cuda.launch(config, **fine)
+    with pytest.raises(NotImplementedError, match=reason):
+        cuda.launch(config, **(fine | shapes))
 
 
 @built

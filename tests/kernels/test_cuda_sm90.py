@@ -11,7 +11,7 @@ from repository import ROOT
 from benchmarks.machine_code import count, cuda_root, innermost_loop, read_cubin
 
 FFI = ROOT / "ffi"
-DTYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16"}
+DTYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16", "u8": "kUInt8"}
 
 HOST = """
 #include "ptx/matrix_descriptor.h"
@@ -90,16 +90,20 @@ def test_no_kernel_spills_and_no_product_waits_for_another(compiled, dtype):
     assert not re.search("warning|serialized", said), said
     if cuda_root() is None:
         return
+    # The loop over chunks of K is a loop, except for images: eight times two lines, three products.
     multiply, tile_n, rows, stays = {
         "e4m3": ("QGMMA", 192, 64, True),
         "i8": ("IGMMA", 192, 64, True),
         "bf16": ("HGMMA", 192, 128, False),
+        "u8": ("IGMMA", 192, 64, True),
     }[dtype]
     weight = "s10_stationary" if stays else "s5_streamed"
+    weight = "s13_stationary" if dtype == "u8" else weight
     name = f"patch_embed_sm90_{dtype}_bf16_table_{tile_n}x{rows}_b1_{weight}"
     found = count(tile_loop(cubin, name))
     # A thread has rows / 32 rows of tile_n / 32 vectors. The table is in registers, or is read.
     assert found["STG"] == rows // 32 * tile_n // 32
     assert found.get("LDG", 0) == (0 if stays else found["STG"])
-    assert found[multiply] == 4 * rows // 64
+    assert found[multiply] == (24 if dtype == "u8" else 4 * rows // 64)
+    assert found.get("LDSM", 0) == (24 if dtype == "u8" else 0)
     assert not {"LDL", "STL", "LD", "ST"} & set(found)

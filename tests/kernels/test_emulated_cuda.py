@@ -310,7 +310,7 @@ HOPPER_BUGS = {
         "does not expect them|results differ|reads what",
     ),
     "the other warpgroup may multiply too early": (
-        "k == args_.chunks - 1 && threadIdx.x",
+        "k == chunks() - 1 && threadIdx.x",
         "k == 0 && threadIdx.x",
         "does not expect them|results differ|reads what",
     ),

@@ -165,6 +165,34 @@ def test_wgmma_accumulates_with_signs(kind, depth):
     np.testing.assert_array_equal(found, total * (a @ b.T))
 
 
+@pytest.mark.parametrize("depth, a, b", FLOATS + INTEGERS)
+def test_the_first_operand_in_registers(depth, a, b):
+    """9.7.15.5.1.1.1 and 9.7.15.5.1.1.2: the rows and bytes of K that each thread holds."""
+    opcode = opcode_of(24, depth, a, b)
+    (raw_a, first), (raw_b, second) = (
+        drawn(kind, (rows, depth), i) for i, (kind, rows) in enumerate(((a, 64), (b, 24)))
+    )
+    held = np.zeros((128, 4), np.uint32)
+    words = np.ascontiguousarray(raw_a.astype(f"<u{SIZES[a]}")).view(np.uint32)
+    for thread, i in np.ndindex(held.shape):
+        row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (i % 2)
+        held[thread, i] = words[row, 4 * (i // 2) + thread % 4]
+    image = np.zeros(2048, np.uint8)
+    Layout().put(image, raw_b, SIZES[b])
+    turned = ", 0" * (depth == 16)
+    signs = ", 1, -1" * (a not in ("s8", "u8"))
+    text = f"""{declared(2048)} .reg .b32 %c<12>, %e<4>; {uploaded(2048)}
+        {descriptor("%b_desc", 0, Layout().bits("Hopper"))}
+        mad.wide.u32 %address, %thread, 16, %m2;
+        ld.global.v4.b32 {registers(4, "%e")}, [%address];
+        {FENCE}; {opcode} {registers(12)}, {registers(4, "%e")}, %b_desc, %no{signs}{turned};
+        {COMMIT}; {WAIT} 0; {fragments(1, 0, 12)}"""
+    arrays = [padded(image), bytes(512 * 12), held.tobytes()]
+    left = run(text, arrays=arrays, threads=128, target="sm_90a").arrays[1]
+    found = matrix(left, 24, "s32" if a in ("s8", "u8") else "f32")[0]
+    np.testing.assert_array_equal(found, (-1 if signs else 1) * first @ second.T)
+
+
 SMALL = opcode_of(8, 32, "s8", "s8")
 
 
@@ -195,6 +223,23 @@ def test_groups_of_wgmma():
     text = hopper(f"{ONE} {WAIT} 0; {{}} {COMMIT}; {WAIT} 0;")
     run(text.replace("{}", ""), **ONES)
     assert_fails(EmulatorError, message, text.replace("{}", first), **ONES)
+
+
+def test_an_operand_in_registers_stays_until_the_products_are_done():
+    """9.7.15.7.1 and 9.7.15.7.3: it is written before a fence, and not touched before a wait."""
+    held = ONE.replace("%a_desc", "{%e0, %e1, %e2, %e3}")
+    ones = "".join(f"mov.u32 %e{i}, 0x01010101;" for i in range(4))
+    text = hopper(f"{ones} {FENCE}; {held} {COMMIT}; {{}} {WAIT} 0; mov.u32 %d0, %c3;")
+    right = text.replace("{}", "")
+    assert run(right, results=[32], **ONES).results == [[32] * 128]
+    after = right.replace("mov.u32 %d0", "mov.u32 %e1, 5; mov.u32 %d0")
+    assert run(after, results=[32], **ONES).results == [[32] * 128]
+    message = "a register is used before wgmma.wait_group"
+    for touched in (f"mov.u32 %e1, 0;{HERE}", f"mov.u32 %x, %e3;{HERE}"):
+        wrong = text.replace("{}", touched).replace("%d0", "%x")
+        assert_fails(EmulatorError, message, wrong, **ONES)
+    late = hopper(f"{FENCE}; {ones} {held}{HERE} {COMMIT}; {WAIT} 0;")
+    assert_fails(EmulatorError, "was written without a wgmma.fence behind it", late, **ONES)
 
 
 def test_products_to_the_same_accumulators_need_no_wait_between_them():
@@ -306,7 +351,15 @@ BF16 = opcode_of(8, 16, "bf16", "bf16")
         f"{SMALL} {{%c0, %c1, %c2}}, %a_desc, %b_desc, %no;": "4 different accumulators",
         f"{SMALL} {{%c0, %c1, %c2, %c2}}, %a_desc, %b_desc, %no;": "4 different accumulators",
         f"{SMALL} {{%c0, %c1, %c2, %address}}, %a_desc, %b_desc, %no;": "64 bits where b32",
-        f"{SMALL} {{%c0, %c1, %c2, %c3}}, {{%e0, %e1, %e2, %e3}}, %b_desc, %no;": "in registers",
+        f"{SMALL} {{%c0, %c1, %c2, %c3}}, {{%e0, %e1, %e2}}, %b_desc, %no;": (
+            "4 different registers"
+        ),
+        f"{SMALL} {{%c0, %c1, %c2, %c3}}, {{%e0, %e1, %e2, %e2}}, %b_desc, %no;": (
+            "4 different registers"
+        ),
+        f"{BF16} {{%c0, %c1, %c2, %c3}}, {{%e0, %e1, %e2, %e3}}, %b_desc, %no, 1, 1, 0, 0;": (
+            "signs and transpositions"
+        ),
         f"{SMALL} {{%c0, %c1, %c2, %c3}}, %x, %b_desc, %no;": "32 bits where b64",
         f"{SMALL.replace('n8', 'n40')} {{%c0}}, %a_desc, %b_desc, %no;": "not among the known",
         f"{SMALL.replace('s32', 's32.satfinite')} {{%c0}}, %a_desc, %b_desc, %no;": (

@@ -126,6 +126,88 @@ class TensorMap:
             padded.view(memory)[slices[0]] = box[slices[1]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Im2colMap(TensorMap):
+    """A tensor map as cuTensorMapEncodeIm2col makes it: dimensions C, W, H, (D,) N (5.5.4).
+
+    A load brings pixels of a column. It counts them along W, H and D inside of the bounding box,
+    then along N, from a first one on; a pixel is then taken from its place plus the offsets.
+
+    Attributes:
+      box: channels of a pixel, and pixels of a column.
+      lower, upper: corners of the bounding box in W, H, (D): its first pixel, and its last one as
+        counted from the tensor's last pixel.
+    """
+
+    lower: tuple[int, ...] = ()
+    upper: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        # The rules of cuTensorMapEncodeIm2col (CUDA driver API).
+        rank, inner = len(self.dimensions), self.box[0] * self.itemsize
+        far = {3: 2**15, 4: 2**7, 5: 2**4}.get(rank, 0)
+        rules = {
+            "base not a multiple of 16": self.base % 16,
+            "rank": rank not in (3, 4, 5),
+            "a dimension": not all(1 <= d <= 2**32 for d in self.dimensions),
+            "a stride": any(s % 16 or not 0 < s < 2**40 for s in self.strides[1:]),
+            "the first stride": self.strides[0] != self.itemsize,
+            "channels": not 1 <= self.box[0] <= 256,
+            "pixels": not 1 <= self.box[1] <= 1024,
+            "the corners": not all(
+                len(corner) == rank - 2 and all(-far <= c < far for c in corner)
+                for corner in (self.lower, self.upper)
+            ),
+            "an empty bounding box": any(size <= 0 for size in self.sides),
+            "channels not a multiple of 16 bytes": inner % 16,
+            "swizzle": self.swizzle not in SWIZZLES,
+            "channels wider than the swizzle": self.swizzle and inner > self.swizzle,
+        }
+        broken = [rule for rule, is_broken in rules.items() if is_broken]
+        if broken:
+            raise EmulatorError(f"a tensor map breaks the rules for {', '.join(broken)}: {self}")
+
+    @property
+    def sides(self) -> list[int]:
+        """Pixels of the bounding box in W, H, (D)."""
+        corners = zip(self.dimensions[1:-1], self.lower, self.upper)
+        return [size - low + high for size, low, high in corners]
+
+    def check_coordinates(self, coordinates: tuple[int, ...]) -> None:
+        """Raises an error unless the first pixel is in the bounding box."""
+        _, *begin, _ = coordinates
+        corners = zip(begin, self.lower, self.sides)
+        if not all(low <= b < low + side for b, low, side in corners):
+            raise EmulatorError(
+                f"{self.name} {coordinates}: the first pixel is not in the bounding box"
+            )
+
+    def load(self, memory, place: tuple[int, ...]) -> np.ndarray:
+        """The bytes of a column; `place` is the coordinates and then the offsets.
+
+        What is outside of the tensor is zero (5.5.4.3).
+        """
+        rank, (channels, pixels) = len(self.dimensions), self.box
+        (first, *begin, image), offsets = place[:rank], place[rank:]
+        view = self.view(memory)
+        content = np.zeros((pixels, channels, self.itemsize), np.uint8)
+        columns = slice(max(first, 0), min(first + channels, self.dimensions[0]))
+        at = [*begin, image]
+        for pixel in content:
+            moved = [a + o for a, o in zip(at, (*offsets, 0))]
+            if all(0 <= m < d for m, d in zip(moved, self.dimensions[1:])):
+                found = view[(*reversed(moved), columns)]
+                pixel[columns.start - first :][: len(found)] = found
+            for i, (low, side) in enumerate(zip(self.lower, self.sides)):
+                at[i] += 1
+                if at[i] < low + side:
+                    break
+                at[i] = low
+            else:
+                at[-1] += 1
+        return content.reshape(-1)
+
+
 @functools.lru_cache(1024)
 def box_layout(begin: int, rows: int, row_bytes: int, swizzle: int):
     """Where the bytes of a box are in shared memory, and which words and units they touch.
@@ -187,10 +269,14 @@ def _check_box(tensor: TensorMap, block, offset: int, description: str) -> None:
         )
 
 
-LOADS = (
-    f"cp.async.bulk.tensor{RANKS}.shared::cta.global{{,.tile}}.{COMPLETION}",
-    f"cp.async.bulk.tensor{RANKS}.shared::cluster.global{{,.tile}}.{COMPLETION}"
-    "{,.multicast::cluster}",
+LOADS = tuple(
+    f"cp.async.bulk.tensor{form}.{COMPLETION}{more}"
+    for form, more in (
+        (f"{RANKS}.shared::cta.global{{,.tile}}", ""),
+        (f"{RANKS}.shared::cluster.global{{,.tile}}", "{,.multicast::cluster}"),
+        ("{.3d,.4d,.5d}.shared::cta.global.im2col", ""),
+        ("{.3d,.4d,.5d}.shared::cluster.global.im2col", "{,.multicast::cluster}"),
+    )
 )
 
 
@@ -199,6 +285,13 @@ LOADS = (
 def load(binder, instruction):
     parts = modifiers(instruction)
     target, source, mbarrier, *masks = instruction.operands
+    im2col, offsets = "im2col" in parts, []
+    if im2col:
+        # The offsets in W, H, (D), which are unsigned (9.7.9.25.5.2).
+        vector, *masks = masks
+        offsets = [binder.reader(item, "b16") for item in vector.items]
+        if len(offsets) != _rank(instruction) - 2:
+            raise ValueError(f"{len(offsets)} offsets of {_rank(instruction)} dimensions")
     is_pair, multicast = "cta_group::2" in parts, "multicast::cluster" in parts
     own_block_only = "shared::cta" in parts
     tensor_operand = TensorOperand(binder, source, _rank(instruction))
@@ -224,7 +317,12 @@ def load(binder, instruction):
     def execute(warp, mask):
         blocks = warp.block.cluster.blocks
         for lane in active_lanes(mask):
-            tensor, coordinates = tensor_operand.read(warp, lane)
+            tensor, place = tensor_operand.read(warp, lane)
+            if isinstance(tensor, Im2colMap) != im2col:
+                raise EmulatorError(f"{instruction.opcode} with {tensor}")
+            if im2col:
+                tensor.check_coordinates(place)
+            place = (*place, *(int(read(warp)[lane]) for read in offsets))
             rank, offset = split_shared_address(int(target(warp)[lane]))
             signal_rank, mbarrier_offset = split_shared_address(int(mbarrier(warp)[lane]))
             if own_block_only and rank != warp.block.rank:
@@ -234,14 +332,14 @@ def load(binder, instruction):
                     raise EmulatorError(f"the cluster has no block {max(receiver, signalled)}")
                 address = shared_cluster_address(signalled, mbarrier_offset)
                 barrier = barrier_at(warp, address, cluster=True)
-                _load_box(warp, int(lane), blocks[receiver], offset, tensor, coordinates, barrier)
+                _load_box(warp, int(lane), blocks[receiver], offset, tensor, place, barrier)
 
     return execute
 
 
-def _load_box(warp, lane: int, block, offset: int, tensor: TensorMap, coordinates, barrier) -> None:
-    """Issues the load of a box to one block."""
-    description = f"a TMA load of {tensor.name} {coordinates}"
+def _load_box(warp, lane: int, block, offset: int, tensor: TensorMap, place, barrier) -> None:
+    """Issues the load of a box to one block; `place` is what the map's `load` takes."""
+    description = f"a TMA load of {tensor.name} {place}"
     _check_box(tensor, block, offset, description)
     barrier.check_use(warp, by_async_proxy=True)
     index, words, units = tensor.box_layout(offset)
@@ -250,7 +348,7 @@ def _load_box(warp, lane: int, block, offset: int, tensor: TensorMap, coordinate
     block.shared.bytes[index] = POISON
 
     def run():
-        block.shared.bytes[index] = tensor.load(warp.machine.memory, coordinates)
+        block.shared.bytes[index] = tensor.load(warp.machine.memory, place)
         barrier.complete_tx(tensor.bytes)
 
     warp.machine.submit(Task("load", run, description, warp.block.cluster))
@@ -265,6 +363,8 @@ def store(binder, instruction):
     def execute(warp, mask):
         for lane in active_lanes(mask):
             tensor, coordinates = tensor_operand.read(warp, lane)
+            if isinstance(tensor, Im2colMap):
+                raise EmulatorError(f"{instruction.opcode} with {tensor}")
             # An H200 traps.
             if min(coordinates) < 0:
                 raise EmulatorError(

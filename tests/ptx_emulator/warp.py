@@ -309,12 +309,12 @@ class WgmmaGroups:
 
     Attributes:
       issued: how many the warp has issued.
-      fenced: whether a wgmma.fence came before the first.
+      fenced_registers: what the registers held at the last wgmma.fence; None before the first.
       in_flight: (number, function that writes the registers, registers) of those not waited for.
       group_ends: for each committed group, how many had been issued.
     """
 
     issued: int = 0
-    fenced: bool = False
+    fenced_registers: list | None = None
     in_flight: list = dataclasses.field(default_factory=list)
     group_ends: list[int] = dataclasses.field(default_factory=list)

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 
-from ptx_emulator.errors import EmulatorError, UnsupportedError
+from ptx_emulator.errors import EmulatorError
 from ptx_emulator.isa import HOPPER, LANE_IDS, WAIT_FOR_WGMMA, Blocked, defines
 from ptx_emulator.matrix_operands import ELEMENTS, SharedOperand, accumulate, exact_product
 from ptx_emulator.parser import Vector
@@ -17,10 +17,13 @@ defines_wgmma = functools.partial(defines, "9.7.15 wgmma", targets=HOPPER)
 
 @defines_wgmma("wgmma.fence.sync.aligned")
 def wgmma_fence(binder, instruction):
-    """Registers are in program order here. Only a missing first fence is an error."""
+    """Registers are in program order here.
+
+    Errors are a missing first fence, and operands in registers that were written after it.
+    """
 
     def execute(warp, mask):
-        warp.wgmma_groups.fenced = True
+        warp.wgmma_groups.fenced_registers = list(warp.registers)
 
     return execute
 
@@ -77,6 +80,16 @@ WIDTHS = ",".join(f"n{n}" for n in range(8, 264, 8))
 INTEGER_WIDTHS = ",".join(f"n{n}" for n in (8, 24, *range(16, 272, 16)))
 
 
+def _rows_of_registers(registers: list[np.ndarray], dtype) -> np.ndarray:
+    """A warp's 16 rows of an operand in registers, 32 bytes each (9.7.15.5.1.1).
+
+    Lane 4 r + c holds bytes 4 c to 4 c + 3 of row r, of row r + 8, and of both 16 bytes later.
+    """
+    words = np.stack(registers).reshape(2, 2, 8, 4)
+    rows = np.ascontiguousarray(words.transpose(1, 2, 0, 3))
+    return rows.reshape(16, 8).view(dtype)
+
+
 @defines_wgmma(
     f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k16.f32{{.bf16.bf16,.f16.f16}}",
     f"wgmma.mma_async.sync.aligned.m64{{{WIDTHS}}}k32.f32"
@@ -91,18 +104,28 @@ def wgmma(binder, instruction):
         raise ValueError(f"a vector of {columns // 2} different accumulators is expected")
     for item in target.items:
         binder.reader(item, "b32")
-    if isinstance(a, Vector):
-        raise UnsupportedError("the first operand in registers")
+    a_registers = a.items if isinstance(a, Vector) else ()
+    if a_registers and len(set(a_registers)) != 4:
+        raise ValueError("a vector of 4 different registers is expected for the first operand")
+    for item in a_registers:
+        binder.reader(item, "b32")
     dtypes = ELEMENTS[a_type], ELEMENTS[b_type]
     # imm-scale-a and -b for floats (signs), imm-trans-a and -b for elements of 16 bits.
-    allowed = [(1, -1)] * (2 * (result_type == "f32")) + [(0, 1)] * (2 * (depth == 16))
+    # An operand in registers has no transposition.
+    turns = (1 if a_registers else 2) * (depth == 16)
+    allowed = [(1, -1)] * (2 * (result_type == "f32")) + [(0, 1)] * turns
     flags = [binder.immediate(flag) for flag in flags]
     if len(flags) != len(allowed) or any(f not in some for f, some in zip(flags, allowed)):
         raise ValueError(f"the signs and transpositions {flags}, expected one each of {allowed}")
     signs, transposed = flags[:2] or [1, 1], flags[2:] or [0, 0]
-    descriptors = [binder.reader(operand, "b64") for operand in (a, b)]
+    in_shared = ((b, columns, dtypes[1]),)
+    if not a_registers:
+        in_shared = ((a, 64, dtypes[0]), *in_shared)
+    descriptors = [binder.reader(operand, "b64") for operand, _, _ in in_shared]
+    sizes = [size for _, *size in in_shared]
     read_accumulates = binder.reader(scale_d, "pred")
     numbers = [item.number for item in target.items]
+    a_numbers = [item.number for item in a_registers]
     # Row (within the warp's 16) and column of each accumulator register of each lane
     # (9.7.15.5.1.1.3).
     i = np.arange(len(numbers))[:, None]
@@ -112,24 +135,32 @@ def wgmma(binder, instruction):
     def execute(warp, mask):
         block, machine, quarter = warp.block, warp.machine, warp.number % 4
         groups = warp.wgmma_groups
-        if not groups.fenced:
+        if groups.fenced_registers is None:
             raise EmulatorError("wgmma.mma_async without a wgmma.fence before it")
+        if any(groups.fenced_registers[n] is not warp.registers[n] for n in a_numbers):
+            raise EmulatorError(
+                "an operand of wgmma.mma_async was written without a wgmma.fence behind it"
+            )
         operands = [
             SharedOperand.from_wgmma_descriptor(int(read(warp)[0]), transposed=bool(is_transposed))
-            for read, is_transposed in zip(descriptors, transposed)
+            for read, is_transposed in zip(descriptors, transposed[-len(descriptors) :])
         ]
         agent, number = machine.agents.wgmma(warp.agent), groups.issued + 1
         description = f"wgmma of line {instruction.line}"
-        for operand, rows, dtype in zip(operands, (64, columns), dtypes):
+        for operand, (rows, dtype) in zip(operands, sizes):
             operand.record_read(block, rows, depth, dtype, agent, number, warp, None, description)
         accumulates = bool(read_accumulates(warp)[0])
 
         def run():
-            a, b = (
+            *a, b = (
                 operand.read(block, rows, depth, dtype)
-                for operand, rows, dtype in zip(operands, (64, columns), dtypes)
+                for operand, (rows, dtype) in zip(operands, sizes)
             )
-            product = exact_product(a[16 * quarter : 16 * quarter + 16], b)
+            if a_registers:
+                own = _rows_of_registers([warp.registers[n] for n in a_numbers], dtypes[0])
+            else:
+                own = a[0][16 * quarter : 16 * quarter + 16]
+            product = exact_product(own, b)
             # Adding 0.0 turns -0 into +0: an H200 returns +0 for a sum of zeros with any signs.
             fragment = (signs[0] * signs[1] * product + 0.0)[fragment_rows, fragment_columns]
             for register, added in zip(numbers, fragment):
@@ -137,8 +168,8 @@ def wgmma(binder, instruction):
                 warp.registers[register] = accumulate(old, added, result_type)
 
         groups.issued = number
-        groups.in_flight.append((number, run, numbers))
-        warp.pending |= dict.fromkeys(numbers, WAIT_FOR_WGMMA)
+        groups.in_flight.append((number, run, numbers + a_numbers))
+        warp.pending |= dict.fromkeys(numbers + a_numbers, WAIT_FOR_WGMMA)
         machine.event()
 
     execute.may_use_pending = (WAIT_FOR_WGMMA,)
