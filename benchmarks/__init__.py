@@ -1,1 +1,1 @@
-"""Measurements of the operator, and of what compilers make of it. Not part of the wheel."""
+"""Measurements of the operator and of its compiled kernels. Not part of the wheel."""

@@ -1,10 +1,10 @@
-"""Measures the operator beside what a user would pick instead, on the device that is there.
+"""Measures the operator and its alternatives on this machine's device.
 
   python -m benchmarks --quick                 # under a minute
   python -m benchmarks --out bench             # tables, bench/results.jsonl and pictures
   python -m benchmarks --draw bench            # the pictures again, from bench/results.jsonl
 
-Every output is checked before it is timed. What is compared is timed in turns, in one run.
+Every output is checked before it is timed. Contenders are timed in one process, interleaved.
 """
 
 import argparse
@@ -28,16 +28,16 @@ from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, named_shape
 
 PARTS = ("operator", "encoder", "accuracy", "devices")
 
-# Of a part, as they come.
+# The records of a part, as they are measured.
 Records = Iterator[list[dict[str, Any]]]
 
-# Images of NaFlex have positions of their own, which no contender here takes.
+# Without NaFlex, whose positions differ between images: no other contender accepts that.
 SHAPES = tuple(shape.name for shape in NAMED_SHAPES if not shape.name.startswith("NaFlex"))
 
-# So many bytes are in no cache any more: twice the L2 cache of a B200.
+# After this many other bytes, an operand is in no cache: twice the L2 cache of a B200.
 OUT_OF_CACHE = 2 * 126 * 2**20
 
-# Up to so many images the time of one call counts, from so many on that of a pipeline.
+# Single calls are measured up to the first number of images, sustained runs from the second on.
 CALL_IMAGES, SUSTAINED_IMAGES = 64, 1024
 
 ENCODER_IMAGES = {"B/16 224": 512, "So400m/14 384": 64}
@@ -57,7 +57,7 @@ def ceilings(dtypes: list[str], gigabytes: float, size: int) -> dict[str, float]
 
 
 def regimes(case: Case, chosen: list[str]) -> dict[str, str | None]:
-    """The chosen regimes, each with the reason why it says nothing about this case, if any."""
+    """The chosen regimes, each with the reason why this case is not measured in it, or None."""
     small, many = case.bytes("patches") < OUT_OF_CACHE // 2, case.images >= SUSTAINED_IMAGES
     told = {
         "burst": (True, None),
@@ -72,7 +72,7 @@ def regimes(case: Case, chosen: list[str]) -> dict[str, str | None]:
 def measure(
     case: Case, limits: dict[str, float], chosen: argparse.Namespace
 ) -> tuple[list[Result], dict[str, str]]:
-    """Every contender in every regime, from patches and from images; and what was left out."""
+    """Results of every contender in every regime and from every source; and what was left out."""
     data = contenders.draw(case)
     found, left_out = contenders.entries(case, data, tuple(chosen.sources), built=not chosen.quick)
     measured = []
@@ -93,7 +93,7 @@ def measure(
 
 
 def cold(case: Case, found: dict[tuple[str, str], Entry]) -> dict[tuple[str, str], Entry]:
-    """The same entries, whose calls take other copies of the operands in turns."""
+    """The same entries, whose calls cycle through copies of the operands."""
     copies = math.ceil(OUT_OF_CACHE / case.bytes("patches"))
 
     def copy(x):
@@ -111,7 +111,7 @@ def cold(case: Case, found: dict[tuple[str, str], Entry]) -> dict[tuple[str, str
 def run[Name](
     regime: str, compared: dict[Name, Contender], chosen: argparse.Namespace, **calls: int
 ) -> dict[Name, Timing]:
-    """Times of contenders in a regime; with `calls=` of a turn of a burst or sustained."""
+    """Times of contenders in a regime; `calls=` sets the calls of a turn, if it has several."""
     if regime == "sustained":
         return timing.sustained(compared, seconds=chosen.seconds, **calls)
     if regime == "call":
@@ -120,7 +120,7 @@ def run[Name](
 
 
 def operator(chosen: argparse.Namespace) -> Records:
-    """The operator's cases; prints a table for each source and regime."""
+    """Measures the operator's cases; prints a table for each source and regime."""
     gpu = timing.on_gpu()
     limits = ceilings(chosen.dtypes, *((1.0, 8192) if gpu else (0.05, 1024)))
     units = dict.fromkeys(limits, "GFLOP/s") | {"copy": "GB/s", "widen": "GB/s"}
@@ -151,7 +151,7 @@ def operator(chosen: argparse.Namespace) -> Records:
 
 
 def encoders(chosen: argparse.Namespace) -> Records:
-    """Encoders end to end."""
+    """Measures encoders end to end."""
     measures = {
         regime: functools.partial(run, regime, chosen=chosen, calls=3)
         for regime in chosen.regimes
@@ -174,7 +174,7 @@ def encoders(chosen: argparse.Namespace) -> Records:
 
 
 def accuracies(chosen: argparse.Namespace) -> Records:
-    """Errors by dtype on photographs."""
+    """Measures the errors of each dtype on photographs."""
     try:
         found = accuracy.accuracies(chosen.checkpoint)
     except ValueError as reason:
@@ -185,7 +185,7 @@ def accuracies(chosen: argparse.Namespace) -> Records:
 
 
 def several(chosen: argparse.Namespace) -> Records:
-    """Weak scaling over the devices that there are."""
+    """Measures weak scaling over this machine's devices."""
     counts = [n for n in (2, 4, 8) if n <= jax.device_count()]
     if not counts:
         print("\nWeak scaling: there is one device.")
@@ -199,7 +199,7 @@ def several(chosen: argparse.Namespace) -> Records:
 
 
 def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
-    """All pictures that the records allow."""
+    """Draws all pictures that the records have data for."""
     found = [results.result_of(r) for r in records if r["kind"] == "time"]
     if not found:
         return []
@@ -236,46 +236,52 @@ def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
     return made
 
 
-def at_least(least: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A type of arguments: numbers from `least` on."""
+def at_least(minimum: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type of arguments: numbers that are not below `minimum`."""
 
     def number(text: str):
         found = kind(text)
-        if found < least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        if found < minimum:
+            raise argparse.ArgumentTypeError(f"{text} is less than {minimum}")
         return found
 
     return number
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="a small part")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="by default all of them")
-    shapes = f"of the operator ({', '.join(SHAPES)}) and the encoder ({', '.join(ENCODER_IMAGES)})"
+    parser.add_argument(
+        "--quick", action="store_true", help="only a few measurements, in under a minute"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all of them")
+    shapes = f"shapes: operator ({', '.join(SHAPES)}); encoder ({', '.join(ENCODER_IMAGES)})"
     regimes = "; ".join(f"{name}: {text}" for name, text in REGIMES.items())
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME", help=shapes)
-    images = "a call of the operator; several devices: the largest, for each"
+    images = "images of a call; on several devices, the largest number on each"
     parser.add_argument("--images", type=at_least(1, int), nargs="+", help=images)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="of patches and weight")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="dtypes of patches and weight")
     pixels = ["random", "photographs"]
     parser.add_argument("--pixels", nargs="+", choices=pixels, help="the operator's input")
-    sources = "what the operator's contenders take"
+    sources = "input of the operator's contenders"
     parser.add_argument(
         "--sources", nargs="+", choices=SOURCES, default=list(SOURCES), help=sources
     )
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, help=regimes)
-    parser.add_argument("--rounds", type=at_least(1, int), help="turns of everyone")
-    parser.add_argument("--rest", type=at_least(0, float), help="seconds before a turn")
-    parser.add_argument("--seconds", type=at_least(0.01, float), help="of a sustained turn")
-    parser.add_argument("--checkpoint", type=Path, help="of an encoder, for the accuracy")
+    parser.add_argument("--rounds", type=at_least(1, int), help="turns of each contender")
+    parser.add_argument("--rest", type=at_least(0, float), help="idle seconds before a turn")
+    parser.add_argument(
+        "--seconds", type=at_least(0.01, float), help="duration of a sustained turn"
+    )
+    parser.add_argument("--checkpoint", type=Path, help="an encoder, to measure the accuracy")
     parser.add_argument("--out", type=Path, help="folder for results.jsonl and pictures")
-    parser.add_argument("--draw", type=Path, metavar="FOLDER", help="its pictures again, no more")
+    parser.add_argument(
+        "--draw", type=Path, metavar="FOLDER", help="only draw the pictures of that folder again"
+    )
     chosen = parser.parse_args()
     if chosen.draw and not (chosen.draw / "results.jsonl").exists():
         parser.error(f"there is no {chosen.draw / 'results.jsonl'}")
@@ -288,7 +294,7 @@ def arguments() -> argparse.Namespace:
         parts=["operator"],
         shapes=["B/16 224"],
         images=[1024] if gpu else [4],
-        # On an H200 that takes 22 seconds, with int8 55 to 65.
+        # This takes 22 seconds on an H200; with int8 it would take 55 to 65.
         dtypes=["bfloat16"] if gpu else ["int8", "bfloat16"],
         pixels=["random"],
         regimes=["burst"],

@@ -1,6 +1,6 @@
-"""How accurate each dtype is, on photographs: embeddings of patches, and an encoder's output.
+"""The accuracy of each dtype on photographs: embeddings of patches, and an encoder's output.
 
-Everything behind the patch embedding is float32, so that what differs is the patch embedding.
+Everything after the patch embedding is float32, so only the patch embedding differs.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ class Accuracy:
     """One dtype against float32.
 
     Attributes:
-      weights: a checkpoint's name, or that they are random.
-      dtype: of patches and weight.
+      weights: a checkpoint's name, or RANDOM.
+      dtype: dtype of patches and weight.
       patch_error: relative Frobenius error of the embeddings of patches.
-      patch_cosine: of embedding and exact embedding, the mean over all patches.
-      pooled_error, pooled_cosine: the same of the pooled output.
-      images: how many photographs.
+      patch_cosine: cosine of embedding and exact embedding, mean over all patches.
+      pooled_error, pooled_cosine: the same for the pooled output.
+      images: number of photographs.
     """
 
     weights: str
@@ -40,11 +40,11 @@ class Accuracy:
 
 
 def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[Accuracy]:
-    """One `Accuracy` a dtype, without float32.
+    """The accuracy of each dtype, compared with float32.
 
     Args:
       checkpoint: as for `load_encoder`, of a fixed resolution; random weights if None.
-      name: of the encoder with random weights.
+      name: name of the encoder with random weights.
 
     Raises:
       ValueError: the checkpoint is NaFlex.

@@ -1,4 +1,4 @@
-"""What the compilers made of every kernel, and a budget of what a tile takes of the chip.
+"""Resources and instructions of every compiled kernel, and a budget for one tile.
 
   python -m benchmarks.audit [--shape "B/16 224"] [--images 4736] [--dtypes int8 ...]
       [--out audit.png] [--json audit.jsonl]
@@ -6,8 +6,8 @@
 No GPU is needed, and nothing is measured: resources and instructions are read from machine code,
 the budget is arithmetic on data sheets, tile sizes and that code. The Pallas kernels are compiled
 by `benchmarks.offline_compile`, the CUDA kernels are those of the built library, the Triton kernel
-is compiled as the backend calls it. What cannot be had here is left out with a line that says why.
-Exits with status 1 if a kernel spills or uses stack.
+is compiled as the backend calls it. A kernel that cannot be compiled or read here is left out, and
+a line says why. Exits with status 1 if a kernel spills or uses stack.
 """
 
 import argparse
@@ -55,7 +55,7 @@ ROOT = Path(__file__).parent.parent
 
 OUT_DTYPE, OUT_BYTES = "bfloat16", 2
 
-# What makes the machine code.
+# The packages that make the machine code.
 COMPILERS = ("jax", "jaxlib", "triton", "nvidia-cuda-nvcc")
 
 # The chip whose numbers stand for an architecture.
@@ -67,17 +67,18 @@ CHIP_OF = {
     "sm_100": B200,
 }
 
-# Where each family is compiled for; Triton's kernel also serves newer chips.
+# The architectures that each family is audited for; Triton's kernel also serves newer chips.
 SERVED = {
     "Pallas": ("sm_90", "sm_100"),
     "CUDA": ("sm_90", "sm_100"),
     "Triton": ("sm_80", "sm_86", "sm_89", "sm_90"),
 }
 
-# Dense multiply-adds of a multiprocessor's tensor cores in a cycle, accumulated in float32 or
-# int32: the peak of the same papers and of the data sheets of H200 and B200, by multiprocessors and
-# by the clock of that peak (1.41, 1.695, 2.52, 1.83, 1.86 GHz), which is a power of two within 1%.
-# float8 is float16 for this kernel on 8.0 and 8.6.
+# Dense multiply-adds that a multiprocessor's tensor cores do in a cycle, accumulated in float32 or
+# int32. They are the peak rates of NVIDIA's white papers, and of the data sheets of H200 and B200,
+# divided by multiprocessors and by the clock of that peak (1.41, 1.695, 2.52, 1.83, 1.86 GHz), and
+# rounded to a power of two, which changes them by less than 1%. On 8.0 and 8.6 float8 is multiplied
+# as float16.
 MULTIPLY_ADDS = {
     "sm_80": dict(float8_e4m3fn=1024, bfloat16=1024, int8=2048),
     "sm_86": dict(float8_e4m3fn=256, bfloat16=256, int8=1024),
@@ -86,40 +87,42 @@ MULTIPLY_ADDS = {
     "sm_100": dict(float8_e4m3fn=8192, bfloat16=4096, int8=8192),
 }
 
-# Bytes a cycle of a multiprocessor: of its port to L2, an assumption, as NVIDIA does not publish it
-# for these chips; of its one memory for L1 and shared memory. Its schedulers, one instruction each.
+# Bytes that a multiprocessor moves in a cycle: through its port to L2 (an assumption: NVIDIA does
+# not publish it for these chips), and through its memory for L1 and shared memory. Schedulers of a
+# multiprocessor; each issues one instruction in a cycle.
 L2_BYTES, SHARED_BYTES, SCHEDULERS = 64, 128, 4
 
-# Bytes of K of one wgmma or tcgen05.mma.
+# Bytes of K that one wgmma or tcgen05.mma multiplies.
 PRODUCT_BYTES = 32
 
 ASSUMPTIONS = f"""\
 An estimate, not a measurement: no latency, no conflict, no wait, everything overlaps. Each number
 bounds a tile's cycles on one multiprocessor from below (of a pair: its half); the largest binds.
 tensor: dense peak rates.
-DRAM: the grid reads patches once and writes y once; weight, table, scales and runs stay in L2. All
-  multiprocessors with work share the bandwidth, at the clock above; at a lower clock it takes fewer
-  cycles.
+DRAM: the grid reads patches once and writes y once; weight, table, scales and segments stay in L2.
+  All multiprocessors with work share the bandwidth, at the clock above; at a lower clock it takes
+  fewer cycles.
 L2: {L2_BYTES} bytes a cycle (assumed, not published): patches, streamed weight, and what threads
-  load in the tile loop, such as a table that is not held, as if L1 never had it.
+  load in the tile loop, such as a table that is not in registers. Hits in L1 are not counted.
 shared: {SHARED_BYTES} bytes a cycle: what wgmma reads for 32 bytes of K (64 rows of patches and all
   columns), and tcgen05.mma (a block's rows and its part of the columns); what TMA stores read;
   loads and stores of threads, also of global memory, as that is one way. What TMA and cp.async
   bring ("filled") is listed but not counted: if it were, a bfloat16 tile of Pallas' Hopper kernel
   would take longer than its trace on an H200 shows (docs/performance.md).
-issue: instructions of the tile loop, {SCHEDULERS} schedulers with one a cycle. Each wait passes at
-  once, both sides of a branch count, warps that only copy are left out.
+issue: instructions of the tile loop, {SCHEDULERS} schedulers with one a cycle. No wait is repeated,
+  both sides of a branch count, and warps that only copy are left out.
 Results are {OUT_DTYPE}; all images have one table."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """What the warps of one role execute for a tile.
+    """The instructions that the warps of one role execute for a tile.
 
     Attributes:
-      role: of these warps.
-      warps: of a thread block.
-      executed: opcode with modifiers -> times a warp; " RS" behind wgmma with patches in registers.
+      role: what these warps do.
+      warps: how many of them a thread block has.
+      executed: opcode with modifiers -> how often a warp executes it. " RS" is appended to wgmma
+        with patches in registers.
     """
 
     role: str
@@ -138,7 +141,7 @@ class Loop:
         return {name: -(-self.warps // SCHEDULERS) * n for name, n in self.by_class().items()}
 
     def bytes_of(self, *names: str) -> int:
-        """Bytes that the loads and stores of these names move, for all warps."""
+        """Bytes that all warps move with the loads and stores of these names."""
         found = ((x, n) for x, n in self.executed.items() if x.split(".")[0] in names)
         return 32 * self.warps * sum(access_bytes(x) * n for x, n in found)
 
@@ -148,13 +151,13 @@ class Tile:
     """One tile of a kernel.
 
     Attributes:
-      rows, columns: of y.
+      rows, columns: size of its part of y.
       K: elements of a row that are multiplied, with padding.
       blocks: multiprocessors that share it.
-      slices: into how many slices N is cut.
-      multiprocessors: that work at the same time.
-      patch_bytes: of its patches, or of the pixels of images.
-      tma_bytes: what TMA brings to shared memory for it; 0 if threads load.
+      slices: number of slices of N.
+      multiprocessors: multiprocessors that work at the same time.
+      patch_bytes: bytes of its patches, or of their pixels.
+      tma_bytes: bytes that TMA loads to shared memory for it; 0 if threads load.
     """
 
     rows: int
@@ -174,13 +177,13 @@ class Kernel:
     Attributes:
       family: Pallas, CUDA, Triton, or Triton for images.
       architecture: "sm_90" and so on.
-      dtype: of patches and weight.
-      config: its tile sizes and so on, as its family has them.
-      code: what the compiler made of it.
-      shared_memory_bytes: of a block; without the barriers for Pallas.
-      tensor_memory_columns: of 32 bits.
+      dtype: dtype of patches and weight.
+      config: its tile sizes and so on, in the words of its family.
+      code: its machine code.
+      shared_memory_bytes: shared memory of a block; for Pallas without the barriers.
+      tensor_memory_columns: columns of 32 bits.
       tile: one of its tiles.
-      loops: what is executed for a tile.
+      loops: the instructions that are executed for a tile.
     """
 
     family: str
@@ -195,19 +198,19 @@ class Kernel:
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """The kernel's name in tables."""
         return f"{self.family} {self.architecture} {self.dtype}"
 
 
 class Share(typing.NamedTuple):
-    """What a tile takes of one resource of a multiprocessor: bytes or operations, and cycles."""
+    """A tile's use of one resource of a multiprocessor: bytes or operations, and cycles."""
 
     amount: float
     cycles: float
 
 
 def budget(kernel: Kernel) -> dict[str, Share]:
-    """The estimate for one tile, by resource, as ASSUMPTIONS say."""
+    """The estimate for one tile, by resource, under the ASSUMPTIONS."""
     tile, chip = kernel.tile, CHIP_OF[kernel.architecture]
     y_bytes = tile.rows * tile.columns * OUT_BYTES / tile.blocks
     products = tile.rows * tile.columns * tile.K / tile.blocks
@@ -230,7 +233,7 @@ def budget(kernel: Kernel) -> dict[str, Share]:
 
 
 def filled_bytes(kernel: Kernel) -> float:
-    """What a tile brings to a multiprocessor's shared memory, by TMA or by cp.async."""
+    """Bytes that TMA or cp.async load to a multiprocessor's shared memory for a tile."""
     copied = sum(loop.bytes_of("LDGSTS") for loop in kernel.loops)
     return kernel.tile.tma_bytes / kernel.tile.blocks + copied
 
@@ -241,7 +244,7 @@ def binding(shares: dict[str, Share]) -> str:
 
 
 def operand_bytes(loop: Loop, tile: Tile) -> int:
-    """What the tensor cores of a multiprocessor read from shared memory by themselves."""
+    """Bytes of operands that a multiprocessor's tensor cores read from shared memory."""
     found = 0
     for opcode, times in loop.executed.items():
         if shape := re.match(r"[HIQ]GMMA\.64x(\d+)x\d+", opcode):
@@ -289,7 +292,7 @@ def resident_kernel(
         )
     else:
         warps = launch["multiplying_warps"]
-        # It comes for each warpgroup's half of a tile.
+        # It is loaded for each warpgroup's half of a tile.
         streamed *= warps // 4
         loops = (Loop("multiply and store", warps, executed(code.sass, "STG|[HIQ]G?MMA", steps)),)
     tile = Tile(
@@ -355,13 +358,13 @@ def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -
     )
 
 
-# As Triton's signatures have the types.
+# The names of types in Triton's signatures.
 TRITON_TYPES = dict(float32="fp32", bfloat16="bf16", float8_e4m3fn="fp8e4nv")
 TRITON_TYPES |= dict(int8="i8", uint8="u8", int32="i32")
 
 
 def triton_call(plan: Plan, *arguments) -> dict[str, object]:
-    """What a plan calls its kernel with for these shapes: operands, out, and all options."""
+    """The arguments with which a plan calls its kernel for these shapes, with all options."""
     found = {}
 
     def call(*operands, out, **options):
@@ -374,7 +377,7 @@ def triton_call(plan: Plan, *arguments) -> dict[str, object]:
 
 
 def compile_triton(call: dict[str, object]):
-    """What Triton makes of such a call, for the compute capability that it names."""
+    """Compiles such a call with Triton, for the compute capability that it names."""
     import triton as compiler
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -435,7 +438,7 @@ def triton_kernel(
 
 
 def audit(shape: NamedShape, images: int, dtypes: list[str]) -> tuple[list[Kernel], list[str]]:
-    """All kernels for a shape, and why those that are left out are."""
+    """All kernels for a shape, and a line for each reason why others are left out."""
     makers = {"Pallas": pallas_kernel, "CUDA": cuda_kernel, "Triton": triton_kernel}
     makers["Triton images"] = functools.partial(triton_kernel, uncut=True)
     kernels, missing = [], collections.defaultdict(list)
@@ -452,15 +455,15 @@ def audit(shape: NamedShape, images: int, dtypes: list[str]) -> tuple[list[Kerne
 
 
 def spilling(codes: Iterable[Code]) -> list[str]:
-    """The names of those that spill or use stack."""
+    """The names of the kernels that spill or use stack."""
     return [code.name for code in codes if code.spill_bytes or code.stack_bytes]
 
 
-# What is shown.
+# Tables and the picture.
 
 
 def table(heads: list[str], rows: list[list]) -> str:
-    """Columns of text, the first one to the left."""
+    """Columns of text; the first is aligned to the left, the others to the right."""
     rows = [[str(cell) for cell in row] for row in [heads, *rows]]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
@@ -482,7 +485,7 @@ def resources_table(kernels: list[Kernel]) -> str:
 
 
 def mix_table(kernels: list[Kernel]) -> str:
-    """Instructions of a warp for a tile, by class; those in no class by name."""
+    """Instructions of a warp for a tile, by class; opcodes without a class by name."""
     heads, rows, unknown = [*CLASSES, "other"], [], set()
     for kernel in kernels:
         for loop in kernel.loops:
@@ -495,7 +498,7 @@ def mix_table(kernels: list[Kernel]) -> str:
 
 
 def budget_table(kernels: list[Kernel]) -> str:
-    """The budget of a tile: cycles by resource, what binds, and bytes."""
+    """The budget of a tile: cycles by resource, the resource that binds, and bytes."""
     rows = []
     for kernel in kernels:
         shares = budget(kernel)
@@ -519,28 +522,28 @@ def chips_table(kernels: list[Kernel]) -> str:
 
 
 def draw(kernels: list[Kernel], title: str, out: Path) -> None:
-    """Draws the issue slots of a tile by class, a bar a kernel, and the budget beside it."""
+    """Draws a bar for each kernel: its issue slots by class; and next to it the budget."""
     import matplotlib.pyplot as plt
 
     size = (15, 3 + 0.26 * len(kernels))
     figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
-    places, begin, budgets = range(len(kernels)), [0] * len(kernels), [budget(k) for k in kernels]
+    heights, begin, budgets = range(len(kernels)), [0] * len(kernels), [budget(k) for k in kernels]
     for name, colour in zip([*CLASSES, "other"], plt.colormaps["tab20"].colors):
         slots = [sum(loop.issue_slots().get(name, 0) for loop in k.loops) for k in kernels]
         parts = [100 * n / shares["issue"].amount for n, shares in zip(slots, budgets)]
         if any(parts):
-            left.barh(places, parts, left=begin, color=colour, label=name)
+            left.barh(heights, parts, left=begin, color=colour, label=name)
         begin = [x + y for x, y in zip(begin, parts)]
-    for place, shares in zip(places, budgets):
-        left.text(101, place, f"{shares['issue'].amount:.0f}", va="center", fontsize=8)
-    left.set_yticks(places, [kernel.label for kernel in kernels], fontsize=8)
+    for height, shares in zip(heights, budgets):
+        left.text(101, height, f"{shares['issue'].amount:.0f}", va="center", fontsize=8)
+    left.set_yticks(heights, [kernel.label for kernel in kernels], fontsize=8)
     left.set_ylim(len(kernels) - 0.4, -0.6)
     left.set(title="instructions, counted in the machine code")
     left.set(xlabel="% of the issue slots of one scheduler a tile, and their number", xlim=(0, 110))
-    # Hollow, and the later the larger, so that equal ones are all seen.
+    # Markers are hollow, and each is larger than the one before, so that equal values stay visible.
     for size, (name, marker) in enumerate(zip(budgets[0], "sDo^|"), 5):
         cycles = [shares[name].cycles for shares in budgets]
-        right.plot(cycles, places, marker, fillstyle="none", markersize=size, label=name)
+        right.plot(cycles, heights, marker, fillstyle="none", markersize=size, label=name)
     right.set(title="budget, an estimate: the rightmost binds", xscale="log")
     right.set_xlabel("cycles of a multiprocessor a tile")
     right.grid(alpha=0.3)
@@ -562,7 +565,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="PNG file for the picture")
     parser.add_argument("--json", type=Path, help="file for a line of JSON for each kernel")
     chosen = parser.parse_args()
-    # The configs are those of the chips named here, whatever GPU there is.
+    # Configs are chosen for the chips named here, not for a GPU of this machine.
     jax.config.update("jax_platforms", "cpu")
     kernels, missing = audit(named_shape(chosen.shape), chosen.images, chosen.dtypes)
     print("".join(f"{line}\n" for line in missing))

@@ -1,8 +1,7 @@
-"""What is compared: the operator's backends, and what a user would pick instead.
+"""The contenders: the operator's backends, and the alternatives that a user has (peers).
 
-A contender takes patches or images of one problem and gives embeddings [B, S, N]. Peers that are
-not installed, or cannot serve, are left out with the reason. Whole outputs are compared with
-float32.
+A contender computes embeddings [B, S, N] of patches or images. Peers that are not installed, or
+cannot serve, are left out with the reason. Whole outputs are compared with float32.
 """
 
 import dataclasses
@@ -29,14 +28,14 @@ from pallas_patch_embed.problem import NamedShape, padded
 
 SOURCES = ("patches", "images")
 
-# Each rounding to bfloat16 errs by at most 2^-9 of a number: of patches, weight, product, sum.
+# Patches, weight, product and sum are rounded to bfloat16; each errs by at most 2^-9 of its value.
 LARGEST_ERROR = 4 * 2.0**-9
 
-# Images whose positions make a table for CUTLASS: with 196 patches an image all of its tiles are
-# full, and 19 MB stay in the L2 cache.
+# CUTLASS gets a table of this many images. With 196 patches an image all of its tiles are full, and
+# the table, 19 MB, stays in the L2 cache.
 CUTLASS_IMAGES = 64
 
-# Images a step of the comparison in float32.
+# Images that are compared with float32 in one step.
 COMPARED = 64
 
 
@@ -45,10 +44,10 @@ class Case:
     """A problem: images of a named shape, and the dtype of patches and weight.
 
     Attributes:
-      shape: of the model.
-      images: how many.
-      dtype: of patches and weight.
-      pixels: "random", or "photographs": parts of the package's.
+      shape: shape of the model.
+      images: number of images.
+      dtype: dtype of patches and weight.
+      pixels: "random", or "photographs" for parts of the package's photographs.
     """
 
     shape: NamedShape
@@ -58,7 +57,7 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Of the product, without what pads K."""
+        """Operations of the product, without the padding of K."""
         return 2 * self.images * self.shape.S * self.shape.K * self.shape.N
 
     @property
@@ -67,7 +66,7 @@ class Case:
         return 2 * self.images * self.shape.S * self.shape.N
 
     def bytes(self, source: str) -> int:
-        """What must be read and written at least: every operand and the result, once."""
+        """Bytes that must be moved: every operand is read once, and the result is written once."""
         shape, K = self.shape, padded(self.shape.K)
         itemsize = jnp.dtype(self.dtype).itemsize
         first = 3 * shape.image**2 if source == "images" else shape.S * K * itemsize
@@ -78,14 +77,14 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The operands of a case, in every form that a contender takes.
+    """The operands of a case, in every form that a contender accepts.
 
     Attributes:
       images: [B, H, W, 3] uint8.
       patches: [B, S, K_padded] of the case's dtype.
       params: the packed weights.
       kernel, table: [p, p, 3, N] and [S, N] float32, before packing.
-      exact: them packed in float32.
+      exact: the same weights packed in float32.
     """
 
     images: jax.Array
@@ -120,7 +119,7 @@ def draw_images(shape: NamedShape, images: int, pixels: str) -> jax.Array:
 def data_of(
     shape: NamedShape, images: jax.Array, params: PatchEmbedParams, drawn: dict[str, np.ndarray]
 ) -> Data:
-    """Images and weights in every form: `drawn` is what `params` was packed from."""
+    """Images and weights in every form; `params` was packed from `drawn`."""
     exact = ppe.pack(**drawn, patch_size=shape.patch, grid=shape.grid, dtype="float32")
     patches = jax.jit(ppe.patchify)(images, params)
     table = drawn["bias"] + drawn["position_embedding"]
@@ -129,7 +128,7 @@ def data_of(
 
 
 def draw(case: Case) -> Data:
-    """Random weights, and images as the case says."""
+    """Random weights, and the images of a case."""
     shape = case.shape
     drawn = draw_weights(np.random.default_rng(0), shape)
     packed = ppe.pack(**drawn, patch_size=shape.patch, grid=shape.grid, dtype=case.dtype)
@@ -137,11 +136,11 @@ def draw(case: Case) -> Data:
     return data_of(shape, images, jax.device_put(packed), drawn)
 
 
-# What users write. `product` accumulates in float32 or int32 and rounds to bfloat16, as jnp.dot.
+# Functions as users write them. `product` accumulates in float32 or int32 and rounds to bfloat16.
 
 
 def product(patches: jax.Array, weight: jax.Array, *, axis: int) -> jax.Array:
-    """The bare product, to bfloat16 (int32 for int8, float32 for float32)."""
+    """The bare product in bfloat16 (int32 for int8, float32 for float32)."""
     out = {"int8": jnp.int32, "float32": jnp.float32}.get(patches.dtype.name, jnp.bfloat16)
     dimensions = (((2,), (axis,)), ((), ()))
     precision = "highest" if patches.dtype == jnp.float32 else None
@@ -151,7 +150,7 @@ def product(patches: jax.Array, weight: jax.Array, *, axis: int) -> jax.Array:
 
 
 def product_ceiling(dtype: str, size: int) -> Ceiling:
-    """What the matrix units give for a product of two square matrices."""
+    """A product of two square matrices, to measure the rate of the matrix units."""
 
     @jax.jit
     def numbers(key):
@@ -174,13 +173,13 @@ def product_and_positions(patches, weight, scale, table):
 
 
 def dequantised(patches, weight, scale, table):
-    """Patches and weight to bfloat16, then product and positions, in one jit."""
+    """Converts patches and weight to bfloat16, then product and positions, in one jit."""
     weight = weight.astype(jnp.bfloat16) * scale[:, None].astype(jnp.bfloat16)
     return product_and_positions(patches.astype(jnp.bfloat16), weight, None, table)
 
 
 def normalised(images: jax.Array, dtype: str) -> tuple[jax.Array, str | None]:
-    """Pixels in [-1, 1] as models make them, and the precision of products of that dtype."""
+    """Pixels in [-1, 1] as models compute them, and the precision of products of that dtype."""
     pixels = images.astype(jnp.float32) * (2 / 255) - 1
     return pixels.astype(dtype), "highest" if dtype == "float32" else None
 
@@ -188,7 +187,7 @@ def normalised(images: jax.Array, dtype: str) -> tuple[jax.Array, str | None]:
 def convolution(
     images: jax.Array, kernel: jax.Array, table: jax.Array, dtype: str = "bfloat16"
 ) -> jax.Array:
-    """What models do: pixels to [-1, 1], a convolution without overlap, positions."""
+    """Pixels to [-1, 1], a convolution without overlap, positions: what models do."""
     pixels, precision = normalised(images, dtype)
     y = lax.conv_general_dilated(
         pixels,
@@ -216,12 +215,12 @@ def cut_and_product(
 
 
 def patchified(images: jax.Array, params: PatchEmbedParams, *, backend: str) -> jax.Array:
-    """Patches made by XLA for a backend that would cut images by itself."""
+    """XLA makes the patches for a backend that could cut images itself."""
     return ppe.patch_embed(ppe.patchify(images, params), params, backend=backend)
 
 
 def _cuts_images(backend: str, data: Data) -> bool:
-    """Whether a backend that is asked for by name cuts these images itself."""
+    """Whether a backend cuts these images itself if it is chosen by name."""
     asked = ppe.explain(data.images, data.params)
     answer = plan_with(backend, asked.problem, asked.target, asked=True)
     return isinstance(answer, Plan) and answer.takes_images
@@ -232,7 +231,7 @@ def _cuts_images(backend: str, data: Data) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TorchResult:
-    """A tensor of torch, for which JAX can wait."""
+    """A tensor of torch that JAX can wait for."""
 
     tensor: Any
 
@@ -245,7 +244,7 @@ class TorchResult:
 
 
 def torch_operands(data: Data) -> tuple[Any, ...]:
-    """As torch takes them: the same memory, and a scale of one for every row.
+    """The operands as tensors of torch in the same memory, and a scale of 1 for every row.
 
     Raises:
       ImportError: torch is not installed.
@@ -302,10 +301,10 @@ def pallas_matmul(patches, weight, table):
 
 
 def cutlass_operands(data: Data, *, built: bool) -> tuple[jax.Array, ...]:
-    """As CUTLASS takes them: with a table of several images, whose tiles are full.
+    """The operands for CUTLASS: its table is repeated for several images, so that tiles are full.
 
     Raises:
-      NotImplementedError: CUTLASS is not installed, with what is missing; or not to be built.
+      NotImplementedError: CUTLASS is not installed, or is not to be built; with the reason.
       RuntimeError: the kernels cannot be built.
     """
     if data.params.dtype not in cutlass.DTYPES:
@@ -325,7 +324,7 @@ def cutlass_operands(data: Data, *, built: bool) -> tuple[jax.Array, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A contender, and whether it is a backend of the operator."""
+    """A contender, and whether it is one of the operator's backends."""
 
     contender: Contender
     ours: bool
@@ -340,8 +339,8 @@ def operands(data: Data) -> tuple[jax.Array, ...]:
 def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callable, str]]:
     """name -> (source, function, its operands from Data, reference) of every peer.
 
-    The reference is what its output is compared with: the "embedding" by the packed weights, by the
-    "unpacked" ones, or the bare "product".
+    The output is compared with the reference: the "embedding" by the packed weights, the one by the
+    "unpacked" weights, or the bare "product".
     """
     jit = jax.jit
 
@@ -351,7 +350,7 @@ def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callabl
     def unpacked(data):
         return data.images, data.kernel, data.table
 
-    # What models compute in; the quantised operator replaces bfloat16.
+    # The dtype that models compute in: bfloat16 is what the quantised operator replaces.
     computed = dict(dtype="float32" if case.dtype == "float32" else "bfloat16")
 
     peers = {
@@ -401,16 +400,16 @@ def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callabl
 def entries(
     case: Case, data: Data, sources: tuple[str, ...] = SOURCES, *, built: bool = True
 ) -> tuple[dict[tuple[str, str], Entry], dict[str, str]]:
-    """Everything that is compared, by source and name, after its output was; and what is left out.
+    """All contenders, by source and name, once their outputs have been checked.
 
     Args:
       case: the problem.
       data: its operands.
-      sources: of "patches" and "images".
-      built: whether to build what has to be built.
+      sources: "patches", "images" or both.
+      built: whether to compile contenders that have to be built.
 
     Returns:
-      Entries by (source, name), and name -> reason.
+      Entries by (source, name); and for those that are left out, name -> reason.
 
     Raises:
       RuntimeError: an output of the operator is wrong.
@@ -456,12 +455,12 @@ def entries(
     return found, left_out
 
 
-# XLA need not look for the fastest reference.
+# The reference need not be fast, so XLA does not tune it.
 @functools.partial(
     jax.jit, static_argnames="reference", compiler_options={"xla_gpu_autotune_level": 0}
 )
 def _squares(y, patches, images, params, exact, *, reference: str):
-    """For every image, sums of squares: of what is wrong with an output, and of what is right."""
+    """For every image, the sums of squares of the errors and of the reference."""
     if reference == "unpacked":
         right = ppe.embed_images(images, exact, backend="xla", out_dtype=jnp.float32)
     else:
@@ -473,10 +472,10 @@ def _squares(y, patches, images, params, exact, *, reference: str):
 
 
 def error(y: Any, data: Data, reference: str) -> float:
-    """Relative Frobenius error of the worst image; all embeddings are compared with float32.
+    """Relative Frobenius error of the worst image, compared with float32.
 
-    One embedding of zeros in an image of 4096 patches makes it about 1/64, twice what is allowed.
-    `reference` is as in `_peers`.
+    One embedding of zeros in an image of 4096 patches makes it about 1/64, twice the error that is
+    accepted. `reference` is as in `_peers`.
     """
     y, parts = jnp.asarray(y), []
     for i in range(0, len(y), COMPARED):

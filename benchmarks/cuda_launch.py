@@ -1,6 +1,6 @@
-"""One kernel of ffi/, compiled as it is wanted, and launched by the driver.
+"""Compiles one kernel of ffi/ with other options than the library, and launches it.
 
-The library has the build that is used; these are for what is measured inside of a kernel.
+This is for the timeline build, which measures inside of a kernel, and for the tests.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ from pallas_patch_embed.backends.cuda import Config
 from pallas_patch_embed.chips import Chip, Target
 from pallas_patch_embed.problem import Problem
 
-# Stamps of a warp; kStamps in ffi/timeline.cuh.
+# Stamps that a warp has space for; kStamps in ffi/timeline.cuh.
 STAMPS = 8192
 
-# sizeof and alignof of a CUtensorMap, and what the driver calls types and swizzles.
+# Size and alignment of a CUtensorMap; the driver's numbers for types and swizzles.
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 MAP_TYPES = {"e4m3": 0, "i8": 0, "u8": 0, "u64": 4, "f32": 7, "bf16": 9}
 MAP_SWIZZLES = {0: 0, 64: 2, 128: 3}
@@ -34,7 +34,7 @@ COMPUTE_CAPABILITY = (75, 76)
 
 
 def source(config: Config) -> str:
-    """CUDA C++ with this kernel alone."""
+    """CUDA C++ with only this kernel."""
     arguments = [
         *(config.dtype, config.out_dtype, "table" if config.has_table else "offset"),
         *(config.tile_n, config.rows if config.capability == 90 else config.blocks, config.slots),
@@ -48,15 +48,15 @@ def source(config: Config) -> str:
 
 
 def compiled(config: Config, architecture: str, *options: str) -> bytes:
-    """The kernel, alone, as nvcc compiles it with more options.
+    """Compiles only this kernel with nvcc.
 
     Args:
-      config: of the kernel.
+      config: the kernel's config.
       architecture: "sm_90a" and so on.
-      options: of nvcc; "-ptx" for PTX, "-cubin" for machine code.
+      options: further options of nvcc: "-ptx" for PTX, "-cubin" for machine code.
 
     Raises:
-      FileNotFoundError: no nvcc compiles them; it says what was tried.
+      FileNotFoundError: there is no nvcc that works; the message says which were tried.
     """
     nvcc, reason = cuda_build.find_nvcc()
     if nvcc is None:
@@ -70,7 +70,7 @@ def compiled(config: Config, architecture: str, *options: str) -> bytes:
 
 
 class Driver:
-    """libcuda's functions, in the context that JAX has on the first device."""
+    """libcuda's functions, in JAX's context on the first device."""
 
     def __init__(self):
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -90,7 +90,7 @@ class Driver:
             raise RuntimeError(f"{name}: {status}, {text.value}")
 
     def tensor_map(self, plan: dict | None, address: int) -> bytes:
-        """A CUtensorMap; zeros where a kernel has no such map.
+        """A CUtensorMap; all zeros if a kernel has no such map.
 
         One that has a "corner" is for im2col: how far the bounding box of pixels ends before the
         tensor does in each dimension between the first and the last. Its box is channels and
@@ -125,7 +125,7 @@ class Driver:
 
 
 def prepared(config: Config, problem: Problem, chip: Chip) -> tuple[np.ndarray, dict]:
-    """The schedule of a kernel's workers, and what its launch takes (`cuda.launch`)."""
+    """The schedule of a kernel's workers, and the fields of its launch (`cuda.launch`)."""
     grid = config.grid(problem, chip)
     segments = grid.schedule(problem.table_period)
     shapes = dict(M=problem.rows, N=problem.N, K=problem.K, period=problem.table_period)
@@ -137,11 +137,11 @@ def launch(config: Config, problem: Problem, chip: Chip, addresses: dict[str, in
     """Compiles a kernel, launches it once, and waits.
 
     Args:
-      config: of the kernel.
+      config: the kernel's config.
       problem: its shapes.
       chip: the GPU.
-      addresses: in the GPU's memory, of "patches", "weight", "scale", "table", "y" and
-        "segments"; with that of "stamps" it is the timeline build, which writes them.
+      addresses: addresses in the GPU's memory of "patches", "weight", "scale", "table", "y" and
+        "segments". With an address of "stamps", the timeline build is used, which writes them.
     """
     segments, plan = prepared(config, problem, chip)
     call = Driver()
@@ -169,7 +169,7 @@ def launch(config: Config, problem: Problem, chip: Chip, addresses: dict[str, in
 
 
 def stamped(operands, *, out_dtype: str) -> tuple[jax.Array, np.ndarray]:
-    """One launch of the timeline build of the kernel that backend "cuda" takes for these operands.
+    """Launches the timeline build of the kernel that backend "cuda" chooses for these operands.
 
     Args:
       operands: patches, weight, scale and table, on the first GPU.

@@ -1,4 +1,4 @@
-"""The operator by CUTLASS: a GEMM with a fused epilogue, compiled where nvcc and CUTLASS are.
+"""The operator in CUTLASS: a GEMM with a fused epilogue, compiled if nvcc and CUTLASS are found.
 
 The kernels are those of benchmarks/cutlass.cu, for Hopper. CUTLASS's headers come from the folder
 that CUTLASS_PATH names, or from pip's nvidia-cutlass (4.2).
@@ -25,11 +25,11 @@ DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 SCHEDULES = ("pingpong", "cooperative")
 KERNELS = tuple(itertools.product(DTYPES, SCHEDULES))
 
-# Bytes: TMA's alignment of rows.
+# Alignment of rows that TMA demands, in bytes.
 ALIGNMENT = 16
 
-# Without NDEBUG the kernels call a function where an assertion fails, and ptxas then makes one
-# product wait for the other.
+# Without NDEBUG the kernels have calls for failed assertions, and ptxas then makes each product
+# wait for the one before.
 OPTIONS = (
     "-std=c++17 -O3 -DNDEBUG -gencode arch=compute_90a,code=sm_90a --expt-relaxed-constexpr "
     "--Werror all-warnings -Xptxas=-warn-spills -Xcompiler=-fPIC,-fvisibility=hidden"
@@ -47,7 +47,7 @@ def headers() -> Path | None:
 
 
 def missing() -> str | None:
-    """What is not installed; None if everything is."""
+    """What is not installed, in words; None if everything is."""
     compiler = shutil.which("g++")
     if compiler is None:
         return "there is no C++ compiler (g++)."
@@ -65,16 +65,16 @@ def _target(dtype: str, schedule: str) -> str:
 
 
 def build(folder: Path | None = None) -> Path:
-    """Compiles the kernels, each by a process of its own.
+    """Compiles the kernels, each in its own process.
 
     Args:
-      folder: where to; None for a new one in the system's folder for temporary files.
+      folder: for the library; None for a new temporary folder.
 
     Returns:
-      The library. It needs no GPU to be loaded.
+      The library. It can be loaded without a GPU.
 
     Raises:
-      RuntimeError: something is missing, or nvcc fails; with what it says.
+      RuntimeError: something is missing, or nvcc fails; with its message.
     """
     if reason := missing():
         raise RuntimeError(f"benchmarks.cutlass: {reason}")
@@ -103,7 +103,7 @@ def build(folder: Path | None = None) -> Path:
 
 @functools.cache
 def _registered() -> str | None:
-    """Builds and loads the library and makes its kernels known to XLA, once; why it cannot."""
+    """Builds and loads the library and registers its kernels, once; returns why it cannot."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             library = ctypes.CDLL(str(build(Path(folder))))
@@ -116,7 +116,7 @@ def _registered() -> str | None:
 
 
 def register() -> None:
-    """Makes the kernels known to XLA.
+    """Registers the kernels with XLA.
 
     Raises:
       RuntimeError: they cannot be built.

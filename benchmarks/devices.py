@@ -1,6 +1,6 @@
-"""Several GPUs: the batch sharded over them, as many images a GPU as one has alone.
+"""Weak scaling: a batch sharded over several GPUs, each with as many images as one GPU alone.
 
-Efficiency is the time of one GPU over that of all of them (weak scaling).
+Efficiency is the time of one GPU divided by the time of all of them.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from benchmarks.contenders import LARGEST_ERROR, Case, Data, draw, error
 from benchmarks.timing import Contender
 from pallas_patch_embed.problem import named_shape
 
-# Of HLO: what would move data from one device to another.
+# Operations of HLO that move data between devices.
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast)"
 )
@@ -23,15 +23,15 @@ COLLECTIVE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The operator on so many devices.
+    """The time of the operator on several devices.
 
     Attributes:
-      shape, dtype, backend: what is computed, and by which backend.
-      devices: over how many the batch is sharded.
-      images: of all of them.
-      regime: "short" or "sustained": calls without a pause for 0.1 seconds or longer.
-      milliseconds: wall time of a call, in calls without a pause.
-      efficiency: one device's time over this one, for as many images a device.
+      shape, dtype, backend: the problem and the backend.
+      devices: number of devices that the batch is sharded over.
+      images: images of all devices.
+      regime: "short" or "sustained": calls without a pause, for 0.1 seconds or longer.
+      milliseconds: wall time of a call.
+      efficiency: the time of one device divided by this one, with as many images on each.
     """
 
     shape: str
@@ -48,12 +48,12 @@ def sharded(data: Data, count: int) -> Contender:
     """The operator with this batch, in another order on each of the first `count` devices.
 
     Raises:
-      RuntimeError: the program moves data between devices, or its result is not that of one.
+      RuntimeError: the program moves data between devices, or its result differs from one device's.
     """
     mesh = jax.make_mesh((count,), ("b",), devices=jax.devices()[:count])
     along, everywhere = (jax.NamedSharding(mesh, jax.P(*names)) for names in (("b",), ()))
     images, *rest = data.patches.shape
-    # Every device has images in an order of its own, so that another's result is wrong.
+    # Each device has the images in another order, so that another device's result is wrong.
     moved = {device: i for i, device in enumerate(mesh.devices.flat)}
     parts = [jax.device_put(jnp.roll(data.patches, i, 0), device) for device, i in moved.items()]
     patches = jax.make_array_from_single_device_arrays((count * images, *rest), along, parts)
@@ -81,13 +81,13 @@ def scaling(
     seconds: float,
     **timed,
 ) -> list[Scaling]:
-    """Weak scaling over the first so many devices, for a short time and sustained.
+    """Weak scaling, for a short time and sustained.
 
     Args:
-      counts: of devices; 1 is added.
-      images_a_device: of each.
-      shape_name, dtype: of the problem.
-      seconds: of a sustained turn.
+      counts: numbers of devices; 1 is added.
+      images_a_device: images of each device.
+      shape_name, dtype: the problem.
+      seconds: duration of a sustained turn.
       **timed: as for `timing.sustained`.
     """
     data = draw(Case(named_shape(shape_name), images_a_device, dtype))

@@ -1,6 +1,6 @@
-"""A whole encoder, end to end: what a faster patch embedding is worth.
+"""Encoders end to end, which shows how much a faster patch embedding gains.
 
-Random bfloat16 weights, random uint8 images; everything after the patch embedding is the same.
+Weights are random bfloat16, images random uint8. Only the patch embedding differs.
 """
 
 import dataclasses
@@ -37,15 +37,15 @@ ENCODERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """How fast an encoder with one way of embedding patches is.
+    """The speed of an encoder with one implementation of the patch embedding.
 
     Attributes:
-      encoder, images, dtype: the model, how many images a call, and the dtype of its patches.
-      way: how images become embeddings.
-      regime: of `results.REGIMES`.
-      milliseconds, low, high: a call: median, 10th and 90th percentile.
-      images_a_second: in such calls.
-      difference: relative, of its pooled output and that with the convolution.
+      encoder, images, dtype: the model, the images of a call, and the dtype of patches.
+      way: the implementation of the patch embedding.
+      regime: one of `results.REGIMES`.
+      milliseconds, low, high: median, 10th and 90th percentile of a call's time.
+      images_a_second: images in a second of such calls.
+      difference: relative difference of the pooled output from that with the convolution.
     """
 
     encoder: str
@@ -94,9 +94,9 @@ def draw(name: str, patch_dtype: str, dtype: str) -> tuple[Encoder, dict[str, np
 def ways(
     encoder: Encoder, drawn: dict[str, np.ndarray]
 ) -> dict[str, tuple[Callable, tuple[Any, ...], str]]:
-    """name -> function (images, *more) to embeddings, `more`, and what `contenders.error` expects.
+    """name -> (function (images, *more) to embeddings, `more`, reference of `contenders.error`).
 
-    The convolution and its rewriting are those of a bfloat16 model, whatever the operator's dtype.
+    The convolution and its rewritten form use bfloat16, whatever the operator's dtype.
     """
     table = drawn["bias"] + drawn["position_embedding"]
     unpacked = jnp.asarray(drawn["kernel"]), jnp.asarray(table)
@@ -120,15 +120,16 @@ def speeds(
     patch_dtypes: list[str],
     measures: dict[str, Callable[[dict[Any, Contender]], dict[Any, Timing]]],
 ) -> list[Speed]:
-    """Every way's speed.
+    """The speed with every implementation.
 
     Args:
-      name, images: of an encoder; a call's.
-      patch_dtypes: of the operator.
-      measures: regime -> what measures contenders in it.
+      name: the encoder.
+      images: images of a call.
+      patch_dtypes: the operator's dtypes.
+      measures: regime -> function that measures contenders in it.
 
     Raises:
-      RuntimeError: a way's embeddings are wrong.
+      RuntimeError: the embeddings of an implementation are wrong.
     """
 
     def pooled_by(embed, encoder, *arguments):
@@ -140,7 +141,7 @@ def speeds(
         encoder, drawn = jax.device_put(draw(name, dtype, "bfloat16"))
         data = data_of(shape, pixels, encoder.patch_embed, drawn)
         for way, (embed, more, reference) in ways(encoder, drawn).items():
-            # Those of bfloat16 are the same for all dtypes.
+            # The bfloat16 implementations are the same for all dtypes.
             key = (way, dtype if reference == "embedding" else "bfloat16")
             if key in compared:
                 continue

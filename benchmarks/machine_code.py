@@ -1,4 +1,4 @@
-"""Machine code, as nvdisasm and cuobjdump write it: its instructions, their classes, its loops."""
+"""Reads machine code that nvdisasm or cuobjdump printed: instructions, their classes, loops."""
 
 import collections
 import dataclasses
@@ -43,7 +43,7 @@ def class_of(opcode: str) -> str:
 
 
 def access_bytes(opcode: str) -> int:
-    """Bytes of a thread that a load or store moves; its modifiers name matrices or bits."""
+    """Bytes that a load or store moves for each thread, from the modifiers of its opcode."""
     if matrices := re.search(r"\.MT?88(?:\.(\d))?", opcode):
         return 4 * int(matrices[1] or 1)
     width = re.search(r"\.[US]?(8|16|64|128)\b", opcode)
@@ -51,11 +51,11 @@ def access_bytes(opcode: str) -> int:
 
 
 def opcodes(lines: list[str]) -> collections.Counter:
-    """Opcode with modifiers -> how often."""
+    """Opcode with modifiers -> number of instructions."""
     found = collections.Counter()
     for match in filter(None, map(INSTRUCTION.search, lines)):
         opcode = match[1] + re.match(r"[^\s;]*", match[2])[0]
-        # Where wgmma has patches in registers its first source is one, else a descriptor.
+        # The first source of wgmma is a register if patches are in registers, else a descriptor.
         if "GMMA" in opcode and re.match(r"\S* R\w+, R", match[2]):
             opcode += " RS"
         found[opcode] += 1
@@ -63,16 +63,16 @@ def opcodes(lines: list[str]) -> collections.Counter:
 
 
 def count(lines: list[str]) -> dict[str, int]:
-    """Opcode without its modifiers -> how often."""
+    """Opcode without its modifiers -> number of instructions."""
     found = (INSTRUCTION.search(line) for line in lines)
     return dict(collections.Counter(match[1].split(".")[0] for match in found if match))
 
 
 def innermost_loop(sass: str, opcode: re.Pattern) -> list[str]:
-    """The lines of the innermost loop that holds all instructions whose opcode matches."""
+    """The lines of the innermost loop that contains all instructions whose opcode matches."""
     lines = sass.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
-    held = [
+    matching = [
         i
         for i, line in enumerate(lines)
         if (match := INSTRUCTION.search(line)) and opcode.match(match[1])
@@ -82,7 +82,7 @@ def innermost_loop(sass: str, opcode: re.Pattern) -> list[str]:
         match = INSTRUCTION.search(line)
         target = re.search(r"\.L_x_\d+", match[2]) if match and match[1].startswith("BRA") else None
         start = labels.get(target[0]) if target else None
-        if held and start is not None and start <= held[0] and held[-1] <= end:
+        if matching and start is not None and start <= matching[0] and matching[-1] <= end:
             loops.append((end - start, start, end))
     if not loops:
         return []
@@ -91,15 +91,15 @@ def innermost_loop(sass: str, opcode: re.Pattern) -> list[str]:
 
 
 def jumped_over(lines: list[str], opcode: re.Pattern) -> list[str]:
-    """The fewest lines between a branch and its target that hold all of an opcode."""
+    """The shortest part between a branch and its target that contains all of an opcode."""
     found = [INSTRUCTION.search(line) for line in lines]
-    held = [i for i, match in enumerate(found) if match and opcode.match(match[1])]
+    matching = [i for i, match in enumerate(found) if match and opcode.match(match[1])]
     labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
     parts = []
     for begin, match in enumerate(found):
         target = re.search(r"\.L_x_\d+", match[2]) if match and match[1] == "BRA" else None
         end = labels.get(target[0], 0) if target else 0
-        if held and begin < held[0] and held[-1] < end:
+        if matching and begin < matching[0] and matching[-1] < end:
             parts.append(lines[begin + 1 : end])
     return min(parts, key=len, default=[])
 
@@ -109,16 +109,16 @@ def executed(sass: str, marker: str, steps: int) -> dict[str, int]:
 
     Args:
       sass: machine code of one kernel.
-      marker: opcodes; the tile loop is the innermost one that holds all of them.
-      steps: how often the part with the matrix multiplications is executed for a tile: a loop
-        inside of it, or all of it but the stores, which it jumps over before the last step.
+      marker: opcodes; the tile loop is the innermost loop that contains all of them.
+      steps: how often the part with the matrix multiplications is executed for a tile. This part
+        is an inner loop, or the whole loop except the stores, which all but the last step skip.
 
     Raises:
       NotImplementedError: there is no such loop.
     """
     lines = innermost_loop(sass, re.compile(marker))
     if not lines:
-        raise NotImplementedError(f"no loop of its machine code holds all of {marker}.")
+        raise NotImplementedError(f"no loop of its machine code contains all of {marker}.")
     repeated = innermost_loop("\n".join(lines), MATRIX)
     once, again = opcodes(lines), opcodes(repeated)
     again.subtract(opcodes(jumped_over(repeated, re.compile("STG"))))
@@ -127,12 +127,13 @@ def executed(sass: str, marker: str, steps: int) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """What a compiler made of a kernel.
+    """A compiled kernel.
 
     Attributes:
-      name: its entry.
-      registers: a thread's, at launch.
-      stack_bytes, spill_bytes: of a thread; the latter stored and loaded.
+      name: name of its entry.
+      registers: registers of a thread at launch.
+      stack_bytes: stack of a thread.
+      spill_bytes: bytes that a thread spills, stores and loads added.
       sass: the machine code.
     """
 
@@ -154,7 +155,7 @@ def cuda_root() -> Path | None:
 
 
 def read_cubin(cubin: bytes) -> list[Code]:
-    """The kernels in it.
+    """The kernels in a cubin.
 
     Raises:
       NotImplementedError: there is no nvdisasm.
@@ -182,14 +183,14 @@ def read_cubin(cubin: bytes) -> list[Code]:
 
 
 def cubins(library: bytes) -> Iterator[tuple[int, bytes]]:
-    """Capability (90, ...) and content of the cubins in a library, which nvcc does not compress."""
+    """Capability (90, ...) and content of each cubin in a library that is not compressed."""
 
     def number(at: int, size: int) -> int:
         return int.from_bytes(library[at : at + size], "little")
 
     for match in re.finditer(rb"\x7fELF\x02", library):
         at = match.start()
-        # e_machine is 190 for CUDA; e_phoff and e_shoff; sizes and numbers of what is there.
+        # ELF: e_machine is 190 for CUDA; the tables at e_phoff and e_shoff end the file.
         if number(at + 18, 2) == 190:
             programs = number(at + 32, 8) + number(at + 54, 2) * number(at + 56, 2)
             sections = number(at + 40, 8) + number(at + 58, 2) * number(at + 60, 2)

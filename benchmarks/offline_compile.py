@@ -1,11 +1,11 @@
-"""Compiles the operator for a GPU that is not there, and reads what the compiler made of it.
+"""Compiles the operator without a GPU, and reads the machine code of its kernels.
 
-XLA compiles ahead of time for the description of a chip, Mosaic calls ptxas and nvdisasm; no driver
-is needed. Packages: the extra `codegen`.
+XLA compiles ahead of time for the description of a chip, and Mosaic calls ptxas and nvdisasm, so no
+driver is needed. The extra `codegen` has the packages.
 
   python -m benchmarks.offline_compile --target h200 --backend mosaic_sm90 --dtype int8
 
-One process compiles for one target: Mosaic registers its passes once, for the first one.
+A process compiles for a single target: Mosaic registers its passes once, for the first one.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.machine_code import INSTRUCTION, MATRIX, count, cuda_root, innermost_loop
 from pallas_patch_embed.chips import B200, B300, H200, Chip
 
-# As `--target` names them, and as ptxas calls their architectures.
+# The chips by their names for `--target`.
 CHIPS = {"h200": H200, "b200": B200, "b300": B300}
 
 
@@ -58,18 +58,19 @@ TENSOR_MEMORY_LOAD = re.compile(r"LDTM")
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What the compiler made of one Mosaic kernel.
+    """A compiled Mosaic kernel.
 
     Attributes:
-      name: its entry.
-      registers: a thread's, at launch; setmaxnreg then moves some to the multiplying warps.
-      stack_bytes, spill_bytes: of a thread; the latter stored and loaded.
-      shared_memory_bytes: of its arrays, without the barriers.
-      tensor_memory_columns: of 32 bits.
+      name: name of its entry.
+      registers: registers of a thread at launch; setmaxnreg then moves some to other warps.
+      stack_bytes: stack of a thread.
+      spill_bytes: bytes that a thread spills, stores and loads added.
+      shared_memory_bytes: shared memory of its arrays, without the barriers.
+      tensor_memory_columns: columns of 32 bits.
       instructions: opcode -> count, in the whole kernel.
       multiplications: the same for matrix multiplications, with modifiers.
-      tile_loop: opcode -> count, in the innermost loop that holds all matrix multiplications.
-      store_loop: the same of all loads of tensor memory; empty where there are none.
+      tile_loop: opcode -> count, in the innermost loop with all matrix multiplications.
+      store_loop: the same in the innermost loop with all loads of tensor memory, if there are any.
       sass: the machine code.
     """
 
@@ -92,7 +93,7 @@ class Program:
 
     Attributes:
       kernels: its Mosaic kernels.
-      other_operations: opcode -> shapes of what else runs on the device, from the optimised HLO.
+      other_operations: opcode -> shapes of all other operations on the device, from the HLO.
       hlo: the optimised HLO.
     """
 
@@ -106,8 +107,7 @@ def compiler(*, sass: bool = True) -> Iterator[Path]:
     """Prepares this process for offline compilation, before JAX is imported; yields a folder.
 
     Args:
-      sass: whether kernels are disassembled, which `compile_offline` reads; their PTX is there
-        in either case.
+      sass: whether kernels are disassembled for `compile_offline`; PTX is always written.
     """
     if "jax" in sys.modules:
         raise RuntimeError("XLA and Mosaic read their settings once: enter before JAX is imported.")
@@ -131,13 +131,13 @@ def compiler(*, sass: bool = True) -> Iterator[Path]:
 def compile_offline(
     function: Callable, arguments: tuple[Any, ...], chip: Chip, folder: Path
 ) -> Program:
-    """Compiles function(*arguments), shapes and dtypes, for the chip.
+    """Compiles function(*arguments) for a chip.
 
     Args:
       function: traceable by JAX.
       arguments: pytrees of jax.ShapeDtypeStruct.
       chip: the target; the same in all calls of a process.
-      folder: what `compiler` yielded.
+      folder: the folder that `compiler` yielded.
     """
     import jax
     from jax.experimental import topologies
@@ -165,7 +165,7 @@ def compile_offline(
 
 
 def read_kernel(sass: Path) -> Kernel:
-    """Reads what Mosaic dumped about a kernel: machine code, ptxas's report, resources."""
+    """Reads Mosaic's dump of a kernel: machine code, ptxas's report, resources."""
     report, code = sass.with_suffix(".ptxas").read_text(), sass.read_text()
     resources = sass.with_suffix(".resources.txt").read_text()
 
@@ -211,7 +211,7 @@ def operands(shape: Any, B: int, dtype: str, *, table: str = "shared") -> tuple[
 
 
 def main() -> None:
-    """Compiles the operator for some shapes and prints what came of it, as JSON by shape."""
+    """Compiles the operator for some shapes and prints its kernels as JSON, by shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=CHIPS, default="h200")
     parser.add_argument("--backend", default="mosaic_sm90", help="name of a backend")

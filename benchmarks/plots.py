@@ -1,4 +1,4 @@
-"""Pictures of what was measured, from its records: every one can be read alone."""
+"""Draws pictures of the recorded measurements; each can be understood by itself."""
 
 import textwrap
 from pathlib import Path
@@ -7,12 +7,12 @@ import numpy as np
 
 from benchmarks.results import REGIMES, Result
 
-# Ours in colours, peers in greys.
+# This package's backends have colours, peers are grey.
 OURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:cyan")
 PEERS = ("0.25", "0.45", "0.6", "0.7", "0.8", "0.5", "0.35")
 MARKERS = "osD^vP*Xh"
 
-# Below every picture of bars.
+# Caption of every picture of bars.
 KEY = (
     "Colours: this package's backends; greys: others, from images all of them in bfloat16. Bare: "
     "without scale and positions; [N, K], [K, N]: how the weight lies."
@@ -50,12 +50,12 @@ def _bars(results: list[Result], measure: str, end: str, digits: int, title: str
     """A figure with bars of a measure of every contender, a panel for each source and dtype.
 
     Args:
-      results: of one shape, number of images, pixels and regime.
+      results: results of one shape, number of images, pixels and regime.
       measure: an attribute of a result, in the units of its name.
-      end: the attribute at which nothing is drawn any more, where its number stands.
-      digits: of it, behind the point.
-      title: of the figure.
-      caption: below it.
+      end: the attribute that gives the right end of what is drawn, where the number is written.
+      digits: decimal places of the number.
+      title: title of the figure.
+      caption: text below it.
 
     Returns:
       The figure, and for each panel its axes and its results, from below.
@@ -87,7 +87,7 @@ def _bars(results: list[Result], measure: str, end: str, digits: int, title: str
 
 
 def _problem(result: Result) -> str:
-    """What all results of a picture share."""
+    """The problem that all results of a picture share, in words."""
     problem = f"{result.images} images, {result.shape}, {result.pixels} pixels"
     return f"{problem}, {result.regime}: {REGIMES[result.regime]}"
 
@@ -118,14 +118,14 @@ def times(results: list[Result], caption: str, path: Path) -> Path:
 
 
 def energy(results: list[Result], caption: str, path: Path) -> Path:
-    """Bars: joules a million images of every contender; arguments as for `times`."""
+    """Bars: joules for a million images, of every contender; arguments as for `times`."""
     title = f"Energy of the patch embedding of {_problem(results[0])}"
     measure, key = "joules_a_million_images", f"{KEY} {caption}"
     return _save(_bars(results, measure, measure, 0, title, key)[0], path)
 
 
 def throughput(results: list[Result], caption: str, path: Path) -> Path:
-    """Lines: images a second over the number of images, a panel for each source."""
+    """Lines: images a second by number of images, with a panel for each source."""
     first, colours = results[0], _colours(results)
     sources = list(dict.fromkeys(r.source for r in results))
     title = f"Images a second over the batch, {first.shape}, {first.dtype}, {first.pixels} pixels, "
@@ -150,10 +150,10 @@ def throughput(results: list[Result], caption: str, path: Path) -> Path:
 
 
 def roofline(results: list[Result], ceilings: dict[str, float], caption: str, path: Path) -> Path:
-    """Operations a second over operations a byte, under what memory and matrix units gave.
+    """Operations a second by operations a byte, with measured limits of memory and matrix units.
 
     Args:
-      results: of one shape, pixels and regime.
+      results: results of one shape, pixels and regime.
       ceilings: "memory" in bytes a second; dtype -> operations a second of a large product.
       caption: device, day and versions.
       path: of the PNG.

@@ -1,4 +1,4 @@
-"""What was measured: one record a contender and regime, as JSON lines and as tables."""
+"""Results: a record for each contender and regime, as JSON lines and as tables."""
 
 import dataclasses
 import json
@@ -23,16 +23,16 @@ class Result:
     Attributes:
       contender: its name.
       ours: whether it is a backend of the operator.
-      source: what it takes: "patches" or "images".
-      regime: of `REGIMES`.
+      source: its input: "patches" or "images".
+      regime: one of `REGIMES`.
       shape, images, dtype, pixels: the problem.
-      milliseconds, low, high: median, 10th and 90th percentile of a call.
-      calls: how many were measured.
-      clock, power: MHz and W while it ran, if known.
+      milliseconds, low, high: median, 10th and 90th percentile of a call's time.
+      calls: number of measured calls.
+      clock, power: MHz and W during the calls, if known.
       bytes, operations: what the problem needs at least.
-      written: of the bytes.
-      floor: milliseconds that they take by the ceilings measured in the same run, or of the fastest
-        contender if that is less.
+      written: the part of `bytes` that is written.
+      floor: milliseconds for `bytes` and `operations` at the ceilings measured in the same run, or
+        the time of the fastest contender if that is less.
       peer: name of the fastest contender that is not ours and does all of the work.
       peer_milliseconds: its time.
     """
@@ -77,33 +77,33 @@ class Result:
 
     @property
     def of_peer(self) -> float | None:
-        """Its time in those of the fastest peer."""
+        """Its time divided by that of the fastest peer."""
         return self.peer_milliseconds and self.milliseconds / self.peer_milliseconds
 
     @property
     def of_floor(self) -> float | None:
-        """Its time in those of the floor."""
+        """Its time divided by the floor."""
         return self.floor and self.milliseconds / self.floor
 
     def record(self) -> dict[str, Any]:
-        """All of it, with what follows from it, for JSON."""
+        """All fields and all derived values, for JSON."""
         names = ("gigabytes_a_second", "teraflops", "images_a_second", "joules_a_million_images")
         derived = {name: getattr(self, name) for name in (*names, "of_peer", "of_floor")}
         return {"kind": "time"} | dataclasses.asdict(self) | derived
 
 
 def compared(results: list[Result], limits: dict[str, float]) -> list[Result]:
-    """The same results of one problem, each with the fastest peer of its regime, and the floor.
+    """The same results of one problem, with the fastest peer of each regime and the floor.
 
     Args:
-      results: of one problem.
+      results: results of one problem.
       limits: bytes a second by kind of access ("copy", "widen"), operations a second by dtype, as
         measured. Small problems stay in caches, so the fastest contender may be below them.
     """
 
     def against(r: Result) -> Result:
         own = [other for other in results if (other.source, other.regime) == (r.source, r.regime)]
-        # A bare product leaves out a part of the work.
+        # A bare product does only a part of the work.
         peers = [other for other in own if not other.ours and "bare" not in other.contender]
         best = min(peers, key=lambda peer: peer.milliseconds, default=None)
         fastest = min(other.milliseconds for other in own)
@@ -153,7 +153,7 @@ def result_of(record: dict[str, Any]) -> Result:
     return Result(**{field.name: record[field.name] for field in dataclasses.fields(Result)})
 
 
-# Column of a table -> what it says. Those from "MHz" on are known of GPUs alone.
+# Column of a table -> its meaning. The columns from "MHz" on are only known for GPUs.
 COLUMNS = {
     "ms": "median time of a call in milliseconds; the fastest contender comes first",
     "10% .. 90%": "10th and 90th percentile of the time",
@@ -171,17 +171,17 @@ COLUMNS = {
 
 
 def legend(power: bool) -> str:
-    """What the columns of `table` say, a line each; with `power` those about a GPU's power, too."""
+    """The meaning of each column of `table`, a line each; `power` adds those of a GPU's power."""
     names = list(COLUMNS) if power else list(COLUMNS)[: list(COLUMNS).index("MHz")]
     lines = [f"  {name:<12}{COLUMNS[name]}" for name in names]
     return "\n".join(["Columns:", *lines, "A bare contender computes the product alone."])
 
 
 def left_out(found: dict[tuple[str, str], list[Any]], cases: list[Any]) -> str:
-    """Lists once each what was left out of some cases, and why.
+    """Lists everything that was left out of some cases, once, with the reason.
 
     Args:
-      found: (what was left out, why) -> the `contenders.Case`s without it.
+      found: (what was left out, reason) -> the `contenders.Case`s without it.
       cases: all cases that were measured.
 
     Returns:
@@ -207,7 +207,7 @@ def left_out(found: dict[tuple[str, str], list[Any]], cases: list[Any]) -> str:
 
 
 def _short(number: float) -> str:
-    """Three digits at least."""
+    """The number with at least three digits."""
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
 
 

@@ -1,12 +1,12 @@
-"""What the warps of a kernel do, and for how long, from a trace that the kernel writes itself.
+"""Shows what the warps of a kernel do and how long it takes, from a trace that the kernel writes.
 
   python -m benchmarks.timeline [--backend cuda] [--shape "B/16 224"] [--images 4736] [--dtype int8]
       [--out FILE]
 
 Prints the cycles of each role's spans (mean, 95th percentile, mean of each warp) and draws those of
-one thread block. Clock readings take time, and a traced Pallas kernel has fewer slots, whose memory
-the trace takes: it says who waits for whom, not how fast the kernel is. The CUDA kernels are
-compiled for it (PATCH_EMBED_TIMELINE), with the nvcc that is there.
+one thread block. Reading the clock takes time, and a traced Pallas kernel has fewer slots, because
+the trace needs shared memory. So the timeline shows which warps wait for which, not how fast the
+kernel is. The CUDA kernels are compiled for it (PATCH_EMBED_TIMELINE) with this machine's nvcc.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
 
-# The warps of a thread block of these kernels.
+# Warps of a thread block of these kernels.
 WARPS = 12
 
-# What has happened at a stamp of a CUDA kernel, from 1 on (Event in ffi/timeline.cuh): so the span
-# before it is the time that this took, or was waited for. The last one ends a tile.
+# The spans that end with the stamps of a CUDA kernel, by the stamp's number minus 1 (Event in
+# ffi/timeline.cuh). A span is the time that something took, or was waited for. The last is a tile.
 EVENTS = (
     "wait: free slot",
     "issue loads",
@@ -46,15 +46,15 @@ EVENTS = (
 )
 EVENT_BITS = 4
 
-# What is drawn, in cycles from the first span of a block.
+# How much is drawn, in cycles from the first span of a block.
 DRAWN = 40_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One span of a warp: what it did, from when to when, in cycles of its multiprocessor.
+    """One span of a warp: what it did, and from when to when, in cycles of its multiprocessor.
 
-    `tile` is the number of the tile among its worker's, where the trace tells it.
+    `tile` is the number of the tile among those of its worker, if the trace has it.
     """
 
     block: int
@@ -66,7 +66,7 @@ class Span:
 
     @property
     def cycles(self) -> float:
-        """How long it took."""
+        """Its duration in cycles."""
         return self.end - self.begin
 
 
@@ -89,8 +89,8 @@ def read(trace: Path) -> list[Span]:
 def read_stamps(stamps: np.ndarray) -> list[Span]:
     """The spans between the stamps [blocks, warps, stamps] uint32 of a CUDA kernel.
 
-    They have the clock's low bits alone, so no span may be longer than 2^28 cycles. Spans of a tile
-    are inside of one that is called so.
+    A stamp has only the clock's low bits, so no span may be longer than 2^28 cycles. The spans of a
+    tile are inside of a span called "tile".
     """
     spans = []
     for block, warp in np.ndindex(stamps.shape[:2]):
@@ -114,7 +114,7 @@ def read_stamps(stamps: np.ndarray) -> list[Span]:
 def traced(operands, kernel: MosaicBackend, folder: Path) -> tuple[jax.Array, list[Span]]:
     """The result and the trace of the first call of a Mosaic kernel with these operands.
 
-    `folder` is empty.
+    `folder` is an empty folder for the trace.
     """
     problem = Problem.of(*operands, out_dtype="bfloat16")
     target = Target.of(operands[0].device)
@@ -163,7 +163,7 @@ def draw(spans: list[Span], title: str, out: Path) -> None:
     spans = [span for span in spans if span.block == block]
     start = min(span.begin for span in spans)
     warps = sorted({span.warp for span in spans})
-    # Outer spans first: inner ones are drawn over them.
+    # Outer spans are drawn first, inner ones over them.
     spans = sorted((s for s in spans if s.begin < start + DRAWN), key=lambda span: -span.cycles)
     roles = dict.fromkeys(span.role for span in spans)
     colours = dict(zip(roles, plt.colormaps["tab10"].colors))

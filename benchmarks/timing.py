@@ -1,12 +1,13 @@
-"""How everything here is timed: interleaved and in one run.
+"""Timing of contenders: interleaved, in one process.
 
-A GPU is limited by power when it works for more than a moment, and its clock takes time to rise, so
-there are two figures: burst, a few calls after a rest, and sustained, calls without a pause, with
-the clock and the power beside them. What is compared is measured in turns, so that all meet the
-same temperature. A small problem's operands stay in the L2 cache from one call to the next; where a
-contender has further operands, every call takes the next ones, and finds none there.
+Power limits a GPU that works for more than a moment, and its clock takes time to rise. So there are
+two times: burst, of a few calls after a rest, and sustained, of calls without a pause. The clock
+and the power are recorded with them. The contenders take turns, so that all run at the same
+temperature. The operands of a small problem stay in the L2 cache from one call to the next; if a
+contender has further operands, every call takes the next ones, which are not in the cache.
 
-On a GPU a burst is what CUPTI says of the kernels of a call; all else is wall time.
+On a GPU the time of a burst is CUPTI's time of the kernels of a call. All other times are wall
+times.
 """
 
 import contextlib
@@ -30,18 +31,18 @@ from pallas_patch_embed.cli import MISSING, PACKAGES, version
 
 SAMPLES_A_SECOND = 20
 
-# Packages of contenders, if they are installed.
+# Packages of contenders, which may not be installed.
 PEERS = ("torch", "nvidia-cutlass")
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """What is measured: a call of a compiled function.
+    """A call that is measured.
 
     Attributes:
-      function: of arrays.
-      operands: of a call.
-      further: other operands of the same shapes; calls take all of them in turns.
+      function: a compiled function of arrays.
+      operands: the operands of a call.
+      further: other operands of the same shapes; the calls cycle through all of them.
     """
 
     function: Callable[..., Any]
@@ -61,11 +62,11 @@ class Timing:
     """The time of one contender.
 
     Attributes:
-      milliseconds: median of a call.
+      milliseconds: median time of a call.
       low, high: the 10th and 90th percentile.
-      calls: how many were measured.
-      clock: of the multiprocessors, MHz, median while it ran; None if it is not known.
-      power: of the GPU, W, the same.
+      calls: number of measured calls.
+      clock: median clock of the multiprocessors during the calls, in MHz; None if it is not known.
+      power: median power of the GPU during the calls, in W; None if it is not known.
     """
 
     milliseconds: float
@@ -77,7 +78,7 @@ class Timing:
 
     @classmethod
     def of(cls, milliseconds: list[float], samples: "Samples | None" = None) -> "Timing":
-        """The median and spread of single times."""
+        """The timing with these times of single calls."""
         many = len(milliseconds) > 1
         tenths = statistics.quantiles(milliseconds, n=10, method="inclusive") if many else None
         return cls(
@@ -91,7 +92,7 @@ class Timing:
 
 
 class Sample(NamedTuple):
-    """What the GPU did at a time: MHz of the multiprocessors, W."""
+    """Clock of the multiprocessors in MHz and power of the GPU in W at one moment."""
 
     seconds: float
     clock: float
@@ -102,7 +103,7 @@ class Samples(list[Sample]):
     """Clock and power of the GPU over time."""
 
     def between(self, start: float, end: float) -> "Samples":
-        """The samples from this part of the time."""
+        """The samples between two moments."""
         return Samples(sample for sample in list(self) if start <= sample.seconds <= end)
 
     def median(self, name: str) -> float | None:
@@ -111,7 +112,7 @@ class Samples(list[Sample]):
 
 
 def gpu_id() -> str:
-    """JAX's default device as nvidia-smi calls it."""
+    """JAX's default device by its name for nvidia-smi."""
     number = jax.devices()[0].local_hardware_id
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[number] if visible else str(number)
@@ -119,7 +120,7 @@ def gpu_id() -> str:
 
 @contextlib.contextmanager
 def sampled() -> Iterator[Samples]:
-    """Samples clock and power with nvidia-smi while the block runs; nothing without a GPU."""
+    """Samples clock and power with nvidia-smi while the `with` block runs, if there is a GPU."""
     samples = Samples()
     query = [
         "nvidia-smi",
@@ -158,9 +159,9 @@ def on_gpu() -> bool:
 
 
 class _Profiled:
-    """A contender as the profiler wants a function: with the methods of a jitted one.
+    """A contender with the methods of a jitted function, which the profiler expects.
 
-    What has none it would jit, with the operands as constants.
+    The profiler would jit a function without them, and the operands would become constants.
     """
 
     def __init__(self, contender: Contender):
@@ -176,7 +177,7 @@ class _Profiled:
 
 
 def _milliseconds(contender: Contender, calls: int) -> list[float]:
-    """The times of so many calls, one after the other."""
+    """The times of `calls` calls, one after the other."""
     if on_gpu():
         _, times = profiler.measure(_Profiled(contender), iterations=calls)()
         if times is None:
@@ -191,9 +192,9 @@ def _milliseconds(contender: Contender, calls: int) -> list[float]:
 
 
 def compile_all(contenders: Iterable[Contender]) -> None:
-    """Compiles those that are jitted, side by side; what cannot be says so when it is called.
+    """Compiles the jitted contenders in parallel; an error is raised later, by the first call.
 
-    XLA chooses among programs by their times while it compiles, and keeps others from the GPU then.
+    XLA measures programs while it compiles, and lets nothing else use the GPU meanwhile.
     """
 
     def compile_one(contender):
@@ -206,7 +207,7 @@ def compile_all(contenders: Iterable[Contender]) -> None:
 
 
 def check(contender: Contender) -> None:
-    """Raises RuntimeError with the reason if it cannot be timed."""
+    """Raises RuntimeError with the reason if the contender cannot be timed."""
     _milliseconds(contender, 2)
 
 
@@ -221,10 +222,10 @@ def burst[Name](
     """Every contender's time after a rest, in interleaved rounds.
 
     Args:
-      contenders: by name. Each is called once before, to compile.
-      rounds: how often everyone's turn comes.
-      calls: of one turn.
-      rest: seconds of idleness before a turn.
+      contenders: contenders by name. Each is called once before, to compile.
+      rounds: number of turns of each contender.
+      calls: calls in a turn.
+      rest: idle seconds before a turn.
     """
     _call_once(contenders)
     times = {name: [] for name in contenders}
@@ -240,8 +241,8 @@ def sustained[Name](
 ) -> dict[Name, Timing]:
     """Every contender's time of one call while it runs without a pause, in interleaved rounds.
 
-    The first half of each turn is not counted: clock and power settle there. A time is the wall
-    time of `calls` calls, which the device gets at once, divided by their number.
+    The first half of each turn is not counted, as clock and power settle then. A time is the wall
+    time of `calls` calls, which are submitted together, divided by their number.
     """
     _call_once(contenders)
     times = {name: [] for name in contenders}
@@ -263,7 +264,7 @@ def sustained[Name](
 
 
 def latency[Name](contenders: dict[Name, Contender], *, rounds: int = 200) -> dict[Name, Timing]:
-    """Every contender's wall time of one call, from the call to the result, in turns."""
+    """Every contender's wall time from a call to its result, in interleaved rounds."""
     _call_once(contenders)
     times = {name: [] for name in contenders}
     for _ in range(rounds):
@@ -276,7 +277,7 @@ def latency[Name](contenders: dict[Name, Contender], *, rounds: int = 200) -> di
 
 @dataclasses.dataclass(frozen=True)
 class Ceiling:
-    """What the device allows, measured: bytes moved, or operations of a large matrix product."""
+    """A contender that measures a limit of the device, and the bytes or operations of its call."""
 
     contender: Contender
     bytes: int = 0
@@ -284,10 +285,10 @@ class Ceiling:
 
 
 def memory_ceilings(gigabytes: float = 1.0) -> dict[str, Ceiling]:
-    """What the memory allows, by words of 4 bytes.
+    """Ceilings of the memory, for words of 4 bytes.
 
-    "copy" writes as many bytes as it reads, "widen" writes two for every one that it reads, as the
-    operator does at one byte a patch element where K = N.
+    "copy" writes as many bytes as it reads. "widen" writes two bytes for each that it reads, like
+    the operator with dtypes of one byte if K = N.
     """
     n = int(gigabytes * 1e9) // 4
     words = jax.random.bits(jax.random.key(0), (n,), jnp.uint32)
@@ -300,20 +301,20 @@ def memory_ceilings(gigabytes: float = 1.0) -> dict[str, Ceiling]:
 
 
 def versions() -> str:
-    """Device, day and versions, for the head of a table."""
+    """Device, date and versions, for the head of a table."""
     device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
     packages = installed((*PACKAGES, *PEERS))
     return ", ".join([device, time.strftime("%Y-%m-%d"), *_driver(), *packages])
 
 
 def installed(packages: Iterable[str]) -> list[str]:
-    """Those of these packages that are installed, with their versions."""
+    """The installed ones of these packages, with their versions."""
     found = {package: version(package) for package in packages}
     return [f"{package} {text}" for package, text in found.items() if text != MISSING]
 
 
 def _driver() -> list[str]:
-    """NVIDIA's driver, if there is one."""
+    """The version of NVIDIA's driver, if there is one."""
     if not on_gpu() or shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -24,7 +24,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 @pytest.fixture
 def command_line(capsys):
-    """Runs a command line in this process: its exit code, and what it wrote to stderr."""
+    """Runs a command line in this process; returns its exit code and what it wrote to stderr."""
 
     def run(*arguments):
         from pallas_patch_embed import cli
@@ -38,8 +38,8 @@ def command_line(capsys):
     return run
 
 
-# What compiles for a GPU, or was compiled. A test that asks for one of these is marked `codegen`,
-# and is skipped where it is missing.
+# Compilers for GPUs, and what they compiled. A test that uses one of these fixtures is marked
+# `codegen`, and is skipped if it is missing.
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +55,7 @@ def nvcc():
 
 @pytest.fixture(scope="session")
 def compilers():
-    """XLA's and NVIDIA's compilers, of pip's packages."""
+    """XLA's and NVIDIA's compilers, from pip's packages."""
     from benchmarks.machine_code import cuda_root
 
     if cuda_root() is None:
@@ -64,7 +64,7 @@ def compilers():
 
 @pytest.fixture(scope="session")
 def cuda_library():
-    """The library of ffi/, built."""
+    """The built library of ffi/."""
     from pallas_patch_embed.backends import cuda
 
     if reason := cuda.missing():
@@ -73,7 +73,7 @@ def cuda_library():
 
 @pytest.fixture
 def all_built(cuda_library, monkeypatch):
-    """The library with the kernels of both chips: what is chosen does not depend on the build."""
+    """Marks the kernels of both chips as built, so that choices do not depend on the build."""
     from pallas_patch_embed.backends import cuda
 
     every = tuple(dataclasses.replace(config, built=True) for config in cuda.configs())
@@ -82,7 +82,7 @@ def all_built(cuda_library, monkeypatch):
 
 @pytest.fixture(scope="session")
 def triton_package():
-    """Triton, of the extra codegen."""
+    """Triton, from the extra codegen."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is missing: the extra codegen has it")
 
@@ -93,44 +93,44 @@ LEFT_OUT = pytest.StashKey[collections.Counter]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the tests of code generation; a slow one has to say why it is slow."""
+    """Marks the tests of code generation; refuses a slow test without a reason."""
     config.stash[LEFT_OUT] = collections.Counter()
     for item in items:
         if CODEGEN & set(item.fixturenames):
             item.add_marker("codegen")
         for mark in item.iter_markers("slow"):
             if not (mark.args and isinstance(mark.args[0], str)):
-                raise pytest.UsageError(f"{item.nodeid} is slow: pytest.mark.slow wants the reason")
+                raise pytest.UsageError(f"{item.nodeid} is slow: pytest.mark.slow needs a reason")
 
 
 def pytest_deselected(items):
-    """Counts what the short suite leaves out."""
+    """Counts the tests that the short suite leaves out."""
     for item in items:
         kinds = [kind for kind in ("codegen", "slow") if item.get_closest_marker(kind)]
         item.config.stash[LEFT_OUT].update(kinds[:1])
 
 
 def pytest_sessionfinish(session):
-    """A process of pytest-xdist tells the one that prints."""
+    """Sends the count from a process of pytest-xdist to the one that prints it."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """All processes leave out the same."""
+    """Takes the count of any process, as all leave out the same tests."""
     if found := getattr(node, "workeroutput", {}).get("left_out"):
         node.config.stash[LEFT_OUT] = collections.Counter(found)
 
 
 def pytest_collection_finish(session):
-    """Garbage is looked for more rarely, and not in what was imported: the emulator makes a lot."""
+    """Makes garbage collection rarer, without imported objects: the emulator allocates a lot."""
     gc.freeze()
     gc.set_threshold(100_000)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Says what was not run, and how to run it."""
+    """Prints which tests were not run, and how to run them."""
     left_out = config.stash.get(LEFT_OUT, {})
     if slow := left_out.get("slow"):
         terminalreporter.write_line(f"{slow} slow tests were left out: `make test-all` runs them.")

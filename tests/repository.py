@@ -1,4 +1,4 @@
-"""Folders of the repository, and how another process finds what the tests import."""
+"""Folders of the repository, and the environment of processes that tests start."""
 
 import os
 import sys

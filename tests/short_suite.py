@@ -1,4 +1,4 @@
-"""What the short suite keeps of many cases."""
+"""Selects the cases that the short suite runs."""
 
 import pytest
 
@@ -6,6 +6,6 @@ import pytest
 def keep(cases, kept, reason):
     """Cases for `parametrize`; those for which kept(case) is false are slow, for this reason."""
     slow = pytest.mark.slow(reason)
-    # A tuple is the values of several arguments.
+    # A tuple has the values of several arguments.
     values = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
     return [pytest.param(*v, marks=() if kept(case) else slow) for case, v in values]

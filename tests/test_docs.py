@@ -1,4 +1,4 @@
-"""What the Markdown pages say is true: their programs run, their links lead somewhere."""
+"""The Markdown pages: their programs run, their links lead somewhere, names in them exist."""
 
 import ast
 import inspect
@@ -44,7 +44,7 @@ def test_programs_that_are_not_run_compile(page):
 
 
 def unknown_in(code):
-    """What a piece of Python in a line of text names that the package does not have."""
+    """The names in a piece of Python that the package does not have."""
     try:
         tree = ast.parse(code, mode="eval")
     except SyntaxError:
@@ -70,7 +70,7 @@ def unknown_in(code):
 
 
 @every_page
-def test_what_a_line_of_text_calls_is_in_the_package(page):
+def test_the_names_in_a_line_of_text_are_in_the_package(page):
     for code in inline_code(page.read_text()):
         if "ppe." in code:
             assert unknown_in(code) == [], code

@@ -1,4 +1,4 @@
-"""What the repository says of itself is true: BUILD, README, the demo, the command line."""
+"""BUILD, README, the demo and the command line."""
 
 import ast
 import pkgutil
@@ -71,7 +71,7 @@ def test_BUILD_depends_on_what_is_imported():
     names = {"absl": "absl_py", "PIL": "pillow", "xdist": "pytest_xdist"}
     own = {"pallas_patch_embed", "benchmarks", "ptx_emulator"}
     own |= {path.stem for path in (ROOT / "tests").rglob("*.py")}
-    # Optional, and not with every jax; jax brings jaxlib.
+    # Optional packages, which not every jax has; jaxlib comes with jax.
     optional = {
         "jax_triton",
         "triton",
@@ -101,7 +101,7 @@ def test_BUILD_depends_on_what_is_imported():
         assert needed <= reached, name
 
 
-def test_the_READMEs_backends_are_all_there_are():
+def test_the_README_lists_all_backends():
     section = (ROOT / "README.md").read_text().split("## Where it runs")[1].split("##")[0]
     assert tuple(re.findall(r"^\| (\w+) \|", section, re.MULTILINE)[1:]) == ppe.backend_names()
 
@@ -148,10 +148,10 @@ def test_the_demo_notices_wrong_embeddings(monkeypatch):
     assert len(results) == 4 and all(result.relative_error > 0.5 for result in results)
 
 
-def test_the_demos_neighbours_are_the_patches_that_look_alike():
+def test_the_demos_neighbours_are_similar_patches():
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (2, 32, 32, 3), np.uint8)
-    # The last patch of each image shows the same.
+    # The last patches of both images are equal.
     images[1, 16:, 16:] = images[0, 16:, 16:]
     embeddings = demo.cut(images, 16).reshape(8, -1).astype(np.float32) / 255 * 2 - 1
     found, cosines = demo.nearest(embeddings, np.array([3, 7, 0]), 2)
@@ -174,7 +174,7 @@ def test_the_demo_marks_patches_with_contrast_in_both_halves():
     assert demo.patches_with_contrast(images, 16) == [(0, 2, 0), (0, 2, 3)]
 
 
-def test_info_says_what_runs_here():
+def test_info_prints_the_backends_and_shapes():
     result = command("info")
     assert result.returncode == 0, result.stderr
     for text in ("jax ", "device 0", "B/16 224", "Gemma 3/14 896", "xla"):

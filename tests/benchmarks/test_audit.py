@@ -1,4 +1,4 @@
-"""The audit of the kernels' machine code: nothing spills, its counts and its budget are right."""
+"""The audit of the kernels' machine code: spills, counts of instructions, the budget."""
 
 import dataclasses
 import subprocess
@@ -19,7 +19,7 @@ needs_triton = pytest.mark.usefixtures("triton_package")
 
 
 def checked(kernel):
-    """The cycles of a kernel's budget; it does not spill, and all that it executes has a class."""
+    """The cycles of a kernel's budget; fails if it spills or executes opcodes without a class."""
     assert audit.spilling([kernel.code]) == []
     for loop in kernel.loops:
         assert {x for x in loop.executed if class_of(x) in ("other", "local")} == set()
@@ -73,7 +73,7 @@ def test_no_kernel_of_the_library_spills():
     found, (loop,) = checked(kernel), kernel.loops
     # 12 chunks of 4 products of two blocks of rows; the loop over chunks has 8 of them.
     assert times(loop, "HGMMA") == 12 * 4 * 2
-    # For both halves: 12 - 3 chunks of the weight come again; and all of the table.
+    # Both halves load 12 - 3 chunks of the weight again, and the whole table.
     L2_bytes = 256 * 1536 + 2 * 9 * 192 * 128 + 256 * 192 * 2
     assert found["L2"] == L2_bytes / 64
     # ncu: products take 6144 wavefronts for each half (docs/performance.md).
@@ -127,7 +127,7 @@ def test_a_kernel_that_uses_stack_is_found(tmp_path):
 CODE = Code("kernel", 168, 0, 0, "")
 
 
-def test_spills_and_stack_are_found_each_for_itself():
+def test_spills_and_stack_are_each_found():
     assert audit.spilling([CODE]) == []
     for name in ("spill_bytes", "stack_bytes"):
         assert audit.spilling([CODE, dataclasses.replace(CODE, **{name: 8})]) == ["kernel"]
@@ -143,7 +143,7 @@ def test_an_opcode_without_a_class_is_shown(tmp_path):
     assert (tmp_path / "audit.png").stat().st_size > 10_000
 
 
-# Dense peaks in 1e12 operations a second, and the clock in GHz at which they hold.
+# Dense peaks in 1e12 operations a second, and the clock in GHz that they are stated for.
 PEAKS = {
     "sm_80": (1.41, dict(bfloat16=312, int8=624)),
     "sm_86": (1.695, dict(bfloat16=71, int8=284)),

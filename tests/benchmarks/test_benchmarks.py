@@ -1,4 +1,4 @@
-"""The benchmarks: what is compared is right, and nothing that is measured gets lost."""
+"""The benchmarks: contenders are checked, and no measurement is lost."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ def wall_time(monkeypatch):
     monkeypatch.setattr(timing, "on_gpu", lambda: False)
 
 
-def test_a_case_counts_what_must_be_moved_and_multiplied():
+def test_a_case_counts_the_necessary_bytes_and_operations():
     # 4 x 4 patches of 192 bytes, padded to 256, and 32 columns; the last 4 pixels of a line are
     # read with the image.
     assert CASE.operations == 2 * 3 * 16 * 192 * 32
@@ -39,7 +39,7 @@ def test_a_case_counts_what_must_be_moved_and_multiplied():
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
 @pytest.mark.parametrize("pixels", ["random", "photographs"])
-def test_every_contender_is_right(dtype, pixels):
+def test_every_contender_is_correct(dtype, pixels):
     case = dataclasses.replace(CASE, dtype=dtype, pixels=pixels)
     data = contenders.draw(case)
     assert len(np.unique(data.images)) > 100
@@ -79,7 +79,7 @@ def test_a_result_is_compared_with_the_fastest_whole_peer_and_the_floor():
     limits = dict(copy=1e4 * CASE.bytes("patches"), widen=1.0, int8=CASE.operations / 5e-4)
     ours, *_ = found = results.compared(measured, limits)
     assert (ours.peer, ours.of_peer, ours.floor, ours.of_floor) == ("b", 2 / 3, 0.5, 4.0)
-    # What somebody reached is no floor.
+    # The floor is not above a time that was measured.
     (slow, *_) = results.compared(measured, limits | {"copy": 1.0})
     assert slow.floor == 1.0
     assert ours.images_a_second == pytest.approx(1500)
@@ -148,7 +148,7 @@ def tiny_encoder(monkeypatch):
 
 
 @pytest.mark.slow("five encoders' programs")
-def test_encoders_differ_in_the_patch_embedding_alone(tiny_encoder, monkeypatch):
+def test_encoders_differ_only_in_the_patch_embedding(tiny_encoder, monkeypatch):
     measures = {
         "burst": functools.partial(timing.burst, rounds=1, calls=1, rest=0.0),
         "sustained": functools.partial(timing.sustained, seconds=0.01, rounds=1, calls=1),
@@ -165,7 +165,7 @@ def test_encoders_differ_in_the_patch_embedding_alone(tiny_encoder, monkeypatch)
         encoder.speeds("small", 2, ["bfloat16"], measures)
 
 
-def test_accuracy_is_that_of_the_dtype(tiny_encoder):
+def test_the_accuracy_has_the_error_of_each_dtype(tiny_encoder):
     found = {a.dtype: a for a in accuracy.accuracies(name="small")}
     errors = [found[d].patch_error for d in ("bfloat16", "int8", "float8_e4m3fn")]
     assert 0.001 < errors[0] and errors == sorted(errors) and errors[-1] < 0.05
@@ -246,7 +246,7 @@ def test_ceilings_are_bytes_and_operations_a_second(monkeypatch):
     assert found == {"copy": 2000 / 2e-3, "widen": 3000 / 2e-3, "int8": 2 * 64**3 / 2e-3}
 
 
-def test_what_mostly_writes_is_compared_with_the_ceiling_for_that():
+def test_a_problem_that_mostly_writes_is_compared_with_the_ceiling_for_writes():
     def floor(case, source):
         r = results.result(case, source, "a", True, "burst", Timing(1e9, 1, 1, 1))
         limits = {"copy": 1.0, "widen": 10.0, case.dtype: 1e30}
@@ -282,7 +282,7 @@ def test_the_legend_explains_every_column(clock, power):
     assert head.split() == " ".join(explained).split()
 
 
-def test_what_is_left_out_is_listed_once():
+def test_everything_that_is_left_out_is_listed_once():
     cases = [dataclasses.replace(CASE, images=n, dtype=d) for n in (1, 8) for d in ("int8", "bf16")]
     found = {
         ("torch", "it is missing."): cases,
@@ -320,7 +320,7 @@ def test_the_roofline_is_under_the_measured_ceilings(monkeypatch, tmp_path):
         (f"--out {__file__}", "is no folder"),
     ],
 )
-def test_arguments_that_say_nothing_are_refused(monkeypatch, capsys, wrong, answer):
+def test_useless_arguments_are_refused(monkeypatch, capsys, wrong, answer):
     monkeypatch.setattr(sys, "argv", ["benchmarks", *wrong.split()])
     with pytest.raises(SystemExit):
         benchmarks.main()
@@ -331,7 +331,7 @@ def test_a_record_without_times_has_no_pictures(tmp_path):
     assert benchmarks.draw([], tmp_path) == []
 
 
-def test_what_was_measured_before_a_failure_is_kept(monkeypatch, tmp_path):
+def test_results_from_before_a_failure_are_kept(monkeypatch, tmp_path):
     def some(chosen):
         yield [{"kind": "accuracy"}]
 
@@ -349,7 +349,7 @@ def test_what_was_measured_before_a_failure_is_kept(monkeypatch, tmp_path):
     assert kinds == ["run", "accuracy", "encoder"]
 
 
-def test_a_regime_that_says_nothing_is_left_out_with_the_reason():
+def test_a_useless_regime_is_left_out_with_the_reason():
     found = benchmarks.regimes(dataclasses.replace(CASE, images=100), ["burst", "call"])
     assert found == {"burst": None, "call": "for 64 images or fewer."}
 
@@ -373,7 +373,7 @@ def test_the_product_ceiling_counts_its_operations():
     assert ceiling.contender().shape == (1, 64, 64)
 
 
-def test_pictures_say_what_they_show(tmp_path, monkeypatch):
+def test_pictures_have_titles_and_captions(tmp_path, monkeypatch):
     shown = []
     monkeypatch.setattr(plots, "_save", lambda figure, path: shown.append(figure) or path)
     data = contenders.draw(CASE)

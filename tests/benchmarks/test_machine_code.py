@@ -26,7 +26,7 @@ NESTED = """
 """
 
 
-def test_what_is_repeated_for_a_tile_is_counted_so_often():
+def test_repeated_instructions_are_counted_as_often_as_executed():
     found = executed(LOOP, "STG|[HIQ]G?MMA", 12)
     assert found == {"LDSM.16.M88.4": 12, "IMMA.16832.S8.S8": 24, "STG.E.128": 1, "BRA": 24}
     found = executed(NESTED, "STG|[HIQ]G?MMA", 12)
@@ -34,7 +34,7 @@ def test_what_is_repeated_for_a_tile_is_counted_so_often():
     assert found == {"MOV": 1, f"{shape} RS": 12, shape: 12, "BRA": 13, "STG.E.128": 1}
 
 
-def test_loads_and_stores_have_the_bytes_that_their_modifiers_name():
+def test_the_bytes_of_loads_and_stores_follow_from_their_modifiers():
     opcodes = ["LDG.E.128.CONSTANT", "STS.64", "LDS", "LDG.E.U16", "STS.U8", "STSM.16.M88.4"]
     assert [access_bytes(opcode) for opcode in opcodes] == [16, 8, 4, 2, 1, 16]
 
@@ -57,7 +57,7 @@ def test_the_innermost_loop_with_all_products_is_found():
     assert innermost_loop("no loop", MATRIX) == []
 
 
-def test_the_innermost_loop_holds_all_that_match_and_what_is_in_none_has_no_loop():
+def test_the_innermost_loop_contains_all_matches_or_there_is_none():
     inner = innermost_loop(NESTED, re.compile("HGMMA"))
     assert "L_x_2" in inner[0] and "`(.L_x_2)" in inner[-1]
     assert len(innermost_loop(NESTED, re.compile("HGMMA|STG"))) == len(NESTED.strip().splitlines())

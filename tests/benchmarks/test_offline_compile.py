@@ -1,4 +1,4 @@
-"""What the compilers make of the kernels, without a GPU: registers, spills, memory, opcodes."""
+"""The compiled Pallas kernels, without a GPU: registers, spills, memory, opcodes."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ needs_compilers = pytest.mark.usefixtures("compilers")
 
 
 def compile_offline(target, backend, shapes, dtype, out_dtype, table, images):
-    """What `python -m benchmarks.offline_compile` prints: one target a process."""
+    """The output of `python -m benchmarks.offline_compile`, which compiles for one target."""
     arguments = [
         *("--target", target, "--backend", backend, "--shapes", *shapes, "--dtype", dtype),
         *("--out-dtype", out_dtype, "--table", table, "--images", str(images)),
@@ -63,16 +63,16 @@ def test_the_Hopper_kernel_compiles_to_what_its_config_says(shape, images, dtype
     instruction = {"bfloat16": "HGMMA", "int8": "IGMMA", "float8_e4m3fn": "QGMMA"}[dtype]
     products = K_bytes // 32 * config.rows // 64
     assert loop[instruction] == kernel["instructions"][instruction] == products
-    # A thread writes 16 bytes at once. Beside that the loop has no access to global (LD, LDG),
-    # shared (LDS, LDSM) or local memory: table, scales and offsets are in registers, if they fit.
+    # A thread writes 16 bytes at once. The loop has no other access to global (LD, LDG), shared
+    # (LDS, LDSM) or local memory: table, scales and offsets are in registers, if they fit.
     tile_bytes = config.rows * config.tile_n * (4 if out_dtype == "float32" else 2)
     assert loop["STG"] == tile_bytes // 128 // 16
     loaded = {"LDG", "LDS"} if not config.keeps_columns(problem) else set()
     assert {"LD", "LDG", "LDS", "LDSM", "LDL", "STL", "ST", "UTMASTG"} & set(loop) == loaded
 
 
-# Instructions of a warp in the loop that stores a tile, by output, whether the accumulators are
-# integers, and width of a slice. More of them have to be explained in docs/experiments.
+# Instructions of a warp in the loop that stores a tile, by output dtype, whether the accumulators
+# are integers, and width of a slice. An increase has to be explained in docs/experiments.
 STORE_LOOP = {
     ("bfloat16", False, 64): 77,
     ("bfloat16", False, 192): 189,
@@ -85,14 +85,14 @@ STORE_LOOP = {
 
 
 def blackwell_cases():
-    """(shapes, dtype, out_dtype, table, images): what is compiled in one process."""
+    """(shapes, dtype, out_dtype, table, images) of each process that compiles."""
     fixed = [shape.name for shape in NAMED_SHAPES if not shape.name.startswith("NaFlex")]
     naflex = [shape.name for shape in NAMED_SHAPES if shape.name.startswith("NaFlex")]
     for dtype in tiles.DTYPES:
         yield fixed, dtype, "bfloat16", "shared", 4096
         yield naflex, dtype, "bfloat16", "per image", 67
     yield ["B/16 224", "B/32 256"], "int8", "float32", "shared", 512
-    # 48843 rows, no multiple of 8.
+    # 48843 rows: not a multiple of 8.
     yield ["So400m/14 384"], "int8", "float32", "shared", 67
     yield ["B/16 224", "L/16 256"], "float8_e4m3fn", "bfloat16", "none", 1
 
@@ -113,15 +113,15 @@ def test_the_Blackwell_kernel_compiles_to_what_its_config_says(
         kernel = the_whole_program(found[shape], config.shared_memory_bytes(problem))
         K_bytes = problem.patches[-1] * (2 if dtype == "bfloat16" else 1)
         instruction = {"bfloat16": "UTCHMMA", "int8": "UTCIMMA", "float8_e4m3fn": "UTCQMMA"}[dtype]
-        # A product of 32 bytes of K; for two blocks it is another instruction.
+        # Each product multiplies 32 bytes of K; two blocks use another instruction than one.
         assert kernel["tile_loop"][instruction] == K_bytes // 32
         instruction += ".2CTA" * config.collective
         assert kernel["multiplications"] == {instruction: K_bytes // 32}
-        # It is given in powers of two.
+        # Tensor memory is allocated in powers of two.
         columns = kernel["tensor_memory_columns"]
         assert 1 << (columns - 1).bit_length() == config.tensor_memory_columns()
         loop = kernel["store_loop"]
-        # Table, scales and offsets are in registers, results leave by TMA, nothing is called.
+        # Table, scales and offsets are in registers, TMA stores the results, and nothing is called.
         assert not {"LD", "LDG", "LDL", "LDS", "STL", "STG", "ST", "CALL"} & set(loop)
         assert loop["UTMASTG"] == config.tile_n // 2 // config.store_n(problem)
         most = STORE_LOOP[out_dtype, dtype == "int8", config.tile_n]
@@ -139,7 +139,7 @@ def test_the_Blackwell_kernel_compiles_for_B300():
 
 
 def the_whole_program(found, shared_memory_bytes):
-    """The only operation of a program, which is a kernel with these resources."""
+    """The kernel that is the only operation of a program, with these resources."""
     assert list(found["other_operations"]) == ["custom-call"]
     assert len(found["other_operations"]["custom-call"]) == 1
     (kernel,) = found["kernels"]

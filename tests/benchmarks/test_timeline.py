@@ -54,7 +54,7 @@ def test_the_table_has_mean_and_spread_of_each_role_and_means_by_warp(trace):
 
 
 def stamp(cycles, event):
-    """As ffi/timeline.cuh writes it."""
+    """A stamp as ffi/timeline.cuh writes it."""
     return cycles % 2**28 << 4 | timeline.EVENTS.index(event) + 1
 
 

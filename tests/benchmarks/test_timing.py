@@ -1,4 +1,4 @@
-"""Timing: interleaved turns, medians, spread, and what the samples belong to."""
+"""Timing: interleaved turns, medians, spread, and samples of clock and power."""
 
 import time
 import types
@@ -12,7 +12,7 @@ from benchmarks.timing import Contender, Sample, Samples, Timing
 
 
 class Clock:
-    """A clock that goes on only when someone sleeps, in seconds."""
+    """A clock in seconds that only advances when `sleep` is called."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -26,7 +26,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """Wall time, by a clock of the test's."""
+    """Replaces wall time by a clock that the test controls."""
     clock = Clock()
     monkeypatch.setattr(timing, "on_gpu", lambda: False)
     fake = types.SimpleNamespace(perf_counter=clock.perf_counter, sleep=clock.sleep)
@@ -36,7 +36,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def sleeper(clock):
-    """Makes contenders that take so many seconds and write down their turns."""
+    """Makes contenders that take `seconds` and record their turns."""
 
     def make(seconds, turns, name):
         def contender():
@@ -49,13 +49,13 @@ def sleeper(clock):
     return make
 
 
-def test_the_profiler_calls_a_contender_as_it_is():
-    """It would jit what is not jitted: with gigabytes of constants, and nothing left to run."""
+def test_the_profiler_does_not_jit_a_contender():
+    """Jitted, its operands would be gigabytes of constants, and XLA would compute the result."""
     contender = Contender(lambda x: x, (jnp.zeros(()),))
     assert isinstance(timing._Profiled(contender), jax.stages.Wrapped)
 
 
-def test_what_is_compiled_before_is_not_compiled_again():
+def test_a_compiled_contender_is_not_compiled_again():
     compiled = []
 
     def function(x):
@@ -88,7 +88,7 @@ def test_sustained_leaves_out_the_first_half(clock):
     calls = []
 
     def contender():
-        """Takes 1 s, and 2 s from the middle of its turn on, which begins after a first call."""
+        """Takes 1 s, and 2 s from the middle of its turn on; the turn begins after a first call."""
         calls.append(2 if clock.seconds >= 1 + 50 else 1)
         clock.sleep(calls[-1])
         return jnp.zeros(())
@@ -122,7 +122,7 @@ def test_a_timing_has_the_median_and_the_spread_of_what_was_measured():
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """One that writes what it was asked, says numbers, and then that it has said them."""
+    """An nvidia-smi that records its arguments, prints numbers, and then reports that it has."""
     script = tmp_path / "nvidia-smi"
     script.write_text(
         f"#!/bin/sh\necho $@ > {tmp_path}/asked\n"
@@ -148,7 +148,7 @@ def test_there_are_no_samples_without_nvidia_smi(monkeypatch):
 
 
 @pytest.mark.parametrize("visible, asked", [(None, "0"), ("3,1", "3"), ("GPU-1a2b", "GPU-1a2b")])
-def test_samples_are_of_the_GPU_that_works(nvidia_smi, monkeypatch, visible, asked):
+def test_samples_are_of_the_GPU_that_JAX_uses(nvidia_smi, monkeypatch, visible, asked):
     monkeypatch.setattr(timing, "on_gpu", lambda: True)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -162,13 +162,13 @@ def test_samples_are_of_the_GPU_that_works(nvidia_smi, monkeypatch, visible, ask
     assert f"--id={asked} " in (nvidia_smi / "asked").read_text()
 
 
-def test_calls_take_all_operands_in_turns():
+def test_calls_cycle_through_all_operands():
     taken = []
     contender = Contender(lambda x: taken.append(x) or jnp.zeros(()), (0,), ((1,), (2,)))
     timing.burst({"a": contender}, rounds=1, calls=5, rest=0.0)
     assert taken == [0, 1, 2, 0, 1, 2]
 
 
-def test_the_ceilings_move_the_bytes_that_they_say():
+def test_the_ceilings_move_the_stated_bytes():
     for name, ceiling in timing.memory_ceilings(1e-6).items():
         assert ceiling.bytes == 1000 + ceiling.contender().nbytes, name

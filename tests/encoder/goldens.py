@@ -1,4 +1,4 @@
-"""The checkpoints in tests/data and what the original implementations gave for them."""
+"""The checkpoints in tests/data, and the results of the original implementations for them."""
 
 import numpy as np
 from repository import DATA
@@ -19,7 +19,7 @@ FIXED = [name for name in GOLDENS if "naflex" not in name]
 
 
 def checkpoint(name):
-    """The path that `load_encoder` takes."""
+    """The path of a checkpoint, for `load_encoder`."""
     return DATA / name / "params.npz" if name.startswith("bv") else DATA / name
 
 
@@ -54,7 +54,7 @@ def images(name):
 
 
 def encode(encoder, name):
-    """(the encoder's output for the golden's images, mask of the valid tokens)."""
+    """The encoder's output for the golden's images, and the mask of the valid tokens."""
     if name in FIXED:
         output = encoder(images(name))
         return output, np.ones(output.last_hidden_state.shape[:2], bool)

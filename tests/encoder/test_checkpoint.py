@@ -1,4 +1,4 @@
-"""Every form of a checkpoint that users have, and damaged ones."""
+"""Checkpoints in every form that users have, and damaged ones."""
 
 import io
 import json
@@ -109,7 +109,7 @@ def sharded(tmp_path):
 
 
 @form
-def a_file_beside_its_config(tmp_path):
+def a_file_next_to_its_config(tmp_path):
     return folder(tmp_path, arrays(HF), config_of(HF)) / "model.safetensors", {}
 
 
@@ -139,7 +139,7 @@ def float64(tmp_path):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_of_a_Hugging_Face_checkpoint_loads_to_the_same(tmp_path, name):
+def test_every_form_of_a_Hugging_Face_checkpoint_loads_to_the_same_encoder(tmp_path, name):
     path, arguments = FORMS[name](tmp_path)
     dtypes = dict(patch_dtype="int8", dtype="float32")
     encoder = load_encoder(path, **dtypes, **arguments)
@@ -176,7 +176,9 @@ BIG_VISION_FORMS = {
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("name", ["bv_vit_p16_224", "bv_naflex_p16"])
 @pytest.mark.parametrize("form", BIG_VISION_FORMS)
-def test_every_form_of_a_big_vision_checkpoint_loads_to_the_same(tmp_path, name, form, compress):
+def test_every_form_of_a_big_vision_checkpoint_loads_to_the_same_encoder(
+    tmp_path, name, form, compress
+):
     save = np.savez_compressed if compress else np.savez
     save(tmp_path / "params.npz", **BIG_VISION_FORMS[form](arrays(name)))
     dtypes = dict(patch_dtype="float8_e4m3fn", dtype="bfloat16")
@@ -210,7 +212,7 @@ def test_half_precision_checkpoints_load(tmp_path, name, stored):
 
 @pytest.mark.parametrize("use_head", [False, None])
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_tower_without_a_pooling_head_gives_no_pooler_output(tmp_path, use_head, kept):
+def test_a_tower_without_a_pooling_head_returns_no_pooler_output(tmp_path, use_head, kept):
     tensors = {k: v for k, v in arrays(HF).items() if kept or not k.startswith("head.")}
     path = folder(tmp_path, tensors, config_of(HF) | {"vision_use_head": use_head})
     encoder = load_encoder(path, patch_dtype="float32", dtype="float32")
@@ -221,14 +223,14 @@ def test_a_tower_without_a_pooling_head_gives_no_pooler_output(tmp_path, use_hea
     assert np.abs(np.asarray(output.last_hidden_state) - wanted).max() <= 1e-4
 
 
-def test_a_big_vision_tower_without_a_pooling_head_gives_no_pooler_output(tmp_path):
+def test_a_big_vision_tower_without_a_pooling_head_returns_no_pooler_output(tmp_path):
     tensors = {k: v for k, v in arrays(BV).items() if "MAPHead" not in k}
     np.savez(tmp_path / "params.npz", **tensors)
     output, _ = encode(load_encoder(tmp_path / "params.npz", dtype="float32"), BV)
     assert output.pooler_output is None
 
 
-def test_the_config_of_an_encoder_says_its_architecture():
+def test_the_config_of_an_encoder_has_its_architecture():
     for name, wanted in (
         (HF, Config(96, 2, 2, 176, 14, (16, 16), pooling_head=True)),
         (NAFLEX, Config(128, 2, 2, 256, 16, (16, 16), naflex=True, pooling_head=True)),
@@ -238,7 +240,7 @@ def test_the_config_of_an_encoder_says_its_architecture():
         assert load_encoder(checkpoint(name)).config == wanted
 
 
-def test_omitted_fields_have_the_class_defaults_of_the_library():
+def test_omitted_fields_have_the_defaults_of_the_transformers_classes():
     base = Config(768, 12, 12, 3072, 16, (14, 14), eps=1e-6, image_size=(224, 224))
     naflex = Config(768, 12, 12, 3072, 16, (16, 16), eps=1e-6, naflex=True)
     for config, wanted in (
@@ -603,7 +605,7 @@ def flipped_bytes_in_an_npz(tmp_path):
 def a_shifted_array_in_an_npz(tmp_path):
     content = bytearray(npz(tmp_path, arrays(BV)).read_bytes())
     header = content.index(b"\x93NUMPY", content.index(b"params/img/embedding/kernel"))
-    content[header + 8] ^= 16  # The array would start 16 bytes early.
+    content[header + 8] ^= 16  # The array would be read from 16 bytes too early.
     return written(tmp_path / "params.npz", bytes(content))
 
 
@@ -625,7 +627,7 @@ def a_flipped_bit_in_an_npz(tmp_path):
 
 
 def zeros_in_an_npz(tmp_path, name, shape):
-    """An archive of some kilobytes with that array of zeros; nobody has it in memory."""
+    """An archive of a few kilobytes with this array of zeros, which is never in memory."""
     path = npz(tmp_path, without(arrays(BV), name))
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
@@ -810,7 +812,7 @@ DAMAGED["a config of another type"] = (lambda _: checkpoint(BV), TypeError, "con
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_what_is_wrong_is_refused_with_its_reason(tmp_path, case):
+def test_a_damaged_checkpoint_is_refused_with_the_reason(tmp_path, case):
     make, error, text, arguments = DAMAGED[case]
     path = make(tmp_path)
     with pytest.raises(error, match=text) as raised:
@@ -829,12 +831,12 @@ def test_zeros_are_refused_before_they_are_in_memory(tmp_path):
     assert peak < 4_000_000 < 16 * path.stat().st_size
 
 
-def test_big_endian_arrays_are_what_they_say(tmp_path):
+def test_big_endian_arrays_are_read_correctly(tmp_path):
     swapped = {name: x.astype(x.dtype.newbyteorder(">")) for name, x in arrays(BV).items()}
     assert_same(load_encoder(npz(tmp_path, swapped)), load_encoder(checkpoint(BV)))
 
 
-def test_the_bombs_of_these_tests_would_go_off(tmp_path):
+def test_unpickling_the_bombs_of_these_tests_writes_a_file(tmp_path):
     pickle.loads(pickle.dumps(Bomb(tmp_path / "ran"))).close()
     assert (tmp_path / "ran").exists()
 

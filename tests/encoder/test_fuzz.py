@@ -1,7 +1,7 @@
-"""Checkpoints, configs, indices and image processors with 1700 random faults, always the same ones.
+"""Checkpoints, configs, indices and image processors with 1700 random faults from fixed seeds.
 
-Each is loaded, or refused by an error that this package raised on purpose: never one from inside
-numpy, zipfile or json, never without the name of the file. Memory is bounded by the file's size.
+Each is loaded, or refused by an error that this package raises with the name of the file, and not
+by one from inside numpy, zipfile or json. Memory is bounded by the file's size.
 """
 
 import faulthandler
@@ -31,7 +31,8 @@ PACKAGE = Path(pallas_patch_embed.__file__).parent
 CASES = 1700
 SHARE = 50  # cases of one test
 
-# Traced by Python while a file is loaded: float64 copies of what is packed; 8 MiB of LZMA.
+# Memory that Python may allocate while a file is loaded: float64 copies of packed arrays, and 8 MiB
+# for LZMA.
 BYTES_PER_BYTE, CONSTANT = 30, 12_000_000
 
 WIDTH, DEPTH, HEADS, MLP, PATCH, SIDE = 8, 2, 2, 12, 4, 3
@@ -61,7 +62,7 @@ PROCESSOR = {
     "do_convert_rgb": None,
 }
 
-# Values that have broken readers of JSON.
+# Values that have caused errors in readers of JSON.
 EXTREME = [
     *(None, True, False, 0, -1, 1, 2, 10**9, 2**31, 2**63, 2**64, -(2**63), 10**400, -(10**400)),
     *(0.0, -0.0, 1e-320, 1.0, 1e308, math.nan, math.inf, -math.inf),
@@ -140,7 +141,7 @@ def as_shards(path, arrays):
     return path
 
 
-# Faults: of bytes, of a JSON value, of arrays.
+# Faults in bytes, in JSON values, and in arrays.
 
 
 def spoil_bytes(draw, content):
@@ -188,7 +189,7 @@ def spoil_json(draw, value):
 
 
 def spoil_text(draw, value):
-    """A file of JSON with one fault, or several, or of the text itself."""
+    """A JSON file with one or several faults in its value, or in its text."""
     for _ in range(draw.choice((1, 1, 3))):
         if isinstance(value, dict) and value:
             value = spoil_json(draw, value)
@@ -203,7 +204,7 @@ def spoil_text(draw, value):
 
 
 def spoil_arrays(draw, arrays):
-    """One array of another name, shape, dtype or value, or missing."""
+    """The arrays, of which one is missing or has another name, shape, dtype or value."""
     name = draw.choice(sorted(arrays))
     array = arrays[name]
     match draw.randrange(6):
@@ -228,7 +229,7 @@ def spoil_arrays(draw, arrays):
 
 
 def spoil_safetensors_header(draw, content):
-    """Another header, of the length that the file says."""
+    """The file with another header of the stated length."""
     (length,) = struct.unpack("<Q", content[:8])
     header, values = spoil_text(draw, json.loads(content[8 : 8 + length])), content[8 + length :]
     length = draw.choice([len(header)] * 6 + [0, 2**63, len(header) + 1])
@@ -236,7 +237,7 @@ def spoil_safetensors_header(draw, content):
 
 
 def spoil_zip(draw, content):
-    """One member with other contents, name or compression."""
+    """The archive, in which one member has other contents, name or compression."""
     spoilt = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(spoilt, "w") as new:
         target = draw.choice(old.namelist())
@@ -261,7 +262,7 @@ def spoil_zip(draw, content):
     return draw.choice([lambda x: x] * 4 + [lambda x: spoil_bytes(draw, x)])(spoilt.getvalue())
 
 
-# Kinds of files: each writes one with a fault, and gives what is loaded.
+# Kinds of files: each function writes a file with a fault, and returns what is to be loaded.
 
 
 def rewrite(path, spoil, draw):
@@ -361,7 +362,7 @@ def test_a_fault_is_refused_in_words_or_does_not_matter(tmp_path, first):
 
 
 def survives(path, what):
-    """Whether it loads; fails unless it is refused as it should be."""
+    """Whether it loads; fails if it is refused in any other way than described above."""
     size = sum(file.stat().st_size for file in path.rglob("*")) or path.stat().st_size
     faulthandler.dump_traceback_later(600, exit=True)
     tracemalloc.start()
@@ -371,7 +372,7 @@ def survives(path, what):
         assert type(error) is ValueError, what
         message = str(error)
         assert str(path) in message and len(message) < 1500 and "\n" not in message, what
-        # A reader of files may fail as it likes; what reads it says so.
+        # A reader of files may raise any error, which its caller replaces by one of this package.
         origin = error.__cause__ or error
         raised_in = Path(traceback.extract_tb(origin.__traceback__)[-1].filename)
         assert raised_in.is_relative_to(PACKAGE) or "damaged" in message, what

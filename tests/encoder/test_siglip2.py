@@ -43,7 +43,7 @@ def test_float32_reproduces_the_original_implementations(name):
         assert np.abs(np.asarray(found) - reference).max() <= 1e-4
 
 
-# Errors are those of docs/encoder.md, rounded up.
+# The errors of docs/encoder.md, rounded up.
 LARGEST = {
     ("bfloat16", "float32"): 0.002,
     ("int8", "float32"): 0.008,
@@ -210,7 +210,7 @@ def test_it_works_under_shard_map_vmap_and_export():
         np.testing.assert_allclose(y, wanted, atol=1e-5)
 
 
-def test_nothing_is_donated_and_nothing_is_left_over():
+def test_a_call_donates_nothing_and_leaves_no_array_behind():
     encoder = load("hf_siglip_p14_224")
     x = jnp.asarray(images("hf_siglip_p14_224"))
     first, second = encoder(x), encoder(x)
@@ -219,7 +219,7 @@ def test_nothing_is_donated_and_nothing_is_left_over():
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(encoder))
 
 
-def test_float_images_give_what_uint8_images_give():
+def test_float_images_and_equal_uint8_images_have_the_same_result():
     encoder = load("hf_siglip_p16_224", patch_dtype="int8")
     x = images("hf_siglip_p16_224")
     floats = encoder((x / 255 * 2 - 1).astype(np.float32))
@@ -232,7 +232,7 @@ def test_layer_norms_stay_float32_in_a_bfloat16_encoder():
     assert encoder.blocks["qkv"]["kernel"].dtype == encoder.head["query"].dtype == jnp.bfloat16
 
 
-def test_a_mask_cuts_what_follows_off():
+def test_a_mask_excludes_the_padding_that_follows():
     # The same image, padded to as many patches as it has and to one more.
     encoder = float32("hf_siglip2_naflex_p16")
     image = images("hf_siglip2_naflex_p16")[0]
@@ -393,7 +393,7 @@ def test_a_bad_call_is_refused(case):
     ],
     ids=["remainder", "small", "float", "grey", "many", "L", "list"],
 )
-def test_batch_naflex_refuses_what_is_no_image(image, L, error, text):
+def test_batch_naflex_refuses_anything_but_images(image, L, error, text):
     config = ppe.siglip2.Config(
         width=8, depth=1, heads=1, mlp=8, patch=16, grid=(2, 2), naflex=True
     )
