@@ -219,9 +219,9 @@ def patchified(images: jax.Array, params: PatchEmbedParams, *, backend: str) -> 
     return ppe.patch_embed(ppe.patchify(images, params), params, backend=backend)
 
 
-def _cuts_images(backend: str, data: Data) -> bool:
+def _cuts_images(backend: str, data: Data, cut: str | None = None) -> bool:
     """Whether a backend cuts these images itself if it is chosen by name."""
-    asked = ppe.explain(data.images, data.params)
+    asked = ppe.explain(data.images, data.params, cut=cut)
     answer = plan_with(backend, asked.problem, asked.target, asked=True)
     return isinstance(answer, Plan) and answer.takes_images
 
@@ -424,6 +424,9 @@ def entries(
             ways = {row.backend: functions[source]}
             if source == "images" and _cuts_images(row.backend, data):
                 ways[f"patchify + {row.backend}"] = patchified
+            elif source == "images" and _cuts_images(row.backend, data, "kernel"):
+                cut = functools.partial(ppe.embed_images, cut="kernel")
+                ways[f"{row.backend}, cut by the kernel"] = cut
             for name, way in ways.items():
                 embed = jax.jit(functools.partial(way, backend=row.backend))
                 contender = Contender(embed, (getattr(data, source), data.params))

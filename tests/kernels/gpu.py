@@ -169,6 +169,25 @@ def pairwise():
 # In the tensor map of its weight, a stride is smaller than the size of another dimension.
 WIDE = NamedShape("wide", 6, 24, 16384)
 
+# Shapes whose images TMA can cut, each with two batches, and one shape with all of them. Of large
+# images there are at most so many that they have 100,000 patches.
+CUT_BATCHES = (1, 8, 64, 512)
+CUT_PROGRAMS = [
+    (shape, OUT_DTYPES[(i // 2 + j) % 2], min(CUT_BATCHES[(i + 2 * j) % 4], 100_000 // shape.S))
+    for i, shape in enumerate(shape for shape in NAMED_SHAPES if shape.patch == 16)
+    for j in range(2)
+]
+CUT_PROGRAMS += [(named_shape("B/16 224"), "bfloat16", B) for B in (8, 64, 512, 4736)]
+
+
+def uncut(patches, shape):
+    """The uint8 images [B, H, W, 3] of int8 patches [B, S, K] of a named shape."""
+    p, (h, w) = shape.patch, shape.grid
+    levels = (patches.astype(jnp.int16) + 128).astype(jnp.uint8)
+    cut = levels.reshape(-1, h, w, p, p, 3).swapaxes(2, 3)
+    return cut.reshape(-1, h * p, w * p, 3)
+
+
 PROGRAMS = [
     *pairwise(),
     (WIDE, "int8", "bfloat16", 3),

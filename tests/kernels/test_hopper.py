@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu import DTYPES, PROGRAMS, RUNS, check, draw, gpu, runs_of
+from gpu import CUT_PROGRAMS, DTYPES, PROGRAMS, RUNS, check, draw, gpu, runs_of, uncut
 from jax import lax
 from jax.experimental.compute_on import compute_on
 from planned import compute
@@ -19,6 +19,7 @@ from repository import environment
 
 import pallas_patch_embed as ppe
 from benchmarks import cuda_launch, timeline
+from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import BACKENDS, cuda, triton, xla
 from pallas_patch_embed.backends.cuda import SPELLED
 from pallas_patch_embed.backends.mosaic import SM90
@@ -63,6 +64,39 @@ def test_every_element_agrees(backend, shape, dtype, out_dtype, B):
     assert beyond == 0, f"{beyond} of {elements}"
     # A float32 result differs wherever the sum is rounded once instead of twice.
     assert out_dtype == "float32" or moved <= max(1, 1e-4 * elements)
+
+
+def cut_by_the_kernel(shape, patches, *rest, out_dtype):
+    """The operator by the kernel that cuts images, from the images that have these patches."""
+    # So that XLA writes the images, and does not cut them again.
+    images = lax.optimization_barrier(uncut(patches, shape))
+    static = dict(backend="cuda", out_dtype=out_dtype, patch_size=shape.patch, cut="kernel")
+    return primitive.patch_embed(images, *rest, **static)
+
+
+@pytest.mark.parametrize(
+    "shape, out_dtype, B", CUT_PROGRAMS, ids=lambda x: getattr(x, "name", str(x)).replace(" ", "-")
+)
+def test_every_element_agrees_where_the_kernel_cuts_images(shape, out_dtype, B):
+    if reason := cuda.missing():
+        pytest.skip(reason)
+    run = functools.partial(cut_by_the_kernel, shape)
+    beyond, moved, elements = runs_of(run, shape, "int8", out_dtype, B)
+    assert beyond == 0, f"{beyond} of {elements}"
+    assert out_dtype == "float32" or moved <= max(1, 1e-4 * elements)
+
+
+@pytest.mark.parametrize("B", [1, 3, 67])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_the_kernel_that_cuts_images_gives_the_bits_of_the_one_from_patches(out_dtype, B):
+    if reason := cuda.missing():
+        pytest.skip(reason)
+    for name in ("B/16 224", "L/16 384", "So400m/16 512", "NaFlex B/16 256"):
+        shape = named_shape(name)
+        operands = draw(jax.random.key(B), shape, "int8", B)
+        cut = jax.jit(functools.partial(cut_by_the_kernel, shape, out_dtype=out_dtype))
+        from_patches = jax.jit(functools.partial(compute, cuda, out_dtype=out_dtype))
+        assert same(cut(*operands), from_patches(*operands)), name
 
 
 def test_xlas_float8_product_is_within_the_same_bound():
