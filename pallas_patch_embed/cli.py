@@ -109,7 +109,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--out", type=Path, default=Path("demo.png"), help="the picture (default: demo.png)"
     )
     demo_parser.add_argument(
-        "--seed", type=int, help="of the weights that are drawn (default: another every time)"
+        "--seed", type=int, default=0, help="of the weights that are drawn (default: 0)"
     )
     embed_parser = commands.add_parser(
         "embed",

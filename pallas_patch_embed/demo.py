@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import secrets
 import time
 from importlib import resources
 from pathlib import Path
@@ -332,9 +331,8 @@ def _draw_neighbours(
     )
 
 
-def run(out: Path, seed: int | None) -> None:
+def run(out: Path, seed: int) -> None:
     """Prints the table and writes the picture to `out`."""
-    seed = secrets.randbits(32) if seed is None else seed
     weights = draw_weights(np.random.default_rng(seed))
     names, images = photographs()
     wanted = reference(images, weights, B16.patch)
