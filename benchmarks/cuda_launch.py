@@ -22,7 +22,7 @@ STAMPS = 8192
 
 # Size and alignment of a CUtensorMap; the driver's numbers for types and swizzles.
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-MAP_TYPES = {"e4m3": 0, "i8": 0, "u8": 0, "u64": 4, "f32": 7, "bf16": 9}
+MAP_TYPES = {"e4m3": 0, "i8": 0, "u8": 0, "u16": 1, "u64": 4, "f32": 7, "bf16": 9}
 MAP_SWIZZLES = {0: 0, 64: 2, 128: 3}
 L2_PROMOTION_256 = 3
 

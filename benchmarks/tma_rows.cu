@@ -3,9 +3,13 @@
 // One thread of each block issues phases of kLoads loads into a ring of slots. Before it fills a slot
 // again it waits until what is in it has arrived, and for nothing else. In a cluster each block issues
 // its share of every phase, and TMA sends what it loads to all blocks of the cluster.
+//
+// The thread must not take longer than TMA: what the loads' coordinates depend on is known to the
+// compiler, and they are computed before the thread waits.
 
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
 
 namespace tma_rows {
 
@@ -14,24 +18,34 @@ using namespace patch_embed;
 constexpr int kLoads = 4;
 constexpr int kMostSlots = 16;
 
-// Load l is load u = l % loads of tile l / loads. It begins at the tile's first row, and at line
-// u / parts of it. A line is loaded in `parts` pieces, `step` elements apart.
 struct Arguments {
   CUtensorMap map;
   int64_t* cycles;   // of each block
   uint8_t* arrived;  // the last phase of each block; null if it is not wanted
   int32_t phases;    // of a block
   int32_t last;      // phases that differ: after them the first tile follows again
-  int32_t loads, parts, step;
-  int32_t rows;    // of a tile
-  int32_t width;   // rows of the last dimension but one; 1 if there is none
-  int32_t bytes;   // of a load
-  int32_t stride;  // bytes of a load's place in a slot
+  int32_t bytes;     // of a load
+  int32_t stride;    // bytes of a load's place in a slot
   int32_t slots;
 };
 
 // How a load names its first row and its line: im2col with offsets, rows of a matrix, or lines of images.
 enum class Mode { kIm2col, kMatrix, kLines };
+
+// Load l is load u = l % loads of tile l / loads. It begins at line u / parts, in the row in which the
+// tile's first byte of each line is: a tile advances by `tile` bytes, a row by `span`. A line is loaded
+// in `parts` pieces, `step` elements apart. `width` is the size of the last dimension but one.
+template <Mode mode_, int loads, int parts, int step, int tile, int span, int width>
+struct Way {
+  static constexpr Mode mode = mode_;
+  struct Place {
+    int x, line, w, n;
+  };
+  __device__ static Place place(uint32_t l) {
+    const uint32_t row = l / loads * tile / span, u = l % loads;
+    return {int(u % parts * step), int(u / parts), int(row % width), int(row / width)};
+  }
+};
 
 // The instruction, with a mask of the blocks that receive the box if there are several.
 #define TMA_ROWS_ISSUE(form, operands, ...)                                             \
@@ -46,32 +60,31 @@ enum class Mode { kIm2col, kMatrix, kLines };
                  : "memory");                                                           \
   }
 
-template <Mode mode, int cluster>
-__device__ void issue(uint32_t target, const Arguments& args, int l, uint32_t arrived) {
-  const int row = l / args.loads * args.rows, u = l % args.loads;
-  const int x = u % args.parts * args.step, line = u / args.parts;
-  const int w = row % args.width, n = row / args.width;
+template <typename Way, int cluster>
+__device__ void issue(uint32_t target, const Arguments& args, const typename Way::Place& at,
+                      uint32_t arrived) {
   const uint16_t all = (1 << cluster) - 1;
-  if constexpr (mode == Mode::kIm2col) {
+  if constexpr (Way::mode == Mode::kIm2col) {
     TMA_ROWS_ISSUE("4d.shared::cluster.global.im2col",
                    "[%0], [%1, {%3, %4, %5, %6}], [%7], {%8, %9}", "r"(target), "l"(&args.map),
-                   "h"(all), "r"(x), "r"(w), "r"(0), "r"(n), "r"(arrived), "h"(uint16_t{0}),
-                   "h"(uint16_t(line)));
-  } else if constexpr (mode == Mode::kMatrix) {
+                   "h"(all), "r"(at.x), "r"(at.w), "r"(0), "r"(at.n), "r"(arrived),
+                   "h"(uint16_t{0}), "h"(uint16_t(at.line)));
+  } else if constexpr (Way::mode == Mode::kMatrix) {
     TMA_ROWS_ISSUE("2d.shared::cluster.global.tile", "[%0], [%1, {%3, %4}], [%5]", "r"(target),
-                   "l"(&args.map), "h"(all), "r"(x), "r"(n), "r"(arrived));
+                   "l"(&args.map), "h"(all), "r"(at.x), "r"(at.n), "r"(arrived));
   } else {
     TMA_ROWS_ISSUE("3d.shared::cluster.global.tile", "[%0], [%1, {%3, %4, %5}], [%6]", "r"(target),
-                   "l"(&args.map), "h"(all), "r"(x), "r"(line), "r"(n), "r"(arrived));
+                   "l"(&args.map), "h"(all), "r"(at.x), "r"(at.line), "r"(at.n), "r"(arrived));
   }
 }
 
-template <Mode mode, int cluster>
+template <typename Way, int cluster>
 __device__ void run(const Arguments& args) {
+  constexpr int kShare = kLoads / cluster;
   extern __shared__ __align__(1024) uint8_t memory[];
   __shared__ ptx::Mbarrier filled[kMostSlots], freed[kMostSlots];
   const int slot_bytes = kLoads * args.stride, clusters = gridDim.x / cluster;
-  const int rank = blockIdx.x % cluster, first = blockIdx.x / cluster;
+  const int rank = blockIdx.x % cluster;
   if (threadIdx.x == 0) {
     for (int i = 0; i < args.slots; ++i) {
       ptx::mbarrier_init(filled[i], 1);
@@ -83,8 +96,18 @@ __device__ void run(const Arguments& args) {
   ptx::barrier_cluster_wait();
   if (threadIdx.x == 0) {
     const int64_t begin = clock64();
-    int slot = 0, parity = 1;
+    int slot = 0, parity = 1, phase = blockIdx.x / cluster % args.last;
     for (int i = 0; i < args.phases; ++i) {
+      typename Way::Place places[kShare];
+#pragma unroll
+      for (int j = 0; j < kShare; ++j) {
+        places[j] = Way::place(phase * kLoads + rank + j * cluster);
+        for (int* coordinate : {&places[j].x, &places[j].line, &places[j].w, &places[j].n}) {
+          ptx::pin(*coordinate);
+        }
+      }
+      phase += clusters;
+      while (phase >= args.last) phase -= args.last;
       if (i >= args.slots) ptx::mbarrier_wait(filled[slot], parity);
       ptx::mbarrier_arrive_expect_tx(filled[slot], kLoads * args.bytes);
       if constexpr (cluster > 1) {
@@ -94,10 +117,11 @@ __device__ void run(const Arguments& args) {
         }
         ptx::mbarrier_wait(freed[slot], parity ^ 1);
       }
-      const int phase = (first + i * clusters) % args.last;
-      for (int j = rank; j < kLoads; j += cluster) {
-        issue<mode, cluster>(ptx::shared_address(memory + slot * slot_bytes + j * args.stride),
-                             args, phase * kLoads + j, ptx::shared_address(&filled[slot]));
+      const uint32_t target = ptx::shared_address(memory) + slot * slot_bytes;
+#pragma unroll
+      for (int j = 0; j < kShare; ++j) {
+        issue<Way, cluster>(target + (rank + j * cluster) * args.stride, args, places[j],
+                            ptx::shared_address(&filled[slot]));
       }
       if (++slot == args.slots) {
         slot = 0;
@@ -125,13 +149,14 @@ __device__ void run(const Arguments& args) {
 
 }  // namespace tma_rows
 
-#define TMA_ROWS_KERNEL(name, mode, cluster)                                        \
+#define TMA_ROWS_KERNEL(cluster, name, mode, ...)                                   \
   extern "C" __global__ void __cluster_dims__(cluster, 1, 1) __launch_bounds__(128) \
       name##_##cluster(const __grid_constant__ tma_rows::Arguments args) {          \
-    tma_rows::run<tma_rows::Mode::mode, cluster>(args);                             \
+    tma_rows::run<tma_rows::Way<tma_rows::Mode::mode, __VA_ARGS__>, cluster>(args); \
   }
-#define TMA_ROWS_KERNELS(name, mode) \
-  TMA_ROWS_KERNEL(name, mode, 1) TMA_ROWS_KERNEL(name, mode, 2) TMA_ROWS_KERNEL(name, mode, 4)
-TMA_ROWS_KERNELS(im2col, kIm2col)
-TMA_ROWS_KERNELS(matrix, kMatrix)
-TMA_ROWS_KERNELS(lines, kLines)
+#define TMA_ROWS_KERNELS(...)     \
+  TMA_ROWS_KERNEL(1, __VA_ARGS__) \
+  TMA_ROWS_KERNEL(2, __VA_ARGS__) \
+  TMA_ROWS_KERNEL(4, __VA_ARGS__)
+// TMA_ROWS lists what benchmarks/tma_rows.py measures: X(name, mode, loads, parts, ...).
+TMA_ROWS(TMA_ROWS_KERNELS)

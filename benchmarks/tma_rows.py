@@ -7,9 +7,10 @@ This measures what a row costs: in cycles of a multiprocessor, for one and for a
 images that stay in the L2 cache and with more than fit. Where a cluster of thread blocks shares the
 loads (multicast), a row counts for every block that receives it.
 
-  im2col 16, 48, 96  a line of 64 patches of 16 pixels (of 32: 96 bytes), or a third of it
-  tiled 128          a chunk of K of 64 patches, with the 128-byte swizzle, as the kernels load them
-  lines              whole lines of the images: those of all patches that 64 patches may touch
+A load brings one line of 64 patches of 16 pixels, or of those beside them, too, where its rows are
+longer. `im2col 16` to `im2col 336` are rows of so many bytes: a third of a patch's line, the lines
+of one, two and four patches, a third and a half of an image's line. `lines` are whole lines of
+images as tiles. `tiled 128` is a chunk of K of 64 patches, as the kernels from patches load it.
 
 Before anything is timed, every byte that each load brings is compared with the image.
 """
@@ -36,38 +37,66 @@ SOURCE = Path(__file__).with_suffix(".cu")
 LOADS, MOST_SLOTS, THREADS = 4, 16, 128
 CLUSTERS = (1, 2, 4)
 
-# Side of an image in pixels; patches of a tile; shared memory for the ring, in bytes.
-SIDE, TILE, RING_BYTES = 224, 64, 200 * 1024
+# Patches of a tile; shared memory for the ring, in bytes.
+TILE, RING_BYTES = 64, 200 * 1024
 
 # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT and _CLOCK_RATE
 MULTIPROCESSOR_COUNT, CLOCK_RATE = 16, 13
 
+# Sides of a patch and of an image in pixels, if a way has no other.
+PATCH, SIDE = 16, 224
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """One way to load: fields are those of `Arguments` in tma_rows.cu.
+    """One way to load.
 
     Attributes:
       name: what tables call it.
-      kernel: of the three in tma_rows.cu.
+      mode: kIm2col, kMatrix or kLines of tma_rows.cu.
       row_bytes, box_rows: of one load.
-      parts, step: loads of a line, and elements from one to the next.
+      span: bytes from one row of the tensor to the next.
+      parts, step: pieces in which a row of the tensor is loaded, and elements from one to the next.
       lines: of a tile.
-      tile_rows: rows that a tile advances by.
-      width: rows of the last dimension but one.
-      patch: side of a patch in pixels.
+      tile_bytes: by which a tile advances along the rows.
+      side: of an image in pixels.
+      swizzle: in bytes.
+      element: type of the tensor's elements, and its size in bytes.
     """
 
     name: str
-    kernel: str
+    mode: str
     row_bytes: int
-    box_rows: int = TILE
+    box_rows: int
+    span: int
     parts: int = 1
     step: int = 0
-    lines: int = 16
-    tile_rows: int = TILE
-    width: int = SIDE // 16
-    patch: int = 16
+    lines: int = PATCH
+    tile_bytes: int = 3 * PATCH * TILE
+    side: int = SIDE
+    swizzle: int = 0
+    element: tuple[str, int] = ("u8", 1)
+
+    @property
+    def kernel(self) -> str:
+        """Its name in the CUDA source, without the size of the cluster."""
+        return self.name.replace(" ", "_")
+
+    @property
+    def width(self) -> int:
+        """Rows of the last dimension but one."""
+        return 3 * self.side // self.span if self.mode == "kIm2col" else 1
+
+    @property
+    def loads(self) -> int:
+        """Of a tile."""
+        return self.lines * self.parts
+
+    @property
+    def source(self) -> str:
+        """Its line in the CUDA source."""
+        numbers = (self.loads, self.parts, self.step, self.tile_bytes, self.span, self.width)
+        return f"X({self.kernel}, {self.mode}, {', '.join(map(str, numbers))})"
 
     @property
     def bytes(self) -> int:
@@ -77,67 +106,96 @@ class Rows:
     @property
     def stride(self) -> int:
         """Bytes of a load's place in a slot: the 128-byte swizzle repeats after 1024."""
-        return -(-self.bytes // 1024) * 1024
+        return -(-(self.swizzle or self.row_bytes) * self.box_rows // 1024) * 1024
 
     @property
     def slots(self) -> int:
         """Of the ring."""
         return min(MOST_SLOTS, RING_BYTES // (LOADS * self.stride))
 
+    def images(self, of_224: int) -> int:
+        """How many images have the bytes of so many images of 224 pixels."""
+        return of_224 * SIDE**2 // self.side**2
+
+    def tiles(self, images: int) -> int:
+        """Tiles of so many images; the last one may lack patches."""
+        return -(-images * (self.side // PATCH) ** 2 // TILE)
+
+    def phases(self, images: int) -> int:
+        """Phases of whole tiles of so many images."""
+        return self.tiles(images) * self.loads // LOADS
+
     def plan(self, images: int) -> dict:
         """The tensor map of so many images, as `cuda.launch` describes one."""
-        p, grid = self.patch, SIDE // self.patch
-        line, rows = 3 * SIDE, images * grid
-        if self.kernel == "im2col":
-            return dict(
-                type="u8",
-                shape=[3 * p, grid, p, rows],
-                strides=[3 * p, line, p * line],
-                corner=[0, 1 - p],
-                box=[self.row_bytes, self.box_rows],
-                swizzle=0,
-            )
-        if self.kernel == "matrix":
-            K, M = 3 * p * p, rows * grid
-            return dict(type="u8", shape=[K, M], strides=[K], box=[128, TILE], swizzle=128)
-        # A side of a box has at most 256 elements.
-        box = [line // 8, 1, self.box_rows]
+        line, rows = 3 * self.side, images * self.side // PATCH
+        kind, size = self.element
+        common = dict(type=kind, swizzle=self.swizzle)
+        if self.mode == "kMatrix":
+            K = 3 * PATCH**2
+            M = rows * self.side // PATCH
+            return dict(shape=[K, M], strides=[K], box=[self.row_bytes, TILE], **common)
+        strides = [line, PATCH * line]
+        if self.mode == "kLines":
+            box = [line // size, 1, self.box_rows]
+            return dict(shape=[line // size, PATCH, rows], strides=strides, box=box, **common)
         return dict(
-            type="u64", shape=[line // 8, p, rows], strides=[line, p * line], box=box, swizzle=0
+            shape=[self.span // size, self.width, PATCH, rows],
+            strides=[self.span, *strides],
+            corner=[0, 1 - PATCH],
+            box=[self.row_bytes // size, self.box_rows],
+            **common,
         )
 
     def expected(self, images: np.ndarray, load: int) -> np.ndarray:
-        """What a load brings, [box_rows, row_bytes]."""
-        p, grid = self.patch, SIDE // self.patch
-        tile, u = divmod(load, self.lines * self.parts)
+        """What a load brings, [box_rows, row_bytes], in the order of shared memory."""
+        tile, u = divmod(load, self.loads)
         line, part = divmod(u, self.parts)
-        begin = tile * self.tile_rows
-        cut = images.reshape(len(images), grid, p, grid, 3 * p)
-        if self.kernel == "im2col":
-            found = cut[:, :, line].reshape(-1, 3 * p)[:, part * self.step :][:, : self.row_bytes]
-        elif self.kernel == "matrix":
+        if self.mode == "kMatrix":
             # The map takes the bytes of an image for those of its patches.
-            found = images.reshape(-1, 3 * p * p)[:, part * self.step :][:, : self.row_bytes]
+            rows = images.reshape(-1, 3 * PATCH**2)
         else:
-            found = cut[:, :, line].reshape(-1, 3 * SIDE)
-            begin //= self.width
-        found = found[begin : begin + self.box_rows]
-        missing = self.box_rows - len(found)
-        found = np.pad(found, [(0, missing), (0, 0)])
-        if self.kernel == "matrix":
+            rows = images.reshape(-1, PATCH, 3 * self.side)[:, line].reshape(-1, self.span)
+        begin = tile * self.tile_bytes // self.span
+        rows = rows[begin : begin + self.box_rows, part * self.step :][:, : self.row_bytes]
+        return np.pad(rows, [(0, self.box_rows - len(rows)), (0, 0)])
+
+    def unswizzled(self, place: np.ndarray) -> np.ndarray:
+        """A load's bytes in shared memory, [..., stride], as [..., box_rows, row_bytes]."""
+        pitch = self.swizzle or self.row_bytes
+        rows = place[..., : pitch * self.box_rows].reshape(*place.shape[:-1], self.box_rows, pitch)
+        if self.swizzle:
             # The 128-byte swizzle exchanges units of 16 bytes.
-            row, unit = np.indices((self.box_rows, 8))
-            found = found.reshape(self.box_rows, 8, 16)[row, unit ^ row % 8]
-        return found.reshape(self.box_rows, self.row_bytes)
+            row, unit = np.indices((self.box_rows, pitch // 16))
+            units = rows.reshape(*rows.shape[:-1], pitch // 16, 16)
+            rows = units[..., row, unit ^ row % 8, :].reshape(rows.shape)
+        return rows[..., : self.row_bytes]
 
 
+def im2col(row_bytes: int, box_rows: int, **more) -> Rows:
+    """Rows of so many bytes in im2col mode."""
+    more = dict(name=f"im2col {row_bytes}", span=row_bytes) | more
+    return Rows(mode="kIm2col", row_bytes=row_bytes, box_rows=box_rows, **more)
+
+
+# Rows that are no whole patches begin before the tile, which then touches one more.
 ROWS = (
-    Rows("im2col 16", "im2col", 16, parts=3, step=16),
-    Rows("im2col 48", "im2col", 48),
-    Rows("im2col 96", "im2col", 96, lines=32, width=SIDE // 32, patch=32),
-    Rows("tiled 128", "matrix", 128, parts=6, step=128, lines=1, width=1),
+    im2col(16, 64, span=48, parts=3, step=16),
+    im2col(48, 64),
+    im2col(96, 32),
+    im2col(96, 32, name="im2col 96 swizzled", swizzle=128),
+    im2col(192, 16, side=256),
+    im2col(224, 15),
+    im2col(336, 10, element=("u16", 2)),
+    Rows(
+        *("tiled 128", "kMatrix", 128, TILE, 1),
+        parts=6,
+        step=128,
+        lines=1,
+        tile_bytes=TILE,
+        swizzle=128,
+    ),
     # 64 patches from an even one on touch at most 6 lines of 14.
-    Rows("lines", "lines", 3 * SIDE, box_rows=6),
+    Rows("lines", "kLines", 3 * SIDE, 6, 3 * SIDE, element=("u64", 8)),
 )
 
 
@@ -151,9 +209,11 @@ def compiled() -> bytes:
     if nvcc is None:
         raise FileNotFoundError(reason)
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "tma_rows.cubin")
+        source, out = Path(folder, "tma_rows.cu"), Path(folder, "tma_rows.cubin")
+        ways = " ".join(rows.source for rows in ROWS)
+        source.write_text(f'#define TMA_ROWS(X) {ways}\n#include "{SOURCE}"\n')
         options = ["-std=c++17", "-O3", "-arch=sm_90a", "-cubin", f"-I{cuda_build.FFI}"]
-        subprocess.run([nvcc, *options, SOURCE, "-o", out], check=True)
+        subprocess.run([nvcc, *options, source, "-o", out], check=True)
         return out.read_bytes()
 
 
@@ -208,9 +268,7 @@ class Gpu:
         self.driver("cuModuleGetFunction", ctypes.byref(kernel), self.module, name)
         shared = rows.slots * LOADS * rows.stride
         self.driver("cuFuncSetAttribute", kernel, MAX_DYNAMIC_SHARED, shared)
-        loads = rows.lines * rows.parts
-        numbers = [phases, all_phases(rows, images), loads, rows.parts, rows.step]
-        numbers += [rows.tile_rows, rows.width, rows.bytes, rows.stride, rows.slots]
+        numbers = [phases, rows.phases(images), rows.bytes, rows.stride, rows.slots]
         with self.memory(8 * blocks) as cycles:
             content = self.driver.tensor_map(rows.plan(images), address)
             content += np.array([cycles, seen], np.uint64).tobytes()
@@ -226,27 +284,21 @@ class Gpu:
         return found
 
 
-def all_phases(rows: Rows, images: int) -> int:
-    """Phases of whole tiles of these images; the last tile may lack patches."""
-    tiles = -(-images * (SIDE // rows.patch) ** 2 // TILE)
-    return tiles * rows.lines * rows.parts // LOADS
-
-
 def check(gpu: Gpu, rows: Rows, cluster: int, images: np.ndarray, address: int) -> None:
     """Compares every byte of every load with the images.
 
     Raises:
       RuntimeError: some differ.
     """
-    phases = all_phases(rows, len(images))
+    phases = rows.phases(len(images))
     seen = np.zeros((phases, cluster, LOADS, rows.stride), np.uint8)
     with gpu.memory(seen.nbytes) as place:
         gpu.launch(rows, cluster, phases * cluster, 1, len(images), address, place)
         gpu.download(place, seen)
     wrong = []
     for phase, j in np.ndindex(phases, LOADS):
-        expected = rows.expected(images, phase * LOADS + j).reshape(-1)
-        if (seen[phase, :, j, : rows.bytes] != expected).any():
+        expected = rows.expected(images, phase * LOADS + j)
+        if (rows.unswizzled(seen[phase, :, j]) != expected).any():
             wrong.append(phase * LOADS + j)
     if wrong:
         raise RuntimeError(
@@ -256,9 +308,9 @@ def check(gpu: Gpu, rows: Rows, cluster: int, images: np.ndarray, address: int) 
 
 
 def measure(gpu: Gpu, rows: Rows, cluster: int, images: int, address: int, phases: int) -> dict:
-    """Cycles of a row and bytes of a cycle, for one cluster and for all multiprocessors."""
+    """Cycles of a row and so on, for one cluster and for all multiprocessors."""
     found = dict(rows=rows.name, row_bytes=rows.row_bytes, cluster=cluster, images=images)
-    loaded = phases * LOADS * rows.box_rows
+    loads = phases * LOADS
     everything = gpu.multiprocessors // cluster * cluster
     for where, blocks in (("one", cluster), ("all", everything)):
         cycles = min(
@@ -266,10 +318,11 @@ def measure(gpu: Gpu, rows: Rows, cluster: int, images: int, address: int, phase
             for _ in range(5)
         )
         found |= {
-            f"cycles_a_row_{where}": cycles / loaded,
-            f"bytes_a_cycle_{where}": loaded * rows.row_bytes / cycles,
-            # Where rows of different lengths are compared: of 48 bytes, one patch's line.
-            f"cycles_for_48_bytes_{where}": 48 * cycles / (loaded * rows.row_bytes),
+            f"cycles_a_load_{where}": cycles / loads,
+            f"cycles_a_row_{where}": cycles / (loads * rows.box_rows),
+            f"bytes_a_cycle_{where}": loads * rows.bytes / cycles,
+            # A tile of 64 patches, all of K.
+            f"cycles_a_tile_{where}": cycles / loads * rows.loads,
         }
     return found
 
@@ -288,7 +341,9 @@ def main() -> None:
     with gpu.memory(few.nbytes) as address:
         gpu.upload(address, few)
         for rows, cluster in itertools.product(ROWS, CLUSTERS):
-            check(gpu, rows, cluster, few, address)
+            count, side = rows.images(len(few)), rows.side
+            images = few.reshape(-1)[: count * 3 * side**2].reshape(count, side, side, 3)
+            check(gpu, rows, cluster, images, address)
     print("every byte of every load is right")
     many = np.random.default_rng(1).integers(0, 256, (64, SIDE, SIDE, 3), np.uint8)
     for count in chosen.images:
@@ -297,7 +352,9 @@ def main() -> None:
             for begin in range(0, count, len(many)):
                 gpu.upload(address + begin * size, many[: min(len(many), count - begin)])
             for rows, cluster in itertools.product(ROWS, CLUSTERS):
-                line = json.dumps(measure(gpu, rows, cluster, count, address, chosen.phases))
+                of_side = rows.images(count)
+                measured = measure(gpu, rows, cluster, of_side, address, chosen.phases)
+                line = json.dumps(measured)
                 print(line, flush=True)
                 lines.append(line + "\n")
     if chosen.json:
