@@ -24,7 +24,8 @@ class Accuracy:
     Attributes:
       weights: a checkpoint's name, or RANDOM.
       dtype: dtype of patches and weight.
-      patch_error: relative Frobenius error of the embeddings of patches in bfloat16, as in the demo.
+      patch_error: relative Frobenius error of the embeddings of patches in bfloat16, as in the
+        demo.
       patch_cosine: cosine of embedding and exact embedding, mean over all patches.
       pooled_error, pooled_cosine: the same for the pooled output.
       images: number of photographs.
