@@ -220,7 +220,7 @@ class Worker(launch.Worker):
             self.store(warpgroup - 1)
 
     def drain(self, barriers, count: int, uses) -> None:
-        """Waits for the last phase of each of `count` barriers, which no tile has waited for."""
+        """Waits for the last phases of `count` barriers, of which the first `uses` were used."""
 
         @pl.loop(0, lax.min(uses, count))
         def wait(i):
