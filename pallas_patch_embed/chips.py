@@ -84,7 +84,7 @@ class Target:
     Attributes:
       platform: "cpu", "cuda", "rocm", "tpu", ...
       chip: the NVIDIA GPU; None on other platforms, and where none is known.
-      known: False where nobody can know the chip yet, as in an export. Then `chip` is the GPU of
+      known: False if the chip cannot be known yet, as in an export. Then `chip` is the GPU of
         this process, the likeliest one, if it has any.
     """
 
