@@ -44,7 +44,7 @@ def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[A
     """The accuracy of each dtype, compared with float32.
 
     Args:
-      checkpoint: as for `load_encoder`, of a fixed resolution; random weights if None.
+      checkpoint: a path for `load_encoder`, of a fixed resolution; random weights if None.
       name: name of the encoder with random weights.
 
     Raises:

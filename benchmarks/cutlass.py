@@ -68,7 +68,7 @@ def build(folder: Path | None = None) -> Path:
     """Compiles the kernels, each in its own process.
 
     Args:
-      folder: for the library; None for a new temporary folder.
+      folder: folder for the library; None for a new temporary one.
 
     Returns:
       The library. It can be loaded without a GPU.

@@ -96,9 +96,9 @@ def times(results: list[Result], caption: str, path: Path) -> Path:
     """Bars: milliseconds of every contender, their spread, and the floor.
 
     Args:
-      results: of one shape, number of images, pixels and regime.
+      results: results of one shape, number of images, pixels and regime.
       caption: device, day and versions.
-      path: of the PNG.
+      path: path of the PNG.
     """
     title = f"Patch embedding of {_problem(results[0])}"
     key = f"{KEY} {KEY_OF_TIMES} {caption}"
@@ -156,7 +156,7 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
       results: results of one shape, pixels and regime.
       ceilings: "memory" in bytes a second; dtype -> operations a second of a large product.
       caption: device, day and versions.
-      path: of the PNG.
+      path: path of the PNG.
     """
     colours = _colours(results)
     first = results[0]

@@ -18,14 +18,14 @@ class Chip:
     GB202, and the CUDA C++ Programming Guide, section Compute Capabilities.
 
     Attributes:
-      name: as its driver says it.
+      name: name that its driver reports.
       capability: compute capability, (major, minor).
       multiprocessors: streaming multiprocessors.
       shared_memory: largest shared memory of one thread block, in bytes.
       tensor_memory: 32-bit columns of tensor memory of one multiprocessor; 0 before Blackwell.
       clock: boost clock in GHz.
-      bandwidth: of its memory, in bytes a second.
-      memory: in bytes.
+      bandwidth: bandwidth of its memory, in bytes a second.
+      memory: size of its memory in bytes.
       l2: L2 cache in bytes.
       tensor_dtypes: dtypes of patches and weight that its tensor cores multiply as they are.
     """
@@ -70,7 +70,7 @@ def chip_of(capability: tuple[int, int], multiprocessors: int | None = None) -> 
 
     Args:
       capability: (major, minor).
-      multiprocessors: of this GPU; None for those of the listed chip.
+      multiprocessors: multiprocessors of this GPU; None for those of the listed chip.
     """
     like = next((chip for chip in reversed(CHIPS) if chip.capability <= capability), CHIPS[0])
     count = multiprocessors or like.multiprocessors

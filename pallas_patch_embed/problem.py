@@ -76,9 +76,9 @@ class Problem:
       weight: shape [..., N, K].
       scale: shape [..., N], float32.
       table: shape [..., S, N], or [..., 1, N] or [N] for one row that serves every position.
-      dtype: of patches and weight.
+      dtype: dtype of patches and weight.
       table_dtype: bfloat16 or float32.
-      out_dtype: of the result, bfloat16 or float32.
+      out_dtype: dtype of the result, bfloat16 or float32.
       patch_size: side of a patch in pixels where the patches are in uint8 images, which the backend
         cuts, or XLA for it; None where patches are given.
       images: shape [..., H, W, 3] of those images.

@@ -88,7 +88,7 @@ def plan_with(
     """How one backend computes a problem on a target, or why it cannot.
 
     Args:
-      name: of the backend.
+      name: name of the backend.
       problem: shapes and dtypes on one device.
       target: where the program runs.
       asked: whether the user chose this backend by name. Then it cuts images itself if it can, even

@@ -165,7 +165,7 @@ def flatten_leading_axes(
     """Calls a kernel that has a single axis of rows where the operands have leading axes.
 
     Args:
-      problem: of the operands, checked.
+      problem: the problem of the operands, checked.
       operands: patches (or images), weight, scale, table.
       compute: patches or images, weight, scale, table [period, N] or [N] -> y [M, N]. It is not
         called if there are no rows.

@@ -5,7 +5,7 @@ def instance(*arguments, **tuning) -> str:
     """Source of one kernel, `chosen`, whose worker has these template arguments.
 
     Args:
-      arguments: of a config, as the names of kernels spell them.
+      arguments: template arguments, as the names of kernels spell them.
       tuning: members of `Tuning` (ffi/patch_embed_sm100.h) that differ from the built kernels.
     """
     _, out_dtype, _, tile_n, *_ = arguments

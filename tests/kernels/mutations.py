@@ -44,7 +44,7 @@ class Mutation:
 
     Attributes:
       kind: its class.
-      what: what is changed, and where.
+      what: the change and its place, in words.
       index: the instruction that the edit changes; None for an edit of a tensor map.
       edits: (begin, end, new text) of each change of the PTX.
       change: function that changes the machine before its launch.

@@ -25,7 +25,7 @@ def compute(backend, *operands, out_dtype, target=None, patch_size=None, **choic
       operands: patches or images, weight, scale, table.
       out_dtype: "bfloat16" or "float32".
       target: where it runs; None for `here()`.
-      patch_size: of images.
+      patch_size: side of a patch, if the first operand is images.
       choices: further arguments of the backend's `plan`.
     """
     problem = Problem.of(*operands, out_dtype=out_dtype, patch_size=patch_size)

@@ -128,7 +128,7 @@ def kernel(
       config, grid, problem: tile sizes, workers, shapes and dtypes.
       memory: the module `layouts`, or `interpreted`.
       trace: folder for a trace; none if empty.
-      options: of `plgpu.kernel`.
+      options: further arguments of `plgpu.kernel`.
     """
 
     def body(*operands, scratch):
@@ -182,7 +182,7 @@ class Worker:
         has been multiplied.
       patches: the ring.
       column: first column of this worker's slice of N.
-      index: of this worker among those of its slice.
+      index: number of this worker among those of its slice.
     """
 
     config: Any

@@ -54,8 +54,8 @@ class Views(NamedTuple):
     """Two references to the same shared memory.
 
     Attributes:
-      written: as TMA writes it.
-      multiplied: as the tensor cores read it.
+      written: the view that TMA writes.
+      multiplied: the view that the tensor cores read.
     """
 
     written: Any

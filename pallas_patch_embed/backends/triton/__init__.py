@@ -61,9 +61,9 @@ class TritonConfig:
       tile_n: columns of a tile; every program computes the same columns in all its tiles.
       step_bytes: bytes of K that are loaded at once for each row and column; it divides 128, so
         K_padded is a multiple of it in every dtype.
-      warps: of a program.
+      warps: warps of a program.
       stages: depth of the pipeline of loads.
-      programs: that share a multiprocessor.
+      programs: programs that share a multiprocessor.
       parts: a power of two: the columns of a tile are stored in so many parts, to save registers.
       min_vector: smallest number of bytes that a thread must be able to load at once; with smaller
         ones the registers do not suffice.
