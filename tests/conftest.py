@@ -1,6 +1,7 @@
 """The tests run on eight virtual CPU devices, those marked `gpu` on a GPU if JAX can use one.
 
-The short suite leaves out those marked `slow` and `codegen`; `pytest -m ""` leaves out none.
+The short suite leaves out those marked `slow`, `codegen` and `cluster`; `pytest -m ""` leaves out
+none.
 JAX_PLATFORMS=cuda runs all of them on the GPU.
 """
 
@@ -106,7 +107,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_deselected(items):
     """Counts the tests that the short suite leaves out."""
     for item in items:
-        kinds = [kind for kind in ("codegen", "slow") if item.get_closest_marker(kind)]
+        kinds = [kind for kind in ("codegen", "cluster", "slow") if item.get_closest_marker(kind)]
         item.config.stash[LEFT_OUT].update(kinds[:1])
 
 
@@ -138,6 +139,11 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(
             f"{codegen} tests that compile for GPUs were left out: `make test-all` runs those for "
             "which the extra `codegen`, nvcc or the library of `make ffi` is here."
+        )
+    if cluster := left_out.get("cluster"):
+        terminalreporter.write_line(
+            f"{cluster} tests on a Ray cluster or S3's protocol were left out: with the extra "
+            "`test-cluster`, `pytest -m cluster` runs them."
         )
     reasons = (report.longrepr[2] for report in terminalreporter.getreports("skipped"))
     skipped = collections.Counter(reason.removeprefix("Skipped: ") for reason in reasons)

@@ -80,10 +80,13 @@ def run(
         written; the checkpoint cannot be loaded or has no pooling head; there is no picture.
       output.WrittenElsewhereError: the .npz file is in another place.
     """
-    checkpoint, out = find_checkpoint(os.fspath(checkpoint)), os.fspath(out)
+    named, out = os.fspath(checkpoint), os.fspath(out)
+    checkpoint = find_checkpoint(named)
     names = list(sources.expand(os.fspath(argument) for argument in arguments))
     sources.check(names)
     to_npz = out.endswith(".npz")
+    if to_npz and ray is not None:
+        raise ValueError(f"--ray writes a folder of shards, but --out is {printable(out)}.")
     columns = sources.Columns(image_column, id_column)
     if to_npz:
         inputs = _local_files(names, columns)
@@ -105,26 +108,32 @@ def run(
             size=size, patch_dtype=patch_dtype, normalize=normalize, batch=batch
         )
 
-        def output_for(preprocessing: Preprocessing, width: int) -> Output:
+        def settings_for(preprocessing: Preprocessing) -> Settings:
             if preprocessing.defaults_of is not None:
                 progress.say(
                     "There is no preprocessor_config.json beside the checkpoint. Pictures are "
                     f"resized as {preprocessing.defaults_of} does by default: {preprocessing}."
                 )
-            settings = Settings(
+            return Settings(
                 checkpoint_sha256=checkpoint_hash(checkpoint),
                 preprocessing=str(preprocessing),
                 patch_dtype=patch_dtype,
                 normalize=normalize,
                 embedding_dtype=embedding_dtype,
             )
-            if to_npz:
-                return Npz(Path(out), settings, width)
+
+        def folder_for(preprocessing: Preprocessing, width: int) -> Folder:
+            settings = settings_for(preprocessing)
             return Folder(out, settings, width, overwrite=overwrite, retry=retry_errors)
 
         if ray is None:
             embedder = Embedder(checkpoint, **encoder_options)
-            with output_for(embedder.preprocessing, embedder.width) as output:
+            output: Output
+            if to_npz:
+                output = Npz(Path(out), settings_for(embedder.preprocessing))
+            else:
+                output = folder_for(embedder.preprocessing, embedder.width)
+            with output:
                 if "-" not in lists:
                     _count(lambda: _with_lists(names, lists), columns, progress)
                 pipeline.run(units, embedder, output, progress, workers or default_workers())
@@ -132,7 +141,9 @@ def run(
         else:
             from pallas_patch_embed.embed import on_ray
 
-            where = on_ray.run(units, checkpoint, encoder_options, output_for, progress, ray)
+            # Other nodes download a model of the hub themselves.
+            everywhere = str(checkpoint.resolve()) if os.path.exists(named) else named
+            where = on_ray.run(units, everywhere, encoder_options, folder_for, progress, ray)
     total = progress.done + progress.errors + progress.before
     earlier = f" {progress.before} were there before." if progress.before else ""
     _say(f"Embedded {progress.done} of {total} pictures into {where}.{earlier}")

@@ -4,6 +4,7 @@ Both are callables on batches, for the pipeline of this package, for Ray Data's 
 for pipelines of your own.
 """
 
+import dataclasses
 import functools
 import hashlib
 import io
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.embed.pictures import Budget
 from pallas_patch_embed.embed.preprocessing import Preprocessing
-from pallas_patch_embed.siglip2.checkpoint import load_encoder_for_side
+from pallas_patch_embed.siglip2.checkpoint import load_encoder_for_side, read_config
 from pallas_patch_embed.siglip2.encoder import Encoder
 from pallas_patch_embed.siglip2.naflex import batch_naflex
 
@@ -76,11 +77,30 @@ class Decoder:
     Other columns stay.
 
     Args:
-      preprocessing: how pictures become images: `Embedder.preprocessing`, or `Preprocessing.of`.
+      preprocessing: how pictures become images; `Decoder.of` finds it in a checkpoint.
     """
 
     def __init__(self, preprocessing: Preprocessing):
         self.preprocessing = preprocessing
+
+    @classmethod
+    def of(cls, checkpoint: str | os.PathLike[str], size: int | None = None) -> "Decoder":
+        """The decoder for a checkpoint; no device is used.
+
+        Args:
+          checkpoint: as `Embedder` takes it.
+          size: side of the images in pixels; None for what the checkpoint says.
+
+        Raises:
+          OSError, ValueError: there is no such checkpoint, it is damaged, or it asks for another
+            preprocessing than SigLIP's.
+        """
+        path = find_checkpoint(os.fspath(checkpoint))
+        config = read_config(path)
+        if size is not None and not config.naflex:
+            side = size // config.patch
+            config = dataclasses.replace(config, image_size=(size, size), grid=(side, side))
+        return cls(Preprocessing.of(path, config, size))
 
     @functools.cached_property
     def _budget(self) -> Budget:
@@ -118,11 +138,9 @@ class Embedder:
     stay. If there is a column `reason`, rows with a reason are not embedded, and a picture whose
     embedding is not finite gets one.
 
-        ray.data.read_images(...).map_batches(
-            Embedder, fn_constructor_args=[checkpoint], batch_size=256, num_gpus=1, concurrency=8)
-
     Args:
-      checkpoint: path of a checkpoint, as `siglip2.load_encoder` takes it.
+      checkpoint: path of a checkpoint, as `siglip2.load_encoder` takes it, or the name of a model
+        on the Hugging Face hub.
       size: side of the images in pixels; None for what the checkpoint says.
       patch_dtype: as `siglip2.load_encoder` takes it.
       normalize: whether each embedding is divided by its Euclidean norm.
@@ -144,7 +162,7 @@ class Embedder:
         normalize: bool = False,
         batch: int = 64,
     ):
-        checkpoint = Path(checkpoint)
+        checkpoint = find_checkpoint(os.fspath(checkpoint))
         encoder = load_encoder_for_side(checkpoint, size, patch_dtype)
         if encoder.head is None:
             raise ValueError(

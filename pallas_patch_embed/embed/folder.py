@@ -64,11 +64,11 @@ class Folder:
         if not overwrite:
             self._check_settings()
         self._fs.makedirs(self._root, exist_ok=True)
-        hold: Lock | Lease = Lock(self._path(".lock"), url)
+        self._hold: Lock | Lease = Lock(self._path(".lock"), url)
         if not self._local:
-            hold = Lease(self._fs, self._path(".lease.json"), url)
+            self._hold = Lease(self._fs, self._path(".lease.json"), url)
         self._stack = contextlib.ExitStack()
-        self._hold: Lock | Lease = self._stack.enter_context(hold)
+        self._stack.enter_context(self._hold)
         try:
             self._open(overwrite, retry)
         except BaseException:
@@ -129,7 +129,9 @@ class Folder:
     def shards(self, part: str) -> list[str]:
         """The paths of the whole shards of "embeddings" or "errors", sorted."""
         self._fs.invalidate_cache()
-        paths = self._fs.ls(self._path(part), detail=False)
+        paths: list[str] = []
+        with contextlib.suppress(FileNotFoundError):  # Object stores have no empty folders.
+            paths = self._fs.ls(self._path(part), detail=False)
         names = sorted(path for path in paths if path.endswith(".parquet"))
         return [path for path in names if not os.path.basename(path).startswith(".")]
 

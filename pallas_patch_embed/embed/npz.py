@@ -26,8 +26,8 @@ class Npz:
 
     CONTINUED = False
 
-    def __init__(self, path: Path, settings: Settings, width: int):
-        self._path, self._settings, self._width = path, settings, width
+    def __init__(self, path: Path, settings: Settings):
+        self._path, self._settings = path, settings
         self._ids: list[str] = []
         self._embeddings: list[np.ndarray] = []
         self._failed: list[tuple[str, str]] = []

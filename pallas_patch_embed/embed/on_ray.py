@@ -9,10 +9,12 @@ the shards.
 import base64
 import hashlib
 import importlib.util
-import os
+import logging
+import re
+import signal
+import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,10 +22,9 @@ import numpy as np
 
 from pallas_patch_embed.embed.embedder import Decoder, Embedder, reason
 from pallas_patch_embed.embed.folder import SHARD_ROWS, Folder
-from pallas_patch_embed.embed.output import Output
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
-from pallas_patch_embed.embed.sources import Unit
+from pallas_patch_embed.embed.sources import Files, Unit
 from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parquet_bytes
 
 
@@ -36,7 +37,7 @@ def digests(ids: Iterable[str]) -> np.ndarray:
 
 
 class Read:
-    """Reads units of pictures: {"unit": ...} becomes {"id", "content", "failed"} of new pictures.
+    """Reads units of pictures: {"unit": pickled} becomes {"id", "content", "failed"} of new ones.
 
     Args:
       done: reference to the sorted digests of the ids that earlier runs have written.
@@ -50,7 +51,8 @@ class Read:
         import ray
 
         done = ray.get(self._done)
-        for unit in batch["unit"]:
+        for pickled in batch["unit"]:
+            unit: Unit = ray.cloudpickle.loads(pickled)
             ids: list[str] = []
             contents: list[bytes] = []
             failures: list[str] = []
@@ -142,11 +144,46 @@ class Write:
         return {"part": parts, "path": paths}
 
 
+def connect(address: str) -> None:
+    """Connects this process to a Ray cluster; "local" starts one on this machine.
+
+    Raises:
+      ValueError: Ray is not installed, or nothing answers at the address.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError("--ray needs Ray: pip install 'pallas_patch_embed[ray]'.")
+    import ray
+
+    if ray.is_initialized():
+        return
+    if place := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address):
+        # Ray itself tries for minutes.
+        try:
+            socket.create_connection((place[1], int(place[2])), timeout=10).close()
+        except OSError as error:
+            raise ValueError(
+                f"--ray is {address}: nothing answers there ({error.strerror or error}). Start a "
+                "cluster with `ray start --head`, or name no address to use this machine."
+            ) from None
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ray.init(
+            address=None if address == "local" else address,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    except ConnectionError as error:
+        raise ValueError(f"--ray is {address}: {error}") from error
+    for number, handler in handlers.items():
+        # Ray has put its own there. The command's says how to go on.
+        signal.signal(number, handler)
+
+
 def run(
     units: Iterable[Unit],
-    checkpoint: Path,
+    checkpoint: str,
     encoder_options: dict[str, Any],
-    output_for: Callable[[Preprocessing, int], Output],
+    output_for: Callable[[Preprocessing, int], Folder],
     progress: Progress,
     address: str,
 ) -> str:
@@ -156,26 +193,24 @@ def run(
       units: of pictures. Every node has to reach them, and the checkpoint, by the same paths.
       checkpoint: as `Embedder` takes it.
       encoder_options: further arguments of `Embedder`.
-      output_for: (preprocessing, width) -> the output, a `Folder`.
+      output_for: (preprocessing, width) -> the output.
       progress: is told of every shard.
       address: of the cluster; "local" for one on this machine.
 
     Returns:
       Where the shards are, in words.
-    """
-    if importlib.util.find_spec("ray") is None:
-        raise ValueError("--ray needs Ray: pip install 'pallas_patch_embed[ray]'.")
 
+    Raises:
+      ValueError: there is no such cluster.
+    """
+    connect(address)
     # The driver only looks at the checkpoint: the devices are for the actors.
     jax.config.update("jax_platforms", "cpu")
-    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     looked_at = Embedder(checkpoint, **encoder_options)
     preprocessing, width, batch = looked_at.preprocessing, looked_at.width, looked_at.rows
     with output_for(preprocessing, width) as output:
-        if not isinstance(output, Folder):
-            raise ValueError("--ray writes a folder of shards: choose an --out without .npz.")
-        arguments = (str(checkpoint.resolve()), encoder_options, preprocessing, batch)
-        _fill(output, list(units), *arguments, progress, address)
+        arguments = (checkpoint, encoder_options, preprocessing, batch)
+        _fill(output, list(units), *arguments, progress)
         return output.finish()
 
 
@@ -187,24 +222,32 @@ def _fill(
     preprocessing: Preprocessing,
     batch: int,
     progress: Progress,
-    address: str,
 ) -> None:
     """Runs the pipeline on the cluster and makes its results shards; arguments as for `run`."""
     import ray
+    import ray.data
 
-    if not ray.is_initialized():
-        ray.init(address=None if address == "local" else address, log_to_driver=False)
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    ray.data.DataContext.get_current().enable_progress_bars = False
     output.remove_partials()
-    done = ray.put(np.sort(digests(output.done_ids())))
+    done = np.sort(digests(output.done_ids()))
+    progress.before = len(done)
+    if all(isinstance(unit, Files) for unit in units):
+        progress.total = sum(len(unit.paths) for unit in units if isinstance(unit, Files))
     gpus = int(ray.cluster_resources().get("GPU", 0))
     cpus = int(ray.cluster_resources().get("CPU", 1))
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    # Otherwise a small input becomes one block, which one task reads and one actor embeds.
-    rows = ray.data.from_items([{"unit": unit} for unit in units], override_num_blocks=len(units))
     written = (
-        rows.map_batches(Read(done, batch), batch_size=1, batch_format="numpy", num_cpus=1)
+        # Each unit is a block, and each batch of pictures another. By itself Ray makes one block of
+        # a small input, which one task reads and one actor embeds. `repartition` also keeps Ray
+        # from fusing steps: it would decode where it embeds.
+        ray.data.from_items(
+            [{"unit": ray.cloudpickle.dumps(unit)} for unit in units],
+            override_num_blocks=len(units),
+        )
+        .map_batches(Read(ray.put(done), batch), batch_size=1, num_cpus=1)
+        .repartition(target_num_rows_per_block=batch)
         .map_batches(Decode(preprocessing), batch_size=batch, num_cpus=1)
+        .repartition(target_num_rows_per_block=batch)
         .map_batches(
             Embedder,
             fn_constructor_args=[checkpoint],
@@ -212,13 +255,9 @@ def _fill(
             batch_size=batch,
             num_gpus=1 if gpus else 0,
             num_cpus=1,
-            concurrency=gpus or max(1, cpus // 4),
+            compute=ray.data.ActorPoolStrategy(size=gpus or max(1, cpus // 4)),
         )
-        .map_batches(
-            Write(output.url, output.embedding_dtype),
-            batch_size=SHARD_ROWS,
-            num_cpus=0.1,
-        )
+        .map_batches(Write(output.url, output.embedding_dtype), batch_size=SHARD_ROWS, num_cpus=0.1)
     )
     for row in written.iter_rows():
         committed = output.commit(row["part"], row["path"])

@@ -97,6 +97,21 @@ def load_encoder_for_side(path: Path, side: int | None, patch_dtype: str) -> Enc
     )
 
 
+def read_config(path: Path) -> Config:
+    """The config of a checkpoint; nothing is put on a device.
+
+    Args:
+      path: as `load_encoder` takes it.
+
+    Raises:
+      OSError, ValueError: as `load_encoder`.
+    """
+    if is_npz(path):
+        with open_npz(path) as arrays:
+            return _read_big_vision(arrays, None)[1]
+    return _config_in_folder(path)
+
+
 def _load(
     path: Path,
     size_for: Callable[[Config], tuple[int, int] | None],

@@ -1,12 +1,10 @@
 """`embed` into a folder of shards: what is written, what a run continues, what it reads."""
 
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from typing import Any, ClassVar
 
@@ -18,13 +16,21 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from goldens import checkpoint
-from PIL import Image
+from shard_folders import (
+    COMMAND,
+    MODEL,
+    assert_same,
+    by_id,
+    encoded,
+    expected,
+    run,
+    shards,
+    write_tar,
+)
 
 from pallas_patch_embed import ending
 from pallas_patch_embed.embed import (
-    Decoder,
     Embedder,
-    command,
     embedder,
     exclusive,
     folder,
@@ -33,16 +39,6 @@ from pallas_patch_embed.embed import (
     sources,
 )
 from pallas_patch_embed.files import written_whole
-
-MODEL = "hf_siglip_p14_224"
-COMMAND = [sys.executable, "-m", "pallas_patch_embed", "embed"]
-
-
-def encoded(i, format="PNG"):
-    """A picture of one colour, different for each number."""
-    file = io.BytesIO()
-    Image.new("RGB", (8, 6), (i % 256, i // 256 % 256, 77)).save(file, format)
-    return file.getvalue()
 
 
 @pytest.fixture
@@ -60,42 +56,6 @@ def pictures(tmp_path):
 def small_shards(monkeypatch):
     monkeypatch.setattr(folder, "SHARD_ROWS", 8)
     monkeypatch.setattr(ending.state, "outcome", ending.state.outcome)
-
-
-def run(arguments, out, **options):
-    options = dict(batch=4, workers=2) | options
-    return command.run(checkpoint(MODEL), arguments, out, **options)
-
-
-def shards(out, part="embeddings"):
-    """The columns of all shards, as lists."""
-    fs, root = fsspec.url_to_fs(str(out))
-    tables = []
-    for path in sorted(fs.ls(f"{root}/{part}", detail=False)):
-        with fs.open(path, "rb") as file:
-            tables.append(pyarrow.parquet.read_table(file))
-    return pyarrow.concat_tables(tables).to_pydict() if tables else {}
-
-
-def by_id(out):
-    """id -> embedding; every id is there once."""
-    columns = shards(out)
-    assert len(set(columns["id"])) == len(columns["id"])
-    return dict(zip(columns["id"], np.array(columns["embedding"], np.float32)))
-
-
-def expected(ids_and_pictures, batch=4):
-    """id -> embedding, computed by the two public classes on all pictures at once."""
-    embed = Embedder(checkpoint(MODEL), batch=batch)
-    ids, contents = zip(*ids_and_pictures)
-    result = embed(Decoder(embed.preprocessing)({"id": ids, "content": contents}))
-    return dict(zip(result["id"], result["embedding"]))
-
-
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
-    for id, embedding in found.items():
-        np.testing.assert_array_equal(embedding, wanted[id])
 
 
 def test_a_folder_has_whole_shards_of_embeddings_and_of_errors(tmp_path, pictures):
@@ -349,14 +309,6 @@ __main__.run()
 # What is read.
 
 
-def write_tar(path, members):
-    with tarfile.open(path, "w:gz" if str(path).endswith("gz") else "w") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-
-
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
 def test_a_WebDatasets_ids_are_its_keys_whatever_the_order(tmp_path, name):
     members = {"x/01.json": b"{}", "x/00.png": encoded(0), "x/01.png": encoded(1)}
@@ -416,7 +368,7 @@ def test_lists_braces_and_ids_that_come_twice(tmp_path, pictures, monkeypatch):
     }
 
 
-def test_pictures_and_shards_at_URLs(pictures):
+def test_pictures_and_shards_at_URLs():
     fs = fsspec.filesystem("memory")
     for i in range(5):
         fs.pipe_file(f"/bucket/photos/{i}.png", encoded(i))

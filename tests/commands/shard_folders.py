@@ -1,0 +1,69 @@
+"""Pictures to embed, runs of `embed`, and what a folder of shards holds."""
+
+import io
+import sys
+import tarfile
+
+import fsspec
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from goldens import checkpoint
+from PIL import Image
+
+from pallas_patch_embed.embed import Decoder, Embedder, command
+
+MODEL = "hf_siglip_p14_224"
+COMMAND = [sys.executable, "-m", "pallas_patch_embed", "embed"]
+
+
+def encoded(i, format="PNG"):
+    """A picture of one colour, different for each number."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 6), (i % 256, i // 256 % 256, 77)).save(file, format)
+    return file.getvalue()
+
+
+def run(arguments, out, **options):
+    options = dict(batch=4, workers=2) | options
+    return command.run(checkpoint(MODEL), arguments, out, **options)
+
+
+def shards(out, part="embeddings"):
+    """The columns of all shards, as lists."""
+    fs, root = fsspec.url_to_fs(str(out))
+    fs.invalidate_cache()
+    tables = []
+    for path in sorted(fs.ls(f"{root}/{part}", detail=False)):
+        with fs.open(path, "rb") as file:
+            tables.append(pyarrow.parquet.read_table(file))
+    return pyarrow.concat_tables(tables).to_pydict() if tables else {}
+
+
+def by_id(out):
+    """id -> embedding; every id is there once."""
+    columns = shards(out)
+    assert len(set(columns["id"])) == len(columns["id"])
+    return dict(zip(columns["id"], np.array(columns["embedding"], np.float32)))
+
+
+def expected(ids_and_pictures, batch=4):
+    """id -> embedding, computed by the two public classes on all pictures at once."""
+    embed = Embedder(checkpoint(MODEL), batch=batch)
+    ids, contents = zip(*ids_and_pictures)
+    result = embed(Decoder(embed.preprocessing)({"id": ids, "content": contents}))
+    return dict(zip(result["id"], result["embedding"]))
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for id, embedding in found.items():
+        np.testing.assert_array_equal(embedding, wanted[id])
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w:gz" if str(path).endswith("gz") else "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))

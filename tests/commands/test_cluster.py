@@ -1,0 +1,396 @@
+"""`embed --ray` on a cluster on this machine, of which parts are killed, and on S3's protocol.
+
+The extra `test-cluster` has what these tests need. S3 is moto's server on the loopback address.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pages
+import pyarrow
+import pyarrow.parquet
+import pytest
+from goldens import checkpoint
+from shard_folders import (
+    COMMAND,
+    MODEL,
+    assert_same,
+    by_id,
+    encoded,
+    expected,
+    run,
+    shards,
+    write_tar,
+)
+
+from pallas_patch_embed.embed import Embedder, embedder, exclusive, folder
+
+pytestmark = pytest.mark.cluster
+WAITS = 300  # Seconds after which a test gives up.
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """Starts a server that speaks S3's protocol; a file system on it with an empty bucket."""
+    reason = "the extra test-cluster is missing"
+    server = pytest.importorskip("moto.server", reason=reason)
+    s3fs = pytest.importorskip("s3fs", reason=reason)
+    with pytest.MonkeyPatch.context() as patch:
+        serving = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        serving.start()
+        patch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*serving.get_host_and_port()))
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        fs = s3fs.S3FileSystem()
+        fs.mkdir("bucket")
+        yield fs
+        serving.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster(s3):
+    """A cluster whose head has no CPUs, so that nothing runs there. Its nodes know the server."""
+    reason = "the extra test-cluster is missing"
+    cluster_utils = pytest.importorskip("ray.cluster_utils", reason=reason)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=dict(num_cpus=0))
+        yield cluster
+        cluster.shutdown()
+
+
+@pytest.fixture
+def nodes(cluster):
+    """Two nodes of two CPUs, by their id."""
+    nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+    yield {node.node_id: node for node in nodes}
+    for node in nodes:
+        if node in cluster.list_all_nodes():
+            cluster.remove_node(node)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A folder of 150 pictures and one that is none."""
+    photographs = tmp_path / "pictures"
+    photographs.mkdir()
+    for i in range(150):
+        (photographs / f"{i:03}.png").write_bytes(encoded(i))
+    (photographs / "bad.png").write_text("no picture")
+    return photographs
+
+
+# The command line with small shards. The last unit's last picture is read when there is a file
+# `go`. Who waits for it, and who embeds, is in the files `reader` and `embedder`.
+DRIVER = """
+import dataclasses, os, sys, time
+from pathlib import Path
+
+from pallas_patch_embed import __main__
+from pallas_patch_embed.embed import command, on_ray, sources
+
+folder = Path(sys.argv.pop(1))
+
+
+def here(name):
+    import ray
+
+    context = ray.get_runtime_context()
+    (folder / f".{name}").write_text(f"{context.get_node_id()} {os.getpid()}")
+    (folder / f".{name}").rename(folder / name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    unit: object
+
+    def pictures(self):
+        *first, last = self.unit.pictures()
+        yield from first
+        if not (folder / "go").exists():
+            here("reader")
+        while not (folder / "go").exists():
+            time.sleep(0.05)
+        yield last
+
+
+class Recording(on_ray.Embedder):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        here("embedder")
+
+
+def find(*arguments, find=sources.find):
+    *units, last = find(*arguments)
+    return iter([*units, Waiting(last)])
+
+
+sources.FILES_PER_UNIT, on_ray.SHARD_ROWS = 40, 16
+command.sources.find, on_ray.Embedder = find, Recording
+sys.argv[0] = "pallas-patch-embed"
+__main__.run()
+"""
+
+
+class Driver:
+    """A run of the command that waits for `go`."""
+
+    def __init__(self, tmp_path, address, pictures, out):
+        self.folder = tmp_path / "waits"
+        self.folder.mkdir()
+        arguments = ["--checkpoint", checkpoint(MODEL), pictures, "--out", out, "--batch", "8"]
+        self.arguments = [*map(str, arguments), "--ray", address]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, str(self.folder), "embed", *self.arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait(self, out):
+        """Waits until the last picture is waited for, and a shard is there."""
+        end = time.monotonic() + WAITS
+        while not ((self.folder / "reader").exists() and any(out.glob("embeddings/*.parquet"))):
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.process.kill()
+                pytest.fail(self.process.communicate()[0])
+            time.sleep(0.1)
+
+    def who(self, name):
+        """The node's id and the process of the "reader" or the "embedder"."""
+        node, process = (self.folder / name).read_text().split()
+        return node, int(process)
+
+    def go(self):
+        """Lets the last picture be read; returns what the command said."""
+        (self.folder / "go").touch()
+        return self.process.communicate(timeout=WAITS)[0]
+
+
+def assert_whole(out, pictures):
+    names = [str(path) for path in pictures.glob("[01]*.png")]
+    files = [(name, Path(name).read_bytes()) for name in names]
+    assert_same(by_id(out), expected(files, batch=8))
+    assert shards(out, "errors")["id"] == [str(pictures / "bad.png")]
+    assert not list(out.glob(".partial-*"))
+
+
+@pytest.mark.parametrize("what", ["reader", "embedder"])
+@pytest.mark.parametrize("kind", ["process", "node"])
+def test_what_is_killed_on_the_cluster_is_done_again(
+    tmp_path, cluster, nodes, pictures, kind, what
+):
+    out = tmp_path / "out"
+    driver = Driver(tmp_path, cluster.address, pictures, out)
+    driver.wait(out)
+    node, process = driver.who(what)
+    if kind == "node":
+        cluster.remove_node(nodes[node], allow_graceful=False)
+    else:
+        os.kill(process, signal.SIGKILL)
+    said = driver.go()
+    assert driver.process.returncode == 3, said  # One picture is none.
+    assert_whole(out, pictures)
+
+
+def test_a_driver_that_is_killed_goes_on(tmp_path, cluster, nodes, pictures):
+    out = tmp_path / "out"
+    driver = Driver(tmp_path, cluster.address, pictures, out)
+    driver.wait(out)
+    command = [*COMMAND, *driver.arguments]
+    second = subprocess.run(command, capture_output=True, text=True)
+    assert second.returncode == 2 and "another run is writing there" in second.stderr
+    driver.process.kill()
+    driver.go()
+    before = len(by_id(out)) + len(shards(out, "errors").get("id", []))
+    assert 0 < before < 151
+    second = subprocess.run(command, capture_output=True, text=True)
+    assert f"{before} were there before" in second.stdout, second.stdout + second.stderr
+    assert_whole(out, pictures)
+
+
+def test_pictures_of_one_small_file_are_spread(tmp_path, cluster, nodes):
+    """Decoding and embedding get blocks of a batch, whatever the number of units is."""
+    write_tar(tmp_path / "a.tar", {f"{i}.png": encoded(i) for i in range(50)})
+    arguments = [sys.executable, "-c", PLAN, "embed", "--checkpoint", checkpoint(MODEL)]
+    arguments += [tmp_path / "a.tar", "--out", tmp_path / "out", "--batch", "8"]
+    arguments += ["--ray", cluster.address]
+    result = subprocess.run([*map(str, arguments)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].split() == ["8"] * 6 + ["2"]
+    ids = [(str(i), encoded(i)) for i in range(50)]
+    assert_same(by_id(tmp_path / "out"), expected(ids, batch=8))
+
+
+# The command line, which prints at last how many pictures each call of the decoder got.
+PLAN = """
+import os, sys, tempfile
+
+from pallas_patch_embed import __main__
+from pallas_patch_embed.embed import on_ray
+
+calls = tempfile.mkdtemp()
+
+
+class Counting(on_ray.Decode):
+    def __call__(self, batch):
+        tempfile.mkstemp(dir=calls, prefix=f"{len(batch['id'])}-")
+        return super().__call__(batch)
+
+
+on_ray.Decode = Counting
+sys.argv[0] = "pallas-patch-embed"
+try:
+    __main__.run()
+finally:
+    print(*sorted((name.split("-")[0] for name in os.listdir(calls)), reverse=True))
+"""
+
+
+def test_an_address_where_nothing_answers_is_refused_at_once(tmp_path, pictures):
+    pytest.importorskip("ray", reason="the extra test-cluster is missing")
+    with pytest.raises(ValueError, match=r"--ray is 127\.0\.0\.1:1: nothing answers there"):
+        run([pictures], tmp_path / "out", ray="127.0.0.1:1")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_example_of_the_docs(tmp_path, cluster, nodes, s3):
+    """It runs as it is, but for the numbers of GPUs and actors and the checkpoint's name."""
+    page = (Path(__file__).parents[2] / "docs" / "embed.md").read_text()
+    (example,) = [block.code for block in pages.blocks(page) if "import ray" in block.code]
+    assert len([line for line in example.splitlines() if line]) == 10
+    for before, after in (
+        ("num_gpus=1", "num_gpus=0"),
+        ("concurrency=8", "concurrency=1"),
+        ("siglip2-base-patch16-224/", str(checkpoint(MODEL))),
+    ):
+        assert before in example
+        example = example.replace(before, after)
+    for i in range(5):
+        s3.pipe_file(f"bucket/photos/{i}.png", encoded(i))
+    environment = os.environ | {"RAY_ADDRESS": cluster.address}
+    subprocess.run([sys.executable, "-c", example], check=True, env=environment)
+    rows = pyarrow.parquet.ParquetDataset("bucket/embeddings", filesystem=s3).read().to_pylist()
+    embed = Embedder(checkpoint(MODEL))
+    files = [(f"bucket/photos/{i}.png", encoded(i)) for i in range(5)]
+    assert_same({row["id"]: row["embedding"] for row in rows}, expected(files, embed.rows))
+
+
+# S3.
+
+
+def put_tar(s3, tmp_path, name, members):
+    write_tar(tmp_path / "a.tar", members)
+    s3.put_file(str(tmp_path / "a.tar"), name)
+
+
+def put_inputs(s3, tmp_path):
+    """Pictures of each kind of input; the arguments, and what is in them by id."""
+    s3.pipe_file("bucket/in/a/0.png", encoded(0))
+    s3.pipe_file("bucket/in/a/b/1.jpg", encoded(1, "JPEG"))
+    s3.pipe_file("bucket/in/a/notes.txt", b"none")
+    put_tar(s3, tmp_path, "bucket/in/t0.tar", {f"k{i}.png": encoded(i) for i in (2, 3)})
+    put_tar(s3, tmp_path, "bucket/in/t1.tar", {f"k{i}.png": encoded(i) for i in (4, 5)})
+    table = pyarrow.table({"image": [encoded(i) for i in (6, 7)], "id": ["p6", "p7"]})
+    pyarrow.parquet.write_table(table, "bucket/in/p.parquet", filesystem=s3)
+    (tmp_path / "list.txt").write_text("s3://bucket/in/c/8.png\n")
+    s3.pipe_file("bucket/in/c/8.png", encoded(8))
+    arguments = ["s3://bucket/in/a", "s3://bucket/in/t{0..1}.tar", "s3://bucket/in/*.parquet"]
+    ids = ["s3://bucket/in/a/0.png", "s3://bucket/in/a/b/1.jpg", "k2", "k3", "k4", "k5"]
+    ids += ["p6", "p7", "s3://bucket/in/c/8.png"]
+    kinds = ["JPEG" if id.endswith("jpg") else "PNG" for id in ids]
+    return arguments, [(id, encoded(i, kind)) for i, (id, kind) in enumerate(zip(ids, kinds))]
+
+
+def test_pictures_and_shards_on_S3(tmp_path, s3, monkeypatch):
+    monkeypatch.setattr(folder, "SHARD_ROWS", 4)
+    arguments, contents = put_inputs(s3, tmp_path)
+    options = dict(lists=[str(tmp_path / "list.txt")])
+    out = "s3://bucket/out"
+    assert run(arguments, out, **options) == 0
+    found = by_id(out)
+    assert_same(found, expected(contents))
+    s3.rm("bucket/out/embeddings/000001.parquet")
+    computed, start = [], Embedder.start
+    monkeypatch.setattr(
+        embedder.Embedder,
+        "start",
+        lambda self, images: computed.append(len(images)) or start(self, images),
+    )
+    assert run(arguments, out, **options) == 0
+    assert sum(computed) == 4
+    assert_same(by_id(out), found)
+    before = s3.find("bucket/out", detail=True)
+    with pytest.raises(ValueError, match="normalize was False, is True"):
+        run(arguments, out, normalize=True, **options)
+    assert s3.find("bucket/out", detail=True) == before
+    assert not s3.exists("bucket/out/.lease.json")
+
+
+def test_one_run_at_a_time_has_the_lease_of_a_folder_on_S3(s3, monkeypatch):
+    monkeypatch.setattr(exclusive, "VOID", 2.0)
+    monkeypatch.setattr(exclusive, "RENEWED", 0.2)
+    url, path = "s3://bucket/leased", "bucket/leased/.lease.json"
+    with exclusive.Lease(s3, path, url):
+        with pytest.raises(exclusive.BusyError):
+            exclusive.Lease(s3, path, url).__enter__()
+        # Two that find none, of which one is faster.
+        monkeypatch.setattr(exclusive.Lease, "_holder", lambda self: None)
+        with pytest.raises(OSError, match="pre-conditions"):
+            exclusive.Lease(s3, path, url).__enter__()
+        monkeypatch.undo()
+    assert not s3.exists(path)
+
+
+def test_a_run_on_S3_that_was_killed_goes_on(tmp_path, s3):
+    """The next one waits until the lease is void."""
+    members = {f"k{i}.png": encoded(i) for i in range(60)}
+    put_tar(s3, tmp_path, "bucket/killed.tar", members)
+    arguments = ["embed", "--checkpoint", checkpoint(MODEL), "s3://bucket/killed.tar"]
+    arguments += ["--out", "s3://bucket/killed", "--batch", "4"]
+    command = [sys.executable, "-c", SMALL, *map(str, arguments)]
+    result = subprocess.run(command, env=os.environ | {"KILL": "3"}, capture_output=True, text=True)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert s3.exists("bucket/killed/.lease.json")
+    assert 0 < len(by_id("s3://bucket/killed")) < 60
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert_same(by_id("s3://bucket/killed"), expected([(k[:-4], c) for k, c in members.items()]))
+
+
+# The command line with small shards and quick leases; it may kill itself after that many shards.
+SMALL = """
+import os, signal, sys
+
+from pallas_patch_embed import __main__
+from pallas_patch_embed.embed import exclusive, folder
+
+
+def write(self, *arguments, write=folder.Folder._write_shard, written=[]):
+    write(self, *arguments)
+    written.append(arguments)
+    if len(written) == int(os.environ.get("KILL", 0)):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+exclusive.VOID, exclusive.RENEWED = 4.0, 0.5
+folder.SHARD_ROWS, folder.Folder._write_shard = 8, write
+sys.argv[0] = "pallas-patch-embed"
+__main__.run()
+"""
+
+
+def test_a_cluster_reads_from_S3_and_writes_there(tmp_path, s3, cluster, nodes):
+    arguments, contents = put_inputs(s3, tmp_path)
+    command = [*COMMAND, "--checkpoint", checkpoint(MODEL), *arguments, "s3://bucket/in/c/8.png"]
+    command += ["--out", "s3://bucket/by-ray", "--batch", "4", "--ray", cluster.address]
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert_same(by_id("s3://bucket/by-ray"), expected(contents))
+    assert not s3.glob("bucket/by-ray/.*")
