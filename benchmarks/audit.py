@@ -158,6 +158,7 @@ class Tile:
       multiprocessors: multiprocessors that work at the same time.
       patch_bytes: bytes of its patches, or of their pixels.
       tma_bytes: bytes that TMA loads to shared memory for it; 0 if threads load.
+      tma_rows: rows of boxes in which TMA loads them.
     """
 
     rows: int
@@ -168,6 +169,7 @@ class Tile:
     multiprocessors: int
     patch_bytes: int
     tma_bytes: int
+    tma_rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +286,8 @@ def resident_kernel(
     chunks, columns = tiles.chunks(problem), launch["tensor_memory_columns"]
     streamed = (chunks - launch["staying_chunks"]) * config.tile_n * ROW_BYTES
     patch_bytes = config.tile_m * chunks * ROW_BYTES
+    # Of images, a row is a line of two patches (ffi/kernel.h).
+    rows = config.tile_m * (chunks if problem.cut is None else problem.patch_size // 2)
     if columns:
         multiply = executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)
         loops = (
@@ -304,6 +308,7 @@ def resident_kernel(
         multiprocessors=grid.thread_blocks,
         patch_bytes=patch_bytes,
         tma_bytes=patch_bytes + streamed,
+        tma_rows=rows + streamed // ROW_BYTES,
     )
     shared = launch["shared_memory"]
     return Kernel(*head, problem.dtype, str(config), code, shared, columns, tile, loops)
@@ -341,19 +346,31 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
     return resident_kernel("Pallas", architecture, **how)
 
 
-def cuda_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -> Kernel:
-    """The library's kernel for a shape."""
+def image_problem(shape: NamedShape, images: int, dtype: str, cut: str | None) -> Problem:
+    """The problem of uint8 images of a shape that a kernel cuts itself."""
+    source = jax.ShapeDtypeStruct((images, shape.image, shape.image, 3), jnp.uint8)
+    _, *rest = operands(shape, images, dtype)
+    return Problem.of(source, *rest, out_dtype=OUT_DTYPE, patch_size=shape.patch, cut=cut)
+
+
+def cuda_kernel(
+    architecture: str, shape: NamedShape, images: int, dtype: str, *, uncut: bool = False
+) -> Kernel:
+    """The library's kernel for a shape: for patches, or for images that it cuts itself."""
     library = library_kernels()
     problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
+    if uncut:
+        problem = image_problem(shape, images, dtype, "kernel")
     capability = int(architecture.removeprefix("sm_"))
     config = cuda.choose_config(problem, capability, CHIP_OF[architecture])
     return resident_kernel(
-        "CUDA",
+        "CUDA images" if uncut else "CUDA",
         architecture,
         problem=problem,
         config=config,
         code=library[capability, config.name],
-        steps=tiles.chunks(problem),
+        # For images the loop over K is unrolled.
+        steps=1 if uncut else tiles.chunks(problem),
         launch=cuda_launch.prepared(config, problem, CHIP_OF[architecture])[1],
     )
 
@@ -402,13 +419,12 @@ def triton_kernel(
     """The Triton kernel for a shape: for patches, or for images that it cuts itself."""
     if importlib.util.find_spec("triton") is None:
         raise NotImplementedError("triton is missing: pip install '.[codegen]'")
-    chip, itemsize, patch_size = CHIP_OF[architecture], jnp.dtype(dtype).itemsize, None
+    chip, itemsize = CHIP_OF[architecture], jnp.dtype(dtype).itemsize
     first, *rest = operands(shape, images, dtype)
+    problem = Problem.of(first, *rest, out_dtype=OUT_DTYPE)
     if uncut:
-        patch_size = shape.patch
-        first = jax.ShapeDtypeStruct((images, shape.image, shape.image, 3), jnp.uint8)
-        itemsize = 1
-    problem = Problem.of(first, *rest, out_dtype=OUT_DTYPE, patch_size=patch_size)
+        problem = image_problem(shape, images, dtype, None)
+        first, itemsize = jax.ShapeDtypeStruct(problem.images, jnp.uint8), 1
     call = triton_call(triton.plan(problem, Target("cuda", chip)), first, *rest)
     compiled = compile_triton(call)
     (code,) = read_cubin(compiled.asm["cubin"])
@@ -423,6 +439,7 @@ def triton_kernel(
         multiprocessors=min(call["grid"], chip.multiprocessors),
         patch_bytes=call["TILE_M"] * call["K"] * itemsize,
         tma_bytes=0,
+        tma_rows=0,
     )
     return Kernel(
         family="Triton images" if uncut else "Triton",
@@ -439,8 +456,12 @@ def triton_kernel(
 
 def audit(shape: NamedShape, images: int, dtypes: list[str]) -> tuple[list[Kernel], list[str]]:
     """All kernels for a shape, and a line for each reason why others are left out."""
-    makers = {"Pallas": pallas_kernel, "CUDA": cuda_kernel, "Triton": triton_kernel}
-    makers["Triton images"] = functools.partial(triton_kernel, uncut=True)
+    makers = {"Pallas": pallas_kernel, "CUDA": cuda_kernel}
+    makers["CUDA images"] = functools.partial(cuda_kernel, uncut=True)
+    makers |= {
+        "Triton": triton_kernel,
+        "Triton images": functools.partial(triton_kernel, uncut=True),
+    }
     kernels, missing = [], collections.defaultdict(list)
     for family, make in makers.items():
         for architecture in CHIP_OF:
@@ -505,9 +526,10 @@ def budget_table(kernels: list[Kernel]) -> str:
         cycles = [f"{share.cycles:.0f}" for share in shares.values()]
         sizes = [shares[name].amount for name in ("DRAM", "L2", "shared")] + [filled_bytes(kernel)]
         sizes = [f"{size / 1024:.0f}" for size in sizes]
-        rows.append([kernel.label, *cycles, binding(shares), *sizes])
+        tma_rows = kernel.tile.tma_rows // kernel.tile.blocks or "-"
+        rows.append([kernel.label, *cycles, binding(shares), *sizes, tma_rows])
     heads = ["kernel", "tensor", "DRAM", "L2", "shared", "issue", "binds"]
-    return table([*heads, "DRAM KiB", "L2 KiB", "shared KiB", "filled KiB"], rows)
+    return table([*heads, "DRAM KiB", "L2 KiB", "shared KiB", "filled KiB", "TMA rows"], rows)
 
 
 def chips_table(kernels: list[Kernel]) -> str:

@@ -82,6 +82,27 @@ def test_no_kernel_of_the_library_spills():
 
 
 @needs_compilers
+@needs_library
+def test_the_kernel_that_cuts_images_has_the_budget_of_the_one_from_patches():
+    """But for pixels, which threads read from shared memory instead of the tensor cores."""
+    patches = audit.cuda_kernel("sm_90", *HEADLINE, "int8")
+    images = audit.cuda_kernel("sm_90", *HEADLINE, "int8", uncut=True)
+    found, before, (loop,) = checked(images), checked(patches), images.loops
+    for name in ("tensor", "DRAM", "L2"):
+        assert found[name] == before[name]
+    assert [times(loop, x) for x in ("IGMMA", "LDSM", "STG", "LDG")] == [24, 24, 12, 0]
+    # Every byte of the tile's pixels is read once, by ldmatrix.
+    assert loop.bytes_of("LDSM") == 128 * 768
+    assert audit.operand_bytes(loop, images.tile) == 2 * 24 * 32 * 192
+    # Lines of 64 pairs of patches; chunks of 128 patches.
+    assert (images.tile.tma_rows, patches.tile.tma_rows) == (16 * 64, 6 * 128)
+    # Instructions of a scheduler's two warps: less than the cycles of the products.
+    assert found["issue"] < 2000 < found["tensor"]
+    with pytest.raises(NotImplementedError, match="on Hopper and with int8 alone"):
+        audit.cuda_kernel("sm_90", *HEADLINE, "bfloat16", uncut=True)
+
+
+@needs_compilers
 @needs_triton
 def test_the_Triton_kernel_executes_its_products_for_each_step_and_its_stores_once():
     kernel = audit.triton_kernel("sm_80", *HEADLINE, "int8")
@@ -134,7 +155,7 @@ def test_spills_and_stack_are_each_found():
 
 
 def test_an_opcode_without_a_class_is_shown(tmp_path):
-    tile = Tile(128, 192, 768, 1, 4, 132, 98304, 98304)
+    tile = Tile(128, 192, 768, 1, 4, 132, 98304, 98304, 768)
     loop = Loop("multiply and store", 8, {"FFMA": 3, "XYZZY.64": 2})
     kernel = Kernel("CUDA", "sm_90", "int8", "", CODE, 0, 0, tile, (loop,))
     assert audit.mix_table([kernel]).endswith("other: XYZZY")
@@ -168,6 +189,7 @@ def test_what_cannot_be_compiled_is_left_out_with_the_reason(monkeypatch):
     monkeypatch.setattr(audit.importlib.util, "find_spec", lambda name: None)
     audit.library_kernels.cache_clear()
     kernels, missing = audit.audit(*HEADLINE, tiles.DTYPES)
-    assert kernels == [] and len(missing) == 4
-    for family, line in zip(("Pallas", "CUDA", "Triton", "Triton images"), missing):
+    families = ("Pallas", "CUDA", "CUDA images", "Triton", "Triton images")
+    assert kernels == [] and len(missing) == len(families)
+    for family, line in zip(families, missing):
         assert line.startswith(f"Left out, {family}: ") and "missing" in line

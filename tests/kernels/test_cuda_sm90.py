@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from repository import ROOT
 
-from benchmarks.machine_code import count, cuda_root, innermost_loop, read_cubin
+from benchmarks.machine_code import INSTRUCTION, count, cuda_root, innermost_loop, read_cubin
 
 FFI = ROOT / "ffi"
 DTYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16", "u8": "kUInt8"}
@@ -107,3 +107,36 @@ def test_no_kernel_spills_and_no_product_waits_for_another(compiled, dtype):
     assert found[multiply] == (24 if dtype == "u8" else 4 * rows // 64)
     assert found.get("LDSM", 0) == (24 if dtype == "u8" else 0)
     assert not {"LDL", "STL", "LD", "ST"} & set(found)
+
+
+def test_pixels_stay_in_their_registers_until_their_products_are_done(compiled):
+    """The machine code writes none between a product that reads it and the wait for the product."""
+    if cuda_root() is None:
+        pytest.skip("nvdisasm is missing: pip install '.[codegen]'")
+    cubin, _ = compiled("u8")
+    codes = read_cubin(cubin.read_bytes())
+    assert len(codes) == 12
+    for code in codes:
+        lines = innermost_loop(code.sass, re.compile(r"STG\.E\.128"))
+        groups, issued, waits = [], [], 0
+        for match in filter(None, map(INSTRUCTION.search, lines)):
+            text = "".join(match.groups())
+            if product := re.match(r"IGMMA\.\S+ R\d+, R(\d+), gdesc", text):
+                first = int(product[1])
+                issued.append(range(first, first + 4))
+                if "gsb0" in text:
+                    groups.append(issued)
+                    issued = []
+                continue
+            if wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", text):
+                pending = int(wait[1])
+                groups = groups[-pending:] if pending else []
+                waits += 1
+            read = {r for group in (*groups, issued) for four in group for r in four}
+            if written := re.match(r"(\S+)(?:\s|\.reuse)+R(\d+),", text):
+                size = 4 if written[1].startswith(("LDSM", "LDS.128")) else 1
+                first = int(written[2])
+                stores = written[1].startswith(("ST", "SYNCS", "UTMA", "R2UR"))
+                assert stores or not read & {*range(first, first + size)}, (code.name, text)
+        # Eight chunks, each waited for while the next one is multiplied, and the last ones.
+        assert waits == 9 and not groups and not issued, code.name

@@ -1,15 +1,28 @@
 """The PTX of the CUDA kernels, executed: results equal XLA's in every schedule."""
 
+import dataclasses
 import re
 import subprocess
 from functools import partial
 
+import emulated_cuda
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from bounds import assert_bit_equal
 from emulated import SCHEDULES
-from emulated_cuda import BF16, CASES, FP8, INT8, MULTIPROCESSORS, THREADS, Case, compiled, run
+from emulated_cuda import (
+    BF16,
+    CASES,
+    FP8,
+    INT8,
+    MULTIPROCESSORS,
+    THREADS,
+    Case,
+    compiled,
+    of_images,
+    run,
+)
 from interpreter import draw_operands
 from ptx_emulator.errors import EmulatorError
 
@@ -36,8 +49,8 @@ def assert_equals_xla(ptx, case, schedules=SCHEDULES):
 @pytest.mark.parametrize("name", CASES)
 def test_the_compiled_kernel_equals_xla_in_every_schedule(name):
     case = CASES[name]
-    # Hopper's kernels are also tested on a GPU.
-    schedules = SCHEDULES if case.capability == 100 else SCHEDULES[:4]
+    # Hopper's kernels from patches are also tested on a GPU.
+    schedules = SCHEDULES if case.capability == 100 or case.image else SCHEDULES[:4]
     assert_equals_xla(compiled(case), case, schedules)
 
 
@@ -57,6 +70,7 @@ ROLES = {
         "float8, two slices",
         "bfloat16, streamed",
         "Blackwell, two blocks, segments of several tiles",
+        "images, 224, 768, 192",
     ],
 )
 def test_a_timeline_build_stamps_the_work_of_each_warp(name):
@@ -68,6 +82,9 @@ def test_a_timeline_build_stamps_the_work_of_each_warp(name):
     y, _ = run(ptx, case, operands, stamps, schedule="random", seed=0)
     assert_bit_equal(jnp.asarray(y), xla.run(*operands, out_dtype=case.out_dtype))
     chunks = tiles.chunks(Problem.of(*operands, out_dtype=case.out_dtype))
+    if case.image:
+        # Two lines of 16 are loaded and multiplied at once.
+        chunks = 16 // 2
     for block, warp in np.ndindex(stamps.shape[:2]):
         said = "".join(LETTERS[stamp % 16 - 1] for stamp in stamps[block, warp] if stamp)
         pattern = ROLES[case.capability].get(warp, "").replace("chunks", str(chunks))
@@ -326,9 +343,69 @@ HOPPER_BUGS = {
     ),
 }
 
-ALL_BUGS = [(SMALL, name) for name in BUGS] + [
-    (NARROW if name == "no wait for a free slot" else WIDE, name) for name in HOPPER_BUGS
-]
+# And of the Hopper kernel that cuts images, whose warpgroups use each slot several times.
+CUT = of_images(10, (7, 6), 192, "shared", 192)
+
+IMAGE_BUGS = {
+    "the wrong line": ("0, line + i, filled", "0, line, filled", "results differ"),
+    "one line late": (
+        "chunk.k * kSlotLines, row",
+        "chunk.k * kSlotLines + 1, row",
+        "results differ",
+    ),
+    "the patches beside": (
+        "patch % args_.grid_width / kRowPatches;",
+        "patch % args_.grid_width / kRowPatches ^ 1;",
+        "results differ|not in the bounding box",
+    ),
+    "the row of patches below": (
+        "patch / args_.grid_width;",
+        "patch / args_.grid_width + 1;",
+        "results differ",
+    ),
+    "one pixel late": ("row + unit / kUnits", "row + 3 + unit / kUnits", "not aligned"),
+    "sixteen bytes late": ("unit % kUnits * 16", "(unit + 1) % kUnits * 16", "results differ"),
+    "the lines of another warp": ("% kWarpgroup / 32 * 16 * kLineBytes", "* 0", "results differ"),
+    "a slot is freed before its pixels are read": (
+        "        load_pixels(pixels[chunk.k % kPixelBuffers], chunk);\n",
+        "        free(chunk);\n        load_pixels(pixels[chunk.k % kPixelBuffers], chunk);\n",
+        "overwrites what is read|reads what|does not expect",
+    ),
+    "no slot is freed": ("        free(chunk);\n      } else", "      } else", "nothing can go on"),
+    "the xor left out": ("word ^= 0x80808080;", "word ^= 0;", "results differ"),
+    "no wait for pixels": (
+        "wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);",
+        "",
+        "ldmatrix.* reads what|reads what",
+    ),
+    "no fence behind the pixels": (
+        "ptx::wgmma_fence();\n#pragma unroll\n    for (int i = 0; i < kProducts",
+        "\n#pragma unroll\n    for (int i = 0; i < kProducts",
+        "without a wgmma.fence",
+    ),
+    "a part of the weight comes with a later chunk": (
+        "(k * kSlotK + kRowBytes - 1) / kRowBytes",
+        "k * kSlotK / kRowBytes",
+        "wgmma.* reads what|wgmma",
+    ),
+    "the wrong part of the weight": (
+        "weight_ + k / kRowBytes * kWeightBytes",
+        "weight_ + (k + 32) / kRowBytes % 6 * kWeightBytes",
+        "results differ|reads what",
+    ),
+    "the bytes of a line alone are expected": (
+        "kPatchBytes + (with_weight",
+        "kPatchBytes / 2 + (with_weight",
+        "bytes|does not expect",
+    ),
+}
+
+
+ALL_BUGS = (
+    [(SMALL, name) for name in BUGS]
+    + [(CUT, name) for name in IMAGE_BUGS]
+    + [(NARROW if name == "no wait for a free slot" else WIDE, name) for name in HOPPER_BUGS]
+)
 
 # A missing wait for Hopper's other_products_issued is noticed only if slots are filled late, which
 # happens in some random schedules.
@@ -353,9 +430,9 @@ def test_a_request_for_too_many_registers_does_not_compile(tmp_path, case):
     assert "setmaxnreg would wait for ever" in caught.value.stderr
 
 
-@pytest.mark.parametrize("case, name", ALL_BUGS, ids=lambda x: getattr(x, "capability", x))
+@pytest.mark.parametrize("case, name", ALL_BUGS, ids=lambda x: getattr(x, "source_dtype", x))
 def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
-    bugs = BUGS if case is SMALL else HOPPER_BUGS
+    bugs = {SMALL: BUGS, CUT: IMAGE_BUGS}.get(case, HOPPER_BUGS)
     right, wrong, message = bugs[name]
     source = (FFI / f"patch_embed_sm{case.capability}.cu").read_text()
     assert source.count(right) == 1
@@ -373,3 +450,43 @@ def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
         if said and re.search(message, said[-1]):
             return
     pytest.fail(f"none says {message!r}: {said}")
+
+
+MAP_BUGS = {
+    "the wrong corner": dict(upper=(0, 0)),
+    "a corner in the width": dict(upper=(-1, -15)),
+    "one patch late": dict(base=48),
+    "the lines of one patch": dict(
+        dimensions=(48, 6, 16, 70), strides=(1, 48, 288, 4608), box=(48, 64)
+    ),
+    "the wrong distance of lines": dict(strides=(1, 96, 96, 4608)),
+    "rows of patches of one image": dict(dimensions=(96, 3, 16, 7)),
+}
+
+
+@pytest.fixture(scope="module")
+def cut_ptx():
+    return compiled(CUT)
+
+
+@pytest.mark.parametrize("name", MAP_BUGS)
+def test_a_wrong_map_of_images_is_noticed(cut_ptx, monkeypatch, name):
+    """ffi/plan.h makes the map; here its test's own derivation is wrong."""
+    change = MAP_BUGS[name]
+    right = emulated_cuda.tensor_maps
+
+    def wrong(*arguments):
+        first, *others = right(*arguments)
+        moved = change | dict(base=first.base + change.get("base", 0))
+        return dataclasses.replace(first, **moved), *others
+
+    operands = draw_operands(0, CUT.patches, CUT.N, CUT.dtype, CUT.table)
+    expected = np.asarray(xla.run(*operands, out_dtype=CUT.out_dtype))
+    assert (run(cut_ptx, CUT, operands)[0] == expected).all()
+    monkeypatch.setattr(emulated_cuda, "tensor_maps", wrong)
+    try:
+        y, _ = run(cut_ptx, CUT, operands)
+    except EmulatorError as error:
+        assert re.search("bounding box|outside of all arrays", str(error))
+    else:
+        assert (y != expected).any()

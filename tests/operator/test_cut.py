@@ -1,0 +1,169 @@
+"""cut="kernel": a kernel cuts uint8 images itself, or the call is refused."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bounds import assert_bit_equal, draw_images, draw_params
+from cuda_kernels import built
+
+import pallas_patch_embed as ppe
+from pallas_patch_embed import primitive
+from pallas_patch_embed.backends import BACKENDS, choose, explain, xla
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.chips import A100, B200, H200, Target
+from pallas_patch_embed.patches import rows
+from pallas_patch_embed.problem import Problem
+
+HOPPER = Target("cuda", H200)
+PARAMS = draw_params(np.random.default_rng(0), patch_size=16, grid=(14, 14), N=768, dtype="int8")
+IMAGES = jax.ShapeDtypeStruct((8, 224, 224, 3), jnp.uint8)
+
+
+def problem(images=IMAGES.shape, params=PARAMS, cut="kernel", dtype="int8"):
+    """The problem of images of this shape; positions are the params'."""
+    source = jax.ShapeDtypeStruct(images, jnp.uint8)
+    weight = jax.ShapeDtypeStruct(params.weight.shape, dtype)
+    operands = (source, weight, params.scale, params.table)
+    static = dict(out_dtype="bfloat16", patch_size=params.patch_size, cut=cut)
+    return Problem.of(*operands, **static)
+
+
+def reasons(problem, target):
+    """Backend -> the reason why it does not serve; None if it does."""
+    return {row.backend: None if row.serves else row.reason for row in explain(problem, target)}
+
+
+@built
+def test_the_CUDA_kernel_serves_on_Hopper_and_is_called_not_measured():
+    found = explain(problem(), HOPPER)
+    text = str(found)
+    assert "of uint8 images with cut='kernel', N = 768" in text
+    assert re.search(
+        r"-> cuda .* patch_embed_sm90_u8_bf16_table_\w+_stationary, not measured", text
+    )
+    assert found.chosen == "cuda"
+    others = reasons(problem(), HOPPER)
+    assert (
+        others["mosaic_sm90"]
+        == others["xla"]
+        == ("it does not cut images itself, which cut='kernel' asks for.")
+    )
+
+
+@built
+def test_without_it_patchify_runs_as_before():
+    found = explain(problem(cut=None), HOPPER)
+    assert "u8" not in str(found) and "not measured" not in str(found)
+    plan = choose(problem(cut=None), HOPPER, "cuda")
+    assert not plan.takes_images and "patch_embed_sm90_i8_" in plan.config
+    assert choose(problem(), HOPPER, "cuda").takes_images
+
+
+@built
+@pytest.mark.parametrize(
+    "change, target, reason",
+    [
+        (dict(dtype="bfloat16"), HOPPER, "with int8 alone; this is bfloat16 on sm_90."),
+        (dict(), Target("cuda", B200), "on Hopper and with int8 alone; this is int8 on sm_100."),
+        (dict(), Target("cuda", A100), "it needs compute capability 9.0, 10.0 or 10.3"),
+        (dict(images=(8, 224, 240, 3)), HOPPER, "a width that is one of 32"),
+        (dict(images=(8, 230, 224, 3)), HOPPER, "a height that is a multiple of 16"),
+        (dict(params=dataclasses.replace(PARAMS, patch_size=14)), HOPPER, "patches of 16 x 16"),
+        (dict(params=dataclasses.replace(PARAMS, patch_size=32)), HOPPER, "patches of 16 x 16"),
+    ],
+    ids=str,
+)
+def test_images_that_the_CUDA_kernel_cannot_cut_are_refused_with_the_reason(change, target, reason):
+    params = change.get("params", PARAMS)
+    images = change.get("images", IMAGES.shape)
+    asked = problem(**change)
+    # Positions and weight of this grid and patch size.
+    (_, S, K), N = asked.patches, asked.N
+    asked = dataclasses.replace(asked, table=(S, N), weight=(N, K), patch_size=params.patch_size)
+    assert asked.images == images
+    assert reason in reasons(asked, target)["cuda"]
+    with pytest.raises(NotImplementedError, match=r"cannot serve this call: .*cut=None"):
+        choose(asked, target, "cuda")
+
+
+@built
+def test_another_backend_is_refused_by_name():
+    for name in ("mosaic_sm90", "mosaic_sm100", "xla"):
+        message = f"'{name}' cannot serve this call: .* Leave cut=None"
+        with pytest.raises(NotImplementedError, match=message):
+            ppe.embed_images(jnp.zeros(IMAGES.shape, jnp.uint8), PARAMS, backend=name, cut="kernel")
+
+
+def test_without_a_kernel_the_call_is_refused():
+    images = jnp.zeros(IMAGES.shape, jnp.uint8)
+    with pytest.raises(NotImplementedError, match=r"cut='kernel'.*Leave cut=None"):
+        jax.jit(ppe.embed_images, static_argnames="cut")(images, PARAMS, cut="kernel")
+    asked = problem()
+    with pytest.raises(NotImplementedError, match=r"cut='kernel' on cpu\. .*xla: it does not cut"):
+        choose(asked, Target("cpu"), None)
+    found = explain(asked, Target("cpu"))
+    assert found.chosen == "none" and "->" not in str(found)
+
+
+@pytest.mark.parametrize("given", ["xla", "", True, 1, "Kernel"])
+def test_another_cut_is_refused(given):
+    for call in (ppe.embed_images, ppe.explain):
+        with pytest.raises(ValueError, match=f"cut is {given!r}, expected None, or 'kernel'"):
+            call(np.zeros(IMAGES.shape, np.uint8), PARAMS, cut=given)
+
+
+def test_only_uint8_images_are_cut_by_a_kernel():
+    images = np.zeros(IMAGES.shape, np.float32)
+    with pytest.raises(ValueError, match=r"is for uint8 images .* float32\[8, 224, 224, 3\]"):
+        ppe.embed_images(images, PARAMS, cut="kernel")
+    with pytest.raises(ValueError, match=r"is for uint8 images .* int8\[8, 196, 768\]"):
+        ppe.explain((8, 196, 768), PARAMS, cut="kernel")
+
+
+@pytest.fixture
+def cuts(monkeypatch):
+    """The CUDA backend, as one that cuts images by itself on any machine."""
+
+    def plan(problem, target):
+        def run(images, weight, scale, table):
+            patches = rows(images, problem.patch_size, weight.dtype.name)
+            return xla.run(patches, weight, scale, table, out_dtype=problem.out_dtype)
+
+        return Plan(run, takes_images=problem.cut == "kernel")
+
+    monkeypatch.setattr(BACKENDS["cuda"], "plan", plan)
+    yield
+    jax.clear_caches()
+
+
+def test_it_goes_through_jit_vmap_and_batches(cuts):
+    params = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 2), N=8, dtype="int8")
+    images = draw_images(np.random.default_rng(1), 2, 3, 8, 8, 3)
+    images = jnp.asarray(np.asarray(images).astype(np.uint8))
+    expected = ppe.embed_images(images, params, backend="xla")
+
+    def embed(x):
+        return ppe.embed_images(x, params, backend="cuda", cut="kernel")
+
+    for way in (embed, jax.jit(embed), jax.vmap(embed), jax.jit(jax.vmap(embed, 1, 1))):
+        assert_bit_equal(way(images), expected)
+    assert "images/4,bfloat16,cuda,cut=kernel" in str(jax.make_jaxpr(embed)(images))
+
+
+@built
+def test_a_program_for_Hopper_calls_the_kernel_with_the_images():
+    def embed(images):
+        operands = (images, PARAMS.weight, PARAMS.scale, PARAMS.table)
+        static = dict(backend="cuda", out_dtype="bfloat16", patch_size=16, cut="kernel")
+        return primitive.patch_embed(*map(jnp.asarray, operands), **static)
+
+    text = jax.jit(embed).trace(IMAGES).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "custom_call @pallas_patch_embed_cuda" in line)
+    assert 'kernel_sm100 = ""' in call and 'kernel_sm90 = "patch_embed_sm90_u8_' in call
+    assert "(tensor<8x224x224x3xui8>, tensor<768x768xi8>" in call
+    # Nothing cuts or encodes the images before.
+    assert "transpose" not in text and "convert" not in text
