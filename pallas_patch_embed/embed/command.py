@@ -1,5 +1,6 @@
 """The command `embed`: from arguments to an output."""
 
+import contextlib
 import itertools
 import os
 import sys
@@ -17,7 +18,7 @@ from pallas_patch_embed.embed.embedder import (
 )
 from pallas_patch_embed.embed.folder import Folder, check_folder
 from pallas_patch_embed.embed.npz import Npz, check_npz
-from pallas_patch_embed.embed.output import Output, Settings
+from pallas_patch_embed.embed.output import Output, Settings, UnfinishedError
 from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
@@ -84,6 +85,7 @@ def run(
     checkpoint = find_checkpoint(named)
     names = list(sources.expand(os.fspath(argument) for argument in arguments))
     sources.check(names)
+    sources.check([path for path in lists if path != "-"], "a list of pictures")
     to_npz = out.endswith(".npz")
     if to_npz and ray is not None:
         raise ValueError(f"--ray writes a folder of shards, but --out is {printable(out)}.")
@@ -134,7 +136,7 @@ def run(
             else:
                 output = folder_for(embedder.preprocessing, embedder.width)
             with output:
-                if "-" not in lists:
+                if "-" not in lists and not quiet:
                     _count(lambda: _with_lists(names, lists), columns, progress)
                 pipeline.run(units, embedder, output, progress, workers or default_workers())
                 where = output.finish()
@@ -170,18 +172,27 @@ def _count(
 ) -> None:
     """Counts the pictures in the background, if all are files on this machine."""
 
-    def count() -> None:
+    def count() -> int | None:
         total = 0
-        for argument in arguments():
-            if sources.is_url(argument):
-                return
-            for unit in sources.find([argument], columns, lambda *_: None):
-                if not isinstance(unit, sources.Files):
-                    return  # How many are in a tar is known at its end.
-                total += len(unit.paths)
-        progress.total = total
 
-    threading.Thread(target=count, daemon=True).start()
+        def local() -> Iterator[str]:
+            for argument in arguments():
+                if sources.is_url(argument):
+                    raise ValueError("counting would be a request for each")
+                yield argument
+
+        for unit in sources.find(local(), columns, lambda *_: None):
+            if not isinstance(unit, sources.Files):
+                return None  # How many are in a tar is known at its end.
+            total += len(unit.paths)
+        return total
+
+    def count_if_possible() -> None:
+        # What is wrong with an argument, the run itself says.
+        with contextlib.suppress(OSError, ValueError, UnfinishedError):
+            progress.total = count()
+
+    threading.Thread(target=count_if_possible, daemon=True).start()
 
 
 def _say(line: str) -> None:

@@ -261,7 +261,7 @@ class Folder:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         with self._stack:
-            if error is not None and not isinstance(error, UnfinishedError):
+            if error is not None:
                 with contextlib.suppress(UnfinishedError):
                     self.flush()
 

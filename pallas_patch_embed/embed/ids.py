@@ -1,7 +1,10 @@
 """A set of ids that does not grow in memory."""
 
+import contextlib
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+from pallas_patch_embed.embed.output import UnfinishedError
 
 
 class Ids:
@@ -19,14 +22,31 @@ class Ids:
 
     def add(self, id: bytes) -> bool:
         """Adds an id; returns whether it is new."""
-        return self._database.execute("INSERT OR IGNORE INTO ids VALUES (?)", (id,)).rowcount == 1
+        with _room():
+            added = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?)", (id,))
+        return added.rowcount == 1
 
     def update(self, ids: Iterable[bytes]) -> None:
         """Adds ids."""
-        self._database.execute("BEGIN")
-        self._database.executemany("INSERT OR IGNORE INTO ids VALUES (?)", ((id,) for id in ids))
-        self._database.execute("COMMIT")
+        rows = ((id,) for id in ids)
+        with _room():
+            self._database.execute("BEGIN")
+            self._database.executemany("INSERT OR IGNORE INTO ids VALUES (?)", rows)
+            self._database.execute("COMMIT")
 
     def __contains__(self, id: bytes) -> bool:
         found = self._database.execute("SELECT 1 FROM ids WHERE id = ?", (id,))
         return found.fetchone() is not None
+
+
+@contextlib.contextmanager
+def _room() -> Iterator[None]:
+    """Says what to do when there is no room for the file."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise UnfinishedError(
+            f"The temporary file of ids cannot be written ({error}). Make room for it, or name "
+            "another folder in the environment variable SQLITE_TMPDIR, and run the same command "
+            "again. A folder of shards goes on with the rest."
+        ) from error

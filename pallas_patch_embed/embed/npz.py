@@ -53,7 +53,7 @@ class Npz:
 
         Raises:
           ValueError: there are no embeddings.
-          WrittenElsewhereError: it is in another place.
+          WrittenElsewhereError: it is in another place, or could be written nowhere.
         """
         if not self._ids:
             raise ValueError(
@@ -72,14 +72,34 @@ class Npz:
             with written_whole(self._path) as file:
                 np.savez(file, **arrays)
         except OSError as error:
-            elsewhere = Path(tempfile.mkdtemp(prefix="embeddings-")) / self._path.name
-            with written_whole(elsewhere) as file:
-                np.savez(file, **arrays)
+            why = f"{printable(self._path)} could not be written ({error.strerror or error})."
+            elsewhere = _write_elsewhere(self._path.name, arrays)
             raise WrittenElsewhereError(
-                f"{printable(self._path)} could not be written ({error.strerror or error}). The "
-                f"embeddings are in {printable(elsewhere)}: move them to where you want them."
+                f"{why} The embeddings are in {printable(elsewhere)}: move them to where you want "
+                "them."
+                if elsewhere is not None
+                else f"{why} Nor could they be in a temporary folder, in the current one or at "
+                "home: nothing was written."
             ) from error
         return printable(self._path)
+
+
+def _write_elsewhere(name: str, arrays: dict[str, Any]) -> Path | None:
+    """Writes the file where there is room, in a new folder; returns its path, or None."""
+    for place in (None, os.curdir, os.path.expanduser("~")):
+        try:
+            folder = tempfile.mkdtemp(prefix="embeddings-", dir=place)
+        except OSError:
+            continue
+        elsewhere = Path(folder, name).absolute()
+        try:
+            with written_whole(elsewhere) as file:
+                np.savez(file, **arrays)
+        except OSError:
+            os.rmdir(folder)
+        else:
+            return elsewhere
+    return None
 
 
 def check_npz(out: Path, inputs: Iterable[Path]) -> None:

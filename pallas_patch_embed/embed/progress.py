@@ -50,7 +50,8 @@ class Progress:
             self._bar.close()
         elif error is None:
             seconds = time.monotonic() - self._begin
-            self.say(f"{(self.done + self.errors) / seconds:.1f} pictures/s, {seconds:.0f} s.")
+            rate = (self.done + self.errors) / max(seconds, 1e-3)
+            self.say(f"{rate:.1f} pictures/s, {seconds:.0f} s.")
 
     def embedded(self, pictures: int) -> None:
         """So many more pictures are embedded."""

@@ -287,7 +287,8 @@ def expand(arguments: Iterable[str]) -> Iterator[str]:
         else:
             expanded = [argument]
         for one in expanded:
-            if is_url(one) and re.search(r"[*?\[]", one):
+            # In the URL of a web page "?" begins a query.
+            if is_url(one) and re.search(r"[*?\[]", one) and not one.startswith("http"):
                 import fsspec
 
                 fs, pattern = fsspec.url_to_fs(one)
@@ -299,8 +300,8 @@ def expand(arguments: Iterable[str]) -> Iterator[str]:
                 yield one
 
 
-def check(arguments: Iterable[str]) -> None:
-    """Refuses arguments that do not exist, or that cannot be pictures.
+def check(arguments: Iterable[str], wanted: str = "a picture") -> None:
+    """Refuses arguments that do not exist, or that cannot be what is wanted.
 
     Raises:
       FileNotFoundError: some do not exist.
@@ -312,7 +313,7 @@ def check(arguments: Iterable[str]) -> None:
     for argument in arguments:
         path = Path(argument)
         if not is_url(argument) and path.exists() and not path.is_dir() and not path.is_file():
-            raise ValueError(f"{printable(argument)} is no regular file, so it is no picture.")
+            raise ValueError(f"{printable(argument)} is no regular file, so it is not {wanted}.")
 
 
 def _exists(argument: str) -> bool:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from shard_folders import (
     write_tar,
 )
 
+import pallas_patch_embed as ppe
 from pallas_patch_embed import ending
 from pallas_patch_embed.embed import (
     Embedder,
@@ -38,6 +40,7 @@ from pallas_patch_embed.embed import (
     output,
     sources,
 )
+from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.files import written_whole
 
 
@@ -246,21 +249,79 @@ def test_a_disk_that_is_full_says_how_to_go_on(tmp_path, pictures, monkeypatch):
     assert len(by_id(out)) == 23
 
 
-def test_an_npz_that_cannot_be_written_is_elsewhere(tmp_path, pictures, monkeypatch):
-    out, tried = tmp_path / "out.npz", []
+def full_in(folders, monkeypatch):
+    """Lets no .npz file be written in folders of which one of these is a part of the name."""
 
-    def full(path):
-        tried.append(path)
-        if len(tried) == 1:
+    def written(path):
+        if any(folder in str(path) for folder in folders):
             raise OSError(28, "No space left on device")
         return written_whole(path)
 
-    monkeypatch.setattr(npz, "written_whole", full)
-    with pytest.raises(output.WrittenElsewhereError, match=r"No space left.*The embeddings are in"):
-        run([pictures], out)
-    with np.load(tried[1]) as file:
+    monkeypatch.setattr(npz, "written_whole", written)
+
+
+def test_an_npz_has_the_failures_and_the_settings(tmp_path, pictures):
+    out = tmp_path / "out.npz"
+    assert run([pictures], out, embedding_dtype="float16", patch_dtype="int8") == 1
+    with np.load(out) as file:
+        assert file["embeddings"].dtype == np.float16 and file["embeddings"].shape == (23, 96)
+        assert list(file["paths"]) == [str(pictures / f"{i:02}.png") for i in range(23)]
+        assert list(file["failed"]) == [str(pictures / "bad.png")]
+        assert list(file["reasons"]) == ["it is no picture of a format that Pillow reads"]
+        about = json.loads(str(file["about"]))
+    versions = about.pop("versions")
+    assert versions["pallas_patch_embed"] == ppe.__version__ and versions["jax"]
+    assert about == {
+        "checkpoint_sha256": embedder.checkpoint_hash(checkpoint(MODEL)),
+        "preprocessing": "224 x 224 pixels, bicubic",
+        "patch_dtype": "int8",
+        "normalize": False,
+        "embedding_dtype": "float16",
+    }
+
+
+@pytest.mark.parametrize("full", [["out.npz"], ["out.npz", "temporary"]])
+def test_an_npz_that_cannot_be_written_is_elsewhere(tmp_path, pictures, monkeypatch, full):
+    for name in ("temporary", "current"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "current")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    full_in([f"{tmp_path}/{name}" for name in full], monkeypatch)
+    with pytest.raises(output.WrittenElsewhereError, match=r"No space left") as raised:
+        run([pictures], tmp_path / "out.npz")
+    where = tmp_path / ("current" if "temporary" in full else "temporary")
+    (elsewhere,) = where.glob("*/out.npz")
+    assert f"The embeddings are in {elsewhere}: move them" in str(raised.value)
+    with np.load(elsewhere) as file:
         assert len(file["embeddings"]) == 23 and len(file["failed"]) == len(file["reasons"]) == 1
-        assert json.loads(str(file["about"]))["patch_dtype"] == "bfloat16"
+
+
+def test_an_npz_that_can_be_written_nowhere_leaves_nothing(tmp_path, pictures, monkeypatch):
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "home"))
+    full_in([str(tmp_path)], monkeypatch)
+    with pytest.raises(output.WrittenElsewhereError, match=r"nothing was written"):
+        run([pictures], tmp_path / "out.npz")
+    assert not any((tmp_path / "home").iterdir())
+
+
+def test_no_room_for_the_ids_ends_a_run_that_can_go_on(tmp_path, pictures, monkeypatch):
+    add, added = Ids.add, []
+
+    def full(self, id):
+        added.append(id)
+        if len(added) == 40:  # Those of the walk are added, too.
+            self._database.execute("PRAGMA max_page_count = 1")
+        return add(self, id + bytes(9000 * (len(added) >= 40)))
+
+    monkeypatch.setattr(Ids, "add", full)
+    with pytest.raises(output.UnfinishedError, match=r"is full.*SQLITE_TMPDIR"):
+        run([pictures], tmp_path / "out", quiet=True)  # Then nothing is counted beside it.
+    monkeypatch.undo()
+    assert run([pictures], tmp_path / "out") == 1
+    assert len(by_id(tmp_path / "out")) == 23
 
 
 @pytest.mark.slow("a process for each signal")
@@ -366,6 +427,35 @@ def test_lists_braces_and_ids_that_come_twice(tmp_path, pictures, monkeypatch):
         "k": output.SAME_ID,
         "absent.png": "No such file or directory",
     }
+
+
+def test_a_list_is_read_from_standard_input(tmp_path, pictures):
+    command = [
+        *COMMAND,
+        "--checkpoint",
+        checkpoint(MODEL),
+        "--list",
+        "-",
+        "--out",
+        tmp_path / "out",
+    ]
+    names = "".join(f"{pictures}/{i:02}.png\n" for i in range(5))
+    subprocess.run([*command, "--batch", "4"], input=names, text=True, check=True)
+    files = [(f"{pictures}/{i:02}.png", encoded(i)) for i in range(5)]
+    assert_same(by_id(tmp_path / "out"), expected(files))
+
+
+def test_a_list_that_is_absent_is_refused_before_anything_is_written(tmp_path, pictures):
+    with pytest.raises(FileNotFoundError, match=r"There is no .*absent\.txt"):
+        run([pictures], tmp_path / "out", lists=[str(tmp_path / "absent.txt")])
+    with pytest.raises(ValueError, match="is no regular file, so it is not a list of pictures"):
+        run([pictures], tmp_path / "out", lists=["/dev/null"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_question_mark_in_a_web_address_is_no_wildcard():
+    address = "https://example.org/a.png?size=[1,2]*"
+    assert list(sources.expand([address])) == [address]
 
 
 def test_pictures_and_shards_at_URLs():
