@@ -241,7 +241,8 @@ def _run_embed(arguments: argparse.Namespace) -> int:
     # refuses those above twice that number.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     if not arguments.pictures and not arguments.list:
-        raise ValueError("embed: there are no pictures. Name some, or a --list of them.")
+        took = "" if arguments.ray in (None, "local") else f" --ray took {arguments.ray!r}."
+        raise ValueError(f"embed: there are no pictures.{took} Name some, or a --list of them.")
     try:
         errors = embed.run(
             arguments.checkpoint,

@@ -94,7 +94,8 @@ def run(
         inputs = _local_files(names, columns)
         check_npz(Path(out), itertools.chain(inputs, checkpoint_files(checkpoint)))
     else:
-        check_folder(out)
+        with sources.reaching(out):
+            check_folder(out)
     with Progress(quiet=quiet) as progress:
 
         def skipped(path: str, why: str) -> None:

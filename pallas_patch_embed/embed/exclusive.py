@@ -116,13 +116,13 @@ class Lease:
         self._stopped.set()
         self._thread.join()
         if self._taken_by is None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):  # It will be void.
                 self._fs.rm(self._path)
 
     def check(self) -> None:
         """Raises an UnfinishedError if another run has taken the lease, as after a long pause."""
         if time.monotonic() - self._renewed > VOID / 2:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):
                 self._renew()
         if self._taken_by is not None:
             raise UnfinishedError(
@@ -172,5 +172,6 @@ class Lease:
 
     def _keep(self) -> None:
         while self._taken_by is None and not self._stopped.wait(RENEWED):
-            with contextlib.suppress(OSError):
+            # It tries again, whatever kind of error its package has.
+            with contextlib.suppress(Exception):
                 self._renew()

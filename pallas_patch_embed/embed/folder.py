@@ -204,11 +204,13 @@ class Folder:
                     file.write(content)
             else:
                 self._fs.pipe_file(self._path(name), content)  # One PUT: stores show whole objects.
-        except OSError as error:
+        except Exception as error:  # Packages for URLs have errors of their own.
+            if self._local and not isinstance(error, OSError):
+                raise
+            why = (isinstance(error, OSError) and error.strerror) or error
             raise UnfinishedError(
-                f"{printable(self.url)} cannot be written ({error.strerror or error}). What is "
-                "there stays there. Make room, and run the same command again: it goes on with "
-                "the rest."
+                f"{printable(self.url)} cannot be written ({why}). What is there stays there. "
+                "Make room, and run the same command again: it goes on with the rest."
             ) from error
 
     def commit(self, part: str, partial: str) -> list[tuple[str, str]]:

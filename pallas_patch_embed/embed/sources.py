@@ -59,6 +59,17 @@ def is_url(path: str) -> bool:
     return re.match(r"[a-z][a-z0-9+.-]*://", path) is not None
 
 
+@contextlib.contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Makes an OSError of the errors that the packages for URLs have of their own."""
+    try:
+        yield
+    except (ImportError, OSError, ValueError):
+        raise
+    except Exception as error:
+        raise OSError(f"{printable(url)} cannot be reached: {error}") from error
+
+
 def open_source(path: str) -> BinaryIO:
     """Opens a file on this machine or at a URL."""
     if not is_url(path):
@@ -127,8 +138,12 @@ class Tar:
                 # tarfile takes a file that ends where a header should be for a whole archive.
                 if tar.fileobj is None or tar.fileobj.tell() < tar.offset + tarfile.BLOCKSIZE:
                     raise EOFError("its end is missing")
-        except (OSError, tarfile.TarError, EOFError) as error:
+        except Exception as error:  # Each kind of URL has errors of its own.
             yield unreadable(text(self.path), f"the tar cannot be read to its end: {error}")
+
+
+class ColumnsError(ValueError):
+    """A table has not the columns that are needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,14 +175,16 @@ class Parquet:
                     for content, key in zip(batch[image], ids):
                         yield self._picture(content.as_py(), key, row)
                         row += 1
-        except (OSError, pyarrow.ArrowInvalid) as error:
+        except ColumnsError:
+            raise
+        except Exception as error:  # Each kind of URL has errors of its own.
             yield unreadable(text(self.path), f"the table cannot be read beyond row {row}: {error}")
 
     def columns(self, schema: Any) -> tuple[str, str | None]:
         """The names of the columns of pictures and of ids.
 
         Raises:
-          ValueError: they cannot be told from the schema.
+          ColumnsError: they cannot be told from the schema.
         """
         import pyarrow.types as types
 
@@ -179,18 +196,18 @@ class Parquet:
         found = [field.name for field in schema if has_bytes(field.type)]
         image = self.image_column
         if image is None and len(found) != 1:
-            raise ValueError(
+            raise ColumnsError(
                 f"{printable(self.path)} has {len(found)} columns of encoded pictures "
                 f"{found}, expected one. Name it with --image-column."
             )
         if image is not None and image not in found:
-            raise ValueError(
+            raise ColumnsError(
                 f"{printable(self.path)} has no column {image!r} of encoded pictures; those that "
                 f"it has are {found}."
             )
         id = self.id_column or ("id" if "id" in schema.names else None)
         if id is not None and id not in schema.names:
-            raise ValueError(
+            raise ColumnsError(
                 f"{printable(self.path)} has no column {id!r}; its columns are {schema.names}."
             )
         return image or found[0], id
@@ -291,8 +308,9 @@ def expand(arguments: Iterable[str]) -> Iterator[str]:
             if is_url(one) and re.search(r"[*?\[]", one) and not one.startswith("http"):
                 import fsspec
 
-                fs, pattern = fsspec.url_to_fs(one)
-                found = sorted(fs.glob(pattern))
+                with reaching(one):
+                    fs, pattern = fsspec.url_to_fs(one)
+                    found = sorted(fs.glob(pattern))
                 if not found:
                     raise FileNotFoundError(f"Nothing matches {printable(one)}.")
                 yield from map(fs.unstrip_protocol, found)
@@ -321,8 +339,9 @@ def _exists(argument: str) -> bool:
         return os.path.lexists(argument)
     import fsspec
 
-    fs, path = fsspec.url_to_fs(argument)
-    return bool(fs.exists(path))
+    with reaching(argument):
+        fs, path = fsspec.url_to_fs(argument)
+        return bool(fs.exists(path))
 
 
 def _remote(url: str) -> Iterator[str]:

@@ -462,10 +462,12 @@ def test_the_command_writes_what_it_says_and_says_how_it_went(tmp_path, pictures
             "invalid choice",
         ),
         (["--checkpoint", "absent", "--out", "out.npz"], "there are no pictures"),
+        (["--checkpoint", "a", "--out", "o", "--ray", "a.png"], "--ray took 'a.png'"),
+        (["--checkpoint", "a", "a.png", "--out", "o.npz", "--ray"], "--ray writes a folder"),
     ],
     ids=[
         *("checkpoint", "absent", "unreadable", "FIFO", "workers", "empty", "folder", "out"),
-        *("size", "batch", "dtype", "pictures"),
+        *("size", "batch", "dtype", "pictures", "Ray took it", "Ray"),
     ],
 )
 def test_a_command_that_cannot_work_is_refused(

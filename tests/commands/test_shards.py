@@ -373,10 +373,16 @@ __main__.run()
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
 def test_a_WebDatasets_ids_are_its_keys_whatever_the_order(tmp_path, name):
     members = {"x/01.json": b"{}", "x/00.png": encoded(0), "x/01.png": encoded(1)}
-    members |= {"x/00.txt": b"a", "x/.hidden.png": b"", "02.jpeg": encoded(2, "JPEG")}
+    members |= {
+        "x/00.mask.png": encoded(3),
+        "x/00.txt": b"a",
+        "x/.hidden.png": b"",
+        "02.jpeg": encoded(2, "JPEG"),
+    }
     write_tar(tmp_path / name, members)
     run([tmp_path / name], tmp_path / "out")
     wanted = [("x/00", encoded(0)), ("x/01", encoded(1)), ("02", encoded(2, "JPEG"))]
+    wanted += [("x/00.mask", encoded(3))]
     assert_same(by_id(tmp_path / "out"), expected(wanted))
 
 
@@ -470,6 +476,53 @@ def test_pictures_and_shards_at_URLs():
     assert run(["memory://bucket/photos/[34].png"], "memory://bucket/out") == 0
     with pytest.raises(FileNotFoundError, match="Nothing matches"):
         run(["memory://bucket/photos/*.gif"], "memory://bucket/out")
+
+
+class Unreachable(MemoryFileSystem):
+    """A store that fails with an error of its own, where it says so."""
+
+    protocol = "unreachable"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    fails: ClassVar[set[str]] = set()
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("unreachable://", "memory://"))
+
+    def exists(self, path, **options):
+        if "exists" in self.fails:
+            raise RuntimeError("no credentials")
+        return super().exists(path, **options)
+
+    def pipe_file(self, path, *arguments, **options):
+        if "pipe_file" in self.fails and "embeddings" in path:
+            raise RuntimeError("no network")
+        super().pipe_file(path, *arguments, **options)
+
+    def open(self, path, *arguments, **options):
+        if "open" in self.fails:
+            raise RuntimeError("no network")
+        return super().open(path, *arguments, **options)
+
+
+def test_a_store_that_cannot_be_reached_is_said(tmp_path, pictures, monkeypatch):
+    fsspec.register_implementation("unreachable", Unreachable, clobber=True)
+    monkeypatch.setattr(Unreachable, "fails", {"exists"})
+    for arguments in (["unreachable://a.png"], "out"), ([pictures], "unreachable://out"):
+        with pytest.raises(OSError, match=r"unreachable://.* cannot be reached: no credentials"):
+            run(*arguments)
+    monkeypatch.setattr(Unreachable, "fails", {"pipe_file"})
+    with pytest.raises(output.UnfinishedError, match=r"\(no network\).*run the same command again"):
+        run([pictures], "unreachable://out")
+    fs, _ = fsspec.url_to_fs("unreachable://")
+    for name in ("a.tar", "a.parquet"):
+        fs.pipe_file(f"/{name}", b"x")
+    monkeypatch.setattr(Unreachable, "fails", {"open"})
+    for name in ("a.tar", "a.parquet"):
+        assert run([f"unreachable://{name}"], tmp_path / name) == 1
+        (reason,) = shards(tmp_path / name, "errors")["reason"]
+        assert "no network" in reason
 
 
 def test_float16_is_what_float32_rounds_to(tmp_path, pictures):
