@@ -49,7 +49,7 @@ from pallas_patch_embed.backends.mosaic import SM90, SM100, sm90, sm100
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import ROW_BYTES
 from pallas_patch_embed.chips import A100, B200, H200, RTX_3090, RTX_4090, Target
-from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, named_shape
+from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, PatchLayout, Problem, named_shape
 
 ROOT = Path(__file__).parent.parent
 
@@ -287,7 +287,7 @@ def resident_kernel(
     streamed = (chunks - launch["staying_chunks"]) * config.tile_n * ROW_BYTES
     patch_bytes = config.tile_m * chunks * ROW_BYTES
     # Of images, a row is a line of two patches (ffi/kernel.h).
-    rows = config.tile_m * (chunks if problem.cut is None else problem.patch_size // 2)
+    rows = config.tile_m * (chunks if problem.cut is None else problem.layout.patch_size // 2)
     if columns:
         multiply = executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)
         loops = (
@@ -350,7 +350,7 @@ def image_problem(shape: NamedShape, images: int, dtype: str, cut: str | None) -
     """The problem of uint8 images of a shape that a kernel cuts itself."""
     source = jax.ShapeDtypeStruct((images, shape.image, shape.image, 3), jnp.uint8)
     _, *rest = operands(shape, images, dtype)
-    return Problem.of(source, *rest, out_dtype=OUT_DTYPE, patch_size=shape.patch, cut=cut)
+    return Problem.of(source, *rest, out_dtype=OUT_DTYPE, layout=PatchLayout(shape.patch), cut=cut)
 
 
 def cuda_kernel(

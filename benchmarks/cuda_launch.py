@@ -155,7 +155,7 @@ def launch(config: Config, problem: Problem, chip: Chip, addresses: dict[str, in
     maps = [call.tensor_map(plan[name], addresses[name]) for name in ("patches", "weight", "y")]
     pointers = [addresses[name] for name in ("scale", "table", "y", "segments")]
     shapes = [problem.rows, problem.N, plan["chunks"]]
-    width = cuda.pixels(problem)[1] // (problem.patch_size or 1)
+    width = cuda.pixels(problem)[1] // (problem.layout.patch_size if problem.layout else 1)
     numbers = [*shapes, problem.table_period, segments.shape[1], width]
     content = b"".join(maps) + np.array(pointers, np.uint64).tobytes()
     content += np.array(numbers, np.int32).tobytes()

@@ -233,7 +233,7 @@ def main() -> None:
             patch_embed,
             backend=chosen.backend,
             out_dtype=chosen.out_dtype,
-            patch_size=None,
+            layout=None,
         )
         for shape in chosen.shapes:
             program = compile_offline(

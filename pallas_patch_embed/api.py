@@ -19,10 +19,10 @@ from pallas_patch_embed.problem import (
     DTYPES,
     OUT_DTYPES,
     AnyArray,
+    PatchLayout,
     Problem,
     Shaped,
     dtype_name,
-    rows_shape,
 )
 
 CUTS = (None, "kernel")
@@ -36,16 +36,18 @@ def patchify(images: AnyArray, params: PatchEmbedParams, *, clip: bool = False) 
     identical patches in every dtype: a float within 2^-21 of a uint8 level is taken for it.
 
     Args:
-      images: [..., H, W, 3], uint8 or floating-point in [-1, 1]. A remainder of H or W beyond whole
-        patches is dropped, as SigLIP does.
+      images: [..., H, W, 3], uint8 or floating-point, normalised as the params say: by default to
+        [-1, 1]. A remainder of H or W beyond whole patches is dropped, as SigLIP does. With frames
+        videos [..., F, H, W, 3], F a multiple of them.
       params: PatchEmbedParams; decides patch size, encoding and padding.
       clip: clips floating-point pixels to [-1, 1] instead of checking that they are in it. NaN
         stays NaN, except that int8 has none: there it becomes an unspecified level.
 
     Returns:
-      [..., S, K_padded] of `params.dtype`, S = (H // p) * (W // p) in row-major order, K in the
-      order height, width, channel, then zeros. int8 holds pixel - 128, the other dtypes pixels in
-      [-1, 1].
+      [..., R + S, K_padded] of `params.dtype`: R rows of zeros, for a prefix of R rows, then
+      S = (H // p) * (W // p) patches in row-major order, for videos frames before rows. K is in the
+      order height, width, channel, for videos channel, frame, height, width, then zeros. int8
+      holds pixel - 128, the other dtypes pixels in [-1, 1].
 
     Raises:
       TypeError: images or params of another type.
@@ -57,22 +59,24 @@ def patchify(images: AnyArray, params: PatchEmbedParams, *, clip: bool = False) 
     check_params(params)
     _check_images(images, params)
     if not clip:
-        check_range("images", images)
+        check_range("images", images, params.encoding)
     pixels = _differentiable(jnp.asarray(images), params)
-    return rows(pixels, params.patch_size, params.dtype)
+    return rows(pixels, params.layout, params.encoding)
 
 
 def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = False) -> jax.Array:
     """Encodes patches that are cut already, as NaFlex models have them: for `patch_embed`.
 
     Args:
-      patches: [..., S, K] of pixels, uint8 or floating-point in [-1, 1], K = 3 * p * p in the order
-        height, width, channel. Padding may have any values in that range, such as zeros.
+      patches: [..., S, K] of pixels, uint8 or floating-point, normalised as the params say: by
+        default to [-1, 1]. K = 3 * p * p in the order height, width, channel; with T frames 3 * T *
+        p * p in the order channel, frame, height, width. Padding may have any values in that
+        range, such as zeros.
       params: PatchEmbedParams; decides encoding and padding.
       clip: as for `patchify`.
 
     Returns:
-      [..., S, K_padded] of `params.dtype`.
+      [..., R + S, K_padded] of `params.dtype`, with rows of zeros in front as of `patchify`.
 
     Raises:
       TypeError, ValueError: as `patchify`.
@@ -87,11 +91,13 @@ def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = 
     if patches.ndim < 2 or patches.shape[-1] != params.K:
         raise ValueError(
             f"encode_patches: patches have shape {list(patches.shape)}, expected [..., S, "
-            f"{params.K}]: the {params.patch_size} x {params.patch_size} x 3 pixels of a patch."
+            f"{params.K}]: the pixels of a patch of {params.patch_size} x {params.patch_size}"
+            f"{'' if params.frames is None else f' and {params.frames} frames'}, 3 colours each."
         )
     if not clip:
-        check_range("patches", patches)
-    return pad_rows(encode(_differentiable(jnp.asarray(patches), params), params.dtype))
+        check_range("patches", patches, params.encoding)
+    pixels = _differentiable(jnp.asarray(patches), params)
+    return pad_rows(encode(pixels, params.encoding), params.prefix)
 
 
 def _differentiable(pixels: jax.Array, params: PatchEmbedParams) -> jax.Array:
@@ -176,14 +182,13 @@ def embed_images(
     source = None if cut is None else images
     out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype, images=source)
     if not clip:
-        check_range("images", images)
+        check_range("images", images, params.encoding)
     images = jnp.asarray(images)
     if images.dtype == jnp.uint8:
         # The backend cuts them, or has them cut.
-        size = params.patch_size
         arguments = (images, params, position_embedding, backend, out_dtype)
-        return _bind(*arguments, patch_size=size, cut=cut)
-    patches = rows(images, params.patch_size, params.dtype)
+        return _bind(*arguments, layout=params.layout, cut=cut)
+    patches = rows(images, params.layout, params.encoding)
     y = _bind(patches, params, position_embedding, backend, out_dtype)
     if params.dtype == "int8":
         # Rounding to integers would make the derivative a silent zero.
@@ -220,14 +225,14 @@ def explain(
     """
     check_params(params)
     given: Any = patches_or_shape
-    patch_size = None
+    layout = None
     if not hasattr(given, "shape"):
         given = _of_shape(given, params)
     dtype = dtype_name(given, "explain: patches or images")
     patches = given
     if given.shape[-1:] == (3,) or (dtype == "uint8" and given.shape[-3:-2] == (3,)):
         patches = _abstract_patches(given, params, position_embedding)
-        patch_size = params.patch_size if dtype == "uint8" else None
+        layout = params.layout if dtype == "uint8" else None
     _check_patches(patches, params)
     _check_cut(cut, given)
     table = _abstract_table(patches, params, position_embedding)
@@ -235,9 +240,9 @@ def explain(
     device = default_device() if device is None else device
     if not isinstance(device, jax.Device):
         raise TypeError(f"explain: device is {device!r}, expected one of jax.devices().")
-    source = patches if patch_size is None else given
+    source = patches if layout is None else given
     operands = (source, params.weight, params.scale, table)
-    problem = Problem.of(*operands, out_dtype=out_dtype, patch_size=patch_size, cut=cut)
+    problem = Problem.of(*operands, out_dtype=out_dtype, layout=layout, cut=cut)
     return explain_problem(problem, Target.of(device))
 
 
@@ -261,17 +266,17 @@ def _of_shape(shape: Any, params: PatchEmbedParams) -> Any:
 def _abstract_patches(images: Any, params: PatchEmbedParams, positions: Any) -> Any:
     """Shape and dtype of the images' patches, after the checks."""
     _check_images(images, params)
-    H, W, _ = images.shape[-3:]
-    grid = (H // params.patch_size, W // params.patch_size)
-    stored = None if params.table is None else params.grid
-    if positions is None and stored is not None and grid != stored:
+    shape = tuple(images.shape)
+    grid = params.layout.grid(shape)
+    if positions is None and params.has_positions and grid != params.grid:
+        given, stored = (" x ".join(map(str, sides)) for sides in (grid, params.grid or ()))
         raise ValueError(
-            f"embed_images: {H} x {W} pixels are a {grid[0]} x {grid[1]} grid of patches of "
-            f"{params.patch_size} pixels, but the params have positions for {stored[0]} x "
-            f"{stored[1]}. Resize the images, or pass the position_embedding of their grid."
+            f"embed_images: {' x '.join(map(str, shape[-params.layout.image_ndim : -1]))} pixels "
+            f"are a {given} grid of patches of {params.patch_size} pixels, but the params have "
+            f"positions for {stored}. Resize the images, or pass the position_embedding of their "
+            "grid."
         )
-    shape = rows_shape(images.shape, params.patch_size)
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(params.dtype))
+    return jax.ShapeDtypeStruct(params.layout.rows_shape(shape), jnp.dtype(params.dtype))
 
 
 def _check_images(images: Any, params: PatchEmbedParams) -> None:
@@ -291,6 +296,12 @@ def _check_images(images: Any, params: PatchEmbedParams) -> None:
                 if channels_first
                 else "Convert the images to RGB."
             )
+        )
+    if params.frames is not None and (len(shape) < 4 or shape[-4] % params.frames):
+        raise ValueError(
+            f"images have shape {list(shape)}, but the params are for videos [..., F, H, W, 3], F "
+            f"a multiple of {params.frames} frames. Repeat the last frame, or an image "
+            f"{params.frames} times."
         )
     if min(shape[-3:-1]) < params.patch_size:
         raise ValueError(
@@ -359,7 +370,7 @@ def _check_call(
         problem = Problem.of(
             *(source, params.weight, params.scale, table),
             out_dtype=out_dtype,
-            patch_size=None if images is None else params.patch_size,
+            layout=None if images is None else params.layout,
             cut=None if images is None else "kernel",
         )
         choose(problem, Target.unknown(), backend)
@@ -368,15 +379,24 @@ def _check_call(
 
 def _abstract_table(patches: Any, params: PatchEmbedParams, positions: Any) -> Any:
     """Shape and dtype of what `_table` adds, after the checks."""
-    S, N = patches.shape[-2], params.N
+    rows, N, R = patches.shape[-2], params.N, params.prefix
+    S = rows - R
+    if S < 1:
+        raise ValueError(
+            f"patch_embed: patches have {rows} rows, but the params put {R} rows of zeros in front "
+            "of the patches. Make patches with patchify or encode_patches, which put them there."
+        )
     if positions is None:
         if params.table is None:
             return params.offset
-        if params.grid is not None and params.table.shape[0] != S:
-            h, w = params.grid
+        if not params.has_positions:
+            return jax.ShapeDtypeStruct((rows, N), params.table.dtype)
+        if params.table.shape[0] != rows:
+            grid = " x ".join(map(str, params.grid or ()))
             raise ValueError(
                 f"patch_embed: patches have S = {S} positions, but the params have positions for "
-                f"a {h} x {w} grid, S = {h * w}. Resize the images, or pass position_embedding."
+                f"a {grid} grid, S = {params.table.shape[0] - R}. Resize the images, or pass "
+                "position_embedding."
             )
         return params.table
     dtype = dtype_name(positions, "position_embedding")
@@ -396,21 +416,34 @@ def _abstract_table(patches: Any, params: PatchEmbedParams, positions: Any) -> A
         raise ValueError(
             f"position_embedding has shape {list(shape)}, expected {[S, N]} for all images or "
             f"{[*leading, S, N]} for each: patches have shape {list(patches.shape)}, the params "
-            f"have N = {N}. Resize the positions to the grid of the patches."
+            f"have N = {N}{f' and {R} rows in front, which keep theirs' if R else ''}. Resize the "
+            "positions to the grid of the patches."
         )
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(params.table_dtype))
+    return jax.ShapeDtypeStruct((*outer, rows, N), jnp.dtype(params.table_dtype))
 
 
-def _table(params: PatchEmbedParams, positions: Any) -> jax.Array:
+def _table(params: PatchEmbedParams, positions: Any, rows: int) -> jax.Array:
     """What is added to the product: the stored table, offset + positions, or the offset."""
+    if positions is None and params.table is None:
+        return params.offset
+    if positions is None and params.has_positions:
+        assert params.table is not None
+        return params.table
     if positions is None:
-        return params.offset if params.table is None else params.table
+        positions = jnp.zeros((rows - params.prefix, params.N), jnp.float32)
     positions = jnp.asarray(positions).astype(jnp.float32)
     table = lax.expand_dims(params.offset, range(positions.ndim - 1)) + positions
     if params.table_dtype == "bfloat16":
         # XLA may keep more bits of a bfloat16 that it does not write out; not of this.
         table = lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7)
-    return table.astype(params.table_dtype)
+    table = table.astype(params.table_dtype)
+    if not params.prefix:
+        return table
+    assert params.table is not None
+    front = jnp.broadcast_to(
+        params.table[: params.prefix], (*table.shape[:-2], params.prefix, params.N)
+    )
+    return jnp.concatenate([front, table], axis=-2)
 
 
 def _bind(
@@ -420,11 +453,13 @@ def _bind(
     backend: str | None,
     out_dtype: str,
     *,
-    patch_size: int | None = None,
+    layout: PatchLayout | None = None,
     cut: str | None = None,
 ) -> jax.Array:
-    operands = (source, params.weight, params.scale, _table(params, positions))
-    static = dict(backend=backend, out_dtype=out_dtype, patch_size=patch_size, cut=cut)
+    shape = source.shape if layout is None else layout.rows_shape(source.shape)
+    table = _table(params, positions, shape[-2])
+    operands = (source, params.weight, params.scale, table)
+    static = dict(backend=backend, out_dtype=out_dtype, layout=layout, cut=cut)
     return primitive.patch_embed(*map(jnp.asarray, operands), **static)
 
 

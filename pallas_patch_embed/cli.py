@@ -20,7 +20,7 @@ from pallas_patch_embed.chips import Target
 from pallas_patch_embed.embed import command as embed
 from pallas_patch_embed.embed import output
 from pallas_patch_embed.embed.pictures import printable
-from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, Problem, padded
+from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, PatchLayout, Problem, padded
 
 PACKAGES = (
     "jax",
@@ -61,7 +61,7 @@ def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]
                 dtype=dtype,
                 table_dtype="bfloat16",
                 out_dtype="bfloat16",
-                patch_size=None if naflex else shape.patch,
+                layout=None if naflex else PatchLayout(shape.patch),
                 images=None if naflex else (1, shape.image, shape.image, 3),
             )
             by_dtype[dtype] = explain(problem, Target.of(device))

@@ -5,12 +5,13 @@ it is compiled by itself, inside of a model's jit it becomes part of that progra
 written so that XLA computes the same bits either way:
 
   no division of arrays by a constant   XLA multiplies by the reciprocal under jit only
-  no sum of floats over K               its order is the compiler's; sums of int32 are exact
-  no sum whose term is a product        LLVM may fuse them into one rounding (see `_rounded`)
+  no reduction that adds floats         its order is the compiler's; sums of int32 are exact
+  no sum whose term is a product        LLVM may fuse them into one rounding (see `rounded`)
 """
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -21,17 +22,22 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_patch_embed.params import (
+    Colours,
     PatchEmbedParams,
     check_dtype,
     check_grid,
+    check_normalisation,
     check_patch_size,
+    patch_length,
 )
+from pallas_patch_embed.patches import rounded
 from pallas_patch_embed.problem import is_known, padded
 
-# Layout of the kernel -> (its shape, the permutation to [N, height, width, channel]).
+# Layout of the kernel -> (its shape, the permutation to N and then the order of K).
 LAYOUTS = {
     "HWIO": ("[p, p, 3, N]", (3, 0, 1, 2)),
     "OIHW": ("[N, 3, p, p]", (0, 2, 3, 1)),
+    "OITHW": ("[N, 3, T, p, p]", (0, 1, 2, 3, 4)),
     "KN": ("[K, N]", (1, 0)),
     "NK": ("[N, K]", (0, 1)),
 }
@@ -55,9 +61,12 @@ def pack(
     position_embedding: npt.ArrayLike | None,
     *,
     patch_size: int,
-    layout: Literal["HWIO", "OIHW", "KN", "NK"] = "HWIO",
-    grid: tuple[int, int] | None = None,
+    layout: Literal["HWIO", "OIHW", "OITHW", "KN", "NK"] = "HWIO",
+    grid: Sequence[int] | None = None,
     dtype: DTypeLike = "int8",
+    image_mean: Sequence[float] | None = None,
+    image_std: Sequence[float] | None = None,
+    prefix: npt.ArrayLike | None = None,
 ) -> PatchEmbedParams:
     """Packs a checkpoint's patch embedding into the form that the kernels read.
 
@@ -74,12 +83,21 @@ def pack(
     Args:
       kernel: floating-point array of the shape of `layout`.
       bias: [N], or None for no bias.
-      position_embedding: [S, N], [1, S, N], [h, w, N], or None for no positions.
+      position_embedding: [S, N], [1, S, N], [h, w, N], or None for no positions. With a prefix of R
+        rows also [R + S, N] or [1, R + S, N], of which the first R are added to the prefix.
       patch_size: p, the side of a patch in pixels.
       layout: of the kernel. "HWIO" [p, p, 3, N] (flax), "OIHW" [N, 3, p, p] (PyTorch), "KN" [K, N]
-        or "NK" [N, K], where K = 3 * p * p is flattened height, width, channel.
-      grid: (h, w) with h * w = S; by default the sides of [h, w, N], otherwise a square.
+        or "NK" [N, K], where K = 3 * p * p is flattened height, width, channel; "OITHW"
+        [N, 3, T, p, p] for patches of T frames, whose K is flattened channel, frame, height, width.
+      grid: (h, w) with h * w = S; by default the sides of [h, w, N], otherwise a square. With
+        frames (t, h, w), or (h, w) for t = 1.
       dtype: of patches and weight: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      image_mean, image_std: for red, green and blue, what the model's preprocessing subtracts from
+        a pixel in [0, 1] and then divides by; by default 0.5 and 0.5, as SigLIP does. They become
+        part of weight and offset, so uint8 images stay exact and cost nothing. Floating-point
+        images are then taken as normalised that way.
+      prefix: [R, N] or [1, R, N], the class and register tokens, which become the first R rows of
+        each image's embedding.
 
     Returns:
       PatchEmbedParams.
@@ -91,26 +109,31 @@ def pack(
         those that jit traces, nor those of an array that this process cannot read whole.
     """
     patch_size, dtype = check_patch_size(patch_size), check_dtype(dtype)
+    image_mean, image_std = check_normalisation(image_mean, image_std)
     overflow = BFLOAT16_OVERFLOW if dtype == "bfloat16" else math.inf
     weights = _checked("kernel", kernel, overflow)
-    N = _check_kernel_shape(weights, patch_size, layout)
+    N, frames = _check_kernel_shape(weights, patch_size, layout)
     biases = None if bias is None else _checked("bias", bias)
     if biases is not None and biases.shape != (N,):
         raise ValueError(
             f"pack: bias has shape {list(biases.shape)}, expected [{N}]: one value for each of "
             "the kernel's output channels."
         )
-    grid = None if grid is None else check_grid(grid)
+    tokens = None if prefix is None else _checked("prefix", prefix)
+    R = 0 if tokens is None else _check_prefix_shape(tokens, N)
+    grid = None if grid is None else check_grid(grid, frames)
     positions = None
     if position_embedding is not None:
         positions = _checked("position_embedding", position_embedding)
-        grid = _grid_of(positions, N, grid)
-    given = (weights, biases, positions)
+        grid = _grid_of(positions, N, grid, R, frames)
+    given = (weights, biases, positions, tokens)
     # Under a transfer guard, numpy arrays may not enter a jitted function by themselves.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.device_put(x) for x in given]
-    weight, scale, offset, table = _packed(*arrays, layout=layout, dtype=dtype)
-    _check_result("bias + the constant of int8", offset)
-    _check_result("bias + position_embedding", table)
+    weight, scale, offset, table = _packed(
+        *arrays, layout=layout, grid=grid, dtype=dtype, mean=image_mean, std=image_std
+    )
+    _check_result("bias + the constant of the pixels' encoding", offset)
+    _check_result("the sum of bias or prefix and position_embedding", table)
     return PatchEmbedParams(
         weight=weight,
         scale=scale,
@@ -119,7 +142,11 @@ def pack(
         patch_size=patch_size,
         grid=grid,
         dtype=dtype,
-        K=3 * patch_size**2,
+        K=patch_length(patch_size, frames),
+        image_mean=image_mean,
+        image_std=image_std,
+        prefix=R,
+        frames=frames,
     )
 
 
@@ -172,83 +199,183 @@ def _check_result(name: str, array: Any) -> None:
         )
 
 
-def _check_kernel_shape(kernel: Any, patch_size: int, layout: Any) -> int:
-    """Returns N, the number of output channels."""
+def _check_kernel_shape(kernel: Any, patch_size: int, layout: Any) -> tuple[int, int | None]:
+    """Returns N, the number of output channels, and the frames of a patch, None for images."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"pack: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}.")
     text, order = LAYOUTS[layout]
-    K = 3 * patch_size**2
-    expected = (patch_size, patch_size, 3) if len(order) == 4 else (K,)
     fits = kernel.ndim == len(order) and 0 not in kernel.shape
+    frames = kernel.shape[2] if fits and layout == "OITHW" else None
+    K, p = patch_length(patch_size, frames), patch_size
     N, *others = (kernel.shape[axis] for axis in order) if fits else (0,)
-    if tuple(others) != expected:
+    if others != {2: [K], 4: [p, p, 3], 5: [3, frames, p, p]}[len(order)]:
         raise ValueError(
             f"pack: kernel has shape {list(kernel.shape)}, expected {text} for layout={layout!r} "
-            f"and patch_size={patch_size} (p = {patch_size}, K = {K}). Pass the layout and the "
-            "patch_size of the checkpoint."
+            f"and patch_size={p} (p = {p}, K = {K}). Pass the layout and the patch_size of the "
+            "checkpoint."
         )
-    return N
+    return N, frames
 
 
-def _grid_of(positions: Any, N: int, grid: tuple[int, int] | None) -> tuple[int, int]:
+def _check_prefix_shape(prefix: Any, N: int) -> int:
+    """Returns R, the number of rows in front of the patches'."""
+    ones = prefix.shape[:-2]
+    if prefix.ndim not in (2, 3) or prefix.shape[-1] != N or 0 in prefix.shape or ones > (1,):
+        raise ValueError(
+            f"pack: prefix has shape {list(prefix.shape)}, expected [R, {N}] or [1, R, {N}]: a row "
+            "for each class or register token. Give a single token its axis with prefix[None]."
+        )
+    return prefix.shape[-2]
+
+
+def _grid_of(
+    positions: Any, N: int, grid: tuple[int, ...] | None, R: int, frames: int | None
+) -> tuple[int, ...]:
     """The grid of patches for which these are the positions, after the checks."""
     given = f"pack: position_embedding has shape {list(positions.shape)}"
     if positions.ndim not in (2, 3) or positions.shape[-1] != N or 0 in positions.shape:
+        advice = "" if R else " Drop a class token's row, or pass the class token as prefix."
         raise ValueError(
             f"{given}, expected [S, {N}], [1, S, {N}] or [h, w, {N}] for a kernel of {N} output "
-            "channels. Drop a class token's row, if there is one."
+            f"channels.{advice}"
         )
     if positions.ndim == 3 and positions.shape[0] > 1:
-        if grid is not None and grid != positions.shape[:2]:
+        sides = check_grid(positions.shape[:2], frames)
+        if grid is not None and grid != sides:
             raise ValueError(f"{given}, but grid is {grid}. Leave grid=None.")
-        grid = positions.shape[:2]
-    S = math.prod(positions.shape[:-1])
+        return sides
+    rows = math.prod(positions.shape[:-1])
     if grid is None:
-        side = math.isqrt(S)
-        if side * side != S:
-            raise ValueError(f"{given}: {S} positions are not a square. Pass grid=(height, width).")
-        grid = (side, side)
-    if math.prod(grid) != S:
+        squares = {S for S in (rows, rows - R) if S > 0 and math.isqrt(S) ** 2 == S}
+        if len(squares) != 1:
+            found = "either 0 or" if squares else "no square, with or without the"
+            raise ValueError(
+                f"{given}: {rows} positions are {found} {R} rows of prefix and a square. Pass "
+                "grid=(height, width)."
+                if R
+                else f"{given}: {rows} positions are not a square. Pass grid=(height, width)."
+            )
+        side = math.isqrt(*squares)
+        grid = check_grid((side, side), frames)
+    if rows not in (math.prod(grid), R + math.prod(grid)):
         raise ValueError(
-            f"{given}: {S} positions, but grid={grid} has {math.prod(grid)} patches. Pass the grid "
-            "(height, width) of the positions."
+            f"{given}: {rows} positions, but grid={grid} has {math.prod(grid)} patches"
+            f"{f' behind {R} rows of prefix' if R else ''}. Pass the grid (height, width) of the "
+            "positions."
         )
     return grid
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "dtype"), inline=True)
+@functools.partial(jax.jit, static_argnames=("layout", "grid", "dtype", "mean", "std"), inline=True)
 def _packed(
     kernel: jax.Array,
     bias: jax.Array | None,
     positions: jax.Array | None,
+    prefix: jax.Array | None,
     *,
     layout: str,
+    grid: tuple[int, ...] | None,
     dtype: str,
+    mean: Colours | None,
+    std: Colours | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Weight, scale, offset and table."""
     weight = kernel.astype(jnp.float32).transpose(LAYOUTS[layout][1])
     N, *rest = weight.shape
     weight = weight.reshape(N, math.prod(rest))
+    if std is not None:
+        # A pixel v in [-1, 1] is normalised to v / (2 std) + (1 - 2 mean) / (2 std).
+        weight = rounded(weight * _along_k([1 / (2 * x) for x in std], weight, layout))
     if dtype in QUANTISED_MAX:
         weight, scale = _quantised(weight, dtype)
     else:
         weight, scale = weight.astype(dtype), jnp.ones_like(weight, np.float32, shape=(N,))
     offset = jnp.zeros_like(scale) if bias is None else bias.astype(jnp.float32)
-    if dtype == "int8":
-        # A pixel u stands for (2 * (u - 128) + 1) / 255. The factor 2 / 255 is part of the scale,
-        # so half of the scale is what is left to multiply the weights' sum by.
-        total = jnp.sum(weight, axis=1, dtype=jnp.int32).astype(jnp.float32)
-        offset = offset + _rounded(total * (scale * np.float32(0.5)))
-    table = None
+    for constant in _constants(weight, scale, mean, layout):
+        offset = offset + rounded(constant)
+    table = _table(
+        offset, positions, prefix, grid, jnp.float32 if dtype == "float32" else jnp.bfloat16
+    )
+    K = weight.shape[1]
+    weight = jnp.pad(weight, ((0, 0), (0, padded(K) - K)))
+    return weight, scale, offset, table
+
+
+def _table(offset: jax.Array, positions: Any, prefix: Any, grid: Any, dtype: Any) -> Any:
+    """Rows of prefix with their positions, then rows of offset + positions."""
+    N, parts = len(offset), []
     if positions is not None:
         positions = positions.astype(jnp.float32)
         if positions.ndim == 3:
             positions = positions.reshape(-1, N)
-        table = jnp.expand_dims(offset, 0) + positions
-        table = table.astype(jnp.float32 if dtype == "float32" else jnp.bfloat16)
-    K = weight.shape[1]
-    weight = jnp.pad(weight, ((0, 0), (0, padded(K) - K)))
-    return weight, scale, offset, table
+        parts = [jnp.expand_dims(offset, 0) + positions[-math.prod(grid) :]]
+    if prefix is not None:
+        prefix = prefix.astype(jnp.float32)
+        if prefix.ndim == 3:
+            prefix = prefix.reshape(-1, N)
+        if positions is not None and len(positions) > math.prod(grid):
+            prefix = prefix + positions[: len(prefix)]
+        parts = [prefix, *parts]
+    if not parts:
+        return None
+    return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)).astype(dtype)
+
+
+def _along_k(of_colours: list[float], weight: jax.Array, layout: str) -> jax.Array:
+    """A number for each colour, as [1, K]."""
+    each = weight.shape[1] // 3
+    colours = np.array(of_colours, np.float32)
+    return jnp.asarray(np.repeat(colours, each) if layout == "OITHW" else np.tile(colours, each))[
+        None
+    ]
+
+
+def _constants(weight: jax.Array, scale: jax.Array, mean: Any, layout: str) -> Iterator[jax.Array]:
+    """What the product misses of the pixels, [N], in parts that are to be added.
+
+    The kernels multiply the weight by v, (2u - 255) / 255 for a pixel u, but the pixel is
+    normalised to v + 1 - 2 mean, in units of 2 std, which are part of the weight. For int8 they
+    multiply it by i = u - 128, and v = (2i + 1) / 255. The factor 2 / 255 is part of int8's scale.
+    """
+    int8 = weight.dtype == jnp.int8
+    shift = [1 - 2 * x for x in (mean or (0.5, 0.5, 0.5))]
+    factors = [0.5 + 127.5 * x for x in shift] if int8 else shift
+    weights = jnp.expand_dims(weight, 2)
+    if mean is not None:
+        N, K = weight.shape
+        shape, axis = ((N, 3, K // 3), 1) if layout == "OITHW" else ((N, K // 3, 3), 2)
+        weights = jnp.moveaxis(weight.reshape(shape), axis, 2)
+    for colour, factor in enumerate(factors[: weights.shape[2]]):
+        if factor:
+            total = _sum(weights[:, :, colour])
+            yield total * (scale * np.float32(factor))
+
+
+def _sum(weight: jax.Array) -> jax.Array:
+    """The sum along the last axis, by sums of integers, which have the same bits in every order.
+
+    A float is split into two integers of a unit of its own row: a power of two, by which products
+    are exact. What is left of it is at most 2^-29 of the row's largest magnitude.
+    """
+    if weight.dtype == jnp.int8:
+        return jnp.sum(weight, axis=1, dtype=jnp.int32).astype(jnp.float32)
+    weight = weight.astype(jnp.float32)
+    exponent = jnp.int32(0xFF << 23)
+    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(weight), axis=1), jnp.int32) & exponent
+    # Neither the unit nor its reciprocal is 0 or infinite.
+    bits = jnp.clip(bits, 1 << 23, 253 << 23)
+    unit = lax.bitcast_convert_type(bits, jnp.float32)
+    reciprocal = lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)
+    # Integers of at most 2^13, then of at most 2^16: the sum of 2^15 of them fits int32.
+    coarse = weight * jnp.expand_dims(reciprocal, 1) * np.float32(2.0**11)
+    whole = jnp.round(coarse)
+    fine = jnp.round((coarse - whole) * np.float32(2.0**17))
+
+    def sum_exactly(x: jax.Array) -> jax.Array:
+        return jnp.sum(x.astype(jnp.int32), axis=1, dtype=jnp.int32).astype(jnp.float32)
+
+    total = sum_exactly(whole) + sum_exactly(fine) * np.float32(2.0**-17)
+    return total * np.float32(2.0**-11) * unit
 
 
 def _quantised(weight: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -272,12 +399,3 @@ def _quantised(weight: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
     if dtype == "int8":
         quantised = jnp.round(quantised)
     return quantised.astype(dtype), scale
-
-
-def _rounded(product: jax.Array) -> jax.Array:
-    """The product, rounded to float32 before anything is added to it.
-
-    LLVM fuses a product and a sum into one operation with one rounding, also across XLA's
-    optimization_barrier; it does not across a maximum. No finite number is changed.
-    """
-    return jnp.maximum(product, -FLOAT32.max)

@@ -14,9 +14,16 @@ import safetensors
 import safetensors.numpy
 
 from pallas_patch_embed.files import written_whole
-from pallas_patch_embed.problem import DTYPES, padded
+from pallas_patch_embed.patches import Encoding
+from pallas_patch_embed.problem import DTYPES, PatchLayout, padded
 
-FILE_FORMAT = "pallas_patch_embed.PatchEmbedParams.1"
+# A number for each of red, green and blue.
+type Colours = tuple[float, float, float]
+
+# The version rises when a static field is added. Files of version 1 have the first four.
+FILE_FORMAT = "pallas_patch_embed.PatchEmbedParams."
+FILE_VERSION = "2"
+FIELDS_BEFORE = {"1": ("patch_size", "grid", "dtype", "K")}
 
 
 @jax.tree_util.register_dataclass
@@ -28,17 +35,22 @@ class PatchEmbedParams:
     part of `scale`, the constant sum_k w[n, k] / 255 part of `offset`.
 
     Attributes:
-      weight: [N, K_padded] of `dtype`; K in the order height, width, channel, padded with zeros to
-        a multiple of 128.
+      weight: [N, K_padded] of `dtype`, padded with zeros to a multiple of 128. K is in the order
+        height, width, channel; with frames in the order channel, frame, height, width.
       scale: [N] float32, the factor of each channel's accumulator.
       offset: [N] float32, bias plus the encoding's constant.
-      table: [S, N] bfloat16 (float32 if `dtype` is float32), offset + positions; None without
-        positions: then S is arbitrary, and only the offset is added.
+      table: [R + S, N] bfloat16 (float32 if `dtype` is float32): R rows of prefix with their
+        positions, S rows of offset + positions. [R, N] without positions, None if there is no
+        prefix either: then S is arbitrary, and the offset is added to each patch.
       patch_size: side of a patch in pixels. Static, like the following.
-      grid: (height, width) of the image in patches; None if there are no positions and none was
-        given.
+      grid: (height, width) of the image in patches, with frames (time, height, width); None if
+        there are no positions and none was given.
       dtype: "float32", "bfloat16", "float8_e4m3fn" or "int8".
-      K: 3 * patch_size**2, without the padding.
+      K: 3 * patch_size**2, times the frames of a patch; without the padding.
+      image_mean, image_std: how floating-point images are normalised, (u / 255 - mean) / std for
+        red, green and blue; None for 0.5 and 0.5, which give [-1, 1].
+      prefix: R, rows in front of the patches' (class and register tokens).
+      frames: frames of a video in one patch; None for images.
     """
 
     weight: jax.Array
@@ -46,9 +58,28 @@ class PatchEmbedParams:
     offset: jax.Array
     table: jax.Array | None
     patch_size: int = dataclasses.field(metadata={"static": True})
-    grid: tuple[int, int] | None = dataclasses.field(metadata={"static": True})
+    grid: tuple[int, ...] | None = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
     K: int = dataclasses.field(metadata={"static": True})
+    image_mean: Colours | None = dataclasses.field(default=None, metadata={"static": True})
+    image_std: Colours | None = dataclasses.field(default=None, metadata={"static": True})
+    prefix: int = dataclasses.field(default=0, metadata={"static": True})
+    frames: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def layout(self) -> PatchLayout:
+        """How an image becomes rows of patches."""
+        return PatchLayout(self.patch_size, self.frames, self.prefix)
+
+    @property
+    def encoding(self) -> Encoding:
+        """What pixels are and what they become."""
+        return Encoding(self.dtype, self.image_mean, self.image_std, self.frames is None)
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether positions are stored; then images need the grid."""
+        return self.table is not None and self.table.shape[0] > self.prefix
 
     @property
     def K_padded(self) -> int:
@@ -71,14 +102,18 @@ class PatchEmbedParams:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def __repr__(self) -> str:
-        grid = "any" if self.grid is None else f"{self.grid[0]}x{self.grid[1]}"
+        grid = "any" if self.grid is None else "x".join(map(str, self.grid))
+        more = [f"{self.prefix} rows in front"] if self.prefix else []
+        more += [f"{self.frames} frames a patch"] if self.frames is not None else []
+        if self.image_mean is not None:
+            more.append(f"mean {self.image_mean}, std {self.image_std}")
         leaves = ", ".join(
             f"{name} {_describe(getattr(self, name))}"
             for name in ("weight", "scale", "offset", "table")
         )
         return (
-            f"PatchEmbedParams({self.dtype}, patch {self.patch_size}, grid {grid}, K {self.K}: "
-            f"{leaves})"
+            f"PatchEmbedParams({self.dtype}, patch {self.patch_size}, grid {grid}, K {self.K}"
+            f"{''.join(f', {x}' for x in more)}: {leaves})"
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -94,8 +129,8 @@ class PatchEmbedParams:
             if getattr(self, name) is not None
         }
         tensors["weight"] = tensors["weight"].view(_stored_dtype(self.dtype))
-        static = {name: getattr(self, name) for name in ("patch_size", "grid", "dtype", "K")}
-        metadata = {"format": FILE_FORMAT, "static": json.dumps(static)}
+        static = {name: getattr(self, name) for name in _static_fields()}
+        metadata = {"format": FILE_FORMAT + FILE_VERSION, "static": json.dumps(static)}
         content = safetensors.numpy.save(tensors, metadata)
         with written_whole(path) as file:
             file.write(content)
@@ -135,10 +170,20 @@ jax.export.register_pytree_node_serialization(
     PatchEmbedParams,
     serialized_name="pallas_patch_embed.PatchEmbedParams",
     serialize_auxdata=lambda static: json.dumps(static).encode(),
-    deserialize_auxdata=lambda data: tuple(
-        tuple(x) if isinstance(x, list) else x for x in json.loads(data)
-    ),
+    deserialize_auxdata=lambda data: _with_defaults(json.loads(data)),
 )
+
+
+def _static_fields() -> list[str]:
+    return [field.name for field in dataclasses.fields(PatchEmbedParams) if field.metadata]
+
+
+def _with_defaults(static: list[Any]) -> tuple[Any, ...]:
+    """The static fields from the first ones: programs exported before have no others."""
+    defaults = [f.default for f in dataclasses.fields(PatchEmbedParams) if f.metadata]
+    return tuple(
+        tuple(x) if isinstance(x, list) else x for x in [*static, *defaults[len(static) :]]
+    )
 
 
 def _describe(leaf: Any) -> str:
@@ -152,16 +197,28 @@ def _stored_dtype(dtype: str) -> np.dtype:
 
 
 def _from_file(tensors: dict[str, Any], metadata: dict[str, str]) -> PatchEmbedParams:
-    if metadata.get("format") != FILE_FORMAT:
-        raise ValueError(f"its format is {metadata.get('format')!r}, expected {FILE_FORMAT!r}")
+    version = metadata.get("format", "").removeprefix(FILE_FORMAT)
+    fields = FIELDS_BEFORE | {FILE_VERSION: tuple(_static_fields())}
+    if version not in fields:
+        newest = FILE_FORMAT + FILE_VERSION
+        raise ValueError(f"its format is {metadata.get('format')!r}, expected {newest!r} or older")
     static = json.loads(metadata["static"])
-    if not isinstance(static, dict) or set(static) != {"patch_size", "grid", "dtype", "K"}:
+    if not isinstance(static, dict) or set(static) != set(fields[version]):
         raise ValueError(f"its static fields are {static!r}")
-    patch_size, dtype = check_patch_size(static["patch_size"]), check_dtype(static["dtype"])
-    K = 3 * patch_size**2
+    static["patch_size"] = check_patch_size(static["patch_size"])
+    static["dtype"] = dtype = check_dtype(static["dtype"])
+    frames, prefix = static.get("frames"), static.get("prefix", 0)
+    if frames is not None and not (type(frames) is int and frames >= 1):
+        raise ValueError(f"frames is {frames!r}")
+    if not (type(prefix) is int and prefix >= 0):
+        raise ValueError(f"prefix is {prefix!r}")
+    K = patch_length(static["patch_size"], frames)
     if static["K"] != K:
         raise ValueError(f"K is {static['K']!r}, expected {K}")
-    grid = None if static["grid"] is None else check_grid(static["grid"])
+    if static["grid"] is not None:
+        static["grid"] = check_grid(static["grid"], frames)
+    mean, std = static.pop("image_mean", None), static.pop("image_std", None)
+    static["image_mean"], static["image_std"] = check_normalisation(mean, std)
     if unknown := set(tensors) - {"weight", "scale", "offset", "table"}:
         raise ValueError(f"it has unknown tensors {sorted(unknown)}")
     weight = tensors["weight"]
@@ -172,10 +229,7 @@ def _from_file(tensors: dict[str, Any], metadata: dict[str, str]) -> PatchEmbedP
         scale=tensors["scale"],
         offset=tensors["offset"],
         table=tensors.get("table"),
-        patch_size=patch_size,
-        grid=grid,
-        dtype=dtype,
-        K=K,
+        **static,
     )
     check_params(params)
     for name in ("weight", "scale", "offset", "table"):
@@ -205,10 +259,15 @@ def check_params(params: PatchEmbedParams) -> None:
         "scale": ((N,), "float32"),
         "offset": ((N,), "float32"),
     }
+    if params.table is None and params.prefix:
+        raise ValueError(f"params have a prefix of {params.prefix} rows but no table. Pack again.")
     if params.table is not None:
-        if params.grid is None:
-            raise ValueError("params have a table of positions but no grid. Pack them again.")
-        expected["table"] = ((math.prod(params.grid), N), params.table_dtype)
+        R = S = params.prefix
+        if R == 0 or getattr(params.table, "shape", None) != (R, N):
+            if params.grid is None:
+                raise ValueError("params have a table of positions but no grid. Pack them again.")
+            S = R + math.prod(params.grid)
+        expected["table"] = ((S, N), params.table_dtype)
     for name, (shape, dtype) in expected.items():
         leaf = getattr(params, name)
         fits = getattr(leaf, "shape", None) == shape
@@ -247,12 +306,44 @@ def check_dtype(dtype: Any, name: str = "dtype", among: tuple[str, ...] = DTYPES
     return found
 
 
-def check_grid(grid: Any) -> tuple[int, int]:
-    """Returns the grid as two ints; refuses everything but two positive integers."""
+def check_grid(grid: Any, frames: int | None = None) -> tuple[int, ...]:
+    """Returns the grid as ints; refuses everything but two positive ones, or three with frames.
+
+    With frames, (height, width) stands for (1, height, width).
+    """
     try:
-        h, w = (0 if isinstance(side, bool) else operator.index(side) for side in grid)
+        sides = tuple(0 if isinstance(side, bool) else operator.index(side) for side in grid)
     except (TypeError, ValueError):
-        h = w = 0
-    if h < 1 or w < 1:
-        raise ValueError(f"grid is {grid!r}, expected (height, width) in patches, both positive.")
-    return h, w
+        sides = ()
+    if frames is not None and len(sides) == 2:
+        sides = (1, *sides)
+    if len(sides) != (2 if frames is None else 3) or min(sides) < 1:
+        expected = "(height, width)" if frames is None else "(time, height, width)"
+        raise ValueError(f"grid is {grid!r}, expected {expected} in patches, all positive.")
+    return sides
+
+
+def check_normalisation(mean: Any, std: Any) -> tuple[Colours | None, Colours | None]:
+    """Returns mean and std as three floats each, or None and None if they are 0.5 and 0.5."""
+    found = []
+    for name, value in (("image_mean", mean), ("image_std", std)):
+        try:
+            colours = tuple(map(float, (0.5, 0.5, 0.5) if value is None else value))
+        except (TypeError, ValueError):
+            colours = ()
+        positive = name == "image_mean" or min(colours, default=0) > 0
+        if len(colours) != 3 or not all(map(math.isfinite, colours)) or not positive:
+            raise ValueError(
+                f"{name} is {value!r}, expected a number for each of red, green and blue"
+                f"{'' if name == 'image_mean' else ', all positive'}, of pixels in [0, 1]: what "
+                "the model's preprocessor has."
+            )
+        found.append(colours)
+    if found == [(0.5, 0.5, 0.5)] * 2:
+        return None, None
+    return found[0], found[1]
+
+
+def patch_length(patch_size: int, frames: int | None) -> int:
+    """K, the numbers in one patch."""
+    return 3 * patch_size**2 * (frames or 1)

@@ -1,7 +1,8 @@
 """Images to patch rows: the range and encoding of pixels, the order of K, the padding of K."""
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_patch_embed.problem import is_known, padded
+from pallas_patch_embed.problem import PatchLayout, is_known, padded
 
 # A float this close to a uint8 level is encoded as that level. The usual ways to normalise a pixel
 # in float32, such as u / 255 * 2 - 1 and (u / 255 - 0.5) / 0.5, differ by at most 2^-23.
@@ -17,14 +18,39 @@ LEVEL_TOLERANCE = 2.0**-21
 
 # What a value outside of [-1, 1] most likely comes from.
 OUT_OF_RANGE = (
-    "expected floating-point pixels in [-1, 1]. Pixels of 0 to 255, also those that a model has "
-    "cast to float: pass them as uint8, or as pixels / 127.5 - 1. Normalisation by ImageNet's or "
-    "CLIP's mean and standard deviation: normalise as SigLIP does, with 0.5 and 0.5. Overshoot of "
-    "a bicubic or Lanczos resampling: resize as uint8, or clip with clip=True."
+    "expected floating-point pixels {normalised}. Pixels of 0 to 255, also those that a model has "
+    "cast to float: pass them as uint8, or normalise them. Normalisation by another mean and "
+    "standard deviation, such as ImageNet's or CLIP's: {fix}. Overshoot of a bicubic or Lanczos "
+    "resampling: resize as uint8, or clip with clip=True."
 )
 
 
-def check_range(name: str, pixels: Any) -> None:
+class Encoding(NamedTuple):
+    """What pixels are and what they become. Static.
+
+    Attributes:
+      dtype: of patches.
+      image_mean, image_std: by which floating-point pixels are normalised, of red, green and blue;
+        None where they are in [-1, 1].
+      colours_last: whether the colour is the last axis of a patch, or its first one.
+    """
+
+    dtype: str
+    image_mean: tuple[float, ...] | None = None
+    image_std: tuple[float, ...] | None = None
+    colours_last: bool = True
+
+    def undo(self, length: int) -> tuple[Any, Any]:
+        """Factor and summand that take `length` normalised numbers to pixels in [-1, 1]."""
+        if self.image_mean is None or self.image_std is None:
+            return np.float32(1), np.float32(0)
+        spread = np.tile if self.colours_last else np.repeat
+        factor = np.array([2 * std for std in self.image_std], np.float32)
+        summand = np.array([2 * mean - 1 for mean in self.image_mean], np.float32)
+        return spread(factor, length // 3), spread(summand, length // 3)
+
+
+def check_range(name: str, pixels: Any, encoding: Encoding) -> None:
     """Refuses NaN and floating-point pixels outside of [-1, 1] by more than their rounding.
 
     Values of numpy arrays are read, those of JAX arrays by one reduction on their device, for which
@@ -34,76 +60,121 @@ def check_range(name: str, pixels: Any) -> None:
     if not jnp.issubdtype(pixels.dtype, jnp.floating) or 0 in pixels.shape:
         return
     limit = 1 + max(float(jnp.finfo(pixels.dtype).eps), LEVEL_TOLERANCE)
+    given, normalised = "values", "in [-1, 1]"
+    fix = "normalise by 0.5 and 0.5, or pack with image_mean and image_std"
+    if encoding.image_mean is not None:
+        given = "values that stand for pixels"
+        normalised = (
+            f"in [-1, 1] once image_mean={encoding.image_mean} and image_std={encoding.image_std} "
+            "are undone"
+        )
+        fix = "normalise by those that the params were packed with"
+    expected = OUT_OF_RANGE.format(normalised=normalised, fix=fix)
     if isinstance(pixels, jax.core.Tracer):
-        # The pixels of a model that is trained are known to be right by their values alone.
-        low, high = _extremes(jax.lax.stop_gradient(pixels))
-        message = f"{name} have values from {{low}} to {{high}}, {OUT_OF_RANGE}"
+        # A check is no part of what is differentiated.
+        low, high = _extremes(jax.lax.stop_gradient(pixels), encoding)
         fits = (low >= -limit) & (high <= limit)
+        escaped = expected.replace("{", "{{").replace("}", "}}")
+        message = f"{name} have {given} from {{low}} to {{high}}, {escaped}"
         checkify.debug_check(fits, message, low=low, high=high)
     elif is_known(pixels):
         if isinstance(pixels, np.ndarray):
-            low, high = pixels.min(), pixels.max()
+            low, high = _extremes_of(pixels, encoding)
         else:
             with jax.ensure_compile_time_eval():
-                low, high = jax.device_get(_extremes(pixels))
+                low, high = jax.device_get(_extremes(pixels, encoding))
         if not (low >= -limit and high <= limit):
-            raise ValueError(f"{name} have values from {low} to {high}, {OUT_OF_RANGE}")
+            raise ValueError(f"{name} have {given} from {low} to {high}, {expected}")
 
 
-@jax.jit
-def _extremes(pixels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jnp.min(pixels).astype(jnp.float32), jnp.max(pixels).astype(jnp.float32)
+def _extremes_of(pixels: Any, encoding: Encoding) -> tuple[Any, Any]:
+    axes = None if encoding.image_mean is None else tuple(range(pixels.ndim - 1))
+    factor, summand = encoding.undo(pixels.shape[-1])
+    low, high = (
+        x.astype(np.float32) * factor + summand for x in (pixels.min(axes), pixels.max(axes))
+    )
+    return low.min(), high.max()
 
 
-def encode(images: jax.Array, dtype: str) -> jax.Array:
-    """Pixels in the encoding of `dtype`: int8 is u - 128, the others (2u - 255) / 255 in [-1, 1].
+_extremes = jax.jit(_extremes_of, static_argnums=1)
 
-    The quotient is written as a product with float32(1 / 255): under jit XLA replaces a division by
-    a constant with that product, outside of jit it does not, and the two differ in the last bit.
+
+def encode(pixels: jax.Array, encoding: Encoding) -> jax.Array:
+    """Pixels in their encoding: int8 is u - 128, the other dtypes (2u - 255) / 255 in [-1, 1].
+
+    The last axis is the colours of images or a row of a patch. The quotient is written as a product
+    with float32(1 / 255): under jit XLA replaces a division by a constant with that product,
+    outside of jit it does not, and the two differ in the last bit.
     """
-    if images.dtype == jnp.uint8:
-        level = images.astype(jnp.float32)
+    if pixels.dtype == jnp.uint8:
+        level = pixels.astype(jnp.float32)
     else:
-        pixel = jnp.clip(images.astype(jnp.float32), -1.0, 1.0)
+        pixel = pixels.astype(jnp.float32)
+        if encoding.image_mean is not None:
+            factor, summand = encoding.undo(pixels.shape[-1])
+            pixel = rounded(pixel * factor) + summand
+        pixel = jnp.clip(pixel, -1.0, 1.0)
         level = jnp.round((pixel + 1.0) * 127.5)
-    if dtype == "int8":
+    if encoding.dtype == "int8":
         return (level - 128.0).astype(jnp.int8)
     at_level = (2.0 * level - 255.0) * np.float32(1 / 255)
-    if images.dtype != jnp.uint8:
+    if pixels.dtype != jnp.uint8:
         at_level = jnp.where(jnp.abs(pixel - at_level) <= LEVEL_TOLERANCE, at_level, pixel)
-    return at_level.astype(dtype)
+    return at_level.astype(encoding.dtype)
+
+
+def rounded(product: jax.Array) -> jax.Array:
+    """The product, rounded to float32 before anything is added to it.
+
+    LLVM fuses a product and a sum into one operation with one rounding, also across XLA's
+    optimization_barrier; it does not across a maximum. No finite number is changed.
+    """
+    return jnp.maximum(product, jnp.finfo(jnp.float32).min)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def rows(images: jax.Array, patch_size: int, dtype: str) -> jax.Array:
-    """Cuts [..., H, W, 3] into [..., S, K_padded] with K in the order height, width, channel.
+def rows(images: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Array:
+    """Cuts images [..., H, W, 3] or videos [..., F, H, W, 3] into rows [..., R + S, K_padded].
 
-    The zeros that pad K are part of the same XLA fusion: no further pass over the patches.
+    K is in the order height, width, channel, for videos channel, frame, height, width. The R rows
+    of zeros in front and the zeros that pad K are part of the same XLA fusion: there is no further
+    pass over the patches.
     """
-    *leading, H, W, channels = images.shape
-    p, h, w = patch_size, H // patch_size, W // patch_size
-    K = p * p * channels
+    p, frames, prefix = layout
+    *sides, h, w = layout.grid(images.shape)
+    leading = images.shape[: -layout.image_ndim]
+    K = 3 * p * p * (frames or 1)
 
-    if (whole := _explicit(images, 3)) is not None:
+    if (whole := _explicit(images, layout.image_ndim, layout)) is not None:
         images = jax.sharding.reshard(images, whole)
 
     def reshape(x: jax.Array, *image_shape: int) -> jax.Array:
         # A reshape of an axis with explicit sharding needs the sharding of the result.
-        return x.reshape(*leading, *image_shape, out_sharding=_explicit(images, len(image_shape)))
+        sharding = _explicit(images, len(image_shape), layout)
+        return x.reshape(*leading, *image_shape, out_sharding=sharding)
 
-    cut = reshape(encode(images[..., : h * p, : w * p, :], dtype), h, p, w, p, channels)
-    return pad_rows(reshape(jnp.swapaxes(cut, -4, -3), h * w, K))
+    encoded = encode(images[..., : h * p, : w * p, :], encoding)
+    if frames is None:
+        cut = jnp.swapaxes(reshape(encoded, h, p, w, p, 3), -4, -3)
+    else:
+        encoded = encoded[..., : sides[0] * frames, :, :, :]
+        # [time, frame, h, y, w, x, colour] to [time, h, w, colour, frame, y, x].
+        cut = reshape(encoded, *sides, frames, h, p, w, p, 3)
+        cut = jnp.moveaxis(cut, (-7, -5, -3, -1, -6, -4, -2), range(-7, 0))
+    return pad_rows(reshape(cut, math.prod((*sides, h, w)), K), prefix)
 
 
-def pad_rows(patches: jax.Array) -> jax.Array:
-    """Pads K with zeros to whole rows of the kernels."""
+def pad_rows(patches: jax.Array, prefix: int = 0) -> jax.Array:
+    """Puts rows of zeros in front, and pads K with zeros to whole rows of the kernels."""
     K = patches.shape[-1]
-    return jnp.pad(patches, [(0, 0)] * (patches.ndim - 1) + [(0, padded(K) - K)])
+    outer = [(0, 0)] * (patches.ndim - 2)
+    return jnp.pad(patches, [*outer, (prefix, 0), (0, padded(K) - K)])
 
 
-def _explicit(images: jax.Array, image_ndim: int) -> NamedSharding | None:
-    """Explicit sharding of the leading axes as in `images`; `image_ndim` axes are not sharded."""
+def _explicit(images: jax.Array, ndim: int, layout: PatchLayout) -> NamedSharding | None:
+    """Explicit sharding of the leading axes as in `images`; `ndim` axes are not sharded."""
     sharding = jax.typeof(images).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-3], *[None] * image_ndim))
+    leading = sharding.spec[: -layout.image_ndim]
+    return NamedSharding(sharding.mesh, PartitionSpec(*leading, *[None] * ndim))

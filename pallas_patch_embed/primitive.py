@@ -2,8 +2,9 @@
 
 `patch_embed_p` is what users trace: one equation with four operands whose leading axes broadcast
 as in numpy (see `Problem`). So vmap over any operand adds a leading axis to it, and nothing is
-copied. The first operand is patches [..., S, K], or, with a `patch_size`, uint8 images
-[..., H, W, 3], which XLA cuts into patches for a backend that cannot. How the equation is sharded:
+copied. The first operand is patches [..., S, K], or, with a `layout`, uint8 images [..., H, W, 3]
+or videos [..., F, H, W, 3], which XLA cuts into patches for a backend that cannot. How the equation
+is sharded:
 
   inside a shard_map    it is lowered to the chosen backend
   explicit sharding     it becomes a shard_map with specs from the types: in `to_lojax`, which JAX
@@ -30,8 +31,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.backends import choose, xla
 from pallas_patch_embed.chips import Target
-from pallas_patch_embed.patches import rows
-from pallas_patch_embed.problem import Problem, rows_shape
+from pallas_patch_embed.patches import Encoding, rows
+from pallas_patch_embed.problem import PatchLayout, Problem
 
 patch_embed_p = Primitive("patch_embed")
 
@@ -43,7 +44,7 @@ class Call(NamedTuple):
 
     Attributes:
       out_dtype: "bfloat16" or "float32".
-      patch_size: side of a patch of uint8 images in pixels; None for patches.
+      layout: how patches are cut of uint8 images; None for patches.
       backend: the user's choice; None for the best backend that serves.
       cut: "kernel" if a kernel must cut the images; None if XLA may do it.
       devices: a jaxpr that makes JAX pass the devices to the lowering rule (`_needs_devices`), or
@@ -51,13 +52,13 @@ class Call(NamedTuple):
     """
 
     out_dtype: str
-    patch_size: int | None
+    layout: PatchLayout | None
     backend: str | None
     cut: str | None = None
     devices: Any = None
 
     def __repr__(self) -> str:
-        source = None if self.patch_size is None else f"images/{self.patch_size}"
+        source = None if self.layout is None else f"images/{self.layout.patch_size}"
         cut = self.cut and f"cut={self.cut}"
         return ",".join(filter(None, (source, self.out_dtype, self.backend, cut)))
 
@@ -75,24 +76,22 @@ def _needs_devices():
         return jax.make_jaxpr(split)(jax.ShapeDtypeStruct((1,), jnp.float32))
 
 
-def patch_embed(
-    source, weight, scale, table, *, backend, out_dtype, patch_size, cut=None
-) -> jax.Array:
+def patch_embed(source, weight, scale, table, *, backend, out_dtype, layout, cut=None) -> jax.Array:
     """The primitive's equation.
 
     Args:
-      source: patches [..., S, K], or uint8 images [..., H, W, 3].
+      source: patches [..., S, K], or uint8 images [..., H, W, 3] or videos [..., F, H, W, 3].
       weight, scale, table: as for `backends.xla.run`.
       backend: a name, or None for the one chosen.
       out_dtype: "bfloat16" or "float32".
-      patch_size: side of a patch of images in pixels, None for patches.
+      layout: how patches are cut of images, None for patches.
       cut: "kernel" or None, as in `Call`.
     """
     operands = (source, weight, scale, table)
     types = [jax.typeof(x) for x in operands]
     automatic = backend != "xla" and not _is_manual(types) and _explicit_mesh(types) is None
     devices = _needs_devices() if automatic else None
-    call = Call(out_dtype, patch_size, backend, cut, devices)
+    call = Call(out_dtype, layout, backend, cut, devices)
     return patch_embed_p.bind(*operands, call=call)
 
 
@@ -107,9 +106,9 @@ def _result_type(*operands, call):
     mesh = _explicit_mesh(operands)
     if mesh is not None:
         shapes = [a.shape for a in operands]
-        spec = _result_spec(shapes, [a.sharding.spec for a in operands], call.patch_size)
+        spec = _result_spec(shapes, [a.sharding.spec for a in operands], call.layout)
         operands = tuple(a.update(sharding=_replicated(mesh, a.ndim)) for a in operands)
-    avals = _with_patches(operands, call.patch_size)
+    avals = _with_patches(operands, call.layout)
     (result,) = jax.make_jaxpr(functools.partial(xla.run, out_dtype=call.out_dtype))(
         *avals
     ).out_avals
@@ -130,32 +129,31 @@ def _replicated(mesh, ndim: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*[None] * ndim))
 
 
-def _with_patches(avals, patch_size: int | None) -> list:
+def _with_patches(avals, layout: PatchLayout | None) -> list:
     """The operands' types, with patches instead of images."""
     source, weight, *rest = avals
-    if patch_size is not None:
-        shape = rows_shape(source.shape, patch_size)
+    if layout is not None:
+        shape = layout.rows_shape(source.shape)
         sharding = _replicated(source.sharding.mesh, len(shape))
         source = source.update(shape=shape, dtype=weight.dtype, sharding=sharding)
     return [source, weight, *rest]
 
 
-def _whole(patch_size: int | None) -> tuple:
+def _whole(layout: PatchLayout | None) -> tuple:
     """The axes, as `_axes` names them, that are never sharded: K, and all of an image's."""
-    return ("k",) if patch_size is None else ("k", "h", "w", "c", -2)
+    return ("k",) if layout is None else ("k", "f", "h", "w", "c", -2)
 
 
-def _axes(shapes, patch_size) -> list[list]:
+def _axes(shapes, layout) -> list[list]:
     """For each axis of the four operands, the corresponding axis of the result.
 
     Axes of the result are counted from its end: S is -2, N is -1. K is "k"; the axes of an image
-    are "h", "w" and "c"; a broadcast axis is None.
+    are "h", "w" and "c", before them "f" of a video; a broadcast axis is None.
     """
     source, weight, scale, table = shapes
-    images = patch_size is not None
-    patches = rows_shape(source, patch_size) if images else source
+    patches = source if layout is None else layout.rows_shape(source)
     result = (*_leading(patches, weight, scale, table), patches[-2], weight[-2])
-    of_one = ["h", "w", "c"] if images else [-2, "k"]
+    of_one = [-2, "k"] if layout is None else [*"fhwc"][-layout.image_ndim :]
     along = (
         (source, [*range(-len(patches), -2), *of_one]),
         (weight, [*range(-len(weight), -2), -1, "k"]),
@@ -172,9 +170,9 @@ def _leading(patches, weight, scale, table) -> tuple[int, ...]:
     return jnp.broadcast_shapes(patches[:-2], weight[:-2], scale[:-1], table[:-2])
 
 
-def _result_spec(shapes, specs, patch_size) -> PartitionSpec:
+def _result_spec(shapes, specs, layout) -> PartitionSpec:
     """The result's sharding: each axis is sharded as in the operands that have it."""
-    sides, whole = _axes(shapes, patch_size), _whole(patch_size)
+    sides, whole = _axes(shapes, layout), _whole(layout)
     ndim = max(-axis for axes in sides for axis in axes if isinstance(axis, int))
     found: dict[int, list[Any]] = {axis: [] for axis in range(-ndim, 0)}
     split = found.keys() - set(whole)
@@ -196,12 +194,12 @@ def _mesh_axes(names) -> list:
     return [axis for name in names for axis in (name if isinstance(name, tuple) else (name,))]
 
 
-def _operand_specs(shapes, result_spec, patch_size) -> list[PartitionSpec]:
+def _operand_specs(shapes, result_spec, layout) -> list[PartitionSpec]:
     """How the operands are sharded for a result sharded as `result_spec`, which has all axes."""
     names = tuple(result_spec)
     return [
         PartitionSpec(*(names[axis] if isinstance(axis, int) else None for axis in axes))
-        for axes in _axes(shapes, patch_size)
+        for axes in _axes(shapes, layout)
     ]
 
 
@@ -282,8 +280,8 @@ def _(primals, tangents):
 
 
 def _batch(operands, axes, *, call):
-    # Axes of the operands without leading axes: [S, K] or [H, W, 3], [N, K], [N], [S, N].
-    own = (2 if call.patch_size is None else 3, 2, 1, 2)
+    # Axes of the operands without leading axes: [S, K] or an image's, [N, K], [N], [S, N].
+    own = (2 if call.layout is None else call.layout.image_ndim, 2, 1, 2)
     unbatched = [x.ndim - (a is not None) for x, a in zip(operands, axes)]
     leading = max(ndim - n for ndim, n in zip(unbatched, own))
 
@@ -305,9 +303,9 @@ batching.primitive_batchers[patch_embed_p] = _batch
 
 def _explicitly(*operands, call):
     mesh = _explicit_mesh(map(jax.typeof, operands))
-    shapes, patch_size = [x.shape for x in operands], call.patch_size
-    result_spec = _result_spec(shapes, [jax.typeof(x).sharding.spec for x in operands], patch_size)
-    specs = _operand_specs(shapes, result_spec, patch_size)
+    shapes, layout = [x.shape for x in operands], call.layout
+    result_spec = _result_spec(shapes, [jax.typeof(x).sharding.spec for x in operands], layout)
+    specs = _operand_specs(shapes, result_spec, layout)
     explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
     # The sum over K is local: an operand sharded along K is gathered here.
     gathered = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs)]
@@ -343,10 +341,10 @@ def _partition(call, mesh, operands, result):
             f"patch_embed: its result is sharded as {result.sharding}, expected a NamedSharding. "
             "Shard the inputs with jax.NamedSharding, or ask for backend='xla'."
         )
-    ndim, whole = len(result.shape), _whole(call.patch_size)
+    ndim, whole = len(result.shape), _whole(call.layout)
     names = itertools.zip_longest(range(-ndim, 0), result.sharding.spec)
     spec = PartitionSpec(*(None if axis in whole else name for axis, name in names))
-    specs = _operand_specs([x.shape for x in operands], spec, call.patch_size)
+    specs = _operand_specs([x.shape for x in operands], spec, call.layout)
 
     def local(*operands):
         # An explicit mesh may be active while XLA compiles.
@@ -366,12 +364,12 @@ def _shardy_rule(call, mesh, operands, results):
             return next(broadcast)
         return axis if isinstance(axis, str) else f"axis{-axis}"
 
-    sides = _axes([tuple(x.shape) for x in operands], call.patch_size)
+    sides = _axes([tuple(x.shape) for x in operands], call.layout)
     left = ", ".join(" ".join(map(factor, axes)) for axes in sides)
     right = " ".join(factor(axis) for axis in range(-len(results[0].shape), 0))
     # In the order of their appearance.
     axes = dict.fromkeys(itertools.chain(*sides, [-2]))
-    whole = tuple(factor(axis) for axis in axes if axis in _whole(call.patch_size))
+    whole = tuple(factor(axis) for axis in axes if axis in _whole(call.layout))
     return f"{left} -> {right}", {"need_replication_factors": whole}
 
 
@@ -438,14 +436,14 @@ def _lower_split(ctx, *operands, call):
 
 
 def _lower_whole(ctx, *operands, call, platform):
-    out_dtype, patch_size, backend, cut, _ = call
+    out_dtype, layout, backend, cut, _ = call
     module = ctx.module_context
     if backend not in (None, "xla") and len(module.platforms) > 1:
         raise NotImplementedError(
             f"patch_embed: backend {backend!r} cannot serve a program for several platforms, "
             f"{', '.join(module.platforms)}. Export it for one, or leave backend=None."
         )
-    problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype, patch_size=patch_size, cut=cut)
+    problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype, layout=layout, cut=cut)
     if _devices_left_to_xla(module) == 1:
         plan = choose(problem, _target(module, platform), backend)
     elif backend in (None, "xla") and cut is None:
@@ -458,8 +456,8 @@ def _lower_whole(ctx, *operands, call, platform):
         )
 
     def run(source, weight, *rest):
-        if patch_size is not None and not plan.takes_images:
-            source = rows(source, patch_size, weight.dtype.name)
+        if layout is not None and not plan.takes_images:
+            source = rows(source, layout, Encoding(weight.dtype.name))
         return plan.run(source, weight, *rest)
 
     # What is lowered here is one device's work. Pallas' kernels refuse operands whose types say how

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -57,10 +57,36 @@ def padded(K: int) -> int:
     return -(-K // K_MULTIPLE) * K_MULTIPLE
 
 
-def rows_shape(images_shape: tuple[int, ...], patch_size: int) -> tuple[int, ...]:
-    """The shape [..., S, K_padded] of the patches of images [..., H, W, 3]."""
-    *leading, H, W, channels = images_shape
-    return (*leading, (H // patch_size) * (W // patch_size), padded(patch_size**2 * channels))
+class PatchLayout(NamedTuple):
+    """How images [..., H, W, 3] or videos [..., F, H, W, 3] become rows of patches.
+
+    Attributes:
+      patch_size: side of a patch in pixels.
+      frames: frames of a video in one patch; None for images.
+      prefix: rows of zeros in front of the patches: then the rows of the result there are those of
+        the table.
+    """
+
+    patch_size: int
+    frames: int | None = None
+    prefix: int = 0
+
+    @property
+    def image_ndim(self) -> int:
+        """Axes of one image or video."""
+        return 3 if self.frames is None else 4
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Patches along each axis of images or videos of this shape."""
+        *_, H, W, _ = shape
+        sides = (H // self.patch_size, W // self.patch_size)
+        return sides if self.frames is None else (shape[-4] // self.frames, *sides)
+
+    def rows_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape [..., R + S, K_padded] of the rows of images or videos of this shape."""
+        K = self.patch_size**2 * shape[-1] * (self.frames or 1)
+        rows = self.prefix + math.prod(self.grid(shape))
+        return (*shape[: -self.image_ndim], rows, padded(K))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +105,9 @@ class Problem:
       dtype: dtype of patches and weight.
       table_dtype: bfloat16 or float32.
       out_dtype: dtype of the result, bfloat16 or float32.
-      patch_size: side of a patch in pixels where the patches are in uint8 images, which the backend
-        cuts, or XLA for it; None where patches are given.
-      images: shape [..., H, W, 3] of those images.
+      layout: how rows of patches are cut of uint8 images, by the backend, or by XLA for it; None
+        where patches are given.
+      images: shape [..., H, W, 3] of those images, or [..., F, H, W, 3] of videos.
       cut: "kernel" where a kernel must cut the images itself; None where XLA may do it.
     """
 
@@ -92,7 +118,7 @@ class Problem:
     dtype: str
     table_dtype: str
     out_dtype: str
-    patch_size: int | None = None
+    layout: PatchLayout | None = None
     images: tuple[int, ...] | None = None
     cut: str | None = None
 
@@ -105,23 +131,28 @@ class Problem:
         table: Shaped,
         *,
         out_dtype: str,
-        patch_size: int | None = None,
+        layout: PatchLayout | None = None,
         cut: str | None = None,
     ) -> "Problem":
-        """The problem of these operands; `source` is images if there is a `patch_size`."""
+        """The problem of these operands; `source` is images if there is a `layout`."""
         shape = tuple(source.shape)
         return cls(
-            patches=shape if patch_size is None else rows_shape(shape, patch_size),
+            patches=shape if layout is None else layout.rows_shape(shape),
             weight=tuple(weight.shape),
             scale=tuple(scale.shape),
             table=tuple(table.shape),
             dtype=np.dtype(weight.dtype).name,
             table_dtype=np.dtype(table.dtype).name,
             out_dtype=out_dtype,
-            patch_size=patch_size,
-            images=None if patch_size is None else shape,
+            layout=layout,
+            images=None if layout is None else shape,
             cut=cut,
         )
+
+    @property
+    def of_patches(self) -> "Problem":
+        """This problem after patches were cut of the images."""
+        return dataclasses.replace(self, layout=None, images=None, cut=None)
 
     @property
     def rows(self) -> int:

@@ -13,7 +13,7 @@ from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.plan import Backend, Plan, Refusal
 from pallas_patch_embed.backends.preferences import patchify_first, preferred_alternative
 from pallas_patch_embed.chips import Target
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.problem import PatchLayout, Problem
 
 # In the order in which they are tried.
 BACKENDS: dict[str, Backend] = {
@@ -70,7 +70,7 @@ class Explanation:
 
     def __str__(self) -> str:
         p = self.problem
-        source = "" if p.patch_size is None else " of uint8 images"
+        source = "" if p.layout is None else _named(p.layout)
         source += f" with cut={p.cut!r}" if p.cut else ""
         what = f"patches {list(p.patches)} {p.dtype}{source}, N = {p.N}, to {p.out_dtype}"
         width = max(len(row.backend) for row in self.rows)
@@ -80,6 +80,12 @@ class Explanation:
             serves = "serves" if row.serves else "no    "
             lines.append(f"{mark} {row.backend:{width}}  {serves}  {row.reason or config}".rstrip())
         return "\n".join([f"{what} on {self.target}", *lines])
+
+
+def _named(layout: PatchLayout) -> str:
+    """What patches are cut of, and the rows in front of them."""
+    what = "images" if layout.frames is None else f"videos, {layout.frames} frames a patch"
+    return f" of uint8 {what}" + (f", {layout.prefix} rows in front" if layout.prefix else "")
 
 
 def plan_with(
@@ -94,9 +100,12 @@ def plan_with(
       asked: whether the user chose this backend by name. Then it cuts images itself if it can, even
         if it would be faster after XLA's patchify.
     """
-    may_patchify = not asked and problem.patch_size is not None and problem.cut is None
-    if may_patchify and patchify_first(name, problem, target):
-        problem = dataclasses.replace(problem, patch_size=None, images=None)
+    if problem.layout is not None:
+        only_xla = problem.layout.frames is not None or problem.layout.prefix > 0
+        if problem.cut == "kernel" and only_xla:
+            return Refusal("no kernel cuts videos itself, or puts rows in front of the patches.")
+        if only_xla or (not asked and not problem.cut and patchify_first(name, problem, target)):
+            problem = problem.of_patches
     try:
         plan = BACKENDS[name].plan(problem, target)
     except NotImplementedError as error:

@@ -53,7 +53,7 @@ PREFERENCES = (
     Preference(
         over=("mosaic_sm90",),
         backend="cuda",
-        applies=lambda problem: problem.patch_size is not None,
+        applies=lambda problem: problem.layout is not None,
         reason="behind XLA's patchify cuda is 1 to 19% faster on an H200.",
     ),
 )

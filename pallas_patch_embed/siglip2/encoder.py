@@ -98,7 +98,7 @@ class Encoder:
         if size is None:  # This is a NaFlex encoder.
             _check_naflex(self, images, spatial_shapes, mask)
             if not clip:
-                check_range("encoder: patches", images)
+                check_range("encoder: patches", images, self.patch_embed.encoding)
             return _encode_patches(self, images, spatial_shapes, mask)
         if spatial_shapes is not None or mask is not None:
             raise TypeError(
@@ -112,7 +112,7 @@ class Encoder:
                 "flatten leading axes."
             )
         if not clip:
-            check_range("encoder: images", images)
+            check_range("encoder: images", images, self.patch_embed.encoding)
         return _encode_images(self, images)
 
     def __repr__(self) -> str:
@@ -202,7 +202,7 @@ def _encode_patches(
     params = encoder.patch_embed
     assert encoder.positions is not None  # NaFlex encoders have them.
     x = patch_embed(
-        pad_rows(encode(patches, params.dtype)),
+        pad_rows(encode(patches, params.encoding)),
         params,
         position_embedding=resize_positions(encoder.positions, spatial_shapes, patches.shape[1]),
         out_dtype=encoder.dtype,

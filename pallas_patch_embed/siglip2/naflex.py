@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from pallas_patch_embed.patches import encode
+from pallas_patch_embed.patches import Encoding, encode
 from pallas_patch_embed.problem import AnyArray
 from pallas_patch_embed.siglip2.config import Config
 
@@ -65,7 +65,7 @@ def batch_naflex(
 @jax.jit
 def _pixels() -> jax.Array:
     """The encoding [256] float32 of every level of a pixel."""
-    return encode(lax.iota(jnp.uint8, 256), "float32")
+    return encode(lax.iota(jnp.uint8, 256), Encoding("float32"))
 
 
 def _grid_of(image: Any, i: int, patch: int, L: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from pallas_patch_embed.backends import BACKENDS, cuda, triton, xla
 from pallas_patch_embed.backends.cuda import SPELLED
 from pallas_patch_embed.backends.mosaic import SM90
 from pallas_patch_embed.chips import Target
-from pallas_patch_embed.problem import Problem, named_shape
+from pallas_patch_embed.problem import PatchLayout, Problem, named_shape
 
 CHIP = None if gpu() is None else Target.of(gpu()).chip
 
@@ -70,7 +70,9 @@ def cut_by_the_kernel(shape, patches, *rest, out_dtype):
     """The operator by the kernel that cuts images, from the images that have these patches."""
     # So that XLA writes the images, and does not cut them again.
     images = lax.optimization_barrier(uncut(patches, shape))
-    static = dict(backend="cuda", out_dtype=out_dtype, patch_size=shape.patch, cut="kernel")
+    static = dict(
+        backend="cuda", out_dtype=out_dtype, layout=PatchLayout(shape.patch), cut="kernel"
+    )
     return primitive.patch_embed(images, *rest, **static)
 
 
@@ -284,7 +286,9 @@ def test_images_are_cut_by_the_kernel(name, B, dtype):
     shape = named_shape(name)
     params, changed = jax.device_put(params_of(dtype, shape), gpu()), 0
     operands = (params.weight, params.scale, params.table)
-    run = jax.jit(functools.partial(compute, triton, patch_size=shape.patch, out_dtype="bfloat16"))
+    run = jax.jit(
+        functools.partial(compute, triton, layout=PatchLayout(shape.patch), out_dtype="bfloat16")
+    )
     for seed in range(RUNS):
         bits = jax.random.bits(jax.random.key(seed), (B, shape.image, shape.image, 3), jnp.uint8)
         y = run(bits, *operands)

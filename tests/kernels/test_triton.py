@@ -25,8 +25,8 @@ from pallas_patch_embed.backends import xla
 from pallas_patch_embed.backends.preferences import preferred_alternative
 from pallas_patch_embed.backends.triton import AMPERE, HOPPER, TritonConfig
 from pallas_patch_embed.chips import CHIPS, Target, chip_of
-from pallas_patch_embed.patches import rows
-from pallas_patch_embed.problem import NAMED_SHAPES, Problem, padded
+from pallas_patch_embed.patches import Encoding, rows
+from pallas_patch_embed.problem import NAMED_SHAPES, PatchLayout, Problem, padded
 
 if importlib.util.find_spec("triton"):
     import interpreted_triton
@@ -111,9 +111,9 @@ def test_the_interpreted_kernel_cuts_images(
     interpreted, target, dtype, shape, patch_size, N, table
 ):
     images, *rest = drawn_images(shape, patch_size, N, dtype, table)
-    how = dict(patch_size=patch_size, out_dtype="float32", target=target, config=SMALL)
+    how = dict(layout=PatchLayout(patch_size), out_dtype="float32", target=target, config=SMALL)
     y = compute(backend, images, *rest, **how)
-    patches = rows(images, patch_size, dtype)
+    patches = rows(images, PatchLayout(patch_size), Encoding(dtype))
     expected = np.asarray(xla.run(patches, *rest, out_dtype="float32"))
     if dtype == "int8":
         np.testing.assert_array_equal(np.asarray(y), expected)
@@ -134,9 +134,10 @@ def test_every_pixel_is_encoded_as_by_patchify(interpreted, target, dtype):
     levels[:, 0, 0, 0] = np.arange(256)
     weight = jnp.zeros((32, 128), dtype).at[:, 0].set(1)
     operands = (weight, jnp.ones(32), jnp.zeros(32))
-    how = dict(patch_size=1, out_dtype="float32", target=target, config=SMALL)
+    how = dict(layout=PatchLayout(1), out_dtype="float32", target=target, config=SMALL)
     y = compute(backend, jnp.asarray(levels), *operands, **how)
-    encoded = rows(jnp.asarray(levels), 1, dtype)[..., :1].astype(jnp.float32)
+    encoded = rows(jnp.asarray(levels), PatchLayout(1), Encoding(dtype))
+    encoded = encoded[..., :1].astype(jnp.float32)
     assert_bit_equal(y, jnp.broadcast_to(encoded, y.shape))
 
 
@@ -219,7 +220,8 @@ def test_the_kernels_resources_loads_and_arithmetic(tmp_path, target, config, dt
     if not patch_size:
         patches = (67, shapes[-1].shape[0], shapes[1].shape[1])
         shapes = (jax.ShapeDtypeStruct(patches, jnp.dtype(dtype)), *shapes[1:])
-    problem = Problem.of(*shapes, out_dtype="bfloat16", patch_size=patch_size)
+    layout = patch_size and PatchLayout(patch_size)
+    problem = Problem.of(*shapes, out_dtype="bfloat16", layout=layout)
     call = audit.triton_call(backend.plan(problem, target, config=config), *shapes)
     kernel = audit.compile_triton(call)
     assert stack_bytes(kernel, tmp_path) == 0
@@ -290,7 +292,7 @@ def test_an_export_is_for_the_chip_at_hand(monkeypatch, found, expected):
     monkeypatch.setattr(chips, "default_device", lambda: device)
     monkeypatch.setattr(backend, "missing", lambda: None)
     shapes = image_shapes(16, jnp.int8, 2)
-    problem = Problem.of(*shapes, out_dtype="bfloat16", patch_size=16)
+    problem = Problem.of(*shapes, out_dtype="bfloat16", layout=PatchLayout(16))
     for target, capability in ((Target.unknown(), expected), (RTX_4090, 89)):
         call = audit.triton_call(backend.plan(problem, target), *shapes)
         assert call["compute_capability"] == capability

@@ -17,7 +17,7 @@ def here() -> Target:
     return target if target.chip is not None else Target.unknown()
 
 
-def compute(backend, *operands, out_dtype, target=None, patch_size=None, **choices):
+def compute(backend, *operands, out_dtype, target=None, layout=None, **choices):
     """Computes the operator with one backend.
 
     Args:
@@ -25,10 +25,10 @@ def compute(backend, *operands, out_dtype, target=None, patch_size=None, **choic
       operands: patches or images, weight, scale, table.
       out_dtype: "bfloat16" or "float32".
       target: where it runs; None for `here()`.
-      patch_size: side of a patch, if the first operand is images.
+      layout: how patches are cut of images.
       choices: further arguments of the backend's `plan`.
     """
-    problem = Problem.of(*operands, out_dtype=out_dtype, patch_size=patch_size)
+    problem = Problem.of(*operands, out_dtype=out_dtype, layout=layout)
     return backend.plan(problem, target or here(), **choices).run(*operands)
 
 

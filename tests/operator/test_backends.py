@@ -16,7 +16,7 @@ from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import BACKENDS, choose, cuda, explain, xla
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.chips import B200, H200, Target, chip_of
-from pallas_patch_embed.problem import Problem, named_shape
+from pallas_patch_embed.problem import PatchLayout, Problem, named_shape
 
 PARAMS = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 2), N=8, dtype="int8")
 PATCHES = ppe.patchify(draw_images(np.random.default_rng(1), 3, 8, 8, 3), PARAMS)
@@ -67,9 +67,9 @@ def refuses(problem, target):
 def test_for_images_the_CUDA_kernel_is_preferred_if_it_serves(dtype, monkeypatch):
     h200, b200 = Target("cuda", H200), Target("cuda", B200)
     patches = problem_of(named_shape("B/16 224"), dtype)
-    images = dataclasses.replace(patches, patch_size=16, images=(8, 224, 224, 3))
+    images = dataclasses.replace(patches, layout=PatchLayout(16), images=(8, 224, 224, 3))
     few = problem_of(named_shape("B/32 256"), dtype, 1)
-    few = dataclasses.replace(few, patch_size=32, images=(1, 256, 256, 3))
+    few = dataclasses.replace(few, layout=PatchLayout(32), images=(1, 256, 256, 3))
     monkeypatch.setattr(cuda, "plan", xla.plan)
     assert explain(images, h200).chosen == "cuda"
     assert explain(patches, h200).chosen == "mosaic_sm90"
@@ -124,14 +124,14 @@ def test_explain_accepts_images_or_their_shape():
     pixels = np.zeros((2, 8, 8, 3), np.uint8)
     for images in (pixels, pixels.shape, jax.ShapeDtypeStruct(pixels.shape, pixels.dtype)):
         explanation = ppe.explain(images, PARAMS)
-        assert explanation.problem.patch_size == 4
+        assert explanation.problem.layout == PatchLayout(4)
         assert explanation.problem.patches == (2, 4, 128)
         assert "of uint8 images" in str(explanation)
     large = ppe.explain((2, 8, 12, 3), PARAMS, position_embedding=np.zeros((2, 6, 8), np.float32))
     assert large.problem.patches == (2, 6, 128) and large.problem.table == (2, 6, 8)
     assert ppe.explain(pixels, PARAMS, out_dtype="float32").problem.out_dtype == "float32"
     floats = ppe.explain(pixels.astype(np.float32), PARAMS)
-    assert floats.problem == dataclasses.replace(explanation.problem, patch_size=None, images=None)
+    assert floats.problem == explanation.problem.of_patches
 
 
 def test_explain_accepts_patches_or_their_shape():

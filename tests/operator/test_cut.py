@@ -15,8 +15,8 @@ from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import BACKENDS, choose, explain, xla
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.chips import A100, B200, H200, Target
-from pallas_patch_embed.patches import rows
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.patches import Encoding, rows
+from pallas_patch_embed.problem import PatchLayout, Problem
 
 HOPPER = Target("cuda", H200)
 PARAMS = draw_params(np.random.default_rng(0), patch_size=16, grid=(14, 14), N=768, dtype="int8")
@@ -28,7 +28,7 @@ def problem(images=IMAGES.shape, params=PARAMS, cut="kernel", dtype="int8"):
     source = jax.ShapeDtypeStruct(images, jnp.uint8)
     weight = jax.ShapeDtypeStruct(params.weight.shape, dtype)
     operands = (source, weight, params.scale, params.table)
-    static = dict(out_dtype="bfloat16", patch_size=params.patch_size, cut=cut)
+    static = dict(out_dtype="bfloat16", layout=params.layout, cut=cut)
     return Problem.of(*operands, **static)
 
 
@@ -83,7 +83,7 @@ def test_images_that_the_CUDA_kernel_cannot_cut_are_refused_with_the_reason(chan
     asked = problem(**change)
     # Positions and weight of this grid and patch size.
     (_, S, K), N = asked.patches, asked.N
-    asked = dataclasses.replace(asked, table=(S, N), weight=(N, K), patch_size=params.patch_size)
+    asked = dataclasses.replace(asked, table=(S, N), weight=(N, K), layout=params.layout)
     assert asked.images == images
     assert reason in reasons(asked, target)["cuda"]
     with pytest.raises(NotImplementedError, match=r"cannot serve this call: .*cut=None"):
@@ -130,7 +130,7 @@ def cuts(monkeypatch):
 
     def plan(problem, target):
         def run(images, weight, scale, table):
-            patches = rows(images, problem.patch_size, weight.dtype.name)
+            patches = rows(images, problem.layout, Encoding(weight.dtype.name))
             return xla.run(patches, weight, scale, table, out_dtype=problem.out_dtype)
 
         return Plan(run, takes_images=problem.cut == "kernel")
@@ -158,7 +158,7 @@ def test_it_goes_through_jit_vmap_and_batches(cuts):
 def test_a_program_for_Hopper_calls_the_kernel_with_the_images():
     def embed(images):
         operands = (images, PARAMS.weight, PARAMS.scale, PARAMS.table)
-        static = dict(backend="cuda", out_dtype="bfloat16", patch_size=16, cut="kernel")
+        static = dict(backend="cuda", out_dtype="bfloat16", layout=PatchLayout(16), cut="kernel")
         return primitive.patch_embed(*map(jnp.asarray, operands), **static)
 
     text = jax.jit(embed).trace(IMAGES).lower(lowering_platforms=("cuda",)).as_text()

@@ -180,7 +180,7 @@ def missing() -> str | None:
 def plan(problem: Problem, target: Target, *, config: TritonConfig | None = None) -> Plan:
     """How this kernel computes a problem; N may be any number.
 
-    It cuts uint8 images into patches itself, if the problem has `patch_size`. A program that may
+    It cuts uint8 images into patches itself, if the problem has a `layout`. A program that may
     run anywhere is compiled for the GPU of this process, or for the oldest that the kernel serves.
 
     Args:
@@ -223,7 +223,7 @@ NO_IMAGES = ImageLayout(*[1] * 7)
 
 def image_layout(problem: Problem) -> ImageLayout:
     """The layout of the problem's images."""
-    patch_size, (H, W, channels) = problem.patch_size, problem.images[-3:]
+    patch_size, (H, W, channels) = problem.layout.patch_size, problem.images[-3:]
     line_bytes, patch_line_bytes = W * channels, patch_size * channels
     return ImageLayout(
         PATCHES=problem.patches[-2],

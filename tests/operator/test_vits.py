@@ -1,0 +1,423 @@
+"""The patch embeddings of other ViTs: normalisation by colour, tokens in front, frames."""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from bounds import DTYPES, assert_agrees, assert_bit_equal, draw_images
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from repository import DATA, environment
+
+import pallas_patch_embed as ppe
+from pallas_patch_embed.backends import BACKENDS
+from pallas_patch_embed.chips import B200, H200, Target
+from pallas_patch_embed.problem import PatchLayout
+
+# Relative Frobenius norms of the difference to transformers' result, which was computed in float64.
+LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 1e-2, "float8_e4m3fn": 1e-1, "int8": 1e-2}
+RNG = np.random.default_rng(0)
+
+
+def load(name):
+    return dict(np.load(DATA / "vits" / f"{name}.npz"))
+
+
+def pack(name, dtype, grid=None):
+    """The params of a model, as its users would pack them."""
+    x = load(name)
+    mean, std = x["normalisation"]
+    how = dict(dtype=dtype, image_mean=mean, image_std=std)
+    match name:
+        case "clip":
+            kernel, positions = x["patch_embedding.weight"], x["position_embedding.weight"]
+            token = x["class_embedding"][None]
+            return ppe.pack(
+                kernel, None, positions, patch_size=7, layout="OIHW", prefix=token, **how
+            )
+        case "vit" | "dinov2":
+            kernel, bias = (x[f"patch_embeddings.projection.{part}"] for part in ("weight", "bias"))
+            positions = x["interpolated"] if grid else x["position_embeddings"]
+            how |= dict(prefix=x["cls_token"], grid=grid)
+            return ppe.pack(kernel, bias, positions, patch_size=7, layout="OIHW", **how)
+        case "qwen2_vl" | "qwen3_vl":
+            kernel, bias = x["proj.weight"], x.get("proj.bias")
+            size = kernel.shape[-1]
+            return ppe.pack(kernel, bias, None, patch_size=size, layout="OITHW", **how)
+
+
+def normalised(images, params):
+    mean, std = params.image_mean or (0.5,) * 3, params.image_std or (0.5,) * 3
+    return np.float32((images / 255 - np.float64(mean)) / np.float64(std))
+
+
+def assert_near(y, expected, dtype):
+    assert y.shape == expected.shape
+    error = np.linalg.norm(np.float64(y) - expected) / np.linalg.norm(expected)
+    assert error <= LARGEST_ERROR[dtype]
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["", "jit"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["clip", "vit", "dinov2", "qwen2_vl", "qwen3_vl"])
+def test_models_embeddings_are_those_of_transformers(name, dtype, jit):
+    x, grid = load(name), (3, 4) if name == "dinov2" else None
+    params = pack(name, dtype, grid)
+    embed = functools.partial(ppe.embed_images, out_dtype="float32")
+    embed = jax.jit(embed) if jit else embed
+    for images in (x["images"], normalised(x["images"], params)):
+        assert_near(embed(images, params), x["expected"], dtype)
+        patches = ppe.patchify(images, params)
+        assert_agrees(embed(images, params), patches, params, *table_of(params, patches))
+
+
+def table_of(params, patches):
+    """The table of params that have a prefix but no positions."""
+    if params.table is None or params.has_positions:
+        return ()
+    rows = patches.shape[-2] - params.prefix
+    return (np.concatenate([params.table, np.broadcast_to(params.offset, (rows, params.N))]),)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dinov2_at_the_size_of_its_positions(dtype):
+    x = load("dinov2")
+    y = ppe.embed_images(x["images"][:, :, :21], pack("dinov2", dtype), out_dtype="float32")
+    assert_near(y, x["square"], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dinov2s_positions_come_with_the_call_and_its_mask_afterwards(dtype):
+    x = load("dinov2")
+    params, positions = pack("dinov2", dtype), x["interpolated"][:, 1:]
+    y = ppe.embed_images(x["images"], params, position_embedding=positions[0], out_dtype="float32")
+    assert_near(y, x["expected"], dtype)
+    masked = np.pad(x["mask"], ((0, 0), (1, 0)))[..., None]
+    y = jnp.where(masked, x["mask_token"] + x["interpolated"], y)
+    assert_near(y, x["masked"], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_qwens_processor_go_in_as_they_are(dtype):
+    x, params = load("qwen2_vl"), pack("qwen2_vl", dtype)
+    patches = ppe.encode_patches(x["rows"], params)
+    y = ppe.patch_embed(patches, params, out_dtype="float32")
+    assert_near(y, x["of_rows"], dtype)
+
+
+# Kinds of params beyond those of SigLIP, for the rest of this file.
+NORMALISATION = dict(image_mean=(0.48, 0.46, 0.41), image_std=(0.27, 0.26, 0.28))
+
+
+def draw(kind, dtype, rng=RNG, N=8):
+    """Params and images of a kind."""
+    kernel, bias = rng.normal(size=(4, 4, 3, N)), rng.normal(size=N)
+    positions, prefix = rng.normal(size=(2, 3, N)), rng.normal(size=(2, N))
+    how, images = dict(patch_size=4, dtype=dtype), draw_images(rng, 2, 8, 12, 3)
+    match kind:
+        case "normalised":
+            return ppe.pack(kernel, bias, positions, **how, **NORMALISATION), images
+        case "prefix":
+            return ppe.pack(kernel, bias, positions, **how, prefix=prefix), images
+        case "prefix alone":
+            return ppe.pack(kernel, bias, None, **how, prefix=prefix), images
+        case "frames":
+            kernel = rng.normal(size=(N, 3, 2, 4, 4))
+            positions = rng.normal(size=(12, N))
+            how |= dict(layout="OITHW", grid=(2, 2, 3))
+            return ppe.pack(kernel, bias, positions, **how), draw_images(rng, 2, 4, 8, 12, 3)
+        case "all":
+            kernel = rng.normal(size=(N, 3, 2, 4, 4))
+            positions = rng.normal(size=(1, 14, N))
+            how |= dict(layout="OITHW", grid=(2, 2, 3), prefix=prefix[None], **NORMALISATION)
+            return ppe.pack(kernel, bias, positions, **how), draw_images(rng, 2, 4, 8, 12, 3)
+
+
+KINDS = ("normalised", "prefix", "prefix alone", "frames", "all")
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_uint8_and_the_equal_normalised_images_give_identical_patches(kind, dtype):
+    params, images = draw(kind, dtype)
+    wanted = ppe.patchify(images, params)
+    assert_bit_equal(ppe.patchify(normalised(images, params), params), wanted)
+    assert_bit_equal(jax.jit(ppe.patchify)(normalised(images, params), params), wanted)
+    assert not np.float32(wanted[..., : params.prefix, :]).any()
+    assert_bit_equal(
+        ppe.embed_images(images, params, out_dtype="float32"),
+        ppe.patch_embed(wanted, params, out_dtype="float32"),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_patches_of_videos_are_in_the_order_channel_frame_height_width(dtype):
+    params, videos = draw("frames", dtype)
+    cut = videos.reshape(2, 2, 2, 2, 4, 3, 4, 3)  # video, time, frame, row, y, column, x, colour
+    rows = cut.transpose(0, 1, 3, 5, 7, 2, 4, 6).reshape(2, 12, 96)
+    assert_bit_equal(ppe.patchify(videos, params), ppe.encode_patches(rows, params))
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_traced_packing_gives_the_same_bits(kind, dtype):
+    for seed in range(3):
+        wanted, _ = draw(kind, dtype, np.random.default_rng(seed))
+        traced = jax.jit(lambda seed=seed: draw(kind, dtype, np.random.default_rng(seed))[0])()
+        assert jax.tree.structure(traced) == jax.tree.structure(wanted)
+        jax.tree.map(assert_bit_equal, traced, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_constant_of_the_normalisation_is_exact_to_rounding(dtype):
+    params, _ = draw("normalised", dtype, np.random.default_rng(5))
+    rng = np.random.default_rng(5)
+    _, bias = rng.normal(size=(4, 4, 3, 8)), np.float32(rng.normal(size=8))
+    weight = np.float64(params.weight)[:, :48] * np.float64(params.scale)[:, None]
+    mean = np.float64(NORMALISATION["image_mean"])
+    if dtype == "int8":
+        weight = weight * 127.5
+    shift = 1 - 2 * mean + (1 / 255 if dtype == "int8" else 0)
+    wanted = bias + weight.reshape(8, 16, 3).sum(1) @ shift
+    magnitude = np.abs(bias) + np.abs(weight).reshape(8, 16, 3).sum(1) @ np.abs(shift)
+    # Each of three constants is rounded twice, and added once.
+    assert (np.abs(params.offset - wanted) <= 9 * 2.0**-24 * magnitude).all()
+
+
+@each_kind
+def test_saved_params_load_unchanged(kind, tmp_path):
+    params, _ = draw(kind, "int8")
+    params.save(tmp_path / "params")
+    loaded = ppe.PatchEmbedParams.load(tmp_path / "params")
+    assert jax.tree.structure(loaded) == jax.tree.structure(params)
+    jax.tree.map(assert_bit_equal, loaded, params)
+
+
+def test_files_of_version_1_load(tmp_path):
+    params = ppe.pack(
+        RNG.normal(size=(4, 4, 3, 8)), None, RNG.normal(size=(6, 8)), patch_size=4, grid=(2, 3)
+    )
+    params.save(tmp_path / "new")
+    tensors = safetensors.numpy.load_file(tmp_path / "new")
+    static = dict(patch_size=4, grid=[2, 3], dtype="int8", K=48)
+    metadata = {
+        "format": "pallas_patch_embed.PatchEmbedParams.1",
+        "static": json.dumps(static),
+    }
+    safetensors.numpy.save_file(tensors, tmp_path / "old", metadata)
+    loaded = ppe.PatchEmbedParams.load(tmp_path / "old")
+    assert jax.tree.structure(loaded) == jax.tree.structure(params)
+    jax.tree.map(assert_bit_equal, loaded, params)
+
+
+@each_kind
+def test_export_keeps_what_params_say(kind):
+    params, images = draw(kind, "int8")
+    exported = jax.export.export(jax.jit(ppe.embed_images))(images, params)
+    restored = jax.export.deserialize(exported.serialize())
+    assert restored.in_tree == exported.in_tree
+    assert_bit_equal(restored.call(images, params), ppe.embed_images(images, params))
+
+
+def test_programs_exported_before_take_the_defaults():
+    from pallas_patch_embed.params import _with_defaults
+
+    static = _with_defaults([16, [2, 3], "int8", 768])
+    assert static == (16, (2, 3), "int8", 768, None, None, 0, None)
+
+
+@each_kind
+@pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])
+def test_sharded_batches_and_widths_need_no_communication(kind, explicit):
+    kind_of_axis = AxisType.Explicit if explicit else AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (kind_of_axis,) * 2)
+    params, images = draw(kind, "int8")
+    wanted = ppe.embed_images(images, params)
+    along_n = dict(weight=P("model"), scale=P("model"), offset=P("model"), table=P(None, "model"))
+    if params.table is None:
+        del along_n["table"]
+    leaves = {
+        name: jax.device_put(getattr(params, name), NamedSharding(mesh, spec))
+        for name, spec in along_n.items()
+    }
+    sharded = dataclasses.replace(params, **leaves)
+    placed = jax.device_put(images, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        embed = jax.jit(ppe.embed_images)
+        y = embed(placed, sharded)
+        text = embed.lower(placed, sharded).compile().as_text()
+    assert_bit_equal(y, wanted)
+    assert y.sharding.spec == P("data", None, "model")
+    collectives = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    assert not [name for name in collectives if name in text]
+
+
+@each_kind
+def test_vmap_maps_over_images(kind):
+    params, images = draw(kind, "int8")
+    embed = functools.partial(ppe.embed_images, params=params)
+    assert_bit_equal(jax.vmap(embed)(images), embed(images))
+    assert_bit_equal(embed(images[0]), embed(images)[0])
+
+
+def test_positions_for_each_image_leave_the_prefix_its_own():
+    params, images = draw("prefix", "float32")
+    positions = np.float32(RNG.normal(size=(2, 6, 8)))
+    y = ppe.embed_images(images, params, position_embedding=positions, out_dtype="float32")
+    bare = dataclasses.replace(params, table=params.table[:2])
+    table = np.concatenate(
+        [np.broadcast_to(params.table[:2], (2, 2, 8)), np.asarray(params.offset) + positions], 1
+    )
+    assert_agrees(y, ppe.patchify(images, params), params, table)
+    assert_bit_equal(
+        ppe.embed_images(images, bare, position_embedding=positions, out_dtype="float32"), y
+    )
+
+
+def test_explain_names_what_is_cut():
+    params, images = draw("all", "int8")
+    text = str(ppe.explain(images, params))
+    assert "patches [2, 14, 128] int8 of uint8 videos, 2 frames a patch, 2 rows in front" in text
+    assert "14 rows" not in text
+    with pytest.raises(NotImplementedError, match=r"no kernel cuts videos itself, or puts rows"):
+        ppe.embed_images(images, params, cut="kernel", backend="triton")
+    assert "2 rows in front" in repr(params) and "2 frames a patch" in repr(params)
+    assert "mean (0.48, 0.46, 0.41)" in repr(params)
+
+
+@pytest.mark.parametrize("target", [Target("cuda", H200), Target("cuda", B200)], ids=str)
+@pytest.mark.parametrize("layout", [PatchLayout(16, None, 5), PatchLayout(16, 2)], ids=str)
+def test_kernels_serve_what_xla_has_cut(target, layout):
+    from pallas_patch_embed.backends import explain
+    from pallas_patch_embed.problem import Problem
+
+    shape = (8, 224, 224, 3) if layout.frames is None else (8, 2, 224, 224, 3)
+    patches = layout.rows_shape(shape)
+    operands = [
+        jax.ShapeDtypeStruct(x, d)
+        for x, d in (
+            (shape, "uint8"),
+            ((768, patches[-1]), "int8"),
+            ((768,), "float32"),
+            ((patches[-2], 768), "bfloat16"),
+        )
+    ]
+    problem = Problem.of(*operands, out_dtype="bfloat16", layout=layout)
+    given = explain(problem.of_patches, target)
+    assert [(r.backend, r.serves) for r in explain(problem, target)] == [
+        (r.backend, r.serves) for r in given
+    ]
+    assert explain(problem, target).chosen == given.chosen in set(BACKENDS) - {"xla"}
+
+
+BAD_PACK = {
+    "mean of two": (dict(image_mean=(0.5, 0.5)), "image_mean is .*each of red, green and blue"),
+    "std of zero": (dict(image_std=(0.5, 0, 0.5)), "image_std is .*all positive"),
+    "mean of text": (dict(image_mean="abc"), "image_mean is 'abc'"),
+    "mean of NaN": (dict(image_mean=(np.nan, 0, 0)), "image_mean is"),
+    "prefix' N": (dict(prefix=np.zeros((2, 7))), r"prefix has shape \[2, 7\], expected \[R, 8\]"),
+    "prefix' rank": (dict(prefix=np.zeros(8)), r"prefix\[None\]"),
+    "prefix of two": (dict(prefix=np.zeros((2, 1, 8))), r"\[1, R, 8\]"),
+    "NaN prefix": (dict(prefix=np.full((2, 8), np.nan)), "prefix has 16 values"),
+    "ambiguous": (
+        dict(prefix=np.zeros((3, 8)), position_embedding=np.zeros((4, 8))),
+        "4 positions are either 0 or 3 rows of prefix and a square",
+    ),
+    "no square": (
+        dict(prefix=np.zeros((1, 8)), position_embedding=np.zeros((7, 8))),
+        "no square, with or without the 1 rows of prefix",
+    ),
+    "grid": (
+        dict(prefix=np.zeros((1, 8)), position_embedding=np.zeros((9, 8)), grid=(2, 3)),
+        "6 patches behind 1 rows of prefix",
+    ),
+    "kernel of images": (dict(layout="OITHW"), r"expected \[N, 3, T, p, p\]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PACK)
+def test_bad_arguments_of_pack_are_refused(case):
+    how, message = BAD_PACK[case]
+    how = dict(position_embedding=None) | how
+    with pytest.raises(ValueError, match=message):
+        ppe.pack(RNG.normal(size=(4, 4, 3, 8)), None, patch_size=4, **how)
+
+
+def test_bad_images_and_patches_are_refused():
+    params, videos = draw("frames", "int8")
+    with pytest.raises(ValueError, match="F a multiple of 2 frames"):
+        ppe.embed_images(videos[:, :3], params)
+    with pytest.raises(ValueError, match="F a multiple of 2 frames"):
+        ppe.patchify(videos[0, 0], params)
+    with pytest.raises(ValueError, match=r"1 x 2 x 3 grid .* positions for 2 x 2 x 3"):
+        ppe.embed_images(videos[:, :2], params)
+    with pytest.raises(ValueError, match=r"expected \[..., S, 96\].* and 2 frames"):
+        ppe.encode_patches(np.zeros((12, 48), np.uint8), params)
+    params, images = draw("prefix", "int8")
+    with pytest.raises(ValueError, match=r"expected \[6, 8\] .*2 rows in front"):
+        ppe.embed_images(images, params, position_embedding=np.zeros((8, 8), np.float32))
+    with pytest.raises(ValueError, match="2 rows, but the params put 2 rows of zeros in front"):
+        ppe.patch_embed(np.zeros((2, 128), np.int8), params)
+
+
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_the_range_check_knows_the_normalisation(place):
+    params, images = draw("all", "int8")
+    good = normalised(images, params)
+    assert np.abs(good).max() > 1.2
+    ppe.embed_images(place(good), params)
+    rows = ppe.patchify(images, params)[:, 2:, :96]
+    pixels = np.float32((2 * np.float32(rows) + 1) / 255)
+    colours = np.repeat(np.float64(list(NORMALISATION.values())), 32, axis=-1)
+    ppe.encode_patches(place(np.float32(((pixels + 1) / 2 - colours[0]) / colours[1])), params)
+    for bad in (good * 1.1, images.astype(np.float32), np.where(good == good.max(), np.nan, good)):
+        bad = place(np.float32(bad))
+        with pytest.raises(ValueError, match=r"once image_mean=.*are undone"):
+            ppe.embed_images(bad, params)
+        ppe.embed_images(bad, params, clip=True)
+
+
+PASSES = """
+import re
+from benchmarks.offline_compile import compile_offline, compiler
+
+with compiler(sass=False) as folder:
+    import jax
+    import pallas_patch_embed as ppe
+    from pallas_patch_embed import chips
+
+    for frames in (None, 2):
+        def embed(images, kernel, bias, positions, prefix):
+            layout = "OIHW" if frames is None else "OITHW"
+            how = dict(patch_size=16, layout=layout, grid=(14, 14))
+            return ppe.pack(kernel, bias, positions, prefix=prefix, **how)
+
+        kernel = (768, 3, 16, 16) if frames is None else (768, 3, frames, 16, 16)
+        images = (8, 224, 224, 3) if frames is None else (8, frames, 224, 224, 3)
+        shapes = (kernel, (768,), (197, 768), (1, 768))
+        f32 = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+        images = jax.ShapeDtypeStruct(images, "uint8")
+        params = jax.eval_shape(lambda *x: embed(None, *x), *f32)
+        run = lambda images, params: ppe.embed_images(images, params, backend="mosaic_sm90")
+        hlo = compile_offline(run, (images, params), chips.H200, folder).hlo
+        entry = hlo[hlo.index("ENTRY") :].splitlines()
+        kinds = "fusion|copy|transpose|reduce|pad|concatenate|slice|custom-call"
+        print(*re.findall(rf" = .* ({kinds})[(]", chr(10).join(entry)))
+"""
+
+
+@pytest.mark.usefixtures("compilers")
+def test_a_prefix_or_frames_add_no_pass():
+    result = subprocess.run(
+        [sys.executable, "-c", PASSES], capture_output=True, text=True, env=environment()
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-2:] == ["fusion custom-call"] * 2
