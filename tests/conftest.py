@@ -15,6 +15,7 @@ import shutil
 import pytest
 
 FLAG = "--xla_force_host_platform_device_count=8"
+os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 GPU = shutil.which("nvidia-smi") and any(map(importlib.util.find_spec, PLUGINS))

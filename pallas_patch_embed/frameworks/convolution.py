@@ -1,0 +1,168 @@
+"""What the modules of all frameworks share: which convolutions qualify, and the computation.
+
+A convolution qualifies if it computes one product per patch of an RGB image: a square kernel,
+strides equal to the kernel, three input channels, and no padding, dilation or groups.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pallas_patch_embed.api import embed_images
+from pallas_patch_embed.packing import pack
+
+EXPECTED = (
+    "Expected a square kernel [p, p], strides [p, p], three input channels (RGB), padding VALID, "
+    "no dilation and one group."
+)
+
+
+def patch_size(
+    name: str,
+    *,
+    kernel_size: Sequence[int],
+    strides: Sequence[int],
+    padding: Any,
+    dilations: Iterable[int],
+    groups: int,
+    channels: int,
+    others: dict[str, Any],
+) -> int:
+    """The patch size of a convolution; refuses one that is not a patch embedding.
+
+    Args:
+      name: of the convolution, for the message.
+      kernel_size, strides: one number per axis of the image.
+      padding: "VALID", "SAME" (which adds nothing to images of whole patches; `check_whole` refuses
+        others) or numbers, in any nesting.
+      dilations: of the input and the kernel.
+      groups: the number of groups of channels.
+      channels: the number of input channels.
+      others: name -> value of what must be unset (None or False), such as a mask.
+
+    Raises:
+      ValueError: with the name and everything that does not fit.
+    """
+    kernel_size, strides = tuple(kernel_size), tuple(strides)
+    padded = (
+        padding.upper() not in ("VALID", "SAME")
+        if isinstance(padding, str)
+        else any(amount != 0 for amount in jax.tree.leaves(padding))
+    )
+    faults = [
+        text
+        for text, wrong in (
+            (f"kernel_size is {kernel_size}", len(kernel_size) != 2 or len(set(kernel_size)) != 1),
+            (f"strides are {strides}", strides != kernel_size),
+            (f"padding is {padding!r}", padded),
+            ("it is dilated", any(factor != 1 for factor in dilations)),
+            (f"it has {groups} groups", groups != 1),
+            (f"it has {channels} input channels", channels != 3),
+            *(
+                (f"{other} is {value!r}", value not in (None, False))
+                for other, value in others.items()
+            ),
+        )
+        if wrong
+    ]
+    if faults:
+        raise ValueError(f"{name} is no patch embedding: {', '.join(faults)}. {EXPECTED}")
+    return kernel_size[0]
+
+
+def check_whole(name: str, padding: Any, images: Any, size: int) -> None:
+    """Refuses images that padding SAME would pad."""
+    sides = tuple(images.shape[-3:-1])
+    if isinstance(padding, str) and padding.upper() != "VALID" and any(n % size for n in sides):
+        raise ValueError(
+            f"{name} has padding {padding!r}, which would pad images of {sides[0]} x {sides[1]} "
+            f"pixels to whole patches of {size} x {size}. Resize or pad the images first."
+        )
+
+
+def selected(found: dict[str, tuple[Any, int]], path: str | None) -> dict[str, Any]:
+    """The convolutions to replace, by their path in the model.
+
+    Args:
+      found: path -> (convolution, number of its input channels), of all that the model has.
+      path: of the only one to replace; None for all that have three input channels.
+
+    Raises:
+      ValueError: there is none; the message lists those of the model.
+    """
+    chosen = {
+        name: convolution
+        for name, (convolution, channels) in found.items()
+        if (channels == 3 if path is None else name == path)
+    }
+    if not chosen:
+        wanted = "with three input channels" if path is None else f"at {path!r}"
+        listed = ", ".join(f"{name!r} ({channels})" for name, (_, channels) in found.items())
+        raise ValueError(
+            f"replace: the model has no convolution {wanted}. Its convolutions, with their input "
+            f"channels: {listed or 'none'}. Pass the model that has the patch embedding, before "
+            "it has been replaced."
+        )
+    return chosen
+
+
+def embed(
+    images: Any,
+    kernel: Any,
+    bias: Any,
+    positions: Any,
+    *,
+    patch_size: int,
+    layout: Literal["HWIO", "OIHW"],
+    patch_dtype: str,
+    dtype: Any,
+) -> jax.Array:
+    """What the convolution computes, plus positions, in one operator.
+
+    Args:
+      images: [..., H, W, 3], uint8 or floating-point in [-1, 1].
+      kernel: [p, p, 3, N] or [N, 3, p, p]; packed here, at every call, so it cannot go stale.
+      bias: [N] or None.
+      positions: [S, N], [h, w, N] or [1, S, N] for all images, [..., S, N] for each; None for none.
+      patch_size, layout: of the kernel.
+      patch_dtype: of patches and packed weight, as in `pack`.
+      dtype: of the result; None for what the convolution would return.
+
+    Returns:
+      [..., h, w, N] with h = H // p and w = W // p.
+
+    Raises:
+      TypeError, ValueError: as `pack` and `embed_images`.
+    """
+    params = pack(kernel, bias, None, patch_size=patch_size, layout=layout, dtype=patch_dtype)
+    if dtype is None:
+        floats = [
+            x for x in (images, bias) if x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+        ]
+        dtype = jnp.result_type(kernel, *floats)
+    out_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    grid = tuple(side // patch_size for side in images.shape[-3:-1])
+    if positions is not None:
+        positions = jnp.asarray(positions)
+        if positions.shape[:-1] == grid or all(axis == 1 for axis in positions.shape[:-2]):
+            # One table for all images: kernels keep it instead of reading it for every image.
+            positions = _reshaped(positions, math.prod(positions.shape[:-1]), leading=0)
+    y = embed_images(images, params, position_embedding=positions, out_dtype=out_dtype)
+    return _reshaped(y, *grid, leading=y.ndim - 2).astype(dtype)
+
+
+def _reshaped(x: jax.Array, *axes: int, leading: int) -> jax.Array:
+    """x with these axes between its `leading` first ones and its last one.
+
+    A reshape of an array with explicit sharding needs the sharding of its result.
+    """
+    sharding = jax.typeof(x).sharding
+    out_sharding = None
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        spec = (*sharding.spec[:leading], *[None] * len(axes), sharding.spec[-1])
+        out_sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return x.reshape(*x.shape[:leading], *axes, x.shape[-1], out_sharding=out_sharding)

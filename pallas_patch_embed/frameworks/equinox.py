@@ -1,0 +1,148 @@
+"""equinox: a convolution computed by the operator, and its swap inside of a model."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from pallas_patch_embed.frameworks import convolution
+
+
+class PatchEmbed(eqx.nn.Conv):
+    """A drop-in for `eqx.nn.Conv2d` with stride = kernel_size, and the same parameters.
+
+    y[n, h, w] = sum_k patches[h, w, k] * weight[n, k] + bias[n] + positions[h, w, n]
+
+    The weight is packed inside of the call; the parameters stay floating-point.
+    """
+
+    patch_dtype: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = None,
+        *,
+        patch_dtype: str = "int8",
+        key: Any,
+        **keywords: Any,
+    ) -> None:
+        """Draws weight [N, 3, p, p] and bias [N, 1, 1] as `eqx.nn.Conv2d` does.
+
+        Args:
+          in_channels: 3.
+          out_channels: N.
+          kernel_size: p, or (p, p).
+          stride: None for kernel_size.
+          patch_dtype: of patches and packed weight: "int8", "float8_e4m3fn", "bfloat16" or
+            "float32".
+          key: of `jax.random`.
+          keywords: those of `eqx.nn.Conv2d`.
+
+        Raises:
+          ValueError: the arguments are not those of a patch embedding.
+        """
+        stride = kernel_size if stride is None else stride
+        super().__init__(2, in_channels, out_channels, kernel_size, stride, key=key, **keywords)
+        self.patch_dtype = patch_dtype
+        _patch_size("PatchEmbed", self)
+
+    def __call__(self, x: Any, positions: Any = None, *, key: Any = None) -> jax.Array:
+        """Embeds an image; under `jax.vmap`, images.
+
+        Args:
+          x: [3, H, W], uint8 or floating-point in [-1, 1].
+          positions: [S, N], [1, S, N] or [h, w, N]; None for none. They are added before the only
+            rounding.
+          key: not used.
+
+        Returns:
+          [N, h, w], as `eqx.nn.Conv2d`, with h = H // p and w = W // p.
+
+        Raises:
+          TypeError, ValueError: as `embed_images`. A gradient raises TypeError, too.
+        """
+        del key
+        if x.ndim != 3 or x.shape[0] != 3:
+            raise ValueError(
+                f"PatchEmbed: the image has shape {list(x.shape)}, expected [3, H, W]. Map a batch "
+                "with jax.vmap."
+            )
+        image, size = jnp.moveaxis(x, 0, -1), self.kernel_size[0]
+        convolution.check_whole("PatchEmbed", self.padding, image, size)
+        y = convolution.embed(
+            image,
+            self.weight,
+            None if self.bias is None else jnp.squeeze(self.bias, (1, 2)),
+            positions,
+            patch_size=size,
+            layout="OIHW",
+            patch_dtype=self.patch_dtype,
+            dtype=None,
+        )
+        return jnp.moveaxis(y, -1, 0)
+
+
+def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -> Any:
+    """A copy of the model whose convolutions of RGB images are `PatchEmbed`.
+
+    It shares all arrays with the model. Its leaves have the same order, so
+    `eqx.tree_deserialise_leaves` loads the same files into either. Positions are added by the
+    model.
+
+    Args:
+      model: a pytree of modules.
+      patch_dtype: as in `PatchEmbed`.
+      path: of the only convolution to replace, such as "patch_embed.proj"; None for all with three
+        input channels.
+
+    Raises:
+      ValueError: there is none, or one is not a patch embedding.
+    """
+    found = {
+        _name(place): (node, node.in_channels)
+        for place, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_convolution)
+        if _is_convolution(node)
+    }
+    chosen = convolution.selected(found, path)
+    for name, node in chosen.items():
+        _patch_size(name, node)
+
+    def swap(place: Any, node: Any) -> Any:
+        return _with_dtype(node, patch_dtype) if _name(place) in chosen else node
+
+    return jax.tree_util.tree_map_with_path(swap, model, is_leaf=_is_convolution)
+
+
+def _is_convolution(node: Any) -> bool:
+    return type(node) in (eqx.nn.Conv, eqx.nn.Conv2d)
+
+
+def _name(place: Any) -> str:
+    return jax.tree_util.keystr(place, simple=True, separator=".")
+
+
+def _with_dtype(node: Any, patch_dtype: str) -> PatchEmbed:
+    """The convolution as a PatchEmbed, without drawing parameters anew."""
+    new = object.__new__(PatchEmbed)
+    for field in dataclasses.fields(node):
+        object.__setattr__(new, field.name, getattr(node, field.name))
+    object.__setattr__(new, "patch_dtype", patch_dtype)
+    return new
+
+
+def _patch_size(name: str, module: Any) -> int:
+    return convolution.patch_size(
+        name,
+        kernel_size=module.kernel_size,
+        strides=module.stride,
+        padding=module.padding,
+        dilations=module.dilation,
+        groups=module.groups,
+        channels=module.in_channels,
+        others={},
+    )

@@ -1,0 +1,155 @@
+"""Keras 3 on JAX: a convolution computed by the operator, and its swap inside of a model."""
+
+import functools
+from typing import Any
+
+import jax
+import keras
+
+from pallas_patch_embed.frameworks import convolution
+
+if keras.backend.backend() != "jax":
+    raise ImportError(
+        f"pallas_patch_embed.frameworks.keras: Keras runs on {keras.backend.backend()}, expected "
+        "jax. Set the environment variable KERAS_BACKEND=jax before Keras is imported."
+    )
+
+# Layers of keras-hub that are a patch convolution plus positions, and nothing else.
+WITH_POSITIONS = ("SigLIPVisionEmbedding",)
+
+
+@keras.saving.register_keras_serializable(package="pallas_patch_embed")
+class PatchEmbed(keras.layers.Conv2D):
+    """A drop-in for `keras.layers.Conv2D` with strides = kernel_size, and the same weights.
+
+    y[b, h, w, n] = sum_k patches[b, h, w, k] * kernel[k, n] + bias[n] + positions[h, w, n]
+
+    The kernel is packed inside of the call; the weights stay floating-point.
+
+    Args:
+      filters: N.
+      kernel_size: p, or (p, p).
+      strides: None for kernel_size.
+      patch_dtype: of patches and packed kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      keywords: those of `keras.layers.Conv2D`.
+
+    Raises:
+      ValueError: the arguments are not those of a patch embedding.
+    """
+
+    def __init__(
+        self,
+        filters: int,
+        kernel_size: Any,
+        strides: Any = None,
+        patch_dtype: str = "int8",
+        **keywords: Any,
+    ) -> None:
+        strides = kernel_size if strides is None else strides
+        super().__init__(filters, kernel_size, strides, **keywords)
+        self.patch_dtype = patch_dtype
+        _patch_size(self, 3)
+
+    def call(self, inputs: Any, positions: Any = None) -> jax.Array:
+        """Embeds images.
+
+        Args:
+          inputs: images [B, H, W, 3], uint8 or floating-point in [-1, 1].
+          positions: [S, N], [1, S, N] or [h, w, N] for all images, [B, S, N] for each; None for
+            none. They are added before the only rounding.
+
+        Returns:
+          [B, h, w, N] of the compute dtype, as `Conv2D`, with h = H // p and w = W // p.
+
+        Raises:
+          TypeError, ValueError: as `embed_images`. A gradient raises TypeError, too.
+        """
+        return _embed(self, self.patch_dtype, inputs, positions)
+
+    def compute_output_shape(self, inputs_shape: Any, positions_shape: Any = None) -> Any:
+        """[B, h, w, N]."""
+        del positions_shape
+        return super().compute_output_shape(inputs_shape)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments of the constructor."""
+        return {**super().get_config(), "patch_dtype": self.patch_dtype}
+
+
+def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -> list[str]:
+    """Lets the operator compute the model's convolutions of RGB images, in place.
+
+    The layers stay `Conv2D` with their weights, so files of weights load before and after, and a
+    saved model loads without this package, unchanged. In keras-hub's SigLIPVisionEmbedding the
+    positions become part of the operator; elsewhere the model adds them. What Keras compiled for
+    the model is compiled again; a function of yours that jit has compiled is not.
+
+    Args:
+      model: a built `keras.Model` or layer.
+      patch_dtype: as in `PatchEmbed`.
+      path: of the only convolution to replace, its `layer.path`; None for all with three input
+        channels.
+
+    Returns:
+      The paths of those that were replaced.
+
+    Raises:
+      ValueError: there is none, or one is not a patch embedding; then nothing is changed.
+    """
+    layers = list(model._flatten_layers())
+    found = {
+        layer.path: (layer, layer.kernel.shape[-2] * layer.groups)
+        for layer in layers
+        if type(layer) is keras.layers.Conv2D and layer.built
+    }
+    chosen = convolution.selected(found, path)
+    for layer in chosen.values():
+        _patch_size(layer, layer.kernel.shape[-2] * layer.groups)
+    for layer in chosen.values():
+        layer.call = functools.partial(_embed, layer, patch_dtype)
+    for layer in layers:
+        if isinstance(layer, keras.Model):
+            layer.predict_function = layer.test_function = layer.train_function = None
+        if type(layer).__name__ in WITH_POSITIONS and layer.patch_embedding.path in chosen:
+            layer.call = functools.partial(_embed_with_positions, layer, patch_dtype)
+    return list(chosen)
+
+
+def _embed(layer: Any, patch_dtype: str, inputs: Any, positions: Any = None) -> jax.Array:
+    size = layer.kernel_size[0]
+    convolution.check_whole(layer.path, layer.padding, inputs, size)
+    return convolution.embed(
+        inputs,
+        keras.ops.convert_to_tensor(layer.kernel),
+        keras.ops.convert_to_tensor(layer.bias) if layer.use_bias else None,
+        positions,
+        patch_size=size,
+        layout="HWIO",
+        patch_dtype=patch_dtype,
+        dtype=layer.compute_dtype,
+    )
+
+
+def _embed_with_positions(
+    layer: Any, patch_dtype: str, inputs: Any, training: Any = None
+) -> jax.Array:
+    positions = layer.position_embedding(layer.position_ids)
+    y = _embed(layer.patch_embedding, patch_dtype, inputs, positions)
+    return keras.ops.reshape(y, (y.shape[0], -1, y.shape[-1]))
+
+
+def _patch_size(layer: Any, channels: int) -> int:
+    return convolution.patch_size(
+        layer.path or layer.name,
+        kernel_size=layer.kernel_size,
+        strides=layer.strides,
+        padding=layer.padding,
+        dilations=layer.dilation_rate,
+        groups=layer.groups,
+        channels=channels,
+        others={
+            "activation": layer.activation is not keras.activations.linear and layer.activation,
+            "data_format": layer.data_format != "channels_last" and layer.data_format,
+            "lora_enabled": layer.lora_enabled,
+        },
+    )

@@ -1,0 +1,139 @@
+"""flax linen: a convolution computed by the operator, and a context that uses it in any model."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import meta
+
+from pallas_patch_embed.frameworks import convolution
+
+# Part of the key of jit's caches: what was traced outside of `intercept` is not used inside.
+_intercepted = jax.make_user_context(default_value=None)
+
+
+class PatchEmbed(nn.Conv):
+    """A drop-in for `nn.Conv` with strides = kernel_size, and the same parameters.
+
+    y[..., h, w, n] = sum_k patches[..., h, w, k] * kernel[k, n] + bias[n] + positions[h, w, n]
+
+    The kernel is packed inside of the call; the parameters stay floating-point. Attributes are
+    those of `nn.Conv`, with two other defaults and one addition:
+
+    Attributes:
+      strides: None, the default, for kernel_size.
+      padding: "VALID" by default.
+      patch_dtype: of patches and packed kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+    """
+
+    strides: Any = None
+    padding: Any = "VALID"
+    patch_dtype: str = "int8"
+
+    @nn.compact
+    def __call__(self, images: Any, positions: Any = None) -> jax.Array:
+        """Embeds images.
+
+        Args:
+          images: [..., H, W, 3], uint8 or floating-point in [-1, 1].
+          positions: [S, N], [1, S, N] or [h, w, N] for all images, [..., S, N] for each; None for
+            none. They are added before the only rounding.
+
+        Returns:
+          [..., h, w, N] of `dtype`, as `nn.Conv`, with h = H // p and w = W // p.
+
+        Raises:
+          ValueError: the attributes are not those of a patch embedding, or as `embed_images`.
+          TypeError: as `embed_images`. A gradient by any argument or parameter raises it, too.
+        """
+        size = _patch_size(self, images)
+        shape = (size, size, 3, self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        return _embed(self, images, kernel, bias, positions, size, self.patch_dtype)
+
+
+@contextlib.contextmanager
+def intercept(*, patch_dtype: str = "int8", path: str | None = None) -> Iterator[None]:
+    """Inside of this context, convolutions of RGB images are computed by the operator.
+
+    For models that cannot be edited. It replaces every call of an `nn.Conv` on images with three
+    channels. Parameters, and `init`, are the model's own; positions are added by the model. A
+    function that jit compiled outside is compiled again inside, and the other way round.
+
+    Args:
+      patch_dtype: as in `PatchEmbed`.
+      path: of the only convolution to replace, such as "embedding" or "img/embedding"; None for
+        all.
+
+    Raises:
+      ValueError: from the model's call, if the convolution is not a patch embedding.
+    """
+
+    def interceptor(call: Any, arguments: Any, keywords: Any, context: Any) -> Any:
+        module = context.module
+        images = arguments[0] if arguments else keywords.get("inputs")
+        if type(module) is not nn.Conv or context.method_name != "__call__":
+            return call(*arguments, **keywords)
+        wanted = images.shape[-1] == 3 if path is None else "/".join(module.path) == path
+        if not wanted or module.is_initializing():
+            return call(*arguments, **keywords)
+        size = _patch_size(module, images)
+        kernel, bias = (
+            meta.unbox(module.get_variable("params", name)) for name in ("kernel", "bias")
+        )
+        return _embed(module, images, kernel, bias, None, size, patch_dtype)
+
+    with _intercepted((patch_dtype, path)), nn.intercept_methods(interceptor):
+        yield
+
+
+def _embed(
+    module: Any, images: Any, kernel: Any, bias: Any, positions: Any, size: int, patch_dtype: str
+) -> jax.Array:
+    convolution.check_whole(_name(module), module.padding, images, size)
+    return convolution.embed(
+        images,
+        kernel,
+        bias,
+        positions,
+        patch_size=size,
+        layout="HWIO",
+        patch_dtype=patch_dtype,
+        dtype=module.dtype,
+    )
+
+
+def _name(module: Any) -> str:
+    return f"{type(module).__name__} {'/'.join(module.path) or module.name!r}"
+
+
+def _patch_size(module: Any, images: Any) -> int:
+    kernel_size = _per_axis(module.kernel_size, 1)
+    axes = len(kernel_size)
+    own_strides = kernel_size if isinstance(module, PatchEmbed) else 1
+    return convolution.patch_size(
+        _name(module),
+        kernel_size=kernel_size,
+        strides=_per_axis(own_strides if module.strides is None else module.strides, axes),
+        padding=module.padding,
+        dilations=[
+            *_per_axis(module.input_dilation or 1, axes),
+            *_per_axis(module.kernel_dilation or 1, axes),
+        ],
+        groups=module.feature_group_count,
+        channels=images.shape[-1] if images.ndim > 2 else 0,
+        others={
+            "mask": module.mask is not None,
+            "conv_general_dilated": module.conv_general_dilated,
+            "conv_general_dilated_cls": module.conv_general_dilated_cls,
+        },
+    )
+
+
+def _per_axis(value: Any, axes: int) -> tuple[int, ...]:
+    return (value,) * axes if isinstance(value, int) else tuple(value)

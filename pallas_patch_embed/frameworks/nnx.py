@@ -1,0 +1,132 @@
+"""flax nnx: a convolution computed by the operator, and its swap inside of a model."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+
+from pallas_patch_embed.frameworks import convolution
+
+
+class PatchEmbed(nnx.Conv):
+    """A drop-in for `nnx.Conv` with strides = kernel_size, and the same parameters.
+
+    y[..., h, w, n] = sum_k patches[..., h, w, k] * kernel[k, n] + bias[n] + positions[h, w, n]
+
+    The kernel is packed inside of the call; the parameters stay floating-point.
+
+    Args:
+      in_features: 3.
+      out_features: N.
+      kernel_size: (p, p).
+      strides: None for kernel_size.
+      padding: "VALID" by default.
+      patch_dtype: of patches and packed kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      keywords: those of `nnx.Conv`.
+
+    Raises:
+      ValueError: the arguments are not those of a patch embedding.
+    """
+
+    patch_dtype: str
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: Any,
+        strides: Any = None,
+        *,
+        padding: Any = "VALID",
+        patch_dtype: str = "int8",
+        **keywords: Any,
+    ) -> None:
+        strides = kernel_size if strides is None else strides
+        super().__init__(
+            in_features, out_features, kernel_size, strides, padding=padding, **keywords
+        )
+        self.patch_dtype = patch_dtype
+        _patch_size("PatchEmbed", self)
+
+    def __call__(self, images: Any, positions: Any = None) -> jax.Array:
+        """Embeds images.
+
+        Args:
+          images: [..., H, W, 3], uint8 or floating-point in [-1, 1].
+          positions: [S, N], [1, S, N] or [h, w, N] for all images, [..., S, N] for each; None for
+            none. They are added before the only rounding.
+
+        Returns:
+          [..., h, w, N] of `dtype`, as `nnx.Conv`, with h = H // p and w = W // p.
+
+        Raises:
+          TypeError, ValueError: as `embed_images`. A gradient raises TypeError, too.
+        """
+        size = self.kernel_size[0]
+        convolution.check_whole("PatchEmbed", self.padding, images, size)
+        return convolution.embed(
+            images,
+            self.kernel[...],
+            None if self.bias is None else self.bias[...],
+            None if positions is None else positions[...],
+            patch_size=size,
+            layout="HWIO",
+            patch_dtype=self.patch_dtype,
+            dtype=self.dtype,
+        )
+
+
+def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -> list[str]:
+    """Turns the model's convolutions of RGB images into `PatchEmbed`, in place.
+
+    Parameters, their names and their sharding stay as they are, so checkpoints load before and
+    after. Positions are added by the model.
+
+    Args:
+      model: an `nnx.Module`.
+      patch_dtype: as in `PatchEmbed`.
+      path: of the only convolution to replace, such as "vision.patch_embeddings"; None for all
+        with three input channels.
+
+    Returns:
+      The paths of those that were replaced.
+
+    Raises:
+      ValueError: there is none, or one is not a patch embedding; then nothing is changed.
+    """
+    found = {
+        ".".join(map(str, place)): (node, node.in_features)
+        for place, node in nnx.iter_graph(model)
+        if type(node) is nnx.Conv
+    }
+    chosen = convolution.selected(found, path)
+    for name, node in chosen.items():
+        _patch_size(name, node)
+    for node in chosen.values():
+        # The object stays the same one, for whatever else refers to it.
+        node.__class__ = PatchEmbed
+        node.patch_dtype = patch_dtype
+    return list(chosen)
+
+
+def _patch_size(name: str, module: Any) -> int:
+    axes = len(module.kernel_size)
+    custom = module.conv_general_dilated is not lax.conv_general_dilated
+    return convolution.patch_size(
+        name,
+        kernel_size=module.kernel_size,
+        strides=_per_axis(module.strides, axes),
+        padding=module.padding,
+        dilations=[
+            *_per_axis(module.input_dilation, axes),
+            *_per_axis(module.kernel_dilation, axes),
+        ],
+        groups=module.feature_group_count,
+        channels=module.in_features,
+        others={"mask": module.mask is not None, "conv_general_dilated": custom},
+    )
+
+
+def _per_axis(value: Any, axes: int) -> tuple[int, ...]:
+    return (value or 1,) * axes if value is None or isinstance(value, int) else tuple(value)

@@ -1,0 +1,119 @@
+"""What holds for a tower with the operator in it, compared with the unchanged tower."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from towers import WIDTH
+
+# Relative Frobenius norm of the difference from the unchanged tower's output.
+BOUNDS = {"float32": 1e-5, "int8": 1e-2}
+
+
+def relative(found, wanted):
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    assert found.shape == wanted.shape
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+def primitives(jaxpr):
+    """The names of all primitives of a program, also of those that it calls."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner)
+
+
+def check_output(tower, patch_dtype):
+    """The output is close, and it comes from the operator. Returns the measured difference."""
+    _, images = tower.images()
+    wanted = jax.jit(tower.unchanged)(tower.parameters, images)
+    changed = tower.changed(patch_dtype)
+    difference = relative(jax.jit(changed)(tower.parameters, images), wanted)
+    assert difference <= BOUNDS[patch_dtype]
+    used = set(primitives(jax.make_jaxpr(changed)(tower.parameters, images).jaxpr))
+    assert "patch_embed" in used and "conv_general_dilated" not in used
+    before = set(primitives(jax.make_jaxpr(tower.unchanged)(tower.parameters, images).jaxpr))
+    assert "patch_embed" not in before and "conv_general_dilated" in before
+    return difference
+
+
+def check_parameters(tower):
+    """Each parameter of the patch embedding matters as it does in the unchanged tower."""
+    _, images = tower.images()
+    traces = []
+
+    @jax.jit
+    def changed(parameters, images):
+        traces.append(images.shape)
+        return tower.changed("int8")(parameters, images)
+
+    first = changed(tower.parameters, images)
+    for path in (tower.kernel, tower.bias, tower.positions):
+        parameters = tower.with_one_drawn_anew(path)
+        found = changed(parameters, images)
+        assert relative(found, jax.jit(tower.unchanged)(parameters, images)) <= BOUNDS["int8"]
+        assert relative(found, first) > 3 * BOUNDS["int8"], path
+    assert len(traces) == 1
+
+
+def check_gradients(tower, patch_dtype):
+    """A gradient by parameters or images is refused; with stop_gradient, it is zero."""
+    _, images = tower.images()
+    changed = tower.changed(patch_dtype)
+
+    def loss(parameters, images):
+        return jax.numpy.sum(changed(parameters, images) ** 2)
+
+    for argument in (0, 1):
+        with pytest.raises(TypeError, match="derivative"):
+            jax.jit(jax.grad(loss, argument))(tower.parameters, images)
+
+    def frozen(parameters, images):
+        return jax.numpy.sum(jax.lax.stop_gradient(changed(parameters, images)) * images.mean())
+
+    gradient = jax.jit(jax.grad(frozen))(tower.parameters, images)
+    assert not any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
+
+
+def check_uint8(tower):
+    """uint8 images give what the same pixels in [-1, 1] give, or are refused."""
+    pixels, images = tower.images()
+    changed = tower.changed("int8")
+    if tower.takes_uint8:
+        found, wanted = (jax.jit(changed)(tower.parameters, x) for x in (pixels, images))
+        assert relative(found, wanted) <= 1e-6
+    else:
+        with pytest.raises(ValueError, match=r"in \[-1, 1\]"):
+            changed(tower.parameters, pixels)
+
+
+def sharded_along_N(kernel, axis, axis_type):
+    """The kernel on eight devices, each with an eighth of the output channels."""
+    mesh = jax.make_mesh((8,), ("N",), axis_types=(axis_type,))
+    spec = [None] * kernel.ndim
+    spec[axis] = "N"
+    return jax.device_put(kernel, jax.NamedSharding(mesh, jax.P(*spec)))
+
+
+def check_sharding(call, kernel, axis, out_axis):
+    """A kernel sharded along N gives a result sharded along N; nothing of it is gathered.
+
+    Args:
+      call: kernel -> result of the module, which has WIDTH output channels.
+      kernel: floating-point, WIDTH along `axis`.
+      out_axis: of the result, where N is.
+    """
+    wanted = call(kernel)
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        split = sharded_along_N(kernel, axis, axis_type)
+        compiled = jax.jit(call).lower(split).compile()
+        found = compiled(split)
+        shard = found.addressable_shards[0].data.shape
+        assert shard[out_axis] * 8 == found.shape[out_axis] == WIDTH
+        assert "all-gather" not in compiled.as_text()
+        assert relative(found, wanted) <= 1e-6
