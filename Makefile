@@ -1,11 +1,12 @@
-# demo, test, test-all, bench, docs, ffi, wheel and lint make the environment they need, in .venv; ffi and wheel also need nvcc
+# demo, test, test-all, test-frameworks, bench, docs, ffi, wheel and lint make the environment they need, in .venv; ffi and wheel also need nvcc
 # and a C++ compiler.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
+FRAMEWORKS := build/frameworks
 BUILDIFIER := $(VENV)/node_modules/.bin/buildifier
 CPP := $(shell find benchmarks ffi tests -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 
-.PHONY: demo test test-all bench docs ffi wheel lint format clean
+.PHONY: demo test test-all test-frameworks bench docs ffi wheel lint format clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/pallas-patch-embed demo --out demo.png
@@ -17,6 +18,10 @@ test: $(VENV)/installed
 # Everything that can run here.
 test-all: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -m ""
+
+# The drop-in modules in the models of flax, equinox and Keras, in an environment of their own.
+test-frameworks: $(FRAMEWORKS)/installed
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(FRAMEWORKS)/bin/python -m pytest -m "" tests/frameworks
 
 # Tables, bench/results.jsonl and pictures, on the device that JAX finds.
 bench: $(VENV)/installed
@@ -65,6 +70,13 @@ $(VENV)/installed: pyproject.toml
 	  { echo "Python 3.12 or newer is needed: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	PATCH_EMBED_CUDA=OFF $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@
+
+# JAX=0.11.2 takes another version of jax than the newest; `make clean` first.
+$(FRAMEWORKS)/installed: pyproject.toml requirements-frameworks.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	PATCH_EMBED_CUDA=OFF $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test-frameworks]' $(JAX:%=jax==%)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-frameworks.txt
 	@touch $@
 
 $(VENV)/linters: requirements-lint.txt $(VENV)/installed

@@ -173,7 +173,8 @@ def _leading(patches, weight, scale, table) -> tuple[int, ...]:
 def _result_spec(shapes, specs, layout) -> PartitionSpec:
     """The result's sharding: each axis is sharded as in the operands that have it."""
     sides, whole = _axes(shapes, layout), _whole(layout)
-    ndim = max(-axis for axes in sides for axis in axes if isinstance(axis, int))
+    # The result has S also if no operand has: an image has none, nor has a table without positions.
+    ndim = max(2, *(-axis for axes in sides for axis in axes if isinstance(axis, int)))
     found: dict[int, list[Any]] = {axis: [] for axis in range(-ndim, 0)}
     split = found.keys() - set(whole)
     for axes, spec in zip(sides, specs):

@@ -108,7 +108,8 @@ def pytest_collection_modifyitems(config, items):
 def pytest_deselected(items):
     """Counts the tests that the short suite leaves out."""
     for item in items:
-        kinds = [kind for kind in ("codegen", "cluster", "slow") if item.get_closest_marker(kind)]
+        kinds = ("codegen", "cluster", "frameworks", "slow")
+        kinds = [kind for kind in kinds if item.get_closest_marker(kind)]
         item.config.stash[LEFT_OUT].update(kinds[:1])
 
 
@@ -145,6 +146,11 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(
             f"{cluster} tests on a Ray cluster or S3's protocol were left out: with the extra "
             "`test-cluster`, `pytest -m cluster` runs them."
+        )
+    if frameworks := left_out.get("frameworks"):
+        terminalreporter.write_line(
+            f"{frameworks} tests of flax, equinox and Keras were left out: `make test-frameworks` "
+            "runs them."
         )
     reasons = (report.longrepr[2] for report in terminalreporter.getreports("skipped"))
     skipped = collections.Counter(reason.removeprefix("Skipped: ") for reason in reasons)

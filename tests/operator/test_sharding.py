@@ -104,6 +104,18 @@ def test_images_and_vmap_keep_the_sharding(mesh):
         assert y.sharding.shard_shape(y.shape) == (2, S, N // 2)
 
 
+def test_one_image_with_a_kernel_sharded_along_N():
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Explicit,))
+    kernel = np.random.default_rng(0).normal(0, 0.03, (16, 16, 3, 64)).astype(np.float32)
+    image = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
+    split = jax.device_put(kernel, NamedSharding(mesh, P(None, None, None, "model")))
+    params = ppe.pack(split, None, None, patch_size=16)
+    found = jax.jit(ppe.embed_images)(image, params)
+    assert found.shape == (16, 64) and found.sharding.spec == P(None, "model")
+    params = ppe.pack(kernel, None, None, patch_size=16)
+    np.testing.assert_array_equal(found, ppe.embed_images(image, params))
+
+
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_operands_need_not_be_on_the_active_mesh(axes):
     with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=(axes,) * 2)):
