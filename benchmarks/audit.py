@@ -49,7 +49,14 @@ from pallas_patch_embed.backends.mosaic import SM90, SM100, sm90, sm100
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import ROW_BYTES
 from pallas_patch_embed.chips import A100, B200, H200, RTX_3090, RTX_4090, Target
-from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, PatchLayout, Problem, named_shape
+from pallas_patch_embed.problem import (
+    NAMED_SHAPES,
+    VIT_SHAPES,
+    NamedShape,
+    PatchLayout,
+    Problem,
+    named_shape,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -580,7 +587,7 @@ def draw(kernels: list[Kernel], title: str, out: Path) -> None:
 def main() -> None:
     """Prints the tables, writes the picture and the JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [shape.name for shape in NAMED_SHAPES]
+    names = [shape.name for shape in (*NAMED_SHAPES, *VIT_SHAPES)]
     parser.add_argument("--shape", choices=names, default="B/16 224", metavar="NAME")
     parser.add_argument("--images", type=int, default=4736)
     parser.add_argument("--dtypes", nargs="+", choices=tiles.DTYPES, default=tiles.DTYPES)

@@ -20,7 +20,14 @@ from pallas_patch_embed.chips import Target
 from pallas_patch_embed.embed import command as embed
 from pallas_patch_embed.embed import output
 from pallas_patch_embed.embed.pictures import printable
-from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, PatchLayout, Problem, padded
+from pallas_patch_embed.problem import (
+    DTYPES,
+    NAMED_SHAPES,
+    VIT_SHAPES,
+    PatchLayout,
+    Problem,
+    padded,
+)
 
 PACKAGES = (
     "jax",
@@ -45,12 +52,13 @@ def version(package: str) -> str:
 
 
 def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]]:
-    """For each named shape, with one uint8 image (NaFlex: its patches): what the backends say."""
+    """For each named shape, with one uint8 image or video (NaFlex: its patches): the answers."""
     found = []
-    for shape in NAMED_SHAPES:
+    for shape in (*NAMED_SHAPES, *VIT_SHAPES):
         K = padded(shape.K)
         naflex = shape.name.startswith("NaFlex")
         table = (1, shape.S, shape.N) if naflex else (shape.S, shape.N)
+        frames = () if shape.frames is None else (shape.frames,)
         by_dtype = {}
         for dtype in INFO_DTYPES:
             problem = Problem(
@@ -61,8 +69,8 @@ def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]
                 dtype=dtype,
                 table_dtype="bfloat16",
                 out_dtype="bfloat16",
-                layout=None if naflex else PatchLayout(shape.patch),
-                images=None if naflex else (1, shape.image, shape.image, 3),
+                layout=None if naflex else PatchLayout(shape.patch, shape.frames, shape.prefix),
+                images=None if naflex else (1, *frames, shape.image, shape.image, 3),
             )
             by_dtype[dtype] = explain(problem, Target.of(device))
         found.append((f"{shape.name:<20} S {shape.S:>4}  K {K:>4}  N {shape.N:>4}", by_dtype))
@@ -70,7 +78,7 @@ def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]
 
 
 def info() -> None:
-    """Prints versions, devices, and which backend serves each named SigLIP2 shape, and why."""
+    """Prints versions, devices, and which backend serves the shapes of released models, and why."""
     print(f"pallas_patch_embed {__version__}, Python {platform.python_version()}")
     print(", ".join(f"{package} {version(package)}" for package in PACKAGES))
     for device in jax.devices():

@@ -198,12 +198,16 @@ class NamedShape:
       patch: side of a patch in pixels.
       image: side of the image in pixels; a remainder of image / patch is dropped.
       N: width of the model.
+      prefix: rows in front of the patches, of class and register tokens.
+      frames: frames of a video in one patch; None for images.
     """
 
     name: str
     patch: int
     image: int
     N: int
+    prefix: int = 0
+    frames: int | None = None
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -212,11 +216,13 @@ class NamedShape:
 
     @property
     def S(self) -> int:
-        return self.grid[0] * self.grid[1]
+        """Rows of an image, with the prefix."""
+        return self.prefix + self.grid[0] * self.grid[1]
 
     @property
     def K(self) -> int:
-        return 3 * self.patch**2
+        """Numbers in one patch."""
+        return 3 * self.patch**2 * (self.frames or 1)
 
 
 # SigLIP (arXiv 2303.15343), SigLIP 2 (arXiv 2502.14786), and the vision tower of Gemma 3
@@ -238,6 +244,24 @@ NAMED_SHAPES = tuple(
 )
 
 
+# Other ViTs: CLIP (arXiv 2103.00020), DINOv2 (arXiv 2304.07193) at the size of its positions, and
+# the vision towers of Qwen2-VL (arXiv 2409.12191) and Qwen3-VL (arXiv 2511.21631), whose images
+# have any size.
+VIT_SHAPES = (
+    NamedShape("CLIP B/16 224", 16, 224, 768, prefix=1),
+    NamedShape("CLIP B/32 224", 32, 224, 768, prefix=1),
+    NamedShape("CLIP L/14 224", 14, 224, 1024, prefix=1),
+    NamedShape("CLIP L/14 336", 14, 336, 1024, prefix=1),
+    NamedShape("DINOv2 S/14 518", 14, 518, 384, prefix=1),
+    NamedShape("DINOv2 B/14 518", 14, 518, 768, prefix=1),
+    NamedShape("DINOv2 L/14 518", 14, 518, 1024, prefix=1),
+    NamedShape("DINOv2 g/14 518", 14, 518, 1536, prefix=1),
+    NamedShape("Qwen2-VL/14 448", 14, 448, 1280, frames=2),
+    NamedShape("Qwen3-VL 4B/16 512", 16, 512, 1024, frames=2),
+    NamedShape("Qwen3-VL 8B/16 512", 16, 512, 1152, frames=2),
+)
+
+
 def named_shape(name: str) -> NamedShape:
     """The shape of this name."""
-    return next(shape for shape in NAMED_SHAPES if shape.name == name)
+    return next(shape for shape in (*NAMED_SHAPES, *VIT_SHAPES) if shape.name == name)

@@ -11,7 +11,7 @@ from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.chips import B200, B300, H200
-from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
+from pallas_patch_embed.problem import NAMED_SHAPES, VIT_SHAPES, Problem, named_shape
 
 needs_compilers = pytest.mark.usefixtures("compilers")
 
@@ -91,6 +91,7 @@ def blackwell_cases():
     for dtype in tiles.DTYPES:
         yield fixed, dtype, "bfloat16", "shared", 4096
         yield naflex, dtype, "bfloat16", "per image", 67
+    yield [shape.name for shape in VIT_SHAPES], "int8", "bfloat16", "shared", 67
     yield ["B/16 224", "B/32 256"], "int8", "float32", "shared", 512
     # 48843 rows: not a multiple of 8.
     yield ["So400m/14 384"], "int8", "float32", "shared", 67

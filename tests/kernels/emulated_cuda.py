@@ -109,6 +109,8 @@ CASES = {
     "float8, two slices": Case((9, 97, 256), 256, FP8, "shared", 128, 8),
     "float8, more chunks than slots": Case((3, 97, 1152), 64, FP8, "shared", 64, 8),
     "bfloat16, many slots": Case((47, 1, 256), 64, BF16, "none", 64, 16),
+    "197 rows an image, as CLIP has": Case((2, 197, 256), 192, INT8, "shared", 192, 10),
+    "K = 1280, as Qwen2-VL has": Case((2, 73, 1280), 64, INT8, "none", 64, 10),
     "few rows": Case((1, 47, 256), 64, INT8, "shared", 64, 8),
     "a phase change in a worker": Case((16, 97, 128), 64, INT8, "shared", 64, 8),
     "per-image positions": Case((5, 75, 128), 64, FP8, "per image", 64, 8),

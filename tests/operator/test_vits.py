@@ -18,8 +18,8 @@ from repository import DATA, environment
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import BACKENDS
-from pallas_patch_embed.chips import B200, H200, Target
-from pallas_patch_embed.problem import PatchLayout
+from pallas_patch_embed.chips import B200, H200, RTX_4090, Target
+from pallas_patch_embed.problem import VIT_SHAPES, PatchLayout, padded
 
 # Relative Frobenius norms of the difference to transformers' result, which was computed in float64.
 LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 1e-2, "float8_e4m3fn": 1e-1, "int8": 1e-2}
@@ -421,3 +421,25 @@ def test_a_prefix_or_frames_add_no_pass():
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-2:] == ["fusion custom-call"] * 2
+
+
+@pytest.mark.parametrize("chip", [RTX_4090, H200, B200], ids=lambda chip: chip.name)
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
+def test_every_kernel_serves_the_named_shapes_or_says_why_not(chip, dtype):
+    from pallas_patch_embed.backends import explain
+    from pallas_patch_embed.problem import Problem
+
+    for shape in VIT_SHAPES:
+        problem = Problem(
+            patches=(8, shape.S, padded(shape.K)),
+            weight=(shape.N, padded(shape.K)),
+            scale=(shape.N,),
+            table=(shape.S, shape.N),
+            dtype=dtype,
+            table_dtype="bfloat16",
+            out_dtype="bfloat16",
+        )
+        rows = {row.backend: row for row in explain(problem, Target("cuda", chip))}
+        assert all(row.serves or row.reason for row in rows.values())
+        pallas = {(9, 0): "mosaic_sm90", (10, 0): "mosaic_sm100"}.get(chip.capability)
+        assert pallas is None or rows[pallas].serves, rows[pallas]
