@@ -103,8 +103,8 @@ class PatchEmbedParams:
 
     def __repr__(self) -> str:
         grid = "any" if self.grid is None else "x".join(map(str, self.grid))
-        more = [f"{self.prefix} rows in front"] if self.prefix else []
-        more += [f"{self.frames} frames a patch"] if self.frames is not None else []
+        more = [f"rows in front {self.prefix}"] if self.prefix else []
+        more += [f"frames a patch {self.frames}"] if self.frames is not None else []
         if self.image_mean is not None:
             more.append(f"mean {self.image_mean}, std {self.image_std}")
         leaves = ", ".join(

@@ -84,8 +84,8 @@ class Explanation:
 
 def _named(layout: PatchLayout) -> str:
     """What patches are cut of, and the rows in front of them."""
-    what = "images" if layout.frames is None else f"videos, {layout.frames} frames a patch"
-    return f" of uint8 {what}" + (f", {layout.prefix} rows in front" if layout.prefix else "")
+    what = "images" if layout.frames is None else f"videos, frames a patch: {layout.frames}"
+    return f" of uint8 {what}" + (f", rows in front: {layout.prefix}" if layout.prefix else "")
 
 
 def plan_with(

@@ -285,11 +285,11 @@ def test_positions_for_each_image_leave_the_prefix_its_own():
 def test_explain_names_what_is_cut():
     params, images = draw("all", "int8")
     text = str(ppe.explain(images, params))
-    assert "patches [2, 14, 128] int8 of uint8 videos, 2 frames a patch, 2 rows in front" in text
+    assert "patches [2, 14, 128] int8 of uint8 videos, frames a patch: 2, rows in front: 2" in text
     assert "14 rows" not in text
     with pytest.raises(NotImplementedError, match=r"no kernel cuts videos itself, or puts rows"):
         ppe.embed_images(images, params, cut="kernel", backend="triton")
-    assert "2 rows in front" in repr(params) and "2 frames a patch" in repr(params)
+    assert "frames a patch 2" in repr(params) and "rows in front 2" in repr(params)
     assert "mean (0.48, 0.46, 0.41)" in repr(params)
 
 
