@@ -13,7 +13,7 @@ from repository import ROOT
 import pallas_patch_embed as ppe
 from pallas_patch_embed import demo
 
-SOURCES = ("pallas_patch_embed", "tests", "benchmarks", "ffi")
+SOURCES = ("pallas_patch_embed", "tests", "benchmarks", "examples", "ffi")
 
 
 def build_targets():
