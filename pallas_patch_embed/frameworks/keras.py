@@ -15,7 +15,7 @@ if keras.backend.backend() != "jax":
     )
 
 # Layers of keras-hub that are a patch convolution plus positions, and nothing else.
-WITH_POSITIONS = ("SigLIPVisionEmbedding",)
+WITH_POSITIONS = ("SigLIPVisionEmbedding", "Gemma3VisionEmbedding")
 
 
 @keras.saving.register_keras_serializable(package="pallas_patch_embed")
@@ -80,7 +80,7 @@ def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -
     """Lets the operator compute the model's convolutions of RGB images, in place.
 
     The layers stay `Conv2D` with their weights, so files of weights load before and after, and a
-    saved model loads without this package, unchanged. In keras-hub's SigLIPVisionEmbedding the
+    saved model loads without this package, unchanged. In keras-hub's SigLIP and Gemma 3 the
     positions become part of the operator; elsewhere the model adds them. What Keras compiled for
     the model is compiled again; a function of yours that jit has compiled is not.
 

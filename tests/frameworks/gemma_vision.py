@@ -14,10 +14,11 @@ pytest.importorskip("gemma", reason="gemma is missing: `make test-frameworks` in
 
 if importlib.util.find_spec("tensorflow") is None:
     sys.modules["tensorflow"] = mock.MagicMock()
-    from gemma.gm.nn.vision import _vision_utils as vision
-
-    # Others look here to find out whether TensorFlow is in use.
-    del sys.modules["tensorflow"]
+    try:
+        from gemma.gm.nn.vision import _vision_utils as vision
+    finally:
+        # Keras looks here to find out whether TensorFlow is in use.
+        del sys.modules["tensorflow"]
 else:
     from gemma.gm.nn.vision import _vision_utils as vision
 

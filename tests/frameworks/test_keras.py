@@ -93,12 +93,28 @@ def test_a_tower_with_uint8_images(tower):
     check_uint8(tower)
 
 
-def test_the_positions_of_keras_hubs_embedding_are_part_of_the_operator():
-    model = siglip()
-    drop_in.replace(model)
-    images = np.zeros((1, SIDE, SIDE, 3), np.float32)
-    jaxpr = jax.make_jaxpr(model.embedding.call)(images).jaxpr
-    after = list(primitives(jaxpr))
+def siglip_embedding():
+    return siglip().embedding
+
+
+def gemma3_embedding():
+    keras_hub = pytest.importorskip(
+        "keras_hub.src.models.gemma3.gemma3_vision_encoder",
+        reason="keras-hub is missing: `make test-frameworks` installs it",
+    )
+    layer = keras_hub.Gemma3VisionEmbedding(SIDE, PATCH, WIDTH)
+    layer.build((None, SIDE, SIDE, 3))
+    return layer
+
+
+@pytest.mark.parametrize("layer", [siglip_embedding, gemma3_embedding])
+def test_the_positions_of_keras_hubs_embedding_are_part_of_the_operator(layer):
+    layer = layer()
+    images = np.float32(np.random.default_rng(0).uniform(-1, 1, (2, SIDE, SIDE, 3)))
+    wanted = layer(images)
+    drop_in.replace(layer, patch_dtype="float32")
+    assert relative(layer(images), wanted) <= BOUNDS["float32"]
+    after = list(primitives(jax.make_jaxpr(layer.call)(images).jaxpr))
     assert "add" not in after[after.index("patch_embed") :]
 
 
