@@ -57,6 +57,8 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "none"
 add_module_names = False
+# Modules of the package import them, but the site is built without them.
+autodoc_mock_imports = ["equinox", "flax", "keras"]
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"

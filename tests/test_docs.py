@@ -115,6 +115,12 @@ def test_the_api_page_has_every_public_name_once():
         for name, value in vars(ppe.siglip2).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     ]
+    # Read, because they may lack their framework.
+    for name in ("linen", "nnx", "equinox", "keras"):
+        tree = ast.parse((ROOT / f"pallas_patch_embed/frameworks/{name}.py").read_text())
+        names = [n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+        home = f"pallas_patch_embed.frameworks.{name}"
+        public += [f"{home}.{own}" for own in names if not own.startswith("_")]
     assert sorted(documented) == sorted(public)
 
 

@@ -8,12 +8,6 @@ import keras
 
 from pallas_patch_embed.frameworks import convolution
 
-if keras.backend.backend() != "jax":
-    raise ImportError(
-        f"pallas_patch_embed.frameworks.keras: Keras runs on {keras.backend.backend()}, expected "
-        "jax. Set the environment variable KERAS_BACKEND=jax before Keras is imported."
-    )
-
 # Layers of keras-hub that are a patch convolution plus positions, and nothing else.
 WITH_POSITIONS = ("SigLIPVisionEmbedding", "Gemma3VisionEmbedding")
 
@@ -35,6 +29,7 @@ class PatchEmbed(keras.layers.Conv2D):
 
     Raises:
       ValueError: the arguments are not those of a patch embedding.
+      RuntimeError: Keras does not run on JAX.
     """
 
     def __init__(
@@ -45,6 +40,7 @@ class PatchEmbed(keras.layers.Conv2D):
         patch_dtype: str = "int8",
         **keywords: Any,
     ) -> None:
+        _check_backend()
         strides = kernel_size if strides is None else strides
         super().__init__(filters, kernel_size, strides, **keywords)
         self.patch_dtype = patch_dtype
@@ -95,7 +91,9 @@ def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -
 
     Raises:
       ValueError: there is none, or one is not a patch embedding; then nothing is changed.
+      RuntimeError: Keras does not run on JAX.
     """
+    _check_backend()
     layers = list(model._flatten_layers())
     found = {
         layer.path: (layer, layer.kernel.shape[-2] * layer.groups)
@@ -113,6 +111,14 @@ def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -
         if type(layer).__name__ in WITH_POSITIONS and layer.patch_embedding.path in chosen:
             layer.call = functools.partial(_embed_with_positions, layer, patch_dtype)
     return list(chosen)
+
+
+def _check_backend() -> None:
+    if (backend := keras.backend.backend()) != "jax":
+        raise RuntimeError(
+            f"pallas_patch_embed.frameworks.keras: Keras runs on {backend}, expected jax. Set the "
+            "environment variable KERAS_BACKEND=jax before Keras is imported."
+        )
 
 
 def _embed(layer: Any, patch_dtype: str, inputs: Any, positions: Any = None) -> jax.Array:

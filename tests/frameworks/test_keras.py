@@ -219,6 +219,13 @@ def test_other_models_and_images_are_refused():
         same(IMAGES[:, :40])
 
 
+def test_another_backend_of_keras_is_refused(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    for use in (lambda: drop_in.PatchEmbed(8, 16), lambda: drop_in.replace(None)):
+        with pytest.raises(RuntimeError, match=r"runs on torch, expected jax. Set .*KERAS_BACKEND"):
+            use()
+
+
 def test_a_kernel_sharded_along_N_stays_so():
     layer = drop_in.PatchEmbed(WIDTH, 16)
     images = np.zeros((2, SIDE, SIDE, 3), np.uint8)
