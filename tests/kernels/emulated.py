@@ -119,7 +119,7 @@ CASES = {
     ),
     "two blocks, K = 640": two((5, 97, 640), 128, INT8, "shared", 128, 4),
     "two blocks, 197 rows an image, as CLIP has": two((2, 197, 256), 128, INT8, "shared", 128, 4),
-    "two blocks, K = 1280, as Qwen2-VL has": two((1, 99, 1280), 128, INT8, "none", 128, 4),
+    "two blocks, K = 1280, as Qwen2-VL has": two((1, 99, 1280), 64, INT8, "none", 64, 4),
     "two blocks, N = 1152": two((1, 201, 128), 1152, FP8, "shared", 192, 4),
     "two blocks, float32": two((4, 72, 128), 256, INT8, "shared", 256, 4, out="float32"),
     "two blocks, bfloat16 to float32": two((3, 97, 256), 128, BF16, "none", 128, 4, out="float32"),
