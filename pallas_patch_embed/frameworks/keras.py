@@ -12,7 +12,6 @@ from pallas_patch_embed.frameworks import convolution
 WITH_POSITIONS = ("SigLIPVisionEmbedding", "Gemma3VisionEmbedding")
 
 
-@keras.saving.register_keras_serializable(package="pallas_patch_embed")
 class PatchEmbed(keras.layers.Conv2D):
     """A drop-in for `keras.layers.Conv2D` with strides = kernel_size, and the same weights.
 
@@ -70,6 +69,10 @@ class PatchEmbed(keras.layers.Conv2D):
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor."""
         return {**super().get_config(), "patch_dtype": self.patch_dtype}
+
+
+# Not as a decorator: that hides the class where Keras is a stand-in, as for the site.
+keras.saving.register_keras_serializable(package="pallas_patch_embed")(PatchEmbed)
 
 
 def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -> list[str]:
