@@ -1,6 +1,7 @@
 """flax linen: a convolution computed by the operator, and a context that uses it in any model."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,7 +73,12 @@ def intercept(*, patch_dtype: str = "int8", path: str | None = None) -> Iterator
 
     Raises:
       ValueError: from the model's call, if the convolution is not a patch embedding.
+
+    Warns:
+      UserWarning: convolutions were called, but none that is to be replaced.
     """
+    passed: list[str] = []
+    replaced: list[str] = []
 
     def interceptor(call: Any, arguments: Any, keywords: Any, context: Any) -> Any:
         module = context.module
@@ -80,7 +86,10 @@ def intercept(*, patch_dtype: str = "int8", path: str | None = None) -> Iterator
         if type(module) is not nn.Conv or context.method_name != "__call__":
             return call(*arguments, **keywords)
         wanted = images.shape[-1] == 3 if path is None else "/".join(module.path) == path
-        if not wanted or module.is_initializing():
+        if module.is_initializing():
+            return call(*arguments, **keywords)
+        (replaced if wanted else passed).append(_name(module))
+        if not wanted:
             return call(*arguments, **keywords)
         size = _patch_size(module, images)
         kernel, bias = (
@@ -90,6 +99,14 @@ def intercept(*, patch_dtype: str = "int8", path: str | None = None) -> Iterator
 
     with _intercepted((patch_dtype, path)), nn.intercept_methods(interceptor):
         yield
+    # What jit has compiled calls nothing, and is not warned about.
+    if passed and not replaced:
+        wanted = "on images with three channels" if path is None else f"at {path!r}"
+        warnings.warn(
+            f"intercept: the model called no nn.Conv {wanted}, only {', '.join(passed)}. Nothing "
+            "was replaced.",
+            stacklevel=3,
+        )
 
 
 def _embed(

@@ -186,6 +186,16 @@ def test_other_convolutions_are_left_alone():
     assert 0 < relative(found, wanted) <= BOUNDS["float32"]
 
 
+def test_a_model_without_the_convolution_is_warned_about():
+    model = BigVisionViT()
+    images = np.ones((1, SIDE, SIDE, 3), np.float32)
+    variables = initialised(model, images)
+    wanted = model.apply(variables, images)
+    with pytest.warns(UserWarning, match="no nn.Conv at 'stem', only Conv 'embedding'. Nothing"):
+        with linen.intercept(path="stem"):
+            np.testing.assert_array_equal(model.apply(variables, images), wanted)
+
+
 def test_what_jit_compiled_outside_is_compiled_again_inside_and_only_once():
     traces = []
     model = BigVisionViT()
