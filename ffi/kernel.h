@@ -32,9 +32,10 @@ constexpr int registers_at_launch(int threads) { return 65536 / threads / 8 * 8;
 // Bytes of K in a chunk: one row of the 128-byte swizzle.
 constexpr int kRowBytes = 128;
 
-// Images that a kernel cuts itself: TMA loads one line of many patches at once. A row of a load takes it
-// 5.6 cycles whether it has 16 or 96 bytes, so a row is the line of two patches beside each other. A
-// product takes 32 bytes of K, one and a half of which are a line, so a slot has two lines.
+// Images that a kernel cuts itself: TMA loads one line of many patches at once. If all multiprocessors
+// load, a row of 48 bytes takes it 3.2 cycles and one of 96 bytes at most 4.3 (docs/experiments/cuda.md),
+// so a row is the line of two patches beside each other. A product takes 32 bytes of K, one and a half of
+// which are a line, so a slot has two lines.
 constexpr int kPatchSide = 16;
 constexpr int kLineBytes = 3 * kPatchSide;
 constexpr int kRowPatches = 2;

@@ -324,8 +324,9 @@ class Worker {
     timeline_.stamp(Event::kProductsIssued);
   }
 
-  // Loads the thread's pixels of a chunk and turns each pixel u into u - 128.
+  // Loads the thread's pixels of a chunk when they have arrived.
   __device__ void load_pixels(Pixels& pixels, const Chunk& chunk) {
+    wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);
     const uint32_t slot = ptx::shared_address(shared_.patches[chunk.patches.slot]);
     const uint32_t row =
         slot + threadIdx.x % kWarpgroup / 32 * 16 * kLineBytes + threadIdx.x % 16 * kLineBytes;
@@ -337,9 +338,16 @@ class Worker {
       constexpr int kUnits = kLineBytes / 16;
       ptx::ldmatrix_x4(pixels[i], row + unit / kUnits * rows * kLineBytes + unit % kUnits * 16);
     }
+  }
+
+  // Turns each pixel u into u - 128, before the products that follow.
+  __device__ static void make_int8(Pixels& pixels) {
 #pragma unroll
     for (auto& words : pixels) {
-      for (uint32_t& word : words) word ^= 0x80808080;
+      for (uint32_t& word : words) {
+        word ^= 0x80808080;
+        ptx::pin(word);
+      }
     }
   }
 
@@ -368,31 +376,58 @@ class Worker {
     timeline_.stamp(Event::kMultiplied);
   }
 
-  __device__ void multiply(Sums& sums, uint32_t n, int warpgroup) {
-    Chunk chunk = first_chunk(n, warpgroup), previous = chunk;
-    // Warpgroup 0 begins: its first wait passes at once.
-    wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), Event::kMayMultiply);
-    // The products of a chunk read one buffer while the next chunk's pixels come into the other one.
-    // The loop is unrolled, so that registers have names.
-    Pixels pixels[kPixelBuffers];
-#pragma unroll kImages ? kPatchSide / kSlotLines : 1
+  // Tells the other warpgroup that it may multiply.
+  __device__ void pass_turn(int warpgroup) {
+    if (threadIdx.x % 32 != 0) return;
+    ptx::mbarrier_arrive(shared_.other_products_issued[1 - warpgroup]);
+  }
+
+  __device__ void multiply_patches(Sums& sums, Chunk chunk, int warpgroup) {
+    Chunk previous = chunk;
     for (; chunk.k < chunks(); advance(chunk)) {
       wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);
-      if constexpr (kImages) {
-        load_pixels(pixels[chunk.k % kPixelBuffers], chunk);
-        issue_products(sums, pixels[chunk.k % kPixelBuffers], chunk);
-        free(chunk);
-      } else {
-        issue_products(sums, chunk);
-      }
-      if (chunk.k == chunks() - 1 && threadIdx.x % 32 == 0) {
-        ptx::mbarrier_arrive(shared_.other_products_issued[1 - warpgroup]);
-      }
+      issue_products(sums, chunk);
+      if (chunk.k == chunks() - 1) pass_turn(warpgroup);
       ptx::wgmma_wait_group<1>();
-      if (!kImages && chunk.k > 0) free(previous);
+      if (chunk.k > 0) free(previous);
       previous = chunk;
     }
     wait_for_products(sums, previous);
+  }
+
+  // The pixels of a chunk are loaded before the products of the chunk before are issued: the products of
+  // the chunk before that one may still read their registers, so there are three buffers. The loop is
+  // unrolled, because registers have no indices.
+  __device__ void multiply_pixels(Sums& sums, Chunk chunk, int warpgroup) {
+    constexpr int kChunks = kPatchSide / kSlotLines;
+    Pixels pixels[kPixelBuffers];
+    Chunk next = chunk;
+    load_pixels(pixels[0], next);
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      make_int8(pixels[k % kPixelBuffers]);
+      if (k + 1 < kChunks) {
+        advance(next);
+        load_pixels(pixels[(k + 1) % kPixelBuffers], next);
+      }
+      issue_products(sums, pixels[k % kPixelBuffers], chunk);
+      free(chunk);
+      if (k == kChunks - 1) pass_turn(warpgroup);
+      ptx::wgmma_wait_group<1>();
+      advance(chunk);
+    }
+    wait_for_products(sums, chunk);
+  }
+
+  __device__ void multiply(Sums& sums, uint32_t n, int warpgroup) {
+    const Chunk chunk = first_chunk(n, warpgroup);
+    // Warpgroup 0 begins: its first wait passes at once.
+    wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), Event::kMayMultiply);
+    if constexpr (kImages) {
+      multiply_pixels(sums, chunk, warpgroup);
+    } else {
+      multiply_patches(sums, chunk, warpgroup);
+    }
   }
 
   // The first of the thread's columns, counted from the worker's first one.

@@ -82,9 +82,9 @@ constexpr int slot_bytes_of_k(Type dtype) {
   return dtype == Type::kUInt8 ? kSlotLines * kLineBytes : kRowBytes;
 }
 
-// Registers of a consumer thread for pixels: those of the products in flight, and the next ones. The
+// Registers of a consumer thread for pixels: those of the products of two slots, and the next ones. The
 // tensor cores read patches from shared memory, but pixels from registers, in which they become int8.
-constexpr int kPixelBuffers = 2;
+constexpr int kPixelBuffers = 3;
 constexpr int pixel_registers(Type dtype, int rows) {
   const int slot = rows * slot_bytes_of_k(dtype) / kWarpgroup / 4;
   return dtype == Type::kUInt8 ? kPixelBuffers * slot : 0;

@@ -295,13 +295,14 @@ HOPPER_BUGS = {
         "a TMA load .* overwrites|does not expect them",
     ),
     "no wait for patches": (
-        "wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);",
-        "",
+        "wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);\n"
+        "      issue_products",
+        "issue_products",
         "wgmma.* reads what",
     ),
     "a slot is freed before its products are done": (
-        "      ptx::wgmma_wait_group<1>();\n",
-        "",
+        "      ptx::wgmma_wait_group<1>();\n      if (chunk.k > 0)",
+        "      if (chunk.k > 0)",
         "overwrites what is read",
     ),
     "no wait for the last products": (
@@ -327,8 +328,8 @@ HOPPER_BUGS = {
         "does not expect them|results differ|reads what",
     ),
     "the other warpgroup may multiply too early": (
-        "k == chunks() - 1 && threadIdx.x",
-        "k == 0 && threadIdx.x",
+        "chunk.k == chunks() - 1) pass_turn",
+        "chunk.k == 0) pass_turn",
         "does not expect them|results differ|reads what",
     ),
     "the wrong rows of the table": (
@@ -367,15 +368,32 @@ IMAGE_BUGS = {
     "sixteen bytes late": ("unit % kUnits * 16", "(unit + 1) % kUnits * 16", "results differ"),
     "the lines of another warp": ("% kWarpgroup / 32 * 16 * kLineBytes", "* 0", "results differ"),
     "a slot is freed before its pixels are read": (
-        "        load_pixels(pixels[chunk.k % kPixelBuffers], chunk);\n",
-        "        free(chunk);\n        load_pixels(pixels[chunk.k % kPixelBuffers], chunk);\n",
-        "overwrites what is read|reads what|does not expect",
+        "        load_pixels(pixels[(k + 1) % kPixelBuffers], next);\n      }\n"
+        "      issue_products(sums, pixels[k % kPixelBuffers], chunk);\n      free(chunk);\n",
+        "        free(next);\n        load_pixels(pixels[(k + 1) % kPixelBuffers], next);\n      }\n"
+        "      issue_products(sums, pixels[k % kPixelBuffers], chunk);\n      if (k == 0) free(chunk);\n",
+        "overwrites|reads what|does not expect",
     ),
-    "no slot is freed": ("        free(chunk);\n      } else", "      } else", "nothing can go on"),
+    "no slot is freed": (
+        "free(chunk);\n      if (k == kChunks - 1)",
+        "if (k == kChunks - 1)",
+        "nothing can go on",
+    ),
+    "the other warpgroup may multiply too early": (
+        "k == kChunks - 1) pass_turn",
+        "k == 0) pass_turn",
+        "does not expect them|results differ|reads what|overwrites what",
+    ),
+    "the pixels of another chunk": (
+        "issue_products(sums, pixels[k % kPixelBuffers], chunk)",
+        "issue_products(sums, pixels[(k + 1) % kPixelBuffers], chunk)",
+        "results differ|without a wgmma.fence|used before",
+    ),
     "the xor left out": ("word ^= 0x80808080;", "word ^= 0;", "results differ"),
     "no wait for pixels": (
-        "wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);",
-        "",
+        "wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);\n"
+        "    const uint32_t slot",
+        "const uint32_t slot",
         "ldmatrix.* reads what|reads what",
     ),
     "no fence behind the pixels": (
@@ -383,10 +401,10 @@ IMAGE_BUGS = {
         "\n#pragma unroll\n    for (int i = 0; i < kProducts",
         "without a wgmma.fence",
     ),
-    "a part of the weight comes with a later chunk": (
+    "a part of the weight comes two chunks later": (
         "(k * kSlotK + kRowBytes - 1) / kRowBytes",
-        "k * kSlotK / kRowBytes",
-        "wgmma.* reads what|wgmma",
+        "(k > 2 ? k - 2 : 0) * kSlotK / kRowBytes",
+        "wgmma.* reads what|results differ",
     ),
     "the wrong part of the weight": (
         "weight_ + k / kRowBytes * kWeightBytes",
