@@ -87,6 +87,9 @@ class Worker {
   static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
   static_assert(!kImages || (rows == 64 && !stream_weight),
                 "images are cut for tiles of 64 rows a warpgroup and a weight that stays.");
+  static_assert(
+      !kImages || slots >= kPatchSide / kSlotLines + kChunksAfterTurn,
+      "a warpgroup that has the turn early waits for slots whose last phase was not seen.");
   static_assert(kSums + kOtherRegisters <= kMostRegisters, "the sums leave too few registers.");
   static_assert(sizeof(Memory) % 1024 == 0, "the weight that follows is swizzled.");
   static_assert(Memory::bytes(1) <= kMostSharedBytes,
@@ -398,8 +401,10 @@ class Worker {
   // The pixels of a chunk are loaded before the products of the chunk before are issued: the products of
   // the chunk before that one may still read their registers, so there are three buffers. The loop is
   // unrolled, because registers have no indices.
-  __device__ void multiply_pixels(Sums& sums, Chunk chunk, int warpgroup) {
+  __device__ void multiply_pixels(Sums& sums, Chunk chunk, uint32_t n, int warpgroup) {
     constexpr int kChunks = kPatchSide / kSlotLines;
+    // In the first tile the weight arrives with the chunks.
+    const int last_before_turn = kChunks - 1 - (n == 0 ? 0 : kChunksAfterTurn);
     Pixels pixels[kPixelBuffers];
     Chunk next = chunk;
     load_pixels(pixels[0], next);
@@ -412,7 +417,7 @@ class Worker {
       }
       issue_products(sums, pixels[k % kPixelBuffers], chunk);
       free(chunk);
-      if (k == kChunks - 1) pass_turn(warpgroup);
+      if (k == last_before_turn) pass_turn(warpgroup);
       ptx::wgmma_wait_group<1>();
       advance(chunk);
     }
@@ -424,7 +429,7 @@ class Worker {
     // Warpgroup 0 begins: its first wait passes at once.
     wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), Event::kMayMultiply);
     if constexpr (kImages) {
-      multiply_pixels(sums, chunk, warpgroup);
+      multiply_pixels(sums, chunk, n, warpgroup);
     } else {
       multiply_patches(sums, chunk, warpgroup);
     }

@@ -13,7 +13,8 @@
 //                                             fills the slot again  this slot of the weight are done
 //   other_products_issued[warpgroup]
 //                      4: the warps of the    that warpgroup,       the other warpgroup has issued all
-//                      other warpgroup        before its products   products of its n-th tile
+//                      other warpgroup        before its products   products of its n-th tile; of images
+//                                                                   all but kChunksAfterTurn chunks'
 //   columns_arrived    1 and bytes: producer  both consumer         scale, and offset if there is no
 //                                             warpgroups, once      table, have arrived
 //
@@ -24,6 +25,10 @@
 // 1 knows that the weight that stays has arrived. For its n-th tile warpgroup 1 waits for phase n of
 // other_products_issued[1], and warpgroup 0 for phase n - 1 of other_products_issued[0]. Warpgroup 0's
 // first wait passes at once, because a new barrier reports the phase before phase 0 as complete.
+//
+// For images warpgroup 0 passes the turn of its first tile last of all, when all of the weight has arrived.
+// In later tiles it may not have seen the phases of the last kChunksAfterTurn slots yet. These are slots of
+// other chunks than those that the other warpgroup waits for, as the ring has more slots than that.
 //
 // How a block, which is alone in its cluster, begins and ends:
 //
@@ -98,6 +103,11 @@ constexpr int kOtherRegisters = 48;
 
 // setmaxnreg gives a consumer thread at most this many registers.
 constexpr int kMostRegisters = 240;
+
+// Chunks of pixels that a warpgroup multiplies after it has passed the turn. The tensor cores take pixels
+// from registers only as fast as a warp issues products, so while one warpgroup loads the next pixels they
+// take the products of the other one.
+constexpr int kChunksAfterTurn = 3;
 
 // What stays in registers for a segment of the schedule. A thread reads the rest again for each tile.
 enum class Kept { kNothing, kTerms, kScaleAndTerms };

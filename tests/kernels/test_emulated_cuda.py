@@ -370,19 +370,20 @@ IMAGE_BUGS = {
     "a slot is freed before its pixels are read": (
         "        load_pixels(pixels[(k + 1) % kPixelBuffers], next);\n      }\n"
         "      issue_products(sums, pixels[k % kPixelBuffers], chunk);\n      free(chunk);\n",
-        "        free(next);\n        load_pixels(pixels[(k + 1) % kPixelBuffers], next);\n      }\n"
-        "      issue_products(sums, pixels[k % kPixelBuffers], chunk);\n      if (k == 0) free(chunk);\n",
+        "        free(next);\n        load_pixels(pixels[(k + 1) % kPixelBuffers], next);\n"
+        "      }\n      issue_products(sums, pixels[k % kPixelBuffers], chunk);\n"
+        "      if (k == 0) free(chunk);\n",
         "overwrites|reads what|does not expect",
     ),
     "no slot is freed": (
-        "free(chunk);\n      if (k == kChunks - 1)",
-        "if (k == kChunks - 1)",
+        "free(chunk);\n      if (k == last",
+        "if (k == last",
         "nothing can go on",
     ),
-    "the other warpgroup may multiply too early": (
-        "k == kChunks - 1) pass_turn",
-        "k == 0) pass_turn",
-        "does not expect them|results differ|reads what|overwrites what",
+    "the turn is passed before the weight has arrived": (
+        "(n == 0 ? 0 : kChunksAfterTurn)",
+        "(kChunks - 1)",
+        "wgmma.* reads what|does not expect them",
     ),
     "the pixels of another chunk": (
         "issue_products(sums, pixels[k % kPixelBuffers], chunk)",
