@@ -134,6 +134,20 @@ def find_nvcc(host_compiler: str = "") -> tuple[Path | None, str]:
     )
 
 
+def _knows_architectures(nvcc: Path) -> bool:
+    """Whether this nvcc starts and lists the architectures, which takes it a few milliseconds."""
+    try:
+        done = subprocess.run(
+            [nvcc, "--list-gpu-code"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            errors="replace",
+        )
+    except OSError:
+        return False
+    return {f"sm_{x.removesuffix('a')}" for x in ARCHITECTURES} <= set(done.stdout.split())
+
+
 @functools.cache
 def how_to_build(why_not: str) -> str:
     """A sentence that says how to build the kernels on this machine.
@@ -143,9 +157,10 @@ def how_to_build(why_not: str) -> str:
     """
     if sys.platform != "linux":
         return "The kernels are for Linux only."
-    here = [nvcc for nvcc in candidates() if nvcc.exists() and f"{nvcc} (" not in why_not]
+    untried = (nvcc for nvcc in candidates() if f"{nvcc} (" not in why_not)
+    here = next(filter(_knows_architectures, untried), None)
     if here:
-        command, begin = f"CUDACXX={shlex.quote(str(here[0]))} ", "With the nvcc that is here, "
+        command, begin = f"CUDACXX={shlex.quote(str(here))} ", "With the nvcc that is here, "
     else:
         command, begin = "", "After `pip install nvidia-cuda-nvcc nvidia-cuda-cccl`, "
     return (

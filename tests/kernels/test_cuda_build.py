@@ -23,6 +23,8 @@ BROKEN = {
     ),
     "idle": ("exit 0", "exit code 0, no output"),
 }
+# Lists the architectures that it is asked for.
+LISTING = "[ $1 = --list-gpu-code ] || exit 1; echo sm_90; echo sm_100"
 # Writes the file that follows -o.
 GOOD = 'while [ "$1" != -o ]; do shift; done; echo > "$2"'
 
@@ -137,7 +139,11 @@ def test_pips_nvcc_is_found_in_the_environment_of_the_build(
 def test_the_command_that_builds_the_library_names_the_nvcc_that_is_here(place, monkeypatch):
     assert "`pip install nvidia-cuda-nvcc" in cuda_build.how_to_build("no nvcc was found")
     cuda_build.how_to_build.cache_clear()
-    nvcc = place("path", BROKEN["old"][0])
+    for script in ("exit 1", "exec nothing", LISTING):
+        place("path", script)
+        assert "`pip install nvidia-cuda-nvcc" in cuda_build.how_to_build("no nvcc was found")
+        cuda_build.how_to_build.cache_clear()
+    nvcc = place("system/bin", f"{LISTING}; echo sm_103")
     assert f"`CUDACXX={nvcc} make ffi`" in cuda_build.how_to_build("no nvcc was found")
     _, tried = cuda_build.find_nvcc()
     assert str(nvcc) not in cuda_build.how_to_build(tried)
