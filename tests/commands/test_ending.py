@@ -152,10 +152,18 @@ def content(out):
 NEW = [f"{i}.png" for i in range(5)]
 
 
+# SIGTERM and SIGHUP have SIGINT's handler, and SIGPIPE is ignored from the start.
+STRUCK = [
+    *itertools.product((signal.SIGINT, signal.SIGKILL), MOMENTS),
+    *itertools.product((signal.SIGTERM, signal.SIGHUP), ("half savez", "after os.replace")),
+    *itertools.product([signal.SIGPIPE], ("import jax", "half savez", "before command._say")),
+]
+
+
 @pytest.mark.parametrize(
     "number, moment",
     keep(
-        itertools.product((*ENDING, signal.SIGPIPE, signal.SIGKILL), MOMENTS),
+        STRUCK,
         lambda case: case in ((2, "import jax"), (15, "half savez"), (1, "after os.replace")),
         "a process each",
     ),
