@@ -15,7 +15,7 @@ from bounds import draw_params
 from cuda_kernels import built, configs, register_on_the_cpu
 from interpreter import problem_of
 from planned import compute, refusal
-from repository import ROOT
+from repository import ROOT, environment
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import cuda, cuda_build, explain, schedule, tiles
@@ -213,6 +213,29 @@ def test_it_is_lowered_to_one_custom_call(dtype, positions, out_dtype):
     kind = "table" if positions else "offset"
     spelled = f"{cuda.SPELLED[dtype]}_{cuda.SPELLED[out_dtype]}_{kind}"
     assert re.search(rf'kernel_sm90 = "patch_embed_sm90_{spelled}_\w+"', call)
+
+
+ONE_OPERATION = """
+import functools
+from benchmarks.offline_compile import compile_offline, compiler, operands
+
+with compiler(sass=False) as folder:
+    from pallas_patch_embed import chips
+    from pallas_patch_embed.primitive import patch_embed
+    from pallas_patch_embed.problem import named_shape
+
+    call = functools.partial(patch_embed, backend="cuda", out_dtype="bfloat16", layout=None)
+    arguments = operands(named_shape("B/16 224"), 1, "int8")
+    print(list(compile_offline(call, arguments, chips.H200, folder).other_operations))
+"""
+
+
+def test_nothing_but_the_kernel_runs_on_the_GPU(cuda_library, compilers):
+    process = subprocess.run(
+        [sys.executable, "-c", ONE_OPERATION], capture_output=True, text=True, env=environment()
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-1] == "['custom-call']"
 
 
 @built
