@@ -4,26 +4,27 @@ A worker is a cluster of two thread blocks, or one block, of three warpgroups ea
 same `tile_n` columns of N for all row tiles that `schedule.py` assigns to it. Each block has 128
 rows of every tile:
 
-  feed       one warp: loads patches by TMA into the slots of a ring; and the weight, once if it is
-             stationary, with the patches if it is streamed.
+  feed       one warp of each block: loads patches by TMA into the slots of a ring. It loads a
+             stationary weight once, a streamed one together with the patches.
   multiply   one warp of the first block: tcgen05 for both blocks, into one of two accumulators in
              tensor memory.
-  store      two warpgroups, each with half of the columns: load the other accumulator, scale it,
-             add the table, which stays in registers for a segment, and store it by TMA.
+  store      two warpgroups of each block, each with half of the columns: load the sums of the other
+             accumulator, scale them, add the table, and store by TMA. The table's rows stay in
+             registers for a segment, which is a sequence of tiles that need the same rows.
 
   barrier          arrivals of a phase     its phase completes when              who waits
-  weight_arrived   a copy of each chunk    the weight has arrived                multiply, once
+  weight_arrived   1 copy of each chunk    a stationary weight has arrived       multiply, once
   filled[slot]     1 copy, and 1 of a      the slot's patches, and their part    multiply
                    streamed weight         of the weight, have arrived
-  freed[slot]      tcgen05.mma             the slot's chunk is multiplied        feed of each block
-  multiplied[a]    tcgen05.commit          accumulator a has all products        store of each block
-  read[a]          each storing warpgroup  accumulator a is in registers         multiply
-                   of each block
+  freed[slot]      1 tcgen05.commit        the slot's chunk is multiplied        feed of each block
+  multiplied[a]    1 tcgen05.commit        accumulator a has all products        store of each block
+  read[a]          2 a block, by store     all sums of accumulator a are loaded  multiply
 
-In a cluster of two the first block has `read` and the barriers of all copies; both blocks have
-`freed` and `multiplied`. Every phase of a barrier is waited for. feed and multiply skip the wait
-for a slot or an accumulator that was never used. They wait for the last phases before they return,
-so that no block exits before its peer's last arrival.
+In a cluster of two, copies arrive only at the first block's barriers; all other arrivals reach both
+blocks. So the second block's multiply warp also waits for `read`, and does nothing else. Every
+phase is waited for, because each wait flips the parity that the next one expects. feed and multiply
+skip the wait for a slot or an accumulator that was never used. They wait for the last phases before
+they return, so that no block exits before its peer's last arrival.
 """
 
 import dataclasses
@@ -42,8 +43,7 @@ from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
 from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
-# Rows of a block's accumulator (lanes of tensor memory), and accumulators of a block: one is filled
-# while the other is stored.
+# Rows of an accumulator (lanes of tensor memory), and accumulators: one fills, one is stored.
 ROWS = 128
 ACCUMULATORS = 2
 
@@ -51,16 +51,15 @@ ACCUMULATORS = 2
 STORERS = 2
 WARPGROUPS = 1 + STORERS
 
-# Staging buffers of each storing warpgroup, a power of two: one is filled while the other is
-# stored.
+# Staging buffers of each storing warpgroup, a power of two: one is filled while TMA stores another.
 BUFFERS = 2
 
-# Registers of each thread of the first and of the storing warpgroups, set by setmaxnreg. At launch
-# every thread has 168: 40 + 2 * 232 = 3 * 168. A request for more would wait forever.
+# Registers of a thread in the first and in a storing warpgroup, set by setmaxnreg. At launch every
+# thread has 168: 40 + 2 * 232 = 3 * 168. A request for more would wait forever.
 REGISTER_SPLIT = (40, 232)
 
-# Registers of a storing thread for everything but sums, scales and table: addresses are in uniform
-# registers. ptxas spills with fewer.
+# Registers of a storing thread for everything but sums, scales and table. Addresses take none of
+# them: they are in uniform registers. With fewer than these, ptxas spills.
 OTHER_REGISTERS = 8
 
 
@@ -69,9 +68,9 @@ class BlackwellConfig:
     """Tile sizes and pipeline depth of the Blackwell kernel.
 
     Attributes:
-      tile_n: columns of N of a worker, a multiple of 64.
+      tile_n: columns of N that a worker computes, a multiple of 64.
       slots: depth of the ring; a slot has 128 bytes of K for each row of a block.
-      collective: whether two blocks multiply together, each with half of the weight.
+      collective: whether a worker is two blocks, each with half of the rows of its weight.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
     """
 
@@ -95,12 +94,12 @@ class BlackwellConfig:
         return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
 
     def store_n(self, problem: Problem) -> int:
-        """Columns of one TMA store: 128 bytes of a row, or 64 if 128 do not divide the columns."""
+        """Columns of one TMA store: 128 bytes, or 64 if 128 do not divide a warpgroup's row."""
         itemsize, columns = jnp.dtype(problem.out_dtype).itemsize, self.tile_n // STORERS
         return next(n for b in (128, 64) if columns % (n := b // itemsize) == 0)
 
     def tensor_memory_columns(self) -> int:
-        """Columns of tensor memory, which is allocated in powers of two."""
+        """Columns of tensor memory to allocate: a power of two."""
         return 1 << (ACCUMULATORS * self.tile_n - 1).bit_length()
 
     def shared_memory_bytes(self, problem: Problem) -> int:
@@ -115,9 +114,9 @@ class BlackwellConfig:
     def registers(self, problem: Problem) -> int:
         """Registers of a storing thread.
 
-        The 128 threads of a warpgroup share the sums [128, store_n] of a step. They keep scales
-        [tile_n / 2] and the table [128, tile_n / 2] or offsets [tile_n / 2] in float32; every
-        fourth thread has the same columns.
+        A thread has a quarter of the columns in each of four rows. It holds 32-bit numbers: sums of
+        one step, and scales and table of all columns of its warpgroup. Scales, and the offsets if
+        there is no table, are the same in each row.
         """
         columns = self.tile_n // STORERS
         terms = columns if problem.has_table else columns // 4
@@ -136,14 +135,14 @@ class BlackwellConfig:
 def make(config: BlackwellConfig, grid: Grid, problem: Problem, interpret, trace: str):
     """The kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
     memory = interpreted if interpret else layouts
-    tile = memory.TensorTile(config.store_n(problem))
+    part = memory.TensorTile(config.store_n(problem))
     return launch.kernel(
         "patch_embed_sm100",
-        lambda *shared, **own: Worker(*shared, **own, tile=tile, peer=lax.axis_index("peer")),
+        lambda *args, **kwargs: Worker(*args, **kwargs, part=part, rank=lax.axis_index("rank")),
         Scratch.types(config, problem, memory),
         *(config, grid, problem, memory, trace),
         cluster=(config.blocks,),
-        cluster_names=("peer",),
+        cluster_names=("rank",),
         num_threads=WARPGROUPS,
         interpret=interpret,
     )
@@ -159,47 +158,50 @@ class Scratch:
     freed: Any
     multiplied: Any
     read: Any
-    patches: Any  # [slots, 128 rows, 128 bytes]
+    patches: Any  # [slots, 128 rows, 128 bytes], used as Worker.patches.written and .multiplied
     staged: Any  # [storing warpgroups * buffers, 128 rows, store_n]
     weight_arrived: Any
-    weight: Any  # [chunks or slots, the block's rows, 128 bytes]
+    weight: Any  # [chunks, or slots if streamed; the block's rows; 128 bytes]
 
     @classmethod
     def types(cls, config: BlackwellConfig, problem: Problem, memory) -> "Scratch":
-        """The types of all members."""
+        """The types of all members; `memory` is the module `layouts`, or `interpreted`."""
         dtype, slots, blocks = jnp.dtype(problem.dtype), config.slots, config.blocks
         tile_k, chunks = ROW_BYTES // dtype.itemsize, tiles.chunks(problem)
-        parts = slots if config.stream_weight else chunks
+        held = slots if config.stream_weight else chunks
         staged = (STORERS * BUFFERS, ROWS, config.store_n(problem))
         ring, columns = (slots, ROWS, tile_k), ACCUMULATORS * config.tile_n
-        kind = jnp.int32 if problem.dtype == "int8" else jnp.float32
+        sum_dtype = jnp.int32 if problem.dtype == "int8" else jnp.float32
         ordered = dict(orders_tensor_core=True)
-        of_pair = functools.partial(plgpu.ClusterBarrier, collective_axes=("peer",))
-        barrier = of_pair if config.collective else plgpu.Barrier
+        pair_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",))
+        read_barrier = pair_barrier if config.collective else plgpu.Barrier
         return cls(
             patches=memory.two_views(dtype, ring, ring),
-            weight=layouts.swizzled(dtype, parts, config.tile_n // blocks, tile_k, tiled=True),
+            weight=layouts.swizzled(dtype, held, config.tile_n // blocks, tile_k, tiled=True),
             staged=layouts.swizzled(jnp.dtype(problem.out_dtype), *staged, tiled=False),
-            accumulators=plgpu.TMEM((ROWS, columns), kind, collective=config.collective),
+            accumulators=plgpu.TMEM((ROWS, columns), sum_dtype, collective=config.collective),
             weight_arrived=plgpu.Barrier(num_arrivals=chunks),
             filled=plgpu.Barrier(num_arrivals=1 + config.stream_weight, num_barriers=slots),
             freed=plgpu.Barrier(num_arrivals=1, num_barriers=slots, **ordered),
             multiplied=plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, **ordered),
-            read=barrier(num_arrivals=STORERS, num_barriers=ACCUMULATORS, **ordered),
+            read=read_barrier(num_arrivals=STORERS, num_barriers=ACCUMULATORS, **ordered),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Worker(launch.Worker):
-    """A thread block, with a method for each role.
+    """A thread block of a worker, with a method for each role.
+
+    A tile has a `number` among those of this worker, and a `tile_index` among all. A storing
+    warpgroup handles its half of a tile's columns in steps, each of one TMA store.
 
     Attributes:
-      tile: the columns of one step of a storing warpgroup, in registers.
-      peer: rank of this block in the cluster.
+      part: the accumulator's columns of one step, in registers.
+      rank: rank of this block in the cluster.
     """
 
-    tile: layouts.TensorTile
-    peer: Any
+    part: layouts.TensorTile
+    rank: Any
 
     def run(self, warpgroup) -> None:
         """Assigns each warpgroup its registers and its role."""
@@ -220,7 +222,7 @@ class Worker(launch.Worker):
             self.store(warpgroup - 1)
 
     def drain(self, barriers, count: int, uses) -> None:
-        """Waits for the last phases of `count` barriers, of which the first `uses` were used."""
+        """Waits for the last phase of each of `count` barriers that took turns for `uses` uses."""
 
         @pl.loop(0, lax.min(uses, count))
         def wait(i):
@@ -232,31 +234,30 @@ class Worker(launch.Worker):
         return self.scratch.accumulators.at[:, pl.ds(begin, width)]
 
     def load(self, source, target, arrived) -> None:
-        """Loads this block's part; the first block's barrier counts the bytes of both blocks."""
+        """Loads this block's source rows. The first block's barrier counts both blocks' bytes."""
         pair = {}
         if self.config.collective:
-            part = plgpu.CopyPartition.PARTITIONED(0)
-            pair = dict(collective_axes="peer", leader_tracked=part)
+            pair = dict(collective_axes="rank", leader_tracked=plgpu.CopyPartition.PARTITIONED(0))
         plgpu.copy_gmem_to_smem(source, target, arrived, **pair)
 
-    def load_weight(self, k, part, arrived) -> None:
-        """Loads chunk k of the weight into a part of its shared memory."""
+    def load_weight(self, k, place, arrived) -> None:
+        """Loads chunk k of the weight to `scratch.weight[place]`."""
         rows, columns = pl.ds(self.column, self.config.tile_n), self.chunk(k)
-        self.load(self.operands.weight.at[rows, columns], self.scratch.weight.at[part], arrived)
+        self.load(self.operands.weight.at[rows, columns], self.scratch.weight.at[place], arrived)
 
     def feed(self) -> None:
         if not self.config.stream_weight:
 
             @pl.loop(0, self.chunks)
-            def load(k):
+            def load_chunk(k):
                 self.load_weight(k, k, self.scratch.weight_arrived)
 
         count = self.for_each_tile(self.feed_tile)
         self.drain(self.scratch.freed, self.config.slots, count * self.chunks)
 
     @jax.named_scope("feed a tile")
-    def feed_tile(self, number, tile, _) -> None:
-        rows = pl.ds(tile * self.config.tile_m, self.config.tile_m)
+    def feed_tile(self, number, tile_index, _) -> None:
+        rows = pl.ds(tile_index * self.config.tile_m, self.config.tile_m)
 
         @pl.loop(0, self.chunks)
         def feed_chunk(k):
@@ -270,24 +271,24 @@ class Worker(launch.Worker):
     def multiply(self) -> None:
         if not self.config.stream_weight:
 
-            @pl.when(self.peer == 0)
+            @pl.when(self.rank == 0)
             def await_weight():
                 plgpu.barrier_wait(self.scratch.weight_arrived)
 
         self.drain(self.scratch.read, ACCUMULATORS, self.for_each_tile(self.multiply_tile))
 
-    def multiply_tile(self, number, tile, _) -> None:
-        """Issues the products of a tile once its accumulator has been read."""
+    def multiply_tile(self, number, tile_index, _) -> None:
+        """Issues the products of a tile once its accumulator's previous sums have been loaded."""
 
         @pl.when(number >= ACCUMULATORS)
         @jax.named_scope("wait for an accumulator")
         def wait():
             plgpu.barrier_wait(self.scratch.read.at[lax.rem(number, ACCUMULATORS)])
 
-        @pl.when(self.peer == 0)
+        @pl.when(self.rank == 0)
         @jax.named_scope("multiply")
         def issue():
-            s, pair = self.scratch, dict(collective_axis="peer") if self.config.collective else {}
+            s, pair = self.scratch, dict(collective_axis="rank") if self.config.collective else {}
             sums = self.accumulator(number, 0, self.config.tile_n)
             for k in range(self.chunks):
                 slot = self.slot(number * self.chunks + k)
@@ -298,52 +299,52 @@ class Worker(launch.Worker):
             plgpu.tcgen05_commit_arrive(s.multiplied.at[lax.rem(number, ACCUMULATORS)], **pair)
 
     def store(self, storer) -> None:
-        """Stores half of the columns of every tile, in steps of one TMA store."""
-        steps = range(self.config.tile_n // STORERS // self.tile.columns)
-        columns = [self.column + self.step_column(storer, e) for e in steps]
-        load, scale, table = self.tile.load_columns, self.operands.scale, self.operands.table
+        """Stores this warpgroup's half of the columns of every tile. Each step adds its term."""
+        steps = range(self.config.tile_n // STORERS // self.part.columns)
+        columns = [self.column + self.step_column(storer, step) for step in steps]
+        load, scale, table = self.part.load_columns, self.operands.scale, self.operands.table
         scales = [load(scale, column) for column in columns]
         offsets = [] if self.problem.has_table else [load(table, column) for column in columns]
 
         def begin_segment(table_row):
             if offsets:
-                return [self.tile.broadcast(offset) for offset in offsets]
-            return [self.load_table(storer, table_row, e) for e in steps]
+                return [self.part.broadcast(offset) for offset in offsets]
+            return [self.load_table(storer, table_row, step) for step in steps]
 
-        def store_tile(number, tile, terms):
-            row = tile * self.config.tile_m
+        def store_tile(number, tile_index, terms):
+            row = tile_index * self.config.tile_m
             with jax.named_scope("wait for products"):
                 plgpu.barrier_wait(self.scratch.multiplied.at[lax.rem(number, ACCUMULATORS)])
             with jax.named_scope("scale, add and store"):
-                for e in steps:
-                    self.store_step(storer, number, row, e, scales[e], terms[e])
+                for step in steps:
+                    self.store_step(storer, number, row, step, scales[step], terms[step])
 
         self.for_each_tile(store_tile, begin_segment)
         plgpu.wait_smem_to_gmem(0)
 
-    def step_column(self, storer, e: int):
-        """The accumulator's first column in step e of a storing warpgroup."""
-        return storer * (self.config.tile_n // STORERS) + e * self.tile.columns
+    def step_column(self, storer, step: int):
+        """A step's first column in the accumulator."""
+        return storer * (self.config.tile_n // STORERS) + step * self.part.columns
 
-    def load_table(self, storer, table_row, e: int):
-        """The rows of the table for this block, in the columns of step e."""
-        row, column = table_row + self.peer * ROWS, self.column + self.step_column(storer, 0)
-        skip, period = e * self.tile.columns, self.problem.table_period
-        return self.tile.load_rows(self.operands.table, row, column, skip, period)
+    def load_table(self, storer, table_row, step: int):
+        """The table's rows for a step, a constant distance (`skip`) from those of the first."""
+        row, column = table_row + self.rank * ROWS, self.column + self.step_column(storer, 0)
+        skip, period = step * self.part.columns, self.problem.table_period
+        return self.part.load_rows(self.operands.table, row, column, skip, period)
 
-    def store_step(self, storer, number, row, e: int, scale, term) -> None:
+    def store_step(self, storer, number, row, step: int, scale, term) -> None:
         """Loads the sums of a step, scales and adds in float32, rounds, and stores."""
-        s, width, first = self.scratch, self.tile.columns, self.step_column(storer, e)
-        steps = self.config.tile_n // STORERS // width
-        y = self.tile.load_sums(self.accumulator(number, first, width))
+        s, width, first = self.scratch, self.part.columns, self.step_column(storer, step)
+        step_count = self.config.tile_n // STORERS // width
+        y = self.part.load_sums(self.accumulator(number, first, width))
         plgpu.wait_load_tmem()
-        if e == steps - 1:
+        if step == step_count - 1:
             plgpu.barrier_arrive(s.read.at[lax.rem(number, ACCUMULATORS)])
-        y = y.astype(jnp.float32) * self.tile.broadcast(scale) + term
-        buffer = s.staged.at[storer * BUFFERS + ((number * steps + e) & (BUFFERS - 1))]
+        y = y.astype(jnp.float32) * self.part.broadcast(scale) + term
+        buffer = s.staged.at[storer * BUFFERS + ((number * step_count + step) & (BUFFERS - 1))]
         plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
         buffer[...] = y.astype(self.problem.out_dtype)
         plgpu.commit_smem()
-        rows = pl.ds(row + self.peer * ROWS, ROWS)
+        rows = pl.ds(row + self.rank * ROWS, ROWS)
         columns = pl.ds(self.column + first, width)
         plgpu.copy_smem_to_gmem(buffer, self.operands.y.at[rows, columns])
