@@ -221,6 +221,7 @@ class Folder:
         import pyarrow.parquet
 
         self._hold.check()
+        self._fs.invalidate_cache()  # In a listing that is kept the file would not be.
         with self._fs.open(partial, "rb") as file:
             columns = [name for name in ("id", "reason") if part == "errors" or name == "id"]
             table = pyarrow.parquet.read_table(file, columns=columns)

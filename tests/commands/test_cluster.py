@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pages
 import pyarrow
 import pyarrow.parquet
@@ -27,7 +28,7 @@ from shard_folders import (
     write_tar,
 )
 
-from pallas_patch_embed.embed import Embedder, embedder, exclusive, folder
+from pallas_patch_embed.embed import Embedder, embedder, exclusive, folder, output, tables
 
 pytestmark = pytest.mark.cluster
 WAITS = 300  # Seconds after which a test gives up.
@@ -346,6 +347,21 @@ def test_one_run_at_a_time_has_the_lease_of_a_folder_on_S3(s3, monkeypatch):
             exclusive.Lease(s3, path, url).__enter__()
         monkeypatch.undo()
     assert not s3.exists(path)
+
+
+def test_a_file_that_another_process_wrote_is_found_at_once(s3):
+    """s3fs keeps listings, in which it would not be."""
+    settings = output.Settings("", "", "", False, "float32")
+    arguments = ("s3://bucket/found", settings, 4)
+    with folder.Folder(*arguments, overwrite=False, retry=False) as taker:
+        taker.remove_partials()  # This lists the folder.
+        other = type(s3)(skip_instance_cache=True)
+        rows = np.ones((2, 4), np.float32)
+        table = tables.parquet_bytes(tables.embeddings_table(["a", "b"], rows))
+        other.pipe_file("bucket/found/.partial-1.parquet", table)
+        committed = taker.commit("embeddings", "bucket/found/.partial-1.parquet")
+    assert committed == [("a", ""), ("b", "")]
+    assert shards("s3://bucket/found")["id"] == ["a", "b"]
 
 
 def test_a_run_on_S3_that_was_killed_goes_on(tmp_path, s3):
