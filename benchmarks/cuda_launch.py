@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_patch_embed.backends import cuda, cuda_build
-from pallas_patch_embed.backends.cuda import Config
+from pallas_patch_embed.backends.cuda import CudaConfig
 from pallas_patch_embed.chips import Chip, Target
 from pallas_patch_embed.problem import Problem
 
@@ -33,7 +33,7 @@ MAX_DYNAMIC_SHARED = 8
 COMPUTE_CAPABILITY = (75, 76)
 
 
-def source(config: Config) -> str:
+def source(config: CudaConfig) -> str:
     """CUDA C++ with only this kernel."""
     arguments = [
         *(config.dtype, config.out_dtype, "table" if config.has_table else "offset"),
@@ -47,7 +47,7 @@ def source(config: Config) -> str:
 """
 
 
-def compiled(config: Config, architecture: str, *options: str) -> bytes:
+def compiled(config: CudaConfig, architecture: str, *options: str) -> bytes:
     """Compiles only this kernel with nvcc.
 
     Args:
@@ -124,7 +124,7 @@ class Driver:
         return ctypes.string_at(place, MAP_BYTES)
 
 
-def prepared(config: Config, problem: Problem, chip: Chip) -> tuple[np.ndarray, dict]:
+def prepared(config: CudaConfig, problem: Problem, chip: Chip) -> tuple[np.ndarray, dict]:
     """The schedule of a kernel's workers, and the fields of its launch (`cuda.launch`)."""
     grid = config.grid(problem, chip)
     segments = grid.schedule(problem.table_period)
@@ -133,7 +133,7 @@ def prepared(config: Config, problem: Problem, chip: Chip) -> tuple[np.ndarray, 
     return segments, cuda.launch(config, **shapes, **launched, pixels=cuda.pixels(problem))
 
 
-def launch(config: Config, problem: Problem, chip: Chip, addresses: dict[str, int]) -> None:
+def launch(config: CudaConfig, problem: Problem, chip: Chip, addresses: dict[str, int]) -> None:
     """Compiles a kernel, launches it once, and waits.
 
     Args:

@@ -264,11 +264,11 @@ std::string shape_text(const ffi::AnyBuffer& buffer) {
 
 // `patches` are images if the kernel cuts them.
 struct Operands {
-  ffi::AnyBuffer patches, weight, scale, table, runs_sm90, runs_sm100, y;
+  ffi::AnyBuffer patches, weight, scale, table, segments_sm90, segments_sm100, y;
 
   // The segments of the schedule for a kernel.
   const ffi::AnyBuffer& segments(const Config& config) const {
-    return config.capability == 90 ? runs_sm90 : runs_sm100;
+    return config.capability == 90 ? segments_sm90 : segments_sm100;
   }
 
   // Returns what is wrong with the operands, or an empty text. Fills `shapes`.
@@ -326,8 +326,8 @@ struct Operands {
     } else {
       expect("table", table, ffi::DataType::F32, {N}, "");
     }
-    expect(config.capability == 90 ? "runs_sm90" : "runs_sm100", segments(config),
-           ffi::DataType::S32, {kAny, kAny, 4}, "workers runs");
+    expect(config.capability == 90 ? "segments_sm90" : "segments_sm100", segments(config),
+           ffi::DataType::S32, {kAny, kAny, 4}, "workers segments");
     expect("y", y, element_type(config.out_dtype), {M, N}, "");
     if (!wrong.empty()) return wrong;
     const auto sizes = segments(config).dimensions();
@@ -386,10 +386,10 @@ CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
 // device, which a command buffer cannot record; execute launches it.
 template <ffi::ExecutionStage stage>
 ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight,
-                  ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::AnyBuffer runs_sm90,
-                  ffi::AnyBuffer runs_sm100, ffi::Result<ffi::AnyBuffer> y,
+                  ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::AnyBuffer segments_sm90,
+                  ffi::AnyBuffer segments_sm100, ffi::Result<ffi::AnyBuffer> y,
                   std::string_view kernel_sm90, std::string_view kernel_sm100) {
-  const Operands operands{patches, weight, scale, table, runs_sm90, runs_sm100, *y};
+  const Operands operands{patches, weight, scale, table, segments_sm90, segments_sm100, *y};
   Choice hopper, blackwell;
   for (const auto& wrong : {choose(kernel_sm90, 90, operands, &hopper),
                             choose(kernel_sm100, 100, operands, &blackwell)}) {
@@ -502,8 +502,8 @@ auto binding() {
       .template Arg<ffi::AnyBuffer>()  // weight
       .template Arg<ffi::AnyBuffer>()  // scale
       .template Arg<ffi::AnyBuffer>()  // table
-      .template Arg<ffi::AnyBuffer>()  // runs_sm90
-      .template Arg<ffi::AnyBuffer>()  // runs_sm100
+      .template Arg<ffi::AnyBuffer>()  // segments_sm90
+      .template Arg<ffi::AnyBuffer>()  // segments_sm100
       .template Ret<ffi::AnyBuffer>()  // y
       .template Attr<std::string_view>("kernel_sm90")
       .template Attr<std::string_view>("kernel_sm100");
@@ -557,17 +557,18 @@ PATCH_EMBED_EXPORT int64_t patch_embed_kernels(char* buffer, int64_t size) {
   return patch_embed::copy_to_caller(text + "]", buffer, size);
 }
 
-// JSON: how a kernel is launched for these shapes, or {"error": why it cannot be}. `runs` is the number
-// of segments of a worker; height and width are those of images, 0 for patches.
+// JSON: how a kernel is launched for these shapes, or {"error": why it cannot be}. `segments` is the
+// number of segments of a worker; height and width are those of images, 0 for patches.
 PATCH_EMBED_EXPORT int64_t patch_embed_plan(const char* kernel, int64_t M, int64_t N, int64_t K,
-                                            int64_t period, int64_t workers, int64_t runs,
+                                            int64_t period, int64_t workers, int64_t segments,
                                             int64_t height, int64_t width, char* buffer,
                                             int64_t size) {
   patch_embed::Launch launch;
   const auto* found = patch_embed::find_kernel(kernel);
   const std::string wrong =
-      found ? patch_embed::plan(*found, {M, N, K, period, workers, runs, height, width}, &launch)
-            : "there is no kernel of this name.";
+      found
+          ? patch_embed::plan(*found, {M, N, K, period, workers, segments, height, width}, &launch)
+          : "there is no kernel of this name.";
   const std::string text =
       wrong.empty() ? patch_embed::to_json(launch) : "{\"error\": \"" + wrong + "\"}";
   return patch_embed::copy_to_caller(text, buffer, size);

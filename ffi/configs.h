@@ -16,7 +16,7 @@ constexpr bool streamed = true, stationary = false;
 }  // namespace spelled
 
 // The instances of the Hopper kernel: X(dtype, out_dtype, columns, tile_n, rows, slots, weight). `slots`
-// are those of patches. bfloat16 kernels and those of images have as many as fit, up to 16, beside the
+// are those of patches. bfloat16 kernels and those of images have as many as fit, up to 16, next to the
 // weight of K = 768 if that is stationary.
 // clang-format off
 #define PATCH_EMBED_SM90_OUTPUTS(X, dtype, ...)                                  \
@@ -49,7 +49,7 @@ constexpr bool streamed = true, stationary = false;
 // clang-format on
 
 // The instances of the Blackwell kernel: X(dtype, out_dtype, columns, tile_n, blocks, slots, weight). A
-// block has 128 rows of a tile. There are as many slots as fit beside the weight of K = 768 and four
+// block has 128 rows of a tile. There are as many slots as fit next to the weight of K = 768 and four
 // buffers of 16 KiB, up to 8.
 // clang-format off
 #define PATCH_EMBED_SM100_OUTPUTS(X, dtype, ...)                                 \

@@ -34,7 +34,7 @@ constexpr int kRowBytes = 128;
 
 // Images that a kernel cuts itself: TMA loads one line of many patches at once. If all multiprocessors
 // load, a row of 48 bytes takes it 3.2 cycles and one of 96 bytes at most 4.3 (docs/experiments/cuda.md),
-// so a row is the line of two patches beside each other. A product takes 32 bytes of K, one and a half of
+// so a row is the line of two neighbouring patches. A product takes 32 bytes of K, one and a half of
 // which are a line, so a slot has two lines.
 constexpr int kPatchSide = 16;
 constexpr int kLineBytes = 3 * kPatchSide;
@@ -42,7 +42,7 @@ constexpr int kRowPatches = 2;
 constexpr int kSlotLines = 2;
 
 // A segment of the schedule: tiles of one worker that need the same rows of the table. One row of what
-// schedule.runs() returns; its tiles are first_tile, first_tile + stride and so on.
+// schedule.segments() returns; its tiles are first_tile, first_tile + stride and so on.
 struct Segment {
   int32_t first_tile, tiles, stride, table_row;
 };
@@ -60,7 +60,7 @@ struct Arguments {
   int32_t chunks;         // chunks of kRowBytes in K
   int32_t period;         // rows after which the table repeats
   int32_t segment_count;  // segments of a worker; those after its last one have no tiles
-  int32_t grid_width;     // patches beside each other in an image, if the kernel cuts images
+  int32_t grid_width;     // patches next to each other in an image, if the kernel cuts images
 #ifdef PATCH_EMBED_TIMELINE
   uint32_t* timeline;  // see timeline.cuh
 #endif

@@ -33,11 +33,11 @@ namespace patch_embed::sm100 {
 
 // Registers of a thread after setmaxnreg: in the first warpgroup, and in those that store.
 constexpr int kFirstRegisters = 40, kStoreRegisters = 232;
-static_assert(kFirstRegisters + kStorers * kStoreRegisters <=
-                  (1 + kStorers) * registers_at_launch(kThreads),
-              "setmaxnreg would wait for ever: the warpgroups want more registers than there are.");
+static_assert(
+    kFirstRegisters + kStorers * kStoreRegisters <= (1 + kStorers) * registers_at_launch(kThreads),
+    "setmaxnreg would wait forever: the warpgroups request more registers than the block has.");
 
-// Registers that a storing thread needs beside sums, scale and table: a variant that leaves fewer
+// Registers that a storing thread needs in addition to sums, scale and table: a variant that leaves fewer
 // spills.
 constexpr int other_registers(Type out_dtype) { return out_dtype == Type::kFloat32 ? 16 : 8; }
 

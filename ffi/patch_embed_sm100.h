@@ -16,7 +16,7 @@
 //                                                again                   (Tuning::kRelease)
 //
 // `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed: each
-// role waits for every phase of its barriers in turn.
+// role waits for every phase of its barriers, one after another.
 //
 // Each block of a pair has these barriers. Only the first block's filled and accumulator_freed are
 // used: loads and storing warps of both blocks arrive there. tcgen05.commit arrives at freed and
@@ -94,7 +94,7 @@ enum class Release {
 template <Type out_dtype, int tile_n>
 struct Tuning {
   // Columns of an accumulator that a warp loads before one tcgen05.wait::ld: as many as there are
-  // registers for beside scale and table. It divides the warp's tile_n / 2 columns.
+  // registers for in addition to scale and table. It divides the warp's tile_n / 2 columns.
   static constexpr int kStepColumns = tile_n < 256                  ? tile_n / 2
                                       : out_dtype == Type::kFloat32 ? 32
                                                                     : 64;
@@ -102,7 +102,7 @@ struct Tuning {
   // Columns of one tcgen05.ld of 16 rows: 16, 32 or 64. It divides the columns of a step.
   static constexpr int kLoadColumns = kStepColumns % 64 ? 32 : 64;
 
-  // Buffers in shared memory of a storing warp; each holds what one TMA store reads. A power of two.
+  // Buffers in shared memory of a storing warp; each has what one TMA store reads. A power of two.
   static constexpr int kStagingBuffers = 2;
 
   // Stores that share a fence and a bulk group; with 1 each is issued as soon as it is staged. It

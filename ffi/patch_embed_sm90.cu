@@ -4,24 +4,25 @@
 // and walks the segments of row tiles that backends/schedule.py gives it:
 //
 //   feed                 the producer, one thread: loads patches by TMA into a ring of slots, in the
-//                        order in which they are multiplied. A slot holds a chunk, kRowBytes of K, of
-//                        half of a tile's rows.
+//                        order in which they are multiplied. A slot has a chunk of half of a tile's
+//                        rows: kRowBytes of K, or kSlotLines lines of the patches of images.
 //   multiply_and_store   two consumer warpgroups, each with half of every tile's rows. While one
 //                        multiplies, the other one scales its sums, adds the table, and stores y.
 //
 // A stationary weight is loaded with the patches of the worker's first half tile, and stays in shared
 // memory. A weight that does not fit is streamed: its chunks are loaded with the patches of every half
-// tile, into a ring of their own. Some of its chunks may stay nevertheless (patch_embed_sm90.h).
+// tile, into a ring of their own. With 128 rows a warpgroup, every fourth of its first 12 chunks stays in
+// shared memory (staying_chunks in patch_embed_sm90.h).
 //
-// Scale and the rows of the table stay in registers for a segment where they fit. Where they do not, a
-// thread loads the first parts of what it adds before the products of a tile are done, and the others
-// as registers of stored sums become free.
+// Scale and terms (the rows of the table, or the offsets) stay in registers for a segment where they fit.
+// Where they do not, a thread loads the terms of the first parts before the products of a tile are done,
+// and those of the other parts as storing frees registers.
 //
 // patch_embed_sm90.h begins with the tables of the barriers, and of how a block begins and ends.
 //
-// wgmma leaves pairs of neighbouring columns in a thread. TMA loads the rows of the weight in another
-// order, so that a thread gets 16 neighbouring bytes of y: what wgmma takes for the j-th pair of thread
-// q in group g is pair q * kPairs + j of group g in memory.
+// After wgmma a thread has pairs of neighbouring columns. TMA loads the rows of the weight in another
+// order, so that a thread gets 16 neighbouring bytes of y: the j-th pair that wgmma assigns to thread q
+// in group g is pair q * kPairs + j of group g in memory.
 
 #include "patch_embed_sm90.h"
 
@@ -70,8 +71,8 @@ class Worker {
       (kKeepsScale ? scale_registers(out_dtype, tile_n) : 0) +
       (kKeepsTerms ? term_registers(out_dtype, has_table, tile_n, rows) : 0);
 
-  // Registers of a producer and of a consumer thread after setmaxnreg. Consumers take 240 only where
-  // they need them, as that leaves the producer 24.
+  // Registers of a producer and of a consumer thread after setmaxnreg. At launch each of the 384 threads
+  // has 168, and 3 * 168 = 40 + 2 * 232 = 24 + 2 * 240. Consumers get 240 only if 232 are too few.
   static constexpr bool kNeedsMost =
       kSums + kColumns + pixel_registers(dtype, rows) + kOtherRegisters > 232;
   static constexpr int kFeedRegisters = kNeedsMost ? 24 : 40;
@@ -79,19 +80,20 @@ class Worker {
   static_assert(
       kFeedRegisters + kConsumers * kMultiplyRegisters <=
           (1 + kConsumers) * registers_at_launch(kThreads),
-      "setmaxnreg would wait for ever: the warpgroups want more registers than there are.");
+      "setmaxnreg would wait forever: the warpgroups request more registers than the block has.");
 
   using Memory = Shared<dtype, tile_n, rows, slots, stream_weight>;
   static_assert(tile_n % 64 == 0, "a slice of N is a multiple of 64 columns.");
   static_assert(rows == 64 || rows == 128, "a warpgroup has 64 or 128 rows of a tile.");
   static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
   static_assert(!kImages || (rows == 64 && !stream_weight),
-                "images are cut for tiles of 64 rows a warpgroup and a weight that stays.");
+                "images are cut for tiles of 64 rows a warpgroup and a stationary weight.");
   static_assert(
       !kImages || slots >= kPatchSide / kSlotLines + kChunksAfterTurn,
-      "a warpgroup that has the turn early waits for slots whose last phase was not seen.");
+      "a warpgroup that gets the turn early must not wait for a slot that is two phases behind.");
   static_assert(kSums + kOtherRegisters <= kMostRegisters, "the sums leave too few registers.");
-  static_assert(sizeof(Memory) % 1024 == 0, "the weight that follows is swizzled.");
+  static_assert(sizeof(Memory) % 1024 == 0,
+                "the weight follows Shared, and is swizzled: it is aligned to 1024 bytes.");
   static_assert(Memory::bytes(1) <= kMostSharedBytes,
                 "rings and weight do not fit in shared memory.");
   static_assert(!stream_weight || Memory::kWeightSlots >= kMostStayingChunks + 2,
@@ -112,7 +114,7 @@ class Worker {
       ptx::prefetch_tensormap(args_.weight);
     }
     __syncthreads();
-    // One lane's value for all, so that the compiler knows that it is uniform in a warp.
+    // Broadcasts lane 0's value, so that the compiler knows that it is uniform in a warp.
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == kConsumers) {
       ptx::setmaxnreg_dec<kFeedRegisters>();
@@ -126,33 +128,33 @@ class Worker {
  private:
   using Sums = ptx::Sum<kFactor>[kBlocks][tile_n / 2];
 
-  // A thread's pixels of a slot, for the products: as int8.
+  // A thread's pixels of one slot, as int8: the first operands of its products.
   using Pixels = uint32_t[kProducts][4];
 
-  // What a thread knows of its columns: scale and terms, which stay for a segment or are loaded for
-  // each tile, and its rows of the table in this segment.
+  // Scale and terms of a thread's columns, which stay for a segment or are loaded for each tile; and the
+  // thread's rows of the table in this segment.
   struct Columns {
     float scale[kGroups][kVector];
     uint32_t terms[kTerms][kTermRows][kTermWords];
     uint32_t table_rows[kRows];
   };
 
-  // The slot that a worker's load of this number into a ring fills, and the parity of the slot's phase.
-  // The ring has `size` slots, and `first` other slots come before it.
+  // The slot filled by the `number`-th load into a ring, and the parity of the slot's phase. The ring has
+  // the slots from `begin` to `begin + size - 1`.
   struct RingSlot {
-    __device__ RingSlot(uint32_t number, uint32_t first, uint32_t size)
-        : first(first), end(first + size), slot(first + number % size), parity(number / size & 1) {}
+    __device__ RingSlot(uint32_t number, uint32_t begin, uint32_t size)
+        : begin(begin), end(begin + size), slot(begin + number % size), parity(number / size & 1) {}
     __device__ void advance() {
       if (++slot == end) {
-        slot = first;
+        slot = begin;
         parity ^= 1;
       }
     }
-    uint32_t first, end, slot, parity;
+    uint32_t begin, end, slot, parity;
   };
 
-  // What a slot of the ring holds of a half tile's K is here called chunk k, also if it is lines of
-  // images: the slot of its patches, and that of its part of the weight if that does not stay.
+  // Chunk k is the k-th slot's share of K of a half tile: kRowBytes, or kSlotLines lines of patches of
+  // images. It has a slot for its patches, and one for its part of a streamed weight.
   struct Chunk {
     int k;
     RingSlot patches, weight;
@@ -208,15 +210,15 @@ class Worker {
     ptx::fence_mbarrier_init();
   }
 
-  // Calls begin(segment) for each of the worker's segments, and visit(row, n) for each tile of it: the
-  // tile's first row, and its number among the worker's tiles.
+  // Calls begin_segment(segment) for each of the worker's segments, and visit(row, n) for each tile of
+  // it: the tile's first row, and its number among the worker's tiles.
   template <typename Begin, typename Visit>
-  __device__ void for_each_tile(Begin begin, Visit visit) {
+  __device__ void for_each_tile(Begin begin_segment, Visit visit) {
     uint32_t n = 0;
     for (int i = 0; i < args_.segment_count; ++i) {
       const Segment segment = segments_[i];
       if (segment.tiles == 0) break;
-      begin(segment);
+      begin_segment(segment);
       for (int j = 0; j < segment.tiles; ++j) {
         visit((segment.first_tile + j * segment.stride) * kTileRows, n++);
         timeline_.stamp(Event::kTile);
@@ -257,7 +259,7 @@ class Worker {
     int part = chunk.k;
     uint8_t* target = weight(chunk);
     if constexpr (kImages) {
-      // The part that the products of this chunk are the first ones to need, if there is one.
+      // The part that no earlier chunk's products need, if this chunk's products need a new one.
       part = parts_before(chunk.k);
       target = weight_ + part * kWeightBytes;
       with_weight = with_weight && parts_before(chunk.k + 1) > part;
@@ -276,14 +278,14 @@ class Worker {
     timeline_.stamp(Event::kLoadsIssued);
   }
 
-  // Loads lines of the patches from this one on, one below the other: [kSlotLines, rows, kLineBytes].
+  // Loads kSlotLines lines, from `line` on, of `rows` patches: [kSlotLines, rows, kLineBytes].
   __device__ void load_lines(uint8_t* target, int line, int patch, ptx::Mbarrier& filled) {
-    const int below = patch / args_.grid_width;
-    const int beside = patch % args_.grid_width / kRowPatches;
+    const int grid_row = patch / args_.grid_width;
+    const int pair = patch % args_.grid_width / kRowPatches;
 #pragma unroll
     for (int i = 0; i < kSlotLines; ++i) {
-      ptx::cp_async_bulk_tensor_im2col(target + i * rows * kLineBytes, args_.patches, 0, beside, 0,
-                                       below, 0, line + i, filled);
+      ptx::cp_async_bulk_tensor_im2col(target + i * rows * kLineBytes, args_.patches, 0, pair, 0,
+                                       grid_row, 0, line + i, filled);
     }
   }
 
@@ -336,7 +338,8 @@ class Worker {
     const int second = threadIdx.x % 32 / 16;
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
-      // A product takes two units of 16 bytes of each row: its first 16 lanes read the first one.
+      // A product takes two units of 16 bytes of each row: lanes 0 to 15 give the addresses of the first
+      // unit, lanes 16 to 31 those of the second.
       const int unit = 2 * i + second;
       constexpr int kUnits = kLineBytes / 16;
       ptx::ldmatrix_x4(pixels[i], row + unit / kUnits * rows * kLineBytes + unit % kUnits * 16);
@@ -368,8 +371,7 @@ class Worker {
     timeline_.stamp(Event::kProductsIssued);
   }
 
-  // Waits until all products are done, of which those of `last` are the last, and the sums are in
-  // registers.
+  // Waits until all products, whose last chunk is `last`, are done and the sums are in registers.
   __device__ void wait_for_products(Sums& sums, const Chunk& last) {
     ptx::wgmma_wait_group<0>();
     if constexpr (!kImages) free(last);
@@ -426,7 +428,8 @@ class Worker {
 
   __device__ void multiply(Sums& sums, uint32_t n, int warpgroup) {
     const Chunk chunk = first_chunk(n, warpgroup);
-    // Warpgroup 0 begins: its first wait passes at once.
+    // Warpgroup 0 begins: its first wait passes at once, because the phase before the first one counts as
+    // complete.
     wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), Event::kMayMultiply);
     if constexpr (kImages) {
       multiply_pixels(sums, chunk, n, warpgroup);
@@ -494,8 +497,8 @@ class Worker {
     }
   }
 
-  // How many elements of `terms` are loaded before this part is converted, where they do not stay in
-  // registers. After each part the sums that were converted leave registers free: for the terms of two
+  // Number of elements of `terms` that are loaded before part `part` is converted, if terms do not stay
+  // in registers. After each part the sums that were converted leave registers free: for the terms of two
   // parts if y is bfloat16, of one if y is float32.
   __device__ static constexpr int terms_loaded(int part) {
     const int loaded = has_table ? kPartsReadAhead + kVector / 4 * part : part / kBlocks + 1;
@@ -512,7 +515,7 @@ class Worker {
     timeline_.stamp(Event::kLoaded);
   }
 
-  // Gets scale and terms of a part ready to be used.
+  // Loads the scale of a group, waits for the terms, or pins them: whichever this kernel needs.
   __device__ void prepare(Columns& columns, uint32_t (&terms)[kTermRows][kTermWords], int g,
                           int block) {
     if constexpr (!kKeepsScale) {
@@ -550,11 +553,11 @@ class Worker {
 
   // Stores a part. `first` is the address of the thread's first column in `first_row`.
   __device__ void write(const uint32_t (&y)[kPartRows][4], uint8_t* first, int first_row,
-                        uint32_t eight_rows, int g, int block) {
+                        uint32_t eight_rows_bytes, int g, int block) {
 #pragma unroll
     for (int r = 0; r < kPartRows; ++r) {
       const int below = thread_row(block * kPartRows + r) - thread_row(0);
-      uint8_t* const address = first + uint64_t{eight_rows} * (below / 8);
+      uint8_t* const address = first + uint64_t{eight_rows_bytes} * (below / 8);
       if (first_row + below < args_.M) {
         *reinterpret_cast<uint4*>(address + g * kGroup * kOutBytes) =
             make_uint4(y[r][0], y[r][1], y[r][2], y[r][3]);
@@ -567,21 +570,22 @@ class Worker {
   __device__ void store(const Sums& sums, int row, Columns& columns) {
     const int first_row = row + thread_row(0);
     uint8_t* const first = address_in_y(first_row);
-    uint32_t eight_rows = 8 * args_.N * kOutBytes;
+    uint32_t eight_rows_bytes = 8 * args_.N * kOutBytes;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int g = part / kBlocks, block = part % kBlocks;
       auto& terms = columns.terms[has_table ? part : g];
       prepare(columns, terms, g, block);
-      // Makes the compiler compute addresses here: there are no registers to keep them in.
-      if constexpr (!kKeepsTerms) ptx::pin(eight_rows);
+      // Makes the compiler compute addresses here. It would otherwise keep them in registers, of which
+      // there are too few.
+      if constexpr (!kKeepsTerms) ptx::pin(eight_rows_bytes);
       uint32_t y[kPartRows][4];
       convert(y, sums[block], columns.scale[g], terms, g);
       if constexpr (!kKeepsTerms) {
 #pragma unroll
         for (int i = terms_loaded(part); i < terms_loaded(part + 1); ++i) load_terms(columns, i);
       }
-      write(y, first, first_row, eight_rows, g, block);
+      write(y, first, first_row, eight_rows_bytes, g, block);
     }
   }
 

@@ -19,16 +19,16 @@
 //                                             warpgroups, once      table, have arrived
 //
 // `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed. The
-// producer waits for every phase of freed and weight_freed in turn. A consumer warpgroup waits only
+// producer waits for every phase of freed and weight_freed, one after another. A consumer warpgroup waits only
 // for the phases of filled that belong to its own half tiles. But when it may issue products, the other
 // warpgroup has issued all earlier ones, and so has seen all earlier phases; this is also how warpgroup
 // 1 knows that the weight that stays has arrived. For its n-th tile warpgroup 1 waits for phase n of
 // other_products_issued[1], and warpgroup 0 for phase n - 1 of other_products_issued[0]. Warpgroup 0's
 // first wait passes at once, because a new barrier reports the phase before phase 0 as complete.
 //
-// For images warpgroup 0 passes the turn of its first tile last of all, when all of the weight has arrived.
-// In later tiles it may not have seen the phases of the last kChunksAfterTurn slots yet. These are slots of
-// other chunks than those that the other warpgroup waits for, as the ring has more slots than that.
+// With images a warpgroup passes the turn before it has issued the products of its last kChunksAfterTurn
+// chunks, except in its first tile, whose chunks bring the weight. The other warpgroup then does not know
+// of these chunks' phases. It needs not: the ring has so many slots that it waits for others.
 //
 // How a block, which is alone in its cluster, begins and ends:
 //
@@ -82,7 +82,7 @@ constexpr int term_registers(Type out_dtype, bool has_table, int tile_n, int row
   return tile_n / group(out_dtype) * terms;
 }
 
-// Bytes of K that a slot of the ring holds of each row: a chunk, or two lines of a patch of an image.
+// Bytes of K that a slot of the ring has of each row: a chunk, or two lines of a patch of an image.
 constexpr int slot_bytes_of_k(Type dtype) {
   return dtype == Type::kUInt8 ? kSlotLines * kLineBytes : kRowBytes;
 }
@@ -95,7 +95,7 @@ constexpr int pixel_registers(Type dtype, int rows) {
   return dtype == Type::kUInt8 ? kPixelBuffers * slot : 0;
 }
 
-// Registers that a consumer thread needs beside sums, scale and terms: addresses, loop counters, and
+// Registers that a consumer thread needs in addition to sums, scale and terms: addresses, loop counters, and
 // the part that is being converted. The number is read from the reports of ptxas (nvcc 13.0): with 40
 // kernels of 192 columns and 128 rows a warpgroup get 232 registers a thread instead of 240, and those
 // with a table spill 60 to 76 bytes.
@@ -125,7 +125,7 @@ constexpr Kept kept_in_registers(Type dtype, Type out_dtype, bool has_table, int
 // registers.
 constexpr int kPartsReadAhead = 2;
 
-// Slots of shared memory for chunks of a streamed weight: as many as fit beside `slots` slots of
+// Slots of shared memory for chunks of a streamed weight: as many as fit in addition to `slots` slots of
 // patches and 2 KiB for the rest of Shared.
 constexpr int weight_slots(int tile_n, int rows, int slots, bool stream_weight) {
   const int room = kMostSharedBytes - slots * rows * kRowBytes - 2048;
@@ -176,7 +176,7 @@ struct alignas(1024) Shared {
 //
 //   patches   [K, M], boxes of [inner, rows]
 //   images    [two lines of kLineBytes, grid width / 2, kPatchSide, M / grid width], in im2col mode and
-//             without a swizzle. The channels of a "pixel" are the lines of two patches beside each other,
+//             without a swizzle. The channels of a "pixel" are the lines of two neighbouring patches,
 //             the tensor's width counts such pairs, its height the lines of a patch, its last dimension the
 //             rows of patches of all images. The bounding box has one line: a load brings the line that
 //             its offset names, of `rows` patches in the order of the rows of y. ldmatrix reads them

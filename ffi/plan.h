@@ -151,7 +151,7 @@ inline std::string check_images(const Config& config, const Shapes& s) {
     return "images have " + text(s.height) + " x " + text(s.width) +
            " pixels, expected a height that is a multiple of " + text(side) +
            " and a width that is one of " + text(row) +
-           ": TMA cuts without a remainder, and two patches beside each other at once." + patchify;
+           ": TMA cuts without a remainder, and two neighbouring patches at once." + patchify;
   }
   if (kPatchSide * 3 * s.width > kMostStride || s.M / (s.width / side) > kMostDimension) {
     return "images have " + text(s.height) + " x " + text(s.width) +
@@ -194,13 +194,13 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
   const int64_t slices = s.N / config.tile_n;
   if (8 * s.N * itemsize(config.out_dtype) > INT32_MAX || s.K > INT32_MAX || s.period > INT32_MAX ||
       s.segments > INT32_MAX || s.workers > INT32_MAX / (slices * config.blocks)) {
-    return "eight rows of y, K, the rows of the table or the runs are 2^31 or more. "
+    return "eight rows of y, K, the rows of the table or the segments are 2^31 or more. "
            "Split the operands.";
   }
   if (s.workers < 1 || s.segments < 1 || (s.period < 1 && s.M > 0)) {
-    return "the runs are those of " + text(s.workers) + " workers with " + text(s.segments) +
-           " runs each, and the table has " + text(s.period) +
-           " rows, expected at least 1 of each. Take the runs of schedule.runs().";
+    return "the segments are those of " + text(s.workers) + " workers with " + text(s.segments) +
+           " segments each, and the table has " + text(s.period) +
+           " rows, expected at least 1 of each. Take those of schedule.segments().";
   }
   const int chunks = int(row_bytes / kRowBytes);
   const int64_t shared_memory = kernel.shared_memory_bytes(chunks);

@@ -48,7 +48,7 @@ __device__ __forceinline__ void ld_global_nc(uint32_t (&words)[2], const void* s
                : "l"(__cvta_generic_to_global(source)));
 }
 
-// 9.7.14.5.15: loads four matrices of 8 x 16 bytes. Lane 8 m + r holds the address of row r of matrix m;
+// 9.7.14.5.15: loads four matrices of 8 x 16 bytes. Lane 8 m + r has the address of row r of matrix m;
 // lane 4 r + c gets bytes 4 c to 4 c + 3 of row r of each matrix.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&words)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -57,8 +57,8 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&words)[4], uint32_t row) 
                : "memory");
 }
 
-// 9.7.14.5.16: stores four matrices of 8 x 8 elements of 16 bits. Lane 4 r + c holds elements 2 c and
-// 2 c + 1 of row r of each matrix; lane 8 m + r holds the address of row r of matrix m.
+// 9.7.14.5.16: stores four matrices of 8 x 8 elements of 16 bits. Lane 4 r + c has elements 2 c and
+// 2 c + 1 of row r of each matrix; lane 8 m + r has the address of row r of matrix m.
 __device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(row))),

@@ -40,7 +40,7 @@ template <Type dtype, int n>
 __device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], uint64_t a, uint64_t b,
                                       bool accumulate);
 
-// The same with a in registers (9.7.15.5.1.1): thread t of the warpgroup holds bytes 4 (t % 4) to
+// The same with a in registers (9.7.15.5.1.1): thread t of the warpgroup has bytes 4 (t % 4) to
 // 4 (t % 4) + 3 of K, and those 16 bytes later, of rows r = 16 (t / 32) + t % 32 / 4 and r + 8; a[i] is
 // at row r + 8 (i % 2) and byte 16 (i / 2) of these. The registers must not change before
 // wgmma_wait_group says that the products are done.

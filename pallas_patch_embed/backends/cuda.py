@@ -36,7 +36,7 @@ TARGET = "pallas_patch_embed_cuda"
 
 # The build puts one of these into this folder: the library, or a text that says why there is none.
 LIBRARY = Path(__file__).with_name("libpatch_embed.so")
-WHY_NOT = LIBRARY.with_suffix(".txt")
+BUILD_FAILURE = LIBRARY.with_suffix(".txt")
 
 # Version of the functions and JSON fields that this module expects of the library; kInterface in
 # ffi/binding.cc.
@@ -51,7 +51,7 @@ CHIPS = {90: (H200,), 100: (B200, B300)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class CudaConfig:
     """A kernel of the library; `Config` in ffi/kernel.h.
 
     Attributes:
@@ -134,7 +134,7 @@ def _is_stale(library: Path) -> bool:
 def missing() -> str | None:
     """Why there is no library of these sources, and how to build it; None if there is one."""
     if not LIBRARY.exists():
-        why = WHY_NOT.read_text() if WHY_NOT.exists() else "it was not built"
+        why = BUILD_FAILURE.read_text() if BUILD_FAILURE.exists() else "it was not built"
         return f"its library is missing: {why}. {cuda_build.how_to_build(why)}"
     if _is_stale(LIBRARY):
         return "its library was built from other sources than those in ffi/. `make ffi` builds it."
@@ -221,13 +221,13 @@ def _check_driver() -> None:
 
 
 @functools.cache
-def configs() -> tuple[Config, ...]:
+def configs() -> tuple[CudaConfig, ...]:
     """All configs, including those of kernels that are not built."""
-    return tuple(Config(**fields) for fields in _call_json(library().patch_embed_kernels))
+    return tuple(CudaConfig(**fields) for fields in _call_json(library().patch_embed_kernels))
 
 
 def launch(
-    config: Config,
+    config: CudaConfig,
     *,
     M: int,
     N: int,
@@ -254,7 +254,7 @@ def launch(
 # The backend.
 
 
-def choose_config(problem: Problem, capability: int, chip: Chip) -> Config:
+def choose_config(problem: Problem, capability: int, chip: Chip) -> CudaConfig:
     """The kernel for a problem on a chip.
 
     Args:
@@ -306,7 +306,7 @@ def _chips(problem: Problem, target: Target) -> dict[int, Chip]:
     return chips
 
 
-def plan(problem: Problem, target: Target, *, config: Config | None = None) -> Plan:
+def plan(problem: Problem, target: Target, *, config: CudaConfig | None = None) -> Plan:
     """How a kernel of the library computes a problem.
 
     If the chip is not known, the program names a kernel for each of CHIPS.
@@ -324,7 +324,7 @@ def plan(problem: Problem, target: Target, *, config: Config | None = None) -> P
         raise NotImplementedError(reason)
     chips = _chips(problem, target)
     tiles.check_operands(problem)
-    chosen: dict[int, Config] = {}
+    chosen: dict[int, CudaConfig] = {}
     if config is not None:
         config.check(problem, chips[config.capability])
         chosen = {config.capability: config}

@@ -149,15 +149,15 @@ def _knows_architectures(nvcc: Path) -> bool:
 
 
 @functools.cache
-def how_to_build(why_not: str) -> str:
+def how_to_build(build_failure: str) -> str:
     """A sentence that says how to build the kernels on this machine.
 
     Args:
-      why_not: why they were not built; an nvcc that it names is not proposed again.
+      build_failure: why they were not built; an nvcc that it names is not proposed again.
     """
     if sys.platform != "linux":
         return "The kernels are for Linux only."
-    untried = (nvcc for nvcc in candidates() if f"{nvcc} (" not in why_not)
+    untried = (nvcc for nvcc in candidates() if f"{nvcc} (" not in build_failure)
     here = next(filter(_knows_architectures, untried), None)
     if here:
         command, begin = f"CUDACXX={shlex.quote(str(here))} ", "With the nvcc that is here, "

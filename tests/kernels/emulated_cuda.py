@@ -48,9 +48,9 @@ class Case:
     tuning: dict = dataclasses.field(default_factory=dict, hash=False)
 
     @property
-    def config(self) -> cuda_backend.Config:
+    def config(self) -> cuda_backend.CudaConfig:
         """The config; without `tuning` it is that of a built kernel."""
-        return cuda_backend.Config(
+        return cuda_backend.CudaConfig(
             *(self.name, self.capability, self.source_dtype, SPELLED[self.out_dtype]),
             *(self.table != "none", self.tile_m, self.tile_n, self.rows, self.blocks),
             *(self.slots, self.stream_weight, True),

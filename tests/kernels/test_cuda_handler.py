@@ -34,8 +34,8 @@ def operands_of(kernel=KERNEL, M=40, N=128, K=256, period=20):
         weight=("int8" if images else LONG[dtype], (N, K)),
         scale=("float32", (N,)),
         table=("bfloat16", (period, N)) if kind == "table" else ("float32", (N,)),
-        runs_sm90=("int32", (1, 2, 4)),
-        runs_sm100=("int32", (1, 2, 4)),
+        segments_sm90=("int32", (1, 2, 4)),
+        segments_sm100=("int32", (1, 2, 4)),
         y=(LONG[out_dtype], (M, N)),
     )
 
@@ -72,13 +72,13 @@ def error_of(*args, **named):
         ("table", ("float32", (20, 128)), "table is float32[20, 128], expected bfloat16[period, 1"),
         ("table", ("bfloat16", (20, 64)), "table is bfloat16[20, 64], expected bfloat16[period, 1"),
         ("table", ("bfloat16", (128,)), "table is bfloat16[128], expected bfloat16[period, 128]"),
-        ("runs_sm90", ("float32", (1, 2, 4)), "runs_sm90 is float32[1, 2, 4], expected int32[work"),
-        ("runs_sm90", ("int32", (2, 4)), "runs_sm90 is int32[2, 4], expected int32[workers, runs,"),
-        ("runs_sm90", ("int32", (1, 2, 3)), "runs_sm90 is int32[1, 2, 3], expected int32[workers"),
+        ("segments_sm90", ("float32", (1, 2, 4)), "segments_sm90 is float32[1, 2, 4], expected"),
+        ("segments_sm90", ("int32", (2, 4)), "expected int32[workers, segments, 4]"),
+        ("segments_sm90", ("int32", (1, 2, 3)), "segments_sm90 is int32[1, 2, 3], expected"),
         ("y", ("float32", (40, 128)), "y is float32[40, 128], expected bfloat16[40, 128]"),
         ("y", ("bfloat16", (40, 64)), "y is bfloat16[40, 64], expected bfloat16[40, 128]"),
         ("scale", ("float16", (128,)), "scale is XLA's type 10[128], expected float32[128]"),
-        ("runs_sm90", ("int32", (0, 2, 4)), "the runs are those of 0 workers"),
+        ("segments_sm90", ("int32", (0, 2, 4)), "the segments are those of 0 workers"),
         ("table", ("bfloat16", (0, 128)), "the table has 0 rows"),
     ],
     ids=str,
@@ -86,7 +86,7 @@ def error_of(*args, **named):
 def test_wrong_operands_are_refused(operand, given, message):
     error = error_of(operands_of() | {operand: given})
     assert "INVALID_ARGUMENT: patch_embed: " in error and message in error, error
-    assert KERNEL in error or "Take the runs" in error
+    assert KERNEL in error or "Take those of" in error
 
 
 @built
@@ -131,9 +131,11 @@ def test_wrong_images_are_refused(operand, given, message):
 
 @built
 def test_the_operands_of_the_kernels_for_both_chips_are_checked():
-    wrong = operands_of() | dict(runs_sm100=("int32", (1, 2, 3)))
+    wrong = operands_of() | dict(segments_sm100=("int32", (1, 2, 3)))
     for kernel_sm90 in ("", KERNEL):
-        assert "runs_sm100 is int32[1, 2, 3], expected" in error_of(wrong, kernel_sm90, BLACKWELL)
+        assert "segments_sm100 is int32[1, 2, 3], expected" in error_of(
+            wrong, kernel_sm90, BLACKWELL
+        )
 
 
 @built
@@ -167,7 +169,7 @@ def test_unknown_kernel_names_are_refused():
 @built
 def test_a_call_with_other_arguments_or_attributes_is_refused():
     operands = operands_of()
-    del operands["runs_sm100"]
+    del operands["segments_sm100"]
     assert "INVALID_ARGUMENT: Wrong number of arguments: expected 6" in error_of(operands)
     assert "expected string but got scalar" in error_of(operands_of(), kernel_sm100=np.int32(3))
 

@@ -53,9 +53,9 @@ def test_a_missing_library_is_a_reason_that_says_how_to_build_it(
     fresh, monkeypatch, tmp_path, text
 ):
     monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "libpatch_embed.so")
-    monkeypatch.setattr(cuda, "WHY_NOT", tmp_path / "libpatch_embed.txt")
+    monkeypatch.setattr(cuda, "BUILD_FAILURE", tmp_path / "libpatch_embed.txt")
     if text:
-        cuda.WHY_NOT.write_text(text)
+        cuda.BUILD_FAILURE.write_text(text)
     for target in (None, Target("cpu"), HOPPER):
         problem = problem_of(named_shape("B/16 224"), "int8")
         row = dict((r.backend, r) for r in explain(problem, target or Target("cpu")))["cuda"]

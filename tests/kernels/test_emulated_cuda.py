@@ -446,7 +446,7 @@ def test_a_request_for_too_many_registers_does_not_compile(tmp_path, case):
     kernel = case.source if case.tuning else cuda_launch.source(case.config)
     with pytest.raises(subprocess.CalledProcessError) as caught:
         compile_source(kernel, tmp_path, case.capability, source.replace(right, wrong))
-    assert "setmaxnreg would wait for ever" in caught.value.stderr
+    assert "setmaxnreg would wait forever" in caught.value.stderr
 
 
 @pytest.mark.parametrize("case, name", ALL_BUGS, ids=lambda x: getattr(x, "source_dtype", x))
