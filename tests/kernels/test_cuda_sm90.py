@@ -140,3 +140,23 @@ def test_pixels_stay_in_their_registers_until_their_products_are_done(compiled):
                 assert stores or not read & {*range(first, first + size)}, (code.name, text)
         # Eight chunks, each waited for while the next one is multiplied, and the last ones.
         assert waits == 9 and not groups and not issued, code.name
+
+
+def test_slots_of_pixels_are_freed_behind_the_products_that_read_them(compiled):
+    """An arrival does not wait for the ldmatrix before it: on an H200 such slots were overwritten.
+
+    The products read the registers that ldmatrix writes, so an arrival behind them is late enough.
+    """
+    if cuda_root() is None:
+        pytest.skip("nvdisasm is missing: pip install '.[codegen]'")
+    cubin, _ = compiled("u8")
+    for code in read_cubin(cubin.read_bytes()):
+        lines = innermost_loop(code.sass, re.compile(r"STG\.E\.128"))
+        found = ["".join(m.groups()) for m in filter(None, map(INSTRUCTION.search, lines))]
+        events = [
+            "G" if "gsb0" in text else "A"
+            for text in found
+            if re.match(r"IGMMA.*gsb0|SYNCS\.ARRIVE", text)
+        ]
+        # For each of 8 chunks a group of products, then an arrival; at two places the turn is passed.
+        assert re.fullmatch("(GAA?){8}", "".join(events)) and len(events) == 18, code.name
