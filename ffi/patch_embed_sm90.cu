@@ -418,6 +418,7 @@ class Worker {
         load_pixels(pixels[(k + 1) % kPixelBuffers], next);
       }
       issue_products(sums, pixels[k % kPixelBuffers], chunk);
+      // Behind the products, as an arrival does not wait for ldmatrix.
       free(chunk);
       if (k == last_before_turn) pass_turn(warpgroup);
       ptx::wgmma_wait_group<1>();

@@ -252,7 +252,7 @@ def lines_of_map(description, address):
     strides = [0, *description["strides"]]
     if "corner" in description:
         channels, pixels = description["box"]
-        yield f"cuTensorMapEncodeIm2col {kind} {rank} {address} {channels} {pixels} 0 {swizzle} 3 0"
+        yield f"cuTensorMapEncodeIm2col {kind} {rank} {address} {channels} {pixels} 0 {swizzle} 2 0"
         for shape, stride in zip(description["shape"], strides):
             yield f"dimension {shape} {stride} 1"
         for corner in description["corner"]:

@@ -369,7 +369,9 @@ IMAGE_BUGS = {
     "the lines of another warp": ("% kWarpgroup / 32 * 16 * kLineBytes", "* 0", "results differ"),
     "a slot is freed before its pixels are read": (
         "        load_pixels(pixels[(k + 1) % kPixelBuffers], next);\n      }\n"
-        "      issue_products(sums, pixels[k % kPixelBuffers], chunk);\n      free(chunk);\n",
+        "      issue_products(sums, pixels[k % kPixelBuffers], chunk);\n"
+        "      // Behind the products, as an arrival does not wait for ldmatrix.\n"
+        "      free(chunk);\n",
         "        free(next);\n        load_pixels(pixels[(k + 1) % kPixelBuffers], next);\n"
         "      }\n      issue_products(sums, pixels[k % kPixelBuffers], chunk);\n"
         "      if (k == 0) free(chunk);\n",
