@@ -38,12 +38,12 @@ def reasons(problem, target):
 
 
 @built
-def test_the_CUDA_kernel_serves_on_Hopper_and_is_called_not_measured():
+def test_the_CUDA_kernel_serves_on_Hopper():
     found = explain(problem(), HOPPER)
     text = str(found)
     assert "of uint8 images with cut='kernel', N = 768" in text
     assert re.search(
-        r"-> cuda .* patch_embed_sm90_u8_bf16_table_\w+_stationary, not measured", text
+        r"-> cuda .* patch_embed_sm90_u8_bf16_table_\w+_stationary, cuts images itself", text
     )
     assert found.chosen == "cuda"
     others = reasons(problem(), HOPPER)
@@ -57,7 +57,7 @@ def test_the_CUDA_kernel_serves_on_Hopper_and_is_called_not_measured():
 @built
 def test_without_it_patchify_runs_as_before():
     found = explain(problem(cut=None), HOPPER)
-    assert "u8" not in str(found) and "not measured" not in str(found)
+    assert "u8" not in str(found) and "cuts images itself" not in str(found)
     plan = choose(problem(cut=None), HOPPER, "cuda")
     assert not plan.takes_images and "patch_embed_sm90_i8_" in plan.config
     assert choose(problem(), HOPPER, "cuda").takes_images
