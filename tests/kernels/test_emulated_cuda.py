@@ -87,7 +87,11 @@ def test_a_timeline_build_stamps_the_work_of_each_warp(name):
         chunks = 16 // 2
     for block, warp in np.ndindex(stamps.shape[:2]):
         said = "".join(LETTERS[stamp % 16 - 1] for stamp in stamps[block, warp] if stamp)
-        pattern = ROLES[case.capability].get(warp, "").replace("chunks", str(chunks))
+        pattern = ROLES[case.capability].get(warp, "")
+        if case.image:
+            # Pixels are loaded before the products of the chunk before are issued.
+            pattern = pattern.replace("(LM){chunks}", f"L(LM){{{chunks - 1}}}M")
+        pattern = pattern.replace("chunks", str(chunks))
         # Each of Hopper's two consumers has its own rows.
         pattern = pattern.replace("fed", str(chunks * (2 if case.capability == 90 else 1)))
         # The first block multiplies for both.
