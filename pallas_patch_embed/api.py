@@ -1,7 +1,7 @@
 """The public functions: argument checks, docstrings, and the way to the primitive."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,9 @@ from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.chips import Target, default_device
+from pallas_patch_embed.packing import in_front
 from pallas_patch_embed.params import PatchEmbedParams, check_params
-from pallas_patch_embed.patches import check_range, encode, pad_rows, rows
+from pallas_patch_embed.patches import check_range, encoded_rows, rows
 from pallas_patch_embed.problem import (
     DTYPES,
     OUT_DTYPES,
@@ -60,8 +61,7 @@ def patchify(images: AnyArray, params: PatchEmbedParams, *, clip: bool = False) 
     _check_images(images, params)
     if not clip:
         check_range("images", images, params.encoding)
-    pixels = _differentiable(jnp.asarray(images), params)
-    return rows(pixels, params.layout, params.encoding)
+    return _encoded(rows, jnp.asarray(images), params)
 
 
 def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = False) -> jax.Array:
@@ -96,15 +96,21 @@ def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = 
         )
     if not clip:
         check_range("patches", patches, params.encoding)
-    pixels = _differentiable(jnp.asarray(patches), params)
-    return pad_rows(encode(pixels, params.encoding), params.prefix)
+    return _encoded(encoded_rows, jnp.asarray(patches), params)
 
 
-def _differentiable(pixels: jax.Array, params: PatchEmbedParams) -> jax.Array:
-    """The pixels; refuses to differentiate by them if their encoding is integers."""
-    if params.dtype != "int8" or not jnp.issubdtype(pixels.dtype, jnp.floating):
-        return pixels
-    return primitive.not_differentiated(pixels)
+def _encoded(
+    encoder: Callable[..., jax.Array], pixels: jax.Array, params: PatchEmbedParams
+) -> jax.Array:
+    """The rows that `encoder` makes of pixels; refuses to differentiate them by the pixels."""
+    floating = jnp.issubdtype(pixels.dtype, jnp.floating)
+    if floating and params.dtype == "int8":
+        pixels = primitive.not_differentiated(pixels)
+    encoded = encoder(pixels, params.layout, params.encoding)
+    if floating and params.dtype != "int8":
+        # The derivative would be zero for each pixel that is taken for a level of uint8.
+        encoded = primitive.without_gradient(pixels, lax.stop_gradient(encoded))
+    return encoded
 
 
 def patch_embed(
@@ -430,9 +436,10 @@ def _table(params: PatchEmbedParams, positions: Any, rows: int) -> jax.Array:
         assert params.table is not None
         return params.table
     if positions is None:
-        positions = jnp.zeros((rows - params.prefix, params.N), jnp.float32)
-    positions = jnp.asarray(positions).astype(jnp.float32)
-    table = lax.expand_dims(params.offset, range(positions.ndim - 1)) + positions
+        table = jnp.broadcast_to(params.offset, (rows - params.prefix, params.N))
+    else:
+        positions = jnp.asarray(positions).astype(jnp.float32)
+        table = lax.expand_dims(params.offset, range(positions.ndim - 1)) + positions
     if params.table_dtype == "bfloat16":
         # XLA may keep more bits of a bfloat16 that it does not write out; not of this.
         table = lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7)
@@ -440,10 +447,7 @@ def _table(params: PatchEmbedParams, positions: Any, rows: int) -> jax.Array:
     if not params.prefix:
         return table
     assert params.table is not None
-    front = jnp.broadcast_to(
-        params.table[: params.prefix], (*table.shape[:-2], params.prefix, params.N)
-    )
-    return jnp.concatenate([front, table], axis=-2)
+    return in_front(lax.slice_in_dim(params.table, 0, params.prefix), table)
 
 
 def _bind(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_patch_embed.params import (
@@ -111,6 +112,9 @@ def pack(
     patch_size, dtype = check_patch_size(patch_size), check_dtype(dtype)
     image_mean, image_std = check_normalisation(image_mean, image_std)
     overflow = BFLOAT16_OVERFLOW if dtype == "bfloat16" else math.inf
+    if image_std is not None:
+        # The weight is divided by 2 image_std.
+        overflow = min(overflow, 2 * min(image_std) * min(overflow, float(FLOAT32.max)))
     weights = _checked("kernel", kernel, overflow)
     N, frames = _check_kernel_shape(weights, patch_size, layout)
     biases = None if bias is None else _checked("bias", bias)
@@ -168,7 +172,8 @@ def _checked(name: str, value: Any, overflow: float = math.inf) -> Any:
         with np.errstate(over="ignore"):
             array = array.astype(np.float32)
     if is_known(array) and (wrong := _count_from(array, overflow)):
-        beyond = "float32" if overflow == math.inf else "the range of bfloat16"
+        ranges = {math.inf: "float32", BFLOAT16_OVERFLOW: "the range of bfloat16"}
+        beyond = ranges.get(overflow, f"{overflow:.3g}, the largest that image_std allows")
         raise ValueError(
             f"pack: {name} has {wrong} values that are NaN, infinite or beyond {beyond}. Expected "
             "finite values: check the checkpoint."
@@ -318,7 +323,19 @@ def _table(offset: jax.Array, positions: Any, prefix: Any, grid: Any, dtype: Any
         parts = [prefix, *parts]
     if not parts:
         return None
-    return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)).astype(dtype)
+    return (parts[0] if len(parts) == 1 else in_front(*parts)).astype(dtype)
+
+
+def in_front(prefix: jax.Array, table: jax.Array) -> jax.Array:
+    """Rows [R, N] in front of a table [..., S, N], which is sharded along all axes but S."""
+    prefix = jnp.broadcast_to(prefix, (*table.shape[:-2], *prefix.shape))
+    sharding = jax.typeof(table).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        *leading, _, along_n = sharding.spec
+        spec = PartitionSpec(*leading, None, along_n)
+        whole = NamedSharding(sharding.mesh, spec)
+        prefix, table = (jax.sharding.reshard(x, whole) for x in (prefix, table))
+    return jnp.concatenate([prefix, table], axis=-2)
 
 
 def _along_k(of_colours: list[float], weight: jax.Array, layout: str) -> jax.Array:

@@ -253,6 +253,12 @@ def check_params(params: PatchEmbedParams) -> None:
             f"params are {type(params).__name__}, expected PatchEmbedParams. Make them with "
             "pallas_patch_embed.pack(...) or PatchEmbedParams.load(path)."
         )
+    if params.K != (K := patch_length(params.patch_size, params.frames)):
+        frames = "" if params.frames is None else f" and {params.frames} frames"
+        raise ValueError(
+            f"params have K = {params.K}, but patches of {params.patch_size} pixels{frames} have "
+            f"K = {K}. Pack again."
+        )
     N = params.scale.shape[0] if getattr(params.scale, "ndim", 0) == 1 else "N"
     expected = {
         "weight": ((N, params.K_padded), params.dtype),
@@ -324,7 +330,10 @@ def check_grid(grid: Any, frames: int | None = None) -> tuple[int, ...]:
 
 
 def check_normalisation(mean: Any, std: Any) -> tuple[Colours | None, Colours | None]:
-    """Returns mean and std as three floats each, or None and None if they are 0.5 and 0.5."""
+    """Returns mean and std as three floats each, or None and None if they are 0.5 and 0.5.
+
+    Those of pixels in [0, 1] are in [0, 1] too. Larger ones are of pixels of 0 to 255.
+    """
     found = []
     for name, value in (("image_mean", mean), ("image_std", std)):
         try:
@@ -332,11 +341,11 @@ def check_normalisation(mean: Any, std: Any) -> tuple[Colours | None, Colours | 
         except (TypeError, ValueError):
             colours = ()
         positive = name == "image_mean" or min(colours, default=0) > 0
-        if len(colours) != 3 or not all(map(math.isfinite, colours)) or not positive:
+        if len(colours) != 3 or not all(0 <= x <= 1 for x in colours) or not positive:
             raise ValueError(
                 f"{name} is {value!r}, expected a number for each of red, green and blue"
                 f"{'' if name == 'image_mean' else ', all positive'}, of pixels in [0, 1]: what "
-                "the model's preprocessor has."
+                "the model's preprocessor has, divided by 255 if it is for pixels of 0 to 255."
             )
         found.append(colours)
     if found == [(0.5, 0.5, 0.5)] * 2:

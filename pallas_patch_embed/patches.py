@@ -59,7 +59,9 @@ def check_range(name: str, pixels: Any, encoding: Encoding) -> None:
     """
     if not jnp.issubdtype(pixels.dtype, jnp.floating) or 0 in pixels.shape:
         return
-    limit = 1 + max(float(jnp.finfo(pixels.dtype).eps), LEVEL_TOLERANCE)
+    rounding = max(float(jnp.finfo(pixels.dtype).eps), LEVEL_TOLERANCE)
+    # Mean and standard deviation are rounded too; 0.5 is not.
+    limit = 1 + (rounding if encoding.image_mean is None else 2 * rounding)
     given, normalised = "values", "in [-1, 1]"
     fix = "normalise by 0.5 and 0.5, or pack with image_mean and image_std"
     if encoding.image_mean is not None:
@@ -71,32 +73,39 @@ def check_range(name: str, pixels: Any, encoding: Encoding) -> None:
         fix = "normalise by those that the params were packed with"
     expected = OUT_OF_RANGE.format(normalised=normalised, fix=fix)
     if isinstance(pixels, jax.core.Tracer):
-        # A check is no part of what is differentiated.
-        low, high = _extremes(jax.lax.stop_gradient(pixels), encoding)
-        fits = (low >= -limit) & (high <= limit)
         escaped = expected.replace("{", "{{").replace("}", "}}")
         message = f"{name} have {given} from {{low}} to {{high}}, {escaped}"
-        checkify.debug_check(fits, message, low=low, high=high)
+        # A check is no part of what is differentiated.
+        _check_traced(jax.lax.stop_gradient(pixels), encoding, limit, message)
     elif is_known(pixels):
         if isinstance(pixels, np.ndarray):
-            low, high = _extremes_of(pixels, encoding)
+            with np.errstate(over="ignore"):
+                fits, low, high = _range_of(pixels, encoding, limit)
         else:
             with jax.ensure_compile_time_eval():
-                low, high = jax.device_get(_extremes(pixels, encoding))
-        if not (low >= -limit and high <= limit):
+                fits, low, high = jax.device_get(_range(pixels, encoding, limit))
+        if not fits:
             raise ValueError(f"{name} have {given} from {low} to {high}, {expected}")
 
 
-def _extremes_of(pixels: Any, encoding: Encoding) -> tuple[Any, Any]:
+def _range_of(pixels: Any, encoding: Encoding, limit: float) -> tuple[Any, Any, Any]:
+    """Whether pixels are in [-limit, limit], their least one and their largest one."""
     axes = None if encoding.image_mean is None else tuple(range(pixels.ndim - 1))
     factor, summand = encoding.undo(pixels.shape[-1])
     low, high = (
         x.astype(np.float32) * factor + summand for x in (pixels.min(axes), pixels.max(axes))
     )
-    return low.min(), high.max()
+    low, high = low.min(), high.max()
+    return (low >= -limit) & (high <= limit), low, high
 
 
-_extremes = jax.jit(_extremes_of, static_argnums=1)
+_range = jax.jit(_range_of, static_argnums=(1, 2))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _check_traced(pixels: jax.Array, encoding: Encoding, limit: float, message: str) -> None:
+    fits, low, high = _range_of(pixels, encoding, limit)
+    checkify.debug_check(fits, message, low=low, high=high)
 
 
 def encode(pixels: jax.Array, encoding: Encoding) -> jax.Array:
@@ -111,7 +120,9 @@ def encode(pixels: jax.Array, encoding: Encoding) -> jax.Array:
     else:
         pixel = pixels.astype(jnp.float32)
         if encoding.image_mean is not None:
-            factor, summand = encoding.undo(pixels.shape[-1])
+            # All axes, for users who have JAX refuse to add them.
+            axes = tuple(range(pixel.ndim - 1))
+            factor, summand = (np.expand_dims(x, axes) for x in encoding.undo(pixel.shape[-1]))
             pixel = rounded(pixel * factor) + summand
         pixel = jnp.clip(pixel, -1.0, 1.0)
         level = jnp.round((pixel + 1.0) * 127.5)
@@ -162,6 +173,12 @@ def rows(images: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Arra
         cut = reshape(encoded, *sides, frames, h, p, w, p, 3)
         cut = jnp.moveaxis(cut, (-7, -5, -3, -1, -6, -4, -2), range(-7, 0))
     return pad_rows(reshape(cut, math.prod((*sides, h, w)), K), prefix)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def encoded_rows(patches: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Array:
+    """Patches [..., S, K] of pixels as `rows` gives them."""
+    return pad_rows(encode(patches, encoding), layout.prefix)
 
 
 def pad_rows(patches: jax.Array, prefix: int = 0) -> jax.Array:

@@ -168,6 +168,21 @@ def test_encoded_integers_refuse_a_gradient_by_pixels():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("encode", [ppe.patchify, ppe.encode_patches])
+def test_encoded_pixels_have_no_gradient(encode, dtype):
+    params = pack(*draw(), dtype=dtype)
+    pixels = jnp.zeros((8, 12, 3) if encode is ppe.patchify else (6, 48))
+
+    def by(x):
+        return jnp.sum(encode(x, params).astype(jnp.float32))
+
+    for derivative in (jax.grad(by), jax.jit(jax.grad(by))):
+        with pytest.raises(TypeError, match=GRADIENT_REFUSED):
+            derivative(pixels)
+    assert not jax.grad(lambda x: by(jax.lax.stop_gradient(x)))(pixels).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_frozen_embedding_lives_inside_a_model_that_is_trained(dtype):
     images, drawn = draw_images(RNG, 2, 8, 12, 3), tuple(map(jnp.asarray, draw()))
 
@@ -278,6 +293,14 @@ def test_a_check_inside_of_transformations_changes_nothing():
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
     sharded = jax.shard_map(one, mesh=mesh, in_specs=P(None, "data"), out_specs=P(None, "data"))
     assert_bit_equal(jax.jit(sharded)(images), wanted)
+
+
+def test_a_clipped_program_of_floats_can_be_serialized():
+    params = pack(*draw())
+    images = jnp.float32(draw_images(RNG, 2, 8, 12, 3) / 127.5 - 1)
+    embed = jax.jit(functools.partial(ppe.embed_images, params=params, clip=True))
+    restored = jax.export.deserialize(jax.export.export(embed)(images).serialize())
+    assert_bit_equal(restored.call(images), ppe.embed_images(images, params))
 
 
 def test_a_range_check_waits_for_no_transfer_that_a_guard_forbids():

@@ -282,6 +282,64 @@ def test_positions_for_each_image_leave_the_prefix_its_own():
     )
 
 
+@pytest.mark.parametrize("spec", [P("data"), P("data", None, "model"), P(None, "data")], ids=str)
+def test_positions_behind_a_prefix_may_be_sharded_explicitly(spec):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Explicit,) * 2)
+    params, images = draw("prefix", "int8")
+    positions = np.float32(RNG.normal(size=(2, 6, 8)))
+    wanted = ppe.embed_images(images, params, position_embedding=positions)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(positions, NamedSharding(mesh, spec))
+        for embed in (ppe.embed_images, jax.jit(ppe.embed_images)):
+            assert_bit_equal(embed(images, params, position_embedding=placed), wanted)
+
+
+def test_packed_positions_behind_a_prefix_may_be_sharded_explicitly():
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,))
+    kernel, positions, prefix = (
+        np.float32(RNG.normal(size=size)) for size in ((4, 4, 3, 8), (6, 8), (1, 8))
+    )
+    pack = functools.partial(ppe.pack, patch_size=4, grid=(2, 3), prefix=prefix)
+    with jax.set_mesh(mesh):
+        packed = pack(kernel, None, jax.device_put(positions, NamedSharding(mesh, P("data"))))
+    assert_bit_equal(packed.table, pack(kernel, None, positions).table)
+
+
+STRICT = {
+    "ranks": functools.partial(jax.numpy_rank_promotion, "raise"),
+    "dtypes": functools.partial(jax.numpy_dtype_promotion, "strict"),
+    "transfers": functools.partial(jax.transfer_guard, "disallow"),
+}
+
+
+@each_kind
+@pytest.mark.parametrize("setting", STRICT)
+def test_strict_settings_change_no_bit(setting, kind):
+    params, images = draw(kind, "float32")
+    rows = ppe.patchify(images, params)[:, params.prefix :, : params.K]
+    positions = np.float32(RNG.normal(size=(rows.shape[1], 8)))
+    pixels = np.float32(
+        (rows - params.encoding.undo(params.K)[1]) / params.encoding.undo(params.K)[0]
+    )
+    floats, pixels, positions = jax.device_put((normalised(images, params), pixels, positions))
+
+    def call():
+        one = functools.partial(ppe.embed_images, params=params)
+        return (
+            one(floats),
+            one(floats, position_embedding=positions),
+            jax.vmap(one)(floats),
+            jax.jit(one)(floats),
+            ppe.encode_patches(pixels, params),
+        )
+
+    wanted = call()
+    jax.clear_caches()
+    with STRICT[setting]():
+        found = call()
+    jax.tree.map(assert_bit_equal, found, wanted)
+
+
 def test_explain_names_what_is_cut():
     params, images = draw("all", "int8")
     text = str(ppe.explain(images, params))
@@ -324,6 +382,12 @@ BAD_PACK = {
     "std of zero": (dict(image_std=(0.5, 0, 0.5)), "image_std is .*all positive"),
     "mean of text": (dict(image_mean="abc"), "image_mean is 'abc'"),
     "mean of NaN": (dict(image_mean=(np.nan, 0, 0)), "image_mean is"),
+    "mean of 255": (dict(image_mean=(123.7, 116.3, 103.5)), "image_mean is .*divided by 255"),
+    "std of 255": (dict(image_mean=(0,) * 3, image_std=(255,) * 3), "image_std is .*divided by"),
+    "overflow": (
+        dict(image_std=(0.5, 0.25, 0.5), kernel=np.full((4, 4, 3, 8), 2e38), dtype="float32"),
+        "kernel has 384 values that are NaN, infinite or beyond 1.7e.38, .* that image_std allows",
+    ),
     "prefix' N": (dict(prefix=np.zeros((2, 7))), r"prefix has shape \[2, 7\], expected \[R, 8\]"),
     "prefix' rank": (dict(prefix=np.zeros(8)), r"prefix\[None\]"),
     "prefix of two": (dict(prefix=np.zeros((2, 1, 8))), r"\[1, R, 8\]"),
@@ -347,9 +411,16 @@ BAD_PACK = {
 @pytest.mark.parametrize("case", BAD_PACK)
 def test_bad_arguments_of_pack_are_refused(case):
     how, message = BAD_PACK[case]
-    how = dict(position_embedding=None) | how
+    how = dict(position_embedding=None, bias=None, kernel=RNG.normal(size=(4, 4, 3, 8))) | how
     with pytest.raises(ValueError, match=message):
-        ppe.pack(RNG.normal(size=(4, 4, 3, 8)), None, patch_size=4, **how)
+        ppe.pack(patch_size=4, **how)
+
+
+@pytest.mark.parametrize("change", [dict(frames=2), dict(patch_size=5), dict(K=40)], ids=str)
+def test_params_whose_K_is_not_that_of_their_patches_are_refused(change):
+    params = ppe.pack(RNG.normal(size=(4, 4, 3, 8)), None, None, patch_size=4)
+    with pytest.raises(ValueError, match="params have K = "):
+        ppe.patchify(draw_images(RNG, 2, 10, 10, 3), dataclasses.replace(params, **change))
 
 
 def test_bad_images_and_patches_are_refused():
@@ -384,6 +455,18 @@ def test_the_range_check_knows_the_normalisation(place):
         with pytest.raises(ValueError, match=r"once image_mean=.*are undone"):
             ppe.embed_images(bad, params)
         ppe.embed_images(bad, params, clip=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_images_normalised_in_their_own_dtype_are_in_range(dtype):
+    imagenet = dict(image_mean=(0.485, 0.456, 0.406), image_std=(0.229, 0.224, 0.225))
+    params = ppe.pack(RNG.normal(size=(4, 4, 3, 8)), None, None, patch_size=4, **imagenet)
+    mean, std = (jnp.asarray(x, dtype) for x in imagenet.values())
+    ends = jnp.asarray(np.array([0, 255]).repeat(48).reshape(2, 4, 4, 3), dtype)
+    images = (ends / jnp.asarray(255, dtype) - mean) / std
+    wanted = ppe.patchify(np.uint8(ends), params)
+    assert_bit_equal(ppe.patchify(images, params), ppe.patchify(images, params, clip=True))
+    assert np.abs(np.int32(ppe.patchify(images, params)) - np.int32(wanted)).max() <= 1
 
 
 PASSES = """
