@@ -55,12 +55,12 @@ def patchify(images: AnyArray, params: PatchEmbedParams, *, clip: bool = False) 
       ValueError: images of another shape, or smaller than a patch; floating-point pixels outside of
         [-1, 1] by more than rounding, or NaN. Their values are checked where they are known: in
         numpy arrays; in JAX arrays outside of jit, by a reduction on the device, for which the call
-        waits; under jit where the program is checkified, by `checkify.debug_check`.
+        waits; under jit where the program is checkified.
     """
     check_params(params)
     _check_images(images, params)
     if not clip:
-        check_range("images", images, params.encoding)
+        images = check_range("images", images, params.encoding)
     return _encoded(rows, jnp.asarray(images), params)
 
 
@@ -95,7 +95,7 @@ def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = 
             f"{'' if params.frames is None else f' and {params.frames} frames'}, 3 colours each."
         )
     if not clip:
-        check_range("patches", patches, params.encoding)
+        patches = check_range("patches", patches, params.encoding)
     return _encoded(encoded_rows, jnp.asarray(patches), params)
 
 
@@ -188,7 +188,7 @@ def embed_images(
     source = None if cut is None else images
     out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype, images=source)
     if not clip:
-        check_range("images", images, params.encoding)
+        images = check_range("images", images, params.encoding)
     images = jnp.asarray(images)
     if images.dtype == jnp.uint8:
         # The backend cuts them, or has them cut.

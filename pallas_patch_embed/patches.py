@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_patch_embed import range_check
 from pallas_patch_embed.problem import PatchLayout, is_known, padded
 
 # A float this close to a uint8 level is encoded as that level. The usual ways to normalise a pixel
@@ -50,15 +50,15 @@ class Encoding(NamedTuple):
         return spread(factor, length // 3), spread(summand, length // 3)
 
 
-def check_range(name: str, pixels: Any, encoding: Encoding) -> None:
-    """Refuses NaN and floating-point pixels outside of [-1, 1] by more than their rounding.
+def check_range(name: str, pixels: Any, encoding: Encoding) -> Any:
+    """Returns pixels; refuses NaN, and floats outside of [-1, 1] by more than their rounding.
 
     Values of numpy arrays are read, those of JAX arrays by one reduction on their device, for which
-    this waits. Under jit they are unknown: then it is a `checkify.debug_check`, which a jit without
-    checkify ignores. An array that this process cannot read whole is not checked.
+    this waits. Under jit they are unknown: then checkify finds a check in what is returned, and a
+    jit without checkify nothing. An array that this process cannot read whole is not checked.
     """
     if not jnp.issubdtype(pixels.dtype, jnp.floating) or 0 in pixels.shape:
-        return
+        return pixels
     rounding = max(float(jnp.finfo(pixels.dtype).eps), LEVEL_TOLERANCE)
     # Mean and standard deviation are rounded too; 0.5 is not.
     limit = 1 + (rounding if encoding.image_mean is None else 2 * rounding)
@@ -75,9 +75,9 @@ def check_range(name: str, pixels: Any, encoding: Encoding) -> None:
     if isinstance(pixels, jax.core.Tracer):
         escaped = expected.replace("{", "{{").replace("}", "}}")
         message = f"{name} have {given} from {{low}} to {{high}}, {escaped}"
-        # A check is no part of what is differentiated.
-        _check_traced(jax.lax.stop_gradient(pixels), encoding, limit, message)
-    elif is_known(pixels):
+        range_of = functools.partial(_range_of, encoding=encoding, limit=limit)
+        return range_check.checked(pixels, range_check.Check(range_of, message))
+    if is_known(pixels):
         if isinstance(pixels, np.ndarray):
             with np.errstate(over="ignore"):
                 fits, low, high = _range_of(pixels, encoding, limit)
@@ -86,6 +86,7 @@ def check_range(name: str, pixels: Any, encoding: Encoding) -> None:
                 fits, low, high = jax.device_get(_range(pixels, encoding, limit))
         if not fits:
             raise ValueError(f"{name} have {given} from {low} to {high}, {expected}")
+    return pixels
 
 
 def _range_of(pixels: Any, encoding: Encoding, limit: float) -> tuple[Any, Any, Any]:
@@ -100,12 +101,6 @@ def _range_of(pixels: Any, encoding: Encoding, limit: float) -> tuple[Any, Any, 
 
 
 _range = jax.jit(_range_of, static_argnums=(1, 2))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _check_traced(pixels: jax.Array, encoding: Encoding, limit: float, message: str) -> None:
-    fits, low, high = _range_of(pixels, encoding, limit)
-    checkify.debug_check(fits, message, low=low, high=high)
 
 
 def encode(pixels: jax.Array, encoding: Encoding) -> jax.Array:

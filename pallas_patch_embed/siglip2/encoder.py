@@ -98,7 +98,7 @@ class Encoder:
         if size is None:  # This is a NaFlex encoder.
             _check_naflex(self, images, spatial_shapes, mask)
             if not clip:
-                check_range("encoder: patches", images, self.patch_embed.encoding)
+                images = check_range("encoder: patches", images, self.patch_embed.encoding)
             return _encode_patches(self, images, spatial_shapes, mask)
         if spatial_shapes is not None or mask is not None:
             raise TypeError(
@@ -112,7 +112,7 @@ class Encoder:
                 "flatten leading axes."
             )
         if not clip:
-            check_range("encoder: images", images, self.patch_embed.encoding)
+            images = check_range("encoder: images", images, self.patch_embed.encoding)
         return _encode_images(self, images)
 
     def __repr__(self) -> str:

@@ -53,12 +53,14 @@ def test_an_equation_prints_in_one_line(monkeypatch, source, backend):
     assert line.count("[") == line.count("]") and len(line) <= 100
 
 
-@pytest.mark.parametrize("function", [ppe.embed_images, ppe.patch_embed], ids=lambda f: f.__name__)
-def test_a_jitted_call_runs_no_python(function):
+@pytest.mark.parametrize("source", ["patches", "uint8 images", "float images"])
+def test_a_jitted_call_runs_no_python(source):
     """JAX dispatches a call in about 10 us from C++, and in about 200 us from Python."""
     params, x = jax.device_put(make())
-    if function is ppe.embed_images:
+    function = ppe.patch_embed if source == "patches" else ppe.embed_images
+    if source != "patches":
         x = jnp.asarray(draw_images(np.random.default_rng(0), 5, 8, 12, 3))
+        x = x / 127.5 - 1 if source == "float images" else x
     jitted, called = jax.jit(function), []
     expected = jitted(x, params)
 

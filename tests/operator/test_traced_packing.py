@@ -290,6 +290,8 @@ def test_a_check_inside_of_transformations_changes_nothing():
     assert_bit_equal(jax.checkpoint(one)(images), wanted)
     exported = jax.export.export(jax.jit(one))(images)
     assert_bit_equal(exported.call(images), wanted)
+    assert_bit_equal(jax.export.deserialize(exported.serialize()).call(images), wanted)
+    assert "check_range[check=range]" in str(jax.make_jaxpr(one)(images))
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
     sharded = jax.shard_map(one, mesh=mesh, in_specs=P(None, "data"), out_specs=P(None, "data"))
     assert_bit_equal(jax.jit(sharded)(images), wanted)
