@@ -197,7 +197,9 @@ def _count_from_traced(array: jax.Array, overflow: float) -> jax.Array:
 
 
 def _check_result(name: str, array: Any) -> None:
-    if array is not None and is_known(array) and (wrong := _count_from(array, math.inf)):
+    # `rounded` makes the lowest number of what is less.
+    overflow = float(FLOAT32.max)
+    if array is not None and is_known(array) and (wrong := _count_from(array, overflow)):
         raise ValueError(
             f"pack: {name} has {wrong} values beyond the range of {array.dtype}. Expected "
             "parameters whose sums are finite: check the checkpoint."
