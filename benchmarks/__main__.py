@@ -20,11 +20,12 @@ from typing import Any
 
 import jax
 
-from benchmarks import accuracy, contenders, devices, encoder, plots, results, timing
+from benchmarks import accuracy, contenders, devices, encoder, plots, results
 from benchmarks.contenders import SOURCES, Case, Entry
 from benchmarks.results import REGIMES, Result
-from benchmarks.timing import Ceiling, Contender, Timing
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, named_shape
+from pallas_patch_embed.tune import timing
+from pallas_patch_embed.tune.timing import Ceiling, Contender, Timing
 
 PARTS = ("operator", "encoder", "accuracy", "devices")
 
@@ -326,8 +327,8 @@ def main() -> None:
         made = draw(results.read(chosen.draw / "results.jsonl"), chosen.draw)
         print(*made or ["There are no times in it to draw."], sep="\n")
         return
-    print(timing.versions(), flush=True)
-    head = {"kind": "run", "versions": timing.versions(), "time": time.strftime("%FT%T%z")}
+    print(timing.environment(), flush=True)
+    head = {"kind": "run", "versions": timing.environment(), "time": time.strftime("%FT%T%z")}
     run_part = dict(zip(PARTS, (operator, encoders, accuracies, several)))
     everything = itertools.chain([[head]], *(run_part[part](chosen) for part in chosen.parts))
     if not chosen.out:

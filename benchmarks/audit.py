@@ -43,7 +43,6 @@ from benchmarks.machine_code import (
     read_cubin,
 )
 from benchmarks.offline_compile import CHIPS, operands
-from benchmarks.timing import installed
 from pallas_patch_embed.backends import cuda, tiles, triton
 from pallas_patch_embed.backends.mosaic import SM90, SM100, sm90, sm100
 from pallas_patch_embed.backends.plan import Plan
@@ -57,6 +56,7 @@ from pallas_patch_embed.problem import (
     Problem,
     named_shape,
 )
+from pallas_patch_embed.versions import installed
 
 ROOT = Path(__file__).parent.parent
 
@@ -550,6 +550,11 @@ def chips_table(kernels: list[Kernel]) -> str:
     return table(heads, rows)
 
 
+def compilers() -> str:
+    """The versions of what compiled the kernels."""
+    return ", ".join(map(" ".join, installed(COMPILERS).items()))
+
+
 def draw(kernels: list[Kernel], title: str, out: Path) -> None:
     """Draws a bar for each kernel: its issue slots by class; and next to it the budget."""
     import matplotlib.pyplot as plt
@@ -579,7 +584,7 @@ def draw(kernels: list[Kernel], title: str, out: Path) -> None:
     for axes in (left, right):
         axes.legend(fontsize=8, ncols=4, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.04))
     figure.suptitle(title)
-    figure.supxlabel(", ".join(installed(COMPILERS)), fontsize=8, color="0.4")
+    figure.supxlabel(compilers(), fontsize=8, color="0.4")
     figure.savefig(out, dpi=110)
     plt.close(figure)
 
@@ -598,7 +603,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     kernels, missing = audit(named_shape(chosen.shape), chosen.images, chosen.dtypes)
     print("".join(f"{line}\n" for line in missing))
-    print(", ".join(installed(COMPILERS)))
+    print(compilers())
     if not kernels:
         raise SystemExit("No kernel can be compiled here.")
     title = f"{chosen.shape}, {chosen.images} images, {datetime.date.today()}"

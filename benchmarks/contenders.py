@@ -17,14 +17,15 @@ import numpy as np
 from jax import lax
 
 import pallas_patch_embed as ppe
-from benchmarks import cutlass, timing
-from benchmarks.timing import Ceiling, Contender
+from benchmarks import cutlass
 from pallas_patch_embed.backends import plan_with
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.chips import H200, Target, default_device
 from pallas_patch_embed.demo import draw_weights, photographs
 from pallas_patch_embed.params import PatchEmbedParams
 from pallas_patch_embed.problem import NamedShape, padded
+from pallas_patch_embed.tune import timing
+from pallas_patch_embed.tune.timing import Ceiling, Contender
 
 SOURCES = ("patches", "images")
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 import pallas_patch_embed as ppe
-from benchmarks import timing
 from benchmarks.contenders import LARGEST_ERROR, Case, Data, draw, error
-from benchmarks.timing import Contender
 from pallas_patch_embed.problem import named_shape
+from pallas_patch_embed.tune import timing
+from pallas_patch_embed.tune.timing import Contender
 
 # Operations of HLO that move data between devices.
 COLLECTIVE = re.compile(

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_patch_embed as ppe
-from benchmarks import timing
 from benchmarks.contenders import (
     LARGEST_ERROR,
     convolution,
@@ -22,11 +21,12 @@ from benchmarks.contenders import (
     draw_images,
     error,
 )
-from benchmarks.timing import Contender, Timing
 from pallas_patch_embed.demo import draw_weights
 from pallas_patch_embed.problem import named_shape
 from pallas_patch_embed.siglip2 import Config, Encoder
 from pallas_patch_embed.siglip2.encoder import transform
+from pallas_patch_embed.tune import timing
+from pallas_patch_embed.tune.timing import Contender, Timing
 
 # Published architectures: google/siglip2-base-patch16-224, google/siglip2-so400m-patch14-384.
 ENCODERS = {

@@ -20,12 +20,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks import contenders, cuda_launch, timing
+from benchmarks import contenders, cuda_launch
 from pallas_patch_embed.backends import cuda, plan_with, tiles
 from pallas_patch_embed.backends.mosaic import SM90, SM100, MosaicBackend
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
+from pallas_patch_embed.tune import timing
 
 # Warps of a thread block of these kernels.
 WARPS = 12
@@ -214,11 +215,11 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             _, spans = traced(drawn, kernels[name], Path(folder))
-    print(timing.versions())
+    print(timing.environment())
     print(f"{name}, {chosen.shape}, {chosen.images} images, {chosen.dtype}\n{table(spans)}")
     if chosen.out:
         title = f"{name}: {chosen.shape}, {chosen.images} images, {chosen.dtype}"
-        draw(spans, f"{title}, {timing.versions().split(', jax')[0]}", chosen.out)
+        draw(spans, f"{title}, {timing.environment().split(', jax')[0]}", chosen.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The command line: `demo`, `embed` and `info`."""
 
 import argparse
-import importlib.metadata
 import os
 import platform
 import signal
@@ -28,27 +27,9 @@ from pallas_patch_embed.problem import (
     Problem,
     padded,
 )
+from pallas_patch_embed.versions import PACKAGES, version
 
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "jax-cuda13-plugin",
-    "jax-cuda12-plugin",
-    "jax-triton",
-    "triton",
-    "numpy",
-    "safetensors",
-)
-MISSING = "not installed"
 INFO_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
-
-
-def version(package: str) -> str:
-    """The installed version of a package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return MISSING
 
 
 def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]]:

@@ -12,11 +12,12 @@ import pytest
 
 import pallas_patch_embed as ppe
 from benchmarks import __main__ as benchmarks
-from benchmarks import accuracy, contenders, cutlass, devices, encoder, plots, results, timing
+from benchmarks import accuracy, contenders, cutlass, devices, encoder, plots, results
 from benchmarks.contenders import Case
-from benchmarks.timing import Ceiling, Timing
 from pallas_patch_embed.problem import NamedShape
 from pallas_patch_embed.siglip2 import Config
+from pallas_patch_embed.tune import timing
+from pallas_patch_embed.tune.timing import Ceiling, Timing
 
 SMALL = NamedShape("small", 8, 36, 32)
 CASE = Case(SMALL, 3, "int8")

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import timing
-from benchmarks.timing import Contender, Sample, Samples, Timing
+from pallas_patch_embed.tune import timing
+from pallas_patch_embed.tune.timing import Contender, Sample, Samples, Timing
 
 
 class Clock:

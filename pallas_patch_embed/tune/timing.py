@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_patch_embed.cli import MISSING, PACKAGES, version
+from pallas_patch_embed import versions
 
 SAMPLES_A_SECOND = 20
 
@@ -50,7 +50,7 @@ class Contender:
     further: tuple[tuple[Any, ...], ...] = ()
     _turns: Iterator[tuple[Any, ...]] = dataclasses.field(init=False, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "_turns", itertools.cycle((self.operands, *self.further)))
 
     def __call__(self) -> Any:
@@ -137,7 +137,8 @@ def sampled() -> Iterator[Samples]:
         text=True,
     )
 
-    def read():
+    def read() -> None:
+        assert process.stdout is not None
         for line in process.stdout:
             with contextlib.suppress(ValueError):
                 clock, power = map(float, line.split(","))
@@ -167,22 +168,22 @@ class _Profiled:
     def __init__(self, contender: Contender):
         self.contender = contender
 
-    def lower(self):
+    def lower(self) -> None:
         raise NotImplementedError("A contender is called, not compiled.")
 
     trace = lower
 
-    def __call__(self):
+    def __call__(self) -> Any:
         return self.contender()
 
 
 def _milliseconds(contender: Contender, calls: int) -> list[float]:
     """The times of `calls` calls, one after the other."""
     if on_gpu():
-        _, times = profiler.measure(_Profiled(contender), iterations=calls)()
-        if times is None:
-            raise RuntimeError("benchmarks: CUPTI saw no kernel of a contender.")
-        return times if calls > 1 else [times]
+        _, found = profiler.measure(_Profiled(contender), iterations=calls)()
+        if found is None:
+            raise RuntimeError("CUPTI saw no kernel of a contender.")
+        return [found] if isinstance(found, float) else found
     times = []
     for _ in range(calls):
         start = time.perf_counter()
@@ -197,7 +198,7 @@ def compile_all(contenders: Iterable[Contender]) -> None:
     XLA measures programs while it compiles, and lets nothing else use the GPU meanwhile.
     """
 
-    def compile_one(contender):
+    def compile_one(contender: Contender) -> None:
         if hasattr(contender.function, "lower"):
             with contextlib.suppress(Exception):
                 contender.function.lower(*contender.operands).compile()
@@ -228,7 +229,7 @@ def burst[Name](
       rest: idle seconds before a turn.
     """
     _call_once(contenders)
-    times = {name: [] for name in contenders}
+    times: dict[Name, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
             time.sleep(rest)
@@ -245,7 +246,7 @@ def sustained[Name](
     time of `calls` calls, which are submitted together, divided by their number.
     """
     _call_once(contenders)
-    times = {name: [] for name in contenders}
+    times: dict[Name, list[float]] = {name: [] for name in contenders}
     seen = {name: Samples() for name in contenders}
     with sampled() as samples:
         for _ in range(rounds):
@@ -266,7 +267,7 @@ def sustained[Name](
 def latency[Name](contenders: dict[Name, Contender], *, rounds: int = 200) -> dict[Name, Timing]:
     """Every contender's wall time from a call to its result, in interleaved rounds."""
     _call_once(contenders)
-    times = {name: [] for name in contenders}
+    times: dict[Name, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
             start = time.perf_counter()
@@ -300,24 +301,10 @@ def memory_ceilings(gigabytes: float = 1.0) -> dict[str, Ceiling]:
     }
 
 
-def versions() -> str:
+def environment() -> str:
     """Device, date and versions, for the head of a table."""
     device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
-    packages = installed((*PACKAGES, *PEERS))
-    return ", ".join([device, time.strftime("%Y-%m-%d"), *_driver(), *packages])
-
-
-def installed(packages: Iterable[str]) -> list[str]:
-    """The installed ones of these packages, with their versions."""
-    found = {package: version(package) for package in packages}
-    return [f"{package} {text}" for package, text in found.items() if text != MISSING]
-
-
-def _driver() -> list[str]:
-    """The version of NVIDIA's driver, if there is one."""
-    if not on_gpu() or shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    query.append(f"--id={gpu_id()}")
-    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
-    return [f"driver {found[0]}"] if found else []
+    driver = versions.driver() if on_gpu() else ""
+    packages = versions.installed((*versions.PACKAGES, *PEERS))
+    found = [*([f"driver {driver}"] if driver else []), *map(" ".join, packages.items())]
+    return ", ".join([device, time.strftime("%Y-%m-%d"), *found])
