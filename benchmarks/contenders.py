@@ -23,7 +23,7 @@ from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.chips import H200, Target, default_device
 from pallas_patch_embed.demo import draw_weights, photographs
 from pallas_patch_embed.params import PatchEmbedParams
-from pallas_patch_embed.problem import NamedShape, padded
+from pallas_patch_embed.problem import NamedShape, Shaped, padded
 from pallas_patch_embed.tune import timing
 from pallas_patch_embed.tune.timing import Ceiling, Contender
 
@@ -38,6 +38,9 @@ CUTLASS_IMAGES = 64
 
 # Images that are compared with float32 in one step.
 COMPARED = 64
+
+# Compiler options of a reference, which need not be fast.
+UNTUNED = {"xla_gpu_autotune_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,9 +223,11 @@ def patchified(images: jax.Array, params: PatchEmbedParams, *, backend: str) -> 
     return ppe.patch_embed(ppe.patchify(images, params), params, backend=backend)
 
 
-def _cuts_images(backend: str, data: Data, cut: str | None = None) -> bool:
+def cuts_images(
+    backend: str, images: Shaped, params: PatchEmbedParams, cut: str | None = None
+) -> bool:
     """Whether a backend cuts these images itself if it is chosen by name."""
-    asked = ppe.explain(data.images, data.params, cut=cut)
+    asked = ppe.explain(images, params, cut=cut)
     answer = plan_with(backend, asked.problem, asked.target, asked=True)
     return isinstance(answer, Plan) and answer.takes_images
 
@@ -423,9 +428,11 @@ def entries(
             continue
         for source in sources:
             ways = {row.backend: functions[source]}
-            if source == "images" and _cuts_images(row.backend, data):
+            if source == "images" and cuts_images(row.backend, data.images, data.params):
                 ways[f"patchify + {row.backend}"] = patchified
-            elif source == "images" and _cuts_images(row.backend, data, "kernel"):
+            elif source == "images" and cuts_images(
+                row.backend, data.images, data.params, "kernel"
+            ):
                 cut = functools.partial(ppe.embed_images, cut="kernel")
                 ways[f"{row.backend}, cut by the kernel"] = cut
             for name, way in ways.items():
@@ -459,11 +466,7 @@ def entries(
     return found, left_out
 
 
-# The reference need not be fast, so XLA does not tune it.
-@functools.partial(
-    jax.jit, static_argnames="reference", compiler_options={"xla_gpu_autotune_level": 0}
-)
-def _squares(y, patches, images, params, exact, *, reference: str):
+def squares(y, patches, images, params, exact, *, reference: str):
     """For every image, the sums of squares of the errors and of the reference."""
     if reference == "unpacked":
         right = ppe.embed_images(images, exact, backend="xla", out_dtype=jnp.float32)
@@ -473,6 +476,9 @@ def _squares(y, patches, images, params, exact, *, reference: str):
         if reference == "embedding":
             right = right * params.scale + params.table.astype(jnp.float32)
     return [jnp.square(x).sum((-2, -1)) for x in (y.astype(jnp.float32) - right, right)]
+
+
+_squares = jax.jit(squares, static_argnames="reference", compiler_options=UNTUNED)
 
 
 def error(y: Any, data: Data, reference: str) -> float:
