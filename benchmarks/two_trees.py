@@ -1,0 +1,460 @@
+"""Compares two versions of this repository on one device, row by row of the performance tables.
+
+  python -m benchmarks.two_trees ../before --minutes 5 --out bench
+
+Each version runs in a process of its own, from its own folder with its own CUDA library. The
+processes take turns, so that both meet the same clock and temperature, and share what XLA finds
+when it tunes, so that both get the same kernel for the same fusion. A row is slower or faster if
+the medians differ by more than 1% and by more than what the turns of either differ.
+
+Every row is written to two_trees.jsonl as soon as it is measured.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+NAMES = ("before", "after")
+
+# The part of a GPU's memory that each of the two processes takes.
+MEMORY = 0.45
+
+# A row that differs by less is the same.
+TOLERANCE = 0.01
+
+# Operands are not in a cache after this many other bytes: twice the L2 cache of a B200.
+OUT_OF_CACHE = 2 * 126 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What both versions compute.
+
+    Attributes:
+      what: "patches"; "images", which a backend may cut itself; "patchify" for images that XLA
+        cuts; "encoder" for a whole encoder from images.
+      backend: its name.
+      dtype: of patches and weight.
+      shape, images, pixels: the problem, as in `contenders.Case`.
+    """
+
+    what: str
+    backend: str
+    dtype: str
+    shape: str
+    images: int
+    pixels: str = "random"
+
+    def __str__(self) -> str:
+        pixels = "images" if self.pixels == "random" else self.pixels
+        return f"{self.backend}, {self.dtype}, {self.what}: {self.images} {pixels}, {self.shape}"
+
+
+# The functions and the class that follow run in a process for each version. PYTHONPATH names its
+# folder, with its package and its benchmarks.
+
+
+@functools.cache
+def images_of(shape: str, images: int, pixels: str) -> Any:
+    from benchmarks.contenders import draw_images
+    from pallas_patch_embed.problem import named_shape
+
+    return draw_images(named_shape(shape), images, pixels)
+
+
+@functools.cache
+def encoder_of(shape: str, dtype: str) -> Any:
+    import jax
+
+    from benchmarks import encoder
+
+    return jax.device_put(encoder.draw(shape, dtype, "bfloat16")[0])
+
+
+@functools.cache
+def params_of(shape: str, dtype: str) -> Any:
+    import jax
+    import numpy as np
+
+    import pallas_patch_embed as ppe
+    from pallas_patch_embed.demo import draw_weights
+    from pallas_patch_embed.problem import named_shape
+
+    own = named_shape(shape)
+    drawn = draw_weights(np.random.default_rng(0), own)
+    packed = ppe.pack(**drawn, patch_size=own.patch, grid=own.grid, dtype=dtype)
+    return jax.device_put(packed)
+
+
+@functools.cache
+def patches_of(shape: str, images: int, pixels: str, dtype: str) -> Any:
+    import jax
+
+    import pallas_patch_embed as ppe
+
+    params = params_of(shape, dtype)
+    return jax.jit(ppe.patchify)(images_of(shape, images, pixels), params)
+
+
+class Version:
+    """One of the two versions: it compiles and measures what it is told to."""
+
+    def __init__(self):
+        self.programs: dict[Row, tuple[Any, tuple[Any, ...]]] = {}
+
+    def operands(self, row: Row) -> tuple[Any, ...]:
+        """The operands of a row; rows with the same ones share them."""
+        problem = (row.shape, row.images, row.pixels)
+        if row.what == "encoder":
+            return images_of(*problem), encoder_of(row.shape, row.dtype)
+        params = params_of(row.shape, row.dtype)
+        if row.what == "patches":
+            return patches_of(*problem, row.dtype), params
+        return images_of(*problem), params
+
+    def prepare(self, rows: list[Row]) -> dict[str, str]:
+        """Compiles rows in parallel; returns those that cannot be, with the reason."""
+        import jax
+
+        import pallas_patch_embed as ppe
+        from pallas_patch_embed.siglip2.encoder import transform
+
+        def encoded(images, encoder, *, backend):
+            embedded = ppe.embed_images(images, encoder.patch_embed, backend=backend)
+            return transform(encoder, embedded).pooler_output
+
+        def behind_patchify(images, params, *, backend):
+            return ppe.patch_embed(ppe.patchify(images, params), params, backend=backend)
+
+        functions = {
+            "patches": ppe.patch_embed,
+            "images": ppe.embed_images,
+            "patchify": behind_patchify,
+            "encoder": encoded,
+        }
+        left_out = {}
+
+        def compile_row(row):
+            try:
+                operands = self.operands(row)
+                function = jax.jit(functools.partial(functions[row.what], backend=row.backend))
+                self.programs[row] = function.lower(*operands).compile(), operands
+            except Exception as reason:
+                left_out[str(row)] = f"{type(reason).__name__}: {reason}"[:300]
+
+        # One after the other, so that operands are made once.
+        for row in rows:
+            self.operands(row)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(compile_row, rows))
+        return left_out
+
+    def bits(self, row: Row) -> int:
+        """A number that depends on every bit of a row's result."""
+        import jax
+        import jax.numpy as jnp
+
+        @jax.jit
+        def number(y):
+            bits = jax.lax.bitcast_convert_type(y, f"uint{8 * y.dtype.itemsize}").reshape(-1)
+            factor = 2 * jax.lax.iota(jnp.uint32, y.size) + 1
+            return (bits.astype(jnp.uint32) * factor * factor).sum(dtype=jnp.uint32)
+
+        compiled, operands = self.programs[row]
+        return int(number(compiled(*operands)))
+
+    def turn(self, row: Row, regime: str, rest: float, seconds: float) -> float:
+        """The median milliseconds of a call in one turn; the regimes are `results.REGIMES`."""
+        import jax
+
+        # Where the module lies differs between versions; this one has it in all of them.
+        from benchmarks.contenders import timing
+
+        compiled, operands = self.programs[row]
+        copies = 0
+        if regime == "cold":
+            # Of what the caller gives; the result is also written elsewhere every time.
+            copies = math.ceil(OUT_OF_CACHE / sum(x.nbytes for x in jax.tree.leaves(operands)))
+        further = tuple(jax.tree.map(lambda x: x.copy(), operands) for _ in range(copies))
+        compared = {row: timing.Contender(compiled, operands, further)}
+        if regime == "sustained":
+            calls = 3 if row.what == "encoder" else 20
+            times = timing.sustained(compared, seconds=seconds, rounds=1, calls=calls)
+        elif regime == "call":
+            times = timing.latency(compared, rounds=50)
+        else:
+            times = timing.burst(compared, rounds=1, calls=5, rest=rest)
+        return times[row].milliseconds
+
+    def serve(self) -> None:
+        """Answers the calls that arrive on standard input, a line of JSON each."""
+        # What libraries print must not be taken for an answer.
+        answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            call = json.loads(line)
+            for key in ("row", "rows"):
+                if key in call["arguments"]:
+                    given = call["arguments"][key]
+                    rows = [Row(**row) for row in (given if key == "rows" else [given])]
+                    call["arguments"][key] = rows if key == "rows" else rows[0]
+            try:
+                answer = {"answer": getattr(self, call["method"])(**call["arguments"])}
+            except Exception as reason:
+                answer = {"error": f"{type(reason).__name__}: {reason}"[:300]}
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+class Process:
+    """A version in its process."""
+
+    def __init__(self, name: str, tree: Path, cache: Path):
+        flag = f"--xla_gpu_per_fusion_autotune_cache_dir={cache}"
+        environment = os.environ | {
+            "PYTHONPATH": str(tree),
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY),
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip(),
+        }
+        self.name = name
+        # -P: otherwise this folder would be searched for modules before PYTHONPATH.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(HERE), "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tree,
+            env=environment,
+        )
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """The answer of a method of `Version`.
+
+        Raises:
+          RuntimeError: the method raised an exception, or the process ended.
+        """
+        line = json.dumps({"method": method, "arguments": arguments}, default=dataclasses.asdict)
+        print(line, file=self.process.stdin, flush=True)
+        answered = self.process.stdout.readline()
+        if not answered:
+            raise RuntimeError(f"The process of the version {self.name!r} ended: see above.")
+        answer = json.loads(answered)
+        if "error" in answer:
+            raise RuntimeError(f"{self.name}: {answer['error']}")
+        return answer["answer"]
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A row in a regime, in both versions.
+
+    Attributes:
+      row, regime: what was measured.
+      turns: for each version, the median milliseconds of a call in every turn.
+      same_bits: whether the results are equal, bit by bit.
+    """
+
+    row: Row
+    regime: str
+    turns: dict[str, list[float]]
+    same_bits: bool
+
+    @property
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(turns) for name, turns in self.turns.items()}
+
+    @property
+    def ratio(self) -> float:
+        """The time after divided by the time before."""
+        return self.medians["after"] / self.medians["before"]
+
+    @property
+    def spread(self) -> float:
+        """How much the turns of a version differ, relative to their median: the larger one."""
+        return max((max(t) - min(t)) / self.medians[name] for name, t in self.turns.items())
+
+    @property
+    def verdict(self) -> str:
+        if abs(self.ratio - 1) <= max(TOLERANCE, self.spread):
+            return "same"
+        return "slower" if self.ratio > 1 else "faster"
+
+    def record(self) -> dict[str, Any]:
+        derived = ("medians", "ratio", "spread", "verdict")
+        fields = dataclasses.asdict(self.row) | {"regime": self.regime, "turns": self.turns}
+        fields |= {"same_bits": self.same_bits} | {name: getattr(self, name) for name in derived}
+        return {"kind": "two trees"} | fields
+
+    def __str__(self) -> str:
+        before, after = (self.medians[name] for name in NAMES)
+        bits = "" if self.same_bits else ", other bits"
+        return (
+            f"{f'{self.row}, {self.regime}':75}{before:10.4f}{after:10.4f}{self.ratio:8.3f}"
+            f"{self.spread:7.1%}  {self.verdict}{bits}"
+        )
+
+
+def compare(
+    trees: tuple[Path, Path],
+    plan: list[tuple[Row, str]],
+    *,
+    minutes: float = math.inf,
+    turns: int = 3,
+    rest: float = 0.3,
+    seconds: float = 1.0,
+) -> Iterator[Comparison | str]:
+    """Measures rows in both versions, in turns.
+
+    Args:
+      trees: the folders of the versions, before and after.
+      plan: rows and regimes, in the order in which they are measured.
+      minutes: after this time nothing more is measured.
+      turns: of each version.
+      rest: idle seconds before a burst.
+      seconds: duration of a sustained turn.
+
+    Yields:
+      Comparisons; and a message for everything that was left out.
+    """
+    begin = time.monotonic()
+    rows = list(dict.fromkeys(row for row, _ in plan))
+    with tempfile.TemporaryDirectory() as cache:
+        versions = [Process(*which, Path(cache)) for which in zip(NAMES, trees)]
+        try:
+            left_out = {}
+            # One after the other: the second one finds what XLA tuned for the first one.
+            for version in versions:
+                left_out |= version.call("prepare", rows=rows)
+                yield f"{version.name}: compiled after {time.monotonic() - begin:.0f} s"
+            yield from (f"without {row}: {reason}" for row, reason in left_out.items())
+            bits: dict[Row, bool] = {}
+            for row, regime in plan:
+                if str(row) in left_out:
+                    continue
+                if time.monotonic() - begin > 60 * minutes:
+                    yield f"no time was left for {row}, {regime}"
+                    continue
+                try:
+                    if row not in bits:
+                        one, other = (version.call("bits", row=row) for version in versions)
+                        bits[row] = one == other
+                    found = collections.defaultdict(list)
+                    for i in range(turns):
+                        for version in versions if i % 2 == 0 else versions[::-1]:
+                            ms = version.call(
+                                "turn", row=row, regime=regime, rest=rest, seconds=seconds
+                            )
+                            found[version.name].append(ms)
+                except RuntimeError as reason:
+                    if any(version.process.poll() is not None for version in versions):
+                        raise
+                    yield f"without {row}, {regime}: {reason}"
+                    continue
+                yield Comparison(row, regime, dict(found), bits[row])
+        finally:
+            for version in versions:
+                version.end()
+
+
+DTYPES = ("float8_e4m3fn", "int8", "bfloat16")
+
+
+def plan(images: int, few: list[int], encoders: dict[str, int]) -> list[tuple[Row, str]]:
+    """The rows of docs/performance.md that this package computes, what matters most first.
+
+    XLA tunes its own int8 product for minutes, so that row is left out.
+    """
+    shape = "B/16 224"
+    rows = [
+        Row(what, backend, dtype, shape, images)
+        for what, backends in (
+            ("patches", ("cuda", "mosaic_sm90", "triton", "xla")),
+            ("images", ("cuda", "mosaic_sm90", "triton", "xla")),
+            ("patchify", ("triton",)),
+        )
+        for backend, dtype in itertools.product(backends, DTYPES)
+        if (backend, dtype) != ("xla", "int8")
+    ]
+    found = [(row, "burst") for row in rows]
+    for n, backend in itertools.product(few, ("cuda", "mosaic_sm90")):
+        row = Row("patches", backend, "float8_e4m3fn", shape, n)
+        found += [(row, regime) for regime in ("burst", "cold", "call")]
+    for name, n in encoders.items():
+        own = [Row("encoder", "cuda", dtype, name, n) for dtype in DTYPES]
+        found += [(row, regime) for row in own for regime in ("burst", "sustained")]
+    own_kernels = [row for row in rows if row.backend in ("cuda", "mosaic_sm90")]
+    found += [(row, "sustained") for row in own_kernels]
+    photographs = [dataclasses.replace(row, pixels="photographs") for row in own_kernels]
+    return found + [(row, "burst") for row in photographs]
+
+
+def arguments() -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.two_trees",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("before", type=Path, help="folder of the earlier version, built")
+    parser.add_argument("--after", type=Path, default=HERE.parents[1], help="default: this one")
+    parser.add_argument("--images", type=int, default=4736, help="many images")
+    parser.add_argument("--few", type=int, nargs="*", default=[1, 64], help="few images")
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--turns", type=int, default=3, help="turns of each version")
+    parser.add_argument("--rest", type=float, default=0.3, help="idle seconds before a burst")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a sustained turn")
+    parser.add_argument("--out", type=Path, help="folder for two_trees.jsonl")
+    chosen = parser.parse_args()
+    for tree in (chosen.before, chosen.after):
+        if not (tree / "pallas_patch_embed" / "__init__.py").exists():
+            parser.error(f"there is no pallas_patch_embed in {tree}")
+    return chosen
+
+
+def main() -> None:
+    """Prints and records every comparison."""
+    if sys.argv[1:] == ["--serve"]:
+        Version().serve()
+        return
+    chosen = arguments()
+    rows = plan(chosen.images, chosen.few, {"B/16 224": 512, "So400m/14 384": 64})
+    path = chosen.out and chosen.out / "two_trees.jsonl"
+    if path:
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+    trees = (chosen.before.resolve(), chosen.after.resolve())
+    options = {name: getattr(chosen, name) for name in ("minutes", "turns", "rest", "seconds")}
+    print(f"{'':75}{'before':>10}{'after':>10}{'ratio':>8}{'spread':>7}", flush=True)
+    verdicts: collections.Counter[str] = collections.Counter()
+    for found in compare(trees, rows, **options):
+        print(found, flush=True)
+        told = isinstance(found, str)
+        if not told:
+            verdicts[found.verdict] += 1
+        if path:
+            record = {"kind": "note", "text": found} if told else found.record()
+            with path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    print(", ".join(f"{verdict}: {number}" for verdict, number in verdicts.items()))
+
+
+if __name__ == "__main__":
+    main()
