@@ -447,8 +447,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Prints the tables, and writes records."""
     chosen = arguments()
-    print(timing.versions(), flush=True)
-    head = {"kind": "run", "versions": timing.versions(), "time": time.strftime("%FT%T%z")}
+    print(timing.environment(), flush=True)
+    head = {"kind": "run", "versions": timing.environment(), "time": time.strftime("%FT%T%z")}
     path = chosen.out and chosen.out / "images.jsonl"
     if path:
         chosen.out.mkdir(parents=True, exist_ok=True)
