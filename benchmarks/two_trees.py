@@ -225,8 +225,9 @@ class Process:
 
     def __init__(self, name: str, tree: Path, cache: Path):
         flag = f"--xla_gpu_per_fusion_autotune_cache_dir={cache}"
+        folders = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {
-            "PYTHONPATH": str(tree),
+            "PYTHONPATH": os.pathsep.join(folders),
             "XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY),
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip(),
         }
