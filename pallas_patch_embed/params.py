@@ -259,6 +259,12 @@ def check_params(params: PatchEmbedParams) -> None:
             f"params have K = {params.K}, but patches of {params.patch_size} pixels{frames} have "
             f"K = {K}. Pack again."
         )
+    if (params.image_mean is None) != (params.image_std is None):
+        raise ValueError(
+            f"params have image_mean {params.image_mean} and image_std {params.image_std}, "
+            "expected both or neither: the weight was packed for both. Pack the kernel again with "
+            "the image_mean and image_std of the model's preprocessor."
+        )
     N = params.scale.shape[0] if getattr(params.scale, "ndim", 0) == 1 else "N"
     expected = {
         "weight": ((N, params.K_padded), params.dtype),

@@ -14,6 +14,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.api import embed_images
 from pallas_patch_embed.packing import pack
+from pallas_patch_embed.params import Colours
+
+# image_mean and image_std, as `check_normalisation` returns them; None and None for [-1, 1].
+Normalisation = tuple[Colours | None, Colours | None]
 
 EXPECTED = (
     "Expected a square kernel [p, p], strides [p, p], three input channels (RGB), padding VALID, "
@@ -119,17 +123,19 @@ def embed(
     patch_size: int,
     layout: Literal["HWIO", "OIHW"],
     patch_dtype: str,
+    normalisation: Normalisation,
     dtype: Any,
 ) -> jax.Array:
     """What the convolution computes, plus positions, in one operator.
 
     Args:
-      images: [..., H, W, 3], uint8 or floating-point in [-1, 1].
+      images: [..., H, W, 3], uint8, or floating-point and normalised.
       kernel: [p, p, 3, N] or [N, 3, p, p]; packed here, at every call, so it cannot go stale.
       bias: [N] or None.
       positions: [S, N], [h, w, N] or [1, S, N] for all images, [..., S, N] for each; None for none.
       patch_size, layout: of the kernel.
       patch_dtype: of patches and packed weight, as in `pack`.
+      normalisation: image_mean and image_std, as `check_normalisation` returns them.
       dtype: of the result; None for what the convolution would return.
 
     Returns:
@@ -138,7 +144,17 @@ def embed(
     Raises:
       TypeError, ValueError: as `pack` and `embed_images`.
     """
-    params = pack(kernel, bias, None, patch_size=patch_size, layout=layout, dtype=patch_dtype)
+    image_mean, image_std = normalisation
+    params = pack(
+        kernel,
+        bias,
+        None,
+        patch_size=patch_size,
+        layout=layout,
+        dtype=patch_dtype,
+        image_mean=image_mean,
+        image_std=image_std,
+    )
     if dtype is None:
         floats = [
             x for x in (images, bias) if x is not None and jnp.issubdtype(x.dtype, jnp.floating)

@@ -1,6 +1,7 @@
 """equinox: a convolution computed by the operator, and its swap inside of a model."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_patch_embed.frameworks import convolution
+from pallas_patch_embed.params import Colours, check_normalisation
 
 
 class PatchEmbed(eqx.nn.Conv):
@@ -19,6 +21,8 @@ class PatchEmbed(eqx.nn.Conv):
     """
 
     patch_dtype: str = eqx.field(static=True)
+    image_mean: Colours | None = eqx.field(static=True)
+    image_std: Colours | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -28,6 +32,8 @@ class PatchEmbed(eqx.nn.Conv):
         stride: Any = None,
         *,
         patch_dtype: str = "int8",
+        image_mean: Sequence[float] | None = None,
+        image_std: Sequence[float] | None = None,
         key: Any,
         **keywords: Any,
     ) -> None:
@@ -40,6 +46,8 @@ class PatchEmbed(eqx.nn.Conv):
           stride: None for kernel_size.
           patch_dtype: of patches and packed weight: "int8", "float8_e4m3fn", "bfloat16" or
             "float32".
+          image_mean, image_std: for red, green and blue, as in `pack`: how the model's images are
+            normalised. None for 0.5 and 0.5, which give [-1, 1].
           key: of `jax.random`.
           keywords: those of `eqx.nn.Conv2d`.
 
@@ -49,13 +57,14 @@ class PatchEmbed(eqx.nn.Conv):
         stride = kernel_size if stride is None else stride
         super().__init__(2, in_channels, out_channels, kernel_size, stride, key=key, **keywords)
         self.patch_dtype = patch_dtype
+        self.image_mean, self.image_std = check_normalisation(image_mean, image_std)
         _patch_size("PatchEmbed", self)
 
     def __call__(self, x: Any, positions: Any = None, *, key: Any = None) -> jax.Array:
         """Embeds an image; under `jax.vmap`, images.
 
         Args:
-          x: [3, H, W], uint8 or floating-point in [-1, 1].
+          x: [3, H, W], uint8, or floating-point and normalised.
           positions: [S, N], [1, S, N] or [h, w, N]; None for none. They are added before the only
             rounding.
           key: not used.
@@ -82,12 +91,20 @@ class PatchEmbed(eqx.nn.Conv):
             patch_size=size,
             layout="OIHW",
             patch_dtype=self.patch_dtype,
+            normalisation=(self.image_mean, self.image_std),
             dtype=None,
         )
         return jnp.moveaxis(y, -1, 0)
 
 
-def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -> Any:
+def replace(
+    model: Any,
+    *,
+    patch_dtype: str = "int8",
+    image_mean: Sequence[float] | None = None,
+    image_std: Sequence[float] | None = None,
+    path: str | None = None,
+) -> Any:
     """A copy of the model whose convolutions of RGB images are `PatchEmbed`.
 
     It shares all arrays with the model. Its leaves have the same order, so
@@ -96,13 +113,16 @@ def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -
 
     Args:
       model: a pytree of modules.
-      patch_dtype: as in `PatchEmbed`.
+      patch_dtype, image_mean, image_std: as in `PatchEmbed`.
       path: of the only convolution to replace, such as "patch_embed.proj"; None for all with three
         input channels.
 
     Raises:
-      ValueError: there is none, or one is not a patch embedding.
+      ValueError: there is none, or one is not a patch embedding, or a mean or standard deviation
+        is wrong.
     """
+    image_mean, image_std = check_normalisation(image_mean, image_std)
+    packing = dict(patch_dtype=patch_dtype, image_mean=image_mean, image_std=image_std)
     found = {
         _name(place): (node, node.in_channels)
         for place, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_convolution)
@@ -113,7 +133,7 @@ def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -
         _patch_size(name, node)
 
     def swap(place: Any, node: Any) -> Any:
-        return _with_dtype(node, patch_dtype) if _name(place) in chosen else node
+        return _with_packing(node, packing) if _name(place) in chosen else node
 
     return jax.tree_util.tree_map_with_path(swap, model, is_leaf=_is_convolution)
 
@@ -126,12 +146,12 @@ def _name(place: Any) -> str:
     return jax.tree_util.keystr(place, simple=True, separator=".")
 
 
-def _with_dtype(node: Any, patch_dtype: str) -> PatchEmbed:
+def _with_packing(node: Any, packing: dict[str, Any]) -> PatchEmbed:
     """The convolution as a PatchEmbed, without drawing parameters anew."""
     new = object.__new__(PatchEmbed)
-    for field in dataclasses.fields(node):
-        object.__setattr__(new, field.name, getattr(node, field.name))
-    object.__setattr__(new, "patch_dtype", patch_dtype)
+    fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+    for name, value in (fields | packing).items():
+        object.__setattr__(new, name, value)
     return new
 
 

@@ -1,12 +1,17 @@
 """Keras 3 on JAX: a convolution computed by the operator, and its swap inside of a model."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import keras
 
 from pallas_patch_embed.frameworks import convolution
+from pallas_patch_embed.params import check_normalisation
+
+# patch_dtype, and what `check_normalisation` returns.
+Packing = tuple[str, convolution.Normalisation]
 
 # Layers of keras-hub that are a patch convolution plus positions, and nothing else.
 WITH_POSITIONS = ("SigLIPVisionEmbedding", "Gemma3VisionEmbedding")
@@ -24,6 +29,8 @@ class PatchEmbed(keras.layers.Conv2D):
       kernel_size: p, or (p, p).
       strides: None for kernel_size.
       patch_dtype: of patches and packed kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      image_mean, image_std: for red, green and blue, as in `pack`: how the model's images are
+        normalised. None for 0.5 and 0.5, which give [-1, 1].
       keywords: those of `keras.layers.Conv2D`.
 
     Raises:
@@ -37,19 +44,22 @@ class PatchEmbed(keras.layers.Conv2D):
         kernel_size: Any,
         strides: Any = None,
         patch_dtype: str = "int8",
+        image_mean: Sequence[float] | None = None,
+        image_std: Sequence[float] | None = None,
         **keywords: Any,
     ) -> None:
         _check_backend()
         strides = kernel_size if strides is None else strides
         super().__init__(filters, kernel_size, strides, **keywords)
         self.patch_dtype = patch_dtype
+        self.image_mean, self.image_std = check_normalisation(image_mean, image_std)
         _patch_size(self, 3)
 
     def call(self, inputs: Any, positions: Any = None) -> jax.Array:
         """Embeds images.
 
         Args:
-          inputs: images [B, H, W, 3], uint8 or floating-point in [-1, 1].
+          inputs: images [B, H, W, 3], uint8, or floating-point and normalised.
           positions: [S, N], [1, S, N] or [h, w, N] for all images, [B, S, N] for each; None for
             none. They are added before the only rounding.
 
@@ -59,7 +69,8 @@ class PatchEmbed(keras.layers.Conv2D):
         Raises:
           TypeError, ValueError: as `embed_images`. A gradient raises TypeError, too.
         """
-        return _embed(self, self.patch_dtype, inputs, positions)
+        packing = self.patch_dtype, (self.image_mean, self.image_std)
+        return _embed(self, packing, inputs, positions)
 
     def compute_output_shape(self, inputs_shape: Any, positions_shape: Any = None) -> Any:
         """[B, h, w, N]."""
@@ -68,14 +79,22 @@ class PatchEmbed(keras.layers.Conv2D):
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor."""
-        return {**super().get_config(), "patch_dtype": self.patch_dtype}
+        names = ("patch_dtype", "image_mean", "image_std")
+        return super().get_config() | {name: getattr(self, name) for name in names}
 
 
 # Not as a decorator: that hides the class where Keras is a stand-in, as for the site.
 keras.saving.register_keras_serializable(package="pallas_patch_embed")(PatchEmbed)
 
 
-def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -> list[str]:
+def replace(
+    model: Any,
+    *,
+    patch_dtype: str = "int8",
+    image_mean: Sequence[float] | None = None,
+    image_std: Sequence[float] | None = None,
+    path: str | None = None,
+) -> list[str]:
     """Lets the operator compute the model's convolutions of RGB images, in place.
 
     The layers stay `Conv2D` with their weights, so files of weights load before and after, and a
@@ -85,7 +104,7 @@ def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -
 
     Args:
       model: a built `keras.Model` or layer.
-      patch_dtype: as in `PatchEmbed`.
+      patch_dtype, image_mean, image_std: as in `PatchEmbed`.
       path: of the only convolution to replace, its `layer.path`; None for all with three input
         channels.
 
@@ -93,10 +112,12 @@ def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -
       The paths of those that were replaced.
 
     Raises:
-      ValueError: there is none, or one is not a patch embedding; then nothing is changed.
+      ValueError: there is none, or one is not a patch embedding, or a mean or standard deviation
+        is wrong; then nothing is changed.
       RuntimeError: Keras does not run on JAX.
     """
     _check_backend()
+    packing = patch_dtype, check_normalisation(image_mean, image_std)
     layers = list(model._flatten_layers())
     found = {
         layer.path: (layer, layer.kernel.shape[-2] * layer.groups)
@@ -107,12 +128,12 @@ def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -
     for layer in chosen.values():
         _patch_size(layer, layer.kernel.shape[-2] * layer.groups)
     for layer in chosen.values():
-        layer.call = functools.partial(_embed, layer, patch_dtype)
+        layer.call = functools.partial(_embed, layer, packing)
     for layer in layers:
         if isinstance(layer, keras.Model):
             layer.predict_function = layer.test_function = layer.train_function = None
         if type(layer).__name__ in WITH_POSITIONS and layer.patch_embedding.path in chosen:
-            layer.call = functools.partial(_embed_with_positions, layer, patch_dtype)
+            layer.call = functools.partial(_embed_with_positions, layer, packing)
     return list(chosen)
 
 
@@ -124,7 +145,8 @@ def _check_backend() -> None:
         )
 
 
-def _embed(layer: Any, patch_dtype: str, inputs: Any, positions: Any = None) -> jax.Array:
+def _embed(layer: Any, packing: Packing, inputs: Any, positions: Any = None) -> jax.Array:
+    patch_dtype, normalisation = packing
     size = layer.kernel_size[0]
     convolution.check_whole(layer.path, layer.padding, inputs, size)
     return convolution.embed(
@@ -135,15 +157,16 @@ def _embed(layer: Any, patch_dtype: str, inputs: Any, positions: Any = None) -> 
         patch_size=size,
         layout="HWIO",
         patch_dtype=patch_dtype,
+        normalisation=normalisation,
         dtype=layer.compute_dtype,
     )
 
 
 def _embed_with_positions(
-    layer: Any, patch_dtype: str, inputs: Any, training: Any = None
+    layer: Any, packing: Packing, inputs: Any, training: Any = None
 ) -> jax.Array:
     positions = layer.position_embedding(layer.position_ids)
-    y = _embed(layer.patch_embedding, patch_dtype, inputs, positions)
+    y = _embed(layer.patch_embedding, packing, inputs, positions)
     return keras.ops.reshape(y, (y.shape[0], -1, y.shape[-1]))
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +10,7 @@ import jax
 from flax.core import meta
 
 from pallas_patch_embed.frameworks import convolution
+from pallas_patch_embed.params import check_normalisation
 
 # Part of the key of jit's caches: what was traced outside of `intercept` is not used inside.
 _intercepted = jax.make_user_context(default_value=None)
@@ -21,24 +22,28 @@ class PatchEmbed(nn.Conv):
     y[..., h, w, n] = sum_k patches[..., h, w, k] * kernel[k, n] + bias[n] + positions[h, w, n]
 
     The kernel is packed inside of the call; the parameters stay floating-point. Attributes are
-    those of `nn.Conv`, with two other defaults and one addition:
+    those of `nn.Conv`, with two other defaults and three additions:
 
     Attributes:
       strides: None, the default, for kernel_size.
       padding: "VALID" by default.
       patch_dtype: of patches and packed kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      image_mean, image_std: for red, green and blue, as in `pack`: how the model's images are
+        normalised. None for 0.5 and 0.5, which give [-1, 1].
     """
 
     strides: Any = None
     padding: Any = "VALID"
     patch_dtype: str = "int8"
+    image_mean: Sequence[float] | None = None
+    image_std: Sequence[float] | None = None
 
     @nn.compact
     def __call__(self, images: Any, positions: Any = None) -> jax.Array:
         """Embeds images.
 
         Args:
-          images: [..., H, W, 3], uint8 or floating-point in [-1, 1].
+          images: [..., H, W, 3], uint8, or floating-point and normalised.
           positions: [S, N], [1, S, N] or [h, w, N] for all images, [..., S, N] for each; None for
             none. They are added before the only rounding.
 
@@ -55,11 +60,19 @@ class PatchEmbed(nn.Conv):
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        return _embed(self, images, kernel, bias, positions, size, self.patch_dtype)
+        normalisation = check_normalisation(self.image_mean, self.image_std)
+        packing = self.patch_dtype, normalisation
+        return _embed(self, images, kernel, bias, positions, size, *packing)
 
 
 @contextlib.contextmanager
-def intercept(*, patch_dtype: str = "int8", path: str | None = None) -> Iterator[None]:
+def intercept(
+    *,
+    patch_dtype: str = "int8",
+    image_mean: Sequence[float] | None = None,
+    image_std: Sequence[float] | None = None,
+    path: str | None = None,
+) -> Iterator[None]:
     """Inside of this context, convolutions of RGB images are computed by the operator.
 
     For models that cannot be edited. It replaces every call of an `nn.Conv` on images with three
@@ -67,16 +80,18 @@ def intercept(*, patch_dtype: str = "int8", path: str | None = None) -> Iterator
     function that jit compiled outside is compiled again inside, and the other way round.
 
     Args:
-      patch_dtype: as in `PatchEmbed`.
+      patch_dtype, image_mean, image_std: as in `PatchEmbed`.
       path: of the only convolution to replace, such as "embedding" or "img/embedding"; None for
         all.
 
     Raises:
-      ValueError: from the model's call, if the convolution is not a patch embedding.
+      ValueError: a mean or standard deviation is wrong; or, from the model's call, the convolution
+        is not a patch embedding.
 
     Warns:
       UserWarning: convolutions were called, but none that is to be replaced.
     """
+    packing = patch_dtype, check_normalisation(image_mean, image_std)
     passed: list[str] = []
     replaced: list[str] = []
 
@@ -95,9 +110,9 @@ def intercept(*, patch_dtype: str = "int8", path: str | None = None) -> Iterator
         kernel, bias = (
             meta.unbox(module.get_variable("params", name)) for name in ("kernel", "bias")
         )
-        return _embed(module, images, kernel, bias, None, size, patch_dtype)
+        return _embed(module, images, kernel, bias, None, size, *packing)
 
-    with _intercepted((patch_dtype, path)), nn.intercept_methods(interceptor):
+    with _intercepted((packing, path)), nn.intercept_methods(interceptor):
         yield
     # What jit has compiled calls nothing, and is not warned about.
     if passed and not replaced:
@@ -110,7 +125,14 @@ def intercept(*, patch_dtype: str = "int8", path: str | None = None) -> Iterator
 
 
 def _embed(
-    module: Any, images: Any, kernel: Any, bias: Any, positions: Any, size: int, patch_dtype: str
+    module: Any,
+    images: Any,
+    kernel: Any,
+    bias: Any,
+    positions: Any,
+    size: int,
+    patch_dtype: str,
+    normalisation: convolution.Normalisation,
 ) -> jax.Array:
     convolution.check_whole(_name(module), module.padding, images, size)
     return convolution.embed(
@@ -121,6 +143,7 @@ def _embed(
         patch_size=size,
         layout="HWIO",
         patch_dtype=patch_dtype,
+        normalisation=normalisation,
         dtype=module.dtype,
     )
 

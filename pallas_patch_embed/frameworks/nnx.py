@@ -1,5 +1,6 @@
 """flax nnx: a convolution computed by the operator, and its swap inside of a model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ from flax import nnx
 from jax import lax
 
 from pallas_patch_embed.frameworks import convolution
+from pallas_patch_embed.params import Colours, check_normalisation
 
 
 class PatchEmbed(nnx.Conv):
@@ -23,6 +25,8 @@ class PatchEmbed(nnx.Conv):
       strides: None for kernel_size.
       padding: "VALID" by default.
       patch_dtype: of patches and packed kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      image_mean, image_std: for red, green and blue, as in `pack`: how the model's images are
+        normalised. None for 0.5 and 0.5, which give [-1, 1].
       keywords: those of `nnx.Conv`.
 
     Raises:
@@ -30,6 +34,8 @@ class PatchEmbed(nnx.Conv):
     """
 
     patch_dtype: str
+    image_mean: Colours | None
+    image_std: Colours | None
 
     def __init__(
         self,
@@ -40,6 +46,8 @@ class PatchEmbed(nnx.Conv):
         *,
         padding: Any = "VALID",
         patch_dtype: str = "int8",
+        image_mean: Sequence[float] | None = None,
+        image_std: Sequence[float] | None = None,
         **keywords: Any,
     ) -> None:
         strides = kernel_size if strides is None else strides
@@ -47,13 +55,14 @@ class PatchEmbed(nnx.Conv):
             in_features, out_features, kernel_size, strides, padding=padding, **keywords
         )
         self.patch_dtype = patch_dtype
+        self.image_mean, self.image_std = check_normalisation(image_mean, image_std)
         _patch_size("PatchEmbed", self)
 
     def __call__(self, images: Any, positions: Any = None) -> jax.Array:
         """Embeds images.
 
         Args:
-          images: [..., H, W, 3], uint8 or floating-point in [-1, 1].
+          images: [..., H, W, 3], uint8, or floating-point and normalised.
           positions: [S, N], [1, S, N] or [h, w, N] for all images, [..., S, N] for each; None for
             none. They are added before the only rounding.
 
@@ -73,11 +82,19 @@ class PatchEmbed(nnx.Conv):
             patch_size=size,
             layout="HWIO",
             patch_dtype=self.patch_dtype,
+            normalisation=(self.image_mean, self.image_std),
             dtype=self.dtype,
         )
 
 
-def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -> list[str]:
+def replace(
+    model: Any,
+    *,
+    patch_dtype: str = "int8",
+    image_mean: Sequence[float] | None = None,
+    image_std: Sequence[float] | None = None,
+    path: str | None = None,
+) -> list[str]:
     """Turns the model's convolutions of RGB images into `PatchEmbed`, in place.
 
     Parameters, their names and their sharding stay as they are, so checkpoints load before and
@@ -85,7 +102,7 @@ def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -
 
     Args:
       model: an `nnx.Module`.
-      patch_dtype: as in `PatchEmbed`.
+      patch_dtype, image_mean, image_std: as in `PatchEmbed`.
       path: of the only convolution to replace, such as "vision.patch_embeddings"; None for all
         with three input channels.
 
@@ -93,8 +110,10 @@ def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -
       The paths of those that were replaced.
 
     Raises:
-      ValueError: there is none, or one is not a patch embedding; then nothing is changed.
+      ValueError: there is none, or one is not a patch embedding, or a mean or standard deviation
+        is wrong; then nothing is changed.
     """
+    normalisation = check_normalisation(image_mean, image_std)
     found = {
         ".".join(map(str, place)): (node, node.in_features)
         for place, node in nnx.iter_graph(model)
@@ -107,6 +126,7 @@ def replace(model: Any, *, patch_dtype: str = "int8", path: str | None = None) -
         # The object stays the same one, for whatever else refers to it.
         node.__class__ = PatchEmbed
         node.patch_dtype = patch_dtype
+        node.image_mean, node.image_std = normalisation
     return list(chosen)
 
 

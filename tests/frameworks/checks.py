@@ -6,6 +6,11 @@ import pytest
 from jax.sharding import AxisType
 from towers import WIDTH
 
+# What OpenAI's CLIP subtracts from a pixel in [0, 1], and then divides by.
+NORMALISATION = dict(
+    image_mean=(0.48145466, 0.4578275, 0.40821073), image_std=(0.26862954, 0.26130258, 0.27577711)
+)
+
 # Relative Frobenius norm of the difference from the unchanged tower's output.
 BOUNDS = {"float32": 1e-5, "int8": 1e-2}
 
@@ -90,6 +95,25 @@ def check_uint8(tower):
     else:
         with pytest.raises(ValueError, match=r"in \[-1, 1\]"):
             changed(tower.parameters, pixels)
+
+
+def check_normalisation(unchanged, changed, channels_first=False):
+    """uint8 images give what the unchanged convolution gives for the same images, normalised.
+
+    Args:
+      unchanged: images -> result of the convolution.
+      changed: images, uint8 or normalised -> result of the module with NORMALISATION and float32
+        patches.
+      channels_first: whether the argument is one image [3, H, W] instead of images [B, H, W, 3].
+    """
+    pixels = np.random.default_rng(2).integers(0, 256, (2, 48, 32, 3), np.uint8)
+    mean, std = (np.float32(x) for x in NORMALISATION.values())
+    normalised = (pixels / np.float32(255) - mean) / std
+    if channels_first:
+        pixels, normalised = (np.moveaxis(x[0], -1, 0) for x in (pixels, normalised))
+    wanted = unchanged(normalised)
+    assert relative(changed(pixels), wanted) <= BOUNDS["float32"]
+    assert relative(changed(normalised), wanted) <= BOUNDS["float32"]
 
 
 def sharded_along_N(kernel, axis, axis_type):

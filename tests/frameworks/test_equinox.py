@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from checks import (
     BOUNDS,
+    NORMALISATION,
     check_gradients,
+    check_normalisation,
     check_output,
     check_parameters,
     check_sharding,
@@ -129,6 +131,23 @@ def test_positions_of_every_shape_are_added(shape):
     positions = np.float32(np.random.default_rng(1).normal(size=shape))
     wanted = module(IMAGE) + np.moveaxis(positions.reshape(3, 2, WIDTH), -1, 0)
     np.testing.assert_allclose(module(IMAGE, positions), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_images_are_normalised_as_the_module_is_told(edited):
+    key, options = jax.random.key(0), NORMALISATION | dict(patch_dtype="float32")
+    before = eqx.nn.Conv2d(3, WIDTH, 16, 16, key=key)
+    if edited:
+        after = drop_in.PatchEmbed(3, WIDTH, 16, key=key, **options)
+    else:
+        after = drop_in.replace(before, **options)
+    check_normalisation(before, eqx.filter_jit(after), channels_first=True)
+
+
+def test_a_wrong_normalisation_is_refused():
+    model = eqx.nn.Conv2d(3, WIDTH, 16, 16, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"image_std is 0\.5, expected a number for each"):
+        drop_in.replace(model, image_std=0.5)
 
 
 @pytest.mark.parametrize(

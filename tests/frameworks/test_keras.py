@@ -9,7 +9,9 @@ import keras
 import numpy as np
 from checks import (
     BOUNDS,
+    NORMALISATION,
     check_gradients,
+    check_normalisation,
     check_output,
     check_parameters,
     check_sharding,
@@ -165,6 +167,42 @@ def test_positions_of_every_shape_are_added(shape):
     positions = np.float32(np.random.default_rng(1).normal(size=shape))
     wanted = layer(IMAGES) + positions.reshape(-1, 3, 2, WIDTH)
     np.testing.assert_allclose(layer(IMAGES, positions), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_images_are_normalised_as_the_layer_is_told(edited):
+    before = keras.layers.Conv2D(WIDTH, 16, 16)
+    before.build(IMAGES.shape)
+    options = NORMALISATION | dict(patch_dtype="float32")
+    if edited:
+        after = drop_in.PatchEmbed(WIDTH, 16, **options)
+        after.build(IMAGES.shape)
+    else:
+        after = keras.layers.Conv2D(WIDTH, 16, 16)
+        after.build(IMAGES.shape)
+        drop_in.replace(after, **options)
+    after.set_weights(before.get_weights())
+    # A layer would cast uint8 to float32 before its `call`.
+    check_normalisation(before, after.call)
+
+
+def test_a_wrong_normalisation_is_refused_before_anything_is_changed():
+    layer = keras.layers.Conv2D(WIDTH, 16, 16)
+    layer.build(IMAGES.shape)
+    with pytest.raises(ValueError, match=r"image_std is 0\.5, expected a number for each"):
+        drop_in.replace(layer, image_std=0.5)
+    assert "call" not in vars(layer)
+
+
+def test_a_saved_layer_keeps_its_normalisation(tmp_path):
+    images = keras.Input((48, 32, 3), dtype="uint8")
+    model = keras.Model(images, drop_in.PatchEmbed(WIDTH, 16, **NORMALISATION)(images))
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 48, 32, 3), np.uint8)
+    model.save(tmp_path / "model.keras")
+    restored = keras.models.load_model(tmp_path / "model.keras")
+    assert restored.layers[-1].image_mean == NORMALISATION["image_mean"]
+    assert restored.layers[-1].image_std == NORMALISATION["image_std"]
+    np.testing.assert_array_equal(restored.predict(pixels), model.predict(pixels))
 
 
 def test_the_layer_in_a_functional_model_is_saved_and_loaded(tmp_path):

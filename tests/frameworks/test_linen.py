@@ -11,7 +11,9 @@ import jax
 import numpy as np
 from checks import (
     BOUNDS,
+    NORMALISATION,
     check_gradients,
+    check_normalisation,
     check_output,
     check_parameters,
     check_sharding,
@@ -134,6 +136,34 @@ def test_positions_of_every_shape_are_added(shape):
     found = module.apply(variables, IMAGES, positions)
     per_image = positions.reshape(-1, 3, 2, WIDTH)
     np.testing.assert_allclose(found, module.apply(variables, IMAGES) + per_image, atol=1e-5)
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_images_are_normalised_as_the_module_is_told(edited):
+    before = nn.Conv(WIDTH, (16, 16), (16, 16), padding="VALID")
+    after = linen.PatchEmbed(WIDTH, (16, 16), patch_dtype="float32", **NORMALISATION)
+    variables = randomised(before.init(jax.random.key(0), IMAGES))
+
+    def changed(images):
+        if edited:
+            return after.apply(variables, images)
+        with linen.intercept(patch_dtype="float32", **NORMALISATION):
+            return before.apply(variables, images)
+
+    check_normalisation(lambda images: before.apply(variables, images), changed)
+
+
+def test_another_normalisation_compiles_again_and_a_wrong_one_is_refused():
+    before = nn.Conv(WIDTH, (16, 16), (16, 16), padding="VALID")
+    variables = before.init(jax.random.key(0), IMAGES)
+    apply, results = jax.jit(before.apply), []
+    for options in ({}, NORMALISATION):
+        with linen.intercept(**options):
+            results.append(apply(variables, np.zeros((1, 32, 32, 3), np.uint8)))
+    assert relative(*results) > 0.1
+    with pytest.raises(ValueError, match=r"image_std is 0\.5, expected a number for each"):
+        with linen.intercept(image_std=0.5):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import jax
 import numpy as np
 from checks import (
     BOUNDS,
+    NORMALISATION,
     check_gradients,
+    check_normalisation,
     check_output,
     check_parameters,
     check_sharding,
@@ -116,6 +118,26 @@ def test_positions_of_every_shape_are_added(shape):
     wanted = module(IMAGES) + positions.reshape(-1, 3, 2, WIDTH)
     np.testing.assert_allclose(module(IMAGES, positions), wanted, atol=1e-5)
     np.testing.assert_allclose(module(IMAGES, nnx.Param(positions)), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_images_are_normalised_as_the_module_is_told(edited):
+    arguments = dict(kernel_size=(16, 16), strides=(16, 16), padding="VALID")
+    before = nnx.Conv(3, WIDTH, rngs=nnx.Rngs(0), **arguments)
+    if edited:
+        options = NORMALISATION | dict(patch_dtype="float32")
+        after = drop_in.PatchEmbed(3, WIDTH, rngs=nnx.Rngs(0), **arguments, **options)
+    else:
+        after = nnx.clone(before)
+        drop_in.replace(after, patch_dtype="float32", **NORMALISATION)
+    check_normalisation(before, nnx.jit(after))
+
+
+def test_a_wrong_normalisation_is_refused_before_anything_is_changed():
+    model = nnx.Conv(3, WIDTH, (16, 16), (16, 16), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"image_std is 0\.5, expected a number for each"):
+        drop_in.replace(model, image_std=0.5)
+    assert type(model) is nnx.Conv
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,19 @@ def test_params_are_frozen_and_their_repr_describes_them():
     assert repr(jax.tree.map(lambda _: "leaf", params))
 
 
+@pytest.mark.parametrize("missing", ["image_mean", "image_std"])
+def test_params_with_a_mean_or_a_standard_deviation_alone_are_refused(missing, tmp_path):
+    options = dict(image_mean=(0.4, 0.5, 0.6), image_std=(0.2, 0.3, 0.3), patch_size=2)
+    params = ppe.pack(np.ones((2, 2, 3, 8), np.float32), None, None, **options)
+    half = dataclasses.replace(params, **{missing: None})
+    images = np.zeros((4, 4, 3), np.uint8)
+    for use in (ppe.embed_images, ppe.patchify):
+        with pytest.raises(ValueError, match=f"{missing} None.*expected both or neither.*Pack"):
+            use(images, half)
+    with pytest.raises(ValueError, match="expected both or neither"):
+        half.save(tmp_path / "params.safetensors")
+
+
 @pytest.mark.parametrize("positions", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_saved_params_load_unchanged(dtype, positions, tmp_path):
