@@ -19,7 +19,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+try:
+    from benchmarks.turns import Process, first_line, serve
+except ImportError:
+    # In the process of an earlier version, whose benchmarks do not have it.
+    from turns import Process, first_line, serve
 
 HERE = Path(__file__).resolve()
 NAMES = ("before", "after")
@@ -127,7 +132,7 @@ class Version:
             return patches_of(*problem, row.dtype), params
         return images_of(*problem), params
 
-    def prepare(self, rows: list[Row]) -> dict[str, str]:
+    def prepare(self, rows: list[dict[str, Any]]) -> dict[str, str]:
         """Compiles rows in parallel; returns those that cannot be, with the reason."""
         import jax
 
@@ -148,6 +153,7 @@ class Version:
             "encoder": encoded,
         }
         left_out = {}
+        every = [Row(**row) for row in rows]
 
         def compile_row(row):
             try:
@@ -155,16 +161,16 @@ class Version:
                 function = jax.jit(functools.partial(functions[row.what], backend=row.backend))
                 self.programs[row] = function.lower(*operands).compile(), operands
             except Exception as reason:
-                left_out[str(row)] = f"{type(reason).__name__}: {reason}"[:300]
+                left_out[str(row)] = first_line(reason)
 
         # One after the other, so that operands are made once.
-        for row in rows:
+        for row in every:
             self.operands(row)
         with ThreadPoolExecutor() as pool:
-            list(pool.map(compile_row, rows))
+            list(pool.map(compile_row, every))
         return left_out
 
-    def bits(self, row: Row) -> int:
+    def bits(self, row: dict[str, Any]) -> int:
         """A number that depends on every bit of a row's result."""
         import jax
         import jax.numpy as jnp
@@ -175,92 +181,45 @@ class Version:
             factor = 2 * jax.lax.iota(jnp.uint32, y.size) + 1
             return (bits.astype(jnp.uint32) * factor * factor).sum(dtype=jnp.uint32)
 
-        compiled, operands = self.programs[row]
+        compiled, operands = self.programs[Row(**row)]
         return int(number(compiled(*operands)))
 
-    def turn(self, row: Row, regime: str, rest: float, seconds: float) -> float:
+    def turn(self, row: dict[str, Any], regime: str, rest: float, seconds: float) -> float:
         """The median milliseconds of a call in one turn; the regimes are `results.REGIMES`."""
         import jax
 
         # Where the module lies differs between versions; this one has it in all of them.
         from benchmarks.contenders import timing
 
-        compiled, operands = self.programs[row]
+        compiled, operands = self.programs[Row(**row)]
         copies = 0
         if regime == "cold":
             # Of what the caller gives; the result is also written elsewhere every time.
             copies = math.ceil(OUT_OF_CACHE / sum(x.nbytes for x in jax.tree.leaves(operands)))
         further = tuple(jax.tree.map(lambda x: x.copy(), operands) for _ in range(copies))
-        compared = {row: timing.Contender(compiled, operands, further)}
+        compared = {"": timing.Contender(compiled, operands, further)}
         if regime == "sustained":
-            calls = 3 if row.what == "encoder" else 20
+            calls = 3 if row["what"] == "encoder" else 20
             times = timing.sustained(compared, seconds=seconds, rounds=1, calls=calls)
         elif regime == "call":
             times = timing.latency(compared, rounds=50)
         else:
             times = timing.burst(compared, rounds=1, calls=5, rest=rest)
-        return times[row].milliseconds
-
-    def serve(self) -> None:
-        """Answers the calls that arrive on standard input, a line of JSON each."""
-        # What libraries print must not be taken for an answer.
-        answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)
-        for line in sys.stdin:
-            call = json.loads(line)
-            for key in ("row", "rows"):
-                if key in call["arguments"]:
-                    given = call["arguments"][key]
-                    rows = [Row(**row) for row in (given if key == "rows" else [given])]
-                    call["arguments"][key] = rows if key == "rows" else rows[0]
-            try:
-                answer = {"answer": getattr(self, call["method"])(**call["arguments"])}
-            except Exception as reason:
-                answer = {"error": f"{type(reason).__name__}: {reason}"[:300]}
-            print(json.dumps(answer), file=answers, flush=True)
+        return times[""].milliseconds
 
 
-class Process:
-    """A version in its process."""
-
-    def __init__(self, name: str, tree: Path, cache: Path):
-        flag = f"--xla_gpu_per_fusion_autotune_cache_dir={cache}"
-        folders = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(folders),
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY),
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip(),
-        }
-        self.name = name
-        # -P: otherwise this folder would be searched for modules before PYTHONPATH.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(HERE), "--serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=tree,
-            env=environment,
-        )
-
-    def call(self, method: str, **arguments: Any) -> Any:
-        """The answer of a method of `Version`.
-
-        Raises:
-          RuntimeError: the method raised an exception, or the process ended.
-        """
-        line = json.dumps({"method": method, "arguments": arguments}, default=dataclasses.asdict)
-        print(line, file=self.process.stdin, flush=True)
-        answered = self.process.stdout.readline()
-        if not answered:
-            raise RuntimeError(f"The process of the version {self.name!r} ended: see above.")
-        answer = json.loads(answered)
-        if "error" in answer:
-            raise RuntimeError(f"{self.name}: {answer['error']}")
-        return answer["answer"]
-
-    def end(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
+def process_of(name: str, tree: Path, cache: Path) -> Process:
+    """The process of a version."""
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])
+    folders = [str(tree), *inherited, str(HERE.parent)]
+    flag = f"--xla_gpu_per_fusion_autotune_cache_dir={cache}"
+    environment = {
+        "PYTHONPATH": os.pathsep.join(folders),
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY),
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip(),
+    }
+    # -P: otherwise this folder would be searched for modules before PYTHONPATH.
+    return Process(name, [sys.executable, "-P", str(HERE), "--serve"], environment, tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +297,7 @@ def compare(
     begin = time.monotonic()
     rows = list(dict.fromkeys(row for row, _ in plan))
     with tempfile.TemporaryDirectory() as cache:
-        versions = [Process(*which, Path(cache)) for which in zip(NAMES, trees)]
+        versions = [process_of(*which, Path(cache)) for which in zip(NAMES, trees)]
         try:
             left_out = {}
             # One after the other: the second one finds what XLA tuned for the first one.
@@ -365,7 +324,7 @@ def compare(
                             )
                             found[version.name].append(ms)
                 except RuntimeError as reason:
-                    if any(version.process.poll() is not None for version in versions):
+                    if any(version.ended for version in versions):
                         raise
                     yield f"without {row}, {regime}: {reason}"
                     continue
@@ -433,7 +392,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Prints and records every comparison."""
     if sys.argv[1:] == ["--serve"]:
-        Version().serve()
+        serve(Version())
         return
     chosen = arguments()
     rows = plan(chosen.images, chosen.few, {"B/16 224": 512, "So400m/14 384": 64})
