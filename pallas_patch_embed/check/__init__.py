@@ -1,0 +1,1 @@
+"""`pallas-patch-embed check`: whether every backend that serves here computes the operator."""
