@@ -3,19 +3,19 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.compute_on import compute_on
 
+from pallas_patch_embed.check import memory
 from pallas_patch_embed.chips import Target, default_device
 from pallas_patch_embed.patches import Encoding, rows
 from pallas_patch_embed.problem import Problem
 
-# Patches or images, weight, scale, table.
-type Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 type Run = Callable[..., jax.Array]
 
 # Fraction bits of a result.
@@ -24,6 +24,14 @@ FRACTION_BITS = {"bfloat16": 7, "float32": 23}
 MOVED = 1e-4
 # Elements of the largest array of a reference. It is computed for some images at a time.
 REFERENCE_ELEMENTS = 2**24
+
+
+# The ways in which kernels are launched, and how many of them are in one program.
+LAUNCHES = {"alone": 1, "in a command buffer": 2, "on two streams": 2}
+COMMAND_BUFFERS = {
+    "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
+}
 
 
 class Counts(NamedTuple):
@@ -35,8 +43,9 @@ class Counts(NamedTuple):
       wrong: elements outside of their bound.
       moved: int8 results of bfloat16 that are within their bound and not the reference.
       changed: bytes that changed although no kernel may write them: those of the operands, and
-        those between the buffers.
-      poisoned: launches whose result was poisoned before.
+        those of the guards around operands and result.
+      poisoned: launches whose kernel wrote into poisoned memory.
+      guarded: launches whose buffers lay between guards.
     """
 
     launches: int = 0
@@ -45,6 +54,7 @@ class Counts(NamedTuple):
     moved: int = 0
     changed: int = 0
     poisoned: int = 0
+    guarded: int = 0
 
     def plus(self, other: "Counts") -> "Counts":
         return Counts(*map(sum, zip(self, other)))
@@ -59,10 +69,10 @@ class Counts(NamedTuple):
 def wrong_elements(
     run: Run, problem: Problem, *, runs: int, seed: int, device: jax.Device | None = None
 ) -> int:
-    """How many elements of a kernel's results are wrong.
+    """How much of a kernel's results is wrong.
 
     Every element of every run is compared with a reference in float64. The operands of each run are
-    new, and the memory of its result is poisoned.
+    new, the memory of its result is poisoned, and the bytes around all buffers are watched.
 
     Args:
       run: patches, weight, scale, table -> y, as in a `Plan`. If the problem has a `layout`, the
@@ -73,44 +83,95 @@ def wrong_elements(
       device: where it runs; None for JAX's default device.
 
     Returns:
-      0 if all is right; otherwise the number of wrong elements, and of bytes of operands that the
-      kernel changed.
+      0 if all is right; otherwise the number of wrong elements, and of bytes outside of the result
+      that the kernel changed.
     """
-    found = itertools.islice(compared(run, problem, seed=seed, device=device), runs)
-    return functools.reduce(Counts.plus, found, Counts()).all_wrong
+    found = compared(run, problem, seed=seed, devices=(device or default_device(),))
+    return functools.reduce(Counts.plus, itertools.islice(found, runs), Counts()).all_wrong
 
 
 def compared(
-    run: Run, problem: Problem, *, seed: int, device: jax.Device | None = None
+    run: Run,
+    problem: Problem,
+    *,
+    seed: int,
+    devices: Sequence[jax.Device],
+    how: str = "alone",
+    before_launch: Callable[[], None] = lambda: None,
+    allocate: memory.Allocate = memory.allocate,
 ) -> Iterator[Counts]:
-    """Launches `run` again and again, with new operands, and yields what was found each time.
+    """Launches again and again, with new operands, and yields what was found each time.
 
-    The arguments are those of `wrong_elements`.
+    Args:
+      run, problem, seed: as for `wrong_elements`.
+      devices: a program runs on each of them, at the same time.
+      how: one of `LAUNCHES`: how the programs launch their kernels.
+      before_launch: called when everything is ready.
+      allocate: makes an array with memory of its own.
     """
-    device = device or default_device()
-    launch = jax.jit(lambda poisoned, *operands: run(*operands), donate_argnums=0, keep_unused=True)
+    count = LAUNCHES[how]
+    sites = [[memory.Site(problem, d, allocate) for _ in range(count)] for d in devices]
+    programs = [_program(run, count, how, of_device) for of_device in sites]
+    # A result that the program copies to its place is written by the kernel somewhere else.
+    in_place = [_temporary_bytes(program) < sites[0][0].result.nbytes for program in programs]
     for index in itertools.count():
-        with jax.default_device(device):
-            key = jax.random.fold_in(jax.random.key(seed), index)
-            operands = jax.device_put(draw(key, problem), device)
-            copies = jax.tree.map(jnp.copy, operands)
-            y = poison(problem, device)
-            # The result replaces the donated array. So a kernel that leaves out an element leaves
-            # the poison there.
-            address = y.unsafe_buffer_pointer()
-            y = launch(y, *operands).block_until_ready()
-            poisoned = y.unsafe_buffer_pointer() == address
-            yield counts(problem, copies, operands, y)._replace(poisoned=int(poisoned))
+        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
+        drawn = []
+        for i, site in enumerate(itertools.chain(*sites)):
+            device = devices[i // count]
+            with jax.default_device(device):
+                drawn.append(jax.device_put(draw(jax.random.fold_in(key, i), problem), device))
+            site.fill(drawn[-1])
+        places = [site.result.unsafe_buffer_pointer() for site in itertools.chain(*sites)]
+        before_launch()
+        results = [
+            program([site.result for site in of_device], [site.operands for site in of_device])
+            for program, of_device in zip(programs, sites)
+        ]
+        jax.block_until_ready(results)
+        total = Counts()
+        for i, (site, y) in enumerate(zip(itertools.chain(*sites), itertools.chain(*results))):
+            poisoned = in_place[i // count] and y.unsafe_buffer_pointer() == places[i]
+            site.result = y
+            wrong, moved, changed = compare(problem, drawn[i], site.operands, y)
+            changed += site.changed_bytes()
+            total = total.plus(Counts(1, y.size, wrong, moved, changed, poisoned, site.guarded))
+        yield total
 
 
-def poison(problem: Problem, device: jax.Device) -> jax.Array:
-    """An array of NaN with the shape and dtype of the result."""
-    shape = (*problem.patches[:-1], problem.N)
-    return jnp.full(shape, jnp.nan, problem.out_dtype, device=device)
+def _program(run: Run, count: int, how: str, sites: Sequence[memory.Site]) -> Any:
+    """A compiled program of poisoned results and the operands of each launch."""
+
+    def program(poisoned: list[jax.Array], operands: list[memory.Operands]) -> list[jax.Array]:
+        del poisoned
+        if how == "on two streams":
+            return [
+                compute_on(
+                    run,
+                    compute_type=f"gpu_stream:{1 + i}",
+                    out_memory_spaces=jax.memory.Space.Device,
+                )(*of_launch)
+                for i, of_launch in enumerate(operands)
+            ]
+        results: list[jax.Array] = []
+        for of_launch in operands:
+            of_launch, results = lax.optimization_barrier((of_launch, results))
+            results = [*results, run(*of_launch)]
+        return results
+
+    jitted = jax.jit(program, donate_argnums=0, keep_unused=True)
+    lowered = jitted.lower([site.result for site in sites], [site.operands for site in sites])
+    return lowered.compile(COMMAND_BUFFERS if how == "in a command buffer" else None)
+
+
+def _temporary_bytes(program: Any) -> int:
+    """Memory that a program allocates besides operands and results."""
+    analysis = program.memory_analysis()
+    return analysis.temp_size_in_bytes if analysis is not None else 0
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def draw(key: jax.Array, problem: Problem) -> Operands:
+def draw(key: jax.Array, problem: Problem) -> memory.Operands:
     """Random operands of a problem.
 
     Some elements of the table cancel the product. The scales of every other column are powers of
@@ -148,26 +209,35 @@ def has_power_of_two(N: int) -> jax.Array:
     return jnp.arange(N) % 2 == 0
 
 
-def counts(problem: Problem, given: Operands, operands: Operands, y: jax.Array) -> Counts:
-    """Compares one result.
+def compare(
+    problem: Problem, given: memory.Operands, operands: memory.Operands, y: jax.Array
+) -> tuple[int, int, int]:
+    """Compares a result.
 
     Args:
       problem: shapes and dtypes.
       given: copies of the operands, made before the launch.
       operands: the operands after the launch.
       y: the result.
+
+    Returns:
+      (wrong elements, moved elements, changed bytes of operands), as in `Counts`.
     """
     tensor_cores = Target.of(next(iter(y.devices()))).platform == "cuda"
     with jax.enable_x64(True):
         found = _compare(given, operands, y, problem, tensor_cores)
         wrong, moved, changed = map(int, jax.device_get(found))
-    return Counts(1, y.size, wrong, moved, changed)
+    return wrong, moved, changed
 
 
 # XLA need not look for the fastest reference.
 @functools.partial(jax.jit, static_argnums=(3, 4), compiler_options={"xla_gpu_autotune_level": 0})
 def _compare(
-    given: Operands, operands: Operands, y: jax.Array, problem: Problem, tensor_cores: bool
+    given: memory.Operands,
+    operands: memory.Operands,
+    y: jax.Array,
+    problem: Problem,
+    tensor_cores: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(wrong elements, moved elements, changed bytes of operands)."""
     changed = sum((_bytes(before) != _bytes(after)).sum() for before, after in zip(given, operands))

@@ -1,0 +1,137 @@
+"""Operands and result at fixed places of a device's memory, between guards."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_patch_embed.problem import Problem
+
+# Patches or images, weight, scale, table.
+type Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+type Allocate = Callable[[jax.ShapeDtypeStruct, jax.Device], jax.Array]
+
+# Every byte of a guard, and its size: more than a tile of any kernel.
+PATTERN = 0xA5
+GUARD = jax.ShapeDtypeStruct((2**20,), jnp.uint8)
+
+# XLA's allocator for GPUs rounds sizes up to a multiple of these bytes.
+UNIT = 256
+
+# Arrays that the allocator may put elsewhere before `place` gives up.
+ATTEMPTS = 256
+
+
+def operand_types(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The types of patches or images, weight, scale and table."""
+    if problem.images is None:
+        source = jax.ShapeDtypeStruct(problem.patches, problem.dtype)
+    else:
+        source = jax.ShapeDtypeStruct(problem.images, jnp.uint8)
+    return (
+        source,
+        jax.ShapeDtypeStruct(problem.weight, problem.dtype),
+        jax.ShapeDtypeStruct(problem.scale, jnp.float32),
+        jax.ShapeDtypeStruct(problem.table, problem.table_dtype),
+    )
+
+
+def result_type(problem: Problem) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*problem.patches[:-1], problem.N), problem.out_dtype)
+
+
+def allocate(kind: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
+    """An array of zeros whose memory is its own."""
+    return jnp.zeros(kind.shape, kind.dtype, device=device).block_until_ready()
+
+
+class Site:
+    """Where the operands and the result of a launch lie.
+
+    What is filled in, and the result, replace donated arrays, so they stay where these were. On a
+    GPU every buffer lies between two guards: XLA's allocator cuts them off one free block, one
+    after the other. Elsewhere the guards lie anywhere.
+
+    Attributes:
+      operands: patches or images, weight, scale, table.
+      result: the result; poison until there is one.
+      guards: before, between and after them.
+    """
+
+    def __init__(self, problem: Problem, device: jax.Device, allocate: Allocate = allocate):
+        buffers = (*operand_types(problem), result_type(problem))
+        kinds = [GUARD, *(kind for buffer in buffers for kind in (buffer, GUARD))]
+        placed = place(kinds, device, allocate)
+        *operands, self.result = placed[1::2]
+        self.operands: Operands = tuple(operands)  # type: ignore[assignment]
+        self.guards = [_patterned(guard) for guard in placed[::2]]
+
+    def fill(self, operands: Operands) -> None:
+        """Copies the operands to their place, and poisons the result."""
+        *filled, self.result = _filled((*self.operands, self.result), operands)
+        self.operands = tuple(filled)
+        jax.block_until_ready((self.operands, self.result))
+
+    @property
+    def guarded(self) -> bool:
+        """Whether each buffer lies between two guards, up to the allocator's rounding."""
+        buffers = zip(self.guards, (*self.operands, self.result))
+        return follow([x for pair in buffers for x in pair] + self.guards[-1:])
+
+    def changed_bytes(self) -> int:
+        """How many bytes of the guards changed since the last call."""
+        changed = int(_changed(self.guards))
+        if changed:
+            self.guards = [_patterned(guard) for guard in self.guards]
+        return changed
+
+
+def place(
+    kinds: Sequence[jax.ShapeDtypeStruct], device: jax.Device, allocate: Allocate = allocate
+) -> list[jax.Array]:
+    """Arrays, on a GPU each at the end of the previous one if the allocator permits it."""
+    if device.platform != "gpu":
+        return [allocate(kind, device) for kind in kinds]
+    total = sum(_rounded_up(kind.size * kind.dtype.itemsize) for kind in kinds)
+    whole = allocate(jax.ShapeDtypeStruct((total,), jnp.uint8), device)
+    position = whole.unsafe_buffer_pointer()
+    whole.delete()
+    # The allocator prefers the smallest free block. Arrays that it puts elsewhere fill these blocks
+    # until that of `whole` is the smallest.
+    elsewhere: list[jax.Array] = []
+    placed: list[jax.Array] = []
+    for kind in kinds:
+        array = allocate(kind, device)
+        while array.unsafe_buffer_pointer() != position and len(elsewhere) < ATTEMPTS:
+            elsewhere.append(array)
+            array = allocate(kind, device)
+        placed.append(array)
+        position += _rounded_up(array.nbytes)
+    return placed
+
+
+def follow(arrays: Sequence[jax.Array]) -> bool:
+    """Whether each array begins where the previous one ends, up to the allocator's rounding."""
+    begins = [x.unsafe_buffer_pointer() for x in arrays]
+    ends = [begin + _rounded_up(x.nbytes) for begin, x in zip(begins, arrays)]
+    return begins[1:] == ends[:-1]
+
+
+def _rounded_up(nbytes: int) -> int:
+    return -(-nbytes // UNIT) * UNIT
+
+
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def _filled(places: tuple[jax.Array, ...], operands: Operands) -> tuple[jax.Array, ...]:
+    return (*map(jnp.copy, operands), jnp.full_like(places[-1], jnp.nan))
+
+
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def _patterned(guard: jax.Array) -> jax.Array:
+    return jnp.full_like(guard, PATTERN)
+
+
+@jax.jit
+def _changed(guards: list[jax.Array]) -> jax.Array:
+    return jnp.stack([(guard != PATTERN).sum() for guard in guards]).sum()
