@@ -1,0 +1,561 @@
+"""Whole encoders beside what people run: Hugging Face's with torch.compile, and one in flax.
+
+  python -m benchmarks.encoder_peers --minutes 8 --out bench
+
+All have the same random weights, from a checkpoint in Hugging Face's layout, and compute pooled
+embeddings of the same uint8 images on the device in bfloat16. JAX and torch have a process each;
+contenders take turns. Times are wall times, "sustained" has the energy of the GPU. Peak memory is
+that of weights, images and all intermediate results. Each case is written to encoder_peers.jsonl as
+soon as it is measured. Peers that are not installed are left out.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import gc
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.turns import Process, burst, first_line, serve, sustained
+
+# Without its Triton products XLA leaves bias, GELU and residual to cuBLAS (docs/experiments).
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
+HERE = Path(__file__).resolve().parents[1]
+
+FRAMEWORKS = ("jax", "torch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An encoder and a number of images; `many` if it is the largest number."""
+
+    encoder: str
+    images: int
+    many: bool
+
+
+def images_of(side: int, images: int) -> np.ndarray:
+    """Random images, the same in every process."""
+    return np.random.default_rng(1).integers(0, 256, (images, side, side, 3), np.uint8)
+
+
+@dataclasses.dataclass
+class Contender:
+    """A compiled encoder.
+
+    Attributes:
+      call: computes pooled embeddings.
+      compile_seconds: what the first call or the compilation took.
+      peak_bytes: peak memory of a call; None if it is not known.
+    """
+
+    call: Callable[[], Any]
+    compile_seconds: float
+    peak_bytes: int | None
+
+
+class Jax:
+    """The contenders in JAX, in a process of their own."""
+
+    wait: Callable[[Any], Any]
+
+    def __init__(self):
+        self.contenders: dict[str, Contender] = {}
+        self.wait = _block_until_ready
+
+    def prepare(self, folder: str, images: int, many: bool) -> dict[str, Any]:
+        """Compiles all contenders; what cannot be is left out with the reason."""
+        import jax
+
+        import pallas_patch_embed as ppe
+
+        encoder = ppe.siglip2.load_encoder(folder)
+        pixels = jax.device_put(images_of(encoder.config.image_size[0], images))
+        gpu = jax.devices()[0].platform == "gpu"
+        options = OPTIONS if gpu else None
+        ways = {"this encoder, bias and GELU by cuBLAS": (_ours, (encoder,), options)}
+        if many:
+            ways["this encoder"] = (_ours, (encoder,), None)
+        ways["this encoder with the convolution"] = (
+            _with_convolution,
+            (encoder, *_unpacked(Path(folder))),
+            options,
+        )
+        left_out = {}
+        self.contenders = {}
+        for name, (function, operands, chosen) in ways.items():
+            self._compile(name, jax.jit(function, compiler_options=chosen), (*operands, pixels))
+        try:
+            function, operands = flax_tower(Path(folder), encoder.config)
+            jitted = jax.jit(function, compiler_options=options)
+            self._compile("flax, as big_vision has it", jitted, (*operands, pixels))
+        except Exception as reason:
+            left_out["flax, as big_vision has it"] = first_line(reason)
+        return describe(self.contenders, left_out)
+
+    def _compile(self, name: str, jitted: Any, operands: tuple[Any, ...]) -> None:
+        start = time.perf_counter()
+        compiled = jitted.lower(*operands).compile()
+        seconds = time.perf_counter() - start
+        used = compiled.memory_analysis()
+        peak = used and (
+            used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes
+        )
+        self.contenders[name] = Contender(functools.partial(compiled, *operands), seconds, peak)
+
+    def embeddings(self, name: str) -> list[list[float]]:
+        return np.asarray(self.contenders[name].call(), np.float32).tolist()
+
+    def turn(self, name: str, regime: str, rest: float, seconds: float) -> dict[str, Any]:
+        return turn_of(self.contenders[name].call, self.wait, regime, rest, seconds)
+
+
+def _block_until_ready(x: Any) -> Any:
+    import jax
+
+    return jax.block_until_ready(x)
+
+
+def _ours(encoder, images):
+    return encoder(images).pooler_output
+
+
+def _with_convolution(encoder, kernel, table, images):
+    from benchmarks.contenders import convolution
+    from pallas_patch_embed.siglip2.encoder import transform
+
+    return transform(encoder, convolution(images, kernel, table)).pooler_output
+
+
+def _arrays(folder: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def _unpacked(folder: Path) -> tuple[Any, Any]:
+    """The kernel [p, p, 3, D], and bias and positions [S, D]."""
+    import jax
+
+    arrays = _arrays(folder)
+    kernel = arrays["embeddings.patch_embedding.weight"].transpose(2, 3, 1, 0)
+    table = arrays["embeddings.position_embedding.weight"]
+    return jax.device_put((kernel, table + arrays["embeddings.patch_embedding.bias"]))
+
+
+def flax_tower(folder: Path, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A ViT of flax's modules as big_vision's vit.py has it, and its weights.
+
+    Attention is flax's MultiHeadDotProductAttention. Blocks are scanned, kernels are bfloat16, and
+    so is what is added between the layers.
+
+    Raises:
+      ImportError: flax is not installed.
+    """
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+
+    dtype = jnp.bfloat16
+
+    class Mlp(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.gelu(nn.Dense(config.mlp, dtype=dtype, name="fc1")(x))
+            return nn.Dense(config.width, dtype=dtype, name="fc2")(x)
+
+    def attention(name):
+        return nn.MultiHeadDotProductAttention(num_heads=config.heads, dtype=dtype, name=name)
+
+    def norm(name):
+        return nn.LayerNorm(epsilon=config.eps, name=name)
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = norm("norm1")(x).astype(dtype)
+            x = x + attention("attention")(y, y)
+            return x + Mlp(name="mlp")(norm("norm2")(x).astype(dtype))
+
+    class Head(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            probe = self.param("probe", nn.initializers.zeros, (1, 1, config.width))
+            query = jnp.tile(probe.astype(dtype), (len(x), 1, 1))
+            x = attention("attention")(query, x)
+            return (x + Mlp(name="mlp")(norm("norm")(x).astype(dtype)))[:, 0]
+
+    class Embedding(nn.Module):
+        @nn.compact
+        def __call__(self, images):
+            sides, p = images.shape[1:3], config.patch
+            x = (images.astype(jnp.float32) / 127.5 - 1).astype(dtype)
+            x = nn.Conv(config.width, (p, p), (p, p), "VALID", dtype=dtype, name="conv")(x)
+            x = x.reshape(len(x), (sides[0] // p) * (sides[1] // p), config.width)
+            shape = (1, x.shape[1], config.width)
+            return x + self.param("positions", nn.initializers.zeros, shape).astype(dtype)
+
+    def whole(params, images):
+        x = Embedding().apply({"params": params["embedding"]}, images)
+
+        def step(x, p):
+            return Block().apply({"params": p}, x), None
+
+        x, _ = jax.lax.scan(step, x, params["blocks"])
+        x = norm(None).apply({"params": params["norm"]}, x).astype(dtype)
+        return Head().apply({"params": params["head"]}, x)
+
+    return whole, (jax.device_put(_flax_params(_arrays(folder), config, dtype)),)
+
+
+def _flax_params(arrays: dict[str, np.ndarray], config: Any, dtype: Any) -> dict[str, Any]:
+    """The arrays of a `SiglipVisionModel` as flax's modules name and shape them."""
+    D, heads = config.width, config.heads
+    inner = (heads, D // heads)
+
+    def kernel(weight, shape):
+        return {"kernel": weight.T.reshape(shape).astype(dtype)}
+
+    def dense(name):
+        weight = arrays[f"{name}.weight"]
+        return kernel(weight, weight.T.shape) | {"bias": arrays[f"{name}.bias"].astype(dtype)}
+
+    def norm(name):
+        return {"scale": arrays[f"{name}.weight"], "bias": arrays[f"{name}.bias"]}
+
+    def projection(weight, bias):
+        return kernel(weight, (D, *inner)) | {"bias": bias.reshape(inner).astype(dtype)}
+
+    def out(name):
+        own = dense(name)
+        return own | {"kernel": own["kernel"].reshape(*inner, D)}
+
+    def block(i):
+        layer = f"encoder.layers.{i}"
+        names = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
+        attention = {
+            name: projection(
+                arrays[f"{layer}.self_attn.{own}.weight"], arrays[f"{layer}.self_attn.{own}.bias"]
+            )
+            for name, own in names.items()
+        }
+        return dict(
+            norm1=norm(f"{layer}.layer_norm1"),
+            attention=attention | {"out": out(f"{layer}.self_attn.out_proj")},
+            norm2=norm(f"{layer}.layer_norm2"),
+            mlp={name: dense(f"{layer}.mlp.{name}") for name in ("fc1", "fc2")},
+        )
+
+    import jax
+
+    weights = np.split(arrays["head.attention.in_proj_weight"], 3)
+    biases = np.split(arrays["head.attention.in_proj_bias"], 3)
+    attention = {
+        name: projection(*own) for name, own in zip(("query", "key", "value"), zip(weights, biases))
+    }
+    blocks = [block(i) for i in range(config.depth)]
+    conv = arrays["embeddings.patch_embedding.weight"].transpose(2, 3, 1, 0)
+    return dict(
+        embedding=dict(
+            conv=dict(
+                kernel=conv.astype(dtype),
+                bias=arrays["embeddings.patch_embedding.bias"].astype(dtype),
+            ),
+            positions=arrays["embeddings.position_embedding.weight"][None],
+        ),
+        blocks=jax.tree.map(lambda *x: np.stack(x), *blocks),
+        norm=norm("post_layernorm"),
+        head=dict(
+            probe=arrays["head.probe"],
+            attention=attention | {"out": out("head.attention.out_proj")},
+            norm=norm("head.layernorm"),
+            mlp={name: dense(f"head.mlp.{name}") for name in ("fc1", "fc2")},
+        ),
+    )
+
+
+class Torch:
+    """Hugging Face's model in torch, in a process of its own."""
+
+    def __init__(self):
+        self.contenders: dict[str, Contender] = {}
+
+    def prepare(self, folder: str, images: int, many: bool) -> dict[str, Any]:
+        """Compiles the model; leaves it out with the reason if it cannot be compiled."""
+        name = f"transformers, torch.compile{', max-autotune' if many else ''}"
+        self.contenders = {}
+        try:
+            self.contenders[name] = self._compile(folder, images, many)
+        except Exception as reason:
+            return describe({}, {name: first_line(reason)})
+        return describe(self.contenders, {})
+
+    def _compile(self, folder: str, images: int, many: bool) -> Contender:
+        import torch
+        from transformers import SiglipVisionModel
+
+        gpu = torch.cuda.is_available()
+        device = "cuda" if gpu else "cpu"
+        torch._dynamo.reset()
+        gc.collect()
+        model = SiglipVisionModel.from_pretrained(
+            folder, attn_implementation="sdpa", dtype=torch.bfloat16
+        )
+        model = model.eval().to(device)
+        pixels = torch.from_numpy(images_of(model.config.image_size, images)).to(device)
+
+        def pooled(images):
+            x = images.permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1
+            return model(pixel_values=x.to(torch.bfloat16)).pooler_output
+
+        mode = "max-autotune" if many and gpu else "default"
+        compiled = torch.compile(pooled, mode=mode, dynamic=False)
+
+        def call():
+            with torch.inference_mode():
+                return compiled(pixels)
+
+        start = time.perf_counter()
+        # CUDA graphs are recorded in the second call.
+        for _ in range(2):
+            call()
+            self.wait(None)
+        seconds = time.perf_counter() - start
+        if gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            call()
+            self.wait(None)
+        # CUDA graphs keep their memory in a pool, which counts as reserved.
+        graphs = mode == "max-autotune"
+        peak = torch.cuda.memory_reserved() if graphs else gpu and torch.cuda.max_memory_allocated()
+        return Contender(call, seconds, peak if gpu else None)
+
+    def wait(self, x: Any) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def embeddings(self, name: str) -> list[list[float]]:
+        return self.contenders[name].call().float().cpu().tolist()
+
+    def turn(self, name: str, regime: str, rest: float, seconds: float) -> dict[str, Any]:
+        return turn_of(self.contenders[name].call, self.wait, regime, rest, seconds)
+
+
+def turn_of(call: Any, wait: Any, regime: str, rest: float, seconds: float) -> dict[str, Any]:
+    """One turn in a regime, "burst" or "sustained"."""
+    turn = burst(call, wait, 5, rest) if regime == "burst" else sustained(call, wait, seconds)
+    return dataclasses.asdict(turn)
+
+
+def describe(contenders: dict[str, Contender], left_out: dict[str, str]) -> dict[str, Any]:
+    """What was compiled, and what was not."""
+    compiled = {
+        name: {"compile_seconds": c.compile_seconds, "peak_bytes": c.peak_bytes}
+        for name, c in contenders.items()
+    }
+    return {"compiled": compiled, "left_out": left_out}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One contender in one case.
+
+    Attributes:
+      encoder, images: the case.
+      contender: its name.
+      burst, sustained: milliseconds of a call, medians of all turns.
+      joules: energy of an image, sustained.
+      compile_seconds, peak_bytes: as in `Contender`.
+      difference: relative difference of its embeddings from those of the first contender.
+    """
+
+    encoder: str
+    images: int
+    contender: str
+    burst: float
+    sustained: float
+    joules: float | None
+    compile_seconds: float
+    peak_bytes: int | None
+    difference: float
+
+
+def measure(
+    case: Case, folder: Path, processes: dict[str, Process], chosen: argparse.Namespace
+) -> tuple[list[Result], dict[str, str]]:
+    """All contenders of a case, and what was left out."""
+    arguments = dict(folder=str(folder), images=case.images, many=case.many)
+    found: dict[str, dict[str, Any]] = {}
+    if case.many:
+        # Both tune by time, and would disturb each other.
+        found = {name: p.call("prepare", **arguments) for name, p in processes.items()}
+    else:
+        for process in processes.values():
+            process.tell("prepare", **arguments)
+        found = {name: process.answer() for name, process in processes.items()}
+    left_out = {k: v for answer in found.values() for k, v in answer["left_out"].items()}
+    compiled = {
+        (framework, name): facts
+        for framework, answer in found.items()
+        for name, facts in answer["compiled"].items()
+    }
+    outputs = {
+        key: np.asarray(processes[key[0]].call("embeddings", name=key[1])) for key in compiled
+    }
+    turns = collections.defaultdict(list)
+    for regime, rounds in (("burst", chosen.turns), ("sustained", max(1, chosen.turns - 1))):
+        for _, key in ((i, key) for i in range(rounds) for key in compiled):
+            options = dict(regime=regime, rest=chosen.rest, seconds=chosen.seconds)
+            turns[key, regime].append(processes[key[0]].call("turn", name=key[1], **options))
+
+    def median(key, regime, what):
+        values = [turn[what] for turn in turns[key, regime]]
+        return None if None in values else statistics.median(values)
+
+    expected = next(iter(outputs.values()))
+    results = []
+    for key, facts in compiled.items():
+        joules = median(key, "sustained", "joules")
+        off = np.linalg.norm(outputs[key] - expected) / np.linalg.norm(expected)
+        results.append(
+            Result(
+                case.encoder,
+                case.images,
+                key[1],
+                median(key, "burst", "milliseconds"),
+                median(key, "sustained", "milliseconds"),
+                joules and joules / case.images,
+                facts["compile_seconds"],
+                facts["peak_bytes"],
+                float(off),
+            )
+        )
+    return results, left_out
+
+
+def table(found: list[Result]) -> str:
+    """The contenders of one case, the fastest first."""
+    head = f"{'':45}{'burst ms':>10}{'sustained':>11}{'images/s':>11}{'J/image':>9}"
+    lines = [f"{head}{'GB':>7}{'compile s':>11}{'difference':>12}"]
+    for r in sorted(found, key=lambda r: r.sustained):
+        joules = "" if r.joules is None else f"{r.joules:.4f}"
+        peak = "" if r.peak_bytes is None else f"{r.peak_bytes / 1e9:.2f}"
+        rate = 1e3 * r.images / r.sustained
+        lines.append(
+            f"{r.contender:45}{r.burst:10.2f}{r.sustained:11.2f}{rate:11,.0f}{joules:>9}"
+            f"{peak:>7}{r.compile_seconds:11.1f}{r.difference:12.3%}"
+        )
+    return "\n".join(lines)
+
+
+def run(
+    chosen: argparse.Namespace, configs: dict[str, Any], pythons: dict[str, str]
+) -> Iterator[tuple[list[Result], dict[str, str]]]:
+    """Measures all cases that there is time for.
+
+    Args:
+      chosen: the command line.
+      configs: encoders by name.
+      pythons: the interpreter of each framework.
+    """
+    from benchmarks import checkpoints
+
+    end = time.monotonic() + 60 * chosen.minutes
+    most = max(chosen.images)
+    many = [Case(name, most, True) for name in chosen.encoders]
+    few = [
+        Case(name, n, False)
+        for name in chosen.encoders
+        for n in sorted(chosen.images, reverse=True)
+        if n != most
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1"}
+        processes = {
+            name: Process(
+                name, [pythons[name], "-m", __spec__.name, "--serve", name], environment, HERE
+            )
+            for name in chosen.frameworks
+        }
+        try:
+            for case in many + few:
+                if time.monotonic() > end:
+                    print(f"{case.encoder}, {case.images} images: no time is left.", flush=True)
+                    continue
+                own = Path(folder, str(list(configs).index(case.encoder)))
+                if not own.exists():
+                    checkpoints.write(configs[case.encoder], own)
+                yield measure(case, own, processes, chosen)
+        finally:
+            for process in processes.values():
+                process.end()
+
+
+def arguments() -> argparse.Namespace:
+    """Parses the command line."""
+    from benchmarks.encoder import ENCODERS
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.encoder_peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS))
+    parser.add_argument(
+        "--images",
+        type=int,
+        nargs="+",
+        default=[1, 64, 512],
+        help="images of a call; torch tunes for the largest number only; default: %(default)s",
+    )
+    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
+    parser.add_argument("--torch-python", default=sys.executable, help="Python that has torch")
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--turns", type=int, default=3, help="turns of each contender")
+    parser.add_argument("--rest", type=float, default=0.5, help="idle seconds before a burst")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a sustained turn")
+    parser.add_argument("--out", type=Path, help="folder for encoder_peers.jsonl")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Prints and records every case."""
+    if sys.argv[1:2] == ["--serve"]:
+        serve(Jax() if sys.argv[2] == "jax" else Torch())
+        return
+    chosen = arguments()
+    from benchmarks.encoder import ENCODERS
+
+    path = chosen.out and chosen.out / "encoder_peers.jsonl"
+    if path:
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+    pythons = {"jax": sys.executable, "torch": chosen.torch_python}
+    for found, left_out in run(chosen, ENCODERS, pythons):
+        for name, reason in left_out.items():
+            print(f"without {name}: {reason}")
+        if found:
+            print(f"\n{found[0].encoder}, {found[0].images} images\n{table(found)}", flush=True)
+        records = [{"kind": "encoder peer"} | dataclasses.asdict(r) for r in found]
+        records += [{"kind": "left out", "what": k, "reason": v} for k, v in left_out.items()]
+        if path:
+            with path.open("a") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+if __name__ == "__main__":
+    main()
