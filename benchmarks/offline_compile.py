@@ -5,12 +5,15 @@ driver is needed. The extra `codegen` has the packages.
 
   python -m benchmarks.offline_compile --target h200 --backend mosaic_sm90 --dtype int8
 
+With `--candidates` it compiles each config among which `pallas-patch-embed tune` searches.
+
 A process compiles for a single target: Mosaic registers its passes once, for the first one.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -210,6 +213,20 @@ def operands(shape: Any, B: int, dtype: str, *, table: str = "shared") -> tuple[
     )
 
 
+def programs(
+    shape: Any, images: int, dtype: str, *, out_dtype: str, table: str, backend: str, chip: Chip
+) -> Iterator[tuple[str, Callable]]:
+    """The operator with each candidate of a backend: the config in words, and a function."""
+    from pallas_patch_embed.backends import BACKENDS
+    from pallas_patch_embed.chips import Target
+    from pallas_patch_embed.problem import Problem
+
+    problem = Problem.of(*operands(shape, images, dtype, table=table), out_dtype=out_dtype)
+    target = Target("cuda", chip)
+    for config in BACKENDS[backend].candidates(problem, target):
+        yield str(config), BACKENDS[backend].plan(problem, target, config=config).run
+
+
 def main() -> None:
     """Compiles the operator for some shapes and prints its kernels as JSON, by shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -220,6 +237,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float8_e4m3fn")
     parser.add_argument("--out-dtype", default="bfloat16")
     parser.add_argument("--table", choices=["shared", "per image", "none"], default="shared")
+    parser.add_argument("--candidates", action="store_true", help="every config of the search")
+    parser.add_argument("--most", type=int, help="the first so many of them")
     parser.add_argument("--sass", type=Path, help="where to write the machine code")
     chosen = parser.parse_args()
     found, code = {}, []
@@ -229,27 +248,26 @@ def main() -> None:
         from pallas_patch_embed.primitive import patch_embed
         from pallas_patch_embed.problem import named_shape
 
-        program_of = functools.partial(
-            patch_embed,
-            backend=chosen.backend,
-            out_dtype=chosen.out_dtype,
-            layout=None,
-        )
-        for shape in chosen.shapes:
-            program = compile_offline(
-                program_of,
-                operands(named_shape(shape), chosen.images, chosen.dtype, table=chosen.table),
-                CHIPS[chosen.target],
-                folder,
-            )
-            code += [kernel.sass for kernel in program.kernels]
-            found[shape] = dict(
-                kernels=[
-                    {k: v for k, v in vars(kernel).items() if k != "sass"}
-                    for kernel in program.kernels
-                ],
-                other_operations=program.other_operations,
-            )
+        described = dict(out_dtype=chosen.out_dtype, backend=chosen.backend)
+        chosen_by_heuristic = functools.partial(patch_embed, layout=None, **described)
+        for name in chosen.shapes:
+            shape, chip = named_shape(name), CHIPS[chosen.target]
+            ways = [("", chosen_by_heuristic)]
+            if chosen.candidates:
+                described |= dict(table=chosen.table, chip=chip)
+                every = programs(shape, chosen.images, chosen.dtype, **described)
+                ways = list(itertools.islice(every, chosen.most))
+            arguments = operands(shape, chosen.images, chosen.dtype, table=chosen.table)
+            for config, way in ways:
+                program = compile_offline(way, arguments, chip, folder)
+                code += [kernel.sass for kernel in program.kernels]
+                found[" ".join(filter(None, (name, config)))] = dict(
+                    kernels=[
+                        {k: v for k, v in vars(kernel).items() if k != "sass"}
+                        for kernel in program.kernels
+                    ],
+                    other_operations=program.other_operations,
+                )
     if chosen.sass:
         chosen.sass.write_text("\n".join(code))
     print(json.dumps(found, indent=1))

@@ -9,17 +9,21 @@ The library is loaded at first use, and registered when the operator is first lo
 that only runs exported programs calls `register_cuda_kernels()` first.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_patch_embed.backends import cuda_build, tiles
+from pallas_patch_embed.backends import cuda_build, cuda_tuning, tiles
+from pallas_patch_embed.backends.cuda_tuning import Tuning
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
 from pallas_patch_embed.chips import B200, B300, H200, Chip, Target
@@ -55,7 +59,7 @@ class CudaConfig:
     """A kernel of the library; `Config` in ffi/kernel.h.
 
     Attributes:
-      name: of the kernel; it spells all other fields except `built`.
+      name: of the kernel; it spells all other fields except `built` and `tuning`.
       capability: 90 or 100.
       dtype: of patches and weight, as in SPELLED; IMAGES for images, with a weight of int8.
       out_dtype: of the result, as in SPELLED.
@@ -67,6 +71,7 @@ class CudaConfig:
       slots: depth of the ring of patches.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
       built: whether the library contains it.
+      tuning: of a kernel that is compiled on demand; None for the library's.
     """
 
     name: str
@@ -81,6 +86,10 @@ class CudaConfig:
     slots: int
     stream_weight: bool
     built: bool
+    tuning: Tuning | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.tuning is None else f"{self.name} with {self.tuning}"
 
     def serves(self, problem: Problem) -> bool:
         """Whether it is built for the dtypes and the kind of table of a problem."""
@@ -101,7 +110,7 @@ class CudaConfig:
         """Raises NotImplementedError with the reason if this kernel cannot serve `problem`."""
         if not self.serves(problem):
             raise NotImplementedError(f"{self.name} is for other dtypes, or not built.")
-        launch(
+        planned = launch(
             self,
             M=problem.rows,
             N=problem.N,
@@ -111,6 +120,24 @@ class CudaConfig:
             segments=1,
             pixels=pixels(problem),
         )
+        if self.tuning is not None:
+            self.check_tuning(planned["shared_memory"], chip)
+
+    def check_tuning(self, shared_memory: int, chip: Chip) -> None:
+        """Raises NotImplementedError with the reason if the tuning does not fit the kernel.
+
+        `shared_memory` is that of a block of the library's kernel, in bytes.
+        """
+        if self.capability != 100:
+            raise NotImplementedError(f"{self.name} has no tuning: it is not for Blackwell.")
+        self.tuning.check(self.out_dtype, self.tile_n, self.has_table)
+        shared_memory += self.tuning.more_shared_memory(self.out_dtype, self.tile_n)
+        if shared_memory > chip.shared_memory:
+            raise NotImplementedError(
+                f"{self} needs {shared_memory} bytes of shared memory, there are "
+                f"{chip.shared_memory}."
+            )
+        cuda_tuning.check_available(self.name, self.tuning)
 
 
 def pixels(problem: Problem) -> tuple[int, int]:
@@ -160,9 +187,14 @@ def library() -> ctypes.CDLL:
     """
     if reason := missing():
         raise NotImplementedError(reason)
+    return _load(LIBRARY)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """Loads a library; raises NotImplementedError if it is for another package or jaxlib."""
     again = "Build it again with `make ffi`, or install the package again."
     try:
-        found = ctypes.CDLL(str(LIBRARY))
+        found = ctypes.CDLL(str(path))
         interface = found.patch_embed_interface()
         built = found.patch_embed_ffi_major(), found.patch_embed_ffi_minor()
     except (OSError, AttributeError) as error:
@@ -197,11 +229,25 @@ def register_cuda_kernels() -> None:
     Raises:
       NotImplementedError: there is no library of kernels that fits; the message says why.
     """
+    _register(library(), TARGET)
+
+
+def _register(loaded: ctypes.CDLL, name: str) -> None:
+    """Makes a library's kernels known to XLA as the custom call of this name."""
     stages = {
-        "initialize": jax.ffi.pycapsule(library().patch_embed_initialize),
-        "execute": jax.ffi.pycapsule(library().patch_embed_execute),
+        "initialize": jax.ffi.pycapsule(loaded.patch_embed_initialize),
+        "execute": jax.ffi.pycapsule(loaded.patch_embed_execute),
     }
-    jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
+    jax.ffi.register_ffi_target(name, stages, platform="CUDA")
+
+
+@functools.cache
+def _register_tuned(kernel: str, tuning: Tuning) -> str:
+    """Compiles and registers a kernel with a tuning; returns the name of its custom call."""
+    path = cuda_tuning.build(kernel, tuning)
+    name = f"{TARGET}_{path.stem}"
+    _register(_load(path), name)
+    return name
 
 
 def _call_json(function, *arguments):
@@ -236,7 +282,7 @@ def launch(
     workers: int,
     segments: int,
     pixels: tuple[int, int] = (0, 0),
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The launch for these shapes: `Launch` in ffi/plan.h.
 
     `pixels` are height and width of the images that the kernel cuts, zeros if there are patches.
@@ -265,6 +311,14 @@ def choose_config(problem: Problem, capability: int, chip: Chip) -> CudaConfig:
     Raises:
       NotImplementedError: no kernel serves the problem.
     """
+    return _by_time(problem, capability, chip)[0]
+
+
+def _by_time(problem: Problem, capability: int, chip: Chip) -> list[CudaConfig]:
+    """The kernels that serve a problem, the fastest by estimate first; arguments as above.
+
+    Where the weight can be stationary, kernels that stream it are left out.
+    """
     if problem.N % 64:
         raise NotImplementedError(f"N is {problem.N}, expected a multiple of 64.")
     if problem.cut == "kernel" and (problem.dtype != "int8" or capability != 90):
@@ -286,10 +340,47 @@ def choose_config(problem: Problem, capability: int, chip: Chip) -> CudaConfig:
     if not fitting:
         raise NotImplementedError(reasons[-1])
     stationary = {(c.tile_n, c.blocks) for c in fitting if not c.stream_weight}
-    candidates = (
-        c for c in fitting if not c.stream_weight or (c.tile_n, c.blocks) not in stationary
-    )
-    return min(candidates, key=lambda c: (c.time(problem, chip), c.blocks))
+    kept = (c for c in fitting if not c.stream_weight or (c.tile_n, c.blocks) not in stationary)
+    return sorted(kept, key=lambda c: (c.time(problem, chip), c.blocks))
+
+
+def candidates(problem: Problem, target: Target) -> list[CudaConfig]:
+    """The kernels that serve, the fastest by estimate first; then its tunings, if it has some."""
+    if reason := missing():
+        raise NotImplementedError(reason)
+    chips = _chips(problem, target)
+    tiles.check_operands(problem)
+    capability, chip = next(iter(chips.items()))
+    found = _by_time(problem, capability, chip)
+    return found + _tunings(found[0], problem, chip)
+
+
+def _tunings(config: CudaConfig, problem: Problem, chip: Chip) -> list[CudaConfig]:
+    """A Blackwell kernel with the other tunings that can be compiled for it here.
+
+    A tuning changes how tiles are stored. Storing does not bind where K is long; kernels narrower
+    than 192 columns are for problems of one tile a worker.
+    """
+    if config.capability != 100 or config.tile_n < 192 or tiles.chunks(problem) > 12:
+        return []
+    found = []
+    for tuning in Tuning.of_library(config.out_dtype, config.tile_n).variants():
+        tuned = dataclasses.replace(config, tuning=tuning)
+        with contextlib.suppress(NotImplementedError):
+            tuned.check(problem, chip)
+            found.append(tuned)
+    return found
+
+
+def config_of(fields: Mapping[str, Any]) -> CudaConfig:
+    """The library's kernel with these fields, with a tuning if they name one."""
+    known = next((c for c in configs() if c.name == fields.get("name")), None)
+    tuning = fields.get("tuning")
+    if known is not None and tuning is not None:
+        known = dataclasses.replace(known, tuning=tiles.config_of(Tuning, tuning))
+    if known is None or dataclasses.asdict(known) | {"built": True} != dict(fields):
+        raise ValueError(f"the library has no kernel {dict(fields)}.")
+    return known
 
 
 def _chips(problem: Problem, target: Target) -> dict[int, Chip]:
@@ -326,6 +417,8 @@ def plan(problem: Problem, target: Target, *, config: CudaConfig | None = None) 
     tiles.check_operands(problem)
     chosen: dict[int, CudaConfig] = {}
     if config is not None:
+        if config.capability not in chips:
+            raise NotImplementedError(f"{config.name} is not for {target}.")
         config.check(problem, chips[config.capability])
         chosen = {config.capability: config}
     else:
@@ -348,14 +441,18 @@ def plan(problem: Problem, target: Target, *, config: CudaConfig | None = None) 
         names = {f"kernel_sm{c}": chosen[c].name if c in chosen else "" for c in CHIPS}
         made = {c: grid.schedule(problem.table_period) for c, grid in grids.items()}
         schedules = [made.get(c, next(iter(made.values()))) for c in CHIPS]
-        register_cuda_kernels()
+        if config is not None and config.tuning is not None:
+            name = _register_tuned(config.name, config.tuning)
+        else:
+            name = TARGET
+            register_cuda_kernels()
         result = jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype)
-        call = jax.ffi.ffi_call(TARGET, result)
+        call = jax.ffi.ffi_call(name, result)
         shape = (problem.rows, problem.K) if problem.cut is None else (-1, *problem.images[-3:])
         patches = patches.reshape(shape)
         return call(patches, *rest, *map(jnp.asarray, schedules), **names)
 
-    names = [c.name for c in chosen.values()]
+    names = list(map(str, chosen.values()))
     cuts = problem.cut == "kernel"
     return Plan(
         lambda *operands: tiles.flatten_leading_axes(problem, operands, compute),

@@ -1,8 +1,8 @@
 """What the tiled kernels share: checks of their operands, and the grid of tiles and workers."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +157,24 @@ def first_that_fits[C: Checked](problem: Problem, chip: Chip, configs: Iterable[
             continue
         return config
     return None
+
+
+def config_of[C](kind: type[C], fields: Mapping[str, Any]) -> C:
+    """The config of this kind with these fields.
+
+    Raises:
+      ValueError: a field is missing, unknown, or of another type; the message says which.
+    """
+    wanted = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if wanted.keys() != fields.keys():
+        raise ValueError(
+            f"a {kind.__name__} has the fields {', '.join(wanted)}; given are "
+            f"{', '.join(fields) or 'none'}."
+        )
+    for name, value in fields.items():
+        if type(value) is not wanted[name]:
+            raise ValueError(f"{name} of a {kind.__name__} is {value!r}, expected {wanted[name]}.")
+    return kind(**fields)
 
 
 def flatten_leading_axes(

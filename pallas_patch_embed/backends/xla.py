@@ -1,6 +1,8 @@
 """The operator in plain XLA: serves every platform, dtype and shape, and is the definition."""
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,21 @@ from pallas_patch_embed.problem import Problem
 EVIDENCE = "the definition of the operator, tested against exact references."
 
 
-def plan(problem: Problem, target: Target) -> Plan:
-    """XLA serves everything."""
-    del target
+def plan(problem: Problem, target: Target, *, config: None = None) -> Plan:
+    """XLA serves everything, and has no configs."""
+    del target, config
     return Plan(functools.partial(run, out_dtype=problem.out_dtype))
+
+
+def candidates(problem: Problem, target: Target) -> tuple[()]:
+    """None: XLA chooses its own."""
+    del problem, target
+    return ()
+
+
+def config_of(fields: Mapping[str, Any]) -> None:
+    """Refuses any config."""
+    raise ValueError(f"xla has no configs, given is {dict(fields)}.")
 
 
 def run(

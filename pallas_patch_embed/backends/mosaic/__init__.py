@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,13 +26,17 @@ class MosaicBackend:
       kernel: its module. `kernel.make(config, grid, problem, interpret, trace)` returns a function
         of patches [M, K], weight, scale, table [period, N] or [N], and the workers' segments.
       chips: the chips that it supports, one for each compute capability.
-      choose_config: (problem, chip) -> the kernel's config.
+      config: the type of its configs.
+      choose_config: (problem, chip) -> the config of the heuristic.
+      list_configs: (problem, chip) -> the configs worth a measurement.
       EVIDENCE: why its results may be trusted.
     """
 
     kernel: ModuleType
     chips: tuple[Chip, ...]
+    config: type
     choose_config: Callable[[Problem, Chip], Any]
+    list_configs: Callable[[Problem, Chip], list[Any]]
     EVIDENCE: str
 
     def plan(
@@ -56,12 +60,7 @@ class MosaicBackend:
         Raises:
           NotImplementedError: the kernel cannot serve; the message is the reason.
         """
-        chip = tiles.chip_for(target, self.chips)
-        if chip is None:
-            names = " or ".join("{}.{}".format(*chip.capability) for chip in self.chips)
-            raise NotImplementedError(f"it needs compute capability {names}; this is {target}.")
-        tiles.check_dtype(problem, chip)
-        tiles.check_operands(problem)
+        chip = self._checked(problem, target)
         if config is None:
             config = self.choose_config(problem, chip)
         else:
@@ -73,6 +72,26 @@ class MosaicBackend:
         grid = config.grid(problem, chip)
         make = functools.partial(self.kernel.make, config, grid, problem, interpret, trace)
         return Plan(functools.partial(_run, problem, grid, make), config=str(config))
+
+    def candidates(self, problem: Problem, target: Target) -> Sequence[Any]:
+        """The configs worth a measurement, the heuristic's first."""
+        chip = self._checked(problem, target)
+        chosen = self.choose_config(problem, chip)
+        return (chosen, *(c for c in self.list_configs(problem, chip) if c != chosen))
+
+    def config_of(self, fields: Mapping[str, Any]) -> Any:
+        """The config with these fields."""
+        return tiles.config_of(self.config, fields)
+
+    def _checked(self, problem: Problem, target: Target) -> Chip:
+        """The chip that the kernel is planned for, after the checks that no config changes."""
+        chip = tiles.chip_for(target, self.chips)
+        if chip is None:
+            names = " or ".join("{}.{}".format(*chip.capability) for chip in self.chips)
+            raise NotImplementedError(f"it needs compute capability {names}; this is {target}.")
+        tiles.check_dtype(problem, chip)
+        tiles.check_operands(problem)
+        return chip
 
 
 def _run(problem: Problem, grid: Grid, make: Callable[[], Any], *operands: jax.Array) -> jax.Array:
@@ -88,14 +107,18 @@ def _run(problem: Problem, grid: Grid, make: Callable[[], Any], *operands: jax.A
 SM90 = MosaicBackend(
     sm90,
     (H200,),
+    sm90.HopperConfig,
     heuristics.choose_sm90,
+    heuristics.list_sm90,
     "interpreted with race detection, and compiled for sm_90a in the tests; every element of its "
     "results compared on an H200.",
 )
 SM100 = MosaicBackend(
     sm100,
     (B200, B300),
+    sm100.BlackwellConfig,
     heuristics.choose_sm100,
+    heuristics.list_sm100,
     "interpreted with race detection, compiled for sm_100a, and its PTX executed by an emulator in "
     "the tests; not yet run on a Blackwell GPU.",
 )

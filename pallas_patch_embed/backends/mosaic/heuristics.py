@@ -1,9 +1,11 @@
-"""Chooses the config of a Pallas kernel: pure functions of problem and chip.
+"""Chooses the config of a Pallas kernel, and lists those worth a measurement.
 
-docs/experiments has the times of other configs.
+Pure functions of problem and chip. docs/experiments has the times of other configs.
 """
 
+import functools
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from pallas_patch_embed.backends import tiles
@@ -25,32 +27,56 @@ def slice_widths(problem: Problem, widths: tuple[int, ...]) -> list[int]:
     return found
 
 
+def _deepest(kind: Any, depths: Iterable[int], problem: Problem, chip: Chip, **choices: Any) -> Any:
+    """The config with the first of these numbers of slots that fits; None if none does."""
+    configs = (kind(slots=slots, **choices) for slots in depths)
+    return tiles.first_that_fits(problem, chip, configs)
+
+
+# With fewer than 8 slots of 8 KiB the tensor cores wait for the memory.
+HOPPER_SLOTS = range(MOST_SLOTS, 7, -1)
+EVERY_HOPPER_SLOTS = range(MOST_SLOTS, 3, -1)
+BLACKWELL_SLOTS = range(8, 3, -1)
+
+
 def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
     """The config with the smallest estimated time, with as many slots as fit.
 
     Raises:
       NotImplementedError: no config serves the problem.
     """
-
-    def deepest(min_slots: int, **choices: Any) -> HopperConfig | None:
-        """The config with the most slots that fits; None if none does."""
-        depths = range(MOST_SLOTS, min_slots - 1, -1)
-        configs = (HopperConfig(slots=slots, **choices) for slots in depths)
-        return tiles.first_that_fits(problem, chip, configs)
-
-    def candidates(tile_n: int) -> list[HopperConfig | None]:
-        # With fewer than 8 slots of 8 KiB the tensor cores wait for the memory.
-        if stationary := deepest(8, tile_n=tile_n):
-            return [stationary]
-        return [deepest(4, tile_n=tile_n, rows=rows, stream_weight=True) for rows in (64, 128)]
+    configs = itertools.chain(
+        *(_sm90_of_width(problem, chip, n) for n in slice_widths(problem, (192, 128, 64)))
+    )
 
     def time(config: HopperConfig) -> int:
         """Estimated time of the worker with the most tiles, in products of a row and a column."""
         one_tile = config.tile_m * config.tile_n + tiles.TILE_OVERHEAD
         return config.grid(problem, chip).tiles_per_worker * one_tile
 
-    widths = slice_widths(problem, (192, 128, 64))
-    return min(filter(None, itertools.chain(*map(candidates, widths))), key=time)
+    return min(configs, key=time)
+
+
+def _sm90_of_width(problem: Problem, chip: Chip, tile_n: int) -> list[HopperConfig]:
+    """A stationary weight where it leaves enough slots; if not, a streamed one."""
+    deepest = functools.partial(_deepest, HopperConfig, problem=problem, chip=chip, tile_n=tile_n)
+    if stationary := deepest(HOPPER_SLOTS):
+        return [stationary]
+    streamed = (deepest(EVERY_HOPPER_SLOTS, rows=rows, stream_weight=True) for rows in (64, 128))
+    return list(filter(None, streamed))
+
+
+def list_sm90(problem: Problem, chip: Chip) -> list[HopperConfig]:
+    """Those that the heuristic compares; beside a stationary weight also a streamed one."""
+    found = []
+    for tile_n in slice_widths(problem, (192, 128, 64)):
+        of_width = _sm90_of_width(problem, chip, tile_n)
+        found += of_width
+        if of_width and not of_width[0].stream_weight:
+            choices = dict(tile_n=tile_n, rows=128, stream_weight=True)
+            streamed = _deepest(HopperConfig, EVERY_HOPPER_SLOTS, problem, chip, **choices)
+            found += filter(None, [streamed])
+    return found
 
 
 def choose_sm100(problem: Problem, chip: Chip) -> BlackwellConfig:
@@ -59,18 +85,15 @@ def choose_sm100(problem: Problem, chip: Chip) -> BlackwellConfig:
     Raises:
       NotImplementedError: no config serves the problem.
     """
-
-    def deepest(**choices: Any) -> BlackwellConfig | None:
-        """The config with the most slots that fits, of 4 to 8; None if none does."""
-        configs = (BlackwellConfig(slots=slots, **choices) for slots in range(8, 3, -1))
-        return tiles.first_that_fits(problem, chip, configs)
-
+    deepest = functools.partial(
+        _deepest, BlackwellConfig, BLACKWELL_SLOTS, problem=problem, chip=chip
+    )
     widths = slice_widths(problem, (256, 192, 128, 64))
     # Slices of fewer than 192 columns read the patches more often than streaming in wider ones
     # reads the weight.
     stationary = [deepest(tile_n=n) for n in widths if n >= min(192, widths[0])]
     streaming = [deepest(tile_n=n, stream_weight=True) for n in widths]
-    config = next(filter(None, stationary + streaming))
+    config: BlackwellConfig = next(filter(None, stationary + streaming))
     grid = config.grid(problem, chip)
     if grid.tiles * grid.slices * grid.blocks >= chip.multiprocessors:
         return config
@@ -80,3 +103,17 @@ def choose_sm100(problem: Problem, chip: Chip) -> BlackwellConfig:
         for stream in (False, True)
     ]
     return next(filter(None, narrow))
+
+
+def list_sm100(problem: Problem, chip: Chip) -> list[BlackwellConfig]:
+    """Wide slices of two blocks, narrow ones of one; the weight stationary if it fits."""
+    deepest = functools.partial(
+        _deepest, BlackwellConfig, BLACKWELL_SLOTS, problem=problem, chip=chip
+    )
+    widths = slice_widths(problem, (256, 192, 128, 64))
+    shapes = [(n, n > 64) for n in widths]
+    placed = (
+        deepest(tile_n=n, collective=pair) or deepest(tile_n=n, collective=pair, stream_weight=True)
+        for n, pair in shapes
+    )
+    return list(filter(None, placed))

@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import inspect
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +192,28 @@ def plan(problem: Problem, target: Target, *, config: TritonConfig | None = None
     Raises:
       NotImplementedError: the kernel cannot serve; the message is the reason.
     """
+    chip = _checked(problem, target)
+    layout = None if problem.images is None else image_layout(problem)
+    config = config or choose_config(problem, chip, layout and layout.VECTOR)
+    run = functools.partial(_launch, problem, chip, config, layout)
+    return Plan(run, config=str(config), takes_images=layout is not None)
+
+
+def candidates(problem: Problem, target: Target) -> list[TritonConfig]:
+    """The configs whose registers suffice, the fastest by estimate first."""
+    chip = _checked(problem, target)
+    vector = None if problem.images is None else image_layout(problem).VECTOR
+    found = fitting_configs(problem, chip, vector)
+    return sorted(found, key=lambda config: config.cycles(problem, chip, vector is not None))
+
+
+def config_of(fields: Mapping[str, Any]) -> TritonConfig:
+    """The config with these fields."""
+    return tiles.config_of(TritonConfig, fields)
+
+
+def _checked(problem: Problem, target: Target) -> Chip:
+    """The chip that the kernel is compiled for, after the checks that no config changes."""
     chip = target.chip or (None if target.known else OLDEST_CHIP)
     if chip is None or chip.capability < OLDEST_CHIP.capability:
         raise NotImplementedError(f"it needs compute capability 8.0 or newer; this is {target}.")
@@ -199,10 +222,7 @@ def plan(problem: Problem, target: Target, *, config: TritonConfig | None = None
     tiles.check_operands(problem)
     if problem.rows > MAX_ROWS:
         raise NotImplementedError(f"there are {problem.rows} patches, expected at most {MAX_ROWS}.")
-    layout = None if problem.images is None else image_layout(problem)
-    config = config or choose_config(problem, chip, layout and layout.VECTOR)
-    run = functools.partial(_launch, problem, chip, config, layout)
-    return Plan(run, config=str(config), takes_images=layout is not None)
+    return chip
 
 
 class ImageLayout(NamedTuple):

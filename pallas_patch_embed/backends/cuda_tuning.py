@@ -1,0 +1,227 @@
+"""The Blackwell kernels of ffi/ with another `Tuning` than the library's, compiled on demand.
+
+A kernel with its tuning is a library of its own, in a cache folder: `PATCH_EMBED_CACHE`, or
+pallas_patch_embed in the user's cache. Its name is the hash of all that it is made of.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_patch_embed.backends import cuda_build
+from pallas_patch_embed.versions import version
+
+# Registers of a storing thread, by the kernel's setmaxnreg; how many of them are for other things
+# than sums, scale and table, by output dtype (ffi/patch_embed_sm100.cu).
+STORE_REGISTERS = 232
+OTHER_REGISTERS = {"bf16": 8, "f32": 16}
+
+# Warps of a thread block that store, and rows of y that each of them stores at once.
+STORING_WARPS, WARP_ROWS = 8, 32
+
+# The names of ffi/ for the dtypes that kernels' names spell.
+TYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16", "f32": "kFloat32"}
+ITEMSIZE = {"bf16": 2, "f32": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How a storing warp works: `Tuning` in ffi/patch_embed_sm100.h. No member changes the result.
+
+    Attributes:
+      step_columns: columns of an accumulator that a warp loads before it waits for them.
+      load_columns: columns of one load: 16, 32 or 64.
+      staging_buffers: buffers in shared memory of a warp, each for one TMA store.
+      stores_per_group: stores that share a fence.
+      stored_first: whether a tile's stores have been issued before its accumulator is overwritten.
+        If not, it is enough that the sums are in registers.
+      stagger_cycles: cycles by which the second storing warpgroup begins a tile later.
+      keep_table: whether a warp's part of the table stays in registers for a segment.
+    """
+
+    step_columns: int
+    load_columns: int
+    staging_buffers: int = 2
+    stores_per_group: int = 1
+    stored_first: bool = False
+    stagger_cycles: int = 0
+    keep_table: bool = True
+
+    @classmethod
+    def of_library(cls, out_dtype: str, tile_n: int) -> "Tuning":
+        """That of the library's kernels of this width."""
+        step = tile_n // 2 if tile_n < 256 else 32 if out_dtype == "f32" else 64
+        return cls(step, 32 if step % 64 else 64)
+
+    def variants(self) -> list["Tuning"]:
+        """Tunings worth a measurement, possible or not; each differs in one member.
+
+        Loads of 16 columns are not among them: they take as long as those of 32.
+        """
+        changes: list[dict[str, Any]] = [
+            dict(load_columns=32),
+            dict(staging_buffers=4),
+            dict(stored_first=True),
+            # A sixth of the time in which a tile of 256 columns is multiplied (K = 768).
+            dict(stagger_cycles=500),
+        ]
+        found = (dataclasses.replace(self, **change) for change in changes)
+        return [tuning for tuning in found if tuning != self]
+
+    def check(self, out_dtype: str, tile_n: int, has_table: bool) -> None:
+        """Raises NotImplementedError with the reason if no such kernel compiles without spills."""
+        columns, store = tile_n // 2, store_bytes(out_dtype, tile_n) // ITEMSIZE[out_dtype]
+        step, kept = self.step_columns, columns if self.keep_table else self.step_columns
+        registers = step + columns // 4 + kept // 4 * (4 if has_table else 1)
+        registers += OTHER_REGISTERS[out_dtype]
+        for possible, expected in (
+            (self.load_columns in (16, 32, 64), "loads of 16, 32 or 64 columns"),
+            (step % self.load_columns == 0, "loads that make a step"),
+            (columns % step == 0, f"steps that make the {columns} columns of a warp"),
+            (step % store == 0, f"stores of {store} columns that make a step"),
+            (step // store % self.stores_per_group == 0, "groups of stores that make a step"),
+            (self.staging_buffers in (1, 2, 4, 8), "1, 2, 4 or 8 buffers"),
+            (self.staging_buffers % self.stores_per_group == 0, "groups that make the buffers"),
+            (self.stagger_cycles >= 0, "no negative cycles"),
+            (registers <= STORE_REGISTERS, f"at most {STORE_REGISTERS} registers, not {registers}"),
+        ):
+            if not possible:
+                raise NotImplementedError(f"{self} of {tile_n} columns: expected {expected}.")
+
+    def more_shared_memory(self, out_dtype: str, tile_n: int) -> int:
+        """Bytes of shared memory of a block, in addition to those of the library's kernel."""
+        more = self.staging_buffers - self.of_library(out_dtype, tile_n).staging_buffers
+        return more * STORING_WARPS * WARP_ROWS * store_bytes(out_dtype, tile_n)
+
+    def header(self, kernel: str) -> str:
+        """C++ that is included before ffi's sources: one kernel, and its tuning.
+
+        Args:
+          kernel: the kernel's name.
+        """
+        _, _, _, dtype, out_dtype, columns, tile, blocks, slots, weight = kernel.split("_")
+        tile_n = tile.split("x")[0]
+        arguments = (dtype, out_dtype, columns, tile_n, blocks[1:], slots[1:], weight)
+        macro = f"PATCH_EMBED_SM100_{TYPES[dtype]}"
+        values = dict(
+            kStepColumns=self.step_columns,
+            kLoadColumns=self.load_columns,
+            kStagingBuffers=self.staging_buffers,
+            kStoresPerGroup=self.stores_per_group,
+            kStaggerCycles=self.stagger_cycles,
+            kKeepTable=str(self.keep_table).lower(),
+            # kLoaded or kStored.
+            kRelease=f"Release{{{int(self.stored_first)}}}",
+        )
+        members = "".join(f"  static constexpr auto {k} = {v};\n" for k, v in values.items())
+        return f"""\
+#include "configs.h"
+#undef {macro}
+#define {macro}(X) X({", ".join(arguments)})
+#define PATCH_EMBED_FATBINS(X) X(100, {TYPES[dtype]})
+namespace patch_embed::sm100 {{
+enum class Release;
+template <Type out_dtype, int tile_n>
+struct Tuning;
+template <>
+struct Tuning<Type::{TYPES[out_dtype]}, {tile_n}> {{
+{members}}};
+}}  // namespace patch_embed::sm100
+"""
+
+
+def store_bytes(out_dtype: str, tile_n: int) -> int:
+    """Bytes of a row of one TMA store."""
+    return 64 if tile_n // 2 * ITEMSIZE[out_dtype] % 128 else 128
+
+
+def cache_folder() -> Path:
+    """Where the libraries are."""
+    if named := os.environ.get("PATCH_EMBED_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "pallas_patch_embed")
+
+
+def library_path(kernel: str, tuning: Tuning) -> Path:
+    """Where the library of a kernel with this tuning is, or would be."""
+    parts = (cuda_build.source_hash(), version("jaxlib"), kernel, tuning)
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return cache_folder() / f"{kernel}_{key}.so"
+
+
+@functools.cache
+def cannot_compile() -> str | None:
+    """Why kernels cannot be compiled on this machine; None if they can."""
+    if cuda_build.source_hash() is None:
+        return "the sources of the kernels are missing"
+    if shutil.which("c++") is None:
+        return "no C++ compiler was found"
+    nvcc, reason = cuda_build.find_nvcc()
+    return None if nvcc else reason
+
+
+def check_available(kernel: str, tuning: Tuning) -> None:
+    """Raises NotImplementedError if there is no such library, and none can be compiled."""
+    if not library_path(kernel, tuning).exists() and (reason := cannot_compile()):
+        raise NotImplementedError(f"{kernel} with {tuning} cannot be compiled here: {reason}.")
+
+
+def build(kernel: str, tuning: Tuning) -> Path:
+    """The library of a kernel with this tuning; compiles it, in half a minute, if there is none.
+
+    Raises:
+      NotImplementedError: it does not compile, or it spills; the message says why.
+    """
+    path = library_path(kernel, tuning)
+    check_available(kernel, tuning)
+    if path.exists():
+        return path
+    nvcc, _ = cuda_build.find_nvcc()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dtype = TYPES[kernel.split("_")[3]]
+    codes = ("100a",) if dtype == "kInt8" else ("100a", "103a")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        Path(folder, "tuned.h").write_text(tuning.header(kernel))
+        # binding.cc includes it for PATCH_EMBED_FATBINS, which tuned.h defines.
+        Path(folder, "fatbins.h").touch()
+        common = [str(nvcc), "-std=c++17", f"-I{cuda_build.FFI}", "-I.", "-include", "tuned.h"]
+        _compile(
+            *(*common, "-O3", "--Werror", "all-warnings", f"-DPATCH_EMBED_DTYPE={dtype}"),
+            "-Xptxas=-warn-spills,-warn-lmem-usage,--warning-as-error",
+            *(f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes),
+            *(
+                "-fatbin",
+                str(cuda_build.FFI / "patch_embed_sm100.cu"),
+                "-o",
+                f"sm100_{dtype}.fatbin",
+            ),
+            folder=folder,
+        )
+        _compile(
+            *(*common, "-O2", "-shared", "-cudart=none", "-x", "c++"),
+            *("-Xcompiler", "-fPIC,-fvisibility=hidden", "-isystem", jax.ffi.include_dir()),
+            f'-DPATCH_EMBED_SOURCES="{cuda_build.source_hash()}"',
+            *(str(cuda_build.FFI / "binding.cc"), "-o", "library.so", "-ldl"),
+            folder=folder,
+        )
+        os.replace(Path(folder, "library.so"), path)
+    return path
+
+
+def _compile(*command: str, folder: str) -> None:
+    """Runs a compiler in a folder."""
+    done = subprocess.run(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
+    )
+    if done.returncode:
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        wrong = [line for line in lines if "error" in line or "spill" in line] or lines
+        raise NotImplementedError(f"it does not compile: {wrong[0] if wrong else 'no output'}")
