@@ -1,6 +1,7 @@
 """The public functions: argument checks, docstrings, and the way to the primitive."""
 
 import operator
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,6 +121,7 @@ def patch_embed(
     position_embedding: AnyArray | None = None,
     backend: str | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
+    tuned: str | os.PathLike[str] | None = None,
 ) -> jax.Array:
     """Embeds patches: product with the weight, scale, bias and positions in one operator.
 
@@ -139,17 +141,22 @@ def patch_embed(
         `params.dtype` is float32).
       backend: a name from `backend_names()`; None for the one that `explain` says is chosen.
       out_dtype: bfloat16 or float32, to which the result is rounded once.
+      tuned: path of a file of `pallas-patch-embed tune`, whose configs are used for the problems in
+        it; by default the one that the environment variable PATCH_EMBED_TUNED names. It is read
+        when a program is lowered. Static, like `backend`.
 
     Returns:
       [..., S, N] of out_dtype.
 
     Raises:
       TypeError: an argument of another type or dtype.
-      ValueError: an argument of another shape, an unknown backend or output dtype.
+      ValueError: an argument of another shape, an unknown backend or output dtype, a damaged file
+        of configs.
       NotImplementedError: the backend asked for by name cannot serve; the message says why.
     """
     out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype)
-    return _bind(jnp.asarray(patches), params, position_embedding, backend, out_dtype)
+    operands = (jnp.asarray(patches), params, position_embedding)
+    return _bind(*operands, backend, out_dtype, _path(tuned))
 
 
 def embed_images(
@@ -161,6 +168,7 @@ def embed_images(
     out_dtype: DTypeLike = jnp.bfloat16,
     clip: bool = False,
     cut: str | None = None,
+    tuned: str | os.PathLike[str] | None = None,
 ) -> jax.Array:
     """Embeds images: `patchify`, then `patch_embed`; a backend may cut uint8 images by itself.
 
@@ -174,6 +182,7 @@ def embed_images(
       clip: as for `patchify`.
       cut: None, or "kernel": a kernel cuts uint8 images itself, or the call is refused. Static,
         like `backend`.
+      tuned: as for `patch_embed`.
 
     Returns:
       [..., S, N] of out_dtype.
@@ -192,10 +201,10 @@ def embed_images(
     images = jnp.asarray(images)
     if images.dtype == jnp.uint8:
         # The backend cuts them, or has them cut.
-        arguments = (images, params, position_embedding, backend, out_dtype)
+        arguments = (images, params, position_embedding, backend, out_dtype, _path(tuned))
         return _bind(*arguments, layout=params.layout, cut=cut)
     patches = rows(images, params.layout, params.encoding)
-    y = _bind(patches, params, position_embedding, backend, out_dtype)
+    y = _bind(patches, params, position_embedding, backend, out_dtype, _path(tuned))
     if params.dtype == "int8":
         # Rounding to integers would make the derivative a silent zero.
         y = primitive.without_gradient(images, y)
@@ -210,6 +219,7 @@ def explain(
     out_dtype: DTypeLike = jnp.bfloat16,
     device: Any = None,
     cut: str | None = None,
+    tuned: str | os.PathLike[str] | None = None,
 ) -> Explanation:
     """Says which backends serve these patches or images, and why the others do not.
 
@@ -222,6 +232,7 @@ def explain(
       device: the device asked about, one of jax.devices() (jaxlib has no type for it); by default
         the one that JAX would use.
       cut: as in a call of `embed_images`.
+      tuned: as in that call.
 
     Returns:
       Explanation: rows (backend, serves, reason) in the order in which they are tried; print it.
@@ -249,7 +260,20 @@ def explain(
     source = patches if layout is None else given
     operands = (source, params.weight, params.scale, table)
     problem = Problem.of(*operands, out_dtype=out_dtype, layout=layout, cut=cut)
-    return explain_problem(problem, Target.of(device))
+    return explain_problem(problem, Target.of(device), _path(tuned))
+
+
+def _path(tuned: Any) -> str | None:
+    """The absolute path of a file of configs: the working directory may change."""
+    if tuned is None:
+        return None
+    try:
+        return os.path.abspath(os.fspath(tuned))
+    except TypeError:
+        raise TypeError(
+            f"patch_embed: tuned is {tuned!r}, expected the path of a file that "
+            "`pallas-patch-embed tune` wrote, or None."
+        ) from None
 
 
 def _of_shape(shape: Any, params: PatchEmbedParams) -> Any:
@@ -456,6 +480,7 @@ def _bind(
     positions: Any,
     backend: str | None,
     out_dtype: str,
+    tuned: str | None,
     *,
     layout: PatchLayout | None = None,
     cut: str | None = None,
@@ -463,7 +488,7 @@ def _bind(
     shape = source.shape if layout is None else layout.rows_shape(source.shape)
     table = _table(params, positions, shape[-2])
     operands = (source, params.weight, params.scale, table)
-    static = dict(backend=backend, out_dtype=out_dtype, layout=layout, cut=cut)
+    static = dict(backend=backend, out_dtype=out_dtype, layout=layout, cut=cut, tuned=tuned)
     return primitive.patch_embed(*map(jnp.asarray, operands), **static)
 
 

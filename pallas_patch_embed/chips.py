@@ -63,7 +63,9 @@ RTX_5090 = Chip("RTX 5090", (12, 0), 170, 99 * KIB, 0, 2.407, 1792 * _G, 32 * _G
 CHIPS = (A100, RTX_3090, RTX_4090, H200, B200, B300, RTX_5090)
 
 
-def chip_of(capability: tuple[int, int], multiprocessors: int | None = None) -> Chip:
+def chip_of(
+    capability: tuple[int, int], multiprocessors: int | None = None, name: str | None = None
+) -> Chip:
     """The chip of a compute capability.
 
     A capability that is not listed gets the facts of the newest listed one that is not newer.
@@ -71,10 +73,13 @@ def chip_of(capability: tuple[int, int], multiprocessors: int | None = None) -> 
     Args:
       capability: (major, minor).
       multiprocessors: multiprocessors of this GPU; None for those of the listed chip.
+      name: the name that this GPU's driver reports; None for that of the listed chip.
     """
     like = next((chip for chip in reversed(CHIPS) if chip.capability <= capability), CHIPS[0])
     count = multiprocessors or like.multiprocessors
-    return dataclasses.replace(like, capability=capability, multiprocessors=count)
+    return dataclasses.replace(
+        like, name=name or like.name, capability=capability, multiprocessors=count
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +103,8 @@ class Target:
         capability = str(getattr(device, "compute_capability", ""))
         if device.platform == "gpu" and capability[:1].isdigit():
             major, minor = map(int, capability.split("."))
-            return cls("cuda", chip_of((major, minor), getattr(device, "core_count", None)))
+            count, name = getattr(device, "core_count", None), device.device_kind
+            return cls("cuda", chip_of((major, minor), count, name))
         return cls("rocm" if device.platform == "gpu" else device.platform)
 
     @classmethod

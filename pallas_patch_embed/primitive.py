@@ -47,6 +47,7 @@ class Call(NamedTuple):
       layout: how patches are cut of uint8 images; None for patches.
       backend: the user's choice; None for the best backend that serves.
       cut: "kernel" if a kernel must cut the images; None if XLA may do it.
+      tuned: path of the user's file of measured configs, or None.
       devices: a jaxpr that makes JAX pass the devices to the lowering rule (`_needs_devices`), or
         None.
     """
@@ -55,6 +56,7 @@ class Call(NamedTuple):
     layout: PatchLayout | None
     backend: str | None
     cut: str | None = None
+    tuned: str | None = None
     devices: Any = None
 
     def __repr__(self) -> str:
@@ -76,7 +78,9 @@ def _needs_devices():
         return jax.make_jaxpr(split)(jax.ShapeDtypeStruct((1,), jnp.float32))
 
 
-def patch_embed(source, weight, scale, table, *, backend, out_dtype, layout, cut=None) -> jax.Array:
+def patch_embed(
+    source, weight, scale, table, *, backend, out_dtype, layout, cut=None, tuned=None
+) -> jax.Array:
     """The primitive's equation.
 
     Args:
@@ -85,13 +89,13 @@ def patch_embed(source, weight, scale, table, *, backend, out_dtype, layout, cut
       backend: a name, or None for the one chosen.
       out_dtype: "bfloat16" or "float32".
       layout: how patches are cut of images, None for patches.
-      cut: "kernel" or None, as in `Call`.
+      cut, tuned: as in `Call`.
     """
     operands = (source, weight, scale, table)
     types = [jax.typeof(x) for x in operands]
     automatic = backend != "xla" and not _is_manual(types) and _explicit_mesh(types) is None
     devices = _needs_devices() if automatic else None
-    call = Call(out_dtype, layout, backend, cut, devices)
+    call = Call(out_dtype, layout, backend, cut, tuned, devices)
     return patch_embed_p.bind(*operands, call=call)
 
 
@@ -437,7 +441,7 @@ def _lower_split(ctx, *operands, call):
 
 
 def _lower_whole(ctx, *operands, call, platform):
-    out_dtype, layout, backend, cut, _ = call
+    out_dtype, layout, backend, cut, tuned, _ = call
     module = ctx.module_context
     if backend not in (None, "xla") and len(module.platforms) > 1:
         raise NotImplementedError(
@@ -446,7 +450,7 @@ def _lower_whole(ctx, *operands, call, platform):
         )
     problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype, layout=layout, cut=cut)
     if _devices_left_to_xla(module) == 1:
-        plan = choose(problem, _target(module, platform), backend)
+        plan = choose(problem, _target(module, platform), backend, tuned)
     elif backend in (None, "xla") and cut is None:
         plan = xla.plan(problem, _target(module, platform))
     else:

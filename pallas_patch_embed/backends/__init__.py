@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_patch_embed.backends import cuda, triton, xla
+from pallas_patch_embed.backends import cuda, stored, triton, xla
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.plan import Backend, Plan, Refusal
 from pallas_patch_embed.backends.preferences import patchify_first, preferred_alternative
@@ -49,13 +49,16 @@ class Explanation:
       target: the chip asked about.
       rows: (backend, serves, reason), one for each backend; one that serves has a reason if another
         is faster.
-      configs: tile sizes and so on of each backend that serves; empty for the others.
+      configs: tile sizes and so on of each backend that serves, and where they come from; empty for
+        the others.
+      notes: files of measured configs that are ignored, and why.
     """
 
     problem: Problem
     target: Target
     rows: tuple[Row, ...]
     configs: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> str:
@@ -79,7 +82,7 @@ class Explanation:
             mark = "->" if row.backend == self.chosen else "  "
             serves = "serves" if row.serves else "no    "
             lines.append(f"{mark} {row.backend:{width}}  {serves}  {row.reason or config}".rstrip())
-        return "\n".join([f"{what} on {self.target}", *lines])
+        return "\n".join([f"{what} on {self.target}", *lines, *self.notes])
 
 
 def _named(layout: PatchLayout) -> str:
@@ -89,7 +92,12 @@ def _named(layout: PatchLayout) -> str:
 
 
 def plan_with(
-    name: str, problem: Problem, target: Target, *, asked: bool = False
+    name: str,
+    problem: Problem,
+    target: Target,
+    *,
+    asked: bool = False,
+    tuned: str | None = None,
 ) -> Plan | Refusal:
     """How one backend computes a problem on a target, or why it cannot.
 
@@ -99,6 +107,11 @@ def plan_with(
       target: where the program runs.
       asked: whether the user chose this backend by name. Then it cuts images itself if it can, even
         if it would be faster after XLA's patchify.
+      tuned: path of the user's file of measured configs; None for the one that the environment
+        names, if any.
+
+    Raises:
+      ValueError: a file of measured configs is damaged, or the user's is missing.
     """
     if problem.layout is not None:
         only_xla = problem.layout.frames is not None or problem.layout.prefix > 0
@@ -107,7 +120,7 @@ def plan_with(
         if only_xla or (not asked and not problem.cut and patchify_first(name, problem, target)):
             problem = problem.of_patches
     try:
-        plan = BACKENDS[name].plan(problem, target)
+        plan = _plan(name, problem, target, tuned)
     except NotImplementedError as error:
         return Refusal(str(error))
     if problem.cut == "kernel" and not plan.takes_images:
@@ -115,9 +128,29 @@ def plan_with(
     return plan
 
 
-def _verdicts(problem: Problem, target: Target) -> Iterator[tuple[str, Plan | Refusal, str]]:
+def _plan(name: str, problem: Problem, target: Target, tuned: str | None) -> Plan:
+    """A backend's plan with the measured config, or with its heuristic's if there is none."""
+    backend, found = BACKENDS[name], stored.find(name, problem, target, tuned)
+    origin = found.origin
+    if found.config is not None and found.path is not None:
+        try:
+            config = backend.config_of(found.config)
+            plan = backend.plan(problem, target, config=config)
+            return dataclasses.replace(plan, origin=origin)
+        except ValueError as error:
+            raise ValueError(stored.damaged(found.path, str(error))) from None
+        except NotImplementedError as error:
+            # Such as a tuning for which no nvcc is here.
+            origin = f"{stored.HEURISTIC}, because the config of {found.path} is refused: {error}"
+    plan = backend.plan(problem, target)
+    return dataclasses.replace(plan, origin=origin) if plan.config else plan
+
+
+def _verdicts(
+    problem: Problem, target: Target, tuned: str | None
+) -> Iterator[tuple[str, Plan | Refusal, str]]:
     """Each backend's name and answer, and why another one is preferred; "" if none is."""
-    answer_of = functools.cache(lambda name: plan_with(name, problem, target))
+    answer_of = functools.cache(lambda name: plan_with(name, problem, target, tuned=tuned))
     for name in BACKENDS:
         answer = answer_of(name)
         faster, reason = preferred_alternative(name, problem) or (name, "")
@@ -125,17 +158,18 @@ def _verdicts(problem: Problem, target: Target) -> Iterator[tuple[str, Plan | Re
         yield name, answer, reason if served else ""
 
 
-def explain(problem: Problem, target: Target) -> Explanation:
-    """Every backend's answer about `problem` on `target`."""
+def explain(problem: Problem, target: Target, tuned: str | None = None) -> Explanation:
+    """Every backend's answer about `problem` on `target`; `tuned` as for `plan_with`."""
     rows, configs = [], []
-    for name, answer, reason in _verdicts(problem, target):
+    for name, answer, reason in _verdicts(problem, target, tuned):
         if isinstance(answer, Refusal):
             rows.append(Row(name, False, answer.reason))
             configs.append("")
         else:
             rows.append(Row(name, True, reason))
-            configs.append(answer.config)
-    return Explanation(problem, target, tuple(rows), tuple(configs))
+            configs.append(", ".join(filter(None, (answer.config, answer.origin))))
+    notes = stored.ignored(target, tuned)
+    return Explanation(problem, target, tuple(rows), tuple(configs), notes)
 
 
 def check_name(name: str | None) -> None:
@@ -147,7 +181,7 @@ def check_name(name: str | None) -> None:
         )
 
 
-def choose(problem: Problem, target: Target, name: str | None) -> Plan:
+def choose(problem: Problem, target: Target, name: str | None, tuned: str | None = None) -> Plan:
     """The plan by which a call is computed.
 
     Args:
@@ -155,14 +189,16 @@ def choose(problem: Problem, target: Target, name: str | None) -> Plan:
       target: where the program runs. If it is not known, only XLA is safe; a backend that the user
         chose by name is trusted to fit.
       name: the user's choice, or None for the best backend that serves.
+      tuned: as for `plan_with`.
 
     Raises:
       NotImplementedError: the backend asked for cannot serve; the message says why.
+      ValueError: a file of measured configs is damaged, or the user's is missing.
     """
     answer: Plan | Refusal
     if name is None and target.known:
         refusals = []
-        for backend, answer, reason in _verdicts(problem, target):
+        for backend, answer, reason in _verdicts(problem, target, tuned):
             if isinstance(answer, Plan) and not reason:
                 return answer
             refusals += [f"{backend}: {answer.reason}"] if isinstance(answer, Refusal) else []
@@ -175,7 +211,7 @@ def choose(problem: Problem, target: Target, name: str | None) -> Plan:
     if name != "xla" and any(map(jax.export.is_symbolic_dim, sizes)):
         answer = Refusal("its kernels are for sizes that are known.")
     else:
-        answer = plan_with(name, problem, target, asked=True)
+        answer = plan_with(name, problem, target, asked=True, tuned=tuned)
     if isinstance(answer, Plan):
         return answer
     raise NotImplementedError(

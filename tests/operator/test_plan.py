@@ -35,9 +35,10 @@ def test_a_chip_of_fewer_multiprocessors_gets_its_own_grid():
     assert len(fewer.schedule(196)) == 28
 
 
-def test_the_multiprocessors_are_those_of_the_device():
+def test_the_name_and_the_multiprocessors_are_those_of_the_device():
     device = mock.Mock(platform="gpu", compute_capability="9.0", core_count=114)
-    assert Target.of(device).chip == H100
+    device.device_kind = "NVIDIA H100 PCIe"
+    assert Target.of(device).chip == dataclasses.replace(H100, name="NVIDIA H100 PCIe")
 
 
 @pytest.mark.parametrize(
