@@ -14,6 +14,7 @@ import argparse
 import collections
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -24,14 +25,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-try:
-    from benchmarks.turns import Process, first_line, serve
-except ImportError:
-    # In the process of an earlier version, whose benchmarks do not have it.
-    from turns import Process, first_line, serve
+# The process of an earlier version, whose benchmarks do not have it, finds it in its path.
+turns = importlib.import_module("benchmarks.turns" if find_spec("benchmarks.turns") else "turns")
 
 HERE = Path(__file__).resolve()
 NAMES = ("before", "after")
@@ -161,7 +160,7 @@ class Version:
                 function = jax.jit(functools.partial(functions[row.what], backend=row.backend))
                 self.programs[row] = function.lower(*operands).compile(), operands
             except Exception as reason:
-                left_out[str(row)] = first_line(reason)
+                left_out[str(row)] = turns.first_line(reason)
 
         # One after the other, so that operands are made once.
         for row in every:
@@ -208,7 +207,7 @@ class Version:
         return times[""].milliseconds
 
 
-def process_of(name: str, tree: Path, cache: Path) -> Process:
+def process_of(name: str, tree: Path, cache: Path) -> turns.Process:
     """The process of a version."""
     inherited = filter(None, [os.environ.get("PYTHONPATH")])
     folders = [str(tree), *inherited, str(HERE.parent)]
@@ -219,7 +218,7 @@ def process_of(name: str, tree: Path, cache: Path) -> Process:
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip(),
     }
     # -P: otherwise this folder would be searched for modules before PYTHONPATH.
-    return Process(name, [sys.executable, "-P", str(HERE), "--serve"], environment, tree)
+    return turns.Process(name, [sys.executable, "-P", str(HERE), "--serve"], environment, tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +276,7 @@ def compare(
     plan: list[tuple[Row, str]],
     *,
     minutes: float = math.inf,
-    turns: int = 3,
+    rounds: int = 3,
     rest: float = 0.3,
     seconds: float = 1.0,
 ) -> Iterator[Comparison | str]:
@@ -287,7 +286,7 @@ def compare(
       trees: the folders of the versions, before and after.
       plan: rows and regimes, in the order in which they are measured.
       minutes: after this time nothing more is measured.
-      turns: of each version.
+      rounds: turns of each version.
       rest: idle seconds before a burst.
       seconds: duration of a sustained turn.
 
@@ -317,7 +316,7 @@ def compare(
                         one, other = (version.call("bits", row=row) for version in versions)
                         bits[row] = one == other
                     found = collections.defaultdict(list)
-                    for i in range(turns):
+                    for i in range(rounds):
                         for version in versions if i % 2 == 0 else versions[::-1]:
                             ms = version.call(
                                 "turn", row=row, regime=regime, rest=rest, seconds=seconds
@@ -378,7 +377,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=4736, help="many images")
     parser.add_argument("--few", type=int, nargs="*", default=[1, 64], help="few images")
     parser.add_argument("--minutes", type=float, default=math.inf)
-    parser.add_argument("--turns", type=int, default=3, help="turns of each version")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each version")
     parser.add_argument("--rest", type=float, default=0.3, help="idle seconds before a burst")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a sustained turn")
     parser.add_argument("--out", type=Path, help="folder for two_trees.jsonl")
@@ -392,7 +391,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Prints and records every comparison."""
     if sys.argv[1:] == ["--serve"]:
-        serve(Version())
+        turns.serve(Version())
         return
     chosen = arguments()
     rows = plan(chosen.images, chosen.few, {"B/16 224": 512, "So400m/14 384": 64})
@@ -401,7 +400,7 @@ def main() -> None:
         chosen.out.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
     trees = (chosen.before.resolve(), chosen.after.resolve())
-    options = {name: getattr(chosen, name) for name in ("minutes", "turns", "rest", "seconds")}
+    options = {name: getattr(chosen, name) for name in ("minutes", "rounds", "rest", "seconds")}
     print(f"{'':75}{'before':>10}{'after':>10}{'ratio':>8}{'spread':>7}", flush=True)
     verdicts: collections.Counter[str] = collections.Counter()
     for found in compare(trees, rows, **options):

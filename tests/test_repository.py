@@ -76,6 +76,7 @@ def test_BUILD_depends_on_what_is_imported():
         "jax_triton",
         "triton",
         "nvidia",
+        "pynvml",
         "ray",
         "torch",
         "transformers",

@@ -57,7 +57,7 @@ def test_both_versions_are_measured_and_what_fails_is_told(monkeypatch):
     refused = Row("patches", "mosaic_sm90", "int8", "B/16 224", 2)
     plan = [(ROW, "burst"), (refused, "burst"), (ROW, "cold"), (ROW, "call")]
     monkeypatch.setattr(two_trees, "OUT_OF_CACHE", 2**20)
-    every = list(two_trees.compare((tree, tree), plan, turns=2, rest=0, seconds=0.01))
+    every = list(two_trees.compare((tree, tree), plan, rounds=2, rest=0, seconds=0.01))
     found = [c for c in every if isinstance(c, Comparison)]
     assert [(c.row, c.regime) for c in found] == [(ROW, r) for r in ("burst", "cold", "call")]
     assert all(c.same_bits for c in found)
