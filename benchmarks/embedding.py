@@ -1,0 +1,560 @@
+"""How fast `pallas-patch-embed embed` is, what share of the time the GPUs work, and what binds.
+
+  python -m benchmarks.embedding --pictures 40000 --out bench
+
+Pictures of 500 x 375 pixels are cut from the package's photographs, and written as JPEG files, tars
+and parquet files. The command runs on each, with a random checkpoint. The rate is that of the
+pictures between the first and the last whole shard, so starting and compiling do not count. For the
+same time the driver says how busy the GPUs were, and the system how many cores the command used.
+
+"arrays" are decoded pictures: what the encoder takes without any decoding. "resumed" is a run that
+is killed after some shards and goes on; its embeddings must be those of the run before.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZE = (500, 375)
+QUALITY = 92
+FORMS = ("arrays", "jpeg", "tar", "parquet", "resumed")
+PLACES = ("one", "all", "each")
+
+# Pictures of a tar or of a parquet file.
+GROUP = 2500
+
+# Seconds between two looks at the GPUs and the processes.
+INTERVAL = 0.1
+
+
+def picture(number: int) -> bytes:
+    """A JPEG file: a random part of a photograph of the package."""
+    from importlib import resources
+
+    from PIL import Image
+
+    rng = np.random.default_rng(number)
+    folder = resources.files("pallas_patch_embed") / "photos"
+    files = sorted(f.name for f in folder.iterdir() if f.name.endswith(".png"))
+    with (folder / files[number % len(files)]).open("rb") as stream, Image.open(stream) as image:
+        whole = image.convert("RGB")
+    scale = max(SIZE[0] / whole.width, SIZE[1] / whole.height) * rng.uniform(1, 1.5)
+    whole = whole.resize((round(whole.width * scale) + 1, round(whole.height * scale) + 1))
+    left, top = (int(rng.integers(0, whole.size[i] - SIZE[i] + 1)) for i in (0, 1))
+    part = whole.crop((left, top, left + SIZE[0], top + SIZE[1]))
+    file = io.BytesIO()
+    part.save(file, "JPEG", quality=QUALITY)
+    return file.getvalue()
+
+
+def write(pictures: int, distinct: int, folder: Path, forms: Sequence[str]) -> dict[str, float]:
+    """Writes pictures in some forms, each of `distinct` ones many times under other names.
+
+    Returns:
+      Facts about the pictures.
+    """
+    # Not forked: JAX may have threads in this process.
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        made = list(pool.map(picture, range(distinct), chunksize=max(1, distinct // 256)))
+    names = [f"{i:07d}" for i in range(pictures)]
+    contents = itertools.cycle(made)
+    if {"jpeg", "resumed"} & set(forms):
+        (folder / "jpeg").mkdir(parents=True)
+        first = [folder / "jpeg" / f"{name}.jpg" for name in names[:distinct]]
+        for path, content in zip(first, contents):
+            path.write_bytes(content)
+        for i, name in enumerate(names[distinct:]):
+            os.link(first[i % distinct], folder / "jpeg" / f"{name}.jpg")
+    groups = list(itertools.batched(zip(names, itertools.cycle(made)), GROUP))
+    if "tar" in forms:
+        (folder / "tar").mkdir(parents=True)
+        for i, group in enumerate(groups):
+            with tarfile.open(folder / "tar" / f"{i:04d}.tar", "w") as tar:
+                for name, content in group:
+                    member = tarfile.TarInfo(f"{name}.jpg")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    if "parquet" in forms:
+        import pyarrow
+        import pyarrow.parquet
+
+        (folder / "parquet").mkdir(parents=True)
+        for i, group in enumerate(groups):
+            ids, images = zip(*group)
+            table = pyarrow.table({"id": list(ids), "image": list(images)})
+            pyarrow.parquet.write_table(table, folder / "parquet" / f"{i:04d}.parquet")
+    return {"kilobytes": statistics.mean(map(len, made)) / 1e3, "distinct": len(made)}
+
+
+def inputs(folder: Path, form: str, parts: int) -> list[list[str]]:
+    """The arguments of each of several processes that share the pictures."""
+    if form == "jpeg":
+        if parts == 1:
+            return [[str(folder / form)]]
+        found = sorted(map(str, (folder / form).iterdir()))
+        lists = []
+        for i in range(parts):
+            path = folder / f"list{i}of{parts}.txt"
+            path.write_text("\n".join(found[i::parts]) + "\n")
+            lists.append(["--list", str(path)])
+        return lists
+    found = sorted(map(str, (folder / form).iterdir()))
+    return [found[i::parts] for i in range(parts)]
+
+
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu for gpu in visible.split(",") if gpu]
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return [str(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:
+        # There are many reasons; without NVIDIA's library there is no GPU to look at.
+        return []
+
+
+def busy(gpu: str) -> float | None:
+    """The share of the last moment in which a kernel ran on a GPU, as its driver says."""
+    try:
+        import pynvml
+
+        handle = pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
+        return pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    except Exception:
+        return None
+
+
+def cpu_seconds(process: int) -> float:
+    """The time that all threads of a process used; 0 if that is not known."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What was seen at one moment: seconds since the epoch, busy shares of GPUs, CPU seconds."""
+
+    seconds: float
+    busy: list[float]
+    cpu: float
+
+
+@contextlib.contextmanager
+def watched(processes: list[subprocess.Popen], devices: list[str]) -> Iterator[list[Look]]:
+    """Looks at GPUs and processes while the `with` block runs."""
+    looks: list[Look] = []
+    stop = threading.Event()
+
+    def look():
+        while not stop.wait(INTERVAL):
+            shares = [share for gpu in devices if (share := busy(gpu)) is not None]
+            cpu = sum(cpu_seconds(process.pid) for process in processes)
+            looks.append(Look(time.time(), shares, cpu))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield looks
+    finally:
+        stop.set()
+        thread.join()
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One run of the command.
+
+    Attributes:
+      encoder, form, place: the checkpoint, the form of the pictures, and one of `PLACES`.
+      devices: number of GPUs; 0 on CPUs.
+      pictures: of the run.
+      seconds: the whole run, with start and compilation.
+      rate: pictures a second between the first and the last whole shard; of the whole run if it has
+        fewer than two.
+      busy: mean share of that time in which the GPUs worked; None if it is not known.
+      cores: CPU cores that the command used, on average.
+      allowed: cores that it might use.
+    """
+
+    encoder: str
+    form: str
+    place: str
+    devices: int
+    pictures: int
+    seconds: float
+    rate: float
+    busy: float | None
+    cores: float
+    allowed: int
+
+    def __str__(self) -> str:
+        share = "" if self.busy is None else f"{self.busy:.0%}"
+        return (
+            f"{self.encoder:15}{self.form:9}{self.place:5}{self.devices:4}{self.pictures:9}"
+            f"{self.seconds:9.1f}{self.rate:12,.0f}{share:>7}{self.cores:7.1f}{self.allowed:5}"
+        )
+
+
+HEAD = (
+    f"{'encoder':15}{'form':9}{'GPUs':>9}{'pictures':>9}{'seconds':>9}{'pictures/s':>12}"
+    f"{'busy':>7}{'cores':>7}{'of':>5}"
+)
+
+
+def shards(out: Path) -> list[tuple[float, int]]:
+    """When each shard of embeddings was written, and its number of rows, in order."""
+    import pyarrow.parquet
+
+    found = (out / "embeddings").glob("*.parquet")
+    rows = pyarrow.parquet.read_metadata
+    return sorted((path.stat().st_mtime, rows(path).num_rows) for path in found)
+
+
+def steady(written: list[tuple[float, int]]) -> tuple[float, float, float] | None:
+    """(begin, end, pictures a second) between the first and the last whole shard.
+
+    The last shard of a run has the pictures that are left; it appears when the run ends.
+    """
+    whole = written[:-1] if written and written[-1][1] < max(n for _, n in written) else written
+    if len(whole) < 2:
+        return None
+    begin, end = whole[0][0], whole[-1][0]
+    return begin, end, sum(n for _, n in whole[1:]) / (end - begin)
+
+
+def start(
+    checkpoint: Path, arguments: list[str], out: Path, visible: list[str], cores: list[int]
+) -> subprocess.Popen:
+    """Starts the command on some GPUs and cores."""
+    command = [sys.executable, "-m", "pallas_patch_embed", "embed", *arguments]
+    command += ["--checkpoint", str(checkpoint), "--out", str(out), "--quiet"]
+    environment = dict(os.environ)
+    if visible:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+    return subprocess.Popen(
+        command, env=environment, preexec_fn=functools.partial(os.sched_setaffinity, 0, cores)
+    )
+
+
+def run(
+    name: str, checkpoint: Path, folder: Path, form: str, place: str, out: Path, devices: list[str]
+) -> Result:
+    """Runs the command on pictures in a form, on one GPU, on all, or with a process on each.
+
+    One GPU gets its share of the machine's cores.
+
+    Raises:
+      RuntimeError: the command failed.
+    """
+    every = sorted(os.sched_getaffinity(0))
+    share = max(1, len(every) // max(1, len(devices)))
+    if place == "one":
+        groups, cores = [devices[:1]], [every[:share]]
+    elif place == "all" or not devices:
+        groups, cores = [devices], [every]
+    else:
+        groups = [[gpu] for gpu in devices]
+        cores = [every[i * share : (i + 1) * share] for i in range(len(devices))]
+    arguments = inputs(folder, form, len(groups))
+    outs = [out / f"{i}" for i in range(len(groups))]
+    begin = time.time()
+    processes = [start(checkpoint, *each) for each in zip(arguments, outs, groups, cores)]
+    used = [gpu for group in groups for gpu in group]
+    with watched(processes, used) as looks:
+        codes = [process.wait() for process in processes]
+    seconds = time.time() - begin
+    if any(codes):
+        raise RuntimeError(f"embed ended with {codes} on {form}, {place}.")
+    written = [shards(path) for path in outs]
+    pictures = sum(n for each in written for _, n in each)
+    windows = [steady(each) for each in written]
+    if None in windows:
+        window, rate = (begin, begin + seconds), pictures / seconds
+    else:
+        # All processes work in the time that their windows share.
+        window = max(w[0] for w in windows), min(w[1] for w in windows)
+        rate = sum(w[2] for w in windows)
+    within = [look for look in looks if window[0] <= look.seconds <= window[1]] or looks
+    shares = [x for look in within for x in look.busy]
+    spent = within[-1].seconds - within[0].seconds if len(within) > 1 else 0
+    cpu = (within[-1].cpu - within[0].cpu) / spent if spent else 0.0
+    return Result(
+        name,
+        form,
+        place,
+        len(used),
+        pictures,
+        seconds,
+        rate,
+        statistics.mean(shares) if shares else None,
+        cpu,
+        sum(map(len, cores)),
+    )
+
+
+def embeddings(outs: Sequence[Path]) -> dict[str, np.ndarray]:
+    """Every id's embedding; an id that is there twice is an error."""
+    import pyarrow.parquet
+
+    found: dict[str, np.ndarray] = {}
+    for path in (shard for out in outs for shard in (out / "embeddings").glob("*.parquet")):
+        table = pyarrow.parquet.read_table(path)
+        rows = table["embedding"].combine_chunks().flatten().to_numpy().reshape(len(table), -1)
+        for id, row in zip(table["id"].to_pylist(), rows):
+            if found.setdefault(id, row) is not row:
+                raise RuntimeError(f"{id} is there twice.")
+    return found
+
+
+def resumed(
+    checkpoint: Path, folder: Path, expected: Path, out: Path, devices: list[str]
+) -> dict[str, Any]:
+    """Kills a run after half of the shards of an undisturbed one, and lets another go on.
+
+    Raises:
+      RuntimeError: the second run failed, or its embeddings are not those of the undisturbed run.
+    """
+    every = sorted(os.sched_getaffinity(0))
+    (arguments,) = inputs(folder, "jpeg", 1)
+    half = max(1, len(shards(expected)) // 2)
+    process = start(checkpoint, arguments, out, devices, every)
+    while process.poll() is None and len(list((out / "embeddings").glob("*.parquet"))) < half:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    killed = process.wait() == -signal.SIGKILL
+    before = sum(n for _, n in shards(out)) if (out / "embeddings").exists() else 0
+    code = start(checkpoint, arguments, out, devices, every).wait()
+    if code:
+        raise RuntimeError(f"The run that goes on ended with {code}.")
+    right, found = embeddings([expected]), embeddings([out])
+    if right.keys() != found.keys():
+        raise RuntimeError(f"{len(right)} ids without an interruption, {len(found)} with one.")
+    if wrong := sum(not np.array_equal(right[id], found[id]) for id in right):
+        raise RuntimeError(f"{wrong} of {len(right)} embeddings differ after an interruption.")
+    return {"killed": killed, "embedded_before": before, "equal": len(right)}
+
+
+def arrays(checkpoint: Path, seconds: float) -> dict[str, float]:
+    """Pictures a second that the encoder takes from decoded arrays on the host.
+
+    Steps are submitted as `embed` does it: while one is computed, the next is copied.
+    """
+    from pallas_patch_embed.embed import Embedder
+    from pallas_patch_embed.embed.pipeline import COMPUTED_AHEAD
+
+    embedder = Embedder(checkpoint)
+    height, width = embedder.encoder.config.image_size or (0, 0)
+    rng = np.random.default_rng(0)
+    images = list(rng.integers(0, 256, (embedder.rows, height, width, 3), np.uint8))
+    embedder.start(images)()
+    pending, done = [], 0
+    begin = time.perf_counter()
+    while (spent := time.perf_counter() - begin) < seconds:
+        pending.append(embedder.start(images))
+        if len(pending) > COMPUTED_AHEAD:
+            pending.pop(0)()
+            done += len(images)
+    return {"rate": done / spent}
+
+
+def decoders(checkpoint: Path) -> dict[str, Callable[[bytes], Any]]:
+    """Functions that decode a JPEG file, by name: this package's with resizing, and others'."""
+    from PIL import Image
+
+    from pallas_patch_embed.embed import Decoder
+
+    own = Decoder.of(checkpoint)
+
+    def pillow(content):
+        with Image.open(io.BytesIO(content)) as image:
+            return np.asarray(image.convert("RGB"))
+
+    found = {"embed: decoded and resized": lambda x: own.decode(lambda: io.BytesIO(x))}
+    found["Pillow, decoded alone"] = pillow
+    with contextlib.suppress(ImportError):
+        import cv2
+
+        cv2.setNumThreads(1)
+        found["OpenCV, decoded alone"] = lambda content: cv2.imdecode(
+            np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB
+        )
+    return found
+
+
+def decoding(checkpoint: Path, distinct: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Pictures a second that CPUs decode, in one thread and in one for each core, and a GPU.
+
+    The GPU decodes batches with nvJPEG, if torchvision is installed.
+    """
+    made = [picture(i) for i in range(min(distinct, 64))]
+
+    def rate(decode_all):
+        decode_all()
+        begin, done = time.perf_counter(), 0
+        while (spent := time.perf_counter() - begin) < seconds:
+            decode_all()
+            done += len(made)
+        return done / spent
+
+    for name, decode in decoders(checkpoint).items():
+        for threads in sorted({1, len(os.sched_getaffinity(0))}):
+            with ThreadPoolExecutor(threads) as pool:
+                found = rate(lambda f=decode, p=pool: list(p.map(f, made)))
+            yield {"kind": "decoder", "name": name, "threads": threads, "rate": found}
+    try:
+        found = rate(gpu_decoder(made))
+    except (ImportError, RuntimeError):
+        return
+    yield {"kind": "decoder", "name": "torchvision, nvJPEG, decoded alone", "rate": found}
+
+
+def gpu_decoder(made: list[bytes]) -> Callable[[], Any]:
+    """A function that decodes JPEG files on the GPU.
+
+    Raises:
+      ImportError: torchvision is not installed.
+      RuntimeError: there is no GPU.
+    """
+    import torch
+    from torchvision.io import decode_jpeg
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no GPU")
+    files = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in made]
+
+    def decode_all():
+        decode_jpeg(files, device="cuda")
+        torch.cuda.synchronize()
+
+    return decode_all
+
+
+def arguments() -> argparse.Namespace:
+    """Parses the command line."""
+    from benchmarks.encoder import ENCODERS
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.embedding",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS))
+    parser.add_argument(
+        "--pictures",
+        type=int,
+        nargs="+",
+        default=[40000, 16384],
+        help="for each encoder; default: %(default)s",
+    )
+    parser.add_argument("--distinct", type=int, default=2000, help="different pictures")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument(
+        "--gpus",
+        nargs="+",
+        choices=PLACES,
+        default=["one"],
+        help="one; all of them in one process; or a process for each",
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="for arrays and decoders")
+    parser.add_argument("--out", type=Path, help="folder for embedding.jsonl")
+    chosen = parser.parse_args()
+    if len(chosen.pictures) not in (1, len(chosen.encoders)):
+        parser.error("--pictures takes one number, or one for each of --encoders")
+    return chosen
+
+
+def measure(
+    chosen: argparse.Namespace, configs: dict[str, Any], folder: Path
+) -> Iterator[dict[str, Any] | Result]:
+    """All runs, in a folder that is empty; a record for each."""
+    from benchmarks import checkpoints
+
+    devices = gpus()
+    numbers = chosen.pictures * (len(chosen.encoders) if len(chosen.pictures) == 1 else 1)
+    for name, number in zip(chosen.encoders, numbers):
+        own = folder / str(chosen.encoders.index(name))
+        checkpoint = own / "checkpoint"
+        checkpoints.write(configs[name], checkpoint)
+        begin = time.perf_counter()
+        facts = write(number, min(number, chosen.distinct), own, chosen.forms)
+        facts["written in seconds"] = time.perf_counter() - begin
+        yield {"kind": "pictures", "encoder": name, "pictures": number} | facts
+        if name == chosen.encoders[0]:
+            yield from decoding(checkpoint, chosen.distinct, chosen.seconds)
+        if "arrays" in chosen.forms:
+            # In a process of its own, which leaves the GPU to the command afterwards.
+            code = "import sys; from pathlib import Path; from benchmarks import embedding; "
+            code += "print(embedding.arrays(Path(sys.argv[1]), float(sys.argv[2]))['rate'])"
+            command = [sys.executable, "-c", code, str(checkpoint), str(chosen.seconds)]
+            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": devices[0]} if devices else {})
+            found = subprocess.run(
+                command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+            )
+            yield {"kind": "arrays", "encoder": name, "rate": float(found.stdout.split()[-1])}
+        expected = None
+        for form, place in itertools.product(chosen.forms, chosen.gpus):
+            if form in ("arrays", "resumed"):
+                continue
+            out = own / f"{form} {place}"
+            yield run(name, checkpoint, own, form, place, out, devices)
+            if form == "jpeg" and place != "each":
+                expected = (out / "0", devices[:1] if place == "one" else devices)
+            else:
+                shutil.rmtree(out)
+        if "resumed" in chosen.forms and expected and name == chosen.encoders[0]:
+            found = resumed(checkpoint, own, expected[0], own / "resumed", expected[1])
+            yield {"kind": "resumed", "encoder": name, "devices": len(expected[1])} | found
+        shutil.rmtree(own)
+
+
+def main() -> None:
+    """Prints and records every run."""
+    chosen = arguments()
+    from benchmarks.encoder import ENCODERS
+
+    path = chosen.out and chosen.out / "embedding.jsonl"
+    if path:
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+    print(HEAD, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for found in measure(chosen, ENCODERS, Path(folder)):
+            print(found, flush=True)
+            record = found
+            if isinstance(found, Result):
+                record = {"kind": "embed"} | dataclasses.asdict(found)
+            if path:
+                with path.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
