@@ -7,8 +7,9 @@ and parquet files. The command runs on each, with a random checkpoint. The rate 
 pictures between the first and the last whole shard, so starting and compiling do not count. For the
 same time the driver says how busy the GPUs were, and the system how many cores the command used.
 
-"arrays" are decoded pictures: what the encoder takes without any decoding. "resumed" is a run that
-is killed after some shards and goes on; its embeddings must be those of the run before.
+"decoders" are the rates of decoding alone. "arrays" are decoded pictures: what the encoder takes
+without any decoding. "resumed" is a run that is killed after half of the shards and goes on; its
+embeddings must be those of the run on JPEG files before.
 """
 
 import argparse
@@ -38,7 +39,7 @@ import numpy as np
 
 SIZE = (500, 375)
 QUALITY = 92
-FORMS = ("arrays", "jpeg", "tar", "parquet", "resumed")
+FORMS = ("decoders", "arrays", "jpeg", "tar", "parquet", "resumed")
 PLACES = ("one", "all", "each")
 
 # Pictures of a tar or of a parquet file.
@@ -507,7 +508,7 @@ def measure(
         facts = write(number, min(number, chosen.distinct), own, chosen.forms)
         facts["written in seconds"] = time.perf_counter() - begin
         yield {"kind": "pictures", "encoder": name, "pictures": number} | facts
-        if name == chosen.encoders[0]:
+        if "decoders" in chosen.forms and name == chosen.encoders[0]:
             yield from decoding(checkpoint, chosen.distinct, chosen.seconds)
         if "arrays" in chosen.forms:
             # In a process of its own, which leaves the GPU to the command afterwards.
@@ -521,7 +522,7 @@ def measure(
             yield {"kind": "arrays", "encoder": name, "rate": float(found.stdout.split()[-1])}
         expected = None
         for form, place in itertools.product(chosen.forms, chosen.gpus):
-            if form in ("arrays", "resumed"):
+            if form in ("decoders", "arrays", "resumed"):
                 continue
             out = own / f"{form} {place}"
             yield run(name, checkpoint, own, form, place, out, devices)
