@@ -1,4 +1,4 @@
-"""The command line: `demo`, `embed` and `info`."""
+"""The command line: `demo`, `embed`, `info` and `tune`."""
 
 import argparse
 import os
@@ -27,6 +27,7 @@ from pallas_patch_embed.problem import (
     Problem,
     padded,
 )
+from pallas_patch_embed.tune import command as tune
 from pallas_patch_embed.versions import PACKAGES, version
 
 INFO_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
@@ -195,6 +196,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     embed_parser.add_argument("--quiet", action="store_true", help="show no progress")
     commands.add_parser("info", help="versions, devices, and what runs here and why")
+    tune.add_parser(commands)
     return parser.parse_args(argv[1:])
 
 
@@ -269,6 +271,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs one command; returns the exit code."""
     logging.set_verbosity(logging.WARNING)
     try:
+        if "main" in arguments:
+            return arguments.main(arguments)
         if arguments.command == "info":
             return _run_info()
         return _run_demo(arguments) if arguments.command == "demo" else _run_embed(arguments)

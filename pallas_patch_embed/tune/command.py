@@ -1,0 +1,218 @@
+"""`pallas-patch-embed tune`: the search for many problems, which goes on where it was ended."""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pallas_patch_embed import ending
+from pallas_patch_embed.backends import BACKENDS, stored, tiles
+from pallas_patch_embed.backends.plan import Refusal
+from pallas_patch_embed.backends.stored import Result
+from pallas_patch_embed.embed.pictures import printable
+from pallas_patch_embed.problem import NAMED_SHAPES, VIT_SHAPES, NamedShape, Problem, padded
+from pallas_patch_embed.tune import search
+from pallas_patch_embed.tune.child import Child, ChildEndedError
+from pallas_patch_embed.tune.search import Machine, Task
+
+IMAGES = (1, 64, 512)
+
+# Without a GPU kernels are interpreted: one small problem shows that the search works.
+SMALL = dict(shapes=["B/32 256"], dtypes=["int8"], images=[1], backends=["mosaic_sm90", "xla"])
+
+# Seconds without a word of the child after which it hangs. nvcc takes half a minute for a kernel,
+# and the reference of a large problem as long.
+PATIENCE = 300.0
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to those of the command line."""
+    shapes = [shape.name for shape in (*NAMED_SHAPES, *VIT_SHAPES)]
+    parser = commands.add_parser(
+        "tune",
+        help="search the fastest config of each backend on this machine's GPU",
+        description="Checks every config that a backend lists, times those whose results are "
+        "right, in turns, in a burst and sustained, and writes the fastest to a file after every "
+        "problem. The same command goes on where it was ended. PATCH_EMBED_TUNED=FILE makes "
+        "patch_embed use the configs in it.",
+    )
+    parser.add_argument("--shapes", nargs="+", choices=shapes, metavar="NAME", help="of `info`")
+    parser.add_argument("--dtypes", nargs="+", choices=tiles.DTYPES, help="(default: all)")
+    parser.add_argument(
+        "--images",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help=f"images of a call (default: {' '.join(map(str, IMAGES))})",
+    )
+    parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), help="(default: all)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a .json file")
+    parser.add_argument(
+        "--seconds", type=float, metavar="N", help="after these no new problem is begun"
+    )
+    parser.set_defaults(main=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; returns the exit code."""
+    out = arguments.out
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out is {printable(out)}: there is no such folder.")
+    if min(arguments.images or [1]) < 1:
+        raise ValueError(f"--images is {min(arguments.images)}, expected 1 or more.")
+    if arguments.seconds is not None and not arguments.seconds > 0:
+        raise ValueError(f"--seconds is {arguments.seconds:g}, expected more than 0.")
+    with Child(search.answer, PATIENCE) as child:
+        machine = where(child)
+        results = begin(out, machine)
+        chosen = {name: getattr(arguments, name) for name in SMALL}
+        if not machine.head["chip"]:
+            print(
+                f"No NVIDIA GPU: this is {machine.device}. Kernels are interpreted. Their times "
+                "say nothing about a GPU, and no GPU's config is chosen by them."
+            )
+            chosen = {name: given or SMALL[name] for name, given in chosen.items()}
+        tasks = list(list_tasks(**chosen))
+        tune(tasks, child, out, machine, results, seconds=arguments.seconds)
+    return 0
+
+
+def list_tasks(
+    shapes: Sequence[str] | None,
+    dtypes: Sequence[str] | None,
+    images: Sequence[int] | None,
+    backends: Sequence[str] | None,
+) -> Iterator[tuple[str, Task]]:
+    """The tasks, each with its name; None stands for all."""
+    known = {shape.name: shape for shape in (*NAMED_SHAPES, *VIT_SHAPES)}
+    for name in shapes or [shape.name for shape in NAMED_SHAPES]:
+        for count in images or IMAGES:
+            for dtype in dtypes or tiles.DTYPES:
+                for backend in backends or BACKENDS:
+                    what = f"{backend}, {dtype}, {name}, images: {count}"
+                    yield what, Task(backend, problem_of(known[name], count, dtype))
+
+
+def problem_of(shape: NamedShape, images: int, dtype: str) -> Problem:
+    """The problem of patches of a named shape; NaFlex has a table for every image."""
+    K, table = padded(shape.K), (shape.S, shape.N)
+    return Problem(
+        patches=(images, shape.S, K),
+        weight=(shape.N, K),
+        scale=(shape.N,),
+        table=(images, *table) if shape.name.startswith("NaFlex") else table,
+        dtype=np.dtype(dtype).name,
+        table_dtype="bfloat16",
+        out_dtype="bfloat16",
+    )
+
+
+def where(child: Child) -> Machine:
+    """The machine that the child runs on."""
+    try:
+        (machine,) = child.ask(None, {})
+    except ChildEndedError as error:
+        raise ValueError(f"tune: JAX finds no device that works: {error}.") from None
+    assert isinstance(machine, Machine)
+    return machine
+
+
+def begin(out: Path, machine: Machine) -> dict[str, Result]:
+    """The results that are in the file already.
+
+    Raises:
+      ValueError: it is damaged, or was measured elsewhere or with other versions.
+    """
+    if not out.exists():
+        return {}
+    found = stored.read(out)
+    if found.head != machine.head:
+        differ = [name for name in found.head if found.head[name] != machine.head[name]]
+        pairs = (f"{name} {found.head[name]} there, {machine.head[name]} here" for name in differ)
+        raise ValueError(
+            f"--out is {printable(out)}: it was measured elsewhere ({'; '.join(pairs)}). Choose "
+            "another file."
+        )
+    return dict(found.results)
+
+
+def tune(
+    tasks: Sequence[tuple[str, Task]],
+    child: Child,
+    out: Path,
+    machine: Machine,
+    results: dict[str, Result],
+    *,
+    seconds: float | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> None:
+    """Searches what is not in `results` yet, and writes the file after every problem.
+
+    Args:
+      tasks: names and tasks.
+      child: the process that searches.
+      out: the file.
+      machine: where the child runs.
+      results: those that are in the file, by their keys; new ones are added.
+      seconds: after these no new task is begun; None for no limit.
+      now: the clock.
+    """
+    end = None if seconds is None else now() + seconds
+    left = [(name, task) for name, task in tasks if _key(task) not in results]
+    if len(left) < len(tasks):
+        print(f"{len(tasks) - len(left)} of {len(tasks)} problems are in {printable(out)} already.")
+    reasons: dict[str, str] = {}
+    for number, (name, task) in enumerate(left):
+        if end is not None and now() >= end:
+            print(f"{seconds:g} s are over; {len(left) - number} problems are left. {GOES_ON}")
+            return
+        found = one(task, child)
+        if isinstance(found, Refusal):
+            if reasons.setdefault(task.backend, found.reason) == found.reason:
+                print(f"{name}: {found.reason}", flush=True)
+            continue
+        results[found.key] = found
+        stored.write(out, machine.head, results.values())
+        ending.state.outcome = f"{len(results)} results are in {printable(out)}. {GOES_ON[:-1]}"
+        print(f"{name}: {describe(found)}", flush=True)
+    print(f"{len(results)} results are in {printable(out)}.")
+
+
+GOES_ON = "The same command goes on."
+
+
+def _key(task: Task) -> str:
+    return stored.key_of(task.backend, stored.describe_problem(task.problem))
+
+
+def one(task: Task, child: Child) -> Result | Refusal:
+    """What the child finds; candidates that end it are refused."""
+    refused: dict[str, str] = {}
+    while True:
+        tried = search.IN_TURNS
+        try:
+            for message in child.ask(task, refused):
+                if not isinstance(message, str):
+                    return message
+                tried = message
+        except ChildEndedError as error:
+            if tried in refused:
+                return Refusal(f"{error}.")
+            refused[tried] = str(error)
+
+
+def describe(result: Result) -> str:
+    """A line about a result."""
+    refused = "".join(f"\n  refused: {name}: {why}." for name, why in result.refused.items())
+    finalists = {name: times for name, times in result.times.items() if "sustained" in times}
+    if not finalists:
+        return f"nothing could be timed.{refused}"
+    lines = []
+    for name, times in finalists.items():
+        numbers = (f"{times[regime]['milliseconds']:.4f} ms {regime}" for regime in times)
+        lines.append(f"\n  {', '.join(numbers)}: {name}")
+    what = "nothing is faster than the heuristic's" if result.config is None else "a faster config"
+    return f"{what} of {len(result.times)}{''.join(lines)}{refused}"
