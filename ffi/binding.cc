@@ -468,6 +468,7 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
   arguments.period = int32_t(choice.shapes.period);
   arguments.segment_count = int32_t(choice.shapes.segments);
   arguments.grid_width = int32_t(choice.shapes.width / kPatchSide);
+  arguments.row_patches = row_patches(arguments.grid_width);
   PATCH_EMBED_RETURN_IF_ERROR("the tensor map of patches",
                               encode(launch.patches, patches.untyped_data(), &arguments.patches));
   PATCH_EMBED_RETURN_IF_ERROR("the tensor map of weight",

@@ -34,12 +34,14 @@ constexpr int kRowBytes = 128;
 
 // Images that a kernel cuts itself: TMA loads one line of many patches at once. If all multiprocessors
 // load, a row of 48 bytes takes it 3.2 cycles and one of 96 bytes at most 4.3 (docs/experiments/cuda.md),
-// so a row is the line of two neighbouring patches. A product takes 32 bytes of K, one and a half of
-// which are a line, so a slot has two lines.
+// so a row is the line of two neighbouring patches, or of one if the number of patches next to each other
+// is odd. A product takes 32 bytes of K, one and a half of which are a line, so a slot has two lines.
 constexpr int kPatchSide = 16;
 constexpr int kLineBytes = 3 * kPatchSide;
-constexpr int kRowPatches = 2;
+constexpr int kMostRowPatches = 2;
 constexpr int kSlotLines = 2;
+static_assert(kMostRowPatches == 2, "load_lines shifts by one bit.");
+constexpr int row_patches(int64_t grid_width) { return grid_width % 2 ? 1 : kMostRowPatches; }
 
 // A segment of the schedule: tiles of one worker that need the same rows of the table. One row of what
 // schedule.segments() returns; its tiles are first_tile, first_tile + stride and so on.
@@ -61,6 +63,7 @@ struct Arguments {
   int32_t period;         // rows after which the table repeats
   int32_t segment_count;  // segments of a worker; those after its last one have no tiles
   int32_t grid_width;     // patches next to each other in an image, if the kernel cuts images
+  int32_t row_patches;    // patches whose lines are one row of a load, then
 #ifdef PATCH_EMBED_TIMELINE
   uint32_t* timeline;  // see timeline.cuh
 #endif

@@ -281,10 +281,11 @@ class Worker {
   // Loads kSlotLines lines, from `line` on, of `rows` patches: [kSlotLines, rows, kLineBytes].
   __device__ void load_lines(uint8_t* target, int line, int patch, ptx::Mbarrier& filled) {
     const int grid_row = patch / args_.grid_width;
-    const int pair = patch % args_.grid_width / kRowPatches;
+    // No division, which the producer would repeat for each slot.
+    const int column = patch % args_.grid_width >> (args_.row_patches == kMostRowPatches);
 #pragma unroll
     for (int i = 0; i < kSlotLines; ++i) {
-      ptx::cp_async_bulk_tensor_im2col(target + i * rows * kLineBytes, args_.patches, 0, pair, 0,
+      ptx::cp_async_bulk_tensor_im2col(target + i * rows * kLineBytes, args_.patches, 0, column, 0,
                                        grid_row, 0, line + i, filled);
     }
   }

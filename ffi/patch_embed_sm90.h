@@ -175,10 +175,10 @@ struct alignas(1024) Shared {
 // The tensor maps, innermost dimension first, with the 128-byte swizzle. `inner` is kRowBytes of K.
 //
 //   patches   [K, M], boxes of [inner, rows]
-//   images    [two lines of kLineBytes, grid width / 2, kPatchSide, M / grid width], in im2col mode and
-//             without a swizzle. The channels of a "pixel" are the lines of two neighbouring patches,
-//             the tensor's width counts such pairs, its height the lines of a patch, its last dimension the
-//             rows of patches of all images. The bounding box has one line: a load brings the line that
+//   images    [row_patches * kLineBytes, grid width / row_patches, kPatchSide, M / grid width], in im2col
+//             mode and without a swizzle. The channels of a "pixel" are the lines of row_patches
+//             neighbouring patches, two or one; the tensor's width counts such pixels, its height the lines
+//             of a patch, its last dimension the rows of patches of all images. The bounding box has one line: a load brings the line that
 //             its offset names, of `rows` patches in the order of the rows of y. ldmatrix reads them
 //             without bank conflicts: 8 rows, 48 bytes apart, begin in 8 different sixteenths of 128
 //             bytes.

@@ -117,12 +117,13 @@ inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
 // The map of images, see patch_embed_sm90.h.
 inline TensorMap lines_of_patches(const Config& config, const Shapes& s) {
   const int64_t grid_width = s.width / kPatchSide, line = 3 * s.width;
+  const int patches = row_patches(grid_width), row_bytes = patches * kLineBytes;
   return {config.dtype,
           4,
-          {kRowPatches * kLineBytes, cuuint64_t(grid_width / kRowPatches), kPatchSide,
+          {cuuint64_t(row_bytes), cuuint64_t(grid_width / patches), kPatchSide,
            cuuint64_t(s.M / grid_width)},
-          {kRowPatches * kLineBytes, cuuint64_t(line), cuuint64_t(kPatchSide * line)},
-          {kRowPatches * kLineBytes, cuuint32_t(config.rows / kRowPatches)},
+          {cuuint64_t(row_bytes), cuuint64_t(line), cuuint64_t(kPatchSide * line)},
+          {cuuint32_t(row_bytes), cuuint32_t(config.rows / patches)},
           0,
           true,
           {0, 1 - kPatchSide}};
@@ -131,7 +132,7 @@ inline TensorMap lines_of_patches(const Config& config, const Shapes& s) {
 // The rules of cuTensorMapEncodeIm2col (CUDA driver API) that hold for all images. Those for strides and
 // dimensions are checked for each shape.
 static_assert(kLineBytes % 16 == 0, "strides are multiples of 16 bytes.");
-static_assert(kRowPatches * kLineBytes <= 256, "a pixel has at most 256 channels.");
+static_assert(kMostRowPatches * kLineBytes <= 256, "a pixel has at most 256 channels.");
 static_assert(kPatchSide <= 128, "corners of four dimensions are within 128 of the tensor's.");
 static_assert(kPatchSide - 1 <= 255, "offsets of four dimensions are 0 to 255.");
 constexpr int kMostPixels = 1024;
@@ -146,12 +147,10 @@ inline std::string check_images(const Config& config, const Shapes& s) {
     return "K is " + text(s.K) + ", expected " + text(3 * side * side) + ": TMA cuts patches of " +
            text(side) + " x " + text(side) + " pixels." + patchify;
   }
-  const int row = kRowPatches * side;
-  if (s.height <= 0 || s.height % side || s.width <= 0 || s.width % row) {
+  if (s.height <= 0 || s.height % side || s.width <= 0 || s.width % side) {
     return "images have " + text(s.height) + " x " + text(s.width) +
-           " pixels, expected a height that is a multiple of " + text(side) +
-           " and a width that is one of " + text(row) +
-           ": TMA cuts without a remainder, and two neighbouring patches at once." + patchify;
+           " pixels, expected multiples of " + text(side) + ": TMA cuts without a remainder." +
+           patchify;
   }
   if (kPatchSide * 3 * s.width > kMostStride || s.M / (s.width / side) > kMostDimension) {
     return "images have " + text(s.height) + " x " + text(s.width) +
@@ -162,10 +161,10 @@ inline std::string check_images(const Config& config, const Shapes& s) {
     return "y has " + text(s.M) + " rows, expected a multiple of the " +
            text(s.height / side * (s.width / side)) + " patches of an image.";
   }
-  if (config.capability != 90 || config.stream_weight || config.rows > kMostPixels * kRowPatches) {
+  if (config.capability != 90 || config.stream_weight || config.rows > kMostPixels) {
     return "images are cut by Hopper's kernels with a stationary weight alone, and by loads of at "
            "most " +
-           text(kMostPixels * kRowPatches) + " patches.";
+           text(kMostPixels) + " patches.";
   }
   return "";
 }

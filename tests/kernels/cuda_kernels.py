@@ -46,14 +46,16 @@ def matrix(short, rows, columns, box_rows, box_columns):
 
 
 def lines_of_patches(M, rows, pixels):
-    """The map of images: lines of two patches of 16 pixels beside each other, by im2col."""
+    """The map of images: lines of two neighbouring patches of 16 pixels, or of one, by im2col."""
     height, width = pixels
-    images = np.empty((M * 256 // height // width, height // 16, 16, width // 32, 96), np.uint8)
+    patches = 2 if width % 32 == 0 else 1
+    pixels = width // 16 // patches, 48 * patches
+    images = np.empty((M * 256 // height // width, height // 16, 16, *pixels), np.uint8)
     return dict(
         type="u8",
-        shape=[96, width // 32, 16, len(images) * height // 16],
+        shape=[48 * patches, width // 16 // patches, 16, len(images) * height // 16],
         strides=[images.strides[3], images.strides[2], images.strides[1]],
-        box=[96, rows // 2],
+        box=[48 * patches, rows // patches],
         corner=[0, -15],
         swizzle=0,
     )

@@ -150,7 +150,8 @@ def of_images(
 
 
 # Sides and widths of models (B/16, L/16, So400m/16, g-opt), pairwise with tables, outputs and odd
-# numbers of images; and images that are not square, of two patches, and of fewer than a tile.
+# numbers of images; odd numbers of patches next to each other, of which TMA loads one a row; and
+# images that are not square, of one or two patches, and of fewer than a tile.
 IMAGES = {
     "224, 768, 192": of_images(3, (14, 14), 192, "shared", 192),
     "224, 768, two slices": of_images(1, (14, 14), 384, "none", 192, "float32"),
@@ -164,6 +165,12 @@ IMAGES = {
     "384, 1536": of_images(1, (24, 24), 64, "per image", 64),
     "512, 1152": of_images(1, (32, 32), 192, "none", 192, "float32"),
     "512, 1024": of_images(1, (32, 32), 128, "shared", 128, "float32"),
+    "240": of_images(1, (15, 15), 192, "shared", 192),
+    "240, a table for each image": of_images(2, (15, 15), 128, "per image", 128, "float32"),
+    "336, no table": of_images(1, (21, 21), 64, "none", 64),
+    "432, 1152": of_images(1, (27, 27), 192, "none", 192, "float32"),
+    "one patch": of_images(131, (1, 1), 192, "shared", 192),
+    "one patch next to nothing": of_images(40, (5, 1), 64, "per image", 64),
     "not square": of_images(5, (7, 6), 192, "shared", 192),
     "two patches": of_images(9, (1, 2), 128, "shared", 128),
     "fewer patches than a warpgroup has": of_images(1, (5, 2), 64, "none", 64),
@@ -237,12 +244,13 @@ def tensor_maps(case, M, K, patches, weight, y):
 
     if case.image:
         _, width = case.image
+        _, pair = cut_sizes(case)
         first = Im2colMap(
             base=patches,
             itemsize=1,
-            dimensions=(96, width // 32, 16, M * 16 // width),
-            strides=(1, 96, 3 * width, 16 * 3 * width),
-            box=(96, case.rows // 2),
+            dimensions=(48 * pair, width // 16 // pair, 16, M * 16 // width),
+            strides=(1, 48 * pair, 3 * width, 16 * 3 * width),
+            box=(48 * pair, case.rows // pair),
             swizzle=0,
             name="images",
             lower=(0, 0),
@@ -288,6 +296,12 @@ def shared_bytes(case, chunks):
     return -(-(ring + rest) // 1024) * 1024 + parts * case.tile_n // case.blocks * tiles.ROW_BYTES
 
 
+def cut_sizes(case: Case) -> tuple[int, int]:
+    """Patches next to each other in an image, and in a row that TMA loads."""
+    width = case.image[1] // 16 if case.image else 0
+    return width, 1 if width % 2 else 2
+
+
 def uncut(patches: np.ndarray, image: tuple[int, int]) -> np.ndarray:
     """The uint8 images [B, H, W, 3] of int8 patches [B, S, 768]."""
     height, width = image
@@ -327,7 +341,7 @@ def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndar
         [*tensor_maps(case, M, K, patches, weight, out)]
         + [*map(np.uint64, (scale, table, out, at_segments))]
         + [np.int32(x) for x in (M, case.N, chunks, period, segments.shape[1])]
-        + [np.int32(case.image[1] // 16 if case.image else 0)]
+        + [np.int32(x) for x in cut_sizes(case)]
         + traced,
         grid=(workers * slices * case.blocks, 1, 1),
         block=(THREADS, 1, 1),

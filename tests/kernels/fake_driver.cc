@@ -145,11 +145,12 @@ int cuLaunchKernelEx(const Config* config, const char* kernel, void** parameters
   uint64_t words[7];
   for (int i = 0; i < 3; i++) memcpy(&words[i], parameter + 128 * i, 8);
   memcpy(words + 3, parameter + 384, 32);
-  int32_t sizes[6];
-  memcpy(sizes, parameter + 416, 24);
+  int32_t sizes[7];
+  memcpy(sizes, parameter + 416, 28);
   note(kernel);
   note("pointers", words[0], words[1], words[2], words[3], words[4], words[5], words[6]);
-  note("sizes", sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]);
+  note("sizes", sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+       sizes[6]);
   for (unsigned i = 0; i < config->count; i++) {
     const auto& attribute = config->attributes[i];
     note("attribute", attribute.id, attribute.value[0], attribute.value[1], attribute.value[2]);

@@ -169,12 +169,15 @@ def pairwise():
 # In the tensor map of its weight, a stride is smaller than the size of another dimension.
 WIDE = NamedShape("wide", 6, 24, 16384)
 
+# TMA loads the lines of patches one by one, because the number next to each other is odd.
+ODD = NamedShape("odd", 16, 240, 768)
+
 # Shapes whose images TMA can cut, each with two batches, and one shape with all of them. Of large
 # images there are at most so many that they have 100,000 patches.
 CUT_BATCHES = (1, 8, 64, 512)
 CUT_PROGRAMS = [
     (shape, OUT_DTYPES[(i // 2 + j) % 2], min(CUT_BATCHES[(i + 2 * j) % 4], 100_000 // shape.S))
-    for i, shape in enumerate(shape for shape in NAMED_SHAPES if shape.patch == 16)
+    for i, shape in enumerate([*(shape for shape in NAMED_SHAPES if shape.patch == 16), ODD])
     for j in range(2)
 ]
 CUT_PROGRAMS += [(named_shape("B/16 224"), "bfloat16", B) for B in (8, 64, 512, 4736)]

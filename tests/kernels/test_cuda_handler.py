@@ -25,12 +25,12 @@ IMAGES = "patch_embed_sm90_u8_bf16_table_64x64_b1_s16_stationary"
 BLACKWELL = "patch_embed_sm100_i8_bf16_table_64x128_b2_s8_stationary"
 
 
-def operands_of(kernel=KERNEL, M=40, N=128, K=256, period=20):
+def operands_of(kernel=KERNEL, M=40, N=128, K=256, period=20, side=224):
     """name -> (dtype, shape) that the handler expects."""
     *_, dtype, out_dtype, kind = kernel.split("_")[:6]
     images = dtype == cuda.IMAGES
     return dict(
-        patches=(LONG[dtype], (M // 196, 224, 224, 3) if images else (M, K)),
+        patches=(LONG[dtype], (M * 256 // side**2, side, side, 3) if images else (M, K)),
         weight=("int8" if images else LONG[dtype], (N, K)),
         scale=("float32", (N,)),
         table=("bfloat16", (period, N)) if kind == "table" else ("float32", (N,)),
@@ -117,7 +117,7 @@ def test_offsets_are_one_row_of_float32():
         ("patches", ("uint8", (2, 224, 224, 4)), "expected uint8[images, H, W, 3] for kernel"),
         ("patches", ("uint8", (3, 224, 224, 3)), "y is bfloat16[392, 128], expected bfloat16[588,"),
         ("patches", ("uint8", (2, 224, 240, 3)), "y is bfloat16[392, 128], expected bfloat16[420,"),
-        ("patches", ("uint8", (2, 230, 224, 3)), "images have 230 x 224 pixels, expected a height"),
+        ("patches", ("uint8", (2, 230, 224, 3)), "images have 230 x 224 pixels, expected multi"),
         ("weight", ("int8", (128, 640)), "weight is int8[128, 640], expected int8[N, 768] for"),
         ("weight", ("uint8", (128, 768)), "weight is uint8[128, 768], expected int8[N, 768] for"),
     ],
@@ -282,7 +282,9 @@ def test_every_built_kernel_is_launched_as_planned(handle):
     for config in configs(built=True):
         if 768 % config.tile_n:
             continue
-        operands = operands_of(config.name, **shapes)
+        # Images of 14 x 14 patches, whose lines are loaded in pairs, or of 7 x 7: one by one.
+        side = 112 if config.out_dtype == "f32" else 224
+        operands = operands_of(config.name, **shapes, side=side)
         names = {
             "kernel_sm90": "",
             "kernel_sm100": "",
@@ -292,7 +294,7 @@ def test_every_built_kernel_is_launched_as_planned(handle):
         common = dict(operands=placed(operands), attributes=names, capability=capability)
         calls += [common | dict(stage=stage) for stage in ("initialize", "execute")]
         period = 196 if config.has_table else 1
-        pixels = (224, 224) if config.dtype == cuda.IMAGES else (0, 0)
+        pixels = (side, side) if config.dtype == cuda.IMAGES else (0, 0)
         launched = dict(workers=1, segments=2, pixels=pixels)
         plan = cuda.launch(config, **(shapes | dict(period=period)), **launched)
         y = plan["y"]
@@ -305,7 +307,8 @@ def test_every_built_kernel_is_launched_as_planned(handle):
                 *maps,
                 config.name,
                 f"pointers 4096 8192 {28672 if y else 0} 12288 16384 28672 {runs}",
-                f"sizes 392 768 {plan['chunks']} {period} 2 {pixels[1] // 16}",
+                f"sizes 392 768 {plan['chunks']} {period} 2 {pixels[1] // 16} "
+                f"{1 if pixels[1] == 112 else 2}",
                 *([f"attribute 4 {config.blocks} 1 1"] if config.blocks > 1 else []),
                 f"cuLaunchKernelEx {plan['grid']} 1 1 384 1 1 {plan['shared_memory']} {STREAM} "
                 f"{STREAM}",

@@ -359,8 +359,8 @@ IMAGE_BUGS = {
         "results differ",
     ),
     "the patches beside": (
-        "patch % args_.grid_width / kRowPatches;",
-        "patch % args_.grid_width / kRowPatches ^ 1;",
+        "patch % args_.grid_width >> (args_.row_patches == kMostRowPatches);",
+        "patch % args_.grid_width >> (args_.row_patches == kMostRowPatches) ^ 1;",
         "results differ|not in the bounding box",
     ),
     "the row of patches below": (
@@ -426,9 +426,31 @@ IMAGE_BUGS = {
 }
 
 
+# And of the same kernel where the number of patches next to each other is odd.
+CUT_ODD = of_images(3, (7, 7), 64, "shared", 64)
+
+ODD_BUGS = {
+    "the lines of two patches, one by one": (
+        "args_.row_patches == kMostRowPatches",
+        "true",
+        "results differ",
+    ),
+    "the next patch": (
+        "patch % args_.grid_width >>",
+        "(patch + 1) % args_.grid_width >>",
+        "results differ",
+    ),
+    "the lines of patches in the wrong order": (
+        "i * rows * kLineBytes, args_.patches",
+        "(1 - i) * rows * kLineBytes, args_.patches",
+        "results differ",
+    ),
+}
+
 ALL_BUGS = (
     [(SMALL, name) for name in BUGS]
     + [(CUT, name) for name in IMAGE_BUGS]
+    + [(CUT_ODD, name) for name in ODD_BUGS]
     + [(NARROW if name == "no wait for a free slot" else WIDE, name) for name in HOPPER_BUGS]
 )
 
@@ -457,7 +479,7 @@ def test_a_request_for_too_many_registers_does_not_compile(tmp_path, case):
 
 @pytest.mark.parametrize("case, name", ALL_BUGS, ids=lambda x: getattr(x, "source_dtype", x))
 def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
-    bugs = {SMALL: BUGS, CUT: IMAGE_BUGS}.get(case, HOPPER_BUGS)
+    bugs = {SMALL: BUGS, CUT: IMAGE_BUGS, CUT_ODD: ODD_BUGS}.get(case, HOPPER_BUGS)
     right, wrong, message = bugs[name]
     source = (FFI / f"patch_embed_sm{case.capability}.cu").read_text()
     assert source.count(right) == 1
