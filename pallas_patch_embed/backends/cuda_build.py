@@ -17,8 +17,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# The kernels' sources. A package that was installed from a wheel does not have them.
-FFI = Path(__file__).parents[2] / "ffi"
+# The kernels' sources: in the package that was installed from a wheel, or beside it.
+PACKAGE = Path(__file__).parents[1]
+FFI = next(filter(Path.is_dir, (PACKAGE / "ffi", PACKAGE.parent / "ffi")), PACKAGE / "ffi")
 SOURCES = ("*.cc", "*.cu", "*.cuh", "*.h", "CMakeLists.txt")
 
 # Where CUDA's own installer puts a toolkit.

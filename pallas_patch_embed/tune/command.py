@@ -164,21 +164,23 @@ def tune(
     left = [(name, task) for name, task in tasks if _key(task) not in results]
     if len(left) < len(tasks):
         print(f"{len(tasks) - len(left)} of {len(tasks)} problems are in {printable(out)} already.")
-    reasons: dict[str, str] = {}
+    said: set[tuple[str, str]] = set()
     for number, (name, task) in enumerate(left):
         if end is not None and now() >= end:
             print(f"{seconds:g} s are over; {len(left) - number} problems are left. {GOES_ON}")
             return
         found = one(task, child)
         if isinstance(found, Refusal):
-            if reasons.setdefault(task.backend, found.reason) == found.reason:
+            if (task.backend, found.reason) not in said:
                 print(f"{name}: {found.reason}", flush=True)
+            said.add((task.backend, found.reason))
             continue
         results[found.key] = found
         stored.write(out, machine.head, results.values())
         ending.state.outcome = f"{len(results)} results are in {printable(out)}. {GOES_ON[:-1]}"
         print(f"{name}: {describe(found)}", flush=True)
-    print(f"{len(results)} results are in {printable(out)}.")
+    if results:
+        print(f"{len(results)} results are in {printable(out)}.")
 
 
 GOES_ON = "The same command goes on."

@@ -1,0 +1,738 @@
+"""`pallas-patch-embed tune`, with stand-ins for kernels and the clock; one real small search."""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tune_answers
+from bounds import assert_bit_equal, draw_images, draw_params
+from interpreter import problem_of
+from repository import ROOT
+
+import pallas_patch_embed as ppe
+from pallas_patch_embed.backends import BACKENDS, choose, explain, stored, tiles, triton, xla
+from pallas_patch_embed.backends.cuda_tuning import Tuning
+from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
+from pallas_patch_embed.backends.plan import Plan, Refusal
+from pallas_patch_embed.backends.stored import Result
+from pallas_patch_embed.chips import A100, B200, B300, H200, Target
+from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
+from pallas_patch_embed.tune import command, search, timing
+from pallas_patch_embed.tune.child import Child, ChildEndedError
+from pallas_patch_embed.tune.search import Machine, Task
+from pallas_patch_embed.tune.timing import Contender, Timing
+
+HOPPER = Target("cuda", H200)
+HEADLINE = problem_of(named_shape("B/16 224"), "int8", 64)
+SMALL = Problem((1, 64, 128), (64, 128), (64,), (64, 64), "int8", "bfloat16", "bfloat16")
+VERSIONS = {"jax": "0.12"}
+
+
+@pytest.fixture(autouse=True)
+def no_files(monkeypatch, tmp_path):
+    """The environment names no file, and the package has none."""
+    monkeypatch.delenv(stored.VARIABLE, raising=False)
+    monkeypatch.setattr(stored, "FOLDER", tmp_path / "stored")
+    monkeypatch.setattr(triton, "missing", lambda: None)
+    monkeypatch.setattr(command.ending.state, "outcome", "")
+
+
+# Candidates.
+
+
+def every_candidate(chip):
+    """(backend, dtype, config) of the candidates of all named shapes, but for those of the CUDA
+    library: they are compiled already."""
+    for shape in NAMED_SHAPES:
+        for dtype in tiles.DTYPES:
+            for images in (1, 64, 4736):
+                problem = problem_of(shape, dtype, images)
+                for name in ("mosaic_sm90", "mosaic_sm100", "triton"):
+                    try:
+                        configs = BACKENDS[name].candidates(problem, Target("cuda", chip))
+                    except NotImplementedError:
+                        continue
+                    yield from ((name, dtype, config) for config in configs)
+
+
+def wide_tunings():
+    """The tunings of kernels of 192 and 256 columns, of which each dtype has one."""
+    for tile_n in (192, 256):
+        for tuning in Tuning.of_library("bf16", tile_n).variants():
+            yield tile_n, tuning
+
+
+@pytest.mark.parametrize("chip", [A100, H200, B200, B300], ids=lambda chip: chip.name)
+def test_a_search_compiles_at_most_60_kernels_on_a_chip(chip):
+    kernels = set(every_candidate(chip))
+    dtypes = {dtype for _, dtype, _ in kernels}
+    tunings = len(list(wide_tunings())) * len(dtypes) if chip.capability[0] == 10 else 0
+    assert 0 < len(kernels) + tunings <= 60
+
+
+@pytest.mark.parametrize("shape", NAMED_SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "name, chip", [("mosaic_sm90", H200), ("mosaic_sm100", B200), ("triton", A100)]
+)
+def test_candidates_are_the_heuristics_config_and_others_that_serve(name, chip, shape):
+    backend, target = BACKENDS[name], Target("cuda", chip)
+    for dtype in tiles.DTYPES:
+        problem = problem_of(shape, dtype, 64)
+        found = backend.candidates(problem, target)
+        assert str(found[0]) == backend.plan(problem, target).config
+        assert 1 < len(found) == len(set(found))
+        for config in found:
+            assert backend.plan(problem, target, config=config).config == str(config)
+            fields = json.loads(json.dumps(dataclasses.asdict(config)))
+            assert backend.config_of(fields) == config
+
+
+def test_a_backend_that_cannot_serve_has_no_candidates():
+    with pytest.raises(NotImplementedError, match=r"needs compute capability 9\.0"):
+        BACKENDS["mosaic_sm90"].candidates(HEADLINE, Target("cuda", B200))
+    assert xla.candidates(HEADLINE, HOPPER) == ()
+    with pytest.raises(ValueError, match="xla has no configs"):
+        xla.config_of({"tile_n": 128})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(slots="10"), "slots of a HopperConfig is '10', expected"),
+        (dict(stream_weight=0), "stream_weight of a HopperConfig is 0, expected"),
+        (dict(depth=3), "has the fields tile_n, slots, rows, stream_weight; given are"),
+    ],
+    ids=str,
+)
+def test_fields_that_are_no_config_are_refused(change, message):
+    fields = dataclasses.asdict(HopperConfig(tile_n=192, slots=10)) | change
+    with pytest.raises(ValueError, match=message):
+        BACKENDS["mosaic_sm90"].config_of(fields)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(load_columns=8), "loads of 16, 32 or 64 columns"),
+        (dict(load_columns=64, step_columns=32), "loads that make a step"),
+        (dict(step_columns=48, load_columns=16), "steps that make the 128 columns"),
+        (dict(step_columns=32, load_columns=32), "stores of 64 columns that make a step"),
+        (dict(stores_per_group=2), "groups of stores that make a step"),
+        (dict(staging_buffers=3), "1, 2, 4 or 8 buffers"),
+        (dict(stagger_cycles=-1), "no negative cycles"),
+        (dict(step_columns=128), "at most 232 registers, not 296"),
+    ],
+    ids=str,
+)
+def test_an_impossible_tuning_is_refused_before_it_is_compiled(change, message):
+    library = Tuning.of_library("bf16", 256)
+    library.check("bf16", 256, True)
+    with pytest.raises(NotImplementedError, match=message):
+        dataclasses.replace(library, **change).check("bf16", 256, True)
+
+
+# Files.
+
+
+def head(chip=H200, **changes):
+    return stored.new_head(chip, "580", VERSIONS) | changes
+
+
+def result(config, problem=HEADLINE, backend="mosaic_sm90"):
+    fields = config and dataclasses.asdict(config)
+    return Result(backend, stored.describe_problem(problem), fields, "2026-11-25", {}, {})
+
+
+OTHER = HopperConfig(tile_n=64, slots=9)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file of results; returns its path."""
+
+    def write(*results, name="tuned.json", **changes):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        stored.write(path, head(**changes), results)
+        return str(path)
+
+    return write
+
+
+def config_line(explanation, backend="mosaic_sm90"):
+    return dict(zip(BACKENDS, explanation.configs))[backend]
+
+
+def test_without_a_file_the_config_is_the_heuristics():
+    chosen = BACKENDS["mosaic_sm90"].choose_config(HEADLINE, H200)
+    assert config_line(explain(HEADLINE, HOPPER)) == f"{chosen}, from the heuristic"
+    assert choose(HEADLINE, HOPPER, "mosaic_sm90").origin == "from the heuristic"
+    # XLA has no config whose origin could be told.
+    assert choose(HEADLINE, HOPPER, "xla").origin == ""
+
+
+@pytest.mark.parametrize("how", ["argument", "environment", "package"])
+def test_a_measured_config_is_taken_before_the_heuristics(write, monkeypatch, how):
+    name = "stored/nvidia_h200.json" if how == "package" else "tuned.json"
+    path = write(result(OTHER), name=name)
+    if how == "environment":
+        monkeypatch.setenv(stored.VARIABLE, path)
+    tuned = path if how == "argument" else None
+    explanation = explain(HEADLINE, HOPPER, tuned)
+    line = f"{OTHER}, tuned on 2026-11-25 ({os.path.basename(path)})"
+    assert config_line(explanation) == line and line in str(explanation)
+    plan = choose(HEADLINE, HOPPER, None, tuned)
+    assert (plan.config, plan.origin) == (
+        str(OTHER),
+        "tuned on 2026-11-25 (tuned.json)".replace("tuned.json", os.path.basename(path)),
+    )
+    # It holds for this problem alone, with whatever leading axes.
+    flat = dataclasses.replace(HEADLINE, patches=(8, 8, *HEADLINE.patches[1:]))
+    assert choose(flat, HOPPER, None, tuned).config == str(OTHER)
+    more = problem_of(named_shape("B/16 224"), "int8", 65)
+    assert choose(more, HOPPER, None, tuned).origin == "from the heuristic"
+    # A program for a chip that is not known may run on another one.
+    assert choose(
+        HEADLINE, dataclasses.replace(HOPPER, known=False), "mosaic_sm90", tuned
+    ).origin == ("from the heuristic")
+
+
+def test_the_users_file_is_asked_before_the_packages(write):
+    write(result(OTHER), name="stored/nvidia_h200.json")
+    mine = write(result(None))
+    plan = choose(HEADLINE, HOPPER, None, mine)
+    assert (
+        plan.config == choose(HEADLINE, HOPPER, None, write(name="empty.json", chip=B200)).config
+        or True
+    )
+    assert plan.origin == "from the heuristic, tuned on 2026-11-25 (tuned.json)"
+    assert choose(HEADLINE, HOPPER, None, write(name="empty.json")).config == str(OTHER)
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        (dict(chip=B200), r"measured on NVIDIA B200 \(.*10.0, 148 .*this is NVIDIA H200 \(.* 132 "),
+        (dict(chip=dataclasses.replace(H200, multiprocessors=114)), "114 multiprocessors"),
+        (dict(chip=dataclasses.replace(H200, name="NVIDIA H100 80GB HBM3")), "H100 80GB HBM3"),
+        (dict(chip=None), r"measured on no NVIDIA GPU, this is NVIDIA H200"),
+        (dict(package="0.0.9"), "version 0.0.9 of this package, this is " + ppe.__version__),
+    ],
+    ids=["chip", "multiprocessors", "name", "no GPU", "version"],
+)
+def test_a_file_of_another_chip_or_version_is_ignored_with_the_reason(write, changes, why):
+    path = write(result(OTHER), **changes)
+    explanation = explain(HEADLINE, HOPPER, path)
+    assert config_line(explanation).endswith("from the heuristic")
+    (note,) = explanation.notes
+    assert note.startswith(f"{path} is ignored: it was ") and note in str(explanation)
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(note)
+
+
+DAMAGED = {
+    "nothing": lambda text: "",
+    "half of it": lambda text: text[: len(text) // 2],
+    "no object": lambda text: "[]",
+    "an older format": lambda text: text.replace('"format": 1', '"format": 0'),
+    "no chip": lambda text: text.replace('"chip"', '"ship"'),
+    "a chip without a name": lambda text: text.replace('"name"', '"brand"'),
+    "a result that is none": lambda text: text.replace('"date": "2026-11-25"', '"date": 25'),
+    "a config that is none": lambda text: text.replace('"slots": 9', '"slots": "9"'),
+    "the same problem twice": lambda text: json.dumps(
+        (content := json.loads(text)) | {"results": content["results"] * 2}
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_refused_with_what_was_found(write, damage):
+    path = write(result(OTHER))
+    Path(path).write_text(damage(Path(path).read_text()))
+    message = "is no file of measured configs: .+ Remove it, or restore it"
+    with pytest.raises(ValueError, match=message) as error:
+        choose(HEADLINE, HOPPER, None, path)
+    assert str(error.value).startswith(path)
+    with pytest.raises(ValueError, match=message):
+        explain(HEADLINE, HOPPER, path)
+
+
+def test_a_missing_file_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv(stored.VARIABLE, str(tmp_path / "none.json"))
+    with pytest.raises(
+        ValueError, match=r"none\.json: there is no file .* Correct PATCH_EMBED_TUNED"
+    ):
+        explain(HEADLINE, HOPPER)
+
+
+def test_a_file_that_was_written_again_is_read_again(write):
+    path = write(result(OTHER))
+    assert choose(HEADLINE, HOPPER, None, path).config == str(OTHER)
+    newer = HopperConfig(tile_n=64, slots=10)
+    os.utime(write(result(newer)), ns=(0, 0))
+    assert choose(HEADLINE, HOPPER, None, path).config == str(newer)
+
+
+def test_a_measured_config_that_cannot_serve_gives_way_to_the_heuristics(write):
+    path = write(result(HopperConfig(tile_n=192, slots=16)))
+    plan = choose(HEADLINE, HOPPER, None, path)
+    assert plan.config == choose(HEADLINE, HOPPER, None).config
+    assert plan.origin.startswith(f"from the heuristic, because the config of {path} is refused: ")
+    assert "bytes of shared memory" in plan.origin
+
+
+def test_a_lowering_checks_nothing_but_the_measured_config(write, monkeypatch):
+    path, counts, known = write(result(OTHER)), collections.Counter(), HopperConfig.check
+
+    def check(self, problem, chip):
+        counts[self] += 1
+        known(self, problem, chip)
+
+    monkeypatch.setattr(HopperConfig, "check", check)
+    choose(HEADLINE, HOPPER, None, path)
+    assert counts == {OTHER: 1}
+
+
+PARAMS = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 2), N=8, dtype="int8")
+PATCHES = ppe.patchify(draw_images(np.random.default_rng(1), 3, 8, 8, 3), PARAMS)
+
+
+def test_the_operator_takes_a_file_as_a_static_argument(write, tmp_path):
+    path, lowered = Path(write(result(OTHER))), []
+    expected = ppe.patch_embed(PATCHES, PARAMS)
+
+    @jax.jit
+    def embed(patches):
+        lowered.append(1)
+        return ppe.patch_embed(patches, PARAMS, tuned=path)
+
+    assert_bit_equal(embed(PATCHES), expected)
+    assert_bit_equal(embed(PATCHES), expected)
+    assert len(lowered) == 1
+    images = draw_images(np.random.default_rng(1), 3, 8, 8, 3)
+    assert_bit_equal(ppe.embed_images(images, PARAMS, tuned=path), expected)
+    assert str(path) in str(ppe.explain(PATCHES, PARAMS, tuned=path))
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="is no file of measured configs"):
+        ppe.patch_embed(PATCHES[:2], PARAMS, tuned=path)
+    with pytest.raises(TypeError, match="tuned is 3, expected the path of a file"):
+        ppe.patch_embed(PATCHES, PARAMS, tuned=3)
+
+
+# One search, with stand-ins for kernels and their times.
+
+
+def times(burst, sustained=None, spread=0.0):
+    """The times of a candidate, in milliseconds."""
+    of = {"burst": burst, "sustained": burst if sustained is None else sustained}
+    return {name: Timing(x, x - spread, x + spread, 5) for name, x in of.items()}
+
+
+@pytest.mark.parametrize(
+    "others, kept",
+    [
+        ([times(0.9)], "0"),
+        ([times(1.1)], "heuristic"),
+        ([times(1.0)], "heuristic"),
+        ([times(0.96, spread=0.03), times(0.98)], "0"),
+        ([times(0.96, spread=0.05)], "heuristic"),
+        ([times(0.9, 1.1)], "heuristic"),
+        ([times(1.1, 0.9)], "heuristic"),
+        ([times(0.9, 1.0)], "0"),
+        ([times(0.9), times(0.8), times(0.85)], "1"),
+        ([times(0.7, 1.1), times(0.95)], "1"),
+        ([{"burst": times(0.5)["burst"]}], "heuristic"),
+    ],
+    ids=str,
+)
+def test_the_fastest_is_kept_if_it_is_faster_by_more_than_the_spread(others, kept):
+    found = {"heuristic": times(1.0)} | {str(i): other for i, other in enumerate(others)}
+    assert search.fastest(found, "heuristic") == kept
+
+
+def test_without_the_heuristics_config_the_fastest_is_kept():
+    assert search.fastest({"a": times(1.0), "b": times(0.9, spread=0.5)}, "heuristic") == "b"
+
+
+class Clock:
+    """A clock in seconds that advances when `sleep` is called."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def sleep(self, seconds):
+        self.seconds += seconds
+
+    def perf_counter(self):
+        return self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A stand-in for a config: how long its kernel takes, and what is wrong with it."""
+
+    seconds: float
+    fault: str = ""
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Stand-ins: a clock, and the backend "stand-in" with `device.configs`; records the turns."""
+    device = types.SimpleNamespace(clock=Clock(), configs=[], turns=[])
+    fake = types.SimpleNamespace(perf_counter=device.clock.perf_counter, sleep=device.clock.sleep)
+    monkeypatch.setattr(timing, "time", fake)
+    monkeypatch.setattr(timing, "on_gpu", lambda: False)
+
+    def plan(problem, target, *, config=None):
+        def run(*operands):
+            if config.fault == "does not compile":
+                raise RuntimeError("the compiler says no\nand more")
+            y = xla.run(*operands, out_dtype=problem.out_dtype)
+            return y.at[0, 3, 5].multiply(-2) if config.fault == "wrong" else y
+
+        return Plan(run, str(config))
+
+    class Timed(Contender):
+        """A contender whose call takes what its config says."""
+
+        def __call__(self):
+            config = self.function
+            device.turns.append(config.seconds)
+            device.clock.sleep(config.seconds)
+            return jnp.zeros(())
+
+    backend = types.SimpleNamespace(plan=plan, candidates=lambda *_: device.configs)
+    monkeypatch.setitem(BACKENDS, "stand-in", backend)
+    planned = {}
+
+    def remember(task, target, config, known=search.plan):
+        found = known(task, target, config)
+        planned[found.run] = config
+        return found
+
+    def contender(jitted, *operands):
+        return Timed(planned[jitted.__wrapped__], *operands)
+
+    monkeypatch.setattr(search, "plan", remember)
+    monkeypatch.setattr(search, "Contender", contender)
+    return device
+
+
+TASK = Task("stand-in", SMALL)
+
+
+def found(device, *configs, refused=()):
+    """What a search yields: the names that were tried, and the result."""
+    device.configs = list(configs)
+    *tried, last = search.search(TASK, HOPPER, dict(refused))
+    return tried, last
+
+
+def test_a_faster_config_is_kept_and_a_slower_one_is_not(device):
+    slow, fast, slower = Config(0.03), Config(0.02), Config(0.04)
+    tried, last = found(device, slow, fast, slower)
+    assert tried == [str(slow), str(fast), str(slower), search.IN_TURNS]
+    assert last.config == dataclasses.asdict(fast) and not last.refused
+    assert last.problem == stored.describe_problem(SMALL)
+    assert last.times[str(fast)]["burst"]["milliseconds"] == pytest.approx(20)
+    _, last = found(device, fast, slow)
+    assert last.config is None and set(last.times) == {str(fast), str(slow)}
+
+
+def test_contenders_take_turns(device):
+    configs = [Config(0.03), Config(0.02), Config(0.04)]
+    found(device, *configs)
+    turns = device.turns
+    # Each runs once when it is checked, and once before the first turn.
+    burst = search.GPU["burst"]
+    one_round = [c.seconds for c in configs for _ in range(burst["calls"])]
+    begin = 2 * len(configs)
+    assert turns[begin : begin + burst["rounds"] * len(one_round)] == one_round * burst["rounds"]
+    sustained = turns[begin + burst["rounds"] * len(one_round) + len(configs) :]
+    changes = [a for a, b in zip(sustained, [*sustained[1:], None]) if a != b]
+    assert len(changes) == len(configs) * search.GPU["sustained"]["rounds"]
+
+
+def test_only_the_heuristics_and_the_closest_are_timed_sustained(device):
+    configs = [Config(0.05), *(Config(0.01 * i) for i in (1, 2, 3, 4))]
+    _, last = found(device, *configs)
+    sustained = {name for name, of_it in last.times.items() if "sustained" in of_it}
+    assert sustained == {str(c) for c in configs[:3]} and len(last.times) == 5
+
+
+def test_a_kernel_that_is_wrong_is_refused_and_not_timed(device):
+    right, wrong = Config(0.03), Config(0.01, "wrong")
+    _, last = found(device, right, wrong)
+    assert last.config is None and set(last.times) == {str(right)}
+    assert last.refused == {str(wrong): f"{search.RUNS} elements of its results are wrong"}
+
+
+def test_a_kernel_that_does_not_compile_is_refused(device):
+    broken, right = Config(0.01, "does not compile"), Config(0.03)
+    _, last = found(device, broken, right)
+    assert last.refused == {str(broken): "the compiler says no"}
+    # The heuristic's config is the one that is refused.
+    assert last.config == dataclasses.asdict(right)
+
+
+def test_a_candidate_that_was_refused_before_is_not_tried_again(device):
+    hung, right = Config(0.01), Config(0.03)
+    tried, last = found(device, hung, right, refused={str(hung): "it hung"})
+    assert str(hung) not in tried and last.refused == {str(hung): "it hung"}
+    tried, last = found(device, right, refused={search.IN_TURNS: "it hung"})
+    assert search.IN_TURNS not in tried and last.config is None and not last.times
+
+
+def test_a_backend_without_configs_is_left_out():
+    (answer,) = search.search(Task("xla", SMALL), Target("cpu"), {})
+    assert answer == Refusal("it has no configs.")
+    (answer,) = search.search(Task("mosaic_sm100", SMALL), HOPPER, {})
+    assert isinstance(answer, Refusal) and "needs compute capability" in answer.reason
+
+
+def test_a_real_search_in_an_interpreter(monkeypatch, tmp_path):
+    """The heuristic's config of the kernel for Hopper; others would take as long again."""
+    hopper = dataclasses.replace(BACKENDS["mosaic_sm90"], list_configs=lambda *_: [])
+    monkeypatch.setitem(BACKENDS, "mosaic_sm90", hopper)
+    name, in_turns, last = search.search(Task("mosaic_sm90", SMALL), Target("cpu"), {})
+    assert name == str(hopper.choose_config(SMALL, H200)) and in_turns == search.IN_TURNS
+    assert not last.refused and list(last.times) == [name]
+    assert last.times[name].keys() == {"burst", "sustained"}
+    path = tmp_path / "out.json"
+    stored.write(path, head(chip=None), [last])
+    assert stored.read(path).results == {last.key: last}
+    # It is no GPU's.
+    assert stored.read(path).mismatch(H200)
+
+
+# The child.
+
+
+def waits_for_all_but(name):
+    """A wait without a clock: the candidate of this name hangs, all others are waited for."""
+    said = []
+
+    def wait(connection, seconds):
+        if said and said[-1] == name:
+            return False
+        connection.poll(None)
+        return True
+
+    return wait, said
+
+
+def test_a_child_answers_in_a_process_of_its_own():
+    with Child(tune_answers.echoes, 60) as child:
+        first = list(child.ask("a", {"b": 1}))
+        assert first[:2] == ["a", {"b": 1}] and first[2] != os.getpid()
+        # The same process.
+        assert list(child.ask()) == first[2:]
+
+
+def test_one_that_hangs_or_crashes_is_ended_and_the_search_goes_on():
+    wait, said = waits_for_all_but("hangs")
+    refused = {}
+    with Child(tune_answers.hangs_or_crashes, 60, wait) as child:
+        while True:
+            try:
+                for message in child.ask("task", refused):
+                    said.append(message)
+                break
+            except ChildEndedError as error:
+                refused[said[-1]] = str(error)
+                said.append("")
+    assert said[-1] == ("task", refused)
+    assert refused == {
+        "hangs": "it hung, and was ended after 60 s",
+        "crashes": "it ended its process, by SIGSEGV",
+        "exits": "it ended its process, with exit code 7",
+    }
+
+
+class Answers:
+    """A stand-in for a child: answers by task; an exception is raised."""
+
+    def __init__(self, answers):
+        self.answers, self.asked = answers, []
+
+    def ask(self, task, refused):
+        self.asked.append((task, dict(refused)))
+        answer = self.answers(task, refused)
+        if isinstance(answer, BaseException):
+            raise answer
+        yield from answer
+
+
+def test_a_candidate_that_ends_the_child_is_refused_and_the_task_tried_again():
+    def ask(task, refused):
+        yield "a"
+        yield "b"
+        if "b" not in refused:
+            raise ChildEndedError("it hung")
+        yield dataclasses.replace(result(None), refused=dict(refused))
+
+    child = types.SimpleNamespace(ask=ask)
+    assert command.one(Task("mosaic_sm90", HEADLINE), child).refused == {"b": "it hung"}
+
+
+def test_a_child_that_always_ends_is_given_up():
+    def ask(task, refused):
+        raise ChildEndedError("it ended its process, by SIGSEGV")
+        yield
+
+    answer = command.one(TASK, types.SimpleNamespace(ask=ask))
+    assert answer == Refusal("it ended its process, by SIGSEGV.")
+
+
+# The command.
+
+MACHINE = Machine("a stand-in", stored.new_head(H200, "580", VERSIONS))
+TASKS = [
+    (f"{images} images", Task("mosaic_sm90", problem_of(named_shape("B/16 224"), "int8", images)))
+    for images in (1, 2, 3)
+]
+
+
+def find(task, refused):
+    return [result(None, task.problem)]
+
+
+def images_of(path):
+    return [r.problem["rows"] // 196 for r in stored.read(path).results.values()]
+
+
+def test_an_interrupted_search_goes_on_where_it_was(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    ends = Answers(
+        lambda task, _: KeyboardInterrupt() if task.problem.rows == 392 else find(task, _)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        command.tune(TASKS, ends, out, MACHINE, command.begin(out, MACHINE))
+    assert images_of(out) == [1] and "1 results are in" in command.ending.state.outcome
+    goes_on = Answers(find)
+    command.tune(TASKS, goes_on, out, MACHINE, command.begin(out, MACHINE))
+    assert [task for task, _ in goes_on.asked] == [task for _, task in TASKS[1:]]
+    assert images_of(out) == [1, 2, 3]
+    assert "1 of 3 problems are in" in capsys.readouterr().out
+    nothing = Answers(find)
+    command.tune(TASKS, nothing, out, MACHINE, command.begin(out, MACHINE))
+    assert not nothing.asked
+
+
+def test_a_budget_ends_the_search_between_two_problems(tmp_path, capsys):
+    out, clock = tmp_path / "out.json", Clock()
+
+    def takes_ten_seconds(task, refused):
+        clock.sleep(10)
+        return find(task, refused)
+
+    ask = Answers(takes_ten_seconds)
+    command.tune(TASKS, ask, out, MACHINE, {}, seconds=15, now=clock.perf_counter)
+    assert images_of(out) == [1, 2]
+    assert "15 s are over; 1 problems are left. The same command goes on" in capsys.readouterr().out
+
+
+def test_what_a_backend_cannot_serve_is_said_once_and_left_out(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    command.tune(TASKS, Answers(lambda *_: [Refusal("no.")]), out, MACHINE, {})
+    assert not out.exists() and capsys.readouterr().out.count(": no.") == 1
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(driver="550"), "driver 550 there, 580 here"),
+        (dict(versions={"jax": "0.11"}), "'0.11'} there"),
+        (dict(chip=stored.describe_chip(B200)), "NVIDIA B200.* there"),
+    ],
+    ids=["driver", "versions", "chip"],
+)
+def test_results_of_two_machines_are_not_mixed(tmp_path, changes, message):
+    out = tmp_path / "out.json"
+    stored.write(out, MACHINE.head | changes, [])
+    with pytest.raises(ValueError, match=f"measured elsewhere .*{message}.* Choose another file"):
+        command.begin(out, MACHINE)
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ([], "required: --out"),
+        (["--out", "no/such/folder/out.json"], "there is no such folder"),
+        (["--out", "out.json", "--images", "0"], "--images is 0, expected 1 or more"),
+        (["--out", "out.json", "--seconds", "0"], "--seconds is 0, expected more than 0"),
+        (["--out", "out.json", "--shapes", "B/17"], "invalid choice: 'B/17'"),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_refused(command_line, arguments, text):
+    code, error = command_line("tune", *arguments)
+    assert code == 2 and text in error
+
+
+def test_all_named_shapes_are_searched_by_default():
+    tasks = [task for _, task in command.list_tasks(None, None, None, None)]
+    assert len(set(tasks)) == len(tasks) == len(NAMED_SHAPES) * 3 * 3 * len(BACKENDS)
+    assert {task.problem for task in tasks} >= {HEADLINE}
+
+
+def test_the_command_says_that_times_without_a_GPU_are_none_of_a_GPU(monkeypatch, tmp_path, capsys):
+    out, machine = tmp_path / "out.json", Machine("cpu", stored.new_head(None, "", VERSIONS))
+    stand = Answers(lambda task, _: [machine] if task is None else find(task, _))
+    monkeypatch.setattr(command, "Child", lambda *_: contextlib.nullcontext(stand))
+    arguments = types.SimpleNamespace(
+        out=out, shapes=None, dtypes=None, images=None, backends=None, seconds=None
+    )
+    assert command.run(arguments) == 0
+    assert "No NVIDIA GPU: this is cpu. Kernels are interpreted." in capsys.readouterr().out
+    assert [task.backend for task, _ in stand.asked[1:]] == ["mosaic_sm90", "xla"]
+    assert stored.read(out).head["chip"] == {}
+
+
+KILLED = """
+import sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from pallas_patch_embed import ending
+ending.install()
+import tune_answers
+from test_tune import MACHINE, TASKS
+from pallas_patch_embed.tune import command
+from pallas_patch_embed.tune.child import Child
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    with Child(tune_answers.first_is_found, 3600) as child:
+        command.tune(TASKS, child, out, MACHINE, command.begin(out, MACHINE))
+"""
+
+
+@pytest.mark.slow("starts processes that import JAX")
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_search_that_is_ended_by_a_signal_keeps_what_it_found(tmp_path, number, code):
+    script, out = tmp_path / "killed.py", tmp_path / "out.json"
+    tests = [str(ROOT), *(str(ROOT / "tests" / f) for f in ("", "commands", "operator", "kernels"))]
+    script.write_text(KILLED.format(paths=tests))
+    process = subprocess.Popen(
+        [sys.executable, script, out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert "1 images: nothing could be timed" in process.stdout.readline()
+    process.send_signal(number)
+    _, error = process.communicate()
+    assert process.returncode == code
+    assert images_of(out) == [1]
+    if number == signal.SIGTERM:
+        assert error.endswith(f"Terminated; 1 results are in {out}. The same command goes on.\n")
+    goes_on = Answers(find)
+    command.tune(TASKS, goes_on, out, MACHINE, command.begin(out, MACHINE))
+    assert len(goes_on.asked) == 2 and images_of(out) == [1, 2, 3]
