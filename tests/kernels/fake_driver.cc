@@ -149,8 +149,7 @@ int cuLaunchKernelEx(const Config* config, const char* kernel, void** parameters
   memcpy(sizes, parameter + 416, 28);
   note(kernel);
   note("pointers", words[0], words[1], words[2], words[3], words[4], words[5], words[6]);
-  note("sizes", sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
-       sizes[6]);
+  note("sizes", sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]);
   for (unsigned i = 0; i < config->count; i++) {
     const auto& attribute = config->attributes[i];
     note("attribute", attribute.id, attribute.value[0], attribute.value[1], attribute.value[2]);
