@@ -15,7 +15,6 @@ embeddings must be those of the run on JPEG files before.
 import argparse
 import contextlib
 import dataclasses
-import functools
 import io
 import itertools
 import json
@@ -260,9 +259,10 @@ def start(
     environment = dict(os.environ)
     if visible:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-    return subprocess.Popen(
-        command, env=environment, preexec_fn=functools.partial(os.sched_setaffinity, 0, cores)
-    )
+    process = subprocess.Popen(command, env=environment)
+    # Python has just started, so all of its threads will inherit this.
+    os.sched_setaffinity(process.pid, cores)
+    return process
 
 
 def run(
