@@ -113,7 +113,7 @@ def test_the_first_shape_is_measured_completely_and_many_images_of_others_last()
     assert found == [("a", [1, 512]), ("a", [4736]), ("b", [1, 512]), ("b", [4736])]
 
 
-def test_shapes_to_cut_have_an_even_number_of_patches_of_16_pixels_a_line(monkeypatch):
+def test_shapes_to_cut_have_patches_of_16_pixels(monkeypatch):
     monkeypatch.undo()
     found = images.shapes_to_cut()
     assert len(found) == 12 and "g-opt/16 384" in found
