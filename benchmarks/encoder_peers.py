@@ -303,16 +303,21 @@ class Torch:
 
     def _compile(self, folder: str, images: int, many: bool) -> Contender:
         import torch
-        from transformers import SiglipVisionModel
+        from safetensors.torch import load_file
+        from transformers import SiglipVisionConfig, SiglipVisionModel
 
         gpu = torch.cuda.is_available()
         device = "cuda" if gpu else "cpu"
         torch._dynamo.reset()
         gc.collect()
-        model = SiglipVisionModel.from_pretrained(
-            folder, attn_implementation="sdpa", dtype=torch.bfloat16
-        )
-        model = model.eval().to(device)
+        config = SiglipVisionConfig.from_pretrained(folder)
+        config._attn_implementation = "sdpa"
+        model = SiglipVisionModel(config)
+        # Some versions have a module around the tower.
+        stored = load_file(f"{folder}/model.safetensors")
+        names = {name: name.removeprefix("vision_model.") for name in model.state_dict()}
+        model.load_state_dict({name: stored[own] for name, own in names.items()})
+        model = model.eval().to(device, torch.bfloat16)
         pixels = torch.from_numpy(images_of(model.config.image_size, images)).to(device)
 
         def pooled(images):
