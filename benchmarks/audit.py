@@ -293,8 +293,8 @@ def resident_kernel(
     chunks, columns = tiles.chunks(problem), launch["tensor_memory_columns"]
     streamed = (chunks - launch["staying_chunks"]) * config.tile_n * ROW_BYTES
     patch_bytes = config.tile_m * chunks * ROW_BYTES
-    # Of images, a row is a line of two patches (ffi/kernel.h).
-    rows = config.tile_m * (chunks if problem.cut is None else problem.layout.patch_size // 2)
+    # Of images, a row is a line of one or two patches, as many bytes as its box has channels.
+    row_bytes = ROW_BYTES if problem.cut is None else launch["patches"]["box"][0]
     if columns:
         multiply = executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)
         loops = (
@@ -315,7 +315,7 @@ def resident_kernel(
         multiprocessors=grid.thread_blocks,
         patch_bytes=patch_bytes,
         tma_bytes=patch_bytes + streamed,
-        tma_rows=rows + streamed // ROW_BYTES,
+        tma_rows=patch_bytes // row_bytes + streamed // ROW_BYTES,
     )
     shared = launch["shared_memory"]
     return Kernel(*head, problem.dtype, str(config), code, shared, columns, tile, loops)

@@ -9,7 +9,7 @@ from benchmarks import audit
 from benchmarks.audit import Kernel, Loop, Tile
 from benchmarks.machine_code import Code, class_of, cuda_root, read_cubin
 from pallas_patch_embed.backends import cuda, tiles
-from pallas_patch_embed.problem import named_shape
+from pallas_patch_embed.problem import NamedShape, named_shape
 
 HEADLINE = (named_shape("B/16 224"), 4736)
 
@@ -96,6 +96,10 @@ def test_the_kernel_that_cuts_images_has_the_budget_of_the_one_from_patches():
     assert audit.operand_bytes(loop, images.tile) == 2 * 24 * 32 * 192
     # Lines of 64 pairs of patches; chunks of 128 patches.
     assert (images.tile.tma_rows, patches.tile.tma_rows) == (16 * 64, 6 * 128)
+    # At 240 pixels 15 patches are next to each other, whose lines are loaded one by one.
+    odd = audit.cuda_kernel("sm_90", NamedShape("odd", 16, 240, 768), 4736, "int8", uncut=True)
+    assert odd.tile.tma_rows == 16 * 128
+    assert checked(odd).keys() == found.keys()
     # Instructions of a scheduler's two warps: less than the cycles of the products.
     assert found["issue"] < 2000 < found["tensor"]
     with pytest.raises(NotImplementedError, match="on Hopper and with int8 alone"):

@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu import CUT_PROGRAMS, DTYPES, PROGRAMS, RUNS, check, draw, gpu, runs_of, uncut
+from gpu import CUT_PROGRAMS, DTYPES, ODD, PROGRAMS, RUNS, check, draw, gpu, runs_of, uncut
 from jax import lax
 from jax.experimental.compute_on import compute_on
 from planned import compute
@@ -93,12 +93,12 @@ def test_every_element_agrees_where_the_kernel_cuts_images(shape, out_dtype, B):
 def test_the_kernel_that_cuts_images_gives_the_bits_of_the_one_from_patches(out_dtype, B):
     if reason := cuda.missing():
         pytest.skip(reason)
-    for name in ("B/16 224", "L/16 384", "So400m/16 512", "NaFlex B/16 256"):
-        shape = named_shape(name)
+    names = ("B/16 224", "L/16 384", "So400m/16 512", "NaFlex B/16 256")
+    for shape in (*map(named_shape, names), ODD):
         operands = draw(jax.random.key(B), shape, "int8", B)
         cut = jax.jit(functools.partial(cut_by_the_kernel, shape, out_dtype=out_dtype))
         from_patches = jax.jit(functools.partial(compute, cuda, out_dtype=out_dtype))
-        assert same(cut(*operands), from_patches(*operands)), name
+        assert same(cut(*operands), from_patches(*operands)), shape.name
 
 
 def test_xlas_float8_product_is_within_the_same_bound():
