@@ -382,11 +382,6 @@ def cuda_kernel(
     )
 
 
-# The names of types in Triton's signatures.
-TRITON_TYPES = dict(float32="fp32", bfloat16="bf16", float8_e4m3fn="fp8e4nv")
-TRITON_TYPES |= dict(int8="i8", uint8="u8", int32="i32")
-
-
 def triton_call(plan: Plan, *arguments) -> dict[str, object]:
     """The arguments with which a plan calls its kernel for these shapes, with all options."""
     found = {}
@@ -413,7 +408,7 @@ def compile_triton(call: dict[str, object]):
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     target = GPUTarget("cuda", constants.pop("compute_capability"), 32)
     del constants["grid"]
-    types = ("*" + TRITON_TYPES[x.dtype.name] for x in arrays)
+    types = ("*" + triton.TYPES[x.dtype.name] for x in arrays)
     signature = dict(zip(function.arg_names, types)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}
     source = ASTSource(function, signature, constants, aligned)

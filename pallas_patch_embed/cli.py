@@ -1,4 +1,4 @@
-"""The command line: `demo`, `embed`, `info` and `tune`."""
+"""The command line: `check`, `demo`, `embed`, `info` and `tune`."""
 
 import argparse
 import os
@@ -15,6 +15,7 @@ from absl.flags import argparse_flags
 
 from pallas_patch_embed import __version__, demo, streams
 from pallas_patch_embed.backends import BACKENDS, Explanation, explain
+from pallas_patch_embed.check import command as check
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.embed import command as embed
 from pallas_patch_embed.embed import output
@@ -195,6 +196,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="run on a Ray cluster: its address, or none for one on this machine",
     )
     embed_parser.add_argument("--quiet", action="store_true", help="show no progress")
+    check.add_parser(commands)
     commands.add_parser("info", help="versions, devices, and what runs here and why")
     tune.add_parser(commands)
     return parser.parse_args(argv[1:])

@@ -1,33 +1,357 @@
-"""`pallas-patch-embed check`, and the comparison that it makes."""
+"""`pallas-patch-embed check`: what it compares, and how it goes on after a hang or a crash."""
 
+import argparse
+import ctypes
 import functools
+import itertools
+import json
+import subprocess
+import sys
+import types
 
+import jax
 import jax.numpy as jnp
 import pytest
+import stand_in_checks
+from jax import lax
+from repository import environment
 
 from pallas_patch_embed.backends import xla
-from pallas_patch_embed.check.compare import wrong_elements
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.check import command, memory, work
+from pallas_patch_embed.check.cases import (
+    FEW_SHAPES,
+    SHAPES,
+    SOURCES,
+    TABLES,
+    Case,
+    cases_of,
+    pairwise,
+)
+from pallas_patch_embed.check.compare import Counts, compared, wrong_elements
+from pallas_patch_embed.check.process import ChildError, Ended, Launches, Listed, supervised
+from pallas_patch_embed.problem import DTYPES, OUT_DTYPES, Problem
+
+SMALL = Problem((2, 5, 128), (64, 128), (64,), (5, 64), "int8", "bfloat16", "bfloat16")
+right = functools.partial(xla.run, out_dtype="bfloat16")
 
 
-def small(dtype, out_dtype="bfloat16"):
-    return Problem((2, 5, 128), (64, 128), (64,), (5, 64), dtype, "bfloat16", out_dtype)
+def found_in(run, runs=2, **options):
+    """What `compared` finds in some launches for SMALL."""
+    options = {"seed": 1, "devices": jax.devices()[:1], **options}
+    return functools.reduce(Counts.plus, itertools.islice(compared(run, SMALL, **options), runs))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_a_wrong_element_is_found_in_every_run(dtype):
-    problem = small(dtype)
-    right = functools.partial(xla.run, out_dtype=problem.out_dtype)
-    assert wrong_elements(right, problem, runs=1, seed=1) == 0
+def with_bits(y, change):
+    """y with other bits in element [1, 4, 2] or [1, 4, 3]."""
+    bits = lax.bitcast_convert_type(y, jnp.uint16)
+    return lax.bitcast_convert_type(change(bits), y.dtype)
 
+
+def test_every_launch_is_compared_and_has_new_operands():
+    drawn = set()
+
+    def run(*operands):
+        jax.debug.callback(lambda table: drawn.add(table.tobytes()), operands[3])
+        return right(*operands)
+
+    found = found_in(run, runs=3)
+    jax.effects_barrier()
+    assert (found.launches, found.elements, found.wrong) == (3, 3 * 2 * 5 * 64, 0)
+    assert len(drawn) == 3 and found.all_wrong == 0
+
+
+def test_a_wrong_element_is_found_in_every_run():
     def wrong(*operands):
         return right(*operands).at[1, 4, 63].multiply(1.02)
 
-    assert wrong_elements(wrong, problem, runs=2, seed=1) == 2
+    assert wrong_elements(wrong, SMALL, runs=2, seed=1) == 2
 
 
 def test_a_missing_element_is_wrong():
-    def forgets_one(*operands):
-        return xla.run(*operands, out_dtype="float32").at[0, 0, 0].set(jnp.nan)
+    assert found_in(lambda *operands: right(*operands).at[0, 0, 0].set(jnp.nan)).wrong == 2
 
-    assert wrong_elements(forgets_one, small("int8", "float32"), runs=1, seed=1) == 1
+
+@pytest.mark.parametrize("column, wrong, moved", [(2, 2, 0), (3, 0, 2)])
+def test_a_fused_multiply_add_may_only_move_columns_whose_scale_is_no_power_of_two(
+    column, wrong, moved
+):
+    def off_by_one(*operands):
+        return with_bits(right(*operands), lambda bits: bits.at[1, 4, column].add(1))
+
+    # What XLA's own multiply-add moves is counted as well.
+    own = found_in(right).moved
+    found = found_in(off_by_one)
+    assert found.wrong == wrong and abs(found.moved - own - moved) <= 1
+
+
+def test_more_than_a_few_moved_elements_are_wrong():
+    assert Counts(elements=10**6, moved=108).all_wrong == 0
+    assert Counts(elements=10**6, moved=109).all_wrong == 109
+    assert Counts(changed=1).all_wrong == 1
+
+
+@pytest.mark.parametrize("buffer", range(11), ids=lambda i: "guard" if i % 2 == 0 else "buffer")
+def test_bytes_that_a_kernel_writes_outside_of_its_result_are_counted(buffer):
+    addresses = []
+
+    def allocate(kind, device):
+        array = memory.allocate(kind, device)
+        addresses.append(array.unsafe_buffer_pointer())
+        return array
+
+    def write(y):
+        # What follows is not zero: neither the guards nor the operands.
+        ctypes.memset(addresses[buffer] + 2, 0x3C, 1)
+        return y
+
+    def spills(*operands):
+        y = right(*operands)
+        return jax.pure_callback(write, y, y)
+
+    found = found_in(spills, allocate=allocate)
+    assert len(addresses) == 11
+    # Buffer 9 is the result, which the callback writes afterwards.
+    assert found.changed == (0 if buffer == 9 else 2) and found.wrong == 0
+
+
+class BestFit:
+    """A stand-in for XLA's allocator: the smallest free block that is large enough."""
+
+    def __init__(self, *free):
+        self.free = [list(block) for block in free]
+
+    def __call__(self, kind, device):
+        nbytes = -(-kind.size * kind.dtype.itemsize // memory.UNIT) * memory.UNIT
+        block = min((b for b in self.free if b[1] >= nbytes), key=lambda b: b[1])
+        address, size = block
+        block[:] = address + nbytes, size - nbytes
+
+        def delete():
+            block[:] = address, size
+
+        return types.SimpleNamespace(
+            nbytes=kind.size * kind.dtype.itemsize,
+            unsafe_buffer_pointer=lambda: address,
+            delete=delete,
+        )
+
+
+KINDS = [jax.ShapeDtypeStruct((size,), jnp.uint8) for size in (4096, 100, 4096, 70_000, 4096)]
+GPU = types.SimpleNamespace(platform="gpu")
+
+
+def test_buffers_follow_each_other_although_the_allocator_prefers_small_blocks():
+    allocate = BestFit((0, 300), (1000, 5000), (10_000, 9000), (2**20, 2**20), (2**24, 2**24))
+    placed = memory.place(KINDS, GPU, allocate)
+    assert [x.nbytes for x in placed] == [kind.size for kind in KINDS]
+    assert memory.follow(placed)
+    assert placed[0].unsafe_buffer_pointer() == 2**20
+
+
+def test_placing_ends_if_the_allocator_leaves_spaces():
+    addresses = itertools.count(0, 2**20)
+
+    def allocate(kind, device):
+        address = next(addresses)
+        return types.SimpleNamespace(
+            nbytes=kind.size, unsafe_buffer_pointer=lambda: address, delete=lambda: None
+        )
+
+    placed = memory.place(KINDS, GPU, allocate)
+    assert len(placed) == len(KINDS) and not memory.follow(placed)
+
+
+def pairs(combinations):
+    return {pair for values in combinations for pair in itertools.combinations(values.items(), 2)}
+
+
+def test_every_pair_that_is_allowed_occurs_in_few_combinations():
+    parameters = {"a": range(5), "b": range(4), "c": "xyz", "d": (False, True)}
+
+    def allowed(values):
+        return not (values["a"] == 0 and values["c"] == "x") and values["b"] != 3
+
+    every = [dict(zip(parameters, values)) for values in itertools.product(*parameters.values())]
+    found = list(pairwise(parameters, allowed))
+    assert all(map(allowed, found))
+    assert pairs(found) == pairs(filter(allowed, every))
+    assert len(found) <= 20
+
+
+@pytest.mark.parametrize("shapes, most", [("few", 40), ("all", 70)])
+def test_the_cases_of_a_backend_are_a_pairwise_cover_of_what_it_serves(shapes, most):
+    def serves(case):
+        return case.dtype != "float8_e4m3fn" or case.out_dtype == "float32"
+
+    found = cases_of("cuda", serves, shapes=SHAPES[shapes], dtypes=DTYPES[1:], devices=2, many=4736)
+    assert len(found) <= most and all(map(serves, found))
+    seen = {(c.shape, c.dtype) for c in found}
+    assert seen >= set(itertools.product(SHAPES[shapes], DTYPES[1:]))
+    assert {(c.dtype, c.out_dtype) for c in found} == set(
+        itertools.product(DTYPES[1:], OUT_DTYPES)
+    ) - {("float8_e4m3fn", "bfloat16")}
+    assert {(c.launch, c.on_every_device) for c in found} == {
+        (launch, every)
+        for launch in ("alone", "in a command buffer", "on two streams")
+        for every in (False, True)
+    }
+    assert max(case.B for case in found) == 4736
+    for case in found:
+        naflex = case.shape.name.startswith("NaFlex")
+        assert case.problem.table_period and (not naflex or case.table == TABLES[1])
+
+
+def test_a_case_says_what_is_launched():
+    case = Case("cuda", FEW_SHAPES[0], "int8", "bfloat16", 3, source="cut by the kernel")
+    assert str(case) == (
+        "cuda: B/16 224, 3 images cut by the kernel, int8 to bfloat16, positions, alone"
+    )
+    assert case.problem.cut == "kernel" and case.problem.images == (3, 224, 224, 3)
+
+
+# The child process, with stand-ins for what it does and for the clock.
+
+
+def watch(connection, seconds, last):
+    """Waits without a clock; only the second launch of case 1 takes too long."""
+    return last != Launches(1, 2) and connection.poll(None)
+
+
+def test_after_a_hang_and_a_crash_the_other_cases_go_on():
+    work = stand_in_checks.work("right", "hangs", "crashes", "right")
+    messages = list(supervised(work, timeout=7.5, watch=watch))
+    assert sum(isinstance(message, Listed) for message in messages) == 1
+    assert [message for message in messages if isinstance(message, Ended)] == [
+        Ended(0, "ended"),
+        Ended(1, "hung", "launch 2 did not end within 7.5 s"),
+        Ended(2, "crashed", "the process ended with SIGKILL in launch 2"),
+        Ended(3, "ended"),
+    ]
+
+
+def test_a_child_that_begins_nothing_is_not_started_for_ever():
+    with pytest.raises(ChildError, match=r"began no case: .*exit code 0"):
+        list(supervised(stand_in_checks.ends_at_once, timeout=1, watch=watch))
+
+
+def parsed(*arguments):
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    return parser.parse_args(["check", *map(str, arguments)])
+
+
+def test_the_report_has_every_case_and_the_exit_code_says_whether_all_are_right(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    arguments = parsed("--report", path, "--runs", 2)
+    child = stand_in_checks.work("wrong", "hangs", "right")
+    assert command.run(arguments, child=child, watch=watch) == 1
+    report = json.loads(path.read_text())
+    assert report["complete"] and not report["all_right"] and report["options"]["runs"] == 2
+    assert report["about"] == stand_in_checks.ABOUT
+    assert isinstance(report["gpus_before"], list) and isinstance(report["gpus_after"], list)
+    counts = dict(elements=20, moved=0, changed=0, poisoned=2, guarded=2)
+    wrong, hangs, good = report["cases"]
+    expected = {"case": "stand-in: wrong", "verdict": "wrong", "reason": "", **counts}
+    assert wrong == {**expected, "launches": 2, "wrong": 2}
+    assert hangs["verdict"] == "hung" and "launch 2" in hangs["reason"] and hangs["launches"] == 1
+    assert good == {**expected, "case": "stand-in: right", "verdict": "right"} | dict(
+        launches=2, wrong=0
+    )
+    printed = capsys.readouterr().out
+    assert "not checked: absent, int8: it is not here." in printed
+    assert "wrong     stand-in: wrong: 2 of 20 elements wrong" in printed
+    assert "hung      stand-in: hangs: launch 2 did not end within 60 s" in printed
+    (row,) = (line for line in printed.splitlines() if line.startswith("stand-in  "))
+    assert row.split() == "stand-in 3 5 50 2 0 5 5 1 1 0 0".split()
+    assert command.run(parsed(), child=stand_in_checks.work("right"), watch=watch) == 0
+
+
+def test_a_check_that_cannot_go_on_is_not_right(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    child = stand_in_checks.ends_at_once
+    assert command.run(parsed("--report", path), child=child, watch=watch) == 1
+    assert "began no case" in capsys.readouterr().out
+    report = json.loads(path.read_text())
+    assert not report["complete"] and "began no case" in report["failure"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--runs", "0"], "0 is not positive"),
+        (["--runs", "two"], "invalid positive int value: 'two'"),
+        (["--seconds", "-1"], "-1 is not positive"),
+        (["--timeout", "inf"], "inf is not positive"),
+        (["--runs", "1", "--seconds", "1"], "not allowed with argument --runs"),
+        (["--backend", "cublas"], "invalid choice: 'cublas'"),
+        (["--shapes", "some"], "invalid choice: 'some'"),
+        (["--report", "no/such/folder/report.json"], "there is no such folder"),
+        (["--report", "."], "it is a folder, expected a file"),
+    ],
+)
+def test_bad_arguments_are_refused(command_line, arguments, message):
+    code, error = command_line("check", *arguments)
+    assert code == 2 and message in error
+
+
+def test_a_text_that_no_case_has_is_refused():
+    with pytest.raises(ValueError, match="--only is 'B/17': no line of a case contains that"):
+        command.run(parsed("--only", "B/17"), child=stand_in_checks.work(), watch=watch)
+    with pytest.raises(ValueError, match=r"no such backend serves here.*it is not here"):
+        command.run(parsed(), child=stand_in_checks.work(), watch=watch)
+
+
+# What the child does, here and on this CPU.
+
+
+def sent(**options):
+    """The messages of the child's work."""
+    messages = []
+    work.run(work.Options(**options), frozenset(), messages.append)
+    return messages
+
+
+def test_xla_is_right_and_other_backends_say_why_they_are_not_checked():
+    cases, _ = work.listed(work.Options(backends=("xla",)), jax.devices())
+    case = next(c for c in cases if (c.shape.N, c.dtype, c.source) == (1024, "int8", SOURCES[1]))
+    listed, *messages = sent(backends=("cuda", "xla"), only=str(case), runs=1)
+    assert [type(message).__name__ for message in messages] == [
+        *("Prepares", "Launches", "Found", "Ended")
+    ]
+    elements = case.B * case.shape.S * case.shape.N
+    assert messages[2].counts | {"moved": 0, "poisoned": 0} == Counts(1, elements)._asdict()
+    assert messages[3] == Ended(0, "ended")
+    assert "this is cpu" in listed.about["refused"]["cuda"]["int8"]
+    assert listed.about["interpreted"] and listed.about["packages"]["jax"]
+
+
+@pytest.mark.parametrize("error, ended", [("RESOURCE_EXHAUSTED: no memory", "left out"), ("", "")])
+def test_after_an_error_of_the_device_the_process_ends(monkeypatch, error, ended):
+    def fails(*_, **__):
+        raise jax.errors.JaxRuntimeError(error or "INTERNAL: an illegal instruction")
+        yield
+
+    monkeypatch.setattr(work, "compared", fails)
+    endings = [m for m in sent(backends=("xla",), only="B/32") if isinstance(m, Ended)]
+    if ended:
+        assert len(endings) > 1 and {m.outcome for m in endings} == {"left out"}
+        return
+    assert endings == [Ended(0, "crashed", "INTERNAL: an illegal instruction")]
+
+
+@pytest.mark.slow("each starts a process and compiles")
+@pytest.mark.parametrize("backend", ["mosaic_sm100", "xla"])
+def test_the_command_checks_this_machine(tmp_path, backend):
+    report = tmp_path / "report.json"
+    options = ["--backend", backend, "--only", "int8 to float32", "--runs", "1"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pallas_patch_embed", "check", *options, "--report", report],
+        capture_output=True,
+        text=True,
+        env=environment(JAX_PLATFORMS="cpu"),
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    content = json.loads(report.read_text())
+    assert content["complete"] and content["all_right"]
+    assert {case["verdict"] for case in content["cases"]} == {"right"}
+    assert ("interpreters execute" in result.stdout) and content["about"]["interpreted"]

@@ -29,7 +29,7 @@ from pallas_patch_embed.patches import Encoding, rows
 from pallas_patch_embed.problem import NAMED_SHAPES, PatchLayout, Problem, padded
 
 if importlib.util.find_spec("triton"):
-    import interpreted_triton
+    from pallas_patch_embed.backends.triton import interpreted as triton_interpreter
 
 needs_triton = pytest.mark.usefixtures("triton_package")
 
@@ -47,7 +47,7 @@ SMALL = TritonConfig(32, 32, 64, warps=4, stages=2, programs=1)
 @pytest.fixture
 def interpreted(monkeypatch):
     """Makes Triton's interpreter execute the backend's calls."""
-    monkeypatch.setattr(backend, "_call", lambda: interpreted_triton.call)
+    monkeypatch.setattr(backend, "_call", lambda: triton_interpreter.call)
 
 
 @needs_triton
@@ -334,7 +334,7 @@ def on_this_cpu(interpreted, monkeypatch):
     """Makes the backend serve on any device; the interpreter executes the kernel."""
 
     def call(*operands, out, **options):
-        function = functools.partial(interpreted_triton.call, out=out, **options)
+        function = functools.partial(triton_interpreter.call, out=out, **options)
         return jax.pure_callback(function, out, *operands, vmap_method="sequential")
 
     monkeypatch.setattr(backend, "_call", lambda: call)

@@ -80,12 +80,11 @@ def run_cuda_sm100(operands, out_dtype):
 
 def run_triton(operands, out_dtype):
     pytest.importorskip("triton", reason="triton is missing: the extra codegen has it")
-    import interpreted_triton
-
     from pallas_patch_embed.backends import triton
+    from pallas_patch_embed.backends.triton import interpreted
 
     config = triton.TritonConfig(32, 32, 64, warps=4, stages=2, programs=1)
-    with mock.patch.object(triton, "_call", lambda: interpreted_triton.call):
+    with mock.patch.object(triton, "_call", lambda: interpreted.call):
         return compute(triton, *operands, out_dtype=out_dtype, target=few(A100, 2), config=config)
 
 

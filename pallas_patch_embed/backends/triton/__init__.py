@@ -49,6 +49,11 @@ MULTIPLIED, LOADED, ENCODED, STORED = 2048, 72, 32, 5
 # there (docs/experiments/triton.md) the model chooses the fastest, or one that is 1% slower.
 WAIT_INT8, WAIT, SHARING, TILE_OVERHEAD = 350, 80, 1.1, 800
 
+# Triton's names of dtypes, for its compiler and its interpreter.
+TYPES = dict(
+    float32="fp32", bfloat16="bf16", float8_e4m3fn="fp8e4nv", int8="i8", uint8="u8", int32="i32"
+)
+
 # Bytes in the widest load of one thread.
 MAX_VECTOR = 16
 

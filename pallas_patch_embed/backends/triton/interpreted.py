@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from benchmarks.audit import TRITON_TYPES
 from pallas_patch_embed.backends import triton as backend
 
 # Types whose numbers the interpreter stores as bits.
@@ -29,7 +28,7 @@ class Buffer:
         self.inside[:] = content
         self.like = array
         # The interpreter reads the attributes of a torch tensor.
-        self.dtype = dtype or TRITON_TYPES[array.dtype.name]
+        self.dtype = dtype or backend.TYPES[array.dtype.name]
 
     def data_ptr(self) -> int:
         """The address of its first byte."""

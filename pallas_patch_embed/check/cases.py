@@ -1,0 +1,191 @@
+"""The cases of a backend: few of them, in which every pair of values of two parameters occurs."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pallas_patch_embed.check.compare import LAUNCHES
+from pallas_patch_embed.problem import (
+    NAMED_SHAPES,
+    OUT_DTYPES,
+    NamedShape,
+    PatchLayout,
+    Problem,
+    named_shape,
+    padded,
+)
+
+# Without a table the offset is one row for all positions.
+TABLES = ("positions", "positions of each image", "no positions")
+SOURCES = ("given as patches", "given whole", "cut by the kernel")
+
+# Odd numbers of images, so that there are tails; 67 images of any shape are many tiles.
+BATCHES = (1, 3, 67)
+# Images with which each worker of a large GPU has many tiles.
+MANY = 4736
+
+# One shape for each K, N and S that kernels treat differently.
+FEW_SHAPES = tuple(
+    map(
+        named_shape,
+        (
+            "B/16 224",
+            "B/32 256",
+            "L/16 384",
+            "So400m/14 384",
+            "So400m/16 512",
+            "g-opt/16 256",
+            "NaFlex So400m/16 256",
+            "Gemma 3/14 896",
+        ),
+    )
+)
+SHAPES = {"few": FEW_SHAPES, "all": NAMED_SHAPES}
+
+# In the tensor map of its weight, a stride is smaller than the size of another dimension.
+WIDE = NamedShape("wide", 6, 24, 16384)
+# For interpreters, which take seconds for it.
+SMALL = NamedShape("small", 6, 42, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is launched and compared, once or many times.
+
+    Attributes:
+      backend: its name.
+      shape: a model's shape.
+      dtype: of patches and weight.
+      out_dtype: of the result.
+      B: number of images.
+      table: one of `TABLES`.
+      source: one of `SOURCES`.
+      launch: one of `compare.LAUNCHES`.
+      on_every_device: whether all devices launch at the same time.
+    """
+
+    backend: str
+    shape: NamedShape
+    dtype: str
+    out_dtype: str
+    B: int
+    table: str = "positions"
+    source: str = "given as patches"
+    launch: str = "alone"
+    on_every_device: bool = False
+
+    @property
+    def problem(self) -> Problem:
+        """Shapes and dtypes."""
+        B, S, K, N = self.B, self.shape.S, padded(self.shape.K), self.shape.N
+        tables = {"positions": (S, N), "positions of each image": (B, S, N), "no positions": (N,)}
+        side = self.shape.image
+        images = self.source != "given as patches"
+        return Problem(
+            patches=(B, S, K),
+            weight=(N, K),
+            scale=(N,),
+            table=tables[self.table],
+            dtype=self.dtype,
+            table_dtype="float32" if self.table == "no positions" else "bfloat16",
+            out_dtype=self.out_dtype,
+            layout=PatchLayout(self.shape.patch) if images else None,
+            images=(B, side, side, 3) if images else None,
+            cut="kernel" if self.source == "cut by the kernel" else None,
+        )
+
+    def __str__(self) -> str:
+        devices = ", on every device" if self.on_every_device else ""
+        return (
+            f"{self.backend}: {self.shape.name}, {self.B} images {self.source}, {self.dtype} to "
+            f"{self.out_dtype}, {self.table}, {self.launch}{devices}"
+        )
+
+
+def pairwise(
+    parameters: Mapping[str, Sequence[Any]], allowed: Callable[[dict[str, Any]], bool]
+) -> Iterator[dict[str, Any]]:
+    """Combinations in which every two values of two parameters occur together.
+
+    Args:
+      parameters: the values of each parameter.
+      allowed: whether a combination may be used. Pairs that occur in none are left out.
+    """
+    names = list(parameters)
+    allows = functools.cache(lambda values: allowed(dict(zip(names, values))))
+    uncovered = {
+        ((i, a), (j, b)): None
+        for i, j in itertools.combinations(range(len(names)), 2)
+        for a in parameters[names[i]]
+        for b in parameters[names[j]]
+    }
+
+    def gain(values: tuple[Any, ...]) -> int:
+        return sum(pair in uncovered for pair in itertools.combinations(enumerate(values), 2))
+
+    while uncovered:
+        pair = next(iter(uncovered))
+        fixed = dict(pair)
+        choices = [[fixed[i]] if i in fixed else parameters[name] for i, name in enumerate(names)]
+        combinations = sorted(itertools.product(*choices), key=gain, reverse=True)
+        found = next(filter(allows, combinations), None)
+        if found is None:
+            del uncovered[pair]
+            continue
+        for covered in itertools.combinations(enumerate(found), 2):
+            uncovered.pop(covered, None)
+        yield dict(zip(names, found))
+
+
+def is_meant(case: Case) -> bool:
+    """Whether a case is one that users may have. NaFlex models have positions of each image."""
+    naflex = case.shape.name.startswith("NaFlex")
+    return not naflex or case.table == "positions of each image"
+
+
+def cases_of(
+    backend: str,
+    serves: Callable[[Case], bool],
+    *,
+    shapes: Sequence[NamedShape],
+    dtypes: Sequence[str],
+    batches: Sequence[int] = BATCHES,
+    launches: Sequence[str] = tuple(LAUNCHES),
+    devices: int = 1,
+    many: int = 0,
+) -> list[Case]:
+    """The cases of a backend.
+
+    Args:
+      backend: its name.
+      serves: whether it serves a case.
+      shapes, dtypes, batches, launches: the values that occur.
+      devices: number of devices.
+      many: a number of images; further cases have so many of them. None if 0.
+    """
+    parameters = {
+        "shape": shapes,
+        "dtype": dtypes,
+        "out_dtype": OUT_DTYPES,
+        "B": batches,
+        "table": TABLES,
+        "source": SOURCES,
+        "launch": launches,
+        "on_every_device": (False, True) if devices > 1 else (False,),
+    }
+
+    def allowed(values: dict[str, Any]) -> bool:
+        case = Case(backend, **values)
+        return is_meant(case) and serves(case)
+
+    found = [Case(backend, **values) for values in pairwise(parameters, allowed)]
+    if many:
+        large = [
+            *(Case(backend, named_shape("B/16 224"), dtype, "bfloat16", many) for dtype in dtypes),
+            Case(backend, named_shape("B/16 224"), "int8", "bfloat16", many, source=SOURCES[2]),
+            Case(backend, WIDE, "int8", "bfloat16", 3),
+        ]
+        found += [case for case in large if serves(case)]
+    return found

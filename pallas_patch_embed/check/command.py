@@ -1,0 +1,338 @@
+"""The command `check`: its arguments, what it prints, its exit code and its report."""
+
+import argparse
+import dataclasses
+import functools
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pallas_patch_embed.backends import BACKENDS
+from pallas_patch_embed.check import process, work
+from pallas_patch_embed.check.cases import SHAPES
+from pallas_patch_embed.check.compare import Counts
+from pallas_patch_embed.files import written_whole
+
+# Seconds that a launch may take. The slowest one in the list takes milliseconds.
+TIMEOUT = 60.0
+
+# What nvidia-smi is asked about each GPU.
+STATE = (
+    "name",
+    "driver_version",
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "clocks.max.mem",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+    "ecc.mode.current",
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the arguments of `check` to the command line."""
+    parser = commands.add_parser(
+        "check",
+        help="compare every element that the backends compute here with a reference",
+        description="Launches every backend that serves on this machine's GPUs, with new operands "
+        "each time, and compares every element with float64. Without a GPU it checks XLA and "
+        "executes kernels in interpreters. Exit code: 0 if all is right, 1 if something is wrong, "
+        "hangs or crashes, 2 if the arguments are wrong.",
+    )
+    parser.add_argument(
+        "--backend",
+        action="append",
+        choices=tuple(BACKENDS),
+        help="check this one; may be repeated (default: all that serve)",
+    )
+    parser.add_argument(
+        "--shapes",
+        choices=tuple(SHAPES),
+        default="few",
+        help="one model for each kind of shape, or every model (default: few)",
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="check the cases whose line contains this"
+    )
+    runs = parser.add_mutually_exclusive_group()
+    runs.add_argument(
+        "--runs",
+        type=_positive(int),
+        metavar="N",
+        help=f"launches of each case (default: {work.RUNS_ON_GPU}; {work.RUNS} without a GPU)",
+    )
+    runs.add_argument(
+        "--seconds",
+        type=_positive(float),
+        metavar="S",
+        help="launch each case again and again for so long, instead",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_positive(float),
+        default=TIMEOUT,
+        metavar="S",
+        help=f"a launch that takes longer hangs, and is ended (default: {TIMEOUT:g})",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the operands (default: 0)")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write what was found to this .json file"
+    )
+    parser.set_defaults(main=run)
+
+
+def _positive[Number: (int, float)](number: type[Number]) -> Any:
+    def positive(text: str) -> Number:
+        value = number(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not positive")
+        return value
+
+    positive.__name__ = f"positive {number.__name__}"  # argparse names it in its message.
+    return positive
+
+
+@dataclasses.dataclass
+class Record:
+    """What is known of a case.
+
+    Attributes:
+      case: in words, the backend's name first.
+      outcome: see `process.Ended`; "not begun" before.
+      reason: why it did not end.
+      counts: what its launches gave together.
+    """
+
+    case: str
+    outcome: str = "not begun"
+    reason: str = ""
+    counts: Counts = dataclasses.field(default_factory=Counts)
+
+    @property
+    def backend(self) -> str:
+        return self.case.split(":")[0]
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two."""
+        if self.outcome != "ended":
+            return self.outcome
+        return "wrong" if self.counts.all_wrong else "right"
+
+    def __str__(self) -> str:
+        line = f"{self.verdict:<9} {self.case}"
+        if self.verdict == "wrong":
+            c = self.counts
+            line += (
+                f": {c.wrong} of {c.elements} elements wrong, {c.moved} moved by an ulp, "
+                f"{c.changed} bytes changed outside of the result"
+            )
+        return line + (f": {self.reason}" if self.reason else "")
+
+
+def run(
+    arguments: argparse.Namespace,
+    *,
+    child: process.Work | None = None,
+    watch: process.Watch = process.poll,
+) -> int:
+    """Checks, prints and reports.
+
+    Args:
+      arguments: those of `add_parser`.
+      child: what the child process does; None for `work.run`.
+      watch: waits for its messages.
+
+    Returns:
+      The exit code, 0 or 1.
+
+    Raises:
+      ValueError: the arguments are wrong.
+    """
+    if arguments.report is not None and not arguments.report.absolute().parent.is_dir():
+        raise ValueError(f"--report is {arguments.report}: there is no such folder.")
+    if arguments.report is not None and arguments.report.is_dir():
+        raise ValueError(f"--report is {arguments.report}: it is a folder, expected a file.")
+    options = work.Options(
+        backends=tuple(arguments.backend or BACKENDS),
+        shapes=arguments.shapes,
+        only=arguments.only,
+        runs=arguments.runs,
+        seconds=arguments.seconds,
+        seed=arguments.seed,
+    )
+    child = child or functools.partial(work.run, options)
+    report = Report(arguments.report, options, arguments.timeout)
+    try:
+        for message in process.supervised(child, timeout=arguments.timeout, watch=watch):
+            report.take(message)
+    except process.ChildError as error:
+        report.failure = str(error)
+    report.end()
+    return 0 if report.is_right else 1
+
+
+class Report:
+    """What was found: printed while it comes, and written to a file after each case.
+
+    Attributes:
+      failure: why the check as a whole did not end; empty if it did.
+    """
+
+    def __init__(self, path: Path | None, options: work.Options, timeout: float):
+        self._path = path
+        self._content: dict[str, Any] = {
+            "options": {**dataclasses.asdict(options), "timeout": timeout},
+            "about": {},
+            "gpus_before": gpus(),
+        }
+        self._records: list[Record] = []
+        self._ended = False
+        self.failure = ""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing is wrong, and something was compared."""
+        verdicts = {record.verdict for record in self._records}
+        return not self.failure and "right" in verdicts <= {"right", "left out"}
+
+    def take(self, message: process.Message) -> None:
+        """Notes a message of the child."""
+        match message:
+            case process.Listed(about, names):
+                self._content["about"] = about
+                self._records = [Record(name) for name in names]
+                self._check_cases()
+                print("\n".join(_introduction(about, len(names))), flush=True)
+            case process.Found(case, counts):
+                record = self._records[case]
+                record.counts = record.counts.plus(Counts(**counts))
+            case process.Ended(case, outcome, reason):
+                record = self._records[case]
+                record.outcome, record.reason = outcome, reason
+                print(record, flush=True)
+                self._write()
+
+    def _check_cases(self) -> None:
+        if self._records:
+            return
+        options, refused = self._content["options"], self._content["about"]["refused"]
+        reasons = " ".join(_refusals(refused))
+        if options["only"]:
+            raise ValueError(
+                f"--only is {options['only']!r}: no line of a case contains that. {reasons}"
+            )
+        raise ValueError(f"check: no such backend serves here. {reasons}")
+
+    def end(self) -> None:
+        """Prints the table, and writes the report for the last time."""
+        self._ended = True
+        self._content["gpus_after"] = gpus()
+        self._write()
+        print("\n" + "\n".join(_table(self._records)))
+        if self.failure:
+            print(self.failure)
+        if self._path is not None:
+            print(f"The report is {self._path}.")
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        found = [
+            {
+                "case": record.case,
+                "verdict": record.verdict,
+                **record.counts._asdict(),
+                "reason": record.reason,
+            }
+            for record in self._records
+        ]
+        content = {
+            "complete": self._ended and not self.failure,
+            "all_right": self.is_right,
+            "failure": self.failure,
+            **self._content,
+            "cases": found,
+        }
+        with written_whole(self._path) as file:
+            file.write(json.dumps(content, indent=1).encode() + b"\n")
+
+
+def _introduction(about: dict[str, Any], cases: int) -> list[str]:
+    packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
+    lines = [
+        f"pallas_patch_embed {about['pallas_patch_embed']}, Python {about['python']}, {packages}",
+        f"driver {about['driver'] or 'absent'}",
+        *(f"device: {device['kind']} ({device['target']})" for device in about["devices"]),
+    ]
+    if about["interpreted"]:
+        lines.append(
+            "There is no GPU: interpreters execute the kernels of "
+            f"{', '.join(about['interpreted'])} on small problems, on this CPU."
+        )
+    return [*lines, *_refusals(about["refused"]), f"{cases} cases:", ""]
+
+
+def _refusals(refused: dict[str, dict[str, str]]) -> list[str]:
+    """For each backend which dtypes are not checked, and why."""
+    lines = []
+    for backend, reasons in refused.items():
+        for reason in dict.fromkeys(reasons.values()):
+            dtypes = ", ".join(dtype for dtype, why in reasons.items() if why == reason)
+            lines.append(f"not checked: {backend}, {dtypes}: {reason}")
+    return lines
+
+
+COLUMNS = {
+    "backend": lambda name, records: name,
+    "cases": lambda name, records: len(records),
+    "launches": lambda name, records: sum(r.counts.launches for r in records),
+    "elements": lambda name, records: sum(r.counts.elements for r in records),
+    "wrong": lambda name, records: sum(r.counts.wrong for r in records),
+    "changed": lambda name, records: sum(r.counts.changed for r in records),
+    "poisoned": lambda name, records: sum(r.counts.poisoned for r in records),
+    "guarded": lambda name, records: sum(r.counts.guarded for r in records),
+    "right": lambda name, records: sum(r.verdict == "right" for r in records),
+    "hung": lambda name, records: sum(r.verdict == "hung" for r in records),
+    "crashed": lambda name, records: sum(r.verdict == "crashed" for r in records),
+    "left out": lambda name, records: sum(r.verdict == "left out" for r in records),
+}
+
+
+def _table(records: Sequence[Record]) -> list[str]:
+    """One line for each backend."""
+    by_backend: dict[str, list[Record]] = {}
+    for record in records:
+        by_backend.setdefault(record.backend, []).append(record)
+    rows = [tuple(COLUMNS)]
+    rows += [
+        tuple(str(column(name, found)) for column in COLUMNS.values())
+        for name, found in by_backend.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+        for row in rows
+    ]
+
+
+def gpus() -> list[dict[str, str | None]]:
+    """What nvidia-smi says about each GPU; None where it does not know. Empty without it."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", f"--query-gpu={','.join(STATE)}", "--format=csv,noheader"]
+    result = subprocess.run(query, capture_output=True, text=True, check=False)
+    if result.returncode:
+        return []
+    return [
+        {
+            name: None if value.strip().startswith("[") else value.strip()
+            for name, value in zip(STATE, line.split(","))
+        }
+        for line in result.stdout.splitlines()
+    ]
