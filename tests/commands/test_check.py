@@ -313,7 +313,7 @@ def sent(**options):
 
 def test_xla_is_right_and_other_backends_say_why_they_are_not_checked():
     cases, _ = work.listed(work.Options(backends=("xla",)), jax.devices())
-    case = next(c for c in cases if (c.shape.N, c.dtype, c.source) == (1024, "int8", SOURCES[1]))
+    case = next(c for c in cases if c.shape.N < 1152 and c.source == SOURCES[1])
     listed, *messages = sent(backends=("cuda", "xla"), only=str(case), runs=1)
     assert [type(message).__name__ for message in messages] == [
         *("Prepares", "Launches", "Found", "Ended")
