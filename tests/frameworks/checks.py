@@ -33,68 +33,69 @@ def primitives(jaxpr):
                 yield from primitives(inner)
 
 
-def check_output(tower, patch_dtype):
-    """The output is close, and it comes from the operator. Returns the measured difference."""
-    _, images = tower.images()
-    wanted = jax.jit(tower.unchanged)(tower.parameters, images)
-    changed = tower.changed(patch_dtype)
-    difference = relative(jax.jit(changed)(tower.parameters, images), wanted)
-    assert difference <= BOUNDS[patch_dtype]
-    used = set(primitives(jax.make_jaxpr(changed)(tower.parameters, images).jaxpr))
-    assert "patch_embed" in used and "conv_general_dilated" not in used
-    before = set(primitives(jax.make_jaxpr(tower.unchanged)(tower.parameters, images).jaxpr))
-    assert "patch_embed" not in before and "conv_general_dilated" in before
-    return difference
+class TowerTests:
+    """Tests of a fixture `tower`, a `towers.Tower`; each framework's file has its own."""
 
+    @pytest.mark.parametrize("patch_dtype", BOUNDS)
+    def test_a_tower_gives_what_it_gave(self, tower, patch_dtype):
+        """The output is close, and it comes from the operator."""
+        _, images = tower.images()
+        wanted = jax.jit(tower.unchanged)(tower.parameters, images)
+        changed = tower.changed(patch_dtype)
+        found = jax.jit(changed)(tower.parameters, images)
+        assert relative(found, wanted) <= BOUNDS[patch_dtype]
+        used = set(primitives(jax.make_jaxpr(changed)(tower.parameters, images).jaxpr))
+        assert "patch_embed" in used and "conv_general_dilated" not in used
+        before = set(primitives(jax.make_jaxpr(tower.unchanged)(tower.parameters, images).jaxpr))
+        assert "patch_embed" not in before and "conv_general_dilated" in before
 
-def check_parameters(tower):
-    """Each parameter of the patch embedding matters as it does in the unchanged tower."""
-    _, images = tower.images()
-    traces = []
+    def test_a_tower_follows_its_parameters_without_compiling_again(self, tower):
+        """Each parameter of the patch embedding matters as it does in the unchanged tower."""
+        _, images = tower.images()
+        traces = []
 
-    @jax.jit
-    def changed(parameters, images):
-        traces.append(images.shape)
-        return tower.changed("int8")(parameters, images)
+        @jax.jit
+        def changed(parameters, images):
+            traces.append(images.shape)
+            return tower.changed("int8")(parameters, images)
 
-    first = changed(tower.parameters, images)
-    for path in (tower.kernel, tower.bias, tower.positions):
-        parameters = tower.with_one_drawn_anew(path)
-        found = changed(parameters, images)
-        assert relative(found, jax.jit(tower.unchanged)(parameters, images)) <= BOUNDS["int8"]
-        assert relative(found, first) > 3 * BOUNDS["int8"], path
-    assert len(traces) == 1
+        first = changed(tower.parameters, images)
+        for path in (tower.kernel, tower.bias, tower.positions):
+            parameters = tower.with_one_drawn_anew(path)
+            found = changed(parameters, images)
+            assert relative(found, jax.jit(tower.unchanged)(parameters, images)) <= BOUNDS["int8"]
+            assert relative(found, first) > 3 * BOUNDS["int8"], path
+        assert len(traces) == 1
 
+    @pytest.mark.parametrize("patch_dtype", BOUNDS)
+    def test_a_tower_has_no_silent_gradients(self, tower, patch_dtype):
+        """A gradient by parameters or images is refused; with stop_gradient, it is zero."""
+        _, images = tower.images()
+        changed = tower.changed(patch_dtype)
 
-def check_gradients(tower, patch_dtype):
-    """A gradient by parameters or images is refused; with stop_gradient, it is zero."""
-    _, images = tower.images()
-    changed = tower.changed(patch_dtype)
+        def loss(parameters, images):
+            return jax.numpy.sum(changed(parameters, images) ** 2)
 
-    def loss(parameters, images):
-        return jax.numpy.sum(changed(parameters, images) ** 2)
+        for argument in (0, 1):
+            with pytest.raises(TypeError, match="derivative"):
+                jax.jit(jax.grad(loss, argument))(tower.parameters, images)
 
-    for argument in (0, 1):
-        with pytest.raises(TypeError, match="derivative"):
-            jax.jit(jax.grad(loss, argument))(tower.parameters, images)
+        def frozen(parameters, images):
+            return jax.numpy.sum(jax.lax.stop_gradient(changed(parameters, images)) * images.mean())
 
-    def frozen(parameters, images):
-        return jax.numpy.sum(jax.lax.stop_gradient(changed(parameters, images)) * images.mean())
+        gradient = jax.jit(jax.grad(frozen))(tower.parameters, images)
+        assert not any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
 
-    gradient = jax.jit(jax.grad(frozen))(tower.parameters, images)
-    assert not any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
-
-
-def check_uint8(tower):
-    """uint8 images give what the same pixels in [-1, 1] give, or are refused."""
-    pixels, images = tower.images()
-    changed = tower.changed("int8")
-    if tower.takes_uint8:
-        found, wanted = (jax.jit(changed)(tower.parameters, x) for x in (pixels, images))
-        assert relative(found, wanted) <= 1e-6
-    else:
-        with pytest.raises(ValueError, match=r"in \[-1, 1\]"):
-            changed(tower.parameters, pixels)
+    def test_a_tower_with_uint8_images(self, tower):
+        """uint8 images give what the same pixels in [-1, 1] give, or are refused."""
+        pixels, images = tower.images()
+        changed = tower.changed("int8")
+        if tower.takes_uint8:
+            found, wanted = (jax.jit(changed)(tower.parameters, x) for x in (pixels, images))
+            assert relative(found, wanted) <= 1e-6
+        else:
+            with pytest.raises(ValueError, match=r"in \[-1, 1\]"):
+                changed(tower.parameters, pixels)
 
 
 def check_normalisation(unchanged, changed, channels_first=False):

@@ -10,12 +10,9 @@ import numpy as np
 from checks import (
     BOUNDS,
     NORMALISATION,
-    check_gradients,
+    TowerTests,
     check_normalisation,
-    check_output,
-    check_parameters,
     check_sharding,
-    check_uint8,
     primitives,
     relative,
 )
@@ -77,22 +74,8 @@ def tower():
     )
 
 
-@pytest.mark.parametrize("patch_dtype", BOUNDS)
-def test_a_tower_gives_what_it_gave(tower, patch_dtype):
-    check_output(tower, patch_dtype)
-
-
-def test_a_tower_follows_its_parameters_without_compiling_again(tower):
-    check_parameters(tower)
-
-
-@pytest.mark.parametrize("patch_dtype", BOUNDS)
-def test_a_tower_has_no_silent_gradients(tower, patch_dtype):
-    check_gradients(tower, patch_dtype)
-
-
-def test_a_tower_with_uint8_images(tower):
-    check_uint8(tower)
+class TestTower(TowerTests):
+    """The towers above, with the operator in them."""
 
 
 def siglip_embedding():

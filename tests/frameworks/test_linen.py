@@ -12,12 +12,9 @@ import numpy as np
 from checks import (
     BOUNDS,
     NORMALISATION,
-    check_gradients,
+    TowerTests,
     check_normalisation,
-    check_output,
-    check_parameters,
     check_sharding,
-    check_uint8,
     relative,
 )
 from towers import PATCH, SIDE, WIDTH, BigVisionViT, Tower, randomised
@@ -93,22 +90,8 @@ def tower(request):
     return TOWERS[request.param]()
 
 
-@pytest.mark.parametrize("patch_dtype", BOUNDS)
-def test_a_tower_gives_what_it_gave(tower, patch_dtype):
-    check_output(tower, patch_dtype)
-
-
-def test_a_tower_follows_its_parameters_without_compiling_again(tower):
-    check_parameters(tower)
-
-
-@pytest.mark.parametrize("patch_dtype", BOUNDS)
-def test_a_tower_has_no_silent_gradients(tower, patch_dtype):
-    check_gradients(tower, patch_dtype)
-
-
-def test_a_tower_with_uint8_images(tower):
-    check_uint8(tower)
+class TestTower(TowerTests):
+    """The towers above, with the operator in them."""
 
 
 IMAGES = np.float32(np.random.default_rng(0).uniform(-1, 1, (2, 48, 32, 3)))

@@ -11,12 +11,9 @@ import numpy as np
 from checks import (
     BOUNDS,
     NORMALISATION,
-    check_gradients,
+    TowerTests,
     check_normalisation,
-    check_output,
-    check_parameters,
     check_sharding,
-    check_uint8,
     relative,
 )
 from flax import nnx
@@ -59,22 +56,8 @@ def tower(request):
     )
 
 
-@pytest.mark.parametrize("patch_dtype", BOUNDS)
-def test_a_tower_gives_what_it_gave(tower, patch_dtype):
-    check_output(tower, patch_dtype)
-
-
-def test_a_tower_follows_its_parameters_without_compiling_again(tower):
-    check_parameters(tower)
-
-
-@pytest.mark.parametrize("patch_dtype", BOUNDS)
-def test_a_tower_has_no_silent_gradients(tower, patch_dtype):
-    check_gradients(tower, patch_dtype)
-
-
-def test_a_tower_with_uint8_images(tower):
-    check_uint8(tower)
+class TestTower(TowerTests):
+    """The towers above, with the operator in them."""
 
 
 def test_a_model_keeps_its_parameters_and_follows_their_updates():
