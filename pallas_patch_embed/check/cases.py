@@ -46,6 +46,8 @@ SHAPES = {"few": FEW_SHAPES, "all": NAMED_SHAPES}
 
 # In the tensor map of its weight, a stride is smaller than the size of another dimension.
 WIDE = NamedShape("wide", 6, 24, 16384)
+# TMA loads the lines of patches one by one, because the number next to each other is odd.
+ODD = NamedShape("odd", 16, 240, 768)
 # For interpreters, which take seconds for it.
 SMALL = NamedShape("small", 6, 42, 64)
 
@@ -186,6 +188,7 @@ def cases_of(
             *(Case(backend, named_shape("B/16 224"), dtype, "bfloat16", many) for dtype in dtypes),
             Case(backend, named_shape("B/16 224"), "int8", "bfloat16", many, source=SOURCES[2]),
             Case(backend, WIDE, "int8", "bfloat16", 3),
+            Case(backend, ODD, "int8", "bfloat16", 67, source=SOURCES[2]),
         ]
         found += [case for case in large if serves(case)]
     return found

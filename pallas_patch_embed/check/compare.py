@@ -111,6 +111,7 @@ def compared(
       allocate: makes an array with memory of its own.
     """
     count = LAUNCHES[how]
+    tensor_cores = Target.of(devices[0]).platform == "cuda"
     sites = [[memory.Site(problem, d, allocate) for _ in range(count)] for d in devices]
     programs = [_program(run, count, how, of_device) for of_device in sites]
     # A result that the program copies to its place is written by the kernel somewhere else.
@@ -134,7 +135,9 @@ def compared(
         for i, (site, y) in enumerate(zip(itertools.chain(*sites), itertools.chain(*results))):
             poisoned = in_place[i // count] and y.unsafe_buffer_pointer() == places[i]
             site.result = y
-            wrong, moved, changed = compare(problem, drawn[i], site.operands, y)
+            wrong, moved, changed = compare(
+                problem, drawn[i], site.operands, y, tensor_cores=tensor_cores
+            )
             changed += site.changed_bytes()
             total = total.plus(Counts(1, y.size, wrong, moved, changed, poisoned, site.guarded))
         yield total
@@ -210,7 +213,12 @@ def has_power_of_two(N: int) -> jax.Array:
 
 
 def compare(
-    problem: Problem, given: memory.Operands, operands: memory.Operands, y: jax.Array
+    problem: Problem,
+    given: memory.Operands,
+    operands: memory.Operands,
+    y: jax.Array,
+    *,
+    tensor_cores: bool,
 ) -> tuple[int, int, int]:
     """Compares a result.
 
@@ -219,11 +227,11 @@ def compare(
       given: copies of the operands, made before the launch.
       operands: the operands after the launch.
       y: the result.
+      tensor_cores: whether the result is a GPU's.
 
     Returns:
       (wrong elements, moved elements, changed bytes of operands), as in `Counts`.
     """
-    tensor_cores = Target.of(next(iter(y.devices()))).platform == "cuda"
     with jax.enable_x64(True):
         found = _compare(given, operands, y, problem, tensor_cores)
         wrong, moved, changed = map(int, jax.device_get(found))

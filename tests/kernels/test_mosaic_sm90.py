@@ -1,9 +1,6 @@
 """The Hopper kernel: a missing wait is noticed, and the configs that it chooses."""
 
-import itertools
-
 import pytest
-from gpu import pairwise
 from interpreter import check_wgmma, draw_operands, interpreted, problem_of
 from planned import few
 from short_suite import keep
@@ -52,11 +49,3 @@ def test_a_missing_wait_is_noticed(monkeypatch, barriers):
 def test_the_config_is_the_fastest_that_was_measured(name, dtype, B, tile_n, rows, stream_weight):
     config = SM90.choose_config(problem_of(named_shape(name), dtype, B), H200)
     assert (config.tile_n, config.rows, config.stream_weight) == (tile_n, rows, stream_weight)
-
-
-def test_the_programs_for_a_GPU_are_a_pairwise_cover():
-    programs = list(pairwise())
-    assert len(programs) <= 60
-    for a, b in itertools.combinations(range(4), 2):
-        values = [{program[x] for program in programs} for x in (a, b)]
-        assert {(p[a], p[b]) for p in programs} == set(itertools.product(*values))

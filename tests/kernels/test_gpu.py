@@ -1,6 +1,8 @@
-"""The Hopper kernels of Pallas and CUDA, and the Triton kernel, on a Hopper GPU."""
+"""Every kernel that serves this machine's GPU, whichever it is."""
 
+import ctypes
 import functools
+import itertools
 import shutil
 import subprocess
 import sys
@@ -10,31 +12,42 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+import planned
 import pytest
-from gpu import CUT_PROGRAMS, DTYPES, ODD, PROGRAMS, RUNS, check, draw, gpu, runs_of, uncut
+from gpu import DTYPES, RUNS, count_wrong, draw, gpu
+from interpreter import problem_of
 from jax import lax
 from jax.experimental.compute_on import compute_on
-from planned import compute
 from repository import environment
 
 import pallas_patch_embed as ppe
 from benchmarks import cuda_launch, timeline
 from pallas_patch_embed import primitive
-from pallas_patch_embed.backends import BACKENDS, cuda, triton, xla
+from pallas_patch_embed.backends import BACKENDS, cuda
 from pallas_patch_embed.backends.cuda import SPELLED
 from pallas_patch_embed.backends.mosaic import SM90
+from pallas_patch_embed.check import compare, memory, work
+from pallas_patch_embed.check.cases import ODD, SOURCES, Case
+from pallas_patch_embed.check.compare import Counts, compared
 from pallas_patch_embed.chips import Target
-from pallas_patch_embed.problem import PatchLayout, Problem, named_shape
+from pallas_patch_embed.patches import Encoding, rows
+from pallas_patch_embed.problem import (
+    NAMED_SHAPES,
+    OUT_DTYPES,
+    PatchLayout,
+    Problem,
+    named_shape,
+)
 
-CHIP = None if gpu() is None else Target.of(gpu()).chip
+TARGET = None if gpu() is None else Target.of(gpu())
+CHIP = TARGET and TARGET.chip
+KERNELS = tuple(name for name in BACKENDS if name != "xla")
+NAMES = {id(module): name for name, module in BACKENDS.items()}
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        gpu() is None or str(Target.of(gpu())) != "cuda 9.0",
-        reason="no GPU of compute capability 9.0",
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpu() is None, reason="no GPU")]
+on_hopper = pytest.mark.skipif(
+    CHIP is None or CHIP.capability != (9, 0), reason="no GPU of compute capability 9.0"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,94 +56,156 @@ def on_the_gpu():
         yield
 
 
-@pytest.fixture(params=["mosaic_sm90", "cuda", "triton"])
+def compute(backend, *operands, **options):
+    """As `planned.compute`; skips the test if the backend does not serve the operands here."""
+    try:
+        return planned.compute(backend, *operands, **options)
+    except NotImplementedError as reason:
+        pytest.skip(f"{NAMES[id(backend)]}: {reason}")
+
+
+@pytest.fixture(params=KERNELS)
 def backend(request):
-    """The backend of each kernel."""
+    """The backend of each kernel that serves this GPU."""
     module = BACKENDS[request.param]
-    if hasattr(module, "missing") and (reason := module.missing()):
-        pytest.skip(reason)
-    return module
+    for dtype in DTYPES:
+        if not (
+            reason := planned.refusal(module, problem_of(named_shape("B/16 224"), dtype), TARGET)
+        ):
+            return module
+    pytest.skip(f"{request.param}: {reason}")
+
+
+# The cases of `pallas-patch-embed check --shapes all`, on one device.
+CASES = []
+if gpu() is not None:
+    CASES, _ = work.listed(work.Options(backends=KERNELS, shapes="all"), [gpu()])
+
+# Shapes whose images TMA can cut, each with two batches, and one shape with all of them. Of large
+# images there are at most so many that they have 100,000 patches.
+CUT_BATCHES = (1, 8, 64, 512)
+CUT = [
+    (shape, OUT_DTYPES[(i // 2 + j) % 2], min(CUT_BATCHES[(i + 2 * j) % 4], 100_000 // shape.S))
+    for i, shape in enumerate([*(shape for shape in NAMED_SHAPES if shape.patch == 16), ODD])
+    for j in range(2)
+]
+CUT += [(named_shape("B/16 224"), "bfloat16", B) for B in (8, 64, 512, 4736)]
+
+# Images that Triton cuts, also those of 14 pixels a patch, which TMA cannot.
+WHOLE = [("B/16 224", 67), ("So400m/14 384", 5), ("B/32 256", 3), ("Gemma 3/14 896", 1)]
+
+
+def positions_of(shape):
+    """The kind of table that models of a shape have."""
+    return "positions of each image" if shape.name.startswith("NaFlex") else "positions"
+
+
+def launched(run, case, seed=0):
+    """What is found in RUNS launches of a case."""
+    found = compared(run, case.problem, seed=seed, devices=[gpu()], how=case.launch)
+    return functools.reduce(Counts.plus, itertools.islice(found, RUNS))
+
+
+def assert_right(case):
+    """Launches a case with new operands, in poisoned memory, between guards."""
+    try:
+        run = work.runner(case, TARGET)
+    except NotImplementedError as reason:
+        pytest.skip(f"{case.backend}: {reason}")
+    counts = launched(run, case)
+    assert counts.all_wrong == 0, counts
+    assert counts.launches == counts.guarded
+    assert case.backend == "xla" or counts.launches == counts.poisoned
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_element_agrees(case):
+    assert_right(case)
 
 
 @pytest.mark.parametrize(
-    "shape, dtype, out_dtype, B",
-    PROGRAMS,
-    ids=lambda x: getattr(x, "name", str(x)).replace(" ", "-"),
+    "shape, out_dtype, B", CUT, ids=lambda x: getattr(x, "name", str(x)).replace(" ", "-")
 )
-def test_every_element_agrees(backend, shape, dtype, out_dtype, B):
-    beyond, moved, elements = runs_of(
-        functools.partial(compute, backend), shape, dtype, out_dtype, B
-    )
-    assert beyond == 0, f"{beyond} of {elements}"
-    # A float32 result differs wherever the sum is rounded once instead of twice.
-    assert out_dtype == "float32" or moved <= max(1, 1e-4 * elements)
+def test_every_element_agrees_where_the_kernel_cuts_images(shape, out_dtype, B):
+    assert_right(Case("cuda", shape, "int8", out_dtype, B, positions_of(shape), SOURCES[2]))
 
 
-def cut_by_the_kernel(shape, patches, *rest, out_dtype):
-    """The operator by the kernel that cuts images, from the images that have these patches."""
-    # So that XLA writes the images, and does not cut them again.
-    images = lax.optimization_barrier(uncut(patches, shape))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name, B", WHOLE)
+def test_images_are_cut_by_triton(name, B, dtype):
+    assert_right(Case("triton", named_shape(name), dtype, "bfloat16", B, source=SOURCES[1]))
+
+
+def test_xlas_float8_product_is_within_the_same_bound():
+    assert_right(Case("xla", named_shape("B/16 256"), "float8_e4m3fn", "float32", 67))
+
+
+def cut_by_the_kernel(shape, images, *rest, out_dtype):
+    """The operator by the kernel that cuts images."""
     static = dict(
         backend="cuda", out_dtype=out_dtype, layout=PatchLayout(shape.patch), cut="kernel"
     )
-    return primitive.patch_embed(images, *rest, **static)
-
-
-@pytest.mark.parametrize(
-    "shape, out_dtype, B", CUT_PROGRAMS, ids=lambda x: getattr(x, "name", str(x)).replace(" ", "-")
-)
-def test_every_element_agrees_where_the_kernel_cuts_images(shape, out_dtype, B):
-    if reason := cuda.missing():
-        pytest.skip(reason)
-    run = functools.partial(cut_by_the_kernel, shape)
-    beyond, moved, elements = runs_of(run, shape, "int8", out_dtype, B)
-    assert beyond == 0, f"{beyond} of {elements}"
-    assert out_dtype == "float32" or moved <= max(1, 1e-4 * elements)
+    try:
+        return primitive.patch_embed(images, *rest, **static)
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.mark.parametrize("B", [1, 3, 67])
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 def test_the_kernel_that_cuts_images_gives_the_bits_of_the_one_from_patches(out_dtype, B):
-    if reason := cuda.missing():
-        pytest.skip(reason)
     names = ("B/16 224", "L/16 384", "So400m/16 512", "NaFlex B/16 256")
     for shape in (*map(named_shape, names), ODD):
-        operands = draw(jax.random.key(B), shape, "int8", B)
+        _, *rest = draw(B, shape, "int8", B)
+        size = (B, shape.image, shape.image, 3)
+        images = jax.random.bits(jax.random.key(B), size, jnp.uint8)
+        patches = rows(images, PatchLayout(shape.patch), Encoding("int8"))
         cut = jax.jit(functools.partial(cut_by_the_kernel, shape, out_dtype=out_dtype))
         from_patches = jax.jit(functools.partial(compute, cuda, out_dtype=out_dtype))
-        assert same(cut(*operands), from_patches(*operands)), shape.name
-
-
-def test_xlas_float8_product_is_within_the_same_bound():
-    assert runs_of(xla.run, named_shape("B/16 256"), "float8_e4m3fn", "float32", 67)[0] == 0
+        assert same(cut(images, *rest), from_patches(patches, *rest)), shape.name
 
 
 @pytest.mark.parametrize("dtype, out_dtype", [("int8", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("B", [1, 67])
-def test_a_kernel_that_forgets_elements_is_noticed(dtype, out_dtype, B):
-    """Tests the check itself: outputs are poisoned, and one wrong element is found."""
+def test_a_kernel_that_forgets_elements_is_noticed(backend, dtype, out_dtype, B):
+    """Tests the check itself: results are poisoned, and one wrong element is found."""
+    if CHIP.capability < (9, 0):
+        pytest.skip("Pallas needs compute capability 9.0 or newer")
     shape = named_shape("B/16 224")
+    case = Case("none", shape, dtype, out_dtype, B)
 
-    def forgets_all(patches, weight, scale, table, *, out_dtype):
+    def forgets_all(patches, *_):
         def nothing(patches, out):
             pass
 
         out = jax.ShapeDtypeStruct((B * shape.S, shape.N), out_dtype)
         return plgpu.kernel(nothing, out_type=out)(patches).reshape(B, shape.S, shape.N)
 
-    def forgets_one(*operands, out_dtype):
-        y = compute(SM90, *operands, out_dtype=out_dtype)
+    def forgets_one(*operands):
+        y = compute(backend, *operands, out_dtype=out_dtype)
         return y.at[0, 195, 767].set(jnp.nan)
 
-    beyond, _, elements = runs_of(forgets_all, shape, dtype, out_dtype, B)
-    assert beyond == elements
-    assert runs_of(forgets_one, shape, dtype, out_dtype, B)[0] == RUNS
+    found = launched(forgets_all, case)
+    assert found.wrong == found.elements and found.poisoned == RUNS
+    assert launched(forgets_one, case).wrong == RUNS
+
+
+def test_bytes_written_behind_the_result_are_noticed():
+    """Tests the guards: the driver writes there."""
+    case = Case("xla", named_shape("B/16 224"), "int8", "bfloat16", 3)
+    site = memory.Site(case.problem, gpu())
+    site.fill(compare.draw(0, case.problem))
+    assert site.guarded
+    driver = cuda_launch.Driver()
+    address = site.result.unsafe_buffer_pointer() + site.result.nbytes
+    driver("cuMemsetD8_v2", ctypes.c_uint64(address), 7, ctypes.c_size_t(5))
+    assert site.changed_bytes() == 5 and site.changed_bytes() == 0
 
 
 @pytest.fixture
 def small(backend):
     """Operands of 3 images of So400m/14, where M % 8 = 3, and the kernel's result."""
-    operands = draw(jax.random.key(5), named_shape("So400m/14 384"), "int8", 3)
+    operands = draw(5, named_shape("So400m/14 384"), "int8", 3)
     run = jax.jit(functools.partial(compute, backend, out_dtype="bfloat16"))
     return run, operands, run(*operands)
 
@@ -170,33 +245,33 @@ def test_command_buffers_give_the_same_result(small):
         assert all(same(y, expected) for y in graph(*operands))
 
 
-def in_threads(work, items):
-    """Calls work(item) for each item in its own thread; raises an exception of any of them."""
+def in_threads(function, items):
+    """Calls function(item) for each item in its own thread; raises an exception of any of them."""
     items = list(items)
     with ThreadPoolExecutor(len(items)) as pool:
-        for future in [pool.submit(work, item) for item in items]:
+        for future in [pool.submit(function, item) for item in items]:
             future.result()
 
 
 def test_two_threads_do_not_disturb_each_other(backend):
     shape = named_shape("B/16 256")
     run = jax.jit(functools.partial(compute, backend, out_dtype="bfloat16"))
-    drawn = [draw(jax.random.key(i), shape, "float8_e4m3fn", 5 + i) for i in range(2)]
+    drawn = [draw(i, shape, "float8_e4m3fn", 5 + i) for i in range(2)]
     expected = [run(*operands) for operands in drawn]
     wrong = []
 
-    def work(i):
+    def launch(i):
         with jax.default_device(gpu()):
             wrong.extend(i for _ in range(200) if not same(run(*drawn[i]), expected[i]))
 
-    in_threads(work, range(2))
+    in_threads(launch, range(2))
     assert not wrong
 
 
 def test_two_streams_do_not_disturb_each_other(backend):
     shape = named_shape("B/16 256")
     run = functools.partial(compute, backend, out_dtype="bfloat16")
-    drawn = [draw(jax.random.key(i), shape, "int8", 2 + i) for i in range(2)]
+    drawn = [draw(i, shape, "int8", 2 + i) for i in range(2)]
     expected = [jax.jit(run)(*operands) for operands in drawn]
 
     @jax.jit
@@ -217,7 +292,7 @@ def test_two_streams_do_not_disturb_each_other(backend):
 def test_the_devices_of_a_process_do_not_disturb_each_other(backend):
     """Each device runs a program in its own thread; then all of them run one program."""
     devices, shape = jax.devices("cuda"), named_shape("B/16 224")
-    patches, *shared = draw(jax.random.key(1), shape, "int8", 3 * len(devices))
+    patches, *shared = draw(1, shape, "int8", 3 * len(devices))
     target = Target.of(devices[0])
     run = jax.jit(functools.partial(compute, backend, out_dtype="bfloat16", target=target))
     expected = np.asarray(run(patches, *shared))
@@ -225,16 +300,16 @@ def test_the_devices_of_a_process_do_not_disturb_each_other(backend):
     drawn = [jax.device_put((part, *shared), d) for part, d in zip(parts, devices)]
     wrong = []
 
-    def work(operands, right):
+    def launch(operands, right):
         wrong.extend(0 for _ in range(200) if (np.asarray(run(*operands)) != right).any())
 
-    in_threads(lambda pair: work(*pair), zip(drawn, np.split(expected, len(devices))))
+    in_threads(lambda pair: launch(*pair), zip(drawn, np.split(expected, len(devices))))
     assert not wrong
     mesh = jax.make_mesh((len(devices),), ("b",), devices=devices)
     params = params_of("int8", shape)
     images = np.random.default_rng(0).integers(0, 256, (3 * len(devices), 224, 224, 3), np.uint8)
     patches = ppe.patchify(jnp.asarray(images), params)
-    name = next(name for name, module in BACKENDS.items() if module is backend)
+    name = NAMES[id(backend)]
     embed = jax.jit(functools.partial(ppe.patch_embed, backend=name))
     alone = np.asarray(embed(patches, params))
     spread = jax.device_put(patches, jax.NamedSharding(mesh, jax.P("b")))
@@ -247,7 +322,7 @@ def test_the_devices_of_a_process_do_not_disturb_each_other(backend):
 def test_two_calls_with_different_K_are_one_program(backend):
     """One kernel of the library may serve both calls: its shared-memory limit must fit both."""
     drawn = [
-        draw(jax.random.key(i), named_shape(name), "int8", 3)
+        draw(i, named_shape(name), "int8", 3)
         for i, name in enumerate(("B/16 224", "So400m/14 224"))
     ]
     large, (patches, weight, *_) = drawn
@@ -261,7 +336,7 @@ def test_two_calls_with_different_K_are_one_program(backend):
 def test_donated_patches_are_read_before_they_are_written(backend):
     shape = named_shape("B/16 224")
     run = functools.partial(compute, backend, out_dtype="bfloat16")
-    operands = draw(jax.random.key(9), shape, "bfloat16", 64)
+    operands = draw(9, shape, "bfloat16", 64)
     expected = jax.jit(run)(*operands)
     for _ in range(RUNS):
         patches = operands[0] + 0
@@ -277,27 +352,7 @@ def params_of(dtype, shape):
     return ppe.pack(kernel, bias, positions, patch_size=shape.patch, grid=shape.grid, dtype=dtype)
 
 
-@pytest.mark.skipif(bool(triton.missing()), reason="no Triton, or no jax-triton")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "name, B", [("B/16 224", 67), ("So400m/14 384", 5), ("B/32 256", 3), ("Gemma 3/14 896", 1)]
-)
-def test_images_are_cut_by_the_kernel(name, B, dtype):
-    shape = named_shape(name)
-    params, changed = jax.device_put(params_of(dtype, shape), gpu()), 0
-    operands = (params.weight, params.scale, params.table)
-    run = jax.jit(
-        functools.partial(compute, triton, layout=PatchLayout(shape.patch), out_dtype="bfloat16")
-    )
-    for seed in range(RUNS):
-        bits = jax.random.bits(jax.random.key(seed), (B, shape.image, shape.image, 3), jnp.uint8)
-        y = run(bits, *operands)
-        beyond, moved = check(y, (ppe.patchify(bits, params), *operands), "bfloat16")
-        assert beyond == 0
-        changed += moved
-    assert changed <= 1e-4 * RUNS * y.size
-
-
+@on_hopper
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_chosen_and_agrees_under_vmap_and_jit(dtype):
     shape = named_shape("So400m/14 224")
@@ -328,8 +383,9 @@ def test_the_kernels_agree_under_jit_and_vmap(backend, dtype):
     params = jax.device_put(params_of(dtype, shape), gpu())
     images = np.random.default_rng(4).integers(0, 256, (6, 224, 224, 3), np.uint8)
     patches = ppe.patchify(jnp.asarray(images), params)
-    name = next(name for name, module in BACKENDS.items() if module is backend)
-    embed = functools.partial(ppe.patch_embed, params=params, backend=name)
+    if reason := planned.refusal(backend, problem_of(shape, dtype, 6), TARGET):
+        pytest.skip(reason)
+    embed = functools.partial(ppe.patch_embed, params=params, backend=NAMES[id(backend)])
     y = jax.jit(embed)(patches)
     assert same(
         jax.jit(jax.vmap(jax.vmap(embed)))(patches.reshape(2, 3, 1, *patches.shape[1:])).reshape(
@@ -339,9 +395,10 @@ def test_the_kernels_agree_under_jit_and_vmap(backend, dtype):
     )
 
 
+@on_hopper
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
-    operands = draw(jax.random.key(7), named_shape("B/16 224"), dtype, 67)
+    operands = draw(7, named_shape("B/16 224"), dtype, 67)
     problem = Problem.of(*operands, out_dtype="bfloat16")
     y, spans = timeline.traced(operands, SM90, tmp_path)
     assert same(y, compute(SM90, *operands, out_dtype="bfloat16"))
@@ -353,10 +410,11 @@ def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
     assert all(span.end >= span.begin for span in spans)
 
 
+@on_hopper
 @pytest.mark.usefixtures("cuda_library", "nvcc")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_timeline_build_has_the_spans_of_every_warp(dtype):
-    operands = draw(jax.random.key(7), named_shape("B/16 224"), dtype, 67)
+    operands = draw(7, named_shape("B/16 224"), dtype, 67)
     y, stamps = cuda_launch.stamped(operands, out_dtype="bfloat16")
     assert same(y, compute(cuda, *operands, out_dtype="bfloat16"))
     spans = timeline.read_stamps(stamps)
@@ -373,6 +431,7 @@ CANARY, GAP = 0xA5, 4096 + 16
 
 # The kernel that is chosen; and kernels that read the table for each tile, where each worker has at
 # least two tiles, the last one with a tail.
+@on_hopper
 @pytest.mark.usefixtures("cuda_library", "nvcc")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -389,7 +448,7 @@ CANARY, GAP = 0xA5, 4096 + 16
     ],
 )
 def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kernel):
-    operands = draw(jax.random.key(1), named_shape(shape), dtype, B)
+    operands = draw(1, named_shape(shape), dtype, B)
     problem = Problem.of(*operands, out_dtype=out_dtype)
     config = cuda.choose_config(problem, 90, CHIP)
     if kernel:
@@ -397,7 +456,7 @@ def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kerne
         (config,) = (config for config in cuda.configs() if config.name == names)
         assert config.grid(problem, CHIP).tiles_per_worker >= 2
     expected = np.asarray(compute(cuda, *operands, out_dtype=out_dtype, config=config))
-    assert check(jnp.asarray(expected), operands, out_dtype)[0] == 0
+    assert count_wrong(jnp.asarray(expected), operands, out_dtype) == 0
     arrays = dict(zip(("patches", "weight", "scale", "table"), map(np.asarray, operands)))
     arrays["segments"], _ = cuda_launch.prepared(config, problem, CHIP)
     arrays["y"] = np.full(expected.nbytes, CANARY, np.uint8)
@@ -421,7 +480,7 @@ def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kerne
 SANITIZED = """
 import gpu, jax, sys
 from pallas_patch_embed.backends import BACKENDS, cuda
-from pallas_patch_embed.chips import H200
+from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import NamedShape
 from planned import compute, few
 cpu, device = jax.devices("cpu")[0], gpu.gpu()
@@ -433,18 +492,21 @@ for dtype, out_dtype, N, patch, kernel in (
     ("int8", "float32", 128, 16, "i8_f32_table_128x128_b1_s6_streamed"),
     ("int8", "bfloat16", 192, 16, "i8_bf16_table_192x64_b1_s7_streamed"),
 ):
-    if kernel and sys.argv[1] != "cuda":
+    if kernel and (sys.argv[1] != "cuda" or Target.of(device).chip.capability != (9, 0)):
         continue
     with jax.default_device(cpu):
-        operands = gpu.draw(jax.random.key(0), NamedShape("small", patch, 5 * patch, N), dtype, 45)
+        operands = gpu.draw(0, NamedShape("small", patch, 5 * patch, N), dtype, 45)
     found = [c for c in cuda.configs() if c.name.endswith(kernel)] if kernel else []
     options = dict(config=found[0]) if found else {}
-    options |= dict(out_dtype=out_dtype, target=few(H200, 2))
+    options |= dict(out_dtype=out_dtype, target=few(Target.of(device).chip, 2))
     backend = BACKENDS[sys.argv[1]]
     run = jax.jit(lambda *operands: compute(backend, *operands, **options))
-    y = jax.device_put(run(*jax.device_put(operands, device)), cpu)
+    try:
+        y = jax.device_put(run(*jax.device_put(operands, device)), cpu)
+    except NotImplementedError:
+        continue
     with jax.default_device(cpu):
-        assert gpu.check(y, operands, out_dtype)[0] == 0
+        assert gpu.count_wrong(y, operands, out_dtype) == 0
 """
 
 
@@ -452,7 +514,7 @@ for dtype, out_dtype, N, patch, kernel in (
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_compute_sanitizer_finds_nothing(backend, tool):
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
-    name = next(name for name, module in BACKENDS.items() if module is backend)
+    name = NAMES[id(backend)]
     command += [sys.executable, "-c", SANITIZED, name]
     result = subprocess.run(
         command,
