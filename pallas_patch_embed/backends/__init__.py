@@ -11,7 +11,11 @@ import jax
 from pallas_patch_embed.backends import cuda, stored, triton, xla
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.plan import Backend, Plan, Refusal
-from pallas_patch_embed.backends.preferences import patchify_first, preferred_alternative
+from pallas_patch_embed.backends.preferences import (
+    kernel_first,
+    patchify_first,
+    preferred_alternative,
+)
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import PatchLayout, Problem
 
@@ -119,6 +123,11 @@ def plan_with(
             return Refusal("no kernel cuts videos itself, or puts rows in front of the patches.")
         if only_xla or (not asked and not problem.cut and patchify_first(name, problem, target)):
             problem = problem.of_patches
+        elif problem.cut is None and kernel_first(name, problem, target):
+            cut = dataclasses.replace(problem, cut="kernel")
+            answer = plan_with(name, cut, target, asked=asked, tuned=tuned)
+            if isinstance(answer, Plan):
+                return answer
     try:
         plan = _plan(name, problem, target, tuned)
     except NotImplementedError as error:

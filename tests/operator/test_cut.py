@@ -55,12 +55,33 @@ def test_the_CUDA_kernel_serves_on_Hopper():
 
 
 @built
-def test_without_it_patchify_runs_as_before():
+@pytest.mark.parametrize("name", [None, "cuda"])
+def test_on_Hopper_the_kernel_cuts_int8_images_without_being_asked(name):
     found = explain(problem(cut=None), HOPPER)
-    assert "u8" not in str(found) and "cuts images itself" not in str(found)
-    plan = choose(problem(cut=None), HOPPER, "cuda")
-    assert not plan.takes_images and "patch_embed_sm90_i8_" in plan.config
-    assert choose(problem(), HOPPER, "cuda").takes_images
+    assert found.chosen == "cuda" and "_u8_bf16_" in str(found)
+    plan = choose(problem(cut=None), HOPPER, name)
+    assert plan.takes_images and "cuts images itself" in plan.config
+
+
+@built
+@pytest.mark.parametrize("name", [None, "cuda"])
+@pytest.mark.parametrize(
+    "change, target",
+    [
+        (dict(images=(8, 224, 240, 3)), HOPPER),
+        (dict(images=(8, 224, 248, 3)), HOPPER),
+        (dict(images=(8, 230, 224, 3)), HOPPER),
+        (dict(dtype="bfloat16"), HOPPER),
+        (dict(), Target("cuda", B200)),
+        (dict(), Target("cuda", H200, known=False)),
+    ],
+    ids=str,
+)
+def test_without_being_asked_other_images_are_cut_by_patchify(name, change, target):
+    asked = problem(cut=None, **change)
+    asked = dataclasses.replace(asked, table=(asked.patches[-2], asked.N))
+    plan = choose(asked, target, name)
+    assert not plan.takes_images and "_u8_" not in plan.config
 
 
 @built
