@@ -16,7 +16,7 @@ import stand_in_checks
 from jax import lax
 from repository import environment
 
-from pallas_patch_embed.backends import xla
+from pallas_patch_embed.backends import triton, xla
 from pallas_patch_embed.check import command, memory, work
 from pallas_patch_embed.check.cases import (
     FEW_SHAPES,
@@ -27,7 +27,7 @@ from pallas_patch_embed.check.cases import (
     cases_of,
     pairwise,
 )
-from pallas_patch_embed.check.compare import Counts, compared, wrong_elements
+from pallas_patch_embed.check.compare import LAUNCHES, Counts, compared, wrong_elements
 from pallas_patch_embed.check.process import ChildError, Ended, Launches, Listed, supervised
 from pallas_patch_embed.problem import DTYPES, OUT_DTYPES, Problem
 
@@ -323,6 +323,23 @@ def test_xla_is_right_and_other_backends_say_why_they_are_not_checked():
     assert messages[3] == Ended(0, "ended")
     assert listed.about["refused"]["cuda"].keys() == {"bfloat16", "float8_e4m3fn", "int8"}
     assert listed.about["interpreted"] and listed.about["packages"]["jax"]
+
+
+@pytest.mark.parametrize(
+    "capability, kernel", [("8.0", "triton"), ("9.0", "mosaic_sm90"), ("10.3", "mosaic_sm100")]
+)
+def test_every_chip_has_the_cases_of_the_kernels_that_serve_it(capability, kernel, monkeypatch):
+    monkeypatch.setattr(triton, "missing", lambda: None)
+    gpu = types.SimpleNamespace(
+        platform="gpu", compute_capability=capability, core_count=100, device_kind="a GPU"
+    )
+    kernels = ("mosaic_sm90", "mosaic_sm100", "triton")
+    cases, refused = work.listed(work.Options(backends=kernels), [gpu])
+    assert {case.backend for case in cases} == {kernel, "triton"}
+    dtypes = {case.dtype for case in cases if case.backend == kernel}
+    assert dtypes == set(DTYPES[1:]) - refused[kernel].keys()
+    assert list(refused[kernel]) == (["int8"] if capability == "10.3" else [])
+    assert {case.launch for case in cases} == set(LAUNCHES)
 
 
 @pytest.mark.parametrize("error, ended", [("RESOURCE_EXHAUSTED: no memory", "left out"), ("", "")])
