@@ -6,6 +6,7 @@ import functools
 import json
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pallas_patch_embed.backends import BACKENDS
 from pallas_patch_embed.check import process, work
 from pallas_patch_embed.check.cases import SHAPES
 from pallas_patch_embed.check.compare import Counts
+from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.files import written_whole
 
 # Seconds that a launch may take. The slowest one in the list takes milliseconds.
@@ -154,10 +156,9 @@ def run(
     Raises:
       ValueError: the arguments are wrong.
     """
-    if arguments.report is not None and not arguments.report.absolute().parent.is_dir():
-        raise ValueError(f"--report is {arguments.report}: there is no such folder.")
-    if arguments.report is not None and arguments.report.is_dir():
-        raise ValueError(f"--report is {arguments.report}: it is a folder, expected a file.")
+    _check_path(arguments.report)
+    if not 0 <= arguments.seed < 2**31:
+        raise ValueError(f"--seed is {arguments.seed}, expected 0 to 2^31 - 1.")
     options = work.Options(
         backends=tuple(arguments.backend or BACKENDS),
         shapes=arguments.shapes,
@@ -175,6 +176,18 @@ def run(
         report.failure = str(error)
     report.end()
     return 0 if report.is_right else 1
+
+
+def _check_path(path: Path | None) -> None:
+    """Refuses a report that cannot be written, before anything is launched."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"--report is {printable(path)}: there is no such folder.")
+    if path.is_dir():
+        raise ValueError(f"--report is {printable(path)}: it is a folder, expected a file.")
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 class Report:

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import itertools
 import json
+import signal
 import subprocess
 import sys
 import types
@@ -234,6 +235,26 @@ def test_a_child_that_begins_nothing_is_not_started_for_ever():
         list(supervised(stand_in_checks.ends_at_once, timeout=1, watch=watch))
 
 
+KILLED_PARENT = """
+import os, signal, stand_in_checks
+from pallas_patch_embed.check.process import Launches, supervised
+
+def wait(connection, seconds, last):
+    return connection.poll(None)
+
+for message in supervised(stand_in_checks.work("hangs"), timeout=1, watch=wait):
+    if message == Launches(0, 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_child_that_hangs_ends_with_its_parent():
+    # The child has the same standard output, so this returns when both have ended.
+    command = [sys.executable, "-c", KILLED_PARENT]
+    result = subprocess.run(command, stdout=subprocess.PIPE, env=environment(), timeout=300)
+    assert result.returncode == -signal.SIGKILL
+
+
 def parsed(*arguments):
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
@@ -285,6 +306,7 @@ def test_a_check_that_cannot_go_on_is_not_right(tmp_path, capsys):
         (["--runs", "1", "--seconds", "1"], "not allowed with argument --runs"),
         (["--backend", "cublas"], "invalid choice: 'cublas'"),
         (["--shapes", "some"], "invalid choice: 'some'"),
+        (["--seed", "-1"], "--seed is -1, expected 0 to 2^31 - 1"),
         (["--report", "no/such/folder/report.json"], "there is no such folder"),
         (["--report", "."], "it is a folder, expected a file"),
     ],
