@@ -25,7 +25,14 @@ NAVIGATION = {
         "/docs/api",
     ],
     "How it works": ["/docs/backends", "/docs/numerics", "/docs/kernels"],
-    "Evidence": ["/docs/performance", "/docs/verification", "/docs/check", "/docs/upstream"],
+    "Evidence": [
+        "/docs/performance",
+        "/docs/verification",
+        "/docs/check",
+        "/docs/blackwell",
+        "/docs/predictions",
+        "/docs/upstream",
+    ],
     "Experiments": [
         f"/docs/experiments/{page}"
         for page in ("xla", "encoder", "hopper", "blackwell", "cuda", "triton")
