@@ -45,7 +45,7 @@ class Counts(NamedTuple):
       moved: int8 results of bfloat16 that are within their bound and not the reference.
       changed: bytes that changed although no kernel may write them: those of the operands, and
         those of the guards around operands and result.
-      poisoned: launches whose kernel wrote into poisoned memory.
+      poisoned: launches whose kernel is known to have written into poisoned memory.
       guarded: launches whose buffers lay between guards.
     """
 

@@ -19,7 +19,7 @@ GUARD = jax.ShapeDtypeStruct((2**20,), jnp.uint8)
 # XLA's allocator for GPUs rounds sizes up to a multiple of these bytes.
 UNIT = 256
 
-# Arrays that the allocator may put elsewhere before `place` gives up.
+# Arrays that the allocator may put elsewhere before `place` gives up, of all sizes.
 ATTEMPTS = 256
 
 
@@ -97,13 +97,21 @@ def place(
     whole = allocate(jax.ShapeDtypeStruct((total,), jnp.uint8), device)
     position = whole.unsafe_buffer_pointer()
     whole.delete()
-    # The allocator prefers the smallest free block. Arrays that it puts elsewhere fill these blocks
-    # until that of `whole` is the smallest.
+    # The allocator prefers the smallest free block. Arrays that it puts elsewhere fill these,
+    # large ones first, until that of `whole` is the smallest.
     elsewhere: list[jax.Array] = []
+    size = 2 ** (total.bit_length() - 1)
+    while size >= UNIT and len(elsewhere) < ATTEMPTS:
+        array = allocate(jax.ShapeDtypeStruct((size,), jnp.uint8), device)
+        if position <= array.unsafe_buffer_pointer() < position + total:
+            array.delete()
+            size //= 2
+        else:
+            elsewhere.append(array)
     placed: list[jax.Array] = []
     for kind in kinds:
         array = allocate(kind, device)
-        while array.unsafe_buffer_pointer() != position and len(elsewhere) < ATTEMPTS:
+        while array.unsafe_buffer_pointer() != position and len(elsewhere) < 2 * ATTEMPTS:
             elsewhere.append(array)
             array = allocate(kind, device)
         placed.append(array)

@@ -150,12 +150,13 @@ class BestFit:
         )
 
 
-KINDS = [jax.ShapeDtypeStruct((size,), jnp.uint8) for size in (4096, 100, 4096, 70_000, 4096)]
+KINDS = [jax.ShapeDtypeStruct((size,), jnp.uint8) for size in (256, 100, 256, 400_000, 256)]
 GPU = types.SimpleNamespace(platform="gpu")
 
 
 def test_buffers_follow_each_other_although_the_allocator_prefers_small_blocks():
-    allocate = BestFit((0, 300), (1000, 5000), (10_000, 9000), (2**20, 2**20), (2**24, 2**24))
+    # The block of 400,000 bytes has space for more small arrays than are tried.
+    allocate = BestFit((0, 300), (2**14, 9000), (2**19, 400_000), (2**20, 2**20), (2**24, 2**24))
     placed = memory.place(KINDS, GPU, allocate)
     assert [x.nbytes for x in placed] == [kind.size for kind in KINDS]
     assert memory.follow(placed)

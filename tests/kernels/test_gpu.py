@@ -114,8 +114,10 @@ def assert_right(case):
         pytest.skip(f"{case.backend}: {reason}")
     counts = launched(run, case)
     assert counts.all_wrong == 0, counts
-    assert counts.launches == counts.guarded
-    assert case.backend == "xla" or counts.launches == counts.poisoned
+    assert counts.launches == counts.guarded, counts
+    # Where XLA cuts images, patches take as much memory as a copy of the result would.
+    uncertain = case.backend == "xla" or case.source == SOURCES[1]
+    assert uncertain or counts.launches == counts.poisoned, counts
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
