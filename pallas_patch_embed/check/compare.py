@@ -98,6 +98,7 @@ def compared(
     seed: int,
     devices: Sequence[jax.Device],
     how: str = "alone",
+    cut_by_xla: bool = False,
     before_launch: Callable[[], None] = lambda: None,
     allocate: memory.Allocate = memory.allocate,
 ) -> Iterator[Counts]:
@@ -107,6 +108,7 @@ def compared(
       run, problem, seed: as for `wrong_elements`.
       devices: a program runs on each of them, at the same time.
       how: one of `LAUNCHES`: how the programs launch their kernels.
+      cut_by_xla: whether `run` first has XLA cut images into patches.
       before_launch: called when everything is ready.
       allocate: makes an array with memory of its own.
     """
@@ -114,8 +116,12 @@ def compared(
     tensor_cores = Target.of(devices[0]).platform == "cuda"
     sites = [[memory.Site(problem, d, allocate) for _ in range(count)] for d in devices]
     programs = [_program(run, count, how, of_device) for of_device in sites]
-    # A result that the program copies to its place is written by the kernel somewhere else.
-    in_place = [_temporary_bytes(program) < sites[0][0].result.nbytes for program in programs]
+    # A kernel that writes its result somewhere else, from which the program copies it, needs memory
+    # for it, besides that of the patches which it reads at the same time.
+    elsewhere = sites[0][0].result.nbytes
+    if cut_by_xla:
+        elsewhere += math.prod(problem.patches) * jnp.dtype(problem.dtype).itemsize
+    in_place = [_temporary_bytes(program) < elsewhere for program in programs]
     for index in itertools.count():
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
         drawn = []

@@ -19,6 +19,9 @@ GUARD = jax.ShapeDtypeStruct((2**20,), jnp.uint8)
 # XLA's allocator for GPUs rounds sizes up to a multiple of these bytes.
 UNIT = 256
 
+# It does not split a block of which less than this would be left, and less than what is asked for.
+SPLIT = 2**27
+
 # Arrays that the allocator may put elsewhere before `place` gives up, of all sizes.
 ATTEMPTS = 256
 
@@ -93,7 +96,7 @@ def place(
     """Arrays, on a GPU each at the end of the previous one if the allocator permits it."""
     if device.platform != "gpu":
         return [allocate(kind, device) for kind in kinds]
-    total = sum(_rounded_up(kind.size * kind.dtype.itemsize) for kind in kinds)
+    total = SPLIT + sum(_rounded_up(kind.size * kind.dtype.itemsize) for kind in kinds)
     whole = allocate(jax.ShapeDtypeStruct((total,), jnp.uint8), device)
     position = whole.unsafe_buffer_pointer()
     whole.delete()

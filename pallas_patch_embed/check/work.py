@@ -78,12 +78,14 @@ def launched(
 ) -> Iterator[Counts]:
     """What was found in each launch of a case."""
     launches = itertools.count(1)
+    run, cut_by_xla = runner(case, Target.of(devices[0]))
     found = compared(
-        runner(case, Target.of(devices[0])),
+        run,
         case.problem,
         seed=options.seed + index,
         devices=devices if case.on_every_device else devices[:1],
         how=case.launch,
+        cut_by_xla=cut_by_xla,
         before_launch=lambda: send(Launches(index, next(launches))),
     )
     if options.seconds is None:
@@ -137,8 +139,8 @@ def _cases(
     return list_cases(shapes=shapes, batches=(1, 3), launches=("alone",))
 
 
-def runner(case: Case, target: Target) -> Run:
-    """The function that a case launches.
+def runner(case: Case, target: Target) -> tuple[Run, bool]:
+    """The function that a case launches, and whether it has XLA cut images into patches.
 
     Raises:
       NotImplementedError: the backend does not serve it; the message is the reason.
@@ -147,14 +149,14 @@ def runner(case: Case, target: Target) -> Run:
     if is_interpreted(case.backend, target):
         if problem.layout is not None:
             raise NotImplementedError("its interpreter is given patches.")
-        return INTERPRETED[case.backend](problem)
+        return INTERPRETED[case.backend](problem), False
     answer = plan_with(case.backend, problem, target, asked=True)
     if isinstance(answer, Refusal):
         raise NotImplementedError(answer.reason)
     if problem.layout is None or answer.takes_images:
-        return answer.run
+        return answer.run, False
     layout, encoding = problem.layout, Encoding(problem.dtype)
-    return lambda images, *rest: answer.run(rows(images, layout, encoding), *rest)
+    return lambda images, *rest: answer.run(rows(images, layout, encoding), *rest), True
 
 
 # Interpreters, where there is no GPU.
