@@ -178,10 +178,10 @@ struct alignas(1024) Shared {
 //   images    [row_patches * kLineBytes, grid width / row_patches, kPatchSide, M / grid width], in im2col
 //             mode and without a swizzle. The channels of a "pixel" are the lines of row_patches
 //             neighbouring patches, two or one; the tensor's width counts such pixels, its height the lines
-//             of a patch, its last dimension the rows of patches of all images. The bounding box has one line: a load brings the line that
-//             its offset names, of `rows` patches in the order of the rows of y. ldmatrix reads them
-//             without bank conflicts: 8 rows, 48 bytes apart, begin in 8 different sixteenths of 128
-//             bytes.
+//             of a patch, its last dimension the rows of patches of all images. The bounding box has one
+//             line: a load brings the line that its offset names, of `rows` patches in the order of the rows
+//             of y. ldmatrix reads them without bank conflicts: 8 rows, 48 bytes apart, begin in 8 different
+//             sixteenths of 128 bytes.
 //   weight    [K, 2, 4, N / group, vector / 2], boxes of [inner, 2, 4, tile_n / group, vector / 2].
 //             One step in each dimension after K is 1, vector, group and 2 rows of the weight [N, K].
 
