@@ -2,6 +2,9 @@
 
 import collections
 import dataclasses
+import re
+import sys
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -10,10 +13,11 @@ import pytest
 from bounds import draw_params
 from interpreter import problem_of
 from planned import refusal
+from repository import ROOT
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed import primitive
-from pallas_patch_embed.backends import BACKENDS, tiles, triton
+from pallas_patch_embed.backends import BACKENDS, cuda, tiles, triton
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
@@ -111,3 +115,36 @@ def test_a_grid_covers_every_tile_with_at_most_the_resident_blocks(
 
 def test_every_backend_states_its_evidence():
     assert all(backend.EVIDENCE for backend in BACKENDS.values())
+
+
+def test_a_lowering_visits_the_files_that_the_documentation_names(monkeypatch):
+    monkeypatch.setattr(Target, "of", lambda device: Target("cuda", H200))
+    monkeypatch.setattr(cuda, "LIBRARY", Path("missing"))
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    page = page.split("## A walk from the API to the kernel")[1].split("\n## ")[0]
+    names = r"((?:backends/|mosaic/)*\w+\.py)"
+    diagram = re.findall(rf"^ +{names} ", page, re.MULTILINE)
+    named = set(re.findall(names, page))
+    params = draw_params(np.random.default_rng(0), patch_size=16, grid=(2, 2), N=768, dtype="int8")
+    images = jax.ShapeDtypeStruct((8, 32, 32, 3), "uint8")
+    package = Path(ppe.__file__).parent
+    visited = set()
+
+    def visit(frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(package):
+            visited.add(path.relative_to(package).as_posix())
+
+    sys.setprofile(visit)
+    try:
+        traced = jax.jit(lambda images: ppe.embed_images(images, params)).trace(images)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    finally:
+        sys.setprofile(None)
+    assert "mosaic_gpu" in text
+
+    def called(name):
+        return {path for path in visited if path == name or path.endswith(f"/{name}")}
+
+    assert len(diagram) == 8 and all(map(called, diagram))
+    assert visited <= set().union(*map(called, named))
