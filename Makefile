@@ -15,9 +15,9 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/python -m pytest
 
-# Everything that can run here.
+# Everything that can run here, but for the exhaustive tests: `pytest -m exhaustive`.
 test-all: $(VENV)/installed
-	$(VENV)/bin/python -m pytest -m ""
+	$(VENV)/bin/python -m pytest -m "not exhaustive"
 
 # The drop-in modules in the models of flax, equinox and Keras, in an environment of their own.
 test-frameworks: $(FRAMEWORKS)/installed

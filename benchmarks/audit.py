@@ -415,6 +415,23 @@ def compile_triton(call: dict[str, object]):
     return compiler.compile(source, target=target, options=options)
 
 
+def stack_bytes(kernel, folder: Path) -> int:
+    """Stack of a thread of a Triton kernel in bytes, which registers spill to.
+
+    Args:
+      kernel: what `compile_triton` returned.
+      folder: for its machine code.
+    """
+    import triton as compiler
+
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    tool = Path(compiler.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    said = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True)
+    ((stack, local),) = re.findall(r"STACK:(\d+) .* LOCAL:(\d+)", said.stdout)
+    return int(stack) + int(local)
+
+
 def triton_kernel(
     architecture: str, shape: NamedShape, images: int, dtype: str, *, uncut: bool = False
 ) -> Kernel:

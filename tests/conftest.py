@@ -1,7 +1,7 @@
 """The tests run on eight virtual CPU devices, those marked `gpu` on a GPU if JAX can use one.
 
-The short suite leaves out those marked `slow`, `codegen` and `cluster`; `pytest -m ""` leaves out
-none.
+The short suite leaves out those marked `slow`, `codegen`, `cluster` and `exhaustive`; `make
+test-all` leaves out the latter alone, and `pytest -m ""` none.
 JAX_PLATFORMS=cuda runs all of them on the GPU.
 """
 
@@ -95,20 +95,20 @@ LEFT_OUT = pytest.StashKey[collections.Counter]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the tests of code generation; refuses a slow test without a reason."""
+    """Marks the tests of code generation; refuses a test that takes long without a reason."""
     config.stash[LEFT_OUT] = collections.Counter()
     for item in items:
         if CODEGEN & set(item.fixturenames):
             item.add_marker("codegen")
-        for mark in item.iter_markers("slow"):
+        for mark in (*item.iter_markers("slow"), *item.iter_markers("exhaustive")):
             if not (mark.args and isinstance(mark.args[0], str)):
-                raise pytest.UsageError(f"{item.nodeid} is slow: pytest.mark.slow needs a reason")
+                raise pytest.UsageError(f"{item.nodeid}: pytest.mark.{mark.name} needs a reason")
 
 
 def pytest_deselected(items):
     """Counts the tests that the short suite leaves out."""
     for item in items:
-        kinds = ("codegen", "cluster", "frameworks", "slow")
+        kinds = ("exhaustive", "codegen", "cluster", "frameworks", "slow")
         kinds = [kind for kind in kinds if item.get_closest_marker(kind)]
         item.config.stash[LEFT_OUT].update(kinds[:1])
 
@@ -151,6 +151,10 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(
             f"{frameworks} tests of flax, equinox and Keras were left out: `make test-frameworks` "
             "runs them."
+        )
+    if exhaustive := left_out.get("exhaustive"):
+        terminalreporter.write_line(
+            f"{exhaustive} exhaustive tests were left out: `pytest -m exhaustive` runs them."
         )
     reasons = (report.longrepr[2] for report in terminalreporter.getreports("skipped"))
     skipped = collections.Counter(reason.removeprefix("Skipped: ") for reason in reasons)

@@ -43,6 +43,7 @@ class Child:
     ):
         self._answer, self._patience, self._wait = answer, patience, wait
         self._process: multiprocessing.process.BaseProcess | None = None
+        self._answering = False
 
     def __enter__(self) -> "Child":
         return self
@@ -53,11 +54,17 @@ class Child:
     def ask(self, *arguments: Any) -> Iterator[Any]:
         """Yields the messages of an answer.
 
+        A process whose answer is not read to its end is ended by the next request, which would
+        receive the rest.
+
         Raises:
           ChildEndedError: the process crashed, or was ended because it said nothing for too long.
         """
+        if self._answering:
+            self.end()
         if self._process is None:
             self._begin()
+        self._answering = True
         with contextlib.suppress(BrokenPipeError):  # It has ended: there is nothing to receive.
             self._connection.send(arguments)
         while True:
@@ -70,12 +77,13 @@ class Child:
                 code = self.end()
                 raise ChildEndedError(f"it ended its process, {_words(code)}") from None
             if kind == DONE:
+                self._answering = False
                 return
             yield message
 
     def end(self) -> int | None:
         """Ends the process, if there is one; returns its exit code."""
-        process, self._process = self._process, None
+        process, self._process, self._answering = self._process, None, False
         if process is None:
             return None
         self._connection.close()

@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,7 @@ def tune(
       now: the clock.
     """
     end = None if seconds is None else now() + seconds
+    ending.state.outcome = _outcome(results, out)
     left = [(name, task) for name, task in tasks if _key(task) not in results]
     if len(left) < len(tasks):
         print(f"{len(tasks) - len(left)} of {len(tasks)} problems are in {printable(out)} already.")
@@ -177,13 +178,18 @@ def tune(
             continue
         results[found.key] = found
         stored.write(out, machine.head, results.values())
-        ending.state.outcome = f"{len(results)} results are in {printable(out)}. {GOES_ON[:-1]}"
+        ending.state.outcome = _outcome(results, out)
         print(f"{name}: {describe(found)}", flush=True)
     if results:
         print(f"{len(results)} results are in {printable(out)}.")
 
 
 GOES_ON = "The same command goes on."
+
+
+def _outcome(results: Mapping[str, Result], out: Path) -> str:
+    """What the last line says if a signal ends the command."""
+    return f"{len(results)} results are in {printable(out)}. {GOES_ON[:-1]}"
 
 
 def _key(task: Task) -> str:
@@ -196,10 +202,8 @@ def one(task: Task, child: Child) -> Result | Refusal:
     while True:
         tried = search.IN_TURNS
         try:
-            for message in child.ask(task, refused):
-                if not isinstance(message, str):
-                    return message
-                tried = message
+            *_, found = (tried := message for message in child.ask(task, refused))
+            return found
         except ChildEndedError as error:
             if tried in refused:
                 return Refusal(f"{error}.")
@@ -207,14 +211,14 @@ def one(task: Task, child: Child) -> Result | Refusal:
 
 
 def describe(result: Result) -> str:
-    """A line about a result."""
+    """Lines about a result."""
     refused = "".join(f"\n  refused: {name}: {why}." for name, why in result.refused.items())
-    finalists = {name: times for name, times in result.times.items() if "sustained" in times}
-    if not finalists:
+    if not result.times:
         return f"nothing could be timed.{refused}"
     lines = []
-    for name, times in finalists.items():
+    for name in search.finalists(result.times):
+        times = result.times[name]
         numbers = (f"{times[regime]['milliseconds']:.4f} ms {regime}" for regime in times)
         lines.append(f"\n  {', '.join(numbers)}: {name}")
     what = "nothing is faster than the heuristic's" if result.config is None else "a faster config"
-    return f"{what} of {len(result.times)}{''.join(lines)}{refused}"
+    return f"{what}, of {len(result.times)}{''.join(lines)}{refused}"

@@ -471,6 +471,14 @@ def test_only_the_heuristics_and_the_closest_are_timed_sustained(device):
     assert sustained == {str(c) for c in configs[:3]} and len(last.times) == 5
 
 
+def test_calls_that_take_less_than_their_dispatch_are_not_timed_sustained(device):
+    short = [Config(1e-4), Config(0.9e-4), Config(1.1e-4)]
+    _, last = found(device, *short)
+    assert [list(of_it) for of_it in last.times.values()] == [["burst"]] * 3
+    assert last.config == dataclasses.asdict(short[1])
+    assert all(f"{ms} ms burst: " in command.describe(last) for ms in ("0.1000", "0.0900"))
+
+
 def test_a_kernel_that_is_wrong_is_refused_and_not_timed(device):
     right, wrong = Config(0.03), Config(0.01, "wrong")
     _, last = found(device, right, wrong)
@@ -538,6 +546,17 @@ def test_a_child_answers_in_a_process_of_its_own():
         assert first[:2] == ["a", {"b": 1}] and first[2] != os.getpid()
         # The same process.
         assert list(child.ask()) == first[2:]
+
+
+def test_each_task_gets_its_own_answer():
+    with Child(tune_answers.echoes, 60) as child:
+        for task in "abc":
+            assert command.one(task, child) == command.one(task, child)
+            first, refused, _ = child.ask(task, {})
+            assert (first, refused) == (task, {})
+        # One that is not read to its end leaves nothing behind.
+        assert next(child.ask("d", {})) == "d"
+        assert list(child.ask("e", {}))[:2] == ["e", {}]
 
 
 def test_one_that_hangs_or_crashes_is_ended_and_the_search_goes_on():

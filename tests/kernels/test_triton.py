@@ -5,9 +5,7 @@ import functools
 import importlib.util
 import itertools
 import re
-import subprocess
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -161,18 +159,6 @@ def test_without_patches_nothing_is_launched(monkeypatch):
 # What is compiled.
 
 
-def stack_bytes(kernel, folder):
-    """Stack of a thread in bytes, which registers spill to."""
-    import triton
-
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    said = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True)
-    ((stack, local),) = re.findall(r"STACK:(\d+) .* LOCAL:(\d+)", said.stdout)
-    return int(stack) + int(local)
-
-
 def innermost_loop(ttir):
     """The lines of Triton's IR that are executed for each step of K."""
     lines = ttir.splitlines()
@@ -224,7 +210,7 @@ def test_the_kernels_resources_loads_and_arithmetic(tmp_path, target, config, dt
     problem = Problem.of(*shapes, out_dtype="bfloat16", layout=layout)
     call = audit.triton_call(backend.plan(problem, target, config=config), *shapes)
     kernel = audit.compile_triton(call)
-    assert stack_bytes(kernel, tmp_path) == 0
+    assert audit.stack_bytes(kernel, tmp_path) == 0
     most = 227 if target in (H200, B300) else 99
     assert kernel.metadata.shared <= most * 1024
     loop = innermost_loop(kernel.asm["ttir"])
