@@ -14,7 +14,7 @@ from absl import app, logging
 from absl.flags import argparse_flags
 
 from pallas_patch_embed import __version__, demo, streams
-from pallas_patch_embed.backends import BACKENDS, Explanation, explain
+from pallas_patch_embed.backends import BACKENDS, Explanation, explain, stored
 from pallas_patch_embed.check import command as check
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.embed import command as embed
@@ -71,6 +71,8 @@ def info() -> None:
     explanations = _explanations(device)
     width = len(explanations[0][0])
     print(" " * width, *(f"{dtype:<14}" for dtype in INFO_DTYPES))
+    for note in stored.ignored(Target.of(device)):
+        print(f"\n{note}")
     reasons = set()
     for name, by_dtype in explanations:
         print(name, *(f"{explanation.chosen:<14}" for explanation in by_dtype.values()))

@@ -12,6 +12,9 @@ from typing import Any
 # Sent after the last message of an answer.
 DONE = "done"
 
+# Seconds in which a killed process has to end.
+ENDING = 60.0
+
 # Linux's prctl: the signal that a process gets when its parent ends.
 PR_SET_PDEATHSIG = 1
 
@@ -90,7 +93,11 @@ class Child:
         # One that has crashed has a code of its own by then.
         process.join(1)
         process.kill()
-        process.join()
+        process.join(ENDING)
+        if process.is_alive():
+            raise OSError(
+                f"process {process.pid} hangs and cannot be killed. The GPU may need a reset."
+            )
         return process.exitcode
 
     def _begin(self) -> None:
