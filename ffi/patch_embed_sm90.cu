@@ -11,8 +11,8 @@
 //
 // A stationary weight is loaded with the patches of the worker's first half tile, and stays in shared
 // memory. A weight that does not fit is streamed: its chunks are loaded with the patches of every half
-// tile, into a ring of their own. With 128 rows a warpgroup, every fourth of its first 12 chunks stays in
-// shared memory (staying_chunks in patch_embed_sm90.h).
+// tile, into a ring of their own. With 128 rows a warpgroup and at most 16 chunks, every fourth of the first
+// 12 stays in shared memory (staying_chunks in patch_embed_sm90.h).
 //
 // Scale and terms (the rows of the table, or the offsets) stay in registers for a segment where they fit.
 // Where they do not, a thread loads the terms of the first parts before the products of a tile are done,
@@ -21,8 +21,8 @@
 // patch_embed_sm90.h begins with the tables of the barriers, and of how a block begins and ends.
 //
 // After wgmma a thread has pairs of neighbouring columns. TMA loads the rows of the weight in another
-// order, so that a thread gets 16 neighbouring bytes of y: the j-th pair that wgmma assigns to thread q
-// in group g is pair q * kPairs + j of group g in memory.
+// order, so that a thread gets 16 neighbouring bytes of y, kPairs pairs. Let q be the thread's number among
+// the four of its row: its pair j * kGroups + g in wgmma's order is pair q * kPairs + j of group g of y.
 
 #include "patch_embed_sm90.h"
 
@@ -42,8 +42,8 @@ class Worker {
  public:
   static constexpr int kTileRows = kConsumers * rows;
   static constexpr bool kImages = dtype == Type::kUInt8;
-  static constexpr Type kFactor = factor_type(dtype);
-  static constexpr int kTileK = kRowBytes / itemsize(dtype);
+  static constexpr Type kFactorType = factor_type(dtype);
+  static constexpr int kChunkElements = kRowBytes / itemsize(dtype);
   static constexpr int kSlotK = slot_bytes_of_k(dtype);
   static constexpr int kProducts = kSlotK / ptx::kProductBytes;
   static constexpr int kPatchBytes = rows * kSlotK;
@@ -57,7 +57,7 @@ class Worker {
   static constexpr int kBlocks = rows / 64, kRows = kPartRows * kBlocks;
   static constexpr int kParts = kGroups * kBlocks;
 
-  // The terms are what is added: for each part rows of the table, in words of two bfloat16; or for
+  // The terms are what is added: for each part, kPartRows rows of the table, in words of two bfloat16; or for
   // each group one row of offsets, in floats.
   static constexpr int kTermWords = has_table ? kPairs : kVector;
   static constexpr int kTermRows = has_table ? kPartRows : 1;
@@ -67,14 +67,14 @@ class Worker {
   static constexpr bool kKeepsScale = kKept == Kept::kScaleAndTerms;
   static constexpr bool kKeepsTerms = kKept != Kept::kNothing;
   static constexpr int kSums = sum_registers(tile_n, rows);
-  static constexpr int kColumns =
+  static constexpr int kKeptRegisters =
       (kKeepsScale ? scale_registers(out_dtype, tile_n) : 0) +
       (kKeepsTerms ? term_registers(out_dtype, has_table, tile_n, rows) : 0);
 
   // Registers of a producer and of a consumer thread after setmaxnreg. At launch each of the 384 threads
   // has 168, and 3 * 168 = 40 + 2 * 232 = 24 + 2 * 240. Consumers get 240 only if 232 are too few.
   static constexpr bool kNeedsMost =
-      kSums + kColumns + pixel_registers(dtype, rows) + kOtherRegisters > 232;
+      kSums + kKeptRegisters + pixel_registers(dtype, rows) + kOtherRegisters > 232;
   static constexpr int kFeedRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kMultiplyRegisters = kNeedsMost ? kMostRegisters : 232;
   static_assert(
@@ -90,7 +90,7 @@ class Worker {
                 "images are cut for tiles of 64 rows a warpgroup and a stationary weight.");
   static_assert(
       !kImages || slots >= kPatchSide / kSlotLines + kChunksAfterTurn,
-      "a warpgroup that gets the turn early must not wait for a slot that is two phases behind.");
+      "a warpgroup that gets the turn early must know that the previous phase of each slot is complete.");
   static_assert(kSums + kOtherRegisters <= kMostRegisters, "the sums leave too few registers.");
   static_assert(sizeof(Memory) % 1024 == 0,
                 "the weight follows Shared, and is swizzled: it is aligned to 1024 bytes.");
@@ -126,7 +126,7 @@ class Worker {
   }
 
  private:
-  using Sums = ptx::Sum<kFactor>[kBlocks][tile_n / 2];
+  using Sums = ptx::Sum<kFactorType>[kBlocks][tile_n / 2];
 
   // A thread's pixels of one slot, as int8: the first operands of its products.
   using Pixels = uint32_t[kProducts][4];
@@ -153,14 +153,14 @@ class Worker {
     uint32_t begin, end, slot, parity;
   };
 
-  // Chunk k is the k-th slot's share of K of a half tile: kRowBytes, or kSlotLines lines of patches of
+  // Chunk k is what the k-th slot gets of a half tile's K: kRowBytes, or kSlotLines lines of patches of
   // images. It has a slot for its patches, and one for its part of a streamed weight.
   struct Chunk {
     int k;
     RingSlot patches, weight;
   };
 
-  // Chunks of a half tile.
+  // Chunks of a half tile. args_.chunks counts parts of the weight, which are others for images.
   __device__ int chunks() const {
     if constexpr (kImages) return kPatchSide / kSlotLines;
     return args_.chunks;
@@ -179,6 +179,7 @@ class Worker {
   __device__ Chunk first_chunk(uint32_t n, int warpgroup) const {
     const uint32_t half = n * kConsumers + warpgroup;
     const RingSlot patches(half * chunks(), 0, slots);
+    // A stationary weight has no ring: the second one is not used.
     if constexpr (!stream_weight) return {0, patches, patches};
     const uint32_t streamed = args_.chunks - staying_chunks(rows, args_.chunks);
     return {0, patches,
@@ -259,7 +260,7 @@ class Worker {
     int part = chunk.k;
     uint8_t* target = weight(chunk);
     if constexpr (kImages) {
-      // The part that no earlier chunk's products need, if this chunk's products need a new one.
+      // The first part that no earlier chunk needs. It is loaded only if this chunk needs it.
       part = parts_before(chunk.k);
       target = weight_ + part * kWeightBytes;
       with_weight = with_weight && parts_before(chunk.k + 1) > part;
@@ -268,12 +269,12 @@ class Worker {
     if constexpr (kImages) {
       load_lines(shared_.patches[slot], chunk.k * kSlotLines, row, filled);
     } else {
-      ptx::cp_async_bulk_tensor(shared_.patches[slot], args_.patches, chunk.k * kTileK, row,
+      ptx::cp_async_bulk_tensor(shared_.patches[slot], args_.patches, chunk.k * kChunkElements, row,
                                 filled);
     }
     if (with_weight) {
-      ptx::cp_async_bulk_tensor(target, args_.weight, part * kTileK, 0, 0, column_ / kGroup, 0,
-                                filled);
+      ptx::cp_async_bulk_tensor(target, args_.weight, part * kChunkElements, 0, 0, column_ / kGroup,
+                                0, filled);
     }
     timeline_.stamp(Event::kLoadsIssued);
   }
@@ -281,7 +282,7 @@ class Worker {
   // Loads kSlotLines lines, from `line` on, of `rows` patches: [kSlotLines, rows, kLineBytes].
   __device__ void load_lines(uint8_t* target, int line, int patch, ptx::Mbarrier& filled) {
     const int grid_row = patch / args_.grid_width;
-    // No division, which the producer would repeat for each slot.
+    // A shift, because the producer would repeat a division by row_patches for each slot.
     const int column = patch % args_.grid_width >> (args_.row_patches == kMostRowPatches);
 #pragma unroll
     for (int i = 0; i < kSlotLines; ++i) {
@@ -304,7 +305,8 @@ class Worker {
     });
   }
 
-  // Frees the slots of a chunk, whose products are done.
+  // Frees the slots of a chunk that is no longer read: its products are done, or its pixels are in
+  // registers.
   __device__ void free(const Chunk& chunk) {
     if (threadIdx.x % 32 != 0) return;
     ptx::mbarrier_arrive(shared_.freed[chunk.patches.slot]);
@@ -322,8 +324,8 @@ class Worker {
 #pragma unroll
     for (int step = 0; step < kRowBytes; step += ptx::kProductBytes) {
       for (int block = 0; block < kBlocks; ++block) {
-        ptx::wgmma<kFactor, tile_n>(sums[block], ptx::advance(a, block * 64 * kRowBytes + step),
-                                    ptx::advance(b, step), chunk.k > 0 || step > 0);
+        ptx::wgmma<kFactorType, tile_n>(sums[block], ptx::advance(a, block * 64 * kRowBytes + step),
+                                        ptx::advance(b, step), chunk.k > 0 || step > 0);
       }
     }
     ptx::wgmma_commit_group();
@@ -365,14 +367,15 @@ class Worker {
     for (int i = 0; i < kProducts; ++i) {
       const int k = chunk.k * kSlotK + i * ptx::kProductBytes;
       const uint32_t part = ptx::shared_address(weight_ + k / kRowBytes * kWeightBytes);
-      ptx::wgmma<kFactor, tile_n>(sums[0], pixels[i],
-                                  ptx::advance(ptx::matrix_descriptor(part), k % kRowBytes), k > 0);
+      ptx::wgmma<kFactorType, tile_n>(
+          sums[0], pixels[i], ptx::advance(ptx::matrix_descriptor(part), k % kRowBytes), k > 0);
     }
     ptx::wgmma_commit_group();
     timeline_.stamp(Event::kProductsIssued);
   }
 
-  // Waits until all products, whose last chunk is `last`, are done and the sums are in registers.
+  // Waits until all products are done and the sums are in registers. Frees the last chunk of patches; those
+  // of pixels are free already.
   __device__ void wait_for_products(Sums& sums, const Chunk& last) {
     ptx::wgmma_wait_group<0>();
     if constexpr (!kImages) free(last);
@@ -401,12 +404,12 @@ class Worker {
     wait_for_products(sums, previous);
   }
 
-  // The pixels of a chunk are loaded before the products of the chunk before are issued: the products of
-  // the chunk before that one may still read their registers, so there are three buffers. The loop is
-  // unrolled, because registers have no indices.
+  // While the products of chunk k - 1 may still read their registers, the pixels of chunk k + 1 are loaded,
+  // and then the products of chunk k are issued. So there are three buffers. The loop is unrolled, because
+  // registers have no indices.
   __device__ void multiply_pixels(Sums& sums, Chunk chunk, uint32_t n, int warpgroup) {
     constexpr int kChunks = kPatchSide / kSlotLines;
-    // In the first tile the weight arrives with the chunks.
+    // In the first tile the weight arrives with the chunks, and the turn says that all of it has arrived.
     const int last_before_turn = kChunks - 1 - (n == 0 ? 0 : kChunksAfterTurn);
     Pixels pixels[kPixelBuffers];
     Chunk next = chunk;
@@ -419,7 +422,8 @@ class Worker {
         load_pixels(pixels[(k + 1) % kPixelBuffers], next);
       }
       issue_products(sums, pixels[k % kPixelBuffers], chunk);
-      // Behind the products, as an arrival does not wait for ldmatrix.
+      // Here the products have been issued. They need the pixels, so ldmatrix has read the slot. An arrival
+      // alone does not wait for ldmatrix.
       free(chunk);
       if (k == last_before_turn) pass_turn(warpgroup);
       ptx::wgmma_wait_group<1>();
@@ -487,8 +491,8 @@ class Worker {
   }
 
   // Scales two neighbouring sums, adds the terms and rounds: one word of bfloat16, or two of float32.
-  __device__ static void finish(uint32_t* words, const ptx::Sum<kFactor>* sums, const float* scale,
-                                const float (&terms)[2]) {
+  __device__ static void finish(uint32_t* words, const ptx::Sum<kFactorType>* sums,
+                                const float* scale, const float (&terms)[2]) {
     float y[2];
     for (int i = 0; i < 2; ++i) y[i] = fmaf(static_cast<float>(sums[i]), scale[i], terms[i]);
     if constexpr (out_dtype == Type::kBFloat16) {
@@ -528,7 +532,7 @@ class Worker {
       for (auto& words : terms) timeline_.await(words);
       timeline_.stamp(Event::kLoaded);
     } else if constexpr (has_table) {
-      // Otherwise the compiler converts the table to float32 before the loop over tiles, which takes
+      // Without these pins the compiler converts the table to float32 before the loop over tiles, which takes
       // twice the registers.
 #pragma unroll
       for (auto& words : terms) {
@@ -538,7 +542,8 @@ class Worker {
   }
 
   // Computes the thread's elements of y in a part, as words.
-  __device__ void convert(uint32_t (&y)[kPartRows][4], const ptx::Sum<kFactor> (&sums)[tile_n / 2],
+  __device__ void convert(uint32_t (&y)[kPartRows][4],
+                          const ptx::Sum<kFactorType> (&sums)[tile_n / 2],
                           const float (&scale)[kVector],
                           const uint32_t (&terms)[kTermRows][kTermWords], int g) {
 #pragma unroll
@@ -568,7 +573,7 @@ class Worker {
     timeline_.stamp(Event::kStoresIssued);
   }
 
-  // Converts and stores a half tile of y, whose first row this is.
+  // Converts and stores the half tile of y that begins at `row`.
   __device__ void store(const Sums& sums, int row, Columns& columns) {
     const int first_row = row + thread_row(0);
     uint8_t* const first = address_in_y(first_row);

@@ -7,28 +7,31 @@
 //                                                                   weight loaded with them, have
 //                                                                   arrived
 //   freed[slot]        4: the warps of the    producer, before it   the products of the slot's n-th
-//                      warpgroup that read    fills the slot again  patches are done
-//                      the slot
+//                      warpgroup that read    fills the slot again  patches are done, or its n-th pixels
+//                      the slot                                     are in registers
 //   weight_freed[slot] 4: the same            producer, before it   the products of the n-th chunk in
 //                                             fills the slot again  this slot of the weight are done
 //   other_products_issued[warpgroup]
 //                      4: the warps of the    that warpgroup,       the other warpgroup has issued all
-//                      other warpgroup        before its products   products of its n-th tile; of images
-//                                                                   all but kChunksAfterTurn chunks'
+//                      other warpgroup        before its products   products of its n-th tile; with images
+//                                                                   all but those of the last
+//                                                                   kChunksAfterTurn chunks
 //   columns_arrived    1 and bytes: producer  both consumer         scale, and offset if there is no
 //                                             warpgroups, once      table, have arrived
 //
 // `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed. The
 // producer waits for every phase of freed and weight_freed, one after another. A consumer warpgroup waits only
-// for the phases of filled that belong to its own half tiles. But when it may issue products, the other
-// warpgroup has issued all earlier ones, and so has seen all earlier phases; this is also how warpgroup
-// 1 knows that the weight that stays has arrived. For its n-th tile warpgroup 1 waits for phase n of
+// for the phases of filled that belong to its own half tiles. But it has the turn, which is that its phase
+// of other_products_issued is complete, only when the other warpgroup has issued the products of all
+// earlier half tiles, and so has waited for their phases; this is also how warpgroup 1 knows that a
+// stationary weight has arrived. For its n-th tile warpgroup 1 waits for phase n of
 // other_products_issued[1], and warpgroup 0 for phase n - 1 of other_products_issued[0]. Warpgroup 0's
 // first wait passes at once, because a new barrier reports the phase before phase 0 as complete.
 //
 // With images a warpgroup passes the turn before it has issued the products of its last kChunksAfterTurn
 // chunks, except in its first tile, whose chunks bring the weight. The other warpgroup then does not know
-// of these chunks' phases. It needs not: the ring has so many slots that it waits for others.
+// of these chunks' phases. It need not: the ring has at least kChunksAfterTurn slots more than a half tile
+// has chunks, so the previous load of each slot that it waits for is older than these chunks.
 //
 // How a block, which is alone in its cluster, begins and ends:
 //
@@ -64,7 +67,7 @@ constexpr int vector(Type out_dtype) { return 16 / itemsize(out_dtype); }
 constexpr int group(Type out_dtype) { return 4 * vector(out_dtype); }
 
 // Rows of a part. A thread converts and stores its share of a tile part by part; a part is one vector
-// of each of the thread's two rows in a block of 64 rows.
+// of each of the thread's two rows of the 64 that one wgmma has.
 constexpr int kPartRows = 2;
 
 // Registers of a consumer thread for the sums of one tile.
@@ -82,13 +85,14 @@ constexpr int term_registers(Type out_dtype, bool has_table, int tile_n, int row
   return tile_n / group(out_dtype) * terms;
 }
 
-// Bytes of K that a slot of the ring has of each row: a chunk, or two lines of a patch of an image.
+// Bytes of K that a slot of the ring has of each row: kRowBytes, or two lines of a patch of an image.
 constexpr int slot_bytes_of_k(Type dtype) {
   return dtype == Type::kUInt8 ? kSlotLines * kLineBytes : kRowBytes;
 }
 
-// Registers of a consumer thread for pixels: those of the products of two slots, and the next ones. The
-// tensor cores read patches from shared memory, but pixels from registers, in which they become int8.
+// Registers of a consumer thread for pixels: of two slots whose products are in flight or about to be
+// issued, and of a third one that is being loaded. The tensor cores read patches from shared memory, but
+// pixels from registers, in which they become int8.
 constexpr int kPixelBuffers = 3;
 constexpr int pixel_registers(Type dtype, int rows) {
   const int slot = rows * slot_bytes_of_k(dtype) / kWarpgroup / 4;
@@ -96,17 +100,17 @@ constexpr int pixel_registers(Type dtype, int rows) {
 }
 
 // Registers that a consumer thread needs in addition to sums, scale and terms: addresses, loop counters, and
-// the part that is being converted. The number is read from the reports of ptxas (nvcc 13.0): with 40
-// kernels of 192 columns and 128 rows a warpgroup get 232 registers a thread instead of 240, and those
-// with a table spill 60 to 76 bytes.
+// the part that is being converted. The number is read from the reports of ptxas (nvcc 13.0): if it
+// were 40, kernels of 192 columns and 128 rows a warpgroup would get 232 registers a thread instead of
+// 240, and those with a table would spill 60 to 76 bytes.
 constexpr int kOtherRegisters = 48;
 
 // setmaxnreg gives a consumer thread at most this many registers.
 constexpr int kMostRegisters = 240;
 
 // Chunks of pixels that a warpgroup multiplies after it has passed the turn. The tensor cores take pixels
-// from registers only as fast as a warp issues products, so while one warpgroup loads the next pixels they
-// take the products of the other one.
+// from registers only as fast as a warp issues products, so while one warpgroup loads its next pixels
+// the tensor cores take the products of the other one.
 constexpr int kChunksAfterTurn = 3;
 
 // What stays in registers for a segment of the schedule. A thread reads the rest again for each tile.
@@ -117,7 +121,7 @@ constexpr Kept kept_in_registers(Type dtype, Type out_dtype, bool has_table, int
   const int room = kMostRegisters - kOtherRegisters - pixel_registers(dtype, rows) -
                    sum_registers(tile_n, rows) - terms;
   if (room >= scale_registers(out_dtype, tile_n)) return Kept::kScaleAndTerms;
-  // What kernels of patches gain by the terms alone has not been measured.
+  // Terms alone are kept with images only. With patches that has not been measured.
   return dtype == Type::kUInt8 && room >= 0 ? Kept::kTerms : Kept::kNothing;
 }
 
@@ -138,14 +142,14 @@ constexpr int weight_slots(int tile_n, int rows, int slots, bool stream_weight) 
 // need these slots more (docs/experiments/cuda.md).
 constexpr int kStayingStride = 4;
 constexpr int kMostStayingChunks = 3;
-constexpr int kLeastRowsOfStaying = 128;
-constexpr int kMostChunksOfStaying = 16;
+constexpr int kLeastRowsIfSomeStay = 128;
+constexpr int kMostChunksIfSomeStay = 16;
 
 // Slots that are set aside for the chunks that stay, and how many of `chunks` chunks stay there. The
-// parameters are references because nvcc 13.0 makes other machine code of the kernels if they are
-// values.
+// parameters are references because with values nvcc 13.0 generates other machine code than that
+// which was measured.
 constexpr PATCH_EMBED_HOST_DEVICE int staying_slots(int rows, const int& chunks) {
-  return rows < kLeastRowsOfStaying || chunks > kMostChunksOfStaying ? 0 : kMostStayingChunks;
+  return rows < kLeastRowsIfSomeStay || chunks > kMostChunksIfSomeStay ? 0 : kMostStayingChunks;
 }
 constexpr PATCH_EMBED_HOST_DEVICE int staying_chunks(int rows, const int& chunks) {
   const int wanted = (chunks + kStayingStride - 1) / kStayingStride;
@@ -172,17 +176,19 @@ struct alignas(1024) Shared {
   }
 };
 
-// The tensor maps, innermost dimension first, with the 128-byte swizzle. `inner` is kRowBytes of K.
+// The tensor maps, innermost dimension first, with the 128-byte swizzle if nothing else is said. `inner` is
+// kRowBytes of K.
 //
 //   patches   [K, M], boxes of [inner, rows]
 //   images    [row_patches * kLineBytes, grid width / row_patches, kPatchSide, M / grid width], in im2col
 //             mode and without a swizzle. The channels of a "pixel" are the lines of row_patches
 //             neighbouring patches, two or one; the tensor's width counts such pixels, its height the lines
-//             of a patch, its last dimension the rows of patches of all images. The bounding box has one
-//             line: a load brings the line that its offset names, of `rows` patches in the order of the rows
-//             of y. ldmatrix reads them without bank conflicts: 8 rows, 48 bytes apart, begin in 8 different
-//             sixteenths of 128 bytes.
+//             of a patch, its last dimension the rows of patches of all images. The bounding box is one
+//             line high. A load begins at a patch and takes `rows` patches in the order of the rows of y;
+//             its offset says which line of each. ldmatrix reads them without bank conflicts: 8 rows, 48
+//             bytes apart, begin in 8 different units of 16 bytes of 128.
 //   weight    [K, 2, 4, N / group, vector / 2], boxes of [inner, 2, 4, tile_n / group, vector / 2].
-//             One step in each dimension after K is 1, vector, group and 2 rows of the weight [N, K].
+//             A step in the dimensions after K is, in this order, 1, vector, group and 2 rows of the weight
+//             [N, K].
 
 }  // namespace patch_embed::sm90

@@ -274,7 +274,8 @@ def test_xla_is_preferred_where_it_was_measured_to_be_faster():
 
 @pytest.mark.parametrize("found, expected", [("9.0", 90), (None, 80)])
 def test_an_export_is_for_the_chip_at_hand(monkeypatch, found, expected):
-    device = types.SimpleNamespace(platform="gpu" if found else "cpu", compute_capability=found)
+    kind, platform = ("NVIDIA H200", "gpu") if found else ("cpu", "cpu")
+    device = types.SimpleNamespace(platform=platform, compute_capability=found, device_kind=kind)
     monkeypatch.setattr(chips, "default_device", lambda: device)
     monkeypatch.setattr(backend, "missing", lambda: None)
     shapes = image_shapes(16, jnp.int8, 2)
