@@ -38,6 +38,7 @@ def run(monkeypatch, folder, *more):
     images.main()
 
 
+@pytest.mark.slow("compiles every way")
 def test_every_way_is_measured_and_recorded(monkeypatch, tmp_path):
     let_xla_cut(monkeypatch)
     run(monkeypatch, tmp_path, "--shapes", "B/16 224", "B/16 256")

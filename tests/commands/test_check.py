@@ -367,6 +367,7 @@ def test_xla_is_right_and_other_backends_say_why_they_are_not_checked():
     assert listed.about["interpreted"] and listed.about["packages"]["jax"]
 
 
+@pytest.mark.slow("plans every case")
 @pytest.mark.parametrize("capability, kernel", [("8.0", "triton"), ("10.3", "mosaic_sm100")])
 def test_every_chip_has_the_cases_of_the_kernels_that_serve_it(capability, kernel, monkeypatch):
     monkeypatch.setattr(triton, "missing", lambda: None)
