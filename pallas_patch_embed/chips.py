@@ -103,7 +103,7 @@ class Target:
         capability = str(getattr(device, "compute_capability", ""))
         if device.platform == "gpu" and capability[:1].isdigit():
             major, minor = map(int, capability.split("."))
-            count, name = getattr(device, "core_count", None), device.device_kind
+            count, name = (getattr(device, x, None) for x in ("core_count", "device_kind"))
             return cls("cuda", chip_of((major, minor), count, name))
         return cls("rocm" if device.platform == "gpu" else device.platform)
 

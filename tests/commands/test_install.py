@@ -77,6 +77,11 @@ def test_a_wheel_without_kernels_is_for_every_platform_and_says_why(call, tmp_pa
     files = contents(tmp_path / name)
     assert f"{BACKENDS}/libpatch_embed.so" not in files
     assert b"PATCH_EMBED_CUDA=OFF" in files[f"{BACKENDS}/libpatch_embed.txt"]
+    # Of which `pallas-patch-embed tune` compiles some.
+    sources = [path for pattern in cuda_build.SOURCES for path in cuda_build.FFI.rglob(pattern)]
+    for path in sources:
+        name = f"pallas_patch_embed/ffi/{path.relative_to(cuda_build.FFI).as_posix()}"
+        assert files[name] == path.read_bytes()
     licenses = [name for name in files if ".dist-info/licenses/" in name]
     assert any(name.endswith("photos/LICENSES.md") for name in licenses) and len(licenses) == 2
 
