@@ -530,16 +530,16 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
 }  // namespace patch_embed::sm100
 
 // clang-format off
-#define PATCH_EMBED_KERNEL(dtype, out_dtype, columns, tile_n, blocks, slots, weight)               \
-  extern "C" __global__ void __launch_bounds__(patch_embed::sm100::kThreads, 1)                   \
-      __cluster_dims__(blocks, 1, 1)                                                              \
-      patch_embed_sm100_##dtype##_##out_dtype##_##columns##_##tile_n##x128_b##blocks##_s##slots##_## \
-      weight(const __grid_constant__ patch_embed::Arguments args) {                               \
-    namespace spelled = patch_embed::spelled;                                                     \
-    using Worker = patch_embed::sm100::Worker<spelled::dtype, spelled::out_dtype,                 \
-                                              spelled::columns, tile_n, blocks, slots,            \
-                                              spelled::weight>;                                   \
-    Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm100::shared_memory)).run();    \
+#define PATCH_EMBED_KERNEL(dtype, out_dtype, terms, tile_n, blocks, slots, weight)                 \
+  extern "C" __global__ void __launch_bounds__(patch_embed::sm100::kThreads, 1)                    \
+      __cluster_dims__(blocks, 1, 1)                                                               \
+      patch_embed_sm100_##dtype##_##out_dtype##_##terms##_##tile_n##x128_b##blocks##_s##slots##_## \
+      weight(const __grid_constant__ patch_embed::Arguments args) {                                \
+    namespace spelled = patch_embed::spelled;                                                      \
+    using Worker = patch_embed::sm100::Worker<spelled::dtype, spelled::out_dtype,                  \
+                                              spelled::terms, tile_n, blocks, slots,               \
+                                              spelled::weight>;                                    \
+    Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm100::shared_memory)).run();     \
   }
 // clang-format on
 

@@ -54,8 +54,8 @@ class Worker {
   static constexpr int kOutBytes = itemsize(out_dtype);
   static constexpr int kVector = vector(out_dtype), kPairs = kVector / 2;
   static constexpr int kGroup = group(out_dtype), kGroups = tile_n / kGroup;
-  static constexpr int kBlocks = rows / 64, kRows = kPartRows * kBlocks;
-  static constexpr int kParts = kGroups * kBlocks;
+  static constexpr int kRowBlocks = rows / 64, kRows = kPartRows * kRowBlocks;
+  static constexpr int kParts = kGroups * kRowBlocks;
 
   // The terms are what is added: for each part, kPartRows rows of the table, in words of two bfloat16; or for
   // each group one row of offsets, in floats.
@@ -97,7 +97,7 @@ class Worker {
   static_assert(Memory::bytes(1) <= kMostSharedBytes,
                 "rings and weight do not fit in shared memory.");
   static_assert(!stream_weight || Memory::kWeightSlots >= kMostStayingChunks + 2,
-                "one part of the weight is multiplied while another one is filled.");
+                "one chunk of the weight is multiplied while another one is filled.");
 
   __device__ Worker(const Arguments& args, Memory& shared)
       : args_(args),
@@ -126,7 +126,7 @@ class Worker {
   }
 
  private:
-  using Sums = ptx::Sum<kFactorType>[kBlocks][tile_n / 2];
+  using Sums = ptx::Sum<kFactorType>[kRowBlocks][tile_n / 2];
 
   // A thread's pixels of one slot, as int8: the first operands of its products.
   using Pixels = uint32_t[kProducts][4];
@@ -154,20 +154,22 @@ class Worker {
   };
 
   // Chunk k is what the k-th slot gets of a half tile's K: kRowBytes, or kSlotLines lines of patches of
-  // images. It has a slot for its patches, and one for its part of a streamed weight.
+  // images. It has a slot for its patches, and one for its chunk of a streamed weight.
   struct Chunk {
     int k;
     RingSlot patches, weight;
   };
 
-  // Chunks of a half tile. args_.chunks counts parts of the weight, which are others for images.
+  // Chunks of a half tile. args_.chunks counts those of the weight, which are kRowBytes also for images.
   __device__ int chunks() const {
     if constexpr (kImages) return kPatchSide / kSlotLines;
     return args_.chunks;
   }
 
-  // Parts of the weight, kRowBytes of K each, that the products of the chunks before chunk k need.
-  __device__ static int parts_before(int k) { return (k * kSlotK + kRowBytes - 1) / kRowBytes; }
+  // Chunks of the weight, kRowBytes of K each, that the products of the chunks before chunk k need.
+  __device__ static int weight_chunks_before(int k) {
+    return (k * kSlotK + kRowBytes - 1) / kRowBytes;
+  }
 
   // Whether the weight of chunk k stays in shared memory.
   __device__ bool stays(int k) const {
@@ -192,7 +194,7 @@ class Worker {
     if (!stays(chunk.k++)) chunk.weight.advance();
   }
 
-  // The address of a chunk's part of the weight.
+  // The address of the weight of a chunk of patches.
   __device__ uint8_t* weight(const Chunk& chunk) const {
     uint32_t slot = chunk.k;
     if constexpr (stream_weight)
@@ -247,23 +249,23 @@ class Worker {
   __device__ void wait_until_freed(const Chunk& chunk) {
     ptx::mbarrier_wait(shared_.freed[chunk.patches.slot], chunk.patches.parity ^ 1);
     if constexpr (stream_weight) {
-      const RingSlot& part = chunk.weight;
-      if (!stays(chunk.k)) ptx::mbarrier_wait(shared_.weight_freed[part.slot], part.parity ^ 1);
+      const RingSlot& slot = chunk.weight;
+      if (!stays(chunk.k)) ptx::mbarrier_wait(shared_.weight_freed[slot.slot], slot.parity ^ 1);
     }
     timeline_.stamp(Event::kFreed);
   }
 
-  // Issues the loads of a chunk: its patches, from this row on, and its part of the weight.
+  // Issues the loads of a chunk: its patches, from this row on, and its weight.
   __device__ void load_chunk(const Chunk& chunk, int row, bool with_weight) {
     const int slot = chunk.patches.slot;
     ptx::Mbarrier& filled = shared_.filled[slot];
-    int part = chunk.k;
+    int weight_chunk = chunk.k;
     uint8_t* target = weight(chunk);
     if constexpr (kImages) {
-      // The first part that no earlier chunk needs. It is loaded only if this chunk needs it.
-      part = parts_before(chunk.k);
-      target = weight_ + part * kWeightBytes;
-      with_weight = with_weight && parts_before(chunk.k + 1) > part;
+      // The first chunk of the weight that no earlier chunk needs. It is loaded only if this one needs it.
+      weight_chunk = weight_chunks_before(chunk.k);
+      target = weight_ + weight_chunk * kWeightBytes;
+      with_weight = with_weight && weight_chunks_before(chunk.k + 1) > weight_chunk;
     }
     ptx::mbarrier_arrive_expect_tx(filled, kPatchBytes + (with_weight ? kWeightBytes : 0));
     if constexpr (kImages) {
@@ -273,20 +275,20 @@ class Worker {
                                 filled);
     }
     if (with_weight) {
-      ptx::cp_async_bulk_tensor(target, args_.weight, part * kChunkElements, 0, 0, column_ / kGroup,
-                                0, filled);
+      ptx::cp_async_bulk_tensor(target, args_.weight, weight_chunk * kChunkElements, 0, 0,
+                                column_ / kGroup, 0, filled);
     }
     timeline_.stamp(Event::kLoadsIssued);
   }
 
   // Loads kSlotLines lines, from `line` on, of `rows` patches: [kSlotLines, rows, kLineBytes].
-  __device__ void load_lines(uint8_t* target, int line, int patch, ptx::Mbarrier& filled) {
-    const int grid_row = patch / args_.grid_width;
+  __device__ void load_lines(uint8_t* target, int line, int row, ptx::Mbarrier& filled) {
+    const int grid_row = row / args_.grid_width;
     // A shift, because the producer would repeat a division by row_patches for each slot.
-    const int column = patch % args_.grid_width >> (args_.row_patches == kMostRowPatches);
+    const int pixel = row % args_.grid_width >> (args_.row_patches == kMostRowPatches);
 #pragma unroll
     for (int i = 0; i < kSlotLines; ++i) {
-      ptx::cp_async_bulk_tensor_im2col(target + i * rows * kLineBytes, args_.patches, 0, column, 0,
+      ptx::cp_async_bulk_tensor_im2col(target + i * rows * kLineBytes, args_.patches, 0, pixel, 0,
                                        grid_row, 0, line + i, filled);
     }
   }
@@ -323,7 +325,7 @@ class Worker {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kRowBytes; step += ptx::kProductBytes) {
-      for (int block = 0; block < kBlocks; ++block) {
+      for (int block = 0; block < kRowBlocks; ++block) {
         ptx::wgmma<kFactorType, tile_n>(sums[block], ptx::advance(a, block * 64 * kRowBytes + step),
                                         ptx::advance(b, step), chunk.k > 0 || step > 0);
       }
@@ -366,9 +368,9 @@ class Worker {
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
       const int k = chunk.k * kSlotK + i * ptx::kProductBytes;
-      const uint32_t part = ptx::shared_address(weight_ + k / kRowBytes * kWeightBytes);
+      const uint32_t b = ptx::shared_address(weight_ + k / kRowBytes * kWeightBytes);
       ptx::wgmma<kFactorType, tile_n>(
-          sums[0], pixels[i], ptx::advance(ptx::matrix_descriptor(part), k % kRowBytes), k > 0);
+          sums[0], pixels[i], ptx::advance(ptx::matrix_descriptor(b), k % kRowBytes), k > 0);
     }
     ptx::wgmma_commit_group();
     timeline_.stamp(Event::kProductsIssued);
@@ -472,9 +474,9 @@ class Worker {
       const auto* table = static_cast<const uint16_t*>(args_.table);
 #pragma unroll
       for (int r = 0; r < kTermRows; ++r) {
-        const uint32_t row = columns.table_rows[i % kBlocks * kPartRows + r];
+        const uint32_t row = columns.table_rows[i % kRowBlocks * kPartRows + r];
         const int64_t first = int64_t{row} * args_.N + column_ + thread_column();
-        ptx::ld_global_nc(columns.terms[i][r], table + first + i / kBlocks * kGroup);
+        ptx::ld_global_nc(columns.terms[i][r], table + first + i / kRowBlocks * kGroup);
       }
     }
   }
@@ -507,7 +509,7 @@ class Worker {
   // in registers. After each part the sums that were converted leave registers free: for the terms of two
   // parts if y is bfloat16, of one if y is float32.
   __device__ static constexpr int terms_loaded(int part) {
-    const int loaded = has_table ? kPartsReadAhead + kVector / 4 * part : part / kBlocks + 1;
+    const int loaded = has_table ? kPartsReadAhead + kVector / 4 * part : part / kRowBlocks + 1;
     return loaded < kTerms ? loaded : kTerms;
   }
 
@@ -521,7 +523,8 @@ class Worker {
     timeline_.stamp(Event::kLoaded);
   }
 
-  // Loads the scale of a group, waits for the terms, or pins them: whichever this kernel needs.
+  // Loads the scale of a group; with a timeline waits for the terms, so that the time is shown as theirs; or
+  // pins them: whichever this kernel needs.
   __device__ void prepare(Columns& columns, uint32_t (&terms)[kTermRows][kTermWords], int g,
                           int block) {
     if constexpr (!kKeepsScale) {
@@ -580,7 +583,7 @@ class Worker {
     uint32_t eight_rows_bytes = 8 * args_.N * kOutBytes;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const int g = part / kBlocks, block = part % kBlocks;
+      const int g = part / kRowBlocks, block = part % kRowBlocks;
       auto& terms = columns.terms[has_table ? part : g];
       prepare(columns, terms, g, block);
       // Makes the compiler compute addresses here. It would otherwise keep them in registers, of which
@@ -637,14 +640,14 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
 }  // namespace patch_embed::sm90
 
 // clang-format off
-#define PATCH_EMBED_KERNEL(dtype, out_dtype, columns, tile_n, rows, slots, weight)                 \
-  extern "C" __global__ void __launch_bounds__(patch_embed::sm90::kThreads, 1)                    \
-      patch_embed_sm90_##dtype##_##out_dtype##_##columns##_##tile_n##x##rows##_b1_s##slots##_##   \
-      weight(const __grid_constant__ patch_embed::Arguments args) {                               \
-    namespace spelled = patch_embed::spelled;                                                     \
-    using Worker = patch_embed::sm90::Worker<spelled::dtype, spelled::out_dtype, spelled::columns, \
-                                             tile_n, rows, slots, spelled::weight>;               \
-    Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm90::shared_memory)).run();     \
+#define PATCH_EMBED_KERNEL(dtype, out_dtype, terms, tile_n, rows, slots, weight)                 \
+  extern "C" __global__ void __launch_bounds__(patch_embed::sm90::kThreads, 1)                   \
+      patch_embed_sm90_##dtype##_##out_dtype##_##terms##_##tile_n##x##rows##_b1_s##slots##_##    \
+      weight(const __grid_constant__ patch_embed::Arguments args) {                              \
+    namespace spelled = patch_embed::spelled;                                                    \
+    using Worker = patch_embed::sm90::Worker<spelled::dtype, spelled::out_dtype, spelled::terms, \
+                                             tile_n, rows, slots, spelled::weight>;              \
+    Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm90::shared_memory)).run();    \
   }
 // clang-format on
 

@@ -320,7 +320,7 @@ HOPPER_BUGS = {
         "what was written|no warp of the block has waited",
     ),
     "no wait for a free slot of the weight": (
-        "ptx::mbarrier_wait(shared_.weight_freed[part.slot], part.parity ^ 1)",
+        "ptx::mbarrier_wait(shared_.weight_freed[slot.slot], slot.parity ^ 1)",
         "",
         "a TMA load .* overwrites|overwrites what is read",
     ),
@@ -359,13 +359,13 @@ IMAGE_BUGS = {
         "results differ",
     ),
     "the patches beside": (
-        "patch % args_.grid_width >> (args_.row_patches == kMostRowPatches);",
-        "patch % args_.grid_width >> (args_.row_patches == kMostRowPatches) ^ 1;",
+        "row % args_.grid_width >> (args_.row_patches == kMostRowPatches);",
+        "row % args_.grid_width >> (args_.row_patches == kMostRowPatches) ^ 1;",
         "results differ|not in the bounding box",
     ),
     "the row of patches below": (
-        "patch / args_.grid_width;",
-        "patch / args_.grid_width + 1;",
+        "row / args_.grid_width;",
+        "row / args_.grid_width + 1;",
         "results differ",
     ),
     "one pixel late": ("row + unit / kUnits", "row + 3 + unit / kUnits", "not aligned"),
@@ -437,8 +437,8 @@ ODD_BUGS = {
         "results differ",
     ),
     "the next patch": (
-        "patch % args_.grid_width >>",
-        "(patch + 1) % args_.grid_width >>",
+        "row % args_.grid_width >>",
+        "(row + 1) % args_.grid_width >>",
         "results differ",
     ),
     "the lines of patches in the wrong order": (
