@@ -29,6 +29,7 @@ NAVIGATION = {
         "/docs/performance",
         "/docs/verification",
         "/docs/check",
+        "/docs/tune",
         "/docs/blackwell",
         "/docs/predictions",
         "/docs/upstream",
