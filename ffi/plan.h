@@ -99,7 +99,7 @@ inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_column
 }
 
 // The map of the Hopper kernel's weight: [N, K] as [pairs, N / group, 4, 2, K]. In this order wgmma
-// leaves 16 neighbouring bytes of y in a thread (backends/fragment.py).
+// leaves 16 neighbouring bytes of y in a thread (backends/mosaic/layouts.py).
 inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
   const int vector = sm90::vector(config.out_dtype), group = sm90::group(config.out_dtype);
   const cuuint64_t row = K * itemsize(config.dtype);
