@@ -42,7 +42,7 @@ def shards(out, part="embeddings"):
 
 def by_id(out):
     """id -> embedding; every id is there once."""
-    columns = shards(out)
+    columns = shards(out) or {"id": [], "embedding": []}
     assert len(set(columns["id"])) == len(columns["id"])
     return dict(zip(columns["id"], np.array(columns["embedding"], np.float32)))
 
