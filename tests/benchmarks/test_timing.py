@@ -6,22 +6,10 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from clock import Clock
 
 from pallas_patch_embed.tune import timing
 from pallas_patch_embed.tune.timing import Contender, Sample, Samples, Timing
-
-
-class Clock:
-    """A clock in seconds that only advances when `sleep` is called."""
-
-    def __init__(self):
-        self.seconds = 0.0
-
-    def sleep(self, seconds):
-        self.seconds += seconds
-
-    def perf_counter(self):
-        return self.seconds
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tune_answers
 from bounds import assert_bit_equal, draw_images, draw_params
+from clock import Clock
 from interpreter import problem_of
 from repository import ROOT
 
@@ -363,19 +364,6 @@ def test_the_fastest_is_kept_if_it_is_faster_by_more_than_the_spread(others, kep
 
 def test_without_the_heuristics_config_the_fastest_is_kept():
     assert search.fastest({"a": times(1.0), "b": times(0.9, spread=0.5)}, "heuristic") == "b"
-
-
-class Clock:
-    """A clock in seconds that advances when `sleep` is called."""
-
-    def __init__(self):
-        self.seconds = 0.0
-
-    def sleep(self, seconds):
-        self.seconds += seconds
-
-    def perf_counter(self):
-        return self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
