@@ -104,6 +104,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     demo_parser.add_argument(
         "--seed", type=int, default=0, help="of the weights that are drawn (default: 0)"
     )
+    demo_parser.set_defaults(main=_run_demo)
     embed_parser = commands.add_parser(
         "embed",
         help="embed pictures with the vision encoder of a SigLIP or SigLIP2 checkpoint",
@@ -198,8 +199,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="run on a Ray cluster: its address, or none for one on this machine",
     )
     embed_parser.add_argument("--quiet", action="store_true", help="show no progress")
+    embed_parser.set_defaults(main=_run_embed)
     check.add_parser(commands)
-    commands.add_parser("info", help="versions, devices, and what runs here and why")
+    info_parser = commands.add_parser("info", help="versions, devices, and what runs here and why")
+    info_parser.set_defaults(main=_run_info)
     tune.add_parser(commands)
     return parser.parse_args(argv[1:])
 
@@ -263,7 +266,8 @@ def _run_embed(arguments: argparse.Namespace) -> int:
     return 3 if errors else 0
 
 
-def _run_info() -> int:
+def _run_info(arguments: argparse.Namespace) -> int:
+    del arguments
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `info | head` ends quietly.
     info()
@@ -275,11 +279,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs one command; returns the exit code."""
     logging.set_verbosity(logging.WARNING)
     try:
-        if "main" in arguments:
-            return arguments.main(arguments)
-        if arguments.command == "info":
-            return _run_info()
-        return _run_demo(arguments) if arguments.command == "demo" else _run_embed(arguments)
+        return arguments.main(arguments)
     except ImportError as error:
         print(
             f"{error}. `{arguments.command}` needs more packages: "
