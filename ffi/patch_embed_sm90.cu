@@ -249,8 +249,10 @@ class Worker {
   __device__ void wait_until_freed(const Chunk& chunk) {
     ptx::mbarrier_wait(shared_.freed[chunk.patches.slot], chunk.patches.parity ^ 1);
     if constexpr (stream_weight) {
-      const RingSlot& slot = chunk.weight;
-      if (!stays(chunk.k)) ptx::mbarrier_wait(shared_.weight_freed[slot.slot], slot.parity ^ 1);
+      const RingSlot& streamed = chunk.weight;
+      if (!stays(chunk.k)) {
+        ptx::mbarrier_wait(shared_.weight_freed[streamed.slot], streamed.parity ^ 1);
+      }
     }
     timeline_.stamp(Event::kFreed);
   }

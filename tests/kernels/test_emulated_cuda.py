@@ -320,7 +320,7 @@ HOPPER_BUGS = {
         "what was written|no warp of the block has waited",
     ),
     "no wait for a free slot of the weight": (
-        "ptx::mbarrier_wait(shared_.weight_freed[slot.slot], slot.parity ^ 1)",
+        "ptx::mbarrier_wait(shared_.weight_freed[streamed.slot], streamed.parity ^ 1)",
         "",
         "a TMA load .* overwrites|overwrites what is read",
     ),
