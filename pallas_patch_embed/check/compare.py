@@ -346,7 +346,7 @@ def _ulp(x: jax.Array, dtype: str) -> jax.Array:
 def _power_of_two(x: jax.Array) -> jax.Array:
     """The largest power of two that is not greater than x.
 
-    By its bits: the powers of `jnp.ldexp` are not exact on an H200 (jax 0.11.2).
+    By its bits, which are exact on every platform.
     """
     info = jnp.finfo(x.dtype)
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{info.bits}"))
