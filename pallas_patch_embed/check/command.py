@@ -15,6 +15,7 @@ from pallas_patch_embed.backends import BACKENDS
 from pallas_patch_embed.check import process, work
 from pallas_patch_embed.check.cases import SHAPES
 from pallas_patch_embed.check.compare import Counts
+from pallas_patch_embed.child import UnkillableError, Wait, poll
 from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.files import written_whole
 
@@ -141,14 +142,14 @@ def run(
     arguments: argparse.Namespace,
     *,
     child: process.Work | None = None,
-    watch: process.Watch = process.poll,
+    wait: Wait = poll,
 ) -> int:
     """Checks, prints and reports.
 
     Args:
       arguments: those of `add_parser`.
       child: what the child process does; None for `work.run`.
-      watch: waits for its messages.
+      wait: waits for its messages.
 
     Returns:
       The exit code, 0 or 1.
@@ -170,9 +171,9 @@ def run(
     child = child or functools.partial(work.run, options)
     report = Report(arguments.report, options, arguments.timeout)
     try:
-        for message in process.supervised(child, timeout=arguments.timeout, watch=watch):
+        for message in process.supervised(child, timeout=arguments.timeout, wait=wait):
             report.take(message)
-    except process.ChildError as error:
+    except (process.NoCaseError, UnkillableError) as error:
         report.failure = str(error)
     report.end()
     return 0 if report.is_right else 1

@@ -22,7 +22,8 @@ from pallas_patch_embed.backends.triton import TritonConfig
 from pallas_patch_embed.check import cases
 from pallas_patch_embed.check.cases import Case
 from pallas_patch_embed.check.compare import Counts, Run, compared
-from pallas_patch_embed.check.process import Ended, Found, Launches, Listed, Prepares, Send
+from pallas_patch_embed.check.process import Ended, Found, Launches, Listed, Prepares
+from pallas_patch_embed.child import Send
 from pallas_patch_embed.chips import A100, B200, H200, Chip, Target
 from pallas_patch_embed.patches import Encoding, rows
 from pallas_patch_embed.problem import DTYPES, Problem
@@ -52,7 +53,7 @@ class Options:
     seed: int = 0
 
 
-def run(options: Options, done: frozenset[int], send: Send) -> None:
+def run(options: Options, send: Send, done: frozenset[int]) -> None:
     """Launches and compares every case but those that are done."""
     devices = jax.devices()
     found, refused = listed(options, devices)

@@ -12,10 +12,10 @@ from pallas_patch_embed import ending
 from pallas_patch_embed.backends import BACKENDS, stored, tiles
 from pallas_patch_embed.backends.plan import Refusal
 from pallas_patch_embed.backends.stored import Result
+from pallas_patch_embed.child import Child, ChildEndedError
 from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.problem import NAMED_SHAPES, VIT_SHAPES, NamedShape, Problem, padded
 from pallas_patch_embed.tune import search
-from pallas_patch_embed.tune.child import Child, ChildEndedError
 from pallas_patch_embed.tune.search import Machine, Task
 
 IMAGES = (1, 64, 512)
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--images is {min(arguments.images)}, expected 1 or more.")
     if arguments.seconds is not None and not arguments.seconds > 0:
         raise ValueError(f"--seconds is {arguments.seconds:g}, expected more than 0.")
-    with Child(search.answer, PATIENCE) as child:
+    with Child(search.answer, lambda _: PATIENCE) as child:
         machine = where(child)
         results = begin(out, machine)
         chosen = {name: getattr(arguments, name) for name in SMALL}
@@ -115,7 +115,7 @@ def where(child: Child) -> Machine:
     try:
         (machine,) = child.ask(None, {})
     except ChildEndedError as error:
-        raise ValueError(f"tune: JAX finds no device that works: {error}.") from None
+        raise ValueError(f"tune: JAX finds no device that works: it {error}.") from None
     assert isinstance(machine, Machine)
     return machine
 
@@ -206,8 +206,8 @@ def one(task: Task, child: Child) -> Result | Refusal:
             return found
         except ChildEndedError as error:
             if tried in refused:
-                return Refusal(f"{error}.")
-            refused[tried] = str(error)
+                return Refusal(f"it {error}.")
+            refused[tried] = f"it {error}"
 
 
 def describe(result: Result) -> str:

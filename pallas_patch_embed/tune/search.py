@@ -19,6 +19,7 @@ from pallas_patch_embed.backends.mosaic import MosaicBackend
 from pallas_patch_embed.backends.plan import Plan, Refusal
 from pallas_patch_embed.backends.stored import Result
 from pallas_patch_embed.check.compare import draw, wrong_elements
+from pallas_patch_embed.child import Send
 from pallas_patch_embed.chips import Target, default_device
 from pallas_patch_embed.problem import Problem
 from pallas_patch_embed.tune import timing
@@ -73,17 +74,16 @@ class Machine:
     head: dict[str, Any]
 
 
-def answer(
-    task: Task | None, refused: Mapping[str, str]
-) -> Iterator[Machine | str | Result | Refusal]:
+def answer(send: Send, task: Task | None, refused: Mapping[str, str]) -> None:
     """What the child process does: `search`, or, without a task, it says where it runs."""
     target = Target.of(default_device())
     if task is not None:
-        yield from search(task, target, refused)
+        for message in search(task, target, refused):
+            send(message)
         return
     driver = versions.driver() if target.chip is not None else ""
     head = stored.new_head(target.chip, driver, versions.installed(versions.PACKAGES))
-    yield Machine(default_device().device_kind, head)
+    send(Machine(default_device().device_kind, head))
 
 
 def search(

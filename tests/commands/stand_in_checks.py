@@ -28,7 +28,7 @@ def launch(what, launch):
     return dict(launches=1, elements=10, wrong=wrong, moved=0, changed=0, poisoned=1, guarded=1)
 
 
-def cases(names, done, send):
+def cases(names, send, done):
     """Sends the messages of cases that are right, wrong, hang or crash, as their names say."""
     send(Listed(ABOUT, tuple(f"stand-in: {name}" for name in names)))
     for case, name in enumerate(names):
@@ -46,5 +46,5 @@ def work(*names):
     return functools.partial(cases, names)
 
 
-def ends_at_once(done, send):
-    del done, send
+def ends_at_once(send, done):
+    del send, done

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import itertools
 import json
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from pallas_patch_embed.check.cases import (
     pairwise,
 )
 from pallas_patch_embed.check.compare import LAUNCHES, Counts, compared, wrong_elements
-from pallas_patch_embed.check.process import ChildError, Ended, Launches, Listed, supervised
+from pallas_patch_embed.check.process import Ended, Launches, Listed, NoCaseError, supervised
 from pallas_patch_embed.problem import DTYPES, OUT_DTYPES, Problem
 
 SMALL = Problem((2, 5, 128), (64, 128), (64,), (5, 64), "int8", "bfloat16", "bfloat16")
@@ -233,26 +234,26 @@ def test_a_case_says_what_is_launched():
 # The child process, with stand-ins for what it does and for the clock.
 
 
-def watch(connection, seconds, last):
+def wait(connection, seconds, last):
     """Waits without a clock; only the second launch of case 1 takes too long."""
     return last != Launches(1, 2) and connection.poll(None)
 
 
 def test_after_a_hang_and_a_crash_the_other_cases_go_on():
     work = stand_in_checks.work("right", "hangs", "crashes", "right")
-    messages = list(supervised(work, timeout=7.5, watch=watch))
+    messages = list(supervised(work, timeout=7.5, wait=wait))
     assert sum(isinstance(message, Listed) for message in messages) == 1
     assert [message for message in messages if isinstance(message, Ended)] == [
         Ended(0, "ended"),
-        Ended(1, "hung", "launch 2 did not end within 7.5 s"),
-        Ended(2, "crashed", "the process ended with SIGKILL in launch 2"),
+        Ended(1, "hung", "launch 2 took more than 7.5 s and was ended"),
+        Ended(2, "crashed", "launch 2 ended its process, by SIGKILL"),
         Ended(3, "ended"),
     ]
 
 
 def test_a_child_that_begins_nothing_is_not_started_for_ever():
-    with pytest.raises(ChildError, match=r"began no case: .*exit code 0"):
-        list(supervised(stand_in_checks.ends_at_once, timeout=1, watch=watch))
+    with pytest.raises(NoCaseError, match="began no case: it ended without one"):
+        list(supervised(stand_in_checks.ends_at_once, timeout=1, wait=wait))
 
 
 KILLED_PARENT = """
@@ -262,7 +263,7 @@ from pallas_patch_embed.check.process import Launches, supervised
 def wait(connection, seconds, last):
     return connection.poll(None)
 
-for message in supervised(stand_in_checks.work("hangs"), timeout=1, watch=wait):
+for message in supervised(stand_in_checks.work("hangs"), timeout=1, wait=wait):
     if message == Launches(0, 2):
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -285,7 +286,7 @@ def test_the_report_has_every_case_and_the_exit_code_says_whether_all_are_right(
     path = tmp_path / "report.json"
     arguments = parsed("--report", path, "--runs", 2)
     child = stand_in_checks.work("wrong", "hangs", "right")
-    assert command.run(arguments, child=child, watch=watch) == 1
+    assert command.run(arguments, child=child, wait=wait) == 1
     report = json.loads(path.read_text())
     assert report["complete"] and not report["all_right"] and report["options"]["runs"] == 2
     assert report["about"] == stand_in_checks.ABOUT
@@ -301,19 +302,29 @@ def test_the_report_has_every_case_and_the_exit_code_says_whether_all_are_right(
     printed = capsys.readouterr().out
     assert "not checked: absent, int8: it is not here." in printed
     assert "wrong     stand-in: wrong: 2 of 20 elements wrong" in printed
-    assert "hung      stand-in: hangs: launch 2 did not end within 60 s" in printed
+    assert "hung      stand-in: hangs: launch 2 took more than 60 s and was ended" in printed
     (row,) = (line for line in printed.splitlines() if line.startswith("stand-in  "))
     assert row.split() == "stand-in 3 5 50 2 0 5 5 1 1 0 0".split()
-    assert command.run(parsed(), child=stand_in_checks.work("right"), watch=watch) == 0
+    assert command.run(parsed(), child=stand_in_checks.work("right"), wait=wait) == 0
 
 
 def test_a_check_that_cannot_go_on_is_not_right(tmp_path, capsys):
     path = tmp_path / "report.json"
     child = stand_in_checks.ends_at_once
-    assert command.run(parsed("--report", path), child=child, watch=watch) == 1
+    assert command.run(parsed("--report", path), child=child, wait=wait) == 1
     assert "began no case" in capsys.readouterr().out
     report = json.loads(path.read_text())
     assert not report["complete"] and "began no case" in report["failure"]
+
+
+def test_a_process_that_cannot_be_killed_ends_the_check(monkeypatch, capsys):
+    does_nothing = dict.fromkeys(("start", "join", "kill"), lambda *_: None)
+    process = types.SimpleNamespace(**does_nothing, is_alive=lambda: True, pid=7)
+    context = types.SimpleNamespace(Pipe=multiprocessing.Pipe, Process=lambda **_: process)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+    hangs = stand_in_checks.work("hangs")
+    assert command.run(parsed(), child=hangs, wait=lambda *_: False) == 1
+    assert "process 7 hangs and cannot be killed. The GPU may need" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -338,9 +349,9 @@ def test_bad_arguments_are_refused(command_line, arguments, message):
 
 def test_a_text_that_no_case_has_is_refused():
     with pytest.raises(ValueError, match="--only is 'B/17': no line of a case contains that"):
-        command.run(parsed("--only", "B/17"), child=stand_in_checks.work(), watch=watch)
+        command.run(parsed("--only", "B/17"), child=stand_in_checks.work(), wait=wait)
     with pytest.raises(ValueError, match=r"no such backend serves here.*it is not here"):
-        command.run(parsed(), child=stand_in_checks.work(), watch=watch)
+        command.run(parsed(), child=stand_in_checks.work(), wait=wait)
 
 
 # What the child does, here and on this CPU.
@@ -349,7 +360,7 @@ def test_a_text_that_no_case_has_is_refused():
 def sent(**options):
     """The messages of the child's work."""
     messages = []
-    work.run(work.Options(**options), frozenset(), messages.append)
+    work.run(work.Options(**options), messages.append, frozenset())
     return messages
 
 

@@ -27,10 +27,10 @@ from pallas_patch_embed.backends.cuda_tuning import Tuning
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.backends.plan import Plan, Refusal
 from pallas_patch_embed.backends.stored import Result
+from pallas_patch_embed.child import Child, ChildEndedError
 from pallas_patch_embed.chips import A100, B200, B300, H200, Target
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
 from pallas_patch_embed.tune import command, search, timing
-from pallas_patch_embed.tune.child import Child, ChildEndedError
 from pallas_patch_embed.tune.search import Machine, Task
 from pallas_patch_embed.tune.timing import Contender, Timing
 
@@ -516,21 +516,17 @@ def test_a_real_search_in_an_interpreter(monkeypatch, tmp_path):
 # The child.
 
 
-def waits_for_all_but(name):
-    """A wait without a clock: the candidate of this name hangs, all others are waited for."""
-    said = []
+def wait(connection, seconds, last):
+    """Waits without a clock; only the candidate "hangs" takes too long."""
+    return last != "hangs" and connection.poll(None)
 
-    def wait(connection, seconds):
-        if said and said[-1] == name:
-            return False
-        connection.poll(None)
-        return True
 
-    return wait, said
+def child_of(answer):
+    return Child(answer, lambda _: 60, wait)
 
 
 def test_a_child_answers_in_a_process_of_its_own():
-    with Child(tune_answers.echoes, 60) as child:
+    with child_of(tune_answers.echoes) as child:
         first = list(child.ask("a", {"b": 1}))
         assert first[:2] == ["a", {"b": 1}] and first[2] != os.getpid()
         # The same process.
@@ -538,7 +534,7 @@ def test_a_child_answers_in_a_process_of_its_own():
 
 
 def test_each_task_gets_its_own_answer():
-    with Child(tune_answers.echoes, 60) as child:
+    with child_of(tune_answers.echoes) as child:
         for task in "abc":
             assert command.one(task, child) == command.one(task, child)
             first, refused, _ = child.ask(task, {})
@@ -549,23 +545,15 @@ def test_each_task_gets_its_own_answer():
 
 
 def test_one_that_hangs_or_crashes_is_ended_and_the_search_goes_on():
-    wait, said = waits_for_all_but("hangs")
-    refused = {}
-    with Child(tune_answers.hangs_or_crashes, 60, wait) as child:
-        while True:
-            try:
-                for message in child.ask("task", refused):
-                    said.append(message)
-                break
-            except ChildEndedError as error:
-                refused[said[-1]] = str(error)
-                said.append("")
-    assert said[-1] == ("task", refused)
-    assert refused == {
-        "hangs": "it hung, and was ended after 60 s",
-        "crashes": "it ended its process, by SIGSEGV",
-        "exits": "it ended its process, with exit code 7",
-    }
+    with child_of(tune_answers.hangs_or_crashes) as child:
+        assert command.one("task", child) == (
+            "task",
+            {
+                "hangs": "it took more than 60 s and was ended",
+                "crashes": "it ended its process, by SIGSEGV",
+                "exits": "it ended its process, with exit code 7",
+            },
+        )
 
 
 class Answers:
@@ -587,16 +575,17 @@ def test_a_candidate_that_ends_the_child_is_refused_and_the_task_tried_again():
         yield "a"
         yield "b"
         if "b" not in refused:
-            raise ChildEndedError("it hung")
+            raise ChildEndedError("hung", "took too long")
         yield dataclasses.replace(result(None), refused=dict(refused))
 
     child = types.SimpleNamespace(ask=ask)
-    assert command.one(Task("mosaic_sm90", HEADLINE), child).refused == {"b": "it hung"}
+    found = command.one(Task("mosaic_sm90", HEADLINE), child)
+    assert found.refused == {"b": "it took too long"}
 
 
 def test_a_child_that_always_ends_is_given_up():
     def ask(task, refused):
-        raise ChildEndedError("it ended its process, by SIGSEGV")
+        raise ChildEndedError("crashed", "ended its process, by SIGSEGV")
         yield
 
     answer = command.one(TASK, types.SimpleNamespace(ask=ask))
@@ -717,10 +706,10 @@ ending.install()
 import tune_answers
 from test_tune import MACHINE, TASKS
 from pallas_patch_embed.tune import command
-from pallas_patch_embed.tune.child import Child
+from pallas_patch_embed.child import Child
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    with Child(tune_answers.first_is_found, 3600) as child:
+    with Child(tune_answers.first_is_found, lambda _: 3600) as child:
         command.tune(TASKS, child, out, MACHINE, command.begin(out, MACHINE))
 """
 

@@ -5,34 +5,34 @@ import signal
 import time
 
 
-def echoes(*arguments):
-    """Yields its arguments, and the number of its process."""
-    yield from arguments
-    yield os.getpid()
+def echoes(send, *arguments):
+    """Sends its arguments, and the number of its process."""
+    for argument in (*arguments, os.getpid()):
+        send(argument)
 
 
-def hangs_or_crashes(name, refused):
+def hangs_or_crashes(send, name, refused):
     """Tries three candidates; the first hangs and the second ends the process, until refused."""
     for candidate in ("hangs", "crashes", "exits", "works"):
         if candidate in refused:
             continue
-        yield candidate
+        send(candidate)
         if candidate == "hangs":
             signal.pause()
         if candidate == "crashes":
             os.kill(os.getpid(), signal.SIGSEGV)
         if candidate == "exits":
             os._exit(7)
-    yield (name, refused)
+    send((name, refused))
 
 
-def first_is_found(task, refused):
+def first_is_found(send, task, refused):
     """Finds something for the first task, and never for another one."""
     from pallas_patch_embed.backends import stored
     from pallas_patch_embed.backends.stored import Result
 
     if task.problem.rows != 196:
-        yield "a candidate"
+        send("a candidate")
         time.sleep(3600)
     described = stored.describe_problem(task.problem)
-    yield Result(task.backend, described, None, "2026-11-25", {}, {})
+    send(Result(task.backend, described, None, "2026-11-25", {}, {}))

@@ -1,30 +1,47 @@
-"""A process that does what may hang or crash, and can be ended without ending this one."""
+"""A process that does what may hang or crash, and can be ended without ending this one.
+
+A kernel that hangs cannot be ended from within its process, and after an error of CUDA no kernel
+runs there any more. This module does not import JAX: the parent needs no GPU.
+"""
 
 import contextlib
 import ctypes
 import multiprocessing
-import multiprocessing.connection
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, Literal
 
 # Sent after the last message of an answer.
 DONE = "done"
 
-# Seconds in which a killed process has to end.
-ENDING = 60.0
+# Seconds in which a process ends that has closed its connection, and in which a killed one ends.
+CLOSING, ENDING = 1.0, 60.0
 
 # Linux's prctl: the signal that a process gets when its parent ends.
 PR_SET_PDEATHSIG = 1
 
+type Send = Callable[[Any], None]
+# (connection, seconds, last message) -> whether there is something to receive.
+type Wait = Callable[[Connection, float, Any], bool]
+
 
 class ChildEndedError(Exception):
-    """The child ended, or was ended; the message says how, without a full stop."""
+    """The child crashed, or was ended; the message is a predicate for what it was doing."""
+
+    def __init__(self, outcome: Literal["hung", "crashed"], text: str):
+        super().__init__(text)
+        self.outcome = outcome
 
 
-def _wait(connection: multiprocessing.connection.Connection, seconds: float) -> bool:
+class UnkillableError(OSError):
+    """A killed process goes on."""
+
+
+def poll(connection: Connection, seconds: float, last: Any) -> bool:
     """Whether the child says something, or ends, within so many seconds."""
+    del last
     return connection.poll(seconds)
 
 
@@ -32,17 +49,15 @@ class Child:
     """Answers requests in a process of its own, which begins with the first one.
 
     Args:
-      answer: what the process does: a function of a module, of the arguments of a request, that
-        yields messages. It and the messages can be pickled.
-      patience: seconds without a message after which the process is ended.
-      wait: (connection, seconds) -> whether there is something to receive.
+      answer: what the process does: a function of a module, of a function that sends a message, and
+        of the arguments of a request. It and the messages can be pickled.
+      patience: the seconds after a message, or None at the beginning of an answer, in which the
+        next one must come.
+      wait: waits for a message.
     """
 
     def __init__(
-        self,
-        answer: Callable[..., Iterator[Any]],
-        patience: float,
-        wait: Callable[[multiprocessing.connection.Connection, float], bool] = _wait,
+        self, answer: Callable[..., None], patience: Callable[[Any], float], wait: Wait = poll
     ):
         self._answer, self._patience, self._wait = answer, patience, wait
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -62,6 +77,7 @@ class Child:
 
         Raises:
           ChildEndedError: the process crashed, or was ended because it said nothing for too long.
+          UnkillableError: it could not be ended.
         """
         if self._answering:
             self.end()
@@ -70,15 +86,17 @@ class Child:
         self._answering = True
         with contextlib.suppress(BrokenPipeError):  # It has ended: there is nothing to receive.
             self._connection.send(arguments)
+        message = None
         while True:
-            if not self._wait(self._connection, self._patience):
+            seconds = self._patience(message)
+            if not self._wait(self._connection, seconds, message):
                 self.end()
-                raise ChildEndedError(f"it hung, and was ended after {self._patience:g} s")
+                raise ChildEndedError("hung", f"took more than {seconds:g} s and was ended")
             try:
                 kind, message = self._connection.recv()
             except (EOFError, ConnectionResetError):
-                code = self.end()
-                raise ChildEndedError(f"it ended its process, {_words(code)}") from None
+                how = _words(self.end())
+                raise ChildEndedError("crashed", f"ended its process, {how}") from None
             if kind == DONE:
                 self._answering = False
                 return
@@ -91,11 +109,11 @@ class Child:
             return None
         self._connection.close()
         # One that has crashed has a code of its own by then.
-        process.join(1)
+        process.join(CLOSING)
         process.kill()
         process.join(ENDING)
         if process.is_alive():
-            raise OSError(
+            raise UnkillableError(
                 f"process {process.pid} hangs and cannot be killed. The GPU may need a reset."
             )
         return process.exitcode
@@ -116,9 +134,7 @@ def _words(code: int | None) -> str:
     return f"with exit code {code}"
 
 
-def _serve(
-    connection: multiprocessing.connection.Connection, answer: Callable[..., Iterator[Any]]
-) -> None:
+def _serve(connection: Connection, answer: Callable[..., None]) -> None:
     """The child's main function."""
     # The parent decides what a signal to both of them means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -126,6 +142,5 @@ def _serve(
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            for message in answer(*connection.recv()):
-                connection.send(("message", message))
+            answer(lambda message: connection.send(("message", message)), *connection.recv())
             connection.send((DONE, None))
