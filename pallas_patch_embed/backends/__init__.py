@@ -139,7 +139,12 @@ def plan_with(
 
 def _plan(name: str, problem: Problem, target: Target, tuned: str | None) -> Plan:
     """A backend's plan with the measured config, or with its heuristic's if there is none."""
-    backend, found = BACKENDS[name], stored.find(name, problem, target, tuned)
+    backend, measured = BACKENDS[name], problem
+    if problem.images is not None:
+        # The kernel that cuts images itself is measured with them, another one with patches.
+        cuts = backend.plan(problem, target).takes_images
+        measured = dataclasses.replace(problem, cut="kernel") if cuts else problem.of_patches
+    found = stored.find(name, measured, target, tuned)
     origin = found.origin
     if found.config is not None and found.path is not None:
         try:

@@ -1,27 +1,36 @@
 """`pallas-patch-embed tune`: the search for many problems, which goes on where it was ended."""
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pallas_patch_embed import ending
 from pallas_patch_embed.backends import BACKENDS, stored, tiles
 from pallas_patch_embed.backends.plan import Refusal
 from pallas_patch_embed.backends.stored import Result
+from pallas_patch_embed.check.cases import Case
 from pallas_patch_embed.child import Child, ChildEndedError
 from pallas_patch_embed.embed.pictures import printable
-from pallas_patch_embed.problem import NAMED_SHAPES, VIT_SHAPES, NamedShape, Problem, padded
+from pallas_patch_embed.problem import NAMED_SHAPES, VIT_SHAPES, NamedShape, Problem
 from pallas_patch_embed.tune import search
 from pallas_patch_embed.tune.search import Machine, Task
 
 IMAGES = (1, 64, 512)
 
+# What kernels read, and what `Case` calls it.
+SOURCES = {"patches": "given as patches", "images": "cut by the kernel"}
+
 # Without a GPU kernels are interpreted: one small problem shows that the search works.
-SMALL = dict(shapes=["B/32 256"], dtypes=["int8"], images=[1], backends=["mosaic_sm90", "xla"])
+SMALL = dict(
+    shapes=["B/32 256"],
+    dtypes=["int8"],
+    images=[1],
+    sources=["patches"],
+    backends=["mosaic_sm90", "xla"],
+)
 
 # Seconds without a word of the child after which it hangs. nvcc takes half a minute for a kernel,
 # and the reference of a large problem as long.
@@ -47,6 +56,12 @@ def add_parser(commands: Any) -> None:
         type=int,
         metavar="N",
         help=f"images of a call (default: {' '.join(map(str, IMAGES))})",
+    )
+    parser.add_argument(
+        "--sources",
+        nargs="+",
+        choices=SOURCES,
+        help="what kernels read: patches, or images that they cut themselves (default: both)",
     )
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), help="(default: all)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a .json file")
@@ -81,33 +96,40 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def list_tasks(
-    shapes: Sequence[str] | None,
-    dtypes: Sequence[str] | None,
-    images: Sequence[int] | None,
-    backends: Sequence[str] | None,
+    *,
+    shapes: Sequence[str] | None = None,
+    dtypes: Sequence[str] | None = None,
+    images: Sequence[int] | None = None,
+    sources: Sequence[str] | None = None,
+    backends: Sequence[str] | None = None,
 ) -> Iterator[tuple[str, Task]]:
     """The tasks, each with its name; None stands for all."""
     known = {shape.name: shape for shape in (*NAMED_SHAPES, *VIT_SHAPES)}
-    for name in shapes or [shape.name for shape in NAMED_SHAPES]:
-        for count in images or IMAGES:
-            for dtype in dtypes or tiles.DTYPES:
-                for backend in backends or BACKENDS:
-                    what = f"{backend}, {dtype}, {name}, images: {count}"
-                    yield what, Task(backend, problem_of(known[name], count, dtype))
-
-
-def problem_of(shape: NamedShape, images: int, dtype: str) -> Problem:
-    """The problem of patches of a named shape; NaFlex has a table for every image."""
-    K, table = padded(shape.K), (shape.S, shape.N)
-    return Problem(
-        patches=(images, shape.S, K),
-        weight=(shape.N, K),
-        scale=(shape.N,),
-        table=(images, *table) if shape.name.startswith("NaFlex") else table,
-        dtype=np.dtype(dtype).name,
-        table_dtype="bfloat16",
-        out_dtype="bfloat16",
+    chosen = [known[name] for name in shapes] if shapes else NAMED_SHAPES
+    every = itertools.product(
+        chosen, images or IMAGES, dtypes or tiles.DTYPES, sources or SOURCES, backends or BACKENDS
     )
+    for shape, count, dtype, source, backend in every:
+        if source == "images" and not has_images(shape):
+            continue
+        what = f"{backend}, {dtype}, {shape.name}, {source} of {count}"
+        yield what, Task(backend, problem_of(shape, count, dtype, source))
+
+
+def is_naflex(shape: NamedShape) -> bool:
+    return shape.name.startswith("NaFlex")
+
+
+def has_images(shape: NamedShape) -> bool:
+    """Whether kernels may cut its images: no videos, no rows in front, and not NaFlex's patches."""
+    return not (is_naflex(shape) or shape.prefix or shape.frames)
+
+
+def problem_of(shape: NamedShape, images: int, dtype: str, source: str) -> Problem:
+    """The problem of a named shape; NaFlex has a table for every image."""
+    table = "positions of each image" if is_naflex(shape) else "positions"
+    source = SOURCES[source]
+    return Case("", shape, dtype, "bfloat16", images, table=table, source=source).problem
 
 
 def where(child: Child) -> Machine:
@@ -221,4 +243,6 @@ def describe(result: Result) -> str:
         numbers = (f"{times[regime]['milliseconds']:.4f} ms {regime}" for regime in times)
         lines.append(f"\n  {', '.join(numbers)}: {name}")
     what = "nothing is faster than the heuristic's" if result.config is None else "a faster config"
+    if len(result.times) + len(result.refused) == 1:
+        return f"it has one config{''.join(lines)}"
     return f"{what}, of {len(result.times)}{''.join(lines)}{refused}"

@@ -109,6 +109,9 @@ def search(
         yield Refusal("it has no configs.")
         return
     heuristic, *_ = configs
+    if task.problem.images and not plan(task, target, configs[heuristic]).takes_images:
+        yield Refusal("it does not cut images itself.")
+        return
     reasons = dict(refused)
     contenders: dict[str, Contender] = {}
     operands: list[Any] = []

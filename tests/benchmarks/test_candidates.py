@@ -1,7 +1,7 @@
 """Every kernel among which `pallas-patch-embed tune` searches compiles without spills."""
 
+import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import subprocess
@@ -15,8 +15,10 @@ from repository import ROOT
 from benchmarks import audit
 from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import BACKENDS, cuda, cuda_tuning, tiles, triton
+from pallas_patch_embed.check.memory import operand_types
 from pallas_patch_embed.chips import A100, B200, B300, H200, RTX_4090, Target
 from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
+from pallas_patch_embed.tune import command
 
 CHIPS = {"h200": H200, "b200": B200, "b300": B300}
 MOSAIC = {"h200": "mosaic_sm90", "b200": "mosaic_sm100", "b300": "mosaic_sm100"}
@@ -70,43 +72,56 @@ def test_every_candidate_of_the_Pallas_kernels_compiles(target, dtype):
     assert_clean(programs)
 
 
-def triton_stack(shape, dtype, chip, folder, most=None):
-    """For each candidate of a shape the bytes of stack that a thread uses."""
-    table = "per image" if shape.name.startswith("NaFlex") else "shared"
-    arguments, target = operands(shape, 64, dtype, table=table), Target("cuda", chip)
-    configs = triton.candidates(problem_of(shape, dtype, 64), target)
-    return {
-        config: audit.stack_bytes(
-            audit.compile_triton(
-                audit.triton_call(
-                    triton.plan(problem_of(shape, dtype, 64), target, config=config), *arguments
-                )
-            ),
-            folder,
-        )
-        for config in itertools.islice(configs, most)
-    }
+SOURCES = pytest.mark.parametrize("source", command.SOURCES)
 
 
 @everything
 @pytest.mark.usefixtures("triton_package")
 @pytest.mark.parametrize("chip", [A100, RTX_4090, H200, B200], ids=lambda chip: chip.name)
 @DTYPES
-def test_every_candidate_of_the_Triton_kernel_compiles(chip, dtype, tmp_path):
-    for shape in NAMED_SHAPES:
-        stacks = triton_stack(shape, dtype, chip, tmp_path)
-        assert not any(stacks.values()), (shape.name, stacks)
+@SOURCES
+def test_every_candidate_of_the_Triton_kernel_compiles(chip, dtype, source, tmp_path):
+    for name, task in command.list_tasks(
+        images=[64], dtypes=[dtype], sources=[source], backends=["triton"]
+    ):
+        for config in triton.candidates(task.problem, Target("cuda", chip)):
+            plan = triton.plan(task.problem, Target("cuda", chip), config=config)
+            program = audit.compile_triton(audit.triton_call(plan, *operand_types(task.problem)))
+            assert audit.stack_bytes(program, tmp_path) == 0, (name, config)
 
 
-@functools.cache
+def compiled_by_a_search(chip, backends=None):
+    """What a search of all named shapes compiles: (backend, whether it cuts images, dtype, config).
+
+    The kernels of the CUDA library are compiled already.
+    """
+    found = {}
+    for _, task in command.list_tasks(images=(*command.IMAGES, 4736), backends=backends):
+        cuts = task.problem.images is not None
+        if cuts and task.backend not in ("cuda", "triton"):
+            continue
+        with contextlib.suppress(NotImplementedError):
+            for config in BACKENDS[task.backend].candidates(task.problem, Target("cuda", chip)):
+                if task.backend != "cuda" or config.tuning is not None:
+                    found[task.backend, cuts, task.problem.dtype, config] = None
+    return list(found)
+
+
+@pytest.mark.usefixtures("cuda_library", "nvcc")
+@pytest.mark.parametrize("chip", [A100, H200, B200, B300], ids=lambda chip: chip.name)
+def test_a_search_compiles_at_most_60_kernels_on_a_chip(chip, monkeypatch):
+    monkeypatch.setattr(triton, "missing", lambda: None)
+    kernels = compiled_by_a_search(chip)
+    assert len(kernels) <= 60
+    assert {(backend, cuts) for backend, cuts, *_ in kernels} >= {
+        ("triton", False),
+        ("triton", True),
+    }
+
+
 def tunings(chip):
     """The kernels with a tuning among the candidates of all named shapes."""
-    found = {}
-    for shape, dtype, images in itertools.product(NAMED_SHAPES, tiles.DTYPES, (1, 64, 4736)):
-        if dtype in chip.tensor_dtypes:
-            problem = problem_of(shape, dtype, images)
-            found |= dict.fromkeys(cuda.candidates(problem, Target("cuda", chip)))
-    return [config for config in found if config.tuning is not None]
+    return [config for *_, config in compiled_by_a_search(chip, ["cuda"])]
 
 
 @pytest.fixture
@@ -118,7 +133,7 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("cuda_library", "nvcc")
 def test_a_kernel_with_a_tuning_is_a_library_of_its_own(cache, monkeypatch):
-    config = tunings(B200)[0]
+    config, other, *_ = tunings(B200)
     path = cuda_tuning.build(config.name, config.tuning)
     assert path.parent == cache and list(cache.iterdir()) == [path]
     library = cuda._load(path)
@@ -127,7 +142,6 @@ def test_a_kernel_with_a_tuning_is_a_library_of_its_own(cache, monkeypatch):
     # It is not compiled again, and needs no compiler.
     monkeypatch.setattr(cuda_tuning, "cannot_compile", lambda: "no nvcc was found")
     assert cuda_tuning.build(config.name, config.tuning) == path
-    other = tunings(B200)[1]
     with pytest.raises(NotImplementedError, match="cannot be compiled here: no nvcc was found"):
         cuda_tuning.build(other.name, other.tuning)
     # A program names the library's custom call.
@@ -143,15 +157,18 @@ def test_a_kernel_with_a_tuning_is_a_library_of_its_own(cache, monkeypatch):
 @pytest.mark.usefixtures("cuda_library", "nvcc", "cache")
 def test_every_kernel_with_a_tuning_compiles():
     found = tunings(B200)
-    assert len(found) == 18 and set(tunings(B300)) <= set(found)
+    assert len(found) == 15 and set(tunings(B300)) <= set(found)
     for config in found:
         cuda_tuning.build(config.name, config.tuning)
 
 
 @pytest.mark.usefixtures("cuda_library")
 def test_the_kernels_of_the_library_are_candidates():
-    for chip, dtype in itertools.product((H200, B200), tiles.DTYPES):
-        problem, target = problem_of(named_shape("B/16 224"), dtype, 64), Target("cuda", chip)
+    shape = named_shape("B/16 224")
+    of_images = H200, command.problem_of(shape, 64, "int8", "images")
+    of_patches = itertools.product((H200, B200), (problem_of(shape, d, 64) for d in tiles.DTYPES))
+    for chip, problem in (of_images, *of_patches):
+        target = Target("cuda", chip)
         found = cuda.candidates(problem, target)
         assert found[0] == cuda.choose_config(problem, 10 * chip.capability[0], chip)
         for config in found:

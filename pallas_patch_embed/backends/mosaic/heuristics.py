@@ -106,14 +106,16 @@ def choose_sm100(problem: Problem, chip: Chip) -> BlackwellConfig:
 
 
 def list_sm100(problem: Problem, chip: Chip) -> list[BlackwellConfig]:
-    """Wide slices of two blocks, narrow ones of one; the weight stationary if it fits."""
+    """Slices of two blocks with a stationary weight, and the widest that streams it; one block.
+
+    A narrower slice that streams the weight reads the patches more often, and the weight as often.
+    """
     deepest = functools.partial(
         _deepest, BlackwellConfig, BLACKWELL_SLOTS, problem=problem, chip=chip
     )
-    widths = slice_widths(problem, (256, 192, 128, 64))
-    shapes = [(n, n > 64) for n in widths]
-    placed = (
-        deepest(tile_n=n, collective=pair) or deepest(tile_n=n, collective=pair, stream_weight=True)
-        for n, pair in shapes
-    )
-    return list(filter(None, placed))
+    *wide, narrow = slice_widths(problem, (256, 192, 128, 64))
+    stationary = [deepest(tile_n=n) for n in wide]
+    streaming = [deepest(tile_n=n, stream_weight=True) for n, c in zip(wide, stationary) if not c]
+    one_block = functools.partial(deepest, tile_n=narrow, collective=False)
+    found = [*stationary, *streaming[:1], one_block() or one_block(stream_weight=True)]
+    return list(filter(None, found))
