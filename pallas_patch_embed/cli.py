@@ -31,6 +31,9 @@ from pallas_patch_embed.problem import (
 from pallas_patch_embed.tune import command as tune
 from pallas_patch_embed.versions import PACKAGES, version
 
+# The commands that need an extra of the same name.
+EXTRAS = ("demo", "embed")
+
 INFO_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
 
 
@@ -281,9 +284,10 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         return arguments.main(arguments)
     except ImportError as error:
+        extra = f"[{arguments.command}]" if arguments.command in EXTRAS else ""
         print(
-            f"{error}. `{arguments.command}` needs more packages: "
-            f"pip install 'pallas_patch_embed[{arguments.command}]'.",
+            f"{error}. A package that `{arguments.command}` needs is missing or does not work: "
+            f"pip install 'pallas_patch_embed{extra}'.",
             file=sys.stderr,
         )
     except (OSError, ValueError) as error:

@@ -9,6 +9,7 @@ import multiprocessing
 import signal
 import subprocess
 import sys
+import tomllib
 import types
 
 import jax
@@ -16,8 +17,9 @@ import jax.numpy as jnp
 import pytest
 import stand_in_checks
 from jax import lax
-from repository import environment
+from repository import ROOT, environment
 
+from pallas_patch_embed import cli
 from pallas_patch_embed.backends import triton, xla
 from pallas_patch_embed.check import command, memory, work
 from pallas_patch_embed.check.cases import (
@@ -345,6 +347,30 @@ def test_a_process_that_cannot_be_killed_ends_the_check(monkeypatch, capsys):
 def test_bad_arguments_are_refused(command_line, arguments, message):
     code, error = command_line("check", *arguments)
     assert code == 2 and message in error
+
+
+@pytest.mark.parametrize(
+    "name, run, package",
+    [
+        ("check", "check.command.run", "pallas_patch_embed"),
+        ("demo", "demo.run", "pallas_patch_embed[demo]"),
+    ],
+)
+def test_a_missing_package_is_reported_with_what_installs_it(
+    command_line, monkeypatch, tmp_path, name, run, package
+):
+    def needs_more(*_):
+        raise ImportError("No module named 'more'")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"pallas_patch_embed.{run}", needs_more)
+    code, error = command_line(name)
+    assert code == 2 and "No module named 'more'" in error
+    assert error.endswith(f"pip install '{package}'.\n")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert set(cli.EXTRAS) <= set(project["optional-dependencies"])
 
 
 def test_a_text_that_no_case_has_is_refused():
