@@ -57,7 +57,7 @@ def run(options: Options, send: Send, done: frozenset[int]) -> None:
     """Launches and compares every case but those that are done."""
     devices = jax.devices()
     found, refused = listed(options, devices)
-    send(Listed(about(devices, refused), tuple(map(str, found))))
+    send(Listed(about(devices, found, refused), tuple(map(str, found))))
     for index, case in enumerate(found):
         if index in done:
             continue
@@ -204,8 +204,10 @@ INTERPRETED: dict[str, Callable[[Problem], Run]] = {
 }
 
 
-def about(devices: Sequence[jax.Device], refused: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """The machine, and what does not run there."""
+def about(
+    devices: Sequence[jax.Device], found: Sequence[Case], refused: dict[str, dict[str, str]]
+) -> dict[str, Any]:
+    """The machine, what is interpreted, and what does not run there."""
     target = Target.of(devices[0])
     return {
         "pallas_patch_embed": __version__,
@@ -221,6 +223,6 @@ def about(devices: Sequence[jax.Device], refused: dict[str, dict[str, str]]) -> 
             }
             for device in devices
         ],
-        "interpreted": [name for name in INTERPRETED if is_interpreted(name, target)],
+        "interpreted": sorted({c.backend for c in found if is_interpreted(c.backend, target)}),
         "refused": refused,
     }
