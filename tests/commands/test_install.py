@@ -8,13 +8,16 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 import zipfile
+from pathlib import Path
 
+import jax
 import pytest
 from packaging.requirements import Requirement
-from repository import ROOT
+from repository import ROOT, environment
 
-from pallas_patch_embed.backends import cuda_build
+from pallas_patch_embed.backends import cuda_build, cuda_tuning
 
 pytestmark = pytest.mark.slow("builds packages, or asks a package index")
 
@@ -22,6 +25,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PYTHONS = re.findall(r":: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
 BACKENDS = "pallas_patch_embed/backends"
 STALE = b"of an earlier build"
+
+# Prints where the kernels' sources are, their hash, and why `tune` cannot compile them.
+SOURCES = """
+from pallas_patch_embed.backends import cuda_build, cuda_tuning
+print(cuda_build.FFI, cuda_build.source_hash(), cuda_tuning.cannot_compile(), sep="\\n")
+"""
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +93,34 @@ def test_a_wheel_without_kernels_is_for_every_platform_and_says_why(call, tmp_pa
         assert files[name] == path.read_bytes()
     licenses = [name for name in files if ".dist-info/licenses/" in name]
     assert any(name.endswith("photos/LICENSES.md") for name in licenses) and len(licenses) == 2
+
+
+def test_check_and_tune_run_from_a_wheel(call, tmp_path):
+    """In an environment of its own, with this one's packages, but not the package in this tree."""
+    name, said = call("build_wheel", "OFF")
+    assert name, said
+    venv.create(tmp_path / "venv")
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    zipfile.ZipFile(tmp_path / name).extractall(packages)
+    (packages / "others.pth").write_text(str(Path(jax.__file__).parents[1]))
+
+    def output(*arguments):
+        command = [tmp_path / "venv" / "bin" / "python", *arguments]
+        env = environment(JAX_PLATFORMS="cpu", PYTHONPATH="")
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run = functools.partial(output, "-m", "pallas_patch_embed")
+    only = "xla: B/32 256, 1 images"
+    assert f"right     {only}" in run("check", "--backend", "xla", "--only", only, "--runs", "1")
+    tuned = run("tune", "--backends", "cuda", "xla", "--out", "tuned.json")
+    assert "xla, int8, B/32 256, patches of 1: it has no configs." in tuned
+    assert output("-c", SOURCES).split("\n", 2) == [
+        str(packages / "pallas_patch_embed" / "ffi"),
+        str(cuda_build.source_hash()),
+        f"{cuda_tuning.cannot_compile()}\n",
+    ]
 
 
 def test_a_wheel_has_the_library_of_its_sources(nvcc, call, tmp_path):
