@@ -76,10 +76,10 @@ def load_rows(source, row, column, kind, *, period: int, skip: int = 0):
     Args:
       source: the array.
       row: the first row.
-      column: the first column minus `skip`.
+      column: the rows are loaded from column `column + skip` on.
       kind: shape, dtype and layout of the result.
       period: rows of the array.
-      skip: a constant number of columns.
+      skip: a constant. Loads that differ only in `skip` share the registers for their addresses.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=kind)
@@ -317,10 +317,10 @@ class RegisterTile:
 
 @dataclasses.dataclass(frozen=True)
 class TensorTile:
-    """Part of an accumulator in tensor memory, [128, columns], in the registers of a warpgroup.
+    """Columns of an accumulator in tensor memory, [128, columns], in the registers of a warpgroup.
 
     Attributes:
-      columns: columns of the part.
+      columns: how many columns are loaded at once.
     """
 
     columns: int

@@ -5,26 +5,26 @@ same `tile_n` columns of N for all row tiles that `schedule.py` assigns to it. E
 rows of every tile:
 
   feed       one warp of each block: loads patches by TMA into the slots of a ring. It loads a
-             stationary weight once, a streamed one together with the patches.
-  multiply   one warp of the first block: tcgen05 for both blocks, into one of two accumulators in
-             tensor memory.
-  store      two warpgroups of each block, each with half of the columns: load the sums of the other
-             accumulator, scale them, add the table, and store by TMA. The table's rows stay in
-             registers for a segment, which is a sequence of tiles that need the same rows.
+             stationary weight once, and a streamed weight together with the patches.
+  multiply   one warp of the first block: issues tcgen05.mma for both blocks, which adds the
+             products of a tile in one of two accumulators in tensor memory.
+  store      two warpgroups of each block, each with half of the columns: load the sums of the
+             accumulator that is complete, scale them, add the table, and store by TMA. The table's
+             rows stay in registers for a segment: a sequence of tiles that need the same rows.
 
   barrier          arrivals of a phase     its phase completes when              who waits
   weight_arrived   1 copy of each chunk    a stationary weight has arrived       multiply, once
-  filled[slot]     1 copy, and 1 of a      the slot's patches, and their part    multiply
-                   streamed weight         of the weight, have arrived
+  filled[slot]     1 copy, and 1 of a      the slot's patches, and the streamed  multiply
+                   streamed weight         weight for them, have arrived
   freed[slot]      1 tcgen05.commit        the slot's chunk is multiplied        feed of each block
   multiplied[a]    1 tcgen05.commit        accumulator a has all products        store of each block
   read[a]          2 a block, by store     all sums of accumulator a are loaded  multiply
 
-In a cluster of two, copies arrive only at the first block's barriers; all other arrivals reach both
-blocks. So the second block's multiply warp also waits for `read`, and does nothing else. Every
-phase is waited for, because each wait flips the parity that the next one expects. feed and multiply
-skip the wait for a slot or an accumulator that was never used. They wait for the last phases before
-they return, so that no block exits before its peer's last arrival.
+In a cluster of two, copies arrive only at the first block's barriers. All other arrivals reach both
+blocks, so the second block's multiply warp waits for `read` too; it does nothing else. Each wait
+expects the parity opposite to that of the previous wait, so every phase is waited for. Before its
+first use a slot or an accumulator is free, so feed and multiply do not wait. Before they return,
+they wait for the phases that are left: no block may exit before its peer's last arrival.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
 from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
-# Rows of an accumulator (lanes of tensor memory), and accumulators: one fills, one is stored.
+# Rows (lanes of tensor memory) of an accumulator, and accumulators: one is filled, one is stored.
 ROWS = 128
 ACCUMULATORS = 2
 
@@ -55,11 +55,11 @@ WARPGROUPS = 1 + STORERS
 BUFFERS = 2
 
 # Registers of a thread in the first and in a storing warpgroup, set by setmaxnreg. At launch every
-# thread has 168: 40 + 2 * 232 = 3 * 168. A request for more would wait forever.
+# thread has 168: 40 + 2 * 232 = 3 * 168. Requests for more in total would wait forever.
 REGISTER_SPLIT = (40, 232)
 
-# Registers of a storing thread for everything but sums, scales and table. Addresses take none of
-# them: they are in uniform registers. With fewer than these, ptxas spills.
+# Registers that a storing thread needs in addition to sums, scales and table; with fewer ptxas
+# spills. Addresses do not count, because they are in uniform registers.
 OTHER_REGISTERS = 8
 
 
@@ -94,7 +94,7 @@ class BlackwellConfig:
         return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
 
     def store_n(self, problem: Problem) -> int:
-        """Columns of one TMA store: 128 bytes, or 64 if 128 do not divide a warpgroup's row."""
+        """Columns of one TMA store: 128 bytes, or 64 if a warpgroup's columns need them."""
         itemsize, columns = jnp.dtype(problem.out_dtype).itemsize, self.tile_n // STORERS
         return next(n for b in (128, 64) if columns % (n := b // itemsize) == 0)
 
@@ -114,9 +114,9 @@ class BlackwellConfig:
     def registers(self, problem: Problem) -> int:
         """Registers of a storing thread.
 
-        A thread has a quarter of the columns in each of four rows. It holds 32-bit numbers: sums of
-        one step, and scales and table of all columns of its warpgroup. Scales, and the offsets if
-        there is no table, are the same in each row.
+        A thread has a quarter of its warpgroup's columns in each of four rows. It keeps 32-bit
+        numbers: the sums of one step, and scales and table for all columns. Scales are the same in
+        all rows, and so are offsets, which replace a table.
         """
         columns = self.tile_n // STORERS
         terms = columns if problem.has_table else columns // 4
@@ -135,10 +135,10 @@ class BlackwellConfig:
 def make(config: BlackwellConfig, grid: Grid, problem: Problem, interpret, trace: str):
     """The kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
     memory = interpreted if interpret else layouts
-    part = memory.TensorTile(config.store_n(problem))
+    tile = memory.TensorTile(config.store_n(problem))
     return launch.kernel(
         "patch_embed_sm100",
-        lambda *args, **kwargs: Worker(*args, **kwargs, part=part, rank=lax.axis_index("rank")),
+        lambda *args, **kw: Worker(*args, **kw, step_tile=tile, rank=lax.axis_index("rank")),
         Scratch.types(config, problem, memory),
         *(config, grid, problem, memory, trace),
         cluster=(config.blocks,),
@@ -166,9 +166,9 @@ class Scratch:
     @classmethod
     def types(cls, config: BlackwellConfig, problem: Problem, memory) -> "Scratch":
         """The types of all members; `memory` is the module `layouts`, or `interpreted`."""
-        dtype, slots, blocks = jnp.dtype(problem.dtype), config.slots, config.blocks
-        tile_k, chunks = ROW_BYTES // dtype.itemsize, tiles.chunks(problem)
-        held = slots if config.stream_weight else chunks
+        dtype, slots, chunks = jnp.dtype(problem.dtype), config.slots, tiles.chunks(problem)
+        tile_k, weight_rows = ROW_BYTES // dtype.itemsize, config.tile_n // config.blocks
+        weight_chunks = slots if config.stream_weight else chunks
         staged = (STORERS * BUFFERS, ROWS, config.store_n(problem))
         ring, columns = (slots, ROWS, tile_k), ACCUMULATORS * config.tile_n
         sum_dtype = jnp.int32 if problem.dtype == "int8" else jnp.float32
@@ -177,7 +177,7 @@ class Scratch:
         read_barrier = pair_barrier if config.collective else plgpu.Barrier
         return cls(
             patches=memory.two_views(dtype, ring, ring),
-            weight=layouts.swizzled(dtype, held, config.tile_n // blocks, tile_k, tiled=True),
+            weight=layouts.swizzled(dtype, weight_chunks, weight_rows, tile_k, tiled=True),
             staged=layouts.swizzled(jnp.dtype(problem.out_dtype), *staged, tiled=False),
             accumulators=plgpu.TMEM((ROWS, columns), sum_dtype, collective=config.collective),
             weight_arrived=plgpu.Barrier(num_arrivals=chunks),
@@ -190,17 +190,17 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class Worker(launch.Worker):
-    """A thread block of a worker, with a method for each role.
+    """A thread block of a worker: its roles. The tile loop and the ring are in `launch.Worker`.
 
-    A tile has a `number` among those of this worker, and a `tile_index` among all. A storing
-    warpgroup handles its half of a tile's columns in steps, each of one TMA store.
+    A tile has a `number` among those of this worker, and a `tile_index` among all. The storing
+    warpgroup `storer`, 0 or 1, handles its half of a tile's columns in steps of one TMA store.
 
     Attributes:
-      part: the accumulator's columns of one step, in registers.
+      step_tile: the columns of one step, in registers.
       rank: rank of this block in the cluster.
     """
 
-    part: layouts.TensorTile
+    step_tile: layouts.TensorTile
     rank: Any
 
     def run(self, warpgroup) -> None:
@@ -222,7 +222,7 @@ class Worker(launch.Worker):
             self.store(warpgroup - 1)
 
     def drain(self, barriers, count: int, uses) -> None:
-        """Waits for the last phase of each of `count` barriers that took turns for `uses` uses."""
+        """Waits for the last phase of `count` barriers that were used in turn, `uses` times."""
 
         @pl.loop(0, lax.min(uses, count))
         def wait(i):
@@ -234,16 +234,16 @@ class Worker(launch.Worker):
         return self.scratch.accumulators.at[:, pl.ds(begin, width)]
 
     def load(self, source, target, arrived) -> None:
-        """Loads this block's source rows. The first block's barrier counts both blocks' bytes."""
+        """Loads this block's rows of `source`. The first block's barrier counts all bytes."""
         pair = {}
         if self.config.collective:
             pair = dict(collective_axes="rank", leader_tracked=plgpu.CopyPartition.PARTITIONED(0))
         plgpu.copy_gmem_to_smem(source, target, arrived, **pair)
 
-    def load_weight(self, k, place, arrived) -> None:
-        """Loads chunk k of the weight to `scratch.weight[place]`."""
+    def load_weight(self, k, slot, arrived) -> None:
+        """Loads chunk k of the weight to `scratch.weight[slot]`."""
         rows, columns = pl.ds(self.column, self.config.tile_n), self.chunk(k)
-        self.load(self.operands.weight.at[rows, columns], self.scratch.weight.at[place], arrived)
+        self.load(self.operands.weight.at[rows, columns], self.scratch.weight.at[slot], arrived)
 
     def feed(self) -> None:
         if not self.config.stream_weight:
@@ -299,16 +299,16 @@ class Worker(launch.Worker):
             plgpu.tcgen05_commit_arrive(s.multiplied.at[lax.rem(number, ACCUMULATORS)], **pair)
 
     def store(self, storer) -> None:
-        """Stores this warpgroup's half of the columns of every tile. Each step adds its term."""
-        steps = range(self.config.tile_n // STORERS // self.part.columns)
+        """Stores this warpgroup's half of the columns of every tile; `terms[step]` is added."""
+        steps = range(self.config.tile_n // STORERS // self.step_tile.columns)
         columns = [self.column + self.step_column(storer, step) for step in steps]
-        load, scale, table = self.part.load_columns, self.operands.scale, self.operands.table
+        load, scale, table = self.step_tile.load_columns, self.operands.scale, self.operands.table
         scales = [load(scale, column) for column in columns]
         offsets = [] if self.problem.has_table else [load(table, column) for column in columns]
 
         def begin_segment(table_row):
             if offsets:
-                return [self.part.broadcast(offset) for offset in offsets]
+                return [self.step_tile.broadcast(offset) for offset in offsets]
             return [self.load_table(storer, table_row, step) for step in steps]
 
         def store_tile(number, tile_index, terms):
@@ -324,23 +324,23 @@ class Worker(launch.Worker):
 
     def step_column(self, storer, step: int):
         """A step's first column in the accumulator."""
-        return storer * (self.config.tile_n // STORERS) + step * self.part.columns
+        return storer * (self.config.tile_n // STORERS) + step * self.step_tile.columns
 
     def load_table(self, storer, table_row, step: int):
-        """The table's rows for a step, a constant distance (`skip`) from those of the first."""
+        """The table's rows for a step. All steps share addresses, because `skip` is constant."""
         row, column = table_row + self.rank * ROWS, self.column + self.step_column(storer, 0)
-        skip, period = step * self.part.columns, self.problem.table_period
-        return self.part.load_rows(self.operands.table, row, column, skip, period)
+        skip, period = step * self.step_tile.columns, self.problem.table_period
+        return self.step_tile.load_rows(self.operands.table, row, column, skip, period)
 
     def store_step(self, storer, number, row, step: int, scale, term) -> None:
         """Loads the sums of a step, scales and adds in float32, rounds, and stores."""
-        s, width, first = self.scratch, self.part.columns, self.step_column(storer, step)
+        s, width, first = self.scratch, self.step_tile.columns, self.step_column(storer, step)
         step_count = self.config.tile_n // STORERS // width
-        y = self.part.load_sums(self.accumulator(number, first, width))
+        y = self.step_tile.load_sums(self.accumulator(number, first, width))
         plgpu.wait_load_tmem()
         if step == step_count - 1:
             plgpu.barrier_arrive(s.read.at[lax.rem(number, ACCUMULATORS)])
-        y = y.astype(jnp.float32) * self.part.broadcast(scale) + term
+        y = y.astype(jnp.float32) * self.step_tile.broadcast(scale) + term
         buffer = s.staged.at[storer * BUFFERS + ((number * step_count + step) & (BUFFERS - 1))]
         plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
         buffer[...] = y.astype(self.problem.out_dtype)
