@@ -54,7 +54,7 @@ class Worker {
   static constexpr int kTileRows = blocks * kRows;
   static constexpr int kTileK = kRowBytes / itemsize(dtype);
   static constexpr int kWeightRows = tile_n / blocks;
-  static constexpr int kPatchBytes = kRows * kRowBytes, kWeightBytes = kWeightRows * kRowBytes;
+  static constexpr int kPatchesBytes = kRows * kRowBytes, kWeightBytes = kWeightRows * kRowBytes;
 
   // Columns of a storing warp, of a TMA store, and of a core matrix, of which a thread has two.
   static constexpr int kColumns = tile_n / kStorers;
@@ -97,16 +97,16 @@ class Worker {
                         other_registers(out_dtype) <=
                     kStoreRegisters,
                 "sums, scale and table need more registers than there are.");
-  static_assert(kPatchBytes % 1024 == 0 && kWeightBytes % 1024 == 0 &&
+  static_assert(kPatchesBytes % 1024 == 0 && kWeightBytes % 1024 == 0 &&
                     kWarpRows * kStoreBytes % 1024 == 0,
                 "what is swizzled begins at a multiple of 1024 bytes.");
   static_assert(sizeof(Memory::filled) + sizeof(Memory::freed) + sizeof(Memory::multiplied) +
                         sizeof(Memory::accumulator_freed) + sizeof(Memory::tensor_memory) <=
                     1024,
                 "the barriers take more than the 1024 bytes between buffers and weight.");
-  static_assert(offsetof(Memory, staged) == slots * kPatchBytes &&
+  static_assert(offsetof(Memory, staged) == slots * kPatchesBytes &&
                     offsetof(Memory, filled) ==
-                        slots * kPatchBytes + kStoringWarps * kBuffers * kWarpRows * kStoreBytes,
+                        slots * kPatchesBytes + kStoringWarps * kBuffers * kWarpRows * kStoreBytes,
                 "ring, buffers and barriers follow each other without a gap.");
   static_assert(sizeof(Memory) % 1024 == 0, "the weight that follows is swizzled.");
   static_assert(Memory::bytes(1) <= kMostSharedBytes,
@@ -250,7 +250,7 @@ class Worker {
   __device__ void load_chunk(const RingSlot& slot, int k, int row, bool with_weight) {
     ptx::Mbarrier& filled = shared_.filled[slot.index];
     if (rank_ == 0) {
-      const int bytes = kPatchBytes + (with_weight ? kWeightBytes : 0);
+      const int bytes = kPatchesBytes + (with_weight ? kWeightBytes : 0);
       ptx::mbarrier_arrive_expect_tx(filled, blocks * bytes);
     }
     load(shared_.patches[slot.index], args_.patches, k * kTileK, row, filled);

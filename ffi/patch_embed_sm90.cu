@@ -44,9 +44,9 @@ class Worker {
   static constexpr bool kImages = dtype == Type::kUInt8;
   static constexpr Type kFactorType = factor_type(dtype);
   static constexpr int kChunkElements = kRowBytes / itemsize(dtype);
-  static constexpr int kSlotK = slot_bytes_of_k(dtype);
-  static constexpr int kProducts = kSlotK / ptx::kProductBytes;
-  static constexpr int kPatchBytes = rows * kSlotK;
+  static constexpr int kSlotRowBytes = slot_row_bytes(dtype);
+  static constexpr int kProducts = kSlotRowBytes / ptx::kProductBytes;
+  static constexpr int kPatchesBytes = rows * kSlotRowBytes;
   static constexpr int kWeightBytes = tile_n * kRowBytes;
 
   // A thread has kRows rows of a warpgroup's half of a tile, and in each row kVector neighbouring
@@ -66,7 +66,7 @@ class Worker {
   static constexpr Kept kKept = kept_in_registers(dtype, out_dtype, has_table, tile_n, rows);
   static constexpr bool kKeepsScale = kKept == Kept::kScaleAndTerms;
   static constexpr bool kKeepsTerms = kKept != Kept::kNothing;
-  static constexpr int kSums = sum_registers(tile_n, rows);
+  static constexpr int kSumRegisters = sum_registers(tile_n, rows);
   static constexpr int kKeptRegisters =
       (kKeepsScale ? scale_registers(out_dtype, tile_n) : 0) +
       (kKeepsTerms ? term_registers(out_dtype, has_table, tile_n, rows) : 0);
@@ -74,7 +74,7 @@ class Worker {
   // Registers of a producer and of a consumer thread after setmaxnreg. At launch each of the 384 threads
   // has 168, and 3 * 168 = 40 + 2 * 232 = 24 + 2 * 240. Consumers get 240 only if 232 are too few.
   static constexpr bool kNeedsMost =
-      kSums + kKeptRegisters + pixel_registers(dtype, rows) + kOtherRegisters > 232;
+      kSumRegisters + kKeptRegisters + pixel_registers(dtype, rows) + kOtherRegisters > 232;
   static constexpr int kFeedRegisters = kNeedsMost ? 24 : 40;
   static constexpr int kMultiplyRegisters = kNeedsMost ? kMostRegisters : 232;
   static_assert(
@@ -89,9 +89,9 @@ class Worker {
   static_assert(!kImages || (rows == 64 && !stream_weight),
                 "images are cut for tiles of 64 rows a warpgroup and a stationary weight.");
   static_assert(
-      !kImages || slots >= kPatchSide / kSlotLines + kChunksAfterTurn,
-      "a warpgroup that gets the turn early must know that the previous phase of each slot is complete.");
-  static_assert(kSums + kOtherRegisters <= kMostRegisters, "the sums leave too few registers.");
+      !kImages || slots >= kPatchSide / kSlotLines + kChunksAfterHandover,
+      "a warpgroup that multiplies early must know that the previous phase of each slot is complete.");
+  static_assert(kSumRegisters + kOtherRegisters <= kMostRegisters, "sums leave too few registers.");
   static_assert(sizeof(Memory) % 1024 == 0,
                 "the weight follows Shared, and is swizzled: it is aligned to 1024 bytes.");
   static_assert(Memory::bytes(1) <= kMostSharedBytes,
@@ -168,7 +168,7 @@ class Worker {
 
   // Chunks of the weight, kRowBytes of K each, that the products of the chunks before chunk k need.
   __device__ static int weight_chunks_before(int k) {
-    return (k * kSlotK + kRowBytes - 1) / kRowBytes;
+    return (k * kSlotRowBytes + kRowBytes - 1) / kRowBytes;
   }
 
   // Whether the weight of chunk k stays in shared memory.
@@ -249,10 +249,8 @@ class Worker {
   __device__ void wait_until_freed(const Chunk& chunk) {
     ptx::mbarrier_wait(shared_.freed[chunk.patches.slot], chunk.patches.parity ^ 1);
     if constexpr (stream_weight) {
-      const RingSlot& streamed = chunk.weight;
-      if (!stays(chunk.k)) {
-        ptx::mbarrier_wait(shared_.weight_freed[streamed.slot], streamed.parity ^ 1);
-      }
+      const RingSlot& weight = chunk.weight;
+      if (!stays(chunk.k)) ptx::mbarrier_wait(shared_.weight_freed[weight.slot], weight.parity ^ 1);
     }
     timeline_.stamp(Event::kFreed);
   }
@@ -269,7 +267,7 @@ class Worker {
       target = weight_ + weight_chunk * kWeightBytes;
       with_weight = with_weight && weight_chunks_before(chunk.k + 1) > weight_chunk;
     }
-    ptx::mbarrier_arrive_expect_tx(filled, kPatchBytes + (with_weight ? kWeightBytes : 0));
+    ptx::mbarrier_arrive_expect_tx(filled, kPatchesBytes + (with_weight ? kWeightBytes : 0));
     if constexpr (kImages) {
       load_lines(shared_.patches[slot], chunk.k * kSlotLines, row, filled);
     } else {
@@ -369,7 +367,7 @@ class Worker {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
-      const int k = chunk.k * kSlotK + i * ptx::kProductBytes;
+      const int k = chunk.k * kSlotRowBytes + i * ptx::kProductBytes;
       const uint32_t b = ptx::shared_address(weight_ + k / kRowBytes * kWeightBytes);
       ptx::wgmma<kFactorType, tile_n>(
           sums[0], pixels[i], ptx::advance(ptx::matrix_descriptor(b), k % kRowBytes), k > 0);
@@ -389,8 +387,8 @@ class Worker {
     timeline_.stamp(Event::kMultiplied);
   }
 
-  // Tells the other warpgroup that it may multiply.
-  __device__ void pass_turn(int warpgroup) {
+  // Hands the tensor cores over to the other warpgroup, which may then multiply.
+  __device__ void hand_over(int warpgroup) {
     if (threadIdx.x % 32 != 0) return;
     ptx::mbarrier_arrive(shared_.other_products_issued[1 - warpgroup]);
   }
@@ -400,7 +398,7 @@ class Worker {
     for (; chunk.k < chunks(); advance(chunk)) {
       wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);
       issue_products(sums, chunk);
-      if (chunk.k == chunks() - 1) pass_turn(warpgroup);
+      if (chunk.k == chunks() - 1) hand_over(warpgroup);
       ptx::wgmma_wait_group<1>();
       if (chunk.k > 0) free(previous);
       previous = chunk;
@@ -413,8 +411,8 @@ class Worker {
   // registers have no indices.
   __device__ void multiply_pixels(Sums& sums, Chunk chunk, uint32_t n, int warpgroup) {
     constexpr int kChunks = kPatchSide / kSlotLines;
-    // In the first tile the weight arrives with the chunks, and the turn says that all of it has arrived.
-    const int last_before_turn = kChunks - 1 - (n == 0 ? 0 : kChunksAfterTurn);
+    // The first tile's chunks bring the weight, and the handover says that all of it has arrived.
+    const int last_before_handover = kChunks - 1 - (n == 0 ? 0 : kChunksAfterHandover);
     Pixels pixels[kPixelBuffers];
     Chunk next = chunk;
     load_pixels(pixels[0], next);
@@ -429,7 +427,7 @@ class Worker {
       // Here the products have been issued. They need the pixels, so ldmatrix has read the slot. An arrival
       // alone does not wait for ldmatrix.
       free(chunk);
-      if (k == last_before_turn) pass_turn(warpgroup);
+      if (k == last_before_handover) hand_over(warpgroup);
       ptx::wgmma_wait_group<1>();
       advance(chunk);
     }

@@ -15,23 +15,23 @@
 //                      4: the warps of the    that warpgroup,       the other warpgroup has issued all
 //                      other warpgroup        before its products   products of its n-th tile; with images
 //                                                                   all but those of the last
-//                                                                   kChunksAfterTurn chunks
+//                                                                   kChunksAfterHandover chunks
 //   columns_arrived    1 and bytes: producer  both consumer         scale, and offset if there is no
 //                                             warpgroups, once      table, have arrived
 //
 // `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed. The
 // producer waits for every phase of freed and weight_freed, one after another. A consumer warpgroup waits only
-// for the phases of filled that belong to its own half tiles. But it has the turn, which is that its phase
-// of other_products_issued is complete, only when the other warpgroup has issued the products of all
-// earlier half tiles, and so has waited for their phases; this is also how warpgroup 1 knows that a
-// stationary weight has arrived. For its n-th tile warpgroup 1 waits for phase n of
+// for the phases of filled that belong to its own half tiles. But before its products it waits for
+// other_products_issued, whose phase completes only when the other warpgroup has issued the products of all
+// earlier half tiles, and so has waited for their phases. This arrival is called the handover. It also tells
+// warpgroup 1 that a stationary weight has arrived. For its n-th tile warpgroup 1 waits for phase n of
 // other_products_issued[1], and warpgroup 0 for phase n - 1 of other_products_issued[0]. Warpgroup 0's
 // first wait passes at once, because a new barrier reports the phase before phase 0 as complete.
 //
-// With images a warpgroup passes the turn before it has issued the products of its last kChunksAfterTurn
+// With images a warpgroup hands over before it has issued the products of its last kChunksAfterHandover
 // chunks, except in its first tile, whose chunks bring the weight. The other warpgroup then does not know
-// of these chunks' phases. It need not: the ring has at least kChunksAfterTurn slots more than a half tile
-// has chunks, so the previous load of each slot that it waits for is older than these chunks.
+// of these chunks' phases. It need not: the ring has at least kChunksAfterHandover slots more than a half
+// tile has chunks, so the previous load of each slot that it waits for is older than these chunks.
 //
 // How a block, which is alone in its cluster, begins and ends:
 //
@@ -86,7 +86,7 @@ constexpr int term_registers(Type out_dtype, bool has_table, int tile_n, int row
 }
 
 // Bytes of K that a slot of the ring has of each row: kRowBytes, or two lines of a patch of an image.
-constexpr int slot_bytes_of_k(Type dtype) {
+constexpr int slot_row_bytes(Type dtype) {
   return dtype == Type::kUInt8 ? kSlotLines * kLineBytes : kRowBytes;
 }
 
@@ -95,7 +95,7 @@ constexpr int slot_bytes_of_k(Type dtype) {
 // pixels from registers, in which they become int8.
 constexpr int kPixelBuffers = 3;
 constexpr int pixel_registers(Type dtype, int rows) {
-  const int slot = rows * slot_bytes_of_k(dtype) / kWarpgroup / 4;
+  const int slot = rows * slot_row_bytes(dtype) / kWarpgroup / 4;
   return dtype == Type::kUInt8 ? kPixelBuffers * slot : 0;
 }
 
@@ -108,10 +108,10 @@ constexpr int kOtherRegisters = 48;
 // setmaxnreg gives a consumer thread at most this many registers.
 constexpr int kMostRegisters = 240;
 
-// Chunks of pixels that a warpgroup multiplies after it has passed the turn. The tensor cores take pixels
+// Chunks of pixels that a warpgroup multiplies after it has handed over. The tensor cores take pixels
 // from registers only as fast as a warp issues products, so while one warpgroup loads its next pixels
 // the tensor cores take the products of the other one.
-constexpr int kChunksAfterTurn = 3;
+constexpr int kChunksAfterHandover = 3;
 
 // What stays in registers for a segment of the schedule. A thread reads the rest again for each tile.
 enum class Kept { kNothing, kTerms, kScaleAndTerms };
@@ -164,7 +164,7 @@ template <Type dtype, int tile_n, int rows, int slots, bool stream_weight>
 struct alignas(1024) Shared {
   static constexpr int kWeightSlots = weight_slots(tile_n, rows, slots, stream_weight);
 
-  uint8_t patches[slots][rows * slot_bytes_of_k(dtype)];
+  uint8_t patches[slots][rows * slot_row_bytes(dtype)];
   float scale[tile_n], offset[tile_n];
   uint64_t filled[slots], freed[slots], weight_freed[kWeightSlots];
   uint64_t other_products_issued[kConsumers], columns_arrived;

@@ -158,5 +158,5 @@ def test_slots_of_pixels_are_freed_behind_the_products_that_read_them(compiled):
             for text in found
             if re.match(r"IGMMA.*gsb0|SYNCS\.ARRIVE", text)
         ]
-        # For each of 8 chunks products, then an arrival; at two places the turn is passed, too.
+        # For each of 8 chunks products, then an arrival; at two places also the handover.
         assert re.fullmatch("(GAA?){8}", "".join(events)) and len(events) == 18, code.name

@@ -320,7 +320,7 @@ HOPPER_BUGS = {
         "what was written|no warp of the block has waited",
     ),
     "no wait for a free slot of the weight": (
-        "ptx::mbarrier_wait(shared_.weight_freed[streamed.slot], streamed.parity ^ 1)",
+        "ptx::mbarrier_wait(shared_.weight_freed[weight.slot], weight.parity ^ 1)",
         "",
         "a TMA load .* overwrites|overwrites what is read",
     ),
@@ -332,8 +332,8 @@ HOPPER_BUGS = {
         "does not expect them|results differ|reads what",
     ),
     "the other warpgroup may multiply too early": (
-        "chunk.k == chunks() - 1) pass_turn",
-        "chunk.k == 0) pass_turn",
+        "chunk.k == chunks() - 1) hand_over",
+        "chunk.k == 0) hand_over",
         "does not expect them|results differ|reads what",
     ),
     "the wrong rows of the table": (
@@ -387,8 +387,8 @@ IMAGE_BUGS = {
         "if (k == last",
         "nothing can go on",
     ),
-    "the turn is passed before the weight has arrived": (
-        "(n == 0 ? 0 : kChunksAfterTurn)",
+    "the handover comes before the weight has arrived": (
+        "(n == 0 ? 0 : kChunksAfterHandover)",
         "(kChunks - 1)",
         "wgmma.* reads what|does not expect them",
     ),
@@ -410,8 +410,8 @@ IMAGE_BUGS = {
         "without a wgmma.fence",
     ),
     "a part of the weight comes two chunks later": (
-        "(k * kSlotK + kRowBytes - 1) / kRowBytes",
-        "(k > 2 ? k - 2 : 0) * kSlotK / kRowBytes",
+        "(k * kSlotRowBytes + kRowBytes - 1) / kRowBytes",
+        "(k > 2 ? k - 2 : 0) * kSlotRowBytes / kRowBytes",
         "wgmma.* reads what|results differ",
     ),
     "the wrong part of the weight": (
@@ -420,8 +420,8 @@ IMAGE_BUGS = {
         "results differ|reads what",
     ),
     "the bytes of a line alone are expected": (
-        "kPatchBytes + (with_weight",
-        "kPatchBytes / 2 + (with_weight",
+        "kPatchesBytes + (with_weight",
+        "kPatchesBytes / 2 + (with_weight",
         "bytes|does not expect",
     ),
 }
