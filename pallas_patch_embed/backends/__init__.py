@@ -11,11 +11,7 @@ import jax
 from pallas_patch_embed.backends import cuda, stored, triton, xla
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.plan import Backend, Plan, Refusal
-from pallas_patch_embed.backends.preferences import (
-    kernel_first,
-    patchify_first,
-    preferred_alternative,
-)
+from pallas_patch_embed.backends.preferences import preferred_alternative, preferred_cut
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import PatchLayout, Problem
 
@@ -121,9 +117,10 @@ def plan_with(
         only_xla = problem.layout.frames is not None or problem.layout.prefix > 0
         if problem.cut == "kernel" and only_xla:
             return Refusal("no kernel cuts videos itself, or puts rows in front of the patches.")
-        if only_xla or (not asked and not problem.cut and patchify_first(name, problem, target)):
+        faster = None if problem.cut else preferred_cut(name, problem, target)
+        if only_xla or (faster == "xla" and not asked):
             problem = problem.of_patches
-        elif problem.cut is None and kernel_first(name, problem, target):
+        elif faster == "kernel":
             cut = dataclasses.replace(problem, cut="kernel")
             answer = plan_with(name, cut, target, asked=asked, tuned=tuned)
             if isinstance(answer, Plan):

@@ -68,25 +68,21 @@ def preferred_alternative(backend: str, problem: Problem) -> tuple[str, str] | N
     return None
 
 
-def patchify_first(backend: str, problem: Problem, target: Target) -> bool:
-    """Whether a backend that can cut images itself is faster behind XLA's patchify.
+def preferred_cut(backend: str, problem: Problem, target: Target) -> str | None:
+    """Who cuts uint8 images into patches if the user does not say: "xla", "kernel" or None.
 
-    triton with float8 on an H200: cutting the images itself takes 7 to 29% longer in a burst (1 to
-    4736 images, N of 768 and 1000).
+    None is no preference: the backend's plan says whether its kernel does it.
     """
-    hopper = target.chip is not None and target.chip.capability == H200.capability
-    return backend == "triton" and hopper and problem.dtype == "float8_e4m3fn"
-
-
-def kernel_first(backend: str, problem: Problem, target: Target) -> bool:
-    """Whether a backend cuts uint8 images itself without being asked, if it can.
-
-    cuda with int8 on an H200 is 1.07 to 1.9 times as fast as behind XLA's patchify (B/16, L/16 and
-    So400m/16 at 224 to 512 pixels, 1 to 512 images; 4736 images of B/16). Where the grid's width is
-    odd, images are loaded in shorter rows: 1.2 to 1.3 times (B/16 at 240 and 336 pixels).
-    """
-    # A program for chips that are not known must run on all that the backend serves.
-    chip = target.chip if target.known else None
-    if chip is None or chip.capability != H200.capability or backend != "cuda":
-        return False
-    return problem.layout is not None and problem.images is not None and problem.dtype == "int8"
+    if target.chip is None or target.chip.capability != H200.capability:
+        return None
+    # On an H200 images take 7 to 29% longer in a burst if the kernel cuts them (1 to 4736 images, N
+    # of 768 and 1000).
+    if backend == "triton" and problem.dtype == "float8_e4m3fn":
+        return "xla"
+    # On an H200 the kernel is 1.07 to 1.9 times as fast as behind XLA's patchify (B/16, L/16 and
+    # So400m/16 at 224 to 512 pixels, 1 to 512 images; 4736 images of B/16). Where the grid's width
+    # is odd, images are loaded in shorter rows: 1.2 to 1.3 times (B/16 at 240 and 336 pixels). A
+    # program for chips that are not known must run on all that the backend serves: XLA cuts there.
+    if backend == "cuda" and problem.dtype == "int8" and problem.images and target.known:
+        return "kernel"
+    return None
