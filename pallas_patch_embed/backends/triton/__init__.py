@@ -21,7 +21,7 @@ from jax import lax
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
-from pallas_patch_embed.chips import A100, Chip, Target
+from pallas_patch_embed.chips import A100, B200, Chip, Target
 from pallas_patch_embed.problem import Problem
 
 EVIDENCE = (
@@ -149,16 +149,22 @@ def fitting_configs(problem: Problem, chip: Chip, vector: int | None = None) -> 
     """The configs whose registers suffice for a problem; arguments as for `choose_config`."""
     from_images = vector is not None
     available = vector or MAX_VECTOR
-    # These take registers as well: float8 pixels that are widened, float32 results of pixels, and
-    # int8 sums without wgmma where bytes of pixels need addresses of their own.
-    crowded = widens(problem.dtype, chip) or problem.out_dtype == "float32"
-    crowded |= problem.dtype == "int8" and chip.capability[0] != 9 and available < ADDRESS_GROUP
+    major, dtype = chip.capability[0], problem.dtype
+    # Bytes of pixels need addresses of their own.
+    scattered = available < ADDRESS_GROUP
+    # These take registers as well: float8 pixels that are widened, float32 results of pixels, int8
+    # sums without wgmma, and int8 pixels behind tcgen05.
+    crowded = widens(dtype, chip) or problem.out_dtype == "float32"
+    crowded |= scattered and dtype == ("float8_e4m3fn" if major == 9 else "int8")
+    crowded |= dtype == "int8" and chip.capability == B200.capability
     if problem.N % ADDRESS_GROUP or (from_images and crowded):
         available = 1
     return [
         config
         for config in configs(chip)
-        if config.min_vector <= available and (config.encodes_pixels or not from_images)
+        if config.min_vector <= available
+        and (config.encodes_pixels or not from_images)
+        and not (scattered and major == 10 and dtype == "bfloat16" and config == HOPPER[2])
     ]
 
 
