@@ -77,7 +77,7 @@ SOURCES = pytest.mark.parametrize("source", command.SOURCES)
 
 @everything
 @pytest.mark.usefixtures("triton_package")
-@pytest.mark.parametrize("chip", [A100, RTX_4090, H200, B200], ids=lambda chip: chip.name)
+@pytest.mark.parametrize("chip", [A100, RTX_4090, H200, B200, B300], ids=lambda chip: chip.name)
 @DTYPES
 @SOURCES
 def test_every_candidate_of_the_Triton_kernel_compiles(chip, dtype, source, tmp_path):
