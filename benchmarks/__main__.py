@@ -21,11 +21,12 @@ from typing import Any
 import jax
 
 from benchmarks import accuracy, contenders, devices, encoder, plots, results
+from benchmarks.ceilings import Ceiling, memory_ceilings, product_ceiling
 from benchmarks.contenders import SOURCES, Case, Entry
 from benchmarks.results import REGIMES, Result
 from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, named_shape
 from pallas_patch_embed.tune import timing
-from pallas_patch_embed.tune.timing import Ceiling, Contender, Timing
+from pallas_patch_embed.tune.timing import Contender, Timing
 
 PARTS = ("operator", "encoder", "accuracy", "devices")
 
@@ -46,8 +47,8 @@ ENCODER_IMAGES = {"B/16 224": 512, "So400m/14 384": 64}
 
 def ceilings(dtypes: list[str], gigabytes: float, size: int) -> dict[str, float]:
     """Bytes a second by kind of access, and operations a second by dtype, in bursts."""
-    limits: dict[str, Ceiling] = timing.memory_ceilings(gigabytes)
-    limits |= {dtype: contenders.product_ceiling(dtype, size) for dtype in dtypes}
+    limits: dict[str, Ceiling] = memory_ceilings(gigabytes)
+    limits |= {dtype: product_ceiling(dtype, size) for dtype in dtypes}
     compared = {name: limit.contender for name, limit in limits.items()}
     timing.compile_all(compared.values())
     found = timing.burst(compared, rounds=3, rest=0.2)

@@ -25,7 +25,7 @@ from pallas_patch_embed.demo import draw_weights, photographs
 from pallas_patch_embed.params import PatchEmbedParams
 from pallas_patch_embed.problem import NamedShape, Shaped, padded
 from pallas_patch_embed.tune import timing
-from pallas_patch_embed.tune.timing import Ceiling, Contender
+from pallas_patch_embed.tune.timing import Contender
 
 SOURCES = ("patches", "images")
 
@@ -151,21 +151,6 @@ def product(patches: jax.Array, weight: jax.Array, *, axis: int) -> jax.Array:
     return lax.dot_general(
         patches, weight, dimensions, precision=precision, preferred_element_type=out
     )
-
-
-def product_ceiling(dtype: str, size: int) -> Ceiling:
-    """A product of two square matrices, to measure the rate of the matrix units."""
-
-    @jax.jit
-    def numbers(key):
-        bits = jax.random.bits(key, (1, size, size), jnp.uint8)
-        if dtype == "int8":
-            return lax.bitcast_convert_type(bits, jnp.int8)
-        return (bits.astype(jnp.float32) / 128 - 1).astype(dtype)
-
-    a, b = map(numbers, jax.random.split(jax.random.key(0)))
-    dot = jax.jit(functools.partial(product, axis=1))
-    return Ceiling(Contender(dot, (a, b[0])), operations=2 * size**3)
 
 
 def product_and_positions(patches, weight, scale, table):

@@ -24,7 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_patch_embed import versions
@@ -274,31 +273,6 @@ def latency[Name](contenders: dict[Name, Contender], *, rounds: int = 200) -> di
             jax.block_until_ready(contender())
             times[name].append(1e3 * (time.perf_counter() - start))
     return {name: Timing.of(found) for name, found in times.items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class Ceiling:
-    """A contender that measures a limit of the device, and the bytes or operations of its call."""
-
-    contender: Contender
-    bytes: int = 0
-    operations: int = 0
-
-
-def memory_ceilings(gigabytes: float = 1.0) -> dict[str, Ceiling]:
-    """Ceilings of the memory, for words of 4 bytes.
-
-    "copy" writes as many bytes as it reads. "widen" writes two bytes for each that it reads, like
-    the operator with dtypes of one byte if K = N.
-    """
-    n = int(gigabytes * 1e9) // 4
-    words = jax.random.bits(jax.random.key(0), (n,), jnp.uint32)
-    copy = jax.jit(lambda x: x ^ jnp.uint32(1))
-    widen = jax.jit(lambda x: x[:, None] ^ jnp.arange(1, 3, dtype=jnp.uint32))
-    return {
-        "copy": Ceiling(Contender(copy, (words,)), bytes=2 * words.nbytes),
-        "widen": Ceiling(Contender(widen, (words,)), bytes=3 * words.nbytes),
-    }
 
 
 def environment() -> str:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from clock import Clock
 
+from benchmarks import ceilings
 from pallas_patch_embed.tune import timing
 from pallas_patch_embed.tune.timing import Contender, Sample, Samples, Timing
 
@@ -158,5 +159,5 @@ def test_calls_cycle_through_all_operands():
 
 
 def test_the_ceilings_move_the_stated_bytes():
-    for name, ceiling in timing.memory_ceilings(1e-6).items():
+    for name, ceiling in ceilings.memory_ceilings(1e-6).items():
         assert ceiling.bytes == 1000 + ceiling.contender().nbytes, name
