@@ -44,7 +44,8 @@ def problem(params=PARAMS):
 
 
 def test_backends_are_named_in_the_order_in_which_they_are_tried():
-    assert ppe.backend_names() == ("mosaic_sm100", "mosaic_sm90", "cuda", "triton", "xla")
+    tried = tuple(row.backend for row in explain(problem(), Target("cpu")))
+    assert ppe.backend_names() == tried and tried[-1] == "xla"
 
 
 def test_a_faster_backend_is_preferred_to_one_that_also_serves():
