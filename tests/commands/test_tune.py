@@ -29,7 +29,8 @@ from pallas_patch_embed.backends.plan import Plan, Refusal
 from pallas_patch_embed.backends.stored import Result
 from pallas_patch_embed.child import Child, ChildEndedError
 from pallas_patch_embed.chips import A100, B200, H200, Target
-from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
+from pallas_patch_embed.patches import Encoding, rows
+from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, named_shape
 from pallas_patch_embed.tune import command, search, timing
 from pallas_patch_embed.tune.search import Machine, Task
 from pallas_patch_embed.tune.timing import Contender, Timing
@@ -364,13 +365,15 @@ def device(monkeypatch):
     monkeypatch.setattr(timing, "on_gpu", lambda: False)
 
     def plan(problem, target, *, config=None):
-        def run(*operands):
+        def run(source, *operands):
             if config.fault == "does not compile":
                 raise RuntimeError("the compiler says no\nand more")
-            y = xla.run(*operands, out_dtype=problem.out_dtype)
+            if problem.images is not None:
+                source = rows(source, problem.layout, Encoding(problem.dtype))
+            y = xla.run(source, *operands, out_dtype=problem.out_dtype)
             return y.at[0, 3, 5].multiply(-2) if config.fault == "wrong" else y
 
-        return Plan(run, str(config))
+        return Plan(run, str(config), takes_images=problem.images is not None)
 
     class Timed(Contender):
         """A contender whose call takes what its config says."""
@@ -401,10 +404,10 @@ def device(monkeypatch):
 TASK = Task("stand-in", SMALL)
 
 
-def found(device, *configs, refused=()):
+def found(device, *configs, refused=(), task=TASK):
     """What a search yields: the names that were tried, and the result."""
     device.configs = list(configs)
-    *tried, last = search.search(TASK, HOPPER, dict(refused))
+    *tried, last = search.search(task, HOPPER, dict(refused))
     return tried, last
 
 
@@ -458,6 +461,15 @@ def test_a_kernel_that_is_wrong_is_refused_and_not_timed(device):
     _, last = found(device, right, wrong)
     assert last.config is None and set(last.times) == {str(right)}
     assert last.refused == {str(wrong): f"{search.RUNS} elements of its results are wrong"}
+
+
+def test_kernels_that_cut_images_are_checked_and_timed(device):
+    shape = NamedShape("small", 4, 16, 64)
+    of_images = command.problem_of(shape, 2, "int8", "images")
+    faster, wrong = Config(0.02), Config(0.01, "wrong")
+    _, last = found(device, Config(0.03), faster, wrong, task=Task("stand-in", of_images))
+    assert last.config == dataclasses.asdict(faster) and last.refused.keys() == {str(wrong)}
+    assert (last.problem["images"], last.problem["cut"]) == ([16, 16, 3], "kernel")
 
 
 def test_a_kernel_that_does_not_compile_is_refused(device):
