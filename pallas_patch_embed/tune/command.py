@@ -112,7 +112,7 @@ def list_tasks(
     for shape, count, dtype, source, backend in every:
         if source == "images" and not has_images(shape):
             continue
-        what = f"{backend}, {dtype}, {shape.name}, {source} of {count}"
+        what = f"{backend}, {dtype}, {shape.name}, {count} images {SOURCES[source]}"
         yield what, Task(backend, problem_of(shape, count, dtype, source))
 
 

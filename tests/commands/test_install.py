@@ -115,7 +115,7 @@ def test_check_and_tune_run_from_a_wheel(call, tmp_path):
     only = "xla: B/32 256, 1 images"
     assert f"right     {only}" in run("check", "--backend", "xla", "--only", only, "--runs", "1")
     tuned = run("tune", "--backends", "cuda", "xla", "--out", "tuned.json")
-    assert "xla, int8, B/32 256, patches of 1: it has no configs." in tuned
+    assert "xla, int8, B/32 256, 1 images given as patches: it has no configs." in tuned
     assert output("-c", SOURCES).split("\n", 2) == [
         str(packages / "pallas_patch_embed" / "ffi"),
         str(cuda_build.source_hash()),
