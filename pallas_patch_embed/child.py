@@ -19,7 +19,7 @@ DONE = "done"
 # Seconds in which a process ends that has closed its connection, and in which a killed one ends.
 CLOSING, ENDING = 1.0, 60.0
 
-# Linux's prctl: the signal that a process gets when its parent ends.
+# Linux's prctl: the signal that a process gets when the thread that started it ends.
 PR_SET_PDEATHSIG = 1
 
 type Send = Callable[[Any], None]
