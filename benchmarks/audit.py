@@ -293,7 +293,7 @@ def resident_kernel(
     chunks, columns = tiles.chunks(problem), launch["tensor_memory_columns"]
     streamed = (chunks - launch["staying_chunks"]) * config.tile_n * ROW_BYTES
     patch_bytes = config.tile_m * chunks * ROW_BYTES
-    # Of images, a row is a line of one or two patches, as many bytes as its box has channels.
+    # A row of images is a line of one or two patches; its box has as many channels as it has bytes.
     row_bytes = ROW_BYTES if problem.cut is None else launch["patches"]["box"][0]
     if columns:
         multiply = executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)

@@ -195,7 +195,7 @@ class Result:
     Attributes:
       encoder, form, place: the checkpoint, the form of the pictures, and one of `PLACES`.
       devices: number of GPUs; 0 on CPUs.
-      pictures: of the run.
+      pictures: pictures of the run.
       seconds: the whole run, with start and compilation.
       rate: pictures a second between the first and the last whole shard; of the whole run if it has
         fewer than two.

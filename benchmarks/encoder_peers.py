@@ -1,4 +1,4 @@
-"""Whole encoders beside what people run: Hugging Face's with torch.compile, and one in flax.
+"""Whole encoders compared with Hugging Face's under torch.compile, and with one in flax.
 
   python -m benchmarks.encoder_peers --minutes 8 --out bench
 
@@ -532,7 +532,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--turns", type=int, default=3, help="turns of each contender")
     parser.add_argument("--rest", type=float, default=0.5, help="idle seconds before a burst")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a sustained turn")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a sustained turn")
     parser.add_argument("--out", type=Path, help="folder for encoder_peers.jsonl")
     return parser.parse_args()
 

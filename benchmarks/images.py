@@ -171,7 +171,7 @@ class Programs:
 
     Attributes:
       case: shape and number of images; its dtype means nothing.
-      draw: from a key to random images.
+      draw: function from a key to random images.
       ways: way -> its program.
       poisoned: way with a `same` -> its program and that of `same`, into a donated output.
       differences: `differences` of two outputs.
@@ -189,7 +189,7 @@ class Programs:
 
 
 def tasks(own: Programs, every: list[Way], weights: Weights) -> Iterator[Callable[[], None]]:
-    """What there is to compile for a case; the ways first, which take longest."""
+    """The programs to compile for a case; the ways first, which take longest."""
     case = own.case
     images = images_of(case.shape, case.images)
     y = jax.ShapeDtypeStruct((case.images, case.shape.S, case.shape.N), jnp.bfloat16)
@@ -438,7 +438,7 @@ def arguments() -> argparse.Namespace:
         help="idle seconds before a turn; a tenth of it where less is measured",
     )
     parser.add_argument(
-        "--seconds", type=at_least(0.01, float), default=1.5, help="of a sustained turn"
+        "--seconds", type=at_least(0.01, float), default=1.5, help="duration of a sustained turn"
     )
     parser.add_argument("--out", type=Path, help="folder for images.jsonl")
     return parser.parse_args()

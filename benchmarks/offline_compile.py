@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--out-dtype", default="bfloat16")
     parser.add_argument("--table", choices=["shared", "per image", "none"], default="shared")
     parser.add_argument("--candidates", action="store_true", help="every config of the search")
-    parser.add_argument("--most", type=int, help="the first so many of them")
+    parser.add_argument("--most", type=int, help="compile only this many of them")
     parser.add_argument("--sass", type=Path, help="where to write the machine code")
     chosen = parser.parse_args()
     found, code = {}, []

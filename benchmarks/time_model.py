@@ -118,7 +118,7 @@ def terms(
 
 
 def records(folder: Path = RECORDS) -> list[dict[str, Any]]:
-    """All recorded bursts of the kernels of Pallas and CUDA on an H200."""
+    """All recorded bursts of the Pallas and the CUDA kernels on an H200."""
     every = [r for name in FILES for r in results.read(folder / f"{name}.jsonl")]
     names = ("mosaic_sm90", "cuda", "patchify + cuda", CUT)
     found = [

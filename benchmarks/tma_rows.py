@@ -4,13 +4,13 @@
 
 A kernel that cuts uint8 images while it loads them takes shorter rows than one that reads patches.
 This measures what a row costs: in cycles of a multiprocessor, for one and for all of them, with
-images that stay in the L2 cache and with more than fit. Where a cluster of thread blocks shares the
-loads (multicast), a row counts for every block that receives it.
+images that fit in the L2 cache and with more than fit there. Where a cluster of thread blocks
+shares the loads (multicast), a row counts for every block that receives it.
 
-A load brings one line of 64 patches of 16 pixels, or of those beside them, too, where its rows are
-longer. `im2col 16` to `im2col 336` are rows of so many bytes: a third of a patch's line, the lines
-of one, two and four patches, a third and a half of an image's line. `lines` are whole lines of
-images as tiles. `tiled 128` is a chunk of K of 64 patches, as the kernels from patches load it.
+A load brings one line of 64 patches of 16 pixels; longer rows also bring pixels of their
+neighbours. `im2col 16` to `im2col 336` are rows of 16 to 336 bytes: a third of a patch's line, the
+lines of one, two and four patches, a third and a half of an image's line. `lines` are whole lines
+of images as tiles. `tiled 128` is a chunk of K of 64 patches, as kernels load it from patches.
 
 Before anything is timed, every byte that each load brings is compared with the image.
 """
@@ -54,13 +54,13 @@ class Rows:
     Attributes:
       name: what tables call it.
       mode: kIm2col, kMatrix or kLines of tma_rows.cu.
-      row_bytes, box_rows: of one load.
+      row_bytes, box_rows: bytes of a row, and rows, of one load.
       span: bytes from one row of the tensor to the next.
       parts, step: pieces in which a row of the tensor is loaded, and elements from one to the next.
-      lines: of a tile.
-      tile_bytes: by which a tile advances along the rows.
-      side: of an image in pixels.
-      swizzle: in bytes.
+      lines: lines of a tile.
+      tile_bytes: bytes by which a tile advances along the rows.
+      side: side of an image in pixels.
+      swizzle: width of the swizzle in bytes.
       element: type of the tensor's elements, and its size in bytes.
     """
 
@@ -89,7 +89,7 @@ class Rows:
 
     @property
     def loads(self) -> int:
-        """Of a tile."""
+        """Loads of a tile."""
         return self.lines * self.parts
 
     @property
@@ -100,7 +100,7 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        """Of a load."""
+        """Bytes of a load."""
         return self.row_bytes * self.box_rows
 
     @property
@@ -110,23 +110,23 @@ class Rows:
 
     @property
     def slots(self) -> int:
-        """Of the ring."""
+        """Slots of the ring."""
         return min(MOST_SLOTS, RING_BYTES // (LOADS * self.stride))
 
     def images(self, of_224: int) -> int:
-        """How many images have the bytes of so many images of 224 pixels."""
+        """How many images have as many bytes as `of_224` images of 224 pixels."""
         return of_224 * SIDE**2 // self.side**2
 
     def tiles(self, images: int) -> int:
-        """Tiles of so many images; the last one may lack patches."""
+        """Tiles of `images` images; the last one may lack patches."""
         return -(-images * (self.side // PATCH) ** 2 // TILE)
 
     def phases(self, images: int) -> int:
-        """Phases of whole tiles of so many images."""
+        """Phases of the whole tiles of `images` images."""
         return self.tiles(images) * self.loads // LOADS
 
     def plan(self, images: int) -> dict:
-        """The tensor map of so many images, as `cuda.launch` describes one."""
+        """The tensor map of `images` images, as `cuda.launch` describes one."""
         line, rows = 3 * self.side, images * self.side // PATCH
         kind, size = self.element
         common = dict(type=kind, swizzle=self.swizzle)
@@ -172,7 +172,7 @@ class Rows:
 
 
 def im2col(row_bytes: int, box_rows: int, **more) -> Rows:
-    """Rows of so many bytes in im2col mode."""
+    """Rows of `row_bytes` bytes in im2col mode."""
     more = dict(name=f"im2col {row_bytes}", span=row_bytes) | more
     return Rows(mode="kIm2col", row_bytes=row_bytes, box_rows=box_rows, **more)
 
@@ -239,7 +239,7 @@ class Gpu:
 
     @contextlib.contextmanager
     def memory(self, size: int) -> Iterator[int]:
-        """The address of so many bytes, until the context ends."""
+        """The address of `size` bytes, until the context ends."""
         address = ctypes.c_uint64()
         self.driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
         try:
@@ -331,7 +331,7 @@ def main() -> None:
     """Checks, measures, and prints a line of JSON for each way and number of images."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, nargs="+", default=[65, 4736])
-    parser.add_argument("--phases", type=int, default=2000, help="of four loads, a block")
+    parser.add_argument("--phases", type=int, default=2000, help="of a block, four loads each")
     parser.add_argument("--json", type=Path, help="file for the lines, too")
     chosen = parser.parse_args()
     gpu, lines = Gpu(), []

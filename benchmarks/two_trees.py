@@ -53,7 +53,7 @@ class Row:
       what: "patches"; "images", which a backend may cut itself; "patchify" for images that XLA
         cuts; "encoder" for a whole encoder from images.
       backend: its name.
-      dtype: of patches and weight.
+      dtype: dtype of patches and weight.
       shape, images, pixels: the problem, as in `contenders.Case`.
     """
 
@@ -379,7 +379,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each version")
     parser.add_argument("--rest", type=float, default=0.3, help="idle seconds before a burst")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a sustained turn")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of a sustained turn")
     parser.add_argument("--out", type=Path, help="folder for two_trees.jsonl")
     chosen = parser.parse_args()
     for tree in (chosen.before, chosen.after):

@@ -36,11 +36,11 @@ class ChildEndedError(Exception):
 
 
 class UnkillableError(OSError):
-    """A killed process goes on."""
+    """The process still runs after it was killed."""
 
 
 def poll(connection: Connection, seconds: float, last: Any) -> bool:
-    """Whether the child says something, or ends, within so many seconds."""
+    """Whether the child says something, or ends, within `seconds`."""
     del last
     return connection.poll(seconds)
 

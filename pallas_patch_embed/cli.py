@@ -105,7 +105,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--out", type=Path, default=Path("demo.png"), help="the picture (default: demo.png)"
     )
     demo_parser.add_argument(
-        "--seed", type=int, default=0, help="of the weights that are drawn (default: 0)"
+        "--seed", type=int, default=0, help="seed of the weights that are drawn (default: 0)"
     )
     demo_parser.set_defaults(main=_run_demo)
     embed_parser = commands.add_parser(
@@ -159,13 +159,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--embedding-dtype",
         choices=("float32", "float16"),
         default="float32",
-        help="of what is written (default: float32)",
+        help="dtype of the embeddings that are written (default: float32)",
     )
     embed_parser.add_argument(
-        "--image-column", metavar="NAME", help="of parquet files (default: the only one of bytes)"
+        "--image-column",
+        metavar="NAME",
+        help="column of parquet files with the pictures (default: the only one of bytes)",
     )
     embed_parser.add_argument(
-        "--id-column", metavar="NAME", help="of parquet files (default: id, otherwise path#row)"
+        "--id-column",
+        metavar="NAME",
+        help="column of parquet files with the ids (default: id, otherwise path#row)",
     )
     embed_parser.add_argument(
         "--size",
@@ -189,7 +193,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         f"the memory (default: one a CPU, up to {embed.MOST_WORKERS})",
     )
     embed_parser.add_argument(
-        "--patch-dtype", choices=DTYPES, default="bfloat16", help="of the patch embedding"
+        "--patch-dtype", choices=DTYPES, default="bfloat16", help="dtype of the patch embedding"
     )
     embed_parser.add_argument(
         "--normalize", action="store_true", help="divide every embedding by its Euclidean norm"

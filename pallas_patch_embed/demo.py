@@ -1,4 +1,4 @@
-"""The demo: three photographs through B/16 in every dtype, beside a float32 jnp.dot."""
+"""The demo: three photographs through B/16 in every dtype, compared with a float32 jnp.dot."""
 
 import dataclasses
 import itertools
@@ -28,12 +28,12 @@ class Result:
     """One dtype against the float32 reference.
 
     Attributes:
-      dtype: of patches and weight.
+      dtype: dtype of patches and weight.
       backend: that computed it.
       max_abs_error: largest absolute difference of an element.
       relative_error: Frobenius norm of the difference over that of the reference.
       mean_cosine: cosine of embedding and reference embedding, mean over all patches.
-      weight_bytes: of the packed parameters.
+      weight_bytes: bytes of the packed parameters.
       milliseconds: median of one call, images to embeddings.
       embeddings: [B, S, N] float32.
     """
@@ -191,7 +191,7 @@ def nearest(
     Args:
       embeddings: [M, N].
       queries: [Q] integer, indices of embeddings.
-      count: of neighbours of each.
+      count: number of neighbours of each.
 
     Returns:
       Their indices [Q, count] and cosines [Q, count], the nearest first.

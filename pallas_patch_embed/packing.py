@@ -87,12 +87,12 @@ def pack(
       position_embedding: [S, N], [1, S, N], [h, w, N], or None for no positions. With a prefix of R
         rows also [R + S, N] or [1, R + S, N], of which the first R are added to the prefix.
       patch_size: p, the side of a patch in pixels.
-      layout: of the kernel. "HWIO" [p, p, 3, N] (flax), "OIHW" [N, 3, p, p] (PyTorch), "KN" [K, N]
-        or "NK" [N, K], where K = 3 * p * p is flattened height, width, channel; "OITHW"
-        [N, 3, T, p, p] for patches of T frames, whose K is flattened channel, frame, height, width.
+      layout: order of the kernel's axes. "HWIO" [p, p, 3, N] (flax), "OIHW" [N, 3, p, p]
+        (PyTorch), "KN" [K, N] or "NK" [N, K], where K = 3 * p * p is flattened height, width,
+        channel; "OITHW" [N, 3, T, p, p] for patches of T frames, whose K is flattened channel, frame, height, width.
       grid: (h, w) with h * w = S; by default the sides of [h, w, N], otherwise a square. With
         frames (t, h, w), or (h, w) for t = 1.
-      dtype: of patches and weight: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      dtype: dtype of patches and weight: "int8", "float8_e4m3fn", "bfloat16" or "float32".
       image_mean, image_std: for red, green and blue, what the model's preprocessing subtracts from
         a pixel in [0, 1] and then divides by; by default 0.5 and 0.5, as SigLIP does. They become
         part of weight and offset, so uint8 images stay exact and cost nothing. Floating-point

@@ -29,8 +29,8 @@ class Encoding(NamedTuple):
     """What pixels are and what they become. Static.
 
     Attributes:
-      dtype: of patches.
-      image_mean, image_std: by which floating-point pixels are normalised, of red, green and blue;
+      dtype: dtype of the patches.
+      image_mean, image_std: normalise floating-point pixels, for each of red, green and blue;
         None where they are in [-1, 1].
       colours_last: whether the colour is the last axis of a patch, or its first one.
     """

@@ -6,6 +6,6 @@ import pytest
 def keep(cases, kept, reason):
     """Cases for `parametrize`; those for which kept(case) is false are slow, for this reason."""
     slow = pytest.mark.slow(reason)
-    # A tuple has the values of several arguments.
+    # A tuple is a case with several arguments.
     values = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
     return [pytest.param(*v, marks=() if kept(case) else slow) for case, v in values]

@@ -124,7 +124,7 @@ def test_the_api_page_has_every_public_name_once():
     assert sorted(documented) == sorted(public)
 
 
-# The checks above on pages with faults.
+# Faults in pages that the checks above must find.
 
 
 @pytest.mark.parametrize(

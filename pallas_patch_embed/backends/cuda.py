@@ -59,10 +59,10 @@ class CudaConfig:
     """A kernel of the library; `Config` in ffi/kernel.h.
 
     Attributes:
-      name: of the kernel; it spells all other fields except `built` and `tuning`.
+      name: name of the kernel; it spells all other fields except `built` and `tuning`.
       capability: 90 or 100.
-      dtype: of patches and weight, as in SPELLED; IMAGES for images, with a weight of int8.
-      out_dtype: of the result, as in SPELLED.
+      dtype: dtype of patches and weight, as in SPELLED; IMAGES for images, with a weight of int8.
+      out_dtype: dtype of the result, as in SPELLED.
       has_table: whether it adds rows of a table instead of one row of offsets.
       tile_m: rows of a tile.
       tile_n: columns of N of a worker.

@@ -91,7 +91,7 @@ class Stored:
     Attributes:
       path: where it is.
       head: format, package (its version), chip, driver and versions.
-      results: by their keys.
+      results: the results by their keys.
     """
 
     path: Path

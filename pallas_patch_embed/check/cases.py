@@ -59,8 +59,8 @@ class Case:
     Attributes:
       backend: its name.
       shape: a model's shape.
-      dtype: of patches and weight.
-      out_dtype: of the result.
+      dtype: dtype of patches and weight.
+      out_dtype: dtype of the result.
       B: number of images.
       table: one of `TABLES`.
       source: one of `SOURCES`.
@@ -165,7 +165,7 @@ def cases_of(
       serves: whether it serves a case.
       shapes, dtypes, batches, launches: the values that occur.
       devices: number of devices.
-      many: a number of images; further cases have so many of them. None if 0.
+      many: number of images of further cases. 0 for no such cases.
     """
     parameters = {
         "shape": shapes,

@@ -82,7 +82,7 @@ def add_parser(commands: Any) -> None:
         metavar="S",
         help=f"a launch that takes longer hangs, and is ended (default: {TIMEOUT:g})",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the operands (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the operands (default: 0)")
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write what was found to this .json file"
     )
@@ -105,7 +105,7 @@ class Record:
     """What is known of a case.
 
     Attributes:
-      case: in words, the backend's name first.
+      case: description of the case, the backend's name first.
       outcome: see `process.Ended`; "not begun" before.
       reason: why it did not end.
       counts: what its launches gave together.

@@ -1,4 +1,4 @@
-"""Every element of a kernel's results, beside a reference in float64 that no kernel computes."""
+"""Every element of a kernel's results, compared with a float64 reference without kernels."""
 
 import functools
 import itertools
@@ -80,7 +80,7 @@ def wrong_elements(
         first operand is images.
       problem: shapes and dtypes.
       runs: number of launches.
-      seed: of the operands that are drawn.
+      seed: seed of the operands that are drawn.
       device: where it runs; None for JAX's default device.
 
     Returns:
@@ -206,7 +206,7 @@ def draw(key: jax.Array, problem: Problem) -> memory.Operands:
     # The standard deviation of the product.
     magnitude = (74 * 74 if problem.dtype == "int8" else 37) * problem.K**0.5
     table = magnitude * jax.random.normal(keys[3], problem.table)
-    # A scale [..., N] beside a table [..., S, N].
+    # The table may be [..., S, N] where the scale is [..., N].
     along = scale if scale.ndim == 1 else jnp.expand_dims(scale, -2)
     if jnp.broadcast_shapes(along.shape, table.shape) == table.shape:
         table = along * table

@@ -42,7 +42,7 @@ class Options:
       only: words that the name of a case contains.
       runs: launches of each case; None for as many as the machine is good for.
       seconds: how long each case is launched again and again, instead of `runs`.
-      seed: of the operands.
+      seed: seed of the operands.
     """
 
     backends: tuple[str, ...] = tuple(BACKENDS)

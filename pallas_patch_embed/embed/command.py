@@ -65,8 +65,8 @@ def run(
       batch: images that one device computes at a time.
       patch_dtype: as `load_encoder` takes it.
       normalize: whether every embedding is divided by its Euclidean norm.
-      embedding_dtype: of what is written, "float32" or "float16".
-      image_column, id_column: of parquet files; see `sources.Parquet`.
+      embedding_dtype: dtype of the embeddings that are written, "float32" or "float16".
+      image_column, id_column: columns of parquet files; see `sources.Parquet`.
       overwrite: whether what is in the folder is removed first.
       retry_errors: whether pictures that an earlier run could not embed are tried again.
       workers: threads that decode pictures; None for `default_workers()`.

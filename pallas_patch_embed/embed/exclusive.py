@@ -33,7 +33,7 @@ class Lock:
     """A lock of the operating system, which ends with the process.
 
     Args:
-      path: of a file that stays there.
+      path: path of a file that stays there.
       url: of the folder, for messages.
 
     Raises:
@@ -63,7 +63,7 @@ class Lock:
         self._stack.close()
 
     def check(self) -> None:
-        """A lock cannot be lost."""
+        """Does nothing, because a lock cannot be lost."""
 
 
 class Lease:
@@ -74,8 +74,8 @@ class Lease:
     finds the other's name there stops.
 
     Args:
-      fs: of fsspec.
-      path: of the file.
+      fs: file system of fsspec.
+      path: path of the file.
       url: of the folder, for messages.
 
     Raises:

@@ -39,8 +39,8 @@ class Folder:
     that the run renews.
 
     Args:
-      url: of the folder, or its path.
-      settings: of the run.
+      url: URL or path of the folder.
+      settings: settings of the run.
       width: D.
       overwrite: whether what an earlier run wrote is removed first.
       retry: whether pictures of the error shards are tried again.

@@ -190,7 +190,7 @@ def run(
     """Embeds the pictures of all units on a cluster.
 
     Args:
-      units: of pictures. Every node has to reach them, and the checkpoint, by the same paths.
+      units: units of pictures. Every node has to reach them, and the checkpoint, by the same paths.
       checkpoint: as `Embedder` takes it.
       encoder_options: further arguments of `Embedder`.
       output_for: (preprocessing, width) -> the output.

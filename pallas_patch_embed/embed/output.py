@@ -50,9 +50,9 @@ class Settings:
     Attributes:
       checkpoint_sha256: of the checkpoint's files.
       preprocessing: size and resampling of pictures, in words.
-      patch_dtype: of the patch embedding.
+      patch_dtype: dtype of the patch embedding.
       normalize: whether embeddings are divided by their norm.
-      embedding_dtype: of what is written, "float32" or "float16".
+      embedding_dtype: dtype of the embeddings that are written, "float32" or "float16".
     """
 
     checkpoint_sha256: str

@@ -48,7 +48,7 @@ class Budget:
 
     @contextlib.contextmanager
     def hold(self, pixels: int) -> Iterator[None]:
-        """Waits until there is room for so many pixels, and occupies it during the block."""
+        """Waits until there is room for `pixels` pixels, and occupies it during the block."""
         with self._changed:
             self._changed.wait_for(lambda: not self.held or self.held + pixels <= self.limit)
             self.held += pixels

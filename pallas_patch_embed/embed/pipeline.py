@@ -31,7 +31,7 @@ def run(
     """Embeds the pictures of all units that earlier runs have not embedded.
 
     Args:
-      units: of pictures.
+      units: units of pictures.
       embedder: maps images to embeddings.
       output: takes embeddings, and the reasons why there are none.
       progress: is told of every picture.

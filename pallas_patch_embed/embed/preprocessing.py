@@ -60,7 +60,7 @@ class Preprocessing:
       resample: one of PIL.Image.Resampling.
       size: (height, width) in pixels; None for NaFlex: then the aspect ratio is kept.
       patch: side of a patch in pixels.
-      max_num_patches: of a NaFlex image.
+      max_num_patches: most patches of a NaFlex image.
       defaults_of: who preprocesses so by default; None if the checkpoint says how.
     """
 
@@ -82,7 +82,7 @@ class Preprocessing:
 
         Args:
           checkpoint: the folder, or a file beside the image processor's.
-          config: of the encoder.
+          config: config of the encoder.
           size: pixels, if another one was asked for; config.image_size is it then.
 
         Raises:

@@ -118,7 +118,7 @@ class Tar:
     itself, so the order of members does not matter.
 
     Attributes:
-      path: on this machine, or a URL.
+      path: path on this machine, or a URL.
     """
 
     path: str
@@ -151,10 +151,10 @@ class Parquet:
     """A parquet file with a column of encoded pictures.
 
     Attributes:
-      path: on this machine, or a URL.
-      image_column: of binary, or of structs with a field `bytes` as Hugging Face's datasets have
-        them; None for the only column of such a type.
-      id_column: of ids; None for `id` if there is one, and otherwise `path#row`.
+      path: path on this machine, or a URL.
+      image_column: name of the column of pictures: binary, or structs with a field `bytes`, as in
+        Hugging Face's datasets. None for the only column of such a type.
+      id_column: name of the column of ids; None for `id` if there is one, and otherwise `path#row`.
     """
 
     path: str
@@ -244,7 +244,7 @@ def find(
     Args:
       arguments: paths or URLs of pictures, folders, tars and parquet files; braces and, in URLs,
         wildcards are expanded.
-      columns: of parquet files.
+      columns: columns of parquet files.
       skipped: called with the path and the reason of what has the name of a picture, or links to
         nothing, and is none.
 

@@ -43,7 +43,7 @@ def patch_size(
       kernel_size, strides: one number per axis of the image.
       padding: "VALID", "SAME" (which adds nothing to images of whole patches; `check_whole` refuses
         others) or numbers, in any nesting.
-      dilations: of the input and the kernel.
+      dilations: dilations of the input and the kernel.
       groups: the number of groups of channels.
       channels: the number of input channels.
       others: name -> value of what must be unset (None or False), such as a mask.
@@ -133,8 +133,8 @@ def embed(
       kernel: [p, p, 3, N] or [N, 3, p, p]; packed here, at every call, so it cannot go stale.
       bias: [N] or None.
       positions: [S, N], [h, w, N] or [1, S, N] for all images, [..., S, N] for each; None for none.
-      patch_size, layout: of the kernel.
-      patch_dtype: of patches and packed weight, as in `pack`.
+      patch_size, layout: the kernel's size in pixels, and the order of its axes.
+      patch_dtype: dtype of patches and packed weight, as in `pack`.
       normalisation: image_mean and image_std, as `check_normalisation` returns them.
       dtype: of the result; None for what the convolution would return.
 

@@ -44,11 +44,11 @@ class PatchEmbed(eqx.nn.Conv):
           out_channels: N.
           kernel_size: p, or (p, p).
           stride: None for kernel_size.
-          patch_dtype: of patches and packed weight: "int8", "float8_e4m3fn", "bfloat16" or
+          patch_dtype: dtype of patches and weight: "int8", "float8_e4m3fn", "bfloat16" or
             "float32".
           image_mean, image_std: for red, green and blue, as in `pack`: how the model's images are
             normalised. None for 0.5 and 0.5, which give [-1, 1].
-          key: of `jax.random`.
+          key: key of `jax.random`.
           keywords: those of `eqx.nn.Conv2d`.
 
         Raises:

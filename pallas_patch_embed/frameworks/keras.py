@@ -28,7 +28,7 @@ class PatchEmbed(keras.layers.Conv2D):
       filters: N.
       kernel_size: p, or (p, p).
       strides: None for kernel_size.
-      patch_dtype: of patches and packed kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      patch_dtype: dtype of patches and kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
       image_mean, image_std: for red, green and blue, as in `pack`: how the model's images are
         normalised. None for 0.5 and 0.5, which give [-1, 1].
       keywords: those of `keras.layers.Conv2D`.

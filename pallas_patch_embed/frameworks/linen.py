@@ -27,7 +27,7 @@ class PatchEmbed(nn.Conv):
     Attributes:
       strides: None, the default, for kernel_size.
       padding: "VALID" by default.
-      patch_dtype: of patches and packed kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      patch_dtype: dtype of patches and kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
       image_mean, image_std: for red, green and blue, as in `pack`: how the model's images are
         normalised. None for 0.5 and 0.5, which give [-1, 1].
     """
@@ -81,8 +81,8 @@ def intercept(
 
     Args:
       patch_dtype, image_mean, image_std: as in `PatchEmbed`.
-      path: of the only convolution to replace, such as "embedding" or "img/embedding"; None for
-        all.
+      path: path of the only convolution to replace, such as "embedding" or "img/embedding"; None
+        for all.
 
     Raises:
       ValueError: a mean or standard deviation is wrong; or, from the model's call, the convolution

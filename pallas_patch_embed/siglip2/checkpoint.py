@@ -48,8 +48,8 @@ def load_encoder(
     """Loads the vision encoder of a SigLIP or SigLIP2 checkpoint.
 
     Reads Hugging Face folders (config.json with model.safetensors, or with its shards and
-    model.safetensors.index.json), single .safetensors files, and big_vision .npz files. Of a whole
-    model it reads only the vision tower. Nothing is unpickled.
+    model.safetensors.index.json), single .safetensors files, and big_vision .npz files. If the
+    file has a whole model, only its vision tower is read. Nothing is unpickled.
 
     Args:
       path: the folder or file.
@@ -57,8 +57,8 @@ def load_encoder(
         of this size, bilinearly with pixel centres at half-integers, antialiased where the grid
         shrinks, as transformers' Siglip2 and big_vision's naflex_vit resize theirs. None for the
         checkpoint's own size. NaFlex encoders take any size and refuse this argument.
-      patch_dtype: of the patch embedding: "float32", "bfloat16", "float8_e4m3fn" or "int8".
-      dtype: of everything behind it: "bfloat16" or "float32".
+      patch_dtype: dtype of the patch embedding: "float32", "bfloat16", "float8_e4m3fn" or "int8".
+      dtype: dtype of all later layers: "bfloat16" or "float32".
       config: replaces the config.json: a Config, the contents of a config.json, or its path. A
         .safetensors file without a config.json in its folder needs it. For an .npz file, whose
         arrays determine the architecture, it has to agree with them.

@@ -23,7 +23,7 @@ def batch_naflex(
 
     Args:
       images: B arrays [H, W, 3] uint8. H and W are multiples of `config.patch`.
-      config: of the encoder that gets the batch.
+      config: config of the encoder that gets the batch.
       max_num_patches: L, the length to which every image is padded.
 
     Returns:

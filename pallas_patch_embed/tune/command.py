@@ -48,7 +48,9 @@ def add_parser(commands: Any) -> None:
         "problem. The same command goes on where it was ended. PATCH_EMBED_TUNED=FILE makes "
         "patch_embed use the configs in it.",
     )
-    parser.add_argument("--shapes", nargs="+", choices=shapes, metavar="NAME", help="of `info`")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=shapes, metavar="NAME", help="names that `info` lists"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=tiles.DTYPES, help="(default: all)")
     parser.add_argument(
         "--images",

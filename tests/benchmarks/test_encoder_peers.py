@@ -1,4 +1,4 @@
-"""Encoders beside those of other frameworks: the same weights give the same embeddings."""
+"""Encoders compared with those of other frameworks: the same weights give the same embeddings."""
 
 import argparse
 import importlib.util

@@ -85,7 +85,7 @@ def test_sustained_leaves_out_the_first_half(clock):
     found = timing.sustained({"a": Contender(contender)}, seconds=100, rounds=1, calls=5)
     times = found["a"].low, found["a"].milliseconds, found["a"].high
     assert times == pytest.approx((2000,) * 3)
-    # Of 10 times five calls in the first half none is counted, of those behind it all.
+    # Of the calls, none in the first half of the turn is counted, and all in the second half.
     assert (found["a"].calls, calls) == (5, [1] * 51 + [2] * 25)
 
 

@@ -95,7 +95,7 @@ def test_a_fused_multiply_add_may_only_move_columns_whose_scale_is_no_power_of_t
     def off_by_one(*operands):
         return with_bits(right(*operands), lambda bits: bits.at[1, 4, column].add(1))
 
-    # What XLA's own multiply-add moves is counted as well.
+    # XLA may fuse the multiply-add, which moves elements too; these are subtracted.
     own = found_in(right).moved
     found = found_in(off_by_one)
     assert found.wrong == wrong and abs(found.moved - own - moved) <= 1
@@ -117,7 +117,7 @@ def test_bytes_that_a_kernel_writes_outside_of_its_result_are_counted(buffer):
         return array
 
     def write(y):
-        # What follows is not zero: neither the guards nor the operands.
+        # The bytes behind the buffer are not zero: they are guards or operands.
         ctypes.memset(addresses[buffer] + 2, 0x3C, 1)
         return y
 
@@ -378,7 +378,7 @@ def test_a_text_that_no_case_has_is_refused():
         command.run(parsed(), child=stand_in_checks.work(), wait=wait)
 
 
-# What the child does, here and on this CPU.
+# The child's work, in this process and on this CPU.
 
 
 def sent(**options):

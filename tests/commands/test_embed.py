@@ -267,7 +267,7 @@ def test_the_pixels_of_a_picture_are_freed_before_others_are_decoded(tmp_path, m
 
 
 def test_images_are_freed_once_their_batch_is_embedded(tmp_path, pictures, monkeypatch):
-    """No more batches are in memory than are decoded and computed ahead, and one more of each."""
+    """In memory are at most the batches decoded and computed ahead, and one more of each."""
     images, most, decode = [], [], embedder.Decoder.decode
     for i in range(30):
         Image.new("RGB", (9, 9), (i, 0, 0)).save(pictures / f"z{i:02}.png")

@@ -318,7 +318,7 @@ def test_no_room_for_the_ids_ends_a_run_that_can_go_on(tmp_path, pictures, monke
 
     monkeypatch.setattr(Ids, "add", full)
     with pytest.raises(output.UnfinishedError, match=r"is full.*SQLITE_TMPDIR"):
-        run([pictures], tmp_path / "out", quiet=True)  # Then nothing is counted beside it.
+        run([pictures], tmp_path / "out", quiet=True)  # Quiet, so that no other thread counts.
     monkeypatch.undo()
     assert run([pictures], tmp_path / "out") == 1
     assert len(by_id(tmp_path / "out")) == 23
@@ -367,7 +367,7 @@ __main__.run()
     assert_same(by_id(out), expected(files, batch=16))
 
 
-# What is read.
+# Reading tars, parquet files and lists.
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])

@@ -514,7 +514,7 @@ def test_a_real_search_in_an_interpreter(monkeypatch, tmp_path):
     assert stored.read(path).mismatch(H200)
 
 
-# The child.
+# The child process, and how it is supervised.
 
 
 def wait(connection, seconds, last):

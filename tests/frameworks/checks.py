@@ -131,7 +131,7 @@ def check_sharding(call, kernel, axis, out_axis):
     Args:
       call: kernel -> result of the module, which has WIDTH output channels.
       kernel: floating-point, WIDTH along `axis`.
-      out_axis: of the result, where N is.
+      out_axis: axis of the result that is N.
     """
     wanted = call(kernel)
     for axis_type in (AxisType.Auto, AxisType.Explicit):

@@ -69,7 +69,7 @@ class Case:
 
     @property
     def source_dtype(self) -> str:
-        """Of patches or images, as a kernel's name spells it."""
+        """Dtype of patches or images, as a kernel's name spells it."""
         return cuda_backend.IMAGES if self.image else SPELLED[self.dtype]
 
     @property
@@ -141,7 +141,7 @@ def of_images(
     tile_n: int,
     out_dtype: str = BF16,
 ) -> Case:
-    """A kernel that cuts images of so many patches itself."""
+    """A case of the kernel that cuts images of `grid` patches itself."""
     return Case(
         *((images, math.prod(grid), 768), N, INT8, table, tile_n, 13 if tile_n == 192 else 16),
         out_dtype=out_dtype,

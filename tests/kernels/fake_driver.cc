@@ -18,7 +18,7 @@ namespace {
 std::mutex mutex;
 std::string written, failing;
 int capability[2] = {9, 0};
-// Of a kernel and a device: bytes of shared memory that a launch may have.
+// Bytes of shared memory that a launch of a kernel on a device may have.
 std::map<std::pair<std::string, int>, unsigned> limits;
 thread_local uintptr_t current = 0;
 
@@ -135,7 +135,7 @@ int cuTensorMapEncodeIm2col(void* map, int type, unsigned rank, void* data, cons
 }
 
 int cuLaunchKernelEx(const Config* config, const char* kernel, void** parameters, void**) {
-  // Of the parameter: what stands in the maps of patches, weight and y, then the rest.
+  // Notes the fields of the parameter: the maps of patches, weight and y, then the rest.
   {
     std::lock_guard<std::mutex> lock(mutex);
     const auto limit = limits.find({kernel, int(current)});

@@ -282,7 +282,7 @@ def _together(code: Code) -> Iterator[Mutation]:
 
 def _descriptors(code: Code) -> Iterator[Mutation]:
     products = code.find(MULTIPLY)
-    # Bit 46 is 1 in the ISA, and 0 in what runs on hardware.
+    # Bit 46 is left alone: the ISA says 1, but kernels that run on hardware have 0 there.
     matrix = [bit for bit in range(64) if not UNUSED_OFFSET >> bit & 1 and bit != 46]
     for kind, number, bits in (
         ("matrix descriptor", 1, matrix),

@@ -156,7 +156,7 @@ def test_without_patches_nothing_is_launched(monkeypatch):
     assert compute(backend, *operands, out_dtype="bfloat16", target=A100).shape == (0, 7, 32)
 
 
-# What is compiled.
+# The compiled code.
 
 
 def innermost_loop(ttir):

@@ -373,7 +373,7 @@ def test_kernels_serve_what_xla_has_cut(target, layout):
     assert [(r.backend, r.serves) for r in explain(problem, target)] == [
         (r.backend, r.serves) for r in given
     ]
-    # With the CUDA library another kernel is preferred for images on Hopper than for patches.
+    # With the CUDA library, the kernel for images on Hopper differs from the one for patches.
     assert {explain(problem, target).chosen, given.chosen} <= set(BACKENDS) - {"xla"}
 
 

@@ -415,7 +415,7 @@ def mbarriers() -> Iterator[Program]:
                     f"mbarrier.arrive.noComplete{release}.shared.b64 %state, [%there], {n};"
                 )
             elif choice < 0.6 and not expected:
-                # This phase then needs a load of that many bytes.
+                # The phase then completes only after a load of 128 bytes.
                 relaxed = generator.choice(["", ".relaxed.cta"])
                 if generator.random() < 0.5:
                     n = 1
@@ -634,7 +634,7 @@ def wgmma() -> Iterator[Program]:
         turned = [a in ("bf16", "f16") and generator.random() < 0.5 for _ in range(2)]
         swizzles = [generator.choice([0, 32, 64, 128, 128]) for _ in range(2)]
         for i, rows in enumerate((64, n)):
-            # Transposed, a core matrix is as wide as the swizzle.
+            # In a transposed operand a core matrix is as wide as the swizzle.
             while turned[i] and swizzles[i] and rows * 2 % swizzles[i]:
                 swizzles[i] = generator.choice([0, 32, 64])
                 if rows * 2 < 32:

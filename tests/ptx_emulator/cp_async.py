@@ -84,7 +84,7 @@ def copy(binder, instruction):
 
 
 def _check_all_lanes(mask, instruction) -> None:
-    """Groups are known only for whole warps."""
+    """Refuses lanes of a warp: the emulator counts groups for whole warps only."""
     if mask is not None:
         raise UnsupportedError(f"{instruction.opcode} by {len(active_lanes(mask))} lanes")
 

@@ -303,7 +303,7 @@ def stmatrix(binder, instruction):
             matrices[i] = matrix.T if transposed else matrix
         rows = None if count == 4 else LANE_IDS < 8 * count
         values = matrices.reshape(WARP_SIZE, 8).view(np.uint8)
-        # A row that one lane's address stores has the elements of four lanes.
+        # Each address is that of a row, whose elements come from four lanes.
         access = Access(warp, "shared", address(warp), rows, 16, "stmatrix")
         access.store(values, lanes=FULL_MASK)
 

@@ -180,7 +180,7 @@ def test_first_operand_in_tensor_memory(name, schedule):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_product_of_128_rows(name):
+def test_a_product_of_128_rows_is_exact(name):
     """Both operands in shared memory."""
     found, expected = multiplied(name, 128, in_tensor_memory=False)
     assert (found == expected).all()

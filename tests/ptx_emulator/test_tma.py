@@ -90,7 +90,7 @@ class Tensor:
     def elements(self, place, begin=BASE, *, unit=1):
         """(byte of the array or None beyond the tensor, byte of shared memory) of each element.
 
-        Rows of the tensor take whole units of so many elements.
+        Rows of the tensor are a whole number of units of this many elements.
         """
         columns, *rest = self.dimensions
         dimensions = (-(-columns // unit) * unit, *rest)

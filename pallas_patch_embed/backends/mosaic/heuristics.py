@@ -67,7 +67,7 @@ def _sm90_of_width(problem: Problem, chip: Chip, tile_n: int) -> list[HopperConf
 
 
 def list_sm90(problem: Problem, chip: Chip) -> list[HopperConfig]:
-    """Those that the heuristic compares; beside a stationary weight also a streamed one."""
+    """Those that the heuristic compares, and for a stationary weight also a streamed one."""
     found = []
     for tile_n in slice_widths(problem, (192, 128, 64)):
         of_width = _sm90_of_width(problem, chip, tile_n)

@@ -70,7 +70,7 @@ class TritonConfig:
       warps: warps of a program.
       stages: depth of the pipeline of loads.
       programs: programs that share a multiprocessor.
-      parts: a power of two: the columns of a tile are stored in so many parts, to save registers.
+      parts: parts in which the columns of a tile are stored, to save registers; a power of two.
       min_vector: smallest number of bytes that a thread must be able to load at once; with smaller
         ones the registers do not suffice.
       encodes_pixels: whether registers suffice to cut and encode images.

@@ -203,7 +203,7 @@ def patch_embed(
     SLICES: tl.constexpr = (N + TILE_N - 1) // TILE_N
     STEPS: tl.constexpr = (K + TILE_K - 1) // TILE_K
     WHOLE: tl.constexpr = N % TILE_N == 0 and K % TILE_K == 0
-    # Offsets of rows count units of so many elements. So the compiler knows that they are aligned,
+    # Offsets of rows are multiples of UNIT elements. So the compiler knows that they are aligned,
     # and uses wide loads.
     UNIT: tl.constexpr = VECTOR if IMAGES else K_PADDED
     # Elements, or bytes of images, from the beginning of a tile to its end.
