@@ -104,7 +104,7 @@ PRODUCT_BYTES = 32
 
 ASSUMPTIONS = f"""\
 An estimate, not a measurement: no latency, no conflict, no wait, everything overlaps. Each number
-bounds a tile's cycles on one multiprocessor from below (of a pair: its half); the largest binds.
+is a lower bound of a tile's cycles on one multiprocessor (of a pair: its half); the largest counts.
 tensor: dense peak rates.
 DRAM: the grid reads patches once and writes y once; weight, table, scales and segments stay in L2.
   All multiprocessors with work share the bandwidth, at the clock above; at a lower clock it takes
@@ -538,7 +538,7 @@ def mix_table(kernels: list[Kernel]) -> str:
 
 
 def budget_table(kernels: list[Kernel]) -> str:
-    """The budget of a tile: cycles by resource, the resource that binds, and bytes."""
+    """The budget of a tile: cycles by resource, the limiting resource, and bytes."""
     rows = []
     for kernel in kernels:
         shares = budget(kernel)
@@ -590,7 +590,7 @@ def draw(kernels: list[Kernel], title: str, out: Path) -> None:
     for size, (name, marker) in enumerate(zip(budgets[0], "sDo^|"), 5):
         cycles = [shares[name].cycles for shares in budgets]
         right.plot(cycles, heights, marker, fillstyle="none", markersize=size, label=name)
-    right.set(title="budget, an estimate: the rightmost binds", xscale="log")
+    right.set(title="budget, an estimate: the rightmost is the limit", xscale="log")
     right.set_xlabel("cycles of a multiprocessor a tile")
     right.grid(alpha=0.3)
     for axes in (left, right):

@@ -1,4 +1,4 @@
-"""How fast `pallas-patch-embed embed` is, what share of the time the GPUs work, and what binds.
+"""How fast `pallas-patch-embed embed` is, what share of the time the GPUs work, and what limits it.
 
   python -m benchmarks.embedding --pictures 40000 --out bench
 

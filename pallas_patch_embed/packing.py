@@ -89,7 +89,8 @@ def pack(
       patch_size: p, the side of a patch in pixels.
       layout: order of the kernel's axes. "HWIO" [p, p, 3, N] (flax), "OIHW" [N, 3, p, p]
         (PyTorch), "KN" [K, N] or "NK" [N, K], where K = 3 * p * p is flattened height, width,
-        channel; "OITHW" [N, 3, T, p, p] for patches of T frames, whose K is flattened channel, frame, height, width.
+        channel; "OITHW" [N, 3, T, p, p] for patches of T frames, whose K is flattened channel,
+        frame, height, width.
       grid: (h, w) with h * w = S; by default the sides of [h, w, N], otherwise a square. With
         frames (t, h, w), or (h, w) for t = 1.
       dtype: dtype of patches and weight: "int8", "float8_e4m3fn", "bfloat16" or "float32".

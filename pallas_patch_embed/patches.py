@@ -30,8 +30,8 @@ class Encoding(NamedTuple):
 
     Attributes:
       dtype: dtype of the patches.
-      image_mean, image_std: normalise floating-point pixels, for each of red, green and blue;
-        None where they are in [-1, 1].
+      image_mean, image_std: mean and standard deviation of red, green and blue, by which
+        floating-point pixels are normalised; None where pixels are in [-1, 1].
       colours_last: whether the colour is the last axis of a patch, or its first one.
     """
 
