@@ -285,7 +285,7 @@ def compare(
     Args:
       trees: the folders of the versions, before and after.
       plan: rows and regimes, in the order in which they are measured.
-      minutes: after this time nothing more is measured.
+      minutes: no measurement begins later than this.
       rounds: turns of each version.
       rest: idle seconds before a burst.
       seconds: duration of a sustained turn.

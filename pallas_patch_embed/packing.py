@@ -186,7 +186,7 @@ def _count_from(array: Any, overflow: float) -> int:
     """How many values are NaN or have a magnitude of at least `overflow`."""
     if isinstance(array, np.ndarray):
         return int(array.size - np.count_nonzero(np.abs(array) < np.float32(overflow)))
-    # The values are known, though jit may be tracing around this.
+    # The values are known, even if jit is tracing the caller.
     with jax.ensure_compile_time_eval():
         return int(jax.device_get(_count_from_traced(array, overflow)))
 

@@ -33,9 +33,9 @@ class Line:
 
     Attributes:
       number: counted from 1.
-      text: without its end.
-      language: of the block of code that the line is in, "" if the block names none; None outside
-        of a block.
+      text: the line without its end.
+      language: language of the block of code that the line is in, "" if the block names none;
+        None outside a block.
       is_fence: whether the line begins or ends a block.
     """
 

@@ -181,7 +181,7 @@ def test_a_long_line_is_noticed(text, too_long):
     assert bool(long_lines(f"# Title\n\n{text}\n")) == too_long
 
 
-def test_blocks_of_a_page():
+def test_the_blocks_of_a_page_are_found():
     page = (
         "```python\na = 1\n```\n<!-- continues -->\n```python\nb = a\n```\n\n"
         "<!-- not run: needs a GPU -->\n```python\nc\n```\n```sh\nd\n```\n"

@@ -35,7 +35,7 @@ def build_targets():
 
 
 def _matching(pattern):
-    """The files that a pattern of Bazel matches: `**` at its end means files at any depth."""
+    """The files that a Bazel pattern matches; `**` at its end matches files at any depth."""
     pattern = pattern + "/*" if pattern.endswith("**") else pattern
     return (path.relative_to(ROOT) for path in ROOT.glob(pattern) if path.is_file())
 

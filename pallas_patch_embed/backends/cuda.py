@@ -71,7 +71,7 @@ class CudaConfig:
       slots: depth of the ring of patches.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
       built: whether the library contains it.
-      tuning: of a kernel that is compiled on demand; None for the library's.
+      tuning: tuning of a kernel that is compiled on demand; None for a kernel of the library.
     """
 
     name: str
@@ -315,7 +315,7 @@ def choose_config(problem: Problem, capability: int, chip: Chip) -> CudaConfig:
 
 
 def _by_time(problem: Problem, capability: int, chip: Chip) -> list[CudaConfig]:
-    """The kernels that serve a problem, the fastest by estimate first; arguments as above.
+    """The kernels that serve a problem, the fastest by estimate first; as `choose_config`.
 
     Where the weight can be stationary, kernels that stream it are left out.
     """

@@ -89,7 +89,7 @@ class Stored:
     """A file of results.
 
     Attributes:
-      path: where it is.
+      path: path of the file.
       head: format, package (its version), chip, driver and versions.
       results: the results by their keys.
     """

@@ -34,7 +34,7 @@ class Lock:
 
     Args:
       path: path of a file that stays there.
-      url: of the folder, for messages.
+      url: URL of the folder, for messages.
 
     Raises:
       BusyError: on entering it, if another process has the lock.
@@ -76,7 +76,7 @@ class Lease:
     Args:
       fs: file system of fsspec.
       path: path of the file.
-      url: of the folder, for messages.
+      url: URL of the folder, for messages.
 
     Raises:
       BusyError: on entering it, if another run renews its lease.

@@ -194,8 +194,8 @@ def run(
       checkpoint: as `Embedder` takes it.
       encoder_options: further arguments of `Embedder`.
       output_for: (preprocessing, width) -> the output.
-      progress: is told of every shard.
-      address: of the cluster; "local" for one on this machine.
+      progress: called for every shard.
+      address: address of the cluster; "local" for one on this machine.
 
     Returns:
       Where the shards are, in words.

@@ -34,7 +34,7 @@ def run(
       units: units of pictures.
       embedder: maps images to embeddings.
       output: takes embeddings, and the reasons why there are none.
-      progress: is told of every picture.
+      progress: called for every picture.
       workers: threads that decode.
     """
     decode = Decoder(embedder.preprocessing).decode

@@ -39,7 +39,7 @@ def patch_size(
     """The patch size of a convolution; refuses one that is not a patch embedding.
 
     Args:
-      name: of the convolution, for the message.
+      name: name of the convolution, for the message.
       kernel_size, strides: one number per axis of the image.
       padding: "VALID", "SAME" (which adds nothing to images of whole patches; `check_whole` refuses
         others) or numbers, in any nesting.
@@ -93,7 +93,7 @@ def selected(found: dict[str, tuple[Any, int]], path: str | None) -> dict[str, A
 
     Args:
       found: path -> (convolution, number of its input channels), of all that the model has.
-      path: of the only one to replace; None for all that have three input channels.
+      path: path of the only one to replace; None for all that have three input channels.
 
     Raises:
       ValueError: there is none; the message lists those of the model.
@@ -136,7 +136,7 @@ def embed(
       patch_size, layout: the kernel's size in pixels, and the order of its axes.
       patch_dtype: dtype of patches and packed weight, as in `pack`.
       normalisation: image_mean and image_std, as `check_normalisation` returns them.
-      dtype: of the result; None for what the convolution would return.
+      dtype: dtype of the result; None for what the convolution would return.
 
     Returns:
       [..., h, w, N] with h = H // p and w = W // p.

@@ -114,8 +114,8 @@ def replace(
     Args:
       model: a pytree of modules.
       patch_dtype, image_mean, image_std: as in `PatchEmbed`.
-      path: of the only convolution to replace, such as "patch_embed.proj"; None for all with three
-        input channels.
+      path: path of the only convolution to replace, such as "patch_embed.proj"; None for all with
+        three input channels.
 
     Raises:
       ValueError: there is none, or one is not a patch embedding, or a mean or standard deviation

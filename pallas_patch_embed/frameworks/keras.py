@@ -105,7 +105,7 @@ def replace(
     Args:
       model: a built `keras.Model` or layer.
       patch_dtype, image_mean, image_std: as in `PatchEmbed`.
-      path: of the only convolution to replace, its `layer.path`; None for all with three input
+      path: path of the only convolution to replace, its `layer.path`; None for all with three input
         channels.
 
     Returns:

@@ -103,7 +103,7 @@ def replace(
     Args:
       model: an `nnx.Module`.
       patch_dtype, image_mean, image_std: as in `PatchEmbed`.
-      path: of the only convolution to replace, such as "vision.patch_embeddings"; None for all
+      path: path of the only convolution to replace, such as "vision.patch_embeddings"; None for all
         with three input channels.
 
     Returns:

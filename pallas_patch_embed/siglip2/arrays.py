@@ -70,7 +70,7 @@ class Tower:
         return any(name.startswith(start) for name in self.names)
 
     def shape(self, name: str, *dimensions: int) -> tuple[int, ...]:
-        """The shape of an array that has one of these numbers of dimensions."""
+        """The shape of an array; refuses one that has another number of dimensions."""
         shape, _ = self._header(name)
         if len(shape) not in dimensions:
             wanted = " or ".join(map(str, dimensions))
@@ -94,7 +94,9 @@ class Tower:
         with np.errstate(over="ignore"):
             array = array.astype(np.float32)
         if not (np.abs(array) <= LARGEST_WEIGHT).all():
-            raise ValueError(f"{full!r} has values that are NaN, infinite or beyond bfloat16.")
+            raise ValueError(
+                f"{full!r} has values that are NaN, infinite or beyond bfloat16's range."
+            )
         self.unread.discard(name)
         return array
 

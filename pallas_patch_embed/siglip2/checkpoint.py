@@ -85,7 +85,7 @@ def load_encoder_for_side(path: Path, side: int | None, patch_dtype: str) -> Enc
 
     Args:
       path: as `load_encoder` takes it.
-      side: of the images in pixels; None for the checkpoint's own. A NaFlex encoder ignores it.
+      side: side of the images in pixels; None for the checkpoint's own. Ignored for NaFlex.
       patch_dtype: as `load_encoder` takes it.
 
     Raises:
@@ -316,7 +316,7 @@ def _project(probe: np.ndarray, kernel: np.ndarray, bias: np.ndarray) -> np.ndar
     query = probe.reshape(-1).astype(np.float64) @ kernel + bias
     if np.abs(query).max() > LARGEST_WEIGHT:
         raise ValueError(
-            "the query of its pooling head, probe @ kernel + bias, is beyond bfloat16."
+            "the query of its pooling head, probe @ kernel + bias, is beyond bfloat16's range."
         )
     return query.astype(np.float32)
 

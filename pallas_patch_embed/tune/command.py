@@ -181,7 +181,7 @@ def tune(
       out: the file.
       machine: where the child runs.
       results: those that are in the file, by their keys; new ones are added.
-      seconds: after these no new task is begun; None for no limit.
+      seconds: no task begins later than this; None for no limit.
       now: the clock.
     """
     end = None if seconds is None else now() + seconds

@@ -99,7 +99,7 @@ def test_cold_operands_are_copies_that_fill_the_cache(monkeypatch):
         assert len(places) == 4
 
 
-def test_the_whole_command(monkeypatch, tmp_path, capsys):
+def test_the_whole_command_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(benchmarks, "named_shape", lambda name: SMALL)
     monkeypatch.setattr(benchmarks, "OUT_OF_CACHE", 200_000)
     monkeypatch.setattr(

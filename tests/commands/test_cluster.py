@@ -87,8 +87,8 @@ def pictures(tmp_path):
     return photographs
 
 
-# The command line with small shards. The last unit's last picture is read when there is a file
-# `go`. Who waits for it, and who embeds, is in the files `reader` and `embedder`.
+# The command line with small shards. The last unit's last picture is read once the file `go`
+# exists. The file `reader` names the process that waits for it, `embedder` the one that embeds.
 DRIVER = """
 import dataclasses, os, sys, time
 from pathlib import Path
@@ -261,7 +261,7 @@ def test_an_address_where_nothing_answers_is_refused_at_once(tmp_path, pictures)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_example_of_the_docs(tmp_path, cluster, nodes, s3):
+def test_the_example_of_the_docs_runs(tmp_path, cluster, nodes, s3):
     """It runs as it is, but for the numbers of GPUs and actors and the checkpoint's name."""
     page = (Path(__file__).parents[2] / "docs" / "embed.md").read_text()
     (example,) = [block.code for block in pages.blocks(page) if "import ray" in block.code]
@@ -309,7 +309,7 @@ def put_inputs(s3, tmp_path):
     return arguments, [(id, encoded(i, kind)) for i, (id, kind) in enumerate(zip(ids, kinds))]
 
 
-def test_pictures_and_shards_on_S3(tmp_path, s3, monkeypatch):
+def test_pictures_and_shards_may_be_on_S3(tmp_path, s3, monkeypatch):
     monkeypatch.setattr(folder, "SHARD_ROWS", 4)
     arguments, contents = put_inputs(s3, tmp_path)
     options = dict(lists=[str(tmp_path / "list.txt")])

@@ -85,7 +85,7 @@ def resized(path, H, W, resample=Image.Resampling.BILINEAR):
     return np.asarray(Image.open(path).convert("RGB").resize((W, H), resample))
 
 
-def test_a_folder_of_all_formats(tmp_path, pictures):
+def test_a_folder_may_have_pictures_of_all_formats(tmp_path, pictures):
     unreadable, embeddings, paths = run(tmp_path, pictures)
     assert unreadable == 0 and paths == [str(pictures / name) for name in NAMES]
     assert embeddings.dtype == np.float32

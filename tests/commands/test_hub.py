@@ -88,7 +88,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.cluster
-def test_a_model_of_a_hub_on_the_loopback_address(tmp_path):
+def test_a_model_is_downloaded_from_a_hub(tmp_path):
     if importlib.util.find_spec("huggingface_hub") is None:
         pytest.skip("the extra test-cluster is missing")
     (tmp_path / "a.png").write_bytes(encoded(3))

@@ -46,7 +46,7 @@ def with_palette(picture):
 
 
 def saved(picture, format="PNG", **options):
-    """The file, in a format that loses nothing: decoders of JPEG differ in the last bit."""
+    """The picture's file, by default lossless, because JPEG decoders differ in the last bit."""
     file = io.BytesIO()
     picture.save(file, format, **options)
     return file.getvalue()

@@ -464,7 +464,7 @@ def test_a_question_mark_in_a_web_address_is_no_wildcard():
     assert list(sources.expand([address])) == [address]
 
 
-def test_pictures_and_shards_at_URLs():
+def test_pictures_and_shards_may_be_at_URLs():
     fs = fsspec.filesystem("memory")
     for i in range(5):
         fs.pipe_file(f"/bucket/photos/{i}.png", encoded(i))

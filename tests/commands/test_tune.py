@@ -499,7 +499,7 @@ def test_a_backend_without_configs_is_left_out():
 
 
 @pytest.mark.slow("the Pallas interpreter runs a kernel")
-def test_a_real_search_in_an_interpreter(monkeypatch, tmp_path):
+def test_a_search_without_stand_ins_runs_in_an_interpreter(monkeypatch, tmp_path):
     """The heuristic's config of the kernel for Hopper; others would take as long again."""
     hopper = dataclasses.replace(BACKENDS["mosaic_sm90"], list_configs=lambda *_: [])
     monkeypatch.setitem(BACKENDS, "mosaic_sm90", hopper)

@@ -254,7 +254,7 @@ def test_a_mask_excludes_the_padding_that_follows():
         (18181, 19392, 256, (15, 16)),
     ],
 )
-def test_the_largest_grid_at_an_aspect_ratio(H, W, L, grid):
+def test_the_grid_is_the_largest_at_an_aspect_ratio(H, W, L, grid):
     # One pixel is scaled by 100 at most; transformers chooses (15, 16) by the error of its
     # bisection.
     assert largest_grid(H, W, 16, L) == grid

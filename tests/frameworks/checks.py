@@ -86,7 +86,7 @@ class TowerTests:
         gradient = jax.jit(jax.grad(frozen))(tower.parameters, images)
         assert not any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
 
-    def test_a_tower_with_uint8_images(self, tower):
+    def test_a_tower_takes_uint8_images_or_refuses_them(self, tower):
         """uint8 images give what the same pixels in [-1, 1] give, or are refused."""
         pixels, images = tower.images()
         changed = tower.changed("int8")

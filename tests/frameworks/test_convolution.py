@@ -37,7 +37,7 @@ def test_a_patch_embedding_has_its_patch_size(padding):
         (dict(others={"activation": "relu"}), "activation is 'relu'"),
     ],
 )
-def test_another_convolution_is_refused_by_name(change, text):
+def test_a_convolution_that_is_no_patch_embedding_is_refused_by_name(change, text):
     with pytest.raises(ValueError, match=f"stem is no patch embedding: {text}. Expected a square"):
         convolution.patch_size("stem", **GOOD | change)
 

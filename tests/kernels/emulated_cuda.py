@@ -297,7 +297,7 @@ def shared_bytes(case, chunks):
 
 
 def cut_sizes(case: Case) -> tuple[int, int]:
-    """Patches next to each other in an image, and in a row that TMA loads."""
+    """The patches in a line of patches of an image, and in a row that TMA loads."""
     width = case.image[1] // 16 if case.image else 0
     return width, 1 if width % 2 else 2
 

@@ -220,7 +220,7 @@ def test_a_backend_named_inside_a_shard_map_that_leaves_axes_to_xla_is_refused(
         ((12, 0), "int8", "triton"),
     ],
 )
-def test_the_backend_chosen_for_each_chip(monkeypatch, capability, dtype, chosen):
+def test_each_chip_gets_its_backend(monkeypatch, capability, dtype, chosen):
     monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: None)
     asked = Problem((8, 196, 768), (768, 768), (768,), (196, 768), dtype, "bfloat16", "bfloat16")
     assert explain(asked, Target("cuda", chip_of(capability))).chosen == chosen

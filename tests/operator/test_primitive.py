@@ -124,7 +124,7 @@ def test_vmap_over_any_operand_is_a_loop_over_it(mapped, positions):
         assert_bit_equal(y[i], embed(its_x if "patches" in mapped else sets[0][1], one))
 
 
-def test_vmap_over_positions_and_nested_vmap():
+def test_vmap_maps_over_positions_and_may_be_nested():
     params, x = make()
     e = np.random.default_rng(1).normal(size=(3, 6, 10)).astype(np.float32)
     wanted = np.stack([[embed(x[i], params, e[j]) for i in range(5)] for j in range(3)])
@@ -154,7 +154,7 @@ def test_vmap_repeats_no_product_and_copies_no_operand():
         assert largest <= max(y.size, p.weight.size)
 
 
-def test_scan_and_remat():
+def test_scan_and_remat_change_nothing():
     params, x = make()
     wanted = embed(x, params)
     _, y = lax.scan(lambda carry, x: (carry, embed(x, params)), 0, x)
@@ -225,7 +225,7 @@ def test_differentiating_by_images_is_refused_unless_frozen(dtype):
 
 
 @pytest.mark.parametrize("wrap", [no_wrap, jax.jit, jax.checkpoint])
-def test_a_frozen_patch_embedding_inside_a_differentiated_model(wrap):
+def test_a_frozen_patch_embedding_may_be_inside_a_differentiated_model(wrap):
     stop = lax.stop_gradient
     x = FROZEN_X
     np.testing.assert_array_equal(

@@ -104,7 +104,7 @@ def test_images_and_vmap_keep_the_sharding(mesh):
         assert y.sharding.shard_shape(y.shape) == (2, S, N // 2)
 
 
-def test_one_image_with_a_kernel_sharded_along_N():
+def test_one_image_is_embedded_with_a_kernel_sharded_along_N():
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Explicit,))
     kernel = np.random.default_rng(0).normal(0, 0.03, (16, 16, 3, 64)).astype(np.float32)
     image = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)

@@ -87,7 +87,7 @@ def table_of(params, patches):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dinov2_at_the_size_of_its_positions(dtype):
+def test_dinov2_is_right_at_the_size_of_its_positions(dtype):
     x = load("dinov2")
     y = ppe.embed_images(x["images"][:, :, :21], pack("dinov2", dtype), out_dtype="float32")
     assert_near(y, x["square"], dtype)

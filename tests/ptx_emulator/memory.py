@@ -108,7 +108,7 @@ class SharedMemory:
         self.unfenced_time = np.zeros(units, np.int32)
         self.storing_lanes, self.unfenced_lanes = np.zeros((2, units), np.uint32)
         self.fence_time, self.fence_lane_syncs = np.zeros((2, units), np.int32)
-        # The agents whose ordinary stores a fence of this block's shared memory covers.
+        # Agents whose ordinary stores are ordered by a fence for this block's shared memory.
         self.generic_writers = agents.generic_proxy_writers(first, warps_per_block)
         # Words of mbarriers, which only the mbarrier instructions may touch (9.7.13.15.1).
         self.is_mbarrier = np.zeros(words, bool)

@@ -153,7 +153,7 @@ class TensorMemory:
     ) -> None:
         """Checks and records that the tcgen05.mma number `sequence` reads its first operand.
 
-        It must be ordered after all warps' stores to these columns.
+        The read must be ordered after all stores to these columns, by any warp.
         """
         warps = np.arange(self.warps_per_block)
         doing = f"{description} reads an operand of"

@@ -165,7 +165,7 @@ def test_an_arrival_orders_what_came_before(opcode):
 
 
 @pytest.mark.parametrize("opcode", [x for x in ARRIVALS + EXPECTING if "::cluster" in x])
-def test_arrivals_at_the_barrier_of_another_block(opcode):
+def test_a_thread_arrives_at_the_barrier_of_another_block(opcode):
     """The first threads of both blocks arrive at block 0's barrier, and not at block 1's."""
     state = "_, " if "arrive" in opcode else ""
     count = ", 0" if "expect_tx" in opcode else ""
@@ -405,7 +405,7 @@ NAMED = [
 
 @pytest.mark.parametrize("opcode", [x for x in NAMED if "sync" in x])
 @pytest.mark.parametrize("operands", ["%x", "3", "3, 96", "%x, %y"])
-def test_a_barrier_of_all_warps(opcode, operands):
+def test_after_a_barrier_of_all_warps_each_sees_what_all_did(opcode, operands):
     """9.7.13.1: every warp sees what all warps did before; without the barrier this is a race."""
     assert isa.OPCODES[opcode].section == SECTION
     body = f"""{DECLARED} mov.u32 %x, 3; mov.u32 %y, 96;

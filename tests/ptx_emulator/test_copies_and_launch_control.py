@@ -192,7 +192,7 @@ def test_the_work_of_every_block_is_done_once(opcode, cluster, first, schedule):
         assert np.frombuffer(found.arrays[0], np.uint32).tolist() == [1] * 8
 
 
-def test_asking_again_after_a_failure():
+def test_asking_again_after_a_failure_is_refused():
     """9.7.13.17: another request after a failure is undefined."""
     body = asking(CANCELS[0], "v4").replace("@!%p bra end; ", "@!%p bra once; ")
     body += f"bra over; once: xor.b32 %phase, %phase, 1; bar.sync 0;{HERE} bra again; over:"

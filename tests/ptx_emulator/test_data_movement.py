@@ -103,7 +103,7 @@ def loads(name):
 
 
 @pytest.mark.parametrize("name, form", all_forms(LOADS), ids=form_name)
-def test_ld(name, form):
+def test_ld_loads_what_is_in_memory(name, form):
     vector, kind = form
     assert isa.OPCODES[f"{name.split()[0]}{vector}.{kind}"].section == MOVE
     size = width(kind) // 8
@@ -163,7 +163,7 @@ def stores(name):
 
 
 @pytest.mark.parametrize("name, form", all_forms(STORES), ids=form_name)
-def test_st(name, form):
+def test_st_stores_what_is_in_registers(name, form):
     vector, kind = form
     assert isa.OPCODES[f"{name.split()[0]}{vector}.{kind}"].section == MOVE
     size = width(kind) // 8
@@ -187,7 +187,7 @@ MATRICES = [
 
 
 @pytest.mark.parametrize("opcode", MATRICES)
-def test_ldmatrix_and_stmatrix(opcode):
+def test_ldmatrix_and_stmatrix_distribute_rows_over_lanes(opcode):
     """9.7.14.5.15 and 16: lane 4 r + c has elements 2 c and 2 c + 1 of row or column r."""
     assert isa.OPCODES[opcode].section == MATRIX
     count, transposed = int(re.search(r"\.x(\d)", opcode)[1]), "trans" in opcode
@@ -231,7 +231,7 @@ CONVERTED = {
 
 
 @pytest.mark.parametrize("space", CONVERTED)
-def test_cvta_there_and_back(space):
+def test_cvta_converts_addresses_there_and_back(space):
     assert isa.OPCODES[f"cvta.{space}.u64"].section == MOVE
     assert isa.OPCODES[f"cvta.to.{space}.u64"].section == MOVE
     body = f""".shared .align 32 .b8 memory[1024]; .reg .b64 %where, %generic, %back;
@@ -262,7 +262,7 @@ def test_mapa_returns_the_address_in_the_block_of_this_rank(bits):
 
 
 @pytest.mark.parametrize("mode", ["idx", "up", "down", "bfly"])
-def test_shfl(mode):
+def test_shfl_moves_values_between_lanes(mode):
     """9.7.9.6: b and c have five bits each; the upper part of c is the mask of segments."""
     opcode = f"shfl.sync.{mode}.b32"
     assert isa.OPCODES[opcode].section == MOVE
@@ -334,7 +334,7 @@ def test_lanes_of_a_member_mask():
 
 
 @pytest.mark.parametrize("mode", ["any", "all", "uni", "ballot"])
-def test_vote_of_the_whole_warp(mode):
+def test_the_whole_warp_votes(mode):
     opcode = f"vote.sync.{mode}.{'b32' if mode == 'ballot' else 'pred'}"
     assert isa.OPCODES[opcode].section == SYNC
     votes = [[0] * 32, [1] * 32, [int(i == 31) for i in LANES], [int(i > 0) for i in LANES]]
@@ -429,7 +429,7 @@ def test_setmaxnreg_starts_from_the_kernels_directives():
 
 
 @pytest.mark.parametrize("space", ["shared", "shared::cta"])
-def test_ld_of_128_bits_to_one_register(space):
+def test_ld_loads_128_bits_to_one_register(space):
     """clusterlaunchcontrol reads the register (test_copies_and_launch_control.py)."""
     opcode = f"ld.{space}.b128"
     assert isa.OPCODES[opcode].section == MOVE

@@ -112,7 +112,7 @@ def rank_of(opcode):
 
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 @pytest.mark.parametrize("rank", [3, 4, 5])
-def test_pixels_of_every_rank_and_swizzle(rank, swizzle):
+def test_pixels_of_every_rank_and_swizzle_are_loaded(rank, swizzle):
     """Boxes larger and smaller than the images; across images; zeros beyond them."""
     corners = [None, ((0, 0, 0), (0, 0, 0)), ((2, 1, -1), (-1, -3, -1)), ((0, 0, 0), (0, -4, 0))]
     for corner in corners:
@@ -139,7 +139,7 @@ def test_a_load_of_one_block(opcode):
 
 
 @pytest.mark.parametrize("opcode", MULTICASTS)
-def test_a_load_of_several_blocks(opcode):
+def test_a_load_arrives_in_several_blocks(opcode):
     assert isa.OPCODES[opcode].section == SECTION
     images = Images(rank_of(opcode))
     place, offsets = list(images.places())[1]
@@ -153,7 +153,7 @@ def test_a_load_of_several_blocks(opcode):
     assert found == [wanted, wanted, NOTHING, wanted]
 
 
-def test_lines_of_patches():
+def test_lines_of_patches_are_loaded():
     """The map of the kernels' images: a load brings one line of the patches, across images."""
     p, grid, images = 4, (3, 5), 2
     pixels = np.random.default_rng(0).integers(0, 256, (images, 12, 20, 4), np.uint8)
@@ -228,7 +228,7 @@ def test_a_map_is_of_the_mode_of_its_load():
     ],
     ids=str,
 )
-def test_rules_of_a_map(change, rule):
+def test_a_map_that_breaks_a_rule_is_refused(change, rule):
     fine = dict(base=0, itemsize=1, dimensions=(48, 7, 4), strides=(1, 48, 336), box=(32, 20))
     fine |= dict(swizzle=0, lower=(0,), upper=(0,))
     Im2colMap(**fine)

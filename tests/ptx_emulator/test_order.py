@@ -171,7 +171,7 @@ def test_the_signals_of_two_commits_arrive_in_any_order():
 
 
 @pytest.mark.parametrize("bit", [14, 15, 30, 31, 52, 60])
-def test_reserved_bits_of_a_matrix_descriptor(bit):
+def test_reserved_bits_of_a_matrix_descriptor_are_refused(bit):
     with pytest.raises(EmulatorError, match="reserved bits"):
         SharedOperand.from_tcgen05_descriptor(1 << 46 | 1 << bit, None, transposed=False)
 

@@ -71,12 +71,12 @@ def test_register_ranges_vectors_and_a_register_that_is_read_and_written():
         ("pred", "0", 0),
     ],
 )
-def test_immediates(kind, text, value):
+def test_immediates_have_their_values(kind, text, value):
     assert run(f"mov.{kind} %d0, {text};", results=[width(kind)]).results == [[value] * 32]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_addresses_with_offsets(sign):
+def test_an_address_may_have_an_offset(sign):
     words = np.arange(64, dtype=np.uint32)
     body = f""".shared .align 16 .b32 table[64]; {{ .reg .b64 at; .reg .b32 x, y, here;
         mad.wide.u32 at, %lane, 4, %m0; mov.u32 here, table; mad.lo.u32 here, %lane, 4, here;
@@ -91,7 +91,7 @@ def test_addresses_with_offsets(sign):
     assert found.results == [at, at, [3] * 32, [5] * 32, [1] * 32]
 
 
-def test_comments_directives_and_line_numbers():
+def test_comments_and_directives_are_skipped_and_lines_are_counted():
     text = module_text(
         """// mov.u32 x, 1; }
         .reg .b32 x; /* a comment { of
@@ -143,7 +143,7 @@ def test_parameters_and_shared_variables_are_aligned():
     assert kernel.shared_bytes == shared["dynamic"]
 
 
-def test_branch_tables():
+def test_a_branch_table_sends_each_lane_to_its_label():
     body = """.reg .pred p; .reg .b32 i; and.b32 i, %lane, 3; mov.u32 %d0, 0;
         setp.lt.u32 p, %lane, 24;
         table: .branchtargets zero, one, two, one;

@@ -53,7 +53,7 @@ def outcomes(results, kinds, wide):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_instructions_of_a_single_lane(case):
+def test_an_instruction_of_a_single_lane_agrees_with_its_reference(case):
     assert isa.OPCODES[case.opcode].section == case.section
     found = outcomes(case.results, case.kinds, case.wide)[case.opcode]
     for i, row in enumerate(operands(case.kinds, case.wide, 32 * BLOCKS)):
@@ -69,7 +69,7 @@ def test_instructions_of_a_single_lane(case):
             assert actual == expected, f"{[*map(hex, raw)]}: {actual:#x}, not {expected:#x}"
 
 
-def test_lop3_with_every_truth_table():
+def test_lop3_computes_every_truth_table():
     assert isa.OPCODES["lop3.b32"].section == LOGIC
     rows = list(zip(*(drawn(32, i) for i in range(3))))
     body = "\n".join(f"lop3.b32 %d{i}, %a0, %a1, %a2, {i};" for i in range(256))
@@ -158,7 +158,7 @@ def special_registers():
     return machine.memory.read(address, shape, np.uint32)
 
 
-def test_clocks_and_conversions_of_special_registers():
+def test_special_registers_are_converted_and_clocks_advance():
     """cvt extends or truncates their values (section 10)."""
     body = """.reg .b64 %c; mov.u64 %c, %clock64; mov.b64 %c, %globaltimer; mov.u32 %d0, %clock;
         cvt.u64.u32 %d1, %laneid; cvt.u16.u32 %d2, %laneid; cvt.u32.u64 %d3, %clock64;
@@ -169,7 +169,7 @@ def test_clocks_and_conversions_of_special_registers():
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_special_registers(name):
+def test_special_registers_have_their_values(name):
     found = special_registers()[:, :, list(SPECIAL).index(name)]
     for block, thread in itertools.product(range(8), range(64)):
         place = (block % 4, block // 4, 0)

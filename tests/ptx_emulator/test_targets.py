@@ -29,7 +29,7 @@ WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
         "fence.proxy.async;": ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f"),
     }.items(),
 )
-def test_targets(statement, targets):
+def test_a_statement_is_refused_for_other_targets(statement, targets):
     body = f"{declared(64)} .reg .b64 %e; {statement}{HERE}"
     for target in ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f"):
         if target in targets:

@@ -163,7 +163,7 @@ def tcgen05(
 
 @pytest.mark.parametrize("opcode", [*MMA.values()])
 @pytest.mark.parametrize("which", range(4))
-def test_mma_of_every_kind_and_type(opcode, which):
+def test_mma_multiplies_every_kind_and_type(opcode, which):
     assert isa.OPCODES[opcode].section == TCGEN05
     (kind, group) = next(key for key, value in MMA.items() if value == opcode)
     a, b = list(itertools.product(CODES[kind], repeat=2))[which]
@@ -174,7 +174,7 @@ def test_mma_of_every_kind_and_type(opcode, which):
 
 @pytest.mark.parametrize("columns", [16, 32, 80, 96, 208, 224])
 @pytest.mark.parametrize("pair", [False, True])
-def test_widths_of_mma(columns, pair):
+def test_mma_multiplies_every_width(columns, pair):
     """For two blocks, N is a multiple of 32."""
     if pair and columns % 32:
         with pytest.raises(EmulatorError, match=f"no product has 256 x {columns} for 2 blocks"):
@@ -185,21 +185,21 @@ def test_widths_of_mma(columns, pair):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 @pytest.mark.parametrize("kind, element", [("f16", "bf16"), ("f8f6f4", "e4m3"), ("i8", "s8")])
-def test_layouts_of_tcgen05(layout, kind, element):
+def test_tcgen05_multiplies_operands_of_every_layout(layout, kind, element):
     for layouts in ((layout, LAYOUTS[3]), (LAYOUTS[3], layout)):
         found, wanted = tcgen05(kind, element, element, 48, layouts=layouts)
         np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[2:8:2], ids=layout_name)
-def test_layouts_of_a_pair(layout):
+def test_a_pair_multiplies_operands_of_every_layout(layout):
     found, wanted = tcgen05("f16", "f16", "f16", 96, pair=True, layouts=(layout, layout))
     np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("negate", [(0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize("kind, element", [("f16", "f16"), ("f8f6f4", "e5m2")])
-def test_negated_operands(kind, element, negate):
+def test_operands_may_be_negated(kind, element, negate):
     found, wanted = tcgen05(kind, element, element, 32, negate=negate)
     np.testing.assert_array_equal(found, wanted * (-1) ** sum(negate))
 
@@ -213,7 +213,7 @@ def test_products_accumulate(schedule):
 
 @pytest.mark.parametrize("opcode", [*SINGLE, *MULTI])
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
-def test_commits(opcode, schedule):
+def test_a_commit_arrives_once_its_products_are_done(opcode, schedule):
     """A commit arrives once at each barrier, when all products before it are done."""
     assert isa.OPCODES[opcode].section == TCGEN05
     form = "multicast" if opcode in MULTI else "single"
@@ -322,7 +322,7 @@ IDESC = instruction_descriptor("i8", "u8", "u8", 128, 256)
         (instruction_descriptor("i8", "u8", "u8", 32, 64), "no product has 32 x 64"),
     ],
 )
-def test_unknown_bits_of_the_instruction_descriptor(code, message):
+def test_unknown_bits_of_the_instruction_descriptor_are_refused(code, message):
     text = kernel(products=NUMBERED.replace(f"{IDESC:#x}", f"{code:#x}") + HERE)
     assert_fails(EmulatorError, message, text.replace(HERE, ""), **OPTIONS)
 
@@ -336,7 +336,7 @@ def test_unknown_bits_of_the_instruction_descriptor(code, message):
         *((1 << i, "bits 46 to 48 of the descriptor") for i in (47, 48)),
     ],
 )
-def test_unknown_bits_of_a_descriptor_of_tcgen05(bits, message):
+def test_unknown_bits_of_a_descriptor_of_tcgen05_are_refused(bits, message):
     products = f"or.b64 %a_desc, %a_desc, {bits:#x};" + NUMBERED
     assert_fails(EmulatorError, message, kernel(products=products), **OPTIONS)
 
@@ -503,7 +503,7 @@ def test_moves_before_the_wait_are_a_warning():
         ),
     }.values(),
 )
-def test_hazards_of_tcgen05(old, new, error, message):
+def test_hazards_of_tcgen05_are_found(old, new, error, message):
     text = kernel()
     assert old in text
     assert_fails(error, message, text.replace(old, new), **OPTIONS)

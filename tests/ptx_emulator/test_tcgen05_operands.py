@@ -172,7 +172,7 @@ def multiplied(name, rows, **options):
 
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
 @pytest.mark.parametrize("name", KINDS)
-def test_first_operand_in_tensor_memory(name, schedule):
+def test_the_first_operand_may_be_in_tensor_memory(name, schedule):
     """9.7.16.10.5: rows are lanes, K is packed into columns."""
     assert isa.OPCODES[f"tcgen05.mma.cta_group::1.kind::{KINDS[name][0]}"].section == SECTION
     found, expected = multiplied(name, 128, in_tensor_memory=True, schedule=schedule)

@@ -169,7 +169,7 @@ def expect(bytes_):
 
 @pytest.mark.parametrize("swizzle", SWIZZLES)
 @pytest.mark.parametrize("rank", RANKS)
-def test_boxes_of_every_rank_and_swizzle(rank, swizzle):
+def test_boxes_of_every_rank_and_swizzle_are_loaded_and_stored(rank, swizzle):
     """Loads and stores at all coordinates; outside of the tensor loads return zeros."""
     for i, itemsize in enumerate((1, 2, 4, 8, 2)):
         tensor = Tensor(rank, swizzle, itemsize)
@@ -271,7 +271,7 @@ def test_shared_cta_is_the_own_block(opcode):
     "opcode, mask",
     [(x, mask) for x in MULTICASTS for mask in ((2, 15, 9) if ".2d." in x else (11,))],
 )
-def test_a_load_of_several_blocks(opcode, mask):
+def test_a_load_arrives_in_several_blocks(opcode, mask):
     """Data and barrier have the same offsets in every block. With cta_group::2, the block of each
     receiving pair is signalled that has the parity of the given barrier's (9.7.9.25.5.2)."""
     assert isa.OPCODES[opcode].section == SECTION
@@ -708,7 +708,7 @@ GOOD = dict(base=0, itemsize=2, dimensions=(64, 8), strides=(2, 128), box=(64, 8
         (dict(swizzle=96), "swizzle"),
     ],
 )
-def test_rules_of_tensor_maps(change, message):
+def test_a_tensor_map_that_breaks_a_rule_is_refused(change, message):
     TensorMap(**GOOD)
     with pytest.raises(EmulatorError, match=f"breaks the rules for .*{message}"):
         TensorMap(**GOOD | change)

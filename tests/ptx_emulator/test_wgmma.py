@@ -103,7 +103,7 @@ def products(columns):
 
 
 @pytest.mark.parametrize("opcode", PRODUCTS)
-def test_wgmma_of_every_width_and_type(opcode):
+def test_wgmma_multiplies_every_width_and_type(opcode):
     assert isa.OPCODES[opcode].section == WGMMA
     columns, *types = PRODUCTS[opcode]
     found, wanted = products(columns)[tuple(types)]
@@ -129,7 +129,7 @@ def multiplied(opcode, layouts, images, statements, *, more="", **options):
 
 @pytest.mark.parametrize("second", [LAYOUTS[i] for i in (0, 2, 4, 7)], ids=layout_name)
 @pytest.mark.parametrize("first", LAYOUTS, ids=layout_name)
-def test_layouts_of_wgmma(first, second):
+def test_wgmma_multiplies_operands_of_every_layout(first, second):
     """All swizzles, K-major and MN-major, with various strides and starts inside of a row."""
     opcode = opcode_of(72, 16, "bf16", "bf16")
     (raw_a, a), (raw_b, b) = (drawn("bf16", (rows, 16), i) for i, rows in enumerate((64, 72)))
@@ -141,7 +141,7 @@ def test_layouts_of_wgmma(first, second):
 
 @pytest.mark.parametrize("swizzle", [32, 64, 128])
 @pytest.mark.parametrize("kind", ["e4m3", "s8"])
-def test_layouts_of_bytes(kind, swizzle):
+def test_bytes_are_multiplied_in_every_layout(kind, swizzle):
     opcode = opcode_of(48, 32, kind, kind)
     (raw_a, a), (raw_b, b) = (drawn(kind, (rows, 32), i) for i, rows in enumerate((64, 48)))
     statement = f"{opcode} {registers(24)}, %a_desc, %b_desc, %no {flags(32, kind)};"
@@ -166,7 +166,7 @@ def test_wgmma_accumulates_with_signs(kind, depth):
 
 
 @pytest.mark.parametrize("depth, a, b", FLOATS + INTEGERS)
-def test_the_first_operand_in_registers(depth, a, b):
+def test_the_first_operand_may_be_in_registers(depth, a, b):
     """9.7.15.5.1.1.1 and 9.7.15.5.1.1.2: the rows and bytes of K that each thread holds."""
     opcode = opcode_of(24, depth, a, b)
     (raw_a, first), (raw_b, second) = (
@@ -209,7 +209,7 @@ TWO = ONE.replace("%c", "%e")
 ONES = dict(arrays=[b"\1" * 4096], threads=128, target="sm_90a")
 
 
-def test_groups_of_wgmma():
+def test_wait_group_does_not_wait_for_the_last_groups():
     """9.7.15.7: wait_group n does not wait for the last n groups; their registers are in use."""
     assert {isa.OPCODES[x].section for x in (FENCE, COMMIT, WAIT)} == {WGMMA}
     text = hopper(f"{ONE} {COMMIT}; {TWO} {COMMIT}; {WAIT} 1; {{}}")
@@ -295,7 +295,7 @@ def test_products_to_the_same_accumulators_need_no_wait_between_them():
         ),
     }.values(),
 )
-def test_hazards_of_wgmma(wrong, right, error, message):
+def test_hazards_of_wgmma_are_found(wrong, right, error, message):
     run(right, **ONES)
     assert_fails(error, message, wrong, **ONES)
 
@@ -307,7 +307,7 @@ def test_hazards_of_wgmma(wrong, right, error, message):
         *((1 << i, "the base offset") for i in (49, 50, 51)),
     ],
 )
-def test_unknown_bits_of_a_descriptor_of_wgmma(bits, message):
+def test_unknown_bits_of_a_descriptor_of_wgmma_are_refused(bits, message):
     assert_fails(
         EmulatorError, message, hopper(f"or.b64 %a_desc, %a_desc, {bits:#x}; {ONE}{HERE}"), **ONES
     )

@@ -84,7 +84,7 @@ class MosaicBackend:
         return tiles.config_of(self.config, fields)
 
     def _checked(self, problem: Problem, target: Target) -> Chip:
-        """The chip that the kernel is planned for, after the checks that no config changes."""
+        """The chip that the kernel is planned for, after all checks that need no config."""
         chip = tiles.chip_for(target, self.chips)
         if chip is None:
             names = " or ".join("{}.{}".format(*chip.capability) for chip in self.chips)

@@ -224,7 +224,7 @@ def config_of(fields: Mapping[str, Any]) -> TritonConfig:
 
 
 def _checked(problem: Problem, target: Target) -> Chip:
-    """The chip that the kernel is compiled for, after the checks that no config changes."""
+    """The chip that the kernel is compiled for, after all checks that need no config."""
     chip = target.chip or (None if target.known else OLDEST_CHIP)
     if chip is None or chip.capability < OLDEST_CHIP.capability:
         raise NotImplementedError(f"it needs compute capability 8.0 or newer; this is {target}.")
