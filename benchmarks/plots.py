@@ -58,7 +58,7 @@ def _bars(results: list[Result], measure: str, end: str, digits: int, title: str
       caption: text below it.
 
     Returns:
-      The figure, and for each panel its axes and its results, from below.
+      The figure, and for each panel its axes and its results, from bottom to top.
     """
     colours, panels = _colours(results), []
     sources, dtypes = (
@@ -168,7 +168,7 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
     slope, peaks = ceilings["memory"] / 1e12, {}
     for dtype, rate in ceilings.items():
         if dtype != "memory":
-            # One byte multiplies as fast as another: they have one roof, but for the noise.
+            # One byte multiplies as fast as another: they have one roof, except for noise.
             same = (p for p in peaks if abs(np.log(rate / p)) < 0.1)
             peaks.setdefault(next(same, rate), []).append(dtype)
     for rate, dtypes in peaks.items():

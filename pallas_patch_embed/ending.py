@@ -38,7 +38,7 @@ state = _State()
 
 
 def install() -> None:
-    """From now on the signals end this process, but for those that it was started to ignore."""
+    """From now on the signals end this process, except those that it was started to ignore."""
     for name in WORDS:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:

@@ -17,7 +17,7 @@ SOURCES = ("pallas_patch_embed", "tests", "benchmarks", "examples", "ffi")
 
 
 def build_targets():
-    """name -> attributes of the targets in BUILD, which is Python but for `glob`."""
+    """name -> attributes of the targets in BUILD, which is Python except for `glob`."""
     found = {}
 
     def target(name, **attributes):

@@ -20,7 +20,7 @@ class Listed:
 
     Attributes:
       about: the machine, and which backends serve there.
-      cases: each in words.
+      cases: descriptions of the cases.
     """
 
     about: dict[str, Any]

@@ -70,7 +70,7 @@ class Lease:
     """A small file that a run renews, on a file system without locks.
 
     It is created only where there is none, where the store can do so (S3 and Google's can). Where
-    it cannot, two runs that begin within the same moment notice it when they renew: the one that
+    it cannot, two runs that begin at almost the same time notice it when they renew: the one that
     finds the other's name there stops.
 
     Args:

@@ -100,7 +100,7 @@ def test_the_kernel_that_cuts_images_has_the_budget_of_the_one_from_patches():
     odd = audit.cuda_kernel("sm_90", NamedShape("odd", 16, 240, 768), 4736, "int8", uncut=True)
     assert odd.tile.tma_rows == 16 * 128
     assert checked(odd).keys() == found.keys()
-    # Instructions of a scheduler's two warps: less than the cycles of the products.
+    # A scheduler's two warps issue fewer instructions than the products take cycles.
     assert found["issue"] < 2000 < found["tensor"]
     with pytest.raises(NotImplementedError, match="on Hopper and with int8 alone"):
         audit.cuda_kernel("sm_90", *HEADLINE, "bfloat16", uncut=True)

@@ -262,7 +262,7 @@ def test_an_address_where_nothing_answers_is_refused_at_once(tmp_path, pictures)
 
 
 def test_the_example_of_the_docs_runs(tmp_path, cluster, nodes, s3):
-    """It runs as it is, but for the numbers of GPUs and actors and the checkpoint's name."""
+    """It runs as it is, except for the numbers of GPUs and actors and the checkpoint's name."""
     page = (Path(__file__).parents[2] / "docs" / "embed.md").read_text()
     (example,) = [block.code for block in pages.blocks(page) if "import ray" in block.code]
     assert len([line for line in example.splitlines() if line]) == 10

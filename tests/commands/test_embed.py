@@ -487,7 +487,7 @@ def test_a_command_that_cannot_work_is_refused(
     assert (tmp_path / "o.npz").read_bytes() == old
 
 
-def test_a_link_is_written_through(tmp_path, pictures):
+def test_the_file_that_a_link_names_is_written(tmp_path, pictures):
     (tmp_path / "folder").mkdir()
     (tmp_path / "out.npz").symlink_to(tmp_path / "folder" / "real.npz")
     run(tmp_path, pictures / "a.png")

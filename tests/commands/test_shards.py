@@ -281,7 +281,7 @@ def test_an_npz_has_the_failures_and_the_settings(tmp_path, pictures):
 
 
 @pytest.mark.parametrize("full", [["out.npz"], ["out.npz", "temporary"]])
-def test_an_npz_that_cannot_be_written_is_elsewhere(tmp_path, pictures, monkeypatch, full):
+def test_an_npz_that_cannot_be_written_goes_elsewhere(tmp_path, pictures, monkeypatch, full):
     for name in ("temporary", "current"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "current")

@@ -48,7 +48,7 @@ class Tower:
         return pixels, np.float32(pixels) / 255 * 2 - 1
 
     def with_one_drawn_anew(self, path):
-        """The parameters, of which the one at this path is another."""
+        """The parameters, with other values at this path."""
         found = []
 
         def draw(place, leaf):

@@ -376,7 +376,7 @@ def test_packing_inside_of_a_model_is_four_kernels_on_a_gpu():
 @pytest.mark.gpu
 @pytest.mark.skipif(gpu() is None, reason="no GPU")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gpu_packs_as_a_cpu_but_for_its_division(dtype):
+def test_a_gpu_packs_as_a_cpu_except_for_its_division(dtype):
     moved = weights = 0
     for _ in range(20):
         kernel = np.float32(RNG.normal(size=(16, 16, 3, 768)) * 10 ** RNG.uniform(-3, 1, 768))

@@ -114,8 +114,8 @@ class TritonConfig:
         return grid.tiles_per_worker * a_tile
 
 
-# The largest tile first. None of AMPERE needs more than 99 KiB of shared memory. docs/
-# experiments/triton.md has the times of HOPPER and of others, and the few problems that spill.
+# The largest tile first. None of AMPERE needs more than 99 KiB of shared memory. The times of
+# HOPPER and of others, and the few problems that spill, are in docs/experiments/triton.md.
 AMPERE = (
     TritonConfig(128, 128, 64, warps=8, stages=4, programs=1, min_vector=4),
     TritonConfig(64, 128, 64, warps=8, stages=3, programs=1, parts=4),
