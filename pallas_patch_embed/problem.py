@@ -263,5 +263,12 @@ VIT_SHAPES = (
 
 
 def named_shape(name: str) -> NamedShape:
-    """The shape of this name."""
-    return next(shape for shape in (*NAMED_SHAPES, *VIT_SHAPES) if shape.name == name)
+    """The shape of this name.
+
+    Raises:
+      ValueError: there is none; the message lists the names.
+    """
+    shapes = {shape.name: shape for shape in (*NAMED_SHAPES, *VIT_SHAPES)}
+    if name not in shapes:
+        raise ValueError(f"There is no shape {name!r}, expected one of {', '.join(shapes)}.")
+    return shapes[name]

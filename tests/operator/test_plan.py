@@ -39,6 +39,11 @@ def test_a_chip_of_fewer_multiprocessors_gets_its_own_grid():
     assert len(fewer.schedule(196)) == 28
 
 
+def test_the_name_of_an_unknown_shape_is_refused_with_those_that_exist():
+    with pytest.raises(ValueError, match=r"no shape 'B/17', expected one of B/16 224, .*L/14"):
+        named_shape("B/17")
+
+
 def test_the_name_and_the_multiprocessors_are_those_of_the_device():
     device = mock.Mock(platform="gpu", compute_capability="9.0", core_count=114)
     device.device_kind = "NVIDIA H100 PCIe"

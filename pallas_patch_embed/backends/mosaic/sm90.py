@@ -224,9 +224,9 @@ class Worker(launch.Worker):
             def load(k):
                 self.load_weight(k, k, s.weight_arrived.at[k])
 
-    def load_weight(self, k, part, arrived) -> None:
-        """Loads chunk k of the weight into a part of its shared memory."""
-        target = self.views_of(self.scratch.weight).written.at[part]
+    def load_weight(self, k, slot, arrived) -> None:
+        """Loads chunk k of the weight to `scratch.weight[slot]`."""
+        target = self.views_of(self.scratch.weight).written.at[slot]
         self.tile.load_weight(self.operands.weight, self.column, self.chunk(k), target, arrived)
 
     def feed(self) -> None:
@@ -307,8 +307,8 @@ class Worker(launch.Worker):
             for k in range(self.chunks):
                 slot = self.slot(first + k)
                 plgpu.barrier_wait(self.filled(first + k, consumer))
-                part = weight.at[slot if self.config.stream_weight else k]
-                plgpu.wgmma(accumulator, patches.at[slot], part.T)
+                chunk = weight.at[slot if self.config.stream_weight else k]
+                plgpu.wgmma(accumulator, patches.at[slot], chunk.T)
                 if k == self.chunks - 1:
                     plgpu.barrier_arrive(s.products_issued.at[other])
                 if k > 0:
