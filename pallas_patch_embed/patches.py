@@ -90,7 +90,7 @@ def check_range(name: str, pixels: Any, encoding: Encoding) -> Any:
 
 
 def _range_of(pixels: Any, encoding: Encoding, limit: float) -> tuple[Any, Any, Any]:
-    """Whether pixels are in [-limit, limit], their least one and their largest one."""
+    """Whether pixels are in [-limit, limit], the smallest one and the largest one."""
     axes = None if encoding.image_mean is None else tuple(range(pixels.ndim - 1))
     factor, summand = encoding.undo(pixels.shape[-1])
     low, high = (

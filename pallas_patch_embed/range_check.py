@@ -20,7 +20,7 @@ class Check(NamedTuple):
     """What is checked of pixels. A jaxpr prints it as a few words.
 
     Attributes:
-      range_of: pixels -> whether they are in range, their least one and their largest one.
+      range_of: pixels -> whether they are in range, the smallest one and the largest one.
       message: what is said if they are not, with the fields {low} and {high}.
     """
 

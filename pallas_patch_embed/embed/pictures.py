@@ -43,20 +43,22 @@ class Budget:
     """
 
     def __init__(self, limit: int = PIXELS_IN_FLIGHT):
-        self.limit, self.held = limit, 0
+        self.limit, self.reserved = limit, 0
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
-    def hold(self, pixels: int) -> Iterator[None]:
-        """Waits until there is room for `pixels` pixels, and occupies it during the block."""
+    def reserve(self, pixels: int) -> Iterator[None]:
+        """Waits until there is room for `pixels` pixels, and reserves it during the block."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.held or self.held + pixels <= self.limit)
-            self.held += pixels
+            self._changed.wait_for(
+                lambda: not self.reserved or self.reserved + pixels <= self.limit
+            )
+            self.reserved += pixels
         try:
             yield
         finally:
             with self._changed:
-                self.held -= pixels
+                self.reserved -= pixels
                 self._changed.notify_all()
 
 

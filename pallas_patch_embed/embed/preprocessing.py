@@ -144,7 +144,7 @@ class Preprocessing:
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(opened)
             picture = open_picture(file)
-            stack.enter_context(budget.hold(picture.width * picture.height))
+            stack.enter_context(budget.reserve(picture.width * picture.height))
             picture = upright_rgb(picture)
             image = np.asarray(picture.resize(self._size_for(picture), self.resample))
             del picture  # Its pixels are given back before others are decoded.

@@ -219,7 +219,7 @@ def test_no_more_pixels_are_decoded_at_a_time_than_the_budget_has(tmp_path, pict
     monkeypatch.setattr(embedder, "Budget", lambda: budget)
     monkeypatch.setattr(preprocessing, "upright_rgb", decoding)
     unreadable, *_ = run(tmp_path, pictures, workers=4)
-    assert unreadable == 0 and most == [60_000] * 8 and budget.held == 0
+    assert unreadable == 0 and most == [60_000] * 8 and budget.reserved == 0
 
 
 def test_a_picture_of_more_pixels_than_the_budget_is_decoded_alone(tmp_path, pictures, monkeypatch):
@@ -228,16 +228,16 @@ def test_a_picture_of_more_pixels_than_the_budget_is_decoded_alone(tmp_path, pic
     budget, held = Budget(10), []
 
     def small():
-        with budget.hold(1):
-            held.append(budget.held)
+        with budget.reserve(1):
+            held.append(budget.reserved)
 
-    with budget.hold(1000):
+    with budget.reserve(1000):
         thread = threading.Thread(target=small)
         thread.start()
         while not budget._changed._waiters:
             assert thread.is_alive(), "it did not wait"
     thread.join()
-    assert held == [1] and budget.held == 0
+    assert held == [1] and budget.reserved == 0
 
 
 def test_the_pixels_of_a_picture_are_freed_before_others_are_decoded(tmp_path, monkeypatch):
@@ -245,7 +245,7 @@ def test_the_pixels_of_a_picture_are_freed_before_others_are_decoded(tmp_path, m
     pictures, decode = [], preprocessing.upright_rgb
 
     class Checking(Budget):
-        def hold(self, pixels):
+        def reserve(self, pixels):
             return self
 
         def __enter__(self):
