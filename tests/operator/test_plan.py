@@ -134,18 +134,26 @@ def test_a_lowering_visits_the_files_that_the_documentation_names(monkeypatch):
     images = jax.ShapeDtypeStruct((8, 32, 32, 3), "uint8")
     package = Path(ppe.__file__).parent
     visited = set()
+    monitoring, tool = sys.monitoring, sys.monitoring.PROFILER_ID
 
-    def visit(frame, event, argument):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(package):
+    def visit(code, offset):
+        path = Path(code.co_filename)
+        if path.is_relative_to(package):
             visited.add(path.relative_to(package).as_posix())
+        # Another call of the same function tells nothing new.
+        return monitoring.DISABLE
 
-    sys.setprofile(visit)
+    monitoring.use_tool_id(tool, "visited files")
+    monitoring.register_callback(tool, monitoring.events.PY_START, visit)
+    monitoring.restart_events()
+    monitoring.set_events(tool, monitoring.events.PY_START)
     try:
         traced = jax.jit(lambda images: ppe.embed_images(images, params)).trace(images)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     finally:
-        sys.setprofile(None)
+        monitoring.set_events(tool, monitoring.events.NO_EVENTS)
+        monitoring.register_callback(tool, monitoring.events.PY_START, None)
+        monitoring.free_tool_id(tool)
     assert "mosaic_gpu" in text
 
     def called(name):

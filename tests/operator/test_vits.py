@@ -15,6 +15,7 @@ from bounds import DTYPES, assert_agrees, assert_bit_equal, draw_images
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from repository import DATA, environment
+from strict import strict_settings
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import BACKENDS
@@ -305,16 +306,8 @@ def test_packed_positions_behind_a_prefix_may_be_sharded_explicitly():
     assert_bit_equal(packed.table, pack(kernel, None, positions).table)
 
 
-STRICT = {
-    "ranks": functools.partial(jax.numpy_rank_promotion, "raise"),
-    "dtypes": functools.partial(jax.numpy_dtype_promotion, "strict"),
-    "transfers": functools.partial(jax.transfer_guard, "disallow"),
-}
-
-
 @each_kind
-@pytest.mark.parametrize("setting", STRICT)
-def test_strict_settings_change_no_bit(setting, kind):
+def test_strict_settings_change_no_bit(kind):
     params, images = draw(kind, "float32")
     rows = ppe.patchify(images, params)[:, params.prefix :, : params.K]
     positions = np.float32(RNG.normal(size=(rows.shape[1], 8)))
@@ -335,7 +328,7 @@ def test_strict_settings_change_no_bit(setting, kind):
 
     wanted = call()
     jax.clear_caches()
-    with STRICT[setting]():
+    with strict_settings():
         found = call()
     jax.tree.map(assert_bit_equal, found, wanted)
 
