@@ -54,12 +54,17 @@ def test_BUILD_covers_every_source_file():
     assert {label[1:] for label in covered if label.startswith(":")} <= set(targets)
 
 
-def test_BUILD_runs_every_test_with_pytest(tmp_path):
+def test_BUILD_runs_every_test_by_one_program():
     rules = [a for a in build_targets().values() if "args" in a]
     run = [file for attributes in rules for file in attributes["args"]]
     tests = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
     assert len(run) == len(set(run)) and set(run) == tests
-    (main,) = {attributes["main"] for attributes in rules}
+    assert len({attributes["main"] for attributes in rules}) == 1
+
+
+@pytest.mark.slow("two processes of pytest")
+def test_the_program_of_BUILD_fails_if_a_test_does(tmp_path):
+    (main,) = {a["main"] for a in build_targets().values() if "args" in a}
     for outcome, code in (("True", 0), ("False", 1)):
         (tmp_path / "test_it.py").write_text(f"def test_it():\n    assert {outcome}\n")
         command = [sys.executable, ROOT / main, "-n", "0", tmp_path / "test_it.py"]

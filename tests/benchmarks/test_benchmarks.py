@@ -99,6 +99,7 @@ def test_cold_operands_are_copies_that_fill_the_cache(monkeypatch):
         assert len(places) == 4
 
 
+@pytest.mark.slow("times in every regime, and every picture")
 def test_the_whole_command_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(benchmarks, "named_shape", lambda name: SMALL)
     monkeypatch.setattr(benchmarks, "OUT_OF_CACHE", 200_000)
@@ -166,6 +167,7 @@ def test_encoders_differ_only_in_the_patch_embedding(tiny_encoder, monkeypatch):
         encoder.speeds("small", 2, ["bfloat16"], measures)
 
 
+@pytest.mark.slow("an encoder's program in each dtype")
 def test_the_accuracy_has_the_error_of_each_dtype(tiny_encoder):
     found = {a.dtype: a for a in accuracy.accuracies(name="small")}
     errors = [found[d].patch_error for d in ("bfloat16", "int8", "float8_e4m3fn")]

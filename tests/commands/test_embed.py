@@ -430,14 +430,19 @@ def test_an_image_processor_with_patches_of_another_size_is_refused(tmp_path):
 
 def test_the_command_writes_what_it_says_and_says_how_it_went(tmp_path, pictures):
     out = tmp_path / "out.npz"
-    arguments = ["--checkpoint", checkpoint(FIXED), pictures, "--out", out]
-    result = subprocess.run([*COMMAND, *arguments, "--batch", "4"], capture_output=True, text=True)
+    command = [*COMMAND, "--checkpoint", checkpoint(FIXED), pictures, "--out", out]
+    result = subprocess.run([*command, "--batch", "4"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "pictures/s" in result.stderr and f"8 of 8 pictures into {out}" in result.stdout
     with np.load(out) as file:
         assert file["embeddings"].shape == (8, 96) and len(file["paths"]) == 8
+
+
+@pytest.mark.slow("another process; test_progress.py has such a run")
+def test_the_command_says_which_picture_is_bad(tmp_path, pictures):
+    command = [*COMMAND, "--checkpoint", checkpoint(FIXED), pictures, "--out", tmp_path / "out.npz"]
     (pictures / "bad.png").write_text("no picture")
-    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 3 and "8 of 9" in result.stdout and "bad.png" in result.stderr
 
 

@@ -1,6 +1,7 @@
 """pack inside of jit, vmap, scan and shard_map, and inside of models."""
 
 import functools
+import itertools
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from gpu import gpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from repository import environment
+from short_suite import keep
 
 import pallas_patch_embed as ppe
 
@@ -42,20 +44,20 @@ def stacked(params):
 
 
 TRACED = {
-    "jit": lambda pack, drawn: jax.jit(pack)(*drawn),
-    "jit of closed over values": lambda pack, drawn: jax.jit(lambda: pack(*drawn))(),
-    "disabled jit": lambda pack, drawn: jax.disable_jit()(pack)(*drawn),
-    "remat": lambda pack, drawn: jax.jit(jax.checkpoint(pack))(*drawn),
+    "jit": jax.jit,
+    "jit of closed over values": lambda pack: lambda *drawn: jax.jit(lambda: pack(*drawn))(),
+    "disabled jit": lambda pack: jax.disable_jit()(pack),
+    "remat": lambda pack: jax.jit(jax.checkpoint(pack)),
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", TRACED)
 def test_traced_packing_gives_the_bits_of_packing_outside(how, dtype):
+    traced = TRACED[how](functools.partial(pack, dtype=dtype))
     for seed in range(5):
         drawn = draw(np.random.default_rng(seed))
-        packed = TRACED[how](functools.partial(pack, dtype=dtype), drawn)
-        assert_same(packed, pack(*drawn, dtype=dtype))
+        assert_same(traced(*drawn), pack(*drawn, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,8 +81,15 @@ def test_eval_shape_gives_the_types_of_packing(dtype):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype, explicit",
+    keep(
+        itertools.product(DTYPES, (False, True)),
+        lambda case: case[1] or case[0] == "int8",
+        "two sharded programs each; the short suite has every dtype on explicit axes",
+    ),
+    ids=lambda x: x if isinstance(x, str) else ("automatic", "explicit")[x],
+)
 def test_a_kernel_sharded_along_N_keeps_its_sharding(dtype, explicit):
     mesh = jax.make_mesh((4,), ("model",), (AxisType.Explicit if explicit else AxisType.Auto,))
     specs = P(None, None, None, "model"), P("model"), P(None, None, "model")
@@ -138,9 +147,15 @@ def loss(images, kernel, bias, positions, dtype):
     return jnp.sum(y**2)
 
 
-@pytest.mark.parametrize("argument", ["images", "kernel", "bias", "positions"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("jit", [False, True], ids=["", "jit"])
+@pytest.mark.parametrize(
+    "dtype, argument, jit",
+    keep(
+        itertools.product(DTYPES, ("images", "kernel", "bias", "positions"), (False, True)),
+        lambda case: case[0] == "int8" or (case[1] == "images" and case[2]),
+        "the same refusal; the short suite has every argument with int8, and every dtype",
+    ),
+    ids=lambda x: x if isinstance(x, str) else "jit" * x,
+)
 def test_a_gradient_by_any_argument_is_refused(dtype, argument, jit):
     arguments = dict(zip(("kernel", "bias", "positions"), map(jnp.asarray, draw())))
     arguments["images"] = jnp.float32(draw_images(RNG, 2, 8, 12, 3) / 127.5 - 1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from bounds import DTYPES, assert_agrees, assert_bit_equal, draw_images
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from repository import DATA, environment
+from short_suite import keep
 from strict import strict_settings
 
 import pallas_patch_embed as ppe
@@ -65,9 +67,19 @@ def assert_near(y, expected, dtype):
     assert error <= LARGEST_ERROR[dtype]
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["", "jit"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["clip", "vit", "dinov2", "qwen2_vl", "qwen3_vl"])
+MODELS = ("clip", "vit", "dinov2", "qwen2_vl", "qwen3_vl")
+
+
+# Every model with int8, inside of jit or outside, and one with all dtypes in both ways.
+@pytest.mark.parametrize(
+    "name, dtype, jit",
+    keep(
+        itertools.product(MODELS, DTYPES, (False, True)),
+        lambda case: case[0] == "dinov2" or case[1:] == ("int8", MODELS.index(case[0]) % 2 == 0),
+        "a dozen programs each",
+    ),
+    ids=lambda x: x if isinstance(x, str) else "jit" * x,
+)
 def test_models_embeddings_are_those_of_transformers(name, dtype, jit):
     x, grid = load(name), (3, 4) if name == "dinov2" else None
     params = pack(name, dtype, grid)
@@ -143,10 +155,17 @@ def draw(kind, dtype, rng=RNG, N=8):
 
 KINDS = ("normalised", "prefix", "prefix alone", "frames", "all")
 each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind_and_dtype = pytest.mark.parametrize(
+    "kind, dtype",
+    keep(
+        itertools.product(KINDS, DTYPES),
+        lambda case: case[0] == "all" or case[1] == "int8",
+        "several programs each; the short suite has every kind in int8, and `all` in all dtypes",
+    ),
+)
 
 
-@each_kind
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_kind_and_dtype
 def test_uint8_and_the_equal_normalised_images_give_identical_patches(kind, dtype):
     params, images = draw(kind, dtype)
     wanted = ppe.patchify(images, params)
@@ -167,8 +186,7 @@ def test_patches_of_videos_are_in_the_order_channel_frame_height_width(dtype):
     assert_bit_equal(ppe.patchify(videos, params), ppe.encode_patches(rows, params))
 
 
-@each_kind
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_kind_and_dtype
 def test_traced_packing_gives_the_same_bits(kind, dtype):
     for seed in range(3):
         wanted, _ = draw(kind, dtype, np.random.default_rng(seed))
