@@ -117,7 +117,9 @@ def test_padding_has_no_influence(name, patch_dtype):
         np.testing.assert_array_equal(other.last_hidden_state[mask], output.last_hidden_state[mask])
 
 
-@pytest.mark.parametrize("source", [(16, 16), (7, 5)])
+@pytest.mark.parametrize(
+    "source", [pytest.param((16, 16), marks=pytest.mark.slow("a program for each shape")), (7, 5)]
+)
 def test_positions_are_resized_as_jax_resizes_images(source):
     rng = np.random.default_rng(1)
     positions = rng.normal(size=(*source, 6)).astype(np.float32)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from bounds import assert_bit_equal, draw_images, draw_params, leaves_with_axis
 from jax import lax
+from short_suite import keep
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed import api
@@ -95,16 +96,23 @@ def stack(*trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
+OPERANDS = ("patches", "weight", "scale", "offset", "table")
+
+
 @pytest.mark.parametrize(
-    "mapped",
-    [
-        names
-        for r in (1, 2, 4, 5)
-        for names in itertools.combinations(("patches", "weight", "scale", "offset", "table"), r)
-    ],
-    ids="+".join,
+    "mapped, positions",
+    keep(
+        [
+            (names, positions)
+            for positions in (True, False)
+            for r in (1, 2, 4, 5)
+            for names in itertools.combinations(OPERANDS, r)
+        ],
+        lambda case: len(case[0]) in (1, len(OPERANDS)),
+        "a program each; the short suite maps over each operand alone, and over all",
+    ),
+    ids=lambda x: "+".join(x) if isinstance(x, tuple) else str(x),
 )
-@pytest.mark.parametrize("positions", [True, False])
 def test_vmap_over_any_operand_is_a_loop_over_it(mapped, positions):
     sets = [make(seed=seed, positions=positions) for seed in range(3)]
     mapped = [name for name in mapped if positions or name != "table"] or ["patches"]

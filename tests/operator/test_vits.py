@@ -324,7 +324,14 @@ def test_packed_positions_behind_a_prefix_may_be_sharded_explicitly():
     assert_bit_equal(packed.table, pack(kernel, None, positions).table)
 
 
-@each_kind
+@pytest.mark.parametrize(
+    "kind",
+    keep(
+        KINDS,
+        lambda kind: kind in ("prefix alone", "all"),
+        "five programs twice; `all` has everything but a prefix without positions",
+    ),
+)
 def test_strict_settings_change_no_bit(kind):
     params, images = draw(kind, "float32")
     rows = ppe.patchify(images, params)[:, params.prefix :, : params.K]
