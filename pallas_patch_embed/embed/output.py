@@ -39,8 +39,12 @@ class Output(Protocol):
 
 def versions() -> dict[str, str]:
     """The versions of the packages that decide what embeddings are."""
-    packages = ("pallas_patch_embed", "jax", "jaxlib", "numpy", "pillow")
-    return {name: importlib.metadata.version(name) for name in packages}
+    import PIL
+
+    packages = ("pallas_patch_embed", "jax", "jaxlib", "numpy")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    # Of Pillow what is imported, which may be Pillow-SIMD: a package with another name.
+    return found | {"pillow": PIL.__version__}
 
 
 @dataclasses.dataclass(frozen=True)

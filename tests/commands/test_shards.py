@@ -1,5 +1,6 @@
 """`embed` into a folder of shards: what is written, what a run continues, what it reads."""
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
+import PIL
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -278,6 +280,18 @@ def test_an_npz_has_the_failures_and_the_settings(tmp_path, pictures):
         "normalize": False,
         "embedding_dtype": "float16",
     }
+
+
+def test_the_version_of_pillow_is_that_of_the_imported_module(monkeypatch):
+    # Pillow-SIMD brings the same module in a package with another name.
+    def version(name):
+        if name == "pillow":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(PIL, "__version__", "12.1.1.post0")
+    assert output.versions()["pillow"] == "12.1.1.post0"
 
 
 @pytest.mark.parametrize("full", [["out.npz"], ["out.npz", "temporary"]])
