@@ -20,8 +20,9 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 GPU = shutil.which("nvidia-smi") and any(map(importlib.util.find_spec, PLUGINS))
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if GPU else "cpu")
-# Several processes share the GPU.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Processes share the GPU. Each reserves its memory in one piece: tests of guards need that.
+PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.4 / PROCESSES:.3f}")
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from pallas_patch_embed.patches import Encoding, rows
 from pallas_patch_embed.problem import Problem
 
 type Run = Callable[..., jax.Array]
+# From images to patches.
+type Cut = Callable[[jax.Array], jax.Array]
 
 # Fraction bits of a result.
 FRACTION_BITS = {"bfloat16": 7, "float32": 23}
@@ -98,7 +100,7 @@ def compared(
     seed: int,
     devices: Sequence[jax.Device],
     how: str = "alone",
-    cut_by_xla: bool = False,
+    cut: Cut | None = None,
     before_launch: Callable[[], None] = lambda: None,
     allocate: memory.Allocate = memory.allocate,
 ) -> Iterator[Counts]:
@@ -108,18 +110,19 @@ def compared(
       run, problem, seed: as for `wrong_elements`.
       devices: a program runs on each of them, at the same time.
       how: one of `LAUNCHES`: how the programs launch their kernels.
-      cut_by_xla: whether `run` first has XLA cut images into patches.
+      cut: XLA's program from images to the patches that `run` takes; None if `run` takes the
+        first operand as it is.
       before_launch: called when everything is ready.
       allocate: makes an array with memory of its own.
     """
     count = LAUNCHES[how]
     tensor_cores = Target.of(devices[0]).platform == "cuda"
     sites = [[memory.Site(problem, d, allocate) for _ in range(count)] for d in devices]
-    programs = [_program(run, count, how, of_device) for of_device in sites]
+    programs = [_program(run, cut, count, how, of_device) for of_device in sites]
     # A kernel that writes its result somewhere else, from which the program copies it, needs memory
     # for it, besides that of the patches which it reads at the same time.
     elsewhere = sites[0][0].result.nbytes
-    if cut_by_xla:
+    if cut is not None:
         elsewhere += math.prod(problem.patches) * jnp.dtype(problem.dtype).itemsize
     in_place = [_temporary_bytes(program) < elsewhere for program in programs]
     for index in itertools.count():
@@ -149,11 +152,14 @@ def compared(
         yield total
 
 
-def _program(run: Run, count: int, how: str, sites: Sequence[memory.Site]) -> Any:
+def _program(run: Run, cut: Cut | None, count: int, how: str, sites: Sequence[memory.Site]) -> Any:
     """A compiled program of poisoned results and the operands of each launch."""
 
     def program(poisoned: list[jax.Array], operands: list[memory.Operands]) -> list[jax.Array]:
         del poisoned
+        if cut is not None:
+            # Outside of the streams: XLA gives none to a call within a call, as of jax's `pad`.
+            operands = [(cut(x), weight, scale, table) for x, weight, scale, table in operands]
         if how == "on two streams":
             return [
                 compute_on(

@@ -21,7 +21,7 @@ from pallas_patch_embed.backends.plan import Refusal
 from pallas_patch_embed.backends.triton import TritonConfig
 from pallas_patch_embed.check import cases
 from pallas_patch_embed.check.cases import Case
-from pallas_patch_embed.check.compare import Counts, Run, compared
+from pallas_patch_embed.check.compare import Counts, Cut, Run, compared
 from pallas_patch_embed.check.process import Ended, Found, Launches, Listed, Prepares
 from pallas_patch_embed.child import Send
 from pallas_patch_embed.chips import A100, B200, H200, Chip, Target
@@ -79,14 +79,14 @@ def launched(
 ) -> Iterator[Counts]:
     """What was found in each launch of a case."""
     launches = itertools.count(1)
-    run, cut_by_xla = runner(case, Target.of(devices[0]))
+    run, cut = runner(case, Target.of(devices[0]))
     found = compared(
         run,
         case.problem,
         seed=options.seed + index,
         devices=devices if case.on_every_device else devices[:1],
         how=case.launch,
-        cut_by_xla=cut_by_xla,
+        cut=cut,
         before_launch=lambda: send(Launches(index, next(launches))),
     )
     if options.seconds is None:
@@ -140,8 +140,8 @@ def _cases(
     return list_cases(shapes=shapes, batches=(1, 3), launches=("alone",))
 
 
-def runner(case: Case, target: Target) -> tuple[Run, bool]:
-    """The function that a case launches, and whether it has XLA cut images into patches.
+def runner(case: Case, target: Target) -> tuple[Run, Cut | None]:
+    """The function that a case launches; and how XLA cuts images into its patches, if it does.
 
     Raises:
       NotImplementedError: the backend does not serve it; the message is the reason.
@@ -150,14 +150,14 @@ def runner(case: Case, target: Target) -> tuple[Run, bool]:
     if is_interpreted(case.backend, target):
         if problem.layout is not None:
             raise NotImplementedError("its interpreter is given patches.")
-        return INTERPRETED[case.backend](problem), False
+        return INTERPRETED[case.backend](problem), None
     answer = plan_with(case.backend, problem, target, asked=True)
     if isinstance(answer, Refusal):
         raise NotImplementedError(answer.reason)
     if problem.layout is None or answer.takes_images:
-        return answer.run, False
+        return answer.run, None
     layout, encoding = problem.layout, Encoding(problem.dtype)
-    return lambda images, *rest: answer.run(rows(images, layout, encoding), *rest), True
+    return answer.run, lambda images: rows(images, layout, encoding)
 
 
 # Interpreters, where there is no GPU.

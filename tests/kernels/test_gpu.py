@@ -100,11 +100,9 @@ def positions_of(shape):
     return "positions of each image" if shape.name.startswith("NaFlex") else "positions"
 
 
-def launched(run, case, cut_by_xla=False):
+def launched(run, case, cut=None):
     """What is found in RUNS launches of a case."""
-    found = compared(
-        run, case.problem, seed=0, devices=[gpu()], how=case.launch, cut_by_xla=cut_by_xla
-    )
+    found = compared(run, case.problem, seed=0, devices=[gpu()], how=case.launch, cut=cut)
     return functools.reduce(Counts.plus, itertools.islice(found, RUNS))
 
 
@@ -118,12 +116,12 @@ def runner_of(case):
 
 def assert_right(case):
     """Launches a case with new operands, in poisoned memory, between guards."""
-    run, cut_by_xla = runner_of(case)
-    counts = launched(run, case, cut_by_xla)
+    run, cut = runner_of(case)
+    counts = launched(run, case, cut)
     assert counts.all_wrong == 0, counts
     assert counts.launches == counts.guarded, counts
     # The patches that XLA cuts for the other launch may take as much memory as a result.
-    uncertain = case.backend == "xla" or (cut_by_xla and case.launch != "alone")
+    uncertain = case.backend == "xla" or (cut is not None and case.launch != "alone")
     assert uncertain or counts.launches == counts.poisoned, counts
 
 
@@ -201,7 +199,7 @@ def test_bytes_written_behind_the_result_are_noticed():
     """Tests the guards: the driver writes there."""
     case = Case("xla", named_shape("B/16 224"), "int8", "bfloat16", 3)
     site = memory.Site(case.problem, gpu())
-    site.fill(compare.draw(0, case.problem))
+    site.fill(compare.draw(jax.random.key(0), case.problem))
     assert site.guarded
     driver = cuda_launch.Driver()
     address = site.result.unsafe_buffer_pointer() + site.result.nbytes
