@@ -219,7 +219,7 @@ def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> 
     precision = "highest" if encoder.dtype == "float32" else None
 
     def block(x: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, None]:
-        q, k, v = jnp.split(_dense(_norm(x, p["norm1"], config), p["qkv"]), 3, axis=-1)
+        q, k, v = _dense_parts(_norm(x, p["norm1"], config), p["qkv"], 3)
         x = x + _dense(_attention(q, k, v, mask, config), p["out"])
         return x + _mlp(_norm(x, p["norm2"], config), p, config), None
 
@@ -228,7 +228,7 @@ def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> 
         x = _norm(x, encoder.norm, config)
         if (head := encoder.head) is None:
             return EncoderOutput(x, None)
-        k, v = jnp.split(_dense(x, head["kv"]), 2, axis=-1)
+        k, v = _dense_parts(x, head["kv"], 2)
         # The query is computed from k so that it has k's sharding along the batch.
         query = 0 * k[:, :1] + _row(head["query"], k)
         pooled = _dense(_attention(query, k, v, mask, config), head["out"])
@@ -251,6 +251,15 @@ def _norm(x: jax.Array, p: dict[str, jax.Array], config: Config) -> jax.Array:
 def _dense(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
     y = jnp.matmul(x, p["kernel"])
     return y + _row(p["bias"], y)
+
+
+def _dense_parts(x: jax.Array, p: dict[str, Any], number: int) -> list[jax.Array]:
+    """The equal parts of what a dense layer makes of x, from a product each.
+
+    XLA would copy the parts of a single product, because attention takes contiguous arrays.
+    """
+    kernels, biases = (jnp.split(p[name], number, axis=-1) for name in ("kernel", "bias"))
+    return [_dense(x, {"kernel": k, "bias": b}) for k, b in zip(kernels, biases)]
 
 
 def _mlp(x: jax.Array, p: dict[str, Any], config: Config) -> jax.Array:
