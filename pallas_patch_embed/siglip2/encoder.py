@@ -1,6 +1,7 @@
 """The vision encoder: patch embedding, transformer blocks, attention pooling."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -18,6 +19,9 @@ from pallas_patch_embed.patches import check_range, encode, pad_rows
 from pallas_patch_embed.problem import AnyArray, dtype_name, is_known
 from pallas_patch_embed.siglip2.config import ACTIVATIONS, Config
 from pallas_patch_embed.siglip2.naflex import resize_positions
+
+# Without its Triton products XLA leaves bias, GELU and residual to cuBLAS (docs/experiments).
+BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 # cuDNN's fused attention takes heads of up to this many channels on every GPU that it supports.
 CUDNN_LARGEST_HEAD = 128
@@ -183,14 +187,33 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
             )
 
 
-@jax.jit
+def _jit(
+    function: Callable[..., EncoderOutput], options: dict[str, bool]
+) -> Callable[..., EncoderOutput]:
+    """Jits a function, with compiler options where it is called outside of jit with CUDA.
+
+    A jit inside another one cannot have compiler options.
+    """
+    plain, with_options = jax.jit(function), jax.jit(function, compiler_options=options)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> EncoderOutput:
+        # Where jit is tracing, every operation has a tracer as its result.
+        tracing = isinstance(lax.iota(np.int32, 1), jax.core.Tracer)
+        with_cuda = cuda_is_installed() and not tracing
+        return (with_options if with_cuda else plain)(*arguments)
+
+    return call
+
+
+@functools.partial(_jit, options=BY_CUBLAS)
 def _encode_images(encoder: Encoder, images: jax.Array) -> EncoderOutput:
     # The range of the pixels was checked before, where their values may be known.
     x = embed_images(images, encoder.patch_embed, out_dtype=encoder.dtype, clip=True)
     return transform(encoder, x)
 
 
-@jax.jit
+@functools.partial(_jit, options=BY_CUBLAS)
 def _encode_patches(
     encoder: Encoder, patches: jax.Array, spatial_shapes: jax.Array, mask: jax.Array | None
 ) -> EncoderOutput:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from short_suite import keep
 
 import pallas_patch_embed as ppe
+from pallas_patch_embed.siglip2 import encoder as encoder_module
 from pallas_patch_embed.siglip2.naflex import largest_grid, resize_positions
 
 COLLECTIVE = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
@@ -241,6 +242,29 @@ def test_it_works_under_shard_map_vmap_and_export():
     restored = jax.export.deserialize(exported.serialize())
     for y in (shard_map(x), vmapped(x), restored.call(encoder, x).pooler_output):
         np.testing.assert_allclose(y, wanted, atol=1e-5)
+
+
+def test_compiler_options_are_used_outside_of_jit_with_cuda_alone(monkeypatch):
+    def double(x):
+        return 2 * x
+
+    call = encoder_module._jit(double, {"xla_there_is_no_such_option": True})
+    x = jnp.arange(3)
+    assert (call(x) == 2 * x).all()
+    monkeypatch.setattr(encoder_module, "cuda_is_installed", lambda: True)
+    with pytest.raises(Exception, match="no_such_option"):
+        call(x)
+    assert (jax.jit(call)(x) == 2 * x).all()
+    assert (jax.jit(lambda: call(np.arange(3)))() == 2 * x).all()
+
+
+def test_the_options_exist_and_change_no_embedding(monkeypatch):
+    encoder = load("hf_siglip_p16_224", patch_dtype="float32", dtype="float32")
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 224, 224, 3), np.uint8)
+    expected = encoder(pixels)
+    monkeypatch.setattr(encoder_module, "cuda_is_installed", lambda: True)
+    found = encoder(pixels)
+    np.testing.assert_allclose(found.pooler_output, expected.pooler_output, atol=1e-5)
 
 
 def test_a_call_donates_nothing_and_leaves_no_array_behind():
