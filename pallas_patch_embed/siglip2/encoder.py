@@ -1,9 +1,7 @@
 """The vision encoder: patch embedding, transformer blocks, attention pooling."""
 
 import dataclasses
-import functools
 import json
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -20,13 +18,6 @@ from pallas_patch_embed.patches import check_range, encode, pad_rows
 from pallas_patch_embed.problem import AnyArray, dtype_name, is_known
 from pallas_patch_embed.siglip2.config import ACTIVATIONS, Config
 from pallas_patch_embed.siglip2.naflex import resize_positions
-
-# Without its Triton products XLA leaves bias, GELU and residual to cuBLAS (docs/experiments).
-BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
-
-# Images times positions from which these options are used. On an H200 B/16 takes 12% less with them
-# for 12544 rows (64 images) and 15% more for 196 (one image); in between nothing was measured.
-MANY_ROWS = 2048
 
 # cuDNN's fused attention takes heads of up to this many channels on every GPU that it supports.
 CUDNN_LARGEST_HEAD = 128
@@ -108,8 +99,7 @@ class Encoder:
             _check_naflex(self, images, spatial_shapes, mask)
             if not clip:
                 images = check_range("encoder: patches", images, self.patch_embed.encoding)
-            rows = images.shape[0] * images.shape[1]
-            return _encode_patches(rows, self, images, spatial_shapes, mask)
+            return _encode_patches(self, images, spatial_shapes, mask)
         if spatial_shapes is not None or mask is not None:
             raise TypeError(
                 "encoder: spatial_shapes and mask are for NaFlex encoders; this one takes images "
@@ -123,7 +113,7 @@ class Encoder:
             )
         if not clip:
             images = check_range("encoder: images", images, self.patch_embed.encoding)
-        return _encode_images(images.shape[0] * math.prod(self.config.grid), self, images)
+        return _encode_images(self, images)
 
     def __repr__(self) -> str:
         size = sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self))
@@ -193,40 +183,14 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
             )
 
 
-def _jit(
-    function: Callable[..., EncoderOutput], options: dict[str, bool]
-) -> Callable[..., EncoderOutput]:
-    """Jits a function, with compiler options for many rows outside of jit with CUDA.
-
-    A jit inside another one cannot have compiler options. What is returned takes the number of rows
-    before the arguments of the function.
-    """
-    plain, with_options = jax.jit(function), jax.jit(function, compiler_options=options)
-
-    @functools.wraps(function)
-    def call(rows: Any, *arguments: Any) -> EncoderOutput:
-        # While a program of any size is exported, the number is no integer.
-        many = isinstance(rows, int) and rows >= MANY_ROWS
-        if many and cuda_is_installed() and not _is_tracing():
-            return with_options(*arguments)
-        return plain(*arguments)
-
-    return call
-
-
-def _is_tracing() -> bool:
-    # Where jit is tracing, every operation has a tracer as its result.
-    return isinstance(lax.iota(np.int32, 1), jax.core.Tracer)
-
-
-@functools.partial(_jit, options=BY_CUBLAS)
+@jax.jit
 def _encode_images(encoder: Encoder, images: jax.Array) -> EncoderOutput:
     # The range of the pixels was checked before, where their values may be known.
     x = embed_images(images, encoder.patch_embed, out_dtype=encoder.dtype, clip=True)
     return transform(encoder, x)
 
 
-@functools.partial(_jit, options=BY_CUBLAS)
+@jax.jit
 def _encode_patches(
     encoder: Encoder, patches: jax.Array, spatial_shapes: jax.Array, mask: jax.Array | None
 ) -> EncoderOutput:

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from short_suite import keep
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.siglip2 import encoder as encoder_module
 from pallas_patch_embed.siglip2.naflex import largest_grid, resize_positions
 
 COLLECTIVE = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
@@ -242,34 +241,6 @@ def test_it_works_under_shard_map_vmap_and_export():
     restored = jax.export.deserialize(exported.serialize())
     for y in (shard_map(x), vmapped(x), restored.call(encoder, x).pooler_output):
         np.testing.assert_allclose(y, wanted, atol=1e-5)
-
-
-def test_compiler_options_are_used_for_many_rows_outside_of_jit_with_cuda(monkeypatch):
-    def double(x):
-        return 2 * x
-
-    call = encoder_module._jit(double, {"xla_there_is_no_such_option": True})
-    x, many = jnp.arange(3), encoder_module.MANY_ROWS
-    assert (call(many, x) == 2 * x).all()
-    monkeypatch.setattr(encoder_module, "cuda_is_installed", lambda: True)
-    with pytest.raises(Exception, match="no_such_option"):
-        call(many, x)
-    assert (call(many - 1, x) == 2 * x).all()
-    assert (jax.jit(lambda x: call(many, x))(x) == 2 * x).all()
-    assert (jax.jit(lambda: call(many, np.arange(3)))() == 2 * x).all()
-
-
-@pytest.mark.parametrize("name", ["hf_siglip_p16_224", "hf_siglip2_naflex_p16"])
-def test_the_options_exist_and_change_no_embedding(name, monkeypatch):
-    encoder = load(name, patch_dtype="float32", dtype="float32")
-    wanted, valid = encode(encoder, name)
-    monkeypatch.setattr(encoder_module, "cuda_is_installed", lambda: True)
-    monkeypatch.setattr(encoder_module, "MANY_ROWS", 1)
-    found, _ = encode(encoder, name)
-    np.testing.assert_allclose(found.pooler_output, wanted.pooler_output, atol=1e-5)
-    np.testing.assert_allclose(
-        found.last_hidden_state[valid], wanted.last_hidden_state[valid], atol=1e-4
-    )
 
 
 def test_a_call_donates_nothing_and_leaves_no_array_behind():
