@@ -231,7 +231,7 @@ class Embedder:
         return result | {"embedding": embedding}
 
 
-def _pooled(encoder: Encoder, images: jax.Array, **naflex: jax.Array) -> jax.Array:
+def _pooled(encoder: Encoder, images: jax.Array, **naflex: Any) -> jax.Array:
     pooled = encoder(images, **naflex).pooler_output
     assert pooled is not None  # Embedder refuses encoders without a head.
     return pooled
