@@ -150,12 +150,18 @@ def busy(gpu: str) -> float | None:
 
 
 def cpu_seconds(process: int) -> float:
-    """The time that all threads of a process used; 0 if that is not known."""
+    """The time that a process and those that it started used; 0 if that is not known."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        threads = list(Path(f"/proc/{process}/task").iterdir())
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    spent = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    for thread in threads:
+        # A thread that has ended, or a kernel without such files, has no children to count.
+        with contextlib.suppress(OSError):
+            spent += sum(map(cpu_seconds, map(int, (thread / "children").read_text().split())))
+    return spent
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
+from pallas_patch_embed.ending import WORDS
+
 # Sent after the last message of an answer.
 DONE = "done"
 
@@ -137,7 +139,9 @@ def _words(code: int | None) -> str:
 def _serve(connection: Connection, answer: Callable[..., None]) -> None:
     """The child's main function."""
     # The parent decides what a signal to both of them means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in WORDS:
+        if (number := getattr(signal, name, None)) is not None:
+            signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(EOFError, OSError):

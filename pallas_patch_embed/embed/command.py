@@ -27,7 +27,7 @@ MOST_WORKERS = 32
 
 
 def default_workers() -> int:
-    """One thread a CPU that this process may use, up to 32."""
+    """One decoder a CPU that this process may use, up to 32."""
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     return min(os.cpu_count() or 1, MOST_WORKERS)
@@ -69,7 +69,7 @@ def run(
       image_column, id_column: columns of parquet files; see `sources.Parquet`.
       overwrite: whether what is in the folder is removed first.
       retry_errors: whether pictures that an earlier run could not embed are tried again.
-      workers: threads that decode pictures; None for `default_workers()`.
+      workers: pictures that are decoded at a time; None for `default_workers()`.
       quiet: whether no progress is shown.
       ray: address of a Ray cluster, "local" for one on this machine; None to use no Ray.
 

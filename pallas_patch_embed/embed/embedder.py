@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.chips import cuda_is_installed
-from pallas_patch_embed.embed.pictures import Budget
+from pallas_patch_embed.embed.pictures import Budget, reason
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.siglip2.checkpoint import load_encoder_for_side, read_config
 from pallas_patch_embed.siglip2.encoder import Encoder
@@ -129,11 +129,6 @@ class Decoder:
                 reasons.append(reason(error))
         others = {name: column for name, column in batch.items() if name != "content"}
         return others | {"image": images, "reason": reasons}
-
-
-def reason(error: BaseException) -> str:
-    """What an exception says, or what it is."""
-    return str(error) or type(error).__name__
 
 
 class Embedder:

@@ -20,8 +20,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_patch_embed.embed.embedder import Decoder, Embedder, reason
+from pallas_patch_embed.embed.embedder import Decoder, Embedder
 from pallas_patch_embed.embed.folder import SHARD_ROWS, Folder
+from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.embed.sources import Files, Unit

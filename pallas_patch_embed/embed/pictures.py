@@ -24,6 +24,11 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
+def reason(error: BaseException) -> str:
+    """What an exception says, or what it is."""
+    return str(error) or type(error).__name__
+
+
 @functools.cache
 def extensions() -> set[str]:
     """The extensions of the formats that Pillow reads itself, in lower case."""
@@ -35,7 +40,7 @@ def extensions() -> set[str]:
 
 
 class Budget:
-    """Bounds the pixels that threads decode at a time.
+    """Bounds the pixels that are decoded at a time.
 
     Attributes:
       limit: number of pixels. A picture of more is decoded while there is no other.

@@ -1,15 +1,17 @@
-"""From units of pictures to an output, in this process: decode ahead, embed, write."""
+"""From units of pictures to an output, on this machine: decode ahead, embed, write."""
 
 import collections
-import concurrent.futures
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 
 import numpy as np
 
-from pallas_patch_embed.embed.embedder import NOT_FINITE, Decoder, Embedder, reason
+from pallas_patch_embed.embed.decoders import Decoders
+from pallas_patch_embed.embed.embedder import NOT_FINITE, Embedder
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.output import SAME_ID, Output
+from pallas_patch_embed.embed.pictures import Budget
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.embed.sources import Picture, Unit
 
@@ -17,7 +19,7 @@ from pallas_patch_embed.embed.sources import Picture, Unit
 # the next is copied to the device.
 DECODED_AHEAD, COMPUTED_AHEAD = 2, 2
 
-type Decoding = list[tuple[str, concurrent.futures.Future[np.ndarray]]]
+type Decoding = list[tuple[str, Future[np.ndarray | str]]]
 type Embedding = tuple[list[str], Callable[[], np.ndarray]]
 
 
@@ -35,10 +37,8 @@ def run(
       embedder: maps images to embeddings.
       output: takes embeddings, and the reasons why there are none.
       progress: called for every picture.
-      workers: threads that decode.
+      workers: pictures that are decoded at a time.
     """
-    decode = Decoder(embedder.preprocessing).decode
-    pool = concurrent.futures.ThreadPoolExecutor(workers)
     decoding: collections.deque[Decoding] = collections.deque()
     embedding: collections.deque[Embedding] = collections.deque()
 
@@ -48,12 +48,13 @@ def run(
 
     def start_oldest() -> None:
         ids, images = [], []
-        for id, image in decoding.popleft():
-            if (error := image.exception()) is None:
-                ids.append(id)
-                images.append(image.result())
+        for id, decoded in decoding.popleft():
+            image = decoded.result()
+            if isinstance(image, str):
+                fail(id, image)
             else:
-                fail(id, reason(error))
+                ids.append(id)
+                images.append(image)
         if images:
             embedding.append((ids, embedder.start(images)))
 
@@ -66,7 +67,7 @@ def run(
             fail(id, NOT_FINITE)
         progress.embedded(int(finite.sum()))
 
-    try:
+    with Decoders(embedder.preprocessing, workers, Budget()) as decoders:
         pictures = _new_pictures(units, output, progress, fail)
         first = list(itertools.islice(pictures, embedder.rows))
         if first and not output.CONTINUED:
@@ -74,7 +75,7 @@ def run(
             # goes on has to use the same program as the one before: its rounding is the same.
             embedder.expect(len(first))
         for batch in itertools.batched(itertools.chain(first, pictures), embedder.rows):
-            decoding.append([(p.id, pool.submit(decode, p.open)) for p in batch])
+            decoding.append([(p.id, decoders.submit(p.open)) for p in batch])
             if len(decoding) > DECODED_AHEAD:
                 start_oldest()
             if len(embedding) > COMPUTED_AHEAD:
@@ -83,8 +84,6 @@ def run(
             start_oldest()
         while embedding:
             finish_oldest()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _new_pictures(

@@ -1,4 +1,7 @@
-"""Picture files to images for an encoder, as the image processor of its checkpoint does it."""
+"""Picture files to images for an encoder, as the image processor of its checkpoint does it.
+
+Processes that decode import this module, so it imports JAX only to read a checkpoint.
+"""
 
 import contextlib
 import dataclasses
@@ -9,12 +12,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from pallas_patch_embed.embed.pictures import Budget, open_picture, upright_rgb
-from pallas_patch_embed.siglip2.arrays import is_npz, read_json
-from pallas_patch_embed.siglip2.config import Config, check_size
-from pallas_patch_embed.siglip2.naflex import largest_grid
+from pallas_patch_embed.grids import largest_grid
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from pallas_patch_embed.siglip2.config import Config
 
 # Siglip2ImageProcessor's default.
 MAX_NUM_PATCHES = 256
@@ -71,7 +74,7 @@ class Preprocessing:
     defaults_of: str | None = None
 
     @classmethod
-    def of(cls, checkpoint: Path, config: Config, size: int | None) -> "Preprocessing":
+    def of(cls, checkpoint: Path, config: "Config", size: int | None) -> "Preprocessing":
         """As the checkpoint's image processor says, else as the default one of its class does.
 
         The image processor is the `image_processor` of a processor_config.json, or a
@@ -90,6 +93,9 @@ class Preprocessing:
             size and pixels in [-1, 1].
         """
         from PIL import Image
+
+        from pallas_patch_embed.siglip2.arrays import is_npz
+        from pallas_patch_embed.siglip2.config import check_size
 
         name = "Siglip2ImageProcessor" if config.naflex else "SiglipImageProcessor"
         file, given = _image_processor(checkpoint)
@@ -169,6 +175,8 @@ def _image_processor(checkpoint: Path) -> tuple[Path | None, dict[str, Any]]:
     As transformers does, the image_processor of a processor_config.json goes before a
     preprocessor_config.json. (None, {}) if there is neither.
     """
+    from pallas_patch_embed.siglip2.arrays import read_json
+
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     for name in ("processor_config.json", "preprocessor_config.json"):
         file = folder / name
@@ -187,7 +195,7 @@ def _image_processor(checkpoint: Path) -> tuple[Path | None, dict[str, Any]]:
     return None, {}
 
 
-def _check_fields(file: Path | None, given: dict[str, Any], name: str, config: Config) -> None:
+def _check_fields(file: Path | None, given: dict[str, Any], name: str, config: "Config") -> None:
     """Refuses what is neither obeyed nor harmless."""
     types = [name + suffix for suffix in ("", "Fast", "Pil")]
     if given.get("image_processor_type", name) not in types:
@@ -226,6 +234,8 @@ def _equal(value: Any, wanted: float) -> bool:
 
 def _size(size: Any, file: Path | None) -> tuple[int, int]:
     """(height, width) of the images; an integer may mean a square or the shorter side."""
+    from pallas_patch_embed.siglip2.config import check_size
+
     sides = {}
     if isinstance(size, dict):
         sides = {name: side for name, side in size.items() if side is not None}

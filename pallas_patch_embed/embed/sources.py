@@ -2,7 +2,7 @@
 
 `find` turns the arguments of the command into units, which can be pickled: `Files`, `Tar` and
 `Parquet`. A unit's `pictures()` are read one after another; their contents are opened by the
-threads, or by the Ray tasks, that decode them. Nothing here grows with the number of pictures.
+processes, or by the Ray tasks, that decode them. Nothing here grows with the number of pictures.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Picture(NamedTuple):
 
     Attributes:
       id: its path, URL, key in a WebDataset, or id in a table.
-      open: opens it for reading; raises the reason if it cannot be read.
+      open: opens it for reading; raises the reason if it cannot be read. It can be pickled.
     """
 
     id: str
@@ -47,11 +47,11 @@ def text(path: str | os.PathLike[str]) -> str:
 
 def unreadable(id: str, reason: str) -> Picture:
     """A picture that cannot be opened, with the reason."""
+    return Picture(id, functools.partial(_fail, reason))
 
-    def fail() -> BinaryIO:
-        raise OSError(reason)
 
-    return Picture(id, fail)
+def _fail(reason: str) -> BinaryIO:
+    raise OSError(reason)
 
 
 def is_url(path: str) -> bool:

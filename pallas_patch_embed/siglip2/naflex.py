@@ -1,6 +1,5 @@
 """Images of any aspect ratio: their size, their patches in one batch, their positions."""
 
-import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from pallas_patch_embed.grids import largest_grid
 from pallas_patch_embed.patches import Encoding, encode
 from pallas_patch_embed.problem import AnyArray
 from pallas_patch_embed.siglip2.config import Config
@@ -91,28 +91,6 @@ def _grid_of(image: Any, i: int, patch: int, L: int) -> tuple[int, int]:
             f"Resize it to {fitting[0]} x {fitting[1]}, or raise max_num_patches."
         )
     return h, w
-
-
-def largest_grid(H: int, W: int, patch: int, max_num_patches: int) -> tuple[int, int]:
-    """The largest grid of patches, (height, width), for an image of H x W at its aspect ratio.
-
-    The image is scaled by the largest factor for which its sides, rounded up to whole patches, need
-    no more than `max_num_patches` patches. The factor is bisected between 1e-6 and 100 to 1e-5, as
-    transformers' Siglip2ImageProcessor does, so that both choose the same grid.
-    """
-
-    def grid(factor: float) -> tuple[int, int]:
-        h, w = (max(1, math.ceil(side * factor / patch)) for side in (H, W))
-        return h, w
-
-    low, high = 1e-6, 100.0
-    while high - low >= 1e-5:
-        middle = (low + high) / 2
-        if math.prod(grid(middle)) <= max_num_patches:
-            low = middle
-        else:
-            high = middle
-    return grid(low)
 
 
 def resize_positions(positions: jax.Array, spatial_shapes: jax.Array, L: int) -> jax.Array:

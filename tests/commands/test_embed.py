@@ -216,14 +216,14 @@ def test_no_more_pixels_are_decoded_at_a_time_than_the_budget_has(tmp_path, pict
             inside.pop()
         return result
 
-    monkeypatch.setattr(embedder, "Budget", lambda: budget)
+    monkeypatch.setattr(pipeline, "Budget", lambda: budget)
     monkeypatch.setattr(preprocessing, "upright_rgb", decoding)
     unreadable, *_ = run(tmp_path, pictures, workers=4)
     assert unreadable == 0 and most == [60_000] * 8 and budget.reserved == 0
 
 
 def test_a_picture_of_more_pixels_than_the_budget_is_decoded_alone(tmp_path, pictures, monkeypatch):
-    monkeypatch.setattr(embedder, "Budget", lambda: Budget(1))
+    monkeypatch.setattr(pipeline, "Budget", lambda: Budget(1))
     assert run(tmp_path, pictures, workers=4)[0] == 0
     budget, held = Budget(10), []
 
@@ -268,17 +268,17 @@ def test_the_pixels_of_a_picture_are_freed_before_others_are_decoded(tmp_path, m
 
 def test_images_are_freed_once_their_batch_is_embedded(tmp_path, pictures, monkeypatch):
     """In memory are at most the batches decoded and computed ahead, and one more of each."""
-    images, most, decode = [], [], embedder.Decoder.decode
+    images, most, decode = [], [], preprocessing.Preprocessing.image
     for i in range(30):
         Image.new("RGB", (9, 9), (i, 0, 0)).save(pictures / f"z{i:02}.png")
 
-    def decoding(self, opened):
-        image = decode(self, opened)
+    def decoding(self, opened, budget):
+        image = decode(self, opened, budget)
         images.append(weakref.ref(image))
         most.append(sum(image() is not None for image in images))
         return image
 
-    monkeypatch.setattr(embedder.Decoder, "decode", decoding)
+    monkeypatch.setattr(preprocessing.Preprocessing, "image", decoding)
     run(tmp_path, pictures, batch=2, workers=1)
     assert len(images) == 38
     assert max(most) <= 2 * (pipeline.DECODED_AHEAD + pipeline.COMPUTED_AHEAD + 2)

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from short_suite import keep
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.siglip2.naflex import largest_grid, resize_positions
+from pallas_patch_embed.grids import largest_grid
+from pallas_patch_embed.siglip2.naflex import resize_positions
 
 COLLECTIVE = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
 

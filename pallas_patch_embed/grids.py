@@ -1,0 +1,25 @@
+"""Grids of patches. This module does not import JAX: processes that decode pictures use it."""
+
+import math
+
+
+def largest_grid(H: int, W: int, patch: int, max_num_patches: int) -> tuple[int, int]:
+    """The largest grid of patches, (height, width), for an image of H x W at its aspect ratio.
+
+    The image is scaled by the largest factor for which its sides, rounded up to whole patches, need
+    no more than `max_num_patches` patches. The factor is bisected between 1e-6 and 100 to 1e-5, as
+    transformers' Siglip2ImageProcessor does, so that both choose the same grid.
+    """
+
+    def grid(factor: float) -> tuple[int, int]:
+        h, w = (max(1, math.ceil(side * factor / patch)) for side in (H, W))
+        return h, w
+
+    low, high = 1e-6, 100.0
+    while high - low >= 1e-5:
+        middle = (low + high) / 2
+        if math.prod(grid(middle)) <= max_num_patches:
+            low = middle
+        else:
+            high = middle
+    return grid(low)

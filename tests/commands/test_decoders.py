@@ -1,0 +1,198 @@
+"""Pictures that are decoded in processes of their own."""
+
+import contextlib
+import functools
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import opened_pictures
+import pytest
+from goldens import checkpoint
+from PIL import Image
+from shard_folders import COMMAND
+
+from pallas_patch_embed.embed import Decoder, command, decoders
+from pallas_patch_embed.embed.output import UnfinishedError
+from pallas_patch_embed.embed.pictures import Budget, open_regular
+from pallas_patch_embed.embed.sources import unreadable
+
+FIXED, NAFLEX = "hf_siglip_p14_224", "hf_siglip2_naflex_p16"
+
+
+@pytest.fixture
+def in_processes(monkeypatch):
+    """Every picture is decoded in a process."""
+    monkeypatch.setattr(decoders, "DECODED_HERE", 0)
+
+
+def encoded(width, height, format="PNG"):
+    rng = np.random.default_rng(width)
+    file = io.BytesIO()
+    pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
+    Image.fromarray(pixels).save(file, format)
+    return file.getvalue()
+
+
+def preprocessing(name=FIXED):
+    return Decoder.of(checkpoint(name)).preprocessing
+
+
+def decoded(opened, workers=2, budget=None, how=None):
+    """What the decoders make of each."""
+    with decoders.Decoders(how or preprocessing(), workers, budget or Budget()) as pool:
+        return [future.result() for future in [pool.submit(open_) for open_ in opened]]
+
+
+@pytest.mark.parametrize("name", [FIXED, NAFLEX])
+def test_a_process_makes_the_image_or_the_reason_that_this_one_makes(tmp_path, monkeypatch, name):
+    (tmp_path / "a.png").write_bytes(encoded(40, 30))
+    os.mkfifo(tmp_path / "fifo.png")
+    contents = [encoded(90, 40, "JPEG"), b"no picture", encoded(31, 77)[:3000], encoded(20, 20)]
+    opened = [functools.partial(io.BytesIO, content) for content in contents]
+    files = ("a.png", "absent.png", "fifo.png")
+    opened += [functools.partial(open_regular, tmp_path / file) for file in files]
+    opened += [unreadable("b", "its cell is empty").open]
+    here = decoded(opened, how=preprocessing(name))
+    monkeypatch.setattr(decoders, "DECODED_HERE", 0)
+    for wanted, found in zip(here, decoded(opened, how=preprocessing(name)), strict=True):
+        assert type(found) is type(wanted)
+        np.testing.assert_array_equal(found, wanted)
+    assert [isinstance(image, str) for image in here] == [
+        False,
+        *[True] * 2,
+        *[False] * 2,
+        *[True] * 3,
+    ]
+    assert here[-1] == "its cell is empty" and "no regular file" in here[-2]
+
+
+class Watched(Budget):
+    """Remembers what was asked for, and what all had then."""
+
+    def __init__(self, limit):
+        super().__init__(limit)
+        self.asked = []
+
+    @contextlib.contextmanager
+    def reserve(self, pixels):
+        with super().reserve(pixels):
+            self.asked.append((pixels, self.reserved))
+            yield
+
+
+def test_processes_decode_no_more_pixels_at_a_time_than_the_budget_has(in_processes):
+    """Pictures within a process's share, above it, and above the budget, which are alone."""
+    budget = Watched(4000)
+    sides = [40, 60, 100, 40, 62, 30, 101, 40]
+    opened = [functools.partial(io.BytesIO, encoded(side, side)) for side in sides]
+    images = decoded(opened, budget=budget)
+    assert not any(isinstance(image, str) for image in images)
+    # 2000 pixels are each process's share; for a larger picture it asks.
+    larger = [side**2 for side in sides if side**2 > 2000]
+    assert sorted(asked for asked, _ in budget.asked) == sorted([2000] * len(sides) + larger)
+    assert all(held <= budget.limit or held == asked for asked, held in budget.asked)
+    assert budget.reserved == 0
+
+
+def test_a_picture_that_crashes_its_process_has_no_embedding_and_the_others_have(in_processes):
+    good = functools.partial(io.BytesIO, encoded(20, 20))
+    opened = [good, opened_pictures.crash, opened_pictures.crash, good, good]
+    found = decoded(opened, budget=(budget := Budget()))
+    assert [image for image in found if isinstance(image, str)] == [
+        "decoding it ended its process, by SIGKILL"
+    ] * 2
+    np.testing.assert_array_equal(np.stack(found[3:]), np.stack([found[0]] * 2))
+    assert budget.reserved == 0
+
+
+def test_where_no_process_runs_the_command_ends_and_says_what_to_do(in_processes):
+    with pytest.raises(UnfinishedError, match=r"with exit code 7.*--workers 1"):
+        decoded([functools.partial(io.BytesIO, b"")], how=opened_pictures.NoProcess())
+
+
+def test_a_process_does_not_import_jax(in_processes):
+    assert decoded([opened_pictures.say_whether_jax_is_there]) == ["jax: False"]
+
+
+def test_signals_to_the_group_are_left_to_the_parent(in_processes):
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    assert decoded([functools.partial(opened_pictures.send_itself, *numbers)]) == ["it goes on"]
+
+
+@pytest.mark.parametrize("workers, pictures", [(1, 8), (2, 5)])
+def test_few_pictures_or_one_worker_start_no_process(monkeypatch, workers, pictures):
+    monkeypatch.setattr(decoders, "DECODED_HERE", 5)
+    monkeypatch.setattr(decoders, "Child", lambda *_: pytest.fail("started"))
+    opened = [functools.partial(io.BytesIO, encoded(20, 20))] * pictures
+    assert len(np.stack(decoded(opened, workers=workers))) == pictures
+
+
+KILLED_PARENT = """
+import opened_pictures
+from pallas_patch_embed.embed import decoders, pictures, preprocessing
+
+decoders.DECODED_HERE = 0
+how = preprocessing.Preprocessing(2, (9, 9), 3, 9)
+with decoders.Decoders(how, 2, pictures.Budget()) as pool:
+    pool.submit(opened_pictures.wait).result()
+"""
+
+
+def test_processes_end_with_a_parent_that_is_killed():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED_PARENT], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout.readline() == "waits\n"
+        parent.kill()
+        # The process has the same standard output, so this returns when both have ended.
+        assert parent.stdout.read() == ""
+
+
+def embeddings(out):
+    with np.load(out) as file:
+        return list(file["paths"]), file["embeddings"], list(file["failed"]), list(file["reasons"])
+
+
+def test_the_command_writes_the_same_whoever_decodes(tmp_path, monkeypatch):
+    (tmp_path / "pictures").mkdir()
+    for i in range(7):
+        path = tmp_path / "pictures" / f"{i}.png"
+        path.write_bytes(encoded(20 + i, 30) if i % 3 else b"no picture")
+    written = []
+    for here in (512, 0):
+        monkeypatch.setattr(decoders, "DECODED_HERE", here)
+        out = tmp_path / f"{here}.npz"
+        failed = command.run(
+            checkpoint(FIXED), [tmp_path / "pictures"], out, batch=2, workers=2, quiet=True
+        )
+        assert failed == 3
+        written.append(embeddings(out))
+    for wanted, found in zip(*written):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.slow("two processes")
+@pytest.mark.parametrize(
+    "start", [COMMAND, [str(Path(sys.executable).with_name("pallas-patch-embed")), "embed"]]
+)
+def test_the_command_line_can_start_processes(tmp_path, start):
+    if not Path(start[0]).exists():
+        pytest.skip("the package is not installed")
+    (tmp_path / "pictures").mkdir()
+    for i in range(decoders.DECODED_HERE + 10):
+        (tmp_path / "pictures" / f"{i:04}.png").write_bytes(encoded(1 + i % 30, 5))
+    arguments = ["--checkpoint", checkpoint(FIXED), tmp_path / "pictures", "--workers"]
+    for workers in (1, 2):
+        out = tmp_path / f"{workers}.npz"
+        result = subprocess.run(
+            [*start, *arguments, str(workers), "--out", out], capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+    for wanted, found in zip(embeddings(tmp_path / "1.npz"), embeddings(tmp_path / "2.npz")):
+        np.testing.assert_array_equal(found, wanted)
