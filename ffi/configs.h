@@ -15,7 +15,7 @@ constexpr bool table = true, offset = false;
 constexpr bool streamed = true, stationary = false;
 }  // namespace spelled
 
-// The instances of the Hopper kernel: X(dtype, out_dtype, columns, tile_n, rows, slots, weight). `slots`
+// The instances of the Hopper kernel: X(dtype, out_dtype, terms, tile_n, rows, slots, weight). `slots`
 // are those of patches. bfloat16 kernels and those of images have as many as fit, up to 16, next to the
 // weight of K = 768 if that is stationary.
 // clang-format off
@@ -48,7 +48,7 @@ constexpr bool streamed = true, stationary = false;
   PATCH_EMBED_SM90_kUInt8(X)
 // clang-format on
 
-// The instances of the Blackwell kernel: X(dtype, out_dtype, columns, tile_n, blocks, slots, weight). A
+// The instances of the Blackwell kernel: X(dtype, out_dtype, terms, tile_n, blocks, slots, weight). A
 // block has 128 rows of a tile. There are as many slots as fit next to the weight of K = 768 and four
 // buffers of 16 KiB, up to 8.
 // clang-format off

@@ -1,11 +1,12 @@
 // The Hopper kernel: y = (patches weight^T) * scale + table, rounded once.
 //
 // A worker is a thread block of three warpgroups. It owns `tile_n` columns of N for its whole life
-// and walks the segments of row tiles that backends/schedule.py gives it:
+// and walks the segments that backends/schedule.py gives it. A segment is a sequence of row tiles that need
+// the same rows of the table. The warpgroups:
 //
 //   feed                 the producer, one thread: loads patches by TMA into a ring of slots, in the
 //                        order in which they are multiplied. A slot has a chunk of half of a tile's
-//                        rows: kRowBytes of K, or kSlotLines lines of the patches of images.
+//                        rows: kRowBytes of K, or with images kSlotLines lines of pixels of each patch.
 //   multiply_and_store   two consumer warpgroups, each with half of every tile's rows. While one
 //                        multiplies, the other one scales its sums, adds the table, and stores y.
 //
@@ -14,15 +15,16 @@
 // tile, into a ring of their own. With 128 rows a warpgroup and at most 16 chunks, every fourth of the first
 // 12 stays in shared memory (staying_chunks in patch_embed_sm90.h).
 //
-// Scale and terms (the rows of the table, or the offsets) stay in registers for a segment where they fit.
-// Where they do not, a thread loads the terms of the first parts before the products of a tile are done,
-// and those of the other parts as storing frees registers.
+// The terms are the rows of the table, or the offsets. Where they fit, scale stays in registers, and terms
+// stay there for a segment. Terms that do not fit are loaded for each tile: those of its first parts (kParts)
+// before its products are done, and those of the other parts as storing frees registers. Scale that does not
+// fit is loaded with each group of columns.
 //
 // patch_embed_sm90.h begins with the tables of the barriers, and of how a block begins and ends.
 //
-// After wgmma a thread has pairs of neighbouring columns. TMA loads the rows of the weight in another
-// order, so that a thread gets 16 neighbouring bytes of y, kPairs pairs. Let q be the thread's number among
-// the four of its row: its pair j * kGroups + g in wgmma's order is pair q * kPairs + j of group g of y.
+// After wgmma a thread has pairs of neighbouring columns. TMA permutes the rows of the weight, so that
+// in each group of columns a thread's kPairs pairs are 16 neighbouring bytes of y. Let q be its number among
+// the four threads of a row: its pair j * kGroups + g in wgmma's order is pair q * kPairs + j of y's group g.
 
 #include "patch_embed_sm90.h"
 
@@ -87,17 +89,17 @@ class Worker {
   static_assert(rows == 64 || rows == 128, "a warpgroup has 64 or 128 rows of a tile.");
   static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
   static_assert(!kImages || (rows == 64 && !stream_weight),
-                "images are cut for tiles of 64 rows a warpgroup and a stationary weight.");
+                "images need tiles of 64 rows a warpgroup and a stationary weight.");
   static_assert(
       !kImages || slots >= kPatchSide / kSlotLines + kChunksAfterHandover,
       "a warpgroup that multiplies early must know that the previous phase of each slot is complete.");
   static_assert(kSumRegisters + kOtherRegisters <= kMostRegisters, "sums leave too few registers.");
   static_assert(sizeof(Memory) % 1024 == 0,
-                "the weight follows Shared, and is swizzled: it is aligned to 1024 bytes.");
+                "the weight follows Shared, and is swizzled: it must be aligned to 1024 bytes.");
   static_assert(Memory::bytes(1) <= kMostSharedBytes,
                 "rings and weight do not fit in shared memory.");
   static_assert(!stream_weight || Memory::kWeightSlots >= kMostStayingChunks + 2,
-                "one chunk of the weight is multiplied while another one is filled.");
+                "one slot of the weight is multiplied while another one is filled.");
 
   __device__ Worker(const Arguments& args, Memory& shared)
       : args_(args),
@@ -128,11 +130,10 @@ class Worker {
  private:
   using Sums = ptx::Sum<kFactorType>[kRowBlocks][tile_n / 2];
 
-  // A thread's pixels of one slot, as int8: the first operands of its products.
+  // A thread's pixels of one slot, the A operands of its products: uint8 until make_int8.
   using Pixels = uint32_t[kProducts][4];
 
-  // Scale and terms of a thread's columns, which stay for a segment or are loaded for each tile; and the
-  // thread's rows of the table in this segment.
+  // Scale and terms of a thread's columns; and in this segment the indices of its rows of the table.
   struct Columns {
     float scale[kGroups][kVector];
     uint32_t terms[kTerms][kTermRows][kTermWords];
@@ -153,8 +154,8 @@ class Worker {
     uint32_t begin, end, slot, parity;
   };
 
-  // Chunk k is what the k-th slot gets of a half tile's K: kRowBytes, or kSlotLines lines of patches of
-  // images. It has a slot for its patches, and one for its chunk of a streamed weight.
+  // Chunk k of a half tile has the kSlotRowBytes bytes of K from k * kSlotRowBytes on. It has a slot for its
+  // patches, and one for its chunk of a streamed weight.
   struct Chunk {
     int k;
     RingSlot patches, weight;
@@ -181,7 +182,7 @@ class Worker {
   __device__ Chunk first_chunk(uint32_t n, int warpgroup) const {
     const uint32_t half = n * kConsumers + warpgroup;
     const RingSlot patches(half * chunks(), 0, slots);
-    // A stationary weight has no ring: the second one is not used.
+    // A stationary weight has no ring: Chunk::weight is not used.
     if constexpr (!stream_weight) return {0, patches, patches};
     const uint32_t streamed = args_.chunks - staying_chunks(rows, args_.chunks);
     return {0, patches,
@@ -262,7 +263,8 @@ class Worker {
     int weight_chunk = chunk.k;
     uint8_t* target = weight(chunk);
     if constexpr (kImages) {
-      // The first chunk of the weight that no earlier chunk needs. It is loaded only if this one needs it.
+      // The first chunk of the weight that no earlier chunk of pixels needs. It is loaded only if this chunk
+      // of pixels needs it.
       weight_chunk = weight_chunks_before(chunk.k);
       target = weight_ + weight_chunk * kWeightBytes;
       with_weight = with_weight && weight_chunks_before(chunk.k + 1) > weight_chunk;
@@ -284,7 +286,7 @@ class Worker {
   // Loads kSlotLines lines, from `line` on, of `rows` patches: [kSlotLines, rows, kLineBytes].
   __device__ void load_lines(uint8_t* target, int line, int row, ptx::Mbarrier& filled) {
     const int grid_row = row / args_.grid_width;
-    // A shift, because the producer would repeat a division by row_patches for each slot.
+    // Divides by row_patches, 1 or 2, by a shift: the producer would repeat a division for each slot.
     const int pixel = row % args_.grid_width >> (args_.row_patches == kMostRowPatches);
 #pragma unroll
     for (int i = 0; i < kSlotLines; ++i) {
@@ -408,10 +410,11 @@ class Worker {
 
   // While the products of chunk k - 1 may still read their registers, the pixels of chunk k + 1 are loaded,
   // and then the products of chunk k are issued. So there are three buffers. The loop is unrolled, because
-  // registers have no indices.
+  // registers cannot be indexed.
   __device__ void multiply_pixels(Sums& sums, Chunk chunk, uint32_t n, int warpgroup) {
     constexpr int kChunks = kPatchSide / kSlotLines;
-    // The first tile's chunks bring the weight, and the handover says that all of it has arrived.
+    // The first tile's chunks bring the weight. Its handover comes after the last chunk, because it tells the
+    // other warpgroup that the whole weight has arrived.
     const int last_before_handover = kChunks - 1 - (n == 0 ? 0 : kChunksAfterHandover);
     Pixels pixels[kPixelBuffers];
     Chunk next = chunk;
@@ -506,8 +509,8 @@ class Worker {
   }
 
   // Number of elements of `terms` that are loaded before part `part` is converted, if terms do not stay
-  // in registers. After each part the sums that were converted leave registers free: for the terms of two
-  // parts if y is bfloat16, of one if y is float32.
+  // in registers. Each part's sums leave registers free once they are converted. Then rows of the table are
+  // loaded for two more parts if y is bfloat16, for one if y is float32; offsets for the next group.
   __device__ static constexpr int terms_loaded(int part) {
     const int loaded = has_table ? kPartsReadAhead + kVector / 4 * part : part / kRowBlocks + 1;
     return loaded < kTerms ? loaded : kTerms;
@@ -523,8 +526,9 @@ class Worker {
     timeline_.stamp(Event::kLoaded);
   }
 
-  // Loads the scale of a group; with a timeline waits for the terms, so that the time is shown as theirs; or
-  // pins them: whichever this kernel needs.
+  // What must happen before a part is converted: scale that does not stay in registers is loaded. Terms that
+  // do not stay are waited for, but only with a timeline, so that it shows the wait. Rows of the table that
+  // stay are pinned.
   __device__ void prepare(Columns& columns, uint32_t (&terms)[kTermRows][kTermWords], int g,
                           int block) {
     if constexpr (!kKeepsScale) {

@@ -6,25 +6,25 @@ rows of every tile:
 
   feed       one warp of each block: loads patches by TMA into the slots of a ring. It loads a
              stationary weight once, and a streamed weight together with the patches.
-  multiply   one warp of the first block: issues tcgen05.mma for both blocks, which adds the
-             products of a tile in one of two accumulators in tensor memory.
+  multiply   one warp of the first block: issues tcgen05.mma for both blocks, and so accumulates a
+             tile's products in one of two accumulators in tensor memory.
   store      two warpgroups of each block, each with half of the columns: load the sums of the
              accumulator that is complete, scale them, add the table, and store by TMA. The table's
              rows stay in registers for a segment: a sequence of tiles that need the same rows.
 
   barrier          arrivals of a phase     its phase completes when              who waits
-  weight_arrived   1 copy of each chunk    a stationary weight has arrived       multiply, once
-  filled[slot]     1 copy, and 1 of a      the slot's patches, and the streamed  multiply
+  weight_arrived   1 per chunk, by TMA     a stationary weight has arrived       multiply, once
+  filled[slot]     1 by TMA, or 2 with a   the slot's patches, and the streamed  multiply
                    streamed weight         weight for them, have arrived
   freed[slot]      1 tcgen05.commit        the slot's chunk is multiplied        feed of each block
   multiplied[a]    1 tcgen05.commit        accumulator a has all products        store of each block
-  read[a]          2 a block, by store     all sums of accumulator a are loaded  multiply
+  read[a]          1 per store warpgroup   all sums of accumulator a are loaded  multiply
 
-In a cluster of two, copies arrive only at the first block's barriers. All other arrivals reach both
-blocks, so the second block's multiply warp waits for `read` too; it does nothing else. Each wait
-expects the parity opposite to that of the previous wait, so every phase is waited for. Before its
+In a cluster of two, TMA loads arrive only at the first block's barriers. All other arrivals reach
+both blocks, so the second block's multiply warp waits for `read` too; it does nothing else. At each
+wait Mosaic flips the parity expected of the barrier, so no phase may be left out. Before its
 first use a slot or an accumulator is free, so feed and multiply do not wait. Before they return,
-they wait for the phases that are left: no block may exit before its peer's last arrival.
+they wait for the remaining phases: no block may exit before its peer's last arrival.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
 from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
-# Rows (lanes of tensor memory) of an accumulator, and accumulators: one is filled, one is stored.
+# Rows of an accumulator (lanes of tensor memory), and accumulators: one is filled, one is stored.
 ROWS = 128
 ACCUMULATORS = 2
 
@@ -58,8 +58,8 @@ BUFFERS = 2
 # thread has 168: 40 + 2 * 232 = 3 * 168. Requests for more in total would wait forever.
 REGISTER_SPLIT = (40, 232)
 
-# Registers that a storing thread needs in addition to sums, scales and table; with fewer ptxas
-# spills. Addresses do not count, because they are in uniform registers.
+# Registers that a storing thread needs in addition to sums, scales and table. If there are fewer,
+# ptxas spills. Addresses do not count, because they are in uniform registers.
 OTHER_REGISTERS = 8
 
 
@@ -94,7 +94,7 @@ class BlackwellConfig:
         return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
 
     def store_n(self, problem: Problem) -> int:
-        """Columns of one TMA store: 128 bytes, or 64 if a warpgroup's columns need them."""
+        """Columns of one TMA store: 128 bytes, or 64 if 128 do not divide a warpgroup's columns."""
         itemsize, columns = jnp.dtype(problem.out_dtype).itemsize, self.tile_n // STORERS
         return next(n for b in (128, 64) if columns % (n := b // itemsize) == 0)
 
@@ -116,7 +116,7 @@ class BlackwellConfig:
 
         A thread has a quarter of its warpgroup's columns in each of four rows. It keeps 32-bit
         numbers: the sums of one step, and scales and table for all columns. Scales are the same in
-        all rows, and so are offsets, which replace a table.
+        all rows, and so are the offsets of a problem without a table.
         """
         columns = self.tile_n // STORERS
         terms = columns if problem.has_table else columns // 4
@@ -158,7 +158,7 @@ class Scratch:
     freed: Any
     multiplied: Any
     read: Any
-    patches: Any  # [slots, 128 rows, 128 bytes], used as Worker.patches.written and .multiplied
+    patches: Any  # [slots, 128 rows, 128 bytes]; two views, see `Worker.patches`
     staged: Any  # [storing warpgroups * buffers, 128 rows, store_n]
     weight_arrived: Any
     weight: Any  # [chunks, or slots if streamed; the block's rows; 128 bytes]
@@ -190,7 +190,7 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class Worker(launch.Worker):
-    """A thread block of a worker: its roles. The tile loop and the ring are in `launch.Worker`.
+    """The roles of one block of a worker. The tile loop and the ring are in `launch.Worker`.
 
     A tile has a `number` among those of this worker, and a `tile_index` among all. The storing
     warpgroup `storer`, 0 or 1, handles its half of a tile's columns in steps of one TMA store.
@@ -222,7 +222,7 @@ class Worker(launch.Worker):
             self.store(warpgroup - 1)
 
     def drain(self, barriers, count: int, uses) -> None:
-        """Waits for the last phase of `count` barriers that were used in turn, `uses` times."""
+        """Waits for the last phases of `count` barriers, used in turn `uses` times altogether."""
 
         @pl.loop(0, lax.min(uses, count))
         def wait(i):
@@ -299,7 +299,7 @@ class Worker(launch.Worker):
             plgpu.tcgen05_commit_arrive(s.multiplied.at[lax.rem(number, ACCUMULATORS)], **pair)
 
     def store(self, storer) -> None:
-        """Stores this warpgroup's half of the columns of every tile; `terms[step]` is added."""
+        """Stores half of every tile's columns. `terms[step]` are table rows or the offsets."""
         steps = range(self.config.tile_n // STORERS // self.step_tile.columns)
         columns = [self.column + self.step_column(storer, step) for step in steps]
         load, scale, table = self.step_tile.load_columns, self.operands.scale, self.operands.table
@@ -327,7 +327,7 @@ class Worker(launch.Worker):
         return storer * (self.config.tile_n // STORERS) + step * self.step_tile.columns
 
     def load_table(self, storer, table_row, step: int):
-        """The table's rows for a step. All steps share addresses, because `skip` is constant."""
+        """The table's rows for a step. Steps differ only in a constant, so they share addresses."""
         row, column = table_row + self.rank * ROWS, self.column + self.step_column(storer, 0)
         skip, period = step * self.step_tile.columns, self.problem.table_period
         return self.step_tile.load_rows(self.operands.table, row, column, skip, period)
