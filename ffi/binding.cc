@@ -61,11 +61,11 @@ constexpr int kInterface = 3;
 
 using namespace spelled;
 
-#define PATCH_EMBED_SM90_KERNEL(dtype, out_dtype, columns, tile_n, rows, slots, weight) \
-  {{90, dtype, out_dtype, columns, tile_n, rows, 1, slots, weight},                     \
+#define PATCH_EMBED_SM90_KERNEL(dtype, out_dtype, terms, tile_n, rows, slots, weight) \
+  {{90, dtype, out_dtype, terms, tile_n, rows, 1, slots, weight},                     \
    sm90::Shared<dtype, tile_n, rows, slots, weight>::bytes},
-#define PATCH_EMBED_SM100_KERNEL(dtype, out_dtype, columns, tile_n, blocks, slots, weight) \
-  {{100, dtype, out_dtype, columns, tile_n, sm100::kRows, blocks, slots, weight},          \
+#define PATCH_EMBED_SM100_KERNEL(dtype, out_dtype, terms, tile_n, blocks, slots, weight) \
+  {{100, dtype, out_dtype, terms, tile_n, sm100::kRows, blocks, slots, weight},          \
    sm100::Shared<out_dtype, tile_n, blocks, slots, weight>::bytes},
 
 const std::vector<Kernel>& kernels() {
