@@ -10,6 +10,7 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -96,7 +97,7 @@ class Child:
                 raise ChildEndedError("hung", f"took more than {seconds:g} s and was ended")
             try:
                 kind, message = self._connection.recv()
-            except (EOFError, ConnectionResetError):
+            except (EOFError, OSError):  # Also in the middle of a message.
                 how = _words(self.end())
                 raise ChildEndedError("crashed", f"ended its process, {how}") from None
             if kind == DONE:
@@ -125,8 +126,27 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self._answer), daemon=True)
-        self._process.start()
+        with _without_interrupts():
+            self._process.start()
         theirs.close()
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """During the block the keyboard's signal waits; a process that begins in it never gets it.
+
+    A terminal sends it to both processes. The child would end with a traceback while it imports.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    # `Process.start` would start it, and let the signal through afterwards.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _words(code: int | None) -> str:

@@ -5,7 +5,6 @@ import os
 import platform
 import signal
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from pallas_patch_embed.chips import Target
 from pallas_patch_embed.embed import command as embed
 from pallas_patch_embed.embed import output
 from pallas_patch_embed.embed.pictures import printable
+from pallas_patch_embed.files import check_place
 from pallas_patch_embed.problem import (
     DTYPES,
     NAMED_SHAPES,
@@ -223,11 +223,7 @@ def positive_integer(text: str) -> int:
 
 def _run_demo(arguments: argparse.Namespace) -> int:
     out = arguments.out
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"--out is {printable(out)}: there is no such folder.")
-    if out.exists() and not out.is_file():
-        raise ValueError(f"--out is {printable(out)}: it exists and is no file.")
-    tempfile.TemporaryFile(dir=out.absolute().parent).close()
+    check_place(out, f"--out is {printable(out)}")
     if arguments.seed is not None and arguments.seed < 0:
         raise ValueError(f"--seed is {arguments.seed}, expected 0 or more.")
     demo.run(out, arguments.seed)

@@ -3,18 +3,45 @@
 import contextlib
 import os
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 from pallas_patch_embed import ending
 
 
+def check_place(path: Path, what: str) -> None:
+    """Refuses a place where no file can be written, before there is work to lose.
+
+    Raises:
+      ValueError: the message begins with `what`, in which the path is named.
+    """
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{what}: there is no such folder.")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{what}: it exists and is no file.")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"{what}: nothing can be written there ({error.strerror}). Choose another folder."
+        ) from None
+
+
 @contextlib.contextmanager
-def written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def written_whole(
+    path: str | os.PathLike[str], outcome: str = "the file was written"
+) -> Iterator[BinaryIO]:
     """Opens a file for writing that appears at `path` when the block ends without an exception.
 
     A file that it replaces stays as it is until then, and hands its permissions on.
+
+    Args:
+      path: path of the file.
+      outcome: what the last line says if a signal ends the command afterwards.
     """
     path = os.path.realpath(os.fsdecode(path))
     partial = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.partial")
@@ -35,7 +62,7 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             yield file
         with ending.deferred():
             os.replace(partial, path)
-            ending.state.outcome = "the file was written"
+            ending.state.outcome = outcome
     finally:
         if os.path.exists(partial):
             os.unlink(partial)

@@ -376,7 +376,7 @@ def config_of(fields: Mapping[str, Any]) -> CudaConfig:
     """The library's kernel with these fields, with a tuning if they name one."""
     known = next((c for c in configs() if c.name == fields.get("name")), None)
     tuning = fields.get("tuning")
-    if known is not None and tuning is not None:
+    if known is not None and isinstance(tuning, dict):
         known = dataclasses.replace(known, tuning=tiles.config_of(Tuning, tuning))
     if known is None or dataclasses.asdict(known) | {"built": True} != dict(fields):
         raise ValueError(f"the library has no kernel {dict(fields)}.")

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,11 @@ def read(path: Path) -> Stored:
             f"{VARIABLE} or the argument that names it, or write it with "
             "`pallas-patch-embed tune --out`."
         ) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(
+            f"{path} is no file, expected one that `pallas-patch-embed tune --out` wrote. Correct "
+            f"{VARIABLE} or the argument that names it."
+        )
     return _read(path, status.st_mtime_ns, status.st_size)
 
 
@@ -159,6 +165,8 @@ def _read(path: Path, modified: int, size: int) -> Stored:
             raise ValueError(f"format is {content['format']}, expected {FORMAT}")
         if content["chip"]:
             _expect(content["chip"], CHIP, "chip")
+            if [type(x) for x in content["chip"]["capability"]] != [int, int]:
+                raise ValueError(f"capability of chip is {content['chip']['capability']}")
         results: dict[str, Result] = {}
         for number, entry in enumerate(content["results"]):
             _expect(entry, RESULT, f"result {number}")
@@ -166,7 +174,7 @@ def _read(path: Path, modified: int, size: int) -> Stored:
             if result.key in results:
                 raise ValueError(f"result {number} repeats an earlier problem")
             results[result.key] = result
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(damaged(path, str(error))) from None
     return Stored(path, {name: content[name] for name in HEAD}, results)
 
@@ -190,10 +198,15 @@ def _expect(value: Any, fields: Mapping[str, Any], what: str) -> None:
             raise ValueError(f"{name} of {what} is {json.dumps(value[name])[:80]}")
 
 
-def write(path: Path, head: Mapping[str, Any], results: Iterable[Result]) -> None:
-    """Writes a file; it appears whole or not at all."""
+def write(
+    path: Path,
+    head: Mapping[str, Any],
+    results: Iterable[Result],
+    outcome: str = "the file was written",
+) -> None:
+    """Writes a file; it appears whole or not at all. `outcome` is that of `written_whole`."""
     content = {**head, "results": [dataclasses.asdict(result) for result in results]}
-    with written_whole(path) as file:
+    with written_whole(path, outcome) as file:
         file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
@@ -255,8 +268,8 @@ def find(backend: str, problem: Problem, target: Target, tuned: str | None = Non
         if file.mismatch(target.chip):
             continue
         result = file.results.get(key_of(backend, describe_problem(problem)))
-        if result is None:
-            continue
+        if result is None or (result.config is None and not result.times):
+            continue  # Nothing was measured.
         where = f"tuned on {result.date} ({file.path.name})"
         if result.config is None:
             return Found(None, f"{HEURISTIC}, {where}", file.path)

@@ -6,7 +6,6 @@ import functools
 import json
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from pallas_patch_embed.check.cases import SHAPES
 from pallas_patch_embed.check.compare import Counts
 from pallas_patch_embed.child import UnkillableError, Wait, poll
 from pallas_patch_embed.embed.pictures import printable
-from pallas_patch_embed.files import written_whole
+from pallas_patch_embed.files import check_place, written_whole
 
 # Seconds that a launch may take. The slowest one in the list takes milliseconds.
 TIMEOUT = 60.0
@@ -157,7 +156,8 @@ def run(
     Raises:
       ValueError: the arguments are wrong.
     """
-    _check_path(arguments.report)
+    if arguments.report is not None:
+        check_place(arguments.report, f"--report is {printable(arguments.report)}")
     if not 0 <= arguments.seed < 2**31:
         raise ValueError(f"--seed is {arguments.seed}, expected 0 to 2^31 - 1.")
     options = work.Options(
@@ -177,18 +177,6 @@ def run(
         report.failure = str(error)
     report.end()
     return 0 if report.is_right else 1
-
-
-def _check_path(path: Path | None) -> None:
-    """Refuses a report that cannot be written, before anything is launched."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"--report is {printable(path)}: there is no such folder.")
-    if path.is_dir():
-        raise ValueError(f"--report is {printable(path)}: it is a folder, expected a file.")
-    tempfile.TemporaryFile(dir=folder).close()
 
 
 class Report:
@@ -223,6 +211,7 @@ class Report:
                 self._records = [Record(name) for name in names]
                 self._check_cases()
                 print("\n".join(_introduction(about, len(names))), flush=True)
+                self._write()
             case process.Found(case, counts):
                 record = self._records[case]
                 record.counts = record.counts.plus(Counts(**counts))
@@ -252,7 +241,7 @@ class Report:
         if self.failure:
             print(self.failure)
         if self._path is not None:
-            print(f"The report is {self._path}.")
+            print(f"The report is {printable(self._path)}.")
 
     def _write(self) -> None:
         if self._path is None:
@@ -273,7 +262,9 @@ class Report:
             **self._content,
             "cases": found,
         }
-        with written_whole(self._path) as file:
+        begun = sum(record.outcome != "not begun" for record in self._records)
+        outcome = f"{begun} of {len(self._records)} cases are in {printable(self._path)}"
+        with written_whole(self._path, outcome) as file:
             file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 

@@ -14,6 +14,7 @@ from pallas_patch_embed.backends.stored import Result
 from pallas_patch_embed.check.cases import Case
 from pallas_patch_embed.child import Child, ChildEndedError
 from pallas_patch_embed.embed.pictures import printable
+from pallas_patch_embed.files import check_place
 from pallas_patch_embed.problem import NAMED_SHAPES, VIT_SHAPES, NamedShape, Problem
 from pallas_patch_embed.tune import search
 from pallas_patch_embed.tune.search import Machine, Task
@@ -76,8 +77,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
     out = arguments.out
-    if not out.absolute().parent.is_dir():
-        raise ValueError(f"--out is {printable(out)}: there is no such folder.")
+    check_place(out, f"--out is {printable(out)}")
     if min(arguments.images or [1]) < 1:
         raise ValueError(f"--images is {min(arguments.images)}, expected 1 or more.")
     if arguments.seconds is not None and not arguments.seconds > 0:
@@ -200,9 +200,9 @@ def tune(
                 print(f"{name}: {found.reason}", flush=True)
             said.add((task.backend, found.reason))
             continue
-        results[found.key] = found
-        stored.write(out, machine.head, results.values())
-        ending.state.outcome = _outcome(results, out)
+        # Another search may have written the same file meanwhile.
+        results |= begin(out, machine) | {found.key: found}
+        stored.write(out, machine.head, results.values(), _outcome(results, out))
         print(f"{name}: {describe(found)}", flush=True)
     if results:
         print(f"{len(results)} results are in {printable(out)}.")

@@ -19,7 +19,7 @@ import stand_in_checks
 from jax import lax
 from repository import ROOT, environment
 
-from pallas_patch_embed import cli
+from pallas_patch_embed import cli, ending
 from pallas_patch_embed.backends import triton, xla
 from pallas_patch_embed.check import command, memory, work
 from pallas_patch_embed.check.cases import (
@@ -32,7 +32,14 @@ from pallas_patch_embed.check.cases import (
     pairwise,
 )
 from pallas_patch_embed.check.compare import LAUNCHES, Counts, compared, wrong_elements
-from pallas_patch_embed.check.process import Ended, Launches, Listed, NoCaseError, supervised
+from pallas_patch_embed.check.process import (
+    Ended,
+    Launches,
+    Listed,
+    NoCaseError,
+    Prepares,
+    supervised,
+)
 from pallas_patch_embed.problem import DTYPES, OUT_DTYPES, Problem
 
 SMALL = Problem((2, 5, 128), (64, 128), (64,), (5, 64), "int8", "bfloat16", "bfloat16")
@@ -310,6 +317,26 @@ def test_the_report_has_every_case_and_the_exit_code_says_whether_all_are_right(
     assert command.run(parsed(), child=stand_in_checks.work("right"), wait=wait) == 0
 
 
+def test_an_interrupted_check_leaves_what_it_found(tmp_path):
+    path, outcomes = tmp_path / "report.json", []
+    path.write_text("of an earlier check")
+
+    def interrupts(connection, seconds, last):
+        if isinstance(last, Prepares):
+            outcomes.append(ending.state.outcome)
+        if last == Launches(1, 2):
+            raise KeyboardInterrupt
+        return connection.poll(None)
+
+    child = stand_in_checks.work("right", "hangs")
+    with pytest.raises(KeyboardInterrupt):
+        command.run(parsed("--report", path), child=child, wait=interrupts)
+    assert outcomes == [f"{number} of 2 cases are in {path}" for number in (0, 1)]
+    report = json.loads(path.read_text())
+    assert [case["verdict"] for case in report["cases"]] == ["right", "not begun"]
+    assert not report["complete"] and not report["all_right"]
+
+
 def test_a_check_that_cannot_go_on_is_not_right(tmp_path, capsys):
     path = tmp_path / "report.json"
     child = stand_in_checks.ends_at_once
@@ -341,7 +368,9 @@ def test_a_process_that_cannot_be_killed_ends_the_check(monkeypatch, capsys):
         (["--shapes", "some"], "invalid choice: 'some'"),
         (["--seed", "-1"], "--seed is -1, expected 0 to 2^31 - 1"),
         (["--report", "no/such/folder/report.json"], "there is no such folder"),
-        (["--report", "."], "it is a folder, expected a file"),
+        (["--report", "."], "--report is .: it exists and is no file"),
+        (["--report", "/dev/null"], "it exists and is no file"),
+        (["--report", "/proc/report.json"], "nothing can be written there (No such"),
     ],
 )
 def test_bad_arguments_are_refused(command_line, arguments, message):

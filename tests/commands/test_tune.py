@@ -5,12 +5,14 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import types
 from pathlib import Path
 
+import interrupted
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ from interpreter import problem_of
 from repository import ROOT
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.backends import BACKENDS, choose, explain, stored, tiles, triton, xla
+from pallas_patch_embed.backends import BACKENDS, choose, cuda, explain, stored, tiles, triton, xla
 from pallas_patch_embed.backends.cuda_tuning import Tuning
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.backends.plan import Plan, Refusal
@@ -78,6 +80,13 @@ def test_a_backend_that_cannot_serve_has_no_candidates():
         xla.config_of({"tile_n": 128})
 
 
+@pytest.mark.parametrize("field, value", [("tile_m", -64), ("stages", 2**70), ("warps", 0)])
+def test_a_config_that_the_Triton_kernel_does_not_have_is_refused(field, value):
+    fields = dataclasses.asdict(triton.HOPPER[0]) | {field: value}
+    with pytest.raises(ValueError, match=f"the kernel has no TritonConfig.*{field}={value}"):
+        triton.config_of(fields)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -91,6 +100,19 @@ def test_fields_that_are_no_config_are_refused(change, message):
     fields = dataclasses.asdict(HopperConfig(tile_n=192, slots=10)) | change
     with pytest.raises(ValueError, match=message):
         BACKENDS["mosaic_sm90"].config_of(fields)
+
+
+@pytest.mark.parametrize("tuning", [5, [], "none"])
+def test_a_tuning_that_is_none_is_refused(monkeypatch, tuning):
+    numbers = dict.fromkeys(("tile_m", "tile_n", "rows", "blocks", "slots"), 2)
+    kernel = cuda.CudaConfig(
+        "sm100", 100, "s8", "bf16", has_table=True, stream_weight=False, built=True, **numbers
+    )
+    monkeypatch.setattr(cuda, "configs", lambda: (kernel,))
+    fields = dataclasses.asdict(kernel)
+    assert cuda.config_of(fields) == kernel
+    with pytest.raises(ValueError, match="the library has no kernel"):
+        cuda.config_of(fields | {"tuning": tuning})
 
 
 @pytest.mark.parametrize(
@@ -123,7 +145,8 @@ def head(chip=H200, **changes):
 
 def result(config, problem=HEADLINE, backend="mosaic_sm90"):
     fields = config and dataclasses.asdict(config)
-    return Result(backend, stored.describe_problem(problem), fields, "2026-11-25", {}, {})
+    described = stored.describe_problem(problem)
+    return Result(backend, described, fields, "2026-11-25", {"a config": {}}, {})
 
 
 OTHER = HopperConfig(tile_n=64, slots=9)
@@ -215,8 +238,10 @@ DAMAGED = {
     "half of it": lambda text: text[: len(text) // 2],
     "no object": lambda text: "[]",
     "an older format": lambda text: text.replace('"format": 1', '"format": 0'),
+    "brackets without end": lambda text: "[" * 100_000,
     "no chip": lambda text: text.replace('"chip"', '"ship"'),
     "a chip without a name": lambda text: text.replace('"name"', '"brand"'),
+    "a chip without a capability": lambda text: re.sub(r"\[\s*9,\s*0\s*\]", "[]", text),
     "a result that is none": lambda text: text.replace('"date": "2026-11-25"', '"date": 25'),
     "a config that is none": lambda text: text.replace('"slots": 9', '"slots": "9"'),
     "the same problem twice": lambda text: json.dumps(
@@ -243,6 +268,9 @@ def test_a_missing_file_is_refused(monkeypatch, tmp_path):
         ValueError, match=r"none\.json: there is no file .* Correct PATCH_EMBED_TUNED"
     ):
         explain(HEADLINE, HOPPER)
+    monkeypatch.setenv(stored.VARIABLE, str(tmp_path))
+    with pytest.raises(ValueError, match=r"is no file, expected one that .* Correct PATCH_EMBED"):
+        explain(HEADLINE, HOPPER)
 
 
 def test_results_of_images_are_those_of_a_kernel_that_cuts_them(write):
@@ -265,6 +293,19 @@ def test_a_file_that_was_written_again_is_read_again(write):
     newer = HopperConfig(tile_n=64, slots=10)
     os.utime(write(result(newer)), ns=(0, 0))
     assert choose(HEADLINE, HOPPER, None, path).config == str(newer)
+
+
+def test_a_problem_of_which_nothing_was_timed_is_not_tuned(write):
+    nothing = dataclasses.replace(result(None), times={}, refused={"a config": "it hung"})
+    assert choose(HEADLINE, HOPPER, None, write(nothing)).origin == "from the heuristic"
+
+
+@pytest.mark.parametrize("tile_n", [-64, 0])
+def test_a_slice_without_columns_gives_way_to_the_heuristics(write, tile_n):
+    path = write(result(HopperConfig(tile_n=tile_n, slots=9)))
+    plan = choose(HEADLINE, HOPPER, None, path)
+    assert plan.config == choose(HEADLINE, HOPPER, None).config
+    assert f"is refused: tile_n is {tile_n}, expected one of" in plan.origin
 
 
 def test_a_measured_config_that_cannot_serve_gives_way_to_the_heuristics(write):
@@ -534,6 +575,13 @@ def test_a_child_answers_in_a_process_of_its_own():
         assert list(child.ask()) == first[2:]
 
 
+def test_the_keyboards_signal_leaves_a_child_alone_that_still_imports():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with child_of(interrupted.goes_on) as child:
+        assert list(child.ask()) == ["it goes on"]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
 def test_each_task_gets_its_own_answer():
     with child_of(tune_answers.echoes) as child:
         for task in "abc":
@@ -628,6 +676,18 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path, capsys):
     assert not nothing.asked
 
 
+def test_two_searches_fill_one_file(tmp_path):
+    out = tmp_path / "out.json"
+
+    def meanwhile(task, refused):
+        if task is TASKS[0][1]:
+            command.tune(TASKS[2:], Answers(find), out, MACHINE, {})
+        return find(task, refused)
+
+    command.tune(TASKS[:2], Answers(meanwhile), out, MACHINE, {})
+    assert sorted(images_of(out)) == [1, 2, 3]
+
+
 def test_a_budget_ends_the_search_between_two_problems(tmp_path, capsys):
     out, clock = tmp_path / "out.json", Clock()
 
@@ -668,6 +728,8 @@ def test_results_of_two_machines_are_not_mixed(tmp_path, changes, message):
     [
         ([], "required: --out"),
         (["--out", "no/such/folder/out.json"], "there is no such folder"),
+        (["--out", "."], "--out is .: it exists and is no file"),
+        (["--out", "/proc/out.json"], "/proc/out.json: nothing can be written there (No such"),
         (["--out", "out.json", "--images", "0"], "--images is 0, expected 1 or more"),
         (["--out", "out.json", "--seconds", "0"], "--seconds is 0, expected more than 0"),
         (["--out", "out.json", "--shapes", "B/17"], "invalid choice: 'B/17'"),

@@ -39,7 +39,7 @@ SPANS = 64
 
 def check_slice(tile_n: int, problem: Problem) -> None:
     """Refuses a slice of N that is not a multiple of 64 columns, or does not divide N."""
-    if tile_n % 64 or problem.N % tile_n:
+    if tile_n < 64 or tile_n % 64 or problem.N % tile_n:
         raise NotImplementedError(
             f"tile_n is {tile_n}, expected one of the multiples of 64 that divide N = {problem.N}."
         )

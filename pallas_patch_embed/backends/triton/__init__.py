@@ -219,8 +219,11 @@ def candidates(problem: Problem, target: Target) -> list[TritonConfig]:
 
 
 def config_of(fields: Mapping[str, Any]) -> TritonConfig:
-    """The config with these fields."""
-    return tiles.config_of(TritonConfig, fields)
+    """The config with these fields, one of those that compile without spills."""
+    config = tiles.config_of(TritonConfig, fields)
+    if config not in AMPERE + HOPPER:
+        raise ValueError(f"the kernel has no {config}.")
+    return config
 
 
 def _checked(problem: Problem, target: Target) -> Chip:

@@ -1,0 +1,12 @@
+"""What a child process imports while the keyboard's signal reaches it."""
+
+import multiprocessing
+import os
+import signal
+
+if multiprocessing.parent_process() is not None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def goes_on(send):
+    send("it goes on")
