@@ -154,6 +154,12 @@ def read(path: Path) -> Stored:
     return _read(path, status.st_mtime_ns, status.st_size)
 
 
+def check_variable() -> None:
+    """Raises ValueError if the environment names a file that is damaged or missing."""
+    if named := os.environ.get(VARIABLE):
+        read(Path(named))
+
+
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, modified: int, size: int) -> Stored:
     """`read`; a file that was modified, or has another size, is read again."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_patch_embed.backends import BACKENDS
+from pallas_patch_embed.backends import BACKENDS, stored
 from pallas_patch_embed.check import process, work
 from pallas_patch_embed.check.cases import SHAPES
 from pallas_patch_embed.check.compare import Counts
@@ -158,6 +158,7 @@ def run(
     """
     if arguments.report is not None:
         check_place(arguments.report, f"--report is {printable(arguments.report)}")
+    stored.check_variable()
     if not 0 <= arguments.seed < 2**31:
         raise ValueError(f"--seed is {arguments.seed}, expected 0 to 2^31 - 1.")
     options = work.Options(

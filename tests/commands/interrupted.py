@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 
-if multiprocessing.parent_process() is not None:
+if multiprocessing.current_process().name != "MainProcess":
     os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -378,6 +378,12 @@ def test_bad_arguments_are_refused(command_line, arguments, message):
     assert code == 2 and message in error
 
 
+def test_a_missing_file_of_measured_configs_is_refused(command_line, monkeypatch):
+    monkeypatch.setenv("PATCH_EMBED_TUNED", "none.json")
+    code, error = command_line("check")
+    assert code == 2 and error.startswith("none.json: there is no file of measured configs")
+
+
 @pytest.mark.parametrize(
     "name, run, package",
     [
