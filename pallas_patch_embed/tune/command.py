@@ -221,10 +221,10 @@ def _key(task: Task) -> str:
 
 
 def one(task: Task, child: Child) -> Result | Refusal:
-    """What the child finds; candidates that end it are refused."""
+    """What the child finds. Candidates that end it are refused; its beginning may end it once."""
     refused: dict[str, str] = {}
     while True:
-        tried = search.IN_TURNS
+        tried = search.BEGINNING
         try:
             *_, found = (tried := message for message in child.ask(task, refused))
             return found

@@ -38,6 +38,9 @@ SHORT = 0.25
 # What is tried while candidates are timed in turns.
 IN_TURNS = "all in turns"
 
+# What is tried before the first candidate is named.
+BEGINNING = "the beginning"
+
 # Bytes of patches that the calls of a contender cycle through, as multiples of the L2 cache, so
 # that none finds its patches there; and the largest number of copies.
 BEYOND_CACHE, MOST_COPIES = 2, 32

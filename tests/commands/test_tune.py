@@ -637,6 +637,18 @@ def test_a_candidate_that_ends_the_child_is_refused_and_the_task_tried_again():
     assert found.refused == {"b": "it took too long"}
 
 
+def test_a_child_that_ends_before_the_first_candidate_searches_once_more(device):
+    def ask(task, refused):
+        if not refused:
+            raise ChildEndedError("crashed", "ended its process, by SIGKILL")
+        yield from search.search(task, Target("cpu"), refused)
+
+    device.configs = [Config(1e-3), Config(5e-4)]
+    answer = command.one(TASK, types.SimpleNamespace(ask=ask))
+    assert answer.config == dataclasses.asdict(device.configs[1])
+    assert answer.refused == {search.BEGINNING: "it ended its process, by SIGKILL"}
+
+
 def test_a_child_that_always_ends_is_given_up():
     def ask(task, refused):
         raise ChildEndedError("crashed", "ended its process, by SIGSEGV")
