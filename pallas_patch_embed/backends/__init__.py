@@ -137,9 +137,10 @@ def plan_with(
 def _plan(name: str, problem: Problem, target: Target, tuned: str | None) -> Plan:
     """A backend's plan with the measured config, or with its heuristic's if there is none."""
     backend, measured = BACKENDS[name], problem
+    by_heuristic = functools.cache(lambda: backend.plan(problem, target))
     if problem.images is not None:
         # The kernel that cuts images itself is measured with them, another one with patches.
-        cuts = backend.plan(problem, target).takes_images
+        cuts = by_heuristic().takes_images
         measured = dataclasses.replace(problem, cut="kernel") if cuts else problem.of_patches
     found = stored.find(name, measured, target, tuned)
     origin = found.origin
@@ -153,7 +154,7 @@ def _plan(name: str, problem: Problem, target: Target, tuned: str | None) -> Pla
         except NotImplementedError as error:
             # Such as a tuning for which no nvcc is here.
             origin = f"{stored.HEURISTIC}, because the config of {found.path} is refused: {error}"
-    plan = backend.plan(problem, target)
+    plan = by_heuristic()
     return dataclasses.replace(plan, origin=origin) if plan.config else plan
 
 
