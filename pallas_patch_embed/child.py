@@ -31,7 +31,7 @@ type Wait = Callable[[Connection, float, Any], bool]
 
 
 class ChildEndedError(Exception):
-    """The child crashed, or was ended; the message is a predicate for what it was doing."""
+    """The child crashed, or was ended; the message says how, such as "ended its process, ..."."""
 
     def __init__(self, outcome: Literal["hung", "crashed"], text: str):
         super().__init__(text)

@@ -189,8 +189,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--workers",
         type=positive_integer,
         metavar="N",
-        help="pictures that are decoded at a time, in a process each; of large ones it is fewer, "
-        f"which bounds the memory (default: one a CPU, up to {embed.MOST_WORKERS})",
+        help="number of pictures that are decoded at a time, each in a process; it is smaller if "
+        f"they are large, to bound the memory (default: one a CPU, up to {embed.MOST_WORKERS})",
     )
     embed_parser.add_argument(
         "--patch-dtype", choices=DTYPES, default="bfloat16", help="dtype of the patch embedding"

@@ -1,7 +1,8 @@
 """Decodes pictures in processes of their own.
 
-Python's global lock leaves most cores idle if threads decode: Pillow takes it several times for
-each picture. This module does not import JAX: the processes do not need it.
+Threads that decoded kept 4 of 16 cores busy, probably because Pillow takes Python's global lock
+several times for each picture (docs/embed.md). This module does not import JAX: the processes do
+not need it.
 """
 
 import contextlib
@@ -31,8 +32,8 @@ type Open = Callable[[], BinaryIO]
 class Decoders:
     """Decodes pictures, a number of them at a time.
 
-    Each decoder is a thread of this process, and once there are many pictures also a process that
-    it asks. A decoder's process may crash: its picture has no embedding then.
+    Each decoder is a thread of this process. After `DECODED_HERE` pictures each also has a process
+    of its own, which decodes for it. If that crashes, the picture has no embedding.
 
     Args:
       preprocessing: how pictures become images.
@@ -42,7 +43,7 @@ class Decoders:
 
     def __init__(self, preprocessing: Preprocessing, workers: int, budget: Budget):
         self._preprocessing, self._budget = preprocessing, budget
-        # Of a picture that has no more, the process need not ask for the number of its pixels.
+        # Reserved before a process is asked. Only larger pictures need a second request.
         self._share = budget.limit // workers
         self._threads = ThreadPoolExecutor(workers)
         self._here = iter(range(DECODED_HERE)) if workers > 1 else itertools.count()

@@ -44,7 +44,7 @@ class Budget:
 
     Attributes:
       limit: number of pixels. A picture of more is decoded while there is no other.
-      held: number of pixels that are being decoded.
+      reserved: number of pixels that are being decoded.
     """
 
     def __init__(self, limit: int = PIXELS_IN_FLIGHT):

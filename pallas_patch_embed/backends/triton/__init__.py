@@ -157,6 +157,8 @@ def fitting_configs(problem: Problem, chip: Chip, vector: int | None = None) -> 
     crowded = widens(dtype, chip) or problem.out_dtype == "float32"
     crowded |= scattered and dtype == ("float8_e4m3fn" if major == 9 else "int8")
     crowded |= dtype == "int8" and chip.capability == B200.capability
+    # Compiled for 10.0 and 10.3, bfloat16 pixels at addresses of their own spill with this tile.
+    spilling = HOPPER[2] if scattered and major == 10 and dtype == "bfloat16" else None
     if problem.N % ADDRESS_GROUP or (from_images and crowded):
         available = 1
     return [
@@ -164,7 +166,7 @@ def fitting_configs(problem: Problem, chip: Chip, vector: int | None = None) -> 
         for config in configs(chip)
         if config.min_vector <= available
         and (config.encodes_pixels or not from_images)
-        and not (scattered and major == 10 and dtype == "bfloat16" and config == HOPPER[2])
+        and config != spilling
     ]
 
 
