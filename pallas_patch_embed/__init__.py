@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    # The names above are imported when the first of them is used: importing JAX takes a second, in
-    # which the command line has to be able to end on a signal already.
+    # Importing JAX takes a second, and the command line must be able to react to a signal during
+    # that second. So the names above are imported when the first of them is used.
     import importlib
 
     def _import_all():
@@ -61,7 +61,7 @@ if not TYPE_CHECKING:
     def __dir__():
         return sorted({*globals(), *__all__})
 
-    # jax.export knows the package's pytrees once their modules are imported; a program that uses
-    # JAX has done enough for that when it has imported the package.
+    # jax.export can read the package's pytrees only after the modules that define them were
+    # imported. So a program that has imported JAX imports them together with the package.
     if "jax" in sys.modules:
         _import_all()

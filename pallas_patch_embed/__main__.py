@@ -1,10 +1,10 @@
-"""The command line, `pallas-patch-embed` or `python -m pallas_patch_embed`."""
+"""Entry point of the commands `pallas-patch-embed` and `python -m pallas_patch_embed`."""
 
 from pallas_patch_embed import ending, streams
 
 
 def run() -> None:
-    """Runs the command line; ends the process."""
+    """Runs the command line and ends the process."""
     ending.install()
     streams.open_missing()
     from pallas_patch_embed import cli  # It imports JAX, which takes a second.

@@ -1,4 +1,4 @@
-"""The public functions: argument checks, docstrings, and the way to the primitive."""
+"""The public functions, which check their arguments and call the primitive."""
 
 import operator
 import os
@@ -32,31 +32,34 @@ IMAGE_DTYPES = ("uint8", "float16", "bfloat16", "float32", "float64")
 
 
 def patchify(images: AnyArray, params: PatchEmbedParams, *, clip: bool = False) -> jax.Array:
-    """Cuts images into patch rows in the encoding of the params.
+    """Cuts images into rows of patches and encodes the pixels in `params.dtype`.
 
-    A uint8 image and the equal float image (u / 255 * 2 - 1 in float32, however rounded) give
-    identical patches in every dtype: a float within 2^-21 of a uint8 level is taken for it.
+    A uint8 image and the equal float image (u / 255 * 2 - 1 in float32, with any rounding) give
+    identical patches in every dtype, because a float within 2^-21 of the value of a uint8 level is
+    encoded as that level.
 
     Args:
-      images: [..., H, W, 3], uint8 or floating-point, normalised as the params say: by default to
-        [-1, 1]. A remainder of H or W beyond whole patches is dropped, as SigLIP does. With frames
-        videos [..., F, H, W, 3], F a multiple of them.
+      images: [..., H, W, 3], uint8 or floating-point. Floating-point pixels are normalised with
+        `params.image_mean` and `params.image_std`, by default to [-1, 1]. Pixels beyond the last
+        whole patch of H or W are dropped, as in SigLIP. If `params.frames` is set, videos
+        [..., F, H, W, 3], where F is a multiple of `params.frames`.
       params: PatchEmbedParams; decides patch size, encoding and padding.
-      clip: clips floating-point pixels to [-1, 1] instead of checking that they are in it. NaN
-        stays NaN, except that int8 has none: there it becomes an unspecified level.
+      clip: clips floating-point pixels to [-1, 1] instead of checking that they are in that range.
+        NaN stays NaN, except in int8, where it becomes an unspecified level.
 
     Returns:
-      [..., R + S, K_padded] of `params.dtype`: R rows of zeros, for a prefix of R rows, then
-      S = (H // p) * (W // p) patches in row-major order, for videos frames before rows. K is in the
-      order height, width, channel, for videos channel, frame, height, width, then zeros. int8
-      holds pixel - 128, the other dtypes pixels in [-1, 1].
+      [..., R + S, K_padded] of `params.dtype`: R rows of zeros if the params have a prefix of R
+      rows, then S = (H // p) * (W // p) patches in row-major order. A video has S patches for each
+      group of `params.frames` frames, in order of time. K is in the order height, width, channel
+      (for videos channel, frame, height, width) and is padded with zeros. int8 holds pixel - 128,
+      the other dtypes hold pixels in [-1, 1].
 
     Raises:
-      TypeError: images or params of another type.
-      ValueError: images of another shape, or smaller than a patch; floating-point pixels outside of
-        [-1, 1] by more than rounding, or NaN. Their values are checked where they are known: in
-        numpy arrays; in JAX arrays outside of jit, by a reduction on the device, for which the call
-        waits; under jit where the program is checkified.
+      TypeError: images or params have another type.
+      ValueError: images have another shape or are smaller than a patch, or floating-point pixels
+        are NaN or outside of [-1, 1] by more than rounding. The values of numpy arrays are always
+        checked. Those of JAX arrays are checked outside of jit, by a reduction on the device for
+        which the call waits, and under jit if the program is checkified.
     """
     check_params(params)
     _check_images(images, params)
@@ -66,21 +69,21 @@ def patchify(images: AnyArray, params: PatchEmbedParams, *, clip: bool = False) 
 
 
 def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = False) -> jax.Array:
-    """Encodes patches that are cut already, as NaFlex models have them: for `patch_embed`.
+    """Encodes patches that are already cut, such as those of NaFlex models, for `patch_embed`.
 
     Args:
-      patches: [..., S, K] of pixels, uint8 or floating-point, normalised as the params say: by
-        default to [-1, 1]. K = 3 * p * p in the order height, width, channel; with T frames 3 * T *
-        p * p in the order channel, frame, height, width. Padding may have any values in that
-        range, such as zeros.
+      patches: [..., S, K] of pixels, uint8 or floating-point. Floating-point pixels are normalised
+        with `params.image_mean` and `params.image_std`, by default to [-1, 1]. K = 3 * p * p in the
+        order height, width, channel; with T frames K = 3 * T * p * p in the order channel, frame,
+        height, width. Rows of padding may have any values in the same range, such as zeros.
       params: PatchEmbedParams; decides encoding and padding.
       clip: as for `patchify`.
 
     Returns:
-      [..., R + S, K_padded] of `params.dtype`, with rows of zeros in front as of `patchify`.
+      [..., R + S, K_padded] of `params.dtype`, with R rows of zeros in front, as from `patchify`.
 
     Raises:
-      TypeError, ValueError: as `patchify`.
+      TypeError, ValueError: as for `patchify`.
     """
     check_params(params)
     dtype = dtype_name(patches, "patches")
@@ -103,13 +106,13 @@ def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = 
 def _encoded(
     encoder: Callable[..., jax.Array], pixels: jax.Array, params: PatchEmbedParams
 ) -> jax.Array:
-    """The rows that `encoder` makes of pixels; refuses to differentiate them by the pixels."""
+    """Returns the rows that `encoder` makes from pixels; differentiating them raises an error."""
     floating = jnp.issubdtype(pixels.dtype, jnp.floating)
     if floating and params.dtype == "int8":
         pixels = primitive.not_differentiated(pixels)
     encoded = encoder(pixels, params.layout, params.encoding)
     if floating and params.dtype != "int8":
-        # The derivative would be zero for each pixel that is taken for a level of uint8.
+        # The derivative would be zero for each pixel that is encoded as a uint8 level.
         encoded = primitive.without_gradient(pixels, lax.stop_gradient(encoded))
     return encoded
 
@@ -123,36 +126,38 @@ def patch_embed(
     out_dtype: DTypeLike = jnp.bfloat16,
     tuned: str | os.PathLike[str] | None = None,
 ) -> jax.Array:
-    """Embeds patches: product with the weight, scale, bias and positions in one operator.
+    """Embeds patches: multiplies by the weight, scales, and adds bias and positions.
 
     y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n])
 
-    Inference only: it has no derivative. Works under jit, vmap, scan, shard_map, NamedSharding and
-    explicit meshes, jax.export. Patches sharded along the batch or S and params sharded along N
-    need no communication; patches or weights sharded along K are gathered first.
+    The operator is for inference and has no derivative. It works under jit, vmap, scan, shard_map
+    and jax.export, and with NamedSharding and explicit meshes. Patches sharded along the batch or S
+    and params sharded along N need no communication; patches or weights sharded along K are
+    gathered first.
 
     Args:
-      patches: [..., S, K_padded] of `params.dtype`, as `patchify` gives them. Any leading axes,
-        also none; a batch may be empty.
+      patches: [..., S, K_padded] of `params.dtype`, from `patchify` or `encode_patches`. There may
+        be any number of leading axes, and a batch may be empty.
       params: PatchEmbedParams.
-      position_embedding: [..., S, N] floating-point, replaces the stored positions. Leading axes
-        broadcast against those of patches: positions per image have all of them. As at packing,
-        the table is offset + positions, added in float32 and rounded to bfloat16 (not rounded if
-        `params.dtype` is float32).
-      backend: a name from `backend_names()`; None for the one that `explain` says is chosen.
-      out_dtype: bfloat16 or float32, to which the result is rounded once.
-      tuned: path of a file of `pallas-patch-embed tune`, whose configs are used for the problems in
-        it; by default the one that the environment variable PATCH_EMBED_TUNED names. It is read
-        when a program is lowered. Static, like `backend`.
+      position_embedding: [..., S, N] floating-point, replaces the stored positions. Its leading
+        axes broadcast against those of patches; positions per image have all leading axes of
+        patches. As at packing, the table is offset + positions, added in float32 and rounded to
+        bfloat16 (not rounded if `params.dtype` is float32).
+      backend: a name from `backend_names()`; by default the backend that `explain` reports.
+      out_dtype: dtype of the result, bfloat16 or float32. The result is rounded once.
+      tuned: path of a file that `pallas-patch-embed tune` wrote. The configs in it are used for the
+        problems that it lists. By default the path in the environment variable PATCH_EMBED_TUNED.
+        The file is read when a program is lowered. Static, like `backend`.
 
     Returns:
       [..., S, N] of out_dtype.
 
     Raises:
-      TypeError: an argument of another type or dtype.
-      ValueError: an argument of another shape, an unknown backend or output dtype, a damaged file
-        of configs.
-      NotImplementedError: the backend asked for by name cannot serve; the message says why.
+      TypeError: an argument has another type or dtype.
+      ValueError: an argument has another shape, the backend or the output dtype is unknown, or the
+        file of configs is damaged.
+      NotImplementedError: `backend` names a backend that cannot serve the call; the message says
+        why.
     """
     out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype)
     operands = (jnp.asarray(patches), params, position_embedding)
@@ -170,26 +175,26 @@ def embed_images(
     cut: str | None = None,
     tuned: str | os.PathLike[str] | None = None,
 ) -> jax.Array:
-    """Embeds images: `patchify`, then `patch_embed`; a backend may cut uint8 images by itself.
+    """Embeds images: `patchify`, then `patch_embed`. A backend may cut uint8 images in its kernel.
 
     Args:
-      images: [..., H, W, 3], uint8 or floating-point in [-1, 1]. Their grid of patches must be the
-        params' grid, unless positions are given or the params have none.
+      images: as for `patchify`. Their grid of patches must be `params.grid`, unless
+        position_embedding is given or the params have no positions.
       params: PatchEmbedParams.
       position_embedding: [..., S, N] floating-point, replaces the stored positions.
-      backend: a name from `backend_names()`; None for the one that `explain` says is chosen.
-      out_dtype: bfloat16 or float32.
+      backend: a name from `backend_names()`; by default the backend that `explain` reports.
+      out_dtype: dtype of the result, bfloat16 or float32.
       clip: as for `patchify`.
-      cut: None, or "kernel": a kernel cuts uint8 images itself, or the call is refused. Static,
-        like `backend`.
+      cut: None, or "kernel" to require a kernel that cuts uint8 images itself; the call is refused
+        if there is none. Static, like `backend`.
       tuned: as for `patch_embed`.
 
     Returns:
       [..., S, N] of out_dtype.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `patchify` and `patch_embed`, and a ValueError
-        for images of another grid or an unknown `cut`.
+      TypeError, ValueError, NotImplementedError: as for `patchify` and `patch_embed`; also
+        ValueError if the images have another grid or `cut` is unknown.
     """
     check_params(params)
     patches = _abstract_patches(images, params, position_embedding)
@@ -200,13 +205,13 @@ def embed_images(
         images = check_range("images", images, params.encoding)
     images = jnp.asarray(images)
     if images.dtype == jnp.uint8:
-        # The backend cuts them, or has them cut.
+        # The backend's kernel cuts the images, or XLA cuts them for the backend.
         arguments = (images, params, position_embedding, backend, out_dtype, _path(tuned))
         return _bind(*arguments, layout=params.layout, cut=cut)
     patches = rows(images, params.layout, params.encoding)
     y = _bind(patches, params, position_embedding, backend, out_dtype, _path(tuned))
     if params.dtype == "int8":
-        # Rounding to integers would make the derivative a silent zero.
+        # Because of the rounding to integers the derivative would be zero, without an error.
         y = primitive.without_gradient(images, y)
     return y
 
@@ -223,22 +228,24 @@ def explain(
 ) -> Explanation:
     """Says which backends serve these patches or images, and why the others do not.
 
+    Nothing is computed.
+
     Args:
-      patches_or_shape: the patches of a call of `patch_embed`, the images of one of `embed_images`,
-        or a shape: [..., S, K_padded] of patches, [..., H, W, 3] of uint8 images. Nothing is
-        computed.
+      patches_or_shape: the patches of a call of `patch_embed`, the images of a call of
+        `embed_images`, or a shape: [..., S, K_padded] of patches or [..., H, W, 3] of uint8 images.
       params: PatchEmbedParams.
       position_embedding, out_dtype: as in that call.
-      device: the device asked about, one of jax.devices() (jaxlib has no type for it); by default
-        the one that JAX would use.
+      device: the device that would run the call, one of jax.devices() (jaxlib exports no type for
+        it); by default the device that JAX would use.
       cut: as in a call of `embed_images`.
       tuned: as in that call.
 
     Returns:
-      Explanation: rows (backend, serves, reason) in the order in which they are tried; print it.
+      Explanation: rows (backend, serves, reason) in the order in which backends are tried. Printing
+      it gives a table.
 
     Raises:
-      TypeError, ValueError: as `patch_embed` and `embed_images`.
+      TypeError, ValueError: as for `patch_embed` and `embed_images`.
     """
     check_params(params)
     given: Any = patches_or_shape
@@ -264,7 +271,7 @@ def explain(
 
 
 def _path(tuned: Any) -> str | None:
-    """The absolute path of a file of configs: the working directory may change."""
+    """Returns the absolute path of a file of configs, because the working directory may change."""
     if tuned is None:
         return None
     try:
@@ -277,7 +284,7 @@ def _path(tuned: Any) -> str | None:
 
 
 def _of_shape(shape: Any, params: PatchEmbedParams) -> Any:
-    """What has this shape: uint8 images if the last axis is three colours, patches otherwise."""
+    """Returns abstract uint8 images if the last axis has length 3, abstract patches otherwise."""
     try:
         shape = tuple(map(operator.index, shape))
     except TypeError:
@@ -288,13 +295,13 @@ def _of_shape(shape: Any, params: PatchEmbedParams) -> Any:
     if min(shape, default=-1) < 0:
         raise ValueError(
             f"explain: the shape is {list(shape)}, expected [..., S, K_padded] of patches or "
-            "[..., H, W, 3] of images, and no negative number in it."
+            "[..., H, W, 3] of images, without negative numbers."
         )
     return jax.ShapeDtypeStruct(shape, jnp.uint8 if shape[-1] == 3 else jnp.dtype(params.dtype))
 
 
 def _abstract_patches(images: Any, params: PatchEmbedParams, positions: Any) -> Any:
-    """Shape and dtype of the images' patches, after the checks."""
+    """Checks the images; returns the shape and dtype of their patches."""
     _check_images(images, params)
     shape = tuple(images.shape)
     grid = params.layout.grid(shape)
@@ -303,8 +310,8 @@ def _abstract_patches(images: Any, params: PatchEmbedParams, positions: Any) -> 
         raise ValueError(
             f"embed_images: {' x '.join(map(str, shape[-params.layout.image_ndim : -1]))} pixels "
             f"are a {given} grid of patches of {params.patch_size} pixels, but the params have "
-            f"positions for {stored}. Resize the images, or pass the position_embedding of their "
-            "grid."
+            f"positions for a {stored} grid. Resize the images, or pass the position_embedding of "
+            "their grid."
         )
     return jax.ShapeDtypeStruct(params.layout.rows_shape(shape), jnp.dtype(params.dtype))
 
@@ -320,7 +327,8 @@ def _check_images(images: Any, params: PatchEmbedParams) -> None:
     if len(shape) < 3 or shape[-1] != 3:
         channels_first = len(shape) >= 3 and shape[-3] == 3
         raise ValueError(
-            f"images have shape {list(shape)}, expected [..., H, W, 3], red, green, blue last. "
+            f"images have shape {list(shape)}, expected [..., H, W, 3] with the colours red, "
+            "green and blue as the last axis. "
             + (
                 "Move the channels last with numpy.moveaxis(images, -3, -1)."
                 if channels_first
@@ -329,9 +337,9 @@ def _check_images(images: Any, params: PatchEmbedParams) -> None:
         )
     if params.frames is not None and (len(shape) < 4 or shape[-4] % params.frames):
         raise ValueError(
-            f"images have shape {list(shape)}, but the params are for videos [..., F, H, W, 3], F "
-            f"a multiple of {params.frames} frames. Repeat the last frame, or an image "
-            f"{params.frames} times."
+            f"images have shape {list(shape)}, but the params are for videos [..., F, H, W, 3] "
+            f"where F is a multiple of {params.frames} frames. Repeat the last frame of a video, "
+            f"or repeat an image {params.frames} times."
         )
     if min(shape[-3:-1]) < params.patch_size:
         raise ValueError(
@@ -366,14 +374,14 @@ def _check_patches(patches: Any, params: PatchEmbedParams) -> None:
 def _check_cut(cut: Any, source: Any) -> None:
     if cut not in CUTS:
         raise ValueError(
-            f"embed_images: cut is {cut!r}, expected None, or 'kernel' to have a kernel cut the "
-            "images."
+            f"embed_images: cut is {cut!r}, expected None, or 'kernel' to require a kernel that "
+            "cuts the images."
         )
     dtype = dtype_name(source, "images")
     if cut is not None and (dtype != "uint8" or source.shape[-1:] != (3,)):
         raise ValueError(
-            f"embed_images: cut={cut!r} is for uint8 images [..., H, W, 3], given is {dtype}"
-            f"{list(source.shape)}. Pass such images, or leave cut=None."
+            f"embed_images: cut={cut!r} needs uint8 images [..., H, W, 3], but the images are "
+            f"{dtype}{list(source.shape)}. Pass uint8 images, or leave cut=None."
         )
 
 
@@ -386,9 +394,9 @@ def _check_call(
     *,
     images: Any = None,
 ) -> str:
-    """Checks all arguments by their shapes and dtypes; returns the name of out_dtype.
+    """Checks the shapes and dtypes of all arguments; returns the name of out_dtype.
 
-    `images` are those that a kernel has to cut itself.
+    `images` are given only if a kernel must cut them itself.
     """
     check_params(params)
     _check_patches(patches, params)
@@ -408,13 +416,14 @@ def _check_call(
 
 
 def _abstract_table(patches: Any, params: PatchEmbedParams, positions: Any) -> Any:
-    """Shape and dtype of what `_table` adds, after the checks."""
+    """Checks the positions; returns the shape and dtype of the array that `_table` makes."""
     rows, N, R = patches.shape[-2], params.N, params.prefix
     S = rows - R
     if S < 1:
         raise ValueError(
-            f"patch_embed: patches have {rows} rows, but the params put {R} rows of zeros in front "
-            "of the patches. Make patches with patchify or encode_patches, which put them there."
+            f"patch_embed: patches have {rows} rows, but the params have a prefix, which needs "
+            f"{R} rows of zeros in front of the patches. Make patches with patchify or "
+            "encode_patches, which add these rows."
         )
     if positions is None:
         if params.table is None:
@@ -445,15 +454,16 @@ def _abstract_table(patches: Any, params: PatchEmbedParams, positions: Any) -> A
     if len(shape) < 2 or shape[-2:] != (S, N) or not fits:
         raise ValueError(
             f"position_embedding has shape {list(shape)}, expected {[S, N]} for all images or "
-            f"{[*leading, S, N]} for each: patches have shape {list(patches.shape)}, the params "
-            f"have N = {N}{f' and {R} rows in front, which keep theirs' if R else ''}. Resize the "
+            f"{[*leading, S, N]} for each image: patches have shape {list(patches.shape)}, the "
+            f"params have N = {N}"
+            f"{f' and {R} rows of prefix, which keep their positions' if R else ''}. Resize the "
             "positions to the grid of the patches."
         )
     return jax.ShapeDtypeStruct((*outer, rows, N), jnp.dtype(params.table_dtype))
 
 
 def _table(params: PatchEmbedParams, positions: Any, rows: int) -> jax.Array:
-    """What is added to the product: the stored table, offset + positions, or the offset."""
+    """Returns what is added to the product: the stored table, offset + positions, or the offset."""
     if positions is None and params.table is None:
         return params.offset
     if positions is None and params.has_positions:
@@ -465,7 +475,7 @@ def _table(params: PatchEmbedParams, positions: Any, rows: int) -> jax.Array:
         positions = jnp.asarray(positions).astype(jnp.float32)
         table = lax.expand_dims(params.offset, range(positions.ndim - 1)) + positions
     if params.table_dtype == "bfloat16":
-        # XLA may keep more bits of a bfloat16 that it does not write out; not of this.
+        # XLA may keep more bits in a bfloat16 that it does not write to memory. This rounds anyway.
         table = lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7)
     table = table.astype(params.table_dtype)
     if not params.prefix:
@@ -500,6 +510,6 @@ def _check_out_dtype(out_dtype: Any) -> str:
     if name not in OUT_DTYPES or out_dtype is None:
         raise ValueError(
             f"patch_embed: out_dtype is {out_dtype!r}, expected bfloat16 or float32. Cast the "
-            "result if you need another."
+            "result if you need another dtype."
         )
     return name

@@ -1,7 +1,7 @@
-"""A process that does what may hang or crash, and can be ended without ending this one.
+"""A child process for work that may hang or crash; it can be ended without ending this process.
 
-A kernel that hangs cannot be ended from within its process, and after an error of CUDA no kernel
-runs there any more. This module does not import JAX: the parent needs no GPU.
+A kernel that hangs cannot be ended from within its process, and after a CUDA error no kernel runs
+in that process any more. The parent needs no GPU, so this module does not import JAX.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from pallas_patch_embed.ending import WORDS
 
-# Sent after the last message of an answer.
+# The child sends this after the last message of an answer.
 DONE = "done"
 
-# Seconds in which a process ends that has closed its connection, and in which a killed one ends.
+# Seconds to wait for the end of a process: after its connection was closed, after it was killed.
 CLOSING, ENDING = 1.0, 60.0
 
-# Linux's prctl: the signal that a process gets when the thread that started it ends.
+# Linux's prctl option for the signal that a process gets when the thread that started it ends.
 PR_SET_PDEATHSIG = 1
 
 type Send = Callable[[Any], None]
@@ -31,7 +31,7 @@ type Wait = Callable[[Connection, float, Any], bool]
 
 
 class ChildEndedError(Exception):
-    """The child crashed, or was ended; the message says how, such as "ended its process, ..."."""
+    """The child crashed, or hung and was ended; the message is what it did, such as "ended ..."."""
 
     def __init__(self, outcome: Literal["hung", "crashed"], text: str):
         super().__init__(text)
@@ -39,24 +39,25 @@ class ChildEndedError(Exception):
 
 
 class UnkillableError(OSError):
-    """The process still runs after it was killed."""
+    """A process is still running after it was killed."""
 
 
 def poll(connection: Connection, seconds: float, last: Any) -> bool:
-    """Whether the child says something, or ends, within `seconds`."""
+    """Waits up to `seconds`; returns whether the child sent a message or ended in that time."""
     del last
     return connection.poll(seconds)
 
 
 class Child:
-    """Answers requests in a process of its own, which begins with the first one.
+    """Answers requests in a child process, which starts with the first request.
 
     Args:
-      answer: what the process does: a function of a module, of a function that sends a message, and
-        of the arguments of a request. It and the messages can be pickled.
-      patience: the seconds after a message, or None at the beginning of an answer, in which the
-        next one must come.
-      wait: waits for a message.
+      answer: function that the child calls for each request, with a function that sends a message
+        and with the arguments of the request. A function of a module, so that it can be pickled;
+        messages must be picklable too.
+      patience: function from the last message (None at the beginning of an answer) to the seconds
+        in which the next message must come.
+      wait: function that waits for a message.
     """
 
     def __init__(
@@ -75,19 +76,19 @@ class Child:
     def ask(self, *arguments: Any) -> Iterator[Any]:
         """Yields the messages of an answer.
 
-        A process whose answer is not read to its end is ended by the next request, which would
-        receive the rest.
+        If the previous answer was not read to its end, the child is ended first, because the rest
+        of that answer would be mixed up with this one.
 
         Raises:
-          ChildEndedError: the process crashed, or was ended because it said nothing for too long.
-          UnkillableError: it could not be ended.
+          ChildEndedError: the child crashed, or was ended because it sent nothing for too long.
+          UnkillableError: the child could not be ended.
         """
         if self._answering:
             self.end()
         if self._process is None:
             self._begin()
         self._answering = True
-        with contextlib.suppress(BrokenPipeError):  # It has ended: there is nothing to receive.
+        with contextlib.suppress(BrokenPipeError):  # The child has ended: `recv` below raises.
             self._connection.send(arguments)
         message = None
         while True:
@@ -97,7 +98,7 @@ class Child:
                 raise ChildEndedError("hung", f"took more than {seconds:g} s and was ended")
             try:
                 kind, message = self._connection.recv()
-            except (EOFError, OSError):  # Also in the middle of a message.
+            except (EOFError, OSError):  # OSError if the child ended in the middle of a message.
                 how = _words(self.end())
                 raise ChildEndedError("crashed", f"ended its process, {how}") from None
             if kind == DONE:
@@ -106,12 +107,12 @@ class Child:
             yield message
 
     def end(self) -> int | None:
-        """Ends the process, if there is one; returns its exit code."""
+        """Ends the child, if there is one; returns its exit code."""
         process, self._process, self._answering = self._process, None, False
         if process is None:
             return None
         self._connection.close()
-        # One that has crashed has a code of its own by then.
+        # The wait lets a child that has crashed exit with its own code before it is killed.
         process.join(CLOSING)
         process.kill()
         process.join(ENDING)
@@ -122,7 +123,7 @@ class Child:
         return process.exitcode
 
     def _begin(self) -> None:
-        # A fork would share the threads and locks of JAX.
+        # A forked child would inherit JAX's locks, but not the threads that hold them.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, self._answer), daemon=True)
@@ -133,14 +134,15 @@ class Child:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """During the block the keyboard's signal waits; a process that begins in it never gets it.
+    """Blocks SIGINT during the block, also in a process that is started in the block.
 
-    A terminal sends it to both processes. The child would end with a traceback while it imports.
+    A terminal sends SIGINT to parent and child. Without this the child would end with a traceback
+    if it gets the signal while it imports modules.
     """
     if sys.platform == "win32":
         yield
         return
-    # `Process.start` would start it, and let the signal through afterwards.
+    # Otherwise `Process.start` would start the tracker, which unblocks SIGINT afterwards.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -150,7 +152,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _words(code: int | None) -> str:
-    """An exit code in words."""
+    """Describes an exit code in words."""
     if code is not None and code < 0:
         return f"by {signal.Signals(-code).name}"
     return f"with exit code {code}"
@@ -158,7 +160,7 @@ def _words(code: int | None) -> str:
 
 def _serve(connection: Connection, answer: Callable[..., None]) -> None:
     """The child's main function."""
-    # The parent decides what a signal to both of them means.
+    # A terminal sends signals to both processes, and the parent decides what to do.
     for name in WORDS:
         if (number := getattr(signal, name, None)) is not None:
             signal.signal(number, signal.SIG_IGN)

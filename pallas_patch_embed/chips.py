@@ -1,4 +1,4 @@
-"""Chips: every fact about a GPU that this package uses, once; and the target of a program."""
+"""Facts about GPUs (`Chip`), and where a program will run (`Target`)."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -18,16 +18,16 @@ class Chip:
     GB202, and the CUDA C++ Programming Guide, section Compute Capabilities.
 
     Attributes:
-      name: name that its driver reports.
+      name: name that NVIDIA's driver reports.
       capability: compute capability, (major, minor).
-      multiprocessors: streaming multiprocessors.
+      multiprocessors: number of streaming multiprocessors.
       shared_memory: largest shared memory of one thread block, in bytes.
       tensor_memory: 32-bit columns of tensor memory of one multiprocessor; 0 before Blackwell.
       clock: boost clock in GHz.
-      bandwidth: bandwidth of its memory, in bytes a second.
-      memory: size of its memory in bytes.
-      l2: L2 cache in bytes.
-      tensor_dtypes: dtypes of patches and weight that its tensor cores multiply as they are.
+      bandwidth: memory bandwidth in bytes per second.
+      memory: size of the GPU's memory in bytes.
+      l2: size of the L2 cache in bytes.
+      tensor_dtypes: dtypes of patches and weight that the tensor cores multiply without conversion.
     """
 
     name: str
@@ -53,27 +53,27 @@ H200 = Chip("NVIDIA H200", (9, 0), 132, 227 * KIB, 0, 1.98, 4800 * _G, 141 * _G,
 B200 = Chip(
     "NVIDIA B200", (10, 0), 148, 227 * KIB, 512, 1.965, 8000 * _G, 180 * _G, 126 * MIB, _ALL
 )
-# Its tensor cores have no kind::i8 (PTX ISA, tcgen05.mma).
+# The tensor cores of a B300 have no kind::i8 (PTX ISA, tcgen05.mma).
 B300 = Chip(
     "NVIDIA B300", (10, 3), 148, 227 * KIB, 512, 1.965, 8000 * _G, 288 * _G, 126 * MIB, _FLOAT8
 )
 RTX_5090 = Chip("RTX 5090", (12, 0), 170, 99 * KIB, 0, 2.407, 1792 * _G, 32 * _G, 96 * MIB, _ALL)
 
-# One for each compute capability, oldest first.
+# One chip for each compute capability, oldest first.
 CHIPS = (A100, RTX_3090, RTX_4090, H200, B200, B300, RTX_5090)
 
 
 def chip_of(
     capability: tuple[int, int], multiprocessors: int | None = None, name: str | None = None
 ) -> Chip:
-    """The chip of a compute capability.
+    """Returns the chip with this compute capability.
 
-    A capability that is not listed gets the facts of the newest listed one that is not newer.
+    For a capability that is not in `CHIPS`, the facts are those of the closest older one.
 
     Args:
       capability: (major, minor).
-      multiprocessors: multiprocessors of this GPU; None for those of the listed chip.
-      name: the name that this GPU's driver reports; None for that of the listed chip.
+      multiprocessors: number of streaming multiprocessors; None for that of the listed chip.
+      name: name that NVIDIA's driver reports; None for that of the listed chip.
     """
     like = next((chip for chip in reversed(CHIPS) if chip.capability <= capability), CHIPS[0])
     count = multiprocessors or like.multiprocessors
@@ -84,13 +84,13 @@ def chip_of(
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where a program runs.
+    """Where a program will run.
 
     Attributes:
       platform: "cpu", "cuda", "rocm", "tpu", ...
-      chip: the NVIDIA GPU; None on other platforms, and where none is known.
-      known: False if the chip cannot be known yet, as in an export. Then `chip` is the GPU of
-        this process, the likeliest one, if it has any.
+      chip: the NVIDIA GPU; None on other platforms, and if no GPU is known.
+      known: False if the chip cannot be known yet, as in an export. Then `chip` is the most likely
+        GPU: that of this process, if it has one.
     """
 
     platform: str
@@ -99,7 +99,7 @@ class Target:
 
     @classmethod
     def of(cls, device: "jax.Device") -> "Target":
-        """The target that `device` is."""
+        """Returns `device` as a target."""
         capability = str(getattr(device, "compute_capability", ""))
         if device.platform == "gpu" and capability[:1].isdigit():
             major, minor = map(int, capability.split("."))
@@ -109,7 +109,7 @@ class Target:
 
     @classmethod
     def unknown(cls, platform: str = "cuda") -> "Target":
-        """The target of a program for this platform that may run anywhere."""
+        """Returns the target of a program that may run on any device of this platform."""
         here = cls.of(default_device())
         return cls(platform, here.chip if here.platform == platform else None, known=False)
 
@@ -120,15 +120,15 @@ class Target:
 
 
 def default_device() -> "jax.Device":
-    """The device that JAX uses if it is told no other one."""
-    import jax  # Not above: chips are also read by programs that set up JAX later.
+    """Returns the device that JAX uses by default."""
+    import jax  # Imported here because programs that import this module may set up JAX later.
 
     device = jax.config.jax_default_device or jax.devices()[0]
     return jax.devices(device)[0] if isinstance(device, str) else device
 
 
 def cuda_is_installed() -> bool:
-    """Whether this process has JAX's CUDA backend, and with it NVIDIA's libraries."""
+    """Returns whether this process has JAX's CUDA backend, and with it NVIDIA's libraries."""
     import jax
 
     return Target.of(jax.devices()[0]).platform == "cuda"

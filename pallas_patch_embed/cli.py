@@ -31,14 +31,17 @@ from pallas_patch_embed.problem import (
 from pallas_patch_embed.tune import command as tune
 from pallas_patch_embed.versions import PACKAGES, version
 
-# The commands that need an extra of the same name.
+# Commands that need the extra of the same name.
 EXTRAS = ("demo", "embed")
 
 INFO_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
 
 
 def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]]:
-    """For each named shape, with one uint8 image or video (NaFlex: its patches): the answers."""
+    """Explains the choice of backend for one uint8 image, video, or NaFlex batch of each shape.
+
+    Returns a line of text and the explanation by dtype, for each named shape.
+    """
     found = []
     for shape in (*NAMED_SHAPES, *VIT_SHAPES):
         K = padded(shape.K)
@@ -64,7 +67,7 @@ def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]
 
 
 def info() -> None:
-    """Prints versions, devices, and which backend serves the shapes of released models, and why."""
+    """Prints versions, devices, the backend for the shapes of released models, and the reasons."""
     print(f"pallas_patch_embed {__version__}, Python {platform.python_version()}")
     print(", ".join(f"{package} {version(package)}" for package in PACKAGES))
     for device in jax.devices():
@@ -82,78 +85,84 @@ def info() -> None:
         for explanation in by_dtype.values():
             reasons |= {(r.backend, r.reason) for r in explanation if r.reason}
     if reasons:
-        print("\nWhy not the others:")
+        print("\nWhy the other backends are not used:")
         for backend, reason in sorted(reasons):
             print(f"  {backend}: {reason}")
-    print("\nWhy to trust them:")
+    print("\nHow each backend is checked:")
     for name, module in BACKENDS.items():
         print(f"  {name}: {module.EVIDENCE}")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """A command line, the program's name first; exits with 2 and the reason if it is wrong."""
+    """Parses a command line, which begins with the program's name.
+
+    Exits with code 2 and prints the reason if the command line is wrong.
+    """
     parser = argparse_flags.ArgumentParser(
         prog="pallas-patch-embed",
-        description="The patch embedding of SigLIP and SigLIP2 vision encoders.",
+        description="Computes the patch embedding of SigLIP and SigLIP2 vision encoders.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo_parser = commands.add_parser(
-        "demo", help="embed three photographs in every dtype; print a table, write a picture"
+        "demo", help="embed three photographs in every dtype, print a table, and write a picture"
     )
     demo_parser.add_argument(
-        "--out", type=Path, default=Path("demo.png"), help="the picture (default: demo.png)"
+        "--out",
+        type=Path,
+        default=Path("demo.png"),
+        help="path of the picture to write (default: demo.png)",
     )
     demo_parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the weights that are drawn (default: 0)"
+        "--seed", type=int, default=0, help="seed of the random weights (default: 0)"
     )
     demo_parser.set_defaults(main=_run_demo)
     embed_parser = commands.add_parser(
         "embed",
         help="embed pictures with the vision encoder of a SigLIP or SigLIP2 checkpoint",
         description="Writes the embeddings of pictures to one .npz file, or to a folder of parquet "
-        "shards. The same command goes on where it was ended, whatever ended it. "
-        "Exit code: 0 if all pictures were embedded, 3 if some could not be, 2 if nothing was "
-        "written because of the arguments, the checkpoint or all of the pictures, 4 if the rest "
-        "could not be written, or an .npz file only elsewhere, 130 if it was interrupted (143 by "
-        "SIGTERM, 129 by SIGHUP).",
+        "shards. If the command ended early for any reason, the same command resumes the work. "
+        "Exit code: 0 if all pictures were embedded; 3 if some pictures could not be embedded; 2 "
+        "if nothing was written because the arguments, the checkpoint or all pictures are bad; 4 "
+        "if not everything could be written, or the .npz file had to be written to another place; "
+        "130 if the command was interrupted (143 by SIGTERM, 129 by SIGHUP).",
     )
     embed_parser.add_argument(
         "pictures",
         nargs="*",
         help="pictures, folders, WebDataset tars and parquet files, on this machine or at URLs "
-        "(s3://, gs://, hf://, ...); braces like {000..099} are expanded; links are followed, and "
-        "every file is embedded once",
+        "(s3://, gs://, hf://, ...); braces like {000..099} are expanded; links are followed; a "
+        "file that is reached in several ways is embedded once",
     )
     embed_parser.add_argument(
         "--list",
         action="append",
         default=[],
         metavar="FILE",
-        help="a file with one of the above on each line; - for standard input",
+        help="a file with one such path or URL on each line; - for standard input",
     )
     embed_parser.add_argument(
         "--checkpoint",
         required=True,
-        help="Hugging Face folder, .safetensors file, big_vision .npz file, or the name of a model "
-        "on the Hugging Face hub",
+        help="a Hugging Face folder, a .safetensors file, a big_vision .npz file, or the name of a "
+        "model on the Hugging Face hub",
     )
     embed_parser.add_argument(
         "--out",
         required=True,
         metavar="OUT",
-        help="a name that ends in .npz, for a small number of pictures; or a folder, also at a "
-        "URL, for any number",
+        help="an .npz file, for a small number of pictures, or a folder (a path or a URL), for any "
+        "number",
     )
     embed_parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="remove first what is in the folder, and begin afresh",
+        help="first remove the contents of the folder, and embed all pictures again",
     )
     embed_parser.add_argument(
         "--retry-errors",
         action="store_true",
-        help="try pictures again that an earlier run into the folder could not embed",
+        help="retry the pictures that an earlier run into the folder could not embed",
     )
     embed_parser.add_argument(
         "--embedding-dtype",
@@ -164,36 +173,40 @@ def parse(argv: list[str]) -> argparse.Namespace:
     embed_parser.add_argument(
         "--image-column",
         metavar="NAME",
-        help="column of parquet files with the pictures (default: the only one of bytes)",
+        help="column of parquet files with the pictures (default: the only column of bytes)",
     )
     embed_parser.add_argument(
         "--id-column",
         metavar="NAME",
-        help="column of parquet files with the ids (default: id, otherwise path#row)",
+        help="column of parquet files with the ids (default: the column id; without it, the ids "
+        "are path#row)",
     )
     embed_parser.add_argument(
         "--size",
         type=positive_integer,
         metavar="N",
-        help="side of the images in pixels; NaFlex images have as many patches as an image of "
-        "N x N (default: as the checkpoint says)",
+        help="side of the images in pixels; NaFlex images get at most as many patches as an image "
+        "of N x N (default: the size in the checkpoint)",
     )
     embed_parser.add_argument(
         "--batch",
         type=positive_integer,
         default=64,
         metavar="N",
-        help="pictures that a device computes at a time (default: 64)",
+        help="number of pictures in a batch of one device (default: 64)",
     )
     embed_parser.add_argument(
         "--workers",
         type=positive_integer,
         metavar="N",
-        help="number of pictures that are decoded at a time, each in a process; it is smaller if "
-        f"they are large, to bound the memory (default: one a CPU, up to {embed.MOST_WORKERS})",
+        help="number of processes that decode pictures; fewer are used at a time if the pictures "
+        f"are large, to bound the memory (default: one per CPU, at most {embed.MOST_WORKERS})",
     )
     embed_parser.add_argument(
-        "--patch-dtype", choices=DTYPES, default="bfloat16", help="dtype of the patch embedding"
+        "--patch-dtype",
+        choices=DTYPES,
+        default="bfloat16",
+        help="dtype in which the patch embedding is multiplied (default: bfloat16)",
     )
     embed_parser.add_argument(
         "--normalize", action="store_true", help="divide every embedding by its Euclidean norm"
@@ -203,12 +216,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         nargs="?",
         const="local",
         metavar="ADDRESS",
-        help="run on a Ray cluster: its address, or none for one on this machine",
+        help="run on the Ray cluster with this address; without an address, on a new cluster on "
+        "this machine",
     )
-    embed_parser.add_argument("--quiet", action="store_true", help="show no progress")
+    embed_parser.add_argument("--quiet", action="store_true", help="do not show progress")
     embed_parser.set_defaults(main=_run_embed)
     check.add_parser(commands)
-    info_parser = commands.add_parser("info", help="versions, devices, and what runs here and why")
+    info_parser = commands.add_parser(
+        "info", help="print versions, devices, and which backends run here and why"
+    )
     info_parser.set_defaults(main=_run_info)
     tune.add_parser(commands)
     return parser.parse_args(argv[1:])
@@ -217,7 +233,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def positive_integer(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
+        raise argparse.ArgumentTypeError(f"{value} is not a positive integer")
     return value
 
 
@@ -232,18 +248,19 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 
 
 def _run_embed(arguments: argparse.Namespace) -> int:
-    # glibc returns freed blocks of more than 32 MiB to the system at once, but every thread keeps
-    # some of 16 MiB, Pillow's default: 3.0 GB instead of 1.0 with 8 threads and pictures of
-    # 13000 x 13000 pixels.
+    # glibc returns freed blocks of more than 32 MiB to the system at once, but keeps some smaller
+    # blocks for every thread. With Pillow's default of 16 MiB, 8 threads that read pictures of
+    # 13000 x 13000 pixels use 3.0 GB instead of 1.0 GB.
     os.environ.setdefault("PILLOW_BLOCK_SIZE", "64m")
     from PIL import Image
 
-    # It warns of pictures above 89 million pixels. The memory for them is bounded here, and Pillow
-    # refuses those above twice that number.
+    # Pillow warns of pictures of more than 89 million pixels. This package bounds the memory for
+    # them, and Pillow refuses pictures of more than twice that size.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     if not arguments.pictures and not arguments.list:
-        took = "" if arguments.ray in (None, "local") else f" --ray took {arguments.ray!r}."
-        raise ValueError(f"embed: there are no pictures.{took} Name some, or a --list of them.")
+        address = arguments.ray not in (None, "local")
+        taken = f" {arguments.ray!r} was read as the address of --ray." if address else ""
+        raise ValueError(f"embed: no pictures are given.{taken} Give pictures, or a --list.")
     try:
         errors = embed.run(
             arguments.checkpoint,
@@ -286,19 +303,19 @@ def main(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         extra = f"[{arguments.command}]" if arguments.command in EXTRAS else ""
         print(
-            f"{error}. A package that `{arguments.command}` needs is missing or does not work: "
-            f"pip install 'pallas_patch_embed{extra}'.",
+            f"{error}. A package that `{arguments.command}` needs is missing or does not work. "
+            f"Install it with: pip install 'pallas_patch_embed{extra}'.",
             file=sys.stderr,
         )
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
     except jax.errors.JaxRuntimeError as error:
-        print(f"{error}\nIf memory ran out, choose a smaller --batch or --size.", file=sys.stderr)
+        print(f"{error}\nIf memory ran out, pass a smaller --batch or --size.", file=sys.stderr)
     return 2
 
 
 def run() -> None:
-    """The command line; `pallas_patch_embed.__main__` has prepared signals and streams for it."""
+    """Runs the command line, after `__main__` has prepared signals and streams."""
     sys.stderr = streams.Forgiving(sys.stderr or open(os.devnull, "w"))
     try:
         app.run(main, flags_parser=parse)

@@ -1,4 +1,4 @@
-"""The demo: three photographs through B/16 in every dtype, compared with a float32 jnp.dot."""
+"""The demo: embeds three photographs with B/16 in every dtype, and compares with float32."""
 
 import dataclasses
 import itertools
@@ -25,16 +25,16 @@ B16 = named_shape("B/16 224")
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One dtype against the float32 reference.
+    """Errors and time of one dtype, compared with the float32 reference.
 
     Attributes:
       dtype: dtype of patches and weight.
-      backend: that computed it.
+      backend: name of the backend that computed the embeddings.
       max_abs_error: largest absolute difference of an element.
-      relative_error: Frobenius norm of the difference over that of the reference.
+      relative_error: Frobenius norm of the difference divided by that of the reference.
       mean_cosine: cosine of embedding and reference embedding, mean over all patches.
-      weight_bytes: bytes of the packed parameters.
-      milliseconds: median of one call, images to embeddings.
+      weight_bytes: size of the packed parameters in bytes.
+      milliseconds: median time of one call, from images to embeddings.
       embeddings: [B, S, N] float32.
     """
 
@@ -49,9 +49,9 @@ class Result:
 
 
 def photographs(shape: NamedShape = B16) -> tuple[list[str], np.ndarray]:
-    """The names of the package's photographs and their pixels, [B, H, W, 3] uint8.
+    """Returns the names of the package's photographs and their pixels, [B, H, W, 3] uint8.
 
-    Cut to a square around the middle and resized to the shape's resolution.
+    Each photograph is cropped to a square in its middle and resized to the shape's resolution.
     """
     from PIL import Image, ImageOps
 
@@ -68,7 +68,7 @@ def photographs(shape: NamedShape = B16) -> tuple[list[str], np.ndarray]:
 
 
 def draw_weights(rng: np.random.Generator, shape: NamedShape = B16) -> dict[str, np.ndarray]:
-    """A kernel [p, p, 3, N], bias [N] and positions [S, N], normally distributed."""
+    """Draws a kernel [p, p, 3, N], bias [N] and positions [S, N] from normal distributions."""
     p, K = shape.patch, shape.K
     return dict(
         kernel=rng.normal(0, K**-0.5, (p, p, 3, shape.N)).astype(np.float32),
@@ -78,7 +78,7 @@ def draw_weights(rng: np.random.Generator, shape: NamedShape = B16) -> dict[str,
 
 
 def reference(images: np.ndarray, weights: dict[str, np.ndarray], patch: int) -> np.ndarray:
-    """The embeddings [B, S, N] by float32 jnp.dot, without any of the package's packing."""
+    """Computes the embeddings [B, S, N] with a float32 jnp.dot, independently of the package."""
     B, H, W, C = images.shape
     h, w = H // patch, W // patch
     pixels = images[:, : h * patch, : w * patch].astype(np.float32) / 255 * 2 - 1
@@ -100,7 +100,7 @@ def _milliseconds(images: jax.Array, params: PatchEmbedParams) -> float:
 
 
 def compare(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
-    """The relative Frobenius error of vectors [..., N], and their mean cosine."""
+    """Returns the relative Frobenius error of vectors [..., N], and their mean cosine."""
     found, wanted = found.astype(np.float64), wanted.astype(np.float64)
     lengths = np.linalg.norm(found, axis=-1) * np.linalg.norm(wanted, axis=-1)
     cosine = ((found * wanted).sum(-1) / lengths).mean()
@@ -110,7 +110,7 @@ def compare(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
 def measure(
     images: np.ndarray, weights: dict[str, np.ndarray], wanted: np.ndarray, patch: int
 ) -> list[Result]:
-    """One `Result` a dtype, against the reference embeddings `wanted`."""
+    """Returns one `Result` for each dtype, compared with the reference embeddings `wanted`."""
     on_device = jnp.asarray(images)
     results = []
     for dtype in DTYPES:
@@ -139,7 +139,7 @@ def measure(
 
 
 def table(results: list[Result]) -> str:
-    """The results as an aligned table."""
+    """Formats the results as an aligned table."""
     header = (
         f"{'dtype':<14}  {'backend':<12}  {'max abs error':>13}  {'relative error':>14}  "
         f"{'mean cosine':>11}  {'weight bytes':>12}  {'time':>10}"
@@ -153,13 +153,13 @@ def table(results: list[Result]) -> str:
 
 
 def patch_errors(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The relative error of each patch's embedding: [..., N] against [..., N] to [...]."""
+    """Returns the relative error [...] of each patch's embedding; both arguments are [..., N]."""
     difference = np.linalg.norm(found - wanted, axis=-1)
     return np.asarray(difference / np.linalg.norm(wanted, axis=-1))
 
 
 def cut(images: np.ndarray, patch: int) -> np.ndarray:
-    """The patches of images as pixels, [B, h, w, patch, patch, 3]."""
+    """Cuts images into patches of pixels, [B, h, w, patch, patch, 3]."""
     B, H, W, C = images.shape
     h, w = H // patch, W // patch
     pixels = images[:, : h * patch, : w * patch]
@@ -167,10 +167,10 @@ def cut(images: np.ndarray, patch: int) -> np.ndarray:
 
 
 def patches_with_contrast(images: np.ndarray, patch: int) -> list[tuple[int, int, int]]:
-    """(image, row, column) of two patches of each image, one in its left and one in its right half.
+    """Chooses two patches of each image, one in each half; returns their (image, row, column).
 
-    Each has more contrast than four fifths of its half. Few patches resemble those of highest
-    contrast.
+    Each has more contrast than four fifths of the patches in its half. The patches of highest
+    contrast are not chosen, because few other patches resemble them.
     """
     contrast = cut(images, patch).std((3, 4)).mean(-1)
     B, _, w = contrast.shape
@@ -186,15 +186,15 @@ def patches_with_contrast(images: np.ndarray, patch: int) -> list[tuple[int, int
 def nearest(
     embeddings: np.ndarray, queries: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The nearest neighbours of some of the embeddings among all others, by cosine similarity.
+    """Finds the nearest neighbours of some embeddings among all others, by cosine similarity.
 
     Args:
       embeddings: [M, N].
-      queries: [Q] integer, indices of embeddings.
+      queries: [Q] integer, indices of the embeddings whose neighbours are wanted.
       count: number of neighbours of each.
 
     Returns:
-      Their indices [Q, count] and cosines [Q, count], the nearest first.
+      Indices [Q, count] and cosines [Q, count] of the neighbours, the nearest first.
     """
     unit = embeddings / np.linalg.norm(embeddings, axis=-1, keepdims=True)
     cosines = unit[queries] @ unit.T
@@ -203,9 +203,10 @@ def nearest(
     return order, np.take_along_axis(cosines, order, axis=-1)
 
 
-# The dtype of the embeddings that are compared for neighbours; how many neighbours a patch shows.
+# The dtype of the embeddings whose neighbours are drawn; the number of neighbours of each patch.
 NEIGHBOUR_DTYPE, NEIGHBOURS = "int8", 5
-# Colour scale in percent: from below the rounding to bfloat16, 0.2%, to above float8's error, 4%.
+# Range of the colour scale in percent. It contains bfloat16's rounding, 0.2%, and float8's error,
+# 4%.
 ERROR_RANGE = 0.1, 10.0
 
 
@@ -217,11 +218,11 @@ def draw(
     results: list[Result],
     patch: int,
 ) -> None:
-    """Writes a PNG: the photographs in patches, each patch's error by dtype, and neighbours."""
+    """Writes a PNG with the photographs, each patch's error by dtype, and nearest patches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.5, 13.5), layout="constrained")
-    # With these heights the maps and the patches are square, and fill the width.
+    # With these heights the maps and the patches are square and fill the width.
     parts = figure.subfigures(2, 1, squeeze=False, height_ratios=[2.4, 1.35])
     chosen = patches_with_contrast(images, patch)
     _draw_errors(parts[0, 0], names, images, wanted, results, patch, chosen)
@@ -230,7 +231,7 @@ def draw(
 
 
 def _draw_photograph(axis: "Axes", image: np.ndarray, patch: int) -> None:
-    """A photograph with a grid around its patches."""
+    """Draws a photograph with a grid around its patches."""
     H, W = image.shape[:2]
     axis.imshow(image)
     axis.set_xticks(np.arange(0, W, patch) - 0.5)
@@ -240,12 +241,12 @@ def _draw_photograph(axis: "Axes", image: np.ndarray, patch: int) -> None:
 
 
 def _mark(axis: "Axes", row: int, column: int, patch: int, number: int) -> None:
-    """A frame around a patch of a photograph, and its number beside it."""
+    """Draws a frame around a patch of a photograph, with its number beside it."""
     from matplotlib.patches import Rectangle
 
     corner = (column * patch - 0.5, row * patch - 0.5)
     axis.add_patch(Rectangle(corner, patch, patch, fill=False, color="red", linewidth=2))
-    # At the left of the patch, or at the right of one at the photograph's edge.
+    # The number is at the left of the patch; at the photograph's left edge it is at the right.
     x = column - 0.7 if column > 0 else 1.7
     box = dict(facecolor="red", edgecolor="none", pad=1)
     text = axis.text(x * patch, (row + 0.5) * patch, str(number), bbox=box, fontsize=9)
@@ -261,7 +262,7 @@ def _draw_errors(
     patch: int,
     chosen: list[tuple[int, int, int]],
 ) -> None:
-    """A row for each photograph: its patches, and a map of their errors for each dtype."""
+    """Draws a row for each photograph: its patches, and a map of their errors for each dtype."""
     from matplotlib.colors import LogNorm
 
     h, w = images.shape[1] // patch, images.shape[2] // patch
@@ -282,7 +283,7 @@ def _draw_errors(
     bar.set_label("relative error of a patch's embedding")
     figure.suptitle(
         "Relative error of each patch's embedding against float32\n"
-        "above a map the median of its patches, below it the smallest and the largest",
+        "above each map: the median of its patches; below it: the smallest and the largest error",
         fontsize=13,
     )
 
@@ -295,14 +296,14 @@ def _draw_neighbours(
     patch: int,
     chosen: list[tuple[int, int, int]],
 ) -> None:
-    """The chosen patches, each with its nearest neighbours among the patches of all photographs."""
+    """Draws each chosen patch with its nearest neighbours among the patches of all photographs."""
     patches = cut(images, patch)
     B, h, w = patches.shape[:3]
     patches = patches.reshape(-1, patch, patch, 3)
     queries = np.array([(image * h + row) * w + column for image, row, column in chosen])
     embeddings = {r.dtype: r.embeddings.reshape(len(patches), -1) for r in results}
     found, cosines = nearest(embeddings[NEIGHBOUR_DTYPE], queries, NEIGHBOURS)
-    # Two of the chosen patches in a row, with a gap between them.
+    # Each row has two of the chosen patches, with a gap between them.
     tiles = [1.0] * (1 + NEIGHBOURS)
     grid = figure.add_gridspec(B, 2 * len(tiles) + 1, width_ratios=[*tiles, 0.3, *tiles])
     for i, query in enumerate(queries):
@@ -326,7 +327,7 @@ def _draw_neighbours(
     )
     figure.suptitle(
         f"The nearest patches of all photographs, by the cosine of {NEIGHBOUR_DTYPE} embeddings\n"
-        f"patches whose nearest one is the same as in float32: {same}",
+        f"share of patches whose nearest patch is the same as in float32: {same}",
         fontsize=13,
     )
 
@@ -338,8 +339,8 @@ def run(out: Path, seed: int) -> None:
     wanted = reference(images, weights, B16.patch)
     results = measure(images, weights, wanted, B16.patch)
     print(
-        f"{len(names)} photographs ({', '.join(names)}) at {B16.image} x {B16.image}, {B16.name} "
-        f"weights drawn with --seed={seed}, on {jax.devices()[0].device_kind}.\n"
+        f"{len(names)} photographs ({', '.join(names)}) of {B16.image} x {B16.image} pixels, "
+        f"random {B16.name} weights (--seed={seed}), on {jax.devices()[0].device_kind}.\n"
         "Errors are those of bfloat16 embeddings against a float32 jnp.dot.\n"
     )
     print(table(results))

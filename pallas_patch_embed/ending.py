@@ -1,8 +1,8 @@
-"""How a command ends on a signal: without its unfinished file, with one line and code 128 + N.
+"""Ending of a command on signal N: removes unfinished files, prints one line, exits with 128 + N.
 
 The handler ends the process itself. A KeyboardInterrupt would pass through the code of other
-packages, and Python drops one that is raised in a callback of its garbage collector, as JAX has
-one, or of its import system.
+packages. Python also drops an exception that is raised in a callback of its garbage collector (JAX
+has such a callback) or of its import system.
 """
 
 import contextlib
@@ -11,19 +11,19 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-# The signals that end a command, by what the last line says.
+# The signals that end a command, and the word for each in the command's last line.
 WORDS = {"SIGINT": "Interrupted", "SIGTERM": "Terminated", "SIGHUP": "Hung up"}
 
 
 class _State:
-    """What the handler has to know.
+    """The state that the handler reads.
 
     Attributes:
-      unfinished: files that it removes.
-      outcome: what the last line says of the command's file.
-      line_open: whether a progress bar stands in the last line of standard error.
-      deferring: whether a signal waits until `deferred` ends.
-      waiting: the signal that does.
+      unfinished: paths of files that the handler removes.
+      outcome: result of the command, for its last line.
+      line_open: whether the last line on standard error is a progress bar, without a newline.
+      deferring: whether signals are held back until the block of `deferred` ends.
+      waiting: the signal that is held back, or None.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ state = _State()
 
 
 def install() -> None:
-    """From now on the signals end this process, except those that it was started to ignore."""
+    """Installs the handler, except for signals that were ignored when the process was started."""
     for name in WORDS:
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
@@ -47,7 +47,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """A signal that arrives inside of the block takes effect at its end."""
+    """Defers the effect of a signal that arrives inside the block to the end of the block."""
     state.deferring = True
     try:
         yield
@@ -59,7 +59,7 @@ def deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_shown() -> Iterator[None]:
-    """During the block a progress bar stands in the last line of standard error."""
+    """Says that the last line on standard error is a progress bar during the block."""
     state.line_open = True
     try:
         yield
@@ -71,7 +71,7 @@ def _end(number: int, _: FrameType | None) -> None:
     if state.deferring:
         state.waiting = number
         return
-    state.deferring = True  # Another signal changes nothing now.
+    state.deferring = True  # From now on other signals have no effect.
     for file in state.unfinished:
         with contextlib.suppress(OSError):
             os.unlink(file)

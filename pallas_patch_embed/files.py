@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Writing of files that appear only when they are complete."""
 
 import contextlib
 import os
@@ -13,16 +13,20 @@ from pallas_patch_embed import ending
 
 
 def check_place(path: Path, what: str) -> None:
-    """Refuses a place where no file can be written, before there is work to lose.
+    """Checks that a file can be written at `path`, before any work is done that could be lost.
+
+    Args:
+      path: path of the file.
+      what: the beginning of the error message, which names the path.
 
     Raises:
-      ValueError: the message begins with `what`, in which the path is named.
+      ValueError: no file can be written there.
     """
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise ValueError(f"{what}: there is no such folder.")
+        raise ValueError(f"{what}: there is no such folder. Make it, or choose another one.")
     if path.exists() and not path.is_file():
-        raise ValueError(f"{what}: it exists and is no file.")
+        raise ValueError(f"{what}: it exists and is not a regular file. Choose another path.")
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -37,11 +41,12 @@ def written_whole(
 ) -> Iterator[BinaryIO]:
     """Opens a file for writing that appears at `path` when the block ends without an exception.
 
-    A file that it replaces stays as it is until then, and hands its permissions on.
+    A file that already exists at `path` stays unchanged until then. The new file gets its
+    permissions.
 
     Args:
       path: path of the file.
-      outcome: what the last line says if a signal ends the command afterwards.
+      outcome: result that the command reports if a signal ends it afterwards.
     """
     path = os.path.realpath(os.fsdecode(path))
     partial = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.partial")
@@ -56,7 +61,7 @@ def written_whole(
             ending.state.unfinished.add(partial)
         with file:
             if mode is not None:
-                # Opening it took away what the umask says. Not every file system has modes.
+                # `open` removed the permissions in the umask. Some file systems have no modes.
                 with contextlib.suppress(OSError):
                     os.chmod(partial, mode)
             yield file

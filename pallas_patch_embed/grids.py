@@ -1,14 +1,15 @@
-"""Grids of patches. This module does not import JAX: processes that decode pictures use it."""
+"""Grids of patches. Processes that decode pictures use this module, so it does not import JAX."""
 
 import math
 
 
 def largest_grid(H: int, W: int, patch: int, max_num_patches: int) -> tuple[int, int]:
-    """The largest grid of patches, (height, width), for an image of H x W at its aspect ratio.
+    """Returns the largest grid of patches, (height, width), for an image of H x W.
 
-    The image is scaled by the largest factor for which its sides, rounded up to whole patches, need
-    no more than `max_num_patches` patches. The factor is bisected between 1e-6 and 100 to 1e-5, as
-    transformers' Siglip2ImageProcessor does, so that both choose the same grid.
+    The image keeps its aspect ratio: it is scaled by the largest factor for which its sides,
+    rounded up to whole patches, need no more than `max_num_patches` patches. The factor is found by
+    bisection between 1e-6 and 100, to within 1e-5, as in transformers' Siglip2ImageProcessor, so
+    that both choose the same grid.
     """
 
     def grid(factor: float) -> tuple[int, int]:

@@ -1,12 +1,12 @@
-"""Packing: from a checkpoint's kernel, bias and positions to PatchEmbedParams.
+"""Packing of a checkpoint's kernel, bias and positions into PatchEmbedParams.
 
-One implementation serves known and traced values. `_packed` is one jitted function: outside of jit
-it is compiled by itself, inside of a model's jit it becomes part of that program. Its arithmetic is
-written so that XLA computes the same bits either way:
+The same code packs known and traced values. `_packed` is one jitted function: outside of jit it is
+compiled by itself, inside a model's jit it becomes part of that program. Its arithmetic avoids
+everything that XLA may round differently in the two cases:
 
-  no division of arrays by a constant   XLA multiplies by the reciprocal under jit only
-  no reduction that adds floats         its order is the compiler's; sums of int32 are exact
-  no sum whose term is a product        LLVM may fuse them into one rounding (see `rounded`)
+  division of arrays by a constant   XLA multiplies by the reciprocal, but only under jit
+  reduction that adds floats         the compiler chooses its order; sums of int32 are exact
+  product that is a term of a sum    LLVM may fuse the two into one rounding (see `rounded`)
 """
 
 import functools
@@ -34,7 +34,7 @@ from pallas_patch_embed.params import (
 from pallas_patch_embed.patches import rounded
 from pallas_patch_embed.problem import is_known, padded
 
-# Layout of the kernel -> (its shape, the permutation to N and then the order of K).
+# Layout of the kernel -> (its shape, the permutation that puts N first and K in the packed order).
 LAYOUTS = {
     "HWIO": ("[p, p, 3, N]", (3, 0, 1, 2)),
     "OIHW": ("[N, 3, p, p]", (0, 2, 3, 1)),
@@ -46,13 +46,14 @@ LAYOUTS = {
 # The largest magnitude of each quantised format.
 QUANTISED_MAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
-# 128 times the smallest normal float32: normal even after the factor 2 / 255 of int8.
+# Smallest scale of a channel: 128 times the smallest normal float32, so that the scale is still a
+# normal number after the multiplication by 2 / 255 for int8.
 SMALLEST_SCALE = 2.0**-119
 
 FLOAT32 = np.finfo(np.float32)
 
-# A float32 of at least this magnitude rounds to infinity in bfloat16: bfloat16's largest number and
-# half of its step there.
+# A float32 of at least this magnitude rounds to infinity in bfloat16. It is the largest bfloat16
+# plus half of the distance to the bfloat16 before it.
 BFLOAT16_OVERFLOW = 2.0**128 - 2.0**119
 
 
@@ -71,33 +72,34 @@ def pack(
 ) -> PatchEmbedParams:
     """Packs a checkpoint's patch embedding into the form that the kernels read.
 
-    It can be traced: under jit, vmap, scan, eval_shape and shard_map, and in a model's apply, it
-    gives the bits that it gives outside, as long as the compiler is the same. A kernel sharded
-    along N keeps its sharding. Outside of jit it is computed where its arguments are, numpy arrays
-    on JAX's default device.
+    `pack` can be traced: under jit, vmap, scan, eval_shape and shard_map, and in a model's apply,
+    it returns the same bits as outside of jit, as long as the compiler is the same. A kernel
+    sharded along N keeps its sharding. Outside of jit `pack` computes on the device that holds its
+    arguments; numpy arrays are put on JAX's default device.
 
-    Quantised weights have one scale per output channel: absmax / 448 for float8_e4m3fn, absmax /
-    127 for int8, 1 for a channel of zeros (or of denormal numbers, which a GPU may flush to zero),
-    and at least 2^-119, so that no GPU flushes it to zero. They are clipped to the format's range
-    and rounded to nearest, ties to even. For int8, `scale` includes the encoding's factor 2 / 255.
+    Quantised weights have one scale per output channel: absmax / 448 for float8_e4m3fn and
+    absmax / 127 for int8, but at least 2^-119, so that no GPU flushes it to zero. The scale of a
+    channel of zeros (or of denormal numbers, which a GPU may flush to zero) is 1. Weights are
+    clipped to the format's range and rounded to nearest, ties to even. For int8, `scale` includes
+    the encoding's factor 2 / 255.
 
     Args:
-      kernel: floating-point array of the shape of `layout`.
+      kernel: floating-point array with the shape that `layout` specifies.
       bias: [N], or None for no bias.
       position_embedding: [S, N], [1, S, N], [h, w, N], or None for no positions. With a prefix of R
-        rows also [R + S, N] or [1, R + S, N], of which the first R are added to the prefix.
+        rows also [R + S, N] or [1, R + S, N], of which the first R rows are added to the prefix.
       patch_size: p, the side of a patch in pixels.
-      layout: order of the kernel's axes. "HWIO" [p, p, 3, N] (flax), "OIHW" [N, 3, p, p]
-        (PyTorch), "KN" [K, N] or "NK" [N, K], where K = 3 * p * p is flattened height, width,
-        channel; "OITHW" [N, 3, T, p, p] for patches of T frames, whose K is flattened channel,
+      layout: order of the kernel's axes: "HWIO" [p, p, 3, N] (flax), "OIHW" [N, 3, p, p]
+        (PyTorch), "KN" [K, N] or "NK" [N, K], where K = 3 * p * p in the order height, width,
+        channel; or "OITHW" [N, 3, T, p, p] for patches of T frames, with K in the order channel,
         frame, height, width.
-      grid: (h, w) with h * w = S; by default the sides of [h, w, N], otherwise a square. With
-        frames (t, h, w), or (h, w) for t = 1.
+      grid: (h, w) with h * w = S. The default is (h, w) of [h, w, N] positions, otherwise a square.
+        With frames (t, h, w), or (h, w) for t = 1.
       dtype: dtype of patches and weight: "int8", "float8_e4m3fn", "bfloat16" or "float32".
-      image_mean, image_std: for red, green and blue, what the model's preprocessing subtracts from
-        a pixel in [0, 1] and then divides by; by default 0.5 and 0.5, as SigLIP does. They become
-        part of weight and offset, so uint8 images stay exact and cost nothing. Floating-point
-        images are then taken as normalised that way.
+      image_mean, image_std: normalisation in the model's preprocessing, three numbers each for red,
+        green and blue: a pixel u in [0, 1] becomes (u - image_mean) / image_std. The default is 0.5
+        and 0.5, as in SigLIP. Both become part of weight and offset, so that uint8 images stay
+        exact at no cost. Floating-point images must then be normalised with them.
       prefix: [R, N] or [1, R, N], the class and register tokens, which become the first R rows of
         each image's embedding.
 
@@ -107,8 +109,8 @@ def pack(
     Raises:
       TypeError: an argument is not an array, or is not floating-point.
       ValueError: a shape, the patch size, the grid, the layout or the dtype is wrong; or a value is
-        NaN, infinite or beyond the dtype's range. Values are checked where they are known: not
-        those that jit traces, nor those of an array that this process cannot read whole.
+        NaN, infinite or beyond the dtype's range. Values are not checked if jit traces them, or if
+        this process can address only part of the array.
     """
     patch_size, dtype = check_patch_size(patch_size), check_dtype(dtype)
     image_mean, image_std = check_normalisation(image_mean, image_std)
@@ -132,7 +134,7 @@ def pack(
         positions = _checked("position_embedding", position_embedding)
         grid = _grid_of(positions, N, grid, R, frames)
     given = (weights, biases, positions, tokens)
-    # Under a transfer guard, numpy arrays may not enter a jitted function by themselves.
+    # A transfer guard refuses numpy arrays as arguments of a jitted function, but not device_put.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.device_put(x) for x in given]
     weight, scale, offset, table = _packed(
         *arrays, layout=layout, grid=grid, dtype=dtype, mean=image_mean, std=image_std
@@ -156,7 +158,12 @@ def pack(
 
 
 def _checked(name: str, value: Any, overflow: float = math.inf) -> Any:
-    """A floating-point array, of JAX if it was one; refuses values of `overflow` and more."""
+    """Returns a floating-point array: a JAX array as given, anything else as numpy float32.
+
+    Raises:
+      TypeError: the value is not a floating-point array.
+      ValueError: known values are NaN or have a magnitude of at least `overflow`.
+    """
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
         # A parameter of a framework, such as flax.nnx.Param.
         value = value.__jax_array__()
@@ -183,10 +190,10 @@ def _checked(name: str, value: Any, overflow: float = math.inf) -> Any:
 
 
 def _count_from(array: Any, overflow: float) -> int:
-    """How many values are NaN or have a magnitude of at least `overflow`."""
+    """Counts the values that are NaN or have a magnitude of at least `overflow`."""
     if isinstance(array, np.ndarray):
         return int(array.size - np.count_nonzero(np.abs(array) < np.float32(overflow)))
-    # The values are known, even if jit is tracing the caller.
+    # The values are known even if jit is tracing the caller, so they are counted at once.
     with jax.ensure_compile_time_eval():
         return int(jax.device_get(_count_from_traced(array, overflow)))
 
@@ -198,17 +205,17 @@ def _count_from_traced(array: jax.Array, overflow: float) -> jax.Array:
 
 
 def _check_result(name: str, array: Any) -> None:
-    # `rounded` makes the lowest number of what is less.
+    # `rounded` turns -infinity into the lowest float32, so that number counts as an overflow too.
     overflow = float(FLOAT32.max)
     if array is not None and is_known(array) and (wrong := _count_from(array, overflow)):
         raise ValueError(
-            f"pack: {name} has {wrong} values beyond the range of {array.dtype}. Expected "
-            "parameters whose sums are finite: check the checkpoint."
+            f"pack: {name} has {wrong} values beyond the range of {array.dtype}. Expected finite "
+            "sums: check the checkpoint."
         )
 
 
 def _check_kernel_shape(kernel: Any, patch_size: int, layout: Any) -> tuple[int, int | None]:
-    """Returns N, the number of output channels, and the frames of a patch, None for images."""
+    """Checks the kernel's shape; returns N and the frames in one patch (None for images)."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"pack: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}.")
     text, order = LAYOUTS[layout]
@@ -226,12 +233,13 @@ def _check_kernel_shape(kernel: Any, patch_size: int, layout: Any) -> tuple[int,
 
 
 def _check_prefix_shape(prefix: Any, N: int) -> int:
-    """Returns R, the number of rows in front of the patches'."""
+    """Checks the prefix's shape; returns R, its number of rows."""
     ones = prefix.shape[:-2]
     if prefix.ndim not in (2, 3) or prefix.shape[-1] != N or 0 in prefix.shape or ones > (1,):
         raise ValueError(
-            f"pack: prefix has shape {list(prefix.shape)}, expected [R, {N}] or [1, R, {N}]: a row "
-            "for each class or register token. Give a single token its axis with prefix[None]."
+            f"pack: prefix has shape {list(prefix.shape)}, expected [R, {N}] or [1, R, {N}]: one "
+            "row for each class or register token. Add the axis of a single token with "
+            "prefix[None]."
         )
     return prefix.shape[-2]
 
@@ -239,10 +247,10 @@ def _check_prefix_shape(prefix: Any, N: int) -> int:
 def _grid_of(
     positions: Any, N: int, grid: tuple[int, ...] | None, R: int, frames: int | None
 ) -> tuple[int, ...]:
-    """The grid of patches for which these are the positions, after the checks."""
+    """Checks the shape of the positions; returns their grid of patches."""
     given = f"pack: position_embedding has shape {list(positions.shape)}"
     if positions.ndim not in (2, 3) or positions.shape[-1] != N or 0 in positions.shape:
-        advice = "" if R else " Drop a class token's row, or pass the class token as prefix."
+        advice = "" if R else " Drop the row of a class token, or pass the class token as prefix."
         raise ValueError(
             f"{given}, expected [S, {N}], [1, S, {N}] or [h, w, {N}] for a kernel of {N} output "
             f"channels.{advice}"
@@ -256,19 +264,19 @@ def _grid_of(
     if grid is None:
         squares = {S for S in (rows, rows - R) if S > 0 and math.isqrt(S) ** 2 == S}
         if len(squares) != 1:
-            found = "either 0 or" if squares else "no square, with or without the"
+            both = f"both {rows} and" if squares else f"neither {rows} nor"
             raise ValueError(
-                f"{given}: {rows} positions are {found} {R} rows of prefix and a square. Pass "
-                "grid=(height, width)."
+                f"{given} with a prefix of {R} rows, and {both} {rows - R} positions form a "
+                "square. Pass grid=(height, width)."
                 if R
-                else f"{given}: {rows} positions are not a square. Pass grid=(height, width)."
+                else f"{given}: {rows} positions do not form a square. Pass grid=(height, width)."
             )
         side = math.isqrt(*squares)
         grid = check_grid((side, side), frames)
     if rows not in (math.prod(grid), R + math.prod(grid)):
         raise ValueError(
             f"{given}: {rows} positions, but grid={grid} has {math.prod(grid)} patches"
-            f"{f' behind {R} rows of prefix' if R else ''}. Pass the grid (height, width) of the "
+            f"{f' and the prefix has {R} rows' if R else ''}. Pass the grid (height, width) of the "
             "positions."
         )
     return grid
@@ -287,7 +295,7 @@ def _packed(
     mean: Colours | None,
     std: Colours | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Weight, scale, offset and table."""
+    """Computes weight, scale, offset and table."""
     weight = kernel.astype(jnp.float32).transpose(LAYOUTS[layout][1])
     N, *rest = weight.shape
     weight = weight.reshape(N, math.prod(rest))
@@ -310,7 +318,7 @@ def _packed(
 
 
 def _table(offset: jax.Array, positions: Any, prefix: Any, grid: Any, dtype: Any) -> Any:
-    """Rows of prefix with their positions, then rows of offset + positions."""
+    """Returns the rows of prefix (plus their positions, if any), then offset + positions."""
     N, parts = len(offset), []
     if positions is not None:
         positions = positions.astype(jnp.float32)
@@ -330,7 +338,10 @@ def _table(offset: jax.Array, positions: Any, prefix: Any, grid: Any, dtype: Any
 
 
 def in_front(prefix: jax.Array, table: jax.Array) -> jax.Array:
-    """Rows [R, N] in front of a table [..., S, N], which is sharded along all axes but S."""
+    """Returns [..., R + S, N]: the prefix [R, N], then the table [..., S, N].
+
+    With explicit sharding, the result is sharded like the table, except along S.
+    """
     prefix = jnp.broadcast_to(prefix, (*table.shape[:-2], *prefix.shape))
     sharding = jax.typeof(table).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
@@ -342,7 +353,7 @@ def in_front(prefix: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def _along_k(of_colours: list[float], weight: jax.Array, layout: str) -> jax.Array:
-    """A number for each colour, as [1, K]."""
+    """Repeats one number for each colour along K; returns [1, K]."""
     each = weight.shape[1] // 3
     colours = np.array(of_colours, np.float32)
     return jnp.asarray(np.repeat(colours, each) if layout == "OITHW" else np.tile(colours, each))[
@@ -351,11 +362,12 @@ def _along_k(of_colours: list[float], weight: jax.Array, layout: str) -> jax.Arr
 
 
 def _constants(weight: jax.Array, scale: jax.Array, mean: Any, layout: str) -> Iterator[jax.Array]:
-    """What the product misses of the pixels, [N], in parts that are to be added.
+    """Yields arrays [N] whose sum is the encoding's constant, a part of the offset.
 
-    The kernels multiply the weight by v, (2u - 255) / 255 for a pixel u, but the pixel is
-    normalised to v + 1 - 2 mean, in units of 2 std, which are part of the weight. For int8 they
-    multiply it by i = u - 128, and v = (2i + 1) / 255. The factor 2 / 255 is part of int8's scale.
+    A uint8 pixel u is encoded as v = (2u - 255) / 255, but the model's normalised pixel is
+    (v + 1 - 2 mean) / (2 std). The weight includes the factor 1 / (2 std), so the constant is the
+    sum over k of weight * (1 - 2 mean). For int8 the pixel is encoded as i = u - 128, and
+    v = (2i + 1) / 255: 2 / 255 is part of the scale, and 1 / 255 is added to 1 - 2 mean.
     """
     int8 = weight.dtype == jnp.int8
     shift = [1 - 2 * x for x in (mean or (0.5, 0.5, 0.5))]
@@ -372,21 +384,21 @@ def _constants(weight: jax.Array, scale: jax.Array, mean: Any, layout: str) -> I
 
 
 def _sum(weight: jax.Array) -> jax.Array:
-    """The sum along the last axis, by sums of integers, which have the same bits in every order.
+    """Sums the last axis as integers, so that the order of summation does not change the bits.
 
-    A float is split into two integers of a unit of its own row: a power of two, by which products
-    are exact. What is left of it is at most 2^-29 of the row's largest magnitude.
+    Each float is split into two integer multiples of powers of two, which are chosen for its row.
+    The remainder that is dropped is at most 2^-29 of the row's largest magnitude.
     """
     if weight.dtype == jnp.int8:
         return jnp.sum(weight, axis=1, dtype=jnp.int32).astype(jnp.float32)
     weight = weight.astype(jnp.float32)
     exponent = jnp.int32(0xFF << 23)
     bits = lax.bitcast_convert_type(jnp.max(jnp.abs(weight), axis=1), jnp.int32) & exponent
-    # Neither the unit nor its reciprocal is 0 or infinite.
+    # The clip keeps the unit and its reciprocal positive and finite.
     bits = jnp.clip(bits, 1 << 23, 253 << 23)
     unit = lax.bitcast_convert_type(bits, jnp.float32)
     reciprocal = lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)
-    # Integers of at most 2^13, then of at most 2^16: the sum of 2^15 of them fits int32.
+    # Integers of at most 2^13 (whole) and 2^16 (fine), so that a sum of 2^15 of them fits int32.
     coarse = weight * jnp.expand_dims(reciprocal, 1) * np.float32(2.0**11)
     whole = jnp.round(coarse)
     fine = jnp.round((coarse - whole) * np.float32(2.0**17))
@@ -399,15 +411,18 @@ def _sum(weight: jax.Array) -> jax.Array:
 
 
 def _quantised(weight: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """Weight [N, K] in `dtype`, and its scale [N], which for int8 includes the factor 2 / 255."""
+    """Quantises a weight [N, K] to `dtype`; returns it and its scale [N].
+
+    For int8 the scale includes the factor 2 / 255.
+    """
     largest = QUANTISED_MAX[dtype]
     factor = 2 / 255 if dtype == "int8" else 1.0
-    # The transposed kernel is read twice, for the scales and for the weights: the barrier makes XLA
-    # write it out once.
+    # The transposed kernel is read twice, for the scales and for the weights. The barrier makes XLA
+    # transpose it only once.
     weight = lax.optimization_barrier(weight)
     magnitude = jnp.abs(weight)
-    # One maximum finds the scale and also whether all weights of the channel are zero: then it is
-    # -factor, whose magnitude is the scale of such a channel.
+    # One maximum per channel finds the scale and also whether all weights are zero: then the
+    # maximum is -factor, and its magnitude is the scale for a channel of zeros.
     scales = jnp.where(
         magnitude < FLOAT32.tiny,
         np.float32(-factor),

@@ -1,4 +1,4 @@
-"""PatchEmbedParams: the pytree that `packing.pack` makes, its checks, saving and loading."""
+"""PatchEmbedParams, the pytree that `packing.pack` returns: its checks, saving and loading."""
 
 import dataclasses
 import json
@@ -17,10 +17,11 @@ from pallas_patch_embed.files import written_whole
 from pallas_patch_embed.patches import Encoding
 from pallas_patch_embed.problem import DTYPES, PatchLayout, padded
 
-# A number for each of red, green and blue.
+# Three numbers, for red, green and blue.
 type Colours = tuple[float, float, float]
 
-# The version rises when a static field is added. Files of version 1 have the first four.
+# The version increases when a static field is added. FIELDS_BEFORE lists the static fields in files
+# of each older version.
 FILE_FORMAT = "pallas_patch_embed.PatchEmbedParams."
 FILE_VERSION = "2"
 FIELDS_BEFORE = {"1": ("patch_size", "grid", "dtype", "K")}
@@ -31,25 +32,25 @@ FIELDS_BEFORE = {"1": ("patch_size", "grid", "dtype", "K")}
 class PatchEmbedParams:
     """The parameters of a patch embedding, packed for the kernels by `pack`. A pytree.
 
-    For int8 a pixel u enters as i = u - 128 and stands for (2i + 1) / 255: the factor 2 / 255 is
-    part of `scale`, the constant sum_k w[n, k] / 255 part of `offset`.
+    In int8 a pixel u is stored as i = u - 128, which represents the value (2i + 1) / 255. The
+    factor 2 / 255 is part of `scale`, and the constant sum_k w[n, k] / 255 is part of `offset`.
 
     Attributes:
-      weight: [N, K_padded] of `dtype`, padded with zeros to a multiple of 128. K is in the order
-        height, width, channel; with frames in the order channel, frame, height, width.
+      weight: [N, K_padded] of `dtype`, with K padded with zeros to a multiple of 128. K is in the
+        order height, width, channel; with frames in the order channel, frame, height, width.
       scale: [N] float32, the factor of each channel's accumulator.
       offset: [N] float32, bias plus the encoding's constant.
-      table: [R + S, N] bfloat16 (float32 if `dtype` is float32): R rows of prefix with their
-        positions, S rows of offset + positions. [R, N] without positions, None if there is no
-        prefix either: then S is arbitrary, and the offset is added to each patch.
-      patch_size: side of a patch in pixels. Static, like the following.
-      grid: (height, width) of the image in patches, with frames (time, height, width); None if
-        there are no positions and none was given.
-      dtype: "float32", "bfloat16", "float8_e4m3fn" or "int8".
-      K: 3 * patch_size**2, times the frames of a patch; without the padding.
-      image_mean, image_std: how floating-point images are normalised, (u / 255 - mean) / std for
-        red, green and blue; None for 0.5 and 0.5, which give [-1, 1].
-      prefix: R, rows in front of the patches' (class and register tokens).
+      table: [R + S, N] bfloat16 (float32 if `dtype` is float32): R rows of prefix + positions, then
+        S rows of offset + positions. Without positions [R, N], or None if there is no prefix
+        either; then S is arbitrary, and the offset is added to each patch.
+      patch_size: side of a patch in pixels. Static, like all following fields.
+      grid: (height, width) of the image in patches, with frames (time, height, width). None if
+        there are no positions and `pack` was given no grid.
+      dtype: dtype of patches and weight: "float32", "bfloat16", "float8_e4m3fn" or "int8".
+      K: numbers in one patch without padding, 3 * patch_size**2 * (frames or 1).
+      image_mean, image_std: normalisation of floating-point images, (u / 255 - mean) / std for red,
+        green and blue. None means 0.5 and 0.5, which give [-1, 1].
+      prefix: R, the number of rows (class and register tokens) in front of the rows of patches.
       frames: frames of a video in one patch; None for images.
     """
 
@@ -73,12 +74,12 @@ class PatchEmbedParams:
 
     @property
     def encoding(self) -> Encoding:
-        """What pixels are and what they become."""
+        """How pixels are normalised and encoded."""
         return Encoding(self.dtype, self.image_mean, self.image_std, self.frames is None)
 
     @property
     def has_positions(self) -> bool:
-        """Whether positions are stored; then images need the grid."""
+        """Whether positions are stored; if so, images must have `grid`."""
         return self.table is not None and self.table.shape[0] > self.prefix
 
     @property
@@ -93,18 +94,18 @@ class PatchEmbedParams:
 
     @property
     def table_dtype(self) -> str:
-        """The dtype of positions, float32 with float32 patches and otherwise bfloat16."""
+        """The dtype of the table: float32 if `dtype` is float32, otherwise bfloat16."""
         return "float32" if self.dtype == "float32" else "bfloat16"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all leaves."""
+        """Total size of all leaves in bytes."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def __repr__(self) -> str:
         grid = "any" if self.grid is None else "x".join(map(str, self.grid))
-        more = [f"rows in front {self.prefix}"] if self.prefix else []
-        more += [f"frames a patch {self.frames}"] if self.frames is not None else []
+        more = [f"prefix {self.prefix}"] if self.prefix else []
+        more += [f"frames {self.frames}"] if self.frames is not None else []
         if self.image_mean is not None:
             more.append(f"mean {self.image_mean}, std {self.image_std}")
         leaves = ", ".join(
@@ -117,10 +118,10 @@ class PatchEmbedParams:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the parameters as safetensors, the static fields as metadata.
+        """Writes the parameters to a safetensors file, with the static fields as metadata.
 
-        Float8 weights are stored as their bytes, U8, because numpy's safetensors cannot read
-        F8_E4M3. The file appears whole or not at all.
+        Float8 weights are stored as bytes (U8), because safetensors.numpy cannot read F8_E4M3. The
+        file appears only when it is complete.
         """
         check_params(self)
         tensors = {
@@ -137,7 +138,7 @@ class PatchEmbedParams:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "PatchEmbedParams":
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
           ValueError: the file is damaged, or `save` did not write it.
@@ -153,13 +154,13 @@ class PatchEmbedParams:
         except Exception as error:
             raise ValueError(
                 f"PatchEmbedParams.load: {path!r} is not a readable safetensors file "
-                f"({error}). Expected one that PatchEmbedParams.save wrote."
+                f"({error}). Expected a file that PatchEmbedParams.save wrote."
             ) from error
         try:
             return _from_file(tensors, metadata)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"PatchEmbedParams.load: {path!r} has no PatchEmbedParams: "
+                f"PatchEmbedParams.load: {path!r} does not contain PatchEmbedParams: "
                 f"{error}. Expected a file that PatchEmbedParams.save wrote; pack the checkpoint "
                 "again with pack(...)."
             ) from error
@@ -179,7 +180,7 @@ def _static_fields() -> list[str]:
 
 
 def _with_defaults(static: list[Any]) -> tuple[Any, ...]:
-    """The static fields from the first ones: programs exported before have no others."""
+    """Adds defaults for the static fields that a program exported by an older version lacks."""
     defaults = [f.default for f in dataclasses.fields(PatchEmbedParams) if f.metadata]
     return tuple(
         tuple(x) if isinstance(x, list) else x for x in [*static, *defaults[len(static) :]]
@@ -204,14 +205,14 @@ def _from_file(tensors: dict[str, Any], metadata: dict[str, str]) -> PatchEmbedP
         raise ValueError(f"its format is {metadata.get('format')!r}, expected {newest!r} or older")
     static = json.loads(metadata["static"])
     if not isinstance(static, dict) or set(static) != set(fields[version]):
-        raise ValueError(f"its static fields are {static!r}")
+        raise ValueError(f"its static fields are {static!r}, expected {', '.join(fields[version])}")
     static["patch_size"] = check_patch_size(static["patch_size"])
     static["dtype"] = dtype = check_dtype(static["dtype"])
     frames, prefix = static.get("frames"), static.get("prefix", 0)
     if frames is not None and not (type(frames) is int and frames >= 1):
-        raise ValueError(f"frames is {frames!r}")
+        raise ValueError(f"frames is {frames!r}, expected a positive integer or null")
     if not (type(prefix) is int and prefix >= 0):
-        raise ValueError(f"prefix is {prefix!r}")
+        raise ValueError(f"prefix is {prefix!r}, expected an integer that is not negative")
     K = patch_length(static["patch_size"], frames)
     if static["K"] != K:
         raise ValueError(f"K is {static['K']!r}, expected {K}")
@@ -250,20 +251,20 @@ def check_params(params: PatchEmbedParams) -> None:
     """
     if not isinstance(params, PatchEmbedParams):
         raise TypeError(
-            f"params are {type(params).__name__}, expected PatchEmbedParams. Make them with "
+            f"params is {type(params).__name__}, expected PatchEmbedParams. Make it with "
             "pallas_patch_embed.pack(...) or PatchEmbedParams.load(path)."
         )
     if params.K != (K := patch_length(params.patch_size, params.frames)):
         frames = "" if params.frames is None else f" and {params.frames} frames"
         raise ValueError(
-            f"params have K = {params.K}, but patches of {params.patch_size} pixels{frames} have "
-            f"K = {K}. Pack again."
+            f"params have K = {params.K}, but patches of {params.patch_size} x "
+            f"{params.patch_size} pixels{frames} have K = {K}. Pack the parameters again."
         )
     if (params.image_mean is None) != (params.image_std is None):
         raise ValueError(
             f"params have image_mean {params.image_mean} and image_std {params.image_std}, "
-            "expected both or neither: the weight was packed for both. Pack the kernel again with "
-            "the image_mean and image_std of the model's preprocessor."
+            "expected both or neither. Pack the kernel again with the image_mean and image_std of "
+            "the model's preprocessor."
         )
     N = params.scale.shape[0] if getattr(params.scale, "ndim", 0) == 1 else "N"
     expected = {
@@ -272,12 +273,16 @@ def check_params(params: PatchEmbedParams) -> None:
         "offset": ((N,), "float32"),
     }
     if params.table is None and params.prefix:
-        raise ValueError(f"params have a prefix of {params.prefix} rows but no table. Pack again.")
+        raise ValueError(
+            f"params have a prefix of {params.prefix} rows but no table. Pack the parameters again."
+        )
     if params.table is not None:
         R = S = params.prefix
         if R == 0 or getattr(params.table, "shape", None) != (R, N):
             if params.grid is None:
-                raise ValueError("params have a table of positions but no grid. Pack them again.")
+                raise ValueError(
+                    "params have a table of positions but no grid. Pack the parameters again."
+                )
             S = R + math.prod(params.grid)
         expected["table"] = ((S, N), params.table_dtype)
     for name, (shape, dtype) in expected.items():
@@ -287,14 +292,14 @@ def check_params(params: PatchEmbedParams) -> None:
             wanted = f"{dtype}[{', '.join(map(str, shape))}]"
             given = f"params.{name} is {_describe(leaf)}, expected {wanted}"
             advice = (
-                "Pack the params again instead of converting their leaves; map stacked params with "
-                "jax.vmap."
+                "Pack the parameters again instead of converting their leaves. If the params are "
+                "stacked, map over them with jax.vmap."
             )
             raise (TypeError if fits else ValueError)(f"{given}. {advice}")
 
 
 def check_patch_size(patch_size: Any) -> int:
-    """Returns the patch size as an int; refuses everything but positive integers."""
+    """Returns the patch size as an int; raises ValueError unless it is a positive integer."""
     try:
         size = 0 if isinstance(patch_size, bool | np.bool_) else operator.index(patch_size)
     except TypeError:
@@ -308,7 +313,11 @@ def check_patch_size(patch_size: Any) -> int:
 
 
 def check_dtype(dtype: Any, name: str = "dtype", among: tuple[str, ...] = DTYPES) -> str:
-    """Returns the name of a dtype, given as a name or a dtype; refuses those not `among`."""
+    """Returns the name of a dtype, given as a name or a dtype.
+
+    Raises:
+      ValueError: it is not one of `among`.
+    """
     try:
         found = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:
@@ -319,9 +328,12 @@ def check_dtype(dtype: Any, name: str = "dtype", among: tuple[str, ...] = DTYPES
 
 
 def check_grid(grid: Any, frames: int | None = None) -> tuple[int, ...]:
-    """Returns the grid as ints; refuses everything but two positive ones, or three with frames.
+    """Returns the grid as ints, two for images and three for videos.
 
-    With frames, (height, width) stands for (1, height, width).
+    With frames, (height, width) means (1, height, width).
+
+    Raises:
+      ValueError: the grid has another number of sides, or one that is not a positive integer.
     """
     try:
         sides = tuple(0 if isinstance(side, bool) else operator.index(side) for side in grid)
@@ -331,14 +343,17 @@ def check_grid(grid: Any, frames: int | None = None) -> tuple[int, ...]:
         sides = (1, *sides)
     if len(sides) != (2 if frames is None else 3) or min(sides) < 1:
         expected = "(height, width)" if frames is None else "(time, height, width)"
-        raise ValueError(f"grid is {grid!r}, expected {expected} in patches, all positive.")
+        raise ValueError(
+            f"grid is {grid!r}, expected {expected} in patches, all positive integers."
+        )
     return sides
 
 
 def check_normalisation(mean: Any, std: Any) -> tuple[Colours | None, Colours | None]:
     """Returns mean and std as three floats each, or None and None if they are 0.5 and 0.5.
 
-    Those of pixels in [0, 1] are in [0, 1] too. Larger ones are of pixels of 0 to 255.
+    Raises:
+      ValueError: they are not three numbers each in [0, 1], as pixels in [0, 1] have them.
     """
     found = []
     for name, value in (("image_mean", mean), ("image_std", std)):
@@ -349,9 +364,9 @@ def check_normalisation(mean: Any, std: Any) -> tuple[Colours | None, Colours | 
         positive = name == "image_mean" or min(colours, default=0) > 0
         if len(colours) != 3 or not all(0 <= x <= 1 for x in colours) or not positive:
             raise ValueError(
-                f"{name} is {value!r}, expected a number for each of red, green and blue"
-                f"{'' if name == 'image_mean' else ', all positive'}, of pixels in [0, 1]: what "
-                "the model's preprocessor has, divided by 255 if it is for pixels of 0 to 255."
+                f"{name} is {value!r}, expected three numbers in [0, 1] for red, green and blue"
+                f"{'' if name == 'image_mean' else ', all positive'}. Take them from the model's "
+                "preprocessor, and divide them by 255 if they are for pixels of 0 to 255."
             )
         found.append(colours)
     if found == [(0.5, 0.5, 0.5)] * 2:
@@ -360,5 +375,5 @@ def check_normalisation(mean: Any, std: Any) -> tuple[Colours | None, Colours | 
 
 
 def patch_length(patch_size: int, frames: int | None) -> int:
-    """K, the numbers in one patch."""
+    """Returns K, the count of numbers in one patch."""
     return 3 * patch_size**2 * (frames or 1)

@@ -1,4 +1,4 @@
-"""Images to patch rows: the range and encoding of pixels, the order of K, the padding of K."""
+"""Conversion of images to rows of patches: range and encoding of pixels, order and padding of K."""
 
 import functools
 import math
@@ -12,27 +12,28 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pallas_patch_embed import range_check
 from pallas_patch_embed.problem import PatchLayout, is_known, padded
 
-# A float this close to a uint8 level is encoded as that level. The usual ways to normalise a pixel
-# in float32, such as u / 255 * 2 - 1 and (u / 255 - 0.5) / 0.5, differ by at most 2^-23.
+# A float pixel within this distance of the value of a uint8 level is encoded as that level. The
+# usual ways to normalise a pixel in float32, such as u / 255 * 2 - 1 and (u / 255 - 0.5) / 0.5,
+# differ by at most 2^-23.
 LEVEL_TOLERANCE = 2.0**-21
 
-# What a value outside of [-1, 1] most likely comes from.
+# The end of the error for pixels outside of [-1, 1], with the most likely causes.
 OUT_OF_RANGE = (
-    "expected floating-point pixels {normalised}. Pixels of 0 to 255, also those that a model has "
-    "cast to float: pass them as uint8, or normalise them. Normalisation by another mean and "
-    "standard deviation, such as ImageNet's or CLIP's: {fix}. Overshoot of a bicubic or Lanczos "
-    "resampling: resize as uint8, or clip with clip=True."
+    "expected floating-point pixels {normalised}. If they are pixels of 0 to 255 that were cast to "
+    "float, pass them as uint8 or normalise them. If they are normalised by another mean and "
+    "standard deviation, such as ImageNet's or CLIP's, {fix}. If bicubic or Lanczos resampling "
+    "overshot the range, resize as uint8, or pass clip=True."
 )
 
 
 class Encoding(NamedTuple):
-    """What pixels are and what they become. Static.
+    """How pixels are normalised and encoded. Static.
 
     Attributes:
       dtype: dtype of the patches.
       image_mean, image_std: mean and standard deviation of red, green and blue, by which
-        floating-point pixels are normalised; None where pixels are in [-1, 1].
-      colours_last: whether the colour is the last axis of a patch, or its first one.
+        floating-point pixels are normalised; None if pixels are in [-1, 1].
+      colours_last: whether the colour is the last axis of a patch (True) or the first.
     """
 
     dtype: str
@@ -41,7 +42,7 @@ class Encoding(NamedTuple):
     colours_last: bool = True
 
     def undo(self, length: int) -> tuple[Any, Any]:
-        """Factor and summand that take `length` normalised numbers to pixels in [-1, 1]."""
+        """Returns the factor and summand that map `length` normalised numbers to [-1, 1]."""
         if self.image_mean is None or self.image_std is None:
             return np.float32(1), np.float32(0)
         spread = np.tile if self.colours_last else np.repeat
@@ -51,26 +52,33 @@ class Encoding(NamedTuple):
 
 
 def check_range(name: str, pixels: Any, encoding: Encoding) -> Any:
-    """Returns pixels; refuses NaN, and floats outside of [-1, 1] by more than their rounding.
+    """Returns the pixels after a check that floats are in [-1, 1], up to rounding, and not NaN.
 
-    Values of numpy arrays are read, those of JAX arrays by one reduction on their device, for which
-    this waits. Under jit they are unknown: then checkify finds a check in what is returned, and a
-    jit without checkify nothing. An array that this process cannot read whole is not checked.
+    The values of numpy arrays are checked on the host, those of JAX arrays by a reduction on their
+    device, for which this function waits. Under jit the values are unknown: the returned array
+    carries a check that runs if the program is checkified and does nothing otherwise. An array of
+    which this process can address only a part is not checked.
+
+    Raises:
+      ValueError: a pixel is NaN or out of range.
     """
     if not jnp.issubdtype(pixels.dtype, jnp.floating) or 0 in pixels.shape:
         return pixels
     rounding = max(float(jnp.finfo(pixels.dtype).eps), LEVEL_TOLERANCE)
-    # Mean and standard deviation are rounded too; 0.5 is not.
+    # Mean and standard deviation are rounded too, which doubles the error; 0.5 is exact.
     limit = 1 + (rounding if encoding.image_mean is None else 2 * rounding)
     given, normalised = "values", "in [-1, 1]"
-    fix = "normalise by 0.5 and 0.5, or pack with image_mean and image_std"
+    fix = (
+        "normalise by mean 0.5 and standard deviation 0.5 instead, or pack the params with "
+        "image_mean and image_std"
+    )
     if encoding.image_mean is not None:
-        given = "values that stand for pixels"
+        given = "values that represent pixels"
         normalised = (
-            f"in [-1, 1] once image_mean={encoding.image_mean} and image_std={encoding.image_std} "
-            "are undone"
+            f"in [-1, 1] after image_mean={encoding.image_mean} and image_std="
+            f"{encoding.image_std} are undone"
         )
-        fix = "normalise by those that the params were packed with"
+        fix = "normalise by the image_mean and image_std with which the params were packed"
     expected = OUT_OF_RANGE.format(normalised=normalised, fix=fix)
     if isinstance(pixels, jax.core.Tracer):
         escaped = expected.replace("{", "{{").replace("}", "}}")
@@ -90,7 +98,7 @@ def check_range(name: str, pixels: Any, encoding: Encoding) -> Any:
 
 
 def _range_of(pixels: Any, encoding: Encoding, limit: float) -> tuple[Any, Any, Any]:
-    """Whether pixels are in [-limit, limit], the smallest one and the largest one."""
+    """Returns whether all pixels are in [-limit, limit], the smallest pixel and the largest."""
     axes = None if encoding.image_mean is None else tuple(range(pixels.ndim - 1))
     factor, summand = encoding.undo(pixels.shape[-1])
     low, high = (
@@ -104,18 +112,19 @@ _range = jax.jit(_range_of, static_argnums=(1, 2))
 
 
 def encode(pixels: jax.Array, encoding: Encoding) -> jax.Array:
-    """Pixels in their encoding: int8 is u - 128, the other dtypes (2u - 255) / 255 in [-1, 1].
+    """Encodes pixels u: int8 is u - 128, the other dtypes are (2u - 255) / 255 in [-1, 1].
 
-    The last axis is the colours of images or a row of a patch. The quotient is written as a product
-    with float32(1 / 255): under jit XLA replaces a division by a constant with that product,
-    outside of jit it does not, and the two differ in the last bit.
+    The last axis is either the colours of images or K. The quotient is written as a product with
+    float32(1 / 255): under jit XLA replaces a division by a constant with that product, outside of
+    jit it does not, and the two differ in the last bit.
     """
     if pixels.dtype == jnp.uint8:
         level = pixels.astype(jnp.float32)
     else:
         pixel = pixels.astype(jnp.float32)
         if encoding.image_mean is not None:
-            # All axes, for users who have JAX refuse to add them.
+            # Gives both arrays all axes of the pixels, because users may forbid rank promotion
+            # (jax_numpy_rank_promotion).
             axes = tuple(range(pixel.ndim - 1))
             factor, summand = (np.expand_dims(x, axes) for x in encoding.undo(pixel.shape[-1]))
             pixel = rounded(pixel * factor) + summand
@@ -130,10 +139,10 @@ def encode(pixels: jax.Array, encoding: Encoding) -> jax.Array:
 
 
 def rounded(product: jax.Array) -> jax.Array:
-    """The product, rounded to float32 before anything is added to it.
+    """Returns the product, rounded to float32 before anything is added to it.
 
-    LLVM fuses a product and a sum into one operation with one rounding, also across XLA's
-    optimization_barrier; it does not across a maximum. No finite number is changed.
+    LLVM fuses a product and a sum into one operation with a single rounding, even across XLA's
+    optimization_barrier, but not across a maximum. The maximum leaves finite numbers unchanged.
     """
     return jnp.maximum(product, jnp.finfo(jnp.float32).min)
 
@@ -142,9 +151,9 @@ def rounded(product: jax.Array) -> jax.Array:
 def rows(images: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Array:
     """Cuts images [..., H, W, 3] or videos [..., F, H, W, 3] into rows [..., R + S, K_padded].
 
-    K is in the order height, width, channel, for videos channel, frame, height, width. The R rows
-    of zeros in front and the zeros that pad K are part of the same XLA fusion: there is no further
-    pass over the patches.
+    K is in the order height, width, channel; for videos channel, frame, height, width. The R rows
+    of zeros in front and the zeros that pad K are written by the same XLA fusion, so the patches
+    are written only once.
     """
     p, frames, prefix = layout
     *sides, h, w = layout.grid(images.shape)
@@ -155,7 +164,7 @@ def rows(images: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Arra
         images = jax.sharding.reshard(images, whole)
 
     def reshape(x: jax.Array, *image_shape: int) -> jax.Array:
-        # A reshape of an axis with explicit sharding needs the sharding of the result.
+        # Reshaping an axis with explicit sharding requires out_sharding.
         sharding = _explicit(images, len(image_shape), layout)
         return x.reshape(*leading, *image_shape, out_sharding=sharding)
 
@@ -164,7 +173,7 @@ def rows(images: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Arra
         cut = jnp.swapaxes(reshape(encoded, h, p, w, p, 3), -4, -3)
     else:
         encoded = encoded[..., : sides[0] * frames, :, :, :]
-        # [time, frame, h, y, w, x, colour] to [time, h, w, colour, frame, y, x].
+        # Transposes [time, frame, h, y, w, x, colour] to [time, h, w, colour, frame, y, x].
         cut = reshape(encoded, *sides, frames, h, p, w, p, 3)
         cut = jnp.moveaxis(cut, (-7, -5, -3, -1, -6, -4, -2), range(-7, 0))
     return pad_rows(reshape(cut, math.prod((*sides, h, w)), K), prefix)
@@ -172,19 +181,22 @@ def rows(images: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Arra
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def encoded_rows(patches: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Array:
-    """Patches [..., S, K] of pixels as `rows` gives them."""
+    """Encodes patches [..., S, K] of pixels into the rows [..., R + S, K_padded] of `rows`."""
     return pad_rows(encode(patches, encoding), layout.prefix)
 
 
 def pad_rows(patches: jax.Array, prefix: int = 0) -> jax.Array:
-    """Puts rows of zeros in front, and pads K with zeros to whole rows of the kernels."""
+    """Adds `prefix` rows of zeros in front of the patches, and pads K with zeros to K_padded."""
     K = patches.shape[-1]
     outer = [(0, 0)] * (patches.ndim - 2)
     return jnp.pad(patches, [*outer, (prefix, 0), (0, padded(K) - K)])
 
 
 def _explicit(images: jax.Array, ndim: int, layout: PatchLayout) -> NamedSharding | None:
-    """Explicit sharding of the leading axes as in `images`; `ndim` axes are not sharded."""
+    """Returns a sharding with the leading axes of `images`, then `ndim` axes without sharding.
+
+    Returns None if `images` have no axis with explicit sharding.
+    """
     sharding = jax.typeof(images).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None

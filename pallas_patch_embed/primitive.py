@@ -1,16 +1,17 @@
 """The JAX primitive: shapes, batching, differentiation, sharding and lowering of the operator.
 
-`patch_embed_p` is what users trace: one equation with four operands whose leading axes broadcast
-as in numpy (see `Problem`). So vmap over any operand adds a leading axis to it, and nothing is
-copied. The first operand is patches [..., S, K], or, with a `layout`, uint8 images [..., H, W, 3]
-or videos [..., F, H, W, 3], which XLA cuts into patches for a backend that cannot. How the equation
-is sharded:
+Tracing the operator gives one equation of `patch_embed_p` with four operands, whose leading axes
+broadcast as in numpy (see `Problem`). So vmap over an operand only adds a leading axis to it, and
+nothing is copied. The first operand is patches [..., S, K], or, with a `layout`, uint8 images
+[..., H, W, 3] or videos [..., F, H, W, 3]; XLA cuts them into patches if the backend cannot. The
+equation is partitioned over devices as follows:
 
-  inside a shard_map    it is lowered to the chosen backend
-  explicit sharding     it becomes a shard_map with specs from the types: in `to_lojax`, which JAX
-                        calls just before lowering
-  automatic sharding    on several devices it becomes a custom_partitioning with a Shardy rule
-  backend="xla"         under automatic sharding: XLA splits it
+  inside a shard_map                 it is lowered to the chosen backend
+  explicit sharding                  `to_lojax`, which JAX calls just before lowering, makes it a
+                                     shard_map whose specs come from the types
+  automatic sharding                 on several devices it becomes a custom_partitioning with a
+                                     Shardy rule
+  automatic sharding, backend="xla"  XLA partitions it
 """
 
 import functools
@@ -38,18 +39,18 @@ patch_embed_p = Primitive("patch_embed")
 
 
 class Call(NamedTuple):
-    """The primitive's only parameter: what to compute from the four operands.
+    """The only parameter of the primitive: all static arguments of the call.
 
-    Jaxprs are printed with all parameters of each equation; this one prints as a few words.
+    A jaxpr prints all parameters of an equation, so this one has a short repr.
 
     Attributes:
       out_dtype: "bfloat16" or "float32".
-      layout: how patches are cut of uint8 images; None for patches.
+      layout: layout of the patches that are cut from uint8 images; None if patches are given.
       backend: the user's choice; None for the best backend that serves.
-      cut: "kernel" if a kernel must cut the images; None if XLA may do it.
+      cut: "kernel" if a kernel must cut the images; None if XLA may cut them.
       tuned: path of the user's file of measured configs, or None.
-      devices: a jaxpr that makes JAX pass the devices to the lowering rule (`_needs_devices`), or
-        None.
+      devices: the jaxpr from `_needs_devices`, which makes JAX pass the devices to the lowering
+        rule; None if the rule does not need them.
     """
 
     out_dtype: str
@@ -67,10 +68,10 @@ class Call(NamedTuple):
 
 @functools.cache
 def _needs_devices():
-    """A jaxpr that makes JAX pass the devices to the lowering rule of an equation.
+    """Returns a jaxpr that makes JAX pass the devices to the lowering rule of an equation.
 
-    JAX searches a program's equations, and the jaxprs among their parameters (also in tuples), for
-    a primitive that is known to need the devices.
+    JAX passes them if it finds a primitive that needs the devices, such as custom_partitioning, in
+    a program's equations or in a jaxpr among the parameters of an equation (also inside tuples).
     """
     split = custom_partitioning(lambda x: x)
     split.def_partition(None, sharding_rule="i -> i")
@@ -81,15 +82,12 @@ def _needs_devices():
 def patch_embed(
     source, weight, scale, table, *, backend, out_dtype, layout, cut=None, tuned=None
 ) -> jax.Array:
-    """The primitive's equation.
+    """Binds the primitive to its operands.
 
     Args:
       source: patches [..., S, K], or uint8 images [..., H, W, 3] or videos [..., F, H, W, 3].
       weight, scale, table: as for `backends.xla.run`.
-      backend: a name, or None for the one chosen.
-      out_dtype: "bfloat16" or "float32".
-      layout: how patches are cut of images, None for patches.
-      cut, tuned: as in `Call`.
+      backend, out_dtype, layout, cut, tuned: as in `Call`.
     """
     operands = (source, weight, scale, table)
     types = [jax.typeof(x) for x in operands]
@@ -102,7 +100,7 @@ def patch_embed(
 patch_embed_p.def_impl(functools.partial(apply_primitive, patch_embed_p))
 
 
-# Types: shape, dtype, and the sharding of the result under an explicit mesh.
+# Type of the result: its shape and dtype, and its sharding under an explicit mesh.
 
 
 @patch_embed_p.def_abstract_eval
@@ -134,7 +132,7 @@ def _replicated(mesh, ndim: int) -> NamedSharding:
 
 
 def _with_patches(avals, layout: PatchLayout | None) -> list:
-    """The operands' types, with patches instead of images."""
+    """Returns the operands' types with patches in place of images."""
     source, weight, *rest = avals
     if layout is not None:
         shape = layout.rows_shape(source.shape)
@@ -144,15 +142,16 @@ def _with_patches(avals, layout: PatchLayout | None) -> list:
 
 
 def _whole(layout: PatchLayout | None) -> tuple:
-    """The axes, as `_axes` names them, that are never sharded: K, and all of an image's."""
+    """Returns the axes that are never sharded, named as in `_axes`: K, and S and all image axes."""
     return ("k",) if layout is None else ("k", "f", "h", "w", "c", -2)
 
 
 def _axes(shapes, layout) -> list[list]:
-    """For each axis of the four operands, the corresponding axis of the result.
+    """Returns, for each axis of the four operands, the corresponding axis of the result.
 
-    Axes of the result are counted from its end: S is -2, N is -1. K is "k"; the axes of an image
-    are "h", "w" and "c", before them "f" of a video; a broadcast axis is None.
+    Axes of the result are counted from its end: S is -2, N is -1. Axes that the result does not
+    have are "k" for K, "h", "w" and "c" for an image, and "f" for the frames of a video. A
+    broadcast axis is None.
     """
     source, weight, scale, table = shapes
     patches = source if layout is None else layout.rows_shape(source)
@@ -175,9 +174,9 @@ def _leading(patches, weight, scale, table) -> tuple[int, ...]:
 
 
 def _result_spec(shapes, specs, layout) -> PartitionSpec:
-    """The result's sharding: each axis is sharded as in the operands that have it."""
+    """Returns the result's sharding: each axis is sharded as in the operands that have it."""
     sides, whole = _axes(shapes, layout), _whole(layout)
-    # The result has S also if no operand has: an image has none, nor has a table without positions.
+    # The result always has an axis S, but images and a table without positions have none.
     ndim = max(2, *(-axis for axes in sides for axis in axes if isinstance(axis, int)))
     found: dict[int, list[Any]] = {axis: [] for axis in range(-ndim, 0)}
     split = found.keys() - set(whole)
@@ -188,9 +187,10 @@ def _result_spec(shapes, specs, layout) -> PartitionSpec:
     used = [name for names in found.values() for name in _mesh_axes(names)]
     if any(len(names) > 1 for names in found.values()) or len(used) > len(set(used)):
         raise ValueError(
-            "patch_embed: the operands' shardings do not fit each other: patches, weight, scale "
+            "patch_embed: the operands' shardings contradict each other: patches, weight, scale "
             f"and table are sharded as {', '.join(map(str, specs))}. Expected one sharding for "
-            "each of the axes batch, S and N, no mesh axis twice. Use jax.sharding.reshard."
+            "each of the axes batch, S and N, and no mesh axis for two of them. Change the "
+            "shardings with jax.sharding.reshard."
         )
     return PartitionSpec(*(names[0] if names else None for names in found.values()))
 
@@ -200,7 +200,10 @@ def _mesh_axes(names) -> list:
 
 
 def _operand_specs(shapes, result_spec, layout) -> list[PartitionSpec]:
-    """How the operands are sharded for a result sharded as `result_spec`, which has all axes."""
+    """Returns the operands' shardings for a result that is sharded as `result_spec`.
+
+    `result_spec` has an entry for every axis of the result.
+    """
     names = tuple(result_spec)
     return [
         PartitionSpec(*(names[axis] if isinstance(axis, int) else None for axis in axes))
@@ -208,8 +211,8 @@ def _operand_specs(shapes, result_spec, layout) -> list[PartitionSpec]:
     ]
 
 
-# Differentiation is refused where a derivative would be used. A tangent that nothing uses, as after
-# stop_gradient, is dropped before it is transposed or lowered.
+# Differentiation is refused only if a derivative is used. JAX drops a tangent that nothing uses,
+# for example after stop_gradient, before it transposes or lowers the tangent.
 
 _tangent_p = Primitive("patch_embed_tangent")
 
@@ -252,7 +255,7 @@ batching.primitive_batchers[_tangent_p] = _batch_tangent
 
 @jax.custom_jvp
 def without_gradient(x, y):
-    """Returns y, which was computed from x through integers; refuses to differentiate it by x."""
+    """Returns y, which was computed from x through integers; differentiating it by x raises."""
     del x
     return y
 
@@ -267,9 +270,9 @@ def _(primals, tangents):
 
 @jax.custom_jvp
 def not_differentiated(x):
-    """Returns x, of which integers are to be computed; refuses to differentiate by it at once.
+    """Returns x, from which integers will be computed; differentiating by x raises at once.
 
-    Integers have no tangent that could remember x until a derivative is used.
+    The error cannot wait until a derivative is used, because integers have no tangent.
     """
     return x
 
@@ -285,7 +288,7 @@ def _(primals, tangents):
 
 
 def _batch(operands, axes, *, call):
-    # Axes of the operands without leading axes: [S, K] or an image's, [N, K], [N], [S, N].
+    # Number of axes of each operand without leading axes: [S, K] or an image, [N, K], [N], [S, N].
     own = (2 if call.layout is None else call.layout.image_ndim, 2, 1, 2)
     unbatched = [x.ndim - (a is not None) for x, a in zip(operands, axes)]
     leading = max(ndim - n for ndim, n in zip(unbatched, own))
@@ -312,7 +315,7 @@ def _explicitly(*operands, call):
     result_spec = _result_spec(shapes, [jax.typeof(x).sharding.spec for x in operands], layout)
     specs = _operand_specs(shapes, result_spec, layout)
     explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
-    # The sum over K is local: an operand sharded along K is gathered here.
+    # Each device sums over all of K, so an operand that is sharded along K is gathered here.
     gathered = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs)]
     return jax.shard_map(
         functools.partial(patch_embed_p.bind, call=call),
@@ -338,13 +341,13 @@ def _automatically(source, weight, scale, table, call):
 
 def _partition(call, mesh, operands, result):
     if mesh.empty and result.sharding.is_fully_replicated:
-        # A mesh is active, and no operand is on it.
+        # A mesh is active, but no operand is sharded over it.
         bind = functools.partial(patch_embed_p.bind, call=call)
         return mesh, bind, result.sharding, (result.sharding,) * len(operands)
     if not isinstance(result.sharding, NamedSharding):
         raise ValueError(
-            f"patch_embed: its result is sharded as {result.sharding}, expected a NamedSharding. "
-            "Shard the inputs with jax.NamedSharding, or ask for backend='xla'."
+            f"patch_embed: the result is sharded as {result.sharding}, expected a NamedSharding. "
+            "Shard the inputs with jax.NamedSharding, or pass backend='xla'."
         )
     ndim, whole = len(result.shape), _whole(call.layout)
     names = itertools.zip_longest(range(-ndim, 0), result.sharding.spec)
@@ -352,7 +355,7 @@ def _partition(call, mesh, operands, result):
     specs = _operand_specs([x.shape for x in operands], spec, call.layout)
 
     def local(*operands):
-        # An explicit mesh may be active while XLA compiles.
+        # An explicit mesh may be active while XLA compiles. This code runs without it.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             return patch_embed_p.bind(*operands, call=call)
 
@@ -372,7 +375,7 @@ def _shardy_rule(call, mesh, operands, results):
     sides = _axes([tuple(x.shape) for x in operands], call.layout)
     left = ", ".join(" ".join(map(factor, axes)) for axes in sides)
     right = " ".join(factor(axis) for axis in range(-len(results[0].shape), 0))
-    # In the order of their appearance.
+    # The axes in the order in which the rule mentions them.
     axes = dict.fromkeys(itertools.chain(*sides, [-2]))
     whole = tuple(factor(axis) for axis in axes if axis in _whole(call.layout))
     return f"{left} -> {right}", {"need_replication_factors": whole}
@@ -385,7 +388,7 @@ _automatically.def_partition(_partition, sharding_rule=_shardy_rule)
 
 
 def _devices_left_to_xla(module) -> int:
-    """The number of devices over which XLA will split what is lowered here."""
+    """Returns the number of devices over which XLA will partition this module."""
     context = module.axis_context
     if isinstance(context, mlir.SPMDAxisContext):
         left = set(context.mesh.axis_names) - context.manual_axes
@@ -394,7 +397,7 @@ def _devices_left_to_xla(module) -> int:
 
 
 def _target(module, platform: str | None) -> Target:
-    """Where the module will run."""
+    """Returns the target on which the module will run."""
     if platform is None and len(module.platforms) == 1:
         return Target(module.platforms[0])
     if platform is not None and not module.lowering_parameters.for_export and module.backend:
@@ -406,9 +409,9 @@ def _target(module, platform: str | None) -> Target:
 
 
 def _check_serializable() -> None:
-    """Refuses to export if the result could not be serialized.
+    """Refuses to export if the exported program could not be serialized.
 
-    `Exported.serialize` would raise an error that cannot name this package's extra.
+    The error of `Exported.serialize` would not name the extra of this package that is missing.
     """
     if importlib.util.find_spec("flatbuffers") is None:
         raise ImportError(
@@ -429,12 +432,12 @@ def _lower(ctx, *operands, call, platform=None):
 
 
 def _lower_split(ctx, *operands, call):
-    # custom_partitioning calls back into this process, which an exported program cannot.
+    # custom_partitioning calls back into this process. An exported program cannot do that.
     if ctx.module_context.lowering_parameters.for_export:
         raise NotImplementedError(
-            "patch_embed: a program with automatic sharding cannot be exported, because XLA calls "
-            "back into Python to partition it. Use a mesh with explicit axes, or jax.shard_map, or "
-            "patch_embed(..., backend='xla')."
+            "patch_embed: a program with automatic sharding cannot be exported, because XLA would "
+            "call back into Python to partition it. Use a mesh with explicit axes, jax.shard_map, "
+            "or patch_embed(..., backend='xla')."
         )
     split = functools.partial(_automatically, call=call._replace(devices=None))
     return mlir.lower_fun(split, multiple_results=False)(ctx, *operands)
@@ -446,7 +449,8 @@ def _lower_whole(ctx, *operands, call, platform):
     if backend not in (None, "xla") and len(module.platforms) > 1:
         raise NotImplementedError(
             f"patch_embed: backend {backend!r} cannot serve a program for several platforms, "
-            f"{', '.join(module.platforms)}. Export it for one, or leave backend=None."
+            f"{', '.join(module.platforms)}. Export the program for one platform, or leave "
+            "backend=None."
         )
     problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype, layout=layout, cut=cut)
     if _devices_left_to_xla(module) == 1:
@@ -465,8 +469,8 @@ def _lower_whole(ctx, *operands, call, platform):
             source = rows(source, layout, Encoding(weight.dtype.name))
         return plan.run(source, weight, *rest)
 
-    # What is lowered here is one device's work. Pallas' kernels refuse operands whose types say how
-    # they vary over a mesh, so the types are replaced by plain ones.
+    # The code lowered here runs on one device. Pallas kernels refuse operands whose types say how
+    # they vary over a mesh, so these types are replaced by types without that information.
     plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         lower = mlir.lower_fun(run, multiple_results=False)

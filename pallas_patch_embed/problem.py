@@ -1,4 +1,4 @@
-"""What a backend is asked to compute, and the shapes that real models have."""
+"""The shapes and dtypes of a call (`Problem`), and the shapes of released models."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-# An array argument of a public function.
+# Type of an array argument of a public function.
 type AnyArray = jax.Array | npt.NDArray[Any]
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
@@ -28,11 +28,14 @@ class Shaped(Protocol):
 
 
 def dtype_name(value: Any, what: str) -> str:
-    """The dtype of an array that JAX can read, looked at before JAX narrows float64.
+    """Returns the name of an array's own dtype, which JAX may convert (float64 to float32).
+
+    Args:
+      value: the array.
+      what: name of the array in the error message.
 
     Raises:
-      TypeError: it is no array, or one whose bytes are not in this machine's order. The message
-        calls it `what`.
+      TypeError: `value` is not an array, or its bytes are not in this machine's order.
     """
     if not (hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "ndim")):
         raise TypeError(
@@ -41,30 +44,29 @@ def dtype_name(value: Any, what: str) -> str:
         )
     if not getattr(value.dtype, "isnative", True):
         raise TypeError(
-            f"{what}: JAX cannot read the big-endian dtype {value.dtype.str}. Convert the array "
-            f"with astype(numpy.{value.dtype.name})."
+            f"{what} has the big-endian dtype {value.dtype.str}, which JAX cannot read. Convert "
+            f"the array with astype(numpy.{value.dtype.name})."
         )
     return getattr(value.dtype, "name", str(value.dtype))
 
 
 def is_known(value: Any) -> bool:
-    """Whether the values can be read here: jit does not trace them, no other process holds some."""
+    """Returns whether the values can be read: not traced by jit, and all held by this process."""
     return not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
 
 
 def padded(K: int) -> int:
-    """K rounded up to a multiple of 128 elements: whole 128-byte swizzle rows in every dtype."""
+    """Rounds K up to a multiple of 128, which gives whole 128-byte swizzle rows in every dtype."""
     return -(-K // K_MULTIPLE) * K_MULTIPLE
 
 
 class PatchLayout(NamedTuple):
-    """How images [..., H, W, 3] or videos [..., F, H, W, 3] become rows of patches.
+    """Layout of the patches of images [..., H, W, 3] or videos [..., F, H, W, 3].
 
     Attributes:
       patch_size: side of a patch in pixels.
       frames: frames of a video in one patch; None for images.
-      prefix: rows of zeros in front of the patches: then the rows of the result there are those of
-        the table.
+      prefix: rows of zeros in front of the patches. The result has the table's rows there.
     """
 
     patch_size: int
@@ -73,17 +75,17 @@ class PatchLayout(NamedTuple):
 
     @property
     def image_ndim(self) -> int:
-        """Axes of one image or video."""
+        """Number of axes of one image or video."""
         return 3 if self.frames is None else 4
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Patches along each axis of images or videos of this shape."""
+        """Returns the number of patches along each axis of images or videos of this shape."""
         *_, H, W, _ = shape
         sides = (H // self.patch_size, W // self.patch_size)
         return sides if self.frames is None else (shape[-4] // self.frames, *sides)
 
     def rows_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape [..., R + S, K_padded] of the rows of images or videos of this shape."""
+        """Returns the shape [..., R + S, K_padded] of the rows cut from images of this shape."""
         K = self.patch_size**2 * shape[-1] * (self.frames or 1)
         rows = self.prefix + math.prod(self.grid(shape))
         return (*shape[: -self.image_ndim], rows, padded(K))
@@ -101,14 +103,14 @@ class Problem:
       patches: shape [..., S, K].
       weight: shape [..., N, K].
       scale: shape [..., N], float32.
-      table: shape [..., S, N], or [..., 1, N] or [N] for one row that serves every position.
+      table: shape [..., S, N], or [..., 1, N] or [N] for one row that is added to every position.
       dtype: dtype of patches and weight.
       table_dtype: bfloat16 or float32.
       out_dtype: dtype of the result, bfloat16 or float32.
-      layout: how rows of patches are cut of uint8 images, by the backend, or by XLA for it; None
-        where patches are given.
+      layout: layout of the patches that the backend's kernel or XLA cuts from uint8 images; None if
+        the call is given patches.
       images: shape [..., H, W, 3] of those images, or [..., F, H, W, 3] of videos.
-      cut: "kernel" where a kernel must cut the images itself; None where XLA may do it.
+      cut: "kernel" if a kernel must cut the images itself; None if XLA may cut them.
     """
 
     patches: tuple[int, ...]
@@ -134,7 +136,7 @@ class Problem:
         layout: PatchLayout | None = None,
         cut: str | None = None,
     ) -> "Problem":
-        """The problem of these operands; `source` is images if there is a `layout`."""
+        """Makes the problem of these operands; `source` is images if `layout` is given."""
         shape = tuple(source.shape)
         return cls(
             patches=shape if layout is None else layout.rows_shape(shape),
@@ -151,7 +153,7 @@ class Problem:
 
     @property
     def of_patches(self) -> "Problem":
-        """This problem after patches were cut of the images."""
+        """The same problem with patches as its input instead of images."""
         return dataclasses.replace(self, layout=None, images=None, cut=None)
 
     @property
@@ -161,7 +163,7 @@ class Problem:
 
     @property
     def K(self) -> int:
-        """Length of a row of patches, with the padding."""
+        """Length of a row of patches, including the padding."""
         return self.patches[-1]
 
     @property
@@ -171,12 +173,12 @@ class Problem:
 
     @property
     def has_table(self) -> bool:
-        """Whether rows of a table are added; if not, one row of offsets is."""
+        """Whether a table of rows is added (True), or one offset [N] for all rows."""
         return len(self.table) > 1
 
     @functools.cached_property
     def table_period(self) -> int | None:
-        """Rows after which the table repeats along the rows of patches; None if it does not."""
+        """Rows of patches after which the table repeats; None if it does not repeat."""
         if not self.has_table:
             return 1
         *leading, S, _ = self.table
@@ -198,7 +200,7 @@ class NamedShape:
       patch: side of a patch in pixels.
       image: side of the image in pixels; a remainder of image / patch is dropped.
       N: width of the model.
-      prefix: rows in front of the patches, of class and register tokens.
+      prefix: rows of class and register tokens in front of the patches.
       frames: frames of a video in one patch; None for images.
     """
 
@@ -216,17 +218,18 @@ class NamedShape:
 
     @property
     def S(self) -> int:
-        """Rows of an image, with the prefix."""
+        """Rows of one image, including the prefix."""
         return self.prefix + self.grid[0] * self.grid[1]
 
     @property
     def K(self) -> int:
-        """Numbers in one patch."""
+        """Count of numbers in one patch, without padding."""
         return 3 * self.patch**2 * (self.frames or 1)
 
 
-# SigLIP (arXiv 2303.15343), SigLIP 2 (arXiv 2502.14786), and the vision tower of Gemma 3
-# (arXiv 2503.19786). NaFlex models take the positions per image, up to 256 patches by default.
+# Models of SigLIP (arXiv 2303.15343) and SigLIP 2 (arXiv 2502.14786), and the vision tower of
+# Gemma 3 (arXiv 2503.19786). NaFlex models have positions per image, and by default at most 256
+# patches an image.
 NAMED_SHAPES = tuple(
     NamedShape(f"{name}/{patch} {image}", patch, image, N)
     for name, patch, N, images in (
@@ -244,9 +247,9 @@ NAMED_SHAPES = tuple(
 )
 
 
-# Other ViTs: CLIP (arXiv 2103.00020), DINOv2 (arXiv 2304.07193) at the size of its positions, and
-# the vision towers of Qwen2-VL (arXiv 2409.12191) and Qwen3-VL (arXiv 2511.21631), whose images
-# have any size.
+# Other ViTs: CLIP (arXiv 2103.00020), DINOv2 (arXiv 2304.07193) at the resolution of its stored
+# positions, and the vision towers of Qwen2-VL (arXiv 2409.12191) and Qwen3-VL (arXiv 2511.21631),
+# which accept images of any size.
 VIT_SHAPES = (
     NamedShape("CLIP B/16 224", 16, 224, 768, prefix=1),
     NamedShape("CLIP B/32 224", 32, 224, 768, prefix=1),
@@ -263,12 +266,12 @@ VIT_SHAPES = (
 
 
 def named_shape(name: str) -> NamedShape:
-    """The shape of this name.
+    """Returns the shape with this name.
 
     Raises:
-      ValueError: there is none; the message lists the names.
+      ValueError: no shape has this name; the message lists the names.
     """
     shapes = {shape.name: shape for shape in (*NAMED_SHAPES, *VIT_SHAPES)}
     if name not in shapes:
-        raise ValueError(f"There is no shape {name!r}, expected one of {', '.join(shapes)}.")
+        raise ValueError(f"The shape is {name!r}, expected one of {', '.join(shapes)}.")
     return shapes[name]

@@ -1,8 +1,9 @@
-"""The check of traced pixels: an identity, of which `checkify` makes a check and jit nothing.
+"""The range check of traced pixels, an identity primitive that only `checkify` turns into a check.
 
-`checkify.debug_check` would do, but it is an effect: JAX calls a jitted program that has one from
-Python instead of C++ (5 ms a call with 300 arrays, not 0.15), and cannot serialise it. A primitive
-has no effect, and checkify looks up what to check of it, but JAX has no public name for the table.
+`checkify.debug_check` has an effect. JAX dispatches a jitted program with an effect from Python
+instead of C++ (5 ms instead of 0.15 ms a call with 300 arrays), and cannot serialise it. This
+primitive has no effect. checkify finds the check of a primitive in the table `error_checks`, which
+has no public name in JAX.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,11 @@ check_range_p = Primitive("check_range")
 
 
 class Check(NamedTuple):
-    """What is checked of pixels. A jaxpr prints it as a few words.
+    """The check of a range of pixels. A jaxpr prints it as one word.
 
     Attributes:
-      range_of: pixels -> whether they are in range, the smallest one and the largest one.
-      message: what is said if they are not, with the fields {low} and {high}.
+      range_of: pixels -> whether all are in range, the smallest pixel and the largest.
+      message: the error's message, with the fields {low} and {high}.
     """
 
     range_of: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
@@ -32,7 +33,7 @@ class Check(NamedTuple):
 
 
 def checked(pixels: jax.Array, check: Check) -> jax.Array:
-    """The pixels; under checkify with a check of their range."""
+    """Returns the pixels; under checkify, also checks their range."""
     return check_range_p.bind(pixels, check=check)
 
 
@@ -42,12 +43,12 @@ mlir.register_lowering(check_range_p, lambda ctx, pixels, **_: [pixels])
 
 
 def _differentiate(primals: Any, tangents: Any, *, check: Check) -> Any:
-    # A check is no part of what is differentiated.
+    # The check does not take part in the differentiation.
     return check_range_p.bind(*primals, check=check), tangents[0]
 
 
 def _batch(operands: Any, axes: Any, *, check: Check) -> Any:
-    # The last axis is the colours, or a row of a patch: it stays the last.
+    # The batch axis moves to the front, so that the last axis (colours or K) remains the last.
     return check_range_p.bind(jax.numpy.moveaxis(operands[0], axes[0], 0), check=check), 0
 
 

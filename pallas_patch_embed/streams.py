@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or read by nobody any more."""
+"""Handling of standard streams that are closed, on a full disk, or without a reader."""
 
 import contextlib
 import os
@@ -6,22 +6,22 @@ from typing import Any, TextIO
 
 
 def open_missing() -> None:
-    """Opens /dev/null as those of file descriptors 0 to 2 that are closed.
+    """Opens /dev/null in place of each of the file descriptors 0 to 2 that is closed.
 
-    Otherwise the next file that is opened gets such a number, and what C++ code writes to standard
-    error goes into that file.
+    Otherwise the next file that is opened gets the number of a closed descriptor, and C++ code that
+    writes to standard error may write into that file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # It gets the smallest number that is free.
+            os.open(os.devnull, os.O_RDWR)  # The system assigns the smallest free number.
 
 
 def discard(stream: TextIO) -> None:
-    """Sends what the stream still holds, and what comes, to /dev/null.
+    """Redirects the stream, including text that is still in its buffer, to /dev/null.
 
-    Python writes the buffers at its end, and exits with 120 if it cannot.
+    Otherwise Python exits with code 120 when it cannot flush the buffer at exit.
     """
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
@@ -30,7 +30,7 @@ def discard(stream: TextIO) -> None:
 
 
 class Forgiving:
-    """A text stream that says nothing more once it cannot be written, instead of raising."""
+    """A text stream that discards its text after the first failed write, instead of raising."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

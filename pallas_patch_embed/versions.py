@@ -1,4 +1,4 @@
-"""Versions of what a result depends on: packages, and NVIDIA's driver."""
+"""Versions of the packages and of NVIDIA's driver, on which a result may depend."""
 
 import importlib.metadata
 import shutil
@@ -19,7 +19,7 @@ MISSING = "not installed"
 
 
 def version(package: str) -> str:
-    """The installed version of a package."""
+    """Returns the installed version of a package, or `MISSING`."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -27,13 +27,13 @@ def version(package: str) -> str:
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those of these packages that are installed."""
+    """Returns the versions of the given packages, without those that are not installed."""
     found = {package: version(package) for package in packages}
     return {package: text for package, text in found.items() if text != MISSING}
 
 
 def driver() -> str:
-    """The version of NVIDIA's driver; empty if there is none."""
+    """Returns the version of NVIDIA's driver; an empty string if there is no driver."""
     if shutil.which("nvidia-smi") is None:
         return ""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -368,8 +368,8 @@ def test_a_process_that_cannot_be_killed_ends_the_check(monkeypatch, capsys):
         (["--shapes", "some"], "invalid choice: 'some'"),
         (["--seed", "-1"], "--seed is -1, expected 0 to 2^31 - 1"),
         (["--report", "no/such/folder/report.json"], "there is no such folder"),
-        (["--report", "."], "--report is .: it exists and is no file"),
-        (["--report", "/dev/null"], "it exists and is no file"),
+        (["--report", "."], "--report is .: it exists and is not a regular file"),
+        (["--report", "/dev/null"], "it exists and is not a regular file"),
         (["--report", "/proc/report.json"], "nothing can be written there (No such"),
     ],
 )

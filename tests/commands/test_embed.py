@@ -467,8 +467,11 @@ def test_the_command_says_which_picture_is_bad(tmp_path, pictures):
             ["--checkpoint", "absent", ".", "--out", "o.npz", "--patch-dtype", "int4"],
             "invalid choice",
         ),
-        (["--checkpoint", "absent", "--out", "out.npz"], "there are no pictures"),
-        (["--checkpoint", "a", "--out", "o", "--ray", "a.png"], "--ray took 'a.png'"),
+        (["--checkpoint", "absent", "--out", "out.npz"], "no pictures are given"),
+        (
+            ["--checkpoint", "a", "--out", "o", "--ray", "a.png"],
+            "'a.png' was read as the address of --ray",
+        ),
         (["--checkpoint", "a", "a.png", "--out", "o.npz", "--ray"], "--ray writes a folder"),
     ],
     ids=[

@@ -745,7 +745,7 @@ def test_results_of_two_machines_are_not_mixed(tmp_path, changes, message):
     [
         ([], "required: --out"),
         (["--out", "no/such/folder/out.json"], "there is no such folder"),
-        (["--out", "."], "--out is .: it exists and is no file"),
+        (["--out", "."], "--out is .: it exists and is not a regular file"),
         (["--out", "/proc/out.json"], "/proc/out.json: nothing can be written there (No such"),
         (["--out", "out.json", "--images", "0"], "--images is 0, expected 1 or more"),
         (["--out", "out.json", "--seconds", "0"], "--seconds is 0, expected more than 0"),

@@ -172,7 +172,7 @@ def test_images_are_normalised_as_the_layer_is_told(edited):
 def test_a_wrong_normalisation_is_refused_before_anything_is_changed():
     layer = keras.layers.Conv2D(WIDTH, 16, 16)
     layer.build(IMAGES.shape)
-    with pytest.raises(ValueError, match=r"image_std is 0\.5, expected a number for each"):
+    with pytest.raises(ValueError, match=r"image_std is 0\.5, expected three numbers in"):
         drop_in.replace(layer, image_std=0.5)
     assert "call" not in vars(layer)
 

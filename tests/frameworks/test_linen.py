@@ -144,7 +144,7 @@ def test_another_normalisation_compiles_again_and_a_wrong_one_is_refused():
         with linen.intercept(**options):
             results.append(apply(variables, np.zeros((1, 32, 32, 3), np.uint8)))
     assert relative(*results) > 0.1
-    with pytest.raises(ValueError, match=r"image_std is 0\.5, expected a number for each"):
+    with pytest.raises(ValueError, match=r"image_std is 0\.5, expected three numbers in"):
         with linen.intercept(image_std=0.5):
             pass
 

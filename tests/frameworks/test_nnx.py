@@ -118,7 +118,7 @@ def test_images_are_normalised_as_the_module_is_told(edited):
 
 def test_a_wrong_normalisation_is_refused_before_anything_is_changed():
     model = nnx.Conv(3, WIDTH, (16, 16), (16, 16), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"image_std is 0\.5, expected a number for each"):
+    with pytest.raises(ValueError, match=r"image_std is 0\.5, expected three numbers in"):
         drop_in.replace(model, image_std=0.5)
     assert type(model) is nnx.Conv
 

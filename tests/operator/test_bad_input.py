@@ -132,7 +132,7 @@ BAD = {
     "dtype nonsense": (ValueError, pack(dtype=3), "float32, bfloat16, float8_e4m3fn, int8"),
     "positions' N": (ValueError, pack(positions=POSITIONS[:, :7]), "[S, 8]"),
     "positions' rank": (ValueError, pack(positions=POSITIONS[:, 0]), "[S, 8]"),
-    "no square": (ValueError, pack(positions=POSITIONS[:190]), "not a square"),
+    "no square": (ValueError, pack(positions=POSITIONS[:190]), "do not form a square"),
     "grid": (ValueError, pack(grid=(14, 13)), "182 patches"),
     "other grid": (
         ValueError,
@@ -170,9 +170,13 @@ BAD = {
     "explain's negative": (
         ValueError,
         lambda: ppe.explain((-1, 8, 8, 3), PARAMS["int8"]),
-        "no neg",
+        "without negative numbers",
     ),
-    "explain's nothing": (ValueError, lambda: ppe.explain((), PARAMS["int8"]), "no neg"),
+    "explain's nothing": (
+        ValueError,
+        lambda: ppe.explain((), PARAMS["int8"]),
+        "without negative numbers",
+    ),
     "explain's uint8 patches": (
         TypeError,
         lambda: ppe.explain(np.zeros((2, 196, 640), np.uint8), PARAMS["int8"]),
@@ -197,7 +201,7 @@ BAD = {
     "big-endian images": (
         TypeError,
         lambda: ppe.embed_images(np.zeros((1, 224, 224, 3), ">f4"), PARAMS["int8"]),
-        "images: JAX cannot read the big-endian dtype >f4",
+        "images has the big-endian dtype >f4, which JAX cannot read",
     ),
     "big-endian patches": (
         TypeError,
@@ -211,7 +215,7 @@ BAD = {
             PARAMS["int8"],
             position_embedding=np.zeros((196, 8), ">f2"),
         ),
-        "position_embedding: JAX cannot read the big-endian dtype >f2",
+        "position_embedding has the big-endian dtype >f2, which JAX cannot read",
     ),
     "explain's device": (
         TypeError,

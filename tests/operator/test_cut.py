@@ -141,9 +141,9 @@ def test_another_cut_is_refused(given):
 
 def test_only_uint8_images_are_cut_by_a_kernel():
     images = np.zeros(IMAGES.shape, np.float32)
-    with pytest.raises(ValueError, match=r"is for uint8 images .* float32\[8, 224, 224, 3\]"):
+    with pytest.raises(ValueError, match=r"needs uint8 images .* float32\[8, 224, 224, 3\]"):
         ppe.embed_images(images, PARAMS, cut="kernel")
-    with pytest.raises(ValueError, match=r"is for uint8 images .* int8\[8, 196, 768\]"):
+    with pytest.raises(ValueError, match=r"needs uint8 images .* int8\[8, 196, 768\]"):
         ppe.explain((8, 196, 768), PARAMS, cut="kernel")
 
 

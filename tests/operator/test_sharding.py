@@ -184,9 +184,9 @@ def test_explicit_shardings_that_do_not_fit_are_refused():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         x = put(mesh, np.asarray(ppe.patchify(IMAGES, PARAMS)), "data")
-        with pytest.raises(ValueError, match="do not fit each other"):
+        with pytest.raises(ValueError, match="contradict each other"):
             jax.jit(embed)(x, put_params(mesh, n="data"))
-        with pytest.raises(ValueError, match="do not fit each other"):
+        with pytest.raises(ValueError, match="contradict each other"):
             jax.jit(embed)(put(mesh, np.asarray(x), None, "model"), put_params(mesh, s="data"))
 
 

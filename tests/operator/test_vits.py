@@ -365,7 +365,7 @@ def test_explain_names_what_is_cut():
     assert "14 rows" not in text
     with pytest.raises(NotImplementedError, match=r"no kernel cuts videos itself, or puts rows"):
         ppe.embed_images(images, params, cut="kernel", backend="triton")
-    assert "frames a patch 2" in repr(params) and "rows in front 2" in repr(params)
+    assert "frames 2" in repr(params) and "prefix 2" in repr(params)
     assert "mean (0.48, 0.46, 0.41)" in repr(params)
 
 
@@ -396,12 +396,18 @@ def test_kernels_serve_what_xla_has_cut(target, layout):
 
 
 BAD_PACK = {
-    "mean of two": (dict(image_mean=(0.5, 0.5)), "image_mean is .*each of red, green and blue"),
+    "mean of two": (
+        dict(image_mean=(0.5, 0.5)),
+        "image_mean is .*three numbers in .* red, green and blue",
+    ),
     "std of zero": (dict(image_std=(0.5, 0, 0.5)), "image_std is .*all positive"),
     "mean of text": (dict(image_mean="abc"), "image_mean is 'abc'"),
     "mean of NaN": (dict(image_mean=(np.nan, 0, 0)), "image_mean is"),
-    "mean of 255": (dict(image_mean=(123.7, 116.3, 103.5)), "image_mean is .*divided by 255"),
-    "std of 255": (dict(image_mean=(0,) * 3, image_std=(255,) * 3), "image_std is .*divided by"),
+    "mean of 255": (dict(image_mean=(123.7, 116.3, 103.5)), "image_mean is .*divide them by 255"),
+    "std of 255": (
+        dict(image_mean=(0,) * 3, image_std=(255,) * 3),
+        "image_std is .*divide them by",
+    ),
     "overflow": (
         dict(image_std=(0.5, 0.25, 0.5), kernel=np.full((4, 4, 3, 8), 2e38), dtype="float32"),
         "kernel has 384 values that are NaN, infinite or beyond 1.7e.38, .* that image_std allows",
@@ -412,15 +418,15 @@ BAD_PACK = {
     "NaN prefix": (dict(prefix=np.full((2, 8), np.nan)), "prefix has 16 values"),
     "ambiguous": (
         dict(prefix=np.zeros((3, 8)), position_embedding=np.zeros((4, 8))),
-        "4 positions are either 0 or 3 rows of prefix and a square",
+        "a prefix of 3 rows, and both 4 and 1 positions form a square",
     ),
     "no square": (
         dict(prefix=np.zeros((1, 8)), position_embedding=np.zeros((7, 8))),
-        "no square, with or without the 1 rows of prefix",
+        "a prefix of 1 rows, and neither 7 nor 6 positions form a square",
     ),
     "grid": (
         dict(prefix=np.zeros((1, 8)), position_embedding=np.zeros((9, 8)), grid=(2, 3)),
-        "6 patches behind 1 rows of prefix",
+        "6 patches and the prefix has 1 rows",
     ),
     "kernel of images": (dict(layout="OITHW"), r"expected \[N, 3, T, p, p\]"),
 }
@@ -443,18 +449,20 @@ def test_params_whose_K_is_not_that_of_their_patches_are_refused(change):
 
 def test_bad_images_and_patches_are_refused():
     params, videos = draw("frames", "int8")
-    with pytest.raises(ValueError, match="F a multiple of 2 frames"):
+    with pytest.raises(ValueError, match="F is a multiple of 2 frames"):
         ppe.embed_images(videos[:, :3], params)
-    with pytest.raises(ValueError, match="F a multiple of 2 frames"):
+    with pytest.raises(ValueError, match="F is a multiple of 2 frames"):
         ppe.patchify(videos[0, 0], params)
-    with pytest.raises(ValueError, match=r"1 x 2 x 3 grid .* positions for 2 x 2 x 3"):
+    with pytest.raises(ValueError, match=r"1 x 2 x 3 grid .* positions for a 2 x 2 x 3 grid"):
         ppe.embed_images(videos[:, :2], params)
     with pytest.raises(ValueError, match=r"expected \[..., S, 96\].* and 2 frames"):
         ppe.encode_patches(np.zeros((12, 48), np.uint8), params)
     params, images = draw("prefix", "int8")
-    with pytest.raises(ValueError, match=r"expected \[6, 8\] .*2 rows in front"):
+    with pytest.raises(ValueError, match=r"expected \[6, 8\] .*2 rows of prefix"):
         ppe.embed_images(images, params, position_embedding=np.zeros((8, 8), np.float32))
-    with pytest.raises(ValueError, match="2 rows, but the params put 2 rows of zeros in front"):
+    with pytest.raises(
+        ValueError, match="2 rows, but the params have a prefix, which needs 2 rows"
+    ):
         ppe.patch_embed(np.zeros((2, 128), np.int8), params)
 
 
@@ -470,7 +478,7 @@ def test_the_range_check_knows_the_normalisation(place):
     ppe.encode_patches(place(np.float32(((pixels + 1) / 2 - colours[0]) / colours[1])), params)
     for bad in (good * 1.1, images.astype(np.float32), np.where(good == good.max(), np.nan, good)):
         bad = place(np.float32(bad))
-        with pytest.raises(ValueError, match=r"once image_mean=.*are undone"):
+        with pytest.raises(ValueError, match=r"after image_mean=.*are undone"):
             ppe.embed_images(bad, params)
         ppe.embed_images(bad, params, clip=True)
 
