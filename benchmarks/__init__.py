@@ -1,1 +1,1 @@
-"""Measurements of the operator and of its compiled kernels. Not part of the wheel."""
+"""Measurements of the operator and of its compiled kernels. The wheel does not contain them."""

@@ -30,23 +30,24 @@ from pallas_patch_embed.tune.timing import Contender, Timing
 
 PARTS = ("operator", "encoder", "accuracy", "devices")
 
-# The records of a part, as they are measured.
+# Yields the records of a part in groups, as soon as they are measured.
 Records = Iterator[list[dict[str, Any]]]
 
-# Without NaFlex, whose positions differ between images: no other contender accepts that.
+# NaFlex is left out: its positions differ between images, which only this operator accepts.
 SHAPES = tuple(shape.name for shape in NAMED_SHAPES if not shape.name.startswith("NaFlex"))
 
-# After this many other bytes, an operand is in no cache: twice the L2 cache of a B200.
+# Bytes that evict an operand from every cache when they are accessed: twice the L2 cache of a B200.
 OUT_OF_CACHE = 2 * 126 * 2**20
 
-# Single calls are measured up to the first number of images, sustained runs from the second on.
+# Single calls are measured for at most CALL_IMAGES images, sustained runs for at least
+# SUSTAINED_IMAGES.
 CALL_IMAGES, SUSTAINED_IMAGES = 64, 1024
 
 ENCODER_IMAGES = {"B/16 224": 512, "So400m/14 384": 64}
 
 
 def ceilings(dtypes: list[str], gigabytes: float, size: int) -> dict[str, float]:
-    """Bytes a second by kind of access, and operations a second by dtype, in bursts."""
+    """Measures bytes per second by kind of access and operations per second by dtype, in bursts."""
     limits: dict[str, Ceiling] = memory_ceilings(gigabytes)
     limits |= {dtype: product_ceiling(dtype, size) for dtype in dtypes}
     compared = {name: limit.contender for name, limit in limits.items()}
@@ -59,13 +60,19 @@ def ceilings(dtypes: list[str], gigabytes: float, size: int) -> dict[str, float]
 
 
 def regimes(case: Case, chosen: list[str]) -> dict[str, str | None]:
-    """The chosen regimes, each with the reason why this case is not measured in it, or None."""
+    """Maps each chosen regime to the reason why this case is not measured in it, or to None."""
     small, many = case.bytes("patches") < OUT_OF_CACHE // 2, case.images >= SUSTAINED_IMAGES
     told = {
         "burst": (True, None),
         "cold": (small, "the operands do not fit in a cache anyway."),
-        "sustained": (many or not timing.on_gpu(), f"for {SUSTAINED_IMAGES} images or more."),
-        "call": (case.images <= CALL_IMAGES, f"for {CALL_IMAGES} images or fewer."),
+        "sustained": (
+            many or not timing.on_gpu(),
+            f"it is only measured for {SUSTAINED_IMAGES} images or more.",
+        ),
+        "call": (
+            case.images <= CALL_IMAGES,
+            f"it is only measured for {CALL_IMAGES} images or fewer.",
+        ),
     }
     found = {regime: None if says else reason for regime, (says, reason) in told.items()}
     return {regime: found[regime] for regime in chosen}
@@ -74,7 +81,11 @@ def regimes(case: Case, chosen: list[str]) -> dict[str, str | None]:
 def measure(
     case: Case, limits: dict[str, float], chosen: argparse.Namespace
 ) -> tuple[list[Result], dict[str, str]]:
-    """Results of every contender in every regime and from every source; and what was left out."""
+    """Measures every contender in every regime and from every source.
+
+    Returns:
+      The results; and for each contender or regime that was left out, name -> reason.
+    """
     data = contenders.draw(case)
     found, left_out = contenders.entries(case, data, tuple(chosen.sources), built=not chosen.quick)
     measured = []
@@ -95,7 +106,7 @@ def measure(
 
 
 def cold(case: Case, found: dict[tuple[str, str], Entry]) -> dict[tuple[str, str], Entry]:
-    """The same entries, whose calls cycle through copies of the operands."""
+    """Returns the entries with contenders whose calls cycle through copies of the operands."""
     copies = math.ceil(OUT_OF_CACHE / case.bytes("patches"))
 
     def copy(x):
@@ -113,7 +124,7 @@ def cold(case: Case, found: dict[tuple[str, str], Entry]) -> dict[tuple[str, str
 def run[Name](
     regime: str, compared: dict[Name, Contender], chosen: argparse.Namespace, **calls: int
 ) -> dict[Name, Timing]:
-    """Times of contenders in a regime; `calls=` sets the calls of a turn, if it has several."""
+    """Times contenders in a regime; `calls=` sets the calls of a burst or sustained turn."""
     if regime == "sustained":
         return timing.sustained(compared, seconds=chosen.seconds, **calls)
     if regime == "call":
@@ -127,8 +138,9 @@ def operator(chosen: argparse.Namespace) -> Records:
     limits = ceilings(chosen.dtypes, *((1.0, 8192) if gpu else (0.05, 1024)))
     units = dict.fromkeys(limits, "GFLOP/s") | {"copy": "GB/s", "widen": "GB/s"}
     rates = (f"{name} {rate / 1e9:,.0f} {units[name]}" for name, rate in limits.items())
-    print(f"ceilings of this device, as measured: {', '.join(rates)}")
-    print("  copy writes as many bytes as it reads, widen twice as many; the others are products")
+    print(f"measured ceilings of this device: {', '.join(rates)}")
+    print("  copy writes as many bytes as it reads, and widen writes twice as many; a dtype stands")
+    print("  for a matrix product")
     print(results.legend(power=gpu), flush=True)
     yield [{"kind": "ceiling", "name": name, "rate": rate} for name, rate in limits.items()]
     cases, without = [], collections.defaultdict(list)
@@ -160,16 +172,16 @@ def encoders(chosen: argparse.Namespace) -> Records:
         if regime in ("burst", "sustained")
     }
     if not measures:
-        print("\nEncoder: it is measured in bursts and sustained, neither of which is chosen.")
+        print("\nEncoder: skipped, because neither burst nor sustained is among the regimes.")
         return
     for name in chosen.shapes:
         if name not in ENCODER_IMAGES:
-            print(f"\nEncoder: there is none for {name}, only for {', '.join(ENCODER_IMAGES)}.")
+            print(f"\nEncoder: skipped for {name}; it exists for {', '.join(ENCODER_IMAGES)}.")
             continue
         images = ENCODER_IMAGES[name] if timing.on_gpu() else 1
         found = encoder.speeds(name, images, chosen.dtypes, measures)
         for regime in measures:
-            title = f"{name}, bfloat16, {images} images a call"
+            title = f"{name}, bfloat16, {images} images per call"
             print(f"\nEncoder {title}, {regime}: {REGIMES[regime]}")
             print(encoder.table([s for s in found if s.regime == regime]), flush=True)
         yield [{"kind": "encoder"} | dataclasses.asdict(s) for s in found]
@@ -181,27 +193,27 @@ def accuracies(chosen: argparse.Namespace) -> Records:
         found = accuracy.accuracies(chosen.checkpoint)
     except ValueError as reason:
         raise SystemExit(str(reason)) from reason
-    print(f"\nAgainst float32, {found[0].images} photographs, {found[0].weights}")
+    print(f"\nErrors against float32, {found[0].images} photographs, {found[0].weights}")
     print(accuracy.table(found), flush=True)
     yield [{"kind": "accuracy"} | dataclasses.asdict(a) for a in found]
 
 
 def several(chosen: argparse.Namespace) -> Records:
-    """Measures weak scaling over this machine's devices."""
+    """Measures weak scaling across this machine's devices."""
     counts = [n for n in (2, 4, 8) if n <= jax.device_count()]
     if not counts:
-        print("\nWeak scaling: there is one device.")
+        print("\nWeak scaling: skipped, because there is only one device.")
         return
     for dtype in chosen.dtypes:
         problem = max(chosen.images), chosen.shapes[0], dtype
         found = devices.scaling(counts, *problem, seconds=chosen.seconds, rounds=chosen.rounds)
-        print(f"\nWeak scaling, {chosen.shapes[0]}, {dtype}, {found[0].backend}, no collective")
+        print(f"\nWeak scaling, {chosen.shapes[0]}, {dtype}, {found[0].backend}, no collectives")
         print(devices.table(found), flush=True)
         yield [{"kind": "devices"} | dataclasses.asdict(s) for s in found]
 
 
 def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
-    """Draws all pictures that the records have data for."""
+    """Draws every picture for which there are records, and returns the paths."""
     found = [results.result_of(r) for r in records if r["kind"] == "time"]
     if not found:
         return []
@@ -239,7 +251,7 @@ def draw(records: list[dict[str, Any]], out: Path) -> list[Path]:
 
 
 def at_least(minimum: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A type of arguments: numbers that are not below `minimum`."""
+    """Returns a parser for an argument that is a number of at least `minimum`."""
 
     def number(text: str):
         found = kind(text)
@@ -258,45 +270,48 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--quick", action="store_true", help="only a few measurements, in under a minute"
+        "--quick", action="store_true", help="takes only a few measurements, in under a minute"
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all of them")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="parts to run; default: all")
     shapes = f"shapes: operator ({', '.join(SHAPES)}); encoder ({', '.join(ENCODER_IMAGES)})"
     regimes = "; ".join(f"{name}: {text}" for name, text in REGIMES.items())
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME", help=shapes)
-    images = "images of a call; on several devices, the largest number on each"
+    images = "images per call; weak scaling uses the largest number on each device"
     parser.add_argument("--images", type=at_least(1, int), nargs="+", help=images)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="dtypes of patches and weight")
     pixels = ["random", "photographs"]
-    parser.add_argument("--pixels", nargs="+", choices=pixels, help="the operator's input")
-    sources = "input of the operator's contenders"
+    parser.add_argument("--pixels", nargs="+", choices=pixels, help="the operator's pixels")
+    sources = "whether the operator and its peers start from patches or from images"
     parser.add_argument(
         "--sources", nargs="+", choices=SOURCES, default=list(SOURCES), help=sources
     )
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, help=regimes)
-    parser.add_argument("--rounds", type=at_least(1, int), help="turns of each contender")
-    parser.add_argument("--rest", type=at_least(0, float), help="idle seconds before a turn")
+    parser.add_argument("--rounds", type=at_least(1, int), help="number of turns of each contender")
+    parser.add_argument("--rest", type=at_least(0, float), help="idle seconds before each turn")
     parser.add_argument(
-        "--seconds", type=at_least(0.01, float), help="duration of a sustained turn"
+        "--seconds", type=at_least(0.01, float), help="duration of a sustained turn in seconds"
     )
-    parser.add_argument("--checkpoint", type=Path, help="an encoder, to measure the accuracy")
+    parser.add_argument("--checkpoint", type=Path, help="encoder whose accuracy is measured")
     parser.add_argument("--out", type=Path, help="folder for results.jsonl and pictures")
     parser.add_argument(
-        "--draw", type=Path, metavar="FOLDER", help="only draw the pictures of that folder again"
+        "--draw",
+        type=Path,
+        metavar="FOLDER",
+        help="only redraws the pictures of this folder",
     )
     chosen = parser.parse_args()
     if chosen.draw and not (chosen.draw / "results.jsonl").exists():
-        parser.error(f"there is no {chosen.draw / 'results.jsonl'}")
+        parser.error(f"{chosen.draw / 'results.jsonl'} does not exist")
     if chosen.checkpoint and not chosen.checkpoint.exists():
-        parser.error(f"there is no {chosen.checkpoint}")
+        parser.error(f"{chosen.checkpoint} does not exist")
     if chosen.out and chosen.out.exists() and not chosen.out.is_dir():
-        parser.error(f"{chosen.out} is no folder")
+        parser.error(f"{chosen.out} is not a folder")
     gpu = timing.on_gpu()
     quick = dict(
         parts=["operator"],
         shapes=["B/16 224"],
         images=[1024] if gpu else [4],
-        # This takes 22 seconds on an H200; with int8 it would take 55 to 65.
+        # bfloat16 alone takes 22 seconds on an H200; int8 as well would take 55 to 65.
         dtypes=["bfloat16"] if gpu else ["int8", "bfloat16"],
         pixels=["random"],
         regimes=["burst"],
@@ -326,7 +341,7 @@ def main() -> None:
     chosen = arguments()
     if chosen.draw:
         made = draw(results.read(chosen.draw / "results.jsonl"), chosen.draw)
-        print(*made or ["There are no times in it to draw."], sep="\n")
+        print(*made or ["results.jsonl has no times to draw."], sep="\n")
         return
     print(timing.environment(), flush=True)
     head = {"kind": "run", "versions": timing.environment(), "time": time.strftime("%FT%T%z")}
@@ -343,7 +358,9 @@ def main() -> None:
     try:
         made = draw(results.read(path), chosen.out)
     except ImportError as missing:
-        print(f"No pictures: {missing}. Elsewhere: python -m benchmarks --draw {chosen.out}")
+        print(
+            f"No pictures: {missing}. To draw them later: python -m benchmarks --draw {chosen.out}"
+        )
     else:
         print(f"\nWrote results.jsonl and {len(made)} pictures to {chosen.out}.")
 

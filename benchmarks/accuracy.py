@@ -26,7 +26,7 @@ class Accuracy:
       dtype: dtype of patches and weight.
       patch_error: relative Frobenius error of the embeddings of patches in bfloat16, as in the
         demo.
-      patch_cosine: cosine of embedding and exact embedding, mean over all patches.
+      patch_cosine: cosine between embedding and exact embedding, averaged over all patches.
       pooled_error, pooled_cosine: the same for the pooled output.
       images: number of photographs.
     """
@@ -44,7 +44,7 @@ def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[A
     """The accuracy of each dtype, compared with float32.
 
     Args:
-      checkpoint: a path for `load_encoder`, of a fixed resolution; random weights if None.
+      checkpoint: path of a fixed-resolution checkpoint for `load_encoder`; random weights if None.
       name: name of the encoder with random weights.
 
     Raises:
@@ -58,7 +58,7 @@ def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[A
 
     exact = encoder_of("float32")
     if exact.config.image_size is None:
-        raise ValueError(f"accuracy: {checkpoint} is NaFlex, expected one of a fixed resolution.")
+        raise ValueError(f"accuracy: {checkpoint} is NaFlex, expected a fixed resolution.")
     side = exact.config.image_size[0]
     shape = dataclasses.replace(named_shape(name), image=side, patch=exact.config.patch)
     _, images = photographs(shape)
@@ -82,7 +82,7 @@ def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[A
 
 
 def table(found: list[Accuracy]) -> str:
-    """An aligned table."""
+    """Formats an aligned table."""
     heads = ("patches: error", "cosine", "pooled: error", "cosine")
     lines = [f"{'dtype':16}" + "".join(f"{head:>16}" for head in heads)]
     for a in found:

@@ -1,13 +1,13 @@
-"""Resources and instructions of every compiled kernel, and a budget for one tile.
+"""Prints resources and instructions of every compiled kernel, and a cycle budget for one tile.
 
   python -m benchmarks.audit [--shape "B/16 224"] [--images 4736] [--dtypes int8 ...]
       [--out audit.png] [--json audit.jsonl]
 
 No GPU is needed, and nothing is measured: resources and instructions are read from machine code,
-the budget is arithmetic on data sheets, tile sizes and that code. The Pallas kernels are compiled
-by `benchmarks.offline_compile`, the CUDA kernels are those of the built library, the Triton kernel
-is compiled as the backend calls it. A kernel that cannot be compiled or read here is left out, and
-a line says why. Exits with status 1 if a kernel spills or uses stack.
+and the budget is computed from data sheets, tile sizes and that code. The Pallas kernels are
+compiled by `benchmarks.offline_compile`, the CUDA kernels are read from the built library, and the
+Triton kernel is compiled as the backend calls it. A kernel that cannot be compiled or read on this
+machine is left out, and a line says why. Exits with status 1 if a kernel spills or uses stack.
 """
 
 import argparse
@@ -62,10 +62,10 @@ ROOT = Path(__file__).parent.parent
 
 OUT_DTYPE, OUT_BYTES = "bfloat16", 2
 
-# The packages that make the machine code.
+# The packages that generate the machine code.
 COMPILERS = ("jax", "jaxlib", "triton", "nvidia-cuda-nvcc")
 
-# The chip whose numbers stand for an architecture.
+# The chip that represents each architecture.
 CHIP_OF = {
     "sm_80": A100,
     "sm_86": RTX_3090,
@@ -81,11 +81,11 @@ SERVED = {
     "Triton": ("sm_80", "sm_86", "sm_89", "sm_90"),
 }
 
-# Dense multiply-adds that a multiprocessor's tensor cores do in a cycle, accumulated in float32 or
-# int32. They are the peak rates of NVIDIA's white papers, and of the data sheets of H200 and B200,
-# divided by multiprocessors and by the clock of that peak (1.41, 1.695, 2.52, 1.83, 1.86 GHz), and
-# rounded to a power of two, which changes them by less than 1%. On 8.0 and 8.6 float8 is multiplied
-# as float16.
+# Dense multiply-adds per cycle of a multiprocessor's tensor cores, accumulated in float32 or int32.
+# They are the peak rates of NVIDIA's white papers and of the data sheets of H200 and B200, divided
+# by the number of multiprocessors and by the clock of that peak (1.41, 1.695, 2.52, 1.83 and
+# 1.86 GHz), and rounded to a power of two, which changes them by less than 1%. On compute
+# capability 8.0 and 8.6 float8 is multiplied as float16.
 MULTIPLY_ADDS = {
     "sm_80": dict(float8_e4m3fn=1024, bfloat16=1024, int8=2048),
     "sm_86": dict(float8_e4m3fn=256, bfloat16=256, int8=1024),
@@ -94,31 +94,35 @@ MULTIPLY_ADDS = {
     "sm_100": dict(float8_e4m3fn=8192, bfloat16=4096, int8=8192),
 }
 
-# Bytes that a multiprocessor moves in a cycle: through its port to L2 (an assumption: NVIDIA does
-# not publish it for these chips), and through its memory for L1 and shared memory. Schedulers of a
-# multiprocessor; each issues one instruction in a cycle.
+# L2_BYTES: bytes per cycle that a multiprocessor exchanges with L2 (an assumption: NVIDIA does not
+# publish it for these chips). SHARED_BYTES: bytes per cycle through a multiprocessor's memory for
+# L1 and shared memory. SCHEDULERS: schedulers of a multiprocessor, which issue one instruction per
+# cycle each.
 L2_BYTES, SHARED_BYTES, SCHEDULERS = 64, 128, 4
 
-# Bytes of K that one wgmma or tcgen05.mma multiplies.
+# Bytes along K that one wgmma or tcgen05.mma multiplies.
 PRODUCT_BYTES = 32
 
 ASSUMPTIONS = f"""\
-An estimate, not a measurement: no latency, no conflict, no wait, everything overlaps. Each number
-is a lower bound of a tile's cycles on one multiprocessor (of a pair: its half); the largest counts.
-tensor: dense peak rates.
+This is an estimate, not a measurement. It assumes no latency, no bank conflicts and no waits, and
+that everything overlaps. Each number is a lower bound on the cycles that one multiprocessor spends
+on a tile (in a cluster of two: on its half of the tile); the largest number is the limit.
+tensor: the multiply-adds at the dense peak rate.
 DRAM: the grid reads patches once and writes y once; weight, table, scales and segments stay in L2.
-  All multiprocessors with work share the bandwidth, at the clock above; at a lower clock it takes
-  fewer cycles.
-L2: {L2_BYTES} bytes a cycle (assumed, not published): patches, streamed weight, and what threads
-  load in the tile loop, such as a table that is not in registers. Hits in L1 are not counted.
-shared: {SHARED_BYTES} bytes a cycle: what wgmma reads for 32 bytes of K (64 rows of patches and all
-  columns), and tcgen05.mma (a block's rows and its part of the columns); what TMA stores read;
-  loads and stores of threads, also of global memory, as that is one way. What TMA and cp.async
-  bring ("filled") is listed but not counted: if it were, a bfloat16 tile of Pallas' Hopper kernel
-  would take longer than its trace on an H200 shows (docs/performance.md).
-issue: instructions of the tile loop, {SCHEDULERS} schedulers with one a cycle. No wait is repeated,
-  both sides of a branch count, and warps that only copy are left out.
-Results are {OUT_DTYPE}; all images have one table."""
+  All multiprocessors with work share the bandwidth, at the clock above; at a lower clock the same
+  traffic takes fewer cycles.
+L2: {L2_BYTES} bytes per cycle (assumed, not published) for patches, streamed weight, and the loads
+  of threads in the tile loop, such as those of a table that is not in registers. All loads count as
+  misses in L1.
+shared: {SHARED_BYTES} bytes per cycle for the operands of wgmma (for 32 bytes of K: 64 rows of
+  patches and all columns) and of tcgen05.mma (a block's rows and its part of the columns), for the
+  reads of TMA stores, and for all loads and stores of threads, because those to global memory take
+  the same path. What TMA and cp.async write to shared memory ("filled") is listed but not counted:
+  if it were, a bfloat16 tile of Pallas' Hopper kernel would take longer than its trace on an H200
+  shows (docs/performance.md).
+issue: instructions of the tile loop on {SCHEDULERS} schedulers, each with one per cycle. A wait
+  loop counts once, both sides of a branch count, and warps that only copy are left out.
+Results are {OUT_DTYPE}; all images share one table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +130,10 @@ class Loop:
     """The instructions that the warps of one role execute for a tile.
 
     Attributes:
-      role: what these warps do.
-      warps: how many of them a thread block has.
-      executed: opcode with modifiers -> how often a warp executes it. " RS" is appended to wgmma
-        with patches in registers.
+      role: task of these warps.
+      warps: number of these warps in a thread block.
+      executed: opcode with modifiers -> how often a warp executes it. " RS" is appended to a wgmma
+        whose patches are in registers.
     """
 
     role: str
@@ -137,18 +141,18 @@ class Loop:
     executed: dict[str, int]
 
     def by_class(self) -> dict[str, int]:
-        """Class -> instructions of a warp."""
+        """Counts a warp's instructions by class."""
         found = collections.Counter()
         for opcode, times in self.executed.items():
             found[class_of(opcode)] += times
         return dict(found)
 
     def issue_slots(self) -> dict[str, int]:
-        """Class -> instructions of the scheduler that has the most of these warps."""
+        """Counts, by class, the instructions of the scheduler that has the most of these warps."""
         return {name: -(-self.warps // SCHEDULERS) * n for name, n in self.by_class().items()}
 
     def bytes_of(self, *names: str) -> int:
-        """Bytes that all warps move with the loads and stores of these names."""
+        """Counts the bytes that all warps move with the loads and stores of these names."""
         found = ((x, n) for x, n in self.executed.items() if x.split(".")[0] in names)
         return 32 * self.warps * sum(access_bytes(x) * n for x, n in found)
 
@@ -158,14 +162,14 @@ class Tile:
     """One tile of a kernel.
 
     Attributes:
-      rows, columns: size of its part of y.
-      K: elements of a row that are multiplied, with padding.
-      blocks: multiprocessors that share it.
+      rows, columns: size of the tile in y.
+      K: multiplied elements of a row, including padding.
+      blocks: number of multiprocessors that share the tile.
       slices: number of slices of N.
-      multiprocessors: multiprocessors that work at the same time.
-      patch_bytes: bytes of its patches, or of their pixels.
-      tma_bytes: bytes that TMA loads to shared memory for it; 0 if threads load.
-      tma_rows: rows of boxes in which TMA loads them.
+      multiprocessors: number of multiprocessors that work at the same time.
+      patch_bytes: bytes of the tile's patches, or of their pixels.
+      tma_bytes: bytes that TMA loads to shared memory for the tile; 0 if threads load them.
+      tma_rows: number of rows, over all TMA boxes, that hold those bytes.
     """
 
     rows: int
@@ -181,18 +185,18 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel that was chosen for a problem.
+    """The kernel that a backend chooses for a problem, and the resources it uses.
 
     Attributes:
       family: Pallas, CUDA, Triton, or Triton for images.
       architecture: "sm_90" and so on.
       dtype: dtype of patches and weight.
-      config: its tile sizes and so on, in the words of its family.
-      code: its machine code.
-      shared_memory_bytes: shared memory of a block; for Pallas without the barriers.
-      tensor_memory_columns: columns of 32 bits.
-      tile: one of its tiles.
-      loops: the instructions that are executed for a tile.
+      config: tile sizes and pipeline depths, as text.
+      code: the machine code.
+      shared_memory_bytes: shared memory of a thread block; for Pallas, excluding the barriers.
+      tensor_memory_columns: allocated columns of tensor memory, of 32 bits each.
+      tile: one of the kernel's tiles.
+      loops: the instructions that are executed for a tile, one entry per role.
     """
 
     family: str
@@ -219,7 +223,7 @@ class Share(typing.NamedTuple):
 
 
 def budget(kernel: Kernel) -> dict[str, Share]:
-    """The estimate for one tile, by resource, under the ASSUMPTIONS."""
+    """Estimates one tile's use of each resource, under the ASSUMPTIONS."""
     tile, chip = kernel.tile, CHIP_OF[kernel.architecture]
     y_bytes = tile.rows * tile.columns * OUT_BYTES / tile.blocks
     products = tile.rows * tile.columns * tile.K / tile.blocks
@@ -242,18 +246,18 @@ def budget(kernel: Kernel) -> dict[str, Share]:
 
 
 def filled_bytes(kernel: Kernel) -> float:
-    """Bytes that TMA or cp.async load to a multiprocessor's shared memory for a tile."""
+    """Counts the bytes that TMA and cp.async load to one multiprocessor's shared memory."""
     copied = sum(loop.bytes_of("LDGSTS") for loop in kernel.loops)
     return kernel.tile.tma_bytes / kernel.tile.blocks + copied
 
 
 def binding(shares: dict[str, Share]) -> str:
-    """The resource that takes the most cycles."""
+    """Names the resource that takes the most cycles."""
     return max(shares, key=lambda name: shares[name].cycles)
 
 
 def operand_bytes(loop: Loop, tile: Tile) -> int:
-    """Bytes of operands that a multiprocessor's tensor cores read from shared memory."""
+    """Counts the operand bytes that a multiprocessor's tensor cores read from shared memory."""
     found = 0
     for opcode, times in loop.executed.items():
         if shape := re.match(r"[HIQ]GMMA\.64x(\d+)x\d+", opcode):
@@ -266,10 +270,10 @@ def operand_bytes(loop: Loop, tile: Tile) -> int:
 
 @functools.cache
 def library_kernels() -> dict[tuple[int, str], Code]:
-    """(capability, name) -> every kernel of the built library.
+    """Reads every kernel of the built library, by (capability, name).
 
     Raises:
-      NotImplementedError: with the reason why they cannot be read.
+      NotImplementedError: the library cannot be read; the message says why.
     """
     if reason := cuda.missing():
         raise NotImplementedError(reason)
@@ -277,23 +281,24 @@ def library_kernels() -> dict[tuple[int, str], Code]:
     for capability, cubin in cubins(cuda.LIBRARY.read_bytes()):
         found |= {(capability, code.name): code for code in read_cubin(cubin)}
     if not found:
-        raise NotImplementedError("the library has no cubin that is not compressed.")
+        raise NotImplementedError("all cubins of the library are compressed.")
     return found
 
 
-# The kernels for a problem, family by family; each raises NotImplementedError with the reason if
-# there is none.
+# One function per family returns the kernel for a problem, or raises NotImplementedError with the
+# reason if there is none.
 
 
 def resident_kernel(
     *head: str, problem: Problem, config, code: Code, steps: int, launch: dict
 ) -> Kernel:
-    """A Pallas or CUDA kernel; `launch` has the fields of `cuda.launch`."""
+    """Describes a Pallas or CUDA kernel; `launch` has the fields of `cuda.launch`."""
     grid = config.grid(problem, CHIP_OF[head[1]])
     chunks, columns = tiles.chunks(problem), launch["tensor_memory_columns"]
     streamed = (chunks - launch["staying_chunks"]) * config.tile_n * ROW_BYTES
     patch_bytes = config.tile_m * chunks * ROW_BYTES
-    # A row of images is a line of one or two patches; its box has as many channels as it has bytes.
+    # From images, a row of a box is one line of one or two patches. A pixel's channels are bytes,
+    # so the first size of the box is the row's length in bytes.
     row_bytes = ROW_BYTES if problem.cut is None else launch["patches"]["box"][0]
     if columns:
         multiply = executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)
@@ -303,7 +308,7 @@ def resident_kernel(
         )
     else:
         warps = launch["multiplying_warps"]
-        # It is loaded for each warpgroup's half of a tile.
+        # The streamed weight is loaded again for each warpgroup's half of a tile.
         streamed *= warps // 4
         loops = (Loop("multiply and store", warps, executed(code.sass, "STG|[HIQ]G?MMA", steps)),)
     tile = Tile(
@@ -322,7 +327,7 @@ def resident_kernel(
 
 
 def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -> Kernel:
-    """The Pallas kernel for a shape, compiled in a process of its own."""
+    """Compiles the Pallas kernel for a shape in a separate process."""
     if cuda_root() is None:
         raise NotImplementedError("ptxas and nvdisasm are missing: pip install '.[codegen]'")
     name = "mosaic_sm90" if architecture == "sm_90" else "mosaic_sm100"
@@ -336,7 +341,7 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
         command += ["--shapes", shape.name, "--images", str(images), "--dtype", dtype]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            raise NotImplementedError(f"it was not compiled: {done.stderr.strip()[-200:]}")
+            raise NotImplementedError(f"it did not compile: {done.stderr.strip()[-200:]}")
         sass = Path(file.name).read_text()
     (found,) = json.loads(done.stdout)[shape.name]["kernels"]
     names = ("name", "registers", "stack_bytes", "spill_bytes")
@@ -354,7 +359,7 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
 
 
 def image_problem(shape: NamedShape, images: int, dtype: str, cut: str | None) -> Problem:
-    """The problem of uint8 images of a shape that a kernel cuts itself."""
+    """Returns the problem of uint8 images that a kernel cuts into patches itself."""
     source = jax.ShapeDtypeStruct((images, shape.image, shape.image, 3), jnp.uint8)
     _, *rest = operands(shape, images, dtype)
     return Problem.of(source, *rest, out_dtype=OUT_DTYPE, layout=PatchLayout(shape.patch), cut=cut)
@@ -363,7 +368,7 @@ def image_problem(shape: NamedShape, images: int, dtype: str, cut: str | None) -
 def cuda_kernel(
     architecture: str, shape: NamedShape, images: int, dtype: str, *, uncut: bool = False
 ) -> Kernel:
-    """The library's kernel for a shape: for patches, or for images that it cuts itself."""
+    """Returns the library's kernel for a shape, for patches or for images that it cuts itself."""
     library = library_kernels()
     problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
     if uncut:
@@ -383,7 +388,7 @@ def cuda_kernel(
 
 
 def triton_call(plan: Plan, *arguments) -> dict[str, object]:
-    """The arguments with which a plan calls its kernel for these shapes, with all options."""
+    """Returns the arguments and options with which a plan calls its Triton kernel."""
     found = {}
 
     def call(*operands, out, **options):
@@ -396,7 +401,7 @@ def triton_call(plan: Plan, *arguments) -> dict[str, object]:
 
 
 def compile_triton(call: dict[str, object]):
-    """Compiles such a call with Triton, for the compute capability that it names."""
+    """Compiles the result of `triton_call` with Triton for the compute capability in it."""
     import triton as compiler
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -416,11 +421,11 @@ def compile_triton(call: dict[str, object]):
 
 
 def stack_bytes(kernel, folder: Path) -> int:
-    """Stack of a thread of a Triton kernel in bytes, which registers spill to.
+    """Returns the bytes of stack per thread of a Triton kernel, to which registers spill.
 
     Args:
-      kernel: what `compile_triton` returned.
-      folder: for its machine code.
+      kernel: result of `compile_triton`.
+      folder: folder to which the kernel's machine code is written.
     """
     import triton as compiler
 
@@ -435,7 +440,7 @@ def stack_bytes(kernel, folder: Path) -> int:
 def triton_kernel(
     architecture: str, shape: NamedShape, images: int, dtype: str, *, uncut: bool = False
 ) -> Kernel:
-    """The Triton kernel for a shape: for patches, or for images that it cuts itself."""
+    """Compiles the Triton kernel for a shape, for patches or for images that it cuts itself."""
     if importlib.util.find_spec("triton") is None:
         raise NotImplementedError("triton is missing: pip install '.[codegen]'")
     chip, itemsize = CHIP_OF[architecture], jnp.dtype(dtype).itemsize
@@ -474,7 +479,7 @@ def triton_kernel(
 
 
 def audit(shape: NamedShape, images: int, dtypes: list[str]) -> tuple[list[Kernel], list[str]]:
-    """All kernels for a shape, and a line for each reason why others are left out."""
+    """Returns all kernels for a shape, and a line for each reason why kernels are left out."""
     makers = {"Pallas": pallas_kernel, "CUDA": cuda_kernel}
     makers["CUDA images"] = functools.partial(cuda_kernel, uncut=True)
     makers |= {
@@ -495,7 +500,7 @@ def audit(shape: NamedShape, images: int, dtypes: list[str]) -> tuple[list[Kerne
 
 
 def spilling(codes: Iterable[Code]) -> list[str]:
-    """The names of the kernels that spill or use stack."""
+    """Names the kernels that spill or use stack."""
     return [code.name for code in codes if code.spill_bytes or code.stack_bytes]
 
 
@@ -503,7 +508,7 @@ def spilling(codes: Iterable[Code]) -> list[str]:
 
 
 def table(heads: list[str], rows: list[list]) -> str:
-    """Columns of text; the first is aligned to the left, the others to the right."""
+    """Formats a table whose first column is aligned to the left and the rest to the right."""
     rows = [[str(cell) for cell in row] for row in [heads, *rows]]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
@@ -514,7 +519,7 @@ def table(heads: list[str], rows: list[list]) -> str:
 
 
 def resources_table(kernels: list[Kernel]) -> str:
-    """Registers and memory of each kernel."""
+    """Tabulates registers and memory of each kernel."""
     heads = ["kernel", "tile", "registers", "spill B", "stack B", "shared KiB", "TMEM columns"]
     rows = []
     for k in kernels:
@@ -525,7 +530,7 @@ def resources_table(kernels: list[Kernel]) -> str:
 
 
 def mix_table(kernels: list[Kernel]) -> str:
-    """Instructions of a warp for a tile, by class; opcodes without a class by name."""
+    """Tabulates a warp's instructions for a tile by class; opcodes without a class are named."""
     heads, rows, unknown = [*CLASSES, "other"], [], set()
     for kernel in kernels:
         for loop in kernel.loops:
@@ -538,7 +543,7 @@ def mix_table(kernels: list[Kernel]) -> str:
 
 
 def budget_table(kernels: list[Kernel]) -> str:
-    """The budget of a tile: cycles by resource, the limiting resource, and bytes."""
+    """Tabulates the budget of a tile: cycles by resource, the limiting resource, and bytes."""
     rows = []
     for kernel in kernels:
         shares = budget(kernel)
@@ -552,7 +557,7 @@ def budget_table(kernels: list[Kernel]) -> str:
 
 
 def chips_table(kernels: list[Kernel]) -> str:
-    """The data sheets' numbers for these kernels' architectures."""
+    """Tabulates the data sheets' numbers for these kernels' architectures."""
     heads = ["chip", "architecture", "multiprocessors", "GHz", "TB/s", *tiles.DTYPES]
     rows = []
     for architecture in dict.fromkeys(kernel.architecture for kernel in kernels):
@@ -563,12 +568,12 @@ def chips_table(kernels: list[Kernel]) -> str:
 
 
 def compilers() -> str:
-    """The versions of what compiled the kernels."""
+    """Returns the versions of the compilers."""
     return ", ".join(map(" ".join, installed(COMPILERS).items()))
 
 
 def draw(kernels: list[Kernel], title: str, out: Path) -> None:
-    """Draws a bar for each kernel: its issue slots by class; and next to it the budget."""
+    """Draws each kernel's issue slots by class as a bar, and its budget next to it."""
     import matplotlib.pyplot as plt
 
     size = (15, 3 + 0.26 * len(kernels))
@@ -584,14 +589,14 @@ def draw(kernels: list[Kernel], title: str, out: Path) -> None:
         left.text(101, height, f"{shares['issue'].amount:.0f}", va="center", fontsize=8)
     left.set_yticks(heights, [kernel.label for kernel in kernels], fontsize=8)
     left.set_ylim(len(kernels) - 0.4, -0.6)
-    left.set(title="instructions, counted in the machine code")
-    left.set(xlabel="% of the issue slots of one scheduler a tile, and their number", xlim=(0, 110))
-    # Markers are hollow, and each is larger than the one before, so that equal values stay visible.
+    left.set(title="instructions counted in the machine code")
+    left.set(xlabel="% of one scheduler's issue slots for a tile, and their number", xlim=(0, 110))
+    # The markers are hollow and grow from one to the next, so that equal values stay visible.
     for size, (name, marker) in enumerate(zip(budgets[0], "sDo^|"), 5):
         cycles = [shares[name].cycles for shares in budgets]
         right.plot(cycles, heights, marker, fillstyle="none", markersize=size, label=name)
-    right.set(title="budget, an estimate: the rightmost is the limit", xscale="log")
-    right.set_xlabel("cycles of a multiprocessor a tile")
+    right.set(title="estimated budget; the rightmost marker is the limit", xscale="log")
+    right.set_xlabel("cycles of a multiprocessor per tile")
     right.grid(alpha=0.3)
     for axes in (left, right):
         axes.legend(fontsize=8, ncols=4, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.04))
@@ -609,20 +614,20 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=4736)
     parser.add_argument("--dtypes", nargs="+", choices=tiles.DTYPES, default=tiles.DTYPES)
     parser.add_argument("--out", type=Path, help="PNG file for the picture")
-    parser.add_argument("--json", type=Path, help="file for a line of JSON for each kernel")
+    parser.add_argument("--json", type=Path, help="file that gets a line of JSON for each kernel")
     chosen = parser.parse_args()
-    # Configs are chosen for the chips named here, not for a GPU of this machine.
+    # A stored config for this machine's GPU must not replace the choice for the chips above.
     jax.config.update("jax_platforms", "cpu")
     kernels, missing = audit(named_shape(chosen.shape), chosen.images, chosen.dtypes)
     print("".join(f"{line}\n" for line in missing))
     print(compilers())
     if not kernels:
-        raise SystemExit("No kernel can be compiled here.")
+        raise SystemExit("No kernel can be compiled on this machine.")
     title = f"{chosen.shape}, {chosen.images} images, {datetime.date.today()}"
-    print(f"Resources of a thread and of a block, {title}\n{resources_table(kernels)}\n")
+    print(f"Resources per thread and per block, {title}\n{resources_table(kernels)}\n")
     print(f"Instructions of a warp in the tile loop, for one tile\n{mix_table(kernels)}\n")
-    print(f"Budget of a tile (estimate), cycles of a multiprocessor\n{budget_table(kernels)}\n")
-    print("Data sheets; dense multiply-adds a cycle and multiprocessor, by dtype")
+    print(f"Estimated budget of a tile, in cycles of a multiprocessor\n{budget_table(kernels)}\n")
+    print("Data sheets, and dense multiply-adds per cycle and multiprocessor by dtype")
     print(f"{chips_table(kernels)}\n\n{ASSUMPTIONS}")
     if chosen.json:
         lines = []
@@ -634,7 +639,7 @@ def main() -> None:
             lines.append(json.dumps(line | {"binds": binding(shares)}) + "\n")
         chosen.json.write_text("".join(lines))
     if chosen.out:
-        draw(kernels, f"Kernel audit, nothing measured: {title}", chosen.out)
+        draw(kernels, f"Kernel audit from machine code, without measurements: {title}", chosen.out)
     found = [kernel.label for kernel in kernels if spilling([kernel.code])]
     with contextlib.suppress(NotImplementedError):
         everything = library_kernels()

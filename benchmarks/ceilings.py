@@ -1,4 +1,4 @@
-"""Contenders that measure limits of the device: of its memory, and of its matrix units."""
+"""Contenders that measure the limits of the device's memory and of its matrix units."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from pallas_patch_embed.tune.timing import Contender
 
 @dataclasses.dataclass(frozen=True)
 class Ceiling:
-    """A contender that measures a limit of the device, and the bytes or operations of its call."""
+    """A contender that measures a limit of the device, and the bytes or operations of one call."""
 
     contender: Contender
     bytes: int = 0
@@ -21,10 +21,10 @@ class Ceiling:
 
 
 def memory_ceilings(gigabytes: float = 1.0) -> dict[str, Ceiling]:
-    """Ceilings of the memory, for words of 4 bytes.
+    """Returns contenders that measure the memory bandwidth with words of 4 bytes.
 
-    "copy" writes as many bytes as it reads. "widen" writes two bytes for each that it reads, like
-    the operator with dtypes of one byte if K = N.
+    "copy" writes as many bytes as it reads. "widen" writes two bytes for each byte that it reads,
+    like the operator with one-byte dtypes if K = N.
     """
     n = int(gigabytes * 1e9) // 4
     words = jax.random.bits(jax.random.key(0), (n,), jnp.uint32)
@@ -37,7 +37,7 @@ def memory_ceilings(gigabytes: float = 1.0) -> dict[str, Ceiling]:
 
 
 def product_ceiling(dtype: str, size: int) -> Ceiling:
-    """A product of two square matrices, to measure the rate of the matrix units."""
+    """Returns a product of two square matrices, which measures the rate of the matrix units."""
 
     @jax.jit
     def numbers(key):

@@ -1,4 +1,4 @@
-"""Random checkpoints in Hugging Face's layout, as large as the published ones.
+"""Writes random checkpoints in Hugging Face's layout, as large as the published ones.
 
 python -m benchmarks.checkpoints "B/16 224" FOLDER
 """
@@ -16,7 +16,7 @@ from pallas_patch_embed.siglip2 import Config
 
 
 def shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every array of a `SiglipVisionModel`."""
+    """Yields name and shape of every array of a `SiglipVisionModel`."""
     D, M, p = config.width, config.mlp, config.patch
 
     def dense(name, outputs, inputs):
@@ -51,7 +51,7 @@ def shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def draw(config: Config) -> dict[str, np.ndarray]:
-    """Random arrays: kernels keep the variance of their input, norms are close to the identity."""
+    """Draws random arrays: kernels preserve their input's variance, norms are near identity."""
     rng = np.random.default_rng(0)
 
     def array(name, shape):
@@ -67,7 +67,7 @@ def draw(config: Config) -> dict[str, np.ndarray]:
 
 def write(config: Config, folder: Path) -> None:
     """Writes a random checkpoint: config.json, preprocessor_config.json, model.safetensors."""
-    assert config.image_size is not None  # NaFlex checkpoints have other arrays.
+    assert config.image_size is not None  # `shapes` lists a fixed-resolution model.
     height, width = config.image_size
     folder.mkdir(parents=True, exist_ok=True)
     written = {

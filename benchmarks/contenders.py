@@ -1,7 +1,7 @@
 """The contenders: the operator's backends, and the alternatives that a user has (peers).
 
 A contender computes embeddings [B, S, N] of patches or images. Peers that are not installed, or
-cannot serve, are left out with the reason. Whole outputs are compared with float32.
+cannot serve a case, are left out with the reason. Whole outputs are compared with float32.
 """
 
 import dataclasses
@@ -29,29 +29,30 @@ from pallas_patch_embed.tune.timing import Contender
 
 SOURCES = ("patches", "images")
 
-# Patches, weight, product and sum are rounded to bfloat16; each errs by at most 2^-9 of its value.
+# Patches, weight, product and sum are rounded to bfloat16, each with a relative error of at most
+# 2^-9.
 LARGEST_ERROR = 4 * 2.0**-9
 
-# CUTLASS gets a table of this many images. With 196 patches an image all of its tiles are full, and
-# the table, 19 MB, stays in the L2 cache.
+# Number of images for which CUTLASS's table is repeated. With 196 patches per image all of its
+# tiles are full, and the table, 19 MB, stays in the L2 cache.
 CUTLASS_IMAGES = 64
 
-# Images that are compared with float32 in one step.
+# Number of images that are compared with float32 in one step.
 COMPARED = 64
 
-# Compiler options of a reference, which need not be fast.
+# XLA's options for references: they compile fast, and need not run fast.
 UNTUNED = {"xla_gpu_autotune_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A problem: images of a named shape, and the dtype of patches and weight.
+    """A benchmark problem: images of a named shape, and the dtype of patches and weight.
 
     Attributes:
       shape: shape of the model.
       images: number of images.
       dtype: dtype of patches and weight.
-      pixels: "random", or "photographs" for parts of the package's photographs.
+      pixels: "random", or "photographs" for crops of the package's photographs.
     """
 
     shape: NamedShape
@@ -61,16 +62,16 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Operations of the product, without the padding of K."""
+        """Returns the operations of the product, excluding the padding of K."""
         return 2 * self.images * self.shape.S * self.shape.K * self.shape.N
 
     @property
     def written(self) -> int:
-        """Bytes of the bfloat16 result."""
+        """Returns the bytes of the bfloat16 result."""
         return 2 * self.images * self.shape.S * self.shape.N
 
     def bytes(self, source: str) -> int:
-        """Bytes that must be moved: every operand is read once, and the result is written once."""
+        """Returns the bytes that must be moved if every operand is read once and y written once."""
         shape, K = self.shape, padded(self.shape.K)
         itemsize = jnp.dtype(self.dtype).itemsize
         first = 3 * shape.image**2 if source == "images" else shape.S * K * itemsize
@@ -100,7 +101,7 @@ class Data:
 
 
 def draw_images(shape: NamedShape, images: int, pixels: str) -> jax.Array:
-    """[B, H, W, 3] uint8: random, or random parts of the package's photographs."""
+    """Draws images [B, H, W, 3] uint8: random pixels, or random crops of the photographs."""
     side = shape.image
     if pixels == "random":
         return jax.random.bits(jax.random.key(0), (images, side, side, 3), jnp.uint8)
@@ -123,7 +124,7 @@ def draw_images(shape: NamedShape, images: int, pixels: str) -> jax.Array:
 def data_of(
     shape: NamedShape, images: jax.Array, params: PatchEmbedParams, drawn: dict[str, np.ndarray]
 ) -> Data:
-    """Images and weights in every form; `params` was packed from `drawn`."""
+    """Returns images and weights in every form; `params` was packed from `drawn`."""
     exact = ppe.pack(**drawn, patch_size=shape.patch, grid=shape.grid, dtype="float32")
     patches = jax.jit(ppe.patchify)(images, params)
     table = drawn["bias"] + drawn["position_embedding"]
@@ -132,7 +133,7 @@ def data_of(
 
 
 def draw(case: Case) -> Data:
-    """Random weights, and the images of a case."""
+    """Draws random weights and the images of a case."""
     shape = case.shape
     drawn = draw_weights(np.random.default_rng(0), shape)
     packed = ppe.pack(**drawn, patch_size=shape.patch, grid=shape.grid, dtype=case.dtype)
@@ -140,11 +141,12 @@ def draw(case: Case) -> Data:
     return data_of(shape, images, jax.device_put(packed), drawn)
 
 
-# Functions as users write them. `product` accumulates in float32 or int32 and rounds to bfloat16.
+# Functions that users would write without this package. `product` accumulates in float32 or int32
+# and rounds to bfloat16.
 
 
 def product(patches: jax.Array, weight: jax.Array, *, axis: int) -> jax.Array:
-    """The bare product in bfloat16 (int32 for int8, float32 for float32)."""
+    """Computes only the product, in bfloat16 (int32 for int8, float32 for float32)."""
     out = {"int8": jnp.int32, "float32": jnp.float32}.get(patches.dtype.name, jnp.bfloat16)
     dimensions = (((2,), (axis,)), ((), ()))
     precision = "highest" if patches.dtype == jnp.float32 else None
@@ -154,7 +156,7 @@ def product(patches: jax.Array, weight: jax.Array, *, axis: int) -> jax.Array:
 
 
 def product_and_positions(patches, weight, scale, table):
-    """The product, then scale (where there is one) and positions, in one jit."""
+    """Computes the product, then applies scale (if there is one) and positions, in one jit."""
     sums = product(patches, weight, axis=1)
     if jnp.dtype(patches.dtype).itemsize == 1:
         sums = sums.astype(jnp.float32) * scale
@@ -162,13 +164,13 @@ def product_and_positions(patches, weight, scale, table):
 
 
 def dequantised(patches, weight, scale, table):
-    """Converts patches and weight to bfloat16, then product and positions, in one jit."""
+    """Converts patches and weight to bfloat16, multiplies and adds positions, in one jit."""
     weight = weight.astype(jnp.bfloat16) * scale[:, None].astype(jnp.bfloat16)
     return product_and_positions(patches.astype(jnp.bfloat16), weight, None, table)
 
 
 def normalised(images: jax.Array, dtype: str) -> tuple[jax.Array, str | None]:
-    """Pixels in [-1, 1] as models compute them, and the precision of products of that dtype."""
+    """Returns pixels in [-1, 1] as models compute them, and the precision of `dtype`'s products."""
     pixels = images.astype(jnp.float32) * (2 / 255) - 1
     return pixels.astype(dtype), "highest" if dtype == "float32" else None
 
@@ -176,7 +178,7 @@ def normalised(images: jax.Array, dtype: str) -> tuple[jax.Array, str | None]:
 def convolution(
     images: jax.Array, kernel: jax.Array, table: jax.Array, dtype: str = "bfloat16"
 ) -> jax.Array:
-    """Pixels to [-1, 1], a convolution without overlap, positions: what models do."""
+    """Normalises pixels, convolves without overlap and adds positions, as models do."""
     pixels, precision = normalised(images, dtype)
     y = lax.conv_general_dilated(
         pixels,
@@ -192,7 +194,7 @@ def convolution(
 def cut_and_product(
     images: jax.Array, kernel: jax.Array, table: jax.Array, dtype: str = "bfloat16"
 ) -> jax.Array:
-    """The convolution as a reshape, a transposition and jnp.dot."""
+    """Computes the convolution as a reshape, a transposition and jnp.dot."""
     p, _, channels, N = kernel.shape
     B, H, W, _ = images.shape
     h, w = H // p, W // p
@@ -204,20 +206,20 @@ def cut_and_product(
 
 
 def patchified(images: jax.Array, params: PatchEmbedParams, *, backend: str) -> jax.Array:
-    """XLA makes the patches for a backend that could cut images itself."""
+    """Lets XLA make the patches for a backend that could cut images itself."""
     return ppe.patch_embed(ppe.patchify(images, params), params, backend=backend)
 
 
 def cuts_images(
     backend: str, images: Shaped, params: PatchEmbedParams, cut: str | None = None
 ) -> bool:
-    """Whether a backend cuts these images itself if it is chosen by name."""
+    """Returns whether a backend that is chosen by name cuts these images itself."""
     asked = ppe.explain(images, params, cut=cut)
     answer = plan_with(backend, asked.problem, asked.target, asked=True)
     return isinstance(answer, Plan) and answer.takes_images
 
 
-# Libraries that may be installed.
+# Peers from other libraries, which may be missing.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,11 +237,11 @@ class TorchResult:
 
 
 def torch_operands(data: Data) -> tuple[Any, ...]:
-    """The operands as tensors of torch in the same memory, and a scale of 1 for every row.
+    """Returns the operands as torch tensors in the same memory, and a scale of 1 for every row.
 
     Raises:
       ImportError: torch is not installed.
-      NotImplementedError: it has no GPU.
+      NotImplementedError: torch has no GPU.
     """
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
@@ -257,7 +259,7 @@ def torch_operands(data: Data) -> tuple[Any, ...]:
 
 
 def torch_operator(patches, weight, scale, table, ones) -> TorchResult:
-    """torch's scaled product, then the positions added in place."""
+    """Runs torch's scaled product and adds the positions in place."""
     torch = importlib.import_module("torch")
     B, S, K = patches.shape
     rows = patches.view(B * S, K)
@@ -273,15 +275,15 @@ def torch_operator(patches, weight, scale, table, ones) -> TorchResult:
 
 
 def pallas_matmul(patches, weight, table):
-    """The matmul that comes with Pallas for this GPU, and the positions, in one jit."""
+    """Runs the matmul that jax ships for this GPU in Pallas, and adds the positions, in one jit."""
     from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu, hopper_matmul_mgpu
 
     chip = Target.of(default_device()).chip
     rows = patches.reshape(-1, patches.shape[-1])
     if patches.dtype != jnp.bfloat16 or chip is None or chip.capability[0] not in (9, 10):
-        raise NotImplementedError("jax's matmuls are for bfloat16, on Hopper and Blackwell.")
+        raise NotImplementedError("jax's matmuls serve only bfloat16 on Hopper and Blackwell.")
     if rows.shape[0] % 256 or weight.shape[1] % 128:
-        raise NotImplementedError("jax's matmuls take whole tiles of 256 x 128.")
+        raise NotImplementedError("jax's matmuls need whole tiles of 256 x 128.")
     if chip.capability[0] == 9:
         config = hopper_matmul_mgpu.TuningConfig(128, 128, 64, 4, grid_tile_width=8)
         y = hopper_matmul_mgpu.matmul(rows, weight, None, config)
@@ -292,16 +294,16 @@ def pallas_matmul(patches, weight, table):
 
 
 def cutlass_operands(data: Data, *, built: bool) -> tuple[jax.Array, ...]:
-    """The operands for CUTLASS: its table is repeated for several images, so that tiles are full.
+    """Returns the operands for CUTLASS, with the table repeated so that tiles are full.
 
     Raises:
-      NotImplementedError: CUTLASS is not installed, or is not to be built; with the reason.
+      NotImplementedError: CUTLASS is not installed, or `built` is false; the message says which.
       RuntimeError: the kernels cannot be built.
     """
     if data.params.dtype not in cutlass.DTYPES:
         raise NotImplementedError(f"it has no kernels for {data.params.dtype}.")
     if not built:
-        raise NotImplementedError("it takes a minute to build.")
+        raise NotImplementedError("its kernels take a minute to build.")
     target = Target.of(default_device())
     if target.chip is None or target.chip.capability != H200.capability:
         raise NotImplementedError(f"its kernels are for Hopper GPUs; this is {target}.")
@@ -322,16 +324,16 @@ class Entry:
 
 
 def operands(data: Data) -> tuple[jax.Array, ...]:
-    """Patches, weight, scale and table."""
+    """Returns patches, weight, scale and table."""
     params = data.params
     return data.patches, params.weight, params.scale, params.table
 
 
 def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callable, str]]:
-    """name -> (source, function, its operands from Data, reference) of every peer.
+    """Maps each peer's name to (source, function, its operands from Data, reference).
 
-    The output is compared with the reference: the "embedding" by the packed weights, the one by the
-    "unpacked" weights, or the bare "product".
+    The reference names what the output is compared with: the "embedding" with the packed weights,
+    the embedding with the "unpacked" weights, or only the "product".
     """
     jit = jax.jit
 
@@ -341,7 +343,7 @@ def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callabl
     def unpacked(data):
         return data.images, data.kernel, data.table
 
-    # The dtype that models compute in: bfloat16 is what the quantised operator replaces.
+    # The dtype in which models compute. A quantised operator replaces a model's bfloat16.
     computed = dict(dtype="float32" if case.dtype == "float32" else "bfloat16")
 
     peers = {
@@ -391,16 +393,16 @@ def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callabl
 def entries(
     case: Case, data: Data, sources: tuple[str, ...] = SOURCES, *, built: bool = True
 ) -> tuple[dict[tuple[str, str], Entry], dict[str, str]]:
-    """All contenders, by source and name, once their outputs have been checked.
+    """Checks the outputs of all contenders, and returns the contenders by source and name.
 
     Args:
       case: the problem.
       data: its operands.
       sources: "patches", "images" or both.
-      built: whether to compile contenders that have to be built.
+      built: whether to build the contenders that nvcc compiles.
 
     Returns:
-      Entries by (source, name); and for those that are left out, name -> reason.
+      Entries by (source, name); and for each contender that is left out, name -> reason.
 
     Raises:
       RuntimeError: an output of the operator is wrong.
@@ -452,7 +454,7 @@ def entries(
 
 
 def squares(y, patches, images, params, exact, *, reference: str):
-    """For every image, the sums of squares of the errors and of the reference."""
+    """Returns, for every image, the sums of squares of the errors and of the reference."""
     if reference == "unpacked":
         right = ppe.embed_images(images, exact, backend="xla", out_dtype=jnp.float32)
     else:
@@ -467,10 +469,10 @@ _squares = jax.jit(squares, static_argnames="reference", compiler_options=UNTUNE
 
 
 def error(y: Any, data: Data, reference: str) -> float:
-    """Relative Frobenius error of the worst image, compared with float32.
+    """Returns the relative Frobenius error of the worst image, compared with float32.
 
-    One embedding of zeros in an image of 4096 patches makes it about 1/64, twice the error that is
-    accepted. `reference` is as in `_peers`.
+    A single embedding of zeros in an image of 4096 patches gives an error of about 1/64, twice the
+    largest accepted one. `reference` is as in `_peers`.
     """
     y, parts = jnp.asarray(y), []
     for i in range(0, len(y), COMPARED):

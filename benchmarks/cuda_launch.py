@@ -1,6 +1,6 @@
-"""Compiles one kernel of ffi/ with other options than the library, and launches it.
+"""Compiles one kernel of ffi/ with options that differ from the library's, and launches it.
 
-This is for the timeline build, which measures inside of a kernel, and for the tests.
+The timeline build, which records times inside a kernel, and the tests use it.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ from pallas_patch_embed.backends.cuda import CudaConfig
 from pallas_patch_embed.chips import Chip, Target
 from pallas_patch_embed.problem import Problem
 
-# Stamps that a warp has space for; kStamps in ffi/timeline.cuh.
+# Number of stamps that a warp can record; kStamps in ffi/timeline.cuh.
 STAMPS = 8192
 
-# Size and alignment of a CUtensorMap; the driver's numbers for types and swizzles.
+# Size and alignment of a CUtensorMap, and the driver's enumerators of types and swizzles.
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 MAP_TYPES = {"e4m3": 0, "i8": 0, "u8": 0, "u16": 1, "u64": 4, "f32": 7, "bf16": 9}
 MAP_SWIZZLES = {0: 0, 64: 2, 128: 3}
@@ -34,7 +34,7 @@ COMPUTE_CAPABILITY = (75, 76)
 
 
 def source(config: CudaConfig) -> str:
-    """CUDA C++ with only this kernel."""
+    """Returns CUDA C++ that instantiates only this kernel."""
     arguments = [
         *(config.dtype, config.out_dtype, "table" if config.has_table else "offset"),
         *(config.tile_n, config.rows if config.capability == 90 else config.blocks, config.slots),
@@ -56,7 +56,7 @@ def compiled(config: CudaConfig, architecture: str, *options: str) -> bytes:
       options: further options of nvcc: "-ptx" for PTX, "-cubin" for machine code.
 
     Raises:
-      FileNotFoundError: there is no nvcc that works; the message says which were tried.
+      FileNotFoundError: no nvcc works; the message says which ones were tried.
     """
     nvcc, reason = cuda_build.find_nvcc()
     if nvcc is None:
@@ -70,7 +70,7 @@ def compiled(config: CudaConfig, architecture: str, *options: str) -> bytes:
 
 
 class Driver:
-    """libcuda's functions, in JAX's context on the first device."""
+    """Calls libcuda's functions in JAX's context on the first device."""
 
     def __init__(self):
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -90,11 +90,11 @@ class Driver:
             raise RuntimeError(f"{name}: {status}, {text.value}")
 
     def tensor_map(self, plan: dict | None, address: int) -> bytes:
-        """A CUtensorMap; all zeros if a kernel has no such map.
+        """Returns a CUtensorMap; all zeros if the kernel has no such map.
 
-        One that has a "corner" is for im2col: how far the bounding box of pixels ends before the
-        tensor does in each dimension between the first and the last. Its box is channels and
-        pixels.
+        A plan with a "corner" describes an im2col map. The corner says, for each dimension between
+        the first and the last, how far before the end of the tensor the bounding box of pixels
+        ends. The box of an im2col map is given as channels and pixels.
         """
         if plan is None:
             return bytes(MAP_BYTES)
@@ -125,7 +125,7 @@ class Driver:
 
 
 def prepared(config: CudaConfig, problem: Problem, chip: Chip) -> tuple[np.ndarray, dict]:
-    """The schedule of a kernel's workers, and the fields of its launch (`cuda.launch`)."""
+    """Returns the schedule of a kernel's workers, and the fields of its launch (`cuda.launch`)."""
     grid = config.grid(problem, chip)
     segments = grid.schedule(problem.table_period)
     shapes = dict(M=problem.rows, N=problem.N, K=problem.K, period=problem.table_period)
@@ -138,10 +138,10 @@ def launch(config: CudaConfig, problem: Problem, chip: Chip, addresses: dict[str
 
     Args:
       config: the kernel's config.
-      problem: its shapes.
+      problem: shapes and dtypes of the call.
       chip: the GPU.
       addresses: addresses in the GPU's memory of "patches", "weight", "scale", "table", "y" and
-        "segments". With an address of "stamps", the timeline build is used, which writes them.
+        "segments". If "stamps" has an address, the timeline build is launched, which writes them.
     """
     segments, plan = prepared(config, problem, chip)
     call = Driver()
@@ -151,7 +151,7 @@ def launch(config: CudaConfig, problem: Problem, chip: Chip, addresses: dict[str
     call("cuModuleLoadData", ctypes.byref(module), cubin)
     call("cuModuleGetFunction", ctypes.byref(kernel), module, config.name.encode())
     call("cuFuncSetAttribute", kernel, MAX_DYNAMIC_SHARED, plan["shared_memory"])
-    # `Arguments` of ffi/kernel.h.
+    # The fields of struct `Arguments` in ffi/kernel.h, in order.
     maps = [call.tensor_map(plan[name], addresses[name]) for name in ("patches", "weight", "y")]
     pointers = [addresses[name] for name in ("scale", "table", "y", "segments")]
     shapes = [problem.rows, problem.N, plan["chunks"]]
@@ -182,7 +182,7 @@ def stamped(operands, *, out_dtype: str) -> tuple[jax.Array, np.ndarray]:
     device = operands[0].device
     chip = Target.of(device).chip
     if chip is None:
-        raise NotImplementedError(f"{device} is no NVIDIA GPU.")
+        raise NotImplementedError(f"{device} is not an NVIDIA GPU.")
     capability = 90 if chip.capability[0] == 9 else 100
     config = cuda.choose_config(problem, capability, chip)
     segments, plan = prepared(config, problem, chip)

@@ -1,12 +1,13 @@
-// The operator by CUTLASS: its GEMM for Hopper with an epilogue visitor tree, behind XLA's FFI.
+// The operator in CUTLASS: its GEMM for Hopper with an epilogue visitor tree, called through XLA's
+// FFI.
 //
 //   y[b, s, n] = bf16((sum_k patches[b, s, k] * weight[n, k]) * scale[n] + table[s, n])
 //
-// The table is the GEMM's operand C, and scale a row that is broadcast. CUTLASS has no C whose rows
-// repeat, but a C that does not move from GEMM to GEMM: the table has the rows of G images, and
-// B / G GEMMs of M = G * S rows are one launch. With G = 1 the last tile of each image is partly
-// empty; with G = B it is one GEMM, which reads two more bytes for each element; between them are
-// tables that fill the tiles and stay in the L2 cache.
+// The table is the GEMM's operand C, and scale is a row that is broadcast. CUTLASS cannot repeat
+// the rows of C within a GEMM, but the GEMMs of a batch can share one C. So the table has the rows
+// of G images, and B / G GEMMs of M = G * S rows are one launch. With G = 1 the last tile of each
+// image is partly empty. With G = B there is one GEMM, which reads two more bytes for each element.
+// With a G in between, the table fills the tiles and stays in the L2 cache.
 
 #include <cuda_runtime.h>
 
@@ -37,14 +38,15 @@ namespace epilogue = cutlass::epilogue;
 namespace fusion = cutlass::epilogue::fusion;
 namespace gemm = cutlass::gemm;
 
-// One build is for one dtype, as JAX spells it, and one schedule: PATCH_EMBED_DTYPE and
+// Each build has one dtype, PATCH_EMBED_DTYPE, spelled as in JAX, and one schedule,
 // PATCH_EMBED_SCHEDULE.
 
 struct float8_e4m3fn {
   using DataType = std::integral_constant<ffi::DataType, ffi::DataType::F8E4M3FN>;
   using Element = cutlass::float_e4m3_t;
   using Accumulator = float;
-  // Sums stay in the tensor cores; CUTLASS's other ones add up in registers.
+  // "FastAccum" accumulates in the tensor cores; CUTLASS's default for float8 also adds partial
+  // sums in registers.
   using CooperativeMainloop = gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum;
   using PingpongMainloop = gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum;
 };
@@ -65,17 +67,17 @@ struct int8 : bfloat16 {
 
 using Type = PATCH_EMBED_DTYPE;
 
-// Bytes: TMA's alignment.
+// Alignment that TMA requires, in bytes.
 constexpr int kAlignment = 16;
 
-// Both warpgroups have one tile.
+// Both consumer warpgroups share one tile.
 struct cooperative {
   using TileMN = Shape<_128, _256>;
   using Mainloop = Type::CooperativeMainloop;
   using Epilogue = epilogue::TmaWarpSpecializedCooperative;
 };
 
-// Each warpgroup has its own: one multiplies while the other one stores.
+// Each consumer warpgroup has its own tile: one multiplies while the other one stores.
 struct pingpong {
   using TileMN = Shape<_128, _128>;
   using Mainloop = Type::PingpongMainloop;
@@ -89,9 +91,9 @@ struct Kernel {
   using Accumulator = Type::Accumulator;
   using Output = cutlass::bfloat16_t;
   using Cluster = Shape<_2, _1, _1>;
-  // A row of a stage is one of TMA's 128-byte swizzle.
+  // A row of a stage has the 128 bytes of a row of TMA's swizzle.
   using Tile = decltype(append<3>(Schedule::TileMN{}, Int<128 / sizeof(Element)>{}));
-  // Of rows, columns, and GEMMs; weight and table are the same ones for all.
+  // Strides between rows, columns and GEMMs. All GEMMs share weight and table.
   using Strides = Stride<int64_t, _1, int64_t>;
   using Shared = Stride<int64_t, _1, _0>;
   static constexpr int kAlignmentAB = kAlignment / sizeof(Element);
@@ -141,7 +143,7 @@ ffi::Error launch(const Problem& p, cudaStream_t stream, ffi::ScratchAllocator& 
     constexpr auto kWanted = cudaDevAttrMultiProcessorCount;
     found = cudaDeviceGetAttribute(&chip.sm_count, kWanted, chip.device_id);
   }
-  if (found != cudaSuccess) return failed("the device", cudaGetErrorString(found));
+  if (found != cudaSuccess) return failed("query of the device", cudaGetErrorString(found));
   const Gemm::Arguments arguments{gemm::GemmUniversalMode::kGemm,
                                   {p.M, p.N, p.K, p.L},
                                   {static_cast<const Element*>(p.patches),
@@ -177,7 +179,7 @@ ffi::Error run(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::AnyBuffe
   const auto c = table.dimensions(), d = y->dimensions();
   constexpr auto kType = Type::DataType::value;
   if (patches.element_type() != kType || weight.element_type() != kType) {
-    return wrong("patches and weight are not of the dtype that the handler is named for.");
+    return wrong("the dtype of patches or weight differs from the one in the handler's name.");
   }
   if (a.size() != 3 || w.size() != 2) {
     return wrong("expected patches [B, S, K] and weight [N, K].");
@@ -191,7 +193,7 @@ ffi::Error run(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::AnyBuffe
     return wrong("the shapes of patches, weight, scale, table and y do not fit each other.");
   }
   if (N * sizeof(cutlass::bfloat16_t) % kAlignment || K * sizeof(Type::Element) % kAlignment) {
-    return wrong("the rows of y or of patches are no multiple of 16 bytes.");
+    return wrong("the rows of y or of patches are not a multiple of 16 bytes.");
   }
   Problem problem{int(G * S), int(N), int(K), int(B / G)};
   problem.patches = patches.untyped_data();

@@ -1,7 +1,7 @@
 """The operator in CUTLASS: a GEMM with a fused epilogue, compiled if nvcc and CUTLASS are found.
 
-The kernels are those of benchmarks/cutlass.cu, for Hopper. CUTLASS's headers come from the folder
-that CUTLASS_PATH names, or from pip's nvidia-cutlass (4.2).
+The kernels, in benchmarks/cutlass.cu, are for Hopper. CUTLASS's headers come from the folder in the
+environment variable CUTLASS_PATH, or from pip's nvidia-cutlass (4.2).
 """
 
 import concurrent.futures
@@ -25,11 +25,11 @@ DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 SCHEDULES = ("pingpong", "cooperative")
 KERNELS = tuple(itertools.product(DTYPES, SCHEDULES))
 
-# Alignment of rows that TMA demands, in bytes.
+# Alignment of rows that TMA requires, in bytes.
 ALIGNMENT = 16
 
-# Without NDEBUG the kernels have calls for failed assertions, and ptxas then makes each product
-# wait for the one before.
+# Without NDEBUG the kernels contain calls for failed assertions, and ptxas then makes each product
+# wait for the previous one.
 OPTIONS = (
     "-std=c++17 -O3 -DNDEBUG -gencode arch=compute_90a,code=sm_90a --expt-relaxed-constexpr "
     "--Werror all-warnings -Xptxas=-warn-spills -Xcompiler=-fPIC,-fvisibility=hidden"
@@ -37,7 +37,7 @@ OPTIONS = (
 
 
 def headers() -> Path | None:
-    """The folder with cutlass/cutlass.h; None if there is none."""
+    """Finds the folder with cutlass/cutlass.h; None if there is none."""
     path = os.environ.get("CUTLASS_PATH")
     folders = [Path(path, "include"), Path(path)] if path else []
     spec = importlib.util.find_spec("cutlass_library")
@@ -47,7 +47,7 @@ def headers() -> Path | None:
 
 
 def missing() -> str | None:
-    """What is not installed, in words; None if everything is."""
+    """Says which tool is not installed; None if all are."""
     compiler = shutil.which("g++")
     if compiler is None:
         return "there is no C++ compiler (g++)."
@@ -55,26 +55,28 @@ def missing() -> str | None:
     if nvcc is None:
         return f"{reason}."
     if headers() is None:
-        return "CUTLASS's headers are missing: pip install nvidia-cutlass==4.2.0, or CUTLASS_PATH."
+        return (
+            "CUTLASS's headers are missing: pip install nvidia-cutlass==4.2.0, or set CUTLASS_PATH."
+        )
     return None
 
 
 def _target(dtype: str, schedule: str) -> str:
-    """The name of the custom call and of the library's function."""
+    """Returns the name of the custom call and of the library's function."""
     return f"patch_embed_cutlass_{dtype}_{schedule}"
 
 
 def build(folder: Path | None = None) -> Path:
-    """Compiles the kernels, each in its own process.
+    """Compiles each kernel in its own process, and links the library.
 
     Args:
-      folder: folder for the library; None for a new temporary one.
+      folder: folder for the library; if None, a new temporary one.
 
     Returns:
-      The library. It can be loaded without a GPU.
+      The path of the library, which can be loaded without a GPU.
 
     Raises:
-      RuntimeError: something is missing, or nvcc fails; with its message.
+      RuntimeError: a tool is missing, or nvcc fails; the message says which, or is nvcc's.
     """
     if reason := missing():
         raise RuntimeError(f"benchmarks.cutlass: {reason}")
@@ -103,7 +105,7 @@ def build(folder: Path | None = None) -> Path:
 
 @functools.cache
 def _registered() -> str | None:
-    """Builds and loads the library and registers its kernels, once; returns why it cannot."""
+    """Builds and loads the library and registers its kernels once; returns the error, or None."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             library = ctypes.CDLL(str(build(Path(folder))))
@@ -119,7 +121,7 @@ def register() -> None:
     """Registers the kernels with XLA.
 
     Raises:
-      RuntimeError: they cannot be built.
+      RuntimeError: the kernels cannot be built.
     """
     if reason := _registered():
         raise RuntimeError(reason)
@@ -134,16 +136,16 @@ def fused(
     out_dtype: str = "bfloat16",
     schedule: str = "pingpong",
 ) -> jax.Array:
-    """y[b, s, n] = bf16((sum_k patches[b, s, k] * weight[n, k]) * scale[n] + table[s, n]).
+    """Computes y[b, s, n] = bf16((sum_k patches[b, s, k] * weight[n, k]) * scale[n] + table[s, n]).
 
     Args:
-      patches: [B, S, K] float8_e4m3fn, bfloat16 or int8; rows of a multiple of 16 bytes.
-      weight: [N, K] of the same dtype; N a multiple of 8.
+      patches: [B, S, K] float8_e4m3fn, bfloat16 or int8; a row is a multiple of 16 bytes.
+      weight: [N, K] of the same dtype; N is a multiple of 8.
       scale: [N] float32.
-      table: [S, N] bfloat16, or of G images, [G, S, N] with G a divisor of B: one launch of B / G
-        GEMMs that share it. `jnp.broadcast_to` makes it, once.
+      table: [S, N] bfloat16, or repeated for G images, [G, S, N], where G divides B. The launch has
+        B / G GEMMs that share the table.
       out_dtype: "bfloat16".
-      schedule: "pingpong", tiles of 128 x 128, or "cooperative", 128 x 256.
+      schedule: "pingpong" for tiles of 128 x 128, "cooperative" for tiles of 128 x 256.
 
     Returns:
       [B, S, N] bfloat16, rounded once.

@@ -1,6 +1,6 @@
-"""Weak scaling: a batch sharded over several GPUs, each with as many images as one GPU alone.
+"""Measures weak scaling: a batch is sharded over several GPUs with the same number of images each.
 
-Efficiency is the time of one GPU divided by the time of all of them.
+Efficiency is the time of one GPU with its images, divided by the time of several GPUs.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from pallas_patch_embed.problem import named_shape
 from pallas_patch_embed.tune import timing
 from pallas_patch_embed.tune.timing import Contender
 
-# Operations of HLO that move data between devices.
+# HLO operations that move data between devices.
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast)"
 )
@@ -28,10 +28,11 @@ class Scaling:
     Attributes:
       shape, dtype, backend: the problem and the backend.
       devices: number of devices that the batch is sharded over.
-      images: images of all devices.
-      regime: "short" or "sustained": calls without a pause, for 0.1 seconds or longer.
+      images: number of images on all devices together.
+      regime: "short" for 0.1 seconds of calls without a pause, "sustained" for more.
       milliseconds: wall time of a call.
-      efficiency: the time of one device divided by this one, with as many images on each.
+      efficiency: time of one device, with as many images as each device has here, divided by
+        `milliseconds`.
     """
 
     shape: str
@@ -45,7 +46,7 @@ class Scaling:
 
 
 def sharded(data: Data, count: int) -> Contender:
-    """The operator with this batch, in another order on each of the first `count` devices.
+    """Returns the operator with this batch, reordered for each device, on `count` devices.
 
     Raises:
       RuntimeError: the program moves data between devices, or its result differs from one device's.
@@ -53,7 +54,7 @@ def sharded(data: Data, count: int) -> Contender:
     mesh = jax.make_mesh((count,), ("b",), devices=jax.devices()[:count])
     along, everywhere = (jax.NamedSharding(mesh, jax.P(*names)) for names in (("b",), ()))
     images, *rest = data.patches.shape
-    # Each device has the images in another order, so that another device's result is wrong.
+    # Each device has the images in a different order, so that another device's result is wrong.
     moved = {device: i for i, device in enumerate(mesh.devices.flat)}
     parts = [jax.device_put(jnp.roll(data.patches, i, 0), device) for device, i in moved.items()]
     patches = jax.make_array_from_single_device_arrays((count * images, *rest), along, parts)
@@ -61,14 +62,14 @@ def sharded(data: Data, count: int) -> Contender:
     embed = jax.jit(ppe.patch_embed)
     program = embed.lower(patches, params).compile()
     if found := COLLECTIVE.search(program.as_text()):
-        raise RuntimeError(f"The program for {count} devices has an {found[0]}.")
+        raise RuntimeError(f"The program for {count} devices contains {found[0]}.")
     alone = embed(data.patches, data.params)
     if not (off := error(alone, data, "embedding")) <= LARGEST_ERROR:
-        raise RuntimeError(f"One device's relative error is {off:.4f}.")
+        raise RuntimeError(f"The relative error on one device is {off:.4f}.")
     for shard in program(patches, params).addressable_shards:
         expected = jnp.roll(alone, moved[shard.device], 0)
         if not bool((shard.data == jax.device_put(expected, shard.device)).all()):
-            raise RuntimeError(f"{shard.device} of {count} has another result than one alone.")
+            raise RuntimeError(f"{shard.device} of {count} differs from one device alone.")
     return Contender(program, (patches, params))
 
 
@@ -81,14 +82,14 @@ def scaling(
     seconds: float,
     **timed,
 ) -> list[Scaling]:
-    """Weak scaling, for a short time and sustained.
+    """Measures weak scaling, for a short time and sustained.
 
     Args:
       counts: numbers of devices; 1 is added.
-      images_a_device: images of each device.
+      images_a_device: number of images on each device.
       shape_name, dtype: the problem.
       seconds: duration of a sustained turn.
-      **timed: as for `timing.sustained`.
+      **timed: further arguments of `timing.sustained`.
     """
     data = draw(Case(named_shape(shape_name), images_a_device, dtype))
     backend = ppe.explain(data.patches, data.params).chosen
@@ -105,7 +106,7 @@ def scaling(
 
 
 def table(found: list[Scaling]) -> str:
-    """An aligned table."""
+    """Formats an aligned table."""
     lines = [f"{'devices':>8}{'images':>9}  {'regime':10}{'ms':>9}{'efficiency':>12}"]
     for s in found:
         lines.append(

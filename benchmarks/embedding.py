@@ -1,15 +1,15 @@
-"""How fast `pallas-patch-embed embed` is, what share of the time the GPUs work, and what limits it.
+"""Measures the throughput of `pallas-patch-embed embed`, the GPUs' utilisation, and what limits it.
 
   python -m benchmarks.embedding --pictures 40000 --out bench
 
-Pictures of 500 x 375 pixels are cut from the package's photographs, and written as JPEG files, tars
-and parquet files. The command runs on each, with a random checkpoint. The rate is that of the
-pictures between the first and the last whole shard, so starting and compiling do not count. For the
-same time the driver says how busy the GPUs were, and the system how many cores the command used.
+Pictures of 500 x 375 pixels are cropped from the package's photographs and written as JPEG files,
+tars and parquet files. The command runs on each form with a random checkpoint. Throughput counts
+the pictures between the first and the last whole shard, so starting and compiling are excluded.
+GPU utilisation (from the driver) and CPU cores in use cover the same time.
 
-"decoders" are the rates of decoding alone. "arrays" are decoded pictures: what the encoder takes
-without any decoding. "resumed" is a run that is killed after half of the shards and goes on; its
-embeddings must be those of the run on JPEG files before.
+"decoders" measures decoding alone. "arrays" measures the encoder on decoded pictures. "resumed"
+kills a run after half of the shards and resumes it; its embeddings must equal those of the run on
+JPEG files.
 """
 
 import argparse
@@ -41,15 +41,15 @@ QUALITY = 92
 FORMS = ("decoders", "arrays", "jpeg", "tar", "parquet", "resumed")
 PLACES = ("one", "all", "each")
 
-# Pictures of a tar or of a parquet file.
+# Number of pictures in each tar and parquet file.
 GROUP = 2500
 
-# Seconds between two looks at the GPUs and the processes.
+# Seconds between two samples of the GPUs and the processes.
 INTERVAL = 0.1
 
 
 def picture(number: int) -> bytes:
-    """A JPEG file: a random part of a photograph of the package."""
+    """Returns a JPEG file with a random crop of one of the package's photographs."""
     from importlib import resources
 
     from PIL import Image
@@ -69,12 +69,12 @@ def picture(number: int) -> bytes:
 
 
 def write(pictures: int, distinct: int, folder: Path, forms: Sequence[str]) -> dict[str, float]:
-    """Writes pictures in some forms, each of `distinct` ones many times under other names.
+    """Writes pictures in some forms; `distinct` different ones repeat under new names.
 
     Returns:
-      Facts about the pictures.
+      The mean size of a picture in kilobytes, and the number of different pictures.
     """
-    # Not forked: JAX may have threads in this process.
+    # Spawned instead of forked, because JAX may have threads in this process.
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         made = list(pool.map(picture, range(distinct), chunksize=max(1, distinct // 256)))
     names = [f"{i:07d}" for i in range(pictures)]
@@ -108,7 +108,7 @@ def write(pictures: int, distinct: int, folder: Path, forms: Sequence[str]) -> d
 
 
 def inputs(folder: Path, form: str, parts: int) -> list[list[str]]:
-    """The arguments of each of several processes that share the pictures."""
+    """Divides the pictures among `parts` processes, and returns the inputs of each."""
     if form == "jpeg":
         if parts == 1:
             return [[str(folder / form)]]
@@ -124,7 +124,7 @@ def inputs(folder: Path, form: str, parts: int) -> list[list[str]]:
 
 
 def gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Lists the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [gpu for gpu in visible.split(",") if gpu]
@@ -134,12 +134,12 @@ def gpus() -> list[str]:
         pynvml.nvmlInit()
         return [str(i) for i in range(pynvml.nvmlDeviceGetCount())]
     except Exception:
-        # There are many reasons; without NVIDIA's library there is no GPU to look at.
+        # NVML fails with several exception types. Without it there are no GPUs to list.
         return []
 
 
 def busy(gpu: str) -> float | None:
-    """The share of the last moment in which a kernel ran on a GPU, as its driver says."""
+    """Returns a GPU's utilisation as NVML reports it; None if it is unknown."""
     try:
         import pynvml
 
@@ -150,7 +150,7 @@ def busy(gpu: str) -> float | None:
 
 
 def cpu_seconds(process: int) -> float:
-    """The time that a process and those that it started used; 0 if that is not known."""
+    """Returns the CPU time of a process and its descendants; 0 if it is unknown."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         threads = list(Path(f"/proc/{process}/task").iterdir())
@@ -158,15 +158,15 @@ def cpu_seconds(process: int) -> float:
         return 0.0
     spent = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     for thread in threads:
-        # A thread that has ended, or a kernel without such files, has no children to count.
+        # The file is missing if the thread has ended, or if the kernel does not provide such files.
         with contextlib.suppress(OSError):
             spent += sum(map(cpu_seconds, map(int, (thread / "children").read_text().split())))
     return spent
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
-    """What was seen at one moment: seconds since the epoch, busy shares of GPUs, CPU seconds."""
+class Sample:
+    """One sample: seconds since the epoch, the GPUs' utilisation, and CPU seconds."""
 
     seconds: float
     busy: list[float]
@@ -174,21 +174,21 @@ class Look:
 
 
 @contextlib.contextmanager
-def watched(processes: list[subprocess.Popen], devices: list[str]) -> Iterator[list[Look]]:
-    """Looks at GPUs and processes while the `with` block runs."""
-    looks: list[Look] = []
+def monitor(processes: list[subprocess.Popen], devices: list[str]) -> Iterator[list[Sample]]:
+    """Samples GPUs and processes while the `with` block runs."""
+    samples: list[Sample] = []
     stop = threading.Event()
 
-    def look():
+    def take_samples():
         while not stop.wait(INTERVAL):
             shares = [share for gpu in devices if (share := busy(gpu)) is not None]
             cpu = sum(cpu_seconds(process.pid) for process in processes)
-            looks.append(Look(time.time(), shares, cpu))
+            samples.append(Sample(time.time(), shares, cpu))
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=take_samples, daemon=True)
     thread.start()
     try:
-        yield looks
+        yield samples
     finally:
         stop.set()
         thread.join()
@@ -199,15 +199,15 @@ class Result:
     """One run of the command.
 
     Attributes:
-      encoder, form, place: the checkpoint, the form of the pictures, and one of `PLACES`.
+      encoder, form, place: the encoder, the form of the pictures, and one of `PLACES`.
       devices: number of GPUs; 0 on CPUs.
-      pictures: pictures of the run.
-      seconds: the whole run, with start and compilation.
-      rate: pictures a second between the first and the last whole shard; of the whole run if it has
-        fewer than two.
-      busy: mean share of that time in which the GPUs worked; None if it is not known.
-      cores: CPU cores that the command used, on average.
-      allowed: cores that it might use.
+      pictures: number of pictures in the run.
+      seconds: duration of the whole run, including start and compilation.
+      rate: pictures per second between the first and the last whole shard, or of the whole run if
+        it has fewer than two whole shards.
+      busy: mean utilisation of the GPUs in that time; None if it is unknown.
+      cores: average number of CPU cores in use.
+      allowed: number of cores that the command could use.
     """
 
     encoder: str
@@ -225,18 +225,18 @@ class Result:
         share = "" if self.busy is None else f"{self.busy:.0%}"
         return (
             f"{self.encoder:15}{self.form:9}{self.place:5}{self.devices:4}{self.pictures:9}"
-            f"{self.seconds:9.1f}{self.rate:12,.0f}{share:>7}{self.cores:7.1f}{self.allowed:5}"
+            f"{self.seconds:9.1f}{self.rate:12,.0f}{share:>9}{self.cores:7.1f}{self.allowed:5}"
         )
 
 
 HEAD = (
     f"{'encoder':15}{'form':9}{'GPUs':>9}{'pictures':>9}{'seconds':>9}{'pictures/s':>12}"
-    f"{'busy':>7}{'cores':>7}{'of':>5}"
+    f"{'GPU use':>9}{'cores':>7}{'of':>5}"
 )
 
 
 def shards(out: Path) -> list[tuple[float, int]]:
-    """When each shard of embeddings was written, and its number of rows, in order."""
+    """Lists when each shard of embeddings was written, and its number of rows, in order of time."""
     import pyarrow.parquet
 
     found = (out / "embeddings").glob("*.parquet")
@@ -245,9 +245,9 @@ def shards(out: Path) -> list[tuple[float, int]]:
 
 
 def steady(written: list[tuple[float, int]]) -> tuple[float, float, float] | None:
-    """(begin, end, pictures a second) between the first and the last whole shard.
+    """Returns (begin, end, pictures per second) between the first and the last whole shard.
 
-    The last shard of a run has the pictures that are left; it appears when the run ends.
+    A run's last shard holds the remaining pictures, and is not whole if it has fewer rows.
     """
     whole = written[:-1] if written and written[-1][1] < max(n for _, n in written) else written
     if len(whole) < 2:
@@ -266,7 +266,7 @@ def start(
     if visible:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
     process = subprocess.Popen(command, env=environment)
-    # Python has just started, so all of its threads will inherit this.
+    # The process has just started, so all of its threads will inherit the affinity.
     os.sched_setaffinity(process.pid, cores)
     return process
 
@@ -274,9 +274,9 @@ def start(
 def run(
     name: str, checkpoint: Path, folder: Path, form: str, place: str, out: Path, devices: list[str]
 ) -> Result:
-    """Runs the command on pictures in a form, on one GPU, on all, or with a process on each.
+    """Runs the command on pictures in a form: on one GPU, on all GPUs, or as a process per GPU.
 
-    One GPU gets its share of the machine's cores.
+    A process on one GPU gets that GPU's share of the machine's cores.
 
     Raises:
       RuntimeError: the command failed.
@@ -295,22 +295,22 @@ def run(
     begin = time.time()
     processes = [start(checkpoint, *each) for each in zip(arguments, outs, groups, cores)]
     used = [gpu for group in groups for gpu in group]
-    with watched(processes, used) as looks:
+    with monitor(processes, used) as samples:
         codes = [process.wait() for process in processes]
     seconds = time.time() - begin
     if any(codes):
-        raise RuntimeError(f"embed ended with {codes} on {form}, {place}.")
+        raise RuntimeError(f"embed exited with {codes} on {form}, {place}.")
     written = [shards(path) for path in outs]
     pictures = sum(n for each in written for _, n in each)
     windows = [steady(each) for each in written]
     if None in windows:
         window, rate = (begin, begin + seconds), pictures / seconds
     else:
-        # All processes work in the time that their windows share.
+        # Every process is in its steady state during the intersection of the windows.
         window = max(w[0] for w in windows), min(w[1] for w in windows)
         rate = sum(w[2] for w in windows)
-    within = [look for look in looks if window[0] <= look.seconds <= window[1]] or looks
-    shares = [x for look in within for x in look.busy]
+    within = [sample for sample in samples if window[0] <= sample.seconds <= window[1]] or samples
+    shares = [x for sample in within for x in sample.busy]
     spent = within[-1].seconds - within[0].seconds if len(within) > 1 else 0
     cpu = (within[-1].cpu - within[0].cpu) / spent if spent else 0.0
     return Result(
@@ -328,7 +328,7 @@ def run(
 
 
 def embeddings(outs: Sequence[Path]) -> dict[str, np.ndarray]:
-    """Every id's embedding; an id that is there twice is an error."""
+    """Reads the embedding of every id; a duplicate id is an error."""
     import pyarrow.parquet
 
     found: dict[str, np.ndarray] = {}
@@ -337,17 +337,17 @@ def embeddings(outs: Sequence[Path]) -> dict[str, np.ndarray]:
         rows = table["embedding"].combine_chunks().flatten().to_numpy().reshape(len(table), -1)
         for id, row in zip(table["id"].to_pylist(), rows):
             if found.setdefault(id, row) is not row:
-                raise RuntimeError(f"{id} is there twice.")
+                raise RuntimeError(f"{id} occurs twice.")
     return found
 
 
 def resumed(
     checkpoint: Path, folder: Path, expected: Path, out: Path, devices: list[str]
 ) -> dict[str, Any]:
-    """Kills a run after half of the shards of an undisturbed one, and lets another go on.
+    """Kills a run when it has half of its shards, and resumes it.
 
     Raises:
-      RuntimeError: the second run failed, or its embeddings are not those of the undisturbed run.
+      RuntimeError: the resumed run failed, or its embeddings differ from the uninterrupted run's.
     """
     every = sorted(os.sched_getaffinity(0))
     (arguments,) = inputs(folder, "jpeg", 1)
@@ -360,19 +360,19 @@ def resumed(
     before = sum(n for _, n in shards(out)) if (out / "embeddings").exists() else 0
     code = start(checkpoint, arguments, out, devices, every).wait()
     if code:
-        raise RuntimeError(f"The run that goes on ended with {code}.")
+        raise RuntimeError(f"The resumed run exited with {code}.")
     right, found = embeddings([expected]), embeddings([out])
     if right.keys() != found.keys():
-        raise RuntimeError(f"{len(right)} ids without an interruption, {len(found)} with one.")
+        raise RuntimeError(f"The resumed run has {len(found)} ids, expected {len(right)}.")
     if wrong := sum(not np.array_equal(right[id], found[id]) for id in right):
-        raise RuntimeError(f"{wrong} of {len(right)} embeddings differ after an interruption.")
+        raise RuntimeError(f"{wrong} of {len(right)} embeddings of the resumed run differ.")
     return {"killed": killed, "embedded_before": before, "equal": len(right)}
 
 
 def arrays(checkpoint: Path, seconds: float) -> dict[str, float]:
-    """Pictures a second that the encoder takes from decoded arrays on the host.
+    """Measures the encoder's pictures per second from decoded arrays on the host.
 
-    Steps are submitted as `embed` does it: while one is computed, the next is copied.
+    As in `embed`, the next batch is copied to the GPU while one is computed.
     """
     from pallas_patch_embed.embed import Embedder
     from pallas_patch_embed.embed.pipeline import COMPUTED_AHEAD
@@ -393,7 +393,7 @@ def arrays(checkpoint: Path, seconds: float) -> dict[str, float]:
 
 
 def decoders(checkpoint: Path) -> dict[str, Callable[[bytes], Any]]:
-    """Functions that decode a JPEG file, by name: this package's with resizing, and others'."""
+    """Returns JPEG decoders by name: this package's, which also resizes, and the peers'."""
     from PIL import Image
 
     from pallas_patch_embed.embed import Decoder
@@ -417,7 +417,7 @@ def decoders(checkpoint: Path) -> dict[str, Callable[[bytes], Any]]:
 
 
 def decoding(checkpoint: Path, distinct: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """Pictures a second that CPUs decode, in one thread and in one for each core, and a GPU.
+    """Measures decoded pictures per second: on one CPU thread, on a thread per core, and on a GPU.
 
     The GPU decodes batches with nvJPEG, if torchvision is installed.
     """
@@ -444,7 +444,7 @@ def decoding(checkpoint: Path, distinct: int, seconds: float) -> Iterator[dict[s
 
 
 def gpu_decoder(made: list[bytes]) -> Callable[[], Any]:
-    """A function that decodes JPEG files on the GPU.
+    """Returns a function that decodes JPEG files on the GPU.
 
     Raises:
       ImportError: torchvision is not installed.
@@ -479,18 +479,23 @@ def arguments() -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[40000, 16384],
-        help="for each encoder; default: %(default)s",
+        help="number of pictures for each encoder; default: %(default)s",
     )
-    parser.add_argument("--distinct", type=int, default=2000, help="different pictures")
+    parser.add_argument("--distinct", type=int, default=2000, help="number of different pictures")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument(
         "--gpus",
         nargs="+",
         choices=PLACES,
         default=["one"],
-        help="one; all of them in one process; or a process for each",
+        help="one GPU; all GPUs in one process; or a process for each GPU",
     )
-    parser.add_argument("--seconds", type=float, default=3.0, help="for arrays and decoders")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=3.0,
+        help="duration of each measurement of arrays, decoders",
+    )
     parser.add_argument("--out", type=Path, help="folder for embedding.jsonl")
     chosen = parser.parse_args()
     if len(chosen.pictures) not in (1, len(chosen.encoders)):
@@ -501,7 +506,7 @@ def arguments() -> argparse.Namespace:
 def measure(
     chosen: argparse.Namespace, configs: dict[str, Any], folder: Path
 ) -> Iterator[dict[str, Any] | Result]:
-    """All runs, in a folder that is empty; a record for each."""
+    """Runs all measurements in an empty folder, and yields a record of each."""
     from benchmarks import checkpoints
 
     devices = gpus()
@@ -517,7 +522,7 @@ def measure(
         if "decoders" in chosen.forms and name == chosen.encoders[0]:
             yield from decoding(checkpoint, chosen.distinct, chosen.seconds)
         if "arrays" in chosen.forms:
-            # In a process of its own, which leaves the GPU to the command afterwards.
+            # A separate process releases the GPU's memory before the command runs.
             code = "import sys; from pathlib import Path; from benchmarks import embedding; "
             code += "print(embedding.arrays(Path(sys.argv[1]), float(sys.argv[2]))['rate'])"
             command = [sys.executable, "-c", code, str(checkpoint), str(chosen.seconds)]

@@ -1,6 +1,6 @@
-"""Encoders end to end, which shows how much a faster patch embedding gains.
+"""Measures whole encoders, which shows how much they gain from a faster patch embedding.
 
-Weights are random bfloat16, images random uint8. Only the patch embedding differs.
+Weights are random bfloat16, and images are random uint8. Only the patch embedding differs.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from pallas_patch_embed.siglip2.encoder import transform
 from pallas_patch_embed.tune import timing
 from pallas_patch_embed.tune.timing import Contender, Timing
 
-# Published architectures: google/siglip2-base-patch16-224, google/siglip2-so400m-patch14-384.
+# The architectures of google/siglip2-base-patch16-224 and google/siglip2-so400m-patch14-384.
 ENCODERS = {
     "B/16 224": Config(768, 12, 12, 3072, 16, (14, 14), image_size=(224, 224)),
     "So400m/14 384": Config(1152, 27, 16, 4304, 14, (27, 27), image_size=(384, 384)),
@@ -40,11 +40,11 @@ class Speed:
     """The speed of an encoder with one implementation of the patch embedding.
 
     Attributes:
-      encoder, images, dtype: the model, the images of a call, and the dtype of patches.
+      encoder, images, dtype: the model, the images per call, and the dtype of patches.
       way: the implementation of the patch embedding.
       regime: one of `results.REGIMES`.
       milliseconds, low, high: median, 10th and 90th percentile of a call's time.
-      images_a_second: images in a second of such calls.
+      images_a_second: images per second at the median time.
       difference: relative difference of the pooled output from that with the convolution.
     """
 
@@ -61,7 +61,7 @@ class Speed:
 
 
 def draw(name: str, patch_dtype: str, dtype: str) -> tuple[Encoder, dict[str, np.ndarray]]:
-    """An encoder with random weights, and its patch embedding before packing."""
+    """Draws an encoder's random weights; returns it and its patch embedding before packing."""
     config, shape = ENCODERS[name], named_shape(name)
     D, L = config.width, config.depth
     drawn = draw_weights(np.random.default_rng(0), shape)
@@ -94,9 +94,10 @@ def draw(name: str, patch_dtype: str, dtype: str) -> tuple[Encoder, dict[str, np
 def ways(
     encoder: Encoder, drawn: dict[str, np.ndarray]
 ) -> dict[str, tuple[Callable, tuple[Any, ...], str]]:
-    """name -> (function (images, *more) to embeddings, `more`, reference of `contenders.error`).
+    """Maps names to (function of (images, *more), `more`, reference of `contenders.error`).
 
-    The convolution and its rewritten form use bfloat16, whatever the operator's dtype.
+    The functions return embeddings. The convolution and "patchify + jnp.dot" use bfloat16, whatever
+    the operator's dtype is.
     """
     table = drawn["bias"] + drawn["position_embedding"]
     unpacked = jnp.asarray(drawn["kernel"]), jnp.asarray(table)
@@ -120,13 +121,13 @@ def speeds(
     patch_dtypes: list[str],
     measures: dict[str, Callable[[dict[Any, Contender]], dict[Any, Timing]]],
 ) -> list[Speed]:
-    """The speed with every implementation.
+    """Measures an encoder's speed with every implementation of the patch embedding.
 
     Args:
       name: the encoder.
-      images: images of a call.
+      images: images per call.
       patch_dtypes: the operator's dtypes.
-      measures: regime -> function that measures contenders in it.
+      measures: regime -> function that measures contenders in this regime.
 
     Raises:
       RuntimeError: the embeddings of an implementation are wrong.
@@ -141,7 +142,7 @@ def speeds(
         encoder, drawn = jax.device_put(draw(name, dtype, "bfloat16"))
         data = data_of(shape, pixels, encoder.patch_embed, drawn)
         for way, (embed, more, reference) in ways(encoder, drawn).items():
-            # The bfloat16 implementations are the same for all dtypes.
+            # These bfloat16 implementations do not depend on the operator's dtype.
             key = (way, dtype if reference == "embedding" else "bfloat16")
             if key in compared:
                 continue
@@ -152,7 +153,7 @@ def speeds(
     for key, (contender, data, reference) in checked.items():
         off = error(contender(), data, reference)
         if not off <= LARGEST_ERROR:
-            raise RuntimeError(f"{name}, {key}: the embeddings' relative error is {off:.4f}.")
+            raise RuntimeError(f"{name}, {key}: the relative error of the embeddings is {off:.4f}.")
     pooled = {key: np.asarray(contender(), np.float32) for key, contender in compared.items()}
     expected = next(iter(pooled.values()))
     return [
@@ -174,7 +175,7 @@ def speeds(
 
 
 def table(found: list[Speed]) -> str:
-    """The speeds of one encoder in one regime, with the gain over the convolution."""
+    """Tabulates the speeds of one encoder in one regime, with the gain over the convolution."""
     slowest = next(s.milliseconds for s in found if s.way == "convolution")
     head = f"{'patch embedding':34}{'ms':>9}{'10% .. 90%':>20}{'images/s':>12}{'gain':>8}"
     lines = [f"{head}{'difference':>12}"]

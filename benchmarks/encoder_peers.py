@@ -1,12 +1,13 @@
-"""Whole encoders compared with Hugging Face's under torch.compile, and with one in flax.
+"""Compares whole encoders with Hugging Face's under torch.compile, and with one in flax.
 
   python -m benchmarks.encoder_peers --minutes 8 --out bench
 
-All have the same random weights, from a checkpoint in Hugging Face's layout, and compute pooled
-embeddings of the same uint8 images on the device in bfloat16. JAX and torch have a process each;
-contenders take turns. Times are wall times, "sustained" has the energy of the GPU. Peak memory is
-that of weights, images and all intermediate results. Each case is written to encoder_peers.jsonl as
-soon as it is measured. Peers that are not installed are left out.
+All encoders have the same random weights, from a checkpoint in Hugging Face's layout, and compute
+pooled embeddings of the same uint8 images on the device in bfloat16. JAX and torch each run in
+their own process, and the contenders take turns. Times are wall times; the GPU's energy is measured
+in the sustained turns. Peak memory includes weights, images and all intermediate results. Each case
+is written to encoder_peers.jsonl as soon as it is measured. Peers that are not installed are left
+out.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import numpy as np
 
 from benchmarks.turns import Process, burst, first_line, serve, sustained
 
-# Without its Triton products XLA leaves bias, GELU and residual to cuBLAS (docs/experiments).
+# With Triton GEMMs disabled, XLA fuses bias, GELU and residual into cuBLAS (docs/experiments).
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 HERE = Path(__file__).resolve().parents[1]
@@ -38,7 +39,7 @@ FRAMEWORKS = ("jax", "torch")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An encoder and a number of images; `many` if it is the largest number."""
+    """An encoder and a number of images; `many` is true for the largest number."""
 
     encoder: str
     images: int
@@ -46,7 +47,7 @@ class Case:
 
 
 def images_of(side: int, images: int) -> np.ndarray:
-    """Random images, the same in every process."""
+    """Draws random images, which are the same in every process."""
     return np.random.default_rng(1).integers(0, 256, (images, side, side, 3), np.uint8)
 
 
@@ -56,8 +57,8 @@ class Contender:
 
     Attributes:
       call: computes pooled embeddings.
-      compile_seconds: what the first call or the compilation took.
-      peak_bytes: peak memory of a call; None if it is not known.
+      compile_seconds: duration of the compilation, for torch with the first two calls.
+      peak_bytes: peak memory of a call; None if it is unknown.
     """
 
     call: Callable[[], Any]
@@ -66,7 +67,7 @@ class Contender:
 
 
 class Jax:
-    """The contenders in JAX, in a process of their own."""
+    """The contenders in JAX, which run in their own process."""
 
     wait: Callable[[Any], Any]
 
@@ -75,7 +76,7 @@ class Jax:
         self.wait = _block_until_ready
 
     def prepare(self, folder: str, images: int, many: bool) -> dict[str, Any]:
-        """Compiles all contenders; what cannot be is left out with the reason."""
+        """Compiles all contenders; one that fails is left out with the reason."""
         import jax
 
         import pallas_patch_embed as ppe
@@ -145,7 +146,7 @@ def _arrays(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _unpacked(folder: Path) -> tuple[Any, Any]:
-    """The kernel [p, p, 3, D], and bias and positions [S, D]."""
+    """Returns the kernel [p, p, 3, D], and the sum of bias and positions, [S, D]."""
     import jax
 
     arrays = _arrays(folder)
@@ -155,10 +156,10 @@ def _unpacked(folder: Path) -> tuple[Any, Any]:
 
 
 def flax_tower(folder: Path, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A ViT of flax's modules as big_vision's vit.py has it, and its weights.
+    """Builds the ViT of big_vision's vit.py from flax's modules; returns it and its weights.
 
-    Attention is flax's MultiHeadDotProductAttention. Blocks are scanned, kernels are bfloat16, and
-    so is what is added between the layers.
+    Attention is flax's MultiHeadDotProductAttention. Blocks are scanned. Kernels and the residual
+    stream are bfloat16.
 
     Raises:
       ImportError: flax is not installed.
@@ -220,7 +221,7 @@ def flax_tower(folder: Path, config: Any) -> tuple[Callable[..., Any], tuple[Any
 
 
 def _flax_params(arrays: dict[str, np.ndarray], config: Any, dtype: Any) -> dict[str, Any]:
-    """The arrays of a `SiglipVisionModel` as flax's modules name and shape them."""
+    """Renames and reshapes the arrays of a `SiglipVisionModel` for flax's modules."""
     D, heads = config.width, config.heads
     inner = (heads, D // heads)
 
@@ -286,13 +287,13 @@ def _flax_params(arrays: dict[str, np.ndarray], config: Any, dtype: Any) -> dict
 
 
 class Torch:
-    """Hugging Face's model in torch, in a process of its own."""
+    """Hugging Face's model in torch, which runs in its own process."""
 
     def __init__(self):
         self.contenders: dict[str, Contender] = {}
 
     def prepare(self, folder: str, images: int, many: bool) -> dict[str, Any]:
-        """Compiles the model; leaves it out with the reason if it cannot be compiled."""
+        """Compiles the model, or leaves it out with the reason if that fails."""
         name = f"transformers, torch.compile{', max-autotune' if many else ''}"
         self.contenders = {}
         try:
@@ -313,7 +314,7 @@ class Torch:
         config = SiglipVisionConfig.from_pretrained(folder)
         config._attn_implementation = "sdpa"
         model = SiglipVisionModel(config)
-        # Some versions have a module around the tower.
+        # In some versions of transformers the vision tower is an attribute of the model.
         stored = load_file(f"{folder}/model.safetensors")
         names = {name: name.removeprefix("vision_model.") for name in model.state_dict()}
         model.load_state_dict({name: stored[own] for name, own in names.items()})
@@ -361,13 +362,13 @@ class Torch:
 
 
 def turn_of(call: Any, wait: Any, regime: str, rest: float, seconds: float) -> dict[str, Any]:
-    """One turn in a regime, "burst" or "sustained"."""
+    """Times one turn in a regime, "burst" or "sustained"."""
     turn = burst(call, wait, 5, rest) if regime == "burst" else sustained(call, wait, seconds)
     return dataclasses.asdict(turn)
 
 
 def describe(contenders: dict[str, Contender], left_out: dict[str, str]) -> dict[str, Any]:
-    """What was compiled, and what was not."""
+    """Describes the compiled contenders, and those that are left out."""
     compiled = {
         name: {"compile_seconds": c.compile_seconds, "peak_bytes": c.peak_bytes}
         for name, c in contenders.items()
@@ -382,10 +383,10 @@ class Result:
     Attributes:
       encoder, images: the case.
       contender: its name.
-      burst, sustained: milliseconds of a call, medians of all turns.
-      joules: energy of an image, sustained.
+      burst, sustained: milliseconds per call in each regime, median over all turns.
+      joules: energy per image in the sustained regime; None if it is unknown.
       compile_seconds, peak_bytes: as in `Contender`.
-      difference: relative difference of its embeddings from those of the first contender.
+      difference: relative difference between its embeddings and those of the first contender.
     """
 
     encoder: str
@@ -402,11 +403,11 @@ class Result:
 def measure(
     case: Case, folder: Path, processes: dict[str, Process], chosen: argparse.Namespace
 ) -> tuple[list[Result], dict[str, str]]:
-    """All contenders of a case, and what was left out."""
+    """Measures all contenders of a case; returns the results, and reasons of what was left out."""
     arguments = dict(folder=str(folder), images=case.images, many=case.many)
     found: dict[str, dict[str, Any]] = {}
     if case.many:
-        # Both tune by time, and would disturb each other.
+        # Both frameworks autotune by timing, and would disturb each other if they did at once.
         found = {name: p.call("prepare", **arguments) for name, p in processes.items()}
     else:
         for process in processes.values():
@@ -453,7 +454,7 @@ def measure(
 
 
 def table(found: list[Result]) -> str:
-    """The contenders of one case, the fastest first."""
+    """Tabulates the contenders of one case, the fastest first."""
     head = f"{'':45}{'burst ms':>10}{'sustained':>11}{'images/s':>11}{'J/image':>9}"
     lines = [f"{head}{'GB':>7}{'compile s':>11}{'difference':>12}"]
     for r in sorted(found, key=lambda r: r.sustained):
@@ -470,7 +471,7 @@ def table(found: list[Result]) -> str:
 def run(
     chosen: argparse.Namespace, configs: dict[str, Any], pythons: dict[str, str]
 ) -> Iterator[tuple[list[Result], dict[str, str]]]:
-    """Measures all cases that there is time for.
+    """Measures cases until the time limit is reached.
 
     Args:
       chosen: the command line.
@@ -499,7 +500,9 @@ def run(
         try:
             for case in many + few:
                 if time.monotonic() > end:
-                    print(f"{case.encoder}, {case.images} images: no time is left.", flush=True)
+                    print(
+                        f"{case.encoder}, {case.images} images: skipped, out of time.", flush=True
+                    )
                     continue
                 own = Path(folder, str(list(configs).index(case.encoder)))
                 if not own.exists():
@@ -525,14 +528,16 @@ def arguments() -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[1, 64, 512],
-        help="images of a call; torch tunes for the largest number only; default: %(default)s",
+        help="images per call; torch autotunes only for the largest number; default: %(default)s",
     )
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
-    parser.add_argument("--torch-python", default=sys.executable, help="Python that has torch")
+    parser.add_argument("--torch-python", default=sys.executable, help="Python with torch")
     parser.add_argument("--minutes", type=float, default=math.inf)
-    parser.add_argument("--turns", type=int, default=3, help="turns of each contender")
-    parser.add_argument("--rest", type=float, default=0.5, help="idle seconds before a burst")
-    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a sustained turn")
+    parser.add_argument("--turns", type=int, default=3, help="number of turns of each contender")
+    parser.add_argument("--rest", type=float, default=0.5, help="idle seconds before each burst")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="duration of a sustained turn in seconds"
+    )
     parser.add_argument("--out", type=Path, help="folder for encoder_peers.jsonl")
     return parser.parse_args()
 

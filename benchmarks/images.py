@@ -1,12 +1,12 @@
-"""All ways from uint8 images to embeddings, for the shapes whose images a kernel can cut.
+"""Compares the methods of embedding uint8 images, for shapes whose images a kernel can cut itself.
 
   python -m benchmarks.images --minutes 8 --out images
 
-For each shape and number of images, patches in every dtype and the peers take turns. Each whole
-output is compared with float32 before it is timed. A kernel that cuts images also runs on fresh
-images, into outputs that are full of NaN, and must give the bits of the same backend from patches.
-Every case is written to images.jsonl as soon as it is measured, so a run that ends early keeps what
-it has. Cases that --minutes leaves no time for are listed.
+For each shape and number of images, the operator with each dtype of patches and the peers take
+turns. Each whole output is compared with float32 before it is timed. A kernel that cuts images also
+runs on fresh images, into outputs filled with NaN, and its results must equal those of the same
+backend from patches, bit by bit. Each case is written to images.jsonl as soon as it is measured, so
+a run that ends early keeps its finished cases. Cases that do not fit into --minutes are listed.
 """
 
 import argparse
@@ -46,28 +46,29 @@ from pallas_patch_embed.problem import NamedShape, named_shape
 from pallas_patch_embed.tune import timing
 from pallas_patch_embed.tune.timing import Contender, Timing
 
-# Dtypes of patches behind XLA's patchify. Kernels that cut images are compared in int8 alone, which
-# is what the CUDA kernel has; Triton's takes as long with float8.
+# Dtypes of patches for XLA's patchify. Kernels that cut images are measured only in int8, the only
+# dtype of the CUDA kernel; Triton's kernel takes as long with float8.
 DTYPES = ("int8", "float8_e4m3fn", "bfloat16")
 CUT_DTYPE = "int8"
 
-# Fresh images for every kernel that cuts them.
+# Number of runs on fresh images for every kernel that cuts images.
 FRESH = 20
 
 CONVOLUTION = "convolution + positions"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Way:
-    """A way from images to embeddings.
+class Method:
+    """A method of computing embeddings from uint8 images.
 
     Attributes:
-      name, dtype: what it is, and the dtype of its patches and weight.
+      name: name in tables and records.
+      dtype: dtype of patches and weight.
       ours: whether it is one of the operator's backends.
-      function: a function (images, *more) to embeddings.
-      more: its other operands.
+      function: function of (images, *more) that returns embeddings.
+      more: operands after the images.
       reference: as for `contenders.error`.
-      same: for a kernel that cuts images, a function that has to give the same bits.
+      same: for a kernel that cuts images, a function whose results must have the same bits.
     """
 
     name: str
@@ -81,7 +82,7 @@ class Way:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """Random weights of a shape: packed for every dtype, and not packed."""
+    """Random weights of a shape, packed for every dtype, and unpacked."""
 
     packed: dict[str, PatchEmbedParams]
     exact: PatchEmbedParams
@@ -101,14 +102,14 @@ class Weights:
 
 
 def images_of(shape: NamedShape, images: int) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of the images of a case."""
+    """Returns the shape and dtype of the images of a case."""
     return jax.ShapeDtypeStruct((images, shape.image, shape.image, 3), jnp.uint8)
 
 
-def ways(
+def methods(
     shape: NamedShape, images: int, weights: Weights, backends: tuple[str, ...]
-) -> Iterator[Way]:
-    """All ways that serve these images here."""
+) -> Iterator[Method]:
+    """Yields all methods that serve these images on this machine."""
     described = images_of(shape, images)
     for dtype, params in weights.packed.items():
         own = (params,)
@@ -118,18 +119,18 @@ def ways(
                 if dtype == CUT_DTYPE:
                     cut = functools.partial(ppe.embed_images, backend=backend, cut="kernel")
                     name = f"{backend}, cut by the kernel"
-                    yield Way(name, dtype, True, cut, own, "embedding", behind)
+                    yield Method(name, dtype, True, cut, own, "embedding", behind)
             asked = ppe.explain(params.layout.rows_shape(described.shape), params)
             serves = any(row.serves for row in asked if row.backend == backend)
             if serves and backend != "triton":
-                yield Way(f"patchify + {backend}", dtype, True, behind, own, "embedding")
+                yield Method(f"patchify + {backend}", dtype, True, behind, own, "embedding")
     peers = {"patchify + jnp.dot + positions": cut_and_product, CONVOLUTION: convolution}
     for name, function in peers.items():
-        yield Way(name, "bfloat16", False, function, weights.unpacked, "unpacked")
+        yield Method(name, "bfloat16", False, function, weights.unpacked, "unpacked")
 
 
 def differences(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Number of elements whose bits differ."""
+    """Counts the elements whose bits differ."""
     bits = [lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in (a, b)]
     return (bits[0] != bits[1]).sum()
 
@@ -137,7 +138,7 @@ def differences(a: jax.Array, b: jax.Array) -> jax.Array:
 def relative_error(
     y: jax.Array, images: jax.Array, params: PatchEmbedParams, exact: PatchEmbedParams, of: str
 ) -> jax.Array:
-    """Relative Frobenius error of the worst image, as `contenders.error`; `of` is the reference."""
+    """Returns the relative Frobenius error of the worst image, compared with reference `of`."""
     size = min(len(images), COMPARED)
 
     def worst(start):
@@ -153,7 +154,7 @@ def relative_error(
 def into(
     output: jax.Array, function: Callable[..., jax.Array], images: jax.Array, *more: Any
 ) -> jax.Array:
-    """The function's result; jitted with `output` donated it is written into that memory."""
+    """Calls the function; under jit with `output` donated, its result is written into `output`."""
     del output
     return function(images, *more)
 
@@ -170,43 +171,44 @@ class Programs:
     """The compiled programs of one case.
 
     Attributes:
-      case: shape and number of images; its dtype means nothing.
-      draw: function from a key to random images.
-      ways: way -> its program.
-      poisoned: way with a `same` -> its program and that of `same`, into a donated output.
+      case: shape and number of images; its dtype is not used.
+      draw: returns random images for a key.
+      methods: method -> its program.
+      poisoned: method with a `same` -> the programs of the method and of `same` that write into a
+        donated output.
       differences: `differences` of two outputs.
       errors: (dtype, reference) -> `relative_error`.
-      left_out: (name, dtype) of a way -> why it has no program.
+      left_out: (name, dtype) of a method -> reason why it has no program.
     """
 
     case: Case
     draw: Compiled | None = None
-    ways: dict[Way, Compiled] = dataclasses.field(default_factory=dict)
-    poisoned: dict[Way, tuple[Compiled, ...]] = dataclasses.field(default_factory=dict)
+    methods: dict[Method, Compiled] = dataclasses.field(default_factory=dict)
+    poisoned: dict[Method, tuple[Compiled, ...]] = dataclasses.field(default_factory=dict)
     differences: Compiled | None = None
     errors: dict[tuple[str, str], Compiled] = dataclasses.field(default_factory=dict)
     left_out: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
 
 
-def tasks(own: Programs, every: list[Way], weights: Weights) -> Iterator[Callable[[], None]]:
-    """The programs to compile for a case; the ways first, which take longest."""
+def tasks(own: Programs, every: list[Method], weights: Weights) -> Iterator[Callable[[], None]]:
+    """Yields functions that compile a case's programs; the slowest, the methods, come first."""
     case = own.case
     images = images_of(case.shape, case.images)
     y = jax.ShapeDtypeStruct((case.images, case.shape.S, case.shape.N), jnp.bfloat16)
 
-    def way_of(way):
+    def compile_method(method):
         try:
-            program = jax.jit(way.function).lower(images, *way.more).compile()
-            if way.same is not None:
+            program = jax.jit(method.function).lower(images, *method.more).compile()
+            if method.same is not None:
                 donating = jax.jit(into, static_argnums=1, donate_argnums=0, keep_unused=True)
-                own.poisoned[way] = tuple(
-                    donating.lower(y, function, images, *way.more).compile()
-                    for function in (way.function, way.same)
+                own.poisoned[method] = tuple(
+                    donating.lower(y, function, images, *method.more).compile()
+                    for function in (method.function, method.same)
                 )
         except Exception as reason:
-            own.left_out[way.name, way.dtype] = _first_line(reason)
+            own.left_out[method.name, method.dtype] = _first_line(reason)
         else:
-            own.ways[way] = program
+            own.methods[method] = program
 
     def draw():
         key = jax.random.key(0)
@@ -220,16 +222,16 @@ def tasks(own: Programs, every: list[Way], weights: Weights) -> Iterator[Callabl
         operands = (y, images, weights.packed[dtype], weights.exact)
         own.errors[dtype, reference] = jitted.lower(*operands, of=reference).compile()
 
-    yield from (functools.partial(way_of, way) for way in every)
+    yield from (functools.partial(compile_method, method) for method in every)
     yield draw
-    if any(way.same for way in every):
+    if any(method.same for method in every):
         yield compare
-    for dtype, reference in dict.fromkeys((way.dtype, way.reference) for way in every):
+    for dtype, reference in dict.fromkeys((method.dtype, method.reference) for method in every):
         yield functools.partial(error, dtype, reference)
 
 
-def compile_cases(found: dict[Case, list[Way]], weights: Weights) -> list[Programs]:
-    """Compiles everything of some cases in parallel."""
+def compile_cases(found: dict[Case, list[Method]], weights: Weights) -> list[Programs]:
+    """Compiles all programs of several cases in parallel."""
     programs = [Programs(case) for case in found]
     every = [task for own in programs for task in tasks(own, found[own.case], weights)]
     with ThreadPoolExecutor() as pool:
@@ -241,30 +243,30 @@ def _first_line(reason: Exception) -> str:
     return f"{type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''}"[:300]
 
 
-def wrong(way: Way, programs: Programs, weights: Weights, images: jax.Array) -> str | None:
-    """What is wrong with the results of a way; None if nothing is."""
-    y = programs.ways[way](images, *way.more)
-    error = programs.errors[way.dtype, way.reference]
-    off = float(error(y, images, weights.packed[way.dtype], weights.exact))
+def wrong(method: Method, programs: Programs, weights: Weights, images: jax.Array) -> str | None:
+    """Says what is wrong with the results of a method; None if they are right."""
+    y = programs.methods[method](images, *method.more)
+    error = programs.errors[method.dtype, method.reference]
+    off = float(error(y, images, weights.packed[method.dtype], weights.exact))
     if not off <= LARGEST_ERROR:
         return f"relative error {off:.4f}, expected at most {LARGEST_ERROR:.4f}"
-    for run in range(FRESH if way in programs.poisoned else 0):
+    for run in range(FRESH if method in programs.poisoned else 0):
         fresh = programs.draw(jax.random.key(run))
         outputs = [
-            program(jnp.full_like(y, jnp.nan), fresh, *way.more)
-            for program in programs.poisoned[way]
+            program(jnp.full_like(y, jnp.nan), fresh, *method.more)
+            for program in programs.poisoned[method]
         ]
         if number := int(programs.differences(*outputs)):
-            return f"in run {run} {number} of {y.size} elements are not those from patches"
+            return f"in run {run}, {number} of {y.size} elements differ from patches"
     return None
 
 
 def measure(
     programs: Programs, weights: Weights, pixels: str, headline: bool, chosen: Any
 ) -> tuple[list[Result], dict[tuple[str, str], str]]:
-    """The times of all ways of a case whose results are right; and what was left out, and why.
+    """Times the methods of a case whose results are right; returns also the reasons of the rest.
 
-    A `headline` is measured after longer rests, and sustained as well.
+    A `headline` case is measured after longer rests, and also in the sustained regime.
     """
     case = dataclasses.replace(programs.case, pixels=pixels)
     random = pixels == "random"
@@ -272,17 +274,17 @@ def measure(
         programs.draw(jax.random.key(0)) if random else draw_images(case.shape, case.images, pixels)
     )
     contenders, left_out = {}, dict(programs.left_out)
-    for way in programs.ways:
+    for method in programs.methods:
         try:
-            if reason := wrong(way, programs, weights, images):
-                left_out[way.name, way.dtype] = f"wrong: {reason}"
+            if reason := wrong(method, programs, weights, images):
+                left_out[method.name, method.dtype] = f"wrong: {reason}"
                 continue
-            contender = Contender(programs.ways[way], (images, *way.more))
+            contender = Contender(programs.methods[method], (images, *method.more))
             timing.check(contender)
         except Exception as reason:
-            left_out[way.name, way.dtype] = _first_line(reason)
+            left_out[method.name, method.dtype] = _first_line(reason)
             continue
-        contenders[way] = contender
+        contenders[method] = contender
     found = []
     for regime in ("burst", "sustained") if headline else ("burst",):
         if regime == "sustained":
@@ -291,22 +293,22 @@ def measure(
         else:
             rest = chosen.rest if headline else chosen.rest / 10
             times = timing.burst(contenders, rounds=chosen.rounds, rest=rest)
-        found += [_result(case, way, regime, times[way]) for way in contenders]
+        found += [_result(case, method, regime, times[method]) for method in contenders]
     return found, left_out
 
 
-def _seconds(contenders: dict[Way, Contender]) -> float:
-    """The wall time of one call of the slowest contender."""
+def _seconds(contenders: dict[Method, Contender]) -> float:
+    """Measures the wall time of one call of the slowest contender."""
     return max(t.milliseconds for t in timing.latency(contenders, rounds=1).values()) / 1e3
 
 
-def _result(case: Case, way: Way, regime: str, time: Timing) -> Result:
-    own = dataclasses.replace(case, dtype=way.dtype)
-    return results.result(own, "images", way.name, way.ours, regime, time)
+def _result(case: Case, method: Method, regime: str, time: Timing) -> Result:
+    own = dataclasses.replace(case, dtype=method.dtype)
+    return results.result(own, "images", method.name, method.ours, regime, time)
 
 
 def table(found: list[Result]) -> str:
-    """Milliseconds of every way for one shape, a column for each case, the fastest way first."""
+    """Tabulates milliseconds for one shape: a row per method, fastest first, a column per case."""
     cases = list(dict.fromkeys((r.images, r.pixels, r.regime) for r in found))
     names = {True: "photographs, ", False: ""}
     heads = [f"{names[p == 'photographs']}{regime} {n}" for n, p, regime in cases]
@@ -325,10 +327,10 @@ def table(found: list[Result]) -> str:
 
 
 def groups(shapes: list[str], images: list[int]) -> list[tuple[str, list[int]]]:
-    """The cases in the order in which they are measured: a shape and numbers of images.
+    """Groups the cases in the order of measurement, as a shape and numbers of images.
 
-    Programs of a group are compiled together. The first shape is measured completely; then the
-    others, those with many images last.
+    The programs of a group are compiled together. All cases of the first shape come first. The
+    cases of the other shapes follow, first those with few images, then those with many.
     """
     first, *others = shapes
     few = [n for n in images if n < SUSTAINED_IMAGES]
@@ -338,25 +340,29 @@ def groups(shapes: list[str], images: list[int]) -> list[tuple[str, list[int]]]:
     return [group for group in found if group[1]]
 
 
-def cases_of(name: str, images: list[int], weights: Weights, chosen: Any) -> dict[Case, list[Way]]:
-    """The cases of a group, with their ways."""
+def cases_of(
+    name: str, images: list[int], weights: Weights, chosen: Any
+) -> dict[Case, list[Method]]:
+    """Returns the cases of a group with their methods."""
     shape = named_shape(name)
     found = {}
     for n in images:
-        every = ways(shape, n, weights, tuple(chosen.backends))
-        # XLA takes longest to compile the convolution of many images; one shape of it is enough.
+        every = methods(shape, n, weights, tuple(chosen.backends))
+        # XLA takes longest to compile the convolution of many images, so only one shape has it.
         without = {CONVOLUTION} if n >= SUSTAINED_IMAGES and name != chosen.shapes[0] else set()
-        found[Case(shape, n, CUT_DTYPE)] = [way for way in every if way.name not in without]
+        found[Case(shape, n, CUT_DTYPE)] = [
+            method for method in every if method.name not in without
+        ]
     return found
 
 
 def run(chosen: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    """Measures all groups that there is time for; yields the records of each case."""
+    """Measures groups until the time limit is reached, and yields the records of each case."""
     end = time.monotonic() + 60 * chosen.minutes
     measured: dict[str, list[Result]] = {}
     for name, images in groups(chosen.shapes, chosen.images):
         if time.monotonic() > end:
-            print(f"{name}, {images} images: no time is left.", flush=True)
+            print(f"{name}, {images} images: skipped, out of time.", flush=True)
             continue
         begin = time.monotonic()
         weights = Weights.draw(named_shape(name), DTYPES)
@@ -368,7 +374,7 @@ def run(chosen: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
             headline = name == chosen.shapes[0] and n == max(chosen.images)
             for pixels in chosen.pixels if headline else chosen.pixels[:1]:
                 if time.monotonic() > end:
-                    print(f"{name}, {n} images, {pixels}: no time is left.", flush=True)
+                    print(f"{name}, {n} images, {pixels}: skipped, out of time.", flush=True)
                     continue
                 own, left_out = measure(programs, weights, pixels, headline, chosen)
                 measured.setdefault(name, []).extend(own)
@@ -390,7 +396,7 @@ def run(chosen: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
 
 
 def shapes_to_cut() -> list[str]:
-    """The shapes whose images the CUDA kernel for Hopper can cut."""
+    """Names the shapes whose images the CUDA kernel for Hopper can cut."""
     shapes = map(named_shape, SHAPES)
     return [s.name for s in shapes if s.patch == 16 and s.image % 16 == 0]
 
@@ -410,35 +416,37 @@ def arguments() -> argparse.Namespace:
         choices=SHAPES,
         metavar="NAME",
         default=shapes if gpu else shapes[:1],
-        help="the first one is measured most thoroughly; default: %(default)s",
+        help="shapes; the first one is measured most thoroughly; default: %(default)s",
     )
     parser.add_argument(
         "--images",
         type=at_least(1, int),
         nargs="+",
         default=[1, 8, 64, 512, 4736] if gpu else [1, 4],
-        help="images of a call; default: %(default)s",
+        help="images per call; default: %(default)s",
     )
     parser.add_argument(
         "--pixels",
         nargs="+",
         choices=["random", "photographs"],
         default=["random", "photographs"],
-        help="all of them for the most images of the first shape, the first one otherwise",
+        help="the largest batch of the first shape is measured with all of these, other cases with "
+        "the first one",
     )
     parser.add_argument(
-        "--backends", nargs="+", default=["cuda", "triton"], help="default: %(default)s"
+        "--backends", nargs="+", default=["cuda", "triton"], help="backends; default: %(default)s"
     )
     parser.add_argument("--minutes", type=at_least(0, float), default=math.inf)
-    parser.add_argument("--rounds", type=at_least(1, int), default=3, help="turns of each way")
+    parser.add_argument("--rounds", type=at_least(1, int), default=3, help="number of turns")
     parser.add_argument(
         "--rest",
         type=at_least(0, float),
         default=1.0,
-        help="idle seconds before a turn; a tenth of it where less is measured",
+        help="idle seconds before each turn of the largest batch of the first shape; a tenth of it "
+        "before other turns",
     )
     parser.add_argument(
-        "--seconds", type=at_least(0.01, float), default=1.5, help="duration of a sustained turn"
+        "--seconds", type=at_least(0.01, float), default=1.5, help="seconds of a sustained turn"
     )
     parser.add_argument("--out", type=Path, help="folder for images.jsonl")
     return parser.parse_args()
@@ -460,7 +468,7 @@ def main() -> None:
         if path:
             results.append(path, records)
     if bad:
-        raise SystemExit(f"{len(bad)} results are wrong, see above.")
+        raise SystemExit(f"{len(bad)} methods gave wrong results, see above.")
 
 
 if __name__ == "__main__":

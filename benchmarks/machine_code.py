@@ -1,4 +1,4 @@
-"""Reads machine code that nvdisasm or cuobjdump printed: instructions, their classes, loops."""
+"""Reads instructions, their classes and loops from the output of nvdisasm or cuobjdump."""
 
 import collections
 import dataclasses
@@ -37,13 +37,13 @@ MATRIX = re.compile(r"[HIQ]G?MMA|UTC[HIQ]MMA")
 
 
 def class_of(opcode: str) -> str:
-    """The class of an opcode, with or without modifiers; "other" if it is in none."""
+    """Returns the class of an opcode, with or without modifiers; "other" if it has no class."""
     name = opcode.split(".")[0]
     return next((found for found, opcodes in CLASSES.items() if name in opcodes), "other")
 
 
 def access_bytes(opcode: str) -> int:
-    """Bytes that a load or store moves for each thread, from the modifiers of its opcode."""
+    """Returns the bytes that a load or store moves per thread, from the opcode's modifiers."""
     if matrices := re.search(r"\.MT?88(?:\.(\d))?", opcode):
         return 4 * int(matrices[1] or 1)
     width = re.search(r"\.[US]?(8|16|64|128)\b", opcode)
@@ -51,11 +51,12 @@ def access_bytes(opcode: str) -> int:
 
 
 def opcodes(lines: list[str]) -> collections.Counter:
-    """Opcode with modifiers -> number of instructions."""
+    """Counts instructions by opcode, with modifiers."""
     found = collections.Counter()
     for match in filter(None, map(INSTRUCTION.search, lines)):
         opcode = match[1] + re.match(r"[^\s;]*", match[2])[0]
-        # The first source of wgmma is a register if patches are in registers, else a descriptor.
+        # The first source of wgmma is a register if patches are in registers, else it is a
+        # descriptor.
         if "GMMA" in opcode and re.match(r"\S* R\w+, R", match[2]):
             opcode += " RS"
         found[opcode] += 1
@@ -63,13 +64,13 @@ def opcodes(lines: list[str]) -> collections.Counter:
 
 
 def count(lines: list[str]) -> dict[str, int]:
-    """Opcode without its modifiers -> number of instructions."""
+    """Counts instructions by opcode, without modifiers."""
     found = (INSTRUCTION.search(line) for line in lines)
     return dict(collections.Counter(match[1].split(".")[0] for match in found if match))
 
 
 def innermost_loop(sass: str, opcode: re.Pattern) -> list[str]:
-    """The lines of the innermost loop that contains all instructions whose opcode matches."""
+    """Returns the lines of the innermost loop that contains all instructions of these opcodes."""
     lines = sass.splitlines()
     labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
     matching = [
@@ -91,7 +92,7 @@ def innermost_loop(sass: str, opcode: re.Pattern) -> list[str]:
 
 
 def jumped_over(lines: list[str], opcode: re.Pattern) -> list[str]:
-    """The shortest part between a branch and its target that contains all of an opcode."""
+    """Returns the shortest range from a branch to its target with all instructions of an opcode."""
     found = [INSTRUCTION.search(line) for line in lines]
     matching = [i for i, match in enumerate(found) if match and opcode.match(match[1])]
     labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
@@ -105,20 +106,24 @@ def jumped_over(lines: list[str], opcode: re.Pattern) -> list[str]:
 
 
 def executed(sass: str, marker: str, steps: int) -> dict[str, int]:
-    """Opcode -> how often a warp executes it for one tile.
+    """Counts how often a warp executes each opcode for one tile.
 
     Args:
       sass: machine code of one kernel.
-      marker: opcodes; the tile loop is the innermost loop that contains all of them.
-      steps: how often the part with the matrix multiplications is executed for a tile. This part
-        is an inner loop, or the whole loop except the stores, which all but the last step skip.
+      marker: pattern of opcodes; the tile loop is the innermost loop with all instructions that
+        match it.
+      steps: number of times that a tile executes the part with the matrix multiplications. This
+        part is an inner loop, or the whole tile loop without the stores, which only the last step
+        executes.
 
     Raises:
-      NotImplementedError: there is no such loop.
+      NotImplementedError: no loop contains all of these instructions.
     """
     lines = innermost_loop(sass, re.compile(marker))
     if not lines:
-        raise NotImplementedError(f"no loop of its machine code contains all of {marker}.")
+        raise NotImplementedError(
+            f"no loop of the machine code contains all instructions that match {marker}."
+        )
     repeated = innermost_loop("\n".join(lines), MATRIX)
     once, again = opcodes(lines), opcodes(repeated)
     again.subtract(opcodes(jumped_over(repeated, re.compile("STG"))))
@@ -130,10 +135,10 @@ class Code:
     """A compiled kernel.
 
     Attributes:
-      name: name of its entry.
-      registers: registers of a thread at launch.
-      stack_bytes: stack of a thread.
-      spill_bytes: bytes that a thread spills, stores and loads added.
+      name: name of the kernel's entry.
+      registers: registers per thread at launch.
+      stack_bytes: bytes of stack per thread.
+      spill_bytes: bytes of spill stores and spill loads per thread.
       sass: the machine code.
     """
 
@@ -145,7 +150,7 @@ class Code:
 
 
 def cuda_root() -> Path | None:
-    """Where pip put ptxas and nvdisasm; None if they are not installed."""
+    """Finds the folder in which pip put ptxas and nvdisasm; None if they are not installed."""
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations if spec else ():
         root = Path(folder) / "cu13"
@@ -155,10 +160,10 @@ def cuda_root() -> Path | None:
 
 
 def read_cubin(cubin: bytes) -> list[Code]:
-    """The kernels in a cubin.
+    """Reads the kernels in a cubin.
 
     Raises:
-      NotImplementedError: there is no nvdisasm.
+      NotImplementedError: nvdisasm is not installed.
     """
     if cuda_root() is None:
         raise NotImplementedError("nvdisasm is missing: pip install '.[codegen]'")
@@ -183,14 +188,14 @@ def read_cubin(cubin: bytes) -> list[Code]:
 
 
 def cubins(library: bytes) -> Iterator[tuple[int, bytes]]:
-    """Capability (90, ...) and content of each cubin in a library that is not compressed."""
+    """Yields capability (90, ...) and content of each uncompressed cubin in a library."""
 
     def number(at: int, size: int) -> int:
         return int.from_bytes(library[at : at + size], "little")
 
     for match in re.finditer(rb"\x7fELF\x02", library):
         at = match.start()
-        # ELF: e_machine is 190 for CUDA; the tables at e_phoff and e_shoff end the file.
+        # In ELF, e_machine is 190 for CUDA. The file ends with the tables at e_phoff and e_shoff.
         if number(at + 18, 2) == 190:
             programs = number(at + 32, 8) + number(at + 54, 2) * number(at + 56, 2)
             sections = number(at + 40, 8) + number(at + 58, 2) * number(at + 60, 2)

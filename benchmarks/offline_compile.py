@@ -1,13 +1,14 @@
 """Compiles the operator without a GPU, and reads the machine code of its kernels.
 
 XLA compiles ahead of time for the description of a chip, and Mosaic calls ptxas and nvdisasm, so no
-driver is needed. The extra `codegen` has the packages.
+driver is needed. The extra `codegen` installs the compilers.
 
   python -m benchmarks.offline_compile --target h200 --backend mosaic_sm90 --dtype int8
 
-With `--candidates` it compiles each config among which `pallas-patch-embed tune` searches.
+With `--candidates` it compiles each config that `pallas-patch-embed tune` would try.
 
-A process compiles for a single target: Mosaic registers its passes once, for the first one.
+A process can compile for only one target, because Mosaic registers its passes once, for the first
+target.
 """
 
 import argparse
@@ -27,12 +28,12 @@ from typing import Any
 from benchmarks.machine_code import INSTRUCTION, MATRIX, count, cuda_root, innermost_loop
 from pallas_patch_embed.chips import B200, B300, H200, Chip
 
-# The chips by their names for `--target`.
+# The chips by their names in `--target`.
 CHIPS = {"h200": H200, "b200": B200, "b300": B300}
 
 
 def describe(chip: Chip) -> str:
-    """The chip as XLA's GpuTargetConfigProto, in text."""
+    """Describes a chip as XLA's GpuTargetConfigProto in text format."""
     major, minor = chip.capability
     return f"""
             gpu_device_info {{
@@ -64,16 +65,17 @@ class Kernel:
     """A compiled Mosaic kernel.
 
     Attributes:
-      name: name of its entry.
-      registers: registers of a thread at launch; setmaxnreg then moves some to other warps.
-      stack_bytes: stack of a thread.
-      spill_bytes: bytes that a thread spills, stores and loads added.
-      shared_memory_bytes: shared memory of its arrays, without the barriers.
-      tensor_memory_columns: columns of 32 bits.
+      name: name of the kernel's entry.
+      registers: registers per thread at launch; setmaxnreg later moves some to other warps.
+      stack_bytes: bytes of stack per thread.
+      spill_bytes: bytes of spill stores and spill loads per thread.
+      shared_memory_bytes: shared memory of the kernel's arrays, excluding the barriers.
+      tensor_memory_columns: allocated columns of tensor memory, of 32 bits each.
       instructions: opcode -> count, in the whole kernel.
-      multiplications: the same for matrix multiplications, with modifiers.
+      multiplications: opcode with modifiers -> count, for matrix multiplications.
       tile_loop: opcode -> count, in the innermost loop with all matrix multiplications.
-      store_loop: the same in the innermost loop with all loads of tensor memory, if there are any.
+      store_loop: opcode -> count, in the innermost loop with all loads of tensor memory; empty if
+        there are none.
       sass: the machine code.
     """
 
@@ -95,8 +97,8 @@ class Program:
     """A compiled program.
 
     Attributes:
-      kernels: its Mosaic kernels.
-      other_operations: opcode -> shapes of all other operations on the device, from the HLO.
+      kernels: the program's Mosaic kernels.
+      other_operations: opcode -> shapes of all device operations other than these kernels.
       hlo: the optimised HLO.
     """
 
@@ -110,10 +112,13 @@ def compiler(*, sass: bool = True) -> Iterator[Path]:
     """Prepares this process for offline compilation, before JAX is imported; yields a folder.
 
     Args:
-      sass: whether kernels are disassembled for `compile_offline`; PTX is always written.
+      sass: whether kernels are also disassembled, as `compile_offline` needs; PTX is always
+        written.
     """
     if "jax" in sys.modules:
-        raise RuntimeError("XLA and Mosaic read their settings once: enter before JAX is imported.")
+        raise RuntimeError(
+            "XLA and Mosaic read their settings once: enter `compiler` before JAX is imported."
+        )
     root = cuda_root()
     if root is None:
         raise RuntimeError("ptxas and nvdisasm are missing: pip install '.[codegen]'")
@@ -137,9 +142,9 @@ def compile_offline(
     """Compiles function(*arguments) for a chip.
 
     Args:
-      function: traceable by JAX.
+      function: function that JAX can trace.
       arguments: pytrees of jax.ShapeDtypeStruct.
-      chip: the target; the same in all calls of a process.
+      chip: the target; it must be the same in all calls of a process.
       folder: the folder that `compiler` yielded.
     """
     import jax
@@ -168,7 +173,7 @@ def compile_offline(
 
 
 def read_kernel(sass: Path) -> Kernel:
-    """Reads Mosaic's dump of a kernel: machine code, ptxas's report, resources."""
+    """Reads machine code, ptxas's report and resources from Mosaic's dump of a kernel."""
     report, code = sass.with_suffix(".ptxas").read_text(), sass.read_text()
     resources = sass.with_suffix(".resources.txt").read_text()
 
@@ -193,7 +198,7 @@ def read_kernel(sass: Path) -> Kernel:
 
 
 def operands(shape: Any, B: int, dtype: str, *, table: str = "shared") -> tuple[Any, ...]:
-    """The four operands' shapes and dtypes, for B images of a named shape."""
+    """Returns the shapes and dtypes of the four operands, for B images of a named shape."""
     import jax
     import jax.numpy as jnp
 
@@ -216,7 +221,7 @@ def operands(shape: Any, B: int, dtype: str, *, table: str = "shared") -> tuple[
 def programs(
     shape: Any, images: int, dtype: str, *, out_dtype: str, table: str, backend: str, chip: Chip
 ) -> Iterator[tuple[str, Callable]]:
-    """The operator with each candidate of a backend: the config in words, and a function."""
+    """Yields the operator with each candidate of a backend: the config as text, and a function."""
     from pallas_patch_embed.backends import BACKENDS
     from pallas_patch_embed.chips import Target
     from pallas_patch_embed.problem import Problem
@@ -237,9 +242,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="float8_e4m3fn")
     parser.add_argument("--out-dtype", default="bfloat16")
     parser.add_argument("--table", choices=["shared", "per image", "none"], default="shared")
-    parser.add_argument("--candidates", action="store_true", help="every config of the search")
-    parser.add_argument("--most", type=int, help="compile only this many of them")
-    parser.add_argument("--sass", type=Path, help="where to write the machine code")
+    parser.add_argument(
+        "--candidates", action="store_true", help="compiles every config of the search"
+    )
+    parser.add_argument("--most", type=int, help="compiles at most this many configs")
+    parser.add_argument("--sass", type=Path, help="file for the machine code")
     chosen = parser.parse_args()
     found, code = {}, []
     with compiler() as folder:

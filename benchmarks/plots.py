@@ -1,4 +1,4 @@
-"""Draws pictures of the recorded measurements; each can be understood by itself."""
+"""Draws the recorded measurements; each picture has a caption that explains it."""
 
 import textwrap
 from pathlib import Path
@@ -7,19 +7,19 @@ import numpy as np
 
 from benchmarks.results import REGIMES, Result
 
-# This package's backends have colours, peers are grey.
+# This package's backends are drawn in colours, and peers in grey.
 OURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:cyan")
 PEERS = ("0.25", "0.45", "0.6", "0.7", "0.8", "0.5", "0.35")
 MARKERS = "osD^vP*Xh"
 
-# Caption of every picture of bars.
+# Caption of every bar chart.
 KEY = (
-    "Colours: this package's backends; greys: others, from images all of them in bfloat16. Bare: "
-    "without scale and positions; [N, K], [K, N]: how the weight lies."
+    "Colours: this package's backends. Grey: peers, which use bfloat16 from images. Bare: without "
+    "scale and positions. [N, K], [K, N]: layout of the weight."
 )
 KEY_OF_TIMES = (
-    "Whiskers: 10th to 90th percentile. Floor: what memory or matrix units take at least, as "
-    "measured in the same run, or the fastest here if that is less."
+    "Whiskers: 10th to 90th percentile. Floor: lower bound from the rates of memory and of matrix "
+    "units measured in the same run, or the time of the fastest contender if that is less."
 )
 
 
@@ -47,15 +47,15 @@ def _save(figure, path: Path) -> Path:
 
 
 def _bars(results: list[Result], measure: str, end: str, digits: int, title: str, caption: str):
-    """A figure with bars of a measure of every contender, a panel for each source and dtype.
+    """Draws a measure of every contender as bars, with a panel for each source and dtype.
 
     Args:
       results: results of one shape, number of images, pixels and regime.
-      measure: an attribute of a result, in the units of its name.
-      end: the attribute that gives the right end of what is drawn, where the number is written.
+      measure: attribute of a result; its name gives the unit.
+      end: attribute with the position at which the number is written, right of bar and whisker.
       digits: decimal places of the number.
       title: title of the figure.
-      caption: text below it.
+      caption: text below the figure.
 
     Returns:
       The figure, and for each panel its axes and its results, from bottom to top.
@@ -64,7 +64,7 @@ def _bars(results: list[Result], measure: str, end: str, digits: int, title: str
     sources, dtypes = (
         list(dict.fromkeys(getattr(r, n) for r in results)) for n in ("source", "dtype")
     )
-    # Title and legend take 12 inches.
+    # The title and the legend need a width of 12 inches.
     width = max(12, 5.5 * len(dtypes))
     figure = _figure(width, 1 + 0.2 * len(colours) * len(sources), title, caption)
     for row, source in zip(figure.subplots(len(sources), len(dtypes), squeeze=False), sources):
@@ -87,13 +87,13 @@ def _bars(results: list[Result], measure: str, end: str, digits: int, title: str
 
 
 def _problem(result: Result) -> str:
-    """The problem that all results of a picture share, in words."""
+    """Describes the problem and regime that all results of a picture share."""
     problem = f"{result.images} images, {result.shape}, {result.pixels} pixels"
     return f"{problem}, {result.regime}: {REGIMES[result.regime]}"
 
 
 def times(results: list[Result], caption: str, path: Path) -> Path:
-    """Bars: milliseconds of every contender, their spread, and the floor.
+    """Draws bars with the milliseconds of every contender, their spread, and the floor.
 
     Args:
       results: results of one shape, number of images, pixels and regime.
@@ -118,17 +118,19 @@ def times(results: list[Result], caption: str, path: Path) -> Path:
 
 
 def energy(results: list[Result], caption: str, path: Path) -> Path:
-    """Bars: joules for a million images, of every contender; arguments as for `times`."""
+    """Draws bars with every contender's joules per million images; arguments as for `times`."""
     title = f"Energy of the patch embedding of {_problem(results[0])}"
     measure, key = "joules_a_million_images", f"{KEY} {caption}"
     return _save(_bars(results, measure, measure, 0, title, key)[0], path)
 
 
 def throughput(results: list[Result], caption: str, path: Path) -> Path:
-    """Lines: images a second by number of images, with a panel for each source."""
+    """Draws images per second against the number of images, with a panel for each source."""
     first, colours = results[0], _colours(results)
     sources = list(dict.fromkeys(r.source for r in results))
-    title = f"Images a second over the batch, {first.shape}, {first.dtype}, {first.pixels} pixels, "
+    title = (
+        f"Images per second by batch size, {first.shape}, {first.dtype}, {first.pixels} pixels, "
+    )
     title += f"{first.regime}: {REGIMES[first.regime]}"
     figure = _figure(7.6 * len(sources), 4.4, title, caption)
     for axes, source in zip(figure.subplots(1, len(sources), squeeze=False)[0], sources):
@@ -142,7 +144,7 @@ def throughput(results: list[Result], caption: str, path: Path) -> Path:
                 color=colours[name],
                 label=name,
             )
-        axes.set(xscale="log", yscale="log", xlabel="images a call", ylabel="images a second")
+        axes.set(xscale="log", yscale="log", xlabel="images per call", ylabel="images per second")
         axes.set_title(f"from {source}", fontsize=9)
         axes.grid(alpha=0.3, which="both", lw=0.4)
         axes.legend(fontsize=7, bbox_to_anchor=(1, 1), loc="upper left", frameon=False)
@@ -150,11 +152,11 @@ def throughput(results: list[Result], caption: str, path: Path) -> Path:
 
 
 def roofline(results: list[Result], ceilings: dict[str, float], caption: str, path: Path) -> Path:
-    """Operations a second by operations a byte, with measured limits of memory and matrix units.
+    """Draws operations per second against operations per byte, with the measured ceilings.
 
     Args:
       results: results of one shape, pixels and regime.
-      ceilings: "memory" in bytes a second; dtype -> operations a second of a large product.
+      ceilings: "memory" -> bytes per second; dtype -> operations per second of a large product.
       caption: device, day and versions.
       path: path of the PNG.
     """
@@ -168,7 +170,7 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
     slope, peaks = ceilings["memory"] / 1e12, {}
     for dtype, rate in ceilings.items():
         if dtype != "memory":
-            # One byte multiplies as fast as another: they have one roof, except for noise.
+            # All one-byte dtypes multiply at the same rate up to noise, so they share one roof.
             same = (p for p in peaks if abs(np.log(rate / p)) < 0.1)
             peaks.setdefault(next(same, rate), []).append(dtype)
     for rate, dtypes in peaks.items():
@@ -182,7 +184,7 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
     for r in results:
         place = (r.operations / r.bytes, r.teraflops)
         axes.scatter(*place, marker=markers[r.dtype], color=colours[r.contender], s=28, alpha=0.8)
-    # Markers tell the dtype, and dtypes of as many bytes are at one place.
+    # The marker distinguishes dtypes of the same size, whose points have the same abscissa.
     for images, intensity in dict.fromkeys((r.images, r.operations / r.bytes) for r in results):
         highest = max(r.teraflops for r in results if r.operations / r.bytes == intensity)
         text = f"{images} image{'s' * (images > 1)}   "
@@ -194,7 +196,7 @@ def roofline(results: list[Result], ceilings: dict[str, float], caption: str, pa
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="operations a byte that must move",
+        xlabel="operations per byte that must be moved",
         ylabel="TFLOP/s",
     )
     axes.grid(alpha=0.3, which="both", lw=0.4)

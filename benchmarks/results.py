@@ -1,4 +1,4 @@
-"""Results: a record for each contender and regime, as JSON lines and as tables."""
+"""Results: one record for each contender and regime, written as JSON lines and as tables."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ from typing import Any
 from pallas_patch_embed.tune.timing import Timing
 
 REGIMES = {
-    "burst": "a few calls after a rest, on a GPU the time of their kernels",
-    "cold": "a few calls after a rest, with operands that are in no cache",
+    "burst": "a few calls after a rest; on a GPU, the time of their kernels",
+    "cold": "a few calls after a rest, with operands that are not in a cache",
     "sustained": "wall time of calls without a pause",
     "call": "wall time of one call",
 }
@@ -21,20 +21,20 @@ class Result:
     """The time of one contender on one problem.
 
     Attributes:
-      contender: its name.
-      ours: whether it is a backend of the operator.
-      source: its input: "patches" or "images".
+      contender: the contender's name.
+      ours: whether the contender is a backend of the operator.
+      source: input of the contender, "patches" or "images".
       regime: one of `REGIMES`.
       shape, images, dtype, pixels: the problem.
       milliseconds, low, high: median, 10th and 90th percentile of a call's time.
       calls: number of measured calls.
-      clock, power: MHz and W during the calls, if known.
-      bytes, operations: what the problem needs at least.
+      clock, power: MHz and W during the calls; None if unknown.
+      bytes, operations: bytes and operations that the problem needs at least.
       written: the part of `bytes` that is written.
       floor: milliseconds for `bytes` and `operations` at the ceilings measured in the same run, or
         the time of the fastest contender if that is less.
-      peer: name of the fastest contender that is not ours and does all of the work.
-      peer_milliseconds: its time.
+      peer: name of the fastest peer that computes the whole operator.
+      peer_milliseconds: time of that peer.
     """
 
     contender: str
@@ -64,7 +64,7 @@ class Result:
 
     @property
     def teraflops(self) -> float:
-        """Trillions of operations a second."""
+        """Returns trillions of operations per second."""
         return self.operations / self.milliseconds / 1e9
 
     @property
@@ -77,33 +77,34 @@ class Result:
 
     @property
     def of_peer(self) -> float | None:
-        """Its time divided by that of the fastest peer."""
+        """Returns the time divided by that of the fastest peer."""
         return self.peer_milliseconds and self.milliseconds / self.peer_milliseconds
 
     @property
     def of_floor(self) -> float | None:
-        """Its time divided by the floor."""
+        """Returns the time divided by the floor."""
         return self.floor and self.milliseconds / self.floor
 
     def record(self) -> dict[str, Any]:
-        """All fields and all derived values, for JSON."""
+        """Returns all fields and derived values, for JSON."""
         names = ("gigabytes_a_second", "teraflops", "images_a_second", "joules_a_million_images")
         derived = {name: getattr(self, name) for name in (*names, "of_peer", "of_floor")}
         return {"kind": "time"} | dataclasses.asdict(self) | derived
 
 
 def compared(results: list[Result], limits: dict[str, float]) -> list[Result]:
-    """The same results of one problem, with the fastest peer of each regime and the floor.
+    """Returns results of one problem with the fastest peer of each regime and the floor filled in.
 
     Args:
       results: results of one problem.
-      limits: bytes a second by kind of access ("copy", "widen"), operations a second by dtype, as
-        measured. Small problems stay in caches, so the fastest contender may be below them.
+      limits: measured bytes per second by kind of access ("copy", "widen") and operations per
+        second by dtype. Small problems stay in caches, so the fastest contender may take less time
+        than these limits allow.
     """
 
     def against(r: Result) -> Result:
         own = [other for other in results if (other.source, other.regime) == (r.source, r.regime)]
-        # A bare product does only a part of the work.
+        # A bare product computes only a part of the operator.
         peers = [other for other in own if not other.ours and "bare" not in other.contender]
         best = min(peers, key=lambda peer: peer.milliseconds, default=None)
         fastest = min(other.milliseconds for other in own)
@@ -120,7 +121,7 @@ def compared(results: list[Result], limits: dict[str, float]) -> list[Result]:
 
 
 def result(case: Any, source: str, name: str, ours: bool, regime: str, timing: Timing) -> Result:
-    """The result of a timing on a `contenders.Case`."""
+    """Makes a result from a timing on a `contenders.Case`."""
     return Result(
         contender=name,
         ours=ours,
@@ -138,58 +139,59 @@ def result(case: Any, source: str, name: str, ours: bool, regime: str, timing: T
 
 
 def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Adds one record a line."""
+    """Appends each record as a line of JSON."""
     with path.open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """What `append` wrote."""
+    """Reads the records that `append` wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def result_of(record: dict[str, Any]) -> Result:
-    """The result that `Result.record` was made from."""
+    """Returns the result of which `Result.record` made this record."""
     return Result(**{field.name: record[field.name] for field in dataclasses.fields(Result)})
 
 
-# Column of a table -> its meaning. The columns from "MHz" on are only known for GPUs.
+# Column of a table -> its meaning. Only GPUs have the columns from "MHz" on.
 COLUMNS = {
     "ms": "median time of a call in milliseconds; the fastest contender comes first",
     "10% .. 90%": "10th and 90th percentile of the time",
-    "GB/s": "bytes that the problem has to read and write, per second",
-    "TFLOP/s": "multiplications and additions that it needs, in trillions per second",
+    "GB/s": "bytes per second, counting those that the problem has to read and write",
+    "TFLOP/s": "trillions of multiplications and additions per second",
     "images/s": "images per second",
-    "of peer": "time / that of the fastest contender that does all of the work and is not ours; "
+    "of peer": "time / time of the fastest peer that computes the whole operator; "
     "below 1 is faster",
-    "of floor": "time / the least time that the ceilings above allow, or that of the fastest "
-    "contender if it is less; 1 is the best",
+    "of floor": "time / least time that the ceilings above allow, or time of the fastest "
+    "contender if that is less; 1 is the best",
     "MHz": "clock of the GPU during the calls",
     "W": "power of the GPU during the calls",
-    "J/million": "energy for a million images, in joules",
+    "J/million": "energy in joules for a million images",
 }
 
 
 def legend(power: bool) -> str:
-    """The meaning of each column of `table`, a line each; `power` adds those of a GPU's power."""
+    """Explains each column of `table` in a line; `power` adds the columns that only GPUs have."""
     names = list(COLUMNS) if power else list(COLUMNS)[: list(COLUMNS).index("MHz")]
     lines = [f"  {name:<12}{COLUMNS[name]}" for name in names]
-    return "\n".join(["Columns:", *lines, "A bare contender computes the product alone."])
+    return "\n".join(["Columns:", *lines, "A bare contender computes only the product."])
 
 
 def left_out(found: dict[tuple[str, str], list[Any]], cases: list[Any]) -> str:
-    """Lists everything that was left out of some cases, once, with the reason.
+    """Lists everything that was left out of some cases, with the reason.
 
     Args:
-      found: (what was left out, reason) -> the `contenders.Case`s without it.
+      found: (what was left out, reason) -> the `contenders.Case`s from which it was left out.
       cases: all cases that were measured.
 
     Returns:
-      A line for each. If it is not for all cases, the line names the properties that they share.
+      A line for each entry of `found`. If the entry does not concern all cases, the line names the
+      properties that its cases share.
     """
 
     def values(cases: list[Any]) -> dict[str, str]:
-        """Field of a case -> its values in these cases."""
+        """Lists the values of each field in these cases."""
         found = {
             "shape": [case.shape.name for case in cases],
             "images": [str(case.images) for case in cases],
@@ -207,12 +209,12 @@ def left_out(found: dict[tuple[str, str], list[Any]], cases: list[Any]) -> str:
 
 
 def _short(number: float) -> str:
-    """The number with at least three digits."""
+    """Formats a number with at least three digits."""
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
 
 
 def table(results: list[Result]) -> str:
-    """Results of one problem, source and regime as an aligned table, the fastest first."""
+    """Formats results of one problem, source and regime as an aligned table, the fastest first."""
     width = max(len(r.contender) for r in results) + 2
     power = any(r.power is not None for r in results)
     head = f"{'':{width}}{'ms':>9}{'10% .. 90%':>20}{'GB/s':>8}{'TFLOP/s':>9}{'images/s':>12}"

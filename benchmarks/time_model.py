@@ -1,16 +1,17 @@
-"""A model of the time of a call in a burst, its error on recorded times, and predictions.
+"""Models the time of a call in a burst; prints errors on recorded times, and predictions.
 
   python -m benchmarks.time_model
 
-No GPU is needed. Grids and tiles are those that the backends choose. The time is the sum of
+No GPU is needed. Grids and tiles are those that the backends choose. The time of a kernel is
 
   launch + start + tiles * (tile + table) + period * (fill + tiles * max(products, L2, DRAM))
 
-where start loads the weight's slice, fill the first patches, and also counts the last tile's
-epilogue. A tile has a fixed cost, and its table is read again where the rows of tiles do not
-divide its period. XLA's patchify, and the rows of images that TMA loads, are added. The fitted
-constants are those in `COLUMNS`; all others are of data sheets, of the audit, or named below.
-The output is docs/predictions.md.
+`start` is the time to load a slice of the weight. `fill` counts the cycles to load the first
+patches and those of the last tile's epilogue. `tile` is the fixed cost of a tile. `table` is the
+time to read a tile's table again, which is needed if the tile's rows do not divide the table's
+period. Terms for XLA's patchify and for the rows of images that TMA loads are added. The constants
+in `COLUMNS` are fitted. All other constants come from data sheets, from the audit, or from this
+file. The output is docs/predictions.md.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, named_
 RECORDS = Path(__file__).with_name("h200")
 FILES = ("results", "photographs", "small", "images", "image_shapes")
 
-# Cycles to scale, add and store 64 x 192 elements: the trace in docs/experiments/hopper.md.
+# Cycles to scale, add and store 64 x 192 elements, from the trace in docs/experiments/hopper.md.
 EPILOGUE, EPILOGUE_ELEMENTS = 1830, 64 * 192
 
 CUT = "cuda, cut by the kernel"
@@ -42,20 +43,20 @@ BACKENDS = {"mosaic_sm90": "Pallas", "mosaic_sm100": "Pallas"}  # All other cont
 COLUMNS = {
     "launch Pallas": "us",
     "launch CUDA": "us",
-    "start": "us for 1000 cycles of loading the weight of a block",
+    "start": "us per 1000 cycles of loading a block's weight",
     "tile": "us",
-    "table": "us a KiB of a tile's table that is read again",
+    "table": "us per KiB of a tile's table that is read again",
     "period float8_e4m3fn": "ns",
     "period int8": "ns",
     "period bfloat16": "ns",
     "patchify launch": "us",
-    "patchify": "us a MB read and written",
-    "TMA rows of images": "ns a row",
+    "patchify": "us per MB read and written",
+    "TMA rows of images": "ns per row",
 }
 
 
 def problem_of(shape: NamedShape, images: int, dtype: str, cut: bool = False) -> Problem:
-    """The problem of patches, or of images that the kernel cuts."""
+    """Returns the problem of patches, or of images that the kernel cuts."""
     if cut:
         return image_problem(shape, images, dtype, "kernel")
     table = "per image" if shape.name.startswith("NaFlex") else "shared"
@@ -63,7 +64,7 @@ def problem_of(shape: NamedShape, images: int, dtype: str, cut: bool = False) ->
 
 
 def worker(problem: Problem, backend: str, chip: Chip) -> dict[str, float]:
-    """Cycles of the worker with the most tiles, and what else its constants multiply."""
+    """Returns the cycles and the other factors of the constants, for the worker with most tiles."""
     hopper = chip.capability == (9, 0)
     if backend in BACKENDS:
         config: Any = (SM90 if hopper else SM100).choose_config(problem, chip)
@@ -76,7 +77,8 @@ def worker(problem: Problem, backend: str, chip: Chip) -> dict[str, float]:
     products = elements * problem.K / rate
     period = problem.table_period
     own_rows = problem.has_table and period == problem.rows
-    written = 2 * config.tile_n * (1 + own_rows)  # And the rows of a table that has all of them.
+    # A table with a row for every patch is also read from DRAM.
+    written = 2 * config.tile_n * (1 + own_rows)
     moved = config.tile_m / grid.blocks * (row / grid.slices + written)
     dram = moved * grid.thread_blocks * chip.clock * 1e9 / chip.bandwidth
     columns = config.tile_n / grid.blocks
@@ -84,7 +86,7 @@ def worker(problem: Problem, backend: str, chip: Chip) -> dict[str, float]:
     loads = (config.tile_m / grid.blocks + streamed) * row / L2_BYTES
     ends = loads / 4 + EPILOGUE * min(1, elements / 2 / EPILOGUE_ELEMENTS)
     count = grid.tiles_per_worker
-    # A table of few rows stays in registers if tiles begin at the same rows of it.
+    # The table's rows stay in registers if all tiles of the worker need the same ones.
     again = problem.has_table and count > 1 and (own_rows or period % config.tile_m)
     return {
         "cycles": ends + count * max(products, loads, dram),
@@ -98,7 +100,7 @@ def worker(problem: Problem, backend: str, chip: Chip) -> dict[str, float]:
 def terms(
     shape: NamedShape, images: int, dtype: str, backend: str, source: str, chip: Chip
 ) -> list[float]:
-    """What the constants of `COLUMNS` are multiplied with; the sum is in microseconds."""
+    """Returns the factors of the constants in `COLUMNS`; the sum of products is in microseconds."""
     cut = backend == CUT
     problem = problem_of(shape, images, dtype, cut)
     of = worker(problem, backend, chip)
@@ -118,7 +120,7 @@ def terms(
 
 
 def records(folder: Path = RECORDS) -> list[dict[str, Any]]:
-    """All recorded bursts of the Pallas and the CUDA kernels on an H200."""
+    """Reads all recorded bursts of the Pallas and CUDA kernels on an H200."""
     every = [r for name in FILES for r in results.read(folder / f"{name}.jsonl")]
     names = ("mosaic_sm90", "cuda", "patchify + cuda", CUT)
     found = [
@@ -127,7 +129,7 @@ def records(folder: Path = RECORDS) -> list[dict[str, Any]]:
         if r["kind"] == "time" and r["contender"] in names and r["regime"] == "burst"
     ]
     for r in results.read(folder / "two_trees.jsonl"):
-        # Whether images are cut by the kernel is not recorded there.
+        # For images, two_trees.jsonl does not record whether the kernel cuts them.
         if r["kind"] == "two trees" and r["regime"] == "burst" and r["what"] == "patches":
             if r["backend"] in names:
                 times = {"contender": r["backend"], "milliseconds": r["medians"]["after"]}
@@ -136,20 +138,20 @@ def records(folder: Path = RECORDS) -> list[dict[str, Any]]:
 
 
 def terms_of(record: dict[str, Any]) -> list[float]:
-    """The terms of a record."""
+    """Returns the terms of a record."""
     fields = (record[name] for name in ("images", "dtype", "contender", "source"))
     return terms(named_shape(record["shape"]), *fields, H200)
 
 
 def fit(matrix: np.ndarray, microseconds: np.ndarray) -> np.ndarray:
-    """The constants with the least relative squared error."""
+    """Fits the constants with the least relative squared error."""
     return np.linalg.lstsq(matrix / microseconds[:, None], np.ones(len(matrix)), rcond=None)[0]
 
 
 def errors(found: list[dict[str, Any]], left_out: bool = False) -> list[float]:
-    """Predicted over measured time, minus one, of each record.
+    """Returns predicted time / measured time - 1 for each record.
 
-    With `left_out` the constants of a shape are fitted to the records of all other shapes.
+    With `left_out`, the constants for a shape are fitted to the records of all other shapes.
     """
     matrix = np.array([terms_of(r) for r in found])
     measured = np.array([1e3 * r["milliseconds"] for r in found])
@@ -163,7 +165,7 @@ def errors(found: list[dict[str, Any]], left_out: bool = False) -> list[float]:
 
 
 def other_shapes() -> list[dict[str, Any]]:
-    """Records of Pallas' kernel in docs/experiments/hopper.md."""
+    """Reads the records of Pallas' kernel in docs/experiments/hopper.md."""
     text = (RECORDS.parents[1] / "docs/experiments/hopper.md").read_text()
     lines = re.split("^## ", text, flags=re.M)
     lines = next(x for x in lines if x.startswith("Other shapes")).splitlines()
@@ -183,7 +185,7 @@ def other_shapes() -> list[dict[str, Any]]:
 
 
 def floor(shape: NamedShape, images: int, dtype: str, chip: Chip) -> float:
-    """Microseconds for bytes at a Blackwell chip's bandwidth, or products at its peak."""
+    """Returns the lower bound in microseconds from a Blackwell chip's bandwidth and peak rate."""
     problem = problem_of(shape, images, dtype)
     rows, row = problem.rows, tiles.chunks(problem) * ROW_BYTES
     table = rows if shape.name.startswith("NaFlex") else shape.S
@@ -193,17 +195,17 @@ def floor(shape: NamedShape, images: int, dtype: str, chip: Chip) -> float:
 
 
 def number(microseconds: float) -> str:
-    """Microseconds in three digits."""
+    """Formats microseconds with three digits."""
     return f"{microseconds:.0f}" if microseconds >= 100 else f"{microseconds:.3g}"
 
 
 def row_of(*cells: Any) -> str:
-    """A line of a table in Markdown."""
+    """Formats a row of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def summary(name: str, *columns: list[float]) -> str:
-    """A line about errors."""
+    """Summarises errors in a row of a table."""
     cells: list[Any] = [name, len(columns[0])]
     for size in map(np.abs, columns):
         mean, largest = 100 * np.mean(size), 100 * np.max(size)
@@ -212,12 +214,12 @@ def summary(name: str, *columns: list[float]) -> str:
 
 
 def head(*cells: str) -> list[str]:
-    """The first two lines of a table in Markdown."""
+    """Formats the first two lines of a Markdown table."""
     return [row_of(*cells), row_of(*["---"] * len(cells))]
 
 
 def page() -> str:
-    """docs/predictions.md."""
+    """Returns the text of docs/predictions.md."""
     found = records()
     matrix = np.array([terms_of(r) for r in found])
     constants = fit(matrix, np.array([1e3 * r["milliseconds"] for r in found]))
@@ -241,7 +243,7 @@ def page() -> str:
     lines += head("shape", *map(str, counts))
     for shape in NAMED_SHAPES:
         if shape.name.startswith("NaFlex"):
-            continue  # It takes patches.
+            continue  # NaFlex takes patches.
         try:
             times = [terms(shape, n, "int8", CUT, "images", H200) for n in counts]
         except (NotImplementedError, ValueError):
@@ -276,7 +278,7 @@ def cell(
     fast: np.ndarray,
     slow: np.ndarray,
 ) -> str:
-    """Two predictions and the floor; a dash if the backend refuses the problem."""
+    """Formats two predictions and the floor; a dash if the backend refuses the problem."""
     try:
         own = np.array(terms(shape, images, dtype, backend, "patches", chip))
     except NotImplementedError:
@@ -295,32 +297,33 @@ docstring has the formula. The constants are fitted to all bursts of the Pallas 
 """
 
 ERRORS = """\
-The aim is 10%. "Left out" predicts each shape with constants that were fitted without it.
-An earlier model was fitted to B/16 224 alone: the 36 times of other shapes in the experiments were
-then off by 18.4% on average. After its term of streamed weights was changed with a look at these
-errors it was 11.1%, at most 34.1%, and 15 of them over 10%. The terms of today's model were
-also chosen with a look at the errors of these times, so "left out" is the error of the constants,
-not of the choice of terms: expect more for a shape that is not here.
+The aim is an error of at most 10%. "Left out" predicts each shape with constants that were fitted
+without it. An earlier model was fitted only to B/16 224. Its error on the 36 times of other shapes
+in the experiments was 18.4% on average. With a term for streamed weights that was changed to reduce
+these errors, it was 11.1% on average and at most 34.1%, and 15 of the times were off by more than
+10%. The terms of the present model were also chosen in view of the errors on these times. So "left
+out" measures the error of the constants, not that of the choice of terms: expect larger errors for
+a shape that is not listed.
 
-Not true yet: So400m/14 384 is predicted too fast, although the reload of its table is a term. A
-single image is off by up to 17%, left out by 27%. Tables of NaFlex, a row for every patch, were
-never measured. Sustained times, which power limits, and cold and single calls are not modelled.
-Of two trees compared in `two_trees.jsonl` only the later one's calls with patches are used. B/16
-240 and others that are not named shapes are not predicted."""
+Known limits: So400m/14 384 is predicted too fast, although the model has a term for the reload of
+its table. Predictions for a single image are off by up to 17%, or 27% with its shape left out.
+NaFlex's tables, with a row for every patch, were never measured. The model does not cover sustained
+runs, which power limits, nor cold and single calls. From `two_trees.jsonl` only the later version's
+calls with patches are used. Shapes without a name, such as B/16 240, are not predicted."""
 
 CUTTING = """\
-The default now cuts int8 images by the kernel also for odd grids. Measured on an H200, in ms: B/16
-240 1.269 for 4736 images and 0.0246 for 64, and 336 pixels 0.270 for 512 images. They are not in
-the fit."""
+By default the kernel now cuts int8 images also for odd grids. Measured on an H200: B/16 240 takes
+1.269 ms for 4736 images and 0.0246 ms for 64, and 336 pixels take 0.270 ms for 512 images. These
+times are not in the fit."""
 
 BLACKWELL = """\
 ## B200 and B300, from patches: predicted, us
 
-In brackets is the floor by the data sheet. A B300 has no int8. Clock and fixed costs are not known:
-the first number assumes the boost clock of 1.965 GHz and that the fixed cost of a tile is hidden,
-as results wait in tensor memory; the second one takes all constants of an H200. Launch, start,
-epilogue and 64 bytes a cycle from L2 are in both as on an H200. No error is known for these chips;
-that of the H200 is the least to expect. The two chips differ in none of the numbers used here."""
+The floor from the data sheet is in brackets. A B300 has no int8. Clock and fixed costs are unknown.
+The first number assumes the boost clock of 1.965 GHz, and that the fixed cost of a tile is hidden
+because results wait in tensor memory. The second number uses all constants of an H200. Both assume
+launch, start, epilogue and 64 bytes per cycle from L2 as on an H200. The error on these chips is
+unknown; expect at least that of the H200. The two chips are equal in all numbers used here."""
 
 
 def main() -> None:

@@ -3,10 +3,10 @@
   python -m benchmarks.timeline [--backend cuda] [--shape "B/16 224"] [--images 4736] [--dtype int8]
       [--out FILE]
 
-Prints the cycles of each role's spans (mean, 95th percentile, mean of each warp) and draws those of
-one thread block. Reading the clock takes time, and a traced Pallas kernel has fewer slots, because
-the trace needs shared memory. So the timeline shows which warps wait for which, not how fast the
-kernel is. The CUDA kernels are compiled for it (PATCH_EMBED_TIMELINE) with this machine's nvcc.
+Prints the cycles of each role's spans (mean, 95th percentile, mean of each warp) and draws the
+spans of one thread block. Reading the clock takes time, and a traced Pallas kernel has fewer slots,
+because the trace needs shared memory. So the timeline shows which warps wait for which, not how
+fast the kernel is. The CUDA kernels are compiled with PATCH_EMBED_TIMELINE by this machine's nvcc.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
 from pallas_patch_embed.tune import timing
 
-# Warps of a thread block of these kernels.
+# Number of warps in a thread block of these kernels.
 WARPS = 12
 
-# The spans that end with the stamps of a CUDA kernel, by the stamp's number minus 1 (Event in
-# ffi/timeline.cuh). A span is the time that something took, or was waited for. The last is a tile.
+# Names of the spans that end with a stamp of a CUDA kernel, by the stamp's number minus 1 (Event in
+# ffi/timeline.cuh). A span is the duration of an action or of a wait; the last one is a whole tile.
 EVENTS = (
     "wait: free slot",
     "issue loads",
@@ -47,15 +47,15 @@ EVENTS = (
 )
 EVENT_BITS = 4
 
-# How much is drawn, in cycles from the first span of a block.
+# Number of cycles that are drawn, from the first span of a block.
 DRAWN = 40_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """One span of a warp: what it did, and from when to when, in cycles of its multiprocessor.
+    """One span of a warp: its action, begin and end, in cycles of the warp's multiprocessor.
 
-    `tile` is the number of the tile among those of its worker, if the trace has it.
+    `tile` is the number of the tile among those of its worker, if the trace records it.
     """
 
     block: int
@@ -67,14 +67,15 @@ class Span:
 
     @property
     def cycles(self) -> float:
-        """Its duration in cycles."""
+        """Returns the duration in cycles."""
         return self.end - self.begin
 
 
 def read(trace: Path) -> list[Span]:
-    """The spans of a trace of Mosaic's profiler, in the order in which they end.
+    """Reads the spans of a trace of Mosaic's profiler, in the order in which they end.
 
-    Its times are thousandths of cycles, from the global nanosecond in which a block began.
+    The trace gives times in thousandths of a cycle, offset by the global time in nanoseconds at
+    which the block began.
     """
     spans, opened = [], collections.defaultdict(list)
     for event in json.loads(trace.read_text())["traceEvents"]:
@@ -88,10 +89,10 @@ def read(trace: Path) -> list[Span]:
 
 
 def read_stamps(stamps: np.ndarray) -> list[Span]:
-    """The spans between the stamps [blocks, warps, stamps] uint32 of a CUDA kernel.
+    """Returns the spans between the stamps [blocks, warps, stamps] uint32 of a CUDA kernel.
 
-    A stamp has only the clock's low bits, so no span may be longer than 2^28 cycles. The spans of a
-    tile are inside of a span called "tile".
+    A stamp has only the clock's low bits, so no span may be longer than 2^28 cycles. A span called
+    "tile" encloses the spans of a tile.
     """
     spans = []
     for block, warp in np.ndindex(stamps.shape[:2]):
@@ -113,21 +114,21 @@ def read_stamps(stamps: np.ndarray) -> list[Span]:
 
 
 def traced(operands, kernel: MosaicBackend, folder: Path) -> tuple[jax.Array, list[Span]]:
-    """The result and the trace of the first call of a Mosaic kernel with these operands.
+    """Calls a Mosaic kernel once, and returns its result and its trace.
 
     `folder` is an empty folder for the trace.
     """
     problem = Problem.of(*operands, out_dtype="bfloat16")
     target = Target.of(operands[0].device)
     y = jax.jit(_traced_plan(problem, kernel, target, folder).run)(*operands)
-    # The trace is written by a callback of the program.
+    # A callback in the program writes the trace.
     jax.effects_barrier()
     (trace,) = folder.glob("*-trace.json")
     return y, read(trace)
 
 
 def _traced_plan(problem: Problem, kernel: MosaicBackend, target: Target, folder: Path) -> Plan:
-    """The kernel's plan with a trace, and with fewer slots if the trace needs their memory."""
+    """Plans the kernel with a trace, and with fewer slots if the trace needs their memory."""
     chosen = kernel.choose_config(problem, target.chip)
     for slots in range(chosen.slots, 1, -1):
         config = dataclasses.replace(chosen, slots=slots)
@@ -137,7 +138,7 @@ def _traced_plan(problem: Problem, kernel: MosaicBackend, target: Target, folder
 
 
 def table(spans: list[Span]) -> str:
-    """Count, mean and 95th percentile of each role's spans, and means by warp, in cycles."""
+    """Tabulates each role's spans: count, mean, 95th percentile and mean by warp, in cycles."""
     cycles, warps = collections.defaultdict(list), sorted({span.warp for span in spans})
     for span in spans:
         cycles[span.role].append(span.cycles)
@@ -164,7 +165,7 @@ def draw(spans: list[Span], title: str, out: Path) -> None:
     spans = [span for span in spans if span.block == block]
     start = min(span.begin for span in spans)
     warps = sorted({span.warp for span in spans})
-    # Outer spans are drawn first, inner ones over them.
+    # Outer spans are drawn first, and inner spans over them.
     spans = sorted((s for s in spans if s.begin < start + DRAWN), key=lambda span: -span.cycles)
     roles = dict.fromkeys(span.role for span in spans)
     colours = dict(zip(roles, plt.colormaps["tab10"].colors))
@@ -192,7 +193,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [shape.name for shape in NAMED_SHAPES]
     kernels = {"mosaic_sm90": SM90, "mosaic_sm100": SM100, "cuda": cuda}
-    parser.add_argument("--backend", choices=kernels, help="the first one that serves")
+    parser.add_argument(
+        "--backend", choices=kernels, help="default: the first backend that serves the problem"
+    )
     parser.add_argument("--shape", choices=names, default="B/16 224", metavar="NAME")
     parser.add_argument("--images", type=int, default=4736)
     parser.add_argument("--dtype", choices=tiles.DTYPES, default=tiles.DTYPES[0])
@@ -211,7 +214,7 @@ def main() -> None:
         _, stamps = cuda_launch.stamped(drawn, out_dtype="bfloat16")
         spans = read_stamps(stamps)
         if stamps[..., -1].any():
-            print(f"A warp has room for {stamps.shape[-1]} stamps: what came later is not shown.")
+            print(f"Some warps wrote more than {stamps.shape[-1]} stamps; later ones are left out.")
     else:
         with tempfile.TemporaryDirectory() as folder:
             _, spans = traced(drawn, kernels[name], Path(folder))

@@ -1,11 +1,11 @@
-// How fast TMA brings rows to shared memory, alone: see benchmarks/tma_rows.py.
+// Measures the rate at which TMA alone loads rows to shared memory; see benchmarks/tma_rows.py.
 //
-// One thread of each block issues phases of kLoads loads into a ring of slots. Before it fills a slot
-// again it waits until what is in it has arrived, and for nothing else. In a cluster each block issues
-// its share of every phase, and TMA sends what it loads to all blocks of the cluster.
+// One thread of each block issues phases of kLoads loads into a ring of slots. Before it refills a
+// slot it waits only until the slot's previous loads have arrived. In a cluster each block issues
+// its share of every phase, and TMA sends the loaded rows to all blocks of the cluster.
 //
-// The thread must not take longer than TMA: what the loads' coordinates depend on is known to the
-// compiler, and they are computed before the thread waits.
+// The thread must not be slower than TMA. So the parameters of the loads' coordinates are known at
+// compile time, and the coordinates are computed before the thread waits.
 
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -20,23 +20,25 @@ constexpr int kMostSlots = 16;
 
 struct Arguments {
   CUtensorMap map;
-  int64_t* cycles;   // of each block
-  uint8_t* arrived;  // the last phase of each block; null if it is not wanted
-  int32_t phases;    // of a block
-  int32_t last;      // phases that differ: after them the first tile follows again
-  int32_t bytes;     // of a load
-  int32_t stride;    // bytes of a load's place in a slot
+  int64_t* cycles;   // duration of each block
+  uint8_t* arrived;  // receives the bytes of each block's last phase; may be null
+  int32_t phases;    // number of phases of a block
+  int32_t last;      // number of different phases; then the loads start again at the first tile
+  int32_t bytes;     // bytes of a load
+  int32_t stride;    // bytes from one load's place in a slot to the next
   int32_t slots;
 };
 
-// How a load names its first row and its line: im2col with offsets, rows of a matrix, or lines of images.
+// How a load addresses its first row and its line: im2col with offsets, rows of a matrix, or lines
+// of images.
 enum class Mode { kIm2col, kMatrix, kLines };
 
-// Load l is load u = l % loads of tile l / loads. It begins at line u / parts, in the row in which the
-// tile's first byte of each line is: a tile advances by `tile` bytes, a row by `span`. A line is loaded
-// in `parts` pieces, `step` elements apart. `width` is the size of the last dimension but one.
+// Load l is load u = l % loads of tile l / loads. It begins at line u / parts, in the row that
+// contains the tile's first byte of each line: tiles are `tile` bytes apart, rows `span` bytes. A
+// line is loaded in `parts` pieces, `step` elements apart. `width` is the size of the tensor's
+// second-to-last dimension.
 template <Mode mode_, int loads, int parts, int step, int tile, int span, int width>
-struct Way {
+struct Layout {
   static constexpr Mode mode = mode_;
   struct Place {
     int x, line, w, n;
@@ -47,7 +49,7 @@ struct Way {
   }
 };
 
-// The instruction, with a mask of the blocks that receive the box if there are several.
+// Issues the TMA instruction; in a cluster, with a mask of the blocks that receive the box.
 #define TMA_ROWS_ISSUE(form, operands, ...)                                             \
   if constexpr (cluster == 1) {                                                         \
     asm volatile("cp.async.bulk.tensor." form ".mbarrier::complete_tx::bytes " operands \
@@ -60,16 +62,16 @@ struct Way {
                  : "memory");                                                           \
   }
 
-template <typename Way, int cluster>
-__device__ void issue(uint32_t target, const Arguments& args, const typename Way::Place& at,
+template <typename Layout, int cluster>
+__device__ void issue(uint32_t target, const Arguments& args, const typename Layout::Place& at,
                       uint32_t arrived) {
   const uint16_t all = (1 << cluster) - 1;
-  if constexpr (Way::mode == Mode::kIm2col) {
+  if constexpr (Layout::mode == Mode::kIm2col) {
     TMA_ROWS_ISSUE("4d.shared::cluster.global.im2col",
                    "[%0], [%1, {%3, %4, %5, %6}], [%7], {%8, %9}", "r"(target), "l"(&args.map),
                    "h"(all), "r"(at.x), "r"(at.w), "r"(0), "r"(at.n), "r"(arrived),
                    "h"(uint16_t{0}), "h"(uint16_t(at.line)));
-  } else if constexpr (Way::mode == Mode::kMatrix) {
+  } else if constexpr (Layout::mode == Mode::kMatrix) {
     TMA_ROWS_ISSUE("2d.shared::cluster.global.tile", "[%0], [%1, {%3, %4}], [%5]", "r"(target),
                    "l"(&args.map), "h"(all), "r"(at.x), "r"(at.n), "r"(arrived));
   } else {
@@ -78,7 +80,7 @@ __device__ void issue(uint32_t target, const Arguments& args, const typename Way
   }
 }
 
-template <typename Way, int cluster>
+template <typename Layout, int cluster>
 __device__ void run(const Arguments& args) {
   constexpr int kShare = kLoads / cluster;
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -98,10 +100,10 @@ __device__ void run(const Arguments& args) {
     const int64_t begin = clock64();
     int slot = 0, parity = 1, phase = blockIdx.x / cluster % args.last;
     for (int i = 0; i < args.phases; ++i) {
-      typename Way::Place places[kShare];
+      typename Layout::Place places[kShare];
 #pragma unroll
       for (int j = 0; j < kShare; ++j) {
-        places[j] = Way::place(phase * kLoads + rank + j * cluster);
+        places[j] = Layout::place(phase * kLoads + rank + j * cluster);
         for (int* coordinate : {&places[j].x, &places[j].line, &places[j].w, &places[j].n}) {
           ptx::pin(*coordinate);
         }
@@ -111,7 +113,7 @@ __device__ void run(const Arguments& args) {
       if (i >= args.slots) ptx::mbarrier_wait(filled[slot], parity);
       ptx::mbarrier_arrive_expect_tx(filled[slot], kLoads * args.bytes);
       if constexpr (cluster > 1) {
-        // No block may send to a slot that another one still waits for.
+        // A block may send to a slot only when no block of the cluster waits for its old loads.
         for (int other = 0; other < cluster; ++other) {
           ptx::mbarrier_arrive_cluster(ptx::mapa(&freed[slot], other));
         }
@@ -120,15 +122,15 @@ __device__ void run(const Arguments& args) {
       const uint32_t target = ptx::shared_address(memory) + slot * slot_bytes;
 #pragma unroll
       for (int j = 0; j < kShare; ++j) {
-        issue<Way, cluster>(target + (rank + j * cluster) * args.stride, args, places[j],
-                            ptx::shared_address(&filled[slot]));
+        issue<Layout, cluster>(target + (rank + j * cluster) * args.stride, args, places[j],
+                               ptx::shared_address(&filled[slot]));
       }
       if (++slot == args.slots) {
         slot = 0;
         parity ^= 1;
       }
     }
-    // The slots that are still being filled, in the order in which they were.
+    // Waits for the slots that are still being filled, in the order in which they were issued.
     for (int i = args.phases < args.slots ? args.phases : args.slots; i > 0; --i) {
       const int number = args.phases - i;
       ptx::mbarrier_wait(filled[number % args.slots], number / args.slots & 1);
@@ -149,14 +151,14 @@ __device__ void run(const Arguments& args) {
 
 }  // namespace tma_rows
 
-#define TMA_ROWS_KERNEL(cluster, name, mode, ...)                                   \
-  extern "C" __global__ void __cluster_dims__(cluster, 1, 1) __launch_bounds__(128) \
-      name##_##cluster(const __grid_constant__ tma_rows::Arguments args) {          \
-    tma_rows::run<tma_rows::Way<tma_rows::Mode::mode, __VA_ARGS__>, cluster>(args); \
+#define TMA_ROWS_KERNEL(cluster, name, mode, ...)                                      \
+  extern "C" __global__ void __cluster_dims__(cluster, 1, 1) __launch_bounds__(128)    \
+      name##_##cluster(const __grid_constant__ tma_rows::Arguments args) {             \
+    tma_rows::run<tma_rows::Layout<tma_rows::Mode::mode, __VA_ARGS__>, cluster>(args); \
   }
 #define TMA_ROWS_KERNELS(...)     \
   TMA_ROWS_KERNEL(1, __VA_ARGS__) \
   TMA_ROWS_KERNEL(2, __VA_ARGS__) \
   TMA_ROWS_KERNEL(4, __VA_ARGS__)
-// TMA_ROWS lists what benchmarks/tma_rows.py measures: X(name, mode, loads, parts, ...).
+// benchmarks/tma_rows.py defines TMA_ROWS, a list of X(name, mode, loads, parts, ...).
 TMA_ROWS(TMA_ROWS_KERNELS)

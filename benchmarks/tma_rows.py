@@ -1,18 +1,18 @@
-"""How fast TMA brings rows of patches to shared memory, alone, on a Hopper GPU.
+"""Measures the rate at which TMA alone loads rows of patches to shared memory on a Hopper GPU.
 
   python -m benchmarks.tma_rows [--images 65 4736] [--phases 2000] [--json tma_rows.jsonl]
 
-A kernel that cuts uint8 images while it loads them takes shorter rows than one that reads patches.
-This measures what a row costs: in cycles of a multiprocessor, for one and for all of them, with
-images that fit in the L2 cache and with more than fit there. Where a cluster of thread blocks
-shares the loads (multicast), a row counts for every block that receives it.
+A kernel that cuts uint8 images while it loads them uses shorter rows than one that reads patches.
+This measures the cost of a row in cycles of a multiprocessor: on one multiprocessor and on all of
+them, with images that fit in the L2 cache and with images that do not. If a cluster of thread
+blocks shares the loads (multicast), a row counts once for every block that receives it.
 
-A load brings one line of 64 patches of 16 pixels; longer rows also bring pixels of their
-neighbours. `im2col 16` to `im2col 336` are rows of 16 to 336 bytes: a third of a patch's line, the
-lines of one, two and four patches, a third and a half of an image's line. `lines` are whole lines
-of images as tiles. `tiled 128` is a chunk of K of 64 patches, as kernels load it from patches.
+A load covers one line of 64 patches of 16 pixels; longer rows also contain pixels of neighbouring
+patches. `im2col 16` to `im2col 336` have rows of 16 to 336 bytes: a third of a patch's line, the
+lines of one, two and four patches, and a third and a half of an image's line. `lines` loads whole
+lines of images as tiles. `tiled 128` loads a chunk of K of 64 patches, as kernels do from patches.
 
-Before anything is timed, every byte that each load brings is compared with the image.
+Before anything is timed, every loaded byte is compared with the image.
 """
 
 import argparse
@@ -33,32 +33,33 @@ from pallas_patch_embed.backends import cuda_build
 
 SOURCE = Path(__file__).with_suffix(".cu")
 
-# As tma_rows.cu has them.
+# The same values as in tma_rows.cu.
 LOADS, MOST_SLOTS, THREADS = 4, 16, 128
 CLUSTERS = (1, 2, 4)
 
-# Patches of a tile; shared memory for the ring, in bytes.
+# Number of patches in a tile, and bytes of shared memory for the ring.
 TILE, RING_BYTES = 64, 200 * 1024
 
 # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT and _CLOCK_RATE
 MULTIPROCESSOR_COUNT, CLOCK_RATE = 16, 13
 
-# Sides of a patch and of an image in pixels, if a way has no other.
+# Sides of a patch and of an image in pixels; `Rows.side` may override that of the image.
 PATCH, SIDE = 16, 224
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """One way to load.
+    """A layout of loads.
 
     Attributes:
-      name: what tables call it.
+      name: name in tables.
       mode: kIm2col, kMatrix or kLines of tma_rows.cu.
-      row_bytes, box_rows: bytes of a row, and rows, of one load.
+      row_bytes, box_rows: bytes of a row, and number of rows, of one load.
       span: bytes from one row of the tensor to the next.
-      parts, step: pieces in which a row of the tensor is loaded, and elements from one to the next.
-      lines: lines of a tile.
-      tile_bytes: bytes by which a tile advances along the rows.
+      parts, step: number of pieces in which a row of the tensor is loaded, and elements from one
+        piece to the next.
+      lines: number of lines in a tile.
+      tile_bytes: bytes from one tile to the next along the rows.
       side: side of an image in pixels.
       swizzle: width of the swizzle in bytes.
       element: type of the tensor's elements, and its size in bytes.
@@ -79,54 +80,54 @@ class Rows:
 
     @property
     def kernel(self) -> str:
-        """Its name in the CUDA source, without the size of the cluster."""
+        """Returns the kernel's name in the CUDA source, without the size of the cluster."""
         return self.name.replace(" ", "_")
 
     @property
     def width(self) -> int:
-        """Rows of the last dimension but one."""
+        """Returns the size of the tensor's second-to-last dimension, in rows."""
         return 3 * self.side // self.span if self.mode == "kIm2col" else 1
 
     @property
     def loads(self) -> int:
-        """Loads of a tile."""
+        """Returns the number of loads of a tile."""
         return self.lines * self.parts
 
     @property
     def source(self) -> str:
-        """Its line in the CUDA source."""
+        """Returns the layout's entry in the CUDA source."""
         numbers = (self.loads, self.parts, self.step, self.tile_bytes, self.span, self.width)
         return f"X({self.kernel}, {self.mode}, {', '.join(map(str, numbers))})"
 
     @property
     def bytes(self) -> int:
-        """Bytes of a load."""
+        """Returns the bytes of a load."""
         return self.row_bytes * self.box_rows
 
     @property
     def stride(self) -> int:
-        """Bytes of a load's place in a slot: the 128-byte swizzle repeats after 1024."""
+        """Returns the bytes of a load's place in a slot, a multiple of the swizzle's period."""
         return -(-(self.swizzle or self.row_bytes) * self.box_rows // 1024) * 1024
 
     @property
     def slots(self) -> int:
-        """Slots of the ring."""
+        """Returns the number of slots of the ring."""
         return min(MOST_SLOTS, RING_BYTES // (LOADS * self.stride))
 
     def images(self, of_224: int) -> int:
-        """How many images have as many bytes as `of_224` images of 224 pixels."""
+        """Returns the number of images with as many bytes as `of_224` images of 224 pixels."""
         return of_224 * SIDE**2 // self.side**2
 
     def tiles(self, images: int) -> int:
-        """Tiles of `images` images; the last one may lack patches."""
+        """Returns the number of tiles of some images; the last tile may have fewer patches."""
         return -(-images * (self.side // PATCH) ** 2 // TILE)
 
     def phases(self, images: int) -> int:
-        """Phases of the whole tiles of `images` images."""
+        """Returns the number of phases of all tiles of some images."""
         return self.tiles(images) * self.loads // LOADS
 
     def plan(self, images: int) -> dict:
-        """The tensor map of `images` images, as `cuda.launch` describes one."""
+        """Describes the tensor map of some images in the form of `cuda.launch`."""
         line, rows = 3 * self.side, images * self.side // PATCH
         kind, size = self.element
         common = dict(type=kind, swizzle=self.swizzle)
@@ -147,11 +148,11 @@ class Rows:
         )
 
     def expected(self, images: np.ndarray, load: int) -> np.ndarray:
-        """What a load brings, [box_rows, row_bytes], in the order of shared memory."""
+        """Returns the bytes of a load, [box_rows, row_bytes], in the order of shared memory."""
         tile, u = divmod(load, self.loads)
         line, part = divmod(u, self.parts)
         if self.mode == "kMatrix":
-            # The map takes the bytes of an image for those of its patches.
+            # The map interprets the bytes of an image as those of patches.
             rows = images.reshape(-1, 3 * PATCH**2)
         else:
             rows = images.reshape(-1, PATCH, 3 * self.side)[:, line].reshape(-1, self.span)
@@ -160,11 +161,11 @@ class Rows:
         return np.pad(rows, [(0, self.box_rows - len(rows)), (0, 0)])
 
     def unswizzled(self, place: np.ndarray) -> np.ndarray:
-        """A load's bytes in shared memory, [..., stride], as [..., box_rows, row_bytes]."""
+        """Unswizzles a load in shared memory, [..., stride], to [..., box_rows, row_bytes]."""
         pitch = self.swizzle or self.row_bytes
         rows = place[..., : pitch * self.box_rows].reshape(*place.shape[:-1], self.box_rows, pitch)
         if self.swizzle:
-            # The 128-byte swizzle exchanges units of 16 bytes.
+            # The 128-byte swizzle permutes units of 16 bytes.
             row, unit = np.indices((self.box_rows, pitch // 16))
             units = rows.reshape(*rows.shape[:-1], pitch // 16, 16)
             rows = units[..., row, unit ^ row % 8, :].reshape(rows.shape)
@@ -172,12 +173,13 @@ class Rows:
 
 
 def im2col(row_bytes: int, box_rows: int, **more) -> Rows:
-    """Rows of `row_bytes` bytes in im2col mode."""
+    """Returns a layout with rows of `row_bytes` bytes in im2col mode."""
     more = dict(name=f"im2col {row_bytes}", span=row_bytes) | more
     return Rows(mode="kIm2col", row_bytes=row_bytes, box_rows=box_rows, **more)
 
 
-# Rows that are no whole patches begin before the tile, which then touches one more.
+# The layouts that are measured. A tile may begin inside a row that is not a whole number of
+# patches, and then needs one row more.
 ROWS = (
     im2col(16, 64, span=48, parts=3, step=16),
     im2col(48, 64),
@@ -194,31 +196,31 @@ ROWS = (
         tile_bytes=TILE,
         swizzle=128,
     ),
-    # 64 patches from an even one on touch at most 6 lines of 14.
+    # 64 patches that begin at an even one lie in at most 6 lines of 14 patches.
     Rows("lines", "kLines", 3 * SIDE, 6, 3 * SIDE, element=("u64", 8)),
 )
 
 
 def compiled() -> bytes:
-    """The machine code of tma_rows.cu.
+    """Compiles tma_rows.cu to machine code.
 
     Raises:
-      FileNotFoundError: no nvcc compiles it; it says what was tried.
+      FileNotFoundError: no nvcc works; the message says which ones were tried.
     """
     nvcc, reason = cuda_build.find_nvcc()
     if nvcc is None:
         raise FileNotFoundError(reason)
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder, "tma_rows.cu"), Path(folder, "tma_rows.cubin")
-        ways = " ".join(rows.source for rows in ROWS)
-        source.write_text(f'#define TMA_ROWS(X) {ways}\n#include "{SOURCE}"\n')
+        listed = " ".join(rows.source for rows in ROWS)
+        source.write_text(f'#define TMA_ROWS(X) {listed}\n#include "{SOURCE}"\n')
         options = ["-std=c++17", "-O3", "-arch=sm_90a", "-cubin", f"-I{cuda_build.FFI}"]
         subprocess.run([nvcc, *options, source, "-o", out], check=True)
         return out.read_bytes()
 
 
 class Gpu:
-    """The kernels on the first GPU, and their launch."""
+    """Launches the kernels on the first GPU."""
 
     def __init__(self):
         self.driver = Driver()
@@ -232,14 +234,14 @@ class Gpu:
         self.clock_mhz = self.attribute(CLOCK_RATE) / 1000
 
     def attribute(self, number: int) -> int:
-        """An attribute of the device."""
+        """Returns an attribute of the device."""
         value = ctypes.c_int()
         self.driver("cuDeviceGetAttribute", ctypes.byref(value), number, 0)
         return value.value
 
     @contextlib.contextmanager
     def memory(self, size: int) -> Iterator[int]:
-        """The address of `size` bytes, until the context ends."""
+        """Yields the address of `size` bytes, which are freed when the context ends."""
         address = ctypes.c_uint64()
         self.driver("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
         try:
@@ -254,7 +256,7 @@ class Gpu:
         self.driver("cuMemcpyHtoD_v2", ctypes.c_uint64(address), source, size)
 
     def download(self, address: int, array: np.ndarray) -> None:
-        """Fills an array from the GPU."""
+        """Copies memory of the GPU to an array."""
         target = ctypes.c_void_p(array.ctypes.data)
         size = ctypes.c_size_t(array.nbytes)
         self.driver("cuMemcpyDtoH_v2", target, ctypes.c_uint64(address), size)
@@ -288,7 +290,7 @@ def check(gpu: Gpu, rows: Rows, cluster: int, images: np.ndarray, address: int) 
     """Compares every byte of every load with the images.
 
     Raises:
-      RuntimeError: some differ.
+      RuntimeError: some bytes differ.
     """
     phases = rows.phases(len(images))
     seen = np.zeros((phases, cluster, LOADS, rows.stride), np.uint8)
@@ -308,7 +310,7 @@ def check(gpu: Gpu, rows: Rows, cluster: int, images: np.ndarray, address: int) 
 
 
 def measure(gpu: Gpu, rows: Rows, cluster: int, images: int, address: int, phases: int) -> dict:
-    """Cycles of a row and so on, for one cluster and for all multiprocessors."""
+    """Measures cycles per load, row and tile, on one cluster and on all multiprocessors."""
     found = dict(rows=rows.name, row_bytes=rows.row_bytes, cluster=cluster, images=images)
     loads = phases * LOADS
     everything = gpu.multiprocessors // cluster * cluster
@@ -321,22 +323,24 @@ def measure(gpu: Gpu, rows: Rows, cluster: int, images: int, address: int, phase
             f"cycles_a_load_{where}": cycles / loads,
             f"cycles_a_row_{where}": cycles / (loads * rows.box_rows),
             f"bytes_a_cycle_{where}": loads * rows.bytes / cycles,
-            # A tile of 64 patches, all of K.
+            # A tile has 64 patches and the whole of K.
             f"cycles_a_tile_{where}": cycles / loads * rows.loads,
         }
     return found
 
 
 def main() -> None:
-    """Checks, measures, and prints a line of JSON for each way and number of images."""
+    """Checks and measures the layouts, and prints a line of JSON for each number of images."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, nargs="+", default=[65, 4736])
-    parser.add_argument("--phases", type=int, default=2000, help="of a block, four loads each")
-    parser.add_argument("--json", type=Path, help="file for the lines, too")
+    parser.add_argument(
+        "--phases", type=int, default=2000, help="phases per block; each has four loads"
+    )
+    parser.add_argument("--json", type=Path, help="file to which the lines are also written")
     chosen = parser.parse_args()
     gpu, lines = Gpu(), []
-    print(f"{gpu.multiprocessors} multiprocessors, {gpu.clock_mhz:.0f} MHz at most")
-    # An odd number of images, so that the last tile lacks patches.
+    print(f"{gpu.multiprocessors} multiprocessors, at most {gpu.clock_mhz:.0f} MHz")
+    # With an odd number of images the last tile is partly empty.
     few = np.random.default_rng(0).integers(0, 256, (3, SIDE, SIDE, 3), np.uint8)
     with gpu.memory(few.nbytes) as address:
         gpu.upload(address, few)
@@ -344,7 +348,7 @@ def main() -> None:
             count, side = rows.images(len(few)), rows.side
             images = few.reshape(-1)[: count * 3 * side**2].reshape(count, side, side, 3)
             check(gpu, rows, cluster, images, address)
-    print("every byte of every load is right")
+    print("every byte of every load is correct")
     many = np.random.default_rng(1).integers(0, 256, (64, SIDE, SIDE, 3), np.uint8)
     for count in chosen.images:
         size = many[0].nbytes

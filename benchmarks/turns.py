@@ -1,7 +1,7 @@
-"""Programs that cannot share a process take turns on a device: a process each, told what to do.
+"""Lets programs that cannot share a process take turns on a device.
 
-A process calls `serve` with an object; whoever started it calls the object's methods with
-`Process.call`. Arguments and answers are JSON.
+Each program runs in its own process, which calls `serve` with an object. The parent process calls
+the object's methods with `Process.call`. Arguments and results are passed as JSON.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Process:
         print(line, file=self.process.stdin, flush=True)
 
     def answer(self) -> Any:
-        """The result of the method that was told last.
+        """Waits for the result of the last call of `tell`.
 
         Raises:
           RuntimeError: the method raised an exception, or the process ended.
@@ -50,7 +50,7 @@ class Process:
         return answer["answer"]
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """The result of a method; raises as `answer`."""
+        """Calls a method and returns its result; raises as `answer` does."""
         self.tell(method, **arguments)
         return self.answer()
 
@@ -69,8 +69,8 @@ class Process:
 
 
 def serve(served: Any) -> None:
-    """Calls the methods of an object as standard input says, until it ends."""
-    # What libraries print must not be taken for an answer.
+    """Calls the methods of an object that standard input asks for, until it is closed."""
+    # Output of libraries must not be mistaken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -83,17 +83,17 @@ def serve(served: Any) -> None:
 
 
 def first_line(reason: Exception) -> str:
-    """An exception in one line."""
+    """Formats an exception in one line."""
     return f"{type(reason).__name__}: {reason}".splitlines()[0][:300]
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What one turn of calls took.
+    """Time and energy of one turn of calls.
 
     Attributes:
       milliseconds: median time of a call.
-      joules: energy of the GPU for each call; None if it is not known.
+      joules: energy of the GPU per call; None if it is unknown.
     """
 
     milliseconds: float
@@ -101,7 +101,7 @@ class Turn:
 
 
 def burst(call: Callable[[], Any], wait: Callable[[Any], Any], calls: int, rest: float) -> Turn:
-    """Wall time of single calls after a rest, until each result is there."""
+    """Measures the wall time of single calls after a rest, each until its result is ready."""
     wait(call())
     time.sleep(rest)
     times = []
@@ -113,9 +113,9 @@ def burst(call: Callable[[], Any], wait: Callable[[Any], Any], calls: int, rest:
 
 
 def sustained(call: Callable[[], Any], wait: Callable[[Any], Any], seconds: float) -> Turn:
-    """Wall time and energy of calls without a pause.
+    """Measures wall time and energy of calls without a pause.
 
-    The first half is not counted, as clock and power settle then. Calls are submitted in groups of
+    Clock and power settle in the first half, which is not counted. Calls are submitted in groups of
     about a tenth of a second.
     """
     start = time.perf_counter()
@@ -141,7 +141,7 @@ def sustained(call: Callable[[], Any], wait: Callable[[Any], Any], seconds: floa
 
 
 def millijoules() -> int | None:
-    """What the first visible GPU has used since its driver was loaded; None if it is not known."""
+    """Returns the energy of the first visible GPU since its driver was loaded; None if unknown."""
     try:
         import pynvml
 
@@ -150,5 +150,5 @@ def millijoules() -> int | None:
         handle = pynvml.nvmlDeviceGetHandleByIndex(int(first))
         return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except Exception:
-        # There are many reasons, and no energy is no reason to stop.
+        # NVML fails with several exception types. Without it, times are still measured.
         return None

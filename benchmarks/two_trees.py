@@ -2,10 +2,10 @@
 
   python -m benchmarks.two_trees ../before --minutes 5 --out bench
 
-Each version runs in a process of its own, from its own folder with its own CUDA library. The
-processes take turns, so that both meet the same clock and temperature, and share what XLA finds
-when it tunes, so that both get the same kernel for the same fusion. A row is slower or faster if
-the medians differ by more than 1% and by more than what the turns of either differ.
+Each version runs in its own process, from its own folder with its own CUDA library. The processes
+take turns, so that both run at the same clock and temperature. They share XLA's autotuning cache,
+so that both get the same kernel for the same fusion. A row is slower or faster if the medians
+differ by more than 1% and by more than the spread between turns of either version.
 
 Every row is written to two_trees.jsonl as soon as it is measured.
 """
@@ -29,30 +29,30 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# The process of an earlier version, whose benchmarks do not have it, finds it in its path.
+# An earlier version may lack benchmarks.turns; its process finds this folder's copy on its path.
 turns = importlib.import_module("benchmarks.turns" if find_spec("benchmarks.turns") else "turns")
 
 HERE = Path(__file__).resolve()
 NAMES = ("before", "after")
 
-# The part of a GPU's memory that each of the two processes takes.
+# Fraction of a GPU's memory that each of the two processes takes.
 MEMORY = 0.45
 
-# A row that differs by less is the same.
+# Largest relative difference at which a row counts as the same.
 TOLERANCE = 0.01
 
-# Operands are not in a cache after this many other bytes: twice the L2 cache of a B200.
+# Bytes that evict an operand from every cache when they are accessed: twice the L2 cache of a B200.
 OUT_OF_CACHE = 2 * 126 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What both versions compute.
+    """A computation that is measured in both versions.
 
     Attributes:
       what: "patches"; "images", which a backend may cut itself; "patchify" for images that XLA
         cuts; "encoder" for a whole encoder from images.
-      backend: its name.
+      backend: name of the backend.
       dtype: dtype of patches and weight.
       shape, images, pixels: the problem, as in `contenders.Case`.
     """
@@ -69,8 +69,8 @@ class Row:
         return f"{self.backend}, {self.dtype}, {self.what}: {self.images} {pixels}, {self.shape}"
 
 
-# The functions and the class that follow run in a process for each version. PYTHONPATH names its
-# folder, with its package and its benchmarks.
+# The following functions and class run in the process of a version. Its PYTHONPATH begins with the
+# version's folder, which contains its package and its benchmarks.
 
 
 @functools.cache
@@ -116,13 +116,13 @@ def patches_of(shape: str, images: int, pixels: str, dtype: str) -> Any:
 
 
 class Version:
-    """One of the two versions: it compiles and measures what it is told to."""
+    """One of the two versions, which compiles and measures rows in its own process."""
 
     def __init__(self):
         self.programs: dict[Row, tuple[Any, tuple[Any, ...]]] = {}
 
     def operands(self, row: Row) -> tuple[Any, ...]:
-        """The operands of a row; rows with the same ones share them."""
+        """Returns the operands of a row; rows with the same operands share memory."""
         problem = (row.shape, row.images, row.pixels)
         if row.what == "encoder":
             return images_of(*problem), encoder_of(row.shape, row.dtype)
@@ -132,7 +132,7 @@ class Version:
         return images_of(*problem), params
 
     def prepare(self, rows: list[dict[str, Any]]) -> dict[str, str]:
-        """Compiles rows in parallel; returns those that cannot be, with the reason."""
+        """Compiles rows in parallel; returns the rows that failed, with the reason."""
         import jax
 
         import pallas_patch_embed as ppe
@@ -162,7 +162,7 @@ class Version:
             except Exception as reason:
                 left_out[str(row)] = turns.first_line(reason)
 
-        # One after the other, so that operands are made once.
+        # The operands are made before the threads start, so that each is made once.
         for row in every:
             self.operands(row)
         with ThreadPoolExecutor() as pool:
@@ -170,7 +170,7 @@ class Version:
         return left_out
 
     def bits(self, row: dict[str, Any]) -> int:
-        """A number that depends on every bit of a row's result."""
+        """Computes a checksum that depends on every bit of a row's result."""
         import jax
         import jax.numpy as jnp
 
@@ -184,16 +184,16 @@ class Version:
         return int(number(compiled(*operands)))
 
     def turn(self, row: dict[str, Any], regime: str, rest: float, seconds: float) -> float:
-        """The median milliseconds of a call in one turn; the regimes are `results.REGIMES`."""
+        """Measures the median milliseconds of a call in one turn of one of `results.REGIMES`."""
         import jax
 
-        # Where the module lies differs between versions; this one has it in all of them.
+        # The module has moved between versions; benchmarks.contenders imports it in all of them.
         from benchmarks.contenders import timing
 
         compiled, operands = self.programs[Row(**row)]
         copies = 0
         if regime == "cold":
-            # Of what the caller gives; the result is also written elsewhere every time.
+            # Only operands are copied: each call already writes its result to new memory.
             copies = math.ceil(OUT_OF_CACHE / sum(x.nbytes for x in jax.tree.leaves(operands)))
         further = tuple(jax.tree.map(lambda x: x.copy(), operands) for _ in range(copies))
         compared = {"": timing.Contender(compiled, operands, further)}
@@ -208,7 +208,7 @@ class Version:
 
 
 def process_of(name: str, tree: Path, cache: Path) -> turns.Process:
-    """The process of a version."""
+    """Starts the process of a version."""
     inherited = filter(None, [os.environ.get("PYTHONPATH")])
     folders = [str(tree), *inherited, str(HERE.parent)]
     flag = f"--xla_gpu_per_fusion_autotune_cache_dir={cache}"
@@ -217,16 +217,16 @@ def process_of(name: str, tree: Path, cache: Path) -> turns.Process:
         "XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY),
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip(),
     }
-    # -P: otherwise this folder would be searched for modules before PYTHONPATH.
+    # Without -P, Python would search this folder for modules before PYTHONPATH.
     return turns.Process(name, [sys.executable, "-P", str(HERE), "--serve"], environment, tree)
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A row in a regime, in both versions.
+    """The measurements of a row in a regime, in both versions.
 
     Attributes:
-      row, regime: what was measured.
+      row, regime: row and regime that were measured.
       turns: for each version, the median milliseconds of a call in every turn.
       same_bits: whether the results are equal, bit by bit.
     """
@@ -242,12 +242,12 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """The time after divided by the time before."""
+        """Returns the time after divided by the time before."""
         return self.medians["after"] / self.medians["before"]
 
     @property
     def spread(self) -> float:
-        """How much the turns of a version differ, relative to their median: the larger one."""
+        """Returns the larger of the versions' spreads between turns, relative to the median."""
         return max((max(t) - min(t)) / self.medians[name] for name, t in self.turns.items())
 
     @property
@@ -280,18 +280,18 @@ def compare(
     rest: float = 0.3,
     seconds: float = 1.0,
 ) -> Iterator[Comparison | str]:
-    """Measures rows in both versions, in turns.
+    """Measures rows in both versions, which take turns.
 
     Args:
       trees: the folders of the versions, before and after.
       plan: rows and regimes, in the order in which they are measured.
-      minutes: no measurement begins later than this.
-      rounds: turns of each version.
+      minutes: no measurement begins after this time.
+      rounds: number of turns of each version.
       rest: idle seconds before a burst.
       seconds: duration of a sustained turn.
 
     Yields:
-      Comparisons; and a message for everything that was left out.
+      Comparisons, and a message for everything that was left out.
     """
     begin = time.monotonic()
     rows = list(dict.fromkeys(row for row, _ in plan))
@@ -299,7 +299,8 @@ def compare(
         versions = [process_of(*which, Path(cache)) for which in zip(NAMES, trees)]
         try:
             left_out = {}
-            # One after the other: the second one finds what XLA tuned for the first one.
+            # The versions compile one after the other, so that the second one finds the results of
+            # XLA's autotuning for the first one.
             for version in versions:
                 left_out |= version.call("prepare", rows=rows)
                 yield f"{version.name}: compiled after {time.monotonic() - begin:.0f} s"
@@ -309,7 +310,7 @@ def compare(
                 if str(row) in left_out:
                     continue
                 if time.monotonic() - begin > 60 * minutes:
-                    yield f"no time was left for {row}, {regime}"
+                    yield f"skipped, out of time: {row}, {regime}"
                     continue
                 try:
                     if row not in bits:
@@ -337,9 +338,9 @@ DTYPES = ("float8_e4m3fn", "int8", "bfloat16")
 
 
 def plan(images: int, few: list[int], encoders: dict[str, int]) -> list[tuple[Row, str]]:
-    """The rows of docs/performance.md that this package computes, what matters most first.
+    """Lists the rows of docs/performance.md that this package computes, the most important first.
 
-    XLA tunes its own int8 product for minutes, so that row is left out.
+    XLA's int8 product is left out, because XLA autotunes it for minutes.
     """
     shape = "B/16 224"
     rows = [
@@ -372,19 +373,28 @@ def arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("before", type=Path, help="folder of the earlier version, built")
-    parser.add_argument("--after", type=Path, default=HERE.parents[1], help="default: this one")
-    parser.add_argument("--images", type=int, default=4736, help="many images")
-    parser.add_argument("--few", type=int, nargs="*", default=[1, 64], help="few images")
+    parser.add_argument(
+        "before", type=Path, help="folder of the earlier version, with its CUDA library built"
+    )
+    parser.add_argument(
+        "--after",
+        type=Path,
+        default=HERE.parents[1],
+        help="folder of the later version; default: this one",
+    )
+    parser.add_argument("--images", type=int, default=4736, help="images per call of most rows")
+    parser.add_argument(
+        "--few", type=int, nargs="*", default=[1, 64], help="images per call of the other rows"
+    )
     parser.add_argument("--minutes", type=float, default=math.inf)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each version")
-    parser.add_argument("--rest", type=float, default=0.3, help="idle seconds before a burst")
-    parser.add_argument("--seconds", type=float, default=1.0, help="duration of a sustained turn")
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns of each version")
+    parser.add_argument("--rest", type=float, default=0.3, help="idle seconds before each burst")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of a sustained turn")
     parser.add_argument("--out", type=Path, help="folder for two_trees.jsonl")
     chosen = parser.parse_args()
     for tree in (chosen.before, chosen.after):
         if not (tree / "pallas_patch_embed" / "__init__.py").exists():
-            parser.error(f"there is no pallas_patch_embed in {tree}")
+            parser.error(f"{tree} does not contain pallas_patch_embed")
     return chosen
 
 

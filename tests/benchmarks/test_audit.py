@@ -19,7 +19,7 @@ needs_triton = pytest.mark.usefixtures("triton_package")
 
 
 def checked(kernel):
-    """The cycles of a kernel's budget; fails if it spills or executes opcodes without a class."""
+    """Returns the cycles of a kernel's budget; asserts no spills and no opcodes without a class."""
     assert audit.spilling([kernel.code]) == []
     for loop in kernel.loops:
         assert {x for x in loop.executed if class_of(x) in ("other", "local")} == set()
@@ -27,7 +27,7 @@ def checked(kernel):
 
 
 def times(loop, name):
-    """How often a warp executes an opcode for a tile."""
+    """Counts how often a warp executes an opcode for a tile."""
     return sum(n for opcode, n in loop.executed.items() if opcode.split(".")[0] == name)
 
 
@@ -38,10 +38,12 @@ def test_the_Hopper_kernel_has_the_budget_of_its_tile():
     (loop,) = kernel.loops
     assert (times(loop, "QGMMA"), times(loop, "STG")) == (24, 12)
     assert found["tensor"] == 128 * 192 * 768 / 4096
-    # A quarter of the rows' bytes for each slice, and y, for 132 blocks at 4.8 TB/s and 1.98 GHz.
+    # Each of 4 slices accounts for a quarter of the rows' bytes, and for its part of y. 132 blocks
+    # share 4.8 TB/s at 1.98 GHz.
     assert found["DRAM"] == pytest.approx((128 * 768 / 4 + 128 * 192 * 2) * 132 * 1.98 / 4800)
     assert found["L2"] == 128 * 768 / 64
-    # A product of 64 x 192 x 32 bytes reads 8 KiB; threads store y (docs/experiments/hopper.md).
+    # A product of 64 x 192 x 32 bytes reads 8 KiB, and threads store y
+    # (docs/experiments/hopper.md).
     assert found["shared"] == (2 * 24 * 8192 + 128 * 192 * 2) / 128
     assert found["issue"] == 2 * sum(loop.executed.values())
 
@@ -50,15 +52,17 @@ def test_the_Hopper_kernel_has_the_budget_of_its_tile():
 def test_the_Blackwell_kernel_has_the_budget_of_the_design():
     kernel = audit.pallas_kernel("sm_100", *HEADLINE, "float8_e4m3fn")
     found, (multiply, store) = checked(kernel), kernel.loops
-    # "3072 cycles, and DRAM allows about 3450": 72 of 74 pairs at 8 TB/s and 1.965 GHz.
+    # The design expects 3072 cycles of products and 3450 of DRAM. 72 of 74 clusters of two share
+    # 8 TB/s at 1.965 GHz.
     assert found["tensor"] == 3072
     assert found["DRAM"] == pytest.approx((256 * 768 / 3 + 256 * 256 * 2) * 72 * 1.965 / 8000)
     assert found["DRAM"] == pytest.approx(3450, rel=0.01)
     assert audit.binding(audit.budget(kernel)) == "DRAM"
-    # Two warps of a scheduler issue 402 instructions (docs/experiments/blackwell.md).
+    # The two warps of a scheduler issue 402 instructions (docs/experiments/blackwell.md).
     assert sum(store.issue_slots().values()) <= 410
     assert (times(multiply, "UTCQMMA"), times(store, "LDTM")) == (24, 4)
-    # Each block: 128 rows of either operand; half of y is staged, and read again by TMA.
+    # Each block reads 128 rows of either operand. It writes its half of y to shared memory, from
+    # which TMA reads it.
     assert store.bytes_of("STSM") == 128 * 256 * 2
     assert found["shared"] == (24 * 32 * (128 + 128) + 2 * 128 * 256 * 2) / 128
 
@@ -71,12 +75,13 @@ def test_no_kernel_of_the_library_spills():
     assert {name for _, name in audit.library_kernels()} == names
     kernel = audit.cuda_kernel("sm_90", *HEADLINE, "bfloat16")
     found, (loop,) = checked(kernel), kernel.loops
-    # 12 chunks of 4 products of two blocks of rows; the loop over chunks has 8 of them.
+    # There are 12 chunks of 4 products for each of two blocks of rows; the loop over chunks
+    # contains 8 products.
     assert times(loop, "HGMMA") == 12 * 4 * 2
-    # Both halves load 12 - 3 chunks of the weight again, and the whole table.
+    # Both halves of a tile load 12 - 3 chunks of the weight again, and the whole table.
     L2_bytes = 256 * 1536 + 2 * 9 * 192 * 128 + 256 * 192 * 2
     assert found["L2"] == L2_bytes / 64
-    # ncu: products take 6144 wavefronts for each half (docs/performance.md).
+    # According to ncu, products take 6144 wavefronts for each half (docs/performance.md).
     assert audit.operand_bytes(loop, kernel.tile) == 2 * 6144 * 128
     checked(audit.cuda_kernel("sm_100", *HEADLINE, "int8"))
 
@@ -84,23 +89,25 @@ def test_no_kernel_of_the_library_spills():
 @needs_compilers
 @needs_library
 def test_the_kernel_that_cuts_images_has_the_budget_of_the_one_from_patches():
-    """But for pixels, which threads read from shared memory instead of the tensor cores."""
+    """The only difference: threads, not the tensor cores, read pixels from shared memory."""
     patches = audit.cuda_kernel("sm_90", *HEADLINE, "int8")
     images = audit.cuda_kernel("sm_90", *HEADLINE, "int8", uncut=True)
     found, before, (loop,) = checked(images), checked(patches), images.loops
     for name in ("tensor", "DRAM", "L2"):
         assert found[name] == before[name]
     assert [times(loop, x) for x in ("IGMMA", "LDSM", "STG", "LDG")] == [24, 24, 12, 0]
-    # Every byte of the tile's pixels is read once, by ldmatrix.
+    # ldmatrix reads every byte of the tile's pixels once.
     assert loop.bytes_of("LDSM") == 128 * 768
     assert audit.operand_bytes(loop, images.tile) == 2 * 24 * 32 * 192
-    # Lines of 64 pairs of patches; chunks of 128 patches.
+    # From images a row is one of 16 lines of one of 64 pairs of patches. From patches it is one of
+    # 6 chunks of one of 128 patches.
     assert (images.tile.tma_rows, patches.tile.tma_rows) == (16 * 64, 6 * 128)
-    # At 240 pixels 15 patches are next to each other, whose lines are loaded one by one.
+    # An image of 240 pixels has an odd number of patches, 15, in a row. So TMA loads the lines of
+    # single patches instead of pairs.
     odd = audit.cuda_kernel("sm_90", NamedShape("odd", 16, 240, 768), 4736, "int8", uncut=True)
     assert odd.tile.tma_rows == 16 * 128
     assert checked(odd).keys() == found.keys()
-    # A scheduler's two warps issue fewer instructions than the products take cycles.
+    # The two warps of a scheduler issue fewer instructions than the products take cycles.
     assert found["issue"] < 2000 < found["tensor"]
     with pytest.raises(NotImplementedError, match="on Hopper and with int8 alone"):
         audit.cuda_kernel("sm_90", *HEADLINE, "bfloat16", uncut=True)
@@ -112,7 +119,7 @@ def test_the_Triton_kernel_executes_its_products_for_each_step_and_its_stores_on
     kernel = audit.triton_kernel("sm_80", *HEADLINE, "int8")
     found, (loop,) = checked(kernel), kernel.loops
     assert found["tensor"] == 128 * 128 * 768 / 2048
-    # Products of 16 x 8 x 32, by 8 warps; 16 bytes a thread are stored at once.
+    # 8 warps execute products of 16 x 8 x 32. A thread stores 16 bytes at once.
     assert times(loop, "IMMA") == 128 * 128 * 768 // (16 * 8 * 32) // 8
     assert loop.bytes_of("STG") == 128 * 128 * 2
     assert loop.bytes_of("LDGSTS") == 2 * 128 * 768
@@ -120,7 +127,7 @@ def test_the_Triton_kernel_executes_its_products_for_each_step_and_its_stores_on
 
 @needs_compilers
 def test_a_kernel_that_uses_stack_is_found(tmp_path):
-    """Its local array is indexed at run time, so it is on the stack."""
+    """The kernel's local array is indexed at run time, so it is on the stack."""
     source = tmp_path / "kernel.ptx"
     source.write_text("""
 .version 8.0
@@ -168,7 +175,7 @@ def test_an_opcode_without_a_class_is_shown(tmp_path):
     assert (tmp_path / "audit.png").stat().st_size > 10_000
 
 
-# Dense peaks in 1e12 operations a second, and the clock in GHz that they are stated for.
+# Dense peak rates in 1e12 operations per second, and the clock in GHz at which they are stated.
 PEAKS = {
     "sm_80": (1.41, dict(bfloat16=312, int8=624)),
     "sm_86": (1.695, dict(bfloat16=71, int8=284)),

@@ -31,8 +31,8 @@ def wall_time(monkeypatch):
 
 
 def test_a_case_counts_the_necessary_bytes_and_operations():
-    # 4 x 4 patches of 192 bytes, padded to 256, and 32 columns; the last 4 pixels of a line are
-    # read with the image.
+    # An image has 4 x 4 patches of 192 bytes, padded to 256, and there are 32 columns. The last 4
+    # pixels of each line are in no patch, but are read with the image.
     assert CASE.operations == 2 * 3 * 16 * 192 * 32
     assert CASE.written == 2 * 3 * 16 * 32
     once = 32 * 256 + 4 * 32 + 2 * 16 * 32
@@ -45,7 +45,7 @@ def test_a_case_counts_the_necessary_bytes_and_operations():
     keep(
         itertools.product(("random", "photographs"), ("int8", "float8_e4m3fn", "bfloat16")),
         lambda case: case[0] == "random" or case[1] == "int8",
-        "a dozen programs each",
+        "compiles a dozen programs for each case",
     ),
 )
 def test_every_contender_is_correct(dtype, pixels):
@@ -88,7 +88,7 @@ def test_a_result_is_compared_with_the_fastest_whole_peer_and_the_floor():
     limits = dict(copy=1e4 * CASE.bytes("patches"), widen=1.0, int8=CASE.operations / 5e-4)
     ours, *_ = found = results.compared(measured, limits)
     assert (ours.peer, ours.of_peer, ours.floor, ours.of_floor) == ("b", 2 / 3, 0.5, 4.0)
-    # The floor is not above a time that was measured.
+    # The floor is never above a measured time.
     (slow, *_) = results.compared(measured, limits | {"copy": 1.0})
     assert slow.floor == 1.0
     assert ours.images_a_second == pytest.approx(1500)
@@ -107,7 +107,7 @@ def test_cold_operands_are_copies_that_fill_the_cache(monkeypatch):
         assert len(places) == 4
 
 
-@pytest.mark.slow("times in every regime, and every picture")
+@pytest.mark.slow("measures in every regime and draws every picture")
 def test_the_whole_command_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(benchmarks, "named_shape", lambda name: SMALL)
     monkeypatch.setattr(benchmarks, "OUT_OF_CACHE", 200_000)
@@ -157,7 +157,7 @@ def tiny_encoder(monkeypatch):
         monkeypatch.setattr(module, "named_shape", lambda name: SMALL)
 
 
-@pytest.mark.slow("five encoders' programs")
+@pytest.mark.slow("compiles five encoders")
 def test_encoders_differ_only_in_the_patch_embedding(tiny_encoder, monkeypatch):
     measures = {
         "burst": functools.partial(timing.burst, rounds=1, calls=1, rest=0.0),
@@ -171,11 +171,11 @@ def test_encoders_differ_only_in_the_patch_embedding(tiny_encoder, monkeypatch):
     assert found[0].difference == 0 <= found[1].difference < found[3].difference < 0.05
     assert "gain" in encoder.table(found[4:])
     monkeypatch.setattr(encoder, "cut_and_product", lambda *x: -contenders.cut_and_product(*x))
-    with pytest.raises(RuntimeError, match="relative error is"):
+    with pytest.raises(RuntimeError, match="relative error of the embeddings is"):
         encoder.speeds("small", 2, ["bfloat16"], measures)
 
 
-@pytest.mark.slow("an encoder's program in each dtype")
+@pytest.mark.slow("compiles an encoder in each dtype")
 def test_the_accuracy_has_the_error_of_each_dtype(tiny_encoder):
     found = {a.dtype: a for a in accuracy.accuracies(name="small")}
     errors = [found[d].patch_error for d in ("bfloat16", "int8", "float8_e4m3fn")]
@@ -201,14 +201,14 @@ def test_several_devices_share_no_data_and_agree(monkeypatch):
     with pytest.raises(RuntimeError, match="all-reduce"):
         devices.sharded(contenders.draw(CASE), 2)
     monkeypatch.setattr(ppe, "patch_embed", lambda x, params: 1.02 * embed(x, params))
-    with pytest.raises(RuntimeError, match="One device's relative error"):
+    with pytest.raises(RuntimeError, match="The relative error on one device"):
         devices.sharded(contenders.draw(CASE), 2)
 
     def another(patches, params):
         return embed(patches, params) + (len(patches) > 3)
 
     monkeypatch.setattr(ppe, "patch_embed", another)
-    with pytest.raises(RuntimeError, match="of 2 has another result"):
+    with pytest.raises(RuntimeError, match="of 2 differs from one device alone"):
         devices.sharded(contenders.draw(CASE), 2)
 
 
@@ -235,11 +235,11 @@ def test_CUTLASS_says_what_is_missing_and_what_it_cannot_serve(monkeypatch):
     _, left_out = contenders.entries(CASE, data, ("patches",))
     assert "are for Hopper GPUs; this is cpu" in left_out["CUTLASS, fused, pingpong"]
     _, left_out = contenders.entries(CASE, data, ("patches",), built=False)
-    assert left_out["CUTLASS, fused, pingpong"] == "it takes a minute to build."
+    assert left_out["CUTLASS, fused, pingpong"] == "its kernels take a minute to build."
     patches, weight, scale, table = contenders.operands(data)
     two = jnp.broadcast_to(table, (2, *table.shape))
     wrong = [
-        (patches, weight, scale, two),  # of 3 images
+        (patches, weight, scale, two),  # 2 does not divide 3 images
         (patches, weight, scale, table[:, :8]),
         (patches, weight[:4], scale[:4], table[:, :4]),
         (patches.astype(jnp.float32), weight, scale, table),
@@ -326,9 +326,9 @@ def test_the_roofline_is_under_the_measured_ceilings(monkeypatch, tmp_path):
         ("--images 0", "--images"),
         ("--rounds -1", "--rounds"),
         ("--rest -1", "--rest"),
-        ("--draw nowhere", "there is no nowhere"),
-        ("--checkpoint nowhere", "there is no nowhere"),
-        (f"--out {__file__}", "is no folder"),
+        ("--draw nowhere", "results.jsonl does not exist"),
+        ("--checkpoint nowhere", "nowhere does not exist"),
+        (f"--out {__file__}", "is not a folder"),
     ],
 )
 def test_useless_arguments_are_refused(monkeypatch, capsys, wrong, answer):
@@ -362,7 +362,7 @@ def test_results_from_before_a_failure_are_kept(monkeypatch, tmp_path):
 
 def test_a_useless_regime_is_left_out_with_the_reason():
     found = benchmarks.regimes(dataclasses.replace(CASE, images=100), ["burst", "call"])
-    assert found == {"burst": None, "call": "for 64 images or fewer."}
+    assert found == {"burst": None, "call": "it is only measured for 64 images or fewer."}
 
 
 def test_float32_is_compared_with_float32():

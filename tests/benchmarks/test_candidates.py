@@ -1,4 +1,4 @@
-"""Every kernel among which `pallas-patch-embed tune` searches compiles without spills."""
+"""Every kernel that `pallas-patch-embed tune` may try compiles without spills."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ everything = pytest.mark.exhaustive("compiles for an hour on one core")
 
 
 def pallas_kernels(target, dtype, shapes, *options):
-    """The compiled candidates of shapes: by shape and config, from a process of its own."""
+    """Compiles the candidates of shapes in a separate process; returns them by shape and config."""
     command = [sys.executable, "-m", "benchmarks.offline_compile", "--candidates", *options]
     command += ["--target", target, "--backend", MOSAIC[target], "--dtype", dtype]
     done = subprocess.run(
@@ -91,9 +91,10 @@ def test_every_candidate_of_the_Triton_kernel_compiles(chip, dtype, source, tmp_
 
 
 def compiled_by_a_search(chip, backends=None):
-    """What a search of all named shapes compiles: (backend, whether it cuts images, dtype, config).
+    """Lists the kernels that a search of all named shapes compiles.
 
-    The kernels of the CUDA library are compiled already.
+    A kernel is (backend, whether it cuts images, dtype, config). Kernels of the CUDA library are
+    not listed, because they are already compiled.
     """
     found = {}
     for _, task in command.list_tasks(images=(*command.IMAGES, 4736), backends=backends):
@@ -120,13 +121,13 @@ def test_a_search_compiles_at_most_60_kernels_on_a_chip(chip, monkeypatch):
 
 
 def tunings(chip):
-    """The kernels with a tuning among the candidates of all named shapes."""
+    """Lists the kernels with a tuning among the candidates of all named shapes."""
     return [config for *_, config in compiled_by_a_search(chip, ["cuda"])]
 
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """An empty folder for compiled kernels."""
+    """Makes an empty cache folder for compiled kernels."""
     monkeypatch.setenv("PATCH_EMBED_CACHE", str(tmp_path))
     return tmp_path
 
@@ -139,12 +140,12 @@ def test_a_kernel_with_a_tuning_is_a_library_of_its_own(cache, monkeypatch):
     library = cuda._load(path)
     kernels = cuda._call_json(library.patch_embed_kernels)
     assert [kernel["name"] for kernel in kernels if kernel["built"]] == [config.name]
-    # It is not compiled again, and needs no compiler.
+    # A compiled kernel is not compiled again, so no compiler is needed.
     monkeypatch.setattr(cuda_tuning, "cannot_compile", lambda: "no nvcc was found")
     assert cuda_tuning.build(config.name, config.tuning) == path
     with pytest.raises(NotImplementedError, match="cannot be compiled here: no nvcc was found"):
         cuda_tuning.build(other.name, other.tuning)
-    # A program names the library's custom call.
+    # A program refers to the library by the name of its custom call.
     monkeypatch.setattr(cuda, "_check_driver", lambda: None)
     problem = problem_of(named_shape("B/16 224"), "float8_e4m3fn", 64)
     plan = cuda.plan(problem, Target("cuda", B200), config=config)

@@ -1,4 +1,4 @@
-"""The benchmark of `embed`: the pictures that it writes, and the rates that it reads off."""
+"""The benchmark of `embed`: the pictures that it writes, and the throughput that it computes."""
 
 import argparse
 import io
@@ -81,11 +81,11 @@ def test_an_id_that_is_there_twice_is_an_error(tmp_path):
         pyarrow_parquet.write_table(table, tmp_path / "embeddings" / f"{name}.parquet")
         if name == "a":
             np.testing.assert_array_equal(embedding.embeddings([tmp_path])["x"], [1, 2])
-    with pytest.raises(RuntimeError, match="x is there twice"):
+    with pytest.raises(RuntimeError, match="x occurs twice"):
         embedding.embeddings([tmp_path])
 
 
-@pytest.mark.slow("six runs of the command")
+@pytest.mark.slow("runs the command six times")
 def test_all_forms_are_embedded_and_a_killed_run_goes_on(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -16,7 +16,7 @@ CHOSEN = argparse.Namespace(turns=2, rest=0, seconds=0.02)
 
 
 class InThisProcess:
-    """Serves like `turns.Process`, without a process."""
+    """Replaces `turns.Process` by an object in this process."""
 
     def __init__(self, served):
         self.served = served

@@ -1,4 +1,4 @@
-"""All ways from uint8 images: nothing wrong is timed, nothing that was measured is lost."""
+"""The comparison from uint8 images: no wrong result is timed, and no measurement is lost."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def small(monkeypatch):
 
 
 def let_xla_cut(monkeypatch, embed=EMBED_IMAGES):
-    """Lets the XLA backend stand for one that cuts images itself."""
+    """Lets the XLA backend pretend to cut images itself."""
     monkeypatch.setattr(images, "cuts_images", lambda *_: True)
     monkeypatch.setattr(
         ppe, "embed_images", lambda *operands, cut=None, **more: embed(*operands, **more)
@@ -38,18 +38,18 @@ def run(monkeypatch, folder, *more):
     images.main()
 
 
-@pytest.mark.slow("compiles every way")
+@pytest.mark.slow("compiles every method")
 def test_every_way_is_measured_and_recorded(monkeypatch, tmp_path):
     let_xla_cut(monkeypatch)
     run(monkeypatch, tmp_path, "--shapes", "B/16 224", "B/16 256")
     records = results.read(tmp_path / "images.jsonl")
     found = [results.result_of(r) for r in records if r["kind"] == "time"]
-    ways = {("xla, cut by the kernel", "int8"), ("patchify + jnp.dot + positions", "bfloat16")}
-    ways |= {("patchify + xla", dtype) for dtype in images.DTYPES}
-    ways |= {(images.CONVOLUTION, "bfloat16")}
+    methods = {("xla, cut by the kernel", "int8"), ("patchify + jnp.dot + positions", "bfloat16")}
+    methods |= {("patchify + xla", dtype) for dtype in images.DTYPES}
+    methods |= {(images.CONVOLUTION, "bfloat16")}
     for number, regimes in ((1, {"burst"}), (3, {"burst", "sustained"})):
         own = [r for r in found if r.images == number]
-        assert {(r.contender, r.dtype) for r in own} == ways
+        assert {(r.contender, r.dtype) for r in own} == methods
         assert {r.regime for r in own} == regimes
         assert all(r.milliseconds > 0 and r.source == "images" for r in own)
 
@@ -60,14 +60,14 @@ def test_a_kernel_that_gives_other_bits_is_not_timed(monkeypatch, tmp_path, caps
         return y.at[0, 0, 0].multiply(1 + 2**-7) if y.dtype == jnp.bfloat16 else y
 
     let_xla_cut(monkeypatch, one_bit)
-    with pytest.raises(SystemExit, match="2 results are wrong"):
+    with pytest.raises(SystemExit, match="2 methods gave wrong results"):
         run(monkeypatch, tmp_path, "--shapes", "B/16 224")
     records = [json.loads(line) for line in (tmp_path / "images.jsonl").open()]
     timed = {r["contender"] for r in records if r["kind"] == "time"}
     assert "patchify + xla" in timed and "xla, cut by the kernel" not in timed
     reasons = [r["reason"] for r in records if r["kind"] == "left out"]
     assert reasons == [
-        f"wrong: in run 0 1 of {n * 512} elements are not those from patches" for n in (1, 3)
+        f"wrong: in run 0, 1 of {n * 512} elements differ from patches" for n in (1, 3)
     ]
     printed = capsys.readouterr().out
     assert all(reason in printed for reason in reasons)
@@ -76,7 +76,7 @@ def test_a_kernel_that_gives_other_bits_is_not_timed(monkeypatch, tmp_path, caps
 def test_an_inaccurate_way_is_not_timed(monkeypatch, tmp_path):
     right = images.convolution
     monkeypatch.setattr(images, "convolution", lambda *operands: 1.02 * right(*operands))
-    with pytest.raises(SystemExit, match="results are wrong"):
+    with pytest.raises(SystemExit, match="wrong results"):
         run(monkeypatch, tmp_path, "--shapes", "B/16 224")
     records = results.read(tmp_path / "images.jsonl")
     timed = {r["contender"] for r in records if r["kind"] == "time"}
@@ -96,7 +96,7 @@ def test_a_way_that_does_not_compile_is_left_out_with_the_reason(monkeypatch, tm
 
 def test_without_time_nothing_is_measured(monkeypatch, tmp_path, capsys):
     run(monkeypatch, tmp_path, "--shapes", "B/16 224", "--minutes", "0")
-    assert "no time is left" in capsys.readouterr().out
+    assert "out of time" in capsys.readouterr().out
     assert [r["kind"] for r in results.read(tmp_path / "images.jsonl")] == ["run"]
 
 

@@ -1,4 +1,4 @@
-"""Reading machine code: loops, how often they are executed, bytes, and classes of opcodes."""
+"""Reading machine code: loops and their execution counts, bytes, and classes of opcodes."""
 
 import re
 

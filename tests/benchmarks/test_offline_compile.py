@@ -1,4 +1,4 @@
-"""The compiled Pallas kernels, without a GPU: registers, spills, memory, opcodes."""
+"""Registers, spills, memory and opcodes of the Pallas kernels, compiled without a GPU."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ needs_compilers = pytest.mark.usefixtures("compilers")
 
 
 def compile_offline(target, backend, shapes, dtype, out_dtype, table, images):
-    """The output of `python -m benchmarks.offline_compile`, which compiles for one target."""
+    """Runs `python -m benchmarks.offline_compile` for one target and returns its output."""
     arguments = [
         *("--target", target, "--backend", backend, "--shapes", *shapes, "--dtype", dtype),
         *("--out-dtype", out_dtype, "--table", table, "--images", str(images)),
@@ -68,15 +68,15 @@ def test_the_Hopper_kernel_compiles_to_what_its_config_says(shape, images, dtype
     products = K_bytes // 32 * config.rows // 64
     assert loop[instruction] == kernel["instructions"][instruction] == products
     # A thread writes 16 bytes at once. The loop has no other access to global (LD, LDG), shared
-    # (LDS, LDSM) or local memory: table, scales and offsets are in registers, if they fit.
+    # (LDS, LDSM) or local memory if table, scales and offsets fit into registers.
     tile_bytes = config.rows * config.tile_n * (4 if out_dtype == "float32" else 2)
     assert loop["STG"] == tile_bytes // 128 // 16
     loaded = {"LDG", "LDS"} if not config.keeps_columns(problem) else set()
     assert {"LD", "LDG", "LDS", "LDSM", "LDL", "STL", "ST", "UTMASTG"} & set(loop) == loaded
 
 
-# Instructions of a warp in the loop that stores a tile, by output dtype, whether the accumulators
-# are integers, and width of a slice. An increase has to be explained in docs/experiments.
+# Instructions per warp in the loop that stores a tile, by output dtype, whether the accumulators
+# are integers, and width of a slice. An increase must be explained in docs/experiments.
 STORE_LOOP = {
     ("bfloat16", False, 64): 77,
     ("bfloat16", False, 192): 189,
@@ -89,7 +89,7 @@ STORE_LOOP = {
 
 
 def blackwell_cases():
-    """(shapes, dtype, out_dtype, table, images) of each process that compiles."""
+    """Yields (shapes, dtype, out_dtype, table, images) for each process that compiles."""
     fixed = [shape.name for shape in NAMED_SHAPES if not shape.name.startswith("NaFlex")]
     naflex = [shape.name for shape in NAMED_SHAPES if shape.name.startswith("NaFlex")]
     for dtype in tiles.DTYPES:
@@ -118,7 +118,7 @@ def test_the_Blackwell_kernel_compiles_to_what_its_config_says(
         kernel = the_whole_program(found[shape], config.shared_memory_bytes(problem))
         K_bytes = problem.patches[-1] * (2 if dtype == "bfloat16" else 1)
         instruction = {"bfloat16": "UTCHMMA", "int8": "UTCIMMA", "float8_e4m3fn": "UTCQMMA"}[dtype]
-        # Each product multiplies 32 bytes of K; two blocks use another instruction than one.
+        # Each product multiplies 32 bytes of K. A cluster of two has its own instruction, ".2CTA".
         assert kernel["tile_loop"][instruction] == K_bytes // 32
         instruction += ".2CTA" * config.collective
         assert kernel["multiplications"] == {instruction: K_bytes // 32}
@@ -144,12 +144,12 @@ def test_the_Blackwell_kernel_compiles_for_B300():
 
 
 def the_whole_program(found, shared_memory_bytes):
-    """The kernel that is the only operation of a program, with these resources."""
+    """Returns a program's kernel; asserts that it is the only operation, and its resources."""
     assert list(found["other_operations"]) == ["custom-call"]
     assert len(found["other_operations"]["custom-call"]) == 1
     (kernel,) = found["kernels"]
     assert kernel["spill_bytes"] == kernel["stack_bytes"] == 0
-    # 65536 registers for 384 threads.
+    # A multiprocessor has 65536 registers for 384 threads.
     assert kernel["registers"] == 168
     assert kernel["shared_memory_bytes"] == shared_memory_bytes
     return kernel

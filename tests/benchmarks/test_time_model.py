@@ -1,4 +1,4 @@
-"""The model of a call's time: its page, and what its errors depend on."""
+"""The model of a call's time: its page, its errors and its predictions."""
 
 import re
 
@@ -11,7 +11,7 @@ from pallas_patch_embed.backends import cuda
 from pallas_patch_embed.chips import B200, H200
 from pallas_patch_embed.problem import named_shape
 
-pytestmark = pytest.mark.skipif(cuda.missing() is not None, reason="the library is not built")
+pytestmark = pytest.mark.skipif(cuda.missing() is not None, reason="the CUDA library is not built")
 
 
 def test_the_page_is_what_the_command_prints():

@@ -1,4 +1,4 @@
-"""The trace of a kernel: reading it, its table and its picture."""
+"""A kernel's trace is read, tabulated and drawn."""
 
 import json
 
@@ -11,7 +11,7 @@ from benchmarks.timeline import Span
 
 @pytest.fixture
 def trace(tmp_path):
-    """A trace as Mosaic's profiler writes it: nested spans of two warps of block 1."""
+    """Writes a trace like Mosaic's profiler, with nested spans of two warps of block 1."""
     path = tmp_path / "body-trace.json"
     events = [
         ("multiply", "B", 5.0, 4),
@@ -54,7 +54,7 @@ def test_the_table_has_mean_and_spread_of_each_role_and_means_by_warp(trace):
 
 
 def stamp(cycles, event):
-    """A stamp as ffi/timeline.cuh writes it."""
+    """Returns a stamp in the format of ffi/timeline.cuh."""
     return cycles % 2**28 << 4 | timeline.EVENTS.index(event) + 1
 
 

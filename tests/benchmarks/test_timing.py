@@ -1,4 +1,4 @@
-"""Timing: interleaved turns, medians, spread, and samples of clock and power."""
+"""Timing: interleaved turns, medians and spread, and samples of clock and power."""
 
 import time
 import types
@@ -15,7 +15,7 @@ from pallas_patch_embed.tune.timing import Contender, Sample, Samples, Timing
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """Replaces wall time by a clock that the test controls."""
+    """Replaces the wall clock by a clock that the test controls."""
     clock = Clock()
     monkeypatch.setattr(timing, "on_gpu", lambda: False)
     fake = types.SimpleNamespace(perf_counter=clock.perf_counter, sleep=clock.sleep)
@@ -25,7 +25,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def sleeper(clock):
-    """Makes contenders that take `seconds` and record their turns."""
+    """Returns a function that makes contenders, which take `seconds` and record their turns."""
 
     def make(seconds, turns, name):
         def contender():
@@ -39,7 +39,7 @@ def sleeper(clock):
 
 
 def test_the_profiler_does_not_jit_a_contender():
-    """Jitted, its operands would be gigabytes of constants, and XLA would compute the result."""
+    """Under jit, gigabytes of operands would become constants, and XLA would fold the result."""
     contender = Contender(lambda x: x, (jnp.zeros(()),))
     assert isinstance(timing._Profiled(contender), jax.stages.Wrapped)
 
@@ -77,7 +77,7 @@ def test_sustained_leaves_out_the_first_half(clock):
     calls = []
 
     def contender():
-        """Takes 1 s, and 2 s from the middle of its turn on; the turn begins after a first call."""
+        """Takes 1 s in the first half of its turn, which begins after one call, and then 2 s."""
         calls.append(2 if clock.seconds >= 1 + 50 else 1)
         clock.sleep(calls[-1])
         return jnp.zeros(())
@@ -85,7 +85,7 @@ def test_sustained_leaves_out_the_first_half(clock):
     found = timing.sustained({"a": Contender(contender)}, seconds=100, rounds=1, calls=5)
     times = found["a"].low, found["a"].milliseconds, found["a"].high
     assert times == pytest.approx((2000,) * 3)
-    # Of the calls, none in the first half of the turn is counted, and all in the second half.
+    # No call in the first half of the turn is counted, and every call in the second half is.
     assert (found["a"].calls, calls) == (5, [1] * 51 + [2] * 25)
 
 
@@ -111,7 +111,7 @@ def test_a_timing_has_the_median_and_the_spread_of_what_was_measured():
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """An nvidia-smi that records its arguments, prints numbers, and then reports that it has."""
+    """Installs an nvidia-smi that records its arguments, prints samples, and then makes a file."""
     script = tmp_path / "nvidia-smi"
     script.write_text(
         f"#!/bin/sh\necho $@ > {tmp_path}/asked\n"

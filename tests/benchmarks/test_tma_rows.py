@@ -1,4 +1,4 @@
-"""The microbenchmark of TMA: what it expects of a load is what patchify cuts, and it compiles."""
+"""The microbenchmark of TMA: its expected loads agree with patchify, and its kernels compile."""
 
 import re
 
@@ -31,7 +31,7 @@ def test_the_loads_of_a_tile_are_its_patches(rows):
         for line in range(PATCH):
             loads = tile * rows.loads + line * rows.parts + np.arange(rows.parts)
             found = np.concatenate([rows.expected(images, load) for load in loads], axis=1)
-            # The tile begins within the first row.
+            # The tile may begin inside the first row.
             begin = tile * rows.tile_bytes % rows.span
             found = found.reshape(-1)[begin:][: TILE * 3 * PATCH].reshape(-1, 3 * PATCH)
             assert len(found) == TILE
@@ -45,7 +45,7 @@ def test_swizzled_rows_are_put_in_order():
     place = np.zeros(rows.stride, np.uint8)
     for row, byte in np.ndindex(right.shape):
         at = 128 * row + byte
-        # PTX ISA 5.5.7: bits 7 to 9 of an address are XORed into bits 4 to 6.
+        # Bits 7 to 9 of an address are XORed into bits 4 to 6 (PTX ISA 5.5.7).
         place[at ^ (at >> 7 & 7) << 4] = right[row, byte]
     np.testing.assert_array_equal(rows.unswizzled(place), right)
 
@@ -58,6 +58,6 @@ def test_every_kernel_compiles_to_copies_by_tma_without_divisions():
         assert sass.count("UTMALDG") >= LOADS // int(name[-1])
         assert ("MULTICAST" in sass) == (not name.endswith("_1"))
         assert (".IM2COL" in sass) == name.startswith("im2col")
-        # A division by a number that the compiler does not know takes as long as a load.
+        # A division by a number that is unknown at compile time takes as long as a load.
         loop = innermost_loop(sass, re.compile("UTMALDG"))
         assert loop and "MUFU" not in "".join(loop)

@@ -1,4 +1,4 @@
-"""Two versions of the repository, compared in turns."""
+"""The comparison of two versions of the repository, which take turns."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ def test_a_folder_without_the_package_is_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["two_trees", str(tmp_path)])
     with pytest.raises(SystemExit):
         two_trees.main()
-    assert f"there is no pallas_patch_embed in {tmp_path}" in capsys.readouterr().err
+    assert f"{tmp_path} does not contain pallas_patch_embed" in capsys.readouterr().err
 
 
 @pytest.mark.slow("two processes that import JAX")
