@@ -366,6 +366,17 @@ def plan(images: int, few: list[int], encoders: dict[str, int]) -> list[tuple[Ro
     return found + [(row, "burst") for row in photographs]
 
 
+def recorded(path: Path) -> set[tuple[Row, str]]:
+    """Returns the rows and regimes that an earlier two_trees.jsonl contains."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    names = [field.name for field in dataclasses.fields(Row)]
+    return {
+        (Row(**{name: record[name] for name in names}), record["regime"])
+        for record in records
+        if record["kind"] == "two trees"
+    }
+
+
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(
@@ -386,6 +397,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--few", type=int, nargs="*", default=[1, 64], help="images per call of the other rows"
     )
+    parser.add_argument(
+        "--measured", type=Path, help="an earlier two_trees.jsonl; its rows are not measured again"
+    )
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--rounds", type=int, default=3, help="number of turns of each version")
     parser.add_argument("--rest", type=float, default=0.3, help="idle seconds before each burst")
@@ -405,6 +419,9 @@ def main() -> None:
         return
     chosen = arguments()
     rows = plan(chosen.images, chosen.few, {"B/16 224": 512, "So400m/14 384": 64})
+    if chosen.measured:
+        done = recorded(chosen.measured)
+        rows = [row for row in rows if row not in done]
     path = chosen.out and chosen.out / "two_trees.jsonl"
     if path:
         chosen.out.mkdir(parents=True, exist_ok=True)

@@ -43,6 +43,13 @@ def test_every_row_of_the_tables_is_planned_once():
     assert (Row("encoder", "cuda", "bfloat16", "B/16 224", 512), "sustained") in plan
 
 
+def test_rows_of_an_earlier_run_are_recognised(tmp_path):
+    path = tmp_path / "two_trees.jsonl"
+    records = [comparison([1.0], [1.0]).record(), {"kind": "note", "text": "compiled"}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert two_trees.recorded(path) == {(ROW, "burst")}
+
+
 def test_a_folder_without_the_package_is_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["two_trees", str(tmp_path)])
     with pytest.raises(SystemExit):
