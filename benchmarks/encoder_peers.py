@@ -39,11 +39,11 @@ FRAMEWORKS = ("jax", "torch")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An encoder and a number of images; `many` is true for the largest number."""
+    """An encoder and a number of images; `tuned` says whether torch autotunes for it."""
 
     encoder: str
     images: int
-    many: bool
+    tuned: bool
 
 
 def images_of(side: int, images: int) -> np.ndarray:
@@ -75,7 +75,7 @@ class Jax:
         self.contenders: dict[str, Contender] = {}
         self.wait = _block_until_ready
 
-    def prepare(self, folder: str, images: int, many: bool) -> dict[str, Any]:
+    def prepare(self, folder: str, images: int, tuned: bool) -> dict[str, Any]:
         """Compiles all contenders; one that fails is left out with the reason."""
         import jax
 
@@ -86,8 +86,7 @@ class Jax:
         gpu = jax.devices()[0].platform == "gpu"
         options = OPTIONS if gpu else None
         ways = {"this encoder, bias and GELU by cuBLAS": (_ours, (encoder,), options)}
-        if many:
-            ways["this encoder"] = (_ours, (encoder,), None)
+        ways["this encoder"] = (_ours, (encoder,), None)
         ways["this encoder with the convolution"] = (
             _with_convolution,
             (encoder, *_unpacked(Path(folder))),
@@ -292,17 +291,17 @@ class Torch:
     def __init__(self):
         self.contenders: dict[str, Contender] = {}
 
-    def prepare(self, folder: str, images: int, many: bool) -> dict[str, Any]:
+    def prepare(self, folder: str, images: int, tuned: bool) -> dict[str, Any]:
         """Compiles the model, or leaves it out with the reason if that fails."""
-        name = f"transformers, torch.compile{', max-autotune' if many else ''}"
+        name = f"transformers, torch.compile{', max-autotune' if tuned else ''}"
         self.contenders = {}
         try:
-            self.contenders[name] = self._compile(folder, images, many)
+            self.contenders[name] = self._compile(folder, images, tuned)
         except Exception as reason:
             return describe({}, {name: first_line(reason)})
         return describe(self.contenders, {})
 
-    def _compile(self, folder: str, images: int, many: bool) -> Contender:
+    def _compile(self, folder: str, images: int, tuned: bool) -> Contender:
         import torch
         from safetensors.torch import load_file
         from transformers import SiglipVisionConfig, SiglipVisionModel
@@ -325,7 +324,7 @@ class Torch:
             x = images.permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1
             return model(pixel_values=x.to(torch.bfloat16)).pooler_output
 
-        mode = "max-autotune" if many and gpu else "default"
+        mode = "max-autotune" if tuned and gpu else "default"
         compiled = torch.compile(pooled, mode=mode, dynamic=False)
 
         def call():
@@ -404,9 +403,9 @@ def measure(
     case: Case, folder: Path, processes: dict[str, Process], chosen: argparse.Namespace
 ) -> tuple[list[Result], dict[str, str]]:
     """Measures all contenders of a case; returns the results, and reasons of what was left out."""
-    arguments = dict(folder=str(folder), images=case.images, many=case.many)
+    arguments = dict(folder=str(folder), images=case.images, tuned=case.tuned)
     found: dict[str, dict[str, Any]] = {}
-    if case.many:
+    if case.tuned:
         # Both frameworks autotune by timing, and would disturb each other if they did at once.
         found = {name: p.call("prepare", **arguments) for name, p in processes.items()}
     else:
@@ -481,13 +480,10 @@ def run(
     from benchmarks import checkpoints
 
     end = time.monotonic() + 60 * chosen.minutes
-    most = max(chosen.images)
-    many = [Case(name, most, True) for name in chosen.encoders]
-    few = [
-        Case(name, n, False)
-        for name in chosen.encoders
+    cases = [
+        Case(name, n, n >= chosen.tuned)
         for n in sorted(chosen.images, reverse=True)
-        if n != most
+        for name in chosen.encoders
     ]
     with tempfile.TemporaryDirectory() as folder:
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1"}
@@ -498,7 +494,7 @@ def run(
             for name in chosen.frameworks
         }
         try:
-            for case in many + few:
+            for case in cases:
                 if time.monotonic() > end:
                     print(
                         f"{case.encoder}, {case.images} images: skipped, out of time.", flush=True
@@ -528,7 +524,13 @@ def arguments() -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[1, 64, 512],
-        help="images per call; torch autotunes only for the largest number; default: %(default)s",
+        help="images per call; default: %(default)s",
+    )
+    parser.add_argument(
+        "--tuned",
+        type=int,
+        default=512,
+        help="images per call from which on torch autotunes; default: %(default)s",
     )
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
     parser.add_argument("--torch-python", default=sys.executable, help="Python with torch")

@@ -46,12 +46,12 @@ def test_a_written_checkpoint_is_loaded_and_has_numbers_of_ordinary_size(checkpo
     assert np.abs(pooled[0] - pooled[1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("many", [True, False])
-def test_all_contenders_in_jax_give_the_same_embeddings(checkpoint, many):
+@pytest.mark.parametrize("tuned", [True, False])
+def test_all_contenders_in_jax_give_the_same_embeddings(checkpoint, tuned):
     processes = {"jax": InThisProcess(encoder_peers.Jax())}
-    found, left_out = encoder_peers.measure(Case("tiny", 3, many), checkpoint, processes, CHOSEN)
+    found, left_out = encoder_peers.measure(Case("tiny", 3, tuned), checkpoint, processes, CHOSEN)
     flax = importlib.util.find_spec("flax") is not None
-    assert len(found) == 2 + many + flax
+    assert len(found) == 3 + flax
     assert len(left_out) == (not flax)
     for result in found:
         assert result.difference < 0.03, result
@@ -67,7 +67,7 @@ def test_all_contenders_in_jax_give_the_same_embeddings(checkpoint, many):
 def test_a_framework_that_is_not_installed_is_left_out(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     processes = {"torch": InThisProcess(encoder_peers.Torch())}
-    told = processes["torch"].call("prepare", folder=str(checkpoint), images=1, many=False)
+    told = processes["torch"].call("prepare", folder=str(checkpoint), images=1, tuned=False)
     assert told["compiled"] == {}
     assert "ModuleNotFoundError" in told["left_out"]["transformers, torch.compile"]
 
