@@ -1,4 +1,4 @@
-"""The backends in the order in which they are tried, and the plan of a call."""
+"""The list of backends, and the choice of a backend and a plan for a call."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from pallas_patch_embed.backends.preferences import preferred_alternative, prefe
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import PatchLayout, Problem
 
-# In the order in which they are tried.
+# The backends by name, in the order in which they are tried.
 BACKENDS: dict[str, Backend] = {
     "mosaic_sm100": SM100,
     "mosaic_sm90": SM90,
@@ -26,12 +26,12 @@ BACKENDS: dict[str, Backend] = {
 
 
 def backend_names() -> tuple[str, ...]:
-    """The names of the backends, in the order in which they are tried."""
+    """Returns the names of the backends, in the order in which they are tried."""
     return tuple(BACKENDS)
 
 
 class Row(NamedTuple):
-    """One backend's answer: whether it serves, and why it should not or cannot."""
+    """Whether one backend serves, and the reason if it cannot or if another one is faster."""
 
     backend: str
     serves: bool
@@ -40,17 +40,17 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What every backend says about a problem on a target, in the order in which they are tried.
+    """The answer of every backend to a problem on a target, in the order in which they are tried.
 
-    Iterating yields its rows; `str` is a table.
+    Iterating over it yields its rows; `str` makes a table.
 
     Attributes:
-      problem: the shapes and dtypes asked about.
-      target: the chip asked about.
-      rows: (backend, serves, reason), one for each backend; one that serves has a reason if another
-        is faster.
-      configs: tile sizes and so on of each backend that serves, and where they come from; empty for
-        the others.
+      problem: the shapes and dtypes.
+      target: where the program would run.
+      rows: (backend, serves, reason) of each backend. The reason of a backend that serves is empty,
+        unless another one is faster.
+      configs: the config of each backend that serves (its tile sizes and pipeline depths), and
+        where the config comes from. An empty string for a backend that does not serve.
       notes: files of measured configs that are ignored, and why.
     """
 
@@ -62,7 +62,7 @@ class Explanation:
 
     @property
     def chosen(self) -> str:
-        """The backend that runs when none is asked for by name; "none" if no one serves."""
+        """The backend that runs if the call names none; "none" if no backend serves."""
         return next((row.backend for row in self.rows if row.serves and not row.reason), "none")
 
     def __iter__(self) -> Iterator[Row]:
@@ -86,9 +86,9 @@ class Explanation:
 
 
 def _named(layout: PatchLayout) -> str:
-    """What patches are cut of, and the rows in front of them."""
-    what = "images" if layout.frames is None else f"videos, frames a patch: {layout.frames}"
-    return f" of uint8 {what}" + (f", rows in front: {layout.prefix}" if layout.prefix else "")
+    """Describes the images from which patches are cut, and the rows in front of the patches."""
+    what = "images" if layout.frames is None else f"videos, {layout.frames} frames per patch"
+    return f" of uint8 {what}" + (f", {layout.prefix} rows of prefix" if layout.prefix else "")
 
 
 def plan_with(
@@ -99,24 +99,24 @@ def plan_with(
     asked: bool = False,
     tuned: str | None = None,
 ) -> Plan | Refusal:
-    """How one backend computes a problem on a target, or why it cannot.
+    """Returns the plan of one backend for a problem on a target, or the reason why it has none.
 
     Args:
       name: name of the backend.
       problem: shapes and dtypes on one device.
       target: where the program runs.
-      asked: whether the user chose this backend by name. Then it cuts images itself if it can, even
-        if it would be faster after XLA's patchify.
-      tuned: path of the user's file of measured configs; None for the one that the environment
-        names, if any.
+      asked: whether the user chose this backend by name. Then the backend cuts images itself if it
+        can, even if it would be faster after XLA's patchify.
+      tuned: path of the user's file of measured configs; None for the file that the environment
+        variable names, if any.
 
     Raises:
-      ValueError: a file of measured configs is damaged, or the user's is missing.
+      ValueError: a file of measured configs is damaged, or the user's file is missing.
     """
     if problem.layout is not None:
         only_xla = problem.layout.frames is not None or problem.layout.prefix > 0
         if problem.cut == "kernel" and only_xla:
-            return Refusal("no kernel cuts videos itself, or puts rows in front of the patches.")
+            return Refusal("no kernel cuts videos itself, or adds a prefix to the patches.")
         faster = None if problem.cut else preferred_cut(name, problem, target)
         if only_xla or (faster == "xla" and not asked):
             problem = problem.of_patches
@@ -130,16 +130,16 @@ def plan_with(
     except NotImplementedError as error:
         return Refusal(str(error))
     if problem.cut == "kernel" and not plan.takes_images:
-        return Refusal("it does not cut images itself, which cut='kernel' asks for.")
+        return Refusal("it does not cut images itself, which cut='kernel' requires.")
     return plan
 
 
 def _plan(name: str, problem: Problem, target: Target, tuned: str | None) -> Plan:
-    """A backend's plan with the measured config, or with its heuristic's if there is none."""
+    """Returns a backend's plan with the measured config, or with its heuristic's if none exists."""
     backend, measured = BACKENDS[name], problem
     by_heuristic = functools.cache(lambda: backend.plan(problem, target))
     if problem.images is not None:
-        # The kernel that cuts images itself is measured with them, another one with patches.
+        # A kernel that cuts images itself was measured with images, any other with patches.
         cuts = by_heuristic().takes_images
         measured = dataclasses.replace(problem, cut="kernel") if cuts else problem.of_patches
     found = stored.find(name, measured, target, tuned)
@@ -152,7 +152,7 @@ def _plan(name: str, problem: Problem, target: Target, tuned: str | None) -> Pla
         except ValueError as error:
             raise ValueError(stored.damaged(found.path, str(error))) from None
         except NotImplementedError as error:
-            # Such as a tuning for which no nvcc is here.
+            # For example, the config is a tuning that must be compiled, and nvcc is missing.
             origin = f"{stored.HEURISTIC}, because the config of {found.path} is refused: {error}"
     plan = by_heuristic()
     return dataclasses.replace(plan, origin=origin) if plan.config else plan
@@ -161,7 +161,7 @@ def _plan(name: str, problem: Problem, target: Target, tuned: str | None) -> Pla
 def _verdicts(
     problem: Problem, target: Target, tuned: str | None
 ) -> Iterator[tuple[str, Plan | Refusal, str]]:
-    """Each backend's name and answer, and why another one is preferred; "" if none is."""
+    """Yields each backend's name, its answer, and why another one is preferred ("" if none is)."""
     answer_of = functools.cache(lambda name: plan_with(name, problem, target, tuned=tuned))
     for name in BACKENDS:
         answer = answer_of(name)
@@ -171,7 +171,7 @@ def _verdicts(
 
 
 def explain(problem: Problem, target: Target, tuned: str | None = None) -> Explanation:
-    """Every backend's answer about `problem` on `target`; `tuned` as for `plan_with`."""
+    """Collects the answer of every backend; the arguments are those of `plan_with`."""
     rows, configs = [], []
     for name, answer, reason in _verdicts(problem, target, tuned):
         if isinstance(answer, Refusal):
@@ -185,27 +185,27 @@ def explain(problem: Problem, target: Target, tuned: str | None = None) -> Expla
 
 
 def check_name(name: str | None) -> None:
-    """Refuses the name of a backend that does not exist; None stands for the one chosen."""
+    """Raises ValueError if `name` is neither the name of a backend nor None."""
     if name is not None and name not in BACKENDS:
         raise ValueError(
-            f"patch_embed: there is no backend {name!r}. Expected one of {', '.join(BACKENDS)}, "
-            "or None for the best that serves."
+            f"patch_embed: backend is {name!r}, expected one of {', '.join(BACKENDS)}, or None for "
+            "the best backend that serves the call."
         )
 
 
 def choose(problem: Problem, target: Target, name: str | None, tuned: str | None = None) -> Plan:
-    """The plan by which a call is computed.
+    """Chooses the plan by which a call is computed.
 
     Args:
       problem: shapes and dtypes on one device.
-      target: where the program runs. If it is not known, only XLA is safe; a backend that the user
-        chose by name is trusted to fit.
+      target: where the program runs. If it is not known, XLA is chosen, because only XLA runs
+        everywhere. A backend that the user chose by name is used nevertheless.
       name: the user's choice, or None for the best backend that serves.
       tuned: as for `plan_with`.
 
     Raises:
-      NotImplementedError: the backend asked for cannot serve; the message says why.
-      ValueError: a file of measured configs is damaged, or the user's is missing.
+      NotImplementedError: the backend that the user chose cannot serve; the message says why.
+      ValueError: a file of measured configs is damaged, or the user's file is missing.
     """
     answer: Plan | Refusal
     if name is None and target.known:
@@ -216,12 +216,12 @@ def choose(problem: Problem, target: Target, name: str | None, tuned: str | None
             refusals += [f"{backend}: {answer.reason}"] if isinstance(answer, Refusal) else []
         raise NotImplementedError(
             f"patch_embed: no backend serves this call with cut={problem.cut!r} on {target}. "
-            f"{' '.join(refusals)} Leave cut=None: then XLA may cut the images."
+            f"{' '.join(refusals)} Leave cut=None to let XLA cut the images."
         )
     name = name or "xla"
     sizes = itertools.chain(problem.patches, problem.weight, problem.scale, problem.table)
     if name != "xla" and any(map(jax.export.is_symbolic_dim, sizes)):
-        answer = Refusal("its kernels are for sizes that are known.")
+        answer = Refusal("its kernels need known sizes, but this program has symbolic dimensions.")
     else:
         answer = plan_with(name, problem, target, asked=True, tuned=tuned)
     if isinstance(answer, Plan):
@@ -229,8 +229,8 @@ def choose(problem: Problem, target: Target, name: str | None, tuned: str | None
     raise NotImplementedError(
         f"patch_embed: backend {name!r} cannot serve this call: {answer.reason} "
         + (
-            "Leave backend=None to use the best backend that can."
+            "Leave backend=None to use the best backend that serves."
             if problem.cut is None
-            else "Leave cut=None: then XLA may cut the images."
+            else "Leave cut=None to let XLA cut the images."
         )
     )

@@ -1,4 +1,4 @@
-"""Finds the nvcc that builds the CUDA kernels, and hashes their sources.
+"""Finds an nvcc for the CUDA kernels, and hashes the sources of the kernels.
 
 CMake runs this file as a script; the package, the tests and the benchmarks import it. It needs only
 the standard library.
@@ -17,12 +17,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# The kernels' sources: in the package that was installed from a wheel, or beside it.
+# The folder of the kernels' sources: inside an installed package, beside it in a clone.
 PACKAGE = Path(__file__).parents[1]
 FFI = next(filter(Path.is_dir, (PACKAGE / "ffi", PACKAGE.parent / "ffi")), PACKAGE / "ffi")
 SOURCES = ("*.cc", "*.cu", "*.cuh", "*.h", "CMakeLists.txt")
 
-# Where CUDA's own installer puts a toolkit.
+# The folder into which CUDA's own installer puts the toolkit.
 SYSTEM_CUDA = Path("/usr/local/cuda")
 
 ARCHITECTURES = ("90a", "100a", "103a")
@@ -34,7 +34,7 @@ __global__ void probe() {}
 
 
 def source_hash() -> str | None:
-    """SHA-256 of the names and contents of the kernels' sources; None where there are none."""
+    """Returns the SHA-256 of the names and contents of the sources; None if there are none."""
     files = sorted(path for pattern in SOURCES for path in FFI.rglob(pattern))
     if not files:
         return None
@@ -46,11 +46,12 @@ def source_hash() -> str | None:
 
 
 def _environments() -> Iterator[Path]:
-    """The Python environments that a build may be for.
+    """Yields the Python environments into which the package may be about to be installed.
 
-    An isolated build has an environment of its own. pip starts it with the Python of the target
-    environment, so `sys.prefix` is the target. uv and `build` do not. Then the target is on PATH if
-    it is activated, or is the folder `.venv` in the project or where the command was typed (PWD).
+    An isolated build runs in an environment of its own. pip runs it with the Python of the target
+    environment, so that `sys.prefix` is the target. uv and `build` do not. Then the target is on
+    PATH if it is activated; otherwise it may be the folder `.venv` in the project or in the folder
+    where the command was typed (PWD).
     """
     yield Path(sys.prefix)
     yield from (Path(os.environ[x]) for x in ("VIRTUAL_ENV", "CONDA_PREFIX") if os.environ.get(x))
@@ -63,12 +64,12 @@ def _environments() -> Iterator[Path]:
 
 
 def candidates() -> tuple[Path, ...]:
-    """The paths at which nvcc may be, in order of preference.
+    """Returns the paths at which nvcc may be, in order of preference.
 
     1. CUDACXX, then bin/nvcc in CUDA_HOME and in CUDA_PATH, whether they exist or not;
     2. every nvcc on PATH;
     3. /usr/local/cuda;
-    4. pip's nvidia-cuda-nvcc and conda's, in the environments that a build may be for.
+    4. the nvcc of pip's package nvidia-cuda-nvcc and of conda, in the folders of `_environments`.
     """
     named = []
     if compiler := os.environ.get("CUDACXX"):
@@ -84,14 +85,14 @@ def candidates() -> tuple[Path, ...]:
         folders += environment.glob("lib/python3*/site-packages")
     for folder in folders:
         found += folder.glob("nvidia/cu[0-9]*/bin/nvcc")
-    # A dangling link is listed, so that the reason can name it.
+    # A dangling link stays in the list, so that the reason for the failure can name it.
     return tuple(dict.fromkeys([*named, *filter(os.path.lexists, found)]))
 
 
 def _failure(nvcc: Path, host_compiler: str) -> str | None:
-    """Why this nvcc cannot compile the kernels; None if it can."""
+    """Returns why this nvcc cannot compile the kernels; None if it can."""
     if not nvcc.exists():
-        return "a link that leads nowhere" if nvcc.is_symlink() else "no such file"
+        return "a dangling link" if nvcc.is_symlink() else "no such file"
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder, "probe.cu"), Path(folder, "probe.fatbin")
         source.write_text(PROBE)
@@ -113,13 +114,13 @@ def _failure(nvcc: Path, host_compiler: str) -> str | None:
 
 @functools.cache
 def find_nvcc(host_compiler: str = "") -> tuple[Path | None, str]:
-    """The first candidate that compiles the kernels' headers for all architectures.
+    """Finds the first candidate that compiles the CUDA headers for all architectures.
 
     Args:
-      host_compiler: the C++ compiler that nvcc calls; "" for nvcc's own choice.
+      host_compiler: the C++ compiler that nvcc calls; "" for nvcc's default.
 
     Returns:
-      (nvcc, ""), or (None, which candidates were tried and why each failed).
+      (nvcc, ""), or (None, reason), where the reason lists each candidate and why it failed.
     """
     tried = []
     for nvcc in candidates():
@@ -130,13 +131,13 @@ def find_nvcc(host_compiler: str = "") -> tuple[Path | None, str]:
     if not tried:
         return None, "no nvcc was found"
     return None, (
-        "no nvcc compiles for sm_90a, sm_100a and sm_103a, which 12.9 and newer do; tried: "
-        + "; ".join(tried)
+        "no nvcc compiles for sm_90a, sm_100a and sm_103a, for which version 12.9 or newer is "
+        "needed; tried: " + "; ".join(tried)
     )
 
 
 def _knows_architectures(nvcc: Path) -> bool:
-    """Whether this nvcc starts and lists the architectures, which takes it a few milliseconds."""
+    """Returns whether this nvcc starts and lists the architectures; takes a few milliseconds."""
     try:
         done = subprocess.run(
             [nvcc, "--list-gpu-code"],
@@ -151,25 +152,26 @@ def _knows_architectures(nvcc: Path) -> bool:
 
 @functools.cache
 def how_to_build(build_failure: str) -> str:
-    """A sentence that says how to build the kernels on this machine.
+    """Returns a sentence that says how to build the kernels on this machine.
 
     Args:
-      build_failure: why they were not built; an nvcc that it names is not proposed again.
+      build_failure: why the kernels were not built. The sentence proposes no nvcc that this names.
     """
     if sys.platform != "linux":
         return "The kernels are for Linux only."
     untried = (nvcc for nvcc in candidates() if f"{nvcc} (" not in build_failure)
     here = next(filter(_knows_architectures, untried), None)
     if here:
-        command, begin = f"CUDACXX={shlex.quote(str(here))} ", "With the nvcc that is here, "
+        command, begin = f"CUDACXX={shlex.quote(str(here))} ", "With the nvcc of this machine, "
     else:
         command, begin = "", "After `pip install nvidia-cuda-nvcc nvidia-cuda-cccl`, "
     return (
-        f"{begin}`{command}make ffi` builds it in place, and `{command}pip install .`, in the "
-        "folder of the sources, with the package."
+        f"{begin}`{command}make ffi` builds it in place, and `{command}pip install .` in the "
+        "folder of the sources builds and installs it with the package."
     )
 
 
 if __name__ == "__main__":
-    # ffi/CMakeLists.txt passes its C++ compiler and reads three lines: hash, nvcc, why no nvcc.
+    # ffi/CMakeLists.txt passes its C++ compiler, and reads three lines: the hash, the path of nvcc,
+    # and the reason if there is no nvcc.
     print(source_hash(), *(x or "" for x in find_nvcc(*sys.argv[1:])), sep="\n")

@@ -1,7 +1,8 @@
-"""The Blackwell kernels of ffi/ with another `Tuning` than the library's, compiled on demand.
+"""Compiles Blackwell kernels of ffi/ on demand, with another `Tuning` than those in the library.
 
-A kernel with its tuning is a library of its own, in a cache folder: `PATCH_EMBED_CACHE`, or
-pallas_patch_embed in the user's cache. Its name is the hash of all that it is made of.
+Each kernel with a tuning becomes a library of its own, in a cache folder: `PATCH_EMBED_CACHE`, or
+pallas_patch_embed in the user's cache. The name of a library contains a hash of everything from
+which it is built.
 """
 
 import dataclasses
@@ -19,32 +20,35 @@ import jax
 from pallas_patch_embed.backends import cuda_build
 from pallas_patch_embed.versions import version
 
-# Registers of a storing thread, by the kernel's setmaxnreg; how many of them are for other things
-# than sums, scale and table, by output dtype (ffi/patch_embed_sm100.cu).
+# Registers of a thread in a storing warp, as set by the kernel's setmaxnreg, and how many of them
+# hold values other than sums, scale and table, by output dtype (ffi/patch_embed_sm100.cu).
 STORE_REGISTERS = 232
 OTHER_REGISTERS = {"bf16": 8, "f32": 16}
 
-# Warps of a thread block that store, and rows of y that each of them stores at once.
+# Number of storing warps of a thread block, and rows of y that one warp stores at once.
 STORING_WARPS, WARP_ROWS = 8, 32
 
-# The names of ffi/ for the dtypes that kernels' names spell.
+# Dtypes as spelled in the names of kernels -> their enumerators in ffi/.
 TYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16", "f32": "kFloat32"}
 ITEMSIZE = {"bf16": 2, "f32": 4}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How a storing warp works: `Tuning` in ffi/patch_embed_sm100.h. No member changes the result.
+    """Parameters of the storing warps, `Tuning` in ffi/patch_embed_sm100.h.
+
+    They do not change the result.
 
     Attributes:
       step_columns: columns of an accumulator that a warp loads before it waits for them.
       load_columns: columns of one load: 16, 32 or 64.
-      staging_buffers: buffers in shared memory of a warp, each for one TMA store.
-      stores_per_group: stores that share a fence.
-      stored_first: whether a tile's stores have been issued before its accumulator is overwritten.
-        If not, it is enough that the sums are in registers.
-      stagger_cycles: cycles by which the second storing warpgroup begins a tile later.
-      keep_table: whether a warp's part of the table stays in registers for a segment.
+      staging_buffers: number of buffers of a warp in shared memory, each for one TMA store.
+      stores_per_group: number of stores that share a fence.
+      stored_first: whether a warp releases an accumulator only after it has issued the tile's
+        stores (True), or as soon as the sums are in registers (False).
+      stagger_cycles: cycles by which the second storing warpgroup starts each tile later than the
+        first.
+      keep_table: whether a warp keeps its part of the table in registers during a segment.
     """
 
     step_columns: int
@@ -57,54 +61,65 @@ class Tuning:
 
     @classmethod
     def of_library(cls, out_dtype: str, tile_n: int) -> "Tuning":
-        """That of the library's kernels of this width."""
+        """Returns the tuning of the library's kernels with this width."""
         step = tile_n // 2 if tile_n < 256 else 32 if out_dtype == "f32" else 64
         return cls(step, 32 if step % 64 else 64)
 
     def variants(self) -> list["Tuning"]:
-        """Tunings worth a measurement, possible or not; each differs in one member.
+        """Returns the tunings that are worth measuring; each differs from this one in one member.
 
-        The width of loads is not varied: a published kernel for this operator found on a B200 that
-        loads of 32 columns or more are equally fast.
+        Some of them may not pass `check`. The width of loads is not varied, because the published
+        measurements of another kernel for this operator on a B200 show that loads of 32 columns or
+        more are equally fast.
         """
         changes: list[dict[str, Any]] = [
             dict(staging_buffers=4),
             dict(stored_first=True),
-            # A sixth of the time in which a tile of 256 columns is multiplied (K = 768).
+            # A sixth of the time to multiply a tile of 256 columns with K = 768.
             dict(stagger_cycles=500),
         ]
         return [dataclasses.replace(self, **change) for change in changes]
 
     def check(self, out_dtype: str, tile_n: int, has_table: bool) -> None:
-        """Raises NotImplementedError with the reason if no such kernel compiles without spills."""
+        """Raises NotImplementedError with the reason if such a kernel is impossible or spills."""
         columns, store = tile_n // 2, store_bytes(out_dtype, tile_n) // ITEMSIZE[out_dtype]
         step, kept = self.step_columns, columns if self.keep_table else self.step_columns
         registers = step + columns // 4 + kept // 4 * (4 if has_table else 1)
         registers += OTHER_REGISTERS[out_dtype]
         for possible, expected in (
             (self.load_columns in (16, 32, 64), "loads of 16, 32 or 64 columns"),
-            (step % self.load_columns == 0, "loads that make a step"),
-            (columns % step == 0, f"steps that make the {columns} columns of a warp"),
-            (step % store == 0, f"stores of {store} columns that make a step"),
-            (step // store % self.stores_per_group == 0, "groups of stores that make a step"),
-            (self.staging_buffers in (1, 2, 4, 8), "1, 2, 4 or 8 buffers"),
-            (self.staging_buffers % self.stores_per_group == 0, "groups that make the buffers"),
-            (self.stagger_cycles >= 0, "no negative cycles"),
+            (step % self.load_columns == 0, "step_columns to be a multiple of load_columns"),
+            (columns % step == 0, f"step_columns to divide the {columns} columns of a warp"),
+            (step % store == 0, f"step_columns to be a multiple of a store's {store} columns"),
+            (
+                step // store % self.stores_per_group == 0,
+                "stores_per_group to divide the stores of a step",
+            ),
+            (self.staging_buffers in (1, 2, 4, 8), "1, 2, 4 or 8 staging_buffers"),
+            (
+                self.staging_buffers % self.stores_per_group == 0,
+                "stores_per_group to divide staging_buffers",
+            ),
+            (self.stagger_cycles >= 0, "stagger_cycles of 0 or more"),
             (registers <= STORE_REGISTERS, f"at most {STORE_REGISTERS} registers, not {registers}"),
         ):
             if not possible:
-                raise NotImplementedError(f"{self} of {tile_n} columns: expected {expected}.")
+                raise NotImplementedError(
+                    f"{self} for a tile of {tile_n} columns: expected {expected}."
+                )
 
     def more_shared_memory(self, out_dtype: str, tile_n: int) -> int:
-        """Bytes of shared memory of a block, in addition to those of the library's kernel."""
+        """Returns the bytes of shared memory that a block needs more than the library's kernel."""
         more = self.staging_buffers - self.of_library(out_dtype, tile_n).staging_buffers
         return more * STORING_WARPS * WARP_ROWS * store_bytes(out_dtype, tile_n)
 
     def header(self, kernel: str) -> str:
-        """C++ that is included before ffi's sources: one kernel, and its tuning.
+        """Returns a C++ header that selects one kernel and its tuning.
+
+        It is included before the sources in ffi/.
 
         Args:
-          kernel: the kernel's name.
+          kernel: name of the kernel.
         """
         _, _, _, dtype, out_dtype, columns, tile, blocks, slots, weight = kernel.split("_")
         tile_n = tile.split("x")[0]
@@ -117,7 +132,7 @@ class Tuning:
             kStoresPerGroup=self.stores_per_group,
             kStaggerCycles=self.stagger_cycles,
             kKeepTable=str(self.keep_table).lower(),
-            # kLoaded or kStored.
+            # The enumerator kLoaded or kStored.
             kRelease=f"Release{{{int(self.stored_first)}}}",
         )
         members = "".join(f"  static constexpr auto {k} = {v};\n" for k, v in values.items())
@@ -138,19 +153,19 @@ struct Tuning<Type::{TYPES[out_dtype]}, {tile_n}> {{
 
 
 def store_bytes(out_dtype: str, tile_n: int) -> int:
-    """Bytes of a row of one TMA store."""
+    """Returns the bytes of one row of a TMA store."""
     return 64 if tile_n // 2 * ITEMSIZE[out_dtype] % 128 else 128
 
 
 def cache_folder() -> Path:
-    """Where the libraries are."""
+    """Returns the folder of the compiled libraries."""
     if named := os.environ.get("PATCH_EMBED_CACHE"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "pallas_patch_embed")
 
 
 def library_path(kernel: str, tuning: Tuning) -> Path:
-    """Where the library of a kernel with this tuning is, or would be."""
+    """Returns the path of the library of a kernel with this tuning, whether it exists or not."""
     parts = (cuda_build.source_hash(), version("jaxlib"), kernel, tuning)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     return cache_folder() / f"{kernel}_{key}.so"
@@ -158,7 +173,7 @@ def library_path(kernel: str, tuning: Tuning) -> Path:
 
 @functools.cache
 def cannot_compile() -> str | None:
-    """Why kernels cannot be compiled on this machine; None if they can."""
+    """Returns why kernels cannot be compiled on this machine; None if they can."""
     if cuda_build.source_hash() is None:
         return "the sources of the kernels are missing"
     if shutil.which("c++") is None:
@@ -168,16 +183,18 @@ def cannot_compile() -> str | None:
 
 
 def check_available(kernel: str, tuning: Tuning) -> None:
-    """Raises NotImplementedError if there is no such library, and none can be compiled."""
+    """Raises NotImplementedError if the library does not exist and cannot be compiled here."""
     if not library_path(kernel, tuning).exists() and (reason := cannot_compile()):
         raise NotImplementedError(f"{kernel} with {tuning} cannot be compiled here: {reason}.")
 
 
 def build(kernel: str, tuning: Tuning) -> Path:
-    """The library of a kernel with this tuning; compiles it, in half a minute, if there is none.
+    """Returns the library of a kernel with this tuning, and compiles it if it does not exist.
+
+    The compilation takes half a minute.
 
     Raises:
-      NotImplementedError: it does not compile, or it spills; the message says why.
+      NotImplementedError: the kernel does not compile, or it spills; the message says why.
     """
     path = library_path(kernel, tuning)
     check_available(kernel, tuning)
@@ -189,7 +206,7 @@ def build(kernel: str, tuning: Tuning) -> Path:
     codes = ("100a",) if dtype == "kInt8" else ("100a", "103a")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         Path(folder, "tuned.h").write_text(tuning.header(kernel))
-        # binding.cc includes it for PATCH_EMBED_FATBINS, which tuned.h defines.
+        # binding.cc includes fatbins.h for PATCH_EMBED_FATBINS, but here tuned.h defines it.
         Path(folder, "fatbins.h").touch()
         common = [str(nvcc), "-std=c++17", f"-I{cuda_build.FFI}", "-I.", "-include", "tuned.h"]
         _compile(
@@ -216,7 +233,7 @@ def build(kernel: str, tuning: Tuning) -> Path:
 
 
 def _compile(*command: str, folder: str) -> None:
-    """Runs a compiler in a folder."""
+    """Runs a compiler in a folder; raises NotImplementedError with its first error."""
     done = subprocess.run(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
     )

@@ -1,4 +1,4 @@
-"""What a backend is, and its answer to a problem: a plan, or a refusal with its reason."""
+"""The protocol of a backend, and its answers to a problem: a plan, or a refusal with a reason."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ class Plan:
     """How a backend computes a problem.
 
     Attributes:
-      run: (patches, weight, scale, table) -> y, traceable by JAX. With `takes_images` the first
-        operand is uint8 images [..., H, W, 3].
-      config: tile sizes and so on, in words; empty if there are none.
-      origin: where the config comes from, in words; empty if there is none.
+      run: function (patches, weight, scale, table) -> y, traceable by JAX. If `takes_images`, its
+        first argument is uint8 images [..., H, W, 3].
+      config: description of the config (tile sizes, pipeline depths); empty without a config.
+      origin: description of where the config comes from; empty without a config.
       takes_images: whether the backend cuts the images into patches itself.
     """
 
@@ -33,47 +33,48 @@ class Refusal:
     """Why a backend cannot compute a problem.
 
     Attributes:
-      reason: a sentence, or several.
+      reason: one or several sentences.
     """
 
     reason: str
 
 
 class Backend(Protocol):
-    """A module that computes the operator.
+    """A module or object that computes the operator.
 
     Attributes:
-      EVIDENCE: why its results may be trusted.
+      EVIDENCE: how the results of the backend are checked.
     """
 
     @property
     def EVIDENCE(self) -> str: ...
 
     def plan(self, problem: Problem, target: Target, *, config: Any = None) -> Plan:
-        """How it computes the problem on the target: a pure function of its arguments.
+        """Plans the problem on the target. A pure function of its arguments.
 
         Args:
           problem: shapes and dtypes.
           target: where the program runs.
-          config: one of its configs; None for the one that its heuristic chooses.
+          config: one of the backend's configs; None for the choice of its heuristic.
 
         Raises:
-          NotImplementedError: it cannot; the message is the reason.
+          NotImplementedError: the backend cannot compute the problem; the message is the reason.
         """
 
     def candidates(self, problem: Problem, target: Target) -> Sequence[Any]:
-        """The configs among which `pallas-patch-embed tune` finds the fastest.
+        """Returns the configs among which `pallas-patch-embed tune` finds the fastest.
 
-        Configs are frozen dataclasses whose fields JSON can hold. The first is the heuristic's;
-        there are none if the backend has none. All pass the checks of `plan`.
+        Configs are frozen dataclasses whose fields can be written as JSON. All of them pass the
+        checks of `plan`, and the first is the choice of the heuristic. The result is empty if the
+        backend has no configs.
 
         Raises:
-          NotImplementedError: it cannot compute the problem; the message is the reason.
+          NotImplementedError: the backend cannot compute the problem; the message is the reason.
         """
 
     def config_of(self, fields: Mapping[str, Any]) -> Any:
-        """The config with these fields, as `dataclasses.asdict` gives them.
+        """Returns the config with these fields, which have the form of `dataclasses.asdict`.
 
         Raises:
-          ValueError: it has no such config; the message says what is wrong.
+          ValueError: the backend has no such config; the message says what is wrong.
         """

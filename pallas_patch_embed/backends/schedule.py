@@ -1,25 +1,27 @@
 """The schedule that every kernel reads: which row tiles each worker computes, and in which order.
 
 The M rows of patches are cut into tiles of `tile_m` rows. Tile t needs `tile_m` rows of the table,
-starting at row (t * tile_m) mod S: its phase. There are P = S / gcd(S, tile_m) phases, and the
-tiles t, t + P, t + 2P, ... have the same one. The tiles are sorted by phase, and each worker gets a
-contiguous share of them. A share has few phases, so a worker rarely loads new rows of the table.
+starting at row (t * tile_m) mod S, which is called the tile's phase. There are
+P = S / gcd(S, tile_m) phases, and the tiles t, t + P, t + 2P, ... have the same phase. The tiles
+are sorted by phase, and each worker gets a contiguous share of them. A share has few phases, so a
+worker rarely loads new rows of the table.
 """
 
 import math
 
 import numpy as np
 
-# The fields of a segment.
+# Indices of the fields of a segment.
 FIRST_TILE, TILES, STRIDE, TABLE_ROW = range(4)
 
 
 def segments(M: int, S: int, tile_m: int, workers: int) -> np.ndarray:
-    """The schedule of every worker.
+    """Computes the segments of every worker.
 
     A segment is a sequence of tiles that need the same rows of the table: `TILES` tiles, starting
     at `FIRST_TILE`, `STRIDE` apart. The rows of the table start at `TABLE_ROW` and wrap around at
-    S. Every tile is in exactly one segment, and the workers' numbers of tiles differ by at most 1.
+    S. Every tile is in exactly one segment, and the numbers of tiles of two workers differ by at
+    most 1.
 
     Args:
       M: rows of patches.
@@ -30,7 +32,7 @@ def segments(M: int, S: int, tile_m: int, workers: int) -> np.ndarray:
 
     Returns:
       [workers, R, 4] int32: the fields of each segment. R is the largest number of segments of a
-      worker; the others are padded with segments of no tiles.
+      worker; a worker with fewer segments has segments without tiles at the end.
     """
     tiles = -(-M // tile_m)
     phases = min(S // math.gcd(S, tile_m), max(tiles, 1))

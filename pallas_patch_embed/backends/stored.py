@@ -1,9 +1,9 @@
-"""Measured configs: files that `pallas-patch-embed tune` writes, read when a plan is made.
+"""Files of measured configs, which `pallas-patch-embed tune` writes and which plans use.
 
-The package has at most one file for a chip, stored/NAME.json; a user's own is asked first. A result
-holds for exactly one problem on the chip and with the version of this package that it was measured
-with. Files are data: they name a config among those that a backend has, or that nothing is faster
-than the heuristic's.
+The package has at most one file for a chip, stored/NAME.json; the user's own file takes precedence.
+A result applies to exactly one problem, on the chip and with the version of this package with which
+it was measured. It either gives the config that was fastest, or says that no config is faster than
+the heuristic's.
 """
 
 import dataclasses
@@ -24,14 +24,17 @@ from pallas_patch_embed.problem import Problem
 FORMAT = 1
 FOLDER = Path(__file__).with_name("stored")
 
-# The variable that names a user's own file.
+# The environment variable with the path of a user's own file.
 VARIABLE = "PATCH_EMBED_TUNED"
 
 HEURISTIC = "from the heuristic"
 
 
 def describe_problem(problem: Problem) -> dict[str, Any]:
-    """What a kernel's time depends on. Equal for problems with other leading axes."""
+    """Returns the properties of a problem on which a kernel's time depends.
+
+    They do not include how the rows are split into leading axes.
+    """
     return dict(
         dtype=problem.dtype,
         out_dtype=problem.out_dtype,
@@ -46,7 +49,7 @@ def describe_problem(problem: Problem) -> dict[str, Any]:
 
 
 def describe_chip(chip: Chip | None) -> dict[str, Any]:
-    """The fields by which a file's chip is compared with this one; none without an NVIDIA GPU."""
+    """Returns the fields by which chips are compared; no fields if there is no NVIDIA GPU."""
     if chip is None:
         return {}
     return dict(
@@ -56,15 +59,16 @@ def describe_chip(chip: Chip | None) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a search found for one problem with one backend.
+    """The result of a search for the fastest config of one backend for one problem.
 
     Attributes:
-      backend: the backend's name.
+      backend: name of the backend.
       problem: `describe_problem` of the problem.
-      config: the fields of the fastest config; None if nothing is faster than the heuristic's.
-      date: the day of the measurement.
-      times: config in words -> its times: of all that were timed, or of those that came closest.
-      refused: config in words -> why it was not timed.
+      config: fields of the fastest config; None if no config is faster than the heuristic's.
+      date: day of the measurement.
+      times: description of a config -> its times. Contains all configs that were timed, or only the
+        fastest of them.
+      refused: description of a config -> why it was not timed.
     """
 
     backend: str
@@ -76,22 +80,23 @@ class Result:
 
     @property
     def key(self) -> str:
-        """Tells the results of a file apart."""
+        """The key of this result in a file, from the backend and the problem."""
         return key_of(self.backend, self.problem)
 
 
 def key_of(backend: str, described: Mapping[str, Any]) -> str:
-    """The key of the result for a described problem with a backend."""
+    """Returns the key of the result for a backend and a problem from `describe_problem`."""
     return json.dumps([backend, described], sort_keys=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A file of results.
+    """The contents of a file of results.
 
     Attributes:
       path: path of the file.
-      head: format, package (its version), chip, driver and versions.
+      head: the file's fields except the results: format, package (version of this package), chip,
+        driver and versions.
       results: the results by their keys.
     """
 
@@ -100,14 +105,14 @@ class Stored:
     results: dict[str, Result]
 
     def mismatch(self, chip: Chip | None) -> str | None:
-        """Why its results do not hold for a chip and this package; None if they do."""
+        """Returns why the results do not apply to a chip and this package; None if they apply."""
         found, here = self.head["chip"], describe_chip(chip)
         if found != here:
-            return f"it was measured on {_chip_text(found)}, this is {_chip_text(here)}"
+            return f"it was measured on {_chip_text(found)}, but this is {_chip_text(here)}"
         if self.head["package"] != pallas_patch_embed.__version__:
             return (
-                f"it was measured with version {self.head['package']} of this package, this is "
-                f"{pallas_patch_embed.__version__}"
+                f"it was measured with version {self.head['package']} of this package, but this is "
+                f"version {pallas_patch_embed.__version__}"
             )
         return None
 
@@ -133,36 +138,36 @@ RESULT = {
 
 
 def read(path: Path) -> Stored:
-    """Reads a file.
+    """Reads a file of results.
 
     Raises:
-      ValueError: there is none, or it is damaged; the message says what was found, and what to do.
+      ValueError: there is no such file, or it is damaged; the message says what to do.
     """
     try:
         status = path.stat()
     except OSError as error:
         raise ValueError(
-            f"{path}: there is no file of measured configs ({error.strerror}). Correct "
-            f"{VARIABLE} or the argument that names it, or write it with "
+            f"{path}: the file of measured configs cannot be read ({error.strerror}). Correct its "
+            f"path in {VARIABLE} or in the argument, or write the file with "
             "`pallas-patch-embed tune --out`."
         ) from None
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(
-            f"{path} is no file, expected one that `pallas-patch-embed tune --out` wrote. Correct "
-            f"{VARIABLE} or the argument that names it."
+            f"{path} is not a regular file, expected a file that `pallas-patch-embed tune --out` "
+            f"wrote. Correct its path in {VARIABLE} or in the argument."
         )
     return _read(path, status.st_mtime_ns, status.st_size)
 
 
 def check_variable() -> None:
-    """Raises ValueError if the environment names a file that is damaged or missing."""
+    """Raises ValueError if the file that the environment variable names is damaged or missing."""
     if named := os.environ.get(VARIABLE):
         read(Path(named))
 
 
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, modified: int, size: int) -> Stored:
-    """`read`; a file that was modified, or has another size, is read again."""
+    """Reads a file and caches it, until its time of modification or its size changes."""
     del modified, size
     try:
         content = json.loads(path.read_bytes())
@@ -172,13 +177,17 @@ def _read(path: Path, modified: int, size: int) -> Stored:
         if content["chip"]:
             _expect(content["chip"], CHIP, "chip")
             if [type(x) for x in content["chip"]["capability"]] != [int, int]:
-                raise ValueError(f"capability of chip is {content['chip']['capability']}")
+                raise ValueError(
+                    f"capability of chip is {content['chip']['capability']}, expected two integers"
+                )
         results: dict[str, Result] = {}
         for number, entry in enumerate(content["results"]):
             _expect(entry, RESULT, f"result {number}")
             result = Result(**entry)
             if result.key in results:
-                raise ValueError(f"result {number} repeats an earlier problem")
+                raise ValueError(
+                    f"result {number} has the backend and the problem of an earlier result"
+                )
             results[result.key] = result
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(damaged(path, str(error))) from None
@@ -186,15 +195,15 @@ def _read(path: Path, modified: int, size: int) -> Stored:
 
 
 def damaged(path: Path, found: str) -> str:
-    """The message that refuses a file."""
+    """Returns the message of the error for a file that is damaged."""
     return (
-        f"{path} is no file of measured configs: {found}. Remove it, or restore it; "
-        "`pallas-patch-embed tune --out` writes such files."
+        f"{path} is not a valid file of measured configs: {found}. Remove it, restore it, or write "
+        "it again with `pallas-patch-embed tune --out`."
     )
 
 
 def _expect(value: Any, fields: Mapping[str, Any], what: str) -> None:
-    """Raises ValueError if a value of JSON is not an object with these fields and types."""
+    """Raises ValueError if a JSON value is not an object with these fields and types."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} is {type(value).__name__}, expected an object")
     if value.keys() != fields.keys():
@@ -210,14 +219,17 @@ def write(
     results: Iterable[Result],
     outcome: str = "the file was written",
 ) -> None:
-    """Writes a file; it appears whole or not at all. `outcome` is that of `written_whole`."""
+    """Writes a file of results. The file appears only when it is complete.
+
+    `outcome` is passed on to `written_whole`.
+    """
     content = {**head, "results": [dataclasses.asdict(result) for result in results]}
     with written_whole(path, outcome) as file:
         file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 
 def new_head(chip: Chip | None, driver: str, versions: Mapping[str, str]) -> dict[str, Any]:
-    """The head of a file that is measured here and now."""
+    """Makes the head of a file with results that this package measures on this machine."""
     return dict(
         format=FORMAT,
         package=pallas_patch_embed.__version__,
@@ -228,7 +240,7 @@ def new_head(chip: Chip | None, driver: str, versions: Mapping[str, str]) -> dic
 
 
 def _files(target: Target, tuned: str | None) -> Iterator[Stored]:
-    """The user's file, then the package's for the target's chip, if they are there."""
+    """Yields the user's file and then the package's file for the target's chip, if they exist."""
     if named := tuned or os.environ.get(VARIABLE):
         yield read(Path(named))
     if target.chip is not None:
@@ -238,19 +250,19 @@ def _files(target: Target, tuned: str | None) -> Iterator[Stored]:
 
 
 def ignored(target: Target, tuned: str | None = None) -> tuple[str, ...]:
-    """Which files are there but do not hold for a target, and why."""
+    """Returns a sentence for each file that exists but does not apply to the target."""
     reasons = ((file, file.mismatch(target.chip)) for file in _files(target, tuned))
     return tuple(f"{file.path} is ignored: {why}." for file, why in reasons if why)
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What the files say about a problem.
+    """The config that the files give for a problem.
 
     Attributes:
-      config: the fields of a backend's config; None for the heuristic's.
-      origin: where the config comes from, in words.
-      path: the file; None if no file has the problem.
+      config: fields of a backend's config; None for the choice of the heuristic.
+      origin: description of where the config comes from.
+      path: path of the file; None if no file contains the problem.
     """
 
     config: dict[str, Any] | None
@@ -259,23 +271,23 @@ class Found:
 
 
 def find(backend: str, problem: Problem, target: Target, tuned: str | None = None) -> Found:
-    """The measured config of a backend for a problem on a target.
+    """Finds the measured config of a backend for a problem on a target.
 
     Args:
-      backend: the backend's name.
+      backend: name of the backend.
       problem: shapes and dtypes.
-      target: where the program runs. Files are for chips that are known.
-      tuned: path of the user's file; None for the one that the environment names, if any.
+      target: where the program runs. If it is not known, no file applies.
+      tuned: path of the user's file; None for the file that the environment variable names, if any.
 
     Raises:
-      ValueError: a file is damaged, or the user's is missing.
+      ValueError: a file is damaged, or the user's file is missing.
     """
     for file in _files(target, tuned) if target.known else ():
         if file.mismatch(target.chip):
             continue
         result = file.results.get(key_of(backend, describe_problem(problem)))
         if result is None or (result.config is None and not result.times):
-            continue  # Nothing was measured.
+            continue  # The file has no measurement of this problem.
         where = f"tuned on {result.date} ({file.path.name})"
         if result.config is None:
             return Found(None, f"{HEURISTIC}, {where}", file.path)

@@ -1,4 +1,4 @@
-"""What the tiled kernels share: checks of their operands, and the grid of tiles and workers."""
+"""Code that all tiled kernels share: checks of operands, and the grid of tiles and workers."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -14,27 +14,28 @@ from pallas_patch_embed.problem import Problem
 
 DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 
-# Bytes of K in a chunk, which fills one slot of a ring: one row of the 128-byte swizzle.
+# Bytes of K in a chunk: one row of the 128-byte swizzle. A chunk of each row of a tile fills one
+# slot of a ring.
 ROW_BYTES = 128
 
-# Time of a tile that its products do not explain, counted in products of one row and one column.
-# With this value the estimate chooses the fastest of the configs that were measured on an H200
-# (docs/experiments/hopper.md).
+# Estimated overhead of a tile, besides its multiplications, in units of the time to multiply one
+# row by one column. With this value the estimate chooses the fastest of the configs that were
+# measured on an H200 (docs/experiments/hopper.md).
 TILE_OVERHEAD = 128 * 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """How a kernel cuts a problem into tiles, and how many workers share them.
+    """The tiles of a problem, and the number of workers that share them.
 
-    A worker is one thread block, or one cluster of blocks. It owns one slice of N.
+    A worker is one thread block, or one cluster of blocks. It computes tiles of one slice of N.
 
     Attributes:
-      rows: rows of patches, M.
-      tile_m: rows of a tile.
-      slices: slices of N, each as wide as a tile.
-      workers: workers of one slice.
-      blocks: thread blocks of one worker.
+      rows: number of rows of patches, M.
+      tile_m: number of rows of a tile.
+      slices: number of slices of N, each as wide as a tile.
+      workers: number of workers of one slice.
+      blocks: number of thread blocks of one worker.
     """
 
     rows: int
@@ -54,7 +55,7 @@ class Grid:
         blocks: int = 1,
         resident: int = 1,
     ) -> "Grid":
-        """The grid with as many workers as run at the same time, and at most one for each tile.
+        """Makes a grid with as many workers as run at the same time, but at most one per tile.
 
         Args:
           problem: shapes and dtypes.
@@ -62,7 +63,7 @@ class Grid:
           tile_m: rows of a tile.
           tile_n: columns of a tile.
           blocks: thread blocks of a worker.
-          resident: thread blocks that run on one multiprocessor at the same time.
+          resident: number of thread blocks that run on one multiprocessor at the same time.
         """
         slices = -(-problem.N // tile_n)
         most = chip.multiprocessors * resident // blocks // max(slices, 1)
@@ -71,21 +72,21 @@ class Grid:
 
     @property
     def tiles(self) -> int:
-        """Tiles of one slice."""
+        """Number of tiles of one slice."""
         return -(-self.rows // self.tile_m)
 
     @property
     def tiles_per_worker(self) -> int:
-        """Tiles of the worker that has the most."""
+        """Largest number of tiles of a worker."""
         return -(-self.tiles // self.workers)
 
     @property
     def thread_blocks(self) -> int:
-        """Thread blocks of the launch."""
+        """Number of thread blocks of the launch."""
         return self.slices * self.workers * self.blocks
 
     def schedule(self, period: int) -> np.ndarray:
-        """The workers' tiles in order, for a table that repeats after `period` rows."""
+        """Computes the workers' schedules for a table that repeats after `period` rows."""
         return schedule.segments(self.rows, period, self.tile_m, self.workers)
 
 
@@ -95,15 +96,17 @@ def check_operands(problem: Problem) -> None:
     if problem.dtype not in DTYPES:
         reason = f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}."
     elif len(problem.weight) > 2 or len(problem.scale) > 1:
-        reason = "its weight is one matrix [N, K]; this call has several."
+        reason = "it multiplies by one weight [N, K], but this call has several weights or scales."
     elif K_bytes == 0 or K_bytes % ROW_BYTES:
         reason = f"K is {problem.K}, expected a multiple of {ROW_BYTES} bytes (K_padded)."
     elif problem.table_dtype != ("bfloat16" if problem.has_table else "float32"):
-        reason = f"it adds a bfloat16 table, not {problem.table_dtype}."
+        reason = (
+            f"the table is {problem.table_dtype}, but it adds a bfloat16 table or a float32 offset."
+        )
     elif problem.table_period is None:
         reason = (
-            f"its table [..., S, N] repeats along leading axes or has them all; {problem.table} "
-            f"does not for patches {problem.patches}."
+            f"the table has shape {problem.table}, expected [S, N], or [..., S, N] with the last "
+            f"leading axes of the patches, which have shape {problem.patches}."
         )
     else:
         return
@@ -120,20 +123,20 @@ def check_dtype(problem: Problem, chip: Chip) -> None:
 
 
 def chunks(problem: Problem) -> int:
-    """Chunks of ROW_BYTES in a row of patches: the ring slots that one tile takes."""
+    """Returns the number of chunks of ROW_BYTES in a row of patches, one ring slot each."""
     return problem.K * np.dtype(problem.dtype).itemsize // ROW_BYTES
 
 
 def chip_for(target: Target, chips: tuple[Chip, ...]) -> Chip | None:
-    """The chip that a kernel is planned for.
+    """Returns the chip for which a kernel is planned.
 
     Args:
       target: where the program runs.
       chips: the chips that the kernel supports, one for each compute capability.
 
     Returns:
-      The target's chip if the kernel supports it; the first of `chips` if the target is not known;
-      None otherwise.
+      The target's chip if the kernel supports it; otherwise the first of `chips` if the target is
+      not known, and None if it is known.
     """
     capabilities = [chip.capability for chip in chips]
     if target.chip is not None and target.chip.capability in capabilities:
@@ -142,14 +145,14 @@ def chip_for(target: Target, chips: tuple[Chip, ...]) -> Chip | None:
 
 
 class Checked(Protocol):
-    """A config that checks itself."""
+    """A config with a check."""
 
     def check(self, problem: Problem, chip: Chip) -> None:
-        """Raises NotImplementedError with the reason if it cannot serve."""
+        """Raises NotImplementedError with the reason if the config cannot serve the problem."""
 
 
 def first_that_fits[C: Checked](problem: Problem, chip: Chip, configs: Iterable[C]) -> C | None:
-    """The first of these configs whose check passes; None if none does."""
+    """Returns the first config whose check passes; None if no check passes."""
     for config in configs:
         try:
             config.check(problem, chip)
@@ -160,16 +163,16 @@ def first_that_fits[C: Checked](problem: Problem, chip: Chip, configs: Iterable[
 
 
 def config_of[C](kind: type[C], fields: Mapping[str, Any]) -> C:
-    """The config of this kind with these fields.
+    """Returns the config of this class with these fields.
 
     Raises:
-      ValueError: a field is missing, unknown, or of another type; the message says which.
+      ValueError: a field is missing or unknown, or has another type; the message says which.
     """
     wanted = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if wanted.keys() != fields.keys():
         raise ValueError(
-            f"a {kind.__name__} has the fields {', '.join(wanted)}; given are "
-            f"{', '.join(fields) or 'none'}."
+            f"the fields of a {kind.__name__} are {', '.join(fields) or 'empty'}, expected "
+            f"{', '.join(wanted)}."
         )
     for name, value in fields.items():
         if type(value) is not wanted[name]:
@@ -180,13 +183,13 @@ def config_of[C](kind: type[C], fields: Mapping[str, Any]) -> C:
 def flatten_leading_axes(
     problem: Problem, operands: tuple[jax.Array, ...], compute: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Calls a kernel that has a single axis of rows where the operands have leading axes.
+    """Calls a kernel whose result has a single axis of rows, for operands with leading axes.
 
     Args:
-      problem: the problem of the operands, checked.
+      problem: the problem of the operands, which `check_operands` has accepted.
       operands: patches (or images), weight, scale, table.
-      compute: patches or images, weight, scale, table [period, N] or [N] -> y [M, N]. It is not
-        called if there are no rows.
+      compute: function (patches or images, weight, scale, table [period, N] or [N]) -> y [M, N]. It
+        is not called if there are no rows.
 
     Returns:
       [..., S, N].

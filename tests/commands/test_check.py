@@ -381,7 +381,7 @@ def test_bad_arguments_are_refused(command_line, arguments, message):
 def test_a_missing_file_of_measured_configs_is_refused(command_line, monkeypatch):
     monkeypatch.setenv("PATCH_EMBED_TUNED", "none.json")
     code, error = command_line("check")
-    assert code == 2 and error.startswith("none.json: there is no file of measured configs")
+    assert code == 2 and error.startswith("none.json: the file of measured configs cannot be read")
 
 
 @pytest.mark.parametrize(

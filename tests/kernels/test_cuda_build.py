@@ -76,7 +76,7 @@ def test_files_that_cannot_be_executed_are_named_with_the_reason(place, monkeypa
     path, reason = cuda_build.find_nvcc()
     assert path is None
     assert f"tried: {tmp_path}/home/bin/nvcc (no such file); {tmp_path}/path/nvcc (" in reason
-    assert "Permission denied" in reason and f"{link} (a link that leads nowhere)" in reason
+    assert "Permission denied" in reason and f"{link} (a dangling link)" in reason
 
 
 def test_the_first_nvcc_that_compiles_is_used(place, monkeypatch, tmp_path):

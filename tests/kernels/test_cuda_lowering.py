@@ -74,7 +74,7 @@ def test_a_missing_library_is_a_reason_that_says_how_to_build_it(
 def test_a_broken_library_is_a_reason(fresh, monkeypatch, tmp_path, content):
     monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "libpatch_embed.so")
     cuda.LIBRARY.write_text(content)
-    assert "its library was built from other sources" in reason_of_the_library()
+    assert "its library was built from sources other than" in reason_of_the_library()
     cuda._is_stale.cache_clear()
     cuda.LIBRARY.write_text(content + cuda_build.source_hash())
     assert "its library cannot be loaded" in reason_of_the_library()
@@ -88,7 +88,7 @@ def test_a_library_of_other_sources_is_refused(fresh, monkeypatch, tmp_path):
     edited = tmp_path / "ffi" / "ptx" / "tma.cuh"
     edited.write_text(edited.read_text() + "//")
     cuda._is_stale.cache_clear()
-    assert re.search(r"built from other sources than .* `make ffi`", reason_of_the_library())
+    assert re.search(r"built from sources other than .* `make ffi`", reason_of_the_library())
     cuda.library.cache_clear()
     assert_not_registered(monkeypatch)
 
@@ -102,7 +102,9 @@ def test_an_installed_wheel_has_no_sources_to_compare_with(fresh, monkeypatch, t
 @built
 def test_a_library_with_another_interface_is_not_registered(fresh, monkeypatch):
     monkeypatch.setattr(cuda, "INTERFACE", 0)
-    assert re.search(r"has interface \d+, this package 0\. .*make ffi", reason_of_the_library())
+    assert re.search(
+        r"has interface \d+, but this package expects 0\. .*make ffi", reason_of_the_library()
+    )
     assert_not_registered(monkeypatch)
 
 
@@ -110,7 +112,9 @@ def test_a_library_with_another_interface_is_not_registered(fresh, monkeypatch):
 @pytest.mark.parametrize("here", [(0, 0), (1, 9)])
 def test_a_library_for_another_FFI_version_is_not_registered(fresh, monkeypatch, here):
     monkeypatch.setattr(cuda, "ffi_version", lambda: here)
-    expected = rf"built for version 0\.\d of XLA's FFI, this jaxlib has {here[0]}\.{here[1]}\."
+    expected = (
+        rf"built for version 0\.\d of XLA's FFI, but this jaxlib has version {here[0]}\.{here[1]}\."
+    )
     assert re.search(expected, reason_of_the_library())
     assert_not_registered(monkeypatch)
 

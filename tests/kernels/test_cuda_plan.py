@@ -222,9 +222,9 @@ def test_the_kernel_with_the_smallest_estimated_time_is_chosen(
         (dict(dtype="float32"), "it multiplies float8_e4m3fn, bfloat16, int8, not float32"),
         (dict(weight=(100, 768), scale=(100,), table=(196, 100)), "N is 100, expected a multiple"),
         (dict(patches=(8, 196, 588), weight=(768, 588)), "K is 588, expected a multiple of 128"),
-        (dict(weight=(2, 768, 768)), "its weight is one matrix"),
+        (dict(weight=(2, 768, 768)), "it multiplies by one weight"),
         (dict(table_dtype="float32"), "it adds a bfloat16 table"),
-        (dict(table=(4, 196, 768)), "repeats along leading axes or has them all"),
+        (dict(table=(4, 196, 768)), "with the last leading axes of the patches"),
         (dict(patches=(2**24, 196, 768)), "expected fewer than 2^31 less a tile. Split them."),
     ],
     ids=str,
@@ -246,7 +246,7 @@ def test_chips_without_kernels_are_refused_with_the_reason(all_built, monkeypatc
     assert refusal(cuda, float8, ULTRA) is None
     hopper = tuple(c for c in cuda.configs() if c.capability == 90)
     monkeypatch.setattr(cuda, "configs", lambda: hopper)
-    assert "no such kernels for sm_100" in refusal(cuda, float8, Target("cuda", B200))
+    assert "no kernels for these dtypes on sm_100" in refusal(cuda, float8, Target("cuda", B200))
     assert refusal(cuda, float8) is None
 
 
@@ -260,7 +260,9 @@ def test_a_config_for_another_problem_is_refused():
         dict(built=False),
     ):
         config = cuda.choose_config(problem, 90, H200)
-        with pytest.raises(NotImplementedError, match="is for other dtypes, or not built"):
+        with pytest.raises(
+            NotImplementedError, match="is for other dtypes or another kind of table"
+        ):
             dataclasses.replace(config, **other).check(problem, H200)
 
 

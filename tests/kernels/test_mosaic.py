@@ -136,12 +136,12 @@ B16 = problem_of(NAMED_SHAPES[0], INT8)
 N_100 = dict(weight=(100, 768), scale=(100,), table=(196, 100))
 REFUSED_BY_BOTH = [
     (dict(dtype="float32", table_dtype="float32"), "not float32"),
-    (dict(table_dtype="float32"), "not float32"),
+    (dict(table_dtype="float32"), "the table is float32"),
     (dict(weight=(2, 768, 768)), "several"),
     (N_100, "multiple of 64"),
-    (dict(table=(8, 1, 768)), "does not"),
-    (dict(patches=(2, 8, 196, 768), table=(2, 1, 196, 768)), "does not"),
-    (dict(patches=(196, 768), table=(1, 196, 768)), "does not"),
+    (dict(table=(8, 1, 768)), "with the last leading axes"),
+    (dict(patches=(2, 8, 196, 768), table=(2, 1, 196, 768)), "with the last leading axes"),
+    (dict(patches=(196, 768), table=(1, 196, 768)), "with the last leading axes"),
     (dict(patches=(8, 196, 100), weight=(768, 100)), "multiple of 128 bytes"),
 ]
 
@@ -159,7 +159,7 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(backend, target, change
         (SM90, BLACKWELL, "compute capability 9.0"),
         (SM90, Target("cpu"), "compute capability 9.0"),
         (SM100, HOPPER, "compute capability 10.0 or 10.3"),
-        (SM100, Target("cpu"), "this is cpu"),
+        (SM100, Target("cpu"), "the target is cpu"),
         (SM100, ULTRA, "no int8 tensor cores"),
     ],
 )
@@ -175,14 +175,14 @@ def test_a_B300_is_served_float8():
 @pytest.mark.parametrize(
     "chip, config, text",
     [
-        (H200, HopperConfig(96, 4), "multiples of 64"),
-        (H200, HopperConfig(512, 4), "multiples of 64"),
+        (H200, HopperConfig(96, 4), "multiple of 64 that divides N"),
+        (H200, HopperConfig(512, 4), "multiple of 64 that divides N"),
         (H200, HopperConfig(192, 16), "bytes of shared memory"),
         (H200, HopperConfig(64, 17), "expected 2 to 16"),
         (H200, HopperConfig(64, 1), "expected 2 to 16"),
         (H200, HopperConfig(64, 4, rows=96), "expected 64 or 128"),
-        (H200, HopperConfig(256, 4, rows=128, stream_weight=True), "registers a thread"),
-        (B200, BlackwellConfig(96, 4), "multiples of 64"),
+        (H200, HopperConfig(256, 4, rows=128, stream_weight=True), "registers per thread"),
+        (B200, BlackwellConfig(96, 4), "multiple of 64 that divides N"),
         (B200, BlackwellConfig(384, 4), "columns of tensor memory"),
         (B200, BlackwellConfig(256, 8), "bytes of shared memory"),
         (B200, BlackwellConfig(256, 4, collective=False), "bytes of shared memory"),

@@ -30,7 +30,7 @@ def a_backend_for_cuda_10():
         if problem.dtype != "int8":
             raise NotImplementedError(f"it serves int8, not {problem.dtype}.")
         if target.known and (target.chip is None or target.chip.capability != (10, 0)):
-            raise NotImplementedError(f"it needs compute capability 10.0; this is {target}.")
+            raise NotImplementedError(f"it needs compute capability 10.0; the target is {target}.")
         return Plan(lambda *operands: -xla.run(*operands, out_dtype=problem.out_dtype), "first")
 
     backend = types.SimpleNamespace(plan=plan)
@@ -54,7 +54,7 @@ def test_a_faster_backend_is_preferred_to_one_that_also_serves():
     few, many = (problem_of(shape, "int8", B) for B in (1, 64))
     explanation = explain(few, h200)
     row = next(row for row in explanation if row.backend == "mosaic_sm90")
-    assert row.serves and "64 rows are few" in row.reason
+    assert row.serves and "with only 64 rows" in row.reason
     assert explanation.chosen == "xla" and not choose(few, h200, None).config
     assert explain(many, h200).chosen == "mosaic_sm90"
     assert "tile_n=64" in choose(few, h200, "mosaic_sm90").config
@@ -164,7 +164,7 @@ def test_the_first_backend_that_serves_is_chosen(a_backend_for_cuda_10):
     assert choose(problem(), Target.unknown(), "first").config == "first"
     explanation = ppe.explain(PATCHES, PARAMS)
     assert explanation.chosen == "xla"
-    assert explanation.rows[0].reason == "it needs compute capability 10.0; this is cpu."
+    assert explanation.rows[0].reason == "it needs compute capability 10.0; the target is cpu."
     assert "it needs compute capability 10.0" in str(explanation)
 
 

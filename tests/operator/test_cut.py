@@ -50,7 +50,7 @@ def test_the_CUDA_kernel_serves_on_Hopper():
     assert (
         others["mosaic_sm90"]
         == others["xla"]
-        == ("it does not cut images itself, which cut='kernel' asks for.")
+        == ("it does not cut images itself, which cut='kernel' requires.")
     )
 
 
@@ -90,8 +90,8 @@ def test_without_being_asked_other_images_are_cut_by_patchify(name, change, targ
 @pytest.mark.parametrize(
     "change, target, reason",
     [
-        (dict(dtype="bfloat16"), HOPPER, "with int8 alone; this is bfloat16 on sm_90."),
-        (dict(), Target("cuda", B200), "on Hopper and with int8 alone; this is int8 on sm_100."),
+        (dict(dtype="bfloat16"), HOPPER, "and in int8, but this is bfloat16 on sm_90."),
+        (dict(), Target("cuda", B200), "only on Hopper and in int8, but this is int8 on sm_100."),
         (dict(), Target("cuda", A100), "it needs compute capability 9.0, 10.0 or 10.3"),
         (dict(images=(8, 224, 248, 3)), HOPPER, "expected multiples of 16"),
         (dict(images=(8, 230, 224, 3)), HOPPER, "expected multiples of 16"),

@@ -40,7 +40,7 @@ def test_a_chip_of_fewer_multiprocessors_gets_its_own_grid():
 
 
 def test_the_name_of_an_unknown_shape_is_refused_with_those_that_exist():
-    with pytest.raises(ValueError, match=r"no shape 'B/17', expected one of B/16 224, .*L/14"):
+    with pytest.raises(ValueError, match=r"The shape is 'B/17', expected one of B/16 224, .*L/14"):
         named_shape("B/17")
 
 
@@ -126,7 +126,7 @@ def test_a_lowering_visits_the_files_that_the_documentation_names(monkeypatch):
     monkeypatch.setattr(Target, "of", lambda device: Target("cuda", H200))
     monkeypatch.setattr(cuda, "LIBRARY", Path("missing"))
     page = (ROOT / "docs" / "kernels.md").read_text()
-    page = page.split("## A walk from the API to the kernel")[1].split("\n## ")[0]
+    page = page.split("## From the API to the kernel")[1].split("\n## ")[0]
     names = r"((?:backends/|mosaic/)*\w+\.py)"
     diagram = re.findall(rf"^ +{names} ", page, re.MULTILINE)
     named = set(re.findall(names, page))

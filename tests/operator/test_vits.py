@@ -361,9 +361,11 @@ def test_strict_settings_change_no_bit(kind):
 def test_explain_names_what_is_cut():
     params, images = draw("all", "int8")
     text = str(ppe.explain(images, params))
-    assert "patches [2, 14, 128] int8 of uint8 videos, frames a patch: 2, rows in front: 2" in text
+    assert "patches [2, 14, 128] int8 of uint8 videos, 2 frames per patch, 2 rows of prefix" in text
     assert "14 rows" not in text
-    with pytest.raises(NotImplementedError, match=r"no kernel cuts videos itself, or puts rows"):
+    with pytest.raises(
+        NotImplementedError, match=r"no kernel cuts videos itself, or adds a prefix"
+    ):
         ppe.embed_images(images, params, cut="kernel", backend="triton")
     assert "frames 2" in repr(params) and "prefix 2" in repr(params)
     assert "mean (0.48, 0.46, 0.41)" in repr(params)

@@ -1,4 +1,4 @@
-"""The two Pallas Mosaic GPU backends: for Hopper and for Blackwell."""
+"""The two Pallas Mosaic GPU backends, one for Hopper and one for Blackwell."""
 
 import dataclasses
 import functools
@@ -23,13 +23,14 @@ class MosaicBackend:
     """A Pallas kernel as a backend.
 
     Attributes:
-      kernel: its module. `kernel.make(config, grid, problem, interpret, trace)` returns a function
-        of patches [M, K], weight, scale, table [period, N] or [N], and the workers' segments.
-      chips: the chips that it supports, one for each compute capability.
-      config: the type of its configs.
-      choose_config: (problem, chip) -> the config of the heuristic.
-      list_configs: (problem, chip) -> the configs worth a measurement.
-      EVIDENCE: why its results may be trusted.
+      kernel: module of the kernel. `kernel.make(config, grid, problem, interpret, trace)` returns a
+        function of patches [M, K], weight, scale, table [period, N] or [N], and the workers'
+        segments.
+      chips: the chips that the kernel supports, one for each compute capability.
+      config: class of the kernel's configs.
+      choose_config: function (problem, chip) -> the config that the heuristic chooses.
+      list_configs: function (problem, chip) -> the configs that are worth measuring.
+      EVIDENCE: how the results of the kernel are checked.
     """
 
     kernel: ModuleType
@@ -48,14 +49,15 @@ class MosaicBackend:
         interpret: bool | plgpu.InterpretGPUParams = False,
         trace: str = "",
     ) -> Plan:
-        """How the kernel, or Pallas' interpreter for it, computes a problem on a target.
+        """Plans a problem on a target with the kernel, or with Pallas' interpreter.
 
         Args:
           problem: shapes and dtypes.
           target: where the program runs.
           config: tile sizes and pipeline depth; None for those of `choose_config`.
-          interpret: whether the kernel is interpreted, and how.
-          trace: folder for a trace of what the warps of each block do first; none if empty.
+          interpret: whether the kernel is interpreted, or the parameters of the interpreter.
+          trace: folder for a trace that shows the first spans of work of each warp; no trace if it
+            is empty.
 
         Raises:
           NotImplementedError: the kernel cannot serve; the message is the reason.
@@ -74,21 +76,23 @@ class MosaicBackend:
         return Plan(functools.partial(_run, problem, grid, make), config=str(config))
 
     def candidates(self, problem: Problem, target: Target) -> Sequence[Any]:
-        """The configs worth a measurement, the heuristic's first."""
+        """Returns the configs that are worth measuring, first the choice of the heuristic."""
         chip = self._checked(problem, target)
         chosen = self.choose_config(problem, chip)
         return (chosen, *(c for c in self.list_configs(problem, chip) if c != chosen))
 
     def config_of(self, fields: Mapping[str, Any]) -> Any:
-        """The config with these fields."""
+        """Returns the config with these fields."""
         return tiles.config_of(self.config, fields)
 
     def _checked(self, problem: Problem, target: Target) -> Chip:
-        """The chip that the kernel is planned for, after all checks that need no config."""
+        """Makes all checks that need no config; returns the chip for which it plans the kernel."""
         chip = tiles.chip_for(target, self.chips)
         if chip is None:
             names = " or ".join("{}.{}".format(*chip.capability) for chip in self.chips)
-            raise NotImplementedError(f"it needs compute capability {names}; this is {target}.")
+            raise NotImplementedError(
+                f"it needs compute capability {names}; the target is {target}."
+            )
         tiles.check_dtype(problem, chip)
         tiles.check_operands(problem)
         return chip
@@ -110,8 +114,8 @@ SM90 = MosaicBackend(
     sm90.HopperConfig,
     heuristics.choose_sm90,
     heuristics.list_sm90,
-    "interpreted with race detection, and compiled for sm_90a in the tests; every element of its "
-    "results compared on an H200.",
+    "the tests interpret it with race detection, and compile it for sm_90a; on an H200 every "
+    "element of its results was compared.",
 )
 SM100 = MosaicBackend(
     sm100,
@@ -119,6 +123,6 @@ SM100 = MosaicBackend(
     sm100.BlackwellConfig,
     heuristics.choose_sm100,
     heuristics.list_sm100,
-    "interpreted with race detection, compiled for sm_100a, and its PTX executed by an emulator in "
-    "the tests; not yet run on a Blackwell GPU.",
+    "the tests interpret it with race detection, compile it for sm_100a, and execute its PTX in an "
+    "emulator; it has not yet run on a Blackwell GPU.",
 )

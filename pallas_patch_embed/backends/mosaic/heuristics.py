@@ -1,6 +1,7 @@
-"""Chooses the config of a Pallas kernel, and lists those worth a measurement.
+"""Chooses the config of a Pallas kernel, and lists the configs that are worth measuring.
 
-Pure functions of problem and chip. docs/experiments has the times of other configs.
+All functions are pure functions of problem and chip. docs/experiments has the times of the configs
+that were not chosen.
 """
 
 import functools
@@ -16,10 +17,10 @@ from pallas_patch_embed.problem import Problem
 
 
 def slice_widths(problem: Problem, widths: tuple[int, ...]) -> list[int]:
-    """The widths that divide N.
+    """Returns the widths that divide N.
 
     Raises:
-      NotImplementedError: none of them does.
+      NotImplementedError: no width divides N.
     """
     found = [n for n in widths if problem.N % n == 0]
     if not found:
@@ -28,19 +29,20 @@ def slice_widths(problem: Problem, widths: tuple[int, ...]) -> list[int]:
 
 
 def _deepest(kind: Any, depths: Iterable[int], problem: Problem, chip: Chip, **choices: Any) -> Any:
-    """The config with the first of these numbers of slots that fits; None if none does."""
+    """Returns the config with the first number of slots that fits; None if no number fits."""
     configs = (kind(slots=slots, **choices) for slots in depths)
     return tiles.first_that_fits(problem, chip, configs)
 
 
-# With fewer than 8 slots of 8 KiB the tensor cores wait for the memory.
+# Numbers of slots, in the order in which they are tried. With fewer than 8 slots of 8 KiB the
+# tensor cores of Hopper wait for memory.
 HOPPER_SLOTS = range(MOST_SLOTS, 7, -1)
 EVERY_HOPPER_SLOTS = range(MOST_SLOTS, 3, -1)
 BLACKWELL_SLOTS = range(8, 3, -1)
 
 
 def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
-    """The config with the smallest estimated time, with as many slots as fit.
+    """Chooses the config with the smallest estimated time, with as many slots as fit.
 
     Raises:
       NotImplementedError: no config serves the problem.
@@ -50,7 +52,10 @@ def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
     )
 
     def time(config: HopperConfig) -> int:
-        """Estimated time of the worker with the most tiles, in products of a row and a column."""
+        """Estimates the time of the worker with the most tiles.
+
+        The unit is the time to multiply one row by one column.
+        """
         one_tile = config.tile_m * config.tile_n + tiles.TILE_OVERHEAD
         return config.grid(problem, chip).tiles_per_worker * one_tile
 
@@ -58,7 +63,7 @@ def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
 
 
 def _sm90_of_width(problem: Problem, chip: Chip, tile_n: int) -> list[HopperConfig]:
-    """A stationary weight where it leaves enough slots; if not, a streamed one."""
+    """Returns a config with a stationary weight if that leaves enough slots, else streamed ones."""
     deepest = functools.partial(_deepest, HopperConfig, problem=problem, chip=chip, tile_n=tile_n)
     if stationary := deepest(HOPPER_SLOTS):
         return [stationary]
@@ -67,7 +72,10 @@ def _sm90_of_width(problem: Problem, chip: Chip, tile_n: int) -> list[HopperConf
 
 
 def list_sm90(problem: Problem, chip: Chip) -> list[HopperConfig]:
-    """Those that the heuristic compares, and for a stationary weight also a streamed one."""
+    """Returns the configs that the heuristic compares.
+
+    A config with a stationary weight is followed by one that streams the weight.
+    """
     found = []
     for tile_n in slice_widths(problem, (192, 128, 64)):
         of_width = _sm90_of_width(problem, chip, tile_n)
@@ -80,7 +88,7 @@ def list_sm90(problem: Problem, chip: Chip) -> list[HopperConfig]:
 
 
 def choose_sm100(problem: Problem, chip: Chip) -> BlackwellConfig:
-    """The widest config with two blocks, or for a small problem the narrowest with one.
+    """Chooses the widest config with two blocks; for a small problem the narrowest with one block.
 
     Raises:
       NotImplementedError: no config serves the problem.
@@ -89,8 +97,8 @@ def choose_sm100(problem: Problem, chip: Chip) -> BlackwellConfig:
         _deepest, BlackwellConfig, BLACKWELL_SLOTS, problem=problem, chip=chip
     )
     widths = slice_widths(problem, (256, 192, 128, 64))
-    # Slices of fewer than 192 columns read the patches more often than streaming in wider ones
-    # reads the weight.
+    # With slices of fewer than 192 columns, patches are read more often than the weight is read if
+    # wider slices stream it. So a streamed weight in a wider slice is preferred to them.
     stationary = [deepest(tile_n=n) for n in widths if n >= min(192, widths[0])]
     streaming = [deepest(tile_n=n, stream_weight=True) for n in widths]
     config: BlackwellConfig = next(filter(None, stationary + streaming))
@@ -106,9 +114,10 @@ def choose_sm100(problem: Problem, chip: Chip) -> BlackwellConfig:
 
 
 def list_sm100(problem: Problem, chip: Chip) -> list[BlackwellConfig]:
-    """Slices of two blocks with a stationary weight, and the widest that streams it; one block.
+    """Returns configs with a stationary weight, one with a streamed weight, and one with one block.
 
-    A narrower slice that streams the weight reads the patches more often, and the weight as often.
+    All but the last have two blocks. Only the widest slice streams the weight: a narrower slice
+    would read the weight as often and the patches more often.
     """
     deepest = functools.partial(
         _deepest, BlackwellConfig, BLACKWELL_SLOTS, problem=problem, chip=chip

@@ -1,6 +1,7 @@
-"""`layouts.py` for Pallas' interpreter, which does not execute what is built from MLIR.
+"""The functions of `layouts.py` in plain JAX, for Pallas' interpreter.
 
-The same functions in JAX. The rows of the weight are not permuted.
+The interpreter cannot execute code that is built from MLIR. The rows of the weight are not permuted
+here.
 """
 
 import jax
@@ -13,25 +14,25 @@ from pallas_patch_embed.backends.mosaic import layouts
 
 
 def two_views(dtype, written: tuple[int, ...], multiplied: tuple[int, ...]):
-    """Tiled memory: the interpreter refuses a second view of the same memory."""
+    """Returns only the tiled view, because the interpreter does not support `plgpu.RefUnion`."""
     del written
     return layouts.swizzled(dtype, *multiplied, tiled=True)
 
 
 def views_of(memory) -> layouts.Views:
-    """The memory twice: TMA writes and the tensor cores read the same view."""
+    """Returns the same view for TMA's writes and the tensor cores' reads."""
     return layouts.Views(memory, memory)
 
 
 def load_rows(source, row, column, kind, *, period: int, skip: int = 0):
-    """As `layouts.load_rows`."""
+    """Does the same as `layouts.load_rows`."""
     rows, columns = kind.shape
     part = source[:, pl.ds(column + skip, columns)]
     return jnp.take(part, lax.rem(row + jnp.arange(rows), period), axis=0)
 
 
 class RegisterTile(layouts.RegisterTile):
-    """As `layouts.RegisterTile`."""
+    """The interpreter's version of `layouts.RegisterTile`."""
 
     @property
     def weight_copies(self) -> int:
@@ -72,7 +73,7 @@ class RegisterTile(layouts.RegisterTile):
 
 
 class TensorTile(layouts.TensorTile):
-    """As `layouts.TensorTile`."""
+    """The interpreter's version of `layouts.TensorTile`."""
 
     def load_rows(self, source, row, column, skip: int, period: int) -> jax.Array:
         kind = jax.ShapeDtypeStruct((128, self.columns), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What the two Pallas kernels share: checks of a config, the launch, the tile loop, the ring."""
+"""Code that both Pallas kernels share: checks of a config, the launch, the tile loop, the ring."""
 
 import dataclasses
 import inspect
@@ -18,19 +18,19 @@ from pallas_patch_embed.backends.tiles import Grid
 from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
-# Alignment of arrays in shared memory, in bytes: Mosaic's.
+# Alignment of Mosaic's arrays in shared memory, in bytes.
 ALIGNMENT = 1024
 
 # Shared memory of a thread block that is reserved for barriers, in bytes.
 BARRIER_BYTES = 1024
 
-# Mosaic's limit for an array of barriers.
+# Largest number of barriers in one of Mosaic's arrays of barriers.
 MOST_BARRIERS = 32
 
-# The fields of a segment, in their order.
+# Indices of the fields of a segment.
 FIELDS = (schedule.FIRST_TILE, schedule.TILES, schedule.STRIDE, schedule.TABLE_ROW)
 
-# Spans that the trace of a warp has room for; later ones are left out.
+# Largest number of spans in the trace of a warp. Later spans are not recorded.
 SPANS = 64
 
 
@@ -38,47 +38,47 @@ SPANS = 64
 
 
 def check_slice(tile_n: int, problem: Problem) -> None:
-    """Refuses a slice of N that is not a multiple of 64 columns, or does not divide N."""
+    """Refuses a slice of N whose width is not a multiple of 64 or does not divide N."""
     if tile_n < 64 or tile_n % 64 or problem.N % tile_n:
         raise NotImplementedError(
-            f"tile_n is {tile_n}, expected one of the multiples of 64 that divide N = {problem.N}."
+            f"tile_n is {tile_n}, expected a multiple of 64 that divides N = {problem.N}."
         )
 
 
 def check_slots(slots: int, most: int) -> None:
-    """Refuses a ring of a single slot, or of more than `most`."""
+    """Refuses a ring with fewer than 2 slots or more than `most` slots."""
     if not 2 <= slots <= most:
         raise NotImplementedError(f"slots is {slots}, expected 2 to {most}.")
 
 
 def check_shared_memory(needed: int, chip: Chip, config: object) -> None:
-    """Refuses more bytes than a thread block has, without those reserved for barriers."""
+    """Refuses more bytes than a thread block has after `BARRIER_BYTES` are reserved."""
     check_resource("bytes of shared memory", needed, chip.shared_memory - BARRIER_BYTES, config)
 
 
 def check_registers(needed: int, available: int, config: object) -> None:
-    """Refuses more registers of a thread than setmaxnreg assigns to it."""
-    check_resource("registers a thread", needed, available, config)
+    """Refuses more registers than setmaxnreg assigns to a thread."""
+    check_resource("registers per thread", needed, available, config)
 
 
 def check_resource(what: str, needed: int, available: int, config: object) -> None:
-    """Refuses more of a resource than there is."""
+    """Refuses more of a resource than is available."""
     if needed > available:
-        raise NotImplementedError(f"{config} needs {needed} {what}, there are {available}.")
+        raise NotImplementedError(f"{config} needs {needed} {what}, but only {available} exist.")
 
 
 # The launch.
 
 
 class Operands(NamedTuple):
-    """The arrays in global memory.
+    """The arrays of a kernel in global memory.
 
     Attributes:
       patches: [M, K].
-      weight: [N, K], or `RegisterTile.view_weight` of it.
+      weight: [N, K], or the view of it that `RegisterTile.view_weight` returns.
       scale: [N] float32.
       table: [period, N] bfloat16, or [N] float32.
-      segments: [workers, R, 4] int32 of `schedule.segments`.
+      segments: [workers, R, 4] int32 from `schedule.segments`.
       y: [M, N].
     """
 
@@ -91,12 +91,15 @@ class Operands(NamedTuple):
 
 
 def trace_bytes(warpgroups: int) -> int:
-    """Shared memory of a trace in bytes: a span of a warp is two pairs of name and time."""
+    """Returns the shared memory of a trace in bytes.
+
+    Each span of a warp takes 16 bytes: a name and a time for its beginning, and for its end.
+    """
     return 4 * warpgroups * SPANS * 16
 
 
 def compiler_params(trace: str) -> plgpu.CompilerParams:
-    """Compiler options; the kernel writes a trace if `trace` names a folder for it."""
+    """Returns the compiler options. The kernel writes a trace into the folder `trace`, if any."""
     traced = dict(
         profile_space=SPANS,
         profile_dir=trace,
@@ -119,15 +122,15 @@ def kernel(
     trace: str,
     **options: Any,
 ) -> Callable:
-    """A Pallas kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N].
+    """Makes a Pallas kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N].
 
     Args:
-      name: the kernel's name in profiles.
-      worker: constructor of the kernel's `Worker`, whose `run(warpgroup)` is the kernel.
+      name: name of the kernel in profiles.
+      worker: constructor of the kernel's `Worker`, whose `run(warpgroup)` is the kernel's body.
       scratch: types of shared memory and barriers.
-      config, grid, problem: tile sizes, workers, shapes and dtypes.
-      memory: the module `layouts`, or `interpreted`.
-      trace: folder for a trace; none if empty.
+      config, grid, problem: tile sizes; workers; shapes and dtypes.
+      memory: the module `layouts` or `interpreted`.
+      trace: folder for a trace; no trace if it is empty.
       options: further arguments of `plgpu.kernel`.
     """
 
@@ -140,7 +143,7 @@ def kernel(
         ).run(lax.axis_index("warpgroup"))
 
     body.__name__ = name
-    # plgpu.kernel of jax 0.11 takes no cost estimate.
+    # The plgpu.kernel of jax 0.11 does not accept a cost estimate.
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         options["cost_estimate"] = cost(problem)
     return plgpu.kernel(
@@ -156,7 +159,7 @@ def kernel(
 
 
 def cost(problem: Problem) -> pl.CostEstimate:
-    """Floating-point operations and bytes of all operands and of y, for XLA's scheduler."""
+    """Returns floating-point operations and bytes of all operands and y, for XLA's scheduler."""
     itemsize, out_itemsize = (np.dtype(d).itemsize for d in (problem.dtype, problem.out_dtype))
     table_itemsize = np.dtype(problem.table_dtype).itemsize
     M, N, K = problem.rows, problem.N, problem.K
@@ -166,23 +169,24 @@ def cost(problem: Problem) -> pl.CostEstimate:
     )
 
 
-# Inside a kernel.
+# Code inside a kernel.
 
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
     """A thread block: its operands, the loop over its tiles, and its ring of patches.
 
-    An entry of the ring is one use of a slot. Entries are numbered in the order of their products.
+    An entry of the ring is one use of a slot. Entries are numbered in the order in which they are
+    multiplied.
 
     Attributes:
       config, problem: tile sizes; shapes and dtypes.
       operands: arrays in global memory.
       scratch: shared memory and barriers. A phase of `freed[slot]` completes when the slot's entry
         has been multiplied.
-      patches: the ring.
+      patches: the ring's memory.
       column: first column of this worker's slice of N.
-      index: number of this worker among those of its slice.
+      index: index of this worker among the workers of its slice.
     """
 
     config: Any
@@ -199,10 +203,10 @@ class Worker:
         """Loops over the tiles of this worker in the order of its segments.
 
         Args:
-          visit: called with the number of the tile among those of this worker, its index among all
-            tiles, and the result of `begin` for its segment.
-          begin: called with the table row of each segment that has tiles, before its tiles. None
-            calls nothing, and also saves the branch around segments without tiles.
+          visit: function that is called for each tile with the number of the tile among this
+            worker's tiles, its index among all tiles, and the result of `begin` for its segment.
+          begin: function that is called before the tiles of each segment that has tiles, with the
+            segment's table row. None also saves the branch around segments without tiles.
 
         Returns:
           The number of tiles.
@@ -228,16 +232,16 @@ class Worker:
 
     @property
     def chunks(self) -> int:
-        """Chunks of K: ring entries for the same rows."""
+        """Number of chunks of K, which is the number of ring entries for the same rows."""
         return tiles.chunks(self.problem)
 
     def chunk(self, k):
-        """The k-th chunk of K as a slice: one row of the swizzle."""
+        """Returns the k-th chunk of K as a slice, one row of the swizzle wide."""
         tile_k = tiles.ROW_BYTES // jnp.dtype(self.problem.dtype).itemsize
         return pl.ds(k * tile_k, tile_k)
 
     def slot(self, entry):
-        """The slot of an entry."""
+        """Returns the slot of an entry."""
         return lax.rem(entry, self.config.slots)
 
     def acquire(self, entry):

@@ -1,14 +1,15 @@
 """Layouts of shared memory and registers that Pallas cannot express, built from MLIR.
 
-wgmma distributes an accumulator so that, of every 8 columns, thread q of the four threads of a row
-has columns 2q and 2q + 1. Stored as they are, a thread would write 4 bytes at a time. So the rows
-of the weight are copied to shared memory in another order, which permutes the accumulator's
-columns: the j-th pair of columns that wgmma assigns to thread q in group g is pair
-q * (vector / 2) + j of group g of the result. Then every thread has 16 neighbouring bytes of a
-group, and the four threads of a row store 64 bytes.
+wgmma distributes every 8 columns of an accumulator over the four threads of a row: thread q has
+columns 2q and 2q + 1. In this order a thread could only store 4 bytes at a time. So the rows of the
+weight are copied to shared memory in another order, which permutes the accumulator's columns: the
+j-th pair of columns that wgmma assigns to thread q in group g is pair q * (vector / 2) + j of group
+g of the result. Then every thread has 16 contiguous bytes of a group, and the four threads of a row
+store 64 contiguous bytes.
 
-Pallas can express neither this permutation nor a store that is predicated for each row. Both are
-written with Mosaic's builders. `interpreted.py` has the same functions for Pallas' interpreter.
+Pallas can express neither this permutation nor a store with a predicate for each row. Both are
+written with Mosaic's MLIR builders. `interpreted.py` has the same functions for Pallas'
+interpreter.
 """
 
 import dataclasses
@@ -34,9 +35,10 @@ VECTOR_BYTES = 16
 
 
 def swizzled(dtype, *shape: int, tiled: bool) -> plgpu.SMEM:
-    """Swizzled shared memory with rows of up to 128 bytes, tiled for the tensor cores or not.
+    """Declares swizzled shared memory with rows of at most 128 bytes.
 
-    TMA copies any number of rows to and from untiled memory, and multiples of 8 with tiled memory.
+    The tensor cores read tiled memory. TMA copies any number of rows to and from untiled memory,
+    but only multiples of 8 rows to and from tiled memory.
     """
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     tiling = (plgpu.TilingTransform((8, shape[-1])),) if tiled else ()
@@ -44,7 +46,7 @@ def swizzled(dtype, *shape: int, tiled: bool) -> plgpu.SMEM:
 
 
 def two_views(dtype, written: tuple[int, ...], multiplied: tuple[int, ...]):
-    """The same memory twice: untiled, as TMA writes it; and tiled, as the tensor cores read it."""
+    """Declares memory with two views: an untiled one for TMA, a tiled one for the tensor cores."""
     return plgpu.RefUnion(
         swizzled(dtype, *written, tiled=False), swizzled(dtype, *multiplied, tiled=True)
     )
@@ -63,7 +65,7 @@ class Views(NamedTuple):
 
 
 def views_of(memory) -> Views:
-    """The references that `two_views` made."""
+    """Returns the two views of memory that `two_views` declared."""
     return Views(*memory)
 
 
@@ -71,15 +73,16 @@ def views_of(memory) -> Views:
 
 
 def load_rows(source, row, column, kind, *, period: int, skip: int = 0):
-    """Rows of an array [period, N] in global memory: row, row + 1, ... modulo `period`.
+    """Loads rows of an array [period, N] in global memory: row, row + 1, ... modulo `period`.
 
     Args:
       source: the array.
       row: the first row.
-      column: the rows are loaded from column `column + skip` on.
+      column: the first column, minus `skip`.
       kind: shape, dtype and layout of the result.
-      period: rows of the array.
-      skip: a constant. Loads that differ only in `skip` share the registers for their addresses.
+      period: number of rows of the array.
+      skip: a constant that is added to `column`. Loads that differ only in `skip` share the
+        registers for their addresses.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=kind)
@@ -96,10 +99,10 @@ def load_rows(source, row, column, kind, *, period: int, skip: int = 0):
 
 
 def _addresses(array, row, column, layout, shape, *, period: int | None = None, skip: int = 0):
-    """Row and address in global memory of each register of a thread.
+    """Yields the row and the address in global memory of each register of a thread.
 
-    The tile begins at `row` and `column + skip` of an array [rows, columns]. With a `period` rows
-    wrap around there.
+    The tile begins at `row` and `column + skip` of an array [rows, columns]. If `period` is given,
+    rows are taken modulo `period`.
     """
     word, long = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     kind = ir.MemRefType(array.type)
@@ -110,7 +113,7 @@ def _addresses(array, row, column, layout, shape, *, period: int | None = None, 
         offset = arith.addi(first, arith.extui(long, at_column))
         return mgpu.utils.getelementptr(base, [offset], kind.element_type)
 
-    # The thread's first element; all others are at constant distances from it.
+    # Position of the thread's first element. All others are at constant distances from it.
     down, right = (arith.index_castui(word, i) for i in next(iter(layout.thread_idxs(shape))))
     first_row = arith.addi(row.registers.item(), down)
     first_column = arith.addi(column.registers.item(), right)
@@ -129,7 +132,7 @@ def _addresses(array, row, column, layout, shape, *, period: int | None = None, 
 
 
 def _i32(value: int) -> ir.Value:
-    """A 32-bit constant."""
+    """Makes a 32-bit constant."""
     return arith.constant(ir.IntegerType.get_signless(32), value)
 
 
@@ -144,8 +147,8 @@ class RegisterTile:
 
     Attributes:
       dtype: dtype of the array in global memory.
-      rows: a multiple of 64.
-      columns: a multiple of `group`.
+      rows: number of rows, a multiple of 64.
+      columns: number of columns, a multiple of `group`.
     """
 
     dtype: jnp.dtype
@@ -154,51 +157,57 @@ class RegisterTile:
 
     @property
     def vector(self) -> int:
-        """Neighbouring columns that a thread stores at once."""
+        """Number of contiguous columns that a thread stores at once."""
         return VECTOR_BYTES // self.dtype.itemsize
 
     @property
     def group(self) -> int:
-        """Neighbouring columns that the four threads of a row store at once."""
+        """Number of contiguous columns that the four threads of a row store at once."""
         return 4 * self.vector
 
     @property
     def groups(self) -> int:
-        """Groups of columns of the tile."""
+        """Number of groups of columns in the tile."""
         return self.columns // self.group
 
     @property
     def pairs(self) -> int:
-        """Pairs of columns of a thread in a group."""
+        """Number of pairs of columns that a thread has in a group."""
         return self.vector // 2
 
     @property
     def layout(self) -> plgpu.Layout:
-        """Mosaic's name for the layout of a group."""
+        """Mosaic's layout of a group in registers."""
         return {4: plgpu.Layout.WGMMA_8BIT, 8: plgpu.Layout.WGMMA_UPCAST_4X}[self.vector]
 
     @property
     def weight_copies(self) -> int:
-        """TMA copies that load the rows of the weight in the permuted order."""
+        """Number of TMA copies that load a chunk of the weight with its rows permuted."""
         return self.pairs
 
     def weight_shape(self, width: int) -> tuple[int, ...]:
-        """Shape in shared memory of `width` columns of K of the tile's rows of the weight."""
+        """Returns the shape in shared memory of the tile's rows of the weight.
+
+        `width` is the number of elements of K.
+        """
         return (self.pairs, self.groups, 4, 2, width)
 
     def view_weight(self, weight: jax.Array) -> jax.Array:
-        """The weight [N, K] as [N / group, thread, pair, 2, K], whose axes TMA can permute."""
+        """Reshapes a weight [N, K] to [N / group, 4, pairs, 2, K], whose axes TMA can permute.
+
+        The axes of length 4 and `pairs` are the threads of a row and their pairs of columns.
+        """
         N, K = weight.shape
         return weight.reshape(N // self.group, 4, self.pairs, 2, K)
 
     def load_weight(self, weight, column, inner, target, arrived) -> None:
-        """Copies `columns` rows of the weight, from row `column` on, to shared memory.
+        """Copies `columns` rows of the weight, beginning at row `column`, to shared memory.
 
         Args:
           weight: result of `view_weight`, in global memory.
-          column: a multiple of `columns`.
+          column: first row of the weight (first column of y), a multiple of `columns`.
           inner: slice of K.
-          target: memory of shape `weight_shape`.
+          target: shared memory of shape `weight_shape`.
           arrived: barrier at which each of the `weight_copies` copies arrives.
         """
         groups = pl.ds(lax.div(column, self.group), self.groups)
@@ -206,20 +215,20 @@ class RegisterTile:
             plgpu.copy_gmem_to_smem(weight.at[groups, :, j, :, inner], target.at[j], arrived)
 
     def load_columns(self, values, g: int) -> jax.Array:
-        """Group `g` of values [columns] in shared memory."""
+        """Loads group `g` of values [columns] in shared memory."""
         part = values.at[pl.ds(g * self.group, self.group)]
         return plgpu.load(part, layout=self.layout.reduce(0), optimized=False)
 
     def load_rows(self, source, row, column, g: int, period: int) -> jax.Array:
-        """Group `g` of rows of an array [period, N] of bfloat16: row, row + 1, ... modulo `period`.
+        """Loads group `g` of rows of a bfloat16 array [period, N].
 
-        `column` is the first column of the tile.
+        The rows are row, row + 1, ... modulo `period`; `column` is the first column of the tile.
         """
         kind = self._group_of(jnp.bfloat16)
         return load_rows(source, row, column, kind, period=period, skip=g * self.group)
 
     def regroup(self, accumulator: jax.Array) -> list[jax.Array]:
-        """The groups of an accumulator [rows, columns]: the same registers, regrouped."""
+        """Splits an accumulator [rows, columns] into its groups, which have the same registers."""
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.Layout.WGMMA,),
@@ -242,11 +251,11 @@ class RegisterTile:
         return regrouped(accumulator)
 
     def pinned(self, group: jax.Array) -> jax.Array:
-        """The same group of 2-byte values, opaque to the compiler from here on.
+        """Returns a group of 2-byte values as the result of an opaque inline instruction.
 
-        Otherwise the compiler converts values that stay in registers during a loop to float32
-        before the loop, which takes twice the registers. `lax.optimization_barrier` mixes up
-        vectors of more than 4 bytes (docs/upstream.md).
+        Without it, the compiler converts values that stay in registers during a loop to float32
+        before the loop, which takes twice as many registers. `lax.optimization_barrier` permutes
+        the elements of vectors of more than 4 bytes (docs/upstream.md).
         """
 
         @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=self._group_of(group.dtype))
@@ -270,9 +279,10 @@ class RegisterTile:
         return opaque(group)
 
     def store_rows(self, target, row, column, g: int, group: jax.Array, *, inside: bool) -> None:
-        """Stores group `g` to rows row, row + 1, ... of an array [M, N]; rows from M on are not.
+        """Stores group `g` to rows row, row + 1, ... of an array [M, N], except rows beyond M.
 
-        `column` is the first column of the tile. `inside`: no row of any tile is beyond M.
+        `column` is the first column of the tile. If `inside`, no tile has rows beyond M, and the
+        stores need no predicates.
         """
         M = target.shape[0]
 
@@ -304,7 +314,7 @@ class RegisterTile:
         return plgpu.ShapeDtypeStruct((self.rows, self.group), dtype, layout=self.layout)
 
     def _fragmented(self, registers: list, is_signed: bool | None = None) -> mgpu.FragmentedArray:
-        """A group made of these registers, one for each row of a thread."""
+        """Makes a group from these registers, one for each row of a thread."""
         layout = self.layout.to_mgpu()
         array = np.empty(len(registers), object)
         array[:] = registers
@@ -320,7 +330,7 @@ class TensorTile:
     """Columns of an accumulator in tensor memory, [128, columns], in the registers of a warpgroup.
 
     Attributes:
-      columns: how many columns are loaded at once.
+      columns: number of columns that are loaded at once.
     """
 
     columns: int
@@ -334,15 +344,15 @@ class TensorTile:
         return plgpu.async_load_tmem(accumulators, layout=self.layout)
 
     def load_columns(self, values, column) -> jax.Array:
-        """Values [columns] of an array [N] in global memory, from `column` on."""
+        """Loads values [columns] of an array [N] in global memory, beginning at `column`."""
         part = values.at[pl.ds(column, self.columns)]
         return plgpu.load(part, layout=self.layout.reduce(0), optimized=False)
 
     def load_rows(self, source, row, column, skip: int, period: int) -> jax.Array:
-        """Rows of an array [period, N] of bfloat16, as `load_rows`, in float32."""
+        """Loads rows of a bfloat16 array [period, N] with `load_rows`, and converts to float32."""
         kind = plgpu.ShapeDtypeStruct((128, self.columns), jnp.bfloat16, layout=self.layout)
         return load_rows(source, row, column, kind, period=period, skip=skip).astype(jnp.float32)
 
     def broadcast(self, values: jax.Array) -> jax.Array:
-        """The same values [columns] in each row."""
+        """Broadcasts values [columns] to every row."""
         return lax.broadcast_in_dim(values, (128, self.columns), (1,))

@@ -4,13 +4,13 @@ A worker is a cluster of two thread blocks, or one block, of three warpgroups ea
 same `tile_n` columns of N for all row tiles that `schedule.py` assigns to it. Each block has 128
 rows of every tile:
 
-  feed       one warp of each block: loads patches by TMA into the slots of a ring. It loads a
-             stationary weight once, and a streamed weight together with the patches.
-  multiply   one warp of the first block: issues tcgen05.mma for both blocks, and so accumulates a
-             tile's products in one of two accumulators in tensor memory.
+  feed       one warp of each block, the producer: loads patches by TMA into the slots of a ring. It
+             loads a stationary weight once, and a streamed weight together with the patches.
+  multiply   one warp of the first block: issues tcgen05.mma for both blocks, which accumulates the
+             products of a tile in one of two accumulators in tensor memory.
   store      two warpgroups of each block, each with half of the columns: load the sums of the
              accumulator that is complete, scale them, add the table, and store by TMA. The table's
-             rows stay in registers for a segment: a sequence of tiles that need the same rows.
+             rows stay in registers for a segment, a sequence of tiles that need the same rows.
 
   barrier          arrivals of a phase     its phase completes when              who waits
   weight_arrived   1 per chunk, by TMA     a stationary weight has arrived       multiply, once
@@ -22,9 +22,10 @@ rows of every tile:
 
 In a cluster of two, TMA loads arrive only at the first block's barriers. All other arrivals reach
 both blocks, so the second block's multiply warp waits for `read` too; it does nothing else. At each
-wait Mosaic flips the parity expected of the barrier, so no phase may be left out. Before its
-first use a slot or an accumulator is free, so feed and multiply do not wait. Before they return,
-they wait for the remaining phases: no block may exit before its peer's last arrival.
+wait Mosaic flips the parity that it expects of the barrier, so every phase needs a wait. Slots and
+accumulators are free before their first use, so feed and multiply do not wait then. Instead they
+wait for the last phases before they return. A block must also not exit before the last arrival of
+its peer.
 """
 
 import dataclasses
@@ -43,23 +44,25 @@ from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
 from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
-# Rows of an accumulator (lanes of tensor memory), and accumulators: one is filled, one is stored.
+# Rows of an accumulator (lanes of tensor memory), and the number of accumulators. One is filled
+# while the other one is stored.
 ROWS = 128
 ACCUMULATORS = 2
 
-# Warpgroups that store, and warpgroups of a thread block.
+# Number of warpgroups that store, and of all warpgroups of a thread block.
 STORERS = 2
 WARPGROUPS = 1 + STORERS
 
-# Staging buffers of each storing warpgroup, a power of two: one is filled while TMA stores another.
+# Number of staging buffers of each storing warpgroup, a power of two. One buffer is filled while
+# TMA stores another.
 BUFFERS = 2
 
 # Registers of a thread in the first and in a storing warpgroup, set by setmaxnreg. At launch every
-# thread has 168: 40 + 2 * 232 = 3 * 168. Requests for more in total would wait forever.
+# thread has 168: 40 + 2 * 232 = 3 * 168. If the total were larger, setmaxnreg would wait forever.
 REGISTER_SPLIT = (40, 232)
 
-# Registers that a storing thread needs in addition to sums, scales and table. If there are fewer,
-# ptxas spills. Addresses do not count, because they are in uniform registers.
+# Registers that a storing thread needs in addition to those for sums, scales and table. With fewer,
+# ptxas spills. Addresses are not included, because they are in uniform registers.
 OTHER_REGISTERS = 8
 
 
@@ -69,7 +72,7 @@ class BlackwellConfig:
 
     Attributes:
       tile_n: columns of N that a worker computes, a multiple of 64.
-      slots: depth of the ring; a slot has 128 bytes of K for each row of a block.
+      slots: number of slots of the ring; a slot has 128 bytes of K for each row of a block.
       collective: whether a worker is two blocks, each with half of the rows of its weight.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
     """
@@ -81,7 +84,7 @@ class BlackwellConfig:
 
     @property
     def blocks(self) -> int:
-        """Thread blocks of a worker."""
+        """Number of thread blocks of a worker."""
         return 2 if self.collective else 1
 
     @property
@@ -90,20 +93,23 @@ class BlackwellConfig:
         return ROWS * self.blocks
 
     def grid(self, problem: Problem, chip: Chip) -> Grid:
-        """The workers and their tiles."""
+        """Returns the grid of tiles and workers for a problem."""
         return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
 
     def store_n(self, problem: Problem) -> int:
-        """Columns of one TMA store: 128 bytes, or 64 if 128 do not divide a warpgroup's columns."""
+        """Returns the columns of one TMA store.
+
+        They are 128 bytes wide, or 64 bytes if 128 bytes do not divide a warpgroup's columns.
+        """
         itemsize, columns = jnp.dtype(problem.out_dtype).itemsize, self.tile_n // STORERS
         return next(n for b in (128, 64) if columns % (n := b // itemsize) == 0)
 
     def tensor_memory_columns(self) -> int:
-        """Columns of tensor memory to allocate: a power of two."""
+        """Returns the number of columns of tensor memory to allocate, a power of two."""
         return 1 << (ACCUMULATORS * self.tile_n - 1).bit_length()
 
     def shared_memory_bytes(self, problem: Problem) -> int:
-        """Shared memory of a thread block in bytes, without the barriers."""
+        """Returns the shared memory of a thread block in bytes, without the barriers."""
         weight_chunks = self.slots if self.stream_weight else tiles.chunks(problem)
         weight = weight_chunks * self.tile_n // self.blocks * ROW_BYTES
         patches = self.slots * ROWS * ROW_BYTES
@@ -112,11 +118,11 @@ class BlackwellConfig:
         return sum(-(-size // launch.ALIGNMENT) * launch.ALIGNMENT for size in sizes)
 
     def registers(self, problem: Problem) -> int:
-        """Registers of a storing thread.
+        """Returns the number of registers that a storing thread needs.
 
         A thread has a quarter of its warpgroup's columns in each of four rows. It keeps 32-bit
-        numbers: the sums of one step, and scales and table for all columns. Scales are the same in
-        all rows, and so are the offsets of a problem without a table.
+        numbers: the sums of one step, and scales and table for all its columns. Scales are the same
+        in all rows, and so are the offsets of a problem without a table.
         """
         columns = self.tile_n // STORERS
         terms = columns if problem.has_table else columns // 4
@@ -133,7 +139,7 @@ class BlackwellConfig:
 
 
 def make(config: BlackwellConfig, grid: Grid, problem: Problem, interpret, trace: str):
-    """The kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
+    """Makes the kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
     memory = interpreted if interpret else layouts
     tile = memory.TensorTile(config.store_n(problem))
     return launch.kernel(
@@ -158,14 +164,14 @@ class Scratch:
     freed: Any
     multiplied: Any
     read: Any
-    patches: Any  # [slots, 128 rows, 128 bytes]; two views, see `Worker.patches`
+    patches: Any  # [slots, 128 rows, 128 bytes], with the two views of `Worker.patches`
     staged: Any  # [storing warpgroups * buffers, 128 rows, store_n]
     weight_arrived: Any
-    weight: Any  # [chunks, or slots if streamed; the block's rows; 128 bytes]
+    weight: Any  # [chunks (slots if the weight is streamed), rows of this block, 128 bytes]
 
     @classmethod
     def types(cls, config: BlackwellConfig, problem: Problem, memory) -> "Scratch":
-        """The types of all members; `memory` is the module `layouts`, or `interpreted`."""
+        """Returns the types of all members; `memory` is the module `layouts` or `interpreted`."""
         dtype, slots, chunks = jnp.dtype(problem.dtype), config.slots, tiles.chunks(problem)
         tile_k, weight_rows = ROW_BYTES // dtype.itemsize, config.tile_n // config.blocks
         weight_chunks = slots if config.stream_weight else chunks
@@ -192,11 +198,11 @@ class Scratch:
 class Worker(launch.Worker):
     """The roles of one block of a worker. The tile loop and the ring are in `launch.Worker`.
 
-    A tile has a `number` among those of this worker, and a `tile_index` among all. The storing
+    A tile has a `number` among this worker's tiles, and a `tile_index` among all tiles. The storing
     warpgroup `storer`, 0 or 1, handles its half of a tile's columns in steps of one TMA store.
 
     Attributes:
-      step_tile: the columns of one step, in registers.
+      step_tile: layout of the columns of one step in registers.
       rank: rank of this block in the cluster.
     """
 
@@ -222,14 +228,14 @@ class Worker(launch.Worker):
             self.store(warpgroup - 1)
 
     def drain(self, barriers, count: int, uses) -> None:
-        """Waits for the last phases of `count` barriers, used in turn `uses` times altogether."""
+        """Waits for the last phases of `count` barriers, which were used in turn `uses` times."""
 
         @pl.loop(0, lax.min(uses, count))
         def wait(i):
             plgpu.barrier_wait(barriers.at[i])
 
     def accumulator(self, number, first: int, width: int):
-        """`width` columns, from `first` on, of the accumulator of the `number`-th tile."""
+        """Returns `width` columns of the `number`-th tile's accumulator, beginning at `first`."""
         begin = lax.rem(number, ACCUMULATORS) * self.config.tile_n + first
         return self.scratch.accumulators.at[:, pl.ds(begin, width)]
 
@@ -278,7 +284,7 @@ class Worker(launch.Worker):
         self.drain(self.scratch.read, ACCUMULATORS, self.for_each_tile(self.multiply_tile))
 
     def multiply_tile(self, number, tile_index, _) -> None:
-        """Issues the products of a tile once its accumulator's previous sums have been loaded."""
+        """Waits until the accumulator's previous sums have been loaded, then multiplies a tile."""
 
         @pl.when(number >= ACCUMULATORS)
         @jax.named_scope("wait for an accumulator")
@@ -299,7 +305,7 @@ class Worker(launch.Worker):
             plgpu.tcgen05_commit_arrive(s.multiplied.at[lax.rem(number, ACCUMULATORS)], **pair)
 
     def store(self, storer) -> None:
-        """Stores half of every tile's columns. `terms[step]` are table rows or the offsets."""
+        """Stores half of every tile's columns. `terms[step]` are rows of the table or offsets."""
         steps = range(self.config.tile_n // STORERS // self.step_tile.columns)
         columns = [self.column + self.step_column(storer, step) for step in steps]
         load, scale, table = self.step_tile.load_columns, self.operands.scale, self.operands.table
@@ -323,17 +329,21 @@ class Worker(launch.Worker):
         plgpu.wait_smem_to_gmem(0)
 
     def step_column(self, storer, step: int):
-        """A step's first column in the accumulator."""
+        """Returns a step's first column in the accumulator."""
         return storer * (self.config.tile_n // STORERS) + step * self.step_tile.columns
 
     def load_table(self, storer, table_row, step: int):
-        """The table's rows for a step. Steps differ only in a constant, so they share addresses."""
+        """Loads the table's rows for a step.
+
+        The columns of two steps differ by a constant, so that all steps share the registers for
+        addresses.
+        """
         row, column = table_row + self.rank * ROWS, self.column + self.step_column(storer, 0)
         skip, period = step * self.step_tile.columns, self.problem.table_period
         return self.step_tile.load_rows(self.operands.table, row, column, skip, period)
 
     def store_step(self, storer, number, row, step: int, scale, term) -> None:
-        """Loads the sums of a step, scales and adds in float32, rounds, and stores."""
+        """Loads the sums of a step, scales and adds in float32, rounds, and stores the result."""
         s, width, first = self.scratch, self.step_tile.columns, self.step_column(storer, step)
         step_count = self.config.tile_n // STORERS // width
         y = self.step_tile.load_sums(self.accumulator(number, first, width))

@@ -4,12 +4,13 @@ A worker is a thread block of three warpgroups. It computes the same `tile_n` co
 row tiles that `schedule.py` assigns to it:
 
   load_constants       one warp: loads scale, offsets if there is no table, and a stationary weight.
-  feed                 one warp: loads patches, and a streamed weight, into the slots of a ring, in
-                       the order in which they are multiplied. All loads of both warps use TMA.
+  feed                 one warp, the producer: loads patches, and a streamed weight, into the slots
+                       of a ring, in the order in which they are multiplied. All loads of both warps
+                       use TMA.
   multiply_and_store   two warpgroups, the consumers, each with half of every tile's rows: while one
                        multiplies, the other scales its accumulator, adds the table, and stores.
 
-The table's rows stay in registers for a segment. Where they do not fit, each tile loads them.
+The table's rows stay in registers for a segment. If they do not fit, they are loaded for each tile.
 
   barrier                arrivals of a phase    its phase completes when           who waits
   columns_arrived        1 or 2 copies          scale (and offsets) have arrived   both consumers
@@ -18,11 +19,11 @@ The table's rows stay in registers for a segment. Where they do not fit, each ti
   filled[consumer,slot]  1 copy, plus copies    the consumer's next chunk is in    that consumer
                          of streamed weight     the slot
   freed[slot]            1 consumer             the slot's chunk is multiplied     feed
-  products_issued[c]     the other consumer     it has issued the products of      consumer c
-                                                its half of a tile
+  products_issued[c]     the other consumer     the other consumer has issued the  consumer c
+                                                products of its half of a tile
 
-Every phase of a barrier is waited for. feed skips the wait for a slot that was never used, and
-waits for the last phases before it returns.
+No phase of a barrier may be left without a wait. feed does not wait before the first use of a slot;
+instead it waits for the last phases before it returns.
 """
 
 import dataclasses
@@ -41,19 +42,19 @@ from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
 from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
-# Warpgroups that multiply, and warpgroups of a thread block.
+# Number of warpgroups that multiply, and of all warpgroups of a thread block.
 CONSUMERS = 2
 WARPGROUPS = CONSUMERS + 1
 
-# Each slot has one barrier for each consumer, in one array.
+# Largest number of slots: one array contains a barrier for each slot and consumer.
 MOST_SLOTS = launch.MOST_BARRIERS // CONSUMERS
 
-# Registers of each thread of the feeding and of the multiplying warpgroups, set by setmaxnreg. At
-# launch every thread has 168: 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = 3 * 128 * 168.
+# Registers of a thread in the loading warpgroup and in a multiplying warpgroup, set by setmaxnreg.
+# At launch every thread has 168: 128 * (40 + 2 * 232) = 128 * (24 + 2 * 240) = 3 * 128 * 168.
 REGISTER_SPLITS = ((40, 232), (24, 240))
 
-# Registers of a multiplying thread for addresses and temporaries; and how many more it needs, by
-# output dtype, if scales and table stay in registers. Measured: ptxas spills with fewer.
+# Registers of a multiplying thread for addresses and temporaries, and how many more it needs, by
+# output dtype, if scales and table stay in registers. With fewer, ptxas was measured to spill.
 OTHER_REGISTERS = 48
 KEEPING_REGISTERS = {"bfloat16": 0, "float32": 8}
 
@@ -63,8 +64,8 @@ class HopperConfig:
     """Tile sizes and pipeline depth of the Hopper kernel.
 
     Attributes:
-      tile_n: columns of N of a worker, a multiple of 64.
-      slots: depth of the ring; a slot has 128 bytes of K for each row of a consumer.
+      tile_n: columns of N that a worker computes, a multiple of 64.
+      slots: number of slots of the ring; a slot has 128 bytes of K for each row of a consumer.
       rows: rows of a consumer's half of a tile, 64 or 128.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
     """
@@ -80,21 +81,21 @@ class HopperConfig:
         return CONSUMERS * self.rows
 
     def grid(self, problem: Problem, chip: Chip) -> Grid:
-        """The workers and their tiles."""
+        """Returns the grid of tiles and workers for a problem."""
         return Grid.of(problem, chip, self.tile_m, self.tile_n)
 
     def shared_memory_bytes(self, problem: Problem) -> int:
-        """Shared memory of a thread block in bytes, without the barriers."""
+        """Returns the shared memory of a thread block in bytes, without the barriers."""
         weight_chunks = self.slots if self.stream_weight else tiles.chunks(problem)
         columns = 2 * -(-4 * self.tile_n // launch.ALIGNMENT) * launch.ALIGNMENT
         return (weight_chunks * self.tile_n + self.slots * self.rows) * ROW_BYTES + columns
 
     def registers(self, problem: Problem, *, keeps_columns: bool) -> int:
-        """Registers of a multiplying thread.
+        """Returns the number of registers that a multiplying thread needs.
 
-        The 128 threads of a warpgroup share an accumulator [rows, tile_n]. With `keeps_columns`
-        they also keep scales [tile_n] and the packed table [rows, tile_n] or offsets [tile_n]; 8
-        threads have the same columns.
+        The 128 threads of a warpgroup share an accumulator [rows, tile_n]. If `keeps_columns`, they
+        also keep scales [tile_n], and the packed table [rows, tile_n] or offsets [tile_n]. Each
+        thread has a quarter of the columns.
         """
         accumulators, columns = self.rows * self.tile_n // 128, self.tile_n // 4
         table = accumulators // 2 if problem.has_table else columns
@@ -102,11 +103,11 @@ class HopperConfig:
         return accumulators + kept + OTHER_REGISTERS
 
     def keeps_columns(self, problem: Problem) -> bool:
-        """Whether scales and table stay in registers."""
+        """Returns whether scales and table stay in registers."""
         return self.registers(problem, keeps_columns=True) <= REGISTER_SPLITS[-1][1]
 
     def register_split(self, problem: Problem) -> tuple[int, int]:
-        """The first of REGISTER_SPLITS that has enough for a multiplying thread."""
+        """Returns the first of REGISTER_SPLITS with enough registers for a multiplying thread."""
         needed = self.registers(problem, keeps_columns=self.keeps_columns(problem))
         return next(split for split in REGISTER_SPLITS if split[1] >= needed)
 
@@ -122,7 +123,7 @@ class HopperConfig:
 
 
 def make(config: HopperConfig, grid: Grid, problem: Problem, interpret, trace: str):
-    """The kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
+    """Makes the kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
     memory = interpreted if interpret else layouts
     tile = memory.RegisterTile(jnp.dtype(problem.out_dtype), config.rows, config.tile_n)
     kernel = launch.kernel(
@@ -149,11 +150,11 @@ class Scratch:
     scale: Any  # [tile_n] float32
     products_issued: Any
     weight_arrived: Any
-    weight: Any  # [chunks or slots, tile_n, 128 bytes], rows in the order of `layouts.py`
+    weight: Any  # [chunks or slots, tile_n, 128 bytes], with rows permuted as in `layouts.py`
 
     @classmethod
     def types(cls, config: HopperConfig, problem: Problem, tile, memory) -> "Scratch":
-        """The types of all members."""
+        """Returns the types of all members."""
         dtype, slots, tile_n = jnp.dtype(problem.dtype), config.slots, config.tile_n
         tile_k, streams = ROW_BYTES // dtype.itemsize, config.stream_weight
         parts = slots if streams else tiles.chunks(problem)
@@ -178,7 +179,7 @@ class Worker(launch.Worker):
 
     Attributes:
       tile: a consumer's half of a tile in registers.
-      views_of: memory of the weight -> its two views.
+      views_of: function from the memory of the weight to its two views.
     """
 
     tile: layouts.RegisterTile
@@ -203,11 +204,11 @@ class Worker(launch.Worker):
             self.multiply_and_store(warpgroup)
 
     def first_row(self, tile, consumer):
-        """The first row of a consumer's half of a tile."""
+        """Returns the first row of a consumer's half of a tile."""
         return tile * self.config.tile_m + consumer * self.config.rows
 
     def first_entry(self, number, consumer):
-        """The first ring entry of a consumer's half of the `number`-th tile."""
+        """Returns the first ring entry of a consumer's half of the `number`-th tile."""
         return (number * CONSUMERS + consumer) * self.chunks
 
     def filled(self, entry, consumer):
@@ -250,8 +251,8 @@ class Worker(launch.Worker):
         def feed_chunk(k):
             slot = self.acquire(first + k)
 
-            # The first patches follow their chunk of the weight, so that the first product need not
-            # wait for the whole weight.
+            # The first patches are loaded when their chunk of the weight has arrived, so that the
+            # first product need not wait for the whole weight.
             if not self.config.stream_weight and consumer == 0:
 
                 @pl.when(first == 0)
@@ -268,7 +269,7 @@ class Worker(launch.Worker):
         issued, other = self.scratch.products_issued, CONSUMERS - 1 - consumer
         plgpu.barrier_wait(self.scratch.columns_arrived)
 
-        # Consumer 0 multiplies first: consumer 1 arrives as if it had issued products already.
+        # Consumer 0 multiplies first, so consumer 1 arrives once before it has issued products.
         @pl.when(consumer == CONSUMERS - 1)
         def let_consumer_0_begin():
             plgpu.barrier_arrive(issued.at[0])
@@ -292,12 +293,12 @@ class Worker(launch.Worker):
             plgpu.barrier_wait(issued.at[0])
 
     def multiply(self, consumer, other, first):
-        """The accumulator of a consumer's half of a tile."""
+        """Computes the accumulator of a consumer's half of a tile."""
         s, patches = self.scratch, self.patches.multiplied
         weight = self.views_of(s.weight).multiplied
 
         def free(k, *, pending):
-            """Frees the slot of chunk k, after which `pending` chunks have been issued."""
+            """Frees the slot of chunk k, after which products of `pending` chunks were issued."""
             plgpu.wgmma_wait(pending)
             plgpu.barrier_arrive(s.freed.at[self.slot(first + k)])
 
@@ -320,20 +321,20 @@ class Worker(launch.Worker):
         return pl.run_scoped(accumulate, plgpu.ACC((self.config.rows, self.config.tile_n), kind))
 
     def load_terms(self, g: int, table_row):
-        """What is added to column group g: rows of the table from `table_row` on, or offsets."""
+        """Loads what is added to column group g: rows of the table from `table_row`, or offsets."""
         table, period = self.operands.table, self.problem.table_period
         if self.problem.has_table:
             return self.tile.load_rows(table, table_row, self.column, g, period)
         return self.tile.load_columns(self.scratch.offset, g)
 
     def keep(self, load):
-        """load(g) of every column group, kept in registers; None if they do not fit there."""
+        """Returns load(g) for every column group; None if registers cannot hold all of them."""
         if not self.config.keeps_columns(self.problem):
             return None
         return [load(g) for g in range(self.tile.groups)]
 
     def store(self, accumulator, row, kept_scales, table_row, kept_terms) -> None:
-        """Scales and adds in float32, rounds, and writes a consumer's half of a tile."""
+        """Scales and adds in float32, rounds, and stores a consumer's half of a tile."""
         inside = self.problem.rows % self.config.tile_m == 0
         for g, y in enumerate(self.tile.regroup(accumulator)):
             if keeps := kept_terms is not None:

@@ -1,8 +1,8 @@
-"""The Triton backend, called through jax-triton: NVIDIA GPUs of compute capability 8.0 or newer.
+"""The Triton backend, for NVIDIA GPUs of compute capability 8.0 or newer.
 
-The backend for Ampere and Ada, and the third choice on Hopper and Blackwell. It also takes uint8
-images, which it cuts into patches while it loads them. The kernel is in `kernel.py`, which is
-imported at first use, because Triton is an extra.
+It is the first choice on Ampere and Ada, and the third on Hopper and Blackwell. It also accepts
+uint8 images, which it cuts into patches while it loads them. The kernel is called through
+jax-triton. Triton is an extra, so the kernel's module `kernel.py` is imported at first use.
 """
 
 import dataclasses
@@ -25,36 +25,39 @@ from pallas_patch_embed.chips import A100, B200, Chip, Target
 from pallas_patch_embed.problem import Problem
 
 EVIDENCE = (
-    "executed by Triton's interpreter, and compiled for sm_80, sm_86, sm_89, sm_90, sm_103 and "
-    "sm_120, in the tests; every element of its results compared on an H200; not on another GPU."
+    "the tests execute it in Triton's interpreter, and compile it for sm_80, sm_86, sm_89, sm_90, "
+    "sm_103 and sm_120; on an H200 every element of its results was compared; it has not run on "
+    "another GPU."
 )
 
 OLDEST_CHIP = A100
 
-# The rows of whole tiles, of at most 128 rows, are numbered with int32.
+# The kernel numbers the rows of all tiles with int32, and the last tile of up to 128 rows may
+# extend beyond M.
 MAX_ROWS = 2**31 - 256
 
-# Major compute capabilities of data centre chips, which have 227 KiB of shared memory for a thread
-# block and multiply twice as fast. The others, also newer ones, have at least 99 KiB.
+# Major compute capabilities of Hopper and Blackwell data centre chips, which have 227 KiB of shared
+# memory per thread block and twice the rate of products. All other chips have at least 99 KiB.
 DATA_CENTRE = (9, 10)
 
-# What a multiprocessor does in a cycle, in the model of `TritonConfig.cycles`: products of two
-# bytes (the data sheets' rate; twice as many on DATA_CENTRE), bytes loaded from the L2 cache,
-# pixels encoded, and elements stored. The last three are fitted like the four numbers below.
+# Throughput of a multiprocessor per cycle, in the model of `TritonConfig.cycles`: bytes of K that
+# are multiplied, counted for each row and column (the data sheets' rate; twice as many on
+# DATA_CENTRE), bytes loaded from the L2 cache, pixels encoded, and elements stored. The last three
+# are fitted, like the four numbers below.
 MULTIPLIED, LOADED, ENCODED, STORED = 2048, 72, 32, 5
 
-# Cycles that a program which is alone on its multiprocessor waits for wgmma at each step, with int8
-# and with other dtypes; the factor by which products take longer where programs share one; and
-# cycles of a tile besides all that. They are fitted to an H200: of the tiles that were measured
-# there (docs/experiments/triton.md) the model chooses the fastest, or one that is 1% slower.
+# Cycles of each step in which a program that is alone on its multiprocessor waits for wgmma, in
+# int8 and in other dtypes; factor by which products take longer if programs share a multiprocessor;
+# further cycles of each tile. All are fitted to an H200: of the tiles that were measured there
+# (docs/experiments/triton.md) the model chooses the fastest, or one that is 1% slower.
 WAIT_INT8, WAIT, SHARING, TILE_OVERHEAD = 350, 80, 1.1, 800
 
-# Triton's names of dtypes, for its compiler and its interpreter.
+# Dtypes -> their names in Triton.
 TYPES = dict(
     float32="fp32", bfloat16="bf16", float8_e4m3fn="fp8e4nv", int8="i8", uint8="u8", int32="i32"
 )
 
-# Bytes in the widest load of one thread.
+# Largest number of bytes that one thread loads at once.
 MAX_VECTOR = 16
 
 
@@ -64,16 +67,17 @@ class TritonConfig:
 
     Attributes:
       tile_m: rows of a tile.
-      tile_n: columns of a tile; every program computes the same columns in all its tiles.
-      step_bytes: bytes of K that are loaded at once for each row and column; it divides 128, so
-        K_padded is a multiple of it in every dtype.
-      warps: warps of a program.
-      stages: depth of the pipeline of loads.
-      programs: programs that share a multiprocessor.
-      parts: parts in which the columns of a tile are stored, to save registers; a power of two.
-      min_vector: smallest number of bytes that a thread must be able to load at once; with smaller
-        ones the registers do not suffice.
-      encodes_pixels: whether registers suffice to cut and encode images.
+      tile_n: columns of a tile. A program computes the same columns in all its tiles.
+      step_bytes: bytes of K that are loaded in one step for each row and column. It divides 128, so
+        K_padded is a whole number of steps in every dtype.
+      warps: number of warps of a program.
+      stages: number of stages of the pipeline of loads.
+      programs: number of programs that share a multiprocessor.
+      parts: number of parts in which the columns of a tile are stored, to save registers; a power
+        of two.
+      min_vector: smallest number of bytes that a thread may load at once. Smaller loads need more
+        registers than there are.
+      encodes_pixels: whether there are enough registers to cut and encode images.
     """
 
     tile_m: int
@@ -87,11 +91,11 @@ class TritonConfig:
     encodes_pixels: bool = True
 
     def grid(self, problem: Problem, chip: Chip) -> Grid:
-        """The workers and their tiles."""
+        """Returns the grid of tiles and workers for a problem."""
         return Grid.of(problem, chip, self.tile_m, self.tile_n, resident=self.programs)
 
     def cycles(self, problem: Problem, chip: Chip, from_images: bool) -> float:
-        """Estimated time of the worker with the most tiles, in cycles.
+        """Estimates the time of the worker with the most tiles, in cycles.
 
         Args:
           problem: shapes and dtypes.
@@ -114,8 +118,9 @@ class TritonConfig:
         return grid.tiles_per_worker * a_tile
 
 
-# The largest tile first. None of AMPERE needs more than 99 KiB of shared memory. The times of
-# HOPPER and of others, and the few problems that spill, are in docs/experiments/triton.md.
+# Configs, the largest tile first. Those of AMPERE need at most 99 KiB of shared memory.
+# docs/experiments/triton.md has the times of HOPPER and of other configs, and the few problems that
+# spill.
 AMPERE = (
     TritonConfig(128, 128, 64, warps=8, stages=4, programs=1, min_vector=4),
     TritonConfig(64, 128, 64, warps=8, stages=3, programs=1, parts=4),
@@ -130,34 +135,34 @@ HOPPER = (
     TritonConfig(64, 64, 128, warps=4, stages=4, programs=3),
 )
 
-# Neighbouring columns, or neighbouring bytes of pixels, for which the compiler computes one
-# address. With fewer, addresses and masks take registers.
+# Number of contiguous columns, or contiguous bytes of pixels, for which the compiler computes a
+# single address. If fewer are contiguous, the additional addresses and masks take registers.
 ADDRESS_GROUP = 4
 
 
 def widens(dtype: str, chip: Chip) -> bool:
-    """Whether float8 numbers are multiplied as float16 ones."""
+    """Returns whether float8 numbers are converted to float16 before they are multiplied."""
     return dtype == "float8_e4m3fn" and dtype not in chip.tensor_dtypes
 
 
 def configs(chip: Chip) -> tuple[TritonConfig, ...]:
-    """The configs for a chip, the largest tile first."""
+    """Returns the configs for a chip, the largest tile first."""
     return HOPPER if chip.capability[0] in DATA_CENTRE else AMPERE
 
 
 def fitting_configs(problem: Problem, chip: Chip, vector: int | None = None) -> list[TritonConfig]:
-    """The configs whose registers suffice for a problem; arguments as for `choose_config`."""
+    """Returns the configs that have enough registers; arguments as for `choose_config`."""
     from_images = vector is not None
     available = vector or MAX_VECTOR
     major, dtype = chip.capability[0], problem.dtype
-    # Bytes of pixels need addresses of their own.
+    # Whether every byte of pixels needs an address of its own.
     scattered = available < ADDRESS_GROUP
-    # These take registers as well: float8 pixels that are widened, float32 results of pixels, int8
-    # sums without wgmma, and int8 pixels behind tcgen05.
+    # Whether other values of a kernel that encodes pixels take many registers: float8 pixels that
+    # are widened, float32 results, int8 sums without wgmma, and int8 pixels with tcgen05.
     crowded = widens(dtype, chip) or problem.out_dtype == "float32"
     crowded |= scattered and dtype == ("float8_e4m3fn" if major == 9 else "int8")
     crowded |= dtype == "int8" and chip.capability == B200.capability
-    # Compiled for 10.0 and 10.3, bfloat16 pixels at addresses of their own spill with this tile.
+    # On 10.0 and 10.3 this config spills if every byte of bfloat16 pixels needs its own address.
     spilling = HOPPER[2] if scattered and major == 10 and dtype == "bfloat16" else None
     if problem.N % ADDRESS_GROUP or (from_images and crowded):
         available = 1
@@ -171,31 +176,33 @@ def fitting_configs(problem: Problem, chip: Chip, vector: int | None = None) -> 
 
 
 def choose_config(problem: Problem, chip: Chip, vector: int | None = None) -> TritonConfig:
-    """The config with the smallest estimated time.
+    """Chooses the config with the smallest estimated time.
 
     Args:
       problem: shapes and dtypes.
       chip: the GPU.
-      vector: bytes of pixels that a thread loads at once; None for patches.
+      vector: number of bytes of pixels that a thread loads at once; None for patches.
     """
     found = fitting_configs(problem, chip, vector)
     return min(found, key=lambda config: config.cycles(problem, chip, vector is not None))
 
 
 def missing() -> str | None:
-    """Which of Triton and jax-triton is not installed, in words; None if both are."""
+    """Says which of Triton and jax-triton is not installed; returns None if both are."""
     absent = [name for name in ("triton", "jax_triton") if not importlib.util.find_spec(name)]
     if not absent:
         return None
     names = " and ".join(name.replace("_", "-") for name in absent)
-    return f"{names} not installed: pip install 'pallas_patch_embed[triton]'."
+    verb = "is" if len(absent) == 1 else "are"
+    return f"{names} {verb} not installed: pip install 'pallas_patch_embed[triton]'."
 
 
 def plan(problem: Problem, target: Target, *, config: TritonConfig | None = None) -> Plan:
-    """How this kernel computes a problem; N may be any number.
+    """Plans a problem with this kernel. N may be any number.
 
-    It cuts uint8 images into patches itself, if the problem has a `layout`. A program that may
-    run anywhere is compiled for the GPU of this process, or for the oldest that the kernel serves.
+    The kernel cuts uint8 images into patches itself if the problem has a `layout`. If the chip is
+    not known, the program is compiled for the GPU of this process, or for the oldest GPU that the
+    kernel serves if this process has none.
 
     Args:
       problem: shapes and dtypes.
@@ -213,7 +220,7 @@ def plan(problem: Problem, target: Target, *, config: TritonConfig | None = None
 
 
 def candidates(problem: Problem, target: Target) -> list[TritonConfig]:
-    """The configs whose registers suffice, the fastest by estimate first."""
+    """Returns the configs that have enough registers, in order of their estimated times."""
     chip = _checked(problem, target)
     vector = None if problem.images is None else image_layout(problem).VECTOR
     found = fitting_configs(problem, chip, vector)
@@ -221,28 +228,34 @@ def candidates(problem: Problem, target: Target) -> list[TritonConfig]:
 
 
 def config_of(fields: Mapping[str, Any]) -> TritonConfig:
-    """The config with these fields, one of those that compile without spills."""
+    """Returns the config with these fields.
+
+    Raises:
+      ValueError: it is not one of AMPERE and HOPPER, which compile without spills.
+    """
     config = tiles.config_of(TritonConfig, fields)
     if config not in AMPERE + HOPPER:
-        raise ValueError(f"the kernel has no {config}.")
+        raise ValueError(f"the kernel has no config {config}.")
     return config
 
 
 def _checked(problem: Problem, target: Target) -> Chip:
-    """The chip that the kernel is compiled for, after all checks that need no config."""
+    """Makes all checks that need no config; returns the chip for which the kernel is compiled."""
     chip = target.chip or (None if target.known else OLDEST_CHIP)
     if chip is None or chip.capability < OLDEST_CHIP.capability:
-        raise NotImplementedError(f"it needs compute capability 8.0 or newer; this is {target}.")
+        raise NotImplementedError(
+            f"it needs compute capability 8.0 or newer; the target is {target}."
+        )
     if reason := missing():
         raise NotImplementedError(reason)
     tiles.check_operands(problem)
     if problem.rows > MAX_ROWS:
-        raise NotImplementedError(f"there are {problem.rows} patches, expected at most {MAX_ROWS}.")
+        raise NotImplementedError(f"the call has {problem.rows} rows, expected at most {MAX_ROWS}.")
     return chip
 
 
 class ImageLayout(NamedTuple):
-    """How patches lie in images: arguments of the kernel, which kernel.py describes."""
+    """Position of patches in images, as arguments of the kernel; kernel.py describes them."""
 
     PATCHES: int
     PATCHES_PER_LINE: int
@@ -253,12 +266,12 @@ class ImageLayout(NamedTuple):
     VECTOR: int
 
 
-# Without images the kernel reads none of these, but each needs a value.
+# Values of these arguments for patches. The kernel does not read them, but each needs a value.
 NO_IMAGES = ImageLayout(*[1] * 7)
 
 
 def image_layout(problem: Problem) -> ImageLayout:
-    """The layout of the problem's images."""
+    """Computes the layout of the problem's images."""
     patch_size, (H, W, channels) = problem.layout.patch_size, problem.images[-3:]
     line_bytes, patch_line_bytes = W * channels, patch_size * channels
     return ImageLayout(
@@ -282,8 +295,8 @@ def _launch(
     """Calls the kernel for a problem.
 
     Args:
-      problem: a checked one.
-      chip: the GPU that the kernel is compiled for.
+      problem: shapes and dtypes, already checked.
+      chip: the GPU for which the kernel is compiled.
       config: tile sizes and pipeline depth.
       layout: `image_layout` of the problem; None for patches.
       operands: patches or images, weight, scale, table.
@@ -299,7 +312,8 @@ def _launch(
     K = K_PADDED if layout is None else layout.PATCH_LINES * layout.PATCH_LINE_BYTES
 
     def compute(source, weight, scale, table):
-        # The tiles of a segment lie alike in their images, also if all images add the same row.
+        # With images, all tiles of a segment must begin with the same patch of an image, even if
+        # all patches add the same row.
         segments = grid.schedule(period if period > 1 or layout is None else layout.PATCHES)
         major, minor = chip.capability
         return _call()(
@@ -333,7 +347,10 @@ def _launch(
 
 @functools.cache
 def _call():
-    """jax-triton's call of the kernel. 0.3 and 0.4 have different names for the output's shape."""
+    """Returns a function that calls the kernel with jax-triton 0.3 or 0.4.
+
+    The two versions have different names for the argument that gives the output's shape.
+    """
     jax_triton = importlib.import_module("jax_triton")
     kernel = importlib.import_module(f"{__name__}.kernel").patch_embed
     parameters = inspect.signature(jax_triton.triton_call).parameters

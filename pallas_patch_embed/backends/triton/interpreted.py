@@ -1,4 +1,4 @@
-"""The Triton kernel in Triton's interpreter: its own source, executed with numpy on a CPU."""
+"""Runs the Triton kernel in Triton's interpreter, which executes it with numpy on a CPU."""
 
 import importlib.util
 from pathlib import Path
@@ -12,12 +12,12 @@ from triton.runtime import interpreter
 
 from pallas_patch_embed.backends import triton as backend
 
-# Types whose numbers the interpreter stores as bits.
+# Types whose numbers the interpreter stores as integers with the same bits.
 STORED_AS_BITS = {tl.bfloat16: jnp.bfloat16, tl.float8e4nv: jnp.float8_e4m3fn}
 
 
 class Buffer:
-    """An array with canaries on both sides; the interpreter gets its address."""
+    """A copy of an array with canaries on both sides. The interpreter gets the copy's address."""
 
     GUARD = 256
 
@@ -27,15 +27,15 @@ class Buffer:
         self.inside = self.bytes[self.GUARD : self.GUARD + content.size]
         self.inside[:] = content
         self.like = array
-        # The interpreter reads the attributes of a torch tensor.
+        # The interpreter reads this attribute, as of a torch tensor.
         self.dtype = dtype or backend.TYPES[array.dtype.name]
 
     def data_ptr(self) -> int:
-        """The address of its first byte."""
+        """Returns the address of the first byte."""
         return self.inside.ctypes.data
 
     def array(self) -> np.ndarray:
-        """The content; fails if the canaries have changed."""
+        """Returns the contents after an assertion that the canaries have not changed."""
         guards = np.concatenate([self.bytes[: self.GUARD], self.bytes[-self.GUARD :]])
         assert (guards == 0xA5).all()
         return self.inside.view(self.like.dtype).reshape(self.like.shape)
@@ -55,26 +55,35 @@ def _numbers(data, dtype):
 
 
 def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """Sums in float64; Triton's interpreter multiplies float8 as float16, bfloat16 as its bits."""
+    """Multiplies matrices in float64.
+
+    Triton's interpreter would multiply float8 as float16, and bfloat16 as integers with its bits.
+    """
     a, b = (_numbers(x.data, x.dtype).astype(np.float64) for x in (a, b))
     return interpreter.TensorHandle((a @ b + d.data).astype(d.data.dtype), d.dtype.scalar)
 
 
 def _fma(self, x, y, z):
-    """Rounded once, as on a GPU; Triton 3.6's interpreter also rounds the product."""
+    """Multiplies and adds with one rounding, as on a GPU.
+
+    The interpreter of Triton 3.6 would also round the product.
+    """
     exact = x.data.astype(np.float64) * y.data + z.data
     return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
 
 def _convert(data, dtype, to, rounding_mode):
-    """Rounded to nearest, ties to even, as on a GPU; Triton's interpreter truncates."""
+    """Converts with rounding to nearest, ties to even, as on a GPU.
+
+    Triton's interpreter would truncate.
+    """
     with np.errstate(invalid="ignore"):
         target = STORED_AS_BITS.get(to) or interpreter._get_np_dtype(to)
         return _numbers(data, dtype).astype(target)
 
 
 def load_kernel():
-    """The kernel's module, whose functions are interpreted."""
+    """Loads the kernel's module with functions that are interpreted."""
     path = Path(backend.__file__).with_name("kernel.py")
     spec = importlib.util.spec_from_file_location("interpreted_kernel", path)
     module = importlib.util.module_from_spec(spec)
@@ -87,7 +96,7 @@ def load_kernel():
 
 
 def call(*operands, out, grid, num_warps, num_stages, compute_capability, **arguments):
-    """Takes the place of the backend's `_call()`, which calls jax-triton."""
+    """Calls the interpreted kernel, in place of the function that the backend's `_call` returns."""
     del num_warps, num_stages, compute_capability
     kernel = load_kernel().patch_embed
     buffers = [Buffer(np.asarray(x)) for x in operands]

@@ -1,4 +1,4 @@
-"""The Triton kernel: patches, or patches that it cuts out of images, times the weight.
+"""The Triton kernel, which multiplies patches, or patches that it cuts from images, by the weight.
 
 Each program computes TILE_N columns of y for its worker's segments of row tiles (schedule.py):
 
@@ -13,13 +13,13 @@ Names in capital letters are compile-time constants.
 import triton
 import triton.language as tl
 
-# A float16 number made of float8_e4m3fn's bits has an exponent that is too small by 8.
+# A float16 number that is made from the bits of a float8_e4m3fn number is too small by this factor.
 FLOAT16_FROM_FLOAT8 = tl.constexpr(2.0**-8)
 
 
 @triton.jit
 def float8_to_float16(x):
-    """Bytes of float8_e4m3fn numbers as float16 numbers, times 2^-8: exact for all 256 bytes."""
+    """Converts bytes of float8_e4m3fn numbers to float16 numbers times 2^-8, exactly."""
     bits = x.to(tl.uint16)
     nan = (bits & 0x7F) == 0x7F
     wide = ((bits & 0x80) << 8) | tl.where(nan, 0x7E00, (bits & 0x7F) << 7).to(tl.uint16)
@@ -28,7 +28,7 @@ def float8_to_float16(x):
 
 @triton.jit
 def uint8_to_biased_float32(pixels):
-    """2^23 + pixel in float32: the byte becomes the end of the fraction, one instruction each."""
+    """Returns 2^23 + pixel in float32; one instruction per pixel puts it into the fraction."""
     return tl.inline_asm_elementwise(
         asm="""
         prmt.b32 $0, $4, 0x4B000000, 0x7440;
@@ -46,13 +46,13 @@ def uint8_to_biased_float32(pixels):
 
 @triton.jit
 def encode_pixels(pixels, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
-    """uint8 pixels in the encoding of patches.py; float8 as `float8_to_float16` if WIDEN.
+    """Encodes uint8 pixels as patches.py does; if WIDEN, float8 becomes float16 times 2^-8.
 
-    Equal to patches.py for each of the 256 pixel values, also where a compiler converts to float8
-    through float16 (Triton 3.6 for compute capability 8.9).
+    The result equals that of patches.py for each of the 256 pixel values, even if the compiler
+    converts to float8 through float16 (as Triton 3.6 does for compute capability 8.9).
     """
     if DTYPE == "float8_e4m3fn" and not WIDEN:
-        # Exact, as is the sum: 2/255 is 0x808081 * 2^-30.
+        # Product and sum are exact: 2/255 in float32 is 0x808081 * 2^-30.
         level = tl.fma(uint8_to_biased_float32(pixels), 2.0 / 255.0, -65794.0078125)
     else:
         level = tl.fma(pixels.to(tl.float32), 2.0 / 255.0, -1.0)
@@ -63,8 +63,8 @@ def encode_pixels(pixels, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
     elif not WIDEN:
         result = level.to(tl.float8e4nv)
     else:
-        # float8_e4m3fn has three fraction bits, and none below 2^-9: adding 1.5 * 2^20 times the
-        # number's power of two, and subtracting it, rounds to nearest, ties to even.
+        # float8_e4m3fn has three fraction bits, and no bits below 2^-9. Adding and subtracting
+        # 1.5 * 2^20 times the number's power of two rounds to nearest, ties to even.
         exponent = tl.abs(level).to(tl.int32, bitcast=True) >> 23
         rounder = (tl.maximum(exponent, 121) + 20 << 23 | 0x400000).to(tl.float32, bitcast=True)
         result = ((level + rounder - rounder) * FLOAT16_FROM_FLOAT8).to(tl.float16)
@@ -73,7 +73,7 @@ def encode_pixels(pixels, DTYPE: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def load_masked(pointers, inside, WHOLE: tl.constexpr):
-    """The values where `inside`, zeros elsewhere. WHOLE: everything is inside."""
+    """Loads values where `inside` is true, and zeros elsewhere. WHOLE means that all are inside."""
     if WHOLE:
         values = tl.load(pointers)
     else:
@@ -85,7 +85,7 @@ def load_masked(pointers, inside, WHOLE: tl.constexpr):
 def next_pixels(
     line, byte, TILE_K: tl.constexpr, PATCH_LINE_BYTES: tl.constexpr, LINE_BYTES: tl.constexpr
 ):
-    """Advances (offset of a patch's line, byte in that line) by TILE_K bytes, without division."""
+    """Advances (offset of a patch's line, byte in that line) by TILE_K bytes without division."""
     byte += TILE_K % PATCH_LINE_BYTES
     next_line = byte >= PATCH_LINE_BYTES
     byte = tl.where(next_line, byte - PATCH_LINE_BYTES, byte)
@@ -95,7 +95,7 @@ def next_pixels(
 
 @triton.jit
 def split_columns(x, PARTS: tl.constexpr):
-    """The columns in PARTS equal parts, a power of two."""
+    """Splits the columns into PARTS equal parts; PARTS is a power of two."""
     if PARTS == 1:
         parts = (x,)
     else:
@@ -106,7 +106,7 @@ def split_columns(x, PARTS: tl.constexpr):
 
 @triton.jit
 def load_table(table, rows, n, N: tl.constexpr, TILE_N: tl.constexpr, HAS_TABLE: tl.constexpr):
-    """The table at these rows and columns n; without a table its single row of offsets."""
+    """Loads the table at these rows and columns n, or the offsets at n if there is no table."""
     if HAS_TABLE:
         pointers = table + rows[:, None] * N + n[None, :]
         values = load_masked(pointers, (n < N)[None, :], N % TILE_N == 0)
@@ -133,20 +133,20 @@ def store_tile(
     HAS_TABLE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """y = sums * scale + table, rounded once, for the rows below M and the columns below N.
+    """Stores y = sums * scale + table, rounded once, for rows below M and columns below N.
 
-    A part of the columns at a time, so that registers suffice. The scale and the table of the next
-    part are loaded while one part is stored.
+    It stores one part of the columns at a time, to save registers. The scale and the table of the
+    next part are loaded while one part is stored.
     """
     PART: tl.constexpr = TILE_N // PARTS
     m = first_row + in_tile
-    # Converted before they are split: int32 parts take more registers.
+    # The sums are converted before they are split, because int32 parts take more registers.
     parts = split_columns(sums.to(tl.float32), PARTS)
     n = first_column + in_part
     next_scale = load_masked(scale + n, n < N, N % TILE_N == 0)
     next_table = load_table(table, table_rows, n, N, TILE_N, HAS_TABLE)
     for i in tl.static_range(PARTS):
-        # Both factors of a widened product are times 2^-8.
+        # With WIDEN both factors of each product are too small by 2^-8.
         factor = next_scale * 65536.0 if WIDEN else next_scale
         addend = next_table
         if i + 1 < PARTS:
@@ -191,22 +191,25 @@ def patch_embed(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y[m, n] = (sum_k patch[m, k] * weight[n, k]) * scale[n] + table[m % PERIOD, n], rounded once.
+    """Computes y, rounded once:
 
-    `source` is patches [M, K_PADDED]. If IMAGES it is uint8 images instead, of IMAGE_BYTES each in
-    lines of LINE_BYTES. An image has PATCHES patches, PATCHES_PER_LINE side by side; a patch has
-    PATCH_LINES lines of PATCH_LINE_BYTES. VECTOR divides the distances of lines and of patches.
+    y[m, n] = (sum_k patch[m, k] * weight[n, k]) * scale[n] + table[m % PERIOD, n]
 
-    Reads nothing outside its operands. Rows from M on repeat others, columns from N on are zeros,
-    and neither is stored.
+    `source` is patches [M, K_PADDED] or, if IMAGES, uint8 images of IMAGE_BYTES bytes each, with
+    lines of LINE_BYTES bytes. An image has PATCHES patches, PATCHES_PER_LINE side by side. A patch
+    has PATCH_LINES lines of PATCH_LINE_BYTES bytes. The offsets of lines and of patches in bytes
+    are multiples of VECTOR.
+
+    The kernel reads nothing outside its operands. For rows of a tile beyond M it reads other rows,
+    for columns beyond N it uses zeros, and it stores neither.
     """
     SLICES: tl.constexpr = (N + TILE_N - 1) // TILE_N
     STEPS: tl.constexpr = (K + TILE_K - 1) // TILE_K
     WHOLE: tl.constexpr = N % TILE_N == 0 and K % TILE_K == 0
-    # Offsets of rows are multiples of UNIT elements. So the compiler knows that they are aligned,
-    # and uses wide loads.
+    # Offsets of rows are computed in units of UNIT elements. So the compiler knows that they are
+    # aligned, and uses wide loads.
     UNIT: tl.constexpr = VECTOR if IMAGES else K_PADDED
-    # Elements, or bytes of images, from the beginning of a tile to its end.
+    # Upper bound of the distance between two rows of a tile, in elements or in bytes of images.
     SPAN: tl.constexpr = (TILE_M // PATCHES + 2) * IMAGE_BYTES if IMAGES else TILE_M * K_PADDED
     OFFSET: tl.constexpr = tl.int32 if SPAN < 2**31 else tl.int64
     worker = tl.program_id(0) // SLICES
@@ -220,15 +223,15 @@ def patch_embed(
     # Element k of a patch in an image is `byte` of the line that begins at `line`.
     first_line, first_byte = in_step // PATCH_LINE_BYTES * LINE_BYTES, in_step % PATCH_LINE_BYTES
 
-    # `while`, not `for`: Triton flattens two nested `for` loops, not three.
+    # This is a `while` loop because Triton flattens two nested `for` loops, but not three.
     s = 0
     while s < SEGMENTS:
         segment = segments + (worker * SEGMENTS + s) * 4
         first_tile, tiles = tl.load(segment), tl.load(segment + 1)
         stride, table_row = tl.load(segment + 2), tl.load(segment + 3)
         table_rows = ((table_row + in_tile) % PERIOD).to(tl.int64)
-        # A segment's tiles begin with the same patch of different images. So a row's offset from
-        # the tile's first row, or first image, is the same in all of them.
+        # All tiles of a segment begin with the same patch of an image. So a row's offset from the
+        # first row (or first image) of its tile is the same in all tiles of the segment.
         if IMAGES:
             origin = first_tile * TILE_M // PATCHES
             origin_stride = stride * TILE_M // PATCHES
@@ -241,14 +244,15 @@ def patch_embed(
             origin, origin_stride = first_tile * TILE_M, stride * TILE_M
             offsets = in_tile.to(OFFSET)
         line, byte = first_line, first_byte
-        # Flattened, the two loops load the next tile while one is stored. With float products of
-        # encoded pixels each product would then wait for the one before (Triton 3.6).
+        # If the two loops are flattened, the next tile is loaded while one is stored. They are not
+        # flattened for images in float dtypes, because then each product would wait for the
+        # previous one (Triton 3.6).
         for t in tl.range(0, tiles, flatten=DTYPE == "int8" or not IMAGES):
             sums = zeros
             for k in tl.range(0, STEPS, num_stages=STAGES):
                 row_offsets = offsets
                 if M % TILE_M > 0:
-                    # Rows from M on read the beginning of the tile's first image or row.
+                    # For rows beyond M the first image or row of the tile is read.
                     m = (first_tile + t * stride) * TILE_M + in_tile
                     row_offsets = tl.where(m < M, row_offsets, 0)
                 row_offsets = row_offsets[:, None] * UNIT
@@ -258,7 +262,7 @@ def patch_embed(
                 if IMAGES:
                     line = tl.where(k == 0, first_line, line)
                     byte = tl.where(k == 0, first_byte, byte)
-                    # Elements from K on read the patch's first pixel; their weight is zero.
+                    # For elements beyond K the patch's first pixel is read; their weight is zero.
                     in_patch = line + byte
                     if K % TILE_K > 0:
                         in_patch = tl.where(step < K, in_patch, 0)
