@@ -1,4 +1,4 @@
-"""A clock that tests control."""
+"""A clock that a test controls."""
 
 
 class Clock:

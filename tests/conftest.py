@@ -1,8 +1,9 @@
-"""The tests run on eight virtual CPU devices, those marked `gpu` on a GPU if JAX can use one.
+"""Settings and fixtures of all tests.
 
-The short suite leaves out those marked `slow`, `codegen`, `cluster` and `exhaustive`; `make
-test-all` leaves out the latter alone, and `pytest -m ""` none.
-JAX_PLATFORMS=cuda runs all of them on the GPU.
+The tests run on eight virtual CPU devices; those marked `gpu` run on a GPU if JAX can use one. The
+short suite leaves out tests marked `slow`, `codegen`, `cluster`, `frameworks` or `exhaustive`.
+`make test-all` leaves out only the exhaustive ones, and `pytest -m ""` leaves out none.
+JAX_PLATFORMS=cuda runs all tests on the GPU.
 """
 
 import collections
@@ -20,14 +21,17 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 GPU = shutil.which("nvidia-smi") and any(map(importlib.util.find_spec, PLUGINS))
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if GPU else "cpu")
-# Processes share the GPU. Each reserves its memory in one piece: tests of guards need that.
+# Test processes share the GPU. Each reserves its memory as one block, as tests of guards need.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.4 / PROCESSES:.3f}")
 
 
 @pytest.fixture
 def command_line(capsys):
-    """Runs a command line in this process; returns its exit code and what it wrote to stderr."""
+    """Returns a function that runs a command line in this process.
+
+    The function returns the exit code and the text on standard error.
+    """
 
     def run(*arguments):
         from pallas_patch_embed import cli
@@ -41,13 +45,13 @@ def command_line(capsys):
     return run
 
 
-# Compilers for GPUs, and what they compiled. A test that uses one of these fixtures is marked
-# `codegen`, and is skipped if it is missing.
+# Compilers for GPUs and their output. A test that uses one of these fixtures is marked `codegen`,
+# and is skipped if the compiler or its output is missing.
 
 
 @pytest.fixture(scope="session")
 def nvcc():
-    """The nvcc that compiles the kernels of ffi/."""
+    """Returns the path of the nvcc that compiles the kernels of ffi/."""
     from pallas_patch_embed.backends import cuda_build
 
     path, reason = cuda_build.find_nvcc()
@@ -58,7 +62,7 @@ def nvcc():
 
 @pytest.fixture(scope="session")
 def compilers():
-    """XLA's and NVIDIA's compilers, from pip's packages."""
+    """Requires the compilers of XLA and NVIDIA, from pip's packages."""
     from benchmarks.machine_code import cuda_root
 
     if cuda_root() is None:
@@ -67,7 +71,7 @@ def compilers():
 
 @pytest.fixture(scope="session")
 def cuda_library():
-    """The built library of ffi/."""
+    """Requires the built library of ffi/."""
     from pallas_patch_embed.backends import cuda
 
     if reason := cuda.missing():
@@ -85,9 +89,9 @@ def all_built(cuda_library, monkeypatch):
 
 @pytest.fixture(scope="session")
 def triton_package():
-    """Triton, from the extra codegen."""
+    """Requires Triton, which the extra codegen installs."""
     if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is missing: the extra codegen has it")
+        pytest.skip("triton is missing: the extra codegen installs it")
 
 
 CODEGEN = {"nvcc", "compilers", "cuda_library", "triton_package"}
@@ -96,7 +100,7 @@ LEFT_OUT = pytest.StashKey[collections.Counter]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the tests of code generation; refuses a test that takes long without a reason."""
+    """Marks the tests of code generation; refuses a marker for long tests that has no reason."""
     config.stash[LEFT_OUT] = collections.Counter()
     for item in items:
         if CODEGEN & set(item.fixturenames):
@@ -115,20 +119,20 @@ def pytest_deselected(items):
 
 
 def pytest_sessionfinish(session):
-    """Sends the count from a process of pytest-xdist to the one that prints it."""
+    """Sends the count from a worker process of pytest-xdist to the controller, which prints it."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Takes the count of any process, as all leave out the same tests."""
+    """Takes the count of any worker, because all workers leave out the same tests."""
     if found := getattr(node, "workeroutput", {}).get("left_out"):
         node.config.stash[LEFT_OUT] = collections.Counter(found)
 
 
 def pytest_collection_finish(session):
-    """Makes garbage collection rarer, without imported objects: the emulator allocates a lot."""
+    """Makes garbage collection cheaper and rarer, because the emulator allocates many objects."""
     gc.freeze()
     gc.set_threshold(100_000)
 
@@ -141,7 +145,7 @@ def pytest_terminal_summary(terminalreporter, config):
     if codegen := left_out.get("codegen"):
         terminalreporter.write_line(
             f"{codegen} tests that compile for GPUs were left out: `make test-all` runs those for "
-            "which the extra `codegen`, nvcc or the library of `make ffi` is here."
+            "which the extra `codegen`, nvcc or the library of `make ffi` is available."
         )
     if cluster := left_out.get("cluster"):
         terminalreporter.write_line(

@@ -1,4 +1,4 @@
-"""What a child process imports while the keyboard's signal reaches it."""
+"""A module that sends SIGINT to the child process that imports it."""
 
 import multiprocessing
 import os
@@ -9,4 +9,4 @@ if multiprocessing.current_process().name != "MainProcess":
 
 
 def goes_on(send):
-    send("it goes on")
+    send("still running")

@@ -1,4 +1,4 @@
-"""What processes that decode open in the tests; it imports nothing that takes long."""
+"""Stand-ins for pictures that decoding processes open; this module is fast to import."""
 
 import os
 import signal
@@ -15,10 +15,10 @@ def say_whether_jax_is_there():
 
 
 def send_itself(*numbers):
-    """Signals that a shell sends to a whole group."""
+    """Sends signals to this process, as a shell does to a whole process group."""
     for number in numbers:
         os.kill(os.getpid(), number)
-    raise OSError("it goes on")
+    raise OSError("still running")
 
 
 def wait():
@@ -27,7 +27,7 @@ def wait():
 
 
 class NoProcess:
-    """A preprocessing that another process cannot receive."""
+    """A preprocessing that ends the process that unpickles it."""
 
     def __reduce__(self):
         return sys.exit, (7,)

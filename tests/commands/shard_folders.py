@@ -1,4 +1,4 @@
-"""Pictures to embed, runs of `embed`, and what a folder of shards holds."""
+"""Makes pictures, runs `embed` and reads folders of shards."""
 
 import io
 import sys
@@ -18,7 +18,7 @@ COMMAND = [sys.executable, "-m", "pallas_patch_embed", "embed"]
 
 
 def encoded(i, format="PNG"):
-    """A picture of one colour, different for each number."""
+    """Encodes a picture of one colour, which is different for each number."""
     file = io.BytesIO()
     Image.new("RGB", (8, 6), (i % 256, i // 256 % 256, 77)).save(file, format)
     return file.getvalue()
@@ -30,7 +30,7 @@ def run(arguments, out, **options):
 
 
 def shards(out, part="embeddings"):
-    """The columns of all shards, as lists."""
+    """Reads the columns of all shards, as lists."""
     fs, root = fsspec.url_to_fs(str(out))
     fs.invalidate_cache()
     tables = []
@@ -41,14 +41,14 @@ def shards(out, part="embeddings"):
 
 
 def by_id(out):
-    """id -> embedding; every id is there once."""
+    """Maps ids to embeddings; asserts that every id occurs once."""
     columns = shards(out) or {"id": [], "embedding": []}
     assert len(set(columns["id"])) == len(columns["id"])
     return dict(zip(columns["id"], np.array(columns["embedding"], np.float32)))
 
 
 def expected(ids_and_pictures, batch=4):
-    """id -> embedding, computed by the two public classes on all pictures at once."""
+    """Maps ids to embeddings that the two public classes compute for all pictures at once."""
     embed = Embedder(checkpoint(MODEL), batch=batch)
     ids, contents = zip(*ids_and_pictures)
     result = embed(Decoder(embed.preprocessing)({"id": ids, "content": contents}))

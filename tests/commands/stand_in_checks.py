@@ -1,4 +1,4 @@
-"""Stand-ins for what `check`'s child process does. They are quick to import: no JAX."""
+"""Stand-ins for the work of `check`'s child process. They are fast to import, without JAX."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ ABOUT = {
 
 
 def launch(what, launch):
-    """Counts of a launch, if it ends."""
+    """Returns the counts of a launch, unless it hangs or crashes."""
     if what == "hangs" and launch == 2:
         threading.Event().wait()
     if what == "crashes" and launch == 2:
@@ -29,7 +29,7 @@ def launch(what, launch):
 
 
 def cases(names, send, done):
-    """Sends the messages of cases that are right, wrong, hang or crash, as their names say."""
+    """Sends the messages of cases; a case is right or wrong, hangs or crashes, as its name says."""
     send(Listed(ABOUT, tuple(f"stand-in: {name}" for name in names)))
     for case, name in enumerate(names):
         if case in done:
@@ -42,7 +42,7 @@ def cases(names, send, done):
 
 
 def work(*names):
-    """What a child process does: these cases."""
+    """Returns the work of a child process that runs these cases."""
     return functools.partial(cases, names)
 
 

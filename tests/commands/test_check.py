@@ -1,4 +1,4 @@
-"""`pallas-patch-embed check`: what it compares, and how it goes on after a hang or a crash."""
+"""`pallas-patch-embed check`: its comparisons, and how it continues after a hang or a crash."""
 
 import argparse
 import ctypes
@@ -47,13 +47,13 @@ right = functools.partial(xla.run, out_dtype="bfloat16")
 
 
 def found_in(run, runs=2, **options):
-    """What `compared` finds in some launches for SMALL."""
+    """Sums the counts of `compared` over some launches for SMALL."""
     options = {"seed": 1, "devices": jax.devices()[:1], **options}
     return functools.reduce(Counts.plus, itertools.islice(compared(run, SMALL, **options), runs))
 
 
 def with_bits(y, change):
-    """y with other bits in element [1, 4, 2] or [1, 4, 3]."""
+    """Returns y with its bits changed by `change`."""
     bits = lax.bitcast_convert_type(y, jnp.uint16)
     return lax.bitcast_convert_type(change(bits), y.dtype)
 
@@ -102,7 +102,7 @@ def test_a_fused_multiply_add_may_only_move_columns_whose_scale_is_no_power_of_t
     def off_by_one(*operands):
         return with_bits(right(*operands), lambda bits: bits.at[1, 4, column].add(1))
 
-    # XLA may fuse the multiply-add, which moves elements too; these are subtracted.
+    # XLA may fuse the multiply-add, which also moves elements. These are subtracted.
     own = found_in(right).moved
     found = found_in(off_by_one)
     assert found.wrong == wrong and abs(found.moved - own - moved) <= 1
@@ -124,7 +124,8 @@ def test_bytes_that_a_kernel_writes_outside_of_its_result_are_counted(buffer):
         return array
 
     def write(y):
-        # The bytes behind the buffer are not zero: they are guards or operands.
+        # The byte that is overwritten differs from 0x3C before: it is part of a guard or an
+        # operand.
         ctypes.memset(addresses[buffer] + 2, 0x3C, 1)
         return y
 
@@ -134,14 +135,14 @@ def test_bytes_that_a_kernel_writes_outside_of_its_result_are_counted(buffer):
 
     found = found_in(spills, allocate=allocate)
     assert len(addresses) == 11
-    # Buffer 9 is the result, which the callback writes afterwards.
+    # Buffer 9 is the result, which is written after the callback.
     assert found.changed == (0 if buffer == 9 else 2) and found.wrong == 0
 
 
 class BestFit:
-    """A stand-in for XLA's allocator: the smallest free block that is large enough.
+    """A stand-in for XLA's allocator, which takes the smallest free block that is large enough.
 
-    It gives the whole block away if what is left would be small.
+    It allocates the whole block if the remainder would be small.
     """
 
     def __init__(self, *free):
@@ -169,7 +170,7 @@ GPU = types.SimpleNamespace(platform="gpu")
 
 
 def test_buffers_follow_each_other_although_the_allocator_prefers_small_blocks():
-    # The block of 400,000 bytes has space for more small arrays than are tried.
+    # The block of 400,000 bytes has room for more small arrays than `place` tries.
     needed = 256 * 4 + 400_128 + 2**27
     blocks = ((0, 300), (2**14, 9000), (2**19, 400_000), (2**20, 2**20), (2**30, needed))
     allocate = BestFit(*blocks, (2**31, 2**30))
@@ -240,11 +241,11 @@ def test_a_case_says_what_is_launched():
     assert case.problem.cut == "kernel" and case.problem.images == (3, 224, 224, 3)
 
 
-# The child process, with stand-ins for what it does and for the clock.
+# The child process, with stand-ins for its work and for the clock.
 
 
 def wait(connection, seconds, last):
-    """Waits without a clock; only the second launch of case 1 takes too long."""
+    """Waits without a clock; only the second launch of case 1 times out."""
     return last != Launches(1, 2) and connection.poll(None)
 
 
@@ -279,7 +280,7 @@ for message in supervised(stand_in_checks.work("hangs"), timeout=1, wait=wait):
 
 
 def test_a_child_that_hangs_ends_with_its_parent():
-    # The child has the same standard output, so this returns when both have ended.
+    # Parent and child share standard output, so this returns when both have ended.
     command = [sys.executable, "-c", KILLED_PARENT]
     result = subprocess.run(command, stdout=subprocess.PIPE, env=environment(), timeout=300)
     assert result.returncode == -signal.SIGKILL
@@ -413,11 +414,11 @@ def test_a_text_that_no_case_has_is_refused():
         command.run(parsed(), child=stand_in_checks.work(), wait=wait)
 
 
-# The child's work, in this process and on this CPU.
+# The child's work, run in this process on the CPU.
 
 
 def sent(**options):
-    """The messages of the child's work."""
+    """Collects the messages of the child's work."""
     messages = []
     work.run(work.Options(**options), messages.append, frozenset())
     return messages

@@ -1,6 +1,7 @@
-"""`embed --ray` on a cluster on this machine, of which parts are killed, and on S3's protocol.
+"""`embed --ray` on a local cluster whose nodes and processes are killed, and `embed` on S3.
 
-The extra `test-cluster` has what these tests need. S3 is moto's server on the loopback address.
+The extra `test-cluster` installs what these tests need. moto's server on the loopback address
+stands in for S3.
 """
 
 import os
@@ -31,12 +32,12 @@ from shard_folders import (
 from pallas_patch_embed.embed import Embedder, embedder, exclusive, folder, output, tables
 
 pytestmark = pytest.mark.cluster
-WAITS = 300  # Seconds after which a test gives up.
+WAITS = 300  # Seconds after which a wait times out.
 
 
 @pytest.fixture(scope="module")
 def s3():
-    """Starts a server that speaks S3's protocol; a file system on it with an empty bucket."""
+    """Starts a server with S3's protocol; yields a file system on it with an empty bucket."""
     reason = "the extra test-cluster is missing"
     server = pytest.importorskip("moto.server", reason=reason)
     s3fs = pytest.importorskip("s3fs", reason=reason)
@@ -55,7 +56,7 @@ def s3():
 
 @pytest.fixture(scope="module")
 def cluster(s3):
-    """A cluster whose head has no CPUs, so that nothing runs there. Its nodes know the server."""
+    """Starts a cluster whose head has no CPUs, so that no task runs there; its nodes use `s3`."""
     reason = "the extra test-cluster is missing"
     cluster_utils = pytest.importorskip("ray.cluster_utils", reason=reason)
     with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +69,7 @@ def cluster(s3):
 
 @pytest.fixture
 def nodes(cluster):
-    """Two nodes of two CPUs, by their id."""
+    """Adds two nodes of two CPUs each; yields them by their id."""
     nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
     yield {node.node_id: node for node in nodes}
     for node in nodes:
@@ -78,7 +79,7 @@ def nodes(cluster):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder of 150 pictures and one that is none."""
+    """Makes a folder of 150 pictures and one file that is not a picture."""
     photographs = tmp_path / "pictures"
     photographs.mkdir()
     for i in range(150):
@@ -87,8 +88,9 @@ def pictures(tmp_path):
     return photographs
 
 
-# The command line with small shards. The last unit's last picture is read once the file `go`
-# exists. The file `reader` names the process that waits for it, `embedder` the one that embeds.
+# The command line with small shards. The last picture of the last unit is read only when the file
+# `go` exists. The process that waits for it writes its id to the file `reader`, and the process
+# that embeds writes its id to `embedder`.
 DRIVER = """
 import dataclasses, os, sys, time
 from pathlib import Path
@@ -155,7 +157,7 @@ class Driver:
         )
 
     def wait(self, out):
-        """Waits until the last picture is waited for, and a shard is there."""
+        """Waits until only the last picture is missing and a shard has been written."""
         end = time.monotonic() + WAITS
         while not ((self.folder / "reader").exists() and any(out.glob("embeddings/*.parquet"))):
             if self.process.poll() is not None or time.monotonic() > end:
@@ -164,12 +166,12 @@ class Driver:
             time.sleep(0.1)
 
     def who(self, name):
-        """The node's id and the process of the "reader" or the "embedder"."""
+        """Returns the ids of node and process of the "reader" or the "embedder"."""
         node, process = (self.folder / name).read_text().split()
         return node, int(process)
 
     def go(self):
-        """Lets the last picture be read; returns what the command said."""
+        """Lets the last picture be read; returns the output of the command."""
         (self.folder / "go").touch()
         return self.process.communicate(timeout=WAITS)[0]
 
@@ -217,7 +219,7 @@ def test_a_driver_that_is_killed_goes_on(tmp_path, cluster, nodes, pictures):
 
 
 def test_pictures_of_one_small_file_are_spread(tmp_path, cluster, nodes):
-    """Decoding and embedding get blocks of a batch, whatever the number of units is."""
+    """Decoding and embedding process blocks of one batch, whatever the number of units is."""
     write_tar(tmp_path / "a.tar", {f"{i}.png": encoded(i) for i in range(50)})
     arguments = [sys.executable, "-c", PLAN, "embed", "--checkpoint", checkpoint(MODEL)]
     arguments += [tmp_path / "a.tar", "--out", tmp_path / "out", "--batch", "8"]
@@ -229,7 +231,7 @@ def test_pictures_of_one_small_file_are_spread(tmp_path, cluster, nodes):
     assert_same(by_id(tmp_path / "out"), expected(ids, batch=8))
 
 
-# The command line, which prints at last how many pictures each call of the decoder got.
+# The command line; at the end it prints the number of pictures in each call of the decoder.
 PLAN = """
 import os, sys, tempfile
 
@@ -262,7 +264,7 @@ def test_an_address_where_nothing_answers_is_refused_at_once(tmp_path, pictures)
 
 
 def test_the_example_of_the_docs_runs(tmp_path, cluster, nodes, s3):
-    """It runs as it is, except for the numbers of GPUs and actors and the checkpoint's name."""
+    """Only the numbers of GPUs and actors and the checkpoint's name are changed."""
     page = (Path(__file__).parents[2] / "docs" / "embed.md").read_text()
     (example,) = [block.code for block in pages.blocks(page) if "import ray" in block.code]
     assert len([line for line in example.splitlines() if line]) == 10
@@ -292,7 +294,7 @@ def put_tar(s3, tmp_path, name, members):
 
 
 def put_inputs(s3, tmp_path):
-    """Pictures of each kind of input; the arguments, and what is in them by id."""
+    """Writes pictures as each kind of input; returns the arguments, and the pictures by id."""
     s3.pipe_file("bucket/in/a/0.png", encoded(0))
     s3.pipe_file("bucket/in/a/b/1.jpg", encoded(1, "JPEG"))
     s3.pipe_file("bucket/in/a/notes.txt", b"none")
@@ -341,7 +343,7 @@ def test_one_run_at_a_time_has_the_lease_of_a_folder_on_S3(s3, monkeypatch):
     with exclusive.Lease(s3, path, url):
         with pytest.raises(exclusive.BusyError):
             exclusive.Lease(s3, path, url).__enter__()
-        # Two that find none, of which one is faster.
+        # Both runs find no lease, and one of them creates it first.
         monkeypatch.setattr(exclusive.Lease, "_holder", lambda self: None)
         with pytest.raises(OSError, match="pre-conditions"):
             exclusive.Lease(s3, path, url).__enter__()
@@ -350,7 +352,7 @@ def test_one_run_at_a_time_has_the_lease_of_a_folder_on_S3(s3, monkeypatch):
 
 
 def test_a_file_that_another_process_wrote_is_found_at_once(s3):
-    """s3fs keeps listings, in which it would not be."""
+    """s3fs caches listings, and a cached listing would not contain the file."""
     settings = output.Settings("", "", "", False, "float32")
     arguments = ("s3://bucket/found", settings, 4)
     with folder.Folder(*arguments, overwrite=False, retry=False) as taker:
@@ -365,7 +367,7 @@ def test_a_file_that_another_process_wrote_is_found_at_once(s3):
 
 
 def test_a_run_on_S3_that_was_killed_goes_on(tmp_path, s3):
-    """The next one waits until the lease is void."""
+    """The next run waits until the lease is void."""
     members = {f"k{i}.png": encoded(i) for i in range(60)}
     put_tar(s3, tmp_path, "bucket/killed.tar", members)
     arguments = ["embed", "--checkpoint", checkpoint(MODEL), "s3://bucket/killed.tar"]
@@ -380,7 +382,7 @@ def test_a_run_on_S3_that_was_killed_goes_on(tmp_path, s3):
     assert_same(by_id("s3://bucket/killed"), expected([(k[:-4], c) for k, c in members.items()]))
 
 
-# The command line with small shards and quick leases; it may kill itself after that many shards.
+# The command line with small shards and short leases; it kills itself after KILL shards.
 SMALL = """
 import os, signal, sys
 

@@ -1,4 +1,4 @@
-"""Pictures that are decoded in processes of their own."""
+"""Pictures are decoded in separate processes."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ FIXED, NAFLEX = "hf_siglip_p14_224", "hf_siglip2_naflex_p16"
 
 @pytest.fixture
 def in_processes(monkeypatch):
-    """Every picture is decoded in a process."""
+    """Makes every picture be decoded in a separate process."""
     monkeypatch.setattr(decoders, "DECODED_HERE", 0)
 
 
@@ -43,7 +43,7 @@ def preprocessing(name=FIXED):
 
 
 def decoded(opened, workers=2, budget=None, how=None):
-    """What the decoders make of each."""
+    """Returns each picture's image, or the reason why it has none."""
     with decoders.Decoders(how or preprocessing(), workers, budget or Budget()) as pool:
         return [future.result() for future in [pool.submit(open_) for open_ in opened]]
 
@@ -71,8 +71,8 @@ def test_a_process_makes_the_image_or_the_reason_that_this_one_makes(tmp_path, m
     assert here[-1] == "its cell is empty" and "no regular file" in here[-2]
 
 
-class Watched(Budget):
-    """Remembers what was asked for, and what all had then."""
+class RecordingBudget(Budget):
+    """Records each reservation, and the sum of all reservations at that time."""
 
     def __init__(self, limit):
         super().__init__(limit)
@@ -86,13 +86,13 @@ class Watched(Budget):
 
 
 def test_processes_decode_no_more_pixels_at_a_time_than_the_budget_has(in_processes):
-    """Pictures within a process's share, above it, and above the budget, which are alone."""
-    budget = Watched(4000)
+    """Pictures are within a process's share, above it, and above the budget: those run alone."""
+    budget = RecordingBudget(4000)
     sides = [40, 60, 100, 40, 62, 30, 101, 40]
     opened = [functools.partial(io.BytesIO, encoded(side, side)) for side in sides]
     images = decoded(opened, budget=budget)
     assert not any(isinstance(image, str) for image in images)
-    # 2000 pixels are each process's share; for a larger picture it asks.
+    # Each process has a share of 2000 pixels, and reserves more for a larger picture.
     larger = [side**2 for side in sides if side**2 > 2000]
     assert sorted(asked for asked, _ in budget.asked) == sorted([2000] * len(sides) + larger)
     assert all(held <= budget.limit or held == asked for asked, held in budget.asked)
@@ -121,7 +121,7 @@ def test_a_process_does_not_import_jax(in_processes):
 
 def test_signals_to_the_group_are_left_to_the_parent(in_processes):
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    assert decoded([functools.partial(opened_pictures.send_itself, *numbers)]) == ["it goes on"]
+    assert decoded([functools.partial(opened_pictures.send_itself, *numbers)]) == ["still running"]
 
 
 @pytest.mark.parametrize("workers, pictures", [(1, 8), (2, 5)])
@@ -150,7 +150,7 @@ def test_processes_end_with_a_parent_that_is_killed():
     ) as parent:
         assert parent.stdout.readline() == "waits\n"
         parent.kill()
-        # The process has the same standard output, so this returns when both have ended.
+        # Parent and child share standard output, so this returns when both have ended.
         assert parent.stdout.read() == ""
 
 

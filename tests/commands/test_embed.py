@@ -30,13 +30,14 @@ FIXED, BIG_VISION, NAFLEX = "hf_siglip_p14_224", "bv_vit_p16_224", "bv_naflex_p1
 COMMAND = [sys.executable, "-m", "pallas_patch_embed", "embed"]
 
 
-# Two ulps of embeddings up to 4, which a program for another batch size may round differently.
+# Two ulps of bfloat16 for embeddings up to 4. Programs for different batch sizes may round
+# differently by as much.
 BFLOAT16 = 2.0**-5
 
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder with pictures of many formats and modes, and files that are none."""
+    """Makes a folder with pictures of many formats and modes, and files that are not pictures."""
     folder = tmp_path / "pictures"
     (folder / "more").mkdir(parents=True)
     coffee = Image.open(PHOTOS / "coffee.png").convert("RGB").crop((0, 0, 300, 200))
@@ -94,7 +95,7 @@ def test_a_folder_may_have_pictures_of_all_formats(tmp_path, pictures):
     images = np.stack([resized(pictures / name, 224, 224) for name in names])
     wanted = np.asarray(encoder(images).pooler_output, np.float32)
     np.testing.assert_allclose(embeddings[:6], wanted, atol=BFLOAT16)
-    # 16 bits are the same picture as 8; a rotated picture with its EXIF tag is upright.
+    # The picture of 16 bits equals that of 8 bits. The EXIF tag turns the rotated picture upright.
     np.testing.assert_array_equal(embeddings[6], embeddings[5])
     np.testing.assert_array_equal(embeddings[7], embeddings[0])
 
@@ -104,14 +105,14 @@ def test_a_folder_may_have_pictures_of_all_formats(tmp_path, pictures):
     keep(
         itertools.product((BIG_VISION, NAFLEX), (1, 5, 64)),
         lambda case: case[1] == 5,
-        "two programs of an encoder each",
+        "compiles an encoder twice for each case",
     ),
 )
 def test_the_batch_size_does_not_change_the_embeddings(tmp_path, pictures, name, batch):
     _, embeddings, paths = run(tmp_path, pictures, name=name)
     _, others, same = run(tmp_path, pictures, name=name, batch=batch)
     assert same == paths
-    # Grey and coloured pictures, a.png and f.bmp, are farther apart than that.
+    # The embeddings of a coloured and a grey picture, a.png and f.bmp, differ by more.
     assert np.abs(embeddings[0] - embeddings[5]).max() > 2 * BFLOAT16
     np.testing.assert_allclose(others, embeddings, atol=BFLOAT16)
 
@@ -119,7 +120,7 @@ def test_the_batch_size_does_not_change_the_embeddings(tmp_path, pictures, name,
 def test_NaFlex_keeps_the_aspect_ratio(tmp_path, pictures):
     _, embeddings, _ = run(tmp_path, pictures / "a.png", name=NAFLEX, size=128)
     encoder = ppe.siglip2.load_encoder(checkpoint(NAFLEX), patch_dtype="float32")
-    # 200 x 300 pixels: 6 x 9 of at most 64 patches; 7 x 10 would be too many.
+    # 200 x 300 pixels become 6 x 9 patches: at most 64 are allowed, and 7 x 10 would be more.
     image = resized(pictures / "a.png", 6 * 16, 9 * 16)
     x, shapes, mask = ppe.siglip2.batch_naflex([image], encoder.config, 64)
     wanted = encoder(x, spatial_shapes=shapes, mask=mask).pooler_output
@@ -194,14 +195,15 @@ def test_the_norm_of_large_embeddings_does_not_overflow():
 
 
 def test_no_more_pixels_are_decoded_at_a_time_than_the_budget_has(tmp_path, pictures, monkeypatch):
-    class Watched(threading.Condition):
+    class SignallingCondition(threading.Condition):
         def wait(self, timeout=None):
             met.set()
             return super().wait(timeout)
 
-    # Every picture has 60000 pixels; all but the first batch's first are waited for.
+    # Every picture has 60000 pixels, so a second picture has to wait for the budget. The first one
+    # is decoded only when another one waits, or is decoded too.
     budget, met, lock, inside = Budget(100_000), threading.Event(), threading.Lock(), []
-    budget._changed = Watched()
+    budget._changed = SignallingCondition()
     decode, most = preprocessing.upright_rgb, []
 
     def decoding(picture):
@@ -235,7 +237,7 @@ def test_a_picture_of_more_pixels_than_the_budget_is_decoded_alone(tmp_path, pic
         thread = threading.Thread(target=small)
         thread.start()
         while not budget._changed._waiters:
-            assert thread.is_alive(), "it did not wait"
+            assert thread.is_alive(), "the thread did not wait"
     thread.join()
     assert held == [1] and budget.reserved == 0
 
@@ -267,7 +269,7 @@ def test_the_pixels_of_a_picture_are_freed_before_others_are_decoded(tmp_path, m
 
 
 def test_images_are_freed_once_their_batch_is_embedded(tmp_path, pictures, monkeypatch):
-    """In memory are at most the batches decoded and computed ahead, and one more of each."""
+    """Memory holds at most the batches decoded and computed ahead, and one more of each."""
     images, most, decode = [], [], preprocessing.Preprocessing.image
     for i in range(30):
         Image.new("RGB", (9, 9), (i, 0, 0)).save(pictures / f"z{i:02}.png")
@@ -291,7 +293,7 @@ def test_size_reads_the_checkpoint_once(tmp_path, pictures, monkeypatch):
         monkeypatch.setattr(
             loader, name, lambda path, opened=opened: reads.append(path) or opened(path)
         )
-    # The sizes of the tests above, whose programs are compiled already.
+    # Programs for these sizes were already compiled by the tests above.
     run(tmp_path, pictures / "a.png", size=280)
     run(tmp_path, pictures / "a.png", size=280, name=FIXED)
     run(tmp_path, pictures / "a.png", size=128, name=NAFLEX)
@@ -327,7 +329,7 @@ RELEASED = {
         ({}, "BICUBIC"),
         ({"image_processor_type": "SiglipImageProcessorFast"}, "BICUBIC"),
         ({"resample": 0, "size": {"height": 230, "width": 230}}, "NEAREST"),
-        # What transformers' fast image processors write, too.
+        # transformers' fast image processors also write these keys.
         (
             {"data_format": "channels_first", "default_to_square": False, "device": None}
             | {"do_center_crop": False, "crop_size": {"height": 9, "width": 9}, "do_pad": None},
@@ -352,7 +354,8 @@ def test_the_preprocessor_config_says_how_many_patches(tmp_path):
     config = ppe.siglip2.load_encoder(path).config
     how = preprocessing.Preprocessing.of(path, config, None)
     image = how.image(open(str(PHOTOS / "coffee.png"), "rb"), Budget())
-    assert image.shape == (5 * 16, 8 * 16, 3)  # of 400 x 600 pixels; 6 x 8 were too many
+    # 400 x 600 pixels become 5 x 8 patches, because 6 x 8 are more than 40.
+    assert image.shape == (5 * 16, 8 * 16, 3)
 
 
 def test_a_processor_config_with_an_image_processor_goes_first(tmp_path):
@@ -454,7 +457,7 @@ def test_the_command_says_which_picture_is_bad(tmp_path, pictures):
         (["--checkpoint", "absent", ".", "p*.jpg", "x", "--out", "o.npz"], "no p*.jpg, x."),
         (["--checkpoint", str(DATA / FIXED), "bad", "--out", "o.npz"], "None of the 1 pictures"),
         (["--checkpoint", "absent", "fifo", "--out", "o.npz"], "fifo is no regular file"),
-        (["--checkpoint", "absent", ".", "--out", "o.npz", "--workers", "0"], "not positive"),
+        (["--checkpoint", "absent", ".", "--out", "o.npz", "--workers", "0"], "not a positive"),
         (["--checkpoint", str(DATA / FIXED), "empty", "--out", "out.npz"], "no pictures in empty"),
         (["--checkpoint", "absent", ".", "--out", "no/folder/out.npz"], "no such folder"),
         (["--checkpoint", "absent", ".", "--out", "a.png"], "has not written"),
@@ -462,7 +465,7 @@ def test_the_command_says_which_picture_is_bad(tmp_path, pictures):
             ["--checkpoint", str(DATA / FIXED), ".", "--out", "o.npz", "--size", "9"],
             "a patch of 14",
         ),
-        (["--checkpoint", "absent", ".", "--out", "out.npz", "--batch", "0"], "not positive"),
+        (["--checkpoint", "absent", ".", "--out", "out.npz", "--batch", "0"], "not a positive"),
         (
             ["--checkpoint", "absent", ".", "--out", "o.npz", "--patch-dtype", "int4"],
             "invalid choice",
@@ -549,7 +552,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, pictures, monkeypatch):
 
 
 def other_file(kind, folder, pictures, model):
-    """The path of a file that `embed` must not replace."""
+    """Makes a file that `embed` must not replace, and returns its path."""
     out = folder / "out.npz"
     stored = dict(embeddings=np.ones((3, 4), np.float32), paths=np.array(["a"] * 3))
     if kind == "photograph":
@@ -626,7 +629,7 @@ def test_an_earlier_output_is_recognised_by_its_headers(tmp_path, pictures):
     assert npz.is_embeddings(tmp_path / "out.npz")
     _, embeddings, paths = run(tmp_path, pictures)
     assert len(embeddings) == len(paths) == 8
-    # 8 GiB that are not there: only the headers are read.
+    # The headers announce 8 GiB that are not there; only the headers are read.
     with zipfile.ZipFile(tmp_path / "short.npz", "w") as archive:
         for name, dtype in (("embeddings.npy", "<f4"), ("paths.npy", "<U9")):
             header = {

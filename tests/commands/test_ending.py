@@ -1,4 +1,4 @@
-"""How the command ends: on signals, and where nobody reads what it prints."""
+"""How the command ends on signals, and when nobody reads its output."""
 
 import ast
 import itertools
@@ -20,8 +20,8 @@ from pallas_patch_embed import ending
 MODEL = "hf_siglip_p14_224"
 COMMAND = [sys.executable, "-m", "pallas_patch_embed", "embed"]
 
-# Runs the command line, and sends this process a signal at a moment: when a module is imported, or
-# when a function is called the nth time.
+# Runs the command line, and sends a signal to this process when a module is imported or when a
+# function is called for the nth time.
 DRIVER = """
 import gc, os, sys
 
@@ -96,7 +96,8 @@ else:
 __main__.run()
 """
 
-# Every part of a run of three batches; what comes after "before os.replace" finds the file written.
+# Moments in every part of a run of three batches. In the last three of them the temporary file is
+# already complete.
 MOMENTS = (
     "import jax",
     "import pallas_patch_embed.embed",
@@ -123,7 +124,7 @@ ENDING = {
 
 @pytest.fixture(autouse=True)
 def signals_are_not_ignored():
-    """Processes that ignore a signal, as those that a shell starts with &, hand that on."""
+    """Restores default handlers: children inherit ignored signals, such as those of a shell's &."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in list(ENDING)[1:]}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -133,7 +134,7 @@ def signals_are_not_ignored():
 
 @pytest.fixture
 def arguments(tmp_path):
-    """Arguments that embed five pictures, in three batches, into out/out.npz."""
+    """Returns arguments that embed five pictures in three batches into out/out.npz."""
     (tmp_path / "pictures").mkdir()
     for i in range(5):
         Image.new("RGB", (30, 20), (50 * i, 0, 0)).save(tmp_path / "pictures" / f"{i}.png")
@@ -143,7 +144,7 @@ def arguments(tmp_path):
 
 
 def content(out):
-    """The paths in a whole output, of which every array has its checksum compared."""
+    """Returns the paths in an output; reading each array verifies its checksum."""
     with np.load(out) as file:
         assert len(file["embeddings"]) == len(file["paths"])
         return [Path(str(path)).name for path in file["paths"]]
@@ -152,7 +153,8 @@ def content(out):
 NEW = [f"{i}.png" for i in range(5)]
 
 
-# SIGTERM and SIGHUP have SIGINT's handler, and SIGPIPE is ignored from the start.
+# SIGTERM and SIGHUP share SIGINT's handler, so they need fewer moments. SIGPIPE is ignored from the
+# start.
 STRUCK = [
     *itertools.product((signal.SIGINT, signal.SIGKILL), MOMENTS),
     *itertools.product((signal.SIGTERM, signal.SIGHUP), ("half savez", "after os.replace")),

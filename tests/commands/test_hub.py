@@ -50,7 +50,7 @@ def test_without_huggingface_hub_it_is_named(monkeypatch):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """What huggingface_hub asks for when it downloads a model: here the files of `MODEL`."""
+    """Serves the requests of huggingface_hub for a model, with the files of `MODEL`."""
 
     protocol_version = "HTTP/1.1"
 

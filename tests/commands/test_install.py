@@ -1,4 +1,4 @@
-"""What is installed: wheels with the kernels and without them, and what building them needs."""
+"""Wheels with and without the kernels, their content, and the requirements to build them."""
 
 import functools
 import os
@@ -26,7 +26,8 @@ PYTHONS = re.findall(r":: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]
 BACKENDS = "pallas_patch_embed/backends"
 STALE = b"of an earlier build"
 
-# Prints where the kernels' sources are, their hash, and why `tune` cannot compile them.
+# Prints the folder of the kernels' sources, their hash, and the reason why `tune` cannot compile
+# them.
 SOURCES = """
 from pallas_patch_embed.backends import cuda_build, cuda_tuning
 print(cuda_build.FFI, cuda_build.source_hash(), cuda_tuning.cannot_compile(), sep="\\n")
@@ -35,7 +36,7 @@ print(cuda_build.FFI, cuda_build.source_hash(), cuda_tuning.cannot_compile(), se
 
 @pytest.fixture(scope="session")
 def backend(tmp_path_factory):
-    """A folder with scikit-build-core."""
+    """Installs scikit-build-core into a folder."""
     folder = tmp_path_factory.mktemp("backend")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder]
     requires = PROJECT["build-system"]["requires"]
@@ -47,7 +48,7 @@ def backend(tmp_path_factory):
 
 @pytest.fixture
 def tree(tmp_path):
-    """A copy of the sources in which an editable build has left its files."""
+    """Copies the sources, and adds the files that an editable build leaves."""
     folder = tmp_path / "tree"
     for name in ("ffi", "pallas_patch_embed"):
         shutil.copytree(ROOT / name, folder / name)
@@ -60,7 +61,7 @@ def tree(tmp_path):
 
 @pytest.fixture
 def call(backend, tree, tmp_path):
-    """call(hook, cuda) -> what a hook of the build returns, and what it wrote."""
+    """Returns call(hook, cuda), which runs a hook of the build; it returns result and output."""
 
     def called(hook, cuda, **env):
         arguments = "" if hook.startswith("get_requires") else repr(str(tmp_path))
@@ -75,7 +76,7 @@ def call(backend, tree, tmp_path):
 
 
 def contents(archive):
-    """name -> bytes of the files in a wheel."""
+    """Reads the files in a wheel, by name."""
     with zipfile.ZipFile(archive) as wheel:
         return {name: wheel.read(name) for name in wheel.namelist()}
 
@@ -86,7 +87,7 @@ def test_a_wheel_without_kernels_is_for_every_platform_and_says_why(call, tmp_pa
     files = contents(tmp_path / name)
     assert f"{BACKENDS}/libpatch_embed.so" not in files
     assert b"PATCH_EMBED_CUDA=OFF" in files[f"{BACKENDS}/libpatch_embed.txt"]
-    # Of which `pallas-patch-embed tune` compiles some.
+    # `pallas-patch-embed tune` compiles some of these sources.
     sources = [path for pattern in cuda_build.SOURCES for path in cuda_build.FFI.rglob(pattern)]
     for path in sources:
         name = f"pallas_patch_embed/ffi/{path.relative_to(cuda_build.FFI).as_posix()}"
@@ -96,7 +97,7 @@ def test_a_wheel_without_kernels_is_for_every_platform_and_says_why(call, tmp_pa
 
 
 def test_check_and_tune_run_from_a_wheel(call, tmp_path):
-    """In an environment of its own, with this one's packages, but not the package in this tree."""
+    """The environment has this one's dependencies, but not the package in this tree."""
     name, said = call("build_wheel", "OFF")
     assert name, said
     venv.create(tmp_path / "venv")
@@ -123,7 +124,7 @@ def test_check_and_tune_run_from_a_wheel(call, tmp_path):
     ]
 
 
-# .ci/run does so where the nvcc on PATH is broken.
+# .ci/run runs this test with a broken nvcc on PATH.
 @pytest.mark.exhaustive("compiles all CUDA kernels again")
 def test_a_wheel_has_the_library_of_its_sources(nvcc, call, tmp_path):
     name, said = call("build_wheel", "ON")
@@ -176,7 +177,7 @@ def test_only_the_kernels_need_a_jaxlib_to_be_built(call, hook):
 
 @functools.cache
 def versions(name, python):
-    """The versions of a package that have a wheel for a Python."""
+    """Lists the versions of a package that have a wheel for a Python version."""
     command = [sys.executable, "-m", "pip", "index", "versions", name, "--only-binary=:all:"]
     done = subprocess.run([*command, "--python-version", python], capture_output=True, text=True)
     found = re.search("Available versions: (.*)", done.stdout)
@@ -196,5 +197,5 @@ def test_what_is_required_has_wheels_for_every_Python_that_is_named(python):
             found = versions(requirement.name, python)
             assert any(map(requirement.specifier.contains, found)), f"{requirement}: {found}"
             chosen.append(requirement.name)
-    # One for the build and one for the package.
+    # jaxlib is required once for the build and once by the package.
     assert chosen.count("jaxlib") == 2

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment, or whose disk is full, loses nothing that a shard holds."""
+"""A run that is killed at any moment, or whose disk is full, loses no embedding of a shard."""
 
 import os
 import random
@@ -13,8 +13,8 @@ from shard_folders import COMMAND, MODEL, assert_same, by_id, encoded, expected
 
 PICTURES, KILLS = 1500, 10
 
-# The command line with small shards. A thread kills the process at a random moment after so many
-# pictures were decoded; the run does not end before.
+# The command line with small shards. A thread kills the process at a random moment after `kill`
+# pictures were decoded, and the run cannot end before.
 KILLED = """
 import os, random, signal, sys, threading, time
 
@@ -59,7 +59,7 @@ def make_pictures(folder, n):
     return [(str(path), path.read_bytes()) for path in sorted(folder.iterdir())]
 
 
-@pytest.mark.slow("11 processes, and 1500 pictures twice")
+@pytest.mark.slow("starts 11 processes and embeds 1500 pictures twice")
 def test_a_run_killed_at_ten_random_moments_has_every_id_once_and_the_same_numbers(tmp_path):
     contents = make_pictures(tmp_path / "pictures", PICTURES)
     out = tmp_path / "out"
@@ -69,7 +69,7 @@ def test_a_run_killed_at_ten_random_moments_has_every_id_once_and_the_same_numbe
     moments = random.Random(seed)
     before = 0
     for i in range(KILLS):
-        # At least as many as are ahead of a shard, so that every run gets on.
+        # Each run decodes more pictures than are decoded ahead of a shard, so it makes progress.
         kill = moments.randrange(50, PICTURES // KILLS)
         driver = [sys.executable, "-c", KILLED, str(kill), str(seed + i), *arguments]
         result = subprocess.run(driver, capture_output=True, text=True)
@@ -88,11 +88,11 @@ def test_a_run_killed_at_ten_random_moments_has_every_id_once_and_the_same_numbe
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A function that runs a command line where a file system of 256 KiB is at `disk`."""
+    """Returns a function that runs a command line with a file system of 256 KiB at `disk`."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = f"mount -t tmpfs -o size=256k none '{disk}'"
-    # In a mount namespace of its own, which goes with the process.
+    # The mount is in a separate namespace, which disappears with the process.
     for namespace in (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"]):
         if shutil.which("unshare") is None:
             break
@@ -105,7 +105,7 @@ def small_disk(tmp_path):
         pytest.skip("this machine does not let tests mount a small file system")
 
     def run(command, kept):
-        """Runs the command, copies `disk` to `kept`, and returns what the command left."""
+        """Runs the command and copies `disk` to `kept`; returns exit code and output."""
         script = f"{mount} && ( \"$@\"; code=$?; cp -r '{disk}' '{kept}'; exit $code )"
         whole = [*namespace, "sh", "-c", script, "sh", *map(str, command)]
         return subprocess.run(whole, capture_output=True, text=True)
@@ -123,7 +123,7 @@ __main__.run()
 """
 
 
-@pytest.mark.slow("two processes, and 1500 pictures twice")
+@pytest.mark.slow("starts two processes and embeds 1500 pictures twice")
 def test_a_disk_that_gets_full_keeps_its_shards_and_the_run_goes_on_elsewhere(tmp_path, small_disk):
     contents = make_pictures(tmp_path / "pictures", PICTURES)
     arguments = ["--checkpoint", checkpoint(MODEL), tmp_path / "pictures", "--batch", "16"]
@@ -140,11 +140,11 @@ def test_a_disk_that_gets_full_keeps_its_shards_and_the_run_goes_on_elsewhere(tm
     assert_same(by_id(out), expected(contents, batch=16))
 
 
-@pytest.mark.slow("a process")
+@pytest.mark.slow("starts a process")
 def test_an_npz_for_which_a_disk_is_too_small_is_elsewhere(tmp_path, small_disk):
     import numpy as np
 
-    contents = make_pictures(tmp_path / "pictures", 800)  # 300 KiB of embeddings.
+    contents = make_pictures(tmp_path / "pictures", 800)  # Their embeddings take 300 KiB.
     (tmp_path / "temporary").mkdir()
     command = [*COMMAND, "--checkpoint", checkpoint(MODEL), tmp_path / "pictures"]
     command = ["env", f"TMPDIR={tmp_path / 'temporary'}", *command, "--batch", "16"]

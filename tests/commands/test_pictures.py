@@ -1,4 +1,4 @@
-"""Which picture files are found, once each, and under which names they are printed."""
+"""Picture files are found once each, and their names are printed on one line."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from pallas_patch_embed.embed.pictures import open_regular, printable
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder, which is the current one: names are short."""
+    """Makes an empty folder the current one, so that names are short."""
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path / "folder")
     return Path(".")
@@ -26,7 +26,7 @@ def make(*names):
 
 
 class Found:
-    """What `sources.find` finds: pictures, unreadable ones with reasons, and skipped ones."""
+    """The result of `sources.find`: pictures, unreadable files with reasons, and skipped files."""
 
     def __init__(self, *arguments):
         sources.check(list(map(str, arguments)))
@@ -41,7 +41,7 @@ class Found:
 
 
 def found(*arguments):
-    """The names of the pictures, of which none is unreadable or skipped."""
+    """Lists the names of the pictures; asserts that no file is unreadable or skipped."""
     result = Found(*arguments)
     assert not result.unreadable and not result.skipped
     return result.pictures
@@ -74,7 +74,7 @@ def test_links_are_followed_once_each_loops_included(folder, tmp_path):
     Path("link").symlink_to("real")
     Path("outside").symlink_to(tmp_path / "elsewhere")
     Path("y.png").symlink_to("z.png")
-    # `link` comes before `real`, and y.png before z.png.
+    # In sorted order `link` precedes `real`, and y.png precedes z.png.
     assert found(".") == ["link/a.png", "outside/b.png", "y.png"]
     assert found("real", ".") == ["real/a.png", "real/up/outside/b.png", "real/up/y.png"]
 

@@ -1,4 +1,4 @@
-"""Pictures of odd kinds become the pixels that transformers' image processors make of the file."""
+"""Pictures of unusual kinds are decoded to the same pixels as by transformers' image processors."""
 
 import functools
 import hashlib
@@ -15,7 +15,7 @@ from PIL import Image
 
 from pallas_patch_embed.embed import Decoder
 
-# Hashes of pixels by kind and checkpoint, and the versions that made them.
+# Hashes of pixels by kind and checkpoint, and the versions of the packages that computed them.
 HASHES = json.loads((DATA / "pixels.json").read_text())
 # Their image processors are SiglipImageProcessorPil and Siglip2ImageProcessorPil by default.
 CHECKPOINTS = ("hf_siglip_p14_224", "hf_siglip2_naflex_p16")
@@ -27,7 +27,7 @@ def photograph(name):
 
 
 def alpha(picture):
-    """Transparency that differs from pixel to pixel."""
+    """Returns an alpha channel that differs from pixel to pixel."""
     levels = np.add.outer(np.arange(picture.height), np.arange(picture.width)) % 256
     return Image.fromarray(levels.astype(np.uint8))
 
@@ -38,7 +38,7 @@ def with_alpha(picture):
 
 
 def with_palette(picture):
-    """216 colours: six levels of each channel."""
+    """Converts a picture to a palette of 216 colours, six levels of each channel."""
     levels = np.asarray(picture) // 43
     indices = Image.fromarray((levels @ np.array([36, 6, 1])).astype(np.uint8), "L")
     indices.putpalette((np.indices((6, 6, 6)).reshape(3, -1).T * 51).astype(np.uint8).tobytes())
@@ -46,7 +46,7 @@ def with_palette(picture):
 
 
 def saved(picture, format="PNG", **options):
-    """The picture's file, by default lossless, because JPEG decoders differ in the last bit."""
+    """Encodes a picture, by default losslessly, because JPEG decoders differ in the last bit."""
     file = io.BytesIO()
     picture.save(file, format, **options)
     return file.getvalue()
@@ -59,14 +59,14 @@ def turned(orientation):
 
 
 def sixteen_bits():
-    """Grey of 16 bits."""
+    """Encodes a grey picture of 16 bits."""
     grey = np.asarray(photograph("coffee").convert("L")).astype(np.uint16)
     return saved(Image.fromarray(grey * 256 + np.arange(grey.shape[1], dtype=np.uint16) % 256))
 
 
 @functools.cache
 def kinds():
-    """name -> file."""
+    """Returns the encoded pictures by kind."""
     coffee, cat, face = (photograph(name) for name in ("coffee", "chelsea", "astronaut"))
     palette = with_palette(coffee)
     found = {
@@ -89,7 +89,7 @@ def kinds():
 
 
 def hashed(images):
-    """SHA-256 of the shape and the pixels [H, W, 3]."""
+    """Returns the SHA-256 of the shape and the pixels [H, W, 3]."""
     assert images.dtype == np.uint8
     return hashlib.sha256(repr(images.shape).encode() + images.tobytes()).hexdigest()
 
@@ -107,7 +107,7 @@ def test_the_pixels_have_the_hash_of_those_of_transformers(name, kind):
 
 
 def of_transformers(name, path):
-    """The uint8 pixels that transformers makes of a file, by its path."""
+    """Returns the uint8 pixels that transformers decodes from the file at `path`."""
     if name == CHECKPOINTS[0]:
         from transformers.models.siglip import image_processing_pil_siglip as module
 
@@ -129,7 +129,7 @@ def of_transformers(name, path):
 
 
 def hashes_of_transformers(folder):
-    """What tests/data/pixels.json has, with the transformers that is installed."""
+    """Computes the content of tests/data/pixels.json with the installed transformers."""
     from importlib.metadata import version
 
     found = {package: version(package) for package in ("transformers", "pillow")}
@@ -153,7 +153,7 @@ def test_the_hashes_are_those_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_transparent_colour_of_an_RGB_picture_stays(name):
-    """As all that is transparent. SiglipImageProcessorPil makes this one kind white."""
+    """All transparent pixels keep their colours; SiglipImageProcessorPil makes this kind white."""
     face = photograph("astronaut")
     wanted = decoded(name, saved(face))
     found = decoded(name, saved(face, transparency=face.getpixel((9, 9))))
@@ -162,7 +162,7 @@ def test_a_transparent_colour_of_an_RGB_picture_stays(name):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_sixteen_bits_are_rounded_to_eight(name):
-    """Pillow's conversion, and so transformers, makes every level above 255 white."""
+    """Unlike here, Pillow's conversion, which transformers uses, makes levels above 255 white."""
     grey = np.asarray(Image.open(io.BytesIO(sixteen_bits())))
     assert grey.max() > 2**15
     rounded = np.asarray(np.rint(grey / 257), np.uint8)

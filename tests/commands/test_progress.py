@@ -1,4 +1,4 @@
-"""What `embed` says while it runs: a bar on a terminal, lines elsewhere, nothing with --quiet."""
+"""`embed` shows its progress as a bar on a terminal, as lines elsewhere, or not with --quiet."""
 
 import io
 import os
@@ -17,7 +17,7 @@ from pallas_patch_embed.embed.progress import Progress
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until it is told to go on."""
+    """Replaces the clock by one that only the test advances."""
 
     class Clock:
         now = 1000.0
@@ -74,7 +74,7 @@ def test_a_terminal_shows_a_bar_with_rate_errors_and_time_left(monkeypatch):
     text = sys.stderr.getvalue()
     assert "No embedding of a.png: broken." in text
     last = text.split("\r")[-1]
-    # Time spent < time left, then the rate.
+    # The bar shows time spent < time left, then the rate.
     assert re.search(r"21/40 \[\d\d:\d\d<\d\d:\d\d, .* pictures/s, errors=1\]", last), text
 
 
@@ -83,7 +83,7 @@ def test_a_terminal_shows_a_bar_with_rate_errors_and_time_left(monkeypatch):
     keep(
         ["pipe", "terminal"],
         lambda kind: kind == "terminal",
-        "a process each; the short suite has the terminal, which would have a bar",
+        "starts a process for each case; the short suite keeps the terminal, where a bar would be",
     ),
 )
 def test_quiet_shows_nothing_but_what_went_wrong(tmp_path, kind):

@@ -1,4 +1,4 @@
-"""`embed` into a folder of shards: what is written, what a run continues, what it reads."""
+"""`embed` into a folder of shards: output, resumed runs, and inputs."""
 
 import importlib.metadata
 import json
@@ -48,7 +48,7 @@ from pallas_patch_embed.files import written_whole
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder of 23 pictures and one that is none."""
+    """Makes a folder of 23 pictures and one file that is not a picture."""
     photographs = tmp_path / "pictures"
     photographs.mkdir()
     for i in range(23):
@@ -93,7 +93,7 @@ def test_a_run_goes_on_with_what_is_not_in_shards(tmp_path, pictures, monkeypatc
         return embed(self, images)
 
     monkeypatch.setattr(embedder.Embedder, "start", counting)
-    assert run([pictures], out) == 0  # The bad one is in a shard of errors.
+    assert run([pictures], out) == 0  # The bad picture is in a shard of errors.
     assert sum(computed) == 8
     assert_same(by_id(out), wanted)
     assert run([pictures], out) == 0 and sum(computed) == 8
@@ -143,13 +143,13 @@ def test_two_runs_at_once_into_one_folder_are_refused(tmp_path, pictures):
 
 @pytest.fixture
 def quick_leases(monkeypatch):
-    """Leases that are void after a fifth of a second."""
+    """Makes leases void after a fifth of a second."""
     monkeypatch.setattr(exclusive, "VOID", 0.2)
     monkeypatch.setattr(exclusive, "RENEWED", 0.05)
 
 
 class WithoutCreate(MemoryFileSystem):
-    """A file system that cannot create a file only where there is none."""
+    """A file system without exclusive creation: writing a file replaces an existing one."""
 
     protocol = "overwriting"
     store: ClassVar[dict[str, Any]] = {}
@@ -187,7 +187,7 @@ def test_a_run_whose_lease_was_taken_writes_nothing_more(quick_leases):
         first.flush()
         other = json.dumps({"run": "other", "host": "elsewhere", "time": time.time()})
         fs.pipe_file(f"{root}/.lease.json", other.encode())
-        first._hold._thread.join()  # It ends when it finds the other's name.
+        first._hold._thread.join()  # The thread ends when it finds the name of the other run.
         first.add(["b"], np.ones((1, 4), np.float32))
         with pytest.raises(output.UnfinishedError, match=r"another run \(on elsewhere\) took it"):
             first.flush()
@@ -196,7 +196,7 @@ def test_a_run_whose_lease_was_taken_writes_nothing_more(quick_leases):
 
 
 def test_a_paused_run_looks_at_its_lease_before_it_writes(monkeypatch):
-    """As after SIGSTOP or a suspended machine, before the thread has renewed it."""
+    """SIGSTOP or a suspended machine pauses a run, so that the thread does not renew the lease."""
     settings = output.Settings("", "", "", False, "float32")
     fs, root = fsspec.url_to_fs("memory://paused")
     with folder.Folder("memory://paused", settings, 4, overwrite=False, retry=False) as first:
@@ -252,7 +252,7 @@ def test_a_disk_that_is_full_says_how_to_go_on(tmp_path, pictures, monkeypatch):
 
 
 def full_in(folders, monkeypatch):
-    """Lets no .npz file be written in folders of which one of these is a part of the name."""
+    """Makes writing fail for every .npz file whose path contains one of `folders`."""
 
     def written(path):
         if any(folder in str(path) for folder in folders):
@@ -283,7 +283,7 @@ def test_an_npz_has_the_failures_and_the_settings(tmp_path, pictures):
 
 
 def test_the_version_of_pillow_is_that_of_the_imported_module(monkeypatch):
-    # Pillow-SIMD brings the same module in a package with another name.
+    # Pillow-SIMD installs the same module from a package with another name.
     def version(name):
         if name == "pillow":
             raise importlib.metadata.PackageNotFoundError(name)
@@ -326,19 +326,21 @@ def test_no_room_for_the_ids_ends_a_run_that_can_go_on(tmp_path, pictures, monke
 
     def full(self, id):
         added.append(id)
-        if len(added) == 40:  # Those of the walk are added, too.
+        if len(added) == 40:  # The walk over the folder adds ids, too.
             self._database.execute("PRAGMA max_page_count = 1")
         return add(self, id + bytes(9000 * (len(added) >= 40)))
 
     monkeypatch.setattr(Ids, "add", full)
     with pytest.raises(output.UnfinishedError, match=r"is full.*SQLITE_TMPDIR"):
-        run([pictures], tmp_path / "out", quiet=True)  # Quiet, so that no other thread counts.
+        run(
+            [pictures], tmp_path / "out", quiet=True
+        )  # Without --quiet another thread would count the pictures.
     monkeypatch.undo()
     assert run([pictures], tmp_path / "out") == 1
     assert len(by_id(tmp_path / "out")) == 23
 
 
-@pytest.mark.slow("a process for each signal")
+@pytest.mark.slow("starts a process for each signal")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_in_shards_is_lost_whatever_ends_a_run(tmp_path, number):
     photographs, out = tmp_path / "pictures", tmp_path / "out"
@@ -347,7 +349,8 @@ def test_nothing_in_shards_is_lost_whatever_ends_a_run(tmp_path, number):
         (photographs / f"{i:04}.png").write_bytes(encoded(i))
     line = [*COMMAND, "--checkpoint", checkpoint(MODEL), photographs, "--out", out, "--batch", "16"]
     settings = dict(env=os.environ | {"JAX_PLATFORMS": "cpu"}, stderr=subprocess.PIPE, text=True)
-    # The process stops itself before its fifth file, which is a shard, and gets the signal there.
+    # The process stops itself before it writes its fifth file, which is a shard. Then it gets the
+    # signal.
     script = """
 import os, signal, sys
 from pallas_patch_embed import __main__
@@ -381,7 +384,7 @@ __main__.run()
     assert_same(by_id(out), expected(files, batch=16))
 
 
-# Reading tars, parquet files and lists.
+# Tars, parquet files and lists are read.
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
@@ -493,7 +496,7 @@ def test_pictures_and_shards_may_be_at_URLs():
 
 
 class Unreachable(MemoryFileSystem):
-    """A store that fails with an error of its own, where it says so."""
+    """A store whose operations in `fails` raise an exception of the store's own type."""
 
     protocol = "unreachable"
     store: ClassVar[dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""`pallas-patch-embed tune`, with stand-ins for kernels and the clock; one real small search."""
+"""`pallas-patch-embed tune` with stand-ins for kernels and clock, and one real small search."""
 
 import collections
 import contextlib
@@ -45,7 +45,7 @@ VERSIONS = {"jax": "0.12"}
 
 @pytest.fixture(autouse=True)
 def no_files(monkeypatch, tmp_path):
-    """The environment names no file, and the package has none."""
+    """Removes files of measured configs from the environment and the package."""
     monkeypatch.delenv(stored.VARIABLE, raising=False)
     monkeypatch.setattr(stored, "FOLDER", tmp_path / "stored")
     monkeypatch.setattr(triton, "missing", lambda: None)
@@ -157,7 +157,7 @@ OTHER = HopperConfig(tile_n=64, slots=9)
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a file of results; returns its path."""
+    """Returns a function that writes a file of results and returns its path."""
 
     def write(*results, name="tuned.json", **changes):
         path = tmp_path / name
@@ -176,7 +176,7 @@ def test_without_a_file_the_config_is_the_heuristics():
     chosen = BACKENDS["mosaic_sm90"].choose_config(HEADLINE, H200)
     assert config_line(explain(HEADLINE, HOPPER)) == f"{chosen}, from the heuristic"
     assert choose(HEADLINE, HOPPER, "mosaic_sm90").origin == "from the heuristic"
-    # XLA has no config whose origin could be told.
+    # XLA has no config, so there is no origin.
     assert choose(HEADLINE, HOPPER, "xla").origin == ""
 
 
@@ -195,12 +195,12 @@ def test_a_measured_config_is_taken_before_the_heuristics(write, monkeypatch, ho
         str(OTHER),
         "tuned on 2026-11-25 (tuned.json)".replace("tuned.json", os.path.basename(path)),
     )
-    # It holds for this problem alone, with whatever leading axes.
+    # The measured config holds only for this problem, with any leading axes.
     flat = dataclasses.replace(HEADLINE, patches=(8, 8, *HEADLINE.patches[1:]))
     assert choose(flat, HOPPER, None, tuned).config == str(OTHER)
     more = problem_of(named_shape("B/16 224"), "int8", 65)
     assert choose(more, HOPPER, None, tuned).origin == "from the heuristic"
-    # A program for a chip that is not known may run on another one.
+    # A program that is lowered without a known chip may run on a different one.
     assert choose(
         HEADLINE, dataclasses.replace(HOPPER, known=False), "mosaic_sm90", tuned
     ).origin == ("from the heuristic")
@@ -295,7 +295,7 @@ def test_results_of_images_are_those_of_a_kernel_that_cuts_them(write):
     for problem in (of_images, given):
         assert config_line(explain(problem, HOPPER, images), "triton").startswith(f"{last}, tuned")
         assert config_line(explain(problem, HOPPER, patches), "triton").endswith("the heuristic")
-    # This kernel is given patches.
+    # This kernel takes patches.
     assert config_line(explain(given, HOPPER, patches)).startswith(f"{OTHER}, tuned")
     assert config_line(explain(given, HOPPER, images)).endswith("the heuristic")
 
@@ -367,11 +367,11 @@ def test_the_operator_takes_a_file_as_a_static_argument(write, tmp_path):
         ppe.patch_embed(PATCHES, PARAMS, tuned=3)
 
 
-# One search, with stand-ins for kernels and their times.
+# A search of one problem, with stand-ins for kernels and their times.
 
 
 def times(burst, sustained=None, spread=0.0):
-    """The times of a candidate, in milliseconds."""
+    """Returns the times of a candidate, in milliseconds."""
     of = {"burst": burst, "sustained": burst if sustained is None else sustained}
     return {name: Timing(x, x - spread, x + spread, 5) for name, x in of.items()}
 
@@ -404,7 +404,7 @@ def test_without_the_heuristics_config_the_fastest_is_kept():
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A stand-in for a config: how long its kernel takes, and what is wrong with it."""
+    """A stand-in for a config, with the duration of its kernel and a fault."""
 
     seconds: float
     fault: str = ""
@@ -412,7 +412,7 @@ class Config:
 
 @pytest.fixture
 def device(monkeypatch):
-    """Stand-ins: a clock, and the backend "stand-in" with `device.configs`; records the turns."""
+    """Installs a fake clock and the backend "stand-in" with `device.configs`; records the turns."""
     device = types.SimpleNamespace(clock=Clock(), configs=[], turns=[])
     fake = types.SimpleNamespace(perf_counter=device.clock.perf_counter, sleep=device.clock.sleep)
     monkeypatch.setattr(timing, "time", fake)
@@ -430,7 +430,7 @@ def device(monkeypatch):
         return Plan(run, str(config), takes_images=problem.images is not None)
 
     class Timed(Contender):
-        """A contender whose call takes what its config says."""
+        """A contender whose call takes the time of its config."""
 
         def __call__(self):
             config = self.function
@@ -459,7 +459,7 @@ TASK = Task("stand-in", SMALL)
 
 
 def found(device, *configs, refused=(), task=TASK):
-    """What a search yields: the names that were tried, and the result."""
+    """Runs a search; returns the names of the tried candidates, and the result."""
     device.configs = list(configs)
     *tried, last = search.search(task, HOPPER, dict(refused))
     return tried, last
@@ -485,7 +485,7 @@ def test_contenders_take_turns(device):
     configs = [Config(0.03), Config(0.02), Config(0.04)]
     found(device, *configs)
     turns = device.turns
-    # Each runs once when it is checked, and once before the first turn.
+    # Each contender runs once when it is checked, and once before the first turn.
     burst = search.GPU["burst"]
     one_round = [c.seconds for c in configs for _ in range(burst["calls"])]
     begin = 2 * len(configs)
@@ -530,7 +530,7 @@ def test_a_kernel_that_does_not_compile_is_refused(device):
     broken, right = Config(0.01, "does not compile"), Config(0.03)
     _, last = found(device, broken, right)
     assert last.refused == {str(broken): "the compiler says no"}
-    # The heuristic's config is the one that is refused.
+    # The refused config is that of the heuristic.
     assert last.config == dataclasses.asdict(right)
 
 
@@ -554,7 +554,7 @@ def test_a_backend_without_configs_is_left_out():
 
 @pytest.mark.slow("the Pallas interpreter runs a kernel")
 def test_a_search_without_stand_ins_runs_in_an_interpreter(monkeypatch, tmp_path):
-    """The heuristic's config of the kernel for Hopper; others would take as long again."""
+    """Only the heuristic's config of the Hopper kernel is tried, because each takes long."""
     hopper = dataclasses.replace(BACKENDS["mosaic_sm90"], list_configs=lambda *_: [])
     monkeypatch.setitem(BACKENDS, "mosaic_sm90", hopper)
     name, in_turns, last = search.search(Task("mosaic_sm90", SMALL), Target("cpu"), {})
@@ -564,15 +564,15 @@ def test_a_search_without_stand_ins_runs_in_an_interpreter(monkeypatch, tmp_path
     path = tmp_path / "out.json"
     stored.write(path, head(chip=None), [last])
     assert stored.read(path).results == {last.key: last}
-    # It is no GPU's.
+    # The file was not measured on a GPU.
     assert stored.read(path).mismatch(H200)
 
 
-# The child process, and how it is supervised.
+# The child process and its supervision.
 
 
 def wait(connection, seconds, last):
-    """Waits without a clock; only the candidate "hangs" takes too long."""
+    """Waits without a clock; only the candidate "hangs" times out."""
     return last != "hangs" and connection.poll(None)
 
 
@@ -584,17 +584,17 @@ def test_a_child_answers_in_a_process_of_its_own():
     with child_of(tune_answers.echoes) as child:
         first = list(child.ask("a", {"b": 1}))
         assert first[:2] == ["a", {"b": 1}] and first[2] != os.getpid()
-        # The same process.
+        # The second question is answered by the same process.
         assert list(child.ask()) == first[2:]
 
 
 def test_the_keyboards_signal_leaves_a_child_alone_that_still_imports():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    # Where tests run in parallel it is ignored, and children inherit that.
+    # Where tests run in parallel SIGINT is ignored, and children inherit that.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with child_of(interrupted.goes_on) as child:
-            assert list(child.ask()) == ["it goes on"]
+            assert list(child.ask()) == ["still running"]
     finally:
         signal.signal(signal.SIGINT, handler)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
@@ -606,7 +606,7 @@ def test_each_task_gets_its_own_answer():
             assert command.one(task, child) == command.one(task, child)
             first, refused, _ = child.ask(task, {})
             assert (first, refused) == (task, {})
-        # One that is not read to its end leaves nothing behind.
+        # An answer that is not read to its end does not affect the next one.
         assert next(child.ask("d", {})) == "d"
         assert list(child.ask("e", {}))[:2] == ["e", {}]
 
@@ -624,7 +624,7 @@ def test_one_that_hangs_or_crashes_is_ended_and_the_search_goes_on():
 
 
 class Answers:
-    """A stand-in for a child: answers by task; an exception is raised."""
+    """A stand-in for a child; `answers` returns what it yields, or an exception that it raises."""
 
     def __init__(self, answers):
         self.answers, self.asked = answers, []
@@ -671,7 +671,7 @@ def test_a_child_that_always_ends_is_given_up():
     assert answer == Refusal("it ended its process, by SIGSEGV.")
 
 
-# The command.
+# The command line.
 
 MACHINE = Machine("a stand-in", stored.new_head(H200, "580", VERSIONS))
 TASKS = [

@@ -1,4 +1,4 @@
-"""What a child process does in the tests of `tune`; it imports nothing that takes long."""
+"""Functions that a child process runs in the tests of `tune`; this module is fast to import."""
 
 import os
 import signal
@@ -6,13 +6,13 @@ import time
 
 
 def echoes(send, *arguments):
-    """Sends its arguments, and the number of its process."""
+    """Sends its arguments, and the id of its process."""
     for argument in (*arguments, os.getpid()):
         send(argument)
 
 
 def hangs_or_crashes(send, name, refused):
-    """Tries three candidates; the first hangs and the second ends the process, until refused."""
+    """Tries four candidates; one hangs, one crashes and one exits, until they are refused."""
     for candidate in ("hangs", "crashes", "exits", "works"):
         if candidate in refused:
             continue
@@ -27,7 +27,7 @@ def hangs_or_crashes(send, name, refused):
 
 
 def first_is_found(send, task, refused):
-    """Finds something for the first task, and never for another one."""
+    """Sends a result for the first task, and hangs on every other one."""
     from pallas_patch_embed.backends import stored
     from pallas_patch_embed.backends.stored import Result
 

@@ -1,6 +1,6 @@
-"""Makes the files beside it: embeddings of small random models, computed by transformers.
+"""Generates the files in this folder: embeddings of small random models from transformers.
 
-Run it where the versions of transformers and torch are installed that ../README.md names.
+It needs the versions of transformers and torch that ../README.md names.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ HALF = (0.5,) * 3, (0.5,) * 3
 
 
 def drawn(module):
-    """The module with weights drawn at random."""
+    """Draws a module's weights at random."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0, 0.5)
@@ -38,13 +38,13 @@ def drawn(module):
 
 
 def normalised(images, mean, std):
-    """Float64 channels-first pixels."""
+    """Returns normalised pixels in float64, with channels first."""
     pixels = (images / 255 - np.float64(mean)) / np.float64(std)
     return torch.from_numpy(np.moveaxis(pixels, -1, -3))
 
 
 def save(name, module, images, mean, std, **arrays):
-    """Writes the weights as float32, and what was computed with them in float64."""
+    """Writes weights and results as float32; the results were computed in float64."""
     weights = {name: value.detach().numpy() for name, value in module.named_parameters()}
     arrays = {name: value.detach().numpy() for name, value in arrays.items()}
     arrays = {
@@ -58,7 +58,7 @@ def save(name, module, images, mean, std, **arrays):
 
 
 def exact(module):
-    """The module in float64, with weights that float32 holds."""
+    """Returns the module in float64, with weights that are exact in float32."""
     return drawn(module).double()
 
 
