@@ -19,19 +19,19 @@ FIXED = [name for name in GOLDENS if "naflex" not in name]
 
 
 def checkpoint(name):
-    """The path of a checkpoint, for `load_encoder`."""
+    """Returns the path of a checkpoint, for `load_encoder`."""
     return DATA / name / "params.npz" if name.startswith("bv") else DATA / name
 
 
 def arrays(name):
-    """All arrays of a checkpoint by name."""
+    """Reads all arrays of a checkpoint, by name."""
     if name.startswith("bv"):
         return dict(np.load(checkpoint(name)))
     return load_file(DATA / name / "model.safetensors")
 
 
 def patch_embedding(name):
-    """(kernel, bias, positions) of a checkpoint."""
+    """Reads (kernel, bias, positions) of a checkpoint."""
     stored = arrays(name)
     if name.startswith("bv"):
         names = ("embedding/kernel", "embedding/bias", "pos_embedding")
@@ -41,12 +41,12 @@ def patch_embedding(name):
 
 
 def expected(name):
-    """The contents of expected.npz."""
+    """Reads the arrays of expected.npz."""
     return dict(np.load(DATA / name / "expected.npz"))
 
 
 def images(name):
-    """[B, H, W, 3] uint8, or a list of [H, W, 3] for NaFlex."""
+    """Returns uint8 images [B, H, W, 3], or for NaFlex a list of [H, W, 3]."""
     data = expected(name)
     if name in FIXED:
         return data["images_u8"]
@@ -54,7 +54,7 @@ def images(name):
 
 
 def encode(encoder, name):
-    """The encoder's output for the golden's images, and the mask of the valid tokens."""
+    """Returns the encoder's output for a golden's images, and the mask of the valid tokens."""
     if name in FIXED:
         output = encoder(images(name))
         return output, np.ones(output.last_hidden_state.shape[:2], bool)

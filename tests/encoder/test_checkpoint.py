@@ -1,4 +1,4 @@
-"""Checkpoints in every form that users have, and damaged ones."""
+"""Checkpoints of every supported form are loaded, and damaged ones are refused."""
 
 import io
 import json
@@ -27,7 +27,7 @@ def config_of(name):
 
 
 def folder(tmp_path, tensors, config):
-    """A Hugging Face folder."""
+    """Writes a folder in Hugging Face's layout."""
     path = tmp_path / "model"
     path.mkdir()
     (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
@@ -147,7 +147,7 @@ def test_every_form_of_a_Hugging_Face_checkpoint_loads_to_the_same_encoder(tmp_p
 
 
 def scanned(tensors):
-    """The blocks stacked, as flax's scan stores them."""
+    """Stacks the blocks, as flax's scan stores them."""
     stacked = {k: v for k, v in tensors.items() if "encoderblock_" not in k}
     for name in tensors:
         if "encoderblock_0" in name:
@@ -261,7 +261,7 @@ def test_omitted_fields_have_the_defaults_of_the_transformers_classes():
 
 
 def test_a_remainder_of_the_image_is_dropped(tmp_path):
-    # 230 / 14 = 16.4: the grid is the same as that of 224.
+    # 230 / 14 = 16.4, so the grid is the same as for 224 pixels.
     path = folder(tmp_path, arrays(HF), config_of(HF) | {"image_size": 230})
     encoder = load_encoder(path, patch_dtype="float32", dtype="float32")
     assert encoder.config.image_size == (230, 230)
@@ -627,7 +627,7 @@ def a_flipped_bit_in_an_npz(tmp_path):
 
 
 def zeros_in_an_npz(tmp_path, name, shape):
-    """An archive of a few kilobytes with this array of zeros, which is never in memory."""
+    """Writes an archive of a few kilobytes with an array of zeros that is never in memory."""
     path = npz(tmp_path, without(arrays(BV), name))
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         with archive.open(f"{name}.npy", "w", force_zip64=True) as file:

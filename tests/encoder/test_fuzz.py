@@ -1,7 +1,8 @@
-"""Checkpoints, configs, indices and image processors with 1700 random faults from fixed seeds.
+"""Files with random faults: checkpoints, configs, indices and image processors, 1700 in total.
 
-Each is loaded, or refused by an error that this package raises with the name of the file, and not
-by one from inside numpy, zipfile or json. Memory is bounded by the file's size.
+The seeds are fixed. Each file is either loaded, or refused by an error that this package raises
+with the file's name; no error comes from inside numpy, zipfile or json. The file's size bounds the
+memory that loading takes.
 """
 
 import faulthandler
@@ -29,10 +30,10 @@ from pallas_patch_embed.siglip2 import Config, load_encoder
 
 PACKAGE = Path(pallas_patch_embed.__file__).parent
 CASES = 1700
-SHARE = 50  # cases of one test
+SHARE = 50  # number of cases in one test
 
-# Memory that Python may allocate while a file is loaded: float64 copies of packed arrays, and 8 MiB
-# for LZMA.
+# Bytes that Python may allocate for each byte of a file while it is loaded, for float64 copies of
+# packed arrays, and bytes that it may allocate for any file, of which LZMA takes 8 MiB.
 BYTES_PER_BYTE, CONSTANT = 30, 12_000_000
 
 WIDTH, DEPTH, HEADS, MLP, PATCH, SIDE = 8, 2, 2, 12, 4, 3
@@ -145,11 +146,11 @@ def as_shards(path, arrays):
 
 
 def spoil_bytes(draw, content):
-    """A few bytes changed, cut out, doubled or added."""
+    """Changes, removes, doubles or adds a few bytes."""
     content = bytearray(content)
     for _ in range(draw.choice((1, 1, 2, 20))):
         at = draw.randrange(len(content) + 1)
-        # Headers are at the beginning, or for zip at the end; both are short.
+        # Short headers are at the beginning of a file, or at the end of a zip file.
         at = draw.choice((at, min(at, draw.randrange(1500)), max(at, len(content) - 2000)))
         length = draw.choice((1, 1, 4, 8, 100, 10**6))
         new = draw.choice(
@@ -166,7 +167,7 @@ def spoil_bytes(draw, content):
 
 
 def spoil_json(draw, value):
-    """The value with one part replaced, removed, added or wrapped."""
+    """Replaces, removes, adds or wraps one part of a JSON value."""
     places = [(value, key) for key in (value if isinstance(value, dict) else ())]
     for parent, key in places[:]:
         if isinstance(parent[key], dict):
@@ -189,7 +190,7 @@ def spoil_json(draw, value):
 
 
 def spoil_text(draw, value):
-    """A JSON file with one or several faults in its value, or in its text."""
+    """Returns a JSON file with one or several faults in its value, or in its text."""
     for _ in range(draw.choice((1, 1, 3))):
         if isinstance(value, dict) and value:
             value = spoil_json(draw, value)
@@ -204,7 +205,7 @@ def spoil_text(draw, value):
 
 
 def spoil_arrays(draw, arrays):
-    """The arrays, of which one is missing or has another name, shape, dtype or value."""
+    """Removes one of the arrays, or changes its name, shape, dtype or values."""
     name = draw.choice(sorted(arrays))
     array = arrays[name]
     match draw.randrange(6):
@@ -229,7 +230,7 @@ def spoil_arrays(draw, arrays):
 
 
 def spoil_safetensors_header(draw, content):
-    """The file with another header of the stated length."""
+    """Replaces a file's header by a faulty one, and usually states its right length."""
     (length,) = struct.unpack("<Q", content[:8])
     header, values = spoil_text(draw, json.loads(content[8 : 8 + length])), content[8 + length :]
     length = draw.choice([len(header)] * 6 + [0, 2**63, len(header) + 1])
@@ -237,7 +238,7 @@ def spoil_safetensors_header(draw, content):
 
 
 def spoil_zip(draw, content):
-    """The archive, in which one member has other contents, name or compression."""
+    """Changes the contents, name or compression of one member of an archive."""
     spoilt = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(spoilt, "w") as new:
         target = draw.choice(old.namelist())
@@ -262,7 +263,7 @@ def spoil_zip(draw, content):
     return draw.choice([lambda x: x] * 4 + [lambda x: spoil_bytes(draw, x)])(spoilt.getvalue())
 
 
-# Kinds of files: each function writes a file with a fault, and returns what is to be loaded.
+# Kinds of files. Each function writes a file with a fault, and returns the path to load.
 
 
 def rewrite(path, spoil, draw):
@@ -347,7 +348,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(
-    "first", keep(range(0, CASES, SHARE), lambda first: first == 0, "fifty files each")
+    "first", keep(range(0, CASES, SHARE), lambda first: first == 0, "loads fifty files per case")
 )
 def test_a_fault_is_refused_in_words_or_does_not_matter(tmp_path, first):
     loaded = 0
@@ -358,11 +359,11 @@ def test_a_fault_is_refused_in_words_or_does_not_matter(tmp_path, first):
         source = kind(path, random.Random(case), np.random.default_rng(case))
         loaded += survives(source, f"{kind.__name__}, case {case}")
         shutil.rmtree(path)
-    assert 0 < loaded < SHARE  # Some faults do not matter: a unit of `metadata`, a harmless name.
+    assert 0 < loaded < SHARE  # Some faults are harmless, such as a changed `metadata`.
 
 
 def survives(path, what):
-    """Whether it loads; fails if it is refused in any other way than described above."""
+    """Returns whether a file loads; asserts that a refusal is as this module's docstring says."""
     size = sum(file.stat().st_size for file in path.rglob("*")) or path.stat().st_size
     faulthandler.dump_traceback_later(600, exit=True)
     tracemalloc.start()
@@ -372,7 +373,7 @@ def survives(path, what):
         assert type(error) is ValueError, what
         message = str(error)
         assert str(path) in message and len(message) < 1500 and "\n" not in message, what
-        # A reader of files may raise any error, which its caller replaces by one of this package.
+        # A file reader may raise any error, which this package must replace by its own.
         origin = error.__cause__ or error
         raised_in = Path(traceback.extract_tb(origin.__traceback__)[-1].filename)
         assert raised_in.is_relative_to(PACKAGE) or "damaged" in message, what

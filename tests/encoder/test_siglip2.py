@@ -56,7 +56,7 @@ LARGEST = {
 }
 
 
-# Every checkpoint, and every pair of dtypes.
+# Cases of the short suite: every checkpoint and every pair of dtypes occurs.
 ROUNDED = {
     "hf_siglip_p16_224": [("bfloat16", "bfloat16"), ("float8_e4m3fn", "float32")],
     "hf_siglip_p14_224": [("bfloat16", "float32")],
@@ -71,7 +71,7 @@ ROUNDED = {
     keep(
         [(name, *dtypes) for name in GOLDENS for dtypes in LARGEST],
         lambda case: case[1:] in ROUNDED[case[0]],
-        "an encoder's program each",
+        "compiles an encoder for each case",
     ),
 )
 def test_rounded_encoders_stay_near_the_original_implementations(name, patch_dtype, dtype):
@@ -105,7 +105,7 @@ def test_batch_naflex_makes_the_batches_of_the_original_implementations(name):
     keep(
         itertools.product(NAFLEX, DTYPES),
         lambda case: case == (NAFLEX[0], "int8"),
-        "two programs of an encoder each",
+        "compiles an encoder twice for each case",
     ),
 )
 def test_padding_has_no_influence(name, patch_dtype):
@@ -123,7 +123,8 @@ def test_padding_has_no_influence(name, patch_dtype):
 
 
 @pytest.mark.parametrize(
-    "source", [pytest.param((16, 16), marks=pytest.mark.slow("a program for each shape")), (7, 5)]
+    "source",
+    [pytest.param((16, 16), marks=pytest.mark.slow("compiles a program for each shape")), (7, 5)],
 )
 def test_positions_are_resized_as_jax_resizes_images(source):
     rng = np.random.default_rng(1)
@@ -144,7 +145,7 @@ SIZES = (160, (288, 96), (16, 64))
     keep(
         itertools.product(FIXED, SIZES),
         lambda case: FIXED.index(case[0]) == SIZES.index(case[1]),
-        "two encoders' programs each; the short suite has every checkpoint and size once",
+        "compiles two encoders for each case; the short suite has every checkpoint and size once",
     ),
 )
 def test_another_image_size_resizes_the_positions(name, size):
@@ -202,7 +203,7 @@ def test_the_program_does_not_grow_with_the_depth(name):
             ("hf_siglip_p16_224", "hf_siglip2_naflex_p16"), (AxisType.Auto, AxisType.Explicit)
         ),
         lambda case: (case[0] in FIXED) == (case[1] == AxisType.Auto),
-        "two encoders' programs each; the short suite has every kind of encoder and axis once",
+        "compiles two encoders for each case; the short suite has every kind of encoder and axis",
     ),
     ids=lambda x: x if isinstance(x, str) else x.name,
 )
@@ -267,7 +268,7 @@ def test_layer_norms_stay_float32_in_a_bfloat16_encoder():
 
 
 def test_a_mask_excludes_the_padding_that_follows():
-    # The same image, padded to as many patches as it has and to one more.
+    # The same image is padded to its own number of patches, and to one more.
     encoder = float32("hf_siglip2_naflex_p16")
     image = images("hf_siglip2_naflex_p16")[0]
     one = ppe.siglip2.batch_naflex([image], encoder.config, 60)
@@ -289,8 +290,8 @@ def test_a_mask_excludes_the_padding_that_follows():
     ],
 )
 def test_the_grid_is_the_largest_at_an_aspect_ratio(H, W, L, grid):
-    # One pixel is scaled by 100 at most; transformers chooses (15, 16) by the error of its
-    # bisection.
+    # The scale is at most 100, which limits the image of one pixel. In the last case transformers
+    # chooses (15, 16) because its bisection is inexact.
     assert largest_grid(H, W, 16, L) == grid
 
 

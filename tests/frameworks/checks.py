@@ -1,4 +1,4 @@
-"""What holds for a tower with the operator in it, compared with the unchanged tower."""
+"""Checks that compare a tower with the operator in it with the unchanged tower."""
 
 import jax
 import numpy as np
@@ -6,12 +6,12 @@ import pytest
 from jax.sharding import AxisType
 from towers import WIDTH
 
-# What OpenAI's CLIP subtracts from a pixel in [0, 1], and then divides by.
+# The mean and the standard deviation with which OpenAI's CLIP normalises a pixel in [0, 1].
 NORMALISATION = dict(
     image_mean=(0.48145466, 0.4578275, 0.40821073), image_std=(0.26862954, 0.26130258, 0.27577711)
 )
 
-# Relative Frobenius norm of the difference from the unchanged tower's output.
+# Bounds on the relative Frobenius norm of the difference from the unchanged tower's output.
 BOUNDS = {"float32": 1e-5, "int8": 1e-2}
 
 
@@ -22,7 +22,7 @@ def relative(found, wanted):
 
 
 def primitives(jaxpr):
-    """The names of all primitives of a program, also of those that it calls."""
+    """Yields the names of all primitives of a program and of the programs that it calls."""
     for equation in jaxpr.eqns:
         yield equation.primitive.name
         for value in jax.tree.leaves(
@@ -34,11 +34,11 @@ def primitives(jaxpr):
 
 
 class TowerTests:
-    """Tests of a fixture `tower`, a `towers.Tower`; each framework's file has its own."""
+    """Tests of the fixture `tower`, a `towers.Tower`, which each framework's file defines."""
 
     @pytest.mark.parametrize("patch_dtype", BOUNDS)
     def test_a_tower_gives_what_it_gave(self, tower, patch_dtype):
-        """The output is close, and it comes from the operator."""
+        """The output is close to that of the unchanged tower, and it comes from the operator."""
         _, images = tower.images()
         wanted = jax.jit(tower.unchanged)(tower.parameters, images)
         changed = tower.changed(patch_dtype)
@@ -50,7 +50,7 @@ class TowerTests:
         assert "patch_embed" not in before and "conv_general_dilated" in before
 
     def test_a_tower_follows_its_parameters_without_compiling_again(self, tower):
-        """Each parameter of the patch embedding matters as it does in the unchanged tower."""
+        """A change of any parameter of the patch embedding has the unchanged tower's effect."""
         _, images = tower.images()
         traces = []
 
@@ -69,7 +69,7 @@ class TowerTests:
 
     @pytest.mark.parametrize("patch_dtype", BOUNDS)
     def test_a_tower_has_no_silent_gradients(self, tower, patch_dtype):
-        """A gradient by parameters or images is refused; with stop_gradient, it is zero."""
+        """A gradient by parameters or images is refused; with stop_gradient it is zero."""
         _, images = tower.images()
         changed = tower.changed(patch_dtype)
 
@@ -87,7 +87,7 @@ class TowerTests:
         assert not any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
 
     def test_a_tower_takes_uint8_images_or_refuses_them(self, tower):
-        """uint8 images give what the same pixels in [-1, 1] give, or are refused."""
+        """uint8 images give the result of the same pixels in [-1, 1], or are refused."""
         pixels, images = tower.images()
         changed = tower.changed("int8")
         if tower.takes_uint8:
@@ -99,12 +99,12 @@ class TowerTests:
 
 
 def check_normalisation(unchanged, changed, channels_first=False):
-    """uint8 images give what the unchanged convolution gives for the same images, normalised.
+    """Checks that uint8 images give the unchanged convolution's result for normalised images.
 
     Args:
-      unchanged: images -> result of the convolution.
-      changed: images, uint8 or normalised -> result of the module with NORMALISATION and float32
-        patches.
+      unchanged: function of images that returns the convolution's result.
+      changed: function of uint8 or normalised images that returns the result of the module with
+        NORMALISATION and float32 patches.
       channels_first: whether the argument is one image [3, H, W] instead of images [B, H, W, 3].
     """
     pixels = np.random.default_rng(2).integers(0, 256, (2, 48, 32, 3), np.uint8)
@@ -118,7 +118,7 @@ def check_normalisation(unchanged, changed, channels_first=False):
 
 
 def sharded_along_N(kernel, axis, axis_type):
-    """The kernel on eight devices, each with an eighth of the output channels."""
+    """Shards the kernel over eight devices, each with an eighth of the output channels."""
     mesh = jax.make_mesh((8,), ("N",), axis_types=(axis_type,))
     spec = [None] * kernel.ndim
     spec[axis] = "N"
@@ -126,11 +126,12 @@ def sharded_along_N(kernel, axis, axis_type):
 
 
 def check_sharding(call, kernel, axis, out_axis):
-    """A kernel sharded along N gives a result sharded along N; nothing of it is gathered.
+    """Checks that a kernel sharded along N gives a result sharded along N, without a gather.
 
     Args:
-      call: kernel -> result of the module, which has WIDTH output channels.
-      kernel: floating-point, WIDTH along `axis`.
+      call: function of the kernel that returns the module's result with WIDTH output channels.
+      kernel: floating-point array with WIDTH elements along `axis`.
+      axis: axis of the kernel that is N.
       out_axis: axis of the result that is N.
     """
     wanted = call(kernel)

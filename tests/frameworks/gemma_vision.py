@@ -1,7 +1,7 @@
 """gemma's vision tower, as `vision.ViTModel`.
 
-gemma imports kauldron, which imports TensorFlow to name its types. Two gigabytes for that are not
-installed: where TensorFlow is missing, a stand-in is imported.
+gemma imports kauldron, which imports TensorFlow only for type annotations. Where TensorFlow, two
+gigabytes, is not installed, a stand-in replaces it.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ if importlib.util.find_spec("tensorflow") is None:
     try:
         from gemma.gm.nn.vision import _vision_utils as vision
     finally:
-        # Keras looks here to find out whether TensorFlow is in use.
+        # Keras decides by this entry whether TensorFlow is in use.
         del sys.modules["tensorflow"]
 else:
     from gemma.gm.nn.vision import _vision_utils as vision

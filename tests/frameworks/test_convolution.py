@@ -1,4 +1,4 @@
-"""What the modules of the frameworks share, without any of the frameworks."""
+"""The code that the frameworks' modules share, tested without the frameworks."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +57,7 @@ def test_the_result_is_that_of_pack_and_embed_images():
     found = convolution.embed(images, kernel, bias, positions, dtype="bfloat16", **arguments)
     params = ppe.pack(kernel, bias, positions, patch_size=16, grid=(2, 3))
     np.testing.assert_array_equal(found, ppe.embed_images(images, params).reshape(2, 2, 3, 32))
-    # Without another dtype the result has that of the parameters, as a convolution's.
+    # By default the result has the dtype of the parameters, as that of a convolution does.
     assert convolution.embed(images, kernel, bias, None, dtype=None, **arguments).dtype == "float32"
     half = [jnp.bfloat16(x) for x in (kernel, bias)]
     assert convolution.embed(images, *half, None, dtype=None, **arguments).dtype == "bfloat16"

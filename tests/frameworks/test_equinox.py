@@ -26,7 +26,7 @@ IMAGE = np.float32(np.random.default_rng(0).uniform(-1, 1, (3, 48, 32)))
 
 
 def equimo():
-    """A SigLIP2 tower of equimo, smaller."""
+    """Makes a small SigLIP2 tower of equimo."""
     vit = pytest.importorskip(
         "equimo.vision.models.vit", reason="equimo is missing: `make test-frameworks` installs it"
     )
@@ -37,7 +37,7 @@ def equimo():
 
 
 def applied(model):
-    """The model as a function of its arrays, on a batch; those that it has are not used."""
+    """Returns the model as a function of arrays, which replace its own, and a batch of images."""
     _, static = eqx.partition(model, eqx.is_inexact_array)
 
     def apply(arrays, images):
@@ -57,7 +57,7 @@ def tower():
     def change(patch_dtype):
         if patch_dtype not in changed:
             changed[patch_dtype] = drop_in.replace(model, patch_dtype=patch_dtype)
-        # The arrays of the unchanged model, in a tree of the changed one.
+        # The arrays of the unchanged model are put into the tree of the changed one.
         structure = jax.tree.structure(eqx.filter(changed[patch_dtype], eqx.is_inexact_array))
         apply = applied(changed[patch_dtype])
         return lambda arrays, x: apply(jax.tree.unflatten(structure, jax.tree.leaves(arrays)), x)
@@ -74,7 +74,7 @@ def tower():
 
 
 class TestTower(TowerTests):
-    """The towers above, with the operator in them."""
+    """Tests the tower above, with the operator in it."""
 
 
 def test_files_of_either_model_load_into_the_other(tmp_path):

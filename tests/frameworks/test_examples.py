@@ -42,5 +42,5 @@ def test_the_notebooks_cells_run(monkeypatch, capsys):
     assert namespace["embeddings"].shape == (1, 196, 768)
     assert namespace["output"].pooler_output.shape == (1, 128)
     assert "xla" in capsys.readouterr().out
-    # Results are not kept in the file, so they cannot differ from what the cells give.
+    # The file has no outputs, so they cannot be outdated.
     assert not any(c.get("outputs") for c in notebook["cells"])

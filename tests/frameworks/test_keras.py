@@ -26,7 +26,7 @@ IMAGES = np.float32(np.random.default_rng(0).uniform(-1, 1, (2, 48, 32, 3)))
 
 
 def siglip():
-    """A SigLIP tower of keras-hub, smaller."""
+    """Makes a small SigLIP tower of keras-hub."""
     models = pytest.importorskip(
         "keras_hub.models", reason="keras-hub is missing: `make test-frameworks` installs it"
     )
@@ -42,7 +42,7 @@ def siglip():
 
 
 def applied(model):
-    """The model as a function of its trainable variables; their values are not used."""
+    """Returns the model as a function of values for its trainable variables, and of images."""
 
     def apply(parameters, images):
         others = [v.value for v in model.non_trainable_variables]
@@ -75,7 +75,7 @@ def tower():
 
 
 class TestTower(TowerTests):
-    """The towers above, with the operator in them."""
+    """Tests the tower above, with the operator in it."""
 
 
 def siglip_embedding():
@@ -110,7 +110,7 @@ def test_what_keras_compiled_before_the_swap_is_compiled_again(tmp_path):
     assert drop_in.replace(model) == ["embedding/patch_embedding"]
     after = model.predict(images, verbose=0)
     assert 1e-5 < relative(after, before) <= BOUNDS["int8"]
-    # Nothing of the file knows the swap.
+    # A saved file contains no trace of the swap.
     model.save(tmp_path / "model.keras")
     restored = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(restored.predict(images, verbose=0), before)
@@ -165,7 +165,7 @@ def test_images_are_normalised_as_the_layer_is_told(edited):
         after.build(IMAGES.shape)
         drop_in.replace(after, **options)
     after.set_weights(before.get_weights())
-    # A layer would cast uint8 to float32 before its `call`.
+    # By default a layer casts uint8 to float32 before its `call`.
     check_normalisation(before, after.call)
 
 

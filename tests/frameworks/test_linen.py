@@ -29,7 +29,7 @@ def initialised(model, images):
 
 
 def interception(model):
-    """What applies the unchanged model with its convolution intercepted."""
+    """Returns a function of the patch dtype that returns the model, its convolution intercepted."""
 
     def apply(patch_dtype):
         def intercepted(variables, images):
@@ -60,7 +60,7 @@ def big_vision(edited):
 
 
 def gemma():
-    """The SigLIP tower of Gemma 3, smaller."""
+    """Makes a small SigLIP tower of Gemma 3."""
     from gemma_vision import vision
 
     model = vision.ViTModel(
@@ -91,7 +91,7 @@ def tower(request):
 
 
 class TestTower(TowerTests):
-    """The towers above, with the operator in them."""
+    """Tests the towers above, with the operator in them."""
 
 
 IMAGES = np.float32(np.random.default_rng(0).uniform(-1, 1, (2, 48, 32, 3)))

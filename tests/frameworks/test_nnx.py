@@ -38,7 +38,7 @@ def replaced(patch_dtype):
 
 
 def applied(model):
-    """The model as a function of its parameters; those that it has are not used."""
+    """Returns the model as a function of parameters, which replace its own, and of images."""
     graph, _, others = nnx.split(model, nnx.Param, ...)
     return lambda parameters, images: nnx.merge(graph, parameters, others)(images)
 
@@ -57,7 +57,7 @@ def tower(request):
 
 
 class TestTower(TowerTests):
-    """The towers above, with the operator in them."""
+    """Tests the towers above, with the operator in them."""
 
 
 def test_a_model_keeps_its_parameters_and_follows_their_updates():

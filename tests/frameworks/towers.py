@@ -1,7 +1,7 @@
-"""Vision towers, each unchanged and with the operator in it, as functions of their parameters.
+"""Vision towers as functions of their parameters, each unchanged and with the operator in it.
 
-big_vision's and jimm's are written here from the trees of their parameters. Those of other packages
-are in the tests of their framework.
+The towers of big_vision and jimm are written here according to the trees of their parameters. The
+towers of other packages are in the tests of their frameworks.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ GRID = SIDE // PATCH
 
 @dataclasses.dataclass
 class Tower:
-    """A tower in both forms.
+    """A tower, unchanged and with the operator in it.
 
     Attributes:
       parameters: a pytree of floating-point arrays.
-      unchanged: (parameters, images) -> output.
-      changed: patch_dtype -> (parameters, images) -> output.
-      kernel, bias, positions: paths of these among the parameters, as `jax.tree_util.keystr`.
+      unchanged: function of (parameters, images) that returns the output.
+      changed: function of the patch dtype that returns a function like `unchanged`.
+      kernel, bias, positions: their paths among the parameters, as of `jax.tree_util.keystr`.
       channels_first: whether images are [B, 3, H, W].
-      takes_uint8: whether uint8 images reach the operator as such.
+      takes_uint8: whether uint8 images reach the operator without a conversion.
     """
 
     parameters: Any
@@ -41,14 +41,14 @@ class Tower:
     takes_uint8: bool = True
 
     def images(self, seed=0, count=2, side=SIDE):
-        """uint8 images, and the same as floats in [-1, 1]."""
+        """Returns uint8 images, and the same images as floats in [-1, 1]."""
         pixels = np.random.default_rng(seed).integers(0, 256, (count, side, side, 3), np.uint8)
         if self.channels_first:
             pixels = np.moveaxis(pixels, -1, 1)
         return pixels, np.float32(pixels) / 255 * 2 - 1
 
     def with_one_drawn_anew(self, path):
-        """The parameters, with other values at this path."""
+        """Returns the parameters with new random values at `path`."""
         found = []
 
         def draw(place, leaf):
@@ -65,7 +65,7 @@ class Tower:
 
 
 def randomised(parameters, seed=0):
-    """Parameters with no zeros: a bias of zeros could be forgotten without notice."""
+    """Draws parameters without zeros, because a missing bias of zeros would not be noticed."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda x: x + jnp.asarray(rng.normal(0, 0.02, x.shape), x.dtype), parameters
@@ -107,7 +107,8 @@ class BigVisionViT(nn.Module):
     """big_vision's ViT with learned positions and a pooling head.
 
     Attributes:
-      patch_embed: None for the unchanged tower, else called with features, kernel_size and name.
+      patch_embed: None for the unchanged tower, otherwise a function of features, kernel_size and
+        name.
     """
 
     patch_embed: Any = None
@@ -122,7 +123,7 @@ class BigVisionViT(nn.Module):
             x = x.reshape(len(x), -1, WIDTH)
             x = x + self.param("pos_embedding", initial, (1, x.shape[1], WIDTH))
         else:
-            # The three lines of docs/models.md.
+            # These three lines are from docs/models.md.
             positions = self.param("pos_embedding", initial, (1, GRID**2, WIDTH))
             x = self.patch_embed(WIDTH, (PATCH, PATCH), name="embedding")(images, positions)
             x = x.reshape(len(x), -1, WIDTH)
@@ -147,8 +148,8 @@ class JimmViT(nnx.Module):
     """jimm's VisionTransformerBase with a pooling head.
 
     Args:
-      patch_embed: the class of `patch_embeddings`; an nnx.Conv is the unchanged tower.
-      fused: whether the positions go into the patch embedding.
+      patch_embed: class of `patch_embeddings`; with nnx.Conv the tower is unchanged.
+      fused: whether the patch embedding adds the positions.
     """
 
     def __init__(self, rngs, patch_embed=nnx.Conv, fused=False):
