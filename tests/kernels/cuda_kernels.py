@@ -1,4 +1,4 @@
-"""The configs of the CUDA library, and the launch that is expected of each."""
+"""The configs of the CUDA library, and the expected launch of each."""
 
 import functools
 
@@ -17,7 +17,7 @@ built = pytest.mark.usefixtures("cuda_library")
 
 
 def configs(**fields):
-    """The library's configs with these fields; none if there is no library to test."""
+    """Lists the library's configs with these fields; the list is empty without a library."""
     if cuda.missing():
         return []
     return [c for c in cuda.configs() if all(getattr(c, k) == v for k, v in fields.items())]
@@ -25,7 +25,7 @@ def configs(**fields):
 
 @functools.cache
 def register_on_the_cpu():
-    """Registers the handler for the CPU too, where it only checks its operands."""
+    """Also registers the handler for the CPU, where it only checks its operands."""
     handler = jax.ffi.pycapsule(cuda.library().patch_embed_execute)
     jax.ffi.register_ffi_target(cuda.TARGET, handler, platform="cpu")
 
@@ -46,7 +46,7 @@ def matrix(short, rows, columns, box_rows, box_columns):
 
 
 def lines_of_patches(M, rows, pixels):
-    """The map of images: lines of two neighbouring patches of 16 pixels, or of one, by im2col."""
+    """Describes the im2col map of images: its rows are lines of one or two patches of 16 pixels."""
     height, width = pixels
     patches = 2 if width % 32 == 0 else 1
     pixels = width // 16 // patches, 48 * patches
@@ -62,21 +62,21 @@ def lines_of_patches(M, rows, pixels):
 
 
 def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
-    """The launch, derived from ffi/*.cu and *.h independently of ffi/plan.h."""
+    """Derives the launch from ffi/*.cu and *.h, independently of ffi/plan.h."""
     size, out_size = itemsize(config.dtype), itemsize(config.out_dtype)
     factor = "i8" if pixels else config.dtype
     chunks, inner = K * size // 128, 128 // size
     hopper = config.capability == 90
-    # A slot has a chunk of K, or two lines of patches.
+    # Each row of a slot holds a chunk of K, or two lines of a patch.
     ring = config.slots * config.rows * (96 if pixels else 128)
     streamed, parts = 0, config.slots if config.stream_weight else chunks
     if hopper and config.stream_weight:
-        # The weight has as many slots as fit next to the patches and 2 KiB.
+        # The weight's slots fill the memory that the patches and 2 KiB leave.
         streamed = parts = (227 * 1024 - ring - 2048) // (config.tile_n * 128)
     weight_bytes = parts * config.tile_n * 128 // config.blocks
     if hopper:
-        # Four threads of a row store 16 bytes each. Axes, innermost first: K, the 2 columns of a
-        # pair, threads, groups of columns, pairs.
+        # The four threads of a row store 16 bytes each. The axes are, from the innermost on: K, the
+        # 2 columns of a pair, threads, groups of columns, pairs.
         vector = 16 // out_size
         nested = np.empty((N // (4 * vector), 4, vector // 2, 2, K), f"V{size}")
         nested = nested.transpose(2, 0, 1, 3, 4)
@@ -97,7 +97,7 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
         y = matrix(config.out_dtype, M, N, 32, store_bytes // out_size)
         rest = 2 * 2 * 128 * store_bytes + 1024
     # Chunks 0, 4 and 8 of a streamed weight stay in shared memory if a warpgroup has 128 rows and K
-    # at most 16 chunks.
+    # has at most 16 chunks.
     some = len(range(0, min(chunks, 12), 4)) if config.rows == 128 and chunks <= 16 else 0
     staying = (some if hopper else 0) if config.stream_weight else chunks
     return dict(
@@ -115,7 +115,7 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
         y=y,
         multiplying_warps=8 if hopper else 1,
         storing_warps=8,
-        # Two accumulators; tensor memory is allocated in powers of two of columns.
+        # There are two accumulators. The number of allocated columns is a power of two.
         tensor_memory_columns=0 if hopper else 1 << (2 * config.tile_n - 1).bit_length(),
         staying_chunks=staying,
     )

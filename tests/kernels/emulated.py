@@ -2,8 +2,8 @@
 
   python tests/kernels/emulated.py BACKEND
 
-compiles the cases of a backend that standard input names. That is a process of its own because the
-compilers read their settings when JAX is imported.
+This program compiles the cases of a backend that standard input names. It is a separate process
+because the compilers read their settings when JAX is imported.
 """
 
 import dataclasses
@@ -19,12 +19,13 @@ from unittest import mock
 from ptx_emulator.machine import EAGER
 from repository import environment
 
-# Multiprocessors of the emulated GPU: so few that there are more tiles than workers.
+# Number of multiprocessors of the emulated GPU, small enough for more tiles than workers.
 MULTIPROCESSORS = 4
 
-# When asynchronous work happens, and the seed of random choices. A correct protocol passes with all
-# of them. Hopper kernels, which also run on a GPU, take the first four. With late arrivals and
-# everything else eager, a block that exits too early has exited when its peer's arrival reaches it.
+# Schedules of asynchronous work, each with a seed for random choices. A correct protocol passes
+# with all of them. Hopper kernels, which also run on a GPU, are run with the first four. With late
+# arrivals and everything else eager, an arrival at a block that exits too early comes after its
+# exit.
 SCHEDULES = (
     ("eager", 0),
     ("late", 1),
@@ -33,13 +34,13 @@ SCHEDULES = (
     ("random", 3),
     ({"load": "eager", "multiply": "late", "store": "late", "write": "late"}, 4),
 )
-# Warnings that are not a fault of the kernels (the emulator's README says why).
+# Warnings that do not indicate a fault of the kernels (the emulator's README says why).
 ALLOWED = frozenset({"descriptor version", "moved before wait::ld"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A Pallas kernel for small operands; `config` and `options` are its config's arguments."""
+    """A Pallas kernel for small operands; `config` and `options` are arguments of its config."""
 
     backend: str
     patches: tuple[int, ...]
@@ -52,14 +53,14 @@ class Case:
 
     @property
     def served_by(self):
-        """The backend."""
+        """Returns the backend."""
         from pallas_patch_embed.backends import BACKENDS
 
         return BACKENDS[self.backend]
 
     @property
     def chosen(self):
-        """The kernel's config."""
+        """Returns the kernel's config."""
         from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
         from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
 
@@ -68,7 +69,7 @@ class Case:
 
     @property
     def target(self):
-        """The kernel's chip, with few multiprocessors."""
+        """Returns the kernel's chip, with few multiprocessors."""
         from planned import few
 
         from pallas_patch_embed.chips import B200, H200
@@ -76,7 +77,7 @@ class Case:
         return few(H200 if self.backend == "mosaic_sm90" else B200, MULTIPROCESSORS)
 
     def function(self):
-        """The operator by this kernel."""
+        """Returns the operator computed by this kernel."""
         from planned import compute
 
         choices = dict(out_dtype=self.out_dtype, target=self.target, config=self.chosen)
@@ -84,11 +85,11 @@ class Case:
 
 
 def case(backend, patches, N, dtype, table, *config, out="bfloat16", **options):
-    """A case; `config` and `options` are the arguments of the kernel's config."""
+    """Makes a case; `config` and `options` are the arguments of the kernel's config."""
     return Case(backend, patches, N, dtype, table, config, tuple(options.items()), out)
 
 
-# Blackwell kernels of two blocks and of one, and Hopper's.
+# Cases of Blackwell kernels with clusters of two blocks and with single blocks, and of Hopper's.
 two = functools.partial(case, "mosaic_sm100")
 one = functools.partial(two, collective=False)
 hopper = functools.partial(case, "mosaic_sm90")
@@ -148,8 +149,8 @@ CASES = {
 # The cases that also run on a Hopper GPU.
 HOPPER = [name for name, case in CASES.items() if case.backend == "mosaic_sm90"]
 
-# K, N and config of B/16 as in production, with 196 and 576 positions. There are so many images
-# that a worker has 1568 or 2880 rows: several phases of the table, and a tail.
+# K, N and config of B/16 as in production, with 196 and 576 positions. There are enough images for
+# a worker to have 1568 or 2880 rows, with several phases of the table and a partial last tile.
 LONG = {
     "B/16, 196 positions": two((8, 196, 768), 768, FP8, "shared", 256, 4),
     "B/16, 576 positions": two((5, 576, 768), 768, INT8, "shared", 256, 4),
@@ -158,13 +159,13 @@ LONG = {
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory:
-    """The folder for compiled cases; it is deleted when this process ends."""
+    """Makes the folder for compiled cases, which is deleted when this process ends."""
     return tempfile.TemporaryDirectory()
 
 
 @functools.cache
 def _compiler(backend: str) -> subprocess.Popen:
-    """The process that compiles the cases of a backend; it ends when this one ends."""
+    """Starts the process that compiles the cases of a backend; it ends when this process ends."""
     command = [sys.executable, __file__, backend]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     return subprocess.Popen(command, text=True, env=environment(), **pipes)
@@ -172,7 +173,10 @@ def _compiler(backend: str) -> subprocess.Popen:
 
 @functools.cache
 def compiled(name: str) -> Path:
-    """Compiles a case and returns the stem of its files; once, as JAX then dumps nothing more."""
+    """Compiles a case and returns the stem of its files.
+
+    Each case is compiled once, because JAX dumps a kernel only once.
+    """
     folder = Path(tempfile.mkdtemp(dir=_folder().name))
     process = _compiler((CASES | LONG)[name].backend)
     print(json.dumps([name, str(folder)]), file=process.stdin, flush=True)
@@ -183,7 +187,7 @@ def compiled(name: str) -> Path:
 
 
 def emulated(stem: Path, case: Case, operands, **options):
-    """The operator by the compiled kernel on the emulator, and the machine that ran it.
+    """Runs a compiled kernel on the emulator; returns the operator's result and the machine.
 
     `options` are those of `mosaic.prepare`.
     """
@@ -209,9 +213,9 @@ def emulated(stem: Path, case: Case, operands, **options):
 
 
 def main(backend: str) -> None:
-    """Compiles the case that each line of standard input names, into the folder that it names.
+    """Compiles cases; each line of standard input names a case and a folder for its files.
 
-    Answers each line with what went wrong, or null.
+    Answers each line with the error, or null.
     """
     from benchmarks import offline_compile
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels whose PTX the emulator executes; nvcc compiles them."""
+"""The CUDA kernels whose PTX, compiled by nvcc, the emulator executes."""
 
 import dataclasses
 import functools
@@ -19,8 +19,8 @@ from pallas_patch_embed.backends import schedule, tiles
 from pallas_patch_embed.backends.cuda import SPELLED
 from pallas_patch_embed.problem import Problem
 
-# Multiprocessors of the emulated GPU, so few that there are more tiles than workers; and threads of
-# a block.
+# Number of multiprocessors of the emulated GPU, small enough for more tiles than workers, by
+# compute capability; and number of threads of a block.
 MULTIPROCESSORS = {90: 2, 100: emulated.MULTIPROCESSORS}
 THREADS = 384
 
@@ -44,12 +44,12 @@ class Case:
     blocks: int = 1
     # Height and width of the images that the kernel cuts into patches.
     image: tuple[int, int] | None = None
-    # The members of `Tuning` that differ from the built kernels.
+    # Members of `Tuning` whose values differ from the built kernels.
     tuning: dict = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def config(self) -> cuda_backend.CudaConfig:
-        """The config; without `tuning` it is that of a built kernel."""
+        """Returns the config, which is that of a built kernel if `tuning` is empty."""
         return cuda_backend.CudaConfig(
             *(self.name, self.capability, self.source_dtype, SPELLED[self.out_dtype]),
             *(self.table != "none", self.tile_m, self.tile_n, self.rows, self.blocks),
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def source(self) -> str:
-        """CUDA C++ of the kernel with this tuning."""
+        """Returns CUDA C++ of the kernel with this tuning."""
         return instance(
             *(SPELLED[self.dtype], SPELLED[self.out_dtype]),
             "offset" if self.table == "none" else "table",
@@ -69,17 +69,17 @@ class Case:
 
     @property
     def source_dtype(self) -> str:
-        """Dtype of patches or images, as a kernel's name spells it."""
+        """Returns the dtype of patches or images, as a kernel's name spells it."""
         return cuda_backend.IMAGES if self.image else SPELLED[self.dtype]
 
     @property
     def buffers(self) -> int:
-        """Staging buffers of a storing warp of the Blackwell kernel."""
+        """Returns the number of staging buffers of a storing warp of the Blackwell kernel."""
         return self.tuning.get("kStagingBuffers", 2)
 
     @property
     def name(self) -> str:
-        """The kernel's name in the PTX."""
+        """Returns the kernel's name in the PTX."""
         if self.tuning:
             return "chosen"
         columns = "offset" if self.table == "none" else "table"
@@ -91,12 +91,12 @@ class Case:
 
     @property
     def tile_m(self) -> int:
-        """Rows of a tile."""
+        """Returns the number of rows of a tile."""
         return (2 if self.capability == 90 else self.blocks) * self.rows
 
     @property
     def store_n(self) -> int:
-        """Columns that a TMA store of the Blackwell kernel writes: 128 bytes of a row, or 64."""
+        """Returns the columns of a TMA store of the Blackwell kernel: 128 or 64 bytes of a row."""
         itemsize = jnp.dtype(self.out_dtype).itemsize
         return (64 if self.tile_n // 2 * itemsize % 128 else 128) // itemsize
 
@@ -141,7 +141,7 @@ def of_images(
     tile_n: int,
     out_dtype: str = BF16,
 ) -> Case:
-    """A case of the kernel that cuts images of `grid` patches itself."""
+    """Makes a case of the kernel that cuts images of `grid` patches itself."""
     return Case(
         *((images, math.prod(grid), 768), N, INT8, table, tile_n, 13 if tile_n == 192 else 16),
         out_dtype=out_dtype,
@@ -149,9 +149,10 @@ def of_images(
     )
 
 
-# Sides and widths of models (B/16, L/16, So400m/16, g-opt), pairwise with tables, outputs and odd
-# numbers of images; odd numbers of patches next to each other, of which TMA loads one a row; and
-# images that are not square, of one or two patches, and of fewer than a tile.
+# Cases with sides and widths of models (B/16, L/16, So400m/16, g-opt), combined pairwise with
+# tables, outputs and odd numbers of images. In grids with an odd width, a row of a TMA box is a
+# line of one patch instead of two. Further cases are images that are not square, and images of one
+# patch, of two patches, or of fewer patches than a tile has rows.
 IMAGES = {
     "224, 768, 192": of_images(3, (14, 14), 192, "shared", 192),
     "224, 768, two slices": of_images(1, (14, 14), 384, "none", 192, "float32"),
@@ -178,21 +179,21 @@ IMAGES = {
 CASES |= {f"images, {name}": case for name, case in IMAGES.items()}
 
 
-# Slots of the Blackwell kernels that are built, by width of a slice, for dtypes of one byte and for
-# bfloat16: of two blocks, and of one block, where all slices have 64 columns.
+# Slots of the built Blackwell kernels, first for clusters of two blocks, then for single blocks,
+# whose slices all have 64 columns: width of a slice -> (slots for one-byte dtypes, for bfloat16).
 STATIONARY = {256: (4, None), 192: (5, None), 128: (7, 4), 64: (8, 7)}, {64: (7, 4)}
 STREAMED = {256: (5, 5), 192: (5, 5), 128: (6, 6), 64: (8, 8)}, {64: (6, 6)}
 
 
 def blackwell(case: emulated.Case) -> Case:
-    """The CUDA kernel that is most like a Pallas kernel, for the same operands."""
+    """Returns the CUDA kernel that is most similar to a Pallas kernel, for the same operands."""
     config = case.chosen
     single = not config.collective
     tile_n = 64 if single else config.tile_n
     slots = (STREAMED if config.stream_weight else STATIONARY)[single][tile_n][case.dtype == BF16]
     return Case(
         case.patches,
-        # Two slices are enough: the others do the same.
+        # Two slices are enough, because all slices are computed in the same way.
         min(case.N, 2 * tile_n),
         case.dtype,
         case.table,
@@ -222,12 +223,12 @@ CASES["Blackwell, two blocks, streamed weight, slots and accumulators used again
 
 
 def compiled(case: Case, *options: str) -> str:
-    """PTX of a built kernel."""
+    """Compiles a built kernel to PTX."""
     return cuda_launch.compiled(case.config, f"sm_{case.capability}a", "-ptx", *options).decode()
 
 
 def tensor_maps(case, M, K, patches, weight, y):
-    """Tensor maps of patches, weight and y (patch_embed_sm90.h, patch_embed_sm100.h)."""
+    """Makes the tensor maps of patches, weight and y (patch_embed_sm90.h, patch_embed_sm100.h)."""
     itemsize, out_itemsize = (jnp.dtype(x).itemsize for x in (case.dtype, case.out_dtype))
     inner, row = tiles.ROW_BYTES // itemsize, K * itemsize
 
@@ -280,8 +281,8 @@ def tensor_maps(case, M, K, patches, weight, y):
 
 
 def shared_bytes(case, chunks):
-    """Dynamic shared memory of a block in bytes, as `Shared::bytes` computes it."""
-    # A slot has a chunk of K, or two lines of patches of 16 pixels.
+    """Returns the bytes of dynamic shared memory of a block, as `Shared::bytes` computes them."""
+    # Each row of a slot holds a chunk of K, or two lines of a patch of 16 pixels.
     ring = case.slots * case.rows * (96 if case.image else tiles.ROW_BYTES)
     weight_slots = case.slots
     if case.capability == 90:
@@ -297,13 +298,13 @@ def shared_bytes(case, chunks):
 
 
 def cut_sizes(case: Case) -> tuple[int, int]:
-    """The patches in a line of patches of an image, and in a row that TMA loads."""
+    """Returns the number of patches in a row of an image's grid, and in a row of a TMA box."""
     width = case.image[1] // 16 if case.image else 0
     return width, 1 if width % 2 else 2
 
 
 def uncut(patches: np.ndarray, image: tuple[int, int]) -> np.ndarray:
-    """The uint8 images [B, H, W, 3] of int8 patches [B, S, 768]."""
+    """Assembles uint8 images [B, H, W, 3] from int8 patches [B, S, 768]."""
     height, width = image
     levels = (patches.astype(np.int16) + 128).astype(np.uint8)
     cut = levels.reshape(-1, height // 16, width // 16, 16, 16, 3)

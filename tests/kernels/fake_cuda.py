@@ -1,8 +1,8 @@
-"""Calls the FFI handlers as XLA does; `fake_driver.cc` takes the place of the driver.
+"""Calls the FFI handlers as XLA does, with `fake_driver.cc` in place of the driver.
 
     LD_LIBRARY_PATH=<folder of libcuda.so.1> python fake_cuda.py <library> < calls.json
 
-Prints for each call its error, if any, and the calls of the driver that fake_driver.cc recorded.
+For each call, prints its error, if any, and the calls of the driver that fake_driver.cc recorded.
 """
 
 import ctypes
@@ -11,14 +11,14 @@ import sys
 import threading
 from ctypes import c_char_p, c_int, c_int64, c_size_t, c_void_p
 
-# Numbers of xla/ffi/api/c_api.h.
+# Enumerators of xla/ffi/api/c_api.h.
 TYPES = {"float8_e4m3fn": 20, "int8": 2, "uint8": 6, "bfloat16": 16, "float32": 11, "int32": 4}
 STAGES = {"initialize": 2, "execute": 3}
 BUFFER, STRING = 1, 4
 
 
 def struct(name, *fields):
-    """A struct of XLA's C API, which all begin with the same two fields."""
+    """Defines a struct of XLA's C API; all of these structs begin with the same two fields."""
     head = [("struct_size", c_size_t), ("extension_start", c_void_p)]
     return type(name, (ctypes.Structure,), {"_fields_": [*head, *fields]})
 
@@ -74,9 +74,9 @@ def call(library, stage, operands, attributes, stream):
     Args:
       library: the loaded library.
       stage: a key of STAGES.
-      operands: (dtype, shape, address) of each; the last one is the result.
+      operands: (dtype, shape, address) of each operand; the last one is the result.
       attributes: name -> text.
-      stream: a number; None if the platform has no streams.
+      stream: number of the stream; None if the platform has no streams.
     """
     errors = []
 

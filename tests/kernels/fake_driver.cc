@@ -1,5 +1,5 @@
-// Stands for libcuda.so.1 where there is no GPU: it writes down what it is asked to do, and fails where it
-// is told to. No CUDA header is needed to build it.
+// Replaces libcuda.so.1 where there is no GPU. It records the calls that it gets, and one function
+// may be told to fail. No CUDA header is needed to build it.
 
 #include <cstdint>
 #include <cstring>
@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-// The newest CUDA that the driver is for.
+// The newest CUDA version that the driver supports.
 #ifndef DRIVER_VERSION
 #define DRIVER_VERSION 99010
 #endif
@@ -18,7 +18,7 @@ namespace {
 std::mutex mutex;
 std::string written, failing;
 int capability[2] = {9, 0};
-// Bytes of shared memory that a launch of a kernel on a device may have.
+// Largest dynamic shared memory in bytes, by kernel and device.
 std::map<std::pair<std::string, int>, unsigned> limits;
 thread_local uintptr_t current = 0;
 
@@ -54,7 +54,7 @@ void fake_begin(int major, int minor, const char* fail) {
 
 const char* fake_written() { return written.c_str(); }
 
-// The library asks once, so it is not written down.
+// The library calls this once per process, so it is not recorded.
 int cuDriverGetVersion(int* version) { return *version = DRIVER_VERSION, 0; }
 
 int cuGetErrorName(int, const char** text) { return *text = "CUDA_ERROR_UNKNOWN", 0; }
@@ -135,7 +135,7 @@ int cuTensorMapEncodeIm2col(void* map, int type, unsigned rank, void* data, cons
 }
 
 int cuLaunchKernelEx(const Config* config, const char* kernel, void** parameters, void**) {
-  // Notes the fields of the parameter: the maps of patches, weight and y, then the rest.
+  // Records the fields of the parameter: the maps of patches, weight and y, and then the others.
   {
     std::lock_guard<std::mutex> lock(mutex);
     const auto limit = limits.find({kernel, int(current)});

@@ -1,4 +1,4 @@
-"""The GPU of the tests, and operands for it."""
+"""The GPU on which the tests run, and operands for it."""
 
 import jax
 from interpreter import problem_of
@@ -11,7 +11,7 @@ RUNS = 20
 
 
 def gpu():
-    """The first GPU that JAX sees; None if there is none."""
+    """Returns the first GPU that JAX sees; None if there is none."""
     try:
         return jax.devices("cuda")[0]
     except RuntimeError:
@@ -19,12 +19,12 @@ def gpu():
 
 
 def draw(seed: int, shape: NamedShape, dtype: str, B: int):
-    """Random operands of a shape, with patches; NaFlex has a table for every image."""
+    """Draws random operands of a shape, with patches; NaFlex has a table for every image."""
     return compare.draw(jax.random.key(seed), problem_of(shape, dtype, B))
 
 
 def count_wrong(y, operands, out_dtype: str) -> int:
-    """How many elements of a result of tensor cores are wrong."""
+    """Counts the wrong elements of a result that tensor cores computed."""
     problem = Problem.of(*operands, out_dtype=out_dtype)
     found = compare.compare(problem, operands, operands, y, tensor_cores=True)
     return compare.Counts(1, y.size, *found).all_wrong

@@ -1,4 +1,4 @@
-"""Kernels in Pallas' GPU interpreter, with race detection."""
+"""Runs kernels in Pallas' GPU interpreter, with race detection."""
 
 import concurrent.futures
 import contextlib
@@ -19,7 +19,7 @@ from pallas_patch_embed.problem import Problem, padded
 
 
 def draw_operands(seed, patches, N, dtype, table):
-    """Operands whose product, scale and sum are exact in float32, in any order."""
+    """Draws operands whose product, scaling and sum are exact in float32, in any order."""
     rng = np.random.default_rng(seed)
     low, high = (-128, 128) if dtype == "int8" else (-8, 9)
     *leading, S, K = patches
@@ -34,7 +34,7 @@ def draw_operands(seed, patches, N, dtype, table):
 
 
 def check_wgmma(monkeypatch):
-    """Makes the interpreter check what wgmma reads for races, which it does not by itself."""
+    """Makes the interpreter check wgmma's reads for races, which it does not do by itself."""
     wgmma = gpu_callbacks.wgmma
 
     def checked(*, thread, source_info=None, **named):
@@ -58,7 +58,7 @@ def check_wgmma(monkeypatch):
 
 
 class Watch:
-    """Notices that all threads of a kernel wait for each other. It counts them and reads no clock.
+    """Detects a deadlock of all threads of a kernel, without a clock.
 
     A thread that waits registers a function `blocked()`, whose result only another thread can make
     false. When every running thread is blocked, none of them can ever continue.
@@ -66,7 +66,7 @@ class Watch:
 
     def __init__(self):
         self.lock = threading.Lock()
-        # The first thread starts the others.
+        # The first thread starts all other threads.
         self.threads, self.waiting = 1, {}
         self.begun, self.deadlock = False, False
 
@@ -82,7 +82,7 @@ class Watch:
 
     @contextlib.contextmanager
     def wait(self, blocked):
-        """A context in which a thread waits until blocked() is false."""
+        """Returns a context in which a thread waits until blocked() is false."""
         me = threading.get_ident()
         with self.lock:
             self.waiting[me] = blocked
@@ -95,16 +95,17 @@ class Watch:
 
 
 def calling(function, original):
-    """A function or method that passes the one it replaces to `function`."""
+    """Returns a replacement for `original` that calls `function` with `original` first."""
     return lambda *arguments, **named: function(original, *arguments, **named)
 
 
-# The watch of the kernel that is being interpreted; programs that JAX has cached look it up here.
+# The watch of the kernel that is being interpreted. It is global because programs in JAX's cache
+# also need the current one.
 watch = Watch()
 
 
 class Threads(concurrent.futures.ThreadPoolExecutor):
-    """The interpreter's threads, registered with the watch. Their starter waits for them."""
+    """Registers the interpreter's threads with the watch; the thread that starts them waits."""
 
     def __init__(self, max_workers):
         super().__init__(max_workers)
@@ -139,7 +140,7 @@ class Threads(concurrent.futures.ThreadPoolExecutor):
 
 def _wait_at_barrier(original, self, thread, *arguments, **named):
     phases = self.last_observed_phase_by_thread
-    # A warp has seen what its warpgroup had seen.
+    # A warp has observed the phases that its warpgroup had observed.
     of = [thread, thread.warpgroup()] if isinstance(thread, shared_memory.Warp) else [thread]
     seen = next((phases[one] for one in of if one in phases), 0)
     with watch.wait(lambda: self.phase == seen and not self.aborted):
@@ -159,14 +160,14 @@ def watched():
         yield watch
 
 
-# Asynchronous operations that the interpreter's vector clocks have an entry for: more than a test's
-# kernel issues. Two operations that share an entry can look ordered when they are not, which hides
-# a race.
+# Number of entries for asynchronous operations in the interpreter's vector clocks, more than any
+# kernel of the tests issues. Two operations that share an entry can look ordered when they are not,
+# which hides a race.
 ASYNCHRONOUS = 1024
 
 
 def interpreted(backend, operands, out_dtype, target, config):
-    """The result of a kernel; fails after a race, which the interpreter prints, or a deadlock.
+    """Returns the result of a kernel; fails after a race, which is printed, or a deadlock.
 
     Args:
       backend: the kernel's backend.
@@ -191,13 +192,13 @@ def interpreted(backend, operands, out_dtype, target, config):
             if watch.deadlock:
                 raise TimeoutError("deadlock: all threads wait for each other") from error
             raise
-    assert watch.begun, "the interpreter's threads were not watched"
+    assert watch.begun, "the watch saw none of the interpreter's threads"
     assert "RACE" not in printed.getvalue(), printed.getvalue()
     return y
 
 
 def problem_of(shape, dtype, B=8, out_dtype="bfloat16"):
-    """The problem of B images of a named shape; NaFlex has a table for every image."""
+    """Returns the problem of B images of a named shape; NaFlex has a table for every image."""
     K = padded(shape.K)
     table = (B, shape.S, shape.N) if shape.name.startswith("NaFlex") else (shape.S, shape.N)
     return Problem((B, shape.S, K), (shape.N, K), (shape.N,), table, dtype, "bfloat16", out_dtype)

@@ -2,8 +2,8 @@
 
   python tests/kernels/jax_kernels.py NAME FOLDER
 
-compiles one case into a folder. That is a process of its own because the compilers read their
-settings when JAX is imported.
+This program compiles one case into a folder. It is a separate process because the compilers read
+their settings when JAX is imported.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from repository import environment
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """jax's blackwell_matmul_mgpu: shape (M, N, K), and the arguments of its TuningConfig.
+    """A case of jax's blackwell_matmul_mgpu: shape (M, N, K), and arguments of its TuningConfig.
 
-    `cluster_axes` are passed to its dynamic_scheduling_loop, whose documentation demands them; the
-    kernel does not pass them. With `synchronised`, all warps of a warpgroup finish reading before
-    one of them arrives for all at a barrier of the cluster (docs/upstream.md).
+    `cluster_axes` are passed to its dynamic_scheduling_loop, whose documentation requires them; the
+    kernel itself does not pass them. With `synchronised`, all warps of a warpgroup finish reading
+    before one of them arrives for all at a barrier of the cluster (docs/upstream.md).
     """
 
     dtype: str
@@ -42,7 +42,7 @@ class Matmul:
     grid_tile_width: int = 1
 
     def function(self):
-        """The operator."""
+        """Returns jax's kernel with this config."""
         from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu as matmul
 
         config = matmul.TuningConfig(
@@ -57,7 +57,7 @@ class Matmul:
 
     @contextlib.contextmanager
     def corrected(self) -> Iterator[None]:
-        """A context in which jax's kernel has these corrections."""
+        """Applies these corrections to jax's kernel while the `with` block runs."""
         import jax.experimental.pallas.mosaic_gpu as plgpu
         from jax.experimental.mosaic.gpu import utils
 
@@ -76,10 +76,10 @@ class Matmul:
             yield
 
     def draw(self, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Operands, and the expected result."""
+        """Draws operands; returns them and the expected result."""
         generator, (M, N, K) = np.random.default_rng(seed), self.shape
         dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
-        # Most numbers are 0 so that sums stay small: float8 has no odd number above 15.
+        # Most numbers are 0, so that sums stay small: float8 cannot represent odd numbers above 15.
         share = 3 / K if dtype.itemsize == 1 else 0.3
         a, b = (
             generator.integers(-2, 3, shape) * (generator.random(shape) < share)
@@ -108,7 +108,7 @@ MATMULS = {
     "two blocks, bfloat16, narrow tiles": two("bfloat16", (512, 128, 128), (128, 32, 32), 3, 16),
 }
 
-# The kernel as jax 0.11.2 and 0.12.0 have it.
+# The kernel as in jax 0.11.2 and 0.12.0, without one of the corrections.
 BROKEN = {
     "two blocks, no cluster_axes": dataclasses.replace(
         MATMULS["two blocks, bfloat16"], cluster_axes=()
@@ -120,7 +120,7 @@ BROKEN = {
 
 
 def compiled(name: str, folder: Path) -> Path:
-    """Compiles a case in a process of its own; returns the stem of its dumped files."""
+    """Compiles a case in a separate process; returns the stem of its dumped files."""
     command = [sys.executable, __file__, name, folder]
     subprocess.run(command, check=True, capture_output=True, text=True, env=environment())
     (ptx,) = folder.glob("*.ptx")

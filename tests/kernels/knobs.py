@@ -1,8 +1,8 @@
-"""The CUDA kernel for Blackwell with another `Tuning` than the one that is built."""
+"""The CUDA kernel for Blackwell with a `Tuning` that differs from the built kernels."""
 
 
 def instance(*arguments, **tuning) -> str:
-    """Source of one kernel, `chosen`, whose worker has these template arguments.
+    """Returns the source of one kernel, `chosen`, whose worker has these template arguments.
 
     Args:
       arguments: template arguments, as the names of kernels spell them.

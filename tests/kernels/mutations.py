@@ -1,4 +1,4 @@
-"""Single edits that make a kernel wrong: of its PTX at one site, or of a tensor map.
+"""Single edits that make a kernel wrong, in its PTX at one site or in a tensor map.
 
 Sites are found by their opcodes, so the PTX of any compiler can be edited.
 """
@@ -26,7 +26,7 @@ ARITHMETIC = r"(add|sub|mul|mad|and|or|xor|shl|shr|bfe|min|max|rem|div)(\.\w+)*\
 # (9.7.16.4.1).
 UNUSED_OFFSET = (1 << 30) - (1 << 16)
 
-# Class -> the opcodes that are left out.
+# Class of an edit -> opcodes of the instructions that it removes.
 DROPPED = {
     "wait dropped": r"tcgen05\.wait|cp\.async\.bulk\.wait_group|bar\.sync|barrier\.sync",
     "fence dropped": r"fence|tcgen05\.fence",
@@ -43,8 +43,8 @@ class Mutation:
     """One edit.
 
     Attributes:
-      kind: its class.
-      what: the change and its place, in words.
+      kind: class of the edit.
+      what: description of the change and its site.
       index: the instruction that the edit changes; None for an edit of a tensor map.
       edits: (begin, end, new text) of each change of the PTX.
       change: function that changes the machine before its launch.
@@ -60,14 +60,14 @@ class Mutation:
         return f"{self.kind}: {self.what}"
 
     def apply(self, ptx: str) -> str:
-        """The edited PTX."""
+        """Returns the edited PTX."""
         for begin, end, new in sorted(self.edits, reverse=True):
             ptx = ptx[:begin] + new + ptx[end:]
         return ptx
 
 
 class Code:
-    """A kernel's instructions, with the positions in the text that edits need."""
+    """A kernel's instructions, with their positions in the text for edits."""
 
     def __init__(self, ptx: str):
         self.ptx, self.kernel = ptx, parse(ptx)
@@ -78,7 +78,7 @@ class Code:
         self.sections = list(itertools.accumulate(map(bool, starts)))
 
     def _groups(self) -> list[tuple[int, int]]:
-        """For each instruction, the span of the innermost braces around it, or its own span."""
+        """Lists, for each instruction, the span of the innermost braces around it, or its own."""
         found, opened, open_of, at = [], [], [], self.code[0].span[0]
         ends = {}
         for line in self.code:
@@ -102,11 +102,11 @@ class Code:
         return re.sub(r"/\*.*?\*/|//[^\n]*", lambda m: " " * len(m[0]), text, flags=re.S)
 
     def find(self, opcodes: str) -> list[int]:
-        """The instructions whose opcode starts with a match of this pattern."""
+        """Lists the instructions whose opcode starts with a match of this pattern."""
         return [i for i, line in enumerate(self.code) if re.match(opcodes, line.opcode)]
 
     def next(self, i: int, opcodes: str, *, step: int = 1) -> int | None:
-        """The next (previous) such instruction without a branch or label between."""
+        """Finds the next (previous) instruction with such an opcode, before any branch or label."""
         j = i + step
         while 0 <= j < len(self.code) and self.sections[j] == self.sections[i]:
             if re.match(opcodes, self.code[j].opcode):
@@ -115,7 +115,7 @@ class Code:
         return None
 
     def reached(self, i: int, opcodes: str, stop: str) -> int | None:
-        """The nearest such instruction that can be executed after this one, no `stop` between."""
+        """Finds the nearest instruction with such an opcode on a path from i without `stop`."""
         seen, edge = {i}, [i]
         while edge:
             following = []
@@ -134,40 +134,40 @@ class Code:
         return None
 
     def guard(self, i: int) -> str:
-        """Its predicate, as written."""
+        """Returns the text of an instruction's predicate."""
         return re.match(r"(@!?\s*\S+\s+)?", self.code[i].text)[0]
 
     def operands(self, i: int) -> list[str]:
-        """Its operands, as written."""
+        """Returns the text of an instruction's operands."""
         return split(self.code[i].text.split(self.code[i].opcode, 1)[1].strip())
 
     def mutation(self, kind: str, i: int, note: str, *edits) -> Mutation:
-        """An edit at this instruction."""
+        """Makes an edit at this instruction."""
         text = f"{self.code[i]}"
         return Mutation(kind, f"{text[:110]}{'; ' * bool(note)}{note}", i, edits)
 
     def dropped(self, i: int) -> tuple[int, int, str]:
-        """The instruction is left out."""
+        """Removes the instruction."""
         return (*self.code[i].span, ";")
 
     def passed(self, i: int) -> tuple[int, int, str]:
-        """A wait for a barrier returns at once, as if its phase had completed."""
+        """Makes a wait for a barrier return at once, as if its phase had completed."""
         return (*self.code[i].span, f"{self.guard(i)}setp.eq.u32 {self.operands(i)[0]}, 0, 0;")
 
     def moved(self, i: int, to: int) -> tuple[tuple[int, int, str], ...]:
-        """The instruction, with the braces around it, is moved behind (before) another one."""
+        """Moves the instruction, with the braces around it, behind (before) another one."""
         begin, end = self.groups[i]
         first, last = self.groups[to]
         place = last if to > i else first
         return (begin, end, " "), (place, place, f" {self.ptx[begin:end]} ")
 
     def replaced(self, i: int, operands: list[str], first: str = "") -> tuple[int, int, str]:
-        """The instruction gets other operands; `first` may compute them."""
+        """Replaces the instruction's operands; the code in `first` may compute them."""
         line = f"{self.guard(i)}{self.code[i].opcode} {', '.join(operands)};"
         return (*self.code[i].span, f"{{ {first} {line} }}")
 
     def computed(self, i: int, number: int, operation: str, by: int, kind: str):
-        """An operand is replaced by its `add` or `xor` with a number."""
+        """Replaces an operand by its `add` or `xor` with a number."""
         operands = self.operands(i)
         old, operands[number] = operands[number], "edited"
         type_ = kind if operation == "add" else f"b{kind[1:]}"
@@ -175,7 +175,7 @@ class Code:
         return self.replaced(i, operands, first)
 
     def shifted(self, i: int, number: int, by: int) -> tuple[int, int, str]:
-        """The offset of an address is changed."""
+        """Changes the offset of an address."""
         operands = self.operands(i)
         address = r"\[\s*([\w$%.]+)\s*(?:\+\s*(-?\w+))?\s*(,.*)?\]"
         base, offset, more = re.fullmatch(address, operands[number], re.S).groups()
@@ -183,7 +183,7 @@ class Code:
         return self.replaced(i, operands)
 
     def moved_coordinate(self, i: int, number: int, which: int) -> tuple[int, int, str]:
-        """A coordinate of a copy is increased by one."""
+        """Increases a coordinate of a copy by one."""
         operands = self.operands(i)
         base, coordinates = re.fullmatch(r"\[([^,]+),\s*\{(.*)\}\s*\]", operands[number]).groups()
         items = split(coordinates)
@@ -195,7 +195,7 @@ class Code:
 def _dropped(code: Code) -> Iterator[Mutation]:
     for kind, opcodes in DROPPED.items():
         for i in code.find(opcodes):
-            # If an instruction is repeated, dropping either copy is the same edit.
+            # If an instruction is repeated, removing either copy is the same edit.
             if not (i and code.code[i].text == code.code[i - 1].text):
                 yield code.mutation(kind, i, "", code.dropped(i))
     for i in code.find(WAIT):
@@ -203,7 +203,8 @@ def _dropped(code: Code) -> Iterator[Mutation]:
 
 
 def _moved(code: Code) -> Iterator[Mutation]:
-    # Class, the opcode that is moved, and the opcode that it is moved behind or before.
+    # Class, opcode that is moved, opcode to which it is moved, and 1 for behind or -1 for before
+    # it.
     moves = (
         ("wait moved", r"tcgen05\.wait::ld", r"mbarrier\.arrive", 1),
         ("wait moved", r"cp\.async\.bulk\.wait_group\.read", TO_SHARED, 1),
@@ -216,7 +217,7 @@ def _moved(code: Code) -> Iterator[Mutation]:
     for kind, opcodes, target, step in moves:
         for i in code.find(opcodes):
             to = code.next(i, target, step=step)
-            # Not past another such instruction, which would then do its work.
+            # An instruction is not moved past another one with its opcode, which would replace it.
             if to is not None and code.next(i, opcodes, step=step) not in range(i, to):
                 note = f"{'behind' if step > 0 else 'before'} {code.code[to]}"[:70]
                 yield code.mutation(kind, i, note, *code.moved(i, to))
@@ -238,7 +239,8 @@ def _moved(code: Code) -> Iterator[Mutation]:
 def _barriers(code: Code) -> Iterator[Mutation]:
     for i in code.find(WAIT):
         yield code.mutation("parity flipped", i, "", code.computed(i, 2, "xor", 1, "b32"))
-    # Operands that have the address of a barrier.
+    # Opcode -> number of the operand with the address of a barrier; None if the opcode's first
+    # operand may be a result.
     places = {WAIT: 1, r"tcgen05\.commit": 0, LOAD: 2, r"mbarrier\.(arrive|expect_tx)": None}
     for opcodes, number in places.items():
         for i in code.find(opcodes):
@@ -266,7 +268,7 @@ def _barriers(code: Code) -> Iterator[Mutation]:
 
 
 def _together(code: Code) -> Iterator[Mutation]:
-    """Edits of what lanes, warps or blocks do together, or one of them does for all."""
+    """Edits the synchronisation between lanes, warps or blocks."""
     for i in code.find(r"fence\.proxy\.async"):
         one = f"{{ .reg .pred one; elect.sync _|one, -1; @one {code.code[i].text}; }}"
         yield code.mutation("fence by one lane", i, "", (*code.code[i].span, one))
@@ -282,14 +284,14 @@ def _together(code: Code) -> Iterator[Mutation]:
 
 def _descriptors(code: Code) -> Iterator[Mutation]:
     products = code.find(MULTIPLY)
-    # Bit 46 is left alone: the ISA says 1, but kernels that run on hardware have 0 there.
+    # Bit 46 is not edited: the ISA says 1, but kernels that run on hardware have 0 there.
     matrix = [bit for bit in range(64) if not UNUSED_OFFSET >> bit & 1 and bit != 46]
     for kind, number, bits in (
         ("matrix descriptor", 1, matrix),
         ("matrix descriptor", 2, matrix),
         ("instruction descriptor", 3, range(32)),
     ):
-        # The bits are distributed over the sites, so that each bit and each site has an edit.
+        # The bits are distributed among the sites, so that each bit and each site has an edit.
         for turn in range(max(len(bits), len(products)) if products else 0):
             i, bit = products[turn % len(products)], bits[turn % len(bits)]
             width = 32 if bits == range(32) else 64
@@ -316,7 +318,7 @@ def _tensor_maps(maps: dict) -> Iterator[Mutation]:
             yield "swizzle", swizzle
         yield "base", tensor.base + 16
         for i in range(len(tensor.box)):
-            # The last 16 bytes of a row are stored whole (found on an H200).
+            # TMA stores the last 16 bytes of a row as a whole, as was seen on an H200.
             less = 1 if i else 16 // tensor.itemsize
             for field, values in (
                 ("box", {tensor.box[i] // 2, tensor.box[i] + 1} - {0}),
@@ -335,7 +337,7 @@ def _tensor_maps(maps: dict) -> Iterator[Mutation]:
 
 
 def _places(code: Code, row_bytes: int) -> Iterator[Mutation]:
-    """Edits of rows, columns and addresses."""
+    """Edits rows, columns and addresses."""
     for kind, opcodes, number in (
         ("store to a wrong row or column", STORE, 0),
         ("load from a wrong row or column", LOAD, 1),
@@ -350,7 +352,7 @@ def _places(code: Code, row_bytes: int) -> Iterator[Mutation]:
         size = int(count or 1) * int(width) // 8
         for by in (size, row_bytes):
             yield code.mutation("wrong row of a table", i, f"{by:+}", code.shifted(i, 1, by))
-    # Buffers in shared memory, and columns of tensor memory.
+    # The addresses are those of buffers in shared memory, and of columns of tensor memory.
     offsets = (
         (STORE, 1, 1024),
         (LOAD, 0, 1024),
@@ -383,7 +385,7 @@ def _other_arithmetic(code: Code, i: int) -> Mutation:
 
 
 def _end(code: Code) -> Iterator[Mutation]:
-    """Edits that let a block exit while its peer may still signal it."""
+    """Lets a block exit while its peer may still signal it."""
     kind = "end of the kernel"
     arrivals = code.find(r"barrier\.cluster\.arrive")
     waits = code.find(r"barrier\.cluster\.wait")
@@ -397,7 +399,7 @@ def _end(code: Code) -> Iterator[Mutation]:
         return
     both = code.dropped(arrivals[-1]), code.dropped(waits[-1])
     for i in code.find(WAIT):
-        # A wait of a drain: nothing that it could protect follows.
+        # This wait is part of a drain, because no operation that it could protect follows.
         if code.reached(i, rf"{GUARDED}|mbarrier\.arrive", r"bar") is None:
             edits = (*both, code.passed(i))
             yield code.mutation(kind, i, "dropped, and the last cluster barrier", *edits)
@@ -411,7 +413,7 @@ def _end(code: Code) -> Iterator[Mutation]:
         yield code.mutation(kind, arrivals[-1], note, (place, place, leave))
 
 
-# Instructions that only touch registers, or that have finished when a warp arrives at a barrier.
+# Instructions that access only registers, or that have finished when a warp arrives at a barrier.
 QUIET = (
     r"(?!ld(?!\.param)|st|red|atom|cp(?!\.async\.bulk\.wait)|tcgen05\.(?!fence|wait)|wgmma|"
     r"mbarrier|bar)"
@@ -420,10 +422,10 @@ TENSOR = r"tcgen05\.(mma|ld|st|cp|shift)"
 
 
 def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> str | None:
-    """Why an edit that is not noticed does no harm; None if no reason is known.
+    """Returns the reason why an undetected edit is harmless; None if no reason is known.
 
-    `traces` are the instructions that each warp of the unedited kernel executes, `unused` those
-    that initialise an mbarrier which is never used.
+    `traces` lists the instructions that each warp of the unedited kernel executes. `unused` are the
+    instructions that initialise an mbarrier which is never used.
     """
     i = mutation.index
     if i is None:
@@ -431,14 +433,14 @@ def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> 
     opcode = code.code[i].opcode
 
     def around(step: int):
-        """The next (previous) instruction not in QUIET, or None, at each execution of the edit."""
+        """Yields the next (previous) instruction not in QUIET, or None, at each execution."""
         for trace in traces.values():
             for at in (k for k, j in enumerate(trace) if j == i):
                 rest = trace[at + 1 :] if step > 0 else reversed(trace[:at])
                 yield next((j for j in rest if not re.match(QUIET, code.code[j].opcode)), None)
 
     def as_wide(j: int | None) -> bool:
-        """Whether instruction j is a barrier of the same warps or more."""
+        """Returns whether instruction j is a barrier of at least the same warps."""
         if j is None:
             return False
         same = code.operands(j) == code.operands(i) or len(code.operands(j)) == 1
@@ -446,7 +448,7 @@ def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> 
         return bool((name.startswith("bar.sync") and same) or name.startswith("barrier.cluster"))
 
     def behind():
-        """The opcodes of what follows, at each execution of the edit."""
+        """Yields the opcodes of the following instructions, for each execution of the edit."""
         for trace in traces.values():
             for at in (k for k, j in enumerate(trace) if j == i):
                 yield [code.code[j].opcode for j in trace[at + 1 :]]
@@ -455,7 +457,7 @@ def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> 
         return "this mbarrier is never used"
     if opcode.startswith("bar.sync"):
         if all(map(as_wide, around(1))) or all(map(as_wide, around(-1))):
-            return "another barrier of these warps is next to it, with no access to memory between"
+            return "another barrier of these warps is next to it, with no memory access in between"
         if not any(re.match(rf"{GUARDED}|ld|st|mbarrier", o) for rest in behind() for o in rest):
             return "only tcgen05.dealloc follows, and the drains come before it"
     if opcode.startswith("tcgen05.fence::after"):
@@ -464,13 +466,13 @@ def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> 
             for rest in behind()
         )
         if not any(re.match(TENSOR, o) for rest in covered for o in rest):
-            return "its warp issues nothing to the tensor cores that it could order"
+            return "its warp issues no tensor core operation that the fence could order"
     alone = math.prod(code.kernel.cluster or (1,)) == 1
     if alone and re.match(WAIT, opcode) and mutation.kind != "wait moved":
         if not any(re.match(rf"{GUARDED}|mbarrier\.arrive", o) for rest in behind() for o in rest):
-            return "a drain of arrivals of the block's own warps"
+            return "it only drains arrivals of the block's own warps"
     if opcode.startswith("barrier.cluster") and mutation.kind == "end of the kernel":
-        return "the drains come before it: this block will not be signalled any more"
+        return "the drains come before it, so no block signals this one any more"
     if mutation.kind == "address arithmetic":
         number = code.code[i].operands[0].number
         users = [
@@ -480,16 +482,16 @@ def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> 
             or (number in line.registers and not line.opcode.startswith("add"))
         ]
         if all(opcode.startswith("bar.sync") for opcode in users):
-            return "another number for a named barrier"
+            return "only the number of a named barrier changes"
     return None
 
 
 def mutations(code: Code, maps: dict, row_bytes: int) -> list[Mutation]:
-    """All edits of a kernel.
+    """Lists all edits of a kernel.
 
     Args:
       code: the kernel's code.
-      maps: its tensor maps, by address.
+      maps: the kernel's tensor maps, by address.
       row_bytes: bytes of a row of the table in global memory.
     """
     return [

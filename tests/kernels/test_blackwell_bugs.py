@@ -1,7 +1,7 @@
-"""Deliberate bugs in the Pallas kernel for Blackwell: each is noticed, and by the expected check.
+"""Deliberate bugs in the Pallas kernel for Blackwell are caught, each by the expected check.
 
-The kernel's source is not changed. Its module gets an altered `plgpu`, whose functions leave
-something out, or do it elsewhere or later. The altered functions recognise a barrier by its shape.
+The kernel's source is not changed. Its module gets an altered `plgpu`, whose functions omit an
+action, or perform it elsewhere or later. The altered functions recognise a barrier by its shape.
 """
 
 import functools
@@ -24,11 +24,12 @@ from pallas_patch_embed.chips import B200
 
 pytestmark = [
     pytest.mark.skipif(not two_blocks.KNOWN, reason=two_blocks.UNKNOWN),
-    pytest.mark.slow("seconds each in the interpreter"),
+    pytest.mark.slow("each case takes seconds in the interpreter"),
 ]
 
-# 2160 rows with a table of 72: 9 or 17 tiles, each of another phase, the last one with a tail, for
-# 2 workers of a slice. A tile has 3 chunks, the ring 4 slots. This takes 3 seconds.
+# There are 2160 rows and a table of 72 rows. So the 2 workers of a slice have 9 or 17 tiles, each
+# with a different phase of the table, and the last one is partial. A tile has 3 chunks, and the
+# ring has 4 slots. A case takes 3 seconds.
 PATCHES, N, SLOTS = (30, 72, 384), 256, 4
 MODES = {
     "two blocks": BlackwellConfig(256, SLOTS),
@@ -37,7 +38,7 @@ MODES = {
 
 
 class Altered:
-    """`plgpu` with some functions replaced."""
+    """The module `plgpu` with some functions replaced."""
 
     def __init__(self, **functions):
         vars(self).update(functions)
@@ -47,7 +48,7 @@ class Altered:
 
 
 def purpose(barrier):
-    """The name that the kernel has for a barrier."""
+    """Returns the kernel's name for a barrier."""
     aval = getattr(barrier, "ref", barrier).aval
     kind = aval.inner_aval.dtype
     if aval.shape == ():
@@ -58,7 +59,7 @@ def purpose(barrier):
 
 
 def inside(function):
-    """Whether the kernel's function of this name is being traced."""
+    """Returns whether the kernel's function of this name is being traced."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == function:
@@ -68,7 +69,7 @@ def inside(function):
 
 
 def next_one(barrier):
-    """The next barrier of the same array."""
+    """Returns the next barrier of the same array."""
     (index,) = barrier.transforms[-1].indices
     return barrier.ref.at[(index + 1) % barrier.ref.shape[0]]
 
@@ -121,7 +122,7 @@ def copy_arrives_elsewhere():
 
 
 def copy_missing(which):
-    """Leaves out the copies of the patches (filled) or of the weight that arrive at a barrier."""
+    """Omits the copies of the patches (filled) or of the weight that arrive at a barrier."""
 
     def copy(source, target, barrier, **named):
         if purpose(barrier) != which or inside("load_weight") != (which == "weight_arrived"):
@@ -131,7 +132,7 @@ def copy_missing(which):
 
 
 def early_arrival():
-    """Signals that tensor memory has been read before its last part is loaded."""
+    """Signals that tensor memory has been read, although its last part is not loaded yet."""
 
     class Late:
         def __init__(self, part, layout):
@@ -245,7 +246,7 @@ UNSEEN = (
 UNORDERED = "does not order it|must have orders_tensor_core"
 LEFT = "operations completed before"
 
-# (kind of bug, what it affects): (what alters the kernel, the message of the check that notices it)
+# (kind of bug, object that it affects): (alteration of the kernel, message of the expected check)
 BUGS = {
     ("wait missing", "weight_arrived"): (wait_missing("weight_arrived"), f"{RACE}|{UNSEEN}"),
     ("wait missing", "filled"): (wait_missing("filled"), f"{RACE}|{UNSEEN}"),
@@ -295,10 +296,10 @@ BUGS = {
 }
 
 
-# A streamed weight has no barrier of its own. With one block the interpreter has usually finished
-# the stores before their memory is used again.
+# Bugs that cannot be caught with one block. A streamed weight has no separate barrier, and the
+# interpreter has usually finished the stores before their memory is reused.
 NOT_WITH_ONE_BLOCK = ["weight_arrived", "staged tile"]
-# Bugs that only the interpreter of jax 0.11 notices.
+# Bugs that only the interpreter of jax 0.11 detects.
 ONLY_IN_0_11 = [("drain missing", "freed"), ("drain missing", "read")]
 
 

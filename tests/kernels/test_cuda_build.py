@@ -1,4 +1,4 @@
-"""Which nvcc is used, why others are not, and the hash of the kernels' sources."""
+"""The choice of nvcc, the reasons against the other ones, and the hash of the kernels' sources."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ import pytest
 
 from pallas_patch_embed.backends import cuda_build
 
-# Name -> (script of an nvcc that fails on the probe, the reason that is reported).
+# Name -> (script of an nvcc that fails on the probe, reported reason).
 BROKEN = {
     "exit": ("exit 1", "exit code 1, no output"),
     "old": (
@@ -23,15 +23,15 @@ BROKEN = {
     ),
     "idle": ("exit 0", "exit code 0, no output"),
 }
-# Lists the architectures that it is asked for.
+# A script of an nvcc that lists the architectures it supports.
 LISTING = "[ $1 = --list-gpu-code ] || exit 1; echo sm_90; echo sm_100"
-# Writes the file that follows -o.
+# A script of an nvcc that writes the file after -o.
 GOOD = 'while [ "$1" != -o ]; do shift; done; echo > "$2"'
 
 
 @pytest.fixture
 def place(monkeypatch, tmp_path):
-    """place(folder, script) creates an nvcc there; no other one can be found."""
+    """Returns place(folder, script), which creates an nvcc there; no other nvcc can be found."""
     for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PWD"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
@@ -153,7 +153,7 @@ def test_the_command_that_builds_the_library_names_the_nvcc_that_is_here(place, 
 
 
 def test_the_real_nvcc_compiles_and_finds_the_headers(nvcc):
-    """Also when called as CMake calls it, which expects three lines."""
+    """The module is run as by CMake, which expects three lines."""
     command = [sys.executable, "-P", cuda_build.__file__]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n") == [cuda_build.source_hash(), str(nvcc), "", ""]

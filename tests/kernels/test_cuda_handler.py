@@ -1,4 +1,4 @@
-"""The handler of the XLA FFI: its checks, and its calls of the driver."""
+"""The handlers of the XLA FFI: their checks, and their calls of the driver."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from repository import TESTS, environment
 
 from pallas_patch_embed.backends import cuda
 
-# The checks come before the handler asks for a GPU, so they can be tested on a CPU.
+# The handler checks its operands before it asks for a GPU, so the checks can be tested on a CPU.
 
 KERNEL = "patch_embed_sm90_i8_bf16_table_64x64_b1_s8_stationary"
 OFFSET = KERNEL.replace("table", "offset")
@@ -26,7 +26,7 @@ BLACKWELL = "patch_embed_sm100_i8_bf16_table_64x128_b2_s8_stationary"
 
 
 def operands_of(kernel=KERNEL, M=40, N=128, K=256, period=20, side=224):
-    """name -> (dtype, shape) that the handler expects."""
+    """Maps each operand's name to the (dtype, shape) that the handler expects."""
     *_, dtype, out_dtype, kind = kernel.split("_")[:6]
     images = dtype == cuda.IMAGES
     return dict(
@@ -200,7 +200,10 @@ with_driver = pytest.mark.usefixtures("cuda_library", "handle")
 
 @pytest.fixture(scope="session")
 def handle(tmp_path_factory):
-    """A function that makes calls in another process: ([error of each thread], lines) of each."""
+    """Returns a function that makes calls in another process.
+
+    It returns ([error of each thread], recorded lines) for each call.
+    """
     if COMPILER is None:
         pytest.skip("there is no C++ compiler")
     folder = tmp_path_factory.mktemp("driver")
@@ -237,7 +240,7 @@ def handle(tmp_path_factory):
 
 
 def placed(operands):
-    """The operands with addresses 4096, 8192, ..."""
+    """Adds the addresses 4096, 8192, ... to the operands."""
     return [(*operand, 4096 * (i + 1)) for i, operand in enumerate(operands.values())]
 
 
@@ -246,7 +249,7 @@ SWIZZLES = {0: 0, 64: 2, 128: 3}
 
 
 def lines_of_map(description, address):
-    """The recorded call that encodes a map: not interleaved, L2 promotion 256 bytes, zero fill."""
+    """Yields the record of a map's encoding: not interleaved, L2 promotion 256 bytes, zero fill."""
     kind, rank = TYPE_NUMBERS[description["type"]], len(description["shape"])
     swizzle = SWIZZLES[description["swizzle"]]
     strides = [0, *description["strides"]]
@@ -270,7 +273,7 @@ PROLOGUE = [
     "cuDeviceGetAttribute",
     "cuDeviceGetAttribute",
 ]
-# Shared memory that a block may have, in bytes.
+# Largest shared memory of a block, in bytes.
 MOST_SHARED = 227 * 1024
 LOAD = f"cuLibraryLoadData {0xBA55ED50}"
 
@@ -282,7 +285,8 @@ def test_every_built_kernel_is_launched_as_planned(handle):
     for config in configs(built=True):
         if 768 % config.tile_n:
             continue
-        # Images of 14 x 14 patches, whose lines are loaded in pairs, or of 7 x 7: one by one.
+        # Lines of patches are loaded in pairs from images of 14 x 14 patches, and one by one from
+        # images of 7 x 7.
         side = 112 if config.out_dtype == "f32" else 224
         operands = operands_of(config.name, **shapes, side=side)
         names = {
@@ -337,7 +341,7 @@ def test_a_library_image_is_loaded_once_by_all_threads_and_devices(handle):
     assert [error for errors, _ in answers for error in errors] == [None] * 33
     assert [written.count(LOAD) for _, written in answers] == [1, 0, 0]
     assert sum(line.startswith("cuLaunchKernelEx") for line in answers[1][1]) == 16
-    # The limit of shared memory is the device's own.
+    # Each device has its own limit of shared memory, so the limit is set again.
     assert f"cuKernelSetAttribute 8 {MOST_SHARED} 4" in answers[2][1]
 
 
@@ -477,7 +481,7 @@ def test_the_backend_refuses_a_chip_whose_driver_is_too_old(handle, flags):
 
 @with_driver
 def test_a_driver_that_lacks_a_function_is_reported_as_UNAVAILABLE(handle):
-    # This driver exports the missing function under another name.
+    # This driver exports the missing function under a different name.
     flags = ["-DcuLaunchKernelEx=cuLaunchKernel"]
     ((errors, _),) = handle(dict(operands=placed(operands_of())), flags=flags)
     ((code, message),) = errors

@@ -1,4 +1,4 @@
-"""The library of CUDA kernels: found, checked, registered; lowering and export."""
+"""The library of CUDA kernels is found, checked and registered; programs are lowered, exported."""
 
 import functools
 import os
@@ -30,7 +30,7 @@ HOPPER = Target("cuda", H200)
 
 @pytest.fixture
 def fresh():
-    """Clears what the backend caches about the library, before and after the test."""
+    """Clears the backend's caches about the library before and after the test."""
     remembered = (
         cuda.library,
         cuda.configs,
@@ -197,7 +197,7 @@ def test_a_process_that_lowers_nothing_can_register_the_kernels():
 
 
 def small(dtype="int8", positions=True, out_dtype="bfloat16"):
-    """Params, and a function that embeds patches [3, 16, K] with them."""
+    """Returns params, and a function that embeds patches [3, 16, K] with them."""
     params = draw_params(
         np.random.default_rng(0), patch_size=8, grid=(4, 4), N=64, dtype=dtype, positions=positions
     )
@@ -266,7 +266,7 @@ def test_a_program_has_the_kernels_and_the_segments_of_both_chips(all_built):
 
 @built
 def test_the_custom_call_has_the_operands_of_the_problem(monkeypatch):
-    """With positions for each image, with a given config, and with M = 0."""
+    """The cases have positions for each image, a given config, and M = 0."""
     calls = []
 
     def ffi_call(target, result):

@@ -1,4 +1,4 @@
-"""Plans of the CUDA backend: launches, the choice of a kernel, refusals."""
+"""Plans of the CUDA backend: launches, the choice of a kernel, and refusals."""
 
 import dataclasses
 import itertools
@@ -121,7 +121,7 @@ def test_all_kernels_are_built():
 @built
 def test_the_library_contains_the_built_kernels():
     library = cuda.LIBRARY.read_bytes()
-    # Compressed or not, a fatbin begins with this word.
+    # A fatbin begins with this word, whether it is compressed or not.
     images = {(c.capability, c.dtype) for c in configs(built=True)}
     assert library.count(b"\x50\xed\x55\xba") >= len(images) > 0
 

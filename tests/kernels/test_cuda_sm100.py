@@ -1,4 +1,4 @@
-"""The CUDA kernel for Blackwell without a GPU: descriptors, tuning, machine code."""
+"""The CUDA kernel for Blackwell without a GPU: descriptors, tuning and machine code."""
 
 import ctypes
 import re
@@ -37,7 +37,7 @@ static_assert(ptx::instruction_descriptor(Type::kInt8, 256, 256) == 0x104004A0);
 
 @pytest.fixture(scope="module")
 def host(nvcc, tmp_path_factory):
-    """A library of the functions above, compiled for this machine's CPU."""
+    """Compiles the functions above to a library for this machine's CPU."""
     folder = tmp_path_factory.mktemp("host")
     source = folder / "descriptors.cc"
     source.write_text(HOST)
@@ -50,13 +50,13 @@ def host(nvcc, tmp_path_factory):
 
 
 def fields(descriptor, places):
-    """The fields of a descriptor, at (bit, size), and the bits that belong to no field."""
+    """Extracts a descriptor's fields at places (bit, size), and the bits outside all fields."""
     found = {name: descriptor >> at & (1 << size) - 1 for name, (at, size) in places.items()}
     named = sum(found[name] << at for name, (at, _) in places.items())
     return found | {"rest": descriptor ^ named}
 
 
-# PTX ISA 9.7.16.4.1 and 9.7.16.4.2.
+# The fields of the descriptors in PTX ISA 9.7.16.4.1 and 9.7.16.4.2.
 MATRIX = {
     "start": (0, 14),
     "leading": (16, 14),
@@ -149,7 +149,7 @@ def test_an_impossible_tuning_does_not_compile_and_says_why(
 
 
 def compile_to_cubin(nvcc, source, options, path):
-    """Compiles for a Blackwell chip; returns what the compilers printed."""
+    """Compiles for a Blackwell chip; returns the compilers' output."""
     warnings = ["--Werror", "all-warnings", "-Xptxas=-v,-warn-spills,-warn-lmem-usage"]
     command = [nvcc, "-std=c++17", "-O3", "-cubin", *warnings, f"-I{FFI}", *options, source]
     done = subprocess.run([*command, "-o", path], check=True, capture_output=True, text=True)
@@ -157,11 +157,12 @@ def compile_to_cubin(nvcc, source, options, path):
 
 
 def assert_clean(said):
-    """Asserts for every kernel: no spills, no stack, no warning, 168 registers."""
+    """Asserts that every kernel has no spills, no stack, no warning, and 168 registers."""
     kernels = said.count("Compiling entry function")
     assert kernels > 0
     assert said.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == kernels
-    # 384 threads share 64 Ki registers; setmaxnreg divides them. Shared memory is dynamic.
+    # 384 threads share 64 Ki registers, which setmaxnreg redistributes. All shared memory is
+    # dynamic.
     assert said.count("Used 168 registers") == kernels
     assert not re.search(r"warning|smem", said), said
 
@@ -190,8 +191,9 @@ def test_no_kernel_spills_and_a_tile_touches_no_global_memory(nvcc, dtype, chip,
     assert opcodes.count("USETMAXREG.TRY_ALLOC.CTAPOOL") == 1
 
     found = count(innermost_loop(code, re.compile("LDTM")))
-    # A thread has 4 rows of 32 columns. Two columns are one multiply-add and one word of y, four
-    # words are one matrix store, and 64 columns of a warp are one TMA store after a fence.
+    # A thread has 4 groups of 32 columns of its row. It needs one multiply-add for two columns,
+    # which give one word of y, and one matrix store for four words. After a fence, one TMA store
+    # writes 64 columns of a warp.
     expected = dict(LDTM=4, FFMA2=64, F2FP=64, STSM=16, MEMBAR=2, FENCE=2, UTMASTG=2, SYNCS=2)
     expected |= dict(I2FP=128) if dtype == "i8" else {}
     assert {opcode: found.get(opcode, 0) for opcode in expected} == expected

@@ -1,4 +1,4 @@
-"""The CUDA kernel for Hopper without a GPU: matrix descriptors, machine code."""
+"""The CUDA kernel for Hopper without a GPU: matrix descriptors and machine code."""
 
 import ctypes
 import re
@@ -26,7 +26,7 @@ static_assert(matrix_descriptor(0) == 0x4000004000010000);
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    """A library of the functions above, compiled for this machine's CPU."""
+    """Compiles the functions above to a library for this machine's CPU."""
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler")
     path = tmp_path_factory.mktemp("host") / "descriptor.so"
@@ -38,7 +38,7 @@ def host(tmp_path_factory):
 
 
 def fields(descriptor):
-    """The fields of PTX ISA 9.7.15.5.1, and the bits that belong to no field."""
+    """Extracts the fields of PTX ISA 9.7.15.5.1, and the bits outside all fields."""
     places = {
         "start": (0, 14),
         "leading": (16, 14),
@@ -62,7 +62,7 @@ def test_a_descriptor_describes_rows_of_128_swizzled_bytes(host, address, step):
 
 @pytest.fixture(scope="module")
 def compiled(nvcc, tmp_path_factory):
-    """The cubin of a dtype's kernels, and what the compilers printed."""
+    """Returns a function that compiles a dtype's kernels; it returns the cubin and the output."""
 
     def cubin(dtype):
         path = tmp_path_factory.mktemp(dtype) / "kernels.cubin"
@@ -76,7 +76,7 @@ def compiled(nvcc, tmp_path_factory):
 
 
 def tile_loop(cubin, name):
-    """The machine code of the loop over a kernel's tiles."""
+    """Returns the machine code of the loop over a kernel's tiles."""
     (sass,) = (code.sass for code in read_cubin(cubin.read_bytes()) if code.name == name)
     return innermost_loop(sass, re.compile(r"STG\.E\.128"))
 
@@ -90,7 +90,8 @@ def test_no_kernel_spills_and_no_product_waits_for_another(compiled, dtype):
     assert not re.search("warning|serialized", said), said
     if cuda_root() is None:
         return
-    # The loop over chunks of K is a loop, except for images: eight times two lines, three products.
+    # The loop over chunks of K is unrolled only for images, where a tile has eight chunks of two
+    # lines with three products each.
     multiply, tile_n, rows, stays = {
         "e4m3": ("QGMMA", 192, 64, True),
         "i8": ("IGMMA", 192, 64, True),
@@ -101,7 +102,8 @@ def test_no_kernel_spills_and_no_product_waits_for_another(compiled, dtype):
     weight = "s13_stationary" if dtype == "u8" else weight
     name = f"patch_embed_sm90_{dtype}_bf16_table_{tile_n}x{rows}_b1_{weight}"
     found = count(tile_loop(cubin, name))
-    # A thread has rows / 32 rows of tile_n / 32 vectors. The table is in registers, or is read.
+    # A thread has rows / 32 rows of tile_n / 32 vectors. The table is either kept in registers or
+    # read in the loop.
     assert found["STG"] == rows // 32 * tile_n // 32
     assert found.get("LDG", 0) == (0 if stays else found["STG"])
     assert found[multiply] == (24 if dtype == "u8" else 4 * rows // 64)
@@ -110,7 +112,7 @@ def test_no_kernel_spills_and_no_product_waits_for_another(compiled, dtype):
 
 
 def test_pixels_stay_in_their_registers_until_their_products_are_done(compiled):
-    """The machine code writes none between a product that reads it and the wait for the product."""
+    """No register of pixels is written between a product that reads it and the product's wait."""
     if cuda_root() is None:
         pytest.skip("nvdisasm is missing: pip install '.[codegen]'")
     cubin, _ = compiled("u8")
@@ -138,12 +140,13 @@ def test_pixels_stay_in_their_registers_until_their_products_are_done(compiled):
                 first = int(written[2])
                 stores = written[1].startswith(("ST", "SYNCS", "UTMA", "R2UR"))
                 assert stores or not read & {*range(first, first + size)}, (code.name, text)
-        # Eight chunks, each waited for while the next one is multiplied, and the last ones.
+        # There is a wait for each of eight chunks while the next one is multiplied, and one wait
+        # for the last products.
         assert waits == 9 and not groups and not issued, code.name
 
 
 def test_slots_of_pixels_are_freed_behind_the_products_that_read_them(compiled):
-    """An arrival does not wait for the ldmatrix before it: on an H200 such slots were overwritten.
+    """An arrival does not wait for a preceding ldmatrix; on an H200 such slots were overwritten.
 
     The products read the registers that ldmatrix writes, so an arrival behind them is late enough.
     """
@@ -158,5 +161,6 @@ def test_slots_of_pixels_are_freed_behind_the_products_that_read_them(compiled):
             for text in found
             if re.match(r"IGMMA.*gsb0|SYNCS\.ARRIVE", text)
         ]
-        # For each of 8 chunks products, then an arrival; at two places also the handover.
+        # Each of 8 chunks has products and then an arrival; two chunks also hand over to the other
+        # warpgroup.
         assert re.fullmatch("(GAA?){8}", "".join(events)) and len(events) == 18, code.name

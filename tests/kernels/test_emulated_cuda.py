@@ -1,4 +1,4 @@
-"""The PTX of the CUDA kernels, executed: results equal XLA's in every schedule."""
+"""The emulator executes the PTX of the CUDA kernels; results equal XLA's in every schedule."""
 
 import dataclasses
 import re
@@ -54,8 +54,8 @@ def test_the_compiled_kernel_equals_xla_in_every_schedule(name):
     assert_equals_xla(compiled(case), case, schedules)
 
 
-# Stamps of each warp of a role, as a regular expression: a letter for each Event of
-# ffi/timeline.cuh, in the order of the enumeration.
+# The expected stamps of each warp, as a regular expression. Each Event of ffi/timeline.cuh has a
+# letter, in the order of the enumeration.
 LETTERS = "fFtLMPlcsT"
 FEED, MULTIPLY = "((fF){fed}T)+", "(t(LM){chunks}T)+"
 ROLES = {
@@ -83,21 +83,21 @@ def test_a_timeline_build_stamps_the_work_of_each_warp(name):
     assert_bit_equal(jnp.asarray(y), xla.run(*operands, out_dtype=case.out_dtype))
     chunks = tiles.chunks(Problem.of(*operands, out_dtype=case.out_dtype))
     if case.image:
-        # Two lines of 16 are loaded and multiplied at once.
+        # A chunk has two of a patch's 16 lines.
         chunks = 16 // 2
     for block, warp in np.ndindex(stamps.shape[:2]):
         said = "".join(LETTERS[stamp % 16 - 1] for stamp in stamps[block, warp] if stamp)
         pattern = ROLES[case.capability].get(warp, "")
         if case.image:
-            # Pixels are loaded before the products of the chunk before are issued.
+            # Pixels are loaded before the products of the previous chunk are issued.
             pattern = pattern.replace("(LM){chunks}", f"L(LM){{{chunks - 1}}}M")
         pattern = pattern.replace("chunks", str(chunks))
-        # Each of Hopper's two consumers has its own rows.
+        # On Hopper each of the two consumers has its own loads of patches.
         pattern = pattern.replace("fed", str(chunks * (2 if case.capability == 90 else 1)))
-        # The first block multiplies for both.
+        # The first block of a cluster multiplies for both blocks.
         idle = ROLES[case.capability].get(warp) == MULTIPLY and block % case.blocks
         assert re.fullmatch("" if idle else pattern, said), (block, warp, said)
-    # The clock counts a warp's instructions.
+    # The emulator's clock counts a warp's instructions.
     spans = read_stamps(stamps)
     assert len(spans) == np.count_nonzero(stamps) - np.count_nonzero(stamps[..., 0])
     assert all(0 < span.cycles < 100_000 for span in spans)
@@ -133,7 +133,7 @@ TUNED = {
 
 
 def compile_source(source, folder, capability=100, patched=None):
-    """The PTX of a kernel; `patched` replaces the .cu file of its chip."""
+    """Compiles a kernel to PTX; `patched` replaces the .cu file of its chip."""
     (folder / "kernel.cu").write_text(source)
     if patched:
         (folder / f"patch_embed_sm{capability}.cu").write_text(patched)
@@ -150,8 +150,8 @@ def test_a_kernel_with_another_tuning_equals_xla(tmp_path, name):
     assert_equals_xla(compile_source(case.source, tmp_path), case)
 
 
-# Deliberate bugs: the text that is replaced, its replacement, and the emulator's message. In the
-# Blackwell kernel:
+# Deliberate bugs in the Blackwell kernel: the text that is replaced, its replacement, and a pattern
+# of the emulator's message.
 SMALL = tuned((7, 256, 256), 64, INT8, "shared", 64, 3, blocks=2, tuning=dict(kLoadColumns=32))
 
 BUGS = {
@@ -286,9 +286,9 @@ BUGS = {
 }
 
 
-# In the Hopper kernel, with more chunks than slots and a table that is read ahead. With 192 columns
-# the ring of the weight is shorter than that of the patches, with 128 columns it is longer. The
-# longer ring never waits.
+# Deliberate bugs in the Hopper kernel, with more chunks than slots and a table that is read ahead.
+# With 192 columns the ring of the weight is shorter than that of the patches, and with 128 columns
+# it is longer. The longer ring never waits.
 WIDE = Case((5, 131, 896), 192, FP8, "shared", 192, 5, rows=128, stream_weight=True)
 NARROW = Case((5, 131, 896), 128, FP8, "shared", 128, 6, rows=128, stream_weight=True)
 
@@ -348,7 +348,7 @@ HOPPER_BUGS = {
     ),
 }
 
-# And of the Hopper kernel that cuts images, whose warpgroups use each slot several times.
+# Deliberate bugs in the Hopper kernel that cuts images. Its warpgroups use each slot several times.
 CUT = of_images(10, (7, 6), 192, "shared", 192)
 
 IMAGE_BUGS = {
@@ -427,7 +427,7 @@ IMAGE_BUGS = {
 }
 
 
-# And of the same kernel where the number of patches next to each other is odd.
+# Deliberate bugs in the same kernel, for a grid of patches with an odd width.
 CUT_ODD = of_images(3, (7, 7), 64, "shared", 64)
 
 ODD_BUGS = {
@@ -455,7 +455,7 @@ ALL_BUGS = (
     + [(NARROW if name == "no wait for a free slot" else WIDE, name) for name in HOPPER_BUGS]
 )
 
-# A missing wait for Hopper's other_products_issued is noticed only if slots are filled late, which
+# A missing wait for Hopper's other_products_issued is detected only if slots are filled late, which
 # happens in some random schedules.
 BUG_SCHEDULES = (*SCHEDULES, *(({"load": "random", "multiply": "eager"}, i) for i in range(5, 25)))
 
@@ -497,7 +497,7 @@ def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
             said.append(str(error))
         if said and re.search(message, said[-1]):
             return
-    pytest.fail(f"none says {message!r}: {said}")
+    pytest.fail(f"no message matches {message!r}: {said}")
 
 
 MAP_BUGS = {
@@ -519,7 +519,7 @@ def cut_ptx():
 
 @pytest.mark.parametrize("name", MAP_BUGS)
 def test_a_wrong_map_of_images_is_noticed(cut_ptx, monkeypatch, name):
-    """ffi/plan.h makes the map; here its test's own derivation is wrong."""
+    """ffi/plan.h makes the map; here the emulator gets a map that differs from it."""
     change = MAP_BUGS[name]
     right = emulated_cuda.tensor_maps
 

@@ -1,6 +1,6 @@
-"""The compiled PTX of the Pallas kernels, executed: results equal XLA's in every schedule.
+"""The emulator executes the PTX of the Pallas kernels; results equal XLA's in every schedule.
 
-PTX_LONG=1 adds production's sizes, in 20 schedules each (5 minutes on one core).
+PTX_LONG=1 adds the sizes of production, in 20 schedules each (5 minutes on one core).
 """
 
 import json
@@ -28,7 +28,7 @@ from pallas_patch_embed.backends import xla
 
 pytestmark = pytest.mark.usefixtures("compilers")
 
-# The kind of asynchronous work that is late, while everything else is random.
+# The kinds of asynchronous work. In some long schedules one kind is late and the rest is random.
 LATE = ("load", "multiply", "signal", "arrival", "store", "write")
 LONG_SCHEDULES = (
     ("eager", 0),
@@ -63,8 +63,8 @@ def test_the_compiled_kernel_equals_xla_in_every_schedule(monkeypatch, name):
         assert chip_programs.digest(np.asarray(y)) == CHIP_ANSWERS[name]
 
 
-# Bugs in the protocol of two blocks, made by editing the PTX: a pattern, its replacement, and the
-# emulator's message. `test_ptx_mutations.py` makes others.
+# Bugs in the protocol of two blocks, made by editing the PTX: a pattern, its replacement, and a
+# pattern of the emulator's message. `test_ptx_mutations.py` makes further edits.
 ONLY_BLOCK_1 = """{ .reg .pred first, over; .reg .b32 rank; mov.u32 rank, %cluster_ctarank;
     setp.eq.u32 first, rank, 0; @first bra go;
     again: mbarrier.try_wait.parity.shared::cta.b64 over, [BARRIER], 0; @!over bra again; go: }"""
@@ -120,7 +120,7 @@ def test_a_bug_in_the_protocol_is_noticed(monkeypatch, bug):
             emulated(stem, case, operands, schedule=schedule, seed=seed, allowed=ALLOWED)
 
 
-@pytest.mark.skipif(not os.environ.get("PTX_LONG"), reason="PTX_LONG=1 asks for it")
+@pytest.mark.skipif(not os.environ.get("PTX_LONG"), reason="it runs only with PTX_LONG=1")
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("name", LONG)
 def test_sizes_of_production_equal_xla_in_20_schedules(monkeypatch, name, part):

@@ -1,4 +1,4 @@
-"""jax's and Triton's kernels, which are known to run on Blackwell, on the emulator.
+"""The emulator executes kernels of jax and Triton that are known to run on Blackwell.
 
 The data are small integers, so results are exact in any order of summation.
 """
@@ -53,8 +53,10 @@ def test_jaxs_matmul_is_exact_in_every_schedule(tmp_path, name):
 @needs_codegen
 @pytest.mark.parametrize("name", BROKEN)
 def test_jaxs_matmul_of_two_blocks_overwrites_the_number_of_the_next_tile(tmp_path, name):
-    """Both blocks ask for a tile, and each answer is written to both. One warp of four arrives
-    before the other three have read the answer (docs/upstream.md)."""
+    """Both blocks request a tile, and each answer is written to both blocks.
+
+    One warp of four arrives before the other three have read the answer (docs/upstream.md).
+    """
     stem = compiled(name, tmp_path)
     found = []
     for schedule, seed in SCHEDULES:

@@ -1,4 +1,4 @@
-"""Every kernel that serves this machine's GPU, whichever it is."""
+"""Every kernel that serves this machine's GPU."""
 
 import ctypes
 import functools
@@ -44,9 +44,9 @@ CHIP = TARGET and TARGET.chip
 KERNELS = tuple(name for name in BACKENDS if name != "xla")
 NAMES = {id(module): name for name, module in BACKENDS.items()}
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpu() is None, reason="no GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpu() is None, reason="there is no GPU")]
 on_hopper = pytest.mark.skipif(
-    CHIP is None or CHIP.capability != (9, 0), reason="no GPU of compute capability 9.0"
+    CHIP is None or CHIP.capability != (9, 0), reason="there is no GPU of compute capability 9.0"
 )
 
 
@@ -57,7 +57,7 @@ def on_the_gpu():
 
 
 def compute(backend, *operands, **options):
-    """As `planned.compute`; skips the test if the backend does not serve the operands here."""
+    """Calls `planned.compute`; skips the test if the backend does not serve the operands."""
     try:
         return planned.compute(backend, *operands, **options)
     except NotImplementedError as reason:
@@ -66,7 +66,7 @@ def compute(backend, *operands, **options):
 
 @pytest.fixture(params=KERNELS)
 def backend(request):
-    """The backend of each kernel that serves this GPU."""
+    """Returns each backend that serves this GPU."""
     module = BACKENDS[request.param]
     for dtype in DTYPES:
         if not (
@@ -81,8 +81,8 @@ CASES = []
 if gpu() is not None:
     CASES, _ = work.listed(work.Options(backends=KERNELS, shapes="all"), [gpu()])
 
-# Shapes whose images TMA can cut, each with two batches, and one shape with all of them. Of large
-# images there are at most so many that they have 100,000 patches.
+# Shapes whose images TMA can cut, each with two batch sizes, and one shape with four. A batch has
+# at most 100,000 patches, which limits large images.
 CUT_BATCHES = (1, 8, 64, 512)
 CUT = [
     (shape, OUT_DTYPES[(i // 2 + j) % 2], min(CUT_BATCHES[(i + 2 * j) % 4], 100_000 // shape.S))
@@ -91,23 +91,23 @@ CUT = [
 ]
 CUT += [(named_shape("B/16 224"), "bfloat16", B) for B in (8, 64, 512, 4736)]
 
-# Images that Triton cuts, also those of 14 pixels a patch, which TMA cannot.
+# Images that Triton cuts. Unlike TMA it can also cut patches of 14 pixels.
 WHOLE = [("B/16 224", 67), ("So400m/14 384", 5), ("B/32 256", 3), ("Gemma 3/14 896", 1)]
 
 
 def positions_of(shape):
-    """The kind of table that models of a shape have."""
+    """Returns the kind of table that models of a shape have."""
     return "positions of each image" if shape.name.startswith("NaFlex") else "positions"
 
 
 def launched(run, case, cut=None):
-    """What is found in RUNS launches of a case."""
+    """Sums the counts of RUNS launches of a case."""
     found = compared(run, case.problem, seed=0, devices=[gpu()], how=case.launch, cut=cut)
     return functools.reduce(Counts.plus, itertools.islice(found, RUNS))
 
 
 def runner_of(case):
-    """As `work.runner`; skips the test if the backend does not serve the case here."""
+    """Calls `work.runner`; skips the test if the backend does not serve the case here."""
     try:
         return work.runner(case, TARGET)
     except NotImplementedError as reason:
@@ -120,7 +120,8 @@ def assert_right(case):
     counts = launched(run, case, cut)
     assert counts.all_wrong == 0, counts
     assert counts.launches == counts.guarded, counts
-    # The patches that XLA cuts for the other launch may take as much memory as a result.
+    # In these launches other arrays may be allocated in the result's place: the patches that XLA
+    # cuts for comparison may take as much memory as a result.
     uncertain = case.backend == "xla" or (cut is not None and case.launch != "alone")
     assert uncertain or counts.launches == counts.poisoned, counts
 
@@ -148,7 +149,7 @@ def test_xlas_float8_product_is_within_the_same_bound():
 
 
 def cut_by_the_kernel(shape, images, *rest, out_dtype):
-    """The operator by the kernel that cuts images."""
+    """Computes the operator with the kernel that cuts images."""
     static = dict(
         backend="cuda", out_dtype=out_dtype, layout=PatchLayout(shape.patch), cut="kernel"
     )
@@ -173,7 +174,7 @@ def test_the_kernel_that_cuts_images_gives_the_bits_of_the_one_from_patches(out_
 @pytest.mark.parametrize("dtype, out_dtype", [("int8", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("B", [1, 67])
 def test_a_kernel_that_forgets_elements_is_noticed(backend, dtype, out_dtype, B):
-    """Tests the check itself: results are poisoned, and one wrong element is found."""
+    """Tests the check itself: results are poisoned, and a single wrong element is found."""
     if CHIP.capability < (9, 0):
         pytest.skip("Pallas needs compute capability 9.0 or newer")
     shape = named_shape("B/16 224")
@@ -196,7 +197,7 @@ def test_a_kernel_that_forgets_elements_is_noticed(backend, dtype, out_dtype, B)
 
 
 def test_bytes_written_behind_the_result_are_noticed():
-    """Tests the guards: the driver writes there."""
+    """Tests the guards: the driver's memset writes behind the result."""
     case = Case("xla", named_shape("B/16 224"), "int8", "bfloat16", 3)
     site = memory.Site(case.problem, gpu())
     site.fill(compare.draw(jax.random.key(0), case.problem))
@@ -209,7 +210,7 @@ def test_bytes_written_behind_the_result_are_noticed():
 
 @pytest.fixture
 def small(backend):
-    """Operands of 3 images of So400m/14, where M % 8 = 3, and the kernel's result."""
+    """Returns the kernel, operands of 3 images of So400m/14, where M % 8 = 3, and the result."""
     operands = draw(5, named_shape("So400m/14 384"), "int8", 3)
     run = jax.jit(functools.partial(compute, backend, out_dtype="bfloat16"))
     return run, operands, run(*operands)
@@ -251,7 +252,7 @@ def test_command_buffers_give_the_same_result(small):
 
 
 def in_threads(function, items):
-    """Calls function(item) for each item in its own thread; raises an exception of any of them."""
+    """Calls function(item) for each item in its own thread; raises the first exception."""
     items = list(items)
     with ThreadPoolExecutor(len(items)) as pool:
         for future in [pool.submit(function, item) for item in items]:
@@ -325,7 +326,7 @@ def test_the_devices_of_a_process_do_not_disturb_each_other(backend):
 
 
 def test_two_calls_with_different_K_are_one_program(backend):
-    """One kernel of the library may serve both calls: its shared-memory limit must fit both."""
+    """One kernel of the library may serve both calls, so its shared-memory limit must fit both."""
     drawn = [
         draw(i, named_shape(name), "int8", 3)
         for i, name in enumerate(("B/16 224", "So400m/14 224"))
@@ -345,7 +346,7 @@ def test_donated_patches_are_read_before_they_are_written(backend):
     expected = jax.jit(run)(*operands)
     for _ in range(RUNS):
         patches = operands[0] + 0
-        # K = N, so that the result has the size of the donated patches.
+        # K equals N, so that the result has the size of the donated patches.
         assert same(jax.jit(run, donate_argnums=0)(patches, *operands[1:]), expected)
         assert patches.is_deleted()
 
@@ -429,13 +430,13 @@ def test_a_timeline_build_has_the_spans_of_every_warp(dtype):
     assert all(0 < span.cycles < 10**6 for span in spans)
 
 
-# Bytes between the arrays, which no kernel may touch. Operands begin at odd multiples of 16 bytes,
-# the alignment that TMA demands.
+# Value and number of the bytes between the arrays, which no kernel may touch. Operands begin at odd
+# multiples of 16 bytes, the alignment that TMA requires.
 CANARY, GAP = 0xA5, 4096 + 16
 
 
-# The kernel that is chosen; and kernels that read the table for each tile, where each worker has at
-# least two tiles, the last one with a tail.
+# The cases run the chosen kernel, and kernels that read the table for each tile. With the latter
+# each worker has at least two tiles, and the last tile is partial.
 @on_hopper
 @pytest.mark.usefixtures("cuda_library", "nvcc")
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -481,7 +482,7 @@ def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kerne
     assert (after == before).all()
 
 
-# Only the kernel runs on the GPU: operands and references are computed on a CPU.
+# Only the kernel runs on the GPU; operands and references are computed on a CPU.
 SANITIZED = """
 import gpu, jax, sys
 from pallas_patch_embed.backends import BACKENDS, cuda
@@ -515,7 +516,9 @@ for dtype, out_dtype, N, patch, kernel in (
 """
 
 
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
+@pytest.mark.skipif(
+    shutil.which("compute-sanitizer") is None, reason="there is no compute-sanitizer"
+)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_compute_sanitizer_finds_nothing(backend, tool):
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
@@ -527,7 +530,7 @@ def test_compute_sanitizer_finds_nothing(backend, tool):
         text=True,
         env=environment(
             JAX_PLATFORMS="cuda,cpu",
-            # One allocation for each buffer, so that any access beyond it is invalid.
+            # Each buffer has its own allocation, so that any access beyond it is invalid.
             XLA_PYTHON_CLIENT_ALLOCATOR="platform",
         ),
     )

@@ -1,4 +1,4 @@
-"""Both Pallas kernels, in Pallas' interpreter with race detection; and what they refuse."""
+"""Both Pallas kernels in Pallas' interpreter with race detection, and their refusals."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from pallas_patch_embed.problem import NAMED_SHAPES
 
 HOPPER, BLACKWELL, ULTRA = (Target("cuda", chip) for chip in (H200, B200, B300))
 
-# The interpreter has no untiled view of the ring, so all operands have a multiple of 8 rows.
+# All operands have a multiple of 8 rows, because the interpreter has no untiled view of the ring.
 CASES = {
     "Hopper, a segment that wraps around the table": hopper(
         (2, 96, 256), 128, INT8, "shared", 64, 4
@@ -77,8 +77,8 @@ CASES = {
     ),
     "two blocks, per-image positions": two((13, 40, 128), 128, BF16, "per image", 64, 4),
 }
-# One block and two, a stationary weight and one that is streamed, with and without a table, every
-# dtype, both output dtypes of each chip. test_every_backend.py runs the rest.
+# Cases of the short suite: one block and two, a stationary and a streamed weight, with and without
+# a table, every dtype, and both output dtypes of each chip. test_every_backend.py covers the rest.
 SHORT = (
     ("Hopper, many tiles a segment", "bfloat16"),
     ("Hopper, streamed weight", "float32"),
@@ -101,7 +101,7 @@ FLOAT32_CASES = (
     keep(
         [(name, "bfloat16") for name in CASES] + [(name, "float32") for name in FLOAT32_CASES],
         lambda case: case in SHORT,
-        "seconds each in the interpreter",
+        "each case takes seconds in the interpreter",
     ),
 )
 def test_interpreted_it_equals_xla_without_a_race(monkeypatch, name, out_dtype):

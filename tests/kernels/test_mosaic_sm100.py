@@ -23,7 +23,7 @@ HEADLINE = problem_of(NAMED_SHAPES[0], "int8", 4736)
     [BlackwellConfig(128, 4), BlackwellConfig(64, 4, collective=False)],
     ids=["two blocks", "one block"],
 )
-@pytest.mark.slow("seconds each in the interpreter")
+@pytest.mark.slow("each case takes seconds in the interpreter")
 def test_rounded_results_are_within_the_bounds(monkeypatch, dtype, config):
     two_blocks.install(monkeypatch)
     operands = draw(1, NamedShape("small", 16, 96, 128), dtype, 4)
@@ -41,7 +41,7 @@ def test_many_images_get_pairs_of_blocks_and_wide_slices(shape, dtype):
 
 
 def test_the_register_split_distributes_all_registers():
-    # setmaxnreg waits until other warpgroups have released the registers that it asks for.
+    # setmaxnreg waits until other warpgroups have released the registers that it requests.
     first, storing = sm100.REGISTER_SPLIT
     assert first + sm100.STORERS * storing == 168 * (1 + sm100.STORERS)
 

@@ -1,4 +1,4 @@
-"""The Hopper kernel: a missing wait is noticed, and the configs that it chooses."""
+"""The Hopper kernel: a missing wait is detected, and the expected configs are chosen."""
 
 import pytest
 from interpreter import check_wgmma, draw_operands, interpreted, problem_of
@@ -11,10 +11,10 @@ from pallas_patch_embed.chips import H200
 from pallas_patch_embed.problem import named_shape
 
 
-# A kind of barrier is known by the shape of its array, for a ring of 3 slots and one chunk.
+# With a ring of 3 slots and one chunk, the shape of a barrier array identifies its purpose.
 @pytest.mark.parametrize(
     "barriers",
-    keep([((6,),), ((3,),), ((1,),), ((),)], lambda case: case == ((6,),), "seconds each"),
+    keep([((6,),), ((3,),), ((1,),), ((),)], lambda case: case == ((6,),), "takes seconds"),
     ids=["filled", "freed", "weight_arrived", "columns_arrived"],
 )
 def test_a_missing_wait_is_noticed(monkeypatch, barriers):

@@ -1,10 +1,10 @@
-"""Edits that make a compiled Blackwell kernel wrong are noticed when its PTX is executed.
+"""Edits that make a compiled Blackwell kernel wrong are detected when its PTX is executed.
 
-By default a sample of the edits is tried. All of them are tried, in parts, with
+By default a sample of the edits is tried. All edits are tried, in parts, with
 
   PTX_MUTATIONS=all pytest tests/kernels/test_ptx_mutations.py -n 2 --junitxml=FILE
 
-and FILE then says what noticed each edit.
+and FILE then says which check detected each edit.
 """
 
 import collections
@@ -32,14 +32,15 @@ from pallas_patch_embed.backends import xla
 
 pytestmark = pytest.mark.usefixtures("compilers")
 
-# Together they cover two blocks and one, a stationary and a streamed weight, segments of several
-# tiles, one and two stores a tile, slices of N, and kernels with and without a table.
+# Pallas kernels that together cover two blocks and one, a stationary and a streamed weight,
+# segments of several tiles, one and two stores per tile, slices of N, and kernels with and without
+# a table.
 NAMES = (
     "two blocks, segments of several tiles",
     "two blocks, streamed weight, two stores a tile",
     "one block, segments of several tiles, two slices",
 )
-# The same of the CUDA kernels.
+# CUDA kernels that cover the same.
 CUDA_NAMES = (
     "Blackwell, two blocks, segments of several tiles",
     "Blackwell, two blocks, streamed weight, slots and accumulators used again",
@@ -62,9 +63,9 @@ class Subject:
 
     Args:
       case: an `emulated.Case`, or an `emulated_cuda.Case`.
-      ptx: its PTX.
-      launcher: the module of `ptx_emulator` that parses its PTX.
-      execute: execute(operands, **options of Machine) returns its result, and the machine.
+      ptx: the kernel's PTX.
+      launcher: the module of `ptx_emulator` that parses the PTX.
+      execute: function of (operands, **options of Machine) that returns the result and the machine.
     """
 
     def __init__(self, case, ptx: str, launcher, execute):
@@ -74,7 +75,7 @@ class Subject:
 
     @classmethod
     def of(cls, name: str) -> "Subject":
-        """The kernel of this name."""
+        """Compiles the kernel of this name."""
         if name in CUDA_NAMES:
             case = emulated_cuda.CASES[name]
             ptx = emulated_cuda.compiled(case)
@@ -84,7 +85,7 @@ class Subject:
         return cls(case, stem.with_suffix(".ptx").read_text(), mosaic, execute)
 
     def run(self, mutation: Mutation, schedule, seed: int, watch=None) -> tuple[bool, Machine]:
-        """Runs the edited kernel: whether its result is right, and the machine.
+        """Runs the edited kernel; returns whether its result is right, and the machine.
 
         `watch(machine)` is called before the launch.
         """
@@ -104,7 +105,7 @@ class Subject:
         return np.array_equal(y, self.expected), ran
 
     def noticed(self, mutation: Mutation) -> str | None:
-        """The check that notices an edit in one of the schedules; None if none does."""
+        """Names the check that detects an edit in one of the schedules; None if none does."""
         for schedule, seed in SCHEDULES:
             try:
                 right, _ = self.run(mutation, schedule, seed)
@@ -119,9 +120,11 @@ class Subject:
         return None
 
     def traces(self) -> tuple[dict, set[int]]:
-        """(cluster, warp) -> the instructions that it executes, in order.
+        """Traces the unedited kernel.
 
-        And the instructions that initialise an mbarrier which is never used.
+        Returns:
+          (cluster, warp) -> the instructions that the warp executes, in order; and the instructions
+          that initialise an mbarrier which is never used.
         """
         found, made = collections.defaultdict(list), []
 
@@ -137,11 +140,11 @@ class Subject:
         return found, {i for i, _ in made} - used
 
     def only_waits_longer(self, mutation: Mutation) -> bool:
-        """Whether an edit can only make waits last longer.
+        """Returns whether an edit can only make waits last longer.
 
-        All instructions that touch memory, barriers or tensor cores, except waits, have the same
-        registers. If a wait ends before the phase completes that the unedited kernel waits for,
-        nothing follows that the wait could protect.
+        This holds if all instructions that access memory, barriers or tensor cores, except waits,
+        have the same registers as in the unedited kernel. In addition, if a wait ends before the
+        phase that the unedited kernel waits for, no operation that it could protect may follow.
         """
         unedited, waits, _ = self.accesses(NONE, *SCHEDULES[0])
         edited, *_ = self.accesses(mutation, *SCHEDULES[0])
@@ -150,9 +153,11 @@ class Subject:
         )
 
     def accesses(self, mutation: Mutation, schedule, seed: int, right=None):
-        """Registers, by lane, of all instructions not in QUIET; and the barriers of the waits.
+        """Records the accesses of an edited kernel, by lane.
 
-        And what is executed after a wait that ends before the phase of the `right` barrier does.
+        Returns:
+          The registers of all instructions not in QUIET; the barriers of the waits; and the
+          protected instructions after a wait that ends before the phase of the `right` barrier.
         """
         found, waits = collections.defaultdict(list), collections.defaultdict(list)
         early, unguarded = set(), []
@@ -186,7 +191,7 @@ class Subject:
 
 
 def watch(machine: Machine, note) -> None:
-    """Calls note(number, warp, mask of lanes) after each instruction that is executed."""
+    """Calls note(number, warp, mask of lanes) after each executed instruction."""
 
     def noted(i, step):
         def execute(warp, mask):
@@ -205,7 +210,7 @@ def watch(machine: Machine, note) -> None:
 def test_edits_are_noticed(request, monkeypatch, record_property, name, part):
     if name in CUDA_NAMES:
         request.getfixturevalue("nvcc")
-    # More instructions than these kernels execute.
+    # These kernels execute fewer instructions, so an edited kernel that reaches this number loops.
     monkeypatch.setattr(machine, "LIVELOCK_INSTRUCTIONS", 60_000)
     subject = Subject.of(name)
     traces, unused = subject.traces()
@@ -224,10 +229,11 @@ def test_edits_are_noticed(request, monkeypatch, record_property, name, part):
         elif reason := harmless(mutation, code, traces, unused):
             how = f"harmless: {reason}"
         elif mutation.index is not None and subject.only_waits_longer(mutation):
-            how = "harmless: waits last longer, or protect nothing; nothing else differs"
+            how = "harmless: the only difference is waits that last longer or protect nothing"
         else:
             unexplained.append(str(mutation))
         record_property(str(mutation), how)
     assert not unexplained
-    # 95% of all edits are noticed. A part may have fewer, and a sample is too small for a bound.
+    # 95% of all edits are detected. The share of a part may be lower, and a sample is too small for
+    # a bound.
     assert not EVERY or caught >= 0.85 * len(chosen)

@@ -1,4 +1,4 @@
-"""The schedule: every tile once, in segments of tiles that share their rows of the table."""
+"""The schedule has every tile once, in segments of tiles that share their rows of the table."""
 
 import math
 
@@ -11,7 +11,7 @@ from pallas_patch_embed.backends import schedule
 
 
 def tiles_of(run):
-    """The tiles of a segment, in order."""
+    """Lists the tiles of a segment, in order."""
     return run[schedule.FIRST_TILE] + run[schedule.STRIDE] * np.arange(run[schedule.TILES])
 
 
@@ -49,7 +49,7 @@ def test_a_worker_changes_its_rows_of_the_table_as_rarely_as_possible(images, S,
     M = images * S
     table = schedule.segments(M, S, 64, workers)
     phases = S // math.gcd(S, 64)
-    # A phase is only split where one worker's share ends and the next one begins.
+    # A phase is split only where one worker's share ends and the next one begins.
     assert np.count_nonzero(table[:, :, schedule.TILES]) <= phases + workers - 1
     for runs in table:
         rows = runs[runs[:, schedule.TILES] > 0][:, schedule.TABLE_ROW]

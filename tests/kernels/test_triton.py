@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: interpreted, compiled for four chips, and lowered."""
+"""The Triton backend without a GPU: it is interpreted, compiled for several chips, and lowered."""
 
 import dataclasses
 import functools
@@ -71,7 +71,7 @@ def test_the_interpreted_kernel_is_exact(interpreted, target, dtype, patches, N,
 
 @needs_triton
 def test_widened_float8_numbers_are_exact(interpreted):
-    """Every byte times every byte, also NaN: products are exact, and so are the results."""
+    """Every byte is multiplied by every byte, including NaN; products and results are exact."""
     every = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.float8_e4m3fn)
     one_at_a_time = jnp.zeros((256, 128), every.dtype).at[:, 0].set(every)
     scale, table = jnp.ones(256), jnp.zeros(256)
@@ -82,7 +82,7 @@ def test_widened_float8_numbers_are_exact(interpreted):
 
 
 def drawn_images(shape, patch_size, N, dtype, table="shared"):
-    """Images and the three other operands."""
+    """Draws images and the three other operands."""
     rng = np.random.default_rng(1)
     images = jnp.asarray(rng.integers(0, 256, shape), jnp.uint8)
     K = 3 * patch_size**2
@@ -116,7 +116,8 @@ def test_the_interpreted_kernel_cuts_images(
     if dtype == "int8":
         np.testing.assert_array_equal(np.asarray(y), expected)
         return
-    # float32 sums in two orders: each errs by less than K * 2^-24 times the sum of magnitudes.
+    # float32 sums are computed in two orders. Each errs by less than K * 2^-24 times the sum of
+    # magnitudes.
     magnitude = jnp.abs(patches.astype(jnp.float32)) @ jnp.abs(rest[0].astype(jnp.float32)).T
     bound = 2 * (patches.shape[-1] + 3) * 2.0**-24 * (magnitude * rest[1])
     bound += 2.0**-22 * np.abs(expected)
@@ -127,7 +128,7 @@ def test_the_interpreted_kernel_cuts_images(
 @TARGETS
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_pixel_is_encoded_as_by_patchify(interpreted, target, dtype):
-    """Each row of the weight has a single 1, so a result is an encoded pixel."""
+    """Each row of the weight has a single 1, so that each result is an encoded pixel."""
     levels = np.zeros((256, 1, 1, 3), np.uint8)
     levels[:, 0, 0, 0] = np.arange(256)
     weight = jnp.zeros((32, 128), dtype).at[:, 0].set(1)
@@ -160,7 +161,7 @@ def test_without_patches_nothing_is_launched(monkeypatch):
 
 
 def innermost_loop(ttir):
-    """The lines of Triton's IR that are executed for each step of K."""
+    """Returns the lines of Triton's IR that are executed for each step of K."""
     lines = ttir.splitlines()
     (dot,) = (i for i, line in enumerate(lines) if "tt.dot" in line)
     begin = max(i for i in range(dot) if "scf.for" in lines[i])
@@ -169,7 +170,7 @@ def innermost_loop(ttir):
 
 
 def image_shapes(patch_size, dtype, B, *, image=224, N=768):
-    """Shapes of images and of the three other operands."""
+    """Returns the shapes of images and of the three other operands."""
     S, K = (image // patch_size) ** 2, padded(3 * patch_size**2)
     shape = jax.ShapeDtypeStruct
     rest = shape((N, K), dtype), shape((N,), jnp.float32), shape((S, N), jnp.bfloat16)
@@ -181,7 +182,10 @@ def problem_of(S, N, K, dtype="int8", B=2, out_dtype="bfloat16"):
 
 
 def compiled_cases():
-    """(target, config, dtype, patch size of images or None, N); every config for 8.0 and 9.0."""
+    """Yields (target, config, dtype, patch size of images or None, N).
+
+    Targets 8.0 and 9.0 have every config.
+    """
     for target in (A100, RTX_3090, RTX_4090, H200, B300, RTX_5090):
         for number, config in enumerate(backend.configs(target.chip)):
             for dtype, patch_size in itertools.product(DTYPES, (None, 16, 14)):
@@ -216,7 +220,8 @@ def test_the_kernels_resources_loads_and_arithmetic(tmp_path, target, config, dt
     loop = innermost_loop(kernel.asm["ttir"])
     assert not re.findall(r"arith\.(?:div|rem)\w+", "\n".join(loop))
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, (0x\w+)", kernel.asm["ptx"])
-    # A thread copies 16 bytes, also of pixels, unless rows of 42 bytes begin at any address.
+    # A thread copies 16 bytes of patches or pixels, except from rows of 42 bytes, which are not
+    # aligned.
     assert "0x10" in copies or patch_size == 14
 
 
@@ -240,7 +245,7 @@ def test_configs_that_need_too_many_registers_are_left_out(capability, dtype):
     chip = chip_of(capability)
 
     def largest(N=768, vector=None, **how):
-        """The largest `min_vector` of the configs that fit."""
+        """Returns the largest `min_vector` of the configs that fit."""
         problem = problem_of(196, N, 768, dtype, B=4736, **how)
         chosen = backend.choose_config(problem, chip, vector)
         fitting = backend.fitting_configs(problem, chip, vector)
@@ -303,7 +308,7 @@ def test_without_triton_the_reason_says_what_to_install(monkeypatch):
     assert reason == f"{what}: pip install 'pallas_patch_embed[triton]'."
 
 
-# From the public functions to the kernel.
+# Calls of the public functions that reach the kernel.
 
 PARAMS = ppe.pack(
     np.random.default_rng(0).normal(size=(4, 4, 3, 32)).astype(np.float32),

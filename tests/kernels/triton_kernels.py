@@ -1,4 +1,4 @@
-"""Triton kernels like those that users write, compiled for sm_100 without a GPU."""
+"""Typical Triton kernels, compiled for sm_100 without a GPU."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ DTYPES = {
 
 @triton.jit
 def pointers(a, b, c, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
-    """c = a @ b through pointers, whose loads become cp.async."""
+    """Computes c = a @ b through pointers, whose loads become cp.async."""
     m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     k = tl.arange(0, TILE_K)
@@ -51,7 +51,7 @@ def descriptors(
     TILE_K: tl.constexpr,
     SPECIALIZED: tl.constexpr,
 ):
-    """c = a @ b^T through the host's tensor descriptors, persistent."""
+    """Computes c = a @ b^T through the host's tensor descriptors in a persistent kernel."""
     tiles_n = tl.cdiv(N, TILE_N)
     tiles = tl.cdiv(M, TILE_M) * tiles_n
     for tile in tl.range(
@@ -68,7 +68,7 @@ def descriptors(
 def columns_first(
     a, b, c, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr
 ):
-    """c = a @ b through the host's tensor descriptors: b is transposed by the tensor core."""
+    """Computes c = a @ b through the host's tensor descriptors; the tensor core transposes b."""
     m, n = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
     total = tl.zeros((TILE_M, TILE_N), tl.float32)
     for k in range(0, K, TILE_K):
@@ -80,7 +80,7 @@ def columns_first(
 def own_descriptors(
     a, b, c, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr
 ):
-    """c = a @ b^T through tensor descriptors that the kernel makes."""
+    """Computes c = a @ b^T through tensor descriptors that the kernel makes."""
     of_a = tl.make_tensor_descriptor(a, [M, K], [K, 1], [TILE_M, TILE_K])
     of_b = tl.make_tensor_descriptor(b, [N, K], [K, 1], [TILE_N, TILE_K])
     of_c = tl.make_tensor_descriptor(c, [M, N], [N, 1], [TILE_M, TILE_N])
@@ -93,7 +93,7 @@ def own_descriptors(
 
 @triton.jit
 def chained(a, b, c, d, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, K: tl.constexpr):
-    """d = relu(a @ b^T) @ c; the operand between the products stays in tensor memory."""
+    """Computes d = relu(a @ b^T) @ c; the intermediate operand stays in tensor memory."""
     m = tl.program_id(0) * TILE_M
     rows = a.load([m, 0])
     total = tl.zeros((TILE_M, K), tl.float32)
@@ -109,9 +109,9 @@ class Case:
 
     Attributes:
       kernel: one of the functions above.
-      dtypes: dtypes of its operands and its result.
-      shape: M, N, K; for `chained` M and N.
-      tile: the same sizes of a tile.
+      dtypes: dtypes of operands and result.
+      shape: M, N, K; for `chained` only M and N.
+      tile: size of a tile in each dimension of `shape`.
       grid: number of programs.
       constants: further constants of the kernel.
       options: options of the compiler.
@@ -127,7 +127,7 @@ class Case:
 
     @property
     def operands(self) -> list[tuple[int, int]]:
-        """Shapes of the operands, and of the result, which is the last."""
+        """Returns the shapes of the operands and, last, of the result."""
         if self.kernel is chained:
             (M, N), K = self.shape, self.tile[2]
             return [(M, K), (N, K), (N, K), (M, K)]
@@ -137,14 +137,14 @@ class Case:
 
     @property
     def boxes(self) -> list[tuple[int, int]]:
-        """The tiles of the operands and of the result."""
+        """Returns the tile sizes of the operands and of the result."""
         M, N, K = self.tile
         if self.kernel is chained:
             return [(M, K), (N, K), (N, K), (M, K)]
         return [(M, K), (K, N) if self.kernel is columns_first else (N, K), (M, N)]
 
     def draw(self, seed: int) -> list[np.ndarray]:
-        """Small integers, most of them 0 so that sums are exact; and an array for the result."""
+        """Draws small integers, mostly 0 so that sums are exact; adds an array for the result."""
         generator, (kind, result) = np.random.default_rng(seed), self.dtypes
         values = [generator.integers(-2, 3, shape) for shape in self.operands[:-1]]
         values = [x * (generator.random(x.shape) < 0.3) for x in values]
@@ -152,18 +152,18 @@ class Case:
         return [*arrays, np.zeros(self.operands[-1], DTYPES[result])]
 
     def expected(self, *operands) -> np.ndarray:
-        """The result, computed by numpy; fails if it is not exact."""
+        """Computes the result with numpy; fails if it is not exact."""
         a, b, *more = (x.astype(np.float64) for x in operands)
         exact = a @ (b if self.kernel in (pointers, columns_first) else b.T)
         if self.kernel is chained:
             exact = np.maximum(exact, 0) @ more[0]
         result = exact.astype(DTYPES[self.dtypes[1]])
         if not (result.astype(np.float64) == exact).all():
-            raise ValueError("the data are not exactly representable")
+            raise ValueError("the result is not exactly representable")
         return result
 
     def compiled(self):
-        """The compiled kernel."""
+        """Compiles the kernel."""
         kernel, (kind, result) = self.kernel, self.dtypes
         names = [x for x in kernel.arg_names if x not in self.constexprs]
         numbers = [x for x in names if x.isupper()]
@@ -174,7 +174,7 @@ class Case:
             types = [f"tensordesc<{x}[{r},{c}]>" for x, (r, c) in zip(kinds, self.boxes)]
         known = dict(zip(arrays, types)) | dict.fromkeys(numbers, "i32")
         signature = {x: known.get(x, "constexpr") for x in kernel.arg_names}
-        # Triton's launcher finds that these arguments are multiples of 16.
+        # Triton's launcher would detect that these arguments are multiples of 16.
         divisible = [x for x in names if not known[x].startswith("tensordesc")]
         attributes = {(kernel.arg_names.index(x),): [["tt.divisibility", 16]] for x in divisible}
         source = ASTSource(kernel, signature, self.constexprs, attributes)
@@ -182,7 +182,7 @@ class Case:
 
     @property
     def constexprs(self) -> dict:
-        """All constants of the kernel."""
+        """Returns all constants of the kernel."""
         sides = dict(zip(("TILE_M", "TILE_N", "TILE_K"), self.tile))
         if self.kernel is chained:
             sides["K"] = sides.pop("TILE_K")
@@ -190,7 +190,7 @@ class Case:
 
 
 def matmul(kernel, dtypes, shape, tile, grid, *, constants=None, stages=3, **options):
-    """A case; loads are pipelined in `stages` stages."""
+    """Makes a case whose loads are pipelined in `stages` stages."""
     options = dict(num_warps=4, num_stages=stages) | options
     return Case(kernel, dtypes, shape, tile, grid, constants or {}, options)
 

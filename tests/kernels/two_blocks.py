@@ -1,15 +1,15 @@
 """Adds Blackwell's operations of two thread blocks to Pallas' GPU interpreter.
 
-  copy_gmem_to_smem, partitioned  each block copies its part; the bytes of both count on the barrier
-                                  of the first block, the leader.
-  tcgen05_mma, collective         the leader multiplies for both: its product reads the patches of
-                                  each block and the weight of both, writes both accumulators, and
-                                  arrives at the barriers of both.
+  copy_gmem_to_smem, partitioned  each block copies its part; the bytes of both blocks count at the
+                                  barrier of the first block, the leader.
+  tcgen05_mma, collective         the leader multiplies for both blocks: its product reads the
+                                  patches of each block and the weight of both, writes both
+                                  accumulators, and arrives at the barriers of both.
   tcgen05_commit_arrive           arrives at the barriers of both blocks.
 
-Reads and writes go through the interpreter's own checks and vector clocks. One more check is added:
+Reads and writes go through the interpreter's own checks and vector clocks. One check is added:
 tensor memory may only be handed over at a barrier that orders the tensor core. Operations that are
-not listed above raise.
+not listed above raise an exception.
 
 The semantics are those of the PTX ISA for tcgen05 with .cta_group::2.
 """
@@ -31,7 +31,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret,
 BLOCKS = 2
 LEADER = 0
 
-# The versions of jax whose interpreter has the internals that these functions replace.
+# Versions of jax whose interpreter has the internals that these functions replace.
 KNOWN_VERSIONS = ("0.11.2", "0.12.0")
 KNOWN = ".".join(jax.__version__.split(".")[:3]) in KNOWN_VERSIONS
 UNKNOWN = f"the interpreter of jax {jax.__version__} is not among {KNOWN_VERSIONS}"
@@ -45,12 +45,15 @@ READERS_LOCK = threading.Lock()
 
 
 def of_block(key, block):
-    """The same allocation in another block of the cluster."""
+    """Returns the key of the same allocation in another block of the cluster."""
     return dataclasses.replace(key, block_id=block)
 
 
 def allocated(memory, key):
-    """The allocation; waits until its block has made it, as a cluster starts with all barriers."""
+    """Returns an allocation; waits until its block has made it.
+
+    On hardware all barriers of a cluster exist when it starts.
+    """
     with interpreter.watch.wait(lambda: key not in memory.mem):
         while True:
             memory.check_failed()
@@ -61,7 +64,7 @@ def allocated(memory, key):
 
 
 def part_of(access, axis, block):
-    """A block's half of an access to global memory, along an axis of the value."""
+    """Returns a block's half of an access to global memory, along an axis of the value."""
     axis = axis if access.permutation is None else access.permutation[axis]
     ranges = list(access.range)
     position = [i for i, r in enumerate(ranges) if isinstance(r, slice)][axis]
@@ -73,7 +76,7 @@ def part_of(access, axis, block):
 
 
 def ordered_barrier(memory, key):
-    """The barrier; refuses one that does not order the tensor core."""
+    """Returns a barrier; raises ValueError if it does not order the tensor core."""
     barrier = allocated(memory, key)
     if not isinstance(barrier, shared_memory.Barrier) or not barrier.orders_tensor_core:
         raise ValueError("tcgen05 arrives only at a Barrier with orders_tensor_core=True.")
@@ -84,7 +87,7 @@ def ordered_barrier(memory, key):
 def partitioned_copy(
     *, token, mesh_location, thread, source, target, barrier_key, axis, source_info
 ):
-    """Copies one block's part; it arrives at the leader's barrier."""
+    """Copies one block's part; the copy arrives at the leader's barrier."""
     memory = gpu_callbacks._get_shared_memory()
     clock = memory.incr_clock(thread) if memory.detect_races else None
 
@@ -102,7 +105,7 @@ def partitioned_copy(
     barrier = allocated(memory, leaders)
     with barrier.cv:
         if not hasattr(barrier, "arrivals_of_a_block"):
-            # The barrier expects a copy of each block.
+            # The barrier expects a copy from each block.
             barrier.arrivals_of_a_block = barrier.num_arrivals
             barrier.num_arrivals *= BLOCKS
     memory.execute_async_task(
@@ -122,12 +125,14 @@ def partitioned_copy(
 
 
 def interpret_copy(original, self, eqn, token, get_invals):
-    """copy_gmem_to_smem, partitioned or not."""
+    """Interprets copy_gmem_to_smem, partitioned or not."""
     params = eqn.params
     if params["collective_axes"] is None:
         return original(self, eqn, token, get_invals)
     if not isinstance(partition := params["leader_tracked"], plgpu.CopyPartition.PARTITIONED):
-        raise NotImplementedError("only partitioned copies are interpreted, no multicast.")
+        raise NotImplementedError(
+            "of collective copies only partitioned ones are interpreted, not multicast."
+        )
     trees = [params[f"{name}_transforms_treedef"] for name in ("src", "dst", "barrier")]
     (source, target, barrier), *flat = jaxpr_interpret.split_list(
         get_invals(), [3, *(tree.num_leaves for tree in trees[:2])]
@@ -153,13 +158,13 @@ def interpret_copy(original, self, eqn, token, get_invals):
 
 
 def multiply(original, self, pipeline_clock, tma_thread_id):
-    """TcGen05Mma, for both blocks if it is collective."""
+    """Interprets TcGen05Mma, for both blocks if it is collective."""
     if self.collective_axis is None:
         return original(self, pipeline_clock, tma_thread_id)
     if self.a_scale_key or self.b_scale_key or self.a_sparse_metadata_key:
         raise NotImplementedError("scales and sparse metadata are not interpreted.")
     if self.thread.block_id != LEADER:
-        raise ValueError("a collective product is issued by the leader alone.")
+        raise ValueError("only the leader may issue a collective product.")
     memory = gpu_callbacks._get_shared_memory()
     log = shared_memory.GPULoggingInfo(self.mesh_location, self.thread, self.source_info)
     clock = None
@@ -211,7 +216,7 @@ def multiply(original, self, pipeline_clock, tma_thread_id):
 def commit_to_both(
     *, token, mesh_location, thread, barrier_key_as_array, collective_axis, source_info
 ):
-    """tcgen05_commit_arrive at the barriers of both blocks."""
+    """Interprets tcgen05_commit_arrive at the barriers of both blocks."""
     memory = gpu_callbacks._get_shared_memory()
     if memory.detect_races:
         memory.incr_clock(thread)
@@ -226,14 +231,14 @@ def commit_to_both(
 
 
 def commit(original, *, collective_axis=None, **arguments):
-    """tcgen05_commit_arrive, collective or not."""
+    """Interprets tcgen05_commit_arrive, collective or not."""
     if collective_axis is None:
         return original(**arguments)
     return commit_to_both(collective_axis=collective_axis, **arguments)
 
 
 def load(original, *, thread, **arguments):
-    """async_load_tmem; notes that its thread has read tensor memory."""
+    """Interprets async_load_tmem; records that its thread has read tensor memory."""
     with READERS_LOCK:
         READERS.add(thread)
     return original(thread=thread, **arguments)
@@ -250,7 +255,7 @@ def hand_over(*, token, thread, ordered):
 
 
 def interpret_arrive(original, self, eqn, token, get_invals):
-    """barrier_arrive of a thread that may have read tensor memory."""
+    """Interprets barrier_arrive of a thread that may have read tensor memory."""
     barrier = eqn.invars[0].aval.inner_aval.dtype
     token = callback.io_callback(
         functools.partial(hand_over, ordered=barrier.orders_tensor_core),
@@ -262,7 +267,7 @@ def interpret_arrive(original, self, eqn, token, get_invals):
 
 
 def install(monkeypatch):
-    """Installs all of this until the test ends."""
+    """Installs these replacements until the test ends."""
     READERS.clear()
     for owner, name, function in (
         (jaxpr_interpret.JaxprInterpreter, "_interpret_copy_gmem_to_smem_p", interpret_copy),
