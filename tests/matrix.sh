@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The short suite (`make test`) with every Python of VERSIONS that is found, each with the oldest and the
-# newest jax that pyproject.toml allows. For a Python that is not found: whether everything that the
-# package needs exists for it as wheels. Prints a table, and fails if a line of it does.
+# Runs the short suite (`make test`) with every Python of VERSIONS that is found, each with the oldest
+# and the newest jax that pyproject.toml allows. For a Python that is not found, it checks that all
+# dependencies have wheels. Prints a table, and fails if any line of it failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 VERSIONS="${*:-3.12 3.13 3.14 3.15}"
@@ -19,7 +19,7 @@ find_python() {
   return 1
 }
 
-# What the package needs, a line each.
+# Prints the package's dependencies, one per line.
 needed() {
   "$1" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")'
 }

@@ -12,7 +12,7 @@ UNIT_ROUNDOFF = 2.0**-24
 
 
 def draw_params(rng, *, patch_size, grid, N, dtype, positions=True):
-    """Params with a random kernel, bias and positions; the channels' magnitudes differ."""
+    """Draws params with a random kernel, bias and positions; the channels' magnitudes differ."""
     p, S = patch_size, grid[0] * grid[1]
     kernel = rng.normal(0, 1, (p, p, 3, N)) * 10 ** rng.uniform(-3, 0, N)
     table = rng.normal(0, 1, (S, N)) if positions else None
@@ -20,7 +20,7 @@ def draw_params(rng, *, patch_size, grid, N, dtype, positions=True):
 
 
 def draw_images(rng, *shape):
-    """Random uint8 pixels."""
+    """Draws random uint8 pixels."""
     return rng.integers(0, 256, shape, np.uint8)
 
 
@@ -29,7 +29,7 @@ def as_float64(x):
 
 
 def ulp_bfloat16(x):
-    """The distance between neighbouring bfloat16 numbers at |x|, at least that of subnormals."""
+    """Returns the distance between bfloat16 numbers at |x|, at least that between subnormals."""
     exponent = np.frexp(np.maximum(np.abs(x), 2.0**-126))[1] - 1
     return np.ldexp(1.0, exponent - 7)
 
@@ -41,15 +41,15 @@ def ulp_float32(x):
 def assert_agrees(y, patches, params, table=None, *, moved=1e-4):
     """Asserts that y is the operator's result for these patches, element by element.
 
-    int8: the accumulator is exact, so the result is that of one float32 product and sum. A fused
+    For int8 the accumulator is exact, so the result is that of one float32 product and sum. A fused
     multiply-add may move a fraction `moved` of the elements by one ulp of the largest of product,
     table and result (which can be in the next binade).
 
-    Other dtypes: 1 ulp(ref) + (K + 3) * 2^-24 * scale * sum_k |p * w|. A float32 sum of K products
-    in any order errs by at most (K - 1) * 2^-24 times the sum of their magnitudes. Rounding the
-    products (exact unless they are float32), and rounding the accumulator's product with the scale,
-    add less than 4 * 2^-24 of it. Adding the table and the final rounding together err by less than
-    1 ulp of the result.
+    For other dtypes the bound is 1 ulp(ref) + (K + 3) * 2^-24 * scale * sum_k |p * w|. A float32
+    sum of K products in any order errs by at most (K - 1) * 2^-24 times the sum of their
+    magnitudes. Rounding the products (exact unless they are float32), and rounding the
+    accumulator's product with the scale, add less than 4 * 2^-24 of that sum. Adding the table and
+    the final rounding together err by less than 1 ulp of the result.
     """
     assert np.asarray(y).dtype in (jnp.bfloat16, jnp.float32)
     ulp = ulp_float32 if np.asarray(y).dtype == np.float32 else ulp_bfloat16
@@ -89,6 +89,6 @@ def assert_bit_equal(a, b):
 
 
 def leaves_with_axis(params, axes):
-    """vmap's in_axes for params, from a dict name -> axis."""
+    """Returns vmap's in_axes for params, from a dict of name -> axis."""
     names = ("weight", "scale", "offset", "table")
     return dataclasses.replace(params, **{name: axes.get(name) for name in names})

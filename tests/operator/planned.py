@@ -1,4 +1,4 @@
-"""Calls of a backend by its plan: the result, or the reason of a refusal."""
+"""Calls a backend through its plan; returns the result, or the reason of a refusal."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ from pallas_patch_embed.problem import Problem
 
 
 def few(chip: Chip, multiprocessors: int) -> Target:
-    """A chip with so few multiprocessors that each worker has several tiles."""
+    """Returns a chip with few multiprocessors, so that each worker has several tiles."""
     return Target("cuda", dataclasses.replace(chip, multiprocessors=multiprocessors))
 
 
 def here() -> Target:
-    """The GPU that JAX uses, or an unknown one if it uses none."""
+    """Returns the GPU that JAX uses, or an unknown target if it uses none."""
     target = Target.of(default_device())
     return target if target.chip is not None else Target.unknown()
 
@@ -24,8 +24,8 @@ def compute(backend, *operands, out_dtype, target=None, layout=None, **choices):
       backend: the backend.
       operands: patches or images, weight, scale, table.
       out_dtype: "bfloat16" or "float32".
-      target: where it runs; None for `here()`.
-      layout: how patches are cut of images.
+      target: where the operator runs; None for `here()`.
+      layout: how images are cut into patches.
       choices: further arguments of the backend's `plan`.
     """
     problem = Problem.of(*operands, out_dtype=out_dtype, layout=layout)
@@ -33,7 +33,10 @@ def compute(backend, *operands, out_dtype, target=None, layout=None, **choices):
 
 
 def refusal(backend, problem, target=None) -> str | None:
-    """Why a backend cannot serve a problem; None if it can. The default target is unknown."""
+    """Returns the reason why a backend cannot serve a problem; None if it can.
+
+    The default target is unknown.
+    """
     try:
         backend.plan(problem, target or Target.unknown())
     except NotImplementedError as error:

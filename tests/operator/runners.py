@@ -1,4 +1,4 @@
-"""Functions that run each backend on what this machine has: a GPU, an interpreter, the emulator.
+"""Runners, functions that run each backend on this machine's GPU, an interpreter or the emulator.
 
 A runner is a function of the operands (patches, weight, scale, table) and the output's dtype. It
 raises NotImplementedError if its kernel does not serve them. For interpreters and the emulator a
@@ -35,7 +35,7 @@ def run_mosaic_sm90(operands, out_dtype):
 
 
 def run_mosaic_sm100(operands, out_dtype, collective):
-    """Two blocks multiply together if `collective`, one block otherwise."""
+    """If `collective`, clusters of two blocks multiply a tile together, otherwise single blocks."""
     if not two_blocks.KNOWN:
         pytest.skip(two_blocks.UNKNOWN)
     config = BlackwellConfig(64, 4, collective=collective)
@@ -49,7 +49,7 @@ run_mosaic_sm100_one_block = functools.partial(run_mosaic_sm100, collective=Fals
 
 
 def run_ptx(operands, out_dtype, chip, **config):
-    """The emulator executes the PTX of a chip's CUDA kernel, compiled by nvcc."""
+    """Executes the PTX of a chip's CUDA kernel, compiled by nvcc, on the emulator."""
     if reason := cuda_build.find_nvcc()[1]:
         pytest.skip(reason)
     import emulated_cuda
@@ -79,7 +79,7 @@ def run_cuda_sm100(operands, out_dtype):
 
 
 def run_triton(operands, out_dtype):
-    pytest.importorskip("triton", reason="triton is missing: the extra codegen has it")
+    pytest.importorskip("triton", reason="triton is missing: the extra codegen installs it")
     from pallas_patch_embed.backends import triton
     from pallas_patch_embed.backends.triton import interpreted
 
@@ -89,7 +89,7 @@ def run_triton(operands, out_dtype):
 
 
 def on_gpu(name: str) -> Callable:
-    """A runner that uses this machine's GPU."""
+    """Returns a runner that uses this machine's GPU."""
 
     def run(operands, out_dtype):
         backend, target = BACKENDS[name], Target.of(gpu())

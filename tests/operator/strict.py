@@ -7,7 +7,7 @@ import jax
 
 @contextlib.contextmanager
 def strict_settings():
-    """All strict settings at once; the error of each says which one it is."""
+    """Enables all strict settings at once; an error message says which setting caused it."""
     with (
         jax.numpy_rank_promotion("raise"),
         jax.numpy_dtype_promotion("strict"),

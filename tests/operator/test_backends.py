@@ -24,7 +24,7 @@ PATCHES = ppe.patchify(draw_images(np.random.default_rng(1), 3, 8, 8, 3), PARAMS
 
 @pytest.fixture
 def a_backend_for_cuda_10():
-    """A backend, tried first, that serves only int8 on compute capability 10.0."""
+    """Adds a backend that is tried first and serves only int8 on compute capability 10.0."""
 
     def plan(problem, target):
         if problem.dtype != "int8":
@@ -97,7 +97,7 @@ def test_what_runs_is_what_explain_says(source, monkeypatch):
 
     def stand_in(name, backend):
         def plan(problem, target):
-            if name != "cuda":  # It always serves here, also without its library.
+            if name != "cuda":  # The stand-in serves even without the library.
                 backend.plan(problem, target)
 
             def run(*operands):
@@ -229,7 +229,7 @@ def test_each_chip_gets_its_backend(monkeypatch, capability, dtype, chosen):
 @pytest.mark.parametrize("backend", ["mosaic_sm90", "mosaic_sm100"])
 def test_a_kernel_can_be_exported_without_its_GPU(backend):
     params = draw_params(np.random.default_rng(0), patch_size=8, grid=(4, 4), N=64, dtype="int8")
-    # An odd number of images, so that M is not a multiple of 8.
+    # The number of images is odd, so that M is not a multiple of 8.
     patches = jax.ShapeDtypeStruct((3, 15, params.weight.shape[1]), "int8")
     params = dataclasses.replace(params, grid=(3, 5), table=params.table[:15])
     exported = jax.export.export(

@@ -1,4 +1,4 @@
-"""Every bad input is refused before anything runs, with what was given and what to do."""
+"""Every bad input is refused before anything runs, with what was given and what to do instead."""
 
 import dataclasses
 import types

@@ -1,4 +1,4 @@
-"""cut="kernel": a kernel cuts uint8 images itself, or the call is refused."""
+"""With cut="kernel", a kernel cuts uint8 images itself, or the call is refused."""
 
 import dataclasses
 import re
@@ -24,7 +24,7 @@ IMAGES = jax.ShapeDtypeStruct((8, 224, 224, 3), jnp.uint8)
 
 
 def problem(images=IMAGES.shape, params=PARAMS, cut="kernel", dtype="int8"):
-    """The problem of images of this shape; positions are the params'."""
+    """Returns the problem of images of this shape, with the positions of `params`."""
     source = jax.ShapeDtypeStruct(images, jnp.uint8)
     weight = jax.ShapeDtypeStruct(params.weight.shape, dtype)
     operands = (source, weight, params.scale, params.table)
@@ -33,7 +33,7 @@ def problem(images=IMAGES.shape, params=PARAMS, cut="kernel", dtype="int8"):
 
 
 def reasons(problem, target):
-    """Backend -> the reason why it does not serve; None if it does."""
+    """Maps each backend to the reason why it does not serve, or to None if it does."""
     return {row.backend: None if row.serves else row.reason for row in explain(problem, target)}
 
 
@@ -104,7 +104,7 @@ def test_images_that_the_CUDA_kernel_cannot_cut_are_refused_with_the_reason(chan
     params = change.get("params", PARAMS)
     images = change.get("images", IMAGES.shape)
     asked = problem(**change)
-    # Positions and weight of this grid and patch size.
+    # In these cases positions and weight fit the grid and the patch size.
     (_, S, K), N = asked.patches, asked.N
     asked = dataclasses.replace(asked, table=(S, N), weight=(N, K), layout=params.layout)
     assert asked.images == images
@@ -149,7 +149,7 @@ def test_only_uint8_images_are_cut_by_a_kernel():
 
 @pytest.fixture
 def cuts(monkeypatch):
-    """The CUDA backend, as one that cuts images by itself on any machine."""
+    """Makes the CUDA backend cut images itself on any machine."""
 
     def plan(problem, target):
         def run(images, weight, scale, table):
@@ -188,5 +188,5 @@ def test_a_program_for_Hopper_calls_the_kernel_with_the_images():
     (call,) = (line for line in text.splitlines() if "custom_call @pallas_patch_embed_cuda" in line)
     assert 'kernel_sm100 = ""' in call and 'kernel_sm90 = "patch_embed_sm90_u8_' in call
     assert "(tensor<8x224x224x3xui8>, tensor<768x768xi8>" in call
-    # Nothing cuts or encodes the images before.
+    # No other operation cuts or encodes the images.
     assert "transpose" not in text and "convert" not in text

@@ -1,4 +1,4 @@
-"""The suite that every backend passes: exact results for small operands, or a refusal."""
+"""Tests of every backend: results for small operands are exact, or the call is refused."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,8 @@ from runners import (
 from pallas_patch_embed.backends import BACKENDS
 from pallas_patch_embed.chips import B200, H200, Target
 
-# Shape of the patches [..., S, K], N, dtype of patches and weight, kind of table, output's dtype.
+# A case: shape of the patches [..., S, K], N, dtype of patches and weight, kind of table, dtype of
+# the output.
 CASES = {
     "one tile": ((1, 128, 128), 64, "int8", "shared", "bfloat16"),
     "fewer rows than a tile": ((1, 40, 128), 64, "bfloat16", "none", "float32"),
