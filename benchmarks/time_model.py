@@ -37,7 +37,7 @@ FILES = ("results", "photographs", "small", "images", "image_shapes")
 EPILOGUE, EPILOGUE_ELEMENTS = 1830, 64 * 192
 
 CUT = "cuda, cut by the kernel"
-BACKENDS = {"mosaic_sm90": "Pallas", "mosaic_sm100": "Pallas"}  # All other contenders are CUDA.
+BACKENDS = {"mosaic_sm90": "Pallas", "mosaic_sm100": "Pallas"}  # The rest are CUDA.
 
 # The fitted constants and their units. A period is the inverse of a clock under load.
 COLUMNS = {
@@ -290,40 +290,42 @@ def cell(
 INTRODUCTION = """\
 # Predictions
 
-These are predictions, not results. `python -m benchmarks.time_model` prints this page, and its
-docstring has the formula. The constants are fitted to all bursts of the Pallas and CUDA kernels in
-`benchmarks/h200`, and to the Pallas kernel's times for other shapes in
-[the experiments](experiments/hopper.md).
+These are predictions, not measurements. `python -m benchmarks.time_model` prints this page, and its
+docstring explains the formula. The constants are fitted to all bursts of the Pallas and CUDA
+kernels in `benchmarks/h200`, and to the Pallas kernel's times for other shapes in [the
+experiments](experiments/hopper.md).
 """
 
 ERRORS = """\
-The aim is an error of at most 10%. "Left out" predicts each shape with constants that were fitted
-without it. An earlier model was fitted only to B/16 224. Its error on the 36 times of other shapes
-in the experiments was 18.4% on average. With a term for streamed weights that was changed to reduce
-these errors, it was 11.1% on average and at most 34.1%, and 15 of the times were off by more than
-10%. The terms of the present model were also chosen in view of the errors on these times. So "left
-out" measures the error of the constants, not that of the choice of terms: expect larger errors for
-a shape that is not listed.
+The aim is an error of at most 10%. In the columns "left out" each shape is predicted with constants
+that were fitted without it. An earlier model was fitted only to B/16 224. Its error on the 36 times
+of other shapes in the experiments was 18.4% on average. After its term for streamed weights was
+changed to reduce these errors, it was 11.1% on average and at most 34.1%, and 15 of the times were
+off by more than 10%. The terms of the current model were also chosen to reduce the errors on these
+times. So "left out" measures the error of the constants, not the error of the choice of terms:
+expect larger errors for a shape that is not listed.
 
 Known limits: So400m/14 384 is predicted too fast, although the model has a term for the reload of
 its table. Predictions for a single image are off by up to 17%, or 27% with its shape left out.
 NaFlex's tables, with a row for every patch, were never measured. The model does not cover sustained
-runs, which power limits, nor cold and single calls. From `two_trees.jsonl` only the later version's
-calls with patches are used. Shapes without a name, such as B/16 240, are not predicted."""
+runs, which are limited by power, nor cold calls or single calls. Of `two_trees.jsonl` only the
+later version's calls with patches are used. Shapes without a name, such as B/16 240, are not
+predicted."""
 
 CUTTING = """\
-By default the kernel now cuts int8 images also for odd grids. Measured on an H200: B/16 240 takes
-1.269 ms for 4736 images and 0.0246 ms for 64, and 336 pixels take 0.270 ms for 512 images. These
-times are not in the fit."""
+By default the kernel now cuts int8 images also for odd grids. On an H200, images of 240 pixels take
+1.269 ms for 4736 images and 0.0246 ms for 64 (measured, B/16), and images of 336 pixels take 0.270
+ms for 512 images. These times are not part of the fit."""
 
 BLACKWELL = """\
 ## B200 and B300, from patches: predicted, us
 
-The floor from the data sheet is in brackets. A B300 has no int8. Clock and fixed costs are unknown.
-The first number assumes the boost clock of 1.965 GHz, and that the fixed cost of a tile is hidden
-because results wait in tensor memory. The second number uses all constants of an H200. Both assume
-launch, start, epilogue and 64 bytes per cycle from L2 as on an H200. The error on these chips is
-unknown; expect at least that of the H200. The two chips are equal in all numbers used here."""
+The lower bound from the data sheet is in brackets. A B300 has no int8 tensor cores. The clock and
+the fixed costs are unknown. The first number assumes the boost clock of 1.965 GHz, and that the
+fixed cost of a tile is hidden because results wait in tensor memory. The second number uses all
+constants of an H200. Both numbers use the launch, start and epilogue of an H200, and its 64 bytes
+per cycle from L2. The error on these chips is unknown; expect at least the error on an H200. The
+two chips are equal in all numbers that are used here."""
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""The site that `make docs` builds in build/site, from the Markdown files of the repository.
+"""Settings of the site that `make docs` builds in build/site from the repository's Markdown files.
 
-The sources begin at the repository's root, so that a link which works on GitHub works in the site.
-A linked file that is no page can be downloaded from the site.
+The source folder is the repository's root, so that a link that works on GitHub works in the site.
+A linked file that is not a page can be downloaded from the site.
 """
 
 import re
@@ -14,7 +14,7 @@ from sphinx import addnodes
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-# Section -> its entries in a table of contents, [title] </page from the root>.
+# Maps each section to its entries in the table of contents: a page, or `title <page>`.
 NAVIGATION = {
     "Usage": [
         "Installation and first example </README>",
@@ -51,12 +51,12 @@ root_doc = "docs/index"
 include_patterns = ["*.md", "**/*.md"]
 exclude_patterns = [".*", "bench", "build", "dist"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-# Down to which level headings have an anchor, the same as on GitHub.
+# Headings down to this level have an anchor, the same as on GitHub.
 myst_heading_anchors = 4
-# An indented block has no language.
+# Indented blocks have no language, so they are not highlighted.
 highlight_language = "none"
 
-# Docstrings have `code` in single backticks, and sections as in Google's style.
+# Docstrings have `code` in single backticks, and sections in Google's style.
 default_role = "code"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -65,7 +65,7 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "none"
 add_module_names = False
-# Modules of the package import them, but the site is built without them.
+# Modules of the package import these frameworks, but the site is built without them.
 autodoc_mock_imports = ["equinox", "flax", "keras"]
 toc_object_entries_show_parents = "hide"
 
@@ -77,19 +77,19 @@ html_show_copyright = False
 
 
 def add_navigation(app, name, source):
-    """Adds the table of contents, which GitHub would show as code, to the first page."""
+    """Adds the table of contents to the first page. GitHub would show it as code."""
     if name == root_doc:
         for section, entries in NAVIGATION.items():
             options = f":hidden:\n:caption: {section}"
             lines = "\n".join(entries)
             source[0] += f"\n\n```{{toctree}}\n{options}\n\n{lines}\n```\n"
     elif "/" in name and not name.startswith("docs/"):
-        # A README of another folder is reached by links alone.
+        # The README of another folder is reachable only by links.
         source[0] = f"---\norphan: true\n---\n{source[0]}"
 
 
 def unlink_folders(app, document):
-    """A link to a folder of the repository, which the site does not have, becomes plain text."""
+    """Replaces links to folders, which the site does not have, by plain text."""
     folder = Path(app.env.doc2path(app.env.current_document.docname)).parent
     for link in list(document.findall(addnodes.pending_xref)):
         if link["reftype"] == "myst" and (folder / link["reftarget"]).is_dir():
@@ -97,7 +97,7 @@ def unlink_folders(app, document):
 
 
 def write_index(app, exception):
-    """Sends a reader of the site's folder to its first page."""
+    """Writes an index that redirects a reader to the first page."""
     if exception is None:
         redirect = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">\n'
         (Path(app.outdir) / "index.html").write_text(redirect)

@@ -17,27 +17,27 @@ FIGURES = ROOT / "docs/figures"
 LINES, PATCHES_PER_LINE, TILE_M = 2, 3, 4
 S = LINES * PATCHES_PER_LINE
 
-# One color for each phase of the table, by the row of the table with which a tile begins.
+# The color of each phase of the table. A phase is the row of the table with which a tile starts.
 PHASE_COLORS = {0: "#1f77b4", 2: "#2ca02c", 4: "#ff7f0e"}
 GRAY, DARK = "#d9dee6", "#5b6573"
-# Patches, weight and result in the figure of the stationary weight.
+# Colors of patches, weight and result in the figure of the stationary weight.
 PATCHES, WEIGHT, RESULT = "#3d5a80", "#9d4edd", "#52796f"
 plt.rcParams.update({"font.size": 9, "savefig.dpi": 120})
 
 
 def rectangle(axes: Axes, x, y, width, height, fill, text="", *, edge="white", **options) -> None:
-    """A filled rectangle with a text in its center."""
+    """Draws a filled rectangle with a text in its center."""
     axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=edge, lw=1))
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", **options)
 
 
 def arrow(axes: Axes, start, end) -> None:
-    """An arrow from start to end."""
+    """Draws an arrow from start to end."""
     axes.annotate("", end, start, arrowprops=dict(arrowstyle="->", color=DARK, lw=1.3))
 
 
 def draw_patches() -> None:
-    """An image, its patches as rows, and the tiles that the rows are cut into."""
+    """Draws an image, its patches as rows, and the tiles that the rows are divided into."""
     figure, axes = plt.subplots(figsize=(9, 4))
     photo = Image.open(ROOT / "pallas_patch_embed/photos/astronaut.png").convert("RGB")
     photo = np.asarray(photo.crop((0, 0, 480, 320)).resize((120, 80)).quantize(64).convert("RGB"))
@@ -92,7 +92,7 @@ def draw_patches() -> None:
 
 
 def draw_stationary() -> None:
-    """Patches stream past a slice of the weight that stays in shared memory."""
+    """Draws patches that stream past a slice of the weight, which stays in shared memory."""
     figure, axes = plt.subplots(figsize=(7, 3.6))
     tiles, slices, current = 6, 4, 2
     for t in range(tiles):
@@ -118,7 +118,7 @@ def draw_stationary() -> None:
 
 
 def draw_schedule() -> None:
-    """The tiles of all images, and in which order each worker computes them."""
+    """Draws the tiles of all images, and the order in which each worker computes them."""
     images, workers = 12, 2
     tiles = images * S // TILE_M
     figure, axes = plt.subplots(figsize=(9, 4))
@@ -130,7 +130,7 @@ def draw_schedule() -> None:
         axes.plot([x + 0.05, x + width - 0.05], [2.85] * 2, color=DARK, lw=2)
         axes.text(x + width / 2, 2.75, f"image {image}", ha="center", va="top", fontsize=7)
     axes.text(0, 4.08, "tiles, in the order of the rows of patches")
-    # A worker has half of the tiles, which are drawn twice as wide.
+    # A worker has half of the tiles, so they are drawn twice as wide.
     for worker, segments in enumerate(schedule.segments(images * S, S, TILE_M, workers)):
         x, y = 0, 0.9 - 1.95 * worker
         axes.text(0, y + 1.05, f"tiles of worker {worker}, in the order in which it computes them")
@@ -156,7 +156,7 @@ def save(figure: plt.Figure, axes: Axes, name: str) -> None:
     """Writes docs/figures/NAME.png."""
     axes.axis("off")
     FIGURES.mkdir(exist_ok=True)
-    # Without the version of matplotlib, so that the file changes with the figure alone.
+    # The version of matplotlib is left out, so that the file changes only with the figure.
     figure.savefig(FIGURES / f"{name}.png", bbox_inches="tight", metadata={"Software": None})
     plt.close(figure)
 

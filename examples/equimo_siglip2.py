@@ -1,4 +1,4 @@
-"""equimo's SigLIP2 tower (equinox), whose convolution is replaced by the operator.
+"""Replaces the convolution of equimo's SigLIP2 tower (equinox) by the operator.
 
 python examples/equimo_siglip2.py
 """
@@ -13,7 +13,7 @@ from pallas_patch_embed.frameworks import equinox as drop_in
 
 @eqx.filter_jit
 def embed(model, images):
-    """Features [B, 196, 768] of images [B, 3, 224, 224]."""
+    """Returns the features [B, 196, 768] of images [B, 3, 224, 224]."""
     return jax.vmap(lambda image: model.features(image, inference=True))(images)
 
 

@@ -1,4 +1,4 @@
-"""A flax linen model with the operator: as an edit, and without one.
+"""Replaces the convolution of a flax linen model by the operator, with and without an edit.
 
 python examples/flax_linen.py
 """
@@ -13,7 +13,7 @@ WIDTH, PATCH, GRID = 256, 16, 14
 
 
 class Tower(nn.Module):
-    """The convolution, the positions and one layer, as in big_vision's ViT."""
+    """A convolution, positions and one layer, similar to big_vision's ViT."""
 
     @nn.compact
     def __call__(self, images):
@@ -24,7 +24,7 @@ class Tower(nn.Module):
 
 
 class EditedTower(nn.Module):
-    """The same with the operator, which also adds the positions."""
+    """The same tower with the operator, which also adds the positions."""
 
     @nn.compact
     def __call__(self, images):
@@ -36,7 +36,7 @@ class EditedTower(nn.Module):
 
 @jax.jit
 def intercepted(variables, images):
-    """What the tower computes if it cannot be edited."""
+    """Applies the unedited tower with the operator in place of its convolution."""
     with linen.intercept():
         return Tower().apply(variables, images)
 

@@ -1,4 +1,4 @@
-"""A flax nnx model whose convolution is replaced by the operator.
+"""Replaces the convolution of a flax nnx model by the operator.
 
 python examples/flax_nnx.py
 """
@@ -10,7 +10,7 @@ from pallas_patch_embed.frameworks import nnx as drop_in
 
 
 class Tower(nnx.Module):
-    """The convolution, the positions and one layer, as in jimm's towers."""
+    """A convolution, positions and one layer, similar to jimm's towers."""
 
     def __init__(self, rngs):
         self.patch_embeddings = nnx.Conv(3, 256, (16, 16), (16, 16), padding="VALID", rngs=rngs)

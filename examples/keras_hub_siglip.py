@@ -1,4 +1,4 @@
-"""keras-hub's SigLIP tower, whose convolution and positions are replaced by the operator.
+"""Replaces the convolution and the positions of keras-hub's SigLIP tower by the operator.
 
 python examples/keras_hub_siglip.py
 """
@@ -12,8 +12,8 @@ import numpy as np
 
 from pallas_patch_embed.frameworks import keras as drop_in
 
-# With the weights: keras_hub.models.SigLIPBackbone.from_preset("siglip2_base_patch16_224"), whose
-# `vision_encoder` this is.
+# This tower has random weights. For a pretrained tower use the `vision_encoder` of
+# keras_hub.models.SigLIPBackbone.from_preset("siglip2_base_patch16_224").
 tower = keras_hub.models.SigLIPVisionEncoder(
     patch_size=16,
     hidden_dim=256,
