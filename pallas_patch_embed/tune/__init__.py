@@ -1,1 +1,1 @@
-"""The search for the fastest config of each backend: `pallas-patch-embed tune`."""
+"""The command `pallas-patch-embed tune`, which searches for the fastest config of each backend."""

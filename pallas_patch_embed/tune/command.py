@@ -1,4 +1,4 @@
-"""`pallas-patch-embed tune`: the search for many problems, which goes on where it was ended."""
+"""The command `pallas-patch-embed tune`, which searches for many problems and can be resumed."""
 
 import argparse
 import itertools
@@ -21,10 +21,11 @@ from pallas_patch_embed.tune.search import Machine, Task
 
 IMAGES = (1, 64, 512)
 
-# What kernels read, and what `Case` calls it.
+# The values of --sources, which say what kernels read -> the values of `Case.source`.
 SOURCES = {"patches": "given as patches", "images": "cut by the kernel"}
 
-# Without a GPU kernels are interpreted: one small problem shows that the search works.
+# The problem that is searched without a GPU. Kernels are then interpreted, and a single small
+# problem shows that the search works.
 SMALL = dict(
     shapes=["B/32 256"],
     dtypes=["int8"],
@@ -33,43 +34,53 @@ SMALL = dict(
     backends=["mosaic_sm90", "xla"],
 )
 
-# Seconds without a word of the child after which it hangs. nvcc takes half a minute for a kernel,
-# and the reference of a large problem as long.
+# Seconds without a message after which the child counts as hung. nvcc takes half a minute for a
+# kernel, and the reference of a large problem takes as long.
 PATIENCE = 300.0
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command to those of the command line."""
+    """Adds the command `tune` and its arguments to the command line."""
     shapes = [shape.name for shape in (*NAMED_SHAPES, *VIT_SHAPES)]
     parser = commands.add_parser(
         "tune",
-        help="search the fastest config of each backend on this machine's GPU",
-        description="Checks every config that a backend lists, times those whose results are "
-        "right, in turns, in a burst and sustained, and writes the fastest to a file after every "
-        "problem. The same command goes on where it was ended. PATCH_EMBED_TUNED=FILE makes "
-        "patch_embed use the configs in it.",
+        help="search for the fastest config of each backend on this machine's GPU",
+        description="Checks every config that a backend lists; times the configs whose results "
+        "are right, interleaved, in bursts and sustained; and writes the fastest to a file after "
+        "every problem. If the command ended early, the same command resumes the search. "
+        "PATCH_EMBED_TUNED=FILE makes patch_embed use the configs in FILE.",
     )
     parser.add_argument(
-        "--shapes", nargs="+", choices=shapes, metavar="NAME", help="names that `info` lists"
+        "--shapes",
+        nargs="+",
+        choices=shapes,
+        metavar="NAME",
+        help="shapes to search, by the names that `info` lists (default: SigLIP, SigLIP2, Gemma 3)",
     )
-    parser.add_argument("--dtypes", nargs="+", choices=tiles.DTYPES, help="(default: all)")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=tiles.DTYPES, help="dtypes to search (default: all)"
+    )
     parser.add_argument(
         "--images",
         nargs="+",
         type=int,
         metavar="N",
-        help=f"images of a call (default: {' '.join(map(str, IMAGES))})",
+        help=f"numbers of images in a call (default: {' '.join(map(str, IMAGES))})",
     )
     parser.add_argument(
         "--sources",
         nargs="+",
         choices=SOURCES,
-        help="what kernels read: patches, or images that they cut themselves (default: both)",
+        help="inputs of the kernels: patches, or images that they cut themselves (default: both)",
     )
-    parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), help="(default: all)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a .json file")
     parser.add_argument(
-        "--seconds", type=float, metavar="N", help="after these no new problem is begun"
+        "--backends", nargs="+", choices=list(BACKENDS), help="backends to search (default: all)"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the .json file to write"
+    )
+    parser.add_argument(
+        "--seconds", type=float, metavar="N", help="start no new problem after this many seconds"
     )
     parser.set_defaults(main=run)
 
@@ -83,13 +94,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.seconds is not None and not arguments.seconds > 0:
         raise ValueError(f"--seconds is {arguments.seconds:g}, expected more than 0.")
     with Child(search.answer, lambda _: PATIENCE) as child:
-        machine = where(child)
-        results = begin(out, machine)
+        machine = machine_of(child)
+        results = stored_results(out, machine)
         chosen = {name: getattr(arguments, name) for name in SMALL}
         if not machine.head["chip"]:
             print(
-                f"No NVIDIA GPU: this is {machine.device}. Kernels are interpreted. Their times "
-                "say nothing about a GPU, and no GPU's config is chosen by them."
+                f"There is no NVIDIA GPU; the device is {machine.device}. Kernels are interpreted. "
+                "Their times say nothing about a GPU, and choose no config for a GPU."
             )
             chosen = {name: given or SMALL[name] for name, given in chosen.items()}
         tasks = list(list_tasks(**chosen))
@@ -105,7 +116,7 @@ def list_tasks(
     sources: Sequence[str] | None = None,
     backends: Sequence[str] | None = None,
 ) -> Iterator[tuple[str, Task]]:
-    """The tasks, each with its name; None stands for all."""
+    """Yields the tasks, each with a description. An argument of None means all values."""
     known = {shape.name: shape for shape in (*NAMED_SHAPES, *VIT_SHAPES)}
     chosen = [known[name] for name in shapes] if shapes else NAMED_SHAPES
     every = itertools.product(
@@ -123,42 +134,47 @@ def is_naflex(shape: NamedShape) -> bool:
 
 
 def has_images(shape: NamedShape) -> bool:
-    """Whether kernels may cut its images: no videos, no rows in front, and not NaFlex's patches."""
+    """Returns whether a kernel may cut the images of a shape.
+
+    No kernel cuts videos or adds a prefix, and NaFlex models are given patches.
+    """
     return not (is_naflex(shape) or shape.prefix or shape.frames)
 
 
 def problem_of(shape: NamedShape, images: int, dtype: str, source: str) -> Problem:
-    """The problem of a named shape; NaFlex has a table for every image."""
+    """Returns the problem of a named shape. NaFlex models have a table for every image."""
     table = "positions of each image" if is_naflex(shape) else "positions"
     source = SOURCES[source]
     return Case("", shape, dtype, "bfloat16", images, table=table, source=source).problem
 
 
-def where(child: Child) -> Machine:
-    """The machine that the child runs on."""
+def machine_of(child: Child) -> Machine:
+    """Asks the child for the machine on which it runs."""
     try:
         (machine,) = child.ask(None, {})
     except ChildEndedError as error:
-        raise ValueError(f"tune: JAX finds no device that works: it {error}.") from None
+        raise ValueError(f"tune: JAX found no device that works: it {error}.") from None
     assert isinstance(machine, Machine)
     return machine
 
 
-def begin(out: Path, machine: Machine) -> dict[str, Result]:
-    """The results that are in the file already.
+def stored_results(out: Path, machine: Machine) -> dict[str, Result]:
+    """Returns the results that are already in the file, by their keys.
 
     Raises:
-      ValueError: it is damaged, or was measured elsewhere or with other versions.
+      ValueError: the file is damaged, or was measured on another machine or with other versions.
     """
     if not out.exists():
         return {}
     found = stored.read(out)
     if found.head != machine.head:
         differ = [name for name in found.head if found.head[name] != machine.head[name]]
-        pairs = (f"{name} {found.head[name]} there, {machine.head[name]} here" for name in differ)
+        pairs = (
+            f"{name} {found.head[name]} in the file, {machine.head[name]} here" for name in differ
+        )
         raise ValueError(
-            f"--out is {printable(out)}: it was measured elsewhere ({'; '.join(pairs)}). Choose "
-            "another file."
+            f"--out is {printable(out)}: it was measured in another environment "
+            f"({'; '.join(pairs)}). Choose another file."
         )
     return dict(found.results)
 
@@ -173,55 +189,59 @@ def tune(
     seconds: float | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Searches what is not in `results` yet, and writes the file after every problem.
+    """Searches the tasks that are not yet in `results`, and writes the file after every task.
 
     Args:
-      tasks: names and tasks.
+      tasks: descriptions and tasks.
       child: the process that searches.
-      out: the file.
-      machine: where the child runs.
-      results: those that are in the file, by their keys; new ones are added.
-      seconds: no task begins later than this; None for no limit.
+      out: path of the file.
+      machine: the machine on which the child runs.
+      results: the results that are already in the file, by their keys; new results are added.
+      seconds: time after which no new task starts; None for no limit.
       now: the clock.
     """
     end = None if seconds is None else now() + seconds
     ending.state.outcome = _outcome(results, out)
     left = [(name, task) for name, task in tasks if _key(task) not in results]
     if len(left) < len(tasks):
-        print(f"{len(tasks) - len(left)} of {len(tasks)} problems are in {printable(out)} already.")
+        print(f"{len(tasks) - len(left)} of {len(tasks)} problems are already in {printable(out)}.")
     said: set[tuple[str, str]] = set()
     for number, (name, task) in enumerate(left):
         if end is not None and now() >= end:
-            print(f"{seconds:g} s are over; {len(left) - number} problems are left. {GOES_ON}")
+            print(f"{seconds:g} s are over; {len(left) - number} problems are left. {RESUMES}")
             return
-        found = one(task, child)
+        found = search_one(task, child)
         if isinstance(found, Refusal):
             if (task.backend, found.reason) not in said:
                 print(f"{name}: {found.reason}", flush=True)
             said.add((task.backend, found.reason))
             continue
-        # Another search may have written the same file meanwhile.
-        results |= begin(out, machine) | {found.key: found}
+        # Another search may have written to the same file in the meantime.
+        results |= stored_results(out, machine) | {found.key: found}
         stored.write(out, machine.head, results.values(), _outcome(results, out))
         print(f"{name}: {describe(found)}", flush=True)
     if results:
         print(f"{len(results)} results are in {printable(out)}.")
 
 
-GOES_ON = "The same command goes on."
+RESUMES = "The same command resumes the search."
 
 
 def _outcome(results: Mapping[str, Result], out: Path) -> str:
-    """What the last line says if a signal ends the command."""
-    return f"{len(results)} results are in {printable(out)}. {GOES_ON[:-1]}"
+    """Returns the result that the last line reports if a signal ends the command."""
+    return f"{len(results)} results are in {printable(out)}. {RESUMES[:-1]}"
 
 
 def _key(task: Task) -> str:
     return stored.key_of(task.backend, stored.describe_problem(task.problem))
 
 
-def one(task: Task, child: Child) -> Result | Refusal:
-    """What the child finds. Candidates that end it are refused; its beginning may end it once."""
+def search_one(task: Task, child: Child) -> Result | Refusal:
+    """Searches one task in the child, and returns what the child found.
+
+    If the child ends while it tries a candidate, that candidate is refused, and the search is
+    repeated without it. If the child ends twice before the first candidate, the task is refused.
+    """
     refused: dict[str, str] = {}
     while True:
         tried = search.BEGINNING
@@ -235,16 +255,17 @@ def one(task: Task, child: Child) -> Result | Refusal:
 
 
 def describe(result: Result) -> str:
-    """Lines about a result."""
+    """Describes a result in one or several lines."""
     refused = "".join(f"\n  refused: {name}: {why}." for name, why in result.refused.items())
     if not result.times:
-        return f"nothing could be timed.{refused}"
+        return f"no config could be timed.{refused}"
     lines = []
     for name in search.finalists(result.times):
         times = result.times[name]
         numbers = (f"{times[regime]['milliseconds']:.4f} ms {regime}" for regime in times)
         lines.append(f"\n  {', '.join(numbers)}: {name}")
-    what = "nothing is faster than the heuristic's" if result.config is None else "a faster config"
+    none, one = "no config is faster than the heuristic's", "one config is faster"
+    what = none if result.config is None else one
     if len(result.times) + len(result.refused) == 1:
-        return f"it has one config{''.join(lines)}"
-    return f"{what}, of {len(result.times)}{''.join(lines)}{refused}"
+        return f"the backend has a single config{''.join(lines)}"
+    return f"{what} ({len(result.times)} were timed){''.join(lines)}{refused}"

@@ -1,8 +1,8 @@
 """The search for the fastest config of a backend for one problem.
 
-All candidates are checked before they are timed. They are timed in turns, first in a burst; then,
-if a call is long enough, those that came closest, and the heuristic's, also sustained. The fastest
-is kept if it is faster than the heuristic's by more than the spread.
+All candidates are checked before they are timed. Then all are timed interleaved in bursts. If a
+call is long enough, the fastest ones and the heuristic's config are also timed sustained. The
+fastest config is kept if it is faster than the heuristic's by more than the spread.
 """
 
 import dataclasses
@@ -25,27 +25,28 @@ from pallas_patch_embed.problem import Problem
 from pallas_patch_embed.tune import timing
 from pallas_patch_embed.tune.timing import Contender, Timing
 
-# Runs of a check, each with new operands; in an interpreter, which takes seconds for each.
+# Runs of a check, each with new operands, on a GPU and in an interpreter. An interpreter takes
+# seconds for each run.
 RUNS, INTERPRETED_RUNS = 3, 1
 
-# Candidates that are timed sustained, besides the heuristic's.
+# Number of candidates that are timed sustained, besides the heuristic's.
 FINALISTS = 2
 
-# Milliseconds of a call below which there are no sustained times: JAX takes up to 0.08 ms to submit
-# one, and the GPU would wait for that (64 images of B/16: 0.013 ms in a burst, 0.08 sustained).
+# Calls of fewer milliseconds than this are not timed sustained. JAX takes up to 0.08 ms to submit a
+# call, and the GPU would wait for it (64 images of B/16 take 0.013 ms in a burst, 0.08 sustained).
 SHORT = 0.25
 
-# What is tried while candidates are timed in turns.
-IN_TURNS = "all in turns"
+# The name that `search` yields before all candidates are timed interleaved.
+IN_TURNS = "timing of all configs"
 
-# What is tried before the first candidate is named.
-BEGINNING = "the beginning"
+# The name for the search before it has yielded the first one.
+BEGINNING = "start of the search"
 
-# Bytes of patches that the calls of a contender cycle through, as multiples of the L2 cache, so
-# that none finds its patches there; and the largest number of copies.
+# The calls of a contender cycle through copies of the patches, so that no call finds its patches in
+# the L2 cache: total size of the copies as a multiple of the cache, and largest number of copies.
 BEYOND_CACHE, MOST_COPIES = 2, 32
 
-# How long contenders are timed on a GPU, and in an interpreter: there a single call.
+# How long contenders are timed on a GPU, and in an interpreter (a single call).
 GPU = dict(
     burst=dict(rounds=5, calls=5, rest=0.2),
     sustained=dict(rounds=2, calls=20, seconds=1.0),
@@ -58,7 +59,7 @@ INTERPRETER = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A problem for which a backend's fastest config is searched."""
+    """A backend and a problem, for which the fastest config is searched."""
 
     backend: str
     problem: Problem
@@ -66,11 +67,11 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where the search runs.
+    """The machine on which the search runs.
 
     Attributes:
-      device: what JAX calls the device.
-      head: the head of a file of what is measured there.
+      device: JAX's name of the device.
+      head: the head of a file with results that are measured on the machine.
     """
 
     device: str
@@ -78,7 +79,7 @@ class Machine:
 
 
 def answer(send: Send, task: Task | None, refused: Mapping[str, str]) -> None:
-    """What the child process does: `search`, or, without a task, it says where it runs."""
+    """Answers a request in the child: searches a task, or sends the `Machine` if there is none."""
     target = Target.of(default_device())
     if task is not None:
         for message in search(task, target, refused):
@@ -92,16 +93,16 @@ def answer(send: Send, task: Task | None, refused: Mapping[str, str]) -> None:
 def search(
     task: Task, target: Target, refused: Mapping[str, str]
 ) -> Iterator[str | Result | Refusal]:
-    """Searches; yields the name of each candidate before it is tried, then what was found.
+    """Searches for the fastest config.
 
     Args:
       task: backend and problem.
-      target: the chip; without one kernels are interpreted, if there is an interpreter.
-      refused: candidates that ended a process before, and how.
+      target: the chip. Without a chip the kernels are interpreted, if they have an interpreter.
+      refused: names of candidates that ended the child before -> how they ended it.
 
     Yields:
-      Names of candidates, and `IN_TURNS`; then a Result, or a Refusal if the backend does not serve
-      the problem, or has no configs.
+      The name of each candidate before it is tried, and `IN_TURNS` before all are timed; then a
+      Result, or a Refusal if the backend does not serve the problem or has no configs.
     """
     try:
         configs = candidates(task, target)
@@ -131,7 +132,7 @@ def search(
             operands = operands or _operands(task.problem, target)
             contender = Contender(jax.jit(run), operands[0], tuple(operands[1:]))
             jax.block_until_ready(contender())
-        except Exception as error:  # Whatever kind of error its compiler has.
+        except Exception as error:  # Compilers raise many kinds of errors.
             reasons[name] = (str(error).splitlines() or [type(error).__name__])[0]
             continue
         contenders[name] = contender
@@ -146,7 +147,7 @@ def search(
 
 
 def candidates(task: Task, target: Target) -> dict[str, Any]:
-    """The candidates by their names, the heuristic's first."""
+    """Returns the candidates by their names, first the choice of the heuristic."""
     backend = BACKENDS[task.backend]
     if target.chip is None and isinstance(backend, MosaicBackend):
         target = interpreted(backend)
@@ -154,7 +155,7 @@ def candidates(task: Task, target: Target) -> dict[str, Any]:
 
 
 def plan(task: Task, target: Target, config: Any) -> Plan:
-    """The plan with a candidate; an interpreter's if there is no GPU."""
+    """Returns the plan with a candidate. It uses an interpreter if there is no GPU."""
     backend = BACKENDS[task.backend]
     if target.chip is None and isinstance(backend, MosaicBackend):
         import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -165,12 +166,12 @@ def plan(task: Task, target: Target, config: Any) -> Plan:
 
 
 def interpreted(backend: MosaicBackend) -> Target:
-    """The chip whose kernels are interpreted: with few multiprocessors, so that it is not long."""
+    """Returns the target for an interpreter, a chip with few multiprocessors to save time."""
     return Target("cuda", dataclasses.replace(backend.chips[0], multiprocessors=8))
 
 
 def _operands(problem: Problem, target: Target) -> list[Any]:
-    """Random operands of several calls."""
+    """Draws random operands for several calls, which differ in their patches."""
     first = draw(jax.random.key(0, impl="rbg"), problem)
     if target.chip is None:
         return [first]
@@ -182,12 +183,15 @@ def _operands(problem: Problem, target: Target) -> list[Any]:
 def timed(
     contenders: Mapping[str, Contender], heuristic: str, effort: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Timing]]:
-    """The times of contenders by name and regime: of all in a burst, of finalists sustained.
+    """Times all contenders in bursts, and the finalists also sustained.
 
     Args:
       contenders: the contenders by name.
-      heuristic: the name of the heuristic's config, which is a finalist.
+      heuristic: name of the heuristic's config, which is always a finalist.
       effort: arguments of `timing.burst` and `timing.sustained`.
+
+    Returns:
+      The times by name and by "burst" or "sustained".
     """
     in_burst = timing.burst(dict(contenders), **effort["burst"])
     times = {name: {"burst": found} for name, found in in_burst.items()}
@@ -205,16 +209,17 @@ def timed(
 
 
 def finalists(times: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The names of those that were timed sustained, or of all if none was."""
+    """Returns the names of the configs that were timed sustained, or all names if none was."""
     return [name for name in times if "sustained" in times[name]] or list(times)
 
 
 def fastest(times: Mapping[str, Mapping[str, Timing]], heuristic: str) -> str:
-    """The name of the config that is kept.
+    """Returns the name of the config that is kept.
 
-    It is faster than the heuristic's by more than the spread in a burst or sustained, and not
-    slower by more than the spread in the other. Of several such ones it has the smallest product of
-    both times. The heuristic's is compared too, unless it was refused.
+    That config is faster than the heuristic's by more than the spread in bursts or sustained, and
+    not slower by more than the spread in the other. If there are several, it is the one with the
+    smallest product of both times. If there is none, it is the heuristic's. If the heuristic's was
+    refused, it is the one with the smallest product.
     """
     compared = {name: times[name] for name in finalists(times)}
     if heuristic in compared:
@@ -234,9 +239,9 @@ def fastest(times: Mapping[str, Mapping[str, Timing]], heuristic: str) -> str:
 
 
 def is_faster(new: Timing, old: Timing) -> bool:
-    """Whether a median is smaller than another by more than the spread of either.
+    """Returns whether the new median is smaller than the old one by more than the larger spread.
 
-    The spread is half of the distance between the 10th and the 90th percentile.
+    A spread is half of the distance between the 10th and the 90th percentile.
     """
     spread = max(new.high - new.low, old.high - old.low) / 2
     return old.milliseconds - new.milliseconds > spread

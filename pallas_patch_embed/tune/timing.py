@@ -1,13 +1,13 @@
-"""Timing of contenders: interleaved, in one process.
+"""Interleaved timing of contenders in one process.
 
-Power limits a GPU that works for more than a moment, and its clock takes time to rise. So there are
-two times: burst, of a few calls after a rest, and sustained, of calls without a pause. The clock
-and the power are recorded with them. The contenders take turns, so that all run at the same
-temperature. The operands of a small problem stay in the L2 cache from one call to the next; if a
-contender has further operands, every call takes the next ones, which are not in the cache.
+The power limit lowers the clock of a GPU that works for more than a moment. So two times are
+measured: in a burst of a few calls after a rest, and sustained, over calls without a pause. Clock
+and power are recorded with sustained times. The contenders take turns, so that all run at the same
+temperature. The operands of a small problem would stay in the L2 cache from one call to the next.
+If a contender has further operands, every call uses the next ones, which are not in the cache.
 
-On a GPU the time of a burst is CUPTI's time of the kernels of a call. All other times are wall
-times.
+On a GPU the time of a burst is the time of the kernels of a call, measured by CUPTI. All other
+times are wall times.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from pallas_patch_embed import versions
 
 SAMPLES_A_SECOND = 20
 
-# Packages of contenders, which may not be installed.
+# Packages that contenders may use, if they are installed.
 PEERS = ("torch", "nvidia-cutlass")
 
 
@@ -40,8 +40,8 @@ class Contender:
 
     Attributes:
       function: a compiled function of arrays.
-      operands: the operands of a call.
-      further: other operands of the same shapes; the calls cycle through all of them.
+      operands: operands of a call.
+      further: other operands with the same shapes. The calls cycle through all operands.
     """
 
     function: Callable[..., Any]
@@ -61,8 +61,8 @@ class Timing:
     """The time of one contender.
 
     Attributes:
-      milliseconds: median time of a call.
-      low, high: the 10th and 90th percentile.
+      milliseconds: median time of a call in milliseconds.
+      low, high: the 10th and 90th percentile in milliseconds.
       calls: number of measured calls.
       clock: median clock of the multiprocessors during the calls, in MHz; None if it is not known.
       power: median power of the GPU during the calls, in W; None if it is not known.
@@ -77,7 +77,7 @@ class Timing:
 
     @classmethod
     def of(cls, milliseconds: list[float], samples: "Samples | None" = None) -> "Timing":
-        """The timing with these times of single calls."""
+        """Computes a timing from the times of single calls."""
         many = len(milliseconds) > 1
         tenths = statistics.quantiles(milliseconds, n=10, method="inclusive") if many else None
         return cls(
@@ -102,16 +102,16 @@ class Samples(list[Sample]):
     """Clock and power of the GPU over time."""
 
     def between(self, start: float, end: float) -> "Samples":
-        """The samples between two moments."""
+        """Returns the samples between two times in seconds."""
         return Samples(sample for sample in list(self) if start <= sample.seconds <= end)
 
     def median(self, name: str) -> float | None:
-        """The median of "clock" or "power"; None without a sample."""
+        """Returns the median of "clock" or "power"; None if there is no sample."""
         return statistics.median(getattr(x, name) for x in self) if self else None
 
 
 def gpu_id() -> str:
-    """JAX's default device by its name for nvidia-smi."""
+    """Returns the index or UUID of JAX's default device for nvidia-smi."""
     number = jax.devices()[0].local_hardware_id
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[number] if visible else str(number)
@@ -119,7 +119,7 @@ def gpu_id() -> str:
 
 @contextlib.contextmanager
 def sampled() -> Iterator[Samples]:
-    """Samples clock and power with nvidia-smi while the `with` block runs, if there is a GPU."""
+    """Samples clock and power with nvidia-smi during the block, if there is a GPU."""
     samples = Samples()
     query = [
         "nvidia-smi",
@@ -154,14 +154,15 @@ def sampled() -> Iterator[Samples]:
 
 
 def on_gpu() -> bool:
-    """Whether JAX's default device is a GPU."""
+    """Returns whether JAX's default device is a GPU."""
     return jax.devices()[0].platform == "gpu"
 
 
 class _Profiled:
-    """A contender with the methods of a jitted function, which the profiler expects.
+    """A contender with the methods `lower` and `trace` of a jitted function.
 
-    The profiler would jit a function without them, and the operands would become constants.
+    The profiler would jit a function without these methods, which would make its operands
+    constants.
     """
 
     def __init__(self, contender: Contender):
@@ -177,11 +178,11 @@ class _Profiled:
 
 
 def _milliseconds(contender: Contender, calls: int) -> list[float]:
-    """The times of `calls` calls, one after the other."""
+    """Times `calls` calls one after the other."""
     if on_gpu():
         _, found = profiler.measure(_Profiled(contender), iterations=calls)()
         if found is None:
-            raise RuntimeError("CUPTI saw no kernel of a contender.")
+            raise RuntimeError("CUPTI recorded no kernel of a contender.")
         return [found] if isinstance(found, float) else found
     times = []
     for _ in range(calls):
@@ -192,9 +193,9 @@ def _milliseconds(contender: Contender, calls: int) -> list[float]:
 
 
 def compile_all(contenders: Iterable[Contender]) -> None:
-    """Compiles the jitted contenders in parallel; an error is raised later, by the first call.
+    """Compiles the jitted contenders in parallel; errors are raised later, by the first calls.
 
-    XLA measures programs while it compiles, and lets nothing else use the GPU meanwhile.
+    XLA times programs while it compiles, and lets nothing else use the GPU during that time.
     """
 
     def compile_one(contender: Contender) -> None:
@@ -219,12 +220,12 @@ def _call_once(contenders: dict[Any, Contender]) -> None:
 def burst[Name](
     contenders: dict[Name, Contender], *, rounds: int = 5, calls: int = 5, rest: float = 1.0
 ) -> dict[Name, Timing]:
-    """Every contender's time after a rest, in interleaved rounds.
+    """Times every contender in bursts after a rest, in interleaved rounds.
 
     Args:
-      contenders: contenders by name. Each is called once before, to compile.
+      contenders: contenders by name. Each is first called once, to compile it.
       rounds: number of turns of each contender.
-      calls: calls in a turn.
+      calls: number of calls in a turn.
       rest: idle seconds before a turn.
     """
     _call_once(contenders)
@@ -239,10 +240,10 @@ def burst[Name](
 def sustained[Name](
     contenders: dict[Name, Contender], *, seconds: float = 2.5, rounds: int = 2, calls: int = 20
 ) -> dict[Name, Timing]:
-    """Every contender's time of one call while it runs without a pause, in interleaved rounds.
+    """Times every contender while it runs without a pause, in interleaved rounds.
 
-    The first half of each turn is not counted, as clock and power settle then. A time is the wall
-    time of `calls` calls, which are submitted together, divided by their number.
+    The first half of each turn is not counted, because clock and power settle in it. The time of a
+    call is the wall time of `calls` calls, which are submitted together, divided by their number.
     """
     _call_once(contenders)
     times: dict[Name, list[float]] = {name: [] for name in contenders}
@@ -264,7 +265,7 @@ def sustained[Name](
 
 
 def latency[Name](contenders: dict[Name, Contender], *, rounds: int = 200) -> dict[Name, Timing]:
-    """Every contender's wall time from a call to its result, in interleaved rounds."""
+    """Times every contender from a call to its result, by wall time and in interleaved rounds."""
     _call_once(contenders)
     times: dict[Name, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
@@ -276,7 +277,7 @@ def latency[Name](contenders: dict[Name, Contender], *, rounds: int = 200) -> di
 
 
 def environment() -> str:
-    """Device, date and versions, for the head of a table."""
+    """Returns a line with device, date and versions, for the head of a table."""
     device = f"{jax.devices()[0].device_kind} x {jax.device_count()}"
     driver = versions.driver() if on_gpu() else ""
     packages = versions.installed((*versions.PACKAGES, *PEERS))

@@ -478,7 +478,7 @@ def test_a_faster_config_is_kept_and_a_slower_one_is_not(device):
 
 def test_a_backend_with_one_config_says_so(device):
     _, last = found(device, Config(1e-4))
-    assert command.describe(last).startswith("it has one config\n  0.1000 ms burst: ")
+    assert command.describe(last).startswith("the backend has a single config\n  0.1000 ms burst: ")
 
 
 def test_contenders_take_turns(device):
@@ -603,7 +603,7 @@ def test_the_keyboards_signal_leaves_a_child_alone_that_still_imports():
 def test_each_task_gets_its_own_answer():
     with child_of(tune_answers.echoes) as child:
         for task in "abc":
-            assert command.one(task, child) == command.one(task, child)
+            assert command.search_one(task, child) == command.search_one(task, child)
             first, refused, _ = child.ask(task, {})
             assert (first, refused) == (task, {})
         # An answer that is not read to its end does not affect the next one.
@@ -613,7 +613,7 @@ def test_each_task_gets_its_own_answer():
 
 def test_one_that_hangs_or_crashes_is_ended_and_the_search_goes_on():
     with child_of(tune_answers.hangs_or_crashes) as child:
-        assert command.one("task", child) == (
+        assert command.search_one("task", child) == (
             "task",
             {
                 "hangs": "it took more than 60 s and was ended",
@@ -646,7 +646,7 @@ def test_a_candidate_that_ends_the_child_is_refused_and_the_task_tried_again():
         yield dataclasses.replace(result(None), refused=dict(refused))
 
     child = types.SimpleNamespace(ask=ask)
-    found = command.one(Task("mosaic_sm90", HEADLINE), child)
+    found = command.search_one(Task("mosaic_sm90", HEADLINE), child)
     assert found.refused == {"b": "it took too long"}
 
 
@@ -657,7 +657,7 @@ def test_a_child_that_ends_before_the_first_candidate_searches_once_more(device)
         yield from search.search(task, Target("cpu"), refused)
 
     device.configs = [Config(1e-3), Config(5e-4)]
-    answer = command.one(TASK, types.SimpleNamespace(ask=ask))
+    answer = command.search_one(TASK, types.SimpleNamespace(ask=ask))
     assert answer.config == dataclasses.asdict(device.configs[1])
     assert answer.refused == {search.BEGINNING: "it ended its process, by SIGKILL"}
 
@@ -667,7 +667,7 @@ def test_a_child_that_always_ends_is_given_up():
         raise ChildEndedError("crashed", "ended its process, by SIGSEGV")
         yield
 
-    answer = command.one(TASK, types.SimpleNamespace(ask=ask))
+    answer = command.search_one(TASK, types.SimpleNamespace(ask=ask))
     assert answer == Refusal("it ended its process, by SIGSEGV.")
 
 
@@ -694,15 +694,15 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path, capsys):
         lambda task, _: KeyboardInterrupt() if task.problem.rows == 392 else find(task, _)
     )
     with pytest.raises(KeyboardInterrupt):
-        command.tune(TASKS, ends, out, MACHINE, command.begin(out, MACHINE))
+        command.tune(TASKS, ends, out, MACHINE, command.stored_results(out, MACHINE))
     assert images_of(out) == [1] and "1 results are in" in command.ending.state.outcome
     goes_on = Answers(find)
-    command.tune(TASKS, goes_on, out, MACHINE, command.begin(out, MACHINE))
+    command.tune(TASKS, goes_on, out, MACHINE, command.stored_results(out, MACHINE))
     assert [task for task, _ in goes_on.asked] == [task for _, task in TASKS[1:]]
     assert images_of(out) == [1, 2, 3]
-    assert "1 of 3 problems are in" in capsys.readouterr().out
+    assert "1 of 3 problems are already in" in capsys.readouterr().out
     nothing = Answers(find)
-    command.tune(TASKS, nothing, out, MACHINE, command.begin(out, MACHINE))
+    command.tune(TASKS, nothing, out, MACHINE, command.stored_results(out, MACHINE))
     assert not nothing.asked
 
 
@@ -728,7 +728,7 @@ def test_a_budget_ends_the_search_between_two_problems(tmp_path, capsys):
     ask = Answers(takes_ten_seconds)
     command.tune(TASKS, ask, out, MACHINE, {}, seconds=15, now=clock.perf_counter)
     assert images_of(out) == [1, 2]
-    assert "15 s are over; 1 problems are left. The same command goes on" in capsys.readouterr().out
+    assert "15 s are over; 1 problems are left. The same command resumes" in capsys.readouterr().out
 
 
 def test_what_a_backend_cannot_serve_is_said_once_and_left_out(tmp_path, capsys):
@@ -740,17 +740,19 @@ def test_what_a_backend_cannot_serve_is_said_once_and_left_out(tmp_path, capsys)
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(driver="550"), "driver 550 there, 580 here"),
-        (dict(versions={"jax": "0.11"}), "'0.11'} there"),
-        (dict(chip=stored.describe_chip(B200)), "NVIDIA B200.* there"),
+        (dict(driver="550"), "driver 550 in the file, 580 here"),
+        (dict(versions={"jax": "0.11"}), "'0.11'} in the file"),
+        (dict(chip=stored.describe_chip(B200)), "NVIDIA B200.* in the file"),
     ],
     ids=["driver", "versions", "chip"],
 )
 def test_results_of_two_machines_are_not_mixed(tmp_path, changes, message):
     out = tmp_path / "out.json"
     stored.write(out, MACHINE.head | changes, [])
-    with pytest.raises(ValueError, match=f"measured elsewhere .*{message}.* Choose another file"):
-        command.begin(out, MACHINE)
+    with pytest.raises(
+        ValueError, match=f"measured in another environment .*{message}.* Choose another file"
+    ):
+        command.stored_results(out, MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -790,7 +792,10 @@ def test_the_command_says_that_times_without_a_GPU_are_none_of_a_GPU(monkeypatch
         out=out, **dict.fromkeys(("shapes", "dtypes", "images", "sources", "backends", "seconds"))
     )
     assert command.run(arguments) == 0
-    assert "No NVIDIA GPU: this is cpu. Kernels are interpreted." in capsys.readouterr().out
+    assert (
+        "There is no NVIDIA GPU; the device is cpu. Kernels are interpreted."
+        in capsys.readouterr().out
+    )
     assert [task.backend for task, _ in stand.asked[1:]] == ["mosaic_sm90", "xla"]
     assert stored.read(out).head["chip"] == {}
 
@@ -808,7 +813,7 @@ from pallas_patch_embed.child import Child
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     with Child(tune_answers.first_is_found, lambda _: 3600) as child:
-        command.tune(TASKS, child, out, MACHINE, command.begin(out, MACHINE))
+        command.tune(TASKS, child, out, MACHINE, command.stored_results(out, MACHINE))
 """
 
 
@@ -821,13 +826,15 @@ def test_a_search_that_is_ended_by_a_signal_keeps_what_it_found(tmp_path, number
     process = subprocess.Popen(
         [sys.executable, script, out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert "1 images: nothing could be timed" in process.stdout.readline()
+    assert "1 images: no config could be timed" in process.stdout.readline()
     process.send_signal(number)
     _, error = process.communicate()
     assert process.returncode == code
     assert images_of(out) == [1]
     if number == signal.SIGTERM:
-        assert error.endswith(f"Terminated; 1 results are in {out}. The same command goes on.\n")
+        assert error.endswith(
+            f"Terminated; 1 results are in {out}. The same command resumes the search.\n"
+        )
     goes_on = Answers(find)
-    command.tune(TASKS, goes_on, out, MACHINE, command.begin(out, MACHINE))
+    command.tune(TASKS, goes_on, out, MACHINE, command.stored_results(out, MACHINE))
     assert len(goes_on.asked) == 2 and images_of(out) == [1, 2, 3]
