@@ -1,1 +1,1 @@
-"""`pallas-patch-embed check`: whether every backend that serves here computes the operator."""
+"""The command `pallas-patch-embed check`, which compares every backend with a reference."""

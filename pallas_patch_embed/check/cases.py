@@ -1,4 +1,4 @@
-"""The cases of a backend: few of them, in which every pair of values of two parameters occurs."""
+"""The cases that are checked, in which every two values of two parameters occur together."""
 
 import dataclasses
 import functools
@@ -17,16 +17,18 @@ from pallas_patch_embed.problem import (
     padded,
 )
 
-# Without a table the offset is one row for all positions.
+# Values of `Case.table`. With "no positions" the table is a single row, the offset.
 TABLES = ("positions", "positions of each image", "no positions")
+# Values of `Case.source`. If images are "given whole", the kernel or XLA cuts them.
 SOURCES = ("given as patches", "given whole", "cut by the kernel")
 
-# Odd numbers of images, so that there are tails; 67 images of any shape are many tiles.
+# Numbers of images. They are odd, so that the last tile is incomplete; 67 images of any shape have
+# many tiles.
 BATCHES = (1, 3, 67)
-# Images with which each worker of a large GPU has many tiles.
+# A number of images with which each worker of a large GPU has many tiles.
 MANY = 4736
 
-# One shape for each K, N and S that kernels treat differently.
+# One shape for each K, N and S that a kernel treats in a different way.
 FEW_SHAPES = tuple(
     map(
         named_shape,
@@ -44,21 +46,21 @@ FEW_SHAPES = tuple(
 )
 SHAPES = {"few": FEW_SHAPES, "all": NAMED_SHAPES}
 
-# In the tensor map of its weight, a stride is smaller than the size of another dimension.
+# A shape whose weight has a tensor map with a stride smaller than the size of another dimension.
 WIDE = NamedShape("wide", 6, 24, 16384)
-# TMA loads the lines of patches one by one, because the number next to each other is odd.
+# A shape with an odd number of patches side by side, for which TMA loads lines of patches singly.
 ODD = NamedShape("odd", 16, 240, 768)
-# For interpreters, which take seconds for it.
+# A shape for interpreters, which take seconds for it.
 SMALL = NamedShape("small", 6, 42, 64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is launched and compared, once or many times.
+    """A problem of a backend that is launched and compared, once or many times.
 
     Attributes:
-      backend: its name.
-      shape: a model's shape.
+      backend: name of the backend.
+      shape: shape of a model.
       dtype: dtype of patches and weight.
       out_dtype: dtype of the result.
       B: number of images.
@@ -80,7 +82,7 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        """Shapes and dtypes."""
+        """Shapes and dtypes of the case."""
         B, S, K, N = self.B, self.shape.S, padded(self.shape.K), self.shape.N
         tables = {"positions": (S, N), "positions of each image": (B, S, N), "no positions": (N,)}
         side = self.shape.image
@@ -109,11 +111,12 @@ class Case:
 def pairwise(
     parameters: Mapping[str, Sequence[Any]], allowed: Callable[[dict[str, Any]], bool]
 ) -> Iterator[dict[str, Any]]:
-    """Combinations in which every two values of two parameters occur together.
+    """Yields combinations in which every two values of two parameters occur together.
 
     Args:
       parameters: the values of each parameter.
-      allowed: whether a combination may be used. Pairs that occur in none are left out.
+      allowed: function that says whether a combination may be used. Pairs of values that occur in
+        no such combination are left out.
     """
     names = list(parameters)
     allows = functools.cache(lambda values: allowed(dict(zip(names, values))))
@@ -142,7 +145,7 @@ def pairwise(
 
 
 def is_meant(case: Case) -> bool:
-    """Whether a case is one that users may have. NaFlex models have positions of each image."""
+    """Returns whether users may have a case. NaFlex models always have positions of each image."""
     naflex = case.shape.name.startswith("NaFlex")
     return not naflex or case.table == "positions of each image"
 
@@ -158,14 +161,14 @@ def cases_of(
     devices: int = 1,
     many: int = 0,
 ) -> list[Case]:
-    """The cases of a backend.
+    """Returns the cases of a backend.
 
     Args:
-      backend: its name.
-      serves: whether it serves a case.
-      shapes, dtypes, batches, launches: the values that occur.
+      backend: name of the backend.
+      serves: function that says whether the backend serves a case.
+      shapes, dtypes, batches, launches: the values that occur in the cases.
       devices: number of devices.
-      many: number of images of further cases. 0 for no such cases.
+      many: number of images in the large cases that are added; 0 to add none.
     """
     parameters = {
         "shape": shapes,

@@ -1,4 +1,4 @@
-"""The command `check`: its arguments, what it prints, its exit code and its report."""
+"""The command `check`: its arguments, its output, its exit code and its report."""
 
 import argparse
 import dataclasses
@@ -18,10 +18,10 @@ from pallas_patch_embed.child import UnkillableError, Wait, poll
 from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.files import check_place, written_whole
 
-# Seconds that a launch may take. The slowest one in the list takes milliseconds.
+# Seconds that a launch may take by default. The slowest launch of all cases takes milliseconds.
 TIMEOUT = 60.0
 
-# What nvidia-smi is asked about each GPU.
+# Properties of each GPU that nvidia-smi is asked for.
 STATE = (
     "name",
     "driver_version",
@@ -37,53 +37,57 @@ STATE = (
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the arguments of `check` to the command line."""
+    """Adds the command `check` and its arguments to the command line."""
     parser = commands.add_parser(
         "check",
-        help="compare every element that the backends compute here with a reference",
+        help="compare every element that the backends compute on this machine with a reference",
         description="Launches every backend that serves on this machine's GPUs, with new operands "
-        "each time, and compares every element with float64. Without a GPU it checks XLA and "
-        "executes kernels in interpreters. Exit code: 0 if all is right, 1 if something is wrong, "
-        "hangs or crashes, 2 if the arguments are wrong.",
+        "each time, and compares every element with float64. Without a GPU the command checks XLA "
+        "and executes kernels in interpreters. Exit code: 0 if all results are right, 1 if a "
+        "result is wrong or a launch hangs or crashes, 2 if the arguments are wrong.",
     )
     parser.add_argument(
         "--backend",
         action="append",
         choices=tuple(BACKENDS),
-        help="check this one; may be repeated (default: all that serve)",
+        help="check this backend; may be repeated (default: all backends that serve)",
     )
     parser.add_argument(
         "--shapes",
         choices=tuple(SHAPES),
         default="few",
-        help="one model for each kind of shape, or every model (default: few)",
+        help="check one model for each kind of shape, or all models (default: few)",
     )
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="check the cases whose line contains this"
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="check only the cases whose description contains this text",
     )
     runs = parser.add_mutually_exclusive_group()
     runs.add_argument(
         "--runs",
         type=_positive(int),
         metavar="N",
-        help=f"launches of each case (default: {work.RUNS_ON_GPU}; {work.RUNS} without a GPU)",
+        help="number of launches of each case (default: "
+        f"{work.RUNS_ON_GPU}; {work.RUNS} without a GPU)",
     )
     runs.add_argument(
         "--seconds",
         type=_positive(float),
         metavar="S",
-        help="launch each case again and again for so long, instead",
+        help="launch each case repeatedly for this number of seconds, instead of --runs",
     )
     parser.add_argument(
         "--timeout",
         type=_positive(float),
         default=TIMEOUT,
         metavar="S",
-        help=f"a launch that takes longer hangs, and is ended (default: {TIMEOUT:g})",
+        help=f"seconds after which a launch counts as hung and is ended (default: {TIMEOUT:g})",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the operands (default: 0)")
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="write what was found to this .json file"
+        "--report", type=Path, metavar="FILE", help="write the results to this .json file"
     )
     parser.set_defaults(main=run)
 
@@ -92,22 +96,22 @@ def _positive[Number: (int, float)](number: type[Number]) -> Any:
     def positive(text: str) -> Number:
         value = number(text)
         if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not positive")
+            raise argparse.ArgumentTypeError(f"{text} is not a positive number")
         return value
 
-    positive.__name__ = f"positive {number.__name__}"  # argparse names it in its message.
+    positive.__name__ = f"positive {number.__name__}"  # argparse shows this name in its messages.
     return positive
 
 
 @dataclasses.dataclass
 class Record:
-    """What is known of a case.
+    """The state of a case.
 
     Attributes:
-      case: description of the case, the backend's name first.
-      outcome: see `process.Ended`; "not begun" before.
-      reason: why it did not end.
-      counts: what its launches gave together.
+      case: description of the case, which begins with the backend's name.
+      outcome: as in `process.Ended`; "not begun" before the case is done.
+      reason: the reason for an outcome other than "ended".
+      counts: the sum of the results of its launches.
     """
 
     case: str
@@ -121,7 +125,7 @@ class Record:
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """The outcome; if the case ended, "right" or "wrong"."""
         if self.outcome != "ended":
             return self.outcome
         return "wrong" if self.counts.all_wrong else "right"
@@ -143,12 +147,12 @@ def run(
     child: process.Work | None = None,
     wait: Wait = poll,
 ) -> int:
-    """Checks, prints and reports.
+    """Runs the command: checks all cases, prints the results, and writes the report.
 
     Args:
-      arguments: those of `add_parser`.
-      child: what the child process does; None for `work.run`.
-      wait: waits for its messages.
+      arguments: the parsed arguments of `add_parser`.
+      child: function that the child process runs; None for `work.run`.
+      wait: function that waits for the child's messages.
 
     Returns:
       The exit code, 0 or 1.
@@ -181,10 +185,10 @@ def run(
 
 
 class Report:
-    """What was found: printed while it comes, and written to a file after each case.
+    """The results of all cases, which are printed as they arrive and written after each case.
 
     Attributes:
-      failure: why the check as a whole did not end; empty if it did.
+      failure: why the check did not get to its end; empty if it did.
     """
 
     def __init__(self, path: Path | None, options: work.Options, timeout: float):
@@ -200,12 +204,12 @@ class Report:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing is wrong, and something was compared."""
+        """Whether no case is wrong, and at least one was compared."""
         verdicts = {record.verdict for record in self._records}
         return not self.failure and "right" in verdicts <= {"right", "left out"}
 
     def take(self, message: process.Message) -> None:
-        """Notes a message of the child."""
+        """Records a message of the child."""
         match message:
             case process.Listed(about, names):
                 self._content["about"] = about
@@ -229,9 +233,10 @@ class Report:
         reasons = " ".join(_refusals(refused))
         if options["only"]:
             raise ValueError(
-                f"--only is {options['only']!r}: no line of a case contains that. {reasons}"
+                f"--only is {options['only']!r}: no case has a description that contains this "
+                f"text. {reasons}"
             )
-        raise ValueError(f"check: no such backend serves here. {reasons}")
+        raise ValueError(f"check: none of the backends serves on this machine. {reasons}")
 
     def end(self) -> None:
         """Prints the table, and writes the report for the last time."""
@@ -278,14 +283,14 @@ def _introduction(about: dict[str, Any], cases: int) -> list[str]:
     ]
     if about["interpreted"]:
         lines.append(
-            "There is no GPU: interpreters execute the kernels of "
-            f"{', '.join(about['interpreted'])} on small problems, on this CPU."
+            "There is no GPU. Interpreters execute the kernels of "
+            f"{', '.join(about['interpreted'])} with small problems on this CPU."
         )
     return [*lines, *_refusals(about["refused"]), f"{cases} cases:", ""]
 
 
 def _refusals(refused: dict[str, dict[str, str]]) -> list[str]:
-    """For each backend which dtypes are not checked, and why."""
+    """Returns a line for each reason why dtypes of a backend are not checked."""
     lines = []
     for backend, reasons in refused.items():
         for reason in dict.fromkeys(reasons.values()):
@@ -311,7 +316,7 @@ COLUMNS = {
 
 
 def _table(records: Sequence[Record]) -> list[str]:
-    """One line for each backend."""
+    """Formats a table with one line for each backend."""
     by_backend: dict[str, list[Record]] = {}
     for record in records:
         by_backend.setdefault(record.backend, []).append(record)
@@ -328,7 +333,10 @@ def _table(records: Sequence[Record]) -> list[str]:
 
 
 def gpus() -> list[dict[str, str | None]]:
-    """What nvidia-smi says about each GPU; None where it does not know. Empty without it."""
+    """Asks nvidia-smi for the properties in STATE of each GPU.
+
+    A property is None if nvidia-smi does not know it. The list is empty without nvidia-smi.
+    """
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(STATE)}", "--format=csv,noheader"]

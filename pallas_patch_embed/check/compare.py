@@ -1,4 +1,4 @@
-"""Every element of a kernel's results, compared with a float64 reference without kernels."""
+"""Compares every element of a kernel's results with a float64 reference."""
 
 import functools
 import itertools
@@ -17,19 +17,20 @@ from pallas_patch_embed.patches import Encoding, rows
 from pallas_patch_embed.problem import Problem
 
 type Run = Callable[..., jax.Array]
-# From images to patches.
+# Function that cuts images into patches.
 type Cut = Callable[[jax.Array], jax.Array]
 
-# Fraction bits of a result.
+# Number of fraction bits of each dtype of results.
 FRACTION_BITS = {"bfloat16": 7, "float32": 23}
-# How many int8 results of bfloat16 a fused multiply-add may move: a share of all, and for few
-# elements some more, as they are random.
+# Number of bfloat16 results of int8 that a fused multiply-add may move by an ulp: a share of all
+# elements, plus a constant, because the number is random.
 MOVED_SHARE, MOVED_MORE = 1e-4, 8
-# Elements of the largest array of a reference. It is computed for some images at a time.
+# Largest number of elements in an array of the reference, which limits the images that are
+# computed at a time.
 REFERENCE_ELEMENTS = 2**24
 
 
-# The ways in which kernels are launched, and how many of them are in one program.
+# The ways in which kernels are launched -> the number of kernels in one program.
 LAUNCHES = {"alone": 1, "in a command buffer": 2, "on two streams": 2}
 COMMAND_BUFFERS = {
     "xla_gpu_graph_min_graph_size": 1,
@@ -38,17 +39,18 @@ COMMAND_BUFFERS = {
 
 
 class Counts(NamedTuple):
-    """What was found in one launch, or in several.
+    """The result of one launch or of several.
 
     Attributes:
-      launches: results that were compared.
-      elements: elements of these results.
-      wrong: elements outside of their bound.
-      moved: int8 results of bfloat16 that are within their bound and not the reference.
-      changed: bytes that changed although no kernel may write them: those of the operands, and
-        those of the guards around operands and result.
-      poisoned: launches whose kernel is known to have written into poisoned memory.
-      guarded: launches whose buffers lay between guards.
+      launches: number of launches whose results were compared.
+      elements: number of elements of these results.
+      wrong: number of elements outside of their bound.
+      moved: number of bfloat16 results of int8 that are within their bound but differ from the
+        reference.
+      changed: number of bytes that changed although no kernel may write them, in the operands and
+        in the guards around operands and result.
+      poisoned: number of launches whose kernel is known to have written into poisoned memory.
+      guarded: number of launches whose buffers were between guards.
     """
 
     launches: int = 0
@@ -64,7 +66,7 @@ class Counts(NamedTuple):
 
     @property
     def all_wrong(self) -> int:
-        """Wrong elements, changed bytes, and moved elements if more of them moved than may."""
+        """Wrong elements plus changed bytes, plus moved elements if there are too many of them."""
         moved = 0 if self.moved <= MOVED_SHARE * self.elements + MOVED_MORE else self.moved
         return self.wrong + self.changed + moved
 
@@ -72,22 +74,23 @@ class Counts(NamedTuple):
 def wrong_elements(
     run: Run, problem: Problem, *, runs: int, seed: int, device: jax.Device | None = None
 ) -> int:
-    """How much of a kernel's results is wrong.
+    """Counts the wrong elements in a kernel's results.
 
     Every element of every run is compared with a reference in float64. The operands of each run are
-    new, the memory of its result is poisoned, and the bytes around all buffers are watched.
+    new, the memory of the result is poisoned before it, and the bytes around all buffers are
+    checked after it.
 
     Args:
-      run: patches, weight, scale, table -> y, as in a `Plan`. If the problem has a `layout`, the
-        first operand is images.
+      run: function (patches, weight, scale, table) -> y, as in a `Plan`. If the problem has a
+        `layout`, its first argument is images.
       problem: shapes and dtypes.
       runs: number of launches.
-      seed: seed of the operands that are drawn.
-      device: where it runs; None for JAX's default device.
+      seed: seed of the random operands.
+      device: the device that runs the kernel; None for JAX's default device.
 
     Returns:
-      0 if all is right; otherwise the number of wrong elements, and of bytes outside of the result
-      that the kernel changed.
+      `Counts.all_wrong` of all launches: 0 if all results are right, otherwise the number of wrong
+      elements plus the number of bytes outside of the result that the kernel changed.
     """
     found = compared(run, problem, seed=seed, devices=(device or default_device(),))
     return functools.reduce(Counts.plus, itertools.islice(found, runs), Counts()).all_wrong
@@ -104,23 +107,23 @@ def compared(
     before_launch: Callable[[], None] = lambda: None,
     allocate: memory.Allocate = memory.allocate,
 ) -> Iterator[Counts]:
-    """Launches again and again, with new operands, and yields what was found each time.
+    """Launches repeatedly, with new operands, and yields the result of each launch.
 
     Args:
       run, problem, seed: as for `wrong_elements`.
-      devices: a program runs on each of them, at the same time.
-      how: one of `LAUNCHES`: how the programs launch their kernels.
-      cut: XLA's program from images to the patches that `run` takes; None if `run` takes the
-        first operand as it is.
-      before_launch: called when everything is ready.
-      allocate: makes an array with memory of its own.
+      devices: the devices. A program runs on each of them at the same time.
+      how: one of `LAUNCHES`, the way in which the programs launch their kernels.
+      cut: function by which XLA cuts images into the patches for `run`; None if `run` accepts the
+        first operand unchanged.
+      before_launch: function that is called immediately before each launch.
+      allocate: function that allocates an array with memory of its own.
     """
     count = LAUNCHES[how]
     tensor_cores = Target.of(devices[0]).platform == "cuda"
     sites = [[memory.Site(problem, d, allocate) for _ in range(count)] for d in devices]
     programs = [_program(run, cut, count, how, of_device) for of_device in sites]
-    # A kernel that writes its result somewhere else, from which the program copies it, needs memory
-    # for it, besides that of the patches which it reads at the same time.
+    # If XLA lets the kernel write to another buffer and then copies the result, the program needs
+    # temporary memory for the result, in addition to memory for patches that XLA has cut.
     elsewhere = sites[0][0].result.nbytes
     if cut is not None:
         elsewhere += math.prod(problem.patches) * jnp.dtype(problem.dtype).itemsize
@@ -153,12 +156,13 @@ def compared(
 
 
 def _program(run: Run, cut: Cut | None, count: int, how: str, sites: Sequence[memory.Site]) -> Any:
-    """A compiled program of poisoned results and the operands of each launch."""
+    """Compiles a program of `count` launches, whose arguments are poisoned results and operands."""
 
     def program(poisoned: list[jax.Array], operands: list[memory.Operands]) -> list[jax.Array]:
         del poisoned
         if cut is not None:
-            # Outside of the streams: XLA gives none to a call within a call, as of jax's `pad`.
+            # Images are cut outside of the streams, because XLA assigns no stream to a call within
+            # a call, such as that of `jnp.pad`.
             operands = [(cut(x), weight, scale, table) for x, weight, scale, table in operands]
         if how == "on two streams":
             return [
@@ -181,18 +185,18 @@ def _program(run: Run, cut: Cut | None, count: int, how: str, sites: Sequence[me
 
 
 def _temporary_bytes(program: Any) -> int:
-    """Memory that a program allocates besides operands and results."""
+    """Returns the bytes that a program allocates in addition to operands and results."""
     analysis = program.memory_analysis()
     return analysis.temp_size_in_bytes if analysis is not None else 0
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def draw(key: jax.Array, problem: Problem) -> memory.Operands:
-    """Random operands of a problem.
+    """Draws random operands of a problem.
 
-    Some elements of the table cancel the product. The scales of every other column are powers of
-    two: there the product of accumulator and scale is exact, and so is the result of int8, however
-    it is computed.
+    Some elements of the table cancel the product. In every other column the scale is a power of
+    two: there the product of accumulator and scale is exact, and the result of int8 must be exact,
+    whether or not a multiply-add is fused.
     """
     keys = jax.random.split(key, 4)
     bits = functools.partial(jax.random.bits, dtype=jnp.uint8)
@@ -209,10 +213,10 @@ def draw(key: jax.Array, problem: Problem) -> memory.Operands:
         weight = (64 * jax.random.normal(keys[1], problem.weight)).astype(problem.dtype)
     scale = jnp.exp(jax.random.normal(keys[2], problem.scale))
     scale = jnp.where(has_power_of_two(problem.N), _power_of_two(scale), scale)
-    # The standard deviation of the product.
+    # Standard deviation of the product, before the scale.
     magnitude = (74 * 74 if problem.dtype == "int8" else 37) * problem.K**0.5
     table = magnitude * jax.random.normal(keys[3], problem.table)
-    # The table may be [..., S, N] where the scale is [..., N].
+    # The scale [..., N] gets an axis of length 1 in place of S.
     along = scale if scale.ndim == 1 else jnp.expand_dims(scale, -2)
     if jnp.broadcast_shapes(along.shape, table.shape) == table.shape:
         table = along * table
@@ -220,7 +224,7 @@ def draw(key: jax.Array, problem: Problem) -> memory.Operands:
 
 
 def has_power_of_two(N: int) -> jax.Array:
-    """The columns whose scales are powers of two."""
+    """Returns a mask of the columns whose scales are powers of two."""
     return jnp.arange(N) % 2 == 0
 
 
@@ -232,14 +236,14 @@ def compare(
     *,
     tensor_cores: bool,
 ) -> tuple[int, int, int]:
-    """Compares a result.
+    """Compares a result with the reference.
 
     Args:
       problem: shapes and dtypes.
       given: copies of the operands, made before the launch.
       operands: the operands after the launch.
       y: the result.
-      tensor_cores: whether the result is a GPU's.
+      tensor_cores: whether a GPU's tensor cores computed the result.
 
     Returns:
       (wrong elements, moved elements, changed bytes of operands), as in `Counts`.
@@ -250,7 +254,7 @@ def compare(
     return wrong, moved, changed
 
 
-# XLA need not look for the fastest reference.
+# The reference is compiled without autotuning, because its time does not matter.
 @functools.partial(jax.jit, static_argnums=(3, 4), compiler_options={"xla_gpu_autotune_level": 0})
 def _compare(
     given: memory.Operands,
@@ -259,9 +263,10 @@ def _compare(
     problem: Problem,
     tensor_cores: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(wrong elements, moved elements, changed bytes of operands)."""
+    """Returns (wrong elements, moved elements, changed bytes of operands)."""
     changed = sum((_bytes(before) != _bytes(after)).sum() for before, after in zip(given, operands))
-    # Axes of one image, weight, scale, table and result. Others are leading axes.
+    # Number of axes of one image or its patches, weight, scale, table and result, without leading
+    # axes.
     image = 2 if problem.layout is None else problem.layout.image_ndim
     own = (image, 2, 1, 2, 2)
     leading = y.shape[:-2]
@@ -301,18 +306,19 @@ def _compare_image(
     table: jax.Array,
     y: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """(wrong elements, moved elements) of one image's result [S, N].
+    """Returns (wrong elements, moved elements) of one image's result [S, N].
 
-    int8: the accumulator is exact, so the result is that of one float32 product and sum. A fused
-    multiply-add may move few elements by one ulp of the largest of product, table and result (which
-    can be in the next binade).
+    In int8 the accumulator is exact, so the result is that of one float32 product and one float32
+    sum. A fused multiply-add may move a few elements by one ulp of the largest of product, table
+    and result (which can be in the next binade).
 
-    Other dtypes: 1 ulp(reference) + (K + 3) * 2^-24 * scale * sum_k |p * w|. A float32 sum of K
-    products in any order errs by at most (K - 1) * 2^-24 times the sum of their magnitudes.
-    Rounding the products (exact unless they are float32), and rounding the accumulator's product
-    with the scale, add less than 4 * 2^-24 of it. Adding the table and the final rounding together
-    err by less than 1 ulp of the result. Tensor cores cut bits off instead of rounding, which errs
-    twice as much. They also sum float8 in fewer bits: `_float8_error`.
+    In other dtypes the bound is 1 ulp(reference) + (K + 3) * 2^-24 * scale * sum_k |p * w|. The
+    error of a float32 sum of K products in any order is at most (K - 1) * 2^-24 times the sum of
+    their magnitudes. Rounding of the products (which are exact unless they are float32) and of the
+    accumulator's product with the scale adds less than 4 * 2^-24 times that sum. The addition of
+    the table and the final rounding together add less than 1 ulp of the result. Tensor cores
+    truncate instead of rounding, which doubles the error. They also sum float8 with fewer bits (see
+    `_float8_error`).
     """
     if problem.layout is not None:
         source = rows(source, problem.layout, Encoding(problem.dtype))
@@ -320,14 +326,15 @@ def _compare_image(
     # Sums of int8 products are exact in float64.
     product = jnp.einsum("sk,nk->sn", p, w)
     if problem.dtype == "int8":
-        # float64 holds the exact product of two float32 numbers. It rounds their sum, which does
-        # not change the float32 that the sum is rounded to, as 53 >= 2 * 24 + 2.
+        # In float64 the product of two float32 numbers is exact. Their sum is rounded to float64
+        # first, which does not change its rounding to float32, because 53 >= 2 * 24 + 2.
         scaled = _rounded(_rounded(product, "float32") * scale, "float32")
         exact = _rounded(_rounded(scaled + table, "float32"), problem.out_dtype)
         largest = jnp.maximum(jnp.maximum(jnp.abs(scaled), jnp.abs(table)), jnp.abs(exact))
         may_move = jnp.where(has_power_of_two(problem.N), 0, _ulp(largest, problem.out_dtype))
         wrong = ~(jnp.abs(y - exact) <= may_move)
-        # A float32 result differs wherever the sum is rounded once instead of twice.
+        # Moved float32 results are not counted, because a fused multiply-add, which rounds only
+        # once, moves many of them.
         moved = (y != exact) & ~wrong & (problem.out_dtype == "bfloat16")
         return wrong.sum(), moved.sum()
     reference = product * scale + table
@@ -340,19 +347,19 @@ def _compare_image(
 
 
 def _rounded(x: jax.Array, dtype: str) -> jax.Array:
-    """float64 rounded to a dtype; XLA would drop a conversion there and back."""
+    """Rounds float64 to a dtype. XLA would remove a conversion to the dtype and back."""
     return lax.reduce_precision(x, 8, FRACTION_BITS[dtype])
 
 
 def _ulp(x: jax.Array, dtype: str) -> jax.Array:
-    """The distance between neighbouring numbers of a dtype at |x|, at least that of subnormals."""
+    """Returns the distance between adjacent numbers of a dtype at |x|, at least the subnormals'."""
     return _power_of_two(jnp.maximum(jnp.abs(x), 2.0**-126)) * 2.0 ** -FRACTION_BITS[dtype]
 
 
 def _power_of_two(x: jax.Array) -> jax.Array:
-    """The largest power of two that is not greater than x.
+    """Returns the largest power of two that is not greater than x.
 
-    By its bits, which are exact on every platform.
+    It clears the fraction bits of x, which is exact on every platform.
     """
     info = jnp.finfo(x.dtype)
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{info.bits}"))
@@ -360,12 +367,12 @@ def _power_of_two(x: jax.Array) -> jax.Array:
 
 
 def _float8_error(patches: jax.Array, weight: jax.Array) -> jax.Array:
-    """A bound on the error of Hopper's float8 products, [S, N], before the scale.
+    """Returns a bound on the error of Hopper's float8 sums of products, [S, N], before the scale.
 
     In each step the tensor cores align the products and the accumulator to the largest of them, and
-    drop the bits below its 13th fraction bit (arXiv 2512.07004). So every addend, and the sum, errs
-    by less than 2^-13 of the largest. A step has 16 or 32 products. The bound assumes 16, which
-    means more steps and a larger bound, so it is valid for both.
+    drop the bits below its 13th fraction bit (arXiv 2512.07004). So the error of every addend, and
+    of the sum, is less than 2^-13 of the largest. A step has 16 or 32 products. The bound assumes
+    16, which gives more steps and a larger bound, so it is valid for both.
     """
     step = 16
     parts = [jnp.moveaxis(x.reshape(x.shape[0], -1, step), 1, 0) for x in (patches, weight)]

@@ -1,4 +1,4 @@
-"""Operands and result at fixed places of a device's memory, between guards."""
+"""Operands and a result at fixed addresses of a device's memory, with guards between them."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,26 +8,26 @@ import jax.numpy as jnp
 
 from pallas_patch_embed.problem import Problem
 
-# Patches or images, weight, scale, table.
+# Type of (patches or images, weight, scale, table).
 type Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 type Allocate = Callable[[jax.ShapeDtypeStruct, jax.Device], jax.Array]
 
-# Every byte of a guard, and its size: more than a tile of any kernel.
+# Value of every byte of a guard, and its type. A guard is larger than a tile of any kernel.
 PATTERN = 0xA5
 GUARD = jax.ShapeDtypeStruct((2**20,), jnp.uint8)
 
-# XLA's allocator for GPUs rounds sizes up to a multiple of these bytes.
+# XLA's allocator for GPUs rounds sizes up to a multiple of this number of bytes.
 UNIT = 256
 
-# It does not split a block of which less than this would be left, and less than what is asked for.
+# The allocator always splits a free block if at least this number of bytes would be left.
 SPLIT = 2**27
 
-# Arrays that the allocator may put elsewhere before `place` gives up, of all sizes.
+# Largest number of arrays that the allocator may put elsewhere before `place` gives up.
 ATTEMPTS = 256
 
 
 def operand_types(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The types of patches or images, weight, scale and table."""
+    """Returns the types of patches or images, weight, scale and table."""
     if problem.images is None:
         source = jax.ShapeDtypeStruct(problem.patches, problem.dtype)
     else:
@@ -45,21 +45,21 @@ def result_type(problem: Problem) -> jax.ShapeDtypeStruct:
 
 
 def allocate(kind: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
-    """An array of zeros whose memory is its own."""
+    """Allocates an array of zeros that shares its memory with no other array."""
     return jnp.zeros(kind.shape, kind.dtype, device=device).block_until_ready()
 
 
 class Site:
-    """Where the operands and the result of a launch lie.
+    """The memory of the operands and the result of a launch.
 
-    What is filled in, and the result, replace donated arrays, so they stay where these were. On a
-    GPU every buffer lies between two guards: XLA's allocator cuts them off one free block, one
-    after the other. Elsewhere the guards lie anywhere.
+    New operands and the result replace donated arrays, so that they stay at the same addresses. On
+    a GPU every buffer is between two guards, because XLA's allocator cuts all of them from one free
+    block, one after the other. On other platforms the guards may be anywhere.
 
     Attributes:
       operands: patches or images, weight, scale, table.
-      result: the result; poison until there is one.
-      guards: before, between and after them.
+      result: the result of the launch; poison (NaN) before the launch.
+      guards: the guards before, between and after the buffers.
     """
 
     def __init__(self, problem: Problem, device: jax.Device, allocate: Allocate = allocate):
@@ -71,19 +71,19 @@ class Site:
         self.guards = [_patterned(guard) for guard in placed[::2]]
 
     def fill(self, operands: Operands) -> None:
-        """Copies the operands to their place, and poisons the result."""
+        """Copies the operands to their addresses, and poisons the result."""
         *filled, self.result = _filled((*self.operands, self.result), operands)
         self.operands = tuple(filled)
         jax.block_until_ready((self.operands, self.result))
 
     @property
     def guarded(self) -> bool:
-        """Whether each buffer lies between two guards, up to the allocator's rounding."""
+        """Whether each buffer is directly between two guards, up to the allocator's rounding."""
         buffers = zip(self.guards, (*self.operands, self.result))
         return follow([x for pair in buffers for x in pair] + self.guards[-1:])
 
     def changed_bytes(self) -> int:
-        """How many bytes of the guards changed since the last call."""
+        """Returns the number of bytes of the guards that changed since the last call."""
         changed = int(_changed(self.guards))
         if changed:
             self.guards = [_patterned(guard) for guard in self.guards]
@@ -93,15 +93,15 @@ class Site:
 def place(
     kinds: Sequence[jax.ShapeDtypeStruct], device: jax.Device, allocate: Allocate = allocate
 ) -> list[jax.Array]:
-    """Arrays, on a GPU each at the end of the previous one if the allocator permits it."""
+    """Allocates arrays; on a GPU each begins at the end of the previous one, if possible."""
     if device.platform != "gpu":
         return [allocate(kind, device) for kind in kinds]
     total = SPLIT + sum(_rounded_up(kind.size * kind.dtype.itemsize) for kind in kinds)
     whole = allocate(jax.ShapeDtypeStruct((total,), jnp.uint8), device)
     position = whole.unsafe_buffer_pointer()
     whole.delete()
-    # The allocator prefers the smallest free block. Arrays that it puts elsewhere fill these,
-    # large ones first, until that of `whole` is the smallest.
+    # The allocator uses the smallest free block that fits. So the arrays in `elsewhere` fill all
+    # smaller blocks, large arrays first, until the block of `whole` is the smallest.
     elsewhere: list[jax.Array] = []
     size = 2 ** (total.bit_length() - 1)
     while size >= UNIT and len(elsewhere) < ATTEMPTS:
@@ -123,7 +123,7 @@ def place(
 
 
 def follow(arrays: Sequence[jax.Array]) -> bool:
-    """Whether each array begins where the previous one ends, up to the allocator's rounding."""
+    """Returns whether each array begins at the end of the previous one, rounded up to UNIT."""
     begins = [x.unsafe_buffer_pointer() for x in arrays]
     ends = [begin + _rounded_up(x.nbytes) for begin, x in zip(begins, arrays)]
     return begins[1:] == ends[:-1]

@@ -1,7 +1,7 @@
-"""What the child process says while it checks, and the parent that outlives a hang or a crash.
+"""Messages of the child process that checks, and the parent, which survives a hang or a crash.
 
-The child says what it is about to launch. When a launch takes too long, or the child ends, the
-parent notes this case, and another child goes on with the rest.
+The child announces each launch. If a launch takes too long or the child ends, the parent records
+the outcome of this case, and starts another child for the remaining cases.
 """
 
 import dataclasses
@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 from pallas_patch_embed.child import Child, ChildEndedError, Send, Wait, poll
 
-# Seconds in which a child has to import, compile, draw and compare: only a broken one takes longer.
+# Seconds after which a child that imports, compiles, draws or compares counts as hung.
 PREPARATION = 900.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """What the child is going to do; sent first.
+    """The first message: the machine and the cases.
 
     Attributes:
-      about: the machine, and which backends serve there.
+      about: facts about the machine, and the reasons why backends do not serve there.
       cases: descriptions of the cases.
     """
 
@@ -29,14 +29,14 @@ class Listed:
 
 @dataclasses.dataclass(frozen=True)
 class Prepares:
-    """The child compiles a case, or draws its operands, or compares its results."""
+    """The child compiles a case, draws its operands, or compares its results."""
 
     case: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """The child launches a case now, for the `launch`th time."""
+    """The child is about to launch a case for the `launch`-th time."""
 
     case: int
     launch: int
@@ -44,7 +44,7 @@ class Launches:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a launch gave: numbers by name."""
+    """The result of a launch: the fields of `compare.Counts` by name."""
 
     case: int
     counts: dict[str, int]
@@ -58,9 +58,9 @@ class Ended:
     """A case is done.
 
     Attributes:
-      case: its index.
+      case: index of the case.
       outcome: "ended" if everything was launched and compared.
-      reason: why not, otherwise.
+      reason: the reason for another outcome.
     """
 
     case: int
@@ -69,23 +69,23 @@ class Ended:
 
 
 type Message = Listed | Prepares | Launches | Found | Ended
-# Sends what it does, first `Listed`, and leaves out the cases that are given.
+# Function of the child. It sends messages, first `Listed`, and skips the cases with these indices.
 type Work = Callable[[Send, frozenset[int]], None]
 
 
 class NoCaseError(RuntimeError):
-    """The child ends or hangs before its first case."""
+    """A child ended or hung before its first case."""
 
 
 def supervised(work: Work, *, timeout: float, wait: Wait = poll) -> Iterator[Message]:
-    """Runs the work in child processes, and yields what they send.
+    """Runs the work in child processes, and yields their messages.
 
-    A case that hangs or crashes also gets an `Ended`. `Listed` is yielded once.
+    `Listed` is yielded once. For a case that hangs or crashes, this function adds an `Ended`.
 
     Args:
       work: a picklable function.
       timeout: seconds that one launch may take.
-      wait: waits for a message.
+      wait: function that waits for a message.
 
     Raises:
       NoCaseError: a child did not begin any case.
@@ -97,10 +97,11 @@ def supervised(work: Work, *, timeout: float, wait: Wait = poll) -> Iterator[Mes
     done: set[int] = set()
     count: int | None = None
     while count is None or len(done) < count:
-        before, reason = len(done), "it ended without one"
+        before, reason = len(done), "it ended"
         last: Message | None = None
         try:
-            # After an error of CUDA no kernel may run in this process.
+            # Each round has a new child, because after a CUDA error no kernel may run in the old
+            # one.
             with Child(work, patience, wait) as child:
                 for last in child.ask(frozenset(done)):
                     if isinstance(last, Ended):
@@ -119,4 +120,4 @@ def supervised(work: Work, *, timeout: float, wait: Wait = poll) -> Iterator[Mes
                 done.add(last.case)
                 yield Ended(last.case, error.outcome, reason)
         if len(done) == before and count != before:
-            raise NoCaseError(f"check: the child process began no case: {reason}.")
+            raise NoCaseError(f"check: the child process did not begin any case: {reason}.")

@@ -1,4 +1,4 @@
-"""What the child process does: it lists the cases of every backend, launches and compares them."""
+"""The work of the child process, which lists, launches and compares the cases of every backend."""
 
 import dataclasses
 import functools
@@ -28,20 +28,20 @@ from pallas_patch_embed.chips import A100, B200, H200, Chip, Target
 from pallas_patch_embed.patches import Encoding, rows
 from pallas_patch_embed.problem import DTYPES, Problem
 
-# Launches of a case if nothing else is asked for.
+# Default number of launches of a case, on a GPU and without one.
 RUNS_ON_GPU, RUNS = 20, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to check.
+    """The options of a check.
 
     Attributes:
-      backends: their names.
+      backends: names of the backends.
       shapes: a name in `cases.SHAPES`.
-      only: words that the name of a case contains.
-      runs: launches of each case; None for as many as the machine is good for.
-      seconds: how long each case is launched again and again, instead of `runs`.
+      only: text that the description of a case must contain.
+      runs: number of launches of each case; None for RUNS_ON_GPU or RUNS.
+      seconds: time for which each case is launched repeatedly, instead of `runs`.
       seed: seed of the operands.
     """
 
@@ -54,7 +54,7 @@ class Options:
 
 
 def run(options: Options, send: Send, done: frozenset[int]) -> None:
-    """Launches and compares every case but those that are done."""
+    """Launches and compares every case whose index is not in `done`."""
     devices = jax.devices()
     found, refused = listed(options, devices)
     send(Listed(about(devices, found, refused), tuple(map(str, found))))
@@ -68,8 +68,8 @@ def run(options: Options, send: Send, done: frozenset[int]) -> None:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 send(Ended(index, "crashed", str(error)))
-                return  # After an error no kernel may run in this process.
-            send(Ended(index, "left out", "the memory of the device does not suffice"))
+                return  # After a CUDA error no kernel may run in this process.
+            send(Ended(index, "left out", "the device does not have enough memory"))
         else:
             send(Ended(index, "ended"))
 
@@ -77,7 +77,7 @@ def run(options: Options, send: Send, done: frozenset[int]) -> None:
 def launched(
     case: Case, index: int, options: Options, devices: Sequence[jax.Device], send: Send
 ) -> Iterator[Counts]:
-    """What was found in each launch of a case."""
+    """Launches a case, and yields the result of each launch."""
     launches = itertools.count(1)
     run, cut = runner(case, Target.of(devices[0]))
     found = compared(
@@ -103,7 +103,7 @@ def launched(
 def listed(
     options: Options, devices: Sequence[jax.Device]
 ) -> tuple[list[Case], dict[str, dict[str, str]]]:
-    """The cases; and for each backend, the dtypes that it does not serve here, and why."""
+    """Returns the cases, and by backend and dtype why a dtype is not served on this machine."""
     target = Target.of(devices[0])
     found: list[Case] = []
     refused: dict[str, dict[str, str]] = {}
@@ -128,8 +128,8 @@ def listed(
 def _cases(
     name: str, options: Options, serves: Callable[[Case], bool], target: Target, devices: int
 ) -> list[Case]:
-    """The cases of a backend: all launches on a GPU, small problems for interpreters."""
-    # Only XLA serves float32, the first one.
+    """Returns the cases of a backend: all launches on a GPU, small problems for interpreters."""
+    # Only XLA serves float32, the first of DTYPES.
     dtypes = DTYPES if name == "xla" else DTYPES[1:]
     list_cases = functools.partial(cases.cases_of, name, serves, dtypes=dtypes)
     shapes = cases.SHAPES[options.shapes]
@@ -141,15 +141,17 @@ def _cases(
 
 
 def runner(case: Case, target: Target) -> tuple[Run, Cut | None]:
-    """The function that a case launches; and how XLA cuts images into its patches, if it does.
+    """Returns the function that a case launches, and the function by which XLA cuts its images.
+
+    The second is None if XLA does not cut images for the case.
 
     Raises:
-      NotImplementedError: the backend does not serve it; the message is the reason.
+      NotImplementedError: the backend does not serve the case; the message is the reason.
     """
     problem = case.problem
     if is_interpreted(case.backend, target):
         if problem.layout is not None:
-            raise NotImplementedError("its interpreter is given patches.")
+            raise NotImplementedError("images are not checked in its interpreter, only patches.")
         return INTERPRETED[case.backend](problem), None
     answer = plan_with(case.backend, problem, target, asked=True)
     if isinstance(answer, Refusal):
@@ -160,16 +162,16 @@ def runner(case: Case, target: Target) -> tuple[Run, Cut | None]:
     return answer.run, lambda images: rows(images, layout, encoding)
 
 
-# Interpreters, where there is no GPU.
+# Interpreters, for machines without a GPU.
 
 
 def is_interpreted(name: str, target: Target) -> bool:
-    """Whether an interpreter executes the backend's kernel on this machine's CPU."""
+    """Returns whether an interpreter executes the backend's kernel on this machine's CPU."""
     return target.platform == "cpu" and name in INTERPRETED
 
 
 def _few(chip: Chip) -> Target:
-    """A chip with so few multiprocessors that a worker has several tiles."""
+    """Returns a chip with so few multiprocessors that each worker has several tiles."""
     return Target("cuda", dataclasses.replace(chip, multiprocessors=2))
 
 
@@ -207,7 +209,7 @@ INTERPRETED: dict[str, Callable[[Problem], Run]] = {
 def about(
     devices: Sequence[jax.Device], found: Sequence[Case], refused: dict[str, dict[str, str]]
 ) -> dict[str, Any]:
-    """The machine, what is interpreted, and what does not run there."""
+    """Describes the machine, the backends that are interpreted, and those that do not serve."""
     target = Target.of(devices[0])
     return {
         "pallas_patch_embed": __version__,
