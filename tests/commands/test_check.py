@@ -360,10 +360,10 @@ def test_a_process_that_cannot_be_killed_ends_the_check(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--runs", "0"], "0 is not positive"),
+        (["--runs", "0"], "0 is not a positive number"),
         (["--runs", "two"], "invalid positive int value: 'two'"),
-        (["--seconds", "-1"], "-1 is not positive"),
-        (["--timeout", "inf"], "inf is not positive"),
+        (["--seconds", "-1"], "-1 is not a positive number"),
+        (["--timeout", "inf"], "inf is not a positive number"),
         (["--runs", "1", "--seconds", "1"], "not allowed with argument --runs"),
         (["--backend", "cublas"], "invalid choice: 'cublas'"),
         (["--shapes", "some"], "invalid choice: 'some'"),
