@@ -1,16 +1,19 @@
 """Decodes pictures in processes of their own.
 
 Threads that decoded kept 4 of 16 cores busy, probably because Pillow takes Python's global lock
-several times for each picture (docs/embed.md). This module does not import JAX: the processes do
-not need it.
+several times for each picture (docs/embed.md). This process is the limit of many decoders, so it
+does little for a picture: it asks for several at once, and images come back through memory that it
+shares with the processes. This module does not import JAX: the processes do not need it.
 """
 
+import collections
 import contextlib
 import functools
 import itertools
+import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import BinaryIO
@@ -21,12 +24,35 @@ from pallas_patch_embed.child import Child, ChildEndedError, Send
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import Budget, reason
 from pallas_patch_embed.embed.preprocessing import Preprocessing
+from pallas_patch_embed.embed.slots import Slots
+from pallas_patch_embed.embed.sources import Picture
 
 # Pictures that threads of this process decode before others are started: starting one takes as
 # long as decoding 100 pictures.
 DECODED_HERE = 512
 
+# Pictures that a decoder is asked for at a time.
+ASKED = 8
+
+# What is decoded ahead: at least so many batches, and at least so many requests for each decoder.
+BATCHES_AHEAD, REQUESTS_AHEAD = 2, 2
+
 type Open = Callable[[], BinaryIO]
+
+# Pictures that a decoder is asked for, each with the slot for its image.
+type Asked = Sequence[tuple[int, Open]]
+
+# What a process answers about a picture: (height, width) of the image in its slot; why there is
+# none; or the pixels of the picture, if they are more than were reserved for it.
+type Answer = tuple[int, int] | str | int
+
+type Decoding = list[Future[list[np.ndarray | str]]]
+
+
+def batches_ahead(workers: int, rows: int) -> int:
+    """Batches of `rows` pictures that are decoded while an earlier one is used."""
+    pictures = REQUESTS_AHEAD * workers * min(ASKED, rows)
+    return max(BATCHES_AHEAD, -(-pictures // rows))
 
 
 class Decoders:
@@ -39,14 +65,18 @@ class Decoders:
       preprocessing: how pictures become images.
       workers: number of decoders. A single one needs no process.
       budget: for the pixels of all pictures that are decoded at a time.
+      rows: most pictures of a batch.
     """
 
-    def __init__(self, preprocessing: Preprocessing, workers: int, budget: Budget):
-        self._preprocessing, self._budget = preprocessing, budget
+    def __init__(self, preprocessing: Preprocessing, workers: int, budget: Budget, rows: int):
+        self._preprocessing, self._budget, self._rows = preprocessing, budget, rows
         # Reserved before a process is asked. Only larger pictures need a second request.
         self._share = budget.limit // workers
+        self._here = DECODED_HERE if workers > 1 else math.inf
+        # Batches that are in memory: the one that is used, and those that are decoded ahead.
+        self._batches = 1 + batches_ahead(workers, rows)
+        self._slots = Slots(self._batches * rows, preprocessing.most_bytes)
         self._threads = ThreadPoolExecutor(workers)
-        self._here = iter(range(DECODED_HERE)) if workers > 1 else itertools.count()
         self._own = threading.local()
         self._children: list[Child] = []
 
@@ -59,56 +89,91 @@ class Decoders:
         self._threads.shutdown(cancel_futures=True)
         for child in self._children:
             child.end()
+        self._slots.close()
 
-    def submit(self, open_: Open) -> Future[np.ndarray | str]:
-        """Starts to decode; the result is an image [H, W, 3] uint8, or why there is none.
+    def decode[Batch: Sequence[Picture]](
+        self, batches: Iterable[Batch]
+    ) -> Iterator[tuple[Batch, list[np.ndarray | str]]]:
+        """Yields each batch of pictures with its images, in order, and decodes ahead meanwhile.
+
+        A picture becomes an image [H, W, 3] uint8, or the reason why there is none. Images are in
+        memory that is used again: they are valid until the next batch is asked for.
 
         Args:
-          open_: opens the file; it can be pickled.
+          batches: of at most `rows` pictures each.
         """
-        return self._threads.submit(self._decode, open_)
+        ahead: collections.deque[tuple[Batch, Decoding]] = collections.deque()
+        for number, batch in enumerate(batches):
+            ahead.append((batch, self._start(batch, number % self._batches * self._rows)))
+            if len(ahead) == self._batches:
+                yield _finished(*ahead.popleft())
+        while ahead:
+            yield _finished(*ahead.popleft())
 
-    def _decode(self, open_: Open) -> np.ndarray | str:
-        if next(self._here, None) is None:
-            return self._in_process(open_)
+    def _start(self, batch: Sequence[Picture], slot: int) -> Decoding:
+        """Starts to decode a batch, for which the slots from this one on are free."""
+        decoding = []
+        pictures = enumerate((picture.open for picture in batch), slot)
+        for asked in itertools.batched(pictures, ASKED):
+            decode = self._decode if self._here > 0 else self._ask
+            self._here -= len(asked)
+            decoding.append(self._threads.submit(decode, asked, self._share))
+        return decoding
+
+    def _decode(self, asked: Asked, _: int) -> list[np.ndarray | str]:
+        """What this thread makes of pictures."""
+        images: list[np.ndarray | str] = []
+        for _slot, open_ in asked:
+            try:
+                images.append(self._preprocessing.image(open_(), self._budget))
+            except Exception as error:  # Pillow raises many kinds.
+                images.append(reason(error))
+        return images
+
+    def _ask(self, asked: Asked, pixels: int) -> list[np.ndarray | str]:
+        """What the process of this thread makes of pictures, for each of which it has `pixels`."""
+        child = self._child()
+        answers: Sequence[Answer]
         try:
-            return self._preprocessing.image(open_(), self._budget)
-        except Exception as error:  # Pillow raises many kinds.
-            return reason(error)
+            with self._budget.reserve(pixels):
+                (answers,) = child.ask(asked, pixels)
+        except ChildEndedError as error:
+            _check_that_it_runs(child)
+            # One of several pictures is to blame: each is asked for again, on its own.
+            answers = [f"decoding it {error}"] if len(asked) == 1 else [pixels] * len(asked)
+        images: list[np.ndarray | str] = []
+        for picture, answer in zip(asked, answers):
+            if isinstance(answer, str):
+                images.append(answer)
+            elif isinstance(answer, int):
+                images += self._ask([picture], answer)
+            else:
+                images.append(self._slots.image(picture[0], *answer))
+        return images
 
-    def _in_process(self, open_: Open) -> np.ndarray | str:
+    def _child(self) -> Child:
+        """The process of this thread."""
         if not hasattr(self._own, "child"):
-            answer = functools.partial(_answer, self._preprocessing)
+            answer = functools.partial(_answer, self._preprocessing, self._slots)
             # Nobody knows how long a picture takes. A process that ends closes its connection.
             self._own.child = Child(answer, lambda _: float("inf"), lambda *_: True)
             self._children.append(self._own.child)
-        child: Child = self._own.child
-        pixels = self._share
-        try:
-            while True:
-                with self._budget.reserve(pixels):
-                    (answered,) = child.ask(open_, pixels)
-                if not isinstance(answered, int):
-                    return answered
-                pixels = answered
-        except ChildEndedError as error:
-            _check_that_it_runs(child)
-            return f"decoding it {error}"
+        return self._own.child
+
+
+def _finished[Batch](batch: Batch, decoding: Decoding) -> tuple[Batch, list[np.ndarray | str]]:
+    return batch, list(itertools.chain.from_iterable(future.result() for future in decoding))
 
 
 def _check_that_it_runs(child: Child) -> None:
     """Raises an UnfinishedError unless a new process can be started."""
     try:
-        list(child.ask(_nothing, 0))
+        list(child.ask([], 0))
     except ChildEndedError as error:
         raise UnfinishedError(
             f"A process for decoding {error}, before it decoded anything. Find out why, or run the "
             "same command again with --workers 1, which needs none: it goes on with the rest."
         ) from None
-
-
-def _nothing() -> BinaryIO:
-    raise OSError("it is no picture")
 
 
 class _LargerError(Exception):
@@ -129,14 +194,23 @@ class _Reserved(Budget):
         yield
 
 
-def _answer(preprocessing: Preprocessing, send: Send, open_: Open, pixels: int) -> None:
-    """What a process does: sends the image, why there is none, or how many pixels it needs."""
+def _answer(
+    preprocessing: Preprocessing,
+    slots: Slots,
+    send: Send,
+    asked: Asked,
+    pixels: int,
+) -> None:
+    """What a process does: puts images into their slots, and sends an answer for each picture."""
     from PIL import Image
 
-    with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+    def answer(slot: int, open_: Open) -> Answer:
         try:
-            send(preprocessing.image(open_(), _Reserved(pixels)))
+            return slots.put(slot, preprocessing.image(open_(), _Reserved(pixels)))
         except _LargerError as error:
-            send(error.pixels)
+            return error.pixels
         except Exception as error:  # Pillow raises many kinds.
-            send(reason(error))
+            return reason(error)
+
+    with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+        send([answer(slot, open_) for slot, open_ in asked])

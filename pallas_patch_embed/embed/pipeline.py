@@ -2,8 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -15,11 +14,9 @@ from pallas_patch_embed.embed.pictures import Budget
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.embed.sources import Picture, Unit
 
-# Batches that are decoded ahead, and batches that devices compute at a time: while one is computed
-# the next is copied to the device.
-DECODED_AHEAD, COMPUTED_AHEAD = 2, 2
+# Batches that devices compute at a time: while one is computed the next is copied to the device.
+COMPUTED_AHEAD = 2
 
-type Decoding = list[tuple[str, Future[np.ndarray | str]]]
 type Embedding = tuple[list[str], Callable[[], np.ndarray]]
 
 
@@ -39,21 +36,19 @@ def run(
       progress: called for every picture.
       workers: pictures that are decoded at a time.
     """
-    decoding: collections.deque[Decoding] = collections.deque()
     embedding: collections.deque[Embedding] = collections.deque()
 
     def fail(id: str, why: str) -> None:
         output.fail(id, why)
         progress.failed(id, why)
 
-    def start_oldest() -> None:
+    def start(batch: Sequence[Picture], decoded: Sequence[np.ndarray | str]) -> None:
         ids, images = [], []
-        for id, decoded in decoding.popleft():
-            image = decoded.result()
+        for picture, image in zip(batch, decoded):
             if isinstance(image, str):
-                fail(id, image)
+                fail(picture.id, image)
             else:
-                ids.append(id)
+                ids.append(picture.id)
                 images.append(image)
         if images:
             embedding.append((ids, embedder.start(images)))
@@ -67,23 +62,20 @@ def run(
             fail(id, NOT_FINITE)
         progress.embedded(int(finite.sum()))
 
-    with Decoders(embedder.preprocessing, workers, Budget()) as decoders:
-        pictures = _new_pictures(units, output, progress, fail)
-        first = list(itertools.islice(pictures, embedder.rows))
-        if first and not output.CONTINUED:
-            # Fewer pictures than a step has images need no program for all of them. A run that
-            # goes on has to use the same program as the one before: its rounding is the same.
-            embedder.expect(len(first))
-        for batch in itertools.batched(itertools.chain(first, pictures), embedder.rows):
-            decoding.append([(p.id, decoders.submit(p.open)) for p in batch])
-            if len(decoding) > DECODED_AHEAD:
-                start_oldest()
+    pictures = _new_pictures(units, output, progress, fail)
+    first = list(itertools.islice(pictures, embedder.rows))
+    if first and not output.CONTINUED:
+        # Fewer pictures than a step has images need no program for all of them. A run that goes on
+        # has to use the same program as the one before: its rounding is the same.
+        embedder.expect(len(first))
+    batches = itertools.batched(itertools.chain(first, pictures), embedder.rows)
+    with Decoders(embedder.preprocessing, workers, Budget(), embedder.rows) as decoders:
+        for batch, decoded in decoders.decode(batches):
+            start(batch, decoded)
             if len(embedding) > COMPUTED_AHEAD:
                 finish_oldest()
-        while decoding:
-            start_oldest()
-        while embedding:
-            finish_oldest()
+    while embedding:
+        finish_oldest()
 
 
 def _new_pictures(

@@ -5,6 +5,7 @@ Processes that decode import this module, so it imports JAX only to read a check
 
 import contextlib
 import dataclasses
+import math
 import reprlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -155,6 +156,13 @@ class Preprocessing:
             image = np.asarray(picture.resize(self._size_for(picture), self.resample))
             del picture  # Its pixels are given back before others are decoded.
             return image
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that an image has."""
+        if self.size is not None:
+            return 3 * math.prod(self.size)
+        return 3 * self.patch**2 * self.max_num_patches
 
     def black(self) -> np.ndarray:
         """A black image."""

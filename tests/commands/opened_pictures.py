@@ -5,6 +5,8 @@ import signal
 import sys
 import threading
 
+from pallas_patch_embed.embed.preprocessing import Preprocessing
+
 
 def crash():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -26,8 +28,15 @@ def wait():
     threading.Event().wait()
 
 
-class NoProcess:
+class NoProcess(Preprocessing):
     """A preprocessing that ends the process that unpickles it."""
 
     def __reduce__(self):
         return sys.exit, (7,)
+
+
+class Larger(Preprocessing):
+    """One that makes no image smaller than its picture, but says so."""
+
+    def _size_for(self, picture):
+        return picture.size

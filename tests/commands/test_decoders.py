@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import itertools
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from shard_folders import COMMAND
 from pallas_patch_embed.embed import Decoder, command, decoders
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import Budget, open_regular
-from pallas_patch_embed.embed.sources import unreadable
+from pallas_patch_embed.embed.sources import Picture, unreadable
 
 FIXED, NAFLEX = "hf_siglip_p14_224", "hf_siglip2_naflex_p16"
 
@@ -42,10 +43,16 @@ def preprocessing(name=FIXED):
     return Decoder.of(checkpoint(name)).preprocessing
 
 
-def decoded(opened, workers=2, budget=None, how=None):
+def decoded(opened, workers=2, budget=None, how=None, rows=8):
     """Returns each picture's image, or the reason why it has none."""
-    with decoders.Decoders(how or preprocessing(), workers, budget or Budget()) as pool:
-        return [future.result() for future in [pool.submit(open_) for open_ in opened]]
+    batches = itertools.batched([Picture("", open_) for open_ in opened], rows)
+    pool = decoders.Decoders(how or preprocessing(), workers, budget or Budget(), rows)
+    images = []
+    with pool:
+        for _, decoded in pool.decode(batches):
+            # The memory of images is used again for another batch.
+            images += [image if isinstance(image, str) else image.copy() for image in decoded]
+    return images
 
 
 @pytest.mark.parametrize("name", [FIXED, NAFLEX])
@@ -90,29 +97,59 @@ def test_processes_decode_no_more_pixels_at_a_time_than_the_budget_has(in_proces
     budget = RecordingBudget(4000)
     sides = [40, 60, 100, 40, 62, 30, 101, 40]
     opened = [functools.partial(io.BytesIO, encoded(side, side)) for side in sides]
-    images = decoded(opened, budget=budget)
+    images = decoded(opened, budget=budget, rows=4)
     assert not any(isinstance(image, str) for image in images)
-    # Each process has a share of 2000 pixels, and reserves more for a larger picture.
+    # Each process has a share of 2000 pixels for a request, and reserves more for a larger picture.
     larger = [side**2 for side in sides if side**2 > 2000]
-    assert sorted(asked for asked, _ in budget.asked) == sorted([2000] * len(sides) + larger)
+    assert sorted(asked for asked, _ in budget.asked) == sorted([2000] * 2 + larger)
     assert all(held <= budget.limit or held == asked for asked, held in budget.asked)
     assert budget.reserved == 0
 
 
-def test_a_picture_that_crashes_its_process_has_no_embedding_and_the_others_have(in_processes):
-    good = functools.partial(io.BytesIO, encoded(20, 20))
-    opened = [good, opened_pictures.crash, opened_pictures.crash, good, good]
-    found = decoded(opened, budget=(budget := Budget()))
-    assert [image for image in found if isinstance(image, str)] == [
-        "decoding it ended its process, by SIGKILL"
-    ] * 2
-    np.testing.assert_array_equal(np.stack(found[3:]), np.stack([found[0]] * 2))
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_only_a_picture_that_crashes_its_process_has_no_embedding(in_processes, rows):
+    """Whatever the pictures that are asked for with it."""
+    opened = [functools.partial(io.BytesIO, encoded(20 + i, 20)) for i in range(30)]
+    wanted = decoded(opened, workers=1)
+    budget = Budget(450)  # Less than two processes need for some of the pictures.
+    for i in (0, 11, 12, 13, 29):
+        opened[i], wanted[i] = opened_pictures.crash, "decoding it ended its process, by SIGKILL"
+    found = decoded(opened, budget=budget, rows=rows)
+    assert [isinstance(image, str) for image in found] == [isinstance(w, str) for w in wanted]
+    for image, right in zip(found, wanted):
+        np.testing.assert_array_equal(image, right)
     assert budget.reserved == 0
 
 
+@pytest.mark.parametrize("name", [FIXED, NAFLEX])
+@pytest.mark.parametrize("workers, rows", [(1, 4), (2, 1), (2, 5), (3, 40)])
+def test_images_are_in_order_and_stay_until_the_next_batch(in_processes, name, workers, rows):
+    """More batches than are in memory, of sizes that differ with NaFlex."""
+    how = preprocessing(name)
+    contents = [encoded(16 + 7 * i % 45, 60 - i) for i in range(45)]
+    wanted = [how.image(io.BytesIO(content), Budget()) for content in contents]
+    assert len({image.shape for image in wanted}) == (1 if name == FIXED else 16)
+    opened = [functools.partial(io.BytesIO, content) for content in contents]
+    for image, right in zip(decoded(opened, workers, how=how, rows=rows), wanted, strict=True):
+        np.testing.assert_array_equal(image, right)
+
+
+def test_an_image_that_is_larger_than_its_slot_is_refused(in_processes):
+    """No picture has one: its neighbour's slot stays as it is."""
+    how = opened_pictures.Larger(2, (9, 9), 3, 9)
+    good = functools.partial(io.BytesIO, encoded(9, 9))
+    large = functools.partial(io.BytesIO, encoded(10, 9))
+    (right,) = decoded([good], workers=1, how=how)
+    first, refused, last = decoded([good, large, good], how=how)
+    np.testing.assert_array_equal(first, right)
+    assert refused == "its image of 9 x 10 pixels is larger than was expected"
+    np.testing.assert_array_equal(last, right)
+
+
 def test_where_no_process_runs_the_command_ends_and_says_what_to_do(in_processes):
+    how = opened_pictures.NoProcess(2, (9, 9), 3, 9)
     with pytest.raises(UnfinishedError, match=r"with exit code 7.*--workers 1"):
-        decoded([functools.partial(io.BytesIO, b"")], how=opened_pictures.NoProcess())
+        decoded([functools.partial(io.BytesIO, b"")], how=how)
 
 
 def test_a_process_does_not_import_jax(in_processes):
@@ -134,24 +171,37 @@ def test_few_pictures_or_one_worker_start_no_process(monkeypatch, workers, pictu
 
 KILLED_PARENT = """
 import opened_pictures
-from pallas_patch_embed.embed import decoders, pictures, preprocessing
+from pallas_patch_embed.embed import decoders, pictures, preprocessing, sources
 
 decoders.DECODED_HERE = 0
 how = preprocessing.Preprocessing(2, (9, 9), 3, 9)
-with decoders.Decoders(how, 2, pictures.Budget()) as pool:
-    pool.submit(opened_pictures.wait).result()
+with decoders.Decoders(how, 2, pictures.Budget(), 4) as pool:
+    list(pool.decode([[sources.Picture("", opened_pictures.wait)]]))
 """
 
 
-def test_processes_end_with_a_parent_that_is_killed():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+def shared_memory(process):
+    """The names of what a process may write and share."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if line.split()[1] == "rw-s"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends processes with their parent")
+def test_processes_and_their_memory_end_with_a_parent_that_is_killed(tmp_path):
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
+        "TMPDIR": str(tmp_path),
+    }
     with subprocess.Popen(
         [sys.executable, "-c", KILLED_PARENT], stdout=subprocess.PIPE, text=True, env=environment
     ) as parent:
         assert parent.stdout.readline() == "waits\n"
+        # It has no name that is left: the last process that ends frees it.
+        assert shared_memory(parent) == {"/memfd:images (deleted)"}
         parent.kill()
         # Parent and child share standard output, so this returns when both have ended.
         assert parent.stdout.read() == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def embeddings(out):

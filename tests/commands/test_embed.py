@@ -21,7 +21,7 @@ from short_suite import keep
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed import files
-from pallas_patch_embed.embed import command, embedder, npz, pipeline, preprocessing
+from pallas_patch_embed.embed import command, decoders, embedder, npz, pipeline, preprocessing
 from pallas_patch_embed.embed.pictures import Budget
 from pallas_patch_embed.siglip2 import checkpoint as loader
 
@@ -283,7 +283,8 @@ def test_images_are_freed_once_their_batch_is_embedded(tmp_path, pictures, monke
     monkeypatch.setattr(preprocessing.Preprocessing, "image", decoding)
     run(tmp_path, pictures, batch=2, workers=1)
     assert len(images) == 38
-    assert max(most) <= 2 * (pipeline.DECODED_AHEAD + pipeline.COMPUTED_AHEAD + 2)
+    ahead = decoders.batches_ahead(1, 2) + pipeline.COMPUTED_AHEAD
+    assert max(most) <= 2 * (ahead + 2) < 38
 
 
 def test_size_reads_the_checkpoint_once(tmp_path, pictures, monkeypatch):

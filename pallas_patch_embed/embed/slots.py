@@ -1,0 +1,68 @@
+"""Memory for images that processes share: the process that decodes writes, its parent reads."""
+
+import mmap
+import os
+import tempfile
+from multiprocessing import reduction
+from typing import Any, Self
+
+import numpy as np
+
+
+class Slots:
+    """Slots for one image each, in memory that this process shares with those that it starts.
+
+    The memory has no name. The system frees it when the last process that uses it has ended,
+    whatever ended it, and takes no memory for slots that were never written. Slots can be pickled
+    only as an argument of a process that is being started.
+
+    Args:
+      number: number of slots.
+      size: bytes of a slot.
+    """
+
+    def __init__(self, number: int, size: int):
+        if hasattr(os, "memfd_create"):
+            # Unlike a file in /dev/shm, which containers limit to 64 MB.
+            self._file = os.memfd_create("images")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self._file = os.dup(file.fileno())
+        os.ftruncate(self._file, number * size)
+        self._map(number, size)
+
+    def _map(self, number: int, size: int) -> None:
+        self._shape = number, size
+        memory = mmap.mmap(self._file, number * size)
+        self._bytes = np.frombuffer(memory, np.uint8).reshape(number, size)
+
+    @classmethod
+    def _inherited(cls, file: Any, number: int, size: int) -> Self:
+        slots = cls.__new__(cls)
+        slots._file = file.detach()
+        slots._map(number, size)
+        return slots
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._inherited, (reduction.DupFd(self._file), *self._shape)
+
+    def close(self) -> None:
+        """Starts to free the memory: it goes with the last image that is used."""
+        os.close(self._file)
+        del self._bytes
+
+    def put(self, slot: int, image: np.ndarray) -> tuple[int, int]:
+        """Copies an image [H, W, 3] uint8 into a slot; returns (H, W).
+
+        Raises:
+          ValueError: it is larger than a slot.
+        """
+        height, width, _ = image.shape
+        if image.nbytes > self._shape[1]:
+            raise ValueError(f"its image of {height} x {width} pixels is larger than was expected")
+        self.image(slot, height, width)[:] = image
+        return height, width
+
+    def image(self, slot: int, height: int, width: int) -> np.ndarray:
+        """The image [H, W, 3] in a slot: the memory itself, no copy."""
+        return self._bytes[slot, : height * width * 3].reshape(height, width, 3)
