@@ -6,7 +6,6 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -67,7 +66,7 @@ class Budget:
                 self._changed.notify_all()
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: str) -> BinaryIO:
     """Opens a regular file for reading; an OSError, without waiting, if it is a FIFO or device."""
 
     def at_once(name: str, flags: int) -> int:

@@ -98,7 +98,7 @@ class Files:
             elif is_url(path):
                 yield Picture(text(path), functools.partial(_fetch, path))
             else:
-                yield Picture(text(path), functools.partial(open_regular, Path(path)))
+                yield Picture(text(path), functools.partial(open_regular, path))
 
 
 def _fetch(url: str) -> BinaryIO:
@@ -126,20 +126,52 @@ class Tar:
     def pictures(self) -> Iterator[Picture]:
         wanted = extensions()
         try:
-            with open_source(self.path) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
-                for member in tar:
+            plain = _is_plain_tar(self.path)
+            mode: Any = "r:" if plain else "r|*"
+            with open_source(self.path) as file, tarfile.open(fileobj=file, mode=mode) as tar:
+                while (member := tar.next()) is not None:
+                    tar.members.clear()  # type: ignore[attr-defined]  # Or all would be in memory.
                     name = PurePosixPath(member.name)
-                    picture = name.suffix.lower() in wanted and not name.name.startswith(".")
-                    content = tar.extractfile(member) if picture and member.isfile() else None
-                    if content is not None:
-                        data = content.read()
+                    if not member.isfile() or name.name.startswith("."):
+                        continue
+                    if name.suffix.lower() in wanted:
                         id = text(str(name.with_suffix("")))
-                        yield Picture(id, functools.partial(io.BytesIO, data))
+                        yield Picture(id, self._content(tar, member, plain))
                 # tarfile takes a file that ends where a header should be for a whole archive.
                 if tar.fileobj is None or tar.fileobj.tell() < tar.offset + tarfile.BLOCKSIZE:
                     raise EOFError("its end is missing")
         except Exception as error:  # Each kind of URL has errors of its own.
             yield unreadable(text(self.path), f"the tar cannot be read to its end: {error}")
+
+    def _content(
+        self, tar: tarfile.TarFile, member: tarfile.TarInfo, plain: bool
+    ) -> Callable[[], BinaryIO]:
+        """Opens the content of a member, which who decodes it reads from the tar if it is plain."""
+        if plain and not member.issparse():
+            if member.offset_data + member.size > os.path.getsize(self.path):
+                raise EOFError("its end is missing")
+            return functools.partial(_part, self.path, member.offset_data, member.size)
+        content = tar.extractfile(member)
+        assert content is not None  # It is a file.
+        return functools.partial(io.BytesIO, content.read())
+
+
+def _is_plain_tar(path: str) -> bool:
+    """Whether it is a tar on this machine that is not compressed, so that parts can be read."""
+    if is_url(path):
+        return False
+    try:
+        tarfile.open(path, "r:").close()
+    except tarfile.ReadError:
+        return False
+    return True
+
+
+def _part(path: str, offset: int, size: int) -> BinaryIO:
+    """A part of a file on this machine."""
+    with open(path, "rb", buffering=0) as file:
+        file.seek(offset)
+        return io.BytesIO(file.read(size))
 
 
 class ColumnsError(ValueError):
@@ -285,7 +317,7 @@ def _of_argument(
     elif is_url(argument):
         yield from ((url, "") for url in _remote(argument))
     else:
-        yield from _walk(Path(argument), seen, skipped)
+        yield from _walk(argument, seen, skipped)
 
 
 def expand(arguments: Iterable[str]) -> Iterator[str]:
@@ -362,41 +394,53 @@ def _remote(url: str) -> Iterator[str]:
 
 
 def _walk(
-    argument: Path, seen: Ids, skipped: Callable[[str, str], None]
+    argument: str, seen: Ids, skipped: Callable[[str, str], None]
 ) -> Iterator[tuple[str, str]]:
     """(path, why it cannot be read or "") of the files below a path on this machine."""
     wanted = extensions()
-    # The folders that are being searched: only their names are in memory.
-    below: list[Iterator[Path]] = [iter((argument,))]
+    argument = str(Path(argument))
+    # Paths, and what they are without links unless they are links themselves, in the folders that
+    # are being searched: only their names are in memory.
+    below = [iter([(argument, os.path.realpath(argument))])]
     while below:
-        path = next(below[-1], None)
+        path, real = next(below[-1], (None, ""))
         if path is None:
             below.pop()
             continue
-        meant = path == argument or path.suffix.lower() in wanted
+        meant = path == argument or os.path.splitext(path)[1].lower() in wanted
+        mode = 0
         try:
-            mode = os.stat(path).st_mode
+            mode = os.lstat(path).st_mode
+            if stat.S_ISLNK(mode):
+                real = os.path.realpath(path)
+                mode = os.stat(path).st_mode
         except OSError as error:
-            dangling = path.is_symlink() and isinstance(error, FileNotFoundError)
+            dangling = stat.S_ISLNK(mode) and isinstance(error, FileNotFoundError)
             reason = "it is a link to nothing" if dangling else _reason(error)
             if meant:
-                yield str(path), reason
+                yield path, reason
             else:
-                skipped(str(path), reason)
+                skipped(path, reason)
             continue
-        if not (stat.S_ISDIR(mode) or meant) or not seen.add(os.fsencode(os.path.realpath(path))):
+        if not (stat.S_ISDIR(mode) or meant) or not seen.add(os.fsencode(real)):
             continue
         if stat.S_ISDIR(mode):
             try:
                 names = sorted(name for name in os.listdir(path) if not name.startswith("."))
             except OSError as error:
-                yield str(path), _reason(error)
+                yield path, _reason(error)
             else:
-                below.append(map(path.__truediv__, names))
+                folder = "" if path == "." else path
+                below.append(_within(folder, real, names))
         elif stat.S_ISREG(mode):
-            yield str(path), ""
+            yield path, ""
         else:
-            skipped(str(path), "it is no regular file")
+            skipped(path, "it is no regular file")
+
+
+def _within(folder: str, real: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The names in a folder, and in the folder without links."""
+    return ((os.path.join(folder, name), os.path.join(real, name)) for name in names)
 
 
 def _reason(error: OSError) -> str:
