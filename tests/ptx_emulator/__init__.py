@@ -1,1 +1,1 @@
-"""Executes PTX on a CPU, bit for bit, and reports races, hangs and accesses out of bounds."""
+"""Executes PTX on a CPU, bit for bit, and reports races, deadlocks and accesses out of bounds."""

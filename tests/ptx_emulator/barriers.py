@@ -1,4 +1,4 @@
-"""mbarriers, named barriers of a block, the barrier of a cluster, and fences."""
+"""mbarriers, the named barriers of a block, the barrier of a cluster, and fences."""
 
 import numpy as np
 
@@ -24,9 +24,9 @@ MBARRIER_BYTES = 8
 
 
 class Mbarrier:
-    """An mbarrier (9.7.13.15): its pending arrivals, tx-count and phase, and what it orders."""
+    """An mbarrier (9.7.13.15): its pending arrivals, tx-count and phase, and its vector clocks."""
 
-    # The largest count of arrivals, and of bytes (9.7.13.15.1).
+    # The largest count of arrivals or bytes (9.7.13.15.1).
     MAX_COUNT = 2**20 - 1
 
     def __init__(self, block, offset: int, count: int, warp):
@@ -38,14 +38,15 @@ class Mbarrier:
         self.agent = machine.agents.mbarrier(cluster.mbarriers_initialised)
         cluster.mbarriers_initialised += 1
         self.arriving_clock = machine.agents.clock()
-        # What all arrivals so far released (above), and those up to the last completed phase.
+        # `arriving_clock` is released by all arrivals so far, `completed_clock` only by those of
+        # completed phases.
         self.completed_clock = machine.agents.clock()
         # The last phase to which TMA or the tensor cores have contributed.
         self.last_async_phase = 0
         self.init_agent, self.init_time = warp.agent, warp.time
-        # When the initialising warp executed a fence after which the asynchronous proxy and other
-        # blocks may use the mbarrier; whether that was a fence.mbarrier_init; and the phase of the
-        # cluster's barrier in which the warp made a relaxed arrival after it.
+        # The time of the initialising warp's fence after which the asynchronous proxy and other
+        # blocks may use the mbarrier; whether it was a fence.mbarrier_init; and the phase of the
+        # cluster's barrier in which the warp made a relaxed arrival after the fence.
         self.fence_time: int | None = None
         self.fenced_for_cluster = False
         self.announced_at: int | None = None
@@ -58,11 +59,11 @@ class Mbarrier:
 
     @property
     def in_progress(self) -> bool:
-        """Whether its current phase has had some of its arrivals or bytes."""
+        """Returns whether some arrivals or bytes of the current phase have come."""
         return self.pending != self.count or self.bytes != 0
 
     def arrive(self, count: int = 1, *, may_complete: bool = True) -> None:
-        """`count` arrivals. Those of .noComplete may not complete the phase."""
+        """Counts `count` arrivals. Those of .noComplete may not complete the phase."""
         self._check_alive()
         if not 1 <= count <= self.MAX_COUNT:
             raise EmulatorError(f"{count} arrivals: {self}")
@@ -74,7 +75,7 @@ class Mbarrier:
         self._advance()
 
     def signal(self) -> None:
-        """An arrival of a tcgen05.commit."""
+        """Counts an arrival of a tcgen05.commit."""
         self.last_async_phase = self.phase + 1
         self.arrive()
 
@@ -86,7 +87,7 @@ class Mbarrier:
             raise EmulatorError(f"more bytes than an mbarrier can count: {self}")
 
     def complete_tx(self, count: int) -> None:
-        """`count` bytes have arrived, perhaps before they were expected."""
+        """Counts `count` bytes, which may arrive before they are expected."""
         self._check_alive()
         self.last_async_phase = self.phase + 1
         self.bytes -= count
@@ -149,7 +150,7 @@ class Mbarrier:
 
 
 def barrier_at(warp, address: int, *, cluster: bool) -> Mbarrier:
-    """The mbarrier at a generic or shared::cluster address.
+    """Returns the mbarrier at a generic or shared::cluster address.
 
     Unless `cluster` is set, it has to be in the warp's own block.
     """
@@ -158,7 +159,7 @@ def barrier_at(warp, address: int, *, cluster: bool) -> Mbarrier:
     rank, offset = split_shared_address(address)
     blocks = warp.block.cluster.blocks
     if not cluster and rank != warp.block.rank:
-        raise EmulatorError(f"an address in block {rank} where the own block's is expected")
+        raise EmulatorError(f"an address in block {rank}, expected the warp's own block")
     if rank >= len(blocks):
         raise EmulatorError(f"the cluster has no block {rank}")
     if offset not in blocks[rank].mbarriers:
@@ -226,7 +227,7 @@ def mbarrier_arrive(binder, instruction):
         raise UnsupportedError(f"{len(counts)} counts")
     address = binder.address_reader(target)
     count = binder.reader(counts[0], "u32") if counts else None
-    # Only mbarrier.test_wait without .parity uses the state, and that is not known here.
+    # Only mbarrier.test_wait without .parity uses the state, and it is not supported.
     write = binder.writer(state, "b64")
 
     def execute(warp, mask):
@@ -308,11 +309,11 @@ class NamedBarrier:
     """One of the 16 named barriers of a block (9.7.13.1).
 
     Attributes:
-      clock: what all arrivals so far released.
-      completed_clock: what was released up to the last time that the barrier was complete.
-      generation: how often it was complete.
-      arrived: the warps that have arrived since.
-      threads: the number of threads that the first of them named, or None.
+      clock: vector clock that all arrivals so far have released into.
+      completed_clock: value of `clock` when the barrier was last complete.
+      generation: number of times that the barrier was complete.
+      arrived: warps that have arrived since then.
+      threads: number of threads that the first of these warps named, or None.
     """
 
     def __init__(self, machine):
@@ -397,7 +398,7 @@ def named_barrier(binder, instruction):
 
 @defines(SYNC, "bar.warp.sync")
 def bar_warp_sync(binder, instruction):
-    """Orders what the lanes do, if all lanes that have not exited take part."""
+    """Orders the lanes' actions if all lanes that have not exited take part."""
     members = binder.reader(instruction.operands[0], "b32")
 
     def execute(warp, mask):
@@ -414,9 +415,12 @@ def bar_warp_sync(binder, instruction):
 
 @defines(SYNC, "barrier.cluster.arrive{,.relaxed,.release}{,.aligned}")
 def cluster_arrive(binder, instruction):
-    """A relaxed arrival orders no memory, with two exceptions: the initialisation of mbarriers
-    after a fence.mbarrier_init (9.7.13.4), and tensor memory, whose fences need only an order of
-    execution. Any other arrival happens after the block's arrivals at mbarriers of other blocks."""
+    """An arrival at the cluster's barrier.
+
+    A relaxed arrival orders no memory, with two exceptions: the initialisation of mbarriers after a
+    fence.mbarrier_init (9.7.13.4), and tensor memory, whose fences need only an order of execution.
+    An arrival that is not relaxed happens after the block's arrivals at mbarriers of other blocks.
+    """
     relaxed = "relaxed" in modifiers(instruction)
 
     def execute(warp, mask):
@@ -482,8 +486,11 @@ def _publish_mbarriers(warp, *, fenced_for_cluster: bool = False) -> None:
 
 @defines(SYNC, "fence.proxy.async{,.shared::cta,.shared::cluster,.global}")
 def fence_proxy(binder, instruction):
-    """Makes ordinary stores visible to the asynchronous proxy: those of the lanes that execute the
-    fence, and those of other warps that are ordered before it."""
+    """Makes ordinary stores visible to the asynchronous proxy.
+
+    These are the stores of the lanes that execute the fence, and stores of other warps that are
+    ordered before it.
+    """
     space = modifiers(instruction)[-1]
 
     def execute(warp, mask):
@@ -498,5 +505,5 @@ def fence_proxy(binder, instruction):
 
 @defines(SYNC, "fence{.acq_rel,.sc}{.cta,.cluster,.gpu,.sys}", "membar{.cta,.gl,.sys}")
 def fence(binder, instruction):
-    """Barriers release and acquire without fences here; global memory is not checked for races."""
+    """Does nothing: barriers release and acquire without it, and global memory is not checked."""
     return lambda warp, mask: None

@@ -1,4 +1,4 @@
-"""Small kernels that a Hopper GPU and the emulator both run, each for one family of instructions.
+"""Small kernels that both a Hopper GPU and the emulator run, each for one family of instructions.
 
 A program is PTX with random operands. Its results are the same on every chip: no value depends on
 timing, and products of floats are exact. `record_chip_results.py` runs the programs on a GPU,
@@ -44,9 +44,9 @@ class Program:
 
     Attributes:
       name: the name of the program.
-      body: PTX statements; %array0, %array1, ... are the arrays' addresses, %map0, ... those of the
-        tensor maps, %thread a thread's number in its block, %block the block's.
-      arrays: bytes in global memory.
+      body: PTX statements; %array0, %array1, ... are the addresses of the arrays, %map0, ... those
+        of the tensor maps, %thread is the thread's number in its block, %block the block's number.
+      arrays: arrays of bytes in global memory.
       maps: tensor maps.
       grid, cluster, block: numbers of blocks, of blocks in a cluster, of threads in a block.
     """
@@ -61,7 +61,7 @@ class Program:
 
     @property
     def ptx(self) -> str:
-        """The module, whose kernel is `program`."""
+        """Returns the module, whose kernel is `program`."""
         pointers = [f".param .u64 array{i}" for i in range(len(self.arrays))]
         maps = [f".param .align 64 .b8 map{i}[128]" for i in range(len(self.maps))]
         loads = [f"ld.param.u64 %array{i}, [array{i}];" for i in range(len(self.arrays))]
@@ -88,13 +88,13 @@ class Program:
 
     @property
     def question(self) -> str:
-        """A digest of the program."""
+        """Returns a digest of the program."""
         shape = (self.maps, self.grid, self.cluster, self.block)
         return digest(self.ptx.encode(), repr(shape).encode(), *self.arrays)
 
 
 def digest(*parts) -> str:
-    """A short digest of bytes and arrays."""
+    """Returns a short digest of bytes and arrays."""
     found = hashlib.blake2b(digest_size=8)
     for part in parts:
         found.update(part.tobytes() if isinstance(part, np.ndarray) else part)
@@ -102,7 +102,7 @@ def digest(*parts) -> str:
 
 
 def emulated(program: Program, *, seed: int = 0) -> list[np.ndarray]:
-    """The arrays after the emulator has executed a program."""
+    """Executes a program in the emulator and returns its arrays."""
     memory = GlobalMemory()
     places = [memory.allocate(x, f"array {i}") for i, x in enumerate(program.arrays)]
     shape = dict(grid=(program.grid, 1, 1), cluster=(program.cluster, 1, 1))
@@ -119,17 +119,20 @@ def emulated(program: Program, *, seed: int = 0) -> list[np.ndarray]:
 
 
 def drawn(generator: random.Random, size: int) -> np.ndarray:
-    """Random bytes."""
+    """Draws random bytes."""
     return np.frombuffer(generator.randbytes(size), np.uint8)
 
 
 def zeros(size: int) -> np.ndarray:
-    """An array for results, which are never all zeros."""
+    """Returns an array of zeros for results, which are never all zeros."""
     return np.zeros(size, np.uint8)
 
 
 def copied(size: int, array: int, *, back: bool = False, at: str = "0", threads: int = 32) -> str:
-    """All threads copy `size` bytes between an array, from byte `at` on, and shared memory."""
+    """Returns PTX with which all threads copy `size` bytes to shared memory, or `back`.
+
+    The bytes begin at byte `at` of the array.
+    """
     name, unit = f"copy{'_back' * back}", 16
     words = f"{{{', '.join(f'%w{i}' for i in range(4))}}}"
     move = f"ld.global.v4.b32 {words}, [%at]; st.shared.v4.b32 [%here], {words};"
@@ -147,12 +150,12 @@ def copied(size: int, array: int, *, back: bool = False, at: str = "0", threads:
 
 
 def with_registers(name, body, inputs, results, **options) -> Program:
-    """A program in which each thread has its own operands %a0, ... and results %d0, ...
+    """Makes a program in which each thread has its own operands %a0, ... and results %d0, ...
 
     Args:
       name, body: name and body of the program.
       inputs: (bits of the register, values of all threads) for each operand.
-      results: bits of the registers; 1 is a predicate.
+      results: bits of the register for each result; 1 is a predicate.
       options: other fields of the program; its arrays follow those of operands and results.
     """
     threads = options.get("grid", 1) * options.get("block", 32)
@@ -192,18 +195,18 @@ def with_registers(name, body, inputs, results, **options) -> Program:
 
 BLOCKS = 8
 
-# Instructions on two floats at once, which only Blackwell has.
+# Instructions on two floats at once, which exist only on Blackwell.
 NOT_HOPPER = ("f32x2",)
 
 
 def scalar() -> Iterator[Program]:
-    """Every scalar instruction, with edge cases and random operands."""
+    """Yields programs of every scalar instruction, with edge cases and random operands."""
     for case in CASES:
         if any(part in case.opcode for part in NOT_HOPPER):
             continue
         rows = operands(case.kinds, case.wide, 32 * BLOCKS)
         if case.opcode.startswith(("div.", "rem.")):
-            # Division by zero is unspecified, and so is what overflows (9.7.1.8).
+            # The results of division by zero and of overflow are unspecified (9.7.1.8).
             rows = [(a, b or 1) for a, b in rows]
 
         def size(kind, case=case):
@@ -218,7 +221,7 @@ def scalar() -> Iterator[Program]:
 
 
 def lop3() -> Iterator[Program]:
-    """lop3 with many of its 256 truth tables."""
+    """Yields programs of lop3 with many of its 256 truth tables."""
     generator = random.Random("lop3")
     for table in generator.sample(range(256), 64):
         inputs = [(32, [generator.getrandbits(32) for _ in range(32)]) for _ in range(3)]
@@ -230,7 +233,7 @@ def lop3() -> Iterator[Program]:
 
 
 def lanes() -> Iterator[Program]:
-    """shfl, vote and elect, with member masks."""
+    """Yields programs of shfl, vote and elect, with member masks."""
     for mode, number in itertools.product(("idx", "up", "down", "bfly"), range(20)):
         generator = random.Random(f"shfl {mode} {number}")
         inputs = [
@@ -263,7 +266,7 @@ def lanes() -> Iterator[Program]:
 
 
 def matrices() -> Iterator[Program]:
-    """ldmatrix and stmatrix, with rows at random addresses."""
+    """Yields programs of ldmatrix and stmatrix, with rows at random addresses."""
     forms = itertools.product(("ld", "st"), (1, 2, 4), ("", ".trans"), range(8))
     for name, count, turned, number in forms:
         generator = random.Random(f"{name} {count} {turned} {number}")
@@ -291,7 +294,7 @@ def matrices() -> Iterator[Program]:
 
 
 def memory() -> Iterator[Program]:
-    """ld and st of every width, to global and shared memory, and by generic addresses."""
+    """Yields programs of ld and st of every width, in global, shared and generic addresses."""
     kinds = ("b8", "u16", "s8", "b32", "s32", "f32", "b64", "u64", "s16")
     forms = itertools.product(("ld", "st"), ("", ".v2", ".v4"), kinds, (".global", ".shared", ""))
     for name, vector, kind, space in forms:
@@ -327,7 +330,7 @@ def memory() -> Iterator[Program]:
 
 
 def clusters() -> Iterator[Program]:
-    """Ranks, mapped addresses, remote arrivals, and the clusters' barrier."""
+    """Yields programs of ranks, mapped addresses, remote arrivals, and the cluster's barrier."""
     special = "cluster_ctarank cluster_nctarank ctaid.x nctaid.x clusterid.x nclusterid.x "
     special += "cluster_ctaid.x cluster_nctaid.x laneid ntid.x lanemask_lt lanemask_eq"
     for blocks, grid, threads in [(1, 3, 64), (2, 6, 96), (4, 8, 32), (8, 8, 64)]:
@@ -383,7 +386,7 @@ COPY = "cp.async.bulk.tensor.{}d.shared::cluster.global{}.mbarrier::complete_tx:
 
 
 def mbarriers() -> Iterator[Program]:
-    """Arrivals of all kinds and the phases that they complete, in random order."""
+    """Yields programs of all kinds of arrivals, which complete phases, in random order."""
     for number in range(160):
         generator = random.Random(f"mbarrier {number}")
         count = generator.choice([1, 1, 2, 3, 5, 8])
@@ -396,7 +399,7 @@ def mbarriers() -> Iterator[Program]:
             if choice < 0.4:
                 parity = generator.randrange(2)
                 order = generator.choice(["", ".acquire.cta", ".acquire.cluster"])
-                # The barrier may be tested, or waited for if the phase is complete.
+                # A test is always possible, a wait only if the phase is complete.
                 completed = phase & 1 != parity
                 how = generator.choice(["test_wait", "try_wait"]) if completed else "test_wait"
                 space = generator.choice([".shared", ".shared::cta"])
@@ -409,13 +412,13 @@ def mbarriers() -> Iterator[Program]:
             release = generator.choice(["", ".release.cta", ".release.cluster"])
             if choice < 0.5 and pending > 1:
                 n = generator.randrange(1, pending)
-                # The block is the only scope of this opcode.
+                # This opcode exists only with the scope of a block.
                 release = release.replace("cluster", "cta")
                 lines.append(
                     f"mbarrier.arrive.noComplete{release}.shared.b64 %state, [%there], {n};"
                 )
             elif choice < 0.6 and not expected:
-                # The phase then completes only after a load of 128 bytes.
+                # The phase then completes only after a load of 128 bytes has arrived.
                 relaxed = generator.choice(["", ".relaxed.cta"])
                 if generator.random() < 0.5:
                     n = 1
@@ -444,7 +447,7 @@ def mbarriers() -> Iterator[Program]:
             if pending == 0:
                 pending, phase, expected = count, phase + 1, 0
         if expected:
-            # At the end nothing may be in flight or expected.
+            # At the end no bytes or arrivals may be in flight or expected.
             lines.append(
                 f"{COPY.format(1, '')} [memory], [%map0, {{0}}], [%there];"
                 f" mbarrier.arrive.shared.b64 %state, [%there], {pending};"
@@ -470,7 +473,7 @@ def mbarriers() -> Iterator[Program]:
 
 
 def _tensor(generator: random.Random, array: int, size: int) -> Map:
-    """A tensor map of an array of `size` bytes, with a box of up to 8 KiB."""
+    """Draws a tensor map of an array of `size` bytes, with a box of up to 8 KiB."""
     while True:
         rank, itemsize = generator.randrange(1, 6), generator.choice([1, 2, 4])
         swizzle = generator.choice([0, 0, 32, 64, 128, 128])
@@ -490,7 +493,7 @@ def _tensor(generator: random.Random, array: int, size: int) -> Map:
 
 
 def _coordinates(generator: random.Random, tensor: Map, *, before: bool) -> str:
-    """Coordinates of a box that may lie outside of the tensor; its rows are aligned to 16 bytes.
+    """Draws coordinates of a box, aligned to 16 bytes, that may lie outside of the tensor.
 
     Loads may begin before the tensor, stores may not.
     """
@@ -504,7 +507,7 @@ def _coordinates(generator: random.Random, tensor: Map, *, before: bool) -> str:
 
 
 def tma() -> Iterator[Program]:
-    """Loads, multicast loads and stores of boxes."""
+    """Yields programs that load, multicast and store boxes."""
     size, room = 24 * KIB, 9 * KIB
     begin = f""".shared .align 1024 .b8 memory[{room}]; .shared .align 8 .b8 barrier[8];
         .reg .b32 %there, %from; .reg .pred %p, %first, %root; mov.u32 %there, barrier;
@@ -570,14 +573,14 @@ WGMMA = [
 
 
 def _numbers(generator: random.Random, kind: str, size: int) -> np.ndarray:
-    """Bytes of numbers so small that the sum of any 64 products is exact."""
+    """Draws bytes of small numbers, so that the sum of any 64 products is exact."""
     if kind in ("s8", "u8"):
         return drawn(generator, size)
     count = size // np.dtype(ELEMENTS[kind]).itemsize
     found = np.empty(0, np.int32)
-    # The numbers that randrange(-4, 5) returns, for which the chip's results were recorded, at a
-    # tenth to a sixth of its time: randrange takes the upper four bits of a word, or goes on to the
-    # next word if they are not below 9.
+    # These are the numbers of randrange(-4, 5), for which the chip's results were recorded, in a
+    # tenth to a sixth of its time. randrange takes the upper four bits of a word, and skips words
+    # whose upper bits are not below 9.
     while missing := count - len(found):
         words = generator.getrandbits(32 * missing).to_bytes(4 * missing, "little")
         upper = (np.frombuffer(words, "<u4") >> 28).astype(np.int32)
@@ -587,7 +590,7 @@ def _numbers(generator: random.Random, kind: str, size: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """The layout of one operand in shared memory, from byte `begin` on."""
+    """The layout of an operand in shared memory, which starts at byte `begin`."""
 
     begin: int
     rows: int
@@ -595,7 +598,7 @@ class _Side:
     transposed: bool
 
     def descriptor(self, generator: random.Random, inner: int) -> int:
-        """A matrix descriptor (9.7.15.5.1) of `inner` bytes of K, or of 2-byte rows."""
+        """Returns a matrix descriptor (9.7.15.5.1) of `inner` bytes of K, or of 2-byte rows."""
         span = self.swizzle or 16
         if self.transposed:
             # A core matrix has 8 rows of K of `span` bytes of M or N.
@@ -624,8 +627,8 @@ class _Side:
 
 
 def wgmma() -> Iterator[Program]:
-    """Products of every type and width, in every layout, accumulated once or three times."""
-    # Widths of integers: 9.7.15.2.
+    """Yields programs of products, of all types and layouts, accumulated once or three times."""
+    # The widths of integer products are those of 9.7.15.2.
     whole = {8, 16, 24, 32, *range(48, 257, 16)}
     for (depth, result, a, b), n, number in itertools.product(WGMMA, range(8, 257, 8), range(2)):
         if result == "s32" and n not in whole:
@@ -678,7 +681,7 @@ def wgmma() -> Iterator[Program]:
         )
 
 
-# The results of a GPU.
+# The file with the results of a GPU.
 ANSWERS = Path(__file__).with_name("chip_results.json")
 
 FAMILIES = {

@@ -27,13 +27,16 @@ SYNC = "9.7.13 synchronisation"
     "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster",
 )
 def fence_one_way(binder, instruction):
-    """Orders ordinary loads before writes of the asynchronous proxy. The vector clocks do that here
-    without a fence. Ordinary stores still need a fence.proxy.async."""
+    """Does nothing: the vector clocks order ordinary loads before writes of the asynchronous proxy.
+
+    Ordinary stores still need a fence.proxy.async.
+    """
     return lambda warp, mask: None
 
 
-# The response has 16 bytes (9.7.13.17), whose layout the ISA leaves open. Here: %ctaid of the first
-# block of the cancelled cluster, then a word that says whether a cluster was cancelled.
+# The response has 16 bytes (9.7.13.17), whose layout the ISA leaves open. The emulator stores
+# %ctaid of the first block of the cancelled cluster, and a word that says whether a cluster was
+# cancelled.
 RESPONSE_BYTES = 16
 CANCELED, FAILED = 0x600D, 0xBAD
 
@@ -64,7 +67,7 @@ def try_cancel(binder, instruction):
             if rank != warp.block.rank or signal_rank != rank or offset % RESPONSE_BYTES:
                 raise EmulatorError(
                     f"a response to offset {offset} of block {rank}, signalled to block "
-                    f"{signal_rank}; expected 16-byte aligned, and both in the own block"
+                    f"{signal_rank}; expected 16-byte aligned, and both in the warp's own block"
                 )
             blocks = cluster.blocks if multicast else [warp.block]
             description = f"the try_cancel of line {instruction.line}"

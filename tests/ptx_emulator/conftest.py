@@ -1,4 +1,4 @@
-"""Marks the emulator's own tests slow: only tests that compile for a GPU need the emulator."""
+"""Marks the emulator's own tests slow, because only tests that compile for a GPU need it."""
 
 import pathlib
 

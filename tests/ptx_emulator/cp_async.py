@@ -1,4 +1,4 @@
-"""cp.async: copies from global to shared memory without TMA, waited for in groups."""
+"""cp.async copies from global to shared memory without TMA; waits are for groups of copies."""
 
 import dataclasses
 
@@ -16,15 +16,15 @@ COPY = "9.7.9.25 asynchronous copy"
 
 @dataclasses.dataclass
 class CopyGroups:
-    """The cp.async of a warp, each as (task, number).
+    """The cp.async copies of a warp, each as (task, number).
 
-    In the ISA every thread has its own groups. Here all lanes of a warp must commit and wait
-    together, so that the warp's groups are enough.
+    In the ISA every thread has its own groups. In the emulator all lanes of a warp must commit and
+    wait together, so that groups of the warp are enough.
 
     Attributes:
-      issued: how many the warp has issued.
-      uncommitted: those since the last commit.
-      groups: those of each committed group.
+      issued: number of copies that the warp has issued.
+      uncommitted: copies since the last commit.
+      groups: copies of each committed group.
     """
 
     issued: int = 0
@@ -44,7 +44,7 @@ def copy(binder, instruction):
         raise UnsupportedError(f"a copy of {size} bytes")
     if len(copied_size) > 1:
         raise UnsupportedError("a cache policy")
-    # The operand src-size: how many bytes are copied; the others become zero.
+    # The operand src-size is the number of copied bytes; the remaining bytes become zero.
     read_copied_bytes = (
         binder.reader(copied_size[0], "u32") if copied_size else lambda warp: np.full(32, size)
     )
@@ -84,7 +84,7 @@ def copy(binder, instruction):
 
 
 def _check_all_lanes(mask, instruction) -> None:
-    """Refuses lanes of a warp: the emulator counts groups for whole warps only."""
+    """Refuses a part of a warp's lanes, because the emulator counts groups only for whole warps."""
     if mask is not None:
         raise UnsupportedError(f"{instruction.opcode} by {len(active_lanes(mask))} lanes")
 

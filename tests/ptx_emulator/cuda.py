@@ -6,12 +6,12 @@ from ptx_emulator.tma import TENSOR_MAP_BYTES, TensorMap
 
 
 def prepare(ptx: str, name: str, fields: list, **options) -> Machine:
-    """A machine that is ready to launch a kernel.
+    """Prepares a machine to launch a kernel.
 
     Args:
       ptx: text of the PTX module.
       name: name of the kernel.
-      fields: members of the struct: numpy scalars and tensor maps. Each is aligned to its size.
+      fields: members of the struct, numpy scalars and tensor maps; each is aligned to its size.
       options: keyword arguments of `Machine`.
     """
     machine = Machine(parse(ptx, name), **options)

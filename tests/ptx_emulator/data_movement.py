@@ -1,4 +1,4 @@
-"""Loads and stores, matrices of a warp (ldmatrix, stmatrix), and conversions of addresses."""
+"""Loads and stores, ldmatrix and stmatrix, and conversions of addresses."""
 
 import numpy as np
 
@@ -28,15 +28,15 @@ MOVE, MATRIX = "9.7.9 data movement", "9.7.14 matrices"
 
 
 class Access:
-    """A load or store by the active lanes of a warp: `size` contiguous bytes each, one state space.
+    """A load or store of `size` contiguous bytes by each active lane, in one state space.
 
     Checks alignment and bounds.
 
     Attributes:
-      active: the numbers of the active lanes.
+      active: numbers of the active lanes.
       space: "shared", "global" or "param"; a generic address has been resolved.
-      block: the block that has the shared memory; None for other state spaces.
-      offsets: for each active lane, where its bytes begin in `bytes`.
+      block: block that owns the shared memory; None for other state spaces.
+      offsets: offset in `bytes` of each active lane's first byte.
       bytes: all bytes of the memory.
     """
 
@@ -77,7 +77,7 @@ class Access:
             raise EmulatorError(f"{self.description}: the cluster has no block {rank}")
         if space in ("shared", "shared::cta") and rank != self.warp.block.rank:
             raise EmulatorError(
-                f"{self.description}: an address in block {rank} where the own block's is expected"
+                f"{self.description}: an address in block {rank}, expected the warp's own block"
             )
         self.block = blocks[rank]
         if not self.block.alive:
@@ -85,7 +85,7 @@ class Access:
 
     @property
     def index(self):
-        """Positions of the accessed bytes in `bytes`, [active lanes, size]."""
+        """Returns the positions of the accessed bytes in `bytes`, [active lanes, size]."""
         return self.offsets[:, None] + np.arange(self.size)
 
     def load(self) -> np.ndarray:
@@ -130,7 +130,7 @@ class Access:
         warp.machine.event()
 
     def _touched_units(self, lanes: int | None) -> tuple[np.ndarray, np.ndarray | int]:
-        """The units of 16 bytes that are accessed, and for each the lanes that do it, as bits."""
+        """Returns the accessed units of 16 bytes, and the lanes that access each, as bits."""
         # An access is aligned to its size, so each part of 16 bytes is in one unit.
         units = (self.offsets[:, None] + np.arange(0, self.size, UNIT_BYTES)) // UNIT_BYTES
         if lanes is not None:
@@ -142,8 +142,10 @@ class Access:
         return distinct, lanes_of_unit
 
     def _check_equal_values(self, values: np.ndarray) -> None:
-        """Lanes that store to one address must store the same value: the ISA leaves open whose
-        value remains."""
+        """Checks that lanes store equal values to one address.
+
+        The ISA leaves open which lane's value remains.
+        """
         if len(set(self.offsets.tolist())) == len(self.offsets):
             return
         _, first, inverse = np.unique(self.offsets, return_index=True, return_inverse=True)
@@ -158,10 +160,10 @@ class Access:
 
 
 def _resolve_space(space: str, addresses):
-    """The state space of addresses, and the addresses in it.
+    """Returns the state space of addresses, and the addresses in it.
 
-    Generic addresses are resolved by the first one; those of shared memory become shared::cluster
-    addresses.
+    The first generic address determines the state space. Generic addresses of shared memory become
+    shared::cluster addresses.
     """
     if space.startswith("shared"):
         return "shared", addresses
@@ -177,19 +179,19 @@ def _resolve_space(space: str, addresses):
 
 
 def state_space(instruction) -> str:
-    """The state space in an opcode; "generic" if it names none."""
+    """Returns the state space in an opcode; "generic" if the opcode names none."""
     spaces = ("global", "shared", "shared::cta", "shared::cluster", "param", "param::entry")
     return next((part for part in modifiers(instruction) if part in spaces), "generic")
 
 
-# The vectors and types of loads and stores: with elements up to 32 bits; with elements of 64 bits;
-# and of 32 bytes, which only Blackwell has, for global memory (9.7.9.8).
+# The vectors and types of loads and stores: with elements of up to 32 bits, with elements of 64
+# bits, and with 32 bytes, which exist only on Blackwell and for global memory (9.7.9.8).
 FORMS = "{,.v2,.v4}{.b8,.b16,.b32,.u8,.u16,.u32,.s8,.s16,.s32,.f32}"
 FORMS_64, FORMS_256 = "{,.v2}{.b64,.u64,.s64}", ".v4{.b64,.u64,.s64}"
 
 
 def _vector_items(operand, count: int) -> tuple:
-    """The registers of a vector operand, which must be `count`."""
+    """Returns the registers of a vector operand; raises an error unless there are `count`."""
     items = operand.items if isinstance(operand, Vector) else (operand,)
     if len(items) != count:
         raise UnsupportedError(f"{len(items)} registers instead of {count}")
@@ -197,7 +199,7 @@ def _vector_items(operand, count: int) -> tuple:
 
 
 def _vector_length(instruction) -> int:
-    """The number of elements in .v2, .v4, or 1."""
+    """Returns the number of elements of .v2, .v4 and so on; 1 without a vector."""
     return next((int(part[1:]) for part in modifiers(instruction) if part in ("v2", "v4")), 1)
 
 
@@ -227,10 +229,10 @@ def ld(binder, instruction):
 
 @defines(MOVE, "ld.shared{,::cta}.b128")
 def ld_b128(binder, instruction):
-    """ld.b128: 16 bytes to one register."""
+    """Loads 16 bytes to one register (ld.b128)."""
     destination, source = instruction.operands
     if not isinstance(destination, Register) or destination.type != "b128":
-        raise UnsupportedError(f"{destination} is no register of 128 bits")
+        raise UnsupportedError(f"{destination} is not a register of 128 bits")
     address = binder.address_reader(source)
 
     def execute(warp, mask):
@@ -264,7 +266,7 @@ def st(binder, instruction):
 
 
 def _matrix_form(instruction) -> tuple[int, bool]:
-    """The number of matrices, and whether they are transposed."""
+    """Returns the number of matrices, and whether they are transposed."""
     count = next(int(part[1:]) for part in modifiers(instruction) if part in ("x1", "x2", "x4"))
     return count, "trans" in modifiers(instruction)
 
@@ -303,7 +305,7 @@ def stmatrix(binder, instruction):
             matrices[i] = matrix.T if transposed else matrix
         rows = None if count == 4 else LANE_IDS < 8 * count
         values = matrices.reshape(WARP_SIZE, 8).view(np.uint8)
-        # Each address is that of a row, whose elements come from four lanes.
+        # Each address is that of a row, whose elements come from four different lanes.
         access = Access(warp, "shared", address(warp), rows, 16, "stmatrix")
         access.store(values, lanes=FULL_MASK)
 
@@ -338,7 +340,7 @@ def mapa(binder, instruction):
 
 @defines(MOVE, "prefetch.tensormap", "prefetch{.global,}{.L1,.L2}")
 def prefetch(binder, instruction):
-    """A prefetch has no visible effect. prefetch.tensormap must have a tensor map's address."""
+    """Does nothing but check that prefetch.tensormap has the address of a tensor map."""
     address = binder.address_reader(instruction.operands[0])
     tensor = instruction.opcode.endswith("tensormap")
 

@@ -1,12 +1,12 @@
-"""The errors that the emulator raises."""
+"""The exceptions that the emulator raises."""
 
 
 class EmulatorError(Exception):
-    """The kernel does something forbidden. The message names the warp and the line."""
+    """The kernel performs an invalid action. The message names the warp and the line."""
 
 
 class UnsupportedError(EmulatorError):
-    """The PTX has something that the emulator does not know."""
+    """The PTX has a feature that the emulator does not support."""
 
 
 class RaceError(EmulatorError):
@@ -14,4 +14,4 @@ class RaceError(EmulatorError):
 
 
 class DeadlockError(EmulatorError):
-    """No warp can continue. The message says what each one waits for."""
+    """No warp can continue. The message says for what each warp waits."""

@@ -1,4 +1,4 @@
-"""The table of opcodes, and how the operands of an instruction become functions of a warp.
+"""The table of opcodes, and the binding of an instruction's operands to functions of a warp.
 
 The modules of instructions register each opcode with all the modifiers that they accept, as
 templates ("add{.u32,.s32}"), and with the section of the PTX ISA (version 9.0) that defines it. An
@@ -46,14 +46,14 @@ FLOATS = {
     "e5m2": ml_dtypes.float8_e5m2,
 }
 
-# The instructions that wait until an asynchronous operation has written its registers.
+# Instructions that wait until an asynchronous operation has written its registers.
 WAIT_FOR_LOADS, WAIT_FOR_WGMMA = "tcgen05.wait::ld", "wgmma.wait_group"
 
-# Parts of opcodes that all lanes of a warp execute at once: the first lanes wait for the others.
+# Parts of opcodes that all lanes of a warp execute together; lanes that come first wait.
 CONVERGENT = (".sync", ".aligned", "bar.", "barrier.cluster.")
 
-# Parts of opcodes that an active lane may not skip. `bar` is short for barrier.aligned (9.7.13.1).
-# The ISA does not demand it of barrier.cluster without .aligned; the emulator does.
+# Parts of opcodes that no active lane may skip. `bar` is short for barrier.aligned (9.7.13.1). The
+# ISA does not require this of barrier.cluster without .aligned, but the emulator does.
 ALIGNED = (".aligned", "bar.sync", "bar.arrive", "bar.cta.", "barrier.cluster.")
 
 # The known values of .target, and those with the architecture-specific features of a chip.
@@ -61,19 +61,19 @@ TARGETS = ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_100f")
 HOPPER, BLACKWELL = ("sm_90a",), ("sm_100a", "sm_100f")
 SINCE_BLACKWELL = ("sm_100", *BLACKWELL)
 
-# Only these instructions read special registers (section 10), at the register's width: 64 bits for
-# WIDE_SPECIAL_REGISTERS, 32 bits for all others.
+# Only these instructions read special registers (section 10), at the register's width, which is 64
+# bits for WIDE_SPECIAL_REGISTERS and 32 bits for all other registers.
 READS_SPECIAL_REGISTERS = ("mov", "cvt")
 WIDE_SPECIAL_REGISTERS = ("%clock64", "%globaltimer")
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocked:
-    """What an instruction returns if it has to wait.
+    """The state of an instruction that has to wait.
 
     Attributes:
-      ready: whether the wait is over.
-      reason: what the lanes wait for, for error messages.
+      ready: function that returns whether the wait is over.
+      reason: function that describes, for error messages, what the lanes wait for.
       done: whether the instruction has been executed and only its lanes wait. Otherwise it is
         executed again once the wait is over.
     """
@@ -92,7 +92,7 @@ class Task:
       run: executes the operation.
       description: names the operation in error messages.
       cluster: the cluster that issued it.
-      queue: which queue the task belongs to; None if it belongs to none.
+      queue: queue of the task, or None.
       sequence: position in the order of issue. A task that another task issues inherits it.
       done: whether the operation has been executed.
     """
@@ -111,7 +111,7 @@ class Definition:
     """The meaning of an opcode.
 
     Attributes:
-      make: make(binder, instruction) returns the function execute(warp, mask).
+      make: function make(binder, instruction) that returns the function execute(warp, mask).
       section: section of the PTX ISA.
       targets: values of .target that have the opcode.
     """
@@ -127,8 +127,10 @@ class Step:
 
     Attributes:
       instruction: the parsed instruction.
-      execute: execute(warp, mask); None for branches and exits, which the warp executes itself.
-      may_use_pending: the instruction may name registers that wait for one of these instructions.
+      execute: function of (warp, mask); None for branches and exits, which the warp executes
+      itself.
+      may_use_pending: wait instructions; this instruction may name registers that are pending until
+        one of them.
     """
 
     instruction: Instruction
@@ -142,7 +144,7 @@ CONTROL_FLOW = ("bra", "bra.uni", "brx.idx", "brx.idx.uni", "ret", "exit")
 
 
 def expand(template: str) -> list[str]:
-    """Every opcode of a template: "ld{.a,.b}{,.c}" stands for four."""
+    """Lists the opcodes of a template; "ld{.a,.b}{,.c}" has four."""
     parts = [part.split(",") for part in re.split(r"\{(.*?)\}", template)[1::2]]
     fixed = re.split(r"\{.*?\}", template)
     return [
@@ -152,7 +154,7 @@ def expand(template: str) -> list[str]:
 
 
 def defines(section: str, *templates: str, targets: tuple[str, ...] = TARGETS):
-    """Decorator of a function that makes `execute`, for all opcodes of these templates."""
+    """Returns a decorator for a function that makes `execute` for all opcodes of the templates."""
 
     def register(make):
         for opcode in itertools.chain(*map(expand, templates)):
@@ -165,7 +167,7 @@ def defines(section: str, *templates: str, targets: tuple[str, ...] = TARGETS):
 
 
 def dtype_of(name: str):
-    """The numpy type of the values of a PTX type."""
+    """Returns the numpy type of the values of a PTX type."""
     if name in FLOATS:
         return FLOATS[name]
     if name == "pred":
@@ -174,12 +176,12 @@ def dtype_of(name: str):
 
 
 def active_lanes(mask: np.ndarray | None) -> np.ndarray:
-    """The numbers of the lanes in a mask; None stands for all lanes."""
+    """Returns the numbers of the lanes in a mask; None stands for all lanes."""
     return LANE_IDS if mask is None else np.nonzero(mask)[0]
 
 
 def lane_bitmask(mask: np.ndarray | None) -> int:
-    """The lanes in a mask as bits of an integer; None stands for all lanes."""
+    """Returns the lanes in a mask as bits of an integer; None stands for all lanes."""
     if mask is None:
         return FULL_MASK
     return int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
@@ -215,7 +217,7 @@ def build_steps(machine) -> list[Step]:
                 f"not {target}"
             )
         if opcode.startswith("tcgen05.") and (found := CTA_GROUP.search(opcode)):
-            # All tcgen05 instructions of a kernel have the same .cta_group (9.7.16.5).
+            # All tcgen05 instructions of a kernel must have the same .cta_group (9.7.16.5).
             cta_group = cta_group or found[0]
             if found[0] != cta_group:
                 raise UnsupportedError(
@@ -250,9 +252,9 @@ def _check_special_registers(instruction: Instruction) -> None:
 
 
 def _wait_for_all_lanes(execute, aligned: str | None):
-    """Waits until all lanes that have not exited have reached the instruction.
+    """Makes an instruction wait until all lanes that have not exited have reached it.
 
-    `aligned` is the opcode if the ISA demands that all these lanes execute it, else None.
+    `aligned` is the opcode if the ISA requires that all these lanes execute it, else None.
     """
 
     @functools.wraps(execute)
@@ -309,7 +311,7 @@ class OperandBinder:
         raise UnsupportedError(f"{operand} cannot be read")
 
     def _constant(self, operand: Immediate, ptx_type: str) -> int:
-        """The bits of a constant, which must be representable in this type (4.5)."""
+        """Returns the bits of a constant, which must be representable in this type (4.5)."""
         value, width = operand.value, bits(ptx_type)
         if ptx_type not in ("f32", "b32") if operand.real else ptx_type in FLOATS:
             raise UnsupportedError(f"the constant {value:#x} where {ptx_type} is expected")
@@ -349,7 +351,7 @@ class OperandBinder:
         return write
 
     def immediate(self, operand) -> int:
-        """The value of an operand that must be an integer constant."""
+        """Returns the value of an operand, which must be an integer constant."""
         if not isinstance(operand, Immediate) or operand.real:
             raise UnsupportedError(f"{operand} is not an integer constant")
         return operand.value
@@ -386,7 +388,7 @@ class OperandBinder:
             "%lanemask_lt": lambda warp: (1 << LANE_IDS) - 1,
             "%lanemask_eq": lambda warp: 1 << LANE_IDS,
             "%dynamic_smem_size": lambda warp: machine.shared_bytes - machine.kernel.shared_bytes,
-            # The clocks count the warp's instructions: they only ever advance.
+            # The clocks count the warp's instructions, so they never go back.
             "%clock": lambda warp: warp.executed,
             "%clock64": lambda warp: warp.executed,
             "%globaltimer": lambda warp: warp.executed,
@@ -394,7 +396,7 @@ class OperandBinder:
             "%smid": lambda warp: 0,
         }
         for i, axis in enumerate("xyz"):
-            # Threads and blocks between neighbours along this axis.
+            # The strides are the numbers of threads and blocks between neighbours along this axis.
             thread_stride, rank_stride = int(np.prod(block_shape[:i])), int(np.prod(cluster[:i]))
 
             def thread(warp, stride=thread_stride, i=i):
@@ -425,5 +427,5 @@ def split_shared_address(address: int) -> tuple[int, int]:
 
 
 def shared_cluster_address(rank: int, offset: int) -> int:
-    """The shared::cluster address of an offset in the shared memory of the block with this rank."""
+    """Returns the shared::cluster address of an offset in the shared memory of a block."""
     return (rank << BLOCK_SHIFT) + offset

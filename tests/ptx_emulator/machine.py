@@ -1,15 +1,16 @@
-"""The launch of a kernel: its clusters and blocks, and when warps and asynchronous operations run.
+"""The launch of a kernel: its clusters and blocks, and the scheduling of warps and tasks.
 
 The warps take turns. Within a warp, the group of lanes with the lowest program counter that is not
 blocked runs. An asynchronous operation becomes a task, except for tcgen05.ld, tcgen05.st and wgmma,
-which happen at their wait instruction. A schedule says when tasks are executed:
+which happen at their wait instruction. A schedule determines when tasks are executed:
 
   eager    as soon as the order of their queue allows it
-  late     when no warp can go on, the newest first
+  late     when no warp can continue, the newest first
   random   at any time in between
 
-A schedule is one of these words, or a dict with a word for each kind of task ("random" for those
-that it leaves out). A seed decides the order of warps and all that is random. The kinds of tasks:
+A schedule is one of these words, or a dict with a word for each kind of task ("random" for kinds
+that are not in the dict). A seed determines the order of warps and all random choices. The kinds of
+tasks are:
 
   load        a copy to shared memory: TMA, bulk copies and cp.async
   multiply    tcgen05.mma and tcgen05.commit
@@ -17,9 +18,9 @@ that it leaves out). A seed decides the order of warps and all that is random. T
   arrival     an arrival at an mbarrier of another block
   store       the first half of a TMA store: the read of shared memory
   write       the second half of a TMA store: the write of global memory
-  cancel      clusterlaunchcontrol.try_cancel: which cluster it cancels, and its response
-  collective  not a task: whether tcgen05.dealloc and tcgen05.relinquish_alloc_permit of a pair of
-              blocks wait for the peer (late) or not (eager)
+  cancel      clusterlaunchcontrol.try_cancel: the cluster that it cancels, and its response
+  collective  not a task: whether tcgen05.dealloc and tcgen05.relinquish_alloc_permit of a cluster
+              of two wait for the peer (late) or not (eager)
 """
 
 import math
@@ -54,17 +55,17 @@ from ptx_emulator.vector_clocks import Agents
 from ptx_emulator.warp import Warp
 
 # Limits of compute capability 9.0 and 10.0 (CUDA C++ Programming Guide): bytes of shared memory per
-# block; registers per multiprocessor; registers per thread, which are allocated in units of 8, so
-# that 255 take 256.
+# block, registers per multiprocessor, and registers per thread, which are allocated in units of 8,
+# so that 255 registers take 256.
 MAX_SHARED_BYTES = 227 * 1024
 REGISTERS_PER_SM, MAX_REGISTERS_PER_THREAD, REGISTER_GRANULARITY = 65536, 256, 8
 
-# Instructions that a warp executes before the next warp's turn: enough that a turn costs little,
-# few enough that warps interleave.
+# Number of instructions that a warp executes in a turn: enough to make the overhead of a turn
+# small, and few enough for warps to interleave.
 INSTRUCTIONS_PER_TURN = 400
 
-# After this many instructions without an event (a barrier, a task, a store) the kernel is in a
-# livelock.
+# Number of instructions without an event (a barrier, a task, a store) after which the kernel counts
+# as livelocked.
 LIVELOCK_INSTRUCTIONS = 2_000_000
 
 # The modules that register instructions.
@@ -111,7 +112,7 @@ class Block:
 
     @property
     def alive(self) -> bool:
-        """Whether some of its warps have not exited."""
+        """Returns whether some warps of the block have not exited."""
         return any(warp.alive for warp in self.warps)
 
 
@@ -120,9 +121,9 @@ class Cluster:
 
     def __init__(self, machine: "Machine", number: int, first_ctaid: tuple[int, int, int]):
         self.machine, self.number = machine, number
-        # For each phase of the cluster's barrier, the clock that its arrivals have released into.
+        # For each phase of the cluster's barrier, the vector clock of its arrivals.
         self.barrier_clocks: dict[int, np.ndarray] = {}
-        # How many tcgen05.mma were issued, and how many mbarriers were initialised.
+        # Numbers of tcgen05.mma that were issued, and of mbarriers that were initialised.
         self.mma_issued = self.mbarriers_initialised = 0
         # Whether a clusterlaunchcontrol.try_cancel has failed.
         self.cancellation_failed = False
@@ -135,7 +136,7 @@ class Cluster:
 
     @property
     def warps(self):
-        """The warps of all blocks."""
+        """Lists the warps of all blocks."""
         return [warp for block in self.blocks for warp in block.warps]
 
 
@@ -145,11 +146,11 @@ class Machine:
     Args:
       kernel: the kernel to launch.
       grid: blocks in each dimension.
-      block, cluster: threads and blocks in each dimension; by default what the kernel declares.
+      block, cluster: threads and blocks in each dimension; by default as declared by the kernel.
       dynamic_shared: bytes of dynamic shared memory.
-      memory: global memory that has the kernel's arrays; by default an empty one.
-      schedule, seed: when asynchronous operations happen, as described at the top of this module.
-      resident: how many clusters run at the same time.
+      memory: global memory with the kernel's arrays; by default an empty one.
+      schedule, seed: schedule of asynchronous operations, as described at the top of this module.
+      resident: number of clusters that run at the same time.
       allowed: names of the warnings that are allowed; all others are errors.
     """
 
@@ -189,7 +190,7 @@ class Machine:
         self.memory = GlobalMemory() if memory is None else memory
         last = kernel.parameters[-1] if kernel.parameters else None
         self.parameters = np.zeros(last.offset + last.size if last else 0, np.uint8)
-        # Tensor maps by address: those that the host encoded, and those that the kernel made.
+        # Tensor maps by address, encoded by the host or made by the kernel.
         self.tensor_maps: dict[int, object] = {}
         self.device_tensor_maps: dict[int, tensormap_replace.DeviceTensorMap] = {}
         policies = [schedule] if isinstance(schedule, str) else schedule.values()
@@ -214,13 +215,13 @@ class Machine:
         self.parameters[parameter.offset : end] = np.frombuffer(content, np.uint8)
 
     def parameter_address(self, index: int) -> int:
-        """The generic address of a kernel parameter."""
+        """Returns the generic address of a kernel parameter."""
         return PARAMETER_WINDOW + self.kernel.parameters[index].offset
 
     def cancel_cluster(self) -> tuple[int, int, int] | None:
         """Cancels a cluster that has not started; returns %ctaid of its first block, or None.
 
-        It is the next cluster to start; with the random policy, any one.
+        The next cluster to start is cancelled; with the random policy, any cluster.
         """
         pending = self.pending_clusters
         if not pending:
@@ -229,32 +230,32 @@ class Machine:
         return pending.pop(self.random.randrange(len(pending)) if is_random else 0)
 
     def event(self) -> None:
-        """Counts an event: something happened that a warp may wait for."""
+        """Counts an event for which a warp may wait."""
         self.events += 1
 
     def warn(self, name: str, message: str) -> None:
-        """Raises an error, unless warnings of this name are allowed; then counts it."""
+        """Raises an error, or counts the warning if warnings of this name are allowed."""
         if not self.allows(name):
             raise EmulatorError(f"{name}: {message}")
 
     def allows(self, name: str) -> bool:
-        """Whether warnings of this name are allowed; then counts one."""
+        """Returns whether warnings of this name are allowed, and counts one if they are."""
         if name in self.allowed:
             self.warnings[name] = self.warnings.get(name, 0) + 1
         return name in self.allowed
 
     def policy(self, kind: str) -> str:
-        """When tasks of this kind are executed: eager, late or random."""
+        """Returns the policy for tasks of this kind: eager, late or random."""
         policy = self.schedule if isinstance(self.schedule, str) else self.schedule.get(kind)
         return policy or "random"
 
     def waits_for_peer(self) -> bool:
-        """Whether a block waits for its peer where the ISA lets it wait or go on."""
+        """Returns whether a block waits for its peer where the ISA leaves it open."""
         policy = self.policy("collective")
         return policy == "late" or (policy == "random" and self.random.random() < 0.5)
 
     def submit(self, task: Task) -> None:
-        """Executes a task now if the schedule wants that, else keeps it for later."""
+        """Executes a task now if the schedule says so, else keeps it for later."""
         self.tasks_issued += 1
         task.sequence = task.sequence or self.tasks_issued
         is_next = task.queue is None or not any(t.queue == task.queue for t in self.tasks)
@@ -267,7 +268,7 @@ class Machine:
 
     @np.errstate(all="ignore")
     def launch(self) -> None:
-        """Runs the kernel to its end."""
+        """Runs the kernel until it ends."""
         self.pending_clusters = pending = [
             (x, y, z)
             for z in range(0, self.grid[2], self.cluster[2])
@@ -292,7 +293,7 @@ class Machine:
             events = self.events
             if without_event > LIVELOCK_INSTRUCTIONS:
                 raise DeadlockError(
-                    "instructions are executed, but nothing happens\n" + self.report()
+                    "livelock: instructions are executed, but no event occurs\n" + self.report()
                 )
 
     def _round(self) -> tuple[int, int]:
@@ -313,7 +314,7 @@ class Machine:
         return executed, tasks
 
     def _next_tasks(self) -> list[Task]:
-        """The first task of each queue."""
+        """Returns the first task of each queue."""
         queues, next_tasks = set(), []
         for task in self.tasks:
             if task.queue is None or task.queue not in queues:
@@ -337,8 +338,8 @@ class Machine:
             self._perform(task)
 
     def _perform_some(self) -> int:
-        """Executes tasks between the turns of warps; returns how many."""
-        # 0.15: a random task waits for seven turns of warps on average.
+        """Executes tasks between the turns of warps; returns their number."""
+        # With a probability of 0.15, a random task waits for seven turns of warps on average.
         probability = {"eager": 1.0, "random": 0.15, "late": 0.0}
         chosen = [
             task
@@ -350,9 +351,10 @@ class Machine:
         return len(chosen)
 
     def _perform_one(self) -> int:
-        """Executes one task because no warp can go on; returns how many were executed, 0 or 1.
+        """Executes one task if there is any; called when no warp can continue.
 
-        A late task is chosen only if there are no others.
+        Returns the number of executed tasks, 0 or 1. A late task is chosen only if there are no
+        other tasks.
         """
         tasks = self._next_tasks()
         if not tasks:
@@ -363,7 +365,7 @@ class Machine:
         return 1
 
     def _finish(self, cluster: Cluster) -> None:
-        """Checks what must be complete when a cluster exits, and completes the rest."""
+        """Checks that a cluster's operations are complete when it exits, and completes the rest."""
         for block in cluster.blocks:
             if block.tensor_memory.allocated:
                 raise EmulatorError(
@@ -387,8 +389,8 @@ class Machine:
                 barrier.check_end()
 
     def report(self) -> str:
-        """A description of all warps with what they wait for, and of all mbarriers in progress."""
-        lines = ["nothing can go on"]
+        """Describes all warps, with what they wait for, and all mbarriers in progress."""
+        lines = ["deadlock: no warp can continue"]
         for cluster in self.running_clusters:
             lines += [f"  {warp}: {warp.describe_groups()}" for warp in cluster.warps if warp.alive]
             for block in cluster.blocks:

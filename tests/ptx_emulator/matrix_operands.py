@@ -1,4 +1,4 @@
-"""What wgmma and tcgen05.mma share: operands in shared memory, and exact products."""
+"""Code that wgmma and tcgen05.mma share: operands in shared memory, and exact products."""
 
 import dataclasses
 import functools
@@ -20,12 +20,12 @@ TF32_MASK = 0xFFFFE000
 
 @dataclasses.dataclass(frozen=True)
 class SharedOperand:
-    """An operand in shared memory, as a matrix descriptor gives it (9.7.15.5.1, 9.7.16.4.1).
+    """An operand in shared memory, decoded from a matrix descriptor (9.7.15.5.1, 9.7.16.4.1).
 
     Attributes:
       start: offset in shared memory, in bytes.
-      leading, stride: leading dimension and stride byte offsets, between core matrices.
-      swizzle: bytes of the swizzle's rows, 0 without a swizzle.
+      leading, stride: leading-dimension and stride byte offsets between core matrices.
+      swizzle: bytes of a row of the swizzle; 0 without a swizzle.
       transposed: whether M or N is the contiguous dimension (MN-major) instead of K (K-major).
     """
 
@@ -37,7 +37,7 @@ class SharedOperand:
 
     @classmethod
     def from_wgmma_descriptor(cls, descriptor: int, *, transposed: bool) -> "SharedOperand":
-        """The operand of a wgmma descriptor: the swizzle is in bits 62 and 63."""
+        """Decodes a wgmma descriptor, whose swizzle is in bits 62 and 63."""
         swizzle = {0: 0, 1: 128, 2: 64, 3: 32}[descriptor >> 62]
         if descriptor & (0x3FF << 52 | 0x7 << 46 | 0x3 << 30 | 0x3 << 14):
             raise EmulatorError(f"reserved bits of the descriptor {descriptor:#x} are set")
@@ -47,14 +47,14 @@ class SharedOperand:
     def from_tcgen05_descriptor(
         cls, descriptor: int, machine, *, transposed: bool
     ) -> "SharedOperand":
-        """The operand of a tcgen05 descriptor: the swizzle is in bits 61 to 63."""
+        """Decodes a tcgen05 descriptor, whose swizzle is in bits 61 to 63."""
         swizzles = {0: 0, 2: 128, 4: 64, 6: 32}
         reserved = 0x1FF << 52 | 0x3 << 30 | 0x3 << 14
         if descriptor >> 61 not in swizzles or descriptor & reserved:
             raise EmulatorError(
                 f"the descriptor {descriptor:#x} has an unknown swizzle, or reserved bits are set"
             )
-        # Bits 46 to 48 are 0b001 in the ISA. Only 0b000 is a mere warning: it runs on hardware.
+        # Bits 46 to 48 are 0b001 in the ISA. 0b000 is only a warning, because it runs on hardware.
         if version := descriptor >> 46 & 0x7 ^ 1:
             message = f"bits 46 to 48 of the descriptor {descriptor:#x} are not 0b001"
             if version != 1:
@@ -64,7 +64,7 @@ class SharedOperand:
 
     @classmethod
     def _from_fields(cls, descriptor: int, swizzle: int, transposed: bool) -> "SharedOperand":
-        """Decodes the fields that both chips have: addresses and offsets in units of 16 bytes."""
+        """Decodes the fields that both chips share: addresses and offsets in units of 16 bytes."""
         if descriptor >> 49 & 0x7:
             raise UnsupportedError(f"the base offset of the descriptor {descriptor:#x}")
         fields = (descriptor >> shift & 0x3FFF for shift in (0, 16, 32))
@@ -77,7 +77,7 @@ class SharedOperand:
         return cls(start, leading, stride, swizzle, transposed)
 
     def read(self, block, rows: int, depth: int, dtype) -> np.ndarray:
-        """The elements, [rows, depth]: rows of M or N, and columns of K."""
+        """Reads the elements, [rows, depth]: rows of M or N, and columns of K."""
         index = byte_offsets(self, rows, depth, np.dtype(dtype).itemsize)
         return block.shared.bytes[index].view(dtype)[..., 0]
 
@@ -96,11 +96,11 @@ class SharedOperand:
         """Checks and records a read: bounds, order, and the fence between the proxies.
 
         Args:
-          block: the block whose shared memory is read.
+          block: block whose shared memory is read.
           rows, depth, dtype: as for `read`.
-          agent, time: which agent reads, and when.
-          warp, lane: who issued the read; a lane of None stands for all lanes.
-          description: names the read in error messages.
+          agent, time: agent that reads, and its time.
+          warp, lane: issuer of the read; a lane of None stands for all lanes.
+          description: name of the read in error messages.
         """
         index = byte_offsets(self, rows, depth, np.dtype(dtype).itemsize)
         low, high = int(index.min()), int(index.max())
@@ -112,7 +112,7 @@ class SharedOperand:
 
 @functools.cache
 def byte_offsets(operand: SharedOperand, rows: int, depth: int, itemsize: int) -> np.ndarray:
-    """Offsets in shared memory of the bytes of each element, [rows, depth, itemsize].
+    """Returns the offsets in shared memory of each element's bytes, [rows, depth, itemsize].
 
     These are the canonical layouts of 9.7.15.5.1. A core matrix has 8 rows of 16 bytes, or of the
     swizzle's bytes.
@@ -143,15 +143,15 @@ def byte_offsets(operand: SharedOperand, rows: int, depth: int, itemsize: int) -
 
 @functools.cache
 def words_and_units(operand: SharedOperand, rows: int, depth: int, itemsize: int):
-    """The words of 4 bytes and units of 16 bytes that an operand occupies."""
+    """Returns the words of 4 bytes and units of 16 bytes that an operand occupies."""
     index = byte_offsets(operand, rows, depth, itemsize)
     return np.unique(index // WORD_BYTES), np.unique(index // UNIT_BYTES)
 
 
 def exact_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a [M, K] times b [N, K] transposed, in float64.
+    """Multiplies a [M, K] by b [N, K] transposed, in float64.
 
-    Exact for all types, except for float8_e5m2 with very different magnitudes.
+    The product is exact for all types, except for float8_e5m2 with very different magnitudes.
     """
     if a.dtype == np.float32:
         a, b = ((x.view(np.uint32) & np.uint32(TF32_MASK)).view(np.float32) for x in (a, b))
@@ -159,10 +159,10 @@ def exact_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def accumulate(old: np.ndarray | None, added: np.ndarray, result_type: str) -> np.ndarray:
-    """Accumulators plus a product, as raw 32-bit words.
+    """Adds a product to accumulators; returns raw 32-bit words.
 
-    Float sums are rounded once. Hardware rounds in its own way, so that only data with exact sums
-    can be compared.
+    Float sums are rounded once. Hardware rounds differently, so only data with exact sums can be
+    compared.
 
     Args:
       old: accumulators as raw words; None if the product overwrites them.

@@ -1,4 +1,4 @@
-"""Global and shared memory: bytes, bounds, and which agents accessed shared memory last."""
+"""Global and shared memory: bytes, bounds, and the last accesses to shared memory."""
 
 import numpy as np
 
@@ -15,23 +15,23 @@ SHARED_WINDOW = 0x7F10_0000_0000
 PARAMETER_WINDOW = 0x7F20_0000_0000
 WINDOW_BYTES = 1 << 32
 
-# Memory that is not written yet, or still being written, has this byte: a float of it is NaN, a
-# signed integer -1.
+# Value of bytes that are not written yet, or are still being written. A float of such bytes is NaN,
+# and a signed integer is -1.
 POISON = 0xFF
 
-# The units in which shared memory is tracked: races by words of 4 bytes, fences between the proxies
-# by 16 bytes, the smallest unit of TMA.
+# Granularity of the checks of shared memory: races are tracked for words of 4 bytes, and fences
+# between the proxies for units of 16 bytes, the smallest unit of TMA.
 WORD_BYTES, UNIT_BYTES = 4, 16
 
 
 class GlobalMemory:
-    """Arrays in global memory, so far apart that an address past one never lies in another."""
+    """Arrays in global memory, far enough apart that an address past one is never in another."""
 
     ARRAY_SPACING = 1 << 32
 
     def __init__(self):
         self.bytes = np.zeros(0, np.uint8)
-        # For each array: address, offset in `bytes`, length in bytes, name.
+        # Address, offset in `bytes`, length in bytes and name of each array.
         self.arrays: list[tuple[int, int, int, str]] = []
         # The arrays' first addresses, the addresses behind their ends, and their offsets in
         # `bytes`. An empty array below all addresses comes first.
@@ -49,13 +49,13 @@ class GlobalMemory:
         return address
 
     def read(self, address: int, shape: tuple[int, ...], dtype) -> np.ndarray:
-        """A copy of an array."""
+        """Returns a copy of an array."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         begin = self.offset_of(address, size)
         return self.bytes[begin : begin + size].copy().view(dtype).reshape(shape)
 
     def offsets_of(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """The offsets in `bytes` of `size` bytes at each address, each within one array."""
+        """Returns the offset in `bytes` of `size` bytes at each address, each within one array."""
         addresses = addresses.astype(np.int64)
         array = np.searchsorted(self.starts, addresses, "right") - 1
         inside = addresses + size <= self.ends[array]
@@ -64,7 +64,7 @@ class GlobalMemory:
         return addresses - self.starts[array] + self.array_offsets[array]
 
     def offset_of(self, address: int, size: int) -> int:
-        """The offset in `bytes` of `size` bytes at an address, within one array."""
+        """Returns the offset in `bytes` of `size` bytes at an address, within one array."""
         for start, begin, length, _ in self.arrays:
             if start <= address and address + size <= start + length:
                 return begin + address - start
@@ -77,9 +77,9 @@ class GlobalMemory:
 class SharedMemory:
     """The shared memory of one block, with the last accesses to each word.
 
-    A write must be ordered after the last write and all reads, a read after the last write. What an
-    ordinary store (of the generic proxy) wrote must be fenced before TMA or the tensor core (the
-    asynchronous proxy) touches it (9.7.13.4, fence.proxy).
+    A write must be ordered after the last write and all reads, and a read after the last write. An
+    ordinary store (of the generic proxy) must be fenced before TMA or the tensor core (the
+    asynchronous proxy) accesses its bytes (9.7.13.4, fence.proxy).
     """
 
     def __init__(self, rank: int, size: int, agents: Agents, warps_per_block: int):
@@ -88,10 +88,10 @@ class SharedMemory:
         end = SHARED_BASE + size
         self.bytes = np.full(end, POISON, np.uint8)
         words, units = -(-end // WORD_BYTES), -(-end // UNIT_BYTES)
-        # For each word: the agent that wrote it last, and that agent's time.
+        # For each word, the agent that wrote it last, and that agent's time.
         self.last_writer = np.zeros(words, np.int16)
         self.last_write_time = np.zeros(words, np.int32)
-        # For each agent that can read this memory, a row with the time of its last read of each
+        # A row for each agent that can read this memory, with the time of its last read of each
         # word.
         first = rank * warps_per_block
         own = range(first, first + warps_per_block)
@@ -101,16 +101,16 @@ class SharedMemory:
         self.reader_row = {agent: row for row, agent in enumerate(readers)}
         self.last_read_time = np.zeros((len(readers), words), np.int32)
         # For each unit of 16 bytes: the warp, or engine of cp.async, whose ordinary store may not
-        # be visible to the asynchronous proxy yet (-1: there is none), and the time of the store;
-        # the lanes that stored, and those among them that have not executed a fence since, as bits;
-        # of the last such fence the time, and how often the warp's lanes had synchronised before.
+        # be visible to the asynchronous proxy yet (or -1), and the time of the store; the lanes
+        # that stored, and the lanes among them that have not executed a fence since, as bits; the
+        # time of the last such fence, and how often the warp's lanes had synchronised before it.
         self.unfenced_writer = np.full(units, -1, np.int16)
         self.unfenced_time = np.zeros(units, np.int32)
         self.storing_lanes, self.unfenced_lanes = np.zeros((2, units), np.uint32)
         self.fence_time, self.fence_lane_syncs = np.zeros((2, units), np.int32)
-        # Agents whose ordinary stores are ordered by a fence for this block's shared memory.
+        # Agents whose ordinary stores a fence for this block's shared memory orders.
         self.generic_writers = agents.generic_proxy_writers(first, warps_per_block)
-        # Words of mbarriers, which only the mbarrier instructions may touch (9.7.13.15.1).
+        # Words of mbarriers, which only the mbarrier instructions may access (9.7.13.15.1).
         self.is_mbarrier = np.zeros(words, bool)
 
     def check_bounds(self, offset: int, size: int, description: str) -> None:
@@ -122,7 +122,7 @@ class SharedMemory:
             )
 
     def describe(self, offset: int) -> str:
-        """What error messages call a byte."""
+        """Returns the name of a byte in error messages."""
         return f"shared memory of block {self.rank} + {offset - SHARED_BASE}"
 
     def _raise_race(self, word: int, agent: int, description: str, verb: str) -> None:
@@ -148,7 +148,7 @@ class SharedMemory:
     def record_read(
         self, agent: int, time: int, words: np.ndarray, clock: np.ndarray, description: str
     ) -> None:
-        """Checks and records a read by an agent, issued by whoever has this clock."""
+        """Checks and records a read by an agent; `clock` is that of its issuer."""
         self._check_last_write(words, clock[MEMORY], description, "reads what was written to")
         row = self.reader_row.get(agent)
         if row is not None:
@@ -157,7 +157,7 @@ class SharedMemory:
     def record_write(
         self, agent: int, time: int, words: np.ndarray, clock: np.ndarray, description: str
     ) -> None:
-        """Checks and records a write by an agent, issued by whoever has this clock."""
+        """Checks and records a write by an agent; `clock` is that of its issuer."""
         known = clock[MEMORY]
         self._check_last_write(words, known, description, "overwrites what was written to")
         unordered = self.last_read_time[:, words] > known[self.readers][:, None]
@@ -175,8 +175,8 @@ class SharedMemory:
         Args:
           agent: a warp, or an engine of cp.async.
           time: the agent's time of the store.
-          units: the units of 16 bytes that it stores to, each once.
-          lanes: the lanes that stored, as bits: one number for all units, or one for each.
+          units: units of 16 bytes that the store writes, each once.
+          lanes: lanes that stored, as bits; one number for all units, or one for each.
         """
         again = self.unfenced_writer[units] == agent
         for lanes_of_unit in (self.storing_lanes, self.unfenced_lanes):
@@ -185,10 +185,10 @@ class SharedMemory:
         self.unfenced_writer[units], self.unfenced_time[units] = agent, time
 
     def fence_proxies(self, warp, lanes: int) -> None:
-        """A fence.proxy.async by these lanes of a warp, given as bits.
+        """Records a fence.proxy.async by these lanes of a warp, given as bits.
 
-        It covers what these lanes stored, and those stores of other agents to this block's shared
-        memory that are ordered before the fence.
+        The fence covers the stores of these lanes, and stores of other agents to this block's
+        shared memory that are ordered before it.
         """
         others = self.generic_writers[self.generic_writers != warp.agent]
         warp.clock[PROXY][others] = warp.clock[MEMORY][others]
@@ -203,9 +203,9 @@ class SharedMemory:
         """Checks an access of the asynchronous proxy that a lane of a warp, or all (None), issued.
 
         Each lane that stored to these units must have fenced its store, and the fence must be
-        ordered before the access. Within the issuing warp a barrier of its lanes orders them, and
-        nothing is needed if the issuing lane alone stored and fenced. Another warp's store may also
-        have been fenced by a warp that knew of the store.
+        ordered before the access. Within the issuing warp a barrier of its lanes establishes that
+        order, which is not needed if only the issuing lane stored and fenced. Another warp's store
+        may also have been fenced by any warp after whose clock the store is ordered.
         """
         units = units[self.unfenced_writer[units] >= 0]
         if not len(units):
@@ -236,10 +236,10 @@ class SharedMemory:
 
 
 def words_in_range(begin: int, size: int) -> np.ndarray:
-    """The words of a range of shared memory."""
+    """Returns the words of a range of shared memory."""
     return np.arange(begin // WORD_BYTES, -(-(begin + size) // WORD_BYTES))
 
 
 def units_in_range(begin: int, size: int) -> np.ndarray:
-    """The units of 16 bytes of a range of shared memory."""
+    """Returns the units of 16 bytes of a range of shared memory."""
     return np.arange(begin // UNIT_BYTES, -(-(begin + size) // UNIT_BYTES))

@@ -3,7 +3,7 @@
 Mosaic dumps the module after each of its passes (MOSAIC_GPU_DUMP_TO). Before it is lowered to LLVM,
 the host function is straight-line MLIR: it stores numbers to stack memory, calls
 mosaic_gpu_init_tma_desc for each tensor map, and then one of the functions in LAUNCHES. `Host`
-executes it with the bytes of a memory of its own.
+executes it with its own memory.
 """
 
 import math
@@ -22,19 +22,19 @@ from ptx_emulator.memory import POISON, GlobalMemory
 from ptx_emulator.parser import parse
 from ptx_emulator.tma import TENSOR_MAP_BYTES, TensorMap
 
-# The line of the log of passes before the last dump with the host function as needed here.
+# Line in the log of passes before the last dump in which the host function is still MLIR.
 LAST_DUMP = "IR Dump Before ConvertToLLVMPass"
 
 # Code of an element type in mosaic_gpu_init_tma_desc -> bytes of an element.
 ITEMSIZES = {1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2, 9: 4, 10: 8}
 
-# The functions that launch a kernel in jax 0.11 and 0.12. Their operands: a pointer; the grid in
-# blocks, the cluster and the block, three numbers each; and at the positions below the bytes of
-# dynamic shared memory and the address of the parameters' addresses.
+# The functions that launch a kernel in jax 0.11 and 0.12. Their operands begin with a pointer, and
+# with three numbers each for the grid in blocks, the cluster and the block. The values here are the
+# positions of the bytes of dynamic shared memory and of the address of the parameters' addresses.
 LAUNCHES = ("mosaic_gpu_launch_kernel", "mosaic_gpu_build_kernel_spec")
 SHARED_MEMORY_OPERAND, PARAMETERS_OPERAND = 10, 13
 
-# The position of the aligned pointer in a memref's descriptor.
+# Position of the aligned pointer in a memref's descriptor.
 ALIGNED_POINTER = (1,)
 
 # Operations that only change the type of an address or a memref.
@@ -52,7 +52,7 @@ IDENTITIES = (
 
 
 def sizeof(mlir_type: ir.Type | str) -> int:
-    """Bytes of an LLVM type, given as a type or as text."""
+    """Returns the bytes of an LLVM type, given as a type or as text."""
     text = str(mlir_type).removeprefix("!llvm.")
     if text in ("ptr", "index"):
         return 8
@@ -67,7 +67,7 @@ def sizeof(mlir_type: ir.Type | str) -> int:
 
 
 def _struct_layout(text: str) -> tuple[list[int], int]:
-    """The offsets of a struct's fields followed by that of its end, and its alignment."""
+    """Returns the offsets of a struct's fields and of its end, and its alignment."""
     fields = re.split(r", (?![^<]*>)", re.fullmatch(r"(?:!llvm\.)?struct<\((.*)\)>", text)[1])
     offsets, end, alignment_of_struct = [], 0, 1
     for field in fields:
@@ -83,14 +83,14 @@ class Host:
     """Executes the host function.
 
     Args:
-      arguments: the kernel's operands: addresses in global memory.
-      launch: launch(host, operands) is called with the operands of the launch.
+      arguments: addresses in global memory of the kernel's operands.
+      launch: function launch(host, operands) that is called with the operands of the launch.
     """
 
     def __init__(self, arguments: list[int], launch: Callable):
         self.memory, self.next_address = {}, 0x1000
         self.launch = launch
-        # The host's address of each tensor map that it has encoded -> the tensor map.
+        # The host's address of each encoded tensor map -> the tensor map.
         self.maps: dict[int, TensorMap] = {}
         self.values: dict = {}
         self.arguments = self.allocate(8 * len(arguments))
@@ -110,11 +110,11 @@ class Host:
             self.memory[address + i] = byte
 
     def load(self, address: int, size: int) -> bytes:
-        """The bytes at an address. Bytes that were never stored are 0."""
+        """Returns the bytes at an address. Bytes that were never stored are 0."""
         return bytes(self.memory.get(address + i, 0) for i in range(size))
 
     def words(self, address: int, count: int) -> list[int]:
-        """The 64-bit numbers at an address."""
+        """Returns the 64-bit numbers at an address."""
         return [int.from_bytes(self.load(address + 8 * i, 8), "little") for i in range(count)]
 
     def run(self, function) -> None:
@@ -128,7 +128,7 @@ class Host:
             self._execute(operation.operation)
 
     def _execute(self, op) -> None:
-        """Executes an operation. A memref is a dict, position in its descriptor -> value."""
+        """Executes an operation. A memref is a dict of position in its descriptor -> value."""
         name, operands = op.name, [self.values.get(x) for x in op.operands]
         attributes = op.attributes
         result = None
@@ -179,7 +179,7 @@ class Host:
             self.values[op.results[0]] = result
 
     def _byte_offset(self, op) -> int:
-        """The offset in bytes of an llvm.getelementptr."""
+        """Returns the offset in bytes of an llvm.getelementptr."""
         indices = list(ir.DenseI32ArrayAttr(op.attributes["rawConstantIndices"]))
         mlir_type = ir.TypeAttr(op.attributes["elem_type"]).value
         if len(indices) == 1:
@@ -191,7 +191,7 @@ class Host:
     def _call(self, callee: str, operands: list):
         if callee == "mosaic_gpu_init_tma_desc":
             address, base, code, rank, sizes, strides, swizzle, box = operands
-            # Mosaic has the outermost dimension first, and strides in elements.
+            # Mosaic lists the outermost dimension first, and gives strides in elements.
             itemsize = ITEMSIZES[code]
             dimensions, steps, sides = (self.words(x, rank)[::-1] for x in (sizes, strides, box))
             self.maps[address] = TensorMap(
@@ -204,7 +204,7 @@ class Host:
                 swizzle=0 if swizzle == 16 else swizzle,
                 name=f"tensor {len(self.maps)}",
             )
-            # The first 8 bytes identify the tensor map wherever its bytes are copied.
+            # The first 8 bytes identify the tensor map in every copy of its bytes.
             content = address.to_bytes(8, "little") + bytes(TENSOR_MAP_BYTES - 8)
             self.store(address, content, TENSOR_MAP_BYTES)
             return None
@@ -215,7 +215,7 @@ class Host:
 
 
 def host_function(log: Path):
-    """The text of the module that has the host function, from Mosaic's log of passes."""
+    """Reads the module with the host function from Mosaic's log of passes."""
     text = log.read_text()
     begin = text.rindex(LAST_DUMP)
     begin = text.index("\n", begin)
@@ -224,11 +224,11 @@ def host_function(log: Path):
 
 
 def prepare(stem: Path, inputs, outputs, **options) -> tuple[Machine, list[int]]:
-    """A machine that is ready to launch a kernel that Mosaic dumped.
+    """Prepares a machine to launch a kernel that Mosaic dumped.
 
     Args:
-      stem: path of the dump without its suffix, which is .ptx for the kernel and .log for the
-        passes.
+      stem: path of the dump without its suffix, which is .ptx for the kernel and .log for the log
+        of passes.
       inputs: arrays, in the order of the kernel's operands.
       outputs: (shape, dtype) of each result.
       options: keyword arguments of `Machine`.

@@ -8,9 +8,9 @@ from ptx_emulator.references import float_value, swizzled_address
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 
-# Elements, operands in shared memory, and descriptors.
+# Elements, operands in shared memory and descriptors.
 
-# Bytes of shared memory for one operand.
+# Number of bytes of shared memory for one operand.
 PART = 40960
 
 SIZES = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
@@ -18,7 +18,7 @@ SIZES = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 
 @functools.cache
 def exact(kind):
-    """Floats that are multiples of 1/8 and at most 8: as raw integers, and their values."""
+    """Returns floats that are multiples of 1/8 and at most 8, as raw integers and as values."""
     step = {"f16": 1 << 7, "bf16": 1 << 4}.get(kind, 1)
     values = {raw: float_value(raw, kind) for raw in range(0, 256 ** SIZES[kind], step)}
     found = {raw: x for raw, x in values.items() if abs(x) <= 8 and x * 8 % 1 == 0}
@@ -26,7 +26,7 @@ def exact(kind):
 
 
 def drawn(kind, shape, seed):
-    """Random elements as raw integers, and their values."""
+    """Draws random elements, as raw integers and as values."""
     generator = np.random.default_rng([seed, *shape])
     if kind in ("s8", "u8"):
         raw = generator.integers(0, 256, shape, np.uint8)
@@ -40,9 +40,9 @@ class Layout:
     """The layout of an operand in shared memory (9.7.15.5.1.2, 9.7.16.3 and 4).
 
     Args:
-      major: "K" or "MN", whichever is contiguous.
-      swizzle: bytes of the swizzle.
-      leading, stride: byte offsets of the descriptor; by default those of a dense layout.
+      major: contiguous dimension, "K" or "MN".
+      swizzle: bytes of a row of the swizzle.
+      leading, stride: byte offsets in the descriptor; by default those of a dense layout.
       begin: offset of the first element in the operand's memory.
     """
 
@@ -55,7 +55,7 @@ class Layout:
         self.stride = found[1] if stride is None else stride
 
     def offset(self, row, k, size):
-        """Offset of the element in this row of M or N; rows and k may be arrays."""
+        """Returns the offset of element k in a row of M or N; `row` and `k` may be arrays."""
         along, across = (k * size, row) if self.major == "K" else (row * size, k)
         eights, one = divmod(across, 8)
         if self.swizzle and self.major == "K":
@@ -77,7 +77,7 @@ class Layout:
         image[at] = raw.astype(f"<u{size}")[..., None].view(np.uint8)
 
     def bits(self, chip):
-        """The descriptor without the address."""
+        """Returns the bits of the descriptor without the address."""
         found = (self.leading >> 4) << 16 | (self.stride >> 4) << 32
         if chip == "Hopper":
             return found | {0: 0, 128: 1, 64: 2, 32: 3}[self.swizzle] << 62
@@ -85,13 +85,13 @@ class Layout:
 
 
 def descriptor(name, offset, bits):
-    """Statements that make a descriptor of the operand at `memory` + `offset`."""
+    """Returns PTX that makes a descriptor of the operand at `memory` + `offset`."""
     return f"""add.u32 %x, %memory, {offset}; shr.u32 %x, %x, 4; and.b32 %x, %x, 0x3FFF;
         cvt.u64.u32 {name}, %x; or.b64 {name}, {name}, {bits:#x};"""
 
 
 def uploaded(size, array=0, fence="fence.proxy.async.shared::cta;"):
-    """Copies an array to `memory`, by 128 threads."""
+    """Returns PTX with which 128 threads copy an array to `memory`."""
     text = f"mad.wide.u32 %address, %thread, 16, %m{array}; mad.lo.u32 %x, %thread, 16, %memory;"
     for at in range(0, size, 2048):
         text += f"""ld.global.v4.b32 {{%v0, %v1, %v2, %v3}}, [%address+{at}];
@@ -119,7 +119,7 @@ DENSE = (Layout(), Layout())
 
 
 def flags(depth, a, signs="1, 1", turned="0, 0"):
-    """The operands that follow the predicate."""
+    """Returns the operands that follow the predicate."""
     return f", {signs}" * (a not in ("s8", "u8")) + f", {turned}" * (depth == 16)
 
 

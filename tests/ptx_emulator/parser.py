@@ -1,7 +1,7 @@
 """Parses a kernel of a PTX module into instructions whose operands refer to numbered registers.
 
-It knows what LLVM, Triton and nvcc emit: scopes, labels, ranges of registers, inline assembly,
-branch tables and shared variables. Anything else is an error that names the line.
+It supports the PTX that LLVM, Triton and nvcc emit: scopes, labels, ranges of registers, inline
+assembly, branch tables and shared variables. Any other syntax is an error that names the line.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class Register:
 
 @dataclasses.dataclass(frozen=True)
 class Immediate:
-    """A constant. If it is `real`, a float, its value is given by its bits."""
+    """A constant. The value of a float, which is `real`, is given by its bits."""
 
     value: int
     real: bool = False
@@ -44,7 +44,7 @@ class Symbol:
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """[base + offset], or [base, {coordinates}] for a tensor map."""
+    """An address [base + offset], or [base, {coordinates}] for a tensor map."""
 
     base: object
     offset: int = 0
@@ -53,7 +53,7 @@ class Address:
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """{a, b, ...}."""
+    """A vector of operands, {a, b, ...}."""
 
     items: tuple
 
@@ -75,7 +75,7 @@ class Negated:
 
 @dataclasses.dataclass(frozen=True)
 class Sink:
-    """_, a destination that is discarded."""
+    """The destination _, which is discarded."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,12 +86,12 @@ class Instruction:
       opcode: the name with all modifiers, as in the text.
       operands: the operands, with registers instead of names.
       predicate: the guard register, or None. Lanes in which it is true execute the instruction.
-      negated: whether lanes in which the guard is false execute it instead.
+      negated: whether lanes in which the guard is false execute the instruction instead.
       targets: indices of the instructions that a branch may go to.
       registers: numbers of all registers that the instruction names.
-      line: number of its line in the module.
-      text: its text, with single spaces.
-      span: offsets of its beginning and end in the module, including the semicolon.
+      line: line number of the instruction in the module.
+      text: text of the instruction, with single spaces.
+      span: offsets of the instruction's beginning and end in the module, including the semicolon.
     """
 
     opcode: str
@@ -161,13 +161,13 @@ STATEMENT = re.compile(rf"(?:@(!?)\s*({IDENTIFIER})\s+)?([a-z][\w.:]*)\s*(.*)$",
 
 @functools.cache
 def bits(type_name: str) -> int:
-    """The width of a type in bits."""
+    """Returns the width of a type in bits."""
     irregular = {"pred": 1, "f16x2": 32, "bf16x2": 32, "f32x2": 64, "bf16": 16}
     return irregular.get(type_name) or int(TYPE_BITS.fullmatch(type_name)[1])
 
 
 def integer(text: str) -> int | None:
-    """The value of an integer constant; None if the text is not one."""
+    """Returns the value of an integer constant; None if the text is not one."""
     match = INTEGER.fullmatch(text)
     if match is None:
         return None
@@ -189,7 +189,7 @@ def split(text: str) -> list[str]:
 
 
 def parse(ptx: str, name: str | None = None) -> Kernel:
-    """The kernel with this name in a PTX module; by default the first one."""
+    """Parses the kernel with this name in a PTX module; by default the first kernel."""
     source = re.sub(r"/\*.*?\*/|//[^\n]*", lambda m: re.sub(r"[^\n]", " ", m[0]), ptx, flags=re.S)
     name_pattern = re.escape(name) if name else r"[\w$.]+"
     entry = re.search(rf"\.entry\s+({name_pattern})\s*\((.*?)\)(.*?)\{{", source, re.S)
@@ -216,7 +216,7 @@ def parse(ptx: str, name: str | None = None) -> Kernel:
 
 
 def _parameters(text: str):
-    """The parameters of a kernel's parameter list."""
+    """Parses the parameters of a kernel's parameter list."""
     offset = 0
     for declaration in split(text):
         match = re.fullmatch(
@@ -236,7 +236,7 @@ def _parameters(text: str):
 
 
 def _directive_dimensions(directives: str, directive: str) -> tuple[int, ...] | None:
-    """The three dimensions of a directive; missing ones are 1. None if the directive is missing."""
+    """Returns the three dimensions of a directive, padded with 1; None without the directive."""
     match = re.search(directive + r"\s+([\d, ]+)", directives)
     if match is None:
         return None
@@ -245,7 +245,7 @@ def _directive_dimensions(directives: str, directive: str) -> tuple[int, ...] | 
 
 
 class _SharedLayout:
-    """The offsets of shared variables: in the order of their declaration, dynamic ones last."""
+    """The offsets of shared variables, in the order of declaration, with dynamic ones last."""
 
     def __init__(self):
         self.offsets, self.bytes, self.dynamic = {}, 0, {}
@@ -263,7 +263,7 @@ class _SharedLayout:
         self.bytes += itemsize * int(extent[1:-1] if extent else 1)
 
     def finish(self) -> dict[str, int]:
-        """Places the dynamic variables behind all others; returns all offsets."""
+        """Places the dynamic variables behind all other variables; returns all offsets."""
         for name, alignment in self.dynamic.items():
             self.bytes = -(-self.bytes // alignment) * alignment
             self.offsets[name] = self.bytes
@@ -279,7 +279,7 @@ class _Body:
     def __init__(self, source: str, begin: int, layout: _SharedLayout):
         self.layout = layout
         self.parents = {0: None}
-        # (scope, name) -> index of the labelled instruction; labels of a branch table; register.
+        # (scope, name) -> index of the labelled instruction, labels of a branch table, or register.
         self.labels, self.branch_tables, self.registers = {}, {}, {}
         self.all_registers: list[Register] = []
         # For each instruction: (scope, predicate, negated, opcode, operands, line, text, span)
@@ -352,7 +352,7 @@ class _Body:
             raise UnsupportedError(f"line {line}: {text}")
 
     def _find(self, table: dict, scope: int | None, name: str):
-        """What a name means in a scope, or in the innermost scope around it that declares it."""
+        """Looks up a name in a scope, or in the innermost enclosing scope that declares it."""
         while scope is not None:
             if (scope, name) in table:
                 return table[scope, name]
@@ -360,7 +360,7 @@ class _Body:
         return None
 
     def instructions(self):
-        """The instructions, with operands bound to registers and branches to instructions."""
+        """Returns the instructions, with operands bound to registers and branches to targets."""
         for scope, predicate, negated, opcode, operands, *location in self.statements:
             line, text, _ = location
             targets = ()
@@ -386,7 +386,7 @@ class _Body:
             yield Instruction(opcode, bound, guard, negated, targets, frozenset(used), *location)
 
     def _targets(self, scope: int, names: list[str], line: int) -> tuple[int, ...]:
-        """The indices of the instructions with these labels."""
+        """Returns the indices of the instructions with these labels."""
         targets = tuple(self._find(self.labels, scope, name) for name in names)
         if None in targets:
             raise UnsupportedError(f"line {line}: a label among {names} is not declared")
@@ -429,7 +429,7 @@ class _Body:
 
 
 def parts_of(operand, part_type):
-    """All parts of an operand that are instances of a class, such as `Register`."""
+    """Lists all parts of an operand that are instances of a class, such as `Register`."""
     if isinstance(operand, part_type):
         yield operand
     elif dataclasses.is_dataclass(operand):

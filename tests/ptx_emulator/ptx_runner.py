@@ -10,7 +10,7 @@ from ptx_emulator.parser import parse
 
 
 def module_text(body, parameters=(), prelude="", *, target="sm_100a", threads=32):
-    """A PTX module with one kernel that has this body."""
+    """Returns a PTX module with one kernel that has this body."""
     return f"""
 .version 8.7
 .target {target}
@@ -27,12 +27,12 @@ def module_text(body, parameters=(), prelude="", *, target="sm_100a", threads=32
 def prepare(
     body, parameters=(), values=(), *, grid=1, cluster=1, threads=32, target="sm_100a", **options
 ):
-    """A machine that is ready to launch a kernel with this body.
+    """Prepares a machine to launch a kernel with this body.
 
     Args:
       body: the kernel's statements.
       parameters: declarations of the kernel's parameters.
-      values: their values. An array is copied to global memory, and its address is the value.
+      values: values of the parameters. An array is copied to global memory and passed by address.
       grid, cluster, threads: blocks, blocks per cluster, threads per block.
       target: the module's .target.
       options: keyword arguments of `Machine`.
@@ -53,7 +53,7 @@ def launch(body, parameters=(), values=(), **options):
 
 
 def full_message(error):
-    """The message of an error, with its notes."""
+    """Returns the message of an error, with its notes."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
@@ -70,7 +70,7 @@ class Outcome:
 
 
 def kernel_parts(body, inputs, results, arrays, constants, maps, grid, threads):
-    """The body, the parameters and their values of the kernel that `run` launches."""
+    """Returns the body, the parameters and their values of the kernel that `run` launches."""
     parameters = [f".param .u64 p{i}" for i in range(len(inputs) + len(results) + len(arrays))]
     values = [np.array(values, f"u{max(bits, 8) // 8}") for bits, values in inputs]
     values += [np.zeros(threads * grid, f"u{max(bits, 8) // 8}") for bits in results]
@@ -144,8 +144,9 @@ def run(
 
     Args:
       body: the statements.
-      inputs: for each, the bits of the register (1 for a predicate) and the values of all threads.
-      results: for each, the bits of the register.
+      inputs: for each input, the bits of its register (1 for a predicate) and the values of all
+        threads.
+      results: for each result, the bits of its register.
       arrays: bytes in global memory.
       constants: bytes of the kernel parameter `constants`.
       maps: functions that make a tensor map, given the addresses of all arrays.
@@ -187,5 +188,5 @@ def assert_fails(error, message, body, *, arrays=(), maps=(), grid=1, threads=32
 
 
 def array_addresses(machine):
-    """The 64-bit words of the kernel's parameters, which begin with the arrays' addresses."""
+    """Returns the 64-bit words of the kernel's parameters, which begin with array addresses."""
     return machine.parameters[: len(machine.parameters) // 8 * 8].view(np.uint64).tolist()

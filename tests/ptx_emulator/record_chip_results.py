@@ -2,7 +2,8 @@
 
     PYTHONPATH=.:tests:tests/kernels:tests/operator python -m ptx_emulator.record_chip_results
 
-The driver compiles the PTX. This project's Hopper kernels, of `emulated.py`, are recorded as well.
+The driver compiles the PTX. The results of this project's Hopper kernels in `emulated.py` are also
+recorded.
 """
 
 import argparse
@@ -44,7 +45,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Chip:
-    """The first GPU, through the driver."""
+    """Runs programs on the first GPU through the driver."""
 
     def __init__(self):
         self.driver = ctypes.CDLL("libcuda.so.1")
@@ -54,14 +55,14 @@ class Chip:
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), self.device)
 
     def call(self, name: str, *arguments) -> None:
-        """A function of the driver, which must succeed."""
+        """Calls a function of the driver, which must succeed."""
         if code := getattr(self.driver, name)(*arguments):
             text = ctypes.c_char_p()
             self.driver.cuGetErrorString(code, ctypes.byref(text))
             raise RuntimeError(f"{name}: {(text.value or b'').decode()} ({code})")
 
     def describe(self) -> dict:
-        """Name, compute capability, and the driver's version."""
+        """Returns the GPU's name and compute capability, and the driver's version."""
         name, version = ctypes.create_string_buffer(100), ctypes.c_int()
         self.call("cuDeviceGetName", name, 100, self.device)
         self.call("cuDriverGetVersion", ctypes.byref(version))
@@ -77,7 +78,7 @@ class Chip:
         }
 
     def run(self, program: chip_programs.Program) -> list[np.ndarray]:
-        """The arrays after the GPU has executed a program."""
+        """Executes a program on the GPU and returns its arrays."""
         self.call("cuCtxSetCurrent", self.context)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self.call("cuModuleLoadData", ctypes.byref(module), program.ptx.encode())
@@ -139,7 +140,9 @@ def main() -> None:
     """Runs all programs and writes the digests of the programs and of their results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=chip_programs.ANSWERS)
-    parser.add_argument("--compare", action="store_true", help="with the emulator, here and now")
+    parser.add_argument(
+        "--compare", action="store_true", help="also compares the results with the emulator's"
+    )
     arguments = parser.parse_args()
     chip, answers, wrong = Chip(), {}, 0
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -159,14 +162,14 @@ def main() -> None:
 
 
 def kernel_answer(name: str) -> str:
-    """A digest of the result of a kernel of `emulated.CASES` on this machine's GPU."""
+    """Runs a kernel of `emulated.CASES` on this machine's GPU; returns a digest of its result."""
     case = emulated.CASES[name]
     operands = draw_operands(len(name), case.patches, case.N, case.dtype, case.table)
     return chip_programs.digest(np.asarray(case.function()(*operands)))
 
 
 def _differs(program, found) -> bool:
-    """Whether the emulator's results differ; prints the differences."""
+    """Returns whether the emulator's results differ, and prints the differences."""
     expected = chip_programs.emulated(program)
     for i, (here, there) in enumerate(zip(expected, found)):
         if not np.array_equal(here, there):

@@ -1,13 +1,13 @@
-"""Independent definitions for the tests: the values of floats, and TMA's swizzles."""
+"""Independent references for the tests: the values of floats, and TMA's swizzles."""
 
 import math
 
-# Bits of the exponent and of the fraction of each float type.
+# Numbers of bits of the exponent and of the fraction of each float type.
 FORMATS = {"f16": (5, 10), "bf16": (8, 7), "f32": (8, 23), "e4m3": (4, 3), "e5m2": (5, 2)}
 
 
 def float_value(raw, ptx_type):
-    """The value of a float given by its bits. Python's floats represent it exactly."""
+    """Returns the value of a float given by its bits, which Python's floats represent exactly."""
     exponent_bits, fraction_bits = FORMATS[ptx_type]
     sign = -1.0 if raw >> exponent_bits + fraction_bits & 1 else 1.0
     exponent, fraction = raw >> fraction_bits & 2**exponent_bits - 1, raw & 2**fraction_bits - 1
@@ -21,10 +21,10 @@ def float_value(raw, ptx_type):
 
 
 def swizzled_address(address, swizzle):
-    """The address where TMA with a swizzle puts a byte of shared memory (5.5.7).
+    """Returns the address where TMA with a swizzle puts a byte of shared memory (5.5.7).
 
-    The chunks of 16 bytes of each row, which has the swizzle's bytes, are permuted: their number is
-    XORed with that of the line of 128 bytes, so that the pattern repeats after 8 rows.
+    A row has as many bytes as the swizzle. Its chunks of 16 bytes are permuted: their number is
+    XORed with the number of the line of 128 bytes, so that the pattern repeats after 8 lines.
     """
     if not swizzle:
         return address

@@ -1,4 +1,4 @@
-"""Arithmetic, logic, comparison, moves and conversion: each lane by itself."""
+"""Arithmetic, logic, comparison, moves and conversion, separately for each lane."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
 PACKED = {"f32x2": "f32", "f16x2": "f16", "bf16x2": "bf16"}
 
 # Result types of floating-point arithmetic, whose NaN are canonical. Instructions that only move
-# floats have integer types here, so that they keep all bits.
+# floats are defined with integer types, so that they keep all bits.
 FLOAT_TYPES = ("f32", "f16", "bf16", *PACKED)
 
 
@@ -32,22 +32,22 @@ SMALLEST_NORMAL_F32 = float(np.finfo(np.float32).smallest_normal)
 
 
 def modifiers(instruction) -> list[str]:
-    """The parts of an opcode after its name, without the dots."""
+    """Returns the parts of an opcode after its name, without the dots."""
     return instruction.opcode.split(".")[1:]
 
 
 def type_of(instruction) -> str:
-    """The last part of an opcode: the type."""
+    """Returns the type, the last part of an opcode."""
     return modifiers(instruction)[-1]
 
 
 def pair(operand):
-    """Both operands of a|b; for another operand, the operand and None."""
+    """Returns both operands of a|b; for any other operand, returns the operand and None."""
     return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)
 
 
 def with_canonical_nan(values):
-    """Replaces every NaN by the one that an H200 computes: all bits set except for the sign."""
+    """Replaces every NaN by that of an H200, which has all bits set except for the sign."""
     nan = np.isnan(values)
     if not nan.any():
         return values
@@ -63,17 +63,17 @@ def elementwise(
     operand_types: list[str] | None = None,
     result_type: str | None = None,
 ):
-    """Makes `execute` that applies a function to the operands as numpy arrays of their types.
+    """Makes an `execute` that applies a function to the operands as numpy arrays of their types.
 
     Args:
-      binder, instruction: as for all makers.
+      binder, instruction: arguments of all functions that make `execute`.
       function: a numpy ufunc or a Python function.
       operand_types: PTX types of the source operands; by default the opcode's last part.
       result_type: PTX type of the destination; by default that of the first source.
     """
     destination, *sources = instruction.operands
     operand_types = operand_types or [type_of(instruction)] * len(sources)
-    # A ufunc, unlike a Python function, would accept one argument too many, as its output.
+    # Unlike a Python function, a ufunc would accept one more argument, as its output.
     count = getattr(function, "nin", None) or function.__code__.co_argcount
     if not len(sources) == len(operand_types) == count:
         raise UnsupportedError(f"{len(sources)} operands instead of {count}")
@@ -97,10 +97,10 @@ def elementwise(
 
 
 def fused_multiply_add(a, b, c):
-    """a * b + c, rounded once, for types up to float32: float64 represents their products exactly.
+    """Computes a * b + c, rounded once, for types whose products float64 represents exactly.
 
     The sum is rounded to float64 and then to the type. Two roundings differ from one only if the
-    first makes a tie, so the first one rounds to odd, which never does.
+    first rounding creates a tie. So it rounds to odd, which never creates one.
     """
     if a.dtype == np.float64:
         raise UnsupportedError("a fused multiply-add of float64")
@@ -109,7 +109,7 @@ def fused_multiply_add(a, b, c):
     total = product + addend
     if a.dtype == np.float32 and not _may_need_single_rounding(total).any():
         return total.astype(np.float32)
-    # The exact error of the sum (Knuth's TwoSum). Where it is not zero, the last bit becomes odd.
+    # Knuth's TwoSum gives the exact error of the sum. If it is not zero, the last bit becomes odd.
     part = total - product
     error = (product - (total - part)) + (addend - part)
     word = total.view(np.uint64)
@@ -120,9 +120,9 @@ def fused_multiply_add(a, b, c):
 
 
 def _may_need_single_rounding(total):
-    """Whether a float64 may lie in the middle of two float32, so that rounding it errs.
+    """Returns whether a float64 may lie in the middle of two float32, where rounding twice errs.
 
-    A normal float32 drops the last 29 bits of a float64. For subnormal ones the answer is yes.
+    A normal float32 drops the last 29 bits of a float64. For subnormal numbers the answer is yes.
     """
     tie = total.view(np.uint64) & np.uint64((1 << 29) - 1) == np.uint64(1 << 28)
     return tie | ((np.abs(total) < SMALLEST_NORMAL_F32) & (total != 0))
@@ -131,8 +131,8 @@ def _may_need_single_rounding(total):
 def round_once(values, dtype):
     """Rounds float64 to a type once.
 
-    ml_dtypes converts to bfloat16 by way of float32. That step rounds to odd here, so that it makes
-    no ties.
+    ml_dtypes converts to bfloat16 through float32. The step to float32 rounds to odd here, so that
+    it creates no ties.
     """
     if dtype != FLOATS["bf16"]:
         return values.astype(dtype)
@@ -168,12 +168,12 @@ def mul(binder, instruction):
 
 
 def doubled_type(ptx_type: str) -> str:
-    """The type with twice the width."""
+    """Returns the type with twice the width."""
     return f"{ptx_type[0]}{2 * bits(ptx_type)}"
 
 
 def widen(array):
-    """The same integers in the type with twice the width."""
+    """Converts integers to the type with twice the width."""
     table = SIGNED if array.dtype.kind == "i" else UNSIGNED
     return array.astype(table[16 * array.dtype.itemsize])
 
@@ -224,7 +224,7 @@ def fma(binder, instruction):
 
 
 def divide(a, b):
-    """Division, rounded toward zero. Division by zero, which 9.7.1.8 leaves open, sets all bits."""
+    """Divides, rounding toward zero. Division by zero, which 9.7.1.8 leaves open, sets all bits."""
     safe = np.where(b == 0, np.ones_like(b), b)
     magnitude = np.abs(a.astype(object)) // np.abs(safe.astype(object))
     signed = np.where((a < 0) == (safe < 0), magnitude, -magnitude)
@@ -232,7 +232,7 @@ def divide(a, b):
 
 
 def wrap(values, dtype):
-    """Python integers in a numpy type, modulo its range."""
+    """Converts Python integers to a numpy type, modulo its range."""
     width = 8 * np.dtype(dtype).itemsize
     unsigned = [int(value) & ((1 << width) - 1) for value in np.asarray(values, object).flat]
     return np.array(unsigned, UNSIGNED[width]).view(dtype)
@@ -252,7 +252,7 @@ def rem(binder, instruction):
 
 
 def minimum_number(a, b):
-    """The smaller value. A number is preferred to a NaN, and -0 is smaller than +0 (9.7.3.11)."""
+    """Returns the smaller value; prefers numbers to NaN, and -0 is smaller than +0 (9.7.3.11)."""
     result = np.fmin(a, b)
     if a.dtype.kind in "iu":
         return result
@@ -260,7 +260,7 @@ def minimum_number(a, b):
 
 
 def maximum_number(a, b):
-    """The larger value, with the rules of `minimum_number`."""
+    """Returns the larger value, with the rules of `minimum_number`."""
     result = np.fmax(a, b)
     if a.dtype.kind in "iu":
         return result
@@ -321,10 +321,10 @@ def brev(binder, instruction):
 
 
 def byte_operand(operand, width: int) -> int:
-    """The position or length of a bit field, 0 to 255 in the ISA.
+    """Returns the position or length of a bit field, which is 0 to 255 in the ISA.
 
     For larger operands an H200 takes the lowest byte if the field has 32 bits, and 255 if it has
-    64.
+    64 bits.
     """
     return min(int(operand), 0xFF) if width == 64 else int(operand) & 0xFF
 
@@ -337,7 +337,7 @@ def bfe(binder, instruction):
     def field(value, position, length):
         position, length = byte_operand(position, width), byte_operand(length, width)
         raw = int(value) & ((1 << width) - 1)
-        # Bits of the field past the end of the value are copies of the sign; 0 if unsigned.
+        # Bits of the field past the end of the value are copies of the sign, or 0 if unsigned.
         sign = (
             raw >> min(position + length - 1, width - 1) & 1 if ptx_type[0] == "s" and length else 0
         )
@@ -407,7 +407,7 @@ def lop3(binder, instruction):
 
 
 def _replace_operands(instruction, operands):
-    """A copy of the instruction with other operands."""
+    """Returns a copy of the instruction with other operands."""
     return dataclasses.replace(instruction, operands=tuple(operands))
 
 
@@ -428,7 +428,7 @@ def shr(binder, instruction):
 
     def function(a, count):
         shifted = a >> np.minimum(count, bits(ptx_type) - 1).astype(a.dtype)
-        # Signed types shift in copies of the sign, also by more than the width.
+        # Signed types shift in copies of the sign, even if the shift exceeds the width.
         return (
             shifted
             if ptx_type[0] == "s"
@@ -607,7 +607,7 @@ def convert_float(binder, instruction):
         values = read(warp).view(source_dtype)
         exact = values.astype(np.float64) if source_dtype in (np.int32, np.uint32) else values
         result = round_once(exact, target_dtype)
-        # bfloat16 is widened by moving its bits, which keeps every NaN.
+        # Widening bfloat16 moves its bits, which keeps every NaN.
         write(warp, result if source_type == "bf16" else with_canonical_nan(result), mask)
 
     return execute

@@ -23,7 +23,7 @@ LANES = range(32)
 
 
 def width(kind):
-    """Bits of a type."""
+    """Returns the number of bits of a type."""
     if kind == "pred":
         return 1
     if kind.endswith("x2"):
@@ -32,12 +32,12 @@ def width(kind):
 
 
 def stored(kind):
-    """Bits of a register for this type; there are no registers of 8 bits."""
+    """Returns the number of bits of a register for this type; no register has 8 bits."""
     return max(16, width(kind))
 
 
 def encoded(value, kind):
-    """The float nearest to a number, ties to even; types of 8 bits saturate."""
+    """Returns the bits of the nearest float, with ties to even; types of 8 bits saturate."""
     exponents, fractions = FORMATS[kind]
     infinity = (2**exponents - 1) << fractions
     most = {"e4m3": 0x7E, "e5m2": 0x7B}.get(kind, infinity)
@@ -56,7 +56,7 @@ def encoded(value, kind):
 
 
 def decode(raw, kind):
-    """The value of raw bits; for packed types both values, low half first."""
+    """Returns the value of raw bits; for packed types, both values with the low half first."""
     if kind.endswith("x2"):
         half = width(kind) // 2
         return tuple(decode(raw >> i * half & 2**half - 1, kind[:-2]) for i in range(2))
@@ -66,7 +66,7 @@ def decode(raw, kind):
 
 
 def encode(value, kind, bits):
-    """The bits of a register with this value, extended according to its type (9.4.1)."""
+    """Returns the bits of a register with this value, extended according to its type (9.4.1)."""
     if kind.endswith("x2"):
         low, high = (encode(part, kind[:-2], bits) for part in value)
         return low | high << width(kind) // 2
@@ -76,7 +76,7 @@ def encode(value, kind, bits):
 
 
 def with_one_nan(raw, kind):
-    """Replaces every NaN by one and the same."""
+    """Replaces every NaN by the same one."""
     if kind.endswith("x2") or kind in FORMATS:
         value = decode(raw, kind)
         parts = value if isinstance(value, tuple) else (value,)
@@ -88,14 +88,14 @@ def with_one_nan(raw, kind):
 
 
 def drawn(bits, seed):
-    """A random number of `bits` bits for each lane."""
+    """Draws a random number of `bits` bits for each lane."""
     generator = random.Random(f"{bits} {seed}")
     return [generator.getrandbits(bits) for _ in LANES]
 
 
 @functools.cache
 def edges(kind):
-    """Raw values of edge cases, the most important eight first."""
+    """Returns raw values of edge cases, the eight most important ones first."""
     if kind == "pred":
         return [0, 1]
     bits = width(kind)
@@ -112,14 +112,14 @@ def edges(kind):
     top = 1 << bits - 1
     found = [0, 1, 2 * top - 1, top, top - 1, top + 1, 2, 2 * top - 2, top - 2]
     if bits == 32:
-        # Shifts and bit fields at the width and beyond.
+        # Shifts and bit fields are tested at the width and beyond.
         found += [7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 0x1020]
     return found
 
 
 @functools.cache
 def ties(kind):
-    """Numbers in the middle of two floats of narrower types, and their neighbours."""
+    """Returns numbers in the middle of two floats of narrower types, and their neighbours."""
     found = []
     generator = random.Random(kind)
     for narrow, (exponents, fractions) in FORMATS.items():
@@ -138,7 +138,7 @@ def ties(kind):
 
 
 def fused_ties(kind):
-    """Operands where a * b is in the middle of two floats, and a tiny c decides the rounding."""
+    """Returns operands whose a * b is in the middle of two floats; c decides the rounding."""
     fractions = FORMATS[kind][1]
     a = encoded(1 + Fraction(1, 2**fractions), kind)
     for sign, b in itertools.product((1, -1), (1.5, 1.25, 1.75)):
@@ -150,7 +150,7 @@ def fused_ties(kind):
 
 @functools.cache
 def operands(kinds, wide, count):
-    """Rows of raw operands: pairs of edge cases, then edge cases mixed with random numbers."""
+    """Returns rows of raw operands: pairs of edge cases, then edge cases with random numbers."""
     generator = random.Random(f"{kinds} {wide}")
     rows = list(itertools.product(*map(edges, kinds)))
     generator.shuffle(rows)
@@ -188,15 +188,15 @@ def operands(kinds, wide, count):
     return rows
 
 
-# Instructions of a single lane: the opcode, and what it computes.
+# The instructions of single lanes, with their opcodes and meanings.
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """An opcode with its section, the types of results and operands, and its meaning.
 
-    The reference gets values (`decode`) and returns values, or None where the ISA leaves them open.
-    With `wide` all registers have 64 bits.
+    The reference takes values (`decode`) and returns values, or None where the ISA leaves them
+    open. With `wide` all registers have 64 bits.
     """
 
     opcode: str
@@ -211,7 +211,7 @@ class Case:
 
 
 def cases(section, template, reference, kinds=None, result=None):
-    """A case for every opcode of "name{.modifier,...}", whose type is its last part."""
+    """Yields a case for every opcode of "name{.modifier,...}", whose last part is the type."""
     parts = re.split(r"[{}]", template)
     for chosen in itertools.product(*(part.split(",") for part in parts)):
         opcode = "".join(chosen)
@@ -222,13 +222,13 @@ def cases(section, template, reference, kinds=None, result=None):
 
 
 def by_type(function):
-    """A reference that depends on the type."""
+    """Marks a reference that depends on the type."""
     function.by_type = True
     return function
 
 
 def exact(a, b, c):
-    """a * b + c without rounding; zeros, infinities and NaN follow the rules of floats."""
+    """Computes a * b + c exactly; zeros, infinities and NaN follow the rules of floats."""
     found = a * b + c
     if found == 0 or not math.isfinite(found):
         return found
@@ -236,7 +236,7 @@ def exact(a, b, c):
 
 
 def smaller(a, b):
-    """The smaller value; a number is preferred to a NaN, and -0 is smaller than +0."""
+    """Returns the smaller value; prefers numbers to NaN, and -0 is smaller than +0."""
     if a != a or b != b:
         return b if a != a else a
     return min(a, b, key=lambda x: (x, math.copysign(1, x)))
@@ -247,7 +247,7 @@ def larger(a, b):
 
 
 def truncated(a, b):
-    """Division by zero is unspecified (9.7.1.8)."""
+    """Divides, rounding toward zero; division by zero is unspecified (9.7.1.8)."""
     return int(Fraction(a, b)) if b else None
 
 
@@ -264,13 +264,13 @@ def leading_zeros(kind):
 
 
 def of_field(operand, last):
-    """Position or length of a bit field: 0 to 255 in the ISA, beyond that as on an H200."""
+    """Returns position or length of a bit field: 0 to 255 in the ISA, beyond that as on an H200."""
     return operand & 0xFF if last < 63 else min(operand, 0xFF)
 
 
 @by_type
 def extracted(kind):
-    """9.7.1.19, bit by bit."""
+    """Returns a function that extracts a bit field as in 9.7.1.19, bit by bit."""
     last = width(kind) - 1
 
     def function(a, b, c):
@@ -284,7 +284,7 @@ def extracted(kind):
 
 @by_type
 def inserted(kind):
-    """9.7.1.20, bit by bit."""
+    """Returns a function that inserts a bit field as in 9.7.1.20, bit by bit."""
 
     def function(a, b, c, d):
         position, length = of_field(c, width(kind) - 1), of_field(d, width(kind) - 1)
@@ -297,7 +297,7 @@ def inserted(kind):
 
 
 def shifted_together(to_left, wraps):
-    """9.7.8.7: a is the low half."""
+    """Returns a funnel shift as in 9.7.8.7, whose low half is a."""
 
     def function(a, b, c):
         n = c & 31 if wraps else min(c, 32)
@@ -307,7 +307,7 @@ def shifted_together(to_left, wraps):
 
 
 def permuted(a, b, c):
-    """9.7.9.7."""
+    """Permutes bytes as in 9.7.9.7."""
     found = 0
     for i in range(4):
         choice = c >> 4 * i & 15
@@ -325,7 +325,10 @@ COMBINATIONS = {"": None, ".and": operator.and_, ".or": operator.or_, ".xor": op
 
 
 def comparison(name, combine):
-    """p|q of setp; with a NaN ordered comparisons are false, unordered ones (-u) true."""
+    """Returns a reference for p|q of setp.
+
+    With a NaN, ordered comparisons are false, and unordered ones (-u) are true.
+    """
     compare, unordered = COMPARISONS[name[:2]], name.endswith("u")
 
     def function(a, b, other=False):
@@ -396,7 +399,7 @@ def all_cases():
             sources = (kind, kind, "pred") if combine else (kind, kind)
             opcode = f"setp.{name}{u}{suffix}.{kind}"
             yield Case(opcode, COMPARE, ("pred", "pred"), sources, comparison(name + u, combine))
-    # Moving a float changes none of its bits, so floats have types of bits here.
+    # Moving a float changes none of its bits, so moves of floats are tested with types of bits.
     every = "{b16,b32,b64,u16,u32,u64,s16,s32,s64,f32}"
     select = lambda a, b, c: a if c else b  # noqa: E731
     yield from cases(COMPARE, f"selp.{every}", select, ("bits", "bits", "pred"))

@@ -32,17 +32,17 @@ defines_tcgen05 = functools.partial(defines, "9.7.16 tcgen05", targets=BLACKWELL
 
 CTA_GROUPS = "{.cta_group::1,.cta_group::2}"
 
-# The words of tensor memory, and of registers, that are not written yet.
+# Value of words of tensor memory and of registers that are not written yet.
 POISON_WORD = 0xFFFFFFFF
 
 
 def _is_pair(instruction) -> bool:
-    """Whether the instruction is for two blocks."""
+    """Returns whether the instruction is for two blocks."""
     return "cta_group::2" in modifiers(instruction)
 
 
 def _cta_group(warp, is_pair: bool) -> list:
-    """The warp's block, or the pair of blocks that it belongs to."""
+    """Returns the warp's block, or the two blocks of its pair."""
     if not is_pair:
         return [warp.block]
     first = warp.block.rank & ~1
@@ -71,7 +71,9 @@ def alloc(binder, instruction):
         if first is None:
             return Blocked(
                 lambda: tensor_memory.find_free_columns(columns) is not None,
-                lambda: f"{columns} columns of tensor memory; used are {tensor_memory.allocated}",
+                lambda: (
+                    f"{columns} columns of tensor memory; allocated are {tensor_memory.allocated}"
+                ),
             )
         peer_is_launched = warp.clock[MEMORY][warp.machine.agents.cluster_barrier]
         if group_size == 2 and not peer_is_launched:
@@ -82,11 +84,11 @@ def alloc(binder, instruction):
         tensor_memory.allocated[first] = (columns, group_size)
         tensor_memory.allocations[first] = warp.agent, warp.time, warp.cluster_arrivals
         tensor_memory.words[:, first : first + columns] = POISON_WORD
-        # The address goes to shared memory, where lane 0 points to.
+        # The address is written to shared memory, where lane 0 points.
         values = np.full(WARP_SIZE, first, np.uint32).view(np.uint8).reshape(WARP_SIZE, 4)
         access = Access(warp, "shared", target(warp), LANE_IDS == 0, 4, "tcgen05.alloc")
-        # No fence is needed before TMA overwrites it: the ISA names no proxy, and Triton's kernels
-        # have none.
+        # TMA may overwrite the address without a fence: the ISA names no proxy, and Triton's
+        # kernels have no fence.
         access.store(values, fenced=True)
         return _wait_for_peer(warp, instruction) if group_size == 2 else None
 
@@ -96,8 +98,8 @@ def alloc(binder, instruction):
 def _wait_for_peer(warp, instruction) -> Blocked | None:
     """Counts a collective instruction of a pair of blocks, and waits until the peer executes it.
 
-    The first block may wait for the second (9.7.16.5). Here tcgen05.alloc always does, the others
-    as the schedule says.
+    The first block may wait for the second (9.7.16.5). In the emulator tcgen05.alloc always waits;
+    for the other instructions the schedule decides.
     """
     first, second = (block.tensor_memory.collective_counts for block in _cta_group(warp, True))
     own, peer = (first, second) if warp.block.rank % 2 == 0 else (second, first)
@@ -164,7 +166,7 @@ def tcgen05_fence(binder, instruction):
 
 # Loads and stores.
 
-# All shapes and repetitions that have at most 128 registers per lane.
+# All shapes and repetitions with at most 128 registers per lane.
 SHAPES = [
     f"{{{','.join(f'.{shape}.x{2**i}' for i in range(8 - log_registers))}}}.b32"
     for log_registers, shape in enumerate(("32x32b", "16x128b", "16x256b"))
@@ -173,11 +175,11 @@ SHAPES.append(SHAPES[0].replace("32x32b", "16x32bx2"))
 
 
 def _shape(instruction, half_offset: int | None):
-    """The part of tensor memory that a load or store accesses, relative to its address.
+    """Returns the part of tensor memory that a load or store accesses, relative to its address.
 
     Args:
-      instruction: a tcgen05.ld or tcgen05.st, whose shapes are those of 9.7.16.2.3.
-      half_offset: the columns from the first to the second half of .16x32bx2; None for others.
+      instruction: a tcgen05.ld or tcgen05.st with a shape of 9.7.16.2.3.
+      half_offset: columns from the first to the second half of .16x32bx2; None for other shapes.
 
     Returns:
       Lanes and columns of tensor memory, [registers, 32 lanes of the warp]; the accessed ranges of
@@ -206,10 +208,10 @@ def _shape(instruction, half_offset: int | None):
 
 
 def _first_lane(warp, address: int, height: int) -> int:
-    """The lane of tensor memory at which a warp's access of `height` lanes begins.
+    """Returns the lane of tensor memory at which a warp's access of `height` lanes begins.
 
-    A warp accesses only its own quarter of the lanes (9.7.16.2.3). A lane of 0 stands for the
-    quarter's first lane.
+    A warp accesses only its own quarter of the lanes (9.7.16.2.3). Lane 0 stands for the first lane
+    of that quarter.
     """
     lane, quarter = address >> 16, warp.number % 4
     if lane // 32 not in (0, quarter) or lane % 32 not in range(0, 33 - height, height):
@@ -221,7 +223,7 @@ def _first_lane(warp, address: int, height: int) -> int:
 
 
 class _TensorMemoryAccess:
-    """What tcgen05.ld and tcgen05.st share: their registers, and the words that they access."""
+    """The registers and the accessed words of a tcgen05.ld or tcgen05.st."""
 
     def __init__(self, binder, instruction, registers, address, half_offset):
         half = binder.immediate(half_offset[0]) if half_offset else None
@@ -235,7 +237,7 @@ class _TensorMemoryAccess:
         self.address = binder.address_reader(address)
 
     def locate(self, warp):
-        """The words, as (lanes, columns) of [registers, 32], and the ranges of columns; checked."""
+        """Checks and returns the words, (lanes, columns) of [registers, 32], and column ranges."""
         addresses = self.address(warp)
         if (addresses != addresses[0]).any():
             raise EmulatorError(f"{self.name} with addresses that differ between lanes")
@@ -269,7 +271,7 @@ def tcgen05_load(binder, instruction):
             for write, value in zip(writes, tensor_memory.words[words]):
                 write(warp, value, None)
 
-        # The load may read from now on until the wait, so it is recorded at both ends.
+        # The load may read at any time until the wait, so it is recorded at both ends.
         record()
         warp.tensor_loads.append((record, load))
         warp.pending |= dict.fromkeys(numbers, WAIT_FOR_LOADS)
@@ -308,7 +310,7 @@ def tcgen05_store(binder, instruction):
         def store():
             tensor_memory.words[words] = values
 
-        # The store may happen at any time up to the wait: here it happens there.
+        # The store may happen at any time until the wait; the emulator executes it at the wait.
         warp.tensor_stores.append(store)
 
     return execute
@@ -349,7 +351,7 @@ def commit(binder, instruction):
             for barrier in barriers:
                 barrier.check_use(warp, by_async_proxy=True)
             # A commit implies a fence::before_thread_sync (9.7.16.6.4). It releases the products,
-            # and what was ordered before the last of them.
+            # and the actions that were ordered before the last product.
             released = warp.clock_at_last_mma.copy()
             released[[MEMORY, TENSOR], machine.agents.tensor_core] = cluster.mma_issued
             description = f"a tcgen05.commit to {barriers[0]}"
@@ -397,7 +399,7 @@ class InstructionDescriptor:
 
     @classmethod
     def decode(cls, kind: str, descriptor: int) -> "InstructionDescriptor":
-        """Decodes a descriptor for this .kind. Bits that are reserved or not known are errors."""
+        """Decodes a descriptor for this .kind. Reserved and unsupported bits are errors."""
         operand_types = {
             "f16": {0: "f16", 1: "bf16"},
             "tf32": {2: "tf32"},
@@ -409,7 +411,8 @@ class InstructionDescriptor:
             result_types.get(descriptor >> 4 & 3),
             *(operand_types.get(descriptor >> shift & 7) for shift in (7, 10)),
         )
-        # Bits 0 to 3: sparsity and saturation; 6, 23 and 29: reserved; 30 and 31: the shift of .ws.
+        # These bits must be 0: 0 to 3 (sparsity and saturation), 6, 23 and 29 (reserved), 30 and 31
+        # (the shift of .ws).
         if None in types or descriptor & 0b1111 or descriptor & (1 << 6 | 1 << 23 | 7 << 29):
             raise EmulatorError(f"the instruction descriptor {descriptor:#x} for kind::{kind}")
         flags = [bool(descriptor >> bit & 1) for bit in (13, 14, 15, 16)]
@@ -424,7 +427,7 @@ class InstructionDescriptor:
         )
 
     def check_shape(self, blocks: int) -> None:
-        """Raises an error for shapes that do not exist (9.7.16.2.1) or are not known."""
+        """Raises an error for shapes that do not exist (9.7.16.2.1) or are not supported."""
         if blocks == 2:
             exists = (
                 self.rows in (128, 256) and self.columns % 32 == 0 and 32 <= self.columns <= 256
@@ -440,17 +443,17 @@ class InstructionDescriptor:
 
 @dataclasses.dataclass(frozen=True)
 class TensorMemoryOperand:
-    """A first operand in tensor memory: lanes are rows, columns hold K packed (9.7.16.10.5)."""
+    """A first operand in tensor memory: rows are lanes, columns hold K packed (9.7.16.10.5)."""
 
     column: int
 
     def read(self, block, rows: int, depth: int, dtype) -> np.ndarray:
-        """The elements, [rows, depth]."""
+        """Reads the elements, [rows, depth]."""
         words = block.tensor_memory.words[:rows, self.columns(depth, dtype)]
         return np.ascontiguousarray(words).view(dtype)
 
     def columns(self, depth: int, dtype) -> slice:
-        """The columns of tensor memory that it occupies."""
+        """Returns the columns of tensor memory that the operand occupies."""
         return slice(self.column, self.column + depth * np.dtype(dtype).itemsize // 4)
 
     def record_read(
@@ -523,7 +526,7 @@ def _multiply(
     accumulates: bool,
     instruction,
 ) -> None:
-    """Issues a product, whose K has 32 bytes. Each block has its share of the rows of A and B."""
+    """Issues a product over 32 bytes of K. Each block holds its share of the rows of A and B."""
     cluster, machine = warp.block.cluster, warp.machine
     cluster.mma_issued += 1
     join(warp.clock_at_last_mma, warp.clock)

@@ -1,4 +1,4 @@
-"""Tensor memory: its words, its allocations, and which instructions accessed it last."""
+"""Tensor memory: its words, its allocations, and the last accesses to it."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,8 @@ import numpy as np
 from ptx_emulator.errors import EmulatorError, RaceError
 from ptx_emulator.vector_clocks import MEMORY, TENSOR, Agents
 
-# The warning that a barrier orders accesses of tensor memory without the tcgen05.fence that the ISA
-# demands.
+# Name of the warning that a barrier orders accesses to tensor memory without the tcgen05.fence that
+# the ISA requires.
 NO_TCGEN05_FENCE = "no tcgen05.fence"
 
 
@@ -17,10 +17,10 @@ class TensorMemory:
 
     LANES, COLUMNS = 128, 512
 
-    # What orders tcgen05 instructions of different warps, for error messages.
+    # The instructions that order tcgen05 instructions of different warps, for error messages.
     FENCES = "tcgen05.fence::before_thread_sync, a barrier, tcgen05.fence::after_thread_sync"
 
-    # The time of a store that has not been waited for: later than any time that a clock knows.
+    # The time of a store that has not been waited for, which is later than all times in clocks.
     PENDING = np.iinfo(np.int32).max
 
     def __init__(
@@ -31,29 +31,30 @@ class TensorMemory:
         allows: Callable[[str], bool] = lambda name: False,
     ):
         self.rank, self.agents, self.warps_per_block = rank, agents, warps_per_block
-        # Whether the machine allows a warning.
+        # Function that returns whether the machine allows a warning.
         self.allows = allows
         self.words = np.full((self.LANES, self.COLUMNS), 0xFFFFFFFF, np.uint32)
-        # First column of each allocation -> its number of columns, and of blocks (cta_group).
+        # First column of each allocation -> its numbers of columns and of blocks (cta_group).
         self.allocated: dict[int, tuple[int, int]] = {}
         self.relinquished = False
-        # First column of each allocation -> the warp that made it, its time, and its arrivals at
-        # the cluster's barrier so far.
+        # First column of each allocation -> the warp that made it, the warp's time, and the number
+        # of its arrivals at the cluster's barrier before.
         self.allocations: dict[int, tuple[int, int, int]] = {}
-        # How often this block has executed each collective instruction of a pair of blocks.
+        # Number of times that this block has executed each collective instruction of a pair.
         self.collective_counts: dict[str, int] = {}
         self.first_warp = rank * warps_per_block
-        # When each warp last read and wrote each column.
+        # The times at which each warp last read and wrote each column.
         self.read_at = np.zeros((warps_per_block, self.COLUMNS), np.int32)
         self.written_at = np.zeros((warps_per_block, self.COLUMNS), np.int32)
-        # The last tcgen05.mma that wrote each column, and that read it as its first operand.
+        # The last tcgen05.mma that wrote each column, and the last one that read it as its first
+        # operand.
         self.accumulated_at = np.zeros(self.COLUMNS, np.int32)
         self.operand_at = np.zeros(self.COLUMNS, np.int32)
-        # Whether a tcgen05.ld of each warp has not been waited for.
+        # Whether each warp has a tcgen05.ld for which it has not waited.
         self.load_pending = np.zeros((warps_per_block, self.COLUMNS), bool)
 
     def check_allocated(self, first: int, columns: int, description: str) -> None:
-        """Raises an error if an access touches columns that are not allocated."""
+        """Raises an error if an access includes columns that are not allocated."""
         for start, (length, _) in self.allocated.items():
             if start <= first and first + columns <= start + length:
                 return
@@ -63,7 +64,7 @@ class TensorMemory:
         )
 
     def find_free_columns(self, columns: int) -> int | None:
-        """The first of `columns` consecutive free columns; None if there are none."""
+        """Returns the first of `columns` consecutive free columns; None if there are none."""
         begin = 0
         for start, (length, _) in sorted(self.allocated.items()):
             if start - begin >= columns:
@@ -117,9 +118,9 @@ class TensorMemory:
         times[times == self.PENDING] = time
 
     def is_allocation_known(self, first: int, clock: np.ndarray) -> bool:
-        """Whether a barrier orders the allocation at this column before whoever has this clock.
+        """Returns whether a barrier orders the allocation at this column before `clock`.
 
-        A relaxed barrier of the cluster is enough: it orders execution.
+        A relaxed barrier of the cluster is enough, because it orders execution.
         """
         agent, time, arrivals = self.allocations[first]
         barriers_passed = clock[MEMORY][self.agents.cluster_barrier]
@@ -161,7 +162,7 @@ class TensorMemory:
         self.operand_at[columns] = sequence
 
     def _other_warps_of_quarter(self, own: int) -> np.ndarray:
-        """The other warps that access the same lanes of tensor memory."""
+        """Returns the other warps that access the same lanes of tensor memory."""
         return np.array([w for w in range(own % 4, self.warps_per_block, 4) if w != own], int)
 
     def _check_products(
@@ -179,7 +180,7 @@ class TensorMemory:
             )
 
     def _check_warps(self, times, warps: np.ndarray, columns: slice, clock, doing: str) -> None:
-        """Checks that an access is ordered after what these warps did to its columns."""
+        """Checks that an access is ordered after these warps' accesses to its columns."""
         if not len(warps):
             return
         done, agents = times[warps, columns].max(1), self.first_warp + warps

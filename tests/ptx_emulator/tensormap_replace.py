@@ -1,8 +1,8 @@
 """Tensor maps that a kernel makes: tensormap.replace, tensormap.cp_fenceproxy and their fence.
 
 A kernel sets the fields of a tensor map in shared memory and copies it to global memory, where TMA
-may use it after a fence.proxy.tensormap. The ISA leaves the layout of its 128 bytes open: here it
-is LAYOUT.
+may use it after a fence.proxy.tensormap. The ISA leaves the layout of its 128 bytes open; the
+emulator uses LAYOUT.
 """
 
 import dataclasses
@@ -42,24 +42,24 @@ LAYOUT = np.dtype(
     ]
 )
 
-# Bytes of an element by the value of .elemtype (9.7.9.28): u8, u16, u32, s32, u64, s64, f16, f32,
-# f32.ftz, f64, bf16, tf32, tf32.ftz.
+# Bytes of an element, indexed by the value of .elemtype (9.7.9.28): u8, u16, u32, s32, u64, s64,
+# f16, f32, f32.ftz, f64, bf16, tf32, tf32.ftz.
 ITEMSIZES = dict(enumerate((1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)))
 
 
 @dataclasses.dataclass
 class DeviceTensorMap:
-    """A tensor map in global memory, which its bytes there describe.
+    """A tensor map in global memory, described by its bytes there.
 
     Attributes:
-      fences: for each fence.proxy.tensormap that acquired it: cluster, agent and time.
+      fences: cluster, agent and time of each fence.proxy.tensormap that acquired the tensor map.
     """
 
     fences: list[tuple] = dataclasses.field(default_factory=list)
 
 
 def decode(content: bytes) -> TensorMap:
-    """The tensor map that these bytes describe."""
+    """Decodes the tensor map that these bytes describe."""
     (record,) = np.frombuffer(content, LAYOUT)
     rank = int(record["rank"]) + 1
     element, swizzle = int(record["elemtype"]), int(record["swizzle_mode"])
@@ -85,7 +85,7 @@ def decode(content: bytes) -> TensorMap:
 
 
 def find_tensor_map(warp, address: int) -> TensorMap:
-    """The tensor map at a generic address. One that the kernel made needs a fence before."""
+    """Returns the tensor map at a generic address; a map that the kernel made needs a fence."""
     machine = warp.machine
     if address in machine.tensor_maps:
         return machine.tensor_maps[address]
@@ -123,7 +123,7 @@ def replace(binder, instruction):
     dimension = binder.immediate(ordinal[0]) if ordinal else 0
     if not 0 <= dimension < count:
         raise EmulatorError(f"{field} of dimension {dimension}, expected 0 to {count - 1}")
-    # The values of these fields must be constants (9.7.9.28).
+    # Some fields must be set to constants (9.7.9.28).
     if ptx_type == "b32" and not dtype.shape and field != "rank":
         binder.immediate(value)
     address, read = binder.address_reader(base), binder.reader(value, ptx_type)
@@ -133,7 +133,7 @@ def replace(binder, instruction):
         shared = warp.block.shared
         for lane in map(int, active_lanes(mask)):
             offset = _own_offset(warp, int(address(warp)[lane]), instruction.opcode)
-            # A weak access of the whole tensor map (9.7.9.28).
+            # The instruction is a weak access to the whole tensor map (9.7.9.28).
             words = words_in_range(offset, TENSOR_MAP_BYTES)
             units = units_in_range(offset, TENSOR_MAP_BYTES)
             shared.record_read(warp.agent, warp.time, words, warp.clock, instruction.opcode)
@@ -148,7 +148,7 @@ def replace(binder, instruction):
 
 
 def _own_offset(warp, address: int, description: str) -> int:
-    """The offset of a tensor map in the shared memory of the warp's block."""
+    """Returns the offset of a tensor map in the shared memory of the warp's block."""
     address -= SHARED_WINDOW if address >= SHARED_WINDOW else 0
     rank, offset = split_shared_address(address)
     if rank != warp.block.rank or offset % TENSOR_MAP_BYTES:
@@ -161,7 +161,7 @@ def _own_offset(warp, address: int, description: str) -> int:
 
 
 def _check_size(binder, operand) -> None:
-    """The size operand of a copy or fence must be that of a tensor map."""
+    """Checks that the size operand of a copy or fence is that of a tensor map."""
     if binder.immediate(operand) != TENSOR_MAP_BYTES:
         raise UnsupportedError(f"a tensor map of {operand} bytes, expected {TENSOR_MAP_BYTES}")
 

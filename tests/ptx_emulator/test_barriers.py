@@ -1,6 +1,6 @@
-"""The emulator's barriers and fences, against the PTX ISA (9.0), section 9.7.13.
+"""Tests the emulator's barriers and fences against the PTX ISA (9.0), section 9.7.13.
 
-Each case that must be refused has a valid twin, which is run as well.
+Each case that must be refused has a valid counterpart, which is also run.
 """
 
 import itertools
@@ -29,7 +29,7 @@ DECLARED = """.reg .b32 %bar, %memory, %word, %x, %y, %rank; .reg .b64 %state, %
 
 
 def init(count, fence="fence.mbarrier_init.release.cluster;"):
-    """One thread initialises the barrier; all other threads are ordered after it."""
+    """Lets one thread initialise the barrier, and orders all other threads after it."""
     return f"""{DECLARED} {FIRST} mbarrier.init.shared::cta.b64 [%bar], {count}; {fence}
         bar.sync 0;
     """
@@ -42,7 +42,7 @@ def wait(parity=0, opcode="mbarrier.try_wait.parity.shared::cta.b64"):
     """
 
 
-# Takes more instructions than a warp executes in a turn.
+# Statements that take more instructions than a warp executes in a turn.
 SLOW = "add.u32 %x, %x, 1;" * 500
 ANY_RACE = "(reads what was written to|overwrites what is read from)"
 
@@ -72,7 +72,7 @@ INVALS = [f"mbarrier.inval.{space}.b64" for space in OWN]
 
 
 class Phases:
-    """An mbarrier as 9.7.13.15.3 and 4 define it: pending arrivals and bytes, and phases."""
+    """A reference of an mbarrier's pending arrivals, bytes and phases (9.7.13.15.3 and 4)."""
 
     def __init__(self, count):
         self.count = self.pending = count
@@ -85,12 +85,12 @@ class Phases:
             self.phase, self.pending = self.phase + 1, self.count
 
     def tests(self):
-        """Results of test_wait.parity for 0 and 1: whether the phase of this parity is complete."""
+        """Returns the results of test_wait.parity 0 and 1, which are 1 for a completed phase."""
         return [int(self.phase % 2 != parity) for parity in (0, 1)]
 
 
 def steps(opcode):
-    """Statements with their effect on the barrier: (text, arguments of Phases.change)."""
+    """Lists statements with their effect on the barrier, as (text, arguments of Phases.change)."""
     state = "_, " if "arrive" in opcode else ""
     if "expect_tx" in opcode:
         arrives = "arrive" in opcode
@@ -113,13 +113,13 @@ def steps(opcode):
 
 
 def words(address):
-    """A tensor of 64 words, in boxes of 16 bytes."""
+    """Returns the map of a tensor of 64 words, in boxes of 16 bytes."""
     return TensorMap(address, 4, (64,), (4,), (4,), 0)
 
 
 @pytest.mark.parametrize("opcode", ARRIVALS + INCOMPLETE + EXPECTING)
 def test_arrivals_and_bytes_complete_phases(opcode):
-    """9.7.13.15.13: which phases are complete after every step."""
+    """The completed phases are compared after every step (9.7.13.15.13)."""
     assert isa.OPCODES[opcode].section == SECTION
     phases, text, wanted = Phases(3), "", []
     for i, (statement, change) in enumerate(steps(opcode)):
@@ -187,7 +187,7 @@ def test_a_thread_arrives_at_the_barrier_of_another_block(opcode):
 
 @pytest.mark.parametrize("opcode", WAITS)
 def test_waits_end_with_the_phase(opcode):
-    """9.7.13.15.16, for five phases of two arrivals; a time limit as a hint changes nothing."""
+    """Five phases have two arrivals each (9.7.13.15.16); a time limit as a hint has no effect."""
     assert isa.OPCODES[opcode].section == SECTION
     hint = ", 1000" if "try_wait" in opcode else ""
     turns = range(5)
@@ -222,7 +222,7 @@ def test_lanes_may_wait_for_different_barriers():
 
 @pytest.mark.parametrize("opcode", INITS + INVALS)
 def test_memory_is_a_barrier_from_init_to_inval(opcode):
-    """9.7.13.15.9 and 10: before and after, the memory is ordinary; in between it is a barrier."""
+    """Before and after, the memory is ordinary; in between it is a barrier (9.7.13.15.9 and 10)."""
     assert isa.OPCODES[opcode].section == SECTION
     made = "mbarrier.init.shared.b64" if opcode in INVALS else opcode
     gone = "mbarrier.inval.shared.b64" if opcode in INITS else opcode
@@ -262,7 +262,7 @@ def test_memory_is_a_barrier_from_init_to_inval(opcode):
         "parity": ("mov.u32 %x, 2; mbarrier.test_wait.parity.shared.b64 %p, [%bar], %x;", "parity"),
         "other block": (
             "add.u32 %x, %bar, 0x1000000; @%first mbarrier.arrive.shared.b64 _, [%x];",
-            "an address in block 1 where the own block's is expected",
+            "an address in block 1, expected the warp's own block",
         ),
         "no block": (
             "add.u32 %x, %bar, 0x1000000; @%first mbarrier.arrive.shared::cluster.b64 _, [%x];",
@@ -322,11 +322,11 @@ def test_unknown_forms_of_barriers_are_refused(statement, message):
     assert_fails(UnsupportedError, message, f"{init(1)} {statement}{HERE}")
 
 
-# Barriers that are used without an order after their initialisation, or whose block has exited.
+# Uses of a barrier that are not ordered after its initialisation, or come after its block's exit.
 
 
 def test_a_barrier_is_used_after_its_initialisation():
-    """When another warp of the block uses it, bar.sync is needed."""
+    """If another warp of the block uses the barrier, bar.sync is needed."""
     use = f"{DECLARED} {FIRST} mbarrier.init.shared.b64 [%bar], 1; {{}} {SECOND} mbarrier.arrive"
     use += f".shared.b64 _, [%bar];{HERE}"
     run(use.replace("{}", "bar.sync 0;"), threads=64)
@@ -339,7 +339,7 @@ def test_a_barrier_is_used_after_its_initialisation():
     "fence", ["", "fence.mbarrier_init.release.cluster;", "fence.proxy.async;"]
 )
 def test_another_block_sees_a_barrier_after_a_fence(fence):
-    """9.7.13.4: the cluster's barrier without a fence is not enough."""
+    """The cluster's barrier without a fence is not enough (9.7.13.4)."""
     body = f"""{init(1, fence)} barrier.cluster.arrive.aligned;
         barrier.cluster.wait.acquire.aligned; setp.eq.u32 %p, %rank, 0; @%p bra wait;
         mapa.shared::cluster.u32 %y, %bar, 0;
@@ -375,14 +375,14 @@ def test_a_signal_to_a_block_that_has_exited_is_refused(stays):
 
 @pytest.mark.parametrize("parity", [0, 1])
 def test_a_wait_for_a_phase_that_does_not_end_is_reported(parity):
-    """The phase before the first is complete, with parity 1. The report names warp and line."""
+    """The phase before the first, with parity 1, is complete. The report names warp and line."""
     body = f"""{init(2)} {FIRST} mbarrier.arrive.shared.b64 _, [%bar];
         {wait(parity).replace(f"{parity};", f"{parity};{HERE}")}"""
     if parity == 1:
         run(body)
     else:
         message = (
-            "nothing can go on\n *cluster 0, block 0, warp 0: 32 lanes at line .*try_wait.*"
+            "no warp can continue\n *cluster 0, block 0, warp 0: 32 lanes at line .*try_wait.*"
             r"waits for mbarrier at shared memory of block 0 \+ 1024: phase 0, 1 of 2 arrivals"
         )
         assert_fails(DeadlockError, message, body)
@@ -391,7 +391,7 @@ def test_a_wait_for_a_phase_that_does_not_end_is_reported(parity):
 def test_a_loop_of_tests_that_never_ends_is_reported(monkeypatch):
     monkeypatch.setattr("ptx_emulator.machine.LIVELOCK_INSTRUCTIONS", 2000)
     body = init(1) + wait(opcode="mbarrier.test_wait.parity.shared.b64")
-    assert_fails(DeadlockError, "instructions are executed, but nothing happens", body)
+    assert_fails(DeadlockError, "instructions are executed, but no event occurs", body)
 
 
 # Named barriers.
@@ -406,7 +406,7 @@ NAMED = [
 @pytest.mark.parametrize("opcode", [x for x in NAMED if "sync" in x])
 @pytest.mark.parametrize("operands", ["%x", "3", "3, 96", "%x, %y"])
 def test_after_a_barrier_of_all_warps_each_sees_what_all_did(opcode, operands):
-    """9.7.13.1: every warp sees what all warps did before; without the barrier this is a race."""
+    """Every warp sees all warps' earlier stores (9.7.13.1); without the barrier this is a race."""
     assert isa.OPCODES[opcode].section == SECTION
     body = f"""{DECLARED} mov.u32 %x, 3; mov.u32 %y, 96;
         mad.lo.u32 %d0, %thread, 7, 1; st.shared.u32 [%word], %d0; {{}}
@@ -424,7 +424,7 @@ def test_after_a_barrier_of_all_warps_each_sees_what_all_did(opcode, operands):
 
 @pytest.mark.parametrize("opcode", [x for x in NAMED if "arrive" in x])
 def test_a_warp_that_arrives_does_not_wait(opcode):
-    """The first warp produces twice, the second consumes; the third does not take part."""
+    """The first warp produces twice and the second consumes; the third does not take part."""
     assert isa.OPCODES[opcode].section == SECTION
     produce = "".join(
         f"add.u32 %x, %x, 5; st.shared.u32 [%word], %x; {opcode} {i}, 64; bar.sync 2, 64;"
@@ -438,7 +438,7 @@ def test_a_warp_that_arrives_does_not_wait(opcode):
     found = run(body, results=[32, 32], threads=96).results
     for i in (0, 1):
         assert found[i][32:64] == [lane + 5 * (i + 1) for lane in range(32)]
-    # It is not ordered after the others, even if it arrives last.
+    # A warp that only arrives is not ordered after the other warps, even if it arrives last.
     body = f"""{DECLARED} setp.lt.u32 %p, %thread, 32; @%p bra first;
         st.shared.u32 [%word], 1; {{}} bra end;
         first: {SLOW} {SLOW} {{}} ld.shared.u32 %x, [%word+128];{HERE} end:"""
@@ -482,7 +482,7 @@ def test_invalid_uses_of_a_named_barrier_are_refused(statement, error, message):
 
 
 def test_divergent_lanes_meet_at_a_barrier():
-    """Both sides of a branch reach one bar.sync; lanes that exited are not waited for."""
+    """Both sides of a branch reach one bar.sync, which does not wait for lanes that exited."""
     body = f"""{DECLARED} setp.lt.u32 %p, %lane, 7; mov.u32 %d0, 1; @%p bra here;
         add.u32 %d0, %d0, 1; here: bar.sync 0; mov.u32 %x, %thread;"""
     found = run(body, results=[32], threads=64).results[0]
@@ -506,7 +506,7 @@ REMOTE = """mov.u32 %y, 1; sub.u32 %y, %y, %rank; cvt.u64.u32 %address, %word;
 
 @pytest.mark.parametrize("arrive, wait_for", [*itertools.product(ARRIVE, WAIT)])
 def test_blocks_of_a_cluster_read_each_others_memory(arrive, wait_for):
-    """9.7.13.3: without the barrier, or with a relaxed arrival, this is a race."""
+    """Without the barrier, or with a relaxed arrival, the reads are races (9.7.13.3)."""
     assert isa.OPCODES[arrive].section == isa.OPCODES[wait_for].section == SECTION
     body = f"""{DECLARED} {REMOTE} mad.lo.u32 %x, %thread, 3, %rank; st.shared.u32 [%word], %x;
         {{}} ld.u32 %x, [%address];{HERE} {arrive}; {wait_for};"""
@@ -560,7 +560,7 @@ def test_invalid_uses_of_the_clusters_barrier_are_refused(statement, error, mess
 
 
 def test_the_clusters_barrier_keeps_its_phases_apart():
-    """A wait for the first phase does not order what a block did before later arrivals."""
+    """A wait for the first phase does not order a block's actions before later arrivals."""
     both = "barrier.cluster.arrive; barrier.cluster.wait;"
     body = f"""{DECLARED} {REMOTE} barrier.cluster.arrive; setp.eq.u32 %p, %rank, 0; @%p bra slow;
         barrier.cluster.wait; st.shared.u32 [%word], 1; barrier.cluster.arrive;
@@ -586,7 +586,7 @@ STORE = "cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%t0, {0}], [%mem
 
 @pytest.mark.parametrize("fence", ["", *PROXY])
 def test_tma_reads_stores_only_after_a_proxy_fence(fence):
-    """9.7.13.4: a fence of global memory only is not enough."""
+    """A fence for only global memory is not enough (9.7.13.4)."""
     body = f"""{DECLARED} mad.lo.u32 %x, %thread, 9, 1; st.shared.u32 [%word], %x;
         {fence and fence + ";"} bar.warp.sync -1; {FIRST} {STORE}{HERE}
         cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""

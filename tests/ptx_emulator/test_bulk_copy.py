@@ -1,4 +1,4 @@
-"""Bulk copies without a tensor map (PTX ISA 9.7.9.25.4.1): bytes, the barrier, errors."""
+"""Bulk copies without a tensor map (PTX ISA 9.7.9.25.4.1): bytes, barrier and errors."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ WHOLE = {
 
 
 def copied(schedule="random", **parts):
-    """The target as the kernel reads it after a copy, and the bytes that were to be copied."""
+    """Runs a copy; returns the target as the kernel reads it, and the expected bytes."""
     text = KERNEL
     for name, part in (WHOLE | parts).items():
         text = text.replace(name, str(part))
@@ -93,9 +93,9 @@ def test_all_bytes_have_arrived_when_the_phase_completes(schedule):
         ({"BYTES": 0}, "not multiples of 16"),
         ({"FROM": 16}, "outside of all arrays"),
         ({"TO": 64}, "outside of its"),
-        ({"TO": 1 << 24}, "instead of the own one"),
+        ({"TO": 1 << 24}, "expected the warp's own block"),
         ({"BEFORE": "st.shared.u32 [%at], %lane;"}, "without a fence.proxy.async"),
-        ({"EXPECTED": 2 * SIZE}, "nothing can go on"),
+        ({"EXPECTED": 2 * SIZE}, "no warp can continue"),
     ],
 )
 def test_an_invalid_copy_is_refused(parts, message):

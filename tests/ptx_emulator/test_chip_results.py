@@ -1,4 +1,4 @@
-"""The emulator against a Hopper GPU: the results of every program are equal in every bit."""
+"""The emulator's results of every program equal those of a Hopper GPU in every bit."""
 
 import itertools
 import json
@@ -9,12 +9,12 @@ from short_suite import keep
 from ptx_emulator import chip_programs
 
 ANSWERS = json.loads(chip_programs.ANSWERS.read_text())
-# Every 20th program, or all of them in parts: (first program, step).
+# (first program, step): the short suite runs every 20th program, the other parts run all programs.
 PARTS = [(0, 20), *((part, 4) for part in range(4))]
 
 
 @pytest.mark.parametrize(
-    "first, step", keep(PARTS, lambda part: part == PARTS[0], "all of 2000 programs")
+    "first, step", keep(PARTS, lambda part: part == PARTS[0], "runs all 2000 programs")
 )
 @pytest.mark.parametrize("family", chip_programs.FAMILIES)
 def test_the_emulators_results_are_those_of_the_chip(family, first, step):
@@ -37,7 +37,7 @@ def test_every_program_has_a_recorded_result():
 
 
 def test_an_emulator_that_differs_is_noticed(monkeypatch):
-    """A swizzle that exchanges nothing, a NaN with another payload, a shuffle of no lanes."""
+    """The faults are a swizzle without effect, NaN with other payloads, and a wrong shuffle."""
     from ptx_emulator import scalar, tma
 
     def wrong(family):

@@ -1,6 +1,6 @@
-"""cp.async, cluster launch control and tensor maps that a kernel makes, against the PTX ISA (9.0).
+"""Tests cp.async, cluster launch control and tensor maps of kernels against the PTX ISA (9.0).
 
-Each case that must be refused has a valid twin, which is run as well.
+Each case that must be refused has a valid counterpart, which is also run.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ DECLARED = """.reg .b32 %bar, %memory, %to, %x, %y, %z; .reg .b64 %address, %map
 """
 WAITED = "wait: mbarrier.try_wait.parity.shared::cta.b64 %p, [%bar], 0; @!%p bra wait;"
 
-# cp.async: its sizes, and how many of the bytes are copied.
+# The sizes of cp.async, and the numbers of copied bytes.
 
 COPIES = {
     f"cp.async.{level}.shared{space}.global": sizes
@@ -39,7 +39,7 @@ DONE = "cp.async.commit_group; cp.async.wait_group 0;"
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
 @pytest.mark.parametrize("opcode", COPIES)
 def test_copies_fill_with_zeros(opcode, schedule):
-    """9.7.9.25.3: lane i copies i modulo (size + 1) bytes, or all if there is no operand."""
+    """Lane i copies i modulo (size + 1) bytes, or all bytes without an operand (9.7.9.25.3)."""
     for name in (opcode, "cp.async.commit_group", "cp.async.wait_group"):
         assert isa.OPCODES[name].section == COPY
     for size in COPIES[opcode]:
@@ -61,7 +61,7 @@ CG = "cp.async.cg.shared.global"
 
 
 def test_groups_are_waited_for_in_order():
-    """9.7.9.25.3.3: all but the last n groups are complete; the others may not be read."""
+    """All but the last n groups are complete; those may not be read (9.7.9.25.3.3)."""
     body = f"""{DECLARED}
         mad.lo.u32 %to, %thread, 16, %memory; mad.wide.u32 %address, %thread, 16, %m0;
         {CG} [%to], [%address], 16; cp.async.commit_group;
@@ -95,7 +95,7 @@ def test_other_warps_may_read_a_copy_after_a_wait_and_a_barrier():
 
 
 def test_a_copy_belongs_to_the_generic_proxy():
-    """9.7.9.25.2: TMA may read it after a fence."""
+    """TMA may read the copied bytes after a fence (9.7.9.25.2)."""
     body = f"""{DECLARED}
         mad.lo.u32 %to, %thread, 16, %memory; mad.wide.u32 %address, %thread, 16, %m0;
         {CG} [%to], [%address], 16; {DONE} FENCE bar.sync 0;
@@ -110,7 +110,7 @@ def test_a_copy_belongs_to_the_generic_proxy():
 
 
 def words_at(address):
-    """A tensor of 128 words, in one box."""
+    """Returns the map of a tensor of 128 words, in one box."""
     return TensorMap(address, 4, (128,), (4,), (128,), 0)
 
 
@@ -157,7 +157,7 @@ FENCES = [
 
 
 def asking(opcode, first):
-    """Every block marks the blocks whose work it does, and asks for more until none is left."""
+    """Lets every block mark the blocks whose work it does, until no request succeeds."""
     reads = {
         "v4": f"{FIRSTS[0]} {{%x, %y, %z, _}}, handle;",
         "x": f"{FIRSTS[1]} %x, handle; {FIRSTS[2]} %y, handle; {FIRSTS[3]} %z, handle;",
@@ -183,7 +183,7 @@ def asking(opcode, first):
 @pytest.mark.parametrize("first", ["v4", "x"])
 @pytest.mark.parametrize("opcode, cluster", [(CANCELS[0], 1), (CANCELS[1], 1), (CANCELS[1], 2)])
 def test_the_work_of_every_block_is_done_once(opcode, cluster, first, schedule):
-    """9.7.13.17 and 9.7.13.18."""
+    """Blocks take over the work of blocks that have not started (9.7.13.17 and 9.7.13.18)."""
     for name in (opcode, CANCELED, *FIRSTS, *FENCES):
         assert isa.OPCODES[name].section == SYNC
     launch = dict(arrays=[bytes(32)], grid=8, cluster=cluster, schedule=schedule)
@@ -193,7 +193,7 @@ def test_the_work_of_every_block_is_done_once(opcode, cluster, first, schedule):
 
 
 def test_asking_again_after_a_failure_is_refused():
-    """9.7.13.17: another request after a failure is undefined."""
+    """Another request after a failure is undefined (9.7.13.17)."""
     body = asking(CANCELS[0], "v4").replace("@!%p bra end; ", "@!%p bra once; ")
     body += f"bra over; once: xor.b32 %phase, %phase, 1; bar.sync 0;{HERE} bra again; over:"
     assert_fails(
@@ -206,7 +206,7 @@ def test_asking_again_after_a_failure_is_refused():
 
 
 def test_invalid_responses_are_refused():
-    """A handle that was never written, and the first block of a failed request."""
+    """The invalid responses are a handle that was never written, and that of a failed request."""
     body = f"""{DECLARED} .reg .b128 handle; st.shared.v2.u64 [%memory], {{7, 7}}; bar.sync 0;
         ld.shared.b128 handle, [%memory]; {CANCELED} %p, handle;{HERE}"""
     assert_fails(
@@ -218,7 +218,7 @@ def test_invalid_responses_are_refused():
 
 
 def test_an_answer_that_is_still_being_read_is_not_overwritten():
-    """The second warp still reads a response when the first one asks for the next."""
+    """The second warp still reads a response when the first warp requests the next one."""
     body = f"""{DECLARED} {FIRST} mbarrier.init.shared::cta.b64 [%bar], 1;
         fence.mbarrier_init.release.cluster; bar.sync 0; setp.ge.u32 %p, %thread, 32;
         @%p ld.shared.u32 %x, [%memory]; ORDER {"add.u32 %y, %y, 1;" * 500}
@@ -301,7 +301,7 @@ ARRAYS = [CONTENT[:1024], bytes(128)]
 
 @pytest.mark.parametrize("publish, acquire", list(zip(PUBLISHES, ACQUIRES)))
 def test_a_tensor_map_that_the_kernel_makes(publish, acquire):
-    """9.7.9.28, 9.7.13.19 and the 64-byte swizzle: it permutes the 16-byte units of a row."""
+    """The map is as in 9.7.9.28 and 9.7.13.19; its swizzle permutes the 16-byte units of a row."""
     assert {isa.OPCODES[opcode].section for opcode in REPLACES} == {REPLACE}
     assert isa.OPCODES[publish].section == isa.OPCODES[acquire].section == SYNC
     found = run(making(publish=publish, acquire=acquire), results=[64, 64], arrays=ARRAYS)
@@ -312,7 +312,7 @@ def test_a_tensor_map_that_the_kernel_makes(publish, acquire):
 
 
 def changed(name, value):
-    """FIELDS with another value of one field."""
+    """Returns FIELDS with a different value of one field."""
     return [(x, i, value if x == name else old) for x, i, old in FIELDS]
 
 
@@ -345,7 +345,7 @@ def changed(name, value):
     ],
 )
 def test_maps_that_are_refused(options, error, message):
-    """Fields that are never written have poisoned values."""
+    """Fields that are not written have poisoned values."""
     body = making(**options).replace("{%d0, %d1}", "{%address, %map}")
     assert_fails(error, message, body.replace("// ", "//"), arrays=ARRAYS)
 

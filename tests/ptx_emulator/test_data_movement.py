@@ -1,4 +1,4 @@
-"""Loads, stores, addresses, matrices, and exchange between lanes."""
+"""Loads, stores, addresses, matrices, and data exchange between lanes."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ ELEMENTS = ("b8", "b16", "b32", "b64", "u8", "u16", "u32", "u64", "s8", "s16", "
 
 
 def forms(name):
-    """The forms of an opcode; only global memory has accesses of 32 bytes (9.7.9.8)."""
+    """Lists the forms of an opcode; only global memory has accesses of 32 bytes (9.7.9.8)."""
     every = itertools.product(("", ".v2", ".v4"), ELEMENTS)
     return [x for x in every if x[0] != ".v4" or width(x[1]) < 64 or ".global" in name]
 
@@ -42,7 +42,7 @@ def form_name(value):
 
 
 def items(vector):
-    """The number of elements in a vector."""
+    """Returns the number of elements in a vector."""
     return int(vector[2:] or 1)
 
 
@@ -51,7 +51,7 @@ def list_of(names):
 
 
 def copied(size, *, back=False):
-    """Copies %m0 to the shared variable `memory`, or back."""
+    """Returns PTX that copies %m0 to the shared variable `memory`, or back."""
     text = ["{.reg .b64 from, to; .reg .b32 x<4>, here; mov.u32 here, memory;"]
     text.append("mad.lo.u32 here, %lane, 16, here; mad.wide.u32 from, %lane, 16, %m0;")
     words = "{x0, x1, x2, x3}"
@@ -63,7 +63,7 @@ def copied(size, *, back=False):
     return "\n".join([*text, "}"])
 
 
-# Opcode -> how %where becomes an address, and the memory of that address.
+# Opcode -> statements that make %where an address, and the memory of that address.
 LOADS = {
     "ld.global": "mov.u64 %where, %m0;",
     "ld.global.nc": "mov.u64 %where, %m0;",
@@ -81,7 +81,7 @@ CONTENT = random.Random(1).randbytes(1024)
 
 @functools.cache
 def loads(name):
-    """Loads in all forms: (form, whether registers are wider) -> values of the items."""
+    """Runs loads in all forms; maps (form, whether registers are wider) to the loaded values."""
     opcode, body, results, places = name.split()[0], [], [], {}
     for (vector, kind), wide in itertools.product(forms(name), (False, True)):
         if wide and kind == "f32":
@@ -127,7 +127,7 @@ STORES = {
 
 
 def regions():
-    """(form, whether registers are wider) -> (begin, stride) of the lanes' stores, with gaps."""
+    """Maps (form, whether registers are wider) to (begin, stride) of stores that leave gaps."""
     begin = 0
     for (vector, kind), wide in itertools.product(forms("st.global"), (False, True)):
         stride = 2 * items(vector) * width(kind) // 8
@@ -138,13 +138,13 @@ def regions():
 REGIONS = {key: (begin, stride) for key, begin, stride in regions()}
 STORED_BYTES = -(-max(begin + 32 * stride for begin, stride in REGIONS.values()) // 512) * 512
 BEFORE = random.Random(2).randbytes(STORED_BYTES)
-# Four registers of each width.
+# There are four registers of each width.
 SOURCES = {bits: [drawn(bits, i) for i in range(4)] for bits in (16, 32, 64)}
 
 
 @functools.cache
 def stores(name):
-    """The memory after stores in all forms, each to its region."""
+    """Runs stores in all forms, each to its region; returns the memory."""
     opcode = name.split()[0]
     first = {bits: 4 * i for i, bits in enumerate(SOURCES)}
     text = f""".shared .align 32 .b8 memory[{STORED_BYTES}]; .reg .b64 %where, %here;
@@ -188,12 +188,12 @@ MATRICES = [
 
 @pytest.mark.parametrize("opcode", MATRICES)
 def test_ldmatrix_and_stmatrix_distribute_rows_over_lanes(opcode):
-    """9.7.14.5.15 and 16: lane 4 r + c has elements 2 c and 2 c + 1 of row or column r."""
+    """Lane 4 r + c has elements 2 c and 2 c + 1 of row or column r (9.7.14.5.15 and 16)."""
     assert isa.OPCODES[opcode].section == MATRIX
     count, transposed = int(re.search(r"\.x(\d)", opcode)[1]), "trans" in opcode
     generator = random.Random(opcode)
     content, rows = generator.randbytes(2048), generator.sample(range(128), 8 * count)
-    # The addresses of the other lanes are not used: they are unaligned and out of bounds.
+    # The addresses of the other lanes are not used, so they are unaligned and out of bounds.
     places = [16 * row for row in rows] + [2**31 + 1] * (32 - 8 * count)
     values = [drawn(32, i) for i in range(count)]
     name = "a" if opcode.startswith("st") else "d"
@@ -258,12 +258,12 @@ def test_mapa_returns_the_address_in_the_block_of_this_rank(bits):
     assert zero == own[:32] * 2 and one == own[32:] * 2
 
 
-# Exchange between lanes.
+# Data exchange between lanes.
 
 
 @pytest.mark.parametrize("mode", ["idx", "up", "down", "bfly"])
 def test_shfl_moves_values_between_lanes(mode):
-    """9.7.9.6: b and c have five bits each; the upper part of c is the mask of segments."""
+    """b and c have five bits each; the upper part of c is the mask of segments (9.7.9.6)."""
     opcode = f"shfl.sync.{mode}.b32"
     assert isa.OPCODES[opcode].section == MOVE
     generator = random.Random(mode)
@@ -304,7 +304,7 @@ def test_shfl_moves_values_between_lanes(mode):
 
 
 def test_lanes_of_a_member_mask():
-    """Only even lanes execute (9.7.9.6, 9.7.13.9 and 14); the registers of others do not change."""
+    """Only even lanes execute (9.7.9.6, 9.7.13.9 and 14); registers of odd lanes do not change."""
     even = 0x55555555
     votes = [drawn(1, 0), [1] * 32, [0] * 32, [1 - i % 2 for i in LANES]]
     body = f""".reg .pred %even; .reg .b32 %bit; and.b32 %bit, %lane, 1; setp.eq.u32 %even, %bit, 0;
@@ -390,19 +390,19 @@ def test_instructions_that_change_no_register_and_no_memory(opcode):
 
 
 def warpgroups(first, second, third):
-    """Three warpgroups, which have 168 registers a thread, execute one statement each."""
+    """Lets three warpgroups, with 168 registers per thread, execute one statement each."""
     return f""".reg .pred p; setp.lt.u32 p, %warp, 8; @p bra lower; {third} bra end;
         lower: setp.lt.u32 p, %warp, 4; @p bra lowest; {second} bra end; lowest: {first} end:"""
 
 
 def test_setmaxnreg_waits_for_registers_that_others_release():
-    """A multiprocessor has 65536 registers: 384 threads get 168 each, a multiple of 8."""
+    """384 threads get 168 of a multiprocessor's 65536 registers each, a multiple of 8."""
     less, more = (f"setmaxnreg.{x}.sync.aligned.u32" for x in ("dec", "inc"))
     assert isa.OPCODES[less].section == isa.OPCODES[more].section == MISC
     for schedule in ("eager", "late", "random"):
         options = dict(threads=384, schedule=schedule)
         run(warpgroups(f"{less} 40;", f"{more} 232;", f"{more} 232;"), **options)
-        # Registers may be released again, and then taken by others.
+        # Registers may be released again, and then be taken by another warpgroup.
         run(warpgroups(f"{less} 24;", f"{more} 248; {less} 24;", f"{more} 256;"), **options)
         for counts in ((40, 240, 232), (48, 232, 232), (24, 248, 248)):
             first, second, third = counts
@@ -415,7 +415,7 @@ def test_setmaxnreg_waits_for_registers_that_others_release():
 
 
 def test_setmaxnreg_starts_from_the_kernels_directives():
-    """.maxnreg, or the registers of the multiprocessor divided among .minnctapersm blocks."""
+    """The directives are .maxnreg, or .minnctapersm blocks that share the registers."""
     text = module_text(
         "setmaxnreg.dec.sync.aligned.u32 64; setmaxnreg.inc.sync.aligned.u32 COUNT; ret;"
     )
@@ -440,7 +440,7 @@ def test_ld_loads_128_bits_to_one_register(space):
         {opcode} handle, [%x]; {query} selp.b32 %d0, 1, 0, %p;"""
     assert run(body.format("0x600D"), results=[32]).results == [[1] * 32]
     assert run(body.format("0xBAD"), results=[32]).results == [[0] * 32]
-    with pytest.raises(UnsupportedError, match="is no register of 128 bits"):
+    with pytest.raises(UnsupportedError, match="is not a register of 128 bits"):
         run(f".reg .b64 %x; {opcode} %x, [%x];")
 
 

@@ -1,6 +1,7 @@
-"""Loads by TMA in im2col mode, against the PTX ISA (9.0), 5.5.4 and 9.7.9.25.5.2.
+"""Tests TMA loads in im2col mode against the PTX ISA (9.0), 5.5.4 and 9.7.9.25.5.2.
 
-The reference numbers the pixels of the bounding boxes of all images and divides a pixel's number.
+The reference numbers the pixels of all images' bounding boxes, and computes a pixel's coordinates
+from its number by division.
 """
 
 import itertools
@@ -68,7 +69,7 @@ class Images:
         )
 
     def loaded(self, place, offsets):
-        """The shared memory behind BASE after a load; 0xFF is what nobody wrote."""
+        """Returns the shared memory behind BASE after a load; unwritten bytes are 0xFF."""
         memory = bytearray(b"\xff" * ROOM)
         first, *begin, image = place
         number, size = image, 1
@@ -88,19 +89,19 @@ class Images:
         return bytes(memory)
 
     def places(self):
-        """Coordinates and offsets: the first pixel, one inside, and the last image's end."""
+        """Yields coordinates and offsets of the first pixel, an inner pixel, and the last ones."""
         spatial = len(self.lower)
         middle = [low + side // 2 for low, side in zip(self.lower, self.sides)]
         last = [low + side - 1 for low, side in zip(self.lower, self.sides)]
         yield (0, *self.lower, 0), (0,) * spatial
         yield (16, *middle, 1), (1, 2, 3)[:spatial]
         yield (-16, *last, 0), (3, 0, 1)[:spatial]
-        # Channels and images beyond the end.
+        # These channels and images are beyond the end.
         yield (32, *last, 3), (0, 255, 1)[:spatial]
 
 
 def statement(opcode, place, offsets, more=""):
-    """A load by whoever is %issuer."""
+    """Returns a load by the thread in which %issuer is true."""
     lists = (f"{{{', '.join(map(str, x))}}}" for x in (place, offsets))
     coordinates, moved = lists
     return f"@%issuer {opcode} [%memory], [%t0, {coordinates}], [%signal], {moved}{more};{HERE}"
@@ -113,7 +114,7 @@ def rank_of(opcode):
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 @pytest.mark.parametrize("rank", [3, 4, 5])
 def test_pixels_of_every_rank_and_swizzle_are_loaded(rank, swizzle):
-    """Boxes larger and smaller than the images; across images; zeros beyond them."""
+    """Boxes are larger and smaller than images, cross images, and have zeros beyond them."""
     corners = [None, ((0, 0, 0), (0, 0, 0)), ((2, 1, -1), (-1, -3, -1)), ((0, 0, 0), (0, -4, 0))]
     for corner in corners:
         images = Images(rank, *([c[: rank - 2] for c in corner] if corner else ()), swizzle=swizzle)
@@ -154,7 +155,7 @@ def test_a_load_arrives_in_several_blocks(opcode):
 
 
 def test_lines_of_patches_are_loaded():
-    """The map of the kernels' images: a load brings one line of the patches, across images."""
+    """With the map of the kernels' images, a load copies one line of patches, across images."""
     p, grid, images = 4, (3, 5), 2
     pixels = np.random.default_rng(0).integers(0, 256, (images, 12, 20, 4), np.uint8)
     lines = lambda at, *_: Im2colMap(  # noqa: E731

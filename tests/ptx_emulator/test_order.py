@@ -1,4 +1,4 @@
-"""Errors in the order of operations: who waited for what, and when signals arrive."""
+"""Errors in the order of operations: missing waits, and signals that arrive late."""
 
 import numpy as np
 import pytest
@@ -43,11 +43,12 @@ LOADED = """tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r1}, [%r0]; tcgen05.wait::ld
 def test_tensor_memory_is_deallocated_after_all_loads():
     run(f"{ALLOCATED} {LOADED} bar.sync 0; {FREED}")
     with pytest.raises(RaceError, match=r"dealloc .* after the tcgen05.ld of warp 1"):
-        # The first warp is delayed until the other one has loaded, but nothing orders the two.
+        # The first warp is delayed until the second one has loaded, but nothing orders the two.
         run(f"{ALLOCATED} @%p nanosleep.u32 1; {LOADED} {FREED}", schedule="eager")
 
 
-# Tensor memory of a pair (9.7.16.5, 9.7.16.7): each block's first warp, %p, allocates 32 columns.
+# In a cluster of two (9.7.16.5, 9.7.16.7) the first warp of each block, in which %p is true,
+# allocates 32 columns of tensor memory.
 MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 RELAXED = MEET.replace("arrive", "arrive.relaxed")
 LEADS = "mov.u32 %r7, %cluster_ctarank; setp.eq.u32 %first, %r7, 0; setp.eq.u32 %p, %w, 0;"
@@ -57,7 +58,7 @@ RELINQUISH = "tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;"
 
 
 def each(first, second):
-    """Statements for each block; %first is true in the first block."""
+    """Combines the statements of the two blocks; %first is true in the first block."""
     return f"{{ @!%first bra second; {first} bra done; second: {second} done: }}"
 
 
@@ -92,7 +93,7 @@ def test_an_allocation_of_a_pair_waits_until_both_blocks_execute_it(schedule):
 
 
 def test_collective_instructions_of_a_pair_may_wait_for_the_peer():
-    """9.7.16.5 allows both, so a kernel that relies on either fails in some schedule."""
+    """9.7.16.5 allows both behaviours, so a kernel that relies on either fails in some schedule."""
     freed = of_first_warps(DEALLOC)
     body = f"{LEADS} {MEET} {of_first_warps(ALLOC)} {MEET} {each(freed + MEET, MEET + freed)}"
     run(body, blocks=2, schedule="eager")
@@ -110,7 +111,7 @@ def test_collective_instructions_of_a_pair_may_wait_for_the_peer():
 
 @pytest.mark.parametrize("schedule", ["eager", "late"])
 def test_a_pair_deallocates_after_both_blocks_have_allocated(schedule):
-    """CUTLASS issue 3435: otherwise a launch fails on a B300, whichever block is first."""
+    """Otherwise a launch fails on a B300, whichever block is first (CUTLASS issue 3435)."""
     both = of_first_warps(ALLOC + RELINQUISH)
     for meet in (MEET, RELAXED):
         run(f"{LEADS} {MEET} {both} {meet} {of_first_warps(DEALLOC)}", blocks=2, schedule=schedule)
@@ -119,7 +120,7 @@ def test_a_pair_deallocates_after_both_blocks_have_allocated(schedule):
 
 
 def test_a_relaxed_arrival_publishes_no_address_of_tensor_memory():
-    """9.7.13.3: a relaxed arrival does not order shared memory."""
+    """A relaxed arrival does not order shared memory (9.7.13.3)."""
     used = "ld.shared.b32 %r0, [%m];"
     body = f"{LEADS} {MEET} {of_first_warps(ALLOC)} {{}} {used} {MEET} {of_first_warps(DEALLOC)}"
     run(body.replace("{}", MEET), blocks=2)
@@ -153,7 +154,7 @@ def test_a_block_waits_for_the_arrivals_of_others_before_it_exits():
     begin = f"{INIT} {FENCE} {ARRIVE} {WAIT} {SIGNAL}"
     with pytest.raises(EmulatorError, match=r"exits before line \d+: the arrival of"):
         run(f"{begin} {ARRIVE} {WAIT}", blocks=2, warps=1)
-    # This arrival happens after what its block did before.
+    # This arrival happens after the earlier arrivals of its block.
     run(f"{begin} barrier.cluster.arrive.release.aligned; {WAIT}", blocks=2, warps=1)
 
 

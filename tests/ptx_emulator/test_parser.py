@@ -176,7 +176,7 @@ def test_a_loop_that_lanes_leave_one_by_one():
 
 @pytest.mark.parametrize("negation", ["", "!"])
 def test_sides_of_a_branch_write_their_own_lanes(negation):
-    """Of registers and memory; then all lanes have converged again."""
+    """Lanes write registers and memory; after the branch all lanes have converged again."""
     body = f""".reg .pred p; .reg .b32 x, y; .reg .b64 at; mul.lo.u32 x, %lane, 5; and.b32 y, x, 4;
         setp.ne.u32 p, y, 0; mad.wide.u32 at, %lane, 4, %m0; mov.u32 %d0, 1000; mov.u32 %d2, 1;
         @{negation}p bra other;

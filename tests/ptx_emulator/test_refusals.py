@@ -1,4 +1,4 @@
-"""Statements that are refused."""
+"""Statements that the emulator refuses."""
 
 import numpy as np
 import pytest
@@ -202,7 +202,7 @@ def test_invalid_accesses_and_masks_are_refused(statement, message):
     ],
 )
 def test_lanes_must_write_the_same_value_to_one_address(statement):
-    """Which of several values remains is undefined, so different values are refused (9.7.9.12)."""
+    """It is undefined which value remains, so different values are refused (9.7.9.12)."""
     wrong = statement.format("%r1")
     refused(wrong, RaceError, "lanes 0 and (1|8|16) write different values to one address")
     launch(f"{DECLARED} {statement.format(5)} ret;", [".param .u64 out"], [np.zeros(16, "u4")])
@@ -213,5 +213,5 @@ def test_lanes_must_write_the_same_value_to_one_address(statement):
 def test_an_address_of_another_block_is_not_one_of_the_own_block(space, opcode):
     statement = ".reg .b32 %x; mov.u32 %x, %cluster_ctarank; xor.b32 %x, %x, 1;"
     statement += f"mapa.shared::cluster.u32 %r2, %r0, %x; {opcode.format(space)}"
-    message = r"an address in block \d where the own block"
+    message = r"an address in block \d, expected the warp.s own block"
     refused(statement, EmulatorError, message, grid=2, cluster=2)

@@ -1,4 +1,4 @@
-"""The emulator's scalar and data instructions against the PTX ISA (9.0).
+"""Tests the emulator's scalar and data instructions against the PTX ISA (9.0).
 
 The references are exact: Python integers, and fractions that are rounded once. A NaN that an
 instruction computes may have any payload, because that is unspecified (9.7.3).
@@ -36,7 +36,7 @@ BLOCKS = 12
 
 @functools.cache
 def outcomes(results, kinds, wide):
-    """Executes all opcodes of these types and returns the results of each."""
+    """Executes all opcodes of these types and returns the results of each opcode."""
     group = [c for c in CASES if (c.results, c.kinds, c.wide) == (results, kinds, wide)]
     rows = operands(kinds, wide, 32 * BLOCKS)
     sizes = [64 if wide else 1 if kind == "pred" else stored(kind) for kind in kinds]
@@ -83,7 +83,7 @@ def test_lop3_computes_every_truth_table():
 
 @pytest.mark.parametrize("whole, part", [(32, 16), (64, 32), (64, 16), (16, 8)])
 def test_mov_packs_and_unpacks(whole, part):
-    """9.7.9.4; mov may also name registers of 8 bits."""
+    """Packs and unpacks as in 9.7.9.4; mov may also name registers of 8 bits."""
     assert isa.OPCODES[f"mov.b{whole}"].section == MOVE
     count = whole // part
     rows = [drawn(whole, i) for i in range(2)]
@@ -159,7 +159,7 @@ def special_registers():
 
 
 def test_special_registers_are_converted_and_clocks_advance():
-    """cvt extends or truncates their values (section 10)."""
+    """cvt extends or truncates the values of special registers (section 10)."""
     body = """.reg .b64 %c; mov.u64 %c, %clock64; mov.b64 %c, %globaltimer; mov.u32 %d0, %clock;
         cvt.u64.u32 %d1, %laneid; cvt.u16.u32 %d2, %laneid; cvt.u32.u64 %d3, %clock64;
         mov.s32 %d4, %laneid; mov.b64 {%d5, _}, %clock64;"""

@@ -1,4 +1,4 @@
-"""The values of .target that each instruction needs."""
+"""Each instruction is accepted only with its values of .target."""
 
 import re
 
@@ -11,7 +11,7 @@ from ptx_emulator.ptx_runner import HERE, assert_fails, run
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 
-# Targets (the notes on the target of each instruction).
+# The targets in the ISA's notes on each instruction.
 
 
 @pytest.mark.parametrize(

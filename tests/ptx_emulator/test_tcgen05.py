@@ -1,7 +1,7 @@
-"""The emulator's tensor cores and tensor memory, against the PTX ISA (9.0), 9.7.15 and 9.7.16.
+"""Tests the emulator's tensor cores and tensor memory against the PTX ISA (9.0), 9.7.15 and 9.7.16.
 
-Products have sums that float32 represents exactly. Each case that must be refused has a valid twin,
-which is run as well.
+Products have sums that float32 represents exactly. Each case that must be refused has a valid
+counterpart, which is also run.
 """
 
 import functools
@@ -59,7 +59,7 @@ CODES = {"f16": ("f16", "bf16"), "f8f6f4": ("e4m3", "e5m2"), "i8": ("u8", "s8")}
 
 
 def instruction_descriptor(kind, a, b, rows, columns, negate=(0, 0), turned=(0, 0)):
-    """Table 42 of 9.7.16.4.2."""
+    """Encodes an instruction descriptor according to table 42 of 9.7.16.4.2."""
     fields = [(2 if kind == "i8" else 1, 4), (CODES[kind].index(a), 7), (CODES[kind].index(b), 10)]
     fields += [(negate[0], 13), (negate[1], 14), (turned[0], 15), (turned[1], 16)]
     fields += [(columns >> 3, 17), (rows >> 4, 24)]
@@ -75,12 +75,12 @@ def waiting(parity=0):
 
 
 def blackwell(pair, products, loads, *, size=2 * PART, columns=512, layouts=DENSE):
-    """A kernel that allocates tensor memory, multiplies, loads, stores the sums, and deallocates.
+    """Returns a kernel that allocates tensor memory, multiplies, stores the sums and deallocates.
 
     Args:
       pair: whether two blocks multiply together.
-      products: statements of one thread that read %a_desc, %b_desc and %tmem; without a predicate.
-      loads: statements of all threads; %tmem is the address of their warp's lanes.
+      products: statements of one thread, without a predicate, that read %a_desc, %b_desc and %tmem.
+      loads: statements of all threads; %tmem is the address of the lanes of each thread's warp.
     """
     group = int(pair)
     all_ = (
@@ -135,7 +135,7 @@ def tcgen05(
     issue=None,
     **options,
 ):
-    """The accumulators of a product, and the expected a times b."""
+    """Runs a product; returns the accumulators, and the expected product of a and b."""
     blocks, depth = 1 + pair, 32 // SIZES[a]
     (raw_a, values_a), (raw_b, values_b) = (
         drawn(x, (rows, depth), i) for i, (x, rows) in enumerate(((a, 128 * blocks), (b, columns)))
@@ -175,7 +175,7 @@ def test_mma_multiplies_every_kind_and_type(opcode, which):
 @pytest.mark.parametrize("columns", [16, 32, 80, 96, 208, 224])
 @pytest.mark.parametrize("pair", [False, True])
 def test_mma_multiplies_every_width(columns, pair):
-    """For two blocks, N is a multiple of 32."""
+    """With two blocks, N is a multiple of 32."""
     if pair and columns % 32:
         with pytest.raises(EmulatorError, match=f"no product has 256 x {columns} for 2 blocks"):
             tcgen05("i8", "s8", "s8", columns, pair=True)
@@ -214,7 +214,7 @@ def test_products_accumulate(schedule):
 @pytest.mark.parametrize("opcode", [*SINGLE, *MULTI])
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
 def test_a_commit_arrives_once_its_products_are_done(opcode, schedule):
-    """A commit arrives once at each barrier, when all products before it are done."""
+    """A commit arrives once at each barrier, after all earlier products are done."""
     assert isa.OPCODES[opcode].section == TCGEN05
     form = "multicast" if opcode in MULTI else "single"
     pair = opcode in (SINGLE[1], MULTI[1])
@@ -226,7 +226,7 @@ def test_a_commit_arrives_once_its_products_are_done(opcode, schedule):
 
 @functools.cache
 def numbered():
-    """Operands whose product is 256 * row + column, to test the layouts of 9.7.16.2.3."""
+    """Returns operands whose product is 256 * row + column, to test the layouts of 9.7.16.2.3."""
     image = np.zeros(2 * PART, np.uint8)
     for begin, rows in ((0, 128), (PART, 256)):
         raw = np.zeros((rows, 32), np.uint8)
@@ -246,7 +246,7 @@ NUMBERED = f"""{MMA["i8", GROUPS[0]]} [%tmem], %a_desc, %b_desc,
 
 
 def place(shape, lane, i):
-    """Row and column of a lane's register, from the figures of 9.7.16.2.3.1."""
+    """Returns row and column of a lane's register, from the figures of 9.7.16.2.3.1."""
     if shape == "32x32b":
         return lane, i
     if shape == "16x128b":
@@ -256,7 +256,7 @@ def place(shape, lane, i):
 
 @pytest.mark.parametrize("opcode", LOADS)
 def test_shapes_of_loads(opcode):
-    """At several columns, and in the upper and the lower half of a warp's lanes."""
+    """Loads begin at several columns, and in the upper and the lower half of a warp's lanes."""
     assert isa.OPCODES[opcode].section == TCGEN05
     shape, repetitions = LOADS[opcode]
     count = repetitions * PER_REPETITION[shape]
@@ -463,7 +463,7 @@ def test_moves_before_the_wait_are_a_warning():
             f"@%first_warp {RELINQUISH[0]};",
             f"@%first_warp {ALLOC[0]} [slot], 32;{HERE}",
             DeadlockError,
-            r"waits for 32 columns of tensor memory; used are \{0: \(512, 1\)\}",
+            r"waits for 32 columns of tensor memory; allocated are \{0: \(512, 1\)\}",
         ),
         "a fence of the proxies": (
             "fence.proxy.async.shared::cta;",
@@ -540,7 +540,7 @@ TWICE = f"""{BEFORE}; bar.sync 0; {AFTER}; @!%p bra again2; PRODUCT again2: {wai
 
 @pytest.mark.parametrize("missing", ["", f"{BEFORE};", "bar.sync 0;", f"{AFTER};", f"{LOADED};"])
 def test_an_accumulator_is_overwritten_only_after_its_loads(missing):
-    """9.7.16.6.4: loads, fence::before, a barrier, fence::after, products."""
+    """The order is: loads, fence::before, a barrier, fence::after, products (9.7.16.6.4)."""
     loads = f"{one_load()} {LOADED}; " + TWICE.replace("PRODUCT", NUMBERED).replace("bra", "bra", 1)
     text = kernel(loads.replace(missing, "", 1) if missing else loads)
     assert {isa.OPCODES[x].section for x in (BEFORE, AFTER, LOADED)} == {TCGEN05}
@@ -565,7 +565,7 @@ def test_operands_may_not_change_before_the_products_are_done():
 
 
 def test_the_first_block_multiplies_for_the_pair():
-    """Each block has half of each operand."""
+    """Each block holds half of each operand."""
     with pytest.raises(EmulatorError, match="no block 1"):
         run(kernel(products=NUMBERED.replace(commit(False), f"{MULTI[0]} [%bar], 2;")), **OPTIONS)
     options = dict(arrays=[numbered() * 2], threads=128, grid=2, cluster=2)

@@ -1,6 +1,6 @@
-"""tcgen05.st, first operands in tensor memory, 64 rows and TF32, against the PTX ISA (9.0), 9.7.16.
+"""Tests tcgen05.st, operands in tensor memory, 64 rows and TF32 against the PTX ISA (9.0), 9.7.16.
 
-Each case that must be refused has a valid twin, which is run as well.
+Each case that must be refused has a valid counterpart, which is also run.
 """
 
 import ml_dtypes
@@ -45,12 +45,12 @@ FREED = """bar.sync 0; setp.ge.u32 %p, %thread, 32; @%p bra freed;
 
 
 def registers(name, count, first=0):
-    """A vector operand of `count` registers."""
+    """Returns a vector operand of `count` registers."""
     return "{" + ", ".join(f"%{name}{first + i}" for i in range(count)) + "}"
 
 
 def lanes_of(registers):
-    """The results of `run` as [lane, register]."""
+    """Converts the results of `run` to [lane, register]."""
     return np.array(registers, np.uint32).T
 
 
@@ -84,7 +84,7 @@ LOADS = [(form, count, place) for form, count, place in FORMS if form.startswith
 
 @pytest.mark.parametrize("form, count, place", LOADS, ids=[form for form, *_ in LOADS])
 def test_load_of_two_halves(form, count, place):
-    """9.7.16.8.3: the value of every word is made of its row and column."""
+    """The value of every word encodes its row and column (9.7.16.8.3)."""
     opcode = f"tcgen05.ld.sync.aligned.{form}.b32"
     assert isa.OPCODES[opcode].section == SECTION
     values = "".join(f"mad.lo.u32 %v{i}, %lane, 1000, {i};" for i in range(128))
@@ -113,13 +113,13 @@ N = 16
 
 
 def core_matrices(matrix):
-    """Rows of 32 bytes as core matrices of 8 rows and 16 bytes, K first (9.7.16.4.1)."""
+    """Reorders rows of 32 bytes to core matrices of 8 rows and 16 bytes, K first (9.7.16.4.1)."""
     raw = np.ascontiguousarray(matrix).view(np.uint8)
     return raw.reshape(-1, 8, 2, 16).transpose(0, 2, 1, 3).tobytes()
 
 
 def multiply(name, rows, *, in_tensor_memory, fence="fence.proxy.async.shared::cta;", **changes):
-    """Body, arrays and result of a product of `rows` rows, 16 columns and 32 bytes of K."""
+    """Returns body, arrays and result of a product of `rows` rows, 16 columns, 32 bytes of K."""
     kind, dtype, code, result = KINDS[name]
     generator, depth = np.random.default_rng(rows), 32 // np.dtype(dtype).itemsize
     a, b = (generator.integers(-8, 9, (side, depth)) for side in (rows, N))
@@ -163,7 +163,7 @@ def multiply(name, rows, *, in_tensor_memory, fence="fence.proxy.async.shared::c
 
 
 def multiplied(name, rows, **options):
-    """The accumulator [128 lanes, 16] and the exact product."""
+    """Runs a product; returns the accumulator [128 lanes, 16] and the exact product."""
     launch = {x: options.pop(x) for x in ("schedule", "allowed") if x in options}
     body, arrays, expected = multiply(name, rows, **options)
     found = lanes_of(run(body, results=[32] * N, arrays=arrays, threads=128, **launch).results)
@@ -173,7 +173,7 @@ def multiplied(name, rows, **options):
 @pytest.mark.parametrize("schedule", ["eager", "late", "random"])
 @pytest.mark.parametrize("name", KINDS)
 def test_the_first_operand_may_be_in_tensor_memory(name, schedule):
-    """9.7.16.10.5: rows are lanes, K is packed into columns."""
+    """Rows are lanes, and K is packed into columns (9.7.16.10.5)."""
     assert isa.OPCODES[f"tcgen05.mma.cta_group::1.kind::{KINDS[name][0]}"].section == SECTION
     found, expected = multiplied(name, 128, in_tensor_memory=True, schedule=schedule)
     assert (found == expected).all()
@@ -181,14 +181,14 @@ def test_the_first_operand_may_be_in_tensor_memory(name, schedule):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_product_of_128_rows_is_exact(name):
-    """Both operands in shared memory."""
+    """Both operands are in shared memory."""
     found, expected = multiplied(name, 128, in_tensor_memory=False)
     assert (found == expected).all()
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_product_of_64_rows_is_in_16_lanes_of_each_quarter(name):
-    """9.7.16.10.5, layout F."""
+    """The result has layout F of 9.7.16.10.5."""
     found, expected = multiplied(name, 64, in_tensor_memory=False)
     quarters = found.reshape(4, 32, N)[:, :16].reshape(64, N)
     assert (quarters == expected).all()
@@ -197,7 +197,7 @@ def test_product_of_64_rows_is_in_16_lanes_of_each_quarter(name):
 
 
 def test_TF32_ignores_the_last_13_bits_of_a_float32():
-    """9.7.16.2.2: TF32 has 10 bits of fraction."""
+    """TF32 has 10 bits of fraction (9.7.16.2.2)."""
     body, arrays, expected = multiply("tf32", 128, in_tensor_memory=False)
     noisy = [(np.frombuffer(x, np.uint32) | 0x1FFF).tobytes() for x in arrays]
     found = run(body, results=[32] * N, arrays=noisy, threads=128).results
@@ -206,7 +206,7 @@ def test_TF32_ignores_the_last_13_bits_of_a_float32():
 
 
 def test_what_orders_a_store_and_a_product():
-    """The wait for the store, and the fences before and after the barrier."""
+    """A wait for the store, and fences before and after the barrier, are needed."""
     options = dict(in_tensor_memory=True)
     for change, message in (
         (dict(wait=""), "nothing orders it after the tcgen05.st of warp 0: tcgen05.wait::st"),
@@ -223,7 +223,7 @@ def test_what_orders_a_store_and_a_product():
             arrays=arrays,
             threads=128,
         )
-    # If the warning is allowed, the barrier is enough. Without a wait nothing orders them.
+    # If the warning is allowed, the barrier is enough. Without the wait nothing orders the two.
     allowed = frozenset({"no tcgen05.fence"})
     found, expected = multiplied("f16", 128, **options, before="", after="", allowed=allowed)
     assert (found == expected).all()
@@ -232,7 +232,7 @@ def test_what_orders_a_store_and_a_product():
 
 
 def test_stores_that_are_not_waited_for():
-    """Before a load of the same columns, after one, and at the end of the kernel."""
+    """Missing waits: before a load of the same columns, after one, and at the kernel's end."""
     store = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%tmem], {%x};"
     load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%y}, [%tmem];"
     stored, loaded = "tcgen05.wait::st.sync.aligned;", "tcgen05.wait::ld.sync.aligned;"
@@ -266,7 +266,7 @@ def test_warps_of_one_quarter_share_lanes():
 
 
 def test_a_loaded_register_is_used_before_the_wait():
-    """An error, unless the warning is allowed; then tensor memory counts as read until the wait."""
+    """This is an error unless the warning is allowed; then tensor memory is read until the wait."""
     body = f"""{ALLOCATED} mov.u32 %x, %thread;
         tcgen05.st.sync.aligned.32x32b.x1.b32 [%tmem], {{%x}}; tcgen05.wait::st.sync.aligned;
         tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%y}}, [%tmem];
@@ -282,7 +282,7 @@ def test_a_loaded_register_is_used_before_the_wait():
     assert_fails(RaceError, "without a tcgen05.wait::ld", later, allowed=allowed)
 
 
-# Forms that are tested here, so that test_tcgen05.py need not test them.
+# Forms that are tested in this file and not in test_tcgen05.py.
 TESTED = {
     *(f"tcgen05.st.sync.aligned.{form}.b32" for form, *_ in FORMS),
     *(f"tcgen05.ld.sync.aligned.{form}.b32" for form, *_ in LOADS),

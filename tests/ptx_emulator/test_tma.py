@@ -1,7 +1,7 @@
-"""The emulator's tensor maps and asynchronous copies, against the PTX ISA (9.0), 9.7.9.25 and 5.5.
+"""Tests tensor maps and asynchronous copies against the PTX ISA (9.0), 9.7.9.25 and 5.5.
 
-The reference goes through a box element by element. Each case that must be refused has a valid
-twin, which is run as well.
+The reference copies a box element by element. Each case that must be refused has a valid
+counterpart, which is also run.
 """
 
 import itertools
@@ -41,7 +41,7 @@ STORES = [
     for rank, tile in itertools.product(RANKS, ("", ".tile"))
 ]
 
-BASE = 1024  # The offset in shared memory at which a block's variables begin.
+BASE = 1024  # Offset in shared memory at which a block's variables begin.
 ROOM = 4096
 
 
@@ -55,7 +55,7 @@ class Tensor:
         self.box = (inner, *((16,), (4, 4), (4, 2, 2), (2, 2, 2, 2))[rank - 2])[:rank]
         if rank == 1:
             self.box = (inner,)
-        # No size is a multiple of the box, and there are gaps between rows.
+        # No size is a multiple of the box's, and there are gaps between rows.
         self.dimensions = tuple(side + 3 for side in self.box)
         strides = [itemsize]
         extent = self.dimensions[0] * itemsize
@@ -72,9 +72,9 @@ class Tensor:
         )
 
     def places(self, *, stores=False):
-        """Coordinates inside the tensor, across its ends, outside of it; for loads also before it.
+        """Yields coordinates inside the tensor, across its ends and outside of it.
 
-        Rows are aligned to 16 bytes.
+        Loads may also begin before the tensor. Rows are aligned to 16 bytes.
         """
         unit = 16 // self.itemsize
         found = [
@@ -88,9 +88,10 @@ class Tensor:
             yield (-(-first // unit) * unit if first > 0 else first // unit * unit, *rest)
 
     def elements(self, place, begin=BASE, *, unit=1):
-        """(byte of the array or None beyond the tensor, byte of shared memory) of each element.
+        """Yields (byte of the array, byte of shared memory) of each element of a box.
 
-        Rows of the tensor are a whole number of units of this many elements.
+        The byte of the array is None beyond the tensor, whose rows are extended to whole units of
+        `unit` elements.
         """
         columns, *rest = self.dimensions
         dimensions = (-(-columns // unit) * unit, *rest)
@@ -101,7 +102,7 @@ class Tensor:
             yield source, swizzled_address(begin + i * self.itemsize, self.swizzle)
 
     def loaded(self, place):
-        """The shared memory from BASE on after a load; bytes that are not written are 0xFF."""
+        """Returns the shared memory from BASE on after a load; unwritten bytes are 0xFF."""
         memory = bytearray(b"\xff" * ROOM)
         size = self.itemsize
         for source, target in self.elements(place):
@@ -110,7 +111,7 @@ class Tensor:
         return bytes(memory)
 
     def stored(self, place, memory):
-        """The array after a store, which writes units of 16 bytes, as an H200 does."""
+        """Returns the array after a store, which writes units of 16 bytes like an H200."""
         left, size = bytearray(self.content), self.itemsize
         for target, source in self.elements(place, unit=16 // size):
             if target is not None:
@@ -119,7 +120,7 @@ class Tensor:
 
 
 def test_the_pattern_of_128_bytes_is_that_of_the_figure():
-    """The first rows of 16-byte units, from the figures of 5.5.7."""
+    """The expected rows of 16-byte units are from the figures of 5.5.7."""
     found = [
         [swizzled_address(128 * r + 16 * c, 128) // 16 % 8 for c in range(8)] for r in range(8)
     ]
@@ -150,7 +151,7 @@ WAIT = """{ again: mbarrier.try_wait.parity.acquire.cluster.shared.b64 %over, [%
 
 
 def dump(array=1):
-    """Copies each block's memory to its part of an array."""
+    """Returns PTX that copies each block's memory to its part of an array."""
     text = (
         f"mad.wide.u32 %place, %block, {ROOM}, %m{array}; mad.wide.u32 %place, %thread, 4, %place;"
     )
@@ -170,7 +171,7 @@ def expect(bytes_):
 @pytest.mark.parametrize("swizzle", SWIZZLES)
 @pytest.mark.parametrize("rank", RANKS)
 def test_boxes_of_every_rank_and_swizzle_are_loaded_and_stored(rank, swizzle):
-    """Loads and stores at all coordinates; outside of the tensor loads return zeros."""
+    """Loads and stores are at all coordinates; loads from outside of the tensor return zeros."""
     for i, itemsize in enumerate((1, 2, 4, 8, 2)):
         tensor = Tensor(rank, swizzle, itemsize)
         place = list(tensor.places())[i]
@@ -191,7 +192,7 @@ def test_boxes_of_every_rank_and_swizzle_are_loaded_and_stored(rank, swizzle):
 
 
 def filled(fence="fence.proxy.async.shared::cta;", array=1):
-    """Copies an array to the block's memory."""
+    """Returns PTX that copies an array to the block's memory."""
     text = f"mad.wide.u32 %place, %thread, 4, %m{array};"
     for at in range(0, ROOM, 128):
         text += f"ld.global.u32 %x, [%place+{at}]; st.shared.u32 [%word+{at}], %x;\n"
@@ -199,11 +200,11 @@ def filled(fence="fence.proxy.async.shared::cta;", array=1):
 
 
 def in_cluster(statement, signals, issuers, blocks=4):
-    """The memory of every block after some blocks have executed a load.
+    """Returns the text and the options of a kernel in which some blocks execute a load.
 
     Args:
       signals: bytes that arrive at each block's barrier.
-      issuers: the ranks that load.
+      issuers: ranks of the blocks that load.
     """
     issues = "setp.ne.u32 %issuer, %thread, %thread;"
     for rank in issuers:
@@ -226,7 +227,7 @@ NOTHING = b"\xff" * ROOM
 
 @pytest.mark.parametrize("opcode", LOADS)
 def test_a_load_of_one_block(opcode):
-    """With cta_group::2 the barrier may be that of the other block of the pair."""
+    """With cta_group::2 the barrier may be in the other block of the pair."""
     assert isa.OPCODES[opcode].section == SECTION
     rank = int(opcode[len("cp.async.bulk.tensor.")])
     tensor = Tensor(rank, 128)
@@ -261,7 +262,10 @@ def test_shared_cta_is_the_own_block(opcode):
     text, options = in_cluster(statement, [0, tensor.bytes], [0], 2)
     options |= dict(arrays=[tensor.content, bytes(2 * ROOM)], maps=[tensor.map])
     assert_fails(
-        EmulatorError, "a shared::cta copy to block 1, not to the own one", text, **options
+        EmulatorError,
+        "a shared::cta copy to block 1, expected the warp's own block",
+        text,
+        **options,
     )
     found = run(text.replace("shared::cta.global", "shared::cluster.global"), **options).arrays[1]
     assert found == NOTHING + tensor.loaded(next(tensor.places()))
@@ -272,8 +276,11 @@ def test_shared_cta_is_the_own_block(opcode):
     [(x, mask) for x in MULTICASTS for mask in ((2, 15, 9) if ".2d." in x else (11,))],
 )
 def test_a_load_arrives_in_several_blocks(opcode, mask):
-    """Data and barrier have the same offsets in every block. With cta_group::2, the block of each
-    receiving pair is signalled that has the parity of the given barrier's (9.7.9.25.5.2)."""
+    """Data and barrier have the same offsets in every block.
+
+    With cta_group::2 the signal goes, in each receiving pair, to the block whose rank has the
+    parity of the given barrier's block (9.7.9.25.5.2).
+    """
     assert isa.OPCODES[opcode].section == SECTION
     tensor = Tensor(int(opcode[len("cp.async.bulk.tensor.")]), 128)
     place = next(tensor.places())
@@ -307,12 +314,15 @@ def test_a_store(opcode):
     text, options = in_cluster(statement, [0, 0], [0], 2)
     options |= dict(arrays=[tensor.content, bytes(2 * ROOM)], maps=[tensor.map])
     assert_fails(
-        EmulatorError, "a shared::cta copy from block 1, not from the own one", text, **options
+        EmulatorError,
+        "a shared::cta copy from block 1, expected the warp's own block",
+        text,
+        **options,
     )
 
 
 def test_a_box_begins_at_16_bytes():
-    """An H200 traps otherwise."""
+    """An H200 traps if a box begins elsewhere."""
     tensor = Tensor(2, 64)
     load = f"cp.async.bulk.tensor.2d.shared::cta.global.{ARRIVAL}"
     body = f"{DECLARED} {expect(tensor.bytes)} @%first {load} [%memory], [%t0, {{4, 0}}], [%bar];"
@@ -327,7 +337,7 @@ def test_a_box_begins_at_16_bytes():
 
 @pytest.mark.parametrize("place", ["-8, 0", "0, -1"])
 def test_a_store_does_not_begin_before_the_tensor(place):
-    """An H200 traps."""
+    """An H200 traps at such a store."""
     tensor = Tensor(2, 64)
     store = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group"
     body = f"{DECLARED} {filled()} @%first {store} [%t0, {{{place}}}], [%memory];{HERE}"
@@ -336,7 +346,7 @@ def test_a_store_does_not_begin_before_the_tensor(place):
 
 
 def test_narrow_swizzled_rows_take_the_swizzles_bytes():
-    """As on an H200, which does not change the bytes between the rows."""
+    """Like an H200, the emulator does not change the bytes between the rows."""
     content = random.Random(5).randbytes(256)
     narrow = lambda at, *_: TensorMap(at, 1, (64, 4), (1, 64), (32, 4), 128)  # noqa: E731
     load = f"cp.async.bulk.tensor.2d.shared::cta.global.{ARRIVAL}"
@@ -349,11 +359,11 @@ def test_narrow_swizzled_rows_take_the_swizzles_bytes():
     assert found == bytes(wanted)
 
 
-# Groups of stores: four words each.
+# Each store writes four words.
 
 
 def words(address, *_):
-    """A tensor of 64 words, in boxes of 16 bytes."""
+    """Returns the map of a tensor of 64 words, in boxes of 16 bytes."""
     return TensorMap(address, 4, (64,), (4,), (4,), 0)
 
 
@@ -365,7 +375,7 @@ COMMIT, READ, ALL = (
 
 
 def three_stores(wait, *commits):
-    """Three stores of one thread; then %d0 is the sum of what has reached global memory."""
+    """Lets one thread store three times, and sums the words that reached global memory in %d0."""
     text = DECLARED + "mov.u32 %x, 1; st.shared.u32 [%word], %x; st.shared.u32 [%word+128], %x;"
     text += "st.shared.u32 [%word+256], %x; fence.proxy.async; bar.sync 0;"
     for i, commit in enumerate(commits):
@@ -391,8 +401,10 @@ def three_stores(wait, *commits):
     ],
 )
 def test_groups_of_stores(wait, commits, done):
-    """9.7.9.25.3: a wait is for all stores of all groups but the last n. A store that is not
-    committed is in no group. Stores that are not waited for complete at any time."""
+    """A wait is for all stores of all groups except the last n (9.7.9.25.3).
+
+    A store that is not committed is in no group. Stores without a wait complete at any time.
+    """
     for opcode in (COMMIT, READ, ALL):
         assert isa.OPCODES[opcode].section == SECTION
     found = []
@@ -413,7 +425,7 @@ def test_groups_of_stores(wait, commits, done):
 @pytest.mark.parametrize("schedule", ["late", "eager", "random"])
 @pytest.mark.parametrize("wait", [f"{READ} 0", f"{ALL} 0", f"{READ} 1", f"{ALL} 1", ""])
 def test_the_source_of_a_store_may_change_only_after_its_read(wait, schedule):
-    """The same if another warp writes there, which must be ordered after the wait."""
+    """This also holds if another warp writes the source, which must be ordered after the wait."""
     text = f"""{DECLARED} st.shared.u32 [%word], %thread; fence.proxy.async; bar.sync 0;
         @%first {STORE} [%t0, {{0}}], [%memory]; @%first {COMMIT}; {wait and f"@%first {wait};"}
         bar.sync 0; xor.b32 %word, %word, 128; st.shared.u32 [%word], 99;{HERE}"""
@@ -426,7 +438,7 @@ def test_the_source_of_a_store_may_change_only_after_its_read(wait, schedule):
         assert_fails(RaceError, message, text, **options)
 
 
-# Each lane stores a word, or a row of a matrix that has data of several lanes.
+# Each lane stores a word, or a row of a matrix with data of several lanes.
 STORED = {
     "words": "st.shared.u32 [%word], %thread;",
     "rows": """mad.lo.u32 %x, %thread, 16, %memory;
@@ -459,7 +471,7 @@ NOT_ALL, NO_BARRIER = "without a fence.proxy.async of the lanes", "no barrier or
     ],
 )
 def test_each_lane_fences_its_stores_before_a_barrier_and_a_tma_store(stored, between, message):
-    """9.7.13.4: another lane's fence does not order a lane's store, nor does a fence alone."""
+    """Another lane's fence does not order a lane's store, nor does a fence alone (9.7.13.4)."""
     text = f"""{DECLARED} {STORED[stored]} {between}
         @%first {STORE} [%t0, {{0}}], [%memory];{HERE} @%first {COMMIT}; @%first {ALL} 0;"""
     options = dict(arrays=[bytes(256)], maps=[words])
@@ -495,7 +507,7 @@ def test_a_lane_that_stores_fences_and_issues_needs_no_barrier():
     ],
 )
 def test_a_fence_of_another_warps_store_is_ordered_too(between, right):
-    """The second warp stores; the first thread of the first warp issues the TMA store."""
+    """The second warp stores, and the first thread of the first warp issues the TMA store."""
     text = f"""{DECLARED} setp.lt.u32 %issuer, %thread, 32; add.u32 %word, %word, -128;
         @!%issuer st.shared.u32 [%word], 7; {between}
         @%first {STORE} [%t0, {{0}}], [%memory];{HERE} @%first {COMMIT}; @%first {ALL} 0;"""
@@ -664,7 +676,7 @@ def test_a_block_does_not_exit_before_its_loads(schedule):
 
 
 def test_a_block_does_not_exit_before_its_stores_have_read():
-    """Its writes may come later."""
+    """The writes of a store may come after the block's exit."""
     text = f"{DECLARED} @%first {STORE} [%t0, {{8}}], [%memory]; @%first {COMMIT}; {{}}"
     options = dict(arrays=[bytes(256)], maps=[words], schedule="late")
     run(text.replace("{}", f"@%first {READ} 0;"), **options)
@@ -677,14 +689,14 @@ def test_more_bytes_than_expected_are_missing_at_the_end():
     options = dict(arrays=[bytes(256)], maps=[words], schedule="eager")
     run(text.replace("{}", expect(16)), **options)
     assert_fails(
-        EmulatorError, "nothing can go on.*16 bytes", text.replace("{}", expect(32)), **options
+        EmulatorError, "no warp can continue.*16 bytes", text.replace("{}", expect(32)), **options
     )
     assert_fails(
-        EmulatorError, "nothing can go on.*-8 bytes", text.replace("{}", expect(8)), **options
+        EmulatorError, "no warp can continue.*-8 bytes", text.replace("{}", expect(8)), **options
     )
 
 
-# Tensor maps: the rules of cuTensorMapEncodeTiled.
+# Tensor maps follow the rules of cuTensorMapEncodeTiled.
 
 GOOD = dict(base=0, itemsize=2, dimensions=(64, 8), strides=(2, 128), box=(64, 8), swizzle=128)
 
@@ -729,6 +741,6 @@ def test_every_form_has_a_test():
         for opcode, definition in isa.OPCODES.items()
         if definition.make.__module__ == "ptx_emulator.tma" and ".im2col." not in opcode
     }
-    # test_bulk_copy.py has these; test_im2col.py those in im2col mode.
+    # test_bulk_copy.py tests these forms, and test_im2col.py those in im2col mode.
     bulk = {f"cp.async.bulk.{to}.global.{ARRIVAL}" for to in ("shared::cta", "shared::cluster")}
     assert registered == {*LOADS, *MULTICASTS, *STORES, COMMIT, READ, ALL, *bulk}

@@ -1,4 +1,4 @@
-"""The emulator's wgmma against the PTX ISA (9.0), 9.7.15."""
+"""Tests the emulator's wgmma against the PTX ISA (9.0), 9.7.15."""
 
 import functools
 import itertools
@@ -57,7 +57,7 @@ def fragments(array, part, count):
 
 
 def matrix(words, columns, result):
-    """The 64 rows of an accumulator (9.7.15.5.1.1.3), from what `fragments` stored."""
+    """Assembles the 64 rows of an accumulator (9.7.15.5.1.1.3) that `fragments` stored."""
     found = np.frombuffer(words, np.int32 if result == "s32" else np.float32)
     found = found.reshape(-1, 128, columns // 2)
     left = np.full((len(found), 64, columns), np.nan)
@@ -72,7 +72,7 @@ KINDS = tuple(SIZES)
 
 @functools.cache
 def products(columns):
-    """Products of this width and all types, which share their operands."""
+    """Runs products of this width and all types, which share their operands."""
     image, values = np.zeros(6 * 2048 + 6 * 8192, np.uint8), {}
     begin = {}
     for i, kind in enumerate(KINDS):
@@ -130,7 +130,7 @@ def multiplied(opcode, layouts, images, statements, *, more="", **options):
 @pytest.mark.parametrize("second", [LAYOUTS[i] for i in (0, 2, 4, 7)], ids=layout_name)
 @pytest.mark.parametrize("first", LAYOUTS, ids=layout_name)
 def test_wgmma_multiplies_operands_of_every_layout(first, second):
-    """All swizzles, K-major and MN-major, with various strides and starts inside of a row."""
+    """Layouts have all swizzles, K-major and MN-major, various strides, and starts inside a row."""
     opcode = opcode_of(72, 16, "bf16", "bf16")
     (raw_a, a), (raw_b, b) = (drawn("bf16", (rows, 16), i) for i, rows in enumerate((64, 72)))
     turned = f"{int(first.major == 'MN')}, {int(second.major == 'MN')}"
@@ -167,7 +167,7 @@ def test_wgmma_accumulates_with_signs(kind, depth):
 
 @pytest.mark.parametrize("depth, a, b", FLOATS + INTEGERS)
 def test_the_first_operand_may_be_in_registers(depth, a, b):
-    """9.7.15.5.1.1.1 and 9.7.15.5.1.1.2: the rows and bytes of K that each thread holds."""
+    """Each thread holds the rows and bytes of K of 9.7.15.5.1.1.1 and 9.7.15.5.1.1.2."""
     opcode = opcode_of(24, depth, a, b)
     (raw_a, first), (raw_b, second) = (
         drawn(kind, (rows, depth), i) for i, (kind, rows) in enumerate(((a, 64), (b, 24)))
@@ -197,7 +197,7 @@ SMALL = opcode_of(8, 32, "s8", "s8")
 
 
 def hopper(statements, fence="fence.proxy.async;", size=4096, fenced=True):
-    """A kernel that multiplies 64 by 8 rows of ones, so that every sum is 32."""
+    """Returns a kernel that multiplies 64 by 8 rows of ones, so that every sum is 32."""
     return f"""{declared(size)} .reg .b32 %c<4>, %e<4>; {uploaded(4096, fence=fence)}
         {descriptor("%a_desc", 0, Layout().bits("Hopper"))}
         {descriptor("%b_desc", 2048, Layout().bits("Hopper"))}
@@ -226,7 +226,7 @@ def test_wait_group_does_not_wait_for_the_last_groups():
 
 
 def test_an_operand_in_registers_stays_until_the_products_are_done():
-    """9.7.15.7.1 and 9.7.15.7.3: it is written before a fence, and not touched before a wait."""
+    """It is written before a fence, and not accessed before a wait (9.7.15.7.1, 9.7.15.7.3)."""
     held = ONE.replace("%a_desc", "{%e0, %e1, %e2, %e3}")
     ones = "".join(f"mov.u32 %e{i}, 0x01010101;" for i in range(4))
     text = hopper(f"{ones} {FENCE}; {held} {COMMIT}; {{}} {WAIT} 0; mov.u32 %d0, %c3;")
@@ -315,7 +315,7 @@ def test_unknown_bits_of_a_descriptor_of_wgmma_are_refused(bits, message):
 
 @pytest.mark.parametrize("swizzle", [32, 64, 128])
 def test_a_swizzled_operand_begins_in_the_first_row_of_its_pattern(swizzle):
-    """Otherwise it needs a base offset, which the emulator does not support."""
+    """Otherwise the descriptor needs a base offset, which the emulator does not support."""
     code = {128: 1, 64: 2, 32: 3}[swizzle] << 62 | (8 * swizzle >> 4) << 32
     text = hopper(
         f"{descriptor('%b_desc', 0, code)} {descriptor('%a_desc', 8192, code)} "

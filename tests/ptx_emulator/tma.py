@@ -24,29 +24,29 @@ from ptx_emulator.vector_clocks import MEMORY
 
 COPY = "9.7.9.25 asynchronous copy"
 
-# Bytes of a swizzle -> a mask of address bits. These bits, counted from bit 7, are XORed into the
-# bits from 4 on (5.5.7).
+# Bytes of a swizzle -> mask of address bits, counted from bit 7, which are XORed into the bits from
+# bit 4 on (5.5.7).
 SWIZZLES = {0: 0, 32: 1, 64: 3, 128: 7}
 
 # Values of CUtensorMapSwizzle, and of .swizzle_mode of tensormap.replace -> bytes.
 SWIZZLE_BYTES = {0: 0, 1: 32, 2: 64, 3: 128}
 
-# The size of a CUtensorMap.
+# Size of a CUtensorMap in bytes.
 TENSOR_MAP_BYTES = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
-    """A tensor map as cuTensorMapEncodeTiled makes it, innermost dimension first.
+    """A tensor map of cuTensorMapEncodeTiled, with the innermost dimension first.
 
     Attributes:
       base: address in global memory.
       itemsize: bytes of an element.
       dimensions: elements in each dimension.
-      strides: bytes from one element to the next in each dimension; the first is `itemsize`.
+      strides: bytes from one element to the next in each dimension; the first stride is `itemsize`.
       box: elements of a box in each dimension.
       swizzle: 0, 32, 64 or 128 bytes.
-      name: for error messages.
+      name: name in error messages.
     """
 
     base: int
@@ -77,15 +77,15 @@ class TensorMap:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a box."""
+        """Returns the bytes of a box."""
         return math.prod(self.box) * self.itemsize
 
     def box_layout(self, begin: int):
-        """The `box_layout` of a box of this tensor at an offset in shared memory."""
+        """Returns the `box_layout` of a box of this tensor at an offset in shared memory."""
         return box_layout(begin, math.prod(self.box[1:]), self.box[0] * self.itemsize, self.swizzle)
 
     def view(self, memory) -> np.ndarray:
-        """The tensor as bytes in global memory, [..., dimension 0, itemsize]."""
+        """Returns the tensor as a view of global memory, [..., dimension 0, itemsize]."""
         steps = zip(self.dimensions, self.strides)
         extent = sum((d - 1) * s for d, s in steps) + self.itemsize
         begin = memory.offset_of(self.base, extent)
@@ -95,7 +95,7 @@ class TensorMap:
         return np.lib.stride_tricks.as_strided(flat, shape, strides)
 
     def overlap(self, coordinates: tuple[int, ...]):
-        """The slices of the tensor, and of a box at these coordinates, that overlap; or None."""
+        """Returns the overlapping slices of the tensor and of a box there; None without overlap."""
         tensor, box = [], []
         for size, side, begin in reversed(list(zip(self.dimensions, self.box, coordinates))):
             low, high = max(begin, 0), min(begin + side, size)
@@ -106,7 +106,7 @@ class TensorMap:
         return tuple(tensor), tuple(box)
 
     def load(self, memory, coordinates: tuple[int, ...]) -> np.ndarray:
-        """The bytes of a box, which are zero outside of the tensor."""
+        """Returns the bytes of a box, which are zero outside of the tensor."""
         content = np.zeros((*reversed(self.box), self.itemsize), np.uint8)
         if slices := self.overlap(coordinates):
             content[slices[1]] = self.view(memory)[slices[0]]
@@ -128,15 +128,15 @@ class TensorMap:
 
 @dataclasses.dataclass(frozen=True)
 class Im2colMap(TensorMap):
-    """A tensor map as cuTensorMapEncodeIm2col makes it: dimensions C, W, H, (D,) N (5.5.4).
+    """A tensor map of cuTensorMapEncodeIm2col, with dimensions C, W, H, (D,) N (5.5.4).
 
-    A load brings pixels of a column. It counts them along W, H and D inside of the bounding box,
-    then along N, from a first one on; a pixel is then taken from its place plus the offsets.
+    A load copies the pixels of a column. Starting at a first pixel, it counts them along W, H and D
+    inside the bounding box, then along N. It reads each pixel at its position plus the offsets.
 
     Attributes:
-      box: channels of a pixel, and pixels of a column.
-      lower, upper: corners of the bounding box in W, H, (D): its first pixel, and its last one as
-        counted from the tensor's last pixel.
+      box: number of channels of a pixel, and of pixels of a column.
+      lower, upper: corners of the bounding box in W, H, (D): its first pixel, and its last pixel
+        relative to the tensor's last pixel.
     """
 
     lower: tuple[int, ...] = ()
@@ -169,7 +169,7 @@ class Im2colMap(TensorMap):
 
     @property
     def sides(self) -> list[int]:
-        """Pixels of the bounding box in W, H, (D)."""
+        """Returns the numbers of pixels of the bounding box in W, H, (D)."""
         corners = zip(self.dimensions[1:-1], self.lower, self.upper)
         return [size - low + high for size, low, high in corners]
 
@@ -183,9 +183,9 @@ class Im2colMap(TensorMap):
             )
 
     def load(self, memory, place: tuple[int, ...]) -> np.ndarray:
-        """The bytes of a column; `place` is the coordinates and then the offsets.
+        """Returns the bytes of a column; `place` has the coordinates and then the offsets.
 
-        What is outside of the tensor is zero (5.5.4.3).
+        Pixels outside of the tensor are zero (5.5.4.3).
         """
         rank, (channels, pixels) = len(self.dimensions), self.box
         (first, *begin, image), offsets = place[:rank], place[rank:]
@@ -210,9 +210,10 @@ class Im2colMap(TensorMap):
 
 @functools.lru_cache(1024)
 def box_layout(begin: int, rows: int, row_bytes: int, swizzle: int):
-    """Where the bytes of a box are in shared memory, and which words and units they touch.
+    """Returns the offsets of a box's bytes in shared memory, and the words and units they occupy.
 
-    A row that is narrower than its swizzle takes the swizzle's bytes; TMA does not touch the rest.
+    A row that is narrower than its swizzle takes as many bytes as the swizzle; TMA does not access
+    the bytes behind it.
     """
     row = np.arange(rows)[:, None] * (swizzle or row_bytes)
     offsets = (begin + row + np.arange(row_bytes)).reshape(-1)
@@ -221,7 +222,7 @@ def box_layout(begin: int, rows: int, row_bytes: int, swizzle: int):
 
 
 def to_signed(value: int) -> int:
-    """A coordinate, which is a signed 32-bit integer, from its bits."""
+    """Converts the bits of a coordinate to a signed 32-bit integer."""
     return value - (value >> 31 << 32)
 
 
@@ -236,7 +237,7 @@ class TensorOperand:
         self.rank = rank
 
     def read(self, warp, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
-        """The tensor map and the coordinates of a lane."""
+        """Returns the tensor map and the coordinates of a lane."""
         tensor = warp.tensor_map(int(self.address(warp)[lane]))
         if len(tensor.dimensions) != self.rank:
             raise EmulatorError(f"a copy of {self.rank} dimensions with {tensor}")
@@ -261,7 +262,8 @@ def _check_box(tensor: TensorMap, block, offset: int, description: str) -> None:
     """Checks that a box in shared memory is in bounds and aligned."""
     offsets, _, _ = tensor.box_layout(offset)
     block.shared.check_bounds(offset, int(offsets.max()) + 1 - offset, description)
-    # 128 bytes, and with a swizzle the 8 rows of its pattern (9.7.9.25.5, 5.5.7).
+    # A box is aligned to 128 bytes, or with a swizzle to the 8 rows of its pattern (9.7.9.25.5,
+    # 5.5.7).
     alignment = max(128, 8 * tensor.swizzle)
     if offset % alignment:
         raise EmulatorError(
@@ -287,7 +289,7 @@ def load(binder, instruction):
     target, source, mbarrier, *masks = instruction.operands
     im2col, offsets = "im2col" in parts, []
     if im2col:
-        # The offsets in W, H, (D), which are unsigned (9.7.9.25.5.2).
+        # The offsets in W, H, (D) are unsigned (9.7.9.25.5.2).
         vector, *masks = masks
         offsets = [binder.reader(item, "b16") for item in vector.items]
         if len(offsets) != _rank(instruction) - 2:
@@ -298,15 +300,17 @@ def load(binder, instruction):
     target, mbarrier = binder.address_reader(target), binder.address_reader(mbarrier)
     members = binder.reader(masks[0], "b16") if multicast else None
     if len(masks) != multicast:
-        raise ValueError("a multicast load has a CTA mask, other loads have none")
+        raise ValueError(
+            "a CTA mask is required for a multicast load, and not allowed for other loads"
+        )
 
     def ranks(warp, rank: int, signal_rank: int, lane: int) -> list[tuple[int, int]]:
-        """The blocks that receive the box, each with the block whose mbarrier is signalled."""
+        """Returns the blocks that receive the box, each with the block of its mbarrier."""
         if multicast:
             cta_mask = int(members(warp)[lane])
             receivers = [rank for rank in range(16) if cta_mask >> rank & 1]
-            # With cta_group::2 the signal goes to the block of the receiver's pair that has the
-            # parity of the mbarrier's block (9.7.9.25.5.2).
+            # With cta_group::2 the signal goes to the block of the receiver's pair whose rank has
+            # the parity of the mbarrier's block (9.7.9.25.5.2).
             return [(r, r & ~1 | signal_rank & 1 if is_pair else r) for r in receivers]
         if is_pair and rank >> 1 != signal_rank >> 1:
             raise EmulatorError("an mbarrier outside of the pair")
@@ -326,7 +330,9 @@ def load(binder, instruction):
             rank, offset = split_shared_address(int(target(warp)[lane]))
             signal_rank, mbarrier_offset = split_shared_address(int(mbarrier(warp)[lane]))
             if own_block_only and rank != warp.block.rank:
-                raise EmulatorError(f"a shared::cta copy to block {rank}, not to the own one")
+                raise EmulatorError(
+                    f"a shared::cta copy to block {rank}, expected the warp's own block"
+                )
             for receiver, signalled in ranks(warp, rank, signal_rank, lane):
                 if max(receiver, signalled) >= len(blocks):
                     raise EmulatorError(f"the cluster has no block {max(receiver, signalled)}")
@@ -338,7 +344,7 @@ def load(binder, instruction):
 
 
 def _load_box(warp, lane: int, block, offset: int, tensor: TensorMap, place, barrier) -> None:
-    """Issues the load of a box to one block; `place` is what the map's `load` takes."""
+    """Issues the load of a box to one block; `place` is the argument of the map's `load`."""
     description = f"a TMA load of {tensor.name} {place}"
     _check_box(tensor, block, offset, description)
     barrier.check_use(warp, by_async_proxy=True)
@@ -372,14 +378,16 @@ def store(binder, instruction):
                 )
             rank, offset = split_shared_address(int(source(warp)[lane]))
             if rank != warp.block.rank:
-                raise EmulatorError(f"a shared::cta copy from block {rank}, not from the own one")
+                raise EmulatorError(
+                    f"a shared::cta copy from block {rank}, expected the warp's own block"
+                )
             _store_box(warp, int(lane), offset, tensor, coordinates)
 
     return execute
 
 
 def _store_box(warp, lane: int, offset: int, tensor: TensorMap, coordinates) -> None:
-    """Issues the store of a box: a task reads shared memory, another one writes the tensor."""
+    """Issues the store of a box: one task reads shared memory, and another writes the tensor."""
     description = f"a TMA store of {tensor.name} {coordinates}"
     block, machine = warp.block, warp.machine
     _check_box(tensor, block, offset, description)
@@ -448,7 +456,7 @@ def wait_group(binder, instruction):
 
 @defines(COPY, f"cp.async.bulk{{.shared::cta,.shared::cluster}}.global.{COMPLETION}")
 def load_bytes(binder, instruction):
-    """A bulk copy of contiguous bytes, without a tensor map, to the own block (9.7.9.25.4.1)."""
+    """A bulk copy of contiguous bytes, without a tensor map, to the warp's block (9.7.9.25.4.1)."""
     target, source, size, mbarrier = instruction.operands
     target, source, mbarrier = map(binder.address_reader, (target, source, mbarrier))
     size = binder.reader(size, "u32")
@@ -467,7 +475,7 @@ def _load_bytes(warp, lane: int, target: int, source: int, size: int, mbarrier: 
     rank, offset = split_shared_address(target)
     description = f"a bulk copy of {size} bytes from {source:#x}"
     if rank != block.rank:
-        raise EmulatorError(f"{description} to block {rank} instead of the own one")
+        raise EmulatorError(f"{description} to block {rank}, expected the warp's own block")
     if size == 0 or any(x % 16 for x in (offset, source, size)):
         raise EmulatorError(
             f"{description} to {block.shared.describe(offset)}: not multiples of 16"

@@ -1,6 +1,6 @@
-"""Launches a kernel that Triton compiled, as Triton's driver does.
+"""Launches a kernel that Triton compiled, with the parameters and grid of Triton's driver.
 
-That is, with its parameters, tensor maps, scratch memory and grid.
+The parameters include tensor maps and scratch memory.
 """
 
 import math
@@ -13,18 +13,18 @@ from ptx_emulator.memory import POISON, GlobalMemory
 from ptx_emulator.parser import parse
 from ptx_emulator.tma import SWIZZLE_BYTES, TensorMap
 
-# Types of numbers in a signature.
+# The numpy types of numbers in a signature.
 NUMBERS = ("i32", "i64")
 
 
 def prepare(compiled, grid: tuple[int, ...], arguments, **options) -> tuple[Machine, list[int]]:
-    """A machine that is ready to launch a kernel.
+    """Prepares a machine to launch a kernel.
 
     Args:
-      compiled: the result of triton.compile.
-      grid: programs in each dimension.
-      arguments: the kernel's arguments in order, without the constants. A pointer and a tensor
-        descriptor are given as an array, which the descriptor describes as a whole.
+      compiled: result of triton.compile.
+      grid: number of programs in each dimension.
+      arguments: the kernel's arguments in order, without constants. A pointer or a tensor
+        descriptor is given as an array; the descriptor describes the whole array.
       options: keyword arguments of `Machine`.
 
     Returns:
@@ -44,7 +44,7 @@ def prepare(compiled, grid: tuple[int, ...], arguments, **options) -> tuple[Mach
         if argument_type.startswith("*"):
             values.append(address)
         elif argument_type.startswith("tensordesc<") and metadata.tensordesc_meta:
-            # The tensor map is followed by the shape and the strides.
+            # After the tensor map come the shape and the strides.
             strides = [step // argument.itemsize for step in argument.strides]
             name = f"argument {len(addresses)}"
             tensor_map = describe_array(argument, address, next(descriptions), name)
@@ -75,7 +75,7 @@ def prepare(compiled, grid: tuple[int, ...], arguments, **options) -> tuple[Mach
 
 
 def describe_array(array: np.ndarray, address: int, description: dict, name: str) -> TensorMap:
-    """The tensor map of a tensor descriptor: Triton's description of its boxes, for an array."""
+    """Returns the tensor map of an array, for Triton's description of a tensor descriptor."""
     if description["fp4_padded"] or description["is_im2col"]:
         raise UnsupportedError(f"a tensor descriptor with {description}")
     if description["elem_size"] != array.itemsize:

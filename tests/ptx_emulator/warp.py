@@ -1,4 +1,4 @@
-"""A warp: groups of lanes with a program counter each, registers, and operations in flight."""
+"""A warp: groups of lanes with their program counters, registers, and operations in flight."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ class LaneGroup:
 
 @functools.cache
 def zero_register(width: int) -> np.ndarray:
-    """A register of `width` bits before anything is written to it."""
+    """Returns the value of a register of `width` bits before it is written."""
     if width > 64:
         return np.zeros((WARP_SIZE, 2), np.uint64)
     return np.zeros(WARP_SIZE, isa.UNSIGNED[width])
@@ -43,31 +43,32 @@ class Warp:
         self.executed = 0
         self.clock = machine.agents.clock()
         self.clock[MEMORY][self.agent] = 1
-        # Rows TENSOR: what tcgen05 instructions may rely on after the warp's next
-        # fence::after_thread_sync, and what its last fence::before_thread_sync lets others rely on.
+        # Two TENSOR rows: the order on which tcgen05 instructions may rely after the warp's next
+        # fence::after_thread_sync, and the order that its last fence::before_thread_sync releases.
         self.tensor_acquired = np.zeros(machine.agents.count, np.int32)
         self.tensor_released = np.zeros(machine.agents.count, np.int32)
         # The warp's clock when it issued its last tcgen05.mma.
         self.clock_at_last_mma = machine.agents.clock()
         # Registers that an asynchronous load or product will write -> the instruction that waits
-        # for it.
+        # for this operation.
         self.pending: dict[int, str] = {}
-        # For each tcgen05.ld in flight: what records its access again at the wait, and what writes
-        # its registers then. For each tcgen05.st in flight: what writes tensor memory.
+        # For each tcgen05.ld in flight, a function that records its access again at the wait, and
+        # one that then writes its registers. For each tcgen05.st in flight, a function that writes
+        # tensor memory.
         self.tensor_loads: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self.tensor_stores: list[Callable[[], None]] = []
         self.bulk_stores = BulkStores()
         self.bulk_stores_issued = 0
         self.wgmma_groups = WgmmaGroups()
         self.cp_async_groups = cp_async.CopyGroups()
-        # Arrivals at the cluster's barrier, how many of them were waited for, and whether the last
-        # one was relaxed.
+        # The number of arrivals at the cluster's barrier, the number of waits for it, and whether
+        # the last arrival was relaxed.
         self.cluster_arrivals = self.cluster_waits = 0
         self.cluster_relaxed = False
-        # How many barriers have ordered each lane's earlier actions before all other lanes' later
-        # ones.
+        # Number of barriers that have ordered each lane's earlier actions before all other lanes'
+        # later actions.
         self.lane_syncs = 0
-        # Registers per thread (setmaxnreg).
+        # Number of registers per thread, which setmaxnreg changes.
         self.registers_per_thread = machine.registers_at_launch
 
     def __str__(self) -> str:
@@ -76,26 +77,26 @@ class Warp:
 
     @property
     def alive(self) -> bool:
-        """Whether some of its lanes have not exited."""
+        """Returns whether some lanes of the warp have not exited."""
         return bool(self.groups)
 
     @property
     def time(self) -> int:
-        """The number of the warp's current action, in its own clock."""
+        """Returns the number of the warp's current action in its own clock."""
         return int(self.clock[MEMORY][self.agent])
 
     def tensor_map(self, address: int) -> tma.TensorMap:
-        """The tensor map at a generic address."""
+        """Returns the tensor map at a generic address."""
         return tensormap_replace.find_tensor_map(self, address)
 
     def release(self, clock: np.ndarray) -> None:
-        """Orders all that the warp has done before whoever acquires this clock."""
+        """Orders all past actions of the warp before any agent that acquires this clock."""
         join(clock[:TENSOR], self.clock[:TENSOR])
         self.release_tensor_memory(clock)
         self.clock[MEMORY][self.agent] += 1
 
     def acquire(self, clock: np.ndarray) -> None:
-        """Orders what was released into this clock before all that the warp does from now on."""
+        """Orders the actions that were released into this clock before the warp's later actions."""
         join(self.clock[:TENSOR], clock[:TENSOR])
         join(self.tensor_acquired, clock[TENSOR])
 
@@ -108,7 +109,7 @@ class Warp:
         join(clock[TENSOR], self.tensor_acquired)
 
     def sync_lanes(self) -> None:
-        """A barrier orders what each lane has done before what the other lanes do next."""
+        """Orders each lane's past actions before the later actions of the other lanes."""
         self.lane_syncs += 1
 
     def tcgen05_fence_before(self) -> None:
@@ -122,7 +123,7 @@ class Warp:
         join(self.clock[TENSOR], self.tensor_acquired)
 
     def run(self, max_instructions: int) -> int:
-        """Executes instructions until the warp is blocked or has executed this many.
+        """Executes up to `max_instructions` instructions, until the warp is blocked.
 
         Returns the number of executed instructions.
         """
@@ -135,7 +136,7 @@ class Warp:
         return self.executed - before
 
     def _next_group(self) -> LaneGroup | None:
-        """The group with the lowest program counter that is not blocked."""
+        """Returns the group with the lowest program counter that is not blocked."""
         if len(self.groups) > 1:
             self._merge()
         for group in sorted(self.groups, key=lambda group: group.pc):
@@ -150,8 +151,8 @@ class Warp:
     def _run_group(self, group: LaneGroup, end: int) -> None:
         """Runs a group until it is blocked, reaches another group, splits or exits.
 
-        Also ends when another group that can run has a lower program counter, and when the warp has
-        executed `end` instructions.
+        The run also ends when another group that can run has a lower program counter, and when the
+        warp has executed `end` instructions.
         """
         code, others = self.machine.code, {g.pc for g in self.groups if g is not group}
         runnable = [g.pc for g in self.groups if g is not group and g.blocked is None]
@@ -180,7 +181,7 @@ class Warp:
                 return
 
     def _active_mask(self, instruction, mask: np.ndarray | None) -> np.ndarray | None:
-        """The lanes of a mask whose predicate lets them execute an instruction; None is all."""
+        """Returns the lanes of a mask that an instruction's predicate selects; None means all."""
         if instruction.predicate is None:
             return mask
         values = self.registers[instruction.predicate.number]
@@ -206,15 +207,16 @@ class Warp:
             "moved before wait::ld",
             f"a register of tcgen05.ld is moved before {WAIT_FOR_LOADS}",
         )
-        # The move happens with the load.
+        # The move is executed together with the load.
         self.tensor_loads.append((lambda: None, functools.partial(step.execute, self, None)))
         self.pending |= dict.fromkeys(step.instruction.registers, WAIT_FOR_LOADS)
         return None
 
     def _load_before_wait(self) -> bool:
-        """Executes all tcgen05.ld in flight, if their registers may be used before the wait.
+        """Executes all tcgen05.ld in flight if their registers may be used before the wait.
 
-        Returns whether they may. Tensor memory counts as being read until the wait.
+        Returns whether the registers may be used. Tensor memory counts as being read until the
+        wait.
         """
         if not self.machine.allows("used before wait::ld"):
             return False
@@ -266,15 +268,15 @@ class Warp:
             )
 
     def is_converged(self) -> bool:
-        """Whether all lanes that have not exited have the same program counter."""
+        """Returns whether all lanes that have not exited have the same program counter."""
         return len(self.groups) == 1
 
     def is_part(self, mask: np.ndarray | None) -> bool:
-        """Whether a mask lacks some lanes of the converged warp."""
+        """Returns whether a mask lacks some lanes of the converged warp."""
         return mask is not None and not np.array_equal(mask, self.groups[0].mask)
 
     def _exit(self) -> None:
-        """The last lanes have exited: nothing may be left to write registers or tensor memory."""
+        """Ends the warp; checks that no write of registers or tensor memory is pending."""
         if self.pending:
             raise EmulatorError(f"exits before {next(iter(self.pending.values()))}")
         if self.tensor_stores:
@@ -282,7 +284,7 @@ class Warp:
         self.machine.event()
 
     def describe_groups(self) -> str:
-        """For each group of lanes its instruction, and what it waits for."""
+        """Describes the instruction of each group of lanes, and what the group waits for."""
         parts = []
         for group in self.groups:
             lanes = WARP_SIZE if group.mask is None else int(group.mask.sum())
@@ -293,7 +295,7 @@ class Warp:
 
 @dataclasses.dataclass
 class BulkStores:
-    """The TMA stores of each lane of a warp: those since its last commit, and its committed groups.
+    """The TMA stores of each lane of a warp, since its last commit and in committed groups.
 
     A store is (the task that reads shared memory, the task that writes global memory, its number
     among the warp's stores).
@@ -308,10 +310,10 @@ class WgmmaGroups:
     """The wgmma.mma_async of a warp.
 
     Attributes:
-      issued: how many the warp has issued.
-      fenced_registers: what the registers held at the last wgmma.fence; None before the first.
-      in_flight: (number, function that writes the registers, registers) of those not waited for.
-      group_ends: for each committed group, how many had been issued.
+      issued: number of products that the warp has issued.
+      fenced_registers: values of the registers at the last wgmma.fence; None before the first.
+      in_flight: (number, function that writes the registers, registers) of products not waited for.
+      group_ends: number of issued products at the end of each committed group.
     """
 
     issued: int = 0

@@ -22,7 +22,7 @@ OTHER = "9.7.19 miscellaneous"
 @defines(MOVE, "shfl.sync{.idx,.up,.down,.bfly}.b32")
 def shfl(binder, instruction):
     mode = modifiers(instruction)[1]
-    # The names of the operands in 9.7.9.6: d|p, a, b, c, membermask.
+    # The operands in 9.7.9.6 are d|p, a, b, c and membermask.
     destination, *sources = instruction.operands
     first, second = pair(destination)
     write = binder.writer(first, "b32")
@@ -43,7 +43,7 @@ def shfl(binder, instruction):
             "bfly": LANE_IDS ^ b,
             "idx": lowest | b & ~segment_mask,
         }[mode]
-        # For .up, the limit is the lowest lane.
+        # The limit of .up is the lowest lane.
         in_range = chosen >= limit if mode == "up" else chosen <= limit
         source = np.where(in_range, chosen, LANE_IDS)
         inactive = np.setdiff1d(source[active_lanes(mask)], active_lanes(mask))
@@ -57,7 +57,7 @@ def shfl(binder, instruction):
 
 
 def _check_member_mask(mask, members, description: str) -> None:
-    """The member mask must name exactly the lanes that execute the instruction."""
+    """Checks that the member mask names exactly the lanes that execute the instruction."""
     active, named = lane_bitmask(mask), int(members[active_lanes(mask)[0]])
     if named != active:
         raise EmulatorError(f"{description}: lanes {active:#x} execute it for members {named:#x}")
@@ -65,7 +65,7 @@ def _check_member_mask(mask, members, description: str) -> None:
 
 @defines(VOTE, "elect.sync")
 def elect(binder, instruction):
-    """The ISA leaves open which member is elected (9.7.13.14): here the lowest."""
+    """Elects the lowest member; the ISA leaves the choice open (9.7.13.14)."""
     destination, members = instruction.operands
     write_leader = binder.writer(destination.first, "b32")
     write_is_leader = binder.writer(destination.second, "pred")
@@ -115,9 +115,9 @@ def activemask(binder, instruction):
 
 @defines(OTHER, "setmaxnreg{.inc,.dec}.sync.aligned.u32", targets=HOPPER + BLACKWELL)
 def setmaxnreg(binder, instruction):
-    """A warp releases registers to its block, or takes some; it waits until enough are free."""
+    """A warp releases registers to its block, or takes some and waits until enough are free."""
     count, increases = binder.immediate(instruction.operands[0]), "inc" in modifiers(instruction)
-    # Registers per thread: 24 to 256 in steps of 8 (9.7.19.5).
+    # A thread has 24 to 256 registers, in steps of 8 (9.7.19.5).
     if count % 8 or not 24 <= count <= 256:
         raise UnsupportedError(f"setmaxnreg of {count} registers")
 
@@ -156,5 +156,5 @@ def trap(binder, instruction):
 
 @defines(VOTE, "griddepcontrol{.wait,.launch_dependents}")
 def griddepcontrol(binder, instruction):
-    """Only one kernel runs, so there is nothing to wait for."""
+    """Does nothing, because only one kernel runs."""
     return lambda warp, mask: None

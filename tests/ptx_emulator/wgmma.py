@@ -17,9 +17,9 @@ defines_wgmma = functools.partial(defines, "9.7.15 wgmma", targets=HOPPER)
 
 @defines_wgmma("wgmma.fence.sync.aligned")
 def wgmma_fence(binder, instruction):
-    """Registers are in program order here.
+    """Records the registers at a fence; registers are always in program order in the emulator.
 
-    Errors are a missing first fence, and operands in registers that were written after it.
+    A missing first fence is an error, and so are operands in registers written after the fence.
     """
 
     def execute(warp, mask):
@@ -75,15 +75,15 @@ def _write_accumulators(warp, last: int) -> None:
     }
 
 
-# The values of N. Integers have fewer (9.7.15.2).
+# The values of N; integer products have fewer (9.7.15.2).
 WIDTHS = ",".join(f"n{n}" for n in range(8, 264, 8))
 INTEGER_WIDTHS = ",".join(f"n{n}" for n in (8, 24, *range(16, 272, 16)))
 
 
 def _rows_of_registers(registers: list[np.ndarray], dtype) -> np.ndarray:
-    """A warp's 16 rows of an operand in registers, 32 bytes each (9.7.15.5.1.1).
+    """Returns a warp's 16 rows of an operand in registers, 32 bytes each (9.7.15.5.1.1).
 
-    Lane 4 r + c holds bytes 4 c to 4 c + 3 of row r, of row r + 8, and of both 16 bytes later.
+    Lane 4 r + c holds bytes 4 c to 4 c + 3 of rows r and r + 8, and those 16 bytes behind them.
     """
     words = np.stack(registers).reshape(2, 2, 8, 4)
     rows = np.ascontiguousarray(words.transpose(1, 2, 0, 3))
@@ -110,8 +110,8 @@ def wgmma(binder, instruction):
     for item in a_registers:
         binder.reader(item, "b32")
     dtypes = ELEMENTS[a_type], ELEMENTS[b_type]
-    # imm-scale-a and -b for floats (signs), imm-trans-a and -b for elements of 16 bits.
-    # An operand in registers has no transposition.
+    # Floats have imm-scale-a and -b (signs), and elements of 16 bits have imm-trans-a and -b. An
+    # operand in registers cannot be transposed.
     turns = (1 if a_registers else 2) * (depth == 16)
     allowed = [(1, -1)] * (2 * (result_type == "f32")) + [(0, 1)] * turns
     flags = [binder.immediate(flag) for flag in flags]
@@ -126,7 +126,7 @@ def wgmma(binder, instruction):
     read_accumulates = binder.reader(scale_d, "pred")
     numbers = [item.number for item in target.items]
     a_numbers = [item.number for item in a_registers]
-    # Row (within the warp's 16) and column of each accumulator register of each lane
+    # Row, among the warp's 16 rows, and column of each accumulator register of each lane
     # (9.7.15.5.1.1.3).
     i = np.arange(len(numbers))[:, None]
     fragment_rows = LANE_IDS // 4 + 8 * (i // 2 % 2)
