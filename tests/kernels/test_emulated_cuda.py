@@ -211,12 +211,12 @@ BUGS = {
     "only the arrivals of one block are expected": (
         "blocks * kStoringWarps",
         "kStoringWarps",
-        "nothing can go on|does not expect them",
+        "no warp can continue|does not expect them",
     ),
     "only the bytes of one block are expected": (
         "blocks * bytes",
         "bytes",
-        "nothing can go on|bytes are missing",
+        "no warp can continue|bytes are missing",
     ),
     "the other block's half of the weight": (
         "column_ + rank_ * kWeightRows",
@@ -385,7 +385,7 @@ IMAGE_BUGS = {
     "no slot is freed": (
         "free(chunk);\n      if (k == last",
         "if (k == last",
-        "nothing can go on",
+        "no warp can continue",
     ),
     "the handover comes before the weight has arrived": (
         "(n == 0 ? 0 : kChunksAfterHandover)",
