@@ -1,4 +1,4 @@
-"""The Markdown pages of the repository: their Python blocks, links, anchors and lines."""
+"""Reads the repository's Markdown pages: their Python blocks, links, anchors and lines."""
 
 import dataclasses
 import re
@@ -32,10 +32,10 @@ class Line:
     """A line of a page.
 
     Attributes:
-      number: counted from 1.
-      text: the line without its end.
-      language: language of the block of code that the line is in, "" if the block names none;
-        None outside a block.
+      number: number of the line, counted from 1.
+      text: text of the line, without the newline.
+      language: language of the code block that contains the line, "" if the block names none; None
+        outside a block.
       is_fence: whether the line begins or ends a block.
     """
 
@@ -46,7 +46,7 @@ class Line:
 
 
 def lines(markdown: str) -> list[Line]:
-    """The lines of a page."""
+    """Splits a page into lines."""
     found: list[Line] = []
     end, language = "", ""
     after_blank, in_list, indented = True, False, False
@@ -76,10 +76,10 @@ class Block:
     """A block of Python.
 
     Attributes:
-      line: its first line, counted from 1.
-      code: its text.
-      not_run: why it is only compiled; "" if it runs.
-      continues: whether it uses names of the block before it.
+      line: number of the block's first line, counted from 1.
+      code: text of the block.
+      not_run: reason why the block is only compiled; "" if it runs.
+      continues: whether the block uses names of the previous one.
     """
 
     line: int
@@ -89,7 +89,7 @@ class Block:
 
 
 def blocks(markdown: str) -> list[Block]:
-    """The ```python blocks of a page, each with the comment that stands directly before it."""
+    """Lists the ```python blocks of a page, each with the comment directly before it."""
     found: list[Block] = []
     page = lines(markdown)
     fences = [i for i, line in enumerate(page) if line.is_fence]
@@ -103,7 +103,7 @@ def blocks(markdown: str) -> list[Block]:
                 f"line {start}: {comment}, expected <!-- not run: REASON --> or <!-- continues -->"
             )
         if continues and not found:
-            raise ValueError(f"line {start}: the first block continues no other")
+            raise ValueError(f"line {start}: there is no earlier block to continue")
         code = textwrap.dedent("\n".join(line.text for line in page[start + 1 : end]))
         reason = not_run[1].strip() if not_run else ""
         found.append(Block(page[start].number + 1, code, reason, continues))
@@ -111,7 +111,7 @@ def blocks(markdown: str) -> list[Block]:
 
 
 def programs(markdown: str) -> list[list[Block]]:
-    """The blocks of a page that run, those that build on each other in one list."""
+    """Lists the programs of a page: a block that runs, with the blocks that continue it."""
     found: list[list[Block]] = []
     for block in blocks(markdown):
         if block.continues:
@@ -122,28 +122,28 @@ def programs(markdown: str) -> list[list[Block]]:
 
 
 def prose(markdown: str) -> Iterator[Line]:
-    """The lines outside of blocks of code."""
+    """Yields the lines outside of code blocks."""
     return (line for line in lines(markdown) if line.language is None)
 
 
 def inline_code(markdown: str) -> list[str]:
-    """What stands between backticks in a page's prose."""
+    """Lists the code between backticks in a page's prose."""
     text = "\n".join(line.text for line in prose(markdown))
     return [code.replace("\n", " ") for _, code in re.findall(r"(`+)(.+?)\1", text, re.DOTALL)]
 
 
 def links(markdown: str) -> list[str]:
-    """The targets of the links and pictures of a page."""
+    """Lists the targets of the links and pictures of a page."""
     text = "\n".join(line.text for line in prose(markdown))
     text = re.sub(r"(`+)(.+?)\1", "", text, flags=re.DOTALL)
     found = [*LINK.findall(text), *ATTRIBUTE.findall(text)]
-    # A picture that is a link has a target inside of its text, too.
+    # The text of a link that is a picture also contains a target.
     found += re.findall(r"\[!\[[^\]]*\]\(([^)\s]+)\)\]", text)
     return found + [m[1] for line in text.splitlines() if (m := DEFINITION.match(line))]
 
 
 def anchors(markdown: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Returns the anchors that GitHub makes of a page's headings."""
     found, seen = set(), Counter()
     for line in prose(markdown):
         if heading := re.match(r"#{1,6} +(.*?)[ #]*$", line.text):
@@ -155,7 +155,7 @@ def anchors(markdown: str) -> set[str]:
 
 
 def broken_links(page: Path, markdown: str) -> list[str]:
-    """The links of a page that lead nowhere in the repository; other hosts are not asked."""
+    """Lists the links of a page to missing files or headings; links to other hosts are skipped."""
     broken = []
     for target in links(markdown):
         if re.match(r"(https?|mailto):", target):
@@ -172,7 +172,7 @@ def broken_links(page: Path, markdown: str) -> list[str]:
 
 
 def long_lines(markdown: str) -> list[str]:
-    """Lines of more than 100 columns that are no code, no row of a table and no link alone."""
+    """Lists lines of more than 100 columns, except code, rows of tables and single links."""
     return [
         f"line {line.number}: {len(line.text)} columns"
         for line in prose(markdown)

@@ -10,5 +10,5 @@ DATA = TESTS / "data"
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a process that imports the same modules as this one."""
+    """Returns the environment of a process that imports the same modules as this process."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}

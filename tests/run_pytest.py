@@ -1,4 +1,4 @@
-"""Runs pytest on the given files: the main program of BUILD's rules."""
+"""Runs pytest on the given files; this is the main program of BUILD's tests."""
 
 import sys
 

@@ -4,7 +4,7 @@ import pytest
 
 
 def keep(cases, kept, reason):
-    """Cases for `parametrize`; those for which kept(case) is false are slow, with `reason`."""
+    """Returns cases for `parametrize`, marked slow with `reason` unless kept(case) is true."""
     slow = pytest.mark.slow(reason)
     # A tuple is a case with several arguments.
     values = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]

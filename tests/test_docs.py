@@ -1,4 +1,4 @@
-"""The Markdown pages: their programs run, their links lead somewhere, names in them exist."""
+"""The Markdown pages: their programs run, their links have targets, and their names exist."""
 
 import ast
 import inspect
@@ -29,10 +29,10 @@ def test_the_programs_of_a_page_run(page, program, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     namespace = {}
     for block in program:
-        # Empty lines in front, so that a traceback has the page's line.
+        # Empty lines are put in front, so that a traceback has the page's line number.
         code = "\n" * (block.line - 1) + block.code
         exec(compile(code, str(page), "exec"), namespace)
-    # Those of the README show what they compute.
+    # The comments of the README's programs show their output.
     assert page.name != "README.md" or capsys.readouterr().out
 
 
@@ -44,7 +44,7 @@ def test_programs_that_are_not_run_compile(page):
 
 
 def unknown_in(code):
-    """The names in a piece of Python that the package does not have."""
+    """Lists the names in a piece of Python that the package does not have."""
     try:
         tree = ast.parse(code, mode="eval")
     except SyntaxError:
@@ -88,7 +88,7 @@ def test_the_names_in_a_line_of_text_are_in_the_package(page):
     ids=["call", "nested module", "name", "argument", "syntax"],
 )
 def test_a_wrong_name_in_a_line_of_text_is_noticed(code, unknown):
-    # An attribute is looked at twice, as a function that is called and by itself.
+    # An attribute is checked twice, as a function that is called and as a name.
     assert list(dict.fromkeys(unknown_in(code))) == unknown
 
 
@@ -115,7 +115,7 @@ def test_the_api_page_has_every_public_name_once():
         for name, value in vars(ppe.siglip2).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     ]
-    # Read, because they may lack their framework.
+    # These modules are read as text, because their frameworks may be missing.
     for name in ("linen", "nnx", "equinox", "keras"):
         tree = ast.parse((ROOT / f"pallas_patch_embed/frameworks/{name}.py").read_text())
         names = [n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
@@ -124,7 +124,7 @@ def test_the_api_page_has_every_public_name_once():
     assert sorted(documented) == sorted(public)
 
 
-# Faults in pages that the checks above must find.
+# The checks above find faults in pages.
 
 
 @pytest.mark.parametrize(

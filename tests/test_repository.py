@@ -1,4 +1,4 @@
-"""BUILD, README, the demo and the command line."""
+"""Tests of BUILD, the README, the demo and the command line."""
 
 import ast
 import pkgutil
@@ -17,7 +17,7 @@ SOURCES = ("pallas_patch_embed", "tests", "benchmarks", "examples", "ffi")
 
 
 def build_targets():
-    """name -> attributes of the targets in BUILD, which is Python except for `glob`."""
+    """Maps names to attributes of the targets in BUILD, which is Python except for `glob`."""
     found = {}
 
     def target(name, **attributes):
@@ -35,7 +35,7 @@ def build_targets():
 
 
 def _matching(pattern):
-    """The files that a Bazel pattern matches; `**` at its end matches files at any depth."""
+    """Lists the files that a Bazel pattern matches; `**` at its end matches files at any depth."""
     pattern = pattern + "/*" if pattern.endswith("**") else pattern
     return (path.relative_to(ROOT) for path in ROOT.glob(pattern) if path.is_file())
 
@@ -62,7 +62,7 @@ def test_BUILD_runs_every_test_by_one_program():
     assert len({attributes["main"] for attributes in rules}) == 1
 
 
-@pytest.mark.slow("two processes of pytest")
+@pytest.mark.slow("starts two processes of pytest")
 def test_the_program_of_BUILD_fails_if_a_test_does(tmp_path):
     (main,) = {a["main"] for a in build_targets().values() if "args" in a}
     for outcome, code in (("True", 0), ("False", 1)):
@@ -134,7 +134,7 @@ def command(*arguments):
     )
 
 
-@pytest.mark.slow("all that `make demo` does")
+@pytest.mark.slow("runs everything that `make demo` runs")
 def test_the_demo_prints_a_table_and_writes_a_picture(tmp_path):
     from PIL import Image
 
@@ -143,7 +143,7 @@ def test_the_demo_prints_a_table_and_writes_a_picture(tmp_path):
     rows = [line.split() for line in result.stdout.splitlines()]
     errors = {row[0]: float(row[3].rstrip("%")) for row in rows if len(row) == 8}
     assert list(errors) == ["float32", "bfloat16", "float8_e4m3fn", "int8"]
-    # Rounding the result to bfloat16 alone is at most 2^-9 = 0.2%.
+    # Rounding the result to bfloat16 contributes at most 2^-9 = 0.2%.
     for dtype, largest in dict(float32=0.2, bfloat16=0.5, int8=1.0, float8_e4m3fn=4.0).items():
         assert 0.1 < errors[dtype] < largest
     with Image.open(tmp_path / "demo.png") as picture:

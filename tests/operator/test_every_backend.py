@@ -40,14 +40,15 @@ ODD_CASES = {
 
 
 def exact(operands, out_dtype):
-    """The operator in float64; `draw_operands` promises that float32 represents the result."""
+    """Computes the operator in float64; asserts that float32 represents the result exactly."""
     patches, weight, scale, table = (np.asarray(x).astype(np.float64) for x in operands)
     y = (patches @ weight.T) * scale + table
     assert (y.astype(np.float32) == y).all()
     return y.astype(np.float32).astype(out_dtype)
 
 
-# Cases of the short suite; with these kernels each case takes seconds in the interpreter.
+# Cases that the short suite runs with these kernels, because each case takes seconds in the
+# interpreter.
 SHORT = {
     run_mosaic_sm90: ("a table for each image", "no table"),
     run_mosaic_sm100_one_block: ("rows beyond the last whole tile",),
@@ -56,10 +57,13 @@ SHORT = {
 
 
 def marked(runner, name):
-    """A parameter of runner and case, marked slow if the short suite leaves it out."""
+    """Makes a parameter of runner and case, marked slow if the short suite leaves it out."""
     (run,) = runner.values
     slow = name not in SHORT.get(run, CASES)
-    marks = [*runner.marks, *[pytest.mark.slow("seconds each in the interpreter")] * slow]
+    marks = [
+        *runner.marks,
+        *[pytest.mark.slow("each case takes seconds in the interpreter")] * slow,
+    ]
     return pytest.param(run, name, id=f"{runner.id}, {name}", marks=marks)
 
 

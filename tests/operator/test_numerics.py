@@ -17,13 +17,16 @@ from pallas_patch_embed.problem import NAMED_SHAPES
 
 
 def one_dtype(shape):
-    """Each dtype has about as many shapes; the last shape, the largest, is int8's: the fastest."""
+    """Assigns a dtype to each shape, in turn; the last and largest shape gets int8, the fastest."""
     return DTYPES[(NAMED_SHAPES.index(shape) - len(NAMED_SHAPES)) % len(DTYPES)]
 
 
 @pytest.mark.parametrize(
     "batches",
-    [(2,), pytest.param((5, 1, 2, 3), marks=pytest.mark.slow("four programs each"))],
+    [
+        (2,),
+        pytest.param((5, 1, 2, 3), marks=pytest.mark.slow("compiles four programs for each case")),
+    ],
     ids=["2", "1, 2, 3 and 5"],
 )
 @pytest.mark.parametrize(
@@ -31,7 +34,7 @@ def one_dtype(shape):
     keep(
         [(shape, dtype) for shape in NAMED_SHAPES for dtype in DTYPES],
         lambda case: case[0].name == "B/16 224" or case[1] == one_dtype(case[0]),
-        "large products; the short suite has every shape in one dtype, and one in all",
+        "large products; the short suite has every shape in one dtype, and one shape in all dtypes",
     ),
     ids=lambda x: x if isinstance(x, str) else x.name.replace(" ", "-"),
 )
@@ -48,7 +51,7 @@ def test_every_named_shape_agrees_for_every_batch(shape, dtype, batches):
         positions=not per_image,
     )
     images = draw_images(rng, most, shape.image, shape.image, 3)
-    # A numpy array: slicing a JAX array compiles a program.
+    # The patches are a numpy array, because slicing a JAX array compiles a program.
     patches = np.asarray(jax.jit(ppe.patchify)(images, params))
     positions = table = None
     if per_image:
@@ -59,7 +62,7 @@ def test_every_named_shape_agrees_for_every_batch(shape, dtype, batches):
     assert_agrees(y, patches, params, table)
     for B in others:
         part = np.asarray(embed(patches[:B], params, None if positions is None else positions[:B]))
-        # Results that equal the larger batch's have been compared with the reference already.
+        # Results that equal those of the larger batch were already compared with the reference.
         if part.shape != y[:B].shape or (part != y[:B]).any():
             assert_agrees(part, patches[:B], params, None if table is None else table[:B])
 
@@ -75,7 +78,7 @@ def test_a_table_that_cancels_the_product_leaves_only_its_rounding(dtype, out_dt
     )
     params = dataclasses.replace(params, table=-product.astype(params.table_dtype))
     y = ppe.patch_embed(patches, params, out_dtype=out_dtype)
-    # What is left of a cancelled int8 product is the rounding that a fused multiply-add omits.
+    # A cancelled int8 product leaves only the rounding that a fused multiply-add omits.
     assert_agrees(y, patches, params, moved=1)
 
 
@@ -125,7 +128,7 @@ def test_odd_shapes_agree(dtype, out_dtype, patch, grid, remainder, leading, N, 
         shape = (*(leading if positions == "per image" else ()), grid[0] * grid[1], N)
         e = rng.normal(0, 1, shape).astype(np.float32)
         table = (np.asarray(params.offset) + e).astype(params.table_dtype)
-    # One program to compile, not one for each step.
+    # Both steps are compiled as one program.
     both = jax.jit(
         lambda images, params, e: (
             ppe.embed_images(images, params, position_embedding=e, out_dtype=out_dtype),
@@ -136,7 +139,7 @@ def test_odd_shapes_agree(dtype, out_dtype, patch, grid, remainder, leading, N, 
 
 
 def golden(name, dtype):
-    """(embeddings of ours, those of the original implementation), one pair an image."""
+    """Returns pairs of our embeddings and the original implementation's, one for each image."""
     patch_size, layout = GOLDENS[name]
     kernel, bias, positions = patch_embedding(name)
     wanted = expected(name)["patch_embeddings"]
@@ -167,12 +170,13 @@ def test_float32_reproduces_the_original_implementations(name):
 
 
 def frobenius(pairs):
-    """Relative Frobenius error over all images of a golden."""
+    """Returns the relative Frobenius error over all images of a golden."""
     error = sum(np.linalg.norm(ours - wanted) ** 2 for ours, wanted in pairs)
     return (error / sum(np.linalg.norm(wanted) ** 2 for _, wanted in pairs)) ** 0.5
 
 
-# The NaFlex goldens are noisier in float8_e4m3fn with ideal rounding already (docs/numerics.md).
+# The NaFlex goldens have a larger error in float8_e4m3fn even with ideal rounding
+# (docs/numerics.md).
 @pytest.mark.parametrize("name", GOLDENS)
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_quantised_embeddings_stay_near_the_original_implementations(name, dtype):

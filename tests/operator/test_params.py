@@ -43,13 +43,13 @@ def test_weights_are_scaled_clipped_and_rounded_half_to_even(dtype, largest):
     kernel[:, 4] *= 1e-37
     params = ppe.pack(kernel, None, None, patch_size=2, layout="KN", dtype=dtype)
     absmax = np.abs(kernel).max(0).astype(np.float64)
-    # A channel of denormal numbers counts as one of zeros: a GPU may flush them.
+    # A channel of denormal numbers is packed like one of zeros, because a GPU may flush them.
     scale = np.where(absmax < 2.0**-126, 1, np.maximum(absmax / largest, 2.0**-119))
     factor = 2 / 255 if dtype == "int8" else 1
-    # A rounded constant, a rounded product.
+    # The scale has two roundings, of a constant and of a product.
     np.testing.assert_allclose(params.scale, scale * factor, rtol=2 * 2.0**-23)
-    # The weight is within half a step of the kernel, or at the end of the range; the scale's own
-    # rounding, its reciprocal's and the product's move it by 4 units in the last place.
+    # The weight is within half a step of the kernel, or at the end of the range. The roundings of
+    # the scale, of its reciprocal and of the product move it by 4 units in the last place.
     stored = np.asarray(params.weight[:, :12]).astype(np.float64).T
     wanted = np.clip(kernel / scale, -largest, largest)
     step = 1 if dtype == "int8" else 2.0 ** (np.maximum(np.frexp(wanted)[1] - 1, -6) - 3)

@@ -15,7 +15,7 @@ def make(dtype, patch_size=4):
     )
 
 
-# All pixel values, and the usual ways to compute (2u - 255) / 255 in float32.
+# All pixel values, and the usual formulas for (2u - 255) / 255 in float32.
 LEVELS = np.arange(256, dtype=np.uint8)
 NORMALISED = {
     "u / 255 * 2 - 1": LEVELS / np.float32(255) * np.float32(2) - np.float32(1),

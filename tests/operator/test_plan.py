@@ -1,4 +1,4 @@
-"""Plans: pure functions of problem and target, made once for each lowering."""
+"""Plans are pure functions of problem and target, made once for each lowering."""
 
 import collections
 import dataclasses
@@ -33,7 +33,8 @@ def test_a_chip_of_fewer_multiprocessors_gets_its_own_grid():
     config = SM90.choose_config(problem, H200)
     assert config == SM90.choose_config(problem, H100)
     full, fewer = config.grid(problem, H200), config.grid(problem, H100)
-    # 192 columns are a quarter of N: 33 workers of a slice on 132 multiprocessors, 28 on 114.
+    # 192 columns are a quarter of N. So a slice has 33 workers on 132 multiprocessors, and 28 on
+    # 114.
     assert (full.slices, full.workers, full.thread_blocks) == (4, 33, 132)
     assert (fewer.slices, fewer.workers, fewer.thread_blocks) == (4, 28, 112)
     assert len(fewer.schedule(196)) == 28
@@ -140,7 +141,7 @@ def test_a_lowering_visits_the_files_that_the_documentation_names(monkeypatch):
         path = Path(code.co_filename)
         if path.is_relative_to(package):
             visited.add(path.relative_to(package).as_posix())
-        # Another call of the same function tells nothing new.
+        # Further calls of the same function are not recorded.
         return monitoring.DISABLE
 
     monitoring.use_tool_id(tool, "visited files")

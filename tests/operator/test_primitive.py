@@ -1,4 +1,4 @@
-"""The primitive: its equation, vmap, scan, differentiation, export, the compilation cache."""
+"""The primitive: its equation, vmap, scan, differentiation, export and the compilation cache."""
 
 import dataclasses
 import functools
@@ -109,7 +109,7 @@ OPERANDS = ("patches", "weight", "scale", "offset", "table")
             for names in itertools.combinations(OPERANDS, r)
         ],
         lambda case: len(case[0]) in (1, len(OPERANDS)),
-        "a program each; the short suite maps over each operand alone, and over all",
+        "compiles a program for each case; the short suite maps over each operand, and over all",
     ),
     ids=lambda x: "+".join(x) if isinstance(x, tuple) else str(x),
 )
@@ -261,7 +261,7 @@ def test_xla_writes_no_broadcast_table_and_no_copy_of_the_patches(dtype):
         shape = re.search(r" = \w+\[([\d,]*)\]\S* (\S+)\(", line)
         if shape and shape[2] not in ("parameter", "bitcast", "get-tuple-element", "tuple"):
             written.append(math.prod(map(int, shape[1].split(","))))
-    # The accumulator and the result.
+    # Only the accumulator and the result are written.
     assert written == [5 * 6 * 24] * 2, hlo
 
 

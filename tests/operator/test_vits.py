@@ -1,4 +1,4 @@
-"""The patch embeddings of other ViTs: normalisation by colour, tokens in front, frames."""
+"""The patch embeddings of other ViTs: normalisation by colour, prefix tokens, frames."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from pallas_patch_embed.backends import BACKENDS
 from pallas_patch_embed.chips import B200, H200, RTX_4090, Target
 from pallas_patch_embed.problem import VIT_SHAPES, PatchLayout, padded
 
-# Relative Frobenius norms of the difference to transformers' result, which was computed in float64.
+# Bounds on the relative Frobenius norm of the difference from transformers' result in float64.
 LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 1e-2, "float8_e4m3fn": 1e-1, "int8": 1e-2}
 RNG = np.random.default_rng(0)
 
@@ -34,7 +34,7 @@ def load(name):
 
 
 def pack(name, dtype, grid=None):
-    """The params of a model, as its users would pack them."""
+    """Packs the params of a model, as its users would."""
     x = load(name)
     mean, std = x["normalisation"]
     how = dict(dtype=dtype, image_mean=mean, image_std=std)
@@ -70,13 +70,14 @@ def assert_near(y, expected, dtype):
 MODELS = ("clip", "vit", "dinov2", "qwen2_vl", "qwen3_vl")
 
 
-# Every model with int8, inside of jit or outside, and one with all dtypes in both ways.
+# The short suite has every model with int8, with or without jit, and one model with all dtypes,
+# with and without jit.
 @pytest.mark.parametrize(
     "name, dtype, jit",
     keep(
         itertools.product(MODELS, DTYPES, (False, True)),
         lambda case: case[0] == "dinov2" or case[1:] == ("int8", MODELS.index(case[0]) % 2 == 0),
-        "a dozen programs each",
+        "compiles a dozen programs for each case",
     ),
     ids=lambda x: x if isinstance(x, str) else "jit" * x,
 )
@@ -92,7 +93,7 @@ def test_models_embeddings_are_those_of_transformers(name, dtype, jit):
 
 
 def table_of(params, patches):
-    """The table of params that have a prefix but no positions."""
+    """Returns the table of params that have a prefix but no positions."""
     if params.table is None or params.has_positions:
         return ()
     rows = patches.shape[-2] - params.prefix
@@ -125,12 +126,12 @@ def test_rows_of_qwens_processor_go_in_as_they_are(dtype):
     assert_near(y, x["of_rows"], dtype)
 
 
-# Kinds of params beyond those of SigLIP, for the rest of this file.
+# The tests from here on use params with features that SigLIP's do not have.
 NORMALISATION = dict(image_mean=(0.48, 0.46, 0.41), image_std=(0.27, 0.26, 0.28))
 
 
 def draw(kind, dtype, rng=RNG, N=8):
-    """Params and images of a kind."""
+    """Draws params and images of a kind."""
     kernel, bias = rng.normal(size=(4, 4, 3, N)), rng.normal(size=N)
     positions, prefix = rng.normal(size=(2, 3, N)), rng.normal(size=(2, N))
     how, images = dict(patch_size=4, dtype=dtype), draw_images(rng, 2, 8, 12, 3)
@@ -160,7 +161,7 @@ each_kind_and_dtype = pytest.mark.parametrize(
     keep(
         itertools.product(KINDS, DTYPES),
         lambda case: case[0] == "all" or case[1] == "int8",
-        "several programs each; the short suite has every kind in int8, and `all` in all dtypes",
+        "compiles several programs; the short suite has every kind in int8, `all` in all dtypes",
     ),
 )
 
@@ -207,7 +208,7 @@ def test_the_constant_of_the_normalisation_is_exact_to_rounding(dtype):
     shift = 1 - 2 * mean + (1 / 255 if dtype == "int8" else 0)
     wanted = bias + weight.reshape(8, 16, 3).sum(1) @ shift
     magnitude = np.abs(bias) + np.abs(weight).reshape(8, 16, 3).sum(1) @ np.abs(shift)
-    # Each of three constants is rounded twice, and added once.
+    # Each of the three constants is rounded twice, and added once.
     assert (np.abs(params.offset - wanted) <= 9 * 2.0**-24 * magnitude).all()
 
 
@@ -329,7 +330,7 @@ def test_packed_positions_behind_a_prefix_may_be_sharded_explicitly():
     keep(
         KINDS,
         lambda kind: kind in ("prefix alone", "all"),
-        "five programs twice; `all` has everything but a prefix without positions",
+        "compiles five programs twice; only a prefix without positions is missing in `all`",
     ),
 )
 def test_strict_settings_change_no_bit(kind):
@@ -393,7 +394,7 @@ def test_kernels_serve_what_xla_has_cut(target, layout):
     assert [(r.backend, r.serves) for r in explain(problem, target)] == [
         (r.backend, r.serves) for r in given
     ]
-    # With the CUDA library, the kernel for images on Hopper differs from the one for patches.
+    # If the CUDA library is built, its kernel for images on Hopper differs from that for patches.
     assert {explain(problem, target).chosen, given.chosen} <= set(BACKENDS) - {"xla"}
 
 
