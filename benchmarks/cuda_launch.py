@@ -156,11 +156,18 @@ def launch(config: CudaConfig, problem: Problem, chip: Chip, addresses: dict[str
     pointers = [addresses[name] for name in ("scale", "table", "y", "segments")]
     shapes = [problem.rows, problem.N, plan["chunks"]]
     width = cuda.pixels(problem)[1] // (problem.layout.patch_size if problem.layout else 1)
-    numbers = [*shapes, problem.table_period, segments.shape[1], width]
+    row_patches = 1 if width % 2 else 2
+    numbers = [*shapes, problem.table_period, segments.shape[1], width, row_patches]
     content = b"".join(maps) + np.array(pointers, np.uint64).tobytes()
     content += np.array(numbers, np.int32).tobytes()
     content += bytes(-len(content) % 8) + np.uint64(addresses.get("stamps", 0)).tobytes()
     content += bytes(-len(content) % MAP_ALIGNMENT)
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    call("cuFuncGetParamInfo", kernel, 0, ctypes.byref(offset), ctypes.byref(size))
+    if size.value > len(content):
+        raise RuntimeError(
+            f"struct Arguments has {size.value} bytes, {len(content)} are packed here."
+        )
     parameter = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p))
     grid, block = (plan["grid"], 1, 1), (plan["threads"], 1, 1)
     call("cuLaunchKernel", kernel, *grid, *block, plan["shared_memory"], None, parameter, None)
