@@ -1,4 +1,4 @@
-"""SigLIP and SigLIP2 vision encoders whose patch embedding is `patch_embed`."""
+"""SigLIP and SigLIP2 vision encoders with `patch_embed` as their patch embedding."""
 
 from pallas_patch_embed.siglip2.checkpoint import load_encoder as load_encoder
 from pallas_patch_embed.siglip2.config import Config as Config

@@ -1,4 +1,4 @@
-"""Reads the arrays of a checkpoint's files one by one, with checks; nothing is unpickled."""
+"""Reads the arrays of a checkpoint's files one by one, and checks them. Nothing is unpickled."""
 
 import contextlib
 import dataclasses
@@ -16,40 +16,41 @@ import numpy as np
 import safetensors
 
 EXPECTED = (
-    "Expected a Hugging Face folder, a .safetensors file or a big_vision .npz file; pickles are "
-    "never loaded: convert them to safetensors."
+    "Expected a Hugging Face folder, a .safetensors file or a big_vision .npz file. Pickles are "
+    "never loaded; convert them to safetensors."
 )
 
-# safetensors' names of the dtypes that are supported. safetensors itself looks up numpy's
-# "bfloat16", a name that ml_dtypes registers when JAX imports it.
+# Supported dtypes: their names in safetensors -> their names in numpy. numpy knows "bfloat16"
+# because JAX imports ml_dtypes, which registers that name.
 SAFETENSORS_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
-# By the version of numpy's format.
+# Functions that read the header of a .npy file, by the version of its format.
 NPY_HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 
-# The largest weight that neither float32 nor bfloat16 rounds to infinity.
+# The largest magnitude of a weight: it is finite in float32 and in bfloat16.
 LARGEST_WEIGHT = float(jnp.finfo(jnp.bfloat16).max)
 
 # Longest name of a file in Linux's file systems, in bytes.
 LONGEST_NAME = 255
 
-# Files of weights are compressed less than this; zip bombs of zeros more, up to 1032 times. Arrays
-# of fewer than SMALL bytes, which may be zeros, are exempt.
+# Largest factor by which an archive may be compressed. Files of weights are compressed less, zip
+# bombs of zeros up to 1032 times. SMALL bytes, which may be arrays of zeros, are exempt.
 LARGEST_COMPRESSION = 100
 SMALL = 2**24
 
 
 @dataclasses.dataclass
 class Arrays:
-    """The arrays of a checkpoint, read on demand.
+    """The arrays of a checkpoint, which are read on demand.
 
     Attributes:
       names: names of all arrays.
-      header: name -> (shape, dtype); reads no values, and refuses other dtypes.
-      load: name -> array.
+      header: function from a name to (shape, dtype). It reads no values, and refuses dtypes that
+        are not supported.
+      load: function from a name to the array.
     """
 
     names: Iterable[str]
@@ -58,7 +59,7 @@ class Arrays:
 
 
 class Tower:
-    """The arrays of the vision tower, by their names without the prefix."""
+    """The arrays of a vision tower, by their names without the prefix."""
 
     def __init__(self, arrays: Arrays, prefix: str):
         self.arrays, self.prefix = arrays, prefix
@@ -66,11 +67,15 @@ class Tower:
         self.unread = set(self.names)
 
     def has(self, start: str) -> bool:
-        """Whether the name of any array starts with `start`."""
+        """Returns whether the name of any array starts with `start`."""
         return any(name.startswith(start) for name in self.names)
 
     def shape(self, name: str, *dimensions: int) -> tuple[int, ...]:
-        """The shape of an array; refuses one that has another number of dimensions."""
+        """Returns the shape of an array.
+
+        Raises:
+          ValueError: its number of dimensions is not one of `dimensions`.
+        """
         shape, _ = self._header(name)
         if len(shape) not in dimensions:
             wanted = " or ".join(map(str, dimensions))
@@ -80,7 +85,11 @@ class Tower:
         return shape
 
     def read(self, name: str, *shape: int) -> np.ndarray:
-        """The array as float32, of this shape."""
+        """Reads an array as float32.
+
+        Raises:
+          ValueError: the array is missing, or has another shape, another dtype or bad values.
+        """
         found, dtype = self._header(name)
         full = self.prefix + name
         if found != shape:
@@ -95,13 +104,14 @@ class Tower:
             array = array.astype(np.float32)
         if not (np.abs(array) <= LARGEST_WEIGHT).all():
             raise ValueError(
-                f"{full!r} has values that are NaN, infinite or beyond bfloat16's range."
+                f"{full!r} has values that are NaN, infinite or beyond bfloat16's range. Check the "
+                "checkpoint."
             )
         self.unread.discard(name)
         return array
 
     def _header(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """The shape of the array, and its dtype, after the check of the dtype."""
+        """Checks the name and the dtype of an array; returns its shape and dtype."""
         full = self.prefix + name
         if name not in self.names:
             raise ValueError(
@@ -115,13 +125,13 @@ class Tower:
         return shape, dtype
 
     def check_all_read(self, *ignored: str) -> None:
-        """Refuses arrays that the encoder does not use, except names that start with `ignored`."""
+        """Refuses arrays that were not read, except names that start with one of `ignored`."""
         unused = sorted(name for name in self.unread if not name.startswith(ignored))
         if unused:
             raise ValueError(
-                f"{len(unused)} arrays belong to no part of a SigLIP vision tower with this "
-                f"config, such as {self.prefix + unused[0]!r}. Use the config.json that belongs to "
-                "these weights."
+                f"{len(unused)} arrays, such as {self.prefix + unused[0]!r}, are not part of a "
+                "SigLIP vision tower with this config. Use the config.json that belongs to these "
+                "weights."
             )
 
 
@@ -133,51 +143,55 @@ def _wrong_dtype(name: str, dtype: Any) -> ValueError:
 
 
 def read_json(path: Path) -> Any:
-    """The contents of a JSON file; a ValueError that names the file if they are not JSON."""
+    """Reads a JSON file; raises ValueError with its name if the contents are not JSON."""
     check_regular(path)
     with _readable(path):
         return json.loads(path.read_text(encoding="utf-8"))
 
 
 def check_regular(path: Path) -> None:
-    """Refuses FIFOs, sockets and devices: opening a FIFO would wait forever."""
+    """Refuses FIFOs, sockets and devices, because opening a FIFO would wait forever."""
     if path.exists() and not path.is_file():
-        raise ValueError(f"{str(path)!r} is no regular file. {EXPECTED}")
+        raise ValueError(f"{str(path)!r} is not a regular file. {EXPECTED}")
 
 
 def is_npz(path: Path) -> bool:
-    """Whether the file is a zip archive, whatever its name; False for a folder.
+    """Returns whether the file is a zip archive, by its contents; False for a folder.
 
     Raises:
       FileNotFoundError: there is no such file or folder.
-      ValueError: it is named .npz but is no zip archive.
+      ValueError: its name ends in .npz, but it is not a zip archive.
     """
     if not path.exists():
-        raise FileNotFoundError(f"load_encoder: there is no {str(path)!r}. {EXPECTED}")
+        raise FileNotFoundError(
+            f"load_encoder: there is no file or folder {str(path)!r}. {EXPECTED}"
+        )
     if path.is_dir():
         return False
     check_regular(path)
     with open(path, "rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
     if path.suffix == ".npz" and not is_zip:
-        raise ValueError(f"it is not an npz file, which is a zip archive. {EXPECTED}")
+        raise ValueError(f"it is not an npz file, because it is not a zip archive. {EXPECTED}")
     return is_zip
 
 
 @contextlib.contextmanager
 def open_npz(path: Path) -> Iterator[Arrays]:
-    """The arrays of an .npz file, each with its checksum compared."""
+    """Opens the arrays of an .npz file. Loading an array verifies its checksum."""
     with _readable(path):
         archive = zipfile.ZipFile(path)
         size, declared = path.stat().st_size, sum(x.file_size for x in archive.infolist())
         if declared > LARGEST_COMPRESSION * size + SMALL:
-            raise ValueError(f"its {size} bytes declare {declared} bytes of contents")
+            raise ValueError(
+                f"it has {size} bytes but declares {declared} bytes of uncompressed contents"
+            )
 
     def header(name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         with _readable(name), archive.open(f"{name}.npy") as file:
             read = NPY_HEADERS.get(np.lib.format.read_magic(file))
             if read is None:
-                raise ValueError("it has another version of numpy's format than 1.0 and 2.0")
+                raise ValueError("the version of its numpy format is not 1.0 or 2.0")
             shape, _, dtype = read(file)
             if dtype.hasobject:
                 raise ValueError("it contains pickled objects")
@@ -185,15 +199,15 @@ def open_npz(path: Path) -> Iterator[Arrays]:
                 file.tell() + math.prod(shape) * dtype.itemsize
                 != archive.getinfo(f"{name}.npy").file_size
             ):
-                raise ValueError("its length differs from what its header says")
+                raise ValueError("its length differs from the length in its header")
             return shape, dtype
 
     def load(name: str) -> np.ndarray:
         with _readable(name), archive.open(f"{name}.npy") as file:
             array = np.lib.format.read_array(file, allow_pickle=False)
-            # Reading to the end makes zipfile compare the checksum, which numpy.load leaves out.
+            # zipfile verifies the checksum at the end of the file, to which numpy does not read.
             if file.read():
-                raise ValueError("it is longer than its header says")
+                raise ValueError("it is longer than the length in its header")
             return array
 
     with archive:
@@ -203,7 +217,7 @@ def open_npz(path: Path) -> Iterator[Arrays]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Arrays]:
-    """The arrays of a file, or of a folder's file or shards, which are opened when needed."""
+    """Opens the arrays of a file or a folder. The shards of a folder are opened when needed."""
     folder, shard_of = path.parent, None
     if path.is_dir():
         folder, index = path, path / "model.safetensors.index.json"
@@ -243,29 +257,34 @@ def open_safetensors(path: Path) -> Iterator[Arrays]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Name of each array -> name of its file, from a model.safetensors.index.json."""
+    """Reads a model.safetensors.index.json; returns array name -> file name."""
     if not path.exists():
         raise ValueError(f"the folder has neither model.safetensors nor {path.name}. {EXPECTED}")
     index = read_json(path)
     shard_of = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shard_of, dict):
-        raise ValueError(f"{path.name} has no weight_map, an object from arrays to files.")
+        raise ValueError(
+            f"{path.name} has no weight_map, expected an object from names of arrays to files."
+        )
     for file in shard_of.values():
         plain = isinstance(file, str) and Path(file).name == file and "\0" not in file
         if not plain or file in ("", "..") or len(file) > LONGEST_NAME:
             raise ValueError(
-                f"{path.name} names the file {reprlib.repr(file)}, expected one in its folder."
+                f"{path.name} names the file {reprlib.repr(file)}, expected a file in the same "
+                "folder."
             )
     return shard_of
 
 
 @contextlib.contextmanager
 def _readable(what: Any) -> Iterator[None]:
-    """Turns whatever a reader raises about damaged contents into a ValueError."""
+    """Turns every exception that a reader raises for damaged contents into a ValueError."""
     try:
         yield
     except (FileNotFoundError, PermissionError) as error:
         raise ValueError(f"{what} cannot be read: {error}") from error
     except Exception as error:
         reason = textwrap.shorten(str(error), 200)
-        raise ValueError(f"{what} is damaged or something else: {reason}. {EXPECTED}") from error
+        raise ValueError(
+            f"{what} is damaged or has another format: {reason}. {EXPECTED}"
+        ) from error

@@ -1,4 +1,4 @@
-"""Checkpoints to encoders: Hugging Face folders and safetensors, big_vision npz files."""
+"""Loads encoders from Hugging Face folders, .safetensors files and big_vision .npz files."""
 
 import dataclasses
 import math
@@ -30,10 +30,10 @@ from pallas_patch_embed.siglip2.config import Config
 from pallas_patch_embed.siglip2.encoder import Encoder
 from pallas_patch_embed.siglip2.naflex import resize_positions
 
-# A function that reads the array of a name and a shape: (name, *shape) -> array.
+# Function (name, *shape) -> array that reads an array.
 type Read = Callable[..., np.ndarray]
 
-# Prefixes of the image tower's arrays in a big_vision file, with a text tower or alone.
+# Prefixes of the image tower's arrays in big_vision files of a whole model or of the tower alone.
 BIG_VISION_PREFIXES = ("params/img/", "img/", "params/", "")
 
 
@@ -47,21 +47,22 @@ def load_encoder(
 ) -> Encoder:
     """Loads the vision encoder of a SigLIP or SigLIP2 checkpoint.
 
-    Reads Hugging Face folders (config.json with model.safetensors, or with its shards and
-    model.safetensors.index.json), single .safetensors files, and big_vision .npz files. If the
-    file has a whole model, only its vision tower is read. Nothing is unpickled.
+    Reads Hugging Face folders (config.json and either model.safetensors, or its shards and
+    model.safetensors.index.json), single .safetensors files, and big_vision .npz files. If a file
+    contains a whole model, only its vision tower is read. Nothing is unpickled.
 
     Args:
       path: the folder or file.
-      image_size: pixels, one side of a square or (height, width): resizes the positions for images
-        of this size, bilinearly with pixel centres at half-integers, antialiased where the grid
-        shrinks, as transformers' Siglip2 and big_vision's naflex_vit resize theirs. None for the
-        checkpoint's own size. NaFlex encoders take any size and refuse this argument.
+      image_size: size of the images in pixels, the side of a square or (height, width). The
+        positions are resized to the grid of such images: bilinearly, with pixel centres at
+        half-integers, and antialiased if the grid shrinks, as in transformers' Siglip2 and
+        big_vision's naflex_vit. None for the checkpoint's own size. NaFlex encoders accept images
+        of any size and refuse this argument.
       patch_dtype: dtype of the patch embedding: "float32", "bfloat16", "float8_e4m3fn" or "int8".
       dtype: dtype of all later layers: "bfloat16" or "float32".
-      config: replaces the config.json: a Config, the contents of a config.json, or its path. A
-        .safetensors file without a config.json in its folder needs it. For an .npz file, whose
-        arrays determine the architecture, it has to agree with them.
+      config: replacement for the config.json: a Config, the contents of a config.json, or its path.
+        It is needed for a .safetensors file without a config.json in its folder. The arrays of an
+        .npz file determine the architecture, so there the config must agree with them.
 
     Returns:
       Encoder.
@@ -69,10 +70,10 @@ def load_encoder(
     Raises:
       FileNotFoundError: there is no such file or folder.
       OSError: a file cannot be read.
-      TypeError: path or config is of another type.
-      ValueError: an argument has another value; a file is damaged, is no checkpoint of a SigLIP
-        vision tower, or has other weights than its config says. The message names the file and what
-        is missing or wrong.
+      TypeError: path or config has another type.
+      ValueError: an argument has a wrong value; or a file is damaged, is not a checkpoint of a
+        SigLIP vision tower, or its weights contradict its config. The message names the file and
+        the fault.
     """
     patch_dtype = check_dtype(patch_dtype, "patch_dtype")
     dtype = check_dtype(dtype, "dtype", OUT_DTYPES)
@@ -81,15 +82,16 @@ def load_encoder(
 
 
 def load_encoder_for_side(path: Path, side: int | None, patch_dtype: str) -> Encoder:
-    """Loads an encoder for square images, or a NaFlex one, which takes images of any size.
+    """Loads an encoder for square images, or a NaFlex encoder.
 
     Args:
-      path: as `load_encoder` takes it.
-      side: side of the images in pixels; None for the checkpoint's own. Ignored for NaFlex.
-      patch_dtype: as `load_encoder` takes it.
+      path: as for `load_encoder`.
+      side: side of the images in pixels; None for the checkpoint's own size. Ignored for NaFlex
+        encoders, which accept images of any size.
+      patch_dtype: as for `load_encoder`.
 
     Raises:
-      OSError, ValueError: as `load_encoder`.
+      OSError, ValueError: as for `load_encoder`.
     """
     size = None if side is None else _check_image_size(side)
     return _load(
@@ -98,13 +100,13 @@ def load_encoder_for_side(path: Path, side: int | None, patch_dtype: str) -> Enc
 
 
 def read_config(path: Path) -> Config:
-    """The config of a checkpoint; nothing is put on a device.
+    """Reads the config of a checkpoint, without putting anything on a device.
 
     Args:
-      path: as `load_encoder` takes it.
+      path: as for `load_encoder`.
 
     Raises:
-      OSError, ValueError: as `load_encoder`.
+      OSError, ValueError: as for `load_encoder`.
     """
     if is_npz(path):
         with open_npz(path) as arrays:
@@ -119,7 +121,7 @@ def _load(
     dtype: str,
     config: Any,
 ) -> Encoder:
-    """The encoder in this file or folder, for images of the size that its config asks for."""
+    """Loads the encoder in this file or folder, for images of the size `size_for(config)`."""
     try:
         config = _given_config(config)
         if is_npz(path):
@@ -133,8 +135,8 @@ def _load(
         raise ValueError(f"load_encoder: {str(path)!r}: {error}") from error
 
 
-# Both readers return a dict with "kernel", its "layout", "bias", "positions" [h, w, D], and the
-# "blocks", "norm" and "head" of an Encoder in float32.
+# Both readers return a dict in float32 with "kernel", its "layout", "bias", "positions" [h, w, D],
+# and the "blocks", "norm" and "head" of an Encoder.
 
 
 def _read_hugging_face(arrays: Arrays, config: Config) -> tuple[dict[str, Any], Config]:
@@ -142,8 +144,8 @@ def _read_hugging_face(arrays: Arrays, config: Config) -> tuple[dict[str, Any], 
     prefixes = {name[: name.index(marker)] for name in arrays.names if marker in name}
     if len(prefixes) != 1:
         raise ValueError(
-            f"it has {len(prefixes)} arrays named {marker + 'weight'!r}, expected those of one "
-            f"SigLIP vision tower. {EXPECTED}"
+            f"it has {len(prefixes)} arrays named {marker + 'weight'!r}, expected one, of a SigLIP "
+            f"vision tower. {EXPECTED}"
         )
     tower = Tower(arrays, prefixes.pop())
     D, M, p = config.width, config.mlp, config.patch
@@ -204,15 +206,18 @@ def _read_big_vision(arrays: Arrays, given: Config | None) -> tuple[dict[str, An
     tower = next((t for t in towers if t.has("embedding/") or t.has("Transformer/")), None)
     if tower is None:
         raise ValueError(
-            f"it has no arrays named {BIG_VISION_PREFIXES[0]}..., expected those of a big_vision "
-            f"image tower. {EXPECTED}"
+            f"it has no arrays named {BIG_VISION_PREFIXES[0]}..., expected the arrays of a "
+            f"big_vision image tower. {EXPECTED}"
         )
     stacked = tower.has("Transformer/encoderblock/")
     config = _big_vision_config(tower, stacked)
     for field in dataclasses.fields(Config):
         mine, other = getattr(config, field.name), getattr(given or config, field.name)
         if mine != other and field.name not in ("eps", "activation", "image_size", "pooling_head"):
-            raise ValueError(f"config says {field.name} = {other}, but the arrays say {mine}.")
+            raise ValueError(
+                f"the config has {field.name} = {other}, but the arrays imply {mine}. Use the "
+                "config that belongs to these weights."
+            )
     config = given or config
     D, M, p = config.width, config.mlp, config.patch
     heads = (config.heads, D // config.heads)
@@ -282,7 +287,7 @@ def _read_big_vision(arrays: Arrays, given: Config | None) -> tuple[dict[str, An
 
 
 def _big_vision_config(tower: Tower, stacked: bool) -> Config:
-    """The architecture, derived from the shapes of the arrays."""
+    """Derives the architecture from the shapes of the arrays."""
     *sides, D = tower.shape("embedding/kernel", 2, 4)
     naflex = len(sides) == 1
     positions = tower.shape("pos_embedding", 3)
@@ -306,17 +311,18 @@ def _big_vision_config(tower: Tower, stacked: bool) -> Config:
 
 
 def _concatenate(parts: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Merges dense layers that have the same input into one."""
+    """Concatenates the outputs of dense layers that have the same input into one layer."""
     parts = list(parts)
     return {name: np.concatenate([part[name] for part in parts], -1) for name in ("kernel", "bias")}
 
 
 def _project(probe: np.ndarray, kernel: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """The query of the pooling head: the projected probe, the same for all images."""
+    """Computes the query of the pooling head, the projected probe, which all images share."""
     query = probe.reshape(-1).astype(np.float64) @ kernel + bias
     if np.abs(query).max() > LARGEST_WEIGHT:
         raise ValueError(
-            "the query of its pooling head, probe @ kernel + bias, is beyond bfloat16's range."
+            "the query of its pooling head, probe @ kernel + bias, is beyond bfloat16's range. "
+            "Check the checkpoint."
         )
     return query.astype(np.float32)
 
@@ -328,17 +334,19 @@ def _assemble(
     patch_dtype: str,
     dtype: str,
 ) -> Encoder:
-    """The encoder with these weights; with a `size`, its positions are resized for it."""
+    """Makes an encoder with these weights. If `size` is given, its positions are resized."""
     positions = weights["positions"]
     if size is not None:
         if config.naflex:
             raise ValueError(
-                f"image_size is {size}, but this is a NaFlex encoder, which takes images of any "
-                "size. Leave it out."
+                f"image_size is {size}, but this is a NaFlex encoder, which accepts images of any "
+                "size. Leave image_size out."
             )
         h, w = grid = (size[0] // config.patch, size[1] // config.patch)
         if 0 in grid:
-            raise ValueError(f"image_size {size} is smaller than a patch of {config.patch} pixels.")
+            raise ValueError(
+                f"image_size is {size}, expected at least the side of a patch, {config.patch}."
+            )
         if grid != config.grid:
             given = jax.device_put((positions, np.asarray([grid], np.int32)))
             resized = jax.jit(resize_positions, static_argnums=2)(*given, h * w)
@@ -380,8 +388,8 @@ def _check_image_size(image_size: Any) -> tuple[int, int]:
         height = width = 0
     if not (0 < height < 2**16 and 0 < width < 2**16):
         raise ValueError(
-            f"load_encoder: image_size is {image_size!r}, expected pixels: a positive integer or "
-            "(height, width)."
+            f"load_encoder: image_size is {image_size!r}, expected a positive integer or "
+            "(height, width), in pixels."
         )
     return height, width
 

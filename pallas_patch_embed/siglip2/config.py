@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-# Hugging Face's names. flax's default is the first: GELU, approximated with tanh.
+# Activations by their names in Hugging Face configs. big_vision uses flax's default, the first.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -17,7 +17,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
 }
 
-# Class defaults of SiglipVisionConfig and Siglip2VisionConfig (transformers 5.23).
+# Default values of SiglipVisionConfig and Siglip2VisionConfig (transformers 5.23).
 DEFAULTS = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -31,8 +31,8 @@ DEFAULTS = {
     "layer_norm_eps": 1e-6,
 }
 
-# model_type -> whether it is NaFlex. The Siglip2 classes are; SigLIP2 checkpoints of a fixed
-# resolution are published as Siglip classes.
+# model_type -> whether the model is NaFlex. SigLIP2 checkpoints with a fixed resolution are
+# published with the model_type of SigLIP.
 MODEL_TYPES = {
     "siglip": False,
     "siglip_vision_model": False,
@@ -48,21 +48,21 @@ class Config:
     Attributes:
       width: width of the embedding, D.
       depth: number of transformer blocks.
-      heads: number of attention heads; divides width.
+      heads: number of attention heads, which divides width.
       mlp: width of the MLPs' hidden layer.
       patch: side of a patch in pixels.
       grid: (height, width) of the learned positions, in patches.
       eps: epsilon of the layer norms.
-      naflex: whether it takes patches of images of any aspect ratio, and resizes its positions for
-        each of them.
-      image_size: (height, width) in pixels of the images at this grid, which may exceed
-        grid * patch by less than a patch: the remainder is dropped. None if naflex.
+      naflex: whether the encoder accepts patches of images of any aspect ratio, and resizes its
+        positions for each image.
+      image_size: (height, width) of the images in pixels. It may exceed grid * patch by less than a
+        patch; the remainder is dropped. None if naflex.
       activation: the MLPs' activation: "gelu_pytorch_tanh", "gelu", "quick_gelu" or "relu".
-      pooling_head: whether the tower ends in an attention pooling head; None if the checkpoint's
-        arrays decide.
+      pooling_head: whether the tower ends in an attention pooling head; None to decide by the
+        arrays of the checkpoint.
 
     Raises:
-      ValueError: a value of a wrong type, or values that contradict each other.
+      ValueError: a value has a wrong type, or values contradict each other.
     """
 
     width: int
@@ -83,13 +83,13 @@ class Config:
         _check_sides("grid", self.grid)
         if self.width % self.heads:
             raise ValueError(
-                f"width is {self.width}, expected a multiple of heads, {self.heads}: every head "
-                "has width / heads channels."
+                f"width is {self.width}, expected a multiple of the number of heads, {self.heads}."
             )
         number = isinstance(self.eps, int | float) and not isinstance(self.eps, bool)
         if not number or not 0 < self.eps < 1:
             raise ValueError(
-                f"the epsilon of layer norms is {_short(self.eps)}, expected 1e-6 or so."
+                f"the epsilon of layer norms is {_short(self.eps)}, expected a number between 0 "
+                "and 1, such as 1e-6."
             )
         if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
             raise ValueError(
@@ -102,7 +102,10 @@ class Config:
                     f"{name} is {_short(getattr(self, name))}, expected True or False."
                 )
         if self.naflex and self.image_size is not None:
-            raise ValueError("a NaFlex encoder has no image_size: it takes images of any size.")
+            raise ValueError(
+                f"image_size is {_short(self.image_size)}, expected None for a NaFlex encoder, "
+                "which accepts images of any size."
+            )
         if self.naflex:
             return
         size = self.image_size
@@ -112,8 +115,9 @@ class Config:
         _check_sides("image_size", size)
         if tuple(side // self.patch for side in size) != self.grid:
             raise ValueError(
-                f"images of {size[0]} x {size[1]} pixels are no "
-                f"{self.grid[0]} x {self.grid[1]} grid of patches of {self.patch} pixels."
+                f"image_size is {size[0]} x {size[1]} pixels, which is not a "
+                f"{self.grid[0]} x {self.grid[1]} grid of patches of {self.patch} pixels. Change "
+                "image_size, grid or patch."
             )
 
     @classmethod
@@ -121,14 +125,14 @@ class Config:
         """Reads the contents of a Hugging Face config.json.
 
         Args:
-          config: the config of a vision tower, or of a model with a `vision_config`. Omitted fields
-            have the defaults of SiglipVisionConfig and Siglip2VisionConfig.
+          config: the config of a vision tower, or of a model with a `vision_config`. Missing fields
+            get the defaults of SiglipVisionConfig and Siglip2VisionConfig.
 
         Returns:
           Config.
 
         Raises:
-          ValueError: it is not such a config, or a value has a wrong type.
+          ValueError: `config` is not such a config, or a value has a wrong type.
         """
         if not isinstance(config, Mapping):
             raise ValueError(f"the config is {_short(config)}, expected an object of fields.")
@@ -146,7 +150,9 @@ class Config:
             for name, default in DEFAULTS.items()
         }
         if fields["num_channels"] != 3:
-            raise ValueError(f"num_channels is {_short(fields['num_channels'])}, expected 3: RGB.")
+            raise ValueError(
+                f"num_channels is {_short(fields['num_channels'])}, expected 3 for RGB images."
+            )
         pooling_head = vision.get("vision_use_head")
         if not isinstance(pooling_head, bool | None):
             raise ValueError(f"vision_use_head is {_short(pooling_head)}, expected true or false.")
@@ -156,9 +162,11 @@ class Config:
         patch, S, size = fields["patch_size"], fields["num_patches"], fields["image_size"]
         side = math.isqrt(S) if naflex else size // patch
         if naflex and side * side != S:
-            raise ValueError(f"num_patches is {S}, expected a square: positions form a grid.")
+            raise ValueError(
+                f"num_patches is {S}, expected a square number, because positions form a grid."
+            )
         if side == 0:
-            raise ValueError(f"image_size {size} is smaller than patch_size {patch}.")
+            raise ValueError(f"image_size is {size}, expected at least patch_size, {patch}.")
         return cls(
             width=fields["hidden_size"],
             depth=fields["num_hidden_layers"],
@@ -175,7 +183,7 @@ class Config:
 
 
 def _is_naflex(config: Mapping[str, Any], vision: Mapping[str, Any]) -> bool:
-    """Whether the vision tower is NaFlex, from its own model_type or the whole model's."""
+    """Returns whether the vision tower is NaFlex, by its own model_type or the whole model's."""
     model_type = vision.get("model_type")
     whole = config.get("model_type")
     if model_type is None and isinstance(whole, str) and whole in MODEL_TYPES:
@@ -184,8 +192,8 @@ def _is_naflex(config: Mapping[str, Any], vision: Mapping[str, Any]) -> bool:
         return vision.get("num_patches") is not None
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise ValueError(
-            f"model_type is {_short(model_type)}, expected one of {', '.join(MODEL_TYPES)}: the "
-            "config is not one of a SigLIP or SigLIP2 vision tower."
+            f"model_type is {_short(model_type)}, expected one of {', '.join(MODEL_TYPES)}. Pass "
+            "the config of a SigLIP or SigLIP2 vision tower."
         )
     return MODEL_TYPES[model_type]
 
@@ -193,7 +201,7 @@ def _is_naflex(config: Mapping[str, Any], vision: Mapping[str, Any]) -> bool:
 def check_size(name: str, value: Any) -> None:
     """Refuses values that are not positive integers below 2^31."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise ValueError(f"{name} is {_short(value)}, expected a positive integer.")
+        raise ValueError(f"{name} is {_short(value)}, expected a positive integer below 2^31.")
 
 
 def _check_sides(name: str, sides: Any) -> None:

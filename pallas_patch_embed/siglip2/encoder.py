@@ -1,4 +1,4 @@
-"""The vision encoder: patch embedding, transformer blocks, attention pooling."""
+"""The vision encoder, with patch embedding, transformer blocks and attention pooling."""
 
 import dataclasses
 import json
@@ -19,15 +19,16 @@ from pallas_patch_embed.problem import AnyArray, dtype_name, is_known
 from pallas_patch_embed.siglip2.config import ACTIVATIONS, Config
 from pallas_patch_embed.siglip2.naflex import resize_positions
 
-# cuDNN's fused attention takes heads of up to this many channels on every GPU that it supports.
+# Largest number of channels of a head for which cuDNN's fused attention runs on every GPU that it
+# supports.
 CUDNN_LARGEST_HEAD = 128
 
 
 class EncoderOutput(NamedTuple):
-    """The result of an encoder, in its dtype.
+    """The result of an encoder, in the encoder's dtype.
 
     Attributes:
-      last_hidden_state: [B, S, D], after the last layer norm.
+      last_hidden_state: [B, S, D], the result of the last layer norm.
       pooler_output: [B, D], or None if the tower has no pooling head.
     """
 
@@ -40,21 +41,23 @@ class EncoderOutput(NamedTuple):
 class Encoder:
     """A SigLIP or SigLIP2 vision encoder for inference, made by `load_encoder`. A pytree.
 
-    Call it inside or outside of jit; pass it through jit as an argument. Its layers are scanned, so
-    the compile time does not grow with the depth. Matrix products have operands and results in
-    `dtype` and accumulate in float32, with Precision.HIGHEST if `dtype` is float32. Layer norms and
-    softmax are computed in float32. Like `patch_embed`, it has no derivative by its input.
+    It can be called inside or outside of jit; pass it to a jitted function as an argument. Its
+    layers are scanned, so the compile time does not grow with the depth. Matrix products have
+    operands and results in `dtype` and accumulate in float32, with Precision.HIGHEST if `dtype` is
+    float32. Layer norms and softmax are computed in float32. Like `patch_embed`, the encoder cannot
+    be differentiated with respect to its input.
 
     Attributes:
-      patch_embed: PatchEmbedParams; they include the positions, except in NaFlex encoders.
-      positions: NaFlex: [h, w, D] float32, resized for each image; otherwise None.
+      patch_embed: PatchEmbedParams, which include the positions except in NaFlex encoders.
+      positions: [h, w, D] float32 in NaFlex encoders, which resize it for each image; otherwise
+        None.
       blocks: the transformer blocks' "norm1", "qkv", "out", "norm2", "fc1" and "fc2", with a
-        leading axis of `config.depth`. A norm is {"scale", "bias"} in float32, the others are
+        leading axis of `config.depth`. Norms are {"scale", "bias"} in float32. The other layers are
         {"kernel" [in, out], "bias" [out]} in `dtype`.
       norm: the last layer norm.
-      head: the attention pooling head: "query" [D], the projected probe, "kv", "out", "norm",
-        "fc1", "fc2"; None if there is none.
-      config: Config. Static, like the following.
+      head: the attention pooling head: "query" [D], which is the projected probe, "kv", "out",
+        "norm", "fc1" and "fc2"; None if the tower has no head.
+      config: Config. Static, like `dtype`.
       dtype: "bfloat16" or "float32".
     """
 
@@ -74,25 +77,25 @@ class Encoder:
         mask: AnyArray | None = None,
         clip: bool = False,
     ) -> EncoderOutput:
-        """Encodes images, or for a NaFlex encoder patches.
+        """Encodes images; a NaFlex encoder encodes patches.
 
         Args:
           images: [B, H, W, 3], uint8 or floating-point in [-1, 1], of `config.image_size` or
-            another size with the same grid of patches. NaFlex: patches [B, L, K] floating-point in
-            [-1, 1], K in the order height, width, channel, as `batch_naflex` makes them; they are
-            encoded into the dtype of `patch_embed`.
-          spatial_shapes: NaFlex: [B, 2] integer, (height, width) of each image in patches, with
-            height * width <= L, which is checked where values are known: not under jit.
-          mask: NaFlex: [B, L], True or 1 for patches, False or 0 for padding, which no patch
-            attends to; by default the first height * width are patches.
-          clip: clips floating-point pixels to [-1, 1] instead of checking that they are in it,
-            where values are known; see `patchify`.
+            another size with the same grid of patches. For a NaFlex encoder patches [B, L, K] from
+            `batch_naflex`, floating-point in [-1, 1], with K in the order height, width, channel.
+            The encoder converts them to the dtype of `patch_embed`.
+          spatial_shapes: only for a NaFlex encoder: [B, 2] integer, (height, width) of each image
+            in patches, with height * width <= L. Values are checked outside of jit.
+          mask: only for a NaFlex encoder: [B, L], True or 1 for patches, False or 0 for padding, to
+            which no patch attends. By default the first height * width are patches.
+          clip: clips floating-point pixels to [-1, 1] instead of checking that they are in that
+            range, as in `patchify`.
 
         Returns:
           EncoderOutput. Where the mask is False, last_hidden_state has no defined value.
 
         Raises:
-          TypeError, ValueError: an argument of another type, shape or value.
+          TypeError, ValueError: an argument has another type, shape or value.
         """
         size = self.config.image_size
         if size is None:  # This is a NaFlex encoder.
@@ -102,8 +105,8 @@ class Encoder:
             return _encode_patches(self, images, spatial_shapes, mask)
         if spatial_shapes is not None or mask is not None:
             raise TypeError(
-                "encoder: spatial_shapes and mask are for NaFlex encoders; this one takes images "
-                f"of {size[0]} x {size[1]} pixels only."
+                "encoder: spatial_shapes and mask are for NaFlex encoders, but this encoder "
+                f"accepts only images of {size[0]} x {size[1]} pixels. Leave both out."
             )
         dtype_name(images, "encoder: images")
         if images.ndim != 4:
@@ -143,8 +146,9 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
     K = encoder.patch_embed.K
     if spatial_shapes is None:
         raise TypeError(
-            "encoder: a NaFlex encoder takes patches with their spatial_shapes and mask. Make them "
-            "with pallas_patch_embed.siglip2.batch_naflex(images, encoder.config, max_num_patches)."
+            "encoder: spatial_shapes is None, but this NaFlex encoder needs patches with their "
+            "spatial_shapes and mask. Make them with pallas_patch_embed.siglip2.batch_naflex("
+            "images, encoder.config, max_num_patches)."
         )
     for name, array in (("patches", patches), ("spatial_shapes", spatial_shapes), ("mask", mask)):
         if array is not None:
@@ -152,18 +156,18 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
     if not jnp.issubdtype(patches.dtype, jnp.floating):
         raise TypeError(
             f"encoder: patches have dtype {patches.dtype}, expected floating-point pixels in "
-            "[-1, 1], as batch_naflex makes them."
+            "[-1, 1]. Make patches with batch_naflex."
         )
     if patches.ndim != 3 or patches.shape[-1] != K:
         raise ValueError(
-            f"encoder: patches have shape {list(patches.shape)}, expected [B, L, {K}], as "
-            "batch_naflex makes them."
+            f"encoder: patches have shape {list(patches.shape)}, expected [B, L, {K}]. Make "
+            "patches with batch_naflex."
         )
     B, L, _ = patches.shape
     if not jnp.issubdtype(spatial_shapes.dtype, jnp.integer) or spatial_shapes.shape != (B, 2):
         raise ValueError(
             f"encoder: spatial_shapes are {spatial_shapes.dtype}{list(spatial_shapes.shape)}, "
-            f"expected integers [{B}, 2]: height and width of each image in patches."
+            f"expected integers [{B}, 2], the height and width of each image in patches."
         )
     if mask is not None:
         integers = jnp.issubdtype(mask.dtype, jnp.integer) or mask.dtype == bool
@@ -185,7 +189,7 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
 
 @jax.jit
 def _encode_images(encoder: Encoder, images: jax.Array) -> EncoderOutput:
-    # The range of the pixels was checked before, where their values may be known.
+    # The range of the pixels was checked outside of this jit, where their values may be known.
     x = embed_images(images, encoder.patch_embed, out_dtype=encoder.dtype, clip=True)
     return transform(encoder, x)
 
@@ -200,7 +204,7 @@ def _encode_patches(
         mask = token < spatial_shapes[:, :1] * spatial_shapes[:, 1:]
     mask = mask.astype(bool)
     params = encoder.patch_embed
-    assert encoder.positions is not None  # NaFlex encoders have them.
+    assert encoder.positions is not None  # NaFlex encoders have positions.
     x = patch_embed(
         pad_rows(encode(patches, params.encoding)),
         params,
@@ -208,13 +212,13 @@ def _encode_patches(
         out_dtype=encoder.dtype,
     )
     if params.dtype == "int8":
-        # Rounding to integers would make the derivative a silent zero.
+        # Because of the rounding to integers the derivative would be zero, without an error.
         x = primitive.without_gradient(patches, x)
     return transform(encoder, x, mask)
 
 
 def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> EncoderOutput:
-    """The transformer on embedded patches [B, S, D]."""
+    """Applies the transformer to embedded patches [B, S, D]."""
     config = encoder.config
     precision = "highest" if encoder.dtype == "float32" else None
 
@@ -229,7 +233,7 @@ def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> 
         if (head := encoder.head) is None:
             return EncoderOutput(x, None)
         k, v = _dense_parts(x, head["kv"], 2)
-        # The query is computed from k so that it has k's sharding along the batch.
+        # The query is computed from k, so that it has the same sharding along the batch.
         query = 0 * k[:, :1] + _row(head["query"], k)
         pooled = _dense(_attention(query, k, v, mask, config), head["out"])
         pooled = pooled + _mlp(_norm(pooled, head["norm"], config), head, config)
@@ -237,7 +241,7 @@ def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> 
 
 
 def _row(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """The vector with as many axes as x: users may forbid implicit rank promotion."""
+    """Gives the vector as many axes as x, because users may forbid implicit rank promotion."""
     return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
@@ -254,9 +258,9 @@ def _dense(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
 
 
 def _dense_parts(x: jax.Array, p: dict[str, Any], number: int) -> list[jax.Array]:
-    """The equal parts of what a dense layer makes of x, from a product each.
+    """Computes the equal parts of a dense layer's result with one product each.
 
-    XLA would copy the parts of a single product, because attention takes contiguous arrays.
+    XLA would copy the parts of a single product, because attention needs contiguous arrays.
     """
     kernels, biases = (jnp.split(p[name], number, axis=-1) for name in ("kernel", "bias"))
     return [_dense(x, {"kernel": k, "bias": b}) for k, b in zip(kernels, biases)]
@@ -269,7 +273,7 @@ def _mlp(x: jax.Array, p: dict[str, Any], config: Config) -> jax.Array:
 def _attention(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, config: Config
 ) -> jax.Array:
-    """Attention of q [B, T, D] to k and v [B, S, D] where mask [B, S] is True."""
+    """Computes the attention of q [B, T, D] to k and v [B, S, D] where mask [B, S] is True."""
     B, T, D = q.shape
     H = D // config.heads
     q, k, v = (x.reshape(B, x.shape[1], config.heads, H) for x in (q, k, v))
@@ -278,7 +282,8 @@ def _attention(
 
     def attend(implementation: Literal["xla", "cudnn"]) -> Callable[..., jax.Array]:
         def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
-            # It adds float32 to bfloat16; users may forbid implicit dtype promotion.
+            # dot_product_attention adds float32 to bfloat16, and users may forbid implicit dtype
+            # promotion.
             with jax.numpy_dtype_promotion("standard"):
                 return jax.nn.dot_product_attention(
                     q, k, v, mask=mask, implementation=implementation
@@ -286,7 +291,7 @@ def _attention(
 
         return attention
 
-    # Tracing cuDNN's attention needs its library, which comes with JAX's CUDA backend.
+    # Tracing cuDNN's attention needs cuDNN, which is installed with JAX's CUDA backend.
     serves = q.dtype == jnp.bfloat16 and H % 8 == 0 and H <= CUDNN_LARGEST_HEAD and T > 1
     fused = {"cuda": attend("cudnn")} if serves and cuda_is_installed() else {}
     y = lax.platform_dependent(q, k, v, mask, **fused, default=attend("xla"))

@@ -1,4 +1,4 @@
-"""Images of any aspect ratio: their size, their patches in one batch, their positions."""
+"""Batches of images with any aspect ratio, and the resizing of their positions."""
 
 import operator
 from collections.abc import Iterable
@@ -23,18 +23,18 @@ def batch_naflex(
 
     Args:
       images: B arrays [H, W, 3] uint8. H and W are multiples of `config.patch`.
-      config: config of the encoder that gets the batch.
+      config: config of the encoder that will encode the batch.
       max_num_patches: L, the length to which every image is padded.
 
     Returns:
-      patches [B, L, K] float32: pixels u / 255 * 2 - 1 in the order height, width, channel; padding
-      is 0. spatial_shapes [B, 2] int32: height and width of each image in patches. mask [B, L]
-      bool: False for padding. They are the arguments of a NaFlex encoder.
+      The arguments of a NaFlex encoder: patches [B, L, K] float32, pixels u / 255 * 2 - 1 in the
+      order height, width, channel, with 0 as padding; spatial_shapes [B, 2] int32, height and width
+      of each image in patches; mask [B, L] bool, False for padding.
 
     Raises:
-      TypeError: an image is no uint8 array, or config is no Config.
-      ValueError: an image of another shape, with a side that is no multiple of the patch, or of
-        more than `max_num_patches` patches.
+      TypeError: an image is not a uint8 array, or config is not a Config.
+      ValueError: an image has another shape, a side that is not a multiple of the patch, or more
+        than `max_num_patches` patches.
     """
     if not isinstance(config, Config):
         raise TypeError(
@@ -64,31 +64,35 @@ def batch_naflex(
 
 @jax.jit
 def _pixels() -> jax.Array:
-    """The encoding [256] float32 of every level of a pixel."""
+    """Computes the encoding of every uint8 level, [256] float32."""
     return encode(lax.iota(jnp.uint8, 256), Encoding("float32"))
 
 
 def _grid_of(image: Any, i: int, patch: int, L: int) -> tuple[int, int]:
-    """(height, width) in patches of the image, after the checks."""
+    """Checks an image; returns its (height, width) in patches."""
     name = f"batch_naflex: image {i}"
     if getattr(image, "dtype", None) != np.uint8:
         given = getattr(image, "dtype", type(image).__name__)
-        raise TypeError(f"{name} is {given}, expected a uint8 array [H, W, 3] of pixels 0 to 255.")
+        raise TypeError(
+            f"{name} is {given}, expected a uint8 array [H, W, 3] of pixels from 0 to 255."
+        )
     if image.ndim != 3 or image.shape[-1] != 3:
-        raise ValueError(f"{name} has shape {list(image.shape)}, expected [H, W, 3]: RGB.")
+        raise ValueError(
+            f"{name} has shape {list(image.shape)}, expected [H, W, 3]. Convert it to RGB."
+        )
     H, W, _ = image.shape
     if H % patch or W % patch or 0 in (H, W):
         nearest = [max(1, round(side / patch)) * patch for side in (H, W)]
         raise ValueError(
-            f"{name} has {H} x {W} pixels, expected multiples of the patch of {patch}. Resize it; "
-            f"the nearest size is {nearest[0]} x {nearest[1]}."
+            f"{name} has {H} x {W} pixels, expected multiples of the patch size, {patch}. Resize "
+            f"it; the nearest size is {nearest[0]} x {nearest[1]}."
         )
     h, w = H // patch, W // patch
     if h * w > L:
         fitting = [side * patch for side in largest_grid(H, W, patch, L)]
         raise ValueError(
-            f"{name} of {H} x {W} pixels has {h * w} patches, more than max_num_patches = {L}. "
-            f"Resize it to {fitting[0]} x {fitting[1]}, or raise max_num_patches."
+            f"{name} of {H} x {W} pixels has {h * w} patches, expected at most max_num_patches = "
+            f"{L}. Resize it to {fitting[0]} x {fitting[1]}, or increase max_num_patches."
         )
     return h, w
 
@@ -96,15 +100,15 @@ def _grid_of(image: Any, i: int, patch: int, L: int) -> tuple[int, int]:
 def resize_positions(positions: jax.Array, spatial_shapes: jax.Array, L: int) -> jax.Array:
     """Resizes a grid of positions to the grid of every image, in row-major order.
 
-    Bilinear with pixel centres at half-integers, antialiased where it shrinks, as torch's
-    interpolate(mode="bilinear", antialias=True) in transformers' Siglip2 and jax.image.resize in
-    big_vision's naflex_vit.
+    The interpolation is bilinear with pixel centres at half-integers, and antialiased if the grid
+    shrinks, like torch's interpolate(mode="bilinear", antialias=True) in transformers' Siglip2 and
+    jax.image.resize in big_vision's naflex_vit.
 
     Args:
       positions: [h, w, D] float32.
-      spatial_shapes: [B, 2] integer, (height, width) of each image in patches, at least 1; may be
+      spatial_shapes: [B, 2] integer, (height, width) of each image in patches, at least 1. May be
         traced.
-      L: number of positions of the result.
+      L: number of positions of each image in the result.
 
     Returns:
       [B, L, D] float32. Positions beyond height * width repeat those of the last row.
@@ -119,7 +123,7 @@ def resize_positions(positions: jax.Array, spatial_shapes: jax.Array, L: int) ->
 
 
 def _bilinear(index: jax.Array, size: jax.Array, source: int) -> jax.Array:
-    """Weights [..., source] of the source's elements for element `index` of `size`."""
+    """Computes the weights [..., source] of the source's elements for element `index` of `size`."""
     step = source / size.astype(jnp.float32)
     centre = (index.astype(jnp.float32) + 0.5) * step - 0.5
     element = lax.broadcasted_iota(jnp.float32, (1,) * centre.ndim + (source,), centre.ndim)

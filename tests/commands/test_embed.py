@@ -454,7 +454,10 @@ def test_the_command_says_which_picture_is_bad(tmp_path, pictures):
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        (["--checkpoint", "absent", ".", "--out", "out.npz"], "there is no 'absent'"),
+        (
+            ["--checkpoint", "absent", ".", "--out", "out.npz"],
+            "there is no file or folder 'absent'",
+        ),
         (["--checkpoint", "absent", ".", "p*.jpg", "x", "--out", "o.npz"], "no p*.jpg, x."),
         (["--checkpoint", str(DATA / FIXED), "bad", "--out", "o.npz"], "None of the 1 pictures"),
         (["--checkpoint", "absent", "fifo", "--out", "o.npz"], "fifo is no regular file"),
@@ -464,7 +467,7 @@ def test_the_command_says_which_picture_is_bad(tmp_path, pictures):
         (["--checkpoint", "absent", ".", "--out", "a.png"], "has not written"),
         (
             ["--checkpoint", str(DATA / FIXED), ".", "--out", "o.npz", "--size", "9"],
-            "a patch of 14",
+            "the side of a patch, 14",
         ),
         (["--checkpoint", "absent", ".", "--out", "out.npz", "--batch", "0"], "not a positive"),
         (

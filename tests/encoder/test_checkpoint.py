@@ -318,12 +318,12 @@ def a_folder_without_a_config(tmp_path):
     return tmp_path
 
 
-@damaged("picture.png is damaged or something else.*Expected a Hugging Face folder")
+@damaged("picture.png is damaged or has another format.*Expected a Hugging Face folder")
 def a_picture(tmp_path):
     return written(tmp_path / "picture.png", b"\x89PNG\r\n\x1a\n" + bytes(1000))
 
 
-@damaged("neither model.safetensors nor model.safetensors.index.json.*pickles are never")
+@damaged("neither model.safetensors nor model.safetensors.index.json.*Pickles are never")
 def a_folder_with_a_pickle_alone(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
@@ -397,7 +397,7 @@ def another_image_size(tmp_path):
     return folder(tmp_path, arrays(HF), config_of(HF) | {"image_size": 448})
 
 
-@damaged("16 arrays belong to no part.*encoder.layers.1")
+@damaged("16 arrays, such as .*encoder.layers.1.* are not part of")
 def fewer_layers(tmp_path):
     return folder(tmp_path, arrays(HF), config_of(HF) | {"num_hidden_layers": 1})
 
@@ -407,7 +407,7 @@ def more_layers(tmp_path):
     return folder(tmp_path, arrays(HF), config_of(HF) | {"num_hidden_layers": 3})
 
 
-@damaged("expected a multiple of heads")
+@damaged("expected a multiple of the number of heads")
 def heads_that_do_not_divide(tmp_path):
     return folder(tmp_path, arrays(HF), config_of(HF) | {"num_attention_heads": 5})
 
@@ -485,7 +485,7 @@ for number, (content, text) in enumerate(
         '{"hidden_size": true}': "hidden_size is True",
         '{"hidden_size": 96.0}': "hidden_size is 96.0",
         '{"patch_size": [16, 16]}': "patch_size is",
-        '{"patch_size": 1000}': "smaller than patch_size",
+        '{"patch_size": 1000}': "expected at least patch_size",
         '{"num_channels": 4}': "num_channels is 4",
         '{"hidden_act": "swish"}': "activation is 'swish'",
         '{"hidden_act": ["gelu"]}': "activation is",
@@ -522,12 +522,12 @@ def an_index_that_is_no_object(tmp_path):
     return index(tmp_path, [1])
 
 
-@damaged("expected one in its folder")
+@damaged("expected a file in the same folder")
 def an_index_that_leaves_its_folder(tmp_path):
     return index(tmp_path, {"weight_map": dict.fromkeys(arrays(HF), "../weights.safetensors")})
 
 
-@damaged("names the file 'xxx.*expected one in its folder")
+@damaged("names the file 'xxx.*expected a file in the same folder")
 def a_name_of_a_shard_that_no_file_can_have(tmp_path):
     return index(tmp_path, {"weight_map": dict.fromkeys(arrays(HF), "x" * 256)})
 
@@ -544,24 +544,24 @@ def a_shard_without_its_array(tmp_path):
     return path
 
 
-@damaged("pickles are never loaded")
+@damaged("Pickles are never loaded")
 def a_pickle(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     return written(tmp_path / "weights.pkl", pickle.dumps(Bomb(tmp_path / "ran")))
 
 
-@damaged("pickles are never loaded")
+@damaged("Pickles are never loaded")
 def a_pickle_named_safetensors(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     return written(tmp_path / "model.safetensors", pickle.dumps(Bomb(tmp_path / "ran")))
 
 
-@damaged("not an npz file.*pickles are never loaded")
+@damaged("not an npz file.*Pickles are never loaded")
 def a_pickle_named_npz(tmp_path):
     return written(tmp_path / "params.npz", pickle.dumps(Bomb(tmp_path / "ran")))
 
 
-@damaged("pickles are never loaded")
+@damaged("Pickles are never loaded")
 def a_PyTorch_archive(tmp_path):
     with zipfile.ZipFile(tmp_path / "weights.bin", "w") as file:
         file.writestr("archive/data.pkl", pickle.dumps(Bomb(tmp_path / "ran")))
@@ -601,7 +601,7 @@ def flipped_bytes_in_an_npz(tmp_path):
     return written(tmp_path / "params.npz", bytes(content))
 
 
-@damaged("embedding/kernel is damaged.*length differs from what its header says")
+@damaged("embedding/kernel is damaged.*length differs from the length in its header")
 def a_shifted_array_in_an_npz(tmp_path):
     content = bytearray(npz(tmp_path, arrays(BV)).read_bytes())
     header = content.index(b"\x93NUMPY", content.index(b"params/img/embedding/kernel"))
@@ -609,7 +609,7 @@ def a_shifted_array_in_an_npz(tmp_path):
     return written(tmp_path / "params.npz", bytes(content))
 
 
-@damaged("embedding/bias is damaged.*length differs from what its header says")
+@damaged("embedding/bias is damaged.*length differs from the length in its header")
 def an_array_with_more_bytes_than_its_shape(tmp_path):
     path = npz(tmp_path, without(arrays(BV), "params/img/embedding/bias"))
     buffer = io.BytesIO()
@@ -644,12 +644,12 @@ def an_array_of_many_zeros(tmp_path):
     return zeros_in_an_npz(tmp_path, "params/img/embedding/bias", (4_000_000,))
 
 
-@damaged("bytes declare 4.* bytes of contents")
+@damaged("bytes but declares 4.* bytes of uncompressed contents")
 def zeros_that_would_fill_the_memory(tmp_path):
     return zeros_in_an_npz(tmp_path, "params/img/embedding/bias", (100_000_000,))
 
 
-@damaged("another version of numpy's format")
+@damaged("the version of its numpy format is not")
 def an_array_of_another_version(tmp_path):
     path = npz(tmp_path, without(arrays(BV), "params/img/embedding/bias"))
     with zipfile.ZipFile(path, "a") as file:
@@ -657,7 +657,7 @@ def an_array_of_another_version(tmp_path):
     return path
 
 
-@damaged("model.safetensors' is no regular file")
+@damaged("model.safetensors' is not a regular file")
 def a_pipe_for_weights(tmp_path):
     path = tmp_path / "model"
     path.mkdir()
@@ -666,7 +666,7 @@ def a_pipe_for_weights(tmp_path):
     return path
 
 
-@damaged("config.json' is no regular file|there is no .*config.json")
+@damaged("config.json' is not a regular file|there is no .*config.json")
 def a_pipe_for_a_config(tmp_path):
     path = folder(tmp_path, arrays(HF), config_of(HF))
     (path / "config.json").unlink()
@@ -674,13 +674,13 @@ def a_pipe_for_a_config(tmp_path):
     return path
 
 
-@damaged("params.npz' is no regular file")
+@damaged("params.npz' is not a regular file")
 def a_pipe_for_an_npz(tmp_path):
     os.mkfifo(tmp_path / "params.npz")
     return tmp_path / "params.npz"
 
 
-@damaged("model-1.safetensors' is no regular file")
+@damaged("model-1.safetensors' is not a regular file")
 def a_pipe_for_a_shard(tmp_path):
     path = index(tmp_path, {"weight_map": dict.fromkeys(arrays(HF), "model-1.safetensors")})
     os.mkfifo(path / "model-1.safetensors")
@@ -698,7 +698,7 @@ for file in ("..", ".", "", "/etc/passwd", "a/b", "a\0b"):
     DAMAGED[f"an index that names {file!r}"] = (
         an_index_that_names(file),
         ValueError,
-        "expected one in its folder",
+        "expected a file in the same folder",
         {},
     )
 
@@ -763,7 +763,7 @@ def a_class_token_in_an_npz(tmp_path):
     return npz(tmp_path, tensors)
 
 
-@damaged("1 arrays belong to no part.*'params/img/head/kernel'")
+@damaged("1 arrays, such as 'params/img/head/kernel', are not part of")
 def a_classifier_in_an_npz(tmp_path):
     return npz(tmp_path, arrays(BV) | {"params/img/head/kernel": np.zeros((128, 9), np.float32)})
 
@@ -776,7 +776,7 @@ def another_shape_in_an_npz(tmp_path):
 
 
 @damaged(
-    "config says depth = 3, but the arrays say 2",
+    "the config has depth = 3, but the arrays imply 2",
     config={"num_hidden_layers": 3}
     | dict(hidden_size=128, num_attention_heads=2, intermediate_size=256),
 )
@@ -784,12 +784,12 @@ def another_config_for_an_npz(tmp_path):
     return checkpoint(BV)
 
 
-@damaged("takes images of any size", image_size=256)
+@damaged("accepts images of any size", image_size=256)
 def an_image_size_for_NaFlex(tmp_path):
     return checkpoint(NAFLEX)
 
 
-@damaged("smaller than a patch", image_size=(224, 8))
+@damaged("expected at least the side of a patch", image_size=(224, 8))
 def an_image_smaller_than_a_patch(tmp_path):
     return checkpoint(BV)
 
@@ -861,5 +861,5 @@ def test_unpickling_the_bombs_of_these_tests_writes_a_file(tmp_path):
 )
 def test_a_Config_checks_itself(arguments):
     fields = dict(width=8, depth=1, heads=1, mlp=8, patch=16, grid=(14, 14)) | arguments
-    with pytest.raises(ValueError, match=r"expected|are no|no image_size"):
+    with pytest.raises(ValueError, match=r"expected|which is not a"):
         Config(**fields)
