@@ -1,7 +1,8 @@
-"""What the modules of all frameworks share: which convolutions qualify, and the computation.
+"""Code that the modules of all frameworks share: the check of a convolution, and the computation.
 
-A convolution qualifies if it computes one product per patch of an RGB image: a square kernel,
-strides equal to the kernel, three input channels, and no padding, dilation or groups.
+A convolution is a patch embedding if it computes one product per patch of an RGB image: it has a
+square kernel, strides equal to the kernel size, three input channels, and no padding, dilation or
+groups.
 """
 
 import math
@@ -16,7 +17,7 @@ from pallas_patch_embed.api import embed_images
 from pallas_patch_embed.packing import pack
 from pallas_patch_embed.params import Colours
 
-# image_mean and image_std, as `check_normalisation` returns them; None and None for [-1, 1].
+# Type of (image_mean, image_std) from `check_normalisation`; None and None for [-1, 1].
 Normalisation = tuple[Colours | None, Colours | None]
 
 EXPECTED = (
@@ -36,20 +37,20 @@ def patch_size(
     channels: int,
     others: dict[str, Any],
 ) -> int:
-    """The patch size of a convolution; refuses one that is not a patch embedding.
+    """Checks that a convolution is a patch embedding; returns its patch size.
 
     Args:
-      name: name of the convolution, for the message.
-      kernel_size, strides: one number per axis of the image.
-      padding: "VALID", "SAME" (which adds nothing to images of whole patches; `check_whole` refuses
-        others) or numbers, in any nesting.
+      name: name of the convolution, for the error message.
+      kernel_size, strides: one number for each axis of the image.
+      padding: "VALID", "SAME" or numbers in any nesting. "SAME" adds nothing to images of whole
+        patches, and `check_whole` refuses other images.
       dilations: dilations of the input and the kernel.
-      groups: the number of groups of channels.
-      channels: the number of input channels.
-      others: name -> value of what must be unset (None or False), such as a mask.
+      groups: number of groups of channels.
+      channels: number of input channels.
+      others: name -> value of attributes that must be None or False, such as a mask.
 
     Raises:
-      ValueError: with the name and everything that does not fit.
+      ValueError: the convolution is not a patch embedding; the message lists all reasons.
     """
     kernel_size, strides = tuple(kernel_size), tuple(strides)
     padded = (
@@ -74,7 +75,7 @@ def patch_size(
         if wrong
     ]
     if faults:
-        raise ValueError(f"{name} is no patch embedding: {', '.join(faults)}. {EXPECTED}")
+        raise ValueError(f"{name} is not a patch embedding: {', '.join(faults)}. {EXPECTED}")
     return kernel_size[0]
 
 
@@ -89,14 +90,14 @@ def check_whole(name: str, padding: Any, images: Any, size: int) -> None:
 
 
 def selected(found: dict[str, tuple[Any, int]], path: str | None) -> dict[str, Any]:
-    """The convolutions to replace, by their path in the model.
+    """Selects the convolutions to replace; returns them by their paths in the model.
 
     Args:
-      found: path -> (convolution, number of its input channels), of all that the model has.
-      path: path of the only one to replace; None for all that have three input channels.
+      found: path -> (convolution, number of its input channels), for all convolutions of the model.
+      path: path of the only convolution to replace; None for all with three input channels.
 
     Raises:
-      ValueError: there is none; the message lists those of the model.
+      ValueError: no convolution is selected; the message lists those of the model.
     """
     chosen = {
         name: convolution
@@ -107,9 +108,9 @@ def selected(found: dict[str, tuple[Any, int]], path: str | None) -> dict[str, A
         wanted = "with three input channels" if path is None else f"at {path!r}"
         listed = ", ".join(f"{name!r} ({channels})" for name, (_, channels) in found.items())
         raise ValueError(
-            f"replace: the model has no convolution {wanted}. Its convolutions, with their input "
-            f"channels: {listed or 'none'}. Pass the model that has the patch embedding, before "
-            "it has been replaced."
+            f"replace: the model has no convolution {wanted}. Its convolutions, with their numbers "
+            f"of input channels, are: {listed or 'none'}. Pass a model with a patch embedding that "
+            "has not been replaced yet."
         )
     return chosen
 
@@ -126,23 +127,25 @@ def embed(
     normalisation: Normalisation,
     dtype: Any,
 ) -> jax.Array:
-    """What the convolution computes, plus positions, in one operator.
+    """Computes a convolution plus positions in one operator.
 
     Args:
       images: [..., H, W, 3], uint8, or floating-point and normalised.
-      kernel: [p, p, 3, N] or [N, 3, p, p]; packed here, at every call, so it cannot go stale.
+      kernel: [p, p, 3, N] or [N, 3, p, p]. It is packed in every call, so that a change of the
+        parameters takes effect.
       bias: [N] or None.
-      positions: [S, N], [h, w, N] or [1, S, N] for all images, [..., S, N] for each; None for none.
-      patch_size, layout: the kernel's size in pixels, and the order of its axes.
+      positions: [S, N], [h, w, N] or [1, S, N] for all images, or [..., S, N] for each image; None
+        to add no positions.
+      patch_size, layout: side of the kernel in pixels, and the order of its axes.
       patch_dtype: dtype of patches and packed weight, as in `pack`.
-      normalisation: image_mean and image_std, as `check_normalisation` returns them.
-      dtype: dtype of the result; None for what the convolution would return.
+      normalisation: (image_mean, image_std) from `check_normalisation`.
+      dtype: dtype of the result; None for the dtype that the convolution would return.
 
     Returns:
       [..., h, w, N] with h = H // p and w = W // p.
 
     Raises:
-      TypeError, ValueError: as `pack` and `embed_images`.
+      TypeError, ValueError: as for `pack` and `embed_images`.
     """
     image_mean, image_std = normalisation
     params = pack(
@@ -165,16 +168,16 @@ def embed(
     if positions is not None:
         positions = jnp.asarray(positions)
         if positions.shape[:-1] == grid or all(axis == 1 for axis in positions.shape[:-2]):
-            # One table for all images: kernels keep it instead of reading it for every image.
+            # All images share one table, which kernels keep instead of reading it for every image.
             positions = _reshaped(positions, math.prod(positions.shape[:-1]), leading=0)
     y = embed_images(images, params, position_embedding=positions, out_dtype=out_dtype)
     return _reshaped(y, *grid, leading=y.ndim - 2).astype(dtype)
 
 
 def _reshaped(x: jax.Array, *axes: int, leading: int) -> jax.Array:
-    """x with these axes between its `leading` first ones and its last one.
+    """Reshapes x to its first `leading` axes, then `axes`, then its last axis.
 
-    A reshape of an array with explicit sharding needs the sharding of its result.
+    Reshaping an array with explicit sharding requires out_sharding.
     """
     sharding = jax.typeof(x).sharding
     out_sharding = None

@@ -1,4 +1,4 @@
-"""equinox: a convolution computed by the operator, and its swap inside of a model."""
+"""The operator as a drop-in for equinox convolutions, and its use in existing models."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from pallas_patch_embed.params import Colours, check_normalisation
 
 
 class PatchEmbed(eqx.nn.Conv):
-    """A drop-in for `eqx.nn.Conv2d` with stride = kernel_size, and the same parameters.
+    """A drop-in for `eqx.nn.Conv2d` with stride = kernel_size, which has the same parameters.
 
     y[n, h, w] = sum_k patches[h, w, k] * weight[n, k] + bias[n] + positions[h, w, n]
 
-    The weight is packed inside of the call; the parameters stay floating-point.
+    The weight is packed in every call; the parameters stay floating-point.
     """
 
     patch_dtype: str = eqx.field(static=True)
@@ -43,13 +43,13 @@ class PatchEmbed(eqx.nn.Conv):
           in_channels: 3.
           out_channels: N.
           kernel_size: p, or (p, p).
-          stride: None for kernel_size.
+          stride: kernel_size, or None for kernel_size.
           patch_dtype: dtype of patches and weight: "int8", "float8_e4m3fn", "bfloat16" or
             "float32".
-          image_mean, image_std: for red, green and blue, as in `pack`: how the model's images are
-            normalised. None for 0.5 and 0.5, which give [-1, 1].
+          image_mean, image_std: normalisation of the model's images, three numbers each for red,
+            green and blue, as in `pack`. None for 0.5 and 0.5, which give [-1, 1].
           key: key of `jax.random`.
-          keywords: those of `eqx.nn.Conv2d`.
+          keywords: further arguments of `eqx.nn.Conv2d`.
 
         Raises:
           ValueError: the arguments are not those of a patch embedding.
@@ -61,19 +61,19 @@ class PatchEmbed(eqx.nn.Conv):
         _patch_size("PatchEmbed", self)
 
     def __call__(self, x: Any, positions: Any = None, *, key: Any = None) -> jax.Array:
-        """Embeds an image; under `jax.vmap`, images.
+        """Embeds an image. Use `jax.vmap` to embed a batch.
 
         Args:
           x: [3, H, W], uint8, or floating-point and normalised.
-          positions: [S, N], [1, S, N] or [h, w, N]; None for none. They are added before the only
-            rounding.
+          positions: [S, N], [1, S, N] or [h, w, N]; None to add no positions. They are added before
+            the result is rounded.
           key: not used.
 
         Returns:
-          [N, h, w], as `eqx.nn.Conv2d`, with h = H // p and w = W // p.
+          [N, h, w] with h = H // p and w = W // p, as from `eqx.nn.Conv2d`.
 
         Raises:
-          TypeError, ValueError: as `embed_images`. A gradient raises TypeError, too.
+          TypeError, ValueError: as for `embed_images`. Differentiation raises TypeError.
         """
         del key
         if x.ndim != 3 or x.shape[0] != 3:
@@ -105,11 +105,11 @@ def replace(
     image_std: Sequence[float] | None = None,
     path: str | None = None,
 ) -> Any:
-    """A copy of the model whose convolutions of RGB images are `PatchEmbed`.
+    """Returns a copy of the model in which convolutions of RGB images are `PatchEmbed`.
 
-    It shares all arrays with the model. Its leaves have the same order, so
-    `eqx.tree_deserialise_leaves` loads the same files into either. Positions are added by the
-    model.
+    The copy shares all arrays with the model. Its leaves have the same order, so
+    `eqx.tree_deserialise_leaves` loads the same files into both. The model still adds its positions
+    itself.
 
     Args:
       model: a pytree of modules.
@@ -118,8 +118,8 @@ def replace(
         three input channels.
 
     Raises:
-      ValueError: there is none, or one is not a patch embedding, or a mean or standard deviation
-        is wrong.
+      ValueError: there is no such convolution, one is not a patch embedding, or a mean or standard
+        deviation is wrong.
     """
     image_mean, image_std = check_normalisation(image_mean, image_std)
     packing = dict(patch_dtype=patch_dtype, image_mean=image_mean, image_std=image_std)
@@ -147,7 +147,7 @@ def _name(place: Any) -> str:
 
 
 def _with_packing(node: Any, packing: dict[str, Any]) -> PatchEmbed:
-    """The convolution as a PatchEmbed, without drawing parameters anew."""
+    """Converts a convolution to a PatchEmbed with the same parameters."""
     new = object.__new__(PatchEmbed)
     fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
     for name, value in (fields | packing).items():

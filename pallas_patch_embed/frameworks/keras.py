@@ -1,4 +1,4 @@
-"""Keras 3 on JAX: a convolution computed by the operator, and its swap inside of a model."""
+"""The operator as a drop-in for convolutions of Keras 3 on JAX, and its use in existing models."""
 
 import functools
 from collections.abc import Sequence
@@ -10,28 +10,28 @@ import keras
 from pallas_patch_embed.frameworks import convolution
 from pallas_patch_embed.params import check_normalisation
 
-# patch_dtype, and what `check_normalisation` returns.
+# Type of (patch_dtype, (image_mean, image_std)).
 Packing = tuple[str, convolution.Normalisation]
 
-# Layers of keras-hub that are a patch convolution plus positions, and nothing else.
+# Layers of keras-hub that consist only of a patch convolution and the addition of positions.
 WITH_POSITIONS = ("SigLIPVisionEmbedding", "Gemma3VisionEmbedding")
 
 
 class PatchEmbed(keras.layers.Conv2D):
-    """A drop-in for `keras.layers.Conv2D` with strides = kernel_size, and the same weights.
+    """A drop-in for `keras.layers.Conv2D` with strides = kernel_size, which has the same weights.
 
     y[b, h, w, n] = sum_k patches[b, h, w, k] * kernel[k, n] + bias[n] + positions[h, w, n]
 
-    The kernel is packed inside of the call; the weights stay floating-point.
+    The kernel is packed in every call; the weights stay floating-point.
 
     Args:
       filters: N.
       kernel_size: p, or (p, p).
-      strides: None for kernel_size.
+      strides: kernel_size, or None for kernel_size.
       patch_dtype: dtype of patches and kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
-      image_mean, image_std: for red, green and blue, as in `pack`: how the model's images are
-        normalised. None for 0.5 and 0.5, which give [-1, 1].
-      keywords: those of `keras.layers.Conv2D`.
+      image_mean, image_std: normalisation of the model's images, three numbers each for red, green
+        and blue, as in `pack`. None for 0.5 and 0.5, which give [-1, 1].
+      keywords: further arguments of `keras.layers.Conv2D`.
 
     Raises:
       ValueError: the arguments are not those of a patch embedding.
@@ -60,30 +60,31 @@ class PatchEmbed(keras.layers.Conv2D):
 
         Args:
           inputs: images [B, H, W, 3], uint8, or floating-point and normalised.
-          positions: [S, N], [1, S, N] or [h, w, N] for all images, [B, S, N] for each; None for
-            none. They are added before the only rounding.
+          positions: [S, N], [1, S, N] or [h, w, N] for all images, or [B, S, N] for each image;
+            None to add no positions. They are added before the result is rounded.
 
         Returns:
-          [B, h, w, N] of the compute dtype, as `Conv2D`, with h = H // p and w = W // p.
+          [B, h, w, N] of the compute dtype with h = H // p and w = W // p, as from `Conv2D`.
 
         Raises:
-          TypeError, ValueError: as `embed_images`. A gradient raises TypeError, too.
+          TypeError, ValueError: as for `embed_images`. Differentiation raises TypeError.
         """
         packing = self.patch_dtype, (self.image_mean, self.image_std)
         return _embed(self, packing, inputs, positions)
 
     def compute_output_shape(self, inputs_shape: Any, positions_shape: Any = None) -> Any:
-        """[B, h, w, N]."""
+        """Returns the shape (B, h, w, N) of the result."""
         del positions_shape
         return super().compute_output_shape(inputs_shape)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments of the constructor."""
+        """Returns the arguments of the constructor."""
         names = ("patch_dtype", "image_mean", "image_std")
         return super().get_config() | {name: getattr(self, name) for name in names}
 
 
-# Not as a decorator: that hides the class where Keras is a stand-in, as for the site.
+# This is not a decorator, because a decorator would hide the class from the documentation's site,
+# which is built with a stand-in for Keras.
 keras.saving.register_keras_serializable(package="pallas_patch_embed")(PatchEmbed)
 
 
@@ -95,25 +96,25 @@ def replace(
     image_std: Sequence[float] | None = None,
     path: str | None = None,
 ) -> list[str]:
-    """Lets the operator compute the model's convolutions of RGB images, in place.
+    """Replaces the computation of the model's convolutions of RGB images, in place.
 
-    The layers stay `Conv2D` with their weights, so files of weights load before and after, and a
-    saved model loads without this package, unchanged. In keras-hub's SigLIP and Gemma 3 the
-    positions become part of the operator; elsewhere the model adds them. What Keras compiled for
-    the model is compiled again; a function of yours that jit has compiled is not.
+    The layers remain `Conv2D` and keep their weights. So files of weights load before and after the
+    replacement, and a saved model loads without this package, as the original model. In keras-hub's
+    SigLIP and Gemma 3 the operator also adds the positions; other models still add them themselves.
+    Functions that Keras has compiled for the model are compiled again, but not functions that you
+    have compiled with jax.jit.
 
     Args:
       model: a built `keras.Model` or layer.
       patch_dtype, image_mean, image_std: as in `PatchEmbed`.
-      path: path of the only convolution to replace, its `layer.path`; None for all with three input
-        channels.
+      path: `layer.path` of the only convolution to replace; None for all with three input channels.
 
     Returns:
-      The paths of those that were replaced.
+      The paths of the convolutions that were replaced.
 
     Raises:
-      ValueError: there is none, or one is not a patch embedding, or a mean or standard deviation
-        is wrong; then nothing is changed.
+      ValueError: there is no such convolution, one is not a patch embedding, or a mean or standard
+        deviation is wrong. Then nothing is changed.
       RuntimeError: Keras does not run on JAX.
     """
     _check_backend()

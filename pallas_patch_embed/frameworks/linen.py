@@ -1,4 +1,4 @@
-"""flax linen: a convolution computed by the operator, and a context that uses it in any model."""
+"""The operator as a drop-in for flax linen convolutions, and its use in existing models."""
 
 import contextlib
 import warnings
@@ -12,24 +12,25 @@ from flax.core import meta
 from pallas_patch_embed.frameworks import convolution
 from pallas_patch_embed.params import check_normalisation
 
-# Part of the key of jit's caches: what was traced outside of `intercept` is not used inside.
+# A part of the key of jit's caches, so that programs traced outside of `intercept` are not used
+# inside.
 _intercepted = jax.make_user_context(default_value=None)
 
 
 class PatchEmbed(nn.Conv):
-    """A drop-in for `nn.Conv` with strides = kernel_size, and the same parameters.
+    """A drop-in for `nn.Conv` with strides = kernel_size, which has the same parameters.
 
     y[..., h, w, n] = sum_k patches[..., h, w, k] * kernel[k, n] + bias[n] + positions[h, w, n]
 
-    The kernel is packed inside of the call; the parameters stay floating-point. Attributes are
-    those of `nn.Conv`, with two other defaults and three additions:
+    The kernel is packed in every call; the parameters stay floating-point. The attributes are those
+    of `nn.Conv`, with other defaults for two and three more:
 
     Attributes:
-      strides: None, the default, for kernel_size.
+      strides: kernel_size, or None (the default) for kernel_size.
       padding: "VALID" by default.
       patch_dtype: dtype of patches and kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
-      image_mean, image_std: for red, green and blue, as in `pack`: how the model's images are
-        normalised. None for 0.5 and 0.5, which give [-1, 1].
+      image_mean, image_std: normalisation of the model's images, three numbers each for red, green
+        and blue, as in `pack`. None for 0.5 and 0.5, which give [-1, 1].
     """
 
     strides: Any = None
@@ -44,15 +45,16 @@ class PatchEmbed(nn.Conv):
 
         Args:
           images: [..., H, W, 3], uint8, or floating-point and normalised.
-          positions: [S, N], [1, S, N] or [h, w, N] for all images, [..., S, N] for each; None for
-            none. They are added before the only rounding.
+          positions: [S, N], [1, S, N] or [h, w, N] for all images, or [..., S, N] for each image;
+            None to add no positions. They are added before the result is rounded.
 
         Returns:
-          [..., h, w, N] of `dtype`, as `nn.Conv`, with h = H // p and w = W // p.
+          [..., h, w, N] of `dtype` with h = H // p and w = W // p, as from `nn.Conv`.
 
         Raises:
-          ValueError: the attributes are not those of a patch embedding, or as `embed_images`.
-          TypeError: as `embed_images`. A gradient by any argument or parameter raises it, too.
+          ValueError: the attributes are not those of a patch embedding, or as for `embed_images`.
+          TypeError: as for `embed_images`. Differentiation with respect to an argument or a
+            parameter also raises it.
         """
         size = _patch_size(self, images)
         shape = (size, size, 3, self.features)
@@ -73,11 +75,12 @@ def intercept(
     image_std: Sequence[float] | None = None,
     path: str | None = None,
 ) -> Iterator[None]:
-    """Inside of this context, convolutions of RGB images are computed by the operator.
+    """Replaces convolutions of RGB images in models that are called inside of this context.
 
-    For models that cannot be edited. It replaces every call of an `nn.Conv` on images with three
-    channels. Parameters, and `init`, are the model's own; positions are added by the model. A
-    function that jit compiled outside is compiled again inside, and the other way round.
+    It is for models that cannot be edited. The operator replaces every call of an `nn.Conv` on
+    images with three channels. The model keeps its parameters and its `init`, and still adds its
+    positions itself. A function that jit compiled outside of the context is compiled again inside,
+    and vice versa.
 
     Args:
       patch_dtype, image_mean, image_std: as in `PatchEmbed`.
@@ -85,11 +88,11 @@ def intercept(
         for all.
 
     Raises:
-      ValueError: a mean or standard deviation is wrong; or, from the model's call, the convolution
+      ValueError: a mean or standard deviation is wrong; or, when the model is called, a convolution
         is not a patch embedding.
 
     Warns:
-      UserWarning: convolutions were called, but none that is to be replaced.
+      UserWarning: convolutions were called, but none of them was to be replaced.
     """
     packing = patch_dtype, check_normalisation(image_mean, image_std)
     passed: list[str] = []
@@ -114,12 +117,12 @@ def intercept(
 
     with _intercepted((packing, path)), nn.intercept_methods(interceptor):
         yield
-    # What jit has compiled calls nothing, and is not warned about.
+    # A function that jit has already compiled calls no module, so there is no warning for it.
     if passed and not replaced:
         wanted = "on images with three channels" if path is None else f"at {path!r}"
         warnings.warn(
-            f"intercept: the model called no nn.Conv {wanted}, only {', '.join(passed)}. Nothing "
-            "was replaced.",
+            f"intercept: nothing was replaced. The model called no nn.Conv {wanted}, only "
+            f"{', '.join(passed)}.",
             stacklevel=3,
         )
 

@@ -1,4 +1,4 @@
-"""flax nnx: a convolution computed by the operator, and its swap inside of a model."""
+"""The operator as a drop-in for flax nnx convolutions, and its use in existing models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,22 +12,22 @@ from pallas_patch_embed.params import Colours, check_normalisation
 
 
 class PatchEmbed(nnx.Conv):
-    """A drop-in for `nnx.Conv` with strides = kernel_size, and the same parameters.
+    """A drop-in for `nnx.Conv` with strides = kernel_size, which has the same parameters.
 
     y[..., h, w, n] = sum_k patches[..., h, w, k] * kernel[k, n] + bias[n] + positions[h, w, n]
 
-    The kernel is packed inside of the call; the parameters stay floating-point.
+    The kernel is packed in every call; the parameters stay floating-point.
 
     Args:
       in_features: 3.
       out_features: N.
       kernel_size: (p, p).
-      strides: None for kernel_size.
+      strides: kernel_size, or None for kernel_size.
       padding: "VALID" by default.
       patch_dtype: dtype of patches and kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
-      image_mean, image_std: for red, green and blue, as in `pack`: how the model's images are
-        normalised. None for 0.5 and 0.5, which give [-1, 1].
-      keywords: those of `nnx.Conv`.
+      image_mean, image_std: normalisation of the model's images, three numbers each for red, green
+        and blue, as in `pack`. None for 0.5 and 0.5, which give [-1, 1].
+      keywords: further arguments of `nnx.Conv`.
 
     Raises:
       ValueError: the arguments are not those of a patch embedding.
@@ -63,14 +63,14 @@ class PatchEmbed(nnx.Conv):
 
         Args:
           images: [..., H, W, 3], uint8, or floating-point and normalised.
-          positions: [S, N], [1, S, N] or [h, w, N] for all images, [..., S, N] for each; None for
-            none. They are added before the only rounding.
+          positions: [S, N], [1, S, N] or [h, w, N] for all images, or [..., S, N] for each image;
+            None to add no positions. They are added before the result is rounded.
 
         Returns:
-          [..., h, w, N] of `dtype`, as `nnx.Conv`, with h = H // p and w = W // p.
+          [..., h, w, N] of `dtype` with h = H // p and w = W // p, as from `nnx.Conv`.
 
         Raises:
-          TypeError, ValueError: as `embed_images`. A gradient raises TypeError, too.
+          TypeError, ValueError: as for `embed_images`. Differentiation raises TypeError.
         """
         size = self.kernel_size[0]
         convolution.check_whole("PatchEmbed", self.padding, images, size)
@@ -97,8 +97,8 @@ def replace(
 ) -> list[str]:
     """Turns the model's convolutions of RGB images into `PatchEmbed`, in place.
 
-    Parameters, their names and their sharding stay as they are, so checkpoints load before and
-    after. Positions are added by the model.
+    Parameters keep their names, values and sharding, so checkpoints load before and after the
+    replacement. The model still adds its positions itself.
 
     Args:
       model: an `nnx.Module`.
@@ -107,11 +107,11 @@ def replace(
         with three input channels.
 
     Returns:
-      The paths of those that were replaced.
+      The paths of the convolutions that were replaced.
 
     Raises:
-      ValueError: there is none, or one is not a patch embedding, or a mean or standard deviation
-        is wrong; then nothing is changed.
+      ValueError: there is no such convolution, one is not a patch embedding, or a mean or standard
+        deviation is wrong. Then nothing is changed.
     """
     normalisation = check_normalisation(image_mean, image_std)
     found = {
@@ -123,7 +123,7 @@ def replace(
     for name, node in chosen.items():
         _patch_size(name, node)
     for node in chosen.values():
-        # The object stays the same one, for whatever else refers to it.
+        # The object itself is changed, because other parts of the model may refer to it.
         node.__class__ = PatchEmbed
         node.patch_dtype = patch_dtype
         node.image_mean, node.image_std = normalisation

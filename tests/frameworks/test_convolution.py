@@ -38,7 +38,9 @@ def test_a_patch_embedding_has_its_patch_size(padding):
     ],
 )
 def test_a_convolution_that_is_no_patch_embedding_is_refused_by_name(change, text):
-    with pytest.raises(ValueError, match=f"stem is no patch embedding: {text}. Expected a square"):
+    with pytest.raises(
+        ValueError, match=f"stem is not a patch embedding: {text}. Expected a square"
+    ):
         convolution.patch_size("stem", **GOOD | change)
 
 

@@ -151,7 +151,7 @@ def test_a_convolution_that_is_no_patch_embedding_is_refused_by_name(arguments, 
         drop_in.PatchEmbed(**arguments)
     model = {"images": eqx.nn.Conv2d(**arguments)}
     path = "images" if arguments["in_channels"] == 4 else None
-    with pytest.raises(ValueError, match=f"images is no patch embedding.*{text}"):
+    with pytest.raises(ValueError, match=f"images is not a patch embedding.*{text}"):
         drop_in.replace(model, path=path)
 
 
@@ -162,7 +162,7 @@ def test_other_models_and_images_are_refused():
         drop_in.replace(model, path="x")
     changed = drop_in.replace(model, path="layers.1")
     assert type(changed["layers"][0]) is eqx.nn.Conv2d
-    with pytest.raises(ValueError, match="before it has been replaced"):
+    with pytest.raises(ValueError, match="that has not been replaced yet"):
         drop_in.replace(changed)
     with pytest.raises(ValueError, match=r"expected \[3, H, W\]. Map a batch"):
         changed["layers"][1](IMAGE[None])

@@ -215,12 +215,12 @@ def test_the_layer_in_a_functional_model_is_saved_and_loaded(tmp_path):
 )
 def test_a_convolution_that_is_no_patch_embedding_is_refused_by_name(arguments, text):
     arguments = dict(filters=WIDTH, kernel_size=16, strides=16, name="stem") | arguments
-    with pytest.raises(ValueError, match=f"stem is no patch embedding.*{text}"):
+    with pytest.raises(ValueError, match=f"stem is not a patch embedding.*{text}"):
         drop_in.PatchEmbed(**arguments)
     shape = (3, 48, 32) if "data_format" in arguments else (48, 32, 3)
     layer = keras.layers.Conv2D(**arguments)
     layer.build((None, *shape))
-    with pytest.raises(ValueError, match=f"stem is no patch embedding.*{text}"):
+    with pytest.raises(ValueError, match=f"stem is not a patch embedding.*{text}"):
         drop_in.replace(layer)
     assert "call" not in vars(layer)
 
@@ -230,7 +230,7 @@ def test_other_models_and_images_are_refused():
     four.build((None, 32, 32, 4))
     with pytest.raises(ValueError, match=r"three input channels.*'four' \(4\)"):
         drop_in.replace(four)
-    with pytest.raises(ValueError, match="four is no patch embedding: it has 4 input channels"):
+    with pytest.raises(ValueError, match="four is not a patch embedding: it has 4 input channels"):
         drop_in.replace(four, path="four")
     same = keras.layers.Conv2D(8, 16, 16, padding="same")
     same.build((None, 48, 32, 3))

@@ -144,7 +144,7 @@ def test_a_convolution_that_is_no_patch_embedding_is_refused_by_name(arguments, 
     good = nnx.Conv(3, WIDTH, (16, 16), (16, 16), rngs=nnx.Rngs(0))
     model = nnx.Sequential(good, nnx.Conv(**arguments))
     path = "layers.1" if arguments["in_features"] == 4 else None
-    with pytest.raises(ValueError, match=f"layers.1 is no patch embedding.*{text}"):
+    with pytest.raises(ValueError, match=f"layers.1 is not a patch embedding.*{text}"):
         drop_in.replace(model, path=path)
     assert type(good) is nnx.Conv
 
@@ -157,7 +157,7 @@ def test_a_model_without_a_convolution_of_images_is_refused():
         drop_in.replace(model, path="layers.1")
     model = JimmViT(nnx.Rngs(0))
     drop_in.replace(model)
-    with pytest.raises(ValueError, match="before it has been replaced"):
+    with pytest.raises(ValueError, match="that has not been replaced yet"):
         drop_in.replace(model)
 
 
