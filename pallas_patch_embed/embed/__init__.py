@@ -1,8 +1,9 @@
-"""Embeddings of pictures in bulk.
+"""Embedding of pictures in bulk.
 
-A picture's way: `sources` finds it, `pictures` and `preprocessing` decode and resize it,
-`embedder` embeds it, `output` writes the embedding. `pipeline` drives this on one machine, with
-the processes of `decoders`; `on_ray` on a Ray cluster; `command` is the command line's part.
+`sources` finds a picture, `pictures` and `preprocessing` decode and resize it, `embedder` embeds
+it, and an `output` (`npz` or `folder`) writes the embedding. `pipeline` runs these steps on one
+machine, with the processes of `decoders`, and `on_ray` runs them on a Ray cluster. `command` is the
+command `embed`.
 """
 
 from typing import TYPE_CHECKING
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["Decoder", "Embedder", "Preprocessing"]
 
 if not TYPE_CHECKING:
-    # The names above are imported when they are used: processes that decode import this package,
-    # and need no JAX.
+    # The names above are imported when they are used, because processes that decode pictures import
+    # this package but need no JAX.
     import importlib
 
     def __getattr__(name):

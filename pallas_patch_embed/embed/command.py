@@ -1,4 +1,4 @@
-"""The command `embed`: from arguments to an output."""
+"""The command `embed`, which embeds pictures into an .npz file or a folder of shards."""
 
 import contextlib
 import itertools
@@ -27,7 +27,7 @@ MOST_WORKERS = 32
 
 
 def default_workers() -> int:
-    """One decoder a CPU that this process may use, up to 32."""
+    """Returns the number of CPUs that this process may use, but at most MOST_WORKERS."""
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     return min(os.cpu_count() or 1, MOST_WORKERS)
@@ -55,31 +55,34 @@ def run(
     """Embeds pictures into one .npz file, or into a folder of parquet shards.
 
     Args:
-      checkpoint: as `load_encoder` takes it, or the name of a model on the Hugging Face hub.
-      arguments: pictures, folders, tars and parquet files, as `sources.find` takes them.
-      out: a name that ends in .npz, which replaces no file but an earlier output; or a folder, also
-        at a URL, that a run with the same settings continues.
-      lists: files with an argument on each line; "-" is standard input.
-      size: side of the square images in pixels; NaFlex images have as many patches as such an
-        image. None for what the checkpoint says.
-      batch: images that one device computes at a time.
-      patch_dtype: as `load_encoder` takes it.
+      checkpoint: as for `load_encoder`, or the name of a model on the Hugging Face hub.
+      arguments: pictures, folders, tars and parquet files, as for `sources.find`; braces and the
+        wildcards of URLs are expanded.
+      out: path of an .npz file, which may replace only an earlier output; or path or URL of a
+        folder, which a run with the same settings resumes.
+      lists: files with one argument on each line; "-" for standard input.
+      size: side of the square images in pixels; NaFlex images get at most as many patches as such
+        an image. None for the size in the checkpoint.
+      batch: number of images that one device computes at a time.
+      patch_dtype: as for `load_encoder`.
       normalize: whether every embedding is divided by its Euclidean norm.
       embedding_dtype: dtype of the embeddings that are written, "float32" or "float16".
-      image_column, id_column: columns of parquet files; see `sources.Parquet`.
-      overwrite: whether what is in the folder is removed first.
-      retry_errors: whether pictures that an earlier run could not embed are tried again.
-      workers: pictures that are decoded at a time; None for `default_workers()`.
-      quiet: whether no progress is shown.
-      ray: address of a Ray cluster, "local" for one on this machine; None to use no Ray.
+      image_column, id_column: columns of parquet files, as in `sources.Parquet`.
+      overwrite: whether the contents of the folder are removed first.
+      retry_errors: whether pictures that an earlier run could not embed are retried.
+      workers: number of pictures that are decoded at a time; None for `default_workers()`.
+      quiet: whether to show no progress.
+      ray: address of a Ray cluster, or "local" for a new one on this machine; None to run without
+        Ray.
 
     Returns:
       The number of pictures that have no embedding.
 
     Raises:
-      OSError, ValueError: an argument does not exist; `out` is something else, or cannot be
-        written; the checkpoint cannot be loaded or has no pooling head; there is no picture.
-      output.WrittenElsewhereError: the .npz file is in another place.
+      OSError, ValueError: an argument does not exist; `out` cannot be written or is not an earlier
+        output; the checkpoint cannot be loaded or has no pooling head; or there are no pictures.
+      output.WrittenElsewhereError: the .npz file was written to another place.
+      output.UnfinishedError: the output could not be finished.
     """
     named, out = os.fspath(checkpoint), os.fspath(out)
     checkpoint = find_checkpoint(named)
@@ -88,7 +91,9 @@ def run(
     sources.check([path for path in lists if path != "-"], "a list of pictures")
     to_npz = out.endswith(".npz")
     if to_npz and ray is not None:
-        raise ValueError(f"--ray writes a folder of shards, but --out is {printable(out)}.")
+        raise ValueError(
+            f"--out is {printable(out)}, expected a folder: --ray writes a folder of shards."
+        )
     columns = sources.Columns(image_column, id_column)
     if to_npz:
         inputs = _local_files(names, columns)
@@ -115,7 +120,7 @@ def run(
             if preprocessing.defaults_of is not None:
                 progress.say(
                     "There is no preprocessor_config.json beside the checkpoint. Pictures are "
-                    f"resized as {preprocessing.defaults_of} does by default: {preprocessing}."
+                    f"resized with the defaults of {preprocessing.defaults_of}: {preprocessing}."
                 )
             return Settings(
                 checkpoint_sha256=checkpoint_hash(checkpoint),
@@ -144,24 +149,24 @@ def run(
         else:
             from pallas_patch_embed.embed import on_ray
 
-            # Other nodes download a model of the hub themselves.
+            # Other nodes download a model from the hub by its name.
             everywhere = str(checkpoint.resolve()) if os.path.exists(named) else named
             where = on_ray.run(units, everywhere, encoder_options, folder_for, progress, ray)
     total = progress.done + progress.errors + progress.before
-    earlier = f" {progress.before} were there before." if progress.before else ""
+    earlier = f" Earlier runs had processed {progress.before}." if progress.before else ""
     _say(f"Embedded {progress.done} of {total} pictures into {where}.{earlier}")
     if progress.errors:
-        print(f"{progress.errors} could not be read or embedded.", file=sys.stderr)
+        print(f"{progress.errors} pictures could not be read or embedded.", file=sys.stderr)
     return progress.errors
 
 
 def _with_lists(arguments: Iterable[str], lists: Iterable[str]) -> Iterator[str]:
-    """The arguments, and those in the lists."""
+    """Chains the arguments and the arguments in the lists."""
     return itertools.chain(arguments, *map(sources.read_list, lists))
 
 
 def _local_files(arguments: Iterable[str], columns: sources.Columns) -> Iterator[Path]:
-    """The files on this machine that will be read."""
+    """Yields the files on this machine that will be read."""
     local = (argument for argument in arguments if not sources.is_url(argument))
     for unit in sources.find(local, columns, lambda *_: None):
         paths = unit.paths if isinstance(unit, sources.Files) else (unit.path,)
@@ -171,7 +176,7 @@ def _local_files(arguments: Iterable[str], columns: sources.Columns) -> Iterator
 def _count(
     arguments: Callable[[], Iterable[str]], columns: sources.Columns, progress: Progress
 ) -> None:
-    """Counts the pictures in the background, if all are files on this machine."""
+    """Counts the pictures in the background if all of them are files on this machine."""
 
     def count() -> int | None:
         total = 0
@@ -179,17 +184,17 @@ def _count(
         def local() -> Iterator[str]:
             for argument in arguments():
                 if sources.is_url(argument):
-                    raise ValueError("counting would be a request for each")
+                    raise ValueError("counting pictures at URLs would need many requests")
                 yield argument
 
         for unit in sources.find(local(), columns, lambda *_: None):
             if not isinstance(unit, sources.Files):
-                return None  # How many are in a tar is known at its end.
+                return None  # The number of pictures in a tar is known only at its end.
             total += len(unit.paths)
         return total
 
     def count_if_possible() -> None:
-        # What is wrong with an argument, the run itself says.
+        # The run itself reports errors in the arguments.
         with contextlib.suppress(OSError, ValueError, UnfinishedError):
             progress.total = count()
 
@@ -197,7 +202,7 @@ def _count(
 
 
 def _say(line: str) -> None:
-    """Prints a line to standard output; to standard error if nobody can read it there."""
+    """Prints a line to standard output, or to standard error if that fails."""
     try:
         if sys.stdout is None:
             raise OSError("it is closed")

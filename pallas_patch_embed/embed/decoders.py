@@ -1,9 +1,10 @@
-"""Decodes pictures in processes of their own.
+"""Decodes pictures in several processes.
 
-Threads that decoded kept 4 of 16 cores busy, probably because Pillow takes Python's global lock
-several times for each picture (docs/embed.md). This process is the limit of many decoders, so it
-does little for a picture: it asks for several at once, and images come back through memory that it
-shares with the processes. This module does not import JAX: the processes do not need it.
+Threads that decode used only 4 of 16 cores, probably because Pillow takes Python's global lock
+several times for each picture (docs/embed.md). With many decoders this process becomes the
+bottleneck. So it does little work for each picture: one request contains several pictures, and
+images are returned in memory that it shares with the processes. The processes do not need JAX, so
+this module does not import it.
 """
 
 import collections
@@ -27,53 +28,54 @@ from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.slots import Slots
 from pallas_patch_embed.embed.sources import Picture
 
-# Pictures that threads of this process decode before others are started: starting one takes as
-# long as decoding 100 pictures.
+# Number of pictures that threads of this process decode before processes are started. Starting a
+# process takes as long as decoding 100 pictures.
 DECODED_HERE = 512
 
-# Pictures that a decoder is asked for at a time.
+# Number of pictures in a request to a decoder.
 ASKED = 8
 
-# What is decoded ahead: at least so many batches, and at least so many requests for each decoder.
+# Smallest number of batches that are decoded ahead, and of requests ahead for each decoder.
 BATCHES_AHEAD, REQUESTS_AHEAD = 2, 2
 
 type Open = Callable[[], BinaryIO]
 
-# Pictures that a decoder is asked for, each with the slot for its image.
+# Type of a request: for each picture the slot for its image, and the function that opens it.
 type Asked = Sequence[tuple[int, Open]]
 
-# What a process answers about a picture: (height, width) of the image in its slot; why there is
-# none; or the pixels of the picture, if they are more than were reserved for it.
+# Type of a process's answer for a picture: (height, width) of the image in its slot; the reason why
+# there is none; or the picture's number of pixels, if more than were reserved for it.
 type Answer = tuple[int, int] | str | int
 
 type Decoding = list[Future[list[np.ndarray | str]]]
 
 
 def batches_ahead(workers: int, rows: int) -> int:
-    """Batches of `rows` pictures that are decoded while an earlier one is used."""
+    """Returns the number of batches of `rows` pictures that are decoded ahead."""
     pictures = REQUESTS_AHEAD * workers * min(ASKED, rows)
     return max(BATCHES_AHEAD, -(-pictures // rows))
 
 
 class Decoders:
-    """Decodes pictures, a number of them at a time.
+    """Decodes several pictures at a time.
 
-    Each decoder is a thread of this process. After `DECODED_HERE` pictures each also has a process
-    of its own, which decodes for it. If that crashes, the picture has no embedding.
+    Each decoder is a thread of this process. After `DECODED_HERE` pictures each thread starts a
+    process, which decodes for it. If a process crashes, its picture has no embedding.
 
     Args:
-      preprocessing: how pictures become images.
-      workers: number of decoders. A single one needs no process.
-      budget: for the pixels of all pictures that are decoded at a time.
-      rows: most pictures of a batch.
+      preprocessing: the conversion of pictures to images.
+      workers: number of decoders. A single decoder needs no process.
+      budget: the bound on the pixels of all pictures that are decoded at a time.
+      rows: largest number of pictures in a batch.
     """
 
     def __init__(self, preprocessing: Preprocessing, workers: int, budget: Budget, rows: int):
         self._preprocessing, self._budget, self._rows = preprocessing, budget, rows
-        # Reserved before a process is asked. Only larger pictures need a second request.
+        # Number of pixels that are reserved for a first request to a process. Only larger pictures
+        # need a second request.
         self._share = budget.limit // workers
         self._here = DECODED_HERE if workers > 1 else math.inf
-        # Batches that are in memory: the one that is used, and those that are decoded ahead.
+        # Number of batches in memory: the one that is used, and those that are decoded ahead.
         self._batches = 1 + batches_ahead(workers, rows)
         self._slots = Slots(self._batches * rows, preprocessing.most_bytes)
         self._threads = ThreadPoolExecutor(workers)
@@ -94,13 +96,13 @@ class Decoders:
     def decode[Batch: Sequence[Picture]](
         self, batches: Iterable[Batch]
     ) -> Iterator[tuple[Batch, list[np.ndarray | str]]]:
-        """Yields each batch of pictures with its images, in order, and decodes ahead meanwhile.
+        """Yields each batch of pictures with its images, in order, and decodes later ones ahead.
 
-        A picture becomes an image [H, W, 3] uint8, or the reason why there is none. Images are in
-        memory that is used again: they are valid until the next batch is asked for.
+        A picture becomes an image [H, W, 3] uint8, or the reason why there is none. The memory of
+        images is reused, so they are valid only until the next batch is requested.
 
         Args:
-          batches: of at most `rows` pictures each.
+          batches: batches of at most `rows` pictures each.
         """
         ahead: collections.deque[tuple[Batch, Decoding]] = collections.deque()
         for number, batch in enumerate(batches):
@@ -111,7 +113,7 @@ class Decoders:
             yield _finished(*ahead.popleft())
 
     def _start(self, batch: Sequence[Picture], slot: int) -> Decoding:
-        """Starts to decode a batch, for which the slots from this one on are free."""
+        """Starts to decode a batch into the slots that begin at `slot`."""
         decoding = []
         pictures = enumerate((picture.open for picture in batch), slot)
         for asked in itertools.batched(pictures, ASKED):
@@ -121,17 +123,17 @@ class Decoders:
         return decoding
 
     def _decode(self, asked: Asked, _: int) -> list[np.ndarray | str]:
-        """What this thread makes of pictures."""
+        """Decodes pictures in this thread."""
         images: list[np.ndarray | str] = []
         for _slot, open_ in asked:
             try:
                 images.append(self._preprocessing.image(open_(), self._budget))
-            except Exception as error:  # Pillow raises many kinds.
+            except Exception as error:  # Pillow raises many kinds of errors.
                 images.append(reason(error))
         return images
 
     def _ask(self, asked: Asked, pixels: int) -> list[np.ndarray | str]:
-        """What the process of this thread makes of pictures, for each of which it has `pixels`."""
+        """Decodes pictures in this thread's process, which may use `pixels` pixels for each."""
         child = self._child()
         answers: Sequence[Answer]
         try:
@@ -139,7 +141,7 @@ class Decoders:
                 (answers,) = child.ask(asked, pixels)
         except ChildEndedError as error:
             _check_that_it_runs(child)
-            # One of several pictures is to blame: each is asked for again, on its own.
+            # One of several pictures is the cause, so each is requested again in its own request.
             answers = [f"decoding it {error}"] if len(asked) == 1 else [pixels] * len(asked)
         images: list[np.ndarray | str] = []
         for picture, answer in zip(asked, answers):
@@ -152,10 +154,11 @@ class Decoders:
         return images
 
     def _child(self) -> Child:
-        """The process of this thread."""
+        """Returns the process of this thread."""
         if not hasattr(self._own, "child"):
             answer = functools.partial(_answer, self._preprocessing, self._slots)
-            # Nobody knows how long a picture takes. A process that ends closes its connection.
+            # The time for a picture is not known, so there is no timeout. If the process ends, its
+            # connection is closed.
             self._own.child = Child(answer, lambda _: float("inf"), lambda *_: True)
             self._children.append(self._own.child)
         return self._own.child
@@ -166,13 +169,13 @@ def _finished[Batch](batch: Batch, decoding: Decoding) -> tuple[Batch, list[np.n
 
 
 def _check_that_it_runs(child: Child) -> None:
-    """Raises an UnfinishedError unless a new process can be started."""
+    """Raises UnfinishedError if a new process cannot be started."""
     try:
         list(child.ask([], 0))
     except ChildEndedError as error:
         raise UnfinishedError(
-            f"A process for decoding {error}, before it decoded anything. Find out why, or run the "
-            "same command again with --workers 1, which needs none: it goes on with the rest."
+            f"A process for decoding {error}, before it decoded a picture. Remove the cause, or "
+            "run the same command with --workers 1, which needs no process, to resume the work."
         ) from None
 
 
@@ -185,7 +188,7 @@ class _LargerError(Exception):
 
 
 class _Reserved(Budget):
-    """Pixels that the parent has reserved."""
+    """A budget of pixels that the parent has already reserved."""
 
     @contextlib.contextmanager
     def reserve(self, pixels: int) -> Iterator[None]:
@@ -201,7 +204,7 @@ def _answer(
     asked: Asked,
     pixels: int,
 ) -> None:
-    """What a process does: puts images into their slots, and sends an answer for each picture."""
+    """Decodes a request's pictures into their slots; sends a list with an answer for each."""
     from PIL import Image
 
     def answer(slot: int, open_: Open) -> Answer:
@@ -209,7 +212,7 @@ def _answer(
             return slots.put(slot, preprocessing.image(open_(), _Reserved(pixels)))
         except _LargerError as error:
             return error.pixels
-        except Exception as error:  # Pillow raises many kinds.
+        except Exception as error:  # Pillow raises many kinds of errors.
             return reason(error)
 
     with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):

@@ -1,7 +1,7 @@
-"""The two steps from an encoded picture to its embedding: `Decoder` and `Embedder`.
+"""The two steps from an encoded picture to its embedding, `Decoder` and `Embedder`.
 
-Both are callables on batches, for the pipeline of this package, for Ray Data's `map_batches`, and
-for pipelines of your own.
+Both are functions of batches, which the pipeline of this package, Ray Data's `map_batches` and your
+own pipelines can call.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from pallas_patch_embed.siglip2.naflex import batch_naflex
 
 NOT_FINITE = "its embedding is not finite"
 
-# With this option of XLA's compiler, cuBLAS adds bias, GELU and residual within its products. On an
-# H200, 64 images and more take 11 to 17% less time (docs/experiments/encoder.md).
+# Compiler options with which XLA lets cuBLAS apply bias, GELU and residual in its matrix products.
+# On an H200 64 or more images take 11 to 17% less time with them (docs/experiments/encoder.md).
 BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
 def checkpoint_files(checkpoint: Path) -> list[Path]:
-    """The files of a checkpoint that may be read, sorted."""
+    """Returns the files of a checkpoint that may be read, sorted."""
     if not checkpoint.is_dir():
         return [checkpoint] if checkpoint.exists() else []
     kinds = ("*.json", "*.safetensors")
@@ -40,7 +40,7 @@ def checkpoint_files(checkpoint: Path) -> list[Path]:
 
 
 def checkpoint_hash(checkpoint: Path) -> str:
-    """SHA-256 of the names and contents of a checkpoint's files."""
+    """Computes the SHA-256 of the names and contents of a checkpoint's files."""
     whole = hashlib.sha256()
     for path in checkpoint_files(checkpoint):
         with open(path, "rb") as file:
@@ -50,11 +50,14 @@ def checkpoint_hash(checkpoint: Path) -> str:
 
 
 def find_checkpoint(name: str) -> Path:
-    """The checkpoint on this machine: a path, or a model on the Hugging Face hub, downloaded once.
+    """Returns the path of a checkpoint, which is downloaded if it is a model on the hub.
+
+    Args:
+      name: a path, or the name of a model on the Hugging Face hub.
 
     Raises:
-      FileNotFoundError: there is no such path, and huggingface_hub is not installed or has no model
-        of this name.
+      FileNotFoundError: there is no such path, and the model cannot be downloaded or
+        huggingface_hub is not installed.
     """
     path = Path(name)
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/")):
@@ -63,26 +66,27 @@ def find_checkpoint(name: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise FileNotFoundError(
-            f"There is no {name!r}. To take a model from the Hugging Face hub: "
-            "pip install huggingface_hub."
+            f"There is no file or folder {name!r}. To download a model from the Hugging Face hub, "
+            "run: pip install huggingface_hub."
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:  # Its errors have many bases.
+    except Exception as error:  # huggingface_hub raises many kinds of errors.
         raise FileNotFoundError(
-            f"There is no {name!r} on this machine, and the Hugging Face hub says: {error}"
+            f"There is no file or folder {name!r} on this machine, and the Hugging Face hub says: "
+            f"{error}"
         ) from error
 
 
 class Decoder:
-    """Decodes pictures, turns them upright and resizes them, as a checkpoint asks for it.
+    """Decodes pictures, rotates them upright, and resizes them as a checkpoint specifies.
 
-    A batch {"id": ..., "content": encoded pictures} becomes {"id", "image", "reason"}: `image` is
-    uint8 [H, W, 3], `reason` why a picture could not be decoded, or "". Its image is black then.
-    Other columns stay.
+    It maps a batch {"id": ..., "content": encoded pictures} to {"id", "image", "reason"}. `image`
+    is uint8 [H, W, 3]. `reason` says why a picture could not be decoded, and its image is black; ""
+    for the other pictures. Other columns are not changed.
 
     Args:
-      preprocessing: how pictures become images; `Decoder.of` finds it in a checkpoint.
+      preprocessing: the conversion of pictures to images; `Decoder.of` reads it from a checkpoint.
     """
 
     def __init__(self, preprocessing: Preprocessing):
@@ -90,15 +94,15 @@ class Decoder:
 
     @classmethod
     def of(cls, checkpoint: str | os.PathLike[str], size: int | None = None) -> "Decoder":
-        """The decoder for a checkpoint; no device is used.
+        """Makes the decoder for a checkpoint, without using a device.
 
         Args:
-          checkpoint: as `Embedder` takes it.
-          size: side of the images in pixels; None for what the checkpoint says.
+          checkpoint: as for `Embedder`.
+          size: side of the images in pixels; None for the size in the checkpoint.
 
         Raises:
-          OSError, ValueError: there is no such checkpoint, it is damaged, or it asks for another
-            preprocessing than SigLIP's.
+          OSError, ValueError: there is no such checkpoint, it is damaged, or its preprocessing is
+            not that of SigLIP.
         """
         path = find_checkpoint(os.fspath(checkpoint))
         config = read_config(path)
@@ -115,7 +119,7 @@ class Decoder:
         return {"preprocessing": self.preprocessing}
 
     def decode(self, open_: Callable[[], BinaryIO]) -> np.ndarray:
-        """One picture [H, W, 3]. Raises whatever Pillow raises about no readable picture."""
+        """Decodes one picture to [H, W, 3]; raises any exception that Pillow raises for it."""
         return self.preprocessing.image(open_(), self._budget)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +128,7 @@ class Decoder:
             try:
                 images.append(self.decode(functools.partial(io.BytesIO, content)))
                 reasons.append("")
-            except Exception as error:  # Pillow raises many kinds.
+            except Exception as error:  # Pillow raises many kinds of errors.
                 images.append(self.preprocessing.black())
                 reasons.append(reason(error))
         others = {name: column for name, column in batch.items() if name != "content"}
@@ -134,23 +138,23 @@ class Decoder:
 class Embedder:
     """Maps a batch of decoded pictures to embeddings. It loads the encoder once.
 
-    A batch {"id": ..., "image": ...} becomes {"id", "embedding": [n, D] float32}; other columns
-    stay. If there is a column `reason`, rows with a reason are not embedded, and a picture whose
-    embedding is not finite gets one.
+    It maps a batch {"id": ..., "image": ...} to {"id", "embedding": [n, D] float32}. Other columns
+    are not changed. If there is a column `reason`, rows with a reason are not embedded, and a
+    picture whose embedding is not finite gets a reason.
 
     Args:
-      checkpoint: path of a checkpoint, as `siglip2.load_encoder` takes it, or the name of a model
-        on the Hugging Face hub.
-      size: side of the images in pixels; None for what the checkpoint says.
-      patch_dtype: as `siglip2.load_encoder` takes it.
+      checkpoint: path of a checkpoint, as for `siglip2.load_encoder`, or the name of a model on the
+        Hugging Face hub.
+      size: side of the images in pixels; None for the size in the checkpoint.
+      patch_dtype: as for `siglip2.load_encoder`.
       normalize: whether each embedding is divided by its Euclidean norm.
-      batch: images that one device computes at a time. A smaller batch is padded to it, so that one
-        program is compiled.
+      batch: number of images that one device computes at a time. Smaller batches are padded to this
+        number, so that only one program is compiled.
 
     Attributes:
-      encoder: replicated on all devices of this process.
-      preprocessing: how pictures become images.
-      rows: images of a step: `batch` for each device.
+      encoder: the encoder, replicated on all devices of this process.
+      preprocessing: the conversion of pictures to images.
+      rows: number of images in a step, `batch` for each device.
     """
 
     def __init__(
@@ -166,13 +170,14 @@ class Embedder:
         encoder = load_encoder_for_side(checkpoint, size, patch_dtype)
         if encoder.head is None:
             raise ValueError(
-                f"{str(checkpoint)!r} has no pooling head, so it gives no embedding of a picture."
+                f"{str(checkpoint)!r} has no pooling head, so it cannot embed pictures. Choose a "
+                "checkpoint with a pooling head."
             )
         self.preprocessing = Preprocessing.of(checkpoint, encoder.config, size)
         self._normalize = normalize
         devices = jax.local_devices()
         if devices[0].platform == "cpu":
-            devices = devices[:1]  # XLA uses all cores for one.
+            devices = devices[:1]  # XLA uses all cores for a single CPU device.
         self.rows = batch * len(devices)
         mesh = Mesh(np.array(devices), ("batch",))
         self._split = NamedSharding(mesh, PartitionSpec("batch"))
@@ -182,17 +187,21 @@ class Embedder:
         self._pooled = jax.jit(_pooled, compiler_options=options)
 
     def expect(self, pictures: int) -> None:
-        """Makes a step smaller if there are fewer pictures than it has images."""
+        """Makes steps smaller if there are fewer pictures than `rows`."""
         devices = len(self._split.mesh.devices)
         self.rows = min(self.rows, -(-pictures // devices) * devices)
 
     @property
     def width(self) -> int:
-        """D."""
+        """D, the width of an embedding."""
         return self.encoder.config.width
 
     def start(self, images: Sequence[np.ndarray]) -> Callable[[], np.ndarray]:
-        """Starts to embed n <= `rows` images; returns a function that waits for [n, D] float32."""
+        """Starts to embed n <= `rows` images.
+
+        Returns:
+          A function that waits for the embeddings and returns them, [n, D] float32.
+        """
         n = len(images)
         padded = [*images, *[images[0]] * (self.rows - n)]
         if self.encoder.config.naflex:
@@ -233,6 +242,6 @@ def _pooled(encoder: Encoder, images: jax.Array, **naflex: Any) -> jax.Array:
 
 
 def normalized(embeddings: np.ndarray) -> np.ndarray:
-    """Each row divided by its Euclidean norm, for which float32 may be too small."""
+    """Divides each row by its Euclidean norm, which is computed in float64 to avoid overflow."""
     length = np.linalg.norm(embeddings.astype(np.float64), axis=1, keepdims=True)
     return (embeddings / np.maximum(length, np.finfo(np.float64).tiny)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""One run at a time writes into a folder: a lock says so on this machine, a lease at a URL."""
+"""Exclusive access of a run to a folder: a lock on this machine, or a lease at a URL."""
 
 import contextlib
 import importlib.util
@@ -13,13 +13,14 @@ from typing import Any
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import printable
 
-# Seconds after which a lease is renewed, after which one that nobody renews is void, and after
-# which a lease of another machine is void without being watched: no two clocks differ by that much.
+# Seconds after which a run renews its lease, after which a lease that is not renewed is void, and
+# the age at which a lease is void without being watched, because no two machines' clocks differ by
+# that much.
 RENEWED, VOID, ABANDONED = 10.0, 40.0, 3600.0
 
 
 class BusyError(ValueError):
-    """Another run is writing there."""
+    """Another run is writing to the folder."""
 
     def __init__(self, url: str, host: str = ""):
         by = f" (on {printable(host)})" if host else ""
@@ -30,14 +31,14 @@ class BusyError(ValueError):
 
 
 class Lock:
-    """A lock of the operating system, which ends with the process.
+    """A lock of the operating system, which is released when the process ends.
 
     Args:
-      path: path of a file that stays there.
+      path: path of the lock's file, which is not removed.
       url: URL of the folder, for messages.
 
     Raises:
-      BusyError: on entering it, if another process has the lock.
+      BusyError: another process has the lock when this one enters the context.
     """
 
     def __init__(self, path: str, url: str):
@@ -45,7 +46,7 @@ class Lock:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Lock":
-        if importlib.util.find_spec("fcntl") is not None:  # Not on Windows.
+        if importlib.util.find_spec("fcntl") is not None:  # Windows does not have fcntl.
             import fcntl
 
             with contextlib.ExitStack() as stack:
@@ -67,11 +68,11 @@ class Lock:
 
 
 class Lease:
-    """A small file that a run renews, on a file system without locks.
+    """A small file that a run renews, for file systems without locks.
 
-    It is created only where there is none, where the store can do so (S3 and Google's can). Where
-    it cannot, two runs that begin at almost the same time notice it when they renew: the one that
-    finds the other's name there stops.
+    If the store supports it (as S3 and Google's do), the file is created only if it does not exist.
+    In other stores two runs that start at almost the same time detect this when they renew the
+    lease: the run that finds the other's name in the file stops.
 
     Args:
       fs: file system of fsspec.
@@ -79,7 +80,7 @@ class Lease:
       url: URL of the folder, for messages.
 
     Raises:
-      BusyError: on entering it, if another run renews its lease.
+      BusyError: another run has the lease when this one enters the context.
     """
 
     def __init__(self, fs: Any, path: str, url: str):
@@ -100,7 +101,7 @@ class Lease:
         self._renewed = time.monotonic()
         try:
             self._fs.pipe_file(self._path, self._content(), mode="create")
-        except (TypeError, NotImplementedError):  # It knows no such mode.
+        except (TypeError, NotImplementedError):  # The file system does not support this mode.
             self._fs.pipe_file(self._path, self._content())
         except OSError:
             if self._holder() is None:
@@ -116,19 +117,19 @@ class Lease:
         self._stopped.set()
         self._thread.join()
         if self._taken_by is None:
-            with contextlib.suppress(Exception):  # It will be void.
+            with contextlib.suppress(Exception):  # A lease that remains becomes void.
                 self._fs.rm(self._path)
 
     def check(self) -> None:
-        """Raises an UnfinishedError if another run has taken the lease, as after a long pause."""
+        """Raises UnfinishedError if another run has taken the lease, for example after a pause."""
         if time.monotonic() - self._renewed > VOID / 2:
             with contextlib.suppress(Exception):
                 self._renew()
         if self._taken_by is not None:
             raise UnfinishedError(
-                f"{printable(self._url)}: another run (on {printable(self._taken_by)}) took it "
-                "over, since this one did not renew its lease. What is there stays there. When "
-                "that run has ended, the same command goes on with the rest."
+                f"{printable(self._url)}: another run (on {printable(self._taken_by)}) has taken "
+                "over this folder, because this run did not renew its lease. The shards in it are "
+                "kept. When the other run has ended, the same command resumes the work."
             )
 
     def _content(self) -> bytes:
@@ -136,7 +137,7 @@ class Lease:
         return json.dumps(lease).encode()
 
     def _holder(self) -> dict[str, Any] | None:
-        """What the lease says; None if there is none."""
+        """Reads the lease; returns None if there is none."""
         self._fs.invalidate_cache()
         try:
             lease = json.loads(self._fs.cat_file(self._path))
@@ -148,10 +149,14 @@ class Lease:
         return lease if known else {"run": "", "host": "", "time": 0.0}
 
     def _wait_for_the_end_of(self, found: dict[str, Any]) -> None:
-        """Watches a lease until it is void: the run may have been killed. Raises BusyError."""
+        """Watches a lease until it is void, because its run may have been killed.
+
+        Raises:
+          BusyError: the run renews its lease.
+        """
         if abs(time.time() - found["time"]) > ABANDONED:
             return
-        # Its time is of another clock: what counts is whether it changes.
+        # The time in the lease is from another clock, so only a change of the lease counts.
         end = time.monotonic() + VOID
         while time.monotonic() < end:
             time.sleep(VOID / 40)
@@ -172,6 +177,6 @@ class Lease:
 
     def _keep(self) -> None:
         while self._taken_by is None and not self._stopped.wait(RENEWED):
-            # It tries again, whatever kind of error its package has.
+            # After an error of any kind the next attempt follows.
             with contextlib.suppress(Exception):
                 self._renew()

@@ -1,4 +1,4 @@
-"""A folder of parquet shards, which a later run can continue."""
+"""A folder of parquet shards, which a later run can resume."""
 
 import contextlib
 import dataclasses
@@ -20,8 +20,8 @@ from pallas_patch_embed.embed.sources import is_url
 from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parquet_bytes
 from pallas_patch_embed.files import written_whole
 
-# A shard is written when it has so many rows, or when its first row is so many seconds old: what a
-# run that is killed has to compute again.
+# A shard is written when it has this number of rows, or when its first row has this age in seconds.
+# Rows that are not yet in a shard are lost if a run is killed.
 SHARD_ROWS, SHARD_SECONDS = 4096, 60.0
 
 FORMAT = "pallas_patch_embed.embed.1"
@@ -30,20 +30,20 @@ FORMAT = "pallas_patch_embed.embed.1"
 class Folder:
     """A folder of parquet shards, on this machine or at a URL.
 
-      manifest.json              settings and versions; the first thing that is written
+      manifest.json              settings and versions, written before all other files
       embeddings/000000.parquet  columns `id` and `embedding`, a fixed-size list
       errors/000000.parquet      columns `id` and `reason`
 
-    Every shard appears whole or not at all. A run with the same settings goes on: pictures that are
-    in shards are not read again. One run at a time may write: a lock says so, or, at a URL, a lease
-    that the run renews.
+    A shard appears only when it is complete. A run with the same settings resumes the work:
+    pictures that are in shards are not read again. Only one run at a time may write, which is
+    ensured by a lock or, at a URL, by a lease that the run renews.
 
     Args:
       url: URL or path of the folder.
       settings: settings of the run.
-      width: D.
-      overwrite: whether what an earlier run wrote is removed first.
-      retry: whether pictures of the error shards are tried again.
+      width: D, the width of an embedding.
+      overwrite: whether the files of earlier runs are removed first.
+      retry: whether pictures in the error shards are retried.
     """
 
     CONTINUED = True
@@ -76,16 +76,16 @@ class Folder:
             raise
 
     def _open(self, overwrite: bool, retry: bool) -> None:
-        """Reads or writes the manifest, and the ids in shards; nobody else does it now."""
+        """Reads or writes the manifest, and reads the ids in shards, while no other run does."""
         manifest = self._manifest()
         if manifest is not None and overwrite:
-            # The manifest last: without it the rest would be files of something else.
+            # The manifest is removed last, because `embed` refuses a folder of files without one.
             for name in ("embeddings", "errors", "manifest.json"):
                 if self._fs.exists(self._path(name)):
                     self._fs.rm(self._path(name), recursive=True)
             manifest = None
         if manifest is not None:
-            self._check_settings()  # Again: another run may have begun since.
+            self._check_settings()  # Another run may have begun since the first check.
         if manifest is None:
             about = {
                 "format": FORMAT,
@@ -120,17 +120,19 @@ class Folder:
         wanted, found = dataclasses.asdict(self._settings), manifest["settings"]
         differing = [name for name in wanted if wanted[name] != found.get(name)]
         if differing:
-            changes = "; ".join(f"{n} was {found.get(n)!r}, is {wanted[n]!r}" for n in differing)
+            changes = "; ".join(
+                f"{n} was {found.get(n)!r} and is now {wanted[n]!r}" for n in differing
+            )
             raise ValueError(
                 f"--out is {printable(self.url)}: it was written with other settings ({changes}). "
-                "Choose another folder, or begin afresh with --overwrite."
+                "Choose another folder, or replace its contents with --overwrite."
             )
 
     def shards(self, part: str) -> list[str]:
-        """The paths of the whole shards of "embeddings" or "errors", sorted."""
+        """Returns the paths of the complete shards of "embeddings" or "errors", sorted."""
         self._fs.invalidate_cache()
         paths: list[str] = []
-        with contextlib.suppress(FileNotFoundError):  # Object stores have no empty folders.
+        with contextlib.suppress(FileNotFoundError):  # In object stores an empty folder is missing.
             paths = self._fs.ls(self._path(part), detail=False)
         names = sorted(path for path in paths if path.endswith(".parquet"))
         return [path for path in names if not os.path.basename(path).startswith(".")]
@@ -150,7 +152,7 @@ class Folder:
         return id.encode() in self._done
 
     def done_ids(self) -> Iterator[str]:
-        """The ids that earlier runs have written."""
+        """Yields the ids that earlier runs have written."""
         for part in ("embeddings", "errors"):
             for shard in self.shards(part):
                 yield from self._ids_of(shard)
@@ -180,7 +182,7 @@ class Folder:
             self.flush()
 
     def flush(self) -> None:
-        """Writes shards of everything that is not in one yet."""
+        """Writes everything that is not yet in a shard."""
         if self._rows:
             ids = list(itertools.chain.from_iterable(ids for ids, _ in self._rows))
             embeddings = np.concatenate([rows for _, rows in self._rows])
@@ -196,32 +198,35 @@ class Folder:
         self._next[part] += 1
 
     def _write(self, name: str, content: bytes) -> None:
-        """Writes a file that appears whole or not at all."""
+        """Writes a file that appears only when it is complete."""
         self._hold.check()
         try:
             if self._local:
                 with written_whole(self._path(name)) as file:
                     file.write(content)
             else:
-                self._fs.pipe_file(self._path(name), content)  # One PUT: stores show whole objects.
-        except Exception as error:  # Packages for URLs have errors of their own.
+                self._fs.pipe_file(self._path(name), content)  # A single PUT is atomic.
+        except Exception as error:  # Each package for URLs has its own kinds of errors.
             if self._local and not isinstance(error, OSError):
                 raise
             why = (isinstance(error, OSError) and error.strerror) or error
             raise UnfinishedError(
-                f"{printable(self.url)} cannot be written ({why}). What is there stays there. "
-                "Make room, and run the same command again: it goes on with the rest."
+                f"{printable(self.url)} cannot be written ({why}). The shards in it are kept. Make "
+                "room, and run the same command again to resume the work."
             ) from error
 
     def commit(self, part: str, partial: str) -> list[tuple[str, str]]:
-        """Makes a whole file that another process wrote a shard; returns its ids and reasons.
+        """Turns a complete file that another process wrote into a shard.
 
-        Rows whose ids are in shards already are left out, and said to be errors.
+        Rows whose ids are already in shards are left out, and recorded as errors.
+
+        Returns:
+          The id and reason of each row in the new shard.
         """
         import pyarrow.parquet
 
         self._hold.check()
-        self._fs.invalidate_cache()  # In a listing that is kept the file would not be.
+        self._fs.invalidate_cache()  # A cached listing would not contain the file.
         with self._fs.open(partial, "rb") as file:
             columns = [name for name in ("id", "reason") if part == "errors" or name == "id"]
             table = pyarrow.parquet.read_table(file, columns=columns)
@@ -243,16 +248,16 @@ class Folder:
         return list(itertools.compress(zip(ids, reasons), new))
 
     def remove_partials(self) -> None:
-        """Removes what processes left that were killed."""
+        """Removes the files that killed processes left behind."""
         self._fs.invalidate_cache()
         for path in self._fs.ls(self._root, detail=False):
             if os.path.basename(path).startswith(".partial-"):
                 self._fs.rm(path)
 
     def _say(self) -> None:
-        """What a signal's last line says."""
+        """Sets the last line that the command prints if a signal ends it."""
         ending.state.outcome = (
-            f"what is in {printable(self.url)} stays there; the same command goes on with the rest"
+            f"the shards in {printable(self.url)} are kept; the same command resumes the work"
         )
 
     def finish(self) -> str:
@@ -270,10 +275,10 @@ class Folder:
 
 
 def check_folder(url: str) -> None:
-    """Refuses an output folder that is a file, or that something else has written.
+    """Refuses an output folder that is a file, or that `embed` did not write.
 
     Raises:
-      ValueError: with the reason.
+      ValueError: the folder is refused; the message is the reason.
     """
     import fsspec
 
@@ -281,12 +286,12 @@ def check_folder(url: str) -> None:
     where = f"--out is {printable(url)}"
     if not fs.exists(root):
         if not is_url(url) and os.path.islink(root):
-            raise ValueError(f"{where}: it is a link that leads nowhere.")
+            raise ValueError(f"{where}: it is a dangling link. Choose another folder.")
         return
     if not fs.isdir(root):
         raise ValueError(
-            f"{where}: it is a file that `embed` has not written. Choose a folder, or a name that "
-            "ends in .npz."
+            f"{where}: it is a file, expected a folder, or a name that ends in .npz. Choose "
+            "another name."
         )
     manifest = f"{root.rstrip('/')}/manifest.json"
     if not fs.exists(manifest):
@@ -294,8 +299,8 @@ def check_folder(url: str) -> None:
         others = [name for name in names if name and not name.startswith(".")]
         if others:
             raise ValueError(
-                f"{where}: it has files, and `embed` has not written them "
-                f"({printable(others[0])}). Choose an empty or a new folder."
+                f"{where}: it has files that `embed` did not write, such as "
+                f"{printable(others[0])}. Choose an empty or a new folder."
             )
         return
     try:
@@ -303,4 +308,7 @@ def check_folder(url: str) -> None:
     except ValueError:
         written = None
     if written != FORMAT:
-        raise ValueError(f"{where}: its manifest.json is not one that this version wrote.")
+        raise ValueError(
+            f"{where}: this version of `embed` did not write its manifest.json. Choose another "
+            "folder."
+        )

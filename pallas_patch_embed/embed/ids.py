@@ -1,4 +1,4 @@
-"""A set of ids that does not grow in memory."""
+"""A set of ids on disk, whose use of memory does not grow."""
 
 import contextlib
 import sqlite3
@@ -8,13 +8,13 @@ from pallas_patch_embed.embed.output import UnfinishedError
 
 
 class Ids:
-    """A set of ids on disk: SQLite's temporary database, which keeps a few MB in memory.
+    """A set of ids in a temporary SQLite database on disk, which keeps a few MB in memory.
 
-    The file has no name, and goes with the process.
+    The file has no name, and is removed when the process ends.
     """
 
     def __init__(self) -> None:
-        # Autocommit, no journal: nobody reads it after a crash.
+        # The database uses autocommit and no journal, because it is not needed after a crash.
         self._database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._database.execute("PRAGMA journal_mode = OFF")
         self._database.execute("PRAGMA synchronous = OFF")
@@ -27,7 +27,7 @@ class Ids:
         return added.rowcount == 1
 
     def update(self, ids: Iterable[bytes]) -> None:
-        """Adds ids."""
+        """Adds several ids."""
         rows = ((id,) for id in ids)
         with _room():
             self._database.execute("BEGIN")
@@ -41,12 +41,12 @@ class Ids:
 
 @contextlib.contextmanager
 def _room() -> Iterator[None]:
-    """Says what to do when there is no room for the file."""
+    """Raises UnfinishedError with advice if there is no room for the file."""
     try:
         yield
     except sqlite3.OperationalError as error:
         raise UnfinishedError(
-            f"The temporary file of ids cannot be written ({error}). Make room for it, or name "
-            "another folder in the environment variable SQLITE_TMPDIR, and run the same command "
-            "again. A folder of shards goes on with the rest."
+            f"The temporary file of ids cannot be written ({error}). Make room for it, or set the "
+            "environment variable SQLITE_TMPDIR to another folder, and run the same command again. "
+            "If its output is a folder of shards, it resumes the work."
         ) from error

@@ -1,4 +1,4 @@
-"""One .npz file of embeddings."""
+"""A single .npz file of embeddings, as the output of a run."""
 
 import dataclasses
 import json
@@ -21,8 +21,11 @@ NPZ_ARRAYS = ("embeddings", "paths", "failed", "reasons", "about")
 
 
 class Npz:
-    """A file with `embeddings` [n, D], `paths` [n], `failed` and `reasons` of pictures without one,
-    and `about`, a JSON object with the settings and versions. It appears whole or not at all."""
+    """A file of embeddings, which appears only when it is complete.
+
+    It has the arrays `embeddings` [n, D] and `paths` [n]; `failed` and `reasons` for pictures
+    without an embedding; and `about`, a JSON object with the settings and versions.
+    """
 
     CONTINUED = False
 
@@ -49,11 +52,11 @@ class Npz:
         self._failed.append((id, reason))
 
     def finish(self) -> str:
-        """Writes the file; into a temporary folder if it cannot be written where it was asked for.
+        """Writes the file. If that fails, writes it to a new temporary folder.
 
         Raises:
           ValueError: there are no embeddings.
-          WrittenElsewhereError: it is in another place, or could be written nowhere.
+          WrittenElsewhereError: the file is in another place, or could not be written anywhere.
         """
         if not self._ids:
             raise ValueError(
@@ -75,17 +78,17 @@ class Npz:
             why = f"{printable(self._path)} could not be written ({error.strerror or error})."
             elsewhere = _write_elsewhere(self._path.name, arrays)
             raise WrittenElsewhereError(
-                f"{why} The embeddings are in {printable(elsewhere)}: move them to where you want "
-                "them."
+                f"{why} The embeddings are in {printable(elsewhere)} instead. Move this file to "
+                "where you want it."
                 if elsewhere is not None
-                else f"{why} Nor could they be in a temporary folder, in the current one or at "
-                "home: nothing was written."
+                else f"{why} A temporary folder, the current folder and the home folder could not "
+                "be written either, so nothing was written. Make room and run the command again."
             ) from error
         return printable(self._path)
 
 
 def _write_elsewhere(name: str, arrays: dict[str, Any]) -> Path | None:
-    """Writes the file where there is room, in a new folder; returns its path, or None."""
+    """Writes the file to a new folder in the first place with room; returns its path, or None."""
     for place in (None, os.curdir, os.path.expanduser("~")):
         try:
             folder = tempfile.mkdtemp(prefix="embeddings-", dir=place)
@@ -103,22 +106,26 @@ def _write_elsewhere(name: str, arrays: dict[str, Any]) -> Path | None:
 
 
 def check_npz(out: Path, inputs: Iterable[Path]) -> None:
-    """Refuses a file that cannot be written, or would replace more than earlier output.
+    """Refuses a file that cannot be written, or that would replace anything but earlier output.
 
     Args:
-      out: the file, or a link to it; there may be none yet.
-      inputs: files that are read.
+      out: path of the file, or of a link to it. The file need not exist.
+      inputs: files that the run will read.
 
     Raises:
-      ValueError: its folder does not exist; it is one of the inputs, maybe by another name; it is a
-        file that this command has not written, or a link that leads nowhere.
-      OSError: its folder cannot be written.
+      ValueError: the folder does not exist; or the file is one of the inputs (possibly under
+        another name), was not written by this command, or is a dangling link.
+      OSError: the folder cannot be written.
     """
     if not out.absolute().parent.is_dir():
-        raise ValueError(f"--out is {printable(out)}: there is no such folder.")
+        raise ValueError(
+            f"--out is {printable(out)}: there is no such folder. Make it, or choose another one."
+        )
     real = Path(os.path.realpath(out))
     if not real.parent.is_dir() or real.is_symlink():
-        raise ValueError(f"--out is {printable(out)}: it is a link that leads nowhere.")
+        raise ValueError(
+            f"--out is {printable(out)}: it is a dangling link. Choose another name, or remove it."
+        )
     tempfile.TemporaryFile(dir=real.parent).close()
     if not real.exists():
         return
@@ -131,15 +138,16 @@ def check_npz(out: Path, inputs: Iterable[Path]) -> None:
             )
     if not is_embeddings(real):
         raise ValueError(
-            f"--out is {printable(out)}: it exists, and `embed` has not written it. Choose another "
+            f"--out is {printable(out)}: it exists, but `embed` did not write it. Choose another "
             "name, or remove it."
         )
 
 
 def is_embeddings(path: Path) -> bool:
-    """Whether the file is an `Npz`, or has `embeddings` and `paths` alone, as before 0.1.
+    """Returns whether `embed` wrote the file, by the names, dtypes and shapes of its arrays.
 
-    Its arrays' names, dtypes and shapes say so; only the headers are read.
+    It is an `Npz`, or has only `embeddings` and `paths`, as before version 0.1. Only the headers of
+    the arrays are read.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         return False
@@ -150,17 +158,17 @@ def is_embeddings(path: Path) -> bool:
                 return False
             (n, _), embeddings = _header(archive, "embeddings.npy")
             (paths,), ids = _header(archive, "paths.npy")
-    except Exception:  # zipfile and numpy raise many kinds about other files.
+    except Exception:  # zipfile and numpy raise many kinds of errors for other files.
         return False
     return embeddings in (np.float32, np.float16) and ids.kind == "U" and paths == n
 
 
 def _header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape and dtype of an array, from its header; a ValueError if it is shorter or longer."""
+    """Reads the shape and dtype of an array; raises ValueError if its length does not fit them."""
     with archive.open(name) as file:
         if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError("np.savez writes this version")
+            raise ValueError("the version of its format is not 1.0, which np.savez writes")
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         if archive.getinfo(name).file_size - file.tell() != math.prod(shape) * dtype.itemsize:
-            raise ValueError("it has another length than its header says")
+            raise ValueError("its length differs from the length in its header")
     return shape, dtype

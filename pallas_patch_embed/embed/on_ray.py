@@ -1,9 +1,9 @@
-"""The same steps on a Ray cluster: read and decode on CPUs, an `Embedder` on each GPU, write.
+"""Embedding on a Ray cluster: tasks read, decode and write on CPUs, an `Embedder` runs on each GPU.
 
-What makes it safe to kill anything: every task's result is a file that no reader sees until the
-driver, which gets each result once, makes it a shard. A task that Ray runs again writes another
-file, and only one of the two is taken. A driver that dies is run again, and goes on by the ids in
-the shards.
+Any process may be killed. A task writes its result to a file that readers ignore. The driver gets
+each result once, and turns the file into a shard. If Ray repeats a task, the task writes another
+file, and the driver uses only one of the two. If the driver is killed, the same command starts a
+new driver, which resumes the work by the ids in the shards.
 """
 
 import base64
@@ -30,7 +30,7 @@ from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parq
 
 
 def digests(ids: Iterable[str]) -> np.ndarray:
-    """16 characters for each id: 96 bits of BLAKE2, so that two ids do not share them."""
+    """Returns 16 characters for each id, 96 bits of BLAKE2, which are unique in practice."""
     return np.array(
         [base64.b64encode(hashlib.blake2b(id.encode(), digest_size=12).digest()) for id in ids],
         "S16",
@@ -38,11 +38,13 @@ def digests(ids: Iterable[str]) -> np.ndarray:
 
 
 class Read:
-    """Reads units of pictures: {"unit": pickled} becomes {"id", "content", "failed"} of new ones.
+    """Reads units of pictures, and leaves out the pictures that earlier runs have written.
+
+    It maps a batch {"unit": pickled units} to batches {"id", "content", "failed"}.
 
     Args:
       done: reference to the sorted digests of the ids that earlier runs have written.
-      rows: pictures of a batch that it yields.
+      rows: number of pictures in a batch that it yields.
     """
 
     def __init__(self, done: Any, rows: int):
@@ -90,7 +92,7 @@ def _is_in(done: np.ndarray, id: str) -> bool:
 
 
 class Decode:
-    """A `Decoder` that keeps the reasons why pictures could not be read."""
+    """A `Decoder` that also keeps the reasons why pictures could not be read."""
 
     def __init__(self, preprocessing: Preprocessing):
         self._decoder = Decoder(preprocessing)
@@ -104,7 +106,7 @@ class Decode:
 
 
 def _column(images: list[np.ndarray]) -> np.ndarray:
-    """Images as one array, or as an array of arrays if their sizes differ."""
+    """Returns images as one array, or as an array of arrays if their sizes differ."""
     if len({image.shape for image in images}) == 1:
         return np.stack(images)
     column = np.empty(len(images), object)
@@ -113,7 +115,10 @@ def _column(images: list[np.ndarray]) -> np.ndarray:
 
 
 class Write:
-    """Writes files that are no shards yet: {"id", "embedding", "reason"} becomes their names."""
+    """Writes files that are not yet shards.
+
+    It maps a batch {"id", "embedding", "reason"} to {"part", "path"} of the files.
+    """
 
     def __init__(self, root: str, dtype: str):
         self._root, self._dtype = root, dtype
@@ -146,25 +151,28 @@ class Write:
 
 
 def connect(address: str) -> None:
-    """Connects this process to a Ray cluster; "local" starts one on this machine.
+    """Connects this process to a Ray cluster. The address "local" starts one on this machine.
 
     Raises:
-      ValueError: Ray is not installed, or nothing answers at the address.
+      ValueError: Ray is not installed, or there is no cluster at the address.
     """
     if importlib.util.find_spec("ray") is None:
-        raise ValueError("--ray needs Ray: pip install 'pallas_patch_embed[ray]'.")
+        raise ValueError(
+            "--ray needs Ray, which is not installed. Install it with: pip install "
+            "'pallas_patch_embed[ray]'."
+        )
     import ray
 
     if ray.is_initialized():
         return
     if place := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address):
-        # Ray itself tries for minutes.
+        # Ray itself would try to connect for minutes.
         try:
             socket.create_connection((place[1], int(place[2])), timeout=10).close()
         except OSError as error:
             raise ValueError(
                 f"--ray is {address}: nothing answers there ({error.strerror or error}). Start a "
-                "cluster with `ray start --head`, or name no address to use this machine."
+                "cluster with `ray start --head`, or leave out the address to use this machine."
             ) from None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -176,7 +184,7 @@ def connect(address: str) -> None:
     except ConnectionError as error:
         raise ValueError(f"--ray is {address}: {error}") from error
     for number, handler in handlers.items():
-        # Ray has put its own there. The command's says how to go on.
+        # Ray has installed its own handlers. Those of the command say how to resume the work.
         signal.signal(number, handler)
 
 
@@ -191,24 +199,24 @@ def run(
     """Embeds the pictures of all units on a cluster.
 
     Args:
-      units: units of pictures. Every node has to reach them, and the checkpoint, by the same paths.
-      checkpoint: as `Embedder` takes it.
+      units: units of pictures. They and the checkpoint must have the same paths on all nodes.
+      checkpoint: as for `Embedder`.
       encoder_options: further arguments of `Embedder`.
-      output_for: (preprocessing, width) -> the output.
-      progress: called for every shard.
-      address: address of the cluster; "local" for one on this machine.
+      output_for: function (preprocessing, width) -> the output.
+      progress: the progress that every shard updates.
+      address: address of the cluster; "local" to start one on this machine.
 
     Returns:
-      Where the shards are, in words.
+      A description of where the shards are.
 
     Raises:
       ValueError: there is no such cluster.
     """
     connect(address)
-    # The driver only looks at the checkpoint: the devices are for the actors.
+    # The driver uses this embedder only for its attributes, and leaves the GPUs to the actors.
     jax.config.update("jax_platforms", "cpu")
-    looked_at = Embedder(checkpoint, **encoder_options)
-    preprocessing, width, batch = looked_at.preprocessing, looked_at.width, looked_at.rows
+    embedder = Embedder(checkpoint, **encoder_options)
+    preprocessing, width, batch = embedder.preprocessing, embedder.width, embedder.rows
     with output_for(preprocessing, width) as output:
         arguments = (checkpoint, encoder_options, preprocessing, batch)
         _fill(output, list(units), *arguments, progress)
@@ -224,7 +232,10 @@ def _fill(
     batch: int,
     progress: Progress,
 ) -> None:
-    """Runs the pipeline on the cluster and makes its results shards; arguments as for `run`."""
+    """Runs the pipeline on the cluster and turns its results into shards.
+
+    The arguments are those of `run` and attributes of the embedder.
+    """
     import ray
     import ray.data
 
@@ -238,9 +249,9 @@ def _fill(
     gpus = int(ray.cluster_resources().get("GPU", 0))
     cpus = int(ray.cluster_resources().get("CPU", 1))
     written = (
-        # Each unit is a block, and each batch of pictures another. By itself Ray makes one block of
-        # a small input, which one task reads and one actor embeds. `repartition` also keeps Ray
-        # from fusing steps: it would decode where it embeds.
+        # Every unit is a block, and every batch of pictures is a block. By default Ray would make a
+        # single block of a small input, which one task reads and one actor embeds. `repartition`
+        # also prevents Ray from fusing steps, by which the actors on GPUs would decode pictures.
         ray.data.from_items(
             [{"unit": ray.cloudpickle.dumps(unit)} for unit in units],
             override_num_blocks=len(units),

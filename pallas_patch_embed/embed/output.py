@@ -1,4 +1,4 @@
-"""Where embeddings go: what every kind of output has, and the settings that it records."""
+"""The protocol of an output for embeddings, and the settings that it records."""
 
 import dataclasses
 import importlib.metadata
@@ -11,49 +11,49 @@ SAME_ID = "another picture has this id"
 
 
 class Output(Protocol):
-    """What a run writes to.
+    """An output to which a run writes.
 
     Attributes:
-      CONTINUED: whether a later run may go on with it.
+      CONTINUED: whether a later run can resume it.
     """
 
     CONTINUED: bool
 
     def is_done(self, id: str) -> bool:
-        """Whether an earlier run has written this picture."""
+        """Returns whether an earlier run has written this picture."""
 
     def add(self, ids: Sequence[str], embeddings: np.ndarray) -> None:
-        """Takes embeddings [n, D]."""
+        """Adds embeddings [n, D]."""
 
     def fail(self, id: str, reason: str) -> None:
-        """Takes the reason why a picture has no embedding."""
+        """Adds the reason why a picture has no embedding."""
 
     def finish(self) -> str:
-        """Writes what is not written yet; returns where everything is, in words."""
+        """Writes everything that is not yet written; returns a description of the place."""
 
     def __enter__(self) -> "Output": ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Keeps what can be kept after an error, and lets other runs write."""
+        """Writes as much as possible after an error, and lets other runs write to the output."""
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that decide what embeddings are."""
+    """Returns the versions of the packages that affect embeddings."""
     import PIL
 
     packages = ("pallas_patch_embed", "jax", "jaxlib", "numpy")
     found = {name: importlib.metadata.version(name) for name in packages}
-    # Of Pillow what is imported, which may be Pillow-SIMD: a package with another name.
+    # The version of Pillow is that of the imported module, which may be Pillow-SIMD's.
     return found | {"pillow": PIL.__version__}
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What decides the numbers of a run: two runs into one folder need the same.
+    """The settings that affect embeddings. All runs into one folder must have the same settings.
 
     Attributes:
-      checkpoint_sha256: of the checkpoint's files.
-      preprocessing: size and resampling of pictures, in words.
+      checkpoint_sha256: hash of the checkpoint's files.
+      preprocessing: description of the size and the resampling of pictures.
       patch_dtype: dtype of the patch embedding.
       normalize: whether embeddings are divided by their norm.
       embedding_dtype: dtype of the embeddings that are written, "float32" or "float16".
@@ -67,8 +67,8 @@ class Settings:
 
 
 class WrittenElsewhereError(Exception):
-    """The embeddings are not where they were asked for; the message says where they are."""
+    """The embeddings could not be written to --out; the message says where they are."""
 
 
 class UnfinishedError(Exception):
-    """A folder could not be written to its end; the message says how to go on."""
+    """A run could not finish its output; the message says how to resume it."""

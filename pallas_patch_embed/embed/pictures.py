@@ -1,4 +1,4 @@
-"""Pictures to pixels, of which a bounded number is in memory."""
+"""Decoding of pictures, with a bound on the pixels in memory."""
 
 import contextlib
 import functools
@@ -13,24 +13,24 @@ import numpy as np
 if TYPE_CHECKING:
     from PIL import Image
 
-# Pixels that are decoded at a time. Pillow takes 4 bytes for one, and up to 16 while it decodes,
-# turns or converts a picture.
+# Largest number of pixels that are decoded at a time. Pillow needs 4 bytes for a pixel, and up to
+# 16 bytes while it decodes, rotates or converts a picture.
 PIXELS_IN_FLIGHT = 2**27
 
 
 def printable(text: object) -> str:
-    """The text with control characters, line ends and surrogates escaped, on one line."""
+    """Returns the text on one line, with control characters and surrogates escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
 def reason(error: BaseException) -> str:
-    """What an exception says, or what it is."""
+    """Returns the message of an exception, or its type if it has no message."""
     return str(error) or type(error).__name__
 
 
 @functools.cache
 def extensions() -> set[str]:
-    """The extensions of the formats that Pillow reads itself, in lower case."""
+    """Returns the extensions, in lower case, of the formats that Pillow reads by itself."""
     from PIL import Image
 
     Image.init()
@@ -39,10 +39,10 @@ def extensions() -> set[str]:
 
 
 class Budget:
-    """Bounds the pixels that are decoded at a time.
+    """Bounds the number of pixels that are decoded at a time.
 
     Attributes:
-      limit: number of pixels. A picture of more is decoded while there is no other.
+      limit: largest number of pixels. A larger picture is decoded while no other one is.
       reserved: number of pixels that are being decoded.
     """
 
@@ -67,7 +67,7 @@ class Budget:
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Opens a regular file for reading; an OSError, without waiting, if it is a FIFO or device."""
+    """Opens a regular file for reading. For a FIFO or a device it raises OSError at once."""
 
     def at_once(name: str, flags: int) -> int:
         return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
@@ -75,42 +75,42 @@ def open_regular(path: str) -> BinaryIO:
     file = open(path, "rb", opener=at_once)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     return file
 
 
 def open_picture(file: BinaryIO) -> "Image.Image":
-    """The picture in this file, of which only the header is read.
+    """Opens the picture in this file and reads its header.
 
     Raises:
-      Exception: whatever Pillow raises about a file that is no readable picture.
+      Exception: any exception that Pillow raises for a file that is not a readable picture.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
         return Image.open(file)
     except UnidentifiedImageError:
-        raise ValueError("it is no picture of a format that Pillow reads") from None
+        raise ValueError("it is not a picture in a format that Pillow reads") from None
 
 
 def upright_rgb(picture: "Image.Image") -> "Image.Image":
-    """Decodes the picture, turns it as its EXIF data say, and converts it to RGB.
+    """Decodes the picture, rotates it according to its EXIF data, and converts it to RGB.
 
-    Transparency is dropped; grey levels of 16 bits are rounded to 8. There are at most two copies
-    of the pixels at a time. `picture` may be changed.
+    Transparency is dropped, and grey levels of 16 bits are rounded to 8 bits. At most two copies of
+    the pixels exist at a time. `picture` may be changed.
 
     Raises:
-      Exception: whatever Pillow raises about a damaged picture.
-      ValueError: the pixels have another range than 8 or 16 bits.
+      Exception: any exception that Pillow raises for a damaged picture.
+      ValueError: the range of the pixels is neither 8 nor 16 bits.
     """
     from PIL import Image, ImageOps
 
     ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode.startswith(("I", "F")):
-        # Pillow's conversion to RGB would clip these.
+        # Pillow's conversion to RGB would clip the pixels of these modes.
         grey = np.asarray(picture)
         if picture.mode == "F" or not 0 <= grey.min() <= grey.max() < 2**16:
-            raise ValueError("its pixels have another range than 8 or 16 bits")
+            raise ValueError("the range of its pixels is neither 8 nor 16 bits")
         levels = np.empty(grey.shape, np.uint8)
         for row, level in zip(grey, levels):
             level[:] = (row / 257).round()

@@ -1,4 +1,4 @@
-"""From units of pictures to an output, on this machine: decode ahead, embed, write."""
+"""The pipeline on one machine, which decodes pictures ahead, embeds them and writes the output."""
 
 import collections
 import itertools
@@ -14,7 +14,7 @@ from pallas_patch_embed.embed.pictures import Budget
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.embed.sources import Picture, Unit
 
-# Batches that devices compute at a time: while one is computed the next is copied to the device.
+# Number of batches on the devices at a time: while one is computed, the next is copied.
 COMPUTED_AHEAD = 2
 
 type Embedding = tuple[list[str], Callable[[], np.ndarray]]
@@ -32,9 +32,9 @@ def run(
     Args:
       units: units of pictures.
       embedder: maps images to embeddings.
-      output: takes embeddings, and the reasons why there are none.
-      progress: called for every picture.
-      workers: pictures that are decoded at a time.
+      output: output to which embeddings, and reasons for missing embeddings, are written.
+      progress: the progress that every picture updates.
+      workers: number of pictures that are decoded at a time.
     """
     embedding: collections.deque[Embedding] = collections.deque()
 
@@ -65,8 +65,8 @@ def run(
     pictures = _new_pictures(units, output, progress, fail)
     first = list(itertools.islice(pictures, embedder.rows))
     if first and not output.CONTINUED:
-        # Fewer pictures than a step has images need no program for all of them. A run that goes on
-        # has to use the same program as the one before: its rounding is the same.
+        # If there are few pictures, a smaller program suffices. But a run that resumes an output
+        # must use the program of the earlier run, so that results are rounded equally.
         embedder.expect(len(first))
     batches = itertools.batched(itertools.chain(first, pictures), embedder.rows)
     with Decoders(embedder.preprocessing, workers, Budget(), embedder.rows) as decoders:
@@ -81,7 +81,7 @@ def run(
 def _new_pictures(
     units: Iterable[Unit], output: Output, progress: Progress, fail: Callable[[str, str], None]
 ) -> Iterator[Picture]:
-    """The pictures that earlier runs have not embedded, each id once."""
+    """Yields the pictures that earlier runs have not written, each id once."""
     seen = Ids()
     for unit in units:
         for picture in unit.pictures():

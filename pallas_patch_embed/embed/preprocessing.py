@@ -1,6 +1,6 @@
-"""Picture files to images for an encoder, as the image processor of its checkpoint does it.
+"""Conversion of picture files to images for an encoder, as its checkpoint's image processor does.
 
-Processes that decode import this module, so it imports JAX only to read a checkpoint.
+Processes that decode pictures import this module, so it imports JAX only to read a checkpoint.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from pallas_patch_embed.siglip2.config import Config
 
-# Siglip2ImageProcessor's default.
+# Default of Siglip2ImageProcessor.
 MAX_NUM_PATCHES = 256
 
-# What an image processor says if it resizes pictures and maps pixels to [-1, 1]. These are also the
-# defaults of both classes.
+# Fields of an image processor that resizes pictures and maps pixels to [-1, 1]. These values are
+# also the defaults of both classes of image processors.
 PIXELS = {
     "do_resize": True,
     "do_rescale": True,
@@ -34,9 +34,9 @@ PIXELS = {
     "image_std": 0.5,
 }
 
-# Fields of an image processor that change no pixel of a picture: names of classes, what Python
-# objects go in and come out, and sizes that are used only if a do_... field says so. Pictures that
-# are not RGB fail without do_convert_rgb; here all are converted.
+# Fields of an image processor that change no pixel of a picture: names of classes, types of inputs
+# and outputs, and sizes that are used only if a do_... field is true. do_convert_rgb is here
+# because this package always converts pictures to RGB; without it transformers fails for others.
 HARMLESS = {
     "_processor_class",
     "_valid_processor_keys",
@@ -58,14 +58,15 @@ HARMLESS = {
 
 @dataclasses.dataclass(frozen=True)
 class Preprocessing:
-    """How pictures become images for an encoder.
+    """The conversion of pictures to images for an encoder.
 
     Attributes:
       resample: one of PIL.Image.Resampling.
-      size: (height, width) in pixels; None for NaFlex: then the aspect ratio is kept.
+      size: (height, width) of images in pixels; None for NaFlex, which keeps the aspect ratio.
       patch: side of a patch in pixels.
-      max_num_patches: most patches of a NaFlex image.
-      defaults_of: who preprocesses so by default; None if the checkpoint says how.
+      max_num_patches: largest number of patches of a NaFlex image.
+      defaults_of: name of the software whose defaults these are; None if the checkpoint has an
+        image processor.
     """
 
     resample: int
@@ -76,22 +77,23 @@ class Preprocessing:
 
     @classmethod
     def of(cls, checkpoint: Path, config: "Config", size: int | None) -> "Preprocessing":
-        """As the checkpoint's image processor says, else as the default one of its class does.
+        """Reads the preprocessing from the checkpoint's image processor, or uses the default.
 
         The image processor is the `image_processor` of a processor_config.json, or a
-        preprocessor_config.json, of transformers' SiglipImageProcessor or, for a NaFlex encoder,
-        Siglip2ImageProcessor. All its fields are obeyed, or known to change no pixel. The defaults
-        are to resize to the model's size, bicubically with SiglipImageProcessor and bilinearly with
-        Siglip2ImageProcessor and in big_vision.
+        preprocessor_config.json. Its class is transformers' SiglipImageProcessor or, for a NaFlex
+        encoder, Siglip2ImageProcessor. Every field is either applied or known to change no pixel.
+        By default pictures are resized to the model's size, bicubically as by SiglipImageProcessor,
+        or bilinearly as by Siglip2ImageProcessor and big_vision.
 
         Args:
-          checkpoint: the folder, or a file beside the image processor's.
+          checkpoint: the folder of the image processor's file, or a file in that folder.
           config: config of the encoder.
-          size: pixels, if another one was asked for; config.image_size is it then.
+          size: side of the images in pixels that the user chose, which config.image_size then has;
+            None for the size in the checkpoint.
 
         Raises:
-          ValueError: the file is damaged, or asks for something else than resizing to the model's
-            size and pixels in [-1, 1].
+          ValueError: the file is damaged, or specifies more than resizing to the model's size and
+            pixels in [-1, 1].
         """
         from PIL import Image
 
@@ -121,8 +123,8 @@ class Preprocessing:
             if size is None:
                 if tuple(side // config.patch for side in said) != config.grid:
                     raise ValueError(
-                        f"{file} resizes pictures to {said[0]} x {said[1]}, but the model takes "
-                        f"{image_size[0]} x {image_size[1]}. Choose with --size."
+                        f"{file} resizes pictures to {said[0]} x {said[1]}, but the model expects "
+                        f"{image_size[0]} x {image_size[1]}. Choose a size with --size."
                     )
                 image_size = said
         defaults_of = None
@@ -139,14 +141,14 @@ class Preprocessing:
         return f"{size} pixels, {Image.Resampling(self.resample).name.lower()}"
 
     def image(self, opened: BinaryIO, budget: Budget) -> np.ndarray:
-        """The picture in this file, upright and resized, as [H, W, 3] uint8.
+        """Returns the picture in this file, upright and resized, as [H, W, 3] uint8.
 
         Args:
-          opened: the file, which is closed.
-          budget: for the pixels of the whole picture.
+          opened: the file, which this function closes.
+          budget: the budget in which the pixels of the whole picture are reserved.
 
         Raises:
-          Exception: whatever Pillow raises about a file that is no readable picture.
+          Exception: any exception that Pillow raises for a file that is not a readable picture.
         """
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(opened)
@@ -154,23 +156,23 @@ class Preprocessing:
             stack.enter_context(budget.reserve(picture.width * picture.height))
             picture = upright_rgb(picture)
             image = np.asarray(picture.resize(self._size_for(picture), self.resample))
-            del picture  # Its pixels are given back before others are decoded.
+            del picture  # Its memory is freed before the budget lets other pictures be decoded.
             return image
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes that an image has."""
+        """Largest size of an image in bytes."""
         if self.size is not None:
             return 3 * math.prod(self.size)
         return 3 * self.patch**2 * self.max_num_patches
 
     def black(self) -> np.ndarray:
-        """A black image."""
+        """Returns a black image."""
         h, w = self.size or (self.patch, self.patch)
         return np.zeros((h, w, 3), np.uint8)
 
     def _size_for(self, picture: "Image.Image") -> tuple[int, int]:
-        """(width, height) of the image that the picture becomes."""
+        """Returns the (width, height) to which the picture is resized."""
         if self.size is not None:
             return self.size[::-1]
         h, w = largest_grid(picture.height, picture.width, self.patch, self.max_num_patches)
@@ -178,10 +180,10 @@ class Preprocessing:
 
 
 def _image_processor(checkpoint: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The file that says how pictures become images, and its fields that are not null.
+    """Returns the file of the image processor and its fields that are not null.
 
-    As transformers does, the image_processor of a processor_config.json goes before a
-    preprocessor_config.json. (None, {}) if there is neither.
+    As in transformers, the image_processor of a processor_config.json takes precedence over a
+    preprocessor_config.json. Returns (None, {}) if there is neither.
     """
     from pallas_patch_embed.siglip2.arrays import read_json
 
@@ -192,39 +194,39 @@ def _image_processor(checkpoint: Path) -> tuple[Path | None, dict[str, Any]]:
             continue
         given = read_json(file)
         if not isinstance(given, dict):
-            raise ValueError(f"{file} is no object of fields.")
+            raise ValueError(f"{file} is not a JSON object of fields.")
         if name == "processor_config.json":
             given = given.get("image_processor")
             if given is None:
                 continue
             if not isinstance(given, dict):
-                raise ValueError(f"{file}: image_processor is no object of fields.")
+                raise ValueError(f"{file}: image_processor is not a JSON object of fields.")
         return file, {field: value for field, value in given.items() if value is not None}
     return None, {}
 
 
 def _check_fields(file: Path | None, given: dict[str, Any], name: str, config: "Config") -> None:
-    """Refuses what is neither obeyed nor harmless."""
+    """Refuses fields that are neither applied nor harmless."""
     types = [name + suffix for suffix in ("", "Fast", "Pil")]
     if given.get("image_processor_type", name) not in types:
         raise ValueError(
             f"{file}: image_processor_type is {reprlib.repr(given['image_processor_type'])}, "
-            f"expected {name}: it is what this encoder was trained with."
+            f"expected {name}, with which this encoder was trained."
         )
     for field, wanted in PIXELS.items():
         if not _equal(given.get(field, wanted), wanted):
             raise ValueError(
-                f"{file}: {field} is {reprlib.repr(given[field])}, expected {wanted!r}: SigLIP "
-                "encoders take pixels of resized pictures in [-1, 1]."
+                f"{file}: {field} is {reprlib.repr(given[field])}, expected {wanted!r}, because "
+                "SigLIP encoders need resized pictures with pixels in [-1, 1]."
             )
     obeyed = {"image_processor_type", "resample", *PIXELS}
-    # Siglip2ImageProcessor has no size, and ignores one.
+    # Siglip2ImageProcessor ignores the field size.
     obeyed |= {"size", "patch_size", "max_num_patches"} if config.naflex else {"size"}
     for field, value in given.items():
         if field not in obeyed | HARMLESS and value is not False:
             raise ValueError(
-                f"{file}: {field} is {reprlib.repr(value)}, which `embed` cannot do. Remove it if "
-                "pictures are right without it."
+                f"{file}: {field} is {reprlib.repr(value)}, which `embed` does not support. Remove "
+                "this field if it does not change pictures."
             )
     if given.get("patch_size", config.patch) != config.patch:
         raise ValueError(
@@ -234,14 +236,14 @@ def _check_fields(file: Path | None, given: dict[str, Any], name: str, config: "
 
 
 def _equal(value: Any, wanted: float) -> bool:
-    """Whether the value, or each of three, is the wanted one."""
+    """Returns whether the value, or each of its three values, is the wanted one."""
     values = value if isinstance(value, list) and len(value) == 3 else [value]
-    # Comparing does not convert an integer, which may be too large for a float.
+    # A comparison does not convert an integer to float, for which it may be too large.
     return all(isinstance(v, int | float) and wanted - 1e-6 <= v <= wanted + 1e-6 for v in values)
 
 
 def _size(size: Any, file: Path | None) -> tuple[int, int]:
-    """(height, width) of the images; an integer may mean a square or the shorter side."""
+    """Reads (height, width); refuses an integer, which may mean a square or the shorter side."""
     from pallas_patch_embed.siglip2.config import check_size
 
     sides = {}

@@ -1,4 +1,4 @@
-"""How far a run is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run on standard error, as a bar on a terminal and as lines elsewhere."""
 
 import sys
 import time
@@ -7,24 +7,24 @@ from types import TracebackType
 from pallas_patch_embed import ending
 from pallas_patch_embed.embed.pictures import printable
 
-# Seconds between lines where there is no terminal.
+# Seconds between lines if standard error is not a terminal.
 LINE_SECONDS = 30.0
 
-# Pictures without an embedding that are named; the others are counted.
+# Number of pictures without an embedding that are listed. Further ones are only counted.
 NAMED = 100
 
 
 class Progress:
-    """Counts pictures and shows rate, errors and time left.
+    """Counts pictures, and shows rate, errors and remaining time.
 
     Args:
-      quiet: whether nothing but errors of the whole run is shown.
+      quiet: whether to show nothing.
 
     Attributes:
-      total: pictures of the run; None while nobody knows.
-      done: pictures that this run has embedded.
-      errors: pictures that it could not embed.
-      before: pictures that earlier runs have written.
+      total: number of pictures of the run; None while it is not known.
+      done: number of pictures that this run has embedded.
+      errors: number of pictures that this run could not embed.
+      before: number of pictures that earlier runs have written.
     """
 
     def __init__(self, *, quiet: bool = False):
@@ -54,21 +54,21 @@ class Progress:
             self.say(f"{rate:.1f} pictures/s, {seconds:.0f} s.")
 
     def embedded(self, pictures: int) -> None:
-        """So many more pictures are embedded."""
+        """Counts pictures that were embedded."""
         self.done += pictures
         self._show(pictures)
 
     def failed(self, id: str, why: str) -> None:
-        """A picture has no embedding."""
+        """Counts a picture that has no embedding, and says why."""
         self.errors += 1
         if self.errors <= NAMED:
             self.say(f"No embedding of {printable(id)}: {printable(why)}.")
             if self.errors == NAMED:
-                self.say("Further ones are counted.")
+                self.say("Further pictures without an embedding are counted, but not listed.")
         self._show(1)
 
     def skipped(self) -> None:
-        """A picture is in a shard of an earlier run."""
+        """Counts a picture that an earlier run has written."""
         self.before += 1
         self._show(1)
 

@@ -1,4 +1,4 @@
-"""Memory for images that processes share: the process that decodes writes, its parent reads."""
+"""Memory that processes share for images: the process that decodes writes, its parent reads."""
 
 import mmap
 import os
@@ -10,20 +10,20 @@ import numpy as np
 
 
 class Slots:
-    """Slots for one image each, in memory that this process shares with those that it starts.
+    """Slots for one image each, in memory that this process shares with the processes it starts.
 
-    The memory has no name. The system frees it when the last process that uses it has ended,
-    whatever ended it, and takes no memory for slots that were never written. Slots can be pickled
-    only as an argument of a process that is being started.
+    The memory has no name. The system frees it when the last process that uses it has ended, even
+    if that process was killed, and allocates no memory for slots that were never written. Slots can
+    be pickled only as an argument of a process that is being started.
 
     Args:
       number: number of slots.
-      size: bytes of a slot.
+      size: size of a slot in bytes.
     """
 
     def __init__(self, number: int, size: int):
         if hasattr(os, "memfd_create"):
-            # Unlike a file in /dev/shm, which containers limit to 64 MB.
+            # A memfd may be larger than a file in /dev/shm, which containers limit to 64 MB.
             self._file = os.memfd_create("images")
         else:
             with tempfile.TemporaryFile() as file:
@@ -47,7 +47,7 @@ class Slots:
         return self._inherited, (reduction.DupFd(self._file), *self._shape)
 
     def close(self) -> None:
-        """Starts to free the memory: it goes with the last image that is used."""
+        """Releases the memory, which is freed when the last image in it is no longer used."""
         os.close(self._file)
         del self._bytes
 
@@ -55,14 +55,16 @@ class Slots:
         """Copies an image [H, W, 3] uint8 into a slot; returns (H, W).
 
         Raises:
-          ValueError: it is larger than a slot.
+          ValueError: the image is larger than a slot.
         """
         height, width, _ = image.shape
         if image.nbytes > self._shape[1]:
-            raise ValueError(f"its image of {height} x {width} pixels is larger than was expected")
+            raise ValueError(
+                f"its image has {image.nbytes} bytes, expected at most {self._shape[1]}"
+            )
         self.image(slot, height, width)[:] = image
         return height, width
 
     def image(self, slot: int, height: int, width: int) -> np.ndarray:
-        """The image [H, W, 3] in a slot: the memory itself, no copy."""
+        """Returns the image [H, W, 3] in a slot, a view of the shared memory."""
         return self._bytes[slot, : height * width * 3].reshape(height, width, 3)

@@ -1,8 +1,9 @@
-"""Where pictures come from: files, folders, lists, WebDataset tars and parquet, local or remote.
+"""Sources of pictures: files, folders, lists, WebDataset tars and parquet files, local or remote.
 
 `find` turns the arguments of the command into units, which can be pickled: `Files`, `Tar` and
-`Parquet`. A unit's `pictures()` are read one after another; their contents are opened by the
-processes, or by the Ray tasks, that decode them. Nothing here grows with the number of pictures.
+`Parquet`. A unit's `pictures()` yields its pictures. The processes or Ray tasks that decode the
+pictures open their contents. The memory that this module uses does not grow with the number of
+pictures.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ from typing import Any, BinaryIO, NamedTuple
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.pictures import extensions, open_regular, printable
 
-# Files of a unit: enough that its overhead does not count, few enough that a run has many units.
+# Number of files in a unit. It is large enough that the overhead of a unit does not matter, and
+# small enough that a run has many units.
 FILES_PER_UNIT = 256
 
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
@@ -32,8 +34,9 @@ class Picture(NamedTuple):
     """An encoded picture.
 
     Attributes:
-      id: its path, URL, key in a WebDataset, or id in a table.
-      open: opens it for reading; raises the reason if it cannot be read. It can be pickled.
+      id: the picture's path, URL, key in a WebDataset, or id in a table.
+      open: picklable function that opens the picture for reading, or raises the reason why it
+        cannot be read.
     """
 
     id: str
@@ -41,12 +44,12 @@ class Picture(NamedTuple):
 
 
 def text(path: str | os.PathLike[str]) -> str:
-    """A path as valid Unicode, which parquet needs: bytes that are none become escapes."""
+    """Returns a path as valid Unicode, which parquet needs, with invalid bytes escaped."""
     return os.fspath(path).encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def unreadable(id: str, reason: str) -> Picture:
-    """A picture that cannot be opened, with the reason."""
+    """Makes a picture that cannot be opened, for this reason."""
     return Picture(id, functools.partial(_fail, reason))
 
 
@@ -55,13 +58,13 @@ def _fail(reason: str) -> BinaryIO:
 
 
 def is_url(path: str) -> bool:
-    """Whether it is a URL; everything else is a path on this machine."""
+    """Returns whether `path` is a URL. Otherwise it is a path on this machine."""
     return re.match(r"[a-z][a-z0-9+.-]*://", path) is not None
 
 
 @contextlib.contextmanager
 def reaching(url: str) -> Iterator[None]:
-    """Makes an OSError of the errors that the packages for URLs have of their own."""
+    """Converts exceptions that are specific to a package for URLs to OSError."""
     try:
         yield
     except (ImportError, OSError, ValueError):
@@ -85,7 +88,7 @@ class Files:
 
     Attributes:
       paths: paths on this machine, or URLs.
-      reasons: for each path why it cannot be read, or "".
+      reasons: for each path the reason why it cannot be read, or "".
     """
 
     paths: tuple[str, ...]
@@ -102,7 +105,7 @@ class Files:
 
 
 def _fetch(url: str) -> BinaryIO:
-    """The content at a URL, in one request."""
+    """Reads the contents at a URL with one request."""
     import fsspec
 
     fs, path = fsspec.url_to_fs(url)
@@ -113,9 +116,9 @@ def _fetch(url: str) -> BinaryIO:
 class Tar:
     """A tar of pictures, for example a shard of a WebDataset.
 
-    A member's id is its key: its name without the extension. Members that have no extension of a
-    picture, and hidden ones, belong to other columns of the dataset. Each member is taken by
-    itself, so the order of members does not matter.
+    The id of a member is its key, its name without the extension. Hidden members, and members
+    without the extension of a picture, are skipped: they are other columns of the dataset. The
+    order of the members does not matter.
 
     Attributes:
       path: path on this machine, or a URL.
@@ -130,34 +133,37 @@ class Tar:
             mode: Any = "r:" if plain else "r|*"
             with open_source(self.path) as file, tarfile.open(fileobj=file, mode=mode) as tar:
                 while (member := tar.next()) is not None:
-                    tar.members.clear()  # type: ignore[attr-defined]  # Or all would be in memory.
+                    tar.members.clear()  # type: ignore[attr-defined]  # Frees memory.
                     name = PurePosixPath(member.name)
                     if not member.isfile() or name.name.startswith("."):
                         continue
                     if name.suffix.lower() in wanted:
                         id = text(str(name.with_suffix("")))
                         yield Picture(id, self._content(tar, member, plain))
-                # tarfile takes a file that ends where a header should be for a whole archive.
+                # tarfile accepts a file that ends in place of a header as a complete archive.
                 if tar.fileobj is None or tar.fileobj.tell() < tar.offset + tarfile.BLOCKSIZE:
                     raise EOFError("its end is missing")
-        except Exception as error:  # Each kind of URL has errors of its own.
+        except Exception as error:  # Each package for URLs has its own kinds of errors.
             yield unreadable(text(self.path), f"the tar cannot be read to its end: {error}")
 
     def _content(
         self, tar: tarfile.TarFile, member: tarfile.TarInfo, plain: bool
     ) -> Callable[[], BinaryIO]:
-        """Opens the content of a member, which who decodes it reads from the tar if it is plain."""
+        """Returns a function that opens the contents of a member.
+
+        The contents of a plain tar are read only when they are decoded.
+        """
         if plain and not member.issparse():
             if member.offset_data + member.size > os.path.getsize(self.path):
                 raise EOFError("its end is missing")
             return functools.partial(_part, self.path, member.offset_data, member.size)
         content = tar.extractfile(member)
-        assert content is not None  # It is a file.
+        assert content is not None  # The member is a file.
         return functools.partial(io.BytesIO, content.read())
 
 
 def _is_plain_tar(path: str) -> bool:
-    """Whether it is a tar on this machine that is not compressed, so that parts can be read."""
+    """Returns whether a path is an uncompressed tar on this machine, of which parts can be read."""
     if is_url(path):
         return False
     try:
@@ -168,14 +174,14 @@ def _is_plain_tar(path: str) -> bool:
 
 
 def _part(path: str, offset: int, size: int) -> BinaryIO:
-    """A part of a file on this machine."""
+    """Reads a part of a file on this machine."""
     with open(path, "rb", buffering=0) as file:
         file.seek(offset)
         return io.BytesIO(file.read(size))
 
 
 class ColumnsError(ValueError):
-    """A table has not the columns that are needed."""
+    """A table does not have the columns that are needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +192,8 @@ class Parquet:
       path: path on this machine, or a URL.
       image_column: name of the column of pictures: binary, or structs with a field `bytes`, as in
         Hugging Face's datasets. None for the only column of such a type.
-      id_column: name of the column of ids; None for `id` if there is one, and otherwise `path#row`.
+      id_column: name of the column of ids; None for the column `id`. Without that column the ids
+        are `path#row`.
     """
 
     path: str
@@ -201,7 +208,7 @@ class Parquet:
             with open_source(self.path) as opened, pyarrow.parquet.ParquetFile(opened) as file:
                 image, id = self.columns(file.schema_arrow)
                 columns = [image] if id is None else [image, id]
-                # Few rows at a time: pictures are large.
+                # Only a few rows are read at a time, because pictures are large.
                 for batch in file.iter_batches(64, columns=columns):
                     ids = batch[id].to_pylist() if id is not None else itertools.repeat(None)
                     for content, key in zip(batch[image], ids):
@@ -209,14 +216,14 @@ class Parquet:
                         row += 1
         except ColumnsError:
             raise
-        except Exception as error:  # Each kind of URL has errors of its own.
+        except Exception as error:  # Each package for URLs has its own kinds of errors.
             yield unreadable(text(self.path), f"the table cannot be read beyond row {row}: {error}")
 
     def columns(self, schema: Any) -> tuple[str, str | None]:
-        """The names of the columns of pictures and of ids.
+        """Returns the names of the columns of pictures and of ids (None for no column of ids).
 
         Raises:
-          ColumnsError: they cannot be told from the schema.
+          ColumnsError: a column is missing, or there are several columns of pictures.
         """
         import pyarrow.types as types
 
@@ -229,13 +236,13 @@ class Parquet:
         image = self.image_column
         if image is None and len(found) != 1:
             raise ColumnsError(
-                f"{printable(self.path)} has {len(found)} columns of encoded pictures "
-                f"{found}, expected one. Name it with --image-column."
+                f"{printable(self.path)} has {len(found)} columns of encoded pictures, {found}, "
+                "expected one. Choose one with --image-column."
             )
         if image is not None and image not in found:
             raise ColumnsError(
-                f"{printable(self.path)} has no column {image!r} of encoded pictures; those that "
-                f"it has are {found}."
+                f"{printable(self.path)} has no column {image!r} of encoded pictures; its columns "
+                f"of encoded pictures are {found}."
             )
         id = self.id_column or ("id" if "id" in schema.names else None)
         if id is not None and id not in schema.names:
@@ -258,7 +265,7 @@ type Unit = Files | Tar | Parquet
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Which columns of parquet files are read; see `Parquet`."""
+    """The columns of parquet files that are read, as in `Parquet`."""
 
     image: str | None = None
     id: str | None = None
@@ -267,22 +274,18 @@ class Columns:
 def find(
     arguments: Iterable[str], columns: Columns, skipped: Callable[[str, str], None]
 ) -> Iterator[Unit]:
-    """The units of the arguments, found while they are asked for.
+    """Yields the units of the arguments, and searches only as far as units are requested.
 
-    Folders are searched for files with the extension of a picture, in sorted order; links are
-    followed, and every file and folder on this machine is taken once, under the first of its names.
-    Hidden files and folders are left out.
+    Folders are searched for files with the extension of a picture, in sorted order. Links are
+    followed. Every file and folder on this machine is used once, under the first name by which it
+    is found. Hidden files and folders are left out.
 
     Args:
-      arguments: paths or URLs of pictures, folders, tars and parquet files; braces and, in URLs,
-        wildcards are expanded.
+      arguments: paths or URLs of pictures, folders, tars and parquet files.
       columns: columns of parquet files.
-      skipped: called with the path and the reason of what has the name of a picture, or links to
-        nothing, and is none.
-
-    Raises:
-      FileNotFoundError: an argument does not exist.
-      ValueError: an argument is a FIFO, a socket or a device.
+      skipped: function that is called with path and reason for each path that is skipped, because
+        it cannot be accessed (such as a dangling link), or because it has the extension of a
+        picture but is not a regular file.
     """
     seen = Ids()
     loose: list[tuple[str, str]] = []
@@ -309,7 +312,7 @@ def find(
 def _of_argument(
     argument: str, columns: Columns, seen: Ids, skipped: Callable[[str, str], None]
 ) -> Iterator[Unit | tuple[str, str]]:
-    """Units, and (path, why it cannot be read or "") of single files."""
+    """Yields units, and (path, reason why it cannot be read or "") of single files."""
     if argument.lower().endswith(TAR_ENDINGS):
         yield Tar(argument)
     elif argument.lower().endswith(".parquet"):
@@ -321,9 +324,9 @@ def _of_argument(
 
 
 def expand(arguments: Iterable[str]) -> Iterator[str]:
-    """The arguments, with braces ("{000..099}") expanded, and wildcards of URLs.
+    """Yields the arguments with braces ("{000..099}") and the wildcards of URLs expanded.
 
-    An argument that exists as it is written stays as it is.
+    An argument that is the path of an existing file or folder is not expanded.
     """
     for argument in arguments:
         if not is_url(argument) and os.path.lexists(argument):
@@ -336,7 +339,7 @@ def expand(arguments: Iterable[str]) -> Iterator[str]:
         else:
             expanded = [argument]
         for one in expanded:
-            # In the URL of a web page "?" begins a query.
+            # Wildcards of http URLs are not expanded, because "?" begins a query there.
             if is_url(one) and re.search(r"[*?\[]", one) and not one.startswith("http"):
                 import fsspec
 
@@ -344,26 +347,32 @@ def expand(arguments: Iterable[str]) -> Iterator[str]:
                     fs, pattern = fsspec.url_to_fs(one)
                     found = sorted(fs.glob(pattern))
                 if not found:
-                    raise FileNotFoundError(f"Nothing matches {printable(one)}.")
+                    raise FileNotFoundError(f"No file matches {printable(one)}.")
                 yield from map(fs.unstrip_protocol, found)
             else:
                 yield one
 
 
 def check(arguments: Iterable[str], wanted: str = "a picture") -> None:
-    """Refuses arguments that do not exist, or that cannot be what is wanted.
+    """Refuses arguments that do not exist, or are neither regular files nor folders.
+
+    Args:
+      arguments: paths and URLs.
+      wanted: description of an argument, for the error message.
 
     Raises:
-      FileNotFoundError: some do not exist.
-      ValueError: one is a FIFO, a socket or a device.
+      FileNotFoundError: arguments do not exist.
+      ValueError: an argument is a FIFO, a socket or a device.
     """
     absent = [a for a in arguments if not _exists(a)]
     if absent:
-        raise FileNotFoundError(f"There is no {', '.join(map(printable, absent))}.")
+        raise FileNotFoundError(
+            f"These files or folders do not exist: {', '.join(map(printable, absent))}."
+        )
     for argument in arguments:
         path = Path(argument)
         if not is_url(argument) and path.exists() and not path.is_dir() and not path.is_file():
-            raise ValueError(f"{printable(argument)} is no regular file, so it is not {wanted}.")
+            raise ValueError(f"{printable(argument)} is not a regular file, expected {wanted}.")
 
 
 def _exists(argument: str) -> bool:
@@ -377,12 +386,12 @@ def _exists(argument: str) -> bool:
 
 
 def _remote(url: str) -> Iterator[str]:
-    """The file at a URL, or the pictures of a folder there."""
+    """Yields the file at a URL, or the pictures of the folder at the URL."""
     import fsspec
 
     fs, root = fsspec.url_to_fs(url)
     wanted = extensions()
-    # A name that ends like a picture's is one: asking would be a request for each of them.
+    # A URL with the extension of a picture is assumed to be a picture, to save a request.
     if PurePosixPath(root).suffix.lower() in wanted or not fs.isdir(root):
         yield url
         return
@@ -396,11 +405,12 @@ def _remote(url: str) -> Iterator[str]:
 def _walk(
     argument: str, seen: Ids, skipped: Callable[[str, str], None]
 ) -> Iterator[tuple[str, str]]:
-    """(path, why it cannot be read or "") of the files below a path on this machine."""
+    """Yields (path, reason why it cannot be read or "") of files below a path on this machine."""
     wanted = extensions()
     argument = str(Path(argument))
-    # Paths, and what they are without links unless they are links themselves, in the folders that
-    # are being searched: only their names are in memory.
+    # Iterators over the folders that are being searched, with each path and its real path, in which
+    # only a link in the last component is not resolved. Only the names in these folders are in
+    # memory.
     below = [iter([(argument, os.path.realpath(argument))])]
     while below:
         path, real = next(below[-1], (None, ""))
@@ -416,7 +426,7 @@ def _walk(
                 mode = os.stat(path).st_mode
         except OSError as error:
             dangling = stat.S_ISLNK(mode) and isinstance(error, FileNotFoundError)
-            reason = "it is a link to nothing" if dangling else _reason(error)
+            reason = "it is a dangling link" if dangling else _reason(error)
             if meant:
                 yield path, reason
             else:
@@ -435,21 +445,21 @@ def _walk(
         elif stat.S_ISREG(mode):
             yield path, ""
         else:
-            skipped(path, "it is no regular file")
+            skipped(path, "it is not a regular file")
 
 
 def _within(folder: str, real: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The names in a folder, and in the folder without links."""
+    """Yields the path of each name in a folder, and the path with the folder's links resolved."""
     return ((os.path.join(folder, name), os.path.join(real, name)) for name in names)
 
 
 def _reason(error: OSError) -> str:
-    """What went wrong, without the name of the file."""
+    """Returns the message of an error without the name of the file."""
     return error.strerror or str(error)
 
 
 def read_list(path: str) -> Iterator[str]:
-    """The arguments in a file, or in standard input if the path is "-": one on each line."""
+    """Yields the arguments in a file, or in standard input if the path is "-", one on each line."""
     with contextlib.ExitStack() as stack:
         if path == "-":
             lines: Iterable[str] = sys.stdin

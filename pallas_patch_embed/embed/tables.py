@@ -7,7 +7,7 @@ import numpy as np
 
 
 def embeddings_table(ids: Sequence[str], embeddings: np.ndarray) -> Any:
-    """A table of ids and fixed-size lists."""
+    """Makes a table with the columns `id` and `embedding`, a fixed-size list."""
     import pyarrow
 
     n, width = embeddings.shape
@@ -18,7 +18,7 @@ def embeddings_table(ids: Sequence[str], embeddings: np.ndarray) -> Any:
 
 
 def errors_table(errors: Sequence[tuple[str, str]]) -> Any:
-    """A table of ids and reasons."""
+    """Makes a table with the columns `id` and `reason`."""
     import pyarrow
 
     columns = [pyarrow.array(column, pyarrow.string()) for column in zip(*errors)]
@@ -26,7 +26,7 @@ def errors_table(errors: Sequence[tuple[str, str]]) -> Any:
 
 
 def parquet_bytes(table: Any) -> bytes:
-    """A table as a parquet file."""
+    """Returns the contents of a parquet file with this table."""
     import pyarrow
     import pyarrow.parquet
 

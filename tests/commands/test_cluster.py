@@ -214,7 +214,7 @@ def test_a_driver_that_is_killed_goes_on(tmp_path, cluster, nodes, pictures):
     before = len(by_id(out)) + len(shards(out, "errors").get("id", []))
     assert 0 < before < 151
     second = subprocess.run(command, capture_output=True, text=True)
-    assert f"{before} were there before" in second.stdout, second.stdout + second.stderr
+    assert f"Earlier runs had processed {before}." in second.stdout, second.stdout + second.stderr
     assert_whole(out, pictures)
 
 

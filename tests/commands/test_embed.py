@@ -158,7 +158,7 @@ def test_unreadable_files_are_reported_skipped_and_counted(tmp_path, pictures, c
     error = capsys.readouterr().err
     for name in ("aa.jpg", "truncated.png", "dangling.png", "float.tiff", "wide.tiff"):
         assert f"No embedding of {pictures / name}: " in error
-    assert "5 could not be read or embedded" in error
+    assert "5 pictures could not be read or embedded" in error
 
 
 def test_a_picture_whose_embedding_is_not_finite_is_left_out(
@@ -372,10 +372,10 @@ def test_a_processor_config_with_an_image_processor_goes_first(tmp_path):
 @pytest.mark.parametrize(
     "name, resample, text",
     [
-        (FIXED, "BICUBIC", "transformers' SiglipImageProcessor does by default: 224 x 224 pixels"),
-        (BIG_VISION, "BILINEAR", "big_vision does by default: 224 x 224 pixels, bilinear"),
+        (FIXED, "BICUBIC", "defaults of transformers' SiglipImageProcessor: 224 x 224 pixels"),
+        (BIG_VISION, "BILINEAR", "defaults of big_vision: 224 x 224 pixels, bilinear"),
         (NAFLEX, "BILINEAR", "at most 256 patches of 16 x 16 pixels, bilinear"),
-        ("hf_siglip2_naflex_p16", "BILINEAR", "transformers' Siglip2ImageProcessor does"),
+        ("hf_siglip2_naflex_p16", "BILINEAR", "defaults of transformers' Siglip2ImageProcessor"),
     ],
 )
 def test_without_a_preprocessor_config_the_defaults_of_the_class_are_taken_and_said(
@@ -393,7 +393,7 @@ def test_without_a_preprocessor_config_the_defaults_of_the_class_are_taken_and_s
     "config, text",
     [
         ("{", "damaged"),
-        ("[]", "no object"),
+        ("[]", "not a JSON object"),
         (RELEASED | {"image_mean": [0.48, 0.45, 0.4]}, "image_mean"),
         (RELEASED | {"image_std": ["a"]}, "image_std"),
         (RELEASED | {"image_std": []}, "image_std"),
@@ -458,13 +458,16 @@ def test_the_command_says_which_picture_is_bad(tmp_path, pictures):
             ["--checkpoint", "absent", ".", "--out", "out.npz"],
             "there is no file or folder 'absent'",
         ),
-        (["--checkpoint", "absent", ".", "p*.jpg", "x", "--out", "o.npz"], "no p*.jpg, x."),
+        (
+            ["--checkpoint", "absent", ".", "p*.jpg", "x", "--out", "o.npz"],
+            "do not exist: p*.jpg, x.",
+        ),
         (["--checkpoint", str(DATA / FIXED), "bad", "--out", "o.npz"], "None of the 1 pictures"),
-        (["--checkpoint", "absent", "fifo", "--out", "o.npz"], "fifo is no regular file"),
+        (["--checkpoint", "absent", "fifo", "--out", "o.npz"], "fifo is not a regular file"),
         (["--checkpoint", "absent", ".", "--out", "o.npz", "--workers", "0"], "not a positive"),
         (["--checkpoint", str(DATA / FIXED), "empty", "--out", "out.npz"], "no pictures in empty"),
         (["--checkpoint", "absent", ".", "--out", "no/folder/out.npz"], "no such folder"),
-        (["--checkpoint", "absent", ".", "--out", "a.png"], "has not written"),
+        (["--checkpoint", "absent", ".", "--out", "a.png"], "it is a file, expected"),
         (
             ["--checkpoint", str(DATA / FIXED), ".", "--out", "o.npz", "--size", "9"],
             "the side of a patch, 14",

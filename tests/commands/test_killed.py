@@ -81,7 +81,7 @@ def test_a_run_killed_at_ten_random_moments_has_every_id_once_and_the_same_numbe
     driver = [sys.executable, "-c", KILLED, "0", "0", *arguments]
     result = subprocess.run(driver, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert f"{before} were there before" in result.stdout
+    assert f"Earlier runs had processed {before}." in result.stdout
     assert_same(by_id(out), expected(contents, batch=16))
     assert not list(out.rglob("*.partial"))
 
@@ -131,12 +131,12 @@ def test_a_disk_that_gets_full_keeps_its_shards_and_the_run_goes_on_elsewhere(tm
     result = small_disk([*command, "--out", tmp_path / "disk" / "out"], tmp_path / "kept")
     assert result.returncode == 4, result.stderr
     assert "No space left on device" in result.stderr
-    assert "run the same command again: it goes on with the rest" in result.stderr
+    assert "run the same command again to resume the work" in result.stderr
     out = tmp_path / "kept" / "out"
     found = by_id(out)
     assert 0 < len(found) < PICTURES and not list(out.rglob("*.partial"))
     result = subprocess.run([*map(str, command), "--out", str(out)], capture_output=True, text=True)
-    assert result.returncode == 0 and f"{len(found)} were there before" in result.stdout
+    assert result.returncode == 0 and f"Earlier runs had processed {len(found)}." in result.stdout
     assert_same(by_id(out), expected(contents, batch=16))
 
 

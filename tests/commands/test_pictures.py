@@ -93,7 +93,7 @@ def test_links_to_nothing_are_named(folder):
     result = Found(folder, Path("folder"))
     assert result.pictures == ["a.png"]
     assert result.unreadable.keys() == {"gone.png", "loop.png", "folder"}
-    nothing = "it is a link to nothing"
+    nothing = "it is a dangling link"
     assert result.unreadable["gone.png"] == result.unreadable["folder"] == nothing
     assert list(result.skipped) == ["folder"]
 
@@ -106,9 +106,9 @@ def test_FIFOs_and_sockets_are_skipped_in_folders_and_refused_as_arguments(folde
         server.bind("c.png")
     result = Found(folder)
     assert result.pictures == ["a.png"] and not result.unreadable
-    assert result.skipped == dict.fromkeys(("b.png", "c.png"), "it is no regular file")
+    assert result.skipped == dict.fromkeys(("b.png", "c.png"), "it is not a regular file")
     for special in ("b.png", "c.png", "pipe", "/dev/null"):
-        with pytest.raises(ValueError, match=f"{special} is no regular file"):
+        with pytest.raises(ValueError, match=f"{special} is not a regular file"):
             Found(folder, Path(special))
 
 
@@ -120,7 +120,7 @@ def test_a_FIFO_is_not_waited_for(folder):
 
 def test_arguments_that_do_not_exist_are_all_named(folder):
     make("a.png")
-    with pytest.raises(FileNotFoundError, match=r"There is no \*\.jpg, phtos/b\.png\.$"):
+    with pytest.raises(FileNotFoundError, match=r"do not exist: \*\.jpg, phtos/b\.png\.$"):
         Found("*.jpg", "a.png", "phtos/b.png")
 
 

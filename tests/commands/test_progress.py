@@ -55,7 +55,10 @@ def test_a_hundred_errors_are_named_and_the_others_counted(clock, capsys):
             shown.failed(f"{i}.png", "broken")
         lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "No embedding of 0.png: broken." and len(lines) == 101
-    assert lines[-1] == "Further ones are counted." and shown.errors == 150
+    assert (
+        lines[-1] == "Further pictures without an embedding are counted, but not listed."
+        and shown.errors == 150
+    )
 
 
 def test_a_terminal_shows_a_bar_with_rate_errors_and_time_left(monkeypatch):
@@ -100,4 +103,4 @@ def test_quiet_shows_nothing_but_what_went_wrong(tmp_path, kind):
     said = os.read(reader, 10**5).decode()
     os.close(writer)
     os.close(reader)
-    assert said.strip() == "1 could not be read or embedded."
+    assert said.strip() == "1 pictures could not be read or embedded."
