@@ -114,7 +114,7 @@ def test_FIFOs_and_sockets_are_skipped_in_folders_and_refused_as_arguments(folde
 
 def test_a_FIFO_is_not_waited_for(folder):
     os.mkfifo("a.png")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         open_regular("a.png")
 
 
