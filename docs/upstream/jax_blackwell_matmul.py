@@ -1,7 +1,7 @@
-"""jax's matrix product for Blackwell with two blocks: what the emulator finds in its PTX.
+"""Shows the faults that the emulator finds in jax's matrix product for Blackwell with two blocks.
 
 Compiles jax's kernel for sm_100a, without a GPU, and executes the PTX in the emulator of this
-repository. Needs the extra `codegen`. docs/upstream.md says what is wrong.
+repository. Needs the extra `codegen`. docs/upstream.md explains the fault.
 """
 
 import re
@@ -18,11 +18,11 @@ from jax_kernels import BROKEN, MATMULS, Matmul, compiled
 from ptx_emulator import mosaic
 from ptx_emulator.errors import EmulatorError
 
-# What this kernel does and the emulator otherwise refuses (tests/ptx_emulator/README.md).
+# This kernel needs these exceptions from the emulator's checks (tests/ptx_emulator/README.md).
 ALLOWED = frozenset({"signal that nobody waits for", "descriptor version", "used before wait::ld"})
 SCHEDULES = (("eager", 0), ("late", 1), ("random", 2))
 
-# The kernel as it is, with and without one of the two corrections; and with both.
+# The unchanged kernel, the kernel with one of two corrections, and the kernel with both.
 CASES = {
     "without cluster_axes": BROKEN["two blocks, no cluster_axes"],
     "with cluster_axes, but no barrier before the arrival": BROKEN["two blocks, not synchronised"],
@@ -32,7 +32,7 @@ NAMES = {id(matmul): name for name, matmul in (MATMULS | BROKEN).items()}
 
 
 def execute(stem: Path, matmul: Matmul, allowed: frozenset[str]) -> None:
-    """Prints what the emulator says in each schedule."""
+    """Prints the emulator's result in each schedule."""
     for schedule, seed in SCHEDULES:
         a, b, expected = matmul.draw(seed)
         result = (expected.shape, expected.dtype)

@@ -1,7 +1,7 @@
-"""lax.optimization_barrier in Mosaic GPU mixes up the words of vectors of 16-bit values.
+"""Shows that lax.optimization_barrier in Mosaic GPU permutes the words of 16-bit vectors.
 
 Compiles a kernel that copies its operand for Hopper, without a GPU, and executes the PTX in the
-emulator of this repository. Needs the extra `codegen`. docs/upstream.md says what is wrong.
+emulator of this repository. Needs the extra `codegen`. docs/upstream.md explains the fault.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""Pallas' GPU interpreter misses a race if five later copies are waited for.
+"""Shows that Pallas' GPU interpreter misses a race after waits for five later copies.
 
-Needs only jax. docs/upstream.md says what is wrong.
+Needs only jax. docs/upstream.md explains the fault.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 
 def finds_race(later_copies: int, **options: int) -> bool:
-    """Whether the interpreter reports the race of the first copy with the read at the end."""
+    """Returns whether the interpreter reports the race of the first copy with the last read."""
 
     def kernel(x, y, target, unrelated, never_awaited, awaited):
         plgpu.copy_gmem_to_smem(x, target, never_awaited)

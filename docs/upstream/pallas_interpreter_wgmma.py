@@ -1,6 +1,6 @@
-"""Pallas' GPU interpreter does not check what wgmma reads for races.
+"""Shows that Pallas' GPU interpreter does not check the reads of wgmma for races.
 
-Needs only jax. docs/upstream.md says what is wrong.
+Needs only jax. docs/upstream.md explains the fault.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
 
 def kernel(x, y, a, arrived, *, operation: str):
-    """Copies x to shared memory and uses it before the copy is waited for."""
+    """Copies x to shared memory and uses it before it waits for the copy."""
     plgpu.copy_gmem_to_smem(x, a, arrived)
 
     def multiply(accumulator):
@@ -33,7 +33,7 @@ def kernel(x, y, a, arrived, *, operation: str):
 
 
 def finds_race(operation: str) -> bool:
-    """Whether the interpreter reports that the operation races with the copy."""
+    """Returns whether the interpreter reports that the operation races with the copy."""
     tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     run = plgpu.kernel(
         functools.partial(kernel, operation=operation),

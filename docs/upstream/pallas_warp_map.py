@@ -1,6 +1,6 @@
-"""plgpu.warp_map does not lower inside a shard_map that checks varying manual axes.
+"""Shows that plgpu.warp_map cannot be lowered in a shard_map that checks varying manual axes.
 
-Needs only jax, and no GPU. docs/upstream.md says what is wrong.
+Needs only jax, and no GPU. docs/upstream.md explains the fault.
 """
 
 import jax
@@ -28,7 +28,7 @@ def by_one_warp(x, y, memory, arrived):
 
 
 def lower(kernel, check_vma: bool) -> str:
-    """Lowers a kernel for a GPU inside a shard_map over one device; returns what happened."""
+    """Lowers a kernel for a GPU inside a shard_map over one device. Returns the outcome."""
 
     def call(x):
         axes = dict(manual_axis_type=jax.typeof(x).manual_axis_type) if check_vma else {}

@@ -1,6 +1,6 @@
-"""safetensors writes float8 and bfloat16 arrays of numpy that it does not read.
+"""Shows that safetensors writes numpy arrays of float8 and bfloat16 that it cannot read.
 
-Needs safetensors, numpy and ml_dtypes. docs/upstream.md says what is wrong.
+Needs safetensors, numpy and ml_dtypes. docs/upstream.md explains the fault.
 """
 
 import json
@@ -13,14 +13,14 @@ import safetensors.numpy
 
 
 def tensor_file(dtype: str, itemsize: int) -> bytes:
-    """A safetensors file with two zeros."""
+    """Returns a safetensors file with two zeros."""
     tensor = {"dtype": dtype, "shape": [2], "data_offsets": [0, 2 * itemsize]}
     header = json.dumps({"x": tensor}).encode()
     return struct.pack("<Q", len(header)) + header + bytes(2 * itemsize)
 
 
 def read(when: str, folder: Path) -> None:
-    """Prints what the readers say about both dtypes."""
+    """Prints the results of the readers for both dtypes."""
     for dtype, itemsize in (("BF16", 2), ("F8_E4M3", 1)):
         path = folder / "x.safetensors"
         path.write_bytes(tensor_file(dtype, itemsize))

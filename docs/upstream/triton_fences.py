@@ -1,7 +1,7 @@
-"""Which fences Triton leaves out in kernels for Blackwell.
+"""Shows the fences that Triton leaves out in kernels for Blackwell.
 
 Compiles two kernels for sm_100a, without a GPU, and reads their PTX. Needs only triton and numpy.
-docs/upstream.md says what is wrong.
+docs/upstream.md explains the fault.
 """
 
 import os
@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 @triton.jit
 def loads_by_pointers(a, b, c, K, M: tl.constexpr, N: tl.constexpr, TILE_K: tl.constexpr):
-    """c = a @ b; the loads become cp.async."""
+    """Computes c = a @ b. The loads are compiled to cp.async."""
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, TILE_K)
     total = tl.zeros((M, N), tl.float32)
     for first in range(0, K, TILE_K):
@@ -31,7 +31,7 @@ def loads_by_pointers(a, b, c, K, M: tl.constexpr, N: tl.constexpr, TILE_K: tl.c
 
 @triton.jit
 def loads_by_tma(a, b, c, K, M: tl.constexpr, N: tl.constexpr, TILE_K: tl.constexpr):
-    """c = a @ b; a and b are tensor descriptors."""
+    """Computes c = a @ b for tensor descriptors a and b."""
     m, n = tl.arange(0, M), tl.arange(0, N)
     total = tl.zeros((M, N), tl.float32)
     for first in range(0, K, TILE_K):
@@ -45,7 +45,7 @@ DESCRIPTORS = {"a": "tensordesc<fp16[128,64]>", "b": "tensordesc<fp16[64,64]>"}
 
 
 def ptx_of(kernel, operands: dict[str, str]) -> str:
-    """The PTX for sm_100a."""
+    """Returns the PTX of a kernel for sm_100a."""
     signature = operands | {"c": "*fp32", "K": "i32"} | dict.fromkeys(SIZES, "constexpr")
     aligned = [
         (i,) for i, kind in enumerate(signature.values()) if kind in ("*fp16", "*fp32", "i32")
@@ -57,7 +57,7 @@ def ptx_of(kernel, operands: dict[str, str]) -> str:
 
 
 def instructions(ptx: str, pattern: str) -> list[str]:
-    """The instructions that match, in order; repetitions in a row are counted."""
+    """Returns the instructions that match, in order, with a count for consecutive equal ones."""
     found: list[tuple[str, int]] = []
     for name in re.findall(rf"^\s*(?:@\S+ )?((?:{pattern})[\w.:]*)", ptx, re.M):
         count = found.pop()[1] if found and found[-1][0] == name else 0

@@ -1,7 +1,7 @@
-"""Triton 3.6 rounds float32 to float8 through float16 for compute capability 8.9.
+"""Shows that Triton 3.6 rounds float32 to float8 through float16 for compute capability 8.9.
 
 Compiles a conversion, without a GPU, and counts the numbers that the PTX rounds wrongly. Needs only
-triton, numpy and ml_dtypes. docs/upstream.md says what is wrong.
+triton, numpy and ml_dtypes. docs/upstream.md explains the fault.
 """
 
 import os
@@ -25,14 +25,14 @@ def convert(x, y):
 
 
 def conversions(capability: int) -> list[str]:
-    """The instructions that convert floating-point numbers."""
+    """Returns the instructions that convert floating-point numbers."""
     source = ASTSource(convert, {"x": "*fp32", "y": "*fp8e4nv"}, {})
     ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
     return re.findall(r"cvt\.r[nz]\S+", ptx)
 
 
 def truncated_to_float16(x: np.ndarray) -> np.ndarray:
-    """cvt.rz.f16.f32 of normal numbers: the 13 last bits of the fraction are cut."""
+    """Computes cvt.rz.f16.f32 of normal numbers, which drops the last 13 bits of the fraction."""
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float16)
 
 

@@ -1,6 +1,6 @@
-"""Triton's interpreter rounds to bfloat16 by truncation and multiplies bfloat16 numbers' bits.
+"""Shows that Triton's interpreter truncates to bfloat16 and multiplies the bits of bfloat16.
 
-Needs only triton and numpy. docs/upstream.md says what is wrong.
+Needs only triton and numpy. docs/upstream.md explains the fault.
 """
 
 import os

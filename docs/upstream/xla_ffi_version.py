@@ -1,7 +1,7 @@
-"""A handler of a newer version of XLA's FFI is registered without an error and disables a platform.
+"""Shows that a handler of a newer FFI version is registered without an error but disables XLA.
 
-Compiles a handler that says it is one minor version newer than the jaxlib. Needs only jax and a C
-compiler. docs/upstream.md says what is wrong.
+Compiles a handler that reports a version one minor version newer than that of the jaxlib. Needs
+only jax and a C compiler. docs/upstream.md explains the fault.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
-"""Without autotuning XLA's int8 matrix product is wrong on a Hopper GPU.
+"""Shows that XLA's int8 matrix product without autotuning is wrong on a Hopper GPU.
 
-Needs jax and an NVIDIA GPU. docs/upstream.md says what is wrong.
+Needs jax and an NVIDIA GPU. docs/upstream.md explains the fault.
 """
 
 import os
