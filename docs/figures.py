@@ -13,7 +13,7 @@ from pallas_patch_embed.backends import schedule
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs/figures"
 
-# A small problem, the same in all figures: images of 2 x 3 patches in tiles of 4 rows.
+# All figures show the same small problem: images of 2 x 3 patches in tiles of 4 rows.
 LINES, PATCHES_PER_LINE, TILE_M = 2, 3, 4
 S = LINES * PATCHES_PER_LINE
 

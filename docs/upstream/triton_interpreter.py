@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def rounds_to_bfloat16():
-    # Halfway between 1.0078125 and 1.015625, whose last bit is even.
+    # This number is halfway between 1.0078125 and 1.015625. The last bit of the latter is even.
     tie = tl.full((1,), 1.01171875, tl.float32)
     tl.device_print("1.01171875 to bfloat16, 1.015625 expected", tie.to(tl.bfloat16).to(tl.float32))
     above = tl.full((1,), 1.00390625 + 2.0**-12, tl.float32)
