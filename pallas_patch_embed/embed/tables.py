@@ -31,5 +31,6 @@ def parquet_bytes(table: Any) -> bytes:
     import pyarrow.parquet
 
     sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(table, sink, compression="zstd")
+    # Only reasons repeat. A dictionary of embeddings would be built and given up.
+    pyarrow.parquet.write_table(table, sink, compression="zstd", use_dictionary=["reason"])
     return sink.getvalue().to_pybytes()

@@ -3,9 +3,11 @@
 import importlib.metadata
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from typing import Any, ClassVar
@@ -415,6 +417,66 @@ def test_a_damaged_tar_is_an_error_and_its_first_pictures_are_embedded(tmp_path)
     assert 0 < len(by_id(tmp_path / "out")) < 9
 
 
+def read_tar(path):
+    """Returns the ids and contents of the pictures in a tar; of an unreadable one the id alone."""
+    found = []
+    for picture in sources.Tar(str(path)).pictures():
+        try:
+            with pickle.loads(pickle.dumps(picture.open))() as file:
+                found.append((picture.id, file.read()))
+        except OSError:
+            found.append(picture.id)
+    return found
+
+
+def test_a_tar_gives_the_same_pictures_whether_members_are_read_from_it_or_streamed(
+    tmp_path, monkeypatch
+):
+    """However much of the tar there is; a member of which a part is missing is no picture."""
+    wanted = [(f"{i}", bytes([i]) * size) for i, size in enumerate((0, 1, 511, 512, 513, 1500))]
+    write_tar(tmp_path / "whole.tar", {f"./{id}.png": content for id, content in wanted})
+    content = (tmp_path / "whole.tar").read_bytes()
+    ends, position = [], 0
+    for _, picture in wanted:
+        ends.append(position + 512 + len(picture))
+        position = -(-ends[-1] // 512) * 512
+    path = tmp_path / "part.tar"
+    for length in range(0, len(content) + 1, 128):
+        path.write_bytes(content[:length])
+        found = read_tar(path)
+        # A tar ends with a block of zeros.
+        errors = [] if length >= position + 512 else [str(path)]
+        assert found == wanted[: sum(end <= length for end in ends)] + errors
+        with monkeypatch.context() as streamed:
+            streamed.setattr(sources, "_is_plain_tar", lambda _: False)
+            assert read_tar(path) == found
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_a_tar_is_what_it_contains_whatever_its_name_says(tmp_path, name):
+    write_tar(tmp_path / "compressed.tar.gz", {"0.png": encoded(0)})
+    write_tar(tmp_path / "plain.tar", {"0.png": encoded(0)})
+    for written in ("compressed.tar.gz", "plain.tar"):
+        (tmp_path / written).rename(tmp_path / name)
+        assert read_tar(tmp_path / name) == [("0", encoded(0))]
+
+
+def test_a_member_with_a_hole_is_read_as_a_whole(tmp_path):
+    """GNU tar --sparse stores only the data on both sides of the hole."""
+    before, hole, after = b"before", bytes(1000), b"after"
+    member = tarfile.TarInfo("0.png")
+    member.type, member.size = tarfile.GNUTYPE_SPARSE, len(before + after)
+    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    for i, (offset, size) in enumerate(((0, len(before)), (len(before + hole), len(after)))):
+        header[386 + 24 * i : 410 + 24 * i] = b"%011o\0%011o\0" % (offset, size)
+    header[483:495] = b"%011o\0" % len(before + hole + after)
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    data = (before + after).ljust(512, b"\0")
+    (tmp_path / "a.tar").write_bytes(header + data + bytes(1024))
+    assert read_tar(tmp_path / "a.tar") == [("0", before + hole + after)]
+
+
 @pytest.mark.parametrize("nested", [False, True], ids=["bytes", "Hugging Face's struct"])
 def test_parquet_has_ids_or_gets_them(tmp_path, nested):
     contents = [encoded(i) for i in range(5)] + [None]
@@ -554,8 +616,6 @@ def test_float16_is_what_float32_rounds_to(tmp_path, pictures):
 
 
 def test_units_can_be_pickled_and_have_few_files_each(tmp_path, pictures):
-    import pickle
-
     units = list(sources.find([str(pictures)], sources.Columns(), lambda *_: None))
     again = pickle.loads(pickle.dumps(units))
     names = [picture.id for unit in again for picture in unit.pictures()]
