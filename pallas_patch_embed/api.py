@@ -475,7 +475,8 @@ def _table(params: PatchEmbedParams, positions: Any, rows: int) -> jax.Array:
         positions = jnp.asarray(positions).astype(jnp.float32)
         table = lax.expand_dims(params.offset, range(positions.ndim - 1)) + positions
     if params.table_dtype == "bfloat16":
-        # XLA may keep more bits in a bfloat16 that it does not write to memory. This rounds anyway.
+        # XLA may keep more precision in a bfloat16 that it does not write to memory.
+        # reduce_precision rounds to bfloat16 in any case.
         table = lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7)
     table = table.astype(params.table_dtype)
     if not params.prefix:

@@ -26,12 +26,13 @@ CLOSING, ENDING = 1.0, 60.0
 PR_SET_PDEATHSIG = 1
 
 type Send = Callable[[Any], None]
-# (connection, seconds, last message) -> whether there is something to receive.
+# Function (connection, seconds, last message) that waits for a message. It returns whether there is
+# something to receive.
 type Wait = Callable[[Connection, float, Any], bool]
 
 
 class ChildEndedError(Exception):
-    """The child crashed, or hung and was ended; the message is what it did, such as "ended ..."."""
+    """The child crashed, or hung and was ended; the message begins with a verb, as "ended ..."."""
 
     def __init__(self, outcome: Literal["hung", "crashed"], text: str):
         super().__init__(text)
@@ -134,10 +135,10 @@ class Child:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Blocks SIGINT during the block, also in a process that is started in the block.
+    """Blocks SIGINT during a `with` block, also in a process that is started in that block.
 
-    A terminal sends SIGINT to parent and child. Without this the child would end with a traceback
-    if it gets the signal while it imports modules.
+    A terminal sends SIGINT to parent and child. Without this, the child would end with a traceback
+    if it got the signal while it imports modules.
     """
     if sys.platform == "win32":
         yield

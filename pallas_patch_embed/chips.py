@@ -99,7 +99,7 @@ class Target:
 
     @classmethod
     def of(cls, device: "jax.Device") -> "Target":
-        """Returns `device` as a target."""
+        """Returns the target for a device."""
         capability = str(getattr(device, "compute_capability", ""))
         if device.platform == "gpu" and capability[:1].isdigit():
             major, minor = map(int, capability.split("."))

@@ -1,4 +1,4 @@
-"""Ending of a command on signal N: removes unfinished files, prints one line, exits with 128 + N.
+"""Ends a command on signal N: removes unfinished files, prints one line, exits with 128 + N.
 
 The handler ends the process itself. A KeyboardInterrupt would pass through the code of other
 packages. Python also drops an exception that is raised in a callback of its garbage collector (JAX
@@ -59,7 +59,7 @@ def deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_shown() -> Iterator[None]:
-    """Says that the last line on standard error is a progress bar during the block."""
+    """Marks the last line on standard error as a progress bar during the block."""
     state.line_open = True
     try:
         yield

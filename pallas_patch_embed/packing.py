@@ -34,7 +34,8 @@ from pallas_patch_embed.params import (
 from pallas_patch_embed.patches import rounded
 from pallas_patch_embed.problem import is_known, padded
 
-# Layout of the kernel -> (its shape, the permutation that puts N first and K in the packed order).
+# The shape of the kernel in each layout, and the permutation that puts N first and K in the packed
+# order.
 LAYOUTS = {
     "HWIO": ("[p, p, 3, N]", (3, 0, 1, 2)),
     "OIHW": ("[N, 3, p, p]", (0, 2, 3, 1)),
@@ -116,7 +117,7 @@ def pack(
     image_mean, image_std = check_normalisation(image_mean, image_std)
     overflow = BFLOAT16_OVERFLOW if dtype == "bfloat16" else math.inf
     if image_std is not None:
-        # The weight is divided by 2 image_std.
+        # `_packed` divides the weight by 2 * image_std.
         overflow = min(overflow, 2 * min(image_std) * min(overflow, float(FLOAT32.max)))
     weights = _checked("kernel", kernel, overflow)
     N, frames = _check_kernel_shape(weights, patch_size, layout)
@@ -165,7 +166,7 @@ def _checked(name: str, value: Any, overflow: float = math.inf) -> Any:
       ValueError: known values are NaN or have a magnitude of at least `overflow`.
     """
     if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
-        # A parameter of a framework, such as flax.nnx.Param.
+        # The value is a parameter of a framework, such as flax.nnx.Param.
         value = value.__jax_array__()
     try:
         array = value if isinstance(value, jax.Array) else np.asarray(value)

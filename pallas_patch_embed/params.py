@@ -17,7 +17,7 @@ from pallas_patch_embed.files import written_whole
 from pallas_patch_embed.patches import Encoding
 from pallas_patch_embed.problem import DTYPES, PatchLayout, padded
 
-# Three numbers, for red, green and blue.
+# Type of three numbers, for red, green and blue.
 type Colours = tuple[float, float, float]
 
 # The version increases when a static field is added. FIELDS_BEFORE lists the static fields in files
@@ -246,7 +246,7 @@ def check_params(params: PatchEmbedParams) -> None:
     """Refuses params whose leaves contradict each other or the static fields.
 
     Raises:
-      TypeError: not PatchEmbedParams, or a leaf has a wrong dtype.
+      TypeError: `params` is not PatchEmbedParams, or a leaf has a wrong dtype.
       ValueError: a leaf has a wrong shape.
     """
     if not isinstance(params, PatchEmbedParams):
@@ -353,7 +353,7 @@ def check_normalisation(mean: Any, std: Any) -> tuple[Colours | None, Colours | 
     """Returns mean and std as three floats each, or None and None if they are 0.5 and 0.5.
 
     Raises:
-      ValueError: they are not three numbers each in [0, 1], as pixels in [0, 1] have them.
+      ValueError: one is not three numbers in [0, 1], or a standard deviation is 0.
     """
     found = []
     for name, value in (("image_mean", mean), ("image_std", std)):

@@ -142,7 +142,10 @@ def _with_patches(avals, layout: PatchLayout | None) -> list:
 
 
 def _whole(layout: PatchLayout | None) -> tuple:
-    """Returns the axes that are never sharded, named as in `_axes`: K, and S and all image axes."""
+    """Returns the axes that are never sharded, named as in `_axes`.
+
+    They are K, and with images also S and all axes of an image.
+    """
     return ("k",) if layout is None else ("k", "f", "h", "w", "c", -2)
 
 
@@ -284,7 +287,7 @@ def _(primals, tangents):
     return primals[0], tangents[0]
 
 
-# vmap.
+# The rule for vmap.
 
 
 def _batch(operands, axes, *, call):
@@ -306,7 +309,7 @@ def _batch(operands, axes, *, call):
 batching.primitive_batchers[patch_embed_p] = _batch
 
 
-# Sharding.
+# The rules for explicit and automatic sharding.
 
 
 def _explicitly(*operands, call):
@@ -355,7 +358,7 @@ def _partition(call, mesh, operands, result):
     specs = _operand_specs([x.shape for x in operands], spec, call.layout)
 
     def local(*operands):
-        # An explicit mesh may be active while XLA compiles. This code runs without it.
+        # An explicit mesh may be active while XLA compiles, so the primitive is bound without one.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             return patch_embed_p.bind(*operands, call=call)
 
@@ -384,7 +387,7 @@ def _shardy_rule(call, mesh, operands, results):
 _automatically.def_partition(_partition, sharding_rule=_shardy_rule)
 
 
-# Lowering.
+# The lowering rules.
 
 
 def _devices_left_to_xla(module) -> int:

@@ -28,7 +28,7 @@ class Shaped(Protocol):
 
 
 def dtype_name(value: Any, what: str) -> str:
-    """Returns the name of an array's own dtype, which JAX may convert (float64 to float32).
+    """Returns the name of an array's dtype, before JAX converts float64 to float32.
 
     Args:
       value: the array.
@@ -66,7 +66,7 @@ class PatchLayout(NamedTuple):
     Attributes:
       patch_size: side of a patch in pixels.
       frames: frames of a video in one patch; None for images.
-      prefix: rows of zeros in front of the patches. The result has the table's rows there.
+      prefix: number of rows of zeros in front of the patches, for which the result is the table.
     """
 
     patch_size: int
@@ -229,7 +229,7 @@ class NamedShape:
 
 # Models of SigLIP (arXiv 2303.15343) and SigLIP 2 (arXiv 2502.14786), and the vision tower of
 # Gemma 3 (arXiv 2503.19786). NaFlex models have positions per image, and by default at most 256
-# patches an image.
+# patches per image.
 NAMED_SHAPES = tuple(
     NamedShape(f"{name}/{patch} {image}", patch, image, N)
     for name, patch, N, images in (

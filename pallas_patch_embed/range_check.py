@@ -1,7 +1,7 @@
 """The range check of traced pixels, an identity primitive that only `checkify` turns into a check.
 
 `checkify.debug_check` has an effect. JAX dispatches a jitted program with an effect from Python
-instead of C++ (5 ms instead of 0.15 ms a call with 300 arrays), and cannot serialise it. This
+instead of C++ (5 ms instead of 0.15 ms per call with 300 arrays), and cannot serialise it. This
 primitive has no effect. checkify finds the check of a primitive in the table `error_checks`, which
 has no public name in JAX.
 """
@@ -21,7 +21,8 @@ class Check(NamedTuple):
     """The check of a range of pixels. A jaxpr prints it as one word.
 
     Attributes:
-      range_of: pixels -> whether all are in range, the smallest pixel and the largest.
+      range_of: function of pixels that returns whether all are in range, the smallest and the
+        largest pixel.
       message: the error's message, with the fields {low} and {high}.
     """
 

@@ -31,7 +31,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 class Row(NamedTuple):
-    """Whether one backend serves, and the reason if it cannot or if another one is faster."""
+    """One backend's answer: whether it serves, and why it cannot or why another is faster."""
 
     backend: str
     serves: bool
@@ -135,7 +135,7 @@ def plan_with(
 
 
 def _plan(name: str, problem: Problem, target: Target, tuned: str | None) -> Plan:
-    """Returns a backend's plan with the measured config, or with its heuristic's if none exists."""
+    """Returns a backend's plan with the measured config, or else with the heuristic's config."""
     backend, measured = BACKENDS[name], problem
     by_heuristic = functools.cache(lambda: backend.plan(problem, target))
     if problem.images is not None:

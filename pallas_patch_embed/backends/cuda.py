@@ -47,11 +47,11 @@ BUILD_FAILURE = LIBRARY.with_suffix(".txt")
 # ffi/binding.cc).
 INTERFACE = 3
 
-# Dtypes -> their spelling in the names of kernels.
+# Spelling of each dtype in the names of kernels.
 SPELLED = {"float8_e4m3fn": "e4m3", "int8": "i8", "bfloat16": "bf16", "float32": "f32"}
 IMAGES = "u8"
 
-# The number after `sm` in a kernel's name -> the chips that run the kernel.
+# The chips that run a kernel, by the number after `sm` in the kernel's name.
 CHIPS = {90: (H200,), 100: (B200, B300)}
 
 
@@ -159,7 +159,7 @@ def pixels(problem: Problem) -> tuple[int, int]:
     return height, width
 
 
-# The library.
+# Functions that load and call the library.
 
 
 @functools.cache
@@ -319,7 +319,7 @@ def launch(
     return answer
 
 
-# The backend.
+# Functions that choose and plan a kernel.
 
 
 def choose_config(problem: Problem, capability: int, chip: Chip) -> CudaConfig:
@@ -384,7 +384,7 @@ def candidates(problem: Problem, target: Target) -> list[CudaConfig]:
 
 
 def _tunings(config: CudaConfig, problem: Problem, chip: Chip) -> list[CudaConfig]:
-    """Returns a Blackwell kernel with each other tuning that can be compiled on this machine.
+    """Returns copies of a Blackwell kernel with other tunings that can be compiled here.
 
     A tuning changes how tiles are stored. There are no candidates if K is long, because storing is
     then not the bottleneck, or if the kernel has fewer than 192 columns, because such kernels are

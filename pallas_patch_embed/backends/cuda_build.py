@@ -155,7 +155,7 @@ def how_to_build(build_failure: str) -> str:
     """Returns a sentence that says how to build the kernels on this machine.
 
     Args:
-      build_failure: why the kernels were not built. The sentence proposes no nvcc that this names.
+      build_failure: why the kernels were not built. An nvcc that this names is not proposed again.
     """
     if sys.platform != "linux":
         return "The kernels are for Linux only."

@@ -28,7 +28,7 @@ OTHER_REGISTERS = {"bf16": 8, "f32": 16}
 # Number of storing warps of a thread block, and rows of y that one warp stores at once.
 STORING_WARPS, WARP_ROWS = 8, 32
 
-# Dtypes as spelled in the names of kernels -> their enumerators in ffi/.
+# Enumerator of each dtype in ffi/, by the dtype's spelling in the names of kernels.
 TYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16", "f32": "kFloat32"}
 ITEMSIZE = {"bf16": 2, "f32": 4}
 
@@ -109,7 +109,7 @@ class Tuning:
                 )
 
     def more_shared_memory(self, out_dtype: str, tile_n: int) -> int:
-        """Returns the bytes of shared memory that a block needs more than the library's kernel."""
+        """Returns the shared memory of a block in bytes, minus that of the library's kernel."""
         more = self.staging_buffers - self.of_library(out_dtype, tile_n).staging_buffers
         return more * STORING_WARPS * WARP_ROWS * store_bytes(out_dtype, tile_n)
 

@@ -30,7 +30,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why a backend cannot compute a problem.
+    """The reason why a backend cannot compute a problem.
 
     Attributes:
       reason: one or several sentences.

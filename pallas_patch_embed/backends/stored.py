@@ -66,9 +66,9 @@ class Result:
       problem: `describe_problem` of the problem.
       config: fields of the fastest config; None if no config is faster than the heuristic's.
       date: day of the measurement.
-      times: description of a config -> its times. Contains all configs that were timed, or only the
-        fastest of them.
-      refused: description of a config -> why it was not timed.
+      times: the times of all configs that were timed, or of the fastest of them, by the config's
+        description.
+      refused: the reason why a config was not timed, by the config's description.
     """
 
     backend: str

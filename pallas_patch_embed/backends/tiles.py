@@ -145,7 +145,7 @@ def chip_for(target: Target, chips: tuple[Chip, ...]) -> Chip | None:
 
 
 class Checked(Protocol):
-    """A config with a check."""
+    """A config that has a method `check`."""
 
     def check(self, problem: Problem, chip: Chip) -> None:
         """Raises NotImplementedError with the reason if the config cannot serve the problem."""

@@ -48,7 +48,7 @@ SHAPES = {"few": FEW_SHAPES, "all": NAMED_SHAPES}
 
 # A shape whose weight has a tensor map with a stride smaller than the size of another dimension.
 WIDE = NamedShape("wide", 6, 24, 16384)
-# A shape with an odd number of patches side by side, for which TMA loads lines of patches singly.
+# A shape with an odd number of patches side by side, whose lines TMA loads one by one.
 ODD = NamedShape("odd", 16, 240, 768)
 # A shape for interpreters, which take seconds for it.
 SMALL = NamedShape("small", 6, 42, 64)

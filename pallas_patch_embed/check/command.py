@@ -188,7 +188,7 @@ class Report:
     """The results of all cases, which are printed as they arrive and written after each case.
 
     Attributes:
-      failure: why the check did not get to its end; empty if it did.
+      failure: why the check did not finish; empty if it finished.
     """
 
     def __init__(self, path: Path | None, options: work.Options, timeout: float):

@@ -30,7 +30,7 @@ MOVED_SHARE, MOVED_MORE = 1e-4, 8
 REFERENCE_ELEMENTS = 2**24
 
 
-# The ways in which kernels are launched -> the number of kernels in one program.
+# The number of kernels in one program, for each way in which kernels are launched.
 LAUNCHES = {"alone": 1, "in a command buffer": 2, "on two streams": 2}
 COMMAND_BUFFERS = {
     "xla_gpu_graph_min_graph_size": 1,

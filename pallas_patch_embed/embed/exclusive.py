@@ -13,9 +13,9 @@ from typing import Any
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import printable
 
-# Seconds after which a run renews its lease, after which a lease that is not renewed is void, and
-# the age at which a lease is void without being watched, because no two machines' clocks differ by
-# that much.
+# Times of a lease in seconds. A run renews its lease every RENEWED seconds. A lease is void if it
+# was watched for VOID seconds and not renewed, or if its age is ABANDONED, which is more than the
+# clocks of two machines differ.
 RENEWED, VOID, ABANDONED = 10.0, 40.0, 3600.0
 
 
@@ -177,6 +177,6 @@ class Lease:
 
     def _keep(self) -> None:
         while self._taken_by is None and not self._stopped.wait(RENEWED):
-            # After an error of any kind the next attempt follows.
+            # Errors of any kind are ignored, because the next attempt follows.
             with contextlib.suppress(Exception):
                 self._renew()

@@ -132,7 +132,7 @@ class Folder:
         """Returns the paths of the complete shards of "embeddings" or "errors", sorted."""
         self._fs.invalidate_cache()
         paths: list[str] = []
-        with contextlib.suppress(FileNotFoundError):  # In object stores an empty folder is missing.
+        with contextlib.suppress(FileNotFoundError):  # Object stores have no empty folders.
             paths = self._fs.ls(self._path(part), detail=False)
         names = sorted(path for path in paths if path.endswith(".parquet"))
         return [path for path in names if not os.path.basename(path).startswith(".")]

@@ -29,7 +29,7 @@ class Output(Protocol):
         """Adds the reason why a picture has no embedding."""
 
     def finish(self) -> str:
-        """Writes everything that is not yet written; returns a description of the place."""
+        """Writes everything that is not yet written; returns a description of where it is."""
 
     def __enter__(self) -> "Output": ...
 

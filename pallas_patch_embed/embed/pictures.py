@@ -52,7 +52,7 @@ class Budget:
 
     @contextlib.contextmanager
     def reserve(self, pixels: int) -> Iterator[None]:
-        """Waits until there is room for `pixels` pixels, and reserves it during the block."""
+        """Waits until `pixels` pixels are available, and reserves them during the block."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self.reserved or self.reserved + pixels <= self.limit

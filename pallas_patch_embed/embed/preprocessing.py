@@ -36,7 +36,7 @@ PIXELS = {
 
 # Fields of an image processor that change no pixel of a picture: names of classes, types of inputs
 # and outputs, and sizes that are used only if a do_... field is true. do_convert_rgb is here
-# because this package always converts pictures to RGB; without it transformers fails for others.
+# because this package always converts pictures to RGB.
 HARMLESS = {
     "_processor_class",
     "_valid_processor_keys",

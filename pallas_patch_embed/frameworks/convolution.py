@@ -47,7 +47,7 @@ def patch_size(
       dilations: dilations of the input and the kernel.
       groups: number of groups of channels.
       channels: number of input channels.
-      others: name -> value of attributes that must be None or False, such as a mask.
+      others: values of attributes that must be None or False, such as a mask, by their names.
 
     Raises:
       ValueError: the convolution is not a patch embedding; the message lists all reasons.
@@ -93,7 +93,7 @@ def selected(found: dict[str, tuple[Any, int]], path: str | None) -> dict[str, A
     """Selects the convolutions to replace; returns them by their paths in the model.
 
     Args:
-      found: path -> (convolution, number of its input channels), for all convolutions of the model.
+      found: (convolution, number of its input channels) by path, for all convolutions of the model.
       path: path of the only convolution to replace; None for all with three input channels.
 
     Raises:

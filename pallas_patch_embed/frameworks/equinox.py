@@ -40,10 +40,10 @@ class PatchEmbed(eqx.nn.Conv):
         """Draws weight [N, 3, p, p] and bias [N, 1, 1] as `eqx.nn.Conv2d` does.
 
         Args:
-          in_channels: 3.
-          out_channels: N.
-          kernel_size: p, or (p, p).
-          stride: kernel_size, or None for kernel_size.
+          in_channels: number of input channels, which must be 3.
+          out_channels: N, the width of the embedding.
+          kernel_size: size of a patch in pixels, p or (p, p).
+          stride: must equal kernel_size; None means kernel_size.
           patch_dtype: dtype of patches and weight: "int8", "float8_e4m3fn", "bfloat16" or
             "float32".
           image_mean, image_std: normalisation of the model's images, three numbers each for red,

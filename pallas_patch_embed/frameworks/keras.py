@@ -25,9 +25,9 @@ class PatchEmbed(keras.layers.Conv2D):
     The kernel is packed in every call; the weights stay floating-point.
 
     Args:
-      filters: N.
-      kernel_size: p, or (p, p).
-      strides: kernel_size, or None for kernel_size.
+      filters: N, the width of the embedding.
+      kernel_size: size of a patch in pixels, p or (p, p).
+      strides: must equal kernel_size; None means kernel_size.
       patch_dtype: dtype of patches and kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
       image_mean, image_std: normalisation of the model's images, three numbers each for red, green
         and blue, as in `pack`. None for 0.5 and 0.5, which give [-1, 1].

@@ -23,10 +23,10 @@ class PatchEmbed(nn.Conv):
     y[..., h, w, n] = sum_k patches[..., h, w, k] * kernel[k, n] + bias[n] + positions[h, w, n]
 
     The kernel is packed in every call; the parameters stay floating-point. The attributes are those
-    of `nn.Conv`, with other defaults for two and three more:
+    of `nn.Conv`, with the following differences:
 
     Attributes:
-      strides: kernel_size, or None (the default) for kernel_size.
+      strides: must equal kernel_size; None, the default, means kernel_size.
       padding: "VALID" by default.
       patch_dtype: dtype of patches and kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
       image_mean, image_std: normalisation of the model's images, three numbers each for red, green

@@ -19,10 +19,10 @@ class PatchEmbed(nnx.Conv):
     The kernel is packed in every call; the parameters stay floating-point.
 
     Args:
-      in_features: 3.
-      out_features: N.
-      kernel_size: (p, p).
-      strides: kernel_size, or None for kernel_size.
+      in_features: number of input channels, which must be 3.
+      out_features: N, the width of the embedding.
+      kernel_size: size of a patch in pixels, (p, p).
+      strides: must equal kernel_size; None means kernel_size.
       padding: "VALID" by default.
       patch_dtype: dtype of patches and kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
       image_mean, image_std: normalisation of the model's images, three numbers each for red, green

@@ -20,7 +20,7 @@ EXPECTED = (
     "never loaded; convert them to safetensors."
 )
 
-# Supported dtypes: their names in safetensors -> their names in numpy. numpy knows "bfloat16"
+# numpy's names of the supported dtypes, by their names in safetensors. numpy knows "bfloat16"
 # because JAX imports ml_dtypes, which registers that name.
 SAFETENSORS_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -257,7 +257,7 @@ def open_safetensors(path: Path) -> Iterator[Arrays]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Reads a model.safetensors.index.json; returns array name -> file name."""
+    """Reads a model.safetensors.index.json; returns the names of files by the names of arrays."""
     if not path.exists():
         raise ValueError(f"the folder has neither model.safetensors nor {path.name}. {EXPECTED}")
     index = read_json(path)

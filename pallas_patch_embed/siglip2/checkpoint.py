@@ -30,7 +30,7 @@ from pallas_patch_embed.siglip2.config import Config
 from pallas_patch_embed.siglip2.encoder import Encoder
 from pallas_patch_embed.siglip2.naflex import resize_positions
 
-# Function (name, *shape) -> array that reads an array.
+# Type of a function (name, *shape) that reads an array.
 type Read = Callable[..., np.ndarray]
 
 # Prefixes of the image tower's arrays in big_vision files of a whole model or of the tower alone.

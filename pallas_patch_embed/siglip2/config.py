@@ -31,7 +31,7 @@ DEFAULTS = {
     "layer_norm_eps": 1e-6,
 }
 
-# model_type -> whether the model is NaFlex. SigLIP2 checkpoints with a fixed resolution are
+# Whether a model is NaFlex, by its model_type. SigLIP2 checkpoints with a fixed resolution are
 # published with the model_type of SigLIP.
 MODEL_TYPES = {
     "siglip": False,

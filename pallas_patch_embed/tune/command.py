@@ -21,7 +21,7 @@ from pallas_patch_embed.tune.search import Machine, Task
 
 IMAGES = (1, 64, 512)
 
-# The values of --sources, which say what kernels read -> the values of `Case.source`.
+# The value of `Case.source` for each value of --sources, which says what kernels read.
 SOURCES = {"patches": "given as patches", "images": "cut by the kernel"}
 
 # The problem that is searched without a GPU. Kernels are then interpreted, and a single small
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not machine.head["chip"]:
             print(
                 f"There is no NVIDIA GPU; the device is {machine.device}. Kernels are interpreted. "
-                "Their times say nothing about a GPU, and choose no config for a GPU."
+                "Their times say nothing about a GPU, and no GPU uses these results."
             )
             chosen = {name: given or SMALL[name] for name, given in chosen.items()}
         tasks = list(list_tasks(**chosen))

@@ -98,7 +98,7 @@ def search(
     Args:
       task: backend and problem.
       target: the chip. Without a chip the kernels are interpreted, if they have an interpreter.
-      refused: names of candidates that ended the child before -> how they ended it.
+      refused: how candidates ended the child before, by their names.
 
     Yields:
       The name of each candidate before it is tried, and `IN_TURNS` before all are timed; then a

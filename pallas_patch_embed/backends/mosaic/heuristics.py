@@ -63,7 +63,10 @@ def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
 
 
 def _sm90_of_width(problem: Problem, chip: Chip, tile_n: int) -> list[HopperConfig]:
-    """Returns a config with a stationary weight if that leaves enough slots, else streamed ones."""
+    """Returns one config with a stationary weight, or configs that stream it if slots are too few.
+
+    A stationary weight must leave room for at least 8 slots.
+    """
     deepest = functools.partial(_deepest, HopperConfig, problem=problem, chip=chip, tile_n=tile_n)
     if stationary := deepest(HOPPER_SLOTS):
         return [stationary]
@@ -97,8 +100,8 @@ def choose_sm100(problem: Problem, chip: Chip) -> BlackwellConfig:
         _deepest, BlackwellConfig, BLACKWELL_SLOTS, problem=problem, chip=chip
     )
     widths = slice_widths(problem, (256, 192, 128, 64))
-    # With slices of fewer than 192 columns, patches are read more often than the weight is read if
-    # wider slices stream it. So a streamed weight in a wider slice is preferred to them.
+    # A streamed weight in a wide slice is preferred to a stationary weight in a slice of fewer than
+    # 192 columns, because narrow slices read the patches so often that they read more in total.
     stationary = [deepest(tile_n=n) for n in widths if n >= min(192, widths[0])]
     streaming = [deepest(tile_n=n, stream_weight=True) for n in widths]
     config: BlackwellConfig = next(filter(None, stationary + streaming))

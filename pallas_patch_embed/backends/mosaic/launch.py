@@ -64,10 +64,12 @@ def check_registers(needed: int, available: int, config: object) -> None:
 def check_resource(what: str, needed: int, available: int, config: object) -> None:
     """Refuses more of a resource than is available."""
     if needed > available:
-        raise NotImplementedError(f"{config} needs {needed} {what}, but only {available} exist.")
+        raise NotImplementedError(
+            f"{config} needs {needed} {what}, but only {available} are available."
+        )
 
 
-# The launch.
+# Functions that launch a kernel.
 
 
 class Operands(NamedTuple):
@@ -159,7 +161,7 @@ def kernel(
 
 
 def cost(problem: Problem) -> pl.CostEstimate:
-    """Returns floating-point operations and bytes of all operands and y, for XLA's scheduler."""
+    """Returns the floating-point operations and the bytes that are read and written, for XLA."""
     itemsize, out_itemsize = (np.dtype(d).itemsize for d in (problem.dtype, problem.out_dtype))
     table_itemsize = np.dtype(problem.table_dtype).itemsize
     M, N, K = problem.rows, problem.N, problem.K
@@ -169,7 +171,7 @@ def cost(problem: Problem) -> pl.CostEstimate:
     )
 
 
-# Code inside a kernel.
+# The following code runs inside a kernel.
 
 
 @dataclasses.dataclass(frozen=True)

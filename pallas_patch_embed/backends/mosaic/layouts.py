@@ -31,7 +31,7 @@ SCALAR = plgpu.Layout.WG_SPLAT(())
 VECTOR_BYTES = 16
 
 
-# Shared memory.
+# Functions for shared memory.
 
 
 def swizzled(dtype, *shape: int, tiled: bool) -> plgpu.SMEM:
@@ -69,7 +69,7 @@ def views_of(memory) -> Views:
     return Views(*memory)
 
 
-# Global memory.
+# Functions for global memory.
 
 
 def load_rows(source, row, column, kind, *, period: int, skip: int = 0):
@@ -78,11 +78,10 @@ def load_rows(source, row, column, kind, *, period: int, skip: int = 0):
     Args:
       source: the array.
       row: the first row.
-      column: the first column, minus `skip`.
+      column: the first column, to which `skip` is added.
       kind: shape, dtype and layout of the result.
       period: number of rows of the array.
-      skip: a constant that is added to `column`. Loads that differ only in `skip` share the
-        registers for their addresses.
+      skip: a constant. Loads that differ only in `skip` share the registers for their addresses.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=kind)
@@ -136,7 +135,7 @@ def _i32(value: int) -> ir.Value:
     return arith.constant(ir.IntegerType.get_signless(32), value)
 
 
-# Registers.
+# Tiles in registers.
 
 
 @dataclasses.dataclass(frozen=True)

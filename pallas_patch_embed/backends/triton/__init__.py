@@ -40,19 +40,23 @@ MAX_ROWS = 2**31 - 256
 # memory per thread block and twice the rate of products. All other chips have at least 99 KiB.
 DATA_CENTRE = (9, 10)
 
-# Throughput of a multiprocessor per cycle, in the model of `TritonConfig.cycles`: bytes of K that
-# are multiplied, counted for each row and column (the data sheets' rate; twice as many on
-# DATA_CENTRE), bytes loaded from the L2 cache, pixels encoded, and elements stored. The last three
-# are fitted, like the four numbers below.
+# Constants of the model in `TritonConfig.cycles`. All but MULTIPLIED are fitted to an H200: of the
+# tiles that were measured there (docs/experiments/triton.md) the model chooses the fastest, or one
+# that is 1% slower. The first four are the throughput of a multiprocessor per cycle:
+#   MULTIPLIED     bytes of K that are multiplied, counted for each row and column: the rate in the
+#                  data sheets, which is twice as high on DATA_CENTRE
+#   LOADED         bytes that are loaded from the L2 cache
+#   ENCODED        pixels that are encoded
+#   STORED         elements that are stored
+#   WAIT_INT8      cycles of a step in which an int8 program waits for wgmma, if it is alone on its
+#                  multiprocessor
+#   WAIT           the same in other dtypes
+#   SHARING        factor by which products take longer if programs share a multiprocessor
+#   TILE_OVERHEAD  further cycles of each tile
 MULTIPLIED, LOADED, ENCODED, STORED = 2048, 72, 32, 5
-
-# Cycles of each step in which a program that is alone on its multiprocessor waits for wgmma, in
-# int8 and in other dtypes; factor by which products take longer if programs share a multiprocessor;
-# further cycles of each tile. All are fitted to an H200: of the tiles that were measured there
-# (docs/experiments/triton.md) the model chooses the fastest, or one that is 1% slower.
 WAIT_INT8, WAIT, SHARING, TILE_OVERHEAD = 350, 80, 1.1, 800
 
-# Dtypes -> their names in Triton.
+# Triton's name of each dtype.
 TYPES = dict(
     float32="fp32", bfloat16="bf16", float8_e4m3fn="fp8e4nv", int8="i8", uint8="u8", int32="i32"
 )

@@ -27,7 +27,7 @@ class Buffer:
         self.inside = self.bytes[self.GUARD : self.GUARD + content.size]
         self.inside[:] = content
         self.like = array
-        # The interpreter reads this attribute, as of a torch tensor.
+        # The interpreter reads this attribute, as it does from a torch tensor.
         self.dtype = dtype or backend.TYPES[array.dtype.name]
 
     def data_ptr(self) -> int:
