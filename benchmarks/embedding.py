@@ -156,7 +156,8 @@ def cpu_seconds(process: int) -> float:
         threads = list(Path(f"/proc/{process}/task").iterdir())
     except OSError:
         return 0.0
-    spent = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    # User and system time of the process, then those of its children that have ended.
+    spent = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     for thread in threads:
         # The file is missing if the thread has ended, or if the kernel does not provide such files.
         with contextlib.suppress(OSError):
