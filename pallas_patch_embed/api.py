@@ -14,7 +14,7 @@ from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.chips import Target, default_device
-from pallas_patch_embed.packing import in_front
+from pallas_patch_embed.packing import prepend_prefix
 from pallas_patch_embed.params import PatchEmbedParams, check_params
 from pallas_patch_embed.patches import check_range, encoded_rows, rows
 from pallas_patch_embed.problem import (
@@ -251,7 +251,7 @@ def explain(
     given: Any = patches_or_shape
     layout = None
     if not hasattr(given, "shape"):
-        given = _of_shape(given, params)
+        given = _abstract_operand(given, params)
     dtype = dtype_name(given, "explain: patches or images")
     patches = given
     if given.shape[-1:] == (3,) or (dtype == "uint8" and given.shape[-3:-2] == (3,)):
@@ -283,7 +283,7 @@ def _path(tuned: Any) -> str | None:
         ) from None
 
 
-def _of_shape(shape: Any, params: PatchEmbedParams) -> Any:
+def _abstract_operand(shape: Any, params: PatchEmbedParams) -> Any:
     """Returns abstract uint8 images if the last axis has length 3, abstract patches otherwise."""
     try:
         shape = tuple(map(operator.index, shape))
@@ -482,7 +482,7 @@ def _table(params: PatchEmbedParams, positions: Any, rows: int) -> jax.Array:
     if not params.prefix:
         return table
     assert params.table is not None
-    return in_front(lax.slice_in_dim(params.table, 0, params.prefix), table)
+    return prepend_prefix(lax.slice_in_dim(params.table, 0, params.prefix), table)
 
 
 def _bind(

@@ -36,7 +36,7 @@ def check_place(path: Path, what: str) -> None:
 
 
 @contextlib.contextmanager
-def written_whole(
+def written_atomically(
     path: str | os.PathLike[str], outcome: str = "the file was written"
 ) -> Iterator[BinaryIO]:
     """Opens a file for writing that appears at `path` when the block ends without an exception.

@@ -335,10 +335,10 @@ def _table(offset: jax.Array, positions: Any, prefix: Any, grid: Any, dtype: Any
         parts = [prefix, *parts]
     if not parts:
         return None
-    return (parts[0] if len(parts) == 1 else in_front(*parts)).astype(dtype)
+    return (parts[0] if len(parts) == 1 else prepend_prefix(*parts)).astype(dtype)
 
 
-def in_front(prefix: jax.Array, table: jax.Array) -> jax.Array:
+def prepend_prefix(prefix: jax.Array, table: jax.Array) -> jax.Array:
     """Returns [..., R + S, N]: the prefix [R, N], then the table [..., S, N].
 
     With explicit sharding, the result is sharded like the table, except along S.

@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from pallas_patch_embed.files import written_whole
+from pallas_patch_embed.files import written_atomically
 from pallas_patch_embed.patches import Encoding
 from pallas_patch_embed.problem import DTYPES, PatchLayout, padded
 
@@ -133,7 +133,7 @@ class PatchEmbedParams:
         static = {name: getattr(self, name) for name in _static_fields()}
         metadata = {"format": FILE_FORMAT + FILE_VERSION, "static": json.dumps(static)}
         content = safetensors.numpy.save(tensors, metadata)
-        with written_whole(path) as file:
+        with written_atomically(path) as file:
             file.write(content)
 
     @classmethod

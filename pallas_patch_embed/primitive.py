@@ -141,7 +141,7 @@ def _with_patches(avals, layout: PatchLayout | None) -> list:
     return [source, weight, *rest]
 
 
-def _whole(layout: PatchLayout | None) -> tuple:
+def _unsharded_axes(layout: PatchLayout | None) -> tuple:
     """Returns the axes that are never sharded, named as in `_axes`.
 
     They are K, and with images also S and all axes of an image.
@@ -178,7 +178,7 @@ def _leading(patches, weight, scale, table) -> tuple[int, ...]:
 
 def _result_spec(shapes, specs, layout) -> PartitionSpec:
     """Returns the result's sharding: each axis is sharded as in the operands that have it."""
-    sides, whole = _axes(shapes, layout), _whole(layout)
+    sides, whole = _axes(shapes, layout), _unsharded_axes(layout)
     # The result always has an axis S, but images and a table without positions have none.
     ndim = max(2, *(-axis for axes in sides for axis in axes if isinstance(axis, int)))
     found: dict[int, list[Any]] = {axis: [] for axis in range(-ndim, 0)}
@@ -352,7 +352,7 @@ def _partition(call, mesh, operands, result):
             f"patch_embed: the result is sharded as {result.sharding}, expected a NamedSharding. "
             "Shard the inputs with jax.NamedSharding, or pass backend='xla'."
         )
-    ndim, whole = len(result.shape), _whole(call.layout)
+    ndim, whole = len(result.shape), _unsharded_axes(call.layout)
     names = itertools.zip_longest(range(-ndim, 0), result.sharding.spec)
     spec = PartitionSpec(*(None if axis in whole else name for axis, name in names))
     specs = _operand_specs([x.shape for x in operands], spec, call.layout)
@@ -380,7 +380,7 @@ def _shardy_rule(call, mesh, operands, results):
     right = " ".join(factor(axis) for axis in range(-len(results[0].shape), 0))
     # The axes in the order in which the rule mentions them.
     axes = dict.fromkeys(itertools.chain(*sides, [-2]))
-    whole = tuple(factor(axis) for axis in axes if axis in _whole(call.layout))
+    whole = tuple(factor(axis) for axis in axes if axis in _unsharded_axes(call.layout))
     return f"{left} -> {right}", {"need_replication_factors": whole}
 
 

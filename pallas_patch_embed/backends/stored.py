@@ -18,7 +18,7 @@ from typing import Any
 
 import pallas_patch_embed
 from pallas_patch_embed.chips import Chip, Target
-from pallas_patch_embed.files import written_whole
+from pallas_patch_embed.files import written_atomically
 from pallas_patch_embed.problem import Problem
 
 FORMAT = 1
@@ -221,10 +221,10 @@ def write(
 ) -> None:
     """Writes a file of results. The file appears only when it is complete.
 
-    `outcome` is passed on to `written_whole`.
+    `outcome` is passed on to `written_atomically`.
     """
     content = {**head, "results": [dataclasses.asdict(result) for result in results]}
-    with written_whole(path, outcome) as file:
+    with written_atomically(path, outcome) as file:
         file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 

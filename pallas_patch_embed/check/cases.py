@@ -144,7 +144,7 @@ def pairwise(
         yield dict(zip(names, found))
 
 
-def is_meant(case: Case) -> bool:
+def occurs_in_practice(case: Case) -> bool:
     """Returns whether users may have a case. NaFlex models always have positions of each image."""
     naflex = case.shape.name.startswith("NaFlex")
     return not naflex or case.table == "positions of each image"
@@ -183,7 +183,7 @@ def cases_of(
 
     def allowed(values: dict[str, Any]) -> bool:
         case = Case(backend, **values)
-        return is_meant(case) and serves(case)
+        return occurs_in_practice(case) and serves(case)
 
     found = [Case(backend, **values) for values in pairwise(parameters, allowed)]
     if many:

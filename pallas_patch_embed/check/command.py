@@ -16,7 +16,7 @@ from pallas_patch_embed.check.cases import SHAPES
 from pallas_patch_embed.check.compare import Counts
 from pallas_patch_embed.child import UnkillableError, Wait, poll
 from pallas_patch_embed.embed.pictures import printable
-from pallas_patch_embed.files import check_place, written_whole
+from pallas_patch_embed.files import check_place, written_atomically
 
 # Seconds that a launch may take by default. The slowest launch of all cases takes milliseconds.
 TIMEOUT = 60.0
@@ -270,7 +270,7 @@ class Report:
         }
         begun = sum(record.outcome != "not begun" for record in self._records)
         outcome = f"{begun} of {len(self._records)} cases are in {printable(self._path)}"
-        with written_whole(self._path, outcome) as file:
+        with written_atomically(self._path, outcome) as file:
             file.write(json.dumps(content, indent=1).encode() + b"\n")
 
 

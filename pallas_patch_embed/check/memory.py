@@ -22,7 +22,7 @@ UNIT = 256
 # The allocator always splits a free block if at least this number of bytes would be left.
 SPLIT = 2**27
 
-# Largest number of arrays that the allocator may put elsewhere before `place` gives up.
+# Largest number of arrays that the allocator may put elsewhere before `allocate_adjacent` gives up.
 ATTEMPTS = 256
 
 
@@ -65,7 +65,7 @@ class Site:
     def __init__(self, problem: Problem, device: jax.Device, allocate: Allocate = allocate):
         buffers = (*operand_types(problem), result_type(problem))
         kinds = [GUARD, *(kind for buffer in buffers for kind in (buffer, GUARD))]
-        placed = place(kinds, device, allocate)
+        placed = allocate_adjacent(kinds, device, allocate)
         *operands, self.result = placed[1::2]
         self.operands: Operands = tuple(operands)  # type: ignore[assignment]
         self.guards = [_patterned(guard) for guard in placed[::2]]
@@ -80,7 +80,7 @@ class Site:
     def guarded(self) -> bool:
         """Whether each buffer is directly between two guards, up to the allocator's rounding."""
         buffers = zip(self.guards, (*self.operands, self.result))
-        return follow([x for pair in buffers for x in pair] + self.guards[-1:])
+        return are_adjacent([x for pair in buffers for x in pair] + self.guards[-1:])
 
     def changed_bytes(self) -> int:
         """Returns the number of bytes of the guards that changed since the last call."""
@@ -90,7 +90,7 @@ class Site:
         return changed
 
 
-def place(
+def allocate_adjacent(
     kinds: Sequence[jax.ShapeDtypeStruct], device: jax.Device, allocate: Allocate = allocate
 ) -> list[jax.Array]:
     """Allocates arrays; on a GPU each begins at the end of the previous one, if possible."""
@@ -122,7 +122,7 @@ def place(
     return placed
 
 
-def follow(arrays: Sequence[jax.Array]) -> bool:
+def are_adjacent(arrays: Sequence[jax.Array]) -> bool:
     """Returns whether each array begins at the end of the previous one, rounded up to UNIT."""
     begins = [x.unsafe_buffer_pointer() for x in arrays]
     ends = [begin + _rounded_up(x.nbytes) for begin, x in zip(begins, arrays)]

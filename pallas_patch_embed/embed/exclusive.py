@@ -95,7 +95,7 @@ class Lease:
     def __enter__(self) -> "Lease":
         found = self._holder()
         if found is not None:
-            self._wait_for_the_end_of(found)
+            self._wait_until_void(found)
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm(self._path)
         self._renewed = time.monotonic()
@@ -148,7 +148,7 @@ class Lease:
         known = isinstance(lease, dict) and {"run", "host", "time"} <= lease.keys()
         return lease if known else {"run": "", "host": "", "time": 0.0}
 
-    def _wait_for_the_end_of(self, found: dict[str, Any]) -> None:
+    def _wait_until_void(self, found: dict[str, Any]) -> None:
         """Watches a lease until it is void, because its run may have been killed.
 
         Raises:

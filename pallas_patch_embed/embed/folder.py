@@ -18,7 +18,7 @@ from pallas_patch_embed.embed.output import SAME_ID, Settings, UnfinishedError, 
 from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.embed.sources import is_url
 from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parquet_bytes
-from pallas_patch_embed.files import written_whole
+from pallas_patch_embed.files import written_atomically
 
 # A shard is written when it has this number of rows, or when its first row has this age in seconds.
 # Rows that are not yet in a shard are lost if a run is killed.
@@ -46,7 +46,7 @@ class Folder:
       retry: whether pictures in the error shards are retried.
     """
 
-    CONTINUED = True
+    RESUMABLE = True
 
     def __init__(
         self, url: str, settings: Settings, width: int, *, overwrite: bool, retry: bool
@@ -202,7 +202,7 @@ class Folder:
         self._hold.check()
         try:
             if self._local:
-                with written_whole(self._path(name)) as file:
+                with written_atomically(self._path(name)) as file:
                     file.write(content)
             else:
                 self._fs.pipe_file(self._path(name), content)  # A single PUT is atomic.

@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_patch_embed.embed.output import Settings, WrittenElsewhereError, versions
 from pallas_patch_embed.embed.pictures import printable
-from pallas_patch_embed.files import written_whole
+from pallas_patch_embed.files import written_atomically
 
 NPZ_ARRAYS = ("embeddings", "paths", "failed", "reasons", "about")
 
@@ -27,7 +27,7 @@ class Npz:
     without an embedding; and `about`, a JSON object with the settings and versions.
     """
 
-    CONTINUED = False
+    RESUMABLE = False
 
     def __init__(self, path: Path, settings: Settings):
         self._path, self._settings = path, settings
@@ -72,7 +72,7 @@ class Npz:
             "about": np.array(json.dumps(about)),
         }
         try:
-            with written_whole(self._path) as file:
+            with written_atomically(self._path) as file:
                 np.savez(file, **arrays)
         except OSError as error:
             why = f"{printable(self._path)} could not be written ({error.strerror or error})."
@@ -96,7 +96,7 @@ def _write_elsewhere(name: str, arrays: dict[str, Any]) -> Path | None:
             continue
         elsewhere = Path(folder, name).absolute()
         try:
-            with written_whole(elsewhere) as file:
+            with written_atomically(elsewhere) as file:
                 np.savez(file, **arrays)
         except OSError:
             os.rmdir(folder)

@@ -14,10 +14,10 @@ class Output(Protocol):
     """An output to which a run writes.
 
     Attributes:
-      CONTINUED: whether a later run can resume it.
+      RESUMABLE: whether a later run can resume it.
     """
 
-    CONTINUED: bool
+    RESUMABLE: bool
 
     def is_done(self, id: str) -> bool:
         """Returns whether an earlier run has written this picture."""

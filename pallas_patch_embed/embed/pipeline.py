@@ -64,7 +64,7 @@ def run(
 
     pictures = _new_pictures(units, output, progress, fail)
     first = list(itertools.islice(pictures, embedder.rows))
-    if first and not output.CONTINUED:
+    if first and not output.RESUMABLE:
         # If there are few pictures, a smaller program suffices. But a run that resumes an output
         # must use the program of the earlier run, so that results are rounded equally.
         embedder.expect(len(first))

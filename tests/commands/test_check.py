@@ -174,9 +174,9 @@ def test_buffers_follow_each_other_although_the_allocator_prefers_small_blocks()
     needed = 256 * 4 + 400_128 + 2**27
     blocks = ((0, 300), (2**14, 9000), (2**19, 400_000), (2**20, 2**20), (2**30, needed))
     allocate = BestFit(*blocks, (2**31, 2**30))
-    placed = memory.place(KINDS, GPU, allocate)
+    placed = memory.allocate_adjacent(KINDS, GPU, allocate)
     assert [x.nbytes for x in placed] == [kind.size for kind in KINDS]
-    assert memory.follow(placed)
+    assert memory.are_adjacent(placed)
     assert placed[0].unsafe_buffer_pointer() == 2**30
 
 
@@ -189,8 +189,8 @@ def test_placing_ends_if_the_allocator_leaves_spaces():
             nbytes=kind.size, unsafe_buffer_pointer=lambda: address, delete=lambda: None
         )
 
-    placed = memory.place(KINDS, GPU, allocate)
-    assert len(placed) == len(KINDS) and not memory.follow(placed)
+    placed = memory.allocate_adjacent(KINDS, GPU, allocate)
+    assert len(placed) == len(KINDS) and not memory.are_adjacent(placed)
 
 
 def pairs(combinations):

@@ -520,7 +520,7 @@ def test_a_file_that_replaces_another_keeps_its_mode(tmp_path, pictures, mode, u
     (tmp_path / "out.npz").chmod(mode)
     before = os.umask(umask)
     try:
-        with files.written_whole(tmp_path / "out.npz") as file:
+        with files.written_atomically(tmp_path / "out.npz") as file:
             (partial,) = tmp_path.glob(".*")
             assert partial.stat().st_mode & 0o777 == mode
             file.write(b"new")
@@ -538,7 +538,7 @@ def test_a_file_without_chmod_is_readable_by_nobody_else(tmp_path, monkeypatch):
         raise PermissionError("no modes here")
 
     monkeypatch.setattr(os, "chmod", refuse)
-    with files.written_whole(tmp_path / "out.npz") as file:
+    with files.written_atomically(tmp_path / "out.npz") as file:
         file.write(b"new")
     assert (tmp_path / "out.npz").stat().st_mode & 0o777 == 0o600
 

@@ -108,7 +108,7 @@ MOMENTS = (
     "before embedder.Embedder.start 1",
     "collect start",
     "before embedder.Embedder.start 3",
-    "before npz.written_whole",
+    "before npz.written_atomically",
     "half savez",
     "before os.replace",
     "after os.replace",

@@ -45,7 +45,7 @@ from pallas_patch_embed.embed import (
     sources,
 )
 from pallas_patch_embed.embed.ids import Ids
-from pallas_patch_embed.files import written_whole
+from pallas_patch_embed.files import written_atomically
 
 
 @pytest.fixture
@@ -243,9 +243,9 @@ def test_a_disk_that_is_full_says_how_to_go_on(tmp_path, pictures, monkeypatch):
         written.append(path)
         if len(written) > 3:
             raise OSError(28, "No space left on device")
-        return written_whole(path)
+        return written_atomically(path)
 
-    monkeypatch.setattr(folder, "written_whole", full)
+    monkeypatch.setattr(folder, "written_atomically", full)
     with pytest.raises(output.UnfinishedError, match=r"No space left.*run the same command again"):
         run([pictures], out)
     monkeypatch.undo()
@@ -261,9 +261,9 @@ def full_in(folders, monkeypatch):
     def written(path):
         if any(folder in str(path) for folder in folders):
             raise OSError(28, "No space left on device")
-        return written_whole(path)
+        return written_atomically(path)
 
-    monkeypatch.setattr(npz, "written_whole", written)
+    monkeypatch.setattr(npz, "written_atomically", written)
 
 
 def test_an_npz_has_the_failures_and_the_settings(tmp_path, pictures):
@@ -360,14 +360,14 @@ import os, signal, sys
 from pallas_patch_embed import __main__
 from pallas_patch_embed.embed import folder
 
-def written_whole(path, whole=folder.written_whole):
+def written_atomically(path, whole=folder.written_atomically):
     paths.append(path)
     if len(paths) == 5 and "STOP" in os.environ:
         os.kill(os.getpid(), signal.SIGSTOP)
     return whole(path)
 
 paths = []
-folder.SHARD_ROWS, folder.written_whole = 64, written_whole
+folder.SHARD_ROWS, folder.written_atomically = 64, written_atomically
 sys.argv = sys.argv[1:]
 __main__.run()
 """
