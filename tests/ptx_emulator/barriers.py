@@ -31,7 +31,9 @@ class Mbarrier:
 
     def __init__(self, block, offset: int, count: int, warp):
         if not 1 <= count <= self.MAX_COUNT:
-            raise EmulatorError(f"mbarrier.init with a count of {count}")
+            raise EmulatorError(
+                f"mbarrier.init has a count of {count}, expected 1 to {self.MAX_COUNT}"
+            )
         cluster, machine = block.cluster, block.machine
         self.block, self.offset, self.count = block, offset, count
         self.pending, self.bytes, self.phase = count, 0, 0
@@ -66,12 +68,14 @@ class Mbarrier:
         """Counts `count` arrivals. Those of .noComplete may not complete the phase."""
         self._check_alive()
         if not 1 <= count <= self.MAX_COUNT:
-            raise EmulatorError(f"{count} arrivals: {self}")
+            raise EmulatorError(f"an arrival counts as {count} arrivals: {self}")
         if count > self.pending:
-            raise EmulatorError(f"{count} arrivals at a barrier that does not expect them: {self}")
+            raise EmulatorError(
+                f"there are {count} arrivals at a barrier that does not expect them: {self}"
+            )
         self.pending -= count
         if not may_complete and self.pending == 0:
-            raise EmulatorError(f"an arrival that may not complete the phase does so: {self}")
+            raise EmulatorError(f"an arrival that may not complete the phase completes it: {self}")
         self._advance()
 
     def signal(self) -> None:
@@ -84,7 +88,7 @@ class Mbarrier:
         self._check_alive()
         self.bytes += count
         if self.bytes > self.MAX_COUNT:
-            raise EmulatorError(f"more bytes than an mbarrier can count: {self}")
+            raise EmulatorError(f"there are more bytes than an mbarrier can count: {self}")
 
     def complete_tx(self, count: int) -> None:
         """Counts `count` bytes, which may arrive before they are expected."""
@@ -92,7 +96,7 @@ class Mbarrier:
         self.last_async_phase = self.phase + 1
         self.bytes -= count
         if self.bytes < -self.MAX_COUNT:
-            raise EmulatorError(f"more bytes than an mbarrier can count: {self}")
+            raise EmulatorError(f"there are more bytes than an mbarrier can count: {self}")
         self._advance()
 
     def _advance(self) -> None:
@@ -105,7 +109,7 @@ class Mbarrier:
 
     def _check_alive(self) -> None:
         if not self.block.alive:
-            raise EmulatorError(f"a signal to a block that has exited: {self}")
+            raise EmulatorError(f"there is a signal to a block that has exited: {self}")
 
     def check_use(self, warp, *, by_async_proxy: bool) -> None:
         """Checks that a use is ordered after mbarrier.init, and after the fence that it needs.
@@ -159,11 +163,13 @@ def barrier_at(warp, address: int, *, cluster: bool) -> Mbarrier:
     rank, offset = split_shared_address(address)
     blocks = warp.block.cluster.blocks
     if not cluster and rank != warp.block.rank:
-        raise EmulatorError(f"an address in block {rank}, expected the warp's own block")
+        raise EmulatorError(
+            f"the mbarrier has an address in block {rank}, expected the warp's own block"
+        )
     if rank >= len(blocks):
         raise EmulatorError(f"the cluster has no block {rank}")
     if offset not in blocks[rank].mbarriers:
-        raise EmulatorError(f"no mbarrier at {blocks[rank].shared.describe(offset)}")
+        raise EmulatorError(f"there is no mbarrier at {blocks[rank].shared.describe(offset)}")
     return blocks[rank].mbarriers[offset]
 
 
@@ -180,7 +186,7 @@ def mbarrier_init(binder, instruction):
             if rank != warp.block.rank or offset % MBARRIER_BYTES:
                 place = f"block {rank}, offset {offset - SHARED_BASE}"
                 raise EmulatorError(
-                    f"mbarrier.init at {place}, expected 8-byte aligned in its block"
+                    f"mbarrier.init at {place} is not 8-byte aligned in the warp's own block"
                 )
             shared, words = warp.block.shared, words_in_range(offset, MBARRIER_BYTES)
             shared.check_bounds(offset, MBARRIER_BYTES, "mbarrier.init")
@@ -224,7 +230,7 @@ def mbarrier_arrive(binder, instruction):
     if cluster and not isinstance(state, Sink):
         raise UnsupportedError("an mbarrier of shared::cluster has no state operand (9.7.13.15.13)")
     if not (expects or "noComplete" in parts) <= len(counts) <= 1:
-        raise UnsupportedError(f"{len(counts)} counts")
+        raise UnsupportedError(f"the instruction has {len(counts)} counts")
     address = binder.address_reader(target)
     count = binder.reader(counts[0], "u32") if counts else None
     # Only mbarrier.test_wait without .parity uses the state, and it is not supported.
@@ -272,7 +278,7 @@ def mbarrier_wait(binder, instruction):
     read_parity = binder.reader(parity, "u32")
     is_test = modifiers(instruction)[0] == "test_wait"
     if len(hint) > (not is_test):
-        raise UnsupportedError(f"{len(hint)} operands too many")
+        raise UnsupportedError(f"the instruction has {len(hint)} operands too many")
     for time in hint:
         binder.reader(time, "u32")
 
@@ -295,8 +301,8 @@ def mbarrier_wait(binder, instruction):
         if is_test or completed[active_lanes(mask)].any():
             write(warp, completed, mask)
             return None
-        # try_wait may return false at any time (9.7.13.15.16). Here it waits until it can return
-        # true for some lane.
+        # try_wait may return false at any time (9.7.13.15.16). The emulator lets it wait until it
+        # can return true for some lane.
         return Blocked(
             lambda: any(barrier.phase != phase for barrier, phase in incomplete),
             lambda: ", ".join(str(barrier) for barrier, _ in incomplete),
@@ -335,7 +341,7 @@ def named_barrier(binder, instruction):
     number, count = (*reads, None, None)[:2]
     arrives = "arrive" in modifiers(instruction)
     if not 1 + arrives <= len(reads) <= 2:
-        raise UnsupportedError(f"{len(reads)} operands")
+        raise UnsupportedError(f"the instruction has {len(reads)} operands")
 
     def execute(warp, mask):
         lanes = active_lanes(mask)
@@ -343,15 +349,15 @@ def named_barrier(binder, instruction):
             raise EmulatorError("lanes of a warp name different barriers or numbers of threads")
         index = int(number(warp)[lanes[0]])
         if not 0 <= index < 16:
-            raise EmulatorError(f"the named barrier {index}, expected 0 to 15")
+            raise EmulatorError(f"the named barrier {index} does not exist, expected 0 to 15")
         block = warp.block
         barrier = block.named_barriers.setdefault(index, NamedBarrier(warp.machine))
         threads = int(count(warp)[lanes[0]]) if count else None
         if threads is not None and (threads % WARP_SIZE or not threads):
-            raise EmulatorError(f"a barrier for {threads} threads, expected a multiple of 32")
+            raise EmulatorError(f"it is a barrier for {threads} threads, expected a multiple of 32")
         if barrier.arrived and barrier.threads != threads:
             raise EmulatorError(
-                f"barrier {index} for {threads} threads, but the warps before named "
+                f"barrier {index} is for {threads} threads, but earlier warps named "
                 f"{barrier.threads}"
             )
         if warp.number in barrier.arrived:
@@ -425,7 +431,9 @@ def cluster_arrive(binder, instruction):
 
     def execute(warp, mask):
         if warp.cluster_arrivals > warp.cluster_waits:
-            raise EmulatorError("a second arrival at the cluster's barrier without a wait")
+            raise EmulatorError(
+                "the warp makes a second arrival at the cluster's barrier without a wait"
+            )
         if not relaxed:
             warp.machine.perform(
                 task
@@ -453,7 +461,7 @@ def cluster_wait(binder, instruction):
     def execute(warp, mask):
         cluster, phase = warp.block.cluster, warp.cluster_arrivals
         if warp.cluster_waits == phase:
-            raise EmulatorError("a wait at the cluster's barrier without an arrival")
+            raise EmulatorError("there is a wait at the cluster's barrier without an arrival")
         missing = [w for w in cluster.warps if w.alive and w.cluster_arrivals < phase]
         if not missing:
             warp.acquire(cluster.barrier_clocks[phase])

@@ -60,13 +60,15 @@ def try_cancel(binder, instruction):
         machine, cluster = warp.machine, warp.block.cluster
         for lane in active_lanes(mask):
             if cluster.cancellation_failed:
-                raise EmulatorError("a clusterlaunchcontrol.try_cancel after one that failed")
+                raise EmulatorError(
+                    "there is a clusterlaunchcontrol.try_cancel after one that failed"
+                )
             (rank, offset), (signal_rank, signal_offset) = (
                 split_shared_address(int(read(warp)[lane])) for read in (target, signal)
             )
             if rank != warp.block.rank or signal_rank != rank or offset % RESPONSE_BYTES:
                 raise EmulatorError(
-                    f"a response to offset {offset} of block {rank}, signalled to block "
+                    f"a response goes to offset {offset} of block {rank}, signalled to block "
                     f"{signal_rank}; expected 16-byte aligned, and both in the warp's own block"
                 )
             blocks = cluster.blocks if multicast else [warp.block]
@@ -110,7 +112,9 @@ def _bind_response(binder, operand):
     def response(warp, mask):
         words = warp.registers[operand.number].view(np.uint32).T
         if not np.isin(words[3][active_lanes(mask)], (CANCELED, FAILED)).all():
-            raise EmulatorError("a handle that is not a clusterlaunchcontrol.try_cancel response")
+            raise EmulatorError(
+                "there is a handle that is not a clusterlaunchcontrol.try_cancel response"
+            )
         return words
 
     return response
@@ -139,7 +143,7 @@ def get_first_ctaid(binder, instruction):
         items, first = (destination,), "xyz".index(part)
     else:
         if not isinstance(destination, Vector) or len(destination.items) != 4:
-            raise UnsupportedError("get_first_ctaid.v4 without a vector of 4 registers")
+            raise UnsupportedError("get_first_ctaid.v4 is used without a vector of 4 registers")
         items, first = destination.items, 0
     writes = [binder.writer(item, "b32") for item in items]
     response = _bind_response(binder, source)
@@ -147,7 +151,9 @@ def get_first_ctaid(binder, instruction):
     def execute(warp, mask):
         words = response(warp, mask)
         if (words[3][active_lanes(mask)] != CANCELED).any():
-            raise EmulatorError("get_first_ctaid of a response that no cluster was cancelled")
+            raise EmulatorError(
+                "there is a get_first_ctaid of a response that no cluster was cancelled"
+            )
         # The ISA does not specify the fourth element.
         for write, values in zip(writes, [*words[:3], np.full(WARP_SIZE, 0xFFFFFFFF)][first:]):
             write(warp, np.ascontiguousarray(values, np.uint32), mask)

@@ -41,9 +41,9 @@ def copy(binder, instruction):
         binder.immediate(size),
     )
     if size not in ((16,) if "cg" in modifiers(instruction) else (4, 8, 16)):
-        raise UnsupportedError(f"a copy of {size} bytes")
+        raise UnsupportedError(f"a copy of {size} bytes is not supported")
     if len(copied_size) > 1:
-        raise UnsupportedError("a cache policy")
+        raise UnsupportedError("a cache policy is not supported")
     # The operand src-size is the number of copied bytes; the remaining bytes become zero.
     read_copied_bytes = (
         binder.reader(copied_size[0], "u32") if copied_size else lambda warp: np.full(32, size)
@@ -86,7 +86,9 @@ def copy(binder, instruction):
 def _check_all_lanes(mask, instruction) -> None:
     """Refuses a part of a warp's lanes, because the emulator counts groups only for whole warps."""
     if mask is not None:
-        raise UnsupportedError(f"{instruction.opcode} by {len(active_lanes(mask))} lanes")
+        raise UnsupportedError(
+            f"{instruction.opcode} by {len(active_lanes(mask))} lanes is not supported"
+        )
 
 
 @defines(COPY, "cp.async.commit_group")

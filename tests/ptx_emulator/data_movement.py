@@ -66,18 +66,20 @@ class Access:
         else:
             self.offsets, self.bytes = addresses.astype(np.int64), warp.machine.parameters
             if self.offsets.min() < 0 or self.offsets.max() + size > len(self.bytes):
-                raise EmulatorError(f"{description} of {size} bytes beyond the kernel's parameters")
+                raise EmulatorError(
+                    f"{description} of {size} bytes is beyond the kernel's parameters"
+                )
 
     def _find_block(self, ranks, space: str) -> None:
         rank = int(ranks[0])
         blocks = self.warp.block.cluster.blocks
         if (ranks != rank).any():
-            raise UnsupportedError("lanes that access shared memory of different blocks")
+            raise UnsupportedError("lanes access shared memory of different blocks")
         if rank >= len(blocks):
             raise EmulatorError(f"{self.description}: the cluster has no block {rank}")
         if space in ("shared", "shared::cta") and rank != self.warp.block.rank:
             raise EmulatorError(
-                f"{self.description}: an address in block {rank}, expected the warp's own block"
+                f"{self.description} has an address in block {rank}, expected the warp's own block"
             )
         self.block = blocks[rank]
         if not self.block.alive:
@@ -110,7 +112,7 @@ class Access:
         """
         warp = self.warp
         if self.space == "param":
-            raise EmulatorError("a store to a kernel parameter")
+            raise EmulatorError("there is a store to a kernel parameter")
         values = values[self.active]
         self._check_equal_values(values)
         unchanged = (self.bytes[self.index] == values).all()
@@ -194,7 +196,7 @@ def _vector_items(operand, count: int) -> tuple:
     """Returns the registers of a vector operand; raises an error unless there are `count`."""
     items = operand.items if isinstance(operand, Vector) else (operand,)
     if len(items) != count:
-        raise UnsupportedError(f"{len(items)} registers instead of {count}")
+        raise UnsupportedError(f"the vector has {len(items)} registers instead of {count}")
     return items
 
 

@@ -89,10 +89,10 @@ class Task:
 
     Attributes:
       kind: one of the kinds of tasks that `machine.py` lists.
-      run: executes the operation.
-      description: names the operation in error messages.
+      run: function that executes the operation.
+      description: the operation, as error messages name it.
       cluster: the cluster that issued it.
-      queue: queue of the task, or None.
+      queue: key of the queue that the task waits in, or None.
       sequence: position in the order of issue. A task that another task issues inherits it.
       done: whether the operation has been executed.
     """
@@ -190,7 +190,7 @@ def lane_bitmask(mask: np.ndarray | None) -> int:
 def require_all_lanes(mask: np.ndarray | None, description: str) -> None:
     """Raises an error unless all 32 lanes execute an instruction."""
     if mask is not None:
-        raise EmulatorError(f"{description} without all lanes")
+        raise EmulatorError(f"{description} is executed without all lanes")
 
 
 def build_steps(machine) -> list[Step]:
@@ -221,7 +221,7 @@ def build_steps(machine) -> list[Step]:
             cta_group = cta_group or found[0]
             if found[0] != cta_group:
                 raise UnsupportedError(
-                    f"{instruction}: {found[0]} in a kernel with {cta_group} (9.7.16.5)"
+                    f"{instruction}: there is {found[0]} in a kernel with {cta_group} (9.7.16.5)"
                 )
         try:
             _check_special_registers(instruction)
@@ -263,7 +263,7 @@ def _wait_for_all_lanes(execute, aligned: str | None):
             return Blocked(warp.is_converged, lambda: "the other lanes of the warp")
         if aligned and warp.is_part(mask):
             lanes = active_lanes(mask).tolist()
-            raise EmulatorError(f"{aligned} without all lanes: only {lanes} execute it")
+            raise EmulatorError(f"there is a {aligned} without all lanes: only {lanes} execute it")
         return execute(warp, mask)
 
     return waiting
@@ -292,7 +292,7 @@ class OperandBinder:
             if register_width > width and wider:
                 return lambda warp: warp.registers[number].astype(dtype)
             raise UnsupportedError(
-                f"a register of {register_width} bits where {ptx_type} is expected"
+                f"there is a register of {register_width} bits where {ptx_type} is expected"
             )
         if isinstance(operand, Immediate):
             constant = np.full(WARP_SIZE, self._constant(operand, ptx_type), dtype)
@@ -314,7 +314,7 @@ class OperandBinder:
         """Returns the bits of a constant, which must be representable in this type (4.5)."""
         value, width = operand.value, bits(ptx_type)
         if ptx_type not in ("f32", "b32") if operand.real else ptx_type in FLOATS:
-            raise UnsupportedError(f"the constant {value:#x} where {ptx_type} is expected")
+            raise UnsupportedError(f"there is the constant {value:#x} where {ptx_type} is expected")
         if not -(1 << width - 1) <= value < 1 << width:
             raise UnsupportedError(f"the constant {value} is out of range for {ptx_type}")
         return bool(value) if width == 1 else value & ((1 << width) - 1)
@@ -332,7 +332,7 @@ class OperandBinder:
         number, register_width, width = operand.number, bits(operand.type), bits(ptx_type)
         if register_width != width and not (wider and register_width > width):
             raise UnsupportedError(
-                f"a register of {register_width} bits where {ptx_type} is expected"
+                f"there is a register of {register_width} bits where {ptx_type} is expected"
             )
         dtypes = SIGNED if ptx_type[0] == "s" else UNSIGNED
         narrow, wide, raw = dtypes[width], dtypes.get(register_width), UNSIGNED[register_width]

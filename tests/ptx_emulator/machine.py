@@ -173,7 +173,9 @@ class Machine:
         self.cluster = tuple(cluster or kernel.cluster or (1, 1, 1))
         threads = math.prod(self.block_shape)
         if threads % WARP_SIZE:
-            raise UnsupportedError(f"a block of {threads} threads, not a multiple of {WARP_SIZE}")
+            raise UnsupportedError(
+                f"a block has {threads} threads, expected a multiple of {WARP_SIZE}"
+            )
         if any(g % c for g, c in zip(self.grid, self.cluster)):
             raise EmulatorError(f"grid {self.grid} is not a multiple of clusters {self.cluster}")
         self.warps_per_block = threads // WARP_SIZE
@@ -181,7 +183,8 @@ class Machine:
         self.shared_bytes = kernel.shared_bytes + dynamic_shared
         if self.shared_bytes > MAX_SHARED_BYTES:
             raise EmulatorError(
-                f"{self.shared_bytes} bytes of shared memory, at most {MAX_SHARED_BYTES} per block"
+                f"a block has {self.shared_bytes} bytes of shared memory, at most "
+                f"{MAX_SHARED_BYTES} are possible"
             )
         available = REGISTERS_PER_SM // (threads * kernel.min_blocks_per_sm)
         self.registers_at_launch = kernel.max_registers or min(
@@ -370,7 +373,7 @@ class Machine:
             if block.tensor_memory.allocated:
                 raise EmulatorError(
                     f"cluster {cluster.number}, block {block.rank} exits with tensor memory "
-                    f"{block.tensor_memory.allocated}"
+                    f"{block.tensor_memory.allocated} still allocated"
                 )
         while tasks := [task for task in self._next_tasks() if task.cluster is cluster]:
             task = tasks[0]

@@ -66,7 +66,9 @@ class SharedOperand:
     def _from_fields(cls, descriptor: int, swizzle: int, transposed: bool) -> "SharedOperand":
         """Decodes the fields that both chips share: addresses and offsets in units of 16 bytes."""
         if descriptor >> 49 & 0x7:
-            raise UnsupportedError(f"the base offset of the descriptor {descriptor:#x}")
+            raise UnsupportedError(
+                f"the base offset of the descriptor {descriptor:#x} is not supported"
+            )
         fields = (descriptor >> shift & 0x3FFF for shift in (0, 16, 32))
         start, leading, stride = (16 * field for field in fields)
         if swizzle and start % (8 * swizzle) >= swizzle:

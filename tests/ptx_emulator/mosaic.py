@@ -63,7 +63,7 @@ def sizeof(mlir_type: ir.Type | str) -> int:
     if text.startswith("struct<("):
         (*_, end), alignment = _struct_layout(text)
         return -(-end // alignment) * alignment
-    raise UnsupportedError(f"the type {text} in the host function")
+    raise UnsupportedError(f"the type {text} in the host function is not supported")
 
 
 def _struct_layout(text: str) -> tuple[list[int], int]:
@@ -157,7 +157,7 @@ class Host:
             value, target, *indices = operands
             mlir_type = ir.MemRefType(op.operands[1].type)
             if len(indices) > 1:
-                raise UnsupportedError(f"{op} in the host function")
+                raise UnsupportedError(f"{op} in the host function is not supported")
             size = sizeof(mlir_type.element_type)
             self.store(target[ALIGNED_POINTER] + size * sum(indices), value, size)
         elif name == "llvm.alloca":
@@ -174,7 +174,7 @@ class Host:
         elif name in ("func.call", "llvm.call"):
             result = self._call(ir.FlatSymbolRefAttr(attributes["callee"]).value, operands)
         elif name not in ("func.return", "llvm.return"):
-            raise UnsupportedError(f"{op} in the host function")
+            raise UnsupportedError(f"{op} in the host function is not supported")
         if len(op.results):
             self.values[op.results[0]] = result
 
@@ -185,7 +185,7 @@ class Host:
         if len(indices) == 1:
             return indices[0] * sizeof(mlir_type)
         if indices[0] != 0 or len(indices) > 2:
-            raise UnsupportedError(f"{op} in the host function")
+            raise UnsupportedError(f"{op} in the host function is not supported")
         return _struct_layout(str(mlir_type))[0][indices[1]]
 
     def _call(self, callee: str, operands: list):

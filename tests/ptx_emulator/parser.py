@@ -60,7 +60,7 @@ class Vector:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """a|b."""
+    """The operand a|b."""
 
     first: object
     second: object
@@ -68,7 +68,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Negated:
-    """!p."""
+    """The negated predicate !p."""
 
     register: Register
 
@@ -225,7 +225,7 @@ def _parameters(text: str):
             declaration,
         )
         if match is None:
-            raise UnsupportedError(f"parameter {declaration!r}")
+            raise UnsupportedError(f"parameter {declaration!r} is not supported")
         align, ptx_type, name, count = match.groups()
         itemsize = bits(ptx_type) // 8
         alignment = int(align or itemsize)
@@ -349,7 +349,7 @@ class _Body:
                 (scope, predicate, bool(negated), opcode, split(operands), line, text, span)
             )
         else:
-            raise UnsupportedError(f"line {line}: {text}")
+            raise UnsupportedError(f"line {line}: {text} is not supported")
 
     def _find(self, table: dict, scope: int | None, name: str):
         """Looks up a name in a scope, or in the innermost enclosing scope that declares it."""

@@ -26,13 +26,13 @@ SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 
 class Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
+    """The driver's struct CUlaunchAttribute."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16))
 
 
 class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
+    """The driver's struct CUlaunchConfig."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),

@@ -76,7 +76,7 @@ def elementwise(
     # Unlike a Python function, a ufunc would accept one more argument, as its output.
     count = getattr(function, "nin", None) or function.__code__.co_argcount
     if not len(sources) == len(operand_types) == count:
-        raise UnsupportedError(f"{len(sources)} operands instead of {count}")
+        raise UnsupportedError(f"the instruction has {len(sources)} operands instead of {count}")
     result_type = result_type or operand_types[0]
     reads = [
         binder.reader(operand, ptx_type)
@@ -103,7 +103,7 @@ def fused_multiply_add(a, b, c):
     first rounding creates a tie. So it rounds to odd, which never creates one.
     """
     if a.dtype == np.float64:
-        raise UnsupportedError("a fused multiply-add of float64")
+        raise UnsupportedError("a fused multiply-add of float64 is not supported")
     product = a.astype(np.float64) * b.astype(np.float64)
     addend = c.astype(np.float64)
     total = product + addend
@@ -394,7 +394,7 @@ def lop3(binder, instruction):
     *operands, table = instruction.operands
     table = binder.immediate(table)
     if not 0 <= table <= 0xFF:
-        raise UnsupportedError(f"the table {table} of lop3, expected 0 to 255")
+        raise UnsupportedError(f"the table {table} of lop3 does not exist, expected 0 to 255")
 
     def function(a, b, c):
         result = np.zeros_like(a)
@@ -492,7 +492,7 @@ def setp(binder, instruction):
     first, second = pair(destination)
     reads = binder.reader(a, ptx_type), binder.reader(b, ptx_type)
     if len(other) != bool(combine):
-        raise UnsupportedError(f"{2 + len(other)} operands instead of {2 + bool(combine)}")
+        raise UnsupportedError(f"it has {2 + len(other)} operands instead of {2 + bool(combine)}")
     dtype = dtype_of(ptx_type)
     write = binder.writer(first, "pred")
     write_second = binder.writer(second, "pred") if second else None

@@ -48,7 +48,7 @@ def _cta_group(warp, is_pair: bool) -> list:
     first = warp.block.rank & ~1
     blocks = warp.block.cluster.blocks[first : first + 2]
     if len(blocks) < 2:
-        raise EmulatorError("cta_group::2 in a cluster of one block")
+        raise EmulatorError("there is cta_group::2 in a cluster of one block")
     return blocks
 
 
@@ -64,9 +64,11 @@ def alloc(binder, instruction):
     def execute(warp, mask):
         columns, tensor_memory = int(count(warp)[0]), warp.block.tensor_memory
         if columns not in (32, 64, 128, 256, 512):
-            raise EmulatorError(f"an allocation of {columns} columns of tensor memory")
+            raise EmulatorError(
+                f"an allocation of {columns} columns of tensor memory is not possible"
+            )
         if tensor_memory.relinquished:
-            raise EmulatorError("an allocation after tcgen05.relinquish_alloc_permit")
+            raise EmulatorError("there is an allocation after tcgen05.relinquish_alloc_permit")
         first = tensor_memory.find_free_columns(columns)
         if first is None:
             return Blocked(
@@ -125,8 +127,8 @@ def dealloc(binder, instruction):
         tensor_memory, machine = warp.block.tensor_memory, warp.machine
         if tensor_memory.allocated.get(first) != (columns, group_size):
             raise EmulatorError(
-                f"tcgen05.dealloc of {columns} columns from {first} on, for {group_size} blocks; "
-                f"allocated are {tensor_memory.allocated}"
+                f"there is a tcgen05.dealloc of {columns} columns from {first} on, for "
+                f"{group_size} blocks; allocated are {tensor_memory.allocated}"
             )
         for block in _cta_group(warp, group_size == 2):
             if block is warp.block:
@@ -233,14 +235,14 @@ class _TensorMemoryAccess:
         # A load may not write a register twice.
         count = len(set(self.items) if self.name.endswith("ld") else self.items)
         if count != len(self.rows) or len(half_offset) > 1:
-            raise ValueError(f"{count} registers in a vector, expected {len(self.rows)}")
+            raise ValueError(f"there are {count} registers in a vector, expected {len(self.rows)}")
         self.address = binder.address_reader(address)
 
     def locate(self, warp):
         """Checks and returns the words, (lanes, columns) of [registers, 32], and column ranges."""
         addresses = self.address(warp)
         if (addresses != addresses[0]).any():
-            raise EmulatorError(f"{self.name} with addresses that differ between lanes")
+            raise EmulatorError(f"{self.name} is executed with addresses that differ between lanes")
         address = int(addresses[0])
         first, column = _first_lane(warp, address, self.height), address & 0xFFFF
         for begin, count in self.ranges:
@@ -414,10 +416,12 @@ class InstructionDescriptor:
         # These bits must be 0: 0 to 3 (sparsity and saturation), 6, 23 and 29 (reserved), 30 and 31
         # (the shift of .ws).
         if None in types or descriptor & 0b1111 or descriptor & (1 << 6 | 1 << 23 | 7 << 29):
-            raise EmulatorError(f"the instruction descriptor {descriptor:#x} for kind::{kind}")
+            raise EmulatorError(
+                f"the instruction descriptor {descriptor:#x} for kind::{kind} is invalid"
+            )
         flags = [bool(descriptor >> bit & 1) for bit in (13, 14, 15, 16)]
         if kind == "i8" and any(flags[:2]):
-            raise EmulatorError(f"integers are not negated: {descriptor:#x}")
+            raise EmulatorError(f"integers cannot be negated: {descriptor:#x}")
         return cls(
             *types,
             negate=tuple(flags[:2]),
@@ -438,7 +442,9 @@ class InstructionDescriptor:
         if not exists:
             raise EmulatorError(f"no product has {self.rows} x {self.columns} for {blocks} blocks")
         if self.rows // blocks != 128 and blocks == 2:
-            raise UnsupportedError(f"{self.rows // blocks} rows in each of two blocks")
+            raise UnsupportedError(
+                f"{self.rows // blocks} rows in each of two blocks are not supported"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -461,7 +467,9 @@ class TensorMemoryOperand:
     ) -> None:
         """Checks and records a read; the arguments are those of `SharedOperand.record_read`."""
         if rows != TensorMemory.LANES:
-            raise UnsupportedError(f"a first operand of {rows} rows in tensor memory")
+            raise UnsupportedError(
+                f"a first operand of {rows} rows in tensor memory is not supported"
+            )
         columns = self.columns(depth, dtype)
         width = columns.stop - columns.start
         block.tensor_memory.check_allocated(columns.start, width, description)
@@ -486,16 +494,16 @@ def mma(binder, instruction):
     def execute(warp, mask):
         active = active_lanes(mask)
         if len(active) != 1:
-            raise EmulatorError(f"tcgen05.mma by {len(active)} lanes")
+            raise EmulatorError(f"there is a tcgen05.mma by {len(active)} lanes")
         lane = active[0]
         if is_pair and warp.block.rank & 1:
-            raise EmulatorError("tcgen05.mma for two blocks by the second one")
+            raise EmulatorError("there is a tcgen05.mma for two blocks by the second one")
         fields = InstructionDescriptor.decode(kind, int(read_descriptor(warp)[lane]))
         blocks = _cta_group(warp, is_pair)
         fields.check_shape(len(blocks))
         column, a = int(target(warp)[lane]), int(read_a(warp)[lane])
         if column >> 16:
-            raise EmulatorError(f"an accumulator that begins with lane {column >> 16}")
+            raise EmulatorError(f"there is an accumulator that begins with lane {column >> 16}")
         shared_operand = functools.partial(
             SharedOperand.from_tcgen05_descriptor, machine=warp.machine
         )
@@ -503,8 +511,8 @@ def mma(binder, instruction):
             operand_a = shared_operand(a, transposed=fields.transpose[0])
         elif a >> 16 or fields.transpose[0]:
             raise UnsupportedError(
-                f"a first operand in tensor memory at {a:#x}, expected one that begins with lane 0 "
-                "and is K-major"
+                f"there is a first operand in tensor memory at {a:#x}, expected one that begins "
+                "with lane 0 and is K-major"
             )
         else:
             operand_a = TensorMemoryOperand(a)

@@ -175,7 +175,7 @@ class TensorMemory:
         ):
             raise RaceError(
                 f"{description} {doing} of block {self.rank}, and nothing orders it after the "
-                "tcgen05.mma: a tcgen05.commit, a wait for its mbarrier and "
+                "tcgen05.mma; it needs a tcgen05.commit, a wait for its mbarrier and "
                 "tcgen05.fence::after_thread_sync"
             )
 
@@ -191,5 +191,6 @@ class TensorMemory:
             warp, name = warps[unordered][0], "ld" if times is self.read_at else "st"
             raise RaceError(
                 f"{doing} block {self.rank} from column {columns.start} on, and nothing orders it "
-                f"after the tcgen05.{name} of warp {warp}: tcgen05.wait::{name}, {self.FENCES}"
+                f"after the tcgen05.{name} of warp {warp}; it needs tcgen05.wait::{name}, "
+                f"{self.FENCES}"
             )

@@ -70,9 +70,9 @@ def decode(content: bytes) -> TensorMap:
         or any(fields)
         or record["reserved"]
     ):
-        raise UnsupportedError(f"a tensor map with {record}")
+        raise UnsupportedError(f"a tensor map with {record} is not supported")
     if rank > 5 or not (record["element_stride"][:rank] == 1).all():
-        raise UnsupportedError(f"a tensor map with {record}")
+        raise UnsupportedError(f"a tensor map with {record} is not supported")
     return TensorMap(
         base=int(record["global_address"]),
         itemsize=ITEMSIZES[element],
@@ -85,13 +85,15 @@ def decode(content: bytes) -> TensorMap:
 
 
 def find_tensor_map(warp, address: int) -> TensorMap:
-    """Returns the tensor map at a generic address; a map that the kernel made needs a fence."""
+    """Returns the tensor map at a generic address; if the kernel made it, a fence must precede."""
     machine = warp.machine
     if address in machine.tensor_maps:
         return machine.tensor_maps[address]
     if address not in machine.device_tensor_maps:
         known = ", ".join(hex(a) for a in (*machine.tensor_maps, *machine.device_tensor_maps))
-        raise EmulatorError(f"no tensor map at {address:#x}; the known ones are at {known}")
+        raise EmulatorError(
+            f"there is no tensor map at {address:#x}; known tensor maps are at {known}"
+        )
     if not any(
         cluster is warp.block.cluster and warp.clock[MEMORY][agent] >= time
         for cluster, agent, time in machine.device_tensor_maps[address].fences
@@ -119,10 +121,12 @@ def replace(binder, instruction):
     dtype, field_offset = LAYOUT.fields[field][:2]
     count = dtype.shape[0] if dtype.shape else 1
     if len(ordinal) != bool(dtype.shape):
-        raise ValueError(f"{len(ordinal)} ordinals for {field}, expected {int(bool(dtype.shape))}")
+        raise ValueError(
+            f"there are {len(ordinal)} ordinals for {field}, expected {int(bool(dtype.shape))}"
+        )
     dimension = binder.immediate(ordinal[0]) if ordinal else 0
     if not 0 <= dimension < count:
-        raise EmulatorError(f"{field} of dimension {dimension}, expected 0 to {count - 1}")
+        raise EmulatorError(f"it sets {field} of dimension {dimension}, expected 0 to {count - 1}")
     # Some fields must be set to constants (9.7.9.28).
     if ptx_type == "b32" and not dtype.shape and field != "rank":
         binder.immediate(value)
@@ -153,8 +157,8 @@ def _own_offset(warp, address: int, description: str) -> int:
     rank, offset = split_shared_address(address)
     if rank != warp.block.rank or offset % TENSOR_MAP_BYTES:
         raise EmulatorError(
-            f"{description}: a tensor map in block {rank} at {offset - SHARED_BASE}, expected in "
-            f"the own block at a multiple of {TENSOR_MAP_BYTES}"
+            f"{description}: there is a tensor map in block {rank} at {offset - SHARED_BASE}, "
+            f"expected in the warp's own block at a multiple of {TENSOR_MAP_BYTES}"
         )
     warp.block.shared.check_bounds(offset, TENSOR_MAP_BYTES, description)
     return offset
@@ -163,7 +167,9 @@ def _own_offset(warp, address: int, description: str) -> int:
 def _check_size(binder, operand) -> None:
     """Checks that the size operand of a copy or fence is that of a tensor map."""
     if binder.immediate(operand) != TENSOR_MAP_BYTES:
-        raise UnsupportedError(f"a tensor map of {operand} bytes, expected {TENSOR_MAP_BYTES}")
+        raise UnsupportedError(
+            f"it is for a tensor map of {operand} bytes, expected {TENSOR_MAP_BYTES}"
+        )
 
 
 @defines(
@@ -180,12 +186,15 @@ def cp_fenceproxy(binder, instruction):
         require_all_lanes(mask, instruction.opcode)
         targets, sources = target(warp), source(warp)
         if (targets != targets[0]).any() or (sources != sources[0]).any():
-            raise EmulatorError(f"{instruction.opcode} with addresses that differ between lanes")
+            raise EmulatorError(
+                f"{instruction.opcode} is executed with addresses that differ between lanes"
+            )
         address = int(targets[0])
         offset = _own_offset(warp, int(sources[0]), instruction.opcode)
         if address % TENSOR_MAP_BYTES:
             raise EmulatorError(
-                f"a copy of a tensor map to {address:#x}, not a multiple of {TENSOR_MAP_BYTES}"
+                f"there is a copy of a tensor map to {address:#x}, not a multiple of "
+                f"{TENSOR_MAP_BYTES}"
             )
         shared, memory = warp.block.shared, warp.machine.memory
         words = words_in_range(offset, TENSOR_MAP_BYTES)

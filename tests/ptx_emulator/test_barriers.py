@@ -456,7 +456,7 @@ def test_a_warp_that_arrives_does_not_wait(opcode):
         "different": (
             "setp.lt.u32 %p, %thread, 32; selp.u32 %x, 64, 96, %p; bar.sync 1, %x;",
             EmulatorError,
-            "for (64|96) threads, but the warps before named (64|96)",
+            "for (64|96) threads, but earlier warps named (64|96)",
         ),
         "twice": ("bar.arrive 1, 96; bar.arrive 1, 96;", EmulatorError, "arrives twice"),
         "some lanes": (

@@ -61,7 +61,7 @@ CG = "cp.async.cg.shared.global"
 
 
 def test_groups_are_waited_for_in_order():
-    """All but the last n groups are complete; those may not be read (9.7.9.25.3.3)."""
+    """All but the last n groups are complete; those n may not be read (9.7.9.25.3.3)."""
     body = f"""{DECLARED}
         mad.lo.u32 %to, %thread, 16, %memory; mad.wide.u32 %address, %thread, 16, %m0;
         {CG} [%to], [%address], 16; cp.async.commit_group;
@@ -110,7 +110,7 @@ def test_a_copy_belongs_to_the_generic_proxy():
 
 
 def words_at(address):
-    """Returns the map of a tensor of 128 words, in one box."""
+    """Returns the map of a tensor of 128 words, which is one box."""
     return TensorMap(address, 4, (128,), (4,), (128,), 0)
 
 
@@ -206,7 +206,7 @@ def test_asking_again_after_a_failure_is_refused():
 
 
 def test_invalid_responses_are_refused():
-    """The invalid responses are a handle that was never written, and that of a failed request."""
+    """The invalid handles are one that was never written, and that of a failed request."""
     body = f"""{DECLARED} .reg .b128 handle; st.shared.v2.u64 [%memory], {{7, 7}}; bar.sync 0;
         ld.shared.b128 handle, [%memory]; {CANCELED} %p, handle;{HERE}"""
     assert_fails(

@@ -246,7 +246,7 @@ def test_cvta_converts_addresses_there_and_back(space):
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_mapa_returns_the_address_in_the_block_of_this_rank(bits):
-    """9.7.9.23."""
+    """Section 9.7.9.23 describes mapa."""
     assert isa.OPCODES[f"mapa.shared::cluster.u{bits}"].section == MOVE
     body = f""".shared .align 16 .b8 before[48]; .shared .align 16 .b8 memory[64];
         .reg .b{bits} %own; mov.u{bits} %own, memory;

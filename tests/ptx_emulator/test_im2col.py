@@ -114,7 +114,7 @@ def rank_of(opcode):
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 @pytest.mark.parametrize("rank", [3, 4, 5])
 def test_pixels_of_every_rank_and_swizzle_are_loaded(rank, swizzle):
-    """Boxes are larger and smaller than images, cross images, and have zeros beyond them."""
+    """Bounding boxes are larger or smaller than images; columns cross images and their ends."""
     corners = [None, ((0, 0, 0), (0, 0, 0)), ((2, 1, -1), (-1, -3, -1)), ((0, 0, 0), (0, -4, 0))]
     for corner in corners:
         images = Images(rank, *([c[: rank - 2] for c in corner] if corner else ()), swizzle=swizzle)

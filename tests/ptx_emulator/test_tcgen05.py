@@ -312,7 +312,7 @@ IDESC = instruction_descriptor("i8", "u8", "u8", 128, 256)
             (IDESC | 1 << bit, "the instruction descriptor")
             for bit in (0, 1, 2, 3, 6, 23, 29, 30, 31)
         ),
-        *((IDESC | 1 << bit, "integers are not negated") for bit in (13, 14)),
+        *((IDESC | 1 << bit, "integers cannot be negated") for bit in (13, 14)),
         *((IDESC & ~(7 << shift) | 2 << shift, "the instruction descriptor") for shift in (7, 10)),
         (IDESC & ~(3 << 4) | 1 << 4, "the instruction descriptor"),
         (instruction_descriptor("i8", "u8", "u8", 128, 24), "no product has 128 x 24"),

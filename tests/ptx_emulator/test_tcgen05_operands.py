@@ -56,7 +56,7 @@ def lanes_of(registers):
 
 @pytest.mark.parametrize("form, count, place", FORMS, ids=[form for form, *_ in FORMS])
 def test_store_puts_registers_where_the_isa_says(form, count, place):
-    """9.7.16.8.4: read back with 32x32b; all other words are unchanged."""
+    """The words are read back with 32x32b; all other words are unchanged (9.7.16.8.4)."""
     opcode = f"tcgen05.st.sync.aligned.{form}.b32"
     assert (
         isa.OPCODES[opcode].section
@@ -209,7 +209,10 @@ def test_what_orders_a_store_and_a_product():
     """A wait for the store, and fences before and after the barrier, are needed."""
     options = dict(in_tensor_memory=True)
     for change, message in (
-        (dict(wait=""), "nothing orders it after the tcgen05.st of warp 0: tcgen05.wait::st"),
+        (
+            dict(wait=""),
+            "nothing orders it after the tcgen05.st of warp 0; it needs tcgen05.wait::st",
+        ),
         (dict(before=""), "nothing orders it after the tcgen05.st of warp 0"),
         (dict(after=""), "nothing orders it after the tcgen05.st of warp 0"),
     ):
@@ -232,7 +235,7 @@ def test_what_orders_a_store_and_a_product():
 
 
 def test_stores_that_are_not_waited_for():
-    """Missing waits: before a load of the same columns, after one, and at the kernel's end."""
+    """A wait is missing before or after a load of the same columns, or at the kernel's end."""
     store = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%tmem], {%x};"
     load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%y}, [%tmem];"
     stored, loaded = "tcgen05.wait::st.sync.aligned;", "tcgen05.wait::ld.sync.aligned;"

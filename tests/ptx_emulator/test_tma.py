@@ -46,7 +46,7 @@ ROOM = 4096
 
 
 class Tensor:
-    """A tensor of this rank in an array of random bytes, and a box of 16 rows (of one, if 1d)."""
+    """A tensor of this rank in an array of random bytes, and a box of 16 rows (1 row in rank 1)."""
 
     def __init__(self, rank, swizzle, itemsize=2):
         generator = random.Random(f"{rank} {swizzle}")
@@ -74,7 +74,7 @@ class Tensor:
     def places(self, *, stores=False):
         """Yields coordinates inside the tensor, across its ends and outside of it.
 
-        Loads may also begin before the tensor. Rows are aligned to 16 bytes.
+        Loads may also begin before the tensor. Every place is a multiple of 16 bytes into its row.
         """
         unit = 16 // self.itemsize
         found = [

@@ -46,7 +46,7 @@ FENCE, COMMIT, WAIT = (f"wgmma.{x}.sync.aligned" for x in ("fence", "commit_grou
 
 
 def fragments(array, part, count):
-    """Stores %c0, %c1, ... of every thread to this part of an array."""
+    """Returns PTX that stores %c0, %c1, ... of every thread to this part of an array."""
     text = f"mad.lo.u32 %x, %thread, {4 * count}, {part * 512 * count};"
     text += f"cvt.u64.u32 %address, %x; add.u64 %address, %address, %m{array};"
     for i in range(0, count, 4):
@@ -130,7 +130,7 @@ def multiplied(opcode, layouts, images, statements, *, more="", **options):
 @pytest.mark.parametrize("second", [LAYOUTS[i] for i in (0, 2, 4, 7)], ids=layout_name)
 @pytest.mark.parametrize("first", LAYOUTS, ids=layout_name)
 def test_wgmma_multiplies_operands_of_every_layout(first, second):
-    """Layouts have all swizzles, K-major and MN-major, various strides, and starts inside a row."""
+    """The layouts are K-major and MN-major, with all swizzles and with various strides."""
     opcode = opcode_of(72, 16, "bf16", "bf16")
     (raw_a, a), (raw_b, b) = (drawn("bf16", (rows, 16), i) for i, rows in enumerate((64, 72)))
     turned = f"{int(first.major == 'MN')}, {int(second.major == 'MN')}"
@@ -210,7 +210,7 @@ ONES = dict(arrays=[b"\1" * 4096], threads=128, target="sm_90a")
 
 
 def test_wait_group_does_not_wait_for_the_last_groups():
-    """9.7.15.7: wait_group n does not wait for the last n groups; their registers are in use."""
+    """The registers of the last n groups stay in use after wait_group n (9.7.15.7)."""
     assert {isa.OPCODES[x].section for x in (FENCE, COMMIT, WAIT)} == {WGMMA}
     text = hopper(f"{ONE} {COMMIT}; {TWO} {COMMIT}; {WAIT} 1; {{}}")
     first, second = (f"mov.u32 %x, {x};{HERE}" for x in ("%c2", "%e2"))

@@ -233,14 +233,14 @@ class TensorOperand:
         self.address = binder.reader(operand.base, "b64")
         self.coordinates = [binder.reader(item, "b32") for item in operand.coordinates.items]
         if len(self.coordinates) != rank:
-            raise ValueError(f"{len(self.coordinates)} coordinates of {rank} dimensions")
+            raise ValueError(f"there are {len(self.coordinates)} coordinates of {rank} dimensions")
         self.rank = rank
 
     def read(self, warp, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
         """Returns the tensor map and the coordinates of a lane."""
         tensor = warp.tensor_map(int(self.address(warp)[lane]))
         if len(tensor.dimensions) != self.rank:
-            raise EmulatorError(f"a copy of {self.rank} dimensions with {tensor}")
+            raise EmulatorError(f"there is a copy of {self.rank} dimensions with {tensor}")
         coordinates = tuple(to_signed(int(read(warp)[lane])) for read in self.coordinates)
         # An H200 traps.
         if coordinates[0] * tensor.itemsize % UNIT_BYTES:
@@ -293,7 +293,7 @@ def load(binder, instruction):
         vector, *masks = masks
         offsets = [binder.reader(item, "b16") for item in vector.items]
         if len(offsets) != _rank(instruction) - 2:
-            raise ValueError(f"{len(offsets)} offsets of {_rank(instruction)} dimensions")
+            raise ValueError(f"there are {len(offsets)} offsets of {_rank(instruction)} dimensions")
     is_pair, multicast = "cta_group::2" in parts, "multicast::cluster" in parts
     own_block_only = "shared::cta" in parts
     tensor_operand = TensorOperand(binder, source, _rank(instruction))
@@ -313,7 +313,7 @@ def load(binder, instruction):
             # the parity of the mbarrier's block (9.7.9.25.5.2).
             return [(r, r & ~1 | signal_rank & 1 if is_pair else r) for r in receivers]
         if is_pair and rank >> 1 != signal_rank >> 1:
-            raise EmulatorError("an mbarrier outside of the pair")
+            raise EmulatorError("the load signals an mbarrier outside of the pair")
         if not is_pair and rank != signal_rank:
             raise EmulatorError("the data and the mbarrier are in different blocks")
         return [(rank, signal_rank)]
@@ -323,7 +323,7 @@ def load(binder, instruction):
         for lane in active_lanes(mask):
             tensor, place = tensor_operand.read(warp, lane)
             if isinstance(tensor, Im2colMap) != im2col:
-                raise EmulatorError(f"{instruction.opcode} with {tensor}")
+                raise EmulatorError(f"{instruction.opcode} is executed with {tensor}")
             if im2col:
                 tensor.check_coordinates(place)
             place = (*place, *(int(read(warp)[lane]) for read in offsets))
@@ -331,7 +331,7 @@ def load(binder, instruction):
             signal_rank, mbarrier_offset = split_shared_address(int(mbarrier(warp)[lane]))
             if own_block_only and rank != warp.block.rank:
                 raise EmulatorError(
-                    f"a shared::cta copy to block {rank}, expected the warp's own block"
+                    f"there is a shared::cta copy to block {rank}, expected the warp's own block"
                 )
             for receiver, signalled in ranks(warp, rank, signal_rank, lane):
                 if max(receiver, signalled) >= len(blocks):
@@ -370,7 +370,7 @@ def store(binder, instruction):
         for lane in active_lanes(mask):
             tensor, coordinates = tensor_operand.read(warp, lane)
             if isinstance(tensor, Im2colMap):
-                raise EmulatorError(f"{instruction.opcode} with {tensor}")
+                raise EmulatorError(f"{instruction.opcode} is executed with {tensor}")
             # An H200 traps.
             if min(coordinates) < 0:
                 raise EmulatorError(
@@ -379,7 +379,7 @@ def store(binder, instruction):
             rank, offset = split_shared_address(int(source(warp)[lane]))
             if rank != warp.block.rank:
                 raise EmulatorError(
-                    f"a shared::cta copy from block {rank}, expected the warp's own block"
+                    f"there is a shared::cta copy from block {rank}, expected the warp's own block"
                 )
             _store_box(warp, int(lane), offset, tensor, coordinates)
 
@@ -429,7 +429,7 @@ def commit_group(binder, instruction):
 def wait_group(binder, instruction):
     pending = binder.immediate(instruction.operands[0])
     if pending < 0:
-        raise ValueError(f"a wait for all groups but the last {pending}")
+        raise ValueError(f"a wait for all groups but the last {pending} is not possible")
     waits_for_reads = "read" in modifiers(instruction)
 
     def execute(warp, mask):
@@ -456,7 +456,7 @@ def wait_group(binder, instruction):
 
 @defines(COPY, f"cp.async.bulk{{.shared::cta,.shared::cluster}}.global.{COMPLETION}")
 def load_bytes(binder, instruction):
-    """A bulk copy of contiguous bytes, without a tensor map, to the warp's block (9.7.9.25.4.1)."""
+    """Copies contiguous bytes to the warp's block, without a tensor map (9.7.9.25.4.1)."""
     target, source, size, mbarrier = instruction.operands
     target, source, mbarrier = map(binder.address_reader, (target, source, mbarrier))
     size = binder.reader(size, "u32")
@@ -475,10 +475,11 @@ def _load_bytes(warp, lane: int, target: int, source: int, size: int, mbarrier: 
     rank, offset = split_shared_address(target)
     description = f"a bulk copy of {size} bytes from {source:#x}"
     if rank != block.rank:
-        raise EmulatorError(f"{description} to block {rank}, expected the warp's own block")
+        raise EmulatorError(f"{description} goes to block {rank}, expected the warp's own block")
     if size == 0 or any(x % 16 for x in (offset, source, size)):
         raise EmulatorError(
-            f"{description} to {block.shared.describe(offset)}: not multiples of 16"
+            f"{description} to {block.shared.describe(offset)} has values that are "
+            "not multiples of 16"
         )
     block.shared.check_bounds(offset, size, description)
     begin = memory.offset_of(source, size)

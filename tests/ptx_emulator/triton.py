@@ -50,7 +50,7 @@ def prepare(compiled, grid: tuple[int, ...], arguments, **options) -> tuple[Mach
             tensor_map = describe_array(argument, address, next(descriptions), name)
             values += [tensor_map, *argument.shape, *strides]
         else:
-            raise UnsupportedError(f"an argument of type {argument_type}")
+            raise UnsupportedError(f"an argument of type {argument_type} is not supported")
     grid = (*grid, 1, 1)[:3]
     programs = math.prod(grid) * metadata.num_ctas
     for size in (metadata.global_scratch_size, metadata.profile_scratch_size):
@@ -77,9 +77,9 @@ def prepare(compiled, grid: tuple[int, ...], arguments, **options) -> tuple[Mach
 def describe_array(array: np.ndarray, address: int, description: dict, name: str) -> TensorMap:
     """Returns the tensor map of an array, for Triton's description of a tensor descriptor."""
     if description["fp4_padded"] or description["is_im2col"]:
-        raise UnsupportedError(f"a tensor descriptor with {description}")
+        raise UnsupportedError(f"a tensor descriptor with {description} is not supported")
     if description["elem_size"] != array.itemsize:
-        raise UnsupportedError(f"an array of {array.dtype} for {description}")
+        raise UnsupportedError(f"there is an array of {array.dtype} for {description}")
     return TensorMap(
         base=address,
         itemsize=array.itemsize,

@@ -113,13 +113,13 @@ class Warp:
         self.lane_syncs += 1
 
     def tcgen05_fence_before(self) -> None:
-        """tcgen05.fence::before_thread_sync."""
+        """Executes tcgen05.fence::before_thread_sync."""
         join(self.tensor_released, self.clock[TENSOR])
         join(self.tensor_released, self.tensor_acquired)
         self.tensor_released[self.agent] = self.time
 
     def tcgen05_fence_after(self) -> None:
-        """tcgen05.fence::after_thread_sync."""
+        """Executes tcgen05.fence::after_thread_sync."""
         join(self.clock[TENSOR], self.tensor_acquired)
 
     def run(self, max_instructions: int) -> int:
@@ -202,7 +202,9 @@ class Warp:
             or not step.instruction.opcode.startswith("mov.")
             or mask is not None
         ):
-            raise EmulatorError(f"a register is used before {', '.join(waits)}, which it needs")
+            raise EmulatorError(
+                f"a register is used before {', '.join(waits)}, on which it depends"
+            )
         self.machine.warn(
             "moved before wait::ld",
             f"a register of tcgen05.ld is moved before {WAIT_FOR_LOADS}",
@@ -245,7 +247,9 @@ class Warp:
             index = self.registers[instruction.operands[0].number]
             for value in np.unique(index[taken]):
                 if value >= len(instruction.targets):
-                    raise EmulatorError(f"branch {value} of {len(instruction.targets)} targets")
+                    raise EmulatorError(
+                        f"there is no branch {value} of {len(instruction.targets)} targets"
+                    )
                 target, branching = instruction.targets[value], taken & (index == value)
                 self.groups.append(LaneGroup(target, branching))
         elif not self.groups:
@@ -278,9 +282,9 @@ class Warp:
     def _exit(self) -> None:
         """Ends the warp; checks that no write of registers or tensor memory is pending."""
         if self.pending:
-            raise EmulatorError(f"exits before {next(iter(self.pending.values()))}")
+            raise EmulatorError(f"the warp exits before {next(iter(self.pending.values()))}")
         if self.tensor_stores:
-            raise EmulatorError("exits before tcgen05.wait::st")
+            raise EmulatorError("the warp exits before tcgen05.wait::st")
         self.machine.event()
 
     def describe_groups(self) -> str:
@@ -307,7 +311,7 @@ class BulkStores:
 
 @dataclasses.dataclass
 class WgmmaGroups:
-    """The wgmma.mma_async of a warp.
+    """The wgmma.mma_async instructions of a warp.
 
     Attributes:
       issued: number of products that the warp has issued.

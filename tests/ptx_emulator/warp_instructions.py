@@ -48,7 +48,7 @@ def shfl(binder, instruction):
         source = np.where(in_range, chosen, LANE_IDS)
         inactive = np.setdiff1d(source[active_lanes(mask)], active_lanes(mask))
         if len(inactive):
-            raise EmulatorError(f"shfl: reads the value of lane {inactive[0]}, which is not active")
+            raise EmulatorError(f"shfl reads the value of lane {inactive[0]}, which is not active")
         write(warp, values[source], mask)
         if write_in_range:
             write_in_range(warp, in_range, mask)
@@ -115,11 +115,11 @@ def activemask(binder, instruction):
 
 @defines(OTHER, "setmaxnreg{.inc,.dec}.sync.aligned.u32", targets=HOPPER + BLACKWELL)
 def setmaxnreg(binder, instruction):
-    """A warp releases registers to its block, or takes some and waits until enough are free."""
+    """Releases registers to the warp's block, or takes some and waits until enough are free."""
     count, increases = binder.immediate(instruction.operands[0]), "inc" in modifiers(instruction)
     # A thread has 24 to 256 registers, in steps of 8 (9.7.19.5).
     if count % 8 or not 24 <= count <= 256:
-        raise UnsupportedError(f"setmaxnreg of {count} registers")
+        raise UnsupportedError(f"setmaxnreg of {count} registers is not possible")
 
     def execute(warp, mask):
         block, change = warp.block, WARP_SIZE * (count - warp.registers_per_thread)
@@ -149,7 +149,7 @@ def nanosleep(binder, instruction):
 @defines(OTHER, "trap")
 def trap(binder, instruction):
     def execute(warp, mask):
-        raise EmulatorError("a trap")
+        raise EmulatorError("the kernel executes a trap")
 
     return execute
 

@@ -40,7 +40,7 @@ def wgmma_commit(binder, instruction):
 def wgmma_wait(binder, instruction):
     pending = binder.immediate(instruction.operands[0])
     if pending < 0:
-        raise ValueError(f"a wait for all groups but the last {pending}")
+        raise ValueError(f"a wait for all groups but the last {pending} is not possible")
 
     def execute(warp, mask):
         group_ends = warp.wgmma_groups.group_ends
@@ -116,7 +116,9 @@ def wgmma(binder, instruction):
     allowed = [(1, -1)] * (2 * (result_type == "f32")) + [(0, 1)] * turns
     flags = [binder.immediate(flag) for flag in flags]
     if len(flags) != len(allowed) or any(f not in some for f, some in zip(flags, allowed)):
-        raise ValueError(f"the signs and transpositions {flags}, expected one each of {allowed}")
+        raise ValueError(
+            f"the signs and transpositions are {flags}, expected one each of {allowed}"
+        )
     signs, transposed = flags[:2] or [1, 1], flags[2:] or [0, 0]
     in_shared = ((b, columns, dtypes[1]),)
     if not a_registers:
@@ -136,7 +138,7 @@ def wgmma(binder, instruction):
         block, machine, quarter = warp.block, warp.machine, warp.number % 4
         groups = warp.wgmma_groups
         if groups.fenced_registers is None:
-            raise EmulatorError("wgmma.mma_async without a wgmma.fence before it")
+            raise EmulatorError("there is a wgmma.mma_async without a wgmma.fence before it")
         if any(groups.fenced_registers[n] is not warp.registers[n] for n in a_numbers):
             raise EmulatorError(
                 "an operand of wgmma.mma_async was written without a wgmma.fence behind it"
