@@ -2,7 +2,7 @@
 
   python -m benchmarks --quick                 # under a minute
   python -m benchmarks --out bench             # tables, bench/results.jsonl and pictures
-  python -m benchmarks --draw bench            # the pictures again, from bench/results.jsonl
+  python -m benchmarks --draw bench            # redraws the pictures of bench/results.jsonl
 
 Every output is checked before it is timed. Contenders are timed in one process, interleaved.
 """

@@ -1,4 +1,4 @@
-"""The accuracy of each dtype on photographs: embeddings of patches, and an encoder's output.
+"""Measures the accuracy of each dtype on photographs, of patch embeddings and encoder outputs.
 
 Everything after the patch embedding is float32, so only the patch embedding differs.
 """
@@ -19,7 +19,7 @@ RANDOM = "random weights"
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """One dtype against float32.
+    """The errors of one dtype, compared with float32.
 
     Attributes:
       weights: a checkpoint's name, or RANDOM.
@@ -27,7 +27,7 @@ class Accuracy:
       patch_error: relative Frobenius error of the embeddings of patches in bfloat16, as in the
         demo.
       patch_cosine: cosine between embedding and exact embedding, averaged over all patches.
-      pooled_error, pooled_cosine: the same for the pooled output.
+      pooled_error, pooled_cosine: error and cosine of the pooled output.
       images: number of photographs.
     """
 
@@ -41,7 +41,7 @@ class Accuracy:
 
 
 def accuracies(checkpoint: Path | None = None, name: str = "B/16 224") -> list[Accuracy]:
-    """The accuracy of each dtype, compared with float32.
+    """Measures the accuracy of each dtype, compared with float32.
 
     Args:
       checkpoint: path of a fixed-resolution checkpoint for `load_encoder`; random weights if None.

@@ -74,7 +74,7 @@ CHIP_OF = {
     "sm_100": B200,
 }
 
-# The architectures that each family is audited for; Triton's kernel also serves newer chips.
+# The architectures for which each family is audited; Triton's kernel also serves newer chips.
 SERVED = {
     "Pallas": ("sm_90", "sm_100"),
     "CUDA": ("sm_90", "sm_100"),
@@ -211,7 +211,7 @@ class Kernel:
 
     @property
     def label(self) -> str:
-        """The kernel's name in tables."""
+        """Returns the kernel's name in tables."""
         return f"{self.family} {self.architecture} {self.dtype}"
 
 
@@ -504,7 +504,7 @@ def spilling(codes: Iterable[Code]) -> list[str]:
     return [code.name for code in codes if code.spill_bytes or code.stack_bytes]
 
 
-# Tables and the picture.
+# Functions that print tables and draw the picture.
 
 
 def table(heads: list[str], rows: list[list]) -> str:

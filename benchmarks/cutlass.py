@@ -76,7 +76,7 @@ def build(folder: Path | None = None) -> Path:
       The path of the library, which can be loaded without a GPU.
 
     Raises:
-      RuntimeError: a tool is missing, or nvcc fails; the message says which, or is nvcc's.
+      RuntimeError: a tool is missing, or nvcc fails; the message has the reason.
     """
     if reason := missing():
         raise RuntimeError(f"benchmarks.cutlass: {reason}")

@@ -57,7 +57,7 @@ class Contender:
 
     Attributes:
       call: computes pooled embeddings.
-      compile_seconds: duration of the compilation, for torch with the first two calls.
+      compile_seconds: duration of the compilation; for torch, of the first two calls.
       peak_bytes: peak memory of a call; None if it is unknown.
     """
 
@@ -377,11 +377,11 @@ def describe(contenders: dict[str, Contender], left_out: dict[str, str]) -> dict
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One contender in one case.
+    """The measurements of one contender in one case.
 
     Attributes:
       encoder, images: the case.
-      contender: its name.
+      contender: name of the contender.
       burst, sustained: milliseconds per call in each regime, median over all turns.
       joules: energy per image in the sustained regime; None if it is unknown.
       compile_seconds, peak_bytes: as in `Contender`.
@@ -402,7 +402,7 @@ class Result:
 def measure(
     case: Case, folder: Path, processes: dict[str, Process], chosen: argparse.Namespace
 ) -> tuple[list[Result], dict[str, str]]:
-    """Measures all contenders of a case; returns the results, and reasons of what was left out."""
+    """Measures all contenders of a case; returns the results, and why contenders were left out."""
     arguments = dict(folder=str(folder), images=case.images, tuned=case.tuned)
     found: dict[str, dict[str, Any]] = {}
     if case.tuned:

@@ -172,7 +172,7 @@ class Programs:
 
     Attributes:
       case: shape and number of images; its dtype is not used.
-      draw: returns random images for a key.
+      draw: function that returns random images for a key.
       methods: method -> its program.
       poisoned: method with a `same` -> the programs of the method and of `same` that write into a
         donated output.
@@ -264,9 +264,12 @@ def wrong(method: Method, programs: Programs, weights: Weights, images: jax.Arra
 def measure(
     programs: Programs, weights: Weights, pixels: str, headline: bool, chosen: Any
 ) -> tuple[list[Result], dict[tuple[str, str], str]]:
-    """Times the methods of a case whose results are right; returns also the reasons of the rest.
+    """Times the methods of a case whose results are right.
 
     A `headline` case is measured after longer rests, and also in the sustained regime.
+
+    Returns:
+      The results, and the reasons why the other methods were left out.
     """
     case = dataclasses.replace(programs.case, pixels=pixels)
     random = pixels == "random"

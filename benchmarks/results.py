@@ -150,7 +150,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def result_of(record: dict[str, Any]) -> Result:
-    """Returns the result of which `Result.record` made this record."""
+    """Restores a result from its record."""
     return Result(**{field.name: record[field.name] for field in dataclasses.fields(Result)})
 
 

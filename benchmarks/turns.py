@@ -69,7 +69,7 @@ class Process:
 
 
 def serve(served: Any) -> None:
-    """Calls the methods of an object that standard input asks for, until it is closed."""
+    """Calls the methods of an object that standard input names, until the input ends."""
     # Output of libraries must not be mistaken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
