@@ -19,7 +19,7 @@ needs_triton = pytest.mark.usefixtures("triton_package")
 
 
 def checked(kernel):
-    """Returns the cycles of a kernel's budget; asserts no spills and no opcodes without a class."""
+    """Returns the cycles of a kernel's budget; asserts no spills and only known opcodes."""
     assert audit.spilling([kernel.code]) == []
     for loop in kernel.loops:
         assert {x for x in loop.executed if class_of(x) in ("other", "local")} == set()

@@ -97,7 +97,7 @@ def blackwell_cases():
         yield naflex, dtype, "bfloat16", "per image", 67
     yield [shape.name for shape in VIT_SHAPES], "int8", "bfloat16", "shared", 512
     yield ["B/16 224", "B/32 256"], "int8", "float32", "shared", 512
-    # 48843 rows: not a multiple of 8.
+    # 48843 rows are not a multiple of 8.
     yield ["So400m/14 384"], "int8", "float32", "shared", 67
     yield ["B/16 224", "L/16 256"], "float8_e4m3fn", "bfloat16", "none", 1
 

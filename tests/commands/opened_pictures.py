@@ -36,7 +36,7 @@ class NoProcess(Preprocessing):
 
 
 class Larger(Preprocessing):
-    """One that makes no image smaller than its picture, but says so."""
+    """A preprocessing that announces a smaller image, but keeps the picture's size."""
 
     def _size_for(self, picture):
         return picture.size

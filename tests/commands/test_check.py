@@ -124,8 +124,7 @@ def test_bytes_that_a_kernel_writes_outside_of_its_result_are_counted(buffer):
         return array
 
     def write(y):
-        # The byte that is overwritten differs from 0x3C before: it is part of a guard or an
-        # operand.
+        # Before, the byte differs from 0x3C, because it is part of a guard or an operand.
         ctypes.memset(addresses[buffer] + 2, 0x3C, 1)
         return y
 

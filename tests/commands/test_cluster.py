@@ -198,7 +198,7 @@ def test_what_is_killed_on_the_cluster_is_done_again(
     else:
         os.kill(process, signal.SIGKILL)
     said = driver.go()
-    assert driver.process.returncode == 3, said  # One picture is none.
+    assert driver.process.returncode == 3, said  # One file is not a picture.
     assert_whole(out, pictures)
 
 

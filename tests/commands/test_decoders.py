@@ -50,7 +50,7 @@ def decoded(opened, workers=2, budget=None, how=None, rows=8):
     images = []
     with pool:
         for _, decoded in pool.decode(batches):
-            # The memory of images is used again for another batch.
+            # The images' memory is reused for a later batch.
             images += [image if isinstance(image, str) else image.copy() for image in decoded]
     return images
 
@@ -108,10 +108,10 @@ def test_processes_decode_no_more_pixels_at_a_time_than_the_budget_has(in_proces
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_only_a_picture_that_crashes_its_process_has_no_embedding(in_processes, rows):
-    """Whatever the pictures that are asked for with it."""
+    """This holds for all pictures that are decoded in the same request."""
     opened = [functools.partial(io.BytesIO, encoded(20 + i, 20)) for i in range(30)]
     wanted = decoded(opened, workers=1)
-    budget = Budget(450)  # Less than two processes need for some of the pictures.
+    budget = Budget(450)  # Two processes need more for some pictures.
     for i in (0, 11, 12, 13, 29):
         opened[i], wanted[i] = opened_pictures.crash, "decoding it ended its process, by SIGKILL"
     found = decoded(opened, budget=budget, rows=rows)
@@ -124,7 +124,7 @@ def test_only_a_picture_that_crashes_its_process_has_no_embedding(in_processes, 
 @pytest.mark.parametrize("name", [FIXED, NAFLEX])
 @pytest.mark.parametrize("workers, rows", [(1, 4), (2, 1), (2, 5), (3, 40)])
 def test_images_are_in_order_and_stay_until_the_next_batch(in_processes, name, workers, rows):
-    """More batches than are in memory, of sizes that differ with NaFlex."""
+    """There are more batches than fit in memory at once, and with NaFlex image sizes differ."""
     how = preprocessing(name)
     contents = [encoded(16 + 7 * i % 45, 60 - i) for i in range(45)]
     wanted = [how.image(io.BytesIO(content), Budget()) for content in contents]
@@ -135,7 +135,7 @@ def test_images_are_in_order_and_stay_until_the_next_batch(in_processes, name, w
 
 
 def test_an_image_that_is_larger_than_its_slot_is_refused(in_processes):
-    """No picture has one: its neighbour's slot stays as it is."""
+    """The slot of its neighbour is not changed."""
     how = opened_pictures.Larger(2, (9, 9), 3, 9)
     good = functools.partial(io.BytesIO, encoded(9, 9))
     large = functools.partial(io.BytesIO, encoded(10, 9))
@@ -181,7 +181,7 @@ with decoders.Decoders(how, 2, pictures.Budget(), 4) as pool:
 
 
 def shared_memory(process):
-    """The names of what a process may write and share."""
+    """Lists the names of a process's writable shared mappings."""
     lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
     return {line.split(maxsplit=5)[5] for line in lines if line.split()[1] == "rw-s"}
 
@@ -196,7 +196,7 @@ def test_processes_and_their_memory_end_with_a_parent_that_is_killed(tmp_path):
         [sys.executable, "-c", KILLED_PARENT], stdout=subprocess.PIPE, text=True, env=environment
     ) as parent:
         assert parent.stdout.readline() == "waits\n"
-        # It has no name that is left: the last process that ends frees it.
+        # The memory has no name in a file system, so it is freed when the last process ends.
         assert shared_memory(parent) == {"/memfd:images (deleted)"}
         parent.kill()
         # Parent and child share standard output, so this returns when both have ended.
@@ -227,7 +227,7 @@ def test_the_command_writes_the_same_whoever_decodes(tmp_path, monkeypatch):
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.slow("two processes")
+@pytest.mark.slow("starts two processes")
 @pytest.mark.parametrize(
     "start", [COMMAND, [str(Path(sys.executable).with_name("pallas-patch-embed")), "embed"]]
 )

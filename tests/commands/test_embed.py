@@ -51,7 +51,7 @@ def pictures(tmp_path):
     Image.fromarray(grey).save(folder / "more" / "g.png")
     upright = coffee.transpose(Image.Transpose.ROTATE_90)
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be shown rotated by 90 degrees clockwise
+    exif[0x0112] = 6  # Viewers rotate the picture by 90 degrees clockwise.
     upright.save(folder / "more" / "h.png", exif=exif)
     (folder / "notes.txt").write_text("no picture")
     (folder / ".hidden.png").write_text("no picture")

@@ -1,4 +1,4 @@
-"""How the command ends on signals, and when nobody reads its output."""
+"""The command ends properly on signals, and when nobody reads its output."""
 
 import ast
 import itertools

@@ -162,7 +162,7 @@ def test_a_transparent_colour_of_an_RGB_picture_stays(name):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_sixteen_bits_are_rounded_to_eight(name):
-    """Unlike here, Pillow's conversion, which transformers uses, makes levels above 255 white."""
+    """Pillow's conversion, which transformers uses, would make all levels above 255 white."""
     grey = np.asarray(Image.open(io.BytesIO(sixteen_bits())))
     assert grey.max() > 2**15
     rounded = np.asarray(np.rint(grey / 257), np.uint8)

@@ -1,4 +1,4 @@
-"""`embed` shows its progress as a bar on a terminal, as lines elsewhere, or not with --quiet."""
+"""`embed` shows its progress as a bar on a terminal, as lines elsewhere; --quiet disables both."""
 
 import io
 import os

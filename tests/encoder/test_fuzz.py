@@ -32,8 +32,8 @@ PACKAGE = Path(pallas_patch_embed.__file__).parent
 CASES = 1700
 SHARE = 50  # number of cases in one test
 
-# Bytes that Python may allocate for each byte of a file while it is loaded, for float64 copies of
-# packed arrays, and bytes that it may allocate for any file, of which LZMA takes 8 MiB.
+# While a file is loaded, Python may allocate BYTES_PER_BYTE bytes for each byte of the file,
+# because of float64 copies of packed arrays, and CONSTANT more bytes, of which LZMA takes 8 MiB.
 BYTES_PER_BYTE, CONSTANT = 30, 12_000_000
 
 WIDTH, DEPTH, HEADS, MLP, PATCH, SIDE = 8, 2, 2, 12, 4, 3

@@ -1,4 +1,4 @@
-"""The SigLIP2 encoder against the original implementations, and under JAX's transformations."""
+"""The SigLIP2 encoder agrees with the original implementations, and works in transformations."""
 
 import dataclasses
 import itertools

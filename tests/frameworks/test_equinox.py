@@ -1,4 +1,4 @@
-"""pallas_patch_embed.frameworks.equinox: its module, its swap, and equimo's tower with it."""
+"""Tests of pallas_patch_embed.frameworks.equinox: its module, `replace`, and equimo's tower."""
 
 import pytest
 

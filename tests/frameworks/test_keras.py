@@ -1,4 +1,4 @@
-"""pallas_patch_embed.frameworks.keras: its layer, its swap, and keras-hub's tower with it."""
+"""Tests of pallas_patch_embed.frameworks.keras: its layer, `replace`, and keras-hub's tower."""
 
 import pytest
 
@@ -110,7 +110,7 @@ def test_what_keras_compiled_before_the_swap_is_compiled_again(tmp_path):
     assert drop_in.replace(model) == ["embedding/patch_embedding"]
     after = model.predict(images, verbose=0)
     assert 1e-5 < relative(after, before) <= BOUNDS["int8"]
-    # A saved file contains no trace of the swap.
+    # A saved file contains no trace of the replacement.
     model.save(tmp_path / "model.keras")
     restored = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(restored.predict(images, verbose=0), before)

@@ -1,4 +1,4 @@
-"""pallas_patch_embed.frameworks.linen: its module, its interception, and two towers with them."""
+"""Tests of pallas_patch_embed.frameworks.linen: its module, `intercept`, and two towers."""
 
 import functools
 
@@ -29,7 +29,7 @@ def initialised(model, images):
 
 
 def interception(model):
-    """Returns a function of the patch dtype that returns the model, its convolution intercepted."""
+    """Returns a function of the patch dtype that returns the intercepted model."""
 
     def apply(patch_dtype):
         def intercepted(variables, images):

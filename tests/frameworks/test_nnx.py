@@ -1,4 +1,4 @@
-"""pallas_patch_embed.frameworks.nnx: its module, its swap, and jimm's tower with them."""
+"""Tests of pallas_patch_embed.frameworks.nnx: its module, `replace`, and jimm's tower."""
 
 import functools
 

@@ -26,7 +26,8 @@ class Tower:
       parameters: a pytree of floating-point arrays.
       unchanged: function of (parameters, images) that returns the output.
       changed: function of the patch dtype that returns a function like `unchanged`.
-      kernel, bias, positions: their paths among the parameters, as of `jax.tree_util.keystr`.
+      kernel, bias, positions: their paths among the parameters, as strings of
+        `jax.tree_util.keystr`.
       channels_first: whether images are [B, 3, H, W].
       takes_uint8: whether uint8 images reach the operator without a conversion.
     """

@@ -23,7 +23,7 @@ from repository import environment
 MULTIPROCESSORS = 4
 
 # Schedules of asynchronous work, each with a seed for random choices. A correct protocol passes
-# with all of them. Hopper kernels, which also run on a GPU, are run with the first four. With late
+# with all of them. Hopper kernels, which also run on a GPU, use only the first four. With late
 # arrivals and everything else eager, an arrival at a block that exits too early comes after its
 # exit.
 SCHEDULES = (

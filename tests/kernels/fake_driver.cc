@@ -1,5 +1,5 @@
-// Replaces libcuda.so.1 where there is no GPU. It records the calls that it gets, and one function
-// may be told to fail. No CUDA header is needed to build it.
+// Replaces libcuda.so.1 where there is no GPU. It records the calls that it gets, and can make one
+// function fail. No CUDA header is needed to build it.
 
 #include <cstdint>
 #include <cstring>

@@ -1,4 +1,4 @@
-"""Every kernel that serves this machine's GPU."""
+"""Tests of every kernel that serves this machine's GPU."""
 
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""The operator against exact references, over the whole output."""
+"""The operator's whole output is compared with exact references."""
 
 import dataclasses
 

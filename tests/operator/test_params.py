@@ -1,4 +1,4 @@
-"""Packing weights, and saving and loading them."""
+"""Weights are packed, saved and loaded."""
 
 import dataclasses
 

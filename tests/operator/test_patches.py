@@ -1,4 +1,4 @@
-"""Order of K, padding, and the encoding of pixels."""
+"""The order of K, padding, and the encoding of pixels."""
 
 import jax
 import jax.numpy as jnp

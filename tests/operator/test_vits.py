@@ -182,7 +182,8 @@ def test_uint8_and_the_equal_normalised_images_give_identical_patches(kind, dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_patches_of_videos_are_in_the_order_channel_frame_height_width(dtype):
     params, videos = draw("frames", dtype)
-    cut = videos.reshape(2, 2, 2, 2, 4, 3, 4, 3)  # video, time, frame, row, y, column, x, colour
+    # axes: video, time, frame, row, y, column, x, colour
+    cut = videos.reshape(2, 2, 2, 2, 4, 3, 4, 3)
     rows = cut.transpose(0, 1, 3, 5, 7, 2, 4, 6).reshape(2, 12, 96)
     assert_bit_equal(ppe.patchify(videos, params), ppe.encode_patches(rows, params))
 
