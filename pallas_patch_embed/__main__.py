@@ -7,7 +7,7 @@ def run() -> None:
     """Runs the command line and ends the process."""
     ending.install()
     streams.open_missing()
-    from pallas_patch_embed import cli  # It imports JAX, which takes a second.
+    from pallas_patch_embed import cli  # This module imports JAX, which takes a second.
 
     cli.run()
 

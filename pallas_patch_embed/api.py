@@ -145,9 +145,9 @@ def patch_embed(
         bfloat16 (not rounded if `params.dtype` is float32).
       backend: a name from `backend_names()`; by default the backend that `explain` reports.
       out_dtype: dtype of the result, bfloat16 or float32. The result is rounded once.
-      tuned: path of a file that `pallas-patch-embed tune` wrote. The configs in it are used for the
-        problems that it lists. By default the path in the environment variable PATCH_EMBED_TUNED.
-        The file is read when a program is lowered. Static, like `backend`.
+      tuned: path of a file that `pallas-patch-embed tune` wrote; by default the path in the
+        environment variable PATCH_EMBED_TUNED. The configs in the file are used for the problems
+        that it lists. It is read when a program is lowered. The path is static, like `backend`.
 
     Returns:
       [..., S, N] of out_dtype.
@@ -186,7 +186,7 @@ def embed_images(
       out_dtype: dtype of the result, bfloat16 or float32.
       clip: as for `patchify`.
       cut: None, or "kernel" to require a kernel that cuts uint8 images itself; the call is refused
-        if there is none. Static, like `backend`.
+        if there is none. It is static, like `backend`.
       tuned: as for `patch_embed`.
 
     Returns:

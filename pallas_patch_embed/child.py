@@ -54,8 +54,8 @@ class Child:
 
     Args:
       answer: function that the child calls for each request, with a function that sends a message
-        and with the arguments of the request. A function of a module, so that it can be pickled;
-        messages must be picklable too.
+        and with the arguments of the request. It must be a function of a module, because it is
+        pickled; messages must be picklable too.
       patience: function from the last message (None at the beginning of an answer) to the seconds
         in which the next message must come.
       wait: function that waits for a message.
@@ -143,7 +143,8 @@ def _without_interrupts() -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return
-    # Otherwise `Process.start` would start the tracker, which unblocks SIGINT afterwards.
+    # The tracker is started here because its start unblocks SIGINT. Otherwise `Process.start` would
+    # start it.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

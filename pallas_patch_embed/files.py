@@ -41,8 +41,8 @@ def written_atomically(
 ) -> Iterator[BinaryIO]:
     """Opens a file for writing that appears at `path` when the block ends without an exception.
 
-    A file that already exists at `path` stays unchanged until then. The new file gets its
-    permissions.
+    A file that already exists at `path` stays unchanged until then. The new file gets the
+    permissions of the old one.
 
     Args:
       path: path of the file.

@@ -30,7 +30,7 @@ FIELDS_BEFORE = {"1": ("patch_size", "grid", "dtype", "K")}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PatchEmbedParams:
-    """The parameters of a patch embedding, packed for the kernels by `pack`. A pytree.
+    """The pytree of the parameters of a patch embedding, which `pack` packs for the kernels.
 
     In int8 a pixel u is stored as i = u - 128, which represents the value (2i + 1) / 255. The
     factor 2 / 255 is part of `scale`, and the constant sum_k w[n, k] / 255 is part of `offset`.
@@ -43,7 +43,7 @@ class PatchEmbedParams:
       table: [R + S, N] bfloat16 (float32 if `dtype` is float32): R rows of prefix + positions, then
         S rows of offset + positions. Without positions [R, N], or None if there is no prefix
         either; then S is arbitrary, and the offset is added to each patch.
-      patch_size: side of a patch in pixels. Static, like all following fields.
+      patch_size: side of a patch in pixels. This field and all following ones are static.
       grid: (height, width) of the image in patches, with frames (time, height, width). None if
         there are no positions and `pack` was given no grid.
       dtype: dtype of patches and weight: "float32", "bfloat16", "float8_e4m3fn" or "int8".

@@ -27,7 +27,7 @@ OUT_OF_RANGE = (
 
 
 class Encoding(NamedTuple):
-    """How pixels are normalised and encoded. Static.
+    """How pixels are normalised and encoded, as a static argument of jitted functions.
 
     Attributes:
       dtype: dtype of the patches.
@@ -123,8 +123,8 @@ def encode(pixels: jax.Array, encoding: Encoding) -> jax.Array:
     else:
         pixel = pixels.astype(jnp.float32)
         if encoding.image_mean is not None:
-            # Gives both arrays all axes of the pixels, because users may forbid rank promotion
-            # (jax_numpy_rank_promotion).
+            # Both arrays get as many axes as the pixels, because users may set
+            # jax_numpy_rank_promotion="raise".
             axes = tuple(range(pixel.ndim - 1))
             factor, summand = (np.expand_dims(x, axes) for x in encoding.undo(pixel.shape[-1]))
             pixel = rounded(pixel * factor) + summand

@@ -66,7 +66,8 @@ class PatchLayout(NamedTuple):
     Attributes:
       patch_size: side of a patch in pixels.
       frames: frames of a video in one patch; None for images.
-      prefix: number of rows of zeros in front of the patches, for which the result is the table.
+      prefix: number of rows of zeros in front of the patches. In these rows the result is equal to
+        the table.
     """
 
     patch_size: int

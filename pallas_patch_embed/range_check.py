@@ -1,9 +1,9 @@
 """The range check of traced pixels, an identity primitive that only `checkify` turns into a check.
 
-`checkify.debug_check` has an effect. JAX dispatches a jitted program with an effect from Python
-instead of C++ (5 ms instead of 0.15 ms per call with 300 arrays), and cannot serialise it. This
-primitive has no effect. checkify finds the check of a primitive in the table `error_checks`, which
-has no public name in JAX.
+`checkify.debug_check` is not used, because it has an effect. JAX dispatches a jitted program with
+an effect from Python instead of C++ (5 ms instead of 0.15 ms per call with 300 arrays), and cannot
+serialise it. This primitive has no effect. checkify finds the check of a primitive in the table
+`error_checks`, which has no public name in JAX.
 """
 
 from collections.abc import Callable

@@ -50,7 +50,7 @@ class Explanation:
       rows: (backend, serves, reason) of each backend. The reason of a backend that serves is empty,
         unless another one is faster.
       configs: the config of each backend that serves (its tile sizes and pipeline depths), and
-        where the config comes from. An empty string for a backend that does not serve.
+        where the config comes from; an empty string for a backend that does not serve.
       notes: files of measured configs that are ignored, and why.
     """
 

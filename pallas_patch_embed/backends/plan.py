@@ -50,7 +50,7 @@ class Backend(Protocol):
     def EVIDENCE(self) -> str: ...
 
     def plan(self, problem: Problem, target: Target, *, config: Any = None) -> Plan:
-        """Plans the problem on the target. A pure function of its arguments.
+        """Plans the problem on the target. The plan depends only on the arguments.
 
         Args:
           problem: shapes and dtypes.

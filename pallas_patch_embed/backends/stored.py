@@ -85,7 +85,7 @@ class Result:
 
 
 def key_of(backend: str, described: Mapping[str, Any]) -> str:
-    """Returns the key of the result for a backend and a problem from `describe_problem`."""
+    """Returns the key of the result for a backend and a problem that `describe_problem` made."""
     return json.dumps([backend, described], sort_keys=True)
 
 

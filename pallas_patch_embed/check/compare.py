@@ -111,7 +111,7 @@ def compared(
 
     Args:
       run, problem, seed: as for `wrong_elements`.
-      devices: the devices. A program runs on each of them at the same time.
+      devices: the devices, on all of which a program runs at the same time.
       how: one of `LAUNCHES`, the way in which the programs launch their kernels.
       cut: function by which XLA cuts images into the patches for `run`; None if `run` accepts the
         first operand unchanged.

@@ -184,7 +184,8 @@ def connect(address: str) -> None:
     except ConnectionError as error:
         raise ValueError(f"--ray is {address}: {error}") from error
     for number, handler in handlers.items():
-        # Ray has installed its own handlers. Those of the command say how to resume the work.
+        # Ray has installed its own handlers. They are replaced by the handlers of the command,
+        # which say how to resume the work.
         signal.signal(number, handler)
 
 

@@ -156,7 +156,7 @@ class Preprocessing:
             stack.enter_context(budget.reserve(picture.width * picture.height))
             picture = upright_rgb(picture)
             image = np.asarray(picture.resize(self._size_for(picture), self.resample))
-            del picture  # Its memory is freed before the budget lets other pictures be decoded.
+            del picture  # Frees its memory before the budget lets other pictures be decoded.
             return image
 
     @property

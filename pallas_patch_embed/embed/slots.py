@@ -12,7 +12,7 @@ import numpy as np
 class Slots:
     """Slots for one image each, in memory that this process shares with the processes it starts.
 
-    The memory has no name. The system frees it when the last process that uses it has ended, even
+    The memory is anonymous. The system frees it when the last process that uses it has ended, even
     if that process was killed, and allocates no memory for slots that were never written. Slots can
     be pickled only as an argument of a process that is being started.
 

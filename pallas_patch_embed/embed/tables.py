@@ -31,6 +31,6 @@ def parquet_bytes(table: Any) -> bytes:
     import pyarrow.parquet
 
     sink = pyarrow.BufferOutputStream()
-    # Only reasons repeat. A dictionary of embeddings would be built and given up.
+    # Only `reason` has repeated values. For embeddings a dictionary would be built and discarded.
     pyarrow.parquet.write_table(table, sink, compression="zstd", use_dictionary=["reason"])
     return sink.getvalue().to_pybytes()

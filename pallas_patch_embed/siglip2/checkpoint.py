@@ -86,8 +86,8 @@ def load_encoder_for_side(path: Path, side: int | None, patch_dtype: str) -> Enc
 
     Args:
       path: as for `load_encoder`.
-      side: side of the images in pixels; None for the checkpoint's own size. Ignored for NaFlex
-        encoders, which accept images of any size.
+      side: side of the images in pixels; None for the checkpoint's own size. It is ignored for
+        NaFlex encoders, which accept images of any size.
       patch_dtype: as for `load_encoder`.
 
     Raises:

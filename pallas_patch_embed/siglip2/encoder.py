@@ -39,7 +39,7 @@ class EncoderOutput(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Encoder:
-    """A SigLIP or SigLIP2 vision encoder for inference, made by `load_encoder`. A pytree.
+    """A SigLIP or SigLIP2 vision encoder for inference, a pytree that `load_encoder` makes.
 
     It can be called inside or outside of jit; pass it to a jitted function as an argument. Its
     layers are scanned, so the compile time does not grow with the depth. Matrix products have
@@ -57,8 +57,8 @@ class Encoder:
       norm: the last layer norm.
       head: the attention pooling head: "query" [D], which is the projected probe, "kv", "out",
         "norm", "fc1" and "fc2"; None if the tower has no head.
-      config: Config. Static, like `dtype`.
-      dtype: "bfloat16" or "float32".
+      config: Config, a static field.
+      dtype: "bfloat16" or "float32", a static field.
     """
 
     patch_embed: PatchEmbedParams

@@ -19,7 +19,7 @@ from pallas_patch_embed.siglip2.config import Config
 def batch_naflex(
     images: Iterable[AnyArray], config: Config, max_num_patches: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.bool]]:
-    """Cuts images of different sizes into patches and pads them to one batch. Runs on the host.
+    """Cuts images of different sizes into patches and pads them to one batch, on the host.
 
     Args:
       images: B arrays [H, W, 3] uint8. H and W are multiples of `config.patch`.
@@ -106,8 +106,8 @@ def resize_positions(positions: jax.Array, spatial_shapes: jax.Array, L: int) ->
 
     Args:
       positions: [h, w, D] float32.
-      spatial_shapes: [B, 2] integer, (height, width) of each image in patches, at least 1. May be
-        traced.
+      spatial_shapes: [B, 2] integer, (height, width) of each image in patches, at least 1. It may
+        be traced.
       L: number of positions of each image in the result.
 
     Returns:

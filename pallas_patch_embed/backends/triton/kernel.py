@@ -28,7 +28,7 @@ def float8_to_float16(x):
 
 @triton.jit
 def uint8_to_biased_float32(pixels):
-    """Returns 2^23 + pixel in float32; one instruction per pixel puts it into the fraction."""
+    """Returns 2^23 + pixel in float32. One instruction puts the byte into the fraction bits."""
     return tl.inline_asm_elementwise(
         asm="""
         prmt.b32 $0, $4, 0x4B000000, 0x7440;
@@ -146,7 +146,7 @@ def store_tile(
     next_scale = load_masked(scale + n, n < N, N % TILE_N == 0)
     next_table = load_table(table, table_rows, n, N, TILE_N, HAS_TABLE)
     for i in tl.static_range(PARTS):
-        # With WIDEN both factors of each product are too small by 2^-8.
+        # With WIDEN both factors of each product are 2^-8 times their true values.
         factor = next_scale * 65536.0 if WIDEN else next_scale
         addend = next_table
         if i + 1 < PARTS:
