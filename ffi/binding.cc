@@ -1,7 +1,8 @@
 // The XLA FFI handlers of the CUDA kernels, and the functions that Python calls (backends/cuda.py).
 //
-// The library contains the kernels' machine code. It looks up the driver's functions at run time, so that
-// it loads on any machine. Between calls it keeps only the driver's functions and the loaded kernels.
+// The library contains the kernels' machine code. It looks up the driver's functions at run time,
+// so that it can be loaded on any machine. Between calls it keeps only the addresses of these
+// functions and the loaded kernels.
 
 #include <cuda.h>
 #include <dlfcn.h>
@@ -41,8 +42,8 @@ struct xla::ffi::CtxDecoding<patch_embed::Stream> {
     args.ctx = ctx;
     XLA_FFI_Error* error = api->XLA_FFI_Stream_Get(&args);
     if (!error) return static_cast<CUstream>(args.stream);
-    // The error's message is not read: newer runtimes write more into the arguments of the call that
-    // returns it than this struct has room for (docs/backends.md).
+    // The error's message is not read, because newer runtimes write more into the arguments of the
+    // call that returns it than an older struct has room for (docs/backends.md).
     XLA_FFI_Error_Destroy_Args destroy{};
     destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
     destroy.error = error;
@@ -54,7 +55,8 @@ struct xla::ffi::CtxDecoding<patch_embed::Stream> {
 namespace patch_embed {
 namespace {
 
-// The version of the interface between Python and this library: operands, attributes, functions.
+// The version of the interface between Python and this library: its operands, attributes and
+// functions.
 constexpr int kInterface = 3;
 
 // The kernels.
@@ -84,7 +86,7 @@ const Kernel* find_kernel(std::string_view name) {
   return found == kernels().end() ? nullptr : &*found;
 }
 
-// The machine code of a chip's kernels for one dtype. fatbins.h lists those that the build embeds.
+// Embeds the machine code of a chip's kernels for one dtype. fatbins.h lists the chips and dtypes.
 // clang-format off
 #define PATCH_EMBED_DATA(capability, dtype)                                                \
   asm(".section .rodata\n.balign 64\npatch_embed_fatbin_" #capability "_" #dtype ":\n"   \
@@ -122,7 +124,7 @@ Image* find_image(const Config& config) {
   X(cuTensorMapEncodeIm2col) X(cuLaunchKernelEx) X(cuDriverGetVersion)
 // clang-format on
 
-// cuda.h defines some of these names as macros that expand to the name of a version, such as
+// cuda.h defines some of these names as macros that expand to a versioned name, such as
 // cuCtxPushCurrent_v2. PATCH_EMBED_TEXT expands them, so that this version is looked up.
 #define PATCH_EMBED_TEXT(name) #name
 #define PATCH_EMBED_POINTER(name) decltype(&::name) name##_fn = nullptr;
@@ -136,8 +138,8 @@ std::string version_text(int version) {
 }
 
 struct Driver {
-  std::string missing;  // why the driver cannot be loaded; empty if it can
-  std::string too_old;  // why the driver cannot run the kernels; empty if it can
+  std::string missing;  // the reason why the driver cannot be loaded, or empty
+  std::string too_old;  // the reason why the driver cannot run the kernels, or empty
   int version = 0;      // the newest version of CUDA that the driver supports
 
   PATCH_EMBED_DRIVER(PATCH_EMBED_POINTER)
@@ -150,13 +152,13 @@ struct Driver {
     }
     PATCH_EMBED_DRIVER(PATCH_EMBED_LOOK_UP)
     if (!too_old.empty()) return;
-    // A driver loads machine code from every toolkit of its own major version, and from older ones.
+    // A driver loads machine code from every toolkit of its own major version or of an older one.
     if (cuDriverGetVersion_fn(&version) == CUDA_SUCCESS && version / 1000 < CUDA_VERSION / 1000) {
       too_old =
           "the driver is for CUDA " + version_text(version) +
           "; the kernels were compiled by CUDA " + version_text(CUDA_VERSION) +
           " and need a driver for CUDA " + version_text(CUDA_VERSION / 1000 * 1000) +
-          " or newer. Update the driver, or, for one of CUDA 12, build the kernels with nvcc 12.9.";
+          " or newer. Update the driver, or build the kernels with nvcc 12.9 for a driver of CUDA 12.";
     }
   }
 };
@@ -166,7 +168,7 @@ const Driver& driver() {
   return loaded;
 }
 
-// Loads an image once in a process, for all devices.
+// Loads an image once per process, for all devices.
 CUresult load(Image& image) {
   const std::lock_guard<std::mutex> lock(image.loading);
   if (image.library) return CUDA_SUCCESS;
@@ -194,7 +196,7 @@ ffi::Error driver_error(const std::string& what, CUresult result) {
     return driver_error(what, result);                          \
   }
 
-// Makes the context of XLA's stream current in this thread, for the lifetime of this object.
+// Makes the context of XLA's stream current in this thread for the lifetime of the object.
 class Context {
  public:
   explicit Context(CUstream stream) {
@@ -262,22 +264,22 @@ std::string shape_text(const ffi::AnyBuffer& buffer) {
   return dtype_name(buffer.element_type()) + "[" + text + "]";
 }
 
-// `patches` are images if the kernel cuts them.
+// The operands of a call. `patches` are images if the kernel cuts images.
 struct Operands {
   ffi::AnyBuffer patches, weight, scale, table, segments_sm90, segments_sm100, y;
 
-  // The segments of the schedule for a kernel.
+  // Returns the segments of the schedule for a kernel.
   const ffi::AnyBuffer& segments(const Config& config) const {
     return config.capability == 90 ? segments_sm90 : segments_sm100;
   }
 
-  // Returns what is wrong with the operands, or an empty text. Fills `shapes`.
+  // Fills `shapes`. Returns an error message if the operands are wrong, or an empty text.
   std::string check(const Kernel& kernel, Shapes* shapes) const {
     const Config& config = kernel.config;
     const bool images = config.dtype == Type::kUInt8;
     const std::string source = images ? "images" : "patches";
     std::string wrong;
-    // `sizes` names the axes for which `wanted` has kAny.
+    // `sizes` lists the names of the axes for which `wanted` is kAny.
     const auto expect = [&](const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
                             std::vector<int64_t> wanted, const char* sizes) {
       const auto given = buffer.dimensions();
@@ -300,7 +302,7 @@ struct Operands {
       wrong = std::string(name) + " is " + shape_text(buffer) + ", expected " + dtype_name(type) +
               "[" + axes + "] for kernel " + kernel.name +
               (&buffer == &patches ? "" : " and " + source + " " + shape_text(patches)) +
-              ". Call it through pallas_patch_embed.patch_embed, which passes what fits.";
+              ". Call it through pallas_patch_embed.patch_embed, which passes matching operands.";
     };
     const auto dtype = element_type(config.dtype);
     int64_t M, K, height = 0, width = 0;
@@ -337,14 +339,14 @@ struct Operands {
   }
 };
 
-// The kernel that a program names for one chip, and its launch; null if the program names none.
+// The kernel that a program names for one chip, and its launch. `kernel` is null if it names none.
 struct Choice {
   const Kernel* kernel = nullptr;
   Shapes shapes;
   Launch launch;
 };
 
-// Fills `choice`. Returns what is wrong with the program or its operands, or nothing.
+// Fills `choice`. Returns an error message if the program or its operands are wrong, or nothing.
 std::optional<std::string> choose(std::string_view name, int capability, const Operands& operands,
                                   Choice* choice) {
   if (name.empty()) return std::nullopt;
@@ -352,7 +354,7 @@ std::optional<std::string> choose(std::string_view name, int capability, const O
   if (!kernel || kernel->config.capability != capability) {
     return "this library has no kernel " + std::string(name) + " for sm_" +
            std::to_string(capability) +
-           ". The program was lowered with another version of it: lower it again.";
+           ". The program was lowered with another version of the library: lower it again.";
   }
   choice->kernel = kernel;
   std::string wrong = operands.check(*kernel, &choice->shapes);
@@ -361,8 +363,8 @@ std::optional<std::string> choose(std::string_view name, int capability, const O
   return wrong;
 }
 
-// Encodes a tensor map. The driver checks no more than plan() does, except the address: XLA's buffers
-// begin at multiples of 16 bytes.
+// Encodes a tensor map. plan() checks everything that the driver checks, except the address, and
+// XLA's buffers start at multiples of 16 bytes.
 CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const auto type = map.type == Type::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
@@ -370,7 +372,7 @@ CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
                                                   : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   if (map.im2col) {
     const int first_corner[3] = {};
-    // A promotion to 256 bytes, which is best for patches, takes 1.4% longer here.
+    // For images an L2 promotion to 256 bytes, which is best for patches, takes 1.4% longer.
     return driver().cuTensorMapEncodeIm2col_fn(
         encoded, type, map.rank, data, map.shape, map.strides, first_corner, map.corner, map.box[0],
         map.box[1], steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
@@ -383,8 +385,9 @@ CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
                                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-// Handles one of XLA's two stages. Both check everything. Initialize then loads the kernel onto the
-// device, which a command buffer cannot record; execute launches it.
+// Handles one of XLA's two stages. Both stages check everything. The Initialize stage then loads
+// the kernel onto the device, which a command buffer cannot record. The Execute stage launches the
+// kernel.
 template <ffi::ExecutionStage stage>
 ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight,
                   ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::AnyBuffer segments_sm90,
@@ -406,7 +409,7 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
   for (const std::string& reason : {cuda.missing, cuda.too_old}) {
     if (!reason.empty()) return error(ffi::ErrorCode::kUnavailable, reason);
   }
-  if (!stream) return error(ffi::ErrorCode::kUnavailable, "XLA gave no stream of a GPU.");
+  if (!stream) return error(ffi::ErrorCode::kUnavailable, "XLA passed no stream of a GPU.");
   const Context context(stream);
   PATCH_EMBED_RETURN_IF_ERROR("the stream's context", context.result);
   CUdevice device;
@@ -423,11 +426,11 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
   if ((capability != 90 && capability != 100 && capability != 103) || !choice.kernel) {
     return error(ffi::ErrorCode::kFailedPrecondition,
                  "the device has compute capability " + std::to_string(major) + "." +
-                     std::to_string(minor) + ", the program's kernels are " +
+                     std::to_string(minor) + ", but the program's kernels are " +
                      (hopper.kernel ? "for 9.0" : "") +
                      (hopper.kernel && blackwell.kernel ? " and " : "") +
                      (blackwell.kernel ? "for 10.0 and 10.3" : "") +
-                     ". Lower it for this device, or with another backend.");
+                     ". Lower the program for this device, or with another backend.");
   }
   const Config& config = choice.kernel->config;
   const std::string& name = choice.kernel->name;
@@ -511,7 +514,8 @@ auto binding() {
       .template Attr<std::string_view>("kernel_sm100");
 }
 
-// Copies a text and its terminating zero to the caller's buffer if they fit. Returns their size.
+// Copies a text and its terminating zero to the caller's buffer if they fit. Returns their total
+// size.
 int64_t copy_to_caller(const std::string& text, char* buffer, int64_t size) {
   const int64_t needed = int64_t(text.size()) + 1;
   if (needed <= size) memcpy(buffer, text.c_str(), needed);
@@ -534,22 +538,23 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(patch_embed_execute,
 
 PATCH_EMBED_EXPORT int patch_embed_interface() { return patch_embed::kInterface; }
 
-// The hash of the sources that this library was built from. backends/cuda.py searches the library's
-// bytes for it, which needs no loading.
+// Returns the hash of the sources that this library was built from. backends/cuda.py searches the
+// library's bytes for it, without loading the library.
 PATCH_EMBED_EXPORT const char* patch_embed_sources() { return PATCH_EMBED_SOURCES; }
 
 PATCH_EMBED_EXPORT int patch_embed_ffi_major() { return XLA_FFI_API_MAJOR; }
 
 PATCH_EMBED_EXPORT int patch_embed_ffi_minor() { return XLA_FFI_API_MINOR; }
 
-// JSON: {"error": why this machine's driver cannot run the kernels}, or {} if it can or there is none.
+// Writes JSON: {"error": the reason why this machine's driver cannot run the kernels}, or {} if it
+// can or if there is no driver.
 PATCH_EMBED_EXPORT int64_t patch_embed_driver(char* buffer, int64_t size) {
   const std::string& wrong = patch_embed::driver().too_old;
   return patch_embed::copy_to_caller(wrong.empty() ? "{}" : "{\"error\": \"" + wrong + "\"}",
                                      buffer, size);
 }
 
-// JSON: a list of all configs, each with whether this library contains its kernel.
+// Writes JSON: a list of all configs. Each says whether this library contains its kernel.
 PATCH_EMBED_EXPORT int64_t patch_embed_kernels(char* buffer, int64_t size) {
   std::string text;
   for (const auto& kernel : patch_embed::kernels()) {
@@ -559,8 +564,9 @@ PATCH_EMBED_EXPORT int64_t patch_embed_kernels(char* buffer, int64_t size) {
   return patch_embed::copy_to_caller(text + "]", buffer, size);
 }
 
-// JSON: how a kernel is launched for these shapes, or {"error": why it cannot be}. `segments` is the
-// number of segments of a worker; height and width are those of images, 0 for patches.
+// Writes JSON: the launch of a kernel for these shapes, or {"error": the reason why there is none}.
+// `segments` is the number of segments of a worker; height and width are those of images, or 0 for
+// patches.
 PATCH_EMBED_EXPORT int64_t patch_embed_plan(const char* kernel, int64_t M, int64_t N, int64_t K,
                                             int64_t period, int64_t workers, int64_t segments,
                                             int64_t height, int64_t width, char* buffer,

@@ -6,8 +6,9 @@
 
 namespace patch_embed {
 
-// Template arguments as the names of kernels spell them: patch_embed_sm90_{dtype}_{out_dtype}_
-// {table or offset}_{tile_n}x{rows}_b{blocks}_s{slots}_{streamed or stationary}.
+// Short names of the template arguments, which are parts of the names of kernels:
+// patch_embed_sm90_{dtype}_{out_dtype}_{table or offset}_{tile_n}x{rows}_b{blocks}_s{slots}_
+// {streamed or stationary}.
 namespace spelled {
 constexpr Type e4m3 = Type::kFloat8E4M3FN, i8 = Type::kInt8, bf16 = Type::kBFloat16;
 constexpr Type f32 = Type::kFloat32, u8 = Type::kUInt8;
@@ -15,9 +16,10 @@ constexpr bool table = true, offset = false;
 constexpr bool streamed = true, stationary = false;
 }  // namespace spelled
 
-// The instances of the Hopper kernel: X(dtype, out_dtype, terms, tile_n, rows, slots, weight). `slots`
-// are those of patches. bfloat16 kernels and those of images have as many as fit, up to 16, next to the
-// weight of K = 768 if that is stationary.
+// The instances of the Hopper kernel: X(dtype, out_dtype, terms, tile_n, rows, slots, weight).
+// `slots` is the number of slots for patches. Kernels for bfloat16 and for images have as many
+// slots as fit into shared memory, up to 16. If the weight is stationary, there must also be room
+// for the weight of K = 768.
 // clang-format off
 #define PATCH_EMBED_SM90_OUTPUTS(X, dtype, ...)                                  \
   X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \
@@ -48,9 +50,9 @@ constexpr bool streamed = true, stationary = false;
   PATCH_EMBED_SM90_kUInt8(X)
 // clang-format on
 
-// The instances of the Blackwell kernel: X(dtype, out_dtype, terms, tile_n, blocks, slots, weight). A
-// block has 128 rows of a tile. There are as many slots as fit next to the weight of K = 768 and four
-// buffers of 16 KiB, up to 8.
+// The instances of the Blackwell kernel: X(dtype, out_dtype, terms, tile_n, blocks, slots, weight).
+// A block computes 128 rows of a tile. There are as many slots as fit into shared memory together
+// with the weight of K = 768 and four buffers of 16 KiB, up to 8.
 // clang-format off
 #define PATCH_EMBED_SM100_OUTPUTS(X, dtype, ...)                                 \
   X(dtype, bf16, table, __VA_ARGS__) X(dtype, bf16, offset, __VA_ARGS__)         \

@@ -1,7 +1,8 @@
-// What the host (binding.cc) and the kernels (patch_embed_sm90.cu, patch_embed_sm100.cu) share.
+// Declarations for the host (binding.cc) and the kernels (patch_embed_sm90.cu,
+// patch_embed_sm100.cu).
 //
-// A worker is a thread block or a cluster of two. It owns `tile_n` columns of N for its whole life and
-// walks the segments of row tiles that backends/schedule.py gives it.
+// A worker is a thread block or a cluster of two. It computes the same `tile_n` columns of N in all
+// its tiles, and processes the segments of row tiles that backends/schedule.py assigns to it.
 
 #pragma once
 
@@ -11,45 +12,48 @@
 
 namespace patch_embed {
 
-// kUInt8 is the type of images, which only the Hopper kernel takes.
+// kUInt8 is the type of images, which only the Hopper kernel supports.
 enum class Type { kFloat8E4M3FN, kInt8, kBFloat16, kFloat32, kUInt8 };
 
 constexpr int itemsize(Type type) {
   return type == Type::kFloat32 ? 4 : type == Type::kBFloat16 ? 2 : 1;
 }
 
-// The type of the weight, and of both factors of a product: pixels are turned into int8.
+// The type of the weight, and of both factors of a product: pixels are converted to int8.
 constexpr Type factor_type(Type dtype) { return dtype == Type::kUInt8 ? Type::kInt8 : dtype; }
 
-// Shared memory that one thread block may have, in bytes: 227 KiB on Hopper and on Blackwell.
+// Shared memory available to one thread block, in bytes: 227 KiB on Hopper and on Blackwell.
 constexpr int kMostSharedBytes = 227 * 1024;
 
-// Registers of each thread when a block starts alone on its multiprocessor: an equal share of 65536,
-// rounded down to a multiple of 8 (CUDA C++ Programming Guide, compute capabilities 9.0 and 10.0).
-// setmaxnreg moves registers between warpgroups. A request for more than are left waits for ever.
+// Registers of each thread at launch if a block is alone on its multiprocessor: an equal share of
+// 65536, rounded down to a multiple of 8 (CUDA C++ Programming Guide, compute capabilities 9.0 and
+// 10.0). setmaxnreg moves registers between warpgroups. A request for more registers than are free
+// waits forever.
 constexpr int registers_at_launch(int threads) { return 65536 / threads / 8 * 8; }
 
 // Bytes of K in a chunk: one row of the 128-byte swizzle.
 constexpr int kRowBytes = 128;
 
-// Images that a kernel cuts itself: TMA loads one line of many patches at once. If all multiprocessors
-// load, a row of 48 bytes takes it 3.2 cycles and one of 96 bytes at most 4.3 (docs/experiments/cuda.md),
-// so a row is the line of two neighbouring patches, or of one if the number of patches next to each other
-// is odd. A product takes 32 bytes of K, one and a half of which are a line, so a slot has two lines.
+// Constants for images that a kernel cuts itself. TMA loads one line of many patches at once. If
+// all multiprocessors load, TMA takes 3.2 cycles for a row of 48 bytes and at most 4.3 for a row of
+// 96 bytes (docs/experiments/cuda.md). So a row has the lines of two neighbouring patches, or of
+// one patch if an image has an odd number of patches in a row. A line has 48 bytes of K and a
+// product takes 32, so a slot has two lines, which are three products.
 constexpr int kPatchSide = 16;
 constexpr int kLineBytes = 3 * kPatchSide;
 constexpr int kMostRowPatches = 2;
 constexpr int kSlotLines = 2;
-static_assert(kMostRowPatches == 2, "load_lines shifts by one bit.");
+static_assert(kMostRowPatches == 2, "load_lines divides by a shift of one bit.");
 constexpr int row_patches(int64_t grid_width) { return grid_width % 2 ? 1 : kMostRowPatches; }
 
-// A segment of the schedule: tiles of one worker that need the same rows of the table. One row of what
-// schedule.segments() returns; its tiles are first_tile, first_tile + stride and so on.
+// A segment of the schedule: tiles of one worker that need the same rows of the table. It is one
+// row of the result of schedule.segments(). Its tiles are first_tile, first_tile + stride and so
+// on.
 struct Segment {
   int32_t first_tile, tiles, stride, table_row;
 };
 
-// The kernels' only parameter.
+// The only parameter of the kernels.
 struct Arguments {
   CUtensorMap patches;      // [M, K]; or images, see patch_embed_sm90.h
   CUtensorMap weight;       // [N, K]; on Hopper in five dimensions, see patch_embed_sm90.h
@@ -59,11 +63,11 @@ struct Arguments {
   void* out;                // [M, N]
   const Segment* segments;  // [workers, segment_count]
   int32_t M, N;
-  int32_t chunks;         // chunks of kRowBytes in K
-  int32_t period;         // rows after which the table repeats
-  int32_t segment_count;  // segments of a worker; those after its last one have no tiles
-  int32_t grid_width;     // patches next to each other in an image, if the kernel cuts images
-  int32_t row_patches;    // patches whose lines are one row of a load, then
+  int32_t chunks;         // number of chunks of kRowBytes in K
+  int32_t period;         // number of rows after which the table repeats
+  int32_t segment_count;  // number of segments of each worker; those at the end may have no tiles
+  int32_t grid_width;     // for images: number of patches in a row of an image
+  int32_t row_patches;    // for images: number of patches whose lines form one row of a load
 #ifdef PATCH_EMBED_TIMELINE
   uint32_t* timeline;  // see timeline.cuh
 #endif
@@ -72,15 +76,15 @@ struct Arguments {
 // The template arguments of a kernel.
 struct Config {
   int capability;         // compute capability: 90 or 100
-  Type dtype, out_dtype;  // dtype of patches and weight, or of images; and of y
-  bool has_table;         // adds rows of a bfloat16 table; if not, one row of float32 offsets
+  Type dtype, out_dtype;  // dtype of patches and weight or of images; dtype of y
+  bool has_table;         // whether it adds rows of a bfloat16 table or one row of float32 offsets
   int tile_n;             // columns of a tile
   int rows;               // rows of a warpgroup's (Hopper) or a block's (Blackwell) part of a tile
-  int blocks;             // thread blocks of a cluster, which is a worker
+  int blocks;             // thread blocks of a worker; two form a cluster
   int slots;              // slots of the ring of patches
-  bool stream_weight;     // loads the weight for each tile; if not, it stays in shared memory
+  bool stream_weight;     // whether the weight is loaded for each tile or stays in shared memory
 
-  // Rows of a tile: those of two warpgroups on Hopper, of a cluster's blocks on Blackwell.
+  // Rows of a tile: those of two warpgroups on Hopper, and of the worker's blocks on Blackwell.
   constexpr int tile_m() const { return (capability == 90 ? 2 : blocks) * rows; }
 };
 

@@ -1,20 +1,21 @@
 // The Blackwell kernel: y = (patches weight^T) * scale + table, rounded once.
 //
-// A worker is a cluster of two thread blocks, or one block, of three warpgroups each. It owns `tile_n`
-// columns of N for its whole life and walks the segments of row tiles that backends/schedule.py gives
-// it. Each block has 128 rows of every tile:
+// A worker is a cluster of two thread blocks, or one block, of three warpgroups each. It computes
+// the same `tile_n` columns of N in all its tiles, and processes the segments of row tiles that
+// backends/schedule.py assigns to it. Each block has 128 rows of every tile. The roles are:
 //
 //   feed       the producer, one thread: loads patches by TMA into a ring of slots.
-//   multiply   one thread, of the first block: issues tcgen05.mma for both blocks, into one of two
+//   multiply   one thread of the first block: issues tcgen05.mma for both blocks, into one of two
 //              accumulators in tensor memory.
-//   store      two warpgroups, each with half of the columns; a warp has 32 rows. It loads the other
-//              accumulator, scales it, adds the table, and stores it by TMA from staging buffers of its
-//              own, so that warps wait for products and never for each other.
+//   store      two warpgroups, each with half of the columns; a warp has 32 rows. A warp loads the
+//              other accumulator, scales it, adds the table, and stores it by TMA from its own
+//              staging buffers, so that warps wait for products and never for each other.
 //
-// The weight is loaded with the patches: with those of the worker's first tile, to stay in shared
-// memory, or with those of every tile. Scale and table stay in registers for a segment.
+// The weight is loaded together with patches: with those of the worker's first tile if it stays in
+// shared memory, or with those of every tile if it is streamed. Scale and table stay in registers
+// for a segment.
 //
-// patch_embed_sm100.h begins with the tables of the barriers, and of how a block begins and ends.
+// patch_embed_sm100.h describes the barriers, and how a block starts and ends.
 
 #include "patch_embed_sm100.h"
 
@@ -31,14 +32,14 @@
 
 namespace patch_embed::sm100 {
 
-// Registers of a thread after setmaxnreg: in the first warpgroup, and in those that store.
+// Registers of a thread after setmaxnreg, in the first warpgroup and in the storing warpgroups.
 constexpr int kFirstRegisters = 40, kStoreRegisters = 232;
 static_assert(
     kFirstRegisters + kStorers * kStoreRegisters <= (1 + kStorers) * registers_at_launch(kThreads),
     "setmaxnreg would wait forever: the warpgroups request more registers than the block has.");
 
-// Registers that a storing thread needs in addition to sums, scale and table: a variant that leaves fewer
-// spills.
+// Registers that a storing thread needs in addition to sums, scale and table. If a variant leaves
+// fewer registers, it spills.
 constexpr int other_registers(Type out_dtype) { return out_dtype == Type::kFloat32 ? 16 : 8; }
 
 // Bytes of K that one tcgen05.mma multiplies.
@@ -56,7 +57,8 @@ class Worker {
   static constexpr int kWeightRows = tile_n / blocks;
   static constexpr int kPatchesBytes = kRows * kRowBytes, kWeightBytes = kWeightRows * kRowBytes;
 
-  // Columns of a storing warp, of a TMA store, and of a core matrix, of which a thread has two.
+  // Columns of a storing warp, of a TMA store, and of a core matrix. A thread has two columns of
+  // each core matrix.
   static constexpr int kColumns = tile_n / kStorers;
   static constexpr int kStoreColumns = store_columns(out_dtype, tile_n);
   static constexpr int kOutBytes = itemsize(out_dtype);
@@ -64,8 +66,9 @@ class Worker {
   static constexpr int kStores = kColumns / kStoreColumns;
   static constexpr int kCore = 8;
 
-  // A thread has one row of each of four core matrices, which lie one below the other. The terms are
-  // what is added: a row of the table for each of these rows, or one row of offsets for all.
+  // A thread has one row of each of four core matrices, which are one below the other. The terms
+  // are added to the scaled sums: a row of the table for each of these rows, or one row of offsets
+  // for all.
   static constexpr int kThreadRows = kWarpRows / kCore;
   static constexpr int kTermRows = has_table ? kThreadRows : 1;
 
@@ -77,40 +80,42 @@ class Worker {
   static constexpr bool kKeepTable = Tuned::kKeepTable;
 
   using Memory = Shared<out_dtype, tile_n, blocks, slots, stream_weight, Tuned>;
-  static_assert(blocks == 1 || blocks == 2, "a worker is one block or a pair.");
-  static_assert(tile_n % 64 == 0, "a slice of N is a multiple of 64 columns.");
+  static_assert(blocks == 1 || blocks == 2, "a worker must be one block or a pair.");
+  static_assert(tile_n % 64 == 0, "a slice of N must be a multiple of 64 columns.");
   static_assert(kAccumulators * tile_n <= kTensorMemory,
-                "the accumulators do not fit in tensor memory.");
-  static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
+                "the accumulators do not fit into tensor memory.");
+  static_assert(slots >= 2, "at least 2 slots are needed: one is filled during products.");
   static_assert(kLoadColumns == 16 || kLoadColumns == 32 || kLoadColumns == 64,
-                "a load has 16, 32 or 64 columns of 16 rows.");
+                "a load must have 16, 32 or 64 columns of 16 rows.");
   static_assert(kStepColumns % kLoadColumns == 0 && kColumns % kStepColumns == 0,
-                "loads make a step, and steps the columns of a warp.");
-  static_assert(kStepColumns % kStoreColumns == 0, "stores make a step.");
-  static_assert(kStepColumns / kStoreColumns % kGroup == 0, "groups of stores make a step.");
-  static_assert(kBuffers % kGroup == 0, "groups of stores make the buffers.");
+                "loads must divide a step, and steps must divide the columns of a warp.");
+  static_assert(kStepColumns % kStoreColumns == 0, "stores must divide a step.");
+  static_assert(kStepColumns / kStoreColumns % kGroup == 0,
+                "groups of stores must divide the stores of a step.");
+  static_assert(kBuffers % kGroup == 0, "groups of stores must divide the buffers.");
   static_assert((kBuffers & (kBuffers - 1)) == 0,
-                "the number of a store, which wraps, tells its buffer.");
-  static_assert(Tuned::kStaggerCycles >= 0, "a warp cannot begin before its accumulator is there.");
+                "the number of buffers must be a power of two, because store numbers wrap.");
+  static_assert(Tuned::kStaggerCycles >= 0, "kStaggerCycles must not be negative.");
   static_assert(kStepColumns + kColumns / 4 +
                         (kKeepTable ? kColumns : kStepColumns) / 4 * kTermRows +
                         other_registers(out_dtype) <=
                     kStoreRegisters,
-                "sums, scale and table need more registers than there are.");
+                "sums, scale and table need too many registers.");
   static_assert(kPatchesBytes % 1024 == 0 && kWeightBytes % 1024 == 0 &&
                     kWarpRows * kStoreBytes % 1024 == 0,
-                "what is swizzled begins at a multiple of 1024 bytes.");
+                "swizzled buffers must start at multiples of 1024 bytes.");
   static_assert(sizeof(Memory::filled) + sizeof(Memory::freed) + sizeof(Memory::multiplied) +
                         sizeof(Memory::accumulator_freed) + sizeof(Memory::tensor_memory) <=
                     1024,
-                "the barriers take more than the 1024 bytes between buffers and weight.");
+                "the barriers need more than the 1024 bytes between buffers and weight.");
   static_assert(offsetof(Memory, staged) == slots * kPatchesBytes &&
                     offsetof(Memory, filled) ==
                         slots * kPatchesBytes + kStoringWarps * kBuffers * kWarpRows * kStoreBytes,
-                "ring, buffers and barriers follow each other without a gap.");
-  static_assert(sizeof(Memory) % 1024 == 0, "the weight that follows is swizzled.");
+                "ring, buffers and barriers must be contiguous.");
+  static_assert(sizeof(Memory) % 1024 == 0,
+                "the weight follows Shared and must be aligned to 1024 bytes for its swizzle.");
   static_assert(Memory::bytes(1) <= kMostSharedBytes,
-                "ring, buffers and weight do not fit in shared memory.");
+                "ring, buffers and weight do not fit into shared memory.");
 
   __device__ Worker(const Arguments& args, Memory& shared)
       : args_(args),
@@ -122,7 +127,7 @@ class Worker {
         timeline_(args) {}
 
   __device__ void run() {
-    // One lane's value for all, so that the compiler knows that it is uniform in a warp.
+    // Broadcasts lane 0's value, so that the compiler knows that the value is uniform in a warp.
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) make_barriers();
     if (warp == kMultiplyingWarp && ptx::elect_sync()) {
@@ -152,15 +157,17 @@ class Worker {
   }
 
  private:
-  // The sums of a step as tcgen05.ld returns them: for each half of a warp's rows, for each load.
+  // The sums of a step in the layout of tcgen05.ld, for each half of a warp's rows and for each
+  // load.
   using Sums = uint32_t[2][kStepColumns / kLoadColumns][kLoadColumns / 2];
 
-  // The thread's two columns of every core matrix.
+  // The terms of the thread's two columns of every core matrix.
   struct Terms {
     float2 rows[kTermRows][(kKeepTable ? kColumns : kStepColumns) / kCore];
   };
 
-  // The slot of the ring that the worker's load of this number fills, and the parity of the slot's phase.
+  // The slot of the ring that the worker's `number`-th load fills, and the parity of the slot's
+  // phase.
   struct RingSlot {
     __device__ explicit RingSlot(uint32_t number)
         : index(number % slots), parity(number / slots & 1) {}
@@ -187,15 +194,15 @@ class Worker {
   }
 
   // Waits until all threads of the pair have started and both blocks' mbarriers are initialised. A
-  // pair may allocate tensor memory only when its peer has been launched (PTX ISA, tcgen05.alloc).
-  // The arrival is relaxed, because nothing but the initialisations must be visible to the peer, and
-  // fence.mbarrier_init publishes those.
+  // pair may allocate tensor memory only after both blocks have been launched (PTX ISA,
+  // tcgen05.alloc). The arrival is relaxed, because only the initialisations must be visible to the
+  // peer, and fence.mbarrier_init publishes those.
   __device__ static void await_peer() {
     ptx::barrier_cluster_arrive_relaxed();
     ptx::barrier_cluster_wait();
   }
 
-  // A barrier of all threads of all blocks, which also orders their accesses to tensor memory.
+  // Synchronises all threads of all blocks, and orders their accesses to tensor memory.
   __device__ static void synchronise() {
     ptx::tcgen05_fence_before_thread_sync();
     if constexpr (blocks == 2) {
@@ -207,8 +214,9 @@ class Worker {
     ptx::tcgen05_fence_after_thread_sync();
   }
 
-  // Calls begin(segment) for each of the worker's segments, and visit(row, n) for each tile of it: this
-  // block's first row, and the tile's number among the worker's tiles. Returns the number of tiles.
+  // Calls begin(segment) for each of the worker's segments, and visit(row, n) for each tile of the
+  // segment. `row` is this block's first row, and n the tile's index among the worker's tiles.
+  // Returns the number of tiles.
   template <typename Begin, typename Visit>
   __device__ uint32_t for_each_tile(Begin begin, Visit visit) {
     uint32_t n = 0;
@@ -224,20 +232,20 @@ class Worker {
     return n;
   }
 
-  // Waits for the phase of this parity; the timeline shows the time as that of `event`.
+  // Waits for the phase of this parity. The timeline attributes the time to `event`.
   __device__ void wait(ptx::Mbarrier& barrier, uint32_t parity, Event event) {
     ptx::mbarrier_wait(barrier, parity);
     timeline_.stamp(event);
   }
 
-  // The same, for a thread that then reads or overwrites an accumulator.
+  // Waits in the same way, for a thread that then reads or overwrites an accumulator.
   __device__ void wait_for_accumulator(ptx::Mbarrier& barrier, uint32_t parity, Event event) {
     ptx::mbarrier_wait(barrier, parity);
     ptx::tcgen05_fence_after_thread_sync();
     timeline_.stamp(event);
   }
 
-  // Loads a box by TMA, which arrives at the first block's barrier.
+  // Loads a box by TMA. The load arrives at the first block's barrier.
   __device__ void load(void* target, const CUtensorMap& map, int x, int y, ptx::Mbarrier& arrived) {
     if constexpr (blocks == 2) {
       ptx::cp_async_bulk_tensor_of_pair(target, map, x, y, ptx::mapa(&arrived, 0));
@@ -246,7 +254,7 @@ class Worker {
     }
   }
 
-  // Issues the loads of chunk k: its patches, from this row on, and its part of the weight.
+  // Issues the loads of chunk k: its patches, from row `row` on, and its part of the weight.
   __device__ void load_chunk(const RingSlot& slot, int k, int row, bool with_weight) {
     ptx::Mbarrier& filled = shared_.filled[slot.index];
     if (rank_ == 0) {
@@ -269,15 +277,16 @@ class Worker {
         load_chunk(slot, k, row, stream_weight || n == 0);
       }
     });
-    // Waits until the last use of every slot is over, as if to fill each once more. Waiting for the last
-    // commit is not enough: the ISA does not say that commits arrive in order.
+    // Waits until the last use of every slot is over, as if each were filled once more. Waiting
+    // only for the last commit is not enough, because the ISA does not say that commits arrive in
+    // order.
     for (int i = 0; i < slots; ++i) {
       const RingSlot slot(tiles * args_.chunks + i);
       ptx::mbarrier_wait(shared_.freed[slot.index], slot.parity ^ 1);
     }
   }
 
-  // Issues the products of chunk k, and the commit that frees its slot when they are done.
+  // Issues the products of chunk k, and the commit that frees its slot when the products are done.
   __device__ void issue_products(uint32_t sums, const RingSlot& slot, int k) {
     const uint32_t weight_part = stream_weight ? slot.index : k;
     const uint64_t a =
@@ -308,12 +317,12 @@ class Worker {
     });
   }
 
-  // The thread's row in a core matrix, and its first column there.
+  // Return the thread's row in a core matrix, and its first column.
   __device__ static int thread_row() { return threadIdx.x % 32 / 4; }
   __device__ static int thread_column() { return threadIdx.x % 4 * 2; }
 
-  // Loads terms from this column of N on: rows of the table, the warp's first one being `table_row`, or
-  // offsets.
+  // Loads terms, from column `column` of N on: rows of the table, of which the warp's first one is
+  // `table_row`, or offsets.
   template <int count>
   __device__ void load_terms(float2 (&rows)[kTermRows][count], uint32_t table_row,
                              int column) const {
@@ -343,7 +352,7 @@ class Worker {
     }
   }
 
-  // Loads the sums of a step from this address of tensor memory on.
+  // Loads the sums of a step from tensor memory.
   __device__ void load_sums(Sums& sums, uint32_t address) {
 #pragma unroll
     for (int i = 0; i < kStepColumns / kLoadColumns; ++i) {
@@ -371,7 +380,7 @@ class Worker {
     }
   }
 
-  // Scales two sums and adds the terms: the thread's r-th row of core matrix j of a step.
+  // Scales two sums and adds the terms, for the thread's r-th row of core matrix j of a step.
   __device__ static float2 finish(const Sums& sums, int r, int j, float2 scale, float2 term) {
     constexpr int kLoaded = kLoadColumns / kCore;
     const auto& loaded = sums[r / 2][j / kLoaded];
@@ -379,10 +388,11 @@ class Worker {
     return __ffma2_rn(to_float(loaded[first], loaded[first + 1]), scale, term);
   }
 
-  // The offset in a staging buffer at which a thread writes its part of the first core matrices. Rows
-  // have kStoreBytes, whose units of 16 bytes are swizzled, so core matrix j is at the exclusive or of
-  // this offset and j times its width. For bfloat16, stmatrix takes from lane 8 m + i the address of
-  // row i of the m-th of four neighbouring core matrices. In float32 each thread writes its own pairs.
+  // Returns the offset in a staging buffer at which a thread writes its part of the first core
+  // matrices. A row has kStoreBytes, and its units of 16 bytes are swizzled, so core matrix j is at
+  // the exclusive or of this offset and j times its width. For bfloat16, lane 8 m + i passes to
+  // stmatrix the address of row i of the m-th of four neighbouring core matrices. For float32 each
+  // thread writes its own pairs.
   __device__ static uint32_t staging_offset() {
     const uint32_t lane = threadIdx.x % 32;
     const bool pairs = out_dtype == Type::kFloat32;
@@ -392,14 +402,14 @@ class Worker {
     return row * kStoreBytes + swizzled * 16 + (pairs ? lane % 2 * 8 : 0);
   }
 
-  // Waits until TMA has read the buffers that the next group of stores is staged in.
+  // Waits until TMA has read the buffers in which the next group of stores will be staged.
   __device__ void wait_for_buffers(bool elected) {
     if (elected) ptx::cp_async_bulk_wait_group_read<kBuffers / kGroup - 1>();
     __syncwarp();
     timeline_.stamp(Event::kFreed);
   }
 
-  // Scales, adds to and rounds what store s of a step needs, and writes it to a buffer.
+  // Computes the elements of y for store s of a step, and writes them to a buffer.
   __device__ void stage(const Sums& sums, int s, const float2* scale, const Terms& terms,
                         int first_term, uint8_t* buffer, uint32_t offset) {
     constexpr int kCores = kStoreColumns / kCore, kCoreBytes = kCore * kOutBytes;
@@ -430,8 +440,8 @@ class Worker {
     timeline_.stamp(Event::kConverted);
   }
 
-  // Issues a group of stores. `number` is the worker's number of the last one, `column` its first
-  // column.
+  // Issues a group of stores. `number` is the index of the last store among the warp's stores, and
+  // `column` its first column.
   template <typename Buffers>
   __device__ void issue_stores(const Buffers& staged, uint32_t number, int column, int row,
                                bool elected) {
@@ -456,8 +466,8 @@ class Worker {
     }
   }
 
-  // Arrives, for this warp, at the first block's barrier: the next products may overwrite the
-  // accumulator.
+  // Arrives for this warp at the first block's barrier, after which the next products may overwrite
+  // the accumulator.
   __device__ void free_accumulator(uint32_t index, bool elected) {
     ptx::tcgen05_fence_before_thread_sync();
     if (!elected) return;
@@ -543,7 +553,7 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
   }
 // clang-format on
 
-// PATCH_EMBED_DTYPE chooses which kernels are compiled: kFloat8E4M3FN, kInt8 or kBFloat16.
+// PATCH_EMBED_DTYPE selects the kernels that are compiled: kFloat8E4M3FN, kInt8 or kBFloat16.
 #define PATCH_EMBED_KERNELS_OF(dtype) PATCH_EMBED_SM100_##dtype(PATCH_EMBED_KERNEL)
 #define PATCH_EMBED_KERNELS(dtype) PATCH_EMBED_KERNELS_OF(dtype)
 PATCH_EMBED_KERNELS(PATCH_EMBED_DTYPE)

@@ -1,46 +1,48 @@
-// What the host must know about the Blackwell kernel: threads, tuning, shared memory, tensor maps.
+// Properties of the Blackwell kernel that the host needs: threads, tuning, shared memory and tensor
+// maps.
 //
 // The barriers of a block:
 //
-//   barrier                arrivals a phase      who waits               the n-th phase completes when
-//   filled[slot]           1 and bytes: the      multiply                the slot's n-th patches and
-//                          first block's feed                            weight have arrived, in all
-//                                                                        blocks
-//   freed[slot]            1: tcgen05.commit     feed, before it fills   the products of the slot's
-//                          of multiply           the slot again and      n-th patches and weight are
-//                                                before it exits         done
-//   multiplied[i]          1: tcgen05.commit     the storing warps       the products of tile 2 n + i
-//                          of multiply                                   are in accumulator i
-//   accumulator_freed[i]   8 a block: its        multiply, before it     the storing warps have loaded
-//                          storing warps         fills accumulator i     tile 2 n + i, or stored it
-//                                                again                   (Tuning::kRelease)
+//   barrier               arrivals per phase   who waits              the n-th phase completes when
+//   filled[slot]          1 and bytes: the     multiply               the slot's n-th patches and
+//                         first block's feed                          weight have arrived, in all
+//                                                                     blocks
+//   freed[slot]           1: tcgen05.commit    feed, before it fills  the products of the slot's
+//                         of multiply          the slot again and     n-th patches and weight are
+//                                              before it exits        done
+//   multiplied[i]         1: tcgen05.commit    the storing warps      the products of tile 2 n + i
+//                         of multiply                                 are in accumulator i
+//   accumulator_freed[i]  8 per block: its     multiply, before it    the storing warps have loaded
+//                         storing warps        fills accumulator i    tile 2 n + i, or stored it
+//                                              again                  (Tuning::kRelease)
 //
-// `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed: each
-// role waits for every phase of its barriers, one after another.
+// `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed:
+// each role waits for every phase of its barriers, one after another.
 //
 // Each block of a pair has these barriers. Only the first block's filled and accumulator_freed are
 // used: loads and storing warps of both blocks arrive there. tcgen05.commit arrives at freed and
 // multiplied of both blocks.
 //
-// How a block begins and ends. "Together" is a barrier of all threads of the block, or of the cluster
-// if it has two blocks:
+// How a block starts and ends. "Synchronise" is a barrier of all threads of the block, or of the
+// cluster if it has two blocks:
 //
-//   step                    by                     why it comes here
+//   step                    performed by           explanation
 //   initialise mbarriers    thread 0               fence.mbarrier_init publishes them to TMA, to the
 //                                                  tensor cores and, by the next step, to the peer
 //   wait for the peer       both blocks, relaxed   a pair may allocate only when both blocks have been
 //                                                  launched, and no block is signalled before its
 //                                                  barriers exist
 //   allocate, relinquish    one warp of a block    both blocks of a pair do it collectively
-//   together                all threads            publishes the address of tensor memory
-//   setmaxnreg              each warpgroup         the first releases registers that the others take
+//   synchronise             all threads            publishes the address of tensor memory
+//   setmaxnreg              each warpgroup         the first warpgroup releases registers that the
+//                                                  storing warpgroups take
 //   feed, multiply, store   each role
-//   wait for freed[slot]    feed, of each block    for the last use of every slot: no commit is on its
-//                                                  way to this block, and all loads have arrived
+//   wait for freed[slot]    feed, of each block    after the last use of every slot: no commit to this
+//                                                  block is pending, and all loads have arrived
 //   wait for multiplied     store                  for every tile: the last commit has arrived
-//   wait for stores' reads  store                  TMA has read what was staged
-//   together                all threads            the peer's arrivals at accumulator_freed have come,
-//                                                  and no thread uses tensor memory any more
+//   wait for stores' reads  store                  TMA has read the staging buffers
+//   synchronise             all threads            the peer has arrived at accumulator_freed, and no
+//                                                  thread uses tensor memory any more
 //   deallocate              the allocating warp    a pair does it collectively, after both blocks have
 //                                                  allocated; then the block exits
 
@@ -61,72 +63,73 @@ constexpr int kMultiplyingWarps = 1, kStoringWarps = kStorers * kWarpgroup / 32;
 // Rows of a block's part of a tile.
 constexpr int kRows = 128;
 
-// Rows of tensor memory that a warp can read, and therefore rows of a TMA store.
+// Rows of tensor memory that a warp can read. This is also the number of rows of a TMA store.
 constexpr int kWarpRows = 32;
 
-// Accumulators in tensor memory: one tile is multiplied while the previous one is stored.
+// Number of accumulators in tensor memory: one tile is multiplied while the previous one is stored.
 constexpr int kAccumulators = 2;
 
-// Columns of a multiprocessor's tensor memory, of 32 bits, and how many of them a block allocates. The
-// number must be a power of two.
+// Number of 32-bit columns of a multiprocessor's tensor memory, and number of columns that a block
+// allocates, which must be a power of two.
 constexpr int kTensorMemory = 512;
 constexpr int tensor_memory_columns(int tile_n) {
   const int needed = kAccumulators * tile_n;
   return needed <= 128 ? 128 : needed <= 256 ? 256 : 512;
 }
 
-// Columns of a TMA store: rows of 128 bytes, or of 64 bytes where 128 do not divide a warp's part of
-// a row of y.
+// Columns of a TMA store. Its rows have 128 bytes, or 64 bytes if a warp's part of a row of y is
+// not a multiple of 128 bytes.
 constexpr int store_columns(Type out_dtype, int tile_n) {
   const int warp_bytes = tile_n / kStorers * itemsize(out_dtype);
   return kRowBytes / itemsize(out_dtype) / (warp_bytes % kRowBytes ? 2 : 1);
 }
 
-// When the next products may overwrite the accumulator of a tile.
+// The time from which the next products may overwrite the accumulator of a tile.
 enum class Release {
   kLoaded,  // when the tile's sums are in registers
   kStored,  // when the tile's stores have been issued
 };
 
-// How a storing warp works. No member changes the result. The kernels are built with these values. A
-// variant is a struct that inherits them, hides the members that it changes, and is given to Worker as
-// its last template argument.
+// Parameters of the storing warps, which do not change the result. The kernels are built with these
+// values. A variant is a struct that inherits from Tuning, hides the members that it changes, and
+// is the last template argument of Worker.
 template <Type out_dtype, int tile_n>
 struct Tuning {
-  // Columns of an accumulator that a warp loads before one tcgen05.wait::ld: as many as there are
-  // registers for in addition to scale and table. It divides the warp's tile_n / 2 columns.
+  // Columns of an accumulator that a warp loads before one tcgen05.wait::ld: as many as fit into
+  // registers in addition to scale and table. The value must divide the warp's tile_n / 2 columns.
   static constexpr int kStepColumns = tile_n < 256                  ? tile_n / 2
                                       : out_dtype == Type::kFloat32 ? 32
                                                                     : 64;
 
-  // Columns of one tcgen05.ld of 16 rows: 16, 32 or 64. It divides the columns of a step.
+  // Columns of one tcgen05.ld of 16 rows: 16, 32 or 64. The value must divide kStepColumns.
   static constexpr int kLoadColumns = kStepColumns % 64 ? 32 : 64;
 
-  // Buffers in shared memory of a storing warp; each has what one TMA store reads. A power of two.
+  // Number of staging buffers of a storing warp in shared memory, a power of two. Each buffer holds
+  // the data of one TMA store.
   static constexpr int kStagingBuffers = 2;
 
-  // Stores that share a fence and a bulk group; with 1 each is issued as soon as it is staged. It
-  // divides the stores of a step and the number of buffers.
+  // Number of stores that share a fence and a bulk group; with 1 each store is issued as soon as it
+  // is staged. The value must divide the stores of a step and the number of buffers.
   static constexpr int kStoresPerGroup = 1;
 
   static constexpr Release kRelease = Release::kLoaded;
 
-  // Cycles by which the warps of the second storing warpgroup begin a tile later than those of the
-  // first, with which they share a scheduler.
+  // Number of cycles by which the warps of the second storing warpgroup start a tile later than
+  // those of the first, with which they share a scheduler.
   static constexpr int kStaggerCycles = 0;
 
-  // Whether a warp's part of the table stays in registers for a segment. If not, it is read for each
-  // tile.
+  // Whether a warp's part of the table stays in registers for a segment. If not, it is loaded for
+  // each tile.
   static constexpr bool kKeepTable = true;
 };
 
-// Shared memory of a block. It begins at a multiple of 1024 bytes, as the 128-byte swizzle requires:
+// Shared memory of a block, which starts at a multiple of 1024 bytes because of the swizzle:
 //
 //   patches[slot]          kRows rows of kRowBytes of K
-//   staged[warp][buffer]   what one TMA store reads: kWarpRows rows of 128 or 64 bytes of y, swizzled
+//   staged[warp][buffer]   data of one TMA store: kWarpRows rows of 128 or 64 bytes of y, swizzled
 //   barriers, and the address of tensor memory
-//   weight                 after Shared: [tile_n / blocks, kRowBytes] for each chunk of K, or for each
-//                          slot if the weight is streamed
+//   weight                 after Shared: [tile_n / blocks, kRowBytes] for each chunk of K, or for
+//                          each slot if the weight is streamed
 template <Type out_dtype, int tile_n, int blocks, int slots, bool stream_weight,
           typename Tuned = Tuning<out_dtype, tile_n>>
 struct alignas(1024) Shared {
@@ -139,13 +142,14 @@ struct alignas(1024) Shared {
   uint64_t multiplied[kAccumulators], accumulator_freed[kAccumulators];
   uint32_t tensor_memory;
 
-  // Bytes of this and of the weight that follows it, for so many chunks of K.
+  // Bytes of this struct and of the weight that follows it, if K has `chunks` chunks.
   static constexpr int64_t bytes(int chunks) {
     return int64_t{sizeof(Shared)} + int64_t{stream_weight ? slots : chunks} * kWeightBytes;
   }
 };
 
-// The tensor maps, innermost dimension first. The swizzle is as wide as the box's innermost dimension.
+// The tensor maps, with the innermost dimension first. The swizzle is as wide as the box's
+// innermost dimension.
 //
 //   patches   [K, M], boxes of [kRowBytes of K, kRows]
 //   weight    [K, N], boxes of [kRowBytes of K, tile_n / blocks]

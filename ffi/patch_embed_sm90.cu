@@ -1,30 +1,31 @@
 // The Hopper kernel: y = (patches weight^T) * scale + table, rounded once.
 //
-// A worker is a thread block of three warpgroups. It owns `tile_n` columns of N for its whole life
-// and walks the segments that backends/schedule.py gives it. A segment is a sequence of row tiles that need
-// the same rows of the table. The warpgroups:
+// A worker is a thread block of three warpgroups. It computes the same `tile_n` columns of N in all
+// its tiles, and processes the segments that backends/schedule.py assigns to it. A segment is a
+// sequence of row tiles that need the same rows of the table. The warpgroups have these roles:
 //
 //   feed                 the producer, one thread: loads patches by TMA into a ring of slots, in the
 //                        order in which they are multiplied. A slot has a chunk of half of a tile's
-//                        rows: kRowBytes of K, or with images kSlotLines lines of pixels of each patch.
+//                        rows: kRowBytes of K or, with images, kSlotLines lines of each patch.
 //   multiply_and_store   two consumer warpgroups, each with half of every tile's rows. While one
 //                        multiplies, the other one scales its sums, adds the table, and stores y.
 //
-// A stationary weight is loaded with the patches of the worker's first half tile, and stays in shared
-// memory. A weight that does not fit is streamed: its chunks are loaded with the patches of every half
-// tile, into a ring of their own. With 128 rows a warpgroup and at most 16 chunks, every fourth of the first
-// 12 stays in shared memory (staying_chunks in patch_embed_sm90.h).
+// A stationary weight is loaded with the patches of the worker's first half tile, and stays in
+// shared memory. A weight that does not fit is streamed: its chunks are loaded with the patches of
+// every half tile, into a separate ring. With 128 rows per warpgroup and at most 16 chunks, every
+// fourth of the first 12 chunks stays in shared memory (staying_chunks in patch_embed_sm90.h).
 //
-// The terms are the rows of the table, or the offsets. Where they fit, scale stays in registers, and terms
-// stay there for a segment. Terms that do not fit are loaded for each tile: those of its first parts (kParts)
-// before its products are done, and those of the other parts as storing frees registers. Scale that does not
-// fit is loaded with each group of columns.
+// The terms are the rows of the table, or the offsets. If there are enough registers, the scale
+// stays in registers for all tiles, and terms stay there for a segment. Otherwise terms are loaded
+// for each tile: those of its first parts (kParts) before its products are done, and those of the
+// other parts as storing frees registers. The scale is then loaded for each group of columns.
 //
-// patch_embed_sm90.h begins with the tables of the barriers, and of how a block begins and ends.
+// patch_embed_sm90.h describes the barriers, and how a block starts and ends.
 //
-// After wgmma a thread has pairs of neighbouring columns. TMA permutes the rows of the weight, so that
-// in each group of columns a thread's kPairs pairs are 16 neighbouring bytes of y. Let q be its number among
-// the four threads of a row: its pair j * kGroups + g in wgmma's order is pair q * kPairs + j of y's group g.
+// After wgmma a thread has pairs of neighbouring columns. TMA permutes the rows of the weight, so
+// that in each group of columns a thread's kPairs pairs are 16 contiguous bytes of y. Let q be the
+// thread's index among the four threads of a row. Then its pair j * kGroups + g in wgmma's order is
+// pair q * kPairs + j of group g of y.
 
 #include "patch_embed_sm90.h"
 
@@ -51,16 +52,17 @@ class Worker {
   static constexpr int kPatchesBytes = rows * kSlotRowBytes;
   static constexpr int kWeightBytes = tile_n * kRowBytes;
 
-  // A thread has kRows rows of a warpgroup's half of a tile, and in each row kVector neighbouring
-  // columns of every group of kGroup. It stores part by part; a part is kPartRows rows of a group.
+  // A thread has kRows rows of a warpgroup's half of a tile, and in each row kVector contiguous
+  // columns of every group of kGroup columns. It stores part by part; a part is kPartRows rows of a
+  // group.
   static constexpr int kOutBytes = itemsize(out_dtype);
   static constexpr int kVector = vector(out_dtype), kPairs = kVector / 2;
   static constexpr int kGroup = group(out_dtype), kGroups = tile_n / kGroup;
   static constexpr int kRowBlocks = rows / 64, kRows = kPartRows * kRowBlocks;
   static constexpr int kParts = kGroups * kRowBlocks;
 
-  // The terms are what is added: for each part, kPartRows rows of the table, in words of two bfloat16; or for
-  // each group one row of offsets, in floats.
+  // The terms: for each part kPartRows rows of the table, with two bfloat16 numbers in a word; or
+  // for each group one row of offsets, which are floats.
   static constexpr int kTermWords = has_table ? kPairs : kVector;
   static constexpr int kTermRows = has_table ? kPartRows : 1;
   static constexpr int kTerms = has_table ? kParts : kGroups;
@@ -73,8 +75,9 @@ class Worker {
       (kKeepsScale ? scale_registers(out_dtype, tile_n) : 0) +
       (kKeepsTerms ? term_registers(out_dtype, has_table, tile_n, rows) : 0);
 
-  // Registers of a producer and of a consumer thread after setmaxnreg. At launch each of the 384 threads
-  // has 168, and 3 * 168 = 40 + 2 * 232 = 24 + 2 * 240. Consumers get 240 only if 232 are too few.
+  // Registers of a producer and of a consumer thread after setmaxnreg. At launch each of the 384
+  // threads has 168 registers, and 3 * 168 = 40 + 2 * 232 = 24 + 2 * 240. Consumers have 240 only
+  // if 232 are too few.
   static constexpr bool kNeedsMost =
       kSumRegisters + kKeptRegisters + pixel_registers(dtype, rows) + kOtherRegisters > 232;
   static constexpr int kFeedRegisters = kNeedsMost ? 24 : 40;
@@ -85,21 +88,22 @@ class Worker {
       "setmaxnreg would wait forever: the warpgroups request more registers than the block has.");
 
   using Memory = Shared<dtype, tile_n, rows, slots, stream_weight>;
-  static_assert(tile_n % 64 == 0, "a slice of N is a multiple of 64 columns.");
-  static_assert(rows == 64 || rows == 128, "a warpgroup has 64 or 128 rows of a tile.");
-  static_assert(slots >= 2, "one slot is multiplied while another one is filled.");
+  static_assert(tile_n % 64 == 0, "a slice of N must be a multiple of 64 columns.");
+  static_assert(rows == 64 || rows == 128, "a warpgroup must have 64 or 128 rows of a tile.");
+  static_assert(slots >= 2, "at least 2 slots are needed: one is filled during products.");
   static_assert(!kImages || (rows == 64 && !stream_weight),
-                "images need tiles of 64 rows a warpgroup and a stationary weight.");
+                "images need 64 rows per warpgroup and a stationary weight.");
   static_assert(
       !kImages || slots >= kPatchSide / kSlotLines + kChunksAfterHandover,
-      "a warpgroup that multiplies early must know that the previous phase of each slot is complete.");
-  static_assert(kSumRegisters + kOtherRegisters <= kMostRegisters, "sums leave too few registers.");
+      "early products need more slots, so that the previous phase of each slot is complete.");
+  static_assert(kSumRegisters + kOtherRegisters <= kMostRegisters,
+                "too many sums for the registers.");
   static_assert(sizeof(Memory) % 1024 == 0,
-                "the weight follows Shared, and is swizzled: it must be aligned to 1024 bytes.");
+                "the weight follows Shared and must be aligned to 1024 bytes for its swizzle.");
   static_assert(Memory::bytes(1) <= kMostSharedBytes,
-                "rings and weight do not fit in shared memory.");
+                "rings and weight do not fit into shared memory.");
   static_assert(!stream_weight || Memory::kWeightSlots >= kMostStayingChunks + 2,
-                "one slot of the weight is multiplied while another one is filled.");
+                "the weight needs at least 2 slots in addition to those of the staying chunks.");
 
   __device__ Worker(const Arguments& args, Memory& shared)
       : args_(args),
@@ -116,7 +120,7 @@ class Worker {
       ptx::prefetch_tensormap(args_.weight);
     }
     __syncthreads();
-    // Broadcasts lane 0's value, so that the compiler knows that it is uniform in a warp.
+    // Broadcasts lane 0's value, so that the compiler knows that the value is uniform in a warp.
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == kConsumers) {
       ptx::setmaxnreg_dec<kFeedRegisters>();
@@ -130,18 +134,19 @@ class Worker {
  private:
   using Sums = ptx::Sum<kFactorType>[kRowBlocks][tile_n / 2];
 
-  // A thread's pixels of one slot, the A operands of its products: uint8 until make_int8.
+  // A thread's pixels of one slot, the A operands of its products. They are uint8 until make_int8.
   using Pixels = uint32_t[kProducts][4];
 
-  // Scale and terms of a thread's columns; and in this segment the indices of its rows of the table.
+  // Scale and terms of a thread's columns, and the indices of its rows of the table in this
+  // segment.
   struct Columns {
     float scale[kGroups][kVector];
     uint32_t terms[kTerms][kTermRows][kTermWords];
     uint32_t table_rows[kRows];
   };
 
-  // The slot filled by the `number`-th load into a ring, and the parity of the slot's phase. The ring has
-  // the slots from `begin` to `begin + size - 1`.
+  // The slot that the `number`-th load into a ring fills, and the parity of the slot's phase. The
+  // ring has the slots from `begin` to `begin + size - 1`.
   struct RingSlot {
     __device__ RingSlot(uint32_t number, uint32_t begin, uint32_t size)
         : begin(begin), end(begin + size), slot(begin + number % size), parity(number / size & 1) {}
@@ -154,31 +159,33 @@ class Worker {
     uint32_t begin, end, slot, parity;
   };
 
-  // Chunk k of a half tile has the kSlotRowBytes bytes of K from k * kSlotRowBytes on. It has a slot for its
-  // patches, and one for its chunk of a streamed weight.
+  // Chunk k of a half tile has kSlotRowBytes bytes of K, from byte k * kSlotRowBytes on. It has a
+  // slot for its patches, and a slot for its chunk of a streamed weight.
   struct Chunk {
     int k;
     RingSlot patches, weight;
   };
 
-  // Chunks of a half tile. args_.chunks counts those of the weight, which are kRowBytes also for images.
+  // Returns the number of chunks of a half tile. args_.chunks counts the weight's chunks, which
+  // have kRowBytes also for images.
   __device__ int chunks() const {
     if constexpr (kImages) return kPatchSide / kSlotLines;
     return args_.chunks;
   }
 
-  // Chunks of the weight, kRowBytes of K each, that the products of the chunks before chunk k need.
+  // Returns the number of chunks of the weight, of kRowBytes each, that the chunks before chunk k
+  // need.
   __device__ static int weight_chunks_before(int k) {
     return (k * kSlotRowBytes + kRowBytes - 1) / kRowBytes;
   }
 
-  // Whether the weight of chunk k stays in shared memory.
+  // Returns whether the weight of chunk k stays in shared memory.
   __device__ bool stays(int k) const {
     return !stream_weight ||
            (k % kStayingStride == 0 && k < kStayingStride * staying_slots(rows, args_.chunks));
   }
 
-  // Chunk 0 of a warpgroup's half of the worker's n-th tile.
+  // Returns chunk 0 of a warpgroup's half of the worker's n-th tile.
   __device__ Chunk first_chunk(uint32_t n, int warpgroup) const {
     const uint32_t half = n * kConsumers + warpgroup;
     const RingSlot patches(half * chunks(), 0, slots);
@@ -195,7 +202,7 @@ class Worker {
     if (!stays(chunk.k++)) chunk.weight.advance();
   }
 
-  // The address of the weight of a chunk of patches.
+  // Returns the address of the weight of a chunk of patches.
   __device__ uint8_t* weight(const Chunk& chunk) const {
     uint32_t slot = chunk.k;
     if constexpr (stream_weight)
@@ -214,8 +221,8 @@ class Worker {
     ptx::fence_mbarrier_init();
   }
 
-  // Calls begin_segment(segment) for each of the worker's segments, and visit(row, n) for each tile of
-  // it: the tile's first row, and its number among the worker's tiles.
+  // Calls begin_segment(segment) for each of the worker's segments, and visit(row, n) for each tile
+  // of the segment. `row` is the tile's first row, and n its index among the worker's tiles.
   template <typename Begin, typename Visit>
   __device__ void for_each_tile(Begin begin_segment, Visit visit) {
     uint32_t n = 0;
@@ -230,7 +237,7 @@ class Worker {
     }
   }
 
-  // Waits for the phase of this parity; the timeline shows the time as that of `event`.
+  // Waits for the phase of this parity. The timeline attributes the time to `event`.
   __device__ void wait(ptx::Mbarrier& barrier, uint32_t parity, Event event) {
     ptx::mbarrier_wait(barrier, parity);
     timeline_.stamp(event);
@@ -256,15 +263,15 @@ class Worker {
     timeline_.stamp(Event::kFreed);
   }
 
-  // Issues the loads of a chunk: its patches, from this row on, and its weight.
+  // Issues the loads of a chunk: its patches, from row `row` on, and its weight.
   __device__ void load_chunk(const Chunk& chunk, int row, bool with_weight) {
     const int slot = chunk.patches.slot;
     ptx::Mbarrier& filled = shared_.filled[slot];
     int weight_chunk = chunk.k;
     uint8_t* target = weight(chunk);
     if constexpr (kImages) {
-      // The first chunk of the weight that no earlier chunk of pixels needs. It is loaded only if this chunk
-      // of pixels needs it.
+      // This is the first chunk of the weight that no earlier chunk of pixels needs. It is loaded
+      // only if this chunk of pixels needs it.
       weight_chunk = weight_chunks_before(chunk.k);
       target = weight_ + weight_chunk * kWeightBytes;
       with_weight = with_weight && weight_chunks_before(chunk.k + 1) > weight_chunk;
@@ -283,10 +290,11 @@ class Worker {
     timeline_.stamp(Event::kLoadsIssued);
   }
 
-  // Loads kSlotLines lines, from `line` on, of `rows` patches: [kSlotLines, rows, kLineBytes].
+  // Loads kSlotLines lines, from `line` on, of `rows` patches, as [kSlotLines, rows, kLineBytes].
   __device__ void load_lines(uint8_t* target, int line, int row, ptx::Mbarrier& filled) {
     const int grid_row = row / args_.grid_width;
-    // Divides by row_patches, 1 or 2, by a shift: the producer would repeat a division for each slot.
+    // Divides by row_patches, which is 1 or 2, with a shift, because this is computed for each
+    // slot.
     const int pixel = row % args_.grid_width >> (args_.row_patches == kMostRowPatches);
 #pragma unroll
     for (int i = 0; i < kSlotLines; ++i) {
@@ -309,8 +317,8 @@ class Worker {
     });
   }
 
-  // Frees the slots of a chunk that is no longer read: its products are done, or its pixels are in
-  // registers.
+  // Frees the slots of a chunk that is no longer read, because its products are done or its pixels
+  // are in registers.
   __device__ void free(const Chunk& chunk) {
     if (threadIdx.x % 32 != 0) return;
     ptx::mbarrier_arrive(shared_.freed[chunk.patches.slot]);
@@ -336,7 +344,7 @@ class Worker {
     timeline_.stamp(Event::kProductsIssued);
   }
 
-  // Loads the thread's pixels of a chunk when they have arrived.
+  // Waits for the pixels of a chunk and loads those of this thread.
   __device__ void load_pixels(Pixels& pixels, const Chunk& chunk) {
     wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);
     const uint32_t slot = ptx::shared_address(shared_.patches[chunk.patches.slot]);
@@ -345,15 +353,15 @@ class Worker {
     const int second = threadIdx.x % 32 / 16;
 #pragma unroll
     for (int i = 0; i < kProducts; ++i) {
-      // A product takes two units of 16 bytes of each row: lanes 0 to 15 give the addresses of the first
-      // unit, lanes 16 to 31 those of the second.
+      // A product needs two units of 16 bytes of each row. Lanes 0 to 15 pass the addresses of the
+      // first unit, and lanes 16 to 31 those of the second.
       const int unit = 2 * i + second;
       constexpr int kUnits = kLineBytes / 16;
       ptx::ldmatrix_x4(pixels[i], row + unit / kUnits * rows * kLineBytes + unit % kUnits * 16);
     }
   }
 
-  // Turns each pixel u into u - 128, before the products that follow.
+  // Converts each pixel u to u - 128. The pins keep this before the products that follow.
   __device__ static void make_int8(Pixels& pixels) {
 #pragma unroll
     for (auto& words : pixels) {
@@ -378,8 +386,8 @@ class Worker {
     timeline_.stamp(Event::kProductsIssued);
   }
 
-  // Waits until all products are done and the sums are in registers. Frees the last chunk of patches; those
-  // of pixels are free already.
+  // Waits until all products are done and the sums are in registers. Frees the last chunk of
+  // patches; chunks of pixels have been freed already.
   __device__ void wait_for_products(Sums& sums, const Chunk& last) {
     ptx::wgmma_wait_group<0>();
     if constexpr (!kImages) free(last);
@@ -389,7 +397,7 @@ class Worker {
     timeline_.stamp(Event::kMultiplied);
   }
 
-  // Hands the tensor cores over to the other warpgroup, which may then multiply.
+  // Passes the tensor cores to the other warpgroup, which may then multiply.
   __device__ void hand_over(int warpgroup) {
     if (threadIdx.x % 32 != 0) return;
     ptx::mbarrier_arrive(shared_.other_products_issued[1 - warpgroup]);
@@ -408,13 +416,13 @@ class Worker {
     wait_for_products(sums, previous);
   }
 
-  // While the products of chunk k - 1 may still read their registers, the pixels of chunk k + 1 are loaded,
-  // and then the products of chunk k are issued. So there are three buffers. The loop is unrolled, because
-  // registers cannot be indexed.
+  // While the products of chunk k - 1 may still read their registers, the pixels of chunk k + 1 are
+  // loaded, and then the products of chunk k are issued. So three buffers are needed. The loop is
+  // unrolled because registers cannot be indexed.
   __device__ void multiply_pixels(Sums& sums, Chunk chunk, uint32_t n, int warpgroup) {
     constexpr int kChunks = kPatchSide / kSlotLines;
-    // The first tile's chunks bring the weight. Its handover comes after the last chunk, because it tells the
-    // other warpgroup that the whole weight has arrived.
+    // The first tile's chunks are loaded with the weight. Its handover comes after the last chunk,
+    // because it tells the other warpgroup that the whole weight has arrived.
     const int last_before_handover = kChunks - 1 - (n == 0 ? 0 : kChunksAfterHandover);
     Pixels pixels[kPixelBuffers];
     Chunk next = chunk;
@@ -427,8 +435,8 @@ class Worker {
         load_pixels(pixels[(k + 1) % kPixelBuffers], next);
       }
       issue_products(sums, pixels[k % kPixelBuffers], chunk);
-      // Here the products have been issued. They need the pixels, so ldmatrix has read the slot. An arrival
-      // alone does not wait for ldmatrix.
+      // The products have been issued. They depend on the pixels, so ldmatrix has read the slot. An
+      // arrival alone would not wait for ldmatrix.
       free(chunk);
       if (k == last_before_handover) hand_over(warpgroup);
       ptx::wgmma_wait_group<1>();
@@ -439,8 +447,8 @@ class Worker {
 
   __device__ void multiply(Sums& sums, uint32_t n, int warpgroup) {
     const Chunk chunk = first_chunk(n, warpgroup);
-    // Warpgroup 0 begins: its first wait passes at once, because the phase before the first one counts as
-    // complete.
+    // Warpgroup 0 starts: its first wait passes immediately, because the phase before phase 0
+    // counts as complete.
     wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), Event::kMayMultiply);
     if constexpr (kImages) {
       multiply_pixels(sums, chunk, n, warpgroup);
@@ -449,10 +457,10 @@ class Worker {
     }
   }
 
-  // The first of the thread's columns, counted from the worker's first one.
+  // Returns the first of the thread's columns, relative to the worker's first column.
   __device__ static int thread_column() { return threadIdx.x % 4 * kVector; }
 
-  // The thread's r-th row, counted from the first one of its warpgroup's half of a tile.
+  // Returns the thread's r-th row, relative to the first row of its warpgroup's half of a tile.
   __device__ static int thread_row(int r) {
     return r / 2 * 64 + threadIdx.x % kWarpgroup / 32 * 16 + r % 2 * 8 + threadIdx.x % 32 / 4;
   }
@@ -489,13 +497,14 @@ class Worker {
     return __uint_as_float(i % 2 ? terms[i / 2] & 0xFFFF0000 : terms[i / 2] << 16);
   }
 
-  // The address of the thread's first column in a row of y.
+  // Returns the address of the thread's first column in a row of y.
   __device__ uint8_t* address_in_y(int row) const {
     const int64_t first = int64_t{row} * args_.N + column_ + thread_column();
     return static_cast<uint8_t*>(args_.out) + first * kOutBytes;
   }
 
-  // Scales two neighbouring sums, adds the terms and rounds: one word of bfloat16, or two of float32.
+  // Scales two neighbouring sums, adds the terms, rounds, and writes one word of bfloat16 or two
+  // words of float32.
   __device__ static void finish(uint32_t* words, const ptx::Sum<kFactorType>* sums,
                                 const float* scale, const float (&terms)[2]) {
     float y[2];
@@ -508,9 +517,10 @@ class Worker {
     }
   }
 
-  // Number of elements of `terms` that are loaded before part `part` is converted, if terms do not stay
-  // in registers. Each part's sums leave registers free once they are converted. Then rows of the table are
-  // loaded for two more parts if y is bfloat16, for one if y is float32; offsets for the next group.
+  // Returns the number of elements of `terms` that are loaded before part `part` is converted, if
+  // terms do not stay in registers. Converting a part frees the registers of its sums. Then rows of
+  // the table are loaded for two more parts if y is bfloat16, and for one more if y is float32;
+  // offsets are loaded for the next group.
   __device__ static constexpr int terms_loaded(int part) {
     const int loaded = has_table ? kPartsReadAhead + kVector / 4 * part : part / kRowBlocks + 1;
     return loaded < kTerms ? loaded : kTerms;
@@ -526,9 +536,9 @@ class Worker {
     timeline_.stamp(Event::kLoaded);
   }
 
-  // What must happen before a part is converted: scale that does not stay in registers is loaded. Terms that
-  // do not stay are waited for, but only with a timeline, so that it shows the wait. Rows of the table that
-  // stay are pinned.
+  // Prepares the conversion of a part. Loads the scale, if it does not stay in registers. Waits for
+  // terms that do not stay, but only in a build with the timeline, so that it shows the wait. Pins
+  // rows of the table that stay.
   __device__ void prepare(Columns& columns, uint32_t (&terms)[kTermRows][kTermWords], int g,
                           int block) {
     if constexpr (!kKeepsScale) {
@@ -539,8 +549,8 @@ class Worker {
       for (auto& words : terms) timeline_.await(words);
       timeline_.stamp(Event::kLoaded);
     } else if constexpr (has_table) {
-      // Without these pins the compiler converts the table to float32 before the loop over tiles, which takes
-      // twice the registers.
+      // Without these pins the compiler would convert the table to float32 before the loop over
+      // tiles, which takes twice as many registers.
 #pragma unroll
       for (auto& words : terms) {
         for (uint32_t& word : words) ptx::pin(word);
@@ -580,7 +590,7 @@ class Worker {
     timeline_.stamp(Event::kStoresIssued);
   }
 
-  // Converts and stores the half tile of y that begins at `row`.
+  // Converts and stores the half tile of y that starts at `row`.
   __device__ void store(const Sums& sums, int row, Columns& columns) {
     const int first_row = row + thread_row(0);
     uint8_t* const first = address_in_y(first_row);
@@ -590,8 +600,8 @@ class Worker {
       const int g = part / kRowBlocks, block = part % kRowBlocks;
       auto& terms = columns.terms[has_table ? part : g];
       prepare(columns, terms, g, block);
-      // Makes the compiler compute addresses here. It would otherwise keep them in registers, of which
-      // there are too few.
+      // Makes the compiler compute addresses here. Otherwise it would keep them in registers, of
+      // which there are too few.
       if constexpr (!kKeepsTerms) ptx::pin(eight_rows_bytes);
       uint32_t y[kPartRows][4];
       convert(y, sums[block], columns.scale[g], terms, g);
@@ -655,7 +665,8 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
   }
 // clang-format on
 
-// PATCH_EMBED_DTYPE chooses which kernels are compiled: kFloat8E4M3FN, kInt8, kBFloat16 or kUInt8.
+// PATCH_EMBED_DTYPE selects the kernels that are compiled: kFloat8E4M3FN, kInt8, kBFloat16 or
+// kUInt8.
 #define PATCH_EMBED_KERNELS_OF(dtype) PATCH_EMBED_SM90_##dtype(PATCH_EMBED_KERNEL)
 #define PATCH_EMBED_KERNELS(dtype) PATCH_EMBED_KERNELS_OF(dtype)
 PATCH_EMBED_KERNELS(PATCH_EMBED_DTYPE)

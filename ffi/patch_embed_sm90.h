@@ -1,45 +1,49 @@
-// What the host must know about the Hopper kernel: threads, shared memory, tensor maps.
+// Properties of the Hopper kernel that the host needs: threads, shared memory, tensor maps.
 //
 // The barriers of a block:
 //
-//   barrier            arrivals a phase       who waits             the n-th phase completes when
-//   filled[slot]       1 and bytes: producer  a consumer warpgroup  the slot's n-th patches, and the
-//                                                                   weight loaded with them, have
-//                                                                   arrived
-//   freed[slot]        4: the warps of the    producer, before it   the products of the slot's n-th
-//                      warpgroup that read    fills the slot again  patches are done, or its n-th pixels
-//                      the slot                                     are in registers
-//   weight_freed[slot] 4: the same            producer, before it   the products of the n-th chunk in
-//                                             fills the slot again  this slot of the weight are done
+//   barrier             arrivals per phase     who waits             the n-th phase completes when
+//   filled[slot]        1 and bytes: producer  a consumer warpgroup  the slot's n-th patches, and
+//                                                                    the weight loaded with them,
+//                                                                    have arrived
+//   freed[slot]         4: the warps of the    producer, before it   the products of the slot's n-th
+//                       warpgroup that read    fills the slot again  patches are done, or its n-th
+//                       the slot                                     pixels are in registers
+//   weight_freed[slot]  4: the same warps      producer, before it   the products of the n-th chunk
+//                                              fills the slot again  in this slot of the weight are
+//                                                                    done
 //   other_products_issued[warpgroup]
-//                      4: the warps of the    that warpgroup,       the other warpgroup has issued all
-//                      other warpgroup        before its products   products of its n-th tile; with images
-//                                                                   all but those of the last
-//                                                                   kChunksAfterHandover chunks
-//   columns_arrived    1 and bytes: producer  both consumer         scale, and offset if there is no
-//                                             warpgroups, once      table, have arrived
+//                       4: the warps of the    that warpgroup,       the other warpgroup has issued
+//                       other warpgroup        before its products   all products of its n-th tile;
+//                                                                    with images all but those of
+//                                                                    the last kChunksAfterHandover
+//                                                                    chunks
+//   columns_arrived     1 and bytes: producer  both consumer         scale has arrived, and offset if
+//                                              warpgroups, once      there is no table
 //
-// `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed. The
-// producer waits for every phase of freed and weight_freed, one after another. A consumer warpgroup waits only
-// for the phases of filled that belong to its own half tiles. But before its products it waits for
-// other_products_issued, whose phase completes only when the other warpgroup has issued the products of all
-// earlier half tiles, and so has waited for their phases. This arrival is called the handover. It also tells
-// warpgroup 1 that a stationary weight has arrived. For its n-th tile warpgroup 1 waits for phase n of
-// other_products_issued[1], and warpgroup 0 for phase n - 1 of other_products_issued[0]. Warpgroup 0's
-// first wait passes at once, because a new barrier reports the phase before phase 0 as complete.
+// `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed.
+// The producer waits for every phase of freed and weight_freed, one after another. A consumer
+// warpgroup waits only for the phases of filled that belong to its own half tiles. But before its
+// products it waits for other_products_issued, whose phase completes only when the other warpgroup
+// has issued the products of all earlier half tiles, and so has waited for their phases. This
+// arrival is called the handover. It also tells warpgroup 1 that a stationary weight has arrived.
+// For its n-th tile warpgroup 1 waits for phase n of other_products_issued[1], and warpgroup 0 for
+// phase n - 1 of other_products_issued[0]. Warpgroup 0's first wait passes immediately, because a
+// new barrier reports the phase before phase 0 as complete.
 //
-// With images a warpgroup hands over before it has issued the products of its last kChunksAfterHandover
-// chunks, except in its first tile, whose chunks bring the weight. The other warpgroup then does not know
-// of these chunks' phases. It need not: the ring has at least kChunksAfterHandover slots more than a half
-// tile has chunks, so the previous load of each slot that it waits for is older than these chunks.
+// With images a warpgroup hands over before it has issued the products of its last
+// kChunksAfterHandover chunks, except in its first tile, whose chunks are loaded with the weight.
+// The other warpgroup then does not know whether the phases of these chunks have completed. It does
+// not need to know this: the ring has at least kChunksAfterHandover more slots than a half tile has
+// chunks, so the previous load of each slot that it waits for is older than these chunks.
 //
-// How a block, which is alone in its cluster, begins and ends:
+// How a block, which is alone in its cluster, starts and ends:
 //
-//   step                   by                    why it comes here
+//   step                   performed by          explanation
 //   initialise mbarriers   thread 0              fence.mbarrier_init publishes them to TMA
 //   __syncthreads          all threads           no thread uses a barrier before it exists
 //   setmaxnreg             each warpgroup        the producer releases registers that consumers take
-//   feed                   one thread            it exits after its last load; the block lives on
+//   feed                   one thread            it exits after its last load, before the block does
 //   multiply and store     two warpgroups        they wait for every phase of filled, so all loads
 //                                                have arrived, and for all products; y is written by
 //                                                ordinary stores
@@ -60,60 +64,61 @@ constexpr int kWarpgroup = 128;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kMultiplyingWarps = kConsumers * kWarpgroup / 32;
 
-// Neighbouring columns of y that a thread stores at once: 16 bytes.
+// Number of contiguous columns of y that a thread stores at once, which are 16 bytes.
 constexpr int vector(Type out_dtype) { return 16 / itemsize(out_dtype); }
 
-// Neighbouring columns that the four threads of a row store at once.
+// Number of contiguous columns that the four threads of a row store at once.
 constexpr int group(Type out_dtype) { return 4 * vector(out_dtype); }
 
-// Rows of a part. A thread converts and stores its share of a tile part by part; a part is one vector
-// of each of the thread's two rows of the 64 that one wgmma has.
+// Rows of a part. A thread converts and stores its share of a tile part by part. One wgmma has 64
+// rows, of which a thread has two, and a part is one vector of each of these two rows.
 constexpr int kPartRows = 2;
 
 // Registers of a consumer thread for the sums of one tile.
 constexpr int sum_registers(int tile_n, int rows) { return rows / 64 * tile_n / 2; }
 
-// Registers of a consumer thread for scale, which is float32.
+// Registers of a consumer thread for the scale, which is float32.
 constexpr int scale_registers(Type out_dtype, int tile_n) {
   return tile_n / group(out_dtype) * vector(out_dtype);
 }
 
-// Registers of a consumer thread for the terms, which are what is added: rows of a table, two bfloat16
-// in a register, or one row of float32 offsets.
+// Registers of a consumer thread for the terms. The terms are added to the scaled sums: they are
+// rows of a table, with two bfloat16 numbers in a register, or one row of float32 offsets.
 constexpr int term_registers(Type out_dtype, bool has_table, int tile_n, int rows) {
   const int terms = has_table ? rows / 64 * kPartRows * vector(out_dtype) / 2 : vector(out_dtype);
   return tile_n / group(out_dtype) * terms;
 }
 
-// Bytes of K that a slot of the ring has of each row: kRowBytes, or two lines of a patch of an image.
+// Bytes of each row in a slot of the ring: kRowBytes of K, or with images two lines of a patch.
 constexpr int slot_row_bytes(Type dtype) {
   return dtype == Type::kUInt8 ? kSlotLines * kLineBytes : kRowBytes;
 }
 
-// Registers of a consumer thread for pixels: of two slots whose products are in flight or about to be
-// issued, and of a third one that is being loaded. The tensor cores read patches from shared memory, but
-// pixels from registers, in which they become int8.
+// Registers of a consumer thread for pixels: those of two slots whose products are in flight or
+// about to be issued, and of a third slot that is being loaded. The tensor cores read patches from
+// shared memory, but pixels from registers, where they are converted to int8.
 constexpr int kPixelBuffers = 3;
 constexpr int pixel_registers(Type dtype, int rows) {
   const int slot = rows * slot_row_bytes(dtype) / kWarpgroup / 4;
   return dtype == Type::kUInt8 ? kPixelBuffers * slot : 0;
 }
 
-// Registers that a consumer thread needs in addition to sums, scale and terms: addresses, loop counters, and
-// the part that is being converted. The number is read from the reports of ptxas (nvcc 13.0): if it
-// were 40, kernels of 192 columns and 128 rows a warpgroup would get 232 registers a thread instead of
-// 240, and those with a table would spill 60 to 76 bytes.
+// Registers that a consumer thread needs in addition to sums, scale and terms: for addresses, loop
+// counters, and the part that is being converted. The number was chosen from reports of ptxas
+// (nvcc 13.0): with 40, kernels of 192 columns and 128 rows per warpgroup would get 232 registers
+// per thread instead of 240, and those with a table would spill 60 to 76 bytes.
 constexpr int kOtherRegisters = 48;
 
 // setmaxnreg gives a consumer thread at most this many registers.
 constexpr int kMostRegisters = 240;
 
-// Chunks of pixels that a warpgroup multiplies after it has handed over. The tensor cores take pixels
-// from registers only as fast as a warp issues products, so while one warpgroup loads its next pixels
-// the tensor cores take the products of the other one.
+// Number of chunks of pixels that a warpgroup multiplies after the handover. The tensor cores read
+// pixels from registers only as fast as a warp issues products. So both warpgroups issue products
+// for a while: while one loads its next pixels, the tensor cores compute the products of the other.
 constexpr int kChunksAfterHandover = 3;
 
-// What stays in registers for a segment of the schedule. A thread reads the rest again for each tile.
+// The operands that stay in registers for a segment of the schedule. A thread loads the other
+// operands again for each tile.
 enum class Kept { kNothing, kTerms, kScaleAndTerms };
 
 constexpr Kept kept_in_registers(Type dtype, Type out_dtype, bool has_table, int tile_n, int rows) {
@@ -121,33 +126,33 @@ constexpr Kept kept_in_registers(Type dtype, Type out_dtype, bool has_table, int
   const int room = kMostRegisters - kOtherRegisters - pixel_registers(dtype, rows) -
                    sum_registers(tile_n, rows) - terms;
   if (room >= scale_registers(out_dtype, tile_n)) return Kept::kScaleAndTerms;
-  // Terms alone are kept with images only. With patches that has not been measured.
+  // Terms are kept without the scale only for images. For patches this has not been measured.
   return dtype == Type::kUInt8 && room >= 0 ? Kept::kTerms : Kept::kNothing;
 }
 
-// Parts whose terms are loaded before the products of a tile are done, where terms do not stay in
-// registers.
+// Number of parts whose terms are loaded before the products of a tile are done, if terms do not
+// stay in registers.
 constexpr int kPartsReadAhead = 2;
 
-// Slots of shared memory for chunks of a streamed weight: as many as fit in addition to `slots` slots of
-// patches and 2 KiB for the rest of Shared.
+// Number of slots for chunks of a streamed weight: as many as fit into shared memory in addition to
+// `slots` slots of patches and 2 KiB for the other members of Shared.
 constexpr int weight_slots(int tile_n, int rows, int slots, bool stream_weight) {
   const int room = kMostSharedBytes - slots * rows * kRowBytes - 2048;
   return stream_weight ? room / (tile_n * kRowBytes) : 0;
 }
 
 // Some chunks of a streamed weight are loaded once and stay in the first slots: chunks 0, 4 and 8.
-// With 128 rows a warpgroup, products and loads together almost saturate shared memory, so loading
-// three of twelve chunks less helps. With 64 rows, or with more than 16 chunks, the streamed chunks
-// need these slots more (docs/experiments/cuda.md).
+// With 128 rows per warpgroup, products and loads together almost saturate shared memory, so it
+// helps to load three of twelve chunks only once. With 64 rows, or with more than 16 chunks, it is
+// faster to use these slots for the streamed chunks (docs/experiments/cuda.md).
 constexpr int kStayingStride = 4;
 constexpr int kMostStayingChunks = 3;
 constexpr int kLeastRowsIfSomeStay = 128;
 constexpr int kMostChunksIfSomeStay = 16;
 
-// Slots that are set aside for the chunks that stay, and how many of `chunks` chunks stay there. The
-// parameters are references because with values nvcc 13.0 generates other machine code than that
-// which was measured.
+// Number of slots that are reserved for the chunks that stay, and number of chunks that stay. The
+// parameters are references because with values nvcc 13.0 generates different machine code from the
+// code that was measured.
 constexpr PATCH_EMBED_HOST_DEVICE int staying_slots(int rows, const int& chunks) {
   return rows < kLeastRowsIfSomeStay || chunks > kMostChunksIfSomeStay ? 0 : kMostStayingChunks;
 }
@@ -157,9 +162,9 @@ constexpr PATCH_EMBED_HOST_DEVICE int staying_chunks(int rows, const int& chunks
   return wanted < slots ? wanted : slots;
 }
 
-// Shared memory of a block. It begins at a multiple of 1024 bytes, as the 128-byte swizzle requires.
-// The weight follows it, in chunks of [tile_n, kRowBytes]: all chunks of a stationary weight; of a
-// streamed one the chunks that stay and then the ring.
+// Shared memory of a block. It starts at a multiple of 1024 bytes, as the 128-byte swizzle
+// requires. The weight follows this struct, in chunks of [tile_n, kRowBytes]: all chunks of a
+// stationary weight, or the chunks of a streamed weight that stay, followed by the ring.
 template <Type dtype, int tile_n, int rows, int slots, bool stream_weight>
 struct alignas(1024) Shared {
   static constexpr int kWeightSlots = weight_slots(tile_n, rows, slots, stream_weight);
@@ -169,26 +174,27 @@ struct alignas(1024) Shared {
   uint64_t filled[slots], freed[slots], weight_freed[kWeightSlots];
   uint64_t other_products_issued[kConsumers], columns_arrived;
 
-  // Bytes of this and of the weight that follows it, for so many chunks of K.
+  // Bytes of this struct and of the weight that follows it, if K has `chunks` chunks.
   static constexpr int64_t bytes(int chunks) {
     const int64_t parts = stream_weight ? kWeightSlots : chunks;
     return int64_t{sizeof(Shared)} + parts * tile_n * kRowBytes;
   }
 };
 
-// The tensor maps, innermost dimension first, with the 128-byte swizzle if nothing else is said. `inner` is
-// kRowBytes of K.
+// The tensor maps, with the innermost dimension first. They have the 128-byte swizzle unless stated
+// otherwise. `inner` is the number of elements of K in kRowBytes.
 //
 //   patches   [K, M], boxes of [inner, rows]
-//   images    [row_patches * kLineBytes, grid width / row_patches, kPatchSide, M / grid width], in im2col
-//             mode and without a swizzle. The channels of a "pixel" are the lines of row_patches
-//             neighbouring patches, two or one; the tensor's width counts such pixels, its height the lines
-//             of a patch, its last dimension the rows of patches of all images. The bounding box is one
-//             line high. A load begins at a patch and takes `rows` patches in the order of the rows of y;
-//             its offset says which line of each. ldmatrix reads them without bank conflicts: 8 rows, 48
-//             bytes apart, begin in 8 different units of 16 bytes of 128.
+//   images    [row_patches * kLineBytes, grid width / row_patches, kPatchSide, M / grid width], in
+//             im2col mode and without a swizzle. The channels of a "pixel" are the lines of
+//             row_patches (one or two) neighbouring patches. The tensor's width is the number of
+//             such pixels, its height the lines of a patch, and its last dimension the rows of
+//             patches of all images. The bounding box is one line high. A load starts at a patch
+//             and covers `rows` patches in the order of the rows of y; its offset selects the line
+//             of each patch. ldmatrix reads the lines without bank conflicts: 8 rows with a stride
+//             of 48 bytes start at 8 different multiples of 16 bytes modulo 128.
 //   weight    [K, 2, 4, N / group, vector / 2], boxes of [inner, 2, 4, tile_n / group, vector / 2].
-//             A step in the dimensions after K is, in this order, 1, vector, group and 2 rows of the weight
-//             [N, K].
+//             The strides of the dimensions after K are, in this order, 1, vector, group and 2 rows
+//             of the weight [N, K].
 
 }  // namespace patch_embed::sm90

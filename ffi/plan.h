@@ -1,4 +1,4 @@
-// How a kernel is launched, and what it then does: a pure function of the kernel and the shapes.
+// The launch and the tensor maps of a kernel, as a pure function of the kernel and the shapes.
 
 #pragma once
 
@@ -12,27 +12,28 @@
 namespace patch_embed {
 
 // Shapes of the operands: patches [M, K], weight [N, K], table [period, N], and the segments of the
-// schedule, [workers, segments, 4]. A kernel that cuts images gets them instead of patches: [images,
-// height, width, 3] pixels.
+// schedule, [workers, segments, 4]. A kernel that cuts images has images [images, height, width, 3]
+// instead of patches.
 struct Shapes {
   int64_t M, N, K;
   int64_t period;
   int64_t workers, segments;
-  int64_t height = 0, width = 0;  // 0 if there are patches
+  int64_t height = 0, width = 0;  // 0 if the operand is patches
 };
 
-// The arguments of cuTensorMapEncodeTiled, or, if `im2col`, of cuTensorMapEncodeIm2col; innermost
-// dimension first.
+// The arguments of cuTensorMapEncodeTiled or, if `im2col` is set, of cuTensorMapEncodeIm2col, with
+// the innermost dimension first.
 struct TensorMap {
   Type type;
   int rank;  // 0 if the kernel has no such map
   cuuint64_t shape[5];
   cuuint64_t strides[4];  // in bytes, from the second dimension on
-  cuuint32_t box[5];      // of im2col: channels of a pixel, and pixels
+  cuuint32_t box[5];      // with im2col: channels of a pixel, and number of pixels
   int swizzle;            // in bytes
   bool im2col;
-  int corner
-      [3];  // of im2col: from the tensor's last pixel to the bounding box's; the first one is 0
+  // With im2col: the offset of the bounding box's last corner from that of the tensor. The offset
+  // of the first corner is 0.
+  int corner[3];
 };
 
 struct Launch {
@@ -43,9 +44,10 @@ struct Launch {
   int chunks;             // chunks of kRowBytes in K
   TensorMap patches, weight, y;
 
-  // The launch does not need the rest: it describes the kernel to tools that model it.
+  // The remaining members are not needed for the launch. They describe the kernel to tools that
+  // model it.
   int multiplying_warps;      // warps of a block that issue products
-  int storing_warps;          // warps of a block that store y; on Hopper the same warps
+  int storing_warps;          // warps of a block that store y; the same warps on Hopper
   int tensor_memory_columns;  // columns of 32 bits that a block allocates; 0 on Hopper
   int staying_chunks;         // chunks of the weight that are loaded once and stay in shared memory
 };
@@ -66,7 +68,8 @@ inline const char* spell(Type type) {
   return "";
 }
 
-// The name of a kernel spells its config. PATCH_EMBED_KERNEL in the .cu files spells it the same way.
+// The name of a kernel, which contains its config. PATCH_EMBED_KERNEL in the .cu files composes the
+// same name.
 inline std::string kernel_name(const Config& c) {
   return "patch_embed_sm" + std::to_string(c.capability) + "_" + spell(c.dtype) + "_" +
          spell(c.out_dtype) + (c.has_table ? "_table_" : "_offset_") + std::to_string(c.tile_n) +
@@ -74,7 +77,7 @@ inline std::string kernel_name(const Config& c) {
          std::to_string(c.slots) + (c.stream_weight ? "_streamed" : "_stationary");
 }
 
-// A kernel as the host knows it.
+// A kernel's config and name, for the host.
 struct Kernel {
   Kernel(const Config& config, int64_t (*shared_memory_bytes)(int chunks))
       : config(config), name(kernel_name(config)), shared_memory_bytes(shared_memory_bytes) {}
@@ -84,7 +87,7 @@ struct Kernel {
   int64_t (*shared_memory_bytes)(int chunks);  // Shared::bytes of the kernel
 };
 
-// The map of a row-major matrix, with boxes as wide as their swizzle.
+// Returns the tensor map of a row-major matrix. Its boxes are as wide as the swizzle.
 inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_columns, int box_rows) {
   TensorMap map{};
   map.type = type;
@@ -98,8 +101,9 @@ inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_column
   return map;
 }
 
-// The map of the Hopper kernel's weight: [N, K] as [pairs, N / group, 4, 2, K]. In this order wgmma
-// leaves 16 neighbouring bytes of y in a thread (backends/mosaic/layouts.py).
+// Returns the tensor map of the Hopper kernel's weight, which views [N, K] as [pairs, N / group, 4,
+// 2, K]. With the rows in this order, wgmma leaves 16 contiguous bytes of y in each thread
+// (backends/mosaic/layouts.py).
 inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
   const int vector = sm90::vector(config.out_dtype), group = sm90::group(config.out_dtype);
   const cuuint64_t row = K * itemsize(config.dtype);
@@ -114,7 +118,7 @@ inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
           {}};
 }
 
-// The map of images, see patch_embed_sm90.h.
+// Returns the tensor map of images; see patch_embed_sm90.h.
 inline TensorMap lines_of_patches(const Config& config, const Shapes& s) {
   const int64_t grid_width = s.width / kPatchSide, line = 3 * s.width;
   const int patches = row_patches(grid_width), row_bytes = patches * kLineBytes;
@@ -129,19 +133,19 @@ inline TensorMap lines_of_patches(const Config& config, const Shapes& s) {
           {0, 1 - kPatchSide}};
 }
 
-// The rules of cuTensorMapEncodeIm2col (CUDA driver API) that hold for all images. Those for strides and
-// dimensions are checked for each shape.
-static_assert(kLineBytes % 16 == 0, "strides are multiples of 16 bytes.");
-static_assert(kMostRowPatches * kLineBytes <= 256, "a pixel has at most 256 channels.");
-static_assert(kPatchSide <= 128, "corners of four dimensions are within 128 of the tensor's.");
-static_assert(kPatchSide - 1 <= 255, "offsets of four dimensions are 0 to 255.");
+// These rules of cuTensorMapEncodeIm2col (CUDA driver API) do not depend on the shape of the
+// images. check_images() checks the rules for strides and dimensions.
+static_assert(kLineBytes % 16 == 0, "strides must be multiples of 16 bytes.");
+static_assert(kMostRowPatches * kLineBytes <= 256, "a pixel must have at most 256 channels.");
+static_assert(kPatchSide <= 128, "in four dimensions corners must be within 128 pixels.");
+static_assert(kPatchSide - 1 <= 255, "in four dimensions an offset must be 0 to 255.");
 constexpr int kMostPixels = 1024;
 constexpr int64_t kMostStride = (int64_t{1} << 40) - 1, kMostDimension = int64_t{1} << 32;
 
-// What is wrong with images for a kernel that cuts them, or an empty text.
+// Returns why the kernel cannot cut these images, or an empty text.
 inline std::string check_images(const Config& config, const Shapes& s) {
   const auto text = [](int64_t value) { return std::to_string(value); };
-  const std::string patchify = " Leave cut=None: then XLA cuts the images.";
+  const std::string patchify = " Leave cut=None, so that XLA cuts the images.";
   const int side = kPatchSide;
   if (s.K != 3 * side * side) {
     return "K is " + text(s.K) + ", expected " + text(3 * side * side) + ": TMA cuts patches of " +
@@ -149,12 +153,12 @@ inline std::string check_images(const Config& config, const Shapes& s) {
   }
   if (s.height <= 0 || s.height % side || s.width <= 0 || s.width % side) {
     return "images have " + text(s.height) + " x " + text(s.width) +
-           " pixels, expected multiples of " + text(side) + ": TMA cuts without a remainder." +
+           " pixels, expected multiples of " + text(side) + ": the kernel cannot drop pixels." +
            patchify;
   }
   if (kPatchSide * 3 * s.width > kMostStride || s.M / (s.width / side) > kMostDimension) {
     return "images have " + text(s.height) + " x " + text(s.width) +
-           " pixels, expected rows of patches of less than 2^40 bytes, and at most 2^32 of them." +
+           " pixels, expected at most 2^32 rows of patches of less than 2^40 bytes each." +
            patchify;
   }
   if (s.M % (s.height / side * (s.width / side))) {
@@ -162,21 +166,20 @@ inline std::string check_images(const Config& config, const Shapes& s) {
            text(s.height / side * (s.width / side)) + " patches of an image.";
   }
   if (config.capability != 90 || config.stream_weight || config.rows > kMostPixels) {
-    return "images are cut by Hopper's kernels with a stationary weight alone, and by loads of at "
-           "most " +
-           text(kMostPixels) + " patches.";
+    return "only Hopper kernels that have a stationary weight, and load at most " +
+           text(kMostPixels) + " patches at once, can cut images.";
   }
   return "";
 }
 
-// Fills `launch`. Returns what is wrong with the shapes, or an empty text.
+// Fills `launch`. Returns why the kernel does not support these shapes, or an empty text.
 inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
   const Config& config = kernel.config;
   const auto text = [](int64_t value) { return std::to_string(value); };
   const int64_t row_bytes = s.K * itemsize(config.dtype);
   if (s.M < 0 || s.M > INT32_MAX - config.tile_m()) {
     return "patches have M = " + text(s.M) +
-           " rows, expected fewer than 2^31 less a tile. Split them.";
+           " rows, expected fewer than 2^31 minus the rows of a tile. Split them.";
   }
   if (row_bytes <= 0 || row_bytes % kRowBytes) {
     return "K is " + text(s.K) + ", expected a multiple of " + text(kRowBytes) +
@@ -184,7 +187,7 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
   }
   if (s.N <= 0 || s.N % config.tile_n) {
     return "N is " + text(s.N) + ", expected a multiple of the kernel's " + text(config.tile_n) +
-           " columns. Take a kernel whose columns divide N.";
+           " columns. Use a kernel whose columns divide N.";
   }
   const bool images = config.dtype == Type::kUInt8;
   if (images) {
@@ -193,21 +196,21 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
   const int64_t slices = s.N / config.tile_n;
   if (8 * s.N * itemsize(config.out_dtype) > INT32_MAX || s.K > INT32_MAX || s.period > INT32_MAX ||
       s.segments > INT32_MAX || s.workers > INT32_MAX / (slices * config.blocks)) {
-    return "eight rows of y, K, the rows of the table or the segments are 2^31 or more. "
-           "Split the operands.";
+    return "one of these numbers is 2^31 or more: the bytes of eight rows of y, K, the rows of the "
+           "table, the segments of a worker, the thread blocks. Split the operands.";
   }
   if (s.workers < 1 || s.segments < 1 || (s.period < 1 && s.M > 0)) {
-    return "the segments are those of " + text(s.workers) + " workers with " + text(s.segments) +
+    return "the schedule has " + text(s.workers) + " workers with " + text(s.segments) +
            " segments each, and the table has " + text(s.period) +
-           " rows, expected at least 1 of each. Take those of schedule.segments().";
+           " rows, expected at least 1 of each. Use the segments of schedule.segments().";
   }
   const int chunks = int(row_bytes / kRowBytes);
   const int64_t shared_memory = kernel.shared_memory_bytes(chunks);
   const bool hopper = config.capability == 90;
   if (shared_memory > kMostSharedBytes) {
     return "K = " + text(s.K) + " needs " + text(shared_memory) +
-           " bytes of shared memory, there are " + text(kMostSharedBytes) +
-           ". Take a kernel with a streamed weight.";
+           " bytes of shared memory, expected at most " + text(kMostSharedBytes) +
+           ". Use a kernel with a streamed weight.";
   }
   const int tile_k = kRowBytes / itemsize(config.dtype);
   *launch = {
@@ -232,7 +235,7 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
   return "";
 }
 
-// JSON, in which the library tells Python what it knows (backends/cuda.py).
+// The JSON texts that the library returns to Python (backends/cuda.py).
 inline std::string to_json(const TensorMap& map) {
   if (!map.rank) return "null";
   const auto list = [](auto* values, int size) {

@@ -1,5 +1,5 @@
-// The timeline: a build with PATCH_EMBED_TIMELINE writes to memory what the warps of a block do, and
-// when. benchmarks/timeline.py shows it. In other builds stamps are nothing.
+// The timeline. If PATCH_EMBED_TIMELINE is defined, the warps of a block write time stamps of their
+// actions to memory, which benchmarks/timeline.py draws. In other builds stamp() does nothing.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace patch_embed {
 
-// What has just happened. The time since the warp's previous stamp was spent on it.
+// The action that has just ended. It took the time since the warp's previous stamp.
 enum class Event : uint32_t {
   kFreed = 1,       // a slot of the ring, or a staging buffer, has become free
   kLoadsIssued,     // the loads of a chunk have been issued
@@ -19,13 +19,13 @@ enum class Event : uint32_t {
   kLoaded,          // sums, or rows of the table, have been loaded into registers
   kConverted,       // sums have been scaled, added to and rounded
   kStoresIssued,    // stores have been issued
-  kTile,            // the warp has done its part of a tile; spans from the previous such stamp
+  kTile,            // the warp has done its part of a tile; took the time since the last kTile
 };
 
 #ifdef PATCH_EMBED_TIMELINE
 
-// args.timeline is [blocks, warps, kStamps] of clock << 4 | event, with zeros after a warp's last
-// stamp. Lanes that stamp together count as one; the first of them writes.
+// args.timeline is an array [blocks, warps, kStamps] of clock << 4 | event, with zeros after a
+// warp's last stamp. If several lanes stamp together, only the first of them writes.
 class Timeline {
  public:
   static constexpr uint32_t kStamps = 8192;

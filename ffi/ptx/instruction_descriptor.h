@@ -8,13 +8,14 @@
 
 namespace patch_embed::ptx {
 
-// Describes a product [rows, columns] of two operands of this dtype, with K innermost in both:
+// Returns the descriptor of a product [rows, columns] of two operands of this dtype, with K
+// innermost in both:
 //
 //   bits   field                      kind::f8f6f4   kind::f16      kind::i8
 //   0-3    sparsity, saturation       0              0              0
 //   4-5    type of the accumulators   1: float32     1: float32     2: int32
 //   7-9    type of the first operand  0: e4m3        1: bfloat16    1: int8
-//   10-12  of the second one          0: e4m3        1: bfloat16    1: int8
+//   10-12  type of the second operand 0: e4m3        1: bfloat16    1: int8
 //   13-16  negated, transposed        0              0              0
 //   17-22  columns, in units of 8
 //   24-28  rows, in units of 16

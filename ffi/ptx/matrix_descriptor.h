@@ -1,5 +1,5 @@
-// The 64-bit descriptors by which wgmma (PTX ISA 9.7.15.5.1) and tcgen05.mma (9.7.16.4.1) find their
-// operands in shared memory.
+// The 64-bit descriptors of operands in shared memory for wgmma (PTX ISA 9.7.15.5.1) and
+// tcgen05.mma (9.7.16.4.1).
 
 #pragma once
 
@@ -14,28 +14,28 @@
 
 namespace patch_embed::ptx {
 
-// Rows of a core matrix. The 128-byte swizzle repeats after as many.
+// Rows of a core matrix. The 128-byte swizzle repeats after the same number of rows.
 constexpr uint32_t kSwizzledRows = 8;
 
-// Encodes an address or a distance: 14 bits, in units of 16 bytes.
+// Encodes an address or a distance in 14 bits, in units of 16 bytes.
 constexpr PATCH_EMBED_HOST_DEVICE uint64_t descriptor_field(uint32_t bytes) {
   return (bytes & 0x3FFFF) >> 4;
 }
 
-// The descriptor of rows of 128 bytes of K, one below the other, with the 128-byte swizzle:
+// Returns the descriptor of contiguous rows of 128 bytes of K, with the 128-byte swizzle:
 //
-//   bits   field                  here
-//   0-13   start address          of the first row, plus the bytes of K before the product's
-//   16-29  leading dimension      not used with a swizzle; 1
-//   32-45  stride dimension       from 8 rows to the next 8: 1024 bytes
-//   49-51  base offset            0: the rows begin at a multiple of 1024 bytes
+//   bits   field                  value
+//   0-13   start address          address of the first row, plus the offset of the product in K
+//   16-29  leading dimension      1; not used with a swizzle
+//   32-45  stride dimension       1024 bytes, from 8 rows to the next 8
+//   49-51  base offset            0: the rows start at a multiple of 1024 bytes
 //   62-63  swizzle                1: 128 bytes
 constexpr PATCH_EMBED_HOST_DEVICE uint64_t matrix_descriptor(uint32_t address) {
   return descriptor_field(address) | uint64_t{1} << 16 |
          descriptor_field(kSwizzledRows * 128) << 32 | uint64_t{1} << 62;
 }
 
-// The same for tcgen05.mma, whose descriptor differs in these fields:
+// Returns the descriptor for tcgen05.mma, which differs in these fields:
 //
 //   46-48  version                0b001
 //   52     leading dimension mode 0: relative
@@ -45,7 +45,7 @@ constexpr PATCH_EMBED_HOST_DEVICE uint64_t tcgen05_matrix_descriptor(uint32_t ad
          descriptor_field(kSwizzledRows * 128) << 32 | uint64_t{1} << 46 | uint64_t{2} << 61;
 }
 
-// The descriptor of the matrix that begins so many bytes later.
+// Returns the descriptor of the matrix that starts `bytes` bytes later.
 constexpr PATCH_EMBED_HOST_DEVICE uint64_t advance(uint64_t descriptor, uint32_t bytes) {
   return descriptor + descriptor_field(bytes);
 }

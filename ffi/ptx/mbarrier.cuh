@@ -1,4 +1,4 @@
-// Barriers in shared memory, PTX ISA 9.7.13.15, and those of a cluster, 9.7.13.3.
+// Barriers in shared memory (PTX ISA 9.7.13.15) and cluster barriers (9.7.13.3).
 
 #pragma once
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier& barrier) {
                : "memory");
 }
 
-// 9.7.13.15.13: arrives, and makes the phase wait for so many bytes.
+// 9.7.13.15.13: arrives, and adds `bytes` to the bytes that the phase expects.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
@@ -39,7 +39,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, uin
       : "memory");
 }
 
-// 9.7.9.23: the address of the same variable in the cluster's block of this rank.
+// 9.7.9.23: returns the address of the same variable in the block of this rank of the cluster.
 __device__ __forceinline__ uint32_t mapa(const void* pointer, uint32_t rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -48,8 +48,8 @@ __device__ __forceinline__ uint32_t mapa(const void* pointer, uint32_t rank) {
   return address;
 }
 
-// 9.7.13.15.13: arrives at a barrier of any block of the cluster, at an address from `mapa`. It makes no
-// memory visible to other blocks: .release.cluster would, and costs a MEMBAR.ALL.GPU.
+// 9.7.13.15.13: arrives at a barrier of any block of the cluster, at an address from `mapa`. It
+// makes no memory visible to other blocks. .release.cluster would, but it costs a MEMBAR.ALL.GPU.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -67,7 +67,8 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(Mbarrier& barrier, uint
   return complete;
 }
 
-// Waits for the phase of this parity. On a new barrier the phase of parity 1 counts as complete.
+// Waits until the phase of this parity is complete. On a new barrier the phase of parity 1 counts
+// as complete.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, uint32_t parity) {
   while (!mbarrier_try_wait_parity(barrier, parity)) {
   }
@@ -78,7 +79,8 @@ __device__ __forceinline__ void barrier_cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// 9.7.13.3: arrives and orders no memory; only what fence_mbarrier_init covers becomes visible.
+// 9.7.13.3: arrives without ordering memory accesses. fence_mbarrier_init still makes
+// initialisations visible.
 __device__ __forceinline__ void barrier_cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

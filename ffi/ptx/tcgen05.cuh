@@ -1,4 +1,4 @@
-// Products in tensor memory: PTX ISA 9.7.16. `blocks` is the cta_group: one block, or a pair.
+// Products in tensor memory (PTX ISA 9.7.16). `blocks` is the cta_group: one block or a pair.
 
 #pragma once
 
@@ -9,9 +9,9 @@
 
 namespace patch_embed::ptx {
 
-// 9.7.16.7: a whole warp allocates so many columns of tensor memory, whose address is written. With two
-// blocks one warp of each executes it. The first may wait there for the second (9.7.16.5), so both
-// blocks must have been launched.
+// 9.7.16.7: allocates `columns` columns of tensor memory and writes their address to `address`. All
+// lanes of a warp execute it. With two blocks one warp of each executes it; the first one may wait
+// for the second (9.7.16.5), so both blocks must have been launched.
 template <int blocks, int columns>
 __device__ __forceinline__ void tcgen05_alloc(uint32_t& address) {
   if constexpr (blocks == 2) {
@@ -47,7 +47,8 @@ __device__ __forceinline__ void tcgen05_dealloc(uint32_t address) {
   }
 }
 
-// 9.7.16.11: order accesses to tensor memory before, and after, what orders threads.
+// 9.7.16.11: these fences order accesses to tensor memory before and after a synchronisation of
+// threads.
 __device__ __forceinline__ void tcgen05_fence_before_thread_sync() {
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
 }
@@ -76,8 +77,8 @@ __device__ __forceinline__ void tcgen05_mma(uint32_t d, uint64_t a, uint64_t b,
 #undef PATCH_EMBED_MMA
 }
 
-// 9.7.16.12: arrives when all products that this thread has issued are done. In a pair it arrives at
-// this barrier of both blocks.
+// 9.7.16.12: arrives at the barrier when all products that this thread has issued are done. In a
+// pair it arrives at this barrier in both blocks.
 template <int blocks>
 __device__ __forceinline__ void tcgen05_commit(Mbarrier& barrier) {
   if constexpr (blocks == 2) {
@@ -94,7 +95,7 @@ __device__ __forceinline__ void tcgen05_commit(Mbarrier& barrier) {
   }
 }
 
-// 9.7.16.8: loads 16 rows and `words` / 4 times 8 columns of tensor memory. Words 4 j to 4 j + 3 of
+// 9.7.16.8: loads 16 rows and 8 * (words / 4) columns of tensor memory. Words 4 j to 4 j + 3 of
 // lane 4 r + c are columns 8 j + 2 c and 8 j + 2 c + 1 of row r, and the same columns of row r + 8.
 template <int words>
 __device__ __forceinline__ void tcgen05_ld_16x256b(uint32_t (&d)[words], uint32_t address);

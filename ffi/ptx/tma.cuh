@@ -1,5 +1,5 @@
-// Copies by TMA: PTX ISA 9.7.9.25. Loads into shared memory arrive at an mbarrier. Stores belong to bulk
-// groups of the thread that issues them.
+// Copies by TMA (PTX ISA 9.7.9.25). A load into shared memory arrives at an mbarrier. A store
+// belongs to a bulk group of the thread that issues it.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace patch_embed::ptx {
 
-// 9.7.9.25.4.1: loads neighbouring bytes. Addresses and size are multiples of 16.
+// 9.7.9.25.4.1: loads contiguous bytes. The addresses and `bytes` must be multiples of 16.
 __device__ __forceinline__ void cp_async_bulk(void* target, const void* source, uint32_t bytes,
                                               Mbarrier& arrived) {
   asm volatile(
@@ -29,7 +29,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor(void* target, const CUtenso
       : "memory");
 }
 
-// The same in a pair of blocks: arrives at a barrier of either block, at an address from `mapa`.
+// The same load in a pair of blocks. It arrives at a barrier of either block, at an address from
+// `mapa`.
 __device__ __forceinline__ void cp_async_bulk_tensor_of_pair(void* target, const CUtensorMap& map,
                                                              int x, int y, uint32_t arrived) {
   asm volatile(
@@ -54,9 +55,9 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The same in im2col mode (5.5.4): loads one column of pixels, from pixel (w, h) of image n on, each of
-// which lies at these offsets from its place. Pixels are counted along w, then h, then n, inside of the
-// bounding box that the map has.
+// The same load in im2col mode (5.5.4). It loads consecutive pixels, starting at pixel (w, h) of
+// image n, each shifted by `offset_w` and `offset_h`. Pixels are counted along w, then h, then n,
+// inside of the bounding box of the tensor map.
 __device__ __forceinline__ void cp_async_bulk_tensor_im2col(void* target, const CUtensorMap& map,
                                                             int c, int w, int h, int n,
                                                             uint16_t offset_w, uint16_t offset_h,
@@ -69,7 +70,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_im2col(void* target, const 
       : "memory");
 }
 
-// 9.7.9.25.5.2: stores the part of the box at these coordinates that lies inside the tensor.
+// 9.7.9.25.5.2: stores the box at these coordinates, except the part that is outside of the tensor.
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap& map, int x, int y,
                                                            const void* source) {
   asm volatile(

@@ -1,4 +1,4 @@
-// Instructions on a warp's lanes and registers.
+// Instructions for lanes, registers, conversions and loads of a warp.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace patch_embed::ptx {
 
-// 9.7.13.14: returns whether this lane is the elected one. It is the same lane every time.
+// 9.7.13.14: returns whether this lane is elected. The same lane is elected every time.
 __device__ __forceinline__ bool elect_sync() {
   uint32_t elected;
   asm volatile(
@@ -48,8 +48,8 @@ __device__ __forceinline__ void ld_global_nc(uint32_t (&words)[2], const void* s
                : "l"(__cvta_generic_to_global(source)));
 }
 
-// 9.7.14.5.15: loads four matrices of 8 x 16 bytes. Lane 8 m + r has the address of row r of matrix m;
-// lane 4 r + c gets bytes 4 c to 4 c + 3 of row r of each matrix.
+// 9.7.14.5.15: loads four matrices of 8 x 16 bytes. Lane 8 m + r passes the address of row r of
+// matrix m. Lane 4 r + c receives bytes 4 c to 4 c + 3 of row r of each matrix.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&words)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -57,8 +57,8 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&words)[4], uint32_t row) 
                : "memory");
 }
 
-// 9.7.14.5.16: stores four matrices of 8 x 8 elements of 16 bits. Lane 4 r + c has elements 2 c and
-// 2 c + 1 of row r of each matrix; lane 8 m + r has the address of row r of matrix m.
+// 9.7.14.5.16: stores four matrices of 8 x 8 elements of 16 bits. Lane 4 r + c passes elements 2 c
+// and 2 c + 1 of row r of each matrix. Lane 8 m + r passes the address of row r of matrix m.
 __device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(row))),
@@ -66,15 +66,15 @@ __device__ __forceinline__ void stmatrix_x4(void* row, const uint32_t (&words)[4
                : "memory");
 }
 
-// 10: the lower half of the multiprocessor's cycle counter.
+// 10: returns the lower half of the multiprocessor's cycle counter.
 __device__ __forceinline__ uint32_t clock() {
   uint32_t cycles;
   asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles));
   return cycles;
 }
 
-// Waits until a word has been loaded: a fence (9.7.13.4) that depends on the word's value, and that is
-// executed only for one unlikely value.
+// Waits until a word has been loaded, because it depends on the word: it executes a fence
+// (9.7.13.4) only if the word equals one unlikely value.
 __device__ __forceinline__ void membar_cta_if(uint32_t word) {
   asm volatile(
       "{ .reg .pred found;\n"
@@ -82,8 +82,8 @@ __device__ __forceinline__ void membar_cta_if(uint32_t word) {
       "@found membar.cta; }" ::"r"(word));
 }
 
-// No instruction: the compiler must assume that the value changes here, so it computes nothing from it
-// earlier.
+// Generates no instruction. The compiler must assume that the value changes here, so it cannot
+// compute anything from it earlier.
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
 __device__ __forceinline__ void pin(int32_t& value) { asm volatile("" : "+r"(value)); }
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)); }

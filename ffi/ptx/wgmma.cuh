@@ -1,4 +1,4 @@
-// Products of a warpgroup: PTX ISA 9.7.15.
+// Products of a warpgroup (PTX ISA 9.7.15).
 
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace patch_embed::ptx {
 
-// 9.7.15.7.1: orders register accesses before the next products. Needed before the first product, and
-// after anything else has touched the accumulators.
+// 9.7.15.7.1: orders register accesses before the next products. It is needed before the first
+// product, and after any other access to the accumulators.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -40,15 +40,15 @@ template <Type dtype, int n>
 __device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], uint64_t a, uint64_t b,
                                       bool accumulate);
 
-// The same with a in registers (9.7.15.5.1.1): thread t of the warpgroup has bytes 4 (t % 4) to
-// 4 (t % 4) + 3 of K, and those 16 bytes later, of rows r = 16 (t / 32) + t % 32 / 4 and r + 8; a[i] is
-// at row r + 8 (i % 2) and byte 16 (i / 2) of these. The registers must not change before
-// wgmma_wait_group says that the products are done.
+// The same product with a in registers (9.7.15.5.1.1). In thread t of the warpgroup, a[i] has four
+// bytes of K, from byte 4 (t % 4) + 16 (i / 2) on, of row 16 (t / 32) + t % 32 / 4 + 8 (i % 2). The
+// registers must not change before wgmma_wait_group has waited for the products.
 template <Type dtype, int n>
 __device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], const uint32_t (&a)[4], uint64_t b,
                                       bool accumulate);
 
-// The operand lists "%0, %1, ..." of the accumulators, ten numbers at a time, and the operands.
+// Macros for the operands of the accumulators and for their list "%0, %1, ...", ten numbers at a
+// time.
 // clang-format off
 #define TEN(t)                                                                              \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t \

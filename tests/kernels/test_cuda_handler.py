@@ -78,7 +78,7 @@ def error_of(*args, **named):
         ("y", ("float32", (40, 128)), "y is float32[40, 128], expected bfloat16[40, 128]"),
         ("y", ("bfloat16", (40, 64)), "y is bfloat16[40, 64], expected bfloat16[40, 128]"),
         ("scale", ("float16", (128,)), "scale is XLA's type 10[128], expected float32[128]"),
-        ("segments_sm90", ("int32", (0, 2, 4)), "the segments are those of 0 workers"),
+        ("segments_sm90", ("int32", (0, 2, 4)), "the schedule has 0 workers"),
         ("table", ("bfloat16", (0, 128)), "the table has 0 rows"),
     ],
     ids=str,
@@ -86,7 +86,7 @@ def error_of(*args, **named):
 def test_wrong_operands_are_refused(operand, given, message):
     error = error_of(operands_of() | {operand: given})
     assert "INVALID_ARGUMENT: patch_embed: " in error and message in error, error
-    assert KERNEL in error or "Take those of" in error
+    assert KERNEL in error or "Use the segments of" in error
 
 
 @built
@@ -407,11 +407,17 @@ def test_a_device_without_kernels_is_refused(handle):
     messages = [errors[0][1] for errors, _ in answers]
     assert {errors[0][0] for errors, _ in answers} == {CODES["FAILED_PRECONDITION"]}
     assert (
-        "has compute capability 8.0, the program's kernels are for 9.0 and for 10.0" in messages[0]
+        "has compute capability 8.0, but the program's kernels are for 9.0 and for 10.0"
+        in messages[0]
     )
-    assert "has compute capability 12.0, the" in messages[1]
-    assert "has compute capability 10.0, the program's kernels are for 9.0. Lower" in messages[2]
-    assert "has compute capability 9.0, the program's kernels are for 10.0 and 10.3." in messages[3]
+    assert "has compute capability 12.0, but the" in messages[1]
+    assert (
+        "has compute capability 10.0, but the program's kernels are for 9.0. Lower" in messages[2]
+    )
+    assert (
+        "has compute capability 9.0, but the program's kernels are for 10.0 and 10.3."
+        in messages[3]
+    )
     assert "10.3 has no int8 tensor cores" in messages[4]
 
 
@@ -433,14 +439,14 @@ def test_a_kernel_that_was_not_built_is_refused(handle):
 @with_driver
 def test_without_a_stream_the_error_is_UNAVAILABLE(handle):
     ((errors, written),) = handle(dict(operands=placed(operands_of()), stream=None))
-    assert errors == [[CODES["UNAVAILABLE"], "patch_embed: XLA gave no stream of a GPU."]]
+    assert errors == [[CODES["UNAVAILABLE"], "patch_embed: XLA passed no stream of a GPU."]]
     assert not written
 
 
 OLD = ("-DDRIVER_VERSION=11080",)
 TOO_OLD = (
     r"the driver is for CUDA 11\.8; the kernels were compiled by CUDA (1[23])\.\d and need a "
-    r"driver for CUDA \1\.0 or newer\. Update the driver, or, for one of CUDA 12, build"
+    r"driver for CUDA \1\.0 or newer\. Update the driver, or build the kernels"
 )
 
 

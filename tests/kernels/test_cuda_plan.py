@@ -143,7 +143,7 @@ def test_the_library_needs_neither_driver_nor_runtime_nor_python_to_load():
         (dict(N=0), "N is 0, expected a multiple"),
         (dict(K=588), "K is 588, expected a multiple of 128 bytes"),
         (dict(K=0), "K is 0, expected a multiple of 128 bytes"),
-        (dict(K=6144), "K = 6144 needs .* bytes of shared memory, there are 232448"),
+        (dict(K=6144), "K = 6144 needs .* bytes of shared memory, expected at most 232448"),
         (dict(M=2**31), "M = 2147483648 rows, expected fewer"),
         (dict(M=-1), "M = -1 rows, expected fewer"),
         (dict(workers=0), "0 workers with 3 segments each"),
@@ -225,7 +225,10 @@ def test_the_kernel_with_the_smallest_estimated_time_is_chosen(
         (dict(weight=(2, 768, 768)), "it multiplies by one weight"),
         (dict(table_dtype="float32"), "it adds a bfloat16 table"),
         (dict(table=(4, 196, 768)), "with the last leading axes of the patches"),
-        (dict(patches=(2**24, 196, 768)), "expected fewer than 2^31 less a tile. Split them."),
+        (
+            dict(patches=(2**24, 196, 768)),
+            "expected fewer than 2^31 minus the rows of a tile. Split them.",
+        ),
     ],
     ids=str,
 )

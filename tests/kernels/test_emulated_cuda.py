@@ -374,8 +374,8 @@ IMAGE_BUGS = {
     "a slot is freed before its pixels are read": (
         "        load_pixels(pixels[(k + 1) % kPixelBuffers], next);\n      }\n"
         "      issue_products(sums, pixels[k % kPixelBuffers], chunk);\n"
-        "      // Here the products have been issued. They need the pixels, so ldmatrix has read "
-        "the slot. An arrival\n      // alone does not wait for ldmatrix.\n"
+        "      // The products have been issued. They depend on the pixels, so ldmatrix has read "
+        "the slot. An\n      // arrival alone would not wait for ldmatrix.\n"
         "      free(chunk);\n",
         "        free(next);\n        load_pixels(pixels[(k + 1) % kPixelBuffers], next);\n"
         "      }\n      issue_products(sums, pixels[k % kPixelBuffers], chunk);\n"
