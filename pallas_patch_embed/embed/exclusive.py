@@ -14,8 +14,8 @@ from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import printable
 
 # Times of a lease in seconds. A run renews its lease every RENEWED seconds. A lease is void if it
-# was watched for VOID seconds and not renewed, or if its age is ABANDONED, which is more than the
-# clocks of two machines differ.
+# was watched for VOID seconds and not renewed, or if it is older than ABANDONED, which is more than
+# the clocks of two machines can differ.
 RENEWED, VOID, ABANDONED = 10.0, 40.0, 3600.0
 
 

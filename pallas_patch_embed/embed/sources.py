@@ -140,7 +140,8 @@ class Tar:
                     if name.suffix.lower() in wanted:
                         id = text(str(name.with_suffix("")))
                         yield Picture(id, self._content(tar, member, plain))
-                # tarfile accepts a file that ends in place of a header as a complete archive.
+                # tarfile accepts a truncated archive without an error if the file ends where a
+                # header is expected.
                 if tar.fileobj is None or tar.fileobj.tell() < tar.offset + tarfile.BLOCKSIZE:
                     raise EOFError("its end is missing")
         except Exception as error:  # Each package for URLs has its own kinds of errors.
