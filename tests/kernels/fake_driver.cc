@@ -135,7 +135,7 @@ int cuTensorMapEncodeIm2col(void* map, int type, unsigned rank, void* data, cons
 }
 
 int cuLaunchKernelEx(const Config* config, const char* kernel, void** parameters, void**) {
-  // Records the fields of the parameter: the maps of patches, weight and y, and then the others.
+  // Records the fields of the parameter: the maps of patches, weight and y, and then all other fields.
   {
     std::lock_guard<std::mutex> lock(mutex);
     const auto limit = limits.find({kernel, int(current)});

@@ -192,7 +192,7 @@ def interpreted(backend, operands, out_dtype, target, config):
             if watch.deadlock:
                 raise TimeoutError("deadlock: all threads wait for each other") from error
             raise
-    assert watch.begun, "the watch saw none of the interpreter's threads"
+    assert watch.begun, "none of the interpreter's threads has begun"
     assert "RACE" not in printed.getvalue(), printed.getvalue()
     return y
 

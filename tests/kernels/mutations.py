@@ -106,7 +106,10 @@ class Code:
         return [i for i, line in enumerate(self.code) if re.match(opcodes, line.opcode)]
 
     def next(self, i: int, opcodes: str, *, step: int = 1) -> int | None:
-        """Finds the next (previous) instruction with such an opcode, before any branch or label."""
+        """Finds the nearest instruction with such an opcode in the same basic block.
+
+        The search goes forwards, or backwards if `step` is -1.
+        """
         j = i + step
         while 0 <= j < len(self.code) and self.sections[j] == self.sections[i]:
             if re.match(opcodes, self.code[j].opcode):
@@ -155,7 +158,7 @@ class Code:
         return (*self.code[i].span, f"{self.guard(i)}setp.eq.u32 {self.operands(i)[0]}, 0, 0;")
 
     def moved(self, i: int, to: int) -> tuple[tuple[int, int, str], ...]:
-        """Moves the instruction, with the braces around it, behind (before) another one."""
+        """Moves the instruction, with the braces around it, to the far side of another one."""
         begin, end = self.groups[i]
         first, last = self.groups[to]
         place = last if to > i else first
@@ -318,7 +321,7 @@ def _tensor_maps(maps: dict) -> Iterator[Mutation]:
             yield "swizzle", swizzle
         yield "base", tensor.base + 16
         for i in range(len(tensor.box)):
-            # TMA stores the last 16 bytes of a row as a whole, as was seen on an H200.
+            # An H200's TMA always stores whole units of 16 bytes at the end of a row.
             less = 1 if i else 16 // tensor.itemsize
             for field, values in (
                 ("box", {tensor.box[i] // 2, tensor.box[i] + 1} - {0}),
@@ -433,7 +436,10 @@ def harmless(mutation: Mutation, code: Code, traces: dict, unused: set[int]) -> 
     opcode = code.code[i].opcode
 
     def around(step: int):
-        """Yields the next (previous) instruction not in QUIET, or None, at each execution."""
+        """Yields the nearest instruction not in QUIET, or None, at each execution.
+
+        It is a later instruction if `step` is 1, and an earlier one if `step` is -1.
+        """
         for trace in traces.values():
             for at in (k for k, j in enumerate(trace) if j == i):
                 rest = trace[at + 1 :] if step > 0 else reversed(trace[:at])

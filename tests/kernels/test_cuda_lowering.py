@@ -1,4 +1,4 @@
-"""The library of CUDA kernels is found, checked and registered; programs are lowered, exported."""
+"""The library of CUDA kernels is found and registered; programs are lowered and exported."""
 
 import functools
 import os

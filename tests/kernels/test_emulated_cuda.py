@@ -261,7 +261,7 @@ BUGS = {
     "a block frees before its peer has allocated": (
         "ptx::tcgen05_relinquish_alloc_permit<blocks>();",
         "ptx::tcgen05_dealloc<blocks, kTensorColumns>(shared_.tensor_memory);",
-        "dealloc .* nothing orders it after the tcgen05.alloc",
+        "dealloc.* nothing orders it after the tcgen05.alloc",
     ),
     "a relaxed arrival publishes the address of tensor memory": (
         "ptx::barrier_cluster_arrive();",

@@ -84,7 +84,7 @@ BUGS = {
         rf"({ALLOCATION})",
         r"\1 { .reg .b32 at; ld.shared.b32 at, [\2]; "
         r"tcgen05.dealloc.cta_group::2.sync.aligned.b32 at, \3; }",
-        "dealloc .* nothing orders it after the tcgen05.alloc",
+        "dealloc.* nothing orders it after the tcgen05.alloc",
     ),
     "more registers than there are": (
         r"setmaxnreg\.inc\.sync\.aligned\.u32 232;",

@@ -131,7 +131,7 @@ def interpret_copy(original, self, eqn, token, get_invals):
         return original(self, eqn, token, get_invals)
     if not isinstance(partition := params["leader_tracked"], plgpu.CopyPartition.PARTITIONED):
         raise NotImplementedError(
-            "of collective copies only partitioned ones are interpreted, not multicast."
+            "collective copies are interpreted only if they are partitioned, not multicast."
         )
     trees = [params[f"{name}_transforms_treedef"] for name in ("src", "dst", "barrier")]
     (source, target, barrier), *flat = jaxpr_interpret.split_list(

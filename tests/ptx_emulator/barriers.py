@@ -421,7 +421,7 @@ def bar_warp_sync(binder, instruction):
 
 @defines(SYNC, "barrier.cluster.arrive{,.relaxed,.release}{,.aligned}")
 def cluster_arrive(binder, instruction):
-    """An arrival at the cluster's barrier.
+    """Arrives at the cluster's barrier.
 
     A relaxed arrival orders no memory, with two exceptions: the initialisation of mbarriers after a
     fence.mbarrier_init (9.7.13.4), and tensor memory, whose fences need only an order of execution.

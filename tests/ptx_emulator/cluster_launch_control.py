@@ -112,9 +112,7 @@ def _bind_response(binder, operand):
     def response(warp, mask):
         words = warp.registers[operand.number].view(np.uint32).T
         if not np.isin(words[3][active_lanes(mask)], (CANCELED, FAILED)).all():
-            raise EmulatorError(
-                "there is a handle that is not a clusterlaunchcontrol.try_cancel response"
-            )
+            raise EmulatorError("the handle is not a clusterlaunchcontrol.try_cancel response")
         return words
 
     return response
@@ -151,9 +149,7 @@ def get_first_ctaid(binder, instruction):
     def execute(warp, mask):
         words = response(warp, mask)
         if (words[3][active_lanes(mask)] != CANCELED).any():
-            raise EmulatorError(
-                "there is a get_first_ctaid of a response that no cluster was cancelled"
-            )
+            raise EmulatorError("get_first_ctaid reads a response without a cancelled cluster")
         # The ISA does not specify the fourth element.
         for write, values in zip(writes, [*words[:3], np.full(WARP_SIZE, 0xFFFFFFFF)][first:]):
             write(warp, np.ascontiguousarray(values, np.uint32), mask)

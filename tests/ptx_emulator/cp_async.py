@@ -1,4 +1,4 @@
-"""cp.async copies from global to shared memory without TMA; waits are for groups of copies."""
+"""cp.async: copies from global to shared memory without TMA, and waits for groups of copies."""
 
 import dataclasses
 
@@ -84,7 +84,7 @@ def copy(binder, instruction):
 
 
 def _check_all_lanes(mask, instruction) -> None:
-    """Refuses a part of a warp's lanes, because the emulator counts groups only for whole warps."""
+    """Refuses execution by only some lanes, because the emulator counts groups for whole warps."""
     if mask is not None:
         raise UnsupportedError(
             f"{instruction.opcode} by {len(active_lanes(mask))} lanes is not supported"

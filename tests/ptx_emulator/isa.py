@@ -190,7 +190,7 @@ def lane_bitmask(mask: np.ndarray | None) -> int:
 def require_all_lanes(mask: np.ndarray | None, description: str) -> None:
     """Raises an error unless all 32 lanes execute an instruction."""
     if mask is not None:
-        raise EmulatorError(f"{description} is executed without all lanes")
+        raise EmulatorError(f"{description} is not executed by all lanes")
 
 
 def build_steps(machine) -> list[Step]:
@@ -263,7 +263,7 @@ def _wait_for_all_lanes(execute, aligned: str | None):
             return Blocked(warp.is_converged, lambda: "the other lanes of the warp")
         if aligned and warp.is_part(mask):
             lanes = active_lanes(mask).tolist()
-            raise EmulatorError(f"there is a {aligned} without all lanes: only {lanes} execute it")
+            raise EmulatorError(f"{aligned} is not executed by all lanes, but only by {lanes}")
         return execute(warp, mask)
 
     return waiting

@@ -183,8 +183,8 @@ class Machine:
         self.shared_bytes = kernel.shared_bytes + dynamic_shared
         if self.shared_bytes > MAX_SHARED_BYTES:
             raise EmulatorError(
-                f"a block has {self.shared_bytes} bytes of shared memory, at most "
-                f"{MAX_SHARED_BYTES} are possible"
+                f"a block has {self.shared_bytes} bytes of shared memory, expected at most "
+                f"{MAX_SHARED_BYTES}"
             )
         available = REGISTERS_PER_SM // (threads * kernel.min_blocks_per_sm)
         self.registers_at_launch = kernel.max_registers or min(

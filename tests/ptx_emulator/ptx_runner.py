@@ -136,9 +136,10 @@ def run(
       %a0, %a1, ...  the inputs of this thread
       %m0, %m1, ...  the global addresses of the arrays
       %t0, %t1, ...  the generic addresses of the tensor maps
-      %thread, %lane, %warp, %block, %global_thread
-                     numbers of the thread in its block, its lane and warp, its block, and of the
-                     thread in the grid
+      %thread        the number of the thread in its block
+      %lane, %warp, %block
+                     the numbers of its lane, warp and block
+      %global_thread the number of the thread in the grid
 
     and set %d0, %d1, ..., the results.
 

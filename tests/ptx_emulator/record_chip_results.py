@@ -176,7 +176,8 @@ def _differs(program, found) -> bool:
             at = np.flatnonzero(here.reshape(-1) != there.reshape(-1))
             few = [(int(j), hex(here.reshape(-1)[j]), hex(there.reshape(-1)[j])) for j in at[:6]]
             print(
-                f"{program.name}: array {i}, {len(at)} differ (emulator, chip): {few}", flush=True
+                f"{program.name}: array {i} has {len(at)} differences (emulator, chip): {few}",
+                flush=True,
             )
             return True
     return False

@@ -80,8 +80,8 @@ def alloc(binder, instruction):
         peer_is_launched = warp.clock[MEMORY][warp.machine.agents.cluster_barrier]
         if group_size == 2 and not peer_is_launched:
             raise EmulatorError(
-                "tcgen05.alloc for two blocks, and nothing says that the peer has been launched: "
-                "no barrier of the cluster comes before it"
+                "tcgen05.alloc is executed for two blocks, and nothing says that the peer has been "
+                "launched: no barrier of the cluster comes before it"
             )
         tensor_memory.allocated[first] = (columns, group_size)
         tensor_memory.allocations[first] = warp.agent, warp.time, warp.cluster_arrivals
@@ -135,8 +135,8 @@ def dealloc(binder, instruction):
                 continue
             if not block.tensor_memory.is_allocation_known(first, warp.clock):
                 raise RaceError(
-                    f"tcgen05.dealloc in block {warp.block.rank}, and nothing orders it after the "
-                    f"tcgen05.alloc of block {block.rank}"
+                    f"block {warp.block.rank} executes tcgen05.dealloc, and nothing orders it "
+                    f"after the tcgen05.alloc of block {block.rank}"
                 )
         unfinished = [task for task in machine.tasks if warp.block in (task.queue or ())]
         if unfinished:
@@ -440,7 +440,7 @@ class InstructionDescriptor:
             step = {64: 8, 128: 16}.get(self.rows)
             exists = step and self.columns % step == 0 and step <= self.columns <= 256
         if not exists:
-            raise EmulatorError(f"no product has {self.rows} x {self.columns} for {blocks} blocks")
+            raise EmulatorError(f"cta_group::{blocks} cannot multiply {self.rows} x {self.columns}")
         if self.rows // blocks != 128 and blocks == 2:
             raise UnsupportedError(
                 f"{self.rows // blocks} rows in each of two blocks are not supported"
@@ -494,16 +494,16 @@ def mma(binder, instruction):
     def execute(warp, mask):
         active = active_lanes(mask)
         if len(active) != 1:
-            raise EmulatorError(f"there is a tcgen05.mma by {len(active)} lanes")
+            raise EmulatorError(f"tcgen05.mma is executed by {len(active)} lanes")
         lane = active[0]
         if is_pair and warp.block.rank & 1:
-            raise EmulatorError("there is a tcgen05.mma for two blocks by the second one")
+            raise EmulatorError("the second block executes tcgen05.mma for two blocks")
         fields = InstructionDescriptor.decode(kind, int(read_descriptor(warp)[lane]))
         blocks = _cta_group(warp, is_pair)
         fields.check_shape(len(blocks))
         column, a = int(target(warp)[lane]), int(read_a(warp)[lane])
         if column >> 16:
-            raise EmulatorError(f"there is an accumulator that begins with lane {column >> 16}")
+            raise EmulatorError(f"the accumulator begins with lane {column >> 16}, expected 0")
         shared_operand = functools.partial(
             SharedOperand.from_tcgen05_descriptor, machine=warp.machine
         )
@@ -511,8 +511,8 @@ def mma(binder, instruction):
             operand_a = shared_operand(a, transposed=fields.transpose[0])
         elif a >> 16 or fields.transpose[0]:
             raise UnsupportedError(
-                f"there is a first operand in tensor memory at {a:#x}, expected one that begins "
-                "with lane 0 and is K-major"
+                f"the first operand in tensor memory is at {a:#x}; it must begin with lane 0 and "
+                "be K-major"
             )
         else:
             operand_a = TensorMemoryOperand(a)

@@ -132,8 +132,8 @@ class TensorMemory:
         unordered = self.read_at[:, columns].max(1) > known
         if unordered.any():
             raise RaceError(
-                f"tcgen05.dealloc in block {self.rank}, and nothing orders it after the tcgen05.ld "
-                f"of warp {int(np.nonzero(unordered)[0][0])}"
+                f"block {self.rank} executes tcgen05.dealloc, and nothing orders it after the "
+                f"tcgen05.ld of warp {int(np.nonzero(unordered)[0][0])}"
             )
 
     def record_accumulation(

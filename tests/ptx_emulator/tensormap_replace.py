@@ -193,7 +193,7 @@ def cp_fenceproxy(binder, instruction):
         offset = _own_offset(warp, int(sources[0]), instruction.opcode)
         if address % TENSOR_MAP_BYTES:
             raise EmulatorError(
-                f"there is a copy of a tensor map to {address:#x}, not a multiple of "
+                f"a tensor map is copied to {address:#x}, which is not a multiple of "
                 f"{TENSOR_MAP_BYTES}"
             )
         shared, memory = warp.block.shared, warp.machine.memory

@@ -462,7 +462,7 @@ def test_a_warp_that_arrives_does_not_wait(opcode):
         "some lanes": (
             "setp.lt.u32 %p, %lane, 3; @%p bar.sync 1;",
             EmulatorError,
-            r"bar.sync without all lanes: only \[0, 1, 2\]",
+            r"bar.sync is not executed by all lanes, but only by \[0, 1, 2\]",
         ),
         "barriers of lanes": (
             "and.b32 %x, %lane, 1; bar.sync %x;",
@@ -545,7 +545,7 @@ def test_a_block_waits_before_it_exits_if_its_memory_is_read():
         (
             "setp.eq.u32 %p, %lane, 0; @%p barrier.cluster.arrive.aligned;",
             EmulatorError,
-            "without all lanes",
+            "not executed by all lanes",
         ),
         (
             "setp.eq.u32 %p, %rank, 0; @%p bra other; bar.sync 1, 64; other:"

@@ -210,10 +210,10 @@ def test_invalid_responses_are_refused():
     body = f"""{DECLARED} .reg .b128 handle; st.shared.v2.u64 [%memory], {{7, 7}}; bar.sync 0;
         ld.shared.b128 handle, [%memory]; {CANCELED} %p, handle;{HERE}"""
     assert_fails(
-        EmulatorError, "a handle that is not a clusterlaunchcontrol.try_cancel response", body
+        EmulatorError, "the handle is not a clusterlaunchcontrol.try_cancel response", body
     )
     body = asking(CANCELS[0], "v4").replace("@!%p bra end; ", "")
-    message = "get_first_ctaid of a response that no cluster was cancelled"
+    message = "get_first_ctaid reads a response without a cancelled cluster"
     assert_fails(EmulatorError, message, body, arrays=[bytes(32)], grid=1)
 
 
@@ -340,7 +340,7 @@ def changed(name, value):
             UnsupportedError,
             "is not an integer constant",
         ),
-        (dict(publish=f"{FIRST} {PUBLISHES[0]}"), EmulatorError, "without all lanes"),
+        (dict(publish=f"{FIRST} {PUBLISHES[0]}"), EmulatorError, "not executed by all lanes"),
         (dict(fill="// "), UnsupportedError, "a tensor map with"),
     ],
 )

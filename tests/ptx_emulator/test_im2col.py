@@ -220,12 +220,12 @@ def test_a_map_is_of_the_mode_of_its_load():
         (dict(strides=(1, 40, 336)), "a stride"),
         (dict(box=(257, 20)), "channels"),
         (dict(box=(32, 1025)), "pixels"),
-        (dict(box=(24, 20)), "channels not a multiple of 16 bytes"),
-        (dict(box=(48, 20), swizzle=32), "channels wider than the swizzle"),
+        (dict(box=(24, 20)), "channels are not a multiple of 16 bytes"),
+        (dict(box=(48, 20), swizzle=32), "channels are wider than the swizzle"),
         (dict(swizzle=16), "swizzle"),
         (dict(lower=(-(2**15) - 1,)), "the corners"),
         (dict(upper=(0, 0)), "the corners"),
-        (dict(upper=(-7,)), "an empty bounding box"),
+        (dict(upper=(-7,)), "the bounding box is empty"),
     ],
     ids=str,
 )
@@ -233,7 +233,7 @@ def test_a_map_that_breaks_a_rule_is_refused(change, rule):
     fine = dict(base=0, itemsize=1, dimensions=(48, 7, 4), strides=(1, 48, 336), box=(32, 20))
     fine |= dict(swizzle=0, lower=(0,), upper=(0,))
     Im2colMap(**fine)
-    with pytest.raises(EmulatorError, match=f"breaks the rules for .*{rule}"):
+    with pytest.raises(EmulatorError, match=f"is invalid, because .*{rule}"):
         Im2colMap(**(fine | change))
 
 

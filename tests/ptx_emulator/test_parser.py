@@ -160,7 +160,7 @@ def test_a_branch_table_sends_each_lane_to_its_label():
 
 def test_a_branch_beyond_its_table_is_an_error():
     body = "table: .branchtargets here; brx.idx %lane, table; here:"
-    with pytest.raises(EmulatorError, match="branch 1 of 1 targets"):
+    with pytest.raises(EmulatorError, match="branch 1 does not exist among 1 targets"):
         run(body)
 
 

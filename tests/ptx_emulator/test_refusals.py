@@ -181,7 +181,7 @@ def test_unknown_statements_are_refused(statement, message):
         ),
         "a matrix without all lanes": (
             "setp.lt.u32 %p0, %r1, 16;@%p0 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r0];",
-            "without all lanes",
+            "not executed by all lanes",
         ),
     }.values(),
     ids=lambda value: value.split(";")[0],

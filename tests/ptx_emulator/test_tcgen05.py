@@ -177,7 +177,7 @@ def test_mma_multiplies_every_kind_and_type(opcode, which):
 def test_mma_multiplies_every_width(columns, pair):
     """With two blocks, N is a multiple of 32."""
     if pair and columns % 32:
-        with pytest.raises(EmulatorError, match=f"no product has 256 x {columns} for 2 blocks"):
+        with pytest.raises(EmulatorError, match=f"cta_group::2 cannot multiply 256 x {columns}"):
             tcgen05("i8", "s8", "s8", columns, pair=True)
     else:
         np.testing.assert_array_equal(*tcgen05("i8", "s8", "s8", columns, pair=pair))
@@ -315,11 +315,11 @@ IDESC = instruction_descriptor("i8", "u8", "u8", 128, 256)
         *((IDESC | 1 << bit, "integers cannot be negated") for bit in (13, 14)),
         *((IDESC & ~(7 << shift) | 2 << shift, "the instruction descriptor") for shift in (7, 10)),
         (IDESC & ~(3 << 4) | 1 << 4, "the instruction descriptor"),
-        (instruction_descriptor("i8", "u8", "u8", 128, 24), "no product has 128 x 24"),
-        (instruction_descriptor("i8", "u8", "u8", 128, 8), "no product has 128 x 8"),
-        (instruction_descriptor("i8", "u8", "u8", 128, 264), "no product has 128 x 264"),
-        (instruction_descriptor("i8", "u8", "u8", 256, 64), "no product has 256 x 64"),
-        (instruction_descriptor("i8", "u8", "u8", 32, 64), "no product has 32 x 64"),
+        (instruction_descriptor("i8", "u8", "u8", 128, 24), "cannot multiply 128 x 24"),
+        (instruction_descriptor("i8", "u8", "u8", 128, 8), "cannot multiply 128 x 8"),
+        (instruction_descriptor("i8", "u8", "u8", 128, 264), "cannot multiply 128 x 264"),
+        (instruction_descriptor("i8", "u8", "u8", 256, 64), "cannot multiply 256 x 64"),
+        (instruction_descriptor("i8", "u8", "u8", 32, 64), "cannot multiply 32 x 64"),
     ],
 )
 def test_unknown_bits_of_the_instruction_descriptor_are_refused(code, message):
@@ -385,7 +385,7 @@ LOAD32 = one_load(registers_="{%v0, %v1}", opcode="tcgen05.ld.sync.aligned.32x32
             "moved before wait::ld",
         ),
         "never waited for": (one_load(), EmulatorError, "exits before tcgen05.wait::ld"),
-        "some lanes": (f"@!%first {one_load()}{HERE}", EmulatorError, "without all lanes"),
+        "some lanes": (f"@!%first {one_load()}{HERE}", EmulatorError, "not executed by all lanes"),
         "registers": (LOAD32.replace(", %v1", "") + HERE, UnsupportedError, "1 registers in a vec"),
         "the same register": (LOAD32.replace("%v1", "%v0") + HERE, UnsupportedError, "1 registers"),
         "no vector": (one_load(registers_="%v0") + HERE, UnsupportedError, "0 registers"),
@@ -481,13 +481,13 @@ def test_moves_before_the_wait_are_a_warning():
             "@!%p bra issued;",
             "@!%first_warp bra issued;",
             EmulatorError,
-            "tcgen05.mma by 32 lanes",
+            "tcgen05.mma is executed by 32 lanes",
         ),
         "lane 0": (
             f"{MMA['i8', GROUPS[0]]} [%tmem]",
             f"{MMA['i8', GROUPS[0]]} [%tmem+{1 << 16}]",
             EmulatorError,
-            "an accumulator that begins with lane 1",
+            "the accumulator begins with lane 1",
         ),
         "columns": (
             f"{MMA['i8', GROUPS[0]]} [%tmem]",
@@ -574,7 +574,7 @@ def test_the_first_block_multiplies_for_the_pair():
     text = blackwell(True, products, "")
     run(text, **options)
     wrong = text.replace("setp.eq.and.u32 %p, %rank, 0", "setp.eq.and.u32 %p, %rank, 1")
-    assert_fails(EmulatorError, "tcgen05.mma for two blocks by the second one", wrong, **options)
+    assert_fails(EmulatorError, "the second block executes tcgen05.mma", wrong, **options)
 
 
 def test_every_form_has_a_test():

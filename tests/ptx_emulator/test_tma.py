@@ -588,12 +588,12 @@ LOAD_2D = f"cp.async.bulk.tensor.2d.shared::cta.global.{ARRIVAL}"
         "rank": (
             f"{LOAD_2D} [%memory], [%t0, {{0, 0}}], [%bar];",
             EmulatorError,
-            "a copy of 2 dimensions with TensorMap",
+            "a copy of 2 dimensions is executed with TensorMap",
         ),
         "coordinates": (
             f"{LOAD_2D} [%memory], [%t0, {{0}}], [%bar];",
             UnsupportedError,
-            "1 coordinates of 2 dimensions",
+            "1 coordinates for 2 dimensions",
         ),
         "a mask": (
             f"{LOAD} [%memory], [%t0, {{0}}], [%bar], %mask;",
@@ -704,7 +704,7 @@ GOOD = dict(base=0, itemsize=2, dimensions=(64, 8), strides=(2, 128), box=(64, 8
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(base=8), "base not a multiple of 16"),
+        (dict(base=8), "the base is not a multiple of 16"),
         (dict(dimensions=(1,) * 6, strides=(2,) + (16,) * 5, box=(8,) + (1,) * 5), "rank"),
         (dict(dimensions=(64, 0)), "a dimension"),
         (dict(dimensions=(64, 2**32 + 1)), "a dimension"),
@@ -714,15 +714,15 @@ GOOD = dict(base=0, itemsize=2, dimensions=(64, 8), strides=(2, 128), box=(64, 8
         (dict(strides=(2, 2**40)), "a stride"),
         (dict(strides=(2, 0)), "a stride"),
         (dict(strides=(4, 128)), "the first stride"),
-        (dict(box=(12, 8)), "inner side of the box not a multiple of 16 bytes"),
-        (dict(box=(72, 8)), "inner side of the box wider than the swizzle"),
-        (dict(swizzle=64), "inner side of the box wider than the swizzle"),
+        (dict(box=(12, 8)), "inner side of the box is not a multiple of 16 bytes"),
+        (dict(box=(72, 8)), "inner side of the box is wider than the swizzle"),
+        (dict(swizzle=64), "inner side of the box is wider than the swizzle"),
         (dict(swizzle=96), "swizzle"),
     ],
 )
 def test_a_tensor_map_that_breaks_a_rule_is_refused(change, message):
     TensorMap(**GOOD)
-    with pytest.raises(EmulatorError, match=f"breaks the rules for .*{message}"):
+    with pytest.raises(EmulatorError, match=f"is invalid, because .*{message}"):
         TensorMap(**GOOD | change)
 
 

@@ -285,7 +285,7 @@ def test_products_to_the_same_accumulators_need_no_wait_between_them():
             hopper(f"@!%first {ONE}{HERE} {COMMIT}; {WAIT} 0;"),
             hopper(f"@%yes {ONE} {COMMIT}; {WAIT} 0;"),
             EmulatorError,
-            "without all lanes",
+            "not executed by all lanes",
         ),
         "bounds": (
             hopper(f"add.u64 %b_desc, %b_desc, {4096 // 16}; {ONE}{HERE}"),

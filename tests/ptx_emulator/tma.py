@@ -60,20 +60,23 @@ class TensorMap:
     def __post_init__(self):
         # The rules of cuTensorMapEncodeTiled (CUDA driver API).
         inner = self.box[0] * self.itemsize
-        rules = {
-            "base not a multiple of 16": self.base % 16,
-            "rank": not 1 <= len(self.dimensions) <= 5,
-            "a dimension": not all(1 <= d <= 2**32 for d in self.dimensions),
-            "a side of the box": not all(1 <= b <= 256 for b in self.box),
-            "a stride": any(s % 16 or not 0 < s < 2**40 for s in self.strides[1:]),
-            "the first stride": self.strides[0] != self.itemsize,
-            "inner side of the box not a multiple of 16 bytes": inner % 16,
-            "swizzle": self.swizzle not in SWIZZLES,
-            "inner side of the box wider than the swizzle": self.swizzle and inner > self.swizzle,
+        faults = {
+            "the base is not a multiple of 16": self.base % 16,
+            "the rank is not 1 to 5": not 1 <= len(self.dimensions) <= 5,
+            "a dimension is not 1 to 2^32": not all(1 <= d <= 2**32 for d in self.dimensions),
+            "a side of the box is not 1 to 256": not all(1 <= b <= 256 for b in self.box),
+            "a stride is not a multiple of 16 below 2^40": any(
+                s % 16 or not 0 < s < 2**40 for s in self.strides[1:]
+            ),
+            "the first stride is not the itemsize": self.strides[0] != self.itemsize,
+            "the inner side of the box is not a multiple of 16 bytes": inner % 16,
+            "the swizzle does not exist": self.swizzle not in SWIZZLES,
+            "the inner side of the box is wider than the swizzle": self.swizzle
+            and inner > self.swizzle,
         }
-        broken = [rule for rule, is_broken in rules.items() if is_broken]
-        if broken:
-            raise EmulatorError(f"a tensor map breaks the rules for {', '.join(broken)}: {self}")
+        present = [fault for fault, is_present in faults.items() if is_present]
+        if present:
+            raise EmulatorError(f"a tensor map is invalid, because {', '.join(present)}: {self}")
 
     @property
     def bytes(self) -> int:
@@ -146,26 +149,28 @@ class Im2colMap(TensorMap):
         # The rules of cuTensorMapEncodeIm2col (CUDA driver API).
         rank, inner = len(self.dimensions), self.box[0] * self.itemsize
         far = {3: 2**15, 4: 2**7, 5: 2**4}.get(rank, 0)
-        rules = {
-            "base not a multiple of 16": self.base % 16,
-            "rank": rank not in (3, 4, 5),
-            "a dimension": not all(1 <= d <= 2**32 for d in self.dimensions),
-            "a stride": any(s % 16 or not 0 < s < 2**40 for s in self.strides[1:]),
-            "the first stride": self.strides[0] != self.itemsize,
-            "channels": not 1 <= self.box[0] <= 256,
-            "pixels": not 1 <= self.box[1] <= 1024,
-            "the corners": not all(
+        faults = {
+            "the base is not a multiple of 16": self.base % 16,
+            "the rank is not 3 to 5": rank not in (3, 4, 5),
+            "a dimension is not 1 to 2^32": not all(1 <= d <= 2**32 for d in self.dimensions),
+            "a stride is not a multiple of 16 below 2^40": any(
+                s % 16 or not 0 < s < 2**40 for s in self.strides[1:]
+            ),
+            "the first stride is not the itemsize": self.strides[0] != self.itemsize,
+            "the number of channels is not 1 to 256": not 1 <= self.box[0] <= 256,
+            "the number of pixels is not 1 to 1024": not 1 <= self.box[1] <= 1024,
+            "the corners are out of range": not all(
                 len(corner) == rank - 2 and all(-far <= c < far for c in corner)
                 for corner in (self.lower, self.upper)
             ),
-            "an empty bounding box": any(size <= 0 for size in self.sides),
-            "channels not a multiple of 16 bytes": inner % 16,
-            "swizzle": self.swizzle not in SWIZZLES,
-            "channels wider than the swizzle": self.swizzle and inner > self.swizzle,
+            "the bounding box is empty": any(size <= 0 for size in self.sides),
+            "the channels are not a multiple of 16 bytes": inner % 16,
+            "the swizzle does not exist": self.swizzle not in SWIZZLES,
+            "the channels are wider than the swizzle": self.swizzle and inner > self.swizzle,
         }
-        broken = [rule for rule, is_broken in rules.items() if is_broken]
-        if broken:
-            raise EmulatorError(f"a tensor map breaks the rules for {', '.join(broken)}: {self}")
+        present = [fault for fault, is_present in faults.items() if is_present]
+        if present:
+            raise EmulatorError(f"a tensor map is invalid, because {', '.join(present)}: {self}")
 
     @property
     def sides(self) -> list[int]:
@@ -233,14 +238,14 @@ class TensorOperand:
         self.address = binder.reader(operand.base, "b64")
         self.coordinates = [binder.reader(item, "b32") for item in operand.coordinates.items]
         if len(self.coordinates) != rank:
-            raise ValueError(f"there are {len(self.coordinates)} coordinates of {rank} dimensions")
+            raise ValueError(f"there are {len(self.coordinates)} coordinates for {rank} dimensions")
         self.rank = rank
 
     def read(self, warp, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
         """Returns the tensor map and the coordinates of a lane."""
         tensor = warp.tensor_map(int(self.address(warp)[lane]))
         if len(tensor.dimensions) != self.rank:
-            raise EmulatorError(f"there is a copy of {self.rank} dimensions with {tensor}")
+            raise EmulatorError(f"a copy of {self.rank} dimensions is executed with {tensor}")
         coordinates = tuple(to_signed(int(read(warp)[lane])) for read in self.coordinates)
         # An H200 traps.
         if coordinates[0] * tensor.itemsize % UNIT_BYTES:
@@ -293,7 +298,9 @@ def load(binder, instruction):
         vector, *masks = masks
         offsets = [binder.reader(item, "b16") for item in vector.items]
         if len(offsets) != _rank(instruction) - 2:
-            raise ValueError(f"there are {len(offsets)} offsets of {_rank(instruction)} dimensions")
+            raise ValueError(
+                f"there are {len(offsets)} offsets for {_rank(instruction)} dimensions"
+            )
     is_pair, multicast = "cta_group::2" in parts, "multicast::cluster" in parts
     own_block_only = "shared::cta" in parts
     tensor_operand = TensorOperand(binder, source, _rank(instruction))

@@ -79,7 +79,7 @@ def describe_array(array: np.ndarray, address: int, description: dict, name: str
     if description["fp4_padded"] or description["is_im2col"]:
         raise UnsupportedError(f"a tensor descriptor with {description} is not supported")
     if description["elem_size"] != array.itemsize:
-        raise UnsupportedError(f"there is an array of {array.dtype} for {description}")
+        raise UnsupportedError(f"an array of {array.dtype} does not fit {description}")
     return TensorMap(
         base=address,
         itemsize=array.itemsize,

@@ -248,7 +248,7 @@ class Warp:
             for value in np.unique(index[taken]):
                 if value >= len(instruction.targets):
                     raise EmulatorError(
-                        f"there is no branch {value} of {len(instruction.targets)} targets"
+                        f"branch {value} does not exist among {len(instruction.targets)} targets"
                     )
                 target, branching = instruction.targets[value], taken & (index == value)
                 self.groups.append(LaneGroup(target, branching))

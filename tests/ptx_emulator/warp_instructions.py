@@ -60,7 +60,9 @@ def _check_member_mask(mask, members, description: str) -> None:
     """Checks that the member mask names exactly the lanes that execute the instruction."""
     active, named = lane_bitmask(mask), int(members[active_lanes(mask)[0]])
     if named != active:
-        raise EmulatorError(f"{description}: lanes {active:#x} execute it for members {named:#x}")
+        raise EmulatorError(
+            f"{description} names the members {named:#x}, but the lanes {active:#x} execute it"
+        )
 
 
 @defines(VOTE, "elect.sync")
@@ -125,7 +127,8 @@ def setmaxnreg(binder, instruction):
         block, change = warp.block, WARP_SIZE * (count - warp.registers_per_thread)
         if (change < 0) if increases else (change > 0):
             raise EmulatorError(
-                f"{instruction.opcode} to {count} from {warp.registers_per_thread} registers"
+                f"{instruction.opcode} cannot change {warp.registers_per_thread} registers to "
+                f"{count}"
             )
         if change > block.free_registers:
             return Blocked(

@@ -117,7 +117,7 @@ def wgmma(binder, instruction):
     flags = [binder.immediate(flag) for flag in flags]
     if len(flags) != len(allowed) or any(f not in some for f, some in zip(flags, allowed)):
         raise ValueError(
-            f"the signs and transpositions are {flags}, expected one each of {allowed}"
+            f"the signs and transpositions are {flags}, expected one value from each of {allowed}"
         )
     signs, transposed = flags[:2] or [1, 1], flags[2:] or [0, 0]
     in_shared = ((b, columns, dtypes[1]),)
