@@ -1,4 +1,4 @@
-"""Measures the accuracy of each dtype on photographs, of patch embeddings and encoder outputs.
+"""Measures how accurate each dtype's patch embeddings and encoder outputs are, on photographs.
 
 Everything after the patch embedding is float32, so only the patch embedding differs.
 """

@@ -496,7 +496,7 @@ def audit(shape: NamedShape, images: int, dtypes: list[str]) -> tuple[list[Kerne
                     kernels.append(make(architecture, shape, images, dtype))
                 except NotImplementedError as error:
                     missing[f"{family}: {error}"].append(f"{architecture} {dtype}")
-    return kernels, [f"Left out, {reason} ({', '.join(of)})" for reason, of in missing.items()]
+    return kernels, [f"Left out: {reason} ({', '.join(of)})" for reason, of in missing.items()]
 
 
 def spilling(codes: Iterable[Code]) -> list[str]:

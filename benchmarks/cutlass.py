@@ -47,7 +47,7 @@ def headers() -> Path | None:
 
 
 def missing() -> str | None:
-    """Says which tool is not installed; None if all are."""
+    """Names the tool that is missing; None if all tools are installed."""
     compiler = shutil.which("g++")
     if compiler is None:
         return "there is no C++ compiler (g++)."
@@ -165,7 +165,9 @@ def fused(
     if given[:3] != wanted or given[3] not in (f"bfloat16{[S, N]}", f"bfloat16{[G, S, N]}"):
         raise NotImplementedError(f"benchmarks.cutlass: {given}, expected {wanted} and a table.")
     if G == 0 or B % G:
-        raise NotImplementedError(f"benchmarks.cutlass: a table of {G} images for {B} images.")
+        raise NotImplementedError(
+            f"benchmarks.cutlass: a table for {G} images does not fit {B} images."
+        )
     if K * patches.dtype.itemsize % ALIGNMENT or N * table.dtype.itemsize % ALIGNMENT:
         raise NotImplementedError(f"benchmarks.cutlass: {given}: rows are not 16-byte multiples.")
     register()

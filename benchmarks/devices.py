@@ -29,7 +29,7 @@ class Scaling:
       shape, dtype, backend: the problem and the backend.
       devices: number of devices that the batch is sharded over.
       images: number of images on all devices together.
-      regime: "short" for 0.1 seconds of calls without a pause, "sustained" for more.
+      regime: "short" for 0.1 seconds of calls without a pause, "sustained" for longer.
       milliseconds: wall time of a call.
       efficiency: time of one device, with as many images as each device has here, divided by
         `milliseconds`.

@@ -69,7 +69,7 @@ def picture(number: int) -> bytes:
 
 
 def write(pictures: int, distinct: int, folder: Path, forms: Sequence[str]) -> dict[str, float]:
-    """Writes pictures in some forms; `distinct` different ones repeat under new names.
+    """Writes pictures in these forms; `distinct` different pictures repeat under new names.
 
     Returns:
       The mean size of a picture in kilobytes, and the number of different pictures.
@@ -300,7 +300,7 @@ def run(
         codes = [process.wait() for process in processes]
     seconds = time.time() - begin
     if any(codes):
-        raise RuntimeError(f"embed exited with {codes} on {form}, {place}.")
+        raise RuntimeError(f"embed exited with {codes} (pictures: {form}; GPUs: {place}).")
     written = [shards(path) for path in outs]
     pictures = sum(n for each in written for _, n in each)
     windows = [steady(each) for each in written]

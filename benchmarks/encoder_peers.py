@@ -39,7 +39,7 @@ FRAMEWORKS = ("jax", "torch")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An encoder and a number of images; `tuned` says whether torch autotunes for it."""
+    """An encoder and a number of images; `tuned` says whether torch autotunes."""
 
     encoder: str
     images: int
@@ -56,7 +56,7 @@ class Contender:
     """A compiled encoder.
 
     Attributes:
-      call: computes pooled embeddings.
+      call: function that computes pooled embeddings.
       compile_seconds: duration of the compilation; for torch, of the first two calls.
       peak_bytes: peak memory of a call; None if it is unknown.
     """

@@ -433,8 +433,8 @@ def arguments() -> argparse.Namespace:
         nargs="+",
         choices=["random", "photographs"],
         default=["random", "photographs"],
-        help="the largest batch of the first shape is measured with all of these, other cases with "
-        "the first one",
+        help="kinds of images for the largest batch of the first shape; all other cases use the "
+        "first kind",
     )
     parser.add_argument(
         "--backends", nargs="+", default=["cuda", "triton"], help="backends; default: %(default)s"

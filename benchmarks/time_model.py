@@ -37,7 +37,7 @@ FILES = ("results", "photographs", "small", "images", "image_shapes")
 EPILOGUE, EPILOGUE_ELEMENTS = 1830, 64 * 192
 
 CUT = "cuda, cut by the kernel"
-BACKENDS = {"mosaic_sm90": "Pallas", "mosaic_sm100": "Pallas"}  # Others are CUDA.
+BACKENDS = {"mosaic_sm90": "Pallas", "mosaic_sm100": "Pallas"}  # All other backends are CUDA.
 
 # The fitted constants and their units. A period is the inverse of a clock under load.
 COLUMNS = {

@@ -203,4 +203,4 @@ def test_what_cannot_be_compiled_is_left_out_with_the_reason(monkeypatch):
     families = ("Pallas", "CUDA", "CUDA images", "Triton", "Triton images")
     assert kernels == [] and len(missing) == len(families)
     for family, line in zip(families, missing):
-        assert line.startswith(f"Left out, {family}: ") and "missing" in line
+        assert line.startswith(f"Left out: {family}: ") and "missing" in line

@@ -1,4 +1,4 @@
-"""A module that sends SIGINT to the child process that imports it."""
+"""Sends SIGINT to the child process that imports this module."""
 
 import multiprocessing
 import os

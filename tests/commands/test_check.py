@@ -102,7 +102,7 @@ def test_a_fused_multiply_add_may_only_move_columns_whose_scale_is_no_power_of_t
     def off_by_one(*operands):
         return with_bits(right(*operands), lambda bits: bits.at[1, 4, column].add(1))
 
-    # XLA may fuse the multiply-add, which also moves elements. These are subtracted.
+    # The number of elements that XLA moves by fusing the multiply-add is subtracted.
     own = found_in(right).moved
     found = found_in(off_by_one)
     assert found.wrong == wrong and abs(found.moved - own - moved) <= 1
@@ -124,7 +124,7 @@ def test_bytes_that_a_kernel_writes_outside_of_its_result_are_counted(buffer):
         return array
 
     def write(y):
-        # Before, the byte differs from 0x3C, because it is part of a guard or an operand.
+        # The byte is changed: as a part of a guard or of an operand it is never 0x3C.
         ctypes.memset(addresses[buffer] + 2, 0x3C, 1)
         return y
 

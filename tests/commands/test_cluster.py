@@ -219,7 +219,7 @@ def test_a_driver_that_is_killed_goes_on(tmp_path, cluster, nodes, pictures):
 
 
 def test_pictures_of_one_small_file_are_spread(tmp_path, cluster, nodes):
-    """Decoding and embedding process blocks of one batch, whatever the number of units is."""
+    """Decoding and embedding work on blocks of one batch, for any number of units."""
     write_tar(tmp_path / "a.tar", {f"{i}.png": encoded(i) for i in range(50)})
     arguments = [sys.executable, "-c", PLAN, "embed", "--checkpoint", checkpoint(MODEL)]
     arguments += [tmp_path / "a.tar", "--out", tmp_path / "out", "--batch", "8"]

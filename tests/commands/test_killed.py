@@ -14,7 +14,7 @@ from shard_folders import COMMAND, MODEL, assert_same, by_id, encoded, expected
 PICTURES, KILLS = 1500, 10
 
 # The command line with small shards. A thread kills the process at a random moment after `kill`
-# pictures were decoded, and the run cannot end before.
+# pictures were decoded, and the run cannot end before that.
 KILLED = """
 import os, random, signal, sys, threading, time
 
@@ -144,7 +144,7 @@ def test_a_disk_that_gets_full_keeps_its_shards_and_the_run_goes_on_elsewhere(tm
 def test_an_npz_for_which_a_disk_is_too_small_is_elsewhere(tmp_path, small_disk):
     import numpy as np
 
-    contents = make_pictures(tmp_path / "pictures", 800)  # Their embeddings take 300 KiB.
+    contents = make_pictures(tmp_path / "pictures", 800)  # The embeddings take 300 KiB.
     (tmp_path / "temporary").mkdir()
     command = [*COMMAND, "--checkpoint", checkpoint(MODEL), tmp_path / "pictures"]
     command = ["env", f"TMPDIR={tmp_path / 'temporary'}", *command, "--batch", "16"]

@@ -37,7 +37,7 @@ def equimo():
 
 
 def applied(model):
-    """Returns the model as a function of arrays, which replace its own, and a batch of images."""
+    """Returns the model as a function of its arrays and of a batch of images."""
     _, static = eqx.partition(model, eqx.is_inexact_array)
 
     def apply(arrays, images):
