@@ -83,6 +83,7 @@ class Child:
         Raises:
           ChildEndedError: the child crashed, or was ended because it sent nothing for too long.
           UnkillableError: the child could not be ended.
+          OSError: the child could not be started, for example because too many files are open.
         """
         if self._answering:
             self.end()
@@ -127,10 +128,10 @@ class Child:
         # A forked child would inherit JAX's locks, but not the threads that hold them.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._answer), daemon=True)
-        with _without_interrupts():
-            self._process.start()
-        theirs.close()
+        process = context.Process(target=_serve, args=(theirs, self._answer), daemon=True)
+        with theirs, _without_interrupts():
+            process.start()
+        self._process = process
 
 
 @contextlib.contextmanager

@@ -135,10 +135,9 @@ class Decoders:
     def _ask(self, asked: Asked, pixels: int) -> list[np.ndarray | str]:
         """Decodes pictures in this thread's process, which may use `pixels` pixels for each."""
         child = self._child()
-        answers: Sequence[Answer]
         try:
             with self._budget.reserve(pixels):
-                (answers,) = child.ask(asked, pixels)
+                answers = _answers(child, asked, pixels)
         except ChildEndedError as error:
             _check_that_it_runs(child)
             # One of several pictures is the cause, so each is requested again in its own request.
@@ -171,12 +170,25 @@ def _finished[Batch](batch: Batch, decoding: Decoding) -> tuple[Batch, list[np.n
 def _check_that_it_runs(child: Child) -> None:
     """Raises UnfinishedError if a new process cannot be started."""
     try:
-        list(child.ask([], 0))
+        _answers(child, [], 0)
     except ChildEndedError as error:
-        raise UnfinishedError(
-            f"A process for decoding {error}, before it decoded a picture. Remove the cause, or "
-            "run the same command with --workers 1, which needs no process, to resume the work."
-        ) from None
+        raise _unfinished(str(error)) from None
+
+
+def _answers(child: Child, asked: Asked, pixels: int) -> Sequence[Answer]:
+    """Requests pictures from a process, which may use `pixels` pixels for each."""
+    try:
+        (answers,) = child.ask(asked, pixels)
+    except OSError as error:
+        raise _unfinished(f"could not be started ({error})") from None
+    return answers
+
+
+def _unfinished(why: str) -> UnfinishedError:
+    return UnfinishedError(
+        f"A process for decoding {why}, before it decoded a picture. Remove the cause, or run the "
+        "same command with --workers 1, which needs no process, to resume the work."
+    )
 
 
 class _LargerError(Exception):

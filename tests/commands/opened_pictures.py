@@ -40,3 +40,10 @@ class Larger(Preprocessing):
 
     def _size_for(self, picture):
         return picture.size
+
+
+class NotStarted(Preprocessing):
+    """A preprocessing for which no process can be started, as if the system refused it."""
+
+    def __reduce__(self):
+        raise OSError("Too many open files")

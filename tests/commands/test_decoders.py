@@ -146,10 +146,20 @@ def test_an_image_that_is_larger_than_its_slot_is_refused(in_processes):
     np.testing.assert_array_equal(last, right)
 
 
-def test_where_no_process_runs_the_command_ends_and_says_what_to_do(in_processes):
-    how = opened_pictures.NoProcess(2, (9, 9), 3, 9)
-    with pytest.raises(UnfinishedError, match=r"with exit code 7.*--workers 1"):
-        decoded([functools.partial(io.BytesIO, b"")], how=how)
+@pytest.mark.parametrize(
+    "preprocessing, why",
+    [
+        (opened_pictures.NoProcess, "ended its process, with exit code 7"),
+        (opened_pictures.NotStarted, r"could not be started \(Too many open files\)"),
+    ],
+)
+def test_where_no_process_runs_the_command_ends_and_says_what_to_do(
+    in_processes, preprocessing, why
+):
+    """Every thread has more requests, which fail too."""
+    how = preprocessing(2, (9, 9), 3, 9)
+    with pytest.raises(UnfinishedError, match=f"{why}, .*--workers 1"):
+        decoded([functools.partial(io.BytesIO, b"")] * 40, how=how)
 
 
 def test_a_process_does_not_import_jax(in_processes):
