@@ -78,7 +78,7 @@ class Code:
         self.sections = list(itertools.accumulate(map(bool, starts)))
 
     def _groups(self) -> list[tuple[int, int]]:
-        """Lists, for each instruction, the span of the innermost braces around it, or its own."""
+        """Lists the span of each instruction, with the innermost braces around it, if any."""
         found, opened, open_of, at = [], [], [], self.code[0].span[0]
         ends = {}
         for line in self.code:
@@ -158,7 +158,7 @@ class Code:
         return (*self.code[i].span, f"{self.guard(i)}setp.eq.u32 {self.operands(i)[0]}, 0, 0;")
 
     def moved(self, i: int, to: int) -> tuple[tuple[int, int, str], ...]:
-        """Moves the instruction, with the braces around it, to the far side of another one."""
+        """Moves the instruction, with the braces around it, past another instruction."""
         begin, end = self.groups[i]
         first, last = self.groups[to]
         place = last if to > i else first

@@ -1,4 +1,4 @@
-"""The choice of nvcc, the reasons against the other ones, and the hash of the kernels' sources."""
+"""The choice of nvcc, the reasons against every other nvcc, and the hash of the sources."""
 
 import os
 import shutil

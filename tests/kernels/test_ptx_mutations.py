@@ -40,7 +40,7 @@ NAMES = (
     "two blocks, streamed weight, two stores a tile",
     "one block, segments of several tiles, two slices",
 )
-# CUDA kernels that cover the same.
+# CUDA kernels that cover the same features.
 CUDA_NAMES = (
     "Blackwell, two blocks, segments of several tiles",
     "Blackwell, two blocks, streamed weight, slots and accumulators used again",

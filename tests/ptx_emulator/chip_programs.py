@@ -598,7 +598,10 @@ class _Side:
     transposed: bool
 
     def descriptor(self, generator: random.Random, inner: int) -> int:
-        """Returns a matrix descriptor (9.7.15.5.1) of `inner` bytes of K, or of 2-byte rows."""
+        """Returns a random valid matrix descriptor of the operand (9.7.15.5.1).
+
+        `inner` is the number of bytes that a product multiplies along K.
+        """
         span = self.swizzle or 16
         if self.transposed:
             # A core matrix has 8 rows of K of `span` bytes of M or N.

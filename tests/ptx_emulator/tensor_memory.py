@@ -38,7 +38,7 @@ class TensorMemory:
         self.allocated: dict[int, tuple[int, int]] = {}
         self.relinquished = False
         # First column of each allocation -> the warp that made it, the warp's time, and the number
-        # of its arrivals at the cluster's barrier before.
+        # of the warp's earlier arrivals at the cluster's barrier.
         self.allocations: dict[int, tuple[int, int, int]] = {}
         # Number of times that this block has executed each collective instruction of a pair.
         self.collective_counts: dict[str, int] = {}

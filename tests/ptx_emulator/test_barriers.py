@@ -222,7 +222,7 @@ def test_lanes_may_wait_for_different_barriers():
 
 @pytest.mark.parametrize("opcode", INITS + INVALS)
 def test_memory_is_a_barrier_from_init_to_inval(opcode):
-    """Before and after, the memory is ordinary; in between it is a barrier (9.7.13.15.9 and 10)."""
+    """The memory is ordinary before mbarrier.init and after mbarrier.inval (9.7.13.15.9 and 10)."""
     assert isa.OPCODES[opcode].section == SECTION
     made = "mbarrier.init.shared.b64" if opcode in INVALS else opcode
     gone = "mbarrier.inval.shared.b64" if opcode in INITS else opcode

@@ -83,7 +83,7 @@ INTEGER_WIDTHS = ",".join(f"n{n}" for n in (8, 24, *range(16, 272, 16)))
 def _rows_of_registers(registers: list[np.ndarray], dtype) -> np.ndarray:
     """Returns a warp's 16 rows of an operand in registers, 32 bytes each (9.7.15.5.1.1).
 
-    Lane 4 r + c holds bytes 4 c to 4 c + 3 of rows r and r + 8, and those 16 bytes behind them.
+    Lane 4 r + c holds bytes 4 c to 4 c + 3 of each half of rows r and r + 8.
     """
     words = np.stack(registers).reshape(2, 2, 8, 4)
     rows = np.ascontiguousarray(words.transpose(1, 2, 0, 3))
