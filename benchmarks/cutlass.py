@@ -169,7 +169,9 @@ def fused(
             f"benchmarks.cutlass: a table for {G} images does not fit {B} images."
         )
     if K * patches.dtype.itemsize % ALIGNMENT or N * table.dtype.itemsize % ALIGNMENT:
-        raise NotImplementedError(f"benchmarks.cutlass: {given}: rows are not 16-byte multiples.")
+        raise NotImplementedError(
+            f"benchmarks.cutlass: {given}: rows are not multiples of 16 bytes."
+        )
     register()
     result = jax.ShapeDtypeStruct((B, S, N), out_dtype)
     return jax.ffi.ffi_call(_target(dtype, schedule), result)(

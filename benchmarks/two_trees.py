@@ -242,7 +242,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Returns the time after divided by the time before."""
+        """Returns the later version's time divided by the earlier version's."""
         return self.medians["after"] / self.medians["before"]
 
     @property

@@ -1,4 +1,4 @@
-"""Encoders compared with those of other frameworks: the same weights give the same embeddings."""
+"""Encoders in all frameworks give the same embeddings for the same weights."""
 
 import argparse
 import importlib.util

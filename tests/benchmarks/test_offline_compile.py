@@ -144,7 +144,7 @@ def test_the_Blackwell_kernel_compiles_for_B300():
 
 
 def the_whole_program(found, shared_memory_bytes):
-    """Returns a program's kernel; asserts that it is the only operation, and its resources."""
+    """Returns a program's kernel; asserts its resources, and that it is the only operation."""
     assert list(found["other_operations"]) == ["custom-call"]
     assert len(found["other_operations"]["custom-call"]) == 1
     (kernel,) = found["kernels"]

@@ -93,7 +93,7 @@ class RecordingBudget(Budget):
 
 
 def test_processes_decode_no_more_pixels_at_a_time_than_the_budget_has(in_processes):
-    """Pictures are within a process's share, above it, and above the budget: those run alone."""
+    """Pictures above a process's share reserve more; pictures above the budget run alone."""
     budget = RecordingBudget(4000)
     sides = [40, 60, 100, 40, 62, 30, 101, 40]
     opened = [functools.partial(io.BytesIO, encoded(side, side)) for side in sides]

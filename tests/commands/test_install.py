@@ -162,7 +162,7 @@ def test_kernels_that_are_asked_for_and_cannot_be_built_are_an_error(call, tree,
     name, said = call("build_editable", cuda, CXX="/no/such/compiler")
     assert (name is None) == bool(cuda)
     assert reason in " ".join(said.split())
-    # An error leaves everything as it was.
+    # An error changes nothing.
     left = [path.read_bytes() for path in (tree / BACKENDS).glob("libpatch_embed.*")]
     assert left == ([STALE, STALE] if cuda else [b"no C++ compiler was found"])
 

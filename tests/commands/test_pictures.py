@@ -12,7 +12,7 @@ from pallas_patch_embed.embed.pictures import open_regular, printable
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Makes an empty folder the current one, so that names are short."""
+    """Makes an empty folder the current folder, so that names are short."""
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path / "folder")
     return Path(".")

@@ -554,7 +554,7 @@ def test_a_backend_without_configs_is_left_out():
 
 @pytest.mark.slow("the Pallas interpreter runs a kernel")
 def test_a_search_without_stand_ins_runs_in_an_interpreter(monkeypatch, tmp_path):
-    """Only the heuristic's config of the Hopper kernel is tried, because each takes long."""
+    """Only the heuristic's config of the Hopper kernel is tried, because a config takes long."""
     hopper = dataclasses.replace(BACKENDS["mosaic_sm90"], list_configs=lambda *_: [])
     monkeypatch.setitem(BACKENDS, "mosaic_sm90", hopper)
     name, in_turns, last = search.search(Task("mosaic_sm90", SMALL), Target("cpu"), {})
@@ -606,7 +606,7 @@ def test_each_task_gets_its_own_answer():
             assert command.search_one(task, child) == command.search_one(task, child)
             first, refused, _ = child.ask(task, {})
             assert (first, refused) == (task, {})
-        # An answer that is not read to its end does not affect the next one.
+        # An answer that is not read to its end does not affect the next answer.
         assert next(child.ask("d", {})) == "d"
         assert list(child.ask("e", {}))[:2] == ["e", {}]
 

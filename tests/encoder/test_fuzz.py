@@ -373,7 +373,7 @@ def survives(path, what):
         assert type(error) is ValueError, what
         message = str(error)
         assert str(path) in message and len(message) < 1500 and "\n" not in message, what
-        # A file reader may raise any error, which this package must replace by its own.
+        # A file reader may raise any error, which this package must replace by its own error.
         origin = error.__cause__ or error
         raised_in = Path(traceback.extract_tb(origin.__traceback__)[-1].filename)
         assert raised_in.is_relative_to(PACKAGE) or "damaged" in message, what
