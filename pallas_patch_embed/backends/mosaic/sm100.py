@@ -24,8 +24,7 @@ In a cluster of two, TMA loads arrive only at the first block's barriers. All ot
 both blocks, so the second block's multiply warp waits for `read` too; it does nothing else. At each
 wait Mosaic flips the parity that it expects of the barrier, so every phase needs a wait. Slots and
 accumulators are free before their first use, so feed and multiply do not wait then. Instead they
-wait for the last phases before they return. A block must also not exit before the last arrival of
-its peer.
+wait for the last phases before they return; no block may exit before its peer's last arrival.
 """
 
 import dataclasses
@@ -44,17 +43,15 @@ from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
 from pallas_patch_embed.chips import Chip
 from pallas_patch_embed.problem import Problem
 
-# Rows of an accumulator (lanes of tensor memory), and the number of accumulators. One is filled
-# while the other one is stored.
+# Rows of an accumulator, which are the lanes of tensor memory.
 ROWS = 128
-ACCUMULATORS = 2
+ACCUMULATORS = 2  # One is filled while the other one is stored.
 
 # Number of warpgroups that store, and of all warpgroups of a thread block.
 STORERS = 2
 WARPGROUPS = 1 + STORERS
 
-# Number of staging buffers of each storing warpgroup, a power of two. One buffer is filled while
-# TMA stores another.
+# Staging buffers of each storing warpgroup, a power of two. TMA stores one while another is filled.
 BUFFERS = 2
 
 # Registers of a thread in the first and in a storing warpgroup, set by setmaxnreg. At launch every
@@ -97,10 +94,7 @@ class BlackwellConfig:
         return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
 
     def store_n(self, problem: Problem) -> int:
-        """Returns the columns of one TMA store.
-
-        They are 128 bytes wide, or 64 bytes if 128 bytes do not divide a warpgroup's columns.
-        """
+        """Returns the columns of a TMA store: 128 bytes, or 64 if 128 do not divide the columns."""
         itemsize, columns = jnp.dtype(problem.out_dtype).itemsize, self.tile_n // STORERS
         return next(n for b in (128, 64) if columns % (n := b // itemsize) == 0)
 
@@ -333,11 +327,7 @@ class Worker(launch.Worker):
         return storer * (self.config.tile_n // STORERS) + step * self.step_tile.columns
 
     def load_table(self, storer, table_row, step: int):
-        """Loads the table's rows for a step.
-
-        The columns of two steps differ by a constant, so that all steps share the registers for
-        addresses.
-        """
+        """Loads the table's rows for a step; all steps share the registers for addresses."""
         row, column = table_row + self.rank * ROWS, self.column + self.step_column(storer, 0)
         skip, period = step * self.step_tile.columns, self.problem.table_period
         return self.step_tile.load_rows(self.operands.table, row, column, skip, period)

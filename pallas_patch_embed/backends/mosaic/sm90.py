@@ -5,8 +5,7 @@ row tiles that `schedule.py` assigns to it:
 
   load_constants       one warp: loads scale, offsets if there is no table, and a stationary weight.
   feed                 one warp, the producer: loads patches, and a streamed weight, into the slots
-                       of a ring, in the order in which they are multiplied. All loads of both warps
-                       use TMA.
+                       of a ring, in the order of the products. Both warps load by TMA.
   multiply_and_store   two warpgroups, the consumers, each with half of every tile's rows: while one
                        multiplies, the other scales its accumulator, adds the table, and stores.
 
