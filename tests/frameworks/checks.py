@@ -50,7 +50,7 @@ class TowerTests:
         assert "patch_embed" not in before and "conv_general_dilated" in before
 
     def test_a_tower_follows_its_parameters_without_compiling_again(self, tower):
-        """A change of any parameter of the patch embedding has the unchanged tower's effect."""
+        """A changed parameter has the same effect as in the unchanged tower."""
         _, images = tower.images()
         traces = []
 

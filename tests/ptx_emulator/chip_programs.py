@@ -578,9 +578,9 @@ def _numbers(generator: random.Random, kind: str, size: int) -> np.ndarray:
         return drawn(generator, size)
     count = size // np.dtype(ELEMENTS[kind]).itemsize
     found = np.empty(0, np.int32)
-    # These are the numbers of randrange(-4, 5), for which the chip's results were recorded, in a
-    # tenth to a sixth of its time. randrange takes the upper four bits of a word, and skips words
-    # whose upper bits are not below 9.
+    # The chip's results were recorded for numbers from randrange(-4, 5), which takes the upper four
+    # bits of a word, and skips words whose upper bits are not below 9. This code draws the same
+    # numbers in a tenth to a sixth of the time.
     while missing := count - len(found):
         words = generator.getrandbits(32 * missing).to_bytes(4 * missing, "little")
         upper = (np.frombuffer(words, "<u4") >> 28).astype(np.int32)
