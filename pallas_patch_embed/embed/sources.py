@@ -112,6 +112,18 @@ def _fetch(url: str) -> BinaryIO:
     return io.BytesIO(fs.cat_file(path))
 
 
+class _Version(NamedTuple):
+    """The size of a file and the time of its last change, which tell whether it was changed."""
+
+    size: int
+    changed_ns: int
+
+
+def _version(file: BinaryIO) -> _Version:
+    status = os.fstat(file.fileno())
+    return _Version(status.st_size, status.st_mtime_ns)
+
+
 @dataclasses.dataclass(frozen=True)
 class Tar:
     """A tar of pictures, for example a shard of a WebDataset.
@@ -129,35 +141,36 @@ class Tar:
     def pictures(self) -> Iterator[Picture]:
         wanted = extensions()
         try:
-            plain = _is_plain_tar(self.path)
-            mode: Any = "r:" if plain else "r|*"
-            with open_source(self.path) as file, tarfile.open(fileobj=file, mode=mode) as tar:
+            mode: Any = "r:" if _is_plain_tar(self.path) else "r|*"
+            with (
+                open_source(self.path) as file,
+                tarfile.open(fileobj=file, mode=mode, tarinfo=_Member) as tar,
+            ):
+                version = _version(file) if mode == "r:" else None
                 while (member := tar.next()) is not None:
                     tar.members.clear()  # type: ignore[attr-defined]  # Frees memory.
                     name = PurePosixPath(member.name)
-                    if not member.isfile() or name.name.startswith("."):
+                    if name.suffix.lower() not in wanted or name.name.startswith("."):
                         continue
-                    if name.suffix.lower() in wanted:
-                        id = text(str(name.with_suffix("")))
-                        yield Picture(id, self._content(tar, member, plain))
-                # tarfile accepts a truncated archive without an error if the file ends where a
-                # header is expected.
-                if tar.fileobj is None or tar.fileobj.tell() < tar.offset + tarfile.BLOCKSIZE:
-                    raise EOFError("its end is missing")
+                    id = text(str(name.with_suffix("")))
+                    if member.isfile():
+                        yield Picture(id, self._content(tar, member, version))
+                    elif member.islnk() or member.issym():
+                        yield unreadable(id, f"it is a link to {text(member.linkname)} in a tar")
         except Exception as error:  # Each package for URLs has its own kinds of errors.
             yield unreadable(text(self.path), f"the tar cannot be read to its end: {error}")
 
     def _content(
-        self, tar: tarfile.TarFile, member: tarfile.TarInfo, plain: bool
+        self, tar: tarfile.TarFile, member: tarfile.TarInfo, version: _Version | None
     ) -> Callable[[], BinaryIO]:
         """Returns a function that opens the contents of a member.
 
-        The contents of a plain tar are read only when they are decoded.
+        The contents of a plain tar, which has a version, are read only when they are decoded.
         """
-        if plain and not member.issparse():
-            if member.offset_data + member.size > os.path.getsize(self.path):
+        if version is not None and not member.issparse():
+            if member.offset_data + member.size > version.size:
                 raise EOFError("its end is missing")
-            return functools.partial(_part, self.path, member.offset_data, member.size)
+            return functools.partial(_part, self.path, version, member.offset_data, member.size)
         content = tar.extractfile(member)
         assert content is not None  # The member is a file.
         return functools.partial(io.BytesIO, content.read())
@@ -174,11 +187,28 @@ def _is_plain_tar(path: str) -> bool:
     return True
 
 
-def _part(path: str, offset: int, size: int) -> BinaryIO:
+def _part(path: str, version: _Version, offset: int, size: int) -> BinaryIO:
     """Reads a part of a file on this machine."""
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
+        if _version(file) != version:
+            raise OSError("its tar was changed while it was read")
         file.seek(offset)
         return io.BytesIO(file.read(size))
+
+
+class _Member(tarfile.TarInfo):
+    """A member of a tar whose header is not damaged. tarfile would end the archive there."""
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> "_Member":
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError:
+            if len(buf) < tarfile.BLOCKSIZE:
+                raise EOFError("its end is missing") from None
+            if any(buf):
+                raise ValueError("a header is damaged") from None
+            raise  # A block of zeros is the end.
 
 
 class ColumnsError(ValueError):

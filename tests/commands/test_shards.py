@@ -1,5 +1,6 @@
 """`embed` into a folder of shards: output, resumed runs, and inputs."""
 
+import gzip
 import importlib.metadata
 import json
 import os
@@ -450,6 +451,42 @@ def test_a_tar_gives_the_same_pictures_whether_members_are_read_from_it_or_strea
         with monkeypatch.context() as streamed:
             streamed.setattr(sources, "_is_plain_tar", lambda _: False)
             assert read_tar(path) == found
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_a_damaged_header_is_not_the_end_of_a_tar(tmp_path, name):
+    write_tar(tmp_path / "whole.tar", {f"{i}.png": bytes([i]) for i in range(4)})
+    content = bytearray((tmp_path / "whole.tar").read_bytes())
+    content[2048] ^= 1  # A character of the third member's name, which its checksum includes.
+    compress = gzip.compress if name.endswith("gz") else bytes
+    (tmp_path / name).write_bytes(compress(content))
+    assert read_tar(tmp_path / name) == [("0", b"\0"), ("1", b"\1"), str(tmp_path / name)]
+
+
+def test_no_picture_gets_the_id_of_another_one_if_its_tar_is_replaced(tmp_path):
+    path, other = tmp_path / "a.tar", tmp_path / "b.tar"
+    write_tar(path, {"0.png": encoded(0)})
+    write_tar(other, {"1.png": encoded(1)})
+    os.utime(other, (0, 0))
+    (picture,) = sources.Tar(str(path)).pictures()
+    other.replace(path)
+    with pytest.raises(OSError, match="its tar was changed while it was read"):
+        picture.open()
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
+def test_a_picture_that_is_a_link_in_a_tar_is_an_error(tmp_path, name):
+    with tarfile.open(tmp_path / name, "w:gz" if name.endswith("gz") else "w") as tar:
+        for link, kind in (("0.png", tarfile.SYMTYPE), ("1.png", tarfile.LNKTYPE), ("2.txt", b"1")):
+            member = tarfile.TarInfo(link)
+            member.type, member.linkname = kind, "3.png"
+            tar.addfile(member)
+    errors = {}
+    for picture in sources.Tar(str(tmp_path / name)).pictures():
+        with pytest.raises(OSError) as error:
+            picture.open()
+        errors[picture.id] = str(error.value)
+    assert errors == dict.fromkeys(("0", "1"), "it is a link to 3.png in a tar")
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
