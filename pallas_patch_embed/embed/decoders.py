@@ -12,12 +12,13 @@ import contextlib
 import functools
 import itertools
 import math
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -39,9 +40,6 @@ ASKED = 8
 BATCHES_AHEAD, REQUESTS_AHEAD = 2, 2
 
 type Open = Callable[[], BinaryIO]
-
-# Type of a request: for each picture the slot for its image, and the function that opens it.
-type Asked = Sequence[tuple[int, Open]]
 
 # Type of a process's answer for a picture: (height, width) of the image in its slot; the reason why
 # there is none; or the picture's number of pixels, if more than were reserved for it.
@@ -115,41 +113,44 @@ class Decoders:
     def _start(self, batch: Sequence[Picture], slot: int) -> Decoding:
         """Starts to decode a batch into the slots that begin at `slot`."""
         decoding = []
-        pictures = enumerate((picture.open for picture in batch), slot)
-        for asked in itertools.batched(pictures, ASKED):
+        for pictures in itertools.batched(batch, ASKED):
             decode = self._decode if self._here > 0 else self._ask
-            self._here -= len(asked)
-            decoding.append(self._threads.submit(decode, asked, self._share))
+            opens = [picture.open for picture in pictures]
+            decoding.append(self._threads.submit(decode, slot, opens, self._share))
+            self._here -= len(opens)
+            slot += len(opens)
         return decoding
 
-    def _decode(self, asked: Asked, _: int) -> list[np.ndarray | str]:
-        """Decodes pictures in this thread."""
+    def _decode(self, slot: int, opens: Sequence[Open], pixels: int) -> list[np.ndarray | str]:
+        """Decodes pictures in this thread, which needs neither slots nor reserved pixels."""
+        del slot, pixels
         images: list[np.ndarray | str] = []
-        for _slot, open_ in asked:
+        for open_ in opens:
             try:
                 images.append(self._preprocessing.image(open_(), self._budget))
             except Exception as error:  # Pillow raises many kinds of errors.
                 images.append(reason(error))
         return images
 
-    def _ask(self, asked: Asked, pixels: int) -> list[np.ndarray | str]:
+    def _ask(self, slot: int, opens: Sequence[Open], pixels: int) -> list[np.ndarray | str]:
         """Decodes pictures in this thread's process, which may use `pixels` pixels for each."""
         child = self._child()
+        request = self._slots.dump(slot, len(opens), opens)
         try:
             with self._budget.reserve(pixels):
-                answers = _answers(child, asked, pixels)
+                answers = _answers(child, slot, *request, pixels)
         except ChildEndedError as error:
             _check_that_it_runs(child)
             # One of several pictures is the cause, so each is requested again in its own request.
-            answers = [f"decoding it {error}"] if len(asked) == 1 else [pixels] * len(asked)
+            answers = [f"decoding it {error}"] if len(opens) == 1 else [pixels] * len(opens)
         images: list[np.ndarray | str] = []
-        for picture, answer in zip(asked, answers):
+        for i, answer in enumerate(answers):
             if isinstance(answer, str):
                 images.append(answer)
             elif isinstance(answer, int):
-                images += self._ask([picture], answer)
+                images += self._ask(slot + i, opens[i : i + 1], answer)
             else:
-                images.append(self._slots.image(picture[0], *answer))
+                images.append(self._slots.image(slot + i, *answer))
         return images
 
     def _child(self) -> Child:
@@ -170,15 +171,15 @@ def _finished[Batch](batch: Batch, decoding: Decoding) -> tuple[Batch, list[np.n
 def _check_that_it_runs(child: Child) -> None:
     """Raises UnfinishedError if a new process cannot be started."""
     try:
-        _answers(child, [], 0)
+        _answers(child, 0, pickle.dumps([]), [], 0)
     except ChildEndedError as error:
         raise _unfinished(str(error)) from None
 
 
-def _answers(child: Child, asked: Asked, pixels: int) -> Sequence[Answer]:
-    """Requests pictures from a process, which may use `pixels` pixels for each."""
+def _answers(child: Child, *request: Any) -> Sequence[Answer]:
+    """Sends a request to a process; the arguments are the last ones of `_answer`."""
     try:
-        (answers,) = child.ask(asked, pixels)
+        (answers,) = child.ask(*request)
     except OSError as error:
         raise _unfinished(f"could not be started ({error})") from None
     return answers
@@ -213,10 +214,17 @@ def _answer(
     preprocessing: Preprocessing,
     slots: Slots,
     send: Send,
-    asked: Asked,
+    slot: int,
+    pickled: bytes,
+    sizes: list[int],
     pixels: int,
 ) -> None:
-    """Decodes a request's pictures into their slots; sends a list with an answer for each."""
+    """Decodes a request's pictures into the slots that begin at `slot`, and sends their answers.
+
+    Args:
+      pickled, sizes: the functions that open the pictures, as `Slots.dump` returned them.
+      pixels: number of pixels that are reserved for each picture.
+    """
     from PIL import Image
 
     def answer(slot: int, open_: Open) -> Answer:
@@ -227,5 +235,6 @@ def _answer(
         except Exception as error:  # Pillow raises many kinds of errors.
             return reason(error)
 
+    opens = slots.load(slot, pickled, sizes)
     with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
-        send([answer(slot, open_) for slot, open_ in asked])
+        send(list(map(answer, itertools.count(slot), opens)))

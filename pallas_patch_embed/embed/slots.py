@@ -1,8 +1,15 @@
-"""Memory that processes share for images: the process that decodes writes, its parent reads."""
+"""Memory that processes share.
 
+A process that decodes pictures writes their images, which its parent reads. Before that the slots
+may contain the encoded pictures, which the parent wrote.
+"""
+
+import itertools
 import mmap
 import os
+import pickle
 import tempfile
+from collections.abc import Iterator, Sequence
 from multiprocessing import reduction
 from typing import Any, Self
 
@@ -50,6 +57,32 @@ class Slots:
         """Releases the memory, which is freed when the last image in it is no longer used."""
         os.close(self._file)
         del self._bytes
+
+    def dump(self, slot: int, number: int, thing: Any) -> tuple[bytes, list[int]]:
+        """Pickles an object, and writes its buffers into `number` slots if they fit there.
+
+        Returns:
+          The pickle, and the size in bytes of each buffer in the slots: arguments of `load`.
+        """
+        buffers: list[pickle.PickleBuffer] = []
+        pickled = pickle.dumps(thing, 5, buffer_callback=buffers.append)
+        contents = [buffer.raw() for buffer in buffers]
+        sizes = list(map(len, contents))
+        if sum(sizes) > number * self._shape[1]:
+            return pickle.dumps(thing, 5), []
+        for content, place in zip(contents, self._places(slot, sizes)):
+            place[:] = content
+        return pickled, sizes
+
+    def load(self, slot: int, pickled: bytes, sizes: Sequence[int]) -> Any:
+        """Returns the object that `dump` pickled. The slots may be used again afterwards."""
+        return pickle.loads(pickled, buffers=map(bytes, self._places(slot, sizes)))
+
+    def _places(self, slot: int, sizes: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yields memory of these sizes, one after another, from the beginning of a slot."""
+        memory = self._bytes[slot:].reshape(-1)
+        for size, end in zip(sizes, itertools.accumulate(sizes)):
+            yield memory[end - size : end]
 
     def put(self, slot: int, image: np.ndarray) -> tuple[int, int]:
         """Copies an image [H, W, 3] uint8 into a slot; returns (H, W).

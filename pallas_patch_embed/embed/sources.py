@@ -12,6 +12,8 @@ import functools
 import io
 import itertools
 import os
+import pickle
+import posixpath
 import re
 import stat
 import sys
@@ -41,6 +43,22 @@ class Picture(NamedTuple):
 
     id: str
     open: Callable[[], BinaryIO]
+
+
+class Content:
+    """Opens content that is in memory.
+
+    Protocol 5 of pickle can transfer the content outside of the pickle.
+    """
+
+    def __init__(self, content: bytes):
+        self._content = content
+
+    def __call__(self) -> BinaryIO:
+        return io.BytesIO(self._content)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return Content, (pickle.PickleBuffer(self._content) if protocol >= 5 else self._content,)
 
 
 def text(path: str | os.PathLike[str]) -> str:
@@ -149,10 +167,11 @@ class Tar:
                 version = _version(file) if mode == "r:" else None
                 while (member := tar.next()) is not None:
                     tar.members.clear()  # type: ignore[attr-defined]  # Frees memory.
-                    name = PurePosixPath(member.name)
-                    if name.suffix.lower() not in wanted or name.name.startswith("."):
+                    # PurePosixPath removes "./" and repeated slashes.
+                    key, extension = posixpath.splitext(PurePosixPath(member.name))
+                    if extension.lower() not in wanted or posixpath.basename(key).startswith("."):
                         continue
-                    id = text(str(name.with_suffix("")))
+                    id = text(key)
                     if member.isfile():
                         yield Picture(id, self._content(tar, member, version))
                     elif member.islnk() or member.issym():
@@ -173,7 +192,7 @@ class Tar:
             return functools.partial(_part, self.path, version, member.offset_data, member.size)
         content = tar.extractfile(member)
         assert content is not None  # The member is a file.
-        return functools.partial(io.BytesIO, content.read())
+        return Content(content.read())
 
 
 def _is_plain_tar(path: str) -> bool:
@@ -236,7 +255,11 @@ class Parquet:
 
         row = 0
         try:
-            with open_source(self.path) as opened, pyarrow.parquet.ParquetFile(opened) as file:
+            with contextlib.ExitStack() as stack:
+                # pyarrow itself reads files on this machine, so they are not copied to Python.
+                remote = is_url(self.path)
+                source = stack.enter_context(open_source(self.path)) if remote else self.path
+                file = stack.enter_context(pyarrow.parquet.ParquetFile(source))
                 image, id = self.columns(file.schema_arrow)
                 columns = [image] if id is None else [image, id]
                 # Only a few rows are read at a time, because pictures are large.
@@ -288,7 +311,7 @@ class Parquet:
             content = content["bytes"]
         if content is None:
             return unreadable(id, "its cell is empty")
-        return Picture(id, functools.partial(io.BytesIO, content))
+        return Picture(id, Content(content))
 
 
 type Unit = Files | Tar | Parquet

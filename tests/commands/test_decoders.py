@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,10 +18,10 @@ from goldens import checkpoint
 from PIL import Image
 from shard_folders import COMMAND
 
-from pallas_patch_embed.embed import Decoder, command, decoders
+from pallas_patch_embed.embed import Decoder, Preprocessing, command, decoders
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import Budget, open_regular
-from pallas_patch_embed.embed.sources import Picture, unreadable
+from pallas_patch_embed.embed.sources import Content, Picture, unreadable
 
 FIXED, NAFLEX = "hf_siglip_p14_224", "hf_siglip2_naflex_p16"
 
@@ -60,7 +61,7 @@ def test_a_process_makes_the_image_or_the_reason_that_this_one_makes(tmp_path, m
     (tmp_path / "a.png").write_bytes(encoded(40, 30))
     os.mkfifo(tmp_path / "fifo.png")
     contents = [encoded(90, 40, "JPEG"), b"no picture", encoded(31, 77)[:3000], encoded(20, 20)]
-    opened = [functools.partial(io.BytesIO, content) for content in contents]
+    opened = [Content(content) for content in contents]
     files = ("a.png", "absent.png", "fifo.png")
     opened += [functools.partial(open_regular, tmp_path / file) for file in files]
     opened += [unreadable("b", "its cell is empty").open]
@@ -96,7 +97,7 @@ def test_processes_decode_no_more_pixels_at_a_time_than_the_budget_has(in_proces
     """Pictures above a process's share reserve more; pictures above the budget run alone."""
     budget = RecordingBudget(4000)
     sides = [40, 60, 100, 40, 62, 30, 101, 40]
-    opened = [functools.partial(io.BytesIO, encoded(side, side)) for side in sides]
+    opened = [Content(encoded(side, side)) for side in sides]
     images = decoded(opened, budget=budget, rows=4)
     assert not any(isinstance(image, str) for image in images)
     # Each process has a share of 2000 pixels for a request, and reserves more for a larger picture.
@@ -109,7 +110,7 @@ def test_processes_decode_no_more_pixels_at_a_time_than_the_budget_has(in_proces
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_only_a_picture_that_crashes_its_process_has_no_embedding(in_processes, rows):
     """This holds for all pictures that are decoded in the same request."""
-    opened = [functools.partial(io.BytesIO, encoded(20 + i, 20)) for i in range(30)]
+    opened = [Content(encoded(20 + i, 20)) for i in range(30)]
     wanted = decoded(opened, workers=1)
     budget = Budget(450)  # Two processes need more for some pictures.
     for i in (0, 11, 12, 13, 29):
@@ -129,7 +130,7 @@ def test_images_are_in_order_and_stay_until_the_next_batch(in_processes, name, w
     contents = [encoded(16 + 7 * i % 45, 60 - i) for i in range(45)]
     wanted = [how.image(io.BytesIO(content), Budget()) for content in contents]
     assert len({image.shape for image in wanted}) == (1 if name == FIXED else 16)
-    opened = [functools.partial(io.BytesIO, content) for content in contents]
+    opened = [Content(content) for content in contents]
     for image, right in zip(decoded(opened, workers, how=how, rows=rows), wanted, strict=True):
         np.testing.assert_array_equal(image, right)
 
@@ -137,13 +138,36 @@ def test_images_are_in_order_and_stay_until_the_next_batch(in_processes, name, w
 def test_an_image_that_is_larger_than_its_slot_is_refused(in_processes):
     """The slot of its neighbour is not changed."""
     how = opened_pictures.Larger(2, (9, 9), 3, 9)
-    good = functools.partial(io.BytesIO, encoded(9, 9))
-    large = functools.partial(io.BytesIO, encoded(10, 9))
+    good = Content(encoded(9, 9))
+    large = Content(encoded(10, 9))
     (right,) = decoded([good], workers=1, how=how)
     first, refused, last = decoded([good, large, good], how=how)
     np.testing.assert_array_equal(first, right)
     assert refused == "its image has 270 bytes, expected at most 243"
     np.testing.assert_array_equal(last, right)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 11])
+def test_pictures_may_be_smaller_or_larger_than_the_slots_of_their_images(in_processes, rows):
+    """A slot has 243 bytes. Formats ignore what follows a picture."""
+    how = Preprocessing(2, (9, 9), 3, 9)
+    picture = encoded(3, 3)
+    contents = [picture.ljust(n, b"?") for n in (0, 241, 242, 243, 244, 245, 486, 10**6)]
+    contents += [b"", bytes(243), bytes(244)]
+    opened = [Content(content) for content in contents]
+    images = decoded(opened, how=how, rows=rows)
+    for image in images[:8]:
+        np.testing.assert_array_equal(image, images[0])
+    assert images[8:] == ["it is not a picture in a format that Pillow reads"] * 3
+    for found, wanted in zip(images, decoded(opened, workers=1, how=how), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_contents_can_be_pickled(protocol):
+    content = pickle.loads(pickle.dumps(Content(b"content"), protocol))
+    with content() as file:
+        assert file.read() == b"content"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +183,7 @@ def test_where_no_process_runs_the_command_ends_and_says_what_to_do(
     """Every thread has more requests, which fail too."""
     how = preprocessing(2, (9, 9), 3, 9)
     with pytest.raises(UnfinishedError, match=f"{why}, .*--workers 1"):
-        decoded([functools.partial(io.BytesIO, b"")] * 40, how=how)
+        decoded([Content(b"")] * 40, how=how)
 
 
 def test_a_process_does_not_import_jax(in_processes):
@@ -175,7 +199,7 @@ def test_signals_to_the_group_are_left_to_the_parent(in_processes):
 def test_few_pictures_or_one_worker_start_no_process(monkeypatch, workers, pictures):
     monkeypatch.setattr(decoders, "DECODED_HERE", 5)
     monkeypatch.setattr(decoders, "Child", lambda *_: pytest.fail("started"))
-    opened = [functools.partial(io.BytesIO, encoded(20, 20))] * pictures
+    opened = [Content(encoded(20, 20))] * pictures
     assert len(np.stack(decoded(opened, workers=workers))) == pictures
 
 
