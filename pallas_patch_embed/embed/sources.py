@@ -256,10 +256,13 @@ class Parquet:
         row = 0
         try:
             with contextlib.ExitStack() as stack:
-                # pyarrow itself reads files on this machine, so they are not copied to Python.
+                # pyarrow itself reads files on this machine, so they are not copied to Python. It
+                # encodes names that are str as UTF-8, which a name need not be.
                 remote = is_url(self.path)
-                source = stack.enter_context(open_source(self.path)) if remote else self.path
-                file = stack.enter_context(pyarrow.parquet.ParquetFile(source))
+                opened = (
+                    open_source(self.path) if remote else pyarrow.OSFile(os.fsencode(self.path))
+                )
+                file = stack.enter_context(pyarrow.parquet.ParquetFile(stack.enter_context(opened)))
                 image, id = self.columns(file.schema_arrow)
                 columns = [image] if id is None else [image, id]
                 # Only a few rows are read at a time, because pictures are large.

@@ -514,6 +514,15 @@ def test_a_member_with_a_hole_is_read_as_a_whole(tmp_path):
     assert read_tar(tmp_path / "a.tar") == [("0", before + hole + after)]
 
 
+def test_the_name_of_a_parquet_file_need_not_be_UTF_8(tmp_path):
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.parquet")
+    with open(name, "wb") as file:
+        pyarrow.parquet.write_table(pyarrow.table({"image": [b"content"]}), file)
+    (picture,) = sources.Parquet(name).pictures()
+    assert picture.id == f"{tmp_path}/\\xff.parquet#0"
+    assert picture.open().read() == b"content"
+
+
 @pytest.mark.parametrize("nested", [False, True], ids=["bytes", "Hugging Face's struct"])
 def test_parquet_has_ids_or_gets_them(tmp_path, nested):
     contents = [encoded(i) for i in range(5)] + [None]
