@@ -488,4 +488,4 @@ def test_the_command_checks_this_machine(tmp_path, backend):
     assert {case["verdict"] for case in content["cases"]} == {"right"}
     interpreted = ["mosaic_sm100"] if backend == "mosaic_sm100" else []
     assert content["about"]["interpreted"] == interpreted
-    assert ("interpreters execute" in result.stdout) == bool(interpreted)
+    assert ("Interpreters execute" in result.stdout) == bool(interpreted)
