@@ -330,7 +330,7 @@ def test_pictures_and_shards_may_be_on_S3(tmp_path, s3, monkeypatch):
     assert sum(computed) == 4
     assert_same(by_id(out), found)
     before = s3.find("bucket/out", detail=True)
-    with pytest.raises(ValueError, match="normalize was False, is True"):
+    with pytest.raises(ValueError, match="normalize was False and is now True"):
         run(arguments, out, normalize=True, **options)
     assert s3.find("bucket/out", detail=True) == before
     assert not s3.exists("bucket/out/.lease.json")
