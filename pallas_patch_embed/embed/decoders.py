@@ -114,16 +114,18 @@ class Decoders:
         """Starts to decode a batch into the slots that begin at `slot`."""
         decoding = []
         for pictures in itertools.batched(batch, ASKED):
-            decode = self._decode if self._here > 0 else self._ask
             opens = [picture.open for picture in pictures]
-            decoding.append(self._threads.submit(decode, slot, opens, self._share))
+            if self._here > 0:
+                images = self._threads.submit(self._decode, opens)
+            else:
+                images = self._threads.submit(self._ask, slot, opens, self._share)
+            decoding.append(images)
             self._here -= len(opens)
             slot += len(opens)
         return decoding
 
-    def _decode(self, slot: int, opens: Sequence[Open], pixels: int) -> list[np.ndarray | str]:
-        """Decodes pictures in this thread, which needs neither slots nor reserved pixels."""
-        del slot, pixels
+    def _decode(self, opens: Sequence[Open]) -> list[np.ndarray | str]:
+        """Decodes pictures in this thread."""
         images: list[np.ndarray | str] = []
         for open_ in opens:
             try:

@@ -255,14 +255,11 @@ class Parquet:
 
         row = 0
         try:
-            with contextlib.ExitStack() as stack:
-                # pyarrow itself reads files on this machine, so they are not copied to Python. It
-                # encodes names that are str as UTF-8, which a name need not be.
-                remote = is_url(self.path)
-                opened = (
-                    open_source(self.path) if remote else pyarrow.OSFile(os.fsencode(self.path))
-                )
-                file = stack.enter_context(pyarrow.parquet.ParquetFile(stack.enter_context(opened)))
+            # pyarrow itself reads files on this machine, so they are not copied to Python. The name
+            # is passed as bytes, because it need not be UTF-8.
+            remote = is_url(self.path)
+            opened = open_source(self.path) if remote else pyarrow.OSFile(os.fsencode(self.path))
+            with opened, pyarrow.parquet.ParquetFile(opened) as file:
                 image, id = self.columns(file.schema_arrow)
                 columns = [image] if id is None else [image, id]
                 # Only a few rows are read at a time, because pictures are large.
