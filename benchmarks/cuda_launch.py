@@ -156,7 +156,7 @@ def launch(config: CudaConfig, problem: Problem, chip: Chip, addresses: dict[str
     pointers = [addresses[name] for name in ("scale", "table", "y", "segments")]
     shapes = [problem.rows, problem.N, plan["chunks"]]
     width = cuda.pixels(problem)[1] // (problem.layout.patch_size if problem.layout else 1)
-    row_patches = 1 if width % 2 else 2
+    row_patches = 1 if width % 2 else 2  # As row_patches() in ffi/kernel.h.
     numbers = [*shapes, problem.table_period, segments.shape[1], width, row_patches]
     content = b"".join(maps) + np.array(pointers, np.uint64).tobytes()
     content += np.array(numbers, np.int32).tobytes()

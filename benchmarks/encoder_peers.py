@@ -85,13 +85,12 @@ class Jax:
         pixels = jax.device_put(images_of(encoder.config.image_size[0], images))
         gpu = jax.devices()[0].platform == "gpu"
         options = OPTIONS if gpu else None
-        ways = {"this encoder, bias and GELU by cuBLAS": (_ours, (encoder,), options)}
-        ways["this encoder"] = (_ours, (encoder,), None)
-        ways["this encoder with the convolution"] = (
-            _with_convolution,
-            (encoder, *_unpacked(Path(folder))),
-            options,
-        )
+        weights = _unpacked(Path(folder))
+        ways = {
+            "this encoder, bias and GELU by cuBLAS": (_ours, (encoder,), options),
+            "this encoder": (_ours, (encoder,), None),
+            "this encoder with the convolution": (_with_convolution, (encoder, *weights), options),
+        }
         left_out = {}
         self.contenders = {}
         for name, (function, operands, chosen) in ways.items():
