@@ -1,9 +1,11 @@
 """Compares every element of a kernel's results with a float64 reference."""
 
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +21,8 @@ from pallas_patch_embed.problem import Problem
 type Run = Callable[..., jax.Array]
 # Function that cuts images into patches.
 type Cut = Callable[[jax.Array], jax.Array]
+# Function that returns a context in which a process uses the devices.
+type Turn = Callable[[], AbstractContextManager[Any]]
 
 # Number of fraction bits of each dtype of results.
 FRACTION_BITS = {"bfloat16": 7, "float32": 23}
@@ -72,7 +76,13 @@ class Counts(NamedTuple):
 
 
 def wrong_elements(
-    run: Run, problem: Problem, *, runs: int, seed: int, device: jax.Device | None = None
+    run: Run,
+    problem: Problem,
+    *,
+    runs: int,
+    seed: int,
+    device: jax.Device | None = None,
+    turn: Turn = contextlib.nullcontext,
 ) -> int:
     """Counts the wrong elements in a kernel's results.
 
@@ -87,13 +97,15 @@ def wrong_elements(
       runs: number of launches.
       seed: seed of the random operands.
       device: the device that runs the kernel; None for JAX's default device.
+      turn: as for `compared`.
 
     Returns:
       `Counts.all_wrong` of all launches: 0 if all results are right, otherwise the number of wrong
       elements plus the number of bytes outside of the result that the kernel changed.
     """
-    found = compared(run, problem, seed=seed, devices=(device or default_device(),))
-    return functools.reduce(Counts.plus, itertools.islice(found, runs), Counts()).all_wrong
+    devices = (device or default_device(),)
+    with contextlib.closing(compared(run, problem, seed=seed, devices=devices, turn=turn)) as found:
+        return functools.reduce(Counts.plus, itertools.islice(found, runs), Counts()).all_wrong
 
 
 def compared(
@@ -106,7 +118,8 @@ def compared(
     cut: Cut | None = None,
     before_launch: Callable[[], None] = lambda: None,
     allocate: memory.Allocate = memory.allocate,
-) -> Iterator[Counts]:
+    turn: Turn = contextlib.nullcontext,
+) -> Generator[Counts]:
     """Launches repeatedly, with new operands, and yields the result of each launch.
 
     Args:
@@ -117,46 +130,51 @@ def compared(
         first operand unchanged.
       before_launch: function that is called immediately before each launch.
       allocate: function that allocates an array with memory of its own.
+      turn: function whose context is entered after all large programs are compiled, and left when
+        the generator is closed. The devices are used only within it.
     """
     count = LAUNCHES[how]
     tensor_cores = Target.of(devices[0]).platform == "cuda"
-    sites = [[memory.Site(problem, d, allocate) for _ in range(count)] for d in devices]
-    programs = [_program(run, cut, count, how, of_device) for of_device in sites]
+    programs = [_program(run, cut, how, problem, device) for device in devices]
+    _compile_comparison(problem, devices[0])
     # If XLA lets the kernel write to another buffer and then copies the result, the program needs
     # temporary memory for the result, in addition to memory for patches that XLA has cut.
-    elsewhere = sites[0][0].result.nbytes
+    result = memory.result_type(problem)
+    elsewhere = result.size * result.dtype.itemsize
     if cut is not None:
         elsewhere += math.prod(problem.patches) * jnp.dtype(problem.dtype).itemsize
     in_place = [_temporary_bytes(program) < elsewhere for program in programs]
-    for index in itertools.count():
-        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
-        drawn = []
-        for i, site in enumerate(itertools.chain(*sites)):
-            device = devices[i // count]
-            with jax.default_device(device):
-                drawn.append(jax.device_put(draw(jax.random.fold_in(key, i), problem), device))
-            site.fill(drawn[-1])
-        places = [site.result.unsafe_buffer_pointer() for site in itertools.chain(*sites)]
-        before_launch()
-        results = [
-            program([site.result for site in of_device], [site.operands for site in of_device])
-            for program, of_device in zip(programs, sites)
-        ]
-        jax.block_until_ready(results)
-        total = Counts()
-        for i, (site, y) in enumerate(zip(itertools.chain(*sites), itertools.chain(*results))):
-            poisoned = in_place[i // count] and y.unsafe_buffer_pointer() == places[i]
-            site.result = y
-            wrong, moved, changed = compare(
-                problem, drawn[i], site.operands, y, tensor_cores=tensor_cores
-            )
-            changed += site.changed_bytes()
-            total = total.plus(Counts(1, y.size, wrong, moved, changed, poisoned, site.guarded))
-        yield total
+    with turn():
+        sites = [[memory.Site(problem, d, allocate) for _ in range(count)] for d in devices]
+        for index in itertools.count():
+            key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
+            drawn = []
+            for i, site in enumerate(itertools.chain(*sites)):
+                device = devices[i // count]
+                with jax.default_device(device):
+                    drawn.append(jax.device_put(draw(jax.random.fold_in(key, i), problem), device))
+                site.fill(drawn[-1])
+            places = [site.result.unsafe_buffer_pointer() for site in itertools.chain(*sites)]
+            before_launch()
+            results = [
+                program([site.result for site in of_device], [site.operands for site in of_device])
+                for program, of_device in zip(programs, sites)
+            ]
+            jax.block_until_ready(results)
+            total = Counts()
+            for i, (site, y) in enumerate(zip(itertools.chain(*sites), itertools.chain(*results))):
+                poisoned = in_place[i // count] and y.unsafe_buffer_pointer() == places[i]
+                site.result = y
+                wrong, moved, changed = compare(
+                    problem, drawn[i], site.operands, y, tensor_cores=tensor_cores
+                )
+                changed += site.changed_bytes()
+                total = total.plus(Counts(1, y.size, wrong, moved, changed, poisoned, site.guarded))
+            yield total
 
 
-def _program(run: Run, cut: Cut | None, count: int, how: str, sites: Sequence[memory.Site]) -> Any:
-    """Compiles a program of `count` launches, whose arguments are poisoned results and operands."""
+def _program(run: Run, cut: Cut | None, how: str, problem: Problem, device: jax.Device) -> Any:
+    """Compiles a program of launches, whose arguments are poisoned results and operands."""
 
     def program(poisoned: list[jax.Array], operands: list[memory.Operands]) -> list[jax.Array]:
         del poisoned
@@ -180,8 +198,21 @@ def _program(run: Run, cut: Cut | None, count: int, how: str, sites: Sequence[me
         return results
 
     jitted = jax.jit(program, donate_argnums=0, keep_unused=True)
-    lowered = jitted.lower([site.result for site in sites], [site.operands for site in sites])
+    operands, result = memory.types_on(problem, device)
+    count = LAUNCHES[how]
+    lowered = jitted.lower([result] * count, [operands] * count)
     return lowered.compile(COMMAND_BUFFERS if how == "in a command buffer" else None)
+
+
+def _compile_comparison(problem: Problem, device: jax.Device) -> None:
+    """Compiles the functions that a comparison calls, if they are not yet compiled."""
+    operands, result = memory.types_on(problem, device)
+    tensor_cores = Target.of(device).platform == "cuda"
+    with jax.default_device(device):
+        draw.lower(jax.random.key(0, impl="rbg"), problem).compile()
+        memory.compile_fill(operands, result)
+    with jax.enable_x64(True):
+        _compare.lower(operands, operands, result, problem, tensor_cores).compile()
 
 
 def _temporary_bytes(program: Any) -> int:

@@ -2,9 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import SingleDeviceSharding
 
 from pallas_patch_embed.problem import Problem
 
@@ -44,9 +47,23 @@ def result_type(problem: Problem) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*problem.patches[:-1], problem.N), problem.out_dtype)
 
 
+def types_on(problem: Problem, device: jax.Device) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """Returns the types of the operands and of the result of a `Site` on a device."""
+    place = SingleDeviceSharding(device)
+    kinds = (*operand_types(problem), result_type(problem))
+    *operands, result = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in kinds)
+    return tuple(operands), result
+
+
 def allocate(kind: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
     """Allocates an array of zeros that shares its memory with no other array."""
-    return jnp.zeros(kind.shape, kind.dtype, device=device).block_until_ready()
+    # A compiled function is called faster than `jnp.zeros`, which matters for hundreds of arrays.
+    return _zeros(kind.shape, str(kind.dtype), device).block_until_ready()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _zeros(shape: tuple[int, ...], dtype: str, device: jax.Device) -> jax.Array:
+    return lax.with_sharding_constraint(jnp.zeros(shape, dtype), SingleDeviceSharding(device))
 
 
 class Site:
@@ -136,6 +153,11 @@ def _rounded_up(nbytes: int) -> int:
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
 def _filled(places: tuple[jax.Array, ...], operands: Operands) -> tuple[jax.Array, ...]:
     return (*map(jnp.copy, operands), jnp.full_like(places[-1], jnp.nan))
+
+
+def compile_fill(operands: Any, result: jax.ShapeDtypeStruct) -> None:
+    """Compiles the program of `Site.fill` for arguments of these types."""
+    _filled.lower((*operands, result), operands).compile()
 
 
 @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)

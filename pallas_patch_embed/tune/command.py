@@ -1,9 +1,16 @@
 """The command `pallas-patch-embed tune`, which searches for many problems and can be resumed."""
 
 import argparse
+import collections
+import contextlib
+import functools
 import itertools
+import os
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +44,9 @@ SMALL = dict(
 # Seconds without a message after which the child counts as hung. nvcc takes half a minute for a
 # kernel, and the reference of a large problem takes as long.
 PATIENCE = 300.0
+
+# The part of the GPU's memory that several processes share.
+MEMORY = 0.9
 
 
 def add_parser(commands: Any) -> None:
@@ -82,6 +92,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--seconds", type=float, metavar="N", help="start no new problem after this many seconds"
     )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that search at the same time: they compile in parallel and take turns on "
+        "the GPU, whose memory they share (default: %(default)s)",
+    )
     parser.set_defaults(main=run)
 
 
@@ -93,8 +111,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--images is {min(arguments.images)}, expected 1 or more.")
     if arguments.seconds is not None and not arguments.seconds > 0:
         raise ValueError(f"--seconds is {arguments.seconds:g}, expected more than 0.")
-    with Child(search.answer, lambda _: PATIENCE) as child:
-        machine = machine_of(child)
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs is {arguments.jobs}, expected 1 or more.")
+    with children(arguments.jobs) as searching:
+        machine = machine_of(searching[0])
         results = stored_results(out, machine)
         chosen = {name: getattr(arguments, name) for name in SMALL}
         if not machine.head["chip"]:
@@ -104,8 +124,23 @@ def run(arguments: argparse.Namespace) -> int:
             )
             chosen = {name: given or SMALL[name] for name, given in chosen.items()}
         tasks = list(list_tasks(**chosen))
-        tune(tasks, child, out, machine, results, seconds=arguments.seconds)
+        tune(tasks, searching, out, machine, results, seconds=arguments.seconds)
     return 0
+
+
+@contextlib.contextmanager
+def children(jobs: int) -> Iterator[list[Child]]:
+    """Makes the processes that search; they start with their first task."""
+    with contextlib.ExitStack() as stack:
+        answer = search.answer
+        if jobs > 1:
+            # JAX reserves this part of the GPU's memory for each process.
+            os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{MEMORY / jobs:.3f}")
+            lock = stack.enter_context(tempfile.NamedTemporaryFile(prefix="pallas_patch_embed_"))
+            ending.state.unfinished.add(lock.name)
+            stack.callback(ending.state.unfinished.discard, lock.name)
+            answer = functools.partial(search.answer, lock=lock.name)
+        yield [stack.enter_context(Child(answer, lambda _: PATIENCE)) for _ in range(jobs)]
 
 
 def list_tasks(
@@ -181,7 +216,7 @@ def stored_results(out: Path, machine: Machine) -> dict[str, Result]:
 
 def tune(
     tasks: Sequence[tuple[str, Task]],
-    child: Child,
+    searching: Sequence[Child],
     out: Path,
     machine: Machine,
     results: dict[str, Result],
@@ -193,34 +228,52 @@ def tune(
 
     Args:
       tasks: descriptions and tasks.
-      child: the process that searches.
+      searching: the processes that search, each another task.
       out: path of the file.
-      machine: the machine on which the child runs.
+      machine: the machine on which the processes run.
       results: the results that are already in the file, by their keys; new results are added.
       seconds: time after which no new task starts; None for no limit.
       now: the clock.
     """
     end = None if seconds is None else now() + seconds
     ending.state.outcome = _outcome(results, out)
-    left = [(name, task) for name, task in tasks if _key(task) not in results]
+    left = collections.deque(item for item in tasks if _key(item[1]) not in results)
     if len(left) < len(tasks):
         print(f"{len(tasks) - len(left)} of {len(tasks)} problems are already in {printable(out)}.")
     said: set[tuple[str, str]] = set()
-    for number, (name, task) in enumerate(left):
-        if end is not None and now() >= end:
-            print(f"{seconds:g} s are over; {len(left) - number} problems are left. {RESUMES}")
-            return
-        found = search_one(task, child)
+    recording = threading.Lock()
+
+    def search_all(child: Child) -> None:
+        try:
+            while end is None or now() < end:
+                with recording:
+                    if not left:
+                        return
+                    name, task = left.popleft()
+                found = search_one(task, child)
+                with recording:
+                    record(name, task, found)
+        except BaseException:
+            left.clear()  # The other threads end after their tasks.
+            raise
+
+    def record(name: str, task: Task, found: Result | Refusal) -> None:
         if isinstance(found, Refusal):
             if (task.backend, found.reason) not in said:
                 print(f"{name}: {found.reason}", flush=True)
             said.add((task.backend, found.reason))
-            continue
+            return
         # Another search may have written to the same file in the meantime.
-        results |= stored_results(out, machine) | {found.key: found}
+        results.update(stored_results(out, machine) | {found.key: found})
         stored.write(out, machine.head, results.values(), _outcome(results, out))
         print(f"{name}: {describe(found)}", flush=True)
-    if results:
+
+    with ThreadPoolExecutor(len(searching)) as pool:
+        for thread in [pool.submit(search_all, child) for child in searching]:
+            thread.result()
+    if left:
+        print(f"{seconds:g} s are over; {len(left)} problems are left. {RESUMES}")
+    elif results:
         print(f"{len(results)} results are in {printable(out)}.")
 
 

@@ -1,11 +1,13 @@
 """The search for the fastest config of a backend for one problem.
 
 All candidates are checked before they are timed. Then all are timed interleaved in bursts. If a
-call is long enough, the fastest ones and the heuristic's config are also timed sustained. The
-fastest config is kept if it is faster than the heuristic's by more than the spread.
+call is long enough, the heuristic's config and those that may be faster are also timed sustained.
+The fastest config is kept if it is faster than the heuristic's by more than the spread.
 """
 
+import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -18,7 +20,8 @@ from pallas_patch_embed.backends import BACKENDS, stored
 from pallas_patch_embed.backends.mosaic import MosaicBackend
 from pallas_patch_embed.backends.plan import Plan, Refusal
 from pallas_patch_embed.backends.stored import Result
-from pallas_patch_embed.check.compare import draw, wrong_elements
+from pallas_patch_embed.check import memory
+from pallas_patch_embed.check.compare import Turn, draw, wrong_elements
 from pallas_patch_embed.child import Send
 from pallas_patch_embed.chips import Target, default_device
 from pallas_patch_embed.problem import Problem
@@ -48,8 +51,8 @@ BEYOND_CACHE, MOST_COPIES = 2, 32
 
 # How long contenders are timed on a GPU, and in an interpreter (a single call).
 GPU = dict(
-    burst=dict(rounds=5, calls=5, rest=0.2),
-    sustained=dict(rounds=2, calls=20, seconds=1.0),
+    burst=dict(rounds=5, calls=5, rest=0.03),
+    sustained=dict(rounds=2, calls=20, seconds=0.5),
 )
 INTERPRETER = dict(
     burst=dict(rounds=1, calls=1, rest=0.0),
@@ -78,11 +81,17 @@ class Machine:
     head: dict[str, Any]
 
 
-def answer(send: Send, task: Task | None, refused: Mapping[str, str]) -> None:
-    """Answers a request in the child: searches a task, or sends the `Machine` if there is none."""
+def answer(
+    send: Send, task: Task | None, refused: Mapping[str, str], *, lock: str | None = None
+) -> None:
+    """Answers a request in the child: searches a task, or sends the `Machine` if there is none.
+
+    `lock` is the path of the file that `alone` locks; None if no other process searches.
+    """
     target = Target.of(default_device())
     if task is not None:
-        for message in search(task, target, refused):
+        turn = contextlib.nullcontext if lock is None else functools.partial(alone, lock)
+        for message in search(task, target, refused, turn):
             send(message)
         return
     driver = versions.driver() if target.chip is not None else ""
@@ -90,8 +99,24 @@ def answer(send: Send, task: Task | None, refused: Mapping[str, str]) -> None:
     send(Machine(default_device().device_kind, head))
 
 
+@contextlib.contextmanager
+def alone(lock: str) -> Iterator[None]:
+    """Waits until no other process is in such a block with the same file.
+
+    The operating system releases the lock when the process ends, whatever ends it.
+    """
+    import fcntl  # Windows does not have it.
+
+    with open(lock, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def search(
-    task: Task, target: Target, refused: Mapping[str, str]
+    task: Task,
+    target: Target,
+    refused: Mapping[str, str],
+    turn: Turn = contextlib.nullcontext,
 ) -> Iterator[str | Result | Refusal]:
     """Searches for the fastest config.
 
@@ -99,6 +124,8 @@ def search(
       task: backend and problem.
       target: the chip. Without a chip the kernels are interpreted, if they have an interpreter.
       refused: how candidates ended the child before, by their names.
+      turn: function that returns a context in which no other search uses the GPU. Kernels are
+        compiled outside of it.
 
     Yields:
       The name of each candidate before it is tried, and `IN_TURNS` before all are timed; then a
@@ -125,13 +152,17 @@ def search(
         yield name
         try:
             run = plan(task, target, config).run
+            jitted = jax.jit(run)
+            jitted.lower(*memory.operand_types(task.problem)).compile()
             runs = RUNS if target.chip is not None else INTERPRETED_RUNS
-            if wrong := wrong_elements(run, task.problem, runs=runs, seed=len(contenders)):
+            seed = len(contenders)
+            if wrong := wrong_elements(run, task.problem, runs=runs, seed=seed, turn=turn):
                 reasons[name] = f"{wrong} elements of its results are wrong"
                 continue
-            operands = operands or _operands(task.problem, target)
-            contender = Contender(jax.jit(run), operands[0], tuple(operands[1:]))
-            jax.block_until_ready(contender())
+            with turn():
+                operands = operands or _operands(task.problem, target)
+                contender = Contender(jitted, operands[0], tuple(operands[1:]))
+                jax.block_until_ready(contender())
         except Exception as error:  # Compilers raise many kinds of errors.
             reasons[name] = (str(error).splitlines() or [type(error).__name__])[0]
             continue
@@ -140,7 +171,8 @@ def search(
         yield _result(task, None, {}, reasons)
         return
     yield IN_TURNS
-    times = timed(contenders, heuristic, GPU if target.chip is not None else INTERPRETER)
+    with turn():
+        times = timed(contenders, heuristic, GPU if target.chip is not None else INTERPRETER)
     best = fastest(times, heuristic)
     kept = None if best == heuristic else dataclasses.asdict(configs[best])
     yield _result(task, kept, times, reasons)
@@ -198,8 +230,12 @@ def timed(
     order = sorted(in_burst, key=lambda name: in_burst[name].milliseconds)
     if in_burst[order[0]].milliseconds < SHORT:
         return times
-    others = [name for name in order if name != heuristic][:FINALISTS]
-    names = [heuristic, *others] if heuristic in contenders else others
+    own = in_burst.get(heuristic)
+    # A config that is slower in bursts is not kept, whatever its sustained time is.
+    others = [x for x in order if x != heuristic and not (own and is_faster(own, in_burst[x]))]
+    if own and not others:
+        return times
+    names = [*([heuristic] if own else []), *others[:FINALISTS]]
     of_finalists = timing.sustained(
         {name: contenders[name] for name in names}, **effort["sustained"]
     )

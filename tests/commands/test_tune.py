@@ -1,6 +1,7 @@
 """`pallas-patch-embed tune` with stand-ins for kernels and clock, and one real small search."""
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -490,9 +492,16 @@ def test_contenders_take_turns(device):
     one_round = [c.seconds for c in configs for _ in range(burst["calls"])]
     begin = 2 * len(configs)
     assert turns[begin : begin + burst["rounds"] * len(one_round)] == one_round * burst["rounds"]
-    sustained = turns[begin + burst["rounds"] * len(one_round) + len(configs) :]
+    # The config that is slower in bursts is not timed sustained.
+    sustained = turns[begin + burst["rounds"] * len(one_round) + 2 :]
     changes = [a for a, b in zip(sustained, [*sustained[1:], None]) if a != b]
-    assert len(changes) == len(configs) * search.GPU["sustained"]["rounds"]
+    assert changes == [0.03, 0.02] * search.GPU["sustained"]["rounds"]
+
+
+def test_if_no_config_can_be_kept_none_is_timed_sustained(device):
+    _, last = found(device, Config(0.03), Config(0.04), Config(0.05))
+    assert last.config is None
+    assert [list(of_it) for of_it in last.times.values()] == [["burst"]] * 3
 
 
 def test_only_the_heuristics_and_the_closest_are_timed_sustained(device):
@@ -560,7 +569,7 @@ def test_a_search_without_stand_ins_runs_in_an_interpreter(monkeypatch, tmp_path
     name, in_turns, last = search.search(Task("mosaic_sm90", SMALL), Target("cpu"), {})
     assert name == str(hopper.choose_config(SMALL, H200)) and in_turns == search.IN_TURNS
     assert not last.refused and list(last.times) == [name]
-    assert last.times[name].keys() == {"burst", "sustained"}
+    assert last.times[name].keys() == {"burst"}
     path = tmp_path / "out.json"
     stored.write(path, head(chip=None), [last])
     assert stored.read(path).results == {last.key: last}
@@ -694,15 +703,15 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path, capsys):
         lambda task, _: KeyboardInterrupt() if task.problem.rows == 392 else find(task, _)
     )
     with pytest.raises(KeyboardInterrupt):
-        command.tune(TASKS, ends, out, MACHINE, command.stored_results(out, MACHINE))
+        command.tune(TASKS, [ends], out, MACHINE, command.stored_results(out, MACHINE))
     assert images_of(out) == [1] and "1 results are in" in command.ending.state.outcome
     goes_on = Answers(find)
-    command.tune(TASKS, goes_on, out, MACHINE, command.stored_results(out, MACHINE))
+    command.tune(TASKS, [goes_on], out, MACHINE, command.stored_results(out, MACHINE))
     assert [task for task, _ in goes_on.asked] == [task for _, task in TASKS[1:]]
     assert images_of(out) == [1, 2, 3]
     assert "1 of 3 problems are already in" in capsys.readouterr().out
     nothing = Answers(find)
-    command.tune(TASKS, nothing, out, MACHINE, command.stored_results(out, MACHINE))
+    command.tune(TASKS, [nothing], out, MACHINE, command.stored_results(out, MACHINE))
     assert not nothing.asked
 
 
@@ -711,11 +720,63 @@ def test_two_searches_fill_one_file(tmp_path):
 
     def meanwhile(task, refused):
         if task is TASKS[0][1]:
-            command.tune(TASKS[2:], Answers(find), out, MACHINE, {})
+            command.tune(TASKS[2:], [Answers(find)], out, MACHINE, {})
         return find(task, refused)
 
-    command.tune(TASKS[:2], Answers(meanwhile), out, MACHINE, {})
+    command.tune(TASKS[:2], [Answers(meanwhile)], out, MACHINE, {})
     assert sorted(images_of(out)) == [1, 2, 3]
+
+
+def test_several_processes_share_the_tasks(tmp_path):
+    """Each of two processes gets its first task while the other one searches."""
+    out, both = tmp_path / "out.json", threading.Barrier(2)
+
+    def searches(task, refused):
+        if len(first.asked) + len(second.asked) <= 2:
+            both.wait(60)
+        return find(task, refused)
+
+    first, second = Answers(searches), Answers(searches)
+    command.tune(TASKS, [first, second], out, MACHINE, {})
+    asked = [task for task, _ in (*first.asked, *second.asked)]
+    assert len(asked) == 3 and {id(task) for task in asked} == {id(task) for _, task in TASKS}
+    assert sorted(images_of(out)) == [1, 2, 3]
+
+
+def test_an_error_of_one_process_ends_the_search_and_keeps_what_others_found(tmp_path):
+    out, both = tmp_path / "out.json", threading.Barrier(2)
+
+    def fails(task, refused):
+        both.wait(60)
+        return OSError("no more processes can be started")
+
+    def works(task, refused):
+        if len(working.asked) == 1:
+            both.wait(60)
+        return find(task, refused)
+
+    failing, working = Answers(fails), Answers(works)
+    with pytest.raises(OSError, match="no more processes"):
+        command.tune(TASKS, [failing, working], out, MACHINE, {})
+    assert len(failing.asked) == 1
+    assert images_of(out) == [task.problem.rows // 196 for task, _ in working.asked]
+
+
+def test_only_one_process_at_a_time_uses_the_GPU(tmp_path):
+    lock = tmp_path / "lock"
+    lock.touch()
+    inside = []
+
+    def other():
+        with search.alone(str(lock)):
+            inside.append("other")
+
+    with concurrent.futures.ThreadPoolExecutor() as pool, search.alone(str(lock)):
+        waiting = pool.submit(other)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        inside.append("this")
+    assert inside == ["this", "other"]
 
 
 def test_a_budget_ends_the_search_between_two_problems(tmp_path, capsys):
@@ -726,14 +787,14 @@ def test_a_budget_ends_the_search_between_two_problems(tmp_path, capsys):
         return find(task, refused)
 
     ask = Answers(takes_ten_seconds)
-    command.tune(TASKS, ask, out, MACHINE, {}, seconds=15, now=clock.perf_counter)
+    command.tune(TASKS, [ask], out, MACHINE, {}, seconds=15, now=clock.perf_counter)
     assert images_of(out) == [1, 2]
     assert "15 s are over; 1 problems are left. The same command resumes" in capsys.readouterr().out
 
 
 def test_what_a_backend_cannot_serve_is_said_once_and_left_out(tmp_path, capsys):
     out = tmp_path / "out.json"
-    command.tune(TASKS, Answers(lambda *_: [Refusal("no.")]), out, MACHINE, {})
+    command.tune(TASKS, [Answers(lambda *_: [Refusal("no.")])], out, MACHINE, {})
     assert not out.exists() and capsys.readouterr().out.count(": no.") == 1
 
 
@@ -764,6 +825,7 @@ def test_results_of_two_machines_are_not_mixed(tmp_path, changes, message):
         (["--out", "/proc/out.json"], "/proc/out.json: nothing can be written there (No such"),
         (["--out", "out.json", "--images", "0"], "--images is 0, expected 1 or more"),
         (["--out", "out.json", "--seconds", "0"], "--seconds is 0, expected more than 0"),
+        (["--out", "out.json", "--jobs", "0"], "--jobs is 0, expected 1 or more"),
         (["--out", "out.json", "--shapes", "B/17"], "invalid choice: 'B/17'"),
     ],
     ids=str,
@@ -789,7 +851,9 @@ def test_the_command_says_that_times_without_a_GPU_are_none_of_a_GPU(monkeypatch
     stand = Answers(lambda task, _: [machine] if task is None else find(task, _))
     monkeypatch.setattr(command, "Child", lambda *_: contextlib.nullcontext(stand))
     arguments = types.SimpleNamespace(
-        out=out, **dict.fromkeys(("shapes", "dtypes", "images", "sources", "backends", "seconds"))
+        out=out,
+        jobs=1,
+        **dict.fromkeys(("shapes", "dtypes", "images", "sources", "backends", "seconds")),
     )
     assert command.run(arguments) == 0
     assert (
@@ -813,7 +877,7 @@ from pallas_patch_embed.child import Child
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     with Child(tune_answers.first_is_found, lambda _: 3600) as child:
-        command.tune(TASKS, child, out, MACHINE, command.stored_results(out, MACHINE))
+        command.tune(TASKS, [child], out, MACHINE, command.stored_results(out, MACHINE))
 """
 
 
@@ -836,5 +900,5 @@ def test_a_search_that_is_ended_by_a_signal_keeps_what_it_found(tmp_path, number
             f"Terminated; 1 results are in {out}. The same command resumes the search.\n"
         )
     goes_on = Answers(find)
-    command.tune(TASKS, goes_on, out, MACHINE, command.stored_results(out, MACHINE))
+    command.tune(TASKS, [goes_on], out, MACHINE, command.stored_results(out, MACHINE))
     assert len(goes_on.asked) == 2 and images_of(out) == [1, 2, 3]
