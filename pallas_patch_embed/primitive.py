@@ -14,10 +14,12 @@ equation is partitioned over devices as follows:
   automatic sharding, backend="xla"  XLA partitions it
 """
 
+import contextlib
 import functools
 import importlib.util
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -390,7 +392,7 @@ _automatically.def_partition(_partition, sharding_rule=_shardy_rule)
 # The lowering rules.
 
 
-def _devices_left_to_xla(module) -> int:
+def devices_left_to_xla(module) -> int:
     """Returns the number of devices over which XLA will partition this module."""
     context = module.axis_context
     if isinstance(context, mlir.SPMDAxisContext):
@@ -399,7 +401,7 @@ def _devices_left_to_xla(module) -> int:
     return getattr(context, "num_devices", 1)
 
 
-def _target(module, platform: str | None) -> Target:
+def target_of(module, platform: str | None) -> Target:
     """Returns the target on which the module will run."""
     if platform is None and len(module.platforms) == 1:
         return Target(module.platforms[0])
@@ -429,7 +431,7 @@ def _lower(ctx, *operands, call, platform=None):
     if module.lowering_parameters.for_export:
         _check_serializable()
     automatic = call.devices and isinstance(module.axis_context, mlir.ShardingContext)
-    if automatic and _devices_left_to_xla(module) > 1:
+    if automatic and devices_left_to_xla(module) > 1:
         return _lower_split(ctx, *operands, call=call)
     return _lower_whole(ctx, *operands, call=call, platform=platform)
 
@@ -456,10 +458,10 @@ def _lower_whole(ctx, *operands, call, platform):
             "backend=None."
         )
     problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype, layout=layout, cut=cut)
-    if _devices_left_to_xla(module) == 1:
-        plan = choose(problem, _target(module, platform), backend, tuned)
+    if devices_left_to_xla(module) == 1:
+        plan = choose(problem, target_of(module, platform), backend, tuned)
     elif backend in (None, "xla") and cut is None:
-        plan = xla.plan(problem, _target(module, platform))
+        plan = xla.plan(problem, target_of(module, platform))
     else:
         raise NotImplementedError(
             f"patch_embed: backend {backend!r} and cut={cut!r} cannot serve inside a shard_map "
@@ -472,12 +474,21 @@ def _lower_whole(ctx, *operands, call, platform):
             source = rows(source, layout, Encoding(weight.dtype.name))
         return plan.run(source, weight, *rest)
 
-    # The code lowered here runs on one device. Pallas kernels refuse operands whose types say how
-    # they vary over a mesh, so these types are replaced by types without that information.
+    with on_one_device(ctx) as plain:
+        lower = mlir.lower_fun(run, multiple_results=False)
+        return lower(plain, *operands)
+
+
+@contextlib.contextmanager
+def on_one_device(ctx) -> Iterator[Any]:
+    """Yields the context in which code is lowered that runs on one device.
+
+    Pallas kernels refuse operands whose types say how they vary over a mesh, so these types are
+    replaced by types without that information.
+    """
     plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        lower = mlir.lower_fun(run, multiple_results=False)
-        return lower(ctx.replace(avals_in=plain), *operands)
+        yield ctx.replace(avals_in=plain)
 
 
 mlir.register_lowering(patch_embed_p, _lower)

@@ -18,6 +18,7 @@ from pallas_patch_embed.patches import check_range, encode, pad_rows
 from pallas_patch_embed.problem import AnyArray, dtype_name, is_known
 from pallas_patch_embed.siglip2.config import ACTIVATIONS, Config
 from pallas_patch_embed.siglip2.naflex import resize_positions
+from pallas_patch_embed.siglip2.norm import layer_norm
 
 # Largest number of channels of a head for which cuDNN's fused attention runs on every GPU that it
 # supports.
@@ -246,10 +247,7 @@ def _row(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _norm(x: jax.Array, p: dict[str, jax.Array], config: Config) -> jax.Array:
-    y = x.astype(jnp.float32)
-    y = y - y.mean(-1, keepdims=True)
-    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + config.eps)
-    return (y * _row(p["scale"], y) + _row(p["bias"], y)).astype(x.dtype)
+    return layer_norm(x, p["scale"], p["bias"], eps=config.eps)
 
 
 def _dense(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:

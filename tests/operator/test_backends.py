@@ -108,7 +108,7 @@ def test_what_runs_is_what_explain_says(source, monkeypatch):
 
         return types.SimpleNamespace(plan=plan)
 
-    monkeypatch.setattr(primitive, "_target", lambda module, platform: h200)
+    monkeypatch.setattr(primitive, "target_of", lambda module, platform: h200)
     stand_ins = {name: stand_in(name, backend) for name, backend in BACKENDS.items()}
     with mock.patch.dict(BACKENDS, stand_ins):
         jax.clear_caches()

@@ -1,0 +1,166 @@
+"""Layer norms are as accurate as float32 and the dtype of the result allow, with both programs."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from repository import environment
+
+from pallas_patch_embed import primitive
+from pallas_patch_embed.chips import A100, B200, H200, Target
+from pallas_patch_embed.siglip2 import norm
+
+EPS = 1e-6
+interpreted = functools.partial(norm.kernel, interpret=plgpu.InterpretGPUParams())
+
+
+def draw(rows, D):
+    """Draws [2, rows, D] with rows of every kind, a scale and a bias."""
+    rng = np.random.default_rng(D + rows)
+    x = rng.normal(size=(2, rows, D))
+    x[0, 0, 7] = 3e4  # an outlier channel, as vision transformers have them
+    x[0, 1, 0] = -3e4
+    x[0, 2] += 50
+    x[0, 3] *= 1e-4  # the variance is smaller than eps
+    x[1, 0] = 3
+    x[1, 1] = 3
+    x[1, 1, 5] += 2**-6  # one unit in the last place of bfloat16
+    x[1, 2] *= 1e4
+    scale, bias = rng.normal(size=(2, D)).astype(np.float32)
+    return x.astype(np.float32), scale, bias
+
+
+def assert_accurate(found, x, scale, bias):
+    """Compares with float64.
+
+    Let u be the unit roundoff of float32. A sum of D values in any order has an error of at most
+    (D - 1) * u times the sum of their magnitudes, so the mean has an error of at most `shift`. This
+    error adds at most its square to the variance, because the deviations from the mean add up to
+    zero; rounding adds a relative error of (D + 5) * u. The reciprocal of the square root has at
+    most half of both, and an error of its own of at most 2**-22 (PTX ISA,
+    rsqrt.approx.f32). Three more products and differences are rounded before the bias is added. The
+    factor 1.01 is for products of these errors. At last the result is rounded to its dtype.
+    """
+    D, u = x.shape[-1], 2.0**-24
+    x, scale, bias = (np.asarray(a, np.float64) for a in (x, scale, bias))
+    centred = x - x.mean(-1, keepdims=True)
+    variance = np.square(centred).mean(-1, keepdims=True) + EPS
+    shift = 1.01 * (D + 1) * u * np.abs(x).mean(-1, keepdims=True)
+    relative = (shift**2 / variance + (D + 5) * u) / 2 + 2.0**-22 + 3 * u
+    y = scale * centred / np.sqrt(variance)
+    shifted = np.abs(scale) * shift / np.sqrt(variance)
+    float32 = 1.01 * (shifted * (1 + relative) + np.abs(y) * relative + u * np.abs(y + bias))
+    wanted = y + bias
+    rounding = float(jnp.finfo(found.dtype).eps) / 2
+    bound = float32 + rounding * (np.abs(wanted) + float32)
+    assert (np.abs(np.asarray(found, np.float64) - wanted) <= bound).all()
+
+
+@pytest.mark.parametrize("D", [768, 1152])
+@pytest.mark.parametrize(
+    "function, dtype",
+    [(norm.layer_norm, "float32"), (norm.layer_norm, "bfloat16"), (interpreted, "bfloat16")],
+    ids=["float32", "bfloat16", "bfloat16, kernel"],
+)
+def test_rows_with_outliers_or_a_large_mean_are_accurate(function, dtype, D):
+    x, scale, bias = draw(5, D)
+    x = jnp.asarray(x, dtype)
+    found = jax.jit(functools.partial(function, eps=EPS))(x, scale, bias)
+    assert found.dtype == x.dtype
+    assert_accurate(found, x, scale, bias)
+
+
+@pytest.mark.parametrize("rows, D", [(2, 64), (3, 192), (4, 1536), (5, norm.MOST_COLUMNS)])
+def test_the_kernel_serves_any_number_of_rows(rows, D):
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.normal(size=(2, rows, D)), jnp.bfloat16)
+    scale, bias = rng.normal(size=(2, D)).astype(np.float32)
+    assert_accurate(interpreted(x, scale, bias, eps=EPS), x, scale, bias)
+
+
+@pytest.mark.usefixtures("compilers")
+def test_the_compiled_kernel_keeps_rows_in_registers():
+    widths = [64, 768, 1152, norm.MOST_COLUMNS]
+    program = Path(__file__).with_name("norm_kernels.py")
+    command = [sys.executable, program, *map(str, widths)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [found[str(D)][1] for D in widths] == [0] * len(widths)
+    # Four thread blocks or more share a multiprocessor with So400m's width, five or more with B's.
+    assert found["1152"][0] <= 128 and found["768"][0] <= 96
+
+
+LARGE = (512, 196, 768)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, chip, serves",
+    [
+        (LARGE, "bfloat16", H200, True),
+        ((64, 729, 1152), "bfloat16", H200, True),
+        (LARGE, "bfloat16", A100, False),
+        (LARGE, "bfloat16", B200, False),
+        (LARGE, "bfloat16", None, False),
+        (LARGE, "float32", H200, False),
+        ((64, 196, 768), "bfloat16", H200, False),  # fits into the L2 cache
+        ((0, 196, 768), "bfloat16", H200, False),
+        ((512, 196, 96), "bfloat16", H200, False),
+        ((512, 196, norm.MOST_COLUMNS + 64), "bfloat16", H200, False),
+    ],
+)
+def test_the_kernel_serves_large_arrays_on_hopper(shape, dtype, chip, serves):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    assert norm.serves(x, Target("cuda", chip)) == serves
+    assert not norm.serves(x, Target("cuda", chip, known=False))
+
+
+normalize = functools.partial(norm.layer_norm, eps=EPS)
+
+
+def calls_of_the_kernel(monkeypatch, function, sharding=None, everywhere=None):
+    monkeypatch.setattr(primitive, "target_of", lambda module, platform: Target("cuda", H200))
+    x = jax.ShapeDtypeStruct(LARGE, "bfloat16", sharding=sharding)
+    row = jax.ShapeDtypeStruct(LARGE[-1:], "float32", sharding=everywhere)
+    traced = jax.jit(function).trace(x, row, row)
+    return traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2")
+
+
+def test_an_encoder_for_one_device_uses_the_kernel(monkeypatch):
+    assert calls_of_the_kernel(monkeypatch, normalize) == 1
+    assert calls_of_the_kernel(monkeypatch, jax.vmap(normalize, (0, None, None))) == 1
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_xla_never_partitions_the_kernel(monkeypatch, kind):
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(kind,))
+    shardings = NamedSharding(mesh, P("batch")), NamedSharding(mesh, P())
+    specs = dict(in_specs=(P("batch"), P(), P()), out_specs=P("batch"))
+    manual = jax.shard_map(normalize, mesh=mesh, **specs)
+    assert calls_of_the_kernel(monkeypatch, normalize, *shardings) == 0
+    assert calls_of_the_kernel(monkeypatch, manual, *shardings) == 1
+
+
+def test_transformations_agree_with_the_formula():
+    x, scale, bias = draw(4, 64)
+    formula = functools.partial(norm.formula, eps=EPS)
+
+    def compare(transform):
+        found, wanted = (jax.jit(transform(f))(x, scale, bias) for f in (normalize, formula))
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+    compare(lambda f: jax.vmap(f, (0, None, None)))
+    compare(lambda f: jax.vmap(f, (1, None, None), out_axes=1))
+    compare(lambda f: lambda x, s, b: jax.vmap(f, (None, 0, None))(x, jnp.stack([s, b]), b))
+    compare(lambda f: jax.grad(lambda *a: jnp.square(f(*a)).sum(), (0, 1, 2)))
+    compare(lambda f: lambda x, s, b: jax.jvp(lambda s: f(x, s, b), (s,), (b,)))
