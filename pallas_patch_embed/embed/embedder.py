@@ -180,11 +180,15 @@ class Embedder:
             devices = devices[:1]  # XLA uses all cores for a single CPU device.
         self.rows = batch * len(devices)
         mesh = Mesh(np.array(devices), ("batch",))
-        self._split = NamedSharding(mesh, PartitionSpec("batch"))
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        self.encoder: Encoder = jax.device_put(encoder, everywhere)
+        split, everywhere = PartitionSpec("batch"), PartitionSpec()
+        self._split = NamedSharding(mesh, split)
+        self.encoder: Encoder = jax.device_put(encoder, NamedSharding(mesh, everywhere))
         options = BY_CUBLAS if cuda_is_installed() else None
-        self._pooled = jax.jit(_pooled, compiler_options=options)
+        # XLA would partition the program without the kernel for layer norms.
+        pooled = jax.shard_map(
+            _pooled, mesh=mesh, in_specs=(everywhere, split, split), out_specs=split
+        )
+        self._pooled = jax.jit(pooled, compiler_options=options)
 
     def expect(self, pictures: int) -> None:
         """Makes steps smaller if there are fewer pictures than `rows`."""
@@ -209,9 +213,9 @@ class Embedder:
                 batch_naflex(padded, self.encoder.config, self.preprocessing.max_num_patches),
                 self._split,
             )
-            pooled = self._pooled(self.encoder, patches, spatial_shapes=shapes, mask=mask)
+            pooled = self._pooled(self.encoder, patches, dict(spatial_shapes=shapes, mask=mask))
         else:
-            pooled = self._pooled(self.encoder, jax.device_put(np.stack(padded), self._split))
+            pooled = self._pooled(self.encoder, jax.device_put(np.stack(padded), self._split), {})
 
         def finish() -> np.ndarray:
             result = np.asarray(pooled[:n], np.float32)
@@ -235,7 +239,7 @@ class Embedder:
         return result | {"embedding": embedding}
 
 
-def _pooled(encoder: Encoder, images: jax.Array, **naflex: Any) -> jax.Array:
+def _pooled(encoder: Encoder, images: jax.Array, naflex: dict[str, Any]) -> jax.Array:
     pooled = encoder(images, **naflex).pooler_output
     assert pooled is not None  # Embedder refuses encoders without a head.
     return pooled
