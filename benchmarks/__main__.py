@@ -87,7 +87,9 @@ def measure(
       The results; and for each contender or regime that was left out, name -> reason.
     """
     data = contenders.draw(case)
-    found, left_out = contenders.entries(case, data, tuple(chosen.sources), built=not chosen.quick)
+    found, left_out = contenders.entries(
+        case, data, tuple(chosen.sources), built=not chosen.quick, chosen=chosen.contenders
+    )
     measured = []
     for regime, reason in regimes(case, chosen.regimes).items():
         if reason:
@@ -285,6 +287,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sources", nargs="+", choices=SOURCES, default=list(SOURCES), help=sources
     )
+    named = "the operator's contenders, by their names in the tables; default: all"
+    parser.add_argument("--contenders", nargs="+", default=[], metavar="NAME", help=named)
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, help=regimes)
     parser.add_argument("--rounds", type=at_least(1, int), help="number of turns of each contender")
     parser.add_argument("--rest", type=at_least(0, float), help="idle seconds before each turn")

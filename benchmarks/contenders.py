@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -391,7 +391,12 @@ def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callabl
 
 
 def entries(
-    case: Case, data: Data, sources: tuple[str, ...] = SOURCES, *, built: bool = True
+    case: Case,
+    data: Data,
+    sources: tuple[str, ...] = SOURCES,
+    *,
+    built: bool = True,
+    chosen: Collection[str] = (),
 ) -> tuple[dict[tuple[str, str], Entry], dict[str, str]]:
     """Checks the outputs of all contenders, and returns the contenders by source and name.
 
@@ -400,6 +405,7 @@ def entries(
       data: its operands.
       sources: "patches", "images" or both.
       built: whether to build the contenders that nvcc compiles.
+      chosen: names of the contenders; none for all.
 
     Returns:
       Entries by (source, name); and for each contender that is left out, name -> reason.
@@ -423,15 +429,21 @@ def entries(
                 cut = functools.partial(ppe.embed_images, cut="kernel")
                 ways[f"{row.backend}, cut by the kernel"] = cut
             for name, way in ways.items():
+                if chosen and name not in chosen:
+                    continue
                 embed = jax.jit(functools.partial(way, backend=row.backend))
                 contender = Contender(embed, (getattr(data, source), data.params))
                 candidates[source, name] = Entry(contender, True), "embedding"
     for name, (source, function, take, reference) in _peers(case, built=built).items():
-        if source in sources:
+        if source in sources and (not chosen or name in chosen):
             try:
                 candidates[source, name] = Entry(Contender(function, take(data)), False), reference
             except (NotImplementedError, ImportError, RuntimeError) as reason:
                 left_out[name] = str(reason).splitlines()[0]
+    named = {name for _, name in candidates} | left_out.keys()
+    left_out |= {
+        name: "no contender of these sources has this name." for name in chosen if name not in named
+    }
     timing.compile_all([entry.contender for entry, _ in candidates.values()])
     for (source, name), (entry, reference) in candidates.items():
         try:

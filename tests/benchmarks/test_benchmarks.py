@@ -61,6 +61,13 @@ def test_every_contender_is_correct(dtype, pixels):
     assert "8.0 or newer" in left_out["triton"]
 
 
+def test_contenders_can_be_chosen_by_name():
+    names = ["xla", "jnp.dot + positions", "convolution + positions", "jnp.dot"]
+    found, left_out = contenders.entries(CASE, contenders.draw(CASE), ("patches",), chosen=names)
+    assert found.keys() == {("patches", "xla"), ("patches", "jnp.dot + positions")}
+    assert left_out["jnp.dot"] == "no contender of these sources has this name."
+
+
 def test_a_wrong_output_is_not_timed(monkeypatch):
     data = contenders.draw(CASE)
     right = contenders.convolution
