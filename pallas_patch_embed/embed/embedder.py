@@ -180,15 +180,11 @@ class Embedder:
             devices = devices[:1]  # XLA uses all cores for a single CPU device.
         self.rows = batch * len(devices)
         mesh = Mesh(np.array(devices), ("batch",))
-        split, everywhere = PartitionSpec("batch"), PartitionSpec()
-        self._split = NamedSharding(mesh, split)
-        self.encoder: Encoder = jax.device_put(encoder, NamedSharding(mesh, everywhere))
+        self._split = NamedSharding(mesh, PartitionSpec("batch"))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self.encoder: Encoder = jax.device_put(encoder, everywhere)
         options = BY_CUBLAS if cuda_is_installed() else None
-        # XLA would partition the program without the kernel for layer norms.
-        pooled = jax.shard_map(
-            _pooled, mesh=mesh, in_specs=(everywhere, split, split), out_specs=split
-        )
-        self._pooled = jax.jit(pooled, compiler_options=options)
+        self._pooled = jax.jit(pooled_on(mesh), compiler_options=options)
 
     def expect(self, pictures: int) -> None:
         """Makes steps smaller if there are fewer pictures than `rows`."""
@@ -239,10 +235,21 @@ class Embedder:
         return result | {"embedding": embedding}
 
 
-def _pooled(encoder: Encoder, images: jax.Array, naflex: dict[str, Any]) -> jax.Array:
-    pooled = encoder(images, **naflex).pooler_output
-    assert pooled is not None  # Embedder refuses encoders without a head.
-    return pooled
+def pooled_on(mesh: Mesh) -> Callable[[Encoder, jax.Array, dict[str, Any]], jax.Array]:
+    """Returns a function that embeds a part of a batch on each device of the mesh's axis "batch".
+
+    Its arguments are an encoder, its images or patches, and its other array arguments. XLA would
+    partition the encoder without the kernel for layer norms.
+    """
+
+    def pooled(encoder: Encoder, images: jax.Array, naflex: dict[str, Any]) -> jax.Array:
+        found = encoder(images, **naflex).pooler_output
+        assert found is not None  # Embedder refuses encoders without a head.
+        return found
+
+    split = PartitionSpec("batch")
+    specs = (PartitionSpec(), split, split)
+    return jax.shard_map(pooled, mesh=mesh, in_specs=specs, out_specs=split)
 
 
 def normalized(embeddings: np.ndarray) -> np.ndarray:

@@ -1,34 +1,87 @@
-"""Compiles the kernel of the layer norm for an H200, without a GPU.
+"""Compiles the kernel of the layer norm, and programs that use it, for H200s, without a GPU.
 
   python tests/encoder/norm_kernels.py WIDTH ...
 
-Prints [registers, bytes of spills and stack] for each width. It is a separate program because the
-compilers read their settings when JAX is imported.
+Prints a JSON object: "kernels" has [registers, bytes of spills and stack] for each width, and
+"programs" has [calls of Mosaic kernels, collectives] for whole encoders on one and two devices. It
+is a separate program because the compilers read their settings when JAX is imported.
 """
 
 import functools
 import json
+import re
 import sys
+from unittest import mock
 
 from benchmarks import offline_compile
 
+COLLECTIVE = re.compile(r" (?:all-gather|all-reduce|all-to-all|collective-permute)[a-z-]*\(")
+
+
+def kernels(widths: list[int], folder) -> dict[int, tuple[int, int]]:
+    """Compiles the kernel for arrays of these widths."""
+    import jax
+
+    from pallas_patch_embed.chips import H200
+    from pallas_patch_embed.siglip2 import norm
+
+    found = {}
+    for D in widths:
+        x = jax.ShapeDtypeStruct((8, 196, D), "bfloat16")
+        row = jax.ShapeDtypeStruct((D,), "float32")
+        function = functools.partial(norm.kernel, eps=1e-6)
+        program = offline_compile.compile_offline(function, (x, row, row), H200, folder)
+        (kernel,) = program.kernels
+        found[D] = kernel.registers, kernel.spill_bytes + kernel.stack_bytes
+    return found
+
+
+def programs() -> dict[str, tuple[int, int]]:
+    """Compiles B/16 224 for 512 images on each device, as `embed` does and with a plain jit."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from benchmarks.encoder import draw
+    from pallas_patch_embed import primitive
+    from pallas_patch_embed.chips import H200, Target
+    from pallas_patch_embed.embed.embedder import pooled_on
+
+    encoder, _ = draw("B/16 224", "bfloat16", "bfloat16")
+    found = {}
+    for devices in (1, 2):
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="",
+            topology=f"1x1x{devices}",
+            target_config=offline_compile.describe(H200),
+        )
+        mesh = Mesh(np.array(topology.devices), ("batch",))
+
+        def on_mesh(x, *spec, mesh=mesh):
+            sharding = NamedSharding(mesh, PartitionSpec(*spec))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        images = jax.ShapeDtypeStruct((512 * devices, 224, 224, 3), "uint8")
+        arguments = jax.tree.map(on_mesh, encoder), on_mesh(images, "batch"), {}
+        ways = {"embed": pooled_on(mesh), "jit": lambda encoder, x, _: encoder(x)}
+        for name, function in ways.items():
+            with (
+                mock.patch.object(primitive, "target_of", lambda *_: Target("cuda", H200)),
+                jax.default_device(topology.devices[0]),
+            ):
+                traced = jax.jit(function).trace(*arguments)
+                lowered = traced.lower(lowering_platforms=("cuda",))
+            hlo = lowered.compile().as_text()
+            calls = hlo.count('custom_call_target="mosaic_gpu_v2"')
+            found[f"{name}, {devices}"] = calls, len(COLLECTIVE.findall(hlo))
+    return found
+
 
 def main(widths: list[int]) -> None:
-    found = {}
     with offline_compile.compiler() as folder:
-        import jax
-
-        from pallas_patch_embed.chips import H200
-        from pallas_patch_embed.siglip2 import norm
-
-        for D in widths:
-            x = jax.ShapeDtypeStruct((8, 196, D), "bfloat16")
-            row = jax.ShapeDtypeStruct((D,), "float32")
-            function = functools.partial(norm.kernel, eps=1e-6)
-            program = offline_compile.compile_offline(function, (x, row, row), H200, folder)
-            (kernel,) = program.kernels
-            found[D] = kernel.registers, kernel.spill_bytes + kernel.stack_bytes
-    print(json.dumps(found))
+        print(json.dumps({"kernels": kernels(widths, folder), "programs": programs()}))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from bounds import DTYPES, draw_images
 from goldens import FIXED, GOLDENS, NAFLEX, checkpoint, encode, expected, images
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from short_suite import keep
 
 import pallas_patch_embed as ppe
+from pallas_patch_embed.embed.embedder import pooled_on
 from pallas_patch_embed.grids import largest_grid
 from pallas_patch_embed.siglip2.naflex import resize_positions
 
@@ -243,6 +244,24 @@ def test_it_works_under_shard_map_vmap_and_export():
     restored = jax.export.deserialize(exported.serialize())
     for y in (shard_map(x), vmapped(x), restored.call(encoder, x).pooler_output):
         np.testing.assert_allclose(y, wanted, atol=1e-5)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("name", ["hf_siglip_p14_224", "hf_siglip2_naflex_p16"])
+def test_embed_divides_a_batch_among_the_devices(name):
+    encoder = load(name)
+    if name in FIXED:
+        x, more = np.concatenate([images(name)] * 2), {}
+    else:
+        x, shapes, mask = ppe.siglip2.batch_naflex(images(name)[:2], encoder.config, 64)
+        more = dict(spatial_shapes=shapes, mask=mask)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("batch",))
+    replicated = jax.device_put(encoder, NamedSharding(mesh, P()))
+    arguments = jax.device_put((x, more), NamedSharding(mesh, P("batch")))
+    compiled = jax.jit(pooled_on(mesh)).lower(replicated, *arguments).compile()
+    assert not COLLECTIVE.search(compiled.as_text())
+    wanted = np.asarray(encoder(x, **more).pooler_output, np.float32)
+    assert relative_error(compiled(replicated, *arguments), wanted) < 1e-2
 
 
 def test_a_call_donates_nothing_and_leaves_no_array_behind():
