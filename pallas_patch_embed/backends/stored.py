@@ -219,13 +219,14 @@ def write(
     results: Iterable[Result],
     outcome: str = "the file was written",
 ) -> None:
-    """Writes a file of results. The file appears only when it is complete.
+    """Writes a file of results, one per line. The file appears only when it is complete.
 
     `outcome` is passed on to `written_atomically`.
     """
-    content = {**head, "results": [dataclasses.asdict(result) for result in results]}
+    begin = json.dumps(dict(head), indent=1).removesuffix("\n}")
+    lines = ",\n".join(json.dumps(dataclasses.asdict(result)) for result in results)
     with written_atomically(path, outcome) as file:
-        file.write(json.dumps(content, indent=1).encode() + b"\n")
+        file.write(f'{begin},\n "results": [\n{lines}\n]}}\n'.encode())
 
 
 def new_head(chip: Chip | None, driver: str, versions: Mapping[str, str]) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def _compile_comparison(problem: Problem, device: jax.Device) -> None:
     tensor_cores = Target.of(device).platform == "cuda"
     with jax.default_device(device):
         draw.lower(jax.random.key(0, impl="rbg"), problem).compile()
-        memory.compile_fill(operands, result)
+    memory.compile_site(problem, device)
     with jax.enable_x64(True):
         _compare.lower(operands, operands, result, problem, tensor_cores).compile()
 

@@ -47,6 +47,12 @@ def result_type(problem: Problem) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*problem.patches[:-1], problem.N), problem.out_dtype)
 
 
+def _guarded_types(problem: Problem) -> list[jax.ShapeDtypeStruct]:
+    """Returns the types of the operands and the result, with guards around each."""
+    buffers = (*operand_types(problem), result_type(problem))
+    return [GUARD, *(kind for buffer in buffers for kind in (buffer, GUARD))]
+
+
 def types_on(problem: Problem, device: jax.Device) -> tuple[Any, jax.ShapeDtypeStruct]:
     """Returns the types of the operands and of the result of a `Site` on a device."""
     place = SingleDeviceSharding(device)
@@ -80,9 +86,7 @@ class Site:
     """
 
     def __init__(self, problem: Problem, device: jax.Device, allocate: Allocate = allocate):
-        buffers = (*operand_types(problem), result_type(problem))
-        kinds = [GUARD, *(kind for buffer in buffers for kind in (buffer, GUARD))]
-        placed = allocate_adjacent(kinds, device, allocate)
+        placed = allocate_adjacent(_guarded_types(problem), device, allocate)
         *operands, self.result = placed[1::2]
         self.operands: Operands = tuple(operands)  # type: ignore[assignment]
         self.guards = [_patterned(guard) for guard in placed[::2]]
@@ -113,7 +117,7 @@ def allocate_adjacent(
     """Allocates arrays; on a GPU each begins at the end of the previous one, if possible."""
     if device.platform != "gpu":
         return [allocate(kind, device) for kind in kinds]
-    total = SPLIT + sum(_rounded_up(kind.size * kind.dtype.itemsize) for kind in kinds)
+    total = _total(kinds)
     whole = allocate(jax.ShapeDtypeStruct((total,), jnp.uint8), device)
     position = whole.unsafe_buffer_pointer()
     whole.delete()
@@ -139,6 +143,11 @@ def allocate_adjacent(
     return placed
 
 
+def _total(kinds: Sequence[jax.ShapeDtypeStruct]) -> int:
+    """Returns the bytes of a block of which arrays of these types can be cut."""
+    return SPLIT + sum(_rounded_up(kind.size * kind.dtype.itemsize) for kind in kinds)
+
+
 def are_adjacent(arrays: Sequence[jax.Array]) -> bool:
     """Returns whether each array begins at the end of the previous one, rounded up to UNIT."""
     begins = [x.unsafe_buffer_pointer() for x in arrays]
@@ -155,8 +164,14 @@ def _filled(places: tuple[jax.Array, ...], operands: Operands) -> tuple[jax.Arra
     return (*map(jnp.copy, operands), jnp.full_like(places[-1], jnp.nan))
 
 
-def compile_fill(operands: Any, result: jax.ShapeDtypeStruct) -> None:
-    """Compiles the program of `Site.fill` for arguments of these types."""
+def compile_site(problem: Problem, device: jax.Device) -> None:
+    """Compiles the programs that depend on the problem and that a `Site` runs on a device."""
+    kinds = _guarded_types(problem)
+    if device.platform == "gpu":
+        kinds.append(jax.ShapeDtypeStruct((_total(kinds),), jnp.uint8))
+    for shape, dtype in {(kind.shape, str(kind.dtype)) for kind in kinds}:
+        _zeros.lower(shape, dtype, device).compile()
+    operands, result = types_on(problem, device)
     _filled.lower((*operands, result), operands).compile()
 
 

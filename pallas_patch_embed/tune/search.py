@@ -52,7 +52,7 @@ BEYOND_CACHE, MOST_COPIES = 2, 32
 # How long contenders are timed on a GPU, and in an interpreter (a single call).
 GPU = dict(
     burst=dict(rounds=5, calls=5, rest=0.03),
-    sustained=dict(rounds=2, calls=20, seconds=0.5),
+    sustained=dict(rounds=2, calls=20, seconds=1.0),
 )
 INTERPRETER = dict(
     burst=dict(rounds=1, calls=1, rest=0.0),
@@ -252,10 +252,10 @@ def finalists(times: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def fastest(times: Mapping[str, Mapping[str, Timing]], heuristic: str) -> str:
     """Returns the name of the config that is kept.
 
-    That config is faster than the heuristic's by more than the spread in bursts or sustained, and
-    not slower by more than the spread in the other. If there are several, it is the one with the
-    smallest product of both times. If there is none, it is the heuristic's. If the heuristic's was
-    refused, it is the one with the smallest product.
+    It is the config with the smallest product of both times among the heuristic's and those that
+    are faster than the heuristic's by more than the spread in bursts or sustained, and not slower
+    by more than the spread in the other. If the heuristic's was refused, it is the one with the
+    smallest product of all.
     """
     compared = {name: times[name] for name in finalists(times)}
     if heuristic in compared:
@@ -266,7 +266,7 @@ def fastest(times: Mapping[str, Mapping[str, Timing]], heuristic: str) -> str:
             if any(is_faster(found[regime], old[regime]) for regime in found)
             and not any(is_faster(old[regime], found[regime]) for regime in found)
         }
-        compared = faster or {heuristic: old}
+        compared = {heuristic: old, **faster}
 
     def product(name: str) -> float:
         return math.prod(timing.milliseconds for timing in compared[name].values())

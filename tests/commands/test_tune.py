@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -31,8 +32,9 @@ from pallas_patch_embed.backends.cuda_tuning import Tuning
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.backends.plan import Plan, Refusal
 from pallas_patch_embed.backends.stored import Result
+from pallas_patch_embed.check.compare import wrong_elements
 from pallas_patch_embed.child import Child, ChildEndedError
-from pallas_patch_embed.chips import A100, B200, H200, Target
+from pallas_patch_embed.chips import A100, B200, H200, Target, chip_of
 from pallas_patch_embed.patches import Encoding, rows
 from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, named_shape
 from pallas_patch_embed.tune import command, search, timing
@@ -43,6 +45,10 @@ HOPPER = Target("cuda", H200)
 HEADLINE = problem_of(named_shape("B/16 224"), "int8", 64)
 SMALL = Problem((1, 64, 128), (64, 128), (64,), (64, 64), "int8", "bfloat16", "bfloat16")
 VERSIONS = {"jax": "0.12"}
+
+
+# The package's files.
+FOLDER = stored.FOLDER
 
 
 @pytest.fixture(autouse=True)
@@ -302,6 +308,24 @@ def test_results_of_images_are_those_of_a_kernel_that_cuts_them(write):
     assert config_line(explain(given, HOPPER, images)).endswith("the heuristic")
 
 
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_the_configs_in_the_packages_files_serve(monkeypatch, path):
+    monkeypatch.setattr(stored, "FOLDER", FOLDER)
+    head, results = stored.read(path).head, stored.read(path).results
+    measured = head["chip"]
+    chip = chip_of(tuple(measured["capability"]), measured["multiprocessors"], measured["name"])
+    target = Target("cuda", chip)
+    problems = {command._key(task): task.problem for _, task in command.list_tasks()}
+    assert results.keys() <= problems.keys()
+    for key, result in results.items():
+        assert result.times
+        # Without the CUDA library its kernels are not known.
+        if result.backend != "cuda" or not cuda.missing():
+            plan = choose(problems[key], target, result.backend)
+            where = "" if result.config else "from the heuristic, "
+            assert plan.origin == f"{where}tuned on {result.date} ({path.name})"
+
+
 def test_a_file_that_was_written_again_is_read_again(write):
     path = write(result(OTHER))
     assert choose(HEADLINE, HOPPER, None, path).config == str(OTHER)
@@ -391,6 +415,10 @@ def times(burst, sustained=None, spread=0.0):
         ([times(0.9, 1.0)], "0"),
         ([times(0.9), times(0.8), times(0.85)], "1"),
         ([times(0.7, 1.1), times(0.95)], "1"),
+        (
+            [{"burst": times(0.9)["burst"], "sustained": times(1.2, spread=0.3)["burst"]}],
+            "heuristic",
+        ),
         ([{"burst": times(0.5)["burst"]}], "heuristic"),
     ],
     ids=str,
@@ -777,6 +805,33 @@ def test_only_one_process_at_a_time_uses_the_GPU(tmp_path):
             waiting.result(0.2)
         inside.append("this")
     assert inside == ["this", "other"]
+
+
+def test_nothing_is_compiled_while_other_processes_wait_for_the_GPU():
+    run = functools.partial(xla.run, out_dtype="bfloat16")
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(inside)
+
+    @contextlib.contextmanager
+    def turn():
+        nonlocal inside
+        inside = True
+        yield
+        inside = False
+
+    # The first check in a process also compiles programs that do not depend on the problem.
+    assert wrong_elements(run, SMALL, runs=1, seed=0) == 0
+    inside = False
+    other = dataclasses.replace(SMALL, patches=(1, 64, 256), weight=(64, 256))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        assert wrong_elements(run, other, runs=2, seed=0, turn=turn) == 0
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled and not any(compiled)
 
 
 def test_a_budget_ends_the_search_between_two_problems(tmp_path, capsys):
