@@ -140,7 +140,16 @@ def children(jobs: int) -> Iterator[list[Child]]:
             ending.state.unfinished.add(lock.name)
             stack.callback(ending.state.unfinished.discard, lock.name)
             answer = functools.partial(search.answer, lock=lock.name)
-        yield [stack.enter_context(Child(answer, lambda _: PATIENCE)) for _ in range(jobs)]
+        seconds = functools.partial(patience, jobs)
+        yield [stack.enter_context(Child(answer, seconds)) for _ in range(jobs)]
+
+
+def patience(jobs: int, last: Any) -> float:
+    """Returns the seconds in which a process must send the next message after `last`.
+
+    While it waits for its turn, each of the others may hang until it is ended.
+    """
+    return PATIENCE * (jobs if last == search.WAITING else 1)
 
 
 def list_tasks(
@@ -297,10 +306,12 @@ def search_one(task: Task, child: Child) -> Result | Refusal:
     """
     refused: dict[str, str] = {}
     while True:
-        tried = search.BEGINNING
+        tried: Any = search.BEGINNING
         try:
-            *_, found = (tried := message for message in child.ask(task, refused))
-            return found
+            for message in child.ask(task, refused):
+                if message != search.WAITING:
+                    tried = message
+            return tried
         except ChildEndedError as error:
             if tried in refused:
                 return Refusal(f"it {error}.")

@@ -7,7 +7,6 @@ The fastest config is kept if it is faster than the heuristic's by more than the
 
 import contextlib
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -44,6 +43,9 @@ IN_TURNS = "timing of all configs"
 
 # The name for the search before it has yielded the first one.
 BEGINNING = "start of the search"
+
+# The message of a process that waits for its turn on the GPU.
+WAITING = "wait for the GPU"
 
 # The calls of a contender cycle through copies of the patches, so that no call finds its patches in
 # the L2 cache: total size of the copies as a multiple of the cache, and largest number of copies.
@@ -86,13 +88,22 @@ def answer(
 ) -> None:
     """Answers a request in the child: searches a task, or sends the `Machine` if there is none.
 
-    `lock` is the path of the file that `alone` locks; None if no other process searches.
+    `lock` is the path of the file that `alone` locks; None if no other process searches. Before a
+    turn the child sends `WAITING`, and when the turn begins it repeats the message before that.
     """
     target = Target.of(default_device())
     if task is not None:
-        turn = contextlib.nullcontext if lock is None else functools.partial(alone, lock)
-        for message in search(task, target, refused, turn):
-            send(message)
+        last: Any = BEGINNING
+
+        @contextlib.contextmanager
+        def turn() -> Iterator[None]:
+            send(WAITING)
+            with contextlib.nullcontext() if lock is None else alone(lock):
+                send(last)
+                yield
+
+        for last in search(task, target, refused, turn):
+            send(last)
         return
     driver = versions.driver() if target.chip is not None else ""
     head = stored.new_head(target.chip, driver, versions.installed(versions.PACKAGES))

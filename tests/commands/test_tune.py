@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -805,6 +806,35 @@ def test_only_one_process_at_a_time_uses_the_GPU(tmp_path):
             waiting.result(0.2)
         inside.append("this")
     assert inside == ["this", "other"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_child_says_when_it_waits_for_its_turn(device, tmp_path, jobs):
+    lock = tmp_path / "lock"
+    lock.touch()
+    device.configs = [Config(0.02), Config(0.01)]
+    messages = []
+    search.answer(messages.append, TASK, {}, lock=str(lock) if jobs > 1 else None)
+    *names, in_turns = [*map(str, device.configs), search.IN_TURNS]
+    checked = [[name, *[search.WAITING, name] * 2] for name in names]
+    assert messages[:-1] == [*itertools.chain(*checked), in_turns, search.WAITING, in_turns]
+    assert messages[-1].config == dataclasses.asdict(device.configs[1])
+
+
+def test_a_child_that_ends_while_it_waits_for_its_turn_is_asked_without_its_candidate():
+    def ask(task, refused):
+        yield from ("a", search.WAITING)
+        if "a" not in refused:
+            raise ChildEndedError("crashed", "ended its process, by SIGKILL")
+        yield dataclasses.replace(result(None), refused=dict(refused))
+
+    found = command.search_one(TASK, types.SimpleNamespace(ask=ask))
+    assert found.refused == {"a": "it ended its process, by SIGKILL"}
+
+
+def test_a_process_may_wait_until_all_others_that_hang_are_ended():
+    assert command.patience(1, search.WAITING) == command.patience(8, "a") == command.PATIENCE
+    assert command.patience(8, search.WAITING) == 8 * command.PATIENCE
 
 
 def test_nothing_is_compiled_while_other_processes_wait_for_the_GPU():
