@@ -72,7 +72,7 @@ def _end(number: int, _: FrameType | None) -> None:
         state.waiting = number
         return
     state.deferring = True  # From now on other signals have no effect.
-    for file in state.unfinished:
+    for file in list(state.unfinished):  # Other threads may change the set meanwhile.
         with contextlib.suppress(OSError):
             os.unlink(file)
     line = f"{WORDS[signal.Signals(number).name]}; {state.outcome}.\n"

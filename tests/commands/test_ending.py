@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -254,6 +255,24 @@ def test_info_ends_quietly_where_nobody_reads_it():
     result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True)
     os.close(pipe)
     assert result.returncode == -signal.SIGPIPE and not result.stderr
+
+
+def test_a_thread_may_begin_a_file_while_a_signal_ends_the_command(monkeypatch):
+    removed = []
+
+    def unlink(path):
+        removed.append(path)
+        ending.state.unfinished.add(f"begun after {path}")
+
+    def end(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(ending, "state", ending._State())
+    monkeypatch.setattr(ending, "os", types.SimpleNamespace(unlink=unlink, _exit=end, write=print))
+    ending.state.unfinished |= {"a", "b"}
+    with pytest.raises(SystemExit) as ended:
+        ending._end(signal.SIGTERM, None)
+    assert ended.value.code == 143 and sorted(removed) == ["a", "b"]
 
 
 LAZY = """
