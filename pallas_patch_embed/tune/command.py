@@ -45,7 +45,7 @@ SMALL = dict(
 # kernel, and the reference of a large problem takes as long.
 PATIENCE = 300.0
 
-# The part of the GPU's memory that several processes share.
+# The part of the GPU's memory that several processes share, unless the user chose another one.
 MEMORY = 0.9
 
 
@@ -134,14 +134,21 @@ def children(jobs: int) -> Iterator[list[Child]]:
     with contextlib.ExitStack() as stack:
         answer = search.answer
         if jobs > 1:
-            # JAX reserves this part of the GPU's memory for each process.
-            os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{MEMORY / jobs:.3f}")
+            share_memory(jobs)
             lock = stack.enter_context(tempfile.NamedTemporaryFile(prefix="pallas_patch_embed_"))
             ending.state.unfinished.add(lock.name)
             stack.callback(ending.state.unfinished.discard, lock.name)
             answer = functools.partial(search.answer, lock=lock.name)
         seconds = functools.partial(patience, jobs)
         yield [stack.enter_context(Child(answer, seconds)) for _ in range(jobs)]
+
+
+def share_memory(jobs: int) -> None:
+    """Lets JAX reserve an equal part of the GPU's memory for each process."""
+    # JAX refuses to start if both the current and the deprecated variable are set.
+    deprecated = os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
+    whole = float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or deprecated or MEMORY)
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{whole / jobs:g}"
 
 
 def patience(jobs: int, last: Any) -> float:

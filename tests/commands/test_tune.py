@@ -51,6 +51,9 @@ VERSIONS = {"jax": "0.12"}
 # The package's files.
 FOLDER = stored.FOLDER
 
+# The variables for the part of a GPU's memory that JAX reserves, the second one deprecated.
+MEMORY, OLD_MEMORY = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
 
 @pytest.fixture(autouse=True)
 def no_files(monkeypatch, tmp_path):
@@ -830,6 +833,15 @@ def test_a_child_that_ends_while_it_waits_for_its_turn_is_asked_without_its_cand
 
     found = command.search_one(TASK, types.SimpleNamespace(ask=ask))
     assert found.refused == {"a": "it ended its process, by SIGKILL"}
+
+
+@pytest.mark.parametrize("given", [{}, {MEMORY: "0.8"}, {OLD_MEMORY: "0.8"}], ids=str)
+def test_processes_share_the_memory_of_the_GPU(monkeypatch, given):
+    # JAX refuses to start if both variables are set.
+    others = {k: v for k, v in os.environ.items() if k not in (MEMORY, OLD_MEMORY)}
+    monkeypatch.setattr(os, "environ", others | given)
+    with command.children(4):
+        assert os.environ == others | {MEMORY: "0.2" if given else "0.225"}
 
 
 def test_a_process_may_wait_until_all_others_that_hang_are_ended():
