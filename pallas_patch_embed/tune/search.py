@@ -161,10 +161,12 @@ def search(
         if name in reasons:
             continue
         yield name
+        compiled = False
         try:
             run = plan(task, target, config).run
             jitted = jax.jit(run)
             jitted.lower(*memory.operand_types(task.problem)).compile()
+            compiled = True
             runs = RUNS if target.chip is not None else INTERPRETED_RUNS
             seed = len(contenders)
             if wrong := wrong_elements(run, task.problem, runs=runs, seed=seed, turn=turn):
@@ -175,7 +177,10 @@ def search(
                 contender = Contender(jitted, operands[0], tuple(operands[1:]))
                 jax.block_until_ready(contender())
         except Exception as error:  # Compilers raise many kinds of errors.
-            reasons[name] = (str(error).splitlines() or [type(error).__name__])[0]
+            text = str(error)
+            if compiled and "RESOURCE_EXHAUSTED" not in text:
+                raise  # After a CUDA error no kernel runs in this process any more.
+            reasons[name] = (text.splitlines() or [type(error).__name__])[0]
             continue
         contenders[name] = contender
     if IN_TURNS in reasons or not contenders:
