@@ -367,6 +367,7 @@ def written_atomically(path, whole=folder.written_atomically):
         os.kill(os.getpid(), signal.SIGSTOP)
     return whole(path)
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # It is ignored if the tests are run by nohup.
 paths = []
 folder.SHARD_ROWS, folder.written_atomically = 64, written_atomically
 sys.argv = sys.argv[1:]

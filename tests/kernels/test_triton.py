@@ -352,7 +352,7 @@ def test_images_reach_the_kernel_uncut(on_this_cpu):
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_by_default_images_are_cut_in_the_faster_way(on_this_cpu, monkeypatch, dtype, name):
     """XLA cuts images for float8 on Hopper, unless Triton was named."""
-    monkeypatch.setattr(primitive, "_target", lambda module, platform: H200)
+    monkeypatch.setattr(primitive, "target_of", lambda module, platform: H200)
     params = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 3), N=32, dtype=dtype)
     embed = jax.jit(functools.partial(ppe.embed_images, backend=name))
     text = embed.lower(IMAGES, params).as_text()
