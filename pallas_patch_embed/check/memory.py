@@ -47,17 +47,20 @@ def result_type(problem: Problem) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*problem.patches[:-1], problem.N), problem.out_dtype)
 
 
+def _buffer_types(problem: Problem) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the types of the operands and the result."""
+    return (*operand_types(problem), result_type(problem))
+
+
 def _guarded_types(problem: Problem) -> list[jax.ShapeDtypeStruct]:
     """Returns the types of the operands and the result, with guards around each."""
-    buffers = (*operand_types(problem), result_type(problem))
-    return [GUARD, *(kind for buffer in buffers for kind in (buffer, GUARD))]
+    return [GUARD, *(kind for buffer in _buffer_types(problem) for kind in (buffer, GUARD))]
 
 
 def types_on(problem: Problem, device: jax.Device) -> tuple[Any, jax.ShapeDtypeStruct]:
     """Returns the types of the operands and of the result of a `Site` on a device."""
     place = SingleDeviceSharding(device)
-    kinds = (*operand_types(problem), result_type(problem))
-    *operands, result = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in kinds)
+    *operands, result = (x.update(sharding=place) for x in _buffer_types(problem))
     return tuple(operands), result
 
 
@@ -144,7 +147,7 @@ def allocate_adjacent(
 
 
 def _total(kinds: Sequence[jax.ShapeDtypeStruct]) -> int:
-    """Returns the bytes of a block of which arrays of these types can be cut."""
+    """Returns the size in bytes of a block from which arrays of these types can be cut."""
     return SPLIT + sum(_rounded_up(kind.size * kind.dtype.itemsize) for kind in kinds)
 
 
