@@ -146,18 +146,22 @@ def records(folder: Path = RECORDS) -> list[dict[str, Any]]:
 def tuned_records() -> list[dict[str, Any]]:
     """Returns records of the heuristics' configs in the package's file for the H100."""
     found = []
-    results = stored.read(stored.FOLDER / "nvidia_h100_80gb_hbm3.json").results
-    every = itertools.product(NAMED_SHAPES, command.IMAGES, tiles.DTYPES, command.SOURCES)
+    tuned = stored.read(stored.FOLDER / "nvidia_h100_80gb_hbm3.json").results
+    names = [shape.name for shape in NAMED_SHAPES]
+    every = itertools.product(names, command.IMAGES, tiles.DTYPES, command.SOURCES)
     for shape, images, dtype, source in every:
-        if source == "images" and not command.has_images(shape):
-            continue
-        described = stored.describe_problem(command.problem_of(shape, images, dtype, source))
-        for backend in ("mosaic_sm90", "cuda"):
-            if result := results.get(stored.key_of(backend, described)):
-                own = dict(shape=shape.name, images=images, dtype=dtype, source=source)
-                name = CUT if source == "images" else backend
-                time, *_ = result.times.values()
-                found.append(own | dict(contender=name, **time["burst"]))
+        own = dict(shape=shape, images=images, dtype=dtype, source=source)
+        for _, task in command.list_tasks(
+            shapes=[shape],
+            images=[images],
+            dtypes=[dtype],
+            sources=[source],
+            backends=["mosaic_sm90", "cuda"],
+        ):
+            if result := tuned.get(task.key):
+                name = CUT if source == "images" else task.backend
+                heuristic, *_ = result.times.values()
+                found.append(own | dict(contender=name, **heuristic["burst"]))
     return found
 
 

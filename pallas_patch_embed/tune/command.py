@@ -244,7 +244,7 @@ def tune(
 
     Args:
       tasks: descriptions and tasks.
-      searching: the processes that search, each another task.
+      searching: the processes; each searches a different task.
       out: path of the file.
       machine: the machine on which the processes run.
       results: the results that are already in the file, by their keys; new results are added.
@@ -253,7 +253,7 @@ def tune(
     """
     end = None if seconds is None else now() + seconds
     ending.state.outcome = _outcome(results, out)
-    left = collections.deque(item for item in tasks if _key(item[1]) not in results)
+    left = collections.deque(item for item in tasks if item[1].key not in results)
     if len(left) < len(tasks):
         print(f"{len(tasks) - len(left)} of {len(tasks)} problems are already in {printable(out)}.")
     said: set[tuple[str, str]] = set()
@@ -270,7 +270,7 @@ def tune(
                 with recording:
                     record(name, task, found)
         except BaseException:
-            left.clear()  # The other threads end after their tasks.
+            left.clear()  # The other threads end when their current tasks are done.
             raise
 
     def record(name: str, task: Task, found: Result | Refusal) -> None:
@@ -299,10 +299,6 @@ RESUMES = "The same command resumes the search."
 def _outcome(results: Mapping[str, Result], out: Path) -> str:
     """Returns the result that the last line reports if a signal ends the command."""
     return f"{len(results)} results are in {printable(out)}. {RESUMES[:-1]}"
-
-
-def _key(task: Task) -> str:
-    return stored.key_of(task.backend, stored.describe_problem(task.problem))
 
 
 def search_one(task: Task, child: Child) -> Result | Refusal:

@@ -69,6 +69,11 @@ class Task:
     backend: str
     problem: Problem
 
+    @property
+    def key(self) -> str:
+        """The key of this task's result in a file."""
+        return stored.key_of(self.backend, stored.describe_problem(self.problem))
+
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
@@ -161,12 +166,14 @@ def search(
         if name in reasons:
             continue
         yield name
-        compiled = False
         try:
             run = plan(task, target, config).run
             jitted = jax.jit(run)
             jitted.lower(*memory.operand_types(task.problem)).compile()
-            compiled = True
+        except Exception as error:  # Compilers raise many kinds of errors.
+            reasons[name] = _first_line(error)
+            continue
+        try:
             runs = RUNS if target.chip is not None else INTERPRETED_RUNS
             seed = len(contenders)
             if wrong := wrong_elements(run, task.problem, runs=runs, seed=seed, turn=turn):
@@ -176,11 +183,10 @@ def search(
                 operands = operands or _operands(task.problem, target)
                 contender = Contender(jitted, operands[0], tuple(operands[1:]))
                 jax.block_until_ready(contender())
-        except Exception as error:  # Compilers raise many kinds of errors.
-            text = str(error)
-            if compiled and "RESOURCE_EXHAUSTED" not in text:
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
                 raise  # After a CUDA error no kernel runs in this process any more.
-            reasons[name] = (text.splitlines() or [type(error).__name__])[0]
+            reasons[name] = _first_line(error)
             continue
         contenders[name] = contender
     if IN_TURNS in reasons or not contenders:
@@ -192,6 +198,10 @@ def search(
     best = fastest(times, heuristic)
     kept = None if best == heuristic else dataclasses.asdict(configs[best])
     yield _result(task, kept, times, reasons)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def candidates(task: Task, target: Target) -> dict[str, Any]:
@@ -251,7 +261,7 @@ def timed(
     others = [x for x in order if x != heuristic and not (own and is_faster(own, in_burst[x]))]
     if own and not others:
         return times
-    names = [*([heuristic] if own else []), *others[:FINALISTS]]
+    names = [x for x in (heuristic, *others[:FINALISTS]) if x in contenders]
     of_finalists = timing.sustained(
         {name: contenders[name] for name in names}, **effort["sustained"]
     )

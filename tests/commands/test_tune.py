@@ -319,7 +319,7 @@ def test_the_configs_in_the_packages_files_serve(monkeypatch, path):
     measured = head["chip"]
     chip = chip_of(tuple(measured["capability"]), measured["multiprocessors"], measured["name"])
     target = Target("cuda", chip)
-    problems = {command._key(task): task.problem for _, task in command.list_tasks()}
+    problems = {task.key: task.problem for _, task in command.list_tasks()}
     assert results.keys() <= problems.keys()
     for key, result in results.items():
         assert result.times
