@@ -44,6 +44,9 @@ IN_TURNS = "timing of all configs"
 # The name for the search before it has yielded the first one.
 BEGINNING = "start of the search"
 
+# Why a problem is refused whose operands and results do not fit.
+TOO_LARGE = "it needs more of the GPU's memory than a process has; with fewer --jobs each has more."
+
 # The message of a process that waits for its turn on the GPU.
 WAITING = "wait for the GPU"
 
@@ -145,7 +148,8 @@ def search(
 
     Yields:
       The name of each candidate before it is tried, and `IN_TURNS` before all are timed; then a
-      Result, or a Refusal if the backend does not serve the problem or has no configs.
+      Result, or a Refusal if the backend does not serve the problem or has no configs, or if the
+      process has too little memory.
     """
     try:
         configs = candidates(task, target)
@@ -186,8 +190,8 @@ def search(
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise  # After a CUDA error no kernel runs in this process any more.
-            reasons[name] = _first_line(error)
-            continue
+            yield Refusal(TOO_LARGE)
+            return
         contenders[name] = contender
     if IN_TURNS in reasons or not contenders:
         yield _result(task, None, {}, reasons)
