@@ -24,7 +24,7 @@ from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.files import check_place
 from pallas_patch_embed.problem import NAMED_SHAPES, VIT_SHAPES, NamedShape, Problem
 from pallas_patch_embed.tune import search
-from pallas_patch_embed.tune.search import Machine, Task
+from pallas_patch_embed.tune.search import Failure, Machine, Task
 
 IMAGES = (1, 64, 512)
 
@@ -257,6 +257,7 @@ def tune(
     if len(left) < len(tasks):
         print(f"{len(tasks) - len(left)} of {len(tasks)} problems are already in {printable(out)}.")
     said: set[tuple[str, str]] = set()
+    failed: list[str] = []
     recording = threading.Lock()
 
     def search_all(child: Child) -> None:
@@ -273,7 +274,11 @@ def tune(
             left.clear()  # The other threads end when their current tasks are done.
             raise
 
-    def record(name: str, task: Task, found: Result | Refusal) -> None:
+    def record(name: str, task: Task, found: Result | Refusal | Failure) -> None:
+        if isinstance(found, Failure):
+            failed.append(name)
+            print(f"{name}: {found.reason}", flush=True)
+            return
         if isinstance(found, Refusal):
             if (task.backend, found.reason) not in said:
                 print(f"{name}: {found.reason}", flush=True)
@@ -287,6 +292,8 @@ def tune(
     with ThreadPoolExecutor(len(searching)) as pool:
         for thread in [pool.submit(search_all, child) for child in searching]:
             thread.result()
+    if failed:
+        print(f"{len(failed)} problems failed. The same command tries them again.")
     if left:
         print(f"{seconds:g} s are over; {len(left)} problems are left. {RESUMES}")
     elif results:
@@ -301,24 +308,25 @@ def _outcome(results: Mapping[str, Result], out: Path) -> str:
     return f"{len(results)} results are in {printable(out)}. {RESUMES[:-1]}"
 
 
-def search_one(task: Task, child: Child) -> Result | Refusal:
+def search_one(task: Task, child: Child) -> Result | Refusal | Failure:
     """Searches one task in the child, and returns what the child found.
 
     If the child ends while it tries a candidate, that candidate is refused, and the search is
-    repeated without it. If the child ends twice before the first candidate, the task is refused.
+    repeated without it. If the child ends twice at another step, the search has failed: CUPTI, which
+    times the kernels, was seen to fail in 3 of 270 searches, but not again in a new process.
     """
-    refused: dict[str, str] = {}
+    ended: dict[str, str] = {}
     while True:
-        tried: Any = search.BEGINNING
+        step: Any = search.BEGINNING
         try:
-            for message in child.ask(task, refused):
+            for message in child.ask(task, ended):
                 if message != search.WAITING:
-                    tried = message
-            return tried
+                    step = message
+            return step
         except ChildEndedError as error:
-            if tried in refused:
-                return Refusal(f"it {error}.")
-            refused[tried] = f"it {error}"
+            if step in ended:
+                return Failure(f"it {error}, twice, during the {step}.")
+            ended[step] = f"it {error}"
 
 
 def describe(result: Result) -> str:

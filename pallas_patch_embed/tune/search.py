@@ -44,7 +44,7 @@ IN_TURNS = "timing of all configs"
 # The name for the search before it has yielded the first one.
 BEGINNING = "start of the search"
 
-# Why a problem is refused whose operands and results do not fit.
+# The reason of a `Failure` whose operands and results do not fit.
 TOO_LARGE = "it needs more of the GPU's memory than a process has; with fewer --jobs each has more."
 
 # The message of a process that waits for its turn on the GPU.
@@ -76,6 +76,16 @@ class Task:
     def key(self) -> str:
         """The key of this task's result in a file."""
         return stored.key_of(self.backend, stored.describe_problem(self.problem))
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why no config was found, although the backend serves the problem.
+
+    It is not stored, so the next command searches the problem again.
+    """
+
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +146,7 @@ def search(
     target: Target,
     refused: Mapping[str, str],
     turn: Turn = contextlib.nullcontext,
-) -> Iterator[str | Result | Refusal]:
+) -> Iterator[str | Result | Refusal | Failure]:
     """Searches for the fastest config.
 
     Args:
@@ -148,8 +158,8 @@ def search(
 
     Yields:
       The name of each candidate before it is tried, and `IN_TURNS` before all are timed; then a
-      Result, or a Refusal if the backend does not serve the problem or has no configs, or if the
-      process has too little memory.
+      Result, a Refusal if the backend does not serve the problem or has no configs, or a Failure
+      if the process has too little memory.
     """
     try:
         configs = candidates(task, target)
@@ -163,7 +173,7 @@ def search(
     if task.problem.images and not plan(task, target, configs[heuristic]).takes_images:
         yield Refusal("it does not cut images itself.")
         return
-    reasons = dict(refused)
+    reasons = {name: refused[name] for name in configs if name in refused}
     contenders: dict[str, Contender] = {}
     operands: list[Any] = []
     for name, config in configs.items():
@@ -190,10 +200,10 @@ def search(
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise  # After a CUDA error no kernel runs in this process any more.
-            yield Refusal(TOO_LARGE)
+            yield Failure(TOO_LARGE)
             return
         contenders[name] = contender
-    if IN_TURNS in reasons or not contenders:
+    if not contenders:
         yield _result(task, None, {}, reasons)
         return
     yield IN_TURNS

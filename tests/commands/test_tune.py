@@ -39,7 +39,7 @@ from pallas_patch_embed.chips import A100, B200, H200, Target, chip_of
 from pallas_patch_embed.patches import Encoding, rows
 from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, named_shape
 from pallas_patch_embed.tune import command, search, timing
-from pallas_patch_embed.tune.search import Machine, Task
+from pallas_patch_embed.tune.search import Failure, Machine, Task
 from pallas_patch_embed.tune.timing import Contender, Timing
 
 HOPPER = Target("cuda", H200)
@@ -575,8 +575,7 @@ def test_a_kernel_that_does_not_compile_is_refused(device):
     assert last.config == dataclasses.asdict(right)
 
 
-def test_a_problem_is_refused_if_the_process_has_too_little_memory(device, monkeypatch):
-    """Nothing is stored, so that the same command with fewer jobs searches the problem."""
+def test_a_search_fails_if_the_process_has_too_little_memory(device, monkeypatch):
     checks = search.wrong_elements
     errors = ["RESOURCE_EXHAUSTED: 9 GB", "CUDA_ERROR_ILLEGAL_ADDRESS"]
 
@@ -587,7 +586,7 @@ def test_a_problem_is_refused_if_the_process_has_too_little_memory(device, monke
 
     monkeypatch.setattr(search, "wrong_elements", fails_once)
     _, last = found(device, Config(0.01), Config(0.03))
-    assert last == Refusal(search.TOO_LARGE)
+    assert last == Failure(search.TOO_LARGE)
     # After another error of a launch, CUDA would refuse all launches of the process.
     with pytest.raises(jax.errors.JaxRuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         found(device, Config(0.01), Config(0.03))
@@ -597,8 +596,6 @@ def test_a_candidate_that_was_refused_before_is_not_tried_again(device):
     hung, right = Config(0.01), Config(0.03)
     tried, last = found(device, hung, right, refused={str(hung): "it hung"})
     assert str(hung) not in tried and last.refused == {str(hung): "it hung"}
-    tried, last = found(device, right, refused={search.IN_TURNS: "it hung"})
-    assert search.IN_TURNS not in tried and last.config is None and not last.times
 
 
 def test_a_backend_without_configs_is_left_out():
@@ -709,25 +706,30 @@ def test_a_candidate_that_ends_the_child_is_refused_and_the_task_tried_again():
     assert found.refused == {"b": "it took too long"}
 
 
-def test_a_child_that_ends_before_the_first_candidate_searches_once_more(device):
+@pytest.mark.parametrize("step", [None, search.IN_TURNS])
+def test_a_child_that_ends_outside_of_a_candidate_searches_once_more(device, step):
     def ask(task, refused):
-        if not refused:
-            raise ChildEndedError("crashed", "ended its process, by SIGKILL")
-        yield from search.search(task, Target("cpu"), refused)
+        for message in [None, *search.search(task, Target("cpu"), refused)]:
+            if message is not None:
+                yield message
+            if message == step and not refused:
+                raise ChildEndedError("crashed", "ended its process, by SIGKILL")
 
     device.configs = [Config(1e-3), Config(5e-4)]
     answer = command.search_one(TASK, types.SimpleNamespace(ask=ask))
     assert answer.config == dataclasses.asdict(device.configs[1])
-    assert answer.refused == {search.BEGINNING: "it ended its process, by SIGKILL"}
+    assert len(answer.times) == 2 and not answer.refused
 
 
-def test_a_child_that_always_ends_is_given_up():
+@pytest.mark.parametrize("step", [search.BEGINNING, search.IN_TURNS])
+def test_a_child_that_always_ends_is_given_up(step):
     def ask(task, refused):
+        yield from ["a"] * (step != search.BEGINNING)
+        yield step
         raise ChildEndedError("crashed", "ended its process, by SIGSEGV")
-        yield
 
     answer = command.search_one(TASK, types.SimpleNamespace(ask=ask))
-    assert answer == Refusal("it ended its process, by SIGSEGV.")
+    assert answer == Failure(f"it ended its process, by SIGSEGV, twice, during the {step}.")
 
 
 # The command line.
@@ -911,6 +913,16 @@ def test_what_a_backend_cannot_serve_is_said_once_and_left_out(tmp_path, capsys)
     out = tmp_path / "out.json"
     command.tune(TASKS, [Answers(lambda *_: [Refusal("no.")])], out, MACHINE, {})
     assert not out.exists() and capsys.readouterr().out.count(": no.") == 1
+
+
+def test_a_failed_search_is_reported_and_repeated_by_the_same_command(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    command.tune(TASKS, [Answers(lambda *_: [Failure("no.")])], out, MACHINE, {})
+    printed = capsys.readouterr().out
+    assert not out.exists() and printed.count(": no.") == len(TASKS)
+    assert f"{len(TASKS)} problems failed. The same command tries them again." in printed
+    command.tune(TASKS, [Answers(find)], out, MACHINE, {})
+    assert images_of(out) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
