@@ -312,8 +312,8 @@ def search_one(task: Task, child: Child) -> Result | Refusal | Failure:
     """Searches one task in the child, and returns what the child found.
 
     If the child ends while it tries a candidate, that candidate is refused, and the search is
-    repeated without it. If the child ends twice at another step, the search has failed: CUPTI, which
-    times the kernels, was seen to fail in 3 of 270 searches, but not again in a new process.
+    repeated without it. If the child ends twice at another step, the search has failed. One end is
+    not enough: CUPTI, which times the kernels, failed in 3 of 270 searches of ten processes.
     """
     ended: dict[str, str] = {}
     while True:

@@ -60,6 +60,29 @@ def test_a_faster_backend_is_preferred_to_one_that_also_serves():
     assert "tile_n=64" in choose(few, h200, "mosaic_sm90").config
 
 
+@pytest.mark.parametrize(
+    "shape, dtype, images, chosen",
+    [
+        ("B/16 224", "int8", 41, "cuda"),  # 8036 rows
+        ("B/16 224", "int8", 42, "mosaic_sm90"),  # 8232 rows
+        ("So400m/16 512", "bfloat16", 8, "cuda"),
+        ("B/32 256", "int8", 2, "xla"),
+        ("B/32 256", "int8", 8, "triton"),
+        ("B/32 256", "float8_e4m3fn", 16, "triton"),
+        ("B/32 256", "float8_e4m3fn", 17, "mosaic_sm90"),
+        ("B/32 256", "bfloat16", 9, "xla"),
+        ("B/32 256", "bfloat16", 64, "mosaic_sm90"),
+    ],
+)
+def test_with_few_patches_the_backend_that_was_measured_to_be_faster_runs(
+    shape, dtype, images, chosen, monkeypatch
+):
+    monkeypatch.setattr(cuda, "plan", xla.plan)
+    monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: None)
+    asked = problem_of(named_shape(shape), dtype, images)
+    assert explain(asked, Target("cuda", H200)).chosen == chosen
+
+
 def refuses(problem, target):
     raise NotImplementedError("it was not built.")
 
@@ -67,8 +90,8 @@ def refuses(problem, target):
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
 def test_for_images_the_CUDA_kernel_is_preferred_if_it_serves(dtype, monkeypatch):
     h200, b200 = Target("cuda", H200), Target("cuda", B200)
-    patches = problem_of(named_shape("B/16 224"), dtype)
-    images = dataclasses.replace(patches, layout=PatchLayout(16), images=(8, 224, 224, 3))
+    patches = problem_of(named_shape("B/16 224"), dtype, 64)
+    images = dataclasses.replace(patches, layout=PatchLayout(16), images=(64, 224, 224, 3))
     few = problem_of(named_shape("B/32 256"), dtype, 1)
     few = dataclasses.replace(few, layout=PatchLayout(32), images=(1, 256, 256, 3))
     monkeypatch.setattr(cuda, "plan", xla.plan)
@@ -116,7 +139,7 @@ def test_what_runs_is_what_explain_says(source, monkeypatch):
         monkeypatch.setattr(Target, "of", lambda device: h200)
         chosen = ppe.explain(given, params).chosen
     jax.clear_caches()
-    assert chosen == ("cuda" if source == "uint8 images" else "mosaic_sm90")
+    assert chosen == "cuda"
     assert ran == [(chosen, h200)]
     assert_bit_equal(y, ppe.patch_embed(ppe.patchify(pixels, params), params, backend="xla"))
 
@@ -222,7 +245,7 @@ def test_a_backend_named_inside_a_shard_map_that_leaves_axes_to_xla_is_refused(
 )
 def test_each_chip_gets_its_backend(monkeypatch, capability, dtype, chosen):
     monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: None)
-    asked = Problem((8, 196, 768), (768, 768), (768,), (196, 768), dtype, "bfloat16", "bfloat16")
+    asked = problem_of(named_shape("B/16 224"), dtype, 64)
     assert explain(asked, Target("cuda", chip_of(capability))).chosen == chosen
 
 
