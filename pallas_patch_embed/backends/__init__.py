@@ -164,10 +164,11 @@ def _verdicts(
     """Yields each backend's name, its answer, and why another one is preferred ("" if none is)."""
     answer_of = functools.cache(lambda name: plan_with(name, problem, target, tuned=tuned))
     for name in BACKENDS:
-        answer = answer_of(name)
-        faster, reason = preferred_alternative(name, problem) or (name, "")
-        served = isinstance(answer, Plan) and isinstance(answer_of(faster), Plan)
-        yield name, answer, reason if served else ""
+        answer, reason = answer_of(name), ""
+        if isinstance(answer, Plan) and (better := preferred_alternative(name, problem)):
+            faster, why = better
+            reason = why if isinstance(answer_of(faster), Plan) else ""
+        yield name, answer, reason
 
 
 def explain(problem: Problem, target: Target, tuned: str | None = None) -> Explanation:

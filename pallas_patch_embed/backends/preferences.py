@@ -40,6 +40,11 @@ def _few_rows_per_chunk(problem: Problem, min_chunks: int, max_rows: int) -> boo
     return chunks(problem) >= min_chunks and problem.rows <= most
 
 
+def _is_long_and_few(problem: Problem) -> bool:
+    """Returns whether K is as long as that of B/32 or longer, and there are at most 1024 rows."""
+    return chunks(problem) >= 24 and problem.rows <= 1024
+
+
 PREFERENCES = (
     # In bfloat16 with K = 3072 and 2048, 4096 or 8192 rows, xla is 5 to 17% faster than triton.
     Preference(
@@ -49,26 +54,29 @@ PREFERENCES = (
         reason="with only {rows} rows of {dtype} and K = {K}, xla is faster.",
     ),
     # XLA splits K among multiprocessors. For B/32 it is the fastest with 1 image in dtypes of one
-    # byte, and with 1 and 8 images in bfloat16.
+    # byte, and with 1 and 8 images in bfloat16. In bfloat16 it is faster than mosaic_sm90 and cuda
+    # with 16 images.
     Preference(
         over=("mosaic_sm90", "cuda", "triton"),
         backend="xla",
-        applies=lambda problem: _few_rows_per_chunk(problem, 24, 6),
+        applies=lambda problem: (
+            _few_rows_per_chunk(problem, 24, 6) or _few_rows_per_chunk(problem, 48, 11)
+        ),
         reason="with only {rows} rows and K = {K}, xla splits K and is faster.",
     ),
-    # From patches of B/32 triton takes 0.7 to 0.85 of the time of mosaic_sm90 with 8 and 16 images.
+    # From patches of B/32 triton takes 0.75 to 0.79 of the time of mosaic_sm90 with 8 images in
+    # dtypes of one byte, and 0.84 with 16 images in float8.
     Preference(
         over=("mosaic_sm90", "cuda"),
         backend="triton",
-        applies=lambda problem: (
-            problem.layout is None and chunks(problem) >= 24 and problem.rows <= 1024
-        ),
+        applies=lambda problem: problem.layout is None and _is_long_and_few(problem),
         reason="with only {rows} rows and K = {K}, triton is faster.",
     ),
+    # With 8 images of B/32 cuda takes 1.1 to 1.3 times as long as mosaic_sm90.
     Preference(
         over=("mosaic_sm90",),
         backend="cuda",
-        applies=lambda problem: problem.layout is not None,
+        applies=lambda problem: problem.layout is not None and not _is_long_and_few(problem),
         reason="on patches that XLA has cut from images, cuda is 1 to 19% faster on an H200.",
     ),
     # With 196 to 8192 rows cuda takes 0.82 to 1.00 of the time of mosaic_sm90 in 83 of 84 problems.

@@ -70,7 +70,7 @@ def test_a_faster_backend_is_preferred_to_one_that_also_serves():
         ("B/32 256", "int8", 8, "triton"),
         ("B/32 256", "float8_e4m3fn", 16, "triton"),
         ("B/32 256", "float8_e4m3fn", 17, "mosaic_sm90"),
-        ("B/32 256", "bfloat16", 9, "xla"),
+        ("B/32 256", "bfloat16", 16, "xla"),
         ("B/32 256", "bfloat16", 64, "mosaic_sm90"),
     ],
 )
@@ -80,6 +80,37 @@ def test_with_few_patches_the_backend_that_was_measured_to_be_faster_runs(
     monkeypatch.setattr(cuda, "plan", xla.plan)
     monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: None)
     asked = problem_of(named_shape(shape), dtype, images)
+    assert explain(asked, Target("cuda", H200)).chosen == chosen
+
+
+@pytest.mark.parametrize(
+    "dtype, images, chosen",
+    [
+        ("bfloat16", 16, "xla"),
+        ("bfloat16", 17, "cuda"),
+        ("int8", 2, "xla"),
+        ("int8", 3, "mosaic_sm90"),
+        ("float8_e4m3fn", 16, "mosaic_sm90"),
+        ("float8_e4m3fn", 17, "cuda"),
+    ],
+)
+def test_with_few_patches_of_a_long_K_cuda_is_not_preferred_for_images(
+    dtype, images, chosen, monkeypatch
+):
+    monkeypatch.setattr(cuda, "plan", xla.plan)
+    patches = problem_of(named_shape("B/32 256"), dtype, images)
+    layout = PatchLayout(32)
+    asked = dataclasses.replace(patches, layout=layout, images=(images, 256, 256, 3))
+    assert explain(asked, Target("cuda", H200)).chosen == chosen
+
+
+@pytest.mark.parametrize("dtype, chosen", [("bfloat16", "xla"), ("int8", "mosaic_sm90")])
+def test_without_triton_few_patches_of_a_long_K_get_the_next_fastest_backend(
+    dtype, chosen, monkeypatch
+):
+    monkeypatch.setattr(cuda, "plan", xla.plan)
+    monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: "it is not installed.")
+    asked = problem_of(named_shape("B/32 256"), dtype, 16)
     assert explain(asked, Target("cuda", H200)).chosen == chosen
 
 
@@ -170,6 +201,12 @@ def test_explain_accepts_patches_or_their_shape():
             assert reason.startswith("it needs compute capability") and reason.endswith("cpu.")
         assert explanation.chosen == "xla"
         assert "-> xla" in str(explanation)
+
+
+def test_explain_accepts_a_symbolic_batch():
+    (b,) = jax.export.symbolic_shape("b")
+    for shape, dtype in (((b, *PATCHES.shape[1:]), PATCHES.dtype), ((b, 8, 8, 3), np.uint8)):
+        assert ppe.explain(jax.ShapeDtypeStruct(shape, dtype), PARAMS).chosen == "xla"
 
 
 def test_explain_can_be_called_while_tracing():
