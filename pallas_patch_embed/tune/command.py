@@ -293,7 +293,7 @@ def tune(
         for thread in [pool.submit(search_all, child) for child in searching]:
             thread.result()
     if failed:
-        print(f"{len(failed)} problems failed. The same command tries them again.")
+        print(f"{len(failed)} problems failed. A later command tries them again.")
     if left:
         print(f"{seconds:g} s are over; {len(left)} problems are left. {RESUMES}")
     elif results:

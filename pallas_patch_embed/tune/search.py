@@ -45,7 +45,7 @@ IN_TURNS = "timing of all configs"
 BEGINNING = "start of the search"
 
 # The reason of a `Failure` whose operands and results do not fit.
-TOO_LARGE = "it needs more of the GPU's memory than a process has; with fewer --jobs each has more."
+TOO_LARGE = "it needs more GPU memory than a process has (--jobs processes share it equally)."
 
 # The message of a process that waits for its turn on the GPU.
 WAITING = "wait for the GPU"
