@@ -113,6 +113,9 @@ def plan_with(
     Raises:
       ValueError: a file of measured configs is damaged, or the user's file is missing.
     """
+    sizes = itertools.chain(problem.patches, problem.weight, problem.scale, problem.table)
+    if name != "xla" and any(map(jax.export.is_symbolic_dim, sizes)):
+        return Refusal("its kernels need known sizes, but this program has symbolic dimensions.")
     if problem.layout is not None:
         only_xla = problem.layout.frames is not None or problem.layout.prefix > 0
         if problem.cut == "kernel" and only_xla:
@@ -220,11 +223,7 @@ def choose(problem: Problem, target: Target, name: str | None, tuned: str | None
             f"{' '.join(refusals)} Leave cut=None to let XLA cut the images."
         )
     name = name or "xla"
-    sizes = itertools.chain(problem.patches, problem.weight, problem.scale, problem.table)
-    if name != "xla" and any(map(jax.export.is_symbolic_dim, sizes)):
-        answer = Refusal("its kernels need known sizes, but this program has symbolic dimensions.")
-    else:
-        answer = plan_with(name, problem, target, asked=True, tuned=tuned)
+    answer = plan_with(name, problem, target, asked=True, tuned=tuned)
     if isinstance(answer, Plan):
         return answer
     raise NotImplementedError(

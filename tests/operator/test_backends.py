@@ -203,10 +203,16 @@ def test_explain_accepts_patches_or_their_shape():
         assert "-> xla" in str(explanation)
 
 
-def test_explain_accepts_a_symbolic_batch():
+@pytest.mark.parametrize(
+    "target", [Target("cpu"), Target("cuda", H200), Target("cuda", B200)], ids=str
+)
+def test_explain_accepts_a_symbolic_batch(target, monkeypatch):
+    monkeypatch.setattr(Target, "of", lambda device: target)
     (b,) = jax.export.symbolic_shape("b")
     for shape, dtype in (((b, *PATCHES.shape[1:]), PATCHES.dtype), ((b, 8, 8, 3), np.uint8)):
-        assert ppe.explain(jax.ShapeDtypeStruct(shape, dtype), PARAMS).chosen == "xla"
+        explanation = ppe.explain(jax.ShapeDtypeStruct(shape, dtype), PARAMS)
+        assert explanation.chosen == "xla"
+        assert all("need known sizes" in row.reason for row in explanation.rows[:-1])
 
 
 def test_explain_can_be_called_while_tracing():
