@@ -60,57 +60,39 @@ def test_a_faster_backend_is_preferred_to_one_that_also_serves():
     assert "tile_n=64" in choose(few, h200, "mosaic_sm90").config
 
 
-@pytest.mark.parametrize(
-    "shape, dtype, images, chosen",
-    [
-        ("B/16 224", "int8", 41, "cuda"),  # 8036 rows
-        ("B/16 224", "int8", 42, "mosaic_sm90"),  # 8232 rows
-        ("So400m/16 512", "bfloat16", 8, "cuda"),
-        ("B/32 256", "int8", 2, "xla"),
-        ("B/32 256", "int8", 8, "triton"),
-        ("B/32 256", "float8_e4m3fn", 16, "triton"),
-        ("B/32 256", "float8_e4m3fn", 17, "mosaic_sm90"),
-        ("B/32 256", "bfloat16", 16, "xla"),
-        ("B/32 256", "bfloat16", 64, "mosaic_sm90"),
-    ],
-)
-def test_with_few_patches_the_backend_that_was_measured_to_be_faster_runs(
-    shape, dtype, images, chosen, monkeypatch
+PREFERRED = [
+    # (shape, dtype, images, source, backend that is missing, chosen)
+    ("B/16 224", "int8", 41, "patches", None, "cuda"),  # 8036 rows
+    ("B/16 224", "int8", 42, "patches", None, "mosaic_sm90"),  # 8232 rows
+    ("So400m/16 512", "bfloat16", 8, "patches", None, "cuda"),
+    ("B/32 256", "int8", 2, "patches", None, "xla"),
+    ("B/32 256", "int8", 8, "patches", None, "triton"),
+    ("B/32 256", "float8_e4m3fn", 16, "patches", None, "triton"),
+    ("B/32 256", "float8_e4m3fn", 17, "patches", None, "mosaic_sm90"),
+    ("B/32 256", "bfloat16", 16, "patches", None, "xla"),
+    ("B/32 256", "bfloat16", 64, "patches", None, "mosaic_sm90"),
+    ("B/32 256", "bfloat16", 16, "images", None, "xla"),
+    ("B/32 256", "bfloat16", 17, "images", None, "cuda"),
+    ("B/32 256", "int8", 2, "images", None, "xla"),
+    ("B/32 256", "int8", 3, "images", None, "mosaic_sm90"),
+    ("B/32 256", "float8_e4m3fn", 16, "images", None, "mosaic_sm90"),
+    ("B/32 256", "float8_e4m3fn", 17, "images", None, "cuda"),
+    ("B/32 256", "bfloat16", 16, "patches", "triton", "xla"),
+    ("B/32 256", "int8", 16, "patches", "triton", "mosaic_sm90"),
+]
+
+
+@pytest.mark.parametrize("shape, dtype, images, source, missing, chosen", PREFERRED)
+def test_for_few_rows_the_backend_that_was_measured_to_be_faster_runs(
+    shape, dtype, images, source, missing, chosen, monkeypatch
 ):
     monkeypatch.setattr(cuda, "plan", xla.plan)
-    monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: None)
+    reason = "it is not installed." if missing == "triton" else None
+    monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: reason)
     asked = problem_of(named_shape(shape), dtype, images)
-    assert explain(asked, Target("cuda", H200)).chosen == chosen
-
-
-@pytest.mark.parametrize(
-    "dtype, images, chosen",
-    [
-        ("bfloat16", 16, "xla"),
-        ("bfloat16", 17, "cuda"),
-        ("int8", 2, "xla"),
-        ("int8", 3, "mosaic_sm90"),
-        ("float8_e4m3fn", 16, "mosaic_sm90"),
-        ("float8_e4m3fn", 17, "cuda"),
-    ],
-)
-def test_with_few_patches_of_a_long_K_cuda_is_not_preferred_for_images(
-    dtype, images, chosen, monkeypatch
-):
-    monkeypatch.setattr(cuda, "plan", xla.plan)
-    patches = problem_of(named_shape("B/32 256"), dtype, images)
-    layout = PatchLayout(32)
-    asked = dataclasses.replace(patches, layout=layout, images=(images, 256, 256, 3))
-    assert explain(asked, Target("cuda", H200)).chosen == chosen
-
-
-@pytest.mark.parametrize("dtype, chosen", [("bfloat16", "xla"), ("int8", "mosaic_sm90")])
-def test_without_triton_few_patches_of_a_long_K_get_the_next_fastest_backend(
-    dtype, chosen, monkeypatch
-):
-    monkeypatch.setattr(cuda, "plan", xla.plan)
-    monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: "it is not installed.")
-    asked = problem_of(named_shape("B/32 256"), dtype, 16)
+    if source == "images":
+        layout, pixels = PatchLayout(32), (images, 256, 256, 3)
+        asked = dataclasses.replace(asked, layout=layout, images=pixels)
     assert explain(asked, Target("cuda", H200)).chosen == chosen
 
 
