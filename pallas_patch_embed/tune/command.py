@@ -313,7 +313,7 @@ def search_one(task: Task, child: Child) -> Result | Refusal | Failure:
 
     If the child ends while it tries a candidate, that candidate is refused, and the search is
     repeated without it. If the child ends twice at another step, the search has failed. One end is
-    not enough: CUPTI, which times the kernels, failed in 3 of 270 searches of ten processes.
+    not enough, because CUPTI, which times the kernels, fails now and then.
     """
     ended: dict[str, str] = {}
     while True:

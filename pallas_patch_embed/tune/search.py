@@ -152,7 +152,8 @@ def search(
     Args:
       task: backend and problem.
       target: the chip. Without a chip the kernels are interpreted, if they have an interpreter.
-      refused: how candidates ended the child before, by their names.
+      refused: how the child ended in earlier searches of this task, by the name that the search
+        had yielded last. Candidates among these names are not tried again.
       turn: function that returns a context in which no other search uses the GPU. Kernels are
         compiled outside of it.
 

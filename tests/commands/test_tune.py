@@ -706,12 +706,11 @@ def test_a_candidate_that_ends_the_child_is_refused_and_the_task_tried_again():
     assert found.refused == {"b": "it took too long"}
 
 
-@pytest.mark.parametrize("step", [None, search.IN_TURNS])
+@pytest.mark.parametrize("step", [search.BEGINNING, search.IN_TURNS])
 def test_a_child_that_ends_outside_of_a_candidate_searches_once_more(device, step):
     def ask(task, refused):
-        for message in [None, *search.search(task, Target("cpu"), refused)]:
-            if message is not None:
-                yield message
+        for message in [search.BEGINNING, *search.search(task, Target("cpu"), refused)]:
+            yield message
             if message == step and not refused:
                 raise ChildEndedError("crashed", "ended its process, by SIGKILL")
 
