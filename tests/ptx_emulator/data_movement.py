@@ -2,12 +2,14 @@
 
 import numpy as np
 
+from ptx_emulator.barriers import barrier_at
 from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
 from ptx_emulator.isa import (
     FULL_MASK,
     LANE_IDS,
     SINCE_BLACKWELL,
     WARP_SIZE,
+    Task,
     active_lanes,
     defines,
     dtype_of,
@@ -16,6 +18,7 @@ from ptx_emulator.isa import (
 from ptx_emulator.memory import (
     BLOCK_SHIFT,
     PARAMETER_WINDOW,
+    POISON,
     SHARED_WINDOW,
     UNIT_BYTES,
     WINDOW_BYTES,
@@ -23,6 +26,7 @@ from ptx_emulator.memory import (
 )
 from ptx_emulator.parser import Register, Vector, bits
 from ptx_emulator.scalar import elementwise, modifiers
+from ptx_emulator.vector_clocks import join
 
 MOVE, MATRIX = "9.7.9 data movement", "9.7.14 matrices"
 
@@ -263,6 +267,50 @@ def st(binder, instruction):
         parts = [np.ascontiguousarray(read(warp)).view(np.uint8) for read in reads]
         values = np.concatenate([part.reshape(WARP_SIZE, size) for part in parts], 1)
         Access(warp, space, address(warp), mask, size * len(items), "st").store(values)
+
+    return execute
+
+
+@defines(MOVE, "st.async{,.weak}.shared::cluster.mbarrier::complete_tx::bytes{,.v2,.v4}.b32")
+def st_async(binder, instruction):
+    """Stores to shared memory of a block of the cluster, and signals an mbarrier of that block.
+
+    The signal releases what the issuing warp has done before (9.7.9.12).
+    """
+    target, source, mbarrier = instruction.operands
+    items = _vector_items(source, _vector_length(instruction))
+    address, signalled = binder.address_reader(target), binder.address_reader(mbarrier)
+    reads = [binder.reader(item, "b32") for item in items]
+
+    def execute(warp, mask):
+        access = Access(warp, "shared::cluster", address(warp), mask, 4 * len(items), "st.async")
+        values = np.stack([read(warp).view(np.uint32) for read in reads], 1)[access.active]
+        values = np.ascontiguousarray(values).view(np.uint8)
+        (at,) = {int(x) for x in signalled(warp)[access.active]}
+        barrier = barrier_at(warp, at, cluster=True)
+        barrier.check_use(warp, by_async_proxy=False)
+        if barrier.block is not access.block:
+            raise EmulatorError("the data and the mbarrier of a st.async are in different blocks")
+        phase, released = barrier.phase, warp.machine.agents.clock()
+        warp.release(released)
+        words = np.unique(access.index // WORD_BYTES)
+        access.block.shared.record_write(
+            barrier.agent, phase + 1, words, warp.clock, access.description
+        )
+        access.bytes[access.index] = POISON
+
+        def run():
+            if barrier.phase != phase:
+                raise EmulatorError(f"a st.async signals a later phase than expected: {barrier}")
+            if not barrier.block.alive:
+                raise EmulatorError(f"there is a st.async to a block that has exited: {barrier}")
+            access.bytes[access.index] = values
+            join(barrier.arriving_clock, released)
+            barrier.complete_tx(values.size)
+
+        description = f"line {instruction.line}: the st.async of {warp} to {barrier}"
+        warp.machine.submit(Task("arrival", run, description, warp.block.cluster, (warp,)))
+        warp.machine.event()
 
     return execute
 

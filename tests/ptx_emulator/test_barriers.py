@@ -490,6 +490,53 @@ def test_divergent_lanes_meet_at_a_barrier():
     run(f"{DECLARED} setp.lt.u32 %p, %lane, 7; @%p exit; bar.sync 0; bar.sync 1, 64;", threads=64)
 
 
+# Stores to other blocks that signal an mbarrier.
+
+ASYNC_STORES = [
+    f"st.async{order}.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32"
+    for order, vector in itertools.product(("", ".weak"), ("", ".v2", ".v4"))
+]
+
+
+def exchanged(opcode=ASYNC_STORES[-1], *, to="%other", expects=True, waits=True, there="%y"):
+    """Returns PTX in which the threads of two blocks send words to each other."""
+    count = int(opcode.split(".v")[1][0]) if ".v" in opcode else 1
+    words = "%global_thread" if count == 1 else f"{{{', '.join(['%global_thread'] * count)}}}"
+    size = 4 * count
+    expected = f"mbarrier.arrive.expect_tx.shared.b64 _, [%bar], {32 * size};"
+    return f"""{init(1)} .reg .b32 %other; xor.b32 %other, %rank, 1;
+        barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+        {FIRST} {expected if expects else "mbarrier.arrive.shared.b64 _, [%bar];"}
+        mad.lo.u32 %word, %thread, {size}, %memory;
+        mapa.shared::cluster.u32 %x, %word, {to}; mapa.shared::cluster.u32 %y, %bar, %other;
+        {opcode} [%x], {words}, [{there}];
+        {wait() if waits else ""} ld.shared.b32 %d0, [%word+{size - 4}];"""
+
+
+@pytest.mark.parametrize("schedule", ["eager", "late", "random"])
+@pytest.mark.parametrize("opcode", ASYNC_STORES)
+def test_a_st_async_stores_to_another_block_and_signals_it(opcode, schedule):
+    assert isa.OPCODES[opcode].section == "9.7.9 data movement"
+    (found,) = run(exchanged(opcode), results=[32], grid=2, cluster=2, schedule=schedule).results
+    assert found == [*range(32, 64), *range(32)]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(waits=False), "reads what was written to|has exited|exits"),
+        (dict(expects=False), "more bytes|later phase|reads what|bytes are missing|has exited"),
+        (dict(to="%rank"), "the data and the mbarrier of a st.async are in different blocks"),
+        (dict(there="%bar"), "the data and the mbarrier of a st.async are in different blocks"),
+        (dict(to="2"), "the cluster has no block 2"),
+    ],
+    ids=str,
+)
+def test_an_invalid_st_async_is_refused(changes, message):
+    with pytest.raises(EmulatorError, match=message):
+        run(exchanged(**changes), results=[32], grid=2, cluster=2, schedule="late")
+
+
 # The barrier of a cluster.
 
 ARRIVE = [

@@ -19,6 +19,7 @@ from ptx_emulator.scalar_cases import (
     stored,
     width,
 )
+from ptx_emulator.test_barriers import ASYNC_STORES
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
 COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
@@ -475,6 +476,7 @@ OTHERS = {
     *("setmaxnreg.inc.sync.aligned.u32", "setmaxnreg.dec.sync.aligned.u32"),
     *("ld.shared.b128", "ld.shared::cta.b128"),
     *WITHOUT_EFFECT,
+    *ASYNC_STORES,
 }
 
 
