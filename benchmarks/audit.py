@@ -380,9 +380,9 @@ def cuda_kernel(
         architecture,
         problem=problem,
         config=config,
-        code=library[capability, config.name],
+        code=library[capability, config.symbol],
         # For images the loop over K is unrolled.
-        steps=1 if uncut else tiles.chunks(problem),
+        steps=1 if uncut else -(-tiles.chunks(problem) // config.splits),
         launch=cuda_launch.prepared(config, problem, CHIP_OF[architecture])[1],
     )
 

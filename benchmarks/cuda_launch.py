@@ -29,15 +29,21 @@ L2_PROMOTION_256 = 3
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 MAX_DYNAMIC_SHARED = 8
 
+# CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+CLUSTER_DIMENSION = 4
+
 # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 COMPUTE_CAPABILITY = (75, 76)
 
 
 def source(config: CudaConfig) -> str:
     """Returns CUDA C++ that instantiates only this kernel."""
+    hopper = config.capability == 90
     arguments = [
         *(config.dtype, config.out_dtype, "table" if config.has_table else "offset"),
-        *(config.tile_n, config.rows if config.capability == 90 else config.blocks, config.slots),
+        config.tile_n,
+        *([config.rows, config.symbol.split("_")[-3]] if hopper else [config.blocks]),
+        config.slots,
         "streamed" if config.stream_weight else "stationary",
     ]
     return f"""
@@ -67,6 +73,18 @@ def compiled(config: CudaConfig, architecture: str, *options: str) -> bytes:
         options = ["-std=c++17", "-O3", f"-arch={architecture}", f"-I{cuda_build.FFI}", *options]
         subprocess.run([nvcc, *options, path, "-o", out], check=True)
         return out.read_bytes()
+
+
+class LaunchConfig(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = [
+        *((f"{name}_{axis}", ctypes.c_uint) for name in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
 
 
 class Driver:
@@ -149,7 +167,7 @@ def launch(config: CudaConfig, problem: Problem, chip: Chip, addresses: dict[str
     options = ["-cubin", *(["-DPATCH_EMBED_TIMELINE"] if "stamps" in addresses else [])]
     cubin = compiled(config, call.architecture, *options)
     call("cuModuleLoadData", ctypes.byref(module), cubin)
-    call("cuModuleGetFunction", ctypes.byref(kernel), module, config.name.encode())
+    call("cuModuleGetFunction", ctypes.byref(kernel), module, config.symbol.encode())
     call("cuFuncSetAttribute", kernel, MAX_DYNAMIC_SHARED, plan["shared_memory"])
     # The fields of struct `Arguments` in ffi/kernel.h, in order.
     maps = [call.tensor_map(plan[name], addresses[name]) for name in ("patches", "weight", "y")]
@@ -169,8 +187,13 @@ def launch(config: CudaConfig, problem: Problem, chip: Chip, addresses: dict[str
             f"struct Arguments has {size.value} bytes, {len(content)} are packed here."
         )
     parameter = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p))
+    # A CUlaunchAttribute has its number, 4 bytes of padding and a value of 64 bytes.
+    cluster = np.zeros(18, np.uint32)
+    cluster[[0, 2, 3, 4]] = CLUSTER_DIMENSION, plan["cluster"], 1, 1
+    attributes = cluster.ctypes.data, plan["cluster"] > 1
     grid, block = (plan["grid"], 1, 1), (plan["threads"], 1, 1)
-    call("cuLaunchKernel", kernel, *grid, *block, plan["shared_memory"], None, parameter, None)
+    how = LaunchConfig(*grid, *block, plan["shared_memory"], None, *attributes)
+    call("cuLaunchKernelEx", ctypes.byref(how), kernel, parameter, None)
     call("cuCtxSynchronize")
     call("cuModuleUnload", module)
 

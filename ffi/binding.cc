@@ -57,26 +57,31 @@ namespace {
 
 // The version of the interface between Python and this library: its operands, attributes and
 // functions.
-constexpr int kInterface = 3;
+constexpr int kInterface = 4;
 
 // The kernels.
 
 using namespace spelled;
 
-#define PATCH_EMBED_SM90_KERNEL(dtype, out_dtype, terms, tile_n, rows, slots, weight) \
-  {{90, dtype, out_dtype, terms, tile_n, rows, 1, slots, weight},                     \
-   sm90::Shared<dtype, tile_n, rows, slots, weight>::bytes},
-#define PATCH_EMBED_SM100_KERNEL(dtype, out_dtype, terms, tile_n, blocks, slots, weight) \
-  {{100, dtype, out_dtype, terms, tile_n, sm100::kRows, blocks, slots, weight},          \
-   sm100::Shared<out_dtype, tile_n, blocks, slots, weight>::bytes},
+#define PATCH_EMBED_SM90_KERNEL(dtype, out_dtype, terms, tile_n, rows, sharing, slots, weight)  \
+  for (int blocks = sharing == split ? 2 : 1;                                                   \
+       blocks <= (sharing == split ? sm90::kMostSplits : 1); blocks *= 2) {                     \
+    all->push_back({{90, dtype, out_dtype, terms, tile_n, rows, sharing == cooperative, blocks, \
+                     slots, weight},                                                            \
+                    sm90::Shared<dtype, tile_n, rows, slots, weight, sharing>::bytes});         \
+  }
+#define PATCH_EMBED_SM100_KERNEL(dtype, out_dtype, terms, tile_n, blocks, slots, weight)   \
+  all->push_back(                                                                          \
+      {{100, dtype, out_dtype, terms, tile_n, sm100::kRows, false, blocks, slots, weight}, \
+       sm100::Shared<out_dtype, tile_n, blocks, slots, weight>::bytes});
 
 const std::vector<Kernel>& kernels() {
-  // clang-format off
-  static const auto* all = new std::vector<Kernel>{
-      PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_KERNEL)
-      PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_KERNEL)
-  };
-  // clang-format on
+  static const auto* all = [] {
+    auto* all = new std::vector<Kernel>;
+    PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_KERNEL)
+    PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_KERNEL)
+    return all;
+  }();
   return *all;
 }
 
@@ -448,8 +453,8 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
                                   version_text(CUDA_VERSION),
                               load(*image));
   CUkernel kernel;
-  PATCH_EMBED_RETURN_IF_ERROR(name,
-                              cuda.cuLibraryGetKernel_fn(&kernel, image->library, name.c_str()));
+  PATCH_EMBED_RETURN_IF_ERROR(
+      name, cuda.cuLibraryGetKernel_fn(&kernel, image->library, choice.kernel->symbol.c_str()));
   if constexpr (stage == ffi::ExecutionStage::kInitialize) {
     PATCH_EMBED_RETURN_IF_ERROR(
         "the kernel's shared memory",

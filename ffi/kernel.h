@@ -1,8 +1,9 @@
 // Declarations for the host (binding.cc) and the kernels (patch_embed_sm90.cu,
 // patch_embed_sm100.cu).
 //
-// A worker is a thread block or a cluster of two. It computes the same `tile_n` columns of N in all
-// its tiles, and processes the segments of row tiles that backends/schedule.py assigns to it.
+// A worker is a thread block, or a cluster of blocks that share each tile. It computes the same
+// `tile_n` columns of N in all its tiles, and processes the segments of row tiles that
+// backends/schedule.py assigns to it.
 
 #pragma once
 
@@ -73,6 +74,13 @@ struct Arguments {
 #endif
 };
 
+// How the two consumer warpgroups of a Hopper block share a tile.
+enum class Sharing {
+  kPingpong,     // one multiplies its half of a tile while the other one stores its half
+  kSplit,        // the same, and the blocks of a cluster split K
+  kCooperative,  // both multiply their halves at the same time, and share the loads
+};
+
 // The template arguments of a kernel.
 struct Config {
   int capability;         // compute capability: 90 or 100
@@ -80,9 +88,14 @@ struct Config {
   bool has_table;         // whether it adds rows of a bfloat16 table or one row of float32 offsets
   int tile_n;             // columns of a tile
   int rows;               // rows of a warpgroup's (Hopper) or a block's (Blackwell) part of a tile
-  int blocks;             // thread blocks of a worker; two form a cluster
+  bool cooperative;       // on Hopper, whether both warpgroups multiply at the same time
+  int blocks;             // thread blocks of a worker; two or more form a cluster
   int slots;              // slots of the ring of patches
   bool stream_weight;     // whether the weight is loaded for each tile or stays in shared memory
+
+  // Number of blocks among which the chunks of K are split. The two blocks of a Blackwell worker
+  // split the rows of a tile instead.
+  constexpr int splits() const { return capability == 90 ? blocks : 1; }
 
   // Rows of a tile: those of two warpgroups on Hopper, and of the worker's blocks on Blackwell.
   constexpr int tile_m() const { return (capability == 90 ? 2 : blocks) * rows; }

@@ -1,14 +1,20 @@
 // The Hopper kernel: y = (patches weight^T) * scale + table, rounded once.
 //
-// A worker is a thread block of three warpgroups. It computes the same `tile_n` columns of N in all
-// its tiles, and processes the segments that backends/schedule.py assigns to it. A segment is a
-// sequence of row tiles that need the same rows of the table. The warpgroups have these roles:
+// A worker is a thread block of three warpgroups, or a cluster of such blocks. It computes the same
+// `tile_n` columns of N in all its tiles, and processes the segments that backends/schedule.py
+// assigns to it. A segment is a sequence of row tiles that need the same rows of the table. The
+// warpgroups have these roles:
 //
 //   feed                 the producer, one thread: loads patches by TMA into a ring of slots, in the
 //                        order in which they are multiplied. A slot has a chunk of half of a tile's
-//                        rows: kRowBytes of K or, with images, kSlotLines lines of each patch.
+//                        rows (of all rows in cooperative kernels): kRowBytes of K or, with images,
+//                        kSlotLines lines of each patch.
 //   multiply_and_store   two consumer warpgroups, each with half of every tile's rows. While one
-//                        multiplies, the other one scales its sums, adds the table, and stores y.
+//                        multiplies, the other one scales its sums, adds the table, and stores y
+//                        (ping-pong).
+//
+// A worker with one or two tiles gains little from ping-pong, in which each half waits for the other
+// one's products. In cooperative kernels both warpgroups multiply at the same time.
 //
 // A stationary weight is loaded with the patches of the worker's first half tile, and stays in
 // shared memory. A weight that does not fit is streamed: its chunks are loaded with the patches of
@@ -20,10 +26,18 @@
 // for each tile: those of its first parts (kParts) before its products are done, and those of the
 // other parts as storing frees registers. The scale is then loaded for each group of columns.
 //
+// If there are fewer tiles than multiprocessors, a cluster of 2, 4 or 8 blocks can compute each tile
+// (`split`). Each block multiplies a part of K. Then the blocks exchange their partial sums through
+// distributed shared memory, and each block completes and stores a part of the tile:
+//
+//   exchange             between multiply and store: each thread sends its sums to the threads of the
+//                        same number in the other blocks, and adds up those that its block completes,
+//                        in the order of the blocks' ranks. So results do not depend on timing.
+//
 // patch_embed_sm90.h describes the barriers, and how a block starts and ends.
 //
 // After wgmma a thread has pairs of neighbouring columns. TMA permutes the rows of the weight, so
-// that in each group of columns a thread's kPairs pairs are 16 contiguous bytes of y. Let q be the
+// that in each group of columns a thread's kPairs pairs are kVector contiguous columns of y. Let q be the
 // thread's index among the four threads of a row. Then its pair j * kGroups + g in wgmma's order is
 // pair q * kPairs + j of group g of y.
 
@@ -40,24 +54,27 @@
 namespace patch_embed::sm90 {
 
 template <Type dtype, Type out_dtype, bool has_table, int tile_n, int rows, int slots,
-          bool stream_weight>
+          bool stream_weight, Sharing sharing>
 class Worker {
  public:
-  static constexpr int kTileRows = kConsumers * rows;
+  static constexpr bool kSplit = sharing == Sharing::kSplit;
+  static constexpr bool kCooperative = sharing == Sharing::kCooperative;
+  static constexpr int kTileRows = kConsumers * rows, kSlotRows = slot_rows(sharing, rows);
   static constexpr bool kImages = dtype == Type::kUInt8;
   static constexpr Type kFactorType = factor_type(dtype);
   static constexpr int kChunkElements = kRowBytes / itemsize(dtype);
   static constexpr int kSlotRowBytes = slot_row_bytes(dtype);
   static constexpr int kProducts = kSlotRowBytes / ptx::kProductBytes;
-  static constexpr int kPatchesBytes = rows * kSlotRowBytes;
+  static constexpr int kPatchesBytes = kSlotRows * kSlotRowBytes;
   static constexpr int kWeightBytes = tile_n * kRowBytes;
 
   // A thread has kRows rows of a warpgroup's half of a tile, and in each row kVector contiguous
   // columns of every group of kGroup columns. It stores part by part; a part is kPartRows rows of a
   // group.
   static constexpr int kOutBytes = itemsize(out_dtype);
-  static constexpr int kVector = vector(out_dtype), kPairs = kVector / 2;
-  static constexpr int kGroup = group(out_dtype), kGroups = tile_n / kGroup;
+  static constexpr int kVector = vector(out_dtype, kSplit), kPairs = kVector / 2;
+  static constexpr int kVectorWords = kVector * kOutBytes / 4;
+  static constexpr int kGroup = group(out_dtype, kSplit), kGroups = tile_n / kGroup;
   static constexpr int kRowBlocks = rows / 64, kRows = kPartRows * kRowBlocks;
   static constexpr int kParts = kGroups * kRowBlocks;
 
@@ -67,13 +84,12 @@ class Worker {
   static constexpr int kTermRows = has_table ? kPartRows : 1;
   static constexpr int kTerms = has_table ? kParts : kGroups;
 
-  static constexpr Kept kKept = kept_in_registers(dtype, out_dtype, has_table, tile_n, rows);
+  static constexpr Kept kKept = kept_in_registers(dtype, has_table, tile_n, rows);
   static constexpr bool kKeepsScale = kKept == Kept::kScaleAndTerms;
   static constexpr bool kKeepsTerms = kKept != Kept::kNothing;
   static constexpr int kSumRegisters = sum_registers(tile_n, rows);
-  static constexpr int kKeptRegisters =
-      (kKeepsScale ? scale_registers(out_dtype, tile_n) : 0) +
-      (kKeepsTerms ? term_registers(out_dtype, has_table, tile_n, rows) : 0);
+  static constexpr int kKeptRegisters = (kKeepsScale ? scale_registers(tile_n) : 0) +
+                                        (kKeepsTerms ? term_registers(has_table, tile_n, rows) : 0);
 
   // Registers of a producer and of a consumer thread after setmaxnreg. At launch each of the 384
   // threads has 168 registers, and 3 * 168 = 40 + 2 * 232 = 24 + 2 * 240. Consumers have 240 only
@@ -87,8 +103,8 @@ class Worker {
           (1 + kConsumers) * registers_at_launch(kThreads),
       "setmaxnreg would wait forever: the warpgroups request more registers than the block has.");
 
-  using Memory = Shared<dtype, tile_n, rows, slots, stream_weight>;
-  static_assert(tile_n % 64 == 0, "a slice of N must be a multiple of 64 columns.");
+  using Memory = Shared<dtype, tile_n, rows, slots, stream_weight, sharing>;
+  static_assert(tile_n % kGroup == 0, "a slice of N must have whole groups of columns.");
   static_assert(rows == 64 || rows == 128, "a warpgroup must have 64 or 128 rows of a tile.");
   static_assert(slots >= 2, "at least 2 slots are needed: one is filled during products.");
   static_assert(!kImages || (rows == 64 && !stream_weight),
@@ -96,6 +112,16 @@ class Worker {
   static_assert(
       !kImages || slots >= kPatchSide / kSlotLines + kChunksAfterHandover,
       "early products need more slots, so that the previous phase of each slot is complete.");
+  static_assert(!kCooperative || (!kImages && !stream_weight && rows == 64),
+                "cooperative warpgroups need patches, 64 rows each, and a weight that stays.");
+  static_assert(
+      !kSplit || (!kImages && !stream_weight && rows == 64 && kKeepsTerms),
+      "a split of K needs patches, 64 rows for each warpgroup, and a weight and terms that "
+      "stay.");
+  static_assert(!kSplit || (kParts * kPartRows == Memory::kVectors && kVector == 4),
+                "a split of K needs rows of parts that have four columns.");
+  static_assert(!kSplit || Memory::kVectors % kMostSplits == 0,
+                "the blocks of a cluster must complete equal numbers of vectors.");
   static_assert(kSumRegisters + kOtherRegisters <= kMostRegisters,
                 "too many sums for the registers.");
   static_assert(sizeof(Memory) % 1024 == 0,
@@ -109,9 +135,13 @@ class Worker {
       : args_(args),
         shared_(shared),
         weight_(reinterpret_cast<uint8_t*>(&shared + 1)),
-        column_(blockIdx.x % (args.N / tile_n) * tile_n),
-        segments_(args.segments + blockIdx.x / (args.N / tile_n) * args.segment_count),
-        timeline_(args) {}
+        column_(number() % (args.N / tile_n) * tile_n),
+        segments_(args.segments + number() / (args.N / tile_n) * args.segment_count),
+        timeline_(args),
+        rank_(kSplit ? ptx::cluster_ctarank() : 0),
+        splits_(kSplit ? ptx::cluster_nctarank() : 1),
+        share_begin_(kSplit ? first_chunk_of_share(rank_, splits_, args.chunks) : 0),
+        share_end_(kSplit ? first_chunk_of_share(rank_ + 1, splits_, args.chunks) : args.chunks) {}
 
   __device__ void run() {
     if (threadIdx.x == 0) make_barriers();
@@ -120,11 +150,16 @@ class Worker {
       ptx::prefetch_tensormap(args_.weight);
     }
     __syncthreads();
+    if constexpr (kSplit) ptx::barrier_cluster_arrive_relaxed();
     // Broadcasts lane 0's value, so that the compiler knows that the value is uniform in a warp.
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == kConsumers) {
       ptx::setmaxnreg_dec<kFeedRegisters>();
       if (threadIdx.x / 32 == kConsumers * kWarpgroup / 32 && ptx::elect_sync()) feed();
+      if constexpr (kSplit) {
+        __syncwarp();
+        ptx::barrier_cluster_wait();
+      }
     } else {
       ptx::setmaxnreg_inc<kMultiplyRegisters>();
       multiply_and_store(warpgroup);
@@ -159,17 +194,25 @@ class Worker {
     uint32_t begin, end, slot, parity;
   };
 
-  // Chunk k of a half tile has kSlotRowBytes bytes of K, from byte k * kSlotRowBytes on. It has a
-  // slot for its patches, and a slot for its chunk of a streamed weight.
+  // Chunk k of a half tile (of a tile in cooperative kernels) has kSlotRowBytes bytes of K, from byte
+  // k * kSlotRowBytes of the block's share on. It has a slot for its patches, and a slot for its
+  // chunk of a streamed weight.
   struct Chunk {
     int k;
     RingSlot patches, weight;
   };
 
-  // Returns the number of chunks of a half tile. args_.chunks counts the weight's chunks, which
-  // have kRowBytes also for images.
+  // Returns the number of this worker, which is a block, or a cluster if K is split.
+  __device__ static uint32_t number() {
+    if constexpr (kSplit) return ptx::clusterid_x();
+    return blockIdx.x;
+  }
+
+  // Returns the number of chunks of a half tile that this block multiplies. args_.chunks counts the
+  // weight's chunks, which have kRowBytes also for images.
   __device__ int chunks() const {
     if constexpr (kImages) return kPatchSide / kSlotLines;
+    if constexpr (kSplit) return share_end_ - share_begin_;
     return args_.chunks;
   }
 
@@ -185,10 +228,11 @@ class Worker {
            (k % kStayingStride == 0 && k < kStayingStride * staying_slots(rows, args_.chunks));
   }
 
-  // Returns chunk 0 of a warpgroup's half of the worker's n-th tile.
+  // Returns chunk 0 of a warpgroup's half of the worker's n-th tile or, if the warpgroups are
+  // cooperative, of the whole tile.
   __device__ Chunk first_chunk(uint32_t n, int warpgroup) const {
     const uint32_t half = n * kConsumers + warpgroup;
-    const RingSlot patches(half * chunks(), 0, slots);
+    const RingSlot patches((kCooperative ? n : half) * chunks(), 0, slots);
     // A stationary weight has no ring: Chunk::weight is not used.
     if constexpr (!stream_weight) return {0, patches, patches};
     const uint32_t streamed = args_.chunks - staying_chunks(rows, args_.chunks);
@@ -213,11 +257,16 @@ class Worker {
   __device__ void make_barriers() {
     for (int i = 0; i < slots; ++i) {
       ptx::mbarrier_init(shared_.filled[i], 1);
-      ptx::mbarrier_init(shared_.freed[i], kWarpgroup / 32);
+      ptx::mbarrier_init(shared_.freed[i], (kCooperative ? kConsumers : 1) * kWarpgroup / 32);
     }
     for (auto& freed : shared_.weight_freed) ptx::mbarrier_init(freed, kWarpgroup / 32);
     for (auto& issued : shared_.other_products_issued) ptx::mbarrier_init(issued, kWarpgroup / 32);
     ptx::mbarrier_init(shared_.columns_arrived, 1);
+    if constexpr (kSplit) {
+      for (auto& buffer : shared_.sums_arrived) {
+        for (auto& arrived : buffer) ptx::mbarrier_init(arrived, 1);
+      }
+    }
     ptx::fence_mbarrier_init();
   }
 
@@ -280,11 +329,12 @@ class Worker {
     if constexpr (kImages) {
       load_lines(shared_.patches[slot], chunk.k * kSlotLines, row, filled);
     } else {
-      ptx::cp_async_bulk_tensor(shared_.patches[slot], args_.patches, chunk.k * kChunkElements, row,
-                                filled);
+      ptx::cp_async_bulk_tensor(shared_.patches[slot], args_.patches,
+                                (share_begin_ + chunk.k) * kChunkElements, row, filled);
     }
     if (with_weight) {
-      ptx::cp_async_bulk_tensor(target, args_.weight, weight_chunk * kChunkElements, 0, 0,
+      ptx::cp_async_bulk_tensor(target, args_.weight,
+                                (share_begin_ + weight_chunk) * kChunkElements, 0, 0,
                                 column_ / kGroup, 0, filled);
     }
     timeline_.stamp(Event::kLoadsIssued);
@@ -307,7 +357,7 @@ class Worker {
     load_columns();
     Chunk chunk = first_chunk(0, 0);
     for_each_tile([](const Segment&) {}, [&](int row, uint32_t n) {
-      for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
+      for (int warpgroup = 0; warpgroup < kTileRows / kSlotRows; ++warpgroup) {
         for (chunk.k = 0; chunk.k < chunks(); advance(chunk)) {
           wait_until_freed(chunk);
           const bool with_weight = !stays(chunk.k) || (n == 0 && warpgroup == 0);
@@ -328,9 +378,10 @@ class Worker {
   }
 
   // Issues the products of a chunk as one wgmma group.
-  __device__ void issue_products(Sums& sums, const Chunk& chunk) {
-    const uint64_t a =
-        ptx::matrix_descriptor(ptx::shared_address(shared_.patches[chunk.patches.slot]));
+  __device__ void issue_products(Sums& sums, const Chunk& chunk, int warpgroup) {
+    const int row = kCooperative ? warpgroup * rows : 0;
+    const uint64_t a = ptx::matrix_descriptor(
+        ptx::shared_address(shared_.patches[chunk.patches.slot] + row * kRowBytes));
     const uint64_t b = ptx::matrix_descriptor(ptx::shared_address(weight(chunk)));
     ptx::wgmma_fence();
 #pragma unroll
@@ -407,8 +458,8 @@ class Worker {
     Chunk previous = chunk;
     for (; chunk.k < chunks(); advance(chunk)) {
       wait(shared_.filled[chunk.patches.slot], chunk.patches.parity, Event::kFilled);
-      issue_products(sums, chunk);
-      if (chunk.k == chunks() - 1) hand_over(warpgroup);
+      issue_products(sums, chunk, warpgroup);
+      if (!kCooperative && chunk.k == chunks() - 1) hand_over(warpgroup);
       ptx::wgmma_wait_group<1>();
       if (chunk.k > 0) free(previous);
       previous = chunk;
@@ -447,13 +498,82 @@ class Worker {
 
   __device__ void multiply(Sums& sums, uint32_t n, int warpgroup) {
     const Chunk chunk = first_chunk(n, warpgroup);
-    // Warpgroup 0 starts: its first wait passes immediately, because the phase before phase 0
-    // counts as complete.
-    wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), Event::kMayMultiply);
+    if constexpr (!kCooperative) {
+      // Warpgroup 0 starts: its first wait passes immediately, because the phase before phase 0
+      // counts as complete.
+      const uint32_t parity = (n & 1) ^ (warpgroup == 0);
+      wait(shared_.other_products_issued[warpgroup], parity, Event::kMayMultiply);
+    }
     if constexpr (kImages) {
       multiply_pixels(sums, chunk, n, warpgroup);
     } else {
       multiply_patches(sums, chunk, warpgroup);
+    }
+  }
+
+  // Returns whether this block completes a row of a part. Others complete it only if K is split.
+  __device__ bool completes(int part, int r) const {
+    if constexpr (kSplit) return (part * kPartRows + r) * splits_ / Memory::kVectors == rank_;
+    return true;
+  }
+
+  // Returns the place of this thread's partial sums of a vector, which is row v % kPartRows of part
+  // v / kPartRows, in a buffer of the block that completes the vector. They come from block `source`.
+  __device__ uint32_t (&partial_sums(int buffer, int v, uint32_t source))[4] {
+    return shared_.partial_sums[buffer][v * splits_ % Memory::kVectors + source][threadIdx.x];
+  }
+
+  // Returns the i-th of the thread's four sums of a vector.
+  __device__ static auto& sum_of(Sums& sums, int v, int i) {
+    return sums[0][4 * (i / 2 * kGroups + v / kPartRows) + 2 * (v % kPartRows) + i % 2];
+  }
+
+  // Sends the thread's sums to the blocks that complete them, and adds up the partial sums of the
+  // vectors that this block completes. The other sums remain partial.
+  __device__ void exchange(Sums& sums) {
+    const int buffer = exchanges_ % kSumBuffers, parity = exchanges_ / kSumBuffers % 2;
+    ++exchanges_;
+    ptx::Mbarrier& arrived = shared_.sums_arrived[buffer][threadIdx.x / 32];
+    // Each block begins with the vectors of the next rank, so that not all blocks send to the same
+    // block at the same time. The loop visits all vectors twice, because registers cannot be indexed.
+#pragma unroll
+    for (int i = 0; i < 2 * Memory::kVectors; ++i) {
+      const uint32_t target = i * splits_ / Memory::kVectors;
+      if (target <= rank_ || target >= rank_ + splits_) continue;
+      const int v = i % Memory::kVectors;
+      const uint32_t rank = v == i ? target : target - splits_;
+      uint32_t words[4];
+      for (int j = 0; j < 4; ++j) words[j] = ptx::bits(sum_of(sums, v, j));
+      ptx::st_async(ptx::mapa(partial_sums(buffer, v, rank_), rank), words,
+                    ptx::mapa(&arrived, rank));
+    }
+    if (threadIdx.x % 32 == 0) {
+      constexpr int kBytes = Memory::kVectors * 32 * 16;
+      ptx::mbarrier_arrive_expect_tx(arrived, kBytes - kBytes / splits_);
+    }
+    wait(arrived, parity, Event::kLoaded);
+#pragma unroll
+    for (int v = 0; v < Memory::kVectors; ++v) {
+      if (completes(v / kPartRows, v % kPartRows)) add_up(sums, buffer, v);
+    }
+  }
+
+  // Adds up the partial sums of a vector, always in the order of ranks.
+  __device__ void add_up(Sums& sums, int buffer, int v) {
+    ptx::Sum<kFactorType> found[kMostSplits][4];
+#pragma unroll
+    for (int source = 0; source < kMostSplits; ++source) {
+      if (source < splits_) load(found[source], partial_sums(buffer, v, source));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      auto& own = sum_of(sums, v, i);
+      auto total = rank_ == 0 ? own : found[0][i];
+#pragma unroll
+      for (int source = 1; source < kMostSplits; ++source) {
+        if (source < splits_) total += source == rank_ ? own : found[source][i];
+      }
+      own = total;
     }
   }
 
@@ -485,6 +605,7 @@ class Worker {
       const auto* table = static_cast<const uint16_t*>(args_.table);
 #pragma unroll
       for (int r = 0; r < kTermRows; ++r) {
+        if (!completes(i, r)) continue;
         const uint32_t row = columns.table_rows[i % kRowBlocks * kPartRows + r];
         const int64_t first = int64_t{row} * args_.N + column_ + thread_column();
         ptx::ld_global_nc(columns.terms[i][r], table + first + i / kRowBlocks * kGroup);
@@ -559,32 +680,37 @@ class Worker {
   }
 
   // Computes the thread's elements of y in a part, as words.
-  __device__ void convert(uint32_t (&y)[kPartRows][4],
+  __device__ void convert(uint32_t (&y)[kPartRows][kVectorWords],
                           const ptx::Sum<kFactorType> (&sums)[tile_n / 2],
                           const float (&scale)[kVector],
-                          const uint32_t (&terms)[kTermRows][kTermWords], int g) {
+                          const uint32_t (&terms)[kTermRows][kTermWords], int part) {
+    const int g = part / kRowBlocks;
 #pragma unroll
     for (int r = 0; r < kPartRows; ++r) {
+      if (!completes(part, r)) continue;
       const auto& words = terms[has_table ? r : 0];
 #pragma unroll
       for (int j = 0; j < kPairs; ++j) {
-        finish(&y[r][4 / kPairs * j], &sums[4 * (j * kGroups + g) + 2 * r], &scale[2 * j],
-               {term(words, 2 * j), term(words, 2 * j + 1)});
+        finish(&y[r][kVectorWords / kPairs * j], &sums[4 * (j * kGroups + g) + 2 * r],
+               &scale[2 * j], {term(words, 2 * j), term(words, 2 * j + 1)});
       }
     }
     timeline_.stamp(Event::kConverted);
   }
 
   // Stores a part. `first` is the address of the thread's first column in `first_row`.
-  __device__ void write(const uint32_t (&y)[kPartRows][4], uint8_t* first, int first_row,
-                        uint32_t eight_rows_bytes, int g, int block) {
+  __device__ void write(const uint32_t (&y)[kPartRows][kVectorWords], uint8_t* first, int first_row,
+                        uint32_t eight_rows_bytes, int part) {
+    const int g = part / kRowBlocks, block = part % kRowBlocks;
 #pragma unroll
     for (int r = 0; r < kPartRows; ++r) {
+      if (!completes(part, r)) continue;
       const int below = thread_row(block * kPartRows + r) - thread_row(0);
       uint8_t* const address = first + uint64_t{eight_rows_bytes} * (below / 8);
       if (first_row + below < args_.M) {
-        *reinterpret_cast<uint4*>(address + g * kGroup * kOutBytes) =
-            make_uint4(y[r][0], y[r][1], y[r][2], y[r][3]);
+        using Words = std::conditional_t<kVectorWords == 4, uint4, uint2>;
+        *reinterpret_cast<Words*>(address + g * kGroup * kOutBytes) =
+            *reinterpret_cast<const Words*>(y[r]);
       }
     }
     timeline_.stamp(Event::kStoresIssued);
@@ -603,13 +729,13 @@ class Worker {
       // Makes the compiler compute addresses here. Otherwise it would keep them in registers, of
       // which there are too few.
       if constexpr (!kKeepsTerms) ptx::pin(eight_rows_bytes);
-      uint32_t y[kPartRows][4];
-      convert(y, sums[block], columns.scale[g], terms, g);
+      alignas(16) uint32_t y[kPartRows][kVectorWords];
+      convert(y, sums[block], columns.scale[g], terms, part);
       if constexpr (!kKeepsTerms) {
 #pragma unroll
         for (int i = terms_loaded(part); i < terms_loaded(part + 1); ++i) load_terms(columns, i);
       }
-      write(y, first, first_row, eight_rows_bytes, g, block);
+      write(y, first, first_row, eight_rows_bytes, part);
     }
   }
 
@@ -630,6 +756,8 @@ class Worker {
       if constexpr (kKeepsTerms) load_all_terms(columns);
     };
 
+    // The barriers of the other blocks exist when these blocks have arrived.
+    if constexpr (kSplit) ptx::barrier_cluster_wait();
     for_each_tile(begin, [&](int row, uint32_t n) {
       if constexpr (!kKeepsTerms) {
 #pragma unroll
@@ -637,6 +765,11 @@ class Worker {
       }
       Sums sums;
       multiply(sums, n, warpgroup);
+      if constexpr (kSplit) {
+        // A warp without rows has nothing to store, in all blocks of the cluster.
+        if (row + int(threadIdx.x) / 32 * 16 >= args_.M) return;
+        exchange(sums);
+      }
       store(sums, row + warpgroup * rows, columns);
     });
   }
@@ -647,6 +780,12 @@ class Worker {
   const int column_;
   const Segment* const segments_;
   Timeline timeline_;
+
+  // If K is split: this block's rank in the cluster, the number of blocks, this block's share of
+  // the chunks of K, and the number of exchanges of this warp.
+  const uint32_t rank_, splits_;
+  const int share_begin_, share_end_;
+  uint32_t exchanges_ = 0;
 };
 
 extern __shared__ __align__(1024) uint8_t shared_memory[];
@@ -654,13 +793,14 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
 }  // namespace patch_embed::sm90
 
 // clang-format off
-#define PATCH_EMBED_KERNEL(dtype, out_dtype, terms, tile_n, rows, slots, weight)                 \
+#define PATCH_EMBED_KERNEL(dtype, out_dtype, terms, tile_n, rows, blocks, slots, weight)         \
   extern "C" __global__ void __launch_bounds__(patch_embed::sm90::kThreads, 1)                   \
-      patch_embed_sm90_##dtype##_##out_dtype##_##terms##_##tile_n##x##rows##_b1_s##slots##_##    \
-      weight(const __grid_constant__ patch_embed::Arguments args) {                              \
+      patch_embed_sm90_##dtype##_##out_dtype##_##terms##_##tile_n##x##rows##_##blocks##_s##slots \
+      ##_##weight(const __grid_constant__ patch_embed::Arguments args) {                         \
     namespace spelled = patch_embed::spelled;                                                    \
     using Worker = patch_embed::sm90::Worker<spelled::dtype, spelled::out_dtype, spelled::terms, \
-                                             tile_n, rows, slots, spelled::weight>;              \
+                                             tile_n, rows, slots, spelled::weight,               \
+                                             spelled::blocks>;                                   \
     Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm90::shared_memory)).run();    \
   }
 // clang-format on

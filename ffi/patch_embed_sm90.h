@@ -3,16 +3,17 @@
 // The barriers of a block:
 //
 //   barrier             arrivals per phase     who waits             the n-th phase completes when
-//   filled[slot]        1 and bytes: producer  a consumer warpgroup  the slot's n-th patches, and
-//                                                                    the weight loaded with them,
-//                                                                    have arrived
+//   filled[slot]        1 and bytes: producer  a consumer            the slot's n-th patches, and
+//                                              warpgroup; both if    the weight loaded with them,
+//                                              they are cooperative  have arrived
 //   freed[slot]         4: the warps of the    producer, before it   the products of the slot's n-th
-//                       warpgroup that read    fills the slot again  patches are done, or its n-th
-//                       the slot                                     pixels are in registers
+//                       warpgroup that reads   fills the slot again  patches are done, or its n-th
+//                       the slot; 8 of both                          pixels are in registers
+//                       if they are cooperative
 //   weight_freed[slot]  4: the same warps      producer, before it   the products of the n-th chunk
 //                                              fills the slot again  in this slot of the weight are
 //                                                                    done
-//   other_products_issued[warpgroup]
+//   other_products_issued[warpgroup], only with ping-pong
 //                       4: the warps of the    that warpgroup,       the other warpgroup has issued
 //                       other warpgroup        before its products   all products of its n-th tile;
 //                                                                    with images all but those of
@@ -20,16 +21,23 @@
 //                                                                    chunks
 //   columns_arrived     1 and bytes: producer  both consumer         scale has arrived, and offset if
 //                                              warpgroups, once      there is no table
+//   sums_arrived[buffer][warp], only if K is split
+//                       1: lane 0 of the warp; that warp, before it  the partial sums of the warp's
+//                       bytes: the same warp   adds up the sums      exchange 2 n + buffer have
+//                       of the other blocks                          arrived from all other blocks
 //
 // `try_wait` sees only a phase's parity, so a waiter must know that the previous phase completed.
-// The producer waits for every phase of freed and weight_freed, one after another. A consumer
-// warpgroup waits only for the phases of filled that belong to its own half tiles. But before its
-// products it waits for other_products_issued, whose phase completes only when the other warpgroup
-// has issued the products of all earlier half tiles, and so has waited for their phases. This
-// arrival is called the handover. It also tells warpgroup 1 that a stationary weight has arrived.
-// For its n-th tile warpgroup 1 waits for phase n of other_products_issued[1], and warpgroup 0 for
-// phase n - 1 of other_products_issued[0]. Warpgroup 0's first wait passes immediately, because a
-// new barrier reports the phase before phase 0 as complete.
+// The producer waits for every phase of freed and weight_freed, one after another. Cooperative
+// warpgroups both wait for every phase of filled, one after another.
+//
+// With ping-pong a consumer warpgroup waits only for the phases of filled that belong to its own
+// half tiles. But before its products it waits for other_products_issued, whose phase completes
+// only when the other warpgroup has issued the products of all earlier half tiles, and so has
+// waited for their phases. This arrival is called the handover. It also tells warpgroup 1 that a
+// stationary weight has arrived. For its n-th tile warpgroup 1 waits for phase n of
+// other_products_issued[1], and warpgroup 0 for phase n - 1 of other_products_issued[0]. Warpgroup
+// 0's first wait passes immediately, because a new barrier reports the phase before phase 0 as
+// complete.
 //
 // With images a warpgroup hands over before it has issued the products of its last
 // kChunksAfterHandover chunks, except in its first tile, whose chunks are loaded with the weight.
@@ -37,16 +45,40 @@
 // not need to know this: the ring has at least kChunksAfterHandover more slots than a half tile has
 // chunks, so the previous load of each slot that it waits for is older than these chunks.
 //
-// How a block, which is alone in its cluster, starts and ends:
+// If K is split, the warps of the same number in all blocks of a cluster exchange partial sums,
+// once for each tile in which the warp has rows of y. These are the same tiles in all blocks. In an
+// exchange a warp sends its sums to each other block by st.async, which stores them there and adds
+// their bytes to sums_arrived of the receiving warp. Then the warp waits for the sums that it gets.
+// The exchanges of a warp use two buffers in turn, each with its barrier. No barrier needs to say
+// that a buffer may be written again:
+//
+//   - When a warp sends the sums of exchange n + 2, it has waited for those of exchange n + 1. So
+//     the warp of each other block has sent its sums of exchange n + 1, and before that it has read
+//     the buffer of exchange n.
+//   - For the same reason the other warp has waited for its phase of exchange n, so the bytes of
+//     exchange n + 2 never count for that phase. The bytes of exchange n + 1 may arrive before the
+//     last bytes of exchange n, so a single barrier would not be enough.
+//   - Bytes may arrive before the arrival that expects them: the phase does not complete without it.
+//   - All stores of other blocks into a block belong to exchanges for which one of its warps waits.
+//     So no block exits while another one may write to its shared memory. No block reads the memory
+//     of another one, and st.async sends registers, so a block may exit while its stores are under
+//     way.
+//
+// How a block starts and ends:
 //
 //   step                   performed by          explanation
-//   initialise mbarriers   thread 0              fence.mbarrier_init publishes them to TMA
+//   initialise mbarriers   thread 0              fence.mbarrier_init publishes them to TMA, and to
+//                                                the other blocks of the cluster
 //   __syncthreads          all threads           no thread uses a barrier before it exists
+//   barrier.cluster        all threads arrive;   only if K is split: no block sends sums before the
+//                          consumers wait before other blocks have started and made their barriers.
+//                          their first tile, the The producer waits so that no thread leaves out
+//                          producer at its end   the wait
 //   setmaxnreg             each warpgroup        the producer releases registers that consumers take
 //   feed                   one thread            it exits after its last load, before the block does
 //   multiply and store     two warpgroups        they wait for every phase of filled, so all loads
-//                                                have arrived, and for all products; y is written by
-//                                                ordinary stores
+//                                                have arrived, for all products and, if K is split,
+//                                                for all partial sums; y is written by ordinary stores
 
 #pragma once
 
@@ -64,11 +96,12 @@ constexpr int kWarpgroup = 128;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kMultiplyingWarps = kConsumers * kWarpgroup / 32;
 
-// Number of contiguous columns of y that a thread stores at once, which are 16 bytes.
-constexpr int vector(Type out_dtype) { return 16 / itemsize(out_dtype); }
+// Number of contiguous columns of y that a thread stores at once: 16 bytes, or four columns if K is
+// split, so that a tile has enough vectors for eight blocks.
+constexpr int vector(Type out_dtype, bool split) { return split ? 4 : 16 / itemsize(out_dtype); }
 
 // Number of contiguous columns that the four threads of a row store at once.
-constexpr int group(Type out_dtype) { return 4 * vector(out_dtype); }
+constexpr int group(Type out_dtype, bool split) { return 4 * vector(out_dtype, split); }
 
 // Rows of a part. A thread converts and stores its share of a tile part by part. One wgmma has 64
 // rows, of which a thread has two, and a part is one vector of each of these two rows.
@@ -78,15 +111,12 @@ constexpr int kPartRows = 2;
 constexpr int sum_registers(int tile_n, int rows) { return rows / 64 * tile_n / 2; }
 
 // Registers of a consumer thread for the scale, which is float32.
-constexpr int scale_registers(Type out_dtype, int tile_n) {
-  return tile_n / group(out_dtype) * vector(out_dtype);
-}
+constexpr int scale_registers(int tile_n) { return tile_n / 4; }
 
 // Registers of a consumer thread for the terms. The terms are added to the scaled sums: they are
 // rows of a table, with two bfloat16 numbers in a register, or one row of float32 offsets.
-constexpr int term_registers(Type out_dtype, bool has_table, int tile_n, int rows) {
-  const int terms = has_table ? rows / 64 * kPartRows * vector(out_dtype) / 2 : vector(out_dtype);
-  return tile_n / group(out_dtype) * terms;
+constexpr int term_registers(bool has_table, int tile_n, int rows) {
+  return tile_n / 4 * (has_table ? rows / 64 * kPartRows / 2 : 1);
 }
 
 // Bytes of each row in a slot of the ring: kRowBytes of K, or with images two lines of a patch.
@@ -121,11 +151,11 @@ constexpr int kChunksAfterHandover = 3;
 // operands again for each tile.
 enum class Kept { kNothing, kTerms, kScaleAndTerms };
 
-constexpr Kept kept_in_registers(Type dtype, Type out_dtype, bool has_table, int tile_n, int rows) {
-  const int terms = term_registers(out_dtype, has_table, tile_n, rows);
+constexpr Kept kept_in_registers(Type dtype, bool has_table, int tile_n, int rows) {
+  const int terms = term_registers(has_table, tile_n, rows);
   const int room = kMostRegisters - kOtherRegisters - pixel_registers(dtype, rows) -
                    sum_registers(tile_n, rows) - terms;
-  if (room >= scale_registers(out_dtype, tile_n)) return Kept::kScaleAndTerms;
+  if (room >= scale_registers(tile_n)) return Kept::kScaleAndTerms;
   // Terms are kept without the scale only for images. For patches this has not been measured.
   return dtype == Type::kUInt8 && room >= 0 ? Kept::kTerms : Kept::kNothing;
 }
@@ -162,19 +192,43 @@ constexpr PATCH_EMBED_HOST_DEVICE int staying_chunks(int rows, const int& chunks
   return wanted < slots ? wanted : slots;
 }
 
+// If K is split, a cluster of 2, 4 or kMostSplits blocks computes a tile together. A block
+// multiplies a contiguous share of the chunks of K and completes an equal share of the tile's
+// vectors, which are the rows of parts. The partial sums of a tile that a block receives fill one
+// of kSumBuffers buffers.
+constexpr int kMostSplits = 8;
+constexpr int kSumBuffers = 2;
+
+// Index of the first chunk of a block's share. The shares of two blocks differ by at most one chunk.
+constexpr PATCH_EMBED_HOST_DEVICE int first_chunk_of_share(int rank, int splits, int chunks) {
+  return rank * chunks / splits;
+}
+
+// Rows of patches in a slot: those of one warpgroup, or of both.
+constexpr int slot_rows(Sharing sharing, int rows) {
+  return sharing == Sharing::kCooperative ? kConsumers * rows : rows;
+}
+
 // Shared memory of a block. It starts at a multiple of 1024 bytes, as the 128-byte swizzle
 // requires. The weight follows this struct, in chunks of [tile_n, kRowBytes]: all chunks of a
-// stationary weight, or the chunks of a streamed weight that stay, followed by the ring.
-template <Type dtype, int tile_n, int rows, int slots, bool stream_weight>
+// stationary weight (of the block's share of K), or the chunks of a streamed weight that stay,
+// followed by the ring.
+template <Type dtype, int tile_n, int rows, int slots, bool stream_weight, Sharing sharing>
 struct alignas(1024) Shared {
   static constexpr int kWeightSlots = weight_slots(tile_n, rows, slots, stream_weight);
 
-  uint8_t patches[slots][rows * slot_row_bytes(dtype)];
+  // Vectors of four sums that a consumer thread has, and its buffers for those of other blocks.
+  static constexpr int kVectors = sum_registers(tile_n, rows) / 4;
+  static constexpr int kBuffers = sharing == Sharing::kSplit ? kSumBuffers : 0;
+
+  uint8_t patches[slots][slot_rows(sharing, rows) * slot_row_bytes(dtype)];
+  uint32_t partial_sums[kBuffers][kVectors][kConsumers * kWarpgroup][4];
   float scale[tile_n], offset[tile_n];
   uint64_t filled[slots], freed[slots], weight_freed[kWeightSlots];
+  uint64_t sums_arrived[kBuffers][kMultiplyingWarps];
   uint64_t other_products_issued[kConsumers], columns_arrived;
 
-  // Bytes of this struct and of the weight that follows it, if K has `chunks` chunks.
+  // Bytes of this struct and of the weight that follows it, if a block multiplies `chunks` chunks.
   static constexpr int64_t bytes(int chunks) {
     const int64_t parts = stream_weight ? kWeightSlots : chunks;
     return int64_t{sizeof(Shared)} + parts * tile_n * kRowBytes;
@@ -184,7 +238,7 @@ struct alignas(1024) Shared {
 // The tensor maps, with the innermost dimension first. They have the 128-byte swizzle unless stated
 // otherwise. `inner` is the number of elements of K in kRowBytes.
 //
-//   patches   [K, M], boxes of [inner, rows]
+//   patches   [K, M], boxes of [inner, rows of a slot]
 //   images    [row_patches * kLineBytes, grid width / row_patches, kPatchSide, M / grid width], in
 //             im2col mode and without a swizzle. The channels of a "pixel" are the lines of
 //             row_patches (one or two) neighbouring patches. The tensor's width is the number of
@@ -195,6 +249,7 @@ struct alignas(1024) Shared {
 //             of 48 bytes start at 8 different multiples of 16 bytes modulo 128.
 //   weight    [K, 2, 4, N / group, vector / 2], boxes of [inner, 2, 4, tile_n / group, vector / 2].
 //             The strides of the dimensions after K are, in this order, 1, vector, group and 2 rows
-//             of the weight [N, K].
+//             of the weight [N, K]. `vector` and `group` are those of the kernel: if K is split,
+//             the order of the columns is that of float32 results also for bfloat16.
 
 }  // namespace patch_embed::sm90

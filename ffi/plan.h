@@ -49,7 +49,7 @@ struct Launch {
   int multiplying_warps;      // warps of a block that issue products
   int storing_warps;          // warps of a block that store y; the same warps on Hopper
   int tensor_memory_columns;  // columns of 32 bits that a block allocates; 0 on Hopper
-  int staying_chunks;         // chunks of the weight that are loaded once and stay in shared memory
+  int staying_chunks;         // chunks of the weight that stay in a worker's shared memory
 };
 
 inline const char* spell(Type type) {
@@ -68,22 +68,33 @@ inline const char* spell(Type type) {
   return "";
 }
 
-// The name of a kernel, which contains its config. PATCH_EMBED_KERNEL in the .cu files composes the
-// same name.
-inline std::string kernel_name(const Config& c) {
+// The name of a kernel, which contains its config.
+inline std::string kernel_name(const Config& c, const std::string& blocks) {
   return "patch_embed_sm" + std::to_string(c.capability) + "_" + spell(c.dtype) + "_" +
          spell(c.out_dtype) + (c.has_table ? "_table_" : "_offset_") + std::to_string(c.tile_n) +
-         "x" + std::to_string(c.rows) + "_b" + std::to_string(c.blocks) + "_s" +
-         std::to_string(c.slots) + (c.stream_weight ? "_streamed" : "_stationary");
+         "x" + std::to_string(c.rows) + "_" + blocks + "_s" + std::to_string(c.slots) +
+         (c.stream_weight ? "_streamed" : "_stationary");
+}
+inline std::string kernel_name(const Config& c) {
+  return kernel_name(c, c.cooperative ? "cooperative" : "b" + std::to_string(c.blocks));
 }
 
-// A kernel's config and name, for the host.
+// The name of a kernel's machine code, which PATCH_EMBED_KERNEL in the .cu files composes. Kernels
+// that split K among 2, 4 or 8 blocks have the same machine code.
+inline std::string symbol_name(const Config& c) {
+  return c.splits() > 1 ? kernel_name(c, "split") : kernel_name(c);
+}
+
+// A kernel's config and names, for the host.
 struct Kernel {
   Kernel(const Config& config, int64_t (*shared_memory_bytes)(int chunks))
-      : config(config), name(kernel_name(config)), shared_memory_bytes(shared_memory_bytes) {}
+      : config(config),
+        name(kernel_name(config)),
+        symbol(symbol_name(config)),
+        shared_memory_bytes(shared_memory_bytes) {}
 
   Config config;
-  std::string name;
+  std::string name, symbol;
   int64_t (*shared_memory_bytes)(int chunks);  // Shared::bytes of the kernel
 };
 
@@ -102,10 +113,12 @@ inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_column
 }
 
 // Returns the tensor map of the Hopper kernel's weight, which views [N, K] as [pairs, N / group, 4,
-// 2, K]. With the rows in this order, wgmma leaves 16 contiguous bytes of y in each thread
+// 2, K]. With the rows in this order, wgmma leaves contiguous columns of y in each thread
 // (backends/mosaic/layouts.py).
 inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
-  const int vector = sm90::vector(config.out_dtype), group = sm90::group(config.out_dtype);
+  const bool split = config.splits() > 1;
+  const int vector = sm90::vector(config.out_dtype, split);
+  const int group = sm90::group(config.out_dtype, split);
   const cuuint64_t row = K * itemsize(config.dtype);
   return {factor_type(config.dtype),
           5,
@@ -204,8 +217,12 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
            " segments each, and the table has " + text(s.period) +
            " rows, expected at least 1 of each. Use the segments of schedule.segments().";
   }
-  const int chunks = int(row_bytes / kRowBytes);
-  const int64_t shared_memory = kernel.shared_memory_bytes(chunks);
+  const int chunks = int(row_bytes / kRowBytes), splits = config.splits();
+  if (chunks < splits) {
+    return "K is " + text(s.K) + ", expected at least " + text(splits * kRowBytes) + " bytes, " +
+           text(kRowBytes) + " for each block. Use a kernel with fewer blocks.";
+  }
+  const int64_t shared_memory = kernel.shared_memory_bytes((chunks + splits - 1) / splits);
   const bool hopper = config.capability == 90;
   if (shared_memory > kMostSharedBytes) {
     return "K = " + text(s.K) + " needs " + text(shared_memory) +
@@ -219,7 +236,8 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
       hopper ? sm90::kThreads : sm100::kThreads,
       shared_memory,
       chunks,
-      images ? lines_of_patches(config, s) : matrix(config.dtype, s.M, s.K, tile_k, config.rows),
+      images ? lines_of_patches(config, s)
+             : matrix(config.dtype, s.M, s.K, tile_k, (config.cooperative ? 2 : 1) * config.rows),
       hopper ? fragments(config, s.N, s.K)
              : matrix(config.dtype, s.N, s.K, tile_k, config.tile_n / config.blocks),
       hopper ? TensorMap{}
@@ -274,6 +292,7 @@ inline std::string to_json(const Config& config, bool built) {
          ", \"tile_m\": " + std::to_string(config.tile_m()) +
          ", \"tile_n\": " + std::to_string(config.tile_n) +
          ", \"rows\": " + std::to_string(config.rows) +
+         ", \"cooperative\": " + flag(config.cooperative) +
          ", \"blocks\": " + std::to_string(config.blocks) +
          ", \"slots\": " + std::to_string(config.slots) +
          ", \"stream_weight\": " + flag(config.stream_weight) + ", \"built\": " + flag(built) + "}";

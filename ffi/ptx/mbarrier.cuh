@@ -48,6 +48,17 @@ __device__ __forceinline__ uint32_t mapa(const void* pointer, uint32_t rank) {
   return address;
 }
 
+// 9.7.9.12: stores 16 bytes into shared memory of any block of the cluster, and adds them to the
+// bytes that have arrived at a barrier of the same block. Both addresses come from `mapa`.
+__device__ __forceinline__ void st_async(uint32_t target, const uint32_t (&words)[4],
+                                         uint32_t arrived) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+      " [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(arrived)
+      : "memory");
+}
+
 // 9.7.13.15.13: arrives at a barrier of any block of the cluster, at an address from `mapa`. It
 // makes no memory visible to other blocks. .release.cluster would, but it costs a MEMBAR.ALL.GPU.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {

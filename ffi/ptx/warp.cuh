@@ -17,6 +17,24 @@ __device__ __forceinline__ bool elect_sync() {
   return elected;
 }
 
+// 10: return the number of this cluster, the number of blocks of a cluster, and this block's rank
+// in its cluster.
+__device__ __forceinline__ uint32_t clusterid_x() {
+  uint32_t number;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(number));
+  return number;
+}
+__device__ __forceinline__ uint32_t cluster_nctarank() {
+  uint32_t blocks;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
+}
+__device__ __forceinline__ uint32_t cluster_ctarank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
 // 9.7.19.5: sets the number of registers of each thread of this warpgroup.
 template <int count>
 __device__ __forceinline__ void setmaxnreg_inc() {
@@ -81,6 +99,10 @@ __device__ __forceinline__ void membar_cta_if(uint32_t word) {
       "setp.eq.u32 found, %0, 0x7FA5C0DE;\n"
       "@found membar.cta; }" ::"r"(word));
 }
+
+// Returns the bits of a number.
+__device__ __forceinline__ uint32_t bits(float value) { return __float_as_uint(value); }
+__device__ __forceinline__ uint32_t bits(int32_t value) { return static_cast<uint32_t>(value); }
 
 // Generates no instruction. The compiler must assume that the value changes here, so it cannot
 // compute anything from it earlier.

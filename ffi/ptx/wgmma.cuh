@@ -54,6 +54,7 @@ __device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], const uint32_t (&a
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t \
   "9, "
 #define NUMBERS_32 TEN() TEN(1) TEN(2) "%30, %31"
+#define NUMBERS_48 TEN() TEN(1) TEN(2) TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47"
 #define NUMBERS_64 TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60, %61, %62, %63"
 #define NUMBERS_96                                               \
   TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) \
@@ -62,6 +63,7 @@ __device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], const uint32_t (&a
   c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
 #define THIRTY_TWO(c, i) EIGHT(c, i), EIGHT(c, i + 8), EIGHT(c, i + 16), EIGHT(c, i + 24)
 #define SUMS_32(c) THIRTY_TWO(c, 0)
+#define SUMS_48(c) THIRTY_TWO(c, 0), EIGHT(c, 32), EIGHT(c, 40)
 #define SUMS_64(c) THIRTY_TWO(c, 0), THIRTY_TWO(c, 32)
 #define SUMS_96(c) THIRTY_TWO(c, 0), THIRTY_TWO(c, 32), THIRTY_TWO(c, 64)
 
@@ -93,6 +95,7 @@ __device__ __forceinline__ void wgmma(Sum<dtype> (&d)[n / 2], const uint32_t (&a
 // clang-format on
 
 WGMMA_OF_WIDTH(64, 32, 33, 34)
+WGMMA_OF_WIDTH(96, 48, 49, 50)
 WGMMA_OF_WIDTH(128, 64, 65, 66)
 WGMMA_OF_WIDTH(192, 96, 97, 98)
 WGMMA_REGISTERS(kInt8, 64, "k32.s32.s8.s8", 32, 33, 34, 35, 36, 37, "+r")
@@ -101,11 +104,13 @@ WGMMA_REGISTERS(kInt8, 192, "k32.s32.s8.s8", 96, 97, 98, 99, 100, 101, "+r")
 
 #undef TEN
 #undef NUMBERS_32
+#undef NUMBERS_48
 #undef NUMBERS_64
 #undef NUMBERS_96
 #undef EIGHT
 #undef THIRTY_TWO
 #undef SUMS_32
+#undef SUMS_48
 #undef SUMS_64
 #undef SUMS_96
 #undef WGMMA

@@ -45,11 +45,31 @@ BUILD_FAILURE = LIBRARY.with_suffix(".txt")
 
 # Version of the library's functions and JSON fields that this module expects (kInterface in
 # ffi/binding.cc).
-INTERFACE = 3
+INTERFACE = 4
 
 # Spelling of each dtype in the names of kernels.
 SPELLED = {"float8_e4m3fn": "e4m3", "int8": "i8", "bfloat16": "bf16", "float32": "f32"}
 IMAGES = "u8"
+
+# Constants of the estimated time of a Hopper kernel, in cycles. They were fitted to bursts of 265
+# problems on an H100 (docs/experiments/cuda.md).
+#   START      of a launch
+#   ROW        to load one chunk of a row of patches or of the weight: 64 bytes per cycle
+#   COLD       of each of the first FIRST chunks, for each block that loads at the same time
+#   EXCHANGE   to receive 1 KiB of partial sums from other blocks
+START, ROW, COLD, FIRST, EXCHANGE = 920, 2, 2.8, 12, 220
+
+# Further constants, for ping-pong and for cooperative warpgroups.
+#   products   time of the products, relative to the peak of the tensor cores
+#   further    cycles of each half tile (ping-pong) or tile (cooperative) but the first, in addition
+#              to its products
+#   element    cycles to store an element of the last half tile or tile
+PINGPONG = dict(products=0.75, further=840, element=0.37)
+COOPERATIVE = dict(products=0.92, further=1100, element=0.22)
+
+# Rows times columns whose products of one chunk the tensor cores of a Hopper multiprocessor add up
+# in a cycle, at their peak.
+PRODUCTS_PER_CYCLE = 32
 
 # The chips that run a kernel, by the number after `sm` in the kernel's name.
 CHIPS = {90: (H200,), 100: (B200, B300)}
@@ -69,7 +89,10 @@ class CudaConfig:
       tile_m: rows of a tile.
       tile_n: columns of N of a worker.
       rows: rows of a tile that one warpgroup (Hopper) or one thread block (Blackwell) multiplies.
-      blocks: thread blocks of a worker.
+      cooperative: whether both warpgroups multiply at the same time. Otherwise one multiplies while
+        the other one stores; always on Blackwell.
+      blocks: thread blocks of a worker. On Hopper they split K among them, on Blackwell the rows of
+        a tile.
       slots: number of slots of the ring of patches.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
       built: whether the library contains the kernel.
@@ -84,6 +107,7 @@ class CudaConfig:
     tile_m: int
     tile_n: int
     rows: int
+    cooperative: bool
     blocks: int
     slots: int
     stream_weight: bool
@@ -92,6 +116,17 @@ class CudaConfig:
 
     def __str__(self) -> str:
         return self.name if self.tuning is None else f"{self.name} with {self.tuning}"
+
+    @property
+    def splits(self) -> int:
+        """Number of blocks among which the chunks of K are split."""
+        return self.blocks if self.capability == 90 else 1
+
+    @property
+    def symbol(self) -> str:
+        """Name of the kernel's machine code, which does not depend on the number of splits."""
+        split = self.splits > 1
+        return self.name.replace(f"_b{self.blocks}_", "_split_") if split else self.name
 
     def serves(self, problem: Problem) -> bool:
         """Returns whether the kernel is built, for the problem's dtypes and kind of table."""
@@ -103,21 +138,35 @@ class CudaConfig:
         """Returns the grid of tiles and workers for a problem."""
         return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
 
-    def time(self, problem: Problem, chip: Chip) -> int:
-        """Estimates the time of the worker with the most tiles.
+    def time(self, problem: Problem, chip: Chip) -> float:
+        """Estimates the time of the worker with the most tiles, in a unit of the chip."""
+        grid = self.grid(problem, chip)
+        if self.capability != 90:
+            a_tile = self.tile_m // self.blocks * self.tile_n + tiles.TILE_OVERHEAD
+            return grid.tiles_per_worker * a_tile
+        chunks = -(-tiles.chunks(problem) // self.splits)
+        streamed = 0
+        if self.stream_weight:
+            streamed = chunks - self.launch(problem, chip)["staying_chunks"]
+        # The units of work: with ping-pong the halves of tiles, each of which streams the weight.
+        if self.cooperative:
+            units, rows, constants = grid.tiles_per_worker, self.tile_m, COOPERATIVE
+        else:
+            units, rows, constants = 2 * grid.tiles_per_worker, self.rows, PINGPONG
+        products = constants["products"] * chunks * rows * self.tile_n / PRODUCTS_PER_CYCLE
+        first = max(ROW * chunks * (rows + self.tile_n), products)
+        cold = COLD * min(grid.thread_blocks, chip.multiprocessors) * min(chunks, FIRST)
+        other = max(ROW * (chunks * rows + streamed * self.tile_n), products + constants["further"])
+        # A block receives the sums of 1 / splits of each tile from each other block.
+        sums = 4 * self.tile_m * self.tile_n * (self.splits - 1) / self.splits
+        exchange = grid.tiles_per_worker * EXCHANGE * sums / 1024
+        last = constants["element"] * rows * self.tile_n
+        waves = -(-grid.thread_blocks // chip.multiprocessors)
+        return waves * (START + cold + first + (units - 1) * other + last + exchange)
 
-        The unit is the time to multiply one row by one column.
-        """
-        a_tile = self.tile_m // self.blocks * self.tile_n + tiles.TILE_OVERHEAD
-        return self.grid(problem, chip).tiles_per_worker * a_tile
-
-    def check(self, problem: Problem, chip: Chip) -> None:
-        """Raises NotImplementedError with the reason if this kernel cannot serve `problem`."""
-        if not self.serves(problem):
-            raise NotImplementedError(
-                f"{self.name} is for other dtypes or another kind of table, or it is not built."
-            )
-        planned = launch(
+    def launch(self, problem: Problem, chip: Chip) -> dict[str, Any]:
+        """Plans a launch for a problem; see the function `launch`."""
+        return launch(
             self,
             M=problem.rows,
             N=problem.N,
@@ -127,6 +176,14 @@ class CudaConfig:
             segments=1,
             pixels=pixels(problem),
         )
+
+    def check(self, problem: Problem, chip: Chip) -> None:
+        """Raises NotImplementedError with the reason if this kernel cannot serve `problem`."""
+        if not self.serves(problem):
+            raise NotImplementedError(
+                f"{self.name} is for other dtypes or another kind of table, or it is not built."
+            )
+        planned = self.launch(problem, chip)
         if self.tuning is not None:
             self.check_tuning(planned["shared_memory"], chip)
 
@@ -339,8 +396,8 @@ def choose_config(problem: Problem, capability: int, chip: Chip) -> CudaConfig:
 def _by_time(problem: Problem, capability: int, chip: Chip) -> list[CudaConfig]:
     """Returns the kernels that serve a problem, in order of their estimated times.
 
-    A kernel that streams the weight is left out if the same tile has a kernel with a stationary
-    weight. Arguments and errors are those of `choose_config`.
+    A kernel that streams the weight is left out if one with as many columns keeps it in shared
+    memory. Arguments and errors are those of `choose_config`.
     """
     if problem.N % 64:
         raise NotImplementedError(f"N is {problem.N}, expected a multiple of 64.")

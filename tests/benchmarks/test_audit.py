@@ -71,7 +71,7 @@ def test_the_Blackwell_kernel_has_the_budget_of_the_design():
 @needs_library
 def test_no_kernel_of_the_library_spills():
     assert audit.spilling(audit.library_kernels().values()) == []
-    names = {c.name for c in cuda.configs()}
+    names = {c.symbol for c in cuda.configs()}
     assert {name for _, name in audit.library_kernels()} == names
     kernel = audit.cuda_kernel("sm_90", *HEADLINE, "bfloat16")
     found, (loop,) = checked(kernel), kernel.loops

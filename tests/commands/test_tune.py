@@ -117,9 +117,8 @@ def test_fields_that_are_no_config_are_refused(change, message):
 @pytest.mark.parametrize("tuning", [5, [], "none"])
 def test_a_tuning_that_is_none_is_refused(monkeypatch, tuning):
     numbers = dict.fromkeys(("tile_m", "tile_n", "rows", "blocks", "slots"), 2)
-    kernel = cuda.CudaConfig(
-        "sm100", 100, "s8", "bf16", has_table=True, stream_weight=False, built=True, **numbers
-    )
+    flags = dict(has_table=True, cooperative=False, stream_weight=False, built=True)
+    kernel = cuda.CudaConfig("sm100", 100, "s8", "bf16", **flags, **numbers)
     monkeypatch.setattr(cuda, "configs", lambda: (kernel,))
     fields = dataclasses.asdict(kernel)
     assert cuda.config_of(fields) == kernel

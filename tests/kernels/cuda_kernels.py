@@ -68,16 +68,20 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
     chunks, inner = K * size // 128, 128 // size
     hopper = config.capability == 90
     # Each row of a slot holds a chunk of K, or two lines of a patch.
-    ring = config.slots * config.rows * (96 if pixels else 128)
-    streamed, parts = 0, config.slots if config.stream_weight else chunks
+    rows = (2 if config.cooperative else 1) * config.rows
+    ring = config.slots * rows * (96 if pixels else 128)
+    # If K is split, a block has a share of the weight's chunks.
+    splits = config.blocks if hopper else 1
+    streamed, parts = 0, config.slots if config.stream_weight else -(-chunks // splits)
     if hopper and config.stream_weight:
         # The weight's slots fill the memory that the patches and 2 KiB leave.
         streamed = parts = (227 * 1024 - ring - 2048) // (config.tile_n * 128)
-    weight_bytes = parts * config.tile_n * 128 // config.blocks
+    weight_bytes = parts * config.tile_n * 128 * splits // config.blocks
     if hopper:
-        # The four threads of a row store 16 bytes each. The axes are, from the innermost on: K, the
-        # 2 columns of a pair, threads, groups of columns, pairs.
-        vector = 16 // out_size
+        # The four threads of a row store 16 bytes each, or four columns each if K is split. The
+        # axes are, from the innermost on: K, the 2 columns of a pair, threads, groups of columns,
+        # pairs.
+        vector = 4 if splits > 1 else 16 // out_size
         nested = np.empty((N // (4 * vector), 4, vector // 2, 2, K), f"V{size}")
         nested = nested.transpose(2, 0, 1, 3, 4)
         weight = dict(
@@ -89,6 +93,9 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
         )
         y = None
         rest = 2 * 4 * config.tile_n + 8 * (2 * config.slots + streamed + 3)
+        if splits > 1:
+            # Two buffers for the sums of a tile, each with a barrier for each of 8 warps.
+            rest += 2 * (4 * config.tile_m * config.tile_n + 8 * 8)
     else:
         weight = matrix(config.dtype, N, K, config.tile_n // config.blocks, inner)
         half = config.tile_n // 2 * out_size
@@ -109,7 +116,7 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
         patches=(
             lines_of_patches(M, config.rows, pixels)
             if pixels
-            else matrix(config.dtype, M, K, config.rows, inner)
+            else matrix(config.dtype, M, K, rows, inner)
         ),
         weight=weight,
         y=y,

@@ -41,6 +41,7 @@ class Case:
     stream_weight: bool = False
     out_dtype: str = BF16
     capability: int = 90
+    cooperative: bool = False
     blocks: int = 1
     # Height and width of the images that the kernel cuts into patches.
     image: tuple[int, int] | None = None
@@ -52,8 +53,8 @@ class Case:
         """Returns the config, which is that of a built kernel if `tuning` is empty."""
         return cuda_backend.CudaConfig(
             *(self.name, self.capability, self.source_dtype, SPELLED[self.out_dtype]),
-            *(self.table != "none", self.tile_m, self.tile_n, self.rows, self.blocks),
-            *(self.slots, self.stream_weight, True),
+            *(self.table != "none", self.tile_m, self.tile_n, self.rows),
+            *(self.cooperative, self.blocks, self.slots, self.stream_weight, True),
         )
 
     @property
@@ -84,9 +85,10 @@ class Case:
             return "chosen"
         columns = "offset" if self.table == "none" else "table"
         weight = "streamed" if self.stream_weight else "stationary"
+        sharing = "cooperative" if self.cooperative else f"b{self.blocks}"
         return (
             f"patch_embed_sm{self.capability}_{self.source_dtype}_{SPELLED[self.out_dtype]}_"
-            f"{columns}_{self.tile_n}x{self.rows}_b{self.blocks}_s{self.slots}_{weight}"
+            f"{columns}_{self.tile_n}x{self.rows}_{sharing}_s{self.slots}_{weight}"
         )
 
     @property
@@ -102,6 +104,18 @@ class Case:
 
 
 streamed = functools.partial(Case, rows=128, stream_weight=True)
+
+
+def split(patches: tuple[int, ...], N: int, dtype: str, table: str, blocks: int, **more) -> Case:
+    """Makes a case of the Hopper kernel that splits K among the blocks of a cluster."""
+    return Case(patches, N, dtype, table, 64, 8, blocks=blocks, **more)
+
+
+def cooperative(patches: tuple[int, ...], N: int, dtype: str, table: str, tile_n: int, **more):
+    """Makes a case of a Hopper kernel with cooperative warpgroups."""
+    slots = 5 if dtype == BF16 and tile_n == 96 else 8
+    return Case(patches, N, dtype, table, tile_n, slots, cooperative=True, **more)
+
 
 CASES = {
     "float8": Case((5, 73, 256), 192, FP8, "shared", 192, 10),
@@ -130,6 +144,21 @@ CASES = {
         (3, 73, 704), 128, BF16, "shared", 128, 9, stream_weight=True
     ),
     "streamed, no table": streamed((5, 131, 128), 192, BF16, "none", 192, 5),
+    "cooperative": cooperative((1, 100, 256), 64, BF16, "shared", 64),
+    "cooperative, six tiles": cooperative((6, 128, 640), 192, BF16, "shared", 96),
+    "cooperative, more chunks than slots": cooperative((3, 73, 1280), 64, FP8, "none", 64),
+    "cooperative, float32": cooperative(
+        (3, 73, 256), 192, INT8, "per image", 96, out_dtype="float32"
+    ),
+    "split by 2": split((1, 64, 256), 64, BF16, "shared", 2),
+    "split by 2, a chunk more in one block": split((3, 73, 640), 64, INT8, "shared", 2),
+    "split by 4, two slices": split((1, 100, 640), 128, FP8, "none", 4),
+    "split by 4, ten chunks": split((2, 73, 640), 64, BF16, "per image", 4),
+    "split by 8": split((1, 64, 512), 64, BF16, "shared", 8),
+    "split by 8, float32": split((1, 130, 1152), 64, INT8, "shared", 8, out_dtype="float32"),
+    "split by 2, float32, no table": split((5, 100, 512), 64, FP8, "none", 2, out_dtype="float32"),
+    "split by 4, few rows": split((1, 5, 384), 64, BF16, "none", 4, out_dtype="float32"),
+    "split by 2, six tiles": split((6, 128, 128), 64, BF16, "shared", 2),
 }
 
 
@@ -258,14 +287,16 @@ def tensor_maps(case, M, K, patches, weight, y):
             upper=(0, -15),
         )
     else:
-        first = matrix("patches", patches, itemsize, M, K, (inner, case.rows))
+        first = matrix(
+            "patches", patches, itemsize, M, K, (inner, (2 if case.cooperative else 1) * case.rows)
+        )
     if case.capability == 100:
         return (
             first,
             matrix("weight", weight, itemsize, case.N, K, (inner, case.tile_n // case.blocks)),
             matrix("y", y, out_itemsize, M, case.N, (case.store_n, 32)),
         )
-    vector = 16 // out_itemsize
+    vector = 4 if case.config.splits > 1 else 16 // out_itemsize
     group = 4 * vector
     second = TensorMap(
         base=weight,
@@ -283,13 +314,19 @@ def tensor_maps(case, M, K, patches, weight, y):
 def shared_bytes(case, chunks):
     """Returns the bytes of dynamic shared memory of a block, as `Shared::bytes` computes them."""
     # Each row of a slot holds a chunk of K, or two lines of a patch of 16 pixels.
-    ring = case.slots * case.rows * (96 if case.image else tiles.ROW_BYTES)
+    rows = (2 if case.cooperative else 1) * case.rows
+    ring = case.slots * rows * (96 if case.image else tiles.ROW_BYTES)
     weight_slots = case.slots
     if case.capability == 90:
         room = 227 * 1024 - ring - 2048
         weight_slots = room // (case.tile_n * tiles.ROW_BYTES)
         barriers = 2 * case.slots + 3 + (weight_slots if case.stream_weight else 0)
         rest = 2 * 4 * case.tile_n + 8 * barriers
+        if case.config.splits > 1:
+            # Two buffers for the sums of a tile, and their barriers; the weight is shared out.
+            buffers = 2 * (4 * case.tile_m * case.tile_n + 8 * 8)
+            weight = -(-chunks // case.blocks) * case.tile_n * tiles.ROW_BYTES
+            return -(-(ring + rest + buffers) // 1024) * 1024 + weight
     else:
         staged = case.rows * case.store_n * jnp.dtype(case.out_dtype).itemsize
         rest = 2 * case.buffers * staged + 1024
@@ -319,7 +356,7 @@ def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndar
     problem = Problem.of(*operands, out_dtype=case.out_dtype)
     M, K = math.prod(case.patches[:-1]), case.patches[-1]
     slices, period = case.N // case.tile_n, problem.table_period
-    most = MULTIPROCESSORS[case.capability] // case.blocks // slices
+    most = max(MULTIPROCESSORS[case.capability], case.blocks) // case.blocks // slices
     workers = max(1, min(most, -(-M // case.tile_m)))
     segments = schedule.segments(M, period, case.tile_m, workers)
     memory = GlobalMemory()
@@ -338,7 +375,7 @@ def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndar
     traced = [] if stamps is None else [np.uint64(memory.allocate(stamps, "stamps"))]
     machine = cuda.prepare(
         ptx,
-        case.name,
+        case.config.symbol,
         [*tensor_maps(case, M, K, patches, weight, out)]
         + [*map(np.uint64, (scale, table, out, at_segments))]
         + [np.int32(x) for x in (M, case.N, chunks, period, segments.shape[1])]

@@ -35,8 +35,10 @@ def test_a_launch_equals_an_independent_derivation(capability):
         ):
             shapes = dict(M=M, N=N, K=K, period=period, workers=7, segments=3)
             expected = expected_launch(config, **shapes)
-            if N % config.tile_n or expected["shared_memory"] > 227 * 1024:
-                with pytest.raises(NotImplementedError, match=r"expected a multiple|shared memory"):
+            short = expected["chunks"] < config.splits
+            if short or N % config.tile_n or expected["shared_memory"] > 227 * 1024:
+                reasons = r"expected a multiple|shared memory|for each block"
+                with pytest.raises(NotImplementedError, match=reasons):
                     cuda.launch(config, **shapes)
                 continue
             assert cuda.launch(config, **shapes) == expected
@@ -106,11 +108,27 @@ def test_a_kernels_name_tells_its_config():
     for config in configs():
         kind = "table" if config.has_table else "offset"
         way = "streamed" if config.stream_weight else "stationary"
+        sharing = "cooperative" if config.cooperative else f"b{config.blocks}"
         assert config.name == (
             f"patch_embed_sm{config.capability}_{config.dtype}_{config.out_dtype}_{kind}_"
-            f"{config.tile_n}x{config.rows}_b{config.blocks}_s{config.slots}_{way}"
+            f"{config.tile_n}x{config.rows}_{sharing}_s{config.slots}_{way}"
         )
     assert len({config.name for config in configs()}) == len(configs()) > 0
+
+
+@built
+def test_the_configs_that_split_K_have_one_kernel_for_all_numbers_of_blocks():
+    found = [config for config in configs(capability=90) if config.blocks > 1]
+    assert sorted({config.blocks for config in found}) == [2, 4, 8]
+    assert all(config.splits == config.blocks for config in found)
+    assert {config.symbol for config in found} == {
+        f"patch_embed_sm90_{dtype}_{out_dtype}_{kind}_64x64_split_s8_stationary"
+        for dtype in ("e4m3", "i8", "bf16")
+        for out_dtype in ("bf16", "f32")
+        for kind in ("table", "offset")
+    }
+    others = [config for config in configs() if config not in found]
+    assert all(config.symbol == config.name and config.splits == 1 for config in others)
 
 
 @built
@@ -156,11 +174,28 @@ def test_the_library_needs_neither_driver_nor_runtime_nor_python_to_load():
     ids=str,
 )
 def test_shapes_that_cannot_be_launched_are_refused(shapes, reason):
-    config = next(c for c in configs(capability=90, dtype="i8", tile_n=64, stream_weight=False))
+    (config, *_) = configs(capability=90, dtype="i8", tile_n=64, blocks=1, stream_weight=False)
     fine = dict(M=392, N=768, K=768, period=196, workers=7, segments=3)
     cuda.launch(config, **fine)
     with pytest.raises(NotImplementedError, match=reason):
         cuda.launch(config, **(fine | shapes))
+
+
+@built
+@pytest.mark.parametrize(
+    "blocks, K, reason",
+    [
+        (8, 896, "K is 896, expected at least 1024 bytes, 128 for each block. Use a kernel with"),
+        (2, 3200, "K = 3200 needs 238592 bytes of shared memory"),
+        (4, 384, "K is 384, expected at least 512 bytes"),
+    ],
+)
+def test_a_K_that_cannot_be_split_is_refused(blocks, K, reason):
+    fine = dict(M=64, N=768, K=1024, period=64, workers=1, segments=1)
+    config = next(c for c in configs(capability=90, dtype="i8", blocks=blocks))
+    assert cuda.launch(config, **fine)["cluster"] == blocks
+    with pytest.raises(NotImplementedError, match=reason):
+        cuda.launch(config, **(fine | dict(K=K)))
 
 
 @built
@@ -195,9 +230,17 @@ def test_every_named_shape_has_a_kernel(all_built, capability):
     [
         ("B/16 224", 4736, "float8_e4m3fn", 90, "192x64_b1_s10_stationary"),
         ("B/16 224", 4736, "bfloat16", 90, "192x128_b1_s5_streamed"),
-        ("B/16 224", 1, "int8", 90, "64x64_b1_s8_stationary"),
+        ("B/16 224", 1, "int8", 90, "64x64_cooperative_s8_stationary"),
         ("L/16 256", 512, "int8", 90, "128x64_b1_s8_stationary"),
         ("B/32 256", 4736, "int8", 90, "192x128_b1_s5_streamed"),
+        ("B/32 256", 1, "int8", 90, "64x64_b8_s8_stationary"),
+        ("B/32 256", 1, "bfloat16", 90, "64x64_b8_s8_stationary"),
+        ("B/32 256", 8, "int8", 90, "64x64_b2_s8_stationary"),
+        ("B/32 256", 8, "bfloat16", 90, "64x64_b4_s8_stationary"),
+        ("B/16 224", 1, "bfloat16", 90, "64x64_cooperative_s8_stationary"),
+        ("So400m/16 512", 1, "bfloat16", 90, "96x64_cooperative_s5_stationary"),
+        ("So400m/14 384", 16, "bfloat16", 90, "128x64_b1_s8_stationary"),
+        ("So400m/14 384", 512, "float8_e4m3fn", 90, "192x64_b1_s10_stationary"),
         ("B/16 224", 4736, "float8_e4m3fn", 100, "256x128_b2_s4_stationary"),
         ("B/16 224", 4736, "bfloat16", 100, "256x128_b2_s5_streamed"),
         ("B/16 224", 1, "int8", 100, "64x128_b1_s7_stationary"),
@@ -276,7 +319,7 @@ def test_it_is_tried_after_the_Pallas_kernels_but_preferred_for_few_patches():
     assert explain(few, HOPPER).chosen == "cuda"
     assert explain(many, HOPPER).chosen == "mosaic_sm90"
     long = problem_of(named_shape("B/32 256"), "int8", 1)
-    assert explain(long, HOPPER).chosen == "xla"
+    assert explain(long, HOPPER).chosen == "cuda"
 
 
 @built

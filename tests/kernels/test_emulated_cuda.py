@@ -20,8 +20,10 @@ from emulated_cuda import (
     THREADS,
     Case,
     compiled,
+    cooperative,
     of_images,
     run,
+    split,
 )
 from interpreter import draw_operands
 from ptx_emulator.errors import EmulatorError
@@ -71,6 +73,8 @@ ROLES = {
         "bfloat16, streamed",
         "Blackwell, two blocks, segments of several tiles",
         "images, 224, 768, 192",
+        "split by 2, six tiles",
+        "cooperative, six tiles",
     ],
 )
 def test_a_timeline_build_stamps_the_work_of_each_warp(name):
@@ -81,7 +85,7 @@ def test_a_timeline_build_stamps_the_work_of_each_warp(name):
     stamps = np.zeros((blocks, THREADS // 32, cuda_launch.STAMPS), np.uint32)
     y, _ = run(ptx, case, operands, stamps, schedule="random", seed=0)
     assert_bit_equal(jnp.asarray(y), xla.run(*operands, out_dtype=case.out_dtype))
-    chunks = tiles.chunks(Problem.of(*operands, out_dtype=case.out_dtype))
+    chunks = tiles.chunks(Problem.of(*operands, out_dtype=case.out_dtype)) // case.config.splits
     if case.image:
         # A chunk has two of a patch's 16 lines.
         chunks = 16 // 2
@@ -92,8 +96,12 @@ def test_a_timeline_build_stamps_the_work_of_each_warp(name):
             # Pixels are loaded before the products of the previous chunk are issued.
             pattern = pattern.replace("(LM){chunks}", f"L(LM){{{chunks - 1}}}M")
         pattern = pattern.replace("chunks", str(chunks))
-        # On Hopper each of the two consumers has its own loads of patches.
-        pattern = pattern.replace("fed", str(chunks * (2 if case.capability == 90 else 1)))
+        # With ping-pong each of the two consumers has its own loads of patches, and waits for its
+        # turn to multiply.
+        is_pingpong = case.capability == 90 and not case.cooperative
+        pattern = pattern.replace("fed", str(chunks * (2 if is_pingpong else 1)))
+        if case.cooperative:
+            pattern = pattern.replace("(t(", "((")
         # The first block of a cluster multiplies for both blocks.
         idle = ROLES[case.capability].get(warp) == MULTIPLY and block % case.blocks
         assert re.fullmatch("" if idle else pattern, said), (block, warp, said)
@@ -101,7 +109,9 @@ def test_a_timeline_build_stamps_the_work_of_each_warp(name):
     spans = read_stamps(stamps)
     assert len(spans) == np.count_nonzero(stamps) - np.count_nonzero(stamps[..., 0])
     assert all(0 < span.cycles < 100_000 for span in spans)
-    assert {span.role for span in spans} == set(EVENTS)
+    # A warp's first stamp, after the terms have been loaded, begins its first span.
+    missing = {"wait: may multiply", "epilogue load"} if case.cooperative else set()
+    assert {span.role for span in spans} == set(EVENTS) - missing
 
 
 tuned = partial(Case, rows=128, capability=100)
@@ -326,8 +336,7 @@ HOPPER_BUGS = {
     ),
     "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
     "no wait for the other warpgroup's products": (
-        "wait(shared_.other_products_issued[warpgroup], (n & 1) ^ (warpgroup == 0), "
-        "Event::kMayMultiply);",
+        "wait(shared_.other_products_issued[warpgroup], parity, Event::kMayMultiply);",
         "",
         "does not expect them|results differ|reads what",
     ),
@@ -448,11 +457,115 @@ ODD_BUGS = {
     ),
 }
 
+# Deliberate bugs in the Hopper kernel with cooperative warpgroups, with several tiles, and more
+# chunks than slots.
+COOPERATIVE = cooperative((6, 128, 1280), 64, INT8, "shared", 64)
+
+COOPERATIVE_BUGS = {
+    "a slot is free when one warpgroup has read it": (
+        "(kCooperative ? kConsumers : 1) * kWarpgroup / 32",
+        "kWarpgroup / 32",
+        "overwrites|does not expect them|no warp can continue|reads what",
+    ),
+    "both warpgroups multiply the same rows": (
+        "kCooperative ? warpgroup * rows : 0",
+        "0",
+        "results differ",
+    ),
+    "the producer loads each tile twice": (
+        "warpgroup < kTileRows / kSlotRows",
+        "warpgroup < kConsumers",
+        "results differ|reads what|does not expect|outside|exits|no warp can continue",
+    ),
+    "a tile begins at the slot of a half tile": (
+        "(kCooperative ? n : half) * chunks()",
+        "half * chunks()",
+        "reads what|no warp can continue|does not expect|results differ",
+    ),
+    "no wait for patches": HOPPER_BUGS["no wait for patches"],
+    "a slot is freed before its products are done": HOPPER_BUGS[
+        "a slot is freed before its products are done"
+    ],
+}
+
+# Deliberate bugs in the Hopper kernel that splits K, with several tiles for each cluster.
+SPLIT = split((4, 128, 640), 64, INT8, "shared", 4)
+
+SPLIT_BUGS = {
+    "the other blocks may not have started": (
+        "    if constexpr (kSplit) ptx::barrier_cluster_wait();\n    for_each_tile",
+        "    for_each_tile",
+        "nothing orders its mbarrier.init|there is no mbarrier",
+    ),
+    "no fence of the barriers": ("    ptx::fence_mbarrier_init();\n", "", "unfenced mbarrier.init"),
+    "no wait for partial sums": (
+        "    wait(arrived, parity, Event::kLoaded);\n",
+        "",
+        "reads what was written|has exited|does not expect them",
+    ),
+    "one buffer": (
+        "return shared_.partial_sums[buffer]",
+        "return shared_.partial_sums[0]",
+        "overwrites what",
+    ),
+    "one barrier": (
+        "exchanges_ % kSumBuffers, parity = exchanges_ / kSumBuffers % 2;",
+        "0, parity = exchanges_ % 2;",
+        "overwrites what|later phase|does not expect them",
+    ),
+    "the patches of another share": (
+        "(share_begin_ + chunk.k) * kChunkElements, row",
+        "chunk.k * kChunkElements, row",
+        "results differ",
+    ),
+    "the weight of another share": (
+        "(share_begin_ + weight_chunk) * kChunkElements",
+        "weight_chunk * kChunkElements",
+        "results differ",
+    ),
+    "a chunk of K is left out": (
+        "rank_ + 1, splits_, args.chunks) : args.chunks",
+        "rank_ + 1, splits_, args.chunks - 1) : args.chunks",
+        "results differ",
+    ),
+    "a block counts its own bytes": (
+        "kBytes - kBytes / splits_",
+        "kBytes",
+        "no warp can continue",
+    ),
+    "the block's own sums are left out": (
+        "source == rank_ ? own : found[source][i]",
+        "found[source][i]",
+        "results differ",
+    ),
+    "sums go to the wrong block": (
+        "v == i ? target : target - splits_",
+        "v == i ? target : 0",
+        "results differ|overwrites what|later phase|no warp can continue",
+    ),
+    "a block stores sums that it does not complete": (
+        "/ Memory::kVectors == rank_;",
+        "/ Memory::kVectors <= rank_;",
+        "results differ|reads what was written",
+    ),
+    "warps without rows do not skip in one block": (
+        ">= args_.M) return;",
+        ">= args_.M && rank_ != 1) return;",
+        "no warp can continue|exits|has exited",
+    ),
+}
+
+# The last tile has 64 rows, so that a warpgroup has none.
+SPLIT_FEW = split((1, 64, 512), 64, BF16, "none", 4)
+
+
 ALL_BUGS = (
     [(SMALL, name) for name in BUGS]
     + [(CUT, name) for name in IMAGE_BUGS]
     + [(CUT_ODD, name) for name in ODD_BUGS]
     + [(NARROW if name == "no wait for a free slot" else WIDE, name) for name in HOPPER_BUGS]
+    + [(COOPERATIVE, name) for name in COOPERATIVE_BUGS]
+    + [(SPLIT_FEW if "without rows" in name else SPLIT, name) for name in SPLIT_BUGS]
 )
 
 # A missing wait for Hopper's other_products_issued is detected only if slots are filled late, which
@@ -480,7 +593,9 @@ def test_a_request_for_too_many_registers_does_not_compile(tmp_path, case):
 
 @pytest.mark.parametrize("case, name", ALL_BUGS, ids=lambda x: getattr(x, "source_dtype", x))
 def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
-    bugs = {SMALL: BUGS, CUT: IMAGE_BUGS, CUT_ODD: ODD_BUGS}.get(case, HOPPER_BUGS)
+    bugs = {SMALL: BUGS, CUT: IMAGE_BUGS, CUT_ODD: ODD_BUGS, COOPERATIVE: COOPERATIVE_BUGS}
+    bugs |= dict.fromkeys((SPLIT, SPLIT_FEW), SPLIT_BUGS)
+    bugs = bugs.get(case, HOPPER_BUGS)
     right, wrong, message = bugs[name]
     source = (FFI / f"patch_embed_sm{case.capability}.cu").read_text()
     assert source.count(right) == 1

@@ -144,6 +144,74 @@ def test_images_are_cut_by_triton(name, B, dtype):
     assert_right(Case("triton", named_shape(name), dtype, "bfloat16", B, source=SOURCES[1]))
 
 
+# Kernels for few rows that are not always the chosen ones, by a part of their names, and calls for
+# them: shape, number of images and table. A worker has one or several tiles, a warpgroup may have
+# no rows, and the blocks' shares of K may differ by a chunk if K is split.
+FOR_FEW_ROWS = [
+    *("64x64_b2", "64x64_b4", "64x64_b8", "64x64_cooperative", "96x64_cooperative", "96x64_b1"),
+    "128x64_b1",
+]
+FEW_ROWS = [
+    ("B/32 256", 1, "positions"),
+    ("B/32 256", 8, "no positions"),
+    ("B/32 256", 67, "positions"),
+    ("CLIP B/32 224", 3, "positions"),
+    ("B/16 224", 1, "positions"),
+    ("So400m/14 384", 3, "positions"),
+    ("NaFlex B/16 256", 5, "positions of each image"),
+]
+
+
+def stationary_config(problem, kernel):
+    """Returns this kernel's config with a weight that stays; skips the test if K does not fit."""
+    found = [c for c in cuda.configs() if f"_{kernel}_" in c.name and c.serves(problem)]
+    (config,) = (config for config in found if not config.stream_weight)
+    try:
+        config.check(problem, CHIP)
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
+    return config
+
+
+@on_hopper
+@pytest.mark.usefixtures("cuda_library")
+@pytest.mark.parametrize("kernel", FOR_FEW_ROWS)
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name, B, table", FEW_ROWS)
+def test_every_element_agrees_with_kernels_for_few_rows(name, B, table, dtype, out_dtype, kernel):
+    case = Case("cuda", named_shape(name), dtype, out_dtype, B, table)
+    config = stationary_config(case.problem, kernel)
+    run = jax.jit(functools.partial(compute, cuda, out_dtype=out_dtype, config=config))
+    counts = launched(run, case)
+    assert counts.all_wrong == 0, counts
+    assert counts.launches == counts.guarded == counts.poisoned == RUNS, counts
+
+
+@on_hopper
+@pytest.mark.usefixtures("cuda_library")
+@pytest.mark.parametrize("kernel", FOR_FEW_ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_thousand_launches_for_few_rows_give_the_same_bits(dtype, kernel):
+    operands = draw(6, named_shape("So400m/14 224"), dtype, 33)
+    problem = Problem.of(*operands, out_dtype="float32")
+    config = stationary_config(problem, kernel)
+    assert config.grid(problem, CHIP).tiles_per_worker >= 3
+    run = jax.jit(functools.partial(compute, cuda, out_dtype="float32", config=config))
+    expected = run(*operands)
+    assert count_wrong(expected, operands, "float32") == 0
+
+    @jax.jit
+    def changed(operands):
+        def launch(_, count):
+            inputs, count = lax.optimization_barrier((operands, count))
+            return count + (run(*inputs) != expected).sum()
+
+        return lax.fori_loop(0, 1_000, launch, 0)
+
+    assert changed(operands) == 0
+
+
 def test_xlas_float8_product_is_within_the_same_bound():
     assert_right(Case("xla", named_shape("B/16 256"), "float8_e4m3fn", "float32", 67))
 
@@ -451,6 +519,10 @@ CANARY, GAP = 0xA5, 4096 + 16
         ("So400m/14 384", "bfloat16", 17, "192x64_b1_s7_streamed"),
         ("So400m/14 384", "bfloat16", 17, "128x128_b1_s6_streamed"),
         ("NaFlex B/16 256", "float32", 45, "128x128_b1_s6_streamed"),
+        ("So400m/14 384", "bfloat16", 17, "64x64_b2_s8_stationary"),
+        ("So400m/14 384", "float32", 17, "64x64_b4_s8_stationary"),
+        ("B/32 256", "bfloat16", 67, "64x64_b8_s8_stationary"),
+        ("So400m/14 384", "bfloat16", 17, "64x64_cooperative_s8_stationary"),
     ],
 )
 def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kernel):
@@ -497,6 +569,10 @@ for dtype, out_dtype, N, patch, kernel in (
     ("bfloat16", "bfloat16", 192, 16, "bf16_bf16_table_192x128_b1_s5_streamed"),
     ("int8", "float32", 128, 16, "i8_f32_table_128x128_b1_s6_streamed"),
     ("int8", "bfloat16", 192, 16, "i8_bf16_table_192x64_b1_s7_streamed"),
+    ("int8", "bfloat16", 64, 16, "i8_bf16_table_64x64_b2_s8_stationary"),
+    ("bfloat16", "float32", 64, 32, "bf16_f32_table_64x64_b8_s8_stationary"),
+    ("bfloat16", "bfloat16", 192, 16, "bf16_bf16_table_96x64_cooperative_s5_stationary"),
+    ("int8", "float32", 64, 16, "i8_f32_table_64x64_cooperative_s8_stationary"),
 ):
     if kernel and (sys.argv[1] != "cuda" or Target.of(device).chip.capability != (9, 0)):
         continue
