@@ -1,6 +1,7 @@
 """The operator in plain XLA, for every platform, dtype and shape. It defines the result."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,9 @@ import jax.numpy as jnp
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import Problem
+
+# With at most this many rows of patches XLA may fuse the product with what follows.
+FEW_ROWS = 1024
 
 EVIDENCE = "the definition of the operator, tested against exact references."
 
@@ -64,9 +68,12 @@ def run(
         precision=precision or jax.lax.Precision.DEFAULT,
     )
     # Without the barrier XLA on a GPU applies scale and table in two passes, or writes the
-    # broadcast table to memory. Then float8 takes 0.76 ms instead of 0.48 ms on an H200
+    # broadcast table to memory. Then float8 takes 0.76 ms instead of 0.48 ms on an H200. With few
+    # rows the barrier costs one more launch, and XLA can fuse everything without it
     # (docs/experiments/xla.md).
-    accumulator = jax.lax.optimization_barrier(accumulator)
+    sizes = accumulator.shape[:-1]
+    if not all(isinstance(size, int) for size in sizes) or math.prod(sizes) > FEW_ROWS:
+        accumulator = jax.lax.optimization_barrier(accumulator)
     scale = jnp.expand_dims(scale, -2)
     rank = max(accumulator.ndim, scale.ndim, table.ndim)
     # All arrays get the same rank, because users may set jax_numpy_rank_promotion="raise".
