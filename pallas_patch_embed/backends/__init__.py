@@ -11,7 +11,7 @@ import jax
 from pallas_patch_embed.backends import cuda, stored, triton, xla
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.plan import Backend, Plan, Refusal
-from pallas_patch_embed.backends.preferences import preferred_alternative, preferred_cut
+from pallas_patch_embed.backends.preferences import preferred_alternatives, preferred_cut
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.problem import PatchLayout, Problem
 
@@ -168,9 +168,9 @@ def _verdicts(
     answer_of = functools.cache(lambda name: plan_with(name, problem, target, tuned=tuned))
     for name in BACKENDS:
         answer, reason = answer_of(name), ""
-        if isinstance(answer, Plan) and (better := preferred_alternative(name, problem)):
-            faster, why = better
-            reason = why if isinstance(answer_of(faster), Plan) else ""
+        if isinstance(answer, Plan):
+            faster = preferred_alternatives(name, problem)
+            reason = next((why for x, why in faster if isinstance(answer_of(x), Plan)), "")
         yield name, answer, reason
 
 

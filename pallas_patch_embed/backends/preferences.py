@@ -5,7 +5,7 @@ measured on an H200 or an H100 (docs/experiments).
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -40,9 +40,23 @@ def _few_rows_per_chunk(problem: Problem, min_chunks: int, max_rows: int) -> boo
     return chunks(problem) >= min_chunks and problem.rows <= most
 
 
+def _xla_is_faster(problem: Problem) -> bool:
+    """Returns whether XLA, which splits K, is faster than kernels that do not split it."""
+    return _few_rows_per_chunk(problem, 24, 6) or _few_rows_per_chunk(problem, 48, 11)
+
+
 def _is_long_and_few(problem: Problem) -> bool:
     """Returns whether K is as long as that of B/32 or longer, and there are at most 1024 rows."""
     return chunks(problem) >= 24 and problem.rows <= 1024
+
+
+def _cuda_splits(problem: Problem) -> bool:
+    """Returns whether cuda splits a long K, and so is faster than all other backends.
+
+    A block has room for 12 chunks of the weight, and eight blocks can work on each of 16 slices of
+    N.
+    """
+    return problem.rows <= 256 and 24 <= chunks(problem) <= 96 and problem.N <= 1024
 
 
 PREFERENCES = (
@@ -53,26 +67,44 @@ PREFERENCES = (
         applies=lambda problem: _few_rows_per_chunk(problem, 48, 128),
         reason="with only {rows} rows of {dtype} and K = {K}, xla is faster.",
     ),
-    # XLA splits K among multiprocessors. For B/32 it is the fastest with 1 image in dtypes of one
-    # byte, and with 1 and 8 images in bfloat16. In bfloat16 it is faster than mosaic_sm90 and cuda
-    # with 16 images.
+    # With 1 to 4 images of B/32 cuda takes 0.34 to 0.70 of the time of mosaic_sm90.
     Preference(
-        over=("mosaic_sm90", "cuda", "triton"),
+        over=("mosaic_sm90",),
+        backend="cuda",
+        applies=_cuda_splits,
+        reason="with only {rows} rows and K = {K}, cuda splits K and is faster.",
+    ),
+    # XLA splits K among multiprocessors. For B/32 in bfloat16 it is the fastest with 8 images, and
+    # with 16 images it is faster than mosaic_sm90 and cuda. With fewer images only cuda is faster.
+    Preference(
+        over=("mosaic_sm90", "triton"),
         backend="xla",
-        applies=lambda problem: (
-            _few_rows_per_chunk(problem, 24, 6) or _few_rows_per_chunk(problem, 48, 11)
-        ),
+        applies=_xla_is_faster,
         reason="with only {rows} rows and K = {K}, xla splits K and is faster.",
+    ),
+    Preference(
+        over=("cuda",),
+        backend="xla",
+        applies=lambda problem: not _cuda_splits(problem) and _xla_is_faster(problem),
+        reason="with only {rows} rows and K = {K}, xla is faster.",
     ),
     # From patches of B/32 triton takes 0.75 to 0.79 of the time of mosaic_sm90 with 8 images in
     # dtypes of one byte, and 0.84 with 16 images in float8.
     Preference(
-        over=("mosaic_sm90", "cuda"),
+        over=("mosaic_sm90",),
         backend="triton",
         applies=lambda problem: problem.layout is None and _is_long_and_few(problem),
         reason="with only {rows} rows and K = {K}, triton is faster.",
     ),
-    # With 8 images of B/32 cuda takes 1.1 to 1.3 times as long as mosaic_sm90.
+    Preference(
+        over=("cuda",),
+        backend="triton",
+        applies=lambda problem: (
+            not _cuda_splits(problem) and problem.layout is None and _is_long_and_few(problem)
+        ),
+        reason="with only {rows} rows and K = {K}, triton is faster.",
+    ),
+    # With 16 images of B/32 cuda takes longer than mosaic_sm90.
     Preference(
         over=("mosaic_sm90",),
         backend="cuda",
@@ -89,13 +121,12 @@ PREFERENCES = (
 )
 
 
-def preferred_alternative(backend: str, problem: Problem) -> tuple[str, str] | None:
-    """Returns a backend that is faster for the problem, and why; None if none is known."""
+def preferred_alternatives(backend: str, problem: Problem) -> Iterator[tuple[str, str]]:
+    """Yields the backends that are faster for the problem, each with the reason, best first."""
     for preference in PREFERENCES:
         if backend in preference.over and preference.applies(problem):
             fields = dict(rows=problem.rows, K=problem.K, dtype=problem.dtype)
-            return preference.backend, preference.reason.format(**fields)
-    return None
+            yield preference.backend, preference.reason.format(**fields)
 
 
 def preferred_cut(backend: str, problem: Problem, target: Target) -> str | None:

@@ -48,7 +48,12 @@ def test_backends_are_named_in_the_order_in_which_they_are_tried():
     assert ppe.backend_names() == tried and tried[-1] == "xla"
 
 
-def test_a_faster_backend_is_preferred_to_one_that_also_serves():
+def refuses(problem, target):
+    raise NotImplementedError("it was not built.")
+
+
+def test_a_faster_backend_is_preferred_to_one_that_also_serves(monkeypatch):
+    monkeypatch.setattr(cuda, "plan", refuses)
     h200 = Target("cuda", H200)
     shape = named_shape("B/32 256")
     few, many = (problem_of(shape, "int8", B) for B in (1, 64))
@@ -65,7 +70,11 @@ PREFERRED = [
     ("B/16 224", "int8", 41, "patches", None, "cuda"),  # 8036 rows
     ("B/16 224", "int8", 42, "patches", None, "mosaic_sm90"),  # 8232 rows
     ("So400m/16 512", "bfloat16", 8, "patches", None, "cuda"),
-    ("B/32 256", "int8", 2, "patches", None, "xla"),
+    ("B/32 256", "int8", 2, "patches", None, "cuda"),
+    ("B/32 256", "bfloat16", 4, "patches", None, "cuda"),
+    ("B/32 256", "bfloat16", 5, "patches", None, "xla"),
+    ("B/32 256", "int8", 2, "patches", "cuda", "xla"),
+    ("B/32 256", "int8", 4, "patches", "cuda", "triton"),
     ("B/32 256", "int8", 8, "patches", None, "triton"),
     ("B/32 256", "float8_e4m3fn", 16, "patches", None, "triton"),
     ("B/32 256", "float8_e4m3fn", 17, "patches", None, "mosaic_sm90"),
@@ -73,8 +82,8 @@ PREFERRED = [
     ("B/32 256", "bfloat16", 64, "patches", None, "mosaic_sm90"),
     ("B/32 256", "bfloat16", 16, "images", None, "xla"),
     ("B/32 256", "bfloat16", 17, "images", None, "cuda"),
-    ("B/32 256", "int8", 2, "images", None, "xla"),
-    ("B/32 256", "int8", 3, "images", None, "mosaic_sm90"),
+    ("B/32 256", "int8", 4, "images", None, "cuda"),
+    ("B/32 256", "int8", 5, "images", None, "mosaic_sm90"),
     ("B/32 256", "float8_e4m3fn", 16, "images", None, "mosaic_sm90"),
     ("B/32 256", "float8_e4m3fn", 17, "images", None, "cuda"),
     ("B/32 256", "bfloat16", 16, "patches", "triton", "xla"),
@@ -86,7 +95,7 @@ PREFERRED = [
 def test_for_few_rows_the_backend_that_was_measured_to_be_faster_runs(
     shape, dtype, images, source, missing, chosen, monkeypatch
 ):
-    monkeypatch.setattr(cuda, "plan", xla.plan)
+    monkeypatch.setattr(cuda, "plan", refuses if missing == "cuda" else xla.plan)
     reason = "it is not installed." if missing == "triton" else None
     monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: reason)
     asked = problem_of(named_shape(shape), dtype, images)
@@ -94,10 +103,6 @@ def test_for_few_rows_the_backend_that_was_measured_to_be_faster_runs(
         layout, pixels = PatchLayout(32), (images, 256, 256, 3)
         asked = dataclasses.replace(asked, layout=layout, images=pixels)
     assert explain(asked, Target("cuda", H200)).chosen == chosen
-
-
-def refuses(problem, target):
-    raise NotImplementedError("it was not built.")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
@@ -110,7 +115,7 @@ def test_for_images_the_CUDA_kernel_is_preferred_if_it_serves(dtype, monkeypatch
     monkeypatch.setattr(cuda, "plan", xla.plan)
     assert explain(images, h200).chosen == "cuda"
     assert explain(patches, h200).chosen == "mosaic_sm90"
-    assert explain(few, h200).chosen == "xla"
+    assert explain(few, h200).chosen == "cuda"
     if dtype != "int8":
         assert explain(images, b200).chosen == "mosaic_sm100"
     row = next(row for row in explain(images, h200) if row.backend == "mosaic_sm90")
