@@ -15,6 +15,7 @@ file. The output is docs/predictions.md.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -69,13 +70,50 @@ def problem_of(shape: NamedShape, images: int, dtype: str, cut: bool = False) ->
     return Problem.of(*operands(shape, images, dtype, table=table), out_dtype="bfloat16")
 
 
-def worker(problem: Problem, backend: str, chip: Chip) -> dict[str, float]:
-    """Returns the cycles and the other factors of the constants, for the worker with most tiles."""
+def cuda_config(problem: Problem, chip: Chip, name: str | None) -> cuda.CudaConfig:
+    """Returns the CUDA kernel with this name, or the one that the heuristic chooses.
+
+    The times in benchmarks/h200 were measured with an earlier heuristic, when the library had no
+    kernels for few rows. So without a name this heuristic chooses a Hopper kernel.
+    """
+    if name is not None:
+        return next(config for config in cuda.configs() if config.name == name)
+    if chip.capability != (9, 0):
+        return cuda.choose_config(problem, 100, chip)
+
+    def is_early(config: cuda.CudaConfig) -> bool:
+        is_new = config.tile_n == 96 or (config.dtype, config.tile_n) == ("bf16", 128)
+        return (
+            config.splits == 1 and not config.cooperative and (config.stream_weight or not is_new)
+        )
+
+    def earlier_estimate(config: cuda.CudaConfig) -> int:
+        a_tile = config.tile_m * config.tile_n + tiles.TILE_OVERHEAD
+        return config.grid(problem, chip).tiles_per_worker * a_tile
+
+    found = []
+    for config in cuda.configs():
+        if config.capability == 90 and config.serves(problem) and is_early(config):
+            with contextlib.suppress(NotImplementedError):
+                config.check(problem, chip)
+                found.append(config)
+    if not found:
+        raise NotImplementedError("no kernel serves the problem.")
+    stationary = {config.tile_n for config in found if not config.stream_weight}
+    kept = [c for c in found if not c.stream_weight or c.tile_n not in stationary]
+    return min(kept, key=earlier_estimate)
+
+
+def worker(problem: Problem, backend: str, chip: Chip, name: str | None = None) -> dict[str, float]:
+    """Returns the cycles and the other factors of the constants, for the worker with most tiles.
+
+    `name` is the name of a CUDA kernel, or None for the heuristic's.
+    """
     hopper = chip.capability == (9, 0)
     if backend in BACKENDS:
         config: Any = (SM90 if hopper else SM100).choose_config(problem, chip)
     else:
-        config = cuda.choose_config(problem, 90 if hopper else 100, chip)
+        config = cuda_config(problem, chip, name)
     grid = config.grid(problem, chip)
     row = tiles.chunks(problem) * ROW_BYTES
     rate = MULTIPLY_ADDS["sm_90" if hopper else "sm_100"][problem.dtype]
@@ -104,12 +142,18 @@ def worker(problem: Problem, backend: str, chip: Chip) -> dict[str, float]:
 
 
 def terms(
-    shape: NamedShape, images: int, dtype: str, backend: str, source: str, chip: Chip
+    shape: NamedShape,
+    images: int,
+    dtype: str,
+    backend: str,
+    source: str,
+    chip: Chip,
+    name: str | None = None,
 ) -> list[float]:
     """Returns the factors of the constants in `COLUMNS`; the sum of products is in microseconds."""
     cut = backend == CUT
     problem = problem_of(shape, images, dtype, cut)
-    of = worker(problem, backend, chip)
+    of = worker(problem, backend, chip, name)
     copied = source == "images" and not cut
     size = 3 * shape.image**2 + shape.S * tiles.chunks(problem) * ROW_BYTES
     found = {
@@ -160,15 +204,16 @@ def tuned_records() -> list[dict[str, Any]]:
         ):
             if result := tuned.get(task.key):
                 name = CUT if source == "images" else task.backend
-                heuristic, *_ = result.times.values()
-                found.append(own | dict(contender=name, **heuristic["burst"]))
+                config, heuristic = next(iter(result.times.items()))
+                kernel = dict(kernel=config) if task.backend == "cuda" else {}
+                found.append(own | dict(contender=name, **heuristic["burst"], **kernel))
     return found
 
 
 def terms_of(record: dict[str, Any], chip: Chip = H200) -> list[float]:
     """Returns the terms of a record."""
     fields = (record[name] for name in ("images", "dtype", "contender", "source"))
-    return terms(named_shape(record["shape"]), *fields, chip)
+    return terms(named_shape(record["shape"]), *fields, chip, record.get("kernel"))
 
 
 def fit(matrix: np.ndarray, microseconds: np.ndarray) -> np.ndarray:
@@ -350,7 +395,8 @@ predicted."""
 H100_ERRORS = """\
 The H200's constants and the memory bandwidth in the H100's data sheet, 3.35 TB/s, against the
 times that [tune](tune.md) measured for the heuristics' configs on an H100. These times are not part
-of the fit. Their operands are not in the L2 cache, except for the weight."""
+of the fit. Their operands are not in the L2 cache, except for the weight. The model treats
+cooperative warpgroups as ping-pong, and has no term for the exchange of blocks that split K."""
 
 CUTTING = """\
 By default the kernel now cuts int8 images also for odd grids. On an H200, images of 240 pixels take
