@@ -63,17 +63,20 @@ constexpr int kInterface = 4;
 
 using namespace spelled;
 
-#define PATCH_EMBED_SM90_KERNEL(dtype, out_dtype, terms, tile_n, rows, sharing, slots, weight)  \
-  for (int blocks = sharing == split ? 2 : 1;                                                   \
-       blocks <= (sharing == split ? sm90::kMostSplits : 1); blocks *= 2) {                     \
-    all->push_back({{90, dtype, out_dtype, terms, tile_n, rows, sharing == cooperative, blocks, \
-                     slots, weight},                                                            \
-                    sm90::Shared<dtype, tile_n, rows, slots, weight, sharing>::bytes});         \
+// Returns the numbers of blocks that the workers of a Hopper kernel can have.
+std::vector<int> cluster_sizes(Sharing sharing) {
+  if (sharing == split) return {2, 4, sm90::kMostSplits};
+  return {1};
+}
+
+#define PATCH_EMBED_SM90_KERNEL(dtype, out_dtype, terms, tile_n, rows, sharing, slots, weight)   \
+  for (int blocks : cluster_sizes(sharing)) {                                                    \
+    all->push_back({{90, dtype, out_dtype, terms, tile_n, rows, sharing, blocks, slots, weight}, \
+                    sm90::Shared<dtype, tile_n, rows, slots, weight, sharing>::bytes});          \
   }
-#define PATCH_EMBED_SM100_KERNEL(dtype, out_dtype, terms, tile_n, blocks, slots, weight)   \
-  all->push_back(                                                                          \
-      {{100, dtype, out_dtype, terms, tile_n, sm100::kRows, false, blocks, slots, weight}, \
-       sm100::Shared<out_dtype, tile_n, blocks, slots, weight>::bytes});
+#define PATCH_EMBED_SM100_KERNEL(dtype, out_dtype, terms, tile_n, blocks, slots, weight)           \
+  all->push_back({{100, dtype, out_dtype, terms, tile_n, sm100::kRows, {}, blocks, slots, weight}, \
+                  sm100::Shared<out_dtype, tile_n, blocks, slots, weight>::bytes});
 
 const std::vector<Kernel>& kernels() {
   static const auto* all = [] {

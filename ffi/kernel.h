@@ -88,14 +88,13 @@ struct Config {
   bool has_table;         // whether it adds rows of a bfloat16 table or one row of float32 offsets
   int tile_n;             // columns of a tile
   int rows;               // rows of a warpgroup's (Hopper) or a block's (Blackwell) part of a tile
-  bool cooperative;       // on Hopper, whether both warpgroups multiply at the same time
+  Sharing sharing;        // how the warpgroups share a tile; not used on Blackwell
   int blocks;             // thread blocks of a worker; two or more form a cluster
   int slots;              // slots of the ring of patches
   bool stream_weight;     // whether the weight is loaded for each tile or stays in shared memory
 
-  // Number of blocks among which the chunks of K are split. The two blocks of a Blackwell worker
-  // split the rows of a tile instead.
-  constexpr int splits() const { return capability == 90 ? blocks : 1; }
+  // Number of blocks among which the chunks of K are split.
+  constexpr int splits() const { return sharing == Sharing::kSplit ? blocks : 1; }
 
   // Rows of a tile: those of two warpgroups on Hopper, and of the worker's blocks on Blackwell.
   constexpr int tile_m() const { return (capability == 90 ? 2 : blocks) * rows; }

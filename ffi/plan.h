@@ -76,7 +76,8 @@ inline std::string kernel_name(const Config& c, const std::string& blocks) {
          (c.stream_weight ? "_streamed" : "_stationary");
 }
 inline std::string kernel_name(const Config& c) {
-  return kernel_name(c, c.cooperative ? "cooperative" : "b" + std::to_string(c.blocks));
+  const bool cooperative = c.sharing == Sharing::kCooperative;
+  return kernel_name(c, cooperative ? "cooperative" : "b" + std::to_string(c.blocks));
 }
 
 // The name of a kernel's machine code, which PATCH_EMBED_KERNEL in the .cu files composes. Kernels
@@ -237,7 +238,7 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
       shared_memory,
       chunks,
       images ? lines_of_patches(config, s)
-             : matrix(config.dtype, s.M, s.K, tile_k, (config.cooperative ? 2 : 1) * config.rows),
+             : matrix(config.dtype, s.M, s.K, tile_k, sm90::slot_rows(config.sharing, config.rows)),
       hopper ? fragments(config, s.N, s.K)
              : matrix(config.dtype, s.N, s.K, tile_k, config.tile_n / config.blocks),
       hopper ? TensorMap{}
@@ -292,7 +293,7 @@ inline std::string to_json(const Config& config, bool built) {
          ", \"tile_m\": " + std::to_string(config.tile_m()) +
          ", \"tile_n\": " + std::to_string(config.tile_n) +
          ", \"rows\": " + std::to_string(config.rows) +
-         ", \"cooperative\": " + flag(config.cooperative) +
+         ", \"cooperative\": " + flag(config.sharing == Sharing::kCooperative) +
          ", \"blocks\": " + std::to_string(config.blocks) +
          ", \"slots\": " + std::to_string(config.slots) +
          ", \"stream_weight\": " + flag(config.stream_weight) + ", \"built\": " + flag(built) + "}";
