@@ -38,11 +38,11 @@ COMPUTE_CAPABILITY = (75, 76)
 
 def source(config: CudaConfig) -> str:
     """Returns CUDA C++ that instantiates only this kernel."""
-    hopper = config.capability == 90
+    sharing = "cooperative" if config.cooperative else "split" if config.splits > 1 else "b1"
     arguments = [
         *(config.dtype, config.out_dtype, "table" if config.has_table else "offset"),
         config.tile_n,
-        *([config.rows, config.symbol.split("_")[-3]] if hopper else [config.blocks]),
+        *([config.rows, sharing] if config.capability == 90 else [config.blocks]),
         config.slots,
         "streamed" if config.stream_weight else "stationary",
     ]

@@ -82,10 +82,10 @@ def cuda_config(problem: Problem, chip: Chip, name: str | None) -> cuda.CudaConf
         return cuda.choose_config(problem, 100, chip)
 
     def is_early(config: cuda.CudaConfig) -> bool:
+        if config.splits > 1 or config.cooperative:
+            return False
         is_new = config.tile_n == 96 or (config.dtype, config.tile_n) == ("bf16", 128)
-        return (
-            config.splits == 1 and not config.cooperative and (config.stream_weight or not is_new)
-        )
+        return config.stream_weight or not is_new
 
     def earlier_estimate(config: cuda.CudaConfig) -> int:
         a_tile = config.tile_m * config.tile_n + tiles.TILE_OVERHEAD
@@ -93,12 +93,10 @@ def cuda_config(problem: Problem, chip: Chip, name: str | None) -> cuda.CudaConf
 
     found = []
     for config in cuda.configs():
-        if config.capability == 90 and config.serves(problem) and is_early(config):
+        if config.capability == 90 and is_early(config):
             with contextlib.suppress(NotImplementedError):
                 config.check(problem, chip)
                 found.append(config)
-    if not found:
-        raise NotImplementedError("no kernel serves the problem.")
     stationary = {config.tile_n for config in found if not config.stream_weight}
     kept = [c for c in found if not c.stream_weight or c.tile_n not in stationary]
     return min(kept, key=earlier_estimate)

@@ -55,7 +55,7 @@ IMAGES = "u8"
 # problems on an H100 (docs/experiments/cuda.md).
 #   START      of a launch
 #   ROW        to load one chunk of a row of patches or of the weight: 64 bytes per cycle
-#   COLD       of each of the first FIRST chunks, for each block that loads at the same time
+#   COLD       of each of a block's first FIRST chunks, times the blocks that load at the same time
 #   EXCHANGE   to receive 1 KiB of partial sums from other blocks
 START, ROW, COLD, FIRST, EXCHANGE = 920, 2, 2.8, 12, 220
 
@@ -139,7 +139,10 @@ class CudaConfig:
         return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
 
     def time(self, problem: Problem, chip: Chip) -> float:
-        """Estimates the time of the worker with the most tiles, in a unit of the chip."""
+        """Estimates the time of the worker with the most tiles.
+
+        The unit is a cycle on Hopper, and the time to multiply one row by one column on Blackwell.
+        """
         grid = self.grid(problem, chip)
         if self.capability != 90:
             a_tile = self.tile_m // self.blocks * self.tile_n + tiles.TILE_OVERHEAD

@@ -19,7 +19,8 @@ class Preference:
     """A backend that is faster than others for some problems.
 
     Attributes:
-      over: names of the slower backends.
+      over: names of the slower backends. If the faster one is among them, no later preference
+        replaces it.
       backend: name of the faster backend.
       applies: function that says whether `backend` is faster for a problem.
       reason: text that `explain` shows, a template with the fields `rows`, `K` and `dtype`.
@@ -38,11 +39,6 @@ def _few_rows_per_chunk(problem: Problem, min_chunks: int, max_rows: int) -> boo
     """
     most = max_rows * chunks(problem) * np.dtype(problem.dtype).itemsize
     return chunks(problem) >= min_chunks and problem.rows <= most
-
-
-def _xla_is_faster(problem: Problem) -> bool:
-    """Returns whether XLA, which splits K, is faster than kernels that do not split it."""
-    return _few_rows_per_chunk(problem, 24, 6) or _few_rows_per_chunk(problem, 48, 11)
 
 
 def _is_long_and_few(problem: Problem) -> bool:
@@ -67,9 +63,10 @@ PREFERENCES = (
         applies=lambda problem: _few_rows_per_chunk(problem, 48, 128),
         reason="with only {rows} rows of {dtype} and K = {K}, xla is faster.",
     ),
-    # With 1 to 4 images of B/32 cuda takes 0.34 to 0.70 of the time of mosaic_sm90.
+    # With 1 to 4 images of B/32 cuda takes 0.34 to 0.70 of the time of mosaic_sm90. The backends
+    # that the preferences below name are not faster.
     Preference(
-        over=("mosaic_sm90",),
+        over=("mosaic_sm90", "cuda"),
         backend="cuda",
         applies=_cuda_splits,
         reason="with only {rows} rows and K = {K}, cuda splits K and is faster.",
@@ -77,31 +74,19 @@ PREFERENCES = (
     # XLA splits K among multiprocessors. For B/32 in bfloat16 it is the fastest with 8 images, and
     # with 16 images it is faster than mosaic_sm90 and cuda. With fewer images only cuda is faster.
     Preference(
-        over=("mosaic_sm90", "triton"),
+        over=("mosaic_sm90", "cuda", "triton"),
         backend="xla",
-        applies=_xla_is_faster,
+        applies=lambda problem: (
+            _few_rows_per_chunk(problem, 24, 6) or _few_rows_per_chunk(problem, 48, 11)
+        ),
         reason="with only {rows} rows and K = {K}, xla splits K and is faster.",
-    ),
-    Preference(
-        over=("cuda",),
-        backend="xla",
-        applies=lambda problem: not _cuda_splits(problem) and _xla_is_faster(problem),
-        reason="with only {rows} rows and K = {K}, xla is faster.",
     ),
     # From patches of B/32 triton takes 0.75 to 0.79 of the time of mosaic_sm90 with 8 images in
     # dtypes of one byte, and 0.84 with 16 images in float8.
     Preference(
-        over=("mosaic_sm90",),
+        over=("mosaic_sm90", "cuda"),
         backend="triton",
         applies=lambda problem: problem.layout is None and _is_long_and_few(problem),
-        reason="with only {rows} rows and K = {K}, triton is faster.",
-    ),
-    Preference(
-        over=("cuda",),
-        backend="triton",
-        applies=lambda problem: (
-            not _cuda_splits(problem) and problem.layout is None and _is_long_and_few(problem)
-        ),
         reason="with only {rows} rows and K = {K}, triton is faster.",
     ),
     # With 16 images of B/32 cuda takes longer than mosaic_sm90.
@@ -125,6 +110,8 @@ def preferred_alternatives(backend: str, problem: Problem) -> Iterator[tuple[str
     """Yields the backends that are faster for the problem, each with the reason, best first."""
     for preference in PREFERENCES:
         if backend in preference.over and preference.applies(problem):
+            if preference.backend == backend:
+                return
             fields = dict(rows=problem.rows, K=problem.K, dtype=problem.dtype)
             yield preference.backend, preference.reason.format(**fields)
 

@@ -72,7 +72,7 @@ def run(
     # rows the barrier costs one more launch, and XLA can fuse everything without it
     # (docs/experiments/xla.md).
     sizes = accumulator.shape[:-1]
-    if not all(isinstance(size, int) for size in sizes) or math.prod(sizes) > FEW_ROWS:
+    if any(map(jax.export.is_symbolic_dim, sizes)) or math.prod(sizes) > FEW_ROWS:
         accumulator = jax.lax.optimization_barrier(accumulator)
     scale = jnp.expand_dims(scale, -2)
     rank = max(accumulator.ndim, scale.ndim, table.ndim)

@@ -97,6 +97,11 @@ class Case:
         return (2 if self.capability == 90 else self.blocks) * self.rows
 
     @property
+    def slot_rows(self) -> int:
+        """Returns the number of rows of patches in a slot."""
+        return (2 if self.cooperative else 1) * self.rows
+
+    @property
     def store_n(self) -> int:
         """Returns the columns of a TMA store of the Blackwell kernel: 128 or 64 bytes of a row."""
         itemsize = jnp.dtype(self.out_dtype).itemsize
@@ -287,9 +292,7 @@ def tensor_maps(case, M, K, patches, weight, y):
             upper=(0, -15),
         )
     else:
-        first = matrix(
-            "patches", patches, itemsize, M, K, (inner, (2 if case.cooperative else 1) * case.rows)
-        )
+        first = matrix("patches", patches, itemsize, M, K, (inner, case.slot_rows))
     if case.capability == 100:
         return (
             first,
@@ -314,24 +317,23 @@ def tensor_maps(case, M, K, patches, weight, y):
 def shared_bytes(case, chunks):
     """Returns the bytes of dynamic shared memory of a block, as `Shared::bytes` computes them."""
     # Each row of a slot holds a chunk of K, or two lines of a patch of 16 pixels.
-    rows = (2 if case.cooperative else 1) * case.rows
-    ring = case.slots * rows * (96 if case.image else tiles.ROW_BYTES)
-    weight_slots = case.slots
+    ring = case.slots * case.slot_rows * (96 if case.image else tiles.ROW_BYTES)
+    splits, weight_slots = case.config.splits, case.slots
     if case.capability == 90:
         room = 227 * 1024 - ring - 2048
         weight_slots = room // (case.tile_n * tiles.ROW_BYTES)
         barriers = 2 * case.slots + 3 + (weight_slots if case.stream_weight else 0)
         rest = 2 * 4 * case.tile_n + 8 * barriers
-        if case.config.splits > 1:
-            # Two buffers for the sums of a tile, and their barriers; the weight is shared out.
-            buffers = 2 * (4 * case.tile_m * case.tile_n + 8 * 8)
-            weight = -(-chunks // case.blocks) * case.tile_n * tiles.ROW_BYTES
-            return -(-(ring + rest + buffers) // 1024) * 1024 + weight
+        if splits > 1:
+            # Two buffers for the sums of a tile, each with a barrier for each of 8 warps.
+            rest += 2 * (4 * case.tile_m * case.tile_n + 8 * 8)
     else:
         staged = case.rows * case.store_n * jnp.dtype(case.out_dtype).itemsize
         rest = 2 * case.buffers * staged + 1024
-    parts = weight_slots if case.stream_weight else chunks
-    return -(-(ring + rest) // 1024) * 1024 + parts * case.tile_n // case.blocks * tiles.ROW_BYTES
+    # If K is split, each block has a share of its chunks. Blackwell's blocks share the columns.
+    parts = weight_slots if case.stream_weight else -(-chunks // splits)
+    weight = parts * case.tile_n * splits // case.blocks * tiles.ROW_BYTES
+    return -(-(ring + rest) // 1024) * 1024 + weight
 
 
 def cut_sizes(case: Case) -> tuple[int, int]:
@@ -356,7 +358,7 @@ def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndar
     problem = Problem.of(*operands, out_dtype=case.out_dtype)
     M, K = math.prod(case.patches[:-1]), case.patches[-1]
     slices, period = case.N // case.tile_n, problem.table_period
-    most = max(MULTIPROCESSORS[case.capability], case.blocks) // case.blocks // slices
+    most = MULTIPROCESSORS[case.capability] // case.blocks // slices
     workers = max(1, min(most, -(-M // case.tile_m)))
     segments = schedule.segments(M, period, case.tile_m, workers)
     memory = GlobalMemory()

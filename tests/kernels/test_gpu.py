@@ -147,10 +147,8 @@ def test_images_are_cut_by_triton(name, B, dtype):
 # Kernels for few rows that are not always the chosen ones, by a part of their names, and calls for
 # them: shape, number of images and table. A worker has one or several tiles, a warpgroup may have
 # no rows, and the blocks' shares of K may differ by a chunk if K is split.
-FOR_FEW_ROWS = [
-    *("64x64_b2", "64x64_b4", "64x64_b8", "64x64_cooperative", "96x64_cooperative", "96x64_b1"),
-    "128x64_b1",
-]
+COOPERATIVE = ["64x64_cooperative", "96x64_cooperative"]
+FOR_FEW_ROWS = ["64x64_b2", "64x64_b4", "64x64_b8", *COOPERATIVE, "96x64_b1", "128x64_b1"]
 FEW_ROWS = [
     ("B/32 256", 1, "positions"),
     ("B/32 256", 8, "no positions"),
@@ -171,6 +169,20 @@ def stationary_config(problem, kernel):
     except NotImplementedError as reason:
         pytest.skip(str(reason))
     return config
+
+
+def changed_elements(run, operands, expected, launches):
+    """Returns how many elements differ from the expected ones, over many launches."""
+
+    @jax.jit
+    def changed(operands):
+        def launch(_, count):
+            inputs, count = lax.optimization_barrier((operands, count))
+            return count + (run(*inputs) != expected).sum()
+
+        return lax.fori_loop(0, launches, launch, 0)
+
+    return changed(operands)
 
 
 @on_hopper
@@ -200,16 +212,7 @@ def test_a_thousand_launches_for_few_rows_give_the_same_bits(dtype, kernel):
     run = jax.jit(functools.partial(compute, cuda, out_dtype="float32", config=config))
     expected = run(*operands)
     assert count_wrong(expected, operands, "float32") == 0
-
-    @jax.jit
-    def changed(operands):
-        def launch(_, count):
-            inputs, count = lax.optimization_barrier((operands, count))
-            return count + (run(*inputs) != expected).sum()
-
-        return lax.fori_loop(0, 1_000, launch, 0)
-
-    assert changed(operands) == 0
+    assert changed_elements(run, operands, expected, 1_000) == 0
 
 
 def test_xlas_float8_product_is_within_the_same_bound():
@@ -289,17 +292,7 @@ def same(a, b):
 
 
 def test_ten_thousand_launches_give_the_same_bits(small):
-    run, operands, expected = small
-
-    @jax.jit
-    def changed(operands):
-        def launch(_, count):
-            inputs, count = lax.optimization_barrier((operands, count))
-            return count + (run(*inputs) != expected).sum()
-
-        return lax.fori_loop(0, 10_000, launch, 0)
-
-    assert changed(operands) == 0
+    assert changed_elements(*small, 10_000) == 0
 
 
 def test_command_buffers_give_the_same_result(small):
