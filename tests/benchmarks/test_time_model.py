@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from repository import ROOT
 
-from benchmarks import time_model
+from benchmarks import results, time_model
 from pallas_patch_embed.backends import cuda
 from pallas_patch_embed.chips import B200, H200
 from pallas_patch_embed.problem import named_shape
@@ -33,6 +33,55 @@ def test_a_shape_left_out_is_predicted_without_its_records():
     expected = [e for r, e in zip(found, before) if r["shape"] == "B/16 512"]
     after = time_model.errors(twice + others, True)[: len(twice)]
     np.testing.assert_allclose(after, [(1 + e) / 2 - 1 for e in expected], rtol=1e-9)
+
+
+def recorded_kernels():
+    """Returns the recorded microseconds of every kernel, by problem (shape, images, dtype).
+
+    Problems that were measured before there were cooperative kernels are left out, except those of
+    B/32, whose K is too long for these kernels, if the kernels that split K were measured.
+    """
+    found, is_complete = {}, False
+    for record in results.read(ROOT / "benchmarks/h100/configs.jsonl"):
+        if record["kind"] == "run":
+            is_complete = "; every kernel for" in record["versions"]
+        elif is_complete:
+            times = {name: time for name, (time, *_) in record["microseconds"].items()}
+            key = record["shape"], record["images"], record["dtype"]
+            found[key] = found.get(key, {}) | times
+    return {
+        key: times
+        for key, times in found.items()
+        if ("_b8_" if key[0] == "B/32 256" else "_cooperative_") in " ".join(times)
+    }
+
+
+def test_the_estimate_chooses_kernels_that_were_measured_to_be_fast():
+    """docs/experiments/cuda.md says by how much."""
+    from_fastest, from_before = {}, []
+    for key, times in recorded_kernels().items():
+        shape, images, dtype = key
+        problem = time_model.problem_of(named_shape(shape), images, dtype)
+        prefix = "patch_embed_sm90_"
+        chosen = times[cuda.choose_config(problem, 90, H200).name.removeprefix(prefix)]
+        before = times[time_model.cuda_config(problem, H200, None).name.removeprefix(prefix)]
+        own = [t for name, t in times.items() if name != "jnp.dot + positions"]
+        from_fastest[key] = chosen / min(own)
+        if images <= 16:
+            from_before.append(chosen / before)
+    few, many = (
+        [x for (_, images, _), x in from_fastest.items() if (images > 32) == is_many]
+        for is_many in (False, True)
+    )
+    assert (len(few), len(many), len(from_before)) == (122, 18, 122)
+
+    def mean(ratios):
+        return np.exp(np.log(ratios).mean())
+
+    assert mean(few) == pytest.approx(1.010, abs=5e-4)
+    assert max([*few, *many]) == from_fastest["Gemma 3/14 896", 64, "bfloat16"]
+    assert mean(from_before) == pytest.approx(0.885, abs=5e-4)
+    assert sum(x > 1.01 for x in from_before) == 13 and max(from_before) < 1.125
 
 
 @pytest.mark.parametrize("backend, chip", [("mosaic_sm90", H200), ("mosaic_sm100", B200)])

@@ -1,6 +1,7 @@
 """The choice of a backend, and how `explain` reports it."""
 
 import dataclasses
+import functools
 import types
 from unittest import mock
 
@@ -293,6 +294,16 @@ def test_a_kernel_can_be_exported_without_its_GPU(backend):
     again = jax.export.deserialize(exported.serialize())
     assert again.out_avals[0].shape == (3, 15, 64)
     assert again.mlir_module().count("stablehlo.custom_call @mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("rows, has_barrier", [(1024, False), (1025, True), ("b", True)])
+def test_xla_may_fuse_the_product_of_few_rows(rows, has_barrier):
+    if rows == "b":
+        (rows,) = jax.export.symbolic_shape("b")
+    shapes = [((rows, 128), "int8"), ((64, 128), "int8"), ((64,), "float32"), ((64,), "float32")]
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    program = str(jax.make_jaxpr(functools.partial(xla.run, out_dtype="bfloat16"))(*operands))
+    assert ("optimization_barrier" in program) == has_barrier
 
 
 def test_naming_xla_changes_nothing():
