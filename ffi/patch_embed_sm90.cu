@@ -91,6 +91,10 @@ class Worker {
   static constexpr int kKeptRegisters = (kKeepsScale ? scale_registers(tile_n) : 0) +
                                         (kKeepsTerms ? term_registers(has_table, tile_n, rows) : 0);
 
+  // Kernels with narrow slices have registers to read the worker's first segment when the block
+  // starts, while the barriers are made. With few rows this saves 0.1 to 0.3 us.
+  static constexpr bool kReadsAhead = tile_n <= 96;
+
   // Registers of a producer and of a consumer thread after setmaxnreg. At launch each of the 384
   // threads has 168 registers, and 3 * 168 = 40 + 2 * 232 = 24 + 2 * 240. Consumers have 240 only
   // if 232 are too few.
@@ -137,6 +141,7 @@ class Worker {
         weight_(reinterpret_cast<uint8_t*>(&shared + 1)),
         column_(number() % (args.N / tile_n) * tile_n),
         segments_(args.segments + number() / (args.N / tile_n) * args.segment_count),
+        first_segment_(segments_[0]),
         timeline_(args),
         rank_(kSplit ? ptx::cluster_ctarank() : 0),
         splits_(kSplit ? ptx::cluster_nctarank() : 1),
@@ -276,7 +281,7 @@ class Worker {
   __device__ void for_each_tile(Begin begin_segment, Visit visit) {
     uint32_t n = 0;
     for (int i = 0; i < args_.segment_count; ++i) {
-      const Segment segment = segments_[i];
+      const Segment segment = kReadsAhead && i == 0 ? first_segment_ : segments_[i];
       if (segment.tiles == 0) break;
       begin_segment(segment);
       for (int j = 0; j < segment.tiles; ++j) {
@@ -779,6 +784,7 @@ class Worker {
   uint8_t* const weight_;
   const int column_;
   const Segment* const segments_;
+  const Segment first_segment_;
   Timeline timeline_;
 
   // If K is split: this block's rank in the cluster, the number of blocks, this block's share of
