@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 import pallas_patch_embed
 from pallas_patch_embed.chips import Chip, Target
 from pallas_patch_embed.files import written_atomically
@@ -277,13 +279,16 @@ def find(backend: str, problem: Problem, target: Target, tuned: str | None = Non
     Args:
       backend: name of the backend.
       problem: shapes and dtypes.
-      target: where the program runs. If it is not known, no file applies.
+      target: where the program runs. If it is not known, or a size is symbolic, no file applies.
       tuned: path of the user's file; None for the file that the environment variable names, if any.
 
     Raises:
       ValueError: a file is damaged, or the user's file is missing.
     """
-    for file in _files(target, tuned) if target.known else ():
+    sizes = problem.rows, problem.K, problem.N, problem.table_period
+    if not target.known or any(map(jax.export.is_symbolic_dim, sizes)):
+        return Found(None, HEURISTIC, None)
+    for file in _files(target, tuned):
         if file.mismatch(target.chip):
             continue
         result = file.results.get(key_of(backend, describe_problem(problem)))

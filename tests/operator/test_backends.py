@@ -68,8 +68,12 @@ def test_a_faster_backend_is_preferred_to_one_that_also_serves(monkeypatch):
 
 PREFERRED = [
     # (shape, dtype, images, source, backend that is missing, chosen)
-    ("B/16 224", "int8", 41, "patches", None, "cuda"),  # 8036 rows
-    ("B/16 224", "int8", 42, "patches", None, "mosaic_sm90"),  # 8232 rows
+    ("B/16 224", "int8", 334, "patches", None, "cuda"),  # 65464 rows
+    ("B/16 224", "int8", 335, "patches", None, "mosaic_sm90"),  # 65660 rows
+    ("L/16 256", "int8", 32, "patches", None, "cuda"),  # N = 1024, 8192 rows
+    ("L/16 256", "int8", 33, "patches", None, "mosaic_sm90"),
+    ("L/16 256", "bfloat16", 256, "patches", None, "cuda"),  # 65536 rows
+    ("L/16 256", "bfloat16", 257, "patches", None, "mosaic_sm90"),
     ("So400m/16 512", "bfloat16", 8, "patches", None, "cuda"),
     ("B/32 256", "int8", 2, "patches", None, "cuda"),
     ("B/32 256", "bfloat16", 4, "patches", None, "cuda"),
@@ -109,8 +113,8 @@ def test_for_few_rows_the_backend_that_was_measured_to_be_faster_runs(
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
 def test_for_images_the_CUDA_kernel_is_preferred_if_it_serves(dtype, monkeypatch):
     h200, b200 = Target("cuda", H200), Target("cuda", B200)
-    patches = problem_of(named_shape("B/16 224"), dtype, 64)
-    images = dataclasses.replace(patches, layout=PatchLayout(16), images=(64, 224, 224, 3))
+    patches = problem_of(named_shape("B/16 224"), dtype, 512)
+    images = dataclasses.replace(patches, layout=PatchLayout(16), images=(512, 224, 224, 3))
     few = problem_of(named_shape("B/32 256"), dtype, 1)
     few = dataclasses.replace(few, layout=PatchLayout(32), images=(1, 256, 256, 3))
     monkeypatch.setattr(cuda, "plan", xla.plan)
@@ -276,7 +280,7 @@ def test_a_backend_named_inside_a_shard_map_that_leaves_axes_to_xla_is_refused(
 )
 def test_each_chip_gets_its_backend(monkeypatch, capability, dtype, chosen):
     monkeypatch.setattr(BACKENDS["triton"], "missing", lambda: None)
-    asked = problem_of(named_shape("B/16 224"), dtype, 64)
+    asked = problem_of(named_shape("B/16 224"), dtype, 512)
     assert explain(asked, Target("cuda", chip_of(capability))).chosen == chosen
 
 
