@@ -185,10 +185,10 @@ def records(folder: Path = RECORDS) -> list[dict[str, Any]]:
     return found + other_shapes()
 
 
-def tuned_records() -> list[dict[str, Any]]:
-    """Returns records of the heuristics' configs in the package's file for the H100."""
+def tuned_records(chip: Chip) -> list[dict[str, Any]]:
+    """Returns records of the heuristics' configs in the package's file for a chip."""
     found = []
-    tuned = stored.read(stored.FOLDER / "nvidia_h100_80gb_hbm3.json").results
+    tuned = stored.read(stored.path_of(chip)).results
     names = [shape.name for shape in NAMED_SHAPES]
     every = itertools.product(names, command.IMAGES, tiles.DTYPES, command.SOURCES)
     for shape, images, dtype, source in every:
@@ -309,13 +309,16 @@ def page() -> str:
     for r, e, o in zip(found, own, outside):
         time = number(1e3 * r["milliseconds"])
         lines.append(row_of(*(r[n] for n in names), time, f"{100 * e:+.1f}%", f"{100 * o:+.1f}%"))
-    lines += ["", "## Errors on an H100", "", H100_ERRORS, "", *head("shape", "times", *three)]
-    tuned = tuned_records()
-    predicted = np.array([terms_of(r, H100) for r in tuned]) @ constants
-    off = predicted / [1e3 * r["milliseconds"] for r in tuned] - 1
-    for shape in dict.fromkeys(r["shape"] for r in tuned):
-        lines.append(summary(shape, [e for r, e in zip(tuned, off) if r["shape"] == shape]))
-    lines.append(summary("all", off.tolist()))
+    lines += ["", TUNED, "", *head("GPU", "shape", "times", *three)]
+    for chip in (H100, H200):
+        name = chip.name.split()[1]
+        tuned = tuned_records(chip)
+        predicted = np.array([terms_of(r, chip) for r in tuned]) @ constants
+        off = predicted / [1e3 * r["milliseconds"] for r in tuned] - 1
+        for shape in dict.fromkeys(r["shape"] for r in tuned):
+            own = [e for r, e in zip(tuned, off) if r["shape"] == shape]
+            lines.append(summary(f"{name} | {shape}", own))
+        lines.append(summary(f"{name} | all", off.tolist()))
     counts = (1, 8, 64, 512, 4736)
     lines += ["", "## H200, images cut by the kernel, int8: predicted, us", "", CUTTING, ""]
     lines += head("shape", *map(str, counts))
@@ -390,10 +393,12 @@ runs, which are limited by power, nor cold calls or single calls. Of `two_trees.
 later version's calls with patches are used. Shapes without a name, such as B/16 240, are not
 predicted."""
 
-H100_ERRORS = """\
-The H200's constants and the memory bandwidth in the H100's data sheet, 3.35 TB/s, against the
-times that [tune](tune.md) measured for the heuristics' configs on an H100. These times are not part
-of the fit. Their operands are not in the L2 cache, except for the weight. The model treats
+TUNED = """\
+## Errors on times of tune
+
+These are the times that [tune](tune.md) measured for the heuristics' configs. They are not part of
+the fit. The operands were not in the L2 cache, except for the weight. For the H100 the model has
+the H200's constants, and the memory bandwidth in the H100's data sheet, 3.35 TB/s. The model treats
 cooperative warpgroups as ping-pong, and has no term for the exchange of blocks that split K."""
 
 CUTTING = """\

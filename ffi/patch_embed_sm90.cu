@@ -91,8 +91,8 @@ class Worker {
   static constexpr int kKeptRegisters = (kKeepsScale ? scale_registers(tile_n) : 0) +
                                         (kKeepsTerms ? term_registers(has_table, tile_n, rows) : 0);
 
-  // Kernels with narrow slices have registers to read the worker's first segment when the block
-  // starts, while the barriers are made. With few rows this saves 0.1 to 0.3 us.
+  // Kernels with narrow slices have registers for the worker's first segment, which they read while
+  // the barriers are made. With few rows this saves about 0.2 us (docs/experiments/cuda.md).
   static constexpr bool kReadsAhead = tile_n <= 96;
 
   // Registers of a producer and of a consumer thread after setmaxnreg. At launch each of the 384

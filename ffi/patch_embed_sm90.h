@@ -67,6 +67,8 @@
 // How a block starts and ends:
 //
 //   step                   performed by          explanation
+//   read a segment         all threads           only with narrow slices: the worker's first segment
+//                                                arrives while the next two steps are performed
 //   initialise mbarriers   thread 0              fence.mbarrier_init publishes them to TMA, and to
 //                                                the other blocks of the cluster
 //   __syncthreads          all threads           no thread uses a barrier before it exists

@@ -158,6 +158,12 @@ class Problem:
         return dataclasses.replace(self, layout=None, images=None, cut=None)
 
     @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is symbolic, as in an exported program for every number of images."""
+        shapes = self.patches, self.weight, self.scale, self.table
+        return any(jax.export.is_symbolic_dim(size) for shape in shapes for size in shape)
+
+    @property
     def rows(self) -> int:
         """Rows of patches, M: the product of all axes but K."""
         return math.prod(self.patches[:-1])

@@ -2,11 +2,8 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
-
-import jax
 
 from pallas_patch_embed.backends import cuda, stored, triton, xla
 from pallas_patch_embed.backends.mosaic import SM90, SM100
@@ -113,8 +110,7 @@ def plan_with(
     Raises:
       ValueError: a file of measured configs is damaged, or the user's file is missing.
     """
-    sizes = itertools.chain(problem.patches, problem.weight, problem.scale, problem.table)
-    if name != "xla" and any(map(jax.export.is_symbolic_dim, sizes)):
+    if name != "xla" and problem.is_symbolic:
         return Refusal("its kernels need known sizes, but this program has symbolic dimensions.")
     if problem.layout is not None:
         only_xla = problem.layout.frames is not None or problem.layout.prefix > 0

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 import pallas_patch_embed
 from pallas_patch_embed.chips import Chip, Target
 from pallas_patch_embed.files import written_atomically
@@ -242,14 +240,17 @@ def new_head(chip: Chip | None, driver: str, versions: Mapping[str, str]) -> dic
     )
 
 
+def path_of(chip: Chip) -> Path:
+    """Returns the path of the package's file for a chip, which may not exist."""
+    return FOLDER / f"{re.sub('[^a-z0-9]+', '_', chip.name.lower())}.json"
+
+
 def _files(target: Target, tuned: str | None) -> Iterator[Stored]:
     """Yields the user's file and then the package's file for the target's chip, if they exist."""
     if named := tuned or os.environ.get(VARIABLE):
         yield read(Path(named))
-    if target.chip is not None:
-        path = FOLDER / f"{re.sub('[^a-z0-9]+', '_', target.chip.name.lower())}.json"
-        if path.exists():
-            yield read(path)
+    if target.chip is not None and (path := path_of(target.chip)).exists():
+        yield read(path)
 
 
 def ignored(target: Target, tuned: str | None = None) -> tuple[str, ...]:
@@ -285,8 +286,7 @@ def find(backend: str, problem: Problem, target: Target, tuned: str | None = Non
     Raises:
       ValueError: a file is damaged, or the user's file is missing.
     """
-    sizes = problem.rows, problem.K, problem.N, problem.table_period
-    if not target.known or any(map(jax.export.is_symbolic_dim, sizes)):
+    if not target.known or problem.is_symbolic:
         return Found(None, HEURISTIC, None)
     for file in _files(target, tuned):
         if file.mismatch(target.chip):

@@ -572,6 +572,9 @@ for dtype, out_dtype, N, patch, kernel in (
     with jax.default_device(cpu):
         operands = gpu.draw(0, NamedShape("small", patch, 5 * patch, N), dtype, 45)
     found = [c for c in cuda.configs() if c.name.endswith(kernel)] if kernel else []
+    # racecheck does not end for blocks that send sums to each other (stopped after 180 s).
+    if found and found[0].splits > 1 and sys.argv[2] == "racecheck":
+        continue
     options = dict(config=found[0]) if found else {}
     options |= dict(out_dtype=out_dtype, target=few(Target.of(device).chip, 2))
     backend = BACKENDS[sys.argv[1]]
@@ -592,7 +595,7 @@ for dtype, out_dtype, N, patch, kernel in (
 def test_compute_sanitizer_finds_nothing(backend, tool):
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
     name = NAMES[id(backend)]
-    command += [sys.executable, "-c", SANITIZED, name]
+    command += [sys.executable, "-c", SANITIZED, name, tool]
     result = subprocess.run(
         command,
         capture_output=True,
