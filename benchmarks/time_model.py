@@ -168,7 +168,7 @@ def terms(
 
 
 def records(folder: Path = RECORDS) -> list[dict[str, Any]]:
-    """Reads all recorded bursts of the Pallas and CUDA kernels on an H200."""
+    """Reads the recorded bursts on an H200 to which the constants are fitted."""
     every = [r for name in FILES for r in results.read(folder / f"{name}.jsonl")]
     names = ("mosaic_sm90", "cuda", "patchify + cuda", CUT)
     found = [
@@ -372,9 +372,9 @@ INTRODUCTION = """\
 # Predictions
 
 These are predictions, not measurements. `python -m benchmarks.time_model` prints this page, and its
-docstring explains the formula. The constants are fitted to all bursts of the Pallas and CUDA
-kernels in `benchmarks/h200`, and to the Pallas kernel's times for other shapes in [the
-experiments](experiments/hopper.md).
+docstring explains the formula. The constants are fitted to bursts of the Pallas and CUDA kernels in
+`benchmarks/h200` (the files in `FILES` and two_trees.jsonl), and to the Pallas kernel's times for
+other shapes in [the experiments](experiments/hopper.md).
 """
 
 ERRORS = """\
@@ -387,19 +387,20 @@ times. So "left out" measures the error of the constants, not the error of the c
 expect larger errors for a shape that is not listed.
 
 Known limits: So400m/14 384 is predicted too fast, although the model has a term for the reload of
-its table. Predictions for a single image are off by up to 17%, or 27% with its shape left out.
-NaFlex's tables, with a row for every patch, were never measured. The model does not cover sustained
-runs, which are limited by power, nor cold calls or single calls. Of `two_trees.jsonl` only the
-later version's calls with patches are used. Shapes without a name, such as B/16 240, are not
-predicted."""
+its table. Predictions for a single image are off by up to 17% in this table, or 27% with its shape
+left out. NaFlex's tables, with a row for every patch, are not part of the fit. The model does not
+cover sustained runs, which are limited by power, nor cold calls or single calls. Of
+`two_trees.jsonl` only the later version's calls with patches are used. Shapes without a name, such
+as B/16 240, are not predicted."""
 
 TUNED = """\
-## Errors on times of tune
+## Errors on the times that tune measured
 
-These are the times that [tune](tune.md) measured for the heuristics' configs. They are not part of
-the fit. The operands were not in the L2 cache, except for the weight. For the H100 the model has
-the H200's constants, and the memory bandwidth in the H100's data sheet, 3.35 TB/s. The model treats
-cooperative warpgroups as ping-pong, and has no term for the exchange of blocks that split K."""
+The table compares predictions with the times that [tune](tune.md) measured for the heuristics'
+configs, which are not part of the fit. The operands were not in the L2 cache, except for the
+weight. For the H100 the model has the H200's constants, and the memory bandwidth in the H100's data
+sheet, 3.35 TB/s. The model treats cooperative warpgroups as ping-pong, and has no term for the
+exchange of blocks that split K."""
 
 CUTTING = """\
 By default the kernel now cuts int8 images also for odd grids. On an H200, images of 240 pixels take

@@ -284,7 +284,7 @@ def find(backend: str, problem: Problem, target: Target, tuned: str | None = Non
       tuned: path of the user's file; None for the file that the environment variable names, if any.
 
     Raises:
-      ValueError: a file is damaged, or the user's file is missing.
+      ValueError: a file that may apply is damaged, or the user's file is missing.
     """
     if not target.known or problem.is_symbolic:
         return Found(None, HEURISTIC, None)
