@@ -55,14 +55,20 @@ def _cuda_splits(problem: Problem) -> bool:
     return problem.rows <= 256 and 24 <= chunks(problem) <= 96 and problem.N <= 1024
 
 
-def _most_rows(problem: Problem) -> int:
-    """Returns the number of rows up to which cuda is preferred to mosaic_sm90.
+def _cuda_is_faster(problem: Problem) -> bool:
+    """Returns whether cuda is preferred to mosaic_sm90 on Hopper.
 
-    In dtypes of one byte cuda's fastest kernel for many rows has slices of 192 columns. If 192 does
-    not divide N, cuda uses narrower slices and takes 0.99 to 1.12 times as long as mosaic_sm90 (64
-    images, N = 1024).
+    With up to 65536 rows cuda takes 0.73 to 1.00 of the time of mosaic_sm90 in 247 of 251
+    measurements on an H200 and an H100, and at most 1.07. With more rows it takes 0.80 to 0.98 in
+    bfloat16 on an H100, and 0.96 to 1.03 on an H200. In dtypes of one byte cuda's fastest kernel
+    for many rows has slices of 192 columns. If 192 does not divide N, cuda uses narrower slices and
+    takes 0.99 to 1.15 times as long (64 and 512 images, N = 1024).
     """
-    return 65536 if problem.dtype == "bfloat16" or problem.N % 192 == 0 else 8192
+    if chunks(problem) >= 24:
+        return False
+    if problem.dtype == "bfloat16":
+        return True
+    return problem.rows <= (65536 if problem.N % 192 == 0 else 8192)
 
 
 PREFERENCES = (
@@ -106,13 +112,11 @@ PREFERENCES = (
         applies=lambda problem: problem.layout is not None and not _is_long_and_few(problem),
         reason="on patches that XLA has cut from images, cuda is 1 to 19% faster on an H200.",
     ),
-    # On an H200 and an H100 cuda takes 0.73 to 1.00 of the time of mosaic_sm90 in 247 of 251
-    # measurements, and at most 1.07.
     Preference(
         over=("mosaic_sm90",),
         backend="cuda",
-        applies=lambda problem: chunks(problem) < 24 and problem.rows <= _most_rows(problem),
-        reason="with {rows} rows, cuda is faster.",
+        applies=_cuda_is_faster,
+        reason="with {rows} rows of {dtype}, cuda is faster.",
     ),
 )
 

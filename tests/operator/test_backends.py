@@ -72,8 +72,7 @@ PREFERRED = [
     ("B/16 224", "int8", 335, "patches", None, "mosaic_sm90"),  # 65660 rows
     ("L/16 256", "int8", 32, "patches", None, "cuda"),  # N = 1024, 8192 rows
     ("L/16 256", "int8", 33, "patches", None, "mosaic_sm90"),
-    ("L/16 256", "bfloat16", 256, "patches", None, "cuda"),  # 65536 rows
-    ("L/16 256", "bfloat16", 257, "patches", None, "mosaic_sm90"),
+    ("L/16 256", "bfloat16", 4736, "patches", None, "cuda"),
     ("So400m/16 512", "bfloat16", 8, "patches", None, "cuda"),
     ("B/32 256", "int8", 2, "patches", None, "cuda"),
     ("B/32 256", "bfloat16", 4, "patches", None, "cuda"),
@@ -119,7 +118,7 @@ def test_for_images_the_CUDA_kernel_is_preferred_if_it_serves(dtype, monkeypatch
     few = dataclasses.replace(few, layout=PatchLayout(32), images=(1, 256, 256, 3))
     monkeypatch.setattr(cuda, "plan", xla.plan)
     assert explain(images, h200).chosen == "cuda"
-    assert explain(patches, h200).chosen == "mosaic_sm90"
+    assert explain(patches, h200).chosen == ("cuda" if dtype == "bfloat16" else "mosaic_sm90")
     assert explain(few, h200).chosen == "cuda"
     if dtype != "int8":
         assert explain(images, b200).chosen == "mosaic_sm100"
