@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import stat
 import tempfile
 import uuid
@@ -35,6 +36,16 @@ def check_place(path: Path, what: str) -> None:
         ) from None
 
 
+def new_partial() -> str:
+    """Returns a new hidden name for a file that is not complete yet."""
+    return f".{uuid.uuid4().hex}.partial"
+
+
+def is_partial(name: str) -> bool:
+    """Returns whether `new_partial` made this name."""
+    return re.fullmatch(r"\.[0-9a-f]{32}\.partial", name) is not None
+
+
 @contextlib.contextmanager
 def written_atomically(
     path: str | os.PathLike[str], outcome: str = "the file was written"
@@ -49,7 +60,7 @@ def written_atomically(
       outcome: result that the command reports if a signal ends it afterwards.
     """
     path = os.path.realpath(os.fsdecode(path))
-    partial = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.partial")
+    partial = os.path.join(os.path.dirname(path), new_partial())
     mode = stat.S_IMODE(os.stat(path).st_mode) if os.path.exists(path) else None
 
     def create(name: str, flags: int) -> int:

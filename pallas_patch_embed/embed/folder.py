@@ -18,7 +18,7 @@ from pallas_patch_embed.embed.output import SAME_ID, Settings, UnfinishedError, 
 from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.embed.sources import is_url
 from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parquet_bytes
-from pallas_patch_embed.files import written_atomically
+from pallas_patch_embed.files import is_partial, written_atomically
 
 # A shard is written when it has this number of rows, or when its first row has this age in seconds.
 # Rows that are not yet in a shard are lost if a run is killed.
@@ -98,6 +98,7 @@ class Folder:
             self._fs.rm(self._path("errors"), recursive=True)
         for part in ("embeddings", "errors"):
             self._fs.makedirs(self._path(part), exist_ok=True)
+        self.remove_partials()
         self._next = {part: self._first_free(part) for part in ("embeddings", "errors")}
         for part in ("embeddings", "errors"):
             for shard in self.shards(part):
@@ -130,12 +131,15 @@ class Folder:
 
     def shards(self, part: str) -> list[str]:
         """Returns the paths of the complete shards of "embeddings" or "errors", sorted."""
-        self._fs.invalidate_cache()
-        paths: list[str] = []
-        with contextlib.suppress(FileNotFoundError):  # Object stores have no empty folders.
-            paths = self._fs.ls(self._path(part), detail=False)
-        names = sorted(path for path in paths if path.endswith(".parquet"))
+        names = sorted(path for path in self._list(part) if path.endswith(".parquet"))
         return [path for path in names if not os.path.basename(path).startswith(".")]
+
+    def _list(self, name: str) -> list[str]:
+        """Returns the paths in a subfolder, or in the folder itself if `name` is empty."""
+        self._fs.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):  # Object stores have no empty folders.
+            return self._fs.ls(self._path(name), detail=False)
+        return []
 
     def _ids_of(self, shard: str) -> Iterator[str]:
         import pyarrow.parquet
@@ -249,10 +253,10 @@ class Folder:
 
     def remove_partials(self) -> None:
         """Removes the files that killed processes left behind."""
-        self._fs.invalidate_cache()
-        for path in self._fs.ls(self._root, detail=False):
-            if os.path.basename(path).startswith(".partial-"):
-                self._fs.rm(path)
+        for name in ("", "embeddings", "errors"):
+            for path in self._list(name):
+                if is_partial(os.path.basename(path)):
+                    self._fs.rm(path)
 
     def _say(self) -> None:
         """Sets the last line that the command prints if a signal ends it."""

@@ -13,7 +13,6 @@ import logging
 import re
 import signal
 import socket
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +26,7 @@ from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.embed.sources import Files, Unit
 from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parquet_bytes
+from pallas_patch_embed.files import new_partial
 
 
 def digests(ids: Iterable[str]) -> np.ndarray:
@@ -134,7 +134,7 @@ class Write:
         parts, paths = [], []
 
         def write(part: str, table: Any) -> None:
-            path = f"{root.rstrip('/')}/.partial-{uuid.uuid4().hex}.parquet"
+            path = f"{root.rstrip('/')}/{new_partial()}"
             fs.pipe_file(path, parquet_bytes(table))
             parts.append(part)
             paths.append(path)
@@ -242,7 +242,6 @@ def _fill(
 
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    output.remove_partials()
     done = np.sort(digests(output.done_ids()))
     progress.before = len(done)
     if all(isinstance(unit, Files) for unit in units):

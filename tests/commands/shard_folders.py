@@ -1,6 +1,7 @@
 """Makes pictures, runs `embed` and reads folders of shards."""
 
 import io
+import os
 import sys
 import tarfile
 
@@ -12,6 +13,7 @@ from goldens import checkpoint
 from PIL import Image
 
 from pallas_patch_embed.embed import Decoder, Embedder, command
+from pallas_patch_embed.files import is_partial
 
 MODEL = "hf_siglip_p14_224"
 COMMAND = [sys.executable, "-m", "pallas_patch_embed", "embed"]
@@ -35,6 +37,8 @@ def shards(out, part="embeddings"):
     fs.invalidate_cache()
     tables = []
     for path in sorted(fs.ls(f"{root}/{part}", detail=False)):
+        if is_partial(os.path.basename(path)):
+            continue  # A killed run was writing it.
         with fs.open(path, "rb") as file:
             tables.append(pyarrow.parquet.read_table(file))
     return pyarrow.concat_tables(tables).to_pydict() if tables else {}

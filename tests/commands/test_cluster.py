@@ -181,7 +181,7 @@ def assert_whole(out, pictures):
     files = [(name, Path(name).read_bytes()) for name in names]
     assert_same(by_id(out), expected(files, batch=8))
     assert shards(out, "errors")["id"] == [str(pictures / "bad.png")]
-    assert not list(out.glob(".partial-*"))
+    assert not list(out.rglob("*.partial"))
 
 
 @pytest.mark.parametrize("what", ["reader", "embedder"])
@@ -360,8 +360,8 @@ def test_a_file_that_another_process_wrote_is_found_at_once(s3):
         other = type(s3)(skip_instance_cache=True)
         rows = np.ones((2, 4), np.float32)
         table = tables.parquet_bytes(tables.embeddings_table(["a", "b"], rows))
-        other.pipe_file("bucket/found/.partial-1.parquet", table)
-        committed = taker.commit("embeddings", "bucket/found/.partial-1.parquet")
+        other.pipe_file("bucket/found/unfinished", table)
+        committed = taker.commit("embeddings", "bucket/found/unfinished")
     assert committed == [("a", ""), ("b", "")]
     assert shards("s3://bucket/found")["id"] == ["a", "b"]
 

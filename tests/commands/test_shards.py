@@ -46,7 +46,7 @@ from pallas_patch_embed.embed import (
     sources,
 )
 from pallas_patch_embed.embed.ids import Ids
-from pallas_patch_embed.files import written_atomically
+from pallas_patch_embed.files import new_partial, written_atomically
 
 
 @pytest.fixture
@@ -210,6 +210,23 @@ def test_a_paused_run_looks_at_its_lease_before_it_writes(monkeypatch):
         first._hold._renewed -= exclusive.VOID
         with pytest.raises(output.UnfinishedError, match="has taken over"):
             first.commit("embeddings", first._path("absent"))
+
+
+@pytest.mark.parametrize("url", ["{tmp}/out", "memory://unfinished"])
+def test_what_a_killed_run_was_writing_is_removed(tmp_path, url):
+    url = url.format(tmp=tmp_path)
+    arguments = url, output.Settings("", "", "", False, "float32"), 4
+    fs, root = fsspec.url_to_fs(url)
+    with folder.Folder(*arguments, overwrite=False, retry=False) as first:
+        first.add(["a"], np.ones((1, 4), np.float32))
+        first.flush()
+    left = [f"{root}/{part}{new_partial()}" for part in ("", "embeddings/", "errors/")]
+    others = [f"{root}/.partial", f"{root}/embeddings/.{'0' * 31}.partial"]
+    for path in left + others:
+        fs.pipe_file(path, b"PAR1")
+    with folder.Folder(*arguments, overwrite=False, retry=False) as second:
+        assert second.is_done("a")
+    assert [fs.exists(path) for path in left + others] == 3 * [False] + 2 * [True]
 
 
 def test_overwriting_that_is_killed_can_be_run_again(tmp_path, pictures, monkeypatch):
