@@ -59,16 +59,13 @@ def _cuda_is_faster(problem: Problem) -> bool:
     """Returns whether cuda is preferred to mosaic_sm90 on Hopper.
 
     With up to 65536 rows cuda takes 0.73 to 1.00 of the time of mosaic_sm90 in 247 of 251
-    measurements on an H200 and an H100, and at most 1.07. With more rows it takes 0.80 to 0.98 in
-    bfloat16 on an H100, and 0.96 to 1.03 on an H200. In dtypes of one byte cuda's fastest kernel
-    for many rows has slices of 192 columns. If 192 does not divide N, cuda uses narrower slices and
-    takes 0.99 to 1.15 times as long (64 and 512 images, N = 1024).
+    measurements on an H200 and an H100, and at most 1.07. With more rows it takes 0.80 to 1.03 in
+    bfloat16, and 0.94 to 1.04 in dtypes of one byte. In these its fastest kernel for many rows has
+    slices of 192 columns. If 192 does not divide N, cuda uses narrower slices and takes 0.99 to
+    1.15 times as long (64 and 512 images, N = 1024).
     """
-    if chunks(problem) >= 24:
-        return False
-    if problem.dtype == "bfloat16":
-        return True
-    return problem.rows <= (65536 if problem.N % 192 == 0 else 8192)
+    has_wide_slices = problem.dtype == "bfloat16" or problem.N % 192 == 0
+    return chunks(problem) < 24 and (has_wide_slices or problem.rows <= 8192)
 
 
 PREFERENCES = (

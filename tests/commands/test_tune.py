@@ -43,7 +43,7 @@ from pallas_patch_embed.tune.search import Failure, Machine, Task
 from pallas_patch_embed.tune.timing import Contender, Timing
 
 HOPPER = Target("cuda", H200)
-HEADLINE = problem_of(named_shape("B/16 224"), "int8", 512)
+HEADLINE = problem_of(named_shape("L/16 256"), "int8", 64)
 SMALL = Problem((1, 64, 128), (64, 128), (64,), (64, 64), "int8", "bfloat16", "bfloat16")
 VERSIONS = {"jax": "0.12"}
 
@@ -207,9 +207,9 @@ def test_a_measured_config_is_taken_before_the_heuristics(write, monkeypatch, ho
         "tuned on 2026-11-25 (tuned.json)".replace("tuned.json", os.path.basename(path)),
     )
     # The measured config holds only for this problem, with any leading axes.
-    flat = dataclasses.replace(HEADLINE, patches=(8, 64, *HEADLINE.patches[1:]))
+    flat = dataclasses.replace(HEADLINE, patches=(8, 8, *HEADLINE.patches[1:]))
     assert choose(flat, HOPPER, None, tuned).config == str(OTHER)
-    more = problem_of(named_shape("B/16 224"), "int8", 513)
+    more = problem_of(named_shape("L/16 256"), "int8", 65)
     assert choose(more, HOPPER, None, tuned).origin == "from the heuristic"
     # A program that is lowered without a known chip may run on a different one.
     assert choose(
@@ -298,7 +298,7 @@ def test_a_missing_file_is_refused(monkeypatch, tmp_path):
 
 
 def test_results_of_images_are_those_of_a_kernel_that_cuts_them(write):
-    of_images = command.problem_of(named_shape("B/16 224"), 512, "int8", "images")
+    of_images = command.problem_of(named_shape("L/16 256"), 64, "int8", "images")
     given = dataclasses.replace(of_images, cut=None)
     *_, last = triton.candidates(of_images, HOPPER)
     images = write(result(last, of_images, "triton"), result(OTHER, given), name="images.json")
@@ -351,7 +351,7 @@ def test_a_slice_without_columns_gives_way_to_the_heuristics(write, tile_n):
 
 
 def test_a_measured_config_that_cannot_serve_gives_way_to_the_heuristics(write):
-    path = write(result(HopperConfig(tile_n=192, slots=16)))
+    path = write(result(HopperConfig(tile_n=256, slots=16)))
     plan = choose(HEADLINE, HOPPER, None, path)
     assert plan.config == choose(HEADLINE, HOPPER, None).config
     assert plan.origin.startswith(f"from the heuristic, because the config of {path} is refused: ")

@@ -315,7 +315,7 @@ def test_a_config_for_another_problem_is_refused():
 @built
 def test_it_is_tried_after_the_Pallas_kernels_but_preferred_for_fewer_patches():
     assert list(BACKENDS)[-3:] == ["cuda", "triton", "xla"]
-    few, many = (problem_of(named_shape("B/16 224"), "int8", B) for B in (64, 512))
+    few, many = (problem_of(named_shape("L/16 256"), "int8", B) for B in (8, 64))
     assert explain(few, HOPPER).chosen == "cuda"
     assert explain(many, HOPPER).chosen == "mosaic_sm90"
     long = problem_of(named_shape("B/32 256"), "int8", 1)
