@@ -37,9 +37,9 @@
 // patch_embed_sm90.h describes the barriers, and how a block starts and ends.
 //
 // After wgmma a thread has pairs of neighbouring columns. TMA permutes the rows of the weight, so
-// that in each group of columns a thread's kPairs pairs are kVector contiguous columns of y. Let q be the
-// thread's index among the four threads of a row. Then its pair j * kGroups + g in wgmma's order is
-// pair q * kPairs + j of group g of y.
+// that in each group of columns a thread's kPairs pairs are kVector contiguous columns of y. Let q be
+// the thread's index among the four threads of a row. Then its pair j * kGroups + g in wgmma's order
+// is pair q * kPairs + j of group g of y.
 
 #include "patch_embed_sm90.h"
 
@@ -799,15 +799,15 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
 }  // namespace patch_embed::sm90
 
 // clang-format off
-#define PATCH_EMBED_KERNEL(dtype, out_dtype, terms, tile_n, rows, blocks, slots, weight)         \
-  extern "C" __global__ void __launch_bounds__(patch_embed::sm90::kThreads, 1)                   \
-      patch_embed_sm90_##dtype##_##out_dtype##_##terms##_##tile_n##x##rows##_##blocks##_s##slots \
-      ##_##weight(const __grid_constant__ patch_embed::Arguments args) {                         \
-    namespace spelled = patch_embed::spelled;                                                    \
-    using Worker = patch_embed::sm90::Worker<spelled::dtype, spelled::out_dtype, spelled::terms, \
-                                             tile_n, rows, slots, spelled::weight,               \
-                                             spelled::blocks>;                                   \
-    Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm90::shared_memory)).run();    \
+#define PATCH_EMBED_KERNEL(dtype, out_dtype, terms, tile_n, rows, sharing, slots, weight)         \
+  extern "C" __global__ void __launch_bounds__(patch_embed::sm90::kThreads, 1)                    \
+      patch_embed_sm90_##dtype##_##out_dtype##_##terms##_##tile_n##x##rows##_##sharing##_s##slots \
+      ##_##weight(const __grid_constant__ patch_embed::Arguments args) {                          \
+    namespace spelled = patch_embed::spelled;                                                     \
+    using Worker = patch_embed::sm90::Worker<spelled::dtype, spelled::out_dtype, spelled::terms,  \
+                                             tile_n, rows, slots, spelled::weight,                \
+                                             spelled::sharing>;                                   \
+    Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm90::shared_memory)).run();     \
   }
 // clang-format on
 
