@@ -64,8 +64,8 @@ def _cuda_is_faster(problem: Problem) -> bool:
     slices of 192 columns. If 192 does not divide N, cuda uses narrower slices and takes 0.99 to
     1.15 times as long (64 and 512 images, N = 1024).
     """
-    has_wide_slices = problem.dtype == "bfloat16" or problem.N % 192 == 0
-    return chunks(problem) < 24 and (has_wide_slices or problem.rows <= 8192)
+    has_narrow_slices = problem.dtype != "bfloat16" and problem.N % 192 != 0
+    return chunks(problem) < 24 and not (has_narrow_slices and problem.rows > 8192)
 
 
 PREFERENCES = (

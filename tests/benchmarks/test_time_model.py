@@ -57,6 +57,10 @@ def recorded_kernels():
     }
 
 
+def geometric_mean(ratios):
+    return np.exp(np.log(ratios).mean())
+
+
 def test_the_estimate_chooses_kernels_that_were_measured_to_be_fast():
     """docs/experiments/cuda.md says by how much."""
     from_fastest, from_before = {}, []
@@ -75,13 +79,9 @@ def test_the_estimate_chooses_kernels_that_were_measured_to_be_fast():
         for is_many in (False, True)
     )
     assert (len(few), len(many), len(from_before)) == (122, 18, 122)
-
-    def mean(ratios):
-        return np.exp(np.log(ratios).mean())
-
-    assert mean(few) == pytest.approx(1.010, abs=5e-4)
+    assert geometric_mean(few) == pytest.approx(1.010, abs=5e-4)
     assert max([*few, *many]) == from_fastest["Gemma 3/14 896", 64, "bfloat16"]
-    assert mean(from_before) == pytest.approx(0.885, abs=5e-4)
+    assert geometric_mean(from_before) == pytest.approx(0.885, abs=5e-4)
     assert sum(x > 1.01 for x in from_before) == 13 and max(from_before) < 1.125
 
 
@@ -95,7 +95,7 @@ def test_the_estimate_chooses_kernels_that_are_fast_on_an_H200():
             chosen = cuda.choose_config(task.problem, 90, H200).name
             ratios.append(times[chosen] / min(times.values()))
     assert len(ratios) == 126
-    assert np.exp(np.log(ratios).mean()) == pytest.approx(1.005, abs=5e-4)
+    assert geometric_mean(ratios) == pytest.approx(1.005, abs=5e-4)
     assert max(ratios) == pytest.approx(1.130, abs=5e-4)
 
 

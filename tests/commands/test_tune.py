@@ -43,7 +43,8 @@ from pallas_patch_embed.tune.search import Failure, Machine, Task
 from pallas_patch_embed.tune.timing import Contender, Timing
 
 HOPPER = Target("cuda", H200)
-HEADLINE = problem_of(named_shape("L/16 256"), "int8", 64)
+# A problem for which mosaic_sm90 is the default on Hopper.
+ON_PALLAS = problem_of(named_shape("L/16 256"), "int8", 64)
 SMALL = Problem((1, 64, 128), (64, 128), (64,), (64, 64), "int8", "bfloat16", "bfloat16")
 VERSIONS = {"jax": "0.12"}
 
@@ -86,8 +87,8 @@ def test_candidates_are_the_heuristics_config_and_others_that_serve(name, chip, 
 
 def test_a_backend_that_cannot_serve_has_no_candidates():
     with pytest.raises(NotImplementedError, match=r"needs compute capability 9\.0"):
-        BACKENDS["mosaic_sm90"].candidates(HEADLINE, Target("cuda", B200))
-    assert xla.candidates(HEADLINE, HOPPER) == ()
+        BACKENDS["mosaic_sm90"].candidates(ON_PALLAS, Target("cuda", B200))
+    assert xla.candidates(ON_PALLAS, HOPPER) == ()
     with pytest.raises(ValueError, match="but xla has no configs"):
         xla.config_of({"tile_n": 128})
 
@@ -157,7 +158,7 @@ def head(chip=H200, **changes):
     return stored.new_head(chip, "580", VERSIONS) | changes
 
 
-def result(config, problem=HEADLINE, backend="mosaic_sm90"):
+def result(config, problem=ON_PALLAS, backend="mosaic_sm90"):
     fields = config and dataclasses.asdict(config)
     described = stored.describe_problem(problem)
     return Result(backend, described, fields, "2026-11-25", {"a config": {}}, {})
@@ -184,11 +185,11 @@ def config_line(explanation, backend="mosaic_sm90"):
 
 
 def test_without_a_file_the_config_is_the_heuristics():
-    chosen = BACKENDS["mosaic_sm90"].choose_config(HEADLINE, H200)
-    assert config_line(explain(HEADLINE, HOPPER)) == f"{chosen}, from the heuristic"
-    assert choose(HEADLINE, HOPPER, "mosaic_sm90").origin == "from the heuristic"
+    chosen = BACKENDS["mosaic_sm90"].choose_config(ON_PALLAS, H200)
+    assert config_line(explain(ON_PALLAS, HOPPER)) == f"{chosen}, from the heuristic"
+    assert choose(ON_PALLAS, HOPPER, "mosaic_sm90").origin == "from the heuristic"
     # XLA has no config, so there is no origin.
-    assert choose(HEADLINE, HOPPER, "xla").origin == ""
+    assert choose(ON_PALLAS, HOPPER, "xla").origin == ""
 
 
 @pytest.mark.parametrize("how", ["argument", "environment", "package"])
@@ -198,32 +199,32 @@ def test_a_measured_config_is_taken_before_the_heuristics(write, monkeypatch, ho
     if how == "environment":
         monkeypatch.setenv(stored.VARIABLE, path)
     tuned = path if how == "argument" else None
-    explanation = explain(HEADLINE, HOPPER, tuned)
+    explanation = explain(ON_PALLAS, HOPPER, tuned)
     line = f"{OTHER}, tuned on 2026-11-25 ({os.path.basename(path)})"
     assert config_line(explanation) == line and line in str(explanation)
-    plan = choose(HEADLINE, HOPPER, None, tuned)
+    plan = choose(ON_PALLAS, HOPPER, None, tuned)
     assert (plan.config, plan.origin) == (
         str(OTHER),
         "tuned on 2026-11-25 (tuned.json)".replace("tuned.json", os.path.basename(path)),
     )
     # The measured config holds only for this problem, with any leading axes.
-    flat = dataclasses.replace(HEADLINE, patches=(8, 8, *HEADLINE.patches[1:]))
+    flat = dataclasses.replace(ON_PALLAS, patches=(8, 8, *ON_PALLAS.patches[1:]))
     assert choose(flat, HOPPER, None, tuned).config == str(OTHER)
     more = problem_of(named_shape("L/16 256"), "int8", 65)
     assert choose(more, HOPPER, None, tuned).origin == "from the heuristic"
     # A program that is lowered without a known chip may run on a different one.
     assert choose(
-        HEADLINE, dataclasses.replace(HOPPER, known=False), "mosaic_sm90", tuned
+        ON_PALLAS, dataclasses.replace(HOPPER, known=False), "mosaic_sm90", tuned
     ).origin == ("from the heuristic")
 
 
 def test_the_users_file_is_asked_before_the_packages(write):
     write(result(OTHER), name="stored/nvidia_h200.json")
     mine = write(result(None))
-    plan = choose(HEADLINE, HOPPER, None, mine)
-    assert plan.config == BACKENDS["mosaic_sm90"].plan(HEADLINE, HOPPER).config
+    plan = choose(ON_PALLAS, HOPPER, None, mine)
+    assert plan.config == BACKENDS["mosaic_sm90"].plan(ON_PALLAS, HOPPER).config
     assert plan.origin == "from the heuristic, tuned on 2026-11-25 (tuned.json)"
-    assert choose(HEADLINE, HOPPER, None, write(name="empty.json")).config == str(OTHER)
+    assert choose(ON_PALLAS, HOPPER, None, write(name="empty.json")).config == str(OTHER)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def test_the_users_file_is_asked_before_the_packages(write):
 )
 def test_a_file_of_another_chip_or_version_is_ignored_with_the_reason(write, changes, why):
     path = write(result(OTHER), **changes)
-    explanation = explain(HEADLINE, HOPPER, path)
+    explanation = explain(ON_PALLAS, HOPPER, path)
     assert config_line(explanation).endswith("from the heuristic")
     (note,) = explanation.notes
     assert note.startswith(f"{path} is ignored: it was ") and note in str(explanation)
@@ -276,10 +277,10 @@ def test_a_damaged_file_is_refused_with_what_was_found(write, damage):
     Path(path).write_text(damage(Path(path).read_text()))
     message = "is not a valid file of measured configs: .+ Remove it, restore it"
     with pytest.raises(ValueError, match=message) as error:
-        choose(HEADLINE, HOPPER, None, path)
+        choose(ON_PALLAS, HOPPER, None, path)
     assert str(error.value).startswith(path)
     with pytest.raises(ValueError, match=message):
-        explain(HEADLINE, HOPPER, path)
+        explain(ON_PALLAS, HOPPER, path)
 
 
 def test_a_missing_file_is_refused(monkeypatch, tmp_path):
@@ -288,13 +289,13 @@ def test_a_missing_file_is_refused(monkeypatch, tmp_path):
         ValueError,
         match=r"none\.json: the file .* cannot be read .* Correct its path in PATCH_EMBED_TUNED",
     ):
-        explain(HEADLINE, HOPPER)
+        explain(ON_PALLAS, HOPPER)
     monkeypatch.setenv(stored.VARIABLE, str(tmp_path))
     with pytest.raises(
         ValueError,
         match=r"is not a regular file, expected a file that .* Correct its path in PATCH_EMBED",
     ):
-        explain(HEADLINE, HOPPER)
+        explain(ON_PALLAS, HOPPER)
 
 
 def test_results_of_images_are_those_of_a_kernel_that_cuts_them(write):
@@ -302,7 +303,7 @@ def test_results_of_images_are_those_of_a_kernel_that_cuts_them(write):
     given = dataclasses.replace(of_images, cut=None)
     *_, last = triton.candidates(of_images, HOPPER)
     images = write(result(last, of_images, "triton"), result(OTHER, given), name="images.json")
-    patches = write(result(last, of_images.of_patches, "triton"), result(OTHER, HEADLINE))
+    patches = write(result(last, of_images.of_patches, "triton"), result(OTHER, ON_PALLAS))
     for problem in (of_images, given):
         assert config_line(explain(problem, HOPPER, images), "triton").startswith(f"{last}, tuned")
         assert config_line(explain(problem, HOPPER, patches), "triton").endswith("the heuristic")
@@ -331,29 +332,29 @@ def test_the_configs_in_the_packages_files_serve(monkeypatch, path):
 
 def test_a_file_that_was_written_again_is_read_again(write):
     path = write(result(OTHER))
-    assert choose(HEADLINE, HOPPER, None, path).config == str(OTHER)
+    assert choose(ON_PALLAS, HOPPER, None, path).config == str(OTHER)
     newer = HopperConfig(tile_n=64, slots=10)
     os.utime(write(result(newer)), ns=(0, 0))
-    assert choose(HEADLINE, HOPPER, None, path).config == str(newer)
+    assert choose(ON_PALLAS, HOPPER, None, path).config == str(newer)
 
 
 def test_a_problem_of_which_nothing_was_timed_is_not_tuned(write):
     nothing = dataclasses.replace(result(None), times={}, refused={"a config": "it hung"})
-    assert choose(HEADLINE, HOPPER, None, write(nothing)).origin == "from the heuristic"
+    assert choose(ON_PALLAS, HOPPER, None, write(nothing)).origin == "from the heuristic"
 
 
 @pytest.mark.parametrize("tile_n", [-64, 0])
 def test_a_slice_without_columns_gives_way_to_the_heuristics(write, tile_n):
     path = write(result(HopperConfig(tile_n=tile_n, slots=9)))
-    plan = choose(HEADLINE, HOPPER, None, path)
-    assert plan.config == choose(HEADLINE, HOPPER, None).config
+    plan = choose(ON_PALLAS, HOPPER, None, path)
+    assert plan.config == choose(ON_PALLAS, HOPPER, None).config
     assert f"is refused: tile_n is {tile_n}, expected a multiple of 64" in plan.origin
 
 
 def test_a_measured_config_that_cannot_serve_gives_way_to_the_heuristics(write):
     path = write(result(HopperConfig(tile_n=256, slots=16)))
-    plan = choose(HEADLINE, HOPPER, None, path)
-    assert plan.config == choose(HEADLINE, HOPPER, None).config
+    plan = choose(ON_PALLAS, HOPPER, None, path)
+    assert plan.config == choose(ON_PALLAS, HOPPER, None).config
     assert plan.origin.startswith(f"from the heuristic, because the config of {path} is refused: ")
     assert "bytes of shared memory" in plan.origin
 
@@ -366,7 +367,7 @@ def test_a_lowering_checks_nothing_but_the_measured_config(write, monkeypatch):
         known(self, problem, chip)
 
     monkeypatch.setattr(HopperConfig, "check", check)
-    choose(HEADLINE, HOPPER, None, path)
+    choose(ON_PALLAS, HOPPER, None, path)
     assert counts == {OTHER: 1}
 
 
@@ -701,7 +702,7 @@ def test_a_candidate_that_ends_the_child_is_refused_and_the_task_tried_again():
         yield dataclasses.replace(result(None), refused=dict(refused))
 
     child = types.SimpleNamespace(ask=ask)
-    found = command.search_one(Task("mosaic_sm90", HEADLINE), child)
+    found = command.search_one(Task("mosaic_sm90", ON_PALLAS), child)
     assert found.refused == {"b": "it took too long"}
 
 
@@ -966,7 +967,7 @@ def test_all_named_shapes_are_searched_by_default():
     assert len(set(tasks)) == len(tasks) == (2 * len(NAMED_SHAPES) - naflex) * 9 * len(BACKENDS)
     of_images = command.problem_of(named_shape("B/16 224"), 64, "int8", "images")
     assert (of_images.images, of_images.cut) == ((64, 224, 224, 3), "kernel")
-    assert {task.problem for task in tasks} >= {HEADLINE, of_images}
+    assert {task.problem for task in tasks} >= {ON_PALLAS, of_images}
     videos = command.list_tasks(shapes=["Qwen2-VL/14 448", "CLIP B/16 224"], sources=["images"])
     assert not list(videos)
 

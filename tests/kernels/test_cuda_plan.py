@@ -313,7 +313,7 @@ def test_a_config_for_another_problem_is_refused():
 
 
 @built
-def test_it_is_tried_after_the_Pallas_kernels_but_preferred_for_fewer_patches():
+def test_it_is_tried_after_the_Pallas_kernels_but_preferred_where_it_is_faster():
     assert list(BACKENDS)[-3:] == ["cuda", "triton", "xla"]
     few, many = (problem_of(named_shape("L/16 256"), "int8", B) for B in (8, 64))
     assert explain(few, HOPPER).chosen == "cuda"

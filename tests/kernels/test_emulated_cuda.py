@@ -594,9 +594,8 @@ def test_a_request_for_too_many_registers_does_not_compile(tmp_path, case):
 @pytest.mark.parametrize("case, name", ALL_BUGS, ids=lambda x: getattr(x, "source_dtype", x))
 def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
     bugs = {SMALL: BUGS, CUT: IMAGE_BUGS, CUT_ODD: ODD_BUGS, COOPERATIVE: COOPERATIVE_BUGS}
-    bugs |= dict.fromkeys((SPLIT, SPLIT_FEW), SPLIT_BUGS)
-    bugs = bugs.get(case, HOPPER_BUGS)
-    right, wrong, message = bugs[name]
+    bugs |= {SPLIT: SPLIT_BUGS, SPLIT_FEW: SPLIT_BUGS}
+    right, wrong, message = bugs.get(case, HOPPER_BUGS)[name]
     source = (FFI / f"patch_embed_sm{case.capability}.cu").read_text()
     assert source.count(right) == 1
     kernel = case.source if case.tuning else cuda_launch.source(case.config)

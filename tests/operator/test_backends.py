@@ -95,7 +95,7 @@ PREFERRED = [
 
 
 @pytest.mark.parametrize("shape, dtype, images, source, missing, chosen", PREFERRED)
-def test_for_few_rows_the_backend_that_was_measured_to_be_faster_runs(
+def test_the_backend_that_was_measured_to_be_faster_runs(
     shape, dtype, images, source, missing, chosen, monkeypatch
 ):
     monkeypatch.setattr(cuda, "plan", refuses if missing == "cuda" else xla.plan)
