@@ -214,7 +214,9 @@ def process_of(name: str, tree: Path, cache: Path) -> turns.Process:
     flag = f"--xla_gpu_per_fusion_autotune_cache_dir={cache}"
     environment = {
         "PYTHONPATH": os.pathsep.join(folders),
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY),
+        "XLA_CLIENT_MEM_FRACTION": str(MEMORY),
+        # JAX refuses to start if the deprecated variable has a value, too.
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip(),
     }
     # Without -P, Python would search this folder for modules before PYTHONPATH.
