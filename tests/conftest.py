@@ -22,19 +22,24 @@ PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 GPU = shutil.which("nvidia-smi") and any(map(importlib.util.find_spec, PLUGINS))
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if GPU else "cpu")
 # Test processes share the GPU. Each reserves an equal part of its memory as one block, as tests of
-# guards need; the parts of more processes would be too small for the largest tests. The variable
-# that a test process inherits from the main process is the memory of all. JAX refuses to start if
-# the deprecated variable is set, too.
+# guards need. With more processes a part would be too small for the largest tests. In the main
+# process the variable is the part of all test processes together, and each of them divides it by
+# their number. 0.75 is JAX's own default. JAX refuses to start if the deprecated variable is set,
+# too.
 GPU_PROCESSES = 6
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 deprecated = os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
-memory = float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or deprecated or 0.8)
+memory = float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or deprecated or 0.75)
 os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{memory / PROCESSES:g}"
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """Returns the number of processes for `-n auto`; None leaves the choice to xdist."""
-    return min(GPU_PROCESSES, len(os.sched_getaffinity(0))) if GPU else None
+    is_chosen = "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ
+    if not GPU or is_chosen or os.environ["JAX_PLATFORMS"] == "cpu":
+        return None
+    return min(GPU_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 @pytest.fixture
