@@ -21,16 +21,15 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 GPU = shutil.which("nvidia-smi") and any(map(importlib.util.find_spec, PLUGINS))
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if GPU else "cpu")
-# Test processes share the GPU. Each reserves an equal part of its memory as one block, as tests of
-# guards need. With more processes a part would be too small for the largest tests. In the main
-# process the variable is the part of all test processes together, and each of them divides it by
-# their number. 0.75 is JAX's own default. JAX refuses to start if the deprecated variable is set,
-# too.
+
+# JAX reads the variables above when it is imported.
+from pallas_patch_embed.tune.command import share_memory  # noqa: E402
+
+# Test processes share the GPU. Each reserves its part as one block, as tests of guards need. If
+# there were more of them, each would get less. A quarter of the memory is left for processes that
+# tests start.
 GPU_PROCESSES = 6
-PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-deprecated = os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
-memory = float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or deprecated or 0.75)
-os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{memory / PROCESSES:g}"
+share_memory(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), default=0.75)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -143,11 +143,16 @@ def children(jobs: int) -> Iterator[list[Child]]:
         yield [stack.enter_context(Child(answer, seconds)) for _ in range(jobs)]
 
 
-def share_memory(jobs: int) -> None:
-    """Lets JAX reserve an equal part of the GPU's memory for each process."""
+def share_memory(jobs: int, default: float = MEMORY) -> None:
+    """Lets JAX reserve an equal part of the GPU's memory for each process.
+
+    Args:
+      jobs: the number of processes.
+      default: the part of the memory for all of them, unless the user chose another one.
+    """
     # JAX refuses to start if both the current and the deprecated variable are set.
     deprecated = os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
-    whole = float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or deprecated or MEMORY)
+    whole = float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or deprecated or default)
     os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{whole / jobs:g}"
 
 
