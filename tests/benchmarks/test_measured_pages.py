@@ -1,0 +1,169 @@
+"""The measured tables and ratios in the pages are those of the records and of the tuned files."""
+
+import collections
+import itertools
+
+import pytest
+from repository import ROOT
+
+from benchmarks import results, time_model
+from benchmarks.time_model import H100
+from pallas_patch_embed.backends import BACKENDS, cuda, stored, tiles
+from pallas_patch_embed.chips import H200
+from pallas_patch_embed.problem import named_shape
+from pallas_patch_embed.tune import command
+
+TUNED = ("mosaic_sm90", "cuda", "triton")
+DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
+
+# The problems that a tuned file can have: a backend refuses the others.
+PROBLEMS = {"mosaic_sm90": 162, "cuda": 198, "triton": 306}
+
+
+def rows_of(page, heading):
+    """Returns the cells of the tables in a section of a page, as a list of rows."""
+    text = (ROOT / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def tuned_results(chip):
+    """Yields (name of a problem, result) for every named problem that a package's file has."""
+    measured = stored.read(stored.path_of(chip)).results
+    for what, task in command.list_tasks(backends=TUNED):
+        if result := measured.get(task.key):
+            yield what, result
+
+
+def microseconds(times):
+    return " / ".join(f"{1e3 * time['milliseconds']:.2f}" for time in times.values())
+
+
+def table_row(what, result):
+    """Returns a row of docs/tune.md for a problem with another config than the heuristic's."""
+    backend, dtype, problem = what.split(", ", 2)
+    problem = problem.replace(" images given as patches", "")
+    problem = problem.replace(" images cut by the kernel", ", cut by the kernel")
+    before = next(iter(result.times.values()))
+    after = result.times[str(BACKENDS[backend].config_of(result.config))]
+    ratios = [after[r]["milliseconds"] / before[r]["milliseconds"] for r in after if r in before]
+    ratio = " / ".join(f"{x:.2f}" for x in ratios)
+    return [f"{backend}, {dtype}", problem, microseconds(before), microseconds(after), ratio]
+
+
+@pytest.mark.skipif(cuda.missing() is not None, reason="the CUDA library is not built")
+@pytest.mark.parametrize("chip, name", [(H100, "H100"), (H200, "H200")])
+def test_the_page_of_tune_lists_the_configs_of_a_packages_file(chip, name):
+    stated = rows_of("docs/tune.md", f"The file for the {name}")[2:]
+    first = ""
+    for row in stated:
+        first = row[0] = row[0] or first
+    # Several problems may share a result; the page lists it once.
+    found = {r.key: table_row(what, r) for what, r in reversed([*tuned_results(chip)]) if r.config}
+    assert sorted(stated) == sorted(found.values())
+
+
+def test_the_page_of_tune_counts_the_problems_and_configs():
+    stated = rows_of("docs/tune.md", "The package's files")[2:]
+    for backend, (first, *numbers) in zip(TUNED, stated, strict=True):
+        expected = [PROBLEMS[backend]]
+        for chip in (H100, H200):
+            found = [r for _, r in tuned_results(chip) if r.backend == backend]
+            expected += [len(found), len({r.key for r in found if r.config})]
+        assert (first.split(",")[0], [int(n) for n in numbers]) == (backend, expected)
+
+
+def few_images(folder):
+    """Returns the recorded microseconds of few images, by run and problem (shape, images, dtype).
+
+    A run with the package's tuned file is left out.
+    """
+    runs = []
+    for record in results.read(ROOT / f"benchmarks/{folder}/few_images.jsonl"):
+        if record["kind"] == "run":
+            runs.append(collections.defaultdict(dict))
+            is_tuned = "package's file" in record["versions"]
+        elif not is_tuned:
+            key = record["shape"], record["images"], record["dtype"]
+            runs[-1][key][record["contender"]] = 1e3 * record["milliseconds"]
+    return runs
+
+
+def test_the_table_of_few_images_has_the_newest_times():
+    newest = collections.defaultdict(dict)
+    for run in few_images("h200"):
+        for key, times in run.items():
+            newest[key] |= times
+
+    def cell(times):
+        if not times:
+            return ""
+        ours = [times[name] for name in TUNED]
+        xla = min(times[name] for name in ("xla", "jnp.dot + positions"))
+        return " / ".join(f"{t:.1f}" if t < 100 else f"{t:.0f}" for t in [*ours, xla])
+
+    stated = rows_of("docs/experiments/hopper.md", "Few images")[2:]
+    shapes = [row[0] for row in stated if row[0]]
+    assert len(shapes) == 16
+    for row, (shape, images) in zip(stated, itertools.product(shapes, (1, 8, 64)), strict=True):
+        cells = [cell(newest.get((shape, images, dtype))) for dtype in DTYPES]
+        assert row[1:] == [str(images), *cells]
+
+
+def against_pallas(problems_and_times):
+    """Returns the ratios of cuda's to mosaic_sm90's time, if cuda has wide slices and if narrow.
+
+    Problems with 24 or more chunks of K are left out.
+    """
+    wide, narrow = [], []
+    for problem, times in problems_and_times:
+        if tiles.chunks(problem) < 24 and {"cuda", "mosaic_sm90"} <= times.keys():
+            is_wide = problem.dtype == "bfloat16" or problem.N % 192 == 0 or problem.rows <= 8192
+            (wide if is_wide else narrow).append(times["cuda"] / times["mosaic_sm90"])
+    return wide, narrow
+
+
+def test_cuda_is_preferred_where_it_was_measured_to_be_faster():
+    """`preferences.py` and docs/experiments/hopper.md have these numbers."""
+    wide, narrow = [], []
+    for folder in ("h100", "h200"):
+        newest = {
+            key: times
+            for run in few_images(folder)
+            for key, times in run.items()
+            if {"cuda", "mosaic_sm90"} <= times.keys()
+        }
+        found = [
+            (time_model.problem_of(named_shape(shape), images, dtype), times)
+            for (shape, images, dtype), times in newest.items()
+        ]
+        found = against_pallas([(p, times) for p, times in found if p.rows <= 65536])
+        wide, narrow = wide + found[0], narrow + found[1]
+    assert (len(wide), sum(x < 1.005 for x in wide)) == (251, 247)
+    assert min(wide) == pytest.approx(0.727, abs=5e-4) and max(wide) < 1.075
+    assert 0.985 < min(narrow) and max(narrow) < 1.125
+
+
+@pytest.mark.parametrize(
+    "chip, bfloat16, one_byte, narrow",
+    [
+        (H100, (0.80, 0.99), (0.97, 1.03), (1.12, 1.15)),
+        (H200, (0.92, 1.02), (0.94, 1.03), (1.06, 1.11)),
+    ],
+)
+def test_with_many_rows_cuda_takes_this_part_of_the_time(chip, bfloat16, one_byte, narrow):
+    """docs/experiments/hopper.md has these numbers, of the heuristics' configs in a burst."""
+    times = collections.defaultdict(dict)
+    measured = stored.read(stored.path_of(chip)).results
+    for _, task in command.list_tasks(backends=TUNED[:2], sources=["patches"]):
+        if (result := measured.get(task.key)) and task.problem.rows > 65536:
+            heuristic = next(iter(result.times.values()))
+            times[task.problem][task.backend] = heuristic["burst"]["milliseconds"]
+    halves = [
+        [(p, t) for p, t in times.items() if (p.dtype == "bfloat16") == is_bfloat16]
+        for is_bfloat16 in (True, False)
+    ]
+    (of_bfloat16, none), (of_one_byte, of_narrow) = map(against_pallas, halves)
+    assert not none
+    for found, stated in zip((of_bfloat16, of_one_byte, of_narrow), (bfloat16, one_byte, narrow)):
+        assert (round(min(found), 2), round(max(found), 2)) == stated
