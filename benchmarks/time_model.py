@@ -316,8 +316,8 @@ def page() -> str:
         predicted = np.array([terms_of(r, chip) for r in tuned]) @ constants
         off = predicted / [1e3 * r["milliseconds"] for r in tuned] - 1
         for shape in dict.fromkeys(r["shape"] for r in tuned):
-            own = [e for r, e in zip(tuned, off) if r["shape"] == shape]
-            lines.append(summary(f"{name} | {shape}", own))
+            of_shape = [e for r, e in zip(tuned, off) if r["shape"] == shape]
+            lines.append(summary(f"{name} | {shape}", of_shape))
         lines.append(summary(f"{name} | all", off.tolist()))
     counts = (1, 8, 64, 512, 4736)
     lines += ["", "## H200, images cut by the kernel, int8: predicted, us", "", CUTTING, ""]

@@ -59,8 +59,8 @@ def _cuda_is_faster(problem: Problem) -> bool:
     """Returns whether cuda is preferred to mosaic_sm90 on Hopper.
 
     With up to 65536 rows cuda takes 0.73 to 1.00 of the time of mosaic_sm90 in 247 of 251
-    measurements on an H200 and an H100, and at most 1.07. With more rows it takes 0.80 to 1.03 in
-    bfloat16, and 0.94 to 1.04 in dtypes of one byte. In these its fastest kernel for many rows has
+    measurements on an H200 and an H100, and at most 1.07. With more rows it takes 0.80 to 1.02 in
+    bfloat16, and 0.94 to 1.03 in dtypes of one byte. In these its fastest kernel for many rows has
     slices of 192 columns. If 192 does not divide N, cuda uses narrower slices and takes 0.99 to
     1.15 times as long (64 and 512 images, N = 1024).
     """
