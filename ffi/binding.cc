@@ -9,10 +9,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "configs.h"
@@ -29,6 +32,55 @@ namespace patch_embed {
 // XLA's stream. It is null on platforms without streams, so that operands are checked everywhere.
 struct Stream {};
 
+// Memory on the device for the duration of a call, from XLA's allocator.
+//
+// The allocator reuses it for work that is later in the stream, so it may be freed while the
+// kernel runs.
+class Scratch {
+ public:
+  Scratch(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx) : api_(api), ctx_(ctx) {}
+  Scratch(Scratch&&) = default;
+  ~Scratch() {
+    for (const auto& [data, size] : allocated_) {
+      XLA_FFI_DeviceMemory_Free_Args args{};
+      args.struct_size = XLA_FFI_DeviceMemory_Free_Args_STRUCT_SIZE;
+      args.ctx = ctx_;
+      args.size = size;
+      args.data = data;
+      ignore(api_, api_->XLA_FFI_DeviceMemory_Free(&args));
+    }
+  }
+
+  // Returns nullptr if there is no memory.
+  void* allocate(size_t size, size_t alignment) {
+    XLA_FFI_DeviceMemory_Allocate_Args args{};
+    args.struct_size = XLA_FFI_DeviceMemory_Allocate_Args_STRUCT_SIZE;
+    args.ctx = ctx_;
+    args.size = size;
+    args.alignment = alignment;
+    if (ignore(api_, api_->XLA_FFI_DeviceMemory_Allocate(&args))) return nullptr;
+    if (args.data) allocated_.push_back({args.data, size});
+    return args.data;
+  }
+
+  // Destroys an error, if it is one. The error's message is not read, because newer runtimes write
+  // more into the arguments of the call that returns it than an older struct has room for
+  // (docs/backends.md).
+  static bool ignore(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
+    if (!error) return false;
+    XLA_FFI_Error_Destroy_Args destroy{};
+    destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+    destroy.error = error;
+    api->XLA_FFI_Error_Destroy(&destroy);
+    return true;
+  }
+
+ private:
+  const XLA_FFI_Api* api_;
+  XLA_FFI_ExecutionContext* ctx_;
+  std::vector<std::pair<void*, size_t>> allocated_;
+};
+
 }  // namespace patch_embed
 
 template <>
@@ -40,15 +92,18 @@ struct xla::ffi::CtxDecoding<patch_embed::Stream> {
     XLA_FFI_Stream_Get_Args args{};
     args.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
     args.ctx = ctx;
-    XLA_FFI_Error* error = api->XLA_FFI_Stream_Get(&args);
-    if (!error) return static_cast<CUstream>(args.stream);
-    // The error's message is not read, because newer runtimes write more into the arguments of the
-    // call that returns it than an older struct has room for (docs/backends.md).
-    XLA_FFI_Error_Destroy_Args destroy{};
-    destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
-    destroy.error = error;
-    api->XLA_FFI_Error_Destroy(&destroy);
-    return CUstream{nullptr};
+    const bool failed = patch_embed::Scratch::ignore(api, api->XLA_FFI_Stream_Get(&args));
+    return failed ? CUstream{nullptr} : static_cast<CUstream>(args.stream);
+  }
+};
+
+template <>
+struct xla::ffi::CtxDecoding<patch_embed::Scratch> {
+  using Type = patch_embed::Scratch;
+
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
+                                    DiagnosticEngine&) {
+    return Type(api, ctx);
   }
 };
 
@@ -129,7 +184,9 @@ Image* find_image(const Config& config) {
   X(cuGetErrorName) X(cuGetErrorString) X(cuStreamGetCtx) X(cuCtxPushCurrent)             \
   X(cuCtxPopCurrent) X(cuCtxGetDevice) X(cuDeviceGetAttribute) X(cuLibraryLoadData)       \
   X(cuLibraryGetKernel) X(cuKernelSetAttribute) X(cuTensorMapEncodeTiled)                   \
-  X(cuTensorMapEncodeIm2col) X(cuLaunchKernelEx) X(cuDriverGetVersion)
+  X(cuTensorMapEncodeIm2col) X(cuLaunchKernelEx) X(cuDriverGetVersion)                     \
+  X(cuMemcpyDtoDAsync) X(cuStreamIsCapturing) X(cuThreadExchangeStreamCaptureMode)         \
+  X(cuMemAlloc)
 // clang-format on
 
 // cuda.h defines some of these names as macros that expand to a versioned name, such as
@@ -208,19 +265,19 @@ ffi::Error driver_error(const std::string& what, CUresult result) {
 class Context {
  public:
   explicit Context(CUstream stream) {
-    CUcontext context;
     result = driver().cuStreamGetCtx_fn(stream, &context);
     if (result == CUDA_SUCCESS) result = driver().cuCtxPushCurrent_fn(context);
     pushed_ = result == CUDA_SUCCESS;
   }
   ~Context() {
-    CUcontext context;
-    if (pushed_) driver().cuCtxPopCurrent_fn(&context);
+    CUcontext popped;
+    if (pushed_) driver().cuCtxPopCurrent_fn(&popped);
   }
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
   CUresult result;
+  CUcontext context = nullptr;
 
  private:
   bool pushed_;
@@ -371,8 +428,111 @@ std::optional<std::string> choose(std::string_view name, int capability, const O
   return wrong;
 }
 
-// Encodes a tensor map. plan() checks everything that the driver checks, except the address, and
-// XLA's buffers start at multiples of 16 bytes.
+// Buffers that a kernel cannot take.
+
+// Operands and results of a kernel begin at multiples of this number of bytes: TMA requires it (PTX
+// ISA, "Tensor Access Modes"), and the widest loads do.
+constexpr size_t kAlignment = 16;
+
+// Returns memory for a copy while a command buffer is recorded, or nullptr if there is none.
+//
+// Scratch memory would be reused before the command buffer is executed, and the handler does not
+// learn when the command buffer is destroyed. So this memory is kept until the process ends. Calls
+// share it if `operand`, `size` and the address of their results are the same. XLA orders calls
+// that write to the same address, so they never use it at the same time.
+void* keep(CUcontext context, const void* y, int operand, size_t size) {
+  using Key = std::tuple<CUcontext, const void*, int, size_t>;
+  static std::mutex mutex;
+  static auto* kept = new std::map<Key, CUdeviceptr>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  CUdeviceptr& memory = (*kept)[Key(context, y, operand, size)];
+  if (!memory) {
+    // A thread that records may allocate only in this mode. The call exchanges the modes.
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    driver().cuThreadExchangeStreamCaptureMode_fn(&mode);
+    if (driver().cuMemAlloc_fn(&memory, size) != CUDA_SUCCESS) memory = 0;
+    driver().cuThreadExchangeStreamCaptureMode_fn(&mode);
+  }
+  return reinterpret_cast<void*>(memory);
+}
+
+// Where the kernel of one call reads its operands and writes its result.
+//
+// XLA may pass a part of a larger buffer (pallas_patch_embed/buffers.py). An operand that is not
+// aligned is copied before the launch. A result that is not aligned, or that overlaps an operand, is
+// copied after the launch. All other buffers are used where they are.
+class Places {
+ public:
+  Places(CUcontext context, CUstream stream, Scratch* scratch, const ffi::AnyBuffer& y)
+      : context_(context), stream_(stream), scratch_(scratch), y_(y), result_(y.untyped_data()) {}
+
+  // Sets `address` to where the kernel reads an operand.
+  ffi::Error read(const char* name, const ffi::AnyBuffer& buffer, void** address) {
+    operands_++;
+    const auto begin = uintptr_t(buffer.untyped_data()), y = uintptr_t(y_.untyped_data());
+    overlaps_ |= begin < y + y_.size_bytes() && y < begin + buffer.size_bytes();
+    *address = buffer.untyped_data();
+    if (begin % kAlignment == 0) return ffi::Error::Success();
+    if (ffi::Error error = allocate(name, buffer, address); error.failure()) return error;
+    return copy(name, *address, buffer.untyped_data(), buffer.size_bytes());
+  }
+
+  // Sets `address` to where the kernel writes the result, after all operands have been read.
+  ffi::Error write(void** address) {
+    operands_++;
+    if (overlaps_ || uintptr_t(y_.untyped_data()) % kAlignment) {
+      if (ffi::Error error = allocate("y", y_, &result_); error.failure()) return error;
+    }
+    *address = result_;
+    return ffi::Error::Success();
+  }
+
+  // Moves the result to where XLA expects it, after the launch.
+  ffi::Error finish() {
+    if (result_ == y_.untyped_data()) return ffi::Error::Success();
+    return copy("y", y_.untyped_data(), result_, y_.size_bytes());
+  }
+
+ private:
+  ffi::Error allocate(const char* name, const ffi::AnyBuffer& buffer, void** address) {
+    CUstreamCaptureStatus status;
+    PATCH_EMBED_RETURN_IF_ERROR("cuStreamIsCapturing",
+                                driver().cuStreamIsCapturing_fn(stream_, &status));
+    *address = status == CU_STREAM_CAPTURE_STATUS_NONE
+                   ? scratch_->allocate(buffer.size_bytes(), 256)
+                   : keep(context_, y_.untyped_data(), operands_, buffer.size_bytes());
+    if (*address) return ffi::Error::Success();
+    const size_t past = uintptr_t(buffer.untyped_data()) % kAlignment;
+    const std::string reason =
+        past ? "begins " + std::to_string(past) + " bytes after a multiple of " +
+                   std::to_string(kAlignment) + ", which the kernel does not support"
+             : "overlaps an operand";
+    return error(ffi::ErrorCode::kResourceExhausted,
+                 std::string(name) + " is a part of a larger array and " + reason +
+                     ", and there is no memory for a copy of " +
+                     std::to_string(buffer.size_bytes()) +
+                     " bytes. Free memory, or let XLA make an array of its own: apply "
+                     "jax.lax.optimization_barrier to the slice.");
+  }
+
+  ffi::Error copy(const char* name, void* to, const void* from, size_t size) {
+    PATCH_EMBED_RETURN_IF_ERROR(
+        std::string("copying ") + name,
+        driver().cuMemcpyDtoDAsync_fn(CUdeviceptr(to), CUdeviceptr(from), size, stream_));
+    return ffi::Error::Success();
+  }
+
+  CUcontext context_;
+  CUstream stream_;
+  Scratch* scratch_;
+  const ffi::AnyBuffer& y_;
+  void* result_;
+  int operands_ = 0;
+  bool overlaps_ = false;
+};
+
+// Encodes a tensor map. plan() checks everything that the driver checks, except the address, which
+// is a multiple of kAlignment.
 CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const auto type = map.type == Type::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
@@ -397,8 +557,8 @@ CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
 // the kernel onto the device, which a command buffer cannot record. The Execute stage launches the
 // kernel.
 template <ffi::ExecutionStage stage>
-ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight,
-                  ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::AnyBuffer segments_sm90,
+ffi::Error handle(CUstream stream, Scratch scratch, ffi::AnyBuffer patches,
+                  ffi::AnyBuffer weight, ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::AnyBuffer segments_sm90,
                   ffi::AnyBuffer segments_sm100, ffi::Result<ffi::AnyBuffer> y,
                   std::string_view kernel_sm90, std::string_view kernel_sm100) {
   const Operands operands{patches, weight, scale, table, segments_sm90, segments_sm100, *y};
@@ -468,11 +628,19 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
 
   const Launch& launch = choice.launch;
   Arguments arguments{};
-  const ffi::AnyBuffer& segments = operands.segments(config);
-  arguments.scale = static_cast<const float*>(scale.untyped_data());
-  arguments.table = table.untyped_data();
-  arguments.out = y->untyped_data();
-  arguments.segments = static_cast<const Segment*>(segments.untyped_data());
+  Places places(context.context, stream, &scratch, operands.y);
+  void *read_patches, *read_weight, *read_scale, *read_table, *read_segments, *write_y;
+  for (ffi::Error placed :
+       {places.read("patches", patches, &read_patches), places.read("weight", weight, &read_weight),
+        places.read("scale", scale, &read_scale), places.read("table", table, &read_table),
+        places.read("segments", operands.segments(config), &read_segments),
+        places.write(&write_y)}) {
+    if (placed.failure()) return placed;
+  }
+  arguments.scale = static_cast<const float*>(read_scale);
+  arguments.table = read_table;
+  arguments.out = write_y;
+  arguments.segments = static_cast<const Segment*>(read_segments);
   arguments.M = int32_t(choice.shapes.M);
   arguments.N = int32_t(choice.shapes.N);
   arguments.chunks = launch.chunks;
@@ -481,12 +649,12 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
   arguments.grid_width = int32_t(choice.shapes.width / kPatchSide);
   arguments.row_patches = row_patches(arguments.grid_width);
   PATCH_EMBED_RETURN_IF_ERROR("the tensor map of patches",
-                              encode(launch.patches, patches.untyped_data(), &arguments.patches));
+                              encode(launch.patches, read_patches, &arguments.patches));
   PATCH_EMBED_RETURN_IF_ERROR("the tensor map of weight",
-                              encode(launch.weight, weight.untyped_data(), &arguments.weight));
+                              encode(launch.weight, read_weight, &arguments.weight));
   if (launch.y.rank) {
     PATCH_EMBED_RETURN_IF_ERROR("the tensor map of y",
-                                encode(launch.y, y->untyped_data(), &arguments.y));
+                                encode(launch.y, write_y, &arguments.y));
   }
   CUlaunchAttribute cluster{};
   cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
@@ -504,13 +672,14 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
   PATCH_EMBED_RETURN_IF_ERROR(
       "launching " + name,
       cuda.cuLaunchKernelEx_fn(&how, reinterpret_cast<CUfunction>(kernel), parameters, nullptr));
-  return ffi::Error::Success();
+  return places.finish();
 }
 
 template <ffi::ExecutionStage stage>
 auto binding() {
   return ffi::Ffi::Bind<stage>()
       .template Ctx<Stream>()
+      .template Ctx<Scratch>()
       .template Arg<ffi::AnyBuffer>()  // patches
       .template Arg<ffi::AnyBuffer>()  // weight
       .template Arg<ffi::AnyBuffer>()  // scale

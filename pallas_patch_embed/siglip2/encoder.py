@@ -1,6 +1,7 @@
 """The vision encoder, with patch embedding, transformer blocks and attention pooling."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -223,13 +224,21 @@ def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> 
     config = encoder.config
     precision = "highest" if encoder.dtype == "float32" else None
 
-    def block(x: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, None]:
-        q, k, v = _dense_parts(_norm(x, p["norm1"], config), p["qkv"], 3)
+    def block(
+        carry: tuple[jax.Array, jax.Array], p: dict[str, Any]
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        x, layer = carry
+        norm1, norm2 = (
+            functools.partial(_norm, p=norms[name], config=config, layer=layer) for name in norms
+        )
+        q, k, v = _dense_parts(norm1(x), p["qkv"], 3)
         x = x + _dense(_attention(q, k, v, mask, config), p["out"])
-        return x + _mlp(_norm(x, p["norm2"], config), p, config), None
+        return (x + _mlp(norm2(x), p, config), layer + 1), None
 
+    norms = {name: encoder.blocks[name] for name in ("norm1", "norm2")}
+    dense = {name: p for name, p in encoder.blocks.items() if name not in norms}
     with jax.default_matmul_precision(precision):
-        x, _ = lax.scan(block, x, encoder.blocks)
+        (x, _), _ = lax.scan(block, (x, jnp.int32(0)), dense)
         x = _norm(x, encoder.norm, config)
         if (head := encoder.head) is None:
             return EncoderOutput(x, None)
@@ -246,8 +255,10 @@ def _row(vector: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.expand_dims(vector, range(x.ndim - 1))
 
 
-def _norm(x: jax.Array, p: dict[str, jax.Array], config: Config) -> jax.Array:
-    return layer_norm(x, p["scale"], p["bias"], eps=config.eps)
+def _norm(
+    x: jax.Array, p: dict[str, jax.Array], config: Config, layer: jax.Array | None = None
+) -> jax.Array:
+    return layer_norm(x, p["scale"], p["bias"], eps=config.eps, layer=layer)
 
 
 def _dense(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:

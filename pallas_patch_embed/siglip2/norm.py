@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.xla import apply_primitive
 
 from pallas_patch_embed import primitive
+from pallas_patch_embed.buffers import on_whole_buffers
 from pallas_patch_embed.chips import Target
 
 # Rows of a thread block: one for each of its four warps.
@@ -40,19 +41,28 @@ layer_norm_p = Primitive("layer_norm")
 layer_norm_p.def_impl(functools.partial(apply_primitive, layer_norm_p))
 
 
-def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float) -> jax.Array:
+def layer_norm(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float, layer: jax.Array | None = None
+) -> jax.Array:
     """Normalizes the last axis: scale * (x - mean) / sqrt(variance + eps) + bias.
 
     Args:
       x: [..., D]. Its dtype is that of the result.
-      scale, bias: [D] float32.
+      scale, bias: [D] float32; with `layer`, the rows of all layers, [layers, D].
       eps: added to the variance.
+      layer: int32, the row of scale and bias. In a loop over layers the kernel reads the row, where
+        XLA would copy it: a kernel's operands are whole buffers (buffers.py).
     """
-    return layer_norm_p.bind(x, scale, bias, eps=eps)
+    if layer is None:
+        scale, bias, layer = scale[None], bias[None], jnp.int32(0)
+    return layer_norm_p.bind(x, scale, bias, layer, eps=eps)
 
 
-def formula(x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float) -> jax.Array:
-    """Computes `layer_norm` without a kernel."""
+def formula(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, layer: jax.Array, *, eps: float
+) -> jax.Array:
+    """Computes `layer_norm` without a kernel, with scale and bias [layers, D]."""
+    scale, bias = (lax.dynamic_index_in_dim(v, layer, keepdims=False) for v in (scale, bias))
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
     y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
@@ -62,16 +72,22 @@ def formula(x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float) -> j
 
 
 def kernel(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float, interpret: Any = False
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    layer: jax.Array,
+    *,
+    eps: float,
+    interpret: Any = False,
 ) -> jax.Array:
-    """Computes `layer_norm` of at least `ROWS` rows of bfloat16, with a warp for each row."""
+    """Computes `formula` for at least `ROWS` rows of bfloat16, with a warp for each row."""
     M, D = x.size // x.shape[-1], x.shape[-1]
     # A thread loads up to 8 contiguous columns at once.
     vector = math.gcd(D // 32, 8)
     tiling = plgpu.Tiling(((ROWS, 32 * vector), (vector,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
-    def normalize(x_ref, scale_ref, bias_ref, y_ref):
+    def normalize(x_ref, scale_ref, bias_ref, layer_ref, y_ref):
         # The last block also has rows of the block before it if M is not a multiple of ROWS.
         rows = pl.ds(jnp.minimum(lax.axis_index("block") * ROWS, M - ROWS), ROWS)
         x = plgpu.load(x_ref.at[rows, :], layout=layout, optimized=False).astype(jnp.float32)
@@ -80,7 +96,8 @@ def kernel(
             return lax.broadcast_in_dim(sums, x.shape, (0,))
 
         def of_columns(ref):
-            values = plgpu.load(ref, layout=layout.reduce(0), optimized=False)
+            row = ref.at[layer_ref[0], :]
+            values = plgpu.load(row, layout=layout.reduce(0), optimized=False)
             return lax.broadcast_in_dim(values, x.shape, (1,))
 
         y = x - of_rows(jnp.sum(x, axis=1) * (1 / D))
@@ -89,15 +106,15 @@ def kernel(
         y_ref[rows, :] = y.astype(y_ref.dtype)
 
     normalize.__name__ = "layer_norm"
-    y = plgpu.kernel(
+    call = plgpu.kernel(
         normalize,
         out_type=jax.ShapeDtypeStruct((M, D), x.dtype),
         grid=(pl.cdiv(M, ROWS),),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
-    )(x.reshape(M, D), scale, bias)
-    return y.reshape(x.shape)
+    )
+    return on_whole_buffers(call, x.reshape(M, D), scale, bias, layer.reshape(1)).reshape(x.shape)
 
 
 def serves(x: Any, target: Target) -> bool:
@@ -115,8 +132,9 @@ def _result_type(*operands, eps):
 
 
 def _differentiate(primals, tangents, *, eps):
-    tangents = map(ad.instantiate_zeros, tangents)
-    return jax.jvp(functools.partial(formula, eps=eps), primals, tuple(tangents))
+    *primals, layer = primals
+    tangents = map(ad.instantiate_zeros, tangents[:-1])
+    return jax.jvp(lambda *of: formula(*of, layer, eps=eps), tuple(primals), tuple(tangents))
 
 
 ad.primitive_jvps[layer_norm_p] = _differentiate
@@ -124,7 +142,7 @@ ad.primitive_jvps[layer_norm_p] = _differentiate
 
 def _batch(operands, axes, *, eps):
     (x, *parameters), (axis, *others) = operands, axes
-    if others == [None, None]:
+    if others == [None, None, None]:
         return layer_norm_p.bind(jnp.moveaxis(x, axis, 0), *parameters, eps=eps), 0
     return jax.vmap(functools.partial(formula, eps=eps), axes)(*operands), 0
 

@@ -21,6 +21,7 @@ from jax import lax
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
+from pallas_patch_embed.buffers import on_whole_buffers
 from pallas_patch_embed.chips import A100, B200, Chip, Target
 from pallas_patch_embed.problem import Problem
 
@@ -320,9 +321,8 @@ def _launch(
         # all patches add the same row.
         segments = grid.schedule(period if period > 1 or layout is None else layout.PATCHES)
         major, minor = chip.capability
-        return _call()(
-            source.reshape(problem.rows, K) if layout is None else source.reshape(-1),
-            *(weight, scale, table.reshape(-1, problem.N), jnp.asarray(segments)),
+        call = functools.partial(
+            _call(),
             out=jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype),
             grid=grid.thread_blocks,
             num_warps=config.warps,
@@ -345,6 +345,9 @@ def _launch(
             PARTS=config.parts,
             STAGES=config.stages,
         )
+        rows = source.reshape(problem.rows, K) if layout is None else source.reshape(-1)
+        table = table.reshape(-1, problem.N)
+        return on_whole_buffers(call, rows, weight, scale, table, jnp.asarray(segments))
 
     return tiles.flatten_leading_axes(problem, operands, compute)
 
