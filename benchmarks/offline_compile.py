@@ -139,13 +139,30 @@ def compiler(*, sass: bool = True) -> Iterator[Path]:
 def compile_offline(
     function: Callable, arguments: tuple[Any, ...], chip: Chip, folder: Path
 ) -> Program:
-    """Compiles function(*arguments) for a chip.
+    """Compiles function(*arguments) for a chip, and reads its kernels and its HLO.
+
+    Args:
+      function, arguments, chip: as for `optimized_hlo`.
+      folder: the folder that `compiler` yielded.
+    """
+    before = set(folder.iterdir())
+    hlo = optimized_hlo(function, arguments, chip)
+    dumped = sorted(set(folder.iterdir()) - before)
+    kernels = [read_kernel(path) for path in dumped if path.suffix == ".sass_ctrl"]
+    others = {}
+    for shape, opcode in re.findall(r"^\s+(?:ROOT )?%?\S+ = (\S+) ([a-z][a-z0-9-]*)\(", hlo, re.M):
+        if opcode not in ("parameter", "constant", "bitcast", "tuple", "get-tuple-element"):
+            others.setdefault(opcode, []).append(shape)
+    return Program(kernels, others, hlo)
+
+
+def optimized_hlo(function: Callable, arguments: tuple[Any, ...], chip: Chip) -> str:
+    """Compiles function(*arguments) for a chip; returns the optimised HLO.
 
     Args:
       function: function that JAX can trace.
       arguments: pytrees of jax.ShapeDtypeStruct.
       chip: the target; it must be the same in all calls of a process.
-      folder: the folder that `compiler` yielded.
     """
     import jax
     from jax.experimental import topologies
@@ -157,19 +174,11 @@ def compile_offline(
         target_config=describe(chip),
     )
     device = topology.devices[0]
-    before = set(folder.iterdir())
     sharding = jax.sharding.SingleDeviceSharding(device)
     with jax.default_device(device):
         jitted = jax.jit(function, in_shardings=sharding, out_shardings=sharding)
         lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
-    hlo = lowered.compile().as_text()
-    dumped = sorted(set(folder.iterdir()) - before)
-    kernels = [read_kernel(path) for path in dumped if path.suffix == ".sass_ctrl"]
-    others = {}
-    for shape, opcode in re.findall(r"^\s+(?:ROOT )?%?\S+ = (\S+) ([a-z][a-z0-9-]*)\(", hlo, re.M):
-        if opcode not in ("parameter", "constant", "bitcast", "tuple", "get-tuple-element"):
-            others.setdefault(opcode, []).append(shape)
-    return Program(kernels, others, hlo)
+    return lowered.compile().as_text()
 
 
 def read_kernel(sass: Path) -> Kernel:

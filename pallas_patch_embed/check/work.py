@@ -137,7 +137,7 @@ def _cases(
         return list_cases(shapes=shapes, devices=devices, many=cases.MANY)
     if is_interpreted(name, target):
         return list_cases(shapes=(cases.SMALL,), batches=(3,), launches=("alone",))
-    return list_cases(shapes=shapes, batches=(1, 3), launches=("alone",))
+    return list_cases(shapes=shapes, batches=(1, 3), launches=("alone", "on slices"))
 
 
 def runner(case: Case, target: Target) -> tuple[Run, Cut | None]:

@@ -21,8 +21,12 @@ from pallas_patch_embed.chips import A100, B200, H200, Target
 from pallas_patch_embed.siglip2 import norm
 
 EPS = 1e-6
-interpreted = functools.partial(norm.kernel, interpret=plgpu.InterpretGPUParams())
+LAYERS = 3
 HOPPER = gpu() is not None and Target.of(gpu()).chip.capability == norm.CAPABILITY
+
+
+def interpreted(*operands, eps):
+    return norm.kernel(*operands, eps=eps, interpret=plgpu.InterpretGPUParams())
 
 
 def on_gpu(*operands, eps):
@@ -90,6 +94,9 @@ def test_rows_with_outliers_or_a_large_mean_are_accurate(dtype, D):
     found = norm.layer_norm(x, scale, bias, eps=EPS)
     assert found.dtype == x.dtype
     assert_accurate(found, x, scale, bias)
+    scales, biases = (np.stack([v, v + 1]) for v in (scale, bias))
+    found = norm.layer_norm(x, scales, biases, eps=EPS, layer=jnp.int32(1))
+    assert_accurate(found, x, scales[1], biases[1])
 
 
 @pytest.mark.parametrize(
@@ -99,10 +106,12 @@ def test_rows_with_outliers_or_a_large_mean_are_accurate(dtype, D):
 def test_the_kernel_is_as_accurate_with_any_number_of_rows(kernel, rows, D):
     x, scale, bias = draw(rows, D)
     x = jnp.asarray(x, jnp.bfloat16)
-    for part in (x, x[:, 1:], x[:1]):
-        found = kernel(part, scale, bias, eps=EPS)
+    # Rows of scale and bias for several layers, of which the kernel uses one.
+    scales, biases = (np.stack([v + i for i in range(LAYERS)]) for v in (scale, bias))
+    for layer, part in enumerate((x, x[:, 1:], x[:1])):
+        found = kernel(part, scales, biases, jnp.int32(layer), eps=EPS)
         assert found.dtype == x.dtype
-        assert_accurate(found, part, scale, bias)
+        assert_accurate(found, part, scales[layer], biases[layer])
 
 
 @pytest.mark.usefixtures("compilers")
@@ -177,7 +186,9 @@ def test_xla_never_partitions_the_kernel(monkeypatch, kind):
 
 def test_transformations_agree_with_the_formula():
     x, scale, bias = draw(4, 64)
-    formula = functools.partial(norm.formula, eps=EPS)
+
+    def formula(x, scale, bias):
+        return norm.formula(x, scale[None], bias[None], jnp.int32(0), eps=EPS)
 
     def compare(transform):
         found, wanted = (jax.jit(transform(f))(x, scale, bias) for f in (normalize, formula))

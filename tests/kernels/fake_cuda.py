@@ -28,6 +28,10 @@ Buffer = struct(
 )
 ErrorCreate = struct("ErrorCreate", ("message", c_char_p), ("code", c_int))
 StreamGet = struct("StreamGet", ("ctx", c_void_p), ("stream", c_void_p))
+Allocate = struct(
+    "Allocate", ("ctx", c_void_p), ("size", c_size_t), ("alignment", c_size_t), ("data", c_void_p)
+)
+Free = struct("Free", ("ctx", c_void_p), ("size", c_size_t), ("data", c_void_p))
 Arguments = struct("Arguments", ("size", c_int64), ("types", c_void_p), ("values", c_void_p))
 Attributes = struct(
     "Attributes", ("size", c_int64), ("types", c_void_p), ("names", c_void_p), ("values", c_void_p)
@@ -43,7 +47,15 @@ Api = struct(
     ("error_destroy", Function),
     ("handler_register", Function),
     ("stream_get", Function),
+    ("type_id_register", Function),
+    ("execution_context_get", Function),
+    ("state_set", Function),
+    ("state_get", Function),
+    ("device_memory_allocate", Function),
+    ("device_memory_free", Function),
 )
+# Address of the first scratch memory of a call, and the distance to the next.
+SCRATCH, DISTANCE = 1 << 29, 1 << 20
 Frame = struct(
     "Frame",
     ("api", c_void_p),
@@ -68,7 +80,7 @@ def pointers(objects):
     return (c_void_p * len(objects))(*map(ctypes.addressof, objects))
 
 
-def call(library, stage, operands, attributes, stream):
+def call(library, stage, operands, attributes, stream, memory=2**40):
     """Calls a handler; returns None, or its error as (code, message).
 
     Args:
@@ -77,8 +89,9 @@ def call(library, stage, operands, attributes, stream):
       operands: (dtype, shape, address) of each operand; the last one is the result.
       attributes: name -> text.
       stream: number of the stream; None if the platform has no streams.
+      memory: bytes of scratch memory.
     """
-    errors = []
+    errors, scratch = [], {}
 
     def error_create(at):
         found = ErrorCreate.from_address(at)
@@ -91,6 +104,19 @@ def call(library, stage, operands, attributes, stream):
             return len(errors)
         StreamGet.from_address(at).stream = stream
 
+    def allocate(at):
+        wanted = Allocate.from_address(at)
+        if sum(scratch.values()) + wanted.size > memory:
+            errors.append(None)
+            return len(errors)
+        assert wanted.alignment == 256
+        wanted.data = SCRATCH + DISTANCE * len(scratch)
+        scratch[wanted.data] = wanted.size
+
+    def free(at):
+        freed = Free.from_address(at)
+        assert scratch.pop(freed.data) == freed.size
+
     def error_destroy(at):
         errors.pop()
 
@@ -98,6 +124,7 @@ def call(library, stage, operands, attributes, stream):
         raise AssertionError("a newer runtime would write beyond the end of these arguments")
 
     functions = (error_create, forbidden, error_destroy, forbidden, stream_get)
+    functions += (*[forbidden] * 4, allocate, free)
     api = sized(Api, sized(Version, 0, 1), None, *map(Function, functions))
     shapes = [(c_int64 * len(shape))(*shape) for _, shape, _ in operands]
     buffers = [
@@ -126,6 +153,7 @@ def call(library, stage, operands, attributes, stream):
     handler.argtypes = [c_void_p]
     error = handler(at(frame))
     assert (error is not None) == (len(errors) == 1), errors
+    assert not scratch, "scratch memory was not freed"
     return errors[0] if errors else None
 
 
@@ -136,7 +164,7 @@ def main():
     answers = []
     for one in json.load(sys.stdin):
         threads, capability, fail = (one.pop(key) for key in ("threads", "capability", "fail"))
-        driver.fake_begin(*capability, fail.encode())
+        driver.fake_begin(*capability, fail.encode(), one.pop("captures", False))
         errors = [None] * threads
 
         def work(i, one=one, errors=errors):

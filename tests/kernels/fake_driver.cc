@@ -18,6 +18,9 @@ namespace {
 std::mutex mutex;
 std::string written, failing;
 int capability[2] = {9, 0};
+// Whether streams are being captured, and the next address that cuMemAlloc returns.
+int capturing = 0;
+uintptr_t next_address = 1 << 30;
 // Largest dynamic shared memory in bytes, by kernel and device.
 std::map<std::pair<std::string, int>, unsigned> limits;
 thread_local uintptr_t current = 0;
@@ -46,8 +49,9 @@ struct Config {  // CUlaunchConfig
 
 extern "C" {
 
-void fake_begin(int major, int minor, const char* fail) {
+void fake_begin(int major, int minor, const char* fail, int captures) {
   capability[0] = major, capability[1] = minor;
+  capturing = captures;
   failing = fail;
   written.clear();
 }
@@ -132,6 +136,27 @@ int cuTensorMapEncodeIm2col(void* map, int type, unsigned rank, void* data, cons
   for (unsigned i = 0; i < rank - 2; i++) result |= note("corners", lower[i], upper[i]);
   memcpy(map, &data, sizeof data);
   return result;
+}
+
+int cuStreamIsCapturing(uintptr_t stream, int* status) {
+  *status = capturing;
+  return note("cuStreamIsCapturing", stream);
+}
+
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  thread_local int current_mode = 0;
+  std::swap(*mode, current_mode);
+  return note("cuThreadExchangeStreamCaptureMode", current_mode);
+}
+
+int cuMemAlloc_v2(uintptr_t* address, size_t size) {
+  *address = next_address;
+  next_address += 1 << 20;
+  return note("cuMemAlloc", size, *address);
+}
+
+int cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t size, uintptr_t stream) {
+  return note("cuMemcpyDtoDAsync", to, from, size, stream);
 }
 
 int cuLaunchKernelEx(const Config* config, const char* kernel, void** parameters, void**) {

@@ -192,7 +192,7 @@ def test_without_a_driver_the_error_is_UNAVAILABLE_with_the_reason():
 
 # The handlers with a driver that records its calls (fake_driver.cc).
 
-STREAM, CODES = 3, dict(INVALID_ARGUMENT=3, FAILED_PRECONDITION=9, INTERNAL=13, UNAVAILABLE=14)
+STREAM, CODES = 3, dict(INVALID_ARGUMENT=3, RESOURCE_EXHAUSTED=8, FAILED_PRECONDITION=9, INTERNAL=13, UNAVAILABLE=14)
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
 with_driver = pytest.mark.usefixtures("cuda_library", "handle")
@@ -239,9 +239,13 @@ def handle(tmp_path_factory):
     return handled
 
 
+# Addresses of the operands and of the result, so far apart that they never overlap.
+PLACES = [2**24 * (i + 1) for i in range(7)]
+
+
 def placed(operands):
-    """Adds the addresses 4096, 8192, ... to the operands."""
-    return [(*operand, 4096 * (i + 1)) for i, operand in enumerate(operands.values())]
+    """Adds an address to each operand."""
+    return [(*operand, place) for operand, place in zip(operands.values(), PLACES)]
 
 
 TYPE_NUMBERS = {"e4m3": 0, "i8": 0, "u8": 0, "bf16": 9, "f32": 7}
@@ -307,15 +311,17 @@ def test_every_built_kernel_is_launched_as_planned(handle):
         launched = dict(workers=1, segments=2, pixels=pixels)
         plan = cuda.launch(config, **(shapes | dict(period=period)), **launched)
         y = plan["y"]
-        maps = [*lines_of_map(plan["patches"], 4096), *lines_of_map(plan["weight"], 8192)]
-        maps += lines_of_map(y, 28672) if y else []
-        runs = 20480 if config.capability == 90 else 24576
+        patches, weight, scale, table, segments_sm90, segments_sm100, result = PLACES
+        maps = [*lines_of_map(plan["patches"], patches), *lines_of_map(plan["weight"], weight)]
+        maps += lines_of_map(y, result) if y else []
+        segments = segments_sm90 if config.capability == 90 else segments_sm100
         expected += [
             [f"cuKernelSetAttribute 8 {MOST_SHARED} {STREAM}"],
             [
                 *maps,
                 config.symbol,
-                f"pointers 4096 8192 {28672 if y else 0} 12288 16384 28672 {runs}",
+                f"pointers {patches} {weight} {result if y else 0} {scale} {table} {result} "
+                f"{segments}",
                 f"sizes 392 768 {plan['chunks']} {period} 2 {pixels[1] // 16} "
                 f"{1 if pixels[1] == 112 else 2}",
                 *([f"attribute 4 {config.blocks} 1 1"] if config.blocks > 1 else []),
@@ -515,3 +521,178 @@ def test_no_rows_never_reach_the_driver(handle):
     operands = placed(operands_of(M=0, period=0))
     for stage in ("initialize", "execute"):
         assert handle(dict(operands=operands, stage=stage)) == [[[None], []]]
+
+
+# Operands and results that are parts of larger arrays.
+
+
+def executed(handle, *calls):
+    """Initializes the kernel and executes calls of it; returns their errors and records."""
+    return handle(dict(operands=calls[0]["operands"], stage="initialize"), *calls)[1:]
+
+
+def bytes_of(operand):
+    dtype, shape, _ = operand
+    return jnp.dtype(dtype).itemsize * int(np.prod(shape))
+
+
+def moved(operands, **distances):
+    """Returns placed operands, some of them this number of bytes after their usual addresses."""
+    names = list(operands_of())
+    return [
+        (dtype, shape, address + distances.get(name, 0))
+        for name, (dtype, shape, address) in zip(names, operands)
+    ]
+
+
+def copies_of(written):
+    """Returns the copies in a record as (to, from, bytes), and where among them the launch is."""
+    steps = [x.split() for x in written if x.startswith(("cuMemcpyDtoDAsync", "cuLaunchKernelEx"))]
+    assert all(step[-1] == str(STREAM) for step in steps)
+    launch = [step[0] for step in steps].index("cuLaunchKernelEx")
+    copied = [tuple(map(int, step[1:4])) for step in steps if step[0] == "cuMemcpyDtoDAsync"]
+    return copied, launch
+
+
+def pointers_of(written):
+    """Returns the addresses that the kernel got: patches, weight, scale, table, y, segments."""
+    (line,) = (line for line in written if line.startswith("pointers"))
+    patches, weight, _, scale, table, y, segments = map(int, line.split()[1:])
+    return dict(
+        patches=patches, weight=weight, scale=scale, table=table, y=y, segments_sm90=segments
+    )
+
+
+SCRATCH, DISTANCE, KEPT = 2**29, 2**20, 2**30
+READ = ("patches", "weight", "scale", "table", "segments_sm90")
+
+
+@with_driver
+@pytest.mark.parametrize("past", [1, 2, 4, 8, 12, 15])
+@pytest.mark.parametrize("name", READ)
+def test_an_operand_at_an_odd_address_is_copied_before_the_launch(handle, name, past):
+    operands = moved(placed(operands_of()), **{name: past})
+    ((errors, written),) = executed(handle, dict(operands=operands))
+    assert errors == [None]
+    index = list(operands_of()).index(name)
+    begin, size = operands[index][2], bytes_of(operands[index])
+    assert copies_of(written) == ([(SCRATCH, begin, size)], 1)
+    usual = dict(zip(operands_of(), (address for *_, address in placed(operands_of()))))
+    del usual["segments_sm100"]
+    assert pointers_of(written) == usual | {name: SCRATCH}
+
+
+@with_driver
+@pytest.mark.parametrize("past", [1, 2, 4, 8, 15])
+def test_a_result_at_an_odd_address_is_copied_after_the_launch(handle, past):
+    operands = moved(placed(operands_of()), y=past)
+    ((errors, written),) = executed(handle, dict(operands=operands))
+    assert errors == [None]
+    assert copies_of(written) == ([(operands[-1][2], SCRATCH, bytes_of(operands[-1]))], 0)
+    assert pointers_of(written)["y"] == SCRATCH
+
+
+@with_driver
+def test_every_operand_and_the_result_may_be_at_odd_addresses(handle):
+    operands = moved(placed(operands_of()), **dict.fromkeys([*READ, "y"], 4))
+    ((errors, written),) = executed(handle, dict(operands=operands))
+    assert errors == [None]
+    copied, launch = copies_of(written)
+    assert launch == 5 and [to for to, *_ in copied] == [
+        *(SCRATCH + DISTANCE * i for i in range(5)),
+        operands[-1][2],
+    ]
+
+
+@with_driver
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("distance", ["the same", "the last byte", "the first byte", "next to it"])
+def test_a_result_that_overlaps_an_operand_is_copied_after_the_launch(handle, name, distance):
+    """XLA lets a result replace the slice that the kernel reads."""
+    operands = placed(operands_of(M=160, K=128))
+    index = list(operands_of()).index(name)
+    begin, size = operands[index][2], bytes_of(operands[index])
+    y = {
+        "the same": begin,
+        "the last byte": begin + size - 16,
+        "the first byte": begin - bytes_of(operands[-1]) + 16,
+        "next to it": begin + size,
+    }[distance]
+    operands[-1] = (*operands[-1][:2], y)
+    ((errors, written),) = executed(handle, dict(operands=operands))
+    assert errors == [None]
+    copied, launch = copies_of(written)
+    expected = [(y, SCRATCH, bytes_of(operands[-1]))]
+    assert launch == 0 and copied == ([] if distance == "next to it" else expected)
+
+
+@with_driver
+def test_operands_at_multiples_of_16_bytes_are_never_copied(handle):
+    operands = moved(placed(operands_of()), **dict.fromkeys([*READ, "y"], 16))
+    ((errors, written),) = executed(handle, dict(operands=operands))
+    assert errors == [None] and copies_of(written) == ([], 0)
+    assert not any("Capturing" in line for line in written)
+
+
+@with_driver
+def test_a_command_buffer_gets_memory_that_is_kept(handle):
+    """The command buffer is executed after the call, when scratch memory has other uses."""
+    odd = dict(operands=moved(placed(operands_of()), scale=4, table=2), captures=True)
+    other = dict(operands=moved(placed(operands_of()), scale=4, y=16), captures=True)
+    answers = executed(handle, odd, odd, other, odd | dict(fail="cuMemAlloc"), other | dict(captures=False))
+    assert [errors for errors, _ in answers] == [[None]] * 5
+    places = [[to for to, *_ in copies_of(written)[0]] for _, written in answers]
+    assert places == [[KEPT, KEPT + DISTANCE], [KEPT, KEPT + DISTANCE]] + [
+        [KEPT + 2 * DISTANCE],
+        [KEPT, KEPT + DISTANCE],
+        [SCRATCH],
+    ]
+    # The thread may allocate only in the relaxed mode, which is 2; then it is in its own again.
+    changes = [line for line in answers[0][1] if line.startswith(("cuThreadEx", "cuMemAlloc"))]
+    modes = ["cuThreadExchangeStreamCaptureMode 2", "cuThreadExchangeStreamCaptureMode 0"]
+    assert changes[::3] == [modes[0], modes[0]] and changes[2::3] == [modes[1], modes[1]]
+
+
+@with_driver
+@pytest.mark.parametrize(
+    "name, past, memory", [("patches", 4, 100), ("y", 2, 100), ("table", 1, 0), ("scale", 12, 8)]
+)
+@pytest.mark.parametrize("captures", [False, True])
+def test_without_memory_for_a_copy_the_error_says_which_operand_is_odd(
+    handle, name, past, memory, captures
+):
+    operands = moved(placed(operands_of()), **{name: past})
+    fail = "cuMemAlloc" if captures else ""
+    call = dict(operands=operands, memory=memory, captures=captures, fail=fail)
+    ((errors, written),) = executed(handle, call)
+    ((code, message),) = errors
+    assert code == CODES["RESOURCE_EXHAUSTED"]
+    assert f"{name} is a part of a larger array and begins {past} bytes after a multiple of 16" in (
+        message
+    )
+    size = bytes_of(operands[list(operands_of()).index(name)])
+    assert f"no memory for a copy of {size} bytes" in message
+    assert "apply jax.lax.optimization_barrier to the slice" in message
+    assert not any(line.startswith("cuLaunchKernelEx") for line in written)
+
+
+@with_driver
+def test_without_memory_a_result_that_overlaps_an_operand_is_refused(handle):
+    operands = placed(operands_of())
+    operands[-1] = (*operands[-1][:2], operands[0][2])
+    ((errors, written),) = executed(handle, dict(operands=operands, memory=0))
+    ((code, message),) = errors
+    assert code == CODES["RESOURCE_EXHAUSTED"]
+    assert "y is a part of a larger array and overlaps an operand" in message
+    assert not any(line.startswith("cuLaunchKernelEx") for line in written)
+
+
+@with_driver
+@pytest.mark.parametrize("function", ["cuStreamIsCapturing", "cuMemcpyDtoDAsync"])
+def test_a_copy_that_fails_is_an_error(handle, function):
+    for name in ("weight", "y"):
+        operands = moved(placed(operands_of()), **{name: 8})
+        ((errors, written),) = executed(handle, dict(operands=operands, fail=function))
+        ((code, message),) = errors
+        assert code == CODES["INTERNAL"] and "CUDA_ERROR_UNKNOWN" in message
+        assert any(line.startswith("cuCtxPopCurrent") for line in written)
