@@ -499,7 +499,7 @@ class Places {
     PATCH_EMBED_RETURN_IF_ERROR("cuStreamIsCapturing",
                                 driver().cuStreamIsCapturing_fn(stream_, &status));
     *address = status == CU_STREAM_CAPTURE_STATUS_NONE
-                   ? scratch_->allocate(buffer.size_bytes(), 256)
+                   ? scratch_->allocate(buffer.size_bytes(), kAlignment)
                    : keep(context_, y_.untyped_data(), operands_, buffer.size_bytes());
     if (*address) return ffi::Error::Success();
     const size_t past = uintptr_t(buffer.untyped_data()) % kAlignment;

@@ -25,12 +25,14 @@ def programs(operands, y) -> dict[str, Callable]:
     """Returns all programs for operands and a result of these shapes and dtypes, by their names."""
     found = {
         "all operands are slices": all_at_odd_elements,
-        "all operands but the first are in one vector": in_one_vector,
         "the first operand is mapped over": mapped_by_vmap,
         "the result is a part of a batch": result_in_batch,
         "the result begins at an odd element": result_at_odd_element,
         "the results of a loop begin at odd elements": results_at_odd_elements,
     }
+    # Nothing promotes float8 to another dtype.
+    if all(operand.dtype.itemsize > 1 or operand.dtype == jnp.int8 for operand in operands[1:]):
+        found["all operands but the first are in one vector"] = in_one_vector
     for i, operand in enumerate(operands):
         for offset in OFFSETS:
             found[f"operand {i} begins at element {offset}"] = functools.partial(
@@ -86,7 +88,7 @@ def all_at_odd_elements(kernel, operands):
 
 
 def in_one_vector(kernel, operands):
-    """The usual way to keep parameters in a vector, which has the widest of their dtypes."""
+    """Keeps parameters in a vector of the widest of their dtypes, as optimisers do."""
     first, *rest = operands
     with jax.numpy_dtype_promotion("standard"):
         vector, unravel = ravel_pytree((jnp.zeros(1), rest))

@@ -136,7 +136,7 @@ def test_parts_of_larger_arrays_in_a_shard_map(kernel):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not importlib.util.find_spec("flatbuffers"), reason="flatbuffers is missing")
-@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "layer norm"], indirect=True)
 def test_parts_of_larger_arrays_in_an_exported_program(kernel):
     kernel, draw = kernel
     operands = draw(0)
