@@ -557,8 +557,8 @@ CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
 // the kernel onto the device, which a command buffer cannot record. The Execute stage launches the
 // kernel.
 template <ffi::ExecutionStage stage>
-ffi::Error handle(CUstream stream, Scratch scratch, ffi::AnyBuffer patches,
-                  ffi::AnyBuffer weight, ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::AnyBuffer segments_sm90,
+ffi::Error handle(CUstream stream, Scratch scratch, ffi::AnyBuffer patches, ffi::AnyBuffer weight,
+                  ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::AnyBuffer segments_sm90,
                   ffi::AnyBuffer segments_sm100, ffi::Result<ffi::AnyBuffer> y,
                   std::string_view kernel_sm90, std::string_view kernel_sm100) {
   const Operands operands{patches, weight, scale, table, segments_sm90, segments_sm100, *y};
@@ -653,8 +653,7 @@ ffi::Error handle(CUstream stream, Scratch scratch, ffi::AnyBuffer patches,
   PATCH_EMBED_RETURN_IF_ERROR("the tensor map of weight",
                               encode(launch.weight, read_weight, &arguments.weight));
   if (launch.y.rank) {
-    PATCH_EMBED_RETURN_IF_ERROR("the tensor map of y",
-                                encode(launch.y, write_y, &arguments.y));
+    PATCH_EMBED_RETURN_IF_ERROR("the tensor map of y", encode(launch.y, write_y, &arguments.y));
   }
   CUlaunchAttribute cluster{};
   cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;

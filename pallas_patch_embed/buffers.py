@@ -1,15 +1,11 @@
 """The one place through which the operands and results of all kernels of this package pass.
 
-XLA may give a custom call a part of a larger buffer instead of a buffer of its own: its pass for
-dynamic slice fusions (openxla/xla 43831) turns a slice in front of the call into an address, and so
-does it with an update of a slice behind the call. The pass checks that the slice is contiguous, and
-that its size is a multiple of the alignment of XLA's buffers, but not where the slice begins. So
-operand and result may begin at any element, and if both are parts of one buffer, the kernel may
-overwrite what it still has to read.
-
-The handler of the CUDA kernels (ffi/binding.cc) checks both at run time, and copies what a kernel
-cannot take. The handlers of Mosaic and jax-triton are not part of this package, so for them XLA
-must not fold a slice into the call. docs/backends.md says what it costs.
+XLA may give a custom call a part of a larger buffer. Its dynamic slice fusion (on by default since
+openxla/xla 43831) replaces a slice in front of the call, or an update of a slice behind it, by an
+address within the larger buffer. It requires that the slice is contiguous and that its size is a
+multiple of 256 bytes, but not that it begins at such a multiple. So operands and results may begin
+at any element. If both are parts of the same buffer, the kernel may overwrite what it has yet to
+read. docs/backends.md lists what each kernel may assume, and what that costs.
 """
 
 from collections.abc import Callable
@@ -18,9 +14,19 @@ import jax
 from jax import lax
 
 
-def on_whole_buffers(kernel: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
-    """Calls a kernel whose operands and result are whole buffers, aligned as XLA aligns them.
+def call_kernel(
+    kernel: Callable[..., jax.Array], *operands: jax.Array, takes_parts: bool = False
+) -> jax.Array:
+    """Calls a kernel with operands that it can read, and with a result that it can write.
 
-    A barrier costs nothing next to a buffer. A slice next to it is computed by XLA, in a copy.
+    Args:
+      kernel: function of the operands that makes one custom call.
+      operands: arrays.
+      takes_parts: whether the handler of the custom call accepts parts of larger buffers, because
+        it copies those that its kernel cannot use. Only the handler in ffi/binding.cc does.
+        Otherwise operands and result are whole buffers, aligned as XLA aligns them: a barrier is
+        free next to a buffer, and next to a slice it makes XLA copy the slice.
     """
+    if takes_parts:
+        return kernel(*operands)
     return lax.optimization_barrier(kernel(*lax.optimization_barrier(operands)))

@@ -26,6 +26,7 @@ from pallas_patch_embed.backends import cuda_build, cuda_tuning, tiles
 from pallas_patch_embed.backends.cuda_tuning import Tuning
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
+from pallas_patch_embed.buffers import call_kernel
 from pallas_patch_embed.chips import B200, B300, H200, Chip, Target
 from pallas_patch_embed.problem import Problem
 
@@ -536,10 +537,10 @@ def plan(problem: Problem, target: Target, *, config: CudaConfig | None = None) 
             name = TARGET
             register_cuda_kernels()
         result = jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype)
-        call = jax.ffi.ffi_call(name, result)
+        call = functools.partial(jax.ffi.ffi_call(name, result), **names)
         shape = (problem.rows, problem.K) if problem.cut is None else (-1, *problem.images[-3:])
-        patches = patches.reshape(shape)
-        return call(patches, *rest, *map(jnp.asarray, schedules), **names)
+        operands = (patches.reshape(shape), *rest, *map(jnp.asarray, schedules))
+        return call_kernel(call, *operands, takes_parts=True)
 
     names = list(map(str, chosen.values()))
     cuts = problem.cut == "kernel"

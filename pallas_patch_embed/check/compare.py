@@ -192,7 +192,7 @@ def _program(run: Run, cut: Cut | None, how: str, problem: Problem, device: jax.
                 for i, of_launch in enumerate(operands)
             ]
         if how == "on slices":
-            operands = [tuple(map(_slice_of_vector, of_launch)) for of_launch in operands]
+            operands = jax.tree.map(_slice_of_vector, operands)
         results: list[jax.Array] = []
         for of_launch in operands:
             of_launch, results = lax.optimization_barrier((of_launch, results))

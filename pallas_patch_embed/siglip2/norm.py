@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.xla import apply_primitive
 
 from pallas_patch_embed import primitive
-from pallas_patch_embed.buffers import on_whole_buffers
+from pallas_patch_embed.buffers import call_kernel
 from pallas_patch_embed.chips import Target
 
 # Rows of a thread block: one for each of its four warps.
@@ -114,7 +114,7 @@ def kernel(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
     )
-    return on_whole_buffers(call, x.reshape(M, D), scale, bias, layer.reshape(1)).reshape(x.shape)
+    return call_kernel(call, x.reshape(M, D), scale, bias, layer.reshape(1)).reshape(x.shape)
 
 
 def serves(x: Any, target: Target) -> bool:
@@ -133,8 +133,12 @@ def _result_type(*operands, eps):
 
 def _differentiate(primals, tangents, *, eps):
     *primals, layer = primals
-    tangents = map(ad.instantiate_zeros, tangents[:-1])
-    return jax.jvp(lambda *of: formula(*of, layer, eps=eps), tuple(primals), tuple(tangents))
+    tangents = tuple(map(ad.instantiate_zeros, tangents[:-1]))
+
+    def of_layer(x, scale, bias):
+        return formula(x, scale, bias, layer, eps=eps)
+
+    return jax.jvp(of_layer, tuple(primals), tangents)
 
 
 ad.primitive_jvps[layer_norm_p] = _differentiate

@@ -192,7 +192,12 @@ def test_without_a_driver_the_error_is_UNAVAILABLE_with_the_reason():
 
 # The handlers with a driver that records its calls (fake_driver.cc).
 
-STREAM, CODES = 3, dict(INVALID_ARGUMENT=3, RESOURCE_EXHAUSTED=8, FAILED_PRECONDITION=9, INTERNAL=13, UNAVAILABLE=14)
+STREAM, CODES = (
+    3,
+    dict(
+        INVALID_ARGUMENT=3, RESOURCE_EXHAUSTED=8, FAILED_PRECONDITION=9, INTERNAL=13, UNAVAILABLE=14
+    ),
+)
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
 with_driver = pytest.mark.usefixtures("cuda_library", "handle")
@@ -639,14 +644,13 @@ def test_a_command_buffer_gets_memory_that_is_kept(handle):
     """The command buffer is executed after the call, when scratch memory has other uses."""
     odd = dict(operands=moved(placed(operands_of()), scale=4, table=2), captures=True)
     other = dict(operands=moved(placed(operands_of()), scale=4, y=16), captures=True)
-    answers = executed(handle, odd, odd, other, odd | dict(fail="cuMemAlloc"), other | dict(captures=False))
+    answers = executed(
+        handle, odd, odd, other, odd | dict(fail="cuMemAlloc"), other | dict(captures=False)
+    )
     assert [errors for errors, _ in answers] == [[None]] * 5
     places = [[to for to, *_ in copies_of(written)[0]] for _, written in answers]
-    assert places == [[KEPT, KEPT + DISTANCE], [KEPT, KEPT + DISTANCE]] + [
-        [KEPT + 2 * DISTANCE],
-        [KEPT, KEPT + DISTANCE],
-        [SCRATCH],
-    ]
+    kept = [KEPT, KEPT + DISTANCE]
+    assert places == [kept, kept, [KEPT + 2 * DISTANCE], kept, [SCRATCH]]
     # The thread may allocate only in the relaxed mode, which is 2; then it is in its own again.
     changes = [line for line in answers[0][1] if line.startswith(("cuThreadEx", "cuMemAlloc"))]
     modes = ["cuThreadExchangeStreamCaptureMode 2", "cuThreadExchangeStreamCaptureMode 0"]

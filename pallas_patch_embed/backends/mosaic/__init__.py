@@ -14,7 +14,7 @@ from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import heuristics, launch, sm90, sm100
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
-from pallas_patch_embed.buffers import on_whole_buffers
+from pallas_patch_embed.buffers import call_kernel
 from pallas_patch_embed.chips import B200, B300, H200, Chip, Target
 from pallas_patch_embed.problem import Problem
 
@@ -104,7 +104,7 @@ def _run(problem: Problem, grid: Grid, make: Callable[[], Any], *operands: jax.A
 
     def compute(patches: jax.Array, *rest: jax.Array) -> jax.Array:
         segments = jnp.asarray(grid.schedule(problem.table_period))
-        return on_whole_buffers(make(), patches.reshape(problem.rows, -1), *rest, segments)
+        return call_kernel(make(), patches.reshape(problem.rows, -1), *rest, segments)
 
     return tiles.flatten_leading_axes(problem, operands, compute)
 

@@ -21,7 +21,7 @@ from jax import lax
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
-from pallas_patch_embed.buffers import on_whole_buffers
+from pallas_patch_embed.buffers import call_kernel
 from pallas_patch_embed.chips import A100, B200, Chip, Target
 from pallas_patch_embed.problem import Problem
 
@@ -347,7 +347,7 @@ def _launch(
         )
         rows = source.reshape(problem.rows, K) if layout is None else source.reshape(-1)
         table = table.reshape(-1, problem.N)
-        return on_whole_buffers(call, rows, weight, scale, table, jnp.asarray(segments))
+        return call_kernel(call, rows, weight, scale, table, jnp.asarray(segments))
 
     return tiles.flatten_leading_axes(problem, operands, compute)
 
