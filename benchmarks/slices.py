@@ -72,12 +72,13 @@ def main() -> None:
     parser.add_argument("--images", type=int, nargs="+", default=[1, 64, 1024])
     parser.add_argument("--dtypes", nargs="+", default=["float8_e4m3fn", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=0.3, help="seconds of a turn")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("bench"))
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
+    path = chosen.out / "slices.jsonl"
+    path.write_text(json.dumps({"kind": "environment", "text": timing.environment()}) + "\n")
     print(timing.environment())
-    records = [{"kind": "environment", "text": timing.environment()}]
     drawn = draw_weights(np.random.default_rng(0), SHAPE)
     for dtype in chosen.dtypes:
         params = ppe.pack(**drawn, patch_size=SHAPE.patch, grid=SHAPE.grid, dtype=dtype)
@@ -99,9 +100,8 @@ def main() -> None:
                 us = 1e3 * found.milliseconds
                 print(f"{dtype:14} {images:5} {backend:12} {what:24} {us:9.1f} us")
                 row = {"dtype": dtype, "images": images, "backend": backend, "what": what}
-                records.append({"kind": "slices"} | row | {"us": us})
-    path = chosen.out / "slices.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+                with path.open("a") as file:
+                    file.write(json.dumps({"kind": "slices"} | row | {"us": us}) + "\n")
 
 
 if __name__ == "__main__":

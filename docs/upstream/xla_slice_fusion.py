@@ -38,13 +38,8 @@ def main() -> None:
             hlo = offline_compile.optimized_hlo(function, (x,), offline_compile.CHIPS["h200"])
             (fusion,) = re.findall(r"^%dynamic-slice-fusion.*?^}", hlo, re.M | re.S)
             print(f"{function.__name__}:")
-            for line in fusion.splitlines()[1:-1]:
-                print(
-                    "  ",
-                    re.sub(
-                        r", (?:operand_layout_constraints|metadata|api_version).*", "", line
-                    ).strip(),
-                )
+            fusion = re.sub(r", (?:operand_layout_constraints|metadata|sharding).*", "", fusion)
+            print("\n".join(fusion.splitlines()[1:-1]))
 
 
 if __name__ == "__main__":
