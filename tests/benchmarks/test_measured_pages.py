@@ -51,6 +51,19 @@ def table_row(what, result):
     return [f"{backend}, {dtype}", problem, microseconds(before), microseconds(after), ratio]
 
 
+def test_the_page_of_backends_has_the_times_of_slices():
+    records = results.read(ROOT / "benchmarks/h200/slices.jsonl")
+    times = {
+        (r["what"], r["backend"], r["dtype"]): r["us"] for r in records if r.get("images") == 1024
+    }
+    header, _, *rows = rows_of("docs/backends.md", "Operands that are parts of larger arrays")[-8:]
+    assert len(rows) == 6
+    for what, *cells in rows:
+        for backend, cell in zip(header[1:], cells, strict=True):
+            found = [times[what, backend, dtype] for dtype in ("float8_e4m3fn", "bfloat16")]
+            assert cell == " / ".join(f"{us:.0f}" for us in found)
+
+
 @pytest.mark.skipif(cuda.missing() is not None, reason="the CUDA library is not built")
 @pytest.mark.parametrize("chip, name", [(H100, "H100"), (H200, "H200")])
 def test_the_page_of_tune_lists_the_configs_of_a_packages_file(chip, name):
