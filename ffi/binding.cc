@@ -430,8 +430,8 @@ std::optional<std::string> choose(std::string_view name, int capability, const O
 
 // Buffers that a kernel cannot take.
 
-// Operands and results of a kernel begin at multiples of this number of bytes: TMA requires it (PTX
-// ISA, "Tensor Access Modes"), and the widest loads do.
+// Operands and results of a kernel begin at multiples of this number of bytes. TMA requires it (CUDA
+// driver API, cuTensorMapEncodeTiled, globalAddress), and so do the widest loads.
 constexpr size_t kAlignment = 16;
 
 // Returns memory for a copy while a command buffer is recorded, or nullptr if there is none.

@@ -3,7 +3,8 @@
   python tests/kernels/sliced_hlo.py
 
 Prints, for each kernel and program, the number of the kernel's calls, how many slices and updates
-XLA has folded into them, and the other operations on arrays. It is a separate program because the
+XLA has folded into them, and the other operations on arrays. "whole" has the same for embed_images,
+and the number of slices of float32 rows in an encoder. It is a separate program because the
 compilers read their settings when JAX is imported.
 """
 
@@ -52,6 +53,8 @@ def main() -> None:
         import jax
         from sliced import programs
 
+        import pallas_patch_embed as ppe
+        from benchmarks import encoder
         from pallas_patch_embed.chips import H200
         from pallas_patch_embed.primitive import patch_embed
         from pallas_patch_embed.problem import PatchLayout, named_shape
@@ -93,6 +96,18 @@ def main() -> None:
                 given = jax.eval_shape(arguments, *operands)
                 hlo = offline_compile.optimized_hlo(made[0], given, H200)
                 answers.setdefault(kernel, {})[name] = described(hlo)
+        tower, _ = jax.eval_shape(lambda: encoder.draw("B/16 224", "int8", "bfloat16"))
+        images = struct((8, 224, 224, 3), "uint8")
+        hlo = offline_compile.optimized_hlo(
+            lambda images, params: ppe.embed_images(images, params, backend="cuda"),
+            (images, tower.patch_embed),
+            H200,
+        )
+        answers["whole"] = {"embed_images": described(hlo)}
+        hlo = offline_compile.optimized_hlo(
+            lambda images, tower: tower(images), (images, tower), H200
+        )
+        answers["whole"]["encoder"] = len(re.findall(r"= f32\[\d+,768\]\S* dynamic-slice", hlo))
     print(json.dumps(answers))
 
 
