@@ -195,8 +195,8 @@ def test_xla_folds_slices_into_calls_of_cuda_alone():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    # Programs without slices of their own have no copies, either: the kernel of the layer norm reads
-    # its row of scale and bias out of the rows of all layers.
+    # Programs without slices of their own have no copies, either: the kernel of the layer norm
+    # reads its row of scale and bias out of the rows of all layers.
     whole = found.pop("whole")
     assert whole == {"embed_images": {"calls": 1, "folded": 0, "others": []}, "encoder": 0}
     assert len(found) == 5
