@@ -32,55 +32,6 @@ namespace patch_embed {
 // XLA's stream. It is null on platforms without streams, so that operands are checked everywhere.
 struct Stream {};
 
-// Memory on the device for the duration of a call, from XLA's allocator.
-//
-// The allocator reuses it for work that is later in the stream, so it may be freed while the
-// kernel runs.
-class Scratch {
- public:
-  Scratch(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx) : api_(api), ctx_(ctx) {}
-  Scratch(Scratch&&) = default;
-  ~Scratch() {
-    for (const auto& [data, size] : allocated_) {
-      XLA_FFI_DeviceMemory_Free_Args args{};
-      args.struct_size = XLA_FFI_DeviceMemory_Free_Args_STRUCT_SIZE;
-      args.ctx = ctx_;
-      args.size = size;
-      args.data = data;
-      ignore(api_, api_->XLA_FFI_DeviceMemory_Free(&args));
-    }
-  }
-
-  // Returns nullptr if there is no memory.
-  void* allocate(size_t size, size_t alignment) {
-    XLA_FFI_DeviceMemory_Allocate_Args args{};
-    args.struct_size = XLA_FFI_DeviceMemory_Allocate_Args_STRUCT_SIZE;
-    args.ctx = ctx_;
-    args.size = size;
-    args.alignment = alignment;
-    if (ignore(api_, api_->XLA_FFI_DeviceMemory_Allocate(&args))) return nullptr;
-    if (args.data) allocated_.push_back({args.data, size});
-    return args.data;
-  }
-
-  // Destroys an error, if it is one. The error's message is not read, because newer runtimes write
-  // more into the arguments of the call that returns it than an older struct has room for
-  // (docs/backends.md).
-  static bool ignore(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
-    if (!error) return false;
-    XLA_FFI_Error_Destroy_Args destroy{};
-    destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
-    destroy.error = error;
-    api->XLA_FFI_Error_Destroy(&destroy);
-    return true;
-  }
-
- private:
-  const XLA_FFI_Api* api_;
-  XLA_FFI_ExecutionContext* ctx_;
-  std::vector<std::pair<void*, size_t>> allocated_;
-};
-
 }  // namespace patch_embed
 
 template <>
@@ -92,18 +43,15 @@ struct xla::ffi::CtxDecoding<patch_embed::Stream> {
     XLA_FFI_Stream_Get_Args args{};
     args.struct_size = XLA_FFI_Stream_Get_Args_STRUCT_SIZE;
     args.ctx = ctx;
-    const bool failed = patch_embed::Scratch::ignore(api, api->XLA_FFI_Stream_Get(&args));
-    return failed ? CUstream{nullptr} : static_cast<CUstream>(args.stream);
-  }
-};
-
-template <>
-struct xla::ffi::CtxDecoding<patch_embed::Scratch> {
-  using Type = patch_embed::Scratch;
-
-  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
-                                    DiagnosticEngine&) {
-    return Type(api, ctx);
+    XLA_FFI_Error* error = api->XLA_FFI_Stream_Get(&args);
+    if (!error) return static_cast<CUstream>(args.stream);
+    // The error's message is not read, because newer runtimes write more into the arguments of the
+    // call that returns it than an older struct has room for (docs/backends.md).
+    XLA_FFI_Error_Destroy_Args destroy{};
+    destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+    destroy.error = error;
+    api->XLA_FFI_Error_Destroy(&destroy);
+    return CUstream{nullptr};
   }
 };
 
@@ -186,7 +134,7 @@ Image* find_image(const Config& config) {
   X(cuLibraryGetKernel) X(cuKernelSetAttribute) X(cuTensorMapEncodeTiled)                   \
   X(cuTensorMapEncodeIm2col) X(cuLaunchKernelEx) X(cuDriverGetVersion)                     \
   X(cuMemcpyDtoDAsync) X(cuStreamIsCapturing) X(cuThreadExchangeStreamCaptureMode)         \
-  X(cuMemAlloc)
+  X(cuMemAlloc) X(cuMemAllocAsync) X(cuMemFreeAsync)
 // clang-format on
 
 // cuda.h defines some of these names as macros that expand to a versioned name, such as
@@ -428,24 +376,24 @@ std::optional<std::string> choose(std::string_view name, int capability, const O
   return wrong;
 }
 
-// Buffers that a kernel cannot take.
+// Addresses that a kernel does not accept.
 
 // Operands and results of a kernel begin at multiples of this number of bytes. TMA requires it (CUDA
 // driver API, cuTensorMapEncodeTiled, globalAddress), and so do the widest loads.
 constexpr size_t kAlignment = 16;
 
-// Returns memory for a copy while a command buffer is recorded, or nullptr if there is none.
+// Returns memory for a copy while a command buffer is recorded, or 0 if there is none.
 //
-// Scratch memory would be reused before the command buffer is executed, and the handler does not
-// learn when the command buffer is destroyed. So this memory is kept until the process ends. Calls
-// share it if `operand`, `size` and the address of their results are the same. XLA orders calls
-// that write to the same address, so they never use it at the same time.
-void* keep(CUcontext context, const void* y, int operand, size_t size) {
+// The command buffer is executed later and often, and the handler does not learn when it is
+// destroyed, so this memory is never freed. Calls share it if the operand's number and size and the
+// address of the result are the same. XLA orders calls that write to the same address, so they
+// never use the memory at the same time.
+CUdeviceptr allocate_forever(CUcontext context, const void* y, int operand, size_t size) {
   using Key = std::tuple<CUcontext, const void*, int, size_t>;
   static std::mutex mutex;
-  static auto* kept = new std::map<Key, CUdeviceptr>;
+  static auto* allocated = new std::map<Key, CUdeviceptr>;
   const std::lock_guard<std::mutex> lock(mutex);
-  CUdeviceptr& memory = (*kept)[Key(context, y, operand, size)];
+  CUdeviceptr& memory = (*allocated)[Key(context, y, operand, size)];
   if (!memory) {
     // A thread that records may allocate only in this mode. The call exchanges the modes.
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -453,31 +401,42 @@ void* keep(CUcontext context, const void* y, int operand, size_t size) {
     if (driver().cuMemAlloc_fn(&memory, size) != CUDA_SUCCESS) memory = 0;
     driver().cuThreadExchangeStreamCaptureMode_fn(&mode);
   }
-  return reinterpret_cast<void*>(memory);
+  return memory;
 }
 
-// Where the kernel of one call reads its operands and writes its result.
+// The addresses at which the kernel of one call reads its operands and writes its result.
 //
 // XLA may pass a part of a larger buffer (pallas_patch_embed/buffers.py). An operand that is not
 // aligned is copied before the launch. A result that is not aligned, or that overlaps an operand, is
 // copied after the launch. All other buffers are used where they are.
-class Places {
+class KernelAddresses {
  public:
-  Places(CUcontext context, CUstream stream, Scratch* scratch, const ffi::AnyBuffer& y)
-      : context_(context), stream_(stream), scratch_(scratch), y_(y), result_(y.untyped_data()) {}
+  KernelAddresses(CUcontext context, CUstream stream, const ffi::AnyBuffer& y)
+      : context_(context), stream_(stream), y_(y), result_(y.untyped_data()) {}
+  // The driver frees the memory once the stream has reached this point. XLA's own allocator for
+  // handlers does not know the stream, and would give the memory to a call on another stream.
+  ~KernelAddresses() {
+    for (CUdeviceptr memory : allocated_) driver().cuMemFreeAsync_fn(memory, stream_);
+  }
+  KernelAddresses(const KernelAddresses&) = delete;
+  KernelAddresses& operator=(const KernelAddresses&) = delete;
 
   // Sets `address` to where the kernel reads an operand.
-  ffi::Error read(const char* name, const ffi::AnyBuffer& buffer, void** address) {
+  ffi::Error read(const char* name, const ffi::AnyBuffer& buffer, const void** address) {
     operands_++;
-    const auto begin = uintptr_t(buffer.untyped_data()), y = uintptr_t(y_.untyped_data());
-    overlaps_ |= begin < y + y_.size_bytes() && y < begin + buffer.size_bytes();
     *address = buffer.untyped_data();
-    if (begin % kAlignment == 0) return ffi::Error::Success();
-    if (ffi::Error error = allocate(name, buffer, address); error.failure()) return error;
-    return copy(name, *address, buffer.untyped_data(), buffer.size_bytes());
+    const auto begin = uintptr_t(buffer.untyped_data()), y = uintptr_t(y_.untyped_data());
+    if (begin % kAlignment == 0) {
+      overlaps_ |= begin < y + y_.size_bytes() && y < begin + buffer.size_bytes();
+      return ffi::Error::Success();
+    }
+    void* copied;
+    if (ffi::Error error = allocate(name, buffer, &copied); error.failure()) return error;
+    *address = copied;
+    return copy(name, copied, buffer.untyped_data(), buffer.size_bytes());
   }
 
-  // Sets `address` to where the kernel writes the result, after all operands have been read.
+  // Sets `address` to where the kernel writes the result, once all operands have an address.
   ffi::Error write(void** address) {
     operands_++;
     if (overlaps_ || uintptr_t(y_.untyped_data()) % kAlignment) {
@@ -487,7 +446,7 @@ class Places {
     return ffi::Error::Success();
   }
 
-  // Moves the result to where XLA expects it, after the launch.
+  // Copies the result to where XLA expects it, after the launch.
   ffi::Error finish() {
     if (result_ == y_.untyped_data()) return ffi::Error::Success();
     return copy("y", y_.untyped_data(), result_, y_.size_bytes());
@@ -495,24 +454,31 @@ class Places {
 
  private:
   ffi::Error allocate(const char* name, const ffi::AnyBuffer& buffer, void** address) {
+    const size_t size = buffer.size_bytes();
     CUstreamCaptureStatus status;
     PATCH_EMBED_RETURN_IF_ERROR("cuStreamIsCapturing",
                                 driver().cuStreamIsCapturing_fn(stream_, &status));
-    *address = status == CU_STREAM_CAPTURE_STATUS_NONE
-                   ? scratch_->allocate(buffer.size_bytes(), kAlignment)
-                   : keep(context_, y_.untyped_data(), operands_, buffer.size_bytes());
-    if (*address) return ffi::Error::Success();
-    const size_t past = uintptr_t(buffer.untyped_data()) % kAlignment;
+    CUdeviceptr memory = 0;
+    if (status != CU_STREAM_CAPTURE_STATUS_NONE) {
+      memory = allocate_forever(context_, y_.untyped_data(), operands_, size);
+    } else if (driver().cuMemAllocAsync_fn(&memory, size, stream_) == CUDA_SUCCESS) {
+      allocated_.push_back(memory);
+    } else {
+      memory = 0;
+    }
+    *address = reinterpret_cast<void*>(memory);
+    if (memory) return ffi::Error::Success();
+    const size_t remainder = uintptr_t(buffer.untyped_data()) % kAlignment;
     const std::string reason =
-        past ? "begins " + std::to_string(past) + " bytes after a multiple of " +
-                   std::to_string(kAlignment) + ", which the kernel does not support"
-             : "overlaps an operand";
+        remainder ? "begins " + std::to_string(remainder) + " bytes after a multiple of " +
+                        std::to_string(kAlignment) + ", which the kernel does not support"
+                  : "overlaps an operand";
     return error(ffi::ErrorCode::kResourceExhausted,
                  std::string(name) + " is a part of a larger array and " + reason +
-                     ", and there is no memory for a copy of " +
-                     std::to_string(buffer.size_bytes()) +
-                     " bytes. Free memory, or let XLA make an array of its own: apply "
-                     "jax.lax.optimization_barrier to the slice.");
+                     ", and there is no memory for a copy of " + std::to_string(size) +
+                     " bytes. Leave more memory to others than XLA (XLA_CLIENT_MEM_FRACTION), or "
+                     "let XLA make an array of its own: apply jax.lax.optimization_barrier to the "
+                     "slice.");
   }
 
   ffi::Error copy(const char* name, void* to, const void* from, size_t size) {
@@ -524,16 +490,17 @@ class Places {
 
   CUcontext context_;
   CUstream stream_;
-  Scratch* scratch_;
   const ffi::AnyBuffer& y_;
   void* result_;
   int operands_ = 0;
   bool overlaps_ = false;
+  std::vector<CUdeviceptr> allocated_;
 };
 
 // Encodes a tensor map. plan() checks everything that the driver checks, except the address, which
 // is a multiple of kAlignment.
-CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
+CUresult encode(const TensorMap& map, const void* begin, CUtensorMap* encoded) {
+  void* data = const_cast<void*>(begin);
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const auto type = map.type == Type::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                     : map.type == Type::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
@@ -557,7 +524,7 @@ CUresult encode(const TensorMap& map, void* data, CUtensorMap* encoded) {
 // the kernel onto the device, which a command buffer cannot record. The Execute stage launches the
 // kernel.
 template <ffi::ExecutionStage stage>
-ffi::Error handle(CUstream stream, Scratch scratch, ffi::AnyBuffer patches, ffi::AnyBuffer weight,
+ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight,
                   ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::AnyBuffer segments_sm90,
                   ffi::AnyBuffer segments_sm100, ffi::Result<ffi::AnyBuffer> y,
                   std::string_view kernel_sm90, std::string_view kernel_sm100) {
@@ -628,15 +595,22 @@ ffi::Error handle(CUstream stream, Scratch scratch, ffi::AnyBuffer patches, ffi:
 
   const Launch& launch = choice.launch;
   Arguments arguments{};
-  Places places(context.context, stream, &scratch, operands.y);
-  void *read_patches, *read_weight, *read_scale, *read_table, *read_segments, *write_y;
-  for (ffi::Error placed :
-       {places.read("patches", patches, &read_patches), places.read("weight", weight, &read_weight),
-        places.read("scale", scale, &read_scale), places.read("table", table, &read_table),
-        places.read("segments", operands.segments(config), &read_segments),
-        places.write(&write_y)}) {
-    if (placed.failure()) return placed;
+  KernelAddresses addresses(context.context, stream, operands.y);
+  const void *read_patches, *read_weight, *read_scale, *read_table, *read_segments;
+  void* write_y;
+  struct Operand {
+    const char* name;
+    const ffi::AnyBuffer* buffer;
+    const void** address;
+  };
+  for (const Operand& operand :
+       {Operand{"patches", &patches, &read_patches}, Operand{"weight", &weight, &read_weight},
+        Operand{"scale", &scale, &read_scale}, Operand{"table", &table, &read_table},
+        Operand{"segments", &operands.segments(config), &read_segments}}) {
+    ffi::Error error = addresses.read(operand.name, *operand.buffer, operand.address);
+    if (error.failure()) return error;
   }
+  if (ffi::Error error = addresses.write(&write_y); error.failure()) return error;
   arguments.scale = static_cast<const float*>(read_scale);
   arguments.table = read_table;
   arguments.out = write_y;
@@ -671,14 +645,13 @@ ffi::Error handle(CUstream stream, Scratch scratch, ffi::AnyBuffer patches, ffi:
   PATCH_EMBED_RETURN_IF_ERROR(
       "launching " + name,
       cuda.cuLaunchKernelEx_fn(&how, reinterpret_cast<CUfunction>(kernel), parameters, nullptr));
-  return places.finish();
+  return addresses.finish();
 }
 
 template <ffi::ExecutionStage stage>
 auto binding() {
   return ffi::Ffi::Bind<stage>()
       .template Ctx<Stream>()
-      .template Ctx<Scratch>()
       .template Arg<ffi::AnyBuffer>()  // patches
       .template Arg<ffi::AnyBuffer>()  // weight
       .template Arg<ffi::AnyBuffer>()  // scale

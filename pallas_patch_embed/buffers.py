@@ -15,18 +15,18 @@ from jax import lax
 
 
 def call_kernel(
-    kernel: Callable[..., jax.Array], *operands: jax.Array, takes_parts: bool = False
+    kernel: Callable[..., jax.Array], *operands: jax.Array, accepts_slices: bool = False
 ) -> jax.Array:
-    """Calls a kernel with operands that it can read, and with a result that it can write.
+    """Calls a kernel with whole, aligned buffers, unless it accepts parts of larger ones.
+
+    A barrier costs nothing next to a buffer. Next to a slice it makes XLA copy the slice.
 
     Args:
       kernel: function of the operands that makes one custom call.
       operands: arrays.
-      takes_parts: whether the handler of the custom call accepts parts of larger buffers, because
+      accepts_slices: whether the handler of the custom call accepts parts of larger buffers, because
         it copies those that its kernel cannot use. Only the handler in ffi/binding.cc does.
-        Otherwise operands and result are whole buffers, aligned as XLA aligns them: a barrier is
-        free next to a buffer, and next to a slice it makes XLA copy the slice.
     """
-    if takes_parts:
+    if accepts_slices:
         return kernel(*operands)
     return lax.optimization_barrier(kernel(*lax.optimization_barrier(operands)))

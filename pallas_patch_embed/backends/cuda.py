@@ -540,7 +540,7 @@ def plan(problem: Problem, target: Target, *, config: CudaConfig | None = None) 
         call = functools.partial(jax.ffi.ffi_call(name, result), **names)
         shape = (problem.rows, problem.K) if problem.cut is None else (-1, *problem.images[-3:])
         operands = (patches.reshape(shape), *rest, *map(jnp.asarray, schedules))
-        return call_kernel(call, *operands, takes_parts=True)
+        return call_kernel(call, *operands, accepts_slices=True)
 
     names = list(map(str, chosen.values()))
     cuts = problem.cut == "kernel"

@@ -50,8 +50,8 @@ def layer_norm(
       x: [..., D]. Its dtype is that of the result.
       scale, bias: [D] float32; with `layer`, the rows of all layers, [layers, D].
       eps: added to the variance.
-      layer: int32, the row of scale and bias. In a loop over layers the kernel reads the row, where
-        XLA would copy it: a kernel's operands are whole buffers (buffers.py).
+      layer: int32 in [0, layers), the row of scale and bias. The kernel reads the row itself.
+        Otherwise XLA would copy two rows in front of each call (buffers.py).
     """
     if layer is None:
         scale, bias, layer = scale[None], bias[None], jnp.int32(0)

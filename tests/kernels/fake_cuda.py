@@ -9,7 +9,7 @@ import ctypes
 import json
 import sys
 import threading
-from ctypes import c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_char_p, c_int, c_int64, c_size_t, c_uint64, c_void_p
 
 # Enumerators of xla/ffi/api/c_api.h.
 TYPES = {"float8_e4m3fn": 20, "int8": 2, "uint8": 6, "bfloat16": 16, "float32": 11, "int32": 4}
@@ -28,10 +28,6 @@ Buffer = struct(
 )
 ErrorCreate = struct("ErrorCreate", ("message", c_char_p), ("code", c_int))
 StreamGet = struct("StreamGet", ("ctx", c_void_p), ("stream", c_void_p))
-Allocate = struct(
-    "Allocate", ("ctx", c_void_p), ("size", c_size_t), ("alignment", c_size_t), ("data", c_void_p)
-)
-Free = struct("Free", ("ctx", c_void_p), ("size", c_size_t), ("data", c_void_p))
 Arguments = struct("Arguments", ("size", c_int64), ("types", c_void_p), ("values", c_void_p))
 Attributes = struct(
     "Attributes", ("size", c_int64), ("types", c_void_p), ("names", c_void_p), ("values", c_void_p)
@@ -47,15 +43,7 @@ Api = struct(
     ("error_destroy", Function),
     ("handler_register", Function),
     ("stream_get", Function),
-    ("type_id_register", Function),
-    ("execution_context_get", Function),
-    ("state_set", Function),
-    ("state_get", Function),
-    ("device_memory_allocate", Function),
-    ("device_memory_free", Function),
 )
-# Address of the first scratch memory of a call, and the distance to the next.
-SCRATCH, DISTANCE = 1 << 29, 1 << 20
 Frame = struct(
     "Frame",
     ("api", c_void_p),
@@ -80,7 +68,7 @@ def pointers(objects):
     return (c_void_p * len(objects))(*map(ctypes.addressof, objects))
 
 
-def call(library, stage, operands, attributes, stream, memory=2**40):
+def call(library, stage, operands, attributes, stream):
     """Calls a handler; returns None, or its error as (code, message).
 
     Args:
@@ -89,9 +77,8 @@ def call(library, stage, operands, attributes, stream, memory=2**40):
       operands: (dtype, shape, address) of each operand; the last one is the result.
       attributes: name -> text.
       stream: number of the stream; None if the platform has no streams.
-      memory: bytes of scratch memory.
     """
-    errors, scratch = [], {}
+    errors = []
 
     def error_create(at):
         found = ErrorCreate.from_address(at)
@@ -104,19 +91,6 @@ def call(library, stage, operands, attributes, stream, memory=2**40):
             return len(errors)
         StreamGet.from_address(at).stream = stream
 
-    def allocate(at):
-        wanted = Allocate.from_address(at)
-        if sum(scratch.values()) + wanted.size > memory:
-            errors.append(None)
-            return len(errors)
-        assert wanted.alignment == 16  # the largest that XLA allows
-        wanted.data = SCRATCH + DISTANCE * len(scratch)
-        scratch[wanted.data] = wanted.size
-
-    def free(at):
-        freed = Free.from_address(at)
-        assert scratch.pop(freed.data) == freed.size
-
     def error_destroy(at):
         errors.pop()
 
@@ -124,7 +98,6 @@ def call(library, stage, operands, attributes, stream, memory=2**40):
         raise AssertionError("a newer runtime would write beyond the end of these arguments")
 
     functions = (error_create, forbidden, error_destroy, forbidden, stream_get)
-    functions += (*[forbidden] * 4, allocate, free)
     api = sized(Api, sized(Version, 0, 1), None, *map(Function, functions))
     shapes = [(c_int64 * len(shape))(*shape) for _, shape, _ in operands]
     buffers = [
@@ -153,7 +126,6 @@ def call(library, stage, operands, attributes, stream, memory=2**40):
     handler.argtypes = [c_void_p]
     error = handler(at(frame))
     assert (error is not None) == (len(errors) == 1), errors
-    assert not scratch, "scratch memory was not freed"
     return errors[0] if errors else None
 
 
@@ -164,7 +136,8 @@ def main():
     answers = []
     for one in json.load(sys.stdin):
         threads, capability, fail = (one.pop(key) for key in ("threads", "capability", "fail"))
-        driver.fake_begin(*capability, fail.encode(), one.pop("captures", False))
+        memory = c_uint64(one.pop("memory", 2**40))
+        driver.fake_begin(*capability, fail.encode(), one.pop("captures", False), memory)
         errors = [None] * threads
 
         def work(i, one=one, errors=errors):
@@ -175,6 +148,7 @@ def main():
             thread.start()
         for thread in started:
             thread.join()
+        assert driver.fake_leaks() == 0, "memory was not freed in its stream"
         answers.append((errors, driver.fake_written().decode().splitlines()))
     print(json.dumps(answers))
 

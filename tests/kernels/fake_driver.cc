@@ -18,9 +18,13 @@ namespace {
 std::mutex mutex;
 std::string written, failing;
 int capability[2] = {9, 0};
-// Whether streams are being captured, and the next address that cuMemAlloc returns.
+// Whether streams are being captured, and how many bytes may be allocated.
 int capturing = 0;
-uintptr_t next_address = 1 << 30;
+uint64_t available = 0;
+// The next addresses of memory that is freed in the order of a stream, and of other memory. A call
+// of fake_begin resets the first.
+uintptr_t next_of_stream, next_address = 1 << 30;
+std::map<uintptr_t, uintptr_t> stream_of;
 // Largest dynamic shared memory in bytes, by kernel and device.
 std::map<std::pair<std::string, int>, unsigned> limits;
 thread_local uintptr_t current = 0;
@@ -49,14 +53,19 @@ struct Config {  // CUlaunchConfig
 
 extern "C" {
 
-void fake_begin(int major, int minor, const char* fail, int captures) {
+void fake_begin(int major, int minor, const char* fail, int captures, uint64_t memory) {
   capability[0] = major, capability[1] = minor;
   capturing = captures;
+  available = memory;
+  next_of_stream = 1 << 29;
   failing = fail;
   written.clear();
 }
 
 const char* fake_written() { return written.c_str(); }
+
+// Returns the number of allocations that were not freed.
+int fake_leaks() { return int(stream_of.size()); }
 
 // The library calls this once per process, so it is not recorded.
 int cuDriverGetVersion(int* version) { return *version = DRIVER_VERSION, 0; }
@@ -152,7 +161,23 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 int cuMemAlloc_v2(uintptr_t* address, size_t size) {
   *address = next_address;
   next_address += 1 << 20;
-  return note("cuMemAlloc", size, *address);
+  return note("cuMemAlloc", size, *address) || size > available;
+}
+
+int cuMemAllocAsync(uintptr_t* address, size_t size, uintptr_t stream) {
+  if (note("cuMemAllocAsync", size, stream) || size > available) return 2;
+  std::lock_guard<std::mutex> lock(mutex);
+  *address = next_of_stream;
+  next_of_stream += 1 << 20;
+  stream_of[*address] = stream;
+  return 0;
+}
+
+int cuMemFreeAsync(uintptr_t address, uintptr_t stream) {
+  const int result = note("cuMemFreeAsync", address, stream);
+  std::lock_guard<std::mutex> lock(mutex);
+  if (stream_of[address] == stream) stream_of.erase(address);
+  return result;
 }
 
 int cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t size, uintptr_t stream) {

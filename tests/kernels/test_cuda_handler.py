@@ -579,6 +579,7 @@ def test_an_operand_at_an_odd_address_is_copied_before_the_launch(handle, name, 
     operands = moved(placed(operands_of()), **{name: past})
     ((errors, written),) = executed(handle, dict(operands=operands))
     assert errors == [None]
+    assert written[-2:] == [f"cuMemFreeAsync {SCRATCH} {STREAM}", f"cuCtxPopCurrent {STREAM}"]
     index = list(operands_of()).index(name)
     begin, size = operands[index][2], bytes_of(operands[index])
     assert copies_of(written) == ([(SCRATCH, begin, size)], 1)
@@ -632,6 +633,16 @@ def test_a_result_that_overlaps_an_operand_is_copied_after_the_launch(handle, na
 
 
 @with_driver
+def test_a_result_that_overlaps_only_operands_that_are_copied_stays_where_it_is(handle):
+    operands = moved(placed(operands_of()), patches=4)
+    operands[-1] = (*operands[-1][:2], operands[0][2] + 12)
+    ((errors, written),) = executed(handle, dict(operands=operands))
+    assert errors == [None]
+    assert copies_of(written) == ([(SCRATCH, operands[0][2], bytes_of(operands[0]))], 1)
+    assert pointers_of(written)["y"] == operands[-1][2]
+
+
+@with_driver
 def test_operands_at_multiples_of_16_bytes_are_never_copied(handle):
     operands = moved(placed(operands_of()), **dict.fromkeys([*READ, "y"], 16))
     ((errors, written),) = executed(handle, dict(operands=operands))
@@ -644,9 +655,7 @@ def test_a_command_buffer_gets_memory_that_is_kept(handle):
     """The command buffer is executed after the call, when scratch memory has other uses."""
     odd = dict(operands=moved(placed(operands_of()), scale=4, table=2), captures=True)
     other = dict(operands=moved(placed(operands_of()), scale=4, y=16), captures=True)
-    answers = executed(
-        handle, odd, odd, other, odd | dict(fail="cuMemAlloc"), other | dict(captures=False)
-    )
+    answers = executed(handle, odd, odd, other, odd | dict(memory=0), other | dict(captures=False))
     assert [errors for errors, _ in answers] == [[None]] * 5
     places = [[to for to, *_ in copies_of(written)[0]] for _, written in answers]
     kept = [KEPT, KEPT + DISTANCE]
@@ -666,8 +675,7 @@ def test_without_memory_for_a_copy_the_error_says_which_operand_is_odd(
     handle, name, past, memory, captures
 ):
     operands = moved(placed(operands_of()), **{name: past})
-    fail = "cuMemAlloc" if captures else ""
-    call = dict(operands=operands, memory=memory, captures=captures, fail=fail)
+    call = dict(operands=operands, memory=memory, captures=captures)
     ((errors, written),) = executed(handle, call)
     ((code, message),) = errors
     assert code == CODES["RESOURCE_EXHAUSTED"]
@@ -689,6 +697,16 @@ def test_without_memory_a_result_that_overlaps_an_operand_is_refused(handle):
     assert code == CODES["RESOURCE_EXHAUSTED"]
     assert "y is a part of a larger array and overlaps an operand" in message
     assert not any(line.startswith("cuLaunchKernelEx") for line in written)
+
+
+@with_driver
+def test_after_the_first_operand_without_memory_nothing_is_copied(handle):
+    operands = moved(placed(operands_of()), **dict.fromkeys([*READ, "y"], 4))
+    size = bytes_of(operands[0])
+    ((errors, written),) = executed(handle, dict(operands=operands, memory=size - 1))
+    assert "patches is a part" in errors[0][1]
+    assert not any(line.startswith(("cuMemcpy", "cuLaunch")) for line in written)
+    assert sum(line.startswith("cuMemAllocAsync") for line in written) == 1
 
 
 @with_driver

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from gpu import RUNS, count_wrong, gpu
+from jax.experimental.compute_on import compute_on
 from jax.sharding import PartitionSpec
 from repository import TESTS, environment
 from sliced import programs
@@ -132,6 +133,53 @@ def test_parts_of_larger_arrays_in_a_shard_map(kernel):
     spec = PartitionSpec()
     mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     assert_equal_bits(jax.jit(mapped)(*arguments), kernel(*operands))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+def test_parts_of_larger_arrays_in_a_command_buffer(kernel):
+    """The results of all runs are kept, so that XLA records the calls again at new addresses."""
+    kernel, draw = kernel
+    pairs = [(draw(seed), draw(RUNS + seed)) for seed in range(RUNS)]
+    program = programs(pairs[0][0], jax.eval_shape(kernel, *pairs[0][0]))["all operands are slices"]
+    function, _ = program(kernel, pairs[0][0])
+    both = jax.jit(
+        lambda first, second: (function(*first), function(*second)),
+        compiler_options=compare.COMMAND_BUFFERS
+        | {"xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"},
+    )
+    kept = []
+    for pair in pairs:
+        arguments = [program(kernel, operands)[1] for operands in pair]
+        kept.append(both(*arguments))
+        both(*arguments)
+        assert_equal_bits(both(*arguments), kept[-1])
+    for pair, found in zip(pairs, kept):
+        assert_equal_bits(found, [kernel(*operands) for operands in pair])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "layer norm"], indirect=True)
+def test_parts_of_larger_arrays_on_two_streams(kernel):
+    kernel, draw = kernel
+    pairs = [(draw(seed), draw(RUNS + seed)) for seed in range(RUNS)]
+    program = programs(pairs[0][0], jax.eval_shape(kernel, *pairs[0][0]))["all operands are slices"]
+    function, _ = program(kernel, pairs[0][0])
+
+    @jax.jit
+    def both(*arguments):
+        return [
+            compute_on(
+                function,
+                compute_type=f"gpu_stream:{1 + i}",
+                out_memory_spaces=jax.memory.Space.Device,
+            )(*one)
+            for i, one in enumerate(arguments)
+        ]
+
+    for pair in pairs:
+        arguments = [program(kernel, operands)[1] for operands in pair]
+        assert_equal_bits(both(*arguments), [kernel(*operands) for operands in pair])
 
 
 @pytest.mark.gpu
