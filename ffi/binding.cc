@@ -9,13 +9,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <tuple>
-#include <utility>
 #include <vector>
 
 #include "configs.h"
@@ -133,8 +130,7 @@ Image* find_image(const Config& config) {
   X(cuCtxPopCurrent) X(cuCtxGetDevice) X(cuDeviceGetAttribute) X(cuLibraryLoadData)       \
   X(cuLibraryGetKernel) X(cuKernelSetAttribute) X(cuTensorMapEncodeTiled)                   \
   X(cuTensorMapEncodeIm2col) X(cuLaunchKernelEx) X(cuDriverGetVersion)                     \
-  X(cuMemcpyDtoDAsync) X(cuStreamIsCapturing) X(cuThreadExchangeStreamCaptureMode)         \
-  X(cuMemAlloc) X(cuMemAllocAsync) X(cuMemFreeAsync)
+  X(cuMemcpyDtoDAsync) X(cuMemAllocAsync) X(cuMemFreeAsync)
 // clang-format on
 
 // cuda.h defines some of these names as macros that expand to a versioned name, such as
@@ -213,19 +209,19 @@ ffi::Error driver_error(const std::string& what, CUresult result) {
 class Context {
  public:
   explicit Context(CUstream stream) {
+    CUcontext context;
     result = driver().cuStreamGetCtx_fn(stream, &context);
     if (result == CUDA_SUCCESS) result = driver().cuCtxPushCurrent_fn(context);
     pushed_ = result == CUDA_SUCCESS;
   }
   ~Context() {
-    CUcontext popped;
-    if (pushed_) driver().cuCtxPopCurrent_fn(&popped);
+    CUcontext context;
+    if (pushed_) driver().cuCtxPopCurrent_fn(&context);
   }
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
   CUresult result;
-  CUcontext context = nullptr;
 
  private:
   bool pushed_;
@@ -382,28 +378,6 @@ std::optional<std::string> choose(std::string_view name, int capability, const O
 // driver API, cuTensorMapEncodeTiled, globalAddress), and so do the widest loads.
 constexpr size_t kAlignment = 16;
 
-// Returns memory for a copy while a command buffer is recorded, or 0 if there is none.
-//
-// The command buffer is executed later and often, and the handler does not learn when it is
-// destroyed, so this memory is never freed. Calls share it if the operand's number and size and the
-// address of the result are the same. XLA orders calls that write to the same address, so they
-// never use the memory at the same time.
-CUdeviceptr allocate_forever(CUcontext context, const void* y, int operand, size_t size) {
-  using Key = std::tuple<CUcontext, const void*, int, size_t>;
-  static std::mutex mutex;
-  static auto* allocated = new std::map<Key, CUdeviceptr>;
-  const std::lock_guard<std::mutex> lock(mutex);
-  CUdeviceptr& memory = (*allocated)[Key(context, y, operand, size)];
-  if (!memory) {
-    // A thread that records may allocate only in this mode. The call exchanges the modes.
-    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-    driver().cuThreadExchangeStreamCaptureMode_fn(&mode);
-    if (driver().cuMemAlloc_fn(&memory, size) != CUDA_SUCCESS) memory = 0;
-    driver().cuThreadExchangeStreamCaptureMode_fn(&mode);
-  }
-  return memory;
-}
-
 // The addresses at which the kernel of one call reads its operands and writes its result.
 //
 // XLA may pass a part of a larger buffer (pallas_patch_embed/buffers.py). An operand that is not
@@ -411,8 +385,8 @@ CUdeviceptr allocate_forever(CUcontext context, const void* y, int operand, size
 // copied after the launch. All other buffers are used where they are.
 class KernelAddresses {
  public:
-  KernelAddresses(CUcontext context, CUstream stream, const ffi::AnyBuffer& y)
-      : context_(context), stream_(stream), y_(y), result_(y.untyped_data()) {}
+  KernelAddresses(CUstream stream, const ffi::AnyBuffer& y)
+      : stream_(stream), y_(y), result_(y.untyped_data()) {}
   // The driver frees the memory once the stream has reached this point. XLA's own allocator for
   // handlers does not know the stream, and would give the memory to a call on another stream.
   ~KernelAddresses() {
@@ -423,7 +397,6 @@ class KernelAddresses {
 
   // Sets `address` to where the kernel reads an operand.
   ffi::Error read(const char* name, const ffi::AnyBuffer& buffer, const void** address) {
-    operands_++;
     *address = buffer.untyped_data();
     const auto begin = uintptr_t(buffer.untyped_data()), y = uintptr_t(y_.untyped_data());
     if (begin % kAlignment == 0) {
@@ -438,7 +411,6 @@ class KernelAddresses {
 
   // Sets `address` to where the kernel writes the result, once all operands have an address.
   ffi::Error write(void** address) {
-    operands_++;
     if (overlaps_ || uintptr_t(y_.untyped_data()) % kAlignment) {
       if (ffi::Error error = allocate("y", y_, &result_); error.failure()) return error;
     }
@@ -455,19 +427,12 @@ class KernelAddresses {
  private:
   ffi::Error allocate(const char* name, const ffi::AnyBuffer& buffer, void** address) {
     const size_t size = buffer.size_bytes();
-    CUstreamCaptureStatus status;
-    PATCH_EMBED_RETURN_IF_ERROR("cuStreamIsCapturing",
-                                driver().cuStreamIsCapturing_fn(stream_, &status));
     CUdeviceptr memory = 0;
-    if (status != CU_STREAM_CAPTURE_STATUS_NONE) {
-      memory = allocate_forever(context_, y_.untyped_data(), operands_, size);
-    } else if (driver().cuMemAllocAsync_fn(&memory, size, stream_) == CUDA_SUCCESS) {
+    if (driver().cuMemAllocAsync_fn(&memory, size, stream_) == CUDA_SUCCESS) {
       allocated_.push_back(memory);
-    } else {
-      memory = 0;
+      *address = reinterpret_cast<void*>(memory);
+      return ffi::Error::Success();
     }
-    *address = reinterpret_cast<void*>(memory);
-    if (memory) return ffi::Error::Success();
     const size_t remainder = uintptr_t(buffer.untyped_data()) % kAlignment;
     const std::string reason =
         remainder ? "begins " + std::to_string(remainder) + " bytes after a multiple of " +
@@ -488,11 +453,9 @@ class KernelAddresses {
     return ffi::Error::Success();
   }
 
-  CUcontext context_;
   CUstream stream_;
   const ffi::AnyBuffer& y_;
   void* result_;
-  int operands_ = 0;
   bool overlaps_ = false;
   std::vector<CUdeviceptr> allocated_;
 };
@@ -521,8 +484,7 @@ CUresult encode(const TensorMap& map, const void* begin, CUtensorMap* encoded) {
 }
 
 // Handles one of XLA's two stages. Both stages check everything. The Initialize stage then loads
-// the kernel onto the device, which a command buffer cannot record. The Execute stage launches the
-// kernel.
+// the kernel onto the device. The Execute stage launches the kernel.
 template <ffi::ExecutionStage stage>
 ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight,
                   ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::AnyBuffer segments_sm90,
@@ -595,7 +557,7 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
 
   const Launch& launch = choice.launch;
   Arguments arguments{};
-  KernelAddresses addresses(context.context, stream, operands.y);
+  KernelAddresses addresses(stream, operands.y);
   const void *read_patches, *read_weight, *read_scale, *read_table, *read_segments;
   void* write_y;
   struct Operand {
@@ -679,11 +641,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(patch_embed_initialize,
                               patch_embed::handle<ffi::ExecutionStage::kInitialize>,
                               patch_embed::binding<ffi::ExecutionStage::kInitialize>());
 
+// XLA does not record this handler into command buffers. They would be executed after the call, when
+// the memory of its copies is free again, and the handler would not learn when they are destroyed.
 PATCH_EMBED_EXPORT XLA_FFI_Error* patch_embed_execute(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(patch_embed_execute,
                               patch_embed::handle<ffi::ExecutionStage::kExecute>,
-                              patch_embed::binding<ffi::ExecutionStage::kExecute>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+                              patch_embed::binding<ffi::ExecutionStage::kExecute>());
 
 PATCH_EMBED_EXPORT int patch_embed_interface() { return patch_embed::kInterface; }
 

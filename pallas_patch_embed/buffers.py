@@ -24,8 +24,8 @@ def call_kernel(
     Args:
       kernel: function of the operands that makes one custom call.
       operands: arrays.
-      accepts_slices: whether the handler of the custom call accepts parts of larger buffers, because
-        it copies those that its kernel cannot use. Only the handler in ffi/binding.cc does.
+      accepts_slices: whether the handler of the custom call accepts parts of larger buffers,
+        because it copies those that its kernel cannot use. Only that of ffi/binding.cc does.
     """
     if accepts_slices:
         return kernel(*operands)

@@ -137,7 +137,7 @@ def main():
     for one in json.load(sys.stdin):
         threads, capability, fail = (one.pop(key) for key in ("threads", "capability", "fail"))
         memory = c_uint64(one.pop("memory", 2**40))
-        driver.fake_begin(*capability, fail.encode(), one.pop("captures", False), memory)
+        driver.fake_begin(*capability, fail.encode(), memory)
         errors = [None] * threads
 
         def work(i, one=one, errors=errors):

@@ -18,12 +18,10 @@ namespace {
 std::mutex mutex;
 std::string written, failing;
 int capability[2] = {9, 0};
-// Whether streams are being captured, and how many bytes may be allocated.
-int capturing = 0;
+// How many bytes can be allocated at once, the address of the next allocation, and the stream of
+// each allocation that is not freed.
 uint64_t available = 0;
-// The next addresses of memory that is freed in the order of a stream, and of other memory. A call
-// of fake_begin resets the first.
-uintptr_t next_of_stream, next_address = 1 << 30;
+uintptr_t next_address;
 std::map<uintptr_t, uintptr_t> stream_of;
 // Largest dynamic shared memory in bytes, by kernel and device.
 std::map<std::pair<std::string, int>, unsigned> limits;
@@ -53,11 +51,10 @@ struct Config {  // CUlaunchConfig
 
 extern "C" {
 
-void fake_begin(int major, int minor, const char* fail, int captures, uint64_t memory) {
+void fake_begin(int major, int minor, const char* fail, uint64_t memory) {
   capability[0] = major, capability[1] = minor;
-  capturing = captures;
   available = memory;
-  next_of_stream = 1 << 29;
+  next_address = 1 << 29;
   failing = fail;
   written.clear();
 }
@@ -147,28 +144,11 @@ int cuTensorMapEncodeIm2col(void* map, int type, unsigned rank, void* data, cons
   return result;
 }
 
-int cuStreamIsCapturing(uintptr_t stream, int* status) {
-  *status = capturing;
-  return note("cuStreamIsCapturing", stream);
-}
-
-int cuThreadExchangeStreamCaptureMode(int* mode) {
-  thread_local int current_mode = 0;
-  std::swap(*mode, current_mode);
-  return note("cuThreadExchangeStreamCaptureMode", current_mode);
-}
-
-int cuMemAlloc_v2(uintptr_t* address, size_t size) {
-  *address = next_address;
-  next_address += 1 << 20;
-  return note("cuMemAlloc", size, *address) || size > available;
-}
-
 int cuMemAllocAsync(uintptr_t* address, size_t size, uintptr_t stream) {
   if (note("cuMemAllocAsync", size, stream) || size > available) return 2;
   std::lock_guard<std::mutex> lock(mutex);
-  *address = next_of_stream;
-  next_of_stream += 1 << 20;
+  *address = next_address;
+  next_address += 1 << 20;
   stream_of[*address] = stream;
   return 0;
 }

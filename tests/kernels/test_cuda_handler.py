@@ -568,7 +568,7 @@ def pointers_of(written):
     )
 
 
-SCRATCH, DISTANCE, KEPT = 2**29, 2**20, 2**30
+COPY, DISTANCE = 2**29, 2**20
 READ = ("patches", "weight", "scale", "table", "segments_sm90")
 
 
@@ -579,13 +579,13 @@ def test_an_operand_at_an_odd_address_is_copied_before_the_launch(handle, name, 
     operands = moved(placed(operands_of()), **{name: past})
     ((errors, written),) = executed(handle, dict(operands=operands))
     assert errors == [None]
-    assert written[-2:] == [f"cuMemFreeAsync {SCRATCH} {STREAM}", f"cuCtxPopCurrent {STREAM}"]
+    assert written[-2:] == [f"cuMemFreeAsync {COPY} {STREAM}", f"cuCtxPopCurrent {STREAM}"]
     index = list(operands_of()).index(name)
     begin, size = operands[index][2], bytes_of(operands[index])
-    assert copies_of(written) == ([(SCRATCH, begin, size)], 1)
+    assert copies_of(written) == ([(COPY, begin, size)], 1)
     usual = dict(zip(operands_of(), (address for *_, address in placed(operands_of()))))
     del usual["segments_sm100"]
-    assert pointers_of(written) == usual | {name: SCRATCH}
+    assert pointers_of(written) == usual | {name: COPY}
 
 
 @with_driver
@@ -594,8 +594,8 @@ def test_a_result_at_an_odd_address_is_copied_after_the_launch(handle, past):
     operands = moved(placed(operands_of()), y=past)
     ((errors, written),) = executed(handle, dict(operands=operands))
     assert errors == [None]
-    assert copies_of(written) == ([(operands[-1][2], SCRATCH, bytes_of(operands[-1]))], 0)
-    assert pointers_of(written)["y"] == SCRATCH
+    assert copies_of(written) == ([(operands[-1][2], COPY, bytes_of(operands[-1]))], 0)
+    assert pointers_of(written)["y"] == COPY
 
 
 @with_driver
@@ -605,7 +605,7 @@ def test_every_operand_and_the_result_may_be_at_odd_addresses(handle):
     assert errors == [None]
     copied, launch = copies_of(written)
     assert launch == 5 and [to for to, *_ in copied] == [
-        *(SCRATCH + DISTANCE * i for i in range(5)),
+        *(COPY + DISTANCE * i for i in range(5)),
         operands[-1][2],
     ]
 
@@ -628,7 +628,7 @@ def test_a_result_that_overlaps_an_operand_is_copied_after_the_launch(handle, na
     ((errors, written),) = executed(handle, dict(operands=operands))
     assert errors == [None]
     copied, launch = copies_of(written)
-    expected = [(y, SCRATCH, bytes_of(operands[-1]))]
+    expected = [(y, COPY, bytes_of(operands[-1]))]
     assert launch == 0 and copied == ([] if distance == "next to it" else expected)
 
 
@@ -638,7 +638,7 @@ def test_a_result_that_overlaps_only_operands_that_are_copied_stays_where_it_is(
     operands[-1] = (*operands[-1][:2], operands[0][2] + 12)
     ((errors, written),) = executed(handle, dict(operands=operands))
     assert errors == [None]
-    assert copies_of(written) == ([(SCRATCH, operands[0][2], bytes_of(operands[0]))], 1)
+    assert copies_of(written) == ([(COPY, operands[0][2], bytes_of(operands[0]))], 1)
     assert pointers_of(written)["y"] == operands[-1][2]
 
 
@@ -647,36 +647,16 @@ def test_operands_at_multiples_of_16_bytes_are_never_copied(handle):
     operands = moved(placed(operands_of()), **dict.fromkeys([*READ, "y"], 16))
     ((errors, written),) = executed(handle, dict(operands=operands))
     assert errors == [None] and copies_of(written) == ([], 0)
-    assert not any("Capturing" in line for line in written)
-
-
-@with_driver
-def test_a_command_buffer_gets_memory_that_is_kept(handle):
-    """The command buffer is executed after the call, when scratch memory has other uses."""
-    odd = dict(operands=moved(placed(operands_of()), scale=4, table=2), captures=True)
-    other = dict(operands=moved(placed(operands_of()), scale=4, y=16), captures=True)
-    answers = executed(handle, odd, odd, other, odd | dict(memory=0), other | dict(captures=False))
-    assert [errors for errors, _ in answers] == [[None]] * 5
-    places = [[to for to, *_ in copies_of(written)[0]] for _, written in answers]
-    kept = [KEPT, KEPT + DISTANCE]
-    assert places == [kept, kept, [KEPT + 2 * DISTANCE], kept, [SCRATCH]]
-    # The thread may allocate only in the relaxed mode, which is 2; then it is in its own again.
-    changes = [line for line in answers[0][1] if line.startswith(("cuThreadEx", "cuMemAlloc"))]
-    modes = ["cuThreadExchangeStreamCaptureMode 2", "cuThreadExchangeStreamCaptureMode 0"]
-    assert changes[::3] == [modes[0], modes[0]] and changes[2::3] == [modes[1], modes[1]]
+    assert not any(line.startswith("cuMemAlloc") for line in written)
 
 
 @with_driver
 @pytest.mark.parametrize(
     "name, past, memory", [("patches", 4, 100), ("y", 2, 100), ("table", 1, 0), ("scale", 12, 8)]
 )
-@pytest.mark.parametrize("captures", [False, True])
-def test_without_memory_for_a_copy_the_error_says_which_operand_is_odd(
-    handle, name, past, memory, captures
-):
+def test_without_memory_for_a_copy_the_error_says_which_operand_is_odd(handle, name, past, memory):
     operands = moved(placed(operands_of()), **{name: past})
-    call = dict(operands=operands, memory=memory, captures=captures)
-    ((errors, written),) = executed(handle, call)
+    ((errors, written),) = executed(handle, dict(operands=operands, memory=memory))
     ((code, message),) = errors
     assert code == CODES["RESOURCE_EXHAUSTED"]
     assert f"{name} is a part of a larger array and begins {past} bytes after a multiple of 16" in (
@@ -710,7 +690,7 @@ def test_after_the_first_operand_without_memory_nothing_is_copied(handle):
 
 
 @with_driver
-@pytest.mark.parametrize("function", ["cuStreamIsCapturing", "cuMemcpyDtoDAsync"])
+@pytest.mark.parametrize("function", ["cuMemcpyDtoDAsync"])
 def test_a_copy_that_fails_is_an_error(handle, function):
     for name in ("weight", "y"):
         operands = moved(placed(operands_of()), **{name: 8})
