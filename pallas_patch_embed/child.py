@@ -7,8 +7,10 @@ in that process any more. The parent needs no GPU, so this module does not impor
 import contextlib
 import ctypes
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -129,9 +131,32 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._answer), daemon=True)
-        with theirs, _without_interrupts():
+        with theirs, safe_paths(), _without_interrupts():
             process.start()
         self._process = process
+
+
+_environment = threading.Lock()
+
+
+@contextlib.contextmanager
+def safe_paths() -> Iterator[None]:
+    """Makes Python processes that are started in a `with` block import nothing from this folder.
+
+    Python puts the current folder in front of the module search path of a process that it starts
+    with `-c`, as multiprocessing does. A file pickle.py in that folder would be executed. The
+    processes, and all that they start in turn, inherit the variable that prevents this.
+    """
+    with _environment:
+        before = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["PYTHONSAFEPATH"]
+            else:
+                os.environ["PYTHONSAFEPATH"] = before
 
 
 @contextlib.contextmanager

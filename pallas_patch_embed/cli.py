@@ -18,8 +18,8 @@ from pallas_patch_embed.check import command as check
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.embed import command as embed
 from pallas_patch_embed.embed import output
-from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.files import check_place
+from pallas_patch_embed.messages import printable
 from pallas_patch_embed.problem import (
     DTYPES,
     NAMED_SHAPES,

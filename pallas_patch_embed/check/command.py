@@ -15,8 +15,8 @@ from pallas_patch_embed.check import process, work
 from pallas_patch_embed.check.cases import SHAPES
 from pallas_patch_embed.check.compare import Counts
 from pallas_patch_embed.child import UnkillableError, Wait, poll
-from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.files import check_place, written_atomically
+from pallas_patch_embed.messages import printable
 
 # Seconds that a launch may take by default. The slowest launch of all cases takes milliseconds.
 TIMEOUT = 60.0

@@ -20,8 +20,8 @@ from pallas_patch_embed.backends.plan import Refusal
 from pallas_patch_embed.backends.stored import Result
 from pallas_patch_embed.check.cases import Case
 from pallas_patch_embed.child import Child, ChildEndedError
-from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.files import check_place
+from pallas_patch_embed.messages import printable
 from pallas_patch_embed.problem import NAMED_SHAPES, VIT_SHAPES, NamedShape, Problem
 from pallas_patch_embed.tune import search
 from pallas_patch_embed.tune.search import Failure, Machine, Task

@@ -209,7 +209,7 @@ def test_a_paused_run_looks_at_its_lease_before_it_writes(monkeypatch):
         fs.pipe_file(f"{root}/.lease.json", other.encode())
         first._hold._renewed -= exclusive.VOID
         with pytest.raises(output.UnfinishedError, match="has taken over"):
-            first.commit("embeddings", first._path("absent"))
+            first.commit("embeddings", "absent")
 
 
 @pytest.mark.parametrize("url", ["{tmp}/out", "memory://unfinished"])
@@ -606,7 +606,7 @@ def test_a_list_that_is_absent_is_refused_before_anything_is_written(tmp_path, p
 
 def test_a_question_mark_in_a_web_address_is_no_wildcard():
     address = "https://example.org/a.png?size=[1,2]*"
-    assert list(sources.expand([address])) == [address]
+    assert list(sources.Expanded([address])) == [address]
 
 
 def test_pictures_and_shards_may_be_at_URLs():
