@@ -16,10 +16,11 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
+from pallas_patch_embed.devices import NoDeviceError
 from pallas_patch_embed.ending import WORDS
 
-# The child sends this after the last message of an answer.
-DONE = "done"
+# The child sends one of these after the last message of an answer.
+DONE, NO_DEVICE = "done", "no device"
 
 # Seconds to wait for the end of a process: after its connection was closed, after it was killed.
 CLOSING, ENDING = 1.0, 60.0
@@ -84,6 +85,7 @@ class Child:
 
         Raises:
           ChildEndedError: the child crashed, or was ended because it sent nothing for too long.
+          NoDeviceError: the child found no device.
           UnkillableError: the child could not be ended.
           OSError: the child could not be started, for example because too many files are open.
         """
@@ -105,8 +107,10 @@ class Child:
             except (EOFError, OSError):  # OSError if the child ended in the middle of a message.
                 how = _words(self.end())
                 raise ChildEndedError("crashed", f"ended its process, {how}") from None
-            if kind == DONE:
+            if kind in (DONE, NO_DEVICE):
                 self._answering = False
+                if kind == NO_DEVICE:
+                    raise NoDeviceError(message)
                 return
             yield message
 
@@ -196,5 +200,9 @@ def _serve(connection: Connection, answer: Callable[..., None]) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            answer(lambda message: connection.send(("message", message)), *connection.recv())
-            connection.send((DONE, None))
+            try:
+                answer(lambda message: connection.send(("message", message)), *connection.recv())
+            except NoDeviceError as error:
+                connection.send((NO_DEVICE, str(error)))
+            else:
+                connection.send((DONE, None))

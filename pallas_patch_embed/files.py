@@ -22,7 +22,7 @@ def open_regular(path: str, *, follow: bool = True) -> BinaryIO:
       follow: whether the file may be a link.
 
     Raises:
-      OSError: there is no such file; or it is a FIFO, a device, ..., and the function does not wait.
+      OSError: there is no such file, or it is not a regular one; a FIFO is not waited for.
     """
 
     def at_once(name: str, flags: int) -> int:

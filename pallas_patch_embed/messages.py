@@ -13,6 +13,11 @@ def printable(text: object, most: int = MOST) -> str:
     return _shortened("".join(c if c.isprintable() else ascii(c)[1:-1] for c in shortened), most)
 
 
+def quoted(value: object) -> str:
+    """Returns the representation of a value in Python, shortened like a `printable` text."""
+    return printable(repr(value))
+
+
 def _shortened(text: str, most: int) -> str:
     end = most // 2
     return text if len(text) <= most else f"{text[: most - end - 3]}...{text[-end:]}"

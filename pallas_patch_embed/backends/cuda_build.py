@@ -92,7 +92,7 @@ def run(
             is_ready = bool(select.select([process.stdout], [], [], wait)[0])
             chunk = os.read(process.stdout.fileno(), 2**16) if is_ready else b""
             output += chunk[: MOST_OUTPUT - len(output)]
-            if code is not None and not chunk:
+            if code is not None and (not chunk or len(output) == MOST_OUTPUT):
                 return code, output.decode(errors="replace")
             if is_ready and not chunk:
                 time.sleep(0.01)  # The program has closed its output, but has not ended.

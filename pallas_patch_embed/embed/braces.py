@@ -33,7 +33,7 @@ def expand(pattern: str) -> Iterator[str]:
 
 
 def _parse(tokens: Iterator[str], *, inside: bool) -> list[list[Node]]:
-    """Parses up to a closing brace, or up to the end of the pattern if it is not inside of braces."""
+    """Parses up to a closing brace; outside of braces, up to the end of the pattern."""
     sequences: list[list[Node]] = [[]]
     for token in tokens:
         if token == "{":

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_patch_embed.devices import check_devices
 from pallas_patch_embed.embed import pipeline, sources
 from pallas_patch_embed.embed.embedder import (
     Embedder,
@@ -134,6 +135,7 @@ def run(
             return Folder(out, settings, width, overwrite=overwrite, retry=retry_errors)
 
         if ray is None:
+            check_devices()
             embedder = Embedder(checkpoint, **encoder_options)
             output: Output
             if to_npz:

@@ -26,7 +26,7 @@ from pallas_patch_embed.embed.tables import (
     parquet_bytes,
 )
 from pallas_patch_embed.files import is_partial
-from pallas_patch_embed.messages import printable
+from pallas_patch_embed.messages import printable, quoted
 
 # A shard is written when it has this number of rows, or when its first row has this age in seconds.
 # Rows that are not yet in a shard are lost if a run is killed.
@@ -156,8 +156,7 @@ class Folder:
         differing = [name for name in wanted if wanted[name] != found.get(name)]
         if differing:
             changes = "; ".join(
-                f"{n} was {printable(repr(found.get(n)))} and is now {wanted[n]!r}"
-                for n in differing
+                f"{n} was {quoted(found.get(n))} and is now {wanted[n]!r}" for n in differing
             )
             raise ValueError(
                 f"{where}: it was written with other settings ({changes}). {otherwise}"

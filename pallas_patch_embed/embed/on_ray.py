@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_patch_embed.child import safe_paths
 from pallas_patch_embed.embed.embedder import Decoder, Embedder
 from pallas_patch_embed.embed.folder import SHARD_ROWS, Folder
 from pallas_patch_embed.embed.pictures import reason
@@ -175,17 +176,34 @@ def connect(address: str) -> None:
             ) from None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        ray.init(
-            address=None if address == "local" else address,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        with safe_paths():
+            ray.init(
+                address=None if address == "local" else address,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                job_config=_job_config(),
+            )
     except ConnectionError as error:
         raise ValueError(f"--ray is {address}: {error}") from error
     for number, handler in handlers.items():
         # Ray has installed its own handlers. They are replaced by the handlers of the command,
         # which say how to resume the work.
         signal.signal(number, handler)
+
+
+def _job_config() -> Any:
+    """Returns a configuration with which workers import nothing from the current folder.
+
+    Otherwise Ray puts the driver's current folder in front of the workers' module search path. It
+    does so unless the job has a working directory of its own.
+    """
+    from ray.job_config import JobConfig
+
+    class Config(JobConfig):
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True
+
+    return Config()
 
 
 def run(

@@ -522,11 +522,11 @@ def _walk(
                 mode = os.stat(path).st_mode
         except OSError as error:
             dangling = stat.S_ISLNK(mode) and isinstance(error, FileNotFoundError)
-            reason = "it is a dangling link" if dangling else _reason(error)
+            why = "it is a dangling link" if dangling else _reason(error)
             if meant:
-                yield path, reason
+                yield path, why
             else:
-                skipped(path, reason)
+                skipped(path, why)
             continue
         if not (stat.S_ISDIR(mode) or meant) or not seen.add(os.fsencode(real)):
             continue

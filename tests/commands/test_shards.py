@@ -19,7 +19,6 @@ import PIL
 import pyarrow
 import pyarrow.parquet
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from goldens import checkpoint
 from shard_folders import (
@@ -43,6 +42,7 @@ from pallas_patch_embed.embed import (
     folder,
     npz,
     output,
+    place,
     sources,
 )
 from pallas_patch_embed.embed.ids import Ids
@@ -231,18 +231,21 @@ def test_what_a_killed_run_was_writing_is_removed(tmp_path, url):
 
 def test_overwriting_that_is_killed_can_be_run_again(tmp_path, pictures, monkeypatch):
     run([pictures], tmp_path / "out")
-    remove = LocalFileSystem.rm
+    remove = place.Local.remove
+    for removals in range(1, 4):
 
-    def killed(self, path, **options):
-        remove(self, path, **options)
-        raise RuntimeError("killed")
+        def killed(self, names, left=[removals]):  # noqa: B006
+            remove(self, names)
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(LocalFileSystem, "rm", killed)
-    with pytest.raises(RuntimeError):
+        with monkeypatch.context() as killing:
+            killing.setattr(place.Local, "remove", killed)
+            with pytest.raises(KeyboardInterrupt):
+                run([pictures], tmp_path / "out", overwrite=True, normalize=True)
         run([pictures], tmp_path / "out", overwrite=True, normalize=True)
-    monkeypatch.undo()
-    run([pictures], tmp_path / "out", overwrite=True, normalize=True)
-    assert len(by_id(tmp_path / "out")) == 23
+        assert len(by_id(tmp_path / "out")) == 23
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])
@@ -257,13 +260,13 @@ def test_a_folder_of_something_else_is_refused(tmp_path, pictures, name):
 def test_a_disk_that_is_full_says_how_to_go_on(tmp_path, pictures, monkeypatch):
     out, written = tmp_path / "out", []
 
-    def full(path):
+    def full(path, **options):
         written.append(path)
         if len(written) > 3:
             raise OSError(28, "No space left on device")
-        return written_atomically(path)
+        return written_atomically(path, **options)
 
-    monkeypatch.setattr(folder, "written_atomically", full)
+    monkeypatch.setattr(place, "written_atomically", full)
     with pytest.raises(output.UnfinishedError, match=r"No space left.*run the same command again"):
         run([pictures], out)
     monkeypatch.undo()
@@ -376,17 +379,17 @@ def test_nothing_in_shards_is_lost_whatever_ends_a_run(tmp_path, number):
     script = """
 import os, signal, sys
 from pallas_patch_embed import __main__
-from pallas_patch_embed.embed import folder
+from pallas_patch_embed.embed import folder, place
 
-def written_atomically(path, whole=folder.written_atomically):
+def written_atomically(path, whole=place.written_atomically, **options):
     paths.append(path)
     if len(paths) == 5 and "STOP" in os.environ:
         os.kill(os.getpid(), signal.SIGSTOP)
-    return whole(path)
+    return whole(path, **options)
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # It is ignored if the tests are run by nohup.
 paths = []
-folder.SHARD_ROWS, folder.written_atomically = 64, written_atomically
+folder.SHARD_ROWS, place.written_atomically = 64, written_atomically
 sys.argv = sys.argv[1:]
 __main__.run()
 """
