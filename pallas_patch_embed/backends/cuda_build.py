@@ -82,14 +82,14 @@ def run(
         start_new_session=True,
     )
     assert process.stdout is not None
-    output = bytearray()
+    output, pipe = bytearray(), select.poll()
+    pipe.register(process.stdout)
     try:
         while (left := end - time.monotonic()) > 0:
             # After the end of the program only what is already in the pipe is read, because a
             # process in the background may keep the pipe open.
             code = process.poll()
-            wait = min(left, 0.1) if code is None else 0.0
-            is_ready = bool(select.select([process.stdout], [], [], wait)[0])
+            is_ready = bool(pipe.poll(min(1e3 * left, 100) if code is None else 0))
             chunk = os.read(process.stdout.fileno(), 2**16) if is_ready else b""
             output += chunk[: MOST_OUTPUT - len(output)]
             if code is not None and (not chunk or len(output) == MOST_OUTPUT):

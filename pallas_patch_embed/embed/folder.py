@@ -121,19 +121,23 @@ class Folder:
 
     @contextlib.contextmanager
     def _usable(self, name: str) -> Iterator[None]:
-        """Converts exceptions that are raised by something in the folder, with this name."""
+        """Converts exceptions that are raised by something in the folder.
+
+        Its name is that of the exception if `name` is empty.
+        """
         try:
             yield
         except Exception as error:  # pyarrow and packages for URLs have their own kinds of errors.
             why = (isinstance(error, OSError) and error.strerror) or reason(error)
+            name = name or getattr(error, "filename", None) or "it"
             raise ValueError(
-                f"--out is {printable(self.url)}: {printable(name or 'it')} cannot be used "
+                f"--out is {printable(self.url)}: {printable(name)} cannot be used "
                 f"({printable(why)}). Restore it, move it away, or choose another folder. The "
                 "pictures of a shard that is moved away are embedded again."
             ) from error
 
     def _remove(self, names: Sequence[str]) -> None:
-        with self._usable(names[0] if names else ""):
+        with self._usable(""):
             self._place.remove(names)
 
     def _check_settings(self) -> None:

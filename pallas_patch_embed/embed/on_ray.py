@@ -199,11 +199,9 @@ def _job_config() -> Any:
     """
     from ray.job_config import JobConfig
 
-    class Config(JobConfig):
-        def _runtime_env_has_working_dir(self) -> bool:
-            return True
-
-    return Config()
+    config = JobConfig()
+    config._runtime_env_has_working_dir = lambda: True
+    return config
 
 
 def run(

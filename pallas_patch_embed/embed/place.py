@@ -41,7 +41,7 @@ class Place(Protocol):
         """Renames a file; there must be nothing with the new name."""
 
     def remove(self, names: Sequence[str]) -> None:
-        """Removes files."""
+        """Removes files; raises OSError with the name of a file that cannot be removed."""
 
     def make_folder(self, name: str = "") -> None:
         """Makes a folder if there is none.
@@ -104,7 +104,10 @@ class Local:
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
-            os.unlink(self.path(name))
+            try:
+                os.unlink(self.path(name))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, name) from None
 
     def make_folder(self, name: str = "") -> None:
         if self._is_absent(name):
