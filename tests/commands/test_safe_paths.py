@@ -1,50 +1,22 @@
 """Processes that the commands start import nothing from the current folder."""
 
 import os
-import subprocess
 import sys
-import sysconfig
 
 import pytest
+from current_folder import fill, installed, ran
 from goldens import checkpoint
 from shard_folders import MODEL, encoded
 
 from pallas_patch_embed.backends import cuda
 
-# Packages that processes import besides the modules of the standard library.
-PACKAGES = ("absl", "jax", "jaxlib", "numpy", "pallas_patch_embed", "PIL", "safetensors", "site")
-
-# A module that notes that it was imported, and then cannot be imported.
-MODULE = r"""
-import os
-with open(os.path.join(os.path.dirname(__file__), "imported.txt"), "a") as file:
-    file.write(__name__ + "\n")
-raise ImportError("it is from the current folder")
-"""
-
 
 @pytest.fixture
 def here(tmp_path):
     """Returns a folder with a module for every module of the standard library."""
-    folder = tmp_path / "here"
-    folder.mkdir()
-    for name in {*sys.stdlib_module_names, *PACKAGES, "sitecustomize", "usercustomize"}:
-        (folder / f"{name}.py").write_text(MODULE)
-    return folder
-
-
-def ran(here, *command, **variables):
-    """Runs a command in the folder; returns it after it has ended, and the modules it imported."""
-    environment = {name: x for name, x in os.environ.items() if name != "PYTHONSAFEPATH"}
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=here,
-        env=environment | {"JAX_PLATFORMS": "cpu"} | variables,
-        capture_output=True,
-        text=True,
-    )
-    imported = here / "imported.txt"
-    return done, imported.read_text().split() if imported.exists() else []
+    (tmp_path / "here").mkdir()
+    fill(tmp_path / "here")
+    return tmp_path / "here"
 
 
 # Starts a child process and the resource tracker, and what multiprocessing's other start method and
@@ -85,14 +57,6 @@ def test_children_import_nothing_from_the_current_folder(here, tmp_path):
     assert done.stdout.splitlines() == ["True", "0", "1"], done.stderr
     # Only the last program, which is the script's own, has imported one.
     assert imported == ["string"]
-
-
-def installed(name):
-    """Returns the path of an installed command, which starts with a safe path itself."""
-    path = os.path.join(sysconfig.get_path("scripts"), name)
-    if not os.path.exists(path):
-        pytest.skip(f"{name} is not installed")
-    return path
 
 
 def test_check_and_tune_import_nothing_from_the_current_folder(here):
