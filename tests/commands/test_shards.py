@@ -229,23 +229,23 @@ def test_what_a_killed_run_was_writing_is_removed(tmp_path, url):
     assert [fs.exists(path) for path in left + others] == 3 * [False] + 2 * [True]
 
 
-def test_overwriting_that_is_killed_can_be_run_again(tmp_path, pictures, monkeypatch):
+@pytest.mark.parametrize("removals", [1, 2, 3])
+def test_overwriting_that_is_killed_can_be_run_again(tmp_path, pictures, monkeypatch, removals):
     run([pictures], tmp_path / "out")
-    remove = place.Local.remove
-    for removals in range(1, 4):
+    remove, removed = place.Local.remove, []
 
-        def killed(self, names, left=[removals]):  # noqa: B006
-            remove(self, names)
-            left[0] -= 1
-            if not left[0]:
-                raise KeyboardInterrupt
+    def killed(self, names):
+        remove(self, names)
+        removed.append(names)
+        if len(removed) == removals:
+            raise KeyboardInterrupt
 
-        with monkeypatch.context() as killing:
-            killing.setattr(place.Local, "remove", killed)
-            with pytest.raises(KeyboardInterrupt):
-                run([pictures], tmp_path / "out", overwrite=True, normalize=True)
+    monkeypatch.setattr(place.Local, "remove", killed)
+    with pytest.raises(KeyboardInterrupt):
         run([pictures], tmp_path / "out", overwrite=True, normalize=True)
-        assert len(by_id(tmp_path / "out")) == 23
+    monkeypatch.undo()
+    run([pictures], tmp_path / "out", overwrite=True, normalize=True)
+    assert len(by_id(tmp_path / "out")) == 23
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])
