@@ -96,7 +96,6 @@ class Folder:
             # The manifest is removed last, because `embed` refuses a folder of files without one.
             for part in PARTS:
                 self._remove(self.shards(part) + self._partials(part))
-                self._place.remove_folder(part)
             self._remove([MANIFEST])
         if not self._place.kind(MANIFEST):
             about = {
@@ -357,8 +356,10 @@ def check_folder(url: str) -> None:
             "another name."
         )
     if not place.kind(MANIFEST):
-        # A run may have been killed before it wrote its manifest.
+        # A run may have been killed before it wrote its manifest, or after it removed the shards
+        # and the manifest of earlier runs.
         others = [x for x in place.names() if x not in (LOCK, LEASE) and not is_partial(x)]
+        others = [x for x in others if x not in PARTS or place.kind(x) != FOLDER or place.names(x)]
         if others:
             raise ValueError(
                 f"{where}: it has files that `embed` did not write, such as "

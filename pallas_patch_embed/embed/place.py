@@ -4,7 +4,6 @@ A person may name a link as the folder. Inside of the folder no link is followed
 are opened, and nothing that exists is replaced, because anybody may have put something there.
 """
 
-import contextlib
 import os
 import posixpath
 import stat
@@ -49,21 +48,6 @@ class Place(Protocol):
         Raises:
           OSError: there is something else with this name.
         """
-
-    def remove_folder(self, name: str) -> None:
-        """Removes a folder if it exists and is empty."""
-
-
-def place_of(url: str) -> "Place":
-    """Returns the folder at a path on this machine, or at a URL."""
-    if not is_url(url):
-        return Local(url)
-    if url.startswith(("file://", "local://")):
-        import fsspec
-
-        with reaching(url):
-            return Local(fsspec.url_to_fs(url)[1])
-    return Remote(url)
 
 
 class Local:
@@ -112,10 +96,6 @@ class Local:
     def make_folder(self, name: str = "") -> None:
         if self._is_absent(name):
             os.makedirs(self.path(name), exist_ok=True)
-
-    def remove_folder(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            os.rmdir(self.path(name))
 
 
 class Remote:
@@ -168,9 +148,15 @@ class Remote:
         with reaching(self._url):
             self.fs.makedirs(self.path(name), exist_ok=True)
 
-    def remove_folder(self, name: str) -> None:
-        with contextlib.suppress(Exception):  # Object stores have no empty folders.
-            self.fs.rmdir(self.path(name))
+
+def place_of(url: str) -> Place:
+    """Returns the folder at a path on this machine, or at a URL."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    if is_url(url) and not url.startswith(("file://", "local://")):
+        return Remote(url)
+    # fsspec.url_to_fs would take some paths, such as "data:x", for URLs.
+    return Local(LocalFileSystem._strip_protocol(url))
 
 
 def create(fs: Any, path: str, content: bytes) -> None:

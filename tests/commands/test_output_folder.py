@@ -466,7 +466,7 @@ def test_a_URL_that_is_no_folder_is_refused_in_words(tmp_path, monkeypatch, url)
         assert url == "://"  # It is a path.
 
 
-PATHS = ("a::b", "data:x", "file:x", "~", "a*b", "[a]", "{a,b}", "s3:/x", "-")
+PATHS = ("a::b", "data:x", "a*b", "[a]", "{a,b}", "s3:/x", "-")
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -476,3 +476,10 @@ def test_a_path_is_a_path_whatever_fsspec_makes_of_it(tmp_path, monkeypatch, nam
     assert [path.name for path in tmp_path.iterdir()] == [name.split("/")[0]]
     assert isinstance(place.place_of(f"file://{tmp_path}"), place.Local)
     assert isinstance(place.place_of(f"local://{tmp_path}"), place.Local)
+
+
+def test_a_path_may_begin_with_the_home_folder_or_with_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for number, url in enumerate(("~/out", f"file:{tmp_path}/out", f"file://{tmp_path}/out")):
+        write(url, str(number))
+    assert sorted(by_id(tmp_path / "out")) == ["0", "1", "2"]
