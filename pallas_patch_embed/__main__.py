@@ -1,5 +1,7 @@
 """Entry point of the commands `pallas-patch-embed` and `python -m pallas_patch_embed`."""
 
+import sys
+
 from pallas_patch_embed import ending, streams
 
 
@@ -7,8 +9,11 @@ def run() -> None:
     """Runs the command line and ends the process."""
     ending.install()
     streams.open_missing()
-    from pallas_patch_embed import cli  # This module imports JAX, which takes a second.
-
+    try:
+        from pallas_patch_embed import cli  # This module imports JAX, which takes a second.
+    except ValueError as error:  # JAX reads its environment variables when it is imported.
+        print(f"JAX cannot be imported: {error}.", file=sys.stderr)
+        sys.exit(2)
     cli.run()
 
 

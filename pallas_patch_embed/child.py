@@ -7,17 +7,20 @@ in that process any more. The parent needs no GPU, so this module does not impor
 import contextlib
 import ctypes
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
+from pallas_patch_embed.devices import NoDeviceError
 from pallas_patch_embed.ending import WORDS
 
-# The child sends this after the last message of an answer.
-DONE = "done"
+# The child sends one of these after the last message of an answer.
+DONE, NO_DEVICE = "done", "no device"
 
 # Seconds to wait for the end of a process: after its connection was closed, after it was killed.
 CLOSING, ENDING = 1.0, 60.0
@@ -82,6 +85,7 @@ class Child:
 
         Raises:
           ChildEndedError: the child crashed, or was ended because it sent nothing for too long.
+          NoDeviceError: the child found no device.
           UnkillableError: the child could not be ended.
           OSError: the child could not be started, for example because too many files are open.
         """
@@ -103,8 +107,10 @@ class Child:
             except (EOFError, OSError):  # OSError if the child ended in the middle of a message.
                 how = _words(self.end())
                 raise ChildEndedError("crashed", f"ended its process, {how}") from None
-            if kind == DONE:
+            if kind in (DONE, NO_DEVICE):
                 self._answering = False
+                if kind == NO_DEVICE:
+                    raise NoDeviceError(message)
                 return
             yield message
 
@@ -129,9 +135,32 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._answer), daemon=True)
-        with theirs, _without_interrupts():
+        with theirs, safe_paths(), _without_interrupts():
             process.start()
         self._process = process
+
+
+_environment = threading.Lock()
+
+
+@contextlib.contextmanager
+def safe_paths() -> Iterator[None]:
+    """Makes Python processes that are started in a `with` block import nothing from this folder.
+
+    Python puts the current folder in front of the module search path of a process that it starts
+    with `-c`, as multiprocessing does. A file pickle.py in that folder would be executed. The
+    processes, and all that they start in turn, inherit the variable that prevents this.
+    """
+    with _environment:
+        before = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["PYTHONSAFEPATH"]
+            else:
+                os.environ["PYTHONSAFEPATH"] = before
 
 
 @contextlib.contextmanager
@@ -171,5 +200,9 @@ def _serve(connection: Connection, answer: Callable[..., None]) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            answer(lambda message: connection.send(("message", message)), *connection.recv())
-            connection.send((DONE, None))
+            try:
+                answer(lambda message: connection.send(("message", message)), *connection.recv())
+            except NoDeviceError as error:
+                connection.send((NO_DEVICE, str(error)))
+            else:
+                connection.send((DONE, None))

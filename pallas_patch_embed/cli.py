@@ -16,10 +16,9 @@ from pallas_patch_embed import __version__, demo, streams
 from pallas_patch_embed.backends import BACKENDS, Explanation, explain, stored
 from pallas_patch_embed.check import command as check
 from pallas_patch_embed.chips import Target
+from pallas_patch_embed.devices import check_devices
 from pallas_patch_embed.embed import command as embed
 from pallas_patch_embed.embed import output
-from pallas_patch_embed.embed.pictures import printable
-from pallas_patch_embed.files import check_place
 from pallas_patch_embed.problem import (
     DTYPES,
     NAMED_SHAPES,
@@ -68,6 +67,7 @@ def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]
 
 def info() -> None:
     """Prints versions, devices, the backend for the shapes of released models, and the reasons."""
+    check_devices()
     print(f"pallas_patch_embed {__version__}, Python {platform.python_version()}")
     print(", ".join(f"{package} {version(package)}" for package in PACKAGES))
     for device in jax.devices():
@@ -238,11 +238,9 @@ def positive_integer(text: str) -> int:
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
-    out = arguments.out
-    check_place(out, f"--out is {printable(out)}")
     if arguments.seed is not None and arguments.seed < 0:
         raise ValueError(f"--seed is {arguments.seed}, expected 0 or more.")
-    demo.run(out, arguments.seed)
+    demo.run(arguments.out, arguments.seed)
     sys.stdout.flush()
     return 0
 

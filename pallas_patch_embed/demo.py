@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_patch_embed.api import embed_images, explain
+from pallas_patch_embed.devices import check_devices
+from pallas_patch_embed.files import check_place, open_regular, written_atomically
+from pallas_patch_embed.messages import printable
 from pallas_patch_embed.packing import pack
 from pallas_patch_embed.params import PatchEmbedParams
 from pallas_patch_embed.problem import DTYPES, NamedShape, named_shape
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
 B16 = named_shape("B/16 224")
+
+# The text in the header of a PNG by which the demo recognizes its own pictures.
+CREATOR = "pallas-patch-embed demo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +224,7 @@ def draw(
     results: list[Result],
     patch: int,
 ) -> None:
-    """Writes a PNG with the photographs, each patch's error by dtype, and nearest patches."""
+    """Writes a picture with the photographs, each patch's error by dtype, and nearest patches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.5, 13.5), layout="constrained")
@@ -227,7 +233,10 @@ def draw(
     chosen = patches_with_contrast(images, patch)
     _draw_errors(parts[0, 0], names, images, wanted, results, patch, chosen)
     _draw_neighbours(parts[1, 0], names, images, results, patch, chosen)
-    figure.savefig(path, dpi=110)
+    format = path.suffix[1:] or "png"
+    metadata = {"Creator": CREATOR} if format == "png" else None
+    with written_atomically(path) as file:
+        figure.savefig(file, format=format, dpi=110, metadata=metadata)
 
 
 def _draw_photograph(axis: "Axes", image: np.ndarray, patch: int) -> None:
@@ -332,8 +341,26 @@ def _draw_neighbours(
     )
 
 
+def is_own(path: Path) -> bool:
+    """Returns whether the demo wrote this file, which is a PNG."""
+    with open_regular(str(path)) as file:
+        header = file.read(2**12)
+    return header.startswith(b"\x89PNG") and f"tEXtCreator\0{CREATOR}".encode() in header
+
+
 def run(out: Path, seed: int) -> None:
-    """Prints the table and writes the picture to `out`."""
+    """Prints the table and writes the picture to `out`.
+
+    Raises:
+      ValueError: the picture cannot be written there.
+    """
+    check_place(out, f"--out is {printable(out)}", is_own)
+    from matplotlib.figure import Figure
+
+    formats = Figure().canvas.get_supported_filetypes()
+    if out.suffix[1:] not in ("", *formats):
+        raise ValueError(f"--out is {printable(out)}, expected a name that ends in .png.")
+    check_devices()
     weights = draw_weights(np.random.default_rng(seed))
     names, images = photographs()
     wanted = reference(images, weights, B16.patch)
@@ -345,4 +372,4 @@ def run(out: Path, seed: int) -> None:
     )
     print(table(results))
     draw(out, names, images, wanted, results, B16.patch)
-    print(f"\nWrote {out}.")
+    print(f"\nWrote {printable(out)}.")

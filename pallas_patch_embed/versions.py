@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import shutil
-import subprocess
+import sys
 from collections.abc import Iterable
 
 PACKAGES = (
@@ -17,13 +17,20 @@ PACKAGES = (
 )
 MISSING = "not installed"
 
+# nvidia-smi takes up to a few seconds if no other process uses the GPU.
+NVIDIA_SMI_SECONDS = 30.0
+
 
 def version(package: str) -> str:
-    """Returns the installed version of a package, or `MISSING`."""
+    """Returns the version of a package, or `MISSING`.
+
+    Without the metadata of an installation it is that of the imported module.
+    """
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return MISSING
+        module = sys.modules.get(package.replace("-", "_"))
+        return str(getattr(module, "__version__", MISSING))
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
@@ -34,8 +41,21 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 
 def driver() -> str:
     """Returns the version of NVIDIA's driver; an empty string if there is no driver."""
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
-    return lines[0] if lines else ""
+    gpus = nvidia_smi("driver_version")
+    return gpus[0]["driver_version"] if gpus else ""
+
+
+def nvidia_smi(*properties: str) -> list[dict[str, str]]:
+    """Asks nvidia-smi for properties of each GPU; returns nothing if it is missing or fails."""
+    # Imported here because it imports JAX, and processes that decode pictures need no JAX.
+    from pallas_patch_embed.backends import cuda_build
+
+    if (program := shutil.which("nvidia-smi")) is None:
+        return []
+    query = [program, f"--query-gpu={','.join(properties)}", "--format=csv,noheader"]
+    try:
+        code, printed = cuda_build.run(query, NVIDIA_SMI_SECONDS)
+    except OSError:
+        return []
+    rows = ([value.strip() for value in line.split(",")] for line in printed.splitlines())
+    return [dict(zip(properties, row)) for row in rows if not code and len(row) == len(properties)]

@@ -10,6 +10,7 @@ from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.plan import Backend, Plan, Refusal
 from pallas_patch_embed.backends.preferences import preferred_alternatives, preferred_cut
 from pallas_patch_embed.chips import Target
+from pallas_patch_embed.messages import printable
 from pallas_patch_embed.problem import PatchLayout, Problem
 
 # The backends by name, in the order in which they are tried.
@@ -152,7 +153,8 @@ def _plan(name: str, problem: Problem, target: Target, tuned: str | None) -> Pla
             raise ValueError(stored.damaged(found.path, str(error))) from None
         except NotImplementedError as error:
             # For example, the config is a tuning that must be compiled, and nvcc is missing.
-            origin = f"{stored.HEURISTIC}, because the config of {found.path} is refused: {error}"
+            path = printable(found.path)
+            origin = f"{stored.HEURISTIC}, because the config of {path} is refused: {error}"
     plan = by_heuristic()
     return dataclasses.replace(plan, origin=origin) if plan.config else plan
 

@@ -28,6 +28,7 @@ from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
 from pallas_patch_embed.buffers import call_kernel
 from pallas_patch_embed.chips import B200, B300, H200, Chip, Target
+from pallas_patch_embed.messages import printable
 from pallas_patch_embed.problem import Problem
 
 EVIDENCE = (
@@ -469,7 +470,8 @@ def config_of(fields: Mapping[str, Any]) -> CudaConfig:
     if known is not None and isinstance(tuning, dict):
         known = dataclasses.replace(known, tuning=tiles.config_of(Tuning, tuning))
     if known is None or dataclasses.asdict(known) | {"built": True} != dict(fields):
-        raise ValueError(f"the library has no kernel with the fields {dict(fields)}.")
+        found = printable(dict(fields))
+        raise ValueError(f"the library has no kernel with the fields {found}.")
     return known
 
 

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import shutil
-import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,11 @@ STORING_WARPS, WARP_ROWS = 8, 32
 # Enumerator of each dtype in ffi/, by the dtype's spelling in the names of kernels.
 TYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16", "f32": "kFloat32"}
 ITEMSIZE = {"bf16": 2, "f32": 4}
+
+
+# Limit in seconds for each of the two steps of a compilation, which take half a minute together. It
+# is less than the time after which `tune` ends its child.
+COMPILE_SECONDS = 240.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +179,8 @@ def library_path(kernel: str, tuning: Tuning) -> Path:
 @functools.cache
 def cannot_compile() -> str | None:
     """Returns why kernels cannot be compiled on this machine; None if they can."""
+    if sys.platform != "linux":
+        return "the kernels are for Linux only"
     if cuda_build.source_hash() is None:
         return "the sources of the kernels are missing"
     if shutil.which("c++") is None:
@@ -234,10 +241,10 @@ def build(kernel: str, tuning: Tuning) -> Path:
 
 def _compile(*command: str, folder: str) -> None:
     """Runs a compiler in a folder; raises NotImplementedError with its first error."""
-    done = subprocess.run(
-        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
-    )
-    if done.returncode:
-        lines = [line for line in done.stdout.splitlines() if line.strip()]
-        wrong = [line for line in lines if "error" in line or "spill" in line] or lines
-        raise NotImplementedError(f"it does not compile: {wrong[0] if wrong else 'no output'}")
+    try:
+        code, printed = cuda_build.run(command, COMPILE_SECONDS, folder)
+    except OSError as error:
+        raise NotImplementedError(f"its compiler cannot be used: {error}") from None
+    if code:
+        first = cuda_build.first_error(printed, "error|spill")
+        raise NotImplementedError(f"it does not compile: {first}")

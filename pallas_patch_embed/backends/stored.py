@@ -18,10 +18,15 @@ from typing import Any
 
 import pallas_patch_embed
 from pallas_patch_embed.chips import Chip, Target
-from pallas_patch_embed.files import written_atomically
+from pallas_patch_embed.files import open_regular, written_atomically
+from pallas_patch_embed.json_objects import expect, parse
+from pallas_patch_embed.messages import printable
 from pallas_patch_embed.problem import Problem
 
 FORMAT = 1
+
+# Largest size of a file in bytes. Files for all named shapes have less than a megabyte.
+MOST_BYTES = 2**24
 FOLDER = Path(__file__).with_name("stored")
 
 # The environment variable with the path of a user's own file.
@@ -111,8 +116,8 @@ class Stored:
             return f"it was measured on {_chip_text(found)}, but this is {_chip_text(here)}"
         if self.head["package"] != pallas_patch_embed.__version__:
             return (
-                f"it was measured with version {self.head['package']} of this package, but this is "
-                f"version {pallas_patch_embed.__version__}"
+                f"it was measured with version {printable(self.head['package'])} of this package, "
+                f"but this is version {pallas_patch_embed.__version__}"
             )
         return None
 
@@ -120,14 +125,19 @@ class Stored:
 def _chip_text(chip: Mapping[str, Any]) -> str:
     if not chip:
         return "no NVIDIA GPU"
-    return "{name} (compute capability {}.{}, {multiprocessors} multiprocessors)".format(
-        *chip["capability"], **chip
-    )
+    text = "{name} (compute capability {}.{}, {multiprocessors} multiprocessors)"
+    return printable(text.format(*chip["capability"], **chip))
 
 
-HEAD = {"format": int, "package": str, "chip": dict, "driver": str, "versions": dict}
-CHIP = {"name": str, "capability": list, "multiprocessors": int}
-RESULT = {
+HEAD: dict[str, type] = {
+    "format": int,
+    "package": str,
+    "chip": dict,
+    "driver": str,
+    "versions": dict,
+}
+CHIP: dict[str, type] = {"name": str, "capability": list, "multiprocessors": int}
+RESULT: dict[str, type | tuple[type, ...]] = {
     "backend": str,
     "problem": dict,
     "config": (dict, type(None)),
@@ -147,14 +157,14 @@ def read(path: Path) -> Stored:
         status = path.stat()
     except OSError as error:
         raise ValueError(
-            f"{path}: the file of measured configs cannot be read ({error.strerror}). Correct its "
-            f"path in {VARIABLE} or in the argument, or write the file with "
+            f"{printable(path)}: the file of measured configs cannot be read ({error.strerror}). "
+            f"Correct its path in {VARIABLE} or in the argument, or write the file with "
             "`pallas-patch-embed tune --out`."
         ) from None
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(
-            f"{path} is not a regular file, expected a file that `pallas-patch-embed tune --out` "
-            f"wrote. Correct its path in {VARIABLE} or in the argument."
+            f"{printable(path)} is not a regular file, expected a file that `pallas-patch-embed "
+            f"tune --out` wrote. Correct its path in {VARIABLE} or in the argument."
         )
     return _read(path, status.st_mtime_ns, status.st_size)
 
@@ -170,19 +180,21 @@ def _read(path: Path, modified: int, size: int) -> Stored:
     """Reads a file and caches it, until its time of modification or its size changes."""
     del modified, size
     try:
-        content = json.loads(path.read_bytes())
-        _expect(content, {**HEAD, "results": list}, "the file")
+        with open_regular(str(path)) as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        content = expect(parse(text), {**HEAD, "results": list}, "the file")
         if content["format"] != FORMAT:
             raise ValueError(f"format is {content['format']}, expected {FORMAT}")
         if content["chip"]:
-            _expect(content["chip"], CHIP, "chip")
+            expect(content["chip"], CHIP, "chip")
             if [type(x) for x in content["chip"]["capability"]] != [int, int]:
-                raise ValueError(
-                    f"capability of chip is {content['chip']['capability']}, expected two integers"
-                )
+                found = printable(content["chip"]["capability"])
+                raise ValueError(f"capability of chip is {found}, expected two integers")
         results: dict[str, Result] = {}
         for number, entry in enumerate(content["results"]):
-            _expect(entry, RESULT, f"result {number}")
+            expect(entry, RESULT, f"result {number}")
             result = Result(**entry)
             if result.key in results:
                 raise ValueError(
@@ -197,20 +209,9 @@ def _read(path: Path, modified: int, size: int) -> Stored:
 def damaged(path: Path, found: str) -> str:
     """Returns the message of the error for a file that is damaged."""
     return (
-        f"{path} is not a valid file of measured configs: {found}. Remove it, restore it, or write "
-        "it again with `pallas-patch-embed tune --out`."
+        f"{printable(path)} is not a valid file of measured configs: {found}. Remove it, restore "
+        "it, or write it again with `pallas-patch-embed tune --out`."
     )
-
-
-def _expect(value: Any, fields: Mapping[str, Any], what: str) -> None:
-    """Raises ValueError if a JSON value is not an object with these fields and types."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is {type(value).__name__}, expected an object")
-    if value.keys() != fields.keys():
-        raise ValueError(f"{what} has the fields {sorted(value)}, expected {sorted(fields)}")
-    for name, kind in fields.items():
-        if not isinstance(value[name], kind):
-            raise ValueError(f"{name} of {what} is {json.dumps(value[name])[:80]}")
 
 
 def write(
@@ -256,7 +257,7 @@ def _files(target: Target, tuned: str | None) -> Iterator[Stored]:
 def ignored(target: Target, tuned: str | None = None) -> tuple[str, ...]:
     """Returns a sentence for each file that exists but does not apply to the target."""
     reasons = ((file, file.mismatch(target.chip)) for file in _files(target, tuned))
-    return tuple(f"{file.path} is ignored: {why}." for file, why in reasons if why)
+    return tuple(f"{printable(file.path)} is ignored: {why}." for file, why in reasons if why)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +295,7 @@ def find(backend: str, problem: Problem, target: Target, tuned: str | None = Non
         result = file.results.get(key_of(backend, describe_problem(problem)))
         if result is None or (result.config is None and not result.times):
             continue  # The file has no measurement of this problem.
-        where = f"tuned on {result.date} ({file.path.name})"
+        where = f"tuned on {printable(result.date)} ({printable(file.path.name)})"
         if result.config is None:
             return Found(None, f"{HEURISTIC}, {where}", file.path)
         return Found(result.config, where, file.path)

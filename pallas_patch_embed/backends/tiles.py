@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_patch_embed.backends import schedule
 from pallas_patch_embed.chips import Chip, Target
+from pallas_patch_embed.messages import printable, quoted
 from pallas_patch_embed.problem import Problem
 
 DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
@@ -170,13 +171,16 @@ def config_of[C](kind: type[C], fields: Mapping[str, Any]) -> C:
     """
     wanted = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if wanted.keys() != fields.keys():
+        found = printable(", ".join(fields) or "empty")
         raise ValueError(
-            f"the fields of a {kind.__name__} are {', '.join(fields) or 'empty'}, expected "
-            f"{', '.join(wanted)}."
+            f"the fields of a {kind.__name__} are {found}, expected {', '.join(wanted)}."
         )
     for name, value in fields.items():
+        found = f"{name} of a {kind.__name__} is {quoted(value)}, expected"
         if type(value) is not wanted[name]:
-            raise ValueError(f"{name} of a {kind.__name__} is {value!r}, expected {wanted[name]}.")
+            raise ValueError(f"{found} {wanted[name]}.")
+        if abs(value) >= 2**31:
+            raise ValueError(f"{found} less than 2^31.")
     return kind(**fields)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.chips import Target
+from pallas_patch_embed.messages import printable
 from pallas_patch_embed.problem import Problem
 
 # With at most this many rows of patches XLA may fuse the product with what follows.
@@ -32,7 +33,7 @@ def candidates(problem: Problem, target: Target) -> tuple[()]:
 
 def config_of(fields: Mapping[str, Any]) -> None:
     """Raises ValueError, because XLA has no configs."""
-    raise ValueError(f"the config is {dict(fields)}, but xla has no configs.")
+    raise ValueError(f"the config is {printable(dict(fields))}, but xla has no configs.")
 
 
 def run(

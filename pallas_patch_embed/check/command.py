@@ -4,19 +4,18 @@ import argparse
 import dataclasses
 import functools
 import json
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_patch_embed import json_objects, versions
 from pallas_patch_embed.backends import BACKENDS, stored
 from pallas_patch_embed.check import process, work
 from pallas_patch_embed.check.cases import SHAPES
 from pallas_patch_embed.check.compare import Counts
 from pallas_patch_embed.child import UnkillableError, Wait, poll
-from pallas_patch_embed.embed.pictures import printable
-from pallas_patch_embed.files import check_place, written_atomically
+from pallas_patch_embed.files import check_place, open_regular, written_atomically
+from pallas_patch_embed.messages import printable
 
 # Seconds that a launch may take by default. The slowest launch of all cases takes milliseconds.
 TIMEOUT = 60.0
@@ -161,7 +160,7 @@ def run(
       ValueError: the arguments are wrong.
     """
     if arguments.report is not None:
-        check_place(arguments.report, f"--report is {printable(arguments.report)}")
+        check_place(arguments.report, f"--report is {printable(arguments.report)}", is_report)
     stored.check_variable()
     if not 0 <= arguments.seed < 2**31:
         raise ValueError(f"--seed is {arguments.seed}, expected 0 to 2^31 - 1.")
@@ -182,6 +181,22 @@ def run(
         report.failure = str(error)
     report.end()
     return 0 if report.is_right else 1
+
+
+# The types of some fields of a report, by which it is recognized, and its largest size in bytes.
+FIELDS: dict[str, type] = {"complete": bool, "all_right": bool, "options": dict, "cases": list}
+MOST_BYTES = 2**24
+
+
+def is_report(path: Path) -> bool:
+    """Returns whether `check` wrote this file."""
+    try:
+        with open_regular(str(path)) as file:
+            content = file.read(MOST_BYTES + 1)
+        json_objects.expect(json_objects.parse(content), FIELDS, "the report", others=True)
+    except (OSError, ValueError):
+        return False
+    return len(content) <= MOST_BYTES
 
 
 class Report:
@@ -337,16 +352,7 @@ def gpus() -> list[dict[str, str | None]]:
 
     A property is None if nvidia-smi does not know it. The list is empty without nvidia-smi.
     """
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", f"--query-gpu={','.join(STATE)}", "--format=csv,noheader"]
-    result = subprocess.run(query, capture_output=True, text=True, check=False)
-    if result.returncode:
-        return []
     return [
-        {
-            name: None if value.strip().startswith("[") else value.strip()
-            for name, value in zip(STATE, line.split(","))
-        }
-        for line in result.stdout.splitlines()
+        {name: None if value.startswith("[") else value for name, value in gpu.items()}
+        for gpu in versions.nvidia_smi(*STATE)
     ]

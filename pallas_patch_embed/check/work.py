@@ -25,6 +25,7 @@ from pallas_patch_embed.check.compare import Counts, Cut, Run, compared
 from pallas_patch_embed.check.process import Ended, Found, Launches, Listed, Prepares
 from pallas_patch_embed.child import Send
 from pallas_patch_embed.chips import A100, B200, H200, Chip, Target
+from pallas_patch_embed.devices import check_devices
 from pallas_patch_embed.patches import Encoding, rows
 from pallas_patch_embed.problem import DTYPES, Problem
 
@@ -55,6 +56,7 @@ class Options:
 
 def run(options: Options, send: Send, done: frozenset[int]) -> None:
     """Launches and compares every case whose index is not in `done`."""
+    check_devices()
     devices = jax.devices()
     found, refused = listed(options, devices)
     send(Listed(about(devices, found, refused), tuple(map(str, found))))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_patch_embed.devices import check_devices
 from pallas_patch_embed.embed import pipeline, sources
 from pallas_patch_embed.embed.embedder import (
     Embedder,
@@ -19,9 +20,9 @@ from pallas_patch_embed.embed.embedder import (
 from pallas_patch_embed.embed.folder import Folder, check_folder
 from pallas_patch_embed.embed.npz import Npz, check_npz
 from pallas_patch_embed.embed.output import Output, Settings, UnfinishedError
-from pallas_patch_embed.embed.pictures import printable
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
+from pallas_patch_embed.messages import printable
 
 MOST_WORKERS = 32
 
@@ -86,7 +87,7 @@ def run(
     """
     named, out = os.fspath(checkpoint), os.fspath(out)
     checkpoint = find_checkpoint(named)
-    names = list(sources.expand(os.fspath(argument) for argument in arguments))
+    names = sources.Expanded(os.fspath(argument) for argument in arguments)
     sources.check(names)
     sources.check([path for path in lists if path != "-"], "a list of pictures")
     to_npz = out.endswith(".npz")
@@ -99,8 +100,7 @@ def run(
         inputs = _local_files(names, columns)
         check_npz(Path(out), itertools.chain(inputs, checkpoint_files(checkpoint)))
     else:
-        with sources.reaching(out):
-            check_folder(out)
+        check_folder(out)
     with Progress(quiet=quiet) as progress:
 
         def skipped(path: str, why: str) -> None:
@@ -109,7 +109,7 @@ def run(
         units = sources.find(_with_lists(names, lists), columns, skipped)
         first = next(units, None)
         if first is None:
-            searched = ", ".join(map(printable, [*names, *lists]))
+            searched = sources.some(itertools.chain(names, lists))
             raise ValueError(f"There are no pictures in {searched}.")
         units = itertools.chain([first], units)
         encoder_options: dict[str, Any] = dict(
@@ -135,6 +135,7 @@ def run(
             return Folder(out, settings, width, overwrite=overwrite, retry=retry_errors)
 
         if ray is None:
+            check_devices()
             embedder = Embedder(checkpoint, **encoder_options)
             output: Output
             if to_npz:

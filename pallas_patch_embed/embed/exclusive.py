@@ -3,15 +3,24 @@
 import contextlib
 import importlib.util
 import json
+import os
 import socket
+import stat
 import threading
 import time
 import uuid
 from types import TracebackType
 from typing import Any
 
+from pallas_patch_embed import json_objects
 from pallas_patch_embed.embed.output import UnfinishedError
-from pallas_patch_embed.embed.pictures import printable
+from pallas_patch_embed.embed.place import create
+from pallas_patch_embed.embed.sources import reaching
+from pallas_patch_embed.messages import printable
+
+# The types of the fields of a lease, and the number of bytes that are read of one.
+LEASE: dict[str, type] = {"run": str, "host": str, "time": float}
+MOST_BYTES = 2**16
 
 # Times of a lease in seconds. A run renews its lease every RENEWED seconds. A lease is void if it
 # was watched for VOID seconds and not renewed, or if it is older than ABANDONED, which is more than
@@ -34,11 +43,12 @@ class Lock:
     """A lock of the operating system, which is released when the process ends.
 
     Args:
-      path: path of the lock's file, which is not removed.
+      path: path of the lock's file, which is neither changed nor removed.
       url: URL of the folder, for messages.
 
     Raises:
       BusyError: another process has the lock when this one enters the context.
+      ValueError: there is something else at the path, for example a link.
     """
 
     def __init__(self, path: str, url: str):
@@ -50,13 +60,31 @@ class Lock:
             import fcntl
 
             with contextlib.ExitStack() as stack:
-                file = stack.enter_context(open(self._path, "w"))
+                file = self._open()
+                stack.callback(os.close, file)
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
                     raise BusyError(self._url) from None
                 self._stack = stack.pop_all()
         return self
+
+    def _open(self) -> int:
+        """Opens the lock's file, and creates it if it does not exist."""
+        try:
+            # A link is not followed, and nothing waits for the other end of a FIFO.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            file = os.open(self._path, flags, 0o666)
+            if stat.S_ISREG(os.fstat(file).st_mode):
+                return file
+            os.close(file)
+            why = "it is not a regular file"
+        except OSError as error:
+            why = "it is a link" if os.path.islink(self._path) else str(error.strerror)
+        raise ValueError(
+            f"--out is {printable(self._url)}: its {os.path.basename(self._path)} cannot be used "
+            f"({why}). If no other run is writing there, remove it, and run the command again."
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -96,16 +124,15 @@ class Lease:
         found = self._holder()
         if found is not None:
             self._wait_until_void(found)
-            with contextlib.suppress(FileNotFoundError):
+            with reaching(self._url), contextlib.suppress(FileNotFoundError):
                 self._fs.rm(self._path)
         self._renewed = time.monotonic()
-        try:
-            self._fs.pipe_file(self._path, self._content(), mode="create")
-        except (TypeError, NotImplementedError):  # The file system does not support this mode.
-            self._fs.pipe_file(self._path, self._content())
-        except OSError:
-            if self._holder() is None:
-                raise
+        with reaching(self._url):
+            try:
+                create(self._fs, self._path, self._content())
+            except OSError:
+                if self._holder() is None:
+                    raise
         if (holder := self._holder()) is not None and holder["run"] != self._run:
             raise BusyError(self._url, holder["host"])
         self._thread.start()
@@ -139,14 +166,16 @@ class Lease:
     def _holder(self) -> dict[str, Any] | None:
         """Reads the lease; returns None if there is none."""
         self._fs.invalidate_cache()
+        with reaching(self._url):
+            try:
+                with self._fs.open(self._path, "rb") as file:
+                    content = file.read(MOST_BYTES)
+            except FileNotFoundError:
+                return None
         try:
-            lease = json.loads(self._fs.cat_file(self._path))
-        except FileNotFoundError:
-            return None
+            return json_objects.expect(json_objects.parse(content), LEASE, "the lease", others=True)
         except ValueError:
-            lease = None
-        known = isinstance(lease, dict) and {"run", "host", "time"} <= lease.keys()
-        return lease if known else {"run": "", "host": "", "time": 0.0}
+            return {"run": "", "host": "", "time": 0.0}
 
     def _wait_until_void(self, found: dict[str, Any]) -> None:
         """Watches a lease until it is void, because its run may have been killed.
@@ -154,7 +183,7 @@ class Lease:
         Raises:
           BusyError: the run renews its lease.
         """
-        if abs(time.time() - found["time"]) > ABANDONED:
+        if not abs(time.time() - found["time"]) <= ABANDONED:  # This includes NaN.
             return
         # The time in the lease is from another clock, so only a change of the lease counts.
         end = time.monotonic() + VOID

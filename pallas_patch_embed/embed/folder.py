@@ -5,26 +5,44 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from pallas_patch_embed import ending
+from pallas_patch_embed import ending, json_objects
 from pallas_patch_embed.embed.exclusive import Lease, Lock
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.output import SAME_ID, Settings, UnfinishedError, versions
-from pallas_patch_embed.embed.pictures import printable
+from pallas_patch_embed.embed.pictures import reason
+from pallas_patch_embed.embed.place import FOLDER, Local, Place, Remote, place_of
 from pallas_patch_embed.embed.sources import is_url
-from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parquet_bytes
-from pallas_patch_embed.files import is_partial, written_atomically
+from pallas_patch_embed.embed.tables import (
+    check_schema,
+    embeddings_table,
+    errors_table,
+    parquet_bytes,
+)
+from pallas_patch_embed.files import is_partial
+from pallas_patch_embed.messages import printable, quoted
 
 # A shard is written when it has this number of rows, or when its first row has this age in seconds.
 # Rows that are not yet in a shard are lost if a run is killed.
 SHARD_ROWS, SHARD_SECONDS = 4096, 60.0
 
+PARTS = ("embeddings", "errors")
+MANIFEST, LOCK, LEASE = "manifest.json", ".lock", ".lease.json"
+
 FORMAT = "pallas_patch_embed.embed.1"
+
+# The types of the manifest's fields, and its largest size in bytes.
+FIELDS: dict[str, type] = {"format": str, "settings": dict, "width": int, "versions": dict}
+MOST_BYTES = 2**20
+
+# The names of shards: a number with at least six digits.
+SHARD = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})\.parquet")
 
 
 class Folder:
@@ -51,11 +69,8 @@ class Folder:
     def __init__(
         self, url: str, settings: Settings, width: int, *, overwrite: bool, retry: bool
     ) -> None:
-        import fsspec
-
         self.url, self._settings, self._width = url, settings, width
-        self._fs, self._root = fsspec.url_to_fs(url)
-        self._local = not is_url(url) or url.startswith("file://")
+        self._place = place_of(url)
         self._done = Ids()
         self._rows: list[tuple[list[str], np.ndarray]] = []
         self._errors: list[tuple[str, str]] = []
@@ -63,10 +78,9 @@ class Folder:
         check_folder(url)
         if not overwrite:
             self._check_settings()
-        self._fs.makedirs(self._root, exist_ok=True)
-        self._hold: Lock | Lease = Lock(self._path(".lock"), url)
-        if not self._local:
-            self._hold = Lease(self._fs, self._path(".lease.json"), url)
+        with self._usable(""):
+            self._place.make_folder()
+        self._hold = _hold_of(self._place, url)
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self._hold)
         try:
@@ -77,87 +91,121 @@ class Folder:
 
     def _open(self, overwrite: bool, retry: bool) -> None:
         """Reads or writes the manifest, and reads the ids in shards, while no other run does."""
-        manifest = self._manifest()
-        if manifest is not None and overwrite:
+        check_folder(self.url)  # Another run may have begun since the first check.
+        if overwrite and self._place.kind(MANIFEST):
             # The manifest is removed last, because `embed` refuses a folder of files without one.
-            for name in ("embeddings", "errors", "manifest.json"):
-                if self._fs.exists(self._path(name)):
-                    self._fs.rm(self._path(name), recursive=True)
-            manifest = None
-        if manifest is not None:
-            self._check_settings()  # Another run may have begun since the first check.
-        if manifest is None:
+            for part in PARTS:
+                self._remove(self.shards(part) + self._partials(part))
+            self._remove([MANIFEST])
+        if not self._place.kind(MANIFEST):
             about = {
                 "format": FORMAT,
                 "settings": dataclasses.asdict(self._settings),
                 "width": self._width,
                 "versions": versions(),
             }
-            self._write("manifest.json", json.dumps(about, indent=1).encode())
-        elif retry and self._fs.exists(self._path("errors")):
-            self._fs.rm(self._path("errors"), recursive=True)
-        for part in ("embeddings", "errors"):
-            self._fs.makedirs(self._path(part), exist_ok=True)
+            self._write(MANIFEST, json.dumps(about, indent=1).encode())
+        self._check_settings()
+        if retry:
+            self._remove(self.shards("errors"))
+        for part in PARTS:
+            with self._usable(part):
+                self._place.make_folder(part)
         self.remove_partials()
-        self._next = {part: self._first_free(part) for part in ("embeddings", "errors")}
-        for part in ("embeddings", "errors"):
+        self._next = {part: 1 + max(self._numbers(part), default=-1) for part in PARTS}
+        for part in PARTS:
             for shard in self.shards(part):
                 self._done.update(id.encode() for id in self._ids_of(shard))
         self._say()
 
-    def _path(self, name: str) -> str:
-        return f"{self._root.rstrip('/')}/{name}"
+    @contextlib.contextmanager
+    def _usable(self, name: str) -> Iterator[None]:
+        """Converts exceptions that are raised by something in the folder.
 
-    def _manifest(self) -> dict[str, Any] | None:
-        if not self._fs.exists(self._path("manifest.json")):
-            return None
-        return json.loads(self._fs.cat_file(self._path("manifest.json")))
+        Its name is that of the exception if `name` is empty.
+        """
+        try:
+            yield
+        except Exception as error:  # pyarrow and packages for URLs have their own kinds of errors.
+            why = (isinstance(error, OSError) and error.strerror) or reason(error)
+            name = name or getattr(error, "filename", None) or "it"
+            raise ValueError(
+                f"--out is {printable(self.url)}: {printable(name)} cannot be used "
+                f"({printable(why)}). Restore it, move it away, or choose another folder. The "
+                "pictures of a shard that is moved away are embedded again."
+            ) from error
+
+    def _remove(self, names: Sequence[str]) -> None:
+        with self._usable(""):
+            self._place.remove(names)
 
     def _check_settings(self) -> None:
         """Refuses a folder that was written with other settings."""
-        manifest = self._manifest() if self._fs.exists(self._root) else None
-        if manifest is None:
+        if not self._place.kind(MANIFEST):
             return
-        wanted, found = dataclasses.asdict(self._settings), manifest["settings"]
+        where = f"--out is {printable(self.url)}"
+        otherwise = "Choose another folder, or replace its contents with --overwrite."
+        wanted = dataclasses.asdict(self._settings) | {"width": self._width}
+        try:
+            manifest = json_objects.expect(_manifest(self._place), FIELDS, MANIFEST, others=True)
+            found = manifest["settings"] | {"width": manifest["width"]}
+            types = {name: type(value) for name, value in wanted.items() if name in found}
+            json_objects.expect(found, types, "settings", others=True)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{where}: its {MANIFEST} is damaged ({printable(reason(error))}). Restore it. "
+                f"{otherwise}"
+            ) from None
         differing = [name for name in wanted if wanted[name] != found.get(name)]
         if differing:
             changes = "; ".join(
-                f"{n} was {found.get(n)!r} and is now {wanted[n]!r}" for n in differing
+                f"{n} was {quoted(found.get(n))} and is now {wanted[n]!r}" for n in differing
             )
             raise ValueError(
-                f"--out is {printable(self.url)}: it was written with other settings ({changes}). "
-                "Choose another folder, or replace its contents with --overwrite."
+                f"{where}: it was written with other settings ({changes}). {otherwise}"
             )
 
     def shards(self, part: str) -> list[str]:
-        """Returns the paths of the complete shards of "embeddings" or "errors", sorted."""
-        names = sorted(path for path in self._list(part) if path.endswith(".parquet"))
-        return [path for path in names if not os.path.basename(path).startswith(".")]
+        """Returns the names of the complete shards of "embeddings" or "errors", in their order."""
+        return [f"{part}/{number:06d}.parquet" for number in sorted(self._numbers(part))]
 
-    def _list(self, name: str) -> list[str]:
-        """Returns the paths in a subfolder, or in the folder itself if `name` is empty."""
-        self._fs.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError):  # Object stores have no empty folders.
-            return self._fs.ls(self._path(name), detail=False)
-        return []
+    def _numbers(self, part: str) -> list[int]:
+        """Returns the numbers of the complete shards.
+
+        Raises:
+          ValueError: there are other parquet files.
+        """
+        numbers = []
+        with self._usable(part):
+            names = self._place.names(part)
+        for name in names:
+            if found := SHARD.fullmatch(name):
+                numbers.append(int(found[1]))
+            elif name.endswith(".parquet") and not name.startswith("."):
+                with self._usable(f"{part}/{name}"):
+                    raise ValueError("`embed` gives other names to its shards")
+        return numbers
 
     def _ids_of(self, shard: str) -> Iterator[str]:
         import pyarrow.parquet
 
-        with self._fs.open(shard, "rb") as file, pyarrow.parquet.ParquetFile(file) as table:
+        with (
+            self._usable(shard),
+            self._place.open(shard) as file,
+            pyarrow.parquet.ParquetFile(file) as table,
+        ):
+            check_schema(os.path.dirname(shard), table.schema_arrow)
             for batch in table.iter_batches(columns=["id"]):
+                if batch["id"].null_count:
+                    raise ValueError("an id is missing")
                 yield from batch["id"].to_pylist()
-
-    def _first_free(self, part: str) -> int:
-        shards = self.shards(part)
-        return 1 + int(os.path.basename(shards[-1]).split(".")[0]) if shards else 0
 
     def is_done(self, id: str) -> bool:
         return id.encode() in self._done
 
     def done_ids(self) -> Iterator[str]:
         """Yields the ids that earlier runs have written."""
-        for part in ("embeddings", "errors"):
+        for part in PARTS:
             for shard in self.shards(part):
                 yield from self._ids_of(shard)
 
@@ -203,20 +251,21 @@ class Folder:
 
     def _write(self, name: str, content: bytes) -> None:
         """Writes a file that appears only when it is complete."""
+        with self._writing():
+            self._place.write(name, content)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
         self._hold.check()
         try:
-            if self._local:
-                with written_atomically(self._path(name)) as file:
-                    file.write(content)
-            else:
-                self._fs.pipe_file(self._path(name), content)  # A single PUT is atomic.
+            yield
         except Exception as error:  # Each package for URLs has its own kinds of errors.
-            if self._local and not isinstance(error, OSError):
+            if isinstance(self._place, Local) and not isinstance(error, OSError):
                 raise
-            why = (isinstance(error, OSError) and error.strerror) or error
+            why = (isinstance(error, OSError) and error.strerror) or reason(error)
             raise UnfinishedError(
-                f"{printable(self.url)} cannot be written ({why}). The shards in it are kept. Make "
-                "room, and run the same command again to resume the work."
+                f"{printable(self.url)} cannot be written ({printable(why)}). The shards in it are "
+                "kept. Make room, and run the same command again to resume the work."
             ) from error
 
     def commit(self, part: str, partial: str) -> list[tuple[str, str]]:
@@ -230,22 +279,22 @@ class Folder:
         import pyarrow.parquet
 
         self._hold.check()
-        self._fs.invalidate_cache()  # A cached listing would not contain the file.
-        with self._fs.open(partial, "rb") as file:
+        with self._place.open(partial) as file:
             columns = [name for name in ("id", "reason") if part == "errors" or name == "id"]
             table = pyarrow.parquet.read_table(file, columns=columns)
         ids = table["id"].to_pylist()
         new = [self._done.add(id.encode()) for id in ids]
         shard = f"{part}/{self._next[part]:06d}.parquet"
         if all(new):
-            self._fs.mv(partial, self._path(shard))
+            with self._writing():
+                self._place.rename(partial, shard)
         else:
             for id in itertools.compress(ids, (not is_new for is_new in new)):
                 self.fail(id, SAME_ID)
-            with self._fs.open(partial, "rb") as file:
+            with self._place.open(partial) as file:
                 whole = pyarrow.parquet.read_table(file)
             self._write(shard, parquet_bytes(whole.filter(new)))
-            self._fs.rm(partial)
+            self._remove([partial])
         self._next[part] += 1
         self._say()
         reasons = table["reason"].to_pylist() if part == "errors" else [""] * len(ids)
@@ -253,10 +302,13 @@ class Folder:
 
     def remove_partials(self) -> None:
         """Removes the files that killed processes left behind."""
-        for name in ("", "embeddings", "errors"):
-            for path in self._list(name):
-                if is_partial(os.path.basename(path)):
-                    self._fs.rm(path)
+        for folder in ("", *PARTS):
+            self._remove(self._partials(folder))
+
+    def _partials(self, folder: str) -> list[str]:
+        with self._usable(folder):
+            names = filter(is_partial, self._place.names(folder))
+            return [f"{folder}/{name}".lstrip("/") for name in names]
 
     def _say(self) -> None:
         """Sets the last line that the command prints if a signal ends it."""
@@ -278,29 +330,36 @@ class Folder:
                     self.flush()
 
 
+def _hold_of(place: Place, url: str) -> Lock | Lease:
+    if isinstance(place, Remote):
+        return Lease(place.fs, place.path(LEASE), url)
+    assert isinstance(place, Local)
+    return Lock(place.path(LOCK), url)
+
+
 def check_folder(url: str) -> None:
     """Refuses an output folder that is a file, or that `embed` did not write.
 
     Raises:
+      OSError: the folder cannot be reached.
       ValueError: the folder is refused; the message is the reason.
     """
-    import fsspec
-
-    fs, root = fsspec.url_to_fs(url)
-    where = f"--out is {printable(url)}"
-    if not fs.exists(root):
-        if not is_url(url) and os.path.islink(root):
+    place, where = place_of(url), f"--out is {printable(url)}"
+    kind = place.kind()
+    if kind is None:
+        if not is_url(url) and os.path.islink(url):
             raise ValueError(f"{where}: it is a dangling link. Choose another folder.")
         return
-    if not fs.isdir(root):
+    if kind != FOLDER:
         raise ValueError(
-            f"{where}: it is a file, expected a folder, or a name that ends in .npz. Choose "
+            f"{where}: it is {kind}, expected a folder, or a name that ends in .npz. Choose "
             "another name."
         )
-    manifest = f"{root.rstrip('/')}/manifest.json"
-    if not fs.exists(manifest):
-        names = [os.path.basename(path.rstrip("/")) for path in fs.ls(root, detail=False)]
-        others = [name for name in names if name and not name.startswith(".")]
+    if not place.kind(MANIFEST):
+        # A run may have been killed before it wrote its manifest, or after it removed the shards
+        # and the manifest of earlier runs.
+        others = [x for x in place.names() if x not in (LOCK, LEASE) and not is_partial(x)]
+        others = [x for x in others if x not in PARTS or place.kind(x) != FOLDER or place.names(x)]
         if others:
             raise ValueError(
                 f"{where}: it has files that `embed` did not write, such as "
@@ -308,11 +367,24 @@ def check_folder(url: str) -> None:
             )
         return
     try:
-        written = json.loads(fs.cat_file(manifest)).get("format")
-    except ValueError:
-        written = None
-    if written != FORMAT:
+        written, why = _manifest(place), "its format is another one"
+    except (OSError, ValueError) as error:
+        written, why = None, reason(error)
+    if not isinstance(written, dict) or written.get("format") != FORMAT:
         raise ValueError(
-            f"{where}: this version of `embed` did not write its manifest.json. Choose another "
-            "folder."
+            f"{where}: this version of `embed` did not write its {MANIFEST} ({printable(why)}). "
+            "Restore the file, or choose another folder."
         )
+
+
+def _manifest(place: Place) -> Any:
+    """Returns the JSON value in the manifest.
+
+    Raises:
+      OSError, ValueError: the manifest cannot be read; the message says why.
+    """
+    with place.open(MANIFEST) as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    return json_objects.parse(content)

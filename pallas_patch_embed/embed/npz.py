@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from pallas_patch_embed.embed.output import Settings, WrittenElsewhereError, versions
-from pallas_patch_embed.embed.pictures import printable
-from pallas_patch_embed.files import written_atomically
+from pallas_patch_embed.files import check_place, written_atomically
+from pallas_patch_embed.messages import printable
 
 NPZ_ARRAYS = ("embeddings", "paths", "failed", "reasons", "about")
 
@@ -78,8 +78,8 @@ class Npz:
             why = f"{printable(self._path)} could not be written ({error.strerror or error})."
             elsewhere = _write_elsewhere(self._path.name, arrays)
             raise WrittenElsewhereError(
-                f"{why} The embeddings are in {printable(elsewhere)} instead. Move this file to "
-                "where you want it."
+                f"{why} The embeddings are in {printable(elsewhere, most=4096)} instead. Move this "
+                "file to where you want it."
                 if elsewhere is not None
                 else f"{why} A temporary folder, the current folder and the home folder could not "
                 "be written either, so nothing was written. Make room and run the command again."
@@ -113,34 +113,16 @@ def check_npz(out: Path, inputs: Iterable[Path]) -> None:
       inputs: files that the run will read.
 
     Raises:
-      ValueError: the folder does not exist; or the file is one of the inputs (possibly under
-        another name), was not written by this command, or is a dangling link.
-      OSError: the folder cannot be written.
+      ValueError: no file can be written there; or the file is one of the inputs (possibly under
+        another name), or was not written by this command.
     """
-    if not out.absolute().parent.is_dir():
-        raise ValueError(
-            f"--out is {printable(out)}: there is no such folder. Make it, or choose another one."
-        )
-    real = Path(os.path.realpath(out))
-    if not real.parent.is_dir() or real.is_symlink():
-        raise ValueError(
-            f"--out is {printable(out)}: it is a dangling link. Choose another name, or remove it."
-        )
-    tempfile.TemporaryFile(dir=real.parent).close()
-    if not real.exists():
-        return
-    status = real.stat()
-    for path in inputs:
-        if os.path.samestat(path.stat(), status):
-            raise ValueError(
-                f"--out is {printable(out)}: it is the input {printable(path)}. Choose another "
-                "name."
-            )
-    if not is_embeddings(real):
-        raise ValueError(
-            f"--out is {printable(out)}: it exists, but `embed` did not write it. Choose another "
-            "name, or remove it."
-        )
+    what = f"--out is {printable(out)}"
+    if out.exists():
+        status = out.stat()
+        for path in inputs:
+            if os.path.samestat(path.stat(), status):
+                raise ValueError(f"{what}: it is the input {printable(path)}. Choose another name.")
+    check_place(out, what, is_embeddings)
 
 
 def is_embeddings(path: Path) -> bool:

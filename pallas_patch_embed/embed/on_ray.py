@@ -19,9 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_patch_embed.child import safe_paths
 from pallas_patch_embed.embed.embedder import Decoder, Embedder
 from pallas_patch_embed.embed.folder import SHARD_ROWS, Folder
 from pallas_patch_embed.embed.pictures import reason
+from pallas_patch_embed.embed.place import place_of
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.embed.sources import Files, Unit
@@ -117,27 +119,25 @@ def _column(images: list[np.ndarray]) -> np.ndarray:
 class Write:
     """Writes files that are not yet shards.
 
-    It maps a batch {"id", "embedding", "reason"} to {"part", "path"} of the files.
+    It maps a batch {"id", "embedding", "reason"} to {"part", "name"} of the files.
     """
 
-    def __init__(self, root: str, dtype: str):
-        self._root, self._dtype = root, dtype
+    def __init__(self, url: str, dtype: str):
+        self._url, self._dtype = url, dtype
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        import fsspec
-
-        fs, root = fsspec.url_to_fs(self._root)
+        place = place_of(self._url)
         reasons = [str(why) for why in batch["reason"]]
         good = [i for i, why in enumerate(reasons) if not why]
         bad = [i for i, why in enumerate(reasons) if why]
         ids = [str(id) for id in batch["id"]]
-        parts, paths = [], []
+        parts, names = [], []
 
         def write(part: str, table: Any) -> None:
-            path = f"{root.rstrip('/')}/{new_partial()}"
-            fs.pipe_file(path, parquet_bytes(table))
+            name = new_partial()
+            place.write(name, parquet_bytes(table))
             parts.append(part)
-            paths.append(path)
+            names.append(name)
 
         if good:
             embeddings = np.stack([np.asarray(batch["embedding"][i]) for i in good])
@@ -147,7 +147,7 @@ class Write:
             )
         if bad:
             write("errors", errors_table([(ids[i], reasons[i]) for i in bad]))
-        return {"part": parts, "path": paths}
+        return {"part": parts, "name": names}
 
 
 def connect(address: str) -> None:
@@ -176,17 +176,32 @@ def connect(address: str) -> None:
             ) from None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        ray.init(
-            address=None if address == "local" else address,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
+        with safe_paths():
+            ray.init(
+                address=None if address == "local" else address,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                job_config=_job_config(),
+            )
     except ConnectionError as error:
         raise ValueError(f"--ray is {address}: {error}") from error
     for number, handler in handlers.items():
         # Ray has installed its own handlers. They are replaced by the handlers of the command,
         # which say how to resume the work.
         signal.signal(number, handler)
+
+
+def _job_config() -> Any:
+    """Returns a configuration with which workers import nothing from the current folder.
+
+    Otherwise Ray puts the driver's current folder in front of the workers' module search path. It
+    does so unless the job has a working directory of its own.
+    """
+    from ray.job_config import JobConfig
+
+    config = JobConfig()
+    config._runtime_env_has_working_dir = lambda: True
+    return config
 
 
 def run(
@@ -272,7 +287,7 @@ def _fill(
         .map_batches(Write(output.url, output.embedding_dtype), batch_size=SHARD_ROWS, num_cpus=0.1)
     )
     for row in written.iter_rows():
-        committed = output.commit(row["part"], row["path"])
+        committed = output.commit(row["part"], row["name"])
         if row["part"] == "embeddings":
             progress.embedded(len(committed))
         else:

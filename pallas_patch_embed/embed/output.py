@@ -1,11 +1,12 @@
 """The protocol of an output for embeddings, and the settings that it records."""
 
 import dataclasses
-import importlib.metadata
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+
+import pallas_patch_embed
 
 SAME_ID = "another picture has this id"
 
@@ -38,13 +39,18 @@ class Output(Protocol):
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that affect embeddings."""
+    """Returns the versions of the packages that affect embeddings.
+
+    They are those of the imported modules, which need no metadata of an installation. Pillow may be
+    Pillow-SIMD's.
+    """
+    import jax
+    import jaxlib
     import PIL
 
-    packages = ("pallas_patch_embed", "jax", "jaxlib", "numpy")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    # The version of Pillow is that of the imported module, which may be Pillow-SIMD's.
-    return found | {"pillow": PIL.__version__}
+    modules = {"jax": jax, "jaxlib": jaxlib, "numpy": np, "pillow": PIL}
+    found = {name: str(module.__version__) for name, module in modules.items()}
+    return {"pallas_patch_embed": pallas_patch_embed.__version__} | found
 
 
 @dataclasses.dataclass(frozen=True)

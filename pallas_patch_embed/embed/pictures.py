@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import os
-import stat
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
@@ -16,11 +14,6 @@ if TYPE_CHECKING:
 # Largest number of pixels that are decoded at a time. Pillow needs 4 bytes for a pixel, and up to
 # 16 bytes while it decodes, rotates or converts a picture.
 PIXELS_IN_FLIGHT = 2**27
-
-
-def printable(text: object) -> str:
-    """Returns the text on one line, with control characters and surrogates escaped."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
 def reason(error: BaseException) -> str:
@@ -64,19 +57,6 @@ class Budget:
             with self._changed:
                 self.reserved -= pixels
                 self._changed.notify_all()
-
-
-def open_regular(path: str) -> BinaryIO:
-    """Opens a regular file for reading. For a FIFO or a device it raises OSError at once."""
-
-    def at_once(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-
-    file = open(path, "rb", opener=at_once)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError("it is not a regular file")
-    return file
 
 
 def open_picture(file: BinaryIO) -> "Image.Image":

@@ -5,7 +5,7 @@ import time
 from types import TracebackType
 
 from pallas_patch_embed import ending
-from pallas_patch_embed.embed.pictures import printable
+from pallas_patch_embed.messages import printable
 
 # Seconds between lines if standard error is not a terminal.
 LINE_SECONDS = 30.0

@@ -16,18 +16,26 @@ import pickle
 import posixpath
 import re
 import stat
-import sys
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
+from pallas_patch_embed.embed import braces
 from pallas_patch_embed.embed.ids import Ids
-from pallas_patch_embed.embed.pictures import extensions, open_regular, printable
+from pallas_patch_embed.embed.pictures import extensions, reason
+from pallas_patch_embed.files import open_regular
+from pallas_patch_embed.messages import printable
 
 # Number of files in a unit. It is large enough that the overhead of a unit does not matter, and
 # small enough that a run has many units.
 FILES_PER_UNIT = 256
+
+# Largest number of characters of an argument. Paths on Linux have at most 4096 bytes.
+LONGEST = 2**16
+
+# Largest number of arguments that a message names.
+MOST_NAMED = 5
 
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 
@@ -82,13 +90,14 @@ def is_url(path: str) -> bool:
 
 @contextlib.contextmanager
 def reaching(url: str) -> Iterator[None]:
-    """Converts exceptions that are specific to a package for URLs to OSError."""
+    """Converts the exceptions of packages for URLs to an OSError that names the URL."""
     try:
         yield
-    except (ImportError, OSError, ValueError):
-        raise
+    except ImportError:
+        raise  # It says what to install.
     except Exception as error:
-        raise OSError(f"{printable(url)} cannot be reached: {error}") from error
+        why = printable(reason(error))
+        raise OSError(f"{printable(url)} cannot be reached: {why}") from error
 
 
 def open_source(path: str) -> BinaryIO:
@@ -113,9 +122,9 @@ class Files:
     reasons: tuple[str, ...] = ()
 
     def pictures(self) -> Iterator[Picture]:
-        for path, reason in itertools.zip_longest(self.paths, self.reasons, fillvalue=""):
-            if reason:
-                yield unreadable(text(path), reason)
+        for path, why in itertools.zip_longest(self.paths, self.reasons, fillvalue=""):
+            if why:
+                yield unreadable(text(path), why)
             elif is_url(path):
                 yield Picture(text(path), functools.partial(_fetch, path))
             else:
@@ -290,18 +299,19 @@ class Parquet:
         image = self.image_column
         if image is None and len(found) != 1:
             raise ColumnsError(
-                f"{printable(self.path)} has {len(found)} columns of encoded pictures, {found}, "
-                "expected one. Choose one with --image-column."
+                f"{printable(self.path)} has {len(found)} columns of encoded pictures, "
+                f"{printable(found)}, expected one. Choose one with --image-column."
             )
         if image is not None and image not in found:
             raise ColumnsError(
                 f"{printable(self.path)} has no column {image!r} of encoded pictures; its columns "
-                f"of encoded pictures are {found}."
+                f"of encoded pictures are {printable(found)}."
             )
         id = self.id_column or ("id" if "id" in schema.names else None)
         if id is not None and id not in schema.names:
             raise ColumnsError(
-                f"{printable(self.path)} has no column {id!r}; its columns are {schema.names}."
+                f"{printable(self.path)} has no column {id!r}; its columns are "
+                f"{printable(schema.names)}."
             )
         return image or found[0], id
 
@@ -367,44 +377,73 @@ def _of_argument(
     argument: str, columns: Columns, seen: Ids, skipped: Callable[[str, str], None]
 ) -> Iterator[Unit | tuple[str, str]]:
     """Yields units, and (path, reason why it cannot be read or "") of single files."""
-    if argument.lower().endswith(TAR_ENDINGS):
+    if "\0" in argument:
+        yield argument, "no path contains the character NUL"
+    elif len(argument) > LONGEST:
+        yield argument[:LONGEST], f"it is longer than {LONGEST} characters"
+    elif argument.lower().endswith(TAR_ENDINGS):
         yield Tar(argument)
     elif argument.lower().endswith(".parquet"):
         yield Parquet(argument, columns.image, columns.id)
     elif is_url(argument):
-        yield from ((url, "") for url in _remote(argument))
+        try:
+            yield from ((url, "") for url in _remote(argument))
+        except ImportError:
+            raise  # It says what to install.
+        except Exception as error:  # Each package for URLs has its own kinds of errors.
+            yield argument, reason(error)
     else:
         yield from _walk(argument, seen, skipped)
 
 
-def expand(arguments: Iterable[str]) -> Iterator[str]:
-    """Yields the arguments with braces ("{000..099}") and the wildcards of URLs expanded.
+class Expanded:
+    """Arguments with braces ("{000..099}") and the wildcards of URLs expanded.
 
-    An argument that is the path of an existing file or folder is not expanded.
+    An argument that is the path of an existing file or folder is not expanded. It can be iterated
+    repeatedly. Each time braces are expanded again, because they may stand for any number of
+    arguments; but each wildcard is looked up only once.
+
+    Raises:
+      FileNotFoundError: no file matches a wildcard.
+      ValueError: braces are not balanced.
     """
-    for argument in arguments:
-        if not is_url(argument) and os.path.lexists(argument):
-            yield argument
-            continue
-        if "{" in argument:
-            from braceexpand import braceexpand
 
-            expanded: Iterable[str] = braceexpand(argument)
-        else:
-            expanded = [argument]
-        for one in expanded:
-            # Wildcards of http URLs are not expanded, because "?" begins a query there.
-            if is_url(one) and re.search(r"[*?\[]", one) and not one.startswith("http"):
-                import fsspec
+    def __init__(self, arguments: Iterable[str]):
+        self._arguments = tuple(arguments)
+        self._found: dict[str, list[str]] = {}
 
-                with reaching(one):
-                    fs, pattern = fsspec.url_to_fs(one)
-                    found = sorted(fs.glob(pattern))
-                if not found:
-                    raise FileNotFoundError(f"No file matches {printable(one)}.")
-                yield from map(fs.unstrip_protocol, found)
-            else:
-                yield one
+    def __iter__(self) -> Iterator[str]:
+        for argument in self._arguments:
+            if "{" not in argument or (not is_url(argument) and os.path.lexists(argument)):
+                yield from self._matching(argument)
+                continue
+            try:
+                for one in braces.expand(argument):
+                    yield from self._matching(one)
+            except ValueError as error:
+                raise ValueError(f"{printable(argument)} cannot be expanded: {error}.") from None
+
+    def _matching(self, argument: str) -> list[str]:
+        # Wildcards of http URLs are not expanded, because "?" begins a query there.
+        has_wildcards = is_url(argument) and re.search(r"[*?\[]", argument)
+        if not has_wildcards or argument.startswith("http"):
+            return [argument]
+        if argument not in self._found:
+            import fsspec
+
+            with reaching(argument):
+                fs, pattern = fsspec.url_to_fs(argument)
+                self._found[argument] = list(map(fs.unstrip_protocol, sorted(fs.glob(pattern))))
+            if not self._found[argument]:
+                raise FileNotFoundError(f"No file matches {printable(argument)}.")
+        return self._found[argument]
+
+
+def some(arguments: Iterable[str]) -> str:
+    """Names the first arguments for a message."""
+    first = list(itertools.islice(arguments, MOST_NAMED + 1))
+    named = ", ".join(map(printable, first[:MOST_NAMED]))
+    return f"{named} and others" if len(first) > MOST_NAMED else named
 
 
 def check(arguments: Iterable[str], wanted: str = "a picture") -> None:
@@ -418,11 +457,9 @@ def check(arguments: Iterable[str], wanted: str = "a picture") -> None:
       FileNotFoundError: arguments do not exist.
       ValueError: an argument is a FIFO, a socket or a device.
     """
-    absent = [a for a in arguments if not _exists(a)]
+    absent = some(argument for argument in arguments if not _exists(argument))
     if absent:
-        raise FileNotFoundError(
-            f"These files or folders do not exist: {', '.join(map(printable, absent))}."
-        )
+        raise FileNotFoundError(f"These files or folders do not exist: {absent}.")
     for argument in arguments:
         path = Path(argument)
         if not is_url(argument) and path.exists() and not path.is_dir() and not path.is_file():
@@ -462,10 +499,15 @@ def _walk(
     """Yields (path, reason why it cannot be read or "") of files below a path on this machine."""
     wanted = extensions()
     argument = str(Path(argument))
+    try:
+        real = os.path.realpath(argument)
+    except (OSError, ValueError) as error:  # For example, it is a loop of links.
+        yield argument, reason(error)
+        return
     # Iterators over the folders that are being searched, with each path and its real path, in which
     # only a link in the last component is not resolved. Only the names in these folders are in
     # memory.
-    below = [iter([(argument, os.path.realpath(argument))])]
+    below = [iter([(argument, real)])]
     while below:
         path, real = next(below[-1], (None, ""))
         if path is None:
@@ -480,11 +522,11 @@ def _walk(
                 mode = os.stat(path).st_mode
         except OSError as error:
             dangling = stat.S_ISLNK(mode) and isinstance(error, FileNotFoundError)
-            reason = "it is a dangling link" if dangling else _reason(error)
+            why = "it is a dangling link" if dangling else _reason(error)
             if meant:
-                yield path, reason
+                yield path, why
             else:
-                skipped(path, reason)
+                skipped(path, why)
             continue
         if not (stat.S_ISDIR(mode) or meant) or not seen.add(os.fsencode(real)):
             continue
@@ -514,13 +556,15 @@ def _reason(error: OSError) -> str:
 
 def read_list(path: str) -> Iterator[str]:
     """Yields the arguments in a file, or in standard input if the path is "-", one on each line."""
-    with contextlib.ExitStack() as stack:
-        if path == "-":
-            lines: Iterable[str] = sys.stdin
-        else:
-            lines = stack.enter_context(
-                io.TextIOWrapper(open_source(path), errors="surrogateescape")
-            )
-        for line in lines:
-            if argument := line.rstrip("\r\n"):
+    if path == "-":
+        # The encoding of sys.stdin would refuse names that are not valid in it.
+        opened: BinaryIO = open(0, "rb", closefd=False)
+    else:
+        opened = open_source(path)
+    with io.TextIOWrapper(opened, errors="surrogateescape") as lines:
+        while line := lines.readline(LONGEST + 2):
+            argument = line.rstrip("\r\n")
+            while not line.endswith("\n") and (line := lines.readline(LONGEST)):
+                pass  # The rest of a line that is too long.
+            if argument:
                 yield argument

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
+from pallas_patch_embed.messages import printable, quoted
+
 EXPECTED = (
     "Expected a Hugging Face folder, a .safetensors file or a big_vision .npz file. Pickles are "
     "never loaded; convert them to safetensors."
@@ -80,7 +82,8 @@ class Tower:
         if len(shape) not in dimensions:
             wanted = " or ".join(map(str, dimensions))
             raise ValueError(
-                f"{self.prefix + name!r} has shape {list(shape)}, expected {wanted} dimensions."
+                f"{quoted(self.prefix + name)} has shape {printable(list(shape))}, expected "
+                f"{wanted} dimensions."
             )
         return shape
 
@@ -94,8 +97,8 @@ class Tower:
         full = self.prefix + name
         if found != shape:
             raise ValueError(
-                f"{full!r} has shape {list(found)}, but the config or the other arrays imply "
-                f"{list(shape)}. Use the config.json that belongs to these weights."
+                f"{quoted(full)} has shape {printable(list(found))}, but the config or the other "
+                f"arrays imply {list(shape)}. Use the config.json that belongs to these weights."
             )
         array = self.arrays.load(full)
         if dtype.kind == "V":
@@ -104,8 +107,8 @@ class Tower:
             array = array.astype(np.float32)
         if not (np.abs(array) <= LARGEST_WEIGHT).all():
             raise ValueError(
-                f"{full!r} has values that are NaN, infinite or beyond bfloat16's range. Check the "
-                "checkpoint."
+                f"{quoted(full)} has values that are NaN, infinite or beyond bfloat16's range. "
+                "Check the checkpoint."
             )
         self.unread.discard(name)
         return array
@@ -115,8 +118,8 @@ class Tower:
         full = self.prefix + name
         if name not in self.names:
             raise ValueError(
-                f"{full!r} is missing. The file is incomplete, or its config belongs to another "
-                "model."
+                f"{quoted(full)} is missing. The file is incomplete, or its config belongs to "
+                "another model."
             )
         shape, dtype = self.arrays.header(full)
         floating = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
@@ -129,16 +132,16 @@ class Tower:
         unused = sorted(name for name in self.unread if not name.startswith(ignored))
         if unused:
             raise ValueError(
-                f"{len(unused)} arrays, such as {self.prefix + unused[0]!r}, are not part of a "
-                "SigLIP vision tower with this config. Use the config.json that belongs to these "
+                f"{len(unused)} arrays, such as {quoted(self.prefix + unused[0])}, are not part of "
+                "a SigLIP vision tower with this config. Use the config.json that belongs to these "
                 "weights."
             )
 
 
 def _wrong_dtype(name: str, dtype: Any) -> ValueError:
     return ValueError(
-        f"{name!r} has dtype {dtype}, expected float32, bfloat16 or float16. Dequantise the "
-        "checkpoint."
+        f"{quoted(name)} has dtype {printable(dtype)}, expected float32, bfloat16 or float16. "
+        "Dequantise the checkpoint."
     )
 
 
@@ -241,7 +244,7 @@ def open_safetensors(path: Path) -> Iterator[Arrays]:
 
         def header(name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
             file = shard(shard_of[name])
-            with _readable(f"{name!r} in {shard_of[name]!r}"):
+            with _readable(f"{quoted(name)} in {shard_of[name]!r}"):
                 found = file.get_slice(name)
                 shape, dtype = tuple(found.get_shape()), found.get_dtype()
             if dtype not in SAFETENSORS_FLOATS:
@@ -250,7 +253,7 @@ def open_safetensors(path: Path) -> Iterator[Arrays]:
 
         def load(name: str) -> np.ndarray:
             file = shard(shard_of[name])
-            with _readable(f"{name!r} in {shard_of[name]!r}"):
+            with _readable(f"{quoted(name)} in {shard_of[name]!r}"):
                 return file.get_tensor(name)
 
         yield Arrays(shard_of, header, load)

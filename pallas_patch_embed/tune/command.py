@@ -20,8 +20,9 @@ from pallas_patch_embed.backends.plan import Refusal
 from pallas_patch_embed.backends.stored import Result
 from pallas_patch_embed.check.cases import Case
 from pallas_patch_embed.child import Child, ChildEndedError
-from pallas_patch_embed.embed.pictures import printable
+from pallas_patch_embed.devices import MEMORY_FRACTIONS, memory_fraction
 from pallas_patch_embed.files import check_place
+from pallas_patch_embed.messages import printable
 from pallas_patch_embed.problem import NAMED_SHAPES, VIT_SHAPES, NamedShape, Problem
 from pallas_patch_embed.tune import search
 from pallas_patch_embed.tune.search import Failure, Machine, Task
@@ -150,10 +151,11 @@ def share_memory(jobs: int, default: float = MEMORY) -> None:
       jobs: the number of processes.
       default: the part of the memory for all of them, unless the user chose another one.
     """
+    whole = memory_fraction() or default
+    current, deprecated = MEMORY_FRACTIONS
     # JAX refuses to start if both the current and the deprecated variable are set.
-    deprecated = os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
-    whole = float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or deprecated or default)
-    os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{whole / jobs:g}"
+    os.environ.pop(deprecated, None)
+    os.environ[current] = f"{whole / jobs:g}"
 
 
 def patience(jobs: int, last: Any) -> float:
@@ -226,7 +228,8 @@ def stored_results(out: Path, machine: Machine) -> dict[str, Result]:
     if found.head != machine.head:
         differ = [name for name in found.head if found.head[name] != machine.head[name]]
         pairs = (
-            f"{name} {found.head[name]} in the file, {machine.head[name]} here" for name in differ
+            f"{name} {printable(found.head[name])} in the file, {machine.head[name]} here"
+            for name in differ
         )
         raise ValueError(
             f"--out is {printable(out)}: it was measured in another environment "

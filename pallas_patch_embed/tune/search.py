@@ -23,6 +23,7 @@ from pallas_patch_embed.check import memory
 from pallas_patch_embed.check.compare import Turn, draw, wrong_elements
 from pallas_patch_embed.child import Send
 from pallas_patch_embed.chips import Target, default_device
+from pallas_patch_embed.devices import check_devices
 from pallas_patch_embed.problem import Problem
 from pallas_patch_embed.tune import timing
 from pallas_patch_embed.tune.timing import Contender, Timing
@@ -109,6 +110,7 @@ def answer(
     `lock` is the path of the file that `alone` locks; None if no other process searches. Before a
     turn the child sends `WAITING`, and when the turn begins it repeats the message before that.
     """
+    check_devices()
     target = Target.of(default_device())
     if task is not None:
         last: Any = BEGINNING

@@ -148,7 +148,7 @@ def sampled() -> Iterator[Samples]:
     try:
         yield samples
     finally:
-        process.terminate()
+        process.kill()
         process.wait()
         reader.join()
 

@@ -16,6 +16,7 @@ import pages
 import pyarrow
 import pyarrow.parquet
 import pytest
+from current_folder import fill, installed, ran
 from goldens import checkpoint
 from shard_folders import (
     COMMAND,
@@ -29,7 +30,15 @@ from shard_folders import (
     write_tar,
 )
 
-from pallas_patch_embed.embed import Embedder, embedder, exclusive, folder, output, tables
+from pallas_patch_embed.embed import (
+    Embedder,
+    embedder,
+    exclusive,
+    folder,
+    output,
+    place,
+    tables,
+)
 
 pytestmark = pytest.mark.cluster
 WAITS = 300  # Seconds after which a wait times out.
@@ -345,7 +354,8 @@ def test_one_run_at_a_time_has_the_lease_of_a_folder_on_S3(s3, monkeypatch):
             exclusive.Lease(s3, path, url).__enter__()
         # Both runs find no lease, and one of them creates it first.
         monkeypatch.setattr(exclusive.Lease, "_holder", lambda self: None)
-        with pytest.raises(OSError, match="pre-conditions"):
+        monkeypatch.setattr(place, "_check_new", lambda *_: None)
+        with pytest.raises(OSError, match=r"s3://bucket/leased .*pre-conditions"):
             exclusive.Lease(s3, path, url).__enter__()
         monkeypatch.undo()
     assert not s3.exists(path)
@@ -361,7 +371,7 @@ def test_a_file_that_another_process_wrote_is_found_at_once(s3):
         rows = np.ones((2, 4), np.float32)
         table = tables.parquet_bytes(tables.embeddings_table(["a", "b"], rows))
         other.pipe_file("bucket/found/unfinished", table)
-        committed = taker.commit("embeddings", "bucket/found/unfinished")
+        committed = taker.commit("embeddings", "unfinished")
     assert committed == [("a", ""), ("b", "")]
     assert shards("s3://bucket/found")["id"] == ["a", "b"]
 
@@ -412,3 +422,16 @@ def test_a_cluster_reads_from_S3_and_writes_there(tmp_path, s3, cluster, nodes):
     assert result.returncode == 0, result.stderr
     assert_same(by_id("s3://bucket/by-ray"), expected(contents))
     assert not s3.glob("bucket/by-ray/.*")
+
+
+@pytest.mark.parametrize("is_local", [False, True], ids=["a cluster", "a new cluster"])
+def test_workers_import_nothing_from_the_current_folder(tmp_path, cluster, nodes, is_local):
+    (tmp_path / "here").mkdir()
+    fill(tmp_path / "here")
+    write_tar(tmp_path / "a.tar", {f"k{i}.png": encoded(i) for i in range(8)})
+    command = [installed("pallas-patch-embed"), "embed", "--checkpoint"]
+    command += [Path(checkpoint(MODEL)).absolute(), tmp_path / "a.tar", "--batch", "4", "--quiet"]
+    command += ["--out", tmp_path / "out", "--ray", *([] if is_local else [cluster.address])]
+    done, imported = ran(tmp_path / "here", *command)
+    assert done.returncode == 0, done.stderr
+    assert imported == [] and len(by_id(tmp_path / "out")) == 8

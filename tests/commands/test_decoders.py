@@ -20,8 +20,9 @@ from shard_folders import COMMAND
 
 from pallas_patch_embed.embed import Decoder, Preprocessing, command, decoders
 from pallas_patch_embed.embed.output import UnfinishedError
-from pallas_patch_embed.embed.pictures import Budget, open_regular
+from pallas_patch_embed.embed.pictures import Budget
 from pallas_patch_embed.embed.sources import Content, Picture, unreadable
+from pallas_patch_embed.files import open_regular
 
 FIXED, NAFLEX = "hf_siglip_p14_224", "hf_siglip2_naflex_p16"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pallas_patch_embed.embed import sources
-from pallas_patch_embed.embed.pictures import open_regular, printable
+from pallas_patch_embed.files import open_regular
+from pallas_patch_embed.messages import printable
 
 
 @pytest.fixture

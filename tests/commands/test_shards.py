@@ -19,7 +19,6 @@ import PIL
 import pyarrow
 import pyarrow.parquet
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from goldens import checkpoint
 from shard_folders import (
@@ -43,6 +42,7 @@ from pallas_patch_embed.embed import (
     folder,
     npz,
     output,
+    place,
     sources,
 )
 from pallas_patch_embed.embed.ids import Ids
@@ -209,7 +209,7 @@ def test_a_paused_run_looks_at_its_lease_before_it_writes(monkeypatch):
         fs.pipe_file(f"{root}/.lease.json", other.encode())
         first._hold._renewed -= exclusive.VOID
         with pytest.raises(output.UnfinishedError, match="has taken over"):
-            first.commit("embeddings", first._path("absent"))
+            first.commit("embeddings", "absent")
 
 
 @pytest.mark.parametrize("url", ["{tmp}/out", "memory://unfinished"])
@@ -229,16 +229,19 @@ def test_what_a_killed_run_was_writing_is_removed(tmp_path, url):
     assert [fs.exists(path) for path in left + others] == 3 * [False] + 2 * [True]
 
 
-def test_overwriting_that_is_killed_can_be_run_again(tmp_path, pictures, monkeypatch):
+@pytest.mark.parametrize("removals", [1, 2, 3])
+def test_overwriting_that_is_killed_can_be_run_again(tmp_path, pictures, monkeypatch, removals):
     run([pictures], tmp_path / "out")
-    remove = LocalFileSystem.rm
+    remove, removed = place.Local.remove, []
 
-    def killed(self, path, **options):
-        remove(self, path, **options)
-        raise RuntimeError("killed")
+    def killed(self, names):
+        remove(self, names)
+        removed.append(names)
+        if len(removed) == removals:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(LocalFileSystem, "rm", killed)
-    with pytest.raises(RuntimeError):
+    monkeypatch.setattr(place.Local, "remove", killed)
+    with pytest.raises(KeyboardInterrupt):
         run([pictures], tmp_path / "out", overwrite=True, normalize=True)
     monkeypatch.undo()
     run([pictures], tmp_path / "out", overwrite=True, normalize=True)
@@ -257,13 +260,13 @@ def test_a_folder_of_something_else_is_refused(tmp_path, pictures, name):
 def test_a_disk_that_is_full_says_how_to_go_on(tmp_path, pictures, monkeypatch):
     out, written = tmp_path / "out", []
 
-    def full(path):
+    def full(path, **options):
         written.append(path)
         if len(written) > 3:
             raise OSError(28, "No space left on device")
-        return written_atomically(path)
+        return written_atomically(path, **options)
 
-    monkeypatch.setattr(folder, "written_atomically", full)
+    monkeypatch.setattr(place, "written_atomically", full)
     with pytest.raises(output.UnfinishedError, match=r"No space left.*run the same command again"):
         run([pictures], out)
     monkeypatch.undo()
@@ -376,17 +379,17 @@ def test_nothing_in_shards_is_lost_whatever_ends_a_run(tmp_path, number):
     script = """
 import os, signal, sys
 from pallas_patch_embed import __main__
-from pallas_patch_embed.embed import folder
+from pallas_patch_embed.embed import folder, place
 
-def written_atomically(path, whole=folder.written_atomically):
+def written_atomically(path, whole=place.written_atomically, **options):
     paths.append(path)
     if len(paths) == 5 and "STOP" in os.environ:
         os.kill(os.getpid(), signal.SIGSTOP)
-    return whole(path)
+    return whole(path, **options)
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # It is ignored if the tests are run by nohup.
 paths = []
-folder.SHARD_ROWS, folder.written_atomically = 64, written_atomically
+folder.SHARD_ROWS, place.written_atomically = 64, written_atomically
 sys.argv = sys.argv[1:]
 __main__.run()
 """
@@ -606,7 +609,7 @@ def test_a_list_that_is_absent_is_refused_before_anything_is_written(tmp_path, p
 
 def test_a_question_mark_in_a_web_address_is_no_wildcard():
     address = "https://example.org/a.png?size=[1,2]*"
-    assert list(sources.expand([address])) == [address]
+    assert list(sources.Expanded([address])) == [address]
 
 
 def test_pictures_and_shards_may_be_at_URLs():

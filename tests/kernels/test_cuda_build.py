@@ -1,5 +1,6 @@
 """The choice of nvcc, the reasons against every other nvcc, and the hash of the sources."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -23,8 +24,20 @@ BROKEN = {
     ),
     "idle": ("exit 0", "exit code 0, no output"),
 }
-# A script of an nvcc that lists the architectures it supports.
-LISTING = "[ $1 = --list-gpu-code ] || exit 1; echo sm_90; echo sm_100"
+# Name -> script of an nvcc that does not end.
+ENDLESS = {
+    "sleeps": "sleep 1000",
+    "sleeps in a child": "sleep 1000 & wait",
+    "prints": "yes",
+    "prints one line": "cat /dev/zero",
+    "prints to standard error": "yes >&2",
+    "ignores signals": "trap '' HUP INT TERM; while true; do :; done",
+    "closes its output": "exec >&- 2>&-; sleep 1000",
+    "waits for its terminal": "cat <> /dev/ptmx",
+    "starts itself": 'exec "$0"',
+}
+# The folder of nvcc in pip's package, relative to an environment.
+PIPS = "lib/python3.12/site-packages/nvidia/cu13/bin"
 # A script of an nvcc that writes the file after -o.
 GOOD = 'while [ "$1" != -o ]; do shift; done; echo > "$2"'
 
@@ -54,6 +67,99 @@ def place(monkeypatch, tmp_path):
     yield placed
     cuda_build.find_nvcc.cache_clear()
     cuda_build.how_to_build.cache_clear()
+
+
+def running(folder):
+    """Returns the command lines of processes that contain this folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # It has ended.
+            found.append((process / "cmdline").read_bytes())
+    return [line for line in found if str(folder).encode() in line]
+
+
+@pytest.mark.parametrize("script", ENDLESS.values(), ids=ENDLESS)
+def test_a_compiler_that_does_not_end_is_ended_and_named(place, monkeypatch, tmp_path, script):
+    monkeypatch.setenv("PATH", f"{tmp_path}/path{os.pathsep}{os.defpath}")
+    monkeypatch.setattr(cuda_build, "PROBE_SECONDS", 0.3)
+    nvcc = place("path", script)
+    path, reason = cuda_build.find_nvcc()
+    assert path is None and f"{nvcc} (it took more than 0.3 s and was ended)" in reason
+    assert not running(tmp_path)
+
+
+def test_an_nvcc_behind_one_that_hangs_is_found(place, monkeypatch):
+    place("path", ENDLESS["ignores signals"])
+    nvcc = place("system/bin")
+    monkeypatch.setattr(cuda_build, "PROBE_SECONDS", 2.0)
+    assert cuda_build.find_nvcc() == (nvcc, "")
+
+
+@pytest.mark.parametrize("command", ["sleep 1000", "yes done"])
+def test_a_process_that_a_compiler_leaves_in_the_background_is_not_waited_for(place, command):
+    nvcc = place("path", f"PATH={os.defpath}; echo done; {command} & exit 0")
+    code, printed = cuda_build.run([nvcc], 1000)
+    assert code == 0 and printed.startswith("done\n")
+
+
+def test_only_the_beginning_of_a_compilers_output_is_kept(place, monkeypatch):
+    monkeypatch.setattr(cuda_build, "MOST_OUTPUT", 1000)
+    line = f"error: {'x' * 500}"
+    nvcc = place("path", f"for i in 1 2 3 4; do echo '{line}'; done; exit 1")
+    assert cuda_build.run([nvcc], 1000) == (1, f"{line}\n{line}\n"[:1000])
+    _, reason = cuda_build.find_nvcc()
+    assert f"(exit code 1, {line[:200]})" in reason
+
+
+def test_CMake_runs_compilers_with_the_same_limits(place, monkeypatch, capsys):
+    nvcc = place("path", 'echo "$@"; exit 3')
+    assert cuda_build.main(["run", str(nvcc), "--dryrun", "a b"]) == 3
+    assert capsys.readouterr().out == "--dryrun a b\n"
+    monkeypatch.setattr(cuda_build, "BUILD_SECONDS", 0.3)
+    place("path", ENDLESS["ignores signals"])
+    assert cuda_build.main(["run", str(nvcc)]) == 1
+    assert capsys.readouterr().out == f"{nvcc}: it took more than 0.3 s and was ended\n"
+    assert cuda_build.main(["run", "/absent/nvcc"]) == 1
+    assert "/absent/nvcc: " in capsys.readouterr().out
+    cmake = (Path(__file__).parents[2] / "ffi" / "CMakeLists.txt").read_text()
+    assert cmake.count('"${NVCC}"') == cmake.count('${CUDA_BUILD} run "${NVCC}"') == 2
+
+
+@pytest.mark.parametrize(
+    "variable, value",
+    [
+        ("PATH", ""),
+        ("PATH", "."),
+        ("PATH", "bin:"),
+        ("CUDACXX", "./nvcc"),
+        ("CUDACXX", "nvcc"),
+        ("CUDA_HOME", "."),
+        ("CUDA_PATH", "./"),
+        ("VIRTUAL_ENV", ".venv"),
+        ("CONDA_PREFIX", "."),
+        ("PWD", "{here}"),
+        ("sys.path", ""),
+        ("sys.path", "."),
+        ("sys.path", "{here}"),
+        ("sys.path", "{here}/"),
+    ],
+)
+def test_only_a_build_looks_for_nvcc_in_the_current_folder(
+    place, monkeypatch, tmp_path, variable, value
+):
+    here = tmp_path / "here"
+    for folder in (".", "bin", ".venv/bin", "nvidia/cu13/bin", PIPS, f".venv/{PIPS}"):
+        place(f"here/{folder}", "echo > executed; exit 1")
+    monkeypatch.chdir(here)
+    value = value.format(here=here)
+    if variable == "sys.path":
+        monkeypatch.setattr(sys, "path", [value])
+    else:
+        monkeypatch.setenv(variable, value)
+    assert cuda_build.find_nvcc() == (None, "no nvcc was found")
+    assert "`pip install nvidia-cuda-nvcc" in cuda_build.how_to_build("no nvcc was found")
+    assert cuda_build.find_nvcc(in_build=True)[1].count(f"{here}/") >= 2
+    assert not list(here.rglob("executed"))  # A compiler runs in a temporary folder.
 
 
 def test_a_missing_nvcc_is_reported(place):
@@ -106,9 +212,6 @@ def test_the_host_compiler_is_passed_on(place):
     assert cuda_build.find_nvcc("/usr/bin/c++")[0] is not None
 
 
-PIPS = "lib/python3.12/site-packages/nvidia/cu13/bin"
-
-
 @pytest.mark.parametrize(
     "variable, value, environment",
     [
@@ -129,27 +232,35 @@ def test_pips_nvcc_is_found_in_the_environment_of_the_build(
         monkeypatch.setenv(variable, str(tmp_path / value))
     nvcc = place(f"{environment}/{'nvidia/cu13/bin' if environment == 'purelib' else PIPS}")
     if variable == "PATH":
-        assert cuda_build.find_nvcc()[0] is None
+        assert cuda_build.find_nvcc(in_build=True)[0] is None
         cuda_build.find_nvcc.cache_clear()
         (tmp_path / environment / "pyvenv.cfg").touch()
         (tmp_path / value).mkdir()
-    assert cuda_build.find_nvcc() == (nvcc, "")
+    assert cuda_build.find_nvcc(in_build=True) == (nvcc, "")
 
 
-def test_the_command_that_builds_the_library_names_the_nvcc_that_is_here(place, monkeypatch):
-    assert "`pip install nvidia-cuda-nvcc" in cuda_build.how_to_build("no nvcc was found")
-    cuda_build.how_to_build.cache_clear()
-    for script in ("exit 1", "exec nothing", LISTING):
-        place("path", script)
-        assert "`pip install nvidia-cuda-nvcc" in cuda_build.how_to_build("no nvcc was found")
+def test_the_command_that_builds_the_library_names_an_nvcc_without_running_it(
+    place, monkeypatch, tmp_path
+):
+    def how(reason="no nvcc was found"):
         cuda_build.how_to_build.cache_clear()
-    nvcc = place("system/bin", f"{LISTING}; echo sm_103")
-    assert f"`CUDACXX={nvcc} make ffi`" in cuda_build.how_to_build("no nvcc was found")
+        return cuda_build.how_to_build(reason)
+
+    assert "After `pip install nvidia-cuda-nvcc" in how()
+    nvcc = place("path", f"touch {tmp_path}/executed")
+    assert f"If {nvcc} is 12.9 or newer, `CUDACXX={nvcc} make ffi` builds it" in how()
+    nvcc.chmod(0o644)
+    assert "`pip install nvidia-cuda-nvcc" in how()
+    nvcc.unlink()
+    nvcc.mkdir()
+    assert "`pip install nvidia-cuda-nvcc" in how()
+    assert not (tmp_path / "executed").exists()
+    nvcc = place("system/bin", "exit 1")
+    assert str(nvcc) in how()
     _, tried = cuda_build.find_nvcc()
-    assert str(nvcc) not in cuda_build.how_to_build(tried)
-    cuda_build.how_to_build.cache_clear()
+    assert str(nvcc) not in how(tried)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert "Linux only" in cuda_build.how_to_build("no nvcc was found")
+    assert "Linux only" in how()
 
 
 def test_the_real_nvcc_compiles_and_finds_the_headers(nvcc):
