@@ -3,7 +3,8 @@
 `find` turns the arguments of the command into units, which can be pickled: `Files`, `Tar` and
 `Parquet`. A unit's `pictures()` yields its pictures. The processes or Ray tasks that decode the
 pictures open their contents. The memory that this module uses does not grow with the number of
-pictures.
+pictures, and a file of a stranger cannot make it grow: every content is limited to `most` bytes,
+and is read only when it is asked for.
 """
 
 import contextlib
@@ -11,19 +12,29 @@ import dataclasses
 import functools
 import io
 import itertools
+import math
 import os
-import pickle
 import posixpath
 import re
 import stat
 import sys
-import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
+from pallas_patch_embed.embed import tars
 from pallas_patch_embed.embed.ids import Ids
-from pallas_patch_embed.embed.pictures import extensions, open_regular, printable
+from pallas_patch_embed.embed.parquet_pages import largest_page
+from pallas_patch_embed.embed.pictures import (
+    MOST_BYTES,
+    Open,
+    check_room,
+    check_size,
+    extensions,
+    open_regular,
+    printable,
+    reason,
+)
 
 # Number of files in a unit. It is large enough that the overhead of a unit does not matter, and
 # small enough that a run has many units.
@@ -32,33 +43,51 @@ FILES_PER_UNIT = 256
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 
 
+# Largest number of characters of an id. Paths and keys are much shorter.
+MOST_ID = 2**14
+
+# Number of bytes that rows of a table may take which are read at a time, and the largest number of
+# these rows.
+ROWS_BYTES, ROWS = 2**28, 64
+
+
+class SourceEndsError(Exception):
+    """A source cannot be read beyond this content. Its `pictures()` says why."""
+
+
 class Picture(NamedTuple):
     """An encoded picture.
 
     Attributes:
       id: the picture's path, URL, key in a WebDataset, or id in a table.
-      open: picklable function that opens the picture for reading, or raises the reason why it
-        cannot be read.
+      open: function that opens the picture for reading, or raises the reason why it cannot be read.
+      size: None if `open` is picklable and works at any time. Otherwise `open` reads this number of
+        bytes, and works only until the next picture is requested.
     """
 
     id: str
-    open: Callable[[], BinaryIO]
+    open: Open
+    size: int | None = None
+
+    def kept(self) -> Open:
+        """Returns a picklable function that opens the picture at any time.
+
+        If `size` is not None, this reads the content, and the function keeps it in memory.
+
+        Raises:
+          SourceEndsError: the content cannot be read to its end.
+        """
+        return self.open if self.size is None else Content(self.open(self.size).read())
 
 
+@dataclasses.dataclass(frozen=True)
 class Content:
-    """Opens content that is in memory.
+    """Opens content that is in memory."""
 
-    Protocol 5 of pickle can transfer the content outside of the pickle.
-    """
+    content: bytes
 
-    def __init__(self, content: bytes):
-        self._content = content
-
-    def __call__(self) -> BinaryIO:
-        return io.BytesIO(self._content)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return Content, (pickle.PickleBuffer(self._content) if protocol >= 5 else self._content,)
+    def __call__(self, reserved: float = math.inf) -> BinaryIO:
+        return io.BytesIO(self.content)
 
 
 def text(path: str | os.PathLike[str]) -> str:
@@ -71,8 +100,17 @@ def unreadable(id: str, reason: str) -> Picture:
     return Picture(id, functools.partial(_fail, reason))
 
 
-def _fail(reason: str) -> BinaryIO:
+def _fail(reason: str, reserved: float = math.inf) -> BinaryIO:
     raise OSError(reason)
+
+
+def _picture(id: str, open_: Open, size: int | None = None) -> Picture:
+    """Makes a picture, or one that cannot be opened if its id is too long for an output."""
+    if len(id) > MOST_ID:
+        return unreadable(
+            f"{id[:200]}...", f"its id has {len(id)} characters, expected at most {MOST_ID}"
+        )
+    return Picture(id, open_, size)
 
 
 def is_url(path: str) -> bool:
@@ -94,7 +132,7 @@ def reaching(url: str) -> Iterator[None]:
 def open_source(path: str) -> BinaryIO:
     """Opens a file on this machine or at a URL."""
     if not is_url(path):
-        return open(path, "rb")
+        return open_regular(path)
     import fsspec
 
     return fsspec.open(path, "rb").open()
@@ -107,27 +145,60 @@ class Files:
     Attributes:
       paths: paths on this machine, or URLs.
       reasons: for each path the reason why it cannot be read, or "".
+      most: largest size of a picture in bytes.
     """
 
     paths: tuple[str, ...]
     reasons: tuple[str, ...] = ()
+    most: int = MOST_BYTES
 
     def pictures(self) -> Iterator[Picture]:
-        for path, reason in itertools.zip_longest(self.paths, self.reasons, fillvalue=""):
-            if reason:
-                yield unreadable(text(path), reason)
+        for path, why in itertools.zip_longest(self.paths, self.reasons, fillvalue=""):
+            if why:
+                yield unreadable(text(path), why)
             elif is_url(path):
-                yield Picture(text(path), functools.partial(_fetch, path))
+                yield Picture(text(path), functools.partial(_fetch, path, self.most))
             else:
-                yield Picture(text(path), functools.partial(open_regular, path))
+                yield Picture(text(path), functools.partial(_open_file, path, self.most))
 
 
-def _fetch(url: str) -> BinaryIO:
-    """Reads the contents at a URL with one request."""
+def _open_file(path: str, most: int, reserved: float = math.inf) -> BinaryIO:
+    file = open_regular(path)
+    try:
+        check_size(os.fstat(file.fileno()).st_size, most)
+    except ValueError:
+        file.close()
+        raise
+    return file
+
+
+def _fetch(url: str, most: int, reserved: float = math.inf) -> BinaryIO:
+    """Reads the content at a URL with one request, but no more than is reserved for it.
+
+    The size of the content is not known, because it would need another request. If what is reserved
+    does not suffice, twice as much is asked for.
+    """
     import fsspec
 
     fs, path = fsspec.url_to_fs(url)
-    return io.BytesIO(fs.cat_file(path))
+    wanted = int(min(reserved, most)) + 1
+    if url.startswith("http"):
+        # A server may ignore that only a part is requested. `size` avoids a request for the size.
+        with fs.open(path, block_size=0, size=1) as file:
+            content = _read(file, wanted)
+    else:
+        content = fs.cat_file(path, 0, wanted)
+    check_size(len(content), most)
+    check_room(min(2 * len(content), most) if len(content) == wanted else 0, reserved)
+    return io.BytesIO(content)
+
+
+def _read(file: Any, size: int) -> bytes:
+    """Reads up to `size` bytes of a stream, whose `read` may return fewer."""
+    content = io.BytesIO()
+    while (rest := size - content.tell()) and (piece := file.read(rest)):
+        content.write(piece)
+    return content.getvalue()
 
 
 class _Version(NamedTuple):
@@ -152,82 +223,76 @@ class Tar:
 
     Attributes:
       path: path on this machine, or a URL.
+      most: largest size of a picture in bytes.
     """
 
     path: str
+    most: int = MOST_BYTES
 
     def pictures(self) -> Iterator[Picture]:
         wanted = extensions()
         try:
-            mode: Any = "r:" if _is_plain_tar(self.path) else "r|*"
-            with (
-                open_source(self.path) as file,
-                tarfile.open(fileobj=file, mode=mode, tarinfo=_Member) as tar,
-            ):
-                version = _version(file) if mode == "r:" else None
-                while (member := tar.next()) is not None:
-                    tar.members.clear()  # type: ignore[attr-defined]  # Frees memory.
+            with open_source(self.path) as file:
+                blocks, version = self._blocks(file)
+                for member in tars.members(blocks):
                     # PurePosixPath removes "./" and repeated slashes.
                     key, extension = posixpath.splitext(PurePosixPath(member.name))
                     if extension.lower() not in wanted or posixpath.basename(key).startswith("."):
                         continue
                     id = text(key)
-                    if member.isfile():
-                        yield Picture(id, self._content(tar, member, version))
-                    elif member.islnk() or member.issym():
-                        yield unreadable(id, f"it is a link to {text(member.linkname)} in a tar")
+                    if member.kind in tars.LINKS:
+                        link = text(member.link)[:200]
+                        yield _picture(id, unreadable(id, f"it is a link to {link} in a tar").open)
+                    elif member.kind == tars.FILE:
+                        yield self._member(id, blocks, member, version)
         except Exception as error:  # Each package for URLs has its own kinds of errors.
-            yield unreadable(text(self.path), f"the tar cannot be read to its end: {error}")
+            yield unreadable(text(self.path), f"the tar cannot be read to its end: {reason(error)}")
 
-    def _content(
-        self, tar: tarfile.TarFile, member: tarfile.TarInfo, version: _Version | None
-    ) -> Callable[[], BinaryIO]:
-        """Returns a function that opens the contents of a member.
+    def _blocks(self, file: BinaryIO) -> tuple[tars.Blocks, _Version | None]:
+        """Returns the bytes of the tar, and its version if they can be read in any order."""
+        if is_url(self.path):
+            return tars.Streamed(file), None
+        compressed = tars.is_compressed(file.read(10))
+        file.seek(0)
+        return (tars.Streamed(file), None) if compressed else (tars.Plain(file), _version(file))
+
+    def _member(
+        self, id: str, blocks: tars.Blocks, member: tars.Member, version: _Version | None
+    ) -> Picture:
+        """Makes the picture in a member.
 
         The contents of a plain tar, which has a version, are read only when they are decoded.
         """
-        if version is not None and not member.issparse():
-            if member.offset_data + member.size > version.size:
-                raise EOFError("its end is missing")
-            return functools.partial(_part, self.path, version, member.offset_data, member.size)
-        content = tar.extractfile(member)
-        assert content is not None  # The member is a file.
-        return Content(content.read())
+        try:
+            check_size(member.size, self.most)
+        except ValueError as error:
+            return _picture(id, unreadable(id, str(error)).open)
+        if version is None or member.parts is not None:
+            return _picture(id, functools.partial(_content, blocks, member), member.size)
+        if member.position + member.stored > version.size:
+            raise EOFError("its end is missing")
+        part = functools.partial(_part, self.path, version, member.position, member.size)
+        return _picture(id, part)
 
 
-def _is_plain_tar(path: str) -> bool:
-    """Returns whether a path is an uncompressed tar on this machine, of which parts can be read."""
-    if is_url(path):
-        return False
+def _content(blocks: tars.Blocks, member: tars.Member, reserved: float) -> BinaryIO:
+    """Reads the content of the member that was yielded last."""
     try:
-        tarfile.open(path, "r:").close()
-    except tarfile.ReadError:
-        return False
-    return True
+        return io.BytesIO(tars.content(blocks, member))
+    except Exception as error:  # Each package for URLs has its own kinds of errors.
+        raise SourceEndsError(reason(error)) from error
 
 
-def _part(path: str, version: _Version, offset: int, size: int) -> BinaryIO:
+def _part(
+    path: str, version: _Version, offset: int, size: int, reserved: float = math.inf
+) -> BinaryIO:
     """Reads a part of a file on this machine."""
+    check_room(size, reserved)
     with open(path, "rb") as file:
         if _version(file) != version:
             raise OSError("its tar was changed while it was read")
         file.seek(offset)
         return io.BytesIO(file.read(size))
-
-
-class _Member(tarfile.TarInfo):
-    """A member of a tar whose header is not damaged. tarfile would end the archive there."""
-
-    @classmethod
-    def frombuf(cls, buf: Any, encoding: str, errors: str) -> "_Member":
-        try:
-            return super().frombuf(buf, encoding, errors)
-        except tarfile.HeaderError:
-            if len(buf) < tarfile.BLOCKSIZE:
-                raise EOFError("its end is missing") from None
-            if any(buf):
-                raise ValueError("a header is damaged") from None
-            raise  # A block of zeros is the end.
 
 
 class ColumnsError(ValueError):
@@ -244,34 +309,45 @@ class Parquet:
         Hugging Face's datasets. None for the only column of such a type.
       id_column: name of the column of ids; None for the column `id`. Without that column the ids
         are `path#row`.
+      most: largest size of a picture in bytes.
     """
 
     path: str
     image_column: str | None = None
     id_column: str | None = None
+    most: int = MOST_BYTES
 
     def pictures(self) -> Iterator[Picture]:
         import pyarrow.parquet
 
         row = 0
         try:
-            # pyarrow itself reads files on this machine, so they are not copied to Python. The name
-            # is passed as bytes, because it need not be UTF-8.
-            remote = is_url(self.path)
-            opened = open_source(self.path) if remote else pyarrow.OSFile(os.fsencode(self.path))
-            with opened, pyarrow.parquet.ParquetFile(opened) as file:
+            with contextlib.ExitStack() as stack:
+                opened: Any = stack.enter_context(open_source(self.path))
+                read = _reader(self.path, opened)
+                if not is_url(self.path):
+                    # pyarrow itself reads files on this machine, so they are not copied to Python.
+                    # The name is passed as bytes, because it need not be UTF-8.
+                    opened = stack.enter_context(pyarrow.OSFile(os.fsencode(self.path)))
+                # With a buffer, pyarrow does not read all pictures of a row group at once.
+                file = stack.enter_context(pyarrow.parquet.ParquetFile(opened, buffer_size=2**20))
                 image, id = self.columns(file.schema_arrow)
                 columns = [image] if id is None else [image, id]
-                # Only a few rows are read at a time, because pictures are large.
-                for batch in file.iter_batches(64, columns=columns):
-                    ids = batch[id].to_pylist() if id is not None else itertools.repeat(None)
-                    for content, key in zip(batch[image], ids):
-                        yield self._picture(content.as_py(), key, row)
-                        row += 1
+                for group in range(file.num_row_groups):
+                    largest = largest_page(read, file.metadata.row_group(group), columns, self.most)
+                    # No cell is larger than its page.
+                    rows = max(1, min(ROWS, ROWS_BYTES // largest))
+                    for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
+                        ids = batch[id].to_pylist() if id is not None else itertools.repeat(None)
+                        for content, key in zip(batch[image], ids):
+                            yield self._picture(content, key, row)
+                            row += 1
         except ColumnsError:
             raise
         except Exception as error:  # Each package for URLs has its own kinds of errors.
-            yield unreadable(text(self.path), f"the table cannot be read beyond row {row}: {error}")
+            yield unreadable(
+                text(self.path), f"the table cannot be read beyond row {row}: {reason(error)}"
+            )
 
     def columns(self, schema: Any) -> tuple[str, str | None]:
         """Returns the names of the columns of pictures and of ids (None for no column of ids).
@@ -307,11 +383,30 @@ class Parquet:
 
     def _picture(self, content: Any, key: Any, row: int) -> Picture:
         id = text(str(key)) if key is not None else f"{text(self.path)}#{row}"
-        if isinstance(content, dict):
-            content = content["bytes"]
-        if content is None:
-            return unreadable(id, "its cell is empty")
-        return Picture(id, Content(content))
+        if hasattr(content, "keys"):  # A struct.
+            content = content["bytes"] if content.is_valid else content
+        if not content.is_valid:
+            return _picture(id, unreadable(id, "its cell is empty").open)
+        buffer = content.as_buffer()
+        try:
+            check_size(buffer.size, self.most)
+        except ValueError as error:
+            return _picture(id, unreadable(id, str(error)).open)
+        return _picture(id, functools.partial(_cell, buffer), buffer.size)
+
+
+def _reader(path: str, file: BinaryIO) -> Callable[[int, int], bytes]:
+    """Returns a function (position, size) that reads a small part of a file, and nothing ahead."""
+    if not is_url(path):
+        return lambda position, size: os.pread(file.fileno(), size, position)
+    import fsspec
+
+    fs, name = fsspec.url_to_fs(path)
+    return lambda position, size: fs.cat_file(name, position, position + size)
+
+
+def _cell(buffer: Any, reserved: float = math.inf) -> BinaryIO:
+    return io.BytesIO(buffer.to_pybytes())
 
 
 type Unit = Files | Tar | Parquet
@@ -326,7 +421,10 @@ class Columns:
 
 
 def find(
-    arguments: Iterable[str], columns: Columns, skipped: Callable[[str, str], None]
+    arguments: Iterable[str],
+    columns: Columns,
+    skipped: Callable[[str, str], None],
+    most: int = MOST_BYTES,
 ) -> Iterator[Unit]:
     """Yields the units of the arguments, and searches only as far as units are requested.
 
@@ -340,6 +438,7 @@ def find(
       skipped: function that is called with path and reason for each path that is skipped, because
         it cannot be accessed (such as a dangling link), or because it has the extension of a
         picture but is not a regular file.
+      most: largest size of a picture in bytes.
     """
     seen = Ids()
     loose: list[tuple[str, str]] = []
@@ -347,10 +446,10 @@ def find(
     def files() -> Files:
         paths, reasons = zip(*loose)
         loose.clear()
-        return Files(paths, reasons)
+        return Files(paths, reasons, most)
 
     for argument in arguments:
-        for found in _of_argument(argument, columns, seen, skipped):
+        for found in _of_argument(argument, columns, seen, skipped, most):
             if isinstance(found, tuple):
                 loose.append(found)
                 if len(loose) == FILES_PER_UNIT:
@@ -364,13 +463,13 @@ def find(
 
 
 def _of_argument(
-    argument: str, columns: Columns, seen: Ids, skipped: Callable[[str, str], None]
+    argument: str, columns: Columns, seen: Ids, skipped: Callable[[str, str], None], most: int
 ) -> Iterator[Unit | tuple[str, str]]:
     """Yields units, and (path, reason why it cannot be read or "") of single files."""
     if argument.lower().endswith(TAR_ENDINGS):
-        yield Tar(argument)
+        yield Tar(argument, most)
     elif argument.lower().endswith(".parquet"):
-        yield Parquet(argument, columns.image, columns.id)
+        yield Parquet(argument, columns.image, columns.id, most)
     elif is_url(argument):
         yield from ((url, "") for url in _remote(argument))
     else:
