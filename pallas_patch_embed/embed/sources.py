@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from pallas_patch_embed.embed import tars
 from pallas_patch_embed.embed.ids import Ids
-from pallas_patch_embed.embed.parquet_pages import largest_page
+from pallas_patch_embed.embed.parquet_pages import largest_pages
 from pallas_patch_embed.embed.pictures import (
     MOST_BYTES,
     Open,
@@ -95,22 +95,21 @@ def text(path: str | os.PathLike[str]) -> str:
     return os.fspath(path).encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
+def readable(id: str, open_: Open, size: int | None = None) -> Picture:
+    """Makes a picture, or one that cannot be opened if its id is too long for an output."""
+    if len(id) > MOST_ID:
+        why = f"its id has {len(id)} characters, expected at most {MOST_ID}"
+        return Picture(f"{id[:200]}...", functools.partial(_fail, why))
+    return Picture(id, open_, size)
+
+
 def unreadable(id: str, reason: str) -> Picture:
     """Makes a picture that cannot be opened, for this reason."""
-    return Picture(id, functools.partial(_fail, reason))
+    return readable(id, functools.partial(_fail, reason))
 
 
 def _fail(reason: str, reserved: float = math.inf) -> BinaryIO:
     raise OSError(reason)
-
-
-def _picture(id: str, open_: Open, size: int | None = None) -> Picture:
-    """Makes a picture, or one that cannot be opened if its id is too long for an output."""
-    if len(id) > MOST_ID:
-        return unreadable(
-            f"{id[:200]}...", f"its id has {len(id)} characters, expected at most {MOST_ID}"
-        )
-    return Picture(id, open_, size)
 
 
 def is_url(path: str) -> bool:
@@ -242,7 +241,7 @@ class Tar:
                     id = text(key)
                     if member.kind in tars.LINKS:
                         link = text(member.link)[:200]
-                        yield _picture(id, unreadable(id, f"it is a link to {link} in a tar").open)
+                        yield unreadable(id, f"it is a link to {link} in a tar")
                     elif member.kind == tars.FILE:
                         yield self._member(id, blocks, member, version)
         except Exception as error:  # Each package for URLs has its own kinds of errors.
@@ -266,13 +265,13 @@ class Tar:
         try:
             check_size(member.size, self.most)
         except ValueError as error:
-            return _picture(id, unreadable(id, str(error)).open)
+            return unreadable(id, str(error))
         if version is None or member.parts is not None:
-            return _picture(id, functools.partial(_content, blocks, member), member.size)
+            return readable(id, functools.partial(_content, blocks, member), member.size)
         if member.position + member.stored > version.size:
             raise EOFError("its end is missing")
         part = functools.partial(_part, self.path, version, member.position, member.size)
-        return _picture(id, part)
+        return readable(id, part)
 
 
 def _content(blocks: tars.Blocks, member: tars.Member, reserved: float) -> BinaryIO:
@@ -324,7 +323,8 @@ class Parquet:
         try:
             with contextlib.ExitStack() as stack:
                 opened: Any = stack.enter_context(open_source(self.path))
-                read = _reader(self.path, opened)
+                size = opened.seek(0, os.SEEK_END)
+                groups = list(largest_pages(_reader(self.path, opened), size))
                 if not is_url(self.path):
                     # pyarrow itself reads files on this machine, so they are not copied to Python.
                     # The name is passed as bytes, because it need not be UTF-8.
@@ -333,10 +333,9 @@ class Parquet:
                 file = stack.enter_context(pyarrow.parquet.ParquetFile(opened, buffer_size=2**20))
                 image, id = self.columns(file.schema_arrow)
                 columns = [image] if id is None else [image, id]
-                for group in range(file.num_row_groups):
-                    largest = largest_page(read, file.metadata.row_group(group), columns, self.most)
+                for group, largest in enumerate(groups):
                     # No cell is larger than its page.
-                    rows = max(1, min(ROWS, ROWS_BYTES // largest))
+                    rows = max(1, min(ROWS, ROWS_BYTES // largest(columns, self.most)))
                     for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
                         ids = batch[id].to_pylist() if id is not None else itertools.repeat(None)
                         for content, key in zip(batch[image], ids):
@@ -386,13 +385,13 @@ class Parquet:
         if hasattr(content, "keys"):  # A struct.
             content = content["bytes"] if content.is_valid else content
         if not content.is_valid:
-            return _picture(id, unreadable(id, "its cell is empty").open)
+            return unreadable(id, "its cell is empty")
         buffer = content.as_buffer()
         try:
             check_size(buffer.size, self.most)
         except ValueError as error:
-            return _picture(id, unreadable(id, str(error)).open)
-        return _picture(id, functools.partial(_cell, buffer), buffer.size)
+            return unreadable(id, str(error))
+        return readable(id, functools.partial(_cell, buffer), buffer.size)
 
 
 def _reader(path: str, file: BinaryIO) -> Callable[[int, int], bytes]:

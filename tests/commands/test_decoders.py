@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import itertools
 import os
 import pickle
 import signal
