@@ -27,6 +27,7 @@ from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.parquet_pages import largest_pages
 from pallas_patch_embed.embed.pictures import (
     MOST_BYTES,
+    LargerError,
     Open,
     check_room,
     check_size,
@@ -48,7 +49,12 @@ MOST_ID = 2**14
 
 # Number of bytes that rows of a table may take which are read at a time, and the largest number of
 # these rows.
-ROWS_BYTES, ROWS = 2**28, 64
+ROWS_BYTES, ROWS = 2**27, 64
+
+
+# A table may have MOST_ROWS rows and ROWS_A_BYTE for each of its bytes. Rows that are equal or
+# empty need hardly any space in a file: 1 KB could have a billion of them.
+MOST_ROWS, ROWS_A_BYTE = 2**20, 100
 
 
 class SourceEndsError(Exception):
@@ -172,23 +178,23 @@ def _open_file(path: str, most: int, reserved: float = math.inf) -> BinaryIO:
 
 
 def _fetch(url: str, most: int, reserved: float = math.inf) -> BinaryIO:
-    """Reads the content at a URL with one request, but no more than is reserved for it.
-
-    The size of the content is not known, because it would need another request. If what is reserved
-    does not suffice, twice as much is asked for.
-    """
+    """Reads the content at a URL, but no more than is reserved for it."""
     import fsspec
 
     fs, path = fsspec.url_to_fs(url)
-    wanted = int(min(reserved, most)) + 1
-    if url.startswith("http"):
-        # A server may ignore that only a part is requested. `size` avoids a request for the size.
-        with fs.open(path, block_size=0, size=1) as file:
-            content = _read(file, wanted)
-    else:
-        content = fs.cat_file(path, 0, wanted)
+    web = url.startswith("http")
+    size = None if web else fs.size(path)
+    if size is not None:
+        check_size(size, most)
+        check_room(size, reserved)
+        return io.BytesIO(fs.cat_file(path, 0, size) if size else b"")
+    # A web server may send more than it announces, and more than the part that is requested. These
+    # options avoid a request for the size.
+    with fs.open(path, **(dict(block_size=0, size=1) if web else {})) as file:
+        content = _read(file, int(min(reserved, most)) + 1)
     check_size(len(content), most)
-    check_room(min(2 * len(content), most) if len(content) == wanted else 0, reserved)
+    if len(content) > reserved:
+        raise LargerError(min(2 * len(content), most))
     return io.BytesIO(content)
 
 
@@ -337,6 +343,8 @@ class Parquet:
                     # No cell is larger than its page.
                     rows = max(1, min(ROWS, ROWS_BYTES // largest(columns, self.most)))
                     for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
+                        if row > MOST_ROWS + ROWS_A_BYTE * size:
+                            raise ValueError(f"it has more than {ROWS_A_BYTE} rows in each byte")
                         ids = batch[id].to_pylist() if id is not None else itertools.repeat(None)
                         for content, key in zip(batch[image], ids):
                             yield self._picture(content, key, row)
