@@ -84,7 +84,7 @@ def _list(fields: Any, field: int) -> list[Any]:
 
 def _pages(read: Read, position: int, end: int) -> Iterator[tuple[int, int]]:
     """Yields the size of each page of a column, decompressed and in the file."""
-    while position < end:
+    while 0 <= position < end:
         fields, length = _header(read, position)
         size, compressed = fields.get(2), fields.get(3)
         if not (isinstance(size, int) and isinstance(compressed, int)) or min(size, compressed) < 0:

@@ -27,7 +27,7 @@ PIXEL = 8
 type Open = Callable[[float], BinaryIO]
 
 # Default of the largest size of an encoded picture in bytes. Pillow refuses pictures of more than
-# 2^27.4 pixels, so only a picture with several images can be larger.
+# 178956970 pixels, which have 2^30 bytes with 16 bits for each of three colours.
 MOST_BYTES = 2**30
 
 

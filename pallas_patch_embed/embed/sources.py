@@ -47,10 +47,8 @@ TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 # Largest number of characters of an id. Paths and keys are much shorter.
 MOST_ID = 2**14
 
-# Number of bytes that rows of a table may take which are read at a time, and the largest number of
-# these rows.
+# Largest size in bytes, and largest number, of the rows of a table that are read at a time.
 ROWS_BYTES, ROWS = 2**27, 64
-
 
 # A table may have MOST_ROWS rows and ROWS_A_BYTE for each of its bytes. Rows that are equal or
 # empty need hardly any space in a file: 1 KB could have a billion of them.
@@ -280,7 +278,7 @@ class Tar:
         return readable(id, part)
 
 
-def _content(blocks: tars.Blocks, member: tars.Member, reserved: float) -> BinaryIO:
+def _content(blocks: tars.Blocks, member: tars.Member, reserved: float = math.inf) -> BinaryIO:
     """Reads the content of the member that was yielded last."""
     try:
         return io.BytesIO(tars.content(blocks, member))
@@ -330,7 +328,7 @@ class Parquet:
             with contextlib.ExitStack() as stack:
                 opened: Any = stack.enter_context(open_source(self.path))
                 size = opened.seek(0, os.SEEK_END)
-                groups = list(largest_pages(_reader(self.path, opened), size))
+                groups = list(largest_pages(_reader(self.path, opened, size), size))
                 if not is_url(self.path):
                     # pyarrow itself reads files on this machine, so they are not copied to Python.
                     # The name is passed as bytes, because it need not be UTF-8.
@@ -402,14 +400,22 @@ class Parquet:
         return readable(id, functools.partial(_cell, buffer), buffer.size)
 
 
-def _reader(path: str, file: BinaryIO) -> Callable[[int, int], bytes]:
-    """Returns a function (position, size) that reads a small part of a file, and nothing ahead."""
-    if not is_url(path):
-        return lambda position, size: os.pread(file.fileno(), size, position)
-    import fsspec
+def _reader(path: str, file: BinaryIO, end: int) -> Callable[[int, int], bytes]:
+    """Returns a function (position, size) that reads a small part of a file of `end` bytes.
 
-    fs, name = fsspec.url_to_fs(path)
-    return lambda position, size: fs.cat_file(name, position, position + size)
+    It reads little more, unlike files at URLs, which are read ahead.
+    """
+    if is_url(path):
+        import fsspec
+
+        fs, name = fsspec.url_to_fs(path)
+        return lambda position, size: fs.cat_file(name, position, min(position + size, end))
+
+    def read(position: int, size: int) -> bytes:
+        file.seek(position)
+        return file.read(size)
+
+    return read
 
 
 def _cell(buffer: Any, reserved: float = math.inf) -> BinaryIO:

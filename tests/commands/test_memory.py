@@ -22,6 +22,7 @@ from shard_folders import assert_same, by_id, encoded, expected, run, shards, wr
 from pallas_patch_embed.embed import (
     Preprocessing,
     decoders,
+    on_ray,
     parquet_pages,
     sources,
 )
@@ -470,7 +471,7 @@ import re, sys
 from pathlib import Path
 
 import pyarrow.parquet
-from pallas_patch_embed.embed import decoders, pictures, preprocessing, sources
+from pallas_patch_embed.embed import decoders, on_ray, pictures, preprocessing, sources
 
 
 def memory(kind, process="self"):
