@@ -185,7 +185,7 @@ def _fetch(url: str, most: int, reserved: float = math.inf) -> BinaryIO:
     if size is not None:
         check_size(size, most)
         check_room(size, reserved)
-        return io.BytesIO(fs.cat_file(path, 0, size) if size else b"")
+        return io.BytesIO(fs.cat_file(path, start=0, end=size) if size else b"")
     # A web server may send more than it announces, and more than the part that is requested. These
     # options avoid a request for the size.
     with fs.open(path, **(dict(block_size=0, size=1) if web else {})) as file:
@@ -409,7 +409,9 @@ def _reader(path: str, file: BinaryIO, end: int) -> Callable[[int, int], bytes]:
         import fsspec
 
         fs, name = fsspec.url_to_fs(path)
-        return lambda position, size: fs.cat_file(name, position, min(position + size, end))
+        return lambda position, size: fs.cat_file(
+            name, start=position, end=min(position + size, end)
+        )
 
     def read(position: int, size: int) -> bytes:
         file.seek(position)
