@@ -19,20 +19,7 @@ from pallas_patch_embed.embed import (
     tars,
 )
 
-# Seconds after which a test fails, because reading does not end. Tests take a few seconds.
-LIMIT = 120
-
-
-@pytest.fixture(autouse=True)
-def ends():
-    def stop(number, frame):
-        raise AssertionError(f"reading did not end within {LIMIT} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(LIMIT)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+pytestmark = pytest.mark.usefixtures("time_limit")
 
 
 # Tars are made by hand, because tarfile refuses to write most of these.

@@ -17,7 +17,18 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from shard_folders import assert_same, by_id, encoded, expected, run, shards, write_tar
+from goldens import checkpoint
+from shard_folders import (
+    COMMAND,
+    MODEL,
+    assert_same,
+    by_id,
+    encoded,
+    expected,
+    run,
+    shards,
+    write_tar,
+)
 
 from pallas_patch_embed.embed import (
     Preprocessing,
@@ -28,6 +39,8 @@ from pallas_patch_embed.embed import (
 )
 from pallas_patch_embed.embed.pictures import PARTS, PIXEL, Budget, LargerError
 from pallas_patch_embed.embed.sources import Content, Picture
+
+pytestmark = pytest.mark.usefixtures("time_limit")
 
 SMALL = Preprocessing(2, (9, 9), 3, 9)
 
@@ -212,6 +225,16 @@ def test_a_picture_of_more_than_max_bytes_is_an_error_and_others_are_embedded(tm
     assert reasons == {id: TOO_LARGE[id] for id in "cd"}
     found = {name(id): embedding for id, embedding in by_id(out).items()}
     assert_same(found, expected([(id, bmps()[id]) for id in "abe"]))
+
+
+def test_max_bytes_is_an_option_of_the_command(tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded(0))
+    command = [*COMMAND, "--checkpoint", checkpoint(MODEL), tmp_path / "a.png"]
+    command += ["--out", tmp_path / "out.npz", "--max-bytes", "50"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    size = len(encoded(0))
+    assert f"a.png: it has {size} bytes, more than --max-bytes 50.\n" in result.stderr
+    assert result.returncode != 0 and "Traceback" not in result.stderr
 
 
 class Endless(http.server.BaseHTTPRequestHandler):
