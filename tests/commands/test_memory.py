@@ -141,6 +141,15 @@ def test_a_picture_says_how_much_memory_it_needs():
     assert SMALL.image(Content(content), needed).shape == (9, 9, 3)
 
 
+def test_a_member_of_a_tar_is_read_only_into_reserved_memory(tmp_path):
+    write_tar(tmp_path / "t.tar", {"a.png": bytes(1000)})
+    (picture,) = sources.Tar(str(tmp_path / "t.tar")).pictures()
+    with pytest.raises(LargerError) as error:
+        picture.open(999)
+    assert error.value.needed == 1000
+    assert picture.open(1000).read() == bytes(1000)
+
+
 # The limit of a picture's encoded form, for each source.
 
 
