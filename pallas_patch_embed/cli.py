@@ -19,6 +19,7 @@ from pallas_patch_embed.chips import Target
 from pallas_patch_embed.devices import check_devices
 from pallas_patch_embed.embed import command as embed
 from pallas_patch_embed.embed import output
+from pallas_patch_embed.embed.pictures import MOST_BYTES
 from pallas_patch_embed.problem import (
     DTYPES,
     NAMED_SHAPES,
@@ -203,6 +204,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         f"are large, to bound the memory (default: one per CPU, at most {embed.MOST_WORKERS})",
     )
     embed_parser.add_argument(
+        "--max-bytes",
+        type=positive_integer,
+        default=MOST_BYTES,
+        metavar="N",
+        help="largest size of an encoded picture in bytes; larger ones are recorded as errors "
+        f"(default: {MOST_BYTES})",
+    )
+    embed_parser.add_argument(
         "--patch-dtype",
         choices=DTYPES,
         default="bfloat16",
@@ -275,6 +284,7 @@ def _run_embed(arguments: argparse.Namespace) -> int:
             overwrite=arguments.overwrite,
             retry_errors=arguments.retry_errors,
             workers=arguments.workers,
+            max_bytes=arguments.max_bytes,
             quiet=arguments.quiet,
             ray=arguments.ray,
         )

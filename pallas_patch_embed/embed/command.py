@@ -20,6 +20,7 @@ from pallas_patch_embed.embed.embedder import (
 from pallas_patch_embed.embed.folder import Folder, check_folder
 from pallas_patch_embed.embed.npz import Npz, check_npz
 from pallas_patch_embed.embed.output import Output, Settings, UnfinishedError
+from pallas_patch_embed.embed.pictures import MOST_BYTES
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.messages import printable
@@ -50,6 +51,7 @@ def run(
     overwrite: bool = False,
     retry_errors: bool = False,
     workers: int | None = None,
+    max_bytes: int = MOST_BYTES,
     quiet: bool = False,
     ray: str | None = None,
 ) -> int:
@@ -72,6 +74,7 @@ def run(
       overwrite: whether the contents of the folder are removed first.
       retry_errors: whether pictures that an earlier run could not embed are retried.
       workers: number of pictures that are decoded at a time; None for `default_workers()`.
+      max_bytes: largest size of an encoded picture in bytes.
       quiet: whether to show no progress.
       ray: address of a Ray cluster, or "local" for a new one on this machine; None to run without
         Ray.
@@ -106,7 +109,7 @@ def run(
         def skipped(path: str, why: str) -> None:
             progress.say(f"Skipped {printable(path)}: {printable(why)}.")
 
-        units = sources.find(_with_lists(names, lists), columns, skipped)
+        units = sources.find(_with_lists(names, lists), columns, skipped, max_bytes)
         first = next(units, None)
         if first is None:
             searched = sources.some(itertools.chain(names, lists))

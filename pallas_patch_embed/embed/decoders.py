@@ -8,11 +8,9 @@ this module does not import it.
 """
 
 import collections
-import contextlib
 import functools
 import itertools
 import math
-import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,10 +22,10 @@ import numpy as np
 
 from pallas_patch_embed.child import Child, ChildEndedError, Send
 from pallas_patch_embed.embed.output import UnfinishedError
-from pallas_patch_embed.embed.pictures import Budget, reason
+from pallas_patch_embed.embed.pictures import Budget, LargerError, Open, check_room, reason
 from pallas_patch_embed.embed.preprocessing import Preprocessing
-from pallas_patch_embed.embed.slots import Slots
-from pallas_patch_embed.embed.sources import Picture
+from pallas_patch_embed.embed.slots import Mailbox, Slots
+from pallas_patch_embed.embed.sources import Content, Picture, SourceEndsError
 
 # Number of pictures that threads of this process decode before processes are started. Starting a
 # process takes as long as decoding 100 pictures.
@@ -39,11 +37,11 @@ ASKED = 8
 # Smallest number of batches that are decoded ahead, and of requests ahead for each decoder.
 BATCHES_AHEAD, REQUESTS_AHEAD = 2, 2
 
-type Open = Callable[[], BinaryIO]
-
-# Type of a process's answer for a picture: (height, width) of the image in its slot; the reason why
-# there is none; or the picture's number of pixels, if more than were reserved for it.
-type Answer = tuple[int, int] | str | int
+# Type of the answer for a picture: its image; the reason why there is none; or the number of bytes
+# that it needs, if more than were reserved for it. A process that has written the image into its
+# slot sends (height, width).
+type Answer = np.ndarray | str | int
+type Sent = tuple[int, int] | str | int
 
 type Decoding = list[Future[list[np.ndarray | str]]]
 
@@ -63,22 +61,22 @@ class Decoders:
     Args:
       preprocessing: the conversion of pictures to images.
       workers: number of decoders. A single decoder needs no process.
-      budget: the bound on the pixels of all pictures that are decoded at a time.
+      budget: the bound on the memory for encoded pictures and for their pixels.
       rows: largest number of pictures in a batch.
     """
 
     def __init__(self, preprocessing: Preprocessing, workers: int, budget: Budget, rows: int):
         self._preprocessing, self._budget, self._rows = preprocessing, budget, rows
-        # Number of pixels that are reserved for a first request to a process. Only larger pictures
-        # need a second request.
-        self._share = budget.limit // workers
+        # Number of bytes that are reserved for a first request. Only larger pictures need a second
+        # request.
+        self._share = budget.share(workers)
         self._here = DECODED_HERE if workers > 1 else math.inf
         # Number of batches in memory: the one that is used, and those that are decoded ahead.
         self._batches = 1 + batches_ahead(workers, rows)
         self._slots = Slots(self._batches * rows, preprocessing.most_bytes)
         self._threads = ThreadPoolExecutor(workers)
         self._own = threading.local()
-        self._children: list[Child] = []
+        self._children: list[tuple[Child, Mailbox]] = []
 
     def __enter__(self) -> "Decoders":
         return self
@@ -87,98 +85,146 @@ class Decoders:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._threads.shutdown(cancel_futures=True)
-        for child in self._children:
+        for child, mailbox in self._children:
             child.end()
+            mailbox.close()
         self._slots.close()
 
-    def decode[Batch: Sequence[Picture]](
-        self, batches: Iterable[Batch]
-    ) -> Iterator[tuple[Batch, list[np.ndarray | str]]]:
-        """Yields each batch of pictures with its images, in order, and decodes later ones ahead.
+    def decode(
+        self, pictures: Iterable[Picture]
+    ) -> Iterator[tuple[list[str], list[np.ndarray | str]]]:
+        """Yields batches of ids with their images, in order, and decodes later batches ahead.
 
         A picture becomes an image [H, W, 3] uint8, or the reason why there is none. The memory of
         images is reused, so they are valid only until the next batch is requested.
-
-        Args:
-          batches: batches of at most `rows` pictures each.
         """
-        ahead: collections.deque[tuple[Batch, Decoding]] = collections.deque()
-        for number, batch in enumerate(batches):
-            ahead.append((batch, self._start(batch, number % self._batches * self._rows)))
+        rest = iter(pictures)
+        ahead: collections.deque[tuple[list[str], Decoding]] = collections.deque()
+        for first_slot in itertools.cycle(range(0, self._batches * self._rows, self._rows)):
+            ids, decoding = self._start(rest, first_slot)
+            if not ids:
+                break
+            ahead.append((ids, decoding))
             if len(ahead) == self._batches:
                 yield _finished(*ahead.popleft())
         while ahead:
             yield _finished(*ahead.popleft())
 
-    def _start(self, batch: Sequence[Picture], slot: int) -> Decoding:
-        """Starts to decode a batch into the slots that begin at `slot`."""
-        decoding = []
-        for pictures in itertools.batched(batch, ASKED):
-            opens = [picture.open for picture in pictures]
-            if self._here > 0:
-                images = self._threads.submit(self._decode, opens)
-            else:
-                images = self._threads.submit(self._ask, slot, opens, self._share)
-            decoding.append(images)
-            self._here -= len(opens)
-            slot += len(opens)
-        return decoding
+    def _start(self, pictures: Iterator[Picture], slot: int) -> tuple[list[str], Decoding]:
+        """Starts to decode the next batch into the slots that begin at `slot`."""
+        ids: list[str] = []
+        decoding: Decoding = []
+        opens: list[Open] = []
+        held = 0
 
-    def _decode(self, opens: Sequence[Open]) -> list[np.ndarray | str]:
-        """Decodes pictures in this thread."""
-        images: list[np.ndarray | str] = []
-        for open_ in opens:
+        def submit() -> None:
+            nonlocal opens, held
+            answer = self._answer_here if self._here > 0 else self._ask
+            self._here -= len(opens)
+            first = slot + len(ids) - len(opens)
+            decoding.append(self._threads.submit(self._decode, answer, first, opens, held))
+            opens, held = [], 0
+
+        for picture in pictures:
+            size = picture.size or 0
+            # Memory is freed only for contents that were submitted.
+            if opens and (len(opens) == ASKED or not self._budget.has_room_ahead(size)):
+                submit()
+            self._budget.read_ahead(size)
             try:
-                images.append(self._preprocessing.image(open_(), self._budget))
-            except Exception as error:  # Pillow raises many kinds of errors.
-                images.append(reason(error))
+                opens.append(picture.kept())
+            except SourceEndsError:
+                self._budget.forget(size)
+                continue
+            held += size
+            ids.append(picture.id)
+            if len(ids) == self._rows:
+                break
+        if opens:
+            submit()
+        return ids, decoding
+
+    def _decode(
+        self, answer: Callable[..., list[Answer]], slot: int, opens: list[Open], held: int
+    ) -> list[np.ndarray | str]:
+        """Decodes pictures whose contents, of `held` bytes in all, were read ahead."""
+        try:
+            return self._images(answer, slot, opens, max(self._share, _in_memory(opens)))
+        finally:
+            opens.clear()
+            self._budget.forget(held)
+
+    def _images(
+        self, answer: Callable[..., list[Answer]], slot: int, opens: list[Open], size: int
+    ) -> list[np.ndarray | str]:
+        """Decodes pictures within `size` bytes each, and then those that need more."""
+        with self._budget.reserve(size):
+            answers = answer(slot, opens, size)
+        images: list[np.ndarray | str] = []
+        for i, image in enumerate(answers):
+            if isinstance(image, int):
+                images += self._images(answer, slot + i, opens[i : i + 1], image)
+            else:
+                images.append(image)
         return images
 
-    def _ask(self, slot: int, opens: Sequence[Open], pixels: int) -> list[np.ndarray | str]:
-        """Decodes pictures in this thread's process, which may use `pixels` pixels for each."""
-        child = self._child()
-        request = self._slots.dump(slot, len(opens), opens)
+    def _answer_here(self, slot: int, opens: list[Open], size: int) -> list[Answer]:
+        """Decodes pictures in this thread."""
+        del slot
+        return [_decoded(self._preprocessing, open_, size) for open_ in opens]
+
+    def _ask(self, slot: int, opens: list[Open], size: int) -> list[Answer]:
+        """Decodes pictures in this thread's process. `size` includes the mailbox's contents."""
+        child, mailbox = self._child()
+        mailbox.empty()
+        request = [mailbox.put(o.content) if isinstance(o, Content) else o for o in opens]
         try:
-            with self._budget.reserve(pixels):
-                answers = _answers(child, slot, *request, pixels)
+            sent = _answers(child, slot, request, size - _in_memory(opens))
         except ChildEndedError as error:
             _check_that_it_runs(child)
             # One of several pictures is the cause, so each is requested again in its own request.
-            answers = [f"decoding it {error}"] if len(opens) == 1 else [pixels] * len(opens)
-        images: list[np.ndarray | str] = []
-        for i, answer in enumerate(answers):
-            if isinstance(answer, str):
-                images.append(answer)
-            elif isinstance(answer, int):
-                images += self._ask(slot + i, opens[i : i + 1], answer)
+            return [f"decoding it {error}"] if len(opens) == 1 else [size] * len(opens)
+        finally:
+            mailbox.empty()
+        answers: list[Answer] = []
+        for i, (answer, open_) in enumerate(zip(sent, opens)):
+            if isinstance(answer, tuple):
+                answers.append(self._slots.image(slot + i, *answer))
             else:
-                images.append(self._slots.image(slot + i, *answer))
-        return images
+                answers.append(answer + _in_memory([open_]) if isinstance(answer, int) else answer)
+        return answers
 
-    def _child(self) -> Child:
-        """Returns the process of this thread."""
+    def _child(self) -> tuple[Child, Mailbox]:
+        """Returns the process of this thread, and its mailbox."""
         if not hasattr(self._own, "child"):
-            answer = functools.partial(_answer, self._preprocessing, self._slots)
+            mailbox = Mailbox()
+            answer = functools.partial(_answer, self._preprocessing, self._slots, mailbox)
             # The time for a picture is not known, so there is no timeout. If the process ends, its
             # connection is closed.
-            self._own.child = Child(answer, lambda _: float("inf"), lambda *_: True)
+            child = Child(answer, lambda _: float("inf"), lambda *_: True)
+            self._own.child = child, mailbox
             self._children.append(self._own.child)
         return self._own.child
 
 
-def _finished[Batch](batch: Batch, decoding: Decoding) -> tuple[Batch, list[np.ndarray | str]]:
-    return batch, list(itertools.chain.from_iterable(future.result() for future in decoding))
+def _in_memory(opens: Iterable[Open]) -> int:
+    """Returns the number of bytes of the contents that are in memory."""
+    return sum(len(open_.content) for open_ in opens if isinstance(open_, Content))
+
+
+def _finished(ids: list[str], decoding: Decoding) -> tuple[list[str], list[np.ndarray | str]]:
+    return ids, list(itertools.chain.from_iterable(future.result() for future in decoding))
 
 
 def _check_that_it_runs(child: Child) -> None:
     """Raises UnfinishedError if a new process cannot be started."""
     try:
-        _answers(child, 0, pickle.dumps([]), [], 0)
+        _answers(child, 0, [], 0)
     except ChildEndedError as error:
         raise _unfinished(str(error)) from None
 
 
-def _answers(child: Child, *request: Any) -> Sequence[Answer]:
+def _answers(child: Child, *request: Any) -> Sequence[Sent]:
     """Sends a request to a process; the arguments are the last ones of `_answer`."""
     try:
         (answers,) = child.ask(*request)
@@ -194,49 +240,48 @@ def _unfinished(why: str) -> UnfinishedError:
     )
 
 
-class _LargerError(Exception):
-    """The picture has more pixels than were reserved for it."""
-
-    def __init__(self, pixels: int):
-        super().__init__(pixels)
-        self.pixels = pixels
-
-
-class _Reserved(Budget):
-    """A budget of pixels that the parent has already reserved."""
-
-    @contextlib.contextmanager
-    def reserve(self, pixels: int) -> Iterator[None]:
-        if pixels > self.limit:
-            raise _LargerError(pixels)
-        yield
+def _decoded(preprocessing: Preprocessing, open_: Open, size: int) -> Answer:
+    """Decodes a picture within `size` bytes."""
+    try:
+        return preprocessing.image(open_, size)
+    except LargerError as error:
+        return error.needed
+    except Exception as error:  # Pillow raises many kinds of errors.
+        return reason(error)
 
 
 def _answer(
     preprocessing: Preprocessing,
     slots: Slots,
+    mailbox: Mailbox,
     send: Send,
     slot: int,
-    pickled: bytes,
-    sizes: list[int],
-    pixels: int,
+    opens: Sequence[Open | tuple[int, int]],
+    size: int,
 ) -> None:
     """Decodes a request's pictures into the slots that begin at `slot`, and sends their answers.
 
     Args:
-      pickled, sizes: the functions that open the pictures, as `Slots.dump` returned them.
-      pixels: number of pixels that are reserved for each picture.
+      opens: for each picture the function that opens it, or where its content is in the mailbox.
+      size: number of bytes that are reserved for each picture.
     """
     from PIL import Image
 
-    def answer(slot: int, open_: Open) -> Answer:
+    def answer(slot: int, open_: Open | tuple[int, int]) -> Sent:
+        if isinstance(open_, tuple):
+            place = open_
+
+            def open_(reserved: float) -> BinaryIO:
+                check_room(place[1], reserved)
+                return mailbox.read(*place)
+
+        image = _decoded(preprocessing, open_, size)
+        if not isinstance(image, np.ndarray):
+            return image
         try:
-            return slots.put(slot, preprocessing.image(open_(), _Reserved(pixels)))
-        except _LargerError as error:
-            return error.pixels
-        except Exception as error:  # Pillow raises many kinds of errors.
+            return slots.put(slot, image)
+        except ValueError as error:
             return reason(error)
 
-    opens = slots.load(slot, pickled, sizes)
     with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
         send(list(map(answer, itertools.count(slot), opens)))

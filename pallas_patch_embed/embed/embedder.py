@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.chips import cuda_is_installed
-from pallas_patch_embed.embed.pictures import Budget, reason
+from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.siglip2.checkpoint import load_encoder_for_side, read_config
 from pallas_patch_embed.siglip2.encoder import Encoder
@@ -111,16 +111,9 @@ class Decoder:
             config = dataclasses.replace(config, image_size=(size, size), grid=(side, side))
         return cls(Preprocessing.of(path, config, size))
 
-    @functools.cached_property
-    def _budget(self) -> Budget:
-        return Budget()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"preprocessing": self.preprocessing}
-
     def decode(self, open_: Callable[[], BinaryIO]) -> np.ndarray:
         """Decodes one picture to [H, W, 3]; raises any exception that Pillow raises for it."""
-        return self.preprocessing.image(open_(), self._budget)
+        return self.preprocessing.image(lambda _: open_())
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         images, reasons = [], []

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import importlib.util
 import logging
+import math
 import re
 import signal
 import socket
@@ -20,15 +21,21 @@ import jax
 import numpy as np
 
 from pallas_patch_embed.child import safe_paths
-from pallas_patch_embed.embed.embedder import Decoder, Embedder
+from pallas_patch_embed.embed.embedder import Embedder
 from pallas_patch_embed.embed.folder import SHARD_ROWS, Folder
 from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.place import place_of
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
-from pallas_patch_embed.embed.sources import Files, Unit
+from pallas_patch_embed.embed.sources import Content, Files, Picture, SourceEndsError, Unit
 from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parquet_bytes
 from pallas_patch_embed.files import new_partial
+
+# Number of bytes of the encoded pictures in a block.
+BLOCK_BYTES = 2**27
+
+# Type of a picture that was read: id, content, shape and failure, as in the columns of `Read`.
+type Row = tuple[str, bytes, tuple[int, ...], str]
 
 
 def digests(ids: Iterable[str]) -> np.ndarray:
@@ -42,15 +49,18 @@ def digests(ids: Iterable[str]) -> np.ndarray:
 class Read:
     """Reads units of pictures, and leaves out the pictures that earlier runs have written.
 
-    It maps a batch {"unit": pickled units} to batches {"id", "content", "failed"}.
+    It maps a batch {"unit": pickled units} to batches {"id", "content", "shape", "failed"}. The
+    contents of a batch have a limited size: when it is reached, pictures are decoded here. `shape`
+    is (height, width) if `content` is a decoded picture, otherwise (0, 0).
 
     Args:
       done: reference to the sorted digests of the ids that earlier runs have written.
       rows: number of pictures in a batch that it yields.
+      preprocessing: the conversion of pictures to images.
     """
 
-    def __init__(self, done: Any, rows: int):
-        self._done, self._rows = done, rows
+    def __init__(self, done: Any, rows: int, preprocessing: Preprocessing):
+        self._done, self._rows, self._preprocessing = done, rows, preprocessing
 
     def __call__(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         import ray
@@ -58,31 +68,39 @@ class Read:
         done = ray.get(self._done)
         for pickled in batch["unit"]:
             unit: Unit = ray.cloudpickle.loads(pickled)
-            ids: list[str] = []
-            contents: list[bytes] = []
-            failures: list[str] = []
-            for picture in unit.pictures():
-                if _is_in(done, picture.id):
-                    continue
-                try:
-                    with picture.open() as file:
-                        content, failure = file.read(), ""
-                except Exception as error:
-                    content, failure = b"", reason(error)
-                ids.append(picture.id)
-                contents.append(content)
-                failures.append(failure)
-                if len(ids) == self._rows:
-                    yield _columns(ids, contents, failures)
-                    ids, contents, failures = [], [], []
-            if ids:
-                yield _columns(ids, contents, failures)
+            new = (picture for picture in unit.pictures() if not _is_in(done, picture.id))
+            while block := self._block(new):
+                yield _columns(block)
+
+    def _block(self, pictures: Iterator[Picture]) -> list[Row]:
+        """Reads pictures, and decodes those for which there is no room in a block."""
+        rows: list[Row] = []
+        room = BLOCK_BYTES
+        for picture in pictures:
+            content, shape, failure = b"", (0, 0), ""
+            try:
+                with picture.open(math.inf) as file:
+                    content = file.read()
+                if len(content) > room:
+                    image = self._preprocessing.image(Content(content))
+                    content, shape = image.tobytes(), image.shape[:2]
+            except SourceEndsError:
+                continue
+            except Exception as error:
+                content, failure = b"", reason(error)
+            room -= len(content)
+            rows.append((picture.id, content, shape, failure))
+            if len(rows) == self._rows:
+                break
+        return rows
 
 
-def _columns(ids: list[str], contents: list[bytes], failures: list[str]) -> dict[str, Any]:
+def _columns(rows: list[Row]) -> dict[str, Any]:
+    ids, contents, shapes, failures = zip(*rows)
     return {
         "id": np.array(ids, object),
         "content": np.array(contents, object),
+        "shape": np.array(shapes),
         "failed": np.array(failures, object),
     }
 
@@ -94,15 +112,24 @@ def _is_in(done: np.ndarray, id: str) -> bool:
 
 
 class Decode:
-    """A `Decoder` that also keeps the reasons why pictures could not be read."""
+    """Decodes pictures that `Read` has read: maps its batches to {"id", "image", "reason"}."""
 
     def __init__(self, preprocessing: Preprocessing):
-        self._decoder = Decoder(preprocessing)
+        self._preprocessing = preprocessing
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        result = self._decoder({name: batch[name] for name in ("id", "content")})
-        failed = [str(why) for why in batch["failed"]]
-        result["reason"] = [why or other for why, other in zip(failed, result["reason"])]
+        result: dict[str, Any] = {"id": batch["id"], "image": [], "reason": []}
+        for content, shape, failure in zip(batch["content"], batch["shape"], batch["failed"]):
+            image, why = self._preprocessing.black(), str(failure)
+            if any(shape):
+                image = np.frombuffer(content, np.uint8).reshape(*shape, 3)
+            elif not why:
+                try:
+                    image = self._preprocessing.image(Content(content))
+                except Exception as error:  # Pillow raises many kinds of errors.
+                    why = reason(error)
+            result["image"].append(image)
+            result["reason"].append(why)
         result["image"] = _column(result["image"])
         return result
 
@@ -271,7 +298,7 @@ def _fill(
             [{"unit": ray.cloudpickle.dumps(unit)} for unit in units],
             override_num_blocks=len(units),
         )
-        .map_batches(Read(ray.put(done), batch), batch_size=1, num_cpus=1)
+        .map_batches(Read(ray.put(done), batch, preprocessing), batch_size=1, num_cpus=1)
         .repartition(target_num_rows_per_block=batch)
         .map_batches(Decode(preprocessing), batch_size=batch, num_cpus=1)
         .repartition(target_num_rows_per_block=batch)

@@ -42,13 +42,13 @@ def run(
         output.fail(id, why)
         progress.failed(id, why)
 
-    def start(batch: Sequence[Picture], decoded: Sequence[np.ndarray | str]) -> None:
+    def start(batch: Sequence[str], decoded: Sequence[np.ndarray | str]) -> None:
         ids, images = [], []
-        for picture, image in zip(batch, decoded):
+        for id, image in zip(batch, decoded):
             if isinstance(image, str):
-                fail(picture.id, image)
+                fail(id, image)
             else:
-                ids.append(picture.id)
+                ids.append(id)
                 images.append(image)
         if images:
             embedding.append((ids, embedder.start(images)))
@@ -63,14 +63,13 @@ def run(
         progress.embedded(int(finite.sum()))
 
     pictures = _new_pictures(units, output, progress, fail)
-    first = list(itertools.islice(pictures, embedder.rows))
-    if first and not output.RESUMABLE:
-        # If there are few pictures, a smaller program suffices. But a run that resumes an output
-        # must use the program of the earlier run, so that results are rounded equally.
-        embedder.expect(len(first))
-    batches = itertools.batched(itertools.chain(first, pictures), embedder.rows)
     with Decoders(embedder.preprocessing, workers, Budget(), embedder.rows) as decoders:
-        for batch, decoded in decoders.decode(batches):
+        for number, (batch, decoded) in enumerate(decoders.decode(pictures)):
+            if number == 0 and not output.RESUMABLE:
+                # If there are few pictures, a smaller program suffices. But a run that resumes an
+                # output must use the program of the earlier run, so that results are rounded
+                # equally.
+                embedder.expect(len(batch))
             start(batch, decoded)
             if len(embedding) > COMPUTED_AHEAD:
                 finish_oldest()

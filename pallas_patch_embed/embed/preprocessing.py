@@ -3,16 +3,22 @@
 Processes that decode pictures import this module, so it imports JAX only to read a checkpoint.
 """
 
-import contextlib
 import dataclasses
 import math
+import os
 import reprlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pallas_patch_embed.embed.pictures import Budget, open_picture, upright_rgb
+from pallas_patch_embed.embed.pictures import (
+    PIXEL,
+    Open,
+    check_room,
+    open_picture,
+    upright_rgb,
+)
 from pallas_patch_embed.grids import largest_grid
 
 if TYPE_CHECKING:
@@ -140,24 +146,26 @@ class Preprocessing:
             size = f"{self.size[0]} x {self.size[1]}"
         return f"{size} pixels, {Image.Resampling(self.resample).name.lower()}"
 
-    def image(self, opened: BinaryIO, budget: Budget) -> np.ndarray:
-        """Returns the picture in this file, upright and resized, as [H, W, 3] uint8.
+    def image(self, open_: Open, reserved: float = math.inf) -> np.ndarray:
+        """Returns a picture, upright and resized, as [H, W, 3] uint8.
 
         Args:
-          opened: the file, which this function closes.
-          budget: the budget in which the pixels of the whole picture are reserved.
+          open_: function that opens the picture.
+          reserved: number of bytes that the encoded picture and its pixels may take.
 
         Raises:
+          LargerError: the picture needs more memory.
           Exception: any exception that Pillow raises for a file that is not a readable picture.
         """
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(opened)
+        with open_(reserved) as file:
+            encoded = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            # Some formats are read as a whole before the number of pixels is known.
+            check_room(encoded, reserved)
             picture = open_picture(file)
-            stack.enter_context(budget.reserve(picture.width * picture.height))
+            check_room(encoded + PIXEL * picture.width * picture.height, reserved)
             picture = upright_rgb(picture)
-            image = np.asarray(picture.resize(self._size_for(picture), self.resample))
-            del picture  # Frees its memory before the budget lets other pictures be decoded.
-            return image
+            return np.asarray(picture.resize(self._size_for(picture), self.resample))
 
     @property
     def most_bytes(self) -> int:

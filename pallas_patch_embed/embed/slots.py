@@ -1,27 +1,81 @@
 """Memory that processes share.
 
-A process that decodes pictures writes their images, which its parent reads. Before that the slots
-may contain the encoded pictures, which the parent wrote.
+A process that decodes pictures finds their contents in a `Mailbox`, where its parent wrote them,
+and writes their images into `Slots`, which its parent reads. All of this memory is anonymous: the
+system frees it when the last process that uses it has ended, even if that process was killed.
 """
 
-import itertools
+import io
 import mmap
 import os
-import pickle
 import tempfile
-from collections.abc import Iterator, Sequence
 from multiprocessing import reduction
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
+
+# Memory in bytes that an empty mailbox keeps, so that small contents need no new memory.
+KEPT = 2**22
+
+
+def _anonymous_file(name: str) -> int:
+    """Returns the descriptor of a file in memory that has no name in any folder."""
+    if hasattr(os, "memfd_create"):
+        # A memfd may be larger than a file in /dev/shm, which containers limit to 64 MB.
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class Mailbox:
+    """Memory in which a process puts contents for one process that it starts.
+
+    It can be pickled only as an argument of the process that is being started.
+    """
+
+    def __init__(self) -> None:
+        self._file = _anonymous_file("contents")
+        self._end = 0
+
+    @classmethod
+    def _inherited(cls, file: Any) -> Self:
+        mailbox = cls.__new__(cls)
+        mailbox._file = file.detach()
+        return mailbox
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._inherited, (reduction.DupFd(self._file),)
+
+    def close(self) -> None:
+        """Releases the memory."""
+        os.close(self._file)
+
+    def put(self, content: bytes) -> tuple[int, int]:
+        """Adds a content; returns the arguments with which the other process calls `read`."""
+        rest, at = memoryview(content), self._end
+        while rest:
+            written = os.pwrite(self._file, rest, self._end)
+            rest, self._end = rest[written:], self._end + written
+        return at, len(content)
+
+    def empty(self) -> None:
+        """Forgets all contents. Only a small part of their memory is kept for the next ones."""
+        if self._end > KEPT:
+            os.ftruncate(self._file, 0)
+        self._end = 0
+
+    def read(self, at: int, size: int) -> BinaryIO:
+        """Opens a content."""
+        with open(self._file, "rb", closefd=False) as file:
+            file.seek(at)
+            return io.BytesIO(file.read(size))
 
 
 class Slots:
     """Slots for one image each, in memory that this process shares with the processes it starts.
 
-    The memory is anonymous. The system frees it when the last process that uses it has ended, even
-    if that process was killed, and allocates no memory for slots that were never written. Slots can
-    be pickled only as an argument of a process that is being started.
+    The system allocates no memory for slots that were never written. Slots can be pickled only as
+    an argument of a process that is being started.
 
     Args:
       number: number of slots.
@@ -29,12 +83,7 @@ class Slots:
     """
 
     def __init__(self, number: int, size: int):
-        if hasattr(os, "memfd_create"):
-            # A memfd may be larger than a file in /dev/shm, which containers limit to 64 MB.
-            self._file = os.memfd_create("images")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self._file = os.dup(file.fileno())
+        self._file = _anonymous_file("images")
         os.ftruncate(self._file, number * size)
         self._map(number, size)
 
@@ -57,32 +106,6 @@ class Slots:
         """Releases the memory, which is freed when the last image in it is no longer used."""
         os.close(self._file)
         del self._bytes
-
-    def dump(self, slot: int, number: int, thing: Any) -> tuple[bytes, list[int]]:
-        """Pickles an object, and writes its buffers into `number` slots if they fit there.
-
-        Returns:
-          The pickle, and the size in bytes of each buffer in the slots: arguments of `load`.
-        """
-        buffers: list[pickle.PickleBuffer] = []
-        pickled = pickle.dumps(thing, 5, buffer_callback=buffers.append)
-        contents = [buffer.raw() for buffer in buffers]
-        sizes = list(map(len, contents))
-        if sum(sizes) > number * self._shape[1]:
-            return pickle.dumps(thing, 5), []
-        for content, place in zip(contents, self._places(slot, sizes)):
-            place[:] = content
-        return pickled, sizes
-
-    def load(self, slot: int, pickled: bytes, sizes: Sequence[int]) -> Any:
-        """Returns the object that `dump` pickled. The slots may be used again afterwards."""
-        return pickle.loads(pickled, buffers=map(bytes, self._places(slot, sizes)))
-
-    def _places(self, slot: int, sizes: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yields memory of these sizes, one after another, from the beginning of a slot."""
-        memory = self._bytes[slot:].reshape(-1)
-        for size, end in zip(sizes, itertools.accumulate(sizes)):
-            yield memory[end - size : end]
 
     def put(self, slot: int, image: np.ndarray) -> tuple[int, int]:
         """Copies an image [H, W, 3] uint8 into a slot; returns (H, W).

@@ -3,7 +3,8 @@
 `find` turns the arguments of the command into units, which can be pickled: `Files`, `Tar` and
 `Parquet`. A unit's `pictures()` yields its pictures. The processes or Ray tasks that decode the
 pictures open their contents. The memory that this module uses does not grow with the number of
-pictures.
+pictures, and a file of a stranger cannot make it grow: every content is limited to `most` bytes,
+and is read only when it is asked for.
 """
 
 import contextlib
@@ -11,19 +12,27 @@ import dataclasses
 import functools
 import io
 import itertools
+import math
 import os
-import pickle
 import posixpath
 import re
 import stat
-import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
-from pallas_patch_embed.embed import braces
+from pallas_patch_embed.embed import braces, tars
 from pallas_patch_embed.embed.ids import Ids
-from pallas_patch_embed.embed.pictures import extensions, reason
+from pallas_patch_embed.embed.parquet_pages import largest_pages
+from pallas_patch_embed.embed.pictures import (
+    MOST_BYTES,
+    LargerError,
+    Open,
+    check_room,
+    check_size,
+    extensions,
+    reason,
+)
 from pallas_patch_embed.files import open_regular
 from pallas_patch_embed.messages import printable
 
@@ -40,33 +49,54 @@ MOST_NAMED = 5
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 
 
+# Largest number of characters of an id. Paths and keys are much shorter.
+MOST_ID = 2**14
+
+# Largest size in bytes, and largest number, of the rows of a table that are read at a time.
+ROWS_BYTES, ROWS = 2**27, 64
+
+# A table may have MOST_ROWS rows and ROWS_A_BYTE for each of its bytes. Rows that are equal or
+# empty need hardly any space in a file: 1 KB could have a billion of them.
+MOST_ROWS, ROWS_A_BYTE = 2**20, 100
+
+
+class SourceEndsError(Exception):
+    """A source cannot be read beyond this content. Its `pictures()` says why."""
+
+
 class Picture(NamedTuple):
     """An encoded picture.
 
     Attributes:
       id: the picture's path, URL, key in a WebDataset, or id in a table.
-      open: picklable function that opens the picture for reading, or raises the reason why it
-        cannot be read.
+      open: function that opens the picture for reading, or raises the reason why it cannot be read.
+      size: None if `open` is picklable and works at any time. Otherwise `open` reads this number of
+        bytes, and works only until the next picture is requested.
     """
 
     id: str
-    open: Callable[[], BinaryIO]
+    open: Open
+    size: int | None = None
+
+    def kept(self) -> Open:
+        """Returns a picklable function that opens the picture at any time.
+
+        If `size` is not None, this reads the content, and the function keeps it in memory.
+
+        Raises:
+          SourceEndsError: the content cannot be read to its end.
+        """
+        return self.open if self.size is None else Content(self.open(self.size).read())
 
 
+@dataclasses.dataclass(frozen=True)
 class Content:
-    """Opens content that is in memory.
+    """Opens content that is in memory."""
 
-    Protocol 5 of pickle can transfer the content outside of the pickle.
-    """
+    content: bytes
 
-    def __init__(self, content: bytes):
-        self._content = content
-
-    def __call__(self) -> BinaryIO:
-        return io.BytesIO(self._content)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return Content, (pickle.PickleBuffer(self._content) if protocol >= 5 else self._content,)
+    def __call__(self, reserved: float = math.inf) -> BinaryIO:
+        return io.BytesIO(self.content)
 
 
 def text(path: str | os.PathLike[str]) -> str:
@@ -74,12 +104,20 @@ def text(path: str | os.PathLike[str]) -> str:
     return os.fspath(path).encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
+def readable(id: str, open_: Open, size: int | None = None) -> Picture:
+    """Makes a picture, or one that cannot be opened if its id is too long for an output."""
+    if len(id) > MOST_ID:
+        why = f"its id has {len(id)} characters, expected at most {MOST_ID}"
+        return Picture(f"{id[:200]}...", functools.partial(_fail, why))
+    return Picture(id, open_, size)
+
+
 def unreadable(id: str, reason: str) -> Picture:
     """Makes a picture that cannot be opened, for this reason."""
-    return Picture(id, functools.partial(_fail, reason))
+    return readable(id, functools.partial(_fail, reason))
 
 
-def _fail(reason: str) -> BinaryIO:
+def _fail(reason: str, reserved: float = math.inf) -> BinaryIO:
     raise OSError(reason)
 
 
@@ -103,7 +141,7 @@ def reaching(url: str) -> Iterator[None]:
 def open_source(path: str) -> BinaryIO:
     """Opens a file on this machine or at a URL."""
     if not is_url(path):
-        return open(path, "rb")
+        return open_regular(path)
     import fsspec
 
     return fsspec.open(path, "rb").open()
@@ -116,27 +154,60 @@ class Files:
     Attributes:
       paths: paths on this machine, or URLs.
       reasons: for each path the reason why it cannot be read, or "".
+      most: largest size of a picture in bytes.
     """
 
     paths: tuple[str, ...]
     reasons: tuple[str, ...] = ()
+    most: int = MOST_BYTES
 
     def pictures(self) -> Iterator[Picture]:
         for path, why in itertools.zip_longest(self.paths, self.reasons, fillvalue=""):
             if why:
                 yield unreadable(text(path), why)
             elif is_url(path):
-                yield Picture(text(path), functools.partial(_fetch, path))
+                yield Picture(text(path), functools.partial(_fetch, path, self.most))
             else:
-                yield Picture(text(path), functools.partial(open_regular, path))
+                yield Picture(text(path), functools.partial(_open_file, path, self.most))
 
 
-def _fetch(url: str) -> BinaryIO:
-    """Reads the contents at a URL with one request."""
+def _open_file(path: str, most: int, reserved: float = math.inf) -> BinaryIO:
+    file = open_regular(path)
+    try:
+        check_size(os.fstat(file.fileno()).st_size, most)
+    except ValueError:
+        file.close()
+        raise
+    return file
+
+
+def _fetch(url: str, most: int, reserved: float = math.inf) -> BinaryIO:
+    """Reads the content at a URL, but no more than is reserved for it."""
     import fsspec
 
     fs, path = fsspec.url_to_fs(url)
-    return io.BytesIO(fs.cat_file(path))
+    web = url.startswith("http")
+    size = None if web else fs.size(path)
+    if size is not None:
+        check_size(size, most)
+        check_room(size, reserved)
+        return io.BytesIO(fs.cat_file(path, start=0, end=size) if size else b"")
+    # A web server may send more than it announces, and more than the part that is requested. These
+    # options avoid a request for the size.
+    with fs.open(path, **(dict(block_size=0, size=1) if web else {})) as file:
+        content = _read(file, int(min(reserved, most)) + 1)
+    check_size(len(content), most)
+    if len(content) > reserved:
+        raise LargerError(min(2 * len(content), most))
+    return io.BytesIO(content)
+
+
+def _read(file: Any, size: int) -> bytes:
+    """Reads up to `size` bytes of a stream, whose `read` may return fewer."""
+    content = io.BytesIO()
+    while (rest := size - content.tell()) and (piece := file.read(rest)):
+        content.write(piece)
+    return content.getvalue()
 
 
 class _Version(NamedTuple):
@@ -161,82 +232,76 @@ class Tar:
 
     Attributes:
       path: path on this machine, or a URL.
+      most: largest size of a picture in bytes.
     """
 
     path: str
+    most: int = MOST_BYTES
 
     def pictures(self) -> Iterator[Picture]:
         wanted = extensions()
         try:
-            mode: Any = "r:" if _is_plain_tar(self.path) else "r|*"
-            with (
-                open_source(self.path) as file,
-                tarfile.open(fileobj=file, mode=mode, tarinfo=_Member) as tar,
-            ):
-                version = _version(file) if mode == "r:" else None
-                while (member := tar.next()) is not None:
-                    tar.members.clear()  # type: ignore[attr-defined]  # Frees memory.
+            with open_source(self.path) as file:
+                blocks, version = self._blocks(file)
+                for member in tars.members(blocks):
                     # PurePosixPath removes "./" and repeated slashes.
                     key, extension = posixpath.splitext(PurePosixPath(member.name))
                     if extension.lower() not in wanted or posixpath.basename(key).startswith("."):
                         continue
                     id = text(key)
-                    if member.isfile():
-                        yield Picture(id, self._content(tar, member, version))
-                    elif member.islnk() or member.issym():
-                        yield unreadable(id, f"it is a link to {text(member.linkname)} in a tar")
+                    if member.kind in tars.LINKS:
+                        link = text(member.link)[:200]
+                        yield unreadable(id, f"it is a link to {link} in a tar")
+                    elif member.kind == tars.FILE:
+                        yield self._member(id, blocks, member, version)
         except Exception as error:  # Each package for URLs has its own kinds of errors.
-            yield unreadable(text(self.path), f"the tar cannot be read to its end: {error}")
+            yield unreadable(text(self.path), f"the tar cannot be read to its end: {reason(error)}")
 
-    def _content(
-        self, tar: tarfile.TarFile, member: tarfile.TarInfo, version: _Version | None
-    ) -> Callable[[], BinaryIO]:
-        """Returns a function that opens the contents of a member.
+    def _blocks(self, file: BinaryIO) -> tuple[tars.Blocks, _Version | None]:
+        """Returns the bytes of the tar, and its version if they can be read in any order."""
+        if is_url(self.path):
+            return tars.Streamed(file), None
+        compressed = tars.is_compressed(file.read(10))
+        file.seek(0)
+        return (tars.Streamed(file), None) if compressed else (tars.Plain(file), _version(file))
+
+    def _member(
+        self, id: str, blocks: tars.Blocks, member: tars.Member, version: _Version | None
+    ) -> Picture:
+        """Makes the picture in a member.
 
         The contents of a plain tar, which has a version, are read only when they are decoded.
         """
-        if version is not None and not member.issparse():
-            if member.offset_data + member.size > version.size:
-                raise EOFError("its end is missing")
-            return functools.partial(_part, self.path, version, member.offset_data, member.size)
-        content = tar.extractfile(member)
-        assert content is not None  # The member is a file.
-        return Content(content.read())
+        try:
+            check_size(member.size, self.most)
+        except ValueError as error:
+            return unreadable(id, str(error))
+        if version is None or member.parts is not None:
+            return readable(id, functools.partial(_content, blocks, member), member.size)
+        if member.position + member.stored > version.size:
+            raise EOFError("its end is missing")
+        part = functools.partial(_part, self.path, version, member.position, member.size)
+        return readable(id, part)
 
 
-def _is_plain_tar(path: str) -> bool:
-    """Returns whether a path is an uncompressed tar on this machine, of which parts can be read."""
-    if is_url(path):
-        return False
+def _content(blocks: tars.Blocks, member: tars.Member, reserved: float = math.inf) -> BinaryIO:
+    """Reads the content of the member that was yielded last."""
     try:
-        tarfile.open(path, "r:").close()
-    except tarfile.ReadError:
-        return False
-    return True
+        return io.BytesIO(tars.content(blocks, member))
+    except Exception as error:  # Each package for URLs has its own kinds of errors.
+        raise SourceEndsError(reason(error)) from error
 
 
-def _part(path: str, version: _Version, offset: int, size: int) -> BinaryIO:
+def _part(
+    path: str, version: _Version, offset: int, size: int, reserved: float = math.inf
+) -> BinaryIO:
     """Reads a part of a file on this machine."""
+    check_room(size, reserved)
     with open(path, "rb") as file:
         if _version(file) != version:
             raise OSError("its tar was changed while it was read")
         file.seek(offset)
         return io.BytesIO(file.read(size))
-
-
-class _Member(tarfile.TarInfo):
-    """A member of a tar whose header is not damaged. tarfile would end the archive there."""
-
-    @classmethod
-    def frombuf(cls, buf: Any, encoding: str, errors: str) -> "_Member":
-        try:
-            return super().frombuf(buf, encoding, errors)
-        except tarfile.HeaderError:
-            if len(buf) < tarfile.BLOCKSIZE:
-                raise EOFError("its end is missing") from None
-            if any(buf):
-                raise ValueError("a header is damaged") from None
-            raise  # A block of zeros is the end.
 
 
 class ColumnsError(ValueError):
@@ -253,34 +318,47 @@ class Parquet:
         Hugging Face's datasets. None for the only column of such a type.
       id_column: name of the column of ids; None for the column `id`. Without that column the ids
         are `path#row`.
+      most: largest size of a picture in bytes.
     """
 
     path: str
     image_column: str | None = None
     id_column: str | None = None
+    most: int = MOST_BYTES
 
     def pictures(self) -> Iterator[Picture]:
         import pyarrow.parquet
 
         row = 0
         try:
-            # pyarrow itself reads files on this machine, so they are not copied to Python. The name
-            # is passed as bytes, because it need not be UTF-8.
-            remote = is_url(self.path)
-            opened = open_source(self.path) if remote else pyarrow.OSFile(os.fsencode(self.path))
-            with opened, pyarrow.parquet.ParquetFile(opened) as file:
+            with contextlib.ExitStack() as stack:
+                opened: Any = stack.enter_context(open_source(self.path))
+                size = opened.seek(0, os.SEEK_END)
+                groups = list(largest_pages(_reader(self.path, opened, size), size))
+                if not is_url(self.path):
+                    # pyarrow itself reads files on this machine, so they are not copied to Python.
+                    # The name is passed as bytes, because it need not be UTF-8.
+                    opened = stack.enter_context(pyarrow.OSFile(os.fsencode(self.path)))
+                # With a buffer, pyarrow does not read all pictures of a row group at once.
+                file = stack.enter_context(pyarrow.parquet.ParquetFile(opened, buffer_size=2**20))
                 image, id = self.columns(file.schema_arrow)
                 columns = [image] if id is None else [image, id]
-                # Only a few rows are read at a time, because pictures are large.
-                for batch in file.iter_batches(64, columns=columns):
-                    ids = batch[id].to_pylist() if id is not None else itertools.repeat(None)
-                    for content, key in zip(batch[image], ids):
-                        yield self._picture(content.as_py(), key, row)
-                        row += 1
+                for group, largest in enumerate(groups):
+                    # No cell is larger than its page.
+                    rows = max(1, min(ROWS, ROWS_BYTES // largest(columns, self.most)))
+                    for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
+                        if row > MOST_ROWS + ROWS_A_BYTE * size:
+                            raise ValueError(f"it has more than {ROWS_A_BYTE} rows in each byte")
+                        ids = batch[id].to_pylist() if id is not None else itertools.repeat(None)
+                        for content, key in zip(batch[image], ids):
+                            yield self._picture(content, key, row)
+                            row += 1
         except ColumnsError:
             raise
         except Exception as error:  # Each package for URLs has its own kinds of errors.
-            yield unreadable(text(self.path), f"the table cannot be read beyond row {row}: {error}")
+            yield unreadable(
+                text(self.path), f"the table cannot be read beyond row {row}: {reason(error)}"
+            )
 
     def columns(self, schema: Any) -> tuple[str, str | None]:
         """Returns the names of the columns of pictures and of ids (None for no column of ids).
@@ -317,11 +395,40 @@ class Parquet:
 
     def _picture(self, content: Any, key: Any, row: int) -> Picture:
         id = text(str(key)) if key is not None else f"{text(self.path)}#{row}"
-        if isinstance(content, dict):
-            content = content["bytes"]
-        if content is None:
+        if hasattr(content, "keys"):  # A struct.
+            content = content["bytes"] if content.is_valid else content
+        if not content.is_valid:
             return unreadable(id, "its cell is empty")
-        return Picture(id, Content(content))
+        buffer = content.as_buffer()
+        try:
+            check_size(buffer.size, self.most)
+        except ValueError as error:
+            return unreadable(id, str(error))
+        return readable(id, functools.partial(_cell, buffer), buffer.size)
+
+
+def _reader(path: str, file: BinaryIO, end: int) -> Callable[[int, int], bytes]:
+    """Returns a function (position, size) that reads a small part of a file of `end` bytes.
+
+    It reads little more, unlike files at URLs, which are read ahead.
+    """
+    if is_url(path):
+        import fsspec
+
+        fs, name = fsspec.url_to_fs(path)
+        return lambda position, size: fs.cat_file(
+            name, start=position, end=min(position + size, end)
+        )
+
+    def read(position: int, size: int) -> bytes:
+        file.seek(position)
+        return file.read(size)
+
+    return read
+
+
+def _cell(buffer: Any, reserved: float = math.inf) -> BinaryIO:
+    return io.BytesIO(buffer.to_pybytes())
 
 
 type Unit = Files | Tar | Parquet
@@ -336,7 +443,10 @@ class Columns:
 
 
 def find(
-    arguments: Iterable[str], columns: Columns, skipped: Callable[[str, str], None]
+    arguments: Iterable[str],
+    columns: Columns,
+    skipped: Callable[[str, str], None],
+    most: int = MOST_BYTES,
 ) -> Iterator[Unit]:
     """Yields the units of the arguments, and searches only as far as units are requested.
 
@@ -350,6 +460,7 @@ def find(
       skipped: function that is called with path and reason for each path that is skipped, because
         it cannot be accessed (such as a dangling link), or because it has the extension of a
         picture but is not a regular file.
+      most: largest size of a picture in bytes.
     """
     seen = Ids()
     loose: list[tuple[str, str]] = []
@@ -357,10 +468,10 @@ def find(
     def files() -> Files:
         paths, reasons = zip(*loose)
         loose.clear()
-        return Files(paths, reasons)
+        return Files(paths, reasons, most)
 
     for argument in arguments:
-        for found in _of_argument(argument, columns, seen, skipped):
+        for found in _of_argument(argument, columns, seen, skipped, most):
             if isinstance(found, tuple):
                 loose.append(found)
                 if len(loose) == FILES_PER_UNIT:
@@ -374,7 +485,7 @@ def find(
 
 
 def _of_argument(
-    argument: str, columns: Columns, seen: Ids, skipped: Callable[[str, str], None]
+    argument: str, columns: Columns, seen: Ids, skipped: Callable[[str, str], None], most: int
 ) -> Iterator[Unit | tuple[str, str]]:
     """Yields units, and (path, reason why it cannot be read or "") of single files."""
     if "\0" in argument:
@@ -382,9 +493,9 @@ def _of_argument(
     elif len(argument) > LONGEST:
         yield argument[:LONGEST], f"it is longer than {LONGEST} characters"
     elif argument.lower().endswith(TAR_ENDINGS):
-        yield Tar(argument)
+        yield Tar(argument, most)
     elif argument.lower().endswith(".parquet"):
-        yield Parquet(argument, columns.image, columns.id)
+        yield Parquet(argument, columns.image, columns.id, most)
     elif is_url(argument):
         try:
             yield from ((url, "") for url in _remote(argument))

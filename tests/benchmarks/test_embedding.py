@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import embedding
+from benchmarks import embedding, embedding_memory
 from pallas_patch_embed.siglip2 import Config
 
 pyarrow_parquet = pytest.importorskip("pyarrow.parquet")
@@ -105,3 +105,14 @@ def test_all_forms_are_embedded_and_a_killed_run_goes_on(monkeypatch, tmp_path):
     records = {r["kind"]: r for r in found if isinstance(r, dict)}
     assert records["resumed"]["equal"] == 20
     assert records["arrays"]["rate"] > 0 and records["decoder"]["rate"] > 0
+
+
+@pytest.mark.slow("runs the command seven times")
+def test_the_peak_of_memory_is_measured_for_every_source(tmp_path, capsys):
+    tiny = Config(32, 1, 2, 64, 8, (4, 4), image_size=(32, 32))
+    chosen = argparse.Namespace(pictures=2, workers=[1])
+    embedding_memory.measure(chosen, tiny, tmp_path)
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    peaks = {line.split(" | ")[0].strip("| "): float(line.split()[-2]) for line in lines}
+    assert list(peaks) == ["small pictures alone", *embedding_memory.SOURCES]
+    assert all(peak > 100 for peak in peaks.values())

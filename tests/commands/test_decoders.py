@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import itertools
 import os
 import pickle
 import signal
@@ -20,7 +19,7 @@ from shard_folders import COMMAND
 
 from pallas_patch_embed.embed import Decoder, Preprocessing, command, decoders
 from pallas_patch_embed.embed.output import UnfinishedError
-from pallas_patch_embed.embed.pictures import Budget
+from pallas_patch_embed.embed.pictures import PARTS, PIXEL, Budget
 from pallas_patch_embed.embed.sources import Content, Picture, unreadable
 from pallas_patch_embed.files import open_regular
 
@@ -45,13 +44,17 @@ def preprocessing(name=FIXED):
     return Decoder.of(checkpoint(name)).preprocessing
 
 
+def opened_file(path, reserved):
+    return open_regular(path)
+
+
 def decoded(opened, workers=2, budget=None, how=None, rows=8):
     """Returns each picture's image, or the reason why it has none."""
-    batches = itertools.batched([Picture("", open_) for open_ in opened], rows)
+    pictures = [Picture("", open_) for open_ in opened]
     pool = decoders.Decoders(how or preprocessing(), workers, budget or Budget(), rows)
     images = []
     with pool:
-        for _, decoded in pool.decode(batches):
+        for _, decoded in pool.decode(pictures):
             # The images' memory is reused for a later batch.
             images += [image if isinstance(image, str) else image.copy() for image in decoded]
     return images
@@ -64,7 +67,7 @@ def test_a_process_makes_the_image_or_the_reason_that_this_one_makes(tmp_path, m
     contents = [encoded(90, 40, "JPEG"), b"no picture", encoded(31, 77)[:3000], encoded(20, 20)]
     opened = [Content(content) for content in contents]
     files = ("a.png", "absent.png", "fifo.png")
-    opened += [functools.partial(open_regular, tmp_path / file) for file in files]
+    opened += [functools.partial(opened_file, tmp_path / file) for file in files]
     opened += [unreadable("b", "its cell is empty").open]
     here = decoded(opened, how=preprocessing(name))
     monkeypatch.setattr(decoders, "DECODED_HERE", 0)
@@ -81,31 +84,40 @@ def test_a_process_makes_the_image_or_the_reason_that_this_one_makes(tmp_path, m
 
 
 class RecordingBudget(Budget):
-    """Records each reservation, and the sum of all reservations at that time."""
+    """Records each reservation of a decoder, and the sum of all reservations at that time."""
 
     def __init__(self, limit):
         super().__init__(limit)
         self.asked = []
 
     @contextlib.contextmanager
-    def reserve(self, pixels):
-        with super().reserve(pixels):
-            self.asked.append((pixels, self.reserved))
+    def reserve(self, size):
+        with super().reserve(size):
+            self.asked.append((size, self.reserved))
             yield
 
 
-def test_processes_decode_no_more_pixels_at_a_time_than_the_budget_has(in_processes):
-    """Pictures above a process's share reserve more; pictures above the budget run alone."""
-    budget = RecordingBudget(4000)
+@pytest.mark.parametrize("here", [0, 512], ids=["processes", "threads"])
+def test_no_more_memory_is_used_at_a_time_than_the_budget_has(tmp_path, monkeypatch, here):
+    """Pictures above a decoder's share reserve more; pictures above the budget run alone."""
+    monkeypatch.setattr(decoders, "DECODED_HERE", here)
     sides = [40, 60, 100, 40, 62, 30, 101, 40]
-    opened = [Content(encoded(side, side)) for side in sides]
+    needed, opened = [], []
+    for i, side in enumerate(sides):
+        path = tmp_path / f"{i}.bmp"
+        path.write_bytes(encoded(side, side, "BMP"))
+        needed.append(path.stat().st_size + PIXEL * side**2)
+        opened.append(functools.partial(opened_file, path))
+    budget = RecordingBudget(2 * needed[0] * PARTS // (PARTS - 1) + PARTS)
+    share = budget.share(2)
+    assert needed[0] <= share < needed[1]
     images = decoded(opened, budget=budget, rows=4)
     assert not any(isinstance(image, str) for image in images)
-    # Each process has a share of 2000 pixels for a request, and reserves more for a larger picture.
-    larger = [side**2 for side in sides if side**2 > 2000]
-    assert sorted(asked for asked, _ in budget.asked) == sorted([2000] * 2 + larger)
+    larger = [size for size in needed if size > share]
+    # With the pixels of a picture the size of its file is reserved, which is known first.
+    assert {asked for asked, _ in budget.asked} >= {share, *larger}
     assert all(held <= budget.limit or held == asked for asked, held in budget.asked)
-    assert budget.reserved == 0
+    assert budget.reserved == budget.ahead == 0
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
@@ -113,7 +125,7 @@ def test_only_a_picture_that_crashes_its_process_has_no_embedding(in_processes, 
     """This holds for all pictures that are decoded in the same request."""
     opened = [Content(encoded(20 + i, 20)) for i in range(30)]
     wanted = decoded(opened, workers=1)
-    budget = Budget(450)  # Two processes need more for some pictures.
+    budget = Budget(9000)  # Two processes need more for some pictures.
     for i in (0, 11, 12, 13, 29):
         opened[i], wanted[i] = opened_pictures.crash, "decoding it ended its process, by SIGKILL"
     found = decoded(opened, budget=budget, rows=rows)
@@ -129,7 +141,7 @@ def test_images_are_in_order_and_stay_until_the_next_batch(in_processes, name, w
     """There are more batches than fit in memory at once, and with NaFlex image sizes differ."""
     how = preprocessing(name)
     contents = [encoded(16 + 7 * i % 45, 60 - i) for i in range(45)]
-    wanted = [how.image(io.BytesIO(content), Budget()) for content in contents]
+    wanted = [how.image(Content(content)) for content in contents]
     assert len({image.shape for image in wanted}) == (1 if name == FIXED else 16)
     opened = [Content(content) for content in contents]
     for image, right in zip(decoded(opened, workers, how=how, rows=rows), wanted, strict=True):
@@ -193,7 +205,7 @@ def test_a_process_does_not_import_jax(in_processes):
 
 def test_signals_to_the_group_are_left_to_the_parent(in_processes):
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    assert decoded([functools.partial(opened_pictures.send_itself, *numbers)]) == ["still running"]
+    assert decoded([functools.partial(opened_pictures.send_itself, numbers)]) == ["still running"]
 
 
 @pytest.mark.parametrize("workers, pictures", [(1, 8), (2, 5)])
@@ -211,7 +223,7 @@ from pallas_patch_embed.embed import decoders, pictures, preprocessing, sources
 decoders.DECODED_HERE = 0
 how = preprocessing.Preprocessing(2, (9, 9), 3, 9)
 with decoders.Decoders(how, 2, pictures.Budget(), 4) as pool:
-    list(pool.decode([[sources.Picture("", opened_pictures.wait)]]))
+    list(pool.decode([sources.Picture("", opened_pictures.wait)]))
 """
 
 
