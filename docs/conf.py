@@ -21,6 +21,7 @@ NAVIGATION = {
         "/docs/usage",
         "/docs/encoder",
         "/docs/embed",
+        "/docs/search",
         "/docs/models",
         "/docs/api",
     ],

@@ -1,9 +1,9 @@
 """Settings and fixtures of all tests.
 
 The tests run on eight virtual CPU devices; those marked `gpu` run on a GPU if JAX can use one. The
-short suite leaves out tests marked `slow`, `codegen`, `cluster`, `frameworks` or `exhaustive`.
-`make test-all` leaves out only the exhaustive ones, and `pytest -m ""` leaves out none.
-JAX_PLATFORMS=cuda runs all tests on the GPU.
+short suite leaves out tests marked `slow`, `codegen`, `cluster`, `search`, `frameworks` or
+`exhaustive`. `make test-all` leaves out only the exhaustive ones, and `pytest -m ""` leaves out
+none. JAX_PLATFORMS=cuda runs all tests on the GPU.
 """
 
 import collections
@@ -128,7 +128,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_deselected(items):
     """Counts the tests that the short suite leaves out."""
     for item in items:
-        kinds = ("exhaustive", "codegen", "cluster", "frameworks", "slow")
+        kinds = ("exhaustive", "codegen", "cluster", "search", "frameworks", "slow")
         kinds = [kind for kind in kinds if item.get_closest_marker(kind)]
         item.config.stash[LEFT_OUT].update(kinds[:1])
 
@@ -166,6 +166,11 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(
             f"{cluster} tests on a Ray cluster or S3's protocol were left out: with the extra "
             "`test-cluster`, `pytest -m cluster` runs them."
+        )
+    if search := left_out.get("search"):
+        terminalreporter.write_line(
+            f"{search} tests of docs/search.md were left out: with the extra `test-search`, "
+            "`pytest -m search` runs them."
         )
     if frameworks := left_out.get("frameworks"):
         terminalreporter.write_line(
