@@ -10,6 +10,7 @@ and is read only when it is asked for.
 import contextlib
 import dataclasses
 import functools
+import glob
 import io
 import itertools
 import math
@@ -17,6 +18,8 @@ import os
 import posixpath
 import re
 import stat
+import urllib.parse
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
@@ -40,17 +43,14 @@ from pallas_patch_embed.messages import printable
 # small enough that a run has many units.
 FILES_PER_UNIT = 256
 
-# Largest number of characters of an argument. Paths on Linux have at most 4096 bytes.
-LONGEST = 2**16
+# Largest number of characters of an argument, and of an id. Paths on Linux have at most 4096 bytes,
+# and keys are much shorter.
+LONGEST = 2**14
 
 # Largest number of arguments that a message names.
 MOST_NAMED = 5
 
-TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
-
-
-# Largest number of characters of an id. Paths and keys are much shorter.
-MOST_ID = 2**14
+TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 # Largest size in bytes, and largest number, of the rows of a table that are read at a time.
 ROWS_BYTES, ROWS = 2**27, 64
@@ -106,8 +106,8 @@ def text(path: str | os.PathLike[str]) -> str:
 
 def readable(id: str, open_: Open, size: int | None = None) -> Picture:
     """Makes a picture, or one that cannot be opened if its id is too long for an output."""
-    if len(id) > MOST_ID:
-        why = f"its id has {len(id)} characters, expected at most {MOST_ID}"
+    if len(id) > LONGEST:
+        why = f"its id has {len(id)} characters, expected at most {LONGEST}"
         return Picture(f"{id[:200]}...", functools.partial(_fail, why))
     return Picture(id, open_, size)
 
@@ -343,6 +343,8 @@ class Parquet:
                 file = stack.enter_context(pyarrow.parquet.ParquetFile(opened, buffer_size=2**20))
                 image, id = self.columns(file.schema_arrow)
                 columns = [image] if id is None else [image, id]
+                as_text = str if id is None else _id_as_text(file.schema_arrow.field(id).type)
+                assert as_text is not None  # `columns` has checked it.
                 for group, largest in enumerate(groups):
                     # No cell is larger than its page.
                     rows = max(1, min(ROWS, ROWS_BYTES // largest(columns, self.most)))
@@ -351,7 +353,7 @@ class Parquet:
                             raise ValueError(f"it has more than {ROWS_A_BYTE} rows in each byte")
                         ids = batch[id].to_pylist() if id is not None else itertools.repeat(None)
                         for content, key in zip(batch[image], ids):
-                            yield self._picture(content, key, row)
+                            yield self._picture(content, key, as_text, row)
                             row += 1
         except ColumnsError:
             raise
@@ -364,7 +366,8 @@ class Parquet:
         """Returns the names of the columns of pictures and of ids (None for no column of ids).
 
         Raises:
-          ColumnsError: a column is missing, or there are several columns of pictures.
+          ColumnsError: a column is missing, there are several columns of pictures, or the ids have
+            another type than those of `_id_as_text`.
         """
         import pyarrow.types as types
 
@@ -391,10 +394,20 @@ class Parquet:
                 f"{printable(self.path)} has no column {id!r}; its columns are "
                 f"{printable(schema.names)}."
             )
+        if id is not None and _id_as_text(kind := schema.field(id).type) is None:
+            raise ColumnsError(
+                f"{printable(self.path)} has ids of type {printable(kind)} in the column {id!r}, "
+                "expected text, UTF-8 bytes, integers or UUIDs. Choose another column with "
+                "--id-column."
+            )
         return image or found[0], id
 
-    def _picture(self, content: Any, key: Any, row: int) -> Picture:
-        id = text(str(key)) if key is not None else f"{text(self.path)}#{row}"
+    def _picture(self, content: Any, key: Any, as_text: Callable[[Any], str], row: int) -> Picture:
+        id = f"{text(self.path)}#{row}"
+        try:
+            id = text(as_text(key)) if key is not None else id
+        except UnicodeDecodeError:
+            return unreadable(id, "its id is neither text nor UTF-8 bytes")
         if hasattr(content, "keys"):  # A struct.
             content = content["bytes"] if content.is_valid else content
         if not content.is_valid:
@@ -405,6 +418,27 @@ class Parquet:
         except ValueError as error:
             return unreadable(id, str(error))
         return readable(id, functools.partial(_cell, buffer), buffer.size)
+
+
+def _id_as_text(kind: Any) -> Callable[[Any], str] | None:
+    """Returns the function that makes the text of an id; None for types that are no ids.
+
+    Args:
+      kind: the type of the column in Arrow.
+    """
+    import pyarrow.types as types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if types.is_integer(kind) or str(kind) == "extension<arrow.uuid>":
+        return str  # A UUID is a uuid.UUID in Python.
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        return str
+    if types.is_fixed_size_binary(kind) and kind.byte_width == 16:
+        return lambda key: str(uuid.UUID(bytes=key))
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
+        return lambda key: key.decode()
+    return None
 
 
 def _reader(path: str, file: BinaryIO, end: int) -> Callable[[int, int], bytes]:
@@ -492,9 +526,9 @@ def _of_argument(
         yield argument, "no path contains the character NUL"
     elif len(argument) > LONGEST:
         yield argument[:LONGEST], f"it is longer than {LONGEST} characters"
-    elif argument.lower().endswith(TAR_ENDINGS):
+    elif _name(argument).endswith(TAR_ENDINGS):
         yield Tar(argument, most)
-    elif argument.lower().endswith(".parquet"):
+    elif _name(argument).endswith(".parquet"):
         yield Parquet(argument, columns.image, columns.id, most)
     elif is_url(argument):
         try:
@@ -507,8 +541,14 @@ def _of_argument(
         yield from _walk(argument, seen, skipped)
 
 
+def _name(argument: str) -> str:
+    """Returns an argument in lower case; a URL of a web server without its query."""
+    name = urllib.parse.urlsplit(argument).path if argument.startswith("http") else argument
+    return name.lower()
+
+
 class Expanded:
-    """Arguments with braces ("{000..099}") and the wildcards of URLs expanded.
+    """Arguments with braces ("{000..099}") and wildcards expanded.
 
     An argument that is the path of an existing file or folder is not expanded. It can be iterated
     repeatedly. Each time braces are expanded again, because they may stand for any number of
@@ -536,15 +576,19 @@ class Expanded:
 
     def _matching(self, argument: str) -> list[str]:
         # Wildcards of http URLs are not expanded, because "?" begins a query there.
-        has_wildcards = is_url(argument) and re.search(r"[*?\[]", argument)
-        if not has_wildcards or argument.startswith("http"):
+        if not re.search(r"[*?\[]", argument) or argument.startswith("http"):
+            return [argument]
+        if not is_url(argument) and os.path.lexists(argument):
             return [argument]
         if argument not in self._found:
-            import fsspec
+            if is_url(argument):
+                import fsspec
 
-            with reaching(argument):
-                fs, pattern = fsspec.url_to_fs(argument)
-                self._found[argument] = list(map(fs.unstrip_protocol, sorted(fs.glob(pattern))))
+                with reaching(argument):
+                    fs, pattern = fsspec.url_to_fs(argument)
+                    self._found[argument] = list(map(fs.unstrip_protocol, sorted(fs.glob(pattern))))
+            else:
+                self._found[argument] = sorted(glob.glob(argument, recursive=True))
             if not self._found[argument]:
                 raise FileNotFoundError(f"No file matches {printable(argument)}.")
         return self._found[argument]
@@ -677,5 +721,5 @@ def read_list(path: str) -> Iterator[str]:
             argument = line.rstrip("\r\n")
             while not line.endswith("\n") and (line := lines.readline(LONGEST)):
                 pass  # The rest of a line that is too long.
-            if argument:
+            if argument := argument.removeprefix("\ufeff"):  # The byte-order mark of some editors.
                 yield argument

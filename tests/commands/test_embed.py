@@ -459,9 +459,10 @@ def test_the_command_says_which_picture_is_bad(tmp_path, pictures):
             "there is no file or folder 'absent'",
         ),
         (
-            ["--checkpoint", "absent", ".", "p*.jpg", "x", "--out", "o.npz"],
-            "do not exist: p*.jpg, x.",
+            ["--checkpoint", "absent", ".", "p.jpg", "x", "--out", "o.npz"],
+            "do not exist: p.jpg, x.",
         ),
+        (["--checkpoint", "absent", "p*.jpg", "--out", "o.npz"], "No file matches p*.jpg"),
         (["--checkpoint", str(DATA / FIXED), "bad", "--out", "o.npz"], "None of the 1 pictures"),
         (["--checkpoint", "absent", "fifo", "--out", "o.npz"], "fifo is not a regular file"),
         (["--checkpoint", "absent", ".", "--out", "o.npz", "--workers", "0"], "not a positive"),
@@ -485,7 +486,8 @@ def test_the_command_says_which_picture_is_bad(tmp_path, pictures):
         (["--checkpoint", "a", "a.png", "--out", "o.npz", "--ray"], "--ray writes a folder"),
     ],
     ids=[
-        *("checkpoint", "absent", "unreadable", "FIFO", "workers", "empty", "folder", "out"),
+        *("checkpoint", "absent", "no match", "unreadable", "FIFO", "workers", "empty"),
+        *("folder", "out"),
         *("size", "batch", "dtype", "pictures", "Ray took it", "Ray"),
     ],
 )

@@ -1,9 +1,11 @@
 """Braces, lists of pictures, and the length of messages."""
 
+import io
 import itertools
 import json
 import os
 import subprocess
+import tarfile
 import time
 import tracemalloc
 
@@ -117,6 +119,51 @@ def test_each_pattern_of_a_URL_is_looked_up_once(monkeypatch):
     assert looked_up == ["/globs/a*.png", "/globs/b*.png"]
 
 
+def test_wildcards_of_paths_are_expanded_unless_a_file_has_this_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.png", "a.png", "[x].png", "x.png", "below/c.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    for pattern, found in (
+        ("?.png", ["a.png", "b.png", "x.png"]),
+        ("{b,a}*.png", ["b.png", "a.png"]),
+        ("[x].png", ["[x].png"]),
+        ("**/c.*", ["below/c.png"]),
+    ):
+        assert list(sources.Expanded([pattern])) == found
+    with pytest.raises(FileNotFoundError, match=r"No file matches z\*\.png\."):
+        list(sources.Expanded(["z*.png"]))
+
+
+def test_the_kind_of_an_argument_is_in_its_name_without_the_query_of_a_URL():
+    def kind(argument):
+        (unit,) = sources.find([argument], sources.Columns(), lambda *_: None)
+        return type(unit)
+
+    for ending in (".tar", ".tar.gz", ".TGZ", ".tar.bz2", ".tbz2", ".tar.xz", ".txz"):
+        assert kind(f"a{ending}") is sources.Tar
+        assert kind(f"https://host/a{ending}?X-Amz-Date=1&b=c.png") is sources.Tar
+    assert kind("https://host/a.parquet?token=a/b.tar") is sources.Parquet
+    assert kind("s3://bucket/a.parquet") is sources.Parquet
+
+
+@pytest.mark.parametrize("mode", ["w:bz2", "w:xz"])
+def test_pictures_of_a_tar_that_bzip2_or_xz_compressed_are_read(tmp_path, mode):
+    path = tmp_path / f"a.tar.{mode[2:]}"
+    with tarfile.open(path, mode) as tar:
+        for i in range(3):
+            member = tarfile.TarInfo(f"{i}.png")
+            member.size = len(encoded(i))
+            tar.addfile(member, io.BytesIO(encoded(i)))
+    found = {picture.id: picture.open().read() for picture in sources.Tar(str(path)).pictures()}
+    assert found == {str(i): encoded(i) for i in range(3)}
+
+
+def test_a_list_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbfa.png\r\nb.png\n")
+    assert list(sources.read_list(str(tmp_path / "list.txt"))) == ["a.png", "b.png"]
+
+
 # Lines of a list, and the reason why each cannot be read.
 LINES = {
     b"a\0b.png": "NUL",
@@ -125,8 +172,8 @@ LINES = {
     b"pictures/00.png\0.parquet": "NUL",
     b"memory://a\0.png": "NUL",
     b"x" * 5000 + b".png": "File name too long",
-    b"x" * 10**6: "longer than 65536",
-    b"memory://" + b"x" * 10**6 + b".parquet": "longer than 65536",
+    b"x" * 10**6: "longer than 16384",
+    b"memory://" + b"x" * 10**6 + b".parquet": "longer than 16384",
     b"\xff\xfe.png": "No such file",
     b"\x1b[2J\x07.png": "No such file",
     b"{0..100000000}.png": "No such file",
