@@ -23,6 +23,7 @@ from pallas_patch_embed.embed.output import Output, Settings, UnfinishedError
 from pallas_patch_embed.embed.pictures import MOST_BYTES
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
+from pallas_patch_embed.embed.units import Files, is_url
 from pallas_patch_embed.messages import printable
 
 MOST_WORKERS = 32
@@ -171,9 +172,9 @@ def _with_lists(arguments: Iterable[str], lists: Iterable[str]) -> Iterator[str]
 
 def _local_files(arguments: Iterable[str], columns: sources.Columns) -> Iterator[Path]:
     """Yields the files on this machine that will be read."""
-    local = (argument for argument in arguments if not sources.is_url(argument))
+    local = (argument for argument in arguments if not is_url(argument))
     for unit in sources.find(local, columns, lambda *_: None):
-        paths = unit.paths if isinstance(unit, sources.Files) else (unit.path,)
+        paths = [f.path for f in unit.files] if isinstance(unit, Files) else [unit.path]
         yield from (Path(path) for path in paths if os.path.exists(path))
 
 
@@ -187,14 +188,14 @@ def _count(
 
         def local() -> Iterator[str]:
             for argument in arguments():
-                if sources.is_url(argument):
+                if is_url(argument):
                     raise ValueError("counting pictures at URLs would need many requests")
                 yield argument
 
         for unit in sources.find(local(), columns, lambda *_: None):
-            if not isinstance(unit, sources.Files):
+            if not isinstance(unit, Files):
                 return None  # The number of pictures in a tar is known only at its end.
-            total += len(unit.paths)
+            total += len(unit.files)
         return total
 
     def count_if_possible() -> None:

@@ -25,7 +25,7 @@ from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import Budget, LargerError, Open, check_room, reason
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.slots import Mailbox, Slots
-from pallas_patch_embed.embed.sources import Content, Picture, SourceEndsError
+from pallas_patch_embed.embed.units import Content, Entry, Picture, SourceEndsError
 
 # Number of pictures that threads of this process decode before processes are started. Starting a
 # process takes as long as decoding 100 pictures.
@@ -92,27 +92,27 @@ class Decoders:
 
     def decode(
         self, pictures: Iterable[Picture]
-    ) -> Iterator[tuple[list[str], list[np.ndarray | str]]]:
-        """Yields batches of ids with their images, in order, and decodes later batches ahead.
+    ) -> Iterator[tuple[list[Entry], list[np.ndarray | str]]]:
+        """Yields batches of entries with their images, in order, and decodes later batches ahead.
 
         A picture becomes an image [H, W, 3] uint8, or the reason why there is none. The memory of
         images is reused, so they are valid only until the next batch is requested.
         """
         rest = iter(pictures)
-        ahead: collections.deque[tuple[list[str], Decoding]] = collections.deque()
+        ahead: collections.deque[tuple[list[Entry], Decoding]] = collections.deque()
         for first_slot in itertools.cycle(range(0, self._batches * self._rows, self._rows)):
-            ids, decoding = self._start(rest, first_slot)
-            if not ids:
+            entries, decoding = self._start(rest, first_slot)
+            if not entries:
                 break
-            ahead.append((ids, decoding))
+            ahead.append((entries, decoding))
             if len(ahead) == self._batches:
                 yield _finished(*ahead.popleft())
         while ahead:
             yield _finished(*ahead.popleft())
 
-    def _start(self, pictures: Iterator[Picture], slot: int) -> tuple[list[str], Decoding]:
+    def _start(self, pictures: Iterator[Picture], slot: int) -> tuple[list[Entry], Decoding]:
         """Starts to decode the next batch into the slots that begin at `slot`."""
-        ids: list[str] = []
+        entries: list[Entry] = []
         decoding: Decoding = []
         opens: list[Open] = []
         held = 0
@@ -121,7 +121,7 @@ class Decoders:
             nonlocal opens, held
             answer = self._answer_here if self._here > 0 else self._ask
             self._here -= len(opens)
-            first = slot + len(ids) - len(opens)
+            first = slot + len(entries) - len(opens)
             decoding.append(self._threads.submit(self._decode, answer, first, opens, held))
             opens, held = [], 0
 
@@ -132,17 +132,17 @@ class Decoders:
                 submit()
             self._budget.read_ahead(size)
             try:
-                opens.append(picture.kept())
+                opens.append(picture.in_memory())
             except SourceEndsError:
                 self._budget.forget(size)
                 continue
             held += size
-            ids.append(picture.id)
-            if len(ids) == self._rows:
+            entries.append(picture.entry)
+            if len(entries) == self._rows:
                 break
         if opens:
             submit()
-        return ids, decoding
+        return entries, decoding
 
     def _decode(
         self, answer: Callable[..., list[Answer]], slot: int, opens: list[Open], held: int
@@ -212,8 +212,10 @@ def _in_memory(opens: Iterable[Open]) -> int:
     return sum(len(open_.content) for open_ in opens if isinstance(open_, Content))
 
 
-def _finished(ids: list[str], decoding: Decoding) -> tuple[list[str], list[np.ndarray | str]]:
-    return ids, list(itertools.chain.from_iterable(future.result() for future in decoding))
+def _finished(
+    entries: list[Entry], decoding: Decoding
+) -> tuple[list[Entry], list[np.ndarray | str]]:
+    return entries, list(itertools.chain.from_iterable(future.result() for future in decoding))
 
 
 def _check_that_it_runs(child: Child) -> None:

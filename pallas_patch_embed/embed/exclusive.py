@@ -15,7 +15,7 @@ from typing import Any
 from pallas_patch_embed import json_objects
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.place import create
-from pallas_patch_embed.embed.sources import reaching
+from pallas_patch_embed.embed.units import reaching
 from pallas_patch_embed.messages import printable
 
 # The types of the fields of a lease, and the number of bytes that are read of one.

@@ -18,13 +18,13 @@ from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.output import SAME_ID, Settings, UnfinishedError, versions
 from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.place import FOLDER, Local, Place, Remote, place_of
-from pallas_patch_embed.embed.sources import is_url
 from pallas_patch_embed.embed.tables import (
     check_schema,
     embeddings_table,
     errors_table,
     parquet_bytes,
 )
+from pallas_patch_embed.embed.units import is_url
 from pallas_patch_embed.files import is_partial
 from pallas_patch_embed.messages import printable, quoted
 

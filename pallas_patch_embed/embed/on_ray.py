@@ -27,8 +27,9 @@ from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.place import place_of
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
-from pallas_patch_embed.embed.sources import Content, Files, Picture, SourceEndsError, Unit
+from pallas_patch_embed.embed.sources import Unit
 from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parquet_bytes
+from pallas_patch_embed.embed.units import Content, Files, Picture, SourceEndsError
 from pallas_patch_embed.files import new_partial
 
 # Number of bytes of the encoded pictures in a block.
@@ -287,7 +288,7 @@ def _fill(
     done = np.sort(digests(output.done_ids()))
     progress.before = len(done)
     if all(isinstance(unit, Files) for unit in units):
-        progress.total = sum(len(unit.paths) for unit in units if isinstance(unit, Files))
+        progress.total = sum(len(unit.files) for unit in units if isinstance(unit, Files))
     gpus = int(ray.cluster_resources().get("GPU", 0))
     cpus = int(ray.cluster_resources().get("CPU", 1))
     written = (

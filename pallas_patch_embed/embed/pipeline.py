@@ -12,7 +12,8 @@ from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.output import SAME_ID, Output
 from pallas_patch_embed.embed.pictures import Budget
 from pallas_patch_embed.embed.progress import Progress
-from pallas_patch_embed.embed.sources import Picture, Unit
+from pallas_patch_embed.embed.sources import Unit
+from pallas_patch_embed.embed.units import Picture
 
 # Number of batches on the devices at a time: while one is computed, the next is copied.
 COMPUTED_AHEAD = 2
@@ -70,7 +71,7 @@ def run(
                 # output must use the program of the earlier run, so that results are rounded
                 # equally.
                 embedder.expect(len(batch))
-            start(batch, decoded)
+            start([entry.id for entry in batch], decoded)
             if len(embedding) > COMPUTED_AHEAD:
                 finish_oldest()
     while embedding:

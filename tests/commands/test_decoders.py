@@ -20,7 +20,7 @@ from shard_folders import COMMAND
 from pallas_patch_embed.embed import Decoder, Preprocessing, command, decoders
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import PARTS, PIXEL, Budget
-from pallas_patch_embed.embed.sources import Content, Picture, unreadable
+from pallas_patch_embed.embed.units import Content, Picture, unreadable
 from pallas_patch_embed.files import open_regular
 
 FIXED, NAFLEX = "hf_siglip_p14_224", "hf_siglip2_naflex_p16"
@@ -218,12 +218,12 @@ def test_few_pictures_or_one_worker_start_no_process(monkeypatch, workers, pictu
 
 KILLED_PARENT = """
 import opened_pictures
-from pallas_patch_embed.embed import decoders, pictures, preprocessing, sources
+from pallas_patch_embed.embed import decoders, pictures, preprocessing, units
 
 decoders.DECODED_HERE = 0
 how = preprocessing.Preprocessing(2, (9, 9), 3, 9)
 with decoders.Decoders(how, 2, pictures.Budget(), 4) as pool:
-    list(pool.decode([sources.Picture("", opened_pictures.wait)]))
+    list(pool.decode([units.Picture("", opened_pictures.wait)]))
 """
 
 

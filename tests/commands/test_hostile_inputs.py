@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from pallas_patch_embed.embed import (
-    sources,
     tars,
+    units,
 )
 
 pytestmark = pytest.mark.usefixtures("time_limit")
@@ -302,9 +302,9 @@ def read(source):
     for picture in itertools.islice(source.pictures(), 1000):
         assert picture.id not in found
         try:
-            with pickle.loads(pickle.dumps(picture.kept()))(float("inf")) as file:
+            with pickle.loads(pickle.dumps(picture.in_memory()))(float("inf")) as file:
                 found[picture.id] = file.read()
-        except sources.SourceEndsError:
+        except units.SourceEndsError:
             continue
         except (OSError, ValueError) as error:
             found[picture.id] = str(error)
@@ -339,13 +339,13 @@ class Moving:
 
 @pytest.fixture
 def moving(monkeypatch):
-    blocks = sources.Tar._blocks
+    blocks = units.Tar._blocks
 
     def watched(self, file):
         found, version = blocks(self, file)
         return Moving(found), version
 
-    monkeypatch.setattr(sources.Tar, "_blocks", watched)
+    monkeypatch.setattr(units.Tar, "_blocks", watched)
 
 
 @pytest.mark.parametrize("format", ["plain", "gz"])
@@ -355,7 +355,7 @@ def test_a_tar_is_read_to_its_end_or_to_a_wrong_header(tmp_path, moving, name, f
     between, wanted, why = TARS[name]
     path = tmp_path / "t.tar"
     path.write_bytes(compressed_in(format, A + between + B + END))
-    found = read(sources.Tar(str(path)))
+    found = read(units.Tar(str(path)))
     assert found.pop("a") == b"first"
     if why is None:
         assert found.pop("b") == b"last"
@@ -370,7 +370,7 @@ def test_a_member_with_holes_is_read_in_all_formats_of_GNU_tar(tmp_path, moving,
     path = tmp_path / "t.tar"
     path.write_bytes(compressed_in(format, A + SPARSE_TARS[name] + B + END))
     wanted = {"a": b"first", "h": HOLES, "b": b"last"}
-    assert read(sources.Tar(str(path))) == wanted
+    assert read(units.Tar(str(path))) == wanted
     with tarfile.open(path) as tar:
         assert tar.extractfile("h.png").read() == HOLES
 
@@ -443,7 +443,7 @@ def test_whatever_byte_of_a_header_is_changed_reading_ends(tmp_path, moving, nam
         if whole[at + 257 : at + 262] == b"ustar":
             changed[at : at + 512] = with_checksum(changed[at : at + 512])
         path.write_bytes(changed)
-        found = read(sources.Tar(str(path)))
+        found = read(units.Tar(str(path)))
         assert found["a"] == b"first" and len(found) <= 4
 
 
@@ -460,7 +460,7 @@ def test_a_compressed_tar_may_have_several_streams(tmp_path, moving, format):
     path.write_bytes(
         b"".join(compressed_in(format, TAR[i : i + 300]) for i in range(0, len(TAR), 300))
     )
-    assert read(sources.Tar(str(path))) == WHOLE
+    assert read(units.Tar(str(path))) == WHOLE
 
 
 @pytest.mark.parametrize("format", ["gz", "bz2", "xz"])
@@ -468,9 +468,9 @@ def test_what_follows_the_end_of_a_tar_does_not_matter(tmp_path, moving, format)
     path = tmp_path / "t.tar"
     for rest in (b"garbage", bytes(10**5), gzip.compress(TAR), TAR, b"\x1f\x8b\xff"):
         path.write_bytes(compressed_in(format, TAR) + rest)
-        assert read(sources.Tar(str(path))) == WHOLE
+        assert read(units.Tar(str(path))) == WHOLE
         path.write_bytes(compressed_in(format, TAR + rest))
-        assert read(sources.Tar(str(path))) == WHOLE
+        assert read(units.Tar(str(path))) == WHOLE
 
 
 @pytest.mark.parametrize("format", ["gz", "bz2", "xz"])
@@ -482,7 +482,7 @@ def test_a_compressed_tar_that_ends_early_is_an_error(tmp_path, moving, format):
     path, most = tmp_path / "t.tar", 0
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
-        found = read(sources.Tar(str(path)))
+        found = read(units.Tar(str(path)))
         assert found.pop("a", first) == first and found.pop("b", second) == second
         most += not found
         assert not found or found[str(path)].startswith("the tar cannot be read to its end: ")
@@ -498,13 +498,13 @@ def test_whatever_byte_of_a_compressed_tar_is_changed_reading_ends(tmp_path, mov
             changed = bytearray(whole)
             changed[i] ^= change
             path.write_bytes(changed)
-            assert set(read(sources.Tar(str(path)))) <= {"a", "b", str(path)}
+            assert set(read(units.Tar(str(path)))) <= {"a", "b", str(path)}
 
 
 def test_a_compressed_tar_in_a_compressed_file_is_no_tar(tmp_path):
     path = tmp_path / "t.tar.gz"
     path.write_bytes(gzip.compress(gzip.compress(TAR)))
-    (why,) = read(sources.Tar(str(path))).values()
+    (why,) = read(units.Tar(str(path))).values()
     assert DAMAGED in why or CUT in why
 
 
@@ -512,7 +512,7 @@ def test_a_compressed_tar_in_a_compressed_file_is_no_tar(tmp_path):
 def test_the_beginning_of_a_tar_alone_is_an_error(tmp_path, content):
     path = tmp_path / "t.tar"
     path.write_bytes(content)
-    (why,) = read(sources.Tar(str(path))).values()
+    (why,) = read(units.Tar(str(path))).values()
     assert why.startswith("the tar cannot be read to its end: ")
 
 
@@ -534,7 +534,7 @@ def test_a_text_of_1_GB_that_is_skipped_takes_linear_time(tmp_path):
     begin = gzip.compress(A + header(b"x.txt", 2**30))
     path.write_bytes(begin + zeros(2**30) + gzip.compress(B + END))
     signal.alarm(40)
-    assert read(sources.Tar(str(path))) == WHOLE
+    assert read(units.Tar(str(path))) == WHOLE
 
 
 @pytest.mark.parametrize("format", ["bz2", "xz"])
@@ -545,7 +545,7 @@ def test_a_tar_that_expands_a_thousandfold_is_an_error(tmp_path, monkeypatch, fo
     for size, wanted in ((2**21, WHOLE), (2**25, {"a": b"first"})):
         text = header(b"x.txt", size) + bytes(size)
         path.write_bytes(compressed_in(format, A + text + B + END))
-        found = read(sources.Tar(str(path)))
+        found = read(units.Tar(str(path)))
         if wanted != WHOLE:
             assert "it expands to more than 1100 times its size" in found.pop(str(path))
         assert found == wanted
@@ -554,7 +554,7 @@ def test_a_tar_that_expands_a_thousandfold_is_an_error(tmp_path, monkeypatch, fo
 def test_xz_that_needs_much_memory_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "t.tar"
     path.write_bytes(lzma.compress(TAR, preset=6))
-    assert read(sources.Tar(str(path))) == WHOLE
+    assert read(units.Tar(str(path))) == WHOLE
     monkeypatch.setattr(tars, "XZ_MEMORY", 2**20)
-    (why,) = read(sources.Tar(str(path))).values()
+    (why,) = read(units.Tar(str(path))).values()
     assert "Memory usage limit exceeded" in why

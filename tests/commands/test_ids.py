@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 from shard_folders import encoded
 
-from pallas_patch_embed.embed import sources
+from pallas_patch_embed.embed import parquet, units
 
 UUIDS = [uuid.UUID(int=i << 100 | 7) for i in range(3)]
 TEXTS = ["a", "b/c", "\u00e9"]
@@ -34,13 +34,13 @@ def write(path, values, kind):
     images = pyarrow.array([encoded(i) for i in range(len(values))], pyarrow.binary())
     ids = pyarrow.array(values, kind)
     pyarrow.parquet.write_table(pyarrow.table({"key": ids, "image": images}), path)
-    return sources.Parquet(str(path), "image", "key")
+    return parquet.Parquet(str(path), "image", "key")
 
 
 @pytest.mark.parametrize("values, kind, ids", COLUMNS, ids=lambda x: str(x).replace(" ", ""))
 def test_ids_are_text(tmp_path, values, kind, ids):
     pictures = list(write(tmp_path / "t.parquet", values, kind).pictures())
-    assert [picture.id for picture in pictures] == list(map(sources.text, ids))
+    assert [picture.id for picture in pictures] == list(map(units.text, ids))
     assert [picture.open().read() for picture in pictures] == [encoded(i) for i in range(3)]
 
 
@@ -59,7 +59,7 @@ def test_ids_are_text(tmp_path, values, kind, ids):
 )
 def test_columns_of_other_types_are_refused_by_name_and_type(tmp_path, values, kind):
     message = r"has ids of type .* in the column 'key', expected text, UTF-8 bytes, integers"
-    with pytest.raises(sources.ColumnsError, match=message) as error:
+    with pytest.raises(parquet.ColumnsError, match=message) as error:
         list(write(tmp_path / "t.parquet", values, kind).pictures())
     name = str(kind).split("(")[0].split("<")[0].split("[")[0]
     assert name in str(error.value)

@@ -16,7 +16,7 @@ from shard_folders import COMMAND, MODEL, by_id, encoded, run, shards
 
 from pallas_patch_embed.backends import stored, tiles
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
-from pallas_patch_embed.embed import braces, sources
+from pallas_patch_embed.embed import braces, parquet, sources, units
 from pallas_patch_embed.messages import MOST, printable, quoted
 
 # From the documentation of braceexpand and from bash.
@@ -141,10 +141,10 @@ def test_the_kind_of_an_argument_is_in_its_name_without_the_query_of_a_URL():
         return type(unit)
 
     for ending in (".tar", ".tar.gz", ".TGZ", ".tar.bz2", ".tbz2", ".tar.xz", ".txz"):
-        assert kind(f"a{ending}") is sources.Tar
-        assert kind(f"https://host/a{ending}?X-Amz-Date=1&b=c.png") is sources.Tar
-    assert kind("https://host/a.parquet?token=a/b.tar") is sources.Parquet
-    assert kind("s3://bucket/a.parquet") is sources.Parquet
+        assert kind(f"a{ending}") is units.Tar
+        assert kind(f"https://host/a{ending}?X-Amz-Date=1&b=c.png") is units.Tar
+    assert kind("https://host/a.parquet?token=a/b.tar") is parquet.Parquet
+    assert kind("s3://bucket/a.parquet") is parquet.Parquet
 
 
 @pytest.mark.parametrize("mode", ["w:bz2", "w:xz"])
@@ -155,7 +155,7 @@ def test_pictures_of_a_tar_that_bzip2_or_xz_compressed_are_read(tmp_path, mode):
             member = tarfile.TarInfo(f"{i}.png")
             member.size = len(encoded(i))
             tar.addfile(member, io.BytesIO(encoded(i)))
-    found = {picture.id: picture.open().read() for picture in sources.Tar(str(path)).pictures()}
+    found = {picture.id: picture.open().read() for picture in units.Tar(str(path)).pictures()}
     assert found == {str(i): encoded(i) for i in range(3)}
 
 
@@ -209,7 +209,7 @@ def test_a_bad_line_of_a_list_is_an_error_of_one_picture(tmp_path, monkeypatch, 
     assert failed == len(errors["id"]) == len(LINES) - len(skipped)
     reasons = dict(zip(errors["id"], errors["reason"]))
     for line, why in LINES.items():
-        reason = reasons.get(sources.text(os.fsdecode(line))[: sources.LONGEST], "")
+        reason = reasons.get(units.text(os.fsdecode(line))[: units.LONGEST], "")
         assert why in reason, (line[:100], reason)
     printed = capsys.readouterr().err
     assert printed.replace("\n", "").isprintable()
@@ -224,7 +224,7 @@ def test_a_line_of_any_length_takes_little_memory(tmp_path):
     arguments = list(sources.read_list(str(tmp_path / "list.txt")))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(arguments) == 2 and len(arguments[0]) > sources.LONGEST
+    assert len(arguments) == 2 and len(arguments[0]) > units.LONGEST
     assert arguments[1] == "last.png" and peak < 10**7
 
 

@@ -34,11 +34,12 @@ from pallas_patch_embed.embed import (
     Preprocessing,
     decoders,
     on_ray,
+    parquet,
     parquet_pages,
-    sources,
+    units,
 )
 from pallas_patch_embed.embed.pictures import PARTS, PIXEL, Budget, LargerError
-from pallas_patch_embed.embed.sources import Content, Picture
+from pallas_patch_embed.embed.units import Content, Picture
 
 pytestmark = pytest.mark.usefixtures("time_limit")
 
@@ -86,9 +87,9 @@ def test_streams_are_read_no_further_than_the_budget_allows(monkeypatch, here, w
     budget, read = Watched(60_000), []
     with decoders.Decoders(SMALL, workers, budget, rows) as pool:
         decoded = [
-            (id, *image[0, 0])
-            for ids, images in pool.decode(streamed(contents, read))
-            for id, image in zip(ids, images, strict=True)
+            (entry.id, *image[0, 0])
+            for entries, images in pool.decode(streamed(contents, read))
+            for entry, image in zip(entries, images, strict=True)
         ]
     assert decoded == [(str(i), i, 0, 77) for i in range(90)]
     assert read == list(range(90))
@@ -104,11 +105,11 @@ def test_a_content_that_ends_early_frees_its_memory_and_takes_no_row(rows):
             yield picture if i % 3 else Picture(str(i), ends_early, 10**6)
 
     def ends_early(reserved):
-        raise sources.SourceEndsError("its end is missing")
+        raise units.SourceEndsError("its end is missing")
 
     budget = Budget(10**5)
     with decoders.Decoders(SMALL, 2, budget, rows) as pool:
-        batches = [ids for ids, _ in pool.decode(pictures())]
+        batches = [[e.id for e in entries] for entries, _ in pool.decode(pictures())]
     wanted = [str(i) for i in range(20) if i % 3]
     assert batches == list(map(list, itertools.batched(wanted, rows)))
     assert budget.ahead == budget.reserved == 0
@@ -143,7 +144,7 @@ def test_a_picture_says_how_much_memory_it_needs():
 
 def test_a_member_of_a_tar_is_read_only_into_reserved_memory(tmp_path):
     write_tar(tmp_path / "t.tar", {"a.png": bytes(1000)})
-    (picture,) = sources.Tar(str(tmp_path / "t.tar")).pictures()
+    (picture,) = units.Tar(str(tmp_path / "t.tar")).pictures()
     with pytest.raises(LargerError) as error:
         picture.open(999)
     assert error.value.needed == 1000
@@ -291,16 +292,16 @@ def test_a_picture_at_a_URL_is_read_again_if_it_needs_more_memory(monkeypatch, s
     fsspec.filesystem("memory").pipe_file("/large.png", encoded(1).ljust(10**5))
     url = f"{server}/large.png" if place == "web" else "memory://large.png"
     asked = []
-    fetch = sources._fetch
+    fetch = units._fetch
 
     def recording(url, most, reserved):
         asked.append(reserved)
         return fetch(url, most, reserved)
 
-    monkeypatch.setattr(sources, "_fetch", recording)
+    monkeypatch.setattr(units, "_fetch", recording)
     budget = Budget(10_000)
     with decoders.Decoders(SMALL, 1, budget, 4) as pool:
-        unit = sources.Files((url,))
+        unit = units.Files((units.File(url, units.remote_origin(url)),))
         ((_, (image,)),) = pool.decode(unit.pictures())
     assert tuple(image[0, 0]) == (1, 0, 77)
     doubled = [16002, 32006, 64014, 128030] if place == "web" else [10**5, 10**5 + PIXEL * 8 * 6]
@@ -327,10 +328,10 @@ def test_a_block_of_ray_has_a_limited_size(monkeypatch):
     contents["large"] = encoded(9).ljust(10**6)
 
     def ends_early(reserved):
-        raise sources.SourceEndsError("its end is missing")
+        raise units.SourceEndsError("its end is missing")
 
     def pictures():
-        yield sources.unreadable("gone", "its cell is empty")
+        yield units.unreadable("gone", "its cell is empty")
         yield Picture("cut", ends_early, 10**6)
         yield from (Picture(id, Content(content)) for id, content in contents.items())
 
@@ -386,12 +387,12 @@ def test_the_largest_page_is_found(tmp_path, version, compression):
         size = sum(map(len, images[100 * i : 100 * i + 100]))
         assert size < largest <= size + 1000
     assert [image for image in images] == [
-        p.open().read() for p in sources.Parquet(str(path), "image").pictures()
+        p.open().read() for p in parquet.Parquet(str(path), "image").pictures()
     ]
 
 
 def test_a_dictionary_value_of_many_rows_is_in_memory_for_few_of_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "ROWS_BYTES", 4 * 10**5)
+    monkeypatch.setattr(parquet, "ROWS_BYTES", 4 * 10**5)
     path, batches = tmp_path / "t.parquet", []
     iterate = pyarrow.parquet.ParquetFile.iter_batches
 
@@ -404,7 +405,7 @@ def test_a_dictionary_value_of_many_rows_is_in_memory_for_few_of_them(tmp_path, 
     content = encoded(3).ljust(10**5)
     pyarrow.parquet.write_table(pyarrow.table({"image": [content] * 64}), path)
     assert path.stat().st_size < 2 * 10**5
-    found = [picture.open().read() for picture in sources.Parquet(str(path)).pictures()]
+    found = [picture.open().read() for picture in parquet.Parquet(str(path)).pictures()]
     assert found == [content] * 64
     assert 10**5 < max(batches) <= 4 * 10**5
 
@@ -416,7 +417,7 @@ def test_a_page_that_expands_is_an_error(tmp_path, monkeypatch):
     table = pyarrow.table({"image": [encoded(0), encoded(1), bytes(2**24), encoded(2)]})
     pyarrow.parquet.write_table(table, path, compression="zstd", row_group_size=1)
     found = {}
-    for picture in sources.Parquet(str(path), most=2**20).pictures():
+    for picture in parquet.Parquet(str(path), most=2**20).pictures():
         try:
             found[picture.id.removeprefix(str(path))] = picture.open().read()
         except OSError as error:
@@ -432,13 +433,13 @@ def test_a_page_that_expands_is_an_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", [None, b"", encoded(0)], ids=["null", "empty", "equal"])
 def test_a_billion_rows_in_a_small_table_are_an_error(tmp_path, monkeypatch, content):
     """Ten thousand stand for them."""
-    monkeypatch.setattr(sources, "MOST_ROWS", 1000)
-    monkeypatch.setattr(sources, "ROWS_A_BYTE", 1)
+    monkeypatch.setattr(parquet, "MOST_ROWS", 1000)
+    monkeypatch.setattr(parquet, "ROWS_A_BYTE", 1)
     path = tmp_path / "t.parquet"
     table = pyarrow.table({"image": pyarrow.array([content] * 10_000, pyarrow.binary())})
     pyarrow.parquet.write_table(table, path)
-    *first, last = sources.Parquet(str(path)).pictures()
-    assert 1000 < len(first) < 1000 + path.stat().st_size + 2 * sources.ROWS
+    *first, last = parquet.Parquet(str(path)).pictures()
+    assert 1000 < len(first) < 1000 + path.stat().st_size + 2 * parquet.ROWS
     with pytest.raises(OSError, match="it has more than 1 rows in each byte"):
         last.open()
 
@@ -452,8 +453,8 @@ def test_whatever_byte_of_a_parquet_file_is_changed_reading_ends(tmp_path):
     for i, byte in itertools.product(range(4, len(whole)), (0x15, 0xFF)):
         path.write_bytes(whole[:i] + bytes([byte]) + whole[i + 1 :])
         try:
-            found = list(itertools.islice(sources.Parquet(str(path)).pictures(), 100))
-        except sources.ColumnsError:
+            found = list(itertools.islice(parquet.Parquet(str(path)).pictures(), 100))
+        except parquet.ColumnsError:
             continue
         assert len(found) <= 4
 
@@ -464,7 +465,7 @@ def test_a_parquet_file_of_any_length_is_an_error(tmp_path):
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        (picture,) = sources.Parquet(str(path)).pictures()
+        (picture,) = parquet.Parquet(str(path)).pictures()
         with pytest.raises(OSError, match="cannot be read beyond row 0: its metadata are damaged"):
             picture.open()
 

@@ -34,7 +34,7 @@ class Found:
         self.pictures, self.unreadable, self.skipped = [], {}, {}
         units = sources.find(map(str, arguments), sources.Columns(), self.skipped.__setitem__)
         for unit in units:
-            for path, reason in zip(unit.paths, unit.reasons):
+            for path, _, reason in unit.files:
                 if reason:
                     self.unreadable[path] = reason
                 else:

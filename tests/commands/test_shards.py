@@ -42,9 +42,11 @@ from pallas_patch_embed.embed import (
     folder,
     npz,
     output,
+    parquet,
     place,
     sources,
     tars,
+    units,
 )
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.files import new_partial, written_atomically
@@ -443,13 +445,13 @@ def test_a_damaged_tar_is_an_error_and_its_first_pictures_are_embedded(tmp_path)
 def read_tar(path):
     """Returns the ids and contents of the pictures in a tar; of an unreadable one the id alone."""
     found = []
-    for picture in sources.Tar(str(path)).pictures():
+    for picture in units.Tar(str(path)).pictures():
         try:
-            with pickle.loads(pickle.dumps(picture.kept()))() as file:
+            with pickle.loads(pickle.dumps(picture.in_memory()))() as file:
                 found.append((picture.id, file.read()))
         except OSError:
             found.append(picture.id)
-        except sources.SourceEndsError:
+        except units.SourceEndsError:
             pass  # The tar itself is an error, too.
     return found
 
@@ -492,7 +494,7 @@ def test_no_picture_gets_the_id_of_another_one_if_its_tar_is_replaced(tmp_path):
     write_tar(path, {"0.png": encoded(0)})
     write_tar(other, {"1.png": encoded(1)})
     os.utime(other, (0, 0))
-    (picture,) = sources.Tar(str(path)).pictures()
+    (picture,) = units.Tar(str(path)).pictures()
     other.replace(path)
     with pytest.raises(OSError, match="its tar was changed while it was read"):
         picture.open()
@@ -506,7 +508,7 @@ def test_a_picture_that_is_a_link_in_a_tar_is_an_error(tmp_path, name):
             member.type, member.linkname = kind, "3.png"
             tar.addfile(member)
     errors = {}
-    for picture in sources.Tar(str(tmp_path / name)).pictures():
+    for picture in units.Tar(str(tmp_path / name)).pictures():
         with pytest.raises(OSError) as error:
             picture.open()
         errors[picture.id] = str(error.value)
@@ -542,7 +544,7 @@ def test_the_name_of_a_parquet_file_need_not_be_UTF_8(tmp_path):
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.parquet")
     with open(name, "wb") as file:
         pyarrow.parquet.write_table(pyarrow.table({"image": [b"content"]}), file)
-    (picture,) = sources.Parquet(name).pictures()
+    (picture,) = parquet.Parquet(name).pictures()
     assert picture.id == f"{tmp_path}/\\xff.parquet#0"
     assert picture.open().read() == b"content"
 

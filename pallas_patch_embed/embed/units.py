@@ -1,0 +1,406 @@
+"""Units of pictures: files and tars, local or remote. `parquet` has the third kind, tables.
+
+Units can be pickled. A unit's `pictures()` yields its pictures, and the processes or Ray tasks that
+decode the pictures open their contents. The memory that this module uses does not grow with the
+number of pictures, and a file of a stranger cannot make it grow: every content is limited to `most`
+bytes, and is read only when it is asked for.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import io
+import math
+import os
+import posixpath
+import re
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, NamedTuple
+
+from pallas_patch_embed.embed import tars
+from pallas_patch_embed.embed.pictures import (
+    MOST_BYTES,
+    LargerError,
+    Open,
+    check_room,
+    check_size,
+    extensions,
+    reason,
+)
+from pallas_patch_embed.files import open_regular
+from pallas_patch_embed.messages import printable
+
+# Largest number of characters of an argument, and of an id. Paths on Linux have at most 4096 bytes,
+# and keys are much shorter.
+LONGEST = 2**14
+
+# Parameters in the query of a URL that sign it for a limited time, in lower case.
+SIGNING = re.compile(
+    r"x-(amz|goog)-.*|signature|expires|awsaccesskeyid|googleaccessid|key-pair-id|policy|"
+    r"sig|se|sp|sr|st|sv|spr|skoid|sktid|skt|ske|sks|skv"
+)
+
+# Fields with which file systems of fsspec tell that a file was changed, the best ones first.
+CHANGES = (
+    *("ETag", "etag", "e_tag", "Content-MD5", "LastModified", "Last-Modified", "last_modified"),
+    *("mtime", "modified", "updated", "created"),
+)
+
+
+class SourceEndsError(Exception):
+    """A source cannot be read beyond this content. Its `pictures()` says why."""
+
+
+class Origin(NamedTuple):
+    """Where a picture comes from. `source` and `row` identify it, the rest tells if it was changed.
+
+    Attributes:
+      source: absolute path of its file with all links resolved, or URL without a signature.
+      row: "" for a picture file; the number of the member in a tar; the number of the row in a
+        table, such as "17", or "17/0" for the first picture in a list.
+      size: size of the file in bytes; None if it is not known.
+      modified: time of the file's last change in ISO 8601; at a URL its ETag, if it has one. "" if
+        it is not known.
+    """
+
+    source: str = ""
+    row: str = ""
+    size: int | None = None
+    modified: str = ""
+
+
+UNKNOWN = Origin()
+
+
+class Entry(NamedTuple):
+    """What an output records about a picture, next to its embedding.
+
+    Attributes:
+      id: the picture's path, URL, key in a WebDataset, or id in a table, as in `Picture`.
+      origin: where the picture comes from.
+      kept: values of the columns that are kept, in their order.
+    """
+
+    id: str
+    origin: Origin = UNKNOWN
+    kept: tuple[Any, ...] = ()
+
+    def identity(self) -> bytes:
+        """Returns what identifies the picture: its origin, or its id if the origin is not known."""
+        source, row = self.origin[:2]
+        return f"{source}\0{row}".encode() if source else self.id.encode()
+
+
+class Picture(NamedTuple):
+    """An encoded picture.
+
+    Attributes:
+      id: the picture's path, URL, key in a WebDataset, or id in a table.
+      open: function that opens the picture for reading, or raises the reason why it cannot be read.
+      size: None if `open` is picklable and works at any time. Otherwise `open` reads this number of
+        bytes, and works only until the next picture is requested.
+      origin, kept: as in `Entry`.
+    """
+
+    id: str
+    open: Open
+    size: int | None = None
+    origin: Origin = UNKNOWN
+    kept: tuple[Any, ...] = ()
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.id, self.origin, self.kept)
+
+    def in_memory(self) -> Open:
+        """Returns a picklable function that opens the picture at any time.
+
+        If `size` is not None, this reads the content, and the function keeps it in memory.
+
+        Raises:
+          SourceEndsError: the content cannot be read to its end.
+        """
+        return self.open if self.size is None else Content(self.open(self.size).read())
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """Opens content that is in memory."""
+
+    content: bytes
+
+    def __call__(self, reserved: float = math.inf) -> BinaryIO:
+        return io.BytesIO(self.content)
+
+
+def text(path: str | os.PathLike[str]) -> str:
+    """Returns a path as valid Unicode, which parquet needs, with invalid bytes escaped."""
+    return os.fspath(path).encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
+def readable(picture: Picture) -> Picture:
+    """Returns the picture, or one that cannot be opened if its id is too long for an output."""
+    if len(picture.id) <= LONGEST:
+        return picture
+    why = f"its id has {len(picture.id)} characters, expected at most {LONGEST}"
+    open_ = functools.partial(_fail, why)
+    return picture._replace(id=f"{picture.id[:200]}...", open=open_, size=None)
+
+
+def unreadable(id: str, reason: str, origin: Origin = UNKNOWN) -> Picture:
+    """Makes a picture that cannot be opened, for this reason."""
+    return readable(Picture(id, functools.partial(_fail, reason), None, origin))
+
+
+def _fail(reason: str, reserved: float = math.inf) -> BinaryIO:
+    raise OSError(reason)
+
+
+def is_url(path: str) -> bool:
+    """Returns whether `path` is a URL. Otherwise it is a path on this machine."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", path) is not None
+
+
+@contextlib.contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Converts the exceptions of packages for URLs to an OSError that names the URL."""
+    try:
+        yield
+    except ImportError:
+        raise  # It says what to install.
+    except Exception as error:
+        why = printable(reason(error))
+        raise OSError(f"{printable(url)} cannot be reached: {why}") from error
+
+
+def open_source(path: str) -> BinaryIO:
+    """Opens a file on this machine or at a URL."""
+    if not is_url(path):
+        return open_regular(path)
+    import fsspec
+
+    return fsspec.open(path, "rb").open()
+
+
+def time_text(nanoseconds: int) -> str:
+    """Returns a time since 1970 in ISO 8601."""
+    seconds, rest = divmod(nanoseconds, 10**9)
+    try:
+        time = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    except (OverflowError, ValueError, OSError):  # A year after 9999.
+        return str(nanoseconds)
+    return f"{time:%Y-%m-%dT%H:%M:%S}.{rest:09d}Z"
+
+
+def local_origin(real: str, status: os.stat_result | None) -> Origin:
+    """Returns the origin of a file on this machine, whose links are resolved."""
+    if status is None:
+        return Origin(text(real))
+    return Origin(text(real), "", status.st_size, time_text(status.st_mtime_ns))
+
+
+def remote_origin(url: str, info: Mapping[str, Any] | None = None) -> Origin:
+    """Returns the origin of a file at a URL, with what fsspec says about the file."""
+    info = info or {}
+    changed = next((info[name] for name in CHANGES if info.get(name)), "")
+    if isinstance(changed, int | float):
+        changed = time_text(round(changed * 10**9))
+    elif isinstance(changed, datetime.datetime):
+        changed = changed.isoformat()
+    return Origin(text(_unsigned(url)), "", info.get("size"), str(changed)[:LONGEST])
+
+
+def _unsigned(url: str) -> str:
+    """Removes the parameters of a URL that sign it, because they differ each time."""
+    if not url.startswith("http") or "?" not in url:
+        return url
+    parts = urllib.parse.urlsplit(url)
+    kept = [
+        parameter
+        for parameter in parts.query.split("&")
+        if not SIGNING.fullmatch(parameter.split("=", 1)[0].lower())
+    ]
+    return urllib.parse.urlunsplit(parts._replace(query="&".join(kept), fragment=""))
+
+
+def opened_origin(path: str, file: Any) -> Origin:
+    """Returns the origin of a file that `open_source` has opened."""
+    if not is_url(path):
+        return local_origin(os.path.realpath(path), os.fstat(file.fileno()))
+    info = getattr(file, "details", None)
+    return remote_origin(path, info if isinstance(info, dict) else None)
+
+
+class File(NamedTuple):
+    """A picture file.
+
+    Attributes:
+      path: path on this machine, or URL.
+      origin: its origin, as far as it is known without opening the file.
+      reason: the reason why it cannot be read, or "".
+    """
+
+    path: str
+    origin: Origin
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """Picture files.
+
+    Attributes:
+      files: the files.
+      most: largest size of a picture in bytes.
+    """
+
+    files: tuple[File, ...]
+    most: int = MOST_BYTES
+
+    def pictures(self) -> Iterator[Picture]:
+        for path, origin, why in self.files:
+            if why:
+                yield unreadable(text(path), why, origin)
+            else:
+                open_ = functools.partial(_fetch if is_url(path) else _open_file, path, self.most)
+                yield Picture(text(path), open_, None, origin)
+
+
+def _open_file(path: str, most: int, reserved: float = math.inf) -> BinaryIO:
+    file = open_regular(path)
+    try:
+        check_size(os.fstat(file.fileno()).st_size, most)
+    except ValueError:
+        file.close()
+        raise
+    return file
+
+
+class Fetched(io.BytesIO):
+    """The content at a URL, and its origin as the server described it."""
+
+    def __init__(self, content: bytes, origin: Origin):
+        super().__init__(content)
+        self.origin = origin
+
+
+def _fetch(url: str, most: int, reserved: float = math.inf) -> BinaryIO:
+    """Reads the content at a URL, but no more than is reserved for it."""
+    import fsspec
+
+    fs, path = fsspec.url_to_fs(url)
+    web = url.startswith("http")
+    info = {} if web else fs.info(path)
+    size = info.get("size")
+    if size is not None:
+        check_size(size, most)
+        check_room(size, reserved)
+        content = fs.cat_file(path, start=0, end=size) if size else b""
+        return Fetched(content, remote_origin(url, info))
+    # A web server may send more than it announces, and more than the part that is requested. These
+    # options avoid a request for the size.
+    with fs.open(path, **(dict(block_size=0, size=1) if web else {})) as file:
+        content = _read(file, int(min(reserved, most)) + 1)
+        if web:
+            info = {name: file.r.headers.get(name) for name in CHANGES}
+    check_size(len(content), most)
+    if len(content) > reserved:
+        raise LargerError(min(2 * len(content), most))
+    return Fetched(content, remote_origin(url, info | {"size": len(content)}))
+
+
+def _read(file: Any, size: int) -> bytes:
+    """Reads up to `size` bytes of a stream, whose `read` may return fewer."""
+    content = io.BytesIO()
+    while (rest := size - content.tell()) and (piece := file.read(rest)):
+        content.write(piece)
+    return content.getvalue()
+
+
+@dataclasses.dataclass(frozen=True)
+class Tar:
+    """A tar of pictures, for example a shard of a WebDataset.
+
+    The id of a member is its key, its name without the extension. Hidden members, and members
+    without the extension of a picture, are skipped: they are other columns of the dataset. The
+    order of the members does not matter.
+
+    Attributes:
+      path: path on this machine, or a URL.
+      most: largest size of a picture in bytes.
+    """
+
+    path: str
+    most: int = MOST_BYTES
+
+    def pictures(self) -> Iterator[Picture]:
+        wanted = extensions()
+        origin = Origin(text(self.path))
+        try:
+            with open_source(self.path) as file:
+                origin = opened_origin(self.path, file)
+                blocks, in_order = self._blocks(file)
+                for number, member in enumerate(tars.members(blocks)):
+                    # PurePosixPath removes "./" and repeated slashes.
+                    key, extension = posixpath.splitext(PurePosixPath(member.name))
+                    if extension.lower() not in wanted or posixpath.basename(key).startswith("."):
+                        continue
+                    id, of_member = text(key), origin._replace(row=str(number))
+                    if member.kind in tars.LINKS:
+                        link = text(member.link)[:200]
+                        yield unreadable(id, f"it is a link to {link} in a tar", of_member)
+                    elif member.kind == tars.FILE:
+                        yield self._member(id, blocks, member, of_member, in_order)
+        except Exception as error:  # Each package for URLs has its own kinds of errors.
+            why = f"the tar cannot be read to its end: {reason(error)}"
+            yield unreadable(text(self.path), why, origin)
+
+    def _blocks(self, file: BinaryIO) -> tuple[tars.Blocks, bool]:
+        """Returns the bytes of the tar, and whether they can only be read in order."""
+        if is_url(self.path):
+            return tars.Streamed(file), True
+        compressed = tars.is_compressed(file.read(10))
+        file.seek(0)
+        return (tars.Streamed(file), True) if compressed else (tars.Plain(file), False)
+
+    def _member(
+        self, id: str, blocks: tars.Blocks, member: tars.Member, origin: Origin, in_order: bool
+    ) -> Picture:
+        """Makes the picture in a member.
+
+        The contents of a plain tar are read only when they are decoded.
+        """
+        try:
+            check_size(member.size, self.most)
+        except ValueError as error:
+            return unreadable(id, str(error), origin)
+        if in_order or member.parts is not None:
+            open_ = functools.partial(_content, blocks, member)
+            return readable(Picture(id, open_, member.size, origin))
+        if origin.size is not None and member.position + member.stored > origin.size:
+            raise EOFError("its end is missing")
+        part = functools.partial(_part, self.path, origin, member.position, member.size)
+        return readable(Picture(id, part, None, origin))
+
+
+def _content(blocks: tars.Blocks, member: tars.Member, reserved: float = math.inf) -> BinaryIO:
+    """Reads the content of the member that was yielded last."""
+    try:
+        return io.BytesIO(tars.content(blocks, member))
+    except Exception as error:  # Each package for URLs has its own kinds of errors.
+        raise SourceEndsError(reason(error)) from error
+
+
+def _part(
+    path: str, origin: Origin, offset: int, size: int, reserved: float = math.inf
+) -> BinaryIO:
+    """Reads a part of a file on this machine."""
+    check_room(size, reserved)
+    with open(path, "rb") as file:
+        if local_origin("", os.fstat(file.fileno()))[2:] != origin[2:]:
+            raise OSError("its tar was changed while it was read")
+        file.seek(offset)
+        return io.BytesIO(file.read(size))
