@@ -28,6 +28,7 @@ NAVIGATION = {
     "How it works": ["/docs/backends", "/docs/numerics", "/docs/kernels"],
     "Evidence": [
         "/docs/performance",
+        "/docs/embed_speed",
         "/docs/verification",
         "/docs/check",
         "/docs/tune",

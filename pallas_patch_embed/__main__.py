@@ -7,8 +7,8 @@ from pallas_patch_embed import ending, streams
 
 def run() -> None:
     """Runs the command line and ends the process."""
-    ending.install()
     streams.open_missing()
+    ending.install()
     try:
         from pallas_patch_embed import cli  # This module imports JAX, which takes a second.
     except ValueError as error:  # JAX reads its environment variables when it is imported.

@@ -135,7 +135,7 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._answer), daemon=True)
-        with theirs, safe_paths(), _without_interrupts():
+        with theirs, safe_paths(), _without_signals():
             process.start()
         self._process = process
 
@@ -164,19 +164,19 @@ def safe_paths() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Blocks SIGINT during a `with` block, also in a process that is started in that block.
+def _without_signals() -> Iterator[None]:
+    """Blocks the signals that end a command, also in a process that is started in this block.
 
-    A terminal sends SIGINT to parent and child. Without this, the child would end with a traceback
-    if it got the signal while it imports modules.
+    A terminal sends SIGINT and SIGHUP to parent and child, and a batch system may send SIGTERM to
+    both. Without this, a child would end if it got the signal while it imports modules.
     """
     if sys.platform == "win32":
         yield
         return
-    # The tracker is started here because its start unblocks SIGINT. Otherwise `Process.start` would
-    # start it.
+    # The tracker is started here because its start unblocks signals. Otherwise `Process.start`
+    # would start it.
     resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {getattr(signal, name) for name in WORDS})
     try:
         yield
     finally:

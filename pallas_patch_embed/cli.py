@@ -5,7 +5,6 @@ import os
 import platform
 import signal
 import sys
-import warnings
 from pathlib import Path
 
 import jax
@@ -18,10 +17,9 @@ from pallas_patch_embed.check import command as check
 from pallas_patch_embed.chips import Target
 from pallas_patch_embed.devices import check_devices
 from pallas_patch_embed.embed import command as embed
+from pallas_patch_embed.embed import options as embed_options
 from pallas_patch_embed.embed import output
-from pallas_patch_embed.embed.pictures import MOST_BYTES
 from pallas_patch_embed.problem import (
-    DTYPES,
     NAMED_SHAPES,
     VIT_SHAPES,
     PatchLayout,
@@ -118,117 +116,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--seed", type=int, default=0, help="seed of the random weights (default: 0)"
     )
     demo_parser.set_defaults(main=_run_demo)
-    embed_parser = commands.add_parser(
-        "embed",
-        help="embed pictures with the vision encoder of a SigLIP or SigLIP2 checkpoint",
-        description="Writes the embeddings of pictures to one .npz file, or to a folder of parquet "
-        "shards. If the command ended early for any reason, the same command resumes the work. "
-        "Exit code: 0 if all pictures were embedded; 3 if some pictures could not be embedded; 2 "
-        "if nothing was written because the arguments, the checkpoint or all pictures are bad; 4 "
-        "if not everything could be written, or the .npz file had to be written to another place; "
-        "130 if the command was interrupted (143 by SIGTERM, 129 by SIGHUP).",
-    )
-    embed_parser.add_argument(
-        "pictures",
-        nargs="*",
-        help="pictures, folders, WebDataset tars and parquet files, on this machine or at URLs "
-        "(s3://, gs://, hf://, ...); braces like {000..099} are expanded; links are followed; a "
-        "file that is reached in several ways is embedded once",
-    )
-    embed_parser.add_argument(
-        "--list",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a file with one such path or URL on each line; - for standard input",
-    )
-    embed_parser.add_argument(
-        "--checkpoint",
-        required=True,
-        help="a Hugging Face folder, a .safetensors file, a big_vision .npz file, or the name of a "
-        "model on the Hugging Face hub",
-    )
-    embed_parser.add_argument(
-        "--out",
-        required=True,
-        metavar="OUT",
-        help="an .npz file, for a small number of pictures, or a folder (a path or a URL), for any "
-        "number",
-    )
-    embed_parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="first remove the contents of the folder, and embed all pictures again",
-    )
-    embed_parser.add_argument(
-        "--retry-errors",
-        action="store_true",
-        help="retry the pictures that an earlier run into the folder could not embed",
-    )
-    embed_parser.add_argument(
-        "--embedding-dtype",
-        choices=("float32", "float16"),
-        default="float32",
-        help="dtype of the embeddings that are written (default: float32)",
-    )
-    embed_parser.add_argument(
-        "--image-column",
-        metavar="NAME",
-        help="column of parquet files with the pictures (default: the only column of bytes)",
-    )
-    embed_parser.add_argument(
-        "--id-column",
-        metavar="NAME",
-        help="column of parquet files with the ids (default: the column id; without it, the ids "
-        "are path#row)",
-    )
-    embed_parser.add_argument(
-        "--size",
-        type=positive_integer,
-        metavar="N",
-        help="side of the images in pixels; NaFlex images get at most as many patches as an image "
-        "of N x N (default: the size in the checkpoint)",
-    )
-    embed_parser.add_argument(
-        "--batch",
-        type=positive_integer,
-        default=64,
-        metavar="N",
-        help="number of pictures in a batch of one device (default: 64)",
-    )
-    embed_parser.add_argument(
-        "--workers",
-        type=positive_integer,
-        metavar="N",
-        help="number of processes that decode pictures; fewer are used at a time if the pictures "
-        f"are large, to bound the memory (default: one per CPU, at most {embed.MOST_WORKERS})",
-    )
-    embed_parser.add_argument(
-        "--max-bytes",
-        type=positive_integer,
-        default=MOST_BYTES,
-        metavar="N",
-        help="largest size of an encoded picture in bytes; larger ones are recorded as errors "
-        f"(default: {MOST_BYTES})",
-    )
-    embed_parser.add_argument(
-        "--patch-dtype",
-        choices=DTYPES,
-        default="bfloat16",
-        help="dtype in which the patch embedding is multiplied (default: bfloat16)",
-    )
-    embed_parser.add_argument(
-        "--normalize", action="store_true", help="divide every embedding by its Euclidean norm"
-    )
-    embed_parser.add_argument(
-        "--ray",
-        nargs="?",
-        const="local",
-        metavar="ADDRESS",
-        help="run on the Ray cluster with this address; without an address, on a new cluster on "
-        "this machine",
-    )
-    embed_parser.add_argument("--quiet", action="store_true", help="do not show progress")
+    embed_parser = embed_options.add_parser(commands)
     embed_parser.set_defaults(main=_run_embed)
     check.add_parser(commands)
     info_parser = commands.add_parser(
@@ -237,13 +125,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     info_parser.set_defaults(main=_run_info)
     tune.add_parser(commands)
     return parser.parse_args(argv[1:])
-
-
-def positive_integer(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive integer")
-    return value
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
@@ -259,39 +140,19 @@ def _run_embed(arguments: argparse.Namespace) -> int:
     # blocks for every thread. With Pillow's default of 16 MiB, 8 threads that read pictures of
     # 13000 x 13000 pixels use 3.0 GB instead of 1.0 GB.
     os.environ.setdefault("PILLOW_BLOCK_SIZE", "64m")
-    from PIL import Image
-
-    # Pillow warns of pictures of more than 89 million pixels. This package bounds the memory for
-    # them, and Pillow refuses pictures of more than twice that size.
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     if not arguments.pictures and not arguments.list:
         address = arguments.ray not in (None, "local")
         taken = f" {arguments.ray!r} was read as the address of --ray." if address else ""
         raise ValueError(f"embed: no pictures are given.{taken} Give pictures, or a --list.")
     try:
-        errors = embed.run(
-            arguments.checkpoint,
-            arguments.pictures,
-            arguments.out,
-            lists=arguments.list,
-            size=arguments.size,
-            batch=arguments.batch,
-            patch_dtype=arguments.patch_dtype,
-            normalize=arguments.normalize,
-            embedding_dtype=arguments.embedding_dtype,
-            image_column=arguments.image_column,
-            id_column=arguments.id_column,
-            overwrite=arguments.overwrite,
-            retry_errors=arguments.retry_errors,
-            workers=arguments.workers,
-            max_bytes=arguments.max_bytes,
-            quiet=arguments.quiet,
-            ray=arguments.ray,
+        options = embed_options.Options.of(arguments)
+        missing = embed.run(
+            arguments.checkpoint, arguments.pictures, arguments.out, arguments.list, options
         )
     except (output.WrittenElsewhereError, output.UnfinishedError) as error:
         print(error, file=sys.stderr)
         return 4
-    return 3 if errors else 0
+    return 3 if missing else 0
 
 
 def _run_info(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,8 @@
 """The command `embed`, which embeds pictures into an .npz file or a folder of shards."""
 
+import collections
 import contextlib
+import dataclasses
 import itertools
 import os
 import sys
@@ -11,158 +13,221 @@ from typing import Any
 
 from pallas_patch_embed.devices import check_devices
 from pallas_patch_embed.embed import pipeline, sources
-from pallas_patch_embed.embed.embedder import (
-    Embedder,
-    checkpoint_files,
-    checkpoint_hash,
-    find_checkpoint,
-)
-from pallas_patch_embed.embed.folder import Folder, check_folder
+from pallas_patch_embed.embed.embedder import Embedder, find_checkpoint
+from pallas_patch_embed.embed.folder import Folder, check_folder, recorded_batch
 from pallas_patch_embed.embed.npz import Npz, check_npz
-from pallas_patch_embed.embed.output import Output, Settings, UnfinishedError
-from pallas_patch_embed.embed.pictures import MOST_BYTES
-from pallas_patch_embed.embed.preprocessing import Preprocessing
+from pallas_patch_embed.embed.options import Options
+from pallas_patch_embed.embed.output import Output, UnfinishedError
+from pallas_patch_embed.embed.pictures import missing_plugin
 from pallas_patch_embed.embed.progress import Progress
+from pallas_patch_embed.embed.provenance import (
+    ARITHMETIC,
+    CheckpointHash,
+    Provenance,
+    Settings,
+    checkpoint_files,
+)
+from pallas_patch_embed.embed.tables import RESERVED
 from pallas_patch_embed.embed.units import Files, is_url
 from pallas_patch_embed.messages import printable
 
-MOST_WORKERS = 32
+# Options that need the shards of a folder, with the values that they have if they are not given.
+FOLDER_ONLY = {"keep": (), "changed": None, "moved": (), "ray": None}
 
-
-def default_workers() -> int:
-    """Returns the number of CPUs that this process may use, but at most MOST_WORKERS."""
-    if hasattr(os, "sched_getaffinity"):
-        return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-    return min(os.cpu_count() or 1, MOST_WORKERS)
+# Number of extensions that the summary names.
+MOST_EXTENSIONS = 8
 
 
 def run(
     checkpoint: str | os.PathLike[str],
     arguments: Iterable[str | os.PathLike[str]],
     out: str | os.PathLike[str],
-    *,
     lists: Sequence[str] = (),
-    size: int | None = None,
-    batch: int = 64,
-    patch_dtype: str = "bfloat16",
-    normalize: bool = False,
-    embedding_dtype: str = "float32",
-    image_column: str | None = None,
-    id_column: str | None = None,
-    overwrite: bool = False,
-    retry_errors: bool = False,
-    workers: int | None = None,
-    max_bytes: int = MOST_BYTES,
-    quiet: bool = False,
-    ray: str | None = None,
+    options: Options | None = None,
 ) -> int:
     """Embeds pictures into one .npz file, or into a folder of parquet shards.
 
     Args:
       checkpoint: as for `load_encoder`, or the name of a model on the Hugging Face hub.
-      arguments: pictures, folders, tars and parquet files, as for `sources.find`; braces and the
-        wildcards of URLs are expanded.
+      arguments: pictures, folders, tars and parquet files, as for `sources.find`; braces and
+        wildcards are expanded.
       out: path of an .npz file, which may replace only an earlier output; or path or URL of a
         folder, which a run with the same settings resumes.
       lists: files with one argument on each line; "-" for standard input.
-      size: side of the square images in pixels; NaFlex images get at most as many patches as such
-        an image. None for the size in the checkpoint.
-      batch: number of images that one device computes at a time.
-      patch_dtype: as for `load_encoder`.
-      normalize: whether every embedding is divided by its Euclidean norm.
-      embedding_dtype: dtype of the embeddings that are written, "float32" or "float16".
-      image_column, id_column: columns of parquet files, as in `sources.Parquet`.
-      overwrite: whether the contents of the folder are removed first.
-      retry_errors: whether pictures that an earlier run could not embed are retried.
-      workers: number of pictures that are decoded at a time; None for `default_workers()`.
-      max_bytes: largest size of an encoded picture in bytes.
-      quiet: whether to show no progress.
-      ray: address of a Ray cluster, or "local" for a new one on this machine; None to run without
-        Ray.
+      options: how pictures are embedded; None for the defaults.
 
     Returns:
-      The number of pictures that have no embedding.
+      The number of pictures that have no embedding: those that could not be embedded now or
+      earlier, and those that have changed since they were embedded.
 
     Raises:
       OSError, ValueError: an argument does not exist; `out` cannot be written or is not an earlier
-        output; the checkpoint cannot be loaded or has no pooling head; or there are no pictures.
+        output; the checkpoint cannot be loaded or has no pooling head; an option does not fit the
+        output; or there are no pictures.
       output.WrittenElsewhereError: the .npz file was written to another place.
       output.UnfinishedError: the output could not be finished.
     """
+    options = options or Options()
     named, out = os.fspath(checkpoint), os.fspath(out)
     checkpoint = find_checkpoint(named)
     names = sources.Expanded(os.fspath(argument) for argument in arguments)
     sources.check(names)
     sources.check([path for path in lists if path != "-"], "a list of pictures")
     to_npz = out.endswith(".npz")
-    if to_npz and ray is not None:
+    for option, absent in FOLDER_ONLY.items():
+        if to_npz and getattr(options, option) != absent:
+            raise ValueError(
+                f"--out is {printable(out)}, expected a folder: --{option} needs shards."
+            )
+    if reserved := [name for name in options.keep if name in RESERVED]:
         raise ValueError(
-            f"--out is {printable(out)}, expected a folder: --ray writes a folder of shards."
+            f"--keep {reserved[0]}: every shard has a column of this name with other contents. "
+            "Rename the column in the input."
         )
-    columns = sources.Columns(image_column, id_column)
+    columns = sources.Columns(options.image_column, options.id_column, options.keep)
     if to_npz:
         inputs = _local_files(names, columns)
         check_npz(Path(out), itertools.chain(inputs, checkpoint_files(checkpoint)))
     else:
         check_folder(out)
-    with Progress(quiet=quiet) as progress:
+    left_out: collections.Counter[str] = collections.Counter()
+    with Progress(quiet=options.quiet) as progress:
 
         def skipped(path: str, why: str) -> None:
             progress.say(f"Skipped {printable(path)}: {printable(why)}.")
 
-        units = sources.find(_with_lists(names, lists), columns, skipped, max_bytes)
-        first = next(units, None)
-        if first is None:
+        units = sources.find(
+            _with_lists(names, lists), columns, skipped, options.max_bytes, left_out
+        )
+        kept: dict[str, Any] = {}
+        if options.keep:
+            kept, units = _kept_types(units)
+        if options.ray is not None:
+            every_unit = list(units)  # The cluster gets all units at once.
+            units = iter(every_unit)
+        first, pictures = _begun(picture for unit in units for picture in unit.pictures())
+        if not first:
+            _say_left_out(left_out, progress.say)
             searched = sources.some(itertools.chain(names, lists))
             raise ValueError(f"There are no pictures in {searched}.")
-        units = itertools.chain([first], units)
         encoder_options: dict[str, Any] = dict(
-            size=size, patch_dtype=patch_dtype, normalize=normalize, batch=batch
+            size=options.size,
+            patch_dtype=options.patch_dtype,
+            normalize=options.normalize,
+            # A run that is resumed keeps its batch, so that results are rounded equally.
+            batch=options.batch or (None if to_npz or options.overwrite else recorded_batch(out)),
         )
 
-        def settings_for(preprocessing: Preprocessing) -> Settings:
+        def provenance_for(embedder: Embedder) -> Provenance:
+            preprocessing = embedder.preprocessing
             if preprocessing.defaults_of is not None:
                 progress.say(
                     "There is no preprocessor_config.json beside the checkpoint. Pictures are "
                     f"resized with the defaults of {preprocessing.defaults_of}: {preprocessing}."
                 )
-            return Settings(
-                checkpoint_sha256=checkpoint_hash(checkpoint),
+            hashed = CheckpointHash(checkpoint)
+            settings = Settings(
+                checkpoint_sha256=hashed.sha256,
                 preprocessing=str(preprocessing),
-                patch_dtype=patch_dtype,
-                normalize=normalize,
-                embedding_dtype=embedding_dtype,
+                patch_dtype=options.patch_dtype,
+                normalize=options.normalize,
+                embedding_dtype=options.embedding_dtype,
+                image_column=options.image_column,
+                keep=list(options.keep),
+                arithmetic=ARITHMETIC[options.patch_dtype],
             )
+            # On a cluster the driver does not know the devices.
+            device = embedder.device_kind if options.ray is None else None
+            return Provenance(named, settings, options, embedder.batch, device, hashed.is_that_of)
 
-        def folder_for(preprocessing: Preprocessing, width: int) -> Folder:
-            settings = settings_for(preprocessing)
-            return Folder(out, settings, width, overwrite=overwrite, retry=retry_errors)
+        def folder_for(embedder: Embedder) -> Folder:
+            return Folder(out, provenance_for(embedder), embedder.width, kept, progress.say)
 
-        if ray is None:
-            check_devices()
+        def embedder_for(checkpoint: str | Path) -> Embedder:
             embedder = Embedder(checkpoint, **encoder_options)
+            embedder.preprocessing = dataclasses.replace(
+                embedder.preprocessing,
+                max_pixels=options.max_pixels,
+                allow_truncated=options.allow_truncated,
+            )
+            return embedder
+
+        if options.ray is None:
+            check_devices()
+            embedder = embedder_for(checkpoint)
             output: Output
             if to_npz:
-                output = Npz(Path(out), settings_for(embedder.preprocessing))
+                output = Npz(Path(out), provenance_for(embedder))
             else:
-                output = folder_for(embedder.preprocessing, embedder.width)
+                output = folder_for(embedder)
             with output:
-                if "-" not in lists and not quiet:
+                if "-" not in lists and not options.quiet:
                     _count(lambda: _with_lists(names, lists), columns, progress)
-                pipeline.run(units, embedder, output, progress, workers or default_workers())
+                pipeline.run(pictures, embedder, output, progress, options)
                 where = output.finish()
         else:
             from pallas_patch_embed.embed import on_ray
 
             # Other nodes download a model from the hub by its name.
             everywhere = str(checkpoint.resolve()) if os.path.exists(named) else named
-            where = on_ray.run(units, everywhere, encoder_options, folder_for, progress, ray)
-    total = progress.done + progress.errors + progress.before
-    earlier = f" Earlier runs had processed {progress.before}." if progress.before else ""
-    _say(f"Embedded {progress.done} of {total} pictures into {where}.{earlier}")
+            where = on_ray.run(
+                every_unit, everywhere, encoder_options, embedder_for, folder_for, progress, options
+            )
+        for note, count in progress.notes.items():
+            progress.say(f"{count} pictures {note}.")
+        _say_left_out(left_out, progress.say)
+    _say(_outcome(progress, where))
     if progress.errors:
         print(f"{progress.errors} pictures could not be read or embedded.", file=sys.stderr)
-    return progress.errors
+    return progress.missing
+
+
+def _begun[T](elements: Iterable[T]) -> tuple[list[T], Iterator[T]]:
+    """Returns the first element, if there is one, and an iterator of all elements."""
+    rest = iter(elements)
+    first = list(itertools.islice(rest, 1))
+    return first, itertools.chain(first, rest)
+
+
+def _kept_types(units: Iterator[sources.Unit]) -> tuple[dict[str, Any], Iterator[sources.Unit]]:
+    """Returns the types of the columns in the first tar or table, and an iterator of all units."""
+    begun: list[sources.Unit] = []
+    for unit in units:
+        begun.append(unit)
+        if not isinstance(unit, Files):
+            return unit.kept_types(), itertools.chain(begun, units)
+    return {}, iter(begun)
+
+
+def _outcome(progress: Progress, where: str) -> str:
+    """Returns the last line of the command."""
+    line = f"Embedded {progress.done} of {progress.met} pictures into {where}."
+    if progress.before:
+        line += f" Earlier runs had embedded {progress.before}."
+    if progress.failed_before:
+        line += (
+            f" Earlier runs could not embed {progress.failed_before}; --retry-errors tries them "
+            "again."
+        )
+    if progress.changed:
+        line += (
+            f" {progress.changed} have changed since they were embedded; --changed embed embeds "
+            "them again."
+        )
+    return line
+
+
+def _say_left_out(left_out: collections.Counter[str], say: Callable[[str], None]) -> None:
+    """Says how many files in folders are not pictures, and how some could be read."""
+    if not left_out:
+        return
+    most = left_out.most_common(MOST_EXTENSIONS)
+    rest = left_out.total() - sum(count for _, count in most)
+    kinds = [f"{count} {printable(extension)}" for extension, count in most]
+    kinds += [f"{rest} others"] if rest else []
+    say(f"Left out {left_out.total()} files that are not pictures: {', '.join(kinds)}.")
+    for advice in sorted({a for extension in left_out if (a := missing_plugin(extension))}):
+        say(advice)
 
 
 def _with_lists(arguments: Iterable[str], lists: Iterable[str]) -> Iterator[str]:

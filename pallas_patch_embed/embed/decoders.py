@@ -1,7 +1,7 @@
 """Decodes pictures in several processes.
 
 Threads that decode used only 4 of 16 cores, probably because Pillow takes Python's global lock
-several times for each picture (docs/embed.md). With many decoders this process becomes the
+several times for each picture (docs/embed_speed.md). With many decoders this process becomes the
 bottleneck. So it does little work for each picture: one request contains several pictures, and
 images are returned in memory that it shares with the processes. The processes do not need JAX, so
 this module does not import it.
@@ -12,20 +12,17 @@ import functools
 import itertools
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, BinaryIO
-
-import numpy as np
+from typing import Any, BinaryIO, NamedTuple
 
 from pallas_patch_embed.child import Child, ChildEndedError, Send
 from pallas_patch_embed.embed.output import UnfinishedError
-from pallas_patch_embed.embed.pictures import Budget, LargerError, Open, check_room, reason
-from pallas_patch_embed.embed.preprocessing import Preprocessing
+from pallas_patch_embed.embed.pictures import Budget, LargerError, Open, check_room, quiet, reason
+from pallas_patch_embed.embed.preprocessing import Decoded, Preprocessing
 from pallas_patch_embed.embed.slots import Mailbox, Slots
-from pallas_patch_embed.embed.units import Content, Entry, Picture, SourceEndsError
+from pallas_patch_embed.embed.units import Content, Entry, Origin, Picture, SourceEndsError
 
 # Number of pictures that threads of this process decode before processes are started. Starting a
 # process takes as long as decoding 100 pictures.
@@ -37,13 +34,21 @@ ASKED = 8
 # Smallest number of batches that are decoded ahead, and of requests ahead for each decoder.
 BATCHES_AHEAD, REQUESTS_AHEAD = 2, 2
 
-# Type of the answer for a picture: its image; the reason why there is none; or the number of bytes
-# that it needs, if more than were reserved for it. A process that has written the image into its
-# slot sends (height, width).
-type Answer = np.ndarray | str | int
-type Sent = tuple[int, int] | str | int
 
-type Decoding = list[Future[list[np.ndarray | str]]]
+class Written(NamedTuple):
+    """A `Decoded` whose image a process has written into its slot."""
+
+    size: tuple[int, int]
+    notes: tuple[str, ...]
+    origin: Origin | None
+
+
+# Type of the answer for a picture: what was decoded; the reason why there is no image; or the
+# number of bytes that it needs, if more than were reserved for it.
+type Answer = Decoded | str | int
+type Sent = Written | str | int
+
+type Decoding = list[Future[list[Decoded | str]]]
 
 
 def batches_ahead(workers: int, rows: int) -> int:
@@ -77,26 +82,31 @@ class Decoders:
         self._threads = ThreadPoolExecutor(workers)
         self._own = threading.local()
         self._children: list[tuple[Child, Mailbox]] = []
+        self._quiet = quiet()
 
     def __enter__(self) -> "Decoders":
+        self._quiet.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        for child, mailbox in self._children:
-            child.end()
-            mailbox.close()
-        self._slots.close()
+        try:
+            self._threads.shutdown(cancel_futures=True)
+            for child, mailbox in self._children:
+                child.end()
+                mailbox.close()
+            self._slots.close()
+        finally:
+            self._quiet.__exit__(None, None, None)
 
     def decode(
         self, pictures: Iterable[Picture]
-    ) -> Iterator[tuple[list[Entry], list[np.ndarray | str]]]:
+    ) -> Iterator[tuple[list[Entry], list[Decoded | str]]]:
         """Yields batches of entries with their images, in order, and decodes later batches ahead.
 
-        A picture becomes an image [H, W, 3] uint8, or the reason why there is none. The memory of
-        images is reused, so they are valid only until the next batch is requested.
+        A picture becomes a `Decoded`, or the reason why it has no image. The memory of images is
+        reused, so they are valid only until the next batch is requested.
         """
         rest = iter(pictures)
         ahead: collections.deque[tuple[list[Entry], Decoding]] = collections.deque()
@@ -146,27 +156,27 @@ class Decoders:
 
     def _decode(
         self, answer: Callable[..., list[Answer]], slot: int, opens: list[Open], held: int
-    ) -> list[np.ndarray | str]:
+    ) -> list[Decoded | str]:
         """Decodes pictures whose contents, of `held` bytes in all, were read ahead."""
         try:
-            return self._images(answer, slot, opens, max(self._share, _in_memory(opens)))
+            return self._results(answer, slot, opens, max(self._share, _in_memory(opens)))
         finally:
             opens.clear()
             self._budget.forget(held)
 
-    def _images(
+    def _results(
         self, answer: Callable[..., list[Answer]], slot: int, opens: list[Open], size: int
-    ) -> list[np.ndarray | str]:
+    ) -> list[Decoded | str]:
         """Decodes pictures within `size` bytes each, and then those that need more."""
         with self._budget.reserve(size):
             answers = answer(slot, opens, size)
-        images: list[np.ndarray | str] = []
-        for i, image in enumerate(answers):
-            if isinstance(image, int):
-                images += self._images(answer, slot + i, opens[i : i + 1], image)
+        results: list[Decoded | str] = []
+        for i, result in enumerate(answers):
+            if isinstance(result, int):
+                results += self._results(answer, slot + i, opens[i : i + 1], result)
             else:
-                images.append(image)
-        return images
+                results.append(result)
+        return results
 
     def _answer_here(self, slot: int, opens: list[Open], size: int) -> list[Answer]:
         """Decodes pictures in this thread."""
@@ -188,8 +198,9 @@ class Decoders:
             mailbox.empty()
         answers: list[Answer] = []
         for i, (answer, open_) in enumerate(zip(sent, opens)):
-            if isinstance(answer, tuple):
-                answers.append(self._slots.image(slot + i, *answer))
+            if isinstance(answer, Written):
+                image = self._slots.image(slot + i, *answer.size)
+                answers.append(Decoded(image, answer.notes, answer.origin))
             else:
                 answers.append(answer + _in_memory([open_]) if isinstance(answer, int) else answer)
         return answers
@@ -212,9 +223,7 @@ def _in_memory(opens: Iterable[Open]) -> int:
     return sum(len(open_.content) for open_ in opens if isinstance(open_, Content))
 
 
-def _finished(
-    entries: list[Entry], decoding: Decoding
-) -> tuple[list[Entry], list[np.ndarray | str]]:
+def _finished(entries: list[Entry], decoding: Decoding) -> tuple[list[Entry], list[Decoded | str]]:
     return entries, list(itertools.chain.from_iterable(future.result() for future in decoding))
 
 
@@ -245,7 +254,7 @@ def _unfinished(why: str) -> UnfinishedError:
 def _decoded(preprocessing: Preprocessing, open_: Open, size: int) -> Answer:
     """Decodes a picture within `size` bytes."""
     try:
-        return preprocessing.image(open_, size)
+        return preprocessing.decode(open_, size)
     except LargerError as error:
         return error.needed
     except Exception as error:  # Pillow raises many kinds of errors.
@@ -267,7 +276,6 @@ def _answer(
       opens: for each picture the function that opens it, or where its content is in the mailbox.
       size: number of bytes that are reserved for each picture.
     """
-    from PIL import Image
 
     def answer(slot: int, open_: Open | tuple[int, int]) -> Sent:
         if isinstance(open_, tuple):
@@ -277,13 +285,13 @@ def _answer(
                 check_room(place[1], reserved)
                 return mailbox.read(*place)
 
-        image = _decoded(preprocessing, open_, size)
-        if not isinstance(image, np.ndarray):
-            return image
+        result = _decoded(preprocessing, open_, size)
+        if not isinstance(result, Decoded):
+            return result
         try:
-            return slots.put(slot, image)
+            return Written(slots.put(slot, result.image), result.notes, result.origin)
         except ValueError as error:
             return reason(error)
 
-    with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+    with quiet():
         send(list(map(answer, itertools.count(slot), opens)))

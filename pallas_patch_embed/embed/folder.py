@@ -7,35 +7,54 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pallas_patch_embed import ending, json_objects
 from pallas_patch_embed.embed.exclusive import Lease, Lock
-from pallas_patch_embed.embed.ids import Ids
-from pallas_patch_embed.embed.output import SAME_ID, Settings, UnfinishedError, versions
+from pallas_patch_embed.embed.ledger import Ledger, Moved, State, key
+from pallas_patch_embed.embed.options import Options
+from pallas_patch_embed.embed.output import IS_CHANGED, SAME_ID, UnfinishedError
 from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.place import FOLDER, Local, Place, Remote, place_of
+from pallas_patch_embed.embed.provenance import Provenance, differences
 from pallas_patch_embed.embed.tables import (
+    ABOUT,
+    ORIGIN,
     check_schema,
     embeddings_table,
+    entries_of,
     errors_table,
+    kept_bytes,
     parquet_bytes,
+    with_origins,
 )
-from pallas_patch_embed.embed.units import is_url
+from pallas_patch_embed.embed.units import Entry, is_url
 from pallas_patch_embed.files import is_partial
 from pallas_patch_embed.messages import printable, quoted
 
-# A shard is written when it has this number of rows, or when its first row has this age in seconds.
-# Rows that are not yet in a shard are lost if a run is killed.
-SHARD_ROWS, SHARD_SECONDS = 4096, 60.0
+# A shard is written when it has this number of rows, when its first row has this age in seconds, or
+# when the columns that are kept have this number of bytes. Rows that are not yet in a shard are
+# lost if a run is killed.
+SHARD_ROWS, SHARD_SECONDS, SHARD_BYTES = 4096, 60.0, 2**26
 
-PARTS = ("embeddings", "errors")
-MANIFEST, LOCK, LEASE = "manifest.json", ".lock", ".lease.json"
+# Names that begin with "_", or with "__" for folders, are skipped by programs that read all parquet
+# files of a folder, such as pyarrow.dataset and Hugging Face's datasets.
+EMBEDDINGS, ERRORS = PARTS = ("embeddings", "__errors")
+REASON = {EMBEDDINGS: (), ERRORS: ("reason",)}
+MANIFEST, LOCK, LEASE = "_manifest.json", ".lock", ".lease.json"
+FORMAT = "pallas_patch_embed.embed.2"
 
-FORMAT = "pallas_patch_embed.embed.1"
+# The names and the format of an earlier version, whose folders are converted.
+OLD_MANIFEST, OLD_ERRORS, OLD_FORMAT = "manifest.json", "errors", "pallas_patch_embed.embed.1"
+
+# The batch of a run whose manifest does not record it, unless the user chose another one.
+OLD_BATCH = 64
+
+# Largest batch that a manifest may record.
+MOST_BATCH = 2**16
 
 # The types of the manifest's fields, and its largest size in bytes.
 FIELDS: dict[str, type] = {"format": str, "settings": dict, "width": int, "versions": dict}
@@ -45,38 +64,62 @@ MOST_BYTES = 2**20
 SHARD = re.compile(r"([0-9]{6}|[1-9][0-9]{6,})\.parquet")
 
 
+class Shard(NamedTuple):
+    """A shard, whose numbers are in the order in which shards were written."""
+
+    number: int
+    part: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.part}/{self.number:06d}.parquet"
+
+
 class Folder:
     """A folder of parquet shards, on this machine or at a URL.
 
-      manifest.json              settings and versions, written before all other files
-      embeddings/000000.parquet  columns `id` and `embedding`, a fixed-size list
-      errors/000000.parquet      columns `id` and `reason`
+      _manifest.json              settings, options and versions, written before all other files
+      embeddings/000000.parquet   columns of `tables.embeddings_table`
+      __errors/000001.parquet     columns of `tables.errors_table`
 
     A shard appears only when it is complete. A run with the same settings resumes the work:
     pictures that are in shards are not read again. Only one run at a time may write, which is
     ensured by a lock or, at a URL, by a lease that the run renews.
 
+    If a picture is embedded again, its new row is in a new shard. Rows that it replaces are removed
+    when the run has finished, or when the next one begins: then the other rows of their shard are
+    copied to a new one. So of two rows for one picture that of the later shard is valid.
+
     Args:
       url: URL or path of the folder.
-      settings: settings of the run.
+      provenance: the settings and options of the run.
       width: D, the width of an embedding.
-      overwrite: whether the files of earlier runs are removed first.
-      retry: whether pictures in the error shards are retried.
+      kept: types of the columns that are kept, by their names, if there are no shards yet.
+      say: function that shows a line to the user.
     """
 
-    RESUMABLE = True
-
     def __init__(
-        self, url: str, settings: Settings, width: int, *, overwrite: bool, retry: bool
+        self,
+        url: str,
+        provenance: Provenance,
+        width: int,
+        kept: Mapping[str, Any] | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.url, self._settings, self._width = url, settings, width
+        self.url, self._provenance, self._width = url, provenance, width
+        self.kept, self._say_line = dict(kept or {}), say
+        self.about = provenance.as_json()
+        options = provenance.options
         self._place = place_of(url)
-        self._done = Ids()
-        self._rows: list[tuple[list[str], np.ndarray]] = []
-        self._errors: list[tuple[str, str]] = []
-        self._since = 0.0
+        self.ledger = Ledger(unique_ids=not options.repeated_ids)
+        self._rows: list[tuple[Sequence[Entry], np.ndarray]] = []
+        self._errors: list[tuple[Entry, str]] = []
+        # The ledger knows shards by their place in this list.
+        self._shards: list[Shard] = []
+        self._stale: set[int] = set()
+        self._since, self._kept_bytes = 0.0, 0
         check_folder(url)
-        if not overwrite:
+        if not options.overwrite:
             self._check_settings()
         with self._usable(""):
             self._place.make_folder()
@@ -84,39 +127,107 @@ class Folder:
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self._hold)
         try:
-            self._open(overwrite, retry)
+            self._open(options)
+            self._stack.enter_context(ending.written_at_end(self.flush))
         except BaseException:
             self._stack.close()
             raise
 
-    def _open(self, overwrite: bool, retry: bool) -> None:
-        """Reads or writes the manifest, and reads the ids in shards, while no other run does."""
+    def _open(self, options: Options) -> None:
+        """Reads or writes the manifest, and reads what is in shards, while no other run does."""
         check_folder(self.url)  # Another run may have begun since the first check.
-        if overwrite and self._place.kind(MANIFEST):
+        if options.overwrite and _manifest_name(self._place):
             # The manifest is removed last, because `embed` refuses a folder of files without one.
-            for part in PARTS:
-                self._remove(self.shards(part) + self._partials(part))
-            self._remove([MANIFEST])
+            for part in self._parts():
+                self._remove([*(s.name for s in self.shards(part)), *self._partials(part)])
+            self._remove([n for n in (MANIFEST, OLD_MANIFEST) if self._place.kind(n)])
+        is_old = self._place.kind(OLD_MANIFEST) is not None
         if not self._place.kind(MANIFEST):
-            about = {
-                "format": FORMAT,
-                "settings": dataclasses.asdict(self._settings),
-                "width": self._width,
-                "versions": versions(),
-            }
-            self._write(MANIFEST, json.dumps(about, indent=1).encode())
+            about = self.about | {"width": self._width}
+            if is_old:
+                about = _manifest(self._place)
+            self._write(MANIFEST, json.dumps(about | {"format": FORMAT}, indent=1).encode())
         self._check_settings()
-        if retry:
-            self._remove(self.shards("errors"))
+        parts = self._parts()
+        if options.retry_errors:
+            for part in parts[1:]:
+                self._remove([shard.name for shard in self.shards(part)])
         for part in PARTS:
             with self._usable(part):
                 self._place.make_folder(part)
         self.remove_partials()
-        self._next = {part: 1 + max(self._numbers(part), default=-1) for part in PARTS}
-        for part in PARTS:
-            for shard in self.shards(part):
-                self._done.update(id.encode() for id in self._ids_of(shard))
+        shards = sorted((shard for part in parts for shard in self.shards(part)), reverse=True)
+        self._next = 1 + max((shard.number for shard in shards), default=-1)
+        moved = Moved(options.moved)
+        for shard in shards:
+            self._read(shard, moved)
+        moved.check()
+        self._remove_replaced(moved)
+        if is_old:
+            self._remove([OLD_MANIFEST])
         self._say()
+
+    def _parts(self) -> tuple[str, ...]:
+        """Returns the folders of shards; the first one is that of the embeddings."""
+        return (*PARTS, OLD_ERRORS) if self._place.kind(OLD_MANIFEST) else PARTS
+
+    def _read(self, shard: Shard, moved: "Moved") -> None:
+        """Records the pictures of a shard. Later shards must have been recorded before."""
+        import pyarrow.parquet
+
+        with (
+            self._usable(shard.name),
+            self._place.open(shard.name) as file,
+            pyarrow.parquet.ParquetFile(file) as table,
+        ):
+            schema = table.schema_arrow
+            check_schema(shard.part, schema)
+            if shard.part == EMBEDDINGS:
+                self.kept = {name: schema.field(name).type for name in self.kept}
+            columns = [name for name in ("id", *ORIGIN) if name in schema.names]
+            is_stale = len(columns) <= len(ORIGIN) or shard.part not in PARTS
+            for batch in table.iter_batches(columns=columns):
+                if batch["id"].null_count:
+                    raise ValueError("an id is missing")
+                entries = entries_of(batch)
+                now = list(map(moved, entries))
+                is_stale |= now != entries
+                failed = shard.part != EMBEDDINGS
+                is_stale |= self.ledger.record(now, len(self._shards), failed=failed) > 0
+            if is_stale:
+                self._stale.add(len(self._shards))
+            self._shards.append(shard)
+
+    @ending.deferred()
+    def _remove_replaced(self, moved: "Moved") -> None:
+        """Copies the valid rows of stale shards to new shards, and removes the stale ones."""
+        import pyarrow.parquet
+
+        if self._stale:
+            self._say_line(f"Rewriting {len(self._stale)} shards.")
+        for stale in sorted(self._stale):
+            old = self._shards[stale]
+            with self._usable(old.name), self._place.open(old.name) as file:
+                table = pyarrow.parquet.read_table(file)
+                about = json.loads((table.schema.metadata or {}).get(ABOUT, b"null"))
+            seen: set[bytes] = set()
+            entries = list(map(moved, entries_of(table)))
+            valid = []
+            for entry in entries:
+                valid.append(self.ledger.shard_of(entry) == stale and key(entry) not in seen)
+                seen.add(key(entry))
+            if any(valid):
+                new = with_origins(table, [entry.origin for entry in entries]).filter(valid)
+                left = list(itertools.compress(entries, valid))
+                new_part = EMBEDDINGS if old.part == EMBEDDINGS else ERRORS
+                self._write_shard(new_part, new, left, about or self._earlier_about())
+            self._remove([old.name])
+        self._stale.clear()
+
+    def _earlier_about(self) -> dict[str, Any]:
+        """Returns what the manifest says about shards without metadata."""
+        manifest = _manifest(self._place)
+        return {name: manifest[name] for name in ("settings", "versions")}
 
     @contextlib.contextmanager
     def _usable(self, name: str) -> Iterator[None]:
@@ -141,33 +252,45 @@ class Folder:
 
     def _check_settings(self) -> None:
         """Refuses a folder that was written with other settings."""
-        if not self._place.kind(MANIFEST):
+        name = _manifest_name(self._place)
+        if name is None:
             return
         where = f"--out is {printable(self.url)}"
         otherwise = "Choose another folder, or replace its contents with --overwrite."
-        wanted = dataclasses.asdict(self._settings) | {"width": self._width}
+        settings = self._provenance.settings
+        wanted = dataclasses.asdict(settings) | {"width": self._width}
         try:
-            manifest = json_objects.expect(_manifest(self._place), FIELDS, MANIFEST, others=True)
+            manifest = json_objects.expect(_manifest(self._place), FIELDS, name, others=True)
             found = manifest["settings"] | {"width": manifest["width"]}
-            types = {name: type(value) for name, value in wanted.items() if name in found}
+            types: dict[str, Any] = {
+                name: type(value) for name, value in wanted.items() if name in found
+            }
+            types |= {"image_column": (str, type(None))} if "image_column" in found else {}
             json_objects.expect(found, types, "settings", others=True)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{where}: its {MANIFEST} is damaged ({printable(reason(error))}). Restore it. "
+                f"{where}: its {name} is damaged ({printable(reason(error))}). Restore it. "
                 f"{otherwise}"
             ) from None
-        differing = [name for name in wanted if wanted[name] != found.get(name)]
-        if differing:
-            changes = "; ".join(
-                f"{n} was {quoted(found.get(n))} and is now {wanted[n]!r}" for n in differing
-            )
+        if self._provenance.recognizes(str(found.get("checkpoint_sha256"))):
+            found["checkpoint_sha256"] = settings.checkpoint_sha256
+        if changes := differences(found, wanted):
             raise ValueError(
                 f"{where}: it was written with other settings ({changes}). {otherwise}"
             )
+        rounding = [
+            about["versions"] | {"batch": about.get("batch", OLD_BATCH)}
+            for about in (manifest, self.about)
+        ]
+        if changes := differences(*rounding):
+            self._say_line(
+                f"Embeddings of this run may be rounded differently, because {changes}. The "
+                "metadata of each shard say what wrote it."
+            )
 
-    def shards(self, part: str) -> list[str]:
-        """Returns the names of the complete shards of "embeddings" or "errors", in their order."""
-        return [f"{part}/{number:06d}.parquet" for number in sorted(self._numbers(part))]
+    def shards(self, part: str) -> list[Shard]:
+        """Returns the complete shards of a part, in their order."""
+        return [Shard(number, part) for number in sorted(self._numbers(part))]
 
     def _numbers(self, part: str) -> list[int]:
         """Returns the numbers of the complete shards.
@@ -186,68 +309,64 @@ class Folder:
                     raise ValueError("`embed` gives other names to its shards")
         return numbers
 
-    def _ids_of(self, shard: str) -> Iterator[str]:
-        import pyarrow.parquet
+    @ending.deferred()
+    def add(self, entries: Sequence[Entry], embeddings: np.ndarray) -> None:
+        self._begin()
+        self._rows.append((entries, embeddings.astype(self.embedding_dtype)))
+        self._kept_bytes += sum(kept_bytes(entry) for entry in entries) if self.kept else 0
+        self._write_if_due()
 
-        with (
-            self._usable(shard),
-            self._place.open(shard) as file,
-            pyarrow.parquet.ParquetFile(file) as table,
-        ):
-            check_schema(os.path.dirname(shard), table.schema_arrow)
-            for batch in table.iter_batches(columns=["id"]):
-                if batch["id"].null_count:
-                    raise ValueError("an id is missing")
-                yield from batch["id"].to_pylist()
-
-    def is_done(self, id: str) -> bool:
-        return id.encode() in self._done
-
-    def done_ids(self) -> Iterator[str]:
-        """Yields the ids that earlier runs have written."""
-        for part in PARTS:
-            for shard in self.shards(part):
-                yield from self._ids_of(shard)
+    @ending.deferred()
+    def fail(self, entry: Entry, reason: str) -> None:
+        self._begin()
+        self._errors.append((entry, reason))
+        self._write_if_due()
 
     @property
     def embedding_dtype(self) -> str:
         """The dtype of the embeddings in shards."""
-        return self._settings.embedding_dtype
-
-    def add(self, ids: Sequence[str], embeddings: np.ndarray) -> None:
-        self._begin()
-        self._rows.append((list(ids), embeddings.astype(self._settings.embedding_dtype)))
-        self._write_if_due()
-
-    def fail(self, id: str, reason: str) -> None:
-        self._begin()
-        self._errors.append((id, reason))
-        self._write_if_due()
+        return self._provenance.settings.embedding_dtype
 
     def _begin(self) -> None:
         if not self._rows and not self._errors:
             self._since = time.monotonic()
 
     def _write_if_due(self) -> None:
-        rows = max(sum(len(ids) for ids, _ in self._rows), len(self._errors))
-        if rows >= SHARD_ROWS or time.monotonic() - self._since > SHARD_SECONDS:
+        rows = max(sum(len(entries) for entries, _ in self._rows), len(self._errors))
+        is_full = rows >= SHARD_ROWS or self._kept_bytes >= SHARD_BYTES
+        if is_full or time.monotonic() - self._since > SHARD_SECONDS:
             self.flush()
 
+    @ending.deferred()
     def flush(self) -> None:
         """Writes everything that is not yet in a shard."""
         if self._rows:
-            ids = list(itertools.chain.from_iterable(ids for ids, _ in self._rows))
+            entries = list(itertools.chain.from_iterable(each for each, _ in self._rows))
             embeddings = np.concatenate([rows for _, rows in self._rows])
-            self._write_shard("embeddings", embeddings_table(ids, embeddings))
+            table = embeddings_table(entries, embeddings, self.kept)
+            self._write_shard(EMBEDDINGS, table, entries, self.about)
             self._rows.clear()
+            self._kept_bytes = 0
         if self._errors:
-            self._write_shard("errors", errors_table(self._errors))
+            entries = [entry for entry, _ in self._errors]
+            self._write_shard(ERRORS, errors_table(self._errors), entries, self.about)
             self._errors.clear()
         self._say()
 
-    def _write_shard(self, part: str, table: Any) -> None:
-        self._write(f"{part}/{self._next[part]:06d}.parquet", parquet_bytes(table))
-        self._next[part] += 1
+    def _write_shard(
+        self, part: str, table: Any, entries: Sequence[Entry], about: Mapping[str, Any]
+    ) -> None:
+        shard = Shard(self._next, part)
+        self._write(shard.name, parquet_bytes(table, about))
+        self._written(shard, entries)
+
+    def _written(self, shard: Shard, entries: Sequence[Entry]) -> None:
+        """Records the pictures of a new shard."""
+        self._next += 1
+        self._stale |= self.ledger.replace(
+            entries, len(self._shards), failed=shard.part != EMBEDDINGS
+        )
+        self._shards.append(shard)
 
     def _write(self, name: str, content: bytes) -> None:
         """Writes a file that appears only when it is complete."""
@@ -268,41 +387,53 @@ class Folder:
                 "kept. Make room, and run the same command again to resume the work."
             ) from error
 
-    def commit(self, part: str, partial: str) -> list[tuple[str, str]]:
+    @ending.deferred()
+    def commit(self, part: str, partial: str) -> list[tuple[Entry, str]]:
         """Turns a complete file that another process wrote into a shard.
 
-        Rows whose ids are already in shards are left out, and recorded as errors.
+        Rows of pictures that are already in shards are left out, and those whose ids other pictures
+        have are recorded as errors.
 
         Returns:
-          The id and reason of each row in the new shard.
+          The picture and the reason of each row in the new shard. Pictures with the reason
+          IS_CHANGED are in no shard.
         """
         import pyarrow.parquet
 
         self._hold.check()
         with self._place.open(partial) as file:
-            columns = [name for name in ("id", "reason") if part == "errors" or name == "id"]
-            table = pyarrow.parquet.read_table(file, columns=columns)
-        ids = table["id"].to_pylist()
-        new = [self._done.add(id.encode()) for id in ids]
-        shard = f"{part}/{self._next[part]:06d}.parquet"
+            table = pyarrow.parquet.read_table(file, columns=["id", *ORIGIN, *REASON[part]])
+        entries = entries_of(table)
+        reasons = table["reason"].to_pylist() if REASON[part] else [""] * len(entries)
+        changed = [row for row in zip(entries, reasons) if row[1] == IS_CHANGED]
+        new = [why != IS_CHANGED and self._is_new(e) for e, why in zip(entries, reasons)]
+        written = list(itertools.compress(zip(entries, reasons), new))
+        shard = Shard(self._next, part)
         if all(new):
             with self._writing():
-                self._place.rename(partial, shard)
+                self._place.rename(partial, shard.name)
+            self._written(shard, entries)
         else:
-            for id in itertools.compress(ids, (not is_new for is_new in new)):
-                self.fail(id, SAME_ID)
-            with self._place.open(partial) as file:
-                whole = pyarrow.parquet.read_table(file)
-            self._write(shard, parquet_bytes(whole.filter(new)))
+            if written:
+                with self._place.open(partial) as file:
+                    whole = pyarrow.parquet.read_table(file)
+                left = list(itertools.compress(entries, new))
+                self._write_shard(part, whole.filter(new), left, self.about)
             self._remove([partial])
-        self._next[part] += 1
         self._say()
-        reasons = table["reason"].to_pylist() if part == "errors" else [""] * len(ids)
-        return list(itertools.compress(zip(ids, reasons), new))
+        return written + changed
+
+    def _is_new(self, entry: Entry) -> bool:
+        """Returns whether a shard is to have the picture, and records an error if it may not."""
+        state = self.ledger.state(entry)
+        if state is State.NEW and not self.ledger.take_id(entry.id):
+            self.fail(entry, SAME_ID)
+            return False
+        return state in (State.NEW, State.CHANGED)
 
     def remove_partials(self) -> None:
         """Removes the files that killed processes left behind."""
-        for folder in ("", *PARTS):
+        for folder in ("", *self._parts()):
             self._remove(self._partials(folder))
 
     def _partials(self, folder: str) -> list[str]:
@@ -318,6 +449,7 @@ class Folder:
 
     def finish(self) -> str:
         self.flush()
+        self._remove_replaced(Moved())
         return printable(self.url)
 
     def __enter__(self) -> "Folder":
@@ -355,7 +487,8 @@ def check_folder(url: str) -> None:
             f"{where}: it is {kind}, expected a folder, or a name that ends in .npz. Choose "
             "another name."
         )
-    if not place.kind(MANIFEST):
+    name = _manifest_name(place)
+    if name is None:
         # A run may have been killed before it wrote its manifest, or after it removed the shards
         # and the manifest of earlier runs.
         others = [x for x in place.names() if x not in (LOCK, LEASE) and not is_partial(x)]
@@ -370,11 +503,36 @@ def check_folder(url: str) -> None:
         written, why = _manifest(place), "its format is another one"
     except (OSError, ValueError) as error:
         written, why = None, reason(error)
-    if not isinstance(written, dict) or written.get("format") != FORMAT:
+    wanted = FORMAT if name == MANIFEST else OLD_FORMAT
+    if not isinstance(written, dict) or written.get("format") != wanted:
         raise ValueError(
-            f"{where}: this version of `embed` did not write its {MANIFEST} ({printable(why)}). "
+            f"{where}: this version of `embed` did not write its {name} ({printable(why)}). "
             "Restore the file, or choose another folder."
         )
+
+
+def recorded_batch(url: str) -> int | None:
+    """Returns the batch of the first run into a folder; None if there was no run.
+
+    Raises:
+      ValueError: it is not a positive integer.
+    """
+    place = place_of(url)
+    name = _manifest_name(place)
+    if name is None:
+        return None
+    batch = _manifest(place).get("batch", OLD_BATCH)
+    if type(batch) is not int or not 0 < batch <= MOST_BATCH:
+        raise ValueError(
+            f"--out is {printable(url)}: its {name} is damaged (batch is {quoted(batch)}). Restore "
+            "it. Choose another folder, or replace its contents with --overwrite."
+        )
+    return batch
+
+
+def _manifest_name(place: Place) -> str | None:
+    """Returns the name of the folder's manifest, or None if it has none."""
+    return next((name for name in (MANIFEST, OLD_MANIFEST) if place.kind(name)), None)
 
 
 def _manifest(place: Place) -> Any:
@@ -383,7 +541,7 @@ def _manifest(place: Place) -> Any:
     Raises:
       OSError, ValueError: the manifest cannot be read; the message says why.
     """
-    with place.open(MANIFEST) as file:
+    with place.open(_manifest_name(place) or MANIFEST) as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES} bytes")

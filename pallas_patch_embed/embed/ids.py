@@ -22,14 +22,14 @@ class Ids:
 
     def add(self, id: bytes) -> bool:
         """Adds an id; returns whether it is new."""
-        with _room():
+        with room():
             added = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?)", (id,))
         return added.rowcount == 1
 
     def update(self, ids: Iterable[bytes]) -> None:
         """Adds several ids."""
         rows = ((id,) for id in ids)
-        with _room():
+        with room():
             self._database.execute("BEGIN")
             self._database.executemany("INSERT OR IGNORE INTO ids VALUES (?)", rows)
             self._database.execute("COMMIT")
@@ -40,7 +40,7 @@ class Ids:
 
 
 @contextlib.contextmanager
-def _room() -> Iterator[None]:
+def room() -> Iterator[None]:
     """Raises UnfinishedError with advice if there is no room for the file."""
     try:
         yield

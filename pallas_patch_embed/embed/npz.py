@@ -1,6 +1,5 @@
 """A single .npz file of embeddings, as the output of a run."""
 
-import dataclasses
 import json
 import math
 import os
@@ -13,43 +12,52 @@ from typing import Any
 
 import numpy as np
 
-from pallas_patch_embed.embed.output import Settings, WrittenElsewhereError, versions
+from pallas_patch_embed import ending
+from pallas_patch_embed.embed.ledger import Ledger
+from pallas_patch_embed.embed.output import WrittenElsewhereError
+from pallas_patch_embed.embed.provenance import Provenance
+from pallas_patch_embed.embed.units import Entry
 from pallas_patch_embed.files import check_place, written_atomically
 from pallas_patch_embed.messages import printable
 
-NPZ_ARRAYS = ("embeddings", "paths", "failed", "reasons", "about")
+NPZ_ARRAYS = ("embeddings", "paths", "sources", "rows", "failed", "reasons", "about")
+
+# The arrays of earlier versions.
+EARLIER_ARRAYS = (("embeddings", "paths", "failed", "reasons", "about"), ("embeddings", "paths"))
 
 
 class Npz:
     """A file of embeddings, which appears only when it is complete.
 
-    It has the arrays `embeddings` [n, D] and `paths` [n]; `failed` and `reasons` for pictures
-    without an embedding; and `about`, a JSON object with the settings and versions.
+    It has the arrays `embeddings` [n, D] and `paths` [n]; `sources` [n] and `rows` [n], as in
+    `units.Origin`; `failed` and `reasons` for pictures without an embedding; and `about`, a JSON
+    object with the settings, options and versions.
     """
 
-    RESUMABLE = False
-
-    def __init__(self, path: Path, settings: Settings):
-        self._path, self._settings = path, settings
-        self._ids: list[str] = []
+    def __init__(self, path: Path, provenance: Provenance):
+        self._path, self._provenance = path, provenance
+        self._entries: list[Entry] = []
         self._embeddings: list[np.ndarray] = []
         self._failed: list[tuple[str, str]] = []
+        self.ledger = Ledger(unique_ids=not provenance.options.repeated_ids)
+        self.kept: dict[str, Any] = {}
 
     def __enter__(self) -> "Npz":
+        ending.state.outcome = (
+            "nothing was written, because an .npz file is written only at the end; if --out is a "
+            "folder, the same command resumes the work"
+        )
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         pass
 
-    def is_done(self, id: str) -> bool:
-        return False
+    def add(self, entries: Sequence[Entry], embeddings: np.ndarray) -> None:
+        self._entries += entries
+        self._embeddings.append(embeddings.astype(self._provenance.settings.embedding_dtype))
 
-    def add(self, ids: Sequence[str], embeddings: np.ndarray) -> None:
-        self._ids += ids
-        self._embeddings.append(embeddings.astype(self._settings.embedding_dtype))
-
-    def fail(self, id: str, reason: str) -> None:
-        self._failed.append((id, reason))
+    def fail(self, entry: Entry, reason: str) -> None:
+        self._failed.append((entry.id, reason))
 
     def finish(self) -> str:
         """Writes the file. If that fails, writes it to a new temporary folder.
@@ -58,15 +66,17 @@ class Npz:
           ValueError: there are no embeddings.
           WrittenElsewhereError: the file is in another place, or could not be written anywhere.
         """
-        if not self._ids:
+        if not self._entries:
             raise ValueError(
                 f"None of the {len(self._failed)} pictures could be embedded; nothing was written."
             )
         failed, reasons = zip(*self._failed) if self._failed else ((), ())
-        about = {**dataclasses.asdict(self._settings), "versions": versions()}
+        about = self._provenance.as_json()
         arrays: dict[str, Any] = {
             "embeddings": np.concatenate(self._embeddings),
-            "paths": np.array(self._ids, str),
+            "paths": np.array([entry.id for entry in self._entries], str),
+            "sources": np.array([entry.origin.source for entry in self._entries], str),
+            "rows": np.array([entry.origin.row for entry in self._entries], str),
             "failed": np.array(failed, str),
             "reasons": np.array(reasons, str),
             "about": np.array(json.dumps(about)),
@@ -128,15 +138,15 @@ def check_npz(out: Path, inputs: Iterable[Path]) -> None:
 def is_embeddings(path: Path) -> bool:
     """Returns whether `embed` wrote the file, by the names, dtypes and shapes of its arrays.
 
-    It is an `Npz`, or has only `embeddings` and `paths`, as before version 0.1. Only the headers of
-    the arrays are read.
+    It is an `Npz`, or has the arrays of an earlier version. Only the headers of the arrays are
+    read.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         return False
-    names = [f"{name}.npy" for name in NPZ_ARRAYS]
+    possible = [[f"{name}.npy" for name in names] for names in (NPZ_ARRAYS, *EARLIER_ARRAYS)]
     try:
         with zipfile.ZipFile(path) as archive:
-            if archive.namelist() not in (names, names[:2]):
+            if archive.namelist() not in possible:
                 return False
             (n, _), embeddings = _header(archive, "embeddings.npy")
             (paths,), ids = _header(archive, "paths.npy")

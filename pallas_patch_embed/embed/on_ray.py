@@ -6,62 +6,77 @@ file, and the driver uses only one of the two. If the driver is killed, the same
 new driver, which resumes the work by the ids in the shards.
 """
 
-import base64
-import hashlib
 import importlib.util
 import logging
 import math
+import pickle
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from pallas_patch_embed.child import safe_paths
+from pallas_patch_embed.embed.changes import Changes
 from pallas_patch_embed.embed.embedder import Embedder
-from pallas_patch_embed.embed.folder import SHARD_ROWS, Folder
-from pallas_patch_embed.embed.pictures import reason
+from pallas_patch_embed.embed.folder import EMBEDDINGS, ERRORS, SHARD_ROWS, Folder
+from pallas_patch_embed.embed.ledger import Snapshot, State
+from pallas_patch_embed.embed.options import Options
+from pallas_patch_embed.embed.output import IS_CHANGED
+from pallas_patch_embed.embed.pictures import quiet, reason
 from pallas_patch_embed.embed.place import place_of
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.embed.sources import Unit
-from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parquet_bytes
-from pallas_patch_embed.embed.units import Content, Files, Picture, SourceEndsError
+from pallas_patch_embed.embed.tables import embeddings_table, errors_table, parquet_bytes, with_kept
+from pallas_patch_embed.embed.units import (
+    Content,
+    Entry,
+    Files,
+    Picture,
+    SourceEndsError,
+    described,
+    unreadable,
+)
 from pallas_patch_embed.files import new_partial
 
-# Number of bytes of the encoded pictures in a block.
-BLOCK_BYTES = 2**27
+# Number of pictures in a block, unless the user chose the batch of an actor, and number of bytes of
+# its encoded pictures. A batch of a CPU is too small for a block: every block is a task.
+BLOCK, BLOCK_BYTES = 64, 2**27
 
-# Type of a picture that was read: id, content, shape and failure, as in the columns of `Read`.
-type Row = tuple[str, bytes, tuple[int, ...], str]
-
-
-def digests(ids: Iterable[str]) -> np.ndarray:
-    """Returns 16 characters for each id, 96 bits of BLAKE2, which are unique in practice."""
-    return np.array(
-        [base64.b64encode(hashlib.blake2b(id.encode(), digest_size=12).digest()) for id in ids],
-        "S16",
-    )
+# Type of a picture that was read, as in the columns of `Read`.
+type Row = tuple[bytes, bytes, tuple[int, ...], str, str]
 
 
 class Read:
     """Reads units of pictures, and leaves out the pictures that earlier runs have written.
 
-    It maps a batch {"unit": pickled units} to batches {"id", "content", "shape", "failed"}. The
-    contents of a batch have a limited size: when it is reached, pictures are decoded here. `shape`
-    is (height, width) if `content` is a decoded picture, otherwise (0, 0).
+    It maps a batch {"unit": pickled units} to batches {"entry", "content", "shape", "failed",
+    "notes"}. `entry` is a pickled `Entry`. The contents of a batch have a limited size: when it is
+    reached, pictures are decoded here. `shape` is (height, width) if `content` is a decoded
+    picture, otherwise (0, 0). `notes` are those of `Decoded`, in lines.
 
     Args:
-      done: reference to the sorted digests of the ids that earlier runs have written.
+      done: reference to a `Snapshot` of the pictures that earlier runs have written.
+      changes: what happens with pictures that have changed since.
+      kept: types of the columns that are kept.
       rows: number of pictures in a batch that it yields.
       preprocessing: the conversion of pictures to images.
     """
 
-    def __init__(self, done: Any, rows: int, preprocessing: Preprocessing):
-        self._done, self._rows, self._preprocessing = done, rows, preprocessing
+    def __init__(
+        self,
+        done: Any,
+        changes: Changes,
+        kept: dict[str, Any],
+        rows: int,
+        preprocessing: Preprocessing,
+    ):
+        self._done, self._changes, self._kept = done, changes, kept
+        self._rows, self._preprocessing = rows, preprocessing
 
     def __call__(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         import ray
@@ -69,68 +84,83 @@ class Read:
         done = ray.get(self._done)
         for pickled in batch["unit"]:
             unit: Unit = ray.cloudpickle.loads(pickled)
-            new = (picture for picture in unit.pictures() if not _is_in(done, picture.id))
+            new = self._new_pictures(unit, done)
             while block := self._block(new):
                 yield _columns(block)
 
+    def _new_pictures(self, unit: Unit, done: Snapshot) -> Iterator[Picture]:
+        for picture in self._changes.looked_up(unit.pictures()):
+            state = done.state(picture.entry)
+            if state is State.CHANGED and not self._changes.embedded:
+                yield unreadable(picture.id, IS_CHANGED, picture.origin)
+            elif state in (State.NEW, State.CHANGED):
+                yield with_kept(picture, self._kept) if self._kept else picture
+
+    @quiet()
     def _block(self, pictures: Iterator[Picture]) -> list[Row]:
         """Reads pictures, and decodes those for which there is no room in a block."""
         rows: list[Row] = []
         room = BLOCK_BYTES
         for picture in pictures:
-            content, shape, failure = b"", (0, 0), ""
+            content, shape, failure, entry = b"", (0, 0), "", picture.entry
+            notes: tuple[str, ...] = ()
             try:
                 with picture.open(math.inf) as file:
                     content = file.read()
+                    entry = described(entry, getattr(file, "origin", None))
                 if len(content) > room:
-                    image = self._preprocessing.image(Content(content))
+                    decoded = self._preprocessing.decode(Content(content))
+                    image, notes = decoded.image, decoded.notes
                     content, shape = image.tobytes(), image.shape[:2]
             except SourceEndsError:
                 continue
             except Exception as error:
                 content, failure = b"", reason(error)
             room -= len(content)
-            rows.append((picture.id, content, shape, failure))
+            rows.append((pickle.dumps(entry), content, shape, failure, "\n".join(notes)))
             if len(rows) == self._rows:
                 break
         return rows
 
 
 def _columns(rows: list[Row]) -> dict[str, Any]:
-    ids, contents, shapes, failures = zip(*rows)
+    entries, contents, shapes, failures, notes = zip(*rows)
     return {
-        "id": np.array(ids, object),
+        "entry": np.array(entries, object),
         "content": np.array(contents, object),
         "shape": np.array(shapes),
         "failed": np.array(failures, object),
+        "notes": np.array(notes, object),
     }
 
 
-def _is_in(done: np.ndarray, id: str) -> bool:
-    digest = digests([id])[0]
-    i = np.searchsorted(done, digest)
-    return bool(i < len(done) and done[i] == digest)
-
-
 class Decode:
-    """Decodes pictures that `Read` has read: maps its batches to {"id", "image", "reason"}."""
+    """Decodes pictures that `Read` has read.
+
+    It maps its batches to {"entry", "image", "reason", "notes"}.
+    """
 
     def __init__(self, preprocessing: Preprocessing):
         self._preprocessing = preprocessing
 
+    @quiet()
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        result: dict[str, Any] = {"id": batch["id"], "image": [], "reason": []}
-        for content, shape, failure in zip(batch["content"], batch["shape"], batch["failed"]):
-            image, why = self._preprocessing.black(), str(failure)
+        result: dict[str, Any] = {"entry": batch["entry"], "image": [], "reason": [], "notes": []}
+        for content, shape, failure, noted in zip(
+            batch["content"], batch["shape"], batch["failed"], batch["notes"]
+        ):
+            image, why, notes = self._preprocessing.black(), str(failure), str(noted)
             if any(shape):
                 image = np.frombuffer(content, np.uint8).reshape(*shape, 3)
             elif not why:
                 try:
-                    image = self._preprocessing.image(Content(content))
+                    decoded = self._preprocessing.decode(Content(content))
+                    image, notes = decoded.image, "\n".join(decoded.notes)
                 except Exception as error:  # Pillow raises many kinds of errors.
                     why = reason(error)
             result["image"].append(image)
             result["reason"].append(why)
+            result["notes"].append(notes)
         result["image"] = _column(result["image"])
         return result
 
@@ -147,35 +177,42 @@ def _column(images: list[np.ndarray]) -> np.ndarray:
 class Write:
     """Writes files that are not yet shards.
 
-    It maps a batch {"id", "embedding", "reason"} to {"part", "name"} of the files.
+    It maps a batch {"entry", "embedding", "reason", "notes"} to {"part", "name", "notes"} of the
+    files.
+
+    Args:
+      url: URL or path of the output.
+      dtype: dtype of the embeddings.
+      kept: types of the columns that are kept.
+      about: what the metadata of the files say about the run.
     """
 
-    def __init__(self, url: str, dtype: str):
-        self._url, self._dtype = url, dtype
+    def __init__(self, url: str, dtype: str, kept: dict[str, Any], about: dict[str, Any]):
+        self._url, self._dtype, self._kept, self._about = url, dtype, kept, about
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         place = place_of(self._url)
         reasons = [str(why) for why in batch["reason"]]
         good = [i for i, why in enumerate(reasons) if not why]
         bad = [i for i, why in enumerate(reasons) if why]
-        ids = [str(id) for id in batch["id"]]
-        parts, names = [], []
+        entries: list[Entry] = [pickle.loads(entry) for entry in batch["entry"]]
+        result: dict[str, list[str]] = {"part": [], "name": [], "notes": []}
 
-        def write(part: str, table: Any) -> None:
+        def write(part: str, table: Any, notes: str) -> None:
             name = new_partial()
-            place.write(name, parquet_bytes(table))
-            parts.append(part)
-            names.append(name)
+            place.write(name, parquet_bytes(table, self._about))
+            for column, value in zip(result.values(), (part, name, notes)):
+                column.append(value)
 
         if good:
             embeddings = np.stack([np.asarray(batch["embedding"][i]) for i in good])
-            write(
-                "embeddings",
-                embeddings_table([ids[i] for i in good], embeddings.astype(self._dtype)),
+            table = embeddings_table(
+                [entries[i] for i in good], embeddings.astype(self._dtype), self._kept
             )
+            write(EMBEDDINGS, table, "\n".join(str(batch["notes"][i]) for i in good))
         if bad:
-            write("errors", errors_table([(ids[i], reasons[i]) for i in bad]))
-        return {"part": parts, "name": names}
+            write(ERRORS, errors_table([(entries[i], reasons[i]) for i in bad]), "")
+        return result
 
 
 def connect(address: str) -> None:
@@ -206,7 +243,7 @@ def connect(address: str) -> None:
     try:
         with safe_paths():
             ray.init(
-                address=None if address == "local" else address,
+                address=address,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
                 job_config=_job_config(),
@@ -233,12 +270,13 @@ def _job_config() -> Any:
 
 
 def run(
-    units: Iterable[Unit],
+    units: list[Unit],
     checkpoint: str,
     encoder_options: dict[str, Any],
-    output_for: Callable[[Preprocessing, int], Folder],
+    embedder_for: Callable[[str], Embedder],
+    output_for: Callable[[Embedder], Folder],
     progress: Progress,
-    address: str,
+    options: Options,
 ) -> str:
     """Embeds the pictures of all units on a cluster.
 
@@ -246,9 +284,10 @@ def run(
       units: units of pictures. They and the checkpoint must have the same paths on all nodes.
       checkpoint: as for `Embedder`.
       encoder_options: further arguments of `Embedder`.
-      output_for: function (preprocessing, width) -> the output.
+      embedder_for: function that makes the embedder for a checkpoint.
+      output_for: function that makes the output for an embedder.
       progress: the progress that every shard updates.
-      address: address of the cluster; "local" to start one on this machine.
+      options: the options of the run, with the address of the cluster.
 
     Returns:
       A description of where the shards are.
@@ -256,14 +295,15 @@ def run(
     Raises:
       ValueError: there is no such cluster.
     """
-    connect(address)
+    assert options.ray is not None
+    connect(options.ray)
     # The driver uses this embedder only for its attributes, and leaves the GPUs to the actors.
     jax.config.update("jax_platforms", "cpu")
-    embedder = Embedder(checkpoint, **encoder_options)
-    preprocessing, width, batch = embedder.preprocessing, embedder.width, embedder.rows
-    with output_for(preprocessing, width) as output:
-        arguments = (checkpoint, encoder_options, preprocessing, batch)
-        _fill(output, list(units), *arguments, progress)
+    embedder = embedder_for(checkpoint)
+    block = options.batch or BLOCK
+    with output_for(embedder) as output:
+        arguments = (checkpoint, encoder_options, embedder.preprocessing, block)
+        _fill(output, units, *arguments, Changes.of(options), progress)
         return output.finish()
 
 
@@ -273,24 +313,32 @@ def _fill(
     checkpoint: str,
     encoder_options: dict[str, Any],
     preprocessing: Preprocessing,
-    batch: int,
+    block: int,
+    changes: Changes,
     progress: Progress,
 ) -> None:
     """Runs the pipeline on the cluster and turns its results into shards.
 
-    The arguments are those of `run` and attributes of the embedder.
+    Args:
+      preprocessing: the embedder's.
+      block: number of pictures in a block.
+
+    The other arguments are those of `run`.
     """
     import ray
     import ray.data
 
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    done = np.sort(digests(output.done_ids()))
-    progress.before = len(done)
+    # The driver does not know which of these pictures the nodes will meet again.
+    done = output.ledger.snapshot()
+    progress.failed_before = output.ledger.count_failed()
+    progress.before = len(done) - progress.failed_before
     if all(isinstance(unit, Files) for unit in units):
         progress.total = sum(len(unit.files) for unit in units if isinstance(unit, Files))
     gpus = int(ray.cluster_resources().get("GPU", 0))
     cpus = int(ray.cluster_resources().get("CPU", 1))
+    output_files = Write(output.url, output.embedding_dtype, output.kept, output.about)
     written = (
         # Every unit is a block, and every batch of pictures is a block. By default Ray would make a
         # single block of a small input, which one task reads and one actor embeds. `repartition`
@@ -299,26 +347,35 @@ def _fill(
             [{"unit": ray.cloudpickle.dumps(unit)} for unit in units],
             override_num_blocks=len(units),
         )
-        .map_batches(Read(ray.put(done), batch, preprocessing), batch_size=1, num_cpus=1)
-        .repartition(target_num_rows_per_block=batch)
-        .map_batches(Decode(preprocessing), batch_size=batch, num_cpus=1)
-        .repartition(target_num_rows_per_block=batch)
+        .map_batches(
+            Read(ray.put(done), changes, output.kept, block, preprocessing),
+            batch_size=1,
+            num_cpus=1,
+        )
+        .repartition(target_num_rows_per_block=block)
+        .map_batches(Decode(preprocessing), batch_size=block, num_cpus=1)
+        .repartition(target_num_rows_per_block=block)
         .map_batches(
             Embedder,
             fn_constructor_args=[checkpoint],
             fn_constructor_kwargs=encoder_options,
-            batch_size=batch,
+            batch_size=block,
             num_gpus=1 if gpus else 0,
             num_cpus=1,
             compute=ray.data.ActorPoolStrategy(size=gpus or max(1, cpus // 4)),
         )
-        .map_batches(Write(output.url, output.embedding_dtype), batch_size=SHARD_ROWS, num_cpus=0.1)
+        .map_batches(output_files, batch_size=SHARD_ROWS, num_cpus=0.1)
     )
     for row in written.iter_rows():
         committed = output.commit(row["part"], row["name"])
-        if row["part"] == "embeddings":
+        progress.notes.update(filter(None, row["notes"].split("\n")))
+        if row["part"] == EMBEDDINGS:
             progress.embedded(len(committed))
-        else:
-            for id, why in committed:
-                progress.failed(id, why)
+            continue
+        for entry, why in committed:
+            if why == IS_CHANGED:
+                progress.before -= 1
+                progress.has_changed(entry.id)
+            else:
+                progress.failed(entry.id, why)
     output.remove_partials()

@@ -1,32 +1,39 @@
-"""The protocol of an output for embeddings, and the settings that it records."""
+"""The protocol of an output for embeddings."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-import pallas_patch_embed
+from pallas_patch_embed.embed.units import Entry
 
-SAME_ID = "another picture has this id"
+if TYPE_CHECKING:
+    from pallas_patch_embed.embed.ledger import Ledger
+
+SAME_ID = (
+    "another picture has this id; with --repeated-ids both are embedded, and the columns source "
+    "and row tell them apart"
+)
+
+# The reason for which a picture that was changed is reported instead of embedded again.
+IS_CHANGED = "it has changed since it was embedded"
 
 
 class Output(Protocol):
     """An output to which a run writes.
 
     Attributes:
-      RESUMABLE: whether a later run can resume it.
+      ledger: what earlier runs have written.
+      kept: types of the columns that are kept, by their names.
     """
 
-    RESUMABLE: bool
+    ledger: "Ledger"
+    kept: dict[str, Any]
 
-    def is_done(self, id: str) -> bool:
-        """Returns whether an earlier run has written this picture."""
-
-    def add(self, ids: Sequence[str], embeddings: np.ndarray) -> None:
+    def add(self, entries: Sequence[Entry], embeddings: np.ndarray) -> None:
         """Adds embeddings [n, D]."""
 
-    def fail(self, id: str, reason: str) -> None:
+    def fail(self, entry: Entry, reason: str) -> None:
         """Adds the reason why a picture has no embedding."""
 
     def finish(self) -> str:
@@ -36,40 +43,6 @@ class Output(Protocol):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Writes as much as possible after an error, and lets other runs write to the output."""
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of the packages that affect embeddings.
-
-    They are those of the imported modules, which need no metadata of an installation. Pillow may be
-    Pillow-SIMD's.
-    """
-    import jax
-    import jaxlib
-    import PIL
-
-    modules = {"jax": jax, "jaxlib": jaxlib, "numpy": np, "pillow": PIL}
-    found = {name: str(module.__version__) for name, module in modules.items()}
-    return {"pallas_patch_embed": pallas_patch_embed.__version__} | found
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The settings that affect embeddings. All runs into one folder must have the same settings.
-
-    Attributes:
-      checkpoint_sha256: hash of the checkpoint's files.
-      preprocessing: description of the size and the resampling of pictures.
-      patch_dtype: dtype of the patch embedding.
-      normalize: whether embeddings are divided by their norm.
-      embedding_dtype: dtype of the embeddings that are written, "float32" or "float16".
-    """
-
-    checkpoint_sha256: str
-    preprocessing: str
-    patch_dtype: str
-    normalize: bool
-    embedding_dtype: str
 
 
 class WrittenElsewhereError(Exception):

@@ -6,7 +6,7 @@ compact protocol. The footer, which says where the pages are, is read here too, 
 the process if it asks for a column whose metadata are damaged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 # Largest size of the footer and of the header of a page in bytes, and the number of bytes that are
@@ -17,18 +17,27 @@ MOST_HEADER, HEADER = 2**24, 2**9
 # the file, because encoded pictures hardly get smaller.
 MOST_PAGE, RATIO = 2**30, 16
 
+# Number of bytes that a value in a list needs in memory besides its content: an offset, an index,
+# its validity, or a number.
+VALUE = 32
+
+# Function (columns, lists, most) -> the number of bytes that a row of a row group may need, when it
+# is decompressed. `columns` are names, of structs too; `lists` are the paths of the columns that
+# are in lists, such as "images.list.element.bytes"; `most` is the largest size of a picture.
+type Largest = Callable[[Collection[str], Collection[str], int], int]
+
 # Function (position, size) -> up to `size` bytes.
 type Read = Callable[[int, int], bytes]
 
 _DAMAGED = "its metadata are damaged"
 
 
-def largest_pages(read: Read, size: int) -> Iterator[Callable[[Sequence[str], int], int]]:
+def largest_pages(read: Read, size: int) -> Iterator[Largest]:
     """Yields a function for each row group of a file of `size` bytes.
 
-    The function has the arguments names of columns, which may be structs, and the largest size of a
-    picture. It returns the size of the largest page of these columns, when it is decompressed. It
-    raises ValueError if a page is too large or its header is damaged.
+    The function returns the size of the largest page. A single list may have all pages of its row
+    group, so together they are limited like a page; its size is assumed to be the mean. The
+    function raises ValueError if a page is too large or its header is damaged.
 
     Raises:
       ValueError: the footer is too large or damaged.
@@ -43,18 +52,30 @@ def largest_pages(read: Read, size: int) -> Iterator[Callable[[Sequence[str], in
     for group in _list(footer, 4):
         chunks = [_chunk(column) for column in _list(group, 1)]
 
-        def largest(columns: Sequence[str], most: int, chunks: Any = chunks) -> int:
+        rows = group.get(3)
+
+        def largest(
+            columns: Collection[str],
+            lists: Collection[str],
+            most: int,
+            chunks: Any = chunks,
+            rows: int = rows if isinstance(rows, int) and rows > 0 else 1,
+        ) -> int:
             found = 1
             for path, begin, end in chunks:
                 if path[0] not in columns and ".".join(path) not in columns:
                     continue
-                for page, compressed in _pages(read, begin, end):
+                pages = _pages(read, begin, end)
+                if is_list := ".".join(path) in lists:
+                    pages = iter([_sum(pages)])
+                for page, compressed, _ in pages:
                     if page > max(most, MOST_PAGE, RATIO * compressed):
+                        what = "the lists of a row group in" if is_list else "a page of"
                         raise ValueError(
-                            f"a page of column {path[0]!r} has {page} bytes, more than --max-bytes "
-                            f"{max(most, MOST_PAGE)}"
+                            f"{what} column {path[0]!r} {'have' if is_list else 'has'} {page} "
+                            f"bytes, more than --max-bytes {max(most, MOST_PAGE)}"
                         )
-                    found = max(found, page)
+                    found = max(found, page // rows if is_list else page)
             return found
 
         yield largest
@@ -70,7 +91,8 @@ def _chunk(column: Any) -> tuple[list[str], int, int]:
     if not (path and isinstance(first, int) and isinstance(size, int)):
         raise ValueError(_DAMAGED)
     dictionary = metadata.get(11)
-    if isinstance(dictionary, int) and 0 < dictionary < first:
+    # A column without rows may have a dictionary, but no other page.
+    if isinstance(dictionary, int) and 0 < dictionary and (dictionary < first or not first):
         first = dictionary
     return path, first, first + size
 
@@ -82,14 +104,23 @@ def _list(fields: Any, field: int) -> list[Any]:
     return found
 
 
-def _pages(read: Read, position: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields the size of each page of a column, decompressed and in the file."""
+def _sum(pages: Iterator[tuple[int, int, int]]) -> tuple[int, int, int]:
+    """Returns the sums for the pages of a column in lists, whose values need additional memory."""
+    size, compressed, values = map(sum, zip((0, 0, 0), *pages))
+    return size + VALUE * values, compressed, values
+
+
+def _pages(read: Read, position: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yields the size of each page of a column, decompressed and in the file, and its values."""
     while 0 <= position < end:
         fields, length = _header(read, position)
         size, compressed = fields.get(2), fields.get(3)
         if not (isinstance(size, int) and isinstance(compressed, int)) or min(size, compressed) < 0:
             raise ValueError(_DAMAGED)
-        yield size, compressed
+        # A page of data, of a dictionary, or of data in version 2.
+        heads = [fields[i] for i in (5, 7, 8) if isinstance(fields.get(i), dict)]
+        values = heads[0].get(1) if heads else None
+        yield size, compressed, values if isinstance(values, int) and values > 0 else 0
         position += length + compressed
 
 

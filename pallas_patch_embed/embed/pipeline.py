@@ -6,72 +6,73 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from pallas_patch_embed.embed.changes import Changes
 from pallas_patch_embed.embed.decoders import Decoders
 from pallas_patch_embed.embed.embedder import NOT_FINITE, Embedder
 from pallas_patch_embed.embed.ids import Ids
+from pallas_patch_embed.embed.ledger import State, key
+from pallas_patch_embed.embed.options import Options, default_workers
 from pallas_patch_embed.embed.output import SAME_ID, Output
 from pallas_patch_embed.embed.pictures import Budget
+from pallas_patch_embed.embed.preprocessing import Decoded
 from pallas_patch_embed.embed.progress import Progress
-from pallas_patch_embed.embed.sources import Unit
-from pallas_patch_embed.embed.units import Picture
+from pallas_patch_embed.embed.tables import with_kept
+from pallas_patch_embed.embed.units import Entry, Picture, described
 
 # Number of batches on the devices at a time: while one is computed, the next is copied.
 COMPUTED_AHEAD = 2
 
-type Embedding = tuple[list[str], Callable[[], np.ndarray]]
+type Embedding = tuple[list[Entry], Callable[[], np.ndarray]]
 
 
 def run(
-    units: Iterable[Unit],
+    pictures: Iterable[Picture],
     embedder: Embedder,
     output: Output,
     progress: Progress,
-    workers: int,
+    options: Options,
 ) -> None:
-    """Embeds the pictures of all units that earlier runs have not embedded.
+    """Embeds the pictures that earlier runs have not embedded.
 
     Args:
-      units: units of pictures.
+      pictures: the pictures.
       embedder: maps images to embeddings.
       output: output to which embeddings, and reasons for missing embeddings, are written.
       progress: the progress that every picture updates.
-      workers: number of pictures that are decoded at a time.
+      options: the options of the run.
     """
     embedding: collections.deque[Embedding] = collections.deque()
 
-    def fail(id: str, why: str) -> None:
-        output.fail(id, why)
-        progress.failed(id, why)
+    def fail(entry: Entry, why: str) -> None:
+        output.fail(entry, why)
+        progress.failed(entry.id, why)
 
-    def start(batch: Sequence[str], decoded: Sequence[np.ndarray | str]) -> None:
-        ids, images = [], []
-        for id, image in zip(batch, decoded):
-            if isinstance(image, str):
-                fail(id, image)
-            else:
-                ids.append(id)
-                images.append(image)
+    def start(batch: Sequence[Entry], results: Sequence[Decoded | str]) -> None:
+        entries, images = [], []
+        for entry, result in zip(batch, results):
+            if isinstance(result, str):
+                fail(entry, result)
+                continue
+            progress.notes.update(result.notes)
+            entries.append(described(entry, result.origin))
+            images.append(result.image)
         if images:
-            embedding.append((ids, embedder.start(images)))
+            embedding.append((entries, embedder.start(images)))
 
     def finish_oldest() -> None:
-        ids, finish = embedding.popleft()
+        entries, finish = embedding.popleft()
         result = finish()
         finite = np.isfinite(result).all(1)
-        output.add(list(itertools.compress(ids, finite)), result[finite])
-        for id in itertools.compress(ids, ~finite):
-            fail(id, NOT_FINITE)
+        output.add(list(itertools.compress(entries, finite)), result[finite])
+        for entry in itertools.compress(entries, ~finite):
+            fail(entry, NOT_FINITE)
         progress.embedded(int(finite.sum()))
 
-    pictures = _new_pictures(units, output, progress, fail)
+    new = _new_pictures(pictures, output, progress, fail, Changes.of(options))
+    workers = options.workers or default_workers()
     with Decoders(embedder.preprocessing, workers, Budget(), embedder.rows) as decoders:
-        for number, (batch, decoded) in enumerate(decoders.decode(pictures)):
-            if number == 0 and not output.RESUMABLE:
-                # If there are few pictures, a smaller program suffices. But a run that resumes an
-                # output must use the program of the earlier run, so that results are rounded
-                # equally.
-                embedder.expect(len(batch))
-            start([entry.id for entry in batch], decoded)
+        for batch, results in decoders.decode(new):
+            start(batch, results)
             if len(embedding) > COMPUTED_AHEAD:
                 finish_oldest()
     while embedding:
@@ -79,15 +80,24 @@ def run(
 
 
 def _new_pictures(
-    units: Iterable[Unit], output: Output, progress: Progress, fail: Callable[[str, str], None]
+    pictures: Iterable[Picture],
+    output: Output,
+    progress: Progress,
+    fail: Callable[[Entry, str], None],
+    changes: Changes,
 ) -> Iterator[Picture]:
-    """Yields the pictures that earlier runs have not written, each id once."""
-    seen = Ids()
-    for unit in units:
-        for picture in unit.pictures():
-            if output.is_done(picture.id):
-                progress.skipped()
-            elif seen.add(picture.id.encode()):
-                yield picture
-            else:
-                fail(picture.id, SAME_ID)
+    """Yields the pictures that are to be embedded, each one once."""
+    ledger, met = output.ledger, Ids()
+    for picture in changes.looked_up(pictures):
+        entry = picture.entry
+        if not met.add(key(entry)):
+            continue  # It was named twice.
+        state = ledger.state(entry)
+        if state is State.CHANGED and not changes.embedded:
+            progress.has_changed(entry.id)
+        elif state in (State.DONE, State.FAILED):
+            progress.skipped(failed=state is State.FAILED)
+        elif state is State.NEW and not ledger.take_id(entry.id):
+            fail(entry, SAME_ID)
+        else:
+            yield with_kept(picture, output.kept) if output.kept else picture

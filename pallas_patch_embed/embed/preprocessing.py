@@ -8,22 +8,25 @@ import math
 import os
 import reprlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pallas_patch_embed.embed.pictures import (
+    MOST_PIXELS,
     PIXEL,
+    LimitError,
     Open,
     check_room,
-    open_picture,
-    upright_rgb,
+    decode_upright,
+    lift_limit,
 )
 from pallas_patch_embed.grids import largest_grid
 
 if TYPE_CHECKING:
     from PIL import Image
 
+    from pallas_patch_embed.embed.units import Origin
     from pallas_patch_embed.siglip2.config import Config
 
 # Default of Siglip2ImageProcessor.
@@ -62,6 +65,20 @@ HARMLESS = {
 }
 
 
+class Decoded(NamedTuple):
+    """A picture that was decoded.
+
+    Attributes:
+      image: the picture, upright and resized, [H, W, 3] uint8.
+      notes: what a summary says about it, `pictures.DAMAGED_METADATA` and `pictures.TRUNCATED`.
+      origin: its origin as it was found when the picture was opened, None if nothing was found.
+    """
+
+    image: np.ndarray
+    notes: tuple[str, ...] = ()
+    origin: "Origin | None" = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Preprocessing:
     """The conversion of pictures to images for an encoder.
@@ -73,6 +90,8 @@ class Preprocessing:
       max_num_patches: largest number of patches of a NaFlex image.
       defaults_of: name of the software whose defaults these are; None if the checkpoint has an
         image processor.
+      max_pixels: largest number of pixels of a picture.
+      allow_truncated: whether pictures are decoded whose end is missing.
     """
 
     resample: int
@@ -80,6 +99,8 @@ class Preprocessing:
     patch: int
     max_num_patches: int
     defaults_of: str | None = None
+    max_pixels: int = MOST_PIXELS
+    allow_truncated: bool = False
 
     @classmethod
     def of(cls, checkpoint: Path, config: "Config", size: int | None) -> "Preprocessing":
@@ -147,7 +168,11 @@ class Preprocessing:
         return f"{size} pixels, {Image.Resampling(self.resample).name.lower()}"
 
     def image(self, open_: Open, reserved: float = math.inf) -> np.ndarray:
-        """Returns a picture, upright and resized, as [H, W, 3] uint8.
+        """Returns a picture, upright and resized, as [H, W, 3] uint8; otherwise as `decode`."""
+        return self.decode(open_, reserved).image
+
+    def decode(self, open_: Open, reserved: float = math.inf) -> Decoded:
+        """Decodes a picture, rotates it upright, and resizes it.
 
         Args:
           open_: function that opens the picture.
@@ -155,17 +180,26 @@ class Preprocessing:
 
         Raises:
           LargerError: the picture needs more memory.
+          LimitError: the picture has more than `max_pixels` pixels.
+          TruncatedError: the end of the picture is missing.
           Exception: any exception that Pillow raises for a file that is not a readable picture.
         """
+        lift_limit(self.max_pixels)
         with open_(reserved) as file:
             encoded = file.seek(0, os.SEEK_END)
-            file.seek(0)
+
+            def check(pixels: int, copies: int = 1) -> None:
+                if pixels > self.max_pixels:
+                    raise LimitError(
+                        f"it has {pixels} pixels, more than --max-pixels {self.max_pixels}"
+                    )
+                check_room(copies * encoded + PIXEL * pixels, reserved)
+
             # Some formats are read as a whole before the number of pixels is known.
-            check_room(encoded, reserved)
-            picture = open_picture(file)
-            check_room(encoded + PIXEL * picture.width * picture.height, reserved)
-            picture = upright_rgb(picture)
-            return np.asarray(picture.resize(self._size_for(picture), self.resample))
+            check(0)
+            picture, notes = decode_upright(file, check, self.allow_truncated)
+            image = np.asarray(picture.resize(self._size_for(picture), self.resample))
+            return Decoded(image, notes, getattr(file, "origin", None))
 
     @property
     def most_bytes(self) -> int:

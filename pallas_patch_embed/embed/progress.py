@@ -1,5 +1,6 @@
 """Progress of a run on standard error, as a bar on a terminal and as lines elsewhere."""
 
+import collections
 import sys
 import time
 from types import TracebackType
@@ -24,12 +25,16 @@ class Progress:
       total: number of pictures of the run; None while it is not known.
       done: number of pictures that this run has embedded.
       errors: number of pictures that this run could not embed.
-      before: number of pictures that earlier runs have written.
+      before: number of pictures that earlier runs have embedded.
+      failed_before: number of pictures that earlier runs could not embed.
+      changed: number of pictures that were embedded, but have changed since.
+      notes: numbers of pictures that were embedded, by what was wrong with them.
     """
 
     def __init__(self, *, quiet: bool = False):
         self.total: int | None = None
-        self.done = self.errors = self.before = 0
+        self.done = self.errors = self.before = self.failed_before = self.changed = 0
+        self.notes: collections.Counter[str] = collections.Counter()
         self._quiet = quiet
         self._begin = self._shown = time.monotonic()
         self._bar = None
@@ -58,18 +63,38 @@ class Progress:
         self.done += pictures
         self._show(pictures)
 
+    @property
+    def met(self) -> int:
+        """Number of pictures that the run has met so far."""
+        return self.done + self.missing + self.before
+
+    @property
+    def missing(self) -> int:
+        """Number of pictures that the run has met and that have no embedding."""
+        return self.errors + self.failed_before + self.changed
+
     def failed(self, id: str, why: str) -> None:
         """Counts a picture that has no embedding, and says why."""
         self.errors += 1
-        if self.errors <= NAMED:
-            self.say(f"No embedding of {printable(id)}: {printable(why)}.")
-            if self.errors == NAMED:
+        self._name(f"No embedding of {printable(id)}: {printable(why)}.")
+
+    def has_changed(self, id: str) -> None:
+        """Counts a picture that was embedded, but has changed since."""
+        self.changed += 1
+        self._name(f"{printable(id)} has changed since it was embedded.")
+
+    def _name(self, line: str) -> None:
+        named = self.errors + self.changed
+        if named <= NAMED:
+            self.say(line)
+            if named == NAMED:
                 self.say("Further pictures without an embedding are counted, but not listed.")
         self._show(1)
 
-    def skipped(self) -> None:
+    def skipped(self, *, failed: bool) -> None:
         """Counts a picture that an earlier run has written."""
-        self.before += 1
+        self.failed_before += failed
+        self.before += not failed
         self._show(1)
 
     def say(self, line: str) -> None:
@@ -93,8 +118,7 @@ class Progress:
             rate = (self.done + self.errors) / (now - self._begin)
             left = ""
             if self.total is not None and rate:
-                rest = self.total - self.done - self.errors - self.before
-                left = f", {max(rest, 0) / rate / 60:.0f} minutes left"
+                left = f", {max(self.total - self.met, 0) / rate / 60:.0f} minutes left"
             of = "" if self.total is None else f" of {self.total}"
             self.say(
                 f"{self.done + self.before}{of} pictures, {self.errors} errors, "

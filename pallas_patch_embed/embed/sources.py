@@ -4,6 +4,7 @@
 number of pictures.
 """
 
+import collections
 import dataclasses
 import glob
 import io
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from pallas_patch_embed.embed import braces
+from pallas_patch_embed.embed import braces, tars
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.parquet import Parquet
 from pallas_patch_embed.embed.pictures import MOST_BYTES, extensions, reason
@@ -41,17 +42,16 @@ FILES_PER_UNIT = 256
 # Largest number of arguments that a message names.
 MOST_NAMED = 5
 
-TAR_ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
-
 type Unit = Files | Tar | Parquet
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """The columns of parquet files that are read, as in `Parquet`."""
+    """The columns that are read, as in `Parquet` and `Tar`."""
 
     image: str | None = None
     id: str | None = None
+    keep: tuple[str, ...] = ()
 
 
 def find(
@@ -59,12 +59,14 @@ def find(
     columns: Columns,
     skipped: Callable[[str, str], None],
     most: int = MOST_BYTES,
+    left_out: collections.Counter[str] | None = None,
 ) -> Iterator[Unit]:
     """Yields the units of the arguments, and searches only as far as units are requested.
 
-    Folders are searched for files with the extension of a picture, in sorted order. Links are
-    followed. Every file and folder on this machine is used once, under the first name by which it
-    is found. Hidden files and folders are left out.
+    Folders are searched for pictures, tars and parquet files by their extensions, in sorted order.
+    Links are followed. Every file and folder on this machine is used once, under the first name by
+    which it is found. Hidden files and folders are left out. So are parquet files without pictures,
+    and those below a name that begins with "_", with which other programs mark their own files.
 
     Args:
       arguments: paths or URLs of pictures, folders, tars and parquet files.
@@ -73,8 +75,15 @@ def find(
         it cannot be accessed (such as a dangling link), or because it has the extension of a
         picture but is not a regular file.
       most: largest size of a picture in bytes.
+      left_out: counter of the other files in the folders that are searched, which are not hidden,
+        by their extensions in lower case.
+
+    Raises:
+      ValueError: columns are kept, and there is a picture file.
     """
-    seen = Ids()
+    search = _Search(
+        columns, skipped, most, collections.Counter() if left_out is None else left_out
+    )
     loose: list[File] = []
 
     def files() -> Files:
@@ -83,8 +92,14 @@ def find(
         return Files(found, most)
 
     for argument in arguments:
-        for found in _of_argument(argument, columns, seen, skipped, most):
+        for found in search.of_argument(argument):
             if isinstance(found, File):
+                if columns.keep and not found.reason:
+                    raise ValueError(
+                        f"{printable(found.path)} is a picture file, which has no columns, but "
+                        f"--keep names {printable(', '.join(columns.keep))}. Leave out --keep, or "
+                        "embed picture files in a run of their own."
+                    )
                 loose.append(found)
                 if len(loose) == FILES_PER_UNIT:
                     yield files()
@@ -94,29 +109,6 @@ def find(
             yield found
     if loose:
         yield files()
-
-
-def _of_argument(
-    argument: str, columns: Columns, seen: Ids, skipped: Callable[[str, str], None], most: int
-) -> Iterator[Unit | File]:
-    """Yields units, and single files."""
-    if "\0" in argument:
-        yield File(argument, Origin(), "no path contains the character NUL")
-    elif len(argument) > LONGEST:
-        yield File(argument[:LONGEST], Origin(), f"it is longer than {LONGEST} characters")
-    elif _name(argument).endswith(TAR_ENDINGS):
-        yield Tar(argument, most)
-    elif _name(argument).endswith(".parquet"):
-        yield Parquet(argument, columns.image, columns.id, most)
-    elif is_url(argument):
-        try:
-            yield from _remote(argument)
-        except ImportError:
-            raise  # It says what to install.
-        except Exception as error:  # Each package for URLs has its own kinds of errors.
-            yield File(argument, remote_origin(argument), reason(error))
-    else:
-        yield from _walk(argument, seen, skipped)
 
 
 def _name(argument: str) -> str:
@@ -153,23 +145,31 @@ class Expanded:
                 raise ValueError(f"{printable(argument)} cannot be expanded: {error}.") from None
 
     def _matching(self, argument: str) -> list[str]:
-        # Wildcards of http URLs are not expanded, because "?" begins a query there.
-        if not re.search(r"[*?\[]", argument) or argument.startswith("http"):
-            return [argument]
-        if not is_url(argument) and os.path.lexists(argument):
+        if not _has_wildcards(argument):
             return [argument]
         if argument not in self._found:
-            if is_url(argument):
-                import fsspec
-
-                with reaching(argument):
-                    fs, pattern = fsspec.url_to_fs(argument)
-                    self._found[argument] = list(map(fs.unstrip_protocol, sorted(fs.glob(pattern))))
-            else:
-                self._found[argument] = sorted(glob.glob(argument, recursive=True))
+            self._found[argument] = _matches(argument)
             if not self._found[argument]:
                 raise FileNotFoundError(f"No file matches {printable(argument)}.")
         return self._found[argument]
+
+
+def _has_wildcards(argument: str) -> bool:
+    # Wildcards of http URLs are not expanded, because "?" begins a query there.
+    if not re.search(r"[*?\[]", argument) or argument.startswith("http"):
+        return False
+    return is_url(argument) or not os.path.lexists(argument)
+
+
+def _matches(pattern: str) -> list[str]:
+    """Returns the paths or URLs that match a pattern with wildcards."""
+    if not is_url(pattern):
+        return sorted(glob.glob(pattern, recursive=True))
+    import fsspec
+
+    with reaching(pattern):
+        fs, path = fsspec.url_to_fs(pattern)
+        return list(map(fs.unstrip_protocol, sorted(fs.glob(path))))
 
 
 def some(arguments: Iterable[str]) -> str:
@@ -209,75 +209,157 @@ def _exists(argument: str) -> bool:
         return bool(fs.exists(path))
 
 
-def _remote(url: str) -> Iterator[File]:
-    """Yields the file at a URL, or the pictures of the folder at the URL."""
+class _Search:
+    """A search for units and single files; the arguments are those of `find`."""
+
+    def __init__(
+        self,
+        columns: Columns,
+        skipped: Callable[[str, str], None],
+        most: int,
+        left_out: collections.Counter[str],
+    ):
+        self._columns, self._skipped, self._most = columns, skipped, most
+        self._left_out, self._seen = left_out, Ids()
+
+    def of_argument(self, argument: str) -> Iterator[Unit | File]:
+        if "\0" in argument:
+            yield File(argument, Origin(), "no path contains the character NUL")
+        elif len(argument) > LONGEST:
+            yield File(argument[:LONGEST], Origin(), f"it is longer than {LONGEST} characters")
+        elif not is_url(argument):
+            yield from self._local(argument)
+        elif (unit := self._unit(argument)) is not None and not _is_remote_folder(argument):
+            yield unit
+        else:
+            try:
+                yield from self._remote(argument)
+            except ImportError:
+                raise  # It says what to install.
+            except Exception as error:  # Each package for URLs has its own kinds of errors.
+                yield File(argument, remote_origin(argument), reason(error))
+
+    def _unit(self, path: str) -> Tar | Parquet | None:
+        """Returns the tar or the parquet file at this path or URL; None for other names."""
+        columns, name = self._columns, _name(path)
+        if name.endswith(tars.ENDINGS):
+            return Tar(path, self._most, columns.keep)
+        if name.endswith(".parquet"):
+            return Parquet(path, columns.image, columns.id, self._most, columns.keep)
+        return None
+
+    def _is_used(self, unit: Tar | Parquet, below: str) -> bool:
+        """Returns whether a unit in a folder is used, whose path in the folder is `below`."""
+        if isinstance(unit, Tar):
+            return True
+        return "/_" not in f"/{below}" and unit.has_pictures()
+
+    def _leave_out(self, path: str) -> None:
+        self._left_out[PurePosixPath(path).suffix.lower() or "no extension"] += 1
+
+    def _remote(self, url: str) -> Iterator[Unit | File]:
+        """Yields the file at a URL, or what is found in the folder at the URL."""
+        import fsspec
+
+        fs, root = fsspec.url_to_fs(url)
+        wanted = extensions()
+        # A URL with the extension of a picture is assumed to be a picture, to save a request.
+        if PurePosixPath(root).suffix.lower() in wanted or not fs.isdir(root):
+            yield File(url, remote_origin(url))
+            return
+        # With `detail` the names are the keys of dictionaries.
+        for folder, folders, infos in fs.walk(root, detail=True):
+            for name in sorted(folders):
+                info = folders.pop(name)
+                if not name.startswith("."):
+                    folders[name] = info  # The walk goes on in this order.
+            for name in sorted(infos):
+                path = f"{folder.rstrip('/')}/{name}"
+                found = fs.unstrip_protocol(path)
+                unit = self._unit(found)
+                if name.startswith("."):
+                    continue
+                elif PurePosixPath(name).suffix.lower() in wanted:
+                    yield File(found, remote_origin(found, infos[name]))
+                elif unit is not None and self._is_used(unit, path[len(root) :].lstrip("/")):
+                    yield unit
+                else:
+                    self._leave_out(name)
+
+    def _local(self, argument: str) -> Iterator[Unit | File]:
+        """Yields what is found at a path on this machine."""
+        wanted = extensions()
+        argument = str(Path(argument))
+        try:
+            real = os.path.realpath(argument)
+        except (OSError, ValueError) as error:  # For example, it is a loop of links.
+            yield File(argument, local_origin(os.path.abspath(argument), None), reason(error))
+            return
+        # Iterators over the folders that are being searched, with each path and its real path, in
+        # which only a link in the last component is not resolved. Only the names in these folders
+        # are in memory.
+        below = [iter([(argument, real)])]
+        while below:
+            path, real = next(below[-1], (None, ""))
+            if path is None:
+                below.pop()
+                continue
+            unit = self._unit(path)
+            meant = (
+                path == argument or unit is not None or os.path.splitext(path)[1].lower() in wanted
+            )
+            mode = 0
+            try:
+                status = os.lstat(path)
+                mode = status.st_mode
+                if stat.S_ISLNK(mode):
+                    real = os.path.realpath(path)
+                    status = os.stat(path)
+                    mode = status.st_mode
+            except OSError as error:
+                dangling = stat.S_ISLNK(mode) and isinstance(error, FileNotFoundError)
+                why = "it is a dangling link" if dangling else _reason(error)
+                if meant:
+                    yield unit or File(path, local_origin(real, None), why)
+                else:
+                    self._skipped(path, why)
+                continue
+            if not (stat.S_ISDIR(mode) or meant):
+                if stat.S_ISREG(mode):
+                    self._leave_out(path)
+                continue
+            if not self._seen.add(os.fsencode(real)):
+                continue
+            if stat.S_ISDIR(mode):
+                try:
+                    names = sorted(name for name in os.listdir(path) if not name.startswith("."))
+                except OSError as error:
+                    yield File(path, local_origin(real, None), _reason(error))
+                else:
+                    folder = "" if path == "." else path
+                    below.append(_within(folder, real, names))
+            elif not stat.S_ISREG(mode):
+                self._skipped(path, "it is not a regular file")
+            elif unit is None:
+                yield File(path, local_origin(real, status))
+            elif path == argument or self._is_used(unit, os.path.relpath(path, argument)):
+                yield unit
+            else:
+                self._leave_out(path)
+
+
+def _is_remote_folder(url: str) -> bool:
+    """Returns whether there is a folder at a URL with the name of a file, as Spark writes it."""
+    # A web server has no folders, and fsspec would read the whole file to look for links.
+    if url.startswith("http"):
+        return False
     import fsspec
 
-    fs, root = fsspec.url_to_fs(url)
-    wanted = extensions()
-    # A URL with the extension of a picture is assumed to be a picture, to save a request.
-    if PurePosixPath(root).suffix.lower() in wanted or not fs.isdir(root):
-        yield File(url, remote_origin(url))
-        return
-    # With `detail` the names are the keys of dictionaries.
-    for folder, folders, infos in fs.walk(root, detail=True):
-        for name in sorted(folders):
-            folders[name] = folders.pop(name)  # The walk goes on in this order.
-        for name in sorted(infos):
-            if PurePosixPath(name).suffix.lower() in wanted and not name.startswith("."):
-                found = fs.unstrip_protocol(f"{folder.rstrip('/')}/{name}")
-                yield File(found, remote_origin(found, infos[name]))
-
-
-def _walk(argument: str, seen: Ids, skipped: Callable[[str, str], None]) -> Iterator[File]:
-    """Yields the picture files below a path on this machine."""
-    wanted = extensions()
-    argument = str(Path(argument))
     try:
-        real = os.path.realpath(argument)
-    except (OSError, ValueError) as error:  # For example, it is a loop of links.
-        yield File(argument, local_origin(os.path.abspath(argument), None), reason(error))
-        return
-    # Iterators over the folders that are being searched, with each path and its real path, in which
-    # only a link in the last component is not resolved. Only the names in these folders are in
-    # memory.
-    below = [iter([(argument, real)])]
-    while below:
-        path, real = next(below[-1], (None, ""))
-        if path is None:
-            below.pop()
-            continue
-        meant = path == argument or os.path.splitext(path)[1].lower() in wanted
-        mode = 0
-        try:
-            status = os.lstat(path)
-            mode = status.st_mode
-            if stat.S_ISLNK(mode):
-                real = os.path.realpath(path)
-                status = os.stat(path)
-                mode = status.st_mode
-        except OSError as error:
-            dangling = stat.S_ISLNK(mode) and isinstance(error, FileNotFoundError)
-            why = "it is a dangling link" if dangling else _reason(error)
-            if meant:
-                yield File(path, local_origin(real, None), why)
-            else:
-                skipped(path, why)
-            continue
-        if not (stat.S_ISDIR(mode) or meant) or not seen.add(os.fsencode(real)):
-            continue
-        if stat.S_ISDIR(mode):
-            try:
-                names = sorted(name for name in os.listdir(path) if not name.startswith("."))
-            except OSError as error:
-                yield File(path, local_origin(real, None), _reason(error))
-            else:
-                folder = "" if path == "." else path
-                below.append(_within(folder, real, names))
-        elif stat.S_ISREG(mode):
-            yield File(path, local_origin(real, status))
-        else:
-            skipped(path, "it is not a regular file")
+        fs, path = fsspec.url_to_fs(url)
+        return bool(fs.isdir(path))
+    except Exception:  # Reading the file gives the same error.
+        return False
 
 
 def _within(folder: str, real: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -291,7 +373,12 @@ def _reason(error: OSError) -> str:
 
 
 def read_list(path: str) -> Iterator[str]:
-    """Yields the arguments in a file, or in standard input if the path is "-", one on each line."""
+    """Yields the arguments in a file, or in standard input if the path is "-", one on each line.
+
+    Braces and wildcards are expanded, one name at a time for braces. A line is an argument itself
+    if there is such a file on this machine, if its braces are not balanced, or if no file matches
+    its wildcards.
+    """
     if path == "-":
         # The encoding of sys.stdin would refuse names that are not valid in it.
         opened: BinaryIO = open(0, "rb", closefd=False)
@@ -303,4 +390,23 @@ def read_list(path: str) -> Iterator[str]:
             while not line.endswith("\n") and (line := lines.readline(LONGEST)):
                 pass  # The rest of a line that is too long.
             if argument := argument.removeprefix("\ufeff"):  # The byte-order mark of some editors.
-                yield argument
+                yield from _of_line(argument)
+
+
+def _of_line(line: str) -> Iterator[str]:
+    """Yields the arguments that a line of a list stands for."""
+    if "\0" in line or len(line) > LONGEST or (not is_url(line) and os.path.lexists(line)):
+        yield line
+        return
+    names = braces.expand(line) if "{" in line else iter([line])
+    while True:
+        try:
+            name = next(names, None)
+        except ValueError:
+            name, names = line, iter([])
+        if name is None:
+            break
+        try:
+            yield from (_matches(name) if _has_wildcards(name) else []) or [name]
+        except OSError:  # Reading the name gives the same error.
+            yield name

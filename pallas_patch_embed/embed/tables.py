@@ -1,37 +1,132 @@
 """Tables of embeddings and of errors, as parquet files."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from pallas_patch_embed.embed.units import Entry, Origin, Picture, unreadable
 from pallas_patch_embed.messages import printable
 
+# The columns that say where a picture comes from, and all columns that `--keep` cannot name.
+ORIGIN = ("source", "row", "size", "modified")
+RESERVED = ("id", *ORIGIN, "embedding", "reason")
 
-def embeddings_table(ids: Sequence[str], embeddings: np.ndarray) -> Any:
-    """Makes a table with the columns `id` and `embedding`, a fixed-size list."""
+# The key in the metadata of a shard's schema with what `embed` says about the run, in JSON.
+ABOUT = b"pallas_patch_embed"
+
+# Columns with repeated values. For other ones a dictionary would be built and discarded.
+REPEATED = ["source", "modified", "reason"]
+
+
+def with_kept(picture: Picture, types: Mapping[str, Any]) -> Picture:
+    """Converts the kept values of a picture to the types of their columns.
+
+    If that is not possible, the result is a picture that cannot be opened.
+    """
+    import pyarrow
+
+    kept = []
+    for value, (name, type) in zip(picture.kept, types.items()):
+        try:
+            scalar = value if isinstance(value, pyarrow.Scalar) else pyarrow.scalar(value)
+            kept.append(scalar if scalar.type == type else scalar.cast(type))
+        except pyarrow.ArrowException as error:
+            why = f"its column {name} cannot be converted to {type}: {error}"
+            return unreadable(picture.id, why, picture.origin)
+    return picture._replace(kept=tuple(kept))
+
+
+def kept_bytes(entry: Entry) -> int:
+    """Returns the size in memory of the values that are kept with a picture."""
+    import pyarrow
+
+    return sum(pyarrow.array([value]).nbytes for value in entry.kept)
+
+
+def embeddings_table(
+    entries: Sequence[Entry], embeddings: np.ndarray, keep: Mapping[str, Any] | None = None
+) -> Any:
+    """Makes a table of embeddings.
+
+    Args:
+      entries: the pictures.
+      embeddings: [n, D].
+      keep: types of the columns that are kept, by their names.
+
+    Returns:
+      A table with the columns `id` and `embedding`, a fixed-size list, those of ORIGIN, and those
+      that are kept.
+    """
     import pyarrow
 
     n, width = embeddings.shape
     kind = pyarrow.from_numpy_dtype(embeddings.dtype)
     values = pyarrow.array(embeddings.reshape(n * width), kind)
     lists = pyarrow.FixedSizeListArray.from_arrays(values, width)
-    return pyarrow.table({"id": pyarrow.array(ids, pyarrow.string()), "embedding": lists})
+    kept = {
+        name: pyarrow.array([entry.kept[i] for entry in entries], type)
+        for i, (name, type) in enumerate((keep or {}).items())
+    }
+    return pyarrow.table(_entries(entries) | {"embedding": lists} | kept)
 
 
-def errors_table(errors: Sequence[tuple[str, str]]) -> Any:
-    """Makes a table with the columns `id` and `reason`."""
+def errors_table(errors: Sequence[tuple[Entry, str]]) -> Any:
+    """Makes a table with the columns `id` and `reason`, and those of ORIGIN."""
     import pyarrow
 
-    columns = [pyarrow.array(column, pyarrow.string()) for column in zip(*errors)]
-    return pyarrow.table(dict(zip(("id", "reason"), columns)))
+    entries, reasons = zip(*errors)
+    return pyarrow.table(_entries(entries) | {"reason": pyarrow.array(reasons, pyarrow.string())})
+
+
+def _entries(entries: Sequence[Entry]) -> dict[str, Any]:
+    import pyarrow
+
+    origins = [entry.origin for entry in entries]
+    # What is not known is null.
+    text, number = pyarrow.string(), pyarrow.int64()
+    return {
+        "id": pyarrow.array([entry.id for entry in entries], text),
+        "source": pyarrow.array([origin.source or None for origin in origins], text),
+        "row": pyarrow.array([o.row if o.source else None for o in origins], text),
+        "size": pyarrow.array([origin.size for origin in origins], number),
+        "modified": pyarrow.array([origin.modified or None for origin in origins], text),
+    }
+
+
+def entries_of(table: Any) -> list[Entry]:
+    """Returns the pictures in a table, without the columns that were kept."""
+    columns = [
+        table[name].to_pylist() if name in table.schema.names else [None] * len(table)
+        for name in ("id", *ORIGIN)
+    ]
+    return [
+        Entry(id, Origin(source or "", row or "", size, modified or ""))
+        for id, source, row, size, modified in zip(*columns)
+    ]
+
+
+def with_origins(table: Any, origins: Sequence[Origin]) -> Any:
+    """Returns the table with other origins, in the order of columns in which `embed` writes it."""
+    import pyarrow
+
+    ids = table["id"].to_pylist()
+    columns = _entries([Entry(id, origin) for id, origin in zip(ids, origins)])
+    columns |= {name: table[name] for name in table.schema.names if name not in columns}
+    return pyarrow.table(columns)
 
 
 def check_schema(part: str, schema: Any) -> None:
-    """Raises ValueError if a table lacks a column of "embeddings" or "errors", or has other types.
+    """Raises ValueError if a table lacks a column of embeddings or errors, or has other types.
 
     The types may differ from those that `embed` writes if they have the same values, because shards
-    may have been merged or written again by other programs.
+    may have been merged or written again by other programs. The columns of ORIGIN may be missing,
+    because earlier versions did not write them.
+
+    Args:
+      part: "embeddings" or "__errors".
+      schema: the schema in Arrow.
     """
     from pyarrow import types
 
@@ -42,21 +137,22 @@ def check_schema(part: str, schema: Any) -> None:
         lists = (types.is_fixed_size_list, types.is_list, types.is_large_list)
         return any(is_list(kind) for is_list in lists) and types.is_floating(kind.value_type)
 
-    other = {"embeddings": ("embedding", is_embedding), "errors": ("reason", is_text)}[part]
-    for name, has_type in (("id", is_text), other):
+    other = ("embedding", is_embedding) if part == "embeddings" else ("reason", is_text)
+    origin = {name: types.is_integer if name == "size" else is_text for name in ORIGIN}
+    for name, has_type in (("id", is_text), other, *origin.items()):
         found = [field.type for field in schema if field.name == name]
-        if len(found) != 1:
+        if len(found) != 1 and (found or name not in origin):
             raise ValueError(f"it has {len(found)} columns {name}, expected one")
-        if not has_type(found[0]):
+        if found and not has_type(found[0]):
             raise ValueError(f"its column {name} has the type {printable(found[0])}")
 
 
-def parquet_bytes(table: Any) -> bytes:
-    """Returns the contents of a parquet file with this table."""
+def parquet_bytes(table: Any, about: Mapping[str, Any]) -> bytes:
+    """Returns the contents of a parquet file with this table, and JSON in its schema's metadata."""
     import pyarrow
     import pyarrow.parquet
 
     sink = pyarrow.BufferOutputStream()
-    # Only `reason` has repeated values. For embeddings a dictionary would be built and discarded.
-    pyarrow.parquet.write_table(table, sink, compression="zstd", use_dictionary=["reason"])
+    table = table.replace_schema_metadata({ABOUT: json.dumps(about)})
+    pyarrow.parquet.write_table(table, sink, compression="zstd", use_dictionary=REPEATED)
     return sink.getvalue().to_pybytes()

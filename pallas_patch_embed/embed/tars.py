@@ -18,6 +18,9 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 BLOCK = 512
 
+# Ends of the names of tars, in lower case.
+ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+
 # Largest size in bytes of everything that describes a member: long names, pax records and maps of
 # holes. Tools write a few KB.
 MOST_HEADER = 2**20

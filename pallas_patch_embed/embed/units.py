@@ -28,6 +28,7 @@ from pallas_patch_embed.embed.pictures import (
     check_room,
     check_size,
     extensions,
+    missing_plugin,
     reason,
 )
 from pallas_patch_embed.files import open_regular
@@ -36,6 +37,10 @@ from pallas_patch_embed.messages import printable
 # Largest number of characters of an argument, and of an id. Paths on Linux have at most 4096 bytes,
 # and keys are much shorter.
 LONGEST = 2**14
+
+# Largest size in bytes of a text that is kept from a member of a tar, and of the memory that a
+# sample of a tar may need until all of its members are read.
+MOST_TEXT, MOST_SAMPLE = 2**20, 2**27
 
 # Parameters in the query of a URL that sign it for a limited time, in lower case.
 SIGNING = re.compile(
@@ -150,13 +155,22 @@ def readable(picture: Picture) -> Picture:
     return picture._replace(id=f"{picture.id[:200]}...", open=open_, size=None)
 
 
-def unreadable(id: str, reason: str, origin: Origin = UNKNOWN) -> Picture:
+def unreadable(
+    id: str, reason: str, origin: Origin = UNKNOWN, kept: tuple[Any, ...] = ()
+) -> Picture:
     """Makes a picture that cannot be opened, for this reason."""
-    return readable(Picture(id, functools.partial(_fail, reason), None, origin))
+    return readable(Picture(id, functools.partial(_fail, reason), None, origin, kept))
 
 
 def _fail(reason: str, reserved: float = math.inf) -> BinaryIO:
     raise OSError(reason)
+
+
+def described(entry: Entry, opened: Origin | None) -> Entry:
+    """Adds what a server said about a picture when it sent the picture."""
+    if opened is None:
+        return entry
+    return entry._replace(origin=entry.origin._replace(size=opened.size, modified=opened.modified))
 
 
 def is_url(path: str) -> bool:
@@ -204,12 +218,16 @@ def local_origin(real: str, status: os.stat_result | None) -> Origin:
 
 def remote_origin(url: str, info: Mapping[str, Any] | None = None) -> Origin:
     """Returns the origin of a file at a URL, with what fsspec says about the file."""
+    if match := re.match("(file|local)://", url):
+        real = os.path.realpath(url[match.end() :])
+        return local_origin(real, os.stat(real) if os.path.exists(real) else None)
     info = info or {}
+    url = re.sub(":///+", "://", url, count=1)  # fsspec's names in its own memory begin with "/".
     changed = next((info[name] for name in CHANGES if info.get(name)), "")
+    if isinstance(changed, datetime.datetime):
+        changed = changed.timestamp()
     if isinstance(changed, int | float):
-        changed = time_text(round(changed * 10**9))
-    elif isinstance(changed, datetime.datetime):
-        changed = changed.isoformat()
+        changed = time_text(round(changed * 10**6) * 1000)  # A float has microseconds.
     return Origin(text(_unsigned(url)), "", info.get("size"), str(changed)[:LONGEST])
 
 
@@ -265,8 +283,12 @@ class Files:
             if why:
                 yield unreadable(text(path), why, origin)
             else:
-                open_ = functools.partial(_fetch if is_url(path) else _open_file, path, self.most)
-                yield Picture(text(path), open_, None, origin)
+                yield Picture(text(path), opener(path, self.most), None, origin)
+
+
+def opener(path: str, most: int) -> Open:
+    """Returns a picklable function that opens a picture of at most `most` bytes."""
+    return functools.partial(_fetch if is_url(path) else _open_file, path, most)
 
 
 def _open_file(path: str, most: int, reserved: float = math.inf) -> BinaryIO:
@@ -328,35 +350,44 @@ class Tar:
     without the extension of a picture, are skipped: they are other columns of the dataset. The
     order of the members does not matter.
 
+    With `keep`, the pictures of a sample are yielded when all of its members are read. As in the
+    package webdataset, a sample is a run of members whose names are equal up to the first dot after
+    the folder, and their extensions are what follows this dot.
+
     Attributes:
       path: path on this machine, or a URL.
       most: largest size of a picture in bytes.
+      keep: extensions of the members of a sample whose text is kept for its pictures.
     """
 
     path: str
     most: int = MOST_BYTES
+    keep: tuple[str, ...] = ()
+
+    def kept_types(self) -> dict[str, Any]:
+        """Returns the types of the kept values in Arrow, by name."""
+        import pyarrow
+
+        return dict.fromkeys(self.keep, pyarrow.string())
 
     def pictures(self) -> Iterator[Picture]:
-        wanted = extensions()
         origin = Origin(text(self.path))
+        nothing = (None,) * len(self.keep)
         try:
             with open_source(self.path) as file:
                 origin = opened_origin(self.path, file)
                 blocks, in_order = self._blocks(file)
-                for number, member in enumerate(tars.members(blocks)):
-                    # PurePosixPath removes "./" and repeated slashes.
-                    key, extension = posixpath.splitext(PurePosixPath(member.name))
-                    if extension.lower() not in wanted or posixpath.basename(key).startswith("."):
-                        continue
-                    id, of_member = text(key), origin._replace(row=str(number))
-                    if member.kind in tars.LINKS:
-                        link = text(member.link)[:200]
-                        yield unreadable(id, f"it is a link to {link} in a tar", of_member)
-                    elif member.kind == tars.FILE:
-                        yield self._member(id, blocks, member, of_member, in_order)
+                found = (
+                    (member, self._picture(blocks, member, origin._replace(row=str(i)), in_order))
+                    for i, member in enumerate(tars.members(blocks))
+                )
+                if self.keep:
+                    yield from self._with_texts(blocks, found)
+                else:
+                    yield from (picture for _, picture in found if picture is not None)
         except Exception as error:  # Each package for URLs has its own kinds of errors.
             why = f"the tar cannot be read to its end: {reason(error)}"
-            yield unreadable(text(self.path), why, origin)
+            yield unreadable(text(self.path), why, origin, nothing)
 
     def _blocks(self, file: BinaryIO) -> tuple[tars.Blocks, bool]:
         """Returns the bytes of the tar, and whether they can only be read in order."""
@@ -365,6 +396,53 @@ class Tar:
         compressed = tars.is_compressed(file.read(10))
         file.seek(0)
         return (tars.Streamed(file), True) if compressed else (tars.Plain(file), False)
+
+    def _picture(
+        self, blocks: tars.Blocks, member: tars.Member, origin: Origin, in_order: bool
+    ) -> Picture | None:
+        """Makes the picture of a member; None if the member is skipped."""
+        name = str(PurePosixPath(member.name))  # It removes "./" and repeated slashes.
+        key, extension = posixpath.splitext(name)
+        if posixpath.basename(key).startswith("."):
+            return None
+        if name.lower().endswith(tars.ENDINGS) and member.kind == tars.FILE:
+            return unreadable(text(name), "it is a tar in a tar, which is not read", origin)
+        advice = None
+        if extension.lower() not in extensions():
+            advice = missing_plugin(extension.lower())
+            if advice is None:
+                return None
+        if member.kind in tars.LINKS:
+            link = text(member.link)[:200]
+            return unreadable(text(key), f"it is a link to {link} in a tar", origin)
+        if member.kind != tars.FILE:
+            return None
+        if advice is not None:
+            return unreadable(text(key), advice, origin)
+        return self._member(text(key), blocks, member, origin, in_order)
+
+    def _with_texts(
+        self, blocks: tars.Blocks, found: Iterator[tuple[tars.Member, Picture | None]]
+    ) -> Iterator[Picture]:
+        """Yields the pictures of each sample with the texts of its other members."""
+        sample = _Sample("", self.keep)
+        try:
+            for member, picture in found:
+                folder, name = posixpath.split(PurePosixPath(member.name))
+                base, _, extension = name.partition(".")
+                if not (base and extension and member.kind in (tars.FILE, *tars.LINKS)):
+                    continue
+                if (key := posixpath.join(folder, base)) != sample.key:
+                    yield from sample.pictures()
+                    sample = _Sample(key, self.keep)
+                sample.add(blocks, member, extension.lower(), picture)
+                if sample.failure:
+                    yield from sample.pictures()
+        except Exception:
+            sample.failure = "the tar cannot be read to the end of its sample"
+            yield from sample.pictures()
+            raise
+        yield from sample.pictures()
 
     def _member(
         self, id: str, blocks: tars.Blocks, member: tars.Member, origin: Origin, in_order: bool
@@ -384,6 +462,72 @@ class Tar:
             raise EOFError("its end is missing")
         part = functools.partial(_part, self.path, origin, member.position, member.size)
         return readable(Picture(id, part, None, origin))
+
+
+class _Sample:
+    """A sample of a WebDataset while its members are read.
+
+    Attributes:
+      key: the beginning that the names of its members share.
+      failure: the reason why its pictures cannot be embedded, or "".
+    """
+
+    def __init__(self, key: str, keep: tuple[str, ...]):
+        self.key, self.failure = key, ""
+        self._keep = tuple(map(str.lower, keep))
+        self._texts: dict[str, str] = {}
+        self._pictures: list[Picture] = []
+        self._room = MOST_SAMPLE
+
+    def add(
+        self, blocks: tars.Blocks, member: tars.Member, extension: str, picture: Picture | None
+    ) -> None:
+        """Adds the member that was read last; reads it if it is kept or cannot be read later."""
+        if self.failure:
+            pass
+        elif extension in self._keep:
+            self._add_text(blocks, member, extension, picture)
+        elif picture is not None:
+            # A picture without its content needs less than 2 KiB, and its id and origin.
+            self._room -= (picture.size or 0) + 2**11 + 4 * len(picture.id)
+            if self._room < 0:
+                self.failure = (
+                    f"its sample needs more than {MOST_SAMPLE} bytes of memory, where --keep holds "
+                    "its pictures until the sample ends"
+                )
+            elif picture.size is not None:
+                content = Content(picture.open(picture.size).read())
+                picture = picture._replace(open=content)
+        if picture is not None:
+            self._pictures.append(picture)
+
+    def _add_text(
+        self, blocks: tars.Blocks, member: tars.Member, extension: str, picture: Picture | None
+    ) -> None:
+        named = f"{printable(text(member.name))}, which --keep names,"
+        if picture is not None:
+            self.failure = f"{named} is a picture, expected text"
+        elif member.kind in tars.LINKS:
+            self.failure = f"{named} is a link in a tar"
+        elif extension in self._texts:
+            self.failure = f"its sample has several members .{extension}, which --keep names"
+        elif member.size > MOST_TEXT:
+            self.failure = f"{named} has {member.size} bytes, expected at most {MOST_TEXT}"
+        else:
+            try:
+                self._texts[extension] = tars.content(blocks, member).decode()
+            except UnicodeDecodeError:
+                self.failure = f"{named} is not UTF-8"
+
+    def pictures(self) -> Iterator[Picture]:
+        """Yields the pictures that were added since the last call."""
+        pictures, self._pictures = self._pictures, []
+        kept = tuple(map(self._texts.get, self._keep))
+        for picture in pictures:
+            if self.failure:
+                yield unreadable(picture.id, self.failure, picture.origin, kept)
+            else:
+                yield picture._replace(kept=kept)
 
 
 def _content(blocks: tars.Blocks, member: tars.Member, reserved: float = math.inf) -> BinaryIO:

@@ -6,6 +6,7 @@ import sys
 import threading
 
 from pallas_patch_embed.embed.preprocessing import Preprocessing
+from pallas_patch_embed.embed.units import Fetched
 
 
 def crash(reserved):
@@ -21,6 +22,10 @@ def send_itself(numbers, reserved):
     for number in numbers:
         os.kill(os.getpid(), number)
     raise OSError("still running")
+
+
+def fetched(content, origin, reserved):
+    return Fetched(content, origin)
 
 
 def wait(reserved):

@@ -12,7 +12,11 @@ import pyarrow.parquet
 from goldens import checkpoint
 from PIL import Image
 
-from pallas_patch_embed.embed import Decoder, Embedder, command
+from pallas_patch_embed.embed import Decoder, Embedder, command, folder
+from pallas_patch_embed.embed.ledger import State
+from pallas_patch_embed.embed.options import Options
+from pallas_patch_embed.embed.provenance import Provenance, Settings
+from pallas_patch_embed.embed.units import Entry
 from pallas_patch_embed.files import is_partial
 
 MODEL = "hf_siglip_p14_224"
@@ -26,9 +30,20 @@ def encoded(i, format="PNG"):
     return file.getvalue()
 
 
-def run(arguments, out, **options):
-    options = dict(batch=4, workers=2) | options
-    return command.run(checkpoint(MODEL), arguments, out, **options)
+def run(arguments, out, lists=(), **options):
+    options = Options(**dict(batch=4, workers=2) | options)
+    return command.run(checkpoint(MODEL), arguments, out, lists, options)
+
+
+def opened(url, width=4, **options):
+    """Opens a folder as a run with these options does."""
+    settings = Settings("", "", "", False, "float32")
+    provenance = Provenance("model", settings, Options(**options), 4, "cpu", lambda _: False)
+    return folder.Folder(str(url), provenance, width)
+
+
+def is_done(out, id):
+    return out.ledger.state(Entry(id)) is not State.NEW
 
 
 def shards(out, part="embeddings"):

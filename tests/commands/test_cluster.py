@@ -5,6 +5,7 @@ stands in for S3.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from shard_folders import (
     by_id,
     encoded,
     expected,
+    opened,
     run,
     shards,
     write_tar,
@@ -35,9 +37,9 @@ from pallas_patch_embed.embed import (
     embedder,
     exclusive,
     folder,
-    output,
     place,
     tables,
+    units,
 )
 
 pytestmark = pytest.mark.cluster
@@ -189,7 +191,7 @@ def assert_whole(out, pictures):
     names = [str(path) for path in pictures.glob("[01]*.png")]
     files = [(name, Path(name).read_bytes()) for name in names]
     assert_same(by_id(out), expected(files, batch=8))
-    assert shards(out, "errors")["id"] == [str(pictures / "bad.png")]
+    assert shards(out, "__errors")["id"] == [str(pictures / "bad.png")]
     assert not list(out.rglob("*.partial"))
 
 
@@ -220,10 +222,11 @@ def test_a_driver_that_is_killed_goes_on(tmp_path, cluster, nodes, pictures):
     assert second.returncode == 2 and "another run is writing there" in second.stderr
     driver.process.kill()
     driver.go()
-    before = len(by_id(out)) + len(shards(out, "errors").get("id", []))
+    before = len(by_id(out)) + len(shards(out, "__errors").get("id", []))
     assert 0 < before < 151
     second = subprocess.run(command, capture_output=True, text=True)
-    assert f"Earlier runs had processed {before}." in second.stdout, second.stdout + second.stderr
+    earlier = re.findall(r"Earlier runs (?:had embedded|could not embed) (\d+)", second.stdout)
+    assert sum(map(int, earlier)) == before, second.stdout + second.stderr
     assert_whole(out, pictures)
 
 
@@ -252,7 +255,7 @@ calls = tempfile.mkdtemp()
 
 class Counting(on_ray.Decode):
     def __call__(self, batch):
-        tempfile.mkstemp(dir=calls, prefix=f"{len(batch['id'])}-")
+        tempfile.mkstemp(dir=calls, prefix=f"{len(batch['entry'])}-")
         return super().__call__(batch)
 
 
@@ -263,6 +266,43 @@ try:
 finally:
     print(*sorted((name.split("-")[0] for name in os.listdir(calls)), reverse=True))
 """
+
+
+def test_a_cluster_keeps_columns_and_knows_sources_and_changes(tmp_path, cluster, nodes):
+    def write(i, first):
+        members = {f"{j}.png": encoded(first + j) for j in range(3)}
+        members |= {f"{j}.txt": f"{i} {j}".encode() for j in range(3)}
+        write_tar(tmp_path / f"{i}.tar", dict(sorted(members.items())))
+
+    def embed(*options):
+        command = [*COMMAND, "--checkpoint", checkpoint(MODEL), *tars, "--out", tmp_path / "out"]
+        command += ["--batch", "4", "--keep", "txt", "--repeated-ids", *options]
+        command += ["--ray", cluster.address]
+        result = subprocess.run([*map(str, command)], capture_output=True, text=True)
+        columns = shards(tmp_path / "out")
+        keys = zip(columns["source"], columns["id"], columns["txt"])
+        return result, dict(zip(keys, columns["embedding"], strict=True))
+
+    tars = [tmp_path / f"{i}.tar" for i in range(2)]
+    for i in range(2):
+        write(i, 10 * i)
+    wanted = {
+        (str(tars[i]), str(j), f"{i} {j}"): expected([("", encoded(10 * i + j))])[""].tolist()
+        for i in range(2)
+        for j in range(3)
+    }
+    result, found = embed()
+    assert result.returncode == 0 and found == wanted, result.stderr
+    write(1, 50)
+    os.utime(tars[1], ns=(0, 0))
+    result, found = embed()
+    assert result.returncode == 3 and found == wanted, result.stderr
+    assert "3 have changed since they were embedded" in result.stdout
+    result, found = embed("--changed", "embed")
+    for j in range(3):
+        (again,) = expected([("", encoded(50 + j))]).values()
+        wanted[str(tars[1]), str(j), f"1 {j}"] = again.tolist()
+    assert result.returncode == 0 and found == wanted, result.stderr
 
 
 def test_an_address_where_nothing_answers_is_refused_at_once(tmp_path, pictures):
@@ -363,16 +403,15 @@ def test_one_run_at_a_time_has_the_lease_of_a_folder_on_S3(s3, monkeypatch):
 
 def test_a_file_that_another_process_wrote_is_found_at_once(s3):
     """s3fs caches listings, and a cached listing would not contain the file."""
-    settings = output.Settings("", "", "", False, "float32")
-    arguments = ("s3://bucket/found", settings, 4)
-    with folder.Folder(*arguments, overwrite=False, retry=False) as taker:
+    with opened("s3://bucket/found") as taker:
         taker.remove_partials()  # This lists the folder.
         other = type(s3)(skip_instance_cache=True)
         rows = np.ones((2, 4), np.float32)
-        table = tables.parquet_bytes(tables.embeddings_table(["a", "b"], rows))
+        written = [units.Entry("a"), units.Entry("b")]
+        table = tables.parquet_bytes(tables.embeddings_table(written, rows), {})
         other.pipe_file("bucket/found/unfinished", table)
         committed = taker.commit("embeddings", "unfinished")
-    assert committed == [("a", ""), ("b", "")]
+    assert committed == [(entry, "") for entry in written]
     assert shards("s3://bucket/found")["id"] == ["a", "b"]
 
 

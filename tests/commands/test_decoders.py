@@ -18,6 +18,7 @@ from PIL import Image
 from shard_folders import COMMAND
 
 from pallas_patch_embed.embed import Decoder, Preprocessing, command, decoders
+from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import PARTS, PIXEL, Budget
 from pallas_patch_embed.embed.units import Content, Picture, unreadable
@@ -56,7 +57,7 @@ def decoded(opened, workers=2, budget=None, how=None, rows=8):
     with pool:
         for _, decoded in pool.decode(pictures):
             # The images' memory is reused for a later batch.
-            images += [image if isinstance(image, str) else image.copy() for image in decoded]
+            images += [r if isinstance(r, str) else r.image.copy() for r in decoded]
     return images
 
 
@@ -266,7 +267,10 @@ def test_the_command_writes_the_same_whoever_decodes(tmp_path, monkeypatch):
         monkeypatch.setattr(decoders, "DECODED_HERE", here)
         out = tmp_path / f"{here}.npz"
         failed = command.run(
-            checkpoint(FIXED), [tmp_path / "pictures"], out, batch=2, workers=2, quiet=True
+            checkpoint(FIXED),
+            [tmp_path / "pictures"],
+            out,
+            options=Options(batch=2, workers=2, quiet=True),
         )
         assert failed == 3
         written.append(embeddings(out))

@@ -23,7 +23,8 @@ from short_suite import keep
 import pallas_patch_embed as ppe
 from pallas_patch_embed import files
 from pallas_patch_embed.embed import command, decoders, embedder, npz, pipeline, preprocessing
-from pallas_patch_embed.embed.pictures import Budget
+from pallas_patch_embed.embed.options import Options
+from pallas_patch_embed.embed.pictures import Budget, upright_rgb
 from pallas_patch_embed.siglip2 import checkpoint as loader
 
 PHOTOS = resources.files("pallas_patch_embed") / "photos"
@@ -73,7 +74,9 @@ NAMES = [
 
 def run(tmp_path, *arguments, name=BIG_VISION, **options):
     options = dict(size=None, batch=3, patch_dtype="float32", normalize=False) | options
-    unreadable = command.run(checkpoint(name), arguments, tmp_path / "out.npz", **options)
+    unreadable = command.run(
+        checkpoint(name), arguments, tmp_path / "out.npz", options=Options(**options)
+    )
     with np.load(tmp_path / "out.npz") as file:
         return unreadable, file["embeddings"], list(file["paths"])
 
@@ -209,22 +212,22 @@ def test_no_more_pixels_are_decoded_at_a_time_than_the_budget_has(tmp_path, pict
     # is decoded only when another one waits, or is decoded too.
     budget, met, lock, inside = Budget(1_000_000), threading.Event(), threading.Lock(), []
     budget._changed = SignallingCondition()
-    decode, most = preprocessing.upright_rgb, []
+    most = []
 
-    def decoding(picture):
+    def decoding(picture, exif):
         with lock:
             inside.append(picture.width * picture.height)
             most.append(sum(inside))
             if len(inside) > 1:
                 met.set()
         met.wait()
-        result = decode(picture)
+        result = upright_rgb(picture, exif)
         with lock:
             inside.pop()
         return result
 
     monkeypatch.setattr(pipeline, "Budget", lambda: budget)
-    monkeypatch.setattr(preprocessing, "upright_rgb", decoding)
+    monkeypatch.setattr("pallas_patch_embed.embed.pictures.upright_rgb", decoding)
     unreadable, *_ = run(tmp_path, pictures, workers=4)
     assert unreadable == 0 and most == [60_000] * 8 and budget.reserved == 0
 
@@ -249,7 +252,7 @@ def test_a_picture_of_more_pixels_than_the_budget_is_decoded_alone(tmp_path, pic
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
 def test_the_pixels_of_a_picture_are_freed_before_others_are_decoded(tmp_path, monkeypatch, mode):
-    pictures, decode = [], preprocessing.upright_rgb
+    pictures = []
 
     class Checking(Budget):
         @contextlib.contextmanager
@@ -257,12 +260,12 @@ def test_the_pixels_of_a_picture_are_freed_before_others_are_decoded(tmp_path, m
             yield
             assert pictures and all(picture() is None for picture in pictures)
 
-    def decoding(picture):
-        result = decode(picture)
-        pictures.extend((weakref.ref(picture), weakref.ref(result)))
+    def decoding(picture, exif):
+        result = upright_rgb(picture, exif)
+        pictures.extend((weakref.ref(picture), weakref.ref(result[0])))
         return result
 
-    monkeypatch.setattr(preprocessing, "upright_rgb", decoding)
+    monkeypatch.setattr("pallas_patch_embed.embed.pictures.upright_rgb", decoding)
     monkeypatch.setattr(pipeline, "Budget", Checking)
     Image.new(mode, (40, 30)).save(tmp_path / "a.png")
     assert run(tmp_path, tmp_path / "a.png", workers=1)[0] == 0
@@ -270,17 +273,17 @@ def test_the_pixels_of_a_picture_are_freed_before_others_are_decoded(tmp_path, m
 
 def test_images_are_freed_once_their_batch_is_embedded(tmp_path, pictures, monkeypatch):
     """Memory holds at most the batches decoded and computed ahead, and one more of each."""
-    images, most, decode = [], [], preprocessing.Preprocessing.image
+    images, most, decode = [], [], preprocessing.Preprocessing.decode
     for i in range(30):
         Image.new("RGB", (9, 9), (i, 0, 0)).save(pictures / f"z{i:02}.png")
 
     def decoding(self, open_, reserved):
-        image = decode(self, open_, reserved)
-        images.append(weakref.ref(image))
+        result = decode(self, open_, reserved)
+        images.append(weakref.ref(result.image))
         most.append(sum(image() is not None for image in images))
-        return image
+        return result
 
-    monkeypatch.setattr(preprocessing.Preprocessing, "image", decoding)
+    monkeypatch.setattr(preprocessing.Preprocessing, "decode", decoding)
     run(tmp_path, pictures, batch=2, workers=1)
     assert len(images) == 38
     ahead = decoders.batches_ahead(1, 2) + pipeline.COMPUTED_AHEAD
@@ -483,7 +486,7 @@ def test_the_command_says_which_picture_is_bad(tmp_path, pictures):
             ["--checkpoint", "a", "--out", "o", "--ray", "a.png"],
             "'a.png' was read as the address of --ray",
         ),
-        (["--checkpoint", "a", "a.png", "--out", "o.npz", "--ray"], "--ray writes a folder"),
+        (["--checkpoint", "a", "a.png", "--out", "o.npz", "--ray"], "--ray needs shards"),
     ],
     ids=[
         *("checkpoint", "absent", "no match", "unreadable", "FIFO", "workers", "empty"),

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from PIL import Image
 from short_suite import keep
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed import ending
 
 MODEL = "hf_siglip_p14_224"
 COMMAND = [sys.executable, "-m", "pallas_patch_embed", "embed"]
@@ -116,6 +114,8 @@ MOMENTS = (
     "before command._say",
 )
 WRITTEN = MOMENTS[-3:]
+# From this moment on the last line says that a folder would keep what is embedded.
+OPENED = MOMENTS.index("before embedder.Preprocessing.image 2")
 ENDING = {
     signal.SIGINT: "Interrupted",
     signal.SIGTERM: "Terminated",
@@ -197,20 +197,208 @@ def test_a_signal_leaves_the_earlier_output_or_the_new_one_whole(
     assert content(out) == (NEW if written else ["old"])
     lines = result.stderr.splitlines()
     outcome = "the file was written" if written else "nothing was written"
+    if not written and MOMENTS.index(moment) >= OPENED:
+        outcome += (
+            ", because an .npz file is written only at the end; if --out is a folder, the same "
+            "command resumes the work"
+        )
     assert lines[-1] == f"{ENDING[number]}; {outcome}."
     assert moment not in MOMENTS[:3] or len(lines) == 1
 
 
+# A process that is ended by signals. `say` prints the rest of its line at the end.
+PROCESS = """
+import os, signal, threading, time
+
+from pallas_patch_embed import ending
+
+ending.PAUSE = 0.2
+
+
+def say(*words):
+    print(*words, flush=True)
+
+
+def strike(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+
+
+"""
+
+
+def ended(code, **options):
+    """Runs `code` in such a process; returns its exit code and its lines on both streams."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS + code], capture_output=True, text=True, **options
+    )
+    return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+
+LAST = ["Terminated; nothing was written."]
+
+
 def test_a_signal_that_the_process_was_started_to_ignore_stays_ignored():
-    before = {number: signal.getsignal(number) for number in ENDING}
-    try:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        ending.install()
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        assert signal.getsignal(signal.SIGTERM) is ending._end
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    code = """
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+ending.install()
+strike(signal.SIGHUP)
+time.sleep(0.1)
+say("goes on")
+strike(signal.SIGTERM)
+"""
+    assert ended(code) == (143, ["goes on"], LAST)
+
+
+def test_what_is_finished_is_written_once_although_more_signals_arrive():
+    code = """
+ending.install()
+
+
+def write():
+    say("written")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        strike(number)
+    time.sleep(0.1)
+
+
+with ending.written_at_end(lambda: say("too late")):
+    pass
+with ending.written_at_end(write):
+    strike()
+    time.sleep(60)
+"""
+    assert ended(code) == (143, ["written"], LAST)
+
+
+@pytest.mark.parametrize(
+    "function, why",
+    [
+        ("time.sleep(60)", "this takes more than 0.2 s"),
+        ("raise OSError('the disk is full')", "the disk is full"),
+    ],
+)
+def test_a_write_that_hangs_or_fails_is_said_and_the_process_ends(function, why):
+    code = f"""
+ending.install()
+ending.WRITING = 0.2
+
+
+def write():
+    {function}
+
+
+with ending.written_at_end(write):
+    strike()
+    time.sleep(60)
+"""
+    assert ended(code) == (143, [], [f"The latest results were not written: {why}.", *LAST])
+
+
+def test_what_is_written_when_a_signal_arrives_is_completed_first():
+    code = """
+ending.install()
+with ending.written_at_end(lambda: say("the rest")):
+    with ending.deferred():
+        strike()
+        time.sleep(0.3)
+        with ending.deferred():
+            say("a part")
+    say("not this")
+"""
+    assert ended(code) == (143, ["a part", "the rest"], LAST)
+
+
+def test_a_lock_that_the_main_thread_holds_does_not_prevent_the_last_write():
+    code = """
+ending.install()
+lock = threading.Lock()
+
+
+def write():
+    with lock:
+        say("written")
+
+
+with ending.written_at_end(write):
+    with lock:
+        strike()
+    time.sleep(60)
+"""
+    assert ended(code) == (143, ["written"], LAST)
+
+
+def test_signals_work_after_another_package_has_used_the_wakeup_descriptor():
+    code = """
+import asyncio
+
+
+async def use_signals():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+
+
+ending.install()
+asyncio.run(use_signals())
+strike()
+time.sleep(60)
+"""
+    assert ended(code) == (143, [], LAST)
+
+
+def test_a_handler_that_another_package_installs_later_is_used():
+    code = """
+ending.install()
+signal.signal(signal.SIGINT, lambda *_: say("theirs"))
+strike(signal.SIGINT)
+time.sleep(0.1)
+strike(signal.SIGTERM)
+"""
+    assert ended(code) == (143, ["theirs"], LAST)
+
+
+def test_a_signal_to_a_forked_process_does_not_end_its_parent():
+    code = """
+import warnings
+
+warnings.simplefilter("ignore")  # Python warns of a fork of a process with threads.
+ending.install()
+if child := os.fork():
+    _, status = os.waitpid(child, 0)
+    time.sleep(0.1)
+    say(os.WTERMSIG(status))
+    strike()
+else:
+    strike()
+    time.sleep(60)
+"""
+    assert ended(code) == (143, ["15"], LAST)
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_a_signal_ends_a_process_whose_streams_are_closed(closed):
+    code = "from pallas_patch_embed import streams\nstreams.open_missing()\nending.install()\n"
+    code = f"{PROCESS}{code}strike()\ntime.sleep(60)"
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code]
+    assert subprocess.run(command).returncode == 143
+
+
+def test_a_standard_error_that_nobody_reads_does_not_keep_the_process():
+    code = """
+ending.install()
+ending.PRINTING = 0.2
+os.set_blocking(2, False)
+try:
+    while True:
+        os.write(2, b"x" * 4096)
+except BlockingIOError:
+    os.set_blocking(2, True)
+strike()
+time.sleep(60)
+"""
+    reader, writer = os.pipe()
+    done = subprocess.run([sys.executable, "-c", PROCESS + code], stderr=writer)
+    os.close(reader)
+    os.close(writer)
+    assert done.returncode == 143
 
 
 def pipe_without_reader():
@@ -257,22 +445,22 @@ def test_info_ends_quietly_where_nobody_reads_it():
     assert result.returncode == -signal.SIGPIPE and not result.stderr
 
 
-def test_a_thread_may_begin_a_file_while_a_signal_ends_the_command(monkeypatch):
-    removed = []
+def test_a_thread_may_begin_a_file_while_a_signal_ends_the_command(tmp_path):
+    code = f"""
+def unlink(path, unlink=os.unlink):
+    unlink(path)
+    ending.state.unfinished.add(f"begun after {{path}}")
 
-    def unlink(path):
-        removed.append(path)
-        ending.state.unfinished.add(f"begun after {path}")
 
-    def end(code):
-        raise SystemExit(code)
-
-    monkeypatch.setattr(ending, "state", ending._State())
-    monkeypatch.setattr(ending, "os", types.SimpleNamespace(unlink=unlink, _exit=end, write=print))
-    ending.state.unfinished |= {"a", "b"}
-    with pytest.raises(SystemExit) as ended:
-        ending._end(signal.SIGTERM, None)
-    assert ended.value.code == 143 and sorted(removed) == ["a", "b"]
+os.unlink = unlink
+ending.state.unfinished |= {{{str(tmp_path / "a")!r}, {str(tmp_path / "b")!r}}}
+ending.install()
+strike()
+time.sleep(60)
+"""
+    for name in "ab":
+        (tmp_path / name).touch()
+    assert ended(code) == (143, [], LAST) and not list(tmp_path.iterdir())
 
 
 LAZY = """

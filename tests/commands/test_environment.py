@@ -17,7 +17,7 @@ from shard_folders import MODEL, encoded, run
 import pallas_patch_embed as ppe
 from pallas_patch_embed import demo, devices, versions
 from pallas_patch_embed.check import command as check
-from pallas_patch_embed.embed import output
+from pallas_patch_embed.embed import provenance
 from pallas_patch_embed.files import check_place
 from pallas_patch_embed.tune import command as tune
 
@@ -113,14 +113,14 @@ def test_no_metadata_of_an_installation_is_needed(tmp_path, monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    found = output.versions()
+    found = provenance.versions()
     assert found["pallas_patch_embed"] == ppe.__version__
     assert (found["jax"], found["numpy"]) == (jax.__version__, np.__version__)
     assert versions.version("jax") == jax.__version__
     assert versions.version("absent") == versions.MISSING
     (tmp_path / "a.png").write_bytes(encoded(1))
     assert run([tmp_path / "a.png"], tmp_path / "out") == 0
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
     assert manifest["versions"] == found
 
 

@@ -176,7 +176,10 @@ LINES = {
     b"memory://" + b"x" * 10**6 + b".parquet": "longer than 16384",
     b"\xff\xfe.png": "No such file",
     b"\x1b[2J\x07.png": "No such file",
-    b"{0..100000000}.png": "No such file",
+    b"{0..3}}.png": "No such file",
+    b"*.gif": "No such file",
+    b"memory://absent/*.png": "absent/*.png",
+    b"unknown://*.png": "Protocol not known",
     b"unknown://a.png": "Protocol not known",
     b"cached://a": "target_protocol",
     b"data://a.png": "",
@@ -204,7 +207,7 @@ def test_a_bad_line_of_a_list_is_an_error_of_one_picture(tmp_path, monkeypatch, 
     (tmp_path / "list.txt").write_bytes(b"\r\n".join(lines))
     failed = run([], "out", lists=["list.txt"])
     assert sorted(by_id("out")) == [f"pictures/{i:02}.png" for i in range(3)]
-    errors = shards("out", "errors")
+    errors = shards("out", "__errors")
     skipped = {b"fifo", b"/dev/zero"}  # They are no pictures by their names.
     assert failed == len(errors["id"]) == len(LINES) - len(skipped)
     reasons = dict(zip(errors["id"], errors["reason"]))

@@ -5,6 +5,7 @@ import gzip
 import http.server
 import io
 import itertools
+import pickle
 import random
 import struct
 import subprocess
@@ -17,6 +18,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from fsspec.implementations.memory import MemoryFile
 from goldens import checkpoint
 from shard_folders import (
     COMMAND,
@@ -38,6 +40,7 @@ from pallas_patch_embed.embed import (
     parquet_pages,
     units,
 )
+from pallas_patch_embed.embed.changes import Changes
 from pallas_patch_embed.embed.pictures import PARTS, PIXEL, Budget, LargerError
 from pallas_patch_embed.embed.units import Content, Picture
 
@@ -87,9 +90,9 @@ def test_streams_are_read_no_further_than_the_budget_allows(monkeypatch, here, w
     budget, read = Watched(60_000), []
     with decoders.Decoders(SMALL, workers, budget, rows) as pool:
         decoded = [
-            (entry.id, *image[0, 0])
-            for entries, images in pool.decode(streamed(contents, read))
-            for entry, image in zip(entries, images, strict=True)
+            (entry.id, *result.image[0, 0])
+            for entries, results in pool.decode(streamed(contents, read))
+            for entry, result in zip(entries, results, strict=True)
         ]
     assert decoded == [(str(i), i, 0, 77) for i in range(90)]
     assert read == list(range(90))
@@ -119,7 +122,7 @@ def test_an_error_while_a_stream_waits_for_memory_ends_the_run(monkeypatch):
     """The threads that fail free the memory, and the reader gets their error."""
 
     class Broken(Preprocessing):
-        def image(self, open_, reserved):
+        def decode(self, open_, reserved):
             raise KeyboardInterrupt
 
     contents = [bytes(1000)] * 50
@@ -230,7 +233,7 @@ def test_a_picture_of_more_than_max_bytes_is_an_error_and_others_are_embedded(tm
     def name(id):
         return id.rpartition("/")[2].removesuffix(".bmp")
 
-    errors = shards(out, "errors")
+    errors = shards(out, "__errors")
     reasons = dict(zip(map(name, errors["id"]), errors["reason"]))
     assert reasons == {id: TOO_LARGE[id] for id in "cd"}
     found = {name(id): embedding for id, embedding in by_id(out).items()}
@@ -280,7 +283,7 @@ def test_a_web_server_that_sends_without_end_is_an_error(tmp_path, server):
     urls = [f"{server}/{name}.png" for name in ("endless", "small")]
     assert run(urls, out, max_bytes=2**20) == 1
     assert_same(by_id(out), expected([(urls[1], encoded(1))]))
-    assert shards(out, "errors") == {
+    assert shards(out, "__errors") == {
         "id": urls[:1],
         "reason": [f"it has {2**20 + 1} bytes, more than --max-bytes {2**20}"],
     }
@@ -302,8 +305,8 @@ def test_a_picture_at_a_URL_is_read_again_if_it_needs_more_memory(monkeypatch, s
     budget = Budget(10_000)
     with decoders.Decoders(SMALL, 1, budget, 4) as pool:
         unit = units.Files((units.File(url, units.remote_origin(url)),))
-        ((_, (image,)),) = pool.decode(unit.pictures())
-    assert tuple(image[0, 0]) == (1, 0, 77)
+        ((_, (result,)),) = pool.decode(unit.pictures())
+    assert tuple(result.image[0, 0]) == (1, 0, 77)
     doubled = [16002, 32006, 64014, 128030] if place == "web" else [10**5, 10**5 + PIXEL * 8 * 6]
     assert asked == [8000, *doubled]
 
@@ -313,11 +316,9 @@ def test_an_id_that_is_too_long_is_an_error(tmp_path):
     table = pyarrow.table({"id": ["x" * 10**6, "a"], "image": [encoded(0), encoded(1)]})
     pyarrow.parquet.write_table(table, path)
     assert run([path], tmp_path / "out") == 1
-    errors = shards(tmp_path / "out", "errors")
-    assert errors == {
-        "id": ["x" * 200 + "..."],
-        "reason": ["its id has 1000000 characters, expected at most 16384"],
-    }
+    errors = shards(tmp_path / "out", "__errors")
+    assert errors["id"] == ["x" * 200 + "..."]
+    assert errors["reason"] == ["its id has 1000000 characters, expected at most 16384"]
     assert list(by_id(tmp_path / "out")) == ["a"]
 
 
@@ -335,20 +336,22 @@ def test_a_block_of_ray_has_a_limited_size(monkeypatch):
         yield Picture("cut", ends_early, 10**6)
         yield from (Picture(id, Content(content)) for id, content in contents.items())
 
-    read, rest = on_ray.Read(None, 8, SMALL), pictures()
+    read, rest = on_ray.Read(None, Changes(False, False), {}, 8, SMALL), pictures()
     blocks = list(iter(lambda: read._block(rest), []))
-    assert [id for block in blocks for id, *_ in block] == ["gone", *contents]
+    ids = [pickle.loads(entry).id for block in blocks for entry, *_ in block]
+    assert ids == ["gone", *contents]
     assert list(map(len, blocks)) == [8, 3]
     for block in blocks:
         assert sum(len(content) for _, content, *_ in block) < 10_000 + 8 * SMALL.most_bytes
     decode = on_ray.Decode(SMALL)
     results = [decode(on_ray._columns(block)) for block in blocks]
-    reasons = {id: why for result in results for id, why in zip(result["id"], result["reason"])}
+    whys = [why for result in results for why in result["reason"]]
+    reasons = dict(zip(ids, whys, strict=True))
     assert {id: why for id, why in reasons.items() if why} == {
         "gone": "its cell is empty",
         "bad": "it is not a picture in a format that Pillow reads",
     }
-    images = {id: i for result in results for id, i in zip(result["id"], result["image"])}
+    images = dict(zip(ids, (image for result in results for image in result["image"])))
     for id in contents.keys() - {"bad"}:
         np.testing.assert_array_equal(images[id], SMALL.image(Content(contents[id])))
 
@@ -365,7 +368,7 @@ def pages(path):
             return file.read(size)
 
         groups = parquet_pages.largest_pages(read, path.stat().st_size)
-        return [largest(["image"], 2**30) for largest in groups]
+        return [largest(["image"], [], 2**30) for largest in groups]
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
@@ -408,6 +411,31 @@ def test_a_dictionary_value_of_many_rows_is_in_memory_for_few_of_them(tmp_path, 
     found = [picture.open().read() for picture in parquet.Parquet(str(path)).pictures()]
     assert found == [content] * 64
     assert 10**5 < max(batches) <= 4 * 10**5
+
+
+@pytest.mark.parametrize("place", ["{tmp}/t.parquet", "memory://held/t.parquet"])
+def test_a_row_group_is_read_a_few_pages_at_a_time(tmp_path, monkeypatch, place):
+    """By default pyarrow reads all of its pages before the first row."""
+    url, number, size = place.format(tmp=tmp_path), 200, 10**5
+    contents = [encoded(i).ljust(size) for i in range(number)]
+    with fsspec.open(url, "wb") as file:
+        table = pyarrow.table({"image": contents})
+        options = dict(use_dictionary=False, write_batch_size=1, compression="none")
+        pyarrow.parquet.write_table(table, file, **options)
+    reads, read = [], MemoryFile.read
+
+    def recording(self, size=-1):
+        reads.append(size)
+        return read(self, size)
+
+    monkeypatch.setattr(MemoryFile, "read", recording)
+    before, most = pyarrow.total_allocated_bytes(), 0
+    for i, picture in enumerate(parquet.Parquet(url).pictures()):
+        assert picture.open().read() == contents[i]
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert i == number - 1 and most < number * size * 3 / 4
+    assert all(0 <= size <= 2**21 for size in reads)
+    assert len(reads) > 10 or not url.startswith("memory")
 
 
 def test_a_page_that_expands_is_an_error(tmp_path, monkeypatch):

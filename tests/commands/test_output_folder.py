@@ -12,32 +12,28 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from shard_folders import by_id, shards
+from shard_folders import by_id, is_done, opened, shards
 
 from pallas_patch_embed import files
 from pallas_patch_embed.embed import exclusive, folder, place
-from pallas_patch_embed.embed.output import Settings, UnfinishedError
+from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.tables import embeddings_table, errors_table
+from pallas_patch_embed.embed.units import Entry
 from pallas_patch_embed.files import new_partial
 
-SETTINGS = Settings("", "", "", False, "float32")
 WIDTH = 4
 
 # The numbers of damaged manifests and shards that are tried, for docs/verification.md.
-MANIFESTS, SHARDS = 162, {"embeddings": 56, "errors": 55}
+MANIFESTS, SHARDS = 162, {"embeddings": 56, "__errors": 55}
 
 PRECIOUS = b"precious"
-
-
-def opened(url, *, overwrite=False, retry=False):
-    return folder.Folder(str(url), SETTINGS, WIDTH, overwrite=overwrite, retry=retry)
 
 
 def write(url, *ids):
     """Writes a shard with these ids, and a shard with an error."""
     with opened(url) as out:
-        out.add(ids, np.ones((len(ids), WIDTH), np.float32))
-        out.fail(f"{ids[0]} is bad", "it is damaged")
+        out.add([Entry(id) for id in ids], np.ones((len(ids), WIDTH), np.float32))
+        out.fail(Entry(f"{ids[0]} is bad"), "it is damaged")
         out.flush()
 
 
@@ -96,14 +92,14 @@ def _root(path):
 # The names that `embed` gives to what it makes in the folder.
 NAMES = [
     ".lock",
-    "manifest.json",
+    "_manifest.json",
     "embeddings",
-    "errors",
+    "__errors",
     "embeddings/000000.parquet",
-    "errors/000000.parquet",
+    "__errors/000000.parquet",
     "embeddings/000001.parquet",
-    "errors/000001.parquet",
-    *(f"{part}{new_partial()}" for part in ("", "embeddings/", "errors/")),
+    "__errors/000001.parquet",
+    *(f"{part}{new_partial()}" for part in ("", "embeddings/", "__errors/")),
 ]
 
 
@@ -123,7 +119,7 @@ def test_nothing_outside_of_the_folder_changes_whatever_is_in_it(out, name, thin
     before = contents(out.parent)
     try:
         with opened(out, overwrite=overwrite) as again:
-            again.add(["b"], np.ones((1, WIDTH), np.float32))
+            again.add([Entry("b")], np.ones((1, WIDTH), np.float32))
     except (ValueError, OSError) as error:
         if str(out) in str(error):
             assert Path(name).name in str(error) or "embed` did not write" in str(error)
@@ -143,7 +139,7 @@ def test_nothing_outside_of_the_folder_changes_whatever_is_in_it(out, name, thin
 @pytest.mark.parametrize("thing", [x for x in THINGS if "file" not in x and x != "hard link"])
 @pytest.mark.parametrize("name", NAMES[:8])
 def test_a_damaged_folder_is_refused_with_the_name_and_what_to_do(out, name, thing):
-    if name in ("embeddings", "errors") and thing == "folder":
+    if name in ("embeddings", "__errors") and thing == "folder":
         pytest.skip("such a folder has no shards, but is not damaged")
     put(out, name, THINGS[thing])
     with pytest.raises((ValueError, UnfinishedError)) as raised:
@@ -155,20 +151,22 @@ def test_a_damaged_folder_is_refused_with_the_name_and_what_to_do(out, name, thi
 
 def test_a_file_that_appears_during_a_run_is_not_overwritten(out):
     with opened(out) as again:
-        for name in ("embeddings/000001.parquet", "errors/000001.parquet"):
+        for name in ("embeddings/000002.parquet", "__errors/000002.parquet"):
             (out / name).symlink_to(out.parent / "precious")
-        again.add(["b"], np.ones((1, WIDTH), np.float32))
+        again.add([Entry("b")], np.ones((1, WIDTH), np.float32))
         with pytest.raises(UnfinishedError, match=r"File exists.*run the same command again"):
             again.flush()
         again._rows.clear()
-        again.fail("c", "it is damaged")
+        again.fail(Entry("c"), "it is damaged")
         with pytest.raises(UnfinishedError, match="File exists"):
             again.flush()
         again._errors.clear()
         partial = new_partial()
-        again._place.write(partial, folder.parquet_bytes(errors_table([("d", "damaged")])))
+        again._place.write(
+            partial, folder.parquet_bytes(errors_table([(Entry("d"), "damaged")]), {})
+        )
         with pytest.raises(UnfinishedError, match="File exists"):
-            again.commit("errors", partial)
+            again.commit("__errors", partial)
     assert (out.parent / "precious").read_bytes() == PRECIOUS
 
 
@@ -226,13 +224,13 @@ def test_a_run_that_was_killed_before_its_manifest_goes_on(tmp_path, monkeypatch
 
 
 def test_overwriting_removes_only_what_embed_wrote(out):
-    others = ["notes.txt", "embeddings/notes.txt", "embeddings/.hidden.parquet", "errors/more/a"]
+    others = ["notes.txt", "embeddings/notes.txt", "embeddings/.hidden.parquet", "__errors/more/a"]
     for name in others:
         (out / name).parent.mkdir(exist_ok=True)
         (out / name).write_bytes(PRECIOUS)
     write(out, "b")
     with opened(out, overwrite=True) as again:
-        assert not again.is_done("a") and not again.is_done("b")
+        assert not is_done(again, "a") and not is_done(again, "b")
     assert all((out / name).read_bytes() == PRECIOUS for name in others)
     assert not list(out.glob("*/0*.parquet"))
 
@@ -288,14 +286,14 @@ def test_a_damaged_manifest_is_refused_in_words(tmp_path, url):
         if not isinstance(manifest, bytes):
             content = json.dumps(manifest).replace("1" + "0" * 4000, "1" + "0" * 4400).encode()
         fs.makedirs(root, exist_ok=True)
-        fs.pipe_file(f"{root}/manifest.json", content)
+        fs.pipe_file(f"{root}/_manifest.json", content)
         with pytest.raises(ValueError) as raised:
             opened(url)
         message = str(raised.value)
         assert message.startswith(f"--out is {url}: ") and message.isprintable(), message
-        assert "manifest.json" in message or "other settings" in message
+        assert "_manifest.json" in message or "other settings" in message
         assert "hoose another folder" in message and len(message) < 1000
-        assert fs.cat_file(f"{root}/manifest.json") == content
+        assert fs.cat_file(f"{root}/_manifest.json") == content
         tried += 1
     assert tried == MANIFESTS
 
@@ -304,33 +302,37 @@ def test_a_damaged_manifest_is_refused_in_words(tmp_path, url):
 
 
 def parquet(**columns):
-    return folder.parquet_bytes(pyarrow.table(columns))
+    return folder.parquet_bytes(pyarrow.table(columns), {})
 
 
 def damaged_shards(part):
     """Yields contents that are no shard of this part."""
-    good = embeddings_table(["x", "y"], np.ones((2, WIDTH), np.float32))
-    if part == "errors":
-        good = errors_table([("x", "why"), ("y", "why")])
-    whole = folder.parquet_bytes(good)
+    pictures = [Entry("x"), Entry("y")]
+    good = embeddings_table(pictures, np.ones((2, WIDTH), np.float32))
+    if part == "__errors":
+        good = errors_table([(picture, "why") for picture in pictures])
+    good = good.select(["id", good.column_names[-1]])
+    whole = folder.parquet_bytes(good, {})
     yield from (b"", b"PAR1", b"PAR1PAR1", b"\0" * 1000, b"no parquet", b"\x89PNG", whole + b"\0")
     yield from (whole[: len(whole) * i // 20] for i in range(20))
     for i in range(1, 9):  # The length of the footer, and the mark at the end.
         yield whole[:-i] + bytes([whole[-i] ^ 255]) + whole[len(whole) - i + 1 :]
     id, other = good.column_names
-    yield from (folder.parquet_bytes(good.select([name])) for name in (id, other))
-    yield folder.parquet_bytes(good.rename_columns(["ID", other]))
-    yield folder.parquet_bytes(good.rename_columns([id, "other"]))
-    yield folder.parquet_bytes(pyarrow.table([good[id], good[id], good[other]], [id, id, other]))
+    yield from (folder.parquet_bytes(good.select([name]), {}) for name in (id, other))
+    yield folder.parquet_bytes(good.rename_columns(["ID", other]), {})
+    yield folder.parquet_bytes(good.rename_columns([id, "other"]), {})
+    yield folder.parquet_bytes(
+        pyarrow.table([good[id], good[id], good[other]], [id, id, other]), {}
+    )
     ids = [[1, 2], [1.5, 2.5], [True, False], [b"x", b"y"], ["x", None], [None, None]]
     ids += [[["x"], ["y"]], [{"x": "y"}, {"x": "z"}]]
-    yield from (folder.parquet_bytes(good.set_column(0, id, [column])) for column in ids)
+    yield from (folder.parquet_bytes(good.set_column(0, id, [column]), {}) for column in ids)
     not_text = pyarrow.array([b"x", b"\xff"]).view(pyarrow.string())
-    yield folder.parquet_bytes(good.set_column(0, id, not_text))
+    yield folder.parquet_bytes(good.set_column(0, id, not_text), {})
     others = [["1", "2"], [1, 2], [["1"], ["2"]], [[1], [2]], [1.5, 2.5], [b"x", b"y"]]
-    others = others[1:] if part == "errors" else others
-    yield from (folder.parquet_bytes(good.set_column(1, other, [column])) for column in others)
-    yield folder.parquet_bytes(pyarrow.table({}))
+    others = others[1:] if part == "__errors" else others
+    yield from (folder.parquet_bytes(good.set_column(1, other, [column]), {}) for column in others)
+    yield folder.parquet_bytes(pyarrow.table({}), {})
 
 
 @pytest.mark.parametrize("part", folder.PARTS)
@@ -341,15 +343,15 @@ def test_a_damaged_shard_is_refused_with_its_name(tmp_path, url, part):
     fs, root = fsspec.url_to_fs(url)
     tried = 0
     for content in damaged_shards(part):
-        fs.pipe_file(f"{root}/{part}/000001.parquet", content)
+        fs.pipe_file(f"{root}/{part}/000009.parquet", content)
         with pytest.raises(ValueError) as raised:
             opened(url)
         message = str(raised.value)
-        assert f"{url}: {part}/000001.parquet cannot be used (" in message
+        assert f"{url}: {part}/000009.parquet cannot be used (" in message
         assert "move it away" in message and len(message) < 1000 and message.isprintable()
         tried += 1
     assert tried == SHARDS[part]
-    fs.rm(f"{root}/{part}/000001.parquet")
+    fs.rm(f"{root}/{part}/000009.parquet")
     write(url, "b")
     assert sorted(by_id(url)) == ["a", "b"]
 
@@ -366,7 +368,7 @@ def test_shards_that_another_program_wrote_again_are_read(out):
         again = table.append_column("more", [[1]]).select(list(columns))
         pyarrow.parquet.write_table(again.cast(pyarrow.schema(columns)), path)
         with opened(out) as found:
-            assert found.is_done("a")
+            assert is_done(found, "a")
 
 
 FOREIGN = ("abc", "1", "00000", "0000001", "-00001", "0000_1", "000000 (1)", "1e6", "x\n")
@@ -375,7 +377,7 @@ FOREIGN += ("\u0660" * 6, "x" * 240)
 
 @pytest.mark.parametrize("part", folder.PARTS)
 @pytest.mark.parametrize("url", ["{tmp}/out", "memory://foreign-{unique}"])
-@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"retry": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"retry_errors": True}], ids=str)
 def test_a_parquet_file_with_another_name_is_refused(tmp_path, url, part, options):
     url = url.format(tmp=tmp_path, unique=uuid.uuid4().hex)
     write(url, "a")
@@ -398,16 +400,17 @@ def test_shards_have_a_number_whatever_its_length(tmp_path, url, last):
     url = url.format(tmp=tmp_path, unique=uuid.uuid4().hex)
     write(url, "a")
     fs, root = fsspec.url_to_fs(url)
-    for part in folder.PARTS:
-        fs.mv(f"{root}/{part}/000000.parquet", f"{root}/{part}/{last}.parquet")
+    for number, part in enumerate(folder.PARTS):
+        fs.mv(f"{root}/{part}/{number:06d}.parquet", f"{root}/{part}/{last}.parquet")
     before = {part: fs.cat_file(f"{root}/{part}/{last}.parquet") for part in folder.PARTS}
     for id in "bcd":
         write(url, id)
-    assert sorted(by_id(url)) == ["a", "b", "c", "d"] and len(shards(url, "errors")["id"]) == 4
-    numbers = [f"{int(last) + i:06d}" for i in range(4)]
+    assert sorted(by_id(url)) == ["a", "b", "c", "d"] and len(shards(url, "__errors")["id"]) == 4
     with opened(url) as again:
-        for part in folder.PARTS:
-            assert again.shards(part) == [f"{part}/{number}.parquet" for number in numbers]
+        for first, part in enumerate(folder.PARTS, 1):
+            numbers = [int(last), *(int(last) + i for i in range(first, 7, 2))]
+            names = [shard.name for shard in again.shards(part)]
+            assert names == [f"{part}/{number:06d}.parquet" for number in numbers]
             assert fs.cat_file(f"{root}/{part}/{last}.parquet") == before[part]
 
 

@@ -44,7 +44,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then(clock, capsys):
         shown.failed("a\nb.png", "it is\nbroken")
         assert capsys.readouterr().err == "No embedding of a\\nb.png: it is\\nbroken.\n"
         clock.now += 40
-        shown.skipped()
+        shown.skipped(failed=False)
         assert "201 of 1000 pictures, 1 errors, 1.3 pictures/s" in capsys.readouterr().err
     assert capsys.readouterr().err == "1.3 pictures/s, 80 s.\n"
 

@@ -18,6 +18,13 @@ from repository import DATA, ROOT, environment
 
 PAGE = (ROOT / "docs" / "search.md").read_text()
 PACKAGES = ["duckdb", "faiss", "lancedb"]
+
+# A program that prints the number of rows and the columns of a dataset.
+LOADED = """
+import datasets
+found = datasets.load_dataset("output", cache_dir="cache")["train"]
+print(len(found), *sorted(found.column_names))
+"""
 PHOTOS = "pallas_patch_embed/photos"
 CHECKPOINT = "tests/data/hf_siglip_p16_224"
 
@@ -96,8 +103,9 @@ def test_the_blocks_of_the_page_read_all_shards_and_no_errors(folder):
     (folder / PHOTOS / "broken.png").write_bytes(b"not a picture")
     assert embed(folder) == 3
     assert len(list((folder / "output/embeddings").glob("*.parquet"))) == 2
-    assert len(list((folder / "output/errors").glob("*.parquet"))) == 1
+    assert len(list((folder / "output/__errors").glob("*.parquet"))) == 1
     check_blocks(folder)
+    assert printed(folder, [LOADED]) == ["3 embedding id modified row size source"]
 
 
 def test_the_page_states_the_size_of_an_exact_index():

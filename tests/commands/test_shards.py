@@ -28,6 +28,8 @@ from shard_folders import (
     by_id,
     encoded,
     expected,
+    is_done,
+    opened,
     run,
     shards,
     write_tar,
@@ -44,11 +46,13 @@ from pallas_patch_embed.embed import (
     output,
     parquet,
     place,
+    provenance,
     sources,
     tars,
     units,
 )
 from pallas_patch_embed.embed.ids import Ids
+from pallas_patch_embed.embed.units import Entry
 from pallas_patch_embed.files import new_partial, written_atomically
 
 
@@ -74,16 +78,15 @@ def test_a_folder_has_whole_shards_of_embeddings_and_of_errors(tmp_path, picture
     assert run([pictures], out) == 1
     files = [(str(pictures / f"{i:02}.png"), encoded(i)) for i in range(23)]
     assert_same(by_id(out), expected(files))
-    assert sorted(path.name for path in (out / "embeddings").iterdir()) == [
-        "000000.parquet",
-        "000001.parquet",
-        "000002.parquet",
-    ]
-    errors = shards(out, "errors")
+    # Shards of both kinds are numbered in the order in which they are written.
+    names = sorted(path.name for path in out.glob("*/*"))
+    assert names == [f"{number:06}.parquet" for number in range(4)]
+    assert len(list((out / "embeddings").iterdir())) == 3
+    errors = shards(out, "__errors")
     assert errors["id"] == [str(pictures / "bad.png")] and "not a picture" in errors["reason"][0]
     schema = pyarrow.parquet.read_schema(out / "embeddings" / "000000.parquet")
     assert schema.field("embedding").type == pyarrow.list_(pyarrow.float32(), 96)
-    manifest = json.loads((out / "manifest.json").read_text())
+    manifest = json.loads((out / "_manifest.json").read_text())
     assert manifest["width"] == 96 and manifest["settings"]["patch_dtype"] == "bfloat16"
 
 
@@ -99,19 +102,24 @@ def test_a_run_goes_on_with_what_is_not_in_shards(tmp_path, pictures, monkeypatc
         return embed(self, images)
 
     monkeypatch.setattr(embedder.Embedder, "start", counting)
-    assert run([pictures], out) == 0  # The bad picture is in a shard of errors.
+    assert run([pictures], out) == 1  # The bad picture is in a shard of errors.
     assert sum(computed) == 8
     assert_same(by_id(out), wanted)
-    assert run([pictures], out) == 0 and sum(computed) == 8
+    assert run([pictures], out) == 1 and sum(computed) == 8
 
 
 def test_errors_are_tried_again_if_asked_for(tmp_path, pictures):
     out = tmp_path / "out"
     assert run([pictures], out) == 1
-    (pictures / "bad.png").write_bytes(encoded(99))
-    assert run([pictures], out) == 0 and len(by_id(out)) == 23
+    good = encoded(99)
+    (pictures / "bad.png").write_bytes(b"bad".ljust(len(good)))
+    assert run([pictures], out) == 1  # It has changed, so it is tried again.
+    status = (pictures / "bad.png").stat()
+    (pictures / "bad.png").write_bytes(good)
+    os.utime(pictures / "bad.png", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert run([pictures], out) == 1 and len(by_id(out)) == 23
     assert run([pictures], out, retry_errors=True) == 0 and len(by_id(out)) == 24
-    assert shards(out, "errors") == {}
+    assert shards(out, "__errors") == {}
 
 
 @pytest.mark.parametrize(
@@ -137,13 +145,12 @@ def test_other_settings_are_refused_before_anything_is_written(tmp_path, picture
 
 def test_two_runs_at_once_into_one_folder_are_refused(tmp_path, pictures):
     out = tmp_path / "out"
-    settings = output.Settings("", "", "", False, "float32")
-    first = folder.Folder(str(out), settings, 96, overwrite=False, retry=False)
+    first = opened(out)
     with pytest.raises(ValueError, match="another run is writing there"):
-        folder.Folder(str(out), settings, 96, overwrite=False, retry=False)
+        opened(out)
     with first:
         pass
-    with folder.Folder(str(out), settings, 96, overwrite=False, retry=False):
+    with opened(out):
         pass
 
 
@@ -168,33 +175,31 @@ class WithoutCreate(MemoryFileSystem):
 @pytest.mark.parametrize("protocol", ["memory", "overwriting"])
 def test_a_lease_is_for_one_run_and_ends_with_it(quick_leases, protocol):
     fsspec.register_implementation("overwriting", WithoutCreate, clobber=True)
-    settings = output.Settings("", "", "", False, "float32")
-    arguments = (f"{protocol}://lease", settings, 96)
-    with folder.Folder(*arguments, overwrite=False, retry=False):
+    url = f"{protocol}://lease"
+    with opened(url):
         with pytest.raises(exclusive.BusyError, match="another run is writing there"):
-            folder.Folder(*arguments, overwrite=False, retry=False)
-    fs, root = fsspec.url_to_fs(arguments[0])
+            opened(url)
+    fs, root = fsspec.url_to_fs(url)
     for ago in (0, 10**6):
         left = {"run": "killed", "host": "elsewhere", "time": time.time() - ago}
         fs.pipe_file(f"{root}/.lease.json", json.dumps(left).encode())
-        with folder.Folder(*arguments, overwrite=False, retry=False):
+        with opened(url):
             pass
     fs.pipe_file(f"{root}/.lease.json", b"no JSON")
-    with folder.Folder(*arguments, overwrite=False, retry=False):
+    with opened(url):
         pass
     assert not fs.exists(f"{root}/.lease.json")
 
 
 def test_a_run_whose_lease_was_taken_writes_nothing_more(quick_leases):
-    settings = output.Settings("", "", "", False, "float32")
     fs, root = fsspec.url_to_fs("memory://taken")
-    with folder.Folder("memory://taken", settings, 4, overwrite=False, retry=False) as first:
-        first.add(["a"], np.ones((1, 4), np.float32))
+    with opened("memory://taken") as first:
+        first.add([Entry("a")], np.ones((1, 4), np.float32))
         first.flush()
         other = json.dumps({"run": "other", "host": "elsewhere", "time": time.time()})
         fs.pipe_file(f"{root}/.lease.json", other.encode())
         first._hold._thread.join()  # The thread ends when it finds the name of the other run.
-        first.add(["b"], np.ones((1, 4), np.float32))
+        first.add([Entry("b")], np.ones((1, 4), np.float32))
         with pytest.raises(
             output.UnfinishedError, match=r"another run \(on elsewhere\) has taken over"
         ):
@@ -205,9 +210,8 @@ def test_a_run_whose_lease_was_taken_writes_nothing_more(quick_leases):
 
 def test_a_paused_run_looks_at_its_lease_before_it_writes(monkeypatch):
     """SIGSTOP or a suspended machine pauses a run, so that the thread does not renew the lease."""
-    settings = output.Settings("", "", "", False, "float32")
     fs, root = fsspec.url_to_fs("memory://paused")
-    with folder.Folder("memory://paused", settings, 4, overwrite=False, retry=False) as first:
+    with opened("memory://paused") as first:
         other = json.dumps({"run": "other", "host": "elsewhere", "time": time.time()})
         fs.pipe_file(f"{root}/.lease.json", other.encode())
         first._hold._renewed -= exclusive.VOID
@@ -218,17 +222,16 @@ def test_a_paused_run_looks_at_its_lease_before_it_writes(monkeypatch):
 @pytest.mark.parametrize("url", ["{tmp}/out", "memory://unfinished"])
 def test_what_a_killed_run_was_writing_is_removed(tmp_path, url):
     url = url.format(tmp=tmp_path)
-    arguments = url, output.Settings("", "", "", False, "float32"), 4
     fs, root = fsspec.url_to_fs(url)
-    with folder.Folder(*arguments, overwrite=False, retry=False) as first:
-        first.add(["a"], np.ones((1, 4), np.float32))
+    with opened(url) as first:
+        first.add([Entry("a")], np.ones((1, 4), np.float32))
         first.flush()
-    left = [f"{root}/{part}{new_partial()}" for part in ("", "embeddings/", "errors/")]
+    left = [f"{root}/{part}{new_partial()}" for part in ("", "embeddings/", "__errors/")]
     others = [f"{root}/.partial", f"{root}/embeddings/.{'0' * 31}.partial"]
     for path in left + others:
         fs.pipe_file(path, b"PAR1")
-    with folder.Folder(*arguments, overwrite=False, retry=False) as second:
-        assert second.is_done("a")
+    with opened(url) as second:
+        assert is_done(second, "a")
     assert [fs.exists(path) for path in left + others] == 3 * [False] + 2 * [True]
 
 
@@ -251,7 +254,7 @@ def test_overwriting_that_is_killed_can_be_run_again(tmp_path, pictures, monkeyp
     assert len(by_id(tmp_path / "out")) == 23
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])
+@pytest.mark.parametrize("name", ["notes.txt", "_manifest.json"])
 def test_a_folder_of_something_else_is_refused(tmp_path, pictures, name):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("{}")
@@ -301,12 +304,16 @@ def test_an_npz_has_the_failures_and_the_settings(tmp_path, pictures):
         about = json.loads(str(file["about"]))
     versions = about.pop("versions")
     assert versions["pallas_patch_embed"] == ppe.__version__ and versions["jax"]
-    assert about == {
-        "checkpoint_sha256": embedder.checkpoint_hash(checkpoint(MODEL)),
+    assert about["model"] == str(checkpoint(MODEL)) and about["options"]["patch_dtype"] == "int8"
+    assert about["settings"] == {
+        "checkpoint_sha256": provenance.CheckpointHash(checkpoint(MODEL)).sha256,
         "preprocessing": "224 x 224 pixels, bicubic",
         "patch_dtype": "int8",
         "normalize": False,
         "embedding_dtype": "float16",
+        "image_column": None,
+        "keep": [],
+        "arithmetic": 1,
     }
 
 
@@ -319,7 +326,7 @@ def test_the_version_of_pillow_is_that_of_the_imported_module(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(PIL, "__version__", "12.1.1.post0")
-    assert output.versions()["pillow"] == "12.1.1.post0"
+    assert provenance.versions()["pillow"] == "12.1.1.post0"
 
 
 @pytest.mark.parametrize("full", [["out.npz"], ["out.npz", "temporary"]])
@@ -437,7 +444,7 @@ def test_a_damaged_tar_is_an_error_and_its_first_pictures_are_embedded(tmp_path)
     content = (tmp_path / "a.tar").read_bytes()
     (tmp_path / "a.tar").write_bytes(content[: len(content) // 3])
     assert run([tmp_path / "a.tar"], tmp_path / "out") == 1
-    errors = shards(tmp_path / "out", "errors")
+    errors = shards(tmp_path / "out", "__errors")
     assert errors["id"] == [str(tmp_path / "a.tar")] and "to its end" in errors["reason"][0]
     assert 0 < len(by_id(tmp_path / "out")) < 9
 
@@ -558,7 +565,8 @@ def test_parquet_has_ids_or_gets_them(tmp_path, nested):
     pyarrow.parquet.write_table(table, path)
     assert run([path], tmp_path / "out") == 1
     assert_same(by_id(tmp_path / "out"), expected(list(zip("abcde", contents[:5]))))
-    assert shards(tmp_path / "out", "errors") == {"id": ["f"], "reason": ["its cell is empty"]}
+    errors = shards(tmp_path / "out", "__errors")
+    assert (errors["id"], errors["reason"]) == (["f"], ["its cell is empty"])
     pyarrow.parquet.write_table(table.drop_columns("id"), path)
     assert run([path], tmp_path / "other") == 1
     assert sorted(by_id(tmp_path / "other")) == [f"{path}#{i}" for i in range(5)]
@@ -581,7 +589,7 @@ def test_lists_braces_and_ids_that_come_twice(tmp_path, pictures, monkeypatch):
     arguments = [f"{tmp_path}/t{{0..1}}.tar"]
     assert run(arguments, tmp_path / "out", lists=[str(tmp_path / "list.txt")]) == 2
     assert sorted(by_id(tmp_path / "out")) == ["00.png", "01.png", "k"]
-    errors = shards(tmp_path / "out", "errors")
+    errors = shards(tmp_path / "out", "__errors")
     assert dict(zip(errors["id"], errors["reason"])) == {
         "k": output.SAME_ID,
         "absent.png": "No such file or directory",
@@ -674,7 +682,7 @@ def test_a_store_that_cannot_be_reached_is_said(tmp_path, pictures, monkeypatch)
     monkeypatch.setattr(Unreachable, "fails", {"open"})
     for name in ("a.tar", "a.parquet"):
         assert run([f"unreachable://{name}"], tmp_path / name) == 1
-        (reason,) = shards(tmp_path / name, "errors")["reason"]
+        (reason,) = shards(tmp_path / name, "__errors")["reason"]
         assert "no network" in reason
 
 

@@ -646,7 +646,7 @@ def test_a_child_answers_in_a_process_of_its_own():
         assert list(child.ask()) == first[2:]
 
 
-def test_the_keyboards_signal_leaves_a_child_alone_that_still_imports():
+def test_signals_leave_a_child_alone_that_still_imports():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     # Where tests run in parallel SIGINT is ignored, and children inherit that.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)

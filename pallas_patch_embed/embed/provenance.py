@@ -1,0 +1,169 @@
+"""What decides the bits of embeddings, for the records of an output."""
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pallas_patch_embed
+from pallas_patch_embed.embed.options import Options
+from pallas_patch_embed.messages import quoted
+
+# The version of the arithmetic of each patch dtype. A change of the bits of the embeddings, other
+# than by the rounding of another compiler or device, gets a new number. Embeddings with different
+# numbers are not mixed in one folder.
+ARITHMETIC = {"float32": 1, "bfloat16": 1, "float8_e4m3fn": 1, "int8": 1}
+
+# The files in the folder of a checkpoint that decide the embeddings, besides the weights.
+DECIDING = ("config.json", "preprocessor_config.json", "processor_config.json")
+
+# Largest number of other JSON files that may have been added since an earlier version computed its
+# hash, which depended on all JSON files.
+MOST_OTHERS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings that decide what shards contain. All runs into one folder have the same ones.
+
+    Attributes:
+      checkpoint_sha256: hash of the checkpoint's files.
+      preprocessing: description of the size and the resampling of pictures.
+      patch_dtype: dtype of the patch embedding.
+      normalize: whether embeddings are divided by their norm.
+      embedding_dtype: dtype of the embeddings that are written, "float32" or "float16".
+      image_column: column of parquet files with the pictures; None for the only one.
+      keep: names of the columns that are carried into the shards.
+      arithmetic: version of the arithmetic, from ARITHMETIC.
+    """
+
+    checkpoint_sha256: str
+    preprocessing: str
+    patch_dtype: str
+    normalize: bool
+    embedding_dtype: str
+    image_column: str | None = None
+    keep: list[str] = dataclasses.field(default_factory=list)
+    arithmetic: int = 1
+
+
+# What it means if a manifest of an earlier version lacks a setting. The column of the pictures is
+# not known then, and not compared.
+ABSENT: dict[str, Any] = {"keep": [], "arithmetic": 1}
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Describes how the settings in a manifest differ from the wanted ones; "" if they do not."""
+    changes = []
+    for name, value in wanted.items():
+        was = found.get(name, ABSENT.get(name))
+        if was == value or (name == "image_column" and name not in found):
+            continue
+        if name == "arithmetic":
+            changes.append(
+                "this version of the package computes other embeddings with weights in "
+                f"{wanted['patch_dtype']}, which it does not mix with earlier ones"
+            )
+        else:
+            changes.append(f"{name} was {quoted(was)} and is now {quoted(value)}")
+    return "; ".join(changes)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages that affect embeddings.
+
+    They are those of the imported modules, which need no metadata of an installation. Pillow may be
+    Pillow-SIMD's.
+    """
+    import jax
+    import jaxlib
+    import PIL
+
+    modules = {"jax": jax, "jaxlib": jaxlib, "numpy": np, "pillow": PIL}
+    found = {name: str(module.__version__) for name, module in modules.items()}
+    return {"pallas_patch_embed": pallas_patch_embed.__version__} | found
+
+
+def checkpoint_files(checkpoint: Path) -> list[Path]:
+    """Returns the weights and the JSON files of a checkpoint, sorted."""
+    if not checkpoint.is_dir():
+        return [checkpoint] if checkpoint.exists() else []
+    kinds = ("*.json", "*.safetensors")
+    return sorted(path for kind in kinds for path in checkpoint.glob(kind) if path.is_file())
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Where the embeddings of a run come from, for the records of an output.
+
+    Attributes:
+      model: name of the checkpoint, as the user gave it.
+      settings: the settings of the run.
+      options: all options of the run.
+      batch: number of pictures that a device computes at a time, which affects rounding.
+      device: kind of the device; None if it is not known.
+      recognizes: function that tells whether a hash in a manifest is that of this checkpoint.
+    """
+
+    model: str
+    settings: Settings
+    options: Options
+    batch: int
+    device: str | None
+    recognizes: Callable[[str], bool]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the JSON object that is recorded."""
+        return {
+            "model": self.model,
+            "settings": dataclasses.asdict(self.settings),
+            "options": dataclasses.asdict(self.options),
+            "batch": self.batch,
+            "device": self.device,
+            "versions": versions(),
+        }
+
+
+class CheckpointHash:
+    """The SHA-256 of the names and contents of a checkpoint's files.
+
+    Only files that decide the embeddings count: a tokenizer beside them does not.
+
+    Attributes:
+      sha256: the hash in hexadecimal digits.
+    """
+
+    def __init__(self, checkpoint: Path):
+        self._digests = {}
+        for path in checkpoint_files(checkpoint):
+            with open(path, "rb") as file:
+                self._digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+        self._others = [
+            name
+            for name in self._digests
+            if checkpoint.is_dir() and name.endswith(".json") and name not in DECIDING
+        ]
+        self.sha256 = self._without(self._others)
+
+    def _without(self, others: Any) -> str:
+        whole = hashlib.sha256()
+        for name, digest in self._digests.items():
+            if name not in others:
+                whole.update(f"{name} {digest}\n".encode())
+        return whole.hexdigest()
+
+    def is_that_of(self, sha256: str) -> bool:
+        """Returns whether this or an earlier version computed the hash from the same checkpoint.
+
+        Earlier versions hashed all JSON files, to which some may have been added since.
+        """
+        return sha256 == self.sha256 or sha256 in self._earlier()
+
+    def _earlier(self) -> Iterator[str]:
+        if len(self._others) <= MOST_OTHERS:
+            for n in range(len(self._others)):
+                yield from map(self._without, itertools.combinations(self._others, n))

@@ -1,0 +1,383 @@
+"""What `embed` recognizes when it resumes a folder: pictures, changes, moves, earlier versions."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow
+import pyarrow.dataset
+import pyarrow.parquet
+import pytest
+from goldens import checkpoint
+from shard_folders import (
+    MODEL,
+    assert_same,
+    by_id,
+    encoded,
+    expected,
+    opened,
+    run,
+    shards,
+    write_tar,
+)
+
+from pallas_patch_embed.embed import command, provenance
+from pallas_patch_embed.embed.options import Options
+from pallas_patch_embed.embed.provenance import CheckpointHash
+from pallas_patch_embed.embed.tables import ABOUT
+from pallas_patch_embed.embed.units import Entry, Origin, remote_origin
+
+
+@pytest.fixture
+def few(tmp_path, monkeypatch):
+    """Makes a folder of three pictures in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("few").mkdir()
+    for i in range(3):
+        Path("few", f"{i}.png").write_bytes(encoded(i))
+    return tmp_path / "few"
+
+
+def replace(path, i):
+    """Replaces a picture by another one of the same size, at a later time."""
+    status = os.stat(path)
+    Path(path).write_bytes(encoded(i).ljust(status.st_size, b"\0"))
+    assert os.stat(path).st_size == status.st_size
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+def about(out):
+    """Returns what the metadata of each shard of embeddings say, by name."""
+    return {
+        path.name: json.loads(pyarrow.parquet.read_schema(path).metadata[ABOUT])
+        for path in sorted((out / "embeddings").iterdir())
+    }
+
+
+def test_a_picture_is_embedded_once_however_it_is_spelled(few, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert run(["few"], out) == 0
+    (tmp_path / "link").symlink_to("few")
+    (tmp_path / "other").mkdir()
+    assert run([few, "link", "./few/0.png"], out) == 0
+    monkeypatch.chdir(tmp_path / "other")
+    assert run(["../few", few], out) == 0
+    columns = shards(out)
+    assert columns["id"] == [f"few/{i}.png" for i in range(3)]
+    assert columns["source"] == [str(few / f"{i}.png") for i in range(3)]
+    assert columns["row"] == [""] * 3
+    assert columns["size"] == [os.stat(path).st_size for path in columns["source"]]
+
+
+def test_a_picture_that_changed_is_reported_or_embedded_again(few, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run([few], out) == 0
+    before = by_id(out)
+    replace(few / "1.png", 77)
+    assert run([few], out) == 1
+    printed = capsys.readouterr()
+    assert f"{few / '1.png'} has changed since it was embedded." in printed.err
+    assert "1 have changed since they were embedded; --changed embed embeds" in printed.out
+    assert_same(by_id(out), before)
+    assert run([few], out, changed="embed") == 0
+    wanted = before | expected([(str(few / "1.png"), encoded(77))])
+    assert_same(by_id(out), wanted)
+    assert run([few], out) == 0
+    # It is an error if the new contents are no picture, and the old embedding is gone.
+    (few / "1.png").write_text("no picture")
+    assert run([few], out, changed="embed") == 1
+    del wanted[str(few / "1.png")]
+    assert_same(by_id(out), wanted)
+    assert shards(out, "__errors")["id"] == [str(few / "1.png")]
+    (few / "1.png").write_bytes(encoded(5))  # No option is needed, because it has no embedding.
+    assert run([few], out) == 0
+    assert_same(by_id(out), wanted | expected([(str(few / "1.png"), encoded(5))]))
+    assert shards(out, "__errors") == {}
+
+
+def test_rows_that_a_killed_run_has_replaced_are_removed_by_the_next(few, tmp_path):
+    """The run may be killed after any of its writes."""
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    assert run([few], out) == 0
+    replace(few / "1.png", 77)
+    shutil.copytree(out, kept)
+    assert run([few], out, changed="embed") == 0
+    wanted = by_id(out)
+    (written,) = {p.name for p in (out / "embeddings").iterdir()} - {"000001.parquet"}
+    assert written == "000002.parquet"  # Shard 0 was copied to shard 2, without its second row.
+    for names in (["000001"], ["000001", "000002"]):
+        again = tmp_path / "again"
+        shutil.copytree(kept, again)
+        for name in names:
+            shutil.copy(out / "embeddings" / f"{name}.parquet", again / "embeddings")
+        assert len(shards(again)["id"]) > 3
+        assert run([few], again) == 0
+        assert_same(by_id(again), wanted)
+        shutil.rmtree(again)
+
+
+def test_pictures_at_urls_are_compared_too(tmp_path):
+    fs = fsspec.filesystem("memory")
+    for i in range(2):
+        fs.pipe_file(f"/changing/{i}.png", encoded(i))
+    named, out = [f"memory://changing/{i}.png" for i in range(2)], tmp_path / "out"
+    assert run(named, out) == 0
+    fs.pipe_file("/changing/1.png", encoded(78))
+    # Without the option no server is asked about pictures that are named one by one.
+    assert run(named, out) == 0
+    assert run(named, out, changed="report") == 1
+    assert run(["memory://changing"], out) == 1
+    assert run(named, out, changed="embed") == 0
+    assert_same(by_id(out), expected([(named[0], encoded(0)), (named[1], encoded(78))]))
+    assert run(["memory://changing"], out) == 0
+
+
+def test_a_signed_url_is_the_same_picture_with_another_signature():
+    signed = "https://host/a.png?v=1&X-Amz-Signature={}&X-Amz-Date=2"
+    assert {remote_origin(signed.format(i)) for i in range(2)} == {Origin("https://host/a.png?v=1")}
+
+
+def test_members_of_a_tar_that_changed_are_reported(tmp_path):
+    out = tmp_path / "out"
+    write_tar(tmp_path / "t.tar", {f"{i}.png": encoded(i) for i in range(3)})
+    assert run([tmp_path / "t.tar"], out) == 0
+    columns = shards(out)
+    assert columns["source"] == [str(tmp_path / "t.tar")] * 3
+    assert columns["row"] == ["0", "1", "2"]
+    os.utime(tmp_path / "t.tar", ns=(0, 0))
+    assert run([tmp_path / "t.tar"], out) == 3
+
+
+def test_a_folder_that_was_moved_is_not_embedded_again(few, tmp_path):
+    out = tmp_path / "out"
+    assert run(["few"], out) == 0
+    wanted = by_id(out)
+    few.rename(tmp_path / "new")
+    moved = [(str(few), "new")]
+    with pytest.raises(ValueError, match="the output has no picture of either"):
+        run(["new"], out, moved=[("absent", "nowhere")])
+    assert run(["new"], out, moved=moved) == 0
+    for options in (dict(moved=moved), {}):
+        assert run(["new"], out, **options) == 0
+    assert_same(by_id(out), wanted)
+    assert shards(out)["source"] == [str(tmp_path / "new" / f"{i}.png") for i in range(3)]
+    # The time of the last change may differ in another place, but not the size.
+    (tmp_path / "new" / "0.png").write_bytes(encoded(0) + b"\0")
+    assert run(["new"], out) == 1
+
+
+def test_a_folder_may_have_been_moved_to_a_url(few, tmp_path):
+    assert run([few], tmp_path / "out") == 0
+    fs = fsspec.filesystem("memory")
+    for i in range(3):
+        fs.pipe_file(f"/moved/{i}.png", encoded(i))
+    moved = [(str(few), "memory://moved")]
+    assert run(["memory://moved"], tmp_path / "out", moved=moved) == 0
+    assert len(by_id(tmp_path / "out")) == 3
+
+
+@pytest.fixture
+def same_keys(tmp_path):
+    """Makes two tars that count from zero."""
+    for i in range(2):
+        members = {f"{j:06}.png": encoded(10 * i + j) for j in range(2)}
+        write_tar(tmp_path / f"{i}.tar", members)
+    return [tmp_path / f"{i}.tar" for i in range(2)]
+
+
+def test_pictures_with_the_same_id_are_refused_or_told_apart(tmp_path, same_keys):
+    out = tmp_path / "out"
+    assert run(same_keys, out) == 2
+    errors = shards(out, "__errors")
+    assert errors["id"] == ["000000", "000001"] and len(by_id(out)) == 2
+    assert all("with --repeated-ids both are embedded" in why for why in errors["reason"])
+    assert run(same_keys, out) == 2
+    assert run(same_keys, out, repeated_ids=True, retry_errors=True) == 0
+    assert run(same_keys, out, repeated_ids=True) == 0
+    columns = shards(out)
+    found = dict(zip(zip(columns["source"], columns["row"]), columns["embedding"]))
+    assert sorted(columns["id"]) == ["000000", "000000", "000001", "000001"]
+    for i in range(2):
+        for j in range(2):
+            (wanted,) = expected([("", encoded(10 * i + j))]).values()
+            np.testing.assert_array_equal(found[str(same_keys[i]), str(j)], wanted)
+    assert run(same_keys, tmp_path / "out.npz", repeated_ids=True) == 0
+    with np.load(tmp_path / "out.npz") as file:
+        identities = list(zip(file["sources"], file["rows"]))
+        np.testing.assert_array_equal(
+            file["embeddings"], np.array([found[identity] for identity in identities], np.float32)
+        )
+
+
+def test_one_key_of_two_pictures_in_a_tar_is_told_apart(tmp_path):
+    write_tar(tmp_path / "t.tar", {"0.png": encoded(1), "0.jpg": encoded(2, "JPEG")})
+    assert run([tmp_path / "t.tar"], tmp_path / "out") == 1
+    options = dict(repeated_ids=True, retry_errors=True)
+    assert run([tmp_path / "t.tar"], tmp_path / "out", **options) == 0
+    assert shards(tmp_path / "out")["row"] == ["0", "1"]
+
+
+# Exit codes.
+
+
+def test_earlier_failures_are_counted_with_the_option_that_retries_them(few, tmp_path, capsys):
+    (few / "bad.png").write_bytes(encoded(1)[:40])
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert run([few], out) == 1
+    assert "Earlier runs could not embed 1; --retry-errors tries them" in capsys.readouterr().out
+    assert run([few / "0.png"], out) == 0  # The other picture was not asked for.
+
+
+@pytest.mark.parametrize("name", ["out", "out.npz"])
+def test_nothing_found_is_an_error(tmp_path, name):
+    write_tar(tmp_path / "t.tar", {"notes.txt": b"no picture"})
+    pyarrow.parquet.write_table(
+        pyarrow.table({"image": pyarrow.array([], pyarrow.binary())}), tmp_path / "p.parquet"
+    )
+    (tmp_path / "empty").mkdir()
+    for found in ("t.tar", "p.parquet", "empty"):
+        with pytest.raises(ValueError, match="There are no pictures in"):
+            run([tmp_path / found], tmp_path / name)
+        assert not (tmp_path / name).exists()
+    (tmp_path / "empty" / "a.png").write_bytes(encoded(1))
+    # An empty source among others is no error.
+    assert run([tmp_path / "t.tar", tmp_path / "empty"], tmp_path / name) == 0
+
+
+@pytest.mark.parametrize(
+    "option", [dict(keep=("txt",)), dict(changed="embed"), dict(moved=(("a", "b"),))], ids=str
+)
+def test_options_that_need_shards_are_refused_for_an_npz(few, tmp_path, option):
+    (name,) = option
+    with pytest.raises(ValueError, match=f"expected a folder: --{name} needs shards"):
+        run([few], tmp_path / "out.npz", **option)
+
+
+# Earlier versions, and the records of this one.
+
+
+def earlier_folder(out, few, model):
+    """Writes the folder that version 1 of the format had: two pictures and an error."""
+    hashed = hashlib.sha256()
+    for path in sorted([*model.glob("*.json"), *model.glob("*.safetensors")]):
+        hashed.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    settings = {
+        "checkpoint_sha256": hashed.hexdigest(),
+        "preprocessing": "224 x 224 pixels, bicubic",
+        "patch_dtype": "bfloat16",
+        "normalize": False,
+        "embedding_dtype": "float32",
+    }
+    manifest = {"format": "pallas_patch_embed.embed.1", "settings": settings, "width": 96}
+    manifest["versions"] = provenance.versions() | {"jax": "0.11.2"}
+    for part in ("embeddings", "errors"):
+        (out / part).mkdir(parents=True)
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    ids = [str(few / f"{i}.png") for i in range(2)]
+    rows = np.array(list(expected([(id, encoded(i)) for i, id in enumerate(ids)]).values()))
+    lists = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows.ravel()), 96)
+    table = pyarrow.table({"id": ids, "embedding": lists})
+    pyarrow.parquet.write_table(table, out / "embeddings" / "000000.parquet")
+    bad = pyarrow.table({"id": [str(few / "bad.png")], "reason": ["it is damaged"]})
+    pyarrow.parquet.write_table(bad, out / "errors" / "000000.parquet")
+    return manifest
+
+
+def run_with(model, arguments, out, **options):
+    return command.run(model, arguments, out, options=Options(batch=4, workers=1, **options))
+
+
+@pytest.fixture
+def model(tmp_path):
+    shutil.copytree(checkpoint(MODEL), tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("added", [(), ("tokenizer.json", "special_tokens_map.json")], ids=len)
+def test_a_folder_of_an_earlier_version_is_resumed(few, tmp_path, model, capsys, added):
+    (few / "bad.png").write_text("no picture")
+    out = tmp_path / "out"
+    (model / "generation_config.json").write_text("{}")
+    manifest = earlier_folder(out, few, model)
+    for name in added:
+        (model / name).write_text("{}")
+    assert run_with(model, [few], out) == 1
+    assert "Embedded 1 of 4 pictures" in capsys.readouterr().out
+    assert_same(by_id(out), expected([(str(few / f"{i}.png"), encoded(i)) for i in range(3)]))
+    assert shards(out, "__errors")["id"] == [str(few / "bad.png")]
+    assert not (out / "manifest.json").exists() and not list(out.glob("errors/*"))
+    versions = [each["versions"] for each in about(out).values()]
+    assert manifest["versions"] in versions and provenance.versions() in versions
+    assert run_with(model, [few], out) == 1
+    assert pyarrow.dataset.dataset(out).count_rows() == 3
+    (model / "config.json").write_text((model / "config.json").read_text() + " ")
+    with pytest.raises(ValueError, match="checkpoint_sha256 was"):
+        run_with(model, [few], out)
+
+
+def test_a_tokenizer_beside_the_checkpoint_changes_nothing(few, tmp_path, model):
+    assert run_with(model, [few], tmp_path / "out") == 0
+    (model / "tokenizer.json").write_text("{}")
+    assert run_with(model, [few], tmp_path / "out") == 0
+    before = CheckpointHash(model).sha256
+    (model / "preprocessor_config.json").write_text("{}")
+    assert CheckpointHash(model).sha256 != before
+
+
+def test_embeddings_of_another_arithmetic_are_not_mixed(few, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert run([few], out, patch_dtype="int8") == 0
+    monkeypatch.setitem(command.ARITHMETIC, "int8", 2)
+    with pytest.raises(ValueError, match="computes other embeddings with weights in int8"):
+        run([few], out, patch_dtype="int8")
+    assert run([few], out, patch_dtype="int8", overwrite=True) == 0
+
+
+def test_every_shard_says_what_wrote_it(few, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    assert run([few / "0.png"], out) == 0
+    earlier = provenance.versions()
+    now = earlier | {"jax": "99.0"}
+    monkeypatch.setattr(provenance, "versions", lambda: now)
+    assert run([few], out, workers=1, batch=2) == 0
+    assert f"jax was '{earlier['jax']}' and is now '99.0'" in capsys.readouterr().err
+    first, second = about(out).values()
+    assert (first["versions"], second["versions"]) == (earlier, now)
+    assert first["model"] == second["model"] == str(checkpoint(MODEL))
+    assert first["settings"]["checkpoint_sha256"] == CheckpointHash(checkpoint(MODEL)).sha256
+    assert first["options"]["batch"] == 4 and second["options"]["batch"] == 2
+    assert first["options"].keys() == {field.name for field in dataclasses.fields(Options)}
+    assert json.loads((out / "_manifest.json").read_text())["options"] == first["options"]
+
+
+def test_options_that_change_no_embedding_do_not_keep_a_run_from_resuming(few, tmp_path):
+    out = tmp_path / "out"
+    assert run([few / "0.png"], out) == 0
+    harmless = dict(workers=1, quiet=True, batch=2, max_bytes=10**6, max_pixels=10**6)
+    harmless |= dict(repeated_ids=True, allow_truncated=True, id_column="id", changed="report")
+    assert run([few], out, **harmless) == 0 and len(by_id(out)) == 3
+
+
+def test_the_folder_is_a_dataset_of_its_embeddings(few, tmp_path):
+    (few / "bad.png").write_text("no picture")
+    assert run([few], tmp_path / "out") == 1
+    table = pyarrow.dataset.dataset(tmp_path / "out").to_table()
+    assert sorted(table["id"].to_pylist()) == [str(few / f"{i}.png") for i in range(3)]
+
+
+def test_ids_stay_unique_over_runs(tmp_path):
+    """Two folders may have pictures with the same relative path."""
+    with opened(tmp_path / "out") as out:
+        assert out.ledger.take_id("a")
+        out.add([Entry("a", Origin("/one/a"))], np.ones((1, 4), np.float32))
+        out.flush()
+    with opened(tmp_path / "out") as out:
+        assert not out.ledger.take_id("a") and out.ledger.take_id("b")
+    with opened(tmp_path / "out", repeated_ids=True) as out:
+        assert out.ledger.take_id("a")
