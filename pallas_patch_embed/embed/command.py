@@ -226,8 +226,9 @@ def _say_left_out(left_out: collections.Counter[str], say: Callable[[str], None]
     kinds = [f"{count} {printable(extension)}" for extension, count in most]
     kinds += [f"{rest} others"] if rest else []
     say(f"Left out {left_out.total()} files that are not pictures: {', '.join(kinds)}.")
-    for advice in sorted({a for extension in left_out if (a := missing_plugin(extension))}):
-        say(advice)
+    for extension in sorted(left_out):
+        if advice := missing_plugin(extension):
+            say(f"To read {extension} pictures, {advice}.")
 
 
 def _with_lists(arguments: Iterable[str], lists: Iterable[str]) -> Iterator[str]:

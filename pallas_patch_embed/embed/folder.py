@@ -18,7 +18,7 @@ from pallas_patch_embed.embed.ledger import Ledger, Moved, State, key
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import IS_CHANGED, SAME_ID, UnfinishedError
 from pallas_patch_embed.embed.pictures import reason
-from pallas_patch_embed.embed.place import FOLDER, Local, Place, Remote, place_of
+from pallas_patch_embed.embed.place import FILE, FOLDER, Local, Place, Remote, place_of
 from pallas_patch_embed.embed.provenance import Provenance, differences
 from pallas_patch_embed.embed.tables import (
     ABOUT,
@@ -140,14 +140,16 @@ class Folder:
             # The manifest is removed last, because `embed` refuses a folder of files without one.
             for part in self._parts():
                 self._remove([*(s.name for s in self.shards(part)), *self._partials(part)])
-            self._remove([n for n in (MANIFEST, OLD_MANIFEST) if self._place.kind(n)])
-        is_old = self._place.kind(OLD_MANIFEST) is not None
+            self._remove([OLD_MANIFEST] if _is_old(self._place) else [])
+            self._remove([MANIFEST] if self._place.kind(MANIFEST) else [])
+        is_old = _is_old(self._place)
         if not self._place.kind(MANIFEST):
             about = self.about | {"width": self._width}
             if is_old:
                 about = _manifest(self._place)
             self._write(MANIFEST, json.dumps(about | {"format": FORMAT}, indent=1).encode())
         self._check_settings()
+        self._say_rounding()
         parts = self._parts()
         if options.retry_errors:
             for part in parts[1:]:
@@ -169,7 +171,7 @@ class Folder:
 
     def _parts(self) -> tuple[str, ...]:
         """Returns the folders of shards; the first one is that of the embeddings."""
-        return (*PARTS, OLD_ERRORS) if self._place.kind(OLD_MANIFEST) else PARTS
+        return (*PARTS, OLD_ERRORS) if _is_old(self._place) else PARTS
 
     def _read(self, shard: Shard, moved: "Moved") -> None:
         """Records the pictures of a shard. Later shards must have been recorded before."""
@@ -278,11 +280,14 @@ class Folder:
             raise ValueError(
                 f"{where}: it was written with other settings ({changes}). {otherwise}"
             )
-        rounding = [
+
+    def _say_rounding(self) -> None:
+        """Says if the embeddings of this run may be rounded differently than those of the first."""
+        first, now = (
             about["versions"] | {"batch": about.get("batch", OLD_BATCH)}
-            for about in (manifest, self.about)
-        ]
-        if changes := differences(*rounding):
+            for about in (_manifest(self._place), self.about)
+        )
+        if changes := differences(first, now):
             self._say_line(
                 f"Embeddings of this run may be rounded differently, because {changes}. The "
                 "metadata of each shard say what wrote it."
@@ -535,13 +540,24 @@ def _manifest_name(place: Place) -> str | None:
     return next((name for name in (MANIFEST, OLD_MANIFEST) if place.kind(name)), None)
 
 
-def _manifest(place: Place) -> Any:
+def _is_old(place: Place) -> bool:
+    """Returns whether an earlier version wrote the folder, and it is not yet converted."""
+    if place.kind(OLD_MANIFEST) != FILE:
+        return False
+    try:
+        written = _manifest(place, OLD_MANIFEST)
+    except (OSError, ValueError):
+        return False
+    return isinstance(written, dict) and written.get("format") == OLD_FORMAT
+
+
+def _manifest(place: Place, name: str | None = None) -> Any:
     """Returns the JSON value in the manifest.
 
     Raises:
       OSError, ValueError: the manifest cannot be read; the message says why.
     """
-    with place.open(_manifest_name(place) or MANIFEST) as file:
+    with place.open(name or _manifest_name(place) or MANIFEST) as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES} bytes")

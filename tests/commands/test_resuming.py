@@ -289,6 +289,19 @@ def earlier_folder(out, few, model):
     return manifest
 
 
+def test_a_manifest_of_somebody_else_stays(few, tmp_path):
+    out = tmp_path / "out"
+    for options in ({}, {}, dict(overwrite=True)):
+        assert run([few], out, **options) == 0
+        for content in ('{"format": "other"}', "no JSON"):
+            (out / "manifest.json").write_text(content)
+            (out / "errors").mkdir(exist_ok=True)
+            (out / "errors" / "000000.parquet").write_text("precious")
+            assert run([few], out, **options) == 0
+            assert (out / "manifest.json").read_text() == content
+            assert (out / "errors" / "000000.parquet").read_text() == "precious"
+
+
 def run_with(model, arguments, out, **options):
     return command.run(model, arguments, out, options=Options(batch=4, workers=1, **options))
 
