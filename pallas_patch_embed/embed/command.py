@@ -18,6 +18,7 @@ from pallas_patch_embed.embed.folder import Folder, check_folder, recorded_batch
 from pallas_patch_embed.embed.npz import Npz, check_npz
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import Output, UnfinishedError
+from pallas_patch_embed.embed.parquet import ColumnsError, without_columns
 from pallas_patch_embed.embed.pictures import missing_plugin
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.embed.provenance import (
@@ -28,7 +29,7 @@ from pallas_patch_embed.embed.provenance import (
     checkpoint_files,
 )
 from pallas_patch_embed.embed.tables import RESERVED
-from pallas_patch_embed.embed.units import Files, is_url
+from pallas_patch_embed.embed.units import Files, Picture, is_url
 from pallas_patch_embed.messages import printable
 
 # Options that need the shards of a folder, with the values that they have if they are not given.
@@ -58,7 +59,8 @@ def run(
 
     Returns:
       The number of pictures that have no embedding: those that could not be embedded now or
-      earlier, and those that have changed since they were embedded.
+      earlier, those that have changed since they were embedded, and those in folders that need a
+      plugin.
 
     Raises:
       OSError, ValueError: an argument does not exist; `out` cannot be written or is not an earlier
@@ -105,7 +107,7 @@ def run(
         if options.ray is not None:
             every_unit = list(units)  # The cluster gets all units at once.
             units = iter(every_unit)
-        first, pictures = _begun(picture for unit in units for picture in unit.pictures())
+        first, pictures = _begun(_pictures(units))
         if not first:
             _say_left_out(left_out, progress.say)
             searched = sources.some(itertools.chain(names, lists))
@@ -179,7 +181,10 @@ def run(
     _say(_outcome(progress, where))
     if progress.errors:
         print(f"{progress.errors} pictures could not be read or embedded.", file=sys.stderr)
-    return progress.missing
+    unsupported = {e: advice for e in sorted(left_out) if (advice := missing_plugin(e))}
+    for extension, advice in unsupported.items():
+        print(f"To read {left_out[extension]} {extension} pictures, {advice}.", file=sys.stderr)
+    return progress.missing + sum(left_out[extension] for extension in unsupported)
 
 
 def _begun[T](elements: Iterable[T]) -> tuple[list[T], Iterator[T]]:
@@ -194,9 +199,28 @@ def _kept_types(units: Iterator[sources.Unit]) -> tuple[dict[str, Any], Iterator
     begun: list[sources.Unit] = []
     for unit in units:
         begun.append(unit)
-        if not isinstance(unit, Files):
+        if isinstance(unit, Files):
+            continue  # Its files cannot be read.
+        try:
             return unit.kept_types(), itertools.chain(begun, units)
+        except OSError:
+            continue  # Its pictures say why.
     return {}, iter(begun)
+
+
+def _pictures(units: Iterable[sources.Unit]) -> Iterator[Picture]:
+    """Yields the pictures of all units.
+
+    Raises:
+      ColumnsError: the first unit has not the columns that are needed.
+    """
+    for number, unit in enumerate(units):
+        try:
+            yield from unit.pictures()
+        except ColumnsError as error:
+            if number == 0:
+                raise
+            yield without_columns(unit, error)
 
 
 def _outcome(progress: Progress, where: str) -> str:
@@ -218,17 +242,14 @@ def _outcome(progress: Progress, where: str) -> str:
 
 
 def _say_left_out(left_out: collections.Counter[str], say: Callable[[str], None]) -> None:
-    """Says how many files in folders are not pictures, and how some could be read."""
+    """Says how many files in folders were left out."""
     if not left_out:
         return
     most = left_out.most_common(MOST_EXTENSIONS)
     rest = left_out.total() - sum(count for _, count in most)
     kinds = [f"{count} {printable(extension)}" for extension, count in most]
     kinds += [f"{rest} others"] if rest else []
-    say(f"Left out {left_out.total()} files that are not pictures: {', '.join(kinds)}.")
-    for extension in sorted(left_out):
-        if advice := missing_plugin(extension):
-            say(f"To read {extension} pictures, {advice}.")
+    say(f"Left out {left_out.total()} files with other extensions: {', '.join(kinds)}.")
 
 
 def _with_lists(arguments: Iterable[str], lists: Iterable[str]) -> Iterator[str]:

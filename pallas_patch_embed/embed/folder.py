@@ -14,7 +14,8 @@ import numpy as np
 
 from pallas_patch_embed import ending, json_objects
 from pallas_patch_embed.embed.exclusive import Lease, Lock
-from pallas_patch_embed.embed.ledger import Ledger, Moved, State, key
+from pallas_patch_embed.embed.ledger import Ledger, State, key
+from pallas_patch_embed.embed.moved import Moved, check_places
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import IS_CHANGED, SAME_ID, UnfinishedError
 from pallas_patch_embed.embed.pictures import reason
@@ -29,7 +30,7 @@ from pallas_patch_embed.embed.tables import (
     errors_table,
     kept_bytes,
     parquet_bytes,
-    with_origins,
+    with_entries,
 )
 from pallas_patch_embed.embed.units import Entry, is_url
 from pallas_patch_embed.files import is_partial
@@ -44,7 +45,7 @@ SHARD_ROWS, SHARD_SECONDS, SHARD_BYTES = 4096, 60.0, 2**26
 # files of a folder, such as pyarrow.dataset and Hugging Face's datasets.
 EMBEDDINGS, ERRORS = PARTS = ("embeddings", "__errors")
 REASON = {EMBEDDINGS: (), ERRORS: ("reason",)}
-MANIFEST, LOCK, LEASE = "_manifest.json", ".lock", ".lease.json"
+MANIFEST, MOVED, LOCK, LEASE = "_manifest.json", "_moved.json", ".lock", ".lease.json"
 FORMAT = "pallas_patch_embed.embed.2"
 
 # The names and the format of an earlier version, whose folders are converted.
@@ -79,6 +80,7 @@ class Folder:
     """A folder of parquet shards, on this machine or at a URL.
 
       _manifest.json              settings, options and versions, written before all other files
+      _moved.json                 moves that are not yet applied to all shards
       embeddings/000000.parquet   columns of `tables.embeddings_table`
       __errors/000001.parquet     columns of `tables.errors_table`
 
@@ -111,16 +113,27 @@ class Folder:
         self.about = provenance.as_json()
         options = provenance.options
         self._place = place_of(url)
-        self.ledger = Ledger(unique_ids=not options.repeated_ids)
+        self.ledger = Ledger(unique_ids=not options.repeated_ids, retry=options.retry_errors)
         self._rows: list[tuple[Sequence[Entry], np.ndarray]] = []
         self._errors: list[tuple[Entry, str]] = []
         # The ledger knows shards by their place in this list.
         self._shards: list[Shard] = []
-        self._stale: set[int] = set()
         self._since, self._kept_bytes = 0.0, 0
         check_folder(url)
         if not options.overwrite:
             self._check_settings()
+        check_places(options.moved)
+        if options.moved and (options.overwrite or _manifest_name(self._place) is None):
+            raise ValueError(
+                f"--out is {printable(url)}: --moved needs the shards of earlier runs, but there "
+                "are none, or --overwrite removes them. Leave out --moved."
+            )
+        if options.ray is not None and options.repeated_ids and _is_old(self._place):
+            raise ValueError(
+                f"--out is {printable(url)}: an earlier version wrote it, whose shards do not say "
+                "where pictures come from. So --ray could mistake pictures with --repeated-ids for "
+                "others. Resume it once without --ray."
+            )
         with self._usable(""):
             self._place.make_folder()
         self._hold = _hold_of(self._place, url)
@@ -140,43 +153,56 @@ class Folder:
             # The manifest is removed last, because `embed` refuses a folder of files without one.
             for part in self._parts():
                 self._remove([*(s.name for s in self.shards(part)), *self._partials(part)])
-            self._remove([OLD_MANIFEST] if _is_old(self._place) else [])
-            self._remove([MANIFEST] if self._place.kind(MANIFEST) else [])
+            manifests = [OLD_MANIFEST] if _is_old(self._place) else []
+            for name in (*manifests, MOVED, MANIFEST):
+                self._remove([name] if self._place.kind(name) else [])
         is_old = _is_old(self._place)
-        if not self._place.kind(MANIFEST):
-            about = self.about | {"width": self._width}
-            if is_old:
-                about = _manifest(self._place)
-            self._write(MANIFEST, json.dumps(about | {"format": FORMAT}, indent=1).encode())
+        if not is_old and not self._place.kind(MANIFEST):
+            self._write_manifest(self.about | {"width": self._width})
         self._check_settings()
         self._say_rounding()
         parts = self._parts()
-        if options.retry_errors:
-            for part in parts[1:]:
-                self._remove([shard.name for shard in self.shards(part)])
+        shards = sorted((shard for part in parts for shard in self.shards(part)), reverse=True)
+        self._next = 1 + max((shard.number for shard in shards), default=-1)
+        moved = Moved((*self._unfinished_moves(), *options.moved))
+        for shard in shards:
+            self._read(shard, moved)
+        moved.check()
+        # From here on the folder is changed.
+        if is_old and not self._place.kind(MANIFEST):
+            self._write_manifest(_manifest(self._place))
         for part in PARTS:
             with self._usable(part):
                 self._place.make_folder(part)
         self.remove_partials()
-        shards = sorted((shard for part in parts for shard in self.shards(part)), reverse=True)
-        self._next = 1 + max((shard.number for shard in shards), default=-1)
-        moved = Moved(options.moved)
-        for shard in shards:
-            self._read(shard, moved)
-        moved.check()
+        if options.moved and not self._place.kind(MOVED):
+            self._write(MOVED, json.dumps(options.moved).encode())
         self._remove_replaced(moved)
+        self._remove([MOVED] if self._place.kind(MOVED) else [])
         if is_old:
             self._remove([OLD_MANIFEST])
         self._say()
+
+    def _write_manifest(self, about: Mapping[str, Any]) -> None:
+        self._write(MANIFEST, json.dumps({**about, "format": FORMAT}, indent=1).encode())
+
+    def _unfinished_moves(self) -> list[tuple[str, str]]:
+        """Returns the moves that a run was told of, and that ended before it had applied them."""
+        if not self._place.kind(MOVED):
+            return []
+        with self._usable(MOVED), self._place.open(MOVED) as file:
+            return [(str(old), str(new)) for old, new in json_objects.parse(file.read(MOST_BYTES))]
 
     def _parts(self) -> tuple[str, ...]:
         """Returns the folders of shards; the first one is that of the embeddings."""
         return (*PARTS, OLD_ERRORS) if _is_old(self._place) else PARTS
 
-    def _read(self, shard: Shard, moved: "Moved") -> None:
+    def _read(self, shard: Shard, moved: Moved) -> None:
         """Records the pictures of a shard. Later shards must have been recorded before."""
         import pyarrow.parquet
 
+        number, failed = len(self._shards), shard.part != EMBEDDINGS
+        self._shards.append(shard)
         with (
             self._usable(shard.name),
             self._place.open(shard.name) as file,
@@ -184,31 +210,33 @@ class Folder:
         ):
             schema = table.schema_arrow
             check_schema(shard.part, schema)
-            if shard.part == EMBEDDINGS:
+            if not failed:
                 self.kept = {name: schema.field(name).type for name in self.kept}
             columns = [name for name in ("id", *ORIGIN) if name in schema.names]
-            is_stale = len(columns) <= len(ORIGIN) or shard.part not in PARTS
+            if len(columns) <= len(ORIGIN) or shard.part not in PARTS:
+                self.ledger.stale.add(number)
             for batch in table.iter_batches(columns=columns):
                 if batch["id"].null_count:
                     raise ValueError("an id is missing")
                 entries = entries_of(batch)
                 now = list(map(moved, entries))
-                is_stale |= now != entries
-                failed = shard.part != EMBEDDINGS
-                is_stale |= self.ledger.record(now, len(self._shards), failed=failed) > 0
-            if is_stale:
-                self._stale.add(len(self._shards))
-            self._shards.append(shard)
+                if now != entries:
+                    self.ledger.stale.add(number)
+                # Later errors say that these pictures have the ids of others: those of shards
+                # without origins, and those that were not yet known to have been moved.
+                over_failed = not failed and (now != entries or len(columns) <= len(ORIGIN))
+                self.ledger.record(now, number, failed=failed, over_failed=over_failed)
 
     @ending.deferred()
-    def _remove_replaced(self, moved: "Moved") -> None:
+    def _remove_replaced(self, moved: Moved) -> None:
         """Copies the valid rows of stale shards to new shards, and removes the stale ones."""
         import pyarrow.parquet
 
-        if self._stale:
-            self._say_line(f"Rewriting {len(self._stale)} shards.")
-        for stale in sorted(self._stale):
-            old = self._shards[stale]
+        stale = self.ledger.stale
+        if stale:
+            self._say_line(f"Rewriting {len(stale)} shards.")
+        for number in sorted(stale):
+            old = self._shards[number]
             with self._usable(old.name), self._place.open(old.name) as file:
                 table = pyarrow.parquet.read_table(file)
                 about = json.loads((table.schema.metadata or {}).get(ABOUT, b"null"))
@@ -216,15 +244,15 @@ class Folder:
             entries = list(map(moved, entries_of(table)))
             valid = []
             for entry in entries:
-                valid.append(self.ledger.shard_of(entry) == stale and key(entry) not in seen)
+                valid.append(self.ledger.shard_of(entry) == number and key(entry) not in seen)
                 seen.add(key(entry))
             if any(valid):
-                new = with_origins(table, [entry.origin for entry in entries]).filter(valid)
+                new = with_entries(table, entries).filter(valid)
                 left = list(itertools.compress(entries, valid))
                 new_part = EMBEDDINGS if old.part == EMBEDDINGS else ERRORS
                 self._write_shard(new_part, new, left, about or self._earlier_about())
             self._remove([old.name])
-        self._stale.clear()
+        stale.clear()
 
     def _earlier_about(self) -> dict[str, Any]:
         """Returns what the manifest says about shards without metadata."""
@@ -368,9 +396,7 @@ class Folder:
     def _written(self, shard: Shard, entries: Sequence[Entry]) -> None:
         """Records the pictures of a new shard."""
         self._next += 1
-        self._stale |= self.ledger.replace(
-            entries, len(self._shards), failed=shard.part != EMBEDDINGS
-        )
+        self.ledger.written(entries, len(self._shards), failed=shard.part != EMBEDDINGS)
         self._shards.append(shard)
 
     def _write(self, name: str, content: bytes) -> None:
@@ -400,41 +426,45 @@ class Folder:
         have are recorded as errors.
 
         Returns:
-          The picture and the reason of each row in the new shard. Pictures with the reason
-          IS_CHANGED are in no shard.
+          The picture and the reason of each row in the new shard, and of each row that is not in
+          it, with the reason IS_CHANGED or SAME_ID.
         """
         import pyarrow.parquet
 
         self._hold.check()
         with self._place.open(partial) as file:
             table = pyarrow.parquet.read_table(file, columns=["id", *ORIGIN, *REASON[part]])
-        entries = entries_of(table)
-        reasons = table["reason"].to_pylist() if REASON[part] else [""] * len(entries)
-        changed = [row for row in zip(entries, reasons) if row[1] == IS_CHANGED]
-        new = [why != IS_CHANGED and self._is_new(e) for e, why in zip(entries, reasons)]
-        written = list(itertools.compress(zip(entries, reasons), new))
-        shard = Shard(self._next, part)
-        if all(new):
+        found = entries_of(table)
+        reasons = table["reason"].to_pylist() if REASON[part] else [""] * len(found)
+        written: list[Entry] = []
+        places: list[int] = []
+        refused: list[tuple[Entry, str]] = []
+        for i, (entry, why) in enumerate(zip(found, reasons)):
+            state = self.ledger.state(entry)
+            if why == IS_CHANGED:
+                refused.append((entry, why))
+            elif state not in (State.NEW, State.CHANGED):
+                continue  # It was named twice.
+            elif (admitted := self.ledger.admitted(entry, state)) is None:
+                self.fail(entry, SAME_ID)
+                refused.append((entry, SAME_ID))
+            else:
+                written.append(admitted)
+                places.append(i)
+        if written == found:
+            shard = Shard(self._next, part)
             with self._writing():
                 self._place.rename(partial, shard.name)
-            self._written(shard, entries)
+            self._written(shard, written)
         else:
             if written:
                 with self._place.open(partial) as file:
-                    whole = pyarrow.parquet.read_table(file)
-                left = list(itertools.compress(entries, new))
-                self._write_shard(part, whole.filter(new), left, self.about)
+                    whole = pyarrow.parquet.read_table(file).take(places)
+                whole = with_entries(whole, written)
+                self._write_shard(part, whole, written, self.about)
             self._remove([partial])
         self._say()
-        return written + changed
-
-    def _is_new(self, entry: Entry) -> bool:
-        """Returns whether a shard is to have the picture, and records an error if it may not."""
-        state = self.ledger.state(entry)
-        if state is State.NEW and not self.ledger.take_id(entry.id):
-            self.fail(entry, SAME_ID)
-            return False
-        return state in (State.NEW, State.CHANGED)
+        return [(entry, reasons[i]) for entry, i in zip(written, places)] + refused
 
     def remove_partials(self) -> None:
         """Removes the files that killed processes left behind."""
@@ -448,8 +478,11 @@ class Folder:
 
     def _say(self) -> None:
         """Sets the last line that the command prints if a signal ends it."""
+        lost = ""
+        if self._provenance.options.ray is not None:
+            lost = ", and embeds what the nodes have not yet written again"
         ending.state.outcome = (
-            f"the shards in {printable(self.url)} are kept; the same command resumes the work"
+            f"the shards in {printable(self.url)} are kept; the same command resumes the work{lost}"
         )
 
     def finish(self) -> str:

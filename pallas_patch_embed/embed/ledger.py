@@ -1,20 +1,19 @@
 """What the shards of a folder contain: which pictures, and whether they were changed since.
 
-Pictures, ids and times are kept as hashes of 128, 128 and 63 bits, which are unique in practice.
+Pictures, sources, ids and times are compared by hashes of 128 and 63 bits, which are unique in
+practice.
 """
 
 import dataclasses
 import enum
 import hashlib
-import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pallas_patch_embed.embed.ids import room, temporary_database
-from pallas_patch_embed.embed.units import Entry, Origin, is_url, text
-from pallas_patch_embed.messages import printable
+from pallas_patch_embed.embed.units import Entry, Origin
 
 # Values of a version that is not known.
 NO_SIZE, NO_TIME = -1, 0
@@ -43,7 +42,7 @@ class Version(NamedTuple):
         size = NO_SIZE if origin.size is None else origin.size
         modified = NO_TIME
         if origin.modified:
-            modified = int.from_bytes(_hash(origin.modified.encode(), 8)) >> 1
+            modified = int.from_bytes(_hash(origin.modified, 8)) >> 1
         return cls(size, modified)
 
     def may_be(self, other: "Version") -> bool:
@@ -54,28 +53,30 @@ class Version(NamedTuple):
 UNKNOWN = Version(NO_SIZE, NO_TIME)
 
 
-def _hash(content: bytes, size: int = 16) -> bytes:
-    return hashlib.blake2b(content, digest_size=size).digest()
+def _hash(text: str, size: int = 16) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=size).digest()
 
 
 def key(entry: Entry) -> bytes:
     """Returns a key of 16 bytes for the picture's origin, or for its id if there is no origin."""
     source, row = entry.origin[:2]
-    return _hash(f"{source}\0{row}".encode()) if source else _id_key(entry.id)
+    return _hash(f"{source}\0{row}") if source else _id_key(entry.id)
 
 
 def _id_key(id: str) -> bytes:
-    return _hash(b"\0" + id.encode())
+    return _hash(f"\0{id}")
 
 
-def state(version: Version, known: Version, failed: bool) -> State:
+def state(entry: Entry, known: Version, *, failed: bool) -> State:
     """Compares a picture's version with the one that a shard records.
 
-    A picture that has no embedding and was changed is new.
+    A picture that has no embedding and was changed is new. So is one that did not exist before.
     """
-    if version.may_be(known):
-        return State.FAILED if failed else State.DONE
-    return State.NEW if failed else State.CHANGED
+    version = Version.of(entry.origin)
+    if not failed:
+        return State.DONE if version.may_be(known) else State.CHANGED
+    appeared = bool(entry.origin.source) and known == UNKNOWN != version
+    return State.FAILED if version.may_be(known) and not appeared else State.NEW
 
 
 class Ledger:
@@ -83,80 +84,152 @@ class Ledger:
 
     Args:
       unique_ids: whether different pictures must have different ids.
+      retry: whether pictures that earlier runs could not embed are new.
+
+    Attributes:
+      only_ids: whether there are pictures of which only the ids are known, because an earlier
+        version recorded no origins.
+      stale: shards with rows that are not valid any more.
     """
 
-    def __init__(self, *, unique_ids: bool = True):
-        key = "key BLOB PRIMARY KEY"
-        columns = f"{key}, shard INTEGER, failed INTEGER, size INTEGER, modified INTEGER"
-        self._database = temporary_database(f"pictures ({columns})", f"ids ({key})")
-        self._unique_ids = unique_ids
-        # Whether there are pictures of earlier runs, and some of which only the ids are known.
-        self._has_earlier = self._only_ids = False
+    def __init__(self, *, unique_ids: bool = True, retry: bool = False):
+        picture = "key BLOB PRIMARY KEY, shard INTEGER, failed INTEGER, size INTEGER, "
+        picture += "modified INTEGER, source BLOB, id TEXT"
+        self._database = temporary_database(
+            f"pictures ({picture})",
+            "ids (key BLOB PRIMARY KEY, picture BLOB)",
+            "claims (key BLOB PRIMARY KEY, picture BLOB)",
+        )
+        self._unique_ids, self._retry = unique_ids, retry
+        self._has_earlier = False
+        self.only_ids = False
+        self.stale: set[int] = set()
 
-    def record(self, entries: Sequence[Entry], shard: int, *, failed: bool) -> int:
-        """Records pictures in a shard.
+    def record(
+        self, entries: Sequence[Entry], shard: int, *, failed: bool, over_failed: bool = False
+    ) -> None:
+        """Records the pictures in a shard of an earlier run, except those in later shards.
 
-        Returns:
-          The number of pictures that were already recorded, in another shard, and still are.
+        Args:
+          entries: the pictures.
+          shard: number of the shard.
+          failed: whether they have no embedding.
+          over_failed: whether they are valid even if a later shard says that they failed.
         """
         self._has_earlier |= len(entries) > 0
-        self._only_ids |= not all(entry.origin.source for entry in entries)
-        rows = [(key(e), shard, failed, *Version.of(e.origin)) for e in entries]
+        self.only_ids |= not all(entry.origin.source for entry in entries)
+        if over_failed:
+            for entry in entries:
+                found = self._find("failed, shard", key(entry))
+                if found is not None and found[0]:
+                    self.stale.add(found[1])
+                    self._forget(entry)
         before = self._database.total_changes
         with room():
-            self._database.executemany("INSERT OR IGNORE INTO pictures VALUES (?,?,?,?,?)", rows)
-            repeated = len(rows) - (self._database.total_changes - before)
+            self._database.executemany(
+                "INSERT OR IGNORE INTO pictures VALUES (?,?,?,?,?,?,?)",
+                [self._row(entry, shard, failed) for entry in entries],
+            )
+            if self._database.total_changes - before < len(entries):
+                self.stale.add(shard)
             if self._unique_ids and not failed:
-                ids = [(_id_key(entry.id),) for entry in entries]
-                self._database.executemany("INSERT OR IGNORE INTO ids VALUES (?)", ids)
-        return repeated
+                ids = [(_id_key(entry.id), key(entry)) for entry in entries]
+                self._database.executemany("INSERT OR IGNORE INTO ids VALUES (?,?)", ids)
 
-    def replace(self, entries: Sequence[Entry], shard: int, *, failed: bool) -> set[int]:
-        """Records pictures in a new shard; returns the shards that had some of them before."""
-        before = {self.shard_of(entry) for entry in entries} if self._has_earlier else set()
-        rows = [(key(e), shard, failed, *Version.of(e.origin)) for e in entries]
+    def written(self, entries: Sequence[Entry], shard: int, *, failed: bool) -> None:
+        """Records the pictures in a new shard, instead of the shards that had them before."""
+        if self._has_earlier:
+            before = (self._find("shard", key(entry)) for entry in entries)
+            self.stale.update(found[0] for found in before if found is not None)
         with room():
-            self._database.executemany("INSERT OR REPLACE INTO pictures VALUES (?,?,?,?,?)", rows)
-        return {shard for shard in before if shard is not None}
+            self._database.executemany(
+                "INSERT OR REPLACE INTO pictures VALUES (?,?,?,?,?,?,?)",
+                [self._row(entry, shard, failed) for entry in entries],
+            )
 
-    def take_id(self, id: str) -> bool:
-        """Returns whether a new picture may have this id; from now on no other one may."""
+    def _row(self, entry: Entry, shard: int, failed: bool) -> tuple[object, ...]:
+        version, source = Version.of(entry.origin), _hash(entry.origin.source)
+        return key(entry), shard, failed, *version, source, entry.id
+
+    def _forget(self, entry: Entry) -> None:
+        self._database.execute("DELETE FROM pictures WHERE key = ?", (key(entry),))
+
+    def take_id(self, entry: Entry) -> bool:
+        """Returns whether a picture may have its id; from now on no other one may.
+
+        If the id is that of a row that its source no longer has in this form, this row is not valid
+        any more.
+        """
         if not self._unique_ids:
             return True
+        mine = key(entry)
+        found = self._database.execute(
+            "SELECT picture FROM ids WHERE key = ?", (_id_key(entry.id),)
+        ).fetchone()
+        if found is not None and found[0] != mine:
+            holder = self._find("source, shard, size, modified", found[0])
+            if holder is None or holder[0] != _hash(entry.origin.source):
+                return False
+            if Version.of(entry.origin).may_be(Version(*holder[2:])):
+                return False
+            self.stale.add(holder[1])
+            self._database.execute("DELETE FROM pictures WHERE key = ?", (found[0],))
         with room():
-            added = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?)", (_id_key(id),))
-        return added.rowcount == 1
+            row = (_id_key(entry.id), mine)
+            self._database.execute("INSERT OR REPLACE INTO ids VALUES (?,?)", row)
+        return True
+
+    def admitted(self, entry: Entry, state: State) -> Entry | None:
+        """Returns a new or changed picture as it is to be written; None if its id is taken.
+
+        The id of a picture file stays as it was typed first. Other ids are those of the tar or the
+        table, and may have changed.
+        """
+        if state is State.CHANGED:
+            (old,) = self._database.execute(
+                "SELECT id FROM pictures WHERE key = ?", (key(entry),)
+            ).fetchone()
+            if not entry.origin.row:
+                return entry._replace(id=old)
+            self._database.execute(
+                "DELETE FROM ids WHERE key = ? AND picture = ?", (_id_key(old), key(entry))
+            )
+        return entry if self.take_id(entry) else None
 
     def shard_of(self, entry: Entry) -> int | None:
-        """Returns the shard that has the picture, or None."""
+        """Returns the shard with the valid row of a picture, or None."""
         found = self._find("shard", key(entry))
         return None if found is None else found[0]
 
     def state(self, entry: Entry) -> State:
         """Returns what earlier runs have written about a picture."""
         found = self._find("failed, size, modified", key(entry))
-        if found is None and self._only_ids:
-            found = self._find("failed, size, modified", _id_key(entry.id))
-        if found is None:
+        if found is None and self.only_ids and self._claims(entry):
+            entry = Entry(entry.id)
+            found = self._find("failed, size, modified", key(entry))
+        if found is None or (found[0] and self._retry):
             return State.NEW
-        failed, *known = found
-        return state(Version.of(entry.origin), Version(*known), bool(failed))
+        return state(entry, Version(*found[1:]), failed=bool(found[0]))
 
-    def _find(self, columns: str, key: bytes) -> tuple[int, ...] | None:
+    def _claims(self, entry: Entry) -> bool:
+        """Returns whether this is the first picture with the id of a row that has no origin."""
+        claim = (_id_key(entry.id), key(entry))
+        with room():
+            self._database.execute("INSERT OR IGNORE INTO claims VALUES (?,?)", claim)
+        found = self._database.execute("SELECT picture FROM claims WHERE key = ?", claim[:1])
+        return found.fetchone()[0] == claim[1]
+
+    def _find(self, columns: str, key: bytes) -> tuple[Any, ...] | None:
         found = self._database.execute(f"SELECT {columns} FROM pictures WHERE key = ?", (key,))
         return found.fetchone()
-
-    def count_failed(self) -> int:
-        """Returns the number of pictures without an embedding."""
-        (count,) = self._database.execute("SELECT COUNT(*) FROM pictures WHERE failed").fetchone()
-        return count
 
     def snapshot(self) -> "Snapshot":
         """Returns the pictures as an array, 33 bytes for each one."""
         rows = self._database.execute(
-            "SELECT key, size, modified, failed FROM pictures ORDER BY key"
+            "SELECT key, size, modified, failed FROM pictures WHERE NOT failed OR ? ORDER BY key",
+            (not self._retry,),
         )
-        return Snapshot(np.fromiter(rows, RECORD), self._only_ids)
+        return Snapshot(np.fromiter(rows, RECORD), self.only_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,62 +244,12 @@ class Snapshot:
     records: np.ndarray
     only_ids: bool
 
-    def __len__(self) -> int:
-        return len(self.records)
-
     def state(self, entry: Entry) -> State:
         """Returns what earlier runs have written about a picture."""
-        for each in (key(entry), _id_key(entry.id))[: 1 + self.only_ids]:
-            # numpy removes zeros at the end of both.
-            i = np.searchsorted(self.records["key"], np.bytes_(each))
-            if i < len(self.records) and self.records["key"][i] == np.bytes_(each):
+        for each in (entry, Entry(entry.id))[: 1 + self.only_ids]:
+            wanted = np.bytes_(key(each))  # numpy removes zeros at the end of both.
+            i = np.searchsorted(self.records["key"], wanted)
+            if i < len(self.records) and self.records["key"][i] == wanted:
                 _, size, modified, failed = self.records[i].item()
-                return state(Version.of(entry.origin), Version(size, modified), failed)
+                return state(each, Version(size, modified), failed=failed)
         return State.NEW
-
-
-class Moved:
-    """Maps pictures of folders or files that were moved to their present place.
-
-    Args:
-      pairs: pairs of an earlier and a present path or URL.
-    """
-
-    def __init__(self, pairs: Sequence[tuple[str, str]] = ()):
-        self._pairs = [(old, _place(old), new, _place(new)) for old, new in pairs]
-        self._found: set[str] = set()
-
-    def __call__(self, entry: Entry) -> Entry:
-        """Returns the picture with its present origin, whose time of change is not known."""
-        source = entry.origin.source
-        for old, old_place, _, place in self._pairs:
-            # Of pictures that an earlier version embedded, only the ids are known.
-            rest = _below(source, old_place) if source else _below(entry.id, old.rstrip("/"))
-            if rest is not None:
-                self._found.add(old)
-                return entry._replace(
-                    origin=entry.origin._replace(source=place + rest, modified="")
-                )
-            if _below(source, place) is not None:
-                self._found.add(old)  # An earlier run was told of the move.
-        return entry
-
-    def check(self) -> None:
-        """Raises ValueError if there was no picture of a folder or file that was moved."""
-        for old, _, new, _ in self._pairs:
-            if old not in self._found:
-                raise ValueError(
-                    f"--moved {printable(old)} {printable(new)}: the output has no picture of "
-                    "either. Give the folder's earlier path, as it is in the column source."
-                )
-
-
-def _place(path: str) -> str:
-    return text(path.rstrip("/") if is_url(path) else os.path.realpath(path))
-
-
-def _below(path: str, folder: str) -> str | None:
-    """Returns the rest of a path in a folder, with its slash; None if it is not in the folder."""
-    if path == folder:
-        return ""
-    return path[len(folder) :] if path.startswith(f"{folder}/") else None

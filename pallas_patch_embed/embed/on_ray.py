@@ -6,6 +6,7 @@ file, and the driver uses only one of the two. If the driver is killed, the same
 new driver, which resumes the work by the ids in the shards.
 """
 
+import collections
 import importlib.util
 import logging
 import math
@@ -26,6 +27,7 @@ from pallas_patch_embed.embed.folder import EMBEDDINGS, ERRORS, SHARD_ROWS, Fold
 from pallas_patch_embed.embed.ledger import Snapshot, State
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import IS_CHANGED
+from pallas_patch_embed.embed.parquet import ColumnsError, without_columns
 from pallas_patch_embed.embed.pictures import quiet, reason
 from pallas_patch_embed.embed.place import place_of
 from pallas_patch_embed.embed.preprocessing import Preprocessing
@@ -46,6 +48,9 @@ from pallas_patch_embed.files import new_partial
 # Number of pictures in a block, unless the user chose the batch of an actor, and number of bytes of
 # its encoded pictures. A batch of a CPU is too small for a block: every block is a task.
 BLOCK, BLOCK_BYTES = 64, 2**27
+
+# Beginning of the reason in a row that is no picture, but has numbers of pictures.
+COUNTED = "\0"
 
 # Type of a picture that was read, as in the columns of `Read`.
 type Row = tuple[bytes, bytes, tuple[int, ...], str, str]
@@ -84,19 +89,25 @@ class Read:
         done = ray.get(self._done)
         for pickled in batch["unit"]:
             unit: Unit = ray.cloudpickle.loads(pickled)
-            new = self._new_pictures(unit, done)
+            counted: collections.Counter[State] = collections.Counter()
+            new = self._new_pictures(_pictures(unit), done, counted)
             while block := self._block(new):
                 yield _columns(block)
+            # A row tells the driver how many pictures of the unit earlier runs had written.
+            counts = f"{COUNTED}{counted[State.DONE]} {counted[State.FAILED]}"
+            yield _columns([(pickle.dumps(Entry("")), b"", (0, 0), counts, "")])
 
-    def _new_pictures(self, unit: Unit, done: Snapshot) -> Iterator[Picture]:
-        for picture in self._changes.looked_up(unit.pictures()):
+    def _new_pictures(
+        self, pictures: Iterator[Picture], done: Snapshot, counted: collections.Counter[State]
+    ) -> Iterator[Picture]:
+        for picture in self._changes.looked_up(pictures):
             state = done.state(picture.entry)
+            counted[state] += 1
             if state is State.CHANGED and not self._changes.embedded:
                 yield unreadable(picture.id, IS_CHANGED, picture.origin)
             elif state in (State.NEW, State.CHANGED):
                 yield with_kept(picture, self._kept) if self._kept else picture
 
-    @quiet()
     def _block(self, pictures: Iterator[Picture]) -> list[Row]:
         """Reads pictures, and decodes those for which there is no room in a block."""
         rows: list[Row] = []
@@ -109,7 +120,8 @@ class Read:
                     content = file.read()
                     entry = described(entry, getattr(file, "origin", None))
                 if len(content) > room:
-                    decoded = self._preprocessing.decode(Content(content))
+                    with quiet():
+                        decoded = self._preprocessing.decode(Content(content))
                     image, notes = decoded.image, decoded.notes
                     content, shape = image.tobytes(), image.shape[:2]
             except SourceEndsError:
@@ -121,6 +133,13 @@ class Read:
             if len(rows) == self._rows:
                 break
         return rows
+
+
+def _pictures(unit: Unit) -> Iterator[Picture]:
+    try:
+        yield from unit.pictures()
+    except ColumnsError as error:
+        yield without_columns(unit, error)
 
 
 def _columns(rows: list[Row]) -> dict[str, Any]:
@@ -143,7 +162,6 @@ class Decode:
     def __init__(self, preprocessing: Preprocessing):
         self._preprocessing = preprocessing
 
-    @quiet()
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {"entry": batch["entry"], "image": [], "reason": [], "notes": []}
         for content, shape, failure, noted in zip(
@@ -154,7 +172,8 @@ class Decode:
                 image = np.frombuffer(content, np.uint8).reshape(*shape, 3)
             elif not why:
                 try:
-                    decoded = self._preprocessing.decode(Content(content))
+                    with quiet():
+                        decoded = self._preprocessing.decode(Content(content))
                     image, notes = decoded.image, "\n".join(decoded.notes)
                 except Exception as error:  # Pillow raises many kinds of errors.
                     why = reason(error)
@@ -178,7 +197,8 @@ class Write:
     """Writes files that are not yet shards.
 
     It maps a batch {"entry", "embedding", "reason", "notes"} to {"part", "name", "notes"} of the
-    files.
+    files. If the part is "", the others are the numbers of pictures that earlier runs had embedded
+    and had not been able to embed.
 
     Args:
       url: URL or path of the output.
@@ -194,9 +214,14 @@ class Write:
         place = place_of(self._url)
         reasons = [str(why) for why in batch["reason"]]
         good = [i for i, why in enumerate(reasons) if not why]
-        bad = [i for i, why in enumerate(reasons) if why]
+        bad = [i for i, why in enumerate(reasons) if why and not why.startswith(COUNTED)]
+        counts = [why.removeprefix(COUNTED).split() for why in reasons if why.startswith(COUNTED)]
         entries: list[Entry] = [pickle.loads(entry) for entry in batch["entry"]]
-        result: dict[str, list[str]] = {"part": [], "name": [], "notes": []}
+        result: dict[str, list[str]] = {
+            "part": [""] * len(counts),
+            "name": [done for done, _ in counts],
+            "notes": [failed for _, failed in counts],
+        }
 
         def write(part: str, table: Any, notes: str) -> None:
             name = new_partial()
@@ -330,10 +355,7 @@ def _fill(
 
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    # The driver does not know which of these pictures the nodes will meet again.
     done = output.ledger.snapshot()
-    progress.failed_before = output.ledger.count_failed()
-    progress.before = len(done) - progress.failed_before
     if all(isinstance(unit, Files) for unit in units):
         progress.total = sum(len(unit.files) for unit in units if isinstance(unit, Files))
     gpus = int(ray.cluster_resources().get("GPU", 0))
@@ -367,15 +389,16 @@ def _fill(
         .map_batches(output_files, batch_size=SHARD_ROWS, num_cpus=0.1)
     )
     for row in written.iter_rows():
-        committed = output.commit(row["part"], row["name"])
-        progress.notes.update(filter(None, row["notes"].split("\n")))
-        if row["part"] == EMBEDDINGS:
-            progress.embedded(len(committed))
+        if not row["part"]:
+            progress.before += int(row["name"])
+            progress.failed_before += int(row["notes"])
             continue
-        for entry, why in committed:
+        progress.notes.update(filter(None, row["notes"].split("\n")))
+        for entry, why in output.commit(row["part"], row["name"]):
             if why == IS_CHANGED:
-                progress.before -= 1
                 progress.has_changed(entry.id)
-            else:
+            elif why:
                 progress.failed(entry.id, why)
+            else:
+                progress.embedded(1)
     output.remove_partials()

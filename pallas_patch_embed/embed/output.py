@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from pallas_patch_embed.embed.units import Entry
-
 if TYPE_CHECKING:
     from pallas_patch_embed.embed.ledger import Ledger
+    from pallas_patch_embed.embed.units import Entry
 
 SAME_ID = (
     "another picture has this id; with --repeated-ids both are embedded, and the columns source "
@@ -30,10 +29,10 @@ class Output(Protocol):
     ledger: "Ledger"
     kept: dict[str, Any]
 
-    def add(self, entries: Sequence[Entry], embeddings: np.ndarray) -> None:
+    def add(self, entries: "Sequence[Entry]", embeddings: np.ndarray) -> None:
         """Adds embeddings [n, D]."""
 
-    def fail(self, entry: Entry, reason: str) -> None:
+    def fail(self, entry: "Entry", reason: str) -> None:
         """Adds the reason why a picture has no embedding."""
 
     def finish(self) -> str:

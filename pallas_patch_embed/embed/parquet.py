@@ -19,12 +19,14 @@ from pallas_patch_embed.embed.units import (
     Origin,
     Picture,
     is_url,
+    named_origin,
     open_source,
     opened_origin,
     opener,
     readable,
     text,
     unreadable,
+    unsigned,
 )
 from pallas_patch_embed.messages import printable
 
@@ -73,7 +75,7 @@ class Parquet:
     keep: tuple[str, ...] = ()
 
     def pictures(self) -> Iterator[Picture]:
-        row, origin = 0, Origin(text(self.path))
+        row, origin = 0, named_origin(self.path)
         largest = 0
         try:
             with contextlib.ExitStack() as stack:
@@ -124,7 +126,7 @@ class Parquet:
             found = self._candidates(self._schema())
         except OSError:
             return True
-        return bool(found) if self.image_column is None else self.image_column in found
+        return bool(found)
 
     def columns(self, schema: Any) -> tuple[str, str | None]:
         """Returns the names of the columns of pictures and of ids (None for no column of ids).
@@ -164,7 +166,11 @@ class Parquet:
                 f"{printable(found)}."
             )
         if id is not None and _id_as_text(kind := schema.field(id).type) is None:
-            others = [f.name for f in schema if f.name != image and _id_as_text(f.type) is not None]
+            others = [
+                field.name
+                for field in schema
+                if _id_as_text(field.type) is not None and not _is_of_pictures(field.type)
+            ]
             raise ColumnsError(
                 f"{path} has ids of type {printable(kind)} in the column {id!r}, expected text, "
                 "UTF-8 bytes, integers or UUIDs. "
@@ -182,7 +188,8 @@ class Parquet:
 
         found: dict[int, list[str]] = {0: [], 1: [], 2: []}
         for field in schema:
-            if _is_of_pictures(field.type) and field.name != self.id_column:
+            is_id = field.name == (self.id_column or "id") and field.name != self.image_column
+            if _is_of_pictures(field.type) and not is_id:
                 fixed = types.is_fixed_size_binary(field.type)
                 found[2 if fixed else 1 if _is_list(field.type) else 0].append(field.name)
         if self.image_column is not None:
@@ -244,7 +251,7 @@ class Parquet:
         """Yields the picture of a row, or those of its list."""
         import pyarrow
 
-        id = f"{text(self.path)}#{origin.row}"
+        id = f"{text(unsigned(self.path))}#{origin.row}"
         try:
             id = text(as_text(key)) if key is not None else id
         except UnicodeDecodeError:
@@ -339,11 +346,16 @@ def _kept_type(kind: Any) -> Any:
         return _kept_type(kind.value_type)
     if types.is_struct(kind):
         return pyarrow.struct([field.with_type(_kept_type(field.type)) for field in kind])
-    if types.is_list(kind):
-        return pyarrow.list_(kind.value_field.with_type(_kept_type(kind.value_type)))
-    if types.is_large_list(kind):
-        return pyarrow.large_list(kind.value_field.with_type(_kept_type(kind.value_type)))
-    return kind
+    if types.is_map(kind):
+        return pyarrow.map_(_kept_type(kind.key_type), _kept_type(kind.item_type))
+    if _is_list(kind):
+        field = kind.value_field.with_type(_kept_type(kind.value_type))
+        if types.is_fixed_size_list(kind):
+            return pyarrow.list_(field, kind.list_size)
+        large = types.is_large_list(kind) or types.is_large_list_view(kind)
+        return pyarrow.large_list(field) if large else pyarrow.list_(field)
+    # A column without values may get any in the next file.
+    return pyarrow.string() if types.is_null(kind) else kind
 
 
 def _kept_values(column: Any) -> Any:
@@ -367,6 +379,11 @@ def _decoded_size(column: Any) -> int:
     if types.is_struct(column.type):
         return sum(map(_decoded_size, column.flatten()))
     return _decoded_size(column.flatten()) if _is_list(column.type) else column.nbytes
+
+
+def without_columns(unit: Any, error: ColumnsError) -> Picture:
+    """Makes a picture that stands for a table without the columns that are needed."""
+    return unreadable(text(unit.path), str(error), named_origin(unit.path))
 
 
 def _described(schema: Any) -> str:
@@ -403,9 +420,15 @@ def _reader(path: str, file: BinaryIO, end: int) -> Callable[[int, int], bytes]:
         import fsspec
 
         fs, name = fsspec.url_to_fs(path)
-        return lambda position, size: fs.cat_file(
-            name, start=position, end=min(position + size, end)
-        )
+
+        def read_remote(position: int, size: int) -> bytes:
+            size = min(size, end - position)
+            content = fs.cat_file(name, start=position, end=position + size)
+            if len(content) > size:
+                raise OSError("its server does not send parts of files; download the file")
+            return content
+
+        return read_remote
 
     def read(position: int, size: int) -> bytes:
         file.seek(position)

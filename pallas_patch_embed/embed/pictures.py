@@ -57,7 +57,10 @@ UNDO = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 
 def reason(error: BaseException) -> str:
     """Returns the beginning of an exception's message, or its type if it has no message."""
-    return str(error)[:1000] or type(error).__name__
+    text = str(error)[:1000]
+    if isinstance(error, FileNotFoundError) and text and " " not in text:
+        return f"{text} is not found"  # Packages for URLs give only the name.
+    return text or type(error).__name__
 
 
 @functools.cache

@@ -97,7 +97,8 @@ def _new_pictures(
             progress.has_changed(entry.id)
         elif state in (State.DONE, State.FAILED):
             progress.skipped(failed=state is State.FAILED)
-        elif state is State.NEW and not ledger.take_id(entry.id):
+        elif (admitted := ledger.admitted(entry, state)) is None:
             fail(entry, SAME_ID)
         else:
+            picture = picture._replace(id=admitted.id)
             yield with_kept(picture, output.kept) if output.kept else picture

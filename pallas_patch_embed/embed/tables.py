@@ -16,6 +16,9 @@ RESERVED = ("id", *ORIGIN, "embedding", "reason")
 # The key in the metadata of a shard's schema with what `embed` says about the run, in JSON.
 ABOUT = b"pallas_patch_embed"
 
+# Largest size in bytes of a value that is kept.
+MOST_KEPT = 2**20
+
 # Columns with repeated values. For other ones a dictionary would be built and discarded.
 REPEATED = ["source", "modified", "reason"]
 
@@ -29,20 +32,37 @@ def with_kept(picture: Picture, types: Mapping[str, Any]) -> Picture:
 
     kept = []
     for value, (name, type) in zip(picture.kept, types.items()):
-        try:
-            scalar = value if isinstance(value, pyarrow.Scalar) else pyarrow.scalar(value)
-            kept.append(scalar if scalar.type == type else scalar.cast(type))
-        except pyarrow.ArrowException as error:
-            why = f"its column {name} cannot be converted to {type}: {error}"
-            return unreadable(picture.id, why, picture.origin)
+        scalar = pyarrow.scalar(value) if isinstance(value, str) else value
+        if scalar is not None:
+            try:
+                scalar = _as_type(scalar, type)
+            except pyarrow.ArrowException as error:
+                why = f"its column {name} cannot be converted to {type}: {error}"
+                return unreadable(picture.id, why, picture.origin)
+            if (size := pyarrow.array([scalar], type).nbytes) > MOST_KEPT:
+                why = f"its column {name} has {size} bytes, expected at most {MOST_KEPT}"
+                return unreadable(picture.id, why, picture.origin)
+        kept.append(scalar)
     return picture._replace(kept=tuple(kept))
+
+
+def _as_type(scalar: Any, type: Any) -> Any:
+    """Converts a value of Arrow; raises ArrowException if this would change it."""
+    import pyarrow
+
+    if scalar.type == type:
+        return scalar
+    converted = scalar.cast(type)
+    if not pyarrow.types.is_string(type) and converted.cast(scalar.type) != scalar:
+        raise pyarrow.ArrowInvalid(f"{printable(scalar.as_py())} would change")
+    return converted
 
 
 def kept_bytes(entry: Entry) -> int:
     """Returns the size in memory of the values that are kept with a picture."""
     import pyarrow
 
-    return sum(pyarrow.array([value]).nbytes for value in entry.kept)
+    return sum(pyarrow.array([value]).nbytes for value in entry.kept if value is not None)
 
 
 def embeddings_table(
@@ -107,12 +127,11 @@ def entries_of(table: Any) -> list[Entry]:
     ]
 
 
-def with_origins(table: Any, origins: Sequence[Origin]) -> Any:
-    """Returns the table with other origins, in the order of columns in which `embed` writes it."""
+def with_entries(table: Any, entries: Sequence[Entry]) -> Any:
+    """Returns the table with other ids and origins, and its columns in the order of this module."""
     import pyarrow
 
-    ids = table["id"].to_pylist()
-    columns = _entries([Entry(id, origin) for id, origin in zip(ids, origins)])
+    columns = _entries(entries)
     columns |= {name: table[name] for name in table.schema.names if name not in columns}
     return pyarrow.table(columns)
 

@@ -17,11 +17,12 @@ import posixpath
 import re
 import time
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from pallas_patch_embed.embed import tars
+from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.pictures import (
     MOST_BYTES,
     LargerError,
@@ -65,8 +66,9 @@ class Origin(NamedTuple):
 
     Attributes:
       source: absolute path of its file with all links resolved, or URL without a signature.
-      row: "" for a picture file; the number of the member in a tar; the number of the row in a
-        table, such as "17", or "17/0" for the first picture in a list.
+      row: "" for a picture file; the name of the member of a tar, with "#" and its number if an
+        earlier member has this name; the number of the row in a table, such as "17", or "17/0" for
+        the first picture in a list.
       size: size of the file in bytes; None if it is not known.
       modified: time of the file's last change in ISO 8601; at a URL its ETag, if it has one. "" if
         it is not known.
@@ -230,10 +232,10 @@ def remote_origin(url: str, info: Mapping[str, Any] | None = None) -> Origin:
         changed = changed.timestamp()
     if isinstance(changed, int | float):
         changed = time_text(round(changed * 10**6) * 1000)  # A float has microseconds.
-    return Origin(text(_unsigned(url)), "", info.get("size"), str(changed)[:LONGEST])
+    return Origin(text(unsigned(url)), "", info.get("size"), str(changed)[:LONGEST])
 
 
-def _unsigned(url: str) -> str:
+def unsigned(url: str) -> str:
     """Removes the parameters of a URL that sign it, because they differ each time."""
     if not url.startswith("http") or "?" not in url:
         return url
@@ -244,6 +246,11 @@ def _unsigned(url: str) -> str:
         if not SIGNING.fullmatch(parameter.split("=", 1)[0].lower())
     ]
     return urllib.parse.urlunsplit(parts._replace(query="&".join(kept), fragment=""))
+
+
+def named_origin(path: str) -> Origin:
+    """Returns the origin of a file or a URL that was not opened."""
+    return remote_origin(path) if is_url(path) else local_origin(os.path.realpath(path), None)
 
 
 def opened_origin(path: str, file: Any) -> Origin:
@@ -373,18 +380,23 @@ class Tar:
         return dict.fromkeys(self.keep, pyarrow.string())
 
     def pictures(self) -> Iterator[Picture]:
-        origin = Origin(text(self.path))
+        origin = named_origin(self.path)
         nothing = (None,) * len(self.keep)
         try:
             with open_source(self.path) as file:
                 origin = opened_origin(self.path, file)
                 blocks, in_order = self._blocks(file)
+                seen = Ids()
                 found = (
-                    (member, self._picture(blocks, member, origin._replace(row=str(i)), in_order))
-                    for i, member in enumerate(tars.members(blocks))
+                    (member, self._picture(blocks, member, origin, in_order, seen, number))
+                    for number, member in enumerate(tars.members(blocks))
                 )
                 if self.keep:
-                    yield from self._with_texts(blocks, found)
+                    absent = yield from self._with_texts(blocks, found)
+                    if absent:
+                        names = ", ".join(f".{printable(name)}" for name in sorted(absent))
+                        why = f"no sample has a member {names}, which --keep names"
+                        yield unreadable(text(self.path), why, origin, nothing)
                 else:
                     yield from (picture for _, picture in found if picture is not None)
         except Exception as error:  # Each package for URLs has its own kinds of errors.
@@ -400,10 +412,25 @@ class Tar:
         return (tars.Streamed(file), True) if compressed else (tars.Plain(file), False)
 
     def _picture(
-        self, blocks: tars.Blocks, member: tars.Member, origin: Origin, in_order: bool
+        self,
+        blocks: tars.Blocks,
+        member: tars.Member,
+        origin: Origin,
+        in_order: bool,
+        seen: Ids,
+        number: int,
     ) -> Picture | None:
         """Makes the picture of a member; None if the member is skipped."""
         name = str(PurePosixPath(member.name))  # It removes "./" and repeated slashes.
+        picture = self._picture_named(name, blocks, member, origin, in_order)
+        if picture is None:
+            return None
+        row = text(name) if seen.add(os.fsencode(name)) else f"{text(name)}#{number}"
+        return picture._replace(origin=origin._replace(row=row))
+
+    def _picture_named(
+        self, name: str, blocks: tars.Blocks, member: tars.Member, origin: Origin, in_order: bool
+    ) -> Picture | None:
         key, extension = posixpath.splitext(name)
         if posixpath.basename(key).startswith("."):
             return None
@@ -420,14 +447,19 @@ class Tar:
         if member.kind != tars.FILE:
             return None
         if advice is not None:
-            return unreadable(text(key), f"to read {extension} pictures, {advice}", origin)
+            return unreadable(text(key), f"to read {extension.lower()} pictures, {advice}", origin)
         return self._member(text(key), blocks, member, origin, in_order)
 
     def _with_texts(
         self, blocks: tars.Blocks, found: Iterator[tuple[tars.Member, Picture | None]]
-    ) -> Iterator[Picture]:
-        """Yields the pictures of each sample with the texts of its other members."""
-        sample = _Sample("", self.keep)
+    ) -> Generator[Picture, None, set[str]]:
+        """Yields the pictures of each sample with the texts of its other members.
+
+        Returns:
+          The extensions that are to be kept and that no member has, if there are pictures.
+        """
+        sample, absent = _Sample("", self.keep), set(map(_extension, self.keep))
+        has_pictures = False
         try:
             for member, picture in found:
                 folder, name = posixpath.split(PurePosixPath(member.name))
@@ -438,6 +470,8 @@ class Tar:
                     yield from sample.pictures()
                     sample = _Sample(key, self.keep)
                 sample.add(blocks, member, extension.lower(), picture)
+                absent.discard(extension.lower())
+                has_pictures |= picture is not None
                 if sample.failure:
                     yield from sample.pictures()
         except Exception:
@@ -445,6 +479,7 @@ class Tar:
             yield from sample.pictures()
             raise
         yield from sample.pictures()
+        return absent if has_pictures else set()
 
     def _member(
         self, id: str, blocks: tars.Blocks, member: tars.Member, origin: Origin, in_order: bool
@@ -466,6 +501,10 @@ class Tar:
         return readable(Picture(id, part, None, origin))
 
 
+def _extension(name: str) -> str:
+    return name.lower().removeprefix(".")
+
+
 class _Sample:
     """A sample of a WebDataset while its members are read.
 
@@ -476,7 +515,7 @@ class _Sample:
 
     def __init__(self, key: str, keep: tuple[str, ...]):
         self.key, self.failure = key, ""
-        self._keep = tuple(map(str.lower, keep))
+        self._keep = tuple(map(_extension, keep))
         self._texts: dict[str, str] = {}
         self._pictures: list[Picture] = []
         self._room = MOST_SAMPLE

@@ -6,7 +6,7 @@ import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
-from shard_folders import encoded
+from shard_folders import encoded, run, shards
 
 from pallas_patch_embed.embed import parquet, parquet_pages
 
@@ -300,3 +300,71 @@ def test_memory_that_is_not_there_names_what_is_too_large(tmp_path, monkeypatch)
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", none)
     (why,) = read(write(tmp_path / "t.parquet", {"image": [bytes(1000)]})).values()
     assert "malloc failed. Write it with smaller row groups: a page or a list has 1004 bytes" in why
+
+
+# Kept columns of all types.
+
+WITH_NULLS = {
+    "list": ([["x"], None, [], ["y", None]], None),
+    "large": ([["x"], None, [], ["y", None]], pyarrow.large_list(pyarrow.string())),
+    "fixed": ([["x", "y"], None, ["z", None], ["a", "b"]], pyarrow.list_(pyarrow.string(), 2)),
+    "map": ([[("k", 1)], None, [], [("l", 2)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+    "struct": ([{"a": 1}, None, {"a": None}, {"a": 2}], None),
+    "time": ([1, None, 3, 4], pyarrow.timestamp("ns")),
+    "nothing": ([None] * 4, None),
+    "integer": ([1, None, 3, 4], None),
+    "float": ([1.5, None, float("inf"), 0.1], pyarrow.float32()),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_NULLS)
+def test_columns_of_all_types_are_kept_with_missing_values(tmp_path, kind):
+    values, type = WITH_NULLS[kind]
+    column = pyarrow.array(values, type)
+    table = pyarrow.table({"id": list("abcd"), "image": list(map(encoded, range(4))), "k": column})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    assert run([tmp_path / "t.parquet"], tmp_path / "out", keep=("k",)) == 0
+    written = pyarrow.parquet.read_table(tmp_path / "out" / "embeddings")
+    assert written["id"].to_pylist() == list("abcd")
+    wanted = column.cast(pyarrow.string()) if kind == "nothing" else column
+    assert written["k"].combine_chunks().equals(wanted)
+
+
+def test_kept_values_of_another_type_are_converted_without_loss_or_refused(tmp_path):
+    for name, column in (
+        ("a", pyarrow.array([0.5, 1.0], pyarrow.float32())),
+        ("b", pyarrow.array([0.25, 0.1], pyarrow.float64())),
+        ("c", pyarrow.array([1, 2**60 + 1])),
+    ):
+        images = list(map(encoded, range(2)))
+        table = pyarrow.table(
+            {"id": [f"{name}{i}" for i in range(2)], "image": images, "k": column}
+        )
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    assert run([tmp_path], tmp_path / "out", keep=("k",)) == 2
+    columns = shards(tmp_path / "out")
+    assert columns["id"] == ["a0", "a1", "b0", "c0"] and columns["k"] == [0.5, 1.0, 0.25, 1.0]
+    errors = shards(tmp_path / "out", "__errors")
+    assert errors["id"] == ["b1", "c1"]
+    assert all("its column k cannot be converted to float" in why for why in errors["reason"])
+
+
+def test_a_kept_value_has_a_limited_size(tmp_path):
+    large = ["x" * 2**21, "y"]
+    table = pyarrow.table({"id": ["a", "b"], "image": [encoded(0), encoded(1)], "k": large})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    assert run([tmp_path / "t.parquet"], tmp_path / "out", keep=("k",)) == 1
+    assert shards(tmp_path / "out")["k"] == ["y"]
+
+
+def test_a_later_file_without_the_columns_is_an_error_of_its_own(tmp_path):
+    for name, column in (("a", "k"), ("b", "other"), ("c", "k")):
+        table = pyarrow.table({"id": [name], "image": [encoded(ord(name))], column: ["x"]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    paths = [tmp_path / f"{name}.parquet" for name in "abc"]
+    assert run(paths, tmp_path / "out", keep=("k",)) == 1
+    assert shards(tmp_path / "out")["id"] == ["a", "c"]
+    (why,) = shards(tmp_path / "out", "__errors")["reason"]
+    assert "has no column 'k'" in why
+    with pytest.raises(parquet.ColumnsError, match="has no column 'k'"):
+        run(paths[1:], tmp_path / "new", keep=("k",))

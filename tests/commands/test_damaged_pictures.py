@@ -456,7 +456,7 @@ def without_plugins(monkeypatch):
         cache.cache_clear()
 
 
-ADVICE = "pip install 'pallas_patch_embed[formats]'"
+ADVICE = "install a plugin of Pillow: pip install 'pallas_patch_embed[formats]'"
 JPEG_XL = b"\xff\x0a" + bytes(20)
 HEIC = b"\0\0\0\x18ftypheic" + bytes(20)
 
@@ -470,7 +470,7 @@ def test_what_to_install_is_said_where_a_plugin_is_missing(without_plugins):
     for content, kind in ((HEIC, ".heic"), (JPEG_XL, ".jxl")):
         with pytest.raises(ValueError) as error:
             decode(content)
-        assert str(error.value).endswith(f"; to read {kind} pictures: {ADVICE}")
+        assert str(error.value).endswith(f"; to read {kind} pictures, {ADVICE}")
 
 
 def test_a_damaged_plugin_does_not_break_other_pictures(without_plugins, monkeypatch):

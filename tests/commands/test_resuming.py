@@ -26,7 +26,7 @@ from shard_folders import (
     write_tar,
 )
 
-from pallas_patch_embed.embed import command, provenance
+from pallas_patch_embed.embed import command, folder, provenance
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.provenance import CheckpointHash
 from pallas_patch_embed.embed.tables import ABOUT
@@ -148,9 +148,51 @@ def test_members_of_a_tar_that_changed_are_reported(tmp_path):
     assert run([tmp_path / "t.tar"], out) == 0
     columns = shards(out)
     assert columns["source"] == [str(tmp_path / "t.tar")] * 3
-    assert columns["row"] == ["0", "1", "2"]
+    assert columns["row"] == ["0.png", "1.png", "2.png"]
     os.utime(tmp_path / "t.tar", ns=(0, 0))
     assert run([tmp_path / "t.tar"], out) == 3
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_pictures_may_be_added_to_and_removed_from_a_file(tmp_path, kind):
+    path, out = tmp_path / f"x.{kind}", tmp_path / "out"
+
+    def write(ids, time):
+        pictures = {id: encoded(ord(id)) for id in ids}
+        if kind == "tar":
+            write_tar(path, {f"{id}.png": content for id, content in pictures.items()})
+        else:
+            table = pyarrow.table({"id": list(pictures), "image": list(pictures.values())})
+            pyarrow.parquet.write_table(table, path)
+        os.utime(path, ns=(time, time))
+        return expected(list(pictures.items()))
+
+    write("ab", 1)
+    assert run([path], out) == 0
+    wanted = write("xab", 2)
+    assert run([path], out, changed="embed") == 0
+    assert_same(by_id(out), wanted)
+    wanted = write("b", 3)
+    assert run([path], out, changed="embed") == 0
+    np.testing.assert_array_equal(by_id(out)["b"], wanted["b"])
+    assert run([path], out) == 0
+
+
+def test_a_picture_keeps_the_id_that_was_typed_first(few, tmp_path):
+    assert run(["few"], tmp_path / "out") == 0
+    replace(few / "1.png", 77)
+    assert run([few], tmp_path / "out", changed="embed") == 0
+    assert sorted(by_id(tmp_path / "out")) == [f"few/{i}.png" for i in range(3)]
+
+
+def test_a_picture_that_did_not_exist_is_tried_when_it_does(tmp_path):
+    out = tmp_path / "out"
+    (tmp_path / "list.txt").write_text(str(tmp_path / "a.png"))
+    assert run([], out, lists=[str(tmp_path / "list.txt")]) == 1
+    assert run([], out, lists=[str(tmp_path / "list.txt")]) == 1
+    (tmp_path / "a.png").write_bytes(encoded(1))
+    assert run([], out, lists=[str(tmp_path / "list.txt")]) == 0
+    assert shards(out, "__errors") == {}
 
 
 def test_a_folder_that_was_moved_is_not_embedded_again(few, tmp_path):
@@ -158,9 +200,13 @@ def test_a_folder_that_was_moved_is_not_embedded_again(few, tmp_path):
     assert run(["few"], out) == 0
     wanted = by_id(out)
     few.rename(tmp_path / "new")
+    (tmp_path / "empty").mkdir()
+    few.symlink_to("new")  # A link at the old place makes no difference.
     moved = [(str(few), "new")]
     with pytest.raises(ValueError, match="the output has no picture of either"):
-        run(["new"], out, moved=[("absent", "nowhere")])
+        run(["new"], out, moved=[("absent", str(tmp_path / "empty"))])
+    with pytest.raises(ValueError, match="the second path does not exist"):
+        run(["new"], out, moved=[(str(few), "nowhere")])
     assert run(["new"], out, moved=moved) == 0
     for options in (dict(moved=moved), {}):
         assert run(["new"], out, **options) == 0
@@ -169,6 +215,53 @@ def test_a_folder_that_was_moved_is_not_embedded_again(few, tmp_path):
     # The time of the last change may differ in another place, but not the size.
     (tmp_path / "new" / "0.png").write_bytes(encoded(0) + b"\0")
     assert run(["new"], out) == 1
+
+
+def test_a_move_may_be_told_after_the_pictures_were_refused(few, tmp_path, monkeypatch):
+    """Without --moved the pictures at their new place seem to be others with the same ids."""
+    out = tmp_path / "out"
+    assert run(["few"], out) == 0
+    wanted = by_id(out)
+    (tmp_path / "other").mkdir()
+    few.rename(tmp_path / "other" / "few")
+    monkeypatch.chdir(tmp_path / "other")
+    assert run(["few"], out) == 3
+    assert run(["few"], out, moved=[(str(few), "few")]) == 0
+    assert_same(by_id(out), wanted)
+    assert shards(out, "__errors") == {}
+
+
+def test_a_move_that_was_interrupted_is_completed(few, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    for i in range(3):
+        assert run([few / f"{i}.png"], out) == 0
+    few.rename(tmp_path / "new")
+    write, written = folder.Folder._write_shard, []
+
+    def killed(self, *arguments):
+        if len(written) == 1:
+            raise KeyboardInterrupt
+        written.append(write(self, *arguments))
+
+    monkeypatch.setattr(folder.Folder, "_write_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(["new"], out, moved=[(str(few), "new")])
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert run(["new"], out) == 0 and len(by_id(out)) == 3
+    sources = [str(tmp_path / "new" / f"{i}.png") for i in range(3)]
+    assert sorted(shards(out)["source"]) == sources
+    assert not (out / "_moved.json").exists()
+
+
+@pytest.mark.parametrize("options", [dict(overwrite=True), {}], ids=str)
+def test_moves_need_earlier_shards(few, tmp_path, options):
+    out = tmp_path / "out"
+    if options:
+        assert run([few], out) == 0
+    with pytest.raises(ValueError, match="--moved needs the shards of earlier runs"):
+        run([few], out, moved=[("absent", str(few))], **options)
+    assert len(list(out.glob("*/*"))) == len(options)
 
 
 def test_a_folder_may_have_been_moved_to_a_url(few, tmp_path):
@@ -205,7 +298,7 @@ def test_pictures_with_the_same_id_are_refused_or_told_apart(tmp_path, same_keys
     for i in range(2):
         for j in range(2):
             (wanted,) = expected([("", encoded(10 * i + j))]).values()
-            np.testing.assert_array_equal(found[str(same_keys[i]), str(j)], wanted)
+            np.testing.assert_array_equal(found[str(same_keys[i]), f"{j:06}.png"], wanted)
     assert run(same_keys, tmp_path / "out.npz", repeated_ids=True) == 0
     with np.load(tmp_path / "out.npz") as file:
         identities = list(zip(file["sources"], file["rows"]))
@@ -219,7 +312,7 @@ def test_one_key_of_two_pictures_in_a_tar_is_told_apart(tmp_path):
     assert run([tmp_path / "t.tar"], tmp_path / "out") == 1
     options = dict(repeated_ids=True, retry_errors=True)
     assert run([tmp_path / "t.tar"], tmp_path / "out", **options) == 0
-    assert shards(tmp_path / "out")["row"] == ["0", "1"]
+    assert shards(tmp_path / "out")["row"] == ["0.png", "0.jpg"]
 
 
 # Exit codes.
@@ -334,6 +427,47 @@ def test_a_folder_of_an_earlier_version_is_resumed(few, tmp_path, model, capsys,
         run_with(model, [few], out)
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+def test_ids_of_an_earlier_version_stand_for_one_picture_each(tmp_path, model, same_keys, repeated):
+    out = tmp_path / "out"
+    earlier_folder(out, tmp_path, model)
+    for part, column, value in (("embeddings", None, None), ("errors", "reason", "same id")):
+        path = out / part / "000000.parquet"
+        if column is None:
+            table = pyarrow.parquet.read_table(path)
+            table = table.set_column(0, "id", [["000000", "000001"]])
+        else:
+            table = pyarrow.table({"id": ["000000", "000001"], column: [value] * 2})
+        pyarrow.parquet.write_table(table, path)
+    before = by_id(out)
+    assert run_with(model, same_keys, out, repeated_ids=repeated) == (0 if repeated else 2)
+    columns = shards(out)
+    found = dict(zip(columns["id"], columns["embedding"]))
+    assert len(columns["id"]) == (4 if repeated else 2) and found.keys() == before.keys()
+    for id, source, embedding in zip(columns["id"], columns["source"], columns["embedding"]):
+        if source is None:
+            np.testing.assert_array_equal(embedding, before[id])
+        else:
+            assert source == str(same_keys[1])
+    assert run_with(model, same_keys, out, repeated_ids=repeated) == (0 if repeated else 2)
+    assert len(shards(out)["id"]) == len(columns["id"])
+
+
+def test_tables_of_an_earlier_version_may_have_been_moved(tmp_path, model):
+    out = tmp_path / "out"
+    earlier_folder(out, tmp_path, model)
+    ids = [f"{tmp_path}/old/p.parquet#{i}" for i in range(2)]
+    path = out / "embeddings" / "000000.parquet"
+    table = pyarrow.parquet.read_table(path).set_column(0, "id", [ids])
+    pyarrow.parquet.write_table(table, path)
+    (tmp_path / "new").mkdir()
+    images = pyarrow.table({"image": [encoded(0), encoded(1)]})
+    pyarrow.parquet.write_table(images, tmp_path / "new" / "p.parquet")
+    moved = [(str(tmp_path / "old"), str(tmp_path / "new"))]
+    assert run_with(model, [tmp_path / "new"], out, moved=moved) == 0
+    assert shards(out)["row"] == ["0", "1"]
+
+
 def test_a_tokenizer_beside_the_checkpoint_changes_nothing(few, tmp_path, model):
     assert run_with(model, [few], tmp_path / "out") == 0
     (model / "tokenizer.json").write_text("{}")
@@ -387,10 +521,11 @@ def test_the_folder_is_a_dataset_of_its_embeddings(few, tmp_path):
 def test_ids_stay_unique_over_runs(tmp_path):
     """Two folders may have pictures with the same relative path."""
     with opened(tmp_path / "out") as out:
-        assert out.ledger.take_id("a")
+        assert out.ledger.take_id(Entry("a", Origin("/one/a")))
         out.add([Entry("a", Origin("/one/a"))], np.ones((1, 4), np.float32))
         out.flush()
     with opened(tmp_path / "out") as out:
-        assert not out.ledger.take_id("a") and out.ledger.take_id("b")
+        assert not out.ledger.take_id(Entry("a", Origin("/two/a")))
+        assert out.ledger.take_id(Entry("b"))
     with opened(tmp_path / "out", repeated_ids=True) as out:
-        assert out.ledger.take_id("a")
+        assert out.ledger.take_id(Entry("a"))

@@ -122,7 +122,8 @@ def test_a_sample_whose_end_is_missing_is_an_error(place):
 
 @pytest.mark.parametrize("keep", [(), ("txt",)])
 def test_a_tar_in_a_tar_is_an_error_and_not_a_secret(place, keep):
-    found = read(units.Tar(place({"a.tar": b"x", "a.png": encoded(0), "b.tgz": b""}), keep=keep))
+    members = {"a.tar": b"x", "a.png": encoded(0), "a.txt": b"", "b.tgz": b""}
+    found = read(units.Tar(place(members), keep=keep))
     why = "it is a tar in a tar, which is not read"
     assert [content for content, *_ in found.values()] == [why, encoded(0), why]
     assert list(found) == ["a.tar", "a", "b.tgz"]
@@ -132,7 +133,15 @@ def test_a_picture_whose_plugin_is_missing_is_an_error_with_advice(place, monkey
     advice = {".heic": "install it"}
     monkeypatch.setattr(units, "missing_plugin", advice.get)
     found = read(units.Tar(place({"a.HEIC": b"x", "b.png": encoded(0), "c.xyz": b""})))
-    assert found == {"a": ("install it",), "b": (encoded(0),)}
+    assert found == {"a": ("to read .heic pictures, install it",), "b": (encoded(0),)}
+
+
+def test_a_name_that_no_sample_has_is_an_error(place):
+    path = place({"a.png": encoded(0), "a.txt": b"a"})
+    *others, last = units.Tar(path, keep=(".txt", "json")).pictures()
+    assert [picture.kept for picture in others] == [("a", None)]
+    with pytest.raises(OSError, match=r"no sample has a member \.json, which --keep names"):
+        last.open()
 
 
 def test_a_link_to_a_text_is_an_error(tmp_path):
