@@ -1,9 +1,11 @@
 """Embedding of pictures in bulk.
 
-`sources` finds a picture, `pictures` and `preprocessing` decode and resize it, `embedder` embeds
-it, and an `output` (`npz` or `folder`) writes the embedding. `pipeline` runs these steps on one
-machine, with the processes of `decoders`, and `on_ray` runs them on a Ray cluster. `command` is the
-command `embed`.
+`sources` finds `units` of pictures: files, tars and the tables of `parquet`. `pictures` and
+`preprocessing` decode and resize a picture, `embedder` embeds it, and an `output` (`npz` or
+`folder`) writes the embedding. A `ledger` knows which pictures the shards of a folder contain, and
+`provenance` what wrote them. `pipeline` runs these steps on one machine, with the processes of
+`decoders`, and `on_ray` runs them on a Ray cluster. `command` is the command `embed`, with the
+`options`.
 """
 
 from typing import TYPE_CHECKING

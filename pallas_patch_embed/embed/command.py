@@ -33,7 +33,7 @@ from pallas_patch_embed.embed.units import Files, Picture, is_url
 from pallas_patch_embed.messages import printable
 
 # Options that need the shards of a folder, with the values that they have if they are not given.
-FOLDER_ONLY = {"keep": (), "changed": None, "moved": (), "ray": None}
+FOLDER_ONLY = {"keep": (), "changed": None, "moved": (), "retry_errors": False, "ray": None}
 
 # Number of extensions that the summary names.
 MOST_EXTENSIONS = 8
@@ -79,7 +79,8 @@ def run(
     for option, absent in FOLDER_ONLY.items():
         if to_npz and getattr(options, option) != absent:
             raise ValueError(
-                f"--out is {printable(out)}, expected a folder: --{option} needs shards."
+                f"--out is {printable(out)}, expected a folder: --{option.replace('_', '-')} needs "
+                "shards."
             )
     if reserved := [name for name in options.keep if name in RESERVED]:
         raise ValueError(
@@ -111,7 +112,9 @@ def run(
         if not first:
             _say_left_out(left_out, progress.say)
             searched = sources.some(itertools.chain(names, lists))
-            raise ValueError(f"There are no pictures in {searched}.")
+            raise ValueError(
+                "\n".join([f"There are no pictures in {searched}.", *_advice(left_out)])
+            )
         encoder_options: dict[str, Any] = dict(
             size=options.size,
             patch_dtype=options.patch_dtype,
@@ -181,10 +184,9 @@ def run(
     _say(_outcome(progress, where))
     if progress.errors:
         print(f"{progress.errors} pictures could not be read or embedded.", file=sys.stderr)
-    unsupported = {e: advice for e in sorted(left_out) if (advice := missing_plugin(e))}
-    for extension, advice in unsupported.items():
-        print(f"To read {left_out[extension]} {extension} pictures, {advice}.", file=sys.stderr)
-    return progress.missing + sum(left_out[extension] for extension in unsupported)
+    for line in _advice(left_out):
+        print(line, file=sys.stderr)
+    return progress.missing + sum(left_out[e] for e in left_out if missing_plugin(e))
 
 
 def _begun[T](elements: Iterable[T]) -> tuple[list[T], Iterator[T]]:
@@ -291,6 +293,13 @@ def _count(
             progress.total = count()
 
     threading.Thread(target=count_if_possible, daemon=True).start()
+
+
+def _advice(left_out: collections.Counter[str]) -> Iterator[str]:
+    """Yields what to do to read the files that were left out for lack of a plugin."""
+    for extension in sorted(left_out):
+        if advice := missing_plugin(extension):
+            yield f"To read {left_out[extension]} {extension} pictures, {advice}."
 
 
 def _say(line: str) -> None:

@@ -6,6 +6,7 @@ practice.
 
 import dataclasses
 import enum
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ class Version(NamedTuple):
         size = NO_SIZE if origin.size is None else origin.size
         modified = NO_TIME
         if origin.modified:
-            modified = int.from_bytes(_hash(origin.modified, 8)) >> 1
+            modified = int.from_bytes(_hash_of_many(origin.modified)[:8]) >> 1
         return cls(size, modified)
 
     def may_be(self, other: "Version") -> bool:
@@ -53,8 +54,14 @@ class Version(NamedTuple):
 UNKNOWN = Version(NO_SIZE, NO_TIME)
 
 
-def _hash(text: str, size: int = 16) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=size).digest()
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+@functools.lru_cache(256)
+def _hash_of_many(text: str) -> bytes:
+    """Returns the hash of a text that many pictures of a tar or a table share."""
+    return _hash(text)
 
 
 def key(entry: Entry) -> bytes:
@@ -148,7 +155,7 @@ class Ledger:
             )
 
     def _row(self, entry: Entry, shard: int, failed: bool) -> tuple[object, ...]:
-        version, source = Version.of(entry.origin), _hash(entry.origin.source)
+        version, source = Version.of(entry.origin), _hash_of_many(entry.origin.source)
         return key(entry), shard, failed, *version, source, entry.id
 
     def _forget(self, entry: Entry) -> None:

@@ -26,7 +26,8 @@ from shard_folders import (
     write_tar,
 )
 
-from pallas_patch_embed.embed import command, folder, provenance
+from pallas_patch_embed import cli
+from pallas_patch_embed.embed import command, folder, provenance, sources
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.provenance import CheckpointHash
 from pallas_patch_embed.embed.tables import ABOUT
@@ -344,12 +345,54 @@ def test_nothing_found_is_an_error(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "option", [dict(keep=("txt",)), dict(changed="embed"), dict(moved=(("a", "b"),))], ids=str
+    "option",
+    [
+        dict(keep=("txt",)),
+        dict(changed="embed"),
+        dict(moved=(("a", "b"),)),
+        dict(retry_errors=True),
+    ],
+    ids=str,
 )
 def test_options_that_need_shards_are_refused_for_an_npz(few, tmp_path, option):
     (name,) = option
-    with pytest.raises(ValueError, match=f"expected a folder: --{name} needs shards"):
+    with pytest.raises(ValueError, match=f"folder: --{name.replace('_', '-')} needs shards"):
         run([few], tmp_path / "out.npz", **option)
+
+
+def test_pictures_that_need_a_plugin_are_counted_and_the_plugin_is_named(
+    few, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(command, "missing_plugin", {".heic": "install it"}.get)
+    monkeypatch.setattr(sources, "extensions", lambda: {".png"})
+    for name in ("a.heic", "b.HEIC", "c.txt"):
+        (few / name).write_bytes(b"")
+    assert run([few], tmp_path / "out", quiet=True) == 2
+    assert capsys.readouterr().err == "To read 2 .heic pictures, install it.\n"
+    assert run([few], tmp_path / "out") == 2
+    assert "Left out 3 files with other extensions: 2 .heic, 1 .txt." in capsys.readouterr().err
+    for path in few.glob("*.png"):
+        path.unlink()
+    with pytest.raises(
+        ValueError, match=r"no pictures in .*\nTo read 2 \.heic pictures, install it"
+    ):
+        run([few], tmp_path / "new")
+
+
+def test_the_help_is_short(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.parse(["pallas-patch-embed", "embed", "--help"])
+    assert len(capsys.readouterr().out.splitlines()) <= 60
+
+
+def test_other_kept_columns_are_refused_in_words(tmp_path):
+    write_tar(tmp_path / "t.tar", {"0.png": encoded(0), "0.txt": b"a", "0.json": b"{}"})
+    assert run([tmp_path / "t.tar"], tmp_path / "out", keep=("txt",)) == 0
+    for keep in ((), ("json",), ("txt", "json")):
+        with pytest.raises(ValueError, match=r"keep was \['txt'\] and is now \["):
+            run([tmp_path / "t.tar"], tmp_path / "out", keep=keep)
+    assert shards(tmp_path / "out")["txt"] == ["a"]
 
 
 # Earlier versions, and the records of this one.
