@@ -104,7 +104,7 @@ def run(
         )
         kept: dict[str, Any] = {}
         if options.keep:
-            kept, units = _kept_types(units)
+            kept, units = _kept_types(units, options.keep)
         if options.ray is not None:
             every_unit = list(units)  # The cluster gets all units at once.
             units = iter(every_unit)
@@ -196,8 +196,15 @@ def _begun[T](elements: Iterable[T]) -> tuple[list[T], Iterator[T]]:
     return first, itertools.chain(first, rest)
 
 
-def _kept_types(units: Iterator[sources.Unit]) -> tuple[dict[str, Any], Iterator[sources.Unit]]:
-    """Returns the types of the columns in the first tar or table, and an iterator of all units."""
+def _kept_types(
+    units: Iterator[sources.Unit], names: Sequence[str]
+) -> tuple[dict[str, Any], Iterator[sources.Unit]]:
+    """Returns the types of the columns in the first tar or table, and an iterator of all units.
+
+    If none of them can be read, the columns have texts.
+    """
+    import pyarrow
+
     begun: list[sources.Unit] = []
     for unit in units:
         begun.append(unit)
@@ -207,7 +214,7 @@ def _kept_types(units: Iterator[sources.Unit]) -> tuple[dict[str, Any], Iterator
             return unit.kept_types(), itertools.chain(begun, units)
         except OSError:
             continue  # Its pictures say why.
-    return {}, iter(begun)
+    return dict.fromkeys(names, pyarrow.string()), iter(begun)
 
 
 def _pictures(units: Iterable[sources.Unit]) -> Iterator[Picture]:

@@ -113,7 +113,11 @@ class Folder:
         self.about = provenance.as_json()
         options = provenance.options
         self._place = place_of(url)
-        self.ledger = Ledger(unique_ids=not options.repeated_ids, retry=options.retry_errors)
+        self.ledger = Ledger(
+            unique_ids=not options.repeated_ids,
+            retry=options.retry_errors,
+            embeds_changed=options.changed == "embed",
+        )
         self._rows: list[tuple[Sequence[Entry], np.ndarray]] = []
         self._errors: list[tuple[Entry, str]] = []
         # The ledger knows shards by their place in this list.
@@ -127,12 +131,6 @@ class Folder:
             raise ValueError(
                 f"--out is {printable(url)}: --moved needs the shards of earlier runs, but there "
                 "are none, or --overwrite removes them. Leave out --moved."
-            )
-        if options.ray is not None and options.repeated_ids and _is_old(self._place):
-            raise ValueError(
-                f"--out is {printable(url)}: an earlier version wrote it, whose shards do not say "
-                "where pictures come from. So --ray could mistake pictures with --repeated-ids for "
-                "others. Resume it once without --ray."
             )
         with self._usable(""):
             self._place.make_folder()
@@ -164,10 +162,22 @@ class Folder:
         parts = self._parts()
         shards = sorted((shard for part in parts for shard in self.shards(part)), reverse=True)
         self._next = 1 + max((shard.number for shard in shards), default=-1)
-        moved = Moved((*self._unfinished_moves(), *options.moved))
+        unfinished = self._unfinished_moves()
+        if unfinished and options.moved and unfinished != list(options.moved):
+            raise ValueError(
+                f"--out is {printable(self.url)}: an earlier run with --moved was interrupted. "
+                "Run the command without --moved, which completes it, and then give the new move."
+            )
+        moved = Moved(unfinished or options.moved)
         for shard in shards:
             self._read(shard, moved)
         moved.check()
+        if options.ray is not None and options.repeated_ids and self.ledger.only_ids:
+            raise ValueError(
+                f"--out is {printable(self.url)}: an earlier version wrote it, whose shards do not "
+                "say where pictures come from. So --ray could mistake pictures with --repeated-ids "
+                "for others. Resume it without --ray."
+            )
         # From here on the folder is changed.
         if is_old and not self._place.kind(MANIFEST):
             self._write_manifest(_manifest(self._place))
@@ -439,15 +449,18 @@ class Folder:
         written: list[Entry] = []
         places: list[int] = []
         refused: list[tuple[Entry, str]] = []
+        met: set[bytes] = set()
         for i, (entry, why) in enumerate(zip(found, reasons)):
+            if key(entry) in met:
+                continue  # It was named twice.
+            met.add(key(entry))
             state = self.ledger.state(entry)
             if why == IS_CHANGED:
                 refused.append((entry, why))
-            elif state not in (State.NEW, State.CHANGED):
+            elif state is State.DONE or (state is State.FAILED and part == ERRORS):
                 continue  # It was named twice.
             elif (admitted := self.ledger.admitted(entry, state)) is None:
-                self.fail(entry, SAME_ID)
-                refused.append((entry, SAME_ID))
+                refused.append((entry, self._refusal(entry)))
             else:
                 written.append(admitted)
                 places.append(i)
@@ -465,6 +478,13 @@ class Folder:
             self._remove([partial])
         self._say()
         return [(entry, reasons[i]) for entry, i in zip(written, places)] + refused
+
+    def _refusal(self, entry: Entry) -> str:
+        """Returns the reason why a picture may not have its id, and records it as an error."""
+        if self.ledger.waits_for_change(entry):
+            return IS_CHANGED
+        self.fail(entry, SAME_ID)
+        return SAME_ID
 
     def remove_partials(self) -> None:
         """Removes the files that killed processes left behind."""
@@ -530,7 +550,8 @@ def check_folder(url: str) -> None:
         # A run may have been killed before it wrote its manifest, or after it removed the shards
         # and the manifest of earlier runs.
         others = [x for x in place.names() if x not in (LOCK, LEASE) and not is_partial(x)]
-        others = [x for x in others if x not in PARTS or place.kind(x) != FOLDER or place.names(x)]
+        parts = (*PARTS, OLD_ERRORS)
+        others = [x for x in others if x not in parts or place.kind(x) != FOLDER or place.names(x)]
         if others:
             raise ValueError(
                 f"{where}: it has files that `embed` did not write, such as "

@@ -92,6 +92,7 @@ class Ledger:
     Args:
       unique_ids: whether different pictures must have different ids.
       retry: whether pictures that earlier runs could not embed are new.
+      embeds_changed: whether pictures that have changed are embedded again.
 
     Attributes:
       only_ids: whether there are pictures of which only the ids are known, because an earlier
@@ -99,15 +100,19 @@ class Ledger:
       stale: shards with rows that are not valid any more.
     """
 
-    def __init__(self, *, unique_ids: bool = True, retry: bool = False):
+    def __init__(
+        self, *, unique_ids: bool = True, retry: bool = False, embeds_changed: bool = False
+    ):
         picture = "key BLOB PRIMARY KEY, shard INTEGER, failed INTEGER, size INTEGER, "
         picture += "modified INTEGER, source BLOB, id TEXT"
         self._database = temporary_database(
             f"pictures ({picture})",
-            "ids (key BLOB PRIMARY KEY, picture BLOB)",
+            # The last column says whether a picture of this run has the id.
+            "ids (key BLOB PRIMARY KEY, picture BLOB, now INTEGER)",
             "claims (key BLOB PRIMARY KEY, picture BLOB)",
         )
         self._unique_ids, self._retry = unique_ids, retry
+        self._embeds_changed = embeds_changed
         self._has_earlier = False
         self.only_ids = False
         self.stale: set[int] = set()
@@ -137,17 +142,43 @@ class Ledger:
                 "INSERT OR IGNORE INTO pictures VALUES (?,?,?,?,?,?,?)",
                 [self._row(entry, shard, failed) for entry in entries],
             )
-            if self._database.total_changes - before < len(entries):
+        if self._database.total_changes - before < len(entries):
+            self.stale.add(shard)
+            entries = [entry for entry in entries if self.shard_of(entry) == shard]
+        if self._unique_ids and not failed:
+            self._register_ids(entries, shard)
+
+    def _register_ids(self, entries: Sequence[Entry], shard: int) -> None:
+        """Registers the ids of valid rows of an earlier run.
+
+        A row is not valid if a later shard has its id for a newer version of its source: the source
+        has it in another row now.
+        """
+        before = self._database.total_changes
+        with room():
+            self._database.executemany(
+                "INSERT OR IGNORE INTO ids VALUES (?,?,0)",
+                [(_id_key(entry.id), key(entry)) for entry in entries],
+            )
+        if self._database.total_changes - before == len(entries):
+            return
+        for entry in entries:
+            holder = self._holder(entry)
+            if holder is not None and self._is_older(holder, entry):
+                self._forget(entry)
                 self.stale.add(shard)
-            if self._unique_ids and not failed:
-                ids = [(_id_key(entry.id), key(entry)) for entry in entries]
-                self._database.executemany("INSERT OR IGNORE INTO ids VALUES (?,?)", ids)
 
     def written(self, entries: Sequence[Entry], shard: int, *, failed: bool) -> None:
         """Records the pictures in a new shard, instead of the shards that had them before."""
         if self._has_earlier:
             before = (self._find("shard", key(entry)) for entry in entries)
             self.stale.update(found[0] for found in before if found is not None)
+        if self.only_ids and not failed:
+            for entry in entries:
+                found = self._find("failed, shard", _id_key(entry.id))
+                if found is not None and found[0]:
+                    self.stale.add(found[1])
+                    self._forget(Entry(entry.id))
         with room():
             self._database.executemany(
                 "INSERT OR REPLACE INTO pictures VALUES (?,?,?,?,?,?,?)",
@@ -164,27 +195,49 @@ class Ledger:
     def take_id(self, entry: Entry) -> bool:
         """Returns whether a picture may have its id; from now on no other one may.
 
-        If the id is that of a row that its source no longer has in this form, this row is not valid
-        any more.
+        If changed pictures are embedded, a picture may take the id of a row of an earlier run that
+        belongs to another version of its source. That row is not valid any more.
         """
         if not self._unique_ids:
             return True
-        mine = key(entry)
+        holder = self._holder(entry)
+        if holder is not None:
+            if not (self._embeds_changed and self._is_older(holder, entry)):
+                return False
+            (shard,) = self._find("shard", holder) or (None,)
+            if shard is not None:
+                self.stale.add(shard)
+            self._database.execute("DELETE FROM pictures WHERE key = ?", (holder,))
+        with room():
+            row = (_id_key(entry.id), key(entry))
+            self._database.execute("INSERT OR REPLACE INTO ids VALUES (?,?,1)", row)
+        return True
+
+    def waits_for_change(self, entry: Entry) -> bool:
+        """Returns whether a new picture could have its id if changed pictures were embedded."""
+        holder = self._holder(entry)
+        return holder is not None and not self._embeds_changed and self._is_older(holder, entry)
+
+    def _holder(self, entry: Entry) -> bytes | None:
+        """Returns the key of another picture that has the id of this one."""
         found = self._database.execute(
             "SELECT picture FROM ids WHERE key = ?", (_id_key(entry.id),)
         ).fetchone()
-        if found is not None and found[0] != mine:
-            holder = self._find("source, shard, size, modified", found[0])
-            if holder is None or holder[0] != _hash(entry.origin.source):
-                return False
-            if Version.of(entry.origin).may_be(Version(*holder[2:])):
-                return False
-            self.stale.add(holder[1])
-            self._database.execute("DELETE FROM pictures WHERE key = ?", (found[0],))
-        with room():
-            row = (_id_key(entry.id), mine)
-            self._database.execute("INSERT OR REPLACE INTO ids VALUES (?,?)", row)
-        return True
+        return None if found is None or found[0] == key(entry) else found[0]
+
+    def _is_older(self, holder: bytes, entry: Entry) -> bool:
+        """Returns whether an earlier run wrote this row, for another version of a file."""
+        now = self._database.execute(
+            "SELECT now FROM ids WHERE key = ?", (_id_key(entry.id),)
+        ).fetchone()
+        row = self._find("source, size, modified", holder)
+        return (
+            bool(entry.origin.source)
+            and row is not None
+            and not (now is not None and now[0])
+            and row[0] == _hash_of_many(entry.origin.source)
+            and not Version.of(entry.origin).may_be(Version(*row[1:]))
+        )
 
     def admitted(self, entry: Entry, state: State) -> Entry | None:
         """Returns a new or changed picture as it is to be written; None if its id is taken.

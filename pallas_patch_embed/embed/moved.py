@@ -21,20 +21,21 @@ class Moved:
 
     def __call__(self, entry: Entry) -> Entry:
         """Returns the picture with its present origin, whose time of change is not known."""
-        source = entry.origin.source
         for old, old_places, _, place in self._pairs:
+            source, row = entry.origin[:2]
             # Of pictures that an earlier version embedded, only the ids are known.
             olds = old_places if source else (old.rstrip("/"), *old_places)
-            rest = next((r for o in olds if (r := _below(source or entry.id, o)) is not None), None)
-            if rest is not None:
-                self._found.add(old)
-                row = entry.origin.row
-                if not source and (table := re.fullmatch(r"(.*\.parquet)#(\d+)", rest, re.I)):
-                    rest, row = table[1], table[2]
-                origin = entry.origin._replace(source=place + rest, row=row, modified="")
-                return entry._replace(origin=origin)
-            if _below(source, place) is not None:
+            is_below = any(_below(place, each) is not None for each in olds)
+            if _below(source, place) is not None and (is_below or _rest(source, olds) is None):
                 self._found.add(old)  # An earlier run was told of the move.
+                continue
+            if (rest := _rest(source or entry.id, olds)) is None:
+                continue
+            self._found.add(old)
+            if not source and (table := re.fullmatch(r"(.*\.parquet)#(\d+)", rest, re.IGNORECASE)):
+                rest, row = table[1], table[2]
+            origin = entry.origin._replace(source=place + rest, row=row, modified="")
+            entry = entry._replace(origin=origin)
         return entry
 
     def check(self) -> None:
@@ -62,6 +63,12 @@ def _places(path: str) -> tuple[str, ...]:
     path = path.rstrip("/")
     resolved = named_origin(path).source
     return (resolved,) if is_url(path) else (resolved, text(os.path.abspath(path)))
+
+
+def _rest(path: str, folders: Sequence[str]) -> str | None:
+    """Returns the rest of a path in the first of these folders that contains it, or None."""
+    rests = (_below(path, folder) for folder in folders)
+    return next((rest for rest in rests if rest is not None), None)
 
 
 def _below(path: str, folder: str) -> str | None:

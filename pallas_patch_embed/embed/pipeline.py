@@ -98,7 +98,10 @@ def _new_pictures(
         elif state in (State.DONE, State.FAILED):
             progress.skipped(failed=state is State.FAILED)
         elif (admitted := ledger.admitted(entry, state)) is None:
-            fail(entry, SAME_ID)
+            if ledger.waits_for_change(entry):
+                progress.has_changed(entry.id)
+            else:
+                fail(entry, SAME_ID)
         else:
             picture = picture._replace(id=admitted.id)
             yield with_kept(picture, output.kept) if output.kept else picture

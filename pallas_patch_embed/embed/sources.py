@@ -229,7 +229,14 @@ class _Search:
             yield File(argument[:LONGEST], Origin(), f"it is longer than {LONGEST} characters")
         elif not is_url(argument):
             yield from self._local(argument)
-        elif (unit := self._unit(argument)) is not None and not _is_remote_folder(argument):
+        else:
+            for found in self._at_url(argument):
+                path = found.path.encode(errors="surrogateescape")
+                if self._seen.add(path):
+                    yield found
+
+    def _at_url(self, argument: str) -> Iterator[Tar | Parquet | File]:
+        if (unit := self._unit(argument)) is not None and not _is_remote_folder(argument):
             yield unit
         else:
             try:
@@ -257,7 +264,7 @@ class _Search:
     def _leave_out(self, path: str) -> None:
         self._left_out[PurePosixPath(path).suffix.lower() or "no extension"] += 1
 
-    def _remote(self, url: str) -> Iterator[Unit | File]:
+    def _remote(self, url: str) -> Iterator[Tar | Parquet | File]:
         """Yields the file at a URL, or what is found in the folder at the URL."""
         import fsspec
 

@@ -44,11 +44,13 @@ LONGEST = 2**14
 # sample of a tar may need until all of its members are read.
 MOST_TEXT, MOST_SAMPLE = 2**20, 2**27
 
-# Parameters in the query of a URL that sign it for a limited time, in lower case.
-SIGNING = re.compile(
-    r"x-(amz|goog)-.*|signature|expires|awsaccesskeyid|googleaccessid|key-pair-id|policy|"
-    r"sig|se|sp|sr|st|sv|spr|skoid|sktid|skt|ske|sks|skv"
-)
+# Parameters in the query of a URL that sign it for a limited time, in lower case: those that are
+# always removed, and those that are if there is a parameter with the name in front of them.
+SIGNING = re.compile(r"x-(amz|goog)-.*")
+SIGNED = {
+    "signature": re.compile("signature|expires|awsaccesskeyid|googleaccessid|key-pair-id|policy"),
+    "sig": re.compile("sig|se|sp|sr|st|sv|spr|skoid|sktid|skt|ske|sks|skv"),
+}
 
 # Fields with which file systems of fsspec tell that a file was changed, the best ones first.
 CHANGES = (
@@ -171,7 +173,8 @@ def _fail(reason: str, reserved: float = math.inf) -> BinaryIO:
 
 def described(entry: Entry, opened: Origin | None) -> Entry:
     """Adds what a server said about a picture when it sent the picture."""
-    if opened is None:
+    # The version of a picture that a cell of a table names is that of the table.
+    if opened is None or entry.origin.row:
         return entry
     return entry._replace(origin=entry.origin._replace(size=opened.size, modified=opened.modified))
 
@@ -232,7 +235,9 @@ def remote_origin(url: str, info: Mapping[str, Any] | None = None) -> Origin:
         changed = changed.timestamp()
     if isinstance(changed, int | float):
         changed = time_text(round(changed * 10**6) * 1000)  # A float has microseconds.
-    return Origin(text(unsigned(url)), "", info.get("size"), str(changed)[:LONGEST])
+    size = info.get("size")
+    size = size if isinstance(size, int) and 0 <= size < 2**63 else None
+    return Origin(text(unsigned(url)), "", size, text(str(changed))[:LONGEST])
 
 
 def unsigned(url: str) -> str:
@@ -240,10 +245,13 @@ def unsigned(url: str) -> str:
     if not url.startswith("http") or "?" not in url:
         return url
     parts = urllib.parse.urlsplit(url)
+    parameters = parts.query.split("&")
+    names = [parameter.split("=", 1)[0].lower() for parameter in parameters]
+    signing = [SIGNING, *(found for name, found in SIGNED.items() if name in names)]
     kept = [
         parameter
-        for parameter in parts.query.split("&")
-        if not SIGNING.fullmatch(parameter.split("=", 1)[0].lower())
+        for parameter, name in zip(parameters, names)
+        if not any(each.fullmatch(name) for each in signing)
     ]
     return urllib.parse.urlunsplit(parts._replace(query="&".join(kept), fragment=""))
 

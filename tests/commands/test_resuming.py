@@ -1,5 +1,6 @@
 """What `embed` recognizes when it resumes a folder: pictures, changes, moves, earlier versions."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -141,6 +142,10 @@ def test_pictures_at_urls_are_compared_too(tmp_path):
 def test_a_signed_url_is_the_same_picture_with_another_signature():
     signed = "https://host/a.png?v=1&X-Amz-Signature={}&X-Amz-Date=2"
     assert {remote_origin(signed.format(i)) for i in range(2)} == {Origin("https://host/a.png?v=1")}
+    azure = "https://host/a.png?v=1&sv=2&sig={}"
+    assert remote_origin(azure.format(3)).source == "https://host/a.png?v=1"
+    # Parameters with these names do not sign a URL by themselves.
+    assert remote_origin("https://host/a?st=1").source == "https://host/a?st=1"
 
 
 def test_members_of_a_tar_that_changed_are_reported(tmp_path):
@@ -177,6 +182,78 @@ def test_pictures_may_be_added_to_and_removed_from_a_file(tmp_path, kind):
     assert run([path], out, changed="embed") == 0
     np.testing.assert_array_equal(by_id(out)["b"], wanted["b"])
     assert run([path], out) == 0
+
+
+def test_touching_a_tar_loses_no_embedding(tmp_path):
+    """Two pictures have the same id, and the second one is an error."""
+    path, out = tmp_path / "t.tar", tmp_path / "out"
+    write_tar(path, {"0.jpg": encoded(1, "JPEG"), "0.png": encoded(2)})
+    assert run([path], out) == 1
+    wanted = by_id(out)
+    for time in (1, 2):
+        os.utime(path, ns=(time, time))
+        assert run([path], out) == 2
+        assert_same(by_id(out), wanted)
+    assert run([path], out, changed="embed") == 1
+    assert_same(by_id(out), wanted)
+    assert shards(out, "__errors")["row"] == ["0.png"]
+
+
+@pytest.mark.parametrize("before, after", [("ab", "xab"), ("abc", "c"), ("abcd", "dbac")])
+@pytest.mark.parametrize("written", [1, 2])
+def test_a_table_that_is_embedded_again_may_be_interrupted(
+    tmp_path, monkeypatch, before, after, written
+):
+    path, out = tmp_path / "t.parquet", tmp_path / "out"
+
+    def write(ids, time):
+        table = pyarrow.table({"id": list(ids), "image": [encoded(ord(id)) for id in ids]})
+        pyarrow.parquet.write_table(table, path)
+        os.utime(path, ns=(time, time))
+
+    write(before, 1)
+    assert run([path], out) == 0
+    write(after, 2)
+    shard, shards_written = folder.Folder._write_shard, []
+
+    def killed(self, *arguments):
+        if len(shards_written) == written:
+            raise KeyboardInterrupt
+        shards_written.append(shard(self, *arguments))
+
+    monkeypatch.setattr(folder, "SHARD_ROWS", 1)
+    monkeypatch.setattr(folder.Folder, "_write_shard", killed)
+    with contextlib.suppress(KeyboardInterrupt):
+        run([path], out, batch=1, changed="embed")
+    monkeypatch.undo()
+    assert run([path], out, changed="embed", workers=1) == 0
+    wanted = expected([(id, encoded(ord(id))) for id in after])
+    found = by_id(out)
+    assert_same({id: found[id] for id in after}, wanted)
+
+
+def test_new_rows_of_a_changed_table_are_reported_with_it(tmp_path):
+    path, out = tmp_path / "t.parquet", tmp_path / "out"
+    for time, ids in ((1, "ab"), (2, "xab")):
+        table = pyarrow.table({"id": list(ids), "image": [encoded(ord(id)) for id in ids]})
+        pyarrow.parquet.write_table(table, path)
+        os.utime(path, ns=(time, time))
+        assert run([path], out) == (0 if time == 1 else 3)
+    assert sorted(by_id(out)) == ["a", "b"] and shards(out, "__errors") == {}
+    assert run([path], out, changed="embed") == 0 and sorted(by_id(out)) == ["a", "b", "x"]
+
+
+def test_cells_that_name_files_have_the_version_of_their_table(tmp_path):
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/named/0.png", encoded(0))
+    cells = pyarrow.array(
+        [{"bytes": None, "path": "0.png"}],
+        pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()}),
+    )
+    with fs.open("/named/t.parquet", "wb") as file:
+        pyarrow.parquet.write_table(pyarrow.table({"image": cells}), file)
+    for _ in range(2):
+        assert run(["memory://named/t.parquet"], tmp_path / "out") == 0
 
 
 def test_a_picture_keeps_the_id_that_was_typed_first(few, tmp_path):
@@ -263,6 +340,18 @@ def test_moves_need_earlier_shards(few, tmp_path, options):
     with pytest.raises(ValueError, match="--moved needs the shards of earlier runs"):
         run([few], out, moved=[("absent", str(few))], **options)
     assert len(list(out.glob("*/*"))) == len(options)
+
+
+def test_a_folder_may_have_been_moved_into_a_new_one_of_the_same_name(few, tmp_path):
+    out = tmp_path / "out"
+    assert run(["few"], out) == 0
+    few.rename(tmp_path / "old")
+    few.mkdir()
+    (tmp_path / "old").rename(few / "inner")
+    moved = [(str(few), str(few / "inner"))]
+    for _ in range(2):
+        assert run([few], out, moved=moved) == 0
+    assert shards(out)["source"] == [str(few / "inner" / f"{i}.png") for i in range(3)]
 
 
 def test_a_folder_may_have_been_moved_to_a_url(few, tmp_path):
