@@ -103,7 +103,7 @@ MOMENTS = (
     "before sources.find",
     "before embedder.load_encoder_for_side",
     "after embedder.load_encoder_for_side",
-    "before embedder.Preprocessing.image 2",
+    "before embedder.Preprocessing.decode 2",
     "before embedder.Embedder.start 1",
     "collect start",
     "before embedder.Embedder.start 3",
@@ -115,7 +115,7 @@ MOMENTS = (
 )
 WRITTEN = MOMENTS[-3:]
 # From this moment on the last line says that a folder would keep what is embedded.
-OPENED = MOMENTS.index("before embedder.Preprocessing.image 2")
+OPENED = MOMENTS.index("before embedder.Preprocessing.decode 2")
 ENDING = {
     signal.SIGINT: "Interrupted",
     signal.SIGTERM: "Terminated",

@@ -25,9 +25,9 @@ kill, seed = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 decoded = threading.Semaphore(0)
 
 
-def image(self, *arguments, image=preprocessing.Preprocessing.image):
+def decode(self, *arguments, decode=preprocessing.Preprocessing.decode):
     decoded.release()
-    return image(self, *arguments)
+    return decode(self, *arguments)
 
 
 def strike():
@@ -44,7 +44,7 @@ def finish(self, finish=folder.Folder.finish):
 
 
 folder.SHARD_ROWS, folder.Folder.finish = 32, finish
-preprocessing.Preprocessing.image = image
+preprocessing.Preprocessing.decode = decode
 if kill:
     threading.Thread(target=strike, daemon=True).start()
 sys.argv[0] = "pallas-patch-embed"
@@ -81,7 +81,7 @@ def test_a_run_killed_at_ten_random_moments_has_every_id_once_and_the_same_numbe
     driver = [sys.executable, "-c", KILLED, "0", "0", *arguments]
     result = subprocess.run(driver, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert f"Earlier runs had processed {before}." in result.stdout
+    assert f"Earlier runs had embedded {before}." in result.stdout
     assert_same(by_id(out), expected(contents, batch=16))
     assert not list(out.rglob("*.partial"))
 
@@ -137,7 +137,7 @@ def test_a_disk_that_gets_full_keeps_its_shards_and_the_run_goes_on_elsewhere(tm
     found = by_id(out)
     assert 0 < len(found) < PICTURES and not list(out.rglob("*.partial"))
     result = subprocess.run([*map(str, command), "--out", str(out)], capture_output=True, text=True)
-    assert result.returncode == 0 and f"Earlier runs had processed {len(found)}." in result.stdout
+    assert result.returncode == 0 and f"Earlier runs had embedded {len(found)}." in result.stdout
     assert_same(by_id(out), expected(contents, batch=16))
 
 
