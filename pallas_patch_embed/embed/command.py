@@ -18,7 +18,7 @@ from pallas_patch_embed.embed.folder import Folder, check_folder, recorded_batch
 from pallas_patch_embed.embed.npz import Npz, check_npz
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import Output, UnfinishedError
-from pallas_patch_embed.embed.parquet import ColumnsError, without_columns
+from pallas_patch_embed.embed.parquet import pictures_of
 from pallas_patch_embed.embed.pictures import missing_plugin
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.embed.provenance import (
@@ -221,15 +221,10 @@ def _pictures(units: Iterable[sources.Unit]) -> Iterator[Picture]:
     """Yields the pictures of all units.
 
     Raises:
-      ColumnsError: the first unit has not the columns that are needed.
+      parquet.ColumnsError: the first unit lacks a column that is needed.
     """
     for number, unit in enumerate(units):
-        try:
-            yield from unit.pictures()
-        except ColumnsError as error:
-            if number == 0:
-                raise
-            yield without_columns(unit, error)
+        yield from unit.pictures() if number == 0 else pictures_of(unit)
 
 
 def _outcome(progress: Progress, where: str) -> str:

@@ -20,7 +20,7 @@ from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import IS_CHANGED, SAME_ID, UnfinishedError
 from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.place import FILE, FOLDER, Local, Place, Remote, place_of
-from pallas_patch_embed.embed.provenance import Provenance, differences
+from pallas_patch_embed.embed.provenance import ABSENT, Provenance, differences
 from pallas_patch_embed.embed.tables import (
     ABOUT,
     ORIGIN,
@@ -312,6 +312,8 @@ class Folder:
                 f"{where}: its {name} is damaged ({printable(reason(error))}). Restore it. "
                 f"{otherwise}"
             ) from None
+        # Earlier versions did not record the column of the pictures, so it is not compared.
+        found = ABSENT | {"image_column": settings.image_column} | found
         if self._provenance.recognizes(str(found.get("checkpoint_sha256"))):
             found["checkpoint_sha256"] = settings.checkpoint_sha256
         if changes := differences(found, wanted):

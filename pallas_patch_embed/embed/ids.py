@@ -14,7 +14,7 @@ def temporary_database(*tables: str) -> sqlite3.Connection:
       tables: names and columns of its tables.
     """
     database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-    # A single transaction without a journal takes the least time: 3 us for a row instead of 10.
+    # A single transaction without a journal takes the least time: 2 us for a row instead of 4.
     database.execute("PRAGMA journal_mode = OFF")
     database.execute("PRAGMA synchronous = OFF")
     database.execute("BEGIN")

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,10 +48,12 @@ class Version(NamedTuple):
 
     def may_be(self, other: "Version") -> bool:
         """Returns whether nothing that is known of both versions differs."""
-        return all(a == b or unknown in (a, b) for a, b, unknown in zip(self, other, UNKNOWN))
+        return all(
+            a == b or unknown in (a, b) for a, b, unknown in zip(self, other, UNKNOWN_VERSION)
+        )
 
 
-UNKNOWN = Version(NO_SIZE, NO_TIME)
+UNKNOWN_VERSION = Version(NO_SIZE, NO_TIME)
 
 
 def _hash(text: str) -> bytes:
@@ -82,7 +84,7 @@ def state(entry: Entry, known: Version, *, failed: bool) -> State:
     version = Version.of(entry.origin)
     if not failed:
         return State.DONE if version.may_be(known) else State.CHANGED
-    appeared = bool(entry.origin.source) and known == UNKNOWN != version
+    appeared = bool(entry.origin.source) and known == UNKNOWN_VERSION != version
     return State.FAILED if version.may_be(known) and not appeared else State.NEW
 
 
@@ -131,11 +133,7 @@ class Ledger:
         self._has_earlier |= len(entries) > 0
         self.only_ids |= not all(entry.origin.source for entry in entries)
         if over_failed:
-            for entry in entries:
-                found = self._find("failed, shard", key(entry))
-                if found is not None and found[0]:
-                    self.stale.add(found[1])
-                    self._forget(entry)
+            self._forget_failed(map(key, entries))
         before = self._database.total_changes
         with room():
             self._database.executemany(
@@ -146,9 +144,9 @@ class Ledger:
             self.stale.add(shard)
             entries = [entry for entry in entries if self.shard_of(entry) == shard]
         if self._unique_ids and not failed:
-            self._register_ids(entries, shard)
+            self._register_ids(entries)
 
-    def _register_ids(self, entries: Sequence[Entry], shard: int) -> None:
+    def _register_ids(self, entries: Sequence[Entry]) -> None:
         """Registers the ids of valid rows of an earlier run.
 
         A row is not valid if a later shard has its id for a newer version of its source: the source
@@ -165,20 +163,15 @@ class Ledger:
         for entry in entries:
             holder = self._holder(entry)
             if holder is not None and self._is_older(holder, entry):
-                self._forget(entry)
-                self.stale.add(shard)
+                self._forget(key(entry))
 
     def written(self, entries: Sequence[Entry], shard: int, *, failed: bool) -> None:
         """Records the pictures in a new shard, instead of the shards that had them before."""
         if self._has_earlier:
-            before = (self._find("shard", key(entry)) for entry in entries)
-            self.stale.update(found[0] for found in before if found is not None)
+            before = map(self.shard_of, entries)
+            self.stale.update(earlier for earlier in before if earlier is not None)
         if self.only_ids and not failed:
-            for entry in entries:
-                found = self._find("failed, shard", _id_key(entry.id))
-                if found is not None and found[0]:
-                    self.stale.add(found[1])
-                    self._forget(Entry(entry.id))
+            self._forget_failed(_id_key(entry.id) for entry in entries)
         with room():
             self._database.executemany(
                 "INSERT OR REPLACE INTO pictures VALUES (?,?,?,?,?,?,?)",
@@ -189,8 +182,18 @@ class Ledger:
         version, source = Version.of(entry.origin), _hash_of_many(entry.origin.source)
         return key(entry), shard, failed, *version, source, entry.id
 
-    def _forget(self, entry: Entry) -> None:
-        self._database.execute("DELETE FROM pictures WHERE key = ?", (key(entry),))
+    def _forget(self, key: bytes) -> None:
+        """Makes the row of a picture stale, if there is one."""
+        if (found := self._find("shard", key)) is not None:
+            self.stale.add(found[0])
+            self._database.execute("DELETE FROM pictures WHERE key = ?", (key,))
+
+    def _forget_failed(self, keys: Iterable[bytes]) -> None:
+        """Makes the rows of pictures that have no embedding stale."""
+        for key in keys:
+            found = self._find("failed", key)
+            if found is not None and found[0]:
+                self._forget(key)
 
     def take_id(self, entry: Entry) -> bool:
         """Returns whether a picture may have its id; from now on no other one may.
@@ -204,10 +207,7 @@ class Ledger:
         if holder is not None:
             if not (self._embeds_changed and self._is_older(holder, entry)):
                 return False
-            (shard,) = self._find("shard", holder) or (None,)
-            if shard is not None:
-                self.stale.add(shard)
-            self._database.execute("DELETE FROM pictures WHERE key = ?", (holder,))
+            self._forget(holder)
         with room():
             row = (_id_key(entry.id), key(entry))
             self._database.execute("INSERT OR REPLACE INTO ids VALUES (?,?,1)", row)
@@ -246,9 +246,9 @@ class Ledger:
         table, and may have changed.
         """
         if state is State.CHANGED:
-            (old,) = self._database.execute(
-                "SELECT id FROM pictures WHERE key = ?", (key(entry),)
-            ).fetchone()
+            found = self._find("id", key(entry))
+            assert found is not None  # Otherwise it would be new.
+            (old,) = found
             if not entry.origin.row:
                 return entry._replace(id=old)
             self._database.execute(

@@ -25,8 +25,8 @@ class Moved:
             source, row = entry.origin[:2]
             # Of pictures that an earlier version embedded, only the ids are known.
             olds = old_places if source else (old.rstrip("/"), *old_places)
-            is_below = any(_below(place, each) is not None for each in olds)
-            if _below(source, place) is not None and (is_below or _rest(source, olds) is None):
+            is_nested = _rest(place, olds) is not None
+            if _below(source, place) is not None and (is_nested or _rest(source, olds) is None):
                 self._found.add(old)  # An earlier run was told of the move.
                 continue
             if (rest := _rest(source or entry.id, olds)) is None:

@@ -27,7 +27,7 @@ from pallas_patch_embed.embed.folder import EMBEDDINGS, ERRORS, SHARD_ROWS, Fold
 from pallas_patch_embed.embed.ledger import Snapshot, State
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import IS_CHANGED
-from pallas_patch_embed.embed.parquet import ColumnsError, without_columns
+from pallas_patch_embed.embed.parquet import pictures_of
 from pallas_patch_embed.embed.pictures import quiet, reason
 from pallas_patch_embed.embed.place import place_of
 from pallas_patch_embed.embed.preprocessing import Preprocessing
@@ -90,7 +90,7 @@ class Read:
         for pickled in batch["unit"]:
             unit: Unit = ray.cloudpickle.loads(pickled)
             counted: collections.Counter[State] = collections.Counter()
-            new = self._new_pictures(_pictures(unit), done, counted)
+            new = self._new_pictures(pictures_of(unit), done, counted)
             while block := self._block(new):
                 yield _columns(block)
             # A row tells the driver how many pictures of the unit earlier runs had written.
@@ -133,13 +133,6 @@ class Read:
             if len(rows) == self._rows:
                 break
         return rows
-
-
-def _pictures(unit: Unit) -> Iterator[Picture]:
-    try:
-        yield from unit.pictures()
-    except ColumnsError as error:
-        yield without_columns(unit, error)
 
 
 def _columns(rows: list[Row]) -> dict[str, Any]:

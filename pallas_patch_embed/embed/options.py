@@ -10,6 +10,12 @@ from pallas_patch_embed.problem import DTYPES
 
 MOST_WORKERS = 32
 
+# Help of options that would not fit into the lines of `add_parser`.
+HELP_CHANGED = "what to do with pictures that have changed (default: report)"
+HELP_DTYPE = "dtype that is written (default: float32)"
+HELP_MOST = "larger pictures are errors (default: %(default)s)"
+HELP_MOVED = "the pictures that were in OLD are now in NEW"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -112,7 +118,11 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "and wildcards are expanded",
     )
     add(
-        "--list", action="append", default=[], metavar="FILE", help="file of such lines; - is stdin"
+        "--list",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file with one of these on each line; - for standard input",
     )
     add("--checkpoint", required=True, help="path, or name of a model on the Hugging Face hub")
     add("--out", required=True, help="a folder for any number of pictures, or a small .npz file")
@@ -132,17 +142,17 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     group("--max-bytes", type=positive_integer, default=MOST_BYTES, metavar="N", help=HELP_MOST)
     group = parser.add_argument_group("resuming").add_argument
     group("--retry-errors", action="store_true", help="retry what earlier runs could not embed")
-    group("--changed", choices=("report", "embed"), help="pictures changed since (default: report)")
+    group("--changed", choices=("report", "embed"), help=HELP_CHANGED)
     group("--moved", nargs=2, action="append", default=[], metavar=("OLD", "NEW"), help=HELP_MOVED)
     group("--overwrite", action="store_true", help="remove the shards in the folder first")
     group = parser.add_argument_group("running").add_argument
-    group("--batch", type=positive_integer, metavar="N", help="pictures in a step of a device")
+    group(
+        "--batch",
+        type=positive_integer,
+        metavar="N",
+        help="pictures at a time (default: 64; CPU: 4)",
+    )
     group("--workers", type=positive_integer, metavar="N", help="decoders (default: one per CPU)")
     group("--ray", nargs="?", const="local", metavar="ADDRESS", help="run on a Ray cluster")
     group("--quiet", action="store_true", help="do not show progress")
     return parser
-
-
-HELP_DTYPE = "dtype that is written (default: float32)"
-HELP_MOST = "larger pictures are errors (default: %(default)s)"
-HELP_MOVED = "pictures of OLD are now at NEW"

