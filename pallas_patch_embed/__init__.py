@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pallas_patch_embed.backends.cuda import register_cuda_kernels as register_cuda_kernels
     from pallas_patch_embed.packing import pack as pack
     from pallas_patch_embed.params import PatchEmbedParams as PatchEmbedParams
+    from pallas_patch_embed.positions import resize_positions as resize_positions
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "patch_embed",
     "patchify",
     "register_cuda_kernels",
+    "resize_positions",
     "siglip2",
 ]
 
@@ -48,6 +50,7 @@ if not TYPE_CHECKING:
             "backends.cuda": ("register_cuda_kernels",),
             "packing": ("pack",),
             "params": ("PatchEmbedParams",),
+            "positions": ("resize_positions",),
         }.items():
             names |= {name: getattr(module(f"{__name__}.{home}"), name) for name in members}
         globals().update(names)

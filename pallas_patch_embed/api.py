@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_patch_embed import primitive
+from pallas_patch_embed.array_arguments import AnyArray, as_array, dtype_name
 from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.chips import Target, default_device
@@ -20,11 +21,9 @@ from pallas_patch_embed.patches import check_range, encoded_rows, rows
 from pallas_patch_embed.problem import (
     DTYPES,
     OUT_DTYPES,
-    AnyArray,
     PatchLayout,
     Problem,
     Shaped,
-    dtype_name,
 )
 
 CUTS = (None, "kernel")
@@ -39,10 +38,11 @@ def patchify(images: AnyArray, params: PatchEmbedParams, *, clip: bool = False) 
     encoded as that level.
 
     Args:
-      images: [..., H, W, 3], uint8 or floating-point. Floating-point pixels are normalised with
-        `params.image_mean` and `params.image_std`, by default to [-1, 1]. Pixels beyond the last
-        whole patch of H or W are dropped, as in SigLIP. If `params.frames` is set, videos
-        [..., F, H, W, 3], where F is a multiple of `params.frames`.
+      images: [..., H, W, C], uint8 or floating-point, where C is `params.channels`: 3 for RGB.
+        Floating-point pixels are normalised with `params.image_mean` and `params.image_std`, by
+        default to [-1, 1]. Pixels beyond the last whole patch of H or W are dropped, as in SigLIP.
+        If `params.frames` is set, videos [..., F, H, W, C], where F is a multiple of
+        `params.frames`.
       params: PatchEmbedParams; decides patch size, encoding and padding.
       clip: clips floating-point pixels to [-1, 1] instead of checking that they are in that range.
         NaN stays NaN, except in int8, where it becomes an unspecified level.
@@ -62,6 +62,7 @@ def patchify(images: AnyArray, params: PatchEmbedParams, *, clip: bool = False) 
         which the call waits, and under jit if the program is checkified.
     """
     check_params(params)
+    images = as_array(images, "patchify: images")
     _check_images(images, params)
     if not clip:
         images = check_range("images", images, params.encoding)
@@ -73,8 +74,8 @@ def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = 
 
     Args:
       patches: [..., S, K] of pixels, uint8 or floating-point. Floating-point pixels are normalised
-        with `params.image_mean` and `params.image_std`, by default to [-1, 1]. K = 3 * p * p in the
-        order height, width, channel; with T frames K = 3 * T * p * p in the order channel, frame,
+        with `params.image_mean` and `params.image_std`, by default to [-1, 1]. K = C * p * p in the
+        order height, width, channel; with T frames K = C * T * p * p in the order channel, frame,
         height, width. Rows of padding may have any values in the same range, such as zeros.
       params: PatchEmbedParams; decides encoding and padding.
       clip: as for `patchify`.
@@ -86,7 +87,8 @@ def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = 
       TypeError, ValueError: as for `patchify`.
     """
     check_params(params)
-    dtype = dtype_name(patches, "patches")
+    patches = as_array(patches, "encode_patches: patches")
+    dtype = dtype_name(patches)
     if dtype not in IMAGE_DTYPES:
         raise TypeError(
             f"encode_patches: patches have dtype {dtype}, expected pixels: uint8, or "
@@ -96,7 +98,8 @@ def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = 
         raise ValueError(
             f"encode_patches: patches have shape {list(patches.shape)}, expected [..., S, "
             f"{params.K}]: the pixels of a patch of {params.patch_size} x {params.patch_size}"
-            f"{'' if params.frames is None else f' and {params.frames} frames'}, 3 colours each."
+            f"{'' if params.frames is None else f' and {params.frames} frames'}, "
+            f"{params.channels} channels each."
         )
     if not clip:
         patches = check_range("patches", patches, params.encoding)
@@ -159,6 +162,9 @@ def patch_embed(
       NotImplementedError: `backend` names a backend that cannot serve the call; the message says
         why.
     """
+    check_params(params)
+    patches = as_array(patches, "patch_embed: patches")
+    position_embedding = _as_positions(position_embedding)
     out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype)
     operands = (jnp.asarray(patches), params, position_embedding)
     return _bind(*operands, backend, out_dtype, _path(tuned))
@@ -197,8 +203,10 @@ def embed_images(
         ValueError if the images have another grid or `cut` is unknown.
     """
     check_params(params)
+    images = as_array(images, "embed_images: images")
+    position_embedding = _as_positions(position_embedding)
     patches = _abstract_patches(images, params, position_embedding)
-    _check_cut(cut, images)
+    _check_cut(cut, images, params)
     source = None if cut is None else images
     out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype, images=source)
     if not clip:
@@ -232,7 +240,7 @@ def explain(
 
     Args:
       patches_or_shape: the patches of a call of `patch_embed`, the images of a call of
-        `embed_images`, or a shape: [..., S, K_padded] of patches or [..., H, W, 3] of uint8 images.
+        `embed_images`, or a shape: [..., S, K_padded] of patches or [..., H, W, C] of uint8 images.
       params: PatchEmbedParams.
       position_embedding, out_dtype: as in that call.
       device: the device that would run the call, one of jax.devices() (jaxlib exports no type for
@@ -252,13 +260,17 @@ def explain(
     layout = None
     if not hasattr(given, "shape"):
         given = _abstract_operand(given, params)
-    dtype = dtype_name(given, "explain: patches or images")
-    patches = given
-    if given.shape[-1:] == (3,) or (dtype == "uint8" and given.shape[-3:-2] == (3,)):
+    elif not isinstance(given, jax.ShapeDtypeStruct):
+        given = as_array(given, "explain: patches or images")
+    if not isinstance(position_embedding, jax.ShapeDtypeStruct):
+        position_embedding = _as_positions(position_embedding)
+    dtype, patches = dtype_name(given), given
+    channels = (params.channels,)
+    if given.shape[-1:] == channels or (dtype == "uint8" and given.shape[-3:-2] == channels):
         patches = _abstract_patches(given, params, position_embedding)
         layout = params.layout if dtype == "uint8" else None
     _check_patches(patches, params)
-    _check_cut(cut, given)
+    _check_cut(cut, given, params)
     table = _abstract_table(patches, params, position_embedding)
     out_dtype = _check_out_dtype(out_dtype)
     device = default_device() if device is None else device
@@ -268,6 +280,10 @@ def explain(
     operands = (source, params.weight, params.scale, table)
     problem = Problem.of(*operands, out_dtype=out_dtype, layout=layout, cut=cut)
     return explain_problem(problem, Target.of(device), _path(tuned))
+
+
+def _as_positions(positions: Any) -> Any:
+    return None if positions is None else as_array(positions, "position_embedding")
 
 
 def _path(tuned: Any) -> str | None:
@@ -284,20 +300,21 @@ def _path(tuned: Any) -> str | None:
 
 
 def _abstract_operand(shape: Any, params: PatchEmbedParams) -> Any:
-    """Returns abstract uint8 images if the last axis has length 3, abstract patches otherwise."""
+    """Returns abstract uint8 images if the last axis is of channels, else abstract patches."""
     try:
         shape = tuple(map(operator.index, shape))
     except TypeError:
         raise TypeError(
             f"explain: {shape!r} is neither patches nor images, nor the shape of one of them, "
-            "[..., S, K_padded] or [..., H, W, 3]."
+            f"[..., S, K_padded] or [..., H, W, {params.channels}]."
         ) from None
     if min(shape, default=-1) < 0:
         raise ValueError(
             f"explain: the shape is {list(shape)}, expected [..., S, K_padded] of patches or "
-            "[..., H, W, 3] of images, without negative numbers."
+            f"[..., H, W, {params.channels}] of images, without negative numbers."
         )
-    return jax.ShapeDtypeStruct(shape, jnp.uint8 if shape[-1] == 3 else jnp.dtype(params.dtype))
+    dtype = "uint8" if shape[-1] == params.channels else params.dtype
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def _abstract_patches(images: Any, params: PatchEmbedParams, positions: Any) -> Any:
@@ -317,29 +334,28 @@ def _abstract_patches(images: Any, params: PatchEmbedParams, positions: Any) -> 
 
 
 def _check_images(images: Any, params: PatchEmbedParams) -> None:
-    dtype = dtype_name(images, "images")
+    dtype = dtype_name(images)
     if dtype not in IMAGE_DTYPES:
         raise TypeError(
             f"images have dtype {dtype}, expected uint8, or floating-point in [-1, 1]. Convert "
             "pixels of 0 to 255 with images.astype(numpy.uint8)."
         )
-    shape = tuple(images.shape)
-    if len(shape) < 3 or shape[-1] != 3:
-        channels_first = len(shape) >= 3 and shape[-3] == 3
+    shape, channels = tuple(images.shape), params.channels
+    if len(shape) < 3 or shape[-1] != channels:
+        colours = " with the colours red, green and blue as the last axis" if channels == 3 else ""
+        advice = (
+            "Convert the images to RGB." if channels == 3 else "Pass images of that many channels."
+        )
+        if len(shape) >= 3 and shape[-3] == channels:
+            advice = "Move the channels last with numpy.moveaxis(images, -3, -1)."
         raise ValueError(
-            f"images have shape {list(shape)}, expected [..., H, W, 3] with the colours red, "
-            "green and blue as the last axis. "
-            + (
-                "Move the channels last with numpy.moveaxis(images, -3, -1)."
-                if channels_first
-                else "Convert the images to RGB."
-            )
+            f"images have shape {list(shape)}, expected [..., H, W, {channels}]{colours}. {advice}"
         )
     if params.frames is not None and (len(shape) < 4 or shape[-4] % params.frames):
         raise ValueError(
-            f"images have shape {list(shape)}, but the params are for videos [..., F, H, W, 3] "
-            f"where F is a multiple of {params.frames} frames. Repeat the last frame of a video, "
-            f"or repeat an image {params.frames} times."
+            f"images have shape {list(shape)}, but the params are for videos [..., F, H, W, "
+            f"{channels}] where F is a multiple of {params.frames} frames. Repeat the last frame "
+            f"of a video, or repeat an image {params.frames} times."
         )
     if min(shape[-3:-1]) < params.patch_size:
         raise ValueError(
@@ -349,7 +365,7 @@ def _check_images(images: Any, params: PatchEmbedParams) -> None:
 
 
 def _check_patches(patches: Any, params: PatchEmbedParams) -> None:
-    dtype = dtype_name(patches, "patches")
+    dtype = dtype_name(patches)
     if dtype != params.dtype:
         packing = f", or pack the params with dtype={dtype!r}" if dtype in DTYPES else ""
         raise TypeError(
@@ -371,17 +387,17 @@ def _check_patches(patches: Any, params: PatchEmbedParams) -> None:
         )
 
 
-def _check_cut(cut: Any, source: Any) -> None:
+def _check_cut(cut: Any, source: Any, params: PatchEmbedParams) -> None:
     if cut not in CUTS:
         raise ValueError(
             f"embed_images: cut is {cut!r}, expected None, or 'kernel' to require a kernel that "
             "cuts the images."
         )
-    dtype = dtype_name(source, "images")
-    if cut is not None and (dtype != "uint8" or source.shape[-1:] != (3,)):
+    dtype = dtype_name(source)
+    if cut is not None and (dtype != "uint8" or source.shape[-1:] != (params.channels,)):
         raise ValueError(
-            f"embed_images: cut={cut!r} needs uint8 images [..., H, W, 3], but the images are "
-            f"{dtype}{list(source.shape)}. Pass uint8 images, or leave cut=None."
+            f"embed_images: cut={cut!r} needs uint8 images [..., H, W, {params.channels}], but the "
+            f"images are {dtype}{list(source.shape)}. Pass uint8 images, or leave cut=None."
         )
 
 
@@ -398,7 +414,6 @@ def _check_call(
 
     `images` are given only if a kernel must cut them itself.
     """
-    check_params(params)
     _check_patches(patches, params)
     table = _abstract_table(patches, params, positions)
     out_dtype = _check_out_dtype(out_dtype)
@@ -438,7 +453,7 @@ def _abstract_table(patches: Any, params: PatchEmbedParams, positions: Any) -> A
                 "position_embedding."
             )
         return params.table
-    dtype = dtype_name(positions, "position_embedding")
+    dtype = dtype_name(positions)
     if not jnp.issubdtype(positions.dtype, jnp.floating):
         raise TypeError(
             f"position_embedding has dtype {dtype}, expected a floating-point array. Cast it with "

@@ -5,41 +5,50 @@ compiled by itself, inside a model's jit it becomes part of that program. Its ar
 everything that XLA may round differently in the two cases:
 
   division of arrays by a constant   XLA multiplies by the reciprocal, but only under jit
+  division of floats                 approximate on a GPU (see `_reciprocal`)
   reduction that adds floats         the compiler chooses its order; sums of int32 are exact
   product that is a term of a sum    LLVM may fuse the two into one rounding (see `rounded`)
 """
 
 import functools
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from pallas_patch_embed.array_arguments import AnyArray, as_array
 from pallas_patch_embed.params import (
-    Colours,
     PatchEmbedParams,
+    PerChannel,
+    check_channels,
     check_dtype,
     check_grid,
     check_normalisation,
     check_patch_size,
-    patch_length,
 )
 from pallas_patch_embed.patches import rounded
 from pallas_patch_embed.problem import is_known, padded
+from pallas_patch_embed.weight_rounding import (
+    PatchShape,
+    check_rounding,
+    relative_errors,
+    round_to_nearest,
+    round_with_feedback,
+)
 
 # The shape of the kernel in each layout, and the permutation that puts N first and K in the packed
 # order.
 LAYOUTS = {
-    "HWIO": ("[p, p, 3, N]", (3, 0, 1, 2)),
-    "OIHW": ("[N, 3, p, p]", (0, 2, 3, 1)),
-    "OITHW": ("[N, 3, T, p, p]", (0, 1, 2, 3, 4)),
+    "HWIO": ("[p, p, C, N]", (3, 0, 1, 2)),
+    "OIHW": ("[N, C, p, p]", (0, 2, 3, 1)),
+    "OITHW": ("[N, C, T, p, p]", (0, 1, 2, 3, 4)),
     "KN": ("[K, N]", (1, 0)),
     "NK": ("[N, K]", (0, 1)),
 }
@@ -59,17 +68,20 @@ BFLOAT16_OVERFLOW = 2.0**128 - 2.0**119
 
 
 def pack(
-    kernel: npt.ArrayLike,
-    bias: npt.ArrayLike | None,
-    position_embedding: npt.ArrayLike | None,
+    kernel: AnyArray,
+    bias: AnyArray | None,
+    position_embedding: AnyArray | None,
     *,
     patch_size: int,
     layout: Literal["HWIO", "OIHW", "OITHW", "KN", "NK"] = "HWIO",
+    channels: int | None = None,
     grid: Sequence[int] | None = None,
     dtype: DTypeLike = "int8",
+    rounding: Literal["feedback", "nearest"] = "feedback",
     image_mean: Sequence[float] | None = None,
     image_std: Sequence[float] | None = None,
-    prefix: npt.ArrayLike | None = None,
+    prefix: AnyArray | None = None,
+    warn_above: float | None = None,
 ) -> PatchEmbedParams:
     """Packs a checkpoint's patch embedding into the form that the kernels read.
 
@@ -80,9 +92,13 @@ def pack(
 
     Quantised weights have one scale per output channel: absmax / 448 for float8_e4m3fn and
     absmax / 127 for int8, but at least 2^-119, so that no GPU flushes it to zero. The scale of a
-    channel of zeros (or of denormal numbers, which a GPU may flush to zero) is 1. Weights are
-    clipped to the format's range and rounded to nearest, ties to even. For int8, `scale` includes
-    the encoding's factor 2 / 255.
+    channel of zeros (or of denormal numbers, which a GPU may flush to zero) is 1. Weights stay
+    within the format's range. For int8, `scale` includes the encoding's factor 2 / 255.
+
+    The weights of a channel are rounded so that the errors of neighbouring pixels cancel. On
+    photographs this removes most of the error (docs/numerics.md has a table). It takes a loop over
+    the pixels of a patch, a few milliseconds on a GPU: a program that packs in every call may
+    prefer rounding="nearest".
 
     Args:
       kernel: floating-point array with the shape that `layout` specifies.
@@ -90,19 +106,26 @@ def pack(
       position_embedding: [S, N], [1, S, N], [h, w, N], or None for no positions. With a prefix of R
         rows also [R + S, N] or [1, R + S, N], of which the first R rows are added to the prefix.
       patch_size: p, the side of a patch in pixels.
-      layout: order of the kernel's axes: "HWIO" [p, p, 3, N] (flax), "OIHW" [N, 3, p, p]
-        (PyTorch), "KN" [K, N] or "NK" [N, K], where K = 3 * p * p in the order height, width,
-        channel; or "OITHW" [N, 3, T, p, p] for patches of T frames, with K in the order channel,
+      layout: order of the kernel's axes: "HWIO" [p, p, C, N] (flax), "OIHW" [N, C, p, p]
+        (PyTorch), "KN" [K, N] or "NK" [N, K], where K = C * p * p in the order height, width,
+        channel; or "OITHW" [N, C, T, p, p] for patches of T frames, with K in the order channel,
         frame, height, width.
+      channels: C, the number of the images' channels. The default is the number that the layout
+        states; "KN" and "NK" do not state it, and have 3 by default.
       grid: (h, w) with h * w = S. The default is (h, w) of [h, w, N] positions, otherwise a square.
         With frames (t, h, w), or (h, w) for t = 1.
       dtype: dtype of patches and weight: "int8", "float8_e4m3fn", "bfloat16" or "float32".
-      image_mean, image_std: normalisation in the model's preprocessing, three numbers each for red,
-        green and blue: a pixel u in [0, 1] becomes (u - image_mean) / image_std. The default is 0.5
-        and 0.5, as in SigLIP. Both become part of weight and offset, so that uint8 images stay
-        exact at no cost. Floating-point images must then be normalised with them.
+      rounding: how int8 and float8 weights are rounded: "feedback" makes the errors of neighbouring
+        pixels cancel, "nearest" rounds each weight by itself, ties to even.
+      image_mean, image_std: normalisation in the model's preprocessing, one number for each
+        channel: a pixel u in [0, 1] becomes (u - image_mean) / image_std. The default is 0.5 and
+        0.5, as in SigLIP. Both become part of weight and offset, so that uint8 images stay exact at
+        no cost. Floating-point images must then be normalised with them.
       prefix: [R, N] or [1, R, N], the class and register tokens, which become the first R rows of
         each image's embedding.
+      warn_above: if given, a warning names the output channels whose rounding of the weight causes
+        a larger relative error on photographs, such as 0.01 for 1%. The kernel's values must be
+        known then.
 
     Returns:
       PatchEmbedParams.
@@ -114,35 +137,47 @@ def pack(
         this process can address only part of the array.
     """
     patch_size, dtype = check_patch_size(patch_size), check_dtype(dtype)
-    image_mean, image_std = check_normalisation(image_mean, image_std)
+    check_rounding(rounding)
+    channels = None if channels is None else check_channels(channels)
+    weights = _checked("kernel", kernel)
+    N, shape = _check_kernel_shape(weights, patch_size, layout, channels)
+    image_mean, image_std = check_normalisation(image_mean, image_std, shape.channels)
     overflow = BFLOAT16_OVERFLOW if dtype == "bfloat16" else math.inf
     if image_std is not None:
         # `_packed` divides the weight by 2 * image_std.
         overflow = min(overflow, 2 * min(image_std) * min(overflow, float(FLOAT32.max)))
-    weights = _checked("kernel", kernel, overflow)
-    N, frames = _check_kernel_shape(weights, patch_size, layout)
-    biases = None if bias is None else _checked("bias", bias)
+    _check_values("kernel", weights, overflow)
+    if warn_above is not None:
+        _check_warn_above(warn_above, weights)
+    biases = None if bias is None else _checked_values("bias", bias)
     if biases is not None and biases.shape != (N,):
         raise ValueError(
             f"pack: bias has shape {list(biases.shape)}, expected [{N}]: one value for each of "
             "the kernel's output channels."
         )
-    tokens = None if prefix is None else _checked("prefix", prefix)
+    tokens = None if prefix is None else _checked_values("prefix", prefix)
     R = 0 if tokens is None else _check_prefix_shape(tokens, N)
-    grid = None if grid is None else check_grid(grid, frames)
+    grid = None if grid is None else check_grid(grid, shape.frames)
     positions = None
     if position_embedding is not None:
-        positions = _checked("position_embedding", position_embedding)
-        grid = _grid_of(positions, N, grid, R, frames)
+        positions = _checked_values("position_embedding", position_embedding)
+        grid = _grid_of(positions, N, grid, R, shape.frames)
     given = (weights, biases, positions, tokens)
     # A transfer guard refuses numpy arrays as arguments of a jitted function, but not device_put.
     arrays = [x if x is None or isinstance(x, jax.Array) else jax.device_put(x) for x in given]
     weight, scale, offset, table = _packed(
-        *arrays, layout=layout, grid=grid, dtype=dtype, mean=image_mean, std=image_std
+        *arrays,
+        layout=layout,
+        shape=shape,
+        grid=grid,
+        dtype=dtype,
+        rounding=rounding,
+        mean=image_mean,
+        std=image_std,
     )
     _check_result("bias + the constant of the pixels' encoding", offset)
     _check_result("the sum of bias or prefix and position_embedding", table)
-    return PatchEmbedParams(
+    params = PatchEmbedParams(
         weight=weight,
         scale=scale,
         offset=offset,
@@ -150,28 +185,32 @@ def pack(
         patch_size=patch_size,
         grid=grid,
         dtype=dtype,
-        K=patch_length(patch_size, frames),
+        K=shape.pixels * shape.channels,
         image_mean=image_mean,
         image_std=image_std,
         prefix=R,
-        frames=frames,
+        frames=shape.frames,
+        channels=shape.channels,
     )
+    if warn_above is not None:
+        _warn_of_channels(arrays[0], params, layout, shape, warn_above)
+    return params
 
 
-def _checked(name: str, value: Any, overflow: float = math.inf) -> Any:
-    """Returns a floating-point array: a JAX array as given, anything else as numpy float32.
+def _checked_values(name: str, value: Any) -> Any:
+    """Returns a floating-point array without values that are NaN or infinite, as `_checked`."""
+    array = _checked(name, value)
+    _check_values(name, array, math.inf)
+    return array
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Returns a floating-point array: a JAX array as it is, anything else as numpy float32.
 
     Raises:
       TypeError: the value is not a floating-point array.
-      ValueError: known values are NaN or have a magnitude of at least `overflow`.
     """
-    if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
-        # The value is a parameter of a framework, such as flax.nnx.Param.
-        value = value.__jax_array__()
-    try:
-        array = value if isinstance(value, jax.Array) else np.asarray(value)
-    except ValueError as error:
-        raise TypeError(f"pack: {name} is not an array: {error}. Convert it to one.") from error
+    array = as_array(value, f"pack: {name}")
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
             f"pack: {name} has dtype {array.dtype}, expected a floating-point array. Dequantise it "
@@ -180,6 +219,11 @@ def _checked(name: str, value: Any, overflow: float = math.inf) -> Any:
     if not isinstance(array, jax.Array):
         with np.errstate(over="ignore"):
             array = array.astype(np.float32)
+    return array
+
+
+def _check_values(name: str, array: Any, overflow: float) -> None:
+    """Raises ValueError if known values are NaN or have a magnitude of at least `overflow`."""
     if is_known(array) and (wrong := _count_from(array, overflow)):
         ranges = {math.inf: "float32", BFLOAT16_OVERFLOW: "the range of bfloat16"}
         beyond = ranges.get(overflow, f"{overflow:.3g}, the largest that image_std allows")
@@ -187,7 +231,6 @@ def _checked(name: str, value: Any, overflow: float = math.inf) -> Any:
             f"pack: {name} has {wrong} values that are NaN, infinite or beyond {beyond}. Expected "
             "finite values: check the checkpoint."
         )
-    return array
 
 
 def _count_from(array: Any, overflow: float) -> int:
@@ -215,22 +258,27 @@ def _check_result(name: str, array: Any) -> None:
         )
 
 
-def _check_kernel_shape(kernel: Any, patch_size: int, layout: Any) -> tuple[int, int | None]:
-    """Checks the kernel's shape; returns N and the frames in one patch (None for images)."""
+def _check_kernel_shape(
+    kernel: Any, patch_size: int, layout: Any, channels: int | None
+) -> tuple[int, PatchShape]:
+    """Checks the kernel's shape; returns N and the shape of a patch."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"pack: layout is {layout!r}, expected one of {', '.join(LAYOUTS)}.")
     text, order = LAYOUTS[layout]
+    p, C = patch_size, 3 if channels is None else channels
     fits = kernel.ndim == len(order) and 0 not in kernel.shape
-    frames = kernel.shape[2] if fits and layout == "OITHW" else None
-    K, p = patch_length(patch_size, frames), patch_size
+    if fits and channels is None and "C" in text:
+        C = kernel.shape[layout.index("I")]
+    shape = PatchShape(p, C, kernel.shape[2] if fits and layout == "OITHW" else None)
+    K = shape.pixels * C
     N, *others = (kernel.shape[axis] for axis in order) if fits else (0,)
-    if others != {2: [K], 4: [p, p, 3], 5: [3, frames, p, p]}[len(order)]:
+    if others != {2: [K], 4: [p, p, C], 5: [C, shape.frames, p, p]}[len(order)]:
         raise ValueError(
             f"pack: kernel has shape {list(kernel.shape)}, expected {text} for layout={layout!r} "
-            f"and patch_size={p} (p = {p}, K = {K}). Pass the layout and the patch_size of the "
-            "checkpoint."
+            f"and patch_size={p} (p = {p}, C = {C}, K = {K}). Pass the layout, the patch_size and "
+            "the number of channels of the checkpoint."
         )
-    return N, frames
+    return N, shape
 
 
 def _check_prefix_shape(prefix: Any, N: int) -> int:
@@ -283,7 +331,11 @@ def _grid_of(
     return grid
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "grid", "dtype", "mean", "std"), inline=True)
+@functools.partial(
+    jax.jit,
+    static_argnames=("layout", "shape", "grid", "dtype", "rounding", "mean", "std"),
+    inline=True,
+)
 def _packed(
     kernel: jax.Array,
     bias: jax.Array | None,
@@ -291,24 +343,22 @@ def _packed(
     prefix: jax.Array | None,
     *,
     layout: str,
+    shape: PatchShape,
     grid: tuple[int, ...] | None,
     dtype: str,
-    mean: Colours | None,
-    std: Colours | None,
+    rounding: str,
+    mean: PerChannel | None,
+    std: PerChannel | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Computes weight, scale, offset and table."""
-    weight = kernel.astype(jnp.float32).transpose(LAYOUTS[layout][1])
-    N, *rest = weight.shape
-    weight = weight.reshape(N, math.prod(rest))
-    if std is not None:
-        # A pixel v in [-1, 1] is normalised to v / (2 std) + (1 - 2 mean) / (2 std).
-        weight = rounded(weight * _along_k([1 / (2 * x) for x in std], weight, layout))
+    weight = _weight_of_pixels(kernel, layout, shape, std)
     if dtype in QUANTISED_MAX:
-        weight, scale = _quantised(weight, dtype)
+        weight, scale = _quantised(weight, dtype, rounding, shape)
     else:
-        weight, scale = weight.astype(dtype), jnp.ones_like(weight, np.float32, shape=(N,))
+        scale = jnp.ones_like(weight, np.float32, shape=(len(weight),))
+        weight = weight.astype(dtype)
     offset = jnp.zeros_like(scale) if bias is None else bias.astype(jnp.float32)
-    for constant in _constants(weight, scale, mean, layout):
+    for constant in _constants(weight, scale, mean, shape):
         offset = offset + rounded(constant)
     table = _table(
         offset, positions, prefix, grid, jnp.float32 if dtype == "float32" else jnp.bfloat16
@@ -353,16 +403,23 @@ def prepend_prefix(prefix: jax.Array, table: jax.Array) -> jax.Array:
     return jnp.concatenate([prefix, table], axis=-2)
 
 
-def _along_k(of_colours: list[float], weight: jax.Array, layout: str) -> jax.Array:
-    """Repeats one number for each colour along K; returns [1, K]."""
-    each = weight.shape[1] // 3
-    colours = np.array(of_colours, np.float32)
-    return jnp.asarray(np.repeat(colours, each) if layout == "OITHW" else np.tile(colours, each))[
-        None
-    ]
+def _weight_of_pixels(
+    kernel: jax.Array, layout: str, shape: PatchShape, std: PerChannel | None
+) -> jax.Array:
+    """Returns the weight [N, K] of pixels in [-1, 1], in float32."""
+    weight = kernel.astype(jnp.float32).transpose(LAYOUTS[layout][1])
+    weight = weight.reshape(len(weight), shape.pixels * shape.channels)
+    if std is None:
+        return weight
+    # A pixel v in [-1, 1] is normalised to v / (2 std) + (1 - 2 mean) / (2 std).
+    factor = np.array([1 / (2 * x) for x in std], np.float32)
+    spread = np.tile if shape.frames is None else np.repeat
+    return rounded(weight * jnp.asarray(spread(factor, shape.pixels))[None])
 
 
-def _constants(weight: jax.Array, scale: jax.Array, mean: Any, layout: str) -> Iterator[jax.Array]:
+def _constants(
+    weight: jax.Array, scale: jax.Array, mean: Any, shape: PatchShape
+) -> Iterator[jax.Array]:
     """Yields arrays [N] whose sum is the encoding's constant, a part of the offset.
 
     A uint8 pixel u is encoded as v = (2u - 255) / 255, but the model's normalised pixel is
@@ -371,16 +428,13 @@ def _constants(weight: jax.Array, scale: jax.Array, mean: Any, layout: str) -> I
     v = (2i + 1) / 255: 2 / 255 is part of the scale, and 1 / 255 is added to 1 - 2 mean.
     """
     int8 = weight.dtype == jnp.int8
-    shift = [1 - 2 * x for x in (mean or (0.5, 0.5, 0.5))]
+    shift = [1 - 2 * x for x in (mean or (0.5,))]
     factors = [0.5 + 127.5 * x for x in shift] if int8 else shift
-    weights = jnp.expand_dims(weight, 2)
-    if mean is not None:
-        N, K = weight.shape
-        shape, axis = ((N, 3, K // 3), 1) if layout == "OITHW" else ((N, K // 3, 3), 2)
-        weights = jnp.moveaxis(weight.reshape(shape), axis, 2)
-    for colour, factor in enumerate(factors[: weights.shape[2]]):
+    # With the default mean all channels have the same constant.
+    of_channels = jnp.expand_dims(weight, 1) if mean is None else shape.by_channel(weight)
+    for channel, factor in enumerate(factors):
         if factor:
-            total = _sum(weights[:, :, colour])
+            total = _sum(of_channels[:, channel])
             yield total * (scale * np.float32(factor))
 
 
@@ -411,7 +465,9 @@ def _sum(weight: jax.Array) -> jax.Array:
     return total * np.float32(2.0**-11) * unit
 
 
-def _quantised(weight: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+def _quantised(
+    weight: jax.Array, dtype: str, rounding: str, shape: PatchShape
+) -> tuple[jax.Array, jax.Array]:
     """Quantises a weight [N, K] to `dtype`; returns it and its scale [N].
 
     For int8 the scale includes the factor 2 / 255.
@@ -430,8 +486,65 @@ def _quantised(weight: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
         jnp.maximum(magnitude * np.float32(factor / largest), np.float32(SMALLEST_SCALE * factor)),
     )
     scale = jnp.abs(jnp.max(scales, axis=1))
-    inverse = np.float32(factor) / scale
-    quantised = jnp.clip(weight * jnp.expand_dims(inverse, 1), -largest, largest)
-    if dtype == "int8":
-        quantised = jnp.round(quantised)
-    return quantised.astype(dtype), scale
+    inverse = np.float32(factor) * _reciprocal(scale)
+    scaled = jnp.clip(weight * jnp.expand_dims(inverse, 1), -largest, largest)
+    if rounding == "nearest":
+        return round_to_nearest(scaled, dtype), scale
+    return round_with_feedback(scaled, dtype, shape), scale
+
+
+def _reciprocal(x: jax.Array) -> jax.Array:
+    """Returns 1 / x of positive normal numbers up to 2^126, rounded down.
+
+    It divides integers, because a GPU's division of floats is approximate: the bits would differ
+    from a CPU's.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    exponent, mantissa = bits >> 23, (bits & 0x7FFFFF) | 0x800000
+    # 2^47 / mantissa, eight bits at a time: a remainder is below 2^24, so 2^8 times it fits uint32.
+    quotient = jnp.zeros_like(mantissa)
+    remainder = jnp.full_like(mantissa, 1 << 23)
+    for _ in range(3):
+        remainder = remainder << 8
+        quotient = (quotient << 8) + remainder // mantissa
+        remainder = remainder % mantissa
+    # x is mantissa * 2^(exponent - 150).
+    power = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
+    return quotient.astype(jnp.float32) * np.float32(2**-24) * power
+
+
+def _check_warn_above(warn_above: Any, kernel: Any) -> None:
+    number = isinstance(warn_above, int | float) and not isinstance(warn_above, bool)
+    if not number or not 0 < warn_above < math.inf:
+        raise ValueError(
+            f"pack: warn_above is {warn_above!r}, expected a positive number, such as 0.01 for 1%."
+        )
+    if not is_known(kernel):
+        raise ValueError(
+            "pack: warn_above needs the kernel's values, but jit traces them or other processes "
+            "hold some of them. Pack outside of jit, or leave warn_above out."
+        )
+
+
+def _warn_of_channels(
+    kernel: Any, params: PatchEmbedParams, layout: str, shape: PatchShape, warn_above: float
+) -> None:
+    """Warns of the output channels whose rounded weight has a larger error than `warn_above`."""
+    with jax.ensure_compile_time_eval():
+        exact = jax.device_get(_weight_of_pixels(kernel, layout, shape, params.image_std))
+        scale = jax.device_get(params.scale).astype(np.float64)
+        weight = jax.device_get(params.weight)[:, : params.K].astype(np.float64)
+    factor = 2 / 255 if params.dtype == "int8" else 1.0
+    errors = relative_errors(exact, weight * (scale / factor)[:, None], shape)
+    found = np.flatnonzero(errors > warn_above)
+    if not found.size:
+        return
+    worst = found[np.argsort(-errors[found])]
+    named = ", ".join(f"{channel} ({errors[channel]:.2%})" for channel in worst[:10])
+    more = f" and {found.size - 10} more" if found.size > 10 else ""
+    warnings.warn(
+        f"pack: in {params.dtype} {found.size} of {params.N} output channels have a relative error "
+        f"above {warn_above:.2%} on photographs: {named}{more}. Pack them in bfloat16 if they "
+        "matter.",
+        stacklevel=3,
+    )

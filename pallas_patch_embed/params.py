@@ -17,14 +17,20 @@ from pallas_patch_embed.files import written_atomically
 from pallas_patch_embed.patches import Encoding
 from pallas_patch_embed.problem import DTYPES, PatchLayout, padded
 
-# Type of three numbers, for red, green and blue.
-type Colours = tuple[float, float, float]
+# Type of one number for each channel of the images, such as red, green and blue.
+type PerChannel = tuple[float, ...]
 
 # The version increases when a static field is added. FIELDS_BEFORE lists the static fields in files
 # of each older version.
 FILE_FORMAT = "pallas_patch_embed.PatchEmbedParams."
-FILE_VERSION = "2"
-FIELDS_BEFORE = {"1": ("patch_size", "grid", "dtype", "K")}
+FILE_VERSION = "3"
+FIELDS_BEFORE = {
+    "1": ("patch_size", "grid", "dtype", "K"),
+    "2": (
+        *("patch_size", "grid", "dtype", "K"),
+        *("image_mean", "image_std", "prefix", "frames"),
+    ),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -47,11 +53,12 @@ class PatchEmbedParams:
       grid: (height, width) of the image in patches, with frames (time, height, width). None if
         there are no positions and `pack` was given no grid.
       dtype: dtype of patches and weight: "float32", "bfloat16", "float8_e4m3fn" or "int8".
-      K: numbers in one patch without padding, 3 * patch_size**2 * (frames or 1).
-      image_mean, image_std: normalisation of floating-point images, (u / 255 - mean) / std for red,
-        green and blue. None means 0.5 and 0.5, which give [-1, 1].
+      K: numbers in one patch without padding, channels * patch_size**2 * (frames or 1).
+      image_mean, image_std: normalisation of floating-point images, (u / 255 - mean) / std for each
+        channel. None means 0.5 and 0.5, which give [-1, 1].
       prefix: R, the number of rows (class and register tokens) in front of the rows of patches.
       frames: frames of a video in one patch; None for images.
+      channels: channels of the images: 3 for RGB.
     """
 
     weight: jax.Array
@@ -62,10 +69,11 @@ class PatchEmbedParams:
     grid: tuple[int, ...] | None = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
     K: int = dataclasses.field(metadata={"static": True})
-    image_mean: Colours | None = dataclasses.field(default=None, metadata={"static": True})
-    image_std: Colours | None = dataclasses.field(default=None, metadata={"static": True})
+    image_mean: PerChannel | None = dataclasses.field(default=None, metadata={"static": True})
+    image_std: PerChannel | None = dataclasses.field(default=None, metadata={"static": True})
     prefix: int = dataclasses.field(default=0, metadata={"static": True})
     frames: int | None = dataclasses.field(default=None, metadata={"static": True})
+    channels: int = dataclasses.field(default=3, metadata={"static": True})
 
     @property
     def layout(self) -> PatchLayout:
@@ -106,6 +114,7 @@ class PatchEmbedParams:
         grid = "any" if self.grid is None else "x".join(map(str, self.grid))
         more = [f"prefix {self.prefix}"] if self.prefix else []
         more += [f"frames {self.frames}"] if self.frames is not None else []
+        more += [f"channels {self.channels}"] if self.channels != 3 else []
         if self.image_mean is not None:
             more.append(f"mean {self.image_mean}, std {self.image_std}")
         leaves = ", ".join(
@@ -213,13 +222,14 @@ def _from_file(tensors: dict[str, Any], metadata: dict[str, str]) -> PatchEmbedP
         raise ValueError(f"frames is {frames!r}, expected a positive integer or null")
     if not (type(prefix) is int and prefix >= 0):
         raise ValueError(f"prefix is {prefix!r}, expected an integer that is not negative")
-    K = patch_length(static["patch_size"], frames)
+    channels = check_channels(static.get("channels", 3))
+    K = patch_length(static["patch_size"], frames, channels)
     if static["K"] != K:
         raise ValueError(f"K is {static['K']!r}, expected {K}")
     if static["grid"] is not None:
         static["grid"] = check_grid(static["grid"], frames)
     mean, std = static.pop("image_mean", None), static.pop("image_std", None)
-    static["image_mean"], static["image_std"] = check_normalisation(mean, std)
+    static["image_mean"], static["image_std"] = check_normalisation(mean, std, channels)
     if unknown := set(tensors) - {"weight", "scale", "offset", "table"}:
         raise ValueError(f"it has unknown tensors {sorted(unknown)}")
     weight = tensors["weight"]
@@ -254,11 +264,12 @@ def check_params(params: PatchEmbedParams) -> None:
             f"params is {type(params).__name__}, expected PatchEmbedParams. Make it with "
             "pallas_patch_embed.pack(...) or PatchEmbedParams.load(path)."
         )
-    if params.K != (K := patch_length(params.patch_size, params.frames)):
-        frames = "" if params.frames is None else f" and {params.frames} frames"
+    if params.K != (K := patch_length(params.patch_size, params.frames, params.channels)):
+        frames = "" if params.frames is None else f", {params.frames} frames"
         raise ValueError(
             f"params have K = {params.K}, but patches of {params.patch_size} x "
-            f"{params.patch_size} pixels{frames} have K = {K}. Pack the parameters again."
+            f"{params.patch_size} pixels{frames} and {params.channels} channels have K = "
+            f"{K}. Pack the parameters again."
         )
     if (params.image_mean is None) != (params.image_std is None):
         raise ValueError(
@@ -349,31 +360,54 @@ def check_grid(grid: Any, frames: int | None = None) -> tuple[int, ...]:
     return sides
 
 
-def check_normalisation(mean: Any, std: Any) -> tuple[Colours | None, Colours | None]:
-    """Returns mean and std as three floats each, or None and None if they are 0.5 and 0.5.
+def check_channels(channels: Any) -> int:
+    """Returns the number of channels as an int.
 
     Raises:
-      ValueError: one is not three numbers in [0, 1], or a standard deviation is 0.
+      ValueError: it is not a positive integer.
     """
+    try:
+        number = 0 if isinstance(channels, bool | np.bool_) else operator.index(channels)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(
+            f"channels is {channels!r}, expected a positive integer: the number of the images' "
+            "channels, 3 for RGB."
+        )
+    return number
+
+
+def check_normalisation(
+    mean: Any, std: Any, channels: int = 3
+) -> tuple[PerChannel | None, PerChannel | None]:
+    """Returns mean and std as a float for each channel, or None and None if they are 0.5 and 0.5.
+
+    Raises:
+      ValueError: one is not as many numbers in [0, 1], or a standard deviation is 0.
+    """
+    neutral = (0.5,) * channels
     found = []
     for name, value in (("image_mean", mean), ("image_std", std)):
         try:
-            colours = tuple(map(float, (0.5, 0.5, 0.5) if value is None else value))
+            colours = tuple(map(float, neutral if value is None else value))
         except (TypeError, ValueError):
             colours = ()
         positive = name == "image_mean" or min(colours, default=0) > 0
-        if len(colours) != 3 or not all(0 <= x <= 1 for x in colours) or not positive:
+        if len(colours) != channels or not all(0 <= x <= 1 for x in colours) or not positive:
+            expected = {3: "three numbers in [0, 1] for red, green and blue"}
             raise ValueError(
-                f"{name} is {value!r}, expected three numbers in [0, 1] for red, green and blue"
+                f"{name} is {value!r}, expected "
+                f"{expected.get(channels, f'{channels} numbers in [0, 1], one for each channel')}"
                 f"{'' if name == 'image_mean' else ', all positive'}. Take them from the model's "
                 "preprocessor, and divide them by 255 if they are for pixels of 0 to 255."
             )
         found.append(colours)
-    if found == [(0.5, 0.5, 0.5)] * 2:
+    if found == [neutral] * 2:
         return None, None
     return found[0], found[1]
 
 
-def patch_length(patch_size: int, frames: int | None) -> int:
+def patch_length(patch_size: int, frames: int | None, channels: int) -> int:
     """Returns K, the count of numbers in one patch."""
-    return 3 * patch_size**2 * (frames or 1)
+    return channels * patch_size**2 * (frames or 1)

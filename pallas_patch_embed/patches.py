@@ -31,9 +31,9 @@ class Encoding(NamedTuple):
 
     Attributes:
       dtype: dtype of the patches.
-      image_mean, image_std: mean and standard deviation of red, green and blue, by which
-        floating-point pixels are normalised; None if pixels are in [-1, 1].
-      colours_last: whether the colour is the last axis of a patch (True) or the first.
+      image_mean, image_std: mean and standard deviation of each channel, by which floating-point
+        pixels are normalised; None if pixels are in [-1, 1].
+      colours_last: whether the channel is the last axis of a patch (True) or the first.
     """
 
     dtype: str
@@ -48,7 +48,8 @@ class Encoding(NamedTuple):
         spread = np.tile if self.colours_last else np.repeat
         factor = np.array([2 * std for std in self.image_std], np.float32)
         summand = np.array([2 * mean - 1 for mean in self.image_mean], np.float32)
-        return spread(factor, length // 3), spread(summand, length // 3)
+        each = length // len(factor)
+        return spread(factor, each), spread(summand, each)
 
 
 def check_range(name: str, pixels: Any, encoding: Encoding) -> Any:
@@ -149,7 +150,7 @@ def rounded(product: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def rows(images: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Array:
-    """Cuts images [..., H, W, 3] or videos [..., F, H, W, 3] into rows [..., R + S, K_padded].
+    """Cuts images [..., H, W, C] or videos [..., F, H, W, C] into rows [..., R + S, K_padded].
 
     K is in the order height, width, channel; for videos channel, frame, height, width. The R rows
     of zeros in front and the zeros that pad K are written by the same XLA fusion, so the patches
@@ -157,8 +158,8 @@ def rows(images: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Arra
     """
     p, frames, prefix = layout
     *sides, h, w = layout.grid(images.shape)
-    leading = images.shape[: -layout.image_ndim]
-    K = 3 * p * p * (frames or 1)
+    leading, C = images.shape[: -layout.image_ndim], images.shape[-1]
+    K = C * p * p * (frames or 1)
 
     if (whole := _explicit(images, layout.image_ndim, layout)) is not None:
         images = jax.sharding.reshard(images, whole)
@@ -170,11 +171,11 @@ def rows(images: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Arra
 
     encoded = encode(images[..., : h * p, : w * p, :], encoding)
     if frames is None:
-        cut = jnp.swapaxes(reshape(encoded, h, p, w, p, 3), -4, -3)
+        cut = jnp.swapaxes(reshape(encoded, h, p, w, p, C), -4, -3)
     else:
         encoded = encoded[..., : sides[0] * frames, :, :, :]
         # Transposes [time, frame, h, y, w, x, colour] to [time, h, w, colour, frame, y, x].
-        cut = reshape(encoded, *sides, frames, h, p, w, p, 3)
+        cut = reshape(encoded, *sides, frames, h, p, w, p, C)
         cut = jnp.moveaxis(cut, (-7, -5, -3, -1, -6, -4, -2), range(-7, 0))
     return pad_rows(reshape(cut, math.prod((*sides, h, w)), K), prefix)
 

@@ -7,10 +7,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-import numpy.typing as npt
-
-# Type of an array argument of a public function.
-type AnyArray = jax.Array | npt.NDArray[Any]
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
 OUT_DTYPES = ("bfloat16", "float32")
@@ -27,29 +23,6 @@ class Shaped(Protocol):
     def dtype(self) -> Any: ...
 
 
-def dtype_name(value: Any, what: str) -> str:
-    """Returns the name of an array's dtype, before JAX converts float64 to float32.
-
-    Args:
-      value: the array.
-      what: name of the array in the error message.
-
-    Raises:
-      TypeError: `value` is not an array, or its bytes are not in this machine's order.
-    """
-    if not (hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "ndim")):
-        raise TypeError(
-            f"{what} is {type(value).__name__}, expected a JAX or numpy array. Convert it with "
-            "numpy.asarray."
-        )
-    if not getattr(value.dtype, "isnative", True):
-        raise TypeError(
-            f"{what} has the big-endian dtype {value.dtype.str}, which JAX cannot read. Convert "
-            f"the array with astype(numpy.{value.dtype.name})."
-        )
-    return getattr(value.dtype, "name", str(value.dtype))
-
-
 def is_known(value: Any) -> bool:
     """Returns whether the values can be read: not traced by jit, and all held by this process."""
     return not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
@@ -61,7 +34,7 @@ def padded(K: int) -> int:
 
 
 class PatchLayout(NamedTuple):
-    """Layout of the patches of images [..., H, W, 3] or videos [..., F, H, W, 3].
+    """Layout of the patches of images [..., H, W, C] or videos [..., F, H, W, C].
 
     Attributes:
       patch_size: side of a patch in pixels.
@@ -110,7 +83,7 @@ class Problem:
       out_dtype: dtype of the result, bfloat16 or float32.
       layout: layout of the patches that the backend's kernel or XLA cuts from uint8 images; None if
         the call is given patches.
-      images: shape [..., H, W, 3] of those images, or [..., F, H, W, 3] of videos.
+      images: shape [..., H, W, C] of those images, or [..., F, H, W, C] of videos.
       cut: "kernel" if a kernel must cut the images itself; None if XLA may cut them.
     """
 

@@ -114,9 +114,13 @@ def plan_with(
     if name != "xla" and problem.is_symbolic:
         return Refusal("its kernels need known sizes, but this program has symbolic dimensions.")
     if problem.layout is not None:
-        only_xla = problem.layout.frames is not None or problem.layout.prefix > 0
+        images, layout = problem.images, problem.layout
+        assert images is not None  # They belong to the layout.
+        only_xla = layout.frames is not None or layout.prefix > 0 or images[-1] != 3
         if problem.cut == "kernel" and only_xla:
-            return Refusal("no kernel cuts videos itself, or adds a prefix to the patches.")
+            return Refusal(
+                "a kernel cuts only images of 3 channels itself, no videos, and adds no prefix."
+            )
         faster = None if problem.cut else preferred_cut(name, problem, target)
         if only_xla or (faster == "xla" and not asked):
             problem = problem.of_patches

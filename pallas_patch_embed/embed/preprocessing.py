@@ -127,6 +127,11 @@ class Preprocessing:
         from pallas_patch_embed.siglip2.arrays import is_npz
         from pallas_patch_embed.siglip2.config import check_size
 
+        if config.channels != 3:
+            raise ValueError(
+                f"the encoder is for images of {config.channels} channels, but pictures are "
+                "decoded to RGB. Call the encoder itself with arrays of that many channels."
+            )
         name = "Siglip2ImageProcessor" if config.naflex else "SiglipImageProcessor"
         file, given = _image_processor(checkpoint)
         _check_fields(file, given, name, config)

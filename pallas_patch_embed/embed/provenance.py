@@ -15,8 +15,8 @@ from pallas_patch_embed.messages import quoted
 
 # The version of the arithmetic of each patch dtype. A change of the bits of the embeddings, other
 # than by the rounding of another compiler or device, gets a new number. Embeddings with different
-# numbers are not mixed in one folder.
-ARITHMETIC = {"float32": 1, "bfloat16": 1, "float8_e4m3fn": 1, "int8": 1}
+# numbers are not mixed in one folder. 2: int8 and float8 weights are rounded with error feedback.
+ARITHMETIC = {"float32": 1, "bfloat16": 1, "float8_e4m3fn": 2, "int8": 2}
 
 # The files in the folder of a checkpoint that decide the embeddings, besides the weights.
 DECIDING = ("config.json", "preprocessor_config.json", "processor_config.json")

@@ -7,23 +7,43 @@ groups.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.api import embed_images
+from pallas_patch_embed.array_arguments import as_array
 from pallas_patch_embed.packing import pack
-from pallas_patch_embed.params import Colours
-
-# Type of (image_mean, image_std) from `check_normalisation`; None and None for [-1, 1].
-Normalisation = tuple[Colours | None, Colours | None]
+from pallas_patch_embed.params import PerChannel, check_normalisation
+from pallas_patch_embed.weight_rounding import check_rounding
 
 EXPECTED = (
     "Expected a square kernel [p, p], strides [p, p], three input channels (RGB), padding VALID, "
     "no dilation and one group."
 )
+
+
+class Packing(NamedTuple):
+    """The arguments of `pack` that a module keeps.
+
+    Attributes:
+      patch_dtype: dtype of patches and packed weight, as in `pack`.
+      rounding: "nearest" or "feedback", as in `pack`.
+      image_mean, image_std: from `check_normalisation`; None for [-1, 1].
+    """
+
+    patch_dtype: str
+    rounding: Literal["feedback", "nearest"]
+    image_mean: PerChannel | None
+    image_std: PerChannel | None
+
+    @classmethod
+    def checked(cls, patch_dtype: str, rounding: Any, image_mean: Any, image_std: Any) -> "Packing":
+        """Makes a Packing; raises ValueError if the rounding or the normalisation is wrong."""
+        check_rounding(rounding)
+        return cls(patch_dtype, rounding, *check_normalisation(image_mean, image_std))
 
 
 def patch_size(
@@ -123,8 +143,7 @@ def embed(
     *,
     patch_size: int,
     layout: Literal["HWIO", "OIHW"],
-    patch_dtype: str,
-    normalisation: Normalisation,
+    packing: Packing,
     dtype: Any,
 ) -> jax.Array:
     """Computes a convolution plus positions in one operator.
@@ -137,8 +156,7 @@ def embed(
       positions: [S, N], [h, w, N] or [1, S, N] for all images, or [..., S, N] for each image; None
         to add no positions.
       patch_size, layout: side of the kernel in pixels, and the order of its axes.
-      patch_dtype: dtype of patches and packed weight, as in `pack`.
-      normalisation: (image_mean, image_std) from `check_normalisation`.
+      packing: further arguments of `pack`.
       dtype: dtype of the result; None for the dtype that the convolution would return.
 
     Returns:
@@ -147,16 +165,17 @@ def embed(
     Raises:
       TypeError, ValueError: as for `pack` and `embed_images`.
     """
-    image_mean, image_std = normalisation
+    images = as_array(images, "images")
     params = pack(
         kernel,
         bias,
         None,
         patch_size=patch_size,
         layout=layout,
-        dtype=patch_dtype,
-        image_mean=image_mean,
-        image_std=image_std,
+        dtype=packing.patch_dtype,
+        rounding=packing.rounding,
+        image_mean=packing.image_mean,
+        image_std=packing.image_std,
     )
     if dtype is None:
         floats = [
@@ -166,7 +185,7 @@ def embed(
     out_dtype = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     grid = tuple(side // patch_size for side in images.shape[-3:-1])
     if positions is not None:
-        positions = jnp.asarray(positions)
+        positions = jnp.asarray(as_array(positions, "positions"))
         if positions.shape[:-1] == grid or all(axis == 1 for axis in positions.shape[:-2]):
             # All images share one table, which kernels keep instead of reading it for every image.
             positions = _reshaped(positions, math.prod(positions.shape[:-1]), leading=0)

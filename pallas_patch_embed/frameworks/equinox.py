@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from pallas_patch_embed.frameworks import convolution
-from pallas_patch_embed.params import Colours, check_normalisation
+from pallas_patch_embed.params import PerChannel
 
 
 class PatchEmbed(eqx.nn.Conv):
@@ -21,8 +21,9 @@ class PatchEmbed(eqx.nn.Conv):
     """
 
     patch_dtype: str = eqx.field(static=True)
-    image_mean: Colours | None = eqx.field(static=True)
-    image_std: Colours | None = eqx.field(static=True)
+    rounding: Literal["feedback", "nearest"] = eqx.field(static=True)
+    image_mean: PerChannel | None = eqx.field(static=True)
+    image_std: PerChannel | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -32,6 +33,7 @@ class PatchEmbed(eqx.nn.Conv):
         stride: Any = None,
         *,
         patch_dtype: str = "int8",
+        rounding: Literal["feedback", "nearest"] = "nearest",
         image_mean: Sequence[float] | None = None,
         image_std: Sequence[float] | None = None,
         key: Any,
@@ -46,6 +48,8 @@ class PatchEmbed(eqx.nn.Conv):
           stride: must equal kernel_size; None means kernel_size.
           patch_dtype: dtype of patches and weight: "int8", "float8_e4m3fn", "bfloat16" or
             "float32".
+          rounding: how int8 and float8 weights are rounded, as in `pack`: "nearest", or "feedback",
+            which is more exact but slower, because the weight is packed in every call.
           image_mean, image_std: normalisation of the model's images, three numbers each for red,
             green and blue, as in `pack`. None for 0.5 and 0.5, which give [-1, 1].
           key: key of `jax.random`.
@@ -56,8 +60,8 @@ class PatchEmbed(eqx.nn.Conv):
         """
         stride = kernel_size if stride is None else stride
         super().__init__(2, in_channels, out_channels, kernel_size, stride, key=key, **keywords)
-        self.patch_dtype = patch_dtype
-        self.image_mean, self.image_std = check_normalisation(image_mean, image_std)
+        packing = convolution.Packing.checked(patch_dtype, rounding, image_mean, image_std)
+        self.patch_dtype, self.rounding, self.image_mean, self.image_std = packing
         _patch_size("PatchEmbed", self)
 
     def __call__(self, x: Any, positions: Any = None, *, key: Any = None) -> jax.Array:
@@ -90,8 +94,9 @@ class PatchEmbed(eqx.nn.Conv):
             positions,
             patch_size=size,
             layout="OIHW",
-            patch_dtype=self.patch_dtype,
-            normalisation=(self.image_mean, self.image_std),
+            packing=convolution.Packing(
+                self.patch_dtype, self.rounding, self.image_mean, self.image_std
+            ),
             dtype=None,
         )
         return jnp.moveaxis(y, -1, 0)
@@ -101,6 +106,7 @@ def replace(
     model: Any,
     *,
     patch_dtype: str = "int8",
+    rounding: Literal["feedback", "nearest"] = "nearest",
     image_mean: Sequence[float] | None = None,
     image_std: Sequence[float] | None = None,
     path: str | None = None,
@@ -113,7 +119,7 @@ def replace(
 
     Args:
       model: a pytree of modules.
-      patch_dtype, image_mean, image_std: as in `PatchEmbed`.
+      patch_dtype, rounding, image_mean, image_std: as in `PatchEmbed`.
       path: path of the only convolution to replace, such as "patch_embed.proj"; None for all with
         three input channels.
 
@@ -121,8 +127,7 @@ def replace(
       ValueError: there is no such convolution, one is not a patch embedding, or a mean or standard
         deviation is wrong.
     """
-    image_mean, image_std = check_normalisation(image_mean, image_std)
-    packing = dict(patch_dtype=patch_dtype, image_mean=image_mean, image_std=image_std)
+    packing = convolution.Packing.checked(patch_dtype, rounding, image_mean, image_std)._asdict()
     found = {
         _name(place): (node, node.in_channels)
         for place, node in jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_convolution)

@@ -2,16 +2,12 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import keras
 
 from pallas_patch_embed.frameworks import convolution
-from pallas_patch_embed.params import check_normalisation
-
-# Type of (patch_dtype, (image_mean, image_std)).
-Packing = tuple[str, convolution.Normalisation]
 
 # Layers of keras-hub that consist only of a patch convolution and the addition of positions.
 WITH_POSITIONS = ("SigLIPVisionEmbedding", "Gemma3VisionEmbedding")
@@ -29,6 +25,8 @@ class PatchEmbed(keras.layers.Conv2D):
       kernel_size: size of a patch in pixels, p or (p, p).
       strides: must equal kernel_size; None means kernel_size.
       patch_dtype: dtype of patches and kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      rounding: how int8 and float8 kernels are rounded, as in `pack`: "nearest", or "feedback",
+        which is more exact but slower, because the kernel is packed in every call.
       image_mean, image_std: normalisation of the model's images, three numbers each for red, green
         and blue, as in `pack`. None for 0.5 and 0.5, which give [-1, 1].
       keywords: further arguments of `keras.layers.Conv2D`.
@@ -44,6 +42,7 @@ class PatchEmbed(keras.layers.Conv2D):
         kernel_size: Any,
         strides: Any = None,
         patch_dtype: str = "int8",
+        rounding: Literal["feedback", "nearest"] = "nearest",
         image_mean: Sequence[float] | None = None,
         image_std: Sequence[float] | None = None,
         **keywords: Any,
@@ -51,8 +50,8 @@ class PatchEmbed(keras.layers.Conv2D):
         _check_backend()
         strides = kernel_size if strides is None else strides
         super().__init__(filters, kernel_size, strides, **keywords)
-        self.patch_dtype = patch_dtype
-        self.image_mean, self.image_std = check_normalisation(image_mean, image_std)
+        packing = convolution.Packing.checked(patch_dtype, rounding, image_mean, image_std)
+        self.patch_dtype, self.rounding, self.image_mean, self.image_std = packing
         _patch_size(self, 3)
 
     def call(self, inputs: Any, positions: Any = None) -> jax.Array:
@@ -69,7 +68,9 @@ class PatchEmbed(keras.layers.Conv2D):
         Raises:
           TypeError, ValueError: as for `embed_images`. Differentiation raises TypeError.
         """
-        packing = self.patch_dtype, (self.image_mean, self.image_std)
+        packing = convolution.Packing(
+            self.patch_dtype, self.rounding, self.image_mean, self.image_std
+        )
         return _embed(self, packing, inputs, positions)
 
     def compute_output_shape(self, inputs_shape: Any, positions_shape: Any = None) -> Any:
@@ -79,7 +80,7 @@ class PatchEmbed(keras.layers.Conv2D):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
-        names = ("patch_dtype", "image_mean", "image_std")
+        names = convolution.Packing._fields
         return super().get_config() | {name: getattr(self, name) for name in names}
 
 
@@ -92,6 +93,7 @@ def replace(
     model: Any,
     *,
     patch_dtype: str = "int8",
+    rounding: Literal["feedback", "nearest"] = "nearest",
     image_mean: Sequence[float] | None = None,
     image_std: Sequence[float] | None = None,
     path: str | None = None,
@@ -106,7 +108,7 @@ def replace(
 
     Args:
       model: a built `keras.Model` or layer.
-      patch_dtype, image_mean, image_std: as in `PatchEmbed`.
+      patch_dtype, rounding, image_mean, image_std: as in `PatchEmbed`.
       path: `layer.path` of the only convolution to replace; None for all with three input channels.
 
     Returns:
@@ -118,7 +120,7 @@ def replace(
       RuntimeError: Keras does not run on JAX.
     """
     _check_backend()
-    packing = patch_dtype, check_normalisation(image_mean, image_std)
+    packing = convolution.Packing.checked(patch_dtype, rounding, image_mean, image_std)
     layers = list(model._flatten_layers())
     found = {
         layer.path: (layer, layer.kernel.shape[-2] * layer.groups)
@@ -146,8 +148,9 @@ def _check_backend() -> None:
         )
 
 
-def _embed(layer: Any, packing: Packing, inputs: Any, positions: Any = None) -> jax.Array:
-    patch_dtype, normalisation = packing
+def _embed(
+    layer: Any, packing: convolution.Packing, inputs: Any, positions: Any = None
+) -> jax.Array:
     size = layer.kernel_size[0]
     convolution.check_whole(layer.path, layer.padding, inputs, size)
     return convolution.embed(
@@ -157,14 +160,13 @@ def _embed(layer: Any, packing: Packing, inputs: Any, positions: Any = None) -> 
         positions,
         patch_size=size,
         layout="HWIO",
-        patch_dtype=patch_dtype,
-        normalisation=normalisation,
+        packing=packing,
         dtype=layer.compute_dtype,
     )
 
 
 def _embed_with_positions(
-    layer: Any, packing: Packing, inputs: Any, training: Any = None
+    layer: Any, packing: convolution.Packing, inputs: Any, training: Any = None
 ) -> jax.Array:
     positions = layer.position_embedding(layer.position_ids)
     y = _embed(layer.patch_embedding, packing, inputs, positions)

@@ -3,14 +3,13 @@
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 from flax.core import meta
 
 from pallas_patch_embed.frameworks import convolution
-from pallas_patch_embed.params import check_normalisation
 
 # A part of the key of jit's caches, so that programs traced outside of `intercept` are not used
 # inside.
@@ -29,6 +28,8 @@ class PatchEmbed(nn.Conv):
       strides: must equal kernel_size; None, the default, means kernel_size.
       padding: "VALID" by default.
       patch_dtype: dtype of patches and kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      rounding: how int8 and float8 kernels are rounded, as in `pack`: "nearest", or "feedback",
+        which is more exact but slower, because the kernel is packed in every call.
       image_mean, image_std: normalisation of the model's images, three numbers each for red, green
         and blue, as in `pack`. None for 0.5 and 0.5, which give [-1, 1].
     """
@@ -36,6 +37,7 @@ class PatchEmbed(nn.Conv):
     strides: Any = None
     padding: Any = "VALID"
     patch_dtype: str = "int8"
+    rounding: Literal["feedback", "nearest"] = "nearest"
     image_mean: Sequence[float] | None = None
     image_std: Sequence[float] | None = None
 
@@ -62,15 +64,17 @@ class PatchEmbed(nn.Conv):
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        normalisation = check_normalisation(self.image_mean, self.image_std)
-        packing = self.patch_dtype, normalisation
-        return _embed(self, images, kernel, bias, positions, size, *packing)
+        packing = convolution.Packing.checked(
+            self.patch_dtype, self.rounding, self.image_mean, self.image_std
+        )
+        return _embed(self, images, kernel, bias, positions, size, packing)
 
 
 @contextlib.contextmanager
 def intercept(
     *,
     patch_dtype: str = "int8",
+    rounding: Literal["feedback", "nearest"] = "nearest",
     image_mean: Sequence[float] | None = None,
     image_std: Sequence[float] | None = None,
     path: str | None = None,
@@ -83,7 +87,7 @@ def intercept(
     and vice versa.
 
     Args:
-      patch_dtype, image_mean, image_std: as in `PatchEmbed`.
+      patch_dtype, rounding, image_mean, image_std: as in `PatchEmbed`.
       path: path of the only convolution to replace, such as "embedding" or "img/embedding"; None
         for all.
 
@@ -94,7 +98,7 @@ def intercept(
     Warns:
       UserWarning: convolutions were called, but none of them was to be replaced.
     """
-    packing = patch_dtype, check_normalisation(image_mean, image_std)
+    packing = convolution.Packing.checked(patch_dtype, rounding, image_mean, image_std)
     passed: list[str] = []
     replaced: list[str] = []
 
@@ -113,7 +117,7 @@ def intercept(
         kernel, bias = (
             meta.unbox(module.get_variable("params", name)) for name in ("kernel", "bias")
         )
-        return _embed(module, images, kernel, bias, None, size, *packing)
+        return _embed(module, images, kernel, bias, None, size, packing)
 
     with _intercepted((packing, path)), nn.intercept_methods(interceptor):
         yield
@@ -134,8 +138,7 @@ def _embed(
     bias: Any,
     positions: Any,
     size: int,
-    patch_dtype: str,
-    normalisation: convolution.Normalisation,
+    packing: convolution.Packing,
 ) -> jax.Array:
     convolution.check_whole(_name(module), module.padding, images, size)
     return convolution.embed(
@@ -145,8 +148,7 @@ def _embed(
         positions,
         patch_size=size,
         layout="HWIO",
-        patch_dtype=patch_dtype,
-        normalisation=normalisation,
+        packing=packing,
         dtype=module.dtype,
     )
 

@@ -1,14 +1,14 @@
 """The operator as a drop-in for flax nnx convolutions, and its use in existing models."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
 from jax import lax
 
 from pallas_patch_embed.frameworks import convolution
-from pallas_patch_embed.params import Colours, check_normalisation
+from pallas_patch_embed.params import PerChannel
 
 
 class PatchEmbed(nnx.Conv):
@@ -25,6 +25,8 @@ class PatchEmbed(nnx.Conv):
       strides: must equal kernel_size; None means kernel_size.
       padding: "VALID" by default.
       patch_dtype: dtype of patches and kernel: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      rounding: how int8 and float8 kernels are rounded, as in `pack`: "nearest", or "feedback",
+        which is more exact but slower, because the kernel is packed in every call.
       image_mean, image_std: normalisation of the model's images, three numbers each for red, green
         and blue, as in `pack`. None for 0.5 and 0.5, which give [-1, 1].
       keywords: further arguments of `nnx.Conv`.
@@ -34,8 +36,9 @@ class PatchEmbed(nnx.Conv):
     """
 
     patch_dtype: str
-    image_mean: Colours | None
-    image_std: Colours | None
+    rounding: Literal["feedback", "nearest"]
+    image_mean: PerChannel | None
+    image_std: PerChannel | None
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class PatchEmbed(nnx.Conv):
         *,
         padding: Any = "VALID",
         patch_dtype: str = "int8",
+        rounding: Literal["feedback", "nearest"] = "nearest",
         image_mean: Sequence[float] | None = None,
         image_std: Sequence[float] | None = None,
         **keywords: Any,
@@ -54,8 +58,8 @@ class PatchEmbed(nnx.Conv):
         super().__init__(
             in_features, out_features, kernel_size, strides, padding=padding, **keywords
         )
-        self.patch_dtype = patch_dtype
-        self.image_mean, self.image_std = check_normalisation(image_mean, image_std)
+        packing = convolution.Packing.checked(patch_dtype, rounding, image_mean, image_std)
+        self.patch_dtype, self.rounding, self.image_mean, self.image_std = packing
         _patch_size("PatchEmbed", self)
 
     def __call__(self, images: Any, positions: Any = None) -> jax.Array:
@@ -81,8 +85,9 @@ class PatchEmbed(nnx.Conv):
             None if positions is None else positions[...],
             patch_size=size,
             layout="HWIO",
-            patch_dtype=self.patch_dtype,
-            normalisation=(self.image_mean, self.image_std),
+            packing=convolution.Packing(
+                self.patch_dtype, self.rounding, self.image_mean, self.image_std
+            ),
             dtype=self.dtype,
         )
 
@@ -91,6 +96,7 @@ def replace(
     model: Any,
     *,
     patch_dtype: str = "int8",
+    rounding: Literal["feedback", "nearest"] = "nearest",
     image_mean: Sequence[float] | None = None,
     image_std: Sequence[float] | None = None,
     path: str | None = None,
@@ -102,7 +108,7 @@ def replace(
 
     Args:
       model: an `nnx.Module`.
-      patch_dtype, image_mean, image_std: as in `PatchEmbed`.
+      patch_dtype, rounding, image_mean, image_std: as in `PatchEmbed`.
       path: path of the only convolution to replace, such as "vision.patch_embeddings"; None for all
         with three input channels.
 
@@ -113,7 +119,7 @@ def replace(
       ValueError: there is no such convolution, one is not a patch embedding, or a mean or standard
         deviation is wrong. Then nothing is changed.
     """
-    normalisation = check_normalisation(image_mean, image_std)
+    packing = convolution.Packing.checked(patch_dtype, rounding, image_mean, image_std)
     found = {
         ".".join(map(str, place)): (node, node.in_features)
         for place, node in nnx.iter_graph(model)
@@ -125,8 +131,7 @@ def replace(
     for node in chosen.values():
         # The object itself is changed, because other parts of the model may refer to it.
         node.__class__ = PatchEmbed
-        node.patch_dtype = patch_dtype
-        node.image_mean, node.image_std = normalisation
+        node.patch_dtype, node.rounding, node.image_mean, node.image_std = packing
     return list(chosen)
 
 

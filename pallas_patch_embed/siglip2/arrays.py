@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import reprlib
 import textwrap
 import zipfile
@@ -30,6 +31,20 @@ SAFETENSORS_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F
 NPY_HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+# Parts of the names of arrays that replace a float weight, and what they are.
+REPLACED = {
+    re.compile(r"\.(qweight|qzeros|g_idx)$"): "weights that AWQ or GPTQ quantised",
+    re.compile(r"\.weight_(packed|scale|shape|zero_point|scale_inv)$"): (
+        "weights that compressed-tensors or a similar library quantised"
+    ),
+    re.compile(r"\.(SCB|weight_format|weight\.(absmax|quant_map|quant_state|nested_).*)$"): (
+        "weights that bitsandbytes quantised"
+    ),
+    re.compile(r"\.(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|base_layer)\."): (
+        "an adapter of PEFT that is not merged into its model"
+    ),
 }
 
 # The largest magnitude of a weight: it is finite in float32 and in bfloat16.
@@ -138,6 +153,21 @@ class Tower:
             )
 
 
+def check_plain(names: Iterable[str]) -> None:
+    """Refuses arrays of quantised weights and of adapters, and says what they are.
+
+    Raises:
+      ValueError: a name is that of such an array.
+    """
+    for name in sorted(names):
+        what = next((what for pattern, what in REPLACED.items() if pattern.search(name)), None)
+        if what is not None:
+            advice = "Dequantise it with the library that made it, and save it in float32."
+            if "PEFT" in what:
+                advice = "Merge it with PEFT's merge_and_unload, and save the model."
+            raise ValueError(f"{quoted(name)} belongs to {what}. {advice}")
+
+
 def _wrong_dtype(name: str, dtype: Any) -> ValueError:
     return ValueError(
         f"{quoted(name)} has dtype {printable(dtype)}, expected float32, bfloat16 or float16. "
@@ -223,10 +253,9 @@ def open_safetensors(path: Path) -> Iterator[Arrays]:
     """Opens the arrays of a file or a folder. The shards of a folder are opened when needed."""
     folder, shard_of = path.parent, None
     if path.is_dir():
-        folder, index = path, path / "model.safetensors.index.json"
-        path = folder / "model.safetensors"
-        if not path.exists():
-            shard_of = _read_index(index)
+        folder, path = path, _file_in(path)
+        if path.suffix == ".json":
+            shard_of = _read_index(path)
     with contextlib.ExitStack() as stack:
         opened = {}
 
@@ -259,10 +288,42 @@ def open_safetensors(path: Path) -> Iterator[Arrays]:
         yield Arrays(shard_of, header, load)
 
 
+def _file_in(folder: Path) -> Path:
+    """Returns the folder's model.safetensors, or the index of its shards, or those of a variant.
+
+    A variant such as fp16 is a part of the file's name: model.fp16.safetensors, or for shards
+    model.safetensors.index.fp16.json.
+
+    Raises:
+      ValueError: there is no such file, or there are files of several variants.
+    """
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        if (folder / name).exists():
+            return folder / name
+    variants = [
+        path
+        for path in sorted(folder.iterdir())
+        if re.fullmatch(r"model\.\w+\.safetensors|model\.safetensors\.index\.\w+\.json", path.name)
+    ]
+    if len(variants) > 1:
+        raise ValueError(
+            f"the folder has several variants, {', '.join(quoted(x.name) for x in variants)}. Pass "
+            "the path of one file."
+        )
+    if variants:
+        return variants[0]
+    if (folder / "adapter_model.safetensors").exists():
+        raise ValueError(
+            "the folder contains an adapter of PEFT without its model. Merge it with PEFT's "
+            "merge_and_unload, and save the model."
+        )
+    raise ValueError(
+        "the folder has neither model.safetensors nor model.safetensors.index.json. " + EXPECTED
+    )
+
+
 def _read_index(path: Path) -> dict[str, str]:
-    """Reads a model.safetensors.index.json; returns the names of files by the names of arrays."""
-    if not path.exists():
-        raise ValueError(f"the folder has neither model.safetensors nor {path.name}. {EXPECTED}")
+    """Reads the index of a folder's shards; returns the names of files by the names of arrays."""
     index = read_json(path)
     shard_of = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shard_of, dict):

@@ -13,14 +13,17 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_patch_embed.messages import quoted
 from pallas_patch_embed.packing import pack
-from pallas_patch_embed.params import check_dtype
+from pallas_patch_embed.params import check_dtype, check_grid
+from pallas_patch_embed.positions import Interpolation, check_interpolation, resize_positions
 from pallas_patch_embed.problem import OUT_DTYPES
 from pallas_patch_embed.siglip2.arrays import (
     EXPECTED,
     LARGEST_WEIGHT,
     Arrays,
     Tower,
+    check_plain,
     is_npz,
     open_npz,
     open_safetensors,
@@ -28,19 +31,27 @@ from pallas_patch_embed.siglip2.arrays import (
 )
 from pallas_patch_embed.siglip2.config import Config
 from pallas_patch_embed.siglip2.encoder import Encoder
-from pallas_patch_embed.siglip2.naflex import resize_positions
 
 # Type of a function (name, *shape) that reads an array.
 type Read = Callable[..., np.ndarray]
 
-# Prefixes of the image tower's arrays in big_vision files of a whole model or of the tower alone.
-BIG_VISION_PREFIXES = ("params/img/", "img/", "params/", "")
+# The patch embedding of a Hugging Face tower, behind the tower's prefix.
+MARKER = "embeddings.patch_embedding."
+
+# Arrays that only the image tower of a big_vision file has, as regular expressions for the end of
+# their names, behind the tower's prefix: "params/img/", or "PaliGemma/img/" inside a larger model.
+BIG_VISION_MARKERS = r"embedding/kernel|Transformer/encoder(?:_norm/|block(?:_\d{1,4})?/).*"
+
+# What follows last_hidden_state and the pooling head in a big_vision tower. It is left out.
+BIG_VISION_OUTPUTS = ("head/", "pre_logits/")
 
 
 def load_encoder(
     path: str | os.PathLike[str],
     *,
     image_size: int | tuple[int, int] | None = None,
+    interpolation: Interpolation = "bilinear",
+    grid: tuple[int, int] | None = None,
     patch_dtype: DTypeLike = "bfloat16",
     dtype: DTypeLike = "bfloat16",
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -48,16 +59,20 @@ def load_encoder(
     """Loads the vision encoder of a SigLIP or SigLIP2 checkpoint.
 
     Reads Hugging Face folders (config.json and either model.safetensors, or its shards and
-    model.safetensors.index.json), single .safetensors files, and big_vision .npz files. If a file
-    contains a whole model, only its vision tower is read. Nothing is unpickled.
+    model.safetensors.index.json, also of one variant such as model.fp16.safetensors), single
+    .safetensors files, and big_vision .npz files. If a file contains a larger model, only its
+    vision tower is read, up to the last hidden state and the pooling head. Nothing is unpickled.
 
     Args:
       path: the folder or file.
       image_size: size of the images in pixels, the side of a square or (height, width). The
-        positions are resized to the grid of such images: bilinearly, with pixel centres at
-        half-integers, and antialiased if the grid shrinks, as in transformers' Siglip2 and
-        big_vision's naflex_vit. None for the checkpoint's own size. NaFlex encoders accept images
-        of any size and refuse this argument.
+        positions are resized to the grid of such images. None for the checkpoint's own size. NaFlex
+        encoders accept images of any size and refuse this argument.
+      interpolation: how positions are resized, as in `resize_positions`: "bilinear" as in
+        big_vision, "bicubic" as in transformers' SigLIP, or "bicubic-antialiased" as in timm.
+        NaFlex encoders are always bilinear and refuse the others.
+      grid: (height, width) of the stored positions in patches, if neither the config nor the arrays
+        state it: an .npz file with positions that are not a square.
       patch_dtype: dtype of the patch embedding: "float32", "bfloat16", "float8_e4m3fn" or "int8".
       dtype: dtype of all later layers: "bfloat16" or "float32".
       config: replacement for the config.json: a Config, the contents of a config.json, or its path.
@@ -78,7 +93,11 @@ def load_encoder(
     patch_dtype = check_dtype(patch_dtype, "patch_dtype")
     dtype = check_dtype(dtype, "dtype", OUT_DTYPES)
     size = None if image_size is None else _check_image_size(image_size)
-    return _load(Path(path), lambda _: size, patch_dtype, dtype, config)
+    check_interpolation(interpolation)
+    height_width = None if grid is None else check_grid(grid)
+    return _load(
+        Path(path), lambda _: size, patch_dtype, dtype, config, height_width, interpolation
+    )
 
 
 def load_encoder_for_side(path: Path, side: int | None, patch_dtype: str) -> Encoder:
@@ -110,7 +129,7 @@ def read_config(path: Path) -> Config:
     """
     if is_npz(path):
         with open_npz(path) as arrays:
-            return _read_big_vision(arrays, None)[1]
+            return _read_big_vision(arrays, None, None)[1]
     return _config_in_folder(path)
 
 
@@ -120,35 +139,58 @@ def _load(
     patch_dtype: str,
     dtype: str,
     config: Any,
+    grid: tuple[int, ...] | None = None,
+    interpolation: Interpolation = "bilinear",
 ) -> Encoder:
     """Loads the encoder in this file or folder, for images of the size `size_for(config)`."""
     try:
         config = _given_config(config)
         if is_npz(path):
             with open_npz(path) as arrays:
-                weights, config = _read_big_vision(arrays, config)
+                weights, config = _read_big_vision(arrays, config, grid)
         else:
             with open_safetensors(path) as arrays:
-                weights, config = _read_hugging_face(arrays, config or _config_in_folder(path))
-        return _assemble(weights, config, size_for(config), patch_dtype, dtype)
+                if not any(MARKER in name for name in arrays.names):
+                    check_plain(arrays.names)
+                config = _with_grid(config or _config_in_folder(path), grid)
+                weights, config = _read_hugging_face(arrays, config)
+        return _assemble(weights, config, size_for(config), patch_dtype, dtype, interpolation)
     except ValueError as error:
         raise ValueError(f"load_encoder: {str(path)!r}: {error}") from error
+
+
+def _with_grid(config: Config, grid: tuple[int, ...] | None) -> Config:
+    """Returns the config with the grid that the user gave, if any."""
+    if grid is None or grid == config.grid:
+        return config
+    height, width = grid
+    return dataclasses.replace(config, grid=(height, width), image_size=None)
 
 
 # Both readers return a dict in float32 with "kernel", its "layout", "bias", "positions" [h, w, D],
 # and the "blocks", "norm" and "head" of an Encoder.
 
 
-def _read_hugging_face(arrays: Arrays, config: Config) -> tuple[dict[str, Any], Config]:
-    marker = "embeddings.patch_embedding."
-    prefixes = {name[: name.index(marker)] for name in arrays.names if marker in name}
+def _hugging_face_tower(arrays: Arrays) -> Tower:
+    """Finds the vision tower by the name of its patch embedding.
+
+    Raises:
+      ValueError: there is no tower or more than one, or it has quantised weights or an adapter.
+    """
+    prefixes = {name[: name.index(MARKER)] for name in arrays.names if MARKER in name}
     if len(prefixes) != 1:
         raise ValueError(
-            f"it has {len(prefixes)} arrays named {marker + 'weight'!r}, expected one, of a SigLIP "
+            f"it has {len(prefixes)} arrays named {MARKER + 'weight'!r}, expected one, of a SigLIP "
             f"vision tower. {EXPECTED}"
         )
     tower = Tower(arrays, prefixes.pop())
-    D, M, p = config.width, config.mlp, config.patch
+    check_plain(tower.prefix + name for name in tower.names)
+    return tower
+
+
+def _read_hugging_face(arrays: Arrays, config: Config) -> tuple[dict[str, Any], Config]:
+    tower = _hugging_face_tower(arrays)
+    D, M, p, C = config.width, config.mlp, config.patch, config.channels
 
     def each_layer(name: str, *shape: int) -> np.ndarray:
         layers = range(config.depth)
@@ -165,10 +207,10 @@ def _read_hugging_face(arrays: Arrays, config: Config) -> tuple[dict[str, Any], 
 
     weights: dict[str, Any] = {
         "kernel": tower.read(
-            f"{marker}weight", *((D, 3 * p * p) if config.naflex else (D, 3, p, p))
+            f"{MARKER}weight", *((D, C * p * p) if config.naflex else (D, C, p, p))
         ),
         "layout": "NK" if config.naflex else "OIHW",
-        "bias": tower.read(f"{marker}bias", D),
+        "bias": tower.read(f"{MARKER}bias", D),
         "positions": tower.read(
             "embeddings.position_embedding.weight", math.prod(config.grid), D
         ).reshape(*config.grid, D),
@@ -201,16 +243,16 @@ def _read_hugging_face(arrays: Arrays, config: Config) -> tuple[dict[str, Any], 
     return weights, config
 
 
-def _read_big_vision(arrays: Arrays, given: Config | None) -> tuple[dict[str, Any], Config]:
-    towers = (Tower(arrays, prefix) for prefix in BIG_VISION_PREFIXES)
-    tower = next((t for t in towers if t.has("embedding/") or t.has("Transformer/")), None)
-    if tower is None:
-        raise ValueError(
-            f"it has no arrays named {BIG_VISION_PREFIXES[0]}..., expected the arrays of a "
-            f"big_vision image tower. {EXPECTED}"
-        )
+def _read_big_vision(
+    arrays: Arrays, given: Config | None, grid: tuple[int, ...] | None
+) -> tuple[dict[str, Any], Config]:
+    tower = _big_vision_tower(arrays)
     stacked = tower.has("Transformer/encoderblock/")
-    config = _big_vision_config(tower, stacked)
+    if given is None:
+        config = _big_vision_config(tower, stacked, grid, channels=3)
+    else:
+        given = _with_grid(given, grid)
+        config = _big_vision_config(tower, stacked, given.grid, given.channels)
     for field in dataclasses.fields(Config):
         mine, other = getattr(config, field.name), getattr(given or config, field.name)
         if mine != other and field.name not in ("eps", "activation", "image_size", "pooling_head"):
@@ -219,7 +261,7 @@ def _read_big_vision(arrays: Arrays, given: Config | None) -> tuple[dict[str, An
                 "config that belongs to these weights."
             )
     config = given or config
-    D, M, p = config.width, config.mlp, config.patch
+    D, M, p, C = config.width, config.mlp, config.patch, config.channels
     heads = (config.heads, D // config.heads)
 
     def each_layer(name: str, *shape: int) -> np.ndarray:
@@ -255,7 +297,7 @@ def _read_big_vision(arrays: Arrays, given: Config | None) -> tuple[dict[str, An
     inner = attention("", each_layer)
     weights: dict[str, Any] = {
         "kernel": tower.read(
-            "embedding/kernel", *((3 * p * p,) if config.naflex else (p, p, 3)), D
+            "embedding/kernel", *((C * p * p,) if config.naflex else (p, p, C)), D
         ),
         "layout": "KN" if config.naflex else "HWIO",
         "bias": tower.read("embedding/bias", D),
@@ -282,16 +324,63 @@ def _read_big_vision(arrays: Arrays, given: Config | None) -> tuple[dict[str, An
             "norm": norm("MAPHead_0/LayerNorm_0"),
             **mlp("MAPHead_0/"),
         }
-    tower.check_all_read(*(["MAPHead_0/"] if config.pooling_head is False else []))
+    tower.check_all_read(
+        *BIG_VISION_OUTPUTS, *(["MAPHead_0/"] if config.pooling_head is False else [])
+    )
     return weights, config
 
 
-def _big_vision_config(tower: Tower, stacked: bool) -> Config:
-    """Derives the architecture from the shapes of the arrays."""
+def _big_vision_tower(arrays: Arrays) -> Tower:
+    """Finds the image tower by the ends of its arrays' names.
+
+    Raises:
+      ValueError: there is no tower or more than one, or it has a class token.
+    """
+    # Text towers keep their blocks below Encoder_0, and optimisers keep copies of the parameters.
+    marker = re.compile(rf"((?:.*/)?)(?:{BIG_VISION_MARKERS})")
+    matches = (marker.fullmatch(name) for name in arrays.names if not name.startswith("opt/"))
+    prefixes = sorted({match[1] for match in matches if match})
+    if len(prefixes) != 1:
+        found = f": below {', '.join(map(quoted, prefixes[:5]))}" if prefixes else ""
+        raise ValueError(
+            f"it has {len(prefixes)} image towers{found}, expected the arrays of one big_vision "
+            f"image tower, such as 'params/img/embedding/kernel'. {EXPECTED}"
+        )
+    tower = Tower(arrays, prefixes[0])
+    if "cls" in tower.names:
+        raise ValueError(
+            f"{quoted(prefixes[0] + 'cls')} is a class token, to which all patches attend. The "
+            "towers of SigLIP have none, so this tower cannot be loaded."
+        )
+    return tower
+
+
+def _big_vision_config(
+    tower: Tower, stacked: bool, grid: tuple[int, ...] | None, channels: int
+) -> Config:
+    """Derives the architecture from the shapes of the arrays.
+
+    Args:
+      tower: the image tower.
+      stacked: whether its blocks are stacked.
+      grid: (height, width) of the positions if the user gave it; otherwise they form a square.
+      channels: channels of the images of a NaFlex tower, whose arrays do not state it.
+    """
     *sides, D = tower.shape("embedding/kernel", 2, 4)
     naflex = len(sides) == 1
     positions = tower.shape("pos_embedding", 3)
-    side = math.isqrt(positions[1])
+    stored = positions[:2] if naflex else (math.isqrt(positions[1]),) * 2
+    height, width = stored if grid is None else grid
+    if naflex and (height, width) != stored:
+        raise ValueError(
+            f"grid is {grid}, but its positions form a {stored[0]} x {stored[1]} grid. Leave grid "
+            "out."
+        )
+    if not naflex and height * width != positions[1]:
+        raise ValueError(
+            f"it has {positions[1]} positions, which do not form a {height} x {width} grid. Pass "
+            "their grid as grid=(height, width), in patches."
+        )
     block = "Transformer/encoderblock" + ("" if stacked else "_0")
     layers = tower.shape(f"{block}/MultiHeadDotProductAttention_0/query/kernel", 3 + stacked)
     if stacked:
@@ -304,9 +393,10 @@ def _big_vision_config(tower: Tower, stacked: bool) -> Config:
         depth=depth,
         heads=layers[-2],
         mlp=tower.shape(f"{block}/MlpBlock_0/Dense_0/kernel", 2 + stacked)[-1],
-        patch=math.isqrt(sides[0] // 3) if naflex else sides[0],
-        grid=(positions[0], positions[1]) if naflex else (side, side),
+        patch=math.isqrt(sides[0] // channels) if naflex else sides[0],
+        grid=(height, width),
         naflex=naflex,
+        channels=channels if naflex else sides[2],
     )
 
 
@@ -333,24 +423,29 @@ def _assemble(
     size: tuple[int, int] | None,
     patch_dtype: str,
     dtype: str,
+    interpolation: Interpolation,
 ) -> Encoder:
     """Makes an encoder with these weights. If `size` is given, its positions are resized."""
     positions = weights["positions"]
+    if config.naflex and interpolation != "bilinear":
+        raise ValueError(
+            f"interpolation is {interpolation!r}, but this is a NaFlex encoder, which resizes its "
+            "positions bilinearly. Leave interpolation out."
+        )
     if size is not None:
         if config.naflex:
             raise ValueError(
                 f"image_size is {size}, but this is a NaFlex encoder, which accepts images of any "
                 "size. Leave image_size out."
             )
-        h, w = grid = (size[0] // config.patch, size[1] // config.patch)
+        grid = (size[0] // config.patch, size[1] // config.patch)
         if 0 in grid:
             raise ValueError(
                 f"image_size is {size}, expected at least the side of a patch, {config.patch}."
             )
         if grid != config.grid:
-            given = jax.device_put((positions, np.asarray([grid], np.int32)))
-            resized = jax.jit(resize_positions, static_argnums=2)(*given, h * w)
-            positions = jax.device_get(resized).reshape(h, w, -1)
+            resized = resize_positions(positions, grid, interpolation=interpolation)
+            positions = jax.device_get(resized)
         config = dataclasses.replace(config, grid=grid, image_size=size)
     head = weights["head"]
     return Encoder(
@@ -360,6 +455,7 @@ def _assemble(
             None if config.naflex else positions,
             patch_size=config.patch,
             layout=weights["layout"],
+            channels=config.channels,
             grid=None if config.naflex else config.grid,
             dtype=patch_dtype,
         ),

@@ -12,6 +12,7 @@ import jax
 # Activations by their names in Hugging Face configs. big_vision uses flax's default, the first.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
@@ -57,9 +58,11 @@ class Config:
         positions for each image.
       image_size: (height, width) of the images in pixels. It may exceed grid * patch by less than a
         patch; the remainder is dropped. None if naflex.
-      activation: the MLPs' activation: "gelu_pytorch_tanh", "gelu", "quick_gelu" or "relu".
+      activation: the MLPs' activation: "gelu_pytorch_tanh" or its other name "gelu_new", "gelu",
+        "quick_gelu" or "relu".
       pooling_head: whether the tower ends in an attention pooling head; None to decide by the
         arrays of the checkpoint.
+      channels: channels of the images, 3 for RGB.
 
     Raises:
       ValueError: a value has a wrong type, or values contradict each other.
@@ -76,9 +79,10 @@ class Config:
     image_size: tuple[int, int] | None = None
     activation: str = "gelu_pytorch_tanh"
     pooling_head: bool | None = None
+    channels: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "heads", "mlp", "patch"):
+        for name in ("width", "depth", "heads", "mlp", "patch", "channels"):
             check_size(name, getattr(self, name))
         _check_sides("grid", self.grid)
         if self.width % self.heads:
@@ -136,23 +140,12 @@ class Config:
         """
         if not isinstance(config, Mapping):
             raise ValueError(f"the config is {_short(config)}, expected an object of fields.")
-        vision: Any = config
-        if "vision_config" in config or "text_config" in config:
-            vision = config.get("vision_config")
-            vision = {} if vision is None else vision
-            if not isinstance(vision, Mapping):
-                raise ValueError(
-                    f"vision_config is {_short(vision)}, expected an object of fields."
-                )
-        naflex = _is_naflex(config, vision)
+        whole, vision = _vision_config(config)
+        naflex = _is_naflex(whole, vision)
         fields: dict[str, Any] = {
             name: default if vision.get(name) is None else vision[name]
             for name, default in DEFAULTS.items()
         }
-        if fields["num_channels"] != 3:
-            raise ValueError(
-                f"num_channels is {_short(fields['num_channels'])}, expected 3 for RGB images."
-            )
         pooling_head = vision.get("vision_use_head")
         if not isinstance(pooling_head, bool | None):
             raise ValueError(f"vision_use_head is {_short(pooling_head)}, expected true or false.")
@@ -179,7 +172,39 @@ class Config:
             image_size=None if naflex else (size, size),
             activation=fields["hidden_act"],
             pooling_head=pooling_head,
+            channels=fields["num_channels"],
         )
+
+
+def _vision_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Finds the config of the vision tower; returns the config that contains it, and it.
+
+    The tower's config is the config itself, or the field vision_config of it or of one of its
+    fields, such as vlm_config.
+    """
+    owners, unread = [], [config]
+    while unread:
+        part = unread.pop()
+        if "vision_config" in part or (part is config and "text_config" in part):
+            owners.append(part)
+        else:
+            unread += [
+                value
+                for name, value in part.items()
+                if str(name).endswith("_config") and isinstance(value, Mapping)
+            ]
+    if len(owners) > 1:
+        raise ValueError(
+            f"the config contains {len(owners)} fields named vision_config, expected one. Pass "
+            "that of the vision tower as config=."
+        )
+    if not owners:
+        return config, config
+    vision = owners[0].get("vision_config")
+    vision = {} if vision is None else vision
+    if not isinstance(vision, Mapping):
+        raise ValueError(f"vision_config is {_short(vision)}, expected an object of fields.")
+    return owners[0], vision
 
 
 def _is_naflex(config: Mapping[str, Any], vision: Mapping[str, Any]) -> bool:

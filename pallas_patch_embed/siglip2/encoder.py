@@ -13,12 +13,13 @@ from jax import lax
 
 from pallas_patch_embed import primitive
 from pallas_patch_embed.api import embed_images, patch_embed
+from pallas_patch_embed.array_arguments import AnyArray, as_array
 from pallas_patch_embed.chips import cuda_is_installed
 from pallas_patch_embed.params import PatchEmbedParams
 from pallas_patch_embed.patches import check_range, encode, pad_rows
-from pallas_patch_embed.problem import AnyArray, dtype_name, is_known
+from pallas_patch_embed.positions import resize_to_each
+from pallas_patch_embed.problem import is_known
 from pallas_patch_embed.siglip2.config import ACTIVATIONS, Config
-from pallas_patch_embed.siglip2.naflex import resize_positions
 from pallas_patch_embed.siglip2.norm import layer_norm
 
 # Largest number of channels of a head for which cuDNN's fused attention runs on every GPU that it
@@ -82,7 +83,7 @@ class Encoder:
         """Encodes images; a NaFlex encoder encodes patches.
 
         Args:
-          images: [B, H, W, 3], uint8 or floating-point in [-1, 1], of `config.image_size` or
+          images: [B, H, W, C], uint8 or floating-point in [-1, 1], of `config.image_size` or
             another size with the same grid of patches. For a NaFlex encoder patches [B, L, K] from
             `batch_naflex`, floating-point in [-1, 1], with K in the order height, width, channel.
             The encoder converts them to the dtype of `patch_embed`.
@@ -101,6 +102,16 @@ class Encoder:
         """
         size = self.config.image_size
         if size is None:  # This is a NaFlex encoder.
+            if spatial_shapes is None:
+                raise TypeError(
+                    "encoder: spatial_shapes is None, but this NaFlex encoder needs patches with "
+                    "their spatial_shapes and mask. Make them with "
+                    "pallas_patch_embed.siglip2.batch_naflex(images, encoder.config, "
+                    "max_num_patches)."
+                )
+            images = as_array(images, "encoder: patches")
+            spatial_shapes = as_array(spatial_shapes, "encoder: spatial_shapes")
+            mask = None if mask is None else as_array(mask, "encoder: mask")
             _check_naflex(self, images, spatial_shapes, mask)
             if not clip:
                 images = check_range("encoder: patches", images, self.patch_embed.encoding)
@@ -110,15 +121,30 @@ class Encoder:
                 "encoder: spatial_shapes and mask are for NaFlex encoders, but this encoder "
                 f"accepts only images of {size[0]} x {size[1]} pixels. Leave both out."
             )
-        dtype_name(images, "encoder: images")
+        images = as_array(images, "encoder: images")
         if images.ndim != 4:
             raise ValueError(
-                f"encoder: images have shape {list(images.shape)}, expected [B, H, W, 3]. Add or "
-                "flatten leading axes."
+                f"encoder: images have shape {list(images.shape)}, expected [B, H, W, "
+                f"{self.config.channels}]. Add or flatten leading axes."
             )
+        self._check_size(images)
         if not clip:
             images = check_range("encoder: images", images, self.patch_embed.encoding)
         return _encode_images(self, images)
+
+    def _check_size(self, images: Any) -> None:
+        """Refuses images whose grid of patches is not that of the positions."""
+        H, W = images.shape[1:3]
+        p, grid = self.config.patch, self.config.grid
+        if (H // p, W // p) != grid and H >= p <= W:
+            size = self.config.image_size
+            assert size is not None  # This is no NaFlex encoder.
+            raise ValueError(
+                f"encoder: images have {H} x {W} pixels, but this encoder has positions for "
+                f"{size[0]} x {size[1]} pixels, a {grid[0]} x {grid[1]} grid of patches of {p} "
+                f"pixels. Resize the images, or load the encoder with load_encoder(..., "
+                f"image_size=({H}, {W})), which resizes the positions."
+            )
 
     def __repr__(self) -> str:
         size = sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self))
@@ -146,15 +172,6 @@ def _static_fields(config: dict[str, Any], dtype: str) -> tuple[Config, str]:
 
 def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any) -> None:
     K = encoder.patch_embed.K
-    if spatial_shapes is None:
-        raise TypeError(
-            "encoder: spatial_shapes is None, but this NaFlex encoder needs patches with their "
-            "spatial_shapes and mask. Make them with pallas_patch_embed.siglip2.batch_naflex("
-            "images, encoder.config, max_num_patches)."
-        )
-    for name, array in (("patches", patches), ("spatial_shapes", spatial_shapes), ("mask", mask)):
-        if array is not None:
-            dtype_name(array, f"encoder: {name}")
     if not jnp.issubdtype(patches.dtype, jnp.floating):
         raise TypeError(
             f"encoder: patches have dtype {patches.dtype}, expected floating-point pixels in "
@@ -210,7 +227,7 @@ def _encode_patches(
     x = patch_embed(
         pad_rows(encode(patches, params.encoding)),
         params,
-        position_embedding=resize_positions(encoder.positions, spatial_shapes, patches.shape[1]),
+        position_embedding=resize_to_each(encoder.positions, spatial_shapes, patches.shape[1]),
         out_dtype=encoder.dtype,
     )
     if params.dtype == "int8":

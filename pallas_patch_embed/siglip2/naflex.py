@@ -1,4 +1,4 @@
-"""Batches of images with any aspect ratio, and the resizing of their positions."""
+"""Batches of images with any aspect ratio."""
 
 import operator
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from pallas_patch_embed.array_arguments import AnyArray, as_array
 from pallas_patch_embed.grids import largest_grid
 from pallas_patch_embed.patches import Encoding, encode
-from pallas_patch_embed.problem import AnyArray
 from pallas_patch_embed.siglip2.config import Config
 
 
@@ -22,7 +22,8 @@ def batch_naflex(
     """Cuts images of different sizes into patches and pads them to one batch, on the host.
 
     Args:
-      images: B arrays [H, W, 3] uint8. H and W are multiples of `config.patch`.
+      images: B arrays [H, W, C] uint8 with C = `config.channels`, 3 for RGB. H and W are multiples
+        of `config.patch`.
       config: config of the encoder that will encode the batch.
       max_num_patches: L, the length to which every image is padded.
 
@@ -48,14 +49,15 @@ def batch_naflex(
         raise ValueError(
             f"batch_naflex: max_num_patches is {max_num_patches!r}, expected a positive integer."
         )
-    p, K = config.patch, 3 * config.patch**2
-    images = list(images)
+    p, C = config.patch, config.channels
+    K = C * p**2
+    images = [as_array(image, f"batch_naflex: image {i}") for i, image in enumerate(images)]
     pixel = jax.device_get(_pixels())
     patches = np.zeros((len(images), L, K), np.float32)
     spatial_shapes = np.zeros((len(images), 2), np.int32)
     for i, image in enumerate(images):
-        h, w = _grid_of(image, i, p, L)
-        rows = np.asarray(image).reshape(h, p, w, p, 3).swapaxes(1, 2).reshape(h * w, K)
+        h, w = _grid_of(image, i, config, L)
+        rows = np.asarray(image).reshape(h, p, w, p, C).swapaxes(1, 2).reshape(h * w, K)
         patches[i, : h * w] = pixel[rows]
         spatial_shapes[i] = h, w
     mask = np.arange(L) < spatial_shapes.prod(1, keepdims=True)
@@ -68,17 +70,18 @@ def _pixels() -> jax.Array:
     return encode(lax.iota(jnp.uint8, 256), Encoding("float32"))
 
 
-def _grid_of(image: Any, i: int, patch: int, L: int) -> tuple[int, int]:
+def _grid_of(image: Any, i: int, config: Config, L: int) -> tuple[int, int]:
     """Checks an image; returns its (height, width) in patches."""
-    name = f"batch_naflex: image {i}"
-    if getattr(image, "dtype", None) != np.uint8:
-        given = getattr(image, "dtype", type(image).__name__)
+    name, patch, channels = f"batch_naflex: image {i}", config.patch, config.channels
+    if image.dtype != np.uint8:
         raise TypeError(
-            f"{name} is {given}, expected a uint8 array [H, W, 3] of pixels from 0 to 255."
+            f"{name} is {image.dtype}, expected a uint8 array [H, W, {channels}] of pixels from 0 "
+            "to 255."
         )
-    if image.ndim != 3 or image.shape[-1] != 3:
+    if image.ndim != 3 or image.shape[-1] != channels:
+        advice = "Convert it to RGB." if channels == 3 else "Move the channels last."
         raise ValueError(
-            f"{name} has shape {list(image.shape)}, expected [H, W, 3]. Convert it to RGB."
+            f"{name} has shape {list(image.shape)}, expected [H, W, {channels}]. {advice}"
         )
     H, W, _ = image.shape
     if H % patch or W % patch or 0 in (H, W):
@@ -95,38 +98,3 @@ def _grid_of(image: Any, i: int, patch: int, L: int) -> tuple[int, int]:
             f"{L}. Resize it to {fitting[0]} x {fitting[1]}, or increase max_num_patches."
         )
     return h, w
-
-
-def resize_positions(positions: jax.Array, spatial_shapes: jax.Array, L: int) -> jax.Array:
-    """Resizes a grid of positions to the grid of every image, in row-major order.
-
-    The interpolation is bilinear with pixel centres at half-integers, and antialiased if the grid
-    shrinks, like torch's interpolate(mode="bilinear", antialias=True) in transformers' Siglip2 and
-    jax.image.resize in big_vision's naflex_vit.
-
-    Args:
-      positions: [h, w, D] float32.
-      spatial_shapes: [B, 2] integer, (height, width) of each image in patches, at least 1. It may
-        be traced.
-      L: number of positions of each image in the result.
-
-    Returns:
-      [B, L, D] float32. Positions beyond height * width repeat those of the last row.
-    """
-    h, w, D = positions.shape
-    height, width = spatial_shapes[:, :1], spatial_shapes[:, 1:]
-    token = lax.broadcasted_iota(jnp.int32, (1, L), 1)
-    rows = _bilinear(jnp.minimum(token // width, height - 1), height, h)
-    columns = _bilinear(token % width, width, w)
-    weights = (rows[..., :, None] * columns[..., None, :]).reshape(-1, L, h * w)
-    return jnp.matmul(weights, positions.reshape(h * w, D), precision=lax.Precision.HIGHEST)
-
-
-def _bilinear(index: jax.Array, size: jax.Array, source: int) -> jax.Array:
-    """Computes the weights [..., source] of the source's elements for element `index` of `size`."""
-    step = source / size.astype(jnp.float32)
-    centre = (index.astype(jnp.float32) + 0.5) * step - 0.5
-    element = lax.broadcasted_iota(jnp.float32, (1,) * centre.ndim + (source,), centre.ndim)
-    distance = jnp.abs(centre[..., None] - element)
-    weights = jnp.maximum(0.0, 1.0 - distance / jnp.maximum(step, 1.0)[..., None])
-    return weights / weights.sum(-1, keepdims=True)

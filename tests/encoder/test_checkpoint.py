@@ -486,7 +486,7 @@ for number, (content, text) in enumerate(
         '{"hidden_size": 96.0}': "hidden_size is 96.0",
         '{"patch_size": [16, 16]}': "patch_size is",
         '{"patch_size": 1000}': "expected at least patch_size",
-        '{"num_channels": 4}': "num_channels is 4",
+        '{"num_channels": 0}': "num_channels is 0",
         '{"hidden_act": "swish"}': "activation is 'swish'",
         '{"hidden_act": ["gelu"]}': "activation is",
         '{"model_type": ["siglip"], "vision_config": {}}': "has shape|is missing",
@@ -729,7 +729,7 @@ def a_npy_named_npz(tmp_path):
     return written(tmp_path / "params.npz", buffer.getvalue())
 
 
-@damaged("no arrays named params/img")
+@damaged("it has 0 image towers.*'params/img/embedding/kernel'")
 def a_text_tower_in_an_npz(tmp_path):
     return npz(tmp_path, {"params/txt/Embed_0/embedding": np.zeros((4, 4), np.float32)})
 
@@ -755,17 +755,106 @@ def no_positions_in_an_npz(tmp_path):
     return npz(tmp_path, without(arrays(BV), "params/img/pos_embedding"))
 
 
-@damaged(r"has shape \[1, 197, 128\]")
-def a_class_token_in_an_npz(tmp_path):
+@damaged(r"197 positions, which do not form a 14 x 14 grid.*grid=\(height, width\)")
+def positions_without_a_square_in_an_npz(tmp_path):
     tensors = arrays(BV)
     positions = tensors["params/img/pos_embedding"]
     tensors["params/img/pos_embedding"] = np.concatenate([positions[:, :1], positions], 1)
     return npz(tmp_path, tensors)
 
 
-@damaged("1 arrays, such as 'params/img/head/kernel', are not part of")
-def a_classifier_in_an_npz(tmp_path):
-    return npz(tmp_path, arrays(BV) | {"params/img/head/kernel": np.zeros((128, 9), np.float32)})
+@damaged("197 positions, which do not form a 2 x 98 grid", grid=(2, 98))
+def another_grid_than_that_of_an_npz(tmp_path):
+    return positions_without_a_square_in_an_npz(tmp_path)
+
+
+@damaged("grid is .8, 32., but its positions form a 16 x 16 grid", grid=(8, 32))
+def another_grid_than_that_of_a_NaFlex_npz(tmp_path):
+    return checkpoint("bv_naflex_p16")
+
+
+@damaged("'params/img/cls' is a class token")
+def a_class_token_in_an_npz(tmp_path):
+    return npz(tmp_path, arrays(BV) | {"params/img/cls": np.zeros((1, 1, 128), np.float32)})
+
+
+@damaged("1 arrays, such as 'params/img/extra/kernel', are not part of")
+def a_further_layer_in_an_npz(tmp_path):
+    return npz(tmp_path, arrays(BV) | {"params/img/extra/kernel": np.zeros((128, 9), np.float32)})
+
+
+@damaged("it has 2 image towers: below 'a/img/', 'b/img/'")
+def two_image_towers_in_an_npz(tmp_path):
+    towers = ({k.replace("params/", p): v for k, v in arrays(BV).items()} for p in ("a/", "b/"))
+    return npz(tmp_path, {k: v for tower in towers for k, v in tower.items()})
+
+
+@damaged("interpolation is 'bicubic', but this is a NaFlex encoder", interpolation="bicubic")
+def an_interpolation_for_NaFlex(tmp_path):
+    return checkpoint(NAFLEX)
+
+
+@damaged("interpolation is 'cubic', expected one of bilinear", interpolation="cubic")
+def an_unknown_interpolation(tmp_path):
+    return checkpoint(HF)
+
+
+@damaged("several variants, 'model.bf16.safetensors', 'model.fp16.safetensors'.*path of one file")
+def two_variants(tmp_path):
+    path = folder(tmp_path, arrays(HF), config_of(HF))
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").unlink()
+    for variant in ("fp16", "bf16"):
+        (path / f"model.{variant}.safetensors").write_bytes(content)
+    return path
+
+
+@damaged("an adapter of PEFT without its model.*merge_and_unload")
+def a_folder_of_an_adapter(tmp_path):
+    path = folder(tmp_path, arrays(HF), config_of(HF))
+    (path / "model.safetensors").rename(path / "adapter_model.safetensors")
+    return path
+
+
+@damaged("contains 2 fields named vision_config")
+def two_vision_configs(tmp_path):
+    part = {"vision_config": config_of(HF)}
+    return folder(tmp_path, arrays(HF), {"vlm_config": part, "other_config": part})
+
+
+# Names with which libraries replace encoder.layers.0.self_attn.q_proj.weight.
+REPLACED = {
+    "AWQ": ("qweight", "AWQ or GPTQ"),
+    "GPTQ": ("g_idx", "AWQ or GPTQ"),
+    "compressed-tensors": ("weight_packed", "compressed-tensors"),
+    "float8 with scales": ("weight_scale", "compressed-tensors"),
+    "bitsandbytes in 4 bits": ("weight.quant_state.bitsandbytes__nf4", "bitsandbytes"),
+    "bitsandbytes in 8 bits": ("SCB", "bitsandbytes"),
+    "an adapter": ("lora_A.default.weight", "an adapter of PEFT that is not merged"),
+    "a wrapped layer": ("base_layer.weight", "an adapter of PEFT that is not merged"),
+}
+
+
+def with_replaced(tmp_path, name):
+    projection = "encoder.layers.0.self_attn.q_proj."
+    tensors = {k: v for k, v in arrays(HF).items() if k != projection + "weight"}
+    return folder(tmp_path, tensors | {projection + name: np.zeros((4, 4), "f")}, config_of(HF))
+
+
+for library, (name, text) in REPLACED.items():
+    DAMAGED[f"weights of {library}"] = (
+        lambda tmp_path, name=name: with_replaced(tmp_path, name),
+        ValueError,
+        f"{name}' belongs to .*{text}",
+        {},
+    )
+
+
+@damaged("lora_A.weight' belongs to an adapter of PEFT")
+def a_file_of_an_adapter(tmp_path):
+    tensors = {"base_model.model.encoder.layers.0.q_proj.lora_A.weight": np.zeros((4, 4), "f")}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    return tmp_path / "adapter_model.safetensors"
 
 
 @damaged(r"encoder_norm/scale' has shape \[64\]")

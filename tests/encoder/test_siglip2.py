@@ -17,7 +17,7 @@ from short_suite import keep
 import pallas_patch_embed as ppe
 from pallas_patch_embed.embed.embedder import pooled_on
 from pallas_patch_embed.grids import largest_grid
-from pallas_patch_embed.siglip2.naflex import resize_positions
+from pallas_patch_embed.positions import resize_to_each
 
 COLLECTIVE = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
 
@@ -131,7 +131,7 @@ def test_positions_are_resized_as_jax_resizes_images(source):
     rng = np.random.default_rng(1)
     positions = rng.normal(size=(*source, 6)).astype(np.float32)
     shapes = np.array([(16, 16), (1, 1), (1, 90), (3, 29), (10, 9), (40, 2), (7, 5)])
-    found = resize_positions(jnp.asarray(positions), jnp.asarray(shapes), 256)
+    found = resize_to_each(jnp.asarray(positions), jnp.asarray(shapes), 256)
     for (h, w), y in zip(shapes, np.asarray(found)):
         wanted = jax.image.resize(positions, (h, w, 6), "bilinear", antialias=True)
         np.testing.assert_allclose(y[: h * w], np.asarray(wanted).reshape(-1, 6), atol=2e-6)
@@ -352,7 +352,7 @@ BAD_CALLS = {
         "hf_siglip_p14_224",
         lambda e: e(np.zeros((1, 280, 280, 3), np.uint8)),
         ValueError,
-        "20 x 20 grid",
+        r"280 x 280 pixels.*load_encoder\(\.\.\., image_size=\(280, 280\)\)",
     ),
     "images to a NaFlex encoder": (
         "hf_siglip2_naflex_p16",
@@ -443,7 +443,7 @@ def test_a_bad_call_is_refused(case):
         (np.zeros((64, 64), np.uint8), 64, ValueError, r"expected \[H, W, 3\]"),
         (np.zeros((64, 128, 3), np.uint8), 8, ValueError, "Resize it to 32 x 64"),
         (np.zeros((64, 64, 3), np.uint8), 0, ValueError, "positive integer"),
-        ([[1]], 4, TypeError, "expected a uint8 array"),
+        ([[1]], 4, TypeError, "image 0 is list, expected a JAX or numpy array"),
     ],
     ids=["remainder", "small", "float", "grey", "many", "L", "list"],
 )

@@ -41,7 +41,9 @@ def test_weights_are_scaled_clipped_and_rounded_half_to_even(dtype, largest):
     kernel[:, 2] = 1e-44
     kernel[:, 3] = 3e38
     kernel[:, 4] *= 1e-37
-    params = ppe.pack(kernel, None, None, patch_size=2, layout="KN", dtype=dtype)
+    params = ppe.pack(
+        kernel, None, None, patch_size=2, layout="KN", dtype=dtype, rounding="nearest"
+    )
     absmax = np.abs(kernel).max(0).astype(np.float64)
     # A channel of denormal numbers is packed like one of zeros, because a GPU may flush them.
     scale = np.where(absmax < 2.0**-126, 1, np.maximum(absmax / largest, 2.0**-119))

@@ -222,19 +222,27 @@ def test_saved_params_load_unchanged(kind, tmp_path):
     jax.tree.map(assert_bit_equal, loaded, params)
 
 
-def test_files_of_version_1_load(tmp_path):
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_files_of_earlier_versions_load_with_three_channels(tmp_path, version):
+    more = dict(image_mean=None, image_std=None, prefix=1, frames=None) if version == "2" else {}
     params = ppe.pack(
-        RNG.normal(size=(4, 4, 3, 8)), None, RNG.normal(size=(6, 8)), patch_size=4, grid=(2, 3)
+        RNG.normal(size=(4, 4, 3, 8)),
+        None,
+        RNG.normal(size=(6, 8)),
+        patch_size=4,
+        grid=(2, 3),
+        prefix=RNG.normal(size=(1, 8)) if more else None,
     )
     params.save(tmp_path / "new")
     tensors = safetensors.numpy.load_file(tmp_path / "new")
-    static = dict(patch_size=4, grid=[2, 3], dtype="int8", K=48)
+    static = dict(patch_size=4, grid=[2, 3], dtype="int8", K=48) | more
     metadata = {
-        "format": "pallas_patch_embed.PatchEmbedParams.1",
+        "format": f"pallas_patch_embed.PatchEmbedParams.{version}",
         "static": json.dumps(static),
     }
     safetensors.numpy.save_file(tensors, tmp_path / "old", metadata)
     loaded = ppe.PatchEmbedParams.load(tmp_path / "old")
+    assert loaded.channels == 3
     assert jax.tree.structure(loaded) == jax.tree.structure(params)
     jax.tree.map(assert_bit_equal, loaded, params)
 
@@ -252,7 +260,7 @@ def test_programs_exported_before_take_the_defaults():
     from pallas_patch_embed.params import _with_defaults
 
     static = _with_defaults([16, [2, 3], "int8", 768])
-    assert static == (16, (2, 3), "int8", 768, None, None, 0, None)
+    assert static == (16, (2, 3), "int8", 768, None, None, 0, None, 3)
 
 
 @each_kind
@@ -366,7 +374,7 @@ def test_explain_names_what_is_cut():
     assert "patches [2, 14, 128] int8 of uint8 videos, 2 frames per patch, 2 rows of prefix" in text
     assert "14 rows" not in text
     with pytest.raises(
-        NotImplementedError, match=r"no kernel cuts videos itself, or adds a prefix"
+        NotImplementedError, match="a kernel cuts only images of 3 channels itself, no videos"
     ):
         ppe.embed_images(images, params, cut="kernel", backend="triton")
     assert "frames 2" in repr(params) and "prefix 2" in repr(params)
@@ -432,7 +440,7 @@ BAD_PACK = {
         dict(prefix=np.zeros((1, 8)), position_embedding=np.zeros((9, 8)), grid=(2, 3)),
         "6 patches and the prefix has 1 rows",
     ),
-    "kernel of images": (dict(layout="OITHW"), r"expected \[N, 3, T, p, p\]"),
+    "kernel of images": (dict(layout="OITHW"), r"expected \[N, C, T, p, p\]"),
 }
 
 
