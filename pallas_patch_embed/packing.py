@@ -5,7 +5,6 @@ compiled by itself, inside a model's jit it becomes part of that program. Its ar
 everything that XLA may round differently in the two cases:
 
   division of arrays by a constant   XLA multiplies by the reciprocal, but only under jit
-  division of floats                 approximate on a GPU (see `_reciprocal`)
   reduction that adds floats         the compiler chooses its order; sums of int32 are exact
   product that is a term of a sum    LLVM may fuse the two into one rounding (see `rounded`)
 """
@@ -486,7 +485,12 @@ def _quantised(
         jnp.maximum(magnitude * np.float32(factor / largest), np.float32(SMALLEST_SCALE * factor)),
     )
     scale = jnp.abs(jnp.max(scales, axis=1))
-    inverse = np.float32(factor) * _reciprocal(scale)
+    if rounding == "nearest":
+        # XLA fuses this division with the rounding, but not `_reciprocal`, which would be one more
+        # kernel.
+        inverse = np.float32(factor) / scale
+    else:
+        inverse = np.float32(factor) * _reciprocal(scale)
     scaled = jnp.clip(weight * jnp.expand_dims(inverse, 1), -largest, largest)
     if rounding == "nearest":
         return round_to_nearest(scaled, dtype), scale
@@ -496,8 +500,8 @@ def _quantised(
 def _reciprocal(x: jax.Array) -> jax.Array:
     """Returns 1 / x of positive normal numbers up to 2^126, rounded down.
 
-    It divides integers, because a GPU's division of floats is approximate: the bits would differ
-    from a CPU's.
+    It divides integers, because a GPU's division of floats is approximate. After a weight that is
+    rounded in the other direction than on a CPU, error feedback would change all later ones.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     exponent, mantissa = bits >> 23, (bits & 0x7FFFFF) | 0x800000

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from goldens import DATA, checkpoint
+from goldens import DATA, arrays, checkpoint
 from PIL import Image
+from safetensors.numpy import save_file
 from short_suite import keep
 
 import pallas_patch_embed as ppe
@@ -350,6 +351,20 @@ def test_pictures_are_resized_as_the_preprocessor_config_says(tmp_path, given, r
     assert how.defaults_of is None
     wanted = resized(PHOTOS / "coffee.png", side, side, Image.Resampling[resample])
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_an_encoder_of_four_channels_is_refused(tmp_path):
+    model, key = tmp_path / "model", "embeddings.patch_embedding.weight"
+    shutil.copytree(checkpoint(FIXED), model)
+    tensors = arrays(FIXED)
+    tensors[key] = np.pad(tensors[key], [(0, 0), (0, 1), (0, 0), (0, 0)])
+    save_file(tensors, model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text()) | {"num_channels": 4}
+    (model / "config.json").write_text(json.dumps(config))
+    shutil.copy(PHOTOS / "coffee.png", tmp_path)
+    with pytest.raises(ValueError, match="images of 4 channels, but pictures are decoded to RGB"):
+        command.run(model, [tmp_path / "coffee.png"], tmp_path / "out", options=Options())
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_preprocessor_config_says_how_many_patches(tmp_path):

@@ -619,6 +619,21 @@ def test_embeddings_of_another_arithmetic_are_not_mixed(few, tmp_path, monkeypat
     assert run([few], out, patch_dtype="int8", overwrite=True) == 0
 
 
+@pytest.mark.parametrize("patch_dtype", ["int8", "float8_e4m3fn"])
+def test_weights_that_were_rounded_to_nearest_are_not_mixed_with_those_of_today(
+    few, tmp_path, model, patch_dtype
+):
+    out = tmp_path / "out"
+    manifest = earlier_folder(out, few, model)
+    manifest["settings"]["patch_dtype"] = patch_dtype
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        ValueError, match=f"computes other embeddings with weights in {patch_dtype}"
+    ):
+        run_with(model, [few], out, patch_dtype=patch_dtype)
+    assert json.loads((out / "manifest.json").read_text()) == manifest
+
+
 def test_every_shard_says_what_wrote_it(few, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     assert run([few / "0.png"], out) == 0

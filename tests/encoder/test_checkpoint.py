@@ -1,5 +1,6 @@
 """Checkpoints of every supported form are loaded, and damaged ones are refused."""
 
+import dataclasses
 import io
 import json
 import math
@@ -15,7 +16,9 @@ import pytest
 from goldens import DATA, arrays, checkpoint, encode, expected
 from safetensors.numpy import save_file
 
-from pallas_patch_embed.siglip2 import Config, load_encoder
+from pallas_patch_embed import resize_positions
+from pallas_patch_embed.positions import INTERPOLATIONS
+from pallas_patch_embed.siglip2 import Config, batch_naflex, load_encoder
 
 HF = "hf_siglip_p14_224"
 NAFLEX = "hf_siglip2_naflex_p16"
@@ -133,6 +136,42 @@ def a_file_with_the_path_of_a_config(tmp_path):
 
 
 @form
+def a_variant(tmp_path):
+    path = folder(tmp_path, arrays(HF), config_of(HF))
+    (path / "model.safetensors").rename(path / "model.fp16.safetensors")
+    return path, {}
+
+
+@form
+def shards_of_a_variant(tmp_path):
+    path, _ = sharded(tmp_path)
+    index = path / "model.safetensors.index.json"
+    index.rename(path / "model.safetensors.index.fp16.json")
+    return path, {}
+
+
+@form
+def below_a_composite_config(tmp_path):
+    part = {"model_type": "siglip", "vision_config": config_of(HF), "text_config": {}}
+    config = {"model_type": "a_robot", "vlm_config": part, "action_config": {"width": 3}}
+    return folder(tmp_path, renamed("vlm.vision_tower.vision_model."), config), {}
+
+
+@form
+def beside_a_quantised_language_model(tmp_path):
+    tensors = renamed("model.vision_tower.vision_model.")
+    tensors["model.language_model.layers.0.mlp.up_proj.qweight"] = np.zeros((4, 4), np.int32)
+    tensors["model.language_model.layers.1.mlp.up_proj.lora_A.weight"] = np.zeros((4, 4), "f")
+    config = {"model_type": "llava", "vision_config": config_of(HF)}
+    return folder(tmp_path, tensors, config), {}
+
+
+@form
+def with_a_grid_that_the_config_states(tmp_path):
+    return folder(tmp_path, arrays(HF), config_of(HF)), {"grid": (16, 16)}
+
+
+@form
 def float64(tmp_path):
     tensors = {name: tensor.astype(np.float64) for name, tensor in arrays(HF).items()}
     return folder(tmp_path, tensors, config_of(HF)), {}
@@ -167,6 +206,34 @@ BIG_VISION_FORMS = {
         }
     ),
     "scanned": scanned,
+    "PaliGemma": lambda t: (
+        t
+        | {
+            "params/img/head/kernel": np.zeros((t["params/img/embedding/bias"].size, 9), "f"),
+            "params/img/head/bias": np.zeros(9, np.float32),
+            "params/llm/embedder/input_embedding": np.zeros((9, 4), np.float32),
+            "params/llm/layers/mlp/gating_einsum": np.zeros((2, 2, 4, 4), np.float32),
+        }
+    ),
+    "openpi": lambda t: (
+        {k.replace("params/", "params/PaliGemma/"): v for k, v in scanned(t).items()}
+        | {
+            "params/PaliGemma/llm/embedder/input_embedding": np.zeros((9, 4), np.float32),
+            "params/action_in_proj/kernel": np.zeros((3, 4), np.float32),
+        }
+    ),
+    "without params": lambda t: (
+        {k.replace("params/", "PaliGemma/"): v for k, v in t.items()}
+        | {"PaliGemma/img/pre_logits/kernel": np.zeros((4, 4), np.float32)}
+    ),
+    "LiT": lambda t: (
+        t
+        | {
+            "params/txt/Encoder_0/encoderblock_0/LayerNorm_0/scale": np.zeros(4, np.float32),
+            "params/txt/Encoder_0/encoder_norm/scale": np.zeros(4, np.float32),
+            "params/txt/head/kernel": np.zeros((4, 4), np.float32),
+        }
+    ),
     "bare": lambda t: {k.removeprefix("params/img/"): v for k, v in t.items()},
     "bare below params": lambda t: {k.replace("/img", ""): v for k, v in t.items()},
     "bare and scanned": lambda t: {k.removeprefix("params/img/"): v for k, v in scanned(t).items()},
@@ -269,6 +336,109 @@ def test_a_remainder_of_the_image_is_dropped(tmp_path):
     image[:, :224, :224] = expected(HF)["images_u8"]
     wanted = expected(HF)["pooler_output"]
     assert np.abs(np.asarray(encoder(image).pooler_output) - wanted).max() <= 1e-4
+
+
+def four_channels(name):
+    """Adds a channel of zeros to the patch embedding of a Hugging Face checkpoint."""
+    tensors, key = arrays(name), "embeddings.patch_embedding.weight"
+    D = len(tensors[key])
+    kernel = tensors[key]
+    if kernel.ndim == 2:  # NaFlex
+        kernel = np.pad(kernel.reshape(D, -1, 3), [(0, 0), (0, 0), (0, 1)]).reshape(D, -1)
+    else:
+        kernel = np.pad(kernel, [(0, 0), (0, 1), (0, 0), (0, 0)])
+    return tensors | {key: kernel}
+
+
+def test_images_of_four_channels_are_encoded(tmp_path):
+    rng = np.random.default_rng(0)
+    path = folder(tmp_path, four_channels(HF), config_of(HF) | {"num_channels": 4})
+    encoder = load_encoder(path, dtype="float32", patch_dtype="float32")
+    assert encoder.config.channels == encoder.patch_embed.channels == 4
+    images = rng.integers(0, 256, (2, 224, 224, 4), np.uint8)
+    three = load_encoder(checkpoint(HF), dtype="float32", patch_dtype="float32")
+    wanted = three(images[..., :3]).pooler_output
+    np.testing.assert_allclose(encoder(images).pooler_output, wanted, atol=1e-5)
+    with pytest.raises(ValueError, match=r"expected \[\.\.\., H, W, 4\]"):
+        encoder(images[..., :3])
+
+
+def test_NaFlex_images_of_four_channels_are_encoded(tmp_path):
+    rng = np.random.default_rng(0)
+    path = folder(tmp_path, four_channels(NAFLEX), config_of(NAFLEX) | {"num_channels": 4})
+    encoder = load_encoder(path, dtype="float32", patch_dtype="float32")
+    images = [rng.integers(0, 256, (*side, 4), np.uint8) for side in ((48, 64), (96, 32))]
+    three = load_encoder(checkpoint(NAFLEX), dtype="float32", patch_dtype="float32")
+    found, wanted = (
+        each(patches, spatial_shapes=shapes, mask=mask).pooler_output
+        for each, (patches, shapes, mask) in (
+            (encoder, batch_naflex(images, encoder.config, 12)),
+            (three, batch_naflex([image[..., :3] for image in images], three.config, 12)),
+        )
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    with pytest.raises(ValueError, match=r"expected \[H, W, 4\]"):
+        batch_naflex([images[0][..., :3]], encoder.config, 12)
+
+
+def test_one_channel_in_an_npz_is_read_from_its_shape(tmp_path):
+    tensors, key = arrays(BV), "params/img/embedding/kernel"
+    np.savez(tmp_path / "params.npz", **(tensors | {key: tensors[key].sum(2, keepdims=True)}))
+    encoder = load_encoder(tmp_path / "params.npz", dtype="float32", patch_dtype="float32")
+    assert encoder.config.channels == 1
+    grey = np.random.default_rng(0).integers(0, 256, (2, 224, 224, 1), np.uint8)
+    three = load_encoder(checkpoint(BV), dtype="float32", patch_dtype="float32")
+    wanted = three(np.repeat(grey, 3, -1)).pooler_output
+    np.testing.assert_allclose(encoder(grey).pooler_output, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [HF, BV])
+def test_positions_of_another_grid_load_if_it_is_named(tmp_path, name):
+    tensors = arrays(name)
+    side = load_encoder(checkpoint(name)).config.grid[0]
+    grid = side // 2, side * 2
+    if name == BV:
+        path = tmp_path / "params.npz"
+        np.savez(path, **tensors)
+        square = load_encoder(path).config
+    else:
+        path = folder(tmp_path, tensors, config_of(name))
+        square = load_encoder(path).config
+    by_config = dataclasses.replace(square, grid=grid, image_size=None)
+    ways = [load_encoder(path, grid=grid), load_encoder(path, config=by_config)]
+    for encoder in ways:
+        assert encoder.config.grid == encoder.patch_embed.grid == grid
+        p = encoder.config.patch
+        images = np.zeros((1, grid[0] * p, grid[1] * p, 3), np.uint8)
+        assert encoder(images).pooler_output.shape == (1, encoder.config.width)
+    assert_same(*ways)
+    # The rows of the table do not depend on the grid; what is resized from them does.
+    np.testing.assert_array_equal(ways[0].patch_embed.table, load_encoder(path).patch_embed.table)
+    size = 6 * square.patch, 4 * square.patch
+    resized = load_encoder(path, grid=grid, image_size=size, patch_dtype="float32").patch_embed
+    stored = load_encoder(path, grid=grid, patch_dtype="float32").patch_embed
+    positions = np.asarray(stored.table - stored.offset).reshape(*grid, -1)
+    wanted = resize_positions(positions, (6, 4)).reshape(24, -1)
+    np.testing.assert_allclose(resized.table - resized.offset, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_the_interpolation_of_positions_can_be_chosen(interpolation):
+    p = 14
+    arguments = dict(patch_dtype="float32", dtype="float32")
+    stored = load_encoder(checkpoint(HF), **arguments).patch_embed
+    resized = load_encoder(
+        checkpoint(HF), image_size=(9 * p, 20 * p), interpolation=interpolation, **arguments
+    ).patch_embed
+    positions = np.asarray(stored.table - stored.offset).reshape(16, 16, -1)
+    wanted = resize_positions(positions, (9, 20), interpolation=interpolation).reshape(180, -1)
+    np.testing.assert_allclose(resized.table - resized.offset, wanted, atol=1e-5)
+
+
+def test_gelu_new_is_the_tanh_GELU(tmp_path):
+    path = folder(tmp_path, arrays(HF), config_of(HF) | {"hidden_act": "gelu_new"})
+    output, _ = encode(load_encoder(path, dtype="float32", patch_dtype="float32"), HF)
+    assert np.abs(output.pooler_output - expected(HF)["pooler_output"]).max() <= 1e-4
 
 
 class Bomb:

@@ -12,6 +12,7 @@ from PIL import Image
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed import weight_rounding
+from pallas_patch_embed.packing import _reciprocal
 from pallas_patch_embed.params import patch_length
 from pallas_patch_embed.weight_rounding import PatchShape, gains, relative_errors
 
@@ -126,6 +127,19 @@ def test_nearest_rounds_each_weight_by_itself(dtype):
     np.testing.assert_array_equal(
         np.asarray(found).astype(np.float64), nearest(x.astype(np.float64), dtype)
     )
+
+
+def test_a_scale_is_divided_as_on_every_device():
+    rng = np.random.default_rng(0)
+    mantissa = np.concatenate([
+        rng.integers(1 << 23, 1 << 24, 100_000),
+        np.arange(1 << 23, (1 << 23) + 1000),
+        np.arange((1 << 24) - 1000, 1 << 24),
+    ])  # fmt: skip
+    exponent = rng.integers(8, 253, mantissa.size)
+    x = np.int32((mantissa - (1 << 23)) | exponent << 23).view(np.float32)
+    wanted = np.ldexp((2**47 // mantissa).astype(np.float64), 103 - exponent)
+    np.testing.assert_array_equal(np.asarray(_reciprocal(x), np.float64), wanted)
 
 
 def draw(shape, N=32, seed=0):
