@@ -83,6 +83,7 @@ def test_BUILD_depends_on_what_is_imported():
         "nvidia",
         "pynvml",
         "ray",
+        "timm",
         "torch",
         "transformers",
         "torchvision",

@@ -6,6 +6,8 @@ import pytest
 from jax.sharding import AxisType
 from towers import WIDTH
 
+import pallas_patch_embed as ppe
+
 # The mean and the standard deviation with which OpenAI's CLIP normalises a pixel in [0, 1].
 NORMALISATION = dict(
     image_mean=(0.48145466, 0.4578275, 0.40821073), image_std=(0.26862954, 0.26130258, 0.27577711)
@@ -143,3 +145,23 @@ def check_sharding(call, kernel, axis, out_axis):
         assert shard[out_axis] * 8 == found.shape[out_axis] == WIDTH
         assert "all-gather" not in compiled.as_text()
         assert relative(found, wanted) <= 1e-6
+
+
+def check_rounding(embed, kernel, bias, images):
+    """Checks that the argument `rounding` reaches `pack`, and that the default is "nearest".
+
+    Args:
+      embed: function of the keyword arguments of a module or a replacement; returns the embeddings
+        of the images [B, h, w, N].
+      kernel: [p, p, 3, N].
+      bias: [N].
+      images: [B, H, W, 3], floating-point in [-1, 1].
+    """
+    for arguments in ({}, dict(rounding="nearest"), dict(rounding="feedback")):
+        rounding = arguments.get("rounding", "nearest")
+        params = ppe.pack(kernel, bias, None, patch_size=len(kernel), rounding=rounding)
+        wanted = np.asarray(ppe.embed_images(images, params, out_dtype="float32"))
+        found = np.asarray(embed(**arguments))
+        np.testing.assert_allclose(found.reshape(wanted.shape), wanted, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="rounding is 'up', expected 'feedback'"):
+        embed(rounding="up")

@@ -49,15 +49,17 @@ def test_every_fault_is_named():
         convolution.patch_size("stem", **GOOD | dict(dilations=(2, 2), groups=2, channels=4))
 
 
-def test_the_result_is_that_of_pack_and_embed_images():
+@pytest.mark.parametrize("rounding", ["nearest", "feedback"])
+def test_the_result_is_that_of_pack_and_embed_images(rounding):
     rng = np.random.default_rng(0)
     kernel, bias = rng.normal(0, 0.03, (16, 16, 3, 32)), rng.normal(size=32)
     positions = rng.normal(size=(1, 6, 32)).astype(np.float32)
     images = rng.integers(0, 256, (2, 32, 48, 3), np.uint8)
-    arguments = dict(patch_size=16, layout="HWIO", patch_dtype="int8", normalisation=(None, None))
+    packing = convolution.Packing.checked("int8", rounding, None, None)
+    arguments = dict(patch_size=16, layout="HWIO", packing=packing)
     kernel, bias = jnp.float32(kernel), jnp.float32(bias)
     found = convolution.embed(images, kernel, bias, positions, dtype="bfloat16", **arguments)
-    params = ppe.pack(kernel, bias, positions, patch_size=16, grid=(2, 3))
+    params = ppe.pack(kernel, bias, positions, patch_size=16, grid=(2, 3), rounding=rounding)
     np.testing.assert_array_equal(found, ppe.embed_images(images, params).reshape(2, 2, 3, 32))
     # By default the result has the dtype of the parameters, as that of a convolution does.
     assert convolution.embed(images, kernel, bias, None, dtype=None, **arguments).dtype == "float32"

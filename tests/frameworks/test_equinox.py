@@ -13,6 +13,7 @@ from checks import (
     NORMALISATION,
     TowerTests,
     check_normalisation,
+    check_rounding,
     check_sharding,
     relative,
 )
@@ -125,6 +126,21 @@ def test_images_are_normalised_as_the_module_is_told(edited):
     else:
         after = drop_in.replace(before, **options)
     check_normalisation(before, eqx.filter_jit(after), channels_first=True)
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_the_kernel_is_rounded_as_the_module_is_told(edited):
+    before = eqx.nn.Conv2d(3, WIDTH, 16, 16, key=jax.random.key(0))
+
+    def embed(**rounding):
+        if edited:
+            after = drop_in.PatchEmbed(3, WIDTH, 16, key=jax.random.key(0), **rounding)
+        else:
+            after = drop_in.replace(before, **rounding)
+        return jnp.moveaxis(after(IMAGE), 0, -1)[None]
+
+    kernel = jnp.transpose(before.weight, (2, 3, 1, 0))
+    check_rounding(embed, kernel, before.bias[:, 0, 0], np.moveaxis(IMAGE, 0, -1)[None])
 
 
 def test_a_wrong_normalisation_is_refused():

@@ -12,6 +12,7 @@ from checks import (
     NORMALISATION,
     TowerTests,
     check_normalisation,
+    check_rounding,
     check_sharding,
     primitives,
     relative,
@@ -167,6 +168,24 @@ def test_images_are_normalised_as_the_layer_is_told(edited):
     after.set_weights(before.get_weights())
     # By default a layer casts uint8 to float32 before its `call`.
     check_normalisation(before, after.call)
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_the_kernel_is_rounded_as_the_layer_is_told(edited):
+    before = keras.layers.Conv2D(WIDTH, 16, 16)
+    before.build(IMAGES.shape)
+
+    def embed(**rounding):
+        after = (drop_in.PatchEmbed if edited else keras.layers.Conv2D)(
+            WIDTH, 16, 16, **(rounding if edited else {})
+        )
+        after.build(IMAGES.shape)
+        after.set_weights(before.get_weights())
+        if not edited:
+            drop_in.replace(after, **rounding)
+        return after.call(IMAGES)
+
+    check_rounding(embed, *before.get_weights(), IMAGES)
 
 
 def test_a_wrong_normalisation_is_refused_before_anything_is_changed():

@@ -14,6 +14,7 @@ from checks import (
     NORMALISATION,
     TowerTests,
     check_normalisation,
+    check_rounding,
     check_sharding,
     relative,
 )
@@ -134,6 +135,20 @@ def test_images_are_normalised_as_the_module_is_told(edited):
             return before.apply(variables, images)
 
     check_normalisation(lambda images: before.apply(variables, images), changed)
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_the_kernel_is_rounded_as_the_module_is_told(edited):
+    before = nn.Conv(WIDTH, (16, 16), (16, 16), padding="VALID")
+    variables = randomised(before.init(jax.random.key(0), IMAGES))
+
+    def embed(**rounding):
+        if edited:
+            return linen.PatchEmbed(WIDTH, (16, 16), **rounding).apply(variables, IMAGES)
+        with linen.intercept(**rounding):
+            return before.apply(variables, IMAGES)
+
+    check_rounding(embed, *(variables["params"][name] for name in ("kernel", "bias")), IMAGES)
 
 
 def test_another_normalisation_compiles_again_and_a_wrong_one_is_refused():

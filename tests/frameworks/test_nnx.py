@@ -13,6 +13,7 @@ from checks import (
     NORMALISATION,
     TowerTests,
     check_normalisation,
+    check_rounding,
     check_sharding,
     relative,
 )
@@ -101,6 +102,21 @@ def test_positions_of_every_shape_are_added(shape):
     wanted = module(IMAGES) + positions.reshape(-1, 3, 2, WIDTH)
     np.testing.assert_allclose(module(IMAGES, positions), wanted, atol=1e-5)
     np.testing.assert_allclose(module(IMAGES, nnx.Param(positions)), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("edited", [True, False])
+def test_the_kernel_is_rounded_as_the_module_is_told(edited):
+    before = nnx.Conv(3, WIDTH, (16, 16), (16, 16), padding="VALID", rngs=nnx.Rngs(0))
+
+    def embed(**rounding):
+        if edited:
+            module = drop_in.PatchEmbed(3, WIDTH, (16, 16), rngs=nnx.Rngs(0), **rounding)
+        else:
+            module = nnx.clone(before)
+            drop_in.replace(module, **rounding)
+        return module(IMAGES)
+
+    check_rounding(embed, before.kernel[...], before.bias[...], IMAGES)
 
 
 @pytest.mark.parametrize("edited", [True, False])
