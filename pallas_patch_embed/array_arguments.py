@@ -72,7 +72,8 @@ def _viewed(value: Any, name: str) -> Any:
             "numpy array, or a tensor on the CPU without a gradient. Convert it first, in PyTorch "
             "with tensor.detach().cpu()."
         ) from error
-    return np.asarray(array) if array.devices() == {jax.devices("cpu")[0]} else array
+    on_cpu = all(device.platform == "cpu" for device in array.devices())
+    return np.asarray(array) if on_cpu else array
 
 
 class _Contiguous:

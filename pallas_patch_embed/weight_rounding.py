@@ -223,7 +223,7 @@ def round_with_feedback(x: jax.Array, dtype: str, shape: PatchShape) -> jax.Arra
 
         # A loop of a few steps would cost a GPU more than the steps.
         _, rounded = lax.scan(
-            round_channel, exact[:, 0] * 0, (exact.T, within), unroll=min(shape.channels, 16)
+            round_channel, exact[:, 0] * 0, (exact.T, within), unroll=min(shape.channels, 4)
         )
         error = error_of(exact, rounded.T).astype(jnp.int16)
         return lax.dynamic_update_index_in_dim(errors, error, index, 2), rounded
