@@ -2,6 +2,7 @@
 
 import operator
 import os
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_patch_embed import primitive
-from pallas_patch_embed.array_arguments import AnyArray, as_array, dtype_name
+from pallas_patch_embed.array_arguments import AnyArray, as_array, dtype_name, has_values
 from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.chips import Target, default_device
@@ -20,6 +21,7 @@ from pallas_patch_embed.params import PatchEmbedParams, check_params
 from pallas_patch_embed.patches import check_range, encoded_rows, rows
 from pallas_patch_embed.problem import (
     DTYPES,
+    K_MULTIPLE,
     OUT_DTYPES,
     PatchLayout,
     Problem,
@@ -258,15 +260,17 @@ def explain(
     check_params(params)
     given: Any = patches_or_shape
     layout = None
-    if not hasattr(given, "shape"):
-        given = _abstract_operand(given, params)
-    elif not isinstance(given, jax.ShapeDtypeStruct):
+    if has_values(given):
         given = as_array(given, "explain: patches or images")
-    if not isinstance(position_embedding, jax.ShapeDtypeStruct):
+    elif not hasattr(given, "shape") or not hasattr(given, "dtype"):
+        given = _abstract_operand(given, params)
+    if has_values(position_embedding):
         position_embedding = _as_positions(position_embedding)
     dtype, patches = dtype_name(given), given
     channels = (params.channels,)
-    if given.shape[-1:] == channels or (dtype == "uint8" and given.shape[-3:-2] == channels):
+    encoded = dtype == params.dtype and given.shape[-1:] == (params.K_padded,)
+    channels_first = dtype == "uint8" and given.shape[-3:-2] == channels
+    if not encoded and (given.shape[-1:] == channels or channels_first):
         patches = _abstract_patches(given, params, position_embedding)
         layout = params.layout if dtype == "uint8" else None
     _check_patches(patches, params)
@@ -304,14 +308,20 @@ def _abstract_operand(shape: Any, params: PatchEmbedParams) -> Any:
     try:
         shape = tuple(map(operator.index, shape))
     except TypeError:
+        given = reprlib.Repr(maxlevel=1).repr(shape)
         raise TypeError(
-            f"explain: {shape!r} is neither patches nor images, nor the shape of one of them, "
-            f"[..., S, K_padded] or [..., H, W, {params.channels}]."
+            f"explain: {given} is neither patches nor images, expected a JAX or numpy array, or a "
+            f"shape, [..., S, K_padded] or [..., H, W, {params.channels}]."
         ) from None
     if min(shape, default=-1) < 0:
         raise ValueError(
             f"explain: the shape is {list(shape)}, expected [..., S, K_padded] of patches or "
             f"[..., H, W, {params.channels}] of images, without negative numbers."
+        )
+    if shape[-1:] != (params.channels,) and min(shape[-1:], default=0) < K_MULTIPLE:
+        raise ValueError(
+            f"explain: the shape is {list(shape)}, expected [..., S, {params.K_padded}] of patches "
+            f"or [..., H, W, {params.channels}] of images."
         )
     dtype = "uint8" if shape[-1] == params.channels else params.dtype
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -346,7 +356,9 @@ def _check_images(images: Any, params: PatchEmbedParams) -> None:
         advice = (
             "Convert the images to RGB." if channels == 3 else "Pass images of that many channels."
         )
-        if len(shape) >= 3 and shape[-3] == channels:
+        if channels == 1 and len(shape) >= 2:
+            advice = "Add the axis with images[..., None]."
+        elif len(shape) >= 3 and shape[-3] == channels:
             advice = "Move the channels last with numpy.moveaxis(images, -3, -1)."
         raise ValueError(
             f"images have shape {list(shape)}, expected [..., H, W, {channels}]{colours}. {advice}"

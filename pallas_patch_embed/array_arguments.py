@@ -11,6 +11,9 @@ import numpy.typing as npt
 # have no common type.
 type AnyArray = jax.Array | npt.NDArray[Any]
 
+# The methods of arrays of other libraries.
+PROTOCOLS = ("__jax_array__", "__dlpack__", "__array__", "__array_interface__")
+
 
 def as_array(value: Any, name: str) -> Any:
     """Returns an array argument as a JAX array (also a traced one) or a numpy array.
@@ -38,6 +41,11 @@ def as_array(value: Any, name: str) -> Any:
         )
     if not isinstance(value, np.ndarray):
         value = _viewed(value, name)
+    if value.dtype.kind in "fc" and value.dtype.itemsize > (8 if value.dtype.kind == "f" else 16):
+        raise TypeError(
+            f"{name}: the dtype is {value.dtype.name}, which JAX does not have. Convert the array "
+            "with astype(numpy.float64)."
+        )
     if not value.dtype.isnative:
         raise TypeError(
             f"{name} has the big-endian dtype {value.dtype.str}, which JAX cannot read. Convert "
@@ -51,16 +59,24 @@ def dtype_name(array: Any) -> str:
     return getattr(array.dtype, "name", str(array.dtype))
 
 
+def has_values(value: Any) -> bool:
+    """Returns whether a value is an array, rather than a description of one."""
+    return isinstance(value, jax.Array) or any(hasattr(value, name) for name in PROTOCOLS)
+
+
 def _viewed(value: Any, name: str) -> Any:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    protocols = ("__dlpack__", "__array__", "__array_interface__")
-    if isinstance(value, type) or not any(hasattr(value, protocol) for protocol in protocols):
+    if isinstance(value, type) or not has_values(value):
         raise TypeError(
-            f"{name} is {kind}, expected a JAX or numpy array. Convert it with numpy.asarray."
+            f"{name} is {kind}, expected a JAX or numpy array."
+            + (" Convert it with numpy.asarray." if isinstance(value, list | tuple) else "")
         )
     try:
         if not hasattr(value, "__dlpack__"):
             return np.asarray(value)
+        if hasattr(value, "resolve_neg"):
+            # PyTorch negates some views only when they are read, which DLPack does not know.
+            value = value.resolve_neg()
         try:
             return np.from_dlpack(value)
         except (BufferError, RuntimeError, TypeError, ValueError):

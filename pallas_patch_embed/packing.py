@@ -11,6 +11,7 @@ everything that XLA may round differently in the two cases:
 
 import functools
 import math
+import numbers
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -192,7 +193,7 @@ def pack(
         channels=shape.channels,
     )
     if warn_above is not None:
-        _warn_of_channels(arrays[0], params, layout, shape, warn_above)
+        _warn_of_channels(weights, params, layout, shape, rounding, warn_above)
     return params
 
 
@@ -510,15 +511,15 @@ def _reciprocal(x: jax.Array) -> jax.Array:
     remainder = jnp.full_like(mantissa, 1 << 23)
     for _ in range(3):
         remainder = remainder << 8
-        quotient = (quotient << 8) + remainder // mantissa
-        remainder = remainder % mantissa
+        quotient = (quotient << 8) + lax.div(remainder, mantissa)
+        remainder = lax.rem(remainder, mantissa)
     # x is mantissa * 2^(exponent - 150).
     power = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
     return quotient.astype(jnp.float32) * np.float32(2**-24) * power
 
 
 def _check_warn_above(warn_above: Any, kernel: Any) -> None:
-    number = isinstance(warn_above, int | float) and not isinstance(warn_above, bool)
+    number = isinstance(warn_above, numbers.Real) and not isinstance(warn_above, bool)
     if not number or not 0 < warn_above < math.inf:
         raise ValueError(
             f"pack: warn_above is {warn_above!r}, expected a positive number, such as 0.01 for 1%."
@@ -531,13 +532,23 @@ def _check_warn_above(warn_above: Any, kernel: Any) -> None:
 
 
 def _warn_of_channels(
-    kernel: Any, params: PatchEmbedParams, layout: str, shape: PatchShape, warn_above: float
+    kernel: Any,
+    params: PatchEmbedParams,
+    layout: str,
+    shape: PatchShape,
+    rounding: str,
+    warn_above: float,
 ) -> None:
     """Warns of the output channels whose rounded weight has a larger error than `warn_above`."""
+    std = params.image_std
+    # The kernel is known, but jit may trace the params, for example because it traces the bias.
     with jax.ensure_compile_time_eval():
-        exact = jax.device_get(_weight_of_pixels(kernel, layout, shape, params.image_std))
-        scale = jax.device_get(params.scale).astype(np.float64)
-        weight = jax.device_get(params.weight)[:, : params.K].astype(np.float64)
+        kernel = jax.device_put(kernel)
+        exact = jax.device_get(_weight_of_pixels(kernel, layout, shape, std))
+        packing = dict(layout=layout, shape=shape, dtype=params.dtype, rounding=rounding)
+        packed = _packed(kernel, None, None, None, **packing, grid=None, mean=None, std=std)
+        weight, scale = jax.device_get(packed[:2])
+    weight, scale = weight[:, : params.K].astype(np.float64), scale.astype(np.float64)
     factor = 2 / 255 if params.dtype == "int8" else 1.0
     errors = relative_errors(exact, weight * (scale / factor)[:, None], shape)
     found = np.flatnonzero(errors > warn_above)
@@ -547,8 +558,7 @@ def _warn_of_channels(
     named = ", ".join(f"{channel} ({errors[channel]:.2%})" for channel in worst[:10])
     more = f" and {found.size - 10} more" if found.size > 10 else ""
     warnings.warn(
-        f"pack: in {params.dtype} {found.size} of {params.N} output channels have a relative error "
-        f"above {warn_above:.2%} on photographs: {named}{more}. Pack them in bfloat16 if they "
-        "matter.",
+        f"pack: in {params.dtype} the relative error on photographs is above {warn_above:.2%} for "
+        f"{found.size} of {params.N} output channels: {named}{more}. Use bfloat16 if they matter.",
         stacklevel=3,
     )

@@ -12,6 +12,7 @@ All interpolations have pixel centres at half-integers:
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -73,7 +74,11 @@ def resize_positions(
     """
     height, width = check_grid(grid)
     check_interpolation(interpolation)
-    if not isinstance(prefix, int) or isinstance(prefix, bool) or prefix < 0:
+    try:
+        R = -1 if isinstance(prefix, bool) else operator.index(prefix)
+    except TypeError:
+        R = -1
+    if R < 0:
         raise ValueError(f"prefix is {prefix!r}, expected the number of class and register tokens.")
     array = as_array(positions, "resize_positions: positions")
     if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -82,23 +87,24 @@ def resize_positions(
             "array. Cast it with astype(numpy.float32)."
         )
     shape = tuple(array.shape)
-    is_grid = len(shape) == 3 and shape[0] != 1 and not prefix
-    S = 0 if len(shape) not in (2, 3) or 0 in shape else math.prod(shape[:-1]) - prefix
+    is_grid = len(shape) == 3 and shape[0] != 1 and not R
+    S = 0 if len(shape) not in (2, 3) or 0 in shape else math.prod(shape[:-1]) - R
     side = math.isqrt(max(S, 0))
     if S < 1 or not (is_grid or ((len(shape) == 2 or shape[0] == 1) and side * side == S)):
         raise ValueError(
             f"resize_positions: positions have shape {list(shape)}, expected [h, w, N], or [S, N] "
-            f"or [1, S, N] with S = {f'{prefix} + ' if prefix else ''}a square number. Reshape "
+            f"or [1, S, N] with S = {f'{R} + ' if R else ''}a square number. Reshape "
             "positions of another grid to [h, w, N], without those of class tokens."
         )
     N = shape[-1]
     if not isinstance(array, jax.Array):
-        # A transfer guard refuses numpy arrays as arguments of a jitted function.
-        array = jax.device_put(array)
+        # A copy, because the computation reads the array after this function has returned. A
+        # transfer guard refuses numpy arrays as arguments of a jitted function.
+        array = jax.device_put(np.array(array, np.float32))
     sides = shape[:2] if is_grid else (side, side)
     # As an argument: XLA may compute a constant with another rounding.
     spatial_shapes = jax.device_put(np.asarray([[height, width]], np.int32))
-    resized = _resized(array, spatial_shapes, sides, height * width, interpolation, prefix)
+    resized = _resized(array, spatial_shapes, sides, height * width, interpolation, R)
     return resized.reshape(height, width, N) if is_grid else resized.reshape(*shape[:-2], -1, N)
 
 

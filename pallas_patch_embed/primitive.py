@@ -3,7 +3,7 @@
 Tracing the operator gives one equation of `patch_embed_p` with four operands, whose leading axes
 broadcast as in numpy (see `Problem`). So vmap over an operand only adds a leading axis to it, and
 nothing is copied. The first operand is patches [..., S, K], or, with a `layout`, uint8 images
-[..., H, W, 3] or videos [..., F, H, W, 3]; XLA cuts them into patches if the backend cannot. The
+[..., H, W, C] or videos [..., F, H, W, C]; XLA cuts them into patches if the backend cannot. The
 equation is partitioned over devices as follows:
 
   inside a shard_map                 it is lowered to the chosen backend
@@ -87,7 +87,7 @@ def patch_embed(
     """Binds the primitive to its operands.
 
     Args:
-      source: patches [..., S, K], or uint8 images [..., H, W, 3] or videos [..., F, H, W, 3].
+      source: patches [..., S, K], or uint8 images [..., H, W, C] or videos [..., F, H, W, C].
       weight, scale, table: as for `backends.xla.run`.
       backend, out_dtype, layout, cut, tuned: as in `Call`.
     """

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from pallas_patch_embed.array_arguments import as_array
 from pallas_patch_embed.frameworks import convolution
 from pallas_patch_embed.params import PerChannel
 
@@ -80,6 +81,7 @@ class PatchEmbed(eqx.nn.Conv):
           TypeError, ValueError: as for `embed_images`. Differentiation raises TypeError.
         """
         del key
+        x = jnp.asarray(as_array(x, "PatchEmbed: the image"))
         if x.ndim != 3 or x.shape[0] != 3:
             raise ValueError(
                 f"PatchEmbed: the image has shape {list(x.shape)}, expected [3, H, W]. Map a batch "

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 from flax.core import meta
 
+from pallas_patch_embed.array_arguments import as_array
 from pallas_patch_embed.frameworks import convolution
 
 # A part of the key of jit's caches, so that programs traced outside of `intercept` are not used
@@ -58,6 +59,7 @@ class PatchEmbed(nn.Conv):
           TypeError: as for `embed_images`. Differentiation with respect to an argument or a
             parameter also raises it.
         """
+        images = as_array(images, "PatchEmbed: images")
         size = _patch_size(self, images)
         shape = (size, size, 3, self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)

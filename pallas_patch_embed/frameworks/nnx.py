@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 from jax import lax
 
+from pallas_patch_embed.array_arguments import as_array
 from pallas_patch_embed.frameworks import convolution
 from pallas_patch_embed.params import PerChannel
 
@@ -76,13 +77,14 @@ class PatchEmbed(nnx.Conv):
         Raises:
           TypeError, ValueError: as for `embed_images`. Differentiation raises TypeError.
         """
+        images = as_array(images, "PatchEmbed: images")
         size = self.kernel_size[0]
         convolution.check_whole("PatchEmbed", self.padding, images, size)
         return convolution.embed(
             images,
             self.kernel[...],
             None if self.bias is None else self.bias[...],
-            None if positions is None else positions[...],
+            positions,
             patch_size=size,
             layout="HWIO",
             packing=convolution.Packing(

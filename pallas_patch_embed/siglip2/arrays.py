@@ -35,17 +35,30 @@ NPY_HEADERS = {
 
 # Parts of the names of arrays that replace a float weight, and what they are.
 REPLACED = {
-    re.compile(r"\.(qweight|qzeros|g_idx)$"): "weights that AWQ or GPTQ quantised",
+    re.compile(r"\.(qweight|qzeros|g_idx)$"): (
+        "weights that AWQ or GPTQ, or a similar library, quantised"
+    ),
     re.compile(r"\.weight_(packed|scale|shape|zero_point|scale_inv)$"): (
         "weights that compressed-tensors or a similar library quantised"
+    ),
+    re.compile(r"\.(W_q|weight\._(data|scale|shift)|\w+_(blocks|scales)|codes|codebooks)$"): (
+        "weights that a library quantised"
     ),
     re.compile(r"\.(SCB|weight_format|weight\.(absmax|quant_map|quant_state|nested_).*)$"): (
         "weights that bitsandbytes quantised"
     ),
-    re.compile(r"\.(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|base_layer)\."): (
+    re.compile(r"\.(lora_\w+|hada_\w+|lokr_\w+|oft_\w+|ia3_\w+|vera_\w+|base_layer)(\.|$)"): (
+        "an adapter of PEFT that is not merged into its model"
+    ),
+    re.compile(r"\.(modules_to_save|original_module)\."): (
         "an adapter of PEFT that is not merged into its model"
     ),
 }
+
+# Names of the files of a variant, and of the index of its shards.
+VARIANT = re.compile(
+    r"model\.[\w-]+\.safetensors(\.index\.json)?|model\.safetensors\.index\.[\w-]+\.json"
+)
 
 # The largest magnitude of a weight: it is finite in float32 and in bfloat16.
 LARGEST_WEIGHT = float(jnp.finfo(jnp.bfloat16).max)
@@ -113,7 +126,7 @@ class Tower:
         if found != shape:
             raise ValueError(
                 f"{quoted(full)} has shape {printable(list(found))}, but the config or the other "
-                f"arrays imply {list(shape)}. Use the config.json that belongs to these weights."
+                f"arrays imply {list(shape)}. Use the config that belongs to these weights."
             )
         array = self.arrays.load(full)
         if dtype.kind == "V":
@@ -300,11 +313,7 @@ def _file_in(folder: Path) -> Path:
     for name in ("model.safetensors", "model.safetensors.index.json"):
         if (folder / name).exists():
             return folder / name
-    variants = [
-        path
-        for path in sorted(folder.iterdir())
-        if re.fullmatch(r"model\.\w+\.safetensors|model\.safetensors\.index\.\w+\.json", path.name)
-    ]
+    variants = [path for path in sorted(folder.iterdir()) if VARIANT.fullmatch(path.name)]
     if len(variants) > 1:
         raise ValueError(
             f"the folder has several variants, {', '.join(quoted(x.name) for x in variants)}. Pass "
@@ -312,7 +321,7 @@ def _file_in(folder: Path) -> Path:
         )
     if variants:
         return variants[0]
-    if (folder / "adapter_model.safetensors").exists():
+    if (folder / "adapter_config.json").exists() or list(folder.glob("adapter_model.*")):
         raise ValueError(
             "the folder contains an adapter of PEFT without its model. Merge it with PEFT's "
             "merge_and_unload, and save the model."

@@ -1,5 +1,6 @@
 """Loads encoders from Hugging Face folders, .safetensors files and big_vision .npz files."""
 
+import collections
 import dataclasses
 import math
 import operator
@@ -38,9 +39,16 @@ type Read = Callable[..., np.ndarray]
 # The patch embedding of a Hugging Face tower, behind the tower's prefix.
 MARKER = "embeddings.patch_embedding."
 
-# Arrays that only the image tower of a big_vision file has, as regular expressions for the end of
-# their names, behind the tower's prefix: "params/img/", or "PaliGemma/img/" inside a larger model.
-BIG_VISION_MARKERS = r"embedding/kernel|Transformer/encoder(?:_norm/|block(?:_\d{1,4})?/).*"
+# Arrays of the image tower of a big_vision file, as regular expressions for the end of their names,
+# behind the tower's prefix: "params/img/", or "PaliGemma/img/" inside a larger model. The tower has
+# all of them; other parts of a model may have some.
+BIG_VISION_MARKERS = (
+    "embedding/kernel",
+    "pos_embedding",
+    r"Transformer/encoder_norm/\w+",
+    r"Transformer/encoderblock(?:_\d{1,4})?/.*",
+)
+OPTIMISER = re.compile(r"(opt|opt_state|optimizer)/")
 
 # What follows last_hidden_state and the pooling head in a big_vision tower. It is left out.
 BIG_VISION_OUTPUTS = ("head/", "pre_logits/")
@@ -211,9 +219,7 @@ def _read_hugging_face(arrays: Arrays, config: Config) -> tuple[dict[str, Any], 
         ),
         "layout": "NK" if config.naflex else "OIHW",
         "bias": tower.read(f"{MARKER}bias", D),
-        "positions": tower.read(
-            "embeddings.position_embedding.weight", math.prod(config.grid), D
-        ).reshape(*config.grid, D),
+        "positions": _read_positions(tower, config),
         "blocks": {
             "norm1": norm("layer_norm1", each_layer),
             "qkv": _concatenate(dense(f"self_attn.{n}_proj", D, D, each_layer) for n in "qkv"),
@@ -241,6 +247,19 @@ def _read_hugging_face(arrays: Arrays, config: Config) -> tuple[dict[str, Any], 
         "embeddings.position_ids", *(["head."] if config.pooling_head is False else [])
     )
     return weights, config
+
+
+def _read_positions(tower: Tower, config: Config) -> np.ndarray:
+    """Reads the positions [h, w, D] of a Hugging Face tower."""
+    name, (h, w) = "embeddings.position_embedding.weight", config.grid
+    S, _ = tower.shape(name, 2)
+    if h * w != S:
+        raise ValueError(
+            f"{quoted(tower.prefix + name)} has shape {list(tower.shape(name, 2))}: {S} positions, "
+            f"which do not form the {h} x {w} grid of the config or of grid=. Use the config.json "
+            "that belongs to these weights, or pass their grid as grid=(height, width)."
+        )
+    return tower.read(name, S, config.width).reshape(h, w, config.width)
 
 
 def _read_big_vision(
@@ -337,9 +356,13 @@ def _big_vision_tower(arrays: Arrays) -> Tower:
       ValueError: there is no tower or more than one, or it has a class token.
     """
     # Text towers keep their blocks below Encoder_0, and optimisers keep copies of the parameters.
-    marker = re.compile(rf"((?:.*/)?)(?:{BIG_VISION_MARKERS})")
-    matches = (marker.fullmatch(name) for name in arrays.names if not name.startswith("opt/"))
-    prefixes = sorted({match[1] for match in matches if match})
+    markers = [re.compile(rf"((?:.*/)?){end}") for end in BIG_VISION_MARKERS]
+    counted: collections.Counter[str] = collections.Counter()
+    for marker in markers:
+        matches = (marker.fullmatch(name) for name in arrays.names if not OPTIMISER.match(name))
+        counted.update({match[1] for match in matches if match})
+    most = max(counted.values(), default=0)
+    prefixes = sorted(prefix for prefix, number in counted.items() if number == most)
     if len(prefixes) != 1:
         found = f": below {', '.join(map(quoted, prefixes[:5]))}" if prefixes else ""
         raise ValueError(
@@ -377,9 +400,16 @@ def _big_vision_config(
             "out."
         )
     if not naflex and height * width != positions[1]:
+        shape = "square" if grid is None else f"{height} x {width} grid"
         raise ValueError(
-            f"it has {positions[1]} positions, which do not form a {height} x {width} grid. Pass "
-            "their grid as grid=(height, width), in patches."
+            f"it has {positions[1]} positions, which do not form a {shape}. Pass their grid as "
+            "grid=(height, width), in patches."
+        )
+    patch = math.isqrt(sides[0] // channels) if naflex else sides[0]
+    if naflex and patch**2 * channels != sides[0]:
+        raise ValueError(
+            f"its patches have {sides[0]} numbers, which are not {channels} * p * p for {channels} "
+            "channels. Pass config= with the number of channels."
         )
     block = "Transformer/encoderblock" + ("" if stacked else "_0")
     layers = tower.shape(f"{block}/MultiHeadDotProductAttention_0/query/kernel", 3 + stacked)
@@ -393,7 +423,7 @@ def _big_vision_config(
         depth=depth,
         heads=layers[-2],
         mlp=tower.shape(f"{block}/MlpBlock_0/Dense_0/kernel", 2 + stacked)[-1],
-        patch=math.isqrt(sides[0] // channels) if naflex else sides[0],
+        patch=patch,
         grid=(height, width),
         naflex=naflex,
         channels=channels if naflex else sides[2],

@@ -187,6 +187,8 @@ def _vision_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mappin
         part = unread.pop()
         if "vision_config" in part or (part is config and "text_config" in part):
             owners.append(part)
+        elif part is not config and part.get("model_type") in MODEL_TYPES:
+            owners.append({"vision_config": part})
         else:
             unread += [
                 value
@@ -204,7 +206,7 @@ def _vision_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mappin
     vision = {} if vision is None else vision
     if not isinstance(vision, Mapping):
         raise ValueError(f"vision_config is {_short(vision)}, expected an object of fields.")
-    return owners[0], vision
+    return _vision_config(vision) if "vision_config" in vision else (owners[0], vision)
 
 
 def _is_naflex(config: Mapping[str, Any], vision: Mapping[str, Any]) -> bool:

@@ -51,6 +51,11 @@ def batch_naflex(
         )
     p, C = config.patch, config.channels
     K = C * p**2
+    if getattr(images, "ndim", None) in (0, 2, 3) or not isinstance(images, Iterable):
+        raise TypeError(
+            f"batch_naflex: images is {type(images).__name__}, expected several arrays [H, W, "
+            f"{C}], one for each image. Put a single image into a list."
+        )
     images = [as_array(image, f"batch_naflex: image {i}") for i, image in enumerate(images)]
     pixel = jax.device_get(_pixels())
     patches = np.zeros((len(images), L, K), np.float32)

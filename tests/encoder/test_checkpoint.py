@@ -151,6 +151,33 @@ def shards_of_a_variant(tmp_path):
 
 
 @form
+def a_variant_with_a_hyphen(tmp_path):
+    path = folder(tmp_path, arrays(HF), config_of(HF))
+    (path / "model.safetensors").rename(path / "model.non-ema.safetensors")
+    return path, {}
+
+
+@form
+def shards_of_a_variant_as_diffusers_names_them(tmp_path):
+    path, _ = sharded(tmp_path)
+    index = path / "model.safetensors.index.json"
+    index.rename(path / "model.fp16.safetensors.index.json")
+    return path, {}
+
+
+@form
+def a_tower_inside_of_a_composite_config(tmp_path):
+    tower = config_of(HF) | {"model_type": "siglip_vision_model"}
+    return folder(tmp_path, arrays(HF), {"model_type": "a_robot", "image_config": tower}), {}
+
+
+@form
+def below_two_vision_configs(tmp_path):
+    tower = {"vision_config": {"model_type": "projected", "vision_config": config_of(HF)}}
+    return folder(tmp_path, arrays(HF), {"model_type": "a_robot", "vlm_config": tower}), {}
+
+
+@form
 def below_a_composite_config(tmp_path):
     part = {"model_type": "siglip", "vision_config": config_of(HF), "text_config": {}}
     config = {"model_type": "a_robot", "vlm_config": part, "action_config": {"width": 3}}
@@ -221,6 +248,15 @@ BIG_VISION_FORMS = {
             "params/PaliGemma/llm/embedder/input_embedding": np.zeros((9, 4), np.float32),
             "params/action_in_proj/kernel": np.zeros((3, 4), np.float32),
         }
+    ),
+    "beside other layers of these names": lambda t: (
+        t
+        | {
+            "params/llm/embedding/kernel": np.zeros((4, 4), np.float32),
+            "params/llm/pos_embedding": np.zeros((1, 4, 4), np.float32),
+            "params/txt/Transformer/encoderblock_0/LayerNorm_0/scale": np.zeros(4, np.float32),
+        }
+        | {k.replace("params/", "opt_state/"): v for k, v in t.items()}
     ),
     "without params": lambda t: (
         {k.replace("params/", "PaliGemma/"): v for k, v in t.items()}
@@ -925,7 +961,7 @@ def no_positions_in_an_npz(tmp_path):
     return npz(tmp_path, without(arrays(BV), "params/img/pos_embedding"))
 
 
-@damaged(r"197 positions, which do not form a 14 x 14 grid.*grid=\(height, width\)")
+@damaged(r"197 positions, which do not form a square.*grid=\(height, width\)")
 def positions_without_a_square_in_an_npz(tmp_path):
     tensors = arrays(BV)
     positions = tensors["params/img/pos_embedding"]
@@ -951,6 +987,17 @@ def a_class_token_in_an_npz(tmp_path):
 @damaged("1 arrays, such as 'params/img/extra/kernel', are not part of")
 def a_further_layer_in_an_npz(tmp_path):
     return npz(tmp_path, arrays(BV) | {"params/img/extra/kernel": np.zeros((128, 9), np.float32)})
+
+
+@damaged("256 positions, which do not form the 3 x 5 grid.*grid=", grid=(3, 5))
+def another_grid_than_that_of_the_weights(tmp_path):
+    return checkpoint(HF)
+
+
+@damaged("its patches have 256 numbers, which are not 3 [*] p [*] p for 3 channels.*config=")
+def patches_of_one_channel_in_a_NaFlex_npz(tmp_path):
+    tensors, key = arrays("bv_naflex_p16"), "params/img/embedding/kernel"
+    return npz(tmp_path, tensors | {key: tensors[key][:256]})
 
 
 @damaged("it has 2 image towers: below 'a/img/', 'b/img/'")
@@ -1000,6 +1047,12 @@ REPLACED = {
     "float8 with scales": ("weight_scale", "compressed-tensors"),
     "bitsandbytes in 4 bits": ("weight.quant_state.bitsandbytes__nf4", "bitsandbytes"),
     "bitsandbytes in 8 bits": ("SCB", "bitsandbytes"),
+    "HQQ": ("W_q", "a library"),
+    "quanto": ("weight._data", "a library"),
+    "MXFP4": ("weight_blocks", "a library"),
+    "LoHa": ("hada_w1_a.default", "an adapter of PEFT that is not merged"),
+    "OFT": ("oft_r.default", "an adapter of PEFT that is not merged"),
+    "a saved module": ("modules_to_save.default.weight", "an adapter of PEFT that is not merged"),
     "an adapter": ("lora_A.default.weight", "an adapter of PEFT that is not merged"),
     "a wrapped layer": ("base_layer.weight", "an adapter of PEFT that is not merged"),
 }

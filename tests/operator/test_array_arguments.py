@@ -133,8 +133,6 @@ ALL = [*PLACES, *OF_ENCODERS]
 @pytest.mark.parametrize("wrap", [Tensor, Legacy])
 @pytest.mark.parametrize("name", ALL)
 def test_what_numpy_or_DLPack_can_view_is_accepted(name, wrap, encoders):
-    if wrap is Legacy and name == "explain":
-        pytest.skip("an object without a shape is not one of explain's arguments")
     call, array = place(name, encoders)
     jax.tree.map(assert_bit_equal, call(wrap(array)), call(array))
 
@@ -176,6 +174,37 @@ def test_masked_elements_are_not_read():
         pack(bias=np.ma.masked_array(BIAS, BIAS > 0))
 
 
+def test_an_array_that_JAX_does_not_have_is_refused():
+    for name in ("bias", "positions", "resize_positions", "positions of images"):
+        call, array = PLACES[name]
+        with pytest.raises(TypeError, match=rf"dtype is {np.dtype(np.longdouble).name}"):
+            call(array.astype(np.longdouble))
+
+
+def test_an_array_may_be_changed_after_the_call():
+    positions = np.zeros((300, 300, 64), np.float32)
+    resized = ppe.resize_positions(Tensor(positions), (32, 32))
+    positions[:] = 9
+    assert not np.asarray(resized).any()
+
+
+def test_explain_accepts_descriptions_of_arrays():
+    levels = jax.ShapeDtypeStruct(LEVELS.shape, "uint8")
+    for given in (levels, jax.typeof(jnp.asarray(LEVELS))):
+        assert ppe.explain(given, PARAMS).problem == ppe.explain(LEVELS, PARAMS).problem
+    positions = jax.typeof(jnp.asarray(POSITIONS))
+    assert ppe.explain(levels, PARAMS, position_embedding=positions).problem.has_table
+    with pytest.raises(TypeError) as raised:
+        ppe.explain(LEVELS.tolist(), PARAMS)
+    assert len(str(raised.value)) < 500
+
+
+def test_batch_naflex_says_what_it_takes(encoders):
+    for images in (PICTURE, np.float32(3), None, 7):
+        with pytest.raises(TypeError, match=r"expected several arrays \[H, W, 3\]"):
+            batch_naflex(images, encoders[1].config, 24)
+
+
 def test_traced_and_framework_values_pass_through():
     traced = []
     jax.jit(lambda x: traced.append(as_array(x, "x") is x))(BIAS)
@@ -195,6 +224,9 @@ def test_real_tensors_of_torch():
         jax.tree.map(assert_bit_equal, call(tensor), call(array))
         strided = torch.stack([tensor, tensor], -1)[..., 0]
         jax.tree.map(assert_bit_equal, call(strided), call(array))
+        if name in ("kernel", "positions"):
+            negative = torch.complex(tensor, tensor).conj().imag
+            jax.tree.map(assert_bit_equal, call(negative), call(-array))
         if name in ("kernel", "positions", "embed_images"):
             for half in (tensor.bfloat16(), strided.bfloat16()):
                 wanted = call(array.astype(ml_dtypes.bfloat16))

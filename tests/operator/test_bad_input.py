@@ -185,7 +185,7 @@ BAD = {
     "explain's no array": (
         TypeError,
         lambda: ppe.explain(types.SimpleNamespace(shape=(196, 640)), PARAMS["int8"]),
-        "expected a JAX or numpy array",
+        "expected a JAX or numpy array, or a shape",
     ),
     "explain's out_dtype": (
         ValueError,

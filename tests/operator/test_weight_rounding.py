@@ -40,8 +40,12 @@ def dense_gains(shape):
     parts = (of_pixels, of_colours) if shape.frames is None else (of_colours, of_pixels)
     # The loop takes the colours of a pixel one after another, whatever their order along K.
     C = np.kron(of_pixels, of_colours)
-    U = np.linalg.cholesky(np.linalg.inv(C + weight_rounding.DAMPING * np.eye(len(C)))).T
-    return U / np.diag(U)[:, None], np.kron(*parts)
+    for damping in weight_rounding.DAMPINGS:
+        U = np.linalg.cholesky(np.linalg.inv(C + damping * np.eye(len(C)))).T
+        gains = U / np.diag(U)[:, None]
+        if np.sqrt((gains**2).sum() / len(gains)) <= weight_rounding.MOST_NOISE:
+            break
+    return gains, np.kron(*parts)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -261,22 +265,22 @@ def test_feedback_helps_float8_by_more_than_a_tenth():
     assert feedback["noise"] <= 1.25 * plain["noise"]
 
 
-@pytest.mark.parametrize("patch_size", [5, 8, 14, 16, 32])
+@pytest.mark.parametrize("patch_size", [1, 2, 3, 5, 8, 14, 16, 32])
 @pytest.mark.parametrize("channels, frames", [(3, None), (1, None), (4, None), (3, 2)])
 def test_noise_is_at_most_a_quarter_more_wrong(patch_size, channels, frames):
     shape = PatchShape(patch_size, channels, frames)
-    kernel, bias = draw(shape, N=8)
+    # Some 20,000 weights, so that the scatter is below a hundredth.
+    kernel, bias = draw(shape, N=max(8, 20_000 // (shape.pixels * channels)))
     norms = []
     for rounding in weight_rounding.ROUNDINGS:
         params = pack(kernel, bias, shape, rounding=rounding)
         scale = np.asarray(params.scale, np.float64) / (2 / 255)
         exact = kernel.transpose(0, 2, 3, 1) if frames is None else kernel
-        exact = exact.reshape(8, -1)
+        exact = exact.reshape(len(exact), -1)
         found = np.asarray(params.weight, np.float64)[:, : params.K] * scale[:, None]
         # White noise weighs all errors alike; dividing by the scale gives each channel one weight.
         norms.append(np.linalg.norm((found - exact) / scale[:, None]))
-    # The gains themselves make it at most 1.24 times; few weights scatter by a few hundredths.
-    assert norms[0] <= (1.25 if params.K >= 192 else 1.35) * norms[1]
+    assert norms[0] <= 1.25 * norms[1]
 
 
 def test_channels_with_a_large_error_are_named_if_asked():
@@ -285,7 +289,7 @@ def test_channels_with_a_large_error_are_named_if_asked():
     # With one weight a thousand times larger than the others, int8 has no levels left for these.
     kernel[0, 0, 0, [2, 5]] = 1000
     arguments = dict(patch_size=16, rounding="nearest")
-    with pytest.warns(UserWarning, match=r"2 of 8 output channels .* above 1.50% .*: [25] \(") as w:
+    with pytest.warns(UserWarning, match=r"above 1.50% for 2 of 8 .*channels: [25] \(") as w:
         ppe.pack(kernel, None, None, warn_above=0.015, **arguments)
     text = str(w[0].message)
     assert "2 (" in text and "5 (" in text and w[0].filename == __file__
@@ -321,6 +325,14 @@ def test_bad_arguments_are_refused(case):
     arguments, text = BAD[case]
     with pytest.raises(ValueError, match=text):
         ppe.pack(np.zeros((4, 4, 3, 8), "f"), None, None, patch_size=4, **arguments)
+
+
+def test_channels_are_named_while_jit_traces_other_arguments():
+    kernel = np.float32(np.random.default_rng(0).normal(size=(4, 4, 3, 8)))
+    with pytest.warns(UserWarning, match="8 of 8 output channels"):
+        jax.jit(lambda b: ppe.pack(kernel, b, None, patch_size=4, warn_above=np.float32(1e-6)))(
+            np.zeros(8, "f")
+        )
 
 
 def test_channels_cannot_be_named_while_jit_traces_the_kernel():
