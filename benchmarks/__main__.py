@@ -24,9 +24,9 @@ from benchmarks import accuracy, contenders, devices, encoder, plots, results
 from benchmarks.ceilings import Ceiling, memory_ceilings, product_ceiling
 from benchmarks.contenders import SOURCES, Case, Entry
 from benchmarks.results import REGIMES, Result
-from pallas_patch_embed.problem import DTYPES, NAMED_SHAPES, named_shape
-from pallas_patch_embed.tune import timing
-from pallas_patch_embed.tune.timing import Contender, Timing
+from pallas_patch_embed.base.problem import DTYPES, NAMED_SHAPES, named_shape
+from pallas_patch_embed.commands.tune import timing
+from pallas_patch_embed.commands.tune.timing import Contender, Timing
 
 PARTS = ("operator", "encoder", "accuracy", "devices")
 

@@ -47,8 +47,8 @@ from pallas_patch_embed.backends import cuda, tiles, triton
 from pallas_patch_embed.backends.mosaic import SM90, SM100, sm90, sm100
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import ROW_BYTES
-from pallas_patch_embed.chips import A100, B200, H200, RTX_3090, RTX_4090, Target
-from pallas_patch_embed.problem import (
+from pallas_patch_embed.base.chips import A100, B200, H200, RTX_3090, RTX_4090, Target
+from pallas_patch_embed.base.problem import (
     NAMED_SHAPES,
     VIT_SHAPES,
     NamedShape,
@@ -56,7 +56,7 @@ from pallas_patch_embed.problem import (
     Problem,
     named_shape,
 )
-from pallas_patch_embed.versions import installed
+from pallas_patch_embed.base.versions import installed
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.contenders import product
-from pallas_patch_embed.tune.timing import Contender
+from pallas_patch_embed.commands.tune.timing import Contender
 
 
 @dataclasses.dataclass(frozen=True)

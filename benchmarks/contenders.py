@@ -20,12 +20,12 @@ import pallas_patch_embed as ppe
 from benchmarks import cutlass
 from pallas_patch_embed.backends import plan_with
 from pallas_patch_embed.backends.plan import Plan
-from pallas_patch_embed.chips import H200, Target, default_device
-from pallas_patch_embed.demo import draw_weights, photographs
-from pallas_patch_embed.params import PatchEmbedParams
-from pallas_patch_embed.problem import NamedShape, Shaped, padded
-from pallas_patch_embed.tune import timing
-from pallas_patch_embed.tune.timing import Contender
+from pallas_patch_embed.base.chips import H200, Target, default_device
+from pallas_patch_embed.base.problem import NamedShape, Shaped, padded
+from pallas_patch_embed.commands.demo import draw_weights, photographs
+from pallas_patch_embed.commands.tune import timing
+from pallas_patch_embed.commands.tune.timing import Contender
+from pallas_patch_embed.patch_embedding.params import PatchEmbedParams
 
 SOURCES = ("patches", "images")
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from pallas_patch_embed.backends import cuda, cuda_build
 from pallas_patch_embed.backends.cuda import CudaConfig
-from pallas_patch_embed.chips import Chip, Target
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import Chip, Target
+from pallas_patch_embed.base.problem import Problem
 
 # Number of stamps that a warp can record; kStamps in ffi/timeline.cuh.
 STAMPS = 8192

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 import pallas_patch_embed as ppe
 from benchmarks.contenders import LARGEST_ERROR, Case, Data, draw, error
-from pallas_patch_embed.problem import named_shape
-from pallas_patch_embed.tune import timing
-from pallas_patch_embed.tune.timing import Contender
+from pallas_patch_embed.base.problem import named_shape
+from pallas_patch_embed.commands.tune import timing
+from pallas_patch_embed.commands.tune.timing import Contender
 
 # HLO operations that move data between devices.
 COLLECTIVE = re.compile(

@@ -21,12 +21,12 @@ from benchmarks.contenders import (
     draw_images,
     error,
 )
-from pallas_patch_embed.demo import draw_weights
-from pallas_patch_embed.problem import named_shape
+from pallas_patch_embed.base.problem import named_shape
+from pallas_patch_embed.commands.demo import draw_weights
+from pallas_patch_embed.commands.tune import timing
+from pallas_patch_embed.commands.tune.timing import Contender, Timing
+from pallas_patch_embed.encoders.encoder import transform
 from pallas_patch_embed.siglip2 import Config, Encoder
-from pallas_patch_embed.siglip2.encoder import transform
-from pallas_patch_embed.tune import timing
-from pallas_patch_embed.tune.timing import Contender, Timing
 
 # The architectures of google/siglip2-base-patch16-224 and google/siglip2-so400m-patch14-384.
 ENCODERS = {

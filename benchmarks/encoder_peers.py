@@ -132,7 +132,7 @@ def _ours(encoder, images):
 
 def _with_convolution(encoder, kernel, table, images):
     from benchmarks.contenders import convolution
-    from pallas_patch_embed.siglip2.encoder import transform
+    from pallas_patch_embed.encoders.encoder import transform
 
     return transform(encoder, convolution(images, kernel, table)).pooler_output
 

@@ -40,11 +40,11 @@ from benchmarks.contenders import (
     squares,
 )
 from benchmarks.results import Result
-from pallas_patch_embed.demo import draw_weights
-from pallas_patch_embed.params import PatchEmbedParams
-from pallas_patch_embed.problem import NamedShape, named_shape
-from pallas_patch_embed.tune import timing
-from pallas_patch_embed.tune.timing import Contender, Timing
+from pallas_patch_embed.base.problem import NamedShape, named_shape
+from pallas_patch_embed.commands.demo import draw_weights
+from pallas_patch_embed.commands.tune import timing
+from pallas_patch_embed.commands.tune.timing import Contender, Timing
+from pallas_patch_embed.patch_embedding.params import PatchEmbedParams
 
 # Dtypes of patches for XLA's patchify. Kernels that cut images are measured only in int8, the only
 # dtype of the CUDA kernel; Triton's kernel takes as long with float8.

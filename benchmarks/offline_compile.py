@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine_code import INSTRUCTION, MATRIX, count, cuda_root, innermost_loop
-from pallas_patch_embed.chips import B200, B300, H200, Chip
+from pallas_patch_embed.base.chips import B200, B300, H200, Chip
 
 # The chips by their names in `--target`.
 CHIPS = {"h200": H200, "b200": B200, "b300": B300}
@@ -211,7 +211,7 @@ def operands(shape: Any, B: int, dtype: str, *, table: str = "shared") -> tuple[
     import jax
     import jax.numpy as jnp
 
-    from pallas_patch_embed.problem import padded
+    from pallas_patch_embed.base.problem import padded
 
     struct, K = jax.ShapeDtypeStruct, padded(shape.K)
     tables = {
@@ -232,8 +232,8 @@ def programs(
 ) -> Iterator[tuple[str, Callable]]:
     """Yields the operator with each candidate of a backend: the config as text, and a function."""
     from pallas_patch_embed.backends import BACKENDS
-    from pallas_patch_embed.chips import Target
-    from pallas_patch_embed.problem import Problem
+    from pallas_patch_embed.base.chips import Target
+    from pallas_patch_embed.base.problem import Problem
 
     problem = Problem.of(*operands(shape, images, dtype, table=table), out_dtype=out_dtype)
     target = Target("cuda", chip)
@@ -261,8 +261,8 @@ def main() -> None:
     with compiler() as folder:
         import functools
 
-        from pallas_patch_embed.primitive import patch_embed
-        from pallas_patch_embed.problem import named_shape
+        from pallas_patch_embed.base.problem import named_shape
+        from pallas_patch_embed.patch_embedding.primitive import patch_embed
 
         described = dict(out_dtype=chosen.out_dtype, backend=chosen.backend)
         chosen_by_heuristic = functools.partial(patch_embed, layout=None, **described)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pallas_patch_embed.tune.timing import Timing
+from pallas_patch_embed.commands.tune.timing import Timing
 
 REGIMES = {
     "burst": "a few calls after a rest; on a GPU, the time of their kernels",

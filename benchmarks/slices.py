@@ -22,9 +22,9 @@ import numpy as np
 from jax import lax
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.demo import draw_weights
-from pallas_patch_embed.problem import named_shape
-from pallas_patch_embed.tune import timing
+from pallas_patch_embed.base.problem import named_shape
+from pallas_patch_embed.commands.demo import draw_weights
+from pallas_patch_embed.commands.tune import timing
 
 SHAPE = named_shape("B/16 224")
 BACKENDS = ("cuda", "mosaic_sm90", "triton")

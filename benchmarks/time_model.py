@@ -30,9 +30,9 @@ from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import cuda, stored, tiles
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.tiles import ROW_BYTES
-from pallas_patch_embed.chips import B200, B300, H200, Chip
-from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, named_shape
-from pallas_patch_embed.tune import command
+from pallas_patch_embed.base.chips import B200, B300, H200, Chip
+from pallas_patch_embed.base.problem import NAMED_SHAPES, NamedShape, Problem, named_shape
+from pallas_patch_embed.commands.tune import command
 
 RECORDS = Path(__file__).with_name("h200")
 FILES = ("results", "photographs", "small", "images", "image_shapes")

@@ -24,9 +24,9 @@ from benchmarks import contenders, cuda_launch
 from pallas_patch_embed.backends import cuda, plan_with, tiles
 from pallas_patch_embed.backends.mosaic import SM90, SM100, MosaicBackend
 from pallas_patch_embed.backends.plan import Plan
-from pallas_patch_embed.chips import Target
-from pallas_patch_embed.problem import NAMED_SHAPES, Problem, named_shape
-from pallas_patch_embed.tune import timing
+from pallas_patch_embed.base.chips import Target
+from pallas_patch_embed.base.problem import NAMED_SHAPES, Problem, named_shape
+from pallas_patch_embed.commands.tune import timing
 
 # Number of warps in a thread block of these kernels.
 WARPS = 12

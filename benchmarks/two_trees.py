@@ -76,7 +76,7 @@ class Row:
 @functools.cache
 def images_of(shape: str, images: int, pixels: str) -> Any:
     from benchmarks.contenders import draw_images
-    from pallas_patch_embed.problem import named_shape
+    from pallas_patch_embed.base.problem import named_shape
 
     return draw_images(named_shape(shape), images, pixels)
 
@@ -96,8 +96,8 @@ def params_of(shape: str, dtype: str) -> Any:
     import numpy as np
 
     import pallas_patch_embed as ppe
-    from pallas_patch_embed.demo import draw_weights
-    from pallas_patch_embed.problem import named_shape
+    from pallas_patch_embed.base.problem import named_shape
+    from pallas_patch_embed.commands.demo import draw_weights
 
     own = named_shape(shape)
     drawn = draw_weights(np.random.default_rng(0), own)
@@ -136,7 +136,7 @@ class Version:
         import jax
 
         import pallas_patch_embed as ppe
-        from pallas_patch_embed.siglip2.encoder import transform
+        from pallas_patch_embed.encoders.encoder import transform
 
         def encoded(images, encoder, *, backend):
             embedded = ppe.embed_images(images, encoder.patch_embed, backend=backend)

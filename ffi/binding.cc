@@ -380,7 +380,7 @@ constexpr size_t kAlignment = 16;
 
 // The addresses at which the kernel of one call reads its operands and writes its result.
 //
-// XLA may pass a part of a larger buffer (pallas_patch_embed/buffers.py). An operand that is not
+// XLA may pass a part of a larger buffer (pallas_patch_embed/base/lowering.py). An operand that is not
 // aligned is copied before the launch. A result that is not aligned, or that overlaps an operand, is
 // copied after the launch. All other buffers are used where they are.
 class KernelAddresses {

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pallas_patch_embed import siglip2 as siglip2
-    from pallas_patch_embed.api import embed_images as embed_images
-    from pallas_patch_embed.api import encode_patches as encode_patches
-    from pallas_patch_embed.api import explain as explain
-    from pallas_patch_embed.api import patch_embed as patch_embed
-    from pallas_patch_embed.api import patchify as patchify
     from pallas_patch_embed.backends import Explanation as Explanation
     from pallas_patch_embed.backends import backend_names as backend_names
     from pallas_patch_embed.backends.cuda import register_cuda_kernels as register_cuda_kernels
-    from pallas_patch_embed.packing import pack as pack
-    from pallas_patch_embed.params import PatchEmbedParams as PatchEmbedParams
-    from pallas_patch_embed.positions import resize_positions as resize_positions
+    from pallas_patch_embed.patch_embedding.api import embed_images as embed_images
+    from pallas_patch_embed.patch_embedding.api import encode_patches as encode_patches
+    from pallas_patch_embed.patch_embedding.api import explain as explain
+    from pallas_patch_embed.patch_embedding.api import patch_embed as patch_embed
+    from pallas_patch_embed.patch_embedding.api import patchify as patchify
+    from pallas_patch_embed.patch_embedding.packing import pack as pack
+    from pallas_patch_embed.patch_embedding.params import PatchEmbedParams as PatchEmbedParams
+    from pallas_patch_embed.patch_embedding.positions import resize_positions as resize_positions
 
 __version__ = "0.1.0"
 
@@ -45,12 +45,14 @@ if not TYPE_CHECKING:
         module = importlib.import_module
         names = {"siglip2": module(f"{__name__}.siglip2")}
         for home, members in {
-            "api": ("embed_images", "encode_patches", "explain", "patch_embed", "patchify"),
+            "patch_embedding.api": (
+                *("embed_images", "encode_patches", "explain", "patch_embed", "patchify"),
+            ),
             "backends": ("Explanation", "backend_names"),
             "backends.cuda": ("register_cuda_kernels",),
-            "packing": ("pack",),
-            "params": ("PatchEmbedParams",),
-            "positions": ("resize_positions",),
+            "patch_embedding.packing": ("pack",),
+            "patch_embedding.params": ("PatchEmbedParams",),
+            "patch_embedding.positions": ("resize_positions",),
         }.items():
             names |= {name: getattr(module(f"{__name__}.{home}"), name) for name in members}
         globals().update(names)

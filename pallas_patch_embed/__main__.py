@@ -2,7 +2,7 @@
 
 import sys
 
-from pallas_patch_embed import ending, streams
+from pallas_patch_embed.base import ending, streams
 
 
 def run() -> None:
@@ -10,7 +10,8 @@ def run() -> None:
     streams.open_missing()
     ending.install()
     try:
-        from pallas_patch_embed import cli  # This module imports JAX, which takes a second.
+        # This module imports JAX, which takes a second.
+        from pallas_patch_embed.commands import cli
     except ValueError as error:  # JAX reads its environment variables when it is imported.
         print(f"JAX cannot be imported: {error}.", file=sys.stderr)
         sys.exit(2)

@@ -23,7 +23,7 @@ GPU = shutil.which("nvidia-smi") and any(map(importlib.util.find_spec, PLUGINS))
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if GPU else "cpu")
 
 # JAX reads the variables above when it is imported.
-from pallas_patch_embed.tune.command import share_memory  # noqa: E402
+from pallas_patch_embed.commands.tune.command import share_memory  # noqa: E402
 
 # Test processes share the GPU. Each reserves its part as one block, as tests of guards need. If
 # there were more of them, each would get less. A quarter of the memory is left for processes that
@@ -49,7 +49,7 @@ def command_line(capsys):
     """
 
     def run(*arguments):
-        from pallas_patch_embed import cli
+        from pallas_patch_embed.commands import cli
 
         try:
             code = cli.main(cli.parse(["pallas-patch-embed", *map(str, arguments)]))

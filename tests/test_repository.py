@@ -11,7 +11,7 @@ import pytest
 from repository import ROOT
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed import demo
+from pallas_patch_embed.commands import demo
 
 SOURCES = ("pallas_patch_embed", "tests", "benchmarks", "examples", "ffi")
 

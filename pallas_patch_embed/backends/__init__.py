@@ -9,9 +9,9 @@ from pallas_patch_embed.backends import cuda, stored, triton, xla
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.plan import Backend, Plan, Refusal
 from pallas_patch_embed.backends.preferences import preferred_alternatives, preferred_cut
-from pallas_patch_embed.chips import Target
-from pallas_patch_embed.messages import printable
-from pallas_patch_embed.problem import PatchLayout, Problem
+from pallas_patch_embed.base.chips import Target
+from pallas_patch_embed.base.messages import printable
+from pallas_patch_embed.base.problem import PatchLayout, Problem
 
 # The backends by name, in the order in which they are tried.
 BACKENDS: dict[str, Backend] = {

@@ -26,10 +26,10 @@ from pallas_patch_embed.backends import cuda_build, cuda_tuning, tiles
 from pallas_patch_embed.backends.cuda_tuning import Tuning
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
-from pallas_patch_embed.buffers import call_kernel
-from pallas_patch_embed.chips import B200, B300, H200, Chip, Target
-from pallas_patch_embed.messages import printable
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import B200, B300, H200, Chip, Target
+from pallas_patch_embed.base.lowering import call_kernel
+from pallas_patch_embed.base.messages import printable
+from pallas_patch_embed.base.problem import Problem
 
 EVIDENCE = (
     "the tests compare every launch with an independent derivation, and execute the kernels' PTX "

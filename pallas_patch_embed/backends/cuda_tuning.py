@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from pallas_patch_embed.backends import cuda_build
-from pallas_patch_embed.versions import version
+from pallas_patch_embed.base.versions import version
 
 # Registers of a thread in a storing warp, as set by the kernel's setmaxnreg, and how many of them
 # hold values other than sums, scale and table, by output dtype (ffi/patch_embed_sm100.cu).

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import jax
 
-from pallas_patch_embed.chips import Target
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import Target
+from pallas_patch_embed.base.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

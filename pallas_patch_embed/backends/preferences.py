@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from pallas_patch_embed.backends.tiles import chunks
-from pallas_patch_embed.chips import H200, Target
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import H200, Target
+from pallas_patch_embed.base.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pallas_patch_embed
-from pallas_patch_embed.chips import Chip, Target
-from pallas_patch_embed.files import open_regular, written_atomically
-from pallas_patch_embed.json_objects import expect, parse
-from pallas_patch_embed.messages import printable
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import Chip, Target
+from pallas_patch_embed.base.files import open_regular, written_atomically
+from pallas_patch_embed.base.json_objects import expect, parse
+from pallas_patch_embed.base.messages import printable
+from pallas_patch_embed.base.problem import Problem
 
 FORMAT = 1
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_patch_embed.backends import schedule
-from pallas_patch_embed.chips import Chip, Target
-from pallas_patch_embed.messages import printable, quoted
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import Chip, Target
+from pallas_patch_embed.base.messages import printable, quoted
+from pallas_patch_embed.base.problem import Problem
 
 DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_patch_embed.backends.plan import Plan
-from pallas_patch_embed.chips import Target
-from pallas_patch_embed.messages import printable
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import Target
+from pallas_patch_embed.base.messages import printable
+from pallas_patch_embed.base.problem import Problem
 
 # With at most this many rows of patches XLA may fuse the product with what follows.
 FEW_ROWS = 1024

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_patch_embed.devices import check_devices
+from pallas_patch_embed.base.devices import check_devices
+from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed import pipeline, sources
 from pallas_patch_embed.embed.embedder import Embedder, find_checkpoint
 from pallas_patch_embed.embed.folder import Folder, check_folder, recorded_batch
@@ -30,7 +31,6 @@ from pallas_patch_embed.embed.provenance import (
 )
 from pallas_patch_embed.embed.tables import RESERVED
 from pallas_patch_embed.embed.units import Files, Picture, is_url
-from pallas_patch_embed.messages import printable
 
 # Options that need the shards of a folder, with the values that they have if they are not given.
 FOLDER_ONLY = {"keep": (), "changed": None, "moved": (), "retry_errors": False, "ray": None}

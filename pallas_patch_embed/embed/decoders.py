@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
-from pallas_patch_embed.child import Child, ChildEndedError, Send
+from pallas_patch_embed.base.child import Child, ChildEndedError, Send
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import Budget, LargerError, Open, check_room, quiet, reason
 from pallas_patch_embed.embed.preprocessing import Decoded, Preprocessing

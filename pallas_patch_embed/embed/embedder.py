@@ -16,12 +16,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_patch_embed.chips import cuda_is_installed
+from pallas_patch_embed.base.chips import cuda_is_installed
 from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.preprocessing import Preprocessing
-from pallas_patch_embed.siglip2.checkpoint import load_encoder_for_side, read_config
-from pallas_patch_embed.siglip2.encoder import Encoder
-from pallas_patch_embed.siglip2.naflex import batch_naflex
+from pallas_patch_embed.encoders.checkpoint import load_encoder_for_side, read_config
+from pallas_patch_embed.encoders.encoder import Encoder
+from pallas_patch_embed.encoders.naflex import batch_naflex
 
 NOT_FINITE = "its embedding is not finite"
 

@@ -12,11 +12,11 @@ import uuid
 from types import TracebackType
 from typing import Any
 
-from pallas_patch_embed import json_objects
+from pallas_patch_embed.base import json_objects
+from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.place import create
 from pallas_patch_embed.embed.units import reaching
-from pallas_patch_embed.messages import printable
 
 # The types of the fields of a lease, and the number of bytes that are read of one.
 LEASE: dict[str, type] = {"run": str, "host": str, "time": float}

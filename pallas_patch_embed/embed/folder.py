@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallas_patch_embed import ending, json_objects
+from pallas_patch_embed.base import ending, json_objects
+from pallas_patch_embed.base.files import is_partial
+from pallas_patch_embed.base.messages import printable, quoted
 from pallas_patch_embed.embed.exclusive import Lease, Lock
 from pallas_patch_embed.embed.ledger import Ledger, State, key
 from pallas_patch_embed.embed.moved import Moved, check_places
@@ -33,8 +35,6 @@ from pallas_patch_embed.embed.tables import (
     with_entries,
 )
 from pallas_patch_embed.embed.units import Entry, is_url
-from pallas_patch_embed.files import is_partial
-from pallas_patch_embed.messages import printable, quoted
 
 # A shard is written when it has this number of rows, when its first row has this age in seconds, or
 # when the columns that are kept have this number of bytes. Rows that are not yet in a shard are

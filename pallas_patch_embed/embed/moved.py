@@ -4,8 +4,8 @@ import os
 import re
 from collections.abc import Sequence
 
+from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed.units import Entry, is_url, named_origin, text
-from pallas_patch_embed.messages import printable
 
 
 class Moved:

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from pallas_patch_embed import ending
+from pallas_patch_embed.base import ending
+from pallas_patch_embed.base.files import check_place, written_atomically
+from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed.ledger import Ledger
 from pallas_patch_embed.embed.output import WrittenElsewhereError
 from pallas_patch_embed.embed.provenance import Provenance
 from pallas_patch_embed.embed.units import Entry
-from pallas_patch_embed.files import check_place, written_atomically
-from pallas_patch_embed.messages import printable
 
 NPZ_ARRAYS = ("embeddings", "paths", "sources", "rows", "failed", "reasons", "about")
 

@@ -20,7 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_patch_embed.child import safe_paths
+from pallas_patch_embed.base.child import safe_paths
+from pallas_patch_embed.base.files import new_partial
 from pallas_patch_embed.embed.changes import Changes
 from pallas_patch_embed.embed.embedder import Embedder
 from pallas_patch_embed.embed.folder import EMBEDDINGS, ERRORS, SHARD_ROWS, Folder
@@ -43,7 +44,6 @@ from pallas_patch_embed.embed.units import (
     described,
     unreadable,
 )
-from pallas_patch_embed.files import new_partial
 
 # Number of pictures in a block, unless the user chose the batch of an actor, and number of bytes of
 # its encoded pictures. A batch of a CPU is too small for a block: every block is a task.

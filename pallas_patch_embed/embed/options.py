@@ -5,8 +5,8 @@ import dataclasses
 import os
 from typing import Any, Literal
 
+from pallas_patch_embed.base.problem import DTYPES
 from pallas_patch_embed.embed.pictures import MOST_BYTES, MOST_PIXELS
-from pallas_patch_embed.problem import DTYPES
 
 MOST_WORKERS = 32
 

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, BinaryIO
 
+from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed.parquet_pages import VALUE, Largest, largest_pages
 from pallas_patch_embed.embed.pictures import MOST_BYTES, LargerError, check_size, reason
 from pallas_patch_embed.embed.units import (
@@ -30,7 +31,6 @@ from pallas_patch_embed.embed.units import (
     unreadable,
     unsigned,
 )
-from pallas_patch_embed.messages import printable
 
 # Largest size in bytes, and largest number, of the rows of a table that are read at a time.
 ROWS_BYTES, ROWS = 2**27, 64

@@ -10,8 +10,8 @@ import stat
 from collections.abc import Sequence
 from typing import Any, BinaryIO, Protocol
 
+from pallas_patch_embed.base.files import open_regular, rename_new, written_atomically
 from pallas_patch_embed.embed.units import is_url, reaching
-from pallas_patch_embed.files import open_regular, rename_new, written_atomically
 
 # Possible results of `Place.kind`; None means that there is nothing.
 FOLDER, FILE, LINK, SPECIAL = "a folder", "a file", "a link", "a special file"

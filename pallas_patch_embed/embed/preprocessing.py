@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from pallas_patch_embed.base.grids import largest_grid
 from pallas_patch_embed.embed.pictures import (
     MOST_PIXELS,
     PIXEL,
@@ -21,13 +22,12 @@ from pallas_patch_embed.embed.pictures import (
     decode_upright,
     lift_limit,
 )
-from pallas_patch_embed.grids import largest_grid
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from pallas_patch_embed.embed.units import Origin
-    from pallas_patch_embed.siglip2.config import Config
+    from pallas_patch_embed.encoders.config import Config
 
 # Default of Siglip2ImageProcessor.
 MAX_NUM_PATCHES = 256
@@ -124,8 +124,8 @@ class Preprocessing:
         """
         from PIL import Image
 
-        from pallas_patch_embed.siglip2.arrays import is_npz
-        from pallas_patch_embed.siglip2.config import check_size
+        from pallas_patch_embed.encoders.arrays import is_npz
+        from pallas_patch_embed.encoders.config import check_size
 
         if config.channels != 3:
             raise ValueError(
@@ -232,7 +232,7 @@ def _image_processor(checkpoint: Path) -> tuple[Path | None, dict[str, Any]]:
     As in transformers, the image_processor of a processor_config.json takes precedence over a
     preprocessor_config.json. Returns (None, {}) if there is neither.
     """
-    from pallas_patch_embed.siglip2.arrays import read_json
+    from pallas_patch_embed.encoders.arrays import read_json
 
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     for name in ("processor_config.json", "preprocessor_config.json"):
@@ -291,7 +291,7 @@ def _equal(value: Any, wanted: float) -> bool:
 
 def _size(size: Any, file: Path | None) -> tuple[int, int]:
     """Reads (height, width); refuses an integer, which may mean a square or the shorter side."""
-    from pallas_patch_embed.siglip2.config import check_size
+    from pallas_patch_embed.encoders.config import check_size
 
     sides = {}
     if isinstance(size, dict):

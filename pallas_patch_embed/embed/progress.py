@@ -5,8 +5,8 @@ import sys
 import time
 from types import TracebackType
 
-from pallas_patch_embed import ending
-from pallas_patch_embed.messages import printable
+from pallas_patch_embed.base import ending
+from pallas_patch_embed.base.messages import printable
 
 # Seconds between lines if standard error is not a terminal.
 LINE_SECONDS = 30.0

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 import pallas_patch_embed
+from pallas_patch_embed.base.messages import quoted
 from pallas_patch_embed.embed.options import Options
-from pallas_patch_embed.messages import quoted
 
 # The version of the arithmetic of each patch dtype. A change of the bits of the embeddings, other
 # than by the rounding of another compiler or device, gets a new number. Embeddings with different

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed import braces, tars
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.parquet import Parquet
@@ -33,7 +34,6 @@ from pallas_patch_embed.embed.units import (
     reaching,
     remote_origin,
 )
-from pallas_patch_embed.messages import printable
 
 # Number of files in a unit. It is large enough that the overhead of a unit does not matter, and
 # small enough that a run has many units.

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed.units import Entry, Origin, Picture, unreadable
-from pallas_patch_embed.messages import printable
 
 # The columns that say where a picture comes from, and all columns that `--keep` cannot name.
 ORIGIN = ("source", "row", "size", "modified")

@@ -21,6 +21,8 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
+from pallas_patch_embed.base.files import open_regular
+from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed import tars
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.pictures import (
@@ -33,8 +35,6 @@ from pallas_patch_embed.embed.pictures import (
     missing_plugin,
     reason,
 )
-from pallas_patch_embed.files import open_regular
-from pallas_patch_embed.messages import printable
 
 # Largest number of characters of an argument, and of an id. Paths on Linux have at most 4096 bytes,
 # and keys are much shorter.

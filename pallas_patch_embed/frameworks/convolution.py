@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_patch_embed.api import embed_images
-from pallas_patch_embed.array_arguments import as_array
-from pallas_patch_embed.packing import pack
-from pallas_patch_embed.params import PerChannel, check_normalisation
-from pallas_patch_embed.weight_rounding import check_rounding
+from pallas_patch_embed.base.array_arguments import as_array
+from pallas_patch_embed.patch_embedding.api import embed_images
+from pallas_patch_embed.patch_embedding.packing import pack
+from pallas_patch_embed.patch_embedding.params import PerChannel, check_normalisation
+from pallas_patch_embed.patch_embedding.weight_rounding import check_rounding
 
 EXPECTED = (
     "Expected a square kernel [p, p], strides [p, p], three input channels (RGB), padding VALID, "

@@ -8,9 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from pallas_patch_embed.array_arguments import as_array
+from pallas_patch_embed.base.array_arguments import as_array
 from pallas_patch_embed.frameworks import convolution
-from pallas_patch_embed.params import PerChannel
+from pallas_patch_embed.patch_embedding.params import PerChannel
 
 
 class PatchEmbed(eqx.nn.Conv):

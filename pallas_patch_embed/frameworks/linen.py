@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 from flax.core import meta
 
-from pallas_patch_embed.array_arguments import as_array
+from pallas_patch_embed.base.array_arguments import as_array
 from pallas_patch_embed.frameworks import convolution
 
 # A part of the key of jit's caches, so that programs traced outside of `intercept` are not used

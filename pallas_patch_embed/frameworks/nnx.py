@@ -7,9 +7,9 @@ import jax
 from flax import nnx
 from jax import lax
 
-from pallas_patch_embed.array_arguments import as_array
+from pallas_patch_embed.base.array_arguments import as_array
 from pallas_patch_embed.frameworks import convolution
-from pallas_patch_embed.params import PerChannel
+from pallas_patch_embed.patch_embedding.params import PerChannel
 
 
 class PatchEmbed(nnx.Conv):

@@ -9,7 +9,7 @@ from benchmarks import audit
 from benchmarks.audit import Kernel, Loop, Tile
 from benchmarks.machine_code import Code, class_of, cuda_root, read_cubin
 from pallas_patch_embed.backends import cuda, tiles
-from pallas_patch_embed.problem import NamedShape, named_shape
+from pallas_patch_embed.base.problem import NamedShape, named_shape
 
 HEADLINE = (named_shape("B/16 224"), 4736)
 

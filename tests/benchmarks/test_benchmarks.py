@@ -16,10 +16,10 @@ import pallas_patch_embed as ppe
 from benchmarks import __main__ as benchmarks
 from benchmarks import accuracy, ceilings, contenders, cutlass, devices, encoder, plots, results
 from benchmarks.contenders import Case
-from pallas_patch_embed.problem import NamedShape
+from pallas_patch_embed.base.problem import NamedShape
+from pallas_patch_embed.commands.tune import timing
+from pallas_patch_embed.commands.tune.timing import Timing
 from pallas_patch_embed.siglip2 import Config
-from pallas_patch_embed.tune import timing
-from pallas_patch_embed.tune.timing import Timing
 
 SMALL = NamedShape("small", 8, 36, 32)
 CASE = Case(SMALL, 3, "int8")

@@ -15,10 +15,10 @@ from repository import ROOT
 from benchmarks import audit
 from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import BACKENDS, cuda, cuda_tuning, tiles, triton
-from pallas_patch_embed.check.memory import operand_types
-from pallas_patch_embed.chips import A100, B200, B300, H200, RTX_4090, Target
-from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
-from pallas_patch_embed.tune import command
+from pallas_patch_embed.base.chips import A100, B200, B300, H200, RTX_4090, Target
+from pallas_patch_embed.base.problem import NAMED_SHAPES, named_shape
+from pallas_patch_embed.commands.check.memory import operand_types
+from pallas_patch_embed.commands.tune import command
 
 CHIPS = {"h200": H200, "b200": B200, "b300": B300}
 MOSAIC = {"h200": "mosaic_sm90", "b200": "mosaic_sm100", "b300": "mosaic_sm100"}

@@ -9,8 +9,8 @@ import pytest
 
 import pallas_patch_embed as ppe
 from benchmarks import images, results
-from pallas_patch_embed.problem import NamedShape
-from pallas_patch_embed.tune import timing
+from pallas_patch_embed.base.problem import NamedShape
+from pallas_patch_embed.commands.tune import timing
 
 SMALL = NamedShape("small", 8, 32, 32)
 EMBED_IMAGES = ppe.embed_images

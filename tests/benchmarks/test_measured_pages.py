@@ -9,9 +9,9 @@ from repository import ROOT
 from benchmarks import results, time_model
 from benchmarks.time_model import H100
 from pallas_patch_embed.backends import BACKENDS, cuda, stored, tiles
-from pallas_patch_embed.chips import H200
-from pallas_patch_embed.problem import named_shape
-from pallas_patch_embed.tune import command
+from pallas_patch_embed.base.chips import H200
+from pallas_patch_embed.base.problem import named_shape
+from pallas_patch_embed.commands.tune import command
 
 TUNED = ("mosaic_sm90", "cuda", "triton")
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8")

@@ -10,8 +10,8 @@ from repository import ROOT
 from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import SM90, SM100
-from pallas_patch_embed.chips import B200, B300, H200
-from pallas_patch_embed.problem import NAMED_SHAPES, VIT_SHAPES, Problem, named_shape
+from pallas_patch_embed.base.chips import B200, B300, H200
+from pallas_patch_embed.base.problem import NAMED_SHAPES, VIT_SHAPES, Problem, named_shape
 
 needs_compilers = pytest.mark.usefixtures("compilers")
 

@@ -8,9 +8,9 @@ from repository import ROOT
 
 from benchmarks import results, time_model
 from pallas_patch_embed.backends import cuda, stored
-from pallas_patch_embed.chips import B200, H200
-from pallas_patch_embed.problem import named_shape
-from pallas_patch_embed.tune import command
+from pallas_patch_embed.base.chips import B200, H200
+from pallas_patch_embed.base.problem import named_shape
+from pallas_patch_embed.commands.tune import command
 
 pytestmark = pytest.mark.skipif(cuda.missing() is not None, reason="the CUDA library is not built")
 

@@ -9,8 +9,8 @@ import pytest
 from clock import Clock
 
 from benchmarks import ceilings
-from pallas_patch_embed.tune import timing
-from pallas_patch_embed.tune.timing import Contender, Sample, Samples, Timing
+from pallas_patch_embed.commands.tune import timing
+from pallas_patch_embed.commands.tune.timing import Contender, Sample, Samples, Timing
 
 
 @pytest.fixture(autouse=True)

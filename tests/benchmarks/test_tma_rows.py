@@ -9,9 +9,9 @@ import pytest
 from benchmarks import tma_rows
 from benchmarks.machine_code import innermost_loop, read_cubin
 from benchmarks.tma_rows import LOADS, PATCH, ROWS, TILE
-from pallas_patch_embed.patches import Encoding
-from pallas_patch_embed.patches import rows as cut
-from pallas_patch_embed.problem import PatchLayout
+from pallas_patch_embed.base.problem import PatchLayout
+from pallas_patch_embed.patch_embedding.patches import Encoding
+from pallas_patch_embed.patch_embedding.patches import rows as cut
 
 OF_IMAGES = [rows for rows in ROWS if rows.mode != "kMatrix"]
 

@@ -12,12 +12,12 @@ import pyarrow.parquet
 from goldens import checkpoint
 from PIL import Image
 
+from pallas_patch_embed.base.files import is_partial
 from pallas_patch_embed.embed import Decoder, Embedder, command, folder
 from pallas_patch_embed.embed.ledger import State
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.provenance import Provenance, Settings
 from pallas_patch_embed.embed.units import Entry
-from pallas_patch_embed.files import is_partial
 
 MODEL = "hf_siglip_p14_224"
 COMMAND = [sys.executable, "-m", "pallas_patch_embed", "embed"]

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 
-from pallas_patch_embed.check.process import Ended, Found, Launches, Listed, Prepares
+from pallas_patch_embed.commands.check.process import Ended, Found, Launches, Listed, Prepares
 
 ABOUT = {
     "pallas_patch_embed": "0",

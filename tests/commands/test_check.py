@@ -19,10 +19,12 @@ import stand_in_checks
 from jax import lax
 from repository import ROOT, environment
 
-from pallas_patch_embed import cli, ending
 from pallas_patch_embed.backends import triton, xla
-from pallas_patch_embed.check import command, memory, work
-from pallas_patch_embed.check.cases import (
+from pallas_patch_embed.base import ending
+from pallas_patch_embed.base.problem import DTYPES, OUT_DTYPES, Problem
+from pallas_patch_embed.commands import cli
+from pallas_patch_embed.commands.check import command, memory, work
+from pallas_patch_embed.commands.check.cases import (
     FEW_SHAPES,
     SHAPES,
     SOURCES,
@@ -31,8 +33,8 @@ from pallas_patch_embed.check.cases import (
     cases_of,
     pairwise,
 )
-from pallas_patch_embed.check.compare import LAUNCHES, Counts, compared, wrong_elements
-from pallas_patch_embed.check.process import (
+from pallas_patch_embed.commands.check.compare import LAUNCHES, Counts, compared, wrong_elements
+from pallas_patch_embed.commands.check.process import (
     Ended,
     Launches,
     Listed,
@@ -40,7 +42,6 @@ from pallas_patch_embed.check.process import (
     Prepares,
     supervised,
 )
-from pallas_patch_embed.problem import DTYPES, OUT_DTYPES, Problem
 
 SMALL = Problem((2, 5, 128), (64, 128), (64,), (5, 64), "int8", "bfloat16", "bfloat16")
 right = functools.partial(xla.run, out_dtype="bfloat16")
@@ -267,7 +268,7 @@ def test_a_child_that_begins_nothing_is_not_started_for_ever():
 
 KILLED_PARENT = """
 import os, signal, stand_in_checks
-from pallas_patch_embed.check.process import Launches, supervised
+from pallas_patch_embed.commands.check.process import Launches, supervised
 
 def wait(connection, seconds, last):
     return connection.poll(None)
@@ -387,8 +388,8 @@ def test_a_missing_file_of_measured_configs_is_refused(command_line, monkeypatch
 @pytest.mark.parametrize(
     "name, run, package",
     [
-        ("check", "check.command.run", "pallas_patch_embed"),
-        ("demo", "demo.run", "pallas_patch_embed[demo]"),
+        ("check", "commands.check.command.run", "pallas_patch_embed"),
+        ("demo", "commands.demo.run", "pallas_patch_embed[demo]"),
     ],
 )
 def test_a_missing_package_is_reported_with_what_installs_it(

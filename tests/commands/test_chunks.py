@@ -9,9 +9,9 @@ from PIL import Image
 from shard_folders import assert_same, by_id, run
 from short_suite import keep
 
+from pallas_patch_embed.base.problem import DTYPES
 from pallas_patch_embed.embed import Embedder, command
 from pallas_patch_embed.embed.embedder import BATCH_ON_CPU
-from pallas_patch_embed.problem import DTYPES
 
 CASES = [(name, dtype) for name in (FIXED[0], NAFLEX[0]) for dtype in DTYPES]
 

@@ -17,12 +17,12 @@ from goldens import checkpoint
 from PIL import Image
 from shard_folders import COMMAND
 
+from pallas_patch_embed.base.files import open_regular
 from pallas_patch_embed.embed import Decoder, Preprocessing, command, decoders
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import PARTS, PIXEL, Budget
 from pallas_patch_embed.embed.units import Content, Picture, unreadable
-from pallas_patch_embed.files import open_regular
 
 FIXED, NAFLEX = "hf_siglip_p14_224", "hf_siglip2_naflex_p16"
 

@@ -22,11 +22,11 @@ from safetensors.numpy import save_file
 from short_suite import keep
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed import files
+from pallas_patch_embed.base import files
 from pallas_patch_embed.embed import command, decoders, embedder, npz, pipeline, preprocessing
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.pictures import Budget, upright_rgb
-from pallas_patch_embed.siglip2 import checkpoint as loader
+from pallas_patch_embed.encoders import checkpoint as loader
 
 PHOTOS = resources.files("pallas_patch_embed") / "photos"
 FIXED, BIG_VISION, NAFLEX = "hf_siglip_p14_224", "bv_vit_p16_224", "bv_naflex_p16"

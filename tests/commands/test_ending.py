@@ -59,7 +59,8 @@ def during_collection(phase, info):
     strike()
 
 
-from pallas_patch_embed import __main__, ending
+from pallas_patch_embed import __main__
+from pallas_patch_embed.base import ending
 
 if kind == "import":
     sys.meta_path.insert(0, Finder())
@@ -210,7 +211,7 @@ def test_a_signal_leaves_the_earlier_output_or_the_new_one_whole(
 PROCESS = """
 import os, signal, threading, time
 
-from pallas_patch_embed import ending
+from pallas_patch_embed.base import ending
 
 ending.PAUSE = 0.2
 
@@ -375,7 +376,7 @@ else:
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 def test_a_signal_ends_a_process_whose_streams_are_closed(closed):
-    code = "from pallas_patch_embed import streams\nstreams.open_missing()\nending.install()\n"
+    code = "from pallas_patch_embed.base import streams\nstreams.open_missing()\nending.install()\n"
     code = f"{PROCESS}{code}strike()\ntime.sleep(60)"
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code]
     assert subprocess.run(command).returncode == 143
@@ -470,7 +471,7 @@ import pallas_patch_embed as ppe
 
 assert "jax" not in sys.modules
 import pallas_patch_embed.backends
-import pallas_patch_embed.patches
+import pallas_patch_embed.patch_embedding.patches
 
 assert "xla" in ppe.backend_names() and callable(ppe.patchify)
 from pallas_patch_embed import *

@@ -15,11 +15,12 @@ from goldens import checkpoint
 from shard_folders import MODEL, encoded, run
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed import demo, devices, versions
-from pallas_patch_embed.check import command as check
+from pallas_patch_embed.base import devices, versions
+from pallas_patch_embed.base.files import check_place
+from pallas_patch_embed.commands import demo
+from pallas_patch_embed.commands.check import command as check
+from pallas_patch_embed.commands.tune import command as tune
 from pallas_patch_embed.embed import provenance
-from pallas_patch_embed.files import check_place
-from pallas_patch_embed.tune import command as tune
 
 NONSENSE = ("abc", "nan", "inf", "-1", "0", "1,5", "0x1", "\x1b[2J", "x" * 10**5)
 
@@ -73,7 +74,7 @@ def test_every_command_says_what_to_install_if_JAX_cannot_start(
 
 @pytest.mark.parametrize("platforms", ["cuda", "x" * 10**4, "\x1b[2J"], ids=range(3))
 def test_a_platform_that_JAX_does_not_have_is_named(platforms):
-    code = "from pallas_patch_embed import devices; devices.check_devices()"
+    code = "from pallas_patch_embed.base import devices; devices.check_devices()"
     environment = os.environ | {"JAX_PLATFORMS": platforms}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

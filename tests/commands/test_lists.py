@@ -16,8 +16,8 @@ from shard_folders import COMMAND, MODEL, by_id, encoded, run, shards
 
 from pallas_patch_embed.backends import stored, tiles
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
+from pallas_patch_embed.base.messages import MOST, printable, quoted
 from pallas_patch_embed.embed import braces, parquet, sources, units
-from pallas_patch_embed.messages import MOST, printable, quoted
 
 # From the documentation of braceexpand and from bash.
 BRACES = {

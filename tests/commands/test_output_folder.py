@@ -14,12 +14,12 @@ import pyarrow.parquet
 import pytest
 from shard_folders import by_id, is_done, opened, shards
 
-from pallas_patch_embed import files
+from pallas_patch_embed.base import files
+from pallas_patch_embed.base.files import new_partial
 from pallas_patch_embed.embed import exclusive, folder, place
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.tables import embeddings_table, errors_table
 from pallas_patch_embed.embed.units import Entry
-from pallas_patch_embed.files import new_partial
 
 WIDTH = 4
 

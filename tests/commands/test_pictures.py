@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pallas_patch_embed.base.files import open_regular
+from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed import sources
-from pallas_patch_embed.files import open_regular
-from pallas_patch_embed.messages import printable
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from shard_folders import (
     write_tar,
 )
 
-from pallas_patch_embed import cli
+from pallas_patch_embed.commands import cli
 from pallas_patch_embed.embed import command, folder, provenance, sources
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.provenance import CheckpointHash

@@ -24,7 +24,7 @@ def here(tmp_path):
 CHILDREN = """
 import multiprocessing, subprocess, sys
 from multiprocessing import resource_tracker
-from pallas_patch_embed import child
+from pallas_patch_embed.base import child
 
 CODE = "import pickle, json, sys; print(sys.flags.safe_path)"
 
@@ -92,8 +92,8 @@ sys.addaudithook(lambda event, _: started.append(event) if event in (*KINDS, "os
 import numpy as np
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import BACKENDS, cuda, plan_with
-from pallas_patch_embed.chips import B200, H200, Target
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import B200, H200, Target
+from pallas_patch_embed.base.problem import Problem
 
 cuda.LIBRARY = cuda.LIBRARY.with_name("absent.so")
 params = ppe.pack(np.ones((16, 16, 3, 64)), np.zeros(64), None, patch_size=16, dtype="int8")

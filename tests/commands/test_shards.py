@@ -36,7 +36,8 @@ from shard_folders import (
 )
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed import ending
+from pallas_patch_embed.base import ending
+from pallas_patch_embed.base.files import new_partial, written_atomically
 from pallas_patch_embed.embed import (
     Embedder,
     embedder,
@@ -53,7 +54,6 @@ from pallas_patch_embed.embed import (
 )
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.units import Entry
-from pallas_patch_embed.files import new_partial, written_atomically
 
 
 @pytest.fixture

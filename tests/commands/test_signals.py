@@ -20,7 +20,8 @@ PICTURES, BATCH = 16, 2
 HELD = """
 import ctypes, signal, sys, time
 
-from pallas_patch_embed import __main__, ending
+from pallas_patch_embed import __main__
+from pallas_patch_embed.base import ending
 from pallas_patch_embed.embed import embedder, folder, place
 
 kind = sys.argv.pop(1)

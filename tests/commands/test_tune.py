@@ -33,14 +33,14 @@ from pallas_patch_embed.backends.cuda_tuning import Tuning
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.backends.plan import Plan, Refusal
 from pallas_patch_embed.backends.stored import Result
-from pallas_patch_embed.check.compare import wrong_elements
-from pallas_patch_embed.child import Child, ChildEndedError
-from pallas_patch_embed.chips import A100, B200, H200, Target, chip_of
-from pallas_patch_embed.patches import Encoding, rows
-from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape, Problem, named_shape
-from pallas_patch_embed.tune import command, search, timing
-from pallas_patch_embed.tune.search import Failure, Machine, Task
-from pallas_patch_embed.tune.timing import Contender, Timing
+from pallas_patch_embed.base.child import Child, ChildEndedError
+from pallas_patch_embed.base.chips import A100, B200, H200, Target, chip_of
+from pallas_patch_embed.base.problem import NAMED_SHAPES, NamedShape, Problem, named_shape
+from pallas_patch_embed.commands.check.compare import wrong_elements
+from pallas_patch_embed.commands.tune import command, search, timing
+from pallas_patch_embed.commands.tune.search import Failure, Machine, Task
+from pallas_patch_embed.commands.tune.timing import Contender, Timing
+from pallas_patch_embed.patch_embedding.patches import Encoding, rows
 
 HOPPER = Target("cuda", H200)
 # A problem for which mosaic_sm90 is the default on Hopper.
@@ -996,12 +996,12 @@ KILLED = """
 import sys
 sys.path[:0] = {paths!r}
 from pathlib import Path
-from pallas_patch_embed import ending
+from pallas_patch_embed.base import ending
 ending.install()
 import tune_answers
 from test_tune import MACHINE, TASKS
-from pallas_patch_embed.tune import command
-from pallas_patch_embed.child import Child
+from pallas_patch_embed.commands.tune import command
+from pallas_patch_embed.base.child import Child
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     with Child(tune_answers.first_is_found, lambda _: 3600) as child:

@@ -23,8 +23,8 @@ def kernels(widths: list[int], folder) -> dict[int, tuple[int, int]]:
     """Compiles the kernel for arrays of these widths."""
     import jax
 
-    from pallas_patch_embed.chips import H200
-    from pallas_patch_embed.siglip2 import norm
+    from pallas_patch_embed.base.chips import H200
+    from pallas_patch_embed.layers import norm
 
     found = {}
     for D in widths:
@@ -45,8 +45,8 @@ def programs() -> dict[str, tuple[int, int]]:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from benchmarks.encoder import draw
-    from pallas_patch_embed import primitive
-    from pallas_patch_embed.chips import H200, Target
+    from pallas_patch_embed.base import lowering
+    from pallas_patch_embed.base.chips import H200, Target
     from pallas_patch_embed.embed.embedder import pooled_on
 
     encoder, _ = draw("B/16 224", "bfloat16", "bfloat16")
@@ -69,7 +69,7 @@ def programs() -> dict[str, tuple[int, int]]:
         ways = {"embed": pooled_on(mesh), "jit": lambda encoder, x, _: encoder(x)}
         for name, function in ways.items():
             with (
-                mock.patch.object(primitive, "target_of", lambda *_: Target("cuda", H200)),
+                mock.patch.object(lowering, "target_of", lambda *_: Target("cuda", H200)),
                 jax.default_device(topology.devices[0]),
             ):
                 traced = jax.jit(function).trace(*arguments)

@@ -17,7 +17,7 @@ from goldens import DATA, arrays, checkpoint, encode, expected
 from safetensors.numpy import save_file
 
 from pallas_patch_embed import resize_positions
-from pallas_patch_embed.positions import INTERPOLATIONS
+from pallas_patch_embed.patch_embedding.positions import INTERPOLATIONS
 from pallas_patch_embed.siglip2 import Config, batch_naflex, load_encoder
 
 HF = "hf_siglip_p14_224"

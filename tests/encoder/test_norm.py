@@ -16,9 +16,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from repository import environment
 
-from pallas_patch_embed import primitive
-from pallas_patch_embed.chips import A100, B200, H200, Target
-from pallas_patch_embed.siglip2 import norm
+from pallas_patch_embed.base import lowering
+from pallas_patch_embed.base.chips import A100, B200, H200, Target
+from pallas_patch_embed.layers import norm
 
 EPS = 1e-6
 LAYERS = 3
@@ -161,7 +161,7 @@ normalize = functools.partial(norm.layer_norm, eps=EPS)
 
 
 def calls_of_the_kernel(monkeypatch, function, sharding=None, everywhere=None):
-    monkeypatch.setattr(primitive, "target_of", lambda module, platform: Target("cuda", H200))
+    monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", H200))
     x = jax.ShapeDtypeStruct(LARGE, "bfloat16", sharding=sharding)
     row = jax.ShapeDtypeStruct(LARGE[-1:], "float32", sharding=everywhere)
     traced = jax.jit(function).trace(x, row, row)

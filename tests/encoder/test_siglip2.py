@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from short_suite import keep
 
 import pallas_patch_embed as ppe
+from pallas_patch_embed.base.grids import largest_grid
 from pallas_patch_embed.embed.embedder import pooled_on
-from pallas_patch_embed.grids import largest_grid
-from pallas_patch_embed.positions import resize_to_each
+from pallas_patch_embed.patch_embedding.positions import resize_to_each
 
 COLLECTIVE = re.compile(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
 

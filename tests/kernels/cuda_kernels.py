@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_patch_embed.backends import cuda
-from pallas_patch_embed.chips import B200, H200
+from pallas_patch_embed.base.chips import B200, H200
 
 CHIPS = {90: H200, 100: B200}
 LONG = {short: dtype for dtype, short in cuda.SPELLED.items()} | {cuda.IMAGES: "uint8"}

@@ -72,7 +72,7 @@ class Case:
         """Returns the kernel's chip, with few multiprocessors."""
         from planned import few
 
-        from pallas_patch_embed.chips import B200, H200
+        from pallas_patch_embed.base.chips import B200, H200
 
         return few(H200 if self.backend == "mosaic_sm90" else B200, MULTIPROCESSORS)
 

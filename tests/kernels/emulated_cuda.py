@@ -17,7 +17,7 @@ from benchmarks import cuda_launch
 from pallas_patch_embed.backends import cuda as cuda_backend
 from pallas_patch_embed.backends import schedule, tiles
 from pallas_patch_embed.backends.cuda import SPELLED
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.problem import Problem
 
 # Number of multiprocessors of the emulated GPU, small enough for more tiles than workers, by
 # compute capability; and number of threads of a block.

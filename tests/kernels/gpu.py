@@ -3,8 +3,8 @@
 import jax
 from interpreter import problem_of
 
-from pallas_patch_embed.check import compare
-from pallas_patch_embed.problem import NamedShape, Problem
+from pallas_patch_embed.base.problem import NamedShape, Problem
+from pallas_patch_embed.commands.check import compare
 
 DTYPES = ("float8_e4m3fn", "int8", "bfloat16")
 RUNS = 20

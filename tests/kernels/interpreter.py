@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from planned import compute
 
-from pallas_patch_embed.problem import Problem, padded
+from pallas_patch_embed.base.problem import Problem, padded
 
 
 def draw_operands(seed, patches, N, dtype, table):

@@ -55,10 +55,10 @@ def main() -> None:
 
         import pallas_patch_embed as ppe
         from benchmarks import encoder
-        from pallas_patch_embed.chips import H200
-        from pallas_patch_embed.primitive import patch_embed
-        from pallas_patch_embed.problem import PatchLayout, named_shape
-        from pallas_patch_embed.siglip2 import norm
+        from pallas_patch_embed.base.chips import H200
+        from pallas_patch_embed.base.problem import PatchLayout, named_shape
+        from pallas_patch_embed.layers import norm
+        from pallas_patch_embed.patch_embedding.primitive import patch_embed
 
         def operator(backend, layout=None):
             options = dict(backend=backend, out_dtype="bfloat16", layout=layout)

@@ -20,7 +20,7 @@ from pallas_patch_embed.backends import schedule, xla
 from pallas_patch_embed.backends.mosaic import SM100, launch, layouts, sm100
 from pallas_patch_embed.backends.mosaic import interpreted as memory
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
-from pallas_patch_embed.chips import B200
+from pallas_patch_embed.base.chips import B200
 
 pytestmark = [
     pytest.mark.skipif(not two_blocks.KNOWN, reason=two_blocks.UNKNOWN),

@@ -481,8 +481,8 @@ def test_the_backend_refuses_a_chip_whose_driver_is_too_old(handle, flags):
         from interpreter import problem_of
         from planned import refusal
         from pallas_patch_embed.backends import cuda
-        from pallas_patch_embed.chips import H200, Target
-        from pallas_patch_embed.problem import named_shape
+        from pallas_patch_embed.base.chips import H200, Target
+        from pallas_patch_embed.base.problem import named_shape
         problem = problem_of(named_shape("B/16 224"), "int8")
         # An export for a chip that nobody knows yet does not depend on this machine's driver.
         assert refusal(cuda, problem) is None

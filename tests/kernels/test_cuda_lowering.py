@@ -19,8 +19,8 @@ from repository import ROOT, environment
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import cuda, cuda_build, explain, schedule, tiles
-from pallas_patch_embed.chips import H200, Target
-from pallas_patch_embed.problem import named_shape
+from pallas_patch_embed.base.chips import H200, Target
+from pallas_patch_embed.base.problem import named_shape
 
 HOPPER = Target("cuda", H200)
 
@@ -224,9 +224,9 @@ import functools
 from benchmarks.offline_compile import compile_offline, compiler, operands
 
 with compiler(sass=False) as folder:
-    from pallas_patch_embed import chips
-    from pallas_patch_embed.primitive import patch_embed
-    from pallas_patch_embed.problem import named_shape
+    from pallas_patch_embed.base import chips
+    from pallas_patch_embed.patch_embedding.primitive import patch_embed
+    from pallas_patch_embed.base.problem import named_shape
 
     call = functools.partial(patch_embed, backend="cuda", out_dtype="bfloat16", layout=None)
     arguments = operands(named_shape("B/16 224"), 1, "int8")

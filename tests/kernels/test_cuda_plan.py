@@ -13,8 +13,8 @@ from interpreter import problem_of
 from planned import refusal
 
 from pallas_patch_embed.backends import BACKENDS, cuda, explain, tiles
-from pallas_patch_embed.chips import A100, B200, B300, H200, RTX_5090, Target
-from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
+from pallas_patch_embed.base.chips import A100, B200, B300, H200, RTX_5090, Target
+from pallas_patch_embed.base.problem import NAMED_SHAPES, named_shape
 
 HOPPER, ULTRA = Target("cuda", H200), Target("cuda", B300)
 

@@ -32,7 +32,7 @@ from benchmarks import cuda_launch
 from benchmarks.timeline import EVENTS, read_stamps
 from pallas_patch_embed.backends import cuda_build, tiles, xla
 from pallas_patch_embed.backends.cuda_build import FFI
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.problem import Problem
 
 OPTIONS = ("-std=c++17", "-O3", "-ptx")
 

@@ -22,22 +22,22 @@ from repository import environment
 
 import pallas_patch_embed as ppe
 from benchmarks import cuda_launch, timeline
-from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import BACKENDS, cuda
 from pallas_patch_embed.backends.cuda import SPELLED
 from pallas_patch_embed.backends.mosaic import SM90
-from pallas_patch_embed.check import compare, memory, work
-from pallas_patch_embed.check.cases import ODD, SOURCES, Case
-from pallas_patch_embed.check.compare import Counts, compared
-from pallas_patch_embed.chips import Target
-from pallas_patch_embed.patches import Encoding, rows
-from pallas_patch_embed.problem import (
+from pallas_patch_embed.base.chips import Target
+from pallas_patch_embed.base.problem import (
     NAMED_SHAPES,
     OUT_DTYPES,
     PatchLayout,
     Problem,
     named_shape,
 )
+from pallas_patch_embed.commands.check import compare, memory, work
+from pallas_patch_embed.commands.check.cases import ODD, SOURCES, Case
+from pallas_patch_embed.commands.check.compare import Counts, compared
+from pallas_patch_embed.patch_embedding import primitive
+from pallas_patch_embed.patch_embedding.patches import Encoding, rows
 
 TARGET = None if gpu() is None else Target.of(gpu())
 CHIP = TARGET and TARGET.chip
@@ -553,8 +553,8 @@ def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kerne
 SANITIZED = """
 import gpu, jax, sys
 from pallas_patch_embed.backends import BACKENDS, cuda
-from pallas_patch_embed.chips import Target
-from pallas_patch_embed.problem import NamedShape
+from pallas_patch_embed.base.chips import Target
+from pallas_patch_embed.base.problem import NamedShape
 from planned import compute, few
 cpu, device = jax.devices("cpu")[0], gpu.gpu()
 for dtype, out_dtype, N, patch, kernel in (

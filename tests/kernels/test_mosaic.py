@@ -14,8 +14,8 @@ from pallas_patch_embed.backends import BACKENDS, xla
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
-from pallas_patch_embed.chips import B200, B300, H200, Target
-from pallas_patch_embed.problem import NAMED_SHAPES
+from pallas_patch_embed.base.chips import B200, B300, H200, Target
+from pallas_patch_embed.base.problem import NAMED_SHAPES
 
 HOPPER, BLACKWELL, ULTRA = (Target("cuda", chip) for chip in (H200, B200, B300))
 

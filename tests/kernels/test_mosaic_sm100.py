@@ -10,8 +10,8 @@ from planned import few
 
 from pallas_patch_embed.backends.mosaic import SM100, sm100
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
-from pallas_patch_embed.chips import B200
-from pallas_patch_embed.problem import NAMED_SHAPES, NamedShape
+from pallas_patch_embed.base.chips import B200
+from pallas_patch_embed.base.problem import NAMED_SHAPES, NamedShape
 
 HEADLINE = problem_of(NAMED_SHAPES[0], "int8", 4736)
 

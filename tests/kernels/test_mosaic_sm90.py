@@ -7,8 +7,8 @@ from short_suite import keep
 
 from pallas_patch_embed.backends.mosaic import SM90, sm90
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
-from pallas_patch_embed.chips import H200
-from pallas_patch_embed.problem import named_shape
+from pallas_patch_embed.base.chips import H200
+from pallas_patch_embed.base.problem import named_shape
 
 
 # With a ring of 3 slots and one chunk, the shape of a barrier array identifies its purpose.

@@ -15,15 +15,15 @@ from jax.sharding import PartitionSpec
 from repository import TESTS, environment
 from sliced import programs
 
-from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import plan_with
 from pallas_patch_embed.backends.cuda import TARGET as CUDA
 from pallas_patch_embed.backends.plan import Refusal
-from pallas_patch_embed.check import compare
-from pallas_patch_embed.check.cases import SOURCES, Case
-from pallas_patch_embed.chips import Target
-from pallas_patch_embed.problem import named_shape
-from pallas_patch_embed.siglip2 import norm
+from pallas_patch_embed.base.chips import Target
+from pallas_patch_embed.base.problem import named_shape
+from pallas_patch_embed.commands.check import compare
+from pallas_patch_embed.commands.check.cases import SOURCES, Case
+from pallas_patch_embed.layers import norm
+from pallas_patch_embed.patch_embedding import primitive
 
 SHAPE = named_shape("B/16 224")
 IMAGES = 2

@@ -17,14 +17,14 @@ from planned import compute, few, refusal
 
 import pallas_patch_embed as ppe
 from benchmarks import audit
-from pallas_patch_embed import chips, primitive
 from pallas_patch_embed.backends import triton as backend
 from pallas_patch_embed.backends import xla
 from pallas_patch_embed.backends.preferences import preferred_alternatives
 from pallas_patch_embed.backends.triton import AMPERE, HOPPER, TritonConfig
-from pallas_patch_embed.chips import CHIPS, Target, chip_of
-from pallas_patch_embed.patches import Encoding, rows
-from pallas_patch_embed.problem import NAMED_SHAPES, PatchLayout, Problem, padded
+from pallas_patch_embed.base import chips, lowering
+from pallas_patch_embed.base.chips import CHIPS, Target, chip_of
+from pallas_patch_embed.base.problem import NAMED_SHAPES, PatchLayout, Problem, padded
+from pallas_patch_embed.patch_embedding.patches import Encoding, rows
 
 if importlib.util.find_spec("triton"):
     from pallas_patch_embed.backends.triton import interpreted as triton_interpreter
@@ -353,7 +353,7 @@ def test_images_reach_the_kernel_uncut(on_this_cpu):
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_by_default_images_are_cut_in_the_faster_way(on_this_cpu, monkeypatch, dtype, name):
     """XLA cuts images for float8 on Hopper, unless Triton was named."""
-    monkeypatch.setattr(primitive, "target_of", lambda module, platform: H200)
+    monkeypatch.setattr(lowering, "target_of", lambda module, platform: H200)
     params = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 3), N=32, dtype=dtype)
     embed = jax.jit(functools.partial(ppe.embed_images, backend=name))
     text = embed.lower(IMAGES, params).as_text()

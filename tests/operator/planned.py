@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from pallas_patch_embed.chips import Chip, Target, default_device
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import Chip, Target, default_device
+from pallas_patch_embed.base.problem import Problem
 
 
 def few(chip: Chip, multiprocessors: int) -> Target:

@@ -20,8 +20,8 @@ from pallas_patch_embed.backends import BACKENDS, cuda_build, xla
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
-from pallas_patch_embed.chips import A100, B200, H200, Target
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import A100, B200, H200, Target
+from pallas_patch_embed.base.problem import Problem
 
 
 def run_xla(operands, out_dtype):

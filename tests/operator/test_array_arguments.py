@@ -9,7 +9,7 @@ from bounds import assert_bit_equal, draw_images
 from goldens import checkpoint
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.array_arguments import as_array
+from pallas_patch_embed.base.array_arguments import as_array
 from pallas_patch_embed.siglip2 import batch_naflex, load_encoder
 
 RNG = np.random.default_rng(0)

@@ -13,11 +13,11 @@ from bounds import assert_bit_equal, draw_images, draw_params
 from interpreter import problem_of
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import BACKENDS, choose, cuda, explain, xla
 from pallas_patch_embed.backends.plan import Plan
-from pallas_patch_embed.chips import B200, H200, Target, chip_of
-from pallas_patch_embed.problem import PatchLayout, Problem, named_shape
+from pallas_patch_embed.base import lowering
+from pallas_patch_embed.base.chips import B200, H200, Target, chip_of
+from pallas_patch_embed.base.problem import PatchLayout, Problem, named_shape
 
 PARAMS = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 2), N=8, dtype="int8")
 PATCHES = ppe.patchify(draw_images(np.random.default_rng(1), 3, 8, 8, 3), PARAMS)
@@ -152,7 +152,7 @@ def test_what_runs_is_what_explain_says(source, monkeypatch):
 
         return types.SimpleNamespace(plan=plan)
 
-    monkeypatch.setattr(primitive, "target_of", lambda module, platform: h200)
+    monkeypatch.setattr(lowering, "target_of", lambda module, platform: h200)
     stand_ins = {name: stand_in(name, backend) for name, backend in BACKENDS.items()}
     with mock.patch.dict(BACKENDS, stand_ins):
         jax.clear_caches()

@@ -10,8 +10,8 @@ from bounds import DTYPES, assert_agrees, assert_bit_equal, draw_images
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import explain
-from pallas_patch_embed.chips import H200, Target
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import H200, Target
+from pallas_patch_embed.base.problem import Problem
 
 P, GRID, N = 4, (2, 3), 16
 CHANNELS = (1, 2, 4, 12)

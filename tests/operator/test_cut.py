@@ -11,12 +11,12 @@ from bounds import assert_bit_equal, draw_images, draw_params
 from cuda_kernels import built
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import BACKENDS, choose, explain, xla
 from pallas_patch_embed.backends.plan import Plan
-from pallas_patch_embed.chips import A100, B200, H200, Target
-from pallas_patch_embed.patches import Encoding, rows
-from pallas_patch_embed.problem import PatchLayout, Problem
+from pallas_patch_embed.base.chips import A100, B200, H200, Target
+from pallas_patch_embed.base.problem import PatchLayout, Problem
+from pallas_patch_embed.patch_embedding import primitive
+from pallas_patch_embed.patch_embedding.patches import Encoding, rows
 
 HOPPER = Target("cuda", H200)
 PARAMS = draw_params(np.random.default_rng(0), patch_size=16, grid=(14, 14), N=768, dtype="int8")

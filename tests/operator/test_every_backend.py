@@ -16,7 +16,7 @@ from runners import (
 )
 
 from pallas_patch_embed.backends import BACKENDS
-from pallas_patch_embed.chips import B200, H200, Target
+from pallas_patch_embed.base.chips import B200, H200, Target
 
 # A case: shape of the patches [..., S, K], N, dtype of patches and weight, kind of table, dtype of
 # the output.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from short_suite import keep
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.problem import NAMED_SHAPES
+from pallas_patch_embed.base.problem import NAMED_SHAPES
 
 
 def one_dtype(shape):

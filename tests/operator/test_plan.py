@@ -16,13 +16,13 @@ from planned import refusal
 from repository import ROOT
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed import primitive
 from pallas_patch_embed.backends import BACKENDS, cuda, tiles, triton
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
-from pallas_patch_embed.chips import A100, B200, CHIPS, H200, RTX_5090, Chip, Target, chip_of
-from pallas_patch_embed.problem import NAMED_SHAPES, named_shape
+from pallas_patch_embed.base import lowering
+from pallas_patch_embed.base.chips import A100, B200, CHIPS, H200, RTX_5090, Chip, Target, chip_of
+from pallas_patch_embed.base.problem import NAMED_SHAPES, named_shape
 
 # An H100 PCIe has fewer multiprocessors than an H200.
 H100 = dataclasses.replace(H200, multiprocessors=114)
@@ -83,7 +83,7 @@ def checks(monkeypatch):
 @pytest.mark.parametrize("name", [None, "named"])
 def test_a_lowering_checks_every_config_once(monkeypatch, checks, chip, backend, name):
     params = draw_params(np.random.default_rng(0), patch_size=16, grid=(2, 2), N=1024, dtype="int8")
-    monkeypatch.setattr(primitive, "target_of", lambda module, platform: Target("cuda", chip))
+    monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", chip))
     patches = jax.ShapeDtypeStruct((4096, 4, 768), "int8")
     asked = backend if name else None
     traced = jax.jit(lambda x: ppe.patch_embed(x, params, backend=asked)).trace(patches)

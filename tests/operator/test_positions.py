@@ -8,7 +8,7 @@ import pytest
 from bounds import assert_bit_equal
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.positions import INTERPOLATIONS
+from pallas_patch_embed.patch_embedding.positions import INTERPOLATIONS
 
 RESIZED = dict(np.load(Path(__file__).parents[1] / "data" / "positions" / "resized.npz"))
 POSITIONS = RESIZED.pop("positions")

@@ -17,8 +17,8 @@ from jax import lax
 from short_suite import keep
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed import api
 from pallas_patch_embed.backends import triton
+from pallas_patch_embed.patch_embedding import api
 
 
 def make(dtype="int8", seed=0, **options):

@@ -17,7 +17,7 @@ from repository import environment
 from short_suite import keep
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.weight_rounding import ROUNDINGS
+from pallas_patch_embed.patch_embedding.weight_rounding import ROUNDINGS
 
 RNG = np.random.default_rng(0)
 SIZE, GRID, N = 4, (2, 3), 16
@@ -365,7 +365,7 @@ from benchmarks.offline_compile import compile_offline, compiler
 with compiler(sass=False) as folder:
     import jax
     import pallas_patch_embed as ppe
-    from pallas_patch_embed import chips
+    from pallas_patch_embed.base import chips
 
     def operands(kernel, bias, positions):
         params = ppe.pack(

@@ -21,8 +21,8 @@ from strict import strict_settings
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import BACKENDS
-from pallas_patch_embed.chips import B200, H200, RTX_4090, Target
-from pallas_patch_embed.problem import VIT_SHAPES, PatchLayout, padded
+from pallas_patch_embed.base.chips import B200, H200, RTX_4090, Target
+from pallas_patch_embed.base.problem import VIT_SHAPES, PatchLayout, padded
 
 # Bounds on the relative Frobenius norm of the difference from transformers' result in float64.
 LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 1e-2, "float8_e4m3fn": 1e-1, "int8": 1e-2}
@@ -257,7 +257,7 @@ def test_export_keeps_what_params_say(kind):
 
 
 def test_programs_exported_before_take_the_defaults():
-    from pallas_patch_embed.params import _with_defaults
+    from pallas_patch_embed.patch_embedding.params import _with_defaults
 
     static = _with_defaults([16, [2, 3], "int8", 768])
     assert static == (16, (2, 3), "int8", 768, None, None, 0, None, 3)
@@ -385,7 +385,7 @@ def test_explain_names_what_is_cut():
 @pytest.mark.parametrize("layout", [PatchLayout(16, None, 5), PatchLayout(16, 2)], ids=str)
 def test_kernels_serve_what_xla_has_cut(target, layout):
     from pallas_patch_embed.backends import explain
-    from pallas_patch_embed.problem import Problem
+    from pallas_patch_embed.base.problem import Problem
 
     shape = (8, 224, 224, 3) if layout.frames is None else (8, 2, 224, 224, 3)
     patches = layout.rows_shape(shape)
@@ -514,7 +514,7 @@ from benchmarks.offline_compile import compile_offline, compiler
 with compiler(sass=False) as folder:
     import jax
     import pallas_patch_embed as ppe
-    from pallas_patch_embed import chips
+    from pallas_patch_embed.base import chips
 
     for frames in (None, 2):
         def embed(images, kernel, bias, positions, prefix):
@@ -549,7 +549,7 @@ def test_a_prefix_or_frames_add_no_pass():
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bfloat16"])
 def test_every_kernel_serves_the_named_shapes_or_says_why_not(chip, dtype):
     from pallas_patch_embed.backends import explain
-    from pallas_patch_embed.problem import Problem
+    from pallas_patch_embed.base.problem import Problem
 
     for shape in VIT_SHAPES:
         problem = Problem(

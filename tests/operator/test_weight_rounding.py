@@ -11,10 +11,10 @@ from bounds import assert_bit_equal
 from PIL import Image
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed import weight_rounding
-from pallas_patch_embed.packing import _reciprocal
-from pallas_patch_embed.params import patch_length
-from pallas_patch_embed.weight_rounding import PatchShape, gains, relative_errors
+from pallas_patch_embed.patch_embedding import weight_rounding
+from pallas_patch_embed.patch_embedding.packing import _reciprocal
+from pallas_patch_embed.patch_embedding.params import patch_length
+from pallas_patch_embed.patch_embedding.weight_rounding import PatchShape, gains, relative_errors
 
 DATA = Path(__file__).parents[1] / "data" / "dinov2_s14" / "patch_embedding.npz"
 PHOTOS = sorted((Path(ppe.__file__).parent / "photos").glob("*.png"))

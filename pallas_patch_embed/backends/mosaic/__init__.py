@@ -14,9 +14,9 @@ from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import heuristics, launch, sm90, sm100
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
-from pallas_patch_embed.buffers import call_kernel
-from pallas_patch_embed.chips import B200, B300, H200, Chip, Target
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import B200, B300, H200, Chip, Target
+from pallas_patch_embed.base.lowering import call_kernel
+from pallas_patch_embed.base.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic.sm90 import MOST_SLOTS, HopperConfig
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
-from pallas_patch_embed.chips import Chip
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import Chip
+from pallas_patch_embed.base.problem import Problem
 
 
 def slice_widths(problem: Problem, widths: tuple[int, ...]) -> list[int]:

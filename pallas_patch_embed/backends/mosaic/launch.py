@@ -15,8 +15,8 @@ from jax import lax
 from pallas_patch_embed.backends import schedule, tiles
 from pallas_patch_embed.backends.mosaic.layouts import Views
 from pallas_patch_embed.backends.tiles import Grid
-from pallas_patch_embed.chips import Chip
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import Chip
+from pallas_patch_embed.base.problem import Problem
 
 # Alignment of Mosaic's arrays in shared memory, in bytes.
 ALIGNMENT = 1024

@@ -38,8 +38,8 @@ from jax import lax
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import interpreted, launch, layouts
 from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
-from pallas_patch_embed.chips import Chip
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import Chip
+from pallas_patch_embed.base.problem import Problem
 
 # Number of warpgroups that multiply, and of all warpgroups of a thread block.
 CONSUMERS = 2

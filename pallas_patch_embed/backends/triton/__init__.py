@@ -21,9 +21,9 @@ from jax import lax
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
-from pallas_patch_embed.buffers import call_kernel
-from pallas_patch_embed.chips import A100, B200, Chip, Target
-from pallas_patch_embed.problem import Problem
+from pallas_patch_embed.base.chips import A100, B200, Chip, Target
+from pallas_patch_embed.base.lowering import call_kernel
+from pallas_patch_embed.base.problem import Problem
 
 EVIDENCE = (
     "the tests execute it in Triton's interpreter, and compile it for sm_80, sm_86, sm_89, sm_90, "

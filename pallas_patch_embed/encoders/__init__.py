@@ -1,0 +1,1 @@
+"""Whole vision encoders: the readers of checkpoints, and the transformer."""

@@ -1,0 +1,1 @@
+"""The operator itself: its public functions, its parameters and the JAX primitive."""
