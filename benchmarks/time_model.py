@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import results
+from benchmarks import decisions, results
 from benchmarks.audit import L2_BYTES, MULTIPLY_ADDS, image_problem
 from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import cuda, stored, tiles
@@ -188,7 +188,7 @@ def records(folder: Path = RECORDS) -> list[dict[str, Any]]:
 def tuned_records(chip: Chip) -> list[dict[str, Any]]:
     """Returns records of the heuristics' configs in the package's file for a chip."""
     found = []
-    tuned = stored.read(stored.path_of(chip)).results
+    tuned = stored.read(decisions.results_of(chip)).results
     names = [shape.name for shape in NAMED_SHAPES]
     every = itertools.product(names, command.IMAGES, tiles.DTYPES, command.SOURCES)
     for shape, images, dtype, source in every:

@@ -6,7 +6,7 @@ import itertools
 import pytest
 from repository import ROOT
 
-from benchmarks import results, time_model
+from benchmarks import decisions, results, time_model
 from benchmarks.time_model import H100
 from pallas_patch_embed.backends import BACKENDS, cuda, stored, tiles
 from pallas_patch_embed.base.chips import H200
@@ -29,7 +29,7 @@ def rows_of(page, heading):
 
 def tuned_results(chip):
     """Yields (name of a problem, result) for every named problem that a package's file has."""
-    measured = stored.read(stored.path_of(chip)).results
+    measured = stored.read(decisions.results_of(chip)).results
     for what, task in command.list_tasks(backends=TUNED):
         if result := measured.get(task.key):
             yield what, result
@@ -167,7 +167,7 @@ def test_cuda_is_preferred_where_it_was_measured_to_be_faster():
 def test_with_many_rows_cuda_takes_this_part_of_the_time(chip, bfloat16, one_byte, narrow):
     """docs/experiments/hopper.md has these numbers, of the heuristics' configs in a burst."""
     times = collections.defaultdict(dict)
-    measured = stored.read(stored.path_of(chip)).results
+    measured = stored.read(decisions.results_of(chip)).results
     for _, task in command.list_tasks(backends=TUNED[:2], sources=["patches"]):
         if (result := measured.get(task.key)) and task.problem.rows > 65536:
             heuristic = next(iter(result.times.values()))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from repository import ROOT
 
-from benchmarks import results, time_model
+from benchmarks import decisions, results, time_model
 from pallas_patch_embed.backends import cuda, stored
 from pallas_patch_embed.base.chips import B200, H200
 from pallas_patch_embed.base.problem import named_shape
@@ -87,7 +87,7 @@ def test_the_estimate_chooses_kernels_that_were_measured_to_be_fast():
 
 def test_the_estimate_chooses_kernels_that_are_fast_on_an_H200():
     """Its constants were fitted on an H100 to earlier kernels, so this is not part of the fit."""
-    measured = stored.read(stored.path_of(H200)).results
+    measured = stored.read(decisions.results_of(H200)).results
     ratios = []
     for _, task in command.list_tasks(backends=["cuda"]):
         if result := measured.get(task.key):
