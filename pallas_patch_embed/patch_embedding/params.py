@@ -170,8 +170,8 @@ class PatchEmbedParams:
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"PatchEmbedParams.load: {path!r} does not contain PatchEmbedParams: "
-                f"{error}. Expected a file that PatchEmbedParams.save wrote; pack the checkpoint "
-                "again with pack(...)."
+                f"{str(error).rstrip('.')}. Expected a file that PatchEmbedParams.save wrote; pack "
+                "the checkpoint again with pack(...)."
             ) from error
 
 
@@ -395,10 +395,12 @@ def check_normalisation(
             colours = ()
         positive = name == "image_mean" or min(colours, default=0) > 0
         if len(colours) != channels or not all(0 <= x <= 1 for x in colours) or not positive:
-            expected = {3: "three numbers in [0, 1] for red, green and blue"}
+            each = f"of the {channels} channels" if channels > 1 else "channel"
+            expected = f"numbers in [0, 1], one for each {each}"
+            if channels == 3:
+                expected = "three numbers in [0, 1] for red, green and blue"
             raise ValueError(
-                f"{name} is {value!r}, expected "
-                f"{expected.get(channels, f'{channels} numbers in [0, 1], one for each channel')}"
+                f"{name} is {value!r}, expected {expected}"
                 f"{'' if name == 'image_mean' else ', all positive'}. Take them from the model's "
                 "preprocessor, and divide them by 255 if they are for pixels of 0 to 255."
             )

@@ -139,7 +139,10 @@ BAD = {
     "K is not divisible": (pack(kernel=np.zeros((64, N)), layout="KN"), "C = 3, K = 48"),
     "channels of zero": (pack(channels=0), "channels is 0, expected a positive integer"),
     "channels of text": (pack(channels="4"), "channels is '4', expected a positive integer"),
-    "three means": (pack(image_mean=(0.4,) * 3), "expected 4 numbers in .0, 1., one for each"),
+    "three means": (
+        pack(image_mean=(0.4,) * 3),
+        "expected numbers in .0, 1., one for each of the 4 channels",
+    ),
     "images of RGB": (
         lambda: ppe.embed_images(np.zeros((8, 12, 3), np.uint8), RGBA),
         r"expected \[..., H, W, 4\]. Pass images of that many channels",
