@@ -24,7 +24,8 @@ from benchmarks import accuracy, contenders, devices, encoder, plots, results
 from benchmarks.ceilings import Ceiling, memory_ceilings, product_ceiling
 from benchmarks.contenders import SOURCES, Case, Entry
 from benchmarks.results import REGIMES, Result
-from pallas_patch_embed.base.problem import DTYPES, NAMED_SHAPES, named_shape
+from pallas_patch_embed.base.dtypes import DTYPES
+from pallas_patch_embed.base.problem import NAMED_SHAPES, named_shape
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.commands.tune.timing import Contender, Timing
 

@@ -11,7 +11,8 @@ import numpy as np
 
 import pallas_patch_embed as ppe
 from benchmarks import encoder as encoders
-from pallas_patch_embed.base.problem import DTYPES, named_shape
+from pallas_patch_embed.base.dtypes import DTYPES
+from pallas_patch_embed.base.problem import named_shape
 from pallas_patch_embed.commands.demo import compare, photographs
 
 RANDOM = "random weights"

@@ -27,6 +27,7 @@ from pallas_patch_embed.backends.cuda_tuning import Tuning
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
 from pallas_patch_embed.base.chips import B200, B300, H200, Chip, Target
+from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.lowering import call_kernel
 from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.base.problem import Problem
@@ -50,7 +51,7 @@ BUILD_FAILURE = LIBRARY.with_suffix(".txt")
 INTERFACE = 4
 
 # Spelling of each dtype in the names of kernels.
-SPELLED = {"float8_e4m3fn": "e4m3", "int8": "i8", "bfloat16": "bf16", "float32": "f32"}
+SPELLED = {row.name: row.cuda for row in TABLE.values()}
 IMAGES = "u8"
 
 # Constants of the estimated time of a Hopper kernel, in cycles. They were fitted to bursts of 265

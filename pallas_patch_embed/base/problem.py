@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8")
-OUT_DTYPES = ("bfloat16", "float32")
 K_MULTIPLE = 128
 
 

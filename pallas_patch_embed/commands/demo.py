@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_patch_embed.base.devices import check_devices
+from pallas_patch_embed.base.dtypes import DTYPES
 from pallas_patch_embed.base.files import check_place, open_regular, written_atomically
 from pallas_patch_embed.base.messages import printable
-from pallas_patch_embed.base.problem import DTYPES, NamedShape, named_shape
+from pallas_patch_embed.base.problem import NamedShape, named_shape
 from pallas_patch_embed.patch_embedding.api import embed_images, explain
 from pallas_patch_embed.patch_embedding.packing import pack
 from pallas_patch_embed.patch_embedding.params import PatchEmbedParams

@@ -5,7 +5,7 @@ import dataclasses
 import os
 from typing import Any, Literal
 
-from pallas_patch_embed.base.problem import DTYPES
+from pallas_patch_embed.base.dtypes import DTYPES
 from pallas_patch_embed.embed.pictures import MOST_BYTES, MOST_PIXELS
 
 MOST_WORKERS = 32

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_patch_embed.base.dtypes import OUT_DTYPES
 from pallas_patch_embed.base.messages import quoted
-from pallas_patch_embed.base.problem import OUT_DTYPES
 from pallas_patch_embed.encoders.arrays import (
     EXPECTED,
     LARGEST_WEIGHT,

@@ -13,6 +13,7 @@ from jax import lax
 
 from pallas_patch_embed.base.array_arguments import AnyArray, as_array
 from pallas_patch_embed.base.chips import cuda_is_installed
+from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.problem import is_known
 from pallas_patch_embed.encoders.config import ACTIVATIONS, Config
 from pallas_patch_embed.layers.norm import layer_norm
@@ -230,7 +231,7 @@ def _encode_patches(
         position_embedding=resize_to_each(encoder.positions, spatial_shapes, patches.shape[1]),
         out_dtype=encoder.dtype,
     )
-    if params.dtype == "int8":
+    if TABLE[params.dtype].holds_levels:
         # Because of the rounding to integers the derivative would be zero, without an error.
         x = primitive.without_gradient(patches, x)
     return transform(encoder, x, mask)

@@ -15,14 +15,8 @@ from pallas_patch_embed.backends import Explanation, check_name, choose
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.base.array_arguments import AnyArray, as_array, dtype_name, has_values
 from pallas_patch_embed.base.chips import Target, default_device
-from pallas_patch_embed.base.problem import (
-    DTYPES,
-    K_MULTIPLE,
-    OUT_DTYPES,
-    PatchLayout,
-    Problem,
-    Shaped,
-)
+from pallas_patch_embed.base.dtypes import OUT_DTYPES, TABLE
+from pallas_patch_embed.base.problem import K_MULTIPLE, PatchLayout, Problem, Shaped
 from pallas_patch_embed.patch_embedding import primitive
 from pallas_patch_embed.patch_embedding.packing import prepend_prefix
 from pallas_patch_embed.patch_embedding.params import PatchEmbedParams, check_params
@@ -113,10 +107,10 @@ def _encoded(
 ) -> jax.Array:
     """Returns the rows that `encoder` makes from pixels; differentiating them raises an error."""
     floating = jnp.issubdtype(pixels.dtype, jnp.floating)
-    if floating and params.dtype == "int8":
+    if floating and TABLE[params.dtype].holds_levels:
         pixels = primitive.not_differentiated(pixels)
     encoded = encoder(pixels, params.layout, params.encoding)
-    if floating and params.dtype != "int8":
+    if floating and not TABLE[params.dtype].holds_levels:
         # The derivative would be zero for each pixel that is encoded as a uint8 level.
         encoded = primitive.without_gradient(pixels, lax.stop_gradient(encoded))
     return encoded
@@ -220,7 +214,7 @@ def embed_images(
         return _bind(*arguments, layout=params.layout, cut=cut)
     patches = rows(images, params.layout, params.encoding)
     y = _bind(patches, params, position_embedding, backend, out_dtype, _path(tuned))
-    if params.dtype == "int8":
+    if TABLE[params.dtype].holds_levels:
         # Because of the rounding to integers the derivative would be zero, without an error.
         y = primitive.without_gradient(images, y)
     return y
@@ -379,7 +373,7 @@ def _check_images(images: Any, params: PatchEmbedParams) -> None:
 def _check_patches(patches: Any, params: PatchEmbedParams) -> None:
     dtype = dtype_name(patches)
     if dtype != params.dtype:
-        packing = f", or pack the params with dtype={dtype!r}" if dtype in DTYPES else ""
+        packing = f", or pack the params with dtype={dtype!r}" if dtype in TABLE else ""
         raise TypeError(
             f"patch_embed: patches have dtype {dtype}, but the params are packed for "
             f"{params.dtype}. Make patches with patchify(images, params), which encodes pixels"

@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_patch_embed.base.array_arguments import AnyArray, as_array
+from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.problem import is_known, padded
 from pallas_patch_embed.patch_embedding.params import (
     PatchEmbedParams,
@@ -52,9 +53,6 @@ LAYOUTS = {
     "KN": ("[K, N]", (1, 0)),
     "NK": ("[N, K]", (0, 1)),
 }
-
-# The largest magnitude of each quantised format.
-QUANTISED_MAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
 
 # Smallest scale of a channel: 128 times the smallest normal float32, so that the scale is still a
 # normal number after the multiplication by 2 / 255 for int8.
@@ -352,7 +350,7 @@ def _packed(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Computes weight, scale, offset and table."""
     weight = _weight_of_pixels(kernel, layout, shape, std)
-    if dtype in QUANTISED_MAX:
+    if TABLE[dtype].scaled:
         weight, scale = _quantised(weight, dtype, rounding, shape)
     else:
         scale = jnp.ones_like(weight, np.float32, shape=(len(weight),))
@@ -360,9 +358,7 @@ def _packed(
     offset = jnp.zeros_like(scale) if bias is None else bias.astype(jnp.float32)
     for constant in _constants(weight, scale, mean, shape):
         offset = offset + rounded(constant)
-    table = _table(
-        offset, positions, prefix, grid, jnp.float32 if dtype == "float32" else jnp.bfloat16
-    )
+    table = _table(offset, positions, prefix, grid, TABLE[dtype].table)
     K = weight.shape[1]
     weight = jnp.pad(weight, ((0, 0), (0, padded(K) - K)))
     return weight, scale, offset, table
@@ -427,9 +423,9 @@ def _constants(
     sum over k of weight * (1 - 2 mean). For int8 the pixel is encoded as i = u - 128, and
     v = (2i + 1) / 255: 2 / 255 is part of the scale, and 1 / 255 is added to 1 - 2 mean.
     """
-    int8 = weight.dtype == jnp.int8
+    levels = TABLE[weight.dtype.name].holds_levels
     shift = [1 - 2 * x for x in (mean or (0.5,))]
-    factors = [0.5 + 127.5 * x for x in shift] if int8 else shift
+    factors = [0.5 + 127.5 * x for x in shift] if levels else shift
     # With the default mean all channels have the same constant.
     of_channels = jnp.expand_dims(weight, 1) if mean is None else shape.by_channel(weight)
     for channel, factor in enumerate(factors):
@@ -444,7 +440,7 @@ def _sum(weight: jax.Array) -> jax.Array:
     Each float is split into two integer multiples of powers of two, which are chosen for its row.
     The remainder that is dropped is at most 2^-29 of the row's largest magnitude.
     """
-    if weight.dtype == jnp.int8:
+    if jnp.issubdtype(weight.dtype, jnp.integer):
         return jnp.sum(weight, axis=1, dtype=jnp.int32).astype(jnp.float32)
     weight = weight.astype(jnp.float32)
     exponent = jnp.int32(0xFF << 23)
@@ -472,8 +468,7 @@ def _quantised(
 
     For int8 the scale includes the factor 2 / 255.
     """
-    largest = QUANTISED_MAX[dtype]
-    factor = 2 / 255 if dtype == "int8" else 1.0
+    largest, factor = TABLE[dtype].largest, TABLE[dtype].unit
     # The transposed kernel is read twice, for the scales and for the weights. The barrier makes XLA
     # transpose it only once.
     weight = lax.optimization_barrier(weight)
@@ -549,8 +544,8 @@ def _warn_of_channels(
         packed = _packed(kernel, None, None, None, **packing, grid=None, mean=None, std=std)
         weight, scale = jax.device_get(packed[:2])
     weight, scale = weight[:, : params.K].astype(np.float64), scale.astype(np.float64)
-    factor = 2 / 255 if params.dtype == "int8" else 1.0
-    errors = relative_errors(exact, weight * (scale / factor)[:, None], shape)
+    scale = scale / TABLE[params.dtype].unit
+    errors = relative_errors(exact, weight * scale[:, None], shape)
     found = np.flatnonzero(errors > warn_above)
     if not found.size:
         return

@@ -5,6 +5,7 @@ import json
 import math
 import operator
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -13,8 +14,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.files import written_atomically
-from pallas_patch_embed.base.problem import DTYPES, PatchLayout, padded
+from pallas_patch_embed.base.problem import PatchLayout, padded
 from pallas_patch_embed.patch_embedding.patches import Encoding
 
 # Type of one number for each channel of the images, such as red, green and blue.
@@ -103,7 +105,7 @@ class PatchEmbedParams:
     @property
     def table_dtype(self) -> str:
         """The dtype of the table: float32 if `dtype` is float32, otherwise bfloat16."""
-        return "float32" if self.dtype == "float32" else "bfloat16"
+        return TABLE[self.dtype].table
 
     @property
     def nbytes(self) -> int:
@@ -203,7 +205,7 @@ def _describe(leaf: Any) -> str:
 
 
 def _stored_dtype(dtype: str) -> np.dtype:
-    return np.dtype("uint8") if dtype == "float8_e4m3fn" else np.dtype(jnp.dtype(dtype))
+    return np.dtype(TABLE[dtype].stored)
 
 
 def _from_file(tensors: dict[str, Any], metadata: dict[str, str]) -> PatchEmbedParams:
@@ -323,17 +325,17 @@ def check_patch_size(patch_size: Any) -> int:
     return size
 
 
-def check_dtype(dtype: Any, name: str = "dtype", among: tuple[str, ...] = DTYPES) -> str:
+def check_dtype(dtype: Any, name: str = "dtype", among: Iterable[str] = TABLE) -> str:
     """Returns the name of a dtype, given as a name or a dtype.
 
     Raises:
       ValueError: it is not one of `among`.
     """
     try:
-        found = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+        found = dtype if isinstance(dtype, str) else str(jnp.dtype(dtype).name)
     except TypeError:
-        found = None
-    if found not in among:
+        found = ""
+    if found not in list(among):
         raise ValueError(f"{name} is {dtype!r}, expected one of {', '.join(among)}.")
     return found
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.base import range_check
+from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.problem import PatchLayout, is_known, padded
 
 # A float pixel within this distance of the value of a uint8 level is encoded as that level. The
@@ -131,7 +132,7 @@ def encode(pixels: jax.Array, encoding: Encoding) -> jax.Array:
             pixel = rounded(pixel * factor) + summand
         pixel = jnp.clip(pixel, -1.0, 1.0)
         level = jnp.round((pixel + 1.0) * 127.5)
-    if encoding.dtype == "int8":
+    if TABLE[encoding.dtype].holds_levels:
         return (level - 128.0).astype(jnp.int8)
     at_level = (2.0 * level - 255.0) * np.float32(1 / 255)
     if pixels.dtype != jnp.uint8:

@@ -19,6 +19,7 @@ them: the bits are the same inside and outside of jit, on a CPU and on a GPU.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import lax
+
+from pallas_patch_embed.base.dtypes import TABLE
 
 # Distance in pixels at which the covariance of photographs has fallen to 1 / e, and the correlation
 # of two colours of a pixel. Frames of a video count as one pixel apart.
@@ -46,7 +49,7 @@ HALF_ERROR = 1 << (WEIGHT_BITS - ERROR_BITS - 1)
 
 # An error is stored as int16, so it is less than 32. The largest sum of the magnitudes of the gains
 # for which no sum exceeds int32: 448 + 32 * 17 < 1024 = 2^(31 - 21).
-LARGEST_GAINS = 17.0
+LARGEST_WEIGHT, LARGEST_GAINS = 448.0, 17.0
 
 
 ROUNDINGS = ("feedback", "nearest")
@@ -192,20 +195,25 @@ def relative_errors(
 
 
 def round_to_nearest(x: jax.Array, dtype: str) -> jax.Array:
-    """Rounds float32 to the nearest number of int8 or float8_e4m3fn, ties to even.
+    """Rounds float32 to the nearest number of int8 or a float8, ties to even.
 
-    Numbers beyond the range become the largest of that sign, 127 or 448. XLA's own conversion
-    rounds twice on a CPU, first to float16.
+    Numbers beyond the range become the largest of that sign. XLA's own conversion to float8 rounds
+    twice on a CPU, first to float16.
     """
-    if dtype == "int8":
-        return jnp.clip(jnp.round(x), -127, 127).astype(jnp.int8)
-    # Four significant bits; below 2^-6 the distance between two numbers is 2^-9.
+    largest = TABLE[dtype].largest
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.clip(jnp.round(x), -largest, largest).astype(dtype)
+    # Float32 has 23 fraction bits. Below the smallest normal number the distance between two
+    # numbers of the dtype is `step`.
+    format = jnp.finfo(dtype)
+    dropped = 23 - format.nmant
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
+    bits = (bits + (2 ** (dropped - 1) - 1) + ((bits >> dropped) & 1)) & -(2**dropped)
     normal = lax.bitcast_convert_type(bits, jnp.float32)
-    subnormal = jnp.round(x * np.float32(2**9)) * np.float32(2**-9)
-    nearest = jnp.where(jnp.abs(x) < 2**-6, subnormal, normal)
-    return jnp.clip(nearest, -448, 448).astype(jnp.float8_e4m3fn)
+    step = 2.0 ** int(format.minexp - format.nmant)
+    subnormal = jnp.round(x * np.float32(1 / step)) * np.float32(step)
+    nearest = jnp.where(jnp.abs(x) < 2.0 ** int(format.minexp), subnormal, normal)
+    return jnp.clip(nearest, -largest, largest).astype(dtype)
 
 
 def round_with_feedback(x: jax.Array, dtype: str, shape: PatchShape) -> jax.Array:
@@ -213,13 +221,16 @@ def round_with_feedback(x: jax.Array, dtype: str, shape: PatchShape) -> jax.Arra
 
     Args:
       x: float32, with magnitudes up to the largest of `dtype`.
-      dtype: "int8" or "float8_e4m3fn".
+      dtype: "int8" or a float8.
       shape: the shape of a patch, of K numbers.
 
     Returns:
       [N, K] of `dtype`. The rounding of a channel does not depend on the other channels.
     """
-    fixed = jnp.round(shape.by_channel(x) * np.float32(2**WEIGHT_BITS)).astype(jnp.int32)
+    # Formats with a larger range than float8_e4m3fn have fewer fraction bits.
+    more = max(0, math.ceil(math.log2(TABLE[dtype].largest / LARGEST_WEIGHT)))
+    unit = np.float32(2.0 ** (WEIGHT_BITS - more))
+    fixed = jnp.round(shape.by_channel(x) * unit).astype(jnp.int32)
     same, mean, within = map(jnp.asarray, gains(shape))
 
     def fed_back(errors: jax.Array, gain: jax.Array) -> jax.Array:
@@ -227,7 +238,7 @@ def round_with_feedback(x: jax.Array, dtype: str, shape: PatchShape) -> jax.Arra
         return jnp.sum(errors.astype(jnp.int32) * lax.expand_dims(gain, (0, 1)), axis=2)
 
     def error_of(exact: jax.Array, rounded: jax.Array) -> jax.Array:
-        back = (rounded.astype(jnp.float32) * np.float32(2**WEIGHT_BITS)).astype(jnp.int32)
+        back = (rounded.astype(jnp.float32) * unit).astype(jnp.int32)
         error = (exact - back + HALF_ERROR) >> (WEIGHT_BITS - ERROR_BITS)
         return jnp.clip(error, -(2**15) + 1, 2**15 - 1)
 
@@ -239,9 +250,7 @@ def round_with_feedback(x: jax.Array, dtype: str, shape: PatchShape) -> jax.Arra
         def round_channel(change: jax.Array, of_channel: Any) -> tuple[jax.Array, jax.Array]:
             exact, within = of_channel
             changed = exact - change
-            rounded = round_to_nearest(
-                changed.astype(jnp.float32) * np.float32(2**-WEIGHT_BITS), dtype
-            )
+            rounded = round_to_nearest(changed.astype(jnp.float32) * (1 / unit), dtype)
             return change + error_of(changed, rounded) * within, rounded
 
         # A loop of a few steps would cost a GPU more than the steps.

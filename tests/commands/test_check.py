@@ -21,7 +21,8 @@ from repository import ROOT, environment
 
 from pallas_patch_embed.backends import triton, xla
 from pallas_patch_embed.base import ending
-from pallas_patch_embed.base.problem import DTYPES, OUT_DTYPES, Problem
+from pallas_patch_embed.base.dtypes import DTYPES, OUT_DTYPES
+from pallas_patch_embed.base.problem import Problem
 from pallas_patch_embed.commands import cli
 from pallas_patch_embed.commands.check import command, memory, work
 from pallas_patch_embed.commands.check.cases import (

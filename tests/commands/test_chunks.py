@@ -9,7 +9,7 @@ from PIL import Image
 from shard_folders import assert_same, by_id, run
 from short_suite import keep
 
-from pallas_patch_embed.base.problem import DTYPES
+from pallas_patch_embed.base.dtypes import DTYPES
 from pallas_patch_embed.embed import Embedder, command
 from pallas_patch_embed.embed.embedder import BATCH_ON_CPU
 

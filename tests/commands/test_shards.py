@@ -313,7 +313,7 @@ def test_an_npz_has_the_failures_and_the_settings(tmp_path, pictures):
         "embedding_dtype": "float16",
         "image_column": None,
         "keep": [],
-        "arithmetic": 1,
+        "arithmetic": provenance.ARITHMETIC["int8"],
     }
 
 

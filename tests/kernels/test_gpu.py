@@ -26,13 +26,8 @@ from pallas_patch_embed.backends import BACKENDS, cuda
 from pallas_patch_embed.backends.cuda import SPELLED
 from pallas_patch_embed.backends.mosaic import SM90
 from pallas_patch_embed.base.chips import Target
-from pallas_patch_embed.base.problem import (
-    NAMED_SHAPES,
-    OUT_DTYPES,
-    PatchLayout,
-    Problem,
-    named_shape,
-)
+from pallas_patch_embed.base.dtypes import OUT_DTYPES
+from pallas_patch_embed.base.problem import NAMED_SHAPES, PatchLayout, Problem, named_shape
 from pallas_patch_embed.commands.check import compare, memory, work
 from pallas_patch_embed.commands.check.cases import ODD, SOURCES, Case
 from pallas_patch_embed.commands.check.compare import Counts, compared

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.base.problem import DTYPES as DTYPES
+from pallas_patch_embed.base.dtypes import DTYPES as DTYPES
 
 UNIT_ROUNDOFF = 2.0**-24
 

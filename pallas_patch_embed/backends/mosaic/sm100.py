@@ -41,6 +41,7 @@ from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import interpreted, launch, layouts
 from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
 from pallas_patch_embed.base.chips import Chip
+from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.problem import Problem
 
 # Rows of an accumulator, which are the lanes of tensor memory.
@@ -171,7 +172,7 @@ class Scratch:
         weight_chunks = slots if config.stream_weight else chunks
         staged = (STORERS * BUFFERS, ROWS, config.store_n(problem))
         ring, columns = (slots, ROWS, tile_k), ACCUMULATORS * config.tile_n
-        sum_dtype = jnp.int32 if problem.dtype == "int8" else jnp.float32
+        sum_dtype = jnp.dtype(TABLE[problem.dtype].accumulator)
         ordered = dict(orders_tensor_core=True)
         pair_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",))
         read_barrier = pair_barrier if config.collective else plgpu.Barrier

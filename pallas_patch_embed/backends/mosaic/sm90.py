@@ -39,6 +39,7 @@ from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import interpreted, launch, layouts
 from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
 from pallas_patch_embed.base.chips import Chip
+from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.problem import Problem
 
 # Number of warpgroups that multiply, and of all warpgroups of a thread block.
@@ -316,7 +317,7 @@ class Worker(launch.Worker):
             free(self.chunks - 1, pending=0)
             return accumulator[...]
 
-        kind = jnp.int32 if self.problem.dtype == "int8" else jnp.float32
+        kind = jnp.dtype(TABLE[self.problem.dtype].accumulator)
         return pl.run_scoped(accumulate, plgpu.ACC((self.config.rows, self.config.tile_n), kind))
 
     def load_terms(self, g: int, table_row):

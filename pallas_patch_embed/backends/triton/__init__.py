@@ -22,6 +22,7 @@ from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.backends.tiles import Grid
 from pallas_patch_embed.base.chips import A100, B200, Chip, Target
+from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.lowering import call_kernel
 from pallas_patch_embed.base.problem import Problem
 
@@ -58,9 +59,7 @@ MULTIPLIED, LOADED, ENCODED, STORED = 2048, 72, 32, 5
 WAIT_INT8, WAIT, SHARING, TILE_OVERHEAD = 350, 80, 1.1, 800
 
 # Triton's name of each dtype.
-TYPES = dict(
-    float32="fp32", bfloat16="bf16", float8_e4m3fn="fp8e4nv", int8="i8", uint8="u8", int32="i32"
-)
+TYPES = {row.name: row.triton for row in TABLE.values()} | dict(uint8="u8", int32="i32")
 
 # Largest number of bytes that one thread loads at once.
 MAX_VECTOR = 16

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pallas_patch_embed.base.dtypes import OUT_DTYPES
 from pallas_patch_embed.base.problem import (
     NAMED_SHAPES,
-    OUT_DTYPES,
     NamedShape,
     PatchLayout,
     Problem,

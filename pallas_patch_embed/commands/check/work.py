@@ -23,7 +23,8 @@ from pallas_patch_embed.base import versions
 from pallas_patch_embed.base.child import Send
 from pallas_patch_embed.base.chips import A100, B200, H200, Chip, Target
 from pallas_patch_embed.base.devices import check_devices
-from pallas_patch_embed.base.problem import DTYPES, Problem
+from pallas_patch_embed.base.dtypes import DTYPES
+from pallas_patch_embed.base.problem import Problem
 from pallas_patch_embed.commands.check import cases
 from pallas_patch_embed.commands.check.cases import Case
 from pallas_patch_embed.commands.check.compare import Counts, Cut, Run, compared
