@@ -124,8 +124,8 @@ class Stored:
 
     path: Path
     head: dict[str, Any]
-    results: dict[str, Result]
-    decisions: dict[tuple[Any, ...], Decision]
+    results: dict[str, Result] = dataclasses.field(default_factory=dict)
+    decisions: dict[tuple[Any, ...], Decision] = dataclasses.field(default_factory=dict)
 
     def decision(self, backend: str, problem: Problem) -> Decision | None:
         """Returns what was found for a problem; None if nothing was measured."""
