@@ -307,9 +307,9 @@ class Snapshot:
     def state(self, entry: Entry) -> State:
         """Returns what earlier runs have written about a picture."""
         for each in (entry, Entry(entry.id))[: 1 + self.only_ids]:
-            wanted = np.bytes_(key(each))  # numpy removes zeros at the end of both.
+            wanted = key(each).rstrip(b"\0")  # numpy removes zeros at the end of what it stores.
             i = np.searchsorted(self.records["key"], wanted)
-            if i < len(self.records) and self.records["key"][i] == wanted:
+            if i < len(self.records) and bytes(self.records["key"][i]) == wanted:
                 _, size, modified, failed = self.records[i].item()
                 return state(each, Version(size, modified), failed=failed)
         return State.NEW

@@ -28,7 +28,7 @@ from shard_folders import (
 )
 
 from pallas_patch_embed.commands import cli
-from pallas_patch_embed.embed import command, folder, provenance, sources
+from pallas_patch_embed.embed import command, folder, ledger, provenance, sources
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.provenance import CheckpointHash
 from pallas_patch_embed.embed.tables import ABOUT
@@ -482,6 +482,16 @@ def test_other_kept_columns_are_refused_in_words(tmp_path):
         with pytest.raises(ValueError, match=r"keep was \['txt'\] and is now \["):
             run([tmp_path / "t.tar"], tmp_path / "out", keep=keep)
     assert shards(tmp_path / "out")["txt"] == ["a"]
+
+
+def test_every_picture_of_earlier_runs_is_known_on_a_cluster():
+    """One of 256 keys ends in a zero byte, which numpy does not store."""
+    entries = [Entry(f"{i}.png", Origin(f"/pictures/{i}.png")) for i in range(4000)]
+    done = ledger.Ledger()
+    done.written(entries, 1, failed=False)
+    snapshot = done.snapshot()
+    assert {snapshot.state(entry) for entry in entries} == {ledger.State.DONE}
+    assert snapshot.state(Entry("x", Origin("/pictures/x.png"))) is ledger.State.NEW
 
 
 # Earlier versions, and the records of this one.
