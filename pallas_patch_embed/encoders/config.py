@@ -179,15 +179,19 @@ class Config:
 def _vision_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Finds the config of the vision tower; returns the config that contains it, and it.
 
-    The tower's config is the config itself, or the field vision_config of it or of one of its
-    fields, such as vlm_config.
+    The tower's config is the config itself, its innermost field vision_config, or the same of one
+    of its fields whose names end in _config, such as vlm_config.
     """
     owners, unread = [], [config]
     while unread:
         part = unread.pop()
         if "vision_config" in part or (part is config and "text_config" in part):
-            owners.append(part)
-        elif part is not config and part.get("model_type") in MODEL_TYPES:
+            vision = part.get("vision_config")
+            if isinstance(vision, Mapping) and "vision_config" in vision:
+                unread.append(vision)
+            else:
+                owners.append(part)
+        elif part is not config and str(part.get("model_type")) in MODEL_TYPES:
             owners.append({"vision_config": part})
         else:
             unread += [
@@ -206,7 +210,7 @@ def _vision_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mappin
     vision = {} if vision is None else vision
     if not isinstance(vision, Mapping):
         raise ValueError(f"vision_config is {_short(vision)}, expected an object of fields.")
-    return _vision_config(vision) if "vision_config" in vision else (owners[0], vision)
+    return owners[0], vision
 
 
 def _is_naflex(config: Mapping[str, Any], vision: Mapping[str, Any]) -> bool:

@@ -1033,6 +1033,14 @@ def a_folder_of_an_adapter(tmp_path):
     return path
 
 
+@damaged("num_channels is 0, expected a positive integer")
+def a_config_below_hundreds_of_others(tmp_path):
+    config = config_of(HF) | {"num_channels": 0}
+    for _ in range(400):
+        config = {"vision_config": {"some_config": {"model_type": []}, "vision_config": config}}
+    return folder(tmp_path, arrays(HF), config)
+
+
 @damaged("contains 2 fields named vision_config")
 def two_vision_configs(tmp_path):
     part = {"vision_config": config_of(HF)}
