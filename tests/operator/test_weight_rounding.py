@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bounds import assert_bit_equal
-from PIL import Image
+from PIL import Image, ImageDraw
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.patch_embedding import weight_rounding
@@ -184,7 +184,7 @@ def test_the_offset_belongs_to_the_rounded_weight(name, rounding):
     total = weight.sum(1) * np.asarray(params.scale, np.float64)
     np.testing.assert_allclose(params.offset, bias + total / 2, rtol=1e-6, atol=1e-6)
     assert not weight[:, params.K :].any()
-    assert params.K == patch_length(shape.patch_size, shape.frames, shape.channels)
+    assert params.K == patch_length(*shape)
 
 
 def trained():
@@ -202,8 +202,19 @@ def photographs():
     return np.concatenate(found)
 
 
+def page_of_text():
+    """Returns the patches of a page of small black text, [S, 588] of levels."""
+    page = Image.new("RGB", (252, 252), "white")
+    for line in range(20):
+        text = "The errors of neighbouring weights cancel."[line:]
+        ImageDraw.Draw(page).text((4, 4 + 12 * line), text, fill="black")
+    return np.asarray(page).reshape(18, 14, 18, 14, 3).swapaxes(1, 2).reshape(-1, 588)
+
+
 PICTURES = {
     "photographs": photographs,
+    "text": page_of_text,
+    "chessboard": lambda: np.repeat(np.indices((14, 14)).sum(0) % 2 * 255, 3).reshape(1, 588),
     "white": lambda: np.full((1, 588), 255),
     "black": lambda: np.full((1, 588), 0),
     "grey": lambda: np.full((1, 588), 128),
@@ -216,6 +227,8 @@ PICTURES = {
 # the 384 channels of the checkpoint the errors are 0.23, 0.13, 0.12, 0.21, 0.21 and 0.93%.
 BARS = {
     "photographs": (0.004, 5),
+    "text": (0.006, 2),
+    "chessboard": (0.06, 1 / 1.25),
     "white": (0.003, 10),
     "black": (0.003, 10),
     "grey": (0.004, 5),
@@ -251,7 +264,21 @@ def test_trained_int8_weights_are_as_exact_as_bfloat16():
     # Rounding the result to bfloat16 errs by 0.17% or more.
     assert feedback["photographs"] <= 0.003
     bfloat16 = errors_of("bfloat16", "nearest", kernel, bias, **normalisation)
-    assert feedback["photographs"] <= 2 * bfloat16["photographs"]
+    assert feedback["photographs"] <= bfloat16["photographs"]
+
+
+def test_channels_with_one_large_weight_are_less_exact_than_others():
+    """docs/numerics.md has a table for such channels."""
+    rng = np.random.default_rng(0)
+    kernel = rng.uniform(0.01, 0.04, (64, 3, 14, 14)) * rng.choice([-1, 1], (64, 3, 14, 14))
+    kernel[np.arange(64), *(rng.integers(0, size, 64) for size in (3, 14, 14))] = 1
+    kernel, bias = np.float32(kernel), np.zeros(64, np.float32)
+    normalisation = dict(image_mean=MEAN, image_std=STD)
+    feedback, plain = (
+        errors_of("int8", rounding, kernel, bias, **normalisation)
+        for rounding in weight_rounding.ROUNDINGS
+    )
+    assert feedback["photographs"] <= 0.01 and plain["photographs"] >= 0.03
 
 
 def test_feedback_helps_float8_by_more_than_a_tenth():
