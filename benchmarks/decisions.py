@@ -3,7 +3,7 @@
 python -m benchmarks.decisions tuned.json
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from pallas_patch_embed.backends import stored
@@ -21,7 +21,9 @@ def results_of(chip: Chip) -> Path:
 
 
 def main() -> None:
-    measured = stored.read(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, help="a file that `tune --out` wrote")
+    measured = stored.read(parser.parse_args().results)
     if not (chip := measured.head["chip"]):
         raise SystemExit("The results are not those of an NVIDIA GPU.")
     found = chip_of(tuple(chip["capability"]), chip["multiprocessors"], chip["name"])

@@ -1,9 +1,9 @@
 """Files of measured configs, which `pallas-patch-embed tune` writes and which plans use.
 
 A user's own file has results with the times of all configs (format 1). The package has at most one
-file for a chip, stored/NAME.json, with the decisions alone (format 2), which is read in 1.4 ms
-instead of 20; benchmarks/ keeps the results from which `benchmarks.decisions` writes it. The user's
-file takes precedence.
+file for a chip, stored/NAME.json, with the decisions alone (format 2), which is read in 1.3 ms
+instead of 10.5. benchmarks/ keeps the results from which `benchmarks.decisions` writes it. The
+user's file takes precedence.
 
 A result or decision applies to exactly one problem, on the chip and with the version of this
 package with which it was measured. It either gives the config that was fastest, or says that no

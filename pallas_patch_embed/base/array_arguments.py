@@ -41,7 +41,7 @@ def as_array(value: Any, name: str) -> Any:
         )
     if not isinstance(value, np.ndarray):
         value = _viewed(value, name)
-    if value.dtype.kind in "fc" and value.dtype.itemsize > (8 if value.dtype.kind == "f" else 16):
+    if value.dtype.char in "gG":  # longdouble and clongdouble
         raise TypeError(
             f"{name}: the dtype is {value.dtype.name}, which JAX does not have. Convert the array "
             "with astype(numpy.float64)."
@@ -80,7 +80,8 @@ def _viewed(value: Any, name: str) -> Any:
         try:
             return np.from_dlpack(value)
         except (BufferError, RuntimeError, TypeError, ValueError):
-            # numpy's DLPack has no bfloat16, and no devices but the CPU. JAX's has no strides.
+            # Through DLPack numpy reads no bfloat16 and no memory of a GPU. JAX reads both, but
+            # only contiguous arrays.
             array = jnp.from_dlpack(_Contiguous(value))
     except Exception as error:
         raise TypeError(
@@ -93,7 +94,7 @@ def _viewed(value: Any, name: str) -> Any:
 
 
 class _Contiguous:
-    """An array of another library, of which DLPack gets a contiguous copy."""
+    """Exports a contiguous copy of another library's array through DLPack."""
 
     def __init__(self, value: Any):
         self._value = value

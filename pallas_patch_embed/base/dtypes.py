@@ -1,9 +1,12 @@
-"""The dtypes of patches and weight: every fact about one is in its row of `TABLE`."""
+"""The dtypes of patches and weight, with a row of facts for each one in `TABLE`.
+
+Which dtypes a kernel multiplies is a fact about the kernel (`backends/tiles.py`), and which ones
+tensor cores multiply a fact about the chip (`chips.py`).
+"""
 
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +48,6 @@ class PatchDtype:
         """Largest magnitude of a weight. For int8 it is 127, so that -128 does not occur."""
         information = jnp.iinfo if self.holds_levels else jnp.finfo
         return float(information(self.name).max)
-
-    @property
-    def itemsize(self) -> int:
-        return np.dtype(self.name).itemsize
 
 
 _ROWS = (

@@ -17,7 +17,7 @@ from pallas_patch_embed.base.array_arguments import as_array
 from pallas_patch_embed.patch_embedding.api import embed_images
 from pallas_patch_embed.patch_embedding.packing import pack
 from pallas_patch_embed.patch_embedding.params import PerChannel, check_normalisation
-from pallas_patch_embed.patch_embedding.weight_rounding import check_rounding
+from pallas_patch_embed.patch_embedding.weight_rounding import Rounding, check_rounding
 
 EXPECTED = (
     "Expected a square kernel [p, p], strides [p, p], three input channels (RGB), padding VALID, "
@@ -35,15 +35,15 @@ class Packing(NamedTuple):
     """
 
     patch_dtype: str
-    rounding: Literal["feedback", "nearest"]
+    rounding: Rounding
     image_mean: PerChannel | None
     image_std: PerChannel | None
 
     @classmethod
     def checked(cls, patch_dtype: str, rounding: Any, image_mean: Any, image_std: Any) -> "Packing":
         """Makes a Packing; raises ValueError if the rounding or the normalisation is wrong."""
-        check_rounding(rounding)
-        return cls(patch_dtype, rounding, *check_normalisation(image_mean, image_std))
+        normalisation = check_normalisation(image_mean, image_std)
+        return cls(patch_dtype, check_rounding(rounding), *normalisation)
 
 
 def patch_size(

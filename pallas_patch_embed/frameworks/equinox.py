@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from pallas_patch_embed.base.array_arguments import as_array
 from pallas_patch_embed.frameworks import convolution
 from pallas_patch_embed.patch_embedding.params import PerChannel
+from pallas_patch_embed.patch_embedding.weight_rounding import Rounding
 
 
 class PatchEmbed(eqx.nn.Conv):
@@ -22,7 +23,7 @@ class PatchEmbed(eqx.nn.Conv):
     """
 
     patch_dtype: str = eqx.field(static=True)
-    rounding: Literal["feedback", "nearest"] = eqx.field(static=True)
+    rounding: Rounding = eqx.field(static=True)
     image_mean: PerChannel | None = eqx.field(static=True)
     image_std: PerChannel | None = eqx.field(static=True)
 
@@ -34,7 +35,7 @@ class PatchEmbed(eqx.nn.Conv):
         stride: Any = None,
         *,
         patch_dtype: str = "int8",
-        rounding: Literal["feedback", "nearest"] = "nearest",
+        rounding: Rounding = "nearest",
         image_mean: Sequence[float] | None = None,
         image_std: Sequence[float] | None = None,
         key: Any,
@@ -108,7 +109,7 @@ def replace(
     model: Any,
     *,
     patch_dtype: str = "int8",
-    rounding: Literal["feedback", "nearest"] = "nearest",
+    rounding: Rounding = "nearest",
     image_mean: Sequence[float] | None = None,
     image_std: Sequence[float] | None = None,
     path: str | None = None,

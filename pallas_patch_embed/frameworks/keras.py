@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import keras
 
 from pallas_patch_embed.frameworks import convolution
+from pallas_patch_embed.patch_embedding.weight_rounding import Rounding
 
 # Layers of keras-hub that consist only of a patch convolution and the addition of positions.
 WITH_POSITIONS = ("SigLIPVisionEmbedding", "Gemma3VisionEmbedding")
@@ -42,7 +43,7 @@ class PatchEmbed(keras.layers.Conv2D):
         kernel_size: Any,
         strides: Any = None,
         patch_dtype: str = "int8",
-        rounding: Literal["feedback", "nearest"] = "nearest",
+        rounding: Rounding = "nearest",
         image_mean: Sequence[float] | None = None,
         image_std: Sequence[float] | None = None,
         **keywords: Any,
@@ -93,7 +94,7 @@ def replace(
     model: Any,
     *,
     patch_dtype: str = "int8",
-    rounding: Literal["feedback", "nearest"] = "nearest",
+    rounding: Rounding = "nearest",
     image_mean: Sequence[float] | None = None,
     image_std: Sequence[float] | None = None,
     path: str | None = None,

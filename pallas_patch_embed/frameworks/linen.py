@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,6 +11,7 @@ from flax.core import meta
 
 from pallas_patch_embed.base.array_arguments import as_array
 from pallas_patch_embed.frameworks import convolution
+from pallas_patch_embed.patch_embedding.weight_rounding import Rounding
 
 # A part of the key of jit's caches, so that programs traced outside of `intercept` are not used
 # inside.
@@ -38,7 +39,7 @@ class PatchEmbed(nn.Conv):
     strides: Any = None
     padding: Any = "VALID"
     patch_dtype: str = "int8"
-    rounding: Literal["feedback", "nearest"] = "nearest"
+    rounding: Rounding = "nearest"
     image_mean: Sequence[float] | None = None
     image_std: Sequence[float] | None = None
 
@@ -76,7 +77,7 @@ class PatchEmbed(nn.Conv):
 def intercept(
     *,
     patch_dtype: str = "int8",
-    rounding: Literal["feedback", "nearest"] = "nearest",
+    rounding: Rounding = "nearest",
     image_mean: Sequence[float] | None = None,
     image_std: Sequence[float] | None = None,
     path: str | None = None,

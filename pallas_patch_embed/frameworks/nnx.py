@@ -1,7 +1,7 @@
 """The operator as a drop-in for flax nnx convolutions, and its use in existing models."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from flax import nnx
@@ -10,6 +10,7 @@ from jax import lax
 from pallas_patch_embed.base.array_arguments import as_array
 from pallas_patch_embed.frameworks import convolution
 from pallas_patch_embed.patch_embedding.params import PerChannel
+from pallas_patch_embed.patch_embedding.weight_rounding import Rounding
 
 
 class PatchEmbed(nnx.Conv):
@@ -37,7 +38,7 @@ class PatchEmbed(nnx.Conv):
     """
 
     patch_dtype: str
-    rounding: Literal["feedback", "nearest"]
+    rounding: Rounding
     image_mean: PerChannel | None
     image_std: PerChannel | None
 
@@ -50,7 +51,7 @@ class PatchEmbed(nnx.Conv):
         *,
         padding: Any = "VALID",
         patch_dtype: str = "int8",
-        rounding: Literal["feedback", "nearest"] = "nearest",
+        rounding: Rounding = "nearest",
         image_mean: Sequence[float] | None = None,
         image_std: Sequence[float] | None = None,
         **keywords: Any,
@@ -98,7 +99,7 @@ def replace(
     model: Any,
     *,
     patch_dtype: str = "int8",
-    rounding: Literal["feedback", "nearest"] = "nearest",
+    rounding: Rounding = "nearest",
     image_mean: Sequence[float] | None = None,
     image_std: Sequence[float] | None = None,
     path: str | None = None,

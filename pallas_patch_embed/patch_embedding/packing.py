@@ -34,10 +34,12 @@ from pallas_patch_embed.patch_embedding.params import (
     check_grid,
     check_normalisation,
     check_patch_size,
+    patch_length,
 )
 from pallas_patch_embed.patch_embedding.patches import rounded
 from pallas_patch_embed.patch_embedding.weight_rounding import (
     PatchShape,
+    Rounding,
     check_rounding,
     relative_errors,
     round_to_nearest,
@@ -75,7 +77,7 @@ def pack(
     channels: int | None = None,
     grid: Sequence[int] | None = None,
     dtype: DTypeLike = "int8",
-    rounding: Literal["feedback", "nearest"] = "feedback",
+    rounding: Rounding = "feedback",
     image_mean: Sequence[float] | None = None,
     image_std: Sequence[float] | None = None,
     prefix: AnyArray | None = None,
@@ -121,9 +123,9 @@ def pack(
         no cost. Floating-point images must then be normalised with them.
       prefix: [R, N] or [1, R, N], the class and register tokens, which become the first R rows of
         each image's embedding.
-      warn_above: if given, a warning names the output channels whose rounding of the weight causes
-        a larger relative error on photographs, such as 0.01 for 1%. The kernel's values must be
-        known then.
+      warn_above: if given, a warning names the output channels that have a larger relative error
+        on photographs because their weights are rounded; 0.01 means 1%. The values of the kernel
+        must be known then.
 
     Returns:
       PatchEmbedParams.
@@ -137,7 +139,7 @@ def pack(
     patch_size, dtype = check_patch_size(patch_size), check_dtype(dtype)
     check_rounding(rounding)
     channels = None if channels is None else check_channels(channels)
-    weights = _checked("kernel", kernel)
+    weights = _floating("kernel", kernel)
     N, shape = _check_kernel_shape(weights, patch_size, layout, channels)
     image_mean, image_std = check_normalisation(image_mean, image_std, shape.channels)
     overflow = BFLOAT16_OVERFLOW if dtype == "bfloat16" else math.inf
@@ -147,18 +149,18 @@ def pack(
     _check_values("kernel", weights, overflow)
     if warn_above is not None:
         _check_warn_above(warn_above, weights)
-    biases = None if bias is None else _checked_values("bias", bias)
+    biases = None if bias is None else _finite("bias", bias)
     if biases is not None and biases.shape != (N,):
         raise ValueError(
             f"pack: bias has shape {list(biases.shape)}, expected [{N}]: one value for each of "
             "the kernel's output channels."
         )
-    tokens = None if prefix is None else _checked_values("prefix", prefix)
+    tokens = None if prefix is None else _finite("prefix", prefix)
     R = 0 if tokens is None else _check_prefix_shape(tokens, N)
     grid = None if grid is None else check_grid(grid, shape.frames)
     positions = None
     if position_embedding is not None:
-        positions = _checked_values("position_embedding", position_embedding)
+        positions = _finite("position_embedding", position_embedding)
         grid = _grid_of(positions, N, grid, R, shape.frames)
     given = (weights, biases, positions, tokens)
     # A transfer guard refuses numpy arrays as arguments of a jitted function, but not device_put.
@@ -183,7 +185,7 @@ def pack(
         patch_size=patch_size,
         grid=grid,
         dtype=dtype,
-        K=shape.pixels * shape.channels,
+        K=patch_length(*shape),
         image_mean=image_mean,
         image_std=image_std,
         prefix=R,
@@ -195,14 +197,14 @@ def pack(
     return params
 
 
-def _checked_values(name: str, value: Any) -> Any:
-    """Returns a floating-point array without values that are NaN or infinite, as `_checked`."""
-    array = _checked(name, value)
+def _finite(name: str, value: Any) -> Any:
+    """Returns a floating-point array, after a check that its known values are finite."""
+    array = _floating(name, value)
     _check_values(name, array, math.inf)
     return array
 
 
-def _checked(name: str, value: Any) -> Any:
+def _floating(name: str, value: Any) -> Any:
     """Returns a floating-point array: a JAX array as it is, anything else as numpy float32.
 
     Raises:
@@ -268,7 +270,7 @@ def _check_kernel_shape(
     if fits and channels is None and "C" in text:
         C = kernel.shape[layout.index("I")]
     shape = PatchShape(p, C, kernel.shape[2] if fits and layout == "OITHW" else None)
-    K = shape.pixels * C
+    K = patch_length(*shape)
     N, *others = (kernel.shape[axis] for axis in order) if fits else (0,)
     if others != {2: [K], 4: [p, p, C], 5: [C, shape.frames, p, p]}[len(order)]:
         raise ValueError(
@@ -404,7 +406,7 @@ def _weight_of_pixels(
 ) -> jax.Array:
     """Returns the weight [N, K] of pixels in [-1, 1], in float32."""
     weight = kernel.astype(jnp.float32).transpose(LAYOUTS[layout][1])
-    weight = weight.reshape(len(weight), shape.pixels * shape.channels)
+    weight = weight.reshape(len(weight), patch_length(*shape))
     if std is None:
         return weight
     # A pixel v in [-1, 1] is normalised to v / (2 std) + (1 - 2 mean) / (2 std).
@@ -482,8 +484,7 @@ def _quantised(
     )
     scale = jnp.abs(jnp.max(scales, axis=1))
     if rounding == "nearest":
-        # XLA fuses this division with the rounding, but not `_reciprocal`, which would be one more
-        # kernel.
+        # XLA fuses this division with the rounding. It would launch a kernel for `_reciprocal`.
         inverse = np.float32(factor) / scale
     else:
         inverse = np.float32(factor) * _reciprocal(scale)

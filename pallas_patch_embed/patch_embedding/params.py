@@ -5,7 +5,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -225,7 +225,7 @@ def _from_file(tensors: dict[str, Any], metadata: dict[str, str]) -> PatchEmbedP
     if not (type(prefix) is int and prefix >= 0):
         raise ValueError(f"prefix is {prefix!r}, expected an integer that is not negative")
     channels = check_channels(static.get("channels", 3))
-    K = patch_length(static["patch_size"], frames, channels)
+    K = patch_length(static["patch_size"], channels, frames)
     if static["K"] != K:
         raise ValueError(f"K is {static['K']!r}, expected {K}")
     if static["grid"] is not None:
@@ -266,7 +266,7 @@ def check_params(params: PatchEmbedParams) -> None:
             f"params is {type(params).__name__}, expected PatchEmbedParams. Make it with "
             "pallas_patch_embed.pack(...) or PatchEmbedParams.load(path)."
         )
-    if params.K != (K := patch_length(params.patch_size, params.frames, params.channels)):
+    if params.K != (K := patch_length(params.patch_size, params.channels, params.frames)):
         frames = "" if params.frames is None else f", {params.frames} frames"
         raise ValueError(
             f"params have K = {params.K}, but patches of {params.patch_size} x "
@@ -311,13 +311,17 @@ def check_params(params: PatchEmbedParams) -> None:
             raise (TypeError if fits else ValueError)(f"{given}. {advice}")
 
 
+def _integer(value: Any) -> int:
+    """Returns an integer as an int; 0 for booleans and for everything else."""
+    try:
+        return 0 if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        return 0
+
+
 def check_patch_size(patch_size: Any) -> int:
     """Returns the patch size as an int; raises ValueError unless it is a positive integer."""
-    try:
-        size = 0 if isinstance(patch_size, bool | np.bool_) else operator.index(patch_size)
-    except TypeError:
-        size = 0
-    if size < 1:
+    if (size := _integer(patch_size)) < 1:
         raise ValueError(
             f"patch_size is {patch_size!r}, expected a positive integer: the side of a square "
             "patch in pixels, 14, 16 or 32 in SigLIP models."
@@ -325,7 +329,7 @@ def check_patch_size(patch_size: Any) -> int:
     return size
 
 
-def check_dtype(dtype: Any, name: str = "dtype", among: Iterable[str] = TABLE) -> str:
+def check_dtype(dtype: Any, name: str = "dtype", among: Collection[str] = TABLE) -> str:
     """Returns the name of a dtype, given as a name or a dtype.
 
     Raises:
@@ -335,7 +339,7 @@ def check_dtype(dtype: Any, name: str = "dtype", among: Iterable[str] = TABLE) -
         found = dtype if isinstance(dtype, str) else str(jnp.dtype(dtype).name)
     except TypeError:
         found = ""
-    if found not in list(among):
+    if found not in among:
         raise ValueError(f"{name} is {dtype!r}, expected one of {', '.join(among)}.")
     return found
 
@@ -368,11 +372,7 @@ def check_channels(channels: Any) -> int:
     Raises:
       ValueError: it is not a positive integer.
     """
-    try:
-        number = 0 if isinstance(channels, bool | np.bool_) else operator.index(channels)
-    except TypeError:
-        number = 0
-    if number < 1:
+    if (number := _integer(channels)) < 1:
         raise ValueError(
             f"channels is {channels!r}, expected a positive integer: the number of the images' "
             "channels, 3 for RGB."
@@ -412,6 +412,6 @@ def check_normalisation(
     return found[0], found[1]
 
 
-def patch_length(patch_size: int, frames: int | None, channels: int) -> int:
+def patch_length(patch_size: int, channels: int, frames: int | None) -> int:
     """Returns K, the count of numbers in one patch."""
     return channels * patch_size**2 * (frames or 1)

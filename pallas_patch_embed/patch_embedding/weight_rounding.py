@@ -10,9 +10,9 @@ error e^T H e is least if each error is followed by
 
     x_j -= e_k * U_kj / U_kk for all j > k,  where inv(H) = U^T U and U is upper triangular.
 
-C is P (of pixels) times Q (of colours), and Q has two eigenvalues: one for the mean of the colours
-and one for all differences from the mean. So inv(H) and U consist of two matrices of pixels,
-whatever the number of colours.
+C is the Kronecker product of P, the covariance of pixels, and Q, that of colours. Q has two
+eigenvalues: one for the mean of the colours and one for all differences from the mean. So inv(H)
+and U consist of two matrices [pixels, pixels], whatever the number of colours.
 
 All sums are of integers in fixed point, so they do not depend on the order in which a compiler adds
 them: the bits are the same inside and outside of jit, on a CPU and on a GPU.
@@ -20,7 +20,7 @@ them: the bits are the same inside and outside of jit, on a CPU and on a GPU.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,24 +45,26 @@ MOST_NOISE = 1.235
 # Fraction bits of weights, of their errors and of the gains by which errors are multiplied. Weights
 # and sums of products have the same number, so that a sum needs no shift.
 WEIGHT_BITS, ERROR_BITS, GAIN_BITS = 21, 10, 11
+# Added before the shift that drops fraction bits, so that the shift rounds to nearest.
 HALF_ERROR = 1 << (WEIGHT_BITS - ERROR_BITS - 1)
 
 # An error is stored as int16, so it is less than 32. The largest sum of the magnitudes of the gains
 # for which no sum exceeds int32: 448 + 32 * 17 < 1024 = 2^(31 - 21).
 LARGEST_WEIGHT, LARGEST_GAINS = 448.0, 17.0
 
+type Rounding = Literal["feedback", "nearest"]
 
 ROUNDINGS = ("feedback", "nearest")
 
 
-def check_rounding(rounding: Any) -> str:
+def check_rounding(rounding: Any) -> Rounding:
     """Returns the name of a way to round; raises ValueError if it is not one of ROUNDINGS."""
     if not isinstance(rounding, str) or rounding not in ROUNDINGS:
         raise ValueError(
             f"rounding is {rounding!r}, expected 'feedback', so that the errors of neighbouring "
             "pixels cancel, or 'nearest'."
         )
-    return rounding
+    return rounding  # type: ignore[return-value]
 
 
 class PatchShape(NamedTuple):
@@ -92,17 +94,18 @@ class PatchShape(NamedTuple):
         """Returns a weight [N, channels, pixels] as [N, K]."""
         if self.frames is None:
             weight = weight.swapaxes(1, 2)
-        return weight.reshape(-1, self.pixels * self.channels)
+        return weight.reshape(len(weight), -1)
 
 
 class Gains(NamedTuple):
-    """By how much the error of a weight changes those that follow, with GAIN_BITS fraction bits.
+    """Factors from the error of a weight to the weights that follow, with GAIN_BITS fraction bits.
 
     Attributes:
-      same: [pixels, pixels] int32, the gain from a pixel (second axis) that comes before another
-        one (first axis), for the same colour.
-      mean: [pixels, pixels] int32, what is added for every colour of the two pixels.
-      within: [pixels, channels] int32, the gain from a colour to all later ones of its pixel.
+      same: [pixels, pixels] int32, the gain from an earlier pixel (second axis) to a later one
+        (first axis), for the same colour.
+      mean: [pixels, pixels] int32, the further gain from the sum of all colours of the earlier
+        pixel to each colour of the later one.
+      within: [pixels, channels] int32, the gain from a colour to each later colour of its pixel.
     """
 
     same: npt.NDArray[np.int32]
@@ -134,10 +137,10 @@ def gains(shape: PatchShape) -> Gains:
 
 
 def _noise(same: npt.NDArray[Any], mean: npt.NDArray[Any], within: npt.NDArray[Any]) -> float:
-    """Returns by how much feedback increases the error for white noise, for the gains as floats.
+    """Returns the factor by which feedback increases the error for white noise.
 
-    The errors of the loop are white; each changes the other weights of its pixel, and with these
-    all later pixels.
+    The arguments are gains as floats. The errors of the loop are independent of each other. Each
+    one changes the later colours of its pixel, and the changes of a pixel change all later pixels.
     """
     channels = within.shape[1]
     later = np.arange(channels)[::-1]
@@ -253,7 +256,7 @@ def round_with_feedback(x: jax.Array, dtype: str, shape: PatchShape) -> jax.Arra
             rounded = round_to_nearest(changed.astype(jnp.float32) * (1 / unit), dtype)
             return change + error_of(changed, rounded) * within, rounded
 
-        # A loop of a few steps would cost a GPU more than the steps.
+        # Unrolled, because on a GPU every step of a loop launches kernels.
         _, rounded = lax.scan(
             round_channel, exact[:, 0] * 0, (exact.T, within), unroll=min(shape.channels, 4)
         )
