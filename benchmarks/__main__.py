@@ -22,8 +22,8 @@ import jax
 
 from benchmarks import accuracy, contenders, devices, encoder, plots, results
 from benchmarks.ceilings import Ceiling, memory_ceilings, product_ceiling
-from benchmarks.contenders import SOURCES, Case, Entry
-from benchmarks.results import REGIMES, Result
+from benchmarks.contenders import SOURCES, BenchmarkProblem, Entry
+from benchmarks.results import REGIMES, Measurement
 from pallas_patch_embed.base.dtypes import DTYPES
 from pallas_patch_embed.base.problem import NAMED_SHAPES, named_shape
 from pallas_patch_embed.commands.tune import timing
@@ -60,7 +60,7 @@ def ceilings(dtypes: list[str], gigabytes: float, size: int) -> dict[str, float]
     }
 
 
-def regimes(case: Case, chosen: list[str]) -> dict[str, str | None]:
+def regimes(case: BenchmarkProblem, chosen: list[str]) -> dict[str, str | None]:
     """Maps each chosen regime to the reason why this case is not measured in it, or to None."""
     small, many = case.bytes("patches") < OUT_OF_CACHE // 2, case.images >= SUSTAINED_IMAGES
     told = {
@@ -80,8 +80,8 @@ def regimes(case: Case, chosen: list[str]) -> dict[str, str | None]:
 
 
 def measure(
-    case: Case, limits: dict[str, float], chosen: argparse.Namespace
-) -> tuple[list[Result], dict[str, str]]:
+    case: BenchmarkProblem, limits: dict[str, float], chosen: argparse.Namespace
+) -> tuple[list[Measurement], dict[str, str]]:
     """Measures every contender in every regime and from every source.
 
     Returns:
@@ -108,7 +108,9 @@ def measure(
     return results.compared(measured, limits), left_out
 
 
-def cold(case: Case, found: dict[tuple[str, str], Entry]) -> dict[tuple[str, str], Entry]:
+def cold(
+    case: BenchmarkProblem, found: dict[tuple[str, str], Entry]
+) -> dict[tuple[str, str], Entry]:
     """Returns the entries with contenders whose calls cycle through copies of the operands."""
     copies = math.ceil(OUT_OF_CACHE / case.bytes("patches"))
 
@@ -150,7 +152,7 @@ def operator(chosen: argparse.Namespace) -> Records:
     for name, images, dtype, pixels in itertools.product(
         chosen.shapes, chosen.images, chosen.dtypes, chosen.pixels
     ):
-        case = Case(named_shape(name), images, dtype, pixels)
+        case = BenchmarkProblem(named_shape(name), images, dtype, pixels)
         measured, left_out = measure(case, limits, chosen)
         cases.append(case)
         title = f"{name}, {images} images, {dtype}, {pixels} pixels"

@@ -52,7 +52,7 @@ from pallas_patch_embed.base.problem import (
     NAMED_SHAPES,
     VIT_SHAPES,
     NamedShape,
-    PatchLayout,
+    PatchGeometry,
     Problem,
     named_shape,
 )
@@ -103,6 +103,12 @@ L2_BYTES, SHARED_BYTES, SCHEDULERS = 64, 128, 4
 # Bytes along K that one wgmma or tcgen05.mma multiplies.
 PRODUCT_BYTES = 32
 
+# LOAD_LATENCIES: cycles of a B200 from the issue of a TMA load until its bytes have arrived, as a
+# range. NVIDIA does not publish them; the published log of another kernel for this operator
+# estimates 1940. HANDOVER: cycles from the last product of a slot until its next load is issued (an
+# assumption).
+LOAD_LATENCIES, HANDOVER = (1500, 1940, 2400), 200
+
 ASSUMPTIONS = f"""\
 This is an estimate, not a measurement. It assumes no latency, no bank conflicts and no waits, and
 that everything overlaps. Each number is a lower bound on the cycles that one multiprocessor spends
@@ -117,9 +123,12 @@ L2: {L2_BYTES} bytes per cycle (assumed, not published) for patches, streamed we
 shared: {SHARED_BYTES} bytes per cycle for the operands of wgmma (for 32 bytes of K: 64 rows of
   patches and all columns) and of tcgen05.mma (a block's rows and its part of the columns), for the
   reads of TMA stores, and for all loads and stores of threads, because those to global memory take
-  the same path. What TMA and cp.async write to shared memory ("filled") is listed but not counted:
-  if it were, a bfloat16 tile of Pallas' Hopper kernel would take longer than its trace on an H200
-  shows (docs/performance.md).
+  the same path. What TMA and cp.async write to shared memory ("filled") is counted on Blackwell
+  only: if it were on Hopper, a bfloat16 tile of Pallas' kernel would take longer than its trace on
+  an H200 shows (docs/performance.md). For Blackwell there is no trace.
+ring: on Blackwell, the loads of a tile into the ring. Each of them keeps its slot for a latency of
+  {LOAD_LATENCIES[0]} to {LOAD_LATENCIES[-1]} cycles (assumed), the slot's products, and {HANDOVER}
+  cycles (assumed).
 issue: instructions of the tile loop on {SCHEDULERS} schedulers, each with one per cycle. A wait
   loop counts once, both sides of a branch count, and warps that only copy are left out.
 Results are {OUT_DTYPE}; all images share one table."""
@@ -170,6 +179,8 @@ class Tile:
       patch_bytes: bytes of the tile's patches, or of their pixels.
       tma_bytes: bytes that TMA loads to shared memory for the tile; 0 if threads load them.
       tma_rows: number of rows, over all TMA boxes, that hold those bytes.
+      slots: number of slots of the ring, if its time is estimated; otherwise 0.
+      fills: number of times that a slot is filled for the tile.
     """
 
     rows: int
@@ -181,6 +192,8 @@ class Tile:
     patch_bytes: int
     tma_bytes: int
     tma_rows: int
+    slots: int = 0
+    fills: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +242,8 @@ def budget(kernel: Kernel) -> dict[str, Share]:
     products = tile.rows * tile.columns * tile.K / tile.blocks
     dram = tile.patch_bytes / tile.slices / tile.blocks + y_bytes
     dram_rate = chip.bandwidth / (chip.clock * 1e9) / tile.multiprocessors
-    l2, shared = filled_bytes(kernel), 0
+    l2 = filled_bytes(kernel)
+    shared = l2 if kernel.tensor_memory_columns else 0
     accesses = {*CLASSES["shared"], "LD", "LDG", "ST", "STG"}
     for loop in kernel.loops:
         l2 += loop.bytes_of("LD", "LDG")
@@ -243,6 +257,15 @@ def budget(kernel: Kernel) -> dict[str, Share]:
         "shared": Share(shared, shared / SHARED_BYTES),
         "issue": Share(issue, issue),
     }
+
+
+def ring(kernel: Kernel) -> tuple[float, ...]:
+    """Estimates the cycles in which the ring can load a tile, for each of LOAD_LATENCIES."""
+    tile = kernel.tile
+    if not tile.slots:
+        return ()
+    products = budget(kernel)["tensor"].cycles / tile.fills
+    return tuple(tile.fills * (x + products + HANDOVER) / tile.slots for x in LOAD_LATENCIES)
 
 
 def filled_bytes(kernel: Kernel) -> float:
@@ -290,16 +313,16 @@ def library_kernels() -> dict[tuple[int, str], Code]:
 
 
 def resident_kernel(
-    *head: str, problem: Problem, config, code: Code, steps: int, launch: dict
+    family: str, architecture: str, problem: Problem, config, code: Code, steps: int, launch: dict
 ) -> Kernel:
     """Describes a Pallas or CUDA kernel; `launch` has the fields of `cuda.launch`."""
-    grid = config.grid(problem, CHIP_OF[head[1]])
+    tiling = config.tiling(problem, CHIP_OF[architecture])
     chunks, columns = tiles.chunks(problem), launch["tensor_memory_columns"]
     streamed = (chunks - launch["staying_chunks"]) * config.tile_n * ROW_BYTES
     patch_bytes = config.tile_m * chunks * ROW_BYTES
     # From images, a row of a box is one line of one or two patches. A pixel's channels are bytes,
     # so the first size of the box is the row's length in bytes.
-    row_bytes = ROW_BYTES if problem.cut is None else launch["patches"]["box"][0]
+    row_bytes = ROW_BYTES if problem.images is None else launch["patches"]["box"][0]
     if columns:
         multiply = executed(code.sass, "UTCBAR|UTC[HIQ]MMA", steps)
         loops = (
@@ -315,15 +338,18 @@ def resident_kernel(
         rows=config.tile_m,
         columns=config.tile_n,
         K=problem.patches[-1],
-        blocks=grid.blocks,
-        slices=grid.slices,
-        multiprocessors=grid.thread_blocks,
+        blocks=tiling.blocks,
+        slices=tiling.slices,
+        multiprocessors=tiling.thread_blocks,
         patch_bytes=patch_bytes,
         tma_bytes=patch_bytes + streamed,
         tma_rows=patch_bytes // row_bytes + streamed // ROW_BYTES,
+        slots=config.slots if columns else 0,
+        fills=chunks if columns else 0,
     )
     shared = launch["shared_memory"]
-    return Kernel(*head, problem.dtype, str(config), code, shared, columns, tile, loops)
+    described = (problem.dtype, str(config), code, shared, columns, tile, loops)
+    return Kernel(family, architecture, *described)
 
 
 def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str) -> Kernel:
@@ -345,7 +371,7 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
         sass = Path(file.name).read_text()
     (found,) = json.loads(done.stdout)[shape.name]["kernels"]
     names = ("name", "registers", "stack_bytes", "spill_bytes")
-    code = Code(*(found[name] for name in names), sass)
+    code = Code(*(found[name] for name in names), sass=sass)
     launch = dict(shared_memory=found["shared_memory_bytes"])
     launch["staying_chunks"] = 0 if config.stream_weight else tiles.chunks(problem)
     if architecture == "sm_90":
@@ -358,11 +384,11 @@ def pallas_kernel(architecture: str, shape: NamedShape, images: int, dtype: str)
     return resident_kernel("Pallas", architecture, **how)
 
 
-def image_problem(shape: NamedShape, images: int, dtype: str, cut: str | None) -> Problem:
+def image_problem(shape: NamedShape, images: int, dtype: str) -> Problem:
     """Returns the problem of uint8 images that a kernel cuts into patches itself."""
     source = jax.ShapeDtypeStruct((images, shape.image, shape.image, 3), jnp.uint8)
     _, *rest = operands(shape, images, dtype)
-    return Problem.of(source, *rest, out_dtype=OUT_DTYPE, layout=PatchLayout(shape.patch), cut=cut)
+    return Problem.of(source, *rest, out_dtype=OUT_DTYPE, geometry=PatchGeometry(shape.patch))
 
 
 def cuda_kernel(
@@ -372,7 +398,7 @@ def cuda_kernel(
     library = library_kernels()
     problem = Problem.of(*operands(shape, images, dtype), out_dtype=OUT_DTYPE)
     if uncut:
-        problem = image_problem(shape, images, dtype, "kernel")
+        problem = image_problem(shape, images, dtype)
     capability = int(architecture.removeprefix("sm_"))
     config = cuda.choose_config(problem, capability, CHIP_OF[architecture])
     return resident_kernel(
@@ -447,7 +473,7 @@ def triton_kernel(
     first, *rest = operands(shape, images, dtype)
     problem = Problem.of(first, *rest, out_dtype=OUT_DTYPE)
     if uncut:
-        problem = image_problem(shape, images, dtype, None)
+        problem = image_problem(shape, images, dtype)
         first, itemsize = jax.ShapeDtypeStruct(problem.images, jnp.uint8), 1
     call = triton_call(triton.plan(problem, Target("cuda", chip)), first, *rest)
     compiled = compile_triton(call)
@@ -551,8 +577,10 @@ def budget_table(kernels: list[Kernel]) -> str:
         sizes = [shares[name].amount for name in ("DRAM", "L2", "shared")] + [filled_bytes(kernel)]
         sizes = [f"{size / 1024:.0f}" for size in sizes]
         tma_rows = kernel.tile.tma_rows // kernel.tile.blocks or "-"
-        rows.append([kernel.label, *cycles, binding(shares), *sizes, tma_rows])
-    heads = ["kernel", "tensor", "DRAM", "L2", "shared", "issue", "binds"]
+        found = ring(kernel)
+        slots = f"{found[0]:.0f}-{found[-1]:.0f}" if found else "-"
+        rows.append([kernel.label, *cycles, slots, binding(shares), *sizes, tma_rows])
+    heads = ["kernel", "tensor", "DRAM", "L2", "shared", "issue", "ring", "binds"]
     return table([*heads, "DRAM KiB", "L2 KiB", "shared KiB", "filled KiB", "TMA rows"], rows)
 
 
@@ -579,7 +607,7 @@ def draw(kernels: list[Kernel], title: str, out: Path) -> None:
     size = (15, 3 + 0.26 * len(kernels))
     figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
     heights, begin, budgets = range(len(kernels)), [0] * len(kernels), [budget(k) for k in kernels]
-    for name, colour in zip([*CLASSES, "other"], plt.colormaps["tab20"].colors):
+    for name, colour in zip([*CLASSES, "other"], plt.colormaps["tab20"](range(20))):
         slots = [sum(loop.issue_slots().get(name, 0) for loop in k.loops) for k in kernels]
         parts = [100 * n / shares["issue"].amount for n, shares in zip(slots, budgets)]
         if any(parts):
@@ -636,7 +664,8 @@ def main() -> None:
             del line["code"]["sass"]
             shares = budget(kernel)
             line["budget"] = {name: share._asdict() for name, share in shares.items()}
-            lines.append(json.dumps(line | {"binds": binding(shares)}) + "\n")
+            line |= {"ring": ring(kernel), "binds": binding(shares)}
+            lines.append(json.dumps(line) + "\n")
         chosen.json.write_text("".join(lines))
     if chosen.out:
         draw(kernels, f"Kernel audit from machine code, without measurements: {title}", chosen.out)

@@ -18,8 +18,7 @@ from jax import lax
 
 import pallas_patch_embed as ppe
 from benchmarks import cutlass
-from pallas_patch_embed.backends import plan_with
-from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.backends import ranked
 from pallas_patch_embed.base.chips import H200, Target, default_device
 from pallas_patch_embed.base.problem import NamedShape, Shaped, padded
 from pallas_patch_embed.commands.demo import draw_weights, photographs
@@ -45,7 +44,7 @@ UNTUNED = {"xla_gpu_autotune_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class BenchmarkProblem:
     """A benchmark problem: images of a named shape, and the dtype of patches and weight.
 
     Attributes:
@@ -128,11 +127,11 @@ def data_of(
     exact = ppe.pack(**drawn, patch_size=shape.patch, grid=shape.grid, dtype="float32")
     patches = jax.jit(ppe.patchify)(images, params)
     table = drawn["bias"] + drawn["position_embedding"]
-    unpacked = map(jnp.asarray, (drawn["kernel"], table))
-    return Data(images, patches, params, *unpacked, jax.device_put(exact))
+    kernel, table = map(jnp.asarray, (drawn["kernel"], table))
+    return Data(images, patches, params, kernel, table, jax.device_put(exact))
 
 
-def draw(case: Case) -> Data:
+def draw(case: BenchmarkProblem) -> Data:
     """Draws random weights and the images of a case."""
     shape = case.shape
     drawn = draw_weights(np.random.default_rng(0), shape)
@@ -215,8 +214,8 @@ def cuts_images(
 ) -> bool:
     """Returns whether a backend that is chosen by name cuts these images itself."""
     asked = ppe.explain(images, params, cut=cut)
-    answer = plan_with(backend, asked.problem, asked.target, asked=True)
-    return isinstance(answer, Plan) and answer.takes_images
+    options = ranked(asked.problem, asked.target, backend=backend, cut=cut).options
+    return bool(options) and options[0].cuts_images
 
 
 # Peers from other libraries, which may be missing.
@@ -329,7 +328,9 @@ def operands(data: Data) -> tuple[jax.Array, ...]:
     return data.patches, params.weight, params.scale, params.table
 
 
-def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callable, str]]:
+def _peers(
+    case: BenchmarkProblem, *, built: bool
+) -> dict[str, tuple[str, Callable, Callable, str]]:
     """Maps each peer's name to (source, function, its operands from Data, reference).
 
     The reference names what the output is compared with: the "embedding" with the packed weights,
@@ -346,7 +347,7 @@ def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callabl
     # The dtype in which models compute. A quantised operator replaces a model's bfloat16.
     computed = dict(dtype="float32" if case.dtype == "float32" else "bfloat16")
 
-    peers = {
+    peers: dict[str, tuple[str, Any, Callable, str]] = {
         "jnp.dot bare, [N, K]": (
             "patches",
             jit(functools.partial(product, axis=1)),
@@ -391,7 +392,7 @@ def _peers(case: Case, *, built: bool) -> dict[str, tuple[str, Callable, Callabl
 
 
 def entries(
-    case: Case,
+    case: BenchmarkProblem,
     data: Data,
     sources: tuple[str, ...] = SOURCES,
     *,
@@ -420,7 +421,7 @@ def entries(
             left_out[row.backend] = row.reason
             continue
         for source in sources:
-            ways = {row.backend: functions[source]}
+            ways: dict[str, Callable] = {row.backend: functions[source]}
             if source == "images" and cuts_images(row.backend, data.images, data.params):
                 ways[f"patchify + {row.backend}"] = patchified
             elif source == "images" and cuts_images(

@@ -38,12 +38,10 @@ COMPUTE_CAPABILITY = (75, 76)
 
 def source(config: CudaConfig) -> str:
     """Returns CUDA C++ that instantiates only this kernel."""
-    sharing = "cooperative" if config.cooperative else "split" if config.splits > 1 else "b1"
+    sharing = "cooperative" if config.cooperative else f"b{config.blocks}"
     arguments = [
         *(config.dtype, config.out_dtype, "table" if config.has_table else "offset"),
-        config.tile_n,
-        *([config.rows, sharing] if config.capability == 90 else [config.blocks]),
-        config.slots,
+        *(config.tile_n, config.rows, "split" if config.splits > 1 else sharing, config.slots),
         "streamed" if config.stream_weight else "stationary",
     ]
     return f"""
@@ -105,7 +103,7 @@ class Driver:
         if status := getattr(self.library, name)(*arguments):
             text = ctypes.c_char_p()
             self.library.cuGetErrorString(status, ctypes.byref(text))
-            raise RuntimeError(f"{name}: {status}, {text.value}")
+            raise RuntimeError(f"{name}: {status}, {text.value!r}")
 
     def tensor_map(self, plan: dict | None, address: int) -> bytes:
         """Returns a CUtensorMap; all zeros if the kernel has no such map.
@@ -144,10 +142,10 @@ class Driver:
 
 def prepared(config: CudaConfig, problem: Problem, chip: Chip) -> tuple[np.ndarray, dict]:
     """Returns the schedule of a kernel's workers, and the fields of its launch (`cuda.launch`)."""
-    grid = config.grid(problem, chip)
-    segments = grid.schedule(problem.table_period)
+    tiling = config.tiling(problem, chip)
+    segments = tiling.schedule(problem.table_period)
     shapes = dict(M=problem.rows, N=problem.N, K=problem.K, period=problem.table_period)
-    launched = dict(workers=grid.workers, segments=segments.shape[1])
+    launched = dict(workers=tiling.workers, segments=segments.shape[1])
     return segments, cuda.launch(config, **shapes, **launched, pixels=cuda.pixels(problem))
 
 
@@ -173,7 +171,7 @@ def launch(config: CudaConfig, problem: Problem, chip: Chip, addresses: dict[str
     maps = [call.tensor_map(plan[name], addresses[name]) for name in ("patches", "weight", "y")]
     pointers = [addresses[name] for name in ("scale", "table", "y", "segments")]
     shapes = [problem.rows, problem.N, plan["chunks"]]
-    width = cuda.pixels(problem)[1] // (problem.layout.patch_size if problem.layout else 1)
+    width = cuda.pixels(problem)[1] // (problem.geometry.patch_size if problem.geometry else 1)
     row_patches = 1 if width % 2 else 2  # As row_patches() in ffi/kernel.h.
     numbers = [*shapes, problem.table_period, segments.shape[1], width, row_patches]
     content = b"".join(maps) + np.array(pointers, np.uint64).tobytes()
@@ -191,7 +189,7 @@ def launch(config: CudaConfig, problem: Problem, chip: Chip, addresses: dict[str
     cluster = np.zeros(18, np.uint32)
     cluster[[0, 2, 3, 4]] = CLUSTER_DIMENSION, plan["cluster"], 1, 1
     attributes = cluster.ctypes.data, plan["cluster"] > 1
-    grid, block = (plan["grid"], 1, 1), (plan["threads"], 1, 1)
+    grid, block = (plan["thread_blocks"], 1, 1), (plan["threads"], 1, 1)
     how = LaunchConfig(*grid, *block, plan["shared_memory"], None, *attributes)
     call("cuLaunchKernelEx", ctypes.byref(how), kernel, parameter, None)
     call("cuCtxSynchronize")
@@ -213,13 +211,12 @@ def stamped(operands, *, out_dtype: str) -> tuple[jax.Array, np.ndarray]:
     chip = Target.of(device).chip
     if chip is None:
         raise NotImplementedError(f"{device} is not an NVIDIA GPU.")
-    capability = 90 if chip.capability[0] == 9 else 100
-    config = cuda.choose_config(problem, capability, chip)
+    config = cuda.candidates(problem, Target.of(device))[0]
     segments, plan = prepared(config, problem, chip)
     arrays = dict(zip(("patches", "weight", "scale", "table"), operands))
     arrays["segments"] = jax.device_put(segments, device)
     arrays["y"] = jnp.full((*problem.patches[:-1], problem.N), jnp.nan, out_dtype, device=device)
-    shape = (plan["grid"], plan["threads"] // 32, STAMPS)
+    shape = (plan["thread_blocks"], plan["threads"] // 32, STAMPS)
     arrays["stamps"] = jnp.zeros(shape, jnp.uint32, device=device)
     jax.block_until_ready(arrays)
     launch(config, problem, chip, {name: x.unsafe_buffer_pointer() for name, x in arrays.items()})

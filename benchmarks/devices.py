@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_patch_embed as ppe
-from benchmarks.contenders import LARGEST_ERROR, Case, Data, draw, error
+from benchmarks.contenders import LARGEST_ERROR, BenchmarkProblem, Data, draw, error
 from pallas_patch_embed.base.problem import named_shape
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.commands.tune.timing import Contender
@@ -91,7 +91,7 @@ def scaling(
       seconds: duration of a sustained turn.
       **timed: further arguments of `timing.sustained`.
     """
-    data = draw(Case(named_shape(shape_name), images_a_device, dtype))
+    data = draw(BenchmarkProblem(named_shape(shape_name), images_a_device, dtype))
     backend = ppe.explain(data.patches, data.params).chosen
     compared = {n: sharded(data, n) for n in sorted({1, *counts})}
     found = []

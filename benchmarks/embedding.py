@@ -196,7 +196,7 @@ def monitor(processes: list[subprocess.Popen], devices: list[str]) -> Iterator[l
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class EmbedRun:
     """One run of the command.
 
     Attributes:
@@ -209,6 +209,7 @@ class Result:
       busy: mean utilisation of the GPUs in that time; None if it is unknown.
       cores: average number of CPU cores in use.
       allowed: number of cores that the command could use.
+      options: further arguments of the command.
     """
 
     encoder: str
@@ -221,12 +222,14 @@ class Result:
     busy: float | None
     cores: float
     allowed: int
+    options: str = ""
 
     def __str__(self) -> str:
         share = "" if self.busy is None else f"{self.busy:.0%}"
         return (
             f"{self.encoder:15}{self.form:9}{self.place:5}{self.devices:4}{self.pictures:9}"
             f"{self.seconds:9.1f}{self.rate:12,.0f}{share:>9}{self.cores:7.1f}{self.allowed:5}"
+            f" {self.options}"
         )
 
 
@@ -258,7 +261,7 @@ def steady(written: list[tuple[float, int]]) -> tuple[float, float, float] | Non
 
 
 def start(
-    checkpoint: Path, arguments: list[str], out: Path, visible: list[str], cores: list[int]
+    checkpoint: Path, arguments: Sequence[str], out: Path, visible: list[str], cores: list[int]
 ) -> subprocess.Popen:
     """Starts the command on some GPUs and cores."""
     command = [sys.executable, "-m", "pallas_patch_embed", "embed", *arguments]
@@ -273,11 +276,19 @@ def start(
 
 
 def run(
-    name: str, checkpoint: Path, folder: Path, form: str, place: str, out: Path, devices: list[str]
-) -> Result:
+    name: str,
+    checkpoint: Path,
+    folder: Path,
+    form: str,
+    place: str,
+    out: Path,
+    devices: list[str],
+    options: Sequence[str] = (),
+) -> EmbedRun:
     """Runs the command on pictures in a form: on one GPU, on all GPUs, or as a process per GPU.
 
-    A process on one GPU gets that GPU's share of the machine's cores.
+    A process on one GPU gets that GPU's share of the machine's cores. `options` are further
+    arguments of the command.
 
     Raises:
       RuntimeError: the command failed.
@@ -291,7 +302,7 @@ def run(
     else:
         groups = [[gpu] for gpu in devices]
         cores = [every[i * share : (i + 1) * share] for i in range(len(devices))]
-    arguments = inputs(folder, form, len(groups))
+    arguments = [[*each, *options] for each in inputs(folder, form, len(groups))]
     outs = [out / f"{i}" for i in range(len(groups))]
     begin = time.time()
     processes = [start(checkpoint, *each) for each in zip(arguments, outs, groups, cores)]
@@ -314,7 +325,7 @@ def run(
     shares = [x for sample in within for x in sample.busy]
     spent = within[-1].seconds - within[0].seconds if len(within) > 1 else 0
     cpu = (within[-1].cpu - within[0].cpu) / spent if spent else 0.0
-    return Result(
+    return EmbedRun(
         name,
         form,
         place,
@@ -325,6 +336,7 @@ def run(
         statistics.mean(shares) if shares else None,
         cpu,
         sum(map(len, cores)),
+        " ".join(options),
     )
 
 
@@ -506,7 +518,7 @@ def arguments() -> argparse.Namespace:
 
 def measure(
     chosen: argparse.Namespace, configs: dict[str, Any], folder: Path
-) -> Iterator[dict[str, Any] | Result]:
+) -> Iterator[dict[str, Any] | EmbedRun]:
     """Runs all measurements in an empty folder, and yields a record of each."""
     from benchmarks import checkpoints
 
@@ -562,7 +574,7 @@ def main() -> None:
         for found in measure(chosen, ENCODERS, Path(folder)):
             print(found, flush=True)
             record = found
-            if isinstance(found, Result):
+            if isinstance(found, EmbedRun):
                 record = {"kind": "embed"} | dataclasses.asdict(found)
             if path:
                 with path.open("a") as file:

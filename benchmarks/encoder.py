@@ -101,7 +101,7 @@ def ways(
     """
     table = drawn["bias"] + drawn["position_embedding"]
     unpacked = jnp.asarray(drawn["kernel"]), jnp.asarray(table)
-    found = {
+    found: dict[str, tuple[Callable, tuple[Any, ...], str]] = {
         "convolution": (convolution, unpacked, "unpacked"),
         "patchify + jnp.dot": (cut_and_product, unpacked, "unpacked"),
     }

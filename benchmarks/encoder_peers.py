@@ -2,12 +2,13 @@
 
   python -m benchmarks.encoder_peers --minutes 8 --out bench
 
-All encoders have the same random weights, from a checkpoint in Hugging Face's layout, and compute
-pooled embeddings of the same uint8 images on the device in bfloat16. JAX and torch each run in
-their own process, and the contenders take turns. Times are wall times; the GPU's energy is measured
-in the sustained turns. Peak memory includes weights, images and all intermediate results. Each case
-is written to encoder_peers.jsonl as soon as it is measured. Peers that are not installed are left
-out.
+The contenders have the same random weights, from a checkpoint in Hugging Face's layout, and compute
+embeddings of the same uint8 images on the device in bfloat16. An encoder whose activation is not
+the tanh GELU is also measured with it: the difference is the activation's cost. JAX and torch each
+run in their own process, and the contenders take turns. Times are wall times; the GPU's energy is
+measured in the sustained turns. Peak memory includes weights, images and all intermediate results.
+Each case is written to encoder_peers.jsonl as soon as it is measured. Peers that are not installed,
+or have no encoder of the family, are left out.
 """
 
 import argparse
@@ -29,8 +30,8 @@ import numpy as np
 
 from benchmarks.turns import Process, burst, first_line, serve, sustained
 
-# With Triton GEMMs disabled, XLA fuses bias, GELU and residual into cuBLAS (docs/experiments).
-OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+# The only GELU that cuBLAS applies in its matrix products.
+TANH_GELU = "gelu_pytorch_tanh"
 
 HERE = Path(__file__).resolve().parents[1]
 
@@ -38,12 +39,12 @@ FRAMEWORKS = ("jax", "torch")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """An encoder and a number of images; `tuned` says whether torch autotunes."""
+class EncoderCase:
+    """An encoder, a number of images, and the mode of torch.compile."""
 
     encoder: str
     images: int
-    tuned: bool
+    mode: str
 
 
 def images_of(side: int, images: int) -> np.ndarray:
@@ -51,12 +52,22 @@ def images_of(side: int, images: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, 256, (images, side, side, 3), np.uint8)
 
 
+def embeddings_of(output: Any) -> Any:
+    """Returns the embeddings in the output of an encoder of either framework.
+
+    They are the projected vectors if the checkpoint has a projection, and otherwise the pooled
+    ones.
+    """
+    projected = getattr(output, "image_embeds", None)
+    return output.pooler_output if projected is None else projected
+
+
 @dataclasses.dataclass
 class Contender:
     """A compiled encoder.
 
     Attributes:
-      call: function that computes pooled embeddings.
+      call: function that computes embeddings.
       compile_seconds: duration of the compilation; for torch, of the first two calls.
       peak_bytes: peak memory of a call; None if it is unknown.
     """
@@ -75,22 +86,27 @@ class Jax:
         self.contenders: dict[str, Contender] = {}
         self.wait = _block_until_ready
 
-    def prepare(self, folder: str, images: int, tuned: bool) -> dict[str, Any]:
+    def prepare(self, folder: str, images: int, mode: str) -> dict[str, Any]:
         """Compiles all contenders; one that fails is left out with the reason."""
         import jax
 
         import pallas_patch_embed as ppe
+        from pallas_patch_embed.embed.embedder import BY_CUBLAS
 
-        encoder = ppe.siglip2.load_encoder(folder)
+        encoder = ppe.load_encoder(folder)
         pixels = jax.device_put(images_of(encoder.config.image_size[0], images))
         gpu = jax.devices()[0].platform == "gpu"
-        options = OPTIONS if gpu else None
-        weights = _unpacked(Path(folder))
+        options = BY_CUBLAS if gpu else None
+        unpacked = _unpacked(encoder.patch_embed)
         ways = {
-            "this encoder, bias and GELU by cuBLAS": (_ours, (encoder,), options),
+            "this encoder, epilogues by cuBLAS": (_ours, (encoder,), options),
             "this encoder": (_ours, (encoder,), None),
-            "this encoder with the convolution": (_with_convolution, (encoder, *weights), options),
+            "this encoder with the convolution": (_with_convolution, (encoder, *unpacked), options),
         }
+        if encoder.config.activation != TANH_GELU:
+            config = dataclasses.replace(encoder.config, activation=TANH_GELU)
+            tanh = dataclasses.replace(encoder, config=config)
+            ways["this encoder with the tanh GELU"] = _ours, (tanh,), options
         left_out = {}
         self.contenders = {}
         for name, (function, operands, chosen) in ways.items():
@@ -127,30 +143,28 @@ def _block_until_ready(x: Any) -> Any:
 
 
 def _ours(encoder, images):
-    return encoder(images).pooler_output
+    return embeddings_of(encoder(images))
 
 
-def _with_convolution(encoder, kernel, table, images):
+def _with_convolution(encoder, kernel, prefix, table, images):
+    import jax.numpy as jnp
+
     from benchmarks.contenders import convolution
     from pallas_patch_embed.encoders.encoder import transform
 
-    return transform(encoder, convolution(images, kernel, table)).pooler_output
+    x = convolution(images, kernel, table)
+    prefix = jnp.broadcast_to(prefix, (len(x), *prefix.shape)).astype(x.dtype)
+    return embeddings_of(transform(encoder, jnp.concatenate([prefix, x], 1)))
 
 
-def _arrays(folder: Path) -> dict[str, np.ndarray]:
-    from safetensors.numpy import load_file
+def _unpacked(params: Any) -> tuple[Any, Any, Any]:
+    """Returns the kernel [p, p, 3, D], the tokens in front [R, D], and bias + positions [S, D].
 
-    return load_file(folder / "model.safetensors")
-
-
-def _unpacked(folder: Path) -> tuple[Any, Any]:
-    """Returns the kernel [p, p, 3, D], and the sum of bias and positions, [S, D]."""
-    import jax
-
-    arrays = _arrays(folder)
-    kernel = arrays["embeddings.patch_embedding.weight"].transpose(2, 3, 1, 0)
-    table = arrays["embeddings.position_embedding.weight"]
-    return jax.device_put((kernel, table + arrays["embeddings.patch_embedding.bias"]))
+    They are those of a floating-point `PatchEmbedParams`, so they apply to pixels in [-1, 1].
+    """
+    p = params.patch_size
+    kernel = params.weight[:, : params.K].T.reshape(p, p, params.channels, params.N)
+    return kernel, params.table[: params.prefix], params.table[params.prefix :]
 
 
 def flax_tower(folder: Path, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -161,7 +175,10 @@ def flax_tower(folder: Path, config: Any) -> tuple[Callable[..., Any], tuple[Any
 
     Raises:
       ImportError: flax is not installed.
+      ValueError: the checkpoint is not a SigLIP, the only family of which big_vision has encoders.
     """
+    if config.family != "siglip":
+        raise ValueError(f"big_vision has SigLIP encoders, but this is {config.family!r}.")
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
@@ -215,7 +232,11 @@ def flax_tower(folder: Path, config: Any) -> tuple[Callable[..., Any], tuple[Any
         x = norm(None).apply({"params": params["norm"]}, x).astype(dtype)
         return Head().apply({"params": params["head"]}, x)
 
-    return whole, (jax.device_put(_flax_params(_arrays(folder), config, dtype)),)
+    from safetensors.numpy import load_file
+
+    stored = load_file(folder / "model.safetensors")
+    arrays = {name.removeprefix("vision_model."): array for name, array in stored.items()}
+    return whole, (jax.device_put(_flax_params(arrays, config, dtype)),)
 
 
 def _flax_params(arrays: dict[str, np.ndarray], config: Any, dtype: Any) -> dict[str, Any]:
@@ -290,41 +311,44 @@ class Torch:
     def __init__(self):
         self.contenders: dict[str, Contender] = {}
 
-    def prepare(self, folder: str, images: int, tuned: bool) -> dict[str, Any]:
+    def prepare(self, folder: str, images: int, mode: str) -> dict[str, Any]:
         """Compiles the model, or leaves it out with the reason if that fails."""
-        name = f"transformers, torch.compile{', max-autotune' if tuned else ''}"
+        name = f"transformers, torch.compile{'' if mode == 'default' else f', {mode}'}"
         self.contenders = {}
         try:
-            self.contenders[name] = self._compile(folder, images, tuned)
+            self.contenders[name] = self._compile(folder, images, mode)
         except Exception as reason:
             return describe({}, {name: first_line(reason)})
         return describe(self.contenders, {})
 
-    def _compile(self, folder: str, images: int, tuned: bool) -> Contender:
+    def _compile(self, folder: str, images: int, mode: str) -> Contender:
         import torch
-        from safetensors.torch import load_file
-        from transformers import SiglipVisionConfig, SiglipVisionModel
+        import transformers
 
         gpu = torch.cuda.is_available()
         device = "cuda" if gpu else "cpu"
         torch._dynamo.reset()
         gc.collect()
-        config = SiglipVisionConfig.from_pretrained(folder)
-        config._attn_implementation = "sdpa"
-        model = SiglipVisionModel(config)
-        # In some versions of transformers the vision tower is an attribute of the model.
-        stored = load_file(f"{folder}/model.safetensors")
-        names = {name: name.removeprefix("vision_model.") for name in model.state_dict()}
-        model.load_state_dict({name: stored[own] for name, own in names.items()})
+        architecture = json.loads(Path(folder, "config.json").read_text())["architectures"][0]
+        model, loaded = getattr(transformers, architecture).from_pretrained(
+            folder, attn_implementation="sdpa", output_loading_info=True
+        )
+        wrong = {kind: sorted(names) for kind, names in loaded.items() if names}
+        if wrong:
+            raise ValueError(f"{architecture} does not accept the checkpoint: {wrong}")
         model = model.eval().to(device, torch.bfloat16)
         pixels = torch.from_numpy(images_of(model.config.image_size, images)).to(device)
+        processor = json.loads(Path(folder, "preprocessor_config.json").read_text())
+        mean, std = (
+            torch.tensor(processor[f"image_{name}"], device=device)[:, None, None]
+            for name in ("mean", "std")
+        )
 
-        def pooled(images):
-            x = images.permute(0, 3, 1, 2).to(torch.float32) / 127.5 - 1
-            return model(pixel_values=x.to(torch.bfloat16)).pooler_output
+        def embed(images):
+            x = (images.permute(0, 3, 1, 2).to(torch.float32) / 255 - mean) / std
+            return embeddings_of(model(pixel_values=x.to(torch.bfloat16)))
 
-        mode = "max-autotune" if tuned and gpu else "default"
-        compiled = torch.compile(pooled, mode=mode, dynamic=False)
+        compiled = torch.compile(embed, mode=mode if gpu else "default", dynamic=False)
 
         def call():
             with torch.inference_mode():
@@ -341,8 +365,9 @@ class Torch:
             torch.cuda.reset_peak_memory_stats()
             call()
             self.wait(None)
-        # CUDA graphs keep their memory in a pool, which counts as reserved.
-        graphs = mode == "max-autotune"
+        # CUDA graphs, of all modes but the default, keep their memory in a pool, which counts as
+        # reserved.
+        graphs = mode != "default"
         peak = torch.cuda.memory_reserved() if graphs else gpu and torch.cuda.max_memory_allocated()
         return Contender(call, seconds, peak if gpu else None)
 
@@ -375,7 +400,7 @@ def describe(contenders: dict[str, Contender], left_out: dict[str, str]) -> dict
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class EncoderMeasurement:
     """The measurements of one contender in one case.
 
     Attributes:
@@ -399,12 +424,12 @@ class Result:
 
 
 def measure(
-    case: Case, folder: Path, processes: dict[str, Process], chosen: argparse.Namespace
-) -> tuple[list[Result], dict[str, str]]:
+    case: EncoderCase, folder: Path, processes: dict[str, Process], chosen: argparse.Namespace
+) -> tuple[list[EncoderMeasurement], dict[str, str]]:
     """Measures all contenders of a case; returns the results, and why contenders were left out."""
-    arguments = dict(folder=str(folder), images=case.images, tuned=case.tuned)
+    arguments = dict(folder=str(folder), images=case.images, mode=case.mode)
     found: dict[str, dict[str, Any]] = {}
-    if case.tuned:
+    if case.mode == "max-autotune":
         # Both frameworks autotune by timing, and would disturb each other if they did at once.
         found = {name: p.call("prepare", **arguments) for name, p in processes.items()}
     else:
@@ -436,7 +461,7 @@ def measure(
         joules = median(key, "sustained", "joules")
         off = np.linalg.norm(outputs[key] - expected) / np.linalg.norm(expected)
         results.append(
-            Result(
+            EncoderMeasurement(
                 case.encoder,
                 case.images,
                 key[1],
@@ -451,7 +476,7 @@ def measure(
     return results, left_out
 
 
-def table(found: list[Result]) -> str:
+def table(found: list[EncoderMeasurement]) -> str:
     """Tabulates the contenders of one case, the fastest first."""
     head = f"{'':45}{'burst ms':>10}{'sustained':>11}{'images/s':>11}{'J/image':>9}"
     lines = [f"{head}{'GB':>7}{'compile s':>11}{'difference':>12}"]
@@ -466,9 +491,16 @@ def table(found: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def mode_of(images: int, chosen: argparse.Namespace) -> str:
+    """Returns the mode of torch.compile for a number of images per call."""
+    if images >= chosen.tuned:
+        return "max-autotune"
+    return "reduce-overhead" if images <= chosen.graphs else "default"
+
+
 def run(
     chosen: argparse.Namespace, configs: dict[str, Any], pythons: dict[str, str]
-) -> Iterator[tuple[list[Result], dict[str, str]]]:
+) -> Iterator[tuple[list[EncoderMeasurement], dict[str, str]]]:
     """Measures cases until the time limit is reached.
 
     Args:
@@ -480,7 +512,7 @@ def run(
 
     end = time.monotonic() + 60 * chosen.minutes
     cases = [
-        Case(name, n, n >= chosen.tuned)
+        EncoderCase(name, n, mode_of(n, chosen))
         for n in sorted(chosen.images, reverse=True)
         for name in chosen.encoders
     ]
@@ -510,7 +542,7 @@ def run(
 
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
-    from benchmarks.encoder import ENCODERS
+    from benchmarks.checkpoints import ENCODERS
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.encoder_peers",
@@ -531,6 +563,13 @@ def arguments() -> argparse.Namespace:
         default=512,
         help="images per call from which on torch autotunes; default: %(default)s",
     )
+    parser.add_argument(
+        "--graphs",
+        type=int,
+        default=0,
+        help="images per call up to which torch records CUDA graphs without autotuning; default: "
+        "%(default)s",
+    )
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
     parser.add_argument("--torch-python", default=sys.executable, help="Python with torch")
     parser.add_argument("--minutes", type=float, default=math.inf)
@@ -540,7 +579,10 @@ def arguments() -> argparse.Namespace:
         "--seconds", type=float, default=2.0, help="duration of a sustained turn in seconds"
     )
     parser.add_argument("--out", type=Path, help="folder for encoder_peers.jsonl")
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    if chosen.graphs >= chosen.tuned:
+        parser.error(f"--graphs is {chosen.graphs}, expected less than --tuned, {chosen.tuned}")
+    return chosen
 
 
 def main() -> None:
@@ -549,7 +591,7 @@ def main() -> None:
         serve(Jax() if sys.argv[2] == "jax" else Torch())
         return
     chosen = arguments()
-    from benchmarks.encoder import ENCODERS
+    from benchmarks.checkpoints import ENCODERS
 
     path = chosen.out and chosen.out / "encoder_peers.jsonl"
     if path:

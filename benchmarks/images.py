@@ -31,7 +31,7 @@ from benchmarks.contenders import (
     COMPARED,
     LARGEST_ERROR,
     UNTUNED,
-    Case,
+    BenchmarkProblem,
     convolution,
     cut_and_product,
     cuts_images,
@@ -39,7 +39,7 @@ from benchmarks.contenders import (
     patchified,
     squares,
 )
-from benchmarks.results import Result
+from benchmarks.results import Measurement
 from pallas_patch_embed.base.problem import NamedShape, named_shape
 from pallas_patch_embed.commands.demo import draw_weights
 from pallas_patch_embed.commands.tune import timing
@@ -120,7 +120,7 @@ def methods(
                     cut = functools.partial(ppe.embed_images, backend=backend, cut="kernel")
                     name = f"{backend}, cut by the kernel"
                     yield Method(name, dtype, True, cut, own, "embedding", behind)
-            asked = ppe.explain(params.layout.rows_shape(described.shape), params)
+            asked = ppe.explain(params.geometry.patches_shape(described.shape), params)
             serves = any(row.serves for row in asked if row.backend == backend)
             if serves and backend != "triton":
                 yield Method(f"patchify + {backend}", dtype, True, behind, own, "embedding")
@@ -181,7 +181,7 @@ class Programs:
       left_out: (name, dtype) of a method -> reason why it has no program.
     """
 
-    case: Case
+    case: BenchmarkProblem
     draw: Compiled | None = None
     methods: dict[Method, Compiled] = dataclasses.field(default_factory=dict)
     poisoned: dict[Method, tuple[Compiled, ...]] = dataclasses.field(default_factory=dict)
@@ -230,7 +230,7 @@ def tasks(own: Programs, every: list[Method], weights: Weights) -> Iterator[Call
         yield functools.partial(error, dtype, reference)
 
 
-def compile_cases(found: dict[Case, list[Method]], weights: Weights) -> list[Programs]:
+def compile_cases(found: dict[BenchmarkProblem, list[Method]], weights: Weights) -> list[Programs]:
     """Compiles all programs of several cases in parallel."""
     programs = [Programs(case) for case in found]
     every = [task for own in programs for task in tasks(own, found[own.case], weights)]
@@ -275,7 +275,7 @@ def _differences_from_patches(
 
 def measure(
     programs: Programs, weights: Weights, pixels: str, headline: bool, chosen: Any
-) -> tuple[list[Result], dict[tuple[str, str], str]]:
+) -> tuple[list[Measurement], dict[tuple[str, str], str]]:
     """Times the methods of a case whose results are right.
 
     A `headline` case is measured after longer rests, and also in the sustained regime.
@@ -317,12 +317,12 @@ def _seconds(contenders: dict[Method, Contender]) -> float:
     return max(t.milliseconds for t in timing.latency(contenders, rounds=1).values()) / 1e3
 
 
-def _result(case: Case, method: Method, regime: str, time: Timing) -> Result:
+def _result(case: BenchmarkProblem, method: Method, regime: str, time: Timing) -> Measurement:
     own = dataclasses.replace(case, dtype=method.dtype)
     return results.result(own, "images", method.name, method.ours, regime, time)
 
 
-def table(found: list[Result]) -> str:
+def table(found: list[Measurement]) -> str:
     """Tabulates milliseconds for one shape: a row per method, fastest first, a column per case."""
     cases = list(dict.fromkeys((r.images, r.pixels, r.regime) for r in found))
     names = {True: "photographs, ", False: ""}
@@ -357,7 +357,7 @@ def groups(shapes: list[str], images: list[int]) -> list[tuple[str, list[int]]]:
 
 def cases_of(
     name: str, images: list[int], weights: Weights, chosen: Any
-) -> dict[Case, list[Method]]:
+) -> dict[BenchmarkProblem, list[Method]]:
     """Returns the cases of a group with their methods."""
     shape = named_shape(name)
     found = {}
@@ -365,7 +365,7 @@ def cases_of(
         every = methods(shape, n, weights, tuple(chosen.backends))
         # XLA takes longest to compile the convolution of many images, so only one shape has it.
         without = {CONVOLUTION} if n >= SUSTAINED_IMAGES and name != chosen.shapes[0] else set()
-        found[Case(shape, n, CUT_DTYPE)] = [
+        found[BenchmarkProblem(shape, n, CUT_DTYPE)] = [
             method for method in every if method.name not in without
         ]
     return found
@@ -374,7 +374,7 @@ def cases_of(
 def run(chosen: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """Measures groups until the time limit is reached, and yields the records of each case."""
     end = time.monotonic() + 60 * chosen.minutes
-    measured: dict[str, list[Result]] = {}
+    measured: dict[str, list[Measurement]] = {}
     for name, images in groups(chosen.shapes, chosen.images):
         if time.monotonic() > end:
             print(f"{name}, {images} images: skipped, out of time.", flush=True)

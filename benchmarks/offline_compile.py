@@ -265,7 +265,7 @@ def main() -> None:
         from pallas_patch_embed.patch_embedding.primitive import patch_embed
 
         described = dict(out_dtype=chosen.out_dtype, backend=chosen.backend)
-        chosen_by_heuristic = functools.partial(patch_embed, layout=None, **described)
+        chosen_by_heuristic = functools.partial(patch_embed, geometry=None, **described)
         for name in chosen.shapes:
             shape, chip = named_shape(name), CHIPS[chosen.target]
             ways = [("", chosen_by_heuristic)]

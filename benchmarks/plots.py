@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.results import REGIMES, Result
+from benchmarks.results import REGIMES, Measurement
 
 # This package's backends are drawn in colours, and peers in grey.
 OURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:red", "tab:cyan")
@@ -32,7 +32,7 @@ def _figure(width: float, height: float, title: str, caption: str):
     return figure
 
 
-def _colours(results: list[Result]) -> dict[str, str]:
+def _colours(results: list[Measurement]) -> dict[str, str]:
     names = {
         ours: list(dict.fromkeys(r.contender for r in results if r.ours is ours))
         for ours in (True, False)
@@ -46,7 +46,9 @@ def _save(figure, path: Path) -> Path:
     return path
 
 
-def _bars(results: list[Result], measure: str, end: str, digits: int, title: str, caption: str):
+def _bars(
+    results: list[Measurement], measure: str, end: str, digits: int, title: str, caption: str
+):
     """Draws a measure of every contender as bars, with a panel for each source and dtype.
 
     Args:
@@ -86,13 +88,13 @@ def _bars(results: list[Result], measure: str, end: str, digits: int, title: str
     return figure, panels
 
 
-def _problem(result: Result) -> str:
+def _problem(result: Measurement) -> str:
     """Describes the problem and regime that all results of a picture share."""
     problem = f"{result.images} images, {result.shape}, {result.pixels} pixels"
     return f"{problem}, {result.regime}: {REGIMES[result.regime]}"
 
 
-def times(results: list[Result], caption: str, path: Path) -> Path:
+def times(results: list[Measurement], caption: str, path: Path) -> Path:
     """Draws bars with the milliseconds of every contender, their spread, and the floor.
 
     Args:
@@ -117,14 +119,14 @@ def times(results: list[Result], caption: str, path: Path) -> Path:
     return _save(figure, path)
 
 
-def energy(results: list[Result], caption: str, path: Path) -> Path:
+def energy(results: list[Measurement], caption: str, path: Path) -> Path:
     """Draws bars with every contender's joules per million images; arguments as for `times`."""
     title = f"Energy of the patch embedding of {_problem(results[0])}"
     measure, key = "joules_a_million_images", f"{KEY} {caption}"
     return _save(_bars(results, measure, measure, 0, title, key)[0], path)
 
 
-def throughput(results: list[Result], caption: str, path: Path) -> Path:
+def throughput(results: list[Measurement], caption: str, path: Path) -> Path:
     """Draws images per second against the number of images, with a panel for each source."""
     first, colours = results[0], _colours(results)
     sources = list(dict.fromkeys(r.source for r in results))
@@ -151,7 +153,9 @@ def throughput(results: list[Result], caption: str, path: Path) -> Path:
     return _save(figure, path)
 
 
-def roofline(results: list[Result], ceilings: dict[str, float], caption: str, path: Path) -> Path:
+def roofline(
+    results: list[Measurement], ceilings: dict[str, float], caption: str, path: Path
+) -> Path:
     """Draws operations per second against operations per byte, with the measured ceilings.
 
     Args:

@@ -17,7 +17,7 @@ REGIMES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Measurement:
     """The time of one contender on one problem.
 
     Attributes:
@@ -92,7 +92,7 @@ class Result:
         return {"kind": "time"} | dataclasses.asdict(self) | derived
 
 
-def compared(results: list[Result], limits: dict[str, float]) -> list[Result]:
+def compared(results: list[Measurement], limits: dict[str, float]) -> list[Measurement]:
     """Returns results of one problem with the fastest peer of each regime and the floor filled in.
 
     Args:
@@ -102,7 +102,7 @@ def compared(results: list[Result], limits: dict[str, float]) -> list[Result]:
         than these limits allow.
     """
 
-    def against(r: Result) -> Result:
+    def against(r: Measurement) -> Measurement:
         own = [other for other in results if (other.source, other.regime) == (r.source, r.regime)]
         # A bare product computes only a part of the operator.
         peers = [other for other in own if not other.ours and "bare" not in other.contender]
@@ -120,9 +120,11 @@ def compared(results: list[Result], limits: dict[str, float]) -> list[Result]:
     return [against(r) for r in results]
 
 
-def result(case: Any, source: str, name: str, ours: bool, regime: str, timing: Timing) -> Result:
+def result(
+    case: Any, source: str, name: str, ours: bool, regime: str, timing: Timing
+) -> Measurement:
     """Makes a result from a timing on a `contenders.Case`."""
-    return Result(
+    return Measurement(
         contender=name,
         ours=ours,
         source=source,
@@ -149,9 +151,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def result_of(record: dict[str, Any]) -> Result:
+def result_of(record: dict[str, Any]) -> Measurement:
     """Restores a result from its record."""
-    return Result(**{field.name: record[field.name] for field in dataclasses.fields(Result)})
+    return Measurement(
+        **{field.name: record[field.name] for field in dataclasses.fields(Measurement)}
+    )
 
 
 # Column of a table -> its meaning. Only GPUs have the columns from "MHz" on.
@@ -213,7 +217,7 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:#.3g}"
 
 
-def table(results: list[Result]) -> str:
+def table(results: list[Measurement]) -> str:
     """Formats results of one problem, source and regime as an aligned table, the fastest first."""
     width = max(len(r.contender) for r in results) + 2
     power = any(r.power is not None for r in results)

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from benchmarks import contenders, cuda_launch
-from pallas_patch_embed.backends import cuda, plan_with, tiles
+from pallas_patch_embed.backends import cuda, ranked, tiles
 from pallas_patch_embed.backends.mosaic import SM90, SM100, MosaicBackend
 from pallas_patch_embed.backends.plan import Plan
 from pallas_patch_embed.base.chips import Target
@@ -168,7 +168,7 @@ def draw(spans: list[Span], title: str, out: Path) -> None:
     # Outer spans are drawn first, and inner spans over them.
     spans = sorted((s for s in spans if s.begin < start + DRAWN), key=lambda span: -span.cycles)
     roles = dict.fromkeys(span.role for span in spans)
-    colours = dict(zip(roles, plt.colormaps["tab10"].colors))
+    colours = dict(zip(roles, plt.colormaps["tab10"](range(10))))
     figure, axes = plt.subplots(figsize=(12, 1 + 0.3 * len(warps)), layout="constrained")
     for span in spans:
         axes.barh(
@@ -194,7 +194,7 @@ def main() -> None:
     names = [shape.name for shape in NAMED_SHAPES]
     kernels = {"mosaic_sm90": SM90, "mosaic_sm100": SM100, "cuda": cuda}
     parser.add_argument(
-        "--backend", choices=kernels, help="default: the first backend that serves the problem"
+        "--backend", choices=kernels, help="default: the fastest of them that serves the problem"
     )
     parser.add_argument("--shape", choices=names, default="B/16 224", metavar="NAME")
     parser.add_argument("--images", type=int, default=4736)
@@ -202,14 +202,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="PNG file for the picture")
     chosen = parser.parse_args()
     target = Target.of(jax.devices()[0])
-    case = contenders.Case(named_shape(chosen.shape), chosen.images, chosen.dtype)
+    case = contenders.BenchmarkProblem(named_shape(chosen.shape), chosen.images, chosen.dtype)
     drawn = contenders.operands(contenders.draw(case))
     problem = Problem.of(*drawn, out_dtype="bfloat16")
-    asked = [chosen.backend] if chosen.backend else [*kernels]
-    answers = {name: plan_with(name, problem, target) for name in asked}
-    name = next((name for name, answer in answers.items() if isinstance(answer, Plan)), None)
+    options, refusals = ranked(problem, target, backend=chosen.backend)
+    name = next((x.backend for x in options if x.backend in kernels), None)
     if name is None:
-        raise SystemExit("\n".join(f"{name}: {answer.reason}" for name, answer in answers.items()))
+        raise SystemExit("\n".join(f"{name}: {reason}" for name, reason in refusals.items()))
     if name == "cuda":
         _, stamps = cuda_launch.stamped(drawn, out_dtype="bfloat16")
         spans = read_stamps(stamps)

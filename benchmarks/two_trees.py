@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import Any
 
 # An earlier version may lack benchmarks.turns; its process finds this folder's copy on its path.
-turns = importlib.import_module("benchmarks.turns" if find_spec("benchmarks.turns") else "turns")
+turns: Any = importlib.import_module(
+    "benchmarks.turns" if find_spec("benchmarks.turns") else "turns"
+)
 
 HERE = Path(__file__).resolve()
 NAMES = ("before", "after")
@@ -207,7 +209,7 @@ class Version:
         return times[""].milliseconds
 
 
-def process_of(name: str, tree: Path, cache: Path) -> turns.Process:
+def process_of(name: str, tree: Path, cache: Path) -> Any:
     """Starts the process of a version."""
     inherited = filter(None, [os.environ.get("PYTHONPATH")])
     folders = [str(tree), *inherited, str(HERE.parent)]

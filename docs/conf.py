@@ -16,31 +16,44 @@ sys.path.insert(0, str(ROOT))
 
 # Maps each section to its entries in the table of contents: a page, or `title <page>`.
 NAVIGATION = {
-    "Usage": [
+    "Guides": [
         "Installation and first example </README>",
         "/docs/usage",
+        "/docs/models",
         "/docs/encoder",
+        "/docs/families",
+        "/docs/eight_bits",
+        "/docs/text",
         "/docs/embed",
         "/docs/search",
-        "/docs/models",
-        "/docs/api",
-    ],
-    "How it works": ["/docs/backends", "/docs/numerics", "/docs/kernels"],
-    "Evidence": [
         "/docs/performance",
-        "/docs/embed_speed",
-        "/docs/verification",
         "/docs/check",
         "/docs/tune",
         "/docs/blackwell",
+        "/docs/api",
+    ],
+    "How it works": [
+        "/docs/backends",
+        "/docs/kernels",
+        "/docs/numerics",
+        "/docs/verification",
+        "/docs/glossary",
+    ],
+    "Development": ["/docs/development", "/CONTRIBUTING", "/CHANGELOG"],
+    "Measurements and experiments": [
+        "/docs/experiments/cuda",
+        "/docs/experiments/hopper",
+        "/docs/experiments/blackwell",
+        "/docs/experiments/triton",
+        "/docs/experiments/xla",
+        "/docs/experiments/encoder",
+        "/docs/experiments/embed",
+        "/docs/experiments/slices",
+        "/docs/experiments/tune",
+        "/docs/experiments/repeated",
         "/docs/predictions",
         "/docs/upstream",
     ],
-    "Experiments": [
-        f"/docs/experiments/{page}"
-        for page in ("xla", "encoder", "hopper", "blackwell", "cuda", "triton")
-    ],
-    "Development": ["/docs/development", "/docs/glossary", "/CONTRIBUTING", "/CHANGELOG"],
 }
 
 project = "pallas_patch_embed"

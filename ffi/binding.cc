@@ -15,9 +15,8 @@
 #include <string_view>
 #include <vector>
 
-#include "configs.h"
-#include "fatbins.h"
-#include "plan.h"
+#include "architectures.h"
+#include "launch.h"
 #include "xla/ffi/api/ffi.h"
 
 #define PATCH_EMBED_EXPORT extern "C" __attribute__((visibility("default")))
@@ -57,32 +56,37 @@ namespace {
 
 // The version of the interface between Python and this library: its operands, attributes and
 // functions.
-constexpr int kInterface = 4;
+constexpr int kInterface = 5;
 
 // The kernels.
 
 using namespace spelled;
 
-// Returns the numbers of blocks that the workers of a Hopper kernel can have.
-std::vector<int> cluster_sizes(Sharing sharing) {
-  if (sharing == split) return {2, 4, sm90::kMostSplits};
-  return {1};
+// Returns the numbers of blocks that the workers of a kernel can have.
+std::vector<int> block_counts(Sharing sharing) {
+  if (sharing == split) return {2, 4, kMostSplits};
+  return {sharing == b2 ? 2 : 1};
 }
 
-#define PATCH_EMBED_SM90_KERNEL(dtype, out_dtype, terms, tile_n, rows, sharing, slots, weight)   \
-  for (int blocks : cluster_sizes(sharing)) {                                                    \
-    all->push_back({{90, dtype, out_dtype, terms, tile_n, rows, sharing, blocks, slots, weight}, \
-                    sm90::Shared<dtype, tile_n, rows, slots, weight, sharing>::bytes});          \
+#define PATCH_EMBED_ADD(dtype, out_dtype, terms, tile_n, rows, sharing, slots, weight)        \
+  for (int blocks : block_counts(sharing)) {                                                  \
+    all->push_back(                                                                           \
+        {{&own::kArchitecture, dtype, out_dtype, terms, tile_n, rows, sharing, blocks, slots, \
+          weight},                                                                            \
+         own::SharedOf<dtype, out_dtype, terms, tile_n, rows, sharing, slots, weight>::bytes, \
+         capabilities});                                                                      \
   }
-#define PATCH_EMBED_SM100_KERNEL(dtype, out_dtype, terms, tile_n, blocks, slots, weight)           \
-  all->push_back({{100, dtype, out_dtype, terms, tile_n, sm100::kRows, {}, blocks, slots, weight}, \
-                  sm100::Shared<out_dtype, tile_n, blocks, slots, weight>::bytes});
+#define PATCH_EMBED_ADD_ALL(architecture, dtype, ...)       \
+  {                                                         \
+    namespace own = sm##architecture;                       \
+    const std::vector<int> capabilities = {__VA_ARGS__};    \
+    PATCH_EMBED_SM##architecture##_##dtype(PATCH_EMBED_ADD) \
+  }
 
 const std::vector<Kernel>& kernels() {
   static const auto* all = [] {
     auto* all = new std::vector<Kernel>;
-    PATCH_EMBED_SM90_CONFIGS(PATCH_EMBED_SM90_KERNEL)
-    PATCH_EMBED_SM100_CONFIGS(PATCH_EMBED_SM100_KERNEL)
+    PATCH_EMBED_ARCHITECTURES(PATCH_EMBED_ADD_ALL)
     return all;
   }();
   return *all;
@@ -94,30 +98,37 @@ const Kernel* find_kernel(std::string_view name) {
   return found == kernels().end() ? nullptr : &*found;
 }
 
-// Embeds the machine code of a chip's kernels for one dtype. fatbins.h lists the chips and dtypes.
+// A library of a tuned kernel (backends/cuda_tuning.py) contains only one row of the list.
+#ifndef PATCH_EMBED_FATBINS
+#define PATCH_EMBED_FATBINS PATCH_EMBED_ARCHITECTURES
+#endif
+
+// Embeds the machine code of an architecture's kernels for one dtype.
 // clang-format off
-#define PATCH_EMBED_DATA(capability, dtype)                                                \
-  asm(".section .rodata\n.balign 64\npatch_embed_fatbin_" #capability "_" #dtype ":\n"   \
-      ".incbin \"sm" #capability "_" #dtype ".fatbin\"\n.previous\n");                    \
-  extern "C" const char patch_embed_fatbin_##capability##_##dtype[];
+#define PATCH_EMBED_DATA(architecture, dtype, ...)                                           \
+  asm(".section .rodata\n.balign 64\npatch_embed_fatbin_" #architecture "_" #dtype ":\n"   \
+      ".incbin \"sm" #architecture "_" #dtype ".fatbin\"\n.previous\n");                    \
+  extern "C" const char patch_embed_fatbin_##architecture##_##dtype[];
 // clang-format on
 PATCH_EMBED_FATBINS(PATCH_EMBED_DATA)
 
 struct Image {
-  int capability;
+  int architecture;
   Type dtype;
   const char* fatbin;
   std::mutex loading;
   CUlibrary library;
 };
 
-#define PATCH_EMBED_IMAGE(capability, dtype) \
-  {capability, Type::dtype, patch_embed_fatbin_##capability##_##dtype, {}, nullptr},
+#define PATCH_EMBED_IMAGE(architecture, dtype, ...) \
+  {architecture, Type::dtype, patch_embed_fatbin_##architecture##_##dtype, {}, nullptr},
 Image images[] = {PATCH_EMBED_FATBINS(PATCH_EMBED_IMAGE)};
 
 Image* find_image(const Config& config) {
   for (Image& image : images) {
-    if (image.capability == config.capability && image.dtype == config.dtype) return &image;
+    if (image.architecture == config.architecture->number && image.dtype == config.dtype) {
+      return &image;
+    }
   }
   return nullptr;
 }
@@ -275,15 +286,11 @@ std::string shape_text(const ffi::AnyBuffer& buffer) {
 
 // The operands of a call. `patches` are images if the kernel cuts images.
 struct Operands {
-  ffi::AnyBuffer patches, weight, scale, table, segments_sm90, segments_sm100, y;
+  ffi::AnyBuffer patches, weight, scale, table, y;
 
-  // Returns the segments of the schedule for a kernel.
-  const ffi::AnyBuffer& segments(const Config& config) const {
-    return config.capability == 90 ? segments_sm90 : segments_sm100;
-  }
-
-  // Fills `shapes`. Returns an error message if the operands are wrong, or an empty text.
-  std::string check(const Kernel& kernel, Shapes* shapes) const {
+  // Fills `shapes`. Returns an error message if the operands or the kernel's segments of the schedule
+  // are wrong, or an empty text.
+  std::string check(const Kernel& kernel, const ffi::AnyBuffer& segments, Shapes* shapes) const {
     const Config& config = kernel.config;
     const bool images = config.dtype == Type::kUInt8;
     const std::string source = images ? "images" : "patches";
@@ -337,39 +344,89 @@ struct Operands {
     } else {
       expect("table", table, ffi::DataType::F32, {N}, "");
     }
-    expect(config.capability == 90 ? "segments_sm90" : "segments_sm100", segments(config),
-           ffi::DataType::S32, {kAny, kAny, 4}, "workers segments");
+    expect("segments", segments, ffi::DataType::S32, {kAny, kAny, 4}, "workers segments");
     expect("y", y, element_type(config.out_dtype), {M, N}, "");
     if (!wrong.empty()) return wrong;
-    const auto sizes = segments(config).dimensions();
+    const auto sizes = segments.dimensions();
     *shapes = {M,        N,        K,      config.has_table ? table.dimensions()[0] : 1,
                sizes[0], sizes[1], height, width};
     return "";
   }
 };
 
-// The kernel that a program names for one chip, and its launch. `kernel` is null if it names none.
+// A kernel that a program names, its segments of the schedule, and its launch.
 struct Choice {
-  const Kernel* kernel = nullptr;
+  const Kernel* kernel;
+  ffi::AnyBuffer segments;
   Shapes shapes;
   Launch launch;
 };
 
-// Fills `choice`. Returns an error message if the program or its operands are wrong, or nothing.
-std::optional<std::string> choose(std::string_view name, int capability, const Operands& operands,
-                                  Choice* choice) {
-  if (name.empty()) return std::nullopt;
-  const Kernel* kernel = find_kernel(name);
-  if (!kernel || kernel->config.capability != capability) {
-    return "this library has no kernel " + std::string(name) + " for sm_" +
-           std::to_string(capability) +
-           ". The program was lowered with another version of the library: lower it again.";
+// Returns the names of a program's kernels, each of which has an operand with its segments. They are
+// in the attribute `kernels`, separated by commas. A program that was exported by interface 4 has two
+// other attributes, of which one may be empty. The list is empty if the attributes are unknown.
+std::vector<std::string_view> kernel_names(const ffi::Dictionary& attributes) {
+  std::vector<std::string_view> names;
+  const auto get = [&](const char* name) { return attributes.get<std::string_view>(name); };
+  if (attributes.size() == 1 && attributes.contains("kernels")) {
+    if (const auto all = get("kernels"); all.has_value()) {
+      for (size_t begin = 0, end = 0; end != all->npos; begin = end + 1) {
+        end = all->find(',', begin);
+        names.push_back(all->substr(begin, end - begin));
+      }
+    }
+  } else if (attributes.size() == 2 && attributes.contains("kernel_sm90")) {
+    const auto hopper = get("kernel_sm90"), blackwell = get("kernel_sm100");
+    if (hopper.has_value() && blackwell.has_value()) names = {*hopper, *blackwell};
   }
-  choice->kernel = kernel;
-  std::string wrong = operands.check(*kernel, &choice->shapes);
-  if (wrong.empty()) wrong = plan(*kernel, choice->shapes, &choice->launch);
-  if (wrong.empty()) return std::nullopt;
-  return wrong;
+  return names;
+}
+
+constexpr char kExportAgain[] =
+    " The program was exported by another version of pallas_patch_embed: export it again.";
+
+// Fills `choices`. Returns an error message if the program or its operands are wrong, or an empty
+// text.
+std::string choose(const ffi::Dictionary& attributes, const Operands& operands,
+                   const ffi::RemainingArgs& segments, std::vector<Choice>* choices) {
+  const std::vector<std::string_view> names = kernel_names(attributes);
+  if (names.empty()) {
+    return std::string("the attributes of the call are unknown, expected only `kernels`, a text.") +
+           kExportAgain;
+  }
+  if (names.size() != segments.size()) {
+    return "the call has " + std::to_string(segments.size()) +
+           " operands with segments, expected one for each of its kernels, of which it names " +
+           std::to_string(names.size()) + "." + kExportAgain;
+  }
+  for (size_t i = 0; i < names.size(); i++) {
+    if (names[i].empty()) continue;
+    const Kernel* kernel = find_kernel(names[i]);
+    if (!kernel) return "this library has no kernel " + std::string(names[i]) + "." + kExportAgain;
+    const auto buffer = segments.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return "an operand with segments is not an array.";
+    choices->push_back({kernel, *buffer, {}, {}});
+    Choice& choice = choices->back();
+    std::string wrong = operands.check(*kernel, *buffer, &choice.shapes);
+    if (wrong.empty()) wrong = launch_of(*kernel, choice.shapes, &choice.launch);
+    if (!wrong.empty()) return wrong;
+  }
+  return choices->empty()
+             ? "the program names no kernel. Call it through pallas_patch_embed.patch_embed."
+             : "";
+}
+
+// Returns the choice whose kernel runs on GPUs of this compute capability, or null.
+const Choice* choice_for(int capability, const std::vector<Choice>& choices) {
+  for (const Choice& choice : choices) {
+    const auto& accepted = choice.kernel->capabilities;
+    if (std::find(accepted.begin(), accepted.end(), capability) != accepted.end()) return &choice;
+  }
+  return nullptr;
+}
+
+std::string capability_text(int capability) {
+  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
 
 // Addresses that a kernel does not accept.
@@ -460,7 +517,7 @@ class KernelAddresses {
   std::vector<CUdeviceptr> allocated_;
 };
 
-// Encodes a tensor map. plan() checks everything that the driver checks, except the address, which
+// Encodes a tensor map. launch_of() checks everything that the driver checks, except the address, which
 // is a multiple of kAlignment.
 CUresult encode(const TensorMap& map, const void* begin, CUtensorMap* encoded) {
   void* data = const_cast<void*>(begin);
@@ -487,20 +544,14 @@ CUresult encode(const TensorMap& map, const void* begin, CUtensorMap* encoded) {
 // the kernel onto the device. The Execute stage launches the kernel.
 template <ffi::ExecutionStage stage>
 ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight,
-                  ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::AnyBuffer segments_sm90,
-                  ffi::AnyBuffer segments_sm100, ffi::Result<ffi::AnyBuffer> y,
-                  std::string_view kernel_sm90, std::string_view kernel_sm100) {
-  const Operands operands{patches, weight, scale, table, segments_sm90, segments_sm100, *y};
-  Choice hopper, blackwell;
-  for (const auto& wrong : {choose(kernel_sm90, 90, operands, &hopper),
-                            choose(kernel_sm100, 100, operands, &blackwell)}) {
-    if (wrong) return error(ffi::ErrorCode::kInvalidArgument, *wrong);
+                  ffi::AnyBuffer scale, ffi::AnyBuffer table, ffi::RemainingArgs segments,
+                  ffi::Result<ffi::AnyBuffer> y, ffi::Dictionary attributes) {
+  const Operands operands{patches, weight, scale, table, *y};
+  std::vector<Choice> choices;
+  if (const std::string wrong = choose(attributes, operands, segments, &choices); !wrong.empty()) {
+    return error(ffi::ErrorCode::kInvalidArgument, wrong);
   }
-  if (!hopper.kernel && !blackwell.kernel) {
-    return error(ffi::ErrorCode::kInvalidArgument,
-                 "the program names no kernel. Call it through pallas_patch_embed.patch_embed.");
-  }
-  if ((hopper.kernel ? hopper : blackwell).shapes.M == 0) return ffi::Error::Success();
+  if (choices[0].shapes.M == 0) return ffi::Error::Success();
 
   const Driver& cuda = driver();
   for (const std::string& reason : {cuda.missing, cuda.too_old}) {
@@ -519,23 +570,23 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
                                 cuda.cuDeviceGetAttribute_fn(value, attribute, device));
   }
   const int capability = 10 * major + minor;
-  const Choice& choice = major == 9 ? hopper : blackwell;
-  if ((capability != 90 && capability != 100 && capability != 103) || !choice.kernel) {
+  const Choice* choice = choice_for(capability, choices);
+  if (!choice) {
+    std::string accepted;
+    for (const Choice& other : choices) {
+      for (int one : other.kernel->capabilities) {
+        accepted += (accepted.empty() ? "" : ", ") + capability_text(one);
+      }
+    }
     return error(ffi::ErrorCode::kFailedPrecondition,
-                 "the device has compute capability " + std::to_string(major) + "." +
-                     std::to_string(minor) + ", but the program's kernels are " +
-                     (hopper.kernel ? "for 9.0" : "") +
-                     (hopper.kernel && blackwell.kernel ? " and " : "") +
-                     (blackwell.kernel ? "for 10.0 and 10.3" : "") +
-                     ". Lower the program for this device, or with another backend.");
+                 "the device has compute capability " + capability_text(capability) +
+                     ", but the program's kernels for " + dtype_name(patches.element_type()) +
+                     " are for " + accepted +
+                     ". Lower the program for this device, pack the params with another dtype, or "
+                     "use another backend.");
   }
-  const Config& config = choice.kernel->config;
-  const std::string& name = choice.kernel->name;
-  if (capability == 103 && config.dtype == Type::kInt8) {
-    return error(ffi::ErrorCode::kFailedPrecondition,
-                 "compute capability 10.3 has no int8 tensor cores (tcgen05 kind::i8). Pack the "
-                 "params with another dtype, or use another backend.");
-  }
+  const Config& config = choice->kernel->config;
+  const std::string& name = choice->kernel->name;
   Image* image = find_image(config);
   if (!image) {
     return error(ffi::ErrorCode::kUnavailable, "this library was built without " + name + ".");
@@ -546,7 +597,7 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
                               load(*image));
   CUkernel kernel;
   PATCH_EMBED_RETURN_IF_ERROR(
-      name, cuda.cuLibraryGetKernel_fn(&kernel, image->library, choice.kernel->symbol.c_str()));
+      name, cuda.cuLibraryGetKernel_fn(&kernel, image->library, choice->kernel->symbol.c_str()));
   if constexpr (stage == ffi::ExecutionStage::kInitialize) {
     PATCH_EMBED_RETURN_IF_ERROR(
         "the kernel's shared memory",
@@ -555,11 +606,11 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
     return ffi::Error::Success();
   }
 
-  const Launch& launch = choice.launch;
+  const Launch& launch = choice->launch;
   Arguments arguments{};
   KernelAddresses addresses(stream, operands.y);
   const void *read_patches, *read_weight, *read_scale, *read_table, *read_segments;
-  void* write_y;
+  void* write_y = nullptr;
   struct Operand {
     const char* name;
     const ffi::AnyBuffer* buffer;
@@ -568,7 +619,7 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
   for (const Operand& operand :
        {Operand{"patches", &patches, &read_patches}, Operand{"weight", &weight, &read_weight},
         Operand{"scale", &scale, &read_scale}, Operand{"table", &table, &read_table},
-        Operand{"segments", &operands.segments(config), &read_segments}}) {
+        Operand{"segments", &choice->segments, &read_segments}}) {
     ffi::Error error = addresses.read(operand.name, *operand.buffer, operand.address);
     if (error.failure()) return error;
   }
@@ -577,12 +628,12 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
   arguments.table = read_table;
   arguments.out = write_y;
   arguments.segments = static_cast<const Segment*>(read_segments);
-  arguments.M = int32_t(choice.shapes.M);
-  arguments.N = int32_t(choice.shapes.N);
+  arguments.M = int32_t(choice->shapes.M);
+  arguments.N = int32_t(choice->shapes.N);
   arguments.chunks = launch.chunks;
-  arguments.period = int32_t(choice.shapes.period);
-  arguments.segment_count = int32_t(choice.shapes.segments);
-  arguments.grid_width = int32_t(choice.shapes.width / kPatchSide);
+  arguments.period = int32_t(choice->shapes.period);
+  arguments.segment_count = int32_t(choice->shapes.segments);
+  arguments.grid_width = int32_t(choice->shapes.width / kPatchSide);
   arguments.row_patches = row_patches(arguments.grid_width);
   PATCH_EMBED_RETURN_IF_ERROR("the tensor map of patches",
                               encode(launch.patches, read_patches, &arguments.patches));
@@ -596,7 +647,7 @@ ffi::Error handle(CUstream stream, ffi::AnyBuffer patches, ffi::AnyBuffer weight
   cluster.value.clusterDim.x = launch.cluster;
   cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1;
   CUlaunchConfig how{};
-  how.gridDimX = launch.grid;
+  how.gridDimX = launch.thread_blocks;
   how.blockDimX = launch.threads;
   how.gridDimY = how.gridDimZ = how.blockDimY = how.blockDimZ = 1;
   how.sharedMemBytes = unsigned(launch.shared_memory);
@@ -618,11 +669,9 @@ auto binding() {
       .template Arg<ffi::AnyBuffer>()  // weight
       .template Arg<ffi::AnyBuffer>()  // scale
       .template Arg<ffi::AnyBuffer>()  // table
-      .template Arg<ffi::AnyBuffer>()  // segments_sm90
-      .template Arg<ffi::AnyBuffer>()  // segments_sm100
+      .RemainingArgs()                 // segments of each kernel
       .template Ret<ffi::AnyBuffer>()  // y
-      .template Attr<std::string_view>("kernel_sm90")
-      .template Attr<std::string_view>("kernel_sm100");
+      .Attrs();
 }
 
 // Copies a text and its terminating zero to the caller's buffer if they fit. Returns their total
@@ -671,7 +720,7 @@ PATCH_EMBED_EXPORT int64_t patch_embed_kernels(char* buffer, int64_t size) {
   std::string text;
   for (const auto& kernel : patch_embed::kernels()) {
     const bool built = patch_embed::find_image(kernel.config);
-    text += (text.empty() ? "[" : ", ") + patch_embed::to_json(kernel.config, built);
+    text += (text.empty() ? "[" : ", ") + patch_embed::to_json(kernel, built);
   }
   return patch_embed::copy_to_caller(text + "]", buffer, size);
 }
@@ -679,16 +728,16 @@ PATCH_EMBED_EXPORT int64_t patch_embed_kernels(char* buffer, int64_t size) {
 // Writes JSON: the launch of a kernel for these shapes, or {"error": the reason why there is none}.
 // `segments` is the number of segments of a worker; height and width are those of images, or 0 for
 // patches.
-PATCH_EMBED_EXPORT int64_t patch_embed_plan(const char* kernel, int64_t M, int64_t N, int64_t K,
-                                            int64_t period, int64_t workers, int64_t segments,
-                                            int64_t height, int64_t width, char* buffer,
-                                            int64_t size) {
+PATCH_EMBED_EXPORT int64_t patch_embed_launch(const char* kernel, int64_t M, int64_t N, int64_t K,
+                                              int64_t period, int64_t workers, int64_t segments,
+                                              int64_t height, int64_t width, char* buffer,
+                                              int64_t size) {
   patch_embed::Launch launch;
   const auto* found = patch_embed::find_kernel(kernel);
   const std::string wrong =
-      found
-          ? patch_embed::plan(*found, {M, N, K, period, workers, segments, height, width}, &launch)
-          : "there is no kernel of this name.";
+      found ? patch_embed::launch_of(*found, {M, N, K, period, workers, segments, height, width},
+                                     &launch)
+            : "there is no kernel of this name.";
   const std::string text =
       wrong.empty() ? patch_embed::to_json(launch) : "{\"error\": \"" + wrong + "\"}";
   return patch_embed::copy_to_caller(text, buffer, size);

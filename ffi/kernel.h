@@ -1,5 +1,4 @@
-// Declarations for the host (binding.cc) and the kernels (patch_embed_sm90.cu,
-// patch_embed_sm100.cu).
+// Declarations for the host (binding.cc) and the kernels (patch_embed_sm*.cu).
 //
 // A worker is a thread block, or a cluster of blocks that share each tile. It computes the same
 // `tile_n` columns of N in all its tiles, and processes the segments of row tiles that
@@ -74,30 +73,14 @@ struct Arguments {
 #endif
 };
 
-// How the two consumer warpgroups of a Hopper block share a tile.
+// How the blocks of a worker and their warpgroups share a tile.
 enum class Sharing {
-  kPingpong,     // one multiplies its half of a tile while the other one stores its half
-  kSplit,        // the same, and the blocks of a cluster split K
-  kCooperative,  // both multiply their halves at the same time, and share the loads
+  kOneBlock,     // one block; on Hopper one consumer warpgroup multiplies its half of a tile while
+                 // the other one stores its half (ping-pong)
+  kPair,         // two blocks, each with half of the rows (Blackwell)
+  kSplit,        // as kOneBlock in each of 2, 4 or kMostSplits blocks, which split K (Hopper)
+  kCooperative,  // one block; both warpgroups multiply at the same time and share loads (Hopper)
 };
-
-// The template arguments of a kernel.
-struct Config {
-  int capability;         // compute capability: 90 or 100
-  Type dtype, out_dtype;  // dtype of patches and weight or of images; dtype of y
-  bool has_table;         // whether it adds rows of a bfloat16 table or one row of float32 offsets
-  int tile_n;             // columns of a tile
-  int rows;               // rows of a warpgroup's (Hopper) or a block's (Blackwell) part of a tile
-  Sharing sharing;        // how the warpgroups share a tile; not used on Blackwell
-  int blocks;             // thread blocks of a worker; two or more form a cluster
-  int slots;              // slots of the ring of patches
-  bool stream_weight;     // whether the weight is loaded for each tile or stays in shared memory
-
-  // Number of blocks among which the chunks of K are split.
-  constexpr int splits() const { return sharing == Sharing::kSplit ? blocks : 1; }
-
-  // Rows of a tile: those of two warpgroups on Hopper, and of the worker's blocks on Blackwell.
-  constexpr int tile_m() const { return (capability == 90 ? 2 : blocks) * rows; }
-};
+constexpr int kMostSplits = 8;
 
 }  // namespace patch_embed

@@ -21,7 +21,6 @@
 
 #include <cstddef>
 
-#include "configs.h"
 #include "ptx/instruction_descriptor.h"
 #include "ptx/matrix_descriptor.h"
 #include "ptx/mbarrier.cuh"
@@ -49,7 +48,7 @@ constexpr int kProductBytes = 32;
 constexpr int kFeedingWarp = 0, kMultiplyingWarp = 1, kAllocatingWarp = 2;
 
 template <Type dtype, Type out_dtype, bool has_table, int tile_n, int blocks, int slots,
-          bool stream_weight, typename Tuned = Tuning<out_dtype, tile_n>>
+          bool stream_weight, typename Tuned = Tuning<out_dtype, tile_n, slots>>
 class Worker {
  public:
   static constexpr int kTileRows = blocks * kRows;
@@ -540,15 +539,16 @@ extern __shared__ __align__(1024) uint8_t shared_memory[];
 }  // namespace patch_embed::sm100
 
 // clang-format off
-#define PATCH_EMBED_KERNEL(dtype, out_dtype, terms, tile_n, blocks, slots, weight)                 \
+#define PATCH_EMBED_KERNEL(dtype, out_dtype, terms, tile_n, rows, sharing, slots, weight)          \
   extern "C" __global__ void __launch_bounds__(patch_embed::sm100::kThreads, 1)                    \
-      __cluster_dims__(blocks, 1, 1)                                                               \
-      patch_embed_sm100_##dtype##_##out_dtype##_##terms##_##tile_n##x128_b##blocks##_s##slots##_## \
-      weight(const __grid_constant__ patch_embed::Arguments args) {                                \
+      __cluster_dims__(patch_embed::sm100::kBlocks<patch_embed::spelled::sharing>, 1, 1)         \
+      patch_embed_sm100_##dtype##_##out_dtype##_##terms##_##tile_n##x##rows##_##sharing##_s##slots \
+      ##_##weight(const __grid_constant__ patch_embed::Arguments args) {                           \
     namespace spelled = patch_embed::spelled;                                                      \
-    using Worker = patch_embed::sm100::Worker<spelled::dtype, spelled::out_dtype,                  \
-                                              spelled::terms, tile_n, blocks, slots,               \
-                                              spelled::weight>;                                    \
+    static_assert(rows == patch_embed::sm100::kRows, "a block has 128 rows of a tile.");           \
+    using Worker = patch_embed::sm100::Worker<                                                     \
+        spelled::dtype, spelled::out_dtype, spelled::terms, tile_n,                                \
+        patch_embed::sm100::kBlocks<spelled::sharing>, slots, spelled::weight>;                  \
     Worker(args, *reinterpret_cast<Worker::Memory*>(patch_embed::sm100::shared_memory)).run();     \
   }
 // clang-format on

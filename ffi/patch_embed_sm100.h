@@ -50,6 +50,8 @@
 
 #include <cstdint>
 
+#include "architecture.h"
+#include "configs.h"
 #include "kernel.h"
 
 namespace patch_embed::sm100 {
@@ -93,7 +95,7 @@ enum class Release {
 // Parameters of the storing warps, which do not change the result. The kernels are built with these
 // values. A variant is a struct that inherits from Tuning, hides the members that it changes, and
 // is the last template argument of Worker.
-template <Type out_dtype, int tile_n>
+template <Type out_dtype, int tile_n, int slots>
 struct Tuning {
   // Columns of an accumulator that a warp loads before one tcgen05.wait::ld: as many as fit into
   // registers in addition to scale and table. The value must divide the warp's tile_n / 2 columns.
@@ -105,8 +107,8 @@ struct Tuning {
   static constexpr int kLoadColumns = kStepColumns % 64 ? 32 : 64;
 
   // Number of staging buffers of a storing warp in shared memory, a power of two. Each buffer holds
-  // the data of one TMA store.
-  static constexpr int kStagingBuffers = 2;
+  // the data of one TMA store. Beside six slots and a weight of 256 columns only one fits.
+  static constexpr int kStagingBuffers = tile_n == 256 && slots > 5 ? 1 : 2;
 
   // Number of stores that share a fence and a bulk group; with 1 each store is issued as soon as it
   // is staged. The value must divide the stores of a step and the number of buffers.
@@ -131,7 +133,7 @@ struct Tuning {
 //   weight                 after Shared: [tile_n / blocks, kRowBytes] for each chunk of K, or for
 //                          each slot if the weight is streamed
 template <Type out_dtype, int tile_n, int blocks, int slots, bool stream_weight,
-          typename Tuned = Tuning<out_dtype, tile_n>>
+          typename Tuned = Tuning<out_dtype, tile_n, slots>>
 struct alignas(1024) Shared {
   static constexpr int kStoreBytes = store_columns(out_dtype, tile_n) * itemsize(out_dtype);
   static constexpr int kWeightBytes = tile_n / blocks * kRowBytes;
@@ -154,5 +156,69 @@ struct alignas(1024) Shared {
 //   patches   [K, M], boxes of [kRowBytes of K, kRows]
 //   weight    [K, N], boxes of [kRowBytes of K, tile_n / blocks]
 //   y         [N, M], boxes of [store_columns, kWarpRows]
+
+// Number of blocks of a worker.
+template <Sharing sharing>
+constexpr int kBlocks = sharing == Sharing::kPair ? 2 : 1;
+
+inline constexpr Architecture kArchitecture = {
+    /*number=*/100,
+    kThreads,
+    kMultiplyingWarps,
+    kStoringWarps,
+    /*tile_rows=*/[](const Config& config) { return config.blocks * config.rows; },
+    tensor_memory_columns,
+    /*staying_chunks=*/[](int, const int&) { return 0; },
+    /*patches=*/
+    [](const Config& config, const Shapes& s) {
+  return matrix(config.dtype, s.M, s.K, kRowBytes / itemsize(config.dtype), kRows);
+},
+    /*weight=*/
+    [](const Config& config, const Shapes& s) {
+  return matrix(config.dtype, s.N, s.K, kRowBytes / itemsize(config.dtype),
+                config.tile_n / config.blocks);
+},
+    /*y=*/
+    [](const Config& config, const Shapes& s) {
+  return matrix(config.out_dtype, s.M, s.N, store_columns(config.out_dtype, config.tile_n),
+                kWarpRows);
+},
+};
+
+// Shared of a kernel in the list below.
+template <Type, Type out_dtype, bool, int tile_n, int rows, Sharing sharing, int slots, bool weight>
+using SharedOf = Shared<out_dtype, tile_n, kBlocks<sharing>, slots, weight>;
+
+// The kernels that are compiled for each dtype: X(dtype, out_dtype, terms, tile_n, rows, sharing,
+// slots, weight). There are as many slots as fit into shared memory together with the weight of
+// K = 768 and two staging buffers for each storing warp of 4 KiB, up to 8. Of kernels that are
+// equally fast by the estimate the first is chosen: the one with more slots, which fit beside one
+// buffer (256 columns) or smaller ones (192 columns in bfloat16), because the audit predicts that
+// the latency of loads limits fewer slots (docs/experiments/blackwell.md).
+// clang-format off
+#define PATCH_EMBED_SM100_STREAMED(X, dtype)                       \
+  PATCH_EMBED_OUTPUTS(X, dtype, 256, 128, b2, 5, streamed)              \
+  PATCH_EMBED_OUTPUTS(X, dtype, 192, 128, b2, 5, streamed)              \
+  PATCH_EMBED_OUTPUTS(X, dtype, 128, 128, b2, 6, streamed)              \
+  PATCH_EMBED_OUTPUTS(X, dtype, 64, 128, b2, 8, streamed)               \
+  PATCH_EMBED_OUTPUTS(X, dtype, 64, 128, b1, 6, streamed)
+#define PATCH_EMBED_SM100_ONE_BYTE(X, dtype)                       \
+  PATCH_EMBED_OUTPUTS(X, dtype, 256, 128, b2, 6, stationary)            \
+  PATCH_EMBED_OUTPUTS(X, dtype, 256, 128, b2, 4, stationary)            \
+  PATCH_EMBED_TERMS(X, dtype, bf16, 192, 128, b2, 7, stationary)        \
+  PATCH_EMBED_OUTPUTS(X, dtype, 192, 128, b2, 5, stationary)            \
+  PATCH_EMBED_OUTPUTS(X, dtype, 128, 128, b2, 7, stationary)            \
+  PATCH_EMBED_OUTPUTS(X, dtype, 64, 128, b2, 8, stationary)             \
+  PATCH_EMBED_OUTPUTS(X, dtype, 64, 128, b1, 7, stationary)             \
+  PATCH_EMBED_SM100_STREAMED(X, dtype)
+
+#define PATCH_EMBED_SM100_kFloat8E4M3FN(X) PATCH_EMBED_SM100_ONE_BYTE(X, e4m3)
+#define PATCH_EMBED_SM100_kInt8(X) PATCH_EMBED_SM100_ONE_BYTE(X, i8)
+#define PATCH_EMBED_SM100_kBFloat16(X)                             \
+  PATCH_EMBED_OUTPUTS(X, bf16, 128, 128, b2, 4, stationary)             \
+  PATCH_EMBED_OUTPUTS(X, bf16, 64, 128, b2, 7, stationary)              \
+  PATCH_EMBED_OUTPUTS(X, bf16, 64, 128, b1, 4, stationary)              \
+  PATCH_EMBED_SM100_STREAMED(X, bf16)
+// clang-format on
 
 }  // namespace patch_embed::sm100

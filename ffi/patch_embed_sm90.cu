@@ -43,7 +43,6 @@
 
 #include "patch_embed_sm90.h"
 
-#include "configs.h"
 #include "ptx/matrix_descriptor.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -52,6 +51,65 @@
 #include "timeline.cuh"
 
 namespace patch_embed::sm90 {
+
+// The slot that the `number`-th load into a ring fills, and the parity of the slot's phase. The ring
+// has the slots from `begin` to `begin + size - 1`.
+struct RingSlot {
+  __device__ RingSlot(uint32_t number, uint32_t begin, uint32_t size)
+      : begin(begin), end(begin + size), slot(begin + number % size), parity(number / size & 1) {}
+  __device__ void advance() {
+    if (++slot == end) {
+      slot = begin;
+      parity ^= 1;
+    }
+  }
+  uint32_t begin, end, slot, parity;
+};
+
+// The two modes of the weight. `ring` is where a chunk of a streamed weight is if it does not stay.
+// Some parameters are references because with values nvcc 13.0 generates different machine code from
+// the code that was measured.
+struct StationaryWeight {
+  __device__ static bool stays(const Arguments&, int) { return true; }
+  __device__ static uint32_t slot(const Arguments&, const int& k, const RingSlot&) { return k; }
+  __device__ static void wait_until_freed(const Arguments&, int, const RingSlot&, ptx::Mbarrier*) {}
+  __device__ static void free(const Arguments&, int, const RingSlot&, ptx::Mbarrier*) {}
+};
+
+template <int rows>
+struct StreamedWeight {
+  __device__ static bool stays(const Arguments& args, int k) {
+    return k % kStayingStride == 0 && k < kStayingStride * staying_slots(rows, args.chunks);
+  }
+  __device__ static uint32_t slot(const Arguments& args, const int& k, const RingSlot& ring) {
+    return stays(args, k) ? k / kStayingStride : ring.slot;
+  }
+  __device__ static void wait_until_freed(const Arguments& args, int k, const RingSlot& ring,
+                                          ptx::Mbarrier* freed) {
+    if (!stays(args, k)) ptx::mbarrier_wait(freed[ring.slot], ring.parity ^ 1);
+  }
+  __device__ static void free(const Arguments& args, int k, const RingSlot& ring,
+                              ptx::Mbarrier* freed) {
+    if (!stays(args, k)) ptx::mbarrier_arrive(freed[ring.slot]);
+  }
+};
+
+// The two modes of a worker: one block, or a cluster of blocks that split K.
+struct OneBlock {
+  __device__ static uint32_t worker() { return blockIdx.x; }
+  __device__ static uint32_t rank() { return 0; }
+  __device__ static uint32_t count() { return 1; }
+  __device__ static void arrive() {}
+  __device__ static void wait() {}
+};
+
+struct Cluster {
+  __device__ static uint32_t worker() { return ptx::clusterid_x(); }
+  __device__ static uint32_t rank() { return ptx::cluster_ctarank(); }
+  __device__ static uint32_t count() { return ptx::cluster_nctarank(); }
+  __device__ static void arrive() { ptx::barrier_cluster_arrive_relaxed(); }
+  __device__ static void wait() { ptx::barrier_cluster_wait(); }
+};
 
 template <Type dtype, Type out_dtype, bool has_table, int tile_n, int rows, int slots,
           bool stream_weight, Sharing sharing>
@@ -107,6 +165,8 @@ class Worker {
           (1 + kConsumers) * registers_at_launch(kThreads),
       "setmaxnreg would wait forever: the warpgroups request more registers than the block has.");
 
+  using Weight = std::conditional_t<stream_weight, StreamedWeight<rows>, StationaryWeight>;
+  using Blocks = std::conditional_t<kSplit, Cluster, OneBlock>;
   using Memory = Shared<dtype, tile_n, rows, slots, stream_weight, sharing>;
   static_assert(tile_n % kGroup == 0, "a slice of N must have whole groups of columns.");
   static_assert(rows == 64 || rows == 128, "a warpgroup must have 64 or 128 rows of a tile.");
@@ -139,12 +199,12 @@ class Worker {
       : args_(args),
         shared_(shared),
         weight_(reinterpret_cast<uint8_t*>(&shared + 1)),
-        column_(number() % (args.N / tile_n) * tile_n),
-        segments_(args.segments + number() / (args.N / tile_n) * args.segment_count),
+        column_(Blocks::worker() % (args.N / tile_n) * tile_n),
+        segments_(args.segments + Blocks::worker() / (args.N / tile_n) * args.segment_count),
         first_segment_(segments_[0]),
         timeline_(args),
-        rank_(kSplit ? ptx::cluster_ctarank() : 0),
-        splits_(kSplit ? ptx::cluster_nctarank() : 1),
+        rank_(Blocks::rank()),
+        splits_(Blocks::count()),
         share_begin_(kSplit ? first_chunk_of_share(rank_, splits_, args.chunks) : 0),
         share_end_(kSplit ? first_chunk_of_share(rank_ + 1, splits_, args.chunks) : args.chunks) {}
 
@@ -155,7 +215,7 @@ class Worker {
       ptx::prefetch_tensormap(args_.weight);
     }
     __syncthreads();
-    if constexpr (kSplit) ptx::barrier_cluster_arrive_relaxed();
+    Blocks::arrive();
     // Broadcasts lane 0's value, so that the compiler knows that the value is uniform in a warp.
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == kConsumers) {
@@ -185,20 +245,6 @@ class Worker {
     uint32_t table_rows[kRows];
   };
 
-  // The slot that the `number`-th load into a ring fills, and the parity of the slot's phase. The
-  // ring has the slots from `begin` to `begin + size - 1`.
-  struct RingSlot {
-    __device__ RingSlot(uint32_t number, uint32_t begin, uint32_t size)
-        : begin(begin), end(begin + size), slot(begin + number % size), parity(number / size & 1) {}
-    __device__ void advance() {
-      if (++slot == end) {
-        slot = begin;
-        parity ^= 1;
-      }
-    }
-    uint32_t begin, end, slot, parity;
-  };
-
   // Chunk k of a half tile (of a tile in cooperative kernels) has kSlotRowBytes bytes of K, from byte
   // k * kSlotRowBytes of the block's share on. It has a slot for its patches, and a slot for its
   // chunk of a streamed weight.
@@ -206,12 +252,6 @@ class Worker {
     int k;
     RingSlot patches, weight;
   };
-
-  // Returns the number of this worker, which is a block, or a cluster if K is split.
-  __device__ static uint32_t number() {
-    if constexpr (kSplit) return ptx::clusterid_x();
-    return blockIdx.x;
-  }
 
   // Returns the number of chunks of a half tile that this block multiplies. args_.chunks counts the
   // weight's chunks, which have kRowBytes also for images.
@@ -228,10 +268,7 @@ class Worker {
   }
 
   // Returns whether the weight of chunk k stays in shared memory.
-  __device__ bool stays(int k) const {
-    return !stream_weight ||
-           (k % kStayingStride == 0 && k < kStayingStride * staying_slots(rows, args_.chunks));
-  }
+  __device__ bool stays(int k) const { return Weight::stays(args_, k); }
 
   // Returns chunk 0 of a warpgroup's half of the worker's n-th tile or, if the warpgroups are
   // cooperative, of the whole tile.
@@ -253,10 +290,7 @@ class Worker {
 
   // Returns the address of the weight of a chunk of patches.
   __device__ uint8_t* weight(const Chunk& chunk) const {
-    uint32_t slot = chunk.k;
-    if constexpr (stream_weight)
-      slot = stays(chunk.k) ? chunk.k / kStayingStride : chunk.weight.slot;
-    return weight_ + slot * kWeightBytes;
+    return weight_ + Weight::slot(args_, chunk.k, chunk.weight) * kWeightBytes;
   }
 
   __device__ void make_barriers() {
@@ -310,10 +344,7 @@ class Worker {
   // Waits until the slots that this chunk fills are free.
   __device__ void wait_until_freed(const Chunk& chunk) {
     ptx::mbarrier_wait(shared_.freed[chunk.patches.slot], chunk.patches.parity ^ 1);
-    if constexpr (stream_weight) {
-      const RingSlot& weight = chunk.weight;
-      if (!stays(chunk.k)) ptx::mbarrier_wait(shared_.weight_freed[weight.slot], weight.parity ^ 1);
-    }
+    Weight::wait_until_freed(args_, chunk.k, chunk.weight, shared_.weight_freed);
     timeline_.stamp(Event::kFreed);
   }
 
@@ -377,9 +408,7 @@ class Worker {
   __device__ void free(const Chunk& chunk) {
     if (threadIdx.x % 32 != 0) return;
     ptx::mbarrier_arrive(shared_.freed[chunk.patches.slot]);
-    if constexpr (stream_weight) {
-      if (!stays(chunk.k)) ptx::mbarrier_arrive(shared_.weight_freed[chunk.weight.slot]);
-    }
+    Weight::free(args_, chunk.k, chunk.weight, shared_.weight_freed);
   }
 
   // Issues the products of a chunk as one wgmma group.
@@ -762,7 +791,7 @@ class Worker {
     };
 
     // The barriers of the other blocks exist when these blocks have arrived.
-    if constexpr (kSplit) ptx::barrier_cluster_wait();
+    Blocks::wait();
     for_each_tile(begin, [&](int row, uint32_t n) {
       if constexpr (!kKeepsTerms) {
 #pragma unroll

@@ -86,6 +86,8 @@
 
 #include <cstdint>
 
+#include "architecture.h"
+#include "configs.h"
 #include "kernel.h"
 #include "ptx/matrix_descriptor.h"  // PATCH_EMBED_HOST_DEVICE
 
@@ -198,7 +200,6 @@ constexpr PATCH_EMBED_HOST_DEVICE int staying_chunks(int rows, const int& chunks
 // multiplies a contiguous share of the chunks of K and completes an equal share of the tile's
 // vectors, which are the rows of parts. The partial sums of a tile that a block receives fill one
 // of kSumBuffers buffers.
-constexpr int kMostSplits = 8;
 constexpr int kSumBuffers = 2;
 
 // Index of the first chunk of a block's share. The shares of two blocks differ by at most one chunk.
@@ -253,5 +254,99 @@ struct alignas(1024) Shared {
 //             The strides of the dimensions after K are, in this order, 1, vector, group and 2 rows
 //             of the weight [N, K]. `vector` and `group` are those of the kernel: if K is split,
 //             the order of the columns is that of float32 results also for bfloat16.
+
+// Returns the tensor map of the weight, which views [N, K] as [pairs, N / group, 4, 2, K]. With the
+// rows in this order, wgmma leaves contiguous columns of y in each thread
+// (backends/mosaic/layouts.py).
+inline TensorMap weight_map(const Config& config, const Shapes& s) {
+  const bool split = config.splits() > 1;
+  const int vector = sm90::vector(config.out_dtype, split);
+  const int group = sm90::group(config.out_dtype, split);
+  const cuuint64_t row = s.K * itemsize(config.dtype);
+  return {factor_type(config.dtype),
+          5,
+          {cuuint64_t(s.K), 2, 4, cuuint64_t(s.N / group), cuuint64_t(vector / 2)},
+          {row, vector * row, group * row, 2 * row},
+          {cuuint32_t(kRowBytes / itemsize(config.dtype)), 2, 4, cuuint32_t(config.tile_n / group),
+           cuuint32_t(vector / 2)},
+          kRowBytes,
+          false,
+          {}};
+}
+
+// Returns the tensor map of images; see above.
+inline TensorMap lines_of_patches(const Config& config, const Shapes& s) {
+  const int64_t grid_width = s.width / kPatchSide, line = 3 * s.width;
+  const int patches = row_patches(grid_width), row_bytes = patches * kLineBytes;
+  return {config.dtype,
+          4,
+          {cuuint64_t(row_bytes), cuuint64_t(grid_width / patches), kPatchSide,
+           cuuint64_t(s.M / grid_width)},
+          {cuuint64_t(row_bytes), cuuint64_t(line), cuuint64_t(kPatchSide * line)},
+          {cuuint32_t(row_bytes), cuuint32_t(config.rows / patches)},
+          0,
+          true,
+          {0, 1 - kPatchSide}};
+}
+
+// Returns the tensor map of patches, or of images.
+inline TensorMap patches_map(const Config& config, const Shapes& s) {
+  if (config.dtype == Type::kUInt8) return lines_of_patches(config, s);
+  return matrix(config.dtype, s.M, s.K, kRowBytes / itemsize(config.dtype),
+                slot_rows(config.sharing, config.rows));
+}
+
+inline constexpr Architecture kArchitecture = {
+    /*number=*/90,
+    kThreads,
+    kMultiplyingWarps,
+    /*storing_warps=*/kMultiplyingWarps,
+    /*tile_rows=*/[](const Config& config) { return kConsumers * config.rows; },
+    /*tensor_memory_columns=*/[](int) { return 0; },
+    staying_chunks,
+    patches_map,
+    weight_map,
+    /*y=*/[](const Config&, const Shapes&) { return TensorMap{}; },
+};
+
+// Shared of a kernel in the list below.
+template <Type dtype, Type, bool, int tile_n, int rows, Sharing sharing, int slots, bool weight>
+using SharedOf = Shared<dtype, tile_n, rows, slots, weight, sharing>;
+
+// The kernels that are compiled for each dtype: X(dtype, out_dtype, terms, tile_n, rows, sharing,
+// slots, weight). `slots` is the number of slots for patches. Kernels for bfloat16 and for images
+// have as many slots as fit into shared memory, up to 16. If the weight is stationary, there must
+// also be room for the weight of K = 768, or, if K is split, for 12 chunks of it. With 128 columns of
+// bfloat16 there is room for the weight of K = 640. Cooperative kernels are for few rows.
+// clang-format off
+#define PATCH_EMBED_SM90_EVERY_DTYPE(X, dtype)                           \
+  PATCH_EMBED_OUTPUTS(X, dtype, 64, 64, cooperative, 8, stationary)      \
+  PATCH_EMBED_OUTPUTS(X, dtype, 64, 64, split, 8, stationary)            \
+  PATCH_EMBED_OUTPUTS(X, dtype, 192, 64, b1, 7, streamed)                \
+  PATCH_EMBED_OUTPUTS(X, dtype, 192, 128, b1, 5, streamed)               \
+  PATCH_EMBED_OUTPUTS(X, dtype, 128, 128, b1, 6, streamed)               \
+  PATCH_EMBED_OUTPUTS(X, dtype, 64, 128, b1, 8, streamed)
+#define PATCH_EMBED_SM90_ONE_BYTE(X, dtype)                              \
+  PATCH_EMBED_OUTPUTS(X, dtype, 192, 64, b1, 10, stationary)             \
+  PATCH_EMBED_OUTPUTS(X, dtype, 128, 64, b1, 8, stationary)              \
+  PATCH_EMBED_OUTPUTS(X, dtype, 96, 64, b1, 8, stationary)               \
+  PATCH_EMBED_OUTPUTS(X, dtype, 96, 64, cooperative, 8, stationary)      \
+  PATCH_EMBED_OUTPUTS(X, dtype, 64, 64, b1, 8, stationary)               \
+  PATCH_EMBED_SM90_EVERY_DTYPE(X, dtype)
+
+#define PATCH_EMBED_SM90_kFloat8E4M3FN(X) PATCH_EMBED_SM90_ONE_BYTE(X, e4m3)
+#define PATCH_EMBED_SM90_kInt8(X) PATCH_EMBED_SM90_ONE_BYTE(X, i8)
+#define PATCH_EMBED_SM90_kBFloat16(X)                                    \
+  PATCH_EMBED_OUTPUTS(X, bf16, 128, 64, b1, 8, stationary)               \
+  PATCH_EMBED_OUTPUTS(X, bf16, 96, 64, b1, 10, stationary)               \
+  PATCH_EMBED_OUTPUTS(X, bf16, 96, 64, cooperative, 5, stationary)       \
+  PATCH_EMBED_OUTPUTS(X, bf16, 64, 64, b1, 16, stationary)               \
+  PATCH_EMBED_OUTPUTS(X, bf16, 128, 64, b1, 9, streamed)                 \
+  PATCH_EMBED_SM90_EVERY_DTYPE(X, bf16)
+#define PATCH_EMBED_SM90_kUInt8(X)                                       \
+  PATCH_EMBED_OUTPUTS(X, u8, 192, 64, b1, 13, stationary)                \
+  PATCH_EMBED_OUTPUTS(X, u8, 128, 64, b1, 16, stationary)                \
+  PATCH_EMBED_OUTPUTS(X, u8, 64, 64, b1, 16, stationary)
+// clang-format on
 
 }  // namespace patch_embed::sm90

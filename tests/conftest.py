@@ -1,12 +1,11 @@
 """Settings and fixtures of all tests.
 
 The tests run on eight virtual CPU devices; those marked `gpu` run on a GPU if JAX can use one. The
-short suite leaves out tests marked `slow`, `codegen`, `cluster`, `search`, `frameworks` or
-`exhaustive`. `make test-all` leaves out only the exhaustive ones, and `pytest -m ""` leaves out
+short suite leaves out tests marked `slow`, `codegen`, `cluster`, `search`, `weights`, `frameworks`
+or `exhaustive`. `make test-all` leaves out only the exhaustive ones, and `pytest -m ""` leaves out
 none. JAX_PLATFORMS=cuda runs all tests on the GPU.
 """
 
-import collections
 import dataclasses
 import gc
 import importlib.util
@@ -110,40 +109,17 @@ def triton_package():
 
 
 CODEGEN = {"nvcc", "compilers", "cuda_library", "triton_package"}
-LEFT_OUT = pytest.StashKey[collections.Counter]()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     """Marks the tests of code generation; refuses a marker for long tests that has no reason."""
-    config.stash[LEFT_OUT] = collections.Counter()
     for item in items:
         if CODEGEN & set(item.fixturenames):
             item.add_marker("codegen")
         for mark in (*item.iter_markers("slow"), *item.iter_markers("exhaustive")):
             if not (mark.args and isinstance(mark.args[0], str)):
                 raise pytest.UsageError(f"{item.nodeid}: pytest.mark.{mark.name} needs a reason")
-
-
-def pytest_deselected(items):
-    """Counts the tests that the short suite leaves out."""
-    for item in items:
-        kinds = ("exhaustive", "codegen", "cluster", "search", "frameworks", "slow")
-        kinds = [kind for kind in kinds if item.get_closest_marker(kind)]
-        item.config.stash[LEFT_OUT].update(kinds[:1])
-
-
-def pytest_sessionfinish(session):
-    """Sends the count from a worker process of pytest-xdist to the controller, which prints it."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    """Takes the count of any worker, because all workers leave out the same tests."""
-    if found := getattr(node, "workeroutput", {}).get("left_out"):
-        node.config.stash[LEFT_OUT] = collections.Counter(found)
 
 
 def pytest_collection_finish(session):
@@ -153,38 +129,8 @@ def pytest_collection_finish(session):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Prints which tests were not run, and how to run them."""
-    left_out = config.stash.get(LEFT_OUT, {})
-    if slow := left_out.get("slow"):
-        terminalreporter.write_line(f"{slow} slow tests were left out: `make test-all` runs them.")
-    if codegen := left_out.get("codegen"):
+    """Prints how the tests were selected, because the default leaves many out."""
+    if selection := config.option.markexpr:
         terminalreporter.write_line(
-            f"{codegen} tests that compile for GPUs were left out: `make test-all` runs those for "
-            "which the extra `codegen`, nvcc or the library of `make ffi` is available."
+            f"Tests were selected with -m '{selection}'; `make test-all` runs more of them."
         )
-    if cluster := left_out.get("cluster"):
-        terminalreporter.write_line(
-            f"{cluster} tests on a Ray cluster or S3's protocol were left out: with the extra "
-            "`test-cluster`, `pytest -m cluster` runs them."
-        )
-    if search := left_out.get("search"):
-        terminalreporter.write_line(
-            f"{search} tests of docs/search.md were left out: with the extra `test-search`, "
-            "`pytest -m search` runs them."
-        )
-    if frameworks := left_out.get("frameworks"):
-        terminalreporter.write_line(
-            f"{frameworks} tests of flax, equinox and Keras were left out: `make test-frameworks` "
-            "runs them."
-        )
-    if exhaustive := left_out.get("exhaustive"):
-        terminalreporter.write_line(
-            f"{exhaustive} exhaustive tests were left out: `pytest -m exhaustive` runs them."
-        )
-    reasons = (report.longrepr[2] for report in terminalreporter.getreports("skipped"))
-    skipped = collections.Counter(reason.removeprefix("Skipped: ") for reason in reasons)
-    for reason, tests in skipped.most_common():
-        terminalreporter.write_line(f"{tests} tests were skipped: {reason}")
-    reports = [r for kind in ("passed", "failed") for r in terminalreporter.getreports(kind)]
-    ran = [r for r in reports if r.when == "call" and "gpu" in r.keywords]
-    terminalreporter.write_line(f"{len(ran)} tests ran on a GPU.")

@@ -1,7 +1,6 @@
 """Folders of the repository, and the environment of processes that tests start."""
 
 import os
-import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -10,5 +9,5 @@ DATA = TESTS / "data"
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns the environment of a process that imports the same modules as this process."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+    """Returns the environment of a process that can import `tests` and `benchmarks`."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}

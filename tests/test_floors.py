@@ -3,7 +3,8 @@
 import ast
 
 import pytest
-from repository import ROOT
+
+from tests.repository import ROOT
 
 PACKAGE = ROOT / "pallas_patch_embed"
 

@@ -9,14 +9,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/kernels"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
-from jax_kernels import BROKEN, MATMULS, Matmul, compiled
-from ptx_emulator import mosaic
-from ptx_emulator.errors import EmulatorError
+
+from tests.kernels.jax_kernels import BROKEN, MATMULS, Matmul, compiled
+from tests.ptx_emulator import mosaic
+from tests.ptx_emulator.errors import EmulatorError
 
 # This kernel needs these exceptions from the emulator's checks (tests/ptx_emulator/README.md).
 ALLOWED = frozenset({"signal that nobody waits for", "descriptor version", "used before wait::ld"})

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import offline_compile
@@ -56,7 +55,8 @@ def main() -> None:
 
         import ml_dtypes
         import numpy as np
-        from ptx_emulator import mosaic
+
+        from tests.ptx_emulator import mosaic
 
         x = np.arange(LENGTH).astype(np.uint16).view(ml_dtypes.bfloat16)
         machine, (address,) = mosaic.prepare(ptx.with_suffix(""), [x], [(x.shape, x.dtype)])

@@ -60,9 +60,12 @@ __device__ __forceinline__ void st_async(uint32_t target, const uint32_t (&words
 }
 
 // 9.7.13.15.13: arrives at a barrier of any block of the cluster, at an address from `mapa`. It
-// makes no memory visible to other blocks. .release.cluster would, but it costs a MEMBAR.ALL.GPU.
+// orders execution, which is enough for the fences of tensor memory (9.7.16.6.4), and makes no
+// memory visible to other blocks. .release.cluster would, but it costs a MEMBAR.ALL.GPU. Without
+// these words the scope would be one block.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+               : "memory");
 }
 
 // 9.7.13.15.16: waits for a limited time; returns whether the phase of this parity is complete.

@@ -1,9 +1,9 @@
 """The CUDA backend: the kernels of ffi/ for Hopper and Blackwell, called through XLA's FFI.
 
-The operator is one custom call. It carries the names of two kernels, one for Hopper and one for
-Blackwell, and the schedules of both, because a program may be lowered or exported before its chip
-is known. The FFI handler checks every operand and launches the kernel for the device on which it
-runs. The library itself lists its kernels and says what a launch needs (ffi/configs.h, ffi/plan.h).
+The operator is one custom call. It carries the name and the schedule of a kernel for each
+architecture that may run it, because a program may be lowered or exported before its chip is known.
+The FFI handler checks every operand and launches the kernel for the device on which it runs. The
+library itself lists its kernels and says what a launch needs (ffi/architectures.h, ffi/launch.h).
 
 The library is loaded at first use, and registered when the operator is first lowered. A process
 that only runs exported programs must call `register_cuda_kernels()` first.
@@ -22,21 +22,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_patch_embed.backends import cuda_build, cuda_tuning, tiles
+from pallas_patch_embed.backends import cuda_build, cuda_tuning, tiles, time_model
 from pallas_patch_embed.backends.cuda_tuning import Tuning
 from pallas_patch_embed.backends.plan import Plan
-from pallas_patch_embed.backends.tiles import Grid
-from pallas_patch_embed.base.chips import B200, B300, H200, Chip, Target
+from pallas_patch_embed.backends.tiles import Tiling
+from pallas_patch_embed.backends.time_model import Work, work_of
+from pallas_patch_embed.base.chips import CHIPS, Chip, Target
 from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.lowering import call_kernel
 from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.base.problem import Problem
-
-EVIDENCE = (
-    "the tests compare every launch with an independent derivation, and execute the kernels' PTX "
-    "in an emulator; on an H200 every element of the Hopper kernels' results was compared; the "
-    "Blackwell kernels have not yet run on a GPU."
-)
 
 # Name of the custom call.
 TARGET = "pallas_patch_embed_cuda"
@@ -48,11 +43,18 @@ BUILD_FAILURE = LIBRARY.with_suffix(".txt")
 
 # Version of the library's functions and JSON fields that this module expects (kInterface in
 # ffi/binding.cc).
-INTERFACE = 4
+INTERFACE = 5
 
 # Spelling of each dtype in the names of kernels.
 SPELLED = {row.name: row.cuda for row in TABLE.values()}
 IMAGES = "u8"
+
+# Cycles in which TMA loads a chunk of a patch from an image, in rows of 96 bytes (the lines of two
+# patches) or of 48 bytes (kernel.h).
+PIXELS, ODD_PIXELS = 4.3 * 128 / 96, 3.2 * 128 / 48
+
+# The architecture for which times are estimated in detail. For others only tiles are counted.
+HOPPER = 90
 
 # Constants of the estimated time of a Hopper kernel, in cycles. They were fitted to bursts of 265
 # problems on an H100 (docs/experiments/cuda.md).
@@ -74,9 +76,6 @@ COOPERATIVE = dict(products=0.92, further=1100, element=0.22)
 # in a cycle, at their peak.
 PRODUCTS_PER_CYCLE = 32
 
-# The chips that run a kernel, by the number after `sm` in the kernel's name.
-CHIPS = {90: (H200,), 100: (B200, B300)}
-
 
 @dataclasses.dataclass(frozen=True)
 class CudaConfig:
@@ -84,7 +83,7 @@ class CudaConfig:
 
     Attributes:
       name: name of the kernel, which contains all other fields except `built` and `tuning`.
-      capability: 90 or 100, the number after `sm`.
+      capability: the kernel's architecture, the number after `sm`.
       dtype: dtype of patches and weight, as in SPELLED; IMAGES for uint8 images, with an int8
         weight.
       out_dtype: dtype of the result, as in SPELLED.
@@ -123,7 +122,7 @@ class CudaConfig:
     @property
     def splits(self) -> int:
         """Number of blocks among which the chunks of K are split."""
-        return self.blocks if self.capability == 90 else 1
+        return self.blocks if self.blocks > 1 and architectures()[self.capability].splits_k else 1
 
     @property
     def symbol(self) -> str:
@@ -131,44 +130,68 @@ class CudaConfig:
         split = self.splits > 1
         return self.name.replace(f"_b{self.blocks}_", "_split_") if split else self.name
 
-    def serves(self, problem: Problem) -> bool:
-        """Returns whether the kernel is built, for the problem's dtypes and kind of table."""
-        dtype = IMAGES if problem.cut == "kernel" else SPELLED.get(problem.dtype)
-        wanted = dtype, SPELLED[problem.out_dtype], problem.has_table
-        return self.built and (self.dtype, self.out_dtype, self.has_table) == wanted
+    @property
+    def operands(self) -> tuple[str, str, bool]:
+        """The kernel's dtypes and kind of table, as `_operands` has those of a problem."""
+        return self.dtype, self.out_dtype, self.has_table
 
-    def grid(self, problem: Problem, chip: Chip) -> Grid:
-        """Returns the grid of tiles and workers for a problem."""
-        return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
+    def tiling(self, problem: Problem, chip: Chip) -> Tiling:
+        """Returns the tiles and workers for a problem."""
+        return Tiling.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
 
     def time(self, problem: Problem, chip: Chip) -> float:
         """Estimates the time of the worker with the most tiles.
 
-        The unit is a cycle on Hopper, and the time to multiply one row by one column on Blackwell.
+        The unit is a cycle on Hopper, and the time to multiply one row by one column on others.
         """
-        grid = self.grid(problem, chip)
-        if self.capability != 90:
+        tiling = self.tiling(problem, chip)
+        if self.capability != HOPPER:
             a_tile = self.tile_m // self.blocks * self.tile_n + tiles.TILE_OVERHEAD
-            return grid.tiles_per_worker * a_tile
+            return tiling.tiles_per_worker * a_tile
         chunks = -(-tiles.chunks(problem) // self.splits)
         streamed = 0
         if self.stream_weight:
             streamed = chunks - self.launch(problem, chip)["staying_chunks"]
         # The units of work: with ping-pong the halves of tiles, each of which streams the weight.
         if self.cooperative:
-            units, rows, constants = grid.tiles_per_worker, self.tile_m, COOPERATIVE
+            units, rows, constants = tiling.tiles_per_worker, self.tile_m, COOPERATIVE
         else:
-            units, rows, constants = 2 * grid.tiles_per_worker, self.rows, PINGPONG
+            units, rows, constants = 2 * tiling.tiles_per_worker, self.rows, PINGPONG
         products = constants["products"] * chunks * rows * self.tile_n / PRODUCTS_PER_CYCLE
         first = max(ROW * chunks * (rows + self.tile_n), products)
-        cold = COLD * min(grid.thread_blocks, chip.multiprocessors) * min(chunks, FIRST)
+        cold = COLD * min(tiling.thread_blocks, chip.multiprocessors) * min(chunks, FIRST)
         other = max(ROW * (chunks * rows + streamed * self.tile_n), products + constants["further"])
         # A block receives the sums of 1 / splits of each tile from each other block.
         sums = 4 * self.tile_m * self.tile_n * (self.splits - 1) / self.splits
-        exchange = grid.tiles_per_worker * EXCHANGE * sums / 1024
+        exchange = tiling.tiles_per_worker * EXCHANGE * sums / 1024
         last = constants["element"] * rows * self.tile_n
-        waves = -(-grid.thread_blocks // chip.multiprocessors)
+        waves = -(-tiling.thread_blocks // chip.multiprocessors)
         return waves * (START + cold + first + (units - 1) * other + last + exchange)
+
+    def work(self, problem: Problem, chip: Chip) -> Work:
+        """Returns the work of a launch, from which its time is predicted."""
+        hopper = self.capability == HOPPER
+        passes = 2 if hopper and not self.cooperative else 1
+        chunks, streamed, pixels = tiles.chunks(problem), 0.0, 0.0
+        if self.stream_weight:
+            streamed = 1 - self.launch(problem, chip)["staying_chunks"] / chunks
+        if problem.images is not None:
+            *_, width, _ = problem.images
+            odd = width // problem.geometry.patch_size % 2
+            pixels = self.tile_m * chunks * (ODD_PIXELS if odd else PIXELS)
+        return work_of(
+            problem,
+            chip,
+            self.tiling(problem, chip),
+            tile_n=self.tile_n,
+            slots=self.slots,
+            rows=self.tile_m // passes if hopper else self.rows,
+            columns=self.tile_n if hopper else self.tile_n // self.blocks,
+            passes=passes,
+            splits=self.splits,
+            streamed=streamed,
+            pixels=pixels,
+        )
 
     def launch(self, problem: Problem, chip: Chip) -> dict[str, Any]:
         """Plans a launch for a problem; see the function `launch`."""
@@ -178,14 +201,14 @@ class CudaConfig:
             N=problem.N,
             K=problem.K,
             period=problem.table_period,
-            workers=self.grid(problem, chip).workers,
+            workers=self.tiling(problem, chip).workers,
             segments=1,
             pixels=pixels(problem),
         )
 
     def check(self, problem: Problem, chip: Chip) -> None:
         """Raises NotImplementedError with the reason if this kernel cannot serve `problem`."""
-        if not self.serves(problem):
+        if not self.built or self.operands != _operands(problem):
             raise NotImplementedError(
                 f"{self.name} is for other dtypes or another kind of table, or it is not built."
             )
@@ -200,12 +223,12 @@ class CudaConfig:
           shared_memory: bytes of shared memory that a block of the library's kernel needs.
           chip: the GPU.
         """
-        if self.capability != 100:
+        if self.capability != cuda_tuning.CAPABILITY:
             raise NotImplementedError(
                 f"{self.name} cannot have a tuning, because only Blackwell kernels have one."
             )
         self.tuning.check(self.out_dtype, self.tile_n, self.has_table)
-        shared_memory += self.tuning.more_shared_memory(self.out_dtype, self.tile_n)
+        shared_memory += self.tuning.more_shared_memory(self.out_dtype, self.tile_n, self.slots)
         if shared_memory > chip.shared_memory:
             raise NotImplementedError(
                 f"{self} needs {shared_memory} bytes of shared memory, but a thread block has "
@@ -214,9 +237,15 @@ class CudaConfig:
         cuda_tuning.check_available(self.name, self.tuning)
 
 
+def _operands(problem: Problem) -> tuple[str | None, str, bool]:
+    """Returns the spelling of the problem's dtypes, and whether it has a table."""
+    dtype = SPELLED.get(problem.dtype) if problem.images is None else IMAGES
+    return dtype, SPELLED[problem.out_dtype], problem.has_table
+
+
 def pixels(problem: Problem) -> tuple[int, int]:
     """Returns height and width of the images that a kernel cuts; zeros if it cuts none."""
-    if problem.cut is None or problem.images is None:
+    if problem.images is None:
         return 0, 0
     *_, height, width, _ = problem.images
     return height, width
@@ -351,10 +380,40 @@ def _check_driver() -> None:
         raise NotImplementedError(reason)
 
 
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """An architecture that has kernels.
+
+    Attributes:
+      chips: the chips that run its kernels, one for each compute capability.
+      splits_k: whether the blocks of a worker split K. Otherwise they share the rows of its tiles.
+    """
+
+    chips: tuple[Chip, ...]
+    splits_k: bool
+
+
+def _kernels() -> list[dict[str, Any]]:
+    return _call_json(library().patch_embed_kernels)
+
+
 @functools.cache
 def configs() -> tuple[CudaConfig, ...]:
     """Returns all configs, including those of kernels that are not built."""
-    return tuple(CudaConfig(**fields) for fields in _call_json(library().patch_embed_kernels))
+    names = {field.name for field in dataclasses.fields(CudaConfig)}
+    return tuple(CudaConfig(**{k: v for k, v in x.items() if k in names}) for x in _kernels())
+
+
+@functools.cache
+def architectures() -> dict[int, Architecture]:
+    """Returns the architectures that have kernels, by the number after `sm` in their names."""
+    kernels, found = _kernels(), {}
+    for number in sorted({kernel["capability"] for kernel in kernels}):
+        own = [kernel for kernel in kernels if kernel["capability"] == number]
+        capabilities = {divmod(x, 10) for kernel in own for x in kernel["capabilities"]}
+        if chips := tuple(chip for chip in CHIPS if chip.capability in capabilities):
+            found[number] = Architecture(chips, any(kernel["splits"] > 1 for kernel in own))
+    return found
 
 
 def launch(
@@ -368,18 +427,24 @@ def launch(
     segments: int,
     pixels: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
-    """Plans a launch for these shapes; returns the fields of `Launch` in ffi/plan.h.
+    """Describes a launch for these shapes by the fields of `Launch` in ffi/launch.h.
 
     `pixels` are height and width of the images that the kernel cuts, or zeros for patches.
 
     Raises:
       NotImplementedError: the kernel cannot serve these shapes.
     """
-    shapes = map(ctypes.c_int64, (M, N, K, period, workers, segments, *pixels))
-    answer = _call_json(library().patch_embed_plan, config.name.encode(), *shapes)
+    answer = _planned_launch(config.name, M, N, K, period, workers, segments, *pixels)
     if "error" in answer:
         raise NotImplementedError(answer["error"])
     return answer
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned_launch(name: str, *shapes: int) -> dict[str, Any]:
+    """Returns the library's answer about a launch: its fields, or an error."""
+    arguments = map(ctypes.c_int64, shapes)
+    return _call_json(library().patch_embed_launch, name.encode(), *arguments)
 
 
 # Functions that choose and plan a kernel.
@@ -407,12 +472,16 @@ def _by_time(problem: Problem, capability: int, chip: Chip) -> list[CudaConfig]:
     """
     if problem.N % 64:
         raise NotImplementedError(f"N is {problem.N}, expected a multiple of 64.")
-    if problem.cut == "kernel" and (problem.dtype != "int8" or capability != 90):
+    cutting = {c.capability for c in configs() if c.dtype == IMAGES}
+    if problem.images is not None and (problem.dtype != "int8" or capability not in cutting):
+        names = " and ".join("Hopper" if c == HOPPER else f"sm_{c}" for c in sorted(cutting))
         raise NotImplementedError(
-            f"it cuts images itself only on Hopper and in int8, but this is {problem.dtype} on "
+            f"it cuts images itself only on {names} and in int8, but this is {problem.dtype} on "
             f"sm_{capability}."
         )
-    found = [c for c in configs() if c.capability == capability and c.serves(problem)]
+    wanted = _operands(problem)
+    of_chip = [c for c in configs() if c.capability == capability and c.built]
+    found = [config for config in of_chip if config.operands == wanted]
     if not found:
         raise NotImplementedError(
             f"its library has no kernels for these dtypes on sm_{capability}."
@@ -453,10 +522,15 @@ def _tunings(config: CudaConfig, problem: Problem, chip: Chip) -> list[CudaConfi
     then not the bottleneck, or if the kernel has fewer than 192 columns, because such kernels are
     for problems with one tile per worker.
     """
-    if config.capability != 100 or config.tile_n < 192 or tiles.chunks(problem) > 12:
+    if (
+        config.capability != cuda_tuning.CAPABILITY
+        or config.tile_n < 192
+        or tiles.chunks(problem) > 12
+    ):
         return []
     found = []
-    for tuning in Tuning.of_library(config.out_dtype, config.tile_n).variants():
+    of_library = Tuning.of_library(config.out_dtype, config.tile_n, config.slots)
+    for tuning in of_library.variants():
         tuned = dataclasses.replace(config, tuning=tuning)
         with contextlib.suppress(NotImplementedError):
             tuned.check(problem, chip)
@@ -478,11 +552,18 @@ def config_of(fields: Mapping[str, Any]) -> CudaConfig:
 
 def _chips(problem: Problem, target: Target) -> dict[int, Chip]:
     """Returns the chips for which a program is planned, by the number in their kernels' names."""
-    found = {c: tiles.chip_for(target, chips) for c, chips in CHIPS.items()}
+    if target.known and target.chip is None:
+        # This is known without loading the library.
+        raise NotImplementedError(f"it needs an NVIDIA GPU; the target is {target}.")
+    found = {c: tiles.chip_for(target, known.chips) for c, known in architectures().items()}
     chips = {capability: chip for capability, chip in found.items() if chip is not None}
     if not chips:
+        capabilities = [
+            chip.capability for known in architectures().values() for chip in known.chips
+        ]
+        *others, last = map("{0[0]}.{0[1]}".format, capabilities)
         raise NotImplementedError(
-            f"it needs compute capability 9.0, 10.0 or 10.3; the target is {target}."
+            f"it needs compute capability {', '.join(others)} or {last}; the target is {target}."
         )
     if target.known:
         (chip,) = chips.values()
@@ -493,7 +574,7 @@ def _chips(problem: Problem, target: Target) -> dict[int, Chip]:
 def plan(problem: Problem, target: Target, *, config: CudaConfig | None = None) -> Plan:
     """Plans a problem with a kernel of the library.
 
-    If the chip is not known, the program names a kernel for each entry of CHIPS.
+    If the chip is not known, the program names a kernel for each architecture.
 
     Args:
       problem: shapes and dtypes.
@@ -526,29 +607,31 @@ def plan(problem: Problem, target: Target, *, config: CudaConfig | None = None) 
     if target.known:
         # A known chip is most likely in this machine, whose driver will then run the program.
         _check_driver()
-    grids = {capability: c.grid(problem, chips[capability]) for capability, c in chosen.items()}
+    tilings = [c.tiling(problem, chips[capability]) for capability, c in chosen.items()]
 
     def compute(patches, *rest):
-        # A chip without a kernel gets an empty name and the schedule of another chip. To make a
-        # schedule of zeros XLA would launch one more kernel, which takes 0.7 us of 4 us on an H200.
-        names = {f"kernel_sm{c}": chosen[c].name if c in chosen else "" for c in CHIPS}
-        made = {c: grid.schedule(problem.table_period) for c, grid in grids.items()}
-        schedules = [made.get(c, next(iter(made.values()))) for c in CHIPS]
+        schedules = [tiling.schedule(problem.table_period) for tiling in tilings]
         if config is not None and config.tuning is not None:
             name = _register_tuned(config.name, config.tuning)
         else:
             name = TARGET
             register_cuda_kernels()
         result = jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype)
-        call = functools.partial(jax.ffi.ffi_call(name, result), **names)
-        shape = (problem.rows, problem.K) if problem.cut is None else (-1, *problem.images[-3:])
+        kernels = ",".join(c.name for c in chosen.values())
+        call = functools.partial(jax.ffi.ffi_call(name, result), kernels=kernels)
+        images = problem.images
+        shape = (problem.rows, problem.K) if images is None else (-1, *images[-3:])
         operands = (patches.reshape(shape), *rest, *map(jnp.asarray, schedules))
         return call_kernel(call, *operands, accepts_slices=True)
 
-    names = list(map(str, chosen.values()))
-    cuts = problem.cut == "kernel"
+    time = None
+    if target.known:
+        ((capability, chosen_config),) = chosen.items()
+        work = chosen_config.work(problem, chips[capability])
+        constants = time_model.CUDA_SM90 if capability == HOPPER else time_model.CUDA_SM100
+        time = time_model.microseconds(work, constants, problem.dtype)
     return Plan(
         lambda *operands: tiles.flatten_leading_axes(problem, operands, compute),
-        config=", ".join([*names, "cuts images itself"] if cuts else names),
-        takes_images=cuts,
+        config=", ".join(map(str, chosen.values())),
+        microseconds=time,
     )

@@ -36,12 +36,25 @@ PROBE_SECONDS, BUILD_SECONDS = 60.0, 1800.0
 # Number of bytes that are kept of a compiler's output, and of characters that a reason quotes.
 MOST_OUTPUT, MOST_QUOTED = 2**20, 200
 
-ARCHITECTURES = ("90a", "100a", "103a")
 PROBE = """
 #include <cuda.h>
 #include <cuda_bf16.h>
 __global__ void probe() {}
 """
+
+
+def rows() -> dict[tuple[int, str], tuple[str, ...]]:
+    """Reads the list in ffi/architectures.h.
+
+    Returns:
+      The GPUs for which nvcc compiles, such as "90a", by architecture and dtype.
+    """
+    text = (FFI / "architectures.h").read_text()
+    found = re.findall(r"^  X\((\d+), (k\w+), ([\d, ]+)\)", text, re.M)
+    return {
+        (int(number), dtype): tuple(f"{gpu}a" for gpu in gpus.split(", "))
+        for number, dtype, gpus in found
+    }
 
 
 def source_hash() -> str | None:
@@ -159,6 +172,10 @@ def _is_current_folder(path: str) -> bool:
     return not path or (os.path.isdir(path) and os.path.samefile(path, os.curdir))
 
 
+def _gpus() -> list[str]:
+    return sorted({gpu for gpus in rows().values() for gpu in gpus}, key=lambda gpu: int(gpu[:-1]))
+
+
 def _failure(nvcc: Path, host_compiler: str) -> str | None:
     """Returns why this nvcc cannot compile the kernels; None if it can."""
     if not nvcc.exists():
@@ -167,7 +184,7 @@ def _failure(nvcc: Path, host_compiler: str) -> str | None:
         source, output = Path(folder, "probe.cu"), Path(folder, "probe.fatbin")
         source.write_text(PROBE)
         command: list[str | Path] = [nvcc, "-std=c++17", "-fatbin", source, "-o", output]
-        command += [f"-gencode=arch=compute_{x},code=sm_{x}" for x in ARCHITECTURES]
+        command += [f"-gencode=arch=compute_{x},code=sm_{x}" for x in _gpus()]
         command += ["-ccbin", host_compiler] if host_compiler else []
         try:
             code, printed = run(command, PROBE_SECONDS, folder)
@@ -205,8 +222,8 @@ def find_nvcc(host_compiler: str = "", *, in_build: bool = False) -> tuple[Path 
     if not tried:
         return None, "no nvcc was found"
     return None, (
-        "no nvcc compiles for sm_90a, sm_100a and sm_103a, for which version 12.9 or newer is "
-        "needed; tried: " + "; ".join(tried)
+        f"no nvcc compiles for {', '.join(f'sm_{gpu}' for gpu in _gpus())}, for which version 12.9 "
+        "or newer is needed; tried: " + "; ".join(tried)
     )
 
 

@@ -20,6 +20,9 @@ import jax
 from pallas_patch_embed.backends import cuda_build
 from pallas_patch_embed.base.versions import version
 
+# The architecture whose kernels have a tuning, the number after `sm` in their names.
+CAPABILITY = 100
+
 # Registers of a thread in a storing warp, as set by the kernel's setmaxnreg, and how many of them
 # hold values other than sums, scale and table, by output dtype (ffi/patch_embed_sm100.cu).
 STORE_REGISTERS = 232
@@ -65,10 +68,11 @@ class Tuning:
     keep_table: bool = True
 
     @classmethod
-    def of_library(cls, out_dtype: str, tile_n: int) -> "Tuning":
-        """Returns the tuning of the library's kernels with this width."""
+    def of_library(cls, out_dtype: str, tile_n: int, slots: int) -> "Tuning":
+        """Returns the tuning of the library's kernels with this width and number of slots."""
         step = tile_n // 2 if tile_n < 256 else 32 if out_dtype == "f32" else 64
-        return cls(step, 32 if step % 64 else 64)
+        buffers = 1 if tile_n == 256 and slots > 5 else 2
+        return cls(step, 32 if step % 64 else 64, staging_buffers=buffers)
 
     def variants(self) -> list["Tuning"]:
         """Returns the tunings that are worth measuring; each differs from this one in one member.
@@ -78,7 +82,7 @@ class Tuning:
         more are equally fast.
         """
         changes: list[dict[str, Any]] = [
-            dict(staging_buffers=4),
+            dict(staging_buffers=2 * self.staging_buffers),
             dict(stored_first=True),
             # A sixth of the time to multiply a tile of 256 columns with K = 768.
             dict(stagger_cycles=500),
@@ -113,9 +117,10 @@ class Tuning:
                     f"{self} for a tile of {tile_n} columns: expected {expected}."
                 )
 
-    def more_shared_memory(self, out_dtype: str, tile_n: int) -> int:
+    def more_shared_memory(self, out_dtype: str, tile_n: int, slots: int) -> int:
         """Returns the shared memory of a block in bytes, minus that of the library's kernel."""
-        more = self.staging_buffers - self.of_library(out_dtype, tile_n).staging_buffers
+        of_library = self.of_library(out_dtype, tile_n, slots)
+        more = self.staging_buffers - of_library.staging_buffers
         return more * STORING_WARPS * WARP_ROWS * store_bytes(out_dtype, tile_n)
 
     def header(self, kernel: str) -> str:
@@ -127,8 +132,8 @@ class Tuning:
           kernel: name of the kernel.
         """
         _, _, _, dtype, out_dtype, columns, tile, blocks, slots, weight = kernel.split("_")
-        tile_n = tile.split("x")[0]
-        arguments = (dtype, out_dtype, columns, tile_n, blocks[1:], slots[1:], weight)
+        tile_n, rows = tile.split("x")
+        arguments = (dtype, out_dtype, columns, tile_n, rows, blocks, slots[1:], weight)
         macro = f"PATCH_EMBED_SM100_{TYPES[dtype]}"
         values = dict(
             kStepColumns=self.step_columns,
@@ -137,21 +142,17 @@ class Tuning:
             kStoresPerGroup=self.stores_per_group,
             kStaggerCycles=self.stagger_cycles,
             kKeepTable=str(self.keep_table).lower(),
-            # The enumerator kLoaded or kStored.
-            kRelease=f"Release{{{int(self.stored_first)}}}",
+            kRelease=f"Release::{'kStored' if self.stored_first else 'kLoaded'}",
         )
         members = "".join(f"  static constexpr auto {k} = {v};\n" for k, v in values.items())
         return f"""\
-#include "configs.h"
+#include "patch_embed_sm100.h"
 #undef {macro}
 #define {macro}(X) X({", ".join(arguments)})
 #define PATCH_EMBED_FATBINS(X) X(100, {TYPES[dtype]})
 namespace patch_embed::sm100 {{
-enum class Release;
-template <Type out_dtype, int tile_n>
-struct Tuning;
 template <>
-struct Tuning<Type::{TYPES[out_dtype]}, {tile_n}> {{
+struct Tuning<Type::{TYPES[out_dtype]}, {tile_n}, {slots[1:]}> {{
 {members}}};
 }}  // namespace patch_embed::sm100
 """
@@ -210,16 +211,16 @@ def build(kernel: str, tuning: Tuning) -> Path:
     nvcc, _ = cuda_build.find_nvcc()
     path.parent.mkdir(parents=True, exist_ok=True)
     dtype = TYPES[kernel.split("_")[3]]
-    codes = ("100a",) if dtype == "kInt8" else ("100a", "103a")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         Path(folder, "tuned.h").write_text(tuning.header(kernel))
-        # binding.cc includes fatbins.h for PATCH_EMBED_FATBINS, but here tuned.h defines it.
-        Path(folder, "fatbins.h").touch()
         common = [str(nvcc), "-std=c++17", f"-I{cuda_build.FFI}", "-I.", "-include", "tuned.h"]
         _compile(
             *(*common, "-O3", "--Werror", "all-warnings", f"-DPATCH_EMBED_DTYPE={dtype}"),
             "-Xptxas=-warn-spills,-warn-lmem-usage,--warning-as-error",
-            *(f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes),
+            *(
+                f"-gencode=arch=compute_{x},code=sm_{x}"
+                for x in cuda_build.rows()[CAPABILITY, dtype]
+            ),
             *(
                 "-fatbin",
                 str(cuda_build.FFI / "patch_embed_sm100.cu"),

@@ -1,4 +1,4 @@
-"""The protocol of a backend, and its answers to a problem: a plan, or a refusal with a reason."""
+"""The protocol of a backend, and the plan with which it answers a problem."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -9,51 +9,34 @@ import jax
 from pallas_patch_embed.base.chips import Target
 from pallas_patch_embed.base.problem import Problem
 
+# The reason of a backend whose kernels read patches only.
+CUTS_NO_IMAGES = "it does not cut images itself."
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How a backend computes a problem.
 
     Attributes:
-      run: function (patches, weight, scale, table) -> y, traceable by JAX. If `takes_images`, its
-        first argument is uint8 images [..., H, W, 3].
+      run: function (patches, weight, scale, table) -> y, traceable by JAX. If the problem has
+        images, its first argument is these uint8 images [..., H, W, 3].
       config: description of the config (tile sizes, pipeline depths); empty without a config.
-      origin: description of where the config comes from; empty without a config.
-      takes_images: whether the backend cuts the images into patches itself.
+      microseconds: the predicted time; None if the chip or its facts are not known.
     """
 
     run: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
     config: str = ""
-    origin: str = ""
-    takes_images: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """The reason why a backend cannot compute a problem.
-
-    Attributes:
-      reason: one or several sentences.
-    """
-
-    reason: str
+    microseconds: float | None = None
 
 
 class Backend(Protocol):
-    """A module or object that computes the operator.
-
-    Attributes:
-      EVIDENCE: how the results of the backend are checked.
-    """
-
-    @property
-    def EVIDENCE(self) -> str: ...
+    """A module or object that computes the operator."""
 
     def plan(self, problem: Problem, target: Target, *, config: Any = None) -> Plan:
         """Plans the problem on the target. The plan depends only on the arguments.
 
         Args:
-          problem: shapes and dtypes.
+          problem: shapes and dtypes. If it has images, the kernel must cut them itself.
           target: where the program runs.
           config: one of the backend's configs; None for the choice of its heuristic.
 

@@ -18,20 +18,24 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pallas_patch_embed
 from pallas_patch_embed.base.chips import Chip, Target
 from pallas_patch_embed.base.files import open_regular, written_atomically
 from pallas_patch_embed.base.json_objects import expect, parse
-from pallas_patch_embed.base.messages import printable
-from pallas_patch_embed.base.problem import Problem
+from pallas_patch_embed.base.messages import printable, quoted
+from pallas_patch_embed.base.problem import NO_EPILOGUE, Problem
 
 FORMAT, DECISIONS_FORMAT = 1, 2
 
 # Largest size of a file in bytes. Files for all named shapes have less than a megabyte.
 MOST_BYTES = 2**24
 FOLDER = Path(__file__).with_name("stored")
+
+# Longer times than this are not measured.
+MOST_MILLISECONDS = 1e9
 
 # The environment variable with the path of a user's own file.
 VARIABLE = "PATCH_EMBED_TUNED"
@@ -42,7 +46,8 @@ HEURISTIC = "from the heuristic"
 def describe_problem(problem: Problem) -> dict[str, Any]:
     """Returns the properties of a problem on which a kernel's time depends.
 
-    They do not include how the rows are split into leading axes.
+    They do not include how the rows are split into leading axes. "cut" repeats what "images" says:
+    a kernel is measured with images only if it cuts them itself.
     """
     return dict(
         dtype=problem.dtype,
@@ -53,7 +58,7 @@ def describe_problem(problem: Problem) -> dict[str, Any]:
         table=problem.has_table,
         period=problem.table_period,
         images=None if problem.images is None else list(problem.images[-3:]),
-        cut=problem.cut,
+        cut=None if problem.images is None else "kernel",
     )
 
 
@@ -67,7 +72,7 @@ def describe_chip(chip: Chip | None) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class SearchResult:
     """The result of a search for the fastest config of one backend for one problem.
 
     Attributes:
@@ -104,10 +109,13 @@ class Decision(NamedTuple):
     Attributes:
       config: fields of the fastest config; None if no config is faster than the heuristic's.
       date: day of the measurement.
+      times: microseconds of a call in a burst, by the config's description; empty in a file of
+        decisions.
     """
 
     config: dict[str, Any] | None
     date: str
+    times: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +132,7 @@ class Stored:
 
     path: Path
     head: dict[str, Any]
-    results: dict[str, Result] = dataclasses.field(default_factory=dict)
+    results: dict[str, SearchResult] = dataclasses.field(default_factory=dict)
     decisions: dict[tuple[Any, ...], Decision] = dataclasses.field(default_factory=dict)
 
     def decision(self, backend: str, problem: Problem) -> Decision | None:
@@ -135,7 +143,17 @@ class Stored:
         result = self.results.get(key_of(backend, described))
         if result is None or (result.config is None and not result.times):
             return None
-        return Decision(result.config, result.date)
+        times = {}
+        for name, found in result.times.items():
+            if not isinstance(found, dict) or "burst" not in found:
+                continue
+            burst = found["burst"]
+            time: Any = burst.get("milliseconds") if isinstance(burst, dict) else None
+            if type(time) not in (int, float) or not 0 < time < MOST_MILLISECONDS:
+                what = f"the milliseconds of a burst are {quoted(time)}, expected a positive number"
+                raise ValueError(damaged(self.path, what))
+            times[name] = 1e3 * time
+        return Decision(result.config, result.date, times)
 
     def mismatch(self, chip: Chip | None) -> str | None:
         """Returns why the results do not apply to a chip and this package; None if they apply."""
@@ -223,11 +241,11 @@ def _read(path: Path, modified: int, size: int) -> Stored:
             if [type(x) for x in content["chip"]["capability"]] != [int, int]:
                 found = printable(content["chip"]["capability"])
                 raise ValueError(f"capability of chip is {found}, expected two integers")
-        results: dict[str, Result] = {}
+        results: dict[str, SearchResult] = {}
         decisions = _decisions(content["configs"], content["decisions"]) if decided else {}
         for number, entry in enumerate(content.get("results", ())):
             expect(entry, RESULT, f"result {number}")
-            result = Result(**entry)
+            result = SearchResult(**entry)
             if result.key in results:
                 raise ValueError(
                     f"result {number} has the backend and the problem of an earlier result"
@@ -285,7 +303,7 @@ def damaged(path: Path, found: str) -> str:
 def write(
     path: Path,
     head: Mapping[str, Any],
-    results: Iterable[Result],
+    results: Iterable[SearchResult],
     outcome: str = "the file was written",
 ) -> None:
     """Writes a file of results, one per line. The file appears only when it is complete.
@@ -336,35 +354,42 @@ class Found:
       config: fields of a backend's config; None for the choice of the heuristic.
       origin: description of where the config comes from.
       path: path of the file; None if no file contains the problem.
+      times: microseconds of the configs that were timed, by their descriptions.
     """
 
     config: dict[str, Any] | None
     origin: str
-    path: Path | None
+    path: Path | None = None
+    times: Mapping[str, float] = MappingProxyType({})
 
 
-def find(backend: str, problem: Problem, target: Target, tuned: str | None = None) -> Found:
-    """Finds the measured config of a backend for a problem on a target.
+def applicable(target: Target, tuned: str | None = None) -> tuple[Stored, ...]:
+    """Returns the files whose results apply to a target, the user's before the package's.
 
-    Args:
-      backend: name of the backend.
-      problem: shapes and dtypes.
-      target: where the program runs. If it is not known, or a size is symbolic, no file applies.
-      tuned: path of the user's file; None for the file that the environment variable names, if any.
+    If the target is not known, no file applies. `tuned` is the path of the user's file, or None for
+    the file that the environment variable names, if any.
 
     Raises:
       ValueError: a file that may apply is damaged, or the user's file is missing.
     """
-    if not target.known or problem.is_symbolic:
-        return Found(None, HEURISTIC, None)
-    for file in _files(target, tuned):
-        if file.mismatch(target.chip):
-            continue
+    if not target.known:
+        return ()
+    return tuple(file for file in _files(target, tuned) if not file.mismatch(target.chip))
+
+
+def find(backend: str, problem: Problem, files: Iterable[Stored]) -> Found:
+    """Finds the measured config of a backend for a problem in files that apply.
+
+    Raises:
+      ValueError: the result of the problem is damaged.
+    """
+    applies = not problem.is_symbolic and problem.epilogue == NO_EPILOGUE
+    for file in files if applies else ():
         decision = file.decision(backend, problem)
         if decision is None:
             continue
         where = f"tuned on {printable(decision.date)} ({printable(file.path.name)})"
         if decision.config is None:
-            return Found(None, f"{HEURISTIC}, {where}", file.path)
-        return Found(decision.config, where, file.path)
-    return Found(None, HEURISTIC, None)
+            where = f"{HEURISTIC}, {where}"
+        return Found(decision.config, where, file.path, decision.times)
+    return Found(None, HEURISTIC)

@@ -1,4 +1,4 @@
-"""Code that all tiled kernels share: checks of operands, and the grid of tiles and workers."""
+"""Code that all tiled kernels share: checks of operands, and the tiling: tiles and workers."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +11,7 @@ import numpy as np
 from pallas_patch_embed.backends import schedule
 from pallas_patch_embed.base.chips import Chip, Target
 from pallas_patch_embed.base.messages import printable, quoted
-from pallas_patch_embed.base.problem import Problem
+from pallas_patch_embed.base.problem import NO_EPILOGUE, Problem
 
 DTYPES = ("float8_e4m3fn", "bfloat16", "int8")
 
@@ -26,7 +26,7 @@ TILE_OVERHEAD = 128 * 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class Tiling:
     """The tiles of a problem, and the number of workers that share them.
 
     A worker is one thread block, or one cluster of blocks. It computes tiles of one slice of N.
@@ -55,8 +55,8 @@ class Grid:
         *,
         blocks: int = 1,
         resident: int = 1,
-    ) -> "Grid":
-        """Makes a grid with as many workers as run at the same time, but at most one per tile.
+    ) -> "Tiling":
+        """Makes a tiling with as many workers as run at the same time, but at most one per tile.
 
         Args:
           problem: shapes and dtypes.
@@ -91,19 +91,31 @@ class Grid:
         return schedule.segments(self.rows, period, self.tile_m, self.workers)
 
 
-def check_operands(problem: Problem) -> None:
-    """Raises NotImplementedError with the reason if no tiled kernel can take these operands."""
+# Kernels number the rows of all tiles with int32, and the last tile may extend beyond the rows of
+# the problem.
+MAX_ROWS = 2**31 - 256
+
+
+def check_operands(problem: Problem, *, epilogues: bool = False) -> None:
+    """Raises NotImplementedError with the reason if a tiled kernel cannot take these operands.
+
+    `epilogues` says whether the kernel computes those of dense layers.
+    """
     K_bytes = problem.K * np.dtype(problem.dtype).itemsize
     if problem.dtype not in DTYPES:
         reason = f"it multiplies {', '.join(DTYPES)}, not {problem.dtype}."
     elif len(problem.weight) > 2 or len(problem.scale) > 1:
         reason = "it multiplies by one weight [N, K], but this call has several weights or scales."
+    elif problem.rows > MAX_ROWS:
+        reason = f"the call has {problem.rows} rows, expected at most {MAX_ROWS}."
     elif K_bytes == 0 or K_bytes % ROW_BYTES:
         reason = f"K is {problem.K}, expected a multiple of {ROW_BYTES} bytes (K_padded)."
     elif problem.table_dtype != ("bfloat16" if problem.has_table else "float32"):
         reason = (
             f"the table is {problem.table_dtype}, but it adds a bfloat16 table or a float32 offset."
         )
+    elif problem.epilogue != NO_EPILOGUE and not epilogues:
+        reason = "it computes no activation, no scales of rows and no residual."
     elif problem.table_period is None:
         reason = (
             f"the table has shape {problem.table}, expected [S, N], or [..., S, N] with the last "
@@ -191,17 +203,17 @@ def flatten_leading_axes(
 
     Args:
       problem: the problem of the operands, which `check_operands` has accepted.
-      operands: patches (or images), weight, scale, table.
-      compute: function (patches or images, weight, scale, table [period, N] or [N]) -> y [M, N]. It
-        is not called if there are no rows.
+      operands: patches (or images), weight, scale, table, and those of the epilogue.
+      compute: function of the same operands, with table [period, N] or [N], which returns y [M, N].
+        It is not called if there are no rows.
 
     Returns:
       [..., S, N].
     """
-    source, weight, scale, table = operands
+    source, weight, scale, table, *others = operands
     shape = (*problem.patches[:-1], problem.N)
     if problem.rows == 0:
         return jnp.zeros(shape, problem.out_dtype)
     if problem.has_table:
         table = table.reshape(problem.table_period, problem.N)
-    return compute(source, weight, scale, table).reshape(shape)
+    return compute(source, weight, scale, table, *others).reshape(shape)

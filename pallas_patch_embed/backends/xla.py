@@ -8,21 +8,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_patch_embed.backends.plan import Plan
-from pallas_patch_embed.base.chips import Target
+from pallas_patch_embed.backends import tiles, time_model
+from pallas_patch_embed.backends.plan import CUTS_NO_IMAGES, Plan
+from pallas_patch_embed.backends.time_model import Work
+from pallas_patch_embed.base.activations import ACTIVATIONS
+from pallas_patch_embed.base.chips import Chip, Target
+from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.base.messages import printable
-from pallas_patch_embed.base.problem import Problem
+from pallas_patch_embed.base.problem import NO_EPILOGUE, Epilogue, Problem
 
 # With at most this many rows of patches XLA may fuse the product with what follows.
 FEW_ROWS = 1024
 
-EVIDENCE = "the definition of the operator, tested against exact references."
-
 
 def plan(problem: Problem, target: Target, *, config: None = None) -> Plan:
-    """Plans any problem. XLA has no configs."""
-    del target, config
-    return Plan(functools.partial(run, out_dtype=problem.out_dtype))
+    """Plans any problem of patches. XLA has no configs."""
+    del config
+    if problem.images is not None:
+        raise NotImplementedError(CUTS_NO_IMAGES)
+    time, tiled = None, problem.dtype in tiles.DTYPES  # Only then other backends may serve.
+    if target.is_timed and not problem.is_symbolic and tiled:
+        assert target.chip is not None
+        found = work(problem, target.chip)
+        time = time_model.microseconds(found, time_model.XLA, problem.dtype)
+    run_problem = functools.partial(run, out_dtype=problem.out_dtype, epilogue=problem.epilogue)
+    return Plan(run_problem, microseconds=time)
+
+
+def work(problem: Problem, chip: Chip) -> Work:
+    """Returns the work of two kernels: a product, and a pass that reads its sums again."""
+    cycles = problem.rows * problem.N * problem.K / chip.rate(problem.dtype) / chip.multiprocessors
+    writes_sums, reads_sums = (
+        1e6 * bytes_each * problem.rows * problem.N / chip.bandwidth for bytes_each in (2, 6)
+    )
+    return Work(
+        moved=time_model.moved(problem, chip) + writes_sums,
+        products=cycles * time_model.cycle(chip),
+        start=reads_sums,
+    )
 
 
 def candidates(problem: Problem, target: Target) -> tuple[()]:
@@ -41,19 +64,24 @@ def run(
     weight: jax.Array,
     scale: jax.Array,
     table: jax.Array,
-    *,
+    *others: jax.Array,
     out_dtype: str,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> jax.Array:
     """Computes the operator.
 
     y[..., s, n] = out_dtype((sum_k patches[..., s, k] * weight[n, k]) * scale[n] + table[s, n])
+
+    With an epilogue it computes a dense layer, as `Epilogue` says.
 
     Args:
       patches: [..., S, K] float32, bfloat16, float8_e4m3fn or int8.
       weight: [..., N, K] of the same dtype.
       scale: [..., N] float32.
       table: [..., S, N], [..., 1, N] or [N], bfloat16 or float32.
-      out_dtype: "bfloat16" or "float32".
+      others: the operands of the epilogue.
+      out_dtype: "bfloat16" or "float32"; "int8" if the epilogue has levels.
+      epilogue: that of a dense layer.
 
     Returns:
       [..., S, N] of out_dtype, rounded once. The accumulator is exact int32 for int8, float32 for
@@ -82,4 +110,18 @@ def run(
         jax.lax.expand_dims(x.astype(jnp.float32), range(rank - x.ndim))
         for x in (accumulator, scale, table)
     )
-    return (product * scale + table).astype(out_dtype)
+    y = product * scale
+    if epilogue == NO_EPILOGUE:
+        return (y + table).astype(out_dtype)
+    given = dict(zip(epilogue.operands, others, strict=True))
+    if epilogue.row_scale:
+        y = y * given["row_scale"].reshape(*y.shape[:-1], 1)
+    y = y + table
+    if epilogue.activation:
+        y = ACTIVATIONS[epilogue.activation].of_array(y)
+    if epilogue.residual:
+        y = y + given["residual"].reshape(y.shape).astype(jnp.float32)
+    if epilogue.levels:
+        factor, shift = given["levels"]
+        y = to_levels(y * factor + shift)
+    return y.astype(out_dtype)

@@ -22,8 +22,8 @@ from pallas_patch_embed.base.chips import Target
 
 
 def call_kernel(
-    kernel: Callable[..., jax.Array], *operands: jax.Array, accepts_slices: bool = False
-) -> jax.Array:
+    kernel: Callable[..., Any], *operands: jax.Array, accepts_slices: bool = False
+) -> Any:
     """Calls a kernel with whole, aligned buffers, unless it accepts parts of larger ones.
 
     A barrier costs nothing next to a buffer. Next to a slice it makes XLA copy the slice.

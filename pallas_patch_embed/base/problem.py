@@ -31,8 +31,8 @@ def padded(K: int) -> int:
     return -(-K // K_MULTIPLE) * K_MULTIPLE
 
 
-class PatchLayout(NamedTuple):
-    """Layout of the patches of images [..., H, W, C] or videos [..., F, H, W, C].
+class PatchGeometry(NamedTuple):
+    """Geometry of the patches of images [..., H, W, C] or videos [..., F, H, W, C].
 
     Attributes:
       patch_size: side of a patch in pixels.
@@ -56,11 +56,40 @@ class PatchLayout(NamedTuple):
         sides = (H // self.patch_size, W // self.patch_size)
         return sides if self.frames is None else (shape[-4] // self.frames, *sides)
 
-    def rows_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def patches_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape [..., R + S, K_padded] of the rows cut from images of this shape."""
         K = self.patch_size**2 * shape[-1] * (self.frames or 1)
         rows = self.prefix + math.prod(self.grid(shape))
         return (*shape[: -self.image_ndim], rows, padded(K))
+
+
+class Epilogue(NamedTuple):
+    """What a dense layer does with its sums, besides scaling them and adding a bias.
+
+        y[m, n] = activation(sum_k x[m, k] w[n, k] * scale[n] * row_scale[m] + table[n])
+                  + residual[m, n]
+
+    An int8 result is y * levels[0] + levels[1], rounded to nearest and clipped to [-127, 127].
+
+    Attributes:
+      activation: one of `ACTIVATIONS`; empty for none.
+      row_scale: whether rows have scales, [M] float32.
+      residual: whether a residual is added, [M, N] bfloat16.
+      levels: whether the result is int8, with levels [2] float32.
+    """
+
+    activation: str = ""
+    row_scale: bool = False
+    residual: bool = False
+    levels: bool = False
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of its operands, in their order."""
+        return tuple(name for name in self._fields[1:] if getattr(self, name))
+
+
+NO_EPILOGUE = Epilogue()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +108,9 @@ class Problem:
       dtype: dtype of patches and weight.
       table_dtype: bfloat16 or float32.
       out_dtype: dtype of the result, bfloat16 or float32.
-      layout: layout of the patches that the backend's kernel or XLA cuts from uint8 images; None if
-        the call is given patches.
+      geometry: geometry of the patches that are cut from uint8 images; None if patches are given.
       images: shape [..., H, W, C] of those images, or [..., F, H, W, C] of videos.
-      cut: "kernel" if a kernel must cut the images itself; None if XLA may cut them.
+      epilogue: of a dense layer, what happens to its sums; that of the patch embedding is empty.
     """
 
     patches: tuple[int, ...]
@@ -92,9 +120,9 @@ class Problem:
     dtype: str
     table_dtype: str
     out_dtype: str
-    layout: PatchLayout | None = None
+    geometry: PatchGeometry | None = None
     images: tuple[int, ...] | None = None
-    cut: str | None = None
+    epilogue: Epilogue = NO_EPILOGUE
 
     @classmethod
     def of(
@@ -105,28 +133,26 @@ class Problem:
         table: Shaped,
         *,
         out_dtype: str,
-        layout: PatchLayout | None = None,
-        cut: str | None = None,
+        geometry: PatchGeometry | None = None,
     ) -> "Problem":
-        """Makes the problem of these operands; `source` is images if `layout` is given."""
+        """Makes the problem of these operands; `source` is images if `geometry` is given."""
         shape = tuple(source.shape)
         return cls(
-            patches=shape if layout is None else layout.rows_shape(shape),
+            patches=shape if geometry is None else geometry.patches_shape(shape),
             weight=tuple(weight.shape),
             scale=tuple(scale.shape),
             table=tuple(table.shape),
             dtype=np.dtype(weight.dtype).name,
             table_dtype=np.dtype(table.dtype).name,
             out_dtype=out_dtype,
-            layout=layout,
-            images=None if layout is None else shape,
-            cut=cut,
+            geometry=geometry,
+            images=None if geometry is None else shape,
         )
 
     @property
     def of_patches(self) -> "Problem":
         """The same problem with patches as its input instead of images."""
-        return dataclasses.replace(self, layout=None, images=None, cut=None)
+        return dataclasses.replace(self, geometry=None, images=None)
 
     @property
     def is_symbolic(self) -> bool:
@@ -138,6 +164,11 @@ class Problem:
     def rows(self) -> int:
         """Rows of patches, M: the product of all axes but K."""
         return math.prod(self.patches[:-1])
+
+    @property
+    def pixels(self) -> int:
+        """Bytes of the images; 0 if patches are given."""
+        return 0 if self.images is None else math.prod(self.images)
 
     @property
     def K(self) -> int:

@@ -1,4 +1,4 @@
-"""The command line: `check`, `demo`, `embed`, `info` and `tune`."""
+"""The command line: `accuracy`, `check`, `demo`, `embed`, `info`, `search` and `tune`."""
 
 import argparse
 import os
@@ -12,27 +12,27 @@ from absl import app, logging
 from absl.flags import argparse_flags
 
 from pallas_patch_embed import __version__
-from pallas_patch_embed.backends import BACKENDS, Explanation, explain, stored
+from pallas_patch_embed.backends import Explanation, explain, stored
 from pallas_patch_embed.base import streams
 from pallas_patch_embed.base.chips import Target
 from pallas_patch_embed.base.devices import check_devices
 from pallas_patch_embed.base.problem import (
     NAMED_SHAPES,
     VIT_SHAPES,
-    PatchLayout,
+    PatchGeometry,
     Problem,
     padded,
 )
 from pallas_patch_embed.base.versions import PACKAGES, version
-from pallas_patch_embed.commands import demo
+from pallas_patch_embed.commands import accuracy, demo, search
 from pallas_patch_embed.commands.check import command as check
 from pallas_patch_embed.commands.tune import command as tune
 from pallas_patch_embed.embed import command as embed
 from pallas_patch_embed.embed import options as embed_options
 from pallas_patch_embed.embed import output
 
-# Commands that need the extra of the same name.
-EXTRAS = ("demo", "embed")
+# The extras that commands need.
+EXTRAS = {"accuracy": "demo,embed", "demo": "demo", "embed": "embed", "search": "embed,text"}
 
 INFO_DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
 
@@ -58,7 +58,7 @@ def _explanations(device: jax.Device) -> list[tuple[str, dict[str, Explanation]]
                 dtype=dtype,
                 table_dtype="bfloat16",
                 out_dtype="bfloat16",
-                layout=None if naflex else PatchLayout(shape.patch, shape.frames, shape.prefix),
+                geometry=None if naflex else PatchGeometry(shape.patch, shape.frames, shape.prefix),
                 images=None if naflex else (1, *frames, shape.image, shape.image, 3),
             )
             by_dtype[dtype] = explain(problem, Target.of(device))
@@ -89,9 +89,6 @@ def info() -> None:
         print("\nWhy the other backends are not used:")
         for backend, reason in sorted(reasons):
             print(f"  {backend}: {reason}")
-    print("\nHow each backend is checked:")
-    for name, module in BACKENDS.items():
-        print(f"  {name}: {module.EVIDENCE}")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -101,7 +98,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """
     parser = argparse_flags.ArgumentParser(
         prog="pallas-patch-embed",
-        description="Computes the patch embedding of SigLIP and SigLIP2 vision encoders.",
+        description="Computes the patch embedding of vision encoders, and whole encoders.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -118,6 +115,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--seed", type=int, default=0, help="seed of the random weights (default: 0)"
     )
     demo_parser.set_defaults(main=_run_demo)
+    accuracy.add_parser(commands)
     embed_parser = embed_options.add_parser(commands)
     embed_parser.set_defaults(main=_run_embed)
     check.add_parser(commands)
@@ -125,6 +123,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "info", help="print versions, devices, and which backends run here and why"
     )
     info_parser.set_defaults(main=_run_info)
+    search.add_parser(commands)
     tune.add_parser(commands)
     return parser.parse_args(argv[1:])
 
@@ -172,10 +171,10 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         return arguments.main(arguments)
     except ImportError as error:
-        extra = f"[{arguments.command}]" if arguments.command in EXTRAS else ""
+        extra = f"[{EXTRAS[arguments.command]}]" if arguments.command in EXTRAS else ""
         print(
-            f"{error}. A package that `{arguments.command}` needs is missing or does not work. "
-            f"Install it with: pip install 'pallas_patch_embed{extra}'.",
+            f"{str(error).rstrip('.')}. A package that `{arguments.command}` needs is missing or "
+            f"does not work. Install it with: pip install 'pallas_patch_embed{extra}'.",
             file=sys.stderr,
         )
     except (OSError, ValueError) as error:

@@ -31,7 +31,7 @@ CREATOR = "pallas-patch-embed demo"
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class DtypeMeasurement:
     """Errors and time of one dtype, compared with the float32 reference.
 
     Attributes:
@@ -116,8 +116,8 @@ def compare(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
 
 def measure(
     images: np.ndarray, weights: dict[str, np.ndarray], wanted: np.ndarray, patch: int
-) -> list[Result]:
-    """Returns one `Result` for each dtype, compared with the reference embeddings `wanted`."""
+) -> list[DtypeMeasurement]:
+    """Returns a `DtypeMeasurement` for each dtype, compared with the reference `wanted`."""
     on_device = jnp.asarray(images)
     results = []
     for dtype in DTYPES:
@@ -131,7 +131,7 @@ def measure(
         found = np.asarray(embed_images(on_device, params), np.float32)
         relative_error, mean_cosine = compare(found, wanted)
         results.append(
-            Result(
+            DtypeMeasurement(
                 dtype=dtype,
                 backend=explain(on_device, params).chosen,
                 max_abs_error=float(np.abs(found - wanted).max()),
@@ -145,7 +145,7 @@ def measure(
     return results
 
 
-def table(results: list[Result]) -> str:
+def table(results: list[DtypeMeasurement]) -> str:
     """Formats the results as an aligned table."""
     header = (
         f"{'dtype':<14}  {'backend':<12}  {'max abs error':>13}  {'relative error':>14}  "
@@ -222,7 +222,7 @@ def draw(
     names: list[str],
     images: np.ndarray,
     wanted: np.ndarray,
-    results: list[Result],
+    results: list[DtypeMeasurement],
     patch: int,
 ) -> None:
     """Writes a picture with the photographs, each patch's error by dtype, and nearest patches."""
@@ -268,7 +268,7 @@ def _draw_errors(
     names: list[str],
     images: np.ndarray,
     wanted: np.ndarray,
-    results: list[Result],
+    results: list[DtypeMeasurement],
     patch: int,
     chosen: list[tuple[int, int, int]],
 ) -> None:
@@ -302,7 +302,7 @@ def _draw_neighbours(
     figure: "SubFigure",
     names: list[str],
     images: np.ndarray,
-    results: list[Result],
+    results: list[DtypeMeasurement],
     patch: int,
     chosen: list[tuple[int, int, int]],
 ) -> None:

@@ -1,11 +1,13 @@
-"""Embedding of pictures in bulk.
+"""Embedding of pictures, and of texts, in bulk.
 
-`sources` finds `units` of pictures: files, tars and the tables of `parquet`. `pictures` and
-`preprocessing` decode and resize a picture, `embedder` embeds it, and an `output` (`npz` or
-`folder`) writes the embedding. A `ledger` knows which pictures the shards of a folder contain, and
-`provenance` what wrote them. `pipeline` runs these steps on one machine, with the processes of
-`decoders`, and `on_ray` runs them on a Ray cluster. `command` is the command `embed`, with the
-`options`.
+`sources` finds `units` of pictures: files, tars and the tables of `parquet`. `pictures`, `jpeg` and
+`preprocessing` decode and resize a picture, or `resizing` resizes it on the device; `embedder`
+embeds it, and an `output` (`npz` or `folder`) writes the embedding. Texts are in `parquet` and
+`lines`, and `text_embedder` embeds them; what other modules say about pictures holds for texts,
+too. A `ledger` knows which pictures the shards of a folder contain, and `provenance` what wrote
+them. `pipeline` runs these steps on one machine, with the processes of `decoders`, and `on_ray`
+runs them on a Ray cluster. `command` is the command `embed`, with the `options`. `written` reads an
+output again, and `ranking` finds the embeddings in it that are most similar to one.
 """
 
 from typing import TYPE_CHECKING

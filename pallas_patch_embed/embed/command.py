@@ -1,4 +1,4 @@
-"""The command `embed`, which embeds pictures into an .npz file or a folder of shards."""
+"""The command `embed`, which embeds pictures or texts into an .npz file or a folder of shards."""
 
 import collections
 import contextlib
@@ -13,9 +13,10 @@ from typing import Any
 
 from pallas_patch_embed.base.devices import check_devices
 from pallas_patch_embed.base.messages import printable
-from pallas_patch_embed.embed import pipeline, sources
-from pallas_patch_embed.embed.embedder import Embedder, find_checkpoint
+from pallas_patch_embed.embed import jpeg, pipeline, sources
+from pallas_patch_embed.embed.embedder import Embedder
 from pallas_patch_embed.embed.folder import Folder, check_folder, recorded_batch
+from pallas_patch_embed.embed.lines import Lines
 from pallas_patch_embed.embed.npz import Npz, check_npz
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import Output, UnfinishedError
@@ -24,16 +25,37 @@ from pallas_patch_embed.embed.pictures import missing_plugin
 from pallas_patch_embed.embed.progress import Progress
 from pallas_patch_embed.embed.provenance import (
     ARITHMETIC,
+    DECIDING,
+    DECIDING_TEXTS,
     CheckpointHash,
     Provenance,
     Settings,
     checkpoint_files,
 )
 from pallas_patch_embed.embed.tables import RESERVED
+from pallas_patch_embed.embed.text_embedder import FILES, AnyEmbedder, TextEmbedder
 from pallas_patch_embed.embed.units import Files, Picture, is_url
+from pallas_patch_embed.encoders.hub import find_checkpoint
 
 # Options that need the shards of a folder, with the values that they have if they are not given.
-FOLDER_ONLY = {"keep": (), "changed": None, "moved": (), "retry_errors": False, "ray": None}
+FOLDER_ONLY: dict[str, Any] = {
+    "keep": (),
+    "changed": None,
+    "moved": (),
+    "retry_errors": False,
+    "ray": None,
+}
+
+# Options that are for pictures alone, with the same values.
+PICTURES_ONLY: dict[str, Any] = {
+    "size": None,
+    "patch_dtype": "bfloat16",
+    "output": "pooled",
+    "image_column": None,
+    "allow_truncated": False,
+    "resize": "auto",
+    "ray": None,
+}
 
 # Number of extensions that the summary names.
 MOST_EXTENSIONS = 8
@@ -46,12 +68,13 @@ def run(
     lists: Sequence[str] = (),
     options: Options | None = None,
 ) -> int:
-    """Embeds pictures into one .npz file, or into a folder of parquet shards.
+    """Embeds pictures, or texts, into one .npz file, or into a folder of parquet shards.
 
     Args:
       checkpoint: as for `load_encoder`, or the name of a model on the Hugging Face hub.
       arguments: pictures, folders, tars and parquet files, as for `sources.find`; braces and
-        wildcards are expanded.
+        wildcards are expanded. If there is a text file, or `options.text_column` is given, texts
+        are embedded instead.
       out: path of an .npz file, which may replace only an earlier output; or path or URL of a
         folder, which a run with the same settings resumes.
       lists: files with one argument on each line; "-" for standard input.
@@ -64,15 +87,18 @@ def run(
 
     Raises:
       OSError, ValueError: an argument does not exist; `out` cannot be written or is not an earlier
-        output; the checkpoint cannot be loaded or has no pooling head; an option does not fit the
-        output; or there are no pictures.
+        output; the checkpoint cannot be loaded or has no such `options.output`; an option does
+        not fit the output; or there are no pictures.
       output.WrittenElsewhereError: the .npz file was written to another place.
       output.UnfinishedError: the output could not be finished.
     """
     options = options or Options()
     named, out = os.fspath(checkpoint), os.fspath(out)
-    checkpoint = find_checkpoint(named)
-    names = sources.Expanded(os.fspath(argument) for argument in arguments)
+    given = [os.fspath(argument) for argument in arguments]
+    texts = options.text_column is not None or any(map(sources.is_text_file, given))
+    what, deciding = ("texts", DECIDING_TEXTS) if texts else ("pictures", DECIDING)
+    checkpoint = find_checkpoint(named, FILES) if texts else find_checkpoint(named)
+    names = sources.Expanded(given)
     sources.check(names)
     sources.check([path for path in lists if path != "-"], "a list of pictures")
     to_npz = out.endswith(".npz")
@@ -82,19 +108,31 @@ def run(
                 f"--out is {printable(out)}, expected a folder: --{option.replace('_', '-')} needs "
                 "shards."
             )
+    for option, absent in PICTURES_ONLY.items():
+        if texts and getattr(options, option) != absent:
+            raise ValueError(
+                f"--{option.replace('_', '-')} is for pictures, but texts are embedded, because "
+                "there is a --text-column or a text file. Leave it out."
+            )
     if reserved := [name for name in options.keep if name in RESERVED]:
         raise ValueError(
             f"--keep {reserved[0]}: every shard has a column of this name with other contents. "
             "Rename the column in the input."
         )
-    columns = sources.Columns(options.image_column, options.id_column, options.keep)
+    if options.ray is not None and options.resize == "device":
+        raise ValueError(
+            "--resize is device, but with --ray the nodes that decode pictures also resize them. "
+            "Use --resize host."
+        )
+    column = options.text_column if texts else options.image_column
+    columns = sources.Columns(column, options.id_column, options.keep, texts)
     if to_npz:
         inputs = _local_files(names, columns)
-        check_npz(Path(out), itertools.chain(inputs, checkpoint_files(checkpoint)))
+        check_npz(Path(out), itertools.chain(inputs, checkpoint_files(checkpoint, deciding)))
     else:
         check_folder(out)
     left_out: collections.Counter[str] = collections.Counter()
-    with Progress(quiet=options.quiet) as progress:
+    with Progress(quiet=options.quiet, what=what) as progress:
 
         def skipped(path: str, why: str) -> None:
             progress.say(f"Skipped {printable(path)}: {printable(why)}.")
@@ -112,44 +150,71 @@ def run(
         if not first:
             _say_left_out(left_out, progress.say)
             searched = sources.some(itertools.chain(names, lists))
-            raise ValueError(
-                "\n".join([f"There are no pictures in {searched}.", *_advice(left_out)])
-            )
+            raise ValueError("\n".join([f"There are no {what} in {searched}.", *_advice(left_out)]))
+        # A run that is resumed keeps its batch, so that results are rounded equally.
+        batch = options.batch or (None if to_npz or options.overwrite else recorded_batch(out))
         encoder_options: dict[str, Any] = dict(
             size=options.size,
             patch_dtype=options.patch_dtype,
+            output=options.output,
             normalize=options.normalize,
-            # A run that is resumed keeps its batch, so that results are rounded equally.
-            batch=options.batch or (None if to_npz or options.overwrite else recorded_batch(out)),
+            batch=batch,
+            # On a cluster the nodes that decode also resize.
+            resize=options.resize if options.ray is None else "host",
         )
 
-        def provenance_for(embedder: Embedder) -> Provenance:
-            preprocessing = embedder.preprocessing
-            if preprocessing.defaults_of is not None:
-                progress.say(
-                    "There is no preprocessor_config.json beside the checkpoint. Pictures are "
-                    f"resized with the defaults of {preprocessing.defaults_of}: {preprocessing}."
-                )
-            hashed = CheckpointHash(checkpoint)
+        def provenance_for(embedder: AnyEmbedder) -> Provenance:
+            decoder = None
+            if isinstance(embedder, TextEmbedder):
+                preprocessing = embedder.preprocessing
+            else:
+                preprocessing = str(embedder.preprocessing)
+                if (default := embedder.preprocessing.defaults_of) is not None:
+                    progress.say(
+                        "There is no preprocessor_config.json beside the checkpoint. Pictures are "
+                        f"resized with the defaults of {default}: {preprocessing}."
+                    )
+                if embedder.not_resized:
+                    progress.say(f"Pictures are resized on the host: {embedder.not_resized}.")
+                if embedder.resizer is not None:
+                    decoder = jpeg.version()
+            hashed = CheckpointHash(checkpoint, deciding)
             settings = Settings(
                 checkpoint_sha256=hashed.sha256,
-                preprocessing=str(preprocessing),
+                preprocessing=preprocessing,
                 patch_dtype=options.patch_dtype,
                 normalize=options.normalize,
                 embedding_dtype=options.embedding_dtype,
                 image_column=options.image_column,
                 keep=list(options.keep),
                 arithmetic=ARITHMETIC[options.patch_dtype],
+                output=options.output,
+                tower="text" if texts else "vision",
+                text_column=options.text_column,
             )
             # On a cluster the driver does not know the devices.
             device = embedder.device_kind if options.ray is None else None
-            return Provenance(named, settings, options, embedder.batch, device, hashed.is_that_of)
+            return Provenance(
+                named,
+                settings,
+                options,
+                embedder.batch,
+                device,
+                hashed.is_that_of,
+                decoder,
+            )
 
-        def folder_for(embedder: Embedder) -> Folder:
+        def folder_for(embedder: AnyEmbedder) -> Folder:
             return Folder(out, provenance_for(embedder), embedder.width, kept, progress.say)
 
         def embedder_for(checkpoint: str | Path) -> Embedder:
             embedder = Embedder(checkpoint, **encoder_options)
+            if to_npz and None in embedder.shape:
+                raise ValueError(
+                    f"--out is {printable(out)}: with a NaFlex encoder and --output "
+                    f"{options.output} pictures have different numbers of patches, which are not "
+                    "an array. Expected a folder."
+                )
             embedder.preprocessing = dataclasses.replace(
                 embedder.preprocessing,
                 max_pixels=options.max_pixels,
@@ -159,7 +224,11 @@ def run(
 
         if options.ray is None:
             check_devices()
-            embedder = embedder_for(checkpoint)
+            embedder: AnyEmbedder
+            if texts:
+                embedder = TextEmbedder(checkpoint, normalize=options.normalize, batch=batch)
+            else:
+                embedder = embedder_for(checkpoint)
             output: Output
             if to_npz:
                 output = Npz(Path(out), provenance_for(embedder))
@@ -179,11 +248,11 @@ def run(
                 every_unit, everywhere, encoder_options, embedder_for, folder_for, progress, options
             )
         for note, count in progress.notes.items():
-            progress.say(f"{count} pictures {note}.")
+            progress.say(f"{count} {what} {note}.")
         _say_left_out(left_out, progress.say)
     _say(_outcome(progress, where))
     if progress.errors:
-        print(f"{progress.errors} pictures could not be read or embedded.", file=sys.stderr)
+        print(f"{progress.errors} {what} could not be read or embedded.", file=sys.stderr)
     for line in _advice(left_out):
         print(line, file=sys.stderr)
     return progress.missing + sum(left_out[e] for e in left_out if missing_plugin(e))
@@ -208,8 +277,8 @@ def _kept_types(
     begun: list[sources.Unit] = []
     for unit in units:
         begun.append(unit)
-        if isinstance(unit, Files):
-            continue  # Its files cannot be read.
+        if isinstance(unit, Files | Lines):
+            continue  # Its files cannot be read, or it has no columns.
         try:
             return unit.kept_types(), itertools.chain(begun, units)
         except OSError:
@@ -229,7 +298,7 @@ def _pictures(units: Iterable[sources.Unit]) -> Iterator[Picture]:
 
 def _outcome(progress: Progress, where: str) -> str:
     """Returns the last line of the command."""
-    line = f"Embedded {progress.done} of {progress.met} pictures into {where}."
+    line = f"Embedded {progress.done} of {progress.met} {progress.what} into {where}."
     if progress.before:
         line += f" Earlier runs had embedded {progress.before}."
     if progress.failed_before:

@@ -1,8 +1,8 @@
 """Decodes pictures in several processes.
 
 Threads that decode used only 4 of 16 cores, probably because Pillow takes Python's global lock
-several times for each picture (docs/embed_speed.md). With many decoders this process becomes the
-bottleneck. So it does little work for each picture: one request contains several pictures, and
+several times for each picture (docs/experiments/embed.md). With many decoders this process becomes
+the bottleneck. So it does little work for each picture: one request contains several pictures, and
 images are returned in memory that it shares with the processes. The processes do not need JAX, so
 this module does not import it.
 """
@@ -41,6 +41,7 @@ class Written(NamedTuple):
     size: tuple[int, int]
     notes: tuple[str, ...]
     origin: Origin | None
+    whole: bool
 
 
 # Type of the answer for a picture: what was decoded; the reason why there is no image; or the
@@ -200,7 +201,7 @@ class Decoders:
         for i, (answer, open_) in enumerate(zip(sent, opens)):
             if isinstance(answer, Written):
                 image = self._slots.image(slot + i, *answer.size)
-                answers.append(Decoded(image, answer.notes, answer.origin))
+                answers.append(Decoded(image, answer.notes, answer.origin, answer.whole))
             else:
                 answers.append(answer + _in_memory([open_]) if isinstance(answer, int) else answer)
         return answers
@@ -289,9 +290,10 @@ def _answer(
         if not isinstance(result, Decoded):
             return result
         try:
-            return Written(slots.put(slot, result.image), result.notes, result.origin)
+            shape = slots.put(slot, result.image)
         except ValueError as error:
             return reason(error)
+        return Written(shape, *result[1:])
 
     with quiet():
         send(list(map(answer, itertools.count(slot), opens)))

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from pallas_patch_embed.base.messages import printable, quoted
 from pallas_patch_embed.embed.exclusive import Lease, Lock
 from pallas_patch_embed.embed.ledger import Ledger, State, key
 from pallas_patch_embed.embed.moved import Moved, check_places
-from pallas_patch_embed.embed.options import Options
+from pallas_patch_embed.embed.options import Options, is_of_patches
 from pallas_patch_embed.embed.output import IS_CHANGED, SAME_ID, UnfinishedError
 from pallas_patch_embed.embed.pictures import reason
 from pallas_patch_embed.embed.place import FILE, FOLDER, Local, Place, Remote, place_of
@@ -37,8 +37,8 @@ from pallas_patch_embed.embed.tables import (
 from pallas_patch_embed.embed.units import Entry, is_url
 
 # A shard is written when it has this number of rows, when its first row has this age in seconds, or
-# when the columns that are kept have this number of bytes. Rows that are not yet in a shard are
-# lost if a run is killed.
+# when its embeddings and the columns that are kept have this number of bytes. Rows that are not yet
+# in a shard are lost if a run is killed.
 SHARD_ROWS, SHARD_SECONDS, SHARD_BYTES = 4096, 60.0, 2**26
 
 # Names that begin with "_", or with "__" for folders, are skipped by programs that read all parquet
@@ -118,16 +118,16 @@ class Folder:
             retry=options.retry_errors,
             embeds_changed=options.changed == "embed",
         )
-        self._rows: list[tuple[Sequence[Entry], np.ndarray]] = []
+        self._rows: list[tuple[Entry, np.ndarray]] = []
         self._errors: list[tuple[Entry, str]] = []
         # The ledger knows shards by their place in this list.
         self._shards: list[Shard] = []
-        self._since, self._kept_bytes = 0.0, 0
+        self._since, self._bytes = 0.0, 0
         check_folder(url)
         if not options.overwrite:
             self._check_settings()
         check_places(options.moved)
-        if options.moved and (options.overwrite or _manifest_name(self._place) is None):
+        if options.moved and (options.overwrite or manifest_name(self._place) is None):
             raise ValueError(
                 f"--out is {printable(url)}: --moved needs the shards of earlier runs, but there "
                 "are none, or --overwrite removes them. Leave out --moved."
@@ -147,7 +147,7 @@ class Folder:
     def _open(self, options: Options) -> None:
         """Reads or writes the manifest, and reads what is in shards, while no other run does."""
         check_folder(self.url)  # Another run may have begun since the first check.
-        if options.overwrite and _manifest_name(self._place):
+        if options.overwrite and manifest_name(self._place):
             # The manifest is removed last, because `embed` refuses a folder of files without one.
             for part in self._parts():
                 self._remove([*(s.name for s in self.shards(part)), *self._partials(part)])
@@ -180,7 +180,7 @@ class Folder:
             )
         # From here on the folder is changed.
         if is_old and not self._place.kind(MANIFEST):
-            self._write_manifest(_manifest(self._place))
+            self._write_manifest(read_manifest(self._place))
         for part in PARTS:
             with self._usable(part):
                 self._place.make_folder(part)
@@ -219,7 +219,7 @@ class Folder:
             pyarrow.parquet.ParquetFile(file) as table,
         ):
             schema = table.schema_arrow
-            check_schema(shard.part, schema)
+            check_schema(shard.part, schema, is_of_patches(self._provenance.settings.output))
             if not failed:
                 self.kept = {name: schema.field(name).type for name in self.kept}
             columns = [name for name in ("id", *ORIGIN) if name in schema.names]
@@ -266,7 +266,7 @@ class Folder:
 
     def _earlier_about(self) -> dict[str, Any]:
         """Returns what the manifest says about shards without metadata."""
-        manifest = _manifest(self._place)
+        manifest = read_manifest(self._place)
         return {name: manifest[name] for name in ("settings", "versions")}
 
     @contextlib.contextmanager
@@ -292,7 +292,7 @@ class Folder:
 
     def _check_settings(self) -> None:
         """Refuses a folder that was written with other settings."""
-        name = _manifest_name(self._place)
+        name = manifest_name(self._place)
         if name is None:
             return
         where = f"--out is {printable(self.url)}"
@@ -300,7 +300,7 @@ class Folder:
         settings = self._provenance.settings
         wanted = dataclasses.asdict(settings) | {"width": self._width}
         try:
-            manifest = json_objects.expect(_manifest(self._place), FIELDS, name, others=True)
+            manifest = json_objects.expect(read_manifest(self._place), FIELDS, name, others=True)
             found = manifest["settings"] | {"width": manifest["width"]}
             types: dict[str, Any] = {
                 name: type(value) for name, value in wanted.items() if name in found
@@ -325,9 +325,10 @@ class Folder:
         """Says if the embeddings of this run may be rounded differently than those of the first."""
         first, now = (
             about["versions"] | {"batch": about.get("batch", OLD_BATCH)}
-            for about in (_manifest(self._place), self.about)
+            for about in (read_manifest(self._place), self.about)
         )
-        if changes := differences(first, now):
+        # A package that is not used any more is one that has changed.
+        if changes := differences(first, dict.fromkeys(first) | now):
             self._say_line(
                 f"Embeddings of this run may be rounded differently, because {changes}. The "
                 "metadata of each shard say what wrote it."
@@ -355,10 +356,14 @@ class Folder:
         return numbers
 
     @ending.deferred()
-    def add(self, entries: Sequence[Entry], embeddings: np.ndarray) -> None:
-        self._begin()
-        self._rows.append((entries, embeddings.astype(self.embedding_dtype)))
-        self._kept_bytes += sum(kept_bytes(entry) for entry in entries) if self.kept else 0
+    def add(self, entries: Sequence[Entry], embeddings: Iterable[np.ndarray]) -> None:
+        for entry, embedding in zip(entries, embeddings):
+            if self._bytes >= SHARD_BYTES:
+                self.flush()
+            self._begin()
+            row = embedding.astype(self.embedding_dtype)
+            self._rows.append((entry, row))
+            self._bytes += row.nbytes + (kept_bytes(entry) if self.kept else 0)
         self._write_if_due()
 
     @ending.deferred()
@@ -377,8 +382,8 @@ class Folder:
             self._since = time.monotonic()
 
     def _write_if_due(self) -> None:
-        rows = max(sum(len(entries) for entries, _ in self._rows), len(self._errors))
-        is_full = rows >= SHARD_ROWS or self._kept_bytes >= SHARD_BYTES
+        rows = max(len(self._rows), len(self._errors))
+        is_full = rows >= SHARD_ROWS or self._bytes >= SHARD_BYTES
         if is_full or time.monotonic() - self._since > SHARD_SECONDS:
             self.flush()
 
@@ -386,12 +391,11 @@ class Folder:
     def flush(self) -> None:
         """Writes everything that is not yet in a shard."""
         if self._rows:
-            entries = list(itertools.chain.from_iterable(each for each, _ in self._rows))
-            embeddings = np.concatenate([rows for _, rows in self._rows])
-            table = embeddings_table(entries, embeddings, self.kept)
+            entries = [entry for entry, _ in self._rows]
+            table = embeddings_table(entries, [row for _, row in self._rows], self.kept)
             self._write_shard(EMBEDDINGS, table, entries, self.about)
             self._rows.clear()
-            self._kept_bytes = 0
+            self._bytes = 0
         if self._errors:
             entries = [entry for entry, _ in self._errors]
             self._write_shard(ERRORS, errors_table(self._errors), entries, self.about)
@@ -547,7 +551,7 @@ def check_folder(url: str) -> None:
             f"{where}: it is {kind}, expected a folder, or a name that ends in .npz. Choose "
             "another name."
         )
-    name = _manifest_name(place)
+    name = manifest_name(place)
     if name is None:
         # A run may have been killed before it wrote its manifest, or after it removed the shards
         # and the manifest of earlier runs.
@@ -561,7 +565,7 @@ def check_folder(url: str) -> None:
             )
         return
     try:
-        written, why = _manifest(place), "its format is another one"
+        written, why = read_manifest(place), "its format is another one"
     except (OSError, ValueError) as error:
         written, why = None, reason(error)
     wanted = FORMAT if name == MANIFEST else OLD_FORMAT
@@ -579,10 +583,10 @@ def recorded_batch(url: str) -> int | None:
       ValueError: it is not a positive integer.
     """
     place = place_of(url)
-    name = _manifest_name(place)
+    name = manifest_name(place)
     if name is None:
         return None
-    batch = _manifest(place).get("batch", OLD_BATCH)
+    batch = read_manifest(place).get("batch", OLD_BATCH)
     if type(batch) is not int or not 0 < batch <= MOST_BATCH:
         raise ValueError(
             f"--out is {printable(url)}: its {name} is damaged (batch is {quoted(batch)}). Restore "
@@ -591,7 +595,7 @@ def recorded_batch(url: str) -> int | None:
     return batch
 
 
-def _manifest_name(place: Place) -> str | None:
+def manifest_name(place: Place) -> str | None:
     """Returns the name of the folder's manifest, or None if it has none."""
     return next((name for name in (MANIFEST, OLD_MANIFEST) if place.kind(name)), None)
 
@@ -601,19 +605,19 @@ def _is_old(place: Place) -> bool:
     if place.kind(OLD_MANIFEST) != FILE:
         return False
     try:
-        written = _manifest(place, OLD_MANIFEST)
+        written = read_manifest(place, OLD_MANIFEST)
     except (OSError, ValueError):
         return False
     return isinstance(written, dict) and written.get("format") == OLD_FORMAT
 
 
-def _manifest(place: Place, name: str | None = None) -> Any:
+def read_manifest(place: Place, name: str | None = None) -> Any:
     """Returns the JSON value in the manifest.
 
     Raises:
       OSError, ValueError: the manifest cannot be read; the message says why.
     """
-    with place.open(name or _manifest_name(place) or MANIFEST) as file:
+    with place.open(name or manifest_name(place) or MANIFEST) as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES} bytes")

@@ -1,14 +1,15 @@
 """A single .npz file of embeddings, as the output of a run."""
 
+import contextlib
 import json
 import math
 import os
 import stat
 import tempfile
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from pallas_patch_embed.base import ending
 from pallas_patch_embed.base.files import check_place, written_atomically
 from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed.ledger import Ledger
+from pallas_patch_embed.embed.options import is_of_patches
 from pallas_patch_embed.embed.output import WrittenElsewhereError
 from pallas_patch_embed.embed.provenance import Provenance
 from pallas_patch_embed.embed.units import Entry
@@ -25,19 +27,24 @@ NPZ_ARRAYS = ("embeddings", "paths", "sources", "rows", "failed", "reasons", "ab
 # The arrays of earlier versions.
 EARLIER_ARRAYS = (("embeddings", "paths", "failed", "reasons", "about"), ("embeddings", "paths"))
 
+# Largest size in bytes of the embeddings of patches, all of which are in memory.
+MOST_PATCHES = 2**32
+
 
 class Npz:
     """A file of embeddings, which appears only when it is complete.
 
-    It has the arrays `embeddings` [n, D] and `paths` [n]; `sources` [n] and `rows` [n], as in
-    `units.Origin`; `failed` and `reasons` for pictures without an embedding; and `about`, a JSON
-    object with the settings, options and versions.
+    It has the arrays `embeddings` [n, D], or of patches [n, S, D] with at most MOST_PATCHES bytes;
+    `paths` [n]; `sources` [n] and `rows` [n], as in `units.Origin`; `failed` and `reasons` for
+    pictures without an embedding; and `about`, a JSON object with the settings, options and
+    versions. The patches of a picture are in rows, from the top left.
     """
 
     def __init__(self, path: Path, provenance: Provenance):
         self._path, self._provenance = path, provenance
         self._entries: list[Entry] = []
         self._embeddings: list[np.ndarray] = []
+        self._bytes = 0
         self._failed: list[tuple[str, str]] = []
         self.ledger = Ledger(unique_ids=not provenance.options.repeated_ids)
         self.kept: dict[str, Any] = {}
@@ -52,9 +59,23 @@ class Npz:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         pass
 
-    def add(self, entries: Sequence[Entry], embeddings: np.ndarray) -> None:
+    def add(self, entries: Sequence[Entry], embeddings: Iterable[np.ndarray]) -> None:
+        """Adds embeddings.
+
+        Raises:
+          ValueError: embeddings of patches exceed MOST_PATCHES.
+        """
         self._entries += entries
-        self._embeddings.append(embeddings.astype(self._provenance.settings.embedding_dtype))
+        settings = self._provenance.settings
+        rows = [each.astype(settings.embedding_dtype) for each in embeddings]
+        self._embeddings += rows
+        self._bytes += sum(each.nbytes for each in rows)
+        if is_of_patches(settings.output) and self._bytes > MOST_PATCHES:
+            raise ValueError(
+                f"--out is {printable(self._path)}: with --output {settings.output} the embeddings "
+                f"of {len(self._entries)} pictures have {self._bytes} bytes, expected at most "
+                f"{MOST_PATCHES} in an .npz file. Choose a folder, which has no limit."
+            )
 
     def fail(self, entry: Entry, reason: str) -> None:
         self._failed.append((entry.id, reason))
@@ -72,8 +93,10 @@ class Npz:
             )
         failed, reasons = zip(*self._failed) if self._failed else ((), ())
         about = self._provenance.as_json()
+        first = self._embeddings[0]
+        shape = (-1, first.shape[-1]) if first.ndim == 3 else first.shape
         arrays: dict[str, Any] = {
-            "embeddings": np.concatenate(self._embeddings),
+            "embeddings": np.stack(self._embeddings).reshape(len(self._entries), *shape),
             "paths": np.array([entry.id for entry in self._entries], str),
             "sources": np.array([entry.origin.source for entry in self._entries], str),
             "rows": np.array([entry.origin.row for entry in self._entries], str),
@@ -148,19 +171,30 @@ def is_embeddings(path: Path) -> bool:
         with zipfile.ZipFile(path) as archive:
             if archive.namelist() not in possible:
                 return False
-            (n, _), embeddings = _header(archive, "embeddings.npy")
-            (paths,), ids = _header(archive, "paths.npy")
+            with open_array(archive, "embeddings") as (_, (n, *shape), embeddings):
+                pass
+            with open_array(archive, "paths") as (_, (paths,), ids):
+                pass
     except Exception:  # zipfile and numpy raise many kinds of errors for other files.
         return False
-    return embeddings in (np.float32, np.float16) and ids.kind == "U" and paths == n
+    is_written = embeddings in (np.float32, np.float16) and len(shape) in (1, 2)
+    return is_written and ids.kind == "U" and paths == n
 
 
-def _header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
-    """Reads the shape and dtype of an array; raises ValueError if its length does not fit them."""
-    with archive.open(name) as file:
+@contextlib.contextmanager
+def open_array(
+    archive: zipfile.ZipFile, name: str
+) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype]]:
+    """Opens an array of an .npz file behind its header; returns its shape and dtype, too.
+
+    Raises:
+      ValueError: its length does not fit them.
+    """
+    with archive.open(f"{name}.npy") as file:
         if np.lib.format.read_magic(file) != (1, 0):
             raise ValueError("the version of its format is not 1.0, which np.savez writes")
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        if archive.getinfo(name).file_size - file.tell() != math.prod(shape) * dtype.itemsize:
+        length = archive.getinfo(f"{name}.npy").file_size - file.tell()
+        if length != math.prod(shape) * dtype.itemsize:
             raise ValueError("its length differs from the length in its header")
-    return shape, dtype
+        yield file, shape, dtype

@@ -23,8 +23,8 @@ import numpy as np
 from pallas_patch_embed.base.child import safe_paths
 from pallas_patch_embed.base.files import new_partial
 from pallas_patch_embed.embed.changes import Changes
-from pallas_patch_embed.embed.embedder import Embedder
-from pallas_patch_embed.embed.folder import EMBEDDINGS, ERRORS, SHARD_ROWS, Folder
+from pallas_patch_embed.embed.embedder import Embedder, column, why_not_written
+from pallas_patch_embed.embed.folder import EMBEDDINGS, ERRORS, SHARD_BYTES, SHARD_ROWS, Folder
 from pallas_patch_embed.embed.ledger import Snapshot, State
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import IS_CHANGED
@@ -173,17 +173,8 @@ class Decode:
             result["image"].append(image)
             result["reason"].append(why)
             result["notes"].append(notes)
-        result["image"] = _column(result["image"])
+        result["image"] = column(result["image"])
         return result
-
-
-def _column(images: list[np.ndarray]) -> np.ndarray:
-    """Returns images as one array, or as an array of arrays if their sizes differ."""
-    if len({image.shape for image in images}) == 1:
-        return np.stack(images)
-    column = np.empty(len(images), object)
-    column[:] = images
-    return column
 
 
 class Write:
@@ -205,7 +196,10 @@ class Write:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         place = place_of(self._url)
-        reasons = [str(why) for why in batch["reason"]]
+        reasons = [
+            str(why) or why_not_written(np.asarray(embedding), self._dtype)
+            for why, embedding in zip(batch["reason"], batch["embedding"])
+        ]
         good = [i for i, why in enumerate(reasons) if not why]
         bad = [i for i, why in enumerate(reasons) if why and not why.startswith(COUNTED)]
         counts = [why.removeprefix(COUNTED).split() for why in reasons if why.startswith(COUNTED)]
@@ -219,14 +213,12 @@ class Write:
         def write(part: str, table: Any, notes: str) -> None:
             name = new_partial()
             place.write(name, parquet_bytes(table, self._about))
-            for column, value in zip(result.values(), (part, name, notes)):
-                column.append(value)
+            for values, value in zip(result.values(), (part, name, notes)):
+                values.append(value)
 
         if good:
-            embeddings = np.stack([np.asarray(batch["embedding"][i]) for i in good])
-            table = embeddings_table(
-                [entries[i] for i in good], embeddings.astype(self._dtype), self._kept
-            )
+            rows = [np.asarray(batch["embedding"][i]).astype(self._dtype) for i in good]
+            table = embeddings_table([entries[i] for i in good], rows, self._kept)
             write(EMBEDDINGS, table, "\n".join(str(batch["notes"][i]) for i in good))
         if bad:
             write(ERRORS, errors_table([(entries[i], reasons[i]) for i in bad]), "")
@@ -319,8 +311,10 @@ def run(
     jax.config.update("jax_platforms", "cpu")
     embedder = embedder_for(checkpoint)
     block = options.batch or BLOCK
+    # A task has the embeddings of a shard in memory.
+    rows = min(SHARD_ROWS, max(1, SHARD_BYTES // embedder.most_bytes))
     with output_for(embedder) as output:
-        arguments = (checkpoint, encoder_options, embedder.preprocessing, block)
+        arguments = (checkpoint, encoder_options, embedder.preprocessing, block, rows)
         _fill(output, units, *arguments, Changes.of(options), progress)
         return output.finish()
 
@@ -332,6 +326,7 @@ def _fill(
     encoder_options: dict[str, Any],
     preprocessing: Preprocessing,
     block: int,
+    rows: int,
     changes: Changes,
     progress: Progress,
 ) -> None:
@@ -340,6 +335,7 @@ def _fill(
     Args:
       preprocessing: the embedder's.
       block: number of pictures in a block.
+      rows: largest number of pictures in a shard.
 
     The other arguments are those of `run`.
     """
@@ -379,7 +375,7 @@ def _fill(
             num_cpus=1,
             compute=ray.data.ActorPoolStrategy(size=gpus or max(1, cpus // 4)),
         )
-        .map_batches(output_files, batch_size=SHARD_ROWS, num_cpus=0.1)
+        .map_batches(output_files, batch_size=rows, num_cpus=0.1)
     )
     for row in written.iter_rows():
         if not row["part"]:

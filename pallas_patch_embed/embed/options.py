@@ -3,18 +3,26 @@
 import argparse
 import dataclasses
 import os
+import re
 from typing import Any, Literal
 
 from pallas_patch_embed.base.dtypes import DTYPES
+from pallas_patch_embed.base.messages import quoted
 from pallas_patch_embed.embed.pictures import MOST_BYTES, MOST_PIXELS
 
 MOST_WORKERS = 32
+
+# What `--output` names besides the patches of a hidden state, which are layer:N.
+OUTPUTS = ("pooled", "mean", "class", "patches")
+LAYER = re.compile(r"layer:(0|-?[1-9][0-9]{0,5})")
 
 # Help of options that would not fit into the lines of `add_parser`.
 HELP_CHANGED = "what to do with pictures that have changed (default: report)"
 HELP_DTYPE = "dtype that is written (default: float32)"
 HELP_MOST = "larger pictures are errors (default: %(default)s)"
 HELP_MOVED = "the pictures that were in OLD are now in NEW"
+HELP_RESIZE = "what resizes pictures (default: auto, a GPU)"
+HELP_OUTPUT = "pooled, mean, class, patches or layer:N (default: pooled)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,9 +33,11 @@ class Options:
       size: side of the square images in pixels; NaFlex images get at most as many patches as such
         an image. None for the size in the checkpoint.
       patch_dtype: as for `load_encoder`.
-      normalize: whether every embedding is divided by its Euclidean norm.
+      output: what an embedding is, one of OUTPUTS or "layer:N", as for `Embedder`.
+      normalize: whether every vector of an embedding is divided by its Euclidean norm.
       embedding_dtype: dtype of the embeddings that are written, "float32" or "float16".
       image_column, id_column: columns of parquet files, as in `parquet.Parquet`.
+      text_column: column of parquet files with texts, which are embedded instead of pictures.
       keep: names of the columns that are carried into the shards.
       repeated_ids: whether several pictures may have the same id.
       changed: what happens with pictures that have changed since they were embedded: "report" or
@@ -41,16 +51,23 @@ class Options:
       overwrite: whether the contents of the folder are removed first.
       batch: number of images that one device computes at a time; None for the platform's default.
       workers: number of pictures that are decoded at a time; None for one for each CPU.
+      resize: what resizes pictures: the "host", with Pillow; the "device", with the same pixels; or
+        "auto", the device if it is a GPU and can.
       ray: address of a Ray cluster, or "local" for a new one on this machine; None to run without
         Ray.
       quiet: whether to show no progress.
+
+    Raises:
+      ValueError: there is no such output.
     """
 
     size: int | None = None
     patch_dtype: str = "bfloat16"
+    output: str = "pooled"
     normalize: bool = False
     embedding_dtype: str = "float32"
     image_column: str | None = None
+    text_column: str | None = None
     id_column: str | None = None
     keep: tuple[str, ...] = ()
     repeated_ids: bool = False
@@ -63,8 +80,12 @@ class Options:
     overwrite: bool = False
     batch: int | None = None
     workers: int | None = None
+    resize: Literal["auto", "device", "host"] = "auto"
     ray: str | None = None
     quiet: bool = False
+
+    def __post_init__(self) -> None:
+        check_output(self.output)
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Options":
@@ -76,11 +97,39 @@ class Options:
 _FIELDS = dataclasses.fields(Options)
 
 
+def check_output(output: Any) -> str:
+    """Returns the output; raises ValueError if there is none of this name."""
+    if not isinstance(output, str) or (output not in OUTPUTS and not LAYER.fullmatch(output)):
+        raise ValueError(
+            f"output is {quoted(output)}, expected {', '.join(OUTPUTS)}, or layer:N with the "
+            "number of a hidden state, such as layer:-2."
+        )
+    return output
+
+
+def layer_of(output: str) -> int | None:
+    """Returns the N of "layer:N", and None for the other outputs."""
+    found = LAYER.fullmatch(output)
+    return None if found is None else int(found[1])
+
+
+def is_of_patches(output: str) -> bool:
+    """Returns whether an embedding has a vector for each patch, and not a single one."""
+    return output == "patches" or layer_of(output) is not None
+
+
 def default_workers() -> int:
     """Returns the number of CPUs that this process may use, but at most MOST_WORKERS."""
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     return min(os.cpu_count() or 1, MOST_WORKERS)
+
+
+def output_name(text: str) -> str:
+    try:
+        return check_output(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive_integer(text: str) -> int:
@@ -102,20 +151,20 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Adds the parser of the command; `docs/embed.md` describes what a person rarely needs."""
     parser = commands.add_parser(
         "embed",
-        help="embed pictures with the vision encoder of a SigLIP or SigLIP2 checkpoint",
-        description="Writes the embeddings of pictures to an .npz file or a folder of parquet "
-        "shards. If it ended early, the same command resumes the work. Exit code: 0 if every "
-        "picture has an embedding; 3 if some have none; 2 if nothing was found or the arguments "
-        "are bad; 4 if not everything could be written; 130, 143 or 129 after a signal. More: "
-        "docs/embed.md.",
+        help="embed pictures or texts with the encoders of a checkpoint",
+        description="Writes the embeddings of pictures, or of texts, to an .npz file or a folder "
+        "of parquet shards. If it ended early, the same command resumes the work. Exit code: 0 if "
+        "every picture has an embedding; 3 if some have none; 2 if nothing was found or the "
+        "arguments are bad; 4 if not everything could be written; 130, 143 or 129 after a signal. "
+        "More: docs/embed.md.",
         usage="%(prog)s --checkpoint CHECKPOINT --out OUT [options] [pictures ...]",
     )
     add: Any = parser.add_argument
     add(
         "pictures",
         nargs="*",
-        help="pictures, folders, tars (WebDataset) and parquet files, as paths or URLs; {000..099} "
-        "and wildcards are expanded",
+        help="pictures, folders, tars (WebDataset) and parquet files, as paths or URLs, or .txt "
+        "files with a text on each line; {000..099} and wildcards are expanded",
     )
     add(
         "--list",
@@ -129,10 +178,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     group: Any = parser.add_argument_group("embeddings").add_argument
     group("--size", type=positive_integer, metavar="N", help="side of the images in pixels")
     group("--patch-dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
-    group("--normalize", action="store_true", help="divide each embedding by its norm")
+    group("--output", type=output_name, default="pooled", metavar="WHAT", help=HELP_OUTPUT)
+    group("--normalize", action="store_true", help="divide each vector by its norm")
     group("--embedding-dtype", choices=("float32", "float16"), default="float32", help=HELP_DTYPE)
     group = parser.add_argument_group("columns and ids").add_argument
     group("--image-column", metavar="NAME", help="column of parquet files with the pictures")
+    group("--text-column", metavar="NAME", help="column of parquet files with texts to embed")
     group("--id-column", metavar="NAME", help="column of parquet files with ids (default: id)")
     group("--keep", type=names, default=(), metavar="A,B", help="carry these columns into shards")
     group("--repeated-ids", action="store_true", help="several pictures may have the same id")
@@ -153,6 +204,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="pictures at a time (default: 64; CPU: 4)",
     )
     group("--workers", type=positive_integer, metavar="N", help="decoders (default: one per CPU)")
+    group("--resize", choices=("auto", "device", "host"), default="auto", help=HELP_RESIZE)
     group("--ray", nargs="?", const="local", metavar="ADDRESS", help="run on a Ray cluster")
     group("--quiet", action="store_true", help="do not show progress")
     return parser

@@ -1,6 +1,6 @@
 """The protocol of an output for embeddings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -29,8 +29,8 @@ class Output(Protocol):
     ledger: "Ledger"
     kept: dict[str, Any]
 
-    def add(self, entries: "Sequence[Entry]", embeddings: np.ndarray) -> None:
-        """Adds embeddings [n, D]."""
+    def add(self, entries: "Sequence[Entry]", embeddings: Iterable[np.ndarray]) -> None:
+        """Adds an embedding [D] or [h, w, D] for each picture."""
 
     def fail(self, entry: "Entry", reason: str) -> None:
         """Adds the reason why a picture has no embedding."""

@@ -1,4 +1,4 @@
-"""Parquet files of pictures."""
+"""Parquet files of pictures, or of texts."""
 
 import contextlib
 import dataclasses
@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, BinaryIO
 
 from pallas_patch_embed.base.messages import printable
+from pallas_patch_embed.embed.lines import Lines
 from pallas_patch_embed.embed.parquet_pages import VALUE, Largest, largest_pages
 from pallas_patch_embed.embed.pictures import MOST_BYTES, LargerError, check_size, reason
 from pallas_patch_embed.embed.units import (
@@ -43,8 +44,9 @@ MOST_ROWS, ROWS_A_BYTE = 2**20, 100
 # Largest length of fixed-size lists. Even a list that is null may need room for all of its values.
 MOST_LIST = 2**16
 
-# What a column of pictures may have.
+# What a column of pictures, and one of texts, may have.
 EXPECTED = "binary, structs with a field `bytes`, or lists of these"
+EXPECTED_TEXTS = "text, or lists of text"
 
 
 class ColumnsError(ValueError):
@@ -68,6 +70,8 @@ class Parquet:
         are `path#row`.
       most: largest size of a picture in bytes.
       keep: names of the columns whose values are kept.
+      texts: whether the file has texts in UTF-8 instead of pictures. Then `image_column` is the
+        name of their column.
     """
 
     path: str
@@ -75,6 +79,7 @@ class Parquet:
     id_column: str | None = None
     most: int = MOST_BYTES
     keep: tuple[str, ...] = ()
+    texts: bool = False
 
     def pictures(self) -> Iterator[Picture]:
         row, origin = 0, named_origin(self.path)
@@ -138,16 +143,19 @@ class Parquet:
             same name, or there are several columns of pictures.
         """
         path, names = printable(self.path), schema.names
+        what, expected, option = "encoded pictures", EXPECTED, "--image-column"
+        if self.texts:
+            what, expected, option = "texts", EXPECTED_TEXTS, "--text-column"
         found = self._candidates(schema)
         image = self.image_column
         if image is None and len(found) != 1:
             if found:
                 raise ColumnsError(
-                    f"{path} has {len(found)} columns of encoded pictures, {printable(found)}, "
-                    "expected one. Choose one with --image-column."
+                    f"{path} has {len(found)} columns of {what}, {printable(found)}, expected one. "
+                    f"Choose one with {option}."
                 )
             raise ColumnsError(
-                f"{path} has no column of encoded pictures, expected {EXPECTED}; its columns are "
+                f"{path} has no column of {what}, expected {expected}; its columns are "
                 f"{_described(schema)}."
             )
         image = found[0] if image is None else image
@@ -161,11 +169,10 @@ class Parquet:
                 raise ColumnsError(
                     f"{path} has {names.count(name)} columns {name!r}, expected different names."
                 )
-        if not _is_of_pictures(schema.field(image).type):
+        if not self._is_of(schema.field(image).type):
             raise ColumnsError(
                 f"{path} has a column {image!r} of type {printable(schema.field(image).type)}, "
-                f"expected encoded pictures: {EXPECTED}; its columns of encoded pictures are "
-                f"{printable(found)}."
+                f"expected {what}: {expected}; its columns of {what} are {printable(found)}."
             )
         if id is not None and _id_as_text(kind := schema.field(id).type) is None:
             others = [
@@ -191,12 +198,15 @@ class Parquet:
         found: dict[int, list[str]] = {0: [], 1: [], 2: []}
         for field in schema:
             is_id = field.name == (self.id_column or "id") and field.name != self.image_column
-            if _is_of_pictures(field.type) and not is_id:
+            if self._is_of(field.type) and not is_id:
                 fixed = types.is_fixed_size_binary(field.type)
                 found[2 if fixed else 1 if _is_list(field.type) else 0].append(field.name)
         if self.image_column is not None:
             return list(itertools.chain(*found.values()))
         return next(filter(None, found.values()), [])
+
+    def _is_of(self, kind: Any) -> bool:
+        return _is_of_texts(kind) if self.texts else _is_of_pictures(kind)
 
     def _schema(self) -> Any:
         try:
@@ -331,6 +341,17 @@ def _is_of_pictures(kind: Any) -> bool:
     )
 
 
+def _is_of_texts(kind: Any) -> bool:
+    """Returns whether a type of Arrow is one of texts in `Parquet`."""
+    import pyarrow.types as types
+
+    if _is_list(kind):
+        return not _is_list(kind.value_type) and _is_of_texts(kind.value_type)
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
 def _in_lists(schema: Any) -> list[Any]:
     """Returns the columns of parquet that are in lists, from a schema of parquet."""
     columns = map(schema.column, range(len(schema)))
@@ -383,7 +404,7 @@ def _decoded_size(column: Any) -> int:
     return _decoded_size(column.flatten()) if _is_list(column.type) else column.nbytes
 
 
-def pictures_of(unit: Files | Tar | Parquet) -> Iterator[Picture]:
+def pictures_of(unit: Files | Tar | Parquet | Lines) -> Iterator[Picture]:
     """Yields the pictures of a unit.
 
     A picture that cannot be opened stands for a table without the columns that are needed.

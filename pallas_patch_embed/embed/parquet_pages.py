@@ -1,4 +1,4 @@
-"""Sizes of the pages of a parquet file.
+"""Pages of a parquet file: their sizes, and the numbers in those of embeddings.
 
 pyarrow reads a page as a whole, however small a part of it is needed, and a compressed page may be
 thousands of times as large as in the file. Only the pages' headers tell these sizes, in Thrift's
@@ -8,6 +8,8 @@ the process if it asks for a column whose metadata are damaged.
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
+
+import numpy as np
 
 # Largest size of the footer and of the header of a page in bytes, and the number of bytes that are
 # read for a header at first. Headers with statistics can be long.
@@ -79,6 +81,47 @@ def largest_pages(read: Read, size: int) -> Iterator[Largest]:
             return found
 
         yield largest
+
+
+def plain_values(
+    content: memoryview, decompress: Callable[[memoryview, int], Any], values: np.ndarray
+) -> bool:
+    """Copies the numbers in the pages of a column of lists, which have equal lengths.
+
+    If a list or a number is missing, the column has fewer numbers than it counts.
+
+    Args:
+      content: the pages.
+      decompress: function (page, size) that decompresses a page to `size` bytes.
+      values: array [n] for all numbers of the column.
+
+    Returns:
+      Whether these are n numbers, none of them missing, in pages of version 1 and in the encoding
+      PLAIN. Otherwise `values` is undefined.
+
+    Raises:
+      ValueError: a header is damaged.
+    """
+
+    def read(position: int, size: int) -> bytes:
+        return bytes(content[position : position + size])
+
+    at = position = 0
+    while position < len(content):
+        fields, length = _header(read, position)
+        begin, head = position + length, fields.get(5)
+        size, position = fields.get(2), begin + fields.get(3, 0)
+        if not (isinstance(head, dict) and head.get(2) == 0 and isinstance(size, int)):
+            return False
+        page = memoryview(decompress(content[begin:position], size))
+        for _ in range(2):  # The lengths of lists, and which numbers are missing.
+            page = page[4 + int.from_bytes(page[:4], "little") :]
+        end = at + head.get(1, 0)
+        if end > len(values) or page.nbytes != (end - at) * values.itemsize:
+            return False
+        values[at:end] = np.frombuffer(page, values.dtype)
+        at = end
+    return at == len(values)
 
 
 def _chunk(column: Any) -> tuple[list[str], int, int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from pallas_patch_embed.embed import headers
+from pallas_patch_embed.embed import headers, jpeg
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -253,6 +253,15 @@ type Check = Callable[[int, int], None]
 def decode_upright(
     file: BinaryIO, check: Check, allow_truncated: bool = False
 ) -> tuple["Image.Image", tuple[str, ...]]:
+    """Decodes the picture in this file as `decode` does, always to one of Pillow's."""
+    picture, notes = decode(file, check, allow_truncated, lambda *_: False)
+    assert not isinstance(picture, np.ndarray)
+    return picture, notes
+
+
+def decode(
+    file: BinaryIO, check: Check, allow_truncated: bool, as_array: Callable[[int, int], bool]
+) -> tuple["Image.Image | np.ndarray", tuple[str, ...]]:
     """Decodes the picture in this file, upright and in RGB, whatever its metadata are.
 
     Transparency is dropped, and grey levels of 16 bits are rounded to 8 bits. At most two copies of
@@ -263,9 +272,11 @@ def decode_upright(
       check: function that is called before pixels are decoded.
       allow_truncated: whether a picture whose end is missing is decoded. Missing pixels are grey
         or black.
+      as_array: function of the (width, height) that tells whether the caller needs only the pixels.
 
     Returns:
-      The picture, and notes about it, `DAMAGED_METADATA` and `TRUNCATED`.
+      The picture, or its pixels [H, W, 3] uint8 where `as_array` allows them and they take less
+      time; and notes about it, `DAMAGED_METADATA` and `TRUNCATED`.
 
     Raises:
       Exception: any exception of `check`, or that Pillow raises for a file that is not a readable
@@ -277,7 +288,7 @@ def decode_upright(
         # An exception keeps the pixels of a failed attempt; they are freed where its block ends.
         try:
             with _tolerant() if tolerance else contextlib.nullcontext():
-                picture, damaged = upright_rgb(_open(source, check, copies), exif)
+                picture, damaged = _decoded(source, check, copies, exif, as_array)
             break
         except (LargerError, LimitError):
             raise
@@ -326,6 +337,20 @@ def _open(file: BinaryIO, check: Check, copies: int) -> "Image.Image":
         advice = missing_plugin(kind)
         hint = f"; to read {kind} pictures, {advice}" if advice else ""
         raise ValueError(f"it is not a picture in a format that Pillow reads{hint}") from None
+
+
+def _decoded(
+    file: BinaryIO, check: Check, copies: int, exif: bytes, as_array: Callable[[int, int], bool]
+) -> tuple["Image.Image | np.ndarray", bool]:
+    """Decodes a picture as `upright_rgb` does, or a usual JPEG to an array if that is allowed."""
+    picture = _open(file, check, copies)
+    usual = picture.format == "JPEG" and not exif and as_array(*picture.size)
+    if usual and _orientation(picture) == (1, False):
+        file.seek(0)
+        pixels = jpeg.pixels(file.read(), (picture.height, picture.width))
+        if pixels is not None:
+            return pixels, False
+    return upright_rgb(picture, exif)
 
 
 def upright_rgb(picture: "Image.Image", exif: bytes = b"") -> tuple["Image.Image", bool]:

@@ -1,14 +1,15 @@
 """The pipeline on one machine, which decodes pictures ahead, embeds them and writes the output."""
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from pallas_patch_embed.embed.changes import Changes
-from pallas_patch_embed.embed.decoders import Decoders
-from pallas_patch_embed.embed.embedder import NOT_FINITE, Embedder
+from pallas_patch_embed.embed.decoders import Decoders, batches_ahead
+from pallas_patch_embed.embed.embedder import why_not_written
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.ledger import State, key
 from pallas_patch_embed.embed.options import Options, default_workers
@@ -16,7 +17,9 @@ from pallas_patch_embed.embed.output import SAME_ID, Output
 from pallas_patch_embed.embed.pictures import Budget
 from pallas_patch_embed.embed.preprocessing import Decoded
 from pallas_patch_embed.embed.progress import Progress
+from pallas_patch_embed.embed.resizing import largest_whole
 from pallas_patch_embed.embed.tables import with_kept
+from pallas_patch_embed.embed.text_embedder import AnyEmbedder, TextEmbedder, Tokenizing
 from pallas_patch_embed.embed.units import Entry, Picture, described
 
 # Number of batches on the devices at a time: while one is computed, the next is copied.
@@ -27,7 +30,7 @@ type Embedding = tuple[list[Entry], Callable[[], np.ndarray]]
 
 def run(
     pictures: Iterable[Picture],
-    embedder: Embedder,
+    embedder: AnyEmbedder,
     output: Output,
     progress: Progress,
     options: Options,
@@ -35,8 +38,8 @@ def run(
     """Embeds the pictures that earlier runs have not embedded.
 
     Args:
-      pictures: the pictures.
-      embedder: maps images to embeddings.
+      pictures: the pictures, or texts.
+      embedder: maps images or tokenized texts to embeddings.
       output: output to which embeddings, and reasons for missing embeddings, are written.
       progress: the progress that every picture updates.
       options: the options of the run.
@@ -48,7 +51,7 @@ def run(
         progress.failed(entry.id, why)
 
     def start(batch: Sequence[Entry], results: Sequence[Decoded | str]) -> None:
-        entries, images = [], []
+        entries, images, whole = [], [], []
         for entry, result in zip(batch, results):
             if isinstance(result, str):
                 fail(entry, result)
@@ -56,21 +59,39 @@ def run(
             progress.notes.update(result.notes)
             entries.append(described(entry, result.origin))
             images.append(result.image)
+            whole.append(result.whole)
         if images:
-            embedding.append((entries, embedder.start(images)))
+            if isinstance(embedder, TextEmbedder):
+                finish = embedder.start(images)
+            else:
+                finish = embedder.start(images, whole)
+            embedding.append((entries, finish))
 
     def finish_oldest() -> None:
         entries, finish = embedding.popleft()
         result = finish()
-        finite = np.isfinite(result).all(1)
-        output.add(list(itertools.compress(entries, finite)), result[finite])
-        for entry in itertools.compress(entries, ~finite):
-            fail(entry, NOT_FINITE)
-        progress.embedded(int(finite.sum()))
+        reasons = [why_not_written(each, options.embedding_dtype) for each in result]
+        good = [not why for why in reasons]
+        output.add(list(itertools.compress(entries, good)), list(itertools.compress(result, good)))
+        for entry, why in zip(entries, reasons):
+            if why:
+                fail(entry, why)
+        progress.embedded(sum(good))
 
     new = _new_pictures(pictures, output, progress, fail, Changes.of(options))
-    workers = options.workers or default_workers()
-    with Decoders(embedder.preprocessing, workers, Budget(), embedder.rows) as decoders:
+    decoding: Decoders | Tokenizing
+    if isinstance(embedder, TextEmbedder):
+        decoding = Tokenizing(embedder.tokenizer, embedder.rows)
+    else:
+        workers, preprocessing = options.workers or default_workers(), embedder.preprocessing
+        if embedder.resizer is not None:
+            # Those that are decoded ahead, that is decoded last, that are copied and computed.
+            batches = batches_ahead(workers, embedder.rows) + 1 + COMPUTED_AHEAD + 1
+            preprocessing = dataclasses.replace(
+                preprocessing, whole=largest_whole(batches * embedder.rows)
+            )
+        decoding = Decoders(preprocessing, workers, Budget(), embedder.rows)
+    with decoding as decoders:
         for batch, results in decoders.decode(new):
             start(batch, results)
             if len(embedding) > COMPUTED_AHEAD:

@@ -20,6 +20,7 @@ class Progress:
 
     Args:
       quiet: whether to show nothing.
+      what: what is embedded, "pictures" or "texts".
 
     Attributes:
       total: number of pictures of the run; None while it is not known.
@@ -31,7 +32,8 @@ class Progress:
       notes: numbers of pictures that were embedded, by what was wrong with them.
     """
 
-    def __init__(self, *, quiet: bool = False):
+    def __init__(self, *, quiet: bool = False, what: str = "pictures"):
+        self.what = what
         self.total: int | None = None
         self.done = self.errors = self.before = self.failed_before = self.changed = 0
         self.notes: collections.Counter[str] = collections.Counter()
@@ -43,7 +45,7 @@ class Progress:
         if not self._quiet and sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self.total, unit=" pictures", file=sys.stderr)
+            self._bar = tqdm(total=self.total, unit=f" {self.what}", file=sys.stderr)
             ending.state.line_open = True
         return self
 
@@ -56,7 +58,7 @@ class Progress:
         elif error is None:
             seconds = time.monotonic() - self._begin
             rate = (self.done + self.errors) / max(seconds, 1e-3)
-            self.say(f"{rate:.1f} pictures/s, {seconds:.0f} s.")
+            self.say(f"{rate:.1f} {self.what}/s, {seconds:.0f} s.")
 
     def embedded(self, pictures: int) -> None:
         """Counts pictures that were embedded."""
@@ -88,7 +90,7 @@ class Progress:
         if named <= NAMED:
             self.say(line)
             if named == NAMED:
-                self.say("Further pictures without an embedding are counted, but not listed.")
+                self.say(f"Further {self.what} without an embedding are counted, but not listed.")
         self._show(1)
 
     def skipped(self, *, failed: bool) -> None:
@@ -121,6 +123,6 @@ class Progress:
                 left = f", {max(self.total - self.met, 0) / rate / 60:.0f} minutes left"
             of = "" if self.total is None else f" of {self.total}"
             self.say(
-                f"{self.done + self.before}{of} pictures, {self.errors} errors, "
-                f"{rate:.1f} pictures/s{left}"
+                f"{self.done + self.before}{of} {self.what}, {self.errors} errors, "
+                f"{rate:.1f} {self.what}/s{left}"
             )

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,21 @@ from pallas_patch_embed.embed.options import Options
 ARITHMETIC = {"float32": 1, "bfloat16": 1, "float8_e4m3fn": 2, "int8": 2}
 
 # The files in the folder of a checkpoint that decide the embeddings, besides the weights.
-DECIDING = ("config.json", "preprocessor_config.json", "processor_config.json")
+DECIDING = (
+    "config.json",
+    "open_clip_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+
+# Those that decide the embeddings of texts.
+DECIDING_TEXTS = (
+    "config.json",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 # Largest number of other JSON files that may have been added since an earlier version computed its
 # hash, which depended on all JSON files.
@@ -34,11 +48,14 @@ class Settings:
       checkpoint_sha256: hash of the checkpoint's files.
       preprocessing: description of the size and the resampling of pictures.
       patch_dtype: dtype of the patch embedding.
-      normalize: whether embeddings are divided by their norm.
+      normalize: whether the vectors of embeddings are divided by their norms.
       embedding_dtype: dtype of the embeddings that are written, "float32" or "float16".
       image_column: column of parquet files with the pictures; None for the only one.
       keep: names of the columns that are carried into the shards.
       arithmetic: version of the arithmetic, from ARITHMETIC.
+      output: what an embedding is, as for `Embedder`.
+      tower: "vision" for embeddings of pictures, or "text".
+      text_column: column of parquet files with the texts; None for the only one.
     """
 
     checkpoint_sha256: str
@@ -49,10 +66,19 @@ class Settings:
     image_column: str | None = None
     keep: list[str] = dataclasses.field(default_factory=list)
     arithmetic: int = 1
+    output: str = "pooled"
+    tower: str = "vision"
+    text_column: str | None = None
 
 
 # Settings that manifests of an earlier version lack, with the values that they had then.
-ABSENT: dict[str, Any] = {"keep": [], "arithmetic": 1}
+ABSENT: dict[str, Any] = {
+    "keep": [],
+    "arithmetic": 1,
+    "output": "pooled",
+    "tower": "vision",
+    "text_column": None,
+}
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
@@ -86,12 +112,17 @@ def versions() -> dict[str, str]:
     return {"pallas_patch_embed": pallas_patch_embed.__version__} | found
 
 
-def checkpoint_files(checkpoint: Path) -> list[Path]:
-    """Returns the weights and the JSON files of a checkpoint, sorted."""
+def checkpoint_files(checkpoint: Path, deciding: Sequence[str] = DECIDING) -> list[Path]:
+    """Returns the weights, the JSON files and the deciding files of a checkpoint, sorted.
+
+    Of a checkpoint that is a file they are this file, and those in its folder that decide.
+    """
     if not checkpoint.is_dir():
-        return [checkpoint] if checkpoint.exists() else []
-    kinds = ("*.json", "*.safetensors")
-    return sorted(path for kind in kinds for path in checkpoint.glob(kind) if path.is_file())
+        beside = (checkpoint.parent / name for name in deciding)
+        return sorted(path for path in {checkpoint, *beside} if path.is_file())
+    kinds = ("*.json", "*.safetensors", *deciding)
+    found = {path for kind in kinds for path in checkpoint.glob(kind)}
+    return sorted(path for path in found if path.is_file())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +136,8 @@ class Provenance:
       batch: number of pictures that a device computes at a time, which affects rounding.
       device: kind of the device; None if it is not known.
       recognizes: function that tells whether a hash in a manifest is that of this checkpoint.
+      simplejpeg: version of simplejpeg, which decodes JPEG pictures that the device resizes; None
+        if it is not used.
     """
 
     model: str
@@ -113,38 +146,42 @@ class Provenance:
     batch: int
     device: str | None
     recognizes: Callable[[str], bool]
+    simplejpeg: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Returns the JSON object that is recorded."""
+        decoder = {} if self.simplejpeg is None else {"simplejpeg": self.simplejpeg}
         return {
             "model": self.model,
             "settings": dataclasses.asdict(self.settings),
             "options": dataclasses.asdict(self.options),
             "batch": self.batch,
             "device": self.device,
-            "versions": versions(),
+            "versions": versions() | decoder,
         }
 
 
 class CheckpointHash:
     """The SHA-256 of the names and contents of a checkpoint's files.
 
-    Only files that decide the embeddings count: a tokenizer beside them does not.
+    Only files that decide the embeddings count: for pictures a tokenizer beside them does not.
+
+    Args:
+      checkpoint: path of the checkpoint.
+      deciding: the files that decide, besides the weights: DECIDING or DECIDING_TEXTS.
 
     Attributes:
       sha256: the hash in hexadecimal digits.
     """
 
-    def __init__(self, checkpoint: Path):
+    def __init__(self, checkpoint: Path, deciding: Sequence[str] = DECIDING):
         self._digests = {}
-        for path in checkpoint_files(checkpoint):
+        for path in checkpoint_files(checkpoint, deciding):
             with open(path, "rb") as file:
                 self._digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-        self._others = [
-            name
-            for name in self._digests
-            if checkpoint.is_dir() and name.endswith(".json") and name not in DECIDING
-        ]
+        others = [name for name in self._digests if name.endswith(".json")]
+        self._in_file = None if checkpoint.is_dir() else self._without(others)
+        self._others = [name for name in others if name not in deciding]
         self.sha256 = self._without(self._others)
 
     def _without(self, others: Any) -> str:
@@ -157,9 +194,10 @@ class CheckpointHash:
     def is_that_of(self, sha256: str) -> bool:
         """Returns whether this or an earlier version computed the hash from the same checkpoint.
 
-        Earlier versions hashed all JSON files, to which some may have been added since.
+        Earlier versions hashed all JSON files in a folder, to which some may have been added since,
+        and of a checkpoint that is a file no JSON file.
         """
-        return sha256 == self.sha256 or sha256 in self._earlier()
+        return sha256 in (self.sha256, self._in_file) or sha256 in self._earlier()
 
     def _earlier(self) -> Iterator[str]:
         if len(self._others) <= MOST_OTHERS:

@@ -13,17 +13,19 @@ import os
 import re
 import stat
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.embed import braces, tars
 from pallas_patch_embed.embed.ids import Ids
+from pallas_patch_embed.embed.lines import Lines
 from pallas_patch_embed.embed.parquet import Parquet
 from pallas_patch_embed.embed.pictures import MOST_BYTES, extensions, reason
 from pallas_patch_embed.embed.units import (
     LONGEST,
+    MOST_TEXT,
     File,
     Files,
     Origin,
@@ -42,16 +44,21 @@ FILES_PER_UNIT = 256
 # Largest number of arguments that a message names.
 MOST_NAMED = 5
 
-type Unit = Files | Tar | Parquet
+# The extension of text files.
+TEXT = ".txt"
+
+type Source = Tar | Parquet | Lines
+type Unit = Files | Source
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """The columns that are read, as in `Parquet` and `Tar`."""
+    """The columns that are read, as in `Parquet` and `Tar`, and whether they are of texts."""
 
     image: str | None = None
     id: str | None = None
     keep: tuple[str, ...] = ()
+    texts: bool = False
 
 
 def find(
@@ -68,8 +75,10 @@ def find(
     which it is found. Hidden files and folders are left out. So are parquet files without pictures,
     and those below a name that begins with "_", with which other programs mark their own files.
 
+    If the columns are of texts, only text files and parquet files are used.
+
     Args:
-      arguments: paths or URLs of pictures, folders, tars and parquet files.
+      arguments: paths or URLs of pictures, folders, tars, parquet files and text files.
       columns: columns of parquet files.
       skipped: function that is called with path and reason for each path that is skipped, because
         it cannot be accessed (such as a dangling link), or because it has the extension of a
@@ -79,7 +88,8 @@ def find(
         by their extensions in lower case.
 
     Raises:
-      ValueError: columns are kept, and there is a picture file.
+      ValueError: columns are kept, and there is a picture or a text file; or the columns are of
+        texts, and there is a file of another kind.
     """
     search = _Search(
         columns, skipped, most, collections.Counter() if left_out is None else left_out
@@ -94,6 +104,11 @@ def find(
     for argument in arguments:
         for found in search.of_argument(argument):
             if isinstance(found, File):
+                if columns.texts and not found.reason:
+                    raise ValueError(
+                        f"{printable(found.path)} is neither a {TEXT} nor a parquet file, but "
+                        "texts are embedded. Pictures and texts need outputs of their own."
+                    )
                 if columns.keep and not found.reason:
                     raise ValueError(
                         f"{printable(found.path)} is a picture file, which has no columns, but "
@@ -106,9 +121,19 @@ def find(
                 continue
             if loose:
                 yield files()
+            if columns.keep and isinstance(found, Lines):
+                raise ValueError(
+                    f"{printable(found.path)} is a text file, which has no columns, but --keep "
+                    f"names {printable(', '.join(columns.keep))}. Leave out --keep."
+                )
             yield found
     if loose:
         yield files()
+
+
+def is_text_file(argument: str) -> bool:
+    """Returns whether a path, URL or pattern names text files."""
+    return _name(argument).endswith(TEXT)
 
 
 def _name(argument: str) -> str:
@@ -235,7 +260,7 @@ class _Search:
                 if self._seen.add(path):
                     yield found
 
-    def _at_url(self, argument: str) -> Iterator[Tar | Parquet | File]:
+    def _at_url(self, argument: str) -> Iterator[Source | File]:
         if (unit := self._unit(argument)) is not None and not _is_remote_folder(argument):
             yield unit
         else:
@@ -246,30 +271,37 @@ class _Search:
             except Exception as error:  # Each package for URLs has its own kinds of errors.
                 yield File(argument, remote_origin(argument), reason(error))
 
-    def _unit(self, path: str) -> Tar | Parquet | None:
-        """Returns the tar or the parquet file at this path or URL; None for other names."""
+    def _unit(self, path: str) -> Source | None:
+        """Returns the unit at this path or URL; None for names of pictures and of other files."""
         columns, name = self._columns, _name(path)
-        if name.endswith(tars.ENDINGS):
+        if name.endswith(TEXT) and columns.texts:
+            return Lines(path)
+        if name.endswith(tars.ENDINGS) and not columns.texts:
             return Tar(path, self._most, columns.keep)
         if name.endswith(".parquet"):
-            return Parquet(path, columns.image, columns.id, self._most, columns.keep)
+            most = min(self._most, MOST_TEXT) if columns.texts else self._most
+            return Parquet(path, columns.image, columns.id, most, columns.keep, columns.texts)
         return None
 
-    def _is_used(self, unit: Tar | Parquet, below: str) -> bool:
+    def _is_used(self, unit: Source, below: str) -> bool:
         """Returns whether a unit in a folder is used, whose path in the folder is `below`."""
-        if isinstance(unit, Tar):
+        if not isinstance(unit, Parquet):
             return True
         return "/_" not in f"/{below}" and unit.has_pictures()
+
+    def _extensions(self) -> Collection[str]:
+        """Returns the extensions of pictures that are used."""
+        return () if self._columns.texts else extensions()
 
     def _leave_out(self, path: str) -> None:
         self._left_out[PurePosixPath(path).suffix.lower() or "no extension"] += 1
 
-    def _remote(self, url: str) -> Iterator[Tar | Parquet | File]:
+    def _remote(self, url: str) -> Iterator[Source | File]:
         """Yields the file at a URL, or what is found in the folder at the URL."""
         import fsspec
 
         fs, root = fsspec.url_to_fs(url)
-        wanted = extensions()
+        wanted = self._extensions()
         # A URL with the extension of a picture is assumed to be a picture, to save a request.
         if PurePosixPath(root).suffix.lower() in wanted or not fs.isdir(root):
             yield File(url, remote_origin(url))
@@ -295,7 +327,7 @@ class _Search:
 
     def _local(self, argument: str) -> Iterator[Unit | File]:
         """Yields what is found at a path on this machine."""
-        wanted = extensions()
+        wanted = self._extensions()
         argument = str(Path(argument))
         try:
             real = os.path.realpath(argument)

@@ -19,8 +19,8 @@ import safetensors
 from pallas_patch_embed.base.messages import printable, quoted
 
 EXPECTED = (
-    "Expected a Hugging Face folder, a .safetensors file or a big_vision .npz file. Pickles are "
-    "never loaded; convert them to safetensors."
+    "Expected a folder of Hugging Face, timm or open_clip, a .safetensors file or a big_vision "
+    ".npz file. Pickles are never loaded; convert them to safetensors."
 )
 
 # numpy's names of the supported dtypes, by their names in safetensors. numpy knows "bfloat16"
@@ -54,6 +54,13 @@ REPLACED = {
         "an adapter of PEFT that is not merged into its model"
     ),
 }
+
+# Names of the files of weights, or of the index of their shards.
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+OPEN_CLIP = "open_clip_model.safetensors"
+
+# Names of the files that describe the architecture.
+CONFIGS = ("config.json", "open_clip_config.json")
 
 # Names of the files of a variant, and of the index of its shards.
 VARIANT = re.compile(
@@ -89,7 +96,7 @@ class Arrays:
 
 
 class Tower:
-    """The arrays of a vision tower, by their names without the prefix."""
+    """The arrays of a tower, by their names without the prefix."""
 
     def __init__(self, arrays: Arrays, prefix: str):
         self.arrays, self.prefix = arrays, prefix
@@ -99,6 +106,13 @@ class Tower:
     def has(self, start: str) -> bool:
         """Returns whether the name of any array starts with `start`."""
         return any(name.startswith(start) for name in self.names)
+
+    def blocks(self, block: str) -> int:
+        """Returns the number of transformer blocks; `block` precedes their names, with {}."""
+        start, _, end = block.partition("{}")
+        pattern = re.compile(re.escape(start) + r"(\d{1,4})" + re.escape(end))
+        found = filter(None, map(pattern.match, self.names))
+        return 1 + max((int(match[1]) for match in found), default=0)
 
     def shape(self, name: str, *dimensions: int) -> tuple[int, ...]:
         """Returns the shape of an array.
@@ -161,8 +175,7 @@ class Tower:
         if unused:
             raise ValueError(
                 f"{len(unused)} arrays, such as {quoted(self.prefix + unused[0])}, are not part of "
-                "a SigLIP vision tower with this config. Use the config.json that belongs to these "
-                "weights."
+                "a tower with this config. Use the config.json that belongs to these weights."
             )
 
 
@@ -209,9 +222,7 @@ def is_npz(path: Path) -> bool:
       ValueError: its name ends in .npz, but it is not a zip archive.
     """
     if not path.exists():
-        raise FileNotFoundError(
-            f"load_encoder: there is no file or folder {str(path)!r}. {EXPECTED}"
-        )
+        raise FileNotFoundError(f"there is no file or folder {str(path)!r}. {EXPECTED}")
     if path.is_dir():
         return False
     check_regular(path)
@@ -310,9 +321,11 @@ def _file_in(folder: Path) -> Path:
     Raises:
       ValueError: there is no such file, or there are files of several variants.
     """
-    for name in ("model.safetensors", "model.safetensors.index.json"):
+    for name in WEIGHTS:
         if (folder / name).exists():
             return folder / name
+    if (folder / OPEN_CLIP).exists():
+        return folder / OPEN_CLIP
     variants = [path for path in sorted(folder.iterdir()) if VARIANT.fullmatch(path.name)]
     if len(variants) > 1:
         raise ValueError(
@@ -329,6 +342,23 @@ def _file_in(folder: Path) -> Path:
     raise ValueError(
         "the folder has neither model.safetensors nor model.safetensors.index.json. " + EXPECTED
     )
+
+
+def folder_of(path: Path) -> Path:
+    """Returns the folder of a checkpoint, which is a folder or a file in it."""
+    return path if path.is_dir() else path.parent
+
+
+def config_file(path: Path) -> Path | None:
+    """Returns the file in a checkpoint's folder that describes the architecture, if there is one.
+
+    If there are those of two libraries, it is that of the library that has written the weights.
+    """
+    folder, names = folder_of(path), CONFIGS
+    others = any((folder / name).exists() for name in WEIGHTS)
+    if path.name.startswith("open_clip") or ((folder / OPEN_CLIP).exists() and not others):
+        names = CONFIGS[::-1]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -1,56 +1,52 @@
-"""The architecture of a vision encoder, read from a Hugging Face config.json or from arrays."""
+"""The architecture of a vision encoder, and that of a text encoder."""
 
 import dataclasses
-import functools
 import math
 import reprlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
-import jax
+from pallas_patch_embed.base.activations import ACTIVATIONS
+from pallas_patch_embed.patch_embedding.params import check_normalisation
 
-# Activations by their names in Hugging Face configs. big_vision uses flax's default, the first.
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "relu": jax.nn.relu,
+# The families, with the mean and the standard deviation with which their published checkpoints
+# normalise pixels of 0 to 1.
+HALF = (0.5,) * 3, (0.5,) * 3
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+OPENAI = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+NORMALISATIONS = {
+    "siglip": HALF,
+    "clip": OPENAI,
+    "dinov2": IMAGENET,
+    "dinov2_with_registers": IMAGENET,
+    "dinov3_vit": IMAGENET,
+    "vit": HALF,
+    "deit": IMAGENET,
 }
 
-# Default values of SiglipVisionConfig and Siglip2VisionConfig (transformers 5.23).
-DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_channels": 3,
-    "patch_size": 16,
-    "image_size": 224,
-    "num_patches": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "layer_norm_eps": 1e-6,
-}
+# How a tower summarises its tokens in one vector.
+POOLINGS = ("attention", "class", "dense", "mean", "none")
 
-# Whether a model is NaFlex, by its model_type. SigLIP2 checkpoints with a fixed resolution are
-# published with the model_type of SigLIP.
-MODEL_TYPES = {
-    "siglip": False,
-    "siglip_vision_model": False,
-    "siglip2": True,
-    "siglip2_vision_model": True,
-}
+# The families of text encoders, and where they take the vector of a text from.
+TEXT_FAMILIES = ("siglip", "clip")
+TEXT_POOLINGS = ("last", "end", "largest")
+
+# The layers that may lack a bias. "mlp" means both of its layers.
+BIASES = ("patch", "query", "key", "value", "out", "mlp")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The architecture of a SigLIP or SigLIP2 vision encoder.
+    """The architecture of a vision encoder, and what its checkpoint contains.
+
+    Every encoder is the same transformer: patches with positions, behind class and register tokens;
+    blocks of attention and an MLP, each with a layer norm in front and a residual; a last norm.
 
     Attributes:
       width: width of the embedding, D.
       depth: number of transformer blocks.
       heads: number of attention heads, which divides width.
-      mlp: width of the MLPs' hidden layer.
+      mlp: width of the MLPs' hidden layer, M.
       patch: side of a patch in pixels.
       grid: (height, width) of the learned positions, in patches.
       eps: epsilon of the layer norms.
@@ -58,11 +54,30 @@ class Config:
         positions for each image.
       image_size: (height, width) of the images in pixels. It may exceed grid * patch by less than a
         patch; the remainder is dropped. None if naflex.
-      activation: the MLPs' activation: "gelu_pytorch_tanh" or its other name "gelu_new", "gelu",
-        "quick_gelu" or "relu".
-      pooling_head: whether the tower ends in an attention pooling head; None to decide by the
-        arrays of the checkpoint.
+      activation: the MLPs' activation, one of ACTIVATIONS, such as "gelu_pytorch_tanh", "gelu" or
+        "quick_gelu".
+      pooling: how pooler_output is computed: "attention" by SigLIP's attention pooling head;
+        "class" the first token; "dense" tanh of a dense layer of the first token; "mean" the mean
+        of the patches' tokens; "none" not at all. None is what the checkpoint has arrays for:
+        "attention" or "dense"; otherwise "class" if there is a class token, else "none".
       channels: channels of the images, 3 for RGB.
+      family: one of NORMALISATIONS.
+      image_mean, image_std: one number a channel: a pixel u in [0, 1] becomes
+        (u - image_mean) / image_std. None for those of the family; they stay None if the family
+        has different numbers for the channels of RGB, and the images have other channels.
+      class_tokens, registers: numbers of the tokens in front of the patches, in this order. A
+        distilled DeiT has two class tokens.
+      first_norm: whether a layer norm precedes the first block, as in CLIP.
+      norm_after_pooling: whether the last norm is applied to the pooled vector alone, as in CLIP;
+        otherwise it is applied to all tokens.
+      last_norm: whether there is a last norm. A tower without its last blocks has none.
+      gated: whether the MLPs are fc2(activation(gate(x)) * up(x)), as SwiGLU; otherwise they are
+        fc2(activation(fc1(x))).
+      rope_theta: base of the rotary positions of DINOv3, which replace learned positions; None for
+        learned positions.
+      layer_scale: whether the results of attention and MLP are scaled by a vector each (LayerScale)
+        in the checkpoint. `load_encoder` folds the vectors into the layers in front of them.
+      without_bias: the layers that have no bias in the checkpoint, of BIASES.
 
     Raises:
       ValueError: a value has a wrong type, or values contradict each other.
@@ -78,36 +93,66 @@ class Config:
     naflex: bool = False
     image_size: tuple[int, int] | None = None
     activation: str = "gelu_pytorch_tanh"
-    pooling_head: bool | None = None
+    pooling: str | None = None
     channels: int = 3
+    family: str = "siglip"
+    image_mean: tuple[float, ...] | None = None
+    image_std: tuple[float, ...] | None = None
+    class_tokens: int = 0
+    registers: int = 0
+    first_norm: bool = False
+    norm_after_pooling: bool = False
+    last_norm: bool = True
+    gated: bool = False
+    rope_theta: float | None = None
+    layer_scale: bool = False
+    without_bias: tuple[str, ...] = ()
+
+    causal: ClassVar[bool] = False  # Only text encoders are.
+
+    @property
+    def prefix(self) -> int:
+        """The number of class and register tokens in front of the patches."""
+        return self.class_tokens + self.registers
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "heads", "mlp", "patch", "channels"):
+        for name in ("width", "heads", "mlp", "patch"):
             check_size(name, getattr(self, name))
+        # Arrays are read and numbers are repeated this many times, so it is limited first.
+        for name in ("depth", "channels"):
+            check_size(name, getattr(self, name), bits=12)
+        for name in ("class_tokens", "registers"):
+            check_size(name, getattr(self, name), smallest=0)
         _check_sides("grid", self.grid)
-        if self.width % self.heads:
+        _check_blocks(self)
+        _check_one_of("family", self.family, NORMALISATIONS)
+        if self.pooling is not None:
+            _check_one_of("pooling", self.pooling, POOLINGS)
+        switches = ("first_norm", "norm_after_pooling", "last_norm", "gated", "layer_scale")
+        for name in ("naflex", *switches):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {short(getattr(self, name))}, expected True or False.")
+        if not isinstance(self.without_bias, tuple):
+            raise ValueError(f"without_bias is {short(self.without_bias)}, expected a tuple.")
+        for name in self.without_bias:
+            _check_one_of("a layer without bias", name, BIASES)
+        if self.pooling in ("class", "dense") and not self.class_tokens:
             raise ValueError(
-                f"width is {self.width}, expected a multiple of the number of heads, {self.heads}."
+                f"pooling is {self.pooling!r}, but there is no class token. Change pooling or "
+                "class_tokens."
             )
-        number = isinstance(self.eps, int | float) and not isinstance(self.eps, bool)
-        if not number or not 0 < self.eps < 1:
-            raise ValueError(
-                f"the epsilon of layer norms is {_short(self.eps)}, expected a number between 0 "
-                "and 1, such as 1e-6."
-            )
-        if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"the activation is {_short(self.activation)}, expected one of "
-                f"{', '.join(ACTIVATIONS)}."
-            )
-        for name, types in (("naflex", bool), ("pooling_head", bool | None)):
-            if not isinstance(getattr(self, name), types):
-                raise ValueError(
-                    f"{name} is {_short(getattr(self, name))}, expected True or False."
-                )
+        if self.naflex and (self.prefix or self.rope_theta is not None):
+            raise ValueError("a NaFlex encoder has no class tokens, registers or rotary positions.")
+        self._check_rotary()
+        for name, values in zip(("image_mean", "image_std"), NORMALISATIONS[self.family]):
+            equal = values == values[:1] * len(values)
+            if getattr(self, name) is None and (equal or len(values) == self.channels):
+                object.__setattr__(self, name, values[:1] * self.channels if equal else values)
+        if self.image_mean is not None or self.image_std is not None:
+            check_normalisation(self.image_mean, self.image_std, self.channels)
         if self.naflex and self.image_size is not None:
             raise ValueError(
-                f"image_size is {_short(self.image_size)}, expected None for a NaFlex encoder, "
+                f"image_size is {short(self.image_size)}, expected None for a NaFlex encoder, "
                 "which accepts images of any size."
             )
         if self.naflex:
@@ -124,13 +169,51 @@ class Config:
                 "image_size, grid or patch."
             )
 
+    def _check_rotary(self) -> None:
+        theta = self.rope_theta
+        if theta is None:
+            return
+        if not is_number(theta) or not 1 < theta < math.inf:
+            raise ValueError(f"rope_theta is {short(theta)}, expected a number above 1.")
+        if self.width // self.heads % 4:
+            raise ValueError(
+                f"rotary positions need heads with a multiple of 4 channels, but width is "
+                f"{self.width} and heads is {self.heads}."
+            )
+
+    def with_grid(self, grid: tuple[int, ...] | None) -> "Config":
+        """Returns the config with the grid that the user gave, if any."""
+        if grid is None or grid == self.grid:
+            return self
+        height, width = grid
+        return dataclasses.replace(self, grid=(height, width), image_size=None)
+
+    def first_blocks(self, layers: int) -> "Config":
+        """Returns the config of a tower of the first blocks, without last norm and pooling.
+
+        Args:
+          layers: number of blocks; or negative, as hidden states are numbered: -1 for all blocks,
+            -2 for all but the last.
+
+        Raises:
+          ValueError: there are not as many blocks.
+        """
+        depth = layers if layers > 0 else self.depth + 1 + layers
+        if not 0 < depth <= self.depth:
+            raise ValueError(
+                f"layers is {layers}, but the tower has {self.depth} blocks. Expected 1 to "
+                f"{self.depth}, or -1 for all to -{self.depth} for the first."
+            )
+        return dataclasses.replace(self, depth=depth, last_norm=False, pooling="none")
+
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> "Config":
         """Reads the contents of a Hugging Face config.json.
 
         Args:
           config: the config of a vision tower, or of a model with a `vision_config`. Missing fields
-            get the defaults of SiglipVisionConfig and Siglip2VisionConfig.
+            get the defaults of transformers' class for its model_type; without one the config is
+            that of a SigLIP tower.
 
         Returns:
           Config.
@@ -138,109 +221,133 @@ class Config:
         Raises:
           ValueError: `config` is not such a config, or a value has a wrong type.
         """
-        if not isinstance(config, Mapping):
-            raise ValueError(f"the config is {_short(config)}, expected an object of fields.")
-        whole, vision = _vision_config(config)
-        naflex = _is_naflex(whole, vision)
-        fields: dict[str, Any] = {
-            name: default if vision.get(name) is None else vision[name]
-            for name, default in DEFAULTS.items()
-        }
-        pooling_head = vision.get("vision_use_head")
-        if not isinstance(pooling_head, bool | None):
-            raise ValueError(f"vision_use_head is {_short(pooling_head)}, expected true or false.")
-        for name, value in fields.items():
-            if name not in ("hidden_act", "layer_norm_eps"):
-                check_size(name, value)
-        patch, S, size = fields["patch_size"], fields["num_patches"], fields["image_size"]
-        side = math.isqrt(S) if naflex else size // patch
-        if naflex and side * side != S:
-            raise ValueError(
-                f"num_patches is {S}, expected a square number, because positions form a grid."
-            )
-        if side == 0:
-            raise ValueError(f"image_size is {size}, expected at least patch_size, {patch}.")
-        return cls(
-            width=fields["hidden_size"],
-            depth=fields["num_hidden_layers"],
-            heads=fields["num_attention_heads"],
-            mlp=fields["intermediate_size"],
-            patch=patch,
-            grid=(side, side),
-            eps=fields["layer_norm_eps"],
-            naflex=naflex,
-            image_size=None if naflex else (size, size),
-            activation=fields["hidden_act"],
-            pooling_head=pooling_head,
-            channels=fields["num_channels"],
-        )
+        from pallas_patch_embed.encoders import hugging_face  # It imports this module.
+
+        return hugging_face.config_of(config)
 
 
-def _vision_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Finds the config of the vision tower; returns the config that contains it, and it.
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """The architecture of a text encoder: the transformer of `Config` behind a table of tokens.
 
-    The tower's config is the config itself, its innermost field vision_config, or the same of one
-    of its fields whose names end in _config, such as vlm_config.
+    Attributes:
+      width, depth, heads, mlp, eps, activation: as in `Config`.
+      vocabulary: number of tokens that have an embedding, V.
+      length: largest number of tokens of a text, which is that of the learned positions.
+      causal: whether a token attends only to itself and to the tokens in front of it, as in CLIP.
+      pooling: the token that summarises a text: "last" the last position, which may be padding, as
+        in SigLIP; "end" the first token `end_token`; "largest" the first of those with the largest
+        number, which is the end token of CLIPs whose config has another one.
+      end_token: the number of the end token if pooling is "end", otherwise None.
+      family: one of TEXT_FAMILIES.
+
+    Raises:
+      ValueError: a value has a wrong type, or values contradict each other.
     """
-    owners, unread = [], [config]
-    while unread:
-        part = unread.pop()
-        if "vision_config" in part or (part is config and "text_config" in part):
-            vision = part.get("vision_config")
-            if isinstance(vision, Mapping) and "vision_config" in vision:
-                unread.append(vision)
-            else:
-                owners.append(part)
-        elif part is not config and str(part.get("model_type")) in MODEL_TYPES:
-            owners.append({"vision_config": part})
-        else:
-            unread += [
-                value
-                for name, value in part.items()
-                if str(name).endswith("_config") and isinstance(value, Mapping)
-            ]
-    if len(owners) > 1:
+
+    width: int
+    depth: int
+    heads: int
+    mlp: int
+    vocabulary: int
+    length: int
+    eps: float = 1e-6
+    activation: str = "gelu_pytorch_tanh"
+    causal: bool = False
+    pooling: str = "last"
+    end_token: int | None = None
+    family: str = "siglip"
+
+    # What the transformer asks a `Config` for and no text encoder has.
+    gated: ClassVar[bool] = False
+    layer_scale: ClassVar[bool] = False
+    norm_after_pooling: ClassVar[bool] = False
+    without_bias: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("width", "heads", "mlp", "vocabulary", "length"):
+            check_size(name, getattr(self, name))
+        check_size("depth", self.depth, bits=12)
+        _check_blocks(self)
+        _check_one_of("family", self.family, TEXT_FAMILIES)
+        _check_one_of("pooling", self.pooling, TEXT_POOLINGS)
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"causal is {short(self.causal)}, expected True or False.")
+        if (self.end_token is not None) != (self.pooling == "end"):
+            raise ValueError(
+                f"end_token is {short(self.end_token)} and pooling is {self.pooling!r}, expected "
+                "an end token if pooling is 'end', and None otherwise."
+            )
+        if self.end_token is not None:
+            check_size("end_token", self.end_token, smallest=0)
+
+
+def check_size(name: str, value: Any, *, smallest: int = 1, bits: int = 31) -> None:
+    """Refuses values that are not integers in [smallest, 2^bits)."""
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    if not integer or not smallest <= value < 2**bits:
+        kind = "a positive integer" if smallest == 1 else f"an integer of at least {smallest}"
+        raise ValueError(f"{name} is {short(value)}, expected {kind} below 2^{bits}.")
+
+
+def check_ratio(ratio: Any) -> None:
+    """Refuses an mlp_ratio, which is an MLP's width over the embedding's, that is not a number."""
+    if not is_number(ratio) or not 0 < ratio < 1000:
+        raise ValueError(f"mlp_ratio is {short(ratio)}, expected a number such as 4.")
+
+
+def read_sides(name: str, value: Any) -> tuple[int, int]:
+    """Reads a size from a JSON file, which is an integer or [height, width]."""
+    sides = value if isinstance(value, list | tuple) else [value, value]
+    if len(sides) != 2:
+        raise ValueError(f"{name} is {short(value)}, expected an integer or [height, width].")
+    for side in sides:
+        check_size(name, side)
+    return sides[0], sides[1]
+
+
+def check_config(config: Any) -> Mapping[str, Any]:
+    """Refuses what is not a JSON object."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"the config is {short(config)}, expected an object of fields.")
+    return config
+
+
+def _check_blocks(config: Config | TextConfig) -> None:
+    """Checks what the transformer's blocks have."""
+    if config.width % config.heads:
         raise ValueError(
-            f"the config contains {len(owners)} fields named vision_config, expected one. Pass "
-            "that of the vision tower as config=."
+            f"width is {config.width}, expected a multiple of the number of heads, {config.heads}."
         )
-    if not owners:
-        return config, config
-    vision = owners[0].get("vision_config")
-    vision = {} if vision is None else vision
-    if not isinstance(vision, Mapping):
-        raise ValueError(f"vision_config is {_short(vision)}, expected an object of fields.")
-    return owners[0], vision
-
-
-def _is_naflex(config: Mapping[str, Any], vision: Mapping[str, Any]) -> bool:
-    """Returns whether the vision tower is NaFlex, by its own model_type or the whole model's."""
-    model_type = vision.get("model_type")
-    whole = config.get("model_type")
-    if model_type is None and isinstance(whole, str) and whole in MODEL_TYPES:
-        model_type = whole
-    if model_type is None:
-        return vision.get("num_patches") is not None
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+    if not is_number(config.eps) or not 0 < config.eps < 1:
         raise ValueError(
-            f"model_type is {_short(model_type)}, expected one of {', '.join(MODEL_TYPES)}. Pass "
-            "the config of a SigLIP or SigLIP2 vision tower."
+            f"the epsilon of layer norms is {short(config.eps)}, expected a number between 0 and "
+            "1, such as 1e-6."
         )
-    return MODEL_TYPES[model_type]
-
-
-def check_size(name: str, value: Any) -> None:
-    """Refuses values that are not positive integers below 2^31."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise ValueError(f"{name} is {_short(value)}, expected a positive integer below 2^31.")
+    _check_one_of("the activation", config.activation, ACTIVATIONS)
 
 
 def _check_sides(name: str, sides: Any) -> None:
     if not isinstance(sides, tuple) or len(sides) != 2:
-        raise ValueError(f"{name} is {_short(sides)}, expected a tuple (height, width).")
+        raise ValueError(f"{name} is {short(sides)}, expected a tuple (height, width).")
     for side in sides:
         check_size(f"a side of {name}", side)
 
 
-def _short(value: Any) -> str:
-    return reprlib.repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "too large"
+def _check_one_of(what: str, value: Any, choices: Iterable[str]) -> None:
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{what} is {short(value)}, expected one of {', '.join(choices)}.")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# Shows whole names, such as those of timm's architectures.
+_SHORT = reprlib.Repr(maxstring=80)
+
+
+def short(value: Any) -> str:
+    """Returns a short form of any value that a JSON file may contain."""
+    return _SHORT.repr(value) if not isinstance(value, int) or abs(value) < 10**20 else "too large"

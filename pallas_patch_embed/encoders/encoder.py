@@ -3,47 +3,71 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_patch_embed.backends import LayerProgram
+from pallas_patch_embed.base.activations import ACTIVATIONS
 from pallas_patch_embed.base.array_arguments import AnyArray, as_array
-from pallas_patch_embed.base.chips import cuda_is_installed
+from pallas_patch_embed.base.chips import Target
 from pallas_patch_embed.base.dtypes import TABLE
+from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.base.problem import is_known
-from pallas_patch_embed.encoders.config import ACTIVATIONS, Config
-from pallas_patch_embed.layers.norm import layer_norm
+from pallas_patch_embed.encoders.config import Config, TextConfig
+from pallas_patch_embed.encoders.naflex import PackedImages
+from pallas_patch_embed.layers.attention import (
+    Segments,
+    attention,
+    prefix_mask,
+    program_for,
+)
+from pallas_patch_embed.layers.dense import dense
+from pallas_patch_embed.layers.norm import layer_norm, layer_norm_levels, quantised
 from pallas_patch_embed.patch_embedding import primitive
-from pallas_patch_embed.patch_embedding.api import embed_images, patch_embed
-from pallas_patch_embed.patch_embedding.params import PatchEmbedParams
+from pallas_patch_embed.patch_embedding.params import PatchEmbedParams, check_params
 from pallas_patch_embed.patch_embedding.patches import check_range, encode, pad_rows
-from pallas_patch_embed.patch_embedding.positions import resize_to_each
+from pallas_patch_embed.patch_embedding.positions import positions_of, resize_to_each
+from pallas_patch_embed.patch_embedding.request import Request
 
-# Largest number of channels of a head for which cuDNN's fused attention runs on every GPU that it
-# supports.
-CUDNN_LARGEST_HEAD = 128
+if TYPE_CHECKING:
+    from pallas_patch_embed.encoders.text_encoder import TextEncoder
+
+# The dense layers of a block.
+LAYERS = ("qkv", "out", "fc1", "fc2")
+
+# Function (layer, x, the block's "observed") that sees the input x of each dense layer of a block.
+# It returns the input that the layer gets, and a pytree that is stacked over the blocks.
+type Observe = Callable[[str, jax.Array, Any], tuple[jax.Array, Any]]
 
 
 class EncoderOutput(NamedTuple):
     """The result of an encoder, in the encoder's dtype.
 
     Attributes:
-      last_hidden_state: [B, S, D], the result of the last layer norm.
-      pooler_output: [B, D], or None if the tower has no pooling head.
+      last_hidden_state: [B, S, D], the result of the last layer norm. The first rows are class and
+        register tokens, `config.prefix` of them. For a CLIP, and a tower without its last blocks,
+        the last norm is not applied.
+      pooler_output: [B, D], as transformers pools the tokens; None if the tower has no pooling.
+      image_embeds: [B, P], the projection of pooler_output into the space that a CLIP's texts and
+        images share; None if the checkpoint has no projection.
+      hidden_states: the [B, S, D] that `layers` asked for, in that order.
     """
 
     last_hidden_state: jax.Array
     pooler_output: jax.Array | None
+    image_embeds: jax.Array | None = None
+    hidden_states: tuple[jax.Array, ...] = ()
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Encoder:
-    """A SigLIP or SigLIP2 vision encoder for inference, a pytree that `load_encoder` makes.
+    """A vision encoder for inference, a pytree that `load_encoder` makes.
 
     It can be called inside or outside of jit; pass it to a jitted function as an argument. Its
     layers are scanned, so the compile time does not grow with the depth. Matrix products have
@@ -57,21 +81,29 @@ class Encoder:
         None.
       blocks: the transformer blocks' "norm1", "qkv", "out", "norm2", "fc1" and "fc2", with a
         leading axis of `config.depth`. Norms are {"scale", "bias"} in float32. The other layers are
-        {"kernel" [in, out], "bias" [out]} in `dtype`.
-      norm: the last layer norm.
+        {"kernel" [in, out], "bias" [out]} in `dtype`. The fc1 of a gated MLP has the gate's
+        columns first. An encoder in 8 bits has a tuple of such dicts, for runs of blocks with the
+        same layers in 8 bits, which are {"weight" [out, in] int8, "scale" [out], "bias" [out]}
+        with another leading axis for the parts of qkv and of a gated fc1, and for fc2 "levels" [2].
+      norm: the last layer norm, or None.
       head: the attention pooling head: "query" [D], which is the projected probe, "kv", "out",
-        "norm", "fc1" and "fc2"; None if the tower has no head.
-      config: Config, a static field.
-      dtype: "bfloat16" or "float32", a static field.
+        "norm", "fc1" and "fc2"; the dense layer of `config.pooling` "dense"; or None.
+      first_norm: the layer norm in front of the blocks, or None.
+      projection: {"kernel" [D, P]}, or None.
+      config: Config, which is static.
+      dtype: "bfloat16" or "float32", which is static: the dtype of results and of all layers that
+        are not in 8 bits.
     """
 
     patch_embed: PatchEmbedParams
     positions: jax.Array | None
-    blocks: dict[str, Any]
-    norm: dict[str, jax.Array]
+    blocks: dict[str, Any] | tuple[dict[str, Any], ...]
+    norm: dict[str, jax.Array] | None
     head: dict[str, Any] | None
-    config: Config = dataclasses.field(metadata={"static": True})
-    dtype: str = dataclasses.field(metadata={"static": True})
+    config: Config
+    dtype: str
+    first_norm: dict[str, jax.Array] | None = None
+    projection: dict[str, jax.Array] | None = None
 
     def __call__(
         self,
@@ -80,20 +112,27 @@ class Encoder:
         spatial_shapes: AnyArray | None = None,
         mask: AnyArray | None = None,
         clip: bool = False,
+        layers: int | Sequence[int] = (),
     ) -> EncoderOutput:
         """Encodes images; a NaFlex encoder encodes patches.
 
         Args:
-          images: [B, H, W, C], uint8 or floating-point in [-1, 1], of `config.image_size` or
-            another size with the same grid of patches. For a NaFlex encoder patches [B, L, K] from
-            `batch_naflex`, floating-point in [-1, 1], with K in the order height, width, channel.
-            The encoder converts them to the dtype of `patch_embed`.
+          images: [B, H, W, C], uint8, or floating-point pixels u in [0, 1] as
+            (u - config.image_mean) / config.image_std (for SigLIP in [-1, 1]); of
+            `config.image_size` or another size with the same grid of patches. For a NaFlex encoder
+            patches [B, L, K] from `batch_naflex`, floating-point in [-1, 1], with K in the order
+            height, width, channel. The encoder converts them to the dtype of `patch_embed`.
           spatial_shapes: only for a NaFlex encoder: [B, 2] integer, (height, width) of each image
             in patches, with height * width <= L. Values are checked outside of jit.
           mask: only for a NaFlex encoder: [B, L], True or 1 for patches, False or 0 for padding, to
-            which no patch attends. By default the first height * width are patches.
+            which no patch attends. By default the first height * width are patches. The
+            kernel for attention needs this default: it leaves out padding at the end, and takes no
+            mask.
           clip: clips floating-point pixels to [-1, 1] instead of checking that they are in that
             range, as in `patchify`.
+          layers: hidden states to return, one number or several, as transformers numbers them: 0 is
+            what the first block gets, i what block i gives, and negative numbers count from the
+            end: -1 is what the last block gives, -2 the block before it. No last norm is applied.
 
         Returns:
           EncoderOutput. Where the mask is False, last_hidden_state has no defined value.
@@ -101,6 +140,8 @@ class Encoder:
         Raises:
           TypeError, ValueError: an argument has another type, shape or value.
         """
+        check_params(self.patch_embed)
+        kept = check_layers(layers, self.config.depth)
         size = self.config.image_size
         if size is None:  # This is a NaFlex encoder.
             if spatial_shapes is None:
@@ -114,14 +155,23 @@ class Encoder:
             spatial_shapes = as_array(spatial_shapes, "encoder: spatial_shapes")
             mask = None if mask is None else as_array(mask, "encoder: mask")
             _check_naflex(self, images, spatial_shapes, mask)
+            if _is_prefix(mask, spatial_shapes):
+                mask = None
             if not clip:
                 images = check_range("encoder: patches", images, self.patch_embed.encoding)
-            return _encode_patches(self, images, spatial_shapes, mask)
+            return _encode_patches(self, images, spatial_shapes, mask, kept)
         if spatial_shapes is not None or mask is not None:
             raise TypeError(
                 "encoder: spatial_shapes and mask are for NaFlex encoders, but this encoder "
                 f"accepts only images of {size[0]} x {size[1]} pixels. Leave both out."
             )
+        images = self.checked(images)
+        if not clip:
+            images = check_range("encoder: images", images, self.patch_embed.encoding)
+        return _encode_images(self, images, kept)
+
+    def checked(self, images: AnyArray) -> jax.Array:
+        """Returns images for an encoder that is not NaFlex, after a check of dtype and shape."""
         images = as_array(images, "encoder: images")
         if images.ndim != 4:
             raise ValueError(
@@ -129,9 +179,48 @@ class Encoder:
                 f"{self.config.channels}]. Add or flatten leading axes."
             )
         self._check_size(images)
+        request = Request(images, self.patch_embed, from_images=True, out_dtype=self.dtype)
+        return request.checked().source
+
+    def packed(
+        self, images: PackedImages, *, clip: bool = False, layers: int | Sequence[int] = ()
+    ) -> EncoderOutput:
+        """Encodes the patches of several pictures that lie behind one another in rows.
+
+        A NaFlex encoder computes as it does for padded pictures, but with little padding. The
+        result of a picture does not depend on its neighbours.
+
+        Args:
+          images: from `siglip2.pack_naflex`.
+          clip, layers: as in a call of the encoder.
+
+        Returns:
+          EncoderOutput: last_hidden_state and hidden_states [R, T, D] in rows, which
+          `images.unpack` splits; pooler_output [N, D] in the order of the pictures.
+
+        Raises:
+          TypeError, ValueError: an argument has another type, shape or value.
+        """
+        check_params(self.patch_embed)
+        kept = check_layers(layers, self.config.depth)
+        if not self.config.naflex:
+            raise TypeError(
+                "encoder.packed: this encoder accepts only images of one size, expected a NaFlex "
+                "encoder. Call it with a batch of images."
+            )
+        images.check(self.patch_embed.K)
+        patches = images.patches
         if not clip:
-            images = check_range("encoder: images", images, self.patch_embed.encoding)
-        return _encode_images(self, images)
+            patches = check_range("encoder: patches", patches, self.patch_embed.encoding)
+        return _encode_packed(self, dataclasses.replace(images, patches=patches), kept)
+
+    def layer_programs(self, B: int, S: int, target: Target) -> tuple[LayerProgram, ...]:
+        """Says how the layers are computed, for B images of S tokens without a mask."""
+        D = self.config.width // self.config.heads
+        q = jax.ShapeDtypeStruct((B, S, self.config.heads, D), self.dtype)
+        chosen = program_for(q, target)
+        layer = f"attention {list(q.shape)} {self.dtype}"
+        return (LayerProgram(layer, chosen.name, str(chosen.config or chosen.reason)),)
 
     def _check_size(self, images: Any) -> None:
         """Refuses images whose grid of patches is not that of the positions."""
@@ -149,8 +238,44 @@ class Encoder:
 
     def __repr__(self) -> str:
         size = sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self))
-        return f"Encoder({self.dtype}, {size:,} parameters, {self.config}, {self.patch_embed!r})"
+        layers = described_layers(self.blocks)
+        return (
+            f"Encoder({self.dtype}, {layers}{size:,} parameters, {self.config}, "
+            f"{self.patch_embed!r})"
+        )
 
+
+def described_layers(blocks: Any) -> str:
+    """Says which layers of the blocks are in 8 bits; an empty string if none is."""
+    if not isinstance(blocks, tuple):
+        return ""
+    others, block = [], 0
+    for run in blocks:
+        for i in range(block, block := block + len(run["norm1"]["scale"])):
+            others += [f"{layer} of block {i}" for layer in LAYERS if "kernel" in run[layer]]
+    if not others:
+        return "blocks in int8, "
+    return f"blocks in int8 except {', '.join(others)}, "
+
+
+# The children of the pytree. The last two are left out if both are None, so that an encoder without
+# them fits programs that were exported when no encoder had them.
+CHILDREN = ("patch_embed", "positions", "blocks", "norm", "head", "first_norm", "projection")
+
+
+def _flatten(encoder: Encoder) -> tuple[list[tuple[Any, Any]], tuple[Config, str]]:
+    has_all = encoder.first_norm is not None or encoder.projection is not None
+    names = CHILDREN if has_all else CHILDREN[:-2]
+    children = [(jax.tree_util.GetAttrKey(name), getattr(encoder, name)) for name in names]
+    return children, (encoder.config, encoder.dtype)
+
+
+def _unflatten(static: tuple[Config, str], children: Iterable[Any]) -> Encoder:
+    config, dtype = static
+    return Encoder(config=config, dtype=dtype, **dict(zip(CHILDREN, children)))
+
+
+jax.tree_util.register_pytree_with_keys(Encoder, _flatten, _unflatten)
 
 # jax.export serialises a program together with the pytrees of its arguments and results.
 jax.export.register_namedtuple_serialization(
@@ -168,6 +293,8 @@ jax.export.register_pytree_node_serialization(
 
 def _static_fields(config: dict[str, Any], dtype: str) -> tuple[Config, str]:
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}
+    if "pooling_head" in fields:  # An earlier version exported the program.
+        fields["pooling"] = "attention" if fields.pop("pooling_head") else "none"
     return Config(**fields), dtype
 
 
@@ -207,65 +334,306 @@ def _check_naflex(encoder: Encoder, patches: Any, spatial_shapes: Any, mask: Any
             )
 
 
-@jax.jit
-def _encode_images(encoder: Encoder, images: jax.Array) -> EncoderOutput:
-    # The range of the pixels was checked outside of this jit, where their values may be known.
-    x = embed_images(images, encoder.patch_embed, out_dtype=encoder.dtype, clip=True)
-    return transform(encoder, x)
+def _is_prefix(mask: Any, spatial_shapes: Any) -> bool:
+    """Returns whether the mask is known to be the default one."""
+    if mask is None or not is_known(mask) or not is_known(spatial_shapes):
+        return False
+    mask, sides = jax.device_get((mask, spatial_shapes))
+    patches = sides.astype(np.int64).prod(1, keepdims=True)
+    return np.array_equal(mask.astype(bool), np.arange(mask.shape[1]) < patches)
 
 
-@jax.jit
+def embedded_images(encoder: Encoder, images: jax.Array) -> jax.Array:
+    """Returns what the first block of an encoder for images of one size gets, [B, S, D]."""
+    # The images were checked outside of this jit, where their values may be known.
+    return Request(images, encoder.patch_embed, from_images=True, out_dtype=encoder.dtype).run()
+
+
+@functools.partial(jax.jit, static_argnames="kept")
+def _encode_images(encoder: Encoder, images: jax.Array, kept: tuple[int, ...]) -> EncoderOutput:
+    return transform(encoder, embedded_images(encoder, images), kept=kept)
+
+
+def embedded_patches(encoder: Encoder, patches: jax.Array, spatial_shapes: jax.Array) -> jax.Array:
+    """Returns what the first block of a NaFlex encoder gets, [B, L, D]."""
+    assert encoder.positions is not None  # NaFlex encoders have positions.
+    positions = resize_to_each(encoder.positions, spatial_shapes, patches.shape[1])
+    return _embedded_patches(encoder, patches, positions)
+
+
+@functools.partial(jax.jit, static_argnames="kept")
 def _encode_patches(
-    encoder: Encoder, patches: jax.Array, spatial_shapes: jax.Array, mask: jax.Array | None
+    encoder: Encoder,
+    patches: jax.Array,
+    spatial_shapes: jax.Array,
+    mask: jax.Array | None,
+    kept: tuple[int, ...],
 ) -> EncoderOutput:
     spatial_shapes = jnp.maximum(spatial_shapes.astype(jnp.int32), 1)
-    if mask is None:
-        token = lax.broadcasted_iota(jnp.int32, patches.shape[:2], 1)
-        mask = token < spatial_shapes[:, :1] * spatial_shapes[:, 1:]
-    mask = mask.astype(bool)
-    params = encoder.patch_embed
+    lengths = None if mask is not None else spatial_shapes.prod(1)
+    x = embedded_patches(encoder, patches, spatial_shapes)
+    return transform(encoder, x, kept, lengths=lengths, mask=mask)
+
+
+@functools.partial(jax.jit, static_argnames="kept")
+def _encode_packed(encoder: Encoder, images: PackedImages, kept: tuple[int, ...]) -> EncoderOutput:
+    R, T, _ = images.patches.shape
+    sides = images.spatial_shapes.astype(jnp.int32)
+    row, start = jnp.split(images.starts.astype(jnp.int32), 2, axis=1)
+    longest = images.max_num_patches
+    segments = Segments((row * T + start)[:, 0], sides.prod(1), longest)
+    # The number of each token in its image and the image's grid; padding is like the first token.
+    token = lax.broadcasted_iota(jnp.int32, (len(sides), longest), 1)
+    height, width = (jnp.broadcast_to(x, token.shape) for x in jnp.split(sides, 2, axis=1))
+    token, height, width = (segments.scatter(x, R, T) for x in (token, height, width))
     assert encoder.positions is not None  # NaFlex encoders have positions.
-    x = patch_embed(
+    positions = positions_of(
+        token, jnp.maximum(height, 1), jnp.maximum(width, 1), encoder.positions
+    )
+    x = _embedded_patches(encoder, images.patches, positions)
+    return transform(encoder, x, kept, segments=segments)
+
+
+def _embedded_patches(encoder: Encoder, patches: jax.Array, positions: jax.Array) -> jax.Array:
+    """Embeds patches [..., L, K] in [-1, 1], and adds their positions [..., L, D]."""
+    params = encoder.patch_embed
+    request = Request(
         pad_rows(encode(patches, params.encoding)),
         params,
-        position_embedding=resize_to_each(encoder.positions, spatial_shapes, patches.shape[1]),
+        positions=positions,
         out_dtype=encoder.dtype,
     )
+    x = request.run()
     if TABLE[params.dtype].holds_levels:
         # Because of the rounding to integers the derivative would be zero, without an error.
         x = primitive.without_gradient(patches, x)
-    return transform(encoder, x, mask)
+    return x
 
 
-def transform(encoder: Encoder, x: jax.Array, mask: jax.Array | None = None) -> EncoderOutput:
-    """Applies the transformer to embedded patches [B, S, D]."""
+def transform(
+    encoder: "Encoder | TextEncoder", x: jax.Array, kept: tuple[int, ...] = (), **options: Any
+) -> EncoderOutput:
+    """Applies the transformer; the arguments are those of `observed_transform`."""
+    return observed_transform(encoder, x, kept, **options)[0]
+
+
+def observed_transform(
+    encoder: "Encoder | TextEncoder",
+    x: jax.Array,
+    kept: tuple[int, ...] = (),
+    *,
+    lengths: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    segments: Segments | None = None,
+    ends: jax.Array | None = None,
+    observe: Observe | None = None,
+) -> tuple[EncoderOutput, dict[str, Any]]:
+    """Applies the transformer to embedded tokens [B, S, D].
+
+    Args:
+      encoder: the encoder.
+      x: the tokens in front and the patches, or the tokens of texts.
+      kept: the hidden states that are returned, in [0, depth].
+      lengths: [B] int32, the number of tokens of each image, if padding follows them.
+      mask: [B, S], False or 0 for padding at other places.
+      segments: the images, if the rows of x have the tokens of several images.
+      ends: [B], the positions of the tokens that summarise texts; None for images.
+      observe: sees the inputs of the blocks' dense layers, none of which is in 8 bits.
+
+    Returns:
+      EncoderOutput, in which the projection of a text is its `image_embeds`; and for each dense
+      layer what `observe` returned.
+    """
     config = encoder.config
+    padding: dict[str, Any] = {}
+    if segments is not None:
+        padding["segments"] = segments
+    if lengths is not None:
+        padding["lengths"] = lengths
+    if mask is not None:
+        padding["mask"] = mask.astype(bool)
     precision = "highest" if encoder.dtype == "float32" else None
+    rotation = None
+    if isinstance(config, Config) and config.rope_theta is not None:
+        rotation = _rotation(config)
+    # A block writes its result to one of these slots; the last one holds what nobody asked for.
+    wanted = sorted(set(kept))
+    slots = np.full(config.depth + 1, len(wanted), np.int32)
+    slots[wanted] = np.arange(len(wanted))
+
+    type Carry = tuple[jax.Array, jax.Array, jax.Array | None]
 
     def block(
-        carry: tuple[jax.Array, jax.Array], p: dict[str, Any]
-    ) -> tuple[tuple[jax.Array, jax.Array], None]:
-        x, layer = carry
-        norm1, norm2 = (
-            functools.partial(_norm, p=norms[name], config=config, layer=layer) for name in norms
-        )
-        q, k, v = _dense_parts(norm1(x), p["qkv"], 3)
-        x = x + _dense(_attention(q, k, v, mask, config), p["out"])
-        return (x + _mlp(norm2(x), p, config), layer + 1), None
+        norms: dict[str, Any], first: int, carry: Carry, p: dict[str, Any]
+    ) -> tuple[Carry, dict[str, Any]]:
+        x, layer, states = carry
+        # The norms have a row for each block of the run that starts with the block `first`.
+        row = layer - first if first else layer
+        seen: dict[str, Any] = {}
 
-    norms = {name: encoder.blocks[name] for name in ("norm1", "norm2")}
-    dense = {name: p for name, p in encoder.blocks.items() if name not in norms}
+        def observed(name: str, x: Any) -> Any:
+            if observe is not None:
+                x, seen[name] = observe(name, x, p.get("observed"))
+            return x
+
+        def norm(name: str, next_layer: str, x: jax.Array) -> Any:
+            """Computes a norm for the layer that follows, in 8 bits if that layer is."""
+            levels = "weight" in p[next_layer]
+            y = _norm(x, norms[name], config, layer=row, levels=levels)
+            return observed(next_layer, y)
+
+        y = norm("norm1", "qkv", x)
+        q, k, v = (_dense(y, part) for part in _parts(p["qkv"], 3))
+        if rotation is not None:
+            q, k = (_rotated(part, rotation, config) for part in (q, k))
+        attended = observed("out", _attention(q, k, v, config, padding))
+        if "weight" in p["out"]:  # The scale of v makes levels of the attention's result.
+            attended = to_levels(attended.astype(jnp.float32))
+        x = _dense(attended, p["out"], residual=x)
+        hidden = observed("fc2", _hidden(norm("norm2", "fc1", x), p, config))
+        x = _dense(hidden, p["fc2"], residual=x)
+        layer = layer + 1
+        if states is not None:
+            states = states.at[jnp.asarray(slots)[layer]].set(x)
+        return (x, layer, states), seen
+
     with jax.default_matmul_precision(precision):
-        (x, _), _ = lax.scan(block, (x, jnp.int32(0)), dense)
-        x = _norm(x, encoder.norm, config)
-        if (head := encoder.head) is None:
-            return EncoderOutput(x, None)
-        k, v = _dense_parts(x, head["kv"], 2)
-        # The query is computed from k, so that it has the same sharding along the batch.
-        query = 0 * k[:, :1] + _row(head["query"], k)
-        pooled = _dense(_attention(query, k, v, mask, config), head["out"])
-        pooled = pooled + _mlp(_norm(pooled, head["norm"], config), head, config)
-        return EncoderOutput(x, pooled[:, 0])
+        if encoder.first_norm is not None:
+            x = _norm(x, encoder.first_norm, config)
+        states = None
+        if wanted:
+            states = jnp.zeros((len(wanted) + 1, *x.shape), x.dtype).at[slots[0]].set(x)
+        runs = encoder.blocks if isinstance(encoder.blocks, tuple) else (encoder.blocks,)
+        carry, first = (x, jnp.int32(0), states), 0
+        seen: dict[str, Any] = {}
+        for run in runs:
+            norms = {name: run[name] for name in ("norm1", "norm2")}
+            layers = {name: p for name, p in run.items() if name not in norms}
+            carry, seen = lax.scan(functools.partial(block, norms, first), carry, layers)
+            first += len(norms["norm1"]["scale"])
+        x, _, states = carry
+        if encoder.norm is not None and not config.norm_after_pooling:
+            x = _norm(x, encoder.norm, config)
+        pooled: jax.Array | None
+        if ends is not None:
+            # This sum of one token has the sharding of x on every mesh; a gather has not.
+            at_end = lax.broadcasted_iota(jnp.int32, x.shape[:2], 1) == ends[:, None]
+            pooled = jnp.where(at_end[..., None], x, 0).sum(1)
+        else:
+            assert isinstance(encoder, Encoder)
+            pooled = _pooled(encoder, x, padding)
+        projected = None
+        if pooled is not None:
+            if encoder.norm is not None and config.norm_after_pooling:
+                pooled = _norm(pooled, encoder.norm, config)
+            if encoder.projection is not None:
+                projected = _dense(pooled, encoder.projection)
+        found = () if states is None else tuple(states[slots[i]] for i in kept)
+        return EncoderOutput(x, pooled, projected, found), seen
+
+
+def _pooled(encoder: Encoder, x: jax.Array, padding: dict[str, Any]) -> jax.Array | None:
+    """Computes the pooled vector [B, D] of the tokens [B, S, D], as `config.pooling` says.
+
+    With segments it computes those of the images [N, D].
+    """
+    config, head = encoder.config, encoder.head
+    segments: Segments | None = padding.get("segments")
+    if segments is not None:
+        padding = {"lengths": segments.lengths}
+
+    def of_images(x: jax.Array) -> jax.Array:
+        return x if segments is None else segments.gather(x)
+
+    pooling = config.pooling
+    if pooling is None:  # The encoder was made without `load_encoder`.
+        pooling = "none" if head is None else "attention"
+    match pooling:
+        case "class":
+            return x[:, 0]
+        case "dense":
+            assert head is not None
+            return jnp.tanh(_dense(x[:, 0], head))
+        case "mean":
+            return mean_of_patches(of_images(x), config, **padding)
+        case "attention":
+            assert head is not None
+            # The tokens in front are left out, as in timm; SigLIP has none.
+            tokens = x[:, config.prefix :]
+            k, v = (of_images(_dense(tokens, part)) for part in _parts(head["kv"], 2))
+            # The query is computed from k, so that it has the same sharding along the batch.
+            query = 0 * k[:, :1] + _row(head["query"], k)
+            pooled = _dense(_attention(query, k, v, config, padding), head["out"])
+            hidden = _dense(_norm(pooled, head["norm"], config), head["fc1"], config.activation)
+            fc = _dense(hidden, head["fc2"])
+            return (pooled + fc)[:, 0]
+    return None
+
+
+def mean_of_patches(
+    x: jax.Array,
+    config: Config,
+    *,
+    lengths: jax.Array | None = None,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """Computes the mean [B, D] of the patches' tokens of x [B, S, D], leaving out the padding."""
+    patches = x[:, config.prefix :].astype(jnp.float32)
+    if lengths is not None:
+        mask = prefix_mask(lengths, x.shape[1])
+    if mask is None:
+        return patches.mean(1).astype(x.dtype)
+    number = mask.sum(1, keepdims=True, dtype=jnp.float32)
+    patches = jnp.where(mask[..., None], patches, 0)
+    return (patches.sum(1) / jnp.maximum(number, 1)).astype(x.dtype)
+
+
+def check_layers(layers: Any, depth: int) -> tuple[int, ...]:
+    """Returns the numbers of hidden states in [0, depth]."""
+    several = isinstance(layers, Sequence | np.ndarray)
+    found = []
+    for layer in layers if several else [layers]:
+        try:
+            number = None if isinstance(layer, bool) else operator.index(layer)
+        except TypeError:
+            number = None
+        if number is None or not -depth - 1 <= number <= depth:
+            raise ValueError(
+                f"encoder: layers is {layers!r}, expected numbers of hidden states from "
+                f"{-depth - 1} to {depth}: this encoder has {depth} blocks."
+            )
+        found.append(number % (depth + 1))
+    return tuple(found)
+
+
+def _rotation(config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Computes the cosines and sines [S, head] by which rotary positions turn queries and keys.
+
+    The centre of a patch has the coordinates (y, x) in [-1, 1]. Channel i of the first quarter of a
+    head turns with the angle 2 pi y theta^(-4 i / head), the second quarter with x, and the second
+    half repeats the first. The tokens in front turn by 0. Source: `DINOv3ViTRopePositionEmbedding`
+    of transformers 5.24.
+    """
+    (h, w), head = config.grid, config.width // config.heads
+    assert config.rope_theta is not None
+    frequencies = config.rope_theta ** -(np.arange(head // 4) * 4 / head)
+    y, x = ((np.arange(n) + 0.5) / n * 2 - 1 for n in (h, w))
+    centres = np.stack(np.meshgrid(y, x, indexing="ij"), -1).reshape(h * w, 2, 1)
+    angles = np.tile((2 * np.pi * centres * frequencies).reshape(h * w, head // 2), 2)
+    angles = np.pad(angles, ((config.prefix, 0), (0, 0)))
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _rotated(
+    x: jax.Array, rotation: tuple[np.ndarray, np.ndarray], config: Config | TextConfig
+) -> jax.Array:
+    """Turns pairs of channels (i, i + head / 2) of queries or keys [B, S, D] by their angles."""
+    B, S, D = x.shape
+    heads = x.reshape(B, S, config.heads, D // config.heads).astype(jnp.float32)
+    first, second = jnp.split(heads, 2, axis=-1)
+    turned = jnp.concatenate([-second, first], -1)
+    cosine, sine = (jnp.asarray(part)[None, :, None] for part in rotation)
+    return (heads * cosine + turned * sine).astype(x.dtype).reshape(B, S, D)
 
 
 def _row(vector: jax.Array, x: jax.Array) -> jax.Array:
@@ -274,52 +642,82 @@ def _row(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _norm(
-    x: jax.Array, p: dict[str, jax.Array], config: Config, layer: jax.Array | None = None
+    x: jax.Array,
+    p: dict[str, jax.Array],
+    config: Config | TextConfig,
+    layer: jax.Array | None = None,
+    levels: bool = False,
+) -> Any:
+    function = layer_norm_levels if levels else layer_norm
+    return function(x, p["scale"], p["bias"], eps=config.eps, layer=layer)
+
+
+def _dense(
+    x: jax.Array | tuple[jax.Array, jax.Array],
+    p: dict[str, jax.Array],
+    activation: str = "",
+    *,
+    residual: jax.Array | None = None,
+    levels: jax.Array | None = None,
 ) -> jax.Array:
-    return layer_norm(x, p["scale"], p["bias"], eps=config.eps, layer=layer)
+    """Computes a dense layer in 8 bits or in the encoder's dtype, as its parameters say.
 
-
-def _dense(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
+    Args:
+      x: the input, which for a layer in 8 bits is levels, with a scale for each row or without.
+      p: the layer's parameters, as in `Encoder`.
+      activation: one of `ACTIVATIONS`; empty for none.
+      residual: added to the result.
+      levels: as in `dense`, for the result of a layer in 8 bits.
+    """
+    if "weight" in p:
+        x, row_scale = x if isinstance(x, tuple) else (x, None)
+        epilogue = dict(row_scale=row_scale, residual=residual, levels=levels)
+        return dense(x, p["weight"], p["scale"], p["bias"], activation=activation, **epilogue)
+    assert not isinstance(x, tuple) and levels is None
     y = jnp.matmul(x, p["kernel"])
-    return y + _row(p["bias"], y)
+    if "bias" in p:
+        y = y + _row(p["bias"], y)
+    if activation:
+        y = ACTIVATIONS[activation].of_array(y)
+    return y if residual is None else residual + y
 
 
-def _dense_parts(x: jax.Array, p: dict[str, Any], number: int) -> list[jax.Array]:
-    """Computes the equal parts of a dense layer's result with one product each.
+def _parts(p: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    """Returns the parameters of the equal parts of a dense layer, each with its own product.
 
     XLA would copy the parts of a single product, because attention needs contiguous arrays.
     """
+    if "weight" in p:
+        return [{name: p[name][i] for name in p} for i in range(number)]
     kernels, biases = (jnp.split(p[name], number, axis=-1) for name in ("kernel", "bias"))
-    return [_dense(x, {"kernel": k, "bias": b}) for k, b in zip(kernels, biases)]
+    return [{"kernel": k, "bias": b} for k, b in zip(kernels, biases)]
 
 
-def _mlp(x: jax.Array, p: dict[str, Any], config: Config) -> jax.Array:
-    return _dense(ACTIVATIONS[config.activation](_dense(x, p["fc1"])), p["fc2"])
+def _hidden(x: Any, p: dict[str, Any], config: Config | TextConfig) -> Any:
+    """Computes what an MLP's fc2 gets, from the result of the norm."""
+    fc1, fc2 = p["fc1"], p["fc2"]
+    levels = fc2.get("levels")
+    if config.gated:
+        gate, up = (_dense(x, part) for part in _parts(fc1, 2))
+        hidden = ACTIVATIONS[config.activation].of_array(gate) * up
+    elif "weight" in fc1:
+        hidden = _dense(x, fc1, config.activation, levels=levels)
+    else:
+        hidden = _dense(x, fc1, config.activation)
+    if "weight" not in fc2 or hidden.dtype == jnp.int8:
+        return hidden
+    hidden = hidden.astype(jnp.float32)
+    return quantised(hidden) if levels is None else to_levels(hidden * levels[0] + levels[1])
 
 
 def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, config: Config
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    config: Config | TextConfig,
+    padding: dict[str, Any],
 ) -> jax.Array:
-    """Computes the attention of q [B, T, D] to k and v [B, S, D] where mask [B, S] is True."""
-    B, T, D = q.shape
-    H = D // config.heads
-    q, k, v = (x.reshape(B, x.shape[1], config.heads, H) for x in (q, k, v))
-    if mask is not None:
-        mask = jnp.broadcast_to(mask[:, None, None, :], (B, 1, T, k.shape[1]))
-
-    def attend(implementation: Literal["xla", "cudnn"]) -> Callable[..., jax.Array]:
-        def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
-            # dot_product_attention adds float32 to bfloat16, and users may forbid implicit dtype
-            # promotion.
-            with jax.numpy_dtype_promotion("standard"):
-                return jax.nn.dot_product_attention(
-                    q, k, v, mask=mask, implementation=implementation
-                )
-
-        return attention
-
-    # Tracing cuDNN's attention needs cuDNN, which is installed with JAX's CUDA backend.
-    serves = q.dtype == jnp.bfloat16 and H % 8 == 0 and H <= CUDNN_LARGEST_HEAD and T > 1
-    fused = {"cuda": attend("cudnn")} if serves and cuda_is_installed() else {}
-    y = lax.platform_dependent(q, k, v, mask, **fused, default=attend("xla"))
-    return y.reshape(B, T, D)
+    """Computes the attention of q [B, T, D] to k and v [B, S, D], leaving out the padding."""
+    head = config.width // config.heads
+    heads = (x.reshape(*x.shape[:2], config.heads, head) for x in (q, k, v))
+    return attention(*heads, **padding, causal=config.causal).reshape(q.shape)

@@ -23,6 +23,7 @@ from jax.interpreters.xla import apply_primitive
 
 from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.chips import Target
+from pallas_patch_embed.base.levels import LARGEST, to_levels
 
 # Rows of a thread block: one for each of its four warps.
 ROWS = 4
@@ -37,6 +38,7 @@ FEWEST_ROWS = 8 * 196
 CAPABILITY = (9, 0)
 
 layer_norm_p = Primitive("layer_norm")
+layer_norm_p.multiple_results = True
 layer_norm_p.def_impl(functools.partial(apply_primitive, layer_norm_p))
 
 
@@ -52,22 +54,60 @@ def layer_norm(
       layer: int32 in [0, layers), the row of scale and bias. The kernel reads the row itself.
         Otherwise XLA would copy two rows in front of each call (base/lowering.py).
     """
+    (y,) = _bind(x, scale, bias, layer, eps=eps, levels=False)
+    return y
+
+
+def layer_norm_levels(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float, layer: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Normalizes the last axis as `layer_norm` does, and quantises each row.
+
+    The arguments are those of `layer_norm`.
+
+    Returns:
+      The levels [..., D] int8, whose largest magnitude in a row is 127, and the scale of each row
+      [...] float32: its largest magnitude / 127. A level times the scale is the normalized number.
+    """
+    levels, row_scale = _bind(x, scale, bias, layer, eps=eps, levels=True)
+    return levels, row_scale
+
+
+def _bind(
+    x: jax.Array, scale: jax.Array, bias: jax.Array, layer: jax.Array | None, **static: Any
+) -> list[jax.Array]:
     if layer is None:
         scale, bias, layer = scale[None], bias[None], jnp.int32(0)
-    return layer_norm_p.bind(x, scale, bias, layer, eps=eps)
+    return layer_norm_p.bind(x, scale, bias, layer, **static)
+
+
+def quantised(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the levels of the rows of float32, and the rows' scales."""
+    # A row of zeros has the smallest scale.
+    most = jnp.maximum(jnp.max(jnp.abs(y), axis=-1), 2.0**-100)
+    factor = LARGEST / most
+    levels = to_levels(y * lax.broadcast_in_dim(factor, y.shape, range(y.ndim - 1)))
+    return levels, most * (1 / LARGEST)
 
 
 def formula(
-    x: jax.Array, scale: jax.Array, bias: jax.Array, layer: jax.Array, *, eps: float
-) -> jax.Array:
-    """Computes `layer_norm` without a kernel, with scale and bias [layers, D]."""
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    layer: jax.Array,
+    *,
+    eps: float,
+    levels: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Computes the results of the primitive without a kernel, with scale and bias [layers, D]."""
     scale, bias = (lax.dynamic_index_in_dim(v, layer, keepdims=False) for v in (scale, bias))
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
     y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
     # Users may forbid implicit rank promotion.
     scale, bias = (jnp.expand_dims(v, range(y.ndim - 1)) for v in (scale, bias))
-    return (y * scale + bias).astype(x.dtype)
+    y = y * scale + bias
+    return quantised(y) if levels else (y.astype(x.dtype),)
 
 
 def kernel(
@@ -77,8 +117,9 @@ def kernel(
     layer: jax.Array,
     *,
     eps: float,
+    levels: bool = False,
     interpret: Any = False,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
     """Computes `formula` for at least `ROWS` rows of bfloat16, with a warp for each row."""
     M, D = x.size // x.shape[-1], x.shape[-1]
     # A thread loads up to 8 contiguous columns at once.
@@ -86,7 +127,7 @@ def kernel(
     tiling = plgpu.Tiling(((ROWS, 32 * vector), (vector,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
-    def normalize(x_ref, scale_ref, bias_ref, layer_ref, y_ref):
+    def normalize(x_ref, scale_ref, bias_ref, layer_ref, y_ref, row_scale_ref=None):
         # The last block also has rows of the block before it if M is not a multiple of ROWS.
         rows = pl.ds(jnp.minimum(lax.axis_index("block") * ROWS, M - ROWS), ROWS)
         x = plgpu.load(x_ref.at[rows, :], layout=layout, optimized=False).astype(jnp.float32)
@@ -102,19 +143,37 @@ def kernel(
         y = x - of_rows(jnp.sum(x, axis=1) * (1 / D))
         y = y * of_rows(lax.rsqrt(jnp.sum(y * y, axis=1) * (1 / D) + eps))
         y = y * of_columns(scale_ref) + of_columns(bias_ref)
-        y_ref[rows, :] = y.astype(y_ref.dtype)
+        if row_scale_ref is None:
+            y_ref[rows, :] = y.astype(y_ref.dtype)
+        else:
+            y, row_scale = quantised(y)
+            store(y_ref.at[rows, :], y)
+            store(row_scale_ref.at[rows], row_scale)
 
     normalize.__name__ = "layer_norm"
+    y_dtype = jnp.int8 if levels else x.dtype
+    results = jax.ShapeDtypeStruct((M, D), y_dtype), jax.ShapeDtypeStruct((M,), jnp.float32)
     call = plgpu.kernel(
         normalize,
-        out_type=jax.ShapeDtypeStruct((M, D), x.dtype),
+        out_type=results if levels else results[0],
         grid=(pl.cdiv(M, ROWS),),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
     )
-    y = lowering.call_kernel(call, x.reshape(M, D), scale, bias, layer.reshape(1))
-    return y.reshape(x.shape)
+    found = lowering.call_kernel(call, x.reshape(M, D), scale, bias, layer.reshape(1))
+    if not levels:
+        return (found.reshape(x.shape),)
+    y, row_scale = found
+    return y.reshape(x.shape), row_scale.reshape(x.shape[:-1])
+
+
+def store(reference: Any, value: jax.Array) -> None:
+    """Stores to global memory, also fewer than 4 bytes a thread or 32 bytes a row."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(reference, value, optimized=False)
+    else:  # jax 0.11
+        reference[...] = value
 
 
 def serves(x: Any, target: Target) -> bool:
@@ -126,17 +185,16 @@ def serves(x: Any, target: Target) -> bool:
 
 
 @layer_norm_p.def_abstract_eval
-def _result_type(*operands, eps):
-    (result,) = jax.make_jaxpr(functools.partial(formula, eps=eps))(*operands).out_avals
-    return result
+def _result_types(*operands, **static):
+    return jax.make_jaxpr(functools.partial(formula, **static))(*operands).out_avals
 
 
-def _differentiate(primals, tangents, *, eps):
+def _differentiate(primals, tangents, *, eps, levels):
     *primals, layer = primals
     tangents = tuple(map(ad.instantiate_zeros, tangents[:-1]))
 
     def of_layer(x, scale, bias):
-        return formula(x, scale, bias, layer, eps=eps)
+        return formula(x, scale, bias, layer, eps=eps, levels=levels)
 
     return jax.jvp(of_layer, tuple(primals), tangents)
 
@@ -144,27 +202,29 @@ def _differentiate(primals, tangents, *, eps):
 ad.primitive_jvps[layer_norm_p] = _differentiate
 
 
-def _batch(operands, axes, *, eps):
+def _batch(operands, axes, **static):
     (x, *parameters), (axis, *others) = operands, axes
     if others == [None, None, None]:
-        return layer_norm_p.bind(jnp.moveaxis(x, axis, 0), *parameters, eps=eps), 0
-    return jax.vmap(functools.partial(formula, eps=eps), axes)(*operands), 0
+        found = layer_norm_p.bind(jnp.moveaxis(x, axis, 0), *parameters, **static)
+    else:
+        found = jax.vmap(functools.partial(formula, **static), axes)(*operands)
+    return found, [0] * len(found)
 
 
 batching.primitive_batchers[layer_norm_p] = _batch
 
 
-def _lower(ctx, *operands, eps):
-    lower = mlir.lower_fun(functools.partial(formula, eps=eps), multiple_results=False)
+def _lower(ctx, *operands, **static):
+    lower = mlir.lower_fun(functools.partial(formula, **static), multiple_results=True)
     return lower(ctx, *operands)
 
 
-def _lower_for_cuda(ctx, *operands, eps):
+def _lower_for_cuda(ctx, *operands, **static):
     split = lowering.devices_left_to_xla(ctx.module_context) > 1
     target = lowering.target_of(ctx.module_context, "cuda")
     if split or not serves(ctx.avals_in[0], target):
-        return _lower(ctx, *operands, eps=eps)
-    lower = mlir.lower_fun(functools.partial(kernel, eps=eps), multiple_results=False)
+        return _lower(ctx, *operands, **static)
+    lower = mlir.lower_fun(functools.partial(kernel, **static), multiple_results=True)
     with lowering.on_one_device(ctx) as plain:
         return lower(plain, *operands)
 

@@ -1,29 +1,56 @@
-"""The public functions, which check their arguments and call the primitive."""
+"""The public functions: they take arguments as they come, and make a `Request` of them."""
 
+import dataclasses
+import math
 import operator
 import os
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_patch_embed.backends import Explanation, check_name, choose
+from pallas_patch_embed.backends import Explanation
 from pallas_patch_embed.backends import explain as explain_problem
 from pallas_patch_embed.base.array_arguments import AnyArray, as_array, dtype_name, has_values
 from pallas_patch_embed.base.chips import Target, default_device
-from pallas_patch_embed.base.dtypes import OUT_DTYPES, TABLE
-from pallas_patch_embed.base.problem import K_MULTIPLE, PatchLayout, Problem, Shaped
+from pallas_patch_embed.base.dtypes import TABLE
+from pallas_patch_embed.base.problem import K_MULTIPLE, Shaped
 from pallas_patch_embed.patch_embedding import primitive
-from pallas_patch_embed.patch_embedding.packing import prepend_prefix
 from pallas_patch_embed.patch_embedding.params import PatchEmbedParams, check_params
-from pallas_patch_embed.patch_embedding.patches import check_range, encoded_rows, rows
+from pallas_patch_embed.patch_embedding.patches import check_range, cut_into_rows, encode_rows
+from pallas_patch_embed.patch_embedding.request import (
+    IMAGE_DTYPES,
+    Request,
+    check_images,
+    path_of,
+)
 
-CUTS = (None, "kernel")
-IMAGE_DTYPES = ("uint8", "float16", "bfloat16", "float32", "float64")
+
+class Model(Protocol):
+    """A model whose patch embedding is this operator, such as an `Encoder`.
+
+    `explain` also reports the result of its method `layer_programs(B, S, target)`, if it has one: a
+    tuple of `LayerProgram` for B images of S tokens on a `Target`.
+
+    Attributes:
+      patch_embed: the params of its call of the operator.
+      dtype: the dtype of that call's result.
+      positions: positions that the model resizes for each image and adds in that call; None if the
+        params contain the positions.
+    """
+
+    @property
+    def patch_embed(self) -> PatchEmbedParams: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def positions(self) -> jax.Array | None: ...
 
 
 def patchify(images: AnyArray, params: PatchEmbedParams, *, clip: bool = False) -> jax.Array:
@@ -59,10 +86,10 @@ def patchify(images: AnyArray, params: PatchEmbedParams, *, clip: bool = False) 
     """
     check_params(params)
     images = as_array(images, "patchify: images")
-    _check_images(images, params)
+    check_images(images, params)
     if not clip:
         images = check_range("images", images, params.encoding)
-    return _encoded(rows, jnp.asarray(images), params)
+    return _encoded(cut_into_rows, jnp.asarray(images), params)
 
 
 def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = False) -> jax.Array:
@@ -99,7 +126,7 @@ def encode_patches(patches: AnyArray, params: PatchEmbedParams, *, clip: bool = 
         )
     if not clip:
         patches = check_range("patches", patches, params.encoding)
-    return _encoded(encoded_rows, jnp.asarray(patches), params)
+    return _encoded(encode_rows, jnp.asarray(patches), params)
 
 
 def _encoded(
@@ -109,7 +136,7 @@ def _encoded(
     floating = jnp.issubdtype(pixels.dtype, jnp.floating)
     if floating and TABLE[params.dtype].holds_levels:
         pixels = primitive.not_differentiated(pixels)
-    encoded = encoder(pixels, params.layout, params.encoding)
+    encoded = encoder(pixels, params.geometry, params.encoding)
     if floating and not TABLE[params.dtype].holds_levels:
         # The derivative would be zero for each pixel that is encoded as a uint8 level.
         encoded = primitive.without_gradient(pixels, lax.stop_gradient(encoded))
@@ -159,11 +186,15 @@ def patch_embed(
         why.
     """
     check_params(params)
-    patches = as_array(patches, "patch_embed: patches")
-    position_embedding = _as_positions(position_embedding)
-    out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype)
-    operands = (jnp.asarray(patches), params, position_embedding)
-    return _bind(*operands, backend, out_dtype, _path(tuned))
+    request = Request(
+        as_array(patches, "patch_embed: patches"),
+        params,
+        positions=_as_positions(position_embedding),
+        out_dtype=out_dtype,
+        backend=backend,
+        tuned=path_of(tuned),
+    )
+    return request.checked().run()
 
 
 def embed_images(
@@ -199,33 +230,28 @@ def embed_images(
         ValueError if the images have another grid or `cut` is unknown.
     """
     check_params(params)
-    images = as_array(images, "embed_images: images")
-    position_embedding = _as_positions(position_embedding)
-    patches = _abstract_patches(images, params, position_embedding)
-    _check_cut(cut, images, params)
-    source = None if cut is None else images
-    out_dtype = _check_call(patches, params, position_embedding, backend, out_dtype, images=source)
+    request = Request(
+        as_array(images, "embed_images: images"),
+        params,
+        from_images=True,
+        positions=_as_positions(position_embedding),
+        out_dtype=out_dtype,
+        backend=backend,
+        cut=cut,
+        tuned=path_of(tuned),
+    ).checked()
     if not clip:
-        images = check_range("images", images, params.encoding)
-    images = jnp.asarray(images)
-    if images.dtype == jnp.uint8:
-        # The backend's kernel cuts the images, or XLA cuts them for the backend.
-        arguments = (images, params, position_embedding, backend, out_dtype, _path(tuned))
-        return _bind(*arguments, layout=params.layout, cut=cut)
-    patches = rows(images, params.layout, params.encoding)
-    y = _bind(patches, params, position_embedding, backend, out_dtype, _path(tuned))
-    if TABLE[params.dtype].holds_levels:
-        # Because of the rounding to integers the derivative would be zero, without an error.
-        y = primitive.without_gradient(images, y)
-    return y
+        source = check_range("images", request.source, params.encoding)
+        request = dataclasses.replace(request, source=source)
+    return request.run()
 
 
 def explain(
     patches_or_shape: Shaped | Sequence[int],
-    params: PatchEmbedParams,
+    params: PatchEmbedParams | Model,
     *,
     position_embedding: Shaped | None = None,
-    out_dtype: DTypeLike = jnp.bfloat16,
+    out_dtype: DTypeLike | None = None,
     device: Any = None,
     cut: str | None = None,
     tuned: str | os.PathLike[str] | None = None,
@@ -237,64 +263,84 @@ def explain(
     Args:
       patches_or_shape: the patches of a call of `patch_embed`, the images of a call of
         `embed_images`, or a shape: [..., S, K_padded] of patches or [..., H, W, C] of uint8 images.
-      params: PatchEmbedParams.
-      position_embedding, out_dtype: as in that call.
+        For an encoder its images, or a NaFlex encoder's patches [B, L, K], or their shape.
+      params: PatchEmbedParams; or an encoder, whose call of the operator is explained.
+      position_embedding, out_dtype: as in that call; an encoder decides them itself. out_dtype is
+        bfloat16 by default.
       device: the device that would run the call, one of jax.devices() (jaxlib exports no type for
         it); by default the device that JAX would use.
       cut: as in a call of `embed_images`.
       tuned: as in that call.
 
     Returns:
-      Explanation: rows (backend, serves, reason) in the order in which backends are tried. Printing
-      it gives a table.
+      Explanation: rows (backend, serves, reason) the fastest backend first. Printing it gives a
+      table. For an encoder it also says how its attention is computed, and why.
 
     Raises:
       TypeError, ValueError: as for `patch_embed` and `embed_images`.
     """
-    check_params(params)
     given: Any = patches_or_shape
-    layout = None
+    packed: Any = params
+    if hasattr(packed, "patch_embed"):
+        if position_embedding is not None or out_dtype is not None:
+            raise TypeError(
+                "explain: position_embedding and out_dtype are given, but an encoder decides them. "
+                "Leave them out, or pass encoder.patch_embed."
+            )
+        given, packed, position_embedding, out_dtype = _call_of(packed, given)
+    check_params(packed)
     if has_values(given):
         given = as_array(given, "explain: patches or images")
     elif not hasattr(given, "shape") or not hasattr(given, "dtype"):
-        given = _abstract_operand(given, params)
+        given = _abstract_operand(given, packed)
     if has_values(position_embedding):
         position_embedding = _as_positions(position_embedding)
-    dtype, patches = dtype_name(given), given
-    channels = (params.channels,)
-    encoded = dtype == params.dtype and given.shape[-1:] == (params.K_padded,)
+    dtype, channels = dtype_name(given), (packed.channels,)
+    encoded = dtype == packed.dtype and given.shape[-1:] == (packed.K_padded,)
     channels_first = dtype == "uint8" and given.shape[-3:-2] == channels
-    if not encoded and (given.shape[-1:] == channels or channels_first):
-        patches = _abstract_patches(given, params, position_embedding)
-        layout = params.layout if dtype == "uint8" else None
-    _check_patches(patches, params)
-    _check_cut(cut, given, params)
-    table = _abstract_table(patches, params, position_embedding)
-    out_dtype = _check_out_dtype(out_dtype)
+    from_images = not encoded and (given.shape[-1:] == channels or channels_first)
+    request = Request(
+        given,
+        packed,
+        from_images=from_images,
+        positions=position_embedding,
+        out_dtype=jnp.bfloat16 if out_dtype is None else out_dtype,
+        cut=cut,
+        tuned=path_of(tuned),
+    ).checked()
     device = default_device() if device is None else device
     if not isinstance(device, jax.Device):
         raise TypeError(f"explain: device is {device!r}, expected one of jax.devices().")
-    source = patches if layout is None else given
-    operands = (source, params.weight, params.scale, table)
-    problem = Problem.of(*operands, out_dtype=out_dtype, layout=layout, cut=cut)
-    return explain_problem(problem, Target.of(device), _path(tuned))
+    target = Target.of(device)
+    explanation = explain_problem(request.problem, target, request.tuned, cut)
+    layer_programs = getattr(params, "layer_programs", None)
+    if layer_programs is None:
+        return explanation
+    *images, tokens, _ = request.problem.patches
+    layers = layer_programs(math.prod(images), tokens, target)
+    return dataclasses.replace(explanation, layers=layers)
+
+
+def _call_of(model: Model, given: Any) -> tuple[Any, PatchEmbedParams, Shaped | None, str]:
+    """Returns patches or images, params, positions and out_dtype of the model's call."""
+    params = model.patch_embed
+    check_params(params)
+    shape = getattr(given, "shape", given)
+    is_shape = isinstance(shape, Sequence)
+    if model.positions is None or not is_shape or tuple(shape[-1:]) != (params.K,):
+        return given, params, None, model.dtype
+    # Positions that are resized for each image belong to patches, which the model encodes and pads.
+    patches, positions = (*shape[:-1], params.K_padded), (*shape[:-1], params.N)
+    return (
+        jax.ShapeDtypeStruct(patches, jnp.dtype(params.dtype)),
+        params,
+        jax.ShapeDtypeStruct(positions, model.positions.dtype),
+        model.dtype,
+    )
 
 
 def _as_positions(positions: Any) -> Any:
     return None if positions is None else as_array(positions, "position_embedding")
-
-
-def _path(tuned: Any) -> str | None:
-    """Returns the absolute path of a file of configs, because the working directory may change."""
-    if tuned is None:
-        return None
-    try:
-        return os.path.abspath(os.fspath(tuned))
-    except TypeError:
-        raise TypeError(
-            f"patch_embed: tuned is {tuned!r}, expected the path of a file that "
-            "`pallas-patch-embed tune` wrote, or None."
-        ) from None
 
 
 def _abstract_operand(shape: Any, params: PatchEmbedParams) -> Any:
@@ -319,219 +365,3 @@ def _abstract_operand(shape: Any, params: PatchEmbedParams) -> Any:
         )
     dtype = "uint8" if shape[-1] == params.channels else params.dtype
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
-def _abstract_patches(images: Any, params: PatchEmbedParams, positions: Any) -> Any:
-    """Checks the images; returns the shape and dtype of their patches."""
-    _check_images(images, params)
-    shape = tuple(images.shape)
-    grid = params.layout.grid(shape)
-    if positions is None and params.has_positions and grid != params.grid:
-        given, stored = (" x ".join(map(str, sides)) for sides in (grid, params.grid or ()))
-        raise ValueError(
-            f"embed_images: {' x '.join(map(str, shape[-params.layout.image_ndim : -1]))} pixels "
-            f"are a {given} grid of patches of {params.patch_size} pixels, but the params have "
-            f"positions for a {stored} grid. Resize the images, or pass the position_embedding of "
-            "their grid."
-        )
-    return jax.ShapeDtypeStruct(params.layout.rows_shape(shape), jnp.dtype(params.dtype))
-
-
-def _check_images(images: Any, params: PatchEmbedParams) -> None:
-    dtype = dtype_name(images)
-    if dtype not in IMAGE_DTYPES:
-        raise TypeError(
-            f"images have dtype {dtype}, expected uint8, or floating-point in [-1, 1]. Convert "
-            "pixels of 0 to 255 with images.astype(numpy.uint8)."
-        )
-    shape, channels = tuple(images.shape), params.channels
-    if len(shape) < 3 or shape[-1] != channels:
-        colours = " with the colours red, green and blue as the last axis" if channels == 3 else ""
-        advice = (
-            "Convert the images to RGB." if channels == 3 else "Pass images of that many channels."
-        )
-        if channels == 1 and len(shape) >= 2:
-            advice = "Add the axis with images[..., None]."
-        elif len(shape) >= 3 and shape[-3] == channels:
-            advice = "Move the channels last with numpy.moveaxis(images, -3, -1)."
-        raise ValueError(
-            f"images have shape {list(shape)}, expected [..., H, W, {channels}]{colours}. {advice}"
-        )
-    if params.frames is not None and (len(shape) < 4 or shape[-4] % params.frames):
-        raise ValueError(
-            f"images have shape {list(shape)}, but the params are for videos [..., F, H, W, "
-            f"{channels}] where F is a multiple of {params.frames} frames. Repeat the last frame "
-            f"of a video, or repeat an image {params.frames} times."
-        )
-    if min(shape[-3:-1]) < params.patch_size:
-        raise ValueError(
-            f"images of {shape[-3]} x {shape[-2]} pixels are smaller than a patch of "
-            f"{params.patch_size} x {params.patch_size}. Resize them."
-        )
-
-
-def _check_patches(patches: Any, params: PatchEmbedParams) -> None:
-    dtype = dtype_name(patches)
-    if dtype != params.dtype:
-        packing = f", or pack the params with dtype={dtype!r}" if dtype in TABLE else ""
-        raise TypeError(
-            f"patch_embed: patches have dtype {dtype}, but the params are packed for "
-            f"{params.dtype}. Make patches with patchify(images, params), which encodes pixels"
-            f"{packing}."
-        )
-    shape = tuple(patches.shape)
-    if len(shape) < 2:
-        raise ValueError(
-            f"patch_embed: patches have shape {list(shape)}, expected [..., S, {params.K_padded}]: "
-            "at least the axes S (positions) and K. Add the missing axis."
-        )
-    if shape[-1] != params.K_padded:
-        raise ValueError(
-            f"patch_embed: patches have K = {shape[-1]} but the packed weight has K = "
-            f"{params.K_padded}.\nPack images with `patchify(images, params)`, which pads K for "
-            f"you, or pad the last axis of {params.K} with zeros to {params.K_padded}."
-        )
-
-
-def _check_cut(cut: Any, source: Any, params: PatchEmbedParams) -> None:
-    if cut not in CUTS:
-        raise ValueError(
-            f"embed_images: cut is {cut!r}, expected None, or 'kernel' to require a kernel that "
-            "cuts the images."
-        )
-    dtype = dtype_name(source)
-    if cut is not None and (dtype != "uint8" or source.shape[-1:] != (params.channels,)):
-        raise ValueError(
-            f"embed_images: cut={cut!r} needs uint8 images [..., H, W, {params.channels}], but the "
-            f"images are {dtype}{list(source.shape)}. Pass uint8 images, or leave cut=None."
-        )
-
-
-def _check_call(
-    patches: Any,
-    params: PatchEmbedParams,
-    positions: Any,
-    backend: Any,
-    out_dtype: Any,
-    *,
-    images: Any = None,
-) -> str:
-    """Checks the shapes and dtypes of all arguments; returns the name of out_dtype.
-
-    `images` are given only if a kernel must cut them itself.
-    """
-    _check_patches(patches, params)
-    table = _abstract_table(patches, params, positions)
-    out_dtype = _check_out_dtype(out_dtype)
-    check_name(backend)
-    if backend is not None:
-        source = patches if images is None else images
-        problem = Problem.of(
-            *(source, params.weight, params.scale, table),
-            out_dtype=out_dtype,
-            layout=None if images is None else params.layout,
-            cut=None if images is None else "kernel",
-        )
-        choose(problem, Target.unknown(), backend)
-    return out_dtype
-
-
-def _abstract_table(patches: Any, params: PatchEmbedParams, positions: Any) -> Any:
-    """Checks the positions; returns the shape and dtype of the array that `_table` makes."""
-    rows, N, R = patches.shape[-2], params.N, params.prefix
-    S = rows - R
-    if S < 1:
-        raise ValueError(
-            f"patch_embed: patches have {rows} rows, but the params have a prefix, which needs "
-            f"{R} rows of zeros in front of the patches. Make patches with patchify or "
-            "encode_patches, which add these rows."
-        )
-    if positions is None:
-        if params.table is None:
-            return params.offset
-        if not params.has_positions:
-            return jax.ShapeDtypeStruct((rows, N), params.table.dtype)
-        if params.table.shape[0] != rows:
-            grid = " x ".join(map(str, params.grid or ()))
-            raise ValueError(
-                f"patch_embed: patches have S = {S} positions, but the params have positions for "
-                f"a {grid} grid, S = {params.table.shape[0] - R}. Resize the images, or pass "
-                "position_embedding."
-            )
-        return params.table
-    dtype = dtype_name(positions)
-    if not jnp.issubdtype(positions.dtype, jnp.floating):
-        raise TypeError(
-            f"position_embedding has dtype {dtype}, expected a floating-point array. Cast it with "
-            "astype(numpy.float32)."
-        )
-    leading = tuple(patches.shape[:-2])
-    shape = tuple(positions.shape)
-    # Leading axes broadcast, but do not enlarge the result.
-    outer = shape[:-2]
-    fits = len(outer) <= len(leading) and all(
-        size in (1, wanted) for size, wanted in zip(outer[::-1], leading[::-1])
-    )
-    if len(shape) < 2 or shape[-2:] != (S, N) or not fits:
-        raise ValueError(
-            f"position_embedding has shape {list(shape)}, expected {[S, N]} for all images or "
-            f"{[*leading, S, N]} for each image: patches have shape {list(patches.shape)}, the "
-            f"params have N = {N}"
-            f"{f' and {R} rows of prefix, which keep their positions' if R else ''}. Resize the "
-            "positions to the grid of the patches."
-        )
-    return jax.ShapeDtypeStruct((*outer, rows, N), jnp.dtype(params.table_dtype))
-
-
-def _table(params: PatchEmbedParams, positions: Any, rows: int) -> jax.Array:
-    """Returns what is added to the product: the stored table, offset + positions, or the offset."""
-    if positions is None and params.table is None:
-        return params.offset
-    if positions is None and params.has_positions:
-        assert params.table is not None
-        return params.table
-    if positions is None:
-        table = jnp.broadcast_to(params.offset, (rows - params.prefix, params.N))
-    else:
-        positions = jnp.asarray(positions).astype(jnp.float32)
-        table = lax.expand_dims(params.offset, range(positions.ndim - 1)) + positions
-    if params.table_dtype == "bfloat16":
-        # XLA may keep more precision in a bfloat16 that it does not write to memory.
-        # reduce_precision rounds to bfloat16 in any case.
-        table = lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7)
-    table = table.astype(params.table_dtype)
-    if not params.prefix:
-        return table
-    assert params.table is not None
-    return prepend_prefix(lax.slice_in_dim(params.table, 0, params.prefix), table)
-
-
-def _bind(
-    source: jax.Array,
-    params: PatchEmbedParams,
-    positions: Any,
-    backend: str | None,
-    out_dtype: str,
-    tuned: str | None,
-    *,
-    layout: PatchLayout | None = None,
-    cut: str | None = None,
-) -> jax.Array:
-    shape = source.shape if layout is None else layout.rows_shape(source.shape)
-    table = _table(params, positions, shape[-2])
-    operands = (source, params.weight, params.scale, table)
-    static = dict(backend=backend, out_dtype=out_dtype, layout=layout, cut=cut, tuned=tuned)
-    return primitive.patch_embed(*map(jnp.asarray, operands), **static)
-
-
-def _check_out_dtype(out_dtype: Any) -> str:
-    try:
-        name = jnp.dtype(out_dtype).name
-    except TypeError:
-        name = None
-    if name not in OUT_DTYPES or out_dtype is None:
-        raise ValueError(
-            f"patch_embed: out_dtype is {out_dtype!r}, expected bfloat16 or float32. Cast the "
-            "result if you need another dtype."
-        )
-    return name

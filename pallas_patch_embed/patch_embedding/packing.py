@@ -114,7 +114,8 @@ def pack(
         states; "KN" and "NK" do not state it, and have 3 by default.
       grid: (h, w) with h * w = S. The default is (h, w) of [h, w, N] positions, otherwise a square.
         With frames (t, h, w), or (h, w) for t = 1.
-      dtype: dtype of patches and weight: "int8", "float8_e4m3fn", "bfloat16" or "float32".
+      dtype: dtype of patches and weight: "int8", "float8_e4m3fn", "bfloat16" or "float32". The
+        default is int8 for every GPU, although a B300 is slow in int8: docs/usage.md says why.
       rounding: how int8 and float8 weights are rounded: "feedback" makes the errors of neighbouring
         pixels cancel, "nearest" rounds each weight by itself, ties to even.
       image_mean, image_std: normalisation in the model's preprocessing, one number for each
@@ -236,7 +237,8 @@ def _check_values(name: str, array: Any, overflow: float) -> None:
 def _count_from(array: Any, overflow: float) -> int:
     """Counts the values that are NaN or have a magnitude of at least `overflow`."""
     if isinstance(array, np.ndarray):
-        return int(array.size - np.count_nonzero(np.abs(array) < np.float32(overflow)))
+        with np.errstate(over="ignore"):  # A limit beyond float32 becomes infinity.
+            return int(array.size - np.count_nonzero(np.abs(array) < np.float32(overflow)))
     # The values are known even if jit is tracing the caller, so they are counted at once.
     with jax.ensure_compile_time_eval():
         return int(jax.device_get(_count_from_traced(array, overflow)))

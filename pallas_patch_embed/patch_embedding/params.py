@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.files import written_atomically
-from pallas_patch_embed.base.problem import PatchLayout, padded
+from pallas_patch_embed.base.problem import PatchGeometry, padded
 from pallas_patch_embed.patch_embedding.patches import Encoding
 
 # Type of one number for each channel of the images, such as red, green and blue.
@@ -78,9 +78,9 @@ class PatchEmbedParams:
     channels: int = dataclasses.field(default=3, metadata={"static": True})
 
     @property
-    def layout(self) -> PatchLayout:
+    def geometry(self) -> PatchGeometry:
         """How an image becomes rows of patches."""
-        return PatchLayout(self.patch_size, self.frames, self.prefix)
+        return PatchGeometry(self.patch_size, self.frames, self.prefix)
 
     @property
     def encoding(self) -> Encoding:

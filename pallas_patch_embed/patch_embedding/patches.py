@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_patch_embed.base import range_check
 from pallas_patch_embed.base.dtypes import TABLE
-from pallas_patch_embed.base.problem import PatchLayout, is_known, padded
+from pallas_patch_embed.base.problem import PatchGeometry, is_known, padded
 
 # A float pixel within this distance of the value of a uint8 level is encoded as that level. The
 # usual ways to normalise a pixel in float32, such as u / 255 * 2 - 1 and (u / 255 - 0.5) / 0.5,
@@ -150,24 +150,24 @@ def rounded(product: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def rows(images: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Array:
+def cut_into_rows(images: jax.Array, geometry: PatchGeometry, encoding: Encoding) -> jax.Array:
     """Cuts images [..., H, W, C] or videos [..., F, H, W, C] into rows [..., R + S, K_padded].
 
     K is in the order height, width, channel; for videos channel, frame, height, width. The R rows
     of zeros in front and the zeros that pad K are written by the same XLA fusion, so the patches
     are written only once.
     """
-    p, frames, prefix = layout
-    *sides, h, w = layout.grid(images.shape)
-    leading, C = images.shape[: -layout.image_ndim], images.shape[-1]
+    p, frames, prefix = geometry
+    *sides, h, w = geometry.grid(images.shape)
+    leading, C = images.shape[: -geometry.image_ndim], images.shape[-1]
     K = C * p * p * (frames or 1)
 
-    if (whole := _explicit(images, layout.image_ndim, layout)) is not None:
+    if (whole := _explicit(images, geometry.image_ndim, geometry)) is not None:
         images = jax.sharding.reshard(images, whole)
 
     def reshape(x: jax.Array, *image_shape: int) -> jax.Array:
         # Reshaping an axis with explicit sharding requires out_sharding.
-        sharding = _explicit(images, len(image_shape), layout)
+        sharding = _explicit(images, len(image_shape), geometry)
         return x.reshape(*leading, *image_shape, out_sharding=sharding)
 
     encoded = encode(images[..., : h * p, : w * p, :], encoding)
@@ -182,9 +182,9 @@ def rows(images: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Arra
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def encoded_rows(patches: jax.Array, layout: PatchLayout, encoding: Encoding) -> jax.Array:
+def encode_rows(patches: jax.Array, geometry: PatchGeometry, encoding: Encoding) -> jax.Array:
     """Encodes patches [..., S, K] of pixels into the rows [..., R + S, K_padded] of `rows`."""
-    return pad_rows(encode(patches, encoding), layout.prefix)
+    return pad_rows(encode(patches, encoding), geometry.prefix)
 
 
 def pad_rows(patches: jax.Array, prefix: int = 0) -> jax.Array:
@@ -194,7 +194,7 @@ def pad_rows(patches: jax.Array, prefix: int = 0) -> jax.Array:
     return jnp.pad(patches, [*outer, (prefix, 0), (0, padded(K) - K)])
 
 
-def _explicit(images: jax.Array, ndim: int, layout: PatchLayout) -> NamedSharding | None:
+def _explicit(images: jax.Array, ndim: int, geometry: PatchGeometry) -> NamedSharding | None:
     """Returns a sharding with the leading axes of `images`, then `ndim` axes without sharding.
 
     Returns None if `images` have no axis with explicit sharding.
@@ -202,5 +202,5 @@ def _explicit(images: jax.Array, ndim: int, layout: PatchLayout) -> NamedShardin
     sharding = jax.typeof(images).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    leading = sharding.spec[: -layout.image_ndim]
+    leading = sharding.spec[: -geometry.image_ndim]
     return NamedSharding(sharding.mesh, PartitionSpec(*leading, *[None] * ndim))

@@ -142,12 +142,34 @@ def resize_to_each(
     Returns:
       [B, L, D] float32. Positions beyond height * width repeat those of the last row.
     """
-    h, w, D = positions.shape
     height, width = spatial_shapes[:, :1], spatial_shapes[:, 1:]
     token = lax.broadcasted_iota(jnp.int32, (1, L), 1)
+    return positions_of(token, height, width, positions, interpolation)
+
+
+def positions_of(
+    token: jax.Array,
+    height: jax.Array,
+    width: jax.Array,
+    positions: jax.Array,
+    interpolation: Interpolation = "bilinear",
+) -> jax.Array:
+    """Computes the positions of tokens in images of different grids.
+
+    Args:
+      token: [B, L] or [1, L] int32, the number of a token in its image, in row-major order. Those
+        beyond height * width get positions of the last row.
+      height, width: [B, L] or [B, 1] int32, the grid of the token's image, at least 1.
+      positions, interpolation: as in `resize_to_each`.
+
+    Returns:
+      [B, L, D] float32.
+    """
+    h, w, D = positions.shape
     rows = _weights(jnp.minimum(token // width, height - 1), height, h, interpolation)
     columns = _weights(token % width, width, w, interpolation)
-    weights = (rows[..., :, None] * columns[..., None, :]).reshape(-1, L, h * w)
+    weights = rows[..., :, None] * columns[..., None, :]
+    weights = weights.reshape(*weights.shape[:2], h * w)
     return jnp.matmul(weights, positions.reshape(h * w, D), precision=lax.Precision.HIGHEST)
 
 

@@ -2,7 +2,7 @@
 
 Tracing the operator gives one equation of `patch_embed_p` with four operands, whose leading axes
 broadcast as in numpy (see `Problem`). So vmap over an operand only adds a leading axis to it, and
-nothing is copied. The first operand is patches [..., S, K], or, with a `layout`, uint8 images
+nothing is copied. The first operand is patches [..., S, K], or, with a `geometry`, uint8 images
 [..., H, W, C] or videos [..., F, H, W, C]; XLA cuts them into patches if the backend cannot. The
 equation is partitioned over devices as follows:
 
@@ -17,6 +17,7 @@ equation is partitioned over devices as follows:
 import functools
 import importlib.util
 import itertools
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -29,10 +30,10 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.xla import apply_primitive
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from pallas_patch_embed.backends import choose, xla
+from pallas_patch_embed.backends import choose, slow_dtype, xla
 from pallas_patch_embed.base import lowering
-from pallas_patch_embed.base.problem import PatchLayout, Problem
-from pallas_patch_embed.patch_embedding.patches import Encoding, rows
+from pallas_patch_embed.base.problem import PatchGeometry, Problem
+from pallas_patch_embed.patch_embedding.patches import Encoding, cut_into_rows
 
 patch_embed_p = Primitive("patch_embed")
 
@@ -44,7 +45,7 @@ class Call(NamedTuple):
 
     Attributes:
       out_dtype: "bfloat16" or "float32".
-      layout: layout of the patches that are cut from uint8 images; None if patches are given.
+      geometry: geometry of the patches that are cut from uint8 images; None if patches are given.
       backend: the user's choice; None for the best backend that serves.
       cut: "kernel" if a kernel must cut the images; None if XLA may cut them.
       tuned: path of the user's file of measured configs, or None.
@@ -53,14 +54,14 @@ class Call(NamedTuple):
     """
 
     out_dtype: str
-    layout: PatchLayout | None
+    geometry: PatchGeometry | None
     backend: str | None
     cut: str | None = None
     tuned: str | None = None
     devices: Any = None
 
     def __repr__(self) -> str:
-        source = None if self.layout is None else f"images/{self.layout.patch_size}"
+        source = None if self.geometry is None else f"images/{self.geometry.patch_size}"
         cut = self.cut and f"cut={self.cut}"
         return ",".join(filter(None, (source, self.out_dtype, self.backend, cut)))
 
@@ -79,20 +80,20 @@ def _needs_devices():
 
 
 def patch_embed(
-    source, weight, scale, table, *, backend, out_dtype, layout, cut=None, tuned=None
+    source, weight, scale, table, *, backend, out_dtype, geometry, cut=None, tuned=None
 ) -> jax.Array:
     """Binds the primitive to its operands.
 
     Args:
       source: patches [..., S, K], or uint8 images [..., H, W, C] or videos [..., F, H, W, C].
       weight, scale, table: as for `backends.xla.run`.
-      backend, out_dtype, layout, cut, tuned: as in `Call`.
+      backend, out_dtype, geometry, cut, tuned: as in `Call`.
     """
     operands = (source, weight, scale, table)
     types = [jax.typeof(x) for x in operands]
     automatic = backend != "xla" and not _is_manual(types) and _explicit_mesh(types) is None
     devices = _needs_devices() if automatic else None
-    call = Call(out_dtype, layout, backend, cut, tuned, devices)
+    call = Call(out_dtype, geometry, backend, cut, tuned, devices)
     return patch_embed_p.bind(*operands, call=call)
 
 
@@ -107,9 +108,9 @@ def _result_type(*operands, call):
     mesh = _explicit_mesh(operands)
     if mesh is not None:
         shapes = [a.shape for a in operands]
-        spec = _result_spec(shapes, [a.sharding.spec for a in operands], call.layout)
+        spec = _result_spec(shapes, [a.sharding.spec for a in operands], call.geometry)
         operands = tuple(a.update(sharding=_replicated(mesh, a.ndim)) for a in operands)
-    avals = _with_patches(operands, call.layout)
+    avals = _with_patches(operands, call.geometry)
     (result,) = jax.make_jaxpr(functools.partial(xla.run, out_dtype=call.out_dtype))(
         *avals
     ).out_avals
@@ -130,25 +131,25 @@ def _replicated(mesh, ndim: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*[None] * ndim))
 
 
-def _with_patches(avals, layout: PatchLayout | None) -> list:
+def _with_patches(avals, geometry: PatchGeometry | None) -> list:
     """Returns the operands' types with patches in place of images."""
     source, weight, *rest = avals
-    if layout is not None:
-        shape = layout.rows_shape(source.shape)
+    if geometry is not None:
+        shape = geometry.patches_shape(source.shape)
         sharding = _replicated(source.sharding.mesh, len(shape))
         source = source.update(shape=shape, dtype=weight.dtype, sharding=sharding)
     return [source, weight, *rest]
 
 
-def _unsharded_axes(layout: PatchLayout | None) -> tuple:
+def _unsharded_axes(geometry: PatchGeometry | None) -> tuple:
     """Returns the axes that are never sharded, named as in `_axes`.
 
     They are K, and with images also S and all axes of an image.
     """
-    return ("k",) if layout is None else ("k", "f", "h", "w", "c", -2)
+    return ("k",) if geometry is None else ("k", "f", "h", "w", "c", -2)
 
 
-def _axes(shapes, layout) -> list[list]:
+def _axes(shapes, geometry) -> list[list]:
     """Returns, for each axis of the four operands, the corresponding axis of the result.
 
     Axes of the result are counted from its end: S is -2, N is -1. Axes that the result does not
@@ -156,9 +157,9 @@ def _axes(shapes, layout) -> list[list]:
     broadcast axis is None.
     """
     source, weight, scale, table = shapes
-    patches = source if layout is None else layout.rows_shape(source)
+    patches = source if geometry is None else geometry.patches_shape(source)
     result = (*_leading(patches, weight, scale, table), patches[-2], weight[-2])
-    of_one = [-2, "k"] if layout is None else [*"fhwc"][-layout.image_ndim :]
+    of_one = [-2, "k"] if geometry is None else [*"fhwc"][-geometry.image_ndim :]
     along = (
         (source, [*range(-len(patches), -2), *of_one]),
         (weight, [*range(-len(weight), -2), -1, "k"]),
@@ -175,9 +176,9 @@ def _leading(patches, weight, scale, table) -> tuple[int, ...]:
     return jnp.broadcast_shapes(patches[:-2], weight[:-2], scale[:-1], table[:-2])
 
 
-def _result_spec(shapes, specs, layout) -> PartitionSpec:
+def _result_spec(shapes, specs, geometry) -> PartitionSpec:
     """Returns the result's sharding: each axis is sharded as in the operands that have it."""
-    sides, whole = _axes(shapes, layout), _unsharded_axes(layout)
+    sides, whole = _axes(shapes, geometry), _unsharded_axes(geometry)
     # The result always has an axis S, but images and a table without positions have none.
     ndim = max(2, *(-axis for axes in sides for axis in axes if isinstance(axis, int)))
     found: dict[int, list[Any]] = {axis: [] for axis in range(-ndim, 0)}
@@ -201,7 +202,7 @@ def _mesh_axes(names) -> list:
     return [axis for name in names for axis in (name if isinstance(name, tuple) else (name,))]
 
 
-def _operand_specs(shapes, result_spec, layout) -> list[PartitionSpec]:
+def _operand_specs(shapes, result_spec, geometry) -> list[PartitionSpec]:
     """Returns the operands' shardings for a result that is sharded as `result_spec`.
 
     `result_spec` has an entry for every axis of the result.
@@ -209,7 +210,7 @@ def _operand_specs(shapes, result_spec, layout) -> list[PartitionSpec]:
     names = tuple(result_spec)
     return [
         PartitionSpec(*(names[axis] if isinstance(axis, int) else None for axis in axes))
-        for axes in _axes(shapes, layout)
+        for axes in _axes(shapes, geometry)
     ]
 
 
@@ -291,7 +292,7 @@ def _(primals, tangents):
 
 def _batch(operands, axes, *, call):
     # Number of axes of each operand without leading axes: [S, K] or an image, [N, K], [N], [S, N].
-    own = (2 if call.layout is None else call.layout.image_ndim, 2, 1, 2)
+    own = (2 if call.geometry is None else call.geometry.image_ndim, 2, 1, 2)
     unbatched = [x.ndim - (a is not None) for x, a in zip(operands, axes)]
     leading = max(ndim - n for ndim, n in zip(unbatched, own))
 
@@ -313,9 +314,9 @@ batching.primitive_batchers[patch_embed_p] = _batch
 
 def _explicitly(*operands, call):
     mesh = _explicit_mesh(map(jax.typeof, operands))
-    shapes, layout = [x.shape for x in operands], call.layout
-    result_spec = _result_spec(shapes, [jax.typeof(x).sharding.spec for x in operands], layout)
-    specs = _operand_specs(shapes, result_spec, layout)
+    shapes, geometry = [x.shape for x in operands], call.geometry
+    result_spec = _result_spec(shapes, [jax.typeof(x).sharding.spec for x in operands], geometry)
+    specs = _operand_specs(shapes, result_spec, geometry)
     explicit = {n for n, t in zip(mesh.axis_names, mesh.axis_types) if t == AxisType.Explicit}
     # Each device sums over all of K, so an operand that is sharded along K is gathered here.
     gathered = [jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs)]
@@ -351,10 +352,10 @@ def _partition(call, mesh, operands, result):
             f"patch_embed: the result is sharded as {result.sharding}, expected a NamedSharding. "
             "Shard the inputs with jax.NamedSharding, or pass backend='xla'."
         )
-    ndim, whole = len(result.shape), _unsharded_axes(call.layout)
+    ndim, whole = len(result.shape), _unsharded_axes(call.geometry)
     names = itertools.zip_longest(range(-ndim, 0), result.sharding.spec)
     spec = PartitionSpec(*(None if axis in whole else name for axis, name in names))
-    specs = _operand_specs([x.shape for x in operands], spec, call.layout)
+    specs = _operand_specs([x.shape for x in operands], spec, call.geometry)
 
     def local(*operands):
         # An explicit mesh may be active while XLA compiles, so the primitive is bound without one.
@@ -374,12 +375,12 @@ def _shardy_rule(call, mesh, operands, results):
             return next(broadcast)
         return axis if isinstance(axis, str) else f"axis{-axis}"
 
-    sides = _axes([tuple(x.shape) for x in operands], call.layout)
+    sides = _axes([tuple(x.shape) for x in operands], call.geometry)
     left = ", ".join(" ".join(map(factor, axes)) for axes in sides)
     right = " ".join(factor(axis) for axis in range(-len(results[0].shape), 0))
     # The axes in the order in which the rule mentions them.
     axes = dict.fromkeys(itertools.chain(*sides, [-2]))
-    whole = tuple(factor(axis) for axis in axes if axis in _unsharded_axes(call.layout))
+    whole = tuple(factor(axis) for axis in axes if axis in _unsharded_axes(call.geometry))
     return f"{left} -> {right}", {"need_replication_factors": whole}
 
 
@@ -387,6 +388,12 @@ _automatically.def_partition(_partition, sharding_rule=_shardy_rule)
 
 
 # The lowering rules.
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Warns, once in a process: every program that is lowered would repeat the warning."""
+    warnings.warn(text, stacklevel=2)
 
 
 def _check_serializable() -> None:
@@ -425,7 +432,7 @@ def _lower_split(ctx, *operands, call):
 
 
 def _lower_whole(ctx, *operands, call, platform):
-    out_dtype, layout, backend, cut, tuned, _ = call
+    out_dtype, geometry, backend, cut, tuned, _ = call
     module = ctx.module_context
     if backend not in (None, "xla") and len(module.platforms) > 1:
         raise NotImplementedError(
@@ -433,11 +440,14 @@ def _lower_whole(ctx, *operands, call, platform):
             f"{', '.join(module.platforms)}. Export the program for one platform, or leave "
             "backend=None."
         )
-    problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype, layout=layout, cut=cut)
+    problem = Problem.of(*ctx.avals_in, out_dtype=out_dtype, geometry=geometry)
+    target = lowering.target_of(module, platform)
+    if text := slow_dtype(problem, target):
+        _warn_once(f"patch_embed: {text}")
     if lowering.devices_left_to_xla(module) == 1:
-        plan = choose(problem, lowering.target_of(module, platform), backend, tuned)
+        option = choose(problem, target, backend, tuned, cut)
     elif backend in (None, "xla") and cut is None:
-        plan = xla.plan(problem, lowering.target_of(module, platform))
+        option = choose(problem, target, "xla")
     else:
         raise NotImplementedError(
             f"patch_embed: backend {backend!r} and cut={cut!r} cannot serve inside a shard_map "
@@ -446,9 +456,9 @@ def _lower_whole(ctx, *operands, call, platform):
         )
 
     def run(source, weight, *rest):
-        if layout is not None and not plan.takes_images:
-            source = rows(source, layout, Encoding(weight.dtype.name))
-        return plan.run(source, weight, *rest)
+        if geometry is not None and not option.cuts_images:
+            source = cut_into_rows(source, geometry, Encoding(weight.dtype.name))
+        return option.plan.run(source, weight, *rest)
 
     with lowering.on_one_device(ctx) as plain:
         lower = mlir.lower_fun(run, multiple_results=False)

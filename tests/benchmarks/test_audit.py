@@ -46,6 +46,7 @@ def test_the_Hopper_kernel_has_the_budget_of_its_tile():
     # (docs/experiments/hopper.md).
     assert found["shared"] == (2 * 24 * 8192 + 128 * 192 * 2) / 128
     assert found["issue"] == 2 * sum(loop.executed.values())
+    assert audit.ring(kernel) == ()
 
 
 @needs_compilers
@@ -62,9 +63,11 @@ def test_the_Blackwell_kernel_has_the_budget_of_the_design():
     assert sum(store.issue_slots().values()) <= 410
     assert (times(multiply, "UTCQMMA"), times(store, "LDTM")) == (24, 4)
     # Each block reads 128 rows of either operand. It writes its half of y to shared memory, from
-    # which TMA reads it.
+    # which TMA reads it, and TMA writes its patches.
     assert store.bytes_of("STSM") == 128 * 256 * 2
-    assert found["shared"] == (24 * 32 * (128 + 128) + 2 * 128 * 256 * 2) / 128
+    assert found["shared"] == (24 * 32 * (128 + 128) + 2 * 128 * 256 * 2 + 128 * 768) / 128 == 3328
+    # Each of 6 chunks keeps one of 6 slots for the latency, its 512 cycles of products, and 200.
+    assert audit.ring(kernel) == (2212, 2652, 3112)
 
 
 @needs_compilers
@@ -176,7 +179,7 @@ def test_an_opcode_without_a_class_is_shown(tmp_path):
 
 
 # Dense peak rates in 1e12 operations per second, and the clock in GHz at which they are stated.
-PEAKS = {
+PEAKS: dict[str, tuple[float, dict[str, float]]] = {
     "sm_80": (1.41, dict(bfloat16=312, int8=624)),
     "sm_86": (1.695, dict(bfloat16=71, int8=284)),
     "sm_89": (2.52, dict(float8_e4m3fn=330.3, bfloat16=165.2, int8=660.6)),

@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from short_suite import keep
 
 import pallas_patch_embed as ppe
 from benchmarks import __main__ as benchmarks
 from benchmarks import accuracy, ceilings, contenders, cutlass, devices, encoder, plots, results
-from benchmarks.contenders import Case
+from benchmarks.contenders import BenchmarkProblem
 from pallas_patch_embed.base.problem import NamedShape
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.commands.tune.timing import Timing
 from pallas_patch_embed.siglip2 import Config
+from tests.short_suite import keep
 
 SMALL = NamedShape("small", 8, 36, 32)
-CASE = Case(SMALL, 3, "int8")
+CASE = BenchmarkProblem(SMALL, 3, "int8")
 
 
 @pytest.fixture(autouse=True)
@@ -270,7 +270,7 @@ def test_a_problem_that_mostly_writes_is_compared_with_the_ceiling_for_writes():
         limits = {"copy": 1.0, "widen": 10.0, case.dtype: 1e30}
         return results.compared([r], limits)[0].floor, 1e3 * case.bytes(source)
 
-    wide = Case(NamedShape("wide", 8, 32, 512), 300, "int8")
+    wide = BenchmarkProblem(NamedShape("wide", 8, 32, 512), 300, "int8")
     copied, moved = floor(dataclasses.replace(CASE, dtype="bfloat16"), "patches")
     assert copied == moved
     widened, moved = floor(wide, "patches")

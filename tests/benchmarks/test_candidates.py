@@ -9,8 +9,6 @@ import sys
 
 import jax
 import pytest
-from interpreter import problem_of
-from repository import ROOT
 
 from benchmarks import audit
 from benchmarks.offline_compile import operands
@@ -19,6 +17,8 @@ from pallas_patch_embed.base.chips import A100, B200, B300, H200, RTX_4090, Targ
 from pallas_patch_embed.base.problem import NAMED_SHAPES, named_shape
 from pallas_patch_embed.commands.check.memory import operand_types
 from pallas_patch_embed.commands.tune import command
+from tests.kernels.interpreter import problem_of
+from tests.repository import ROOT
 
 CHIPS = {"h200": H200, "b200": B200, "b300": B300}
 MOSAIC = {"h200": "mosaic_sm90", "b200": "mosaic_sm100", "b300": "mosaic_sm100"}

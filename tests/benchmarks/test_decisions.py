@@ -5,9 +5,8 @@ import json
 import pytest
 
 from benchmarks import decisions
-from benchmarks.time_model import H100
 from pallas_patch_embed.backends import stored
-from pallas_patch_embed.base.chips import H200, Target
+from pallas_patch_embed.base.chips import H100, H200, Target
 from pallas_patch_embed.commands.tune import command
 
 
@@ -23,15 +22,17 @@ def test_the_package_has_the_decisions_of_the_results(chip, tmp_path):
     compared = 0
     for _, task in command.list_tasks():
         decision = measured.decision(task.backend, task.problem)
-        assert found.decision(task.backend, task.problem) == decision
+        # The package has no times, so its files do not rank the backends.
+        kept = decision and decision._replace(times={})
+        assert found.decision(task.backend, task.problem) == kept
         compared += decision is not None
     assert compared > 600
 
 
 def test_a_decision_says_where_a_config_comes_from():
-    target = Target("cuda", H200)
+    files = stored.applicable(Target("cuda", H200))
     origins = {
-        stored.find(task.backend, task.problem, target).origin for _, task in command.list_tasks()
+        stored.find(task.backend, task.problem, files).origin for _, task in command.list_tasks()
     }
     assert any(origin.startswith("from the heuristic, tuned on 2026") for origin in origins)
     assert any(origin.startswith("tuned on 2026") for origin in origins)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import embedding, embedding_memory
+from benchmarks import embedding, embedding_memory, searching
 from pallas_patch_embed.siglip2 import Config
 
 pyarrow_parquet = pytest.importorskip("pyarrow.parquet")
@@ -99,7 +99,7 @@ def test_all_forms_are_embedded_and_a_killed_run_goes_on(monkeypatch, tmp_path):
         seconds=0.05,
     )
     found = list(embedding.measure(chosen, tiny, tmp_path))
-    runs = [r for r in found if isinstance(r, embedding.Result)]
+    runs = [r for r in found if isinstance(r, embedding.EmbedRun)]
     assert [r.form for r in runs] == ["jpeg", "tar", "parquet"]
     assert all(r.pictures == 20 and r.rate > 0 and r.busy is None for r in runs)
     records = {r["kind"]: r for r in found if isinstance(r, dict)}
@@ -116,3 +116,13 @@ def test_the_peak_of_memory_is_measured_for_every_source(tmp_path, capsys):
     peaks = {line.split(" | ")[0].strip("| "): float(line.split()[-2]) for line in lines}
     assert list(peaks) == ["small pictures alone", *embedding_memory.SOURCES]
     assert all(peak > 100 for peak in peaks.values())
+
+
+def test_the_time_of_a_search_is_measured(tmp_path, capsys):
+    chosen = argparse.Namespace(rows=5000, width=8, dtypes=["float16", "float32"], searches=2)
+    searching.measure(chosen, tmp_path)
+    _, _, *lines, _, peak = capsys.readouterr().out.splitlines()
+    found = {line.split()[1]: list(map(float, line.split()[3:8:2])) for line in lines}
+    assert list(found) == chosen.dtypes
+    assert all(seconds > 0 for _, seconds, _ in found.values())
+    assert float(peak.split()[-2]) > 0.1

@@ -4,27 +4,19 @@ import collections
 import itertools
 
 import pytest
-from repository import ROOT
 
-from benchmarks import decisions, results, time_model
-from benchmarks.time_model import H100
+from benchmarks import decisions, recorded, results
 from pallas_patch_embed.backends import BACKENDS, cuda, stored, tiles
-from pallas_patch_embed.base.chips import H200
-from pallas_patch_embed.base.problem import named_shape
+from pallas_patch_embed.base.chips import H100, H200
 from pallas_patch_embed.commands.tune import command
+from tests.pages import rows_of
+from tests.repository import ROOT
 
 TUNED = ("mosaic_sm90", "cuda", "triton")
 DTYPES = ("bfloat16", "float8_e4m3fn", "int8")
 
 # The problems that a tuned file can have: a backend refuses the others.
 PROBLEMS = {"mosaic_sm90": 162, "cuda": 198, "triton": 306}
-
-
-def rows_of(page, heading):
-    """Returns the cells of the tables in a section of a page, as a list of rows."""
-    text = (ROOT / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def tuned_results(chip):
@@ -40,7 +32,7 @@ def microseconds(times):
 
 
 def table_row(what, result):
-    """Returns a row of docs/tune.md for a problem with another config than the heuristic's."""
+    """Returns a row of docs/experiments/tune.md: a config that replaces the heuristic's."""
     backend, dtype, problem = what.split(", ", 2)
     problem = problem.replace(" images given as patches", "")
     problem = problem.replace(" images cut by the kernel", ", cut by the kernel")
@@ -51,12 +43,12 @@ def table_row(what, result):
     return [f"{backend}, {dtype}", problem, microseconds(before), microseconds(after), ratio]
 
 
-def test_the_page_of_backends_has_the_times_of_slices():
+def test_the_page_of_slices_has_the_times_of_the_records():
     records = results.read(ROOT / "benchmarks/h200/slices.jsonl")
     times = {
         (r["what"], r["backend"], r["dtype"]): r["us"] for r in records if r.get("images") == 1024
     }
-    header, _, *rows = rows_of("docs/backends.md", "Operands that are parts of larger arrays")[-8:]
+    header, _, *rows = rows_of("docs/experiments/slices.md", "Times")
     assert len(rows) == 6
     for what, *cells in rows:
         for backend, cell in zip(header[1:], cells, strict=True):
@@ -66,8 +58,8 @@ def test_the_page_of_backends_has_the_times_of_slices():
 
 @pytest.mark.skipif(cuda.missing() is not None, reason="the CUDA library is not built")
 @pytest.mark.parametrize("chip, name", [(H100, "H100"), (H200, "H200")])
-def test_the_page_of_tune_lists_the_configs_of_a_packages_file(chip, name):
-    stated = rows_of("docs/tune.md", f"The file for the {name}")[2:]
+def test_the_page_of_configs_lists_those_of_a_packages_file(chip, name):
+    stated = rows_of("docs/experiments/tune.md", f"The file for the {name}")[2:]
     first = ""
     for row in stated:
         first = row[0] = row[0] or first
@@ -137,7 +129,7 @@ def against_pallas(problems_and_times):
 
 
 def test_cuda_is_preferred_where_it_was_measured_to_be_faster():
-    """`preferences.py` and docs/experiments/hopper.md have these numbers."""
+    """docs/experiments/hopper.md has these numbers."""
     wide, narrow = [], []
     for folder in ("h100", "h200"):
         newest = {
@@ -147,7 +139,7 @@ def test_cuda_is_preferred_where_it_was_measured_to_be_faster():
             if {"cuda", "mosaic_sm90"} <= times.keys()
         }
         found = [
-            (time_model.problem_of(named_shape(shape), images, dtype), times)
+            (recorded.problem_of(shape, images, dtype, "patches"), times)
             for (shape, images, dtype), times in newest.items()
         ]
         found = against_pallas([(p, times) for p, times in found if p.rows <= 65536])

@@ -5,13 +5,13 @@ import subprocess
 import sys
 
 import pytest
-from repository import ROOT
 
 from benchmarks.offline_compile import operands
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.base.chips import B200, B300, H200
 from pallas_patch_embed.base.problem import NAMED_SHAPES, VIT_SHAPES, Problem, named_shape
+from tests.repository import ROOT
 
 needs_compilers = pytest.mark.usefixtures("compilers")
 
@@ -76,7 +76,8 @@ def test_the_Hopper_kernel_compiles_to_what_its_config_says(shape, images, dtype
 
 
 # Instructions per warp in the loop that stores a tile, by output dtype, whether the accumulators
-# are integers, and width of a slice. An increase must be explained in docs/experiments.
+# are integers, and width of a slice. With one staging buffer there is one more. An increase must be
+# explained in docs/experiments.
 STORE_LOOP = {
     ("bfloat16", False, 64): 77,
     ("bfloat16", False, 192): 189,
@@ -129,7 +130,7 @@ def test_the_Blackwell_kernel_compiles_to_what_its_config_says(
         # Table, scales and offsets are in registers, TMA stores the results, and nothing is called.
         assert not {"LD", "LDG", "LDL", "LDS", "STL", "STG", "ST", "CALL"} & set(loop)
         assert loop["UTMASTG"] == config.tile_n // 2 // config.store_n(problem)
-        most = STORE_LOOP[out_dtype, dtype == "int8", config.tile_n]
+        most = STORE_LOOP[out_dtype, dtype == "int8", config.tile_n] + (config.buffers == 1)
         assert sum(loop.values()) <= most, shape
 
 

@@ -6,11 +6,11 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from clock import Clock
 
 from benchmarks import ceilings
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.commands.tune.timing import Contender, Sample, Samples, Timing
+from tests.clock import Clock
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import pytest
 from benchmarks import tma_rows
 from benchmarks.machine_code import innermost_loop, read_cubin
 from benchmarks.tma_rows import LOADS, PATCH, ROWS, TILE
-from pallas_patch_embed.base.problem import PatchLayout
+from pallas_patch_embed.base.problem import PatchGeometry
 from pallas_patch_embed.patch_embedding.patches import Encoding
-from pallas_patch_embed.patch_embedding.patches import rows as cut
+from pallas_patch_embed.patch_embedding.patches import cut_into_rows as cut
 
 OF_IMAGES = [rows for rows in ROWS if rows.mode != "kMatrix"]
 
@@ -21,7 +21,9 @@ def test_the_loads_of_a_tile_are_its_patches(rows):
     shape = (3, rows.side, rows.side, 3)
     images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     levels = (
-        np.asarray(cut(jnp.asarray(images), PatchLayout(PATCH), Encoding("int8"))).astype(np.int16)
+        np.asarray(cut(jnp.asarray(images), PatchGeometry(PATCH), Encoding("int8"))).astype(
+            np.int16
+        )
         + 128
     )
     patches = levels.reshape(-1, PATCH, 3 * PATCH)

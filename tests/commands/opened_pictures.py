@@ -43,8 +43,8 @@ class NoProcess(Preprocessing):
 class Larger(Preprocessing):
     """A preprocessing that announces a smaller image, but keeps the picture's size."""
 
-    def _size_for(self, picture):
-        return picture.size
+    def resized_from(self, height, width):
+        return height, width
 
 
 class NotStarted(Preprocessing):

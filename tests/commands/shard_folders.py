@@ -9,7 +9,6 @@ import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
-from goldens import checkpoint
 from PIL import Image
 
 from pallas_patch_embed.base.files import is_partial
@@ -18,6 +17,7 @@ from pallas_patch_embed.embed.ledger import State
 from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.provenance import Provenance, Settings
 from pallas_patch_embed.embed.units import Entry
+from tests.encoder.goldens import checkpoint
 
 MODEL = "hf_siglip_p14_224"
 COMMAND = [sys.executable, "-m", "pallas_patch_embed", "embed"]

@@ -15,9 +15,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-import stand_in_checks
 from jax import lax
-from repository import ROOT, environment
 
 from pallas_patch_embed.backends import triton, xla
 from pallas_patch_embed.base import ending
@@ -30,7 +28,7 @@ from pallas_patch_embed.commands.check.cases import (
     SHAPES,
     SOURCES,
     TABLES,
-    Case,
+    CheckCase,
     cases_of,
     pairwise,
 )
@@ -43,6 +41,8 @@ from pallas_patch_embed.commands.check.process import (
     Prepares,
     supervised,
 )
+from tests.commands import stand_in_checks
+from tests.repository import ROOT, environment
 
 SMALL = Problem((2, 5, 128), (64, 128), (64,), (5, 64), "int8", "bfloat16", "bfloat16")
 right = functools.partial(xla.run, out_dtype="bfloat16")
@@ -235,11 +235,11 @@ def test_the_cases_of_a_backend_are_a_pairwise_cover_of_what_it_serves(shapes, m
 
 
 def test_a_case_says_what_is_launched():
-    case = Case("cuda", FEW_SHAPES[0], "int8", "bfloat16", 3, source="cut by the kernel")
+    case = CheckCase("cuda", FEW_SHAPES[0], "int8", "bfloat16", 3, source="cut by the kernel")
     assert str(case) == (
         "cuda: B/16 224, 3 images cut by the kernel, int8 to bfloat16, positions, alone"
     )
-    assert case.problem.cut == "kernel" and case.problem.images == (3, 224, 224, 3)
+    assert case.cut == "kernel" and case.problem.images == (3, 224, 224, 3)
 
 
 # The child process, with stand-ins for its work and for the clock.
@@ -268,8 +268,9 @@ def test_a_child_that_begins_nothing_is_not_started_for_ever():
 
 
 KILLED_PARENT = """
-import os, signal, stand_in_checks
+import os, signal
 from pallas_patch_embed.commands.check.process import Launches, supervised
+from tests.commands import stand_in_checks
 
 def wait(connection, seconds, last):
     return connection.poll(None)
@@ -405,7 +406,8 @@ def test_a_missing_package_is_reported_with_what_installs_it(
     assert code == 2 and "No module named 'more'" in error
     assert error.endswith(f"pip install '{package}'.\n")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(cli.EXTRAS) <= set(project["optional-dependencies"])
+    extras = {extra for extras in cli.EXTRAS.values() for extra in extras.split(",")}
+    assert extras <= set(project["optional-dependencies"])
 
 
 def test_a_text_that_no_case_has_is_refused():

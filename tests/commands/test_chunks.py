@@ -4,14 +4,14 @@ import functools
 
 import numpy as np
 import pytest
-from goldens import FIXED, NAFLEX, checkpoint
 from PIL import Image
-from shard_folders import assert_same, by_id, run
-from short_suite import keep
 
 from pallas_patch_embed.base.dtypes import DTYPES
 from pallas_patch_embed.embed import Embedder, command
 from pallas_patch_embed.embed.embedder import BATCH_ON_CPU
+from tests.commands.shard_folders import assert_same, by_id, run
+from tests.encoder.goldens import FIXED, NAFLEX, checkpoint
+from tests.short_suite import keep
 
 CASES = [(name, dtype) for name in (FIXED[0], NAFLEX[0]) for dtype in DTYPES]
 

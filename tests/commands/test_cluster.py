@@ -13,13 +13,23 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pages
 import pyarrow
 import pyarrow.parquet
 import pytest
-from current_folder import fill, installed, ran
-from goldens import checkpoint
-from shard_folders import (
+from PIL import Image
+
+from pallas_patch_embed.embed import (
+    Decoder,
+    Embedder,
+    embedder,
+    exclusive,
+    folder,
+    place,
+    tables,
+    units,
+)
+from tests.commands.current_folder import fill, installed, ran
+from tests.commands.shard_folders import (
     COMMAND,
     MODEL,
     assert_same,
@@ -31,16 +41,9 @@ from shard_folders import (
     shards,
     write_tar,
 )
-
-from pallas_patch_embed.embed import (
-    Embedder,
-    embedder,
-    exclusive,
-    folder,
-    place,
-    tables,
-    units,
-)
+from tests.encoder.goldens import NAFLEX, checkpoint
+from tests.pages import blocks
+from tests.repository import ROOT
 
 pytestmark = pytest.mark.cluster
 WAITS = 300  # Seconds after which a wait times out.
@@ -306,6 +309,46 @@ def test_a_cluster_keeps_columns_and_knows_sources_and_changes(tmp_path, cluster
     assert result.returncode == 0 and found == wanted, result.stderr
 
 
+# The command line; a task that writes gets the embeddings of at most three of the largest pictures.
+FEW = """
+import sys
+
+from pallas_patch_embed import __main__
+from pallas_patch_embed.embed import on_ray
+
+on_ray.SHARD_BYTES = int(sys.argv.pop(1))
+sys.argv[0] = "pallas-patch-embed"
+__main__.run()
+"""
+
+
+@pytest.mark.parametrize("name, output", [(MODEL, "patches"), (NAFLEX[0], "layer:-2")])
+def test_patches_are_the_same_on_a_cluster(tmp_path, cluster, nodes, name, output):
+    photographs = tmp_path / "pictures"
+    photographs.mkdir()
+    for i in range(10):
+        picture = Image.fromarray(np.full((16 * (i % 3 + 1), 48, 3), 20 * i, np.uint8))
+        picture.save(photographs / f"{i}.png")
+    (photographs / "bad.png").write_text("no picture")
+    embed = Embedder(checkpoint(name), output=output, batch=4)
+    command = [sys.executable, "-c", FEW, 3 * embed.most_bytes, "embed"]
+    command += ["--checkpoint", checkpoint(name), photographs, "--out", tmp_path / "out"]
+    command += ["--batch", "4", "--output", output, "--ray", cluster.address]
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert result.returncode == 3, result.stderr
+    ids = [str(photographs / f"{i}.png") for i in range(10)]
+    contents = [Path(id).read_bytes() for id in ids]
+    wanted = embed(Decoder(embed.preprocessing)({"id": ids, "content": contents}))["embedding"]
+    columns = shards(tmp_path / "out")
+    assert sorted(columns["id"]) == ids
+    for id, found, shape in zip(columns["id"], columns["embedding"], columns["spatial_shape"]):
+        found = np.array(found, np.float32).reshape(*shape, -1)
+        np.testing.assert_array_equal(found, wanted[ids.index(id)])
+    for path in (tmp_path / "out" / "embeddings").iterdir():
+        assert pyarrow.parquet.read_metadata(path).num_rows <= 3
+    assert shards(tmp_path / "out", "__errors")["id"] == [str(photographs / "bad.png")]
+
+
 def test_an_address_where_nothing_answers_is_refused_at_once(tmp_path, pictures):
     pytest.importorskip("ray", reason="the extra test-cluster is missing")
     with pytest.raises(ValueError, match=r"--ray is 127\.0\.0\.1:1: nothing answers there"):
@@ -315,8 +358,8 @@ def test_an_address_where_nothing_answers_is_refused_at_once(tmp_path, pictures)
 
 def test_the_example_of_the_docs_runs(tmp_path, cluster, nodes, s3):
     """Only the numbers of GPUs and actors and the checkpoint's name are changed."""
-    page = (Path(__file__).parents[2] / "docs" / "embed.md").read_text()
-    (example,) = [block.code for block in pages.blocks(page) if "import ray" in block.code]
+    page = (ROOT / "docs/embed.md").read_text()
+    (example,) = [block.code for block in blocks(page) if "import ray" in block.code]
     assert len([line for line in example.splitlines() if line]) == 10
     for before, after in (
         ("num_gpus=1", "num_gpus=0"),

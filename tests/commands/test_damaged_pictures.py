@@ -9,9 +9,9 @@ import types
 import warnings
 import weakref
 import zlib
+from typing import Any
 
 import numpy as np
-import opened_pictures
 import pytest
 from PIL import Image, ImageFile, PngImagePlugin
 from PIL.TiffImagePlugin import IFDRational
@@ -29,6 +29,7 @@ from pallas_patch_embed.embed.pictures import (
 )
 from pallas_patch_embed.embed.preprocessing import Preprocessing
 from pallas_patch_embed.embed.units import Content, Origin, Picture
+from tests.commands import opened_pictures
 
 # A square picture keeps its size when it is turned.
 SIDE = 32
@@ -222,7 +223,7 @@ def test_colours_of_a_JPEG_stay_without_its_metadata(space):
     file = io.BytesIO()
     picture = picture.convert("CMYK") if space == "Adobe" else picture
     picture.save(file, "JPEG", quality=95, comment=b"comment")
-    removed, _ = headers.without_metadata(file.getvalue())
+    removed: Any = headers.without_metadata(file.getvalue())[0]
     assert len(removed.getvalue()) == len(file.getvalue()) - len(segment(0xFE, b"comment"))
     wanted = upright(file.getvalue())
     content = file.getvalue()

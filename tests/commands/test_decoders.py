@@ -11,11 +11,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import opened_pictures
 import pytest
-from goldens import checkpoint
 from PIL import Image
-from shard_folders import COMMAND
 
 from pallas_patch_embed.base.files import open_regular
 from pallas_patch_embed.embed import Decoder, Preprocessing, command, decoders
@@ -23,6 +20,10 @@ from pallas_patch_embed.embed.options import Options
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.pictures import PARTS, PIXEL, Budget
 from pallas_patch_embed.embed.units import Content, Picture, unreadable
+from tests.commands import opened_pictures
+from tests.commands.shard_folders import COMMAND
+from tests.encoder.goldens import checkpoint
+from tests.repository import environment
 
 FIXED, NAFLEX = "hf_siglip_p14_224", "hf_siglip2_naflex_p16"
 
@@ -218,7 +219,7 @@ def test_few_pictures_or_one_worker_start_no_process(monkeypatch, workers, pictu
 
 
 KILLED_PARENT = """
-import opened_pictures
+from tests.commands import opened_pictures
 from pallas_patch_embed.embed import decoders, pictures, preprocessing, units
 
 decoders.DECODED_HERE = 0
@@ -236,13 +237,8 @@ def shared_memory(process):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends processes with their parent")
 def test_processes_and_their_memory_end_with_a_parent_that_is_killed(tmp_path):
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
-        "TMPDIR": str(tmp_path),
-    }
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED_PARENT], stdout=subprocess.PIPE, text=True, env=environment
-    ) as parent:
+    command, env = [sys.executable, "-c", KILLED_PARENT], environment(TMPDIR=str(tmp_path))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent:
         assert parent.stdout.readline() == "waits\n"
         # The memory has no name in a file system, so it is freed when the last process ends.
         assert shared_memory(parent) == {"/memfd:images (deleted)"}

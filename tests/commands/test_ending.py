@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from goldens import checkpoint
 from PIL import Image
-from short_suite import keep
 
 import pallas_patch_embed as ppe
+from tests.encoder.goldens import checkpoint
+from tests.short_suite import keep
 
 MODEL = "hf_siglip_p14_224"
 COMMAND = [sys.executable, "-m", "pallas_patch_embed", "embed"]
@@ -486,7 +486,8 @@ def test_the_package_imports_jax_when_a_public_name_is_used():
     assert result.returncode == 0, result.stderr
     tree = ast.parse(Path(ppe.__file__).read_text())
     (typed,) = [node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING")]
-    seen_by_type_checkers = {alias.asname for line in typed.body for alias in line.names}
+    imports = [node for node in ast.walk(typed) if isinstance(node, ast.ImportFrom)]
+    seen_by_type_checkers = {alias.asname for line in imports for alias in line.names}
     assert {*result.stdout.split()} - {"__version__"} == seen_by_type_checkers
     assert not hasattr(ppe, "absent")
 

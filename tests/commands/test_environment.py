@@ -11,8 +11,6 @@ import sys
 import jax
 import numpy as np
 import pytest
-from goldens import checkpoint
-from shard_folders import MODEL, encoded, run
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.base import devices, versions
@@ -21,6 +19,8 @@ from pallas_patch_embed.commands import demo
 from pallas_patch_embed.commands.check import command as check
 from pallas_patch_embed.commands.tune import command as tune
 from pallas_patch_embed.embed import provenance
+from tests.commands.shard_folders import MODEL, encoded, run
+from tests.encoder.goldens import checkpoint
 
 NONSENSE = ("abc", "nan", "inf", "-1", "0", "1,5", "0x1", "\x1b[2J", "x" * 10**5)
 
@@ -181,7 +181,9 @@ def test_no_command_replaces_a_file_that_it_did_not_write(
     if command == "embed":
         more = [tmp_path / "a.png", "--checkpoint", checkpoint(MODEL)]
     if command == "tune":
-        monkeypatch.setattr(tune, "machine_of", lambda _: tune.Machine("cpu", {"chip": {}}))
+        monkeypatch.setattr(
+            tune, "machine_of", lambda _: tune.Machine("a stand-in", {"chip": "one"})
+        )
     code, said = command_line(command, name, path, *more)
     assert code == 2 and str(path) in said
     assert "did not write it" in said or "is not a valid file of measured configs" in said
@@ -193,7 +195,7 @@ def test_a_command_replaces_what_it_wrote(tmp_path, monkeypatch):
     check_place(tmp_path / "report.json", "", check.is_report)
     names, images = demo.photographs()
     wanted = np.ones((len(names), 196, 8), np.float32)
-    result = demo.Result("bfloat16", "xla", 0.0, 0.0, 1.0, 1, 1.0, wanted)
+    result = demo.DtypeMeasurement("bfloat16", "xla", 0.0, 0.0, 1.0, 1, 1.0, wanted)
     results = [dataclasses.replace(result, dtype=dtype) for dtype in ("float32", "bfloat16")]
     monkeypatch.setattr(demo, "_draw_errors", lambda *_: None)
     monkeypatch.setattr(demo, "_draw_neighbours", lambda *_: None)

@@ -1,4 +1,4 @@
-"""`--checkpoint` with the name of a model on the Hugging Face hub."""
+"""Checkpoints that are named as on the Hugging Face hub are downloaded."""
 
 import hashlib
 import http.server
@@ -12,10 +12,12 @@ import types
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from goldens import checkpoint
-from shard_folders import COMMAND, MODEL, assert_same, by_id, encoded, expected
 
-from pallas_patch_embed.embed import embedder
+import pallas_patch_embed as ppe
+from pallas_patch_embed.embed.embedder import Embedder
+from pallas_patch_embed.encoders.hub import find_checkpoint
+from tests.commands.shard_folders import COMMAND, MODEL, assert_same, by_id, encoded, expected
+from tests.encoder.goldens import checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -32,21 +34,22 @@ def test_a_name_that_is_no_path_is_downloaded(tmp_path, monkeypatch):
     hub = types.SimpleNamespace(snapshot_download=snapshot_download)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     monkeypatch.chdir(tmp_path)
-    assert embedder.find_checkpoint("google/siglip") == checkpoint(MODEL)
-    assert embedder.Embedder("google/siglip").width == 96
-    assert asked == [("google/siglip", ["*.json", "*.safetensors"])] * 2
+    assert find_checkpoint("google/siglip") == checkpoint(MODEL)
+    assert Embedder("google/siglip").width == 96
+    assert ppe.load_encoder("google/siglip").config.width == 96
+    assert asked == [("google/siglip", ["*.json", "*.safetensors"])] * 3
     with pytest.raises(FileNotFoundError, match=r"'google/absent' on this machine.*hub says: 404"):
-        embedder.find_checkpoint("google/absent")
+        find_checkpoint("google/absent")
     (tmp_path / "google" / "siglip").mkdir(parents=True)
     for path in ("google/siglip", "./google/absent", "/google/absent", "absent", "a/b/c"):
-        assert str(embedder.find_checkpoint(path)) == path.removeprefix("./")
-    assert len(asked) == 3
+        assert str(find_checkpoint(path)) == path.removeprefix("./")
+    assert len(asked) == 4
 
 
 def test_without_huggingface_hub_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(FileNotFoundError, match="pip install huggingface_hub"):
-        embedder.find_checkpoint("google/siglip")
+        find_checkpoint("google/siglip")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

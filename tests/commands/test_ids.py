@@ -5,9 +5,9 @@ import uuid
 import pyarrow
 import pyarrow.parquet
 import pytest
-from shard_folders import encoded
 
 from pallas_patch_embed.embed import parquet, units
+from tests.commands.shard_folders import encoded
 
 UUIDS = [uuid.UUID(int=i << 100 | 7) for i in range(3)]
 TEXTS = ["a", "b/c", "\u00e9"]

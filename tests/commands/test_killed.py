@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from goldens import checkpoint
-from shard_folders import COMMAND, MODEL, assert_same, by_id, encoded, expected
+
+from tests.commands.shard_folders import COMMAND, MODEL, assert_same, by_id, encoded, expected
+from tests.encoder.goldens import checkpoint
 
 PICTURES, KILLS = 1500, 10
 

@@ -10,14 +10,14 @@ import time
 import tracemalloc
 
 import pytest
-from goldens import checkpoint
 from hypothesis import given, strategies
-from shard_folders import COMMAND, MODEL, by_id, encoded, run, shards
 
 from pallas_patch_embed.backends import stored, tiles
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.base.messages import MOST, printable, quoted
 from pallas_patch_embed.embed import braces, parquet, sources, units
+from tests.commands.shard_folders import COMMAND, MODEL, by_id, encoded, run, shards
+from tests.encoder.goldens import checkpoint
 
 # From the documentation of braceexpand and from bash.
 BRACES = {
@@ -155,7 +155,9 @@ def test_pictures_of_a_tar_that_bzip2_or_xz_compressed_are_read(tmp_path, mode):
             member = tarfile.TarInfo(f"{i}.png")
             member.size = len(encoded(i))
             tar.addfile(member, io.BytesIO(encoded(i)))
-    found = {picture.id: picture.open().read() for picture in units.Tar(str(path)).pictures()}
+    found = {
+        picture.id: picture.open(float("inf")).read() for picture in units.Tar(str(path)).pictures()
+    }
     assert found == {str(i): encoded(i) for i in range(3)}
 
 

@@ -1,5 +1,6 @@
 """What pictures may take in memory: the budget, the limits, and the peak for each source."""
 
+import dataclasses
 import functools
 import gzip
 import http.server
@@ -19,8 +20,21 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFile
-from goldens import checkpoint
-from shard_folders import (
+from PIL import Image
+
+from pallas_patch_embed.base.center_crop import CenterCrop
+from pallas_patch_embed.embed import (
+    Preprocessing,
+    decoders,
+    on_ray,
+    parquet,
+    parquet_pages,
+    units,
+)
+from pallas_patch_embed.embed.changes import Changes
+from pallas_patch_embed.embed.pictures import PARTS, PIXEL, Budget, LargerError, LimitError
+from pallas_patch_embed.embed.units import Content, Picture
+from tests.commands.shard_folders import (
     COMMAND,
     MODEL,
     assert_same,
@@ -31,18 +45,7 @@ from shard_folders import (
     shards,
     write_tar,
 )
-
-from pallas_patch_embed.embed import (
-    Preprocessing,
-    decoders,
-    on_ray,
-    parquet,
-    parquet_pages,
-    units,
-)
-from pallas_patch_embed.embed.changes import Changes
-from pallas_patch_embed.embed.pictures import PARTS, PIXEL, Budget, LargerError
-from pallas_patch_embed.embed.units import Content, Picture
+from tests.encoder.goldens import checkpoint
 
 pytestmark = pytest.mark.usefixtures("time_limit")
 
@@ -122,7 +125,7 @@ def test_an_error_while_a_stream_waits_for_memory_ends_the_run(monkeypatch):
     """The threads that fail free the memory, and the reader gets their error."""
 
     class Broken(Preprocessing):
-        def decode(self, open_, reserved):
+        def decode(self, *arguments, **options):
             raise KeyboardInterrupt
 
     contents = [bytes(1000)] * 50
@@ -132,17 +135,54 @@ def test_an_error_while_a_stream_waits_for_memory_ends_the_run(monkeypatch):
 
 
 def test_a_picture_says_how_much_memory_it_needs():
-    """First for its encoded form, which some formats read as a whole, and then for its pixels."""
+    """First for its encoded form, which some formats read as a whole, and then for its pixels.
+
+    Pillow resizes its rows from 8 to 9 pixels and then its columns from 6 to 9.
+    """
     content = encoded(0)
+    decoding = len(content) + PIXEL * 8 * 6
+    resizing = len(content) + PIXEL // 2 * (8 * 6 + 9 * 6 + 9 * 9)
     for reserved, needed in (
         (0, len(content)),
         (len(content) - 1, len(content)),
-        (len(content), len(content) + PIXEL * 8 * 6),
+        (len(content), decoding),
+        (decoding, resizing),
+        (resizing - 1, resizing),
     ):
         with pytest.raises(LargerError) as error:
             SMALL.image(Content(content), reserved)
         assert error.value.needed == needed
     assert SMALL.image(Content(content), needed).shape == (9, 9, 3)
+
+
+SHORTEST = dataclasses.replace(SMALL, crop=CenterCrop("shortest", (10, 10)), max_pixels=10**5)
+
+
+@pytest.mark.parametrize(
+    "how, width, height, largest",
+    [
+        (SHORTEST, 1000, 1, 10**5),  # 10000 x 10 pixels
+        (SHORTEST, 1, 1000, 10**5),
+        (dataclasses.replace(SMALL, max_pixels=9 * 5000), 1, 5000, 9 * 5000),  # 9 x 5000 pixels
+    ],
+)
+def test_a_picture_with_a_short_side_is_refused_if_it_becomes_too_large(
+    how, width, height, largest
+):
+    """The limit holds for what Pillow makes in between, too, and the image is not computed."""
+    sizes = ((width, height), (width + width // 100, height + height // 100))
+    images = [np.full((h, w, 3), 7, np.uint8) for w, h in sizes]
+    fits, too_large = (Content(as_png(image)) for image in images)
+    assert how.max_pixels == largest
+    np.testing.assert_array_equal(how.image(fits), np.full((9, 9, 3), 7))
+    with pytest.raises(LimitError, match=f"while it is resized, more than --max-pixels {largest}"):
+        how.image(too_large)
+
+
+def as_png(image):
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    return file.getvalue()
 
 
 def test_a_member_of_a_tar_is_read_only_into_reserved_memory(tmp_path):
@@ -390,7 +430,7 @@ def test_the_largest_page_is_found(tmp_path, version, compression):
         size = sum(map(len, images[100 * i : 100 * i + 100]))
         assert size < largest <= size + 1000
     assert [image for image in images] == [
-        p.open().read() for p in parquet.Parquet(str(path), "image").pictures()
+        p.open(float("inf")).read() for p in parquet.Parquet(str(path), "image").pictures()
     ]
 
 
@@ -408,7 +448,7 @@ def test_a_dictionary_value_of_many_rows_is_in_memory_for_few_of_them(tmp_path, 
     content = encoded(3).ljust(10**5)
     pyarrow.parquet.write_table(pyarrow.table({"image": [content] * 64}), path)
     assert path.stat().st_size < 2 * 10**5
-    found = [picture.open().read() for picture in parquet.Parquet(str(path)).pictures()]
+    found = [picture.open(float("inf")).read() for picture in parquet.Parquet(str(path)).pictures()]
     assert found == [content] * 64
     assert 10**5 < max(batches) <= 4 * 10**5
 
@@ -431,7 +471,7 @@ def test_a_row_group_is_read_a_few_pages_at_a_time(tmp_path, monkeypatch, place)
     monkeypatch.setattr(MemoryFile, "read", recording)
     before, most = pyarrow.total_allocated_bytes(), 0
     for i, picture in enumerate(parquet.Parquet(url).pictures()):
-        assert picture.open().read() == contents[i]
+        assert picture.open(float("inf")).read() == contents[i]
         most = max(most, pyarrow.total_allocated_bytes() - before)
     assert i == number - 1 and most < number * size * 3 / 4
     assert all(0 <= size <= 2**21 for size in reads)
@@ -444,10 +484,10 @@ def test_a_page_that_expands_is_an_error(tmp_path, monkeypatch):
     path = tmp_path / "t.parquet"
     table = pyarrow.table({"image": [encoded(0), encoded(1), bytes(2**24), encoded(2)]})
     pyarrow.parquet.write_table(table, path, compression="zstd", row_group_size=1)
-    found = {}
+    found: dict[str, bytes | str] = {}
     for picture in parquet.Parquet(str(path), most=2**20).pictures():
         try:
-            found[picture.id.removeprefix(str(path))] = picture.open().read()
+            found[picture.id.removeprefix(str(path))] = picture.open(float("inf")).read()
         except OSError as error:
             found["error"] = str(error)
     assert found == {
@@ -469,7 +509,7 @@ def test_a_billion_rows_in_a_small_table_are_an_error(tmp_path, monkeypatch, con
     *first, last = parquet.Parquet(str(path)).pictures()
     assert 1000 < len(first) < 1000 + path.stat().st_size + 2 * parquet.ROWS
     with pytest.raises(OSError, match="it has more than 1 rows in each byte"):
-        last.open()
+        last.open(float("inf"))
 
 
 def test_whatever_byte_of_a_parquet_file_is_changed_reading_ends(tmp_path):
@@ -495,7 +535,7 @@ def test_a_parquet_file_of_any_length_is_an_error(tmp_path):
         path.write_bytes(whole[:length])
         (picture,) = parquet.Parquet(str(path)).pictures()
         with pytest.raises(OSError, match="cannot be read beyond row 0: its metadata are damaged"):
-            picture.open()
+            picture.open(float("inf"))
 
 
 @pytest.mark.parametrize(

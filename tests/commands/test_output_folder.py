@@ -6,13 +6,13 @@ import socket
 import stat
 import uuid
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from shard_folders import by_id, is_done, opened, shards
 
 from pallas_patch_embed.base import files
 from pallas_patch_embed.base.files import new_partial
@@ -20,6 +20,7 @@ from pallas_patch_embed.embed import exclusive, folder, place
 from pallas_patch_embed.embed.output import UnfinishedError
 from pallas_patch_embed.embed.tables import embeddings_table, errors_table
 from pallas_patch_embed.embed.units import Entry
+from tests.commands.shard_folders import by_id, is_done, opened, shards
 
 WIDTH = 4
 
@@ -242,7 +243,7 @@ DEEP = 100_000
 
 def manifests():
     """Yields contents of a manifest that are not those of a run with SETTINGS."""
-    good = {
+    good: dict[str, Any] = {
         "format": folder.FORMAT,
         "settings": {
             "checkpoint_sha256": "",

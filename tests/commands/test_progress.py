@@ -5,14 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
-from goldens import checkpoint
-from shard_folders import COMMAND, MODEL, encoded
-from short_suite import keep
 
 from pallas_patch_embed.embed import progress
 from pallas_patch_embed.embed.progress import Progress
+from tests.commands.shard_folders import COMMAND, MODEL, encoded
+from tests.encoder.goldens import checkpoint
+from tests.short_suite import keep
 
 
 @pytest.fixture
@@ -69,7 +70,8 @@ def test_a_terminal_shows_a_bar_with_rate_errors_and_time_left(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("COLUMNS", "120")
     with Progress() as shown:
-        shown._bar.mininterval = shown._bar.miniters = 0
+        bar: Any = shown._bar
+        bar.mininterval = bar.miniters = 0
         shown.total = 40
         for _ in range(10):
             shown.embedded(2)

@@ -14,8 +14,14 @@ import pyarrow
 import pyarrow.dataset
 import pyarrow.parquet
 import pytest
-from goldens import checkpoint
-from shard_folders import (
+
+from pallas_patch_embed.commands import cli
+from pallas_patch_embed.embed import command, folder, ledger, provenance, sources
+from pallas_patch_embed.embed.options import Options
+from pallas_patch_embed.embed.provenance import CheckpointHash
+from pallas_patch_embed.embed.tables import ABOUT
+from pallas_patch_embed.embed.units import Entry, Origin, remote_origin
+from tests.commands.shard_folders import (
     MODEL,
     assert_same,
     by_id,
@@ -26,13 +32,7 @@ from shard_folders import (
     shards,
     write_tar,
 )
-
-from pallas_patch_embed.commands import cli
-from pallas_patch_embed.embed import command, folder, ledger, provenance, sources
-from pallas_patch_embed.embed.options import Options
-from pallas_patch_embed.embed.provenance import CheckpointHash
-from pallas_patch_embed.embed.tables import ABOUT
-from pallas_patch_embed.embed.units import Entry, Origin, remote_origin
+from tests.encoder.goldens import checkpoint
 
 
 @pytest.fixture
@@ -617,6 +617,23 @@ def test_a_tokenizer_beside_the_checkpoint_changes_nothing(few, tmp_path, model)
     before = CheckpointHash(model).sha256
     (model / "preprocessor_config.json").write_text("{}")
     assert CheckpointHash(model).sha256 != before
+
+
+def test_the_config_beside_a_checkpoint_that_is_a_file_counts(few, tmp_path, model):
+    """The hash of earlier versions, which was that of the file alone, is still recognised."""
+    file, out = model / "model.safetensors", tmp_path / "out"
+    assert run_with(file, [few], out) == 0
+    manifest = json.loads((out / "_manifest.json").read_text())
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    earlier = hashlib.sha256(f"{file.name} {digest}\n".encode()).hexdigest()
+    manifest["settings"]["checkpoint_sha256"] = earlier
+    (model / "tokenizer.json").write_text("{}")
+    assert run_with(file, [few], out) == 0
+    (model / "preprocessor_config.json").write_text('{"image_mean": 0.25}')
+    with pytest.raises(ValueError, match="checkpoint_sha256 was"):
+        run_with(file, [few], out)
+    (out / "_manifest.json").write_text(json.dumps(manifest))
+    assert run_with(file, [few], out) == 0
 
 
 def test_embeddings_of_another_arithmetic_are_not_mixed(few, tmp_path, monkeypatch):

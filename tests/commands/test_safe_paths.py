@@ -4,11 +4,11 @@ import os
 import sys
 
 import pytest
-from current_folder import fill, installed, ran
-from goldens import checkpoint
-from shard_folders import MODEL, encoded
 
 from pallas_patch_embed.backends import cuda
+from tests.commands.current_folder import fill, installed, ran
+from tests.commands.shard_folders import MODEL, encoded
+from tests.encoder.goldens import checkpoint
 
 
 @pytest.fixture
@@ -64,10 +64,8 @@ def test_check_and_tune_import_nothing_from_the_current_folder(here):
     done, imported = ran(here, command, "check", "--backend", "xla", "--only", "no such case")
     assert done.returncode == 2 and "--only is 'no such case'" in done.stderr, done.stderr
     assert imported == []
-    options = ["--backends", "mosaic_sm100", "--shapes", "B/32 256", "--dtypes", "bfloat16"]
-    options += ["--images", "1", "--sources", "images"]
-    done, imported = ran(here, command, "tune", "--out", "tuned.json", *options)
-    assert done.returncode == 0, done.stderr
+    done, imported = ran(here, command, "tune", "--out", "tuned.json")
+    assert done.returncode == 2 and "expected an NVIDIA GPU" in done.stderr, done.stderr
     assert imported == []
 
 
@@ -91,7 +89,7 @@ KINDS = ("subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn
 sys.addaudithook(lambda event, _: started.append(event) if event in (*KINDS, "os.system") else None)
 import numpy as np
 import pallas_patch_embed as ppe
-from pallas_patch_embed.backends import BACKENDS, cuda, plan_with
+from pallas_patch_embed.backends import BACKENDS, cuda, ranked
 from pallas_patch_embed.base.chips import B200, H200, Target
 from pallas_patch_embed.base.problem import Problem
 
@@ -106,7 +104,7 @@ problem = Problem(
 )
 for chip in (H200, B200):
     for name in BACKENDS:
-        plan_with(name, problem, Target("cuda", chip))
+        ranked(problem, Target("cuda", chip), backend=name)
 for name in ("cuda", "mosaic_sm90"):
     try:
         ppe.embed_images(images, params, backend=name)

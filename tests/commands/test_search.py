@@ -13,8 +13,9 @@ import sys
 import numpy as np
 import pyarrow.parquet
 import pytest
-from pages import blocks
-from repository import DATA, ROOT, environment
+
+from tests.pages import blocks
+from tests.repository import DATA, ROOT, environment
 
 PAGE = (ROOT / "docs" / "search.md").read_text()
 PACKAGES = ["duckdb", "faiss", "lancedb"]

@@ -7,9 +7,9 @@ import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
-from shard_folders import encoded, write_tar
 
 from pallas_patch_embed.embed import parquet, sources, units
+from tests.commands.shard_folders import encoded, write_tar
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -20,20 +20,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from goldens import checkpoint
-from shard_folders import (
-    COMMAND,
-    MODEL,
-    assert_same,
-    by_id,
-    encoded,
-    expected,
-    is_done,
-    opened,
-    run,
-    shards,
-    write_tar,
-)
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.base import ending
@@ -54,6 +40,20 @@ from pallas_patch_embed.embed import (
 )
 from pallas_patch_embed.embed.ids import Ids
 from pallas_patch_embed.embed.units import Entry
+from tests.commands.shard_folders import (
+    COMMAND,
+    MODEL,
+    assert_same,
+    by_id,
+    encoded,
+    expected,
+    is_done,
+    opened,
+    run,
+    shards,
+    write_tar,
+)
+from tests.encoder.goldens import checkpoint
 
 
 @pytest.fixture
@@ -97,9 +97,9 @@ def test_a_run_goes_on_with_what_is_not_in_shards(tmp_path, pictures, monkeypatc
     (out / "embeddings" / "000001.parquet").unlink()
     computed = []
 
-    def counting(self, images):
+    def counting(self, images, whole):
         computed.append(len(images))
-        return embed(self, images)
+        return embed(self, images, whole)
 
     monkeypatch.setattr(embedder.Embedder, "start", counting)
     assert run([pictures], out) == 1  # The bad picture is in a shard of errors.
@@ -314,6 +314,9 @@ def test_an_npz_has_the_failures_and_the_settings(tmp_path, pictures):
         "image_column": None,
         "keep": [],
         "arithmetic": provenance.ARITHMETIC["int8"],
+        "output": "pooled",
+        "tower": "vision",
+        "text_column": None,
     }
 
 
@@ -504,7 +507,7 @@ def test_no_picture_gets_the_id_of_another_one_if_its_tar_is_replaced(tmp_path):
     (picture,) = units.Tar(str(path)).pictures()
     other.replace(path)
     with pytest.raises(OSError, match="its tar was changed while it was read"):
-        picture.open()
+        picture.open(float("inf"))
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
@@ -517,7 +520,7 @@ def test_a_picture_that_is_a_link_in_a_tar_is_an_error(tmp_path, name):
     errors = {}
     for picture in units.Tar(str(tmp_path / name)).pictures():
         with pytest.raises(OSError) as error:
-            picture.open()
+            picture.open(float("inf"))
         errors[picture.id] = str(error.value)
     assert errors == dict.fromkeys(("0", "1"), "it is a link to 3.png in a tar")
 
@@ -553,7 +556,7 @@ def test_the_name_of_a_parquet_file_need_not_be_UTF_8(tmp_path):
         pyarrow.parquet.write_table(pyarrow.table({"image": [b"content"]}), file)
     (picture,) = parquet.Parquet(name).pictures()
     assert picture.id == f"{tmp_path}/\\xff.parquet#0"
-    assert picture.open().read() == b"content"
+    assert picture.open(float("inf")).read() == b"content"
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["bytes", "Hugging Face's struct"])

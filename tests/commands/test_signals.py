@@ -8,9 +8,10 @@ import sys
 import time
 
 import pytest
-from goldens import checkpoint
-from shard_folders import MODEL, assert_same, by_id, encoded, expected, run, shards
-from short_suite import keep
+
+from tests.commands.shard_folders import MODEL, assert_same, by_id, encoded, expected, run, shards
+from tests.encoder.goldens import checkpoint
+from tests.short_suite import keep
 
 PICTURES, BATCH = 16, 2
 
@@ -39,12 +40,12 @@ def held(how):
 starts = 0
 
 
-def start(self, images, start=embedder.Embedder.start):
+def start(self, images, whole, start=embedder.Embedder.start):
     global starts
     starts += 1
     if starts == 6:
         held("compile")
-    finish = start(self, images)
+    finish = start(self, images, whole)
 
     def finished(number=starts):
         if number == 4:

@@ -15,32 +15,44 @@ import sys
 import threading
 import types
 from pathlib import Path
+from typing import Any
 
-import interrupted
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tune_answers
-from bounds import assert_bit_equal, draw_images, draw_params
-from clock import Clock
-from interpreter import problem_of
-from repository import ROOT
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.backends import BACKENDS, choose, cuda, explain, stored, tiles, triton, xla
+from pallas_patch_embed.backends import (
+    BACKENDS,
+    choose,
+    cuda,
+    explain,
+    ranked,
+    stored,
+    tiles,
+    triton,
+    xla,
+)
 from pallas_patch_embed.backends.cuda_tuning import Tuning
+from pallas_patch_embed.backends.mosaic import SM90
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
-from pallas_patch_embed.backends.plan import Plan, Refusal
-from pallas_patch_embed.backends.stored import Result
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.backends.stored import SearchResult
 from pallas_patch_embed.base.child import Child, ChildEndedError
 from pallas_patch_embed.base.chips import A100, B200, H200, Target, chip_of
 from pallas_patch_embed.base.problem import NAMED_SHAPES, NamedShape, Problem, named_shape
 from pallas_patch_embed.commands.check.compare import wrong_elements
 from pallas_patch_embed.commands.tune import command, search, timing
-from pallas_patch_embed.commands.tune.search import Failure, Machine, Task
+from pallas_patch_embed.commands.tune.search import Failure, Machine, Refusal, Task
 from pallas_patch_embed.commands.tune.timing import Contender, Timing
-from pallas_patch_embed.patch_embedding.patches import Encoding, rows
+from pallas_patch_embed.patch_embedding.patches import Encoding, cut_into_rows
+from tests.clock import Clock
+from tests.commands import interrupted, tune_answers
+from tests.kernels.interpreter import problem_of
+from tests.operator.bounds import assert_bit_equal, draw_images, draw_params
+from tests.repository import environment
 
 HOPPER = Target("cuda", H200)
 # A problem for which mosaic_sm90 is the default on Hopper.
@@ -147,7 +159,7 @@ def test_a_tuning_that_is_none_is_refused(monkeypatch, tuning):
     ids=str,
 )
 def test_an_impossible_tuning_is_refused_before_it_is_compiled(change, message):
-    library = Tuning.of_library("bf16", 256)
+    library = Tuning.of_library("bf16", 256, 4)
     library.check("bf16", 256, True)
     with pytest.raises(NotImplementedError, match=message):
         dataclasses.replace(library, **change).check("bf16", 256, True)
@@ -163,7 +175,7 @@ def head(chip=H200, **changes):
 def result(config, problem=ON_PALLAS, backend="mosaic_sm90"):
     fields = config and dataclasses.asdict(config)
     described = stored.describe_problem(problem)
-    return Result(backend, described, fields, "2026-11-25", {"a config": {}}, {})
+    return SearchResult(backend, described, fields, "2026-11-25", {"a config": {}}, {})
 
 
 OTHER = HopperConfig(tile_n=64, slots=9)
@@ -183,11 +195,13 @@ def write(tmp_path):
 
 
 def config_line(explanation, backend="mosaic_sm90"):
-    return dict(zip(BACKENDS, explanation.configs))[backend]
+    """Returns a backend's config and its origin, without the time."""
+    (line,) = (c for row, c in zip(explanation, explanation.configs) if row.backend == backend)
+    return line.rsplit(", ", 1)[0]
 
 
 def test_without_a_file_the_config_is_the_heuristics():
-    chosen = BACKENDS["mosaic_sm90"].choose_config(ON_PALLAS, H200)
+    chosen = SM90.choose_config(ON_PALLAS, H200)
     assert config_line(explain(ON_PALLAS, HOPPER)) == f"{chosen}, from the heuristic"
     assert choose(ON_PALLAS, HOPPER, "mosaic_sm90").origin == "from the heuristic"
     # XLA has no config, so there is no origin.
@@ -204,16 +218,16 @@ def test_a_measured_config_is_taken_before_the_heuristics(write, monkeypatch, ho
     explanation = explain(ON_PALLAS, HOPPER, tuned)
     line = f"{OTHER}, tuned on 2026-11-25 ({os.path.basename(path)})"
     assert config_line(explanation) == line and line in str(explanation)
-    plan = choose(ON_PALLAS, HOPPER, None, tuned)
+    plan = choose(ON_PALLAS, HOPPER, "mosaic_sm90", tuned)
     assert (plan.config, plan.origin) == (
         str(OTHER),
         "tuned on 2026-11-25 (tuned.json)".replace("tuned.json", os.path.basename(path)),
     )
     # The measured config holds only for this problem, with any leading axes.
     flat = dataclasses.replace(ON_PALLAS, patches=(8, 8, *ON_PALLAS.patches[1:]))
-    assert choose(flat, HOPPER, None, tuned).config == str(OTHER)
+    assert choose(flat, HOPPER, "mosaic_sm90", tuned).config == str(OTHER)
     more = problem_of(named_shape("L/16 256"), "int8", 65)
-    assert choose(more, HOPPER, None, tuned).origin == "from the heuristic"
+    assert choose(more, HOPPER, "mosaic_sm90", tuned).origin == "from the heuristic"
     # A program that is lowered without a known chip may run on a different one.
     assert choose(
         ON_PALLAS, dataclasses.replace(HOPPER, known=False), "mosaic_sm90", tuned
@@ -223,10 +237,10 @@ def test_a_measured_config_is_taken_before_the_heuristics(write, monkeypatch, ho
 def test_the_users_file_is_asked_before_the_packages(write):
     write(result(OTHER), name="stored/nvidia_h200.json")
     mine = write(result(None))
-    plan = choose(ON_PALLAS, HOPPER, None, mine)
+    plan = choose(ON_PALLAS, HOPPER, "mosaic_sm90", mine)
     assert plan.config == BACKENDS["mosaic_sm90"].plan(ON_PALLAS, HOPPER).config
     assert plan.origin == "from the heuristic, tuned on 2026-11-25 (tuned.json)"
-    assert choose(ON_PALLAS, HOPPER, None, write(name="empty.json")).config == str(OTHER)
+    assert choose(ON_PALLAS, HOPPER, "mosaic_sm90", write(name="empty.json")).config == str(OTHER)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +293,7 @@ def test_a_damaged_file_is_refused_with_what_was_found(write, damage):
     Path(path).write_text(damage(Path(path).read_text()))
     message = "is not a valid file of measured configs: .+ Remove it, restore it"
     with pytest.raises(ValueError, match=message) as error:
-        choose(ON_PALLAS, HOPPER, None, path)
+        choose(ON_PALLAS, HOPPER, "mosaic_sm90", path)
     assert str(error.value).startswith(path)
     with pytest.raises(ValueError, match=message):
         explain(ON_PALLAS, HOPPER, path)
@@ -302,16 +316,34 @@ def test_a_missing_file_is_refused(monkeypatch, tmp_path):
 
 def test_results_of_images_are_those_of_a_kernel_that_cuts_them(write):
     of_images = command.problem_of(named_shape("L/16 256"), 64, "int8", "images")
-    given = dataclasses.replace(of_images, cut=None)
     *_, last = triton.candidates(of_images, HOPPER)
-    images = write(result(last, of_images, "triton"), result(OTHER, given), name="images.json")
-    patches = write(result(last, of_images.of_patches, "triton"), result(OTHER, ON_PALLAS))
-    for problem in (of_images, given):
-        assert config_line(explain(problem, HOPPER, images), "triton").startswith(f"{last}, tuned")
-        assert config_line(explain(problem, HOPPER, patches), "triton").endswith("the heuristic")
-    # This kernel takes patches.
-    assert config_line(explain(given, HOPPER, patches)).startswith(f"{OTHER}, tuned")
-    assert config_line(explain(given, HOPPER, images)).endswith("the heuristic")
+    images = write(result(last, of_images, "triton"), name="images.json")
+    patches = write(result(last, of_images.of_patches, "triton"), name="patches.json")
+
+    def configs(tuned):
+        options = ranked(of_images, HOPPER, backend="triton", tuned=tuned).options
+        return {x.cuts_images: (x.config == str(last), x.origin) for x in options}
+
+    tuned = "tuned on 2026-11-25"
+    assert configs(images)[True] == (True, f"{tuned} (images.json)")
+    assert configs(images)[False][1] == "from the heuristic"
+    assert configs(patches)[False] == (True, f"{tuned} (patches.json)")
+    assert configs(patches)[True][1] == "from the heuristic"
+
+
+def test_backends_are_ranked_by_the_times_in_a_users_file(write):
+    """Without times in a file, mosaic_sm90 is predicted to be faster."""
+    timed = dict(milliseconds=1e-3, low=1e-3, high=1e-3, calls=1, clock=None, power=None)
+    heuristic = choose(ON_PALLAS, HOPPER, "triton").config
+    fast = dataclasses.replace(result(None, backend="triton"), times={heuristic: {"burst": timed}})
+    before, after = (choose(ON_PALLAS, HOPPER, None, x) for x in (None, write(fast)))
+    assert before.backend == "mosaic_sm90" and not before.measured
+    assert (after.backend, after.microseconds, after.measured) == ("triton", 1.0, True)
+    assert "1 us measured" in str(explain(ON_PALLAS, HOPPER, write(fast)))
+    for time in (0, -5, 10**400, float("nan"), True, "0.002", None):
+        wrong = dataclasses.replace(fast, times={heuristic: {"burst": {"milliseconds": time}}})
+        with pytest.raises(ValueError, match=r"milliseconds of a burst are .* positive number"):
+            choose(ON_PALLAS, HOPPER, None, write(wrong))
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
@@ -334,29 +366,29 @@ def test_the_configs_in_the_packages_files_serve(monkeypatch, path):
 
 def test_a_file_that_was_written_again_is_read_again(write):
     path = write(result(OTHER))
-    assert choose(ON_PALLAS, HOPPER, None, path).config == str(OTHER)
+    assert choose(ON_PALLAS, HOPPER, "mosaic_sm90", path).config == str(OTHER)
     newer = HopperConfig(tile_n=64, slots=10)
     os.utime(write(result(newer)), ns=(0, 0))
-    assert choose(ON_PALLAS, HOPPER, None, path).config == str(newer)
+    assert choose(ON_PALLAS, HOPPER, "mosaic_sm90", path).config == str(newer)
 
 
 def test_a_problem_of_which_nothing_was_timed_is_not_tuned(write):
     nothing = dataclasses.replace(result(None), times={}, refused={"a config": "it hung"})
-    assert choose(ON_PALLAS, HOPPER, None, write(nothing)).origin == "from the heuristic"
+    assert choose(ON_PALLAS, HOPPER, "mosaic_sm90", write(nothing)).origin == "from the heuristic"
 
 
 @pytest.mark.parametrize("tile_n", [-64, 0])
 def test_a_slice_without_columns_gives_way_to_the_heuristics(write, tile_n):
     path = write(result(HopperConfig(tile_n=tile_n, slots=9)))
-    plan = choose(ON_PALLAS, HOPPER, None, path)
-    assert plan.config == choose(ON_PALLAS, HOPPER, None).config
+    plan = choose(ON_PALLAS, HOPPER, "mosaic_sm90", path)
+    assert plan.config == choose(ON_PALLAS, HOPPER, "mosaic_sm90").config
     assert f"is refused: tile_n is {tile_n}, expected a multiple of 64" in plan.origin
 
 
 def test_a_measured_config_that_cannot_serve_gives_way_to_the_heuristics(write):
     path = write(result(HopperConfig(tile_n=256, slots=16)))
-    plan = choose(ON_PALLAS, HOPPER, None, path)
-    assert plan.config == choose(ON_PALLAS, HOPPER, None).config
+    plan = choose(ON_PALLAS, HOPPER, "mosaic_sm90", path)
+    assert plan.config == choose(ON_PALLAS, HOPPER, "mosaic_sm90").config
     assert plan.origin.startswith(f"from the heuristic, because the config of {path} is refused: ")
     assert "bytes of shared memory" in plan.origin
 
@@ -369,7 +401,7 @@ def test_a_lowering_checks_nothing_but_the_measured_config(write, monkeypatch):
         known(self, problem, chip)
 
     monkeypatch.setattr(HopperConfig, "check", check)
-    choose(ON_PALLAS, HOPPER, None, path)
+    choose(ON_PALLAS, HOPPER, "mosaic_sm90", path)
     assert counts == {OTHER: 1}
 
 
@@ -459,17 +491,17 @@ def device(monkeypatch):
             if config.fault == "does not compile":
                 raise RuntimeError("the compiler says no\nand more")
             if problem.images is not None:
-                source = rows(source, problem.layout, Encoding(problem.dtype))
+                source = cut_into_rows(source, problem.geometry, Encoding(problem.dtype))
             y = xla.run(source, *operands, out_dtype=problem.out_dtype)
             return y.at[0, 3, 5].multiply(-2) if config.fault == "wrong" else y
 
-        return Plan(run, str(config), takes_images=problem.images is not None)
+        return Plan(run, str(config))
 
     class Timed(Contender):
         """A contender whose call takes the time of its config."""
 
         def __call__(self):
-            config = self.function
+            config: Any = self.function
             device.turns.append(config.seconds)
             device.clock.sleep(config.seconds)
             return jnp.zeros(())
@@ -522,14 +554,14 @@ def test_contenders_take_turns(device):
     found(device, *configs)
     turns = device.turns
     # Each contender runs once when it is checked, and once before the first turn.
-    burst = search.GPU["burst"]
+    burst = search.BURST
     one_round = [c.seconds for c in configs for _ in range(burst["calls"])]
     begin = 2 * len(configs)
     assert turns[begin : begin + burst["rounds"] * len(one_round)] == one_round * burst["rounds"]
     # The config that is slower in bursts is not timed sustained.
     sustained = turns[begin + burst["rounds"] * len(one_round) + 2 :]
     changes = [a for a, b in zip(sustained, [*sustained[1:], None]) if a != b]
-    assert changes == [0.03, 0.02] * search.GPU["sustained"]["rounds"]
+    assert changes == [0.03, 0.02] * search.SUSTAINED["rounds"]
 
 
 def test_if_no_config_can_be_kept_none_is_timed_sustained(device):
@@ -613,17 +645,24 @@ def test_a_backend_without_configs_is_left_out():
 @pytest.mark.slow("the Pallas interpreter runs a kernel")
 def test_a_search_without_stand_ins_runs_in_an_interpreter(monkeypatch, tmp_path):
     """Only the heuristic's config of the Hopper kernel is tried, because a config takes long."""
-    hopper = dataclasses.replace(BACKENDS["mosaic_sm90"], list_configs=lambda *_: [])
-    monkeypatch.setitem(BACKENDS, "mosaic_sm90", hopper)
-    name, in_turns, last = search.search(Task("mosaic_sm90", SMALL), Target("cpu"), {})
+    hopper = dataclasses.replace(SM90, list_configs=lambda *_: [])
+    how = plgpu.InterpretGPUParams()
+    interpreted = types.SimpleNamespace(
+        candidates=hopper.candidates, plan=functools.partial(hopper.plan, interpret=how)
+    )
+    monkeypatch.setitem(BACKENDS, "mosaic_sm90", interpreted)
+    monkeypatch.setattr(search, "RUNS", 1)
+    for effort in ("BURST", "SUSTAINED"):
+        monkeypatch.setitem(getattr(search, effort), "rounds", 1)
+        monkeypatch.setitem(getattr(search, effort), "calls", 1)
+    target = Target("cuda", dataclasses.replace(H200, multiprocessors=8, l2=1))
+    name, in_turns, last = search.search(Task("mosaic_sm90", SMALL), target, {})
     assert name == str(hopper.choose_config(SMALL, H200)) and in_turns == search.IN_TURNS
     assert not last.refused and list(last.times) == [name]
     assert last.times[name].keys() == {"burst"}
     path = tmp_path / "out.json"
-    stored.write(path, head(chip=None), [last])
+    stored.write(path, head(), [last])
     assert stored.read(path).results == {last.key: last}
-    # The file was not measured on a GPU.
-    assert stored.read(path).mismatch(H200)
 
 
 # The child process and its supervision.
@@ -671,7 +710,8 @@ def test_each_task_gets_its_own_answer():
 
 def test_one_that_hangs_or_crashes_is_ended_and_the_search_goes_on():
     with child_of(tune_answers.hangs_or_crashes) as child:
-        assert command.search_one("task", child) == (
+        found: Any = command.search_one("task", child)
+        assert found == (
             "task",
             {
                 "hangs": "it took more than 60 s and was ended",
@@ -711,7 +751,7 @@ def test_a_candidate_that_ends_the_child_is_refused_and_the_task_tried_again():
 @pytest.mark.parametrize("step", [search.BEGINNING, search.IN_TURNS])
 def test_a_child_that_ends_outside_of_a_candidate_searches_once_more(device, step):
     def ask(task, refused):
-        for message in [search.BEGINNING, *search.search(task, Target("cpu"), refused)]:
+        for message in [search.BEGINNING, *search.search(task, HOPPER, refused)]:
             yield message
             if message == step and not refused:
                 raise ChildEndedError("crashed", "ended its process, by SIGKILL")
@@ -833,7 +873,8 @@ def test_only_one_process_at_a_time_uses_the_GPU(tmp_path):
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_child_says_when_it_waits_for_its_turn(device, tmp_path, jobs):
+def test_a_child_says_when_it_waits_for_its_turn(device, monkeypatch, tmp_path, jobs):
+    monkeypatch.setattr(search.Target, "of", lambda _: HOPPER)
     lock = tmp_path / "lock"
     lock.touch()
     device.configs = [Config(0.02), Config(0.01)]
@@ -968,38 +1009,38 @@ def test_all_named_shapes_are_searched_by_default():
     naflex = 2
     assert len(set(tasks)) == len(tasks) == (2 * len(NAMED_SHAPES) - naflex) * 9 * len(BACKENDS)
     of_images = command.problem_of(named_shape("B/16 224"), 64, "int8", "images")
-    assert (of_images.images, of_images.cut) == ((64, 224, 224, 3), "kernel")
+    assert of_images.images == (64, 224, 224, 3)
     assert {task.problem for task in tasks} >= {ON_PALLAS, of_images}
     videos = command.list_tasks(shapes=["Qwen2-VL/14 448", "CLIP B/16 224"], sources=["images"])
     assert not list(videos)
 
 
-def test_the_command_says_that_times_without_a_GPU_are_none_of_a_GPU(monkeypatch, tmp_path, capsys):
-    out, machine = tmp_path / "out.json", Machine("cpu", stored.new_head(None, "", VERSIONS))
-    stand = Answers(lambda task, _: [machine] if task is None else find(task, _))
+def test_without_a_GPU_nothing_is_searched(monkeypatch, tmp_path, command_line):
+    stand = Answers(lambda *_: [Machine("cpu", stored.new_head(None, "", VERSIONS))])
     monkeypatch.setattr(command, "Child", lambda *_: contextlib.nullcontext(stand))
-    arguments = types.SimpleNamespace(
-        out=out,
-        jobs=1,
-        **dict.fromkeys(("shapes", "dtypes", "images", "sources", "backends", "seconds")),
-    )
-    assert command.run(arguments) == 0
-    assert (
-        "There is no NVIDIA GPU; the device is cpu. Kernels are interpreted."
-        in capsys.readouterr().out
-    )
+    code, error = command_line("tune", "--out", tmp_path / "out.json")
+    assert code == 2 and "tune: JAX's device is cpu, expected an NVIDIA GPU" in error
+    assert stand.asked == [(None, {})] and not list(tmp_path.iterdir())
+
+
+def test_the_command_searches_what_the_arguments_name(monkeypatch, tmp_path, command_line):
+    out = tmp_path / "out.json"
+    stand = Answers(lambda task, _: [MACHINE] if task is None else find(task, _))
+    monkeypatch.setattr(command, "Child", lambda *_: contextlib.nullcontext(stand))
+    named = ["--shapes", "B/16 224", "--dtypes", "int8", "--sources", "patches", "--images", "1"]
+    code, _ = command_line("tune", *named, "--backends", "mosaic_sm90", "xla", "--out", out)
+    assert code == 0 and stored.read(out).head == MACHINE.head
     assert [task.backend for task, _ in stand.asked[1:]] == ["mosaic_sm90", "xla"]
-    assert stored.read(out).head["chip"] == {}
+    assert {task.problem for task, _ in stand.asked[1:]} == {TASKS[0][1].problem}
 
 
 KILLED = """
 import sys
-sys.path[:0] = {paths!r}
 from pathlib import Path
 from pallas_patch_embed.base import ending
 ending.install()
-import tune_answers
-from test_tune import MACHINE, TASKS
+from tests.commands import tune_answers
+from tests.commands.test_tune import MACHINE, TASKS
 from pallas_patch_embed.commands.tune import command
 from pallas_patch_embed.base.child import Child
 if __name__ == "__main__":
@@ -1013,11 +1054,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_search_that_is_ended_by_a_signal_keeps_what_it_found(tmp_path, number, code):
     script, out = tmp_path / "killed.py", tmp_path / "out.json"
-    tests = [str(ROOT), *(str(ROOT / "tests" / f) for f in ("", "commands", "operator", "kernels"))]
-    script.write_text(KILLED.format(paths=tests))
-    process = subprocess.Popen(
-        [sys.executable, script, out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    script.write_text(KILLED)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, script, out], text=True, env=environment(), **pipes)
     assert "1 images: no config could be timed" in process.stdout.readline()
     process.send_signal(number)
     _, error = process.communicate()

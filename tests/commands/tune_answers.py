@@ -29,10 +29,10 @@ def hangs_or_crashes(send, name, refused):
 def first_is_found(send, task, refused):
     """Sends a result for the first task, and hangs on every other one."""
     from pallas_patch_embed.backends import stored
-    from pallas_patch_embed.backends.stored import Result
+    from pallas_patch_embed.backends.stored import SearchResult
 
     if task.problem.rows != 196:
         send("a candidate")
         time.sleep(3600)
     described = stored.describe_problem(task.problem)
-    send(Result(task.backend, described, None, "2026-11-25", {}, {}))
+    send(SearchResult(task.backend, described, None, "2026-11-25", {}, {}))

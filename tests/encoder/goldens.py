@@ -1,10 +1,10 @@
 """The checkpoints in tests/data, and the results of the original implementations for them."""
 
 import numpy as np
-from repository import DATA
 from safetensors.numpy import load_file
 
 from pallas_patch_embed.siglip2 import batch_naflex
+from tests.repository import DATA
 
 # name -> (patch size, layout of the patch embedding's kernel)
 GOLDENS = {

@@ -1,10 +1,11 @@
-"""Compiles the kernel of the layer norm, and programs that use it, for H200s, without a GPU.
+"""Compiles the kernel of the layer norm, and whole encoders, for H200s, without a GPU.
 
   python tests/encoder/norm_kernels.py WIDTH ...
 
-Prints a JSON object: "kernels" has [registers, bytes of spills and stack] for each width, and
-"programs" has [calls of the kernel, collectives] for whole encoders on one and two devices. It
-is a separate program because the compilers read their settings when JAX is imported.
+Prints a JSON object: "kernels" has [registers, bytes of spills and stack] for each width, "levels"
+the same for int8 results, and "programs" has [calls of the kernel, of that for attention,
+collectives] for whole encoders on one and two devices. It is a separate program because the
+compilers read their settings when JAX is imported.
 """
 
 import functools
@@ -16,10 +17,11 @@ from unittest import mock
 from benchmarks import offline_compile
 
 NORM = re.compile(r'custom_call_target="mosaic_gpu_v2".*op_name="[^"]*layer_norm')
+ATTENTION = re.compile(r'custom_call_target="mosaic_gpu_v2".*op_name="[^"]*attention')
 COLLECTIVE = re.compile(r" (?:all-gather|all-reduce|all-to-all|collective-permute)[a-z-]*\(")
 
 
-def kernels(widths: list[int], folder) -> dict[int, tuple[int, int]]:
+def kernels(widths: list[int], folder, *, levels: bool) -> dict[int, tuple[int, int]]:
     """Compiles the kernel for arrays of these widths."""
     import jax
 
@@ -30,14 +32,14 @@ def kernels(widths: list[int], folder) -> dict[int, tuple[int, int]]:
     for D in widths:
         x = jax.ShapeDtypeStruct((8, 196, D), "bfloat16")
         rows, layer = jax.ShapeDtypeStruct((12, D), "float32"), jax.ShapeDtypeStruct((), "int32")
-        function = functools.partial(norm.kernel, eps=1e-6)
+        function = functools.partial(norm.kernel, eps=1e-6, levels=levels)
         program = offline_compile.compile_offline(function, (x, rows, rows, layer), H200, folder)
         (kernel,) = program.kernels
         found[D] = kernel.registers, kernel.spill_bytes + kernel.stack_bytes
     return found
 
 
-def programs() -> dict[str, tuple[int, int]]:
+def programs() -> dict[str, list[int]]:
     """Compiles B/16 224 for 512 images on each device, as `embed` does and with a plain jit."""
     import jax
     import numpy as np
@@ -47,7 +49,8 @@ def programs() -> dict[str, tuple[int, int]]:
     from benchmarks.encoder import draw
     from pallas_patch_embed.base import lowering
     from pallas_patch_embed.base.chips import H200, Target
-    from pallas_patch_embed.embed.embedder import pooled_on
+    from pallas_patch_embed.embed.embedder import embedding_on
+    from pallas_patch_embed.layers import attention
 
     encoder, _ = draw("B/16 224", "bfloat16", "bfloat16")
     found = {}
@@ -66,22 +69,30 @@ def programs() -> dict[str, tuple[int, int]]:
 
         images = jax.ShapeDtypeStruct((512 * devices, 224, 224, 3), "uint8")
         arguments = jax.tree.map(on_mesh, encoder), on_mesh(images, "batch"), {}
-        ways = {"embed": pooled_on(mesh), "jit": lambda encoder, x, _: encoder(x)}
+        ways = {"embed": embedding_on(mesh), "jit": lambda encoder, x, _: encoder(x)}
         for name, function in ways.items():
+            served = [(64, range(196, 197), attention.Config(2, 256, 2))]
             with (
+                mock.patch.object(attention, "SERVED", served),
                 mock.patch.object(lowering, "target_of", lambda *_: Target("cuda", H200)),
                 jax.default_device(topology.devices[0]),
             ):
                 traced = jax.jit(function).trace(*arguments)
                 lowered = traced.lower(lowering_platforms=("cuda",))
             hlo = lowered.compile().as_text()
-            found[f"{name}, {devices}"] = len(NORM.findall(hlo)), len(COLLECTIVE.findall(hlo))
+            sought = (NORM, ATTENTION, COLLECTIVE)
+            found[f"{name}, {devices}"] = [len(pattern.findall(hlo)) for pattern in sought]
     return found
 
 
 def main(widths: list[int]) -> None:
     with offline_compile.compiler() as folder:
-        print(json.dumps({"kernels": kernels(widths, folder), "programs": programs()}))
+        found = {
+            "kernels": kernels(widths, folder, levels=False),
+            "levels": kernels(widths, folder, levels=True),
+            "programs": programs(),
+        }
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -8,17 +8,19 @@ import os
 import pickle
 import tracemalloc
 import zipfile
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from goldens import DATA, arrays, checkpoint, encode, expected
 from safetensors.numpy import save_file
 
 from pallas_patch_embed import resize_positions
 from pallas_patch_embed.patch_embedding.positions import INTERPOLATIONS
 from pallas_patch_embed.siglip2 import Config, batch_naflex, load_encoder
+from tests.encoder.goldens import DATA, arrays, checkpoint, encode, expected
 
 HF = "hf_siglip_p14_224"
 NAFLEX = "hf_siglip2_naflex_p16"
@@ -44,7 +46,7 @@ def renamed(prefix):
 
 def text_tower():
     rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    draw = lambda *shape: np.float32(rng.normal(size=shape))  # noqa: E731
     return {
         "text_model.embeddings.token_embedding.weight": draw(50, 96),
         "text_model.embeddings.position_embedding.weight": draw(64, 96),
@@ -321,7 +323,8 @@ def test_a_tower_without_a_pooling_head_returns_no_pooler_output(tmp_path, use_h
     encoder = load_encoder(path, patch_dtype="float32", dtype="float32")
     output, _ = encode(encoder, HF)
     has_head = use_head is None and kept
-    assert encoder.config.pooling_head == has_head == (output.pooler_output is not None)
+    assert encoder.config.pooling == ("attention" if has_head else "none")
+    assert has_head == (output.pooler_output is not None)
     wanted = expected(HF)["last_hidden_state"]
     assert np.abs(np.asarray(output.last_hidden_state) - wanted).max() <= 1e-4
 
@@ -335,10 +338,10 @@ def test_a_big_vision_tower_without_a_pooling_head_returns_no_pooler_output(tmp_
 
 def test_the_config_of_an_encoder_has_its_architecture():
     for name, wanted in (
-        (HF, Config(96, 2, 2, 176, 14, (16, 16), pooling_head=True)),
-        (NAFLEX, Config(128, 2, 2, 256, 16, (16, 16), naflex=True, pooling_head=True)),
-        (BV, Config(128, 2, 2, 256, 16, (14, 14), pooling_head=True)),
-        ("bv_naflex_p16", Config(96, 2, 2, 176, 16, (16, 16), naflex=True, pooling_head=True)),
+        (HF, Config(96, 2, 2, 176, 14, (16, 16), pooling="attention")),
+        (NAFLEX, Config(128, 2, 2, 256, 16, (16, 16), naflex=True, pooling="attention")),
+        (BV, Config(128, 2, 2, 256, 16, (14, 14), pooling="attention")),
+        ("bv_naflex_p16", Config(96, 2, 2, 176, 16, (16, 16), naflex=True, pooling="attention")),
     ):
         assert load_encoder(checkpoint(name)).config == wanted
 
@@ -487,7 +490,7 @@ class Bomb:
         return open, (str(self.path), "w")
 
 
-DAMAGED = {}
+DAMAGED: dict[str, tuple[Callable, type[Exception], str, Any]] = {}
 
 
 def damaged(text, error=ValueError, **arguments):
@@ -524,7 +527,7 @@ def a_folder_without_a_config(tmp_path):
     return tmp_path
 
 
-@damaged("picture.png is damaged or has another format.*Expected a Hugging Face folder")
+@damaged("picture.png is damaged or has another format.*Expected a folder of Hugging Face")
 def a_picture(tmp_path):
     return written(tmp_path / "picture.png", b"\x89PNG\r\n\x1a\n" + bytes(1000))
 
@@ -644,7 +647,7 @@ def the_config_of_a_text_tower(tmp_path):
     return folder(tmp_path, text_tower(), {"model_type": "siglip_text_model"})
 
 
-@damaged("model_type is 'clip_vision_model'")
+@damaged("it is a CLIP tower, expected SigLIP. Load it with pallas_patch_embed.load_encoder")
 def the_config_of_another_model(tmp_path):
     return folder(tmp_path, arrays(HF), config_of(HF) | {"model_type": "clip_vision_model"})
 
@@ -690,7 +693,7 @@ for number, (content, text) in enumerate(
         '{"hidden_size": -1}': "hidden_size is -1",
         '{"hidden_size": true}': "hidden_size is True",
         '{"hidden_size": 96.0}': "hidden_size is 96.0",
-        '{"patch_size": [16, 16]}': "patch_size is",
+        '{"patch_size": [16, 14]}': "patch_size is",
         '{"patch_size": 1000}': "expected at least patch_size",
         '{"num_channels": 0}': "num_channels is 0",
         '{"hidden_act": "swish"}': "activation is 'swish'",
@@ -1173,7 +1176,7 @@ def test_unpickling_the_bombs_of_these_tests_writes_a_file(tmp_path):
         dict(width=0),
         dict(naflex="yes"),
         dict(naflex=True, image_size=(224, 224)),
-        dict(pooling_head="map"),
+        dict(pooling="map"),
         dict(eps=True),
         dict(activation=None),
     ],

@@ -22,11 +22,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from short_suite import keep
 
 import pallas_patch_embed
 from pallas_patch_embed.embed.preprocessing import Preprocessing
+from pallas_patch_embed.encoders.image_processor import normalisation
 from pallas_patch_embed.siglip2 import Config, load_encoder
+from tests.short_suite import keep
 
 PACKAGE = Path(pallas_patch_embed.__file__).parent
 CASES = 1700
@@ -330,7 +331,10 @@ def processor(path, draw, rng):
 
 def load(path):
     if list(path.glob("*processor_config.json")):
-        return Preprocessing.of(path, Config.from_hugging_face(CONFIG), None)
+        config = Config.from_hugging_face(CONFIG)
+        found = Preprocessing.of(path, config, None)
+        normalisation(path, {}, config)
+        return found
     return load_encoder(path, patch_dtype="int8", dtype="float32")
 
 

@@ -4,21 +4,20 @@ import functools
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu import gpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from repository import environment
 
 from pallas_patch_embed.base import lowering
 from pallas_patch_embed.base.chips import A100, B200, H200, Target
 from pallas_patch_embed.layers import norm
+from tests.kernels.gpu import gpu
+from tests.repository import environment
 
 EPS = 1e-6
 LAYERS = 3
@@ -26,11 +25,13 @@ HOPPER = gpu() is not None and Target.of(gpu()).chip.capability == norm.CAPABILI
 
 
 def interpreted(*operands, eps):
-    return norm.kernel(*operands, eps=eps, interpret=plgpu.InterpretGPUParams())
+    (y,) = norm.kernel(*operands, eps=eps, interpret=plgpu.InterpretGPUParams())
+    return y
 
 
 def on_gpu(*operands, eps):
-    return norm.kernel(*jax.device_put(operands, gpu()), eps=eps)
+    (y,) = norm.kernel(*jax.device_put(operands, gpu()), eps=eps)
+    return y
 
 
 # The programs of the kernel.
@@ -114,21 +115,58 @@ def test_the_kernel_is_as_accurate_with_any_number_of_rows(kernel, rows, D):
         assert_accurate(found, part, scales[layer], biases[layer])
 
 
+def levels_interpreted(*operands):
+    return norm.kernel(*operands, eps=EPS, levels=True, interpret=plgpu.InterpretGPUParams())
+
+
+def levels_on_gpu(*operands):
+    return norm.kernel(*jax.device_put(operands, gpu()), eps=EPS, levels=True)
+
+
+def levels_by_xla(*operands):
+    return norm.formula(*operands, eps=EPS, levels=True)
+
+
+@pytest.mark.parametrize(
+    "quantise",
+    [
+        pytest.param(levels_by_xla, id="XLA"),
+        pytest.param(levels_interpreted, id="interpreted"),
+        pytest.param(levels_on_gpu, id="on a GPU", marks=KERNELS[1].marks),
+    ],
+)
+def test_rows_are_quantised_by_their_largest_number(quantise):
+    x, scale, bias = draw(5, 768)
+    x = jnp.asarray(x, jnp.bfloat16)
+    x = x.at[1, 3].set(5)  # a row of equal numbers, whose result is the bias
+    levels, row_scale = map(np.asarray, quantise(x, scale[None], bias[None], jnp.int32(0)))
+    assert levels.dtype == np.int8 and (np.abs(levels).max(-1) == 127).all()
+    # A level is the nearest one; the number itself is as near to float64 as a result in float32.
+    nearest = jnp.asarray(levels * row_scale[..., None].astype(np.float64), jnp.float32)
+    (y,) = norm.formula(x.astype(jnp.float32), scale[None], bias[None], jnp.int32(0), eps=EPS)
+    assert_accurate(y, x, scale, bias)
+    error = np.abs(np.asarray(nearest, np.float64) - np.asarray(y, np.float64))
+    assert (error <= (0.5 + 2e-3) * row_scale[..., None]).all()
+    zeros = quantise(x, 0 * scale[None], 0 * bias[None], jnp.int32(0))
+    assert not np.asarray(zeros[0]).any() and (np.asarray(zeros[1]) > 0).all()
+
+
 @pytest.mark.usefixtures("compilers")
 def test_compiled_programs_use_a_kernel_that_keeps_rows_in_registers():
     widths = [64, 768, 1152, norm.MOST_COLUMNS]
-    program = Path(__file__).with_name("norm_kernels.py")
-    command = [sys.executable, program, *map(str, widths)]
+    command = [sys.executable, "-m", "tests.encoder.norm_kernels", *map(str, widths)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     kernels = found["kernels"]
     assert [kernels[str(D)][1] for D in widths] == [0] * len(widths)
+    assert [spilled for _, spilled in found["levels"].values()] == [0] * len(widths)
     # Four thread blocks or more share a multiprocessor with So400m's width, five or more with B's.
     assert kernels["1152"][0] <= 128 and kernels["768"][0] <= 96
-    # The kernel computes the two norms of the scanned block, and the last norm. XLA partitions the
-    # plain program for two devices, without the kernel.
-    programs = {"embed, 1": [3, 0], "jit, 1": [3, 0], "embed, 2": [3, 0], "jit, 2": [0, 0]}
+    # The kernel computes the two norms of the scanned block, and the last norm. Another kernel
+    # computes the attention. XLA partitions the plain program for two devices, without kernels.
+    kernels = [3, 1, 0]
+    programs = {"embed, 1": kernels, "jit, 1": kernels, "embed, 2": kernels, "jit, 2": [0, 0, 0]}
     assert found["programs"] == programs
 
 
@@ -188,7 +226,8 @@ def test_transformations_agree_with_the_formula():
     x, scale, bias = draw(4, 64)
 
     def formula(x, scale, bias):
-        return norm.formula(x, scale[None], bias[None], jnp.int32(0), eps=EPS)
+        (y,) = norm.formula(x, scale[None], bias[None], jnp.int32(0), eps=EPS)
+        return y
 
     def compare(transform):
         found, wanted = (jax.jit(transform(f))(x, scale, bias) for f in (normalize, formula))

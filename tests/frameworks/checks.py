@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from towers import WIDTH
 
 import pallas_patch_embed as ppe
+from tests.frameworks.towers import WIDTH
 
 # The mean and the standard deviation with which OpenAI's CLIP normalises a pixel in [0, 1].
 NORMALISATION = dict(
@@ -122,7 +122,7 @@ def check_normalisation(unchanged, changed, channels_first=False):
 def sharded_along_N(kernel, axis, axis_type):
     """Shards the kernel over eight devices, each with an eighth of the output channels."""
     mesh = jax.make_mesh((8,), ("N",), axis_types=(axis_type,))
-    spec = [None] * kernel.ndim
+    spec: list[str | None] = [None] * kernel.ndim
     spec[axis] = "N"
     return jax.device_put(kernel, jax.NamedSharding(mesh, jax.P(*spec)))
 

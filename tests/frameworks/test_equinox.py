@@ -8,7 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from checks import (
+
+from pallas_patch_embed.frameworks import equinox as drop_in
+from tests.frameworks.checks import (
     BOUNDS,
     NORMALISATION,
     TowerTests,
@@ -17,13 +19,11 @@ from checks import (
     check_sharding,
     relative,
 )
-from towers import PATCH, SIDE, WIDTH, Tower, randomised
-
-from pallas_patch_embed.frameworks import equinox as drop_in
+from tests.frameworks.towers import PATCH, SIDE, WIDTH, Tower, randomised
 
 pytestmark = pytest.mark.frameworks
 
-IMAGE = np.float32(np.random.default_rng(0).uniform(-1, 1, (3, 48, 32)))
+IMAGE = np.random.default_rng(0).uniform(-1, 1, (3, 48, 32)).astype(np.float32)
 
 
 def equimo():

@@ -7,7 +7,9 @@ pytest.importorskip("keras", reason="keras is missing: `make test-frameworks` in
 import jax
 import keras
 import numpy as np
-from checks import (
+
+from pallas_patch_embed.frameworks import keras as drop_in
+from tests.frameworks.checks import (
     BOUNDS,
     NORMALISATION,
     TowerTests,
@@ -17,9 +19,7 @@ from checks import (
     primitives,
     relative,
 )
-from towers import PATCH, SIDE, WIDTH, Tower, randomised
-
-from pallas_patch_embed.frameworks import keras as drop_in
+from tests.frameworks.towers import PATCH, SIDE, WIDTH, Tower, randomised
 
 pytestmark = pytest.mark.frameworks
 
@@ -185,7 +185,7 @@ def test_the_kernel_is_rounded_as_the_layer_is_told(edited):
             drop_in.replace(after, **rounding)
         return after.call(IMAGES)
 
-    check_rounding(embed, *before.get_weights(), IMAGES)
+    check_rounding(embed, *before.get_weights(), images=IMAGES)
 
 
 def test_a_wrong_normalisation_is_refused_before_anything_is_changed():

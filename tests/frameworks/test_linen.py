@@ -9,7 +9,9 @@ pytest.importorskip("flax", reason="flax is missing: `make test-frameworks` inst
 import flax.linen as nn
 import jax
 import numpy as np
-from checks import (
+
+from pallas_patch_embed.frameworks import linen
+from tests.frameworks.checks import (
     BOUNDS,
     NORMALISATION,
     TowerTests,
@@ -18,9 +20,7 @@ from checks import (
     check_sharding,
     relative,
 )
-from towers import PATCH, SIDE, WIDTH, BigVisionViT, Tower, randomised
-
-from pallas_patch_embed.frameworks import linen
+from tests.frameworks.towers import PATCH, SIDE, WIDTH, BigVisionViT, Tower, randomised
 
 pytestmark = pytest.mark.frameworks
 
@@ -62,7 +62,7 @@ def big_vision(edited):
 
 def gemma():
     """Makes a small SigLIP tower of Gemma 3."""
-    from gemma_vision import vision
+    from tests.frameworks.gemma_vision import vision
 
     model = vision.ViTModel(
         patch_size=(PATCH, PATCH), width=WIDTH, depth=2, mlp_dim=128, num_heads=4
@@ -148,7 +148,8 @@ def test_the_kernel_is_rounded_as_the_module_is_told(edited):
         with linen.intercept(**rounding):
             return before.apply(variables, IMAGES)
 
-    check_rounding(embed, *(variables["params"][name] for name in ("kernel", "bias")), IMAGES)
+    kernel, bias = (variables["params"][name] for name in ("kernel", "bias"))
+    check_rounding(embed, kernel, bias, IMAGES)
 
 
 def test_another_normalisation_compiles_again_and_a_wrong_one_is_refused():

@@ -8,7 +8,10 @@ pytest.importorskip("flax", reason="flax is missing: `make test-frameworks` inst
 
 import jax
 import numpy as np
-from checks import (
+from flax import nnx
+
+from pallas_patch_embed.frameworks import nnx as drop_in
+from tests.frameworks.checks import (
     BOUNDS,
     NORMALISATION,
     TowerTests,
@@ -17,10 +20,7 @@ from checks import (
     check_sharding,
     relative,
 )
-from flax import nnx
-from towers import SIDE, WIDTH, JimmViT, Tower, randomised
-
-from pallas_patch_embed.frameworks import nnx as drop_in
+from tests.frameworks.towers import SIDE, WIDTH, JimmViT, Tower, randomised
 
 pytestmark = pytest.mark.frameworks
 

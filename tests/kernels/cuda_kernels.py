@@ -62,7 +62,7 @@ def lines_of_patches(M, rows, pixels):
 
 
 def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
-    """Derives the launch from ffi/*.cu and *.h, independently of ffi/plan.h."""
+    """Derives the launch from ffi/*.cu and *.h, independently of ffi/launch.h."""
     size, out_size = itemsize(config.dtype), itemsize(config.out_dtype)
     factor = "i8" if pixels else config.dtype
     chunks, inner = K * size // 128, 128 // size
@@ -102,13 +102,15 @@ def expected_launch(config, M, N, K, period, workers, segments, pixels=None):
         store_bytes = 128 if half % 128 == 0 else 64
         # Each warp stores its own 32 rows.
         y = matrix(config.out_dtype, M, N, 32, store_bytes // out_size)
-        rest = 2 * 2 * 128 * store_bytes + 1024
+        # Beside six slots and 256 columns there is only one buffer for each warp.
+        buffers = 1 if config.tile_n == 256 and config.slots == 6 else 2
+        rest = 2 * buffers * 128 * store_bytes + 1024
     # Chunks 0, 4 and 8 of a streamed weight stay in shared memory if a warpgroup has 128 rows and K
     # has at most 16 chunks.
     some = len(range(0, min(chunks, 12), 4)) if config.rows == 128 and chunks <= 16 else 0
     staying = (some if hopper else 0) if config.stream_weight else chunks
     return dict(
-        grid=workers * N // config.tile_n * config.blocks,
+        thread_blocks=workers * N // config.tile_n * config.blocks,
         cluster=config.blocks,
         threads=384,
         shared_memory=-(-(ring + rest) // 1024) * 1024 + weight_bytes,

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from ptx_emulator.machine import EAGER
-from repository import environment
+from tests.ptx_emulator.machine import EAGER
+from tests.repository import environment
 
 # Number of multiprocessors of the emulated GPU, small enough for more tiles than workers.
 MULTIPROCESSORS = 4
@@ -39,8 +39,11 @@ ALLOWED = frozenset({"descriptor version", "moved before wait::ld"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A Pallas kernel for small operands; `config` and `options` are arguments of its config."""
+class PallasCase:
+    """A Pallas kernel for small operands.
+
+    `config` and `options` are arguments of its config, `epilogue` those of its `Epilogue`.
+    """
 
     backend: str
     patches: tuple[int, ...]
@@ -50,6 +53,7 @@ class Case:
     config: tuple
     options: tuple[tuple[str, object], ...] = ()
     out_dtype: str = "bfloat16"
+    epilogue: tuple = ()
 
     @property
     def served_by(self):
@@ -70,23 +74,32 @@ class Case:
     @property
     def target(self):
         """Returns the kernel's chip, with few multiprocessors."""
-        from planned import few
-
         from pallas_patch_embed.base.chips import B200, H200
+        from tests.operator.planned import few
 
         return few(H200 if self.backend == "mosaic_sm90" else B200, MULTIPROCESSORS)
 
     def function(self):
         """Returns the operator computed by this kernel."""
-        from planned import compute
+        from pallas_patch_embed.base.problem import Epilogue
+        from tests.operator.planned import compute
 
         choices = dict(out_dtype=self.out_dtype, target=self.target, config=self.chosen)
-        return functools.partial(compute, self.served_by, **choices)
+        epilogue = Epilogue(*self.epilogue)
+        return functools.partial(compute, self.served_by, epilogue=epilogue, **choices)
+
+    def draw(self, seed):
+        """Draws operands whose result is exact."""
+        from tests.kernels.interpreter import draw_epilogue, draw_operands
+
+        operands = draw_operands(seed, self.patches, self.N, self.dtype, self.table)
+        return (*operands, *draw_epilogue(seed, self.patches, self.N, self.epilogue))
 
 
-def case(backend, patches, N, dtype, table, *config, out="bfloat16", **options):
+def case(backend, patches, N, dtype, table, *config, out="bfloat16", epilogue=(), **options):
     """Makes a case; `config` and `options` are the arguments of the kernel's config."""
-    return Case(backend, patches, N, dtype, table, config, tuple(options.items()), out)
+    options = tuple(options.items())
+    return PallasCase(backend, patches, N, dtype, table, config, options, out, epilogue)
 
 
 # Cases of Blackwell kernels with clusters of two blocks and with single blocks, and of Hopper's.
@@ -97,7 +110,7 @@ hopper = functools.partial(case, "mosaic_sm90")
 BF16, FP8, INT8 = "bfloat16", "float8_e4m3fn", "int8"
 
 CASES = {
-    "two blocks, int8": two((4, 72, 768), 256, INT8, "shared", 256, 4),
+    "two blocks, int8": two((4, 72, 768), 256, INT8, "shared", 256, 6, buffers=1),
     "two blocks, float8": two((3, 97, 256), 256, FP8, "shared", 256, 4),
     "two blocks, bfloat16": two((5, 72, 256), 128, BF16, "shared", 128, 4),
     "two blocks, M % 8 = 3": two((3, 97, 256), 128, INT8, "shared", 128, 4),
@@ -144,6 +157,15 @@ CASES = {
     ),
     "Hopper, float32": hopper((5, 73, 256), 64, INT8, "none", 64, 4, out="float32"),
     "Hopper, per-image positions": hopper((5, 75, 128), 64, BF16, "per image", 64, 4),
+    "Hopper, rows' scales and a residual": hopper(
+        (5, 73, 384), 128, INT8, "none", 128, 4, epilogue=("", True, True)
+    ),
+    "Hopper, int8 levels": hopper(
+        (3, 73, 256), 128, INT8, "none", 64, 4, out="int8", epilogue=("", True, False, True)
+    ),
+    "Hopper, an activation": hopper(
+        (3, 73, 512), 128, BF16, "none", 64, 4, stream_weight=True, epilogue=("relu", False, True)
+    ),
 }
 
 # The cases that also run on a Hopper GPU.
@@ -166,7 +188,7 @@ def _folder() -> tempfile.TemporaryDirectory:
 @functools.cache
 def _compiler(backend: str) -> subprocess.Popen:
     """Starts the process that compiles the cases of a backend; it ends when this process ends."""
-    command = [sys.executable, __file__, backend]
+    command = [sys.executable, "-m", __name__, backend]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     return subprocess.Popen(command, text=True, env=environment(), **pipes)
 
@@ -186,18 +208,19 @@ def compiled(name: str) -> Path:
     return ptx.with_suffix("")
 
 
-def emulated(stem: Path, case: Case, operands, **options):
+def emulated(stem: Path, case: PallasCase, operands, **options):
     """Runs a compiled kernel on the emulator; returns the operator's result and the machine.
 
     `options` are those of `mosaic.prepare`.
     """
     import jax.numpy as jnp
     import numpy as np
-    from ptx_emulator import mosaic
+
+    from tests.ptx_emulator import mosaic
 
     machines = []
 
-    def make(config, grid, problem, interpret, trace):
+    def make(config, tiling, problem, interpret, trace):
         def run(*arguments):
             arrays = [np.asarray(x) for x in arguments]
             result = ((problem.rows, problem.N), jnp.dtype(problem.out_dtype))
@@ -221,14 +244,12 @@ def main(backend: str) -> None:
 
     with offline_compile.compiler(sass=False) as dumped:
         import jax
-        from interpreter import draw_operands
 
         chip = offline_compile.CHIPS["h200" if backend == "mosaic_sm90" else "b200"]
         for line in sys.stdin:
             name, folder = json.loads(line)
             case, problem = (CASES | LONG)[name], None
-            operands = draw_operands(0, case.patches, case.N, case.dtype, case.table)
-            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.draw(0)]
             before = set(dumped.iterdir())
             try:
                 offline_compile.compile_offline(case.function(), shapes, chip, dumped)

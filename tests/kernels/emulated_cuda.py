@@ -4,20 +4,20 @@ import dataclasses
 import functools
 import math
 
-import emulated
 import jax.numpy as jnp
 import numpy as np
-from knobs import instance
-from ptx_emulator import cuda
-from ptx_emulator.machine import Machine
-from ptx_emulator.memory import POISON, GlobalMemory
-from ptx_emulator.tma import Im2colMap, TensorMap
 
 from benchmarks import cuda_launch
 from pallas_patch_embed.backends import cuda as cuda_backend
 from pallas_patch_embed.backends import schedule, tiles
 from pallas_patch_embed.backends.cuda import SPELLED
 from pallas_patch_embed.base.problem import Problem
+from tests.kernels import emulated
+from tests.kernels.knobs import instance
+from tests.ptx_emulator import cuda
+from tests.ptx_emulator.machine import Machine
+from tests.ptx_emulator.memory import POISON, GlobalMemory
+from tests.ptx_emulator.tma import Im2colMap, TensorMap
 
 # Number of multiprocessors of the emulated GPU, small enough for more tiles than workers, by
 # compute capability; and number of threads of a block.
@@ -27,8 +27,16 @@ THREADS = 384
 BF16, FP8, INT8 = "bfloat16", "float8_e4m3fn", "int8"
 
 
+class Config(cuda_backend.CudaConfig):
+    """A config that does not need the library, which may have been built from other sources."""
+
+    @property
+    def splits(self) -> int:
+        return self.blocks if self.capability == 90 else 1
+
+
 @dataclasses.dataclass(frozen=True)
-class Case:
+class CudaCase:
     """A kernel for small operands."""
 
     patches: tuple[int, ...]
@@ -49,9 +57,9 @@ class Case:
     tuning: dict = dataclasses.field(default_factory=dict, hash=False)
 
     @property
-    def config(self) -> cuda_backend.CudaConfig:
+    def config(self) -> Config:
         """Returns the config, which is that of a built kernel if `tuning` is empty."""
-        return cuda_backend.CudaConfig(
+        return Config(
             *(self.name, self.capability, self.source_dtype, SPELLED[self.out_dtype]),
             *(self.table != "none", self.tile_m, self.tile_n, self.rows),
             *(self.cooperative, self.blocks, self.slots, self.stream_weight, True),
@@ -76,7 +84,8 @@ class Case:
     @property
     def buffers(self) -> int:
         """Returns the number of staging buffers of a storing warp of the Blackwell kernel."""
-        return self.tuning.get("kStagingBuffers", 2)
+        of_library = 1 if self.tile_n == 256 and self.slots > 5 else 2
+        return self.tuning.get("kStagingBuffers", of_library)
 
     @property
     def name(self) -> str:
@@ -108,33 +117,35 @@ class Case:
         return (64 if self.tile_n // 2 * itemsize % 128 else 128) // itemsize
 
 
-streamed = functools.partial(Case, rows=128, stream_weight=True)
+streamed = functools.partial(CudaCase, rows=128, stream_weight=True)
 
 
-def split(patches: tuple[int, ...], N: int, dtype: str, table: str, blocks: int, **more) -> Case:
+def split(
+    patches: tuple[int, ...], N: int, dtype: str, table: str, blocks: int, **more
+) -> CudaCase:
     """Makes a case of the Hopper kernel that splits K among the blocks of a cluster."""
-    return Case(patches, N, dtype, table, 64, 8, blocks=blocks, **more)
+    return CudaCase(patches, N, dtype, table, 64, 8, blocks=blocks, **more)
 
 
 def cooperative(patches: tuple[int, ...], N: int, dtype: str, table: str, tile_n: int, **more):
     """Makes a case of a Hopper kernel with cooperative warpgroups."""
     slots = 5 if dtype == BF16 and tile_n == 96 else 8
-    return Case(patches, N, dtype, table, tile_n, slots, cooperative=True, **more)
+    return CudaCase(patches, N, dtype, table, tile_n, slots, cooperative=True, **more)
 
 
 CASES = {
-    "float8": Case((5, 73, 256), 192, FP8, "shared", 192, 10),
-    "int8": Case((5, 73, 256), 192, INT8, "shared", 192, 10),
-    "float8, two slices": Case((9, 97, 256), 256, FP8, "shared", 128, 8),
-    "float8, more chunks than slots": Case((3, 97, 1152), 64, FP8, "shared", 64, 8),
-    "bfloat16, many slots": Case((47, 1, 256), 64, BF16, "none", 64, 16),
-    "197 rows an image, as CLIP has": Case((2, 197, 256), 192, INT8, "shared", 192, 10),
-    "K = 1280, as Qwen2-VL has": Case((2, 73, 1280), 64, INT8, "none", 64, 10),
-    "few rows": Case((1, 47, 256), 64, INT8, "shared", 64, 8),
-    "a phase change in a worker": Case((16, 97, 128), 64, INT8, "shared", 64, 8),
-    "per-image positions": Case((5, 75, 128), 64, FP8, "per image", 64, 8),
-    "float32": Case((5, 73, 256), 128, INT8, "shared", 128, 8, out_dtype="float32"),
-    "float32, no table": Case((5, 73, 256), 192, FP8, "none", 192, 10, out_dtype="float32"),
+    "float8": CudaCase((5, 73, 256), 192, FP8, "shared", 192, 10),
+    "int8": CudaCase((5, 73, 256), 192, INT8, "shared", 192, 10),
+    "float8, two slices": CudaCase((9, 97, 256), 256, FP8, "shared", 128, 8),
+    "float8, more chunks than slots": CudaCase((3, 97, 1152), 64, FP8, "shared", 64, 8),
+    "bfloat16, many slots": CudaCase((47, 1, 256), 64, BF16, "none", 64, 16),
+    "197 rows an image, as CLIP has": CudaCase((2, 197, 256), 192, INT8, "shared", 192, 10),
+    "K = 1280, as Qwen2-VL has": CudaCase((2, 73, 1280), 64, INT8, "none", 64, 10),
+    "few rows": CudaCase((1, 47, 256), 64, INT8, "shared", 64, 8),
+    "a phase change in a worker": CudaCase((16, 97, 128), 64, INT8, "shared", 64, 8),
+    "per-image positions": CudaCase((5, 75, 128), 64, FP8, "per image", 64, 8),
+    "float32": CudaCase((5, 73, 256), 128, INT8, "shared", 128, 8, out_dtype="float32"),
+    "float32, no table": CudaCase((5, 73, 256), 192, FP8, "none", 192, 10, out_dtype="float32"),
     "bfloat16, streamed": streamed((9, 73, 192), 192, BF16, "shared", 192, 5),
     "int8, streamed": streamed((9, 73, 256), 128, INT8, "shared", 128, 6),
     "float8, streamed, some chunks stay": streamed((5, 73, 1792), 64, FP8, "shared", 64, 8),
@@ -142,10 +153,10 @@ CASES = {
     "streamed, per-image positions, float32": streamed(
         (5, 131, 384), 192, INT8, "per image", 192, 5, out_dtype="float32"
     ),
-    "bfloat16, streamed, some chunks stay": Case(
+    "bfloat16, streamed, some chunks stay": CudaCase(
         (9, 73, 576), 192, BF16, "shared", 192, 7, stream_weight=True
     ),
-    "bfloat16, streamed, nine slots": Case(
+    "bfloat16, streamed, nine slots": CudaCase(
         (3, 73, 704), 128, BF16, "shared", 128, 9, stream_weight=True
     ),
     "streamed, no table": streamed((5, 131, 128), 192, BF16, "none", 192, 5),
@@ -174,9 +185,9 @@ def of_images(
     table: str,
     tile_n: int,
     out_dtype: str = BF16,
-) -> Case:
+) -> CudaCase:
     """Makes a case of the kernel that cuts images of `grid` patches itself."""
-    return Case(
+    return CudaCase(
         *((images, math.prod(grid), 768), N, INT8, table, tile_n, 13 if tile_n == 192 else 16),
         out_dtype=out_dtype,
         image=(16 * grid[0], 16 * grid[1]),
@@ -215,17 +226,20 @@ CASES |= {f"images, {name}": case for name, case in IMAGES.items()}
 
 # Slots of the built Blackwell kernels, first for clusters of two blocks, then for single blocks,
 # whose slices all have 64 columns: width of a slice -> (slots for one-byte dtypes, for bfloat16).
-STATIONARY = {256: (4, None), 192: (5, None), 128: (7, 4), 64: (8, 7)}, {64: (7, 4)}
+# With a bfloat16 result 192 columns have seven slots.
+STATIONARY = {256: (6, None), 192: (5, None), 128: (7, 4), 64: (8, 7)}, {64: (7, 4)}
 STREAMED = {256: (5, 5), 192: (5, 5), 128: (6, 6), 64: (8, 8)}, {64: (6, 6)}
 
 
-def blackwell(case: emulated.Case) -> Case:
+def blackwell(case: emulated.PallasCase) -> CudaCase:
     """Returns the CUDA kernel that is most similar to a Pallas kernel, for the same operands."""
     config = case.chosen
     single = not config.collective
     tile_n = 64 if single else config.tile_n
     slots = (STREAMED if config.stream_weight else STATIONARY)[single][tile_n][case.dtype == BF16]
-    return Case(
+    if tile_n == 192 and not config.stream_weight and case.out_dtype == BF16:
+        slots = 7
+    return CudaCase(
         case.patches,
         # Two slices are enough, because all slices are computed in the same way.
         min(case.N, 2 * tile_n),
@@ -246,7 +260,7 @@ CASES |= {
     for name, case in emulated.CASES.items()
     if case.backend == "mosaic_sm100"
 }
-CASES["Blackwell, two blocks, streamed weight, slots and accumulators used again"] = Case(
+CASES["Blackwell, two blocks, streamed weight, slots and accumulators used again"] = CudaCase(
     *((20, 97, 384), 128, FP8, "none", 128, 6),
     rows=128,
     stream_weight=True,
@@ -256,7 +270,12 @@ CASES["Blackwell, two blocks, streamed weight, slots and accumulators used again
 )
 
 
-def compiled(case: Case, *options: str) -> str:
+CASES["Blackwell, two blocks, four slots and two buffers"] = CudaCase(
+    *((5, 97, 256), 256, INT8, "shared", 256, 4), rows=128, capability=100, blocks=2
+)
+
+
+def compiled(case: CudaCase, *options: str) -> str:
     """Compiles a built kernel to PTX."""
     return cuda_launch.compiled(case.config, f"sm_{case.capability}a", "-ptx", *options).decode()
 
@@ -336,7 +355,7 @@ def shared_bytes(case, chunks):
     return -(-(ring + rest) // 1024) * 1024 + weight
 
 
-def cut_sizes(case: Case) -> tuple[int, int]:
+def cut_sizes(case: CudaCase) -> tuple[int, int]:
     """Returns the number of patches in a row of an image's grid, and in a row of a TMA box."""
     width = case.image[1] // 16 if case.image else 0
     return width, 1 if width % 2 else 2
@@ -350,7 +369,7 @@ def uncut(patches: np.ndarray, image: tuple[int, int]) -> np.ndarray:
     return np.ascontiguousarray(cut.swapaxes(2, 3).reshape(-1, height, width, 3))
 
 
-def run(ptx: str, case: Case, operands, stamps=None, **options) -> tuple[np.ndarray, Machine]:
+def run(ptx: str, case: CudaCase, operands, stamps=None, **options) -> tuple[np.ndarray, Machine]:
     """Runs a kernel on the emulator; returns y and the machine.
 
     A timeline build fills `stamps`.

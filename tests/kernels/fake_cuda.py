@@ -1,6 +1,6 @@
 """Calls the FFI handlers as XLA does, with `fake_driver.cc` in place of the driver.
 
-    LD_LIBRARY_PATH=<folder of libcuda.so.1> python fake_cuda.py <library> < calls.json
+    LD_LIBRARY_PATH=<folder of libcuda> python -m tests.kernels.fake_cuda <library> < calls.json
 
 For each call, prints its error, if any, and the calls of the driver that fake_driver.cc recorded.
 """

@@ -1,10 +1,10 @@
 """The GPU on which the tests run, and operands for it."""
 
 import jax
-from interpreter import problem_of
 
 from pallas_patch_embed.base.problem import NamedShape, Problem
 from pallas_patch_embed.commands.check import compare
+from tests.kernels.interpreter import problem_of
 
 DTYPES = ("float8_e4m3fn", "int8", "bfloat16")
 RUNS = 20

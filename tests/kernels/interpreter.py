@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import io
+import math
 import threading
 import types
 from unittest import mock
@@ -13,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
-from planned import compute
 
-from pallas_patch_embed.base.problem import Problem, padded
+from pallas_patch_embed.base.problem import Epilogue, Problem, padded
+from tests.operator.planned import compute
 
 
 def draw_operands(seed, patches, N, dtype, table):
@@ -31,6 +32,19 @@ def draw_operands(seed, patches, N, dtype, table):
         jnp.asarray(np.exp2(rng.integers(-3, 3, N)), jnp.float32),
         jnp.asarray(rng.integers(-200, 200, positions) / 4, table_dtype),
     )
+
+
+def draw_epilogue(seed, patches, N, epilogue):
+    """Draws the operands of an epilogue for `draw_operands`, with which the result stays exact."""
+    rng = np.random.default_rng(seed)
+    M = math.prod(patches[:-1])
+    drawn = dict(
+        row_scale=jnp.asarray(np.exp2(rng.integers(-2, 3, M)), jnp.float32),
+        residual=jnp.asarray(rng.integers(-200, 200, (M, N)) / 4, jnp.bfloat16),
+        # Many results are in the middle of two integers, and many are clipped.
+        levels=jnp.asarray([2.0**-7, -3], jnp.float32),
+    )
+    return tuple(drawn[name] for name in Epilogue(*epilogue).operands)
 
 
 def check_wgmma(monkeypatch):
@@ -125,7 +139,7 @@ class Threads(concurrent.futures.ThreadPoolExecutor):
         finally:
             self.starter.__exit__(None, None, None)
 
-    def submit(self, function, *arguments):
+    def submit(self, function, /, *arguments, **_):
         def run():
             try:
                 function(*arguments)
@@ -166,15 +180,16 @@ def watched():
 ASYNCHRONOUS = 1024
 
 
-def interpreted(backend, operands, out_dtype, target, config):
+def interpreted(backend, operands, out_dtype, target, config, **choices):
     """Returns the result of a kernel; fails after a race, which is printed, or a deadlock.
 
     Args:
       backend: the kernel's backend.
-      operands: patches, weight, scale, table.
+      operands: patches, weight, scale, table, and those of the epilogue.
       out_dtype: dtype of the result.
       target: the chip.
       config: the kernel's config.
+      choices: further arguments of `compute`.
     """
     with watched() as watch, contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
@@ -184,6 +199,7 @@ def interpreted(backend, operands, out_dtype, target, config):
                 out_dtype=out_dtype,
                 target=target,
                 config=config,
+                **choices,
                 interpret=plgpu.InterpretGPUParams(
                     detect_races=True, num_tma_threads_per_device=ASYNCHRONOUS
                 ),

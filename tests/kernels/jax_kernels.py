@@ -18,7 +18,8 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
-from repository import environment
+
+from tests.repository import environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ BROKEN = {
 
 def compiled(name: str, folder: Path) -> Path:
     """Compiles a case in a separate process; returns the stem of its dumped files."""
-    command = [sys.executable, __file__, name, folder]
+    command = [sys.executable, "-m", __name__, name, folder]
     subprocess.run(command, check=True, capture_output=True, text=True, env=environment())
     (ptx,) = folder.glob("*.ptx")
     return ptx.with_suffix("")

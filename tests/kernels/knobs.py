@@ -8,7 +8,7 @@ def instance(*arguments, **tuning) -> str:
       arguments: template arguments, as the names of kernels spell them.
       tuning: members of `Tuning` (ffi/patch_embed_sm100.h) that differ from the built kernels.
     """
-    _, out_dtype, _, tile_n, *_ = arguments
+    _, out_dtype, _, tile_n, _, slots, _ = arguments
     members = "".join(f"  static constexpr auto {k} = {v};\n" for k, v in tuning.items())
     return f"""
 #define PATCH_EMBED_DTYPE kNone
@@ -17,7 +17,7 @@ def instance(*arguments, **tuning) -> str:
 using namespace patch_embed;
 using namespace patch_embed::sm100;
 using namespace patch_embed::spelled;
-struct Tuned : Tuning<{out_dtype}, {tile_n}> {{
+struct Tuned : Tuning<{out_dtype}, {tile_n}, {slots}> {{
 {members}}};
 using Chosen = Worker<{", ".join(map(str, arguments))}, Tuned>;
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from ptx_emulator.parser import Register, parse, parts_of, split
+from tests.ptx_emulator.parser import Register, parse, parts_of, split
 
 WAIT = r"mbarrier\.(try|test)_wait"
 LOAD = r"cp\.async\.bulk\.tensor\.\dd\.shared"

@@ -51,17 +51,17 @@ def described(hlo: str) -> dict[str, object]:
 def main() -> None:
     with offline_compile.compiler(sass=False):
         import jax
-        from sliced import programs
 
         import pallas_patch_embed as ppe
         from benchmarks import encoder
         from pallas_patch_embed.base.chips import H200
-        from pallas_patch_embed.base.problem import PatchLayout, named_shape
+        from pallas_patch_embed.base.problem import PatchGeometry, named_shape
         from pallas_patch_embed.layers import norm
         from pallas_patch_embed.patch_embedding.primitive import patch_embed
+        from tests.kernels.sliced import programs
 
-        def operator(backend, layout=None):
-            options = dict(backend=backend, out_dtype="bfloat16", layout=layout)
+        def operator(backend, geometry=None):
+            options = dict(backend=backend, out_dtype="bfloat16", geometry=geometry)
             return functools.partial(patch_embed, **options)
 
         struct, shape = jax.ShapeDtypeStruct, named_shape("B/16 224")
@@ -71,7 +71,7 @@ def main() -> None:
         kernels = {
             **{name: (operator(name), patches) for name in ("mosaic_sm90", "triton", "cuda")},
             "cuda from images": (
-                operator("cuda", PatchLayout(16)),
+                operator("cuda", PatchGeometry(16)),
                 (struct((2, 224, 224, 3), "uint8"), *rest),
             ),
             "layer norm": (

@@ -11,16 +11,16 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
-import two_blocks
-from bounds import assert_bit_equal
-from interpreter import draw_operands, interpreted
-from planned import few
 
 from pallas_patch_embed.backends import schedule, xla
 from pallas_patch_embed.backends.mosaic import SM100, launch, layouts, sm100
 from pallas_patch_embed.backends.mosaic import interpreted as memory
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
 from pallas_patch_embed.base.chips import B200
+from tests.kernels import two_blocks
+from tests.kernels.interpreter import draw_operands, interpreted
+from tests.operator.bounds import assert_bit_equal
+from tests.operator.planned import few
 
 pytestmark = [
     pytest.mark.skipif(not two_blocks.KNOWN, reason=two_blocks.UNKNOWN),

@@ -50,7 +50,10 @@ def place(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cuda_build, "SYSTEM_CUDA", tmp_path / "system")
-    monkeypatch.setattr(cuda_build, "FFI", tmp_path / "sources" / "ffi")
+    sources = tmp_path / "sources" / "ffi"
+    sources.mkdir(parents=True)
+    shutil.copy(cuda_build.FFI / "architectures.h", sources)
+    monkeypatch.setattr(cuda_build, "FFI", sources)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     monkeypatch.setattr(cuda_build.sysconfig, "get_path", lambda name: str(tmp_path / name))
@@ -270,6 +273,15 @@ def test_the_real_nvcc_compiles_and_finds_the_headers(nvcc):
     assert done.stdout.split("\n") == [cuda_build.source_hash(), str(nvcc), "", ""]
 
 
+def test_the_list_of_architectures_says_for_what_nvcc_compiles():
+    every, images = ("kFloat8E4M3FN", "kInt8", "kBFloat16"), {(90, "kUInt8"): ("90a",)}
+    hopper = {(90, dtype): ("90a",) for dtype in every}
+    blackwell = {(100, dtype): ("100a", "103a") for dtype in every} | {(100, "kInt8"): ("100a",)}
+    assert cuda_build.rows() == hopper | images | blackwell
+    sources = {int(path.stem.split("sm")[1]) for path in cuda_build.FFI.glob("patch_embed_sm*.cu")}
+    assert sources == {number for number, _ in cuda_build.rows()}
+
+
 def test_the_hash_is_of_names_and_contents_of_all_sources(monkeypatch, tmp_path):
     ffi = tmp_path / "ffi"
     shutil.copytree(cuda_build.FFI, ffi)
@@ -285,7 +297,7 @@ def test_the_hash_is_of_names_and_contents_of_all_sources(monkeypatch, tmp_path)
         assert cuda_build.source_hash() != expected, name
         (ffi / name).write_bytes(content)
         assert cuda_build.source_hash() == expected
-    (ffi / "plan.h").rename(ffi / "plans.h")
+    (ffi / "launch.h").rename(ffi / "launches.h")
     assert cuda_build.source_hash() != expected
     monkeypatch.setattr(cuda_build, "FFI", Path("nowhere"))
     assert cuda_build.source_hash() is None

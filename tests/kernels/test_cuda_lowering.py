@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import draw_params
-from cuda_kernels import built, configs, register_on_the_cpu
-from interpreter import problem_of
-from planned import compute, refusal
-from repository import ROOT, environment
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import cuda, cuda_build, explain, schedule, tiles
-from pallas_patch_embed.base.chips import H200, Target
+from pallas_patch_embed.base.chips import B200, H200, Target
 from pallas_patch_embed.base.problem import named_shape
+from tests.kernels.cuda_kernels import built, configs, register_on_the_cpu
+from tests.kernels.interpreter import problem_of
+from tests.operator.bounds import draw_params
+from tests.operator.planned import compute, refusal
+from tests.repository import ROOT, environment
 
 HOPPER = Target("cuda", H200)
 
@@ -34,6 +34,7 @@ def fresh():
     remembered = (
         cuda.library,
         cuda.configs,
+        cuda.architectures,
         cuda.register_cuda_kernels,
         cuda._is_stale,
     )
@@ -216,7 +217,7 @@ def test_it_is_lowered_to_one_custom_call(dtype, positions, out_dtype):
     (call,) = re.findall(rf"custom_call @{cuda.TARGET}.*", lowered.as_text())
     kind = "table" if positions else "offset"
     spelled = f"{cuda.SPELLED[dtype]}_{cuda.SPELLED[out_dtype]}_{kind}"
-    assert re.search(rf'kernel_sm90 = "patch_embed_sm90_{spelled}_\w+"', call)
+    assert re.search(rf'kernels = "patch_embed_sm90_{spelled}_\w+,patch_embed_sm100_', call)
 
 
 ONE_OPERATION = """
@@ -228,7 +229,7 @@ with compiler(sass=False) as folder:
     from pallas_patch_embed.patch_embedding.primitive import patch_embed
     from pallas_patch_embed.base.problem import named_shape
 
-    call = functools.partial(patch_embed, backend="cuda", out_dtype="bfloat16", layout=None)
+    call = functools.partial(patch_embed, backend="cuda", out_dtype="bfloat16", geometry=None)
     arguments = operands(named_shape("B/16 224"), 1, "int8")
     print(list(compile_offline(call, arguments, chips.H200, folder).other_operations))
 """
@@ -256,12 +257,33 @@ def test_it_is_exported_without_a_GPU():
 
 
 @built
-def test_a_program_has_the_kernels_and_the_segments_of_both_chips(all_built):
+def test_a_program_has_a_kernel_and_segments_for_each_architecture(all_built):
     _, patches, embed = small()
     text = jax.jit(embed).trace(patches).lower(lowering_platforms=("cuda",)).as_text()
-    names = dict(re.findall(r'kernel_(sm\d+) = "(\w+)"', text))
-    assert set(names) == {"sm90", "sm100"}
-    assert all(name.startswith(f"patch_embed_{chip}_") for chip, name in names.items())
+    (names,) = re.findall(r'kernels = "([\w,]+)"', text)
+    chips = [name.split("_")[2] for name in names.split(",")]
+    assert chips == [f"sm{number}" for number in cuda.architectures()] == ["sm90", "sm100"]
+    (types,) = re.findall(rf"custom_call @{cuda.TARGET}.*: \(([^)]*)\)", text)
+    assert types.count("xi32>") == 2
+
+
+@built
+def test_a_program_for_a_known_chip_has_one_kernel(all_built):
+    problem = problem_of(named_shape("B/16 224"), "int8")
+    operands = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            (problem.patches, problem.dtype),
+            (problem.weight, problem.dtype),
+            (problem.scale, "float32"),
+            (problem.table, problem.table_dtype),
+        )
+    ]
+    for chip, number in ((H200, 90), (B200, 100)):
+        run = jax.jit(cuda.plan(problem, Target("cuda", chip)).run)
+        text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        (names,) = re.findall(r'kernels = "([\w,]+)"', text)
+        assert names.startswith(f"patch_embed_sm{number}_") and "," not in names
 
 
 @built
@@ -286,7 +308,8 @@ def test_the_custom_call_has_the_operands_of_the_problem(monkeypatch):
     assert y.shape == (2, 3, 70, 128) and y.dtype == jnp.float32
     ((target, given, attributes),) = calls
     assert target == cuda.TARGET
-    assert attributes == dict(kernel_sm90=config.name, kernel_sm100="")
+    assert attributes == dict(kernels=config.name)
+    assert len(given) == 5
     assert [x.shape for x in given[:4]] == [(420, 128), (128, 128), (128,), (420, 128)]
     np.testing.assert_array_equal(given[4], schedule.segments(420, 420, 256, 2))
     empty = [operands[0][:0], *operands[1:3], operands[3][:0]]

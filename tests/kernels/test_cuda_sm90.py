@@ -6,9 +6,9 @@ import shutil
 import subprocess
 
 import pytest
-from repository import ROOT
 
 from benchmarks.machine_code import INSTRUCTION, count, cuda_root, innermost_loop, read_cubin
+from tests.repository import ROOT
 
 FFI = ROOT / "ffi"
 DTYPES = {"e4m3": "kFloat8E4M3FN", "i8": "kInt8", "bf16": "kBFloat16", "u8": "kUInt8"}

@@ -4,35 +4,36 @@ import dataclasses
 import re
 import subprocess
 from functools import partial
+from typing import Any
 
-import emulated_cuda
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import assert_bit_equal
-from emulated import SCHEDULES
-from emulated_cuda import (
-    BF16,
-    CASES,
-    FP8,
-    INT8,
-    MULTIPROCESSORS,
-    THREADS,
-    Case,
-    compiled,
-    cooperative,
-    of_images,
-    run,
-    split,
-)
-from interpreter import draw_operands
-from ptx_emulator.errors import EmulatorError
 
 from benchmarks import cuda_launch
 from benchmarks.timeline import EVENTS, read_stamps
 from pallas_patch_embed.backends import cuda_build, tiles, xla
 from pallas_patch_embed.backends.cuda_build import FFI
 from pallas_patch_embed.base.problem import Problem
+from tests.kernels import emulated_cuda
+from tests.kernels.emulated import SCHEDULES
+from tests.kernels.emulated_cuda import (
+    BF16,
+    CASES,
+    FP8,
+    INT8,
+    MULTIPROCESSORS,
+    THREADS,
+    CudaCase,
+    compiled,
+    cooperative,
+    of_images,
+    run,
+    split,
+)
+from tests.kernels.interpreter import draw_operands
+from tests.operator.bounds import assert_bit_equal
+from tests.ptx_emulator.errors import EmulatorError
 
 OPTIONS = ("-std=c++17", "-O3", "-ptx")
 
@@ -114,7 +115,7 @@ def test_a_timeline_build_stamps_the_work_of_each_warp(name):
     assert {span.role for span in spans} == set(EVENTS) - missing
 
 
-tuned = partial(Case, rows=128, capability=100)
+tuned = partial(CudaCase, rows=128, capability=100)
 
 TUNED = {
     "two blocks, table for each tile": tuned(
@@ -248,6 +249,16 @@ BUGS = {
         "if (false) ptx::tcgen05_dealloc",
         "exits with tensor memory",
     ),
+    "the address of tensor memory is ignored": (
+        "const uint32_t accumulators = shared_.tensor_memory;",
+        "const uint32_t accumulators = 0;",
+        "are not allocated",
+    ),
+    "another warp deallocates": (
+        "if (warp == kAllocatingWarp) ptx::tcgen05_dealloc",
+        "if (warp == kFeedingWarp) ptx::tcgen05_dealloc",
+        "dealloc by another warp",
+    ),
     "a block deallocates without synchronising": (
         "__syncwarp();\n    synchronise();\n    if (warp == kA",
         "if (warp == kA",
@@ -299,8 +310,8 @@ BUGS = {
 # Deliberate bugs in the Hopper kernel, with more chunks than slots and a table that is read ahead.
 # With 192 columns the ring of the weight is shorter than that of the patches, and with 128 columns
 # it is longer. The longer ring never waits.
-WIDE = Case((5, 131, 896), 192, FP8, "shared", 192, 5, rows=128, stream_weight=True)
-NARROW = Case((5, 131, 896), 128, FP8, "shared", 128, 6, rows=128, stream_weight=True)
+WIDE = CudaCase((5, 131, 896), 192, FP8, "shared", 192, 5, rows=128, stream_weight=True)
+NARROW = CudaCase((5, 131, 896), 128, FP8, "shared", 128, 6, rows=128, stream_weight=True)
 
 HOPPER_BUGS = {
     "no wait for a free slot": (
@@ -330,7 +341,7 @@ HOPPER_BUGS = {
         "what was written|no warp of the block has waited",
     ),
     "no wait for a free slot of the weight": (
-        "ptx::mbarrier_wait(shared_.weight_freed[weight.slot], weight.parity ^ 1)",
+        "ptx::mbarrier_wait(freed[ring.slot], ring.parity ^ 1)",
         "",
         "a TMA load .* overwrites|overwrites what is read",
     ),
@@ -493,7 +504,7 @@ SPLIT = split((4, 128, 640), 64, INT8, "shared", 4)
 
 SPLIT_BUGS = {
     "the other blocks may not have started": (
-        "    if constexpr (kSplit) ptx::barrier_cluster_wait();\n    for_each_tile",
+        "    Blocks::wait();\n    for_each_tile",
         "    for_each_tile",
         "nothing orders its mbarrier.init|there is no mbarrier",
     ),
@@ -614,7 +625,7 @@ def test_a_deliberate_bug_is_noticed(tmp_path, case, name):
     pytest.fail(f"no message matches {message!r}: {said}")
 
 
-MAP_BUGS = {
+MAP_BUGS: dict[str, dict[str, Any]] = {
     "the wrong corner": dict(upper=(0, 0)),
     "a corner in the width": dict(upper=(-1, -15)),
     "one patch late": dict(base=48),
@@ -633,7 +644,7 @@ def cut_ptx():
 
 @pytest.mark.parametrize("name", MAP_BUGS)
 def test_a_wrong_map_of_images_is_noticed(cut_ptx, monkeypatch, name):
-    """ffi/plan.h makes the map; here the emulator gets a map that differs from it."""
+    """ffi/launch.h makes the map; here the emulator gets a map that differs from it."""
     change = MAP_BUGS[name]
     right = emulated_cuda.tensor_maps
 

@@ -7,15 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
-from bounds import assert_bit_equal
-from jax_kernels import BROKEN, MATMULS, Matmul, compiled
-from ptx_emulator import mosaic
-from ptx_emulator import triton as triton_launch
-from ptx_emulator.errors import RaceError
-from ptx_emulator.machine import EAGER
+
+from tests.kernels.jax_kernels import BROKEN, MATMULS, Matmul, compiled
+from tests.operator.bounds import assert_bit_equal
+from tests.ptx_emulator import mosaic
+from tests.ptx_emulator import triton as triton_launch
+from tests.ptx_emulator.errors import RaceError
+from tests.ptx_emulator.machine import EAGER
 
 try:
-    import triton_kernels
+    from tests.kernels import triton_kernels
 except ImportError:
     triton_kernels = None
 

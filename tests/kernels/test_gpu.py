@@ -12,13 +12,9 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-import planned
 import pytest
-from gpu import DTYPES, RUNS, count_wrong, draw, gpu
-from interpreter import problem_of
 from jax import lax
 from jax.experimental.compute_on import compute_on
-from repository import environment
 
 import pallas_patch_embed as ppe
 from benchmarks import cuda_launch, timeline
@@ -27,12 +23,16 @@ from pallas_patch_embed.backends.cuda import SPELLED
 from pallas_patch_embed.backends.mosaic import SM90
 from pallas_patch_embed.base.chips import Target
 from pallas_patch_embed.base.dtypes import OUT_DTYPES
-from pallas_patch_embed.base.problem import NAMED_SHAPES, PatchLayout, Problem, named_shape
+from pallas_patch_embed.base.problem import NAMED_SHAPES, PatchGeometry, Problem, named_shape
 from pallas_patch_embed.commands.check import compare, memory, work
-from pallas_patch_embed.commands.check.cases import ODD, SOURCES, Case
+from pallas_patch_embed.commands.check.cases import ODD, SOURCES, CheckCase
 from pallas_patch_embed.commands.check.compare import Counts, compared
 from pallas_patch_embed.patch_embedding import primitive
-from pallas_patch_embed.patch_embedding.patches import Encoding, rows
+from pallas_patch_embed.patch_embedding.patches import Encoding, cut_into_rows
+from tests.kernels.gpu import DTYPES, RUNS, count_wrong, draw, gpu
+from tests.kernels.interpreter import problem_of
+from tests.operator import planned
+from tests.repository import environment
 
 TARGET = None if gpu() is None else Target.of(gpu())
 CHIP = TARGET and TARGET.chip
@@ -132,13 +132,13 @@ def test_every_element_agrees(case):
     "shape, out_dtype, B", CUT, ids=lambda x: getattr(x, "name", str(x)).replace(" ", "-")
 )
 def test_every_element_agrees_where_the_kernel_cuts_images(shape, out_dtype, B):
-    assert_right(Case("cuda", shape, "int8", out_dtype, B, positions_of(shape), SOURCES[2]))
+    assert_right(CheckCase("cuda", shape, "int8", out_dtype, B, positions_of(shape), SOURCES[2]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name, B", WHOLE)
 def test_images_are_cut_by_triton(name, B, dtype):
-    assert_right(Case("triton", named_shape(name), dtype, "bfloat16", B, source=SOURCES[1]))
+    assert_right(CheckCase("triton", named_shape(name), dtype, "bfloat16", B, source=SOURCES[1]))
 
 
 # Kernels for few rows that are not always the chosen ones, by a part of their names, and calls for
@@ -159,7 +159,9 @@ FEW_ROWS = [
 
 def stationary_config(problem, kernel):
     """Returns this kernel's config with a weight that stays; skips the test if K does not fit."""
-    found = [c for c in cuda.configs() if f"_{kernel}_" in c.name and c.serves(problem)]
+    wanted = cuda._operands(problem)
+    named = [c for c in cuda.configs() if f"_{kernel}_" in c.name and c.built]
+    found = [c for c in named if c.operands == wanted]
     (config,) = (config for config in found if not config.stream_weight)
     try:
         config.check(problem, CHIP)
@@ -189,7 +191,7 @@ def changed_elements(run, operands, expected, launches):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name, B, table", FEW_ROWS)
 def test_every_element_agrees_with_kernels_for_few_rows(name, B, table, dtype, out_dtype, kernel):
-    case = Case("cuda", named_shape(name), dtype, out_dtype, B, table)
+    case = CheckCase("cuda", named_shape(name), dtype, out_dtype, B, table)
     config = stationary_config(case.problem, kernel)
     run = jax.jit(functools.partial(compute, cuda, out_dtype=out_dtype, config=config))
     counts = launched(run, case)
@@ -205,7 +207,7 @@ def test_a_thousand_launches_for_few_rows_give_the_same_bits(dtype, kernel):
     operands = draw(6, named_shape("So400m/14 224"), dtype, 33)
     problem = Problem.of(*operands, out_dtype="float32")
     config = stationary_config(problem, kernel)
-    assert config.grid(problem, CHIP).tiles_per_worker >= 3
+    assert config.tiling(problem, CHIP).tiles_per_worker >= 3
     run = jax.jit(functools.partial(compute, cuda, out_dtype="float32", config=config))
     expected = run(*operands)
     assert count_wrong(expected, operands, "float32") == 0
@@ -213,13 +215,13 @@ def test_a_thousand_launches_for_few_rows_give_the_same_bits(dtype, kernel):
 
 
 def test_xlas_float8_product_is_within_the_same_bound():
-    assert_right(Case("xla", named_shape("B/16 256"), "float8_e4m3fn", "float32", 67))
+    assert_right(CheckCase("xla", named_shape("B/16 256"), "float8_e4m3fn", "float32", 67))
 
 
 def cut_by_the_kernel(shape, images, *rest, out_dtype):
     """Computes the operator with the kernel that cuts images."""
     static = dict(
-        backend="cuda", out_dtype=out_dtype, layout=PatchLayout(shape.patch), cut="kernel"
+        backend="cuda", out_dtype=out_dtype, geometry=PatchGeometry(shape.patch), cut="kernel"
     )
     return primitive.patch_embed(images, *rest, **static)
 
@@ -229,11 +231,11 @@ def cut_by_the_kernel(shape, images, *rest, out_dtype):
 def test_the_kernel_that_cuts_images_gives_the_bits_of_the_one_from_patches(out_dtype, B):
     names = ("B/16 224", "L/16 384", "So400m/16 512", "NaFlex B/16 256")
     for shape in (*map(named_shape, names), ODD):
-        runner_of(Case("cuda", shape, "int8", out_dtype, B, positions_of(shape), SOURCES[2]))
+        runner_of(CheckCase("cuda", shape, "int8", out_dtype, B, positions_of(shape), SOURCES[2]))
         _, *rest = draw(B, shape, "int8", B)
         size = (B, shape.image, shape.image, 3)
         images = jax.random.bits(jax.random.key(B), size, jnp.uint8)
-        patches = rows(images, PatchLayout(shape.patch), Encoding("int8"))
+        patches = cut_into_rows(images, PatchGeometry(shape.patch), Encoding("int8"))
         cut = jax.jit(functools.partial(cut_by_the_kernel, shape, out_dtype=out_dtype))
         from_patches = jax.jit(functools.partial(compute, cuda, out_dtype=out_dtype))
         assert same(cut(images, *rest), from_patches(patches, *rest)), shape.name
@@ -246,7 +248,7 @@ def test_a_kernel_that_forgets_elements_is_noticed(backend, dtype, out_dtype, B)
     if CHIP.capability < (9, 0):
         pytest.skip("Pallas needs compute capability 9.0 or newer")
     shape = named_shape("B/16 224")
-    case = Case("none", shape, dtype, out_dtype, B)
+    case = CheckCase("none", shape, dtype, out_dtype, B)
 
     def forgets_all(patches, *_):
         def nothing(patches, out):
@@ -266,7 +268,7 @@ def test_a_kernel_that_forgets_elements_is_noticed(backend, dtype, out_dtype, B)
 
 def test_bytes_written_behind_the_result_are_noticed():
     """Tests the guards: the driver's memset writes behind the result."""
-    case = Case("xla", named_shape("B/16 224"), "int8", "bfloat16", 3)
+    case = CheckCase("xla", named_shape("B/16 224"), "int8", "bfloat16", 3)
     site = memory.Site(case.problem, gpu())
     site.fill(compare.draw(jax.random.key(0), case.problem))
     assert site.guarded
@@ -289,7 +291,7 @@ def same(a, b):
 
 
 def test_ten_thousand_launches_give_the_same_bits(small):
-    assert changed_elements(*small, 10_000) == 0
+    assert changed_elements(*small, launches=10_000) == 0
 
 
 def test_command_buffers_give_the_same_result(small):
@@ -467,7 +469,7 @@ def test_a_trace_has_the_spans_of_every_role(tmp_path, dtype):
     y, spans = timeline.traced(operands, SM90, tmp_path)
     assert same(y, compute(SM90, *operands, out_dtype="bfloat16"))
     config = SM90.choose_config(problem, CHIP)
-    blocks = config.grid(problem, CHIP).thread_blocks
+    blocks = config.tiling(problem, CHIP).thread_blocks
     for role, warps in {"feed a tile": 1, "multiply": 8, "scale, add and store": 8}.items():
         found = {(span.block, span.warp) for span in spans if span.role == role}
         assert len(found) == blocks * warps
@@ -522,7 +524,7 @@ def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kerne
     if kernel:
         names = f"patch_embed_sm90_{SPELLED[dtype]}_{SPELLED[out_dtype]}_table_{kernel}"
         (config,) = (config for config in cuda.configs() if config.name == names)
-        assert config.grid(problem, CHIP).tiles_per_worker >= 2
+        assert config.tiling(problem, CHIP).tiles_per_worker >= 2
     expected = np.asarray(compute(cuda, *operands, out_dtype=out_dtype, config=config))
     assert count_wrong(jnp.asarray(expected), operands, out_dtype) == 0
     arrays = dict(zip(("patches", "weight", "scale", "table"), map(np.asarray, operands)))
@@ -546,11 +548,12 @@ def test_nothing_around_the_buffers_is_touched(shape, dtype, out_dtype, B, kerne
 
 # Only the kernel runs on the GPU; operands and references are computed on a CPU.
 SANITIZED = """
-import gpu, jax, sys
+import jax, sys
 from pallas_patch_embed.backends import BACKENDS, cuda
 from pallas_patch_embed.base.chips import Target
 from pallas_patch_embed.base.problem import NamedShape
-from planned import compute, few
+from tests.kernels import gpu
+from tests.operator.planned import compute, few
 cpu, device = jax.devices("cpu")[0], gpu.gpu()
 for dtype, out_dtype, N, patch, kernel in (
     ("int8", "bfloat16", 192, 16, ""),

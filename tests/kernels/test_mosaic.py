@@ -3,19 +3,19 @@
 import dataclasses
 
 import pytest
-import two_blocks
-from bounds import assert_bit_equal
-from emulated import BF16, FP8, INT8, hopper, one, two
-from interpreter import check_wgmma, draw_operands, interpreted, problem_of
-from planned import few, refusal
-from short_suite import keep
 
-from pallas_patch_embed.backends import BACKENDS, xla
+from pallas_patch_embed.backends import xla
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
 from pallas_patch_embed.base.chips import B200, B300, H200, Target
-from pallas_patch_embed.base.problem import NAMED_SHAPES
+from pallas_patch_embed.base.problem import NAMED_SHAPES, Epilogue
+from tests.kernels import two_blocks
+from tests.kernels.emulated import BF16, FP8, INT8, hopper, one, two
+from tests.kernels.interpreter import check_wgmma, interpreted, problem_of
+from tests.operator.bounds import assert_bit_equal
+from tests.operator.planned import few, refusal
+from tests.short_suite import keep
 
 HOPPER, BLACKWELL, ULTRA = (Target("cuda", chip) for chip in (H200, B200, B300))
 
@@ -41,6 +41,9 @@ CASES = {
         (3, 96, 256), 64, BF16, "per image", 64, 3, 128, True
     ),
     "Hopper, streamed weight, no table": hopper((3, 40, 256), 64, BF16, "none", 64, 5, 128, True),
+    "Hopper, an epilogue": hopper(
+        (2, 72, 128), 64, INT8, "none", 64, 3, epilogue=("relu", True, True)
+    ),
     "one block, a segment that wraps around the table": one(
         (2, 96, 256), 128, INT8, "shared", 64, 4
     ),
@@ -82,6 +85,7 @@ CASES = {
 SHORT = (
     ("Hopper, many tiles a segment", "bfloat16"),
     ("Hopper, streamed weight", "float32"),
+    ("Hopper, an epilogue", "bfloat16"),
     ("one block, streamed weight", "bfloat16"),
     ("two blocks, many tiles a segment", "bfloat16"),
     ("two blocks, no table", "float32"),
@@ -114,9 +118,9 @@ def test_interpreted_it_equals_xla_without_a_race(monkeypatch, name, out_dtype):
         target = few(B200, 8)
     else:
         pytest.skip(two_blocks.UNKNOWN)
-    operands = draw_operands(len(name), case.patches, case.N, case.dtype, case.table)
-    y = interpreted(case.served_by, operands, out_dtype, target, case.chosen)
-    assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype))
+    operands, epilogue = case.draw(len(name)), Epilogue(*case.epilogue)
+    y = interpreted(case.served_by, operands, out_dtype, target, case.chosen, epilogue=epilogue)
+    assert_bit_equal(y, xla.run(*operands, out_dtype=out_dtype, epilogue=epilogue))
 
 
 @pytest.mark.parametrize("backend, chip", [(SM90, H200), (SM100, B200)], ids=["sm90", "sm100"])
@@ -129,7 +133,7 @@ def test_every_named_shape_has_a_config_that_fits(backend, chip, shape, dtype):
             assert refusal(backend, problem, Target("cuda", chip)) is None
             config = backend.choose_config(problem, chip)
             config.check(problem, chip)
-            assert 1 <= config.grid(problem, chip).thread_blocks <= chip.multiprocessors
+            assert 1 <= config.tiling(problem, chip).thread_blocks <= chip.multiprocessors
 
 
 B16 = problem_of(NAMED_SHAPES[0], INT8)
@@ -187,6 +191,7 @@ def test_a_B300_is_served_float8():
         (B200, BlackwellConfig(256, 8), "bytes of shared memory"),
         (B200, BlackwellConfig(256, 4, collective=False), "bytes of shared memory"),
         (B200, BlackwellConfig(64, 1), "expected 2 to 32"),
+        (B200, BlackwellConfig(64, 4, buffers=3), "expected 1 or 2"),
     ],
 )
 def test_a_config_refuses_what_does_not_fit(chip, config, text):
@@ -197,11 +202,11 @@ def test_a_config_refuses_what_does_not_fit(chip, config, text):
 @pytest.mark.parametrize(
     "backend, chip, config",
     [
-        ("mosaic_sm90", H200, HopperConfig(192, 10)),
-        ("mosaic_sm100", B200, BlackwellConfig(256, 4)),
+        (SM90, H200, HopperConfig(192, 10)),
+        (SM100, B200, BlackwellConfig(256, 6, buffers=1)),
     ],
 )
 def test_a_trace_needs_shared_memory(backend, chip, config):
     config.check(B16, chip)
     with pytest.raises(NotImplementedError, match="bytes of shared memory"):
-        BACKENDS[backend].plan(B16, Target("cuda", chip), config=config, trace="traces")
+        backend.plan(B16, Target("cuda", chip), config=config, trace="traces")

@@ -1,14 +1,14 @@
 """The Hopper kernel: a missing wait is detected, and the expected configs are chosen."""
 
 import pytest
-from interpreter import check_wgmma, draw_operands, interpreted, problem_of
-from planned import few
-from short_suite import keep
 
 from pallas_patch_embed.backends.mosaic import SM90, sm90
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.base.chips import H200
 from pallas_patch_embed.base.problem import named_shape
+from tests.kernels.interpreter import check_wgmma, draw_operands, interpreted, problem_of
+from tests.operator.planned import few
+from tests.short_suite import keep
 
 
 # With a ring of 3 slots and one chunk, the shape of a barrier array identifies its purpose.

@@ -15,20 +15,20 @@ import os
 import re
 from unittest import mock
 
-import emulated_cuda
 import numpy as np
 import pytest
-from emulated import ALLOWED, CASES, compiled, emulated
-from interpreter import draw_operands
-from mutations import GUARDED, QUIET, WAIT, Code, Mutation, harmless, mutations
-from ptx_emulator import cuda, machine, mosaic
-from ptx_emulator.barriers import barrier_at
-from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
-from ptx_emulator.isa import active_lanes
-from ptx_emulator.machine import EAGER, Machine
-from ptx_emulator.parser import parse
 
 from pallas_patch_embed.backends import xla
+from tests.kernels import emulated_cuda
+from tests.kernels.emulated import ALLOWED, CASES, compiled, emulated
+from tests.kernels.interpreter import draw_operands
+from tests.kernels.mutations import GUARDED, QUIET, WAIT, Code, Mutation, harmless, mutations
+from tests.ptx_emulator import cuda, machine, mosaic
+from tests.ptx_emulator.barriers import barrier_at
+from tests.ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
+from tests.ptx_emulator.isa import active_lanes
+from tests.ptx_emulator.machine import EAGER, Machine
+from tests.ptx_emulator.parser import parse
 
 pytestmark = pytest.mark.usefixtures("compilers")
 
@@ -62,7 +62,7 @@ class Subject:
     """A compiled kernel with its operands and the expected result.
 
     Args:
-      case: an `emulated.Case`, or an `emulated_cuda.Case`.
+      case: an `emulated.Case`, or an `emulated_cuda.CudaCase`.
       ptx: the kernel's PTX.
       launcher: the module of `ptx_emulator` that parses the PTX.
       execute: function of (operands, **options of Machine) that returns the result and the machine.
@@ -149,7 +149,7 @@ class Subject:
         unedited, waits, _ = self.accesses(NONE, *SCHEDULES[0])
         edited, *_ = self.accesses(mutation, *SCHEDULES[0])
         return edited == unedited and not any(
-            self.accesses(mutation, *schedule, waits)[2] for schedule in SCHEDULES
+            self.accesses(mutation, *schedule, right=waits)[2] for schedule in SCHEDULES
         )
 
     def accesses(self, mutation: Mutation, schedule, seed: int, right=None):

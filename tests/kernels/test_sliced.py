@@ -9,21 +9,20 @@ import sys
 import jax
 import numpy as np
 import pytest
-from gpu import RUNS, count_wrong, gpu
 from jax.experimental.compute_on import compute_on
 from jax.sharding import PartitionSpec
-from repository import TESTS, environment
-from sliced import programs
 
-from pallas_patch_embed.backends import plan_with
+from pallas_patch_embed.backends import ranked
 from pallas_patch_embed.backends.cuda import TARGET as CUDA
-from pallas_patch_embed.backends.plan import Refusal
 from pallas_patch_embed.base.chips import Target
 from pallas_patch_embed.base.problem import named_shape
 from pallas_patch_embed.commands.check import compare
-from pallas_patch_embed.commands.check.cases import SOURCES, Case
+from pallas_patch_embed.commands.check.cases import SOURCES, CheckCase
 from pallas_patch_embed.layers import norm
 from pallas_patch_embed.patch_embedding import primitive
+from tests.kernels.gpu import RUNS, count_wrong, gpu
+from tests.kernels.sliced import programs
+from tests.repository import environment
 
 SHAPE = named_shape("B/16 224")
 IMAGES = 2
@@ -44,13 +43,13 @@ OPERATORS = [
 
 def operator_of(backend, dtype, images, table):
     """Returns a kernel, and a function that draws its operands."""
-    case = Case(backend, SHAPE, dtype, "bfloat16", IMAGES, table, SOURCES[2 * images])
+    case = CheckCase(backend, SHAPE, dtype, "bfloat16", IMAGES, table, SOURCES[2 * images])
     kernel = functools.partial(
         primitive.patch_embed,
         backend=backend,
         out_dtype="bfloat16",
-        layout=case.problem.layout,
-        cut=case.problem.cut,
+        geometry=case.problem.geometry,
+        cut=case.cut,
     )
     return kernel, lambda seed: compare.draw(jax.random.key(seed), case.problem), case.problem
 
@@ -93,9 +92,10 @@ def kernel(request):
         if not serves:
             pytest.skip("the kernel does not serve this GPU")
     else:
-        answer = plan_with(name.split(",")[0], problem, Target.of(gpu()), asked=True)
-        if isinstance(answer, Refusal):
-            pytest.skip(answer.reason)
+        backend = name.split(",")[0]
+        options, refusals = ranked(problem, Target.of(gpu()), backend=backend)
+        if not options:
+            pytest.skip(refusals[backend])
     with jax.default_device(gpu()):
         yield found, draw
 
@@ -213,7 +213,7 @@ def test_the_operands_of_these_tests_give_right_results(kernel):
 def test_every_program_computes_what_its_parts_would():
     """On a CPU nothing is folded, so this tests the programs themselves."""
     kernel = functools.partial(
-        primitive.patch_embed, backend="xla", out_dtype="bfloat16", layout=None
+        primitive.patch_embed, backend="xla", out_dtype="bfloat16", geometry=None
     )
     rng = np.random.default_rng(0)
     operands = tuple(
@@ -240,10 +240,8 @@ def test_every_program_computes_what_its_parts_would():
 
 @pytest.mark.usefixtures("compilers", "cuda_library", "triton_package")
 def test_xla_folds_slices_into_calls_of_cuda_alone():
-    program = TESTS / "kernels" / "sliced_hlo.py"
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, env=environment()
-    )
+    command = [sys.executable, "-m", "tests.kernels.sliced_hlo"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     # Programs without slices of their own have no copies, either: the kernel of the layer norm

@@ -11,29 +11,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import assert_bit_equal, draw_params
-from interpreter import draw_operands
-from planned import compute, few, refusal
 
 import pallas_patch_embed as ppe
 from benchmarks import audit
+from pallas_patch_embed.backends import ranked, xla
 from pallas_patch_embed.backends import triton as backend
-from pallas_patch_embed.backends import xla
-from pallas_patch_embed.backends.preferences import preferred_alternatives
 from pallas_patch_embed.backends.triton import AMPERE, HOPPER, TritonConfig
 from pallas_patch_embed.base import chips, lowering
 from pallas_patch_embed.base.chips import CHIPS, Target, chip_of
-from pallas_patch_embed.base.problem import NAMED_SHAPES, PatchLayout, Problem, padded
-from pallas_patch_embed.patch_embedding.patches import Encoding, rows
+from pallas_patch_embed.base.problem import NAMED_SHAPES, PatchGeometry, Problem, padded
+from pallas_patch_embed.patch_embedding.patches import Encoding, cut_into_rows
+from tests.kernels.interpreter import draw_operands
+from tests.operator.bounds import assert_bit_equal, draw_params
+from tests.operator.planned import compute, few, refusal
 
 if importlib.util.find_spec("triton"):
     from pallas_patch_embed.backends.triton import interpreted as triton_interpreter
 
 needs_triton = pytest.mark.usefixtures("triton_package")
 
-A100, RTX_3090, RTX_4090, H200, B300, RTX_5090 = (
+A100, RTX_3090, RTX_4090, H200, B300, THOR, RTX_5090, SPARK = (
     Target("cuda", chip_of(capability))
-    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 3), (12, 0))
+    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 )
 TARGETS = pytest.mark.parametrize(
     "target", [few(target.chip, 2) for target in (A100, RTX_4090)], ids=str
@@ -109,9 +108,9 @@ def test_the_interpreted_kernel_cuts_images(
     interpreted, target, dtype, shape, patch_size, N, table
 ):
     images, *rest = drawn_images(shape, patch_size, N, dtype, table)
-    how = dict(layout=PatchLayout(patch_size), out_dtype="float32", target=target, config=SMALL)
+    how = dict(geometry=PatchGeometry(patch_size), out_dtype="float32", target=target, config=SMALL)
     y = compute(backend, images, *rest, **how)
-    patches = rows(images, PatchLayout(patch_size), Encoding(dtype))
+    patches = cut_into_rows(images, PatchGeometry(patch_size), Encoding(dtype))
     expected = np.asarray(xla.run(patches, *rest, out_dtype="float32"))
     if dtype == "int8":
         np.testing.assert_array_equal(np.asarray(y), expected)
@@ -133,9 +132,9 @@ def test_every_pixel_is_encoded_as_by_patchify(interpreted, target, dtype):
     levels[:, 0, 0, 0] = np.arange(256)
     weight = jnp.zeros((32, 128), dtype).at[:, 0].set(1)
     operands = (weight, jnp.ones(32), jnp.zeros(32))
-    how = dict(layout=PatchLayout(1), out_dtype="float32", target=target, config=SMALL)
+    how = dict(geometry=PatchGeometry(1), out_dtype="float32", target=target, config=SMALL)
     y = compute(backend, jnp.asarray(levels), *operands, **how)
-    encoded = rows(jnp.asarray(levels), PatchLayout(1), Encoding(dtype))
+    encoded = cut_into_rows(jnp.asarray(levels), PatchGeometry(1), Encoding(dtype))
     encoded = encoded[..., :1].astype(jnp.float32)
     assert_bit_equal(y, jnp.broadcast_to(encoded, y.shape))
 
@@ -186,20 +185,24 @@ def compiled_cases():
 
     Targets 8.0 and 9.0 have every config.
     """
-    for target in (A100, RTX_3090, RTX_4090, H200, B300, RTX_5090):
+    for target in (A100, RTX_3090, RTX_4090, H200, B300, THOR, RTX_5090, SPARK):
         for number, config in enumerate(backend.configs(target.chip)):
             for dtype, patch_size in itertools.product(DTYPES, (None, 16, 14)):
-                N, vector = (1152, 1000, 768, 1001)[number], {None: None, 16: 16, 14: 2}[patch_size]
+                N = (1152, 1000, 768, 1001, 576)[number]
+                vector = {None: None, 16: 16, 14: 2}[patch_size]
                 problem = problem_of(196, N, 768, dtype)
                 if config not in backend.fitting_configs(problem, target.chip, vector):
                     continue
                 # 8.6 differs from 8.0 only in memory, and so does 8.9, except for float8. On 10.3
-                # this is the kernel for int8.
-                alike = target in (RTX_3090, RTX_5090) or (
+                # this is the kernel for int8. 12.0 and 12.1 have the same instructions.
+                alike = target in (RTX_3090, THOR, RTX_5090, SPARK) or (
                     target == RTX_4090 and dtype != DTYPES[2]
                 )
                 alike |= target == B300 and dtype != "int8"
-                if not alike or (number, patch_size) in ((0, 16), (1, 14)):
+                compiled = {(0, 16), (1, 14)} | (
+                    {(0, None), (0, 14)} if target == RTX_5090 else set()
+                )
+                if not alike or (number, patch_size) in compiled:
                     yield target, config, dtype, patch_size, N
 
 
@@ -210,12 +213,12 @@ def test_the_kernels_resources_loads_and_arithmetic(tmp_path, target, config, dt
     if not patch_size:
         patches = (67, shapes[-1].shape[0], shapes[1].shape[1])
         shapes = (jax.ShapeDtypeStruct(patches, jnp.dtype(dtype)), *shapes[1:])
-    layout = patch_size and PatchLayout(patch_size)
-    problem = Problem.of(*shapes, out_dtype="bfloat16", layout=layout)
+    geometry = patch_size and PatchGeometry(patch_size)
+    problem = Problem.of(*shapes, out_dtype="bfloat16", geometry=geometry)
     call = audit.triton_call(backend.plan(problem, target, config=config), *shapes)
     kernel = audit.compile_triton(call)
     assert audit.stack_bytes(kernel, tmp_path) == 0
-    most = 227 if target in (H200, B300) else 99
+    most = 227 if target in (H200, B300, THOR) else 99
     assert kernel.metadata.shared <= most * 1024
     loop = innermost_loop(kernel.asm["ttir"])
     assert not re.findall(r"arith\.(?:div|rem)\w+", "\n".join(loop))
@@ -223,9 +226,11 @@ def test_the_kernels_resources_loads_and_arithmetic(tmp_path, target, config, dt
     # A thread copies 16 bytes of patches or pixels, except from rows of 42 bytes, which are not
     # aligned.
     assert "0x10" in copies or patch_size == 14
+    # On Thor products use tcgen05, except those of int8.
+    assert ("tcgen05.mma" in kernel.asm["ptx"]) == (target in (B300, THOR) and dtype != "int8")
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (11, 0), (12, 0)], ids=str)
 def test_many_images_get_a_large_tile_and_as_many_programs_as_are_resident(capability):
     chip = chip_of(capability)
     for shape in NAMED_SHAPES:
@@ -233,7 +238,7 @@ def test_many_images_get_a_large_tile_and_as_many_programs_as_are_resident(capab
             problem = problem_of(shape.S, shape.N, padded(shape.K), B=B)
             config = backend.choose_config(problem, chip)
             assert config.tile_m == 128 or B < 4736
-            programs = config.grid(problem, chip).thread_blocks
+            programs = config.tiling(problem, chip).thread_blocks
             assert programs <= config.programs * chip.multiprocessors
     small = problem_of(49, 768, 768, B=1)
     assert backend.choose_config(small, chip) == backend.configs(chip)[-1]
@@ -264,20 +269,6 @@ def test_configs_that_need_too_many_registers_are_left_out(capability, dtype):
     assert largest(vector=16, out_dtype="float32") == 1
 
 
-def test_xla_is_preferred_where_it_was_measured_to_be_faster():
-    def preferred(images, dtype):
-        problem = problem_of(64, 768, 3072, dtype, B=images)
-        return next(preferred_alternatives("triton", problem), None)
-
-    for images in (1, 32, 64, 128):
-        better, reason = preferred(images, "bfloat16")
-        assert better == "xla" and "with only" in reason
-    assert preferred(1, "int8") == preferred(1, "float8_e4m3fn")
-    assert "xla splits K" in preferred(1, "int8")[1]
-    assert preferred(256, "bfloat16") is None and preferred(32, "int8") is None
-    assert not list(preferred_alternatives("triton", problem_of(196, 768, 768, "bfloat16", B=1)))
-
-
 @pytest.mark.parametrize("found, expected", [("9.0", 90), (None, 80)])
 def test_an_export_is_for_the_chip_at_hand(monkeypatch, found, expected):
     kind, platform = ("NVIDIA H200", "gpu") if found else ("cpu", "cpu")
@@ -285,7 +276,7 @@ def test_an_export_is_for_the_chip_at_hand(monkeypatch, found, expected):
     monkeypatch.setattr(chips, "default_device", lambda: device)
     monkeypatch.setattr(backend, "missing", lambda: None)
     shapes = image_shapes(16, jnp.int8, 2)
-    problem = Problem.of(*shapes, out_dtype="bfloat16", layout=PatchLayout(16))
+    problem = Problem.of(*shapes, out_dtype="bfloat16", geometry=PatchGeometry(16))
     for target, capability in ((Target.unknown(), expected), (RTX_4090, 89)):
         call = audit.triton_call(backend.plan(problem, target), *shapes)
         assert call["compute_capability"] == capability
@@ -303,7 +294,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(monkeypatch):
 
 
 def test_without_triton_the_reason_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend, "is_installed", lambda name: False)
     reason = refusal(backend, problem_of(196, 768, 768), A100)
     what = "triton and jax-triton are not installed"
     assert reason == f"{what}: pip install 'pallas_patch_embed[triton]'."
@@ -340,7 +331,7 @@ def on_this_cpu(interpreted, monkeypatch):
 
 @needs_triton
 def test_images_reach_the_kernel_uncut(on_this_cpu):
-    embed = functools.partial(ppe.embed_images, backend="triton")
+    embed = functools.partial(ppe.embed_images, backend="triton", cut="kernel")
     expected = ppe.embed_images(IMAGES, PARAMS, backend="xla")
     assert_bit_equal(jax.jit(embed)(IMAGES, PARAMS), expected)
     text = jax.jit(embed).lower(IMAGES, PARAMS).as_text()
@@ -352,13 +343,17 @@ def test_images_reach_the_kernel_uncut(on_this_cpu):
 @pytest.mark.parametrize("name", [None, "triton"])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_by_default_images_are_cut_in_the_faster_way(on_this_cpu, monkeypatch, dtype, name):
-    """XLA cuts images for float8 on Hopper, unless Triton was named."""
+    """XLA cuts the images if its patchify is predicted to be faster, also if Triton was named."""
     monkeypatch.setattr(lowering, "target_of", lambda module, platform: H200)
     params = draw_params(np.random.default_rng(0), patch_size=4, grid=(2, 3), N=32, dtype=dtype)
     embed = jax.jit(functools.partial(ppe.embed_images, backend=name))
     text = embed.lower(IMAGES, params).as_text()
     assert "callback" in text
-    assert ("stablehlo.transpose" in text) == (dtype == "float8_e4m3fn" and name is None)
+    cuts = [x.cuts_images for x in ranked(ppe.explain(IMAGES, params).problem, H200).options]
+    assert {True, False} == set(cuts)
+    assert ("stablehlo.transpose" not in text) == cuts[0]
+    embed = jax.jit(functools.partial(ppe.embed_images, backend=name, cut="kernel"))
+    assert "stablehlo.transpose" not in embed.lower(IMAGES, params).as_text()
 
 
 @needs_triton

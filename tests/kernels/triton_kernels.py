@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -104,7 +104,7 @@ def chained(a, b, c, d, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, K: tl.con
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class TritonCase:
     """A kernel for small operands.
 
     Attributes:
@@ -117,7 +117,7 @@ class Case:
       options: options of the compiler.
     """
 
-    kernel: Callable
+    kernel: Any
     dtypes: tuple[str, str]
     shape: tuple[int, ...]
     tile: tuple[int, int, int]
@@ -192,7 +192,7 @@ class Case:
 def matmul(kernel, dtypes, shape, tile, grid, *, constants=None, stages=3, **options):
     """Makes a case whose loads are pipelined in `stages` stages."""
     options = dict(num_warps=4, num_stages=stages) | options
-    return Case(kernel, dtypes, shape, tile, grid, constants or {}, options)
+    return TritonCase(kernel, dtypes, shape, tile, grid, constants or {}, options)
 
 
 persistent = functools.partial(matmul, descriptors, grid=(2,), constants={"SPECIALIZED": False})

@@ -18,15 +18,17 @@ import dataclasses
 import functools
 import threading
 import time
+from typing import Any
 
-import interpreter
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
-from interpreter import calling
 from jax._src import callback
 from jax._src.pallas.mosaic_gpu import core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
+
+from tests.kernels import interpreter
+from tests.kernels.interpreter import calling
 
 BLOCKS = 2
 LEADER = 0
@@ -167,7 +169,7 @@ def multiply(original, self, pipeline_clock, tma_thread_id):
         raise ValueError("only the leader may issue a collective product.")
     memory = gpu_callbacks._get_shared_memory()
     log = shared_memory.GPULoggingInfo(self.mesh_location, self.thread, self.source_info)
-    clock = None
+    clock: Any = None
     if memory.detect_races:
         clock = memory.get_clock(self.thread)
         if pipeline_clock is not None:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from pallas_patch_embed.base.chips import Chip, Target, default_device
-from pallas_patch_embed.base.problem import Problem
+from pallas_patch_embed.base.problem import NO_EPILOGUE, Problem
 
 
 def few(chip: Chip, multiprocessors: int) -> Target:
@@ -17,18 +17,22 @@ def here() -> Target:
     return target if target.chip is not None else Target.unknown()
 
 
-def compute(backend, *operands, out_dtype, target=None, layout=None, **choices):
+def compute(
+    backend, *operands, out_dtype, target=None, geometry=None, epilogue=NO_EPILOGUE, **choices
+):
     """Computes the operator with one backend.
 
     Args:
       backend: the backend.
-      operands: patches or images, weight, scale, table.
+      operands: patches or images, weight, scale, table, and those of the epilogue.
       out_dtype: "bfloat16" or "float32".
       target: where the operator runs; None for `here()`.
-      layout: how images are cut into patches.
+      geometry: how images are cut into patches.
+      epilogue: that of a dense layer.
       choices: further arguments of the backend's `plan`.
     """
-    problem = Problem.of(*operands, out_dtype=out_dtype, layout=layout)
+    problem = Problem.of(*operands[:4], out_dtype=out_dtype, geometry=geometry)
+    problem = dataclasses.replace(problem, epilogue=epilogue)
     return backend.plan(problem, target or here(), **choices).run(*operands)
 
 

@@ -11,10 +11,6 @@ from unittest import mock
 
 import jax
 import pytest
-import two_blocks
-from gpu import gpu
-from interpreter import check_wgmma, interpreted
-from planned import compute, few
 
 from pallas_patch_embed.backends import BACKENDS, cuda_build, xla
 from pallas_patch_embed.backends.mosaic import SM90, SM100
@@ -22,6 +18,10 @@ from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
 from pallas_patch_embed.base.chips import A100, B200, H200, Target
 from pallas_patch_embed.base.problem import Problem
+from tests.kernels import two_blocks
+from tests.kernels.gpu import gpu
+from tests.kernels.interpreter import check_wgmma, interpreted
+from tests.operator.planned import compute, few
 
 
 def run_xla(operands, out_dtype):
@@ -52,10 +52,10 @@ def run_ptx(operands, out_dtype, chip, **config):
     """Executes the PTX of a chip's CUDA kernel, compiled by nvcc, on the emulator."""
     if reason := cuda_build.find_nvcc()[1]:
         pytest.skip(reason)
-    import emulated_cuda
+    from tests.kernels import emulated_cuda
 
     patches, weight, _, table = operands
-    case = emulated_cuda.Case(
+    case = emulated_cuda.CudaCase(
         patches.shape,
         weight.shape[0],
         patches.dtype.name,

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from bounds import assert_bit_equal, draw_images
-from goldens import checkpoint
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.base.array_arguments import as_array
 from pallas_patch_embed.siglip2 import batch_naflex, load_encoder
+from tests.encoder.goldens import checkpoint
+from tests.operator.bounds import assert_bit_equal, draw_images
 
 RNG = np.random.default_rng(0)
 KERNEL, BIAS = np.float32(RNG.normal(size=(16, 16, 3, 32))), np.float32(RNG.normal(size=32))
@@ -124,7 +124,7 @@ def place(name, encoders):
     batch = batch_naflex([PICTURE], encoders[1].config, 24)
     if isinstance(array, int):
         array = batch[array]
-    return lambda x: call(*encoders, batch, x), array
+    return lambda x: call(*encoders, batch=batch, x=x), array
 
 
 ALL = [*PLACES, *OF_ENCODERS]

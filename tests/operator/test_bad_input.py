@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import draw_images, draw_params
 
 import pallas_patch_embed as ppe
+from tests.operator.bounds import draw_images, draw_params
 
 RNG = np.random.default_rng(0)
 PARAMS = {

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import DTYPES, assert_agrees, assert_bit_equal, draw_images
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import explain
 from pallas_patch_embed.base.chips import H200, Target
 from pallas_patch_embed.base.problem import Problem
+from tests.operator.bounds import DTYPES, assert_agrees, assert_bit_equal, draw_images
 
 P, GRID, N = 4, (2, 3), 16
 CHANNELS = (1, 2, 4, 12)
@@ -120,7 +120,7 @@ def test_no_kernel_cuts_such_images_itself(channels):
     problem = Problem.of(
         *(jax.ShapeDtypeStruct(shape, "uint8"), params.weight, params.scale, params.offset),
         out_dtype="bfloat16",
-        layout=params.layout,
+        geometry=params.geometry,
     )
     found = explain(problem, Target("cuda", H200), None)
     assert not any("cuts images itself" in config for config in found.configs)

@@ -3,14 +3,14 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import assert_agrees, draw_images
-from goldens import checkpoint
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import explain
 from pallas_patch_embed.base import dtypes
 from pallas_patch_embed.base.chips import H200, Target
 from pallas_patch_embed.frameworks import convolution
+from tests.encoder.goldens import checkpoint
+from tests.operator.bounds import assert_agrees, draw_images
 
 RNG = np.random.default_rng(0)
 KERNEL = np.float32(RNG.normal(size=(4, 4, 3, 16)))

@@ -3,10 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import assert_bit_equal
-from interpreter import draw_operands
-from planned import compute
-from runners import (
+
+from pallas_patch_embed.backends import BACKENDS
+from pallas_patch_embed.base.chips import B200, H200, Target
+from tests.kernels.interpreter import draw_operands
+from tests.operator.bounds import assert_bit_equal
+from tests.operator.planned import compute
+from tests.operator.runners import (
     RUNNERS,
     run_mosaic_sm90,
     run_mosaic_sm100_one_block,
@@ -14,9 +17,6 @@ from runners import (
     run_triton,
     run_xla,
 )
-
-from pallas_patch_embed.backends import BACKENDS
-from pallas_patch_embed.base.chips import B200, H200, Target
 
 # A case: shape of the patches [..., S, K], N, dtype of patches and weight, kind of table, dtype of
 # the output.

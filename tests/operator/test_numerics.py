@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import DTYPES, assert_agrees, assert_bit_equal, draw_images, draw_params
-from goldens import FIXED, GOLDENS, expected, images, patch_embedding
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from short_suite import keep
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.base.problem import NAMED_SHAPES
+from tests.encoder.goldens import FIXED, GOLDENS, expected, images, patch_embedding
+from tests.operator.bounds import DTYPES, assert_agrees, assert_bit_equal, draw_images, draw_params
+from tests.short_suite import keep
 
 
 def one_dtype(shape):
@@ -135,7 +135,7 @@ def test_odd_shapes_agree(dtype, out_dtype, patch, grid, remainder, leading, N, 
             ppe.patchify(images, params),
         )
     )
-    assert_agrees(*both(images, params, e), params, table)
+    assert_agrees(*both(images, params, e), params=params, table=table)
 
 
 def golden(name, dtype):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from bounds import DTYPES, assert_bit_equal, draw_params
 
 import pallas_patch_embed as ppe
+from tests.operator.bounds import DTYPES, assert_bit_equal, draw_params
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

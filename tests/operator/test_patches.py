@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import DTYPES, assert_bit_equal, draw_images, draw_params
 
 import pallas_patch_embed as ppe
+from tests.operator.bounds import DTYPES, assert_bit_equal, draw_images, draw_params
 
 
 def make(dtype, patch_size=4):

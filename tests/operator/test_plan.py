@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -10,19 +11,19 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from bounds import draw_params
-from interpreter import problem_of
-from planned import refusal
-from repository import ROOT
 
 import pallas_patch_embed as ppe
-from pallas_patch_embed.backends import BACKENDS, cuda, tiles, triton
+from pallas_patch_embed.backends import cuda, explain, tiles, triton
 from pallas_patch_embed.backends.mosaic import SM90, SM100
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
-from pallas_patch_embed.base import lowering
-from pallas_patch_embed.base.chips import A100, B200, CHIPS, H200, RTX_5090, Chip, Target, chip_of
+from pallas_patch_embed.base import chips, lowering
+from pallas_patch_embed.base.chips import A100, B200, CHIPS, H200, Chip, Target, chip_of
 from pallas_patch_embed.base.problem import NAMED_SHAPES, named_shape
+from tests.kernels.interpreter import problem_of
+from tests.operator.bounds import draw_params
+from tests.operator.planned import refusal
+from tests.repository import ROOT
 
 # An H100 PCIe has fewer multiprocessors than an H200.
 H100 = dataclasses.replace(H200, multiprocessors=114)
@@ -32,7 +33,7 @@ def test_a_chip_of_fewer_multiprocessors_gets_its_own_grid():
     problem = problem_of(named_shape("B/16 224"), "int8", 4736)
     config = SM90.choose_config(problem, H200)
     assert config == SM90.choose_config(problem, H100)
-    full, fewer = config.grid(problem, H200), config.grid(problem, H100)
+    full, fewer = config.tiling(problem, H200), config.tiling(problem, H100)
     # 192 columns are a quarter of N. So a slice has 33 workers on 132 multiprocessors, and 28 on
     # 114.
     assert (full.slices, full.workers, full.thread_blocks) == (4, 33, 132)
@@ -51,12 +52,41 @@ def test_the_name_and_the_multiprocessors_are_those_of_the_device():
     assert Target.of(device).chip == dataclasses.replace(H100, name="NVIDIA H100 PCIe")
 
 
+@pytest.mark.parametrize("listed", CHIPS, ids=lambda chip: chip.name)
+def test_a_listed_capability_gets_its_own_facts(listed):
+    found = chip_of(listed.capability, 48)
+    assert found == dataclasses.replace(listed, multiprocessors=48) and found.is_listed
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 7), (8, 8), (12, 2), (13, 0)], ids=str)
+def test_an_unlisted_chip_inherits_nothing(monkeypatch, capability):
+    """It runs on Triton, if it is not too old, or on XLA, and no time is predicted."""
+    chip = chip_of(capability, 16, "NVIDIA Orin")
+    facts = (chip.clock, chip.bandwidth, chip.memory, chip.l2, chip.tensor_memory, chip.rates)
+    assert facts == (0, 0, 0, 0, 0, ()) and not chip.is_listed
+    assert chip.shared_memory == 99 * 1024 and chip.multiprocessors == 16
+    monkeypatch.setattr(triton, "missing", lambda: None)
+    for dtype, images in itertools.product(tiles.DTYPES, (1, 4736)):
+        problem = problem_of(named_shape("B/16 224"), dtype, images)
+        found = explain(problem, Target("cuda", chip))
+        assert found.chosen == ("xla" if capability < (8, 0) else "triton")
+        assert "predicted" not in str(found) and found.notes == ()
+    assert triton.configs(chip) == (triton.RTX if capability[0] == 12 else triton.AMPERE)
+
+
 @pytest.mark.parametrize(
-    "capability, listed", [((8, 0), A100), ((8, 7), CHIPS[1]), ((12, 1), RTX_5090), ((7, 5), A100)]
+    "capability, name, expected",
+    [
+        ((9, 0), "NVIDIA H100 80GB HBM3", chips.H100),
+        ((9, 0), "NVIDIA H100 PCIe", H200),
+        ((12, 0), "NVIDIA RTX PRO 6000 Blackwell Server Edition", chips.RTX_PRO_6000),
+        ((12, 0), "NVIDIA GeForce RTX 5080", chips.RTX_5090),
+        ((12, 1), "NVIDIA GB10", chips.SPARK),
+    ],
 )
-def test_an_unlisted_chip_gets_the_facts_of_the_newest_older_one(capability, listed):
-    assert chip_of(capability, 48) == dataclasses.replace(
-        listed, capability=capability, multiprocessors=48
+def test_a_name_selects_the_facts_of_a_chip(capability, name, expected):
+    assert chip_of(capability, 7, name) == dataclasses.replace(
+        expected, name=name, multiprocessors=7
     )
 
 
@@ -86,6 +116,8 @@ def test_a_lowering_checks_every_config_once(monkeypatch, checks, chip, backend,
     monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", chip))
     patches = jax.ShapeDtypeStruct((4096, 4, 768), "int8")
     asked = backend if name else None
+    if asked is None:
+        monkeypatch.setattr(cuda, "LIBRARY", Path("missing"))
     traced = jax.jit(lambda x: ppe.patch_embed(x, params, backend=asked)).trace(patches)
     checks.clear()
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -111,21 +143,24 @@ def test_a_grid_covers_every_tile_with_at_most_the_resident_blocks(
     for shape in NAMED_SHAPES:
         for images in (0, 1, 67, 4736):
             problem = problem_of(shape, "int8", images)
-            grid = tiles.Grid.of(problem, chip, tile_m, tile_n, blocks=blocks, resident=resident)
-            assert grid.slices * tile_n >= problem.N > (grid.slices - 1) * tile_n
-            assert grid.tiles * tile_m >= problem.rows > (grid.tiles - 1) * tile_m
-            assert grid.tiles_per_worker * grid.workers >= grid.tiles
+            tiling = tiles.Tiling.of(
+                problem, chip, tile_m, tile_n, blocks=blocks, resident=resident
+            )
+            assert tiling.slices * tile_n >= problem.N > (tiling.slices - 1) * tile_n
+            assert tiling.tiles * tile_m >= problem.rows > (tiling.tiles - 1) * tile_m
+            assert tiling.tiles_per_worker * tiling.workers >= tiling.tiles
             most = chip.multiprocessors * resident
-            assert grid.workers == 1 or grid.thread_blocks <= most
+            assert tiling.workers == 1 or tiling.thread_blocks <= most
 
 
-def test_every_backend_states_its_evidence():
-    assert all(backend.EVIDENCE for backend in BACKENDS.values())
-
-
-def test_a_lowering_visits_the_files_that_the_documentation_names(monkeypatch):
+@pytest.mark.parametrize("kernel", ["pallas_patch_embed_cuda", "mosaic_gpu"])
+def test_a_lowering_visits_the_files_that_the_documentation_names(monkeypatch, kernel):
     monkeypatch.setattr(Target, "of", lambda device: Target("cuda", H200))
-    monkeypatch.setattr(cuda, "LIBRARY", Path("missing"))
+    if kernel == "mosaic_gpu":
+        monkeypatch.setattr(cuda, "LIBRARY", Path("missing"))
+        monkeypatch.setattr(triton, "missing", lambda: "it is not installed.")
+    elif reason := cuda.missing():
+        pytest.skip(f"cuda: {reason}")
     page = (ROOT / "docs" / "kernels.md").read_text()
     page = page.split("## From the API to the kernel")[1].split("\n## ")[0]
     names = r"((?:backends/|mosaic/)*\w+\.py)"
@@ -140,7 +175,7 @@ def test_a_lowering_visits_the_files_that_the_documentation_names(monkeypatch):
         traced = jax.jit(lambda images: ppe.embed_images(images, params)).trace(images)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    lower(4)  # The first lowering also reads the stored results.
+    lower(4)  # The first lowering also reads the stored results, and loads the library.
     monitoring, tool = sys.monitoring, sys.monitoring.PROFILER_ID
 
     def visit(code, offset):
@@ -160,10 +195,11 @@ def test_a_lowering_visits_the_files_that_the_documentation_names(monkeypatch):
         monitoring.set_events(tool, monitoring.events.NO_EVENTS)
         monitoring.register_callback(tool, monitoring.events.PY_START, None)
         monitoring.free_tool_id(tool)
-    assert "mosaic_gpu" in text
+    assert kernel in text
 
     def called(name):
         return {path for path in visited if path == name or path.endswith(f"/{name}")}
 
+    # The diagram is for the CUDA library; without it the Pallas kernel is called.
     assert len(diagram) == 8 and all(map(called, diagram))
     assert visited <= set().union(*map(called, named))

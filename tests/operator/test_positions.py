@@ -5,10 +5,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from bounds import assert_bit_equal
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.patch_embedding.positions import INTERPOLATIONS
+from tests.operator.bounds import assert_bit_equal
 
 RESIZED = dict(np.load(Path(__file__).parents[1] / "data" / "positions" / "resized.npz"))
 POSITIONS = RESIZED.pop("positions")

@@ -7,18 +7,19 @@ import math
 import re
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import assert_bit_equal, draw_images, draw_params, leaves_with_axis
 from jax import lax
-from short_suite import keep
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.backends import triton
-from pallas_patch_embed.patch_embedding import api
+from pallas_patch_embed.patch_embedding import request
+from tests.operator.bounds import assert_bit_equal, draw_images, draw_params, leaves_with_axis
+from tests.short_suite import keep
 
 
 def make(dtype="int8", seed=0, **options):
@@ -42,7 +43,7 @@ def test_the_jaxpr_is_one_equation():
 @pytest.mark.parametrize("backend", [None, "xla", "mosaic_sm100"])
 @pytest.mark.parametrize("source", [ppe.embed_images, ppe.patch_embed], ids=lambda f: f.__name__)
 def test_an_equation_prints_in_one_line(monkeypatch, source, backend):
-    monkeypatch.setattr(api, "choose", lambda *_: None)
+    monkeypatch.setattr(request, "choose", lambda *_, **__: None)
     params = draw_params(
         np.random.default_rng(0), patch_size=16, grid=(14, 14), N=768, dtype="int8"
     )
@@ -158,7 +159,8 @@ def test_vmap_repeats_no_product_and_copies_no_operand():
         if axes[0] is None:
             p = dataclasses.replace(params, weight=stack(params.weight, params.weight))
         jaxpr = jax.make_jaxpr(jax.vmap(embed, axes))(y, p)
-        largest = max(eqn.outvars[0].aval.size for eqn in jaxpr.eqns[:-1]) if jaxpr.eqns[:-1] else 0
+        results: list[Any] = [eqn.outvars[0].aval for eqn in jaxpr.eqns[:-1]]
+        largest = max((result.size for result in results), default=0)
         assert largest <= max(y.size, p.weight.size)
 
 

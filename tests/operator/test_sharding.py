@@ -3,15 +3,16 @@
 import contextlib
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from bounds import assert_bit_equal, draw_images, draw_params
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_patch_embed as ppe
+from tests.operator.bounds import assert_bit_equal, draw_images, draw_params
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="sharding is tested on eight virtual CPU devices"
@@ -54,7 +55,7 @@ def compiled(function, *operands):
 
 # Cases that need no communication: name -> (spec of the patches, axes of the params, number of
 # devices that share the work).
-LOCAL = {
+LOCAL: dict[str, tuple[Any, dict[str, Any], int]] = {
     "batch": (("data",), {}, 4),
     "batch over both axes": ((("data", "model"),), {}, 8),
     "batch and N": (("data",), dict(n="model"), 8),

@@ -5,12 +5,12 @@ import functools
 import jax
 import numpy as np
 import pytest
-from bounds import DTYPES, assert_bit_equal, draw_images
-from goldens import checkpoint
-from short_suite import keep
-from strict import strict_settings
 
 import pallas_patch_embed as ppe
+from tests.encoder.goldens import checkpoint
+from tests.operator.bounds import DTYPES, assert_bit_equal, draw_images
+from tests.operator.strict import strict_settings
+from tests.short_suite import keep
 
 RNG = np.random.default_rng(0)
 IMAGES = draw_images(RNG, 2, 224, 224, 3)

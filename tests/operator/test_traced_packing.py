@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import DTYPES, assert_bit_equal, draw_images, draw_params
-from gpu import gpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from repository import environment
-from short_suite import keep
 
 import pallas_patch_embed as ppe
 from pallas_patch_embed.patch_embedding.weight_rounding import ROUNDINGS
+from tests.kernels.gpu import gpu
+from tests.operator.bounds import DTYPES, assert_bit_equal, draw_images, draw_params
+from tests.repository import environment
+from tests.short_suite import keep
 
 RNG = np.random.default_rng(0)
 SIZE, GRID, N = 4, (2, 3), 16

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import assert_bit_equal
 from PIL import Image, ImageDraw
 
 import pallas_patch_embed as ppe
@@ -15,6 +14,7 @@ from pallas_patch_embed.patch_embedding import weight_rounding
 from pallas_patch_embed.patch_embedding.packing import _reciprocal
 from pallas_patch_embed.patch_embedding.params import patch_length
 from pallas_patch_embed.patch_embedding.weight_rounding import PatchShape, gains, relative_errors
+from tests.operator.bounds import assert_bit_equal
 
 DATA = Path(__file__).parents[1] / "data" / "dinov2_s14" / "patch_embedding.npz"
 PHOTOS = sorted((Path(ppe.__file__).parent / "photos").glob("*.png"))
@@ -165,8 +165,8 @@ def test_packing_inside_of_jit_gives_the_same_bits(name, dtype):
     shape = SHAPES[name]
     for seed in range(3):
         drawn = draw(shape, seed=seed)
-        wanted = pack(*drawn, shape, dtype=dtype)
-        found = jax.jit(lambda *drawn: pack(*drawn, shape, dtype=dtype))(*drawn)
+        wanted = pack(*drawn, shape=shape, dtype=dtype)
+        found = jax.jit(lambda *drawn: pack(*drawn, shape=shape, dtype=dtype))(*drawn)
         jax.tree.map(assert_bit_equal, found, wanted)
         # A channel does not depend on the others.
         alone = pack(drawn[0][5:6], drawn[1][5:6], shape, dtype=dtype)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.isa import (
+from tests.ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
+from tests.ptx_emulator.isa import (
     WARP_SIZE,
     Blocked,
     Task,
@@ -12,10 +12,10 @@ from ptx_emulator.isa import (
     lane_bitmask,
     split_shared_address,
 )
-from ptx_emulator.memory import SHARED_BASE, SHARED_WINDOW, words_in_range
-from ptx_emulator.parser import Sink
-from ptx_emulator.scalar import modifiers
-from ptx_emulator.vector_clocks import MEMORY, join
+from tests.ptx_emulator.memory import SHARED_BASE, SHARED_WINDOW, words_in_range
+from tests.ptx_emulator.parser import Sink
+from tests.ptx_emulator.scalar import modifiers
+from tests.ptx_emulator.vector_clocks import MEMORY, join
 
 SYNC = "9.7.13 synchronisation"
 
@@ -216,13 +216,21 @@ def mbarrier_inval(binder, instruction):
 
 @defines(
     SYNC,
-    "mbarrier.arrive{,.expect_tx}{,.release.cta,.release.cluster}"
+    "mbarrier.arrive{,.expect_tx}{,.release.cta,.release.cluster,.relaxed.cta,.relaxed.cluster}"
     "{.shared,.shared::cta,.shared::cluster}.b64",
     "mbarrier.arrive.noComplete{,.release.cta}{.shared,.shared::cta}.b64",
     "mbarrier.expect_tx{,.relaxed.cta,.relaxed.cluster}{.shared,.shared::cta,.shared::cluster}.b64",
 )
 def mbarrier_arrive(binder, instruction):
+    """Arrives at an mbarrier.
+
+    A relaxed arrival orders execution, and with it the accesses to tensor memory that are fenced,
+    but no memory. So does an arrival at another block's mbarrier whose scope is one block, which is
+    the default.
+    """
     parts = modifiers(instruction)
+    releases_cta = "relaxed" not in parts
+    releases_cluster = releases_cta and "cluster" in parts
     cluster, expects = "shared::cluster" in parts, "expect_tx" in parts
     only_expects = parts[0] == "expect_tx"
     operands = [Sink(), *instruction.operands] if only_expects else instruction.operands
@@ -244,10 +252,14 @@ def mbarrier_arrive(binder, instruction):
             if expects:
                 barrier.expect_tx(number)
             arrivals = 0 if only_expects else 1 if expects else number
-            if barrier.block is not warp.block and not expects:
-                _arrive_at_other_block(warp, barrier, arrivals, instruction)
+            is_own = barrier.block is warp.block
+            release = warp.release_tensor_memory
+            if releases_cta if is_own else releases_cluster:
+                release = warp.release
+            if not is_own and not expects:
+                _arrive_at_other_block(warp, barrier, arrivals, instruction, release)
             elif not only_expects:
-                warp.release(barrier.arriving_clock)
+                release(barrier.arriving_clock)
                 barrier.arrive(arrivals, may_complete="noComplete" not in parts)
         write(warp, np.zeros(WARP_SIZE, np.uint64), mask)
         warp.machine.event()
@@ -255,10 +267,13 @@ def mbarrier_arrive(binder, instruction):
     return execute
 
 
-def _arrive_at_other_block(warp, barrier: Mbarrier, count: int, instruction) -> None:
-    """Submits an arrival at an mbarrier of another block as a task."""
+def _arrive_at_other_block(warp, barrier: Mbarrier, count: int, instruction, release) -> None:
+    """Submits an arrival at an mbarrier of another block as a task.
+
+    `release` is the method of the warp that orders its past actions before the arrival.
+    """
     released = warp.machine.agents.clock()
-    warp.release(released)
+    release(released)
 
     def run():
         join(barrier.arriving_clock, released)

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ptx_emulator.machine import Machine
-from ptx_emulator.matrix_operands import ELEMENTS
-from ptx_emulator.memory import GlobalMemory
-from ptx_emulator.parser import parse
-from ptx_emulator.scalar_cases import CASES, operands, stored
-from ptx_emulator.tma import TensorMap
+from tests.ptx_emulator.machine import Machine
+from tests.ptx_emulator.matrix_operands import ELEMENTS
+from tests.ptx_emulator.memory import GlobalMemory
+from tests.ptx_emulator.parser import parse
+from tests.ptx_emulator.scalar_cases import CASES, operands, stored
+from tests.ptx_emulator.tma import TensorMap
 
 KIB = 1024
 
@@ -195,14 +195,26 @@ def with_registers(name, body, inputs, results, **options) -> Program:
 
 BLOCKS = 8
 
-# Instructions on two floats at once, which exist only on Blackwell.
-NOT_HOPPER = ("f32x2",)
+# Instructions on two floats at once exist only on Blackwell. An approximation has an error bound
+# instead of one result: `scalar.py` rounds it to nearest, a GPU does not.
+NOT_COMPARED = ("f32x2", ".approx.")
+# Programs and Hopper kernels whose results no GPU has recorded yet; `record_chip_results.py` runs
+# them, too.
+NOT_RECORDED = (
+    "mul.hi.u16",
+    "mul.hi.s16",
+    "min.NaN.f32",
+    "max.NaN.f32",
+    "Hopper, rows' scales and a residual",
+    "Hopper, int8 levels",
+    "Hopper, an activation",
+)
 
 
 def scalar() -> Iterator[Program]:
     """Yields programs of every scalar instruction, with edge cases and random operands."""
     for case in CASES:
-        if any(part in case.opcode for part in NOT_HOPPER):
+        if any(part in case.opcode for part in NOT_COMPARED):
             continue
         rows = operands(case.kinds, case.wide, 32 * BLOCKS)
         if case.opcode.startswith(("div.", "rem.")):
@@ -488,8 +500,8 @@ def _tensor(generator: random.Random, array: int, size: int) -> Map:
         extent = dimensions[-1] * strides[-1]
         taken = math.prod(box[1:]) * (swizzle or inner)
         if taken <= 8 * KIB and extent <= size and box[0] <= 256:
-            shape = tuple(map(tuple, (dimensions, strides, box)))
-            return Map(array, itemsize, *shape, swizzle)
+            shape = map(tuple, (dimensions, strides, box))
+            return Map(array, itemsize, *shape, swizzle=swizzle)
 
 
 def _coordinates(generator: random.Random, tensor: Map, *, before: bool) -> str:

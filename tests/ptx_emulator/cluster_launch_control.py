@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from ptx_emulator.barriers import barrier_at
-from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.isa import (
+from tests.ptx_emulator.barriers import barrier_at
+from tests.ptx_emulator.errors import EmulatorError, UnsupportedError
+from tests.ptx_emulator.isa import (
     BLACKWELL,
     SINCE_BLACKWELL,
     WARP_SIZE,
@@ -14,9 +14,9 @@ from ptx_emulator.isa import (
     shared_cluster_address,
     split_shared_address,
 )
-from ptx_emulator.memory import POISON, units_in_range, words_in_range
-from ptx_emulator.parser import Register, Vector
-from ptx_emulator.scalar import modifiers
+from tests.ptx_emulator.memory import POISON, units_in_range, words_in_range
+from tests.ptx_emulator.parser import Register, Vector
+from tests.ptx_emulator.scalar import modifiers
 
 SYNC = "9.7.13 synchronisation"
 

@@ -4,12 +4,12 @@ import dataclasses
 
 import numpy as np
 
-from ptx_emulator.data_movement import Access
-from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.isa import FULL_MASK, Blocked, Task, active_lanes, defines
-from ptx_emulator.memory import POISON, UNIT_BYTES, WORD_BYTES
-from ptx_emulator.scalar import modifiers
-from ptx_emulator.vector_clocks import MEMORY
+from tests.ptx_emulator.data_movement import Access
+from tests.ptx_emulator.errors import EmulatorError, UnsupportedError
+from tests.ptx_emulator.isa import FULL_MASK, Blocked, Task, active_lanes, defines
+from tests.ptx_emulator.memory import POISON, UNIT_BYTES, WORD_BYTES
+from tests.ptx_emulator.scalar import modifiers
+from tests.ptx_emulator.vector_clocks import MEMORY
 
 COPY = "9.7.9.25 asynchronous copy"
 

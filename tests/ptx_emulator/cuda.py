@@ -1,8 +1,8 @@
 """Launches a CUDA kernel that has one parameter, a struct."""
 
-from ptx_emulator.machine import Machine
-from ptx_emulator.parser import parse
-from ptx_emulator.tma import TENSOR_MAP_BYTES, TensorMap
+from tests.ptx_emulator.machine import Machine
+from tests.ptx_emulator.parser import parse
+from tests.ptx_emulator.tma import TENSOR_MAP_BYTES, TensorMap
 
 
 def prepare(ptx: str, name: str, fields: list, **options) -> Machine:

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from ptx_emulator.barriers import barrier_at
-from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.isa import (
+from tests.ptx_emulator.barriers import barrier_at
+from tests.ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
+from tests.ptx_emulator.isa import (
     FULL_MASK,
     LANE_IDS,
     SINCE_BLACKWELL,
@@ -15,7 +15,7 @@ from ptx_emulator.isa import (
     dtype_of,
     require_all_lanes,
 )
-from ptx_emulator.memory import (
+from tests.ptx_emulator.memory import (
     BLOCK_SHIFT,
     PARAMETER_WINDOW,
     POISON,
@@ -24,9 +24,9 @@ from ptx_emulator.memory import (
     WINDOW_BYTES,
     WORD_BYTES,
 )
-from ptx_emulator.parser import Register, Vector, bits
-from ptx_emulator.scalar import elementwise, modifiers
-from ptx_emulator.vector_clocks import join
+from tests.ptx_emulator.parser import Register, Vector, bits
+from tests.ptx_emulator.scalar import elementwise, modifiers
+from tests.ptx_emulator.vector_clocks import join
 
 MOVE, MATRIX = "9.7.9 data movement", "9.7.14 matrices"
 
@@ -58,11 +58,11 @@ class Access:
         if self.space == "shared":
             ranks = addresses >> np.uint64(BLOCK_SHIFT)
             offsets = addresses & np.uint64(2**BLOCK_SHIFT - 1)
-            self._find_block(ranks, space)
+            block = self.block = self._find_block(ranks, space)
             self.offsets = offsets.astype(np.int64)
             for offset in (self.offsets.min(), self.offsets.max()):
-                self.block.shared.check_bounds(int(offset), size, description)
-            self.bytes = self.block.shared.bytes
+                block.shared.check_bounds(int(offset), size, description)
+            self.bytes = block.shared.bytes
         elif self.space == "global":
             memory = warp.machine.memory
             self.offsets = memory.offsets_of(addresses, size)
@@ -74,7 +74,7 @@ class Access:
                     f"{description} of {size} bytes is beyond the kernel's parameters"
                 )
 
-    def _find_block(self, ranks, space: str) -> None:
+    def _find_block(self, ranks, space: str):
         rank = int(ranks[0])
         blocks = self.warp.block.cluster.blocks
         if (ranks != rank).any():
@@ -85,9 +85,10 @@ class Access:
             raise EmulatorError(
                 f"{self.description} has an address in block {rank}, expected the warp's own block"
             )
-        self.block = blocks[rank]
-        if not self.block.alive:
+        block = blocks[rank]
+        if not block.alive:
             raise EmulatorError(f"{self.description}: block {rank} of the cluster has exited")
+        return block
 
     @property
     def index(self):

@@ -10,13 +10,14 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.memory import BLOCK_SHIFT, SHARED_BASE
-from ptx_emulator.parser import (
+from tests.ptx_emulator.errors import EmulatorError, UnsupportedError
+from tests.ptx_emulator.memory import BLOCK_SHIFT, SHARED_BASE
+from tests.ptx_emulator.parser import (
     Address,
     Immediate,
     Instruction,
@@ -100,7 +101,7 @@ class Task:
     kind: str
     run: Callable[[], None]
     description: str
-    cluster: object
+    cluster: Any
     queue: tuple | None = None
     sequence: int = 0
     done: bool = False

@@ -25,10 +25,11 @@ tasks are:
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 
-from ptx_emulator import (
+from tests.ptx_emulator import (
     barriers,
     cluster_launch_control,
     cp_async,
@@ -41,18 +42,18 @@ from ptx_emulator import (
     warp_instructions,
     wgmma,
 )
-from ptx_emulator.errors import DeadlockError, EmulatorError, UnsupportedError
-from ptx_emulator.isa import WARP_SIZE, Task
-from ptx_emulator.memory import (
+from tests.ptx_emulator.errors import DeadlockError, EmulatorError, UnsupportedError
+from tests.ptx_emulator.isa import WARP_SIZE, Task
+from tests.ptx_emulator.memory import (
     BLOCK_SHIFT,
     PARAMETER_WINDOW,
     GlobalMemory,
     SharedMemory,
 )
-from ptx_emulator.parser import Kernel
-from ptx_emulator.tensor_memory import TensorMemory
-from ptx_emulator.vector_clocks import Agents
-from ptx_emulator.warp import Warp
+from tests.ptx_emulator.parser import Kernel
+from tests.ptx_emulator.tensor_memory import TensorMemory
+from tests.ptx_emulator.vector_clocks import Agents
+from tests.ptx_emulator.warp import Warp
 
 # Limits of compute capability 9.0 and 10.0 (CUDA C++ Programming Guide): bytes of shared memory per
 # block, registers per multiprocessor, and registers per thread, which are allocated in units of 8,
@@ -104,8 +105,8 @@ class Block:
         self.shared = SharedMemory(rank, machine.shared_bytes, machine.agents, warps)
         self.tensor_memory = TensorMemory(rank, machine.agents, warps, machine.allows)
         # mbarriers by offset, named barriers by number.
-        self.mbarriers: dict[int, object] = {}
-        self.named_barriers: dict[int, object] = {}
+        self.mbarriers: dict[int, Any] = {}
+        self.named_barriers: dict[int, Any] = {}
         # Registers that setmaxnreg.dec has released and no setmaxnreg.inc has taken yet.
         self.free_registers = 0
         self.warps = [Warp(self, number) for number in range(warps)]
@@ -194,12 +195,14 @@ class Machine:
         last = kernel.parameters[-1] if kernel.parameters else None
         self.parameters = np.zeros(last.offset + last.size if last else 0, np.uint8)
         # Tensor maps by address, encoded by the host or made by the kernel.
-        self.tensor_maps: dict[int, object] = {}
+        self.tensor_maps: dict[int, Any] = {}
         self.device_tensor_maps: dict[int, tensormap_replace.DeviceTensorMap] = {}
         policies = [schedule] if isinstance(schedule, str) else schedule.values()
         if not set(policies) <= set(SCHEDULES):
             raise ValueError(f"schedule is {schedule}, expected words among {SCHEDULES}")
         self.schedule, self.random, self.resident = schedule, random.Random(seed), resident
+        # Chooses the columns of tensor memory, so that it does not change the order of execution.
+        self.placing = random.Random(f"{schedule} {seed}")
         self.allowed, self.warnings = allowed, {}
         self.tasks: list[Task] = []
         self.events = self.tasks_issued = 0
@@ -256,6 +259,14 @@ class Machine:
         """Returns whether a block waits for its peer where the ISA leaves it open."""
         policy = self.policy("collective")
         return policy == "late" or (policy == "random" and self.random.random() < 0.5)
+
+    def place(self, starts: set[int]) -> int:
+        """Chooses the first column of an allocation of tensor memory, if possible not 0.
+
+        Args:
+          starts: the possible first columns.
+        """
+        return self.placing.choice(sorted(starts - {0}) or [0])
 
     def submit(self, task: Task) -> None:
         """Executes a task now if the schedule says so, else keeps it for later."""

@@ -5,10 +5,10 @@ import functools
 
 import numpy as np
 
-from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.isa import FLOATS
-from ptx_emulator.memory import UNIT_BYTES, WORD_BYTES
-from ptx_emulator.tma import SWIZZLES
+from tests.ptx_emulator.errors import EmulatorError, UnsupportedError
+from tests.ptx_emulator.isa import FLOATS
+from tests.ptx_emulator.memory import UNIT_BYTES, WORD_BYTES
+from tests.ptx_emulator.tma import SWIZZLES
 
 # The numpy type of each element type of an operand.
 ELEMENTS = {name: FLOATS[name] for name in ("f16", "bf16", "e4m3", "e5m2")}

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ptx_emulator.errors import EmulatorError, RaceError
-from ptx_emulator.vector_clocks import MEMORY, PROXY, Agents
+from tests.ptx_emulator.errors import EmulatorError, RaceError
+from tests.ptx_emulator.vector_clocks import MEMORY, PROXY, Agents
 
 # The address space. The shared memory of the block with rank r begins at r << BLOCK_SHIFT in the
 # shared::cluster window; its variables begin at SHARED_BASE, after 1 KiB that the system reserves.

@@ -16,11 +16,11 @@ import numpy as np
 from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
 
-from ptx_emulator.errors import UnsupportedError
-from ptx_emulator.machine import Machine
-from ptx_emulator.memory import POISON, GlobalMemory
-from ptx_emulator.parser import parse
-from ptx_emulator.tma import TENSOR_MAP_BYTES, TensorMap
+from tests.ptx_emulator.errors import UnsupportedError
+from tests.ptx_emulator.machine import Machine
+from tests.ptx_emulator.memory import POISON, GlobalMemory
+from tests.ptx_emulator.parser import parse
+from tests.ptx_emulator.tma import TENSOR_MAP_BYTES, TensorMap
 
 # Line in the log of passes before the last dump in which the host function is still MLIR.
 LAST_DUMP = "IR Dump Before ConvertToLLVMPass"

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from ptx_emulator.references import float_value, swizzled_address
+from tests.ptx_emulator.references import float_value, swizzled_address
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 

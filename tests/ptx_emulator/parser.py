@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import re
 
-from ptx_emulator.errors import UnsupportedError
+from tests.ptx_emulator.errors import UnsupportedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +278,7 @@ class _Body:
 
     def __init__(self, source: str, begin: int, layout: _SharedLayout):
         self.layout = layout
-        self.parents = {0: None}
+        self.parents: dict[int, int | None] = {0: None}
         # (scope, name) -> index of the labelled instruction, labels of a branch table, or register.
         self.labels, self.branch_tables, self.registers = {}, {}, {}
         self.all_registers: list[Register] = []

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ptx_emulator.machine import Machine
-from ptx_emulator.parser import parse
+from tests.ptx_emulator.machine import Machine
+from tests.ptx_emulator.parser import parse
 
 
 def module_text(body, parameters=(), prelude="", *, target="sm_100a", threads=32):

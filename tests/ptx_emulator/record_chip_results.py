@@ -1,6 +1,6 @@
 """Runs the programs of `chip_programs.py` on a Hopper GPU, and records the results.
 
-    PYTHONPATH=.:tests:tests/kernels:tests/operator python -m ptx_emulator.record_chip_results
+    python -m tests.ptx_emulator.record_chip_results
 
 The driver compiles the PTX. The results of this project's Hopper kernels in `emulated.py` are also
 recorded.
@@ -12,11 +12,10 @@ import ctypes
 import json
 from pathlib import Path
 
-import emulated
 import numpy as np
-from interpreter import draw_operands
 
-from ptx_emulator import chip_programs
+from tests.kernels import emulated
+from tests.ptx_emulator import chip_programs
 
 # Constants of the CUDA driver API (cuda.h).
 COMPUTE_CAPABILITY = (75, 76)
@@ -164,7 +163,7 @@ def main() -> None:
 def kernel_answer(name: str) -> str:
     """Runs a kernel of `emulated.CASES` on this machine's GPU; returns a digest of its result."""
     case = emulated.CASES[name]
-    operands = draw_operands(len(name), case.patches, case.N, case.dtype, case.table)
+    operands = case.draw(len(name))
     return chip_programs.digest(np.asarray(case.function()(*operands)))
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
-from ptx_emulator.errors import UnsupportedError
-from ptx_emulator.isa import (
+from tests.ptx_emulator.errors import UnsupportedError
+from tests.ptx_emulator.isa import (
     FLOATS,
     SIGNED,
     SINCE_BLACKWELL,
@@ -15,7 +15,7 @@ from ptx_emulator.isa import (
     defines,
     dtype_of,
 )
-from ptx_emulator.parser import Pair, Vector, bits
+from tests.ptx_emulator.parser import Pair, Vector, bits
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
 COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
@@ -190,7 +190,7 @@ def mul_wide(binder, instruction):
     )
 
 
-@defines(INTEGER, "mul.hi{.u32,.s32,.u64,.s64}")
+@defines(INTEGER, "mul.hi{.u16,.s16,.u32,.s32,.u64,.s64}")
 def mul_hi(binder, instruction):
     def function(a, b):
         return wrap(a.astype(object) * b.astype(object) >> bits(type_of(instruction)), a.dtype)
@@ -279,6 +279,52 @@ def minimum(binder, instruction):
 @defines(HALF, "max{.f16,.f16x2,.bf16,.bf16x2}")
 def maximum(binder, instruction):
     return elementwise(binder, instruction, maximum_number)
+
+
+def or_nan(function):
+    """Returns a function of two arrays that is NaN where one of them is."""
+
+    def of_both(a, b):
+        return np.where(np.isnan(a) | np.isnan(b), a.dtype.type(np.nan), function(a, b))
+
+    return of_both
+
+
+@defines(FLOAT, "min.NaN.f32")
+def minimum_or_nan(binder, instruction):
+    return elementwise(binder, instruction, or_nan(minimum_number))
+
+
+@defines(FLOAT, "max.NaN.f32")
+def maximum_or_nan(binder, instruction):
+    return elementwise(binder, instruction, or_nan(maximum_number))
+
+
+def rounded(function, *, flushes: bool):
+    """Returns a function of float32 that is computed in float64 and rounded.
+
+    Subnormal results become zero if it `flushes`. A GPU approximates these functions: ex2 within
+    2^-22 of the result (9.7.3.21), and rcp within 1 ulp (9.7.3.16).
+    """
+
+    def rounded(a):
+        with np.errstate(all="ignore"):
+            y = function(a.astype(np.float64)).astype(np.float32)
+        if not flushes:
+            return y
+        return np.where(np.abs(y) < SMALLEST_NORMAL_F32, np.copysign(np.float32(0), y), y)
+
+    return rounded
+
+
+@defines(FLOAT, "ex2.approx.ftz.f32")
+def exponential(binder, instruction):
+    return elementwise(binder, instruction, rounded(np.exp2, flushes=True))
+
+
+@defines(FLOAT, "rcp.approx.f32")
+def reciprocal(binder, instruction):
+    return elementwise(binder, instruction, rounded(np.reciprocal, flushes=False))
 
 
 @defines(INTEGER, "neg{.s16,.s32,.s64}")

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from ptx_emulator.references import FORMATS, float_value
+from tests.ptx_emulator.references import FORMATS, float_value
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
 COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
@@ -192,7 +192,7 @@ def operands(kinds, wide, count):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class OpcodeCase:
     """An opcode with its section, the types of results and operands, and its meaning.
 
     The reference takes values (`decode`) and returns values, or None where the ISA leaves them
@@ -218,7 +218,7 @@ def cases(section, template, reference, kinds=None, result=None):
         kind = opcode.rsplit(".")[-1]
         its = tuple(kind if k == "T" else f"b{width(kind)}" if k == "bits" else k for k in kinds)
         meaning = reference(kind) if getattr(reference, "by_type", False) else reference
-        yield Case(opcode, section, (result or its[0],), its, meaning)
+        yield OpcodeCase(opcode, section, (result or its[0],), its, meaning)
 
 
 def by_type(function):
@@ -320,6 +320,25 @@ def of_halves(function):
     return lambda *pairs: tuple(function(*parts) for parts in zip(*pairs))
 
 
+def or_nan(function):
+    return lambda a, b: math.nan if a != a or b != b else function(a, b)
+
+
+def power_of_two(a):
+    """Returns 2^a, of which the emulator's ex2 is the nearest float32; a subnormal one is zero."""
+    if a != a or a == math.inf or a < -1022:
+        return a if a != -math.inf and not a < -1022 else 0.0
+    found = math.exp2(a) if a < 1024 else math.inf
+    return found if found >= 2.0**-126 else 0.0
+
+
+def reciprocal(a):
+    """Returns 1 / a, of which the emulator's rcp is the nearest float32."""
+    if a != a:
+        return a
+    return math.copysign(math.inf, a) if a == 0 else 1 / a
+
+
 COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 COMBINATIONS = {"": None, ".and": operator.and_, ".or": operator.or_, ".xor": operator.xor}
 
@@ -360,7 +379,7 @@ def all_cases():
         yield from cases(INTEGER, f"mul.wide.{kind}", operator.mul, two, result)
         kinds = (kind, kind, result)
         yield from cases(INTEGER, f"mad.wide.{kind}", lambda a, b, c: a * b + c, kinds, result)
-    for kind in ("u32", "s32", "u64", "s64"):
+    for kind in ("u16", "s16", "u32", "s32", "u64", "s64"):
         bits = width(kind)
         yield from cases(INTEGER, f"mul.hi.{kind}", lambda a, b, n=bits: a * b >> n, two)
     yield from cases(INTEGER, f"mad.lo.{ints}", lambda a, b, c: a * b + c, three)
@@ -372,6 +391,10 @@ def all_cases():
         yield from cases(FLOAT, f"{name}.f32", function, two)
         yield from cases(HALF, f"{name}.{{f16,bf16}}", function, two)
         yield from cases(HALF, f"{name}.{{f16x2,bf16x2}}", of_halves(function), two)
+    yield from cases(FLOAT, "min.NaN.f32", or_nan(smaller), two)
+    yield from cases(FLOAT, "max.NaN.f32", or_nan(larger), two)
+    yield from cases(FLOAT, "ex2.approx.ftz.f32", power_of_two, ("T",))
+    yield from cases(FLOAT, "rcp.approx.f32", reciprocal, ("T",))
     for name, function in (("neg", operator.neg), ("abs", abs)):
         yield from cases(INTEGER, f"{name}.{{s16,s32,s64}}", function, ("T",))
         yield from cases(FLOAT, f"{name}.f32", function, ("T",))
@@ -398,7 +421,9 @@ def all_cases():
         for kind, u in [*((kind, "") for kind in kinds), ("f32", "u")]:
             sources = (kind, kind, "pred") if combine else (kind, kind)
             opcode = f"setp.{name}{u}{suffix}.{kind}"
-            yield Case(opcode, COMPARE, ("pred", "pred"), sources, comparison(name + u, combine))
+            yield OpcodeCase(
+                opcode, COMPARE, ("pred", "pred"), sources, comparison(name + u, combine)
+            )
     # Moving a float changes none of its bits, so moves of floats are tested with types of bits.
     every = "{b16,b32,b64,u16,u32,u64,s16,s32,s64,f32}"
     select = lambda a, b, c: a if c else b  # noqa: E731
@@ -410,16 +435,16 @@ def all_cases():
     whole = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
     for to, of in itertools.permutations(whole, 2):
         for wide in (False, True):
-            yield Case(f"cvt.{to}.{of}", MOVE, (to,), (of,), lambda a: a, wide)
+            yield OpcodeCase(f"cvt.{to}.{of}", MOVE, (to,), (of,), lambda a: a, wide)
     for to, of in itertools.product(("f32", "f16", "bf16"), ("s32", "u32")):
-        yield Case(f"cvt.rn.{to}.{of}", MOVE, (to,), (of,), lambda a: a)
+        yield OpcodeCase(f"cvt.rn.{to}.{of}", MOVE, (to,), (of,), lambda a: a)
     for to, of in (("rn.f16", "f32"), ("rn.bf16", "f32"), ("f32", "f16"), ("f32", "bf16")):
-        yield Case(f"cvt.{to}.{of}", MOVE, (to.removeprefix("rn."),), (of,), lambda a: a)
+        yield OpcodeCase(f"cvt.{to}.{of}", MOVE, (to.removeprefix("rn."),), (of,), lambda a: a)
     for to in ("f16x2", "bf16x2", "satfinite.e4m3x2", "satfinite.e5m2x2"):
         result = to.removeprefix("satfinite.")
-        yield Case(f"cvt.rn.{to}.f32", MOVE, (result,), ("f32", "f32"), lambda a, b: (b, a))
+        yield OpcodeCase(f"cvt.rn.{to}.f32", MOVE, (result,), ("f32", "f32"), lambda a, b: (b, a))
     for of in ("e4m3x2", "e5m2x2"):
-        yield Case(f"cvt.rn.f16x2.{of}", MOVE, ("f16x2",), (of,), lambda a: a)
+        yield OpcodeCase(f"cvt.rn.f16x2.{of}", MOVE, ("f16x2",), (of,), lambda a: a)
 
 
 CASES = list(all_cases())

@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 
-from ptx_emulator.barriers import barrier_at
-from ptx_emulator.data_movement import Access
-from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.isa import (
+from tests.ptx_emulator.barriers import barrier_at
+from tests.ptx_emulator.data_movement import Access
+from tests.ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
+from tests.ptx_emulator.isa import (
     BLACKWELL,
     LANE_IDS,
     WAIT_FOR_LOADS,
@@ -22,15 +22,19 @@ from ptx_emulator.isa import (
     shared_cluster_address,
     split_shared_address,
 )
-from ptx_emulator.matrix_operands import ELEMENTS, SharedOperand, accumulate, exact_product
-from ptx_emulator.parser import Address, Vector
-from ptx_emulator.scalar import modifiers
-from ptx_emulator.tensor_memory import TensorMemory
-from ptx_emulator.vector_clocks import MEMORY, TENSOR, join
+from tests.ptx_emulator.matrix_operands import ELEMENTS, SharedOperand, accumulate, exact_product
+from tests.ptx_emulator.parser import Address, Vector
+from tests.ptx_emulator.scalar import modifiers
+from tests.ptx_emulator.tensor_memory import TensorMemory
+from tests.ptx_emulator.vector_clocks import MEMORY, TENSOR, join
 
 defines_tcgen05 = functools.partial(defines, "9.7.16 tcgen05", targets=BLACKWELL)
 
 CTA_GROUPS = "{.cta_group::1,.cta_group::2}"
+
+# Name of the warning that a warp frees tensor memory that another warp has allocated. The ISA only
+# asks for one warp, but NVIDIA's libraries use the same one.
+OTHER_WARP = "dealloc by another warp"
 
 # Value of words of tensor memory and of registers that are not written yet.
 POISON_WORD = 0xFFFFFFFF
@@ -69,10 +73,10 @@ def alloc(binder, instruction):
             )
         if tensor_memory.relinquished:
             raise EmulatorError("there is an allocation after tcgen05.relinquish_alloc_permit")
-        first = tensor_memory.find_free_columns(columns)
-        if first is None:
+        starts = functools.partial(_possible_starts, warp, columns, group_size == 2)
+        if not starts():
             return Blocked(
-                lambda: tensor_memory.find_free_columns(columns) is not None,
+                lambda: bool(starts()),
                 lambda: (
                     f"{columns} columns of tensor memory; allocated are {tensor_memory.allocated}"
                 ),
@@ -83,6 +87,9 @@ def alloc(binder, instruction):
                 "tcgen05.alloc is executed for two blocks, and nothing says that the peer has been "
                 "launched: no barrier of the cluster comes before it"
             )
+        first = warp.machine.place(starts())
+        if group_size == 2:
+            _starts_of_pair(warp)[_allocations(warp)] = first
         tensor_memory.allocated[first] = (columns, group_size)
         tensor_memory.allocations[first] = warp.agent, warp.time, warp.cluster_arrivals
         tensor_memory.words[:, first : first + columns] = POISON_WORD
@@ -95,6 +102,28 @@ def alloc(binder, instruction):
         return _wait_for_peer(warp, instruction) if group_size == 2 else None
 
     return execute
+
+
+def _allocations(warp) -> int:
+    """Returns the number of the block's earlier allocations with its peer."""
+    return warp.block.tensor_memory.collective_counts.get("tcgen05.alloc", 0)
+
+
+def _starts_of_pair(warp) -> dict[int, int]:
+    """Returns the first columns of the allocations that a block and its peer share, by number."""
+    return _cta_group(warp, True)[0].tensor_memory.shared_starts
+
+
+def _possible_starts(warp, columns: int, is_pair: bool) -> set[int]:
+    """Returns the columns from which an allocation may begin.
+
+    The ISA promises no column, so a kernel must read the address. In a pair both blocks get the
+    same column, whichever of them executes its part of the allocation first.
+    """
+    if is_pair and _allocations(warp) in _starts_of_pair(warp):
+        return {_starts_of_pair(warp)[_allocations(warp)]}
+    blocks = _cta_group(warp, is_pair)
+    return set.intersection(*(block.tensor_memory.free_starts(columns) for block in blocks))
 
 
 def _wait_for_peer(warp, instruction) -> Blocked | None:
@@ -141,6 +170,11 @@ def dealloc(binder, instruction):
         unfinished = [task for task in machine.tasks if warp.block in (task.queue or ())]
         if unfinished:
             raise EmulatorError(f"tensor memory is freed before {unfinished[0].description}")
+        allocating = tensor_memory.allocations[first][0]
+        if allocating != warp.agent:
+            machine.warn(
+                OTHER_WARP, f"{warp} executes tcgen05.dealloc, but warp {allocating} has allocated"
+            )
         tensor_memory.check_deallocation(slice(first, first + columns), warp.clock)
         del tensor_memory.allocated[first]
         machine.event()

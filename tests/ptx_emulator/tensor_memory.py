@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptx_emulator.errors import EmulatorError, RaceError
-from ptx_emulator.vector_clocks import MEMORY, TENSOR, Agents
+from tests.ptx_emulator.errors import EmulatorError, RaceError
+from tests.ptx_emulator.vector_clocks import MEMORY, TENSOR, Agents
 
 # Name of the warning that a barrier orders accesses to tensor memory without the tcgen05.fence that
 # the ISA requires.
@@ -37,6 +37,9 @@ class TensorMemory:
         # First column of each allocation -> its numbers of columns and of blocks (cta_group).
         self.allocated: dict[int, tuple[int, int]] = {}
         self.relinquished = False
+        # First columns of the allocations that this block and its peer share, by their number. The
+        # first block of the pair has them.
+        self.shared_starts: dict[int, int] = {}
         # First column of each allocation -> the warp that made it, the warp's time, and the number
         # of the warp's earlier arrivals at the cluster's barrier.
         self.allocations: dict[int, tuple[int, int, int]] = {}
@@ -63,14 +66,17 @@ class TensorMemory:
             f"block {self.rank} are not allocated; allocated are {self.allocated}"
         )
 
-    def find_free_columns(self, columns: int) -> int | None:
-        """Returns the first of `columns` consecutive free columns; None if there are none."""
-        begin = 0
-        for start, (length, _) in sorted(self.allocated.items()):
-            if start - begin >= columns:
-                return begin
-            begin = start + length
-        return begin if begin + columns <= self.COLUMNS else None
+    def free_starts(self, columns: int) -> set[int]:
+        """Returns the columns from which `columns` consecutive ones are free.
+
+        They are multiples of `columns`, a power of two, so that smaller allocations always fit
+        between larger ones.
+        """
+        taken = set[int]()
+        for start, (length, _) in self.allocated.items():
+            taken |= {*range(start, start + length)}
+        starts = range(0, self.COLUMNS, columns)
+        return {start for start in starts if taken.isdisjoint(range(start, start + columns))}
 
     def record_load(
         self, warp: int, time: int, columns: slice, clock: np.ndarray, description: str

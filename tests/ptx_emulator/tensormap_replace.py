@@ -9,8 +9,8 @@ import dataclasses
 
 import numpy as np
 
-from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.isa import (
+from tests.ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
+from tests.ptx_emulator.isa import (
     BLACKWELL,
     HOPPER,
     active_lanes,
@@ -18,10 +18,10 @@ from ptx_emulator.isa import (
     require_all_lanes,
     split_shared_address,
 )
-from ptx_emulator.memory import SHARED_BASE, SHARED_WINDOW, units_in_range, words_in_range
-from ptx_emulator.scalar import modifiers
-from ptx_emulator.tma import SWIZZLE_BYTES, TENSOR_MAP_BYTES, TensorMap
-from ptx_emulator.vector_clocks import MEMORY
+from tests.ptx_emulator.memory import SHARED_BASE, SHARED_WINDOW, units_in_range, words_in_range
+from tests.ptx_emulator.scalar import modifiers
+from tests.ptx_emulator.tma import SWIZZLE_BYTES, TENSOR_MAP_BYTES, TensorMap
+from tests.ptx_emulator.vector_clocks import MEMORY
 
 REPLACE, SYNC = "9.7.9.28 tensormap.replace", "9.7.13 synchronisation"
 

@@ -8,10 +8,10 @@ import itertools
 import numpy as np
 import pytest
 
-from ptx_emulator import isa
-from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.ptx_runner import HERE, assert_fails, run
-from ptx_emulator.tma import TensorMap
+from tests.ptx_emulator import isa
+from tests.ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
+from tests.ptx_emulator.ptx_runner import HERE, assert_fails, run
+from tests.ptx_emulator.tma import TensorMap
 
 SECTION = "9.7.13 synchronisation"
 
@@ -46,7 +46,8 @@ def wait(parity=0, opcode="mbarrier.try_wait.parity.shared::cta.b64"):
 SLOW = "add.u32 %x, %x, 1;" * 500
 ANY_RACE = "(reads what was written to|overwrites what is read from)"
 
-KINDS = ("", ".release.cta", ".release.cluster")
+RELAXED = (".relaxed.cta", ".relaxed.cluster")
+KINDS = ("", ".release.cta", ".release.cluster", *RELAXED)
 OWN = ("shared", "shared::cta")
 SPACES = (*OWN, "shared::cluster")
 ARRIVALS = [
@@ -59,7 +60,7 @@ INCOMPLETE = [
 ]
 EXPECTING = [
     f"mbarrier.expect_tx{order}.{space}.b64"
-    for order, space in itertools.product(("", ".relaxed.cta", ".relaxed.cluster"), SPACES)
+    for order, space in itertools.product(("", *RELAXED), SPACES)
 ]
 WAITS = [
     f"mbarrier.{name}.parity{order}.{space}.b64"
@@ -156,12 +157,32 @@ def test_an_arrival_orders_what_came_before(opcode):
             second: {waiting} ld.shared.u32 %d0, [%word+-128];{HERE}
             end:"""
 
-    for schedule in ("eager", "late", "random"):
-        found = run(body(wait()), results=[32], threads=64, schedule=schedule).results
-        assert found[0][32:] == [5 * lane for lane in range(32)]
     failing = body(SLOW).replace("%d0", "%x")
     message = "reads what was written to .*block 0, warp 0"
     assert_fails(RaceError, message, failing, threads=64, schedule="eager")
+    if "relaxed" in opcode:
+        assert_fails(RaceError, message, body(wait()).replace("%d0", "%x"), threads=64)
+        return
+    for schedule in ("eager", "late", "random"):
+        found = run(body(wait()), results=[32], threads=64, schedule=schedule).results
+        assert found[0][32:] == [5 * lane for lane in range(32)]
+
+
+@pytest.mark.parametrize("order", KINDS)
+def test_an_arrival_at_another_block_orders_memory_only_with_the_scope_of_the_cluster(order):
+    """The second block reads what the first one wrote into its shared memory (9.7.13.15.13)."""
+    body = f"""{init(1)} barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+        setp.eq.u32 %p, %rank, 1; @%p bra second; mapa.shared::cluster.u32 %y, %bar, 1;
+        mapa.shared::cluster.u32 %x, %memory, 1; {FIRST} st.shared::cluster.u32 [%x], 7;
+        {FIRST} mbarrier.arrive{order}.shared::cluster.b64 _, [%y]; bra end;
+        second: {wait(opcode="mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64")}
+        {FIRST} ld.shared.u32 %x, [%memory];{HERE}
+        end: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"""
+    if order == ".release.cluster":
+        run(body, grid=2, cluster=2)
+    else:
+        message = "reads what was written to .*block 0, warp 0"
+        assert_fails(RaceError, message, body, grid=2, cluster=2)
 
 
 @pytest.mark.parametrize("opcode", [x for x in ARRIVALS + EXPECTING if "::cluster" in x])
@@ -301,7 +322,7 @@ def test_the_largest_counts_of_an_mbarrier():
         "mbarrier.expect_tx.shared.b64 _, [%bar], 16;": "2 counts",
         "mbarrier.arrive.noComplete.shared::cluster.b64 _, [%bar], 1;": "not among the known",
         "mbarrier.arrive.noComplete.release.cluster.shared.b64 _, [%bar], 1;": "not among",
-        "mbarrier.arrive.relaxed.cta.shared.b64 _, [%bar];": "not among the known",
+        "mbarrier.arrive.relaxed.shared.b64 _, [%bar];": "not among the known",
         "mbarrier.arrive_drop.shared.b64 _, [%bar];": "not among the known",
         "mbarrier.test_wait.shared.b64 %p, [%bar], %state;": "not among the known",
         "mbarrier.try_wait.parity.shared::cluster.b64 %p, [%bar], 0;": "not among the known",
@@ -389,7 +410,7 @@ def test_a_wait_for_a_phase_that_does_not_end_is_reported(parity):
 
 
 def test_a_loop_of_tests_that_never_ends_is_reported(monkeypatch):
-    monkeypatch.setattr("ptx_emulator.machine.LIVELOCK_INSTRUCTIONS", 2000)
+    monkeypatch.setattr("tests.ptx_emulator.machine.LIVELOCK_INSTRUCTIONS", 2000)
     body = init(1) + wait(opcode="mbarrier.test_wait.parity.shared.b64")
     assert_fails(DeadlockError, "instructions are executed, but no event occurs", body)
 
@@ -690,7 +711,7 @@ def test_every_form_has_a_test():
     registered = {
         opcode
         for opcode, definition in isa.OPCODES.items()
-        if definition.make.__module__ == "ptx_emulator.barriers"
+        if definition.make.__module__ == "tests.ptx_emulator.barriers"
     }
     tested = {*ARRIVALS, *INCOMPLETE, *EXPECTING, *WAITS, *INITS, *INVALS, *NAMED, *ARRIVE, *WAIT}
     assert registered == tested | {*PROXY, *ORDINARY, *OTHERS}

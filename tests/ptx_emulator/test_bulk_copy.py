@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from ptx_emulator.errors import EmulatorError
-from ptx_emulator.machine import Machine
-from ptx_emulator.memory import GlobalMemory
-from ptx_emulator.parser import parse
+from tests.ptx_emulator.errors import EmulatorError
+from tests.ptx_emulator.machine import Machine
+from tests.ptx_emulator.memory import GlobalMemory
+from tests.ptx_emulator.parser import parse
 
 SIZE = 512
 

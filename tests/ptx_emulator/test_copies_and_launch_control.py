@@ -6,10 +6,10 @@ Each case that must be refused has a valid counterpart, which is also run.
 import numpy as np
 import pytest
 
-from ptx_emulator import isa
-from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.ptx_runner import HERE, assert_fails, run
-from ptx_emulator.tma import TensorMap
+from tests.ptx_emulator import isa
+from tests.ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
+from tests.ptx_emulator.ptx_runner import HERE, assert_fails, run
+from tests.ptx_emulator.tma import TensorMap
 
 COPY, SYNC, REPLACE = (
     "9.7.9.25 asynchronous copy",
@@ -380,7 +380,7 @@ def test_an_exit_before_a_store_has_read_is_a_warning():
 
 def test_every_form_has_a_test():
     modules = [
-        f"ptx_emulator.{name}"
+        f"tests.ptx_emulator.{name}"
         for name in ("cp_async", "cluster_launch_control", "tensormap_replace")
     ]
     registered = {

@@ -8,18 +8,18 @@ import re
 import numpy as np
 import pytest
 
-from ptx_emulator import isa
-from ptx_emulator.errors import DeadlockError, EmulatorError, UnsupportedError
-from ptx_emulator.machine import Machine
-from ptx_emulator.parser import parse
-from ptx_emulator.ptx_runner import assert_fails, launch, module_text, run
-from ptx_emulator.scalar_cases import (
+from tests.ptx_emulator import isa
+from tests.ptx_emulator.errors import DeadlockError, EmulatorError, UnsupportedError
+from tests.ptx_emulator.machine import Machine
+from tests.ptx_emulator.parser import parse
+from tests.ptx_emulator.ptx_runner import assert_fails, launch, module_text, run
+from tests.ptx_emulator.scalar_cases import (
     LANES,
     drawn,
     stored,
     width,
 )
-from ptx_emulator.test_barriers import ASYNC_STORES
+from tests.ptx_emulator.test_barriers import ASYNC_STORES
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
 COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"
@@ -481,7 +481,7 @@ OTHERS = {
 
 
 def test_every_form_has_a_test():
-    modules = ("ptx_emulator.data_movement", "ptx_emulator.warp_instructions")
+    modules = ("tests.ptx_emulator.data_movement", "tests.ptx_emulator.warp_instructions")
     registered = {
         opcode
         for opcode, definition in isa.OPCODES.items()

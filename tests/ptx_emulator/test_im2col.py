@@ -10,11 +10,11 @@ import random
 import numpy as np
 import pytest
 
-from ptx_emulator import isa
-from ptx_emulator.errors import EmulatorError
-from ptx_emulator.ptx_runner import HERE, assert_fails, run
-from ptx_emulator.references import swizzled_address
-from ptx_emulator.test_tma import (
+from tests.ptx_emulator import isa
+from tests.ptx_emulator.errors import EmulatorError
+from tests.ptx_emulator.ptx_runner import HERE, assert_fails, run
+from tests.ptx_emulator.references import swizzled_address
+from tests.ptx_emulator.test_tma import (
     ARRIVAL,
     BASE,
     DECLARED,
@@ -27,7 +27,7 @@ from ptx_emulator.test_tma import (
     in_cluster,
     memories,
 )
-from ptx_emulator.tma import Im2colMap, TensorMap
+from tests.ptx_emulator.tma import Im2colMap, TensorMap
 
 GROUPS = ("", ".cta_group::1", ".cta_group::2")
 LOADS = [
@@ -134,7 +134,7 @@ def test_a_load_of_one_block(opcode):
     place, offsets = list(images.places())[1]
     text = f"mov.u32 %signal, %bar; {statement(opcode, place, offsets)}"
     signals = [images.bytes, 0, images.bytes, 0]
-    found = memories(*in_cluster(text, signals, (0, 2)), images)
+    found = memories(*in_cluster(text, signals, (0, 2)), tensor=images)
     wanted = images.loaded(place, offsets)
     assert found == [wanted, NOTHING, wanted, NOTHING]
 
@@ -150,7 +150,7 @@ def test_a_load_arrives_in_several_blocks(opcode):
     for block in (0, 1, 3):
         signals[block | 1 if "cta_group::2" in opcode else block] += images.bytes
     wanted = images.loaded(place, offsets)
-    found = memories(*in_cluster(text, signals, [2]), images)
+    found = memories(*in_cluster(text, signals, [2]), tensor=images)
     assert found == [wanted, wanted, NOTHING, wanted]
 
 

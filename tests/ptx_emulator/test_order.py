@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
-from ptx_emulator.machine import Machine
-from ptx_emulator.matrix_operands import SharedOperand
-from ptx_emulator.memory import GlobalMemory
-from ptx_emulator.parser import parse
+from tests.ptx_emulator.errors import DeadlockError, EmulatorError, RaceError
+from tests.ptx_emulator.machine import Machine
+from tests.ptx_emulator.matrix_operands import SharedOperand
+from tests.ptx_emulator.memory import GlobalMemory
+from tests.ptx_emulator.parser import parse
 
 DECLARED = """.shared .align 16 .b8 memory[64]; .reg .pred %first, %p; .reg .b32 %t, %w, %a, %b, %m;
     .reg .b32 %r<8>; .reg .b64 %q, %s; mov.u32 %t, %tid.x; shr.u32 %w, %t, 5;

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.parser import Immediate, parse
-from ptx_emulator.ptx_runner import array_addresses, launch, module_text, run
-from ptx_emulator.scalar_cases import (
+from tests.ptx_emulator.errors import EmulatorError, UnsupportedError
+from tests.ptx_emulator.parser import Immediate, parse
+from tests.ptx_emulator.ptx_runner import array_addresses, launch, module_text, run
+from tests.ptx_emulator.scalar_cases import (
     LANES,
     width,
 )

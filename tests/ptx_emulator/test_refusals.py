@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.ptx_runner import full_message, launch, module_text
+from tests.ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
+from tests.ptx_emulator.ptx_runner import full_message, launch, module_text
 
 INTEGER, FLOAT, HALF = "9.7.1 integer", "9.7.3 floating point", "9.7.4 half precision"
 COMPARE, LOGIC, MOVE = "9.7.6 comparison", "9.7.8 logic", "9.7.9 data movement"

@@ -11,11 +11,11 @@ import itertools
 import numpy as np
 import pytest
 
-from ptx_emulator import isa
-from ptx_emulator.machine import Machine
-from ptx_emulator.parser import parse
-from ptx_emulator.ptx_runner import module_text, run
-from ptx_emulator.scalar_cases import (
+from tests.ptx_emulator import isa
+from tests.ptx_emulator.machine import Machine
+from tests.ptx_emulator.parser import parse
+from tests.ptx_emulator.ptx_runner import module_text, run
+from tests.ptx_emulator.scalar_cases import (
     CASES,
     LANES,
     decode,
@@ -180,6 +180,6 @@ def test_every_form_has_a_test():
     registered = {
         opcode
         for opcode, definition in isa.OPCODES.items()
-        if definition.make.__module__ == "ptx_emulator.scalar"
+        if definition.make.__module__ == "tests.ptx_emulator.scalar"
     }
     assert registered == {case.opcode for case in CASES} | {"lop3.b32"}

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from ptx_emulator import isa
-from ptx_emulator.errors import UnsupportedError
-from ptx_emulator.operand_layouts import declared
-from ptx_emulator.ptx_runner import HERE, assert_fails, run
+from tests.ptx_emulator import isa
+from tests.ptx_emulator.errors import UnsupportedError
+from tests.ptx_emulator.operand_layouts import declared
+from tests.ptx_emulator.ptx_runner import HERE, assert_fails, run
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 

@@ -10,9 +10,9 @@ import itertools
 import numpy as np
 import pytest
 
-from ptx_emulator import isa
-from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.operand_layouts import (
+from tests.ptx_emulator import isa
+from tests.ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
+from tests.ptx_emulator.operand_layouts import (
     DENSE,
     LAYOUTS,
     PART,
@@ -25,8 +25,8 @@ from ptx_emulator.operand_layouts import (
     registers,
     uploaded,
 )
-from ptx_emulator.ptx_runner import HERE, assert_fails, run
-from ptx_emulator.test_tcgen05_operands import TESTED
+from tests.ptx_emulator.ptx_runner import HERE, assert_fails, run
+from tests.ptx_emulator.test_tcgen05_operands import TESTED
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 
@@ -510,7 +510,7 @@ def test_hazards_of_tcgen05_are_found(old, new, error, message):
 
 
 def test_allocations_wait_for_free_columns_and_return_their_address():
-    """The lowest free columns are allocated (9.7.16.7.1)."""
+    """All 512 columns begin at 0, which the first warp's columns must be free for (9.7.16.7)."""
     assert {isa.OPCODES[x].section for x in (*ALLOC, *DEALLOC, *RELINQUISH)} == {TCGEN05}
     text = declared(64) + "mov.u32 %y, slot; @!%first_warp bra second;"
     for i, count in enumerate((256, 32, 128, 64)):
@@ -525,6 +525,36 @@ def test_allocations_wait_for_free_columns_and_return_their_address():
     cells = [cell for first, count in taken for cell in range(first, first + count)]
     assert len(set(cells)) == 480 and max(cells) < 512
     assert found[0][32:] == [0] * 32
+
+
+def test_smaller_allocations_begin_elsewhere_in_each_schedule():
+    """A kernel that ignores the address is noticed, and both blocks of a pair get the same one."""
+
+    def starts(columns, pair, schedule, seed):
+        meet = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+        text = f"""{declared(64)} {meet} @%first_warp {ALLOC[pair]} [slot], {columns}; {meet}
+            ld.shared.b32 %d0, [slot]; {meet} @%first_warp {DEALLOC[pair]} %d0, {columns};"""
+        blocks = 1 + pair
+        options = dict(grid=blocks, cluster=blocks, schedule=schedule, seed=seed)
+        return {*run(text, results=[32], threads=64, **options).results[0]}
+
+    for pair in (0, 1):
+        found = set()
+        for schedule, seed in itertools.product(("eager", "late", "random"), range(3)):
+            (start,) = starts(64, pair, schedule, seed)
+            found.add(start)
+            assert starts(512, pair, schedule, seed) == {0}
+            assert starts(256, pair, schedule, seed) == {256}
+        assert len(found) > 2 and 0 not in found and found < {*range(0, 512, 64)}
+
+
+def test_the_warp_that_allocated_deallocates():
+    text = f"""{declared(64)} @%first_warp {ALLOC[0]} [slot], 64; bar.sync 0;
+        ld.shared.b32 %tmem, [slot]; bar.sync 0; @{{}}%first_warp {DEALLOC[0]} %tmem, 64;"""
+    run(text.format(""), threads=64)
+    other = text.format("!").replace(f"{DEALLOC[0]} %tmem, 64;", f"{DEALLOC[0]} %tmem, 64;{HERE}")
+    assert_fails(EmulatorError, "dealloc by another warp", other, threads=64)
+    run(text.format("!"), threads=64, allowed=frozenset({"dealloc by another warp"}))
 
 
 def test_a_pair_deallocates_what_it_allocated_as_a_pair():
@@ -581,7 +611,7 @@ def test_every_form_has_a_test():
     registered = {
         opcode
         for opcode, definition in isa.OPCODES.items()
-        if definition.make.__module__ == "ptx_emulator.tcgen05"
+        if definition.make.__module__ == "tests.ptx_emulator.tcgen05"
     }
     tested = {*MMA.values(), *LOADS, BEFORE, AFTER, LOADED}
     tested |= TESTED

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ptx_emulator import isa
-from ptx_emulator.errors import EmulatorError, RaceError
-from ptx_emulator.ptx_runner import HERE, assert_fails, run
+from tests.ptx_emulator import isa
+from tests.ptx_emulator.errors import EmulatorError, RaceError
+from tests.ptx_emulator.ptx_runner import HERE, assert_fails, run
 
 SECTION = "9.7.16 tcgen05"
 

@@ -10,11 +10,11 @@ import random
 import numpy as np
 import pytest
 
-from ptx_emulator import isa
-from ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.ptx_runner import HERE, assert_fails, run
-from ptx_emulator.references import swizzled_address
-from ptx_emulator.tma import TensorMap
+from tests.ptx_emulator import isa
+from tests.ptx_emulator.errors import EmulatorError, RaceError, UnsupportedError
+from tests.ptx_emulator.ptx_runner import HERE, assert_fails, run
+from tests.ptx_emulator.references import swizzled_address
+from tests.ptx_emulator.tma import TensorMap
 
 SECTION = "9.7.9.25 asynchronous copy"
 
@@ -739,7 +739,7 @@ def test_every_form_has_a_test():
     registered = {
         opcode
         for opcode, definition in isa.OPCODES.items()
-        if definition.make.__module__ == "ptx_emulator.tma" and ".im2col." not in opcode
+        if definition.make.__module__ == "tests.ptx_emulator.tma" and ".im2col." not in opcode
     }
     # test_bulk_copy.py tests these forms, and test_im2col.py those in im2col mode.
     bulk = {f"cp.async.bulk.{to}.global.{ARRIVAL}" for to in ("shared::cta", "shared::cluster")}

@@ -6,9 +6,9 @@ import itertools
 import numpy as np
 import pytest
 
-from ptx_emulator import isa
-from ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
-from ptx_emulator.operand_layouts import (
+from tests.ptx_emulator import isa
+from tests.ptx_emulator.errors import DeadlockError, EmulatorError, RaceError, UnsupportedError
+from tests.ptx_emulator.operand_layouts import (
     LAYOUTS,
     PART,
     SIZES,
@@ -22,7 +22,7 @@ from ptx_emulator.operand_layouts import (
     registers,
     uploaded,
 )
-from ptx_emulator.ptx_runner import HERE, assert_fails, run
+from tests.ptx_emulator.ptx_runner import HERE, assert_fails, run
 
 WGMMA, TCGEN05 = "9.7.15 wgmma", "9.7.16 tcgen05"
 
@@ -380,6 +380,6 @@ def test_every_form_has_a_test():
     registered = {
         opcode
         for opcode, definition in isa.OPCODES.items()
-        if definition.make.__module__ == "ptx_emulator.wgmma"
+        if definition.make.__module__ == "tests.ptx_emulator.wgmma"
     }
     assert registered == {*PRODUCTS, FENCE, COMMIT, WAIT}

@@ -7,9 +7,9 @@ import re
 
 import numpy as np
 
-from ptx_emulator.barriers import barrier_at
-from ptx_emulator.errors import EmulatorError
-from ptx_emulator.isa import (
+from tests.ptx_emulator.barriers import barrier_at
+from tests.ptx_emulator.errors import EmulatorError
+from tests.ptx_emulator.isa import (
     BLACKWELL,
     Blocked,
     Task,
@@ -18,9 +18,9 @@ from ptx_emulator.isa import (
     shared_cluster_address,
     split_shared_address,
 )
-from ptx_emulator.memory import POISON, UNIT_BYTES, WORD_BYTES, units_in_range, words_in_range
-from ptx_emulator.scalar import modifiers
-from ptx_emulator.vector_clocks import MEMORY
+from tests.ptx_emulator.memory import POISON, UNIT_BYTES, WORD_BYTES, units_in_range, words_in_range
+from tests.ptx_emulator.scalar import modifiers
+from tests.ptx_emulator.vector_clocks import MEMORY
 
 COPY = "9.7.9.25 asynchronous copy"
 
@@ -331,7 +331,7 @@ def load(binder, instruction):
             tensor, place = tensor_operand.read(warp, lane)
             if isinstance(tensor, Im2colMap) != im2col:
                 raise EmulatorError(f"{instruction.opcode} is executed with {tensor}")
-            if im2col:
+            if isinstance(tensor, Im2colMap):
                 tensor.check_coordinates(place)
             place = (*place, *(int(read(warp)[lane]) for read in offsets))
             rank, offset = split_shared_address(int(target(warp)[lane]))

@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 
-from ptx_emulator.errors import UnsupportedError
-from ptx_emulator.machine import Machine
-from ptx_emulator.memory import POISON, GlobalMemory
-from ptx_emulator.parser import parse
-from ptx_emulator.tma import SWIZZLE_BYTES, TensorMap
+from tests.ptx_emulator.errors import UnsupportedError
+from tests.ptx_emulator.machine import Machine
+from tests.ptx_emulator.memory import POISON, GlobalMemory
+from tests.ptx_emulator.parser import parse
+from tests.ptx_emulator.tma import SWIZZLE_BYTES, TensorMap
 
 # The numpy types of numbers in a signature.
 NUMBERS = ("i32", "i64")

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptx_emulator import cp_async, isa, tensormap_replace, tma
-from ptx_emulator.errors import EmulatorError
-from ptx_emulator.isa import WAIT_FOR_LOADS, WARP_SIZE, Blocked
-from ptx_emulator.parser import bits
-from ptx_emulator.vector_clocks import MEMORY, TENSOR, join
+from tests.ptx_emulator import cp_async, isa, tensormap_replace, tma
+from tests.ptx_emulator.errors import EmulatorError
+from tests.ptx_emulator.isa import WAIT_FOR_LOADS, WARP_SIZE, Blocked
+from tests.ptx_emulator.parser import bits
+from tests.ptx_emulator.vector_clocks import MEMORY, TENSOR, join
 
 
 class LaneGroup:
@@ -103,7 +103,7 @@ class Warp:
     def release_tensor_memory(self, clock: np.ndarray) -> None:
         """Releases only the row of tensor memory.
 
-        A relaxed arrival at the cluster's barrier does this: it orders execution, but no memory.
+        A relaxed arrival at a barrier does this: it orders execution, but no memory.
         """
         join(clock[TENSOR], self.tensor_released)
         join(clock[TENSOR], self.tensor_acquired)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ptx_emulator.errors import EmulatorError, UnsupportedError
-from ptx_emulator.isa import (
+from tests.ptx_emulator.errors import EmulatorError, UnsupportedError
+from tests.ptx_emulator.isa import (
     BLACKWELL,
     HOPPER,
     LANE_IDS,
@@ -13,7 +13,7 @@ from ptx_emulator.isa import (
     defines,
     lane_bitmask,
 )
-from ptx_emulator.scalar import modifiers, pair
+from tests.ptx_emulator.scalar import modifiers, pair
 
 MOVE, VOTE = "9.7.9 data movement", "9.7.13 synchronisation"
 OTHER = "9.7.19 miscellaneous"

@@ -5,12 +5,12 @@ import re
 
 import numpy as np
 
-from ptx_emulator.errors import EmulatorError
-from ptx_emulator.isa import HOPPER, LANE_IDS, WAIT_FOR_WGMMA, Blocked, defines
-from ptx_emulator.matrix_operands import ELEMENTS, SharedOperand, accumulate, exact_product
-from ptx_emulator.parser import Vector
-from ptx_emulator.scalar import modifiers
-from ptx_emulator.vector_clocks import MEMORY
+from tests.ptx_emulator.errors import EmulatorError
+from tests.ptx_emulator.isa import HOPPER, LANE_IDS, WAIT_FOR_WGMMA, Blocked, defines
+from tests.ptx_emulator.matrix_operands import ELEMENTS, SharedOperand, accumulate, exact_product
+from tests.ptx_emulator.parser import Vector
+from tests.ptx_emulator.scalar import modifiers
+from tests.ptx_emulator.vector_clocks import MEMORY
 
 defines_wgmma = functools.partial(defines, "9.7.15 wgmma", targets=HOPPER)
 
@@ -174,5 +174,5 @@ def wgmma(binder, instruction):
         warp.pending |= dict.fromkeys(numbers + a_numbers, WAIT_FOR_WGMMA)
         machine.event()
 
-    execute.may_use_pending = (WAIT_FOR_WGMMA,)
+    execute.may_use_pending = (WAIT_FOR_WGMMA,)  # type: ignore[attr-defined]
     return execute

@@ -10,10 +10,11 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_patch_embed.backends import tiles
+from pallas_patch_embed.backends import tiles, time_model
 from pallas_patch_embed.backends.mosaic import heuristics, launch, sm90, sm100
-from pallas_patch_embed.backends.plan import Plan
-from pallas_patch_embed.backends.tiles import Grid
+from pallas_patch_embed.backends.plan import CUTS_NO_IMAGES, Plan
+from pallas_patch_embed.backends.tiles import Tiling
+from pallas_patch_embed.backends.time_model import Constants
 from pallas_patch_embed.base.chips import B200, B300, H200, Chip, Target
 from pallas_patch_embed.base.lowering import call_kernel
 from pallas_patch_embed.base.problem import Problem
@@ -24,14 +25,15 @@ class MosaicBackend:
     """A Pallas kernel as a backend.
 
     Attributes:
-      kernel: module of the kernel. `kernel.make(config, grid, problem, interpret, trace)` returns a
-        function of patches [M, K], weight, scale, table [period, N] or [N], and the workers'
+      kernel: module of the kernel. `kernel.make(config, tiling, problem, interpret, trace)` returns
+        a function of patches [M, K], weight, scale, table [period, N] or [N], and the workers'
         segments.
       chips: the chips that the kernel supports, one for each compute capability.
       config: class of the kernel's configs.
       choose_config: function (problem, chip) -> the config that the heuristic chooses.
       list_configs: function (problem, chip) -> the configs that are worth measuring.
-      EVIDENCE: how the results of the kernel are checked.
+      constants: costs of the kernel's work.
+      epilogues: whether the kernel computes those of dense layers.
     """
 
     kernel: ModuleType
@@ -39,7 +41,8 @@ class MosaicBackend:
     config: type
     choose_config: Callable[[Problem, Chip], Any]
     list_configs: Callable[[Problem, Chip], list[Any]]
-    EVIDENCE: str
+    constants: Constants
+    epilogues: bool = False
 
     def plan(
         self,
@@ -72,9 +75,11 @@ class MosaicBackend:
             needed = config.shared_memory_bytes(problem)
             needed += launch.trace_bytes(self.kernel.WARPGROUPS)
             launch.check_shared_memory(needed, chip, config)
-        grid = config.grid(problem, chip)
-        make = functools.partial(self.kernel.make, config, grid, problem, interpret, trace)
-        return Plan(functools.partial(_run, problem, grid, make), config=str(config))
+        tiling = config.tiling(problem, chip)
+        make = functools.partial(self.kernel.make, config, tiling, problem, interpret, trace)
+        time = time_model.microseconds(config.work(problem, chip), self.constants, problem.dtype)
+        run = functools.partial(_run, problem, tiling, make)
+        return Plan(run, config=str(config), microseconds=time if target.known else None)
 
     def candidates(self, problem: Problem, target: Target) -> Sequence[Any]:
         """Returns the configs that are worth measuring, first the choice of the heuristic."""
@@ -95,16 +100,23 @@ class MosaicBackend:
                 f"it needs compute capability {names}; the target is {target}."
             )
         tiles.check_dtype(problem, chip)
-        tiles.check_operands(problem)
+        tiles.check_operands(problem, epilogues=self.epilogues)
+        if problem.images is not None:
+            raise NotImplementedError(CUTS_NO_IMAGES)
         return chip
 
 
-def _run(problem: Problem, grid: Grid, make: Callable[[], Any], *operands: jax.Array) -> jax.Array:
+def _run(
+    problem: Problem, tiling: Tiling, make: Callable[[], Any], *operands: jax.Array
+) -> jax.Array:
     """Calls the kernel that `make` returns."""
 
-    def compute(patches: jax.Array, *rest: jax.Array) -> jax.Array:
-        segments = jnp.asarray(grid.schedule(problem.table_period))
-        return call_kernel(make(), patches.reshape(problem.rows, -1), *rest, segments)
+    def compute(
+        patches: jax.Array, weight: jax.Array, scale: jax.Array, table: jax.Array, *rest: jax.Array
+    ) -> jax.Array:
+        segments = jnp.asarray(tiling.schedule(problem.table_period))
+        patches = patches.reshape(problem.rows, -1)
+        return call_kernel(make(), patches, weight, scale, table, segments, *rest)
 
     return tiles.flatten_leading_axes(problem, operands, compute)
 
@@ -115,8 +127,8 @@ SM90 = MosaicBackend(
     sm90.HopperConfig,
     heuristics.choose_sm90,
     heuristics.list_sm90,
-    "the tests interpret it with race detection, and compile it for sm_90a; on an H200 every "
-    "element of its results was compared.",
+    time_model.MOSAIC_SM90,
+    epilogues=True,
 )
 SM100 = MosaicBackend(
     sm100,
@@ -124,6 +136,5 @@ SM100 = MosaicBackend(
     sm100.BlackwellConfig,
     heuristics.choose_sm100,
     heuristics.list_sm100,
-    "the tests interpret it with race detection, compile it for sm_100a, and execute its PTX in an "
-    "emulator; it has not yet run on a Blackwell GPU.",
+    time_model.MOSAIC_SM100,
 )

@@ -40,6 +40,11 @@ HOPPER_SLOTS = range(MOST_SLOTS, 7, -1)
 EVERY_HOPPER_SLOTS = range(MOST_SLOTS, 3, -1)
 BLACKWELL_SLOTS = range(8, 3, -1)
 
+# By the audit, the latency of loads limits Blackwell's ring if it has fewer slots
+# (docs/experiments/blackwell.md, "Slots"). Beside a stationary weight a staging buffer then makes
+# room for more of them.
+ENOUGH_SLOTS = 6
+
 
 def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
     """Chooses the config with the smallest estimated time, with as many slots as fit.
@@ -57,7 +62,7 @@ def choose_sm90(problem: Problem, chip: Chip) -> HopperConfig:
         The unit is the time to multiply one row by one column.
         """
         one_tile = config.tile_m * config.tile_n + tiles.TILE_OVERHEAD
-        return config.grid(problem, chip).tiles_per_worker * one_tile
+        return config.tiling(problem, chip).tiles_per_worker * one_tile
 
     return min(configs, key=time)
 
@@ -102,11 +107,12 @@ def choose_sm100(problem: Problem, chip: Chip) -> BlackwellConfig:
     widths = slice_widths(problem, (256, 192, 128, 64))
     # A streamed weight in a wide slice is preferred to a stationary weight in a slice of fewer than
     # 192 columns, because narrow slices read the patches so often that they read more in total.
-    stationary = [deepest(tile_n=n) for n in widths if n >= min(192, widths[0])]
+    wide = (n for n in widths if n >= min(192, widths[0]))
+    stationary = [next(iter(_stationary(problem, chip, n)), None) for n in wide]
     streaming = [deepest(tile_n=n, stream_weight=True) for n in widths]
     config: BlackwellConfig = next(filter(None, stationary + streaming))
-    grid = config.grid(problem, chip)
-    if grid.tiles * grid.slices * grid.blocks >= chip.multiprocessors:
+    tiling = config.tiling(problem, chip)
+    if tiling.tiles * tiling.slices * tiling.blocks >= chip.multiprocessors:
         return config
     # A small problem is spread over more multiprocessors.
     narrow = [
@@ -116,18 +122,35 @@ def choose_sm100(problem: Problem, chip: Chip) -> BlackwellConfig:
     return next(filter(None, narrow))
 
 
+def _stationary(problem: Problem, chip: Chip, tile_n: int) -> list[BlackwellConfig]:
+    """Returns the configs with a stationary weight, two blocks and one or two staging buffers.
+
+    The preferred one is the first.
+    """
+    one, two = (
+        _deepest(BlackwellConfig, BLACKWELL_SLOTS, problem, chip, tile_n=tile_n, buffers=buffers)
+        for buffers in (1, 2)
+    )
+    if two and two.slots >= ENOUGH_SLOTS:
+        return [two]
+    found = [one] if one and one.slots >= ENOUGH_SLOTS else []
+    return [*found, two] if two else found
+
+
 def list_sm100(problem: Problem, chip: Chip) -> list[BlackwellConfig]:
     """Returns configs with a stationary weight, one with a streamed weight, and one with one block.
 
-    All but the last have two blocks. Only the widest slice streams the weight: a narrower slice
-    would read the weight as often and the patches more often.
+    All but the last have two blocks. If the weight is stationary and two staging buffers leave few
+    slots, there is one config with two buffers and one with one buffer and more slots. Only the
+    widest slice streams the weight: a narrower slice would read the weight as often and the patches
+    more often.
     """
     deepest = functools.partial(
         _deepest, BlackwellConfig, BLACKWELL_SLOTS, problem=problem, chip=chip
     )
     *wide, narrow = slice_widths(problem, (256, 192, 128, 64))
-    stationary = [deepest(tile_n=n) for n in wide]
+    stationary = [_stationary(problem, chip, n) for n in wide]
     streaming = [deepest(tile_n=n, stream_weight=True) for n, c in zip(wide, stationary) if not c]
     one_block = functools.partial(deepest, tile_n=narrow, collective=False)
-    found = [*stationary, *streaming[:1], one_block() or one_block(stream_weight=True)]
-    return list(filter(None, found))
+    one = one_block() or one_block(stream_weight=True)
+    return list(filter(None, (*itertools.chain(*stationary), *streaming[:1], one)))

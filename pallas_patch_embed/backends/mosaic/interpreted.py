@@ -52,6 +52,9 @@ class RegisterTile(layouts.RegisterTile):
         kind = jax.ShapeDtypeStruct((self.rows, self.group), jnp.bfloat16)
         return load_rows(source, row, column, kind, period=period, skip=g * self.group)
 
+    def load_row_values(self, values, row) -> jax.Array:
+        return jnp.take(values[...], lax.rem(row + jnp.arange(self.rows), values.shape[0]))
+
     def regroup(self, accumulator: jax.Array) -> list[jax.Array]:
         return jnp.split(accumulator, self.groups, axis=1)
 

@@ -14,9 +14,9 @@ from jax import lax
 
 from pallas_patch_embed.backends import schedule, tiles
 from pallas_patch_embed.backends.mosaic.layouts import Views
-from pallas_patch_embed.backends.tiles import Grid
+from pallas_patch_embed.backends.tiles import Tiling
 from pallas_patch_embed.base.chips import Chip
-from pallas_patch_embed.base.problem import Problem
+from pallas_patch_embed.base.problem import Epilogue, Problem
 
 # Alignment of Mosaic's arrays in shared memory, in bytes.
 ALIGNMENT = 1024
@@ -82,6 +82,9 @@ class Operands(NamedTuple):
       table: [period, N] bfloat16, or [N] float32.
       segments: [workers, R, 4] int32 from `schedule.segments`.
       y: [M, N].
+      row_scale: [M] float32, if the epilogue has it.
+      residual: [M, N] bfloat16, if the epilogue has it.
+      levels: [2] float32, if the epilogue has them.
     """
 
     patches: Any
@@ -90,6 +93,16 @@ class Operands(NamedTuple):
     table: Any
     segments: Any
     y: Any
+    row_scale: Any = None
+    residual: Any = None
+    levels: Any = None
+
+    @classmethod
+    def of(cls, epilogue: Epilogue, references: tuple[Any, ...]) -> "Operands":
+        """Makes operands of the references of a kernel, of which the result is the last."""
+        *given, y = references
+        names = ("patches", "weight", "scale", "table", "segments", *epilogue.operands)
+        return cls(**dict(zip(names, given, strict=True)), y=y)
 
 
 def trace_bytes(warpgroups: int) -> int:
@@ -100,16 +113,23 @@ def trace_bytes(warpgroups: int) -> int:
     return 4 * warpgroups * SPANS * 16
 
 
-def compiler_params(trace: str) -> plgpu.CompilerParams:
-    """Returns the compiler options. The kernel writes a trace into the folder `trace`, if any."""
-    traced = dict(
+def compiler_params(trace: str, *, approximate: bool) -> plgpu.CompilerParams:
+    """Returns the compiler options.
+
+    Args:
+      trace: folder into which the kernel writes a trace; no trace if it is empty.
+      approximate: whether exp2 and reciprocals are single instructions of the GPU.
+    """
+    traced: dict[str, Any] = dict(
         profile_space=SPANS,
         profile_dir=trace,
         profile_trace_scope=plgpu.TraceScope.WARP,
         profile_bounds_check=True,
     )
     return plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, **(traced if trace else {})
+        approx_math=approximate,
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        **(traced if trace else {}),
     )
 
 
@@ -118,19 +138,21 @@ def kernel(
     worker: Callable,
     scratch: Any,
     config: Any,
-    grid: Grid,
+    tiling: Tiling,
     problem: Problem,
     memory: Any,
     trace: str,
     **options: Any,
 ) -> Callable:
-    """Makes a Pallas kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N].
+    """Makes a Pallas kernel: (patches [M, K], weight, scale, table, segments, ...) -> y [M, N].
+
+    The other operands are those of the epilogue.
 
     Args:
       name: name of the kernel in profiles.
       worker: constructor of the kernel's `Worker`, whose `run(warpgroup)` is the kernel's body.
       scratch: types of shared memory and barriers.
-      config, grid, problem: tile sizes; workers; shapes and dtypes.
+      config, tiling, problem: tile sizes; workers; shapes and dtypes.
       memory: the module `layouts` or `interpreted`.
       trace: folder for a trace; no trace if it is empty.
       options: further arguments of `plgpu.kernel`.
@@ -139,9 +161,10 @@ def kernel(
     def body(*operands, scratch):
         block = lax.axis_index("worker")
         worker(
-            *(config, problem, Operands(*operands), scratch, memory.views_of(scratch.patches)),
-            column=lax.rem(block, grid.slices) * config.tile_n,
-            index=lax.div(block, grid.slices),
+            *(config, problem, Operands.of(problem.epilogue, operands), scratch),
+            memory.views_of(scratch.patches),
+            column=lax.rem(block, tiling.slices) * config.tile_n,
+            index=lax.div(block, tiling.slices),
         ).run(lax.axis_index("warpgroup"))
 
     body.__name__ = name
@@ -151,11 +174,11 @@ def kernel(
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype),
-        grid=(grid.workers * grid.slices,),
+        grid=(tiling.workers * tiling.slices,),
         grid_names=("worker",),
         thread_name="warpgroup",
         scratch_types=dict(scratch=scratch),
-        compiler_params=compiler_params(trace),
+        compiler_params=compiler_params(trace, approximate=bool(problem.epilogue.activation)),
         **options,
     )
 

@@ -34,15 +34,17 @@ VECTOR_BYTES = 16
 # Functions for shared memory.
 
 
-def swizzled(dtype, *shape: int, tiled: bool) -> plgpu.SMEM:
+def swizzled(dtype, *shape: int, tiled: bool):
     """Declares swizzled shared memory with rows of at most 128 bytes.
 
     The tensor cores read tiled memory. TMA copies any number of rows to and from untiled memory,
     but only multiples of 8 rows to and from tiled memory.
     """
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
-    tiling = (plgpu.TilingTransform((8, shape[-1])),) if tiled else ()
-    return plgpu.SMEM(shape, dtype, transforms=(*tiling, plgpu.SwizzleTransform(row_bytes)))
+    # jax leaves an abstract method of these transforms undefined.
+    tiling = (plgpu.TilingTransform((8, shape[-1])),) if tiled else ()  # type: ignore[abstract]
+    swizzle = plgpu.SwizzleTransform(row_bytes)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(*tiling, swizzle))
 
 
 def two_views(dtype, written: tuple[int, ...], multiplied: tuple[int, ...]):
@@ -108,7 +110,7 @@ def _addresses(array, row, column, layout, shape, *, period: int | None = None, 
     base, stride = mgpu.utils.memref_ptr(array), kind.shape[1]
 
     def address(at_row, at_column):
-        first = arith.muli(arith.extui(long, at_row), arith.constant(long, stride))
+        first = arith.muli(arith.extui(long, at_row), mgpu.utils.c(stride, long))
         offset = arith.addi(first, arith.extui(long, at_column))
         return mgpu.utils.getelementptr(base, [offset], kind.element_type)
 
@@ -132,7 +134,7 @@ def _addresses(array, row, column, layout, shape, *, period: int | None = None, 
 
 def _i32(value: int) -> ir.Value:
     """Makes a 32-bit constant."""
-    return arith.constant(ir.IntegerType.get_signless(32), value)
+    return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
 
 
 # Tiles in registers.
@@ -175,9 +177,20 @@ class RegisterTile:
         return self.vector // 2
 
     @property
-    def layout(self) -> plgpu.Layout:
+    def layout(self) -> Any:
         """Mosaic's layout of a group in registers."""
-        return {4: plgpu.Layout.WGMMA_8BIT, 8: plgpu.Layout.WGMMA_UPCAST_4X}[self.vector]
+        kinds = {
+            4: plgpu.Layout.WGMMA_8BIT,
+            8: plgpu.Layout.WGMMA_UPCAST_4X,
+            # The same as these, with vectors of 16.
+            16: plgpu.Layout.TILED(
+                plgpu.Tiling(((64, 64), (16, 64), (8, 64), (16,))),
+                warp_dims=(-7,),
+                lane_dims=(-3, -2),
+                vector_dim=-1,
+            ),
+        }
+        return kinds[self.vector]
 
     @property
     def weight_copies(self) -> int:
@@ -225,6 +238,32 @@ class RegisterTile:
         """
         kind = self._group_of(jnp.bfloat16)
         return load_rows(source, row, column, kind, period=period, skip=g * self.group)
+
+    def load_row_values(self, values, row) -> jax.Array:
+        """Loads values of the tile's rows, beginning at `row`, of an array [M] of float32.
+
+        Rows beyond M have the values of the first rows.
+        """
+        kind = plgpu.ShapeDtypeStruct(
+            (self.rows,), jnp.dtype(jnp.float32), layout=self.layout.reduce(1)
+        )
+        M = values.shape[0]
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=kind)
+        def loaded(_, values, row):
+            word, element = ir.IntegerType.get_signless(32), ir.F32Type.get()
+            layout, first = kind.layout.to_mgpu(), row.registers.item()
+            registers = []
+            for (index,) in layout.thread_idxs(kind.shape):
+                at = arith.addi(first, arith.index_castui(word, index))
+                at = arith.remui(at, _i32(M))
+                pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(values), [at], element)
+                registers.append(llvm.load(ir.VectorType.get((1,), element), pointer))
+            array = np.empty(layout.registers_shape(kind.shape), object)
+            array.flat = registers
+            return mgpu.FragmentedArray(_registers=array, _layout=layout, _is_signed=None)
+
+        return loaded(values, row)
 
     def regroup(self, accumulator: jax.Array) -> list[jax.Array]:
         """Splits an accumulator [rows, columns] into its groups, which have the same registers."""
@@ -349,7 +388,8 @@ class TensorTile:
 
     def load_rows(self, source, row, column, skip: int, period: int) -> jax.Array:
         """Loads rows of a bfloat16 array [period, N] with `load_rows`, and converts to float32."""
-        kind = plgpu.ShapeDtypeStruct((128, self.columns), jnp.bfloat16, layout=self.layout)
+        bfloat16 = jnp.dtype(jnp.bfloat16)
+        kind = plgpu.ShapeDtypeStruct((128, self.columns), bfloat16, layout=self.layout)
         return load_rows(source, row, column, kind, period=period, skip=skip).astype(jnp.float32)
 
     def broadcast(self, values: jax.Array) -> jax.Array:

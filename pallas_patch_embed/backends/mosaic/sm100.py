@@ -39,7 +39,8 @@ from jax import lax
 
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import interpreted, launch, layouts
-from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
+from pallas_patch_embed.backends.tiles import ROW_BYTES, Tiling
+from pallas_patch_embed.backends.time_model import Work, work_of
 from pallas_patch_embed.base.chips import Chip
 from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.problem import Problem
@@ -51,9 +52,6 @@ ACCUMULATORS = 2  # One is filled while the other one is stored.
 # Number of warpgroups that store, and of all warpgroups of a thread block.
 STORERS = 2
 WARPGROUPS = 1 + STORERS
-
-# Staging buffers of each storing warpgroup, a power of two. TMA stores one while another is filled.
-BUFFERS = 2
 
 # Registers of a thread in the first and in a storing warpgroup, set by setmaxnreg. At launch every
 # thread has 168: 40 + 2 * 232 = 3 * 168. If the total were larger, setmaxnreg would wait forever.
@@ -73,12 +71,15 @@ class BlackwellConfig:
       slots: number of slots of the ring; a slot has 128 bytes of K for each row of a block.
       collective: whether a worker is two blocks, each with half of the rows of its weight.
       stream_weight: whether the weight comes through the ring instead of staying in shared memory.
+      buffers: staging buffers of each storing warpgroup, 1 or 2. With two, TMA stores one while the
+        other one is filled.
     """
 
     tile_n: int
     slots: int
     collective: bool = True
     stream_weight: bool = False
+    buffers: int = 2
 
     @property
     def blocks(self) -> int:
@@ -90,9 +91,22 @@ class BlackwellConfig:
         """Rows of a tile."""
         return ROWS * self.blocks
 
-    def grid(self, problem: Problem, chip: Chip) -> Grid:
-        """Returns the grid of tiles and workers for a problem."""
-        return Grid.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
+    def tiling(self, problem: Problem, chip: Chip) -> Tiling:
+        """Returns the tiles and workers for a problem."""
+        return Tiling.of(problem, chip, self.tile_m, self.tile_n, blocks=self.blocks)
+
+    def work(self, problem: Problem, chip: Chip) -> Work:
+        """Returns the work of a launch, from which its time is predicted."""
+        return work_of(
+            problem,
+            chip,
+            self.tiling(problem, chip),
+            tile_n=self.tile_n,
+            slots=self.slots,
+            rows=ROWS,
+            columns=self.tile_n // self.blocks,
+            streamed=float(self.stream_weight),
+        )
 
     def store_n(self, problem: Problem) -> int:
         """Returns the columns of a TMA store: 128 bytes, or 64 if 128 do not divide the columns."""
@@ -109,7 +123,7 @@ class BlackwellConfig:
         weight = weight_chunks * self.tile_n // self.blocks * ROW_BYTES
         patches = self.slots * ROWS * ROW_BYTES
         store_bytes = ROWS * self.store_n(problem) * jnp.dtype(problem.out_dtype).itemsize
-        sizes = (weight, patches, STORERS * BUFFERS * store_bytes)
+        sizes = (weight, patches, STORERS * self.buffers * store_bytes)
         return sum(-(-size // launch.ALIGNMENT) * launch.ALIGNMENT for size in sizes)
 
     def registers(self, problem: Problem) -> int:
@@ -127,21 +141,23 @@ class BlackwellConfig:
         """Raises NotImplementedError with the reason if this config cannot serve `problem`."""
         launch.check_slice(self.tile_n, problem)
         launch.check_slots(self.slots, launch.MOST_BARRIERS)
+        if self.buffers not in (1, 2):
+            raise NotImplementedError(f"{self} has {self.buffers} buffers, expected 1 or 2.")
         columns = self.tensor_memory_columns()
         launch.check_resource("columns of tensor memory", columns, chip.tensor_memory, self)
         launch.check_shared_memory(self.shared_memory_bytes(problem), chip, self)
         launch.check_registers(self.registers(problem), REGISTER_SPLIT[1], self)
 
 
-def make(config: BlackwellConfig, grid: Grid, problem: Problem, interpret, trace: str):
+def make(config: BlackwellConfig, tiling: Tiling, problem: Problem, interpret, trace: str):
     """Makes the kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
     memory = interpreted if interpret else layouts
     tile = memory.TensorTile(config.store_n(problem))
     return launch.kernel(
         "patch_embed_sm100",
-        lambda *args, **kw: Worker(*args, **kw, step_tile=tile, rank=lax.axis_index("rank")),
+        lambda *args, **kw: Worker(*args, **kw | dict(step_tile=tile, rank=lax.axis_index("rank"))),
         Scratch.types(config, problem, memory),
-        *(config, grid, problem, memory, trace),
+        *(config, tiling, problem, memory, trace),
         cluster=(config.blocks,),
         cluster_names=("rank",),
         num_threads=WARPGROUPS,
@@ -170,10 +186,10 @@ class Scratch:
         dtype, slots, chunks = jnp.dtype(problem.dtype), config.slots, tiles.chunks(problem)
         tile_k, weight_rows = ROW_BYTES // dtype.itemsize, config.tile_n // config.blocks
         weight_chunks = slots if config.stream_weight else chunks
-        staged = (STORERS * BUFFERS, ROWS, config.store_n(problem))
+        staged = (STORERS * config.buffers, ROWS, config.store_n(problem))
         ring, columns = (slots, ROWS, tile_k), ACCUMULATORS * config.tile_n
         sum_dtype = jnp.dtype(TABLE[problem.dtype].accumulator)
-        ordered = dict(orders_tensor_core=True)
+        ordered: Any = dict(orders_tensor_core=True)
         pair_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",))
         read_barrier = pair_barrier if config.collective else plgpu.Barrier
         return cls(
@@ -236,7 +252,7 @@ class Worker(launch.Worker):
 
     def load(self, source, target, arrived) -> None:
         """Loads this block's rows of `source`. The first block's barrier counts all bytes."""
-        pair = {}
+        pair: dict[str, Any] = {}
         if self.config.collective:
             pair = dict(collective_axes="rank", leader_tracked=plgpu.CopyPartition.PARTITIONED(0))
         plgpu.copy_gmem_to_smem(source, target, arrived, **pair)
@@ -289,7 +305,8 @@ class Worker(launch.Worker):
         @pl.when(self.rank == 0)
         @jax.named_scope("multiply")
         def issue():
-            s, pair = self.scratch, dict(collective_axis="rank") if self.config.collective else {}
+            s = self.scratch
+            pair: Any = dict(collective_axis="rank") if self.config.collective else {}
             sums = self.accumulator(number, 0, self.config.tile_n)
             for k in range(self.chunks):
                 slot = self.slot(number * self.chunks + k)
@@ -342,8 +359,9 @@ class Worker(launch.Worker):
         if step == step_count - 1:
             plgpu.barrier_arrive(s.read.at[lax.rem(number, ACCUMULATORS)])
         y = y.astype(jnp.float32) * self.step_tile.broadcast(scale) + term
-        buffer = s.staged.at[storer * BUFFERS + ((number * step_count + step) & (BUFFERS - 1))]
-        plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
+        buffers = self.config.buffers
+        buffer = s.staged.at[storer * buffers + ((number * step_count + step) & (buffers - 1))]
+        plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
         buffer[...] = y.astype(self.problem.out_dtype)
         plgpu.commit_smem()
         rows = pl.ds(row + self.rank * ROWS, ROWS)

@@ -37,9 +37,12 @@ from jax import lax
 
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.mosaic import interpreted, launch, layouts
-from pallas_patch_embed.backends.tiles import ROW_BYTES, Grid
+from pallas_patch_embed.backends.tiles import ROW_BYTES, Tiling
+from pallas_patch_embed.backends.time_model import Work, work_of
+from pallas_patch_embed.base.activations import ACTIVATIONS
 from pallas_patch_embed.base.chips import Chip
 from pallas_patch_embed.base.dtypes import TABLE
+from pallas_patch_embed.base.levels import to_levels
 from pallas_patch_embed.base.problem import Problem
 
 # Number of warpgroups that multiply, and of all warpgroups of a thread block.
@@ -56,7 +59,11 @@ REGISTER_SPLITS = ((40, 232), (24, 240))
 # Registers of a multiplying thread for addresses and temporaries, and how many more it needs, by
 # output dtype, if scales and table stay in registers. With fewer, ptxas was measured to spill.
 OTHER_REGISTERS = 48
-KEEPING_REGISTERS = {"bfloat16": 0, "float32": 8}
+KEEPING_REGISTERS = {"bfloat16": 0, "float32": 8, "int8": 16}
+
+# Further registers of a thread for an activation beside scales that stay, and for a residual whose
+# last tile has rows beyond M.
+ACTIVATION_REGISTERS, TAIL_REGISTERS = 16, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +87,23 @@ class HopperConfig:
         """Rows of a tile."""
         return CONSUMERS * self.rows
 
-    def grid(self, problem: Problem, chip: Chip) -> Grid:
-        """Returns the grid of tiles and workers for a problem."""
-        return Grid.of(problem, chip, self.tile_m, self.tile_n)
+    def tiling(self, problem: Problem, chip: Chip) -> Tiling:
+        """Returns the tiles and workers for a problem."""
+        return Tiling.of(problem, chip, self.tile_m, self.tile_n)
+
+    def work(self, problem: Problem, chip: Chip) -> Work:
+        """Returns the work of a launch, from which its time is predicted."""
+        return work_of(
+            problem,
+            chip,
+            self.tiling(problem, chip),
+            tile_n=self.tile_n,
+            slots=self.slots,
+            rows=self.rows,
+            columns=self.tile_n,
+            passes=CONSUMERS,
+            streamed=float(self.stream_weight),
+        )
 
     def shared_memory_bytes(self, problem: Problem) -> int:
         """Returns the shared memory of a thread block in bytes, without the barriers."""
@@ -100,6 +121,10 @@ class HopperConfig:
         accumulators, columns = self.rows * self.tile_n // 128, self.tile_n // 4
         table = accumulators // 2 if problem.has_table else columns
         kept = columns + table + KEEPING_REGISTERS[problem.out_dtype] if keeps_columns else 0
+        if keeps_columns and problem.epilogue.activation:
+            kept += ACTIVATION_REGISTERS
+        elif problem.epilogue.residual and problem.rows % self.tile_m:
+            kept += TAIL_REGISTERS
         return accumulators + kept + OTHER_REGISTERS
 
     def keeps_columns(self, problem: Problem) -> bool:
@@ -122,15 +147,15 @@ class HopperConfig:
         launch.check_registers(registers, REGISTER_SPLITS[-1][1], self)
 
 
-def make(config: HopperConfig, grid: Grid, problem: Problem, interpret, trace: str):
-    """Makes the kernel: (patches [M, K], weight, scale, table, segments) -> y [M, N]."""
+def make(config: HopperConfig, tiling: Tiling, problem: Problem, interpret, trace: str):
+    """Makes the kernel: (patches [M, K], weight, scale, table, segments, ...) -> y [M, N]."""
     memory = interpreted if interpret else layouts
     tile = memory.RegisterTile(jnp.dtype(problem.out_dtype), config.rows, config.tile_n)
     kernel = launch.kernel(
         "patch_embed_sm90",
         functools.partial(Worker, tile=tile, views_of=memory.views_of),
         Scratch.types(config, problem, tile, memory),
-        *(config, grid, problem, memory, trace),
+        *(config, tiling, problem, memory, trace),
         num_threads=WARPGROUPS,
         interpret=interpret,
     )
@@ -336,6 +361,9 @@ class Worker(launch.Worker):
     def store(self, accumulator, row, kept_scales, table_row, kept_terms) -> None:
         """Scales and adds in float32, rounds, and stores a consumer's half of a tile."""
         inside = self.problem.rows % self.config.tile_m == 0
+        epilogue, of_rows = self.problem.epilogue, None
+        if epilogue.row_scale:
+            of_rows = self.tile.load_row_values(self.operands.row_scale, row)
         for g, y in enumerate(self.tile.regroup(accumulator)):
             if keeps := kept_terms is not None:
                 scales, terms = kept_scales[g], kept_terms[g]
@@ -347,5 +375,16 @@ class Worker(launch.Worker):
             elif keeps:
                 terms = self.tile.pinned(terms)
             y = y.astype(jnp.float32) * lax.broadcast_in_dim(scales, y.shape, (1,))
-            y = (y + terms.astype(jnp.float32)).astype(self.problem.out_dtype)
+            if of_rows is not None:
+                y = y * lax.broadcast_in_dim(of_rows, y.shape, (0,))
+            y = y + terms.astype(jnp.float32)
+            if epilogue.activation:
+                y = ACTIVATIONS[epilogue.activation].in_kernel(y)
+            if epilogue.residual:
+                residual = self.operands.residual
+                residual = self.tile.load_rows(residual, row, self.column, g, self.problem.rows)
+                y = y + residual.astype(jnp.float32)
+            if epilogue.levels:
+                y = to_levels(y * self.operands.levels[0] + self.operands.levels[1])
+            y = y.astype(self.problem.out_dtype)
             self.tile.store_rows(self.operands.y, row, self.column, g, y, inside=inside)

@@ -1,8 +1,7 @@
 """The Triton backend, for NVIDIA GPUs of compute capability 8.0 or newer.
 
-It is the first choice on Ampere and Ada, and the third on Hopper and Blackwell. It also accepts
-uint8 images, which it cuts into patches while it loads them. The kernel is called through
-jax-triton. Triton is an extra, so the kernel's module `kernel.py` is imported at first use.
+It also accepts uint8 images, which it cuts into patches while it loads them. The kernel is called
+through jax-triton. Triton is an extra, so the kernel's module `kernel.py` is imported at first use.
 """
 
 import dataclasses
@@ -20,33 +19,20 @@ from jax import lax
 
 from pallas_patch_embed.backends import tiles
 from pallas_patch_embed.backends.plan import Plan
-from pallas_patch_embed.backends.tiles import Grid
-from pallas_patch_embed.base.chips import A100, B200, Chip, Target
+from pallas_patch_embed.backends.tiles import Tiling
+from pallas_patch_embed.backends.time_model import TRITON, Work, microseconds, work_of
+from pallas_patch_embed.base.chips import A100, B200, H200, Chip, Target
 from pallas_patch_embed.base.dtypes import TABLE
 from pallas_patch_embed.base.lowering import call_kernel
 from pallas_patch_embed.base.problem import Problem
 
-EVIDENCE = (
-    "the tests execute it in Triton's interpreter, and compile it for sm_80, sm_86, sm_89, sm_90, "
-    "sm_103 and sm_120; on an H200 every element of its results was compared; it has not run on "
-    "another GPU."
-)
-
 OLDEST_CHIP = A100
-
-# The kernel numbers the rows of all tiles with int32, and the last tile of up to 128 rows may
-# extend beyond M.
-MAX_ROWS = 2**31 - 256
-
-# Major compute capabilities of Hopper and Blackwell data centre chips, which have 227 KiB of shared
-# memory per thread block and twice the rate of products. All other chips have at least 99 KiB.
-DATA_CENTRE = (9, 10)
 
 # Constants of the model in `TritonConfig.cycles`. All but MULTIPLIED are fitted to an H200: of the
 # tiles that were measured there (docs/experiments/triton.md) the model chooses the fastest, or one
 # that is 1% slower. The first four are the throughput of a multiprocessor per cycle:
 #   MULTIPLIED     bytes of K that are multiplied, counted for each row and column: the rate in the
-#                  data sheets, which is twice as high on DATA_CENTRE
+#                  data sheets, which is at least twice as high on large chips
 #   LOADED         bytes that are loaded from the L2 cache
 #   ENCODED        pixels that are encoded
 #   STORED         elements that are stored
@@ -94,9 +80,24 @@ class TritonConfig:
     min_vector: int = 1
     encodes_pixels: bool = True
 
-    def grid(self, problem: Problem, chip: Chip) -> Grid:
-        """Returns the grid of tiles and workers for a problem."""
-        return Grid.of(problem, chip, self.tile_m, self.tile_n, resident=self.programs)
+    def tiling(self, problem: Problem, chip: Chip) -> Tiling:
+        """Returns the tiles and workers for a problem."""
+        return Tiling.of(problem, chip, self.tile_m, self.tile_n, resident=self.programs)
+
+    def work(self, problem: Problem, chip: Chip) -> Work:
+        """Returns the work of a launch, from which its time is predicted."""
+        encoded = 0 if problem.images is None else self.tile_m * problem.K / ENCODED
+        return work_of(
+            problem,
+            chip,
+            self.tiling(problem, chip),
+            tile_n=self.tile_n,
+            slots=self.stages,
+            rows=self.tile_m,
+            columns=self.tile_n,
+            streamed=1.0,
+            encoded=encoded,
+        )
 
     def cycles(self, problem: Problem, chip: Chip, from_images: bool) -> float:
         """Estimates the time of the worker with the most tiles, in cycles.
@@ -106,29 +107,35 @@ class TritonConfig:
           chip: the GPU.
           from_images: whether the kernel encodes pixels.
         """
-        grid, m, n = self.grid(problem, chip), self.tile_m, self.tile_n
-        resident = -(-grid.thread_blocks // chip.multiprocessors)
-        data_centre = chip.capability[0] in DATA_CENTRE
-        products = m * n * self.step_bytes / (2 * MULTIPLIED if data_centre else MULTIPLIED)
+        tiling, m, n = self.tiling(problem, chip), self.tile_m, self.tile_n
+        resident = -(-tiling.thread_blocks // chip.multiprocessors)
+        large = is_large(chip)
+        products = m * n * self.step_bytes / (2 * MULTIPLIED if large else MULTIPLIED)
         loads = (m + n) * self.step_bytes / LOADED
         if resident > 1:
             step = resident * max(SHARING * products, loads)
         else:
             wait = WAIT_INT8 if problem.dtype == "int8" else WAIT
-            step = max(products, loads) + (wait if data_centre else 0)
+            step = max(products, loads) + (wait if large else 0)
         steps = problem.K * jnp.dtype(problem.dtype).itemsize / self.step_bytes
         others = m * n / STORED + (m * problem.K / ENCODED if from_images else 0)
         a_tile = steps * step + resident * others + TILE_OVERHEAD
-        return grid.tiles_per_worker * a_tile
+        return tiling.tiles_per_worker * a_tile
 
 
-# Configs, the largest tile first. Those of AMPERE need at most 99 KiB of shared memory.
-# docs/experiments/triton.md has the times of HOPPER and of other configs, and the few problems that
-# spill.
+# Configs, the largest tile first. Those of AMPERE and RTX need at most 99 KiB of shared memory; RTX
+# is for compute capability 12, where its configs compile without spills. docs/experiments/triton.md
+# has the times of HOPPER and of other configs, and the few problems that spill. No time of RTX has
+# been measured.
 AMPERE = (
     TritonConfig(128, 128, 64, warps=8, stages=4, programs=1, min_vector=4),
     TritonConfig(64, 128, 64, warps=8, stages=3, programs=1, parts=4),
     TritonConfig(32, 64, 64, warps=4, stages=3, programs=3),
+)
+RTX = (
+    TritonConfig(128, 256, 64, warps=8, stages=4, programs=1, parts=4, min_vector=2),
+    TritonConfig(128, 128, 128, warps=8, stages=3, programs=1, min_vector=4),
+    *AMPERE,
 )
 HOPPER = (
     TritonConfig(128, 256, 128, warps=8, stages=4, programs=1, parts=4, min_vector=2),
@@ -149,9 +156,19 @@ def widens(dtype: str, chip: Chip) -> bool:
     return dtype == "float8_e4m3fn" and dtype not in chip.tensor_dtypes
 
 
+def is_large(chip: Chip) -> bool:
+    """Returns whether a chip has Hopper's shared memory, and at least its rate of products.
+
+    These are Hopper, the Blackwell of data centres, and Thor. All others have at least 99 KiB.
+    """
+    return chip.shared_memory >= H200.shared_memory
+
+
 def configs(chip: Chip) -> tuple[TritonConfig, ...]:
     """Returns the configs for a chip, the largest tile first."""
-    return HOPPER if chip.capability[0] in DATA_CENTRE else AMPERE
+    if is_large(chip):
+        return HOPPER
+    return RTX if chip.capability[0] == 12 else AMPERE
 
 
 def fitting_configs(problem: Problem, chip: Chip, vector: int | None = None) -> list[TritonConfig]:
@@ -191,9 +208,15 @@ def choose_config(problem: Problem, chip: Chip, vector: int | None = None) -> Tr
     return min(found, key=lambda config: config.cycles(problem, chip, vector is not None))
 
 
+@functools.cache
+def is_installed(name: str) -> bool:
+    """Returns whether a package is installed. To find that out takes 0.1 ms."""
+    return importlib.util.find_spec(name) is not None
+
+
 def missing() -> str | None:
     """Says which of Triton and jax-triton is not installed; returns None if both are."""
-    absent = [name for name in ("triton", "jax_triton") if not importlib.util.find_spec(name)]
+    absent = [name for name in ("triton", "jax_triton") if not is_installed(name)]
     if not absent:
         return None
     names = " and ".join(name.replace("_", "-") for name in absent)
@@ -204,9 +227,9 @@ def missing() -> str | None:
 def plan(problem: Problem, target: Target, *, config: TritonConfig | None = None) -> Plan:
     """Plans a problem with this kernel. N may be any number.
 
-    The kernel cuts uint8 images into patches itself if the problem has a `layout`. If the chip is
-    not known, the program is compiled for the GPU of this process, or for the oldest GPU that the
-    kernel serves if this process has none.
+    The kernel cuts the problem's images itself, if it has any. If the chip is not known, the
+    program is compiled for the GPU of this process, or for the oldest GPU that the kernel serves if
+    this process has none.
 
     Args:
       problem: shapes and dtypes.
@@ -220,7 +243,10 @@ def plan(problem: Problem, target: Target, *, config: TritonConfig | None = None
     layout = None if problem.images is None else image_layout(problem)
     config = config or choose_config(problem, chip, layout and layout.VECTOR)
     run = functools.partial(_launch, problem, chip, config, layout)
-    return Plan(run, config=str(config), takes_images=layout is not None)
+    time = None
+    if target.is_timed:
+        time = microseconds(config.work(problem, chip), TRITON, problem.dtype)
+    return Plan(run, config=str(config), microseconds=time)
 
 
 def candidates(problem: Problem, target: Target) -> list[TritonConfig]:
@@ -235,10 +261,10 @@ def config_of(fields: Mapping[str, Any]) -> TritonConfig:
     """Returns the config with these fields.
 
     Raises:
-      ValueError: it is not one of AMPERE and HOPPER, which compile without spills.
+      ValueError: it is not one of AMPERE, RTX and HOPPER, which compile without spills.
     """
     config = tiles.config_of(TritonConfig, fields)
-    if config not in AMPERE + HOPPER:
+    if config not in AMPERE + RTX + HOPPER:
         raise ValueError(f"the kernel has no config {config}.")
     return config
 
@@ -253,8 +279,6 @@ def _checked(problem: Problem, target: Target) -> Chip:
     if reason := missing():
         raise NotImplementedError(reason)
     tiles.check_operands(problem)
-    if problem.rows > MAX_ROWS:
-        raise NotImplementedError(f"the call has {problem.rows} rows, expected at most {MAX_ROWS}.")
     return chip
 
 
@@ -276,7 +300,7 @@ NO_IMAGES = ImageLayout(*[1] * 7)
 
 def image_layout(problem: Problem) -> ImageLayout:
     """Computes the layout of the problem's images."""
-    patch_size, (H, W, channels) = problem.layout.patch_size, problem.images[-3:]
+    patch_size, (H, W, channels) = problem.geometry.patch_size, problem.images[-3:]
     line_bytes, patch_line_bytes = W * channels, patch_size * channels
     return ImageLayout(
         PATCHES=problem.patches[-2],
@@ -306,7 +330,7 @@ def _launch(
       operands: patches or images, weight, scale, table.
     """
     widen = widens(problem.dtype, chip)
-    grid = config.grid(problem, chip)
+    tiling = config.tiling(problem, chip)
     if widen:
         operands = tuple(
             lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == problem.dtype else x
@@ -318,12 +342,12 @@ def _launch(
     def compute(source, weight, scale, table):
         # With images, all tiles of a segment must begin with the same patch of an image, even if
         # all patches add the same row.
-        segments = grid.schedule(period if period > 1 or layout is None else layout.PATCHES)
+        segments = tiling.schedule(period if period > 1 or layout is None else layout.PATCHES)
         major, minor = chip.capability
         call = functools.partial(
             _call(),
             out=jax.ShapeDtypeStruct((problem.rows, problem.N), problem.out_dtype),
-            grid=grid.thread_blocks,
+            grid=tiling.thread_blocks,
             num_warps=config.warps,
             num_stages=config.stages,
             compute_capability=10 * major + minor,

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ def load_kernel():
     """Loads the kernel's module with functions that are interpreted."""
     path = Path(backend.__file__).with_name("kernel.py")
     spec = importlib.util.spec_from_file_location("interpreted_kernel", path)
-    module = importlib.util.module_from_spec(spec)
+    module: Any = importlib.util.module_from_spec(spec)
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         spec.loader.exec_module(module)

@@ -10,16 +10,16 @@ from pallas_patch_embed.base.dtypes import OUT_DTYPES
 from pallas_patch_embed.base.problem import (
     NAMED_SHAPES,
     NamedShape,
-    PatchLayout,
+    PatchGeometry,
     Problem,
     named_shape,
     padded,
 )
 from pallas_patch_embed.commands.check.compare import LAUNCHES
 
-# Values of `Case.table`. With "no positions" the table is a single row, the offset.
+# Values of `CheckCase.table`. With "no positions" the table is a single row, the offset.
 TABLES = ("positions", "positions of each image", "no positions")
-# Values of `Case.source`. If images are "given whole", the kernel or XLA cuts them.
+# Values of `CheckCase.source`. If images are "given whole", the kernel or XLA cuts them.
 SOURCES = ("given as patches", "given whole", "cut by the kernel")
 
 # Numbers of images. They are odd, so that the last tile is incomplete; 67 images of any shape have
@@ -55,7 +55,7 @@ SMALL = NamedShape("small", 6, 42, 64)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class CheckCase:
     """A problem of a backend that is launched and compared, once or many times.
 
     Attributes:
@@ -95,10 +95,14 @@ class Case:
             dtype=self.dtype,
             table_dtype="float32" if self.table == "no positions" else "bfloat16",
             out_dtype=self.out_dtype,
-            layout=PatchLayout(self.shape.patch) if images else None,
+            geometry=PatchGeometry(self.shape.patch) if images else None,
             images=(B, side, side, 3) if images else None,
-            cut="kernel" if self.source == "cut by the kernel" else None,
         )
+
+    @property
+    def cut(self) -> str | None:
+        """The argument `cut` of the call."""
+        return "kernel" if self.source == "cut by the kernel" else None
 
     def __str__(self) -> str:
         devices = ", on every device" if self.on_every_device else ""
@@ -144,7 +148,7 @@ def pairwise(
         yield dict(zip(names, found))
 
 
-def occurs_in_practice(case: Case) -> bool:
+def occurs_in_practice(case: CheckCase) -> bool:
     """Returns whether users may have a case. NaFlex models always have positions of each image."""
     naflex = case.shape.name.startswith("NaFlex")
     return not naflex or case.table == "positions of each image"
@@ -152,7 +156,7 @@ def occurs_in_practice(case: Case) -> bool:
 
 def cases_of(
     backend: str,
-    serves: Callable[[Case], bool],
+    serves: Callable[[CheckCase], bool],
     *,
     shapes: Sequence[NamedShape],
     dtypes: Sequence[str],
@@ -160,7 +164,7 @@ def cases_of(
     launches: Sequence[str] = tuple(LAUNCHES),
     devices: int = 1,
     many: int = 0,
-) -> list[Case]:
+) -> list[CheckCase]:
     """Returns the cases of a backend.
 
     Args:
@@ -182,16 +186,21 @@ def cases_of(
     }
 
     def allowed(values: dict[str, Any]) -> bool:
-        case = Case(backend, **values)
+        case = CheckCase(backend, **values)
         return occurs_in_practice(case) and serves(case)
 
-    found = [Case(backend, **values) for values in pairwise(parameters, allowed)]
+    found = [CheckCase(backend, **values) for values in pairwise(parameters, allowed)]
     if many:
         large = [
-            *(Case(backend, named_shape("B/16 224"), dtype, "bfloat16", many) for dtype in dtypes),
-            Case(backend, named_shape("B/16 224"), "int8", "bfloat16", many, source=SOURCES[2]),
-            Case(backend, WIDE, "int8", "bfloat16", 3),
-            Case(backend, ODD, "int8", "bfloat16", 67, source=SOURCES[2]),
+            *(
+                CheckCase(backend, named_shape("B/16 224"), dtype, "bfloat16", many)
+                for dtype in dtypes
+            ),
+            CheckCase(
+                backend, named_shape("B/16 224"), "int8", "bfloat16", many, source=SOURCES[2]
+            ),
+            CheckCase(backend, WIDE, "int8", "bfloat16", 3),
+            CheckCase(backend, ODD, "int8", "bfloat16", 67, source=SOURCES[2]),
         ]
         found += [case for case in large if serves(case)]
     return found

@@ -16,7 +16,7 @@ from jax.experimental.compute_on import compute_on
 from pallas_patch_embed.base.chips import Target, default_device
 from pallas_patch_embed.base.problem import Problem
 from pallas_patch_embed.commands.check import memory
-from pallas_patch_embed.patch_embedding.patches import Encoding, rows
+from pallas_patch_embed.patch_embedding.patches import Encoding, cut_into_rows
 
 type Run = Callable[..., jax.Array]
 # Function that cuts images into patches.
@@ -92,7 +92,7 @@ def wrong_elements(
 
     Args:
       run: function (patches, weight, scale, table) -> y, as in a `Plan`. If the problem has a
-        `layout`, its first argument is images.
+        `geometry`, its first argument is images.
       problem: shapes and dtypes.
       runs: number of launches.
       seed: seed of the random operands.
@@ -310,7 +310,7 @@ def _compare(
     changed = sum((_bytes(before) != _bytes(after)).sum() for before, after in zip(given, operands))
     # Number of axes of one image or its patches, weight, scale, table and result, without leading
     # axes.
-    image = 2 if problem.layout is None else problem.layout.image_ndim
+    image = 2 if problem.geometry is None else problem.geometry.image_ndim
     own = (image, 2, 1, 2, 2)
     leading = y.shape[:-2]
     arrays = (*given, y)
@@ -363,8 +363,8 @@ def _compare_image(
     truncate instead of rounding, which doubles the error. They also sum float8 with fewer bits (see
     `_float8_error`).
     """
-    if problem.layout is not None:
-        source = rows(source, problem.layout, Encoding(problem.dtype))
+    if problem.geometry is not None:
+        source = cut_into_rows(source, problem.geometry, Encoding(problem.dtype))
     p, w, scale, table, y = (x.astype(jnp.float64) for x in (source, weight, scale, table, y))
     # Sums of int8 products are exact in float64.
     product = jnp.einsum("sk,nk->sn", p, w)

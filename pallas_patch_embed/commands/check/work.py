@@ -13,11 +13,10 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_patch_embed import __version__
-from pallas_patch_embed.backends import BACKENDS, plan_with, triton
+from pallas_patch_embed.backends import BACKENDS, ranked, triton
 from pallas_patch_embed.backends.mosaic import SM90, SM100, MosaicBackend
 from pallas_patch_embed.backends.mosaic.sm90 import HopperConfig
 from pallas_patch_embed.backends.mosaic.sm100 import BlackwellConfig
-from pallas_patch_embed.backends.plan import Refusal
 from pallas_patch_embed.backends.triton import TritonConfig
 from pallas_patch_embed.base import versions
 from pallas_patch_embed.base.child import Send
@@ -26,10 +25,10 @@ from pallas_patch_embed.base.devices import check_devices
 from pallas_patch_embed.base.dtypes import DTYPES
 from pallas_patch_embed.base.problem import Problem
 from pallas_patch_embed.commands.check import cases
-from pallas_patch_embed.commands.check.cases import Case
+from pallas_patch_embed.commands.check.cases import CheckCase
 from pallas_patch_embed.commands.check.compare import Counts, Cut, Run, compared
 from pallas_patch_embed.commands.check.process import Ended, Found, Launches, Listed, Prepares
-from pallas_patch_embed.patch_embedding.patches import Encoding, rows
+from pallas_patch_embed.patch_embedding.patches import Encoding, cut_into_rows
 
 # Default number of launches of a case, on a GPU and without one.
 RUNS_ON_GPU, RUNS = 20, 2
@@ -79,7 +78,7 @@ def run(options: Options, send: Send, done: frozenset[int]) -> None:
 
 
 def launched(
-    case: Case, index: int, options: Options, devices: Sequence[jax.Device], send: Send
+    case: CheckCase, index: int, options: Options, devices: Sequence[jax.Device], send: Send
 ) -> Iterator[Counts]:
     """Launches a case, and yields the result of each launch."""
     launches = itertools.count(1)
@@ -106,15 +105,15 @@ def launched(
 
 def listed(
     options: Options, devices: Sequence[jax.Device]
-) -> tuple[list[Case], dict[str, dict[str, str]]]:
+) -> tuple[list[CheckCase], dict[str, dict[str, str]]]:
     """Returns the cases, and by backend and dtype why a dtype is not served on this machine."""
     target = Target.of(devices[0])
-    found: list[Case] = []
+    found: list[CheckCase] = []
     refused: dict[str, dict[str, str]] = {}
     for name in options.backends:
         reasons: dict[str, str] = {}
 
-        def serves(case: Case, reasons: dict[str, str] = reasons) -> bool:
+        def serves(case: CheckCase, reasons: dict[str, str] = reasons) -> bool:
             try:
                 runner(case, target)
             except NotImplementedError as reason:
@@ -130,8 +129,8 @@ def listed(
 
 
 def _cases(
-    name: str, options: Options, serves: Callable[[Case], bool], target: Target, devices: int
-) -> list[Case]:
+    name: str, options: Options, serves: Callable[[CheckCase], bool], target: Target, devices: int
+) -> list[CheckCase]:
     """Returns the cases of a backend: all launches on a GPU, small problems for interpreters."""
     # Only XLA serves float32, the first of DTYPES.
     dtypes = DTYPES if name == "xla" else DTYPES[1:]
@@ -144,7 +143,7 @@ def _cases(
     return list_cases(shapes=shapes, batches=(1, 3), launches=("alone", "on slices"))
 
 
-def runner(case: Case, target: Target) -> tuple[Run, Cut | None]:
+def runner(case: CheckCase, target: Target) -> tuple[Run, Cut | None]:
     """Returns the function that a case launches, and the function by which XLA cuts its images.
 
     The second is None if XLA does not cut images for the case.
@@ -154,16 +153,17 @@ def runner(case: Case, target: Target) -> tuple[Run, Cut | None]:
     """
     problem = case.problem
     if is_interpreted(case.backend, target):
-        if problem.layout is not None:
+        if problem.geometry is not None:
             raise NotImplementedError("images are not checked in its interpreter, only patches.")
         return INTERPRETED[case.backend](problem), None
-    answer = plan_with(case.backend, problem, target, asked=True)
-    if isinstance(answer, Refusal):
-        raise NotImplementedError(answer.reason)
-    if problem.layout is None or answer.takes_images:
-        return answer.run, None
-    layout, encoding = problem.layout, Encoding(problem.dtype)
-    return answer.run, lambda images: rows(images, layout, encoding)
+    options, refusals = ranked(problem, target, backend=case.backend, cut=case.cut)
+    if not options:
+        raise NotImplementedError(refusals[case.backend])
+    option = options[0]
+    if problem.geometry is None or option.cuts_images:
+        return option.plan.run, None
+    geometry, encoding = problem.geometry, Encoding(problem.dtype)
+    return option.plan.run, lambda images: cut_into_rows(images, geometry, encoding)
 
 
 # Interpreters, for machines without a GPU.
@@ -211,7 +211,7 @@ INTERPRETED: dict[str, Callable[[Problem], Run]] = {
 
 
 def about(
-    devices: Sequence[jax.Device], found: Sequence[Case], refused: dict[str, dict[str, str]]
+    devices: Sequence[jax.Device], found: Sequence[CheckCase], refused: dict[str, dict[str, str]]
 ) -> dict[str, Any]:
     """Describes the machine, the backends that are interpreted, and those that do not serve."""
     target = Target.of(devices[0])

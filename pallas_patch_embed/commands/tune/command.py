@@ -15,32 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from pallas_patch_embed.backends import BACKENDS, stored, tiles
-from pallas_patch_embed.backends.plan import Refusal
-from pallas_patch_embed.backends.stored import Result
+from pallas_patch_embed.backends.stored import SearchResult
 from pallas_patch_embed.base import ending
 from pallas_patch_embed.base.child import Child, ChildEndedError
 from pallas_patch_embed.base.devices import MEMORY_FRACTIONS, memory_fraction
 from pallas_patch_embed.base.files import check_place
 from pallas_patch_embed.base.messages import printable
 from pallas_patch_embed.base.problem import NAMED_SHAPES, VIT_SHAPES, NamedShape, Problem
-from pallas_patch_embed.commands.check.cases import Case
+from pallas_patch_embed.commands.check.cases import CheckCase
 from pallas_patch_embed.commands.tune import search
-from pallas_patch_embed.commands.tune.search import Failure, Machine, Task
+from pallas_patch_embed.commands.tune.search import Failure, Machine, Refusal, Task
 
 IMAGES = (1, 64, 512)
 
 # The value of `Case.source` for each value of --sources, which says what kernels read.
 SOURCES = {"patches": "given as patches", "images": "cut by the kernel"}
-
-# The problem that is searched without a GPU. Kernels are then interpreted, and a single small
-# problem shows that the search works.
-SMALL = dict(
-    shapes=["B/32 256"],
-    dtypes=["int8"],
-    images=[1],
-    sources=["patches"],
-    backends=["mosaic_sm90", "xla"],
-)
 
 # Seconds without a message after which the child counts as hung. nvcc takes half a minute for a
 # kernel, and the reference of a large problem takes as long.
@@ -116,15 +105,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--jobs is {arguments.jobs}, expected 1 or more.")
     with children(arguments.jobs) as searching:
         machine = machine_of(searching[0])
-        results = stored_results(out, machine)
-        chosen = {name: getattr(arguments, name) for name in SMALL}
         if not machine.head["chip"]:
-            print(
-                f"There is no NVIDIA GPU; the device is {machine.device}. Kernels are interpreted. "
-                "Their times say nothing about a GPU, and no GPU uses these results."
+            raise ValueError(
+                f"tune: JAX's device is {machine.device}, expected an NVIDIA GPU. Configs are "
+                "compared by their times on a GPU."
             )
-            chosen = {name: given or SMALL[name] for name, given in chosen.items()}
-        tasks = list(list_tasks(**chosen))
+        results = stored_results(out, machine)
+        chosen = ("shapes", "dtypes", "images", "sources", "backends")
+        tasks = list(list_tasks(**{name: getattr(arguments, name) for name in chosen}))
         tune(tasks, searching, out, machine, results, seconds=arguments.seconds)
     return 0
 
@@ -203,7 +191,7 @@ def problem_of(shape: NamedShape, images: int, dtype: str, source: str) -> Probl
     """Returns the problem of a named shape. NaFlex models have a table for every image."""
     table = "positions of each image" if is_naflex(shape) else "positions"
     source = SOURCES[source]
-    return Case("", shape, dtype, "bfloat16", images, table=table, source=source).problem
+    return CheckCase("", shape, dtype, "bfloat16", images, table=table, source=source).problem
 
 
 def machine_of(child: Child) -> Machine:
@@ -216,7 +204,7 @@ def machine_of(child: Child) -> Machine:
     return machine
 
 
-def stored_results(out: Path, machine: Machine) -> dict[str, Result]:
+def stored_results(out: Path, machine: Machine) -> dict[str, SearchResult]:
     """Returns the results that are already in the file, by their keys.
 
     Raises:
@@ -243,7 +231,7 @@ def tune(
     searching: Sequence[Child],
     out: Path,
     machine: Machine,
-    results: dict[str, Result],
+    results: dict[str, SearchResult],
     *,
     seconds: float | None = None,
     now: Callable[[], float] = time.monotonic,
@@ -282,7 +270,7 @@ def tune(
             left.clear()  # The other threads end when their current tasks are done.
             raise
 
-    def record(name: str, task: Task, found: Result | Refusal | Failure) -> None:
+    def record(name: str, task: Task, found: SearchResult | Refusal | Failure) -> None:
         if isinstance(found, Failure):
             failed.append(name)
             print(f"{name}: {found.reason}", flush=True)
@@ -311,12 +299,12 @@ def tune(
 RESUMES = "The same command resumes the search."
 
 
-def _outcome(results: Mapping[str, Result], out: Path) -> str:
+def _outcome(results: Mapping[str, SearchResult], out: Path) -> str:
     """Returns the result that the last line reports if a signal ends the command."""
     return f"{len(results)} results are in {printable(out)}. {RESUMES[:-1]}"
 
 
-def search_one(task: Task, child: Child) -> Result | Refusal | Failure:
+def search_one(task: Task, child: Child) -> SearchResult | Refusal | Failure:
     """Searches one task in the child, and returns what the child found.
 
     If the child ends while it tries a candidate, that candidate is refused, and the search is
@@ -337,7 +325,7 @@ def search_one(task: Task, child: Child) -> Result | Refusal | Failure:
             ended[step] = f"it {error}"
 
 
-def describe(result: Result) -> str:
+def describe(result: SearchResult) -> str:
     """Describes a result in one or several lines."""
     refused = "".join(f"\n  refused: {name}: {why}." for name, why in result.refused.items())
     if not result.times:

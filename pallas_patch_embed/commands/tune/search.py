@@ -15,9 +15,8 @@ from typing import Any
 import jax
 
 from pallas_patch_embed.backends import BACKENDS, stored
-from pallas_patch_embed.backends.mosaic import MosaicBackend
-from pallas_patch_embed.backends.plan import Plan, Refusal
-from pallas_patch_embed.backends.stored import Result
+from pallas_patch_embed.backends.plan import Plan
+from pallas_patch_embed.backends.stored import SearchResult
 from pallas_patch_embed.base import versions
 from pallas_patch_embed.base.child import Send
 from pallas_patch_embed.base.chips import Target, default_device
@@ -28,9 +27,8 @@ from pallas_patch_embed.commands.check.compare import Turn, draw, wrong_elements
 from pallas_patch_embed.commands.tune import timing
 from pallas_patch_embed.commands.tune.timing import Contender, Timing
 
-# Runs of a check, each with new operands, on a GPU and in an interpreter. An interpreter takes
-# seconds for each run.
-RUNS, INTERPRETED_RUNS = 3, 1
+# Runs of a check, each with new operands.
+RUNS = 3
 
 # Number of candidates that are timed sustained, besides the heuristic's.
 FINALISTS = 2
@@ -55,15 +53,9 @@ WAITING = "wait for the GPU"
 # the L2 cache: total size of the copies as a multiple of the cache, and largest number of copies.
 BEYOND_CACHE, MOST_COPIES = 2, 32
 
-# How long contenders are timed on a GPU, and in an interpreter (a single call).
-GPU = dict(
-    burst=dict(rounds=5, calls=5, rest=0.03),
-    sustained=dict(rounds=2, calls=20, seconds=1.0),
-)
-INTERPRETER = dict(
-    burst=dict(rounds=1, calls=1, rest=0.0),
-    sustained=dict(rounds=1, calls=1, seconds=1e-6),
-)
+# How long contenders are timed: arguments of `timing.burst` and `timing.sustained`.
+BURST: dict[str, Any] = dict(rounds=5, calls=5, rest=0.03)
+SUSTAINED: dict[str, Any] = dict(rounds=2, calls=20, seconds=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +69,13 @@ class Task:
     def key(self) -> str:
         """The key of this task's result in a file."""
         return stored.key_of(self.backend, stored.describe_problem(self.problem))
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """The reason why a backend does not serve a problem, or has no configs for it."""
+
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,12 +147,12 @@ def search(
     target: Target,
     refused: Mapping[str, str],
     turn: Turn = contextlib.nullcontext,
-) -> Iterator[str | Result | Refusal | Failure]:
+) -> Iterator[str | SearchResult | Refusal | Failure]:
     """Searches for the fastest config.
 
     Args:
       task: backend and problem.
-      target: the chip. Without a chip the kernels are interpreted, if they have an interpreter.
+      target: the chip.
       refused: how the child ended in earlier searches of this task, by the name that the search
         had yielded last. Candidates among these names are not tried again.
       turn: function that returns a context in which no other search uses the GPU. Kernels are
@@ -161,11 +160,11 @@ def search(
 
     Yields:
       The name of each candidate before it is tried, and `IN_TURNS` before all are timed; then a
-      Result, a Refusal if the backend does not serve the problem or has no configs, or a Failure
-      if the process has too little memory.
+      SearchResult, a Refusal if the backend does not serve the problem or has no configs, or a
+      Failure if the process has too little memory.
     """
     try:
-        configs = candidates(task, target)
+        configs = {str(x): x for x in BACKENDS[task.backend].candidates(task.problem, target)}
     except NotImplementedError as error:
         yield Refusal(str(error))
         return
@@ -173,9 +172,6 @@ def search(
         yield Refusal("it has no configs.")
         return
     heuristic, *_ = configs
-    if task.problem.images and not plan(task, target, configs[heuristic]).takes_images:
-        yield Refusal("it does not cut images itself.")
-        return
     reasons = {name: refused[name] for name in configs if name in refused}
     contenders: dict[str, Contender] = {}
     operands: list[Any] = []
@@ -191,9 +187,8 @@ def search(
             reasons[name] = _first_line(error)
             continue
         try:
-            runs = RUNS if target.chip is not None else INTERPRETED_RUNS
             seed = len(contenders)
-            if wrong := wrong_elements(run, task.problem, runs=runs, seed=seed, turn=turn):
+            if wrong := wrong_elements(run, task.problem, runs=RUNS, seed=seed, turn=turn):
                 reasons[name] = f"{wrong} elements of its results are wrong"
                 continue
             with turn():
@@ -211,7 +206,7 @@ def search(
         return
     yield IN_TURNS
     with turn():
-        times = timed(contenders, heuristic, GPU if target.chip is not None else INTERPRETER)
+        times = timed(contenders, heuristic)
     best = fastest(times, heuristic)
     kept = None if best == heuristic else dataclasses.asdict(configs[best])
     yield _result(task, kept, times, reasons)
@@ -221,54 +216,34 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def candidates(task: Task, target: Target) -> dict[str, Any]:
-    """Returns the candidates by their names, first the choice of the heuristic."""
-    backend = BACKENDS[task.backend]
-    if target.chip is None and isinstance(backend, MosaicBackend):
-        target = interpreted(backend)
-    return {str(config): config for config in backend.candidates(task.problem, target)}
-
-
 def plan(task: Task, target: Target, config: Any) -> Plan:
-    """Returns the plan with a candidate. It uses an interpreter if there is no GPU."""
-    backend = BACKENDS[task.backend]
-    if target.chip is None and isinstance(backend, MosaicBackend):
-        import jax.experimental.pallas.mosaic_gpu as plgpu
-
-        how = plgpu.InterpretGPUParams()
-        return backend.plan(task.problem, interpreted(backend), config=config, interpret=how)
-    return backend.plan(task.problem, target, config=config)
-
-
-def interpreted(backend: MosaicBackend) -> Target:
-    """Returns the target for an interpreter, a chip with few multiprocessors to save time."""
-    return Target("cuda", dataclasses.replace(backend.chips[0], multiprocessors=8))
+    """Returns the plan with a candidate."""
+    return BACKENDS[task.backend].plan(task.problem, target, config=config)
 
 
 def _operands(problem: Problem, target: Target) -> list[Any]:
     """Draws random operands for several calls, which differ in their patches."""
     first = draw(jax.random.key(0, impl="rbg"), problem)
-    if target.chip is None:
-        return [first]
-    copies = math.ceil(BEYOND_CACHE * target.chip.l2 / max(1, first[0].nbytes))
-    keys = jax.random.split(jax.random.key(1, impl="rbg"), min(copies, MOST_COPIES))
+    assert target.chip is not None
+    copies = MOST_COPIES
+    if target.chip.is_listed:
+        needed = math.ceil(BEYOND_CACHE * target.chip.l2 / max(1, first[0].nbytes))
+        copies = min(needed, MOST_COPIES)
+    keys = jax.random.split(jax.random.key(1, impl="rbg"), copies)
     return [first, *((draw(key, problem)[0], *first[1:]) for key in keys[1:])]
 
 
-def timed(
-    contenders: Mapping[str, Contender], heuristic: str, effort: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Timing]]:
+def timed(contenders: Mapping[str, Contender], heuristic: str) -> dict[str, dict[str, Timing]]:
     """Times all contenders in bursts, and the finalists also sustained.
 
     Args:
       contenders: the contenders by name.
       heuristic: name of the heuristic's config, which is always a finalist.
-      effort: arguments of `timing.burst` and `timing.sustained`.
 
     Returns:
       The times by name and by "burst" or "sustained".
     """
-    in_burst = timing.burst(dict(contenders), **effort["burst"])
+    in_burst = timing.burst(dict(contenders), **BURST)
     times = {name: {"burst": found} for name, found in in_burst.items()}
     order = sorted(in_burst, key=lambda name: in_burst[name].milliseconds)
     if in_burst[order[0]].milliseconds < SHORT:
@@ -279,9 +254,7 @@ def timed(
     if own and not others:
         return times
     names = [x for x in (heuristic, *others[:FINALISTS]) if x in contenders]
-    of_finalists = timing.sustained(
-        {name: contenders[name] for name in names}, **effort["sustained"]
-    )
+    of_finalists = timing.sustained({name: contenders[name] for name in names}, **SUSTAINED)
     for name, found in of_finalists.items():
         times[name]["sustained"] = found
     return times
@@ -331,8 +304,8 @@ def _result(
     config: dict[str, Any] | None,
     times: Mapping[str, Mapping[str, Timing]],
     refused: dict[str, str],
-) -> Result:
-    return Result(
+) -> SearchResult:
+    return SearchResult(
         backend=task.backend,
         problem=stored.describe_problem(task.problem),
         config=config,

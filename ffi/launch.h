@@ -4,40 +4,15 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
-#include "kernel.h"
-#include "patch_embed_sm100.h"
-#include "patch_embed_sm90.h"
+#include "architecture.h"
 
 namespace patch_embed {
 
-// Shapes of the operands: patches [M, K], weight [N, K], table [period, N], and the segments of the
-// schedule, [workers, segments, 4]. A kernel that cuts images has images [images, height, width, 3]
-// instead of patches.
-struct Shapes {
-  int64_t M, N, K;
-  int64_t period;
-  int64_t workers, segments;
-  int64_t height = 0, width = 0;  // 0 if the operand is patches
-};
-
-// The arguments of cuTensorMapEncodeTiled or, if `im2col` is set, of cuTensorMapEncodeIm2col, with
-// the innermost dimension first.
-struct TensorMap {
-  Type type;
-  int rank;  // 0 if the kernel has no such map
-  cuuint64_t shape[5];
-  cuuint64_t strides[4];  // in bytes, from the second dimension on
-  cuuint32_t box[5];      // with im2col: channels of a pixel, and number of pixels
-  int swizzle;            // in bytes
-  bool im2col;
-  // With im2col: the offset of the bounding box's last corner from that of the tensor. The offset
-  // of the first corner is 0.
-  int corner[3];
-};
-
 struct Launch {
-  int grid;               // thread blocks
+  int thread_blocks;
   int cluster;            // thread blocks of a cluster
   int threads;            // threads of a block
   int64_t shared_memory;  // dynamic shared memory of a block, in bytes
@@ -70,7 +45,7 @@ inline const char* spell(Type type) {
 
 // The name of a kernel, which contains its config.
 inline std::string kernel_name(const Config& c, const std::string& blocks) {
-  return "patch_embed_sm" + std::to_string(c.capability) + "_" + spell(c.dtype) + "_" +
+  return "patch_embed_sm" + std::to_string(c.architecture->number) + "_" + spell(c.dtype) + "_" +
          spell(c.out_dtype) + (c.has_table ? "_table_" : "_offset_") + std::to_string(c.tile_n) +
          "x" + std::to_string(c.rows) + "_" + blocks + "_s" + std::to_string(c.slots) +
          (c.stream_weight ? "_streamed" : "_stationary");
@@ -88,64 +63,19 @@ inline std::string symbol_name(const Config& c) {
 
 // A kernel's config and names, for the host.
 struct Kernel {
-  Kernel(const Config& config, int64_t (*shared_memory_bytes)(int chunks))
+  Kernel(const Config& config, int64_t (*shared_memory_bytes)(int chunks),
+         std::vector<int> capabilities)
       : config(config),
         name(kernel_name(config)),
         symbol(symbol_name(config)),
-        shared_memory_bytes(shared_memory_bytes) {}
+        shared_memory_bytes(shared_memory_bytes),
+        capabilities(std::move(capabilities)) {}
 
   Config config;
   std::string name, symbol;
   int64_t (*shared_memory_bytes)(int chunks);  // Shared::bytes of the kernel
+  std::vector<int> capabilities;               // compute capabilities of the GPUs that run it
 };
-
-// Returns the tensor map of a row-major matrix. Its boxes are as wide as the swizzle.
-inline TensorMap matrix(Type type, int64_t rows, int64_t columns, int box_columns, int box_rows) {
-  TensorMap map{};
-  map.type = type;
-  map.rank = 2;
-  map.shape[0] = columns;
-  map.shape[1] = rows;
-  map.strides[0] = columns * itemsize(type);
-  map.box[0] = box_columns;
-  map.box[1] = box_rows;
-  map.swizzle = box_columns * itemsize(type);
-  return map;
-}
-
-// Returns the tensor map of the Hopper kernel's weight, which views [N, K] as [pairs, N / group, 4,
-// 2, K]. With the rows in this order, wgmma leaves contiguous columns of y in each thread
-// (backends/mosaic/layouts.py).
-inline TensorMap fragments(const Config& config, int64_t N, int64_t K) {
-  const bool split = config.splits() > 1;
-  const int vector = sm90::vector(config.out_dtype, split);
-  const int group = sm90::group(config.out_dtype, split);
-  const cuuint64_t row = K * itemsize(config.dtype);
-  return {factor_type(config.dtype),
-          5,
-          {cuuint64_t(K), 2, 4, cuuint64_t(N / group), cuuint64_t(vector / 2)},
-          {row, vector * row, group * row, 2 * row},
-          {cuuint32_t(kRowBytes / itemsize(config.dtype)), 2, 4, cuuint32_t(config.tile_n / group),
-           cuuint32_t(vector / 2)},
-          kRowBytes,
-          false,
-          {}};
-}
-
-// Returns the tensor map of images; see patch_embed_sm90.h.
-inline TensorMap lines_of_patches(const Config& config, const Shapes& s) {
-  const int64_t grid_width = s.width / kPatchSide, line = 3 * s.width;
-  const int patches = row_patches(grid_width), row_bytes = patches * kLineBytes;
-  return {config.dtype,
-          4,
-          {cuuint64_t(row_bytes), cuuint64_t(grid_width / patches), kPatchSide,
-           cuuint64_t(s.M / grid_width)},
-          {cuuint64_t(row_bytes), cuuint64_t(line), cuuint64_t(kPatchSide * line)},
-          {cuuint32_t(row_bytes), cuuint32_t(config.rows / patches)},
-          0,
-          true,
-          {0, 1 - kPatchSide}};
-}
 
 // These rules of cuTensorMapEncodeIm2col (CUDA driver API) do not depend on the shape of the
 // images. check_images() checks the rules for strides and dimensions.
@@ -175,23 +105,25 @@ inline std::string check_images(const Config& config, const Shapes& s) {
            " pixels, expected at most 2^32 rows of patches of less than 2^40 bytes each." +
            patchify;
   }
-  if (s.M % (s.height / side * (s.width / side))) {
-    return "y has " + text(s.M) + " rows, expected a multiple of the " +
-           text(s.height / side * (s.width / side)) + " patches of an image.";
+  if (s.height / side > kMostDimension / (s.width / side) ||
+      s.M % (s.height / side * (s.width / side))) {
+    return "y has " + text(s.M) + " rows, expected a multiple of the " + text(s.height / side) +
+           " x " + text(s.width / side) + " patches of an image.";
   }
-  if (config.capability != 90 || config.stream_weight || config.rows > kMostPixels) {
-    return "only Hopper kernels that have a stationary weight, and load at most " +
-           text(kMostPixels) + " patches at once, can cut images.";
+  if (config.stream_weight || config.rows > kMostPixels) {
+    return "only kernels that have a stationary weight, and load at most " + text(kMostPixels) +
+           " patches at once, can cut images.";
   }
   return "";
 }
 
 // Fills `launch`. Returns why the kernel does not support these shapes, or an empty text.
-inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
+inline std::string launch_of(const Kernel& kernel, const Shapes& s, Launch* launch) {
   const Config& config = kernel.config;
+  const Architecture& architecture = *config.architecture;
   const auto text = [](int64_t value) { return std::to_string(value); };
   const int64_t row_bytes = s.K * itemsize(config.dtype);
-  if (s.M < 0 || s.M > INT32_MAX - config.tile_m()) {
+  if (s.M < 0 || s.M > INT32_MAX - architecture.tile_rows(config)) {
     return "patches have M = " + text(s.M) +
            " rows, expected fewer than 2^31 minus the rows of a tile. Split them.";
   }
@@ -203,8 +135,7 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
     return "N is " + text(s.N) + ", expected a multiple of the kernel's " + text(config.tile_n) +
            " columns. Use a kernel whose columns divide N.";
   }
-  const bool images = config.dtype == Type::kUInt8;
-  if (images) {
+  if (config.dtype == Type::kUInt8) {
     if (const std::string wrong = check_images(config, s); !wrong.empty()) return wrong;
   }
   const int64_t slices = s.N / config.tile_n;
@@ -224,32 +155,24 @@ inline std::string plan(const Kernel& kernel, const Shapes& s, Launch* launch) {
            text(kRowBytes) + " for each block. Use a kernel with fewer blocks.";
   }
   const int64_t shared_memory = kernel.shared_memory_bytes((chunks + splits - 1) / splits);
-  const bool hopper = config.capability == 90;
   if (shared_memory > kMostSharedBytes) {
     return "K = " + text(s.K) + " needs " + text(shared_memory) +
            " bytes of shared memory, expected at most " + text(kMostSharedBytes) +
            ". Use a kernel with a streamed weight.";
   }
-  const int tile_k = kRowBytes / itemsize(config.dtype);
   *launch = {
       int(slices * s.workers * config.blocks),
       config.blocks,
-      hopper ? sm90::kThreads : sm100::kThreads,
+      architecture.threads,
       shared_memory,
       chunks,
-      images ? lines_of_patches(config, s)
-             : matrix(config.dtype, s.M, s.K, tile_k, sm90::slot_rows(config.sharing, config.rows)),
-      hopper ? fragments(config, s.N, s.K)
-             : matrix(config.dtype, s.N, s.K, tile_k, config.tile_n / config.blocks),
-      hopper ? TensorMap{}
-             : matrix(config.out_dtype, s.M, s.N,
-                      sm100::store_columns(config.out_dtype, config.tile_n), sm100::kWarpRows),
-      hopper ? sm90::kMultiplyingWarps : sm100::kMultiplyingWarps,
-      hopper ? sm90::kMultiplyingWarps : sm100::kStoringWarps,
-      hopper ? 0 : sm100::tensor_memory_columns(config.tile_n),
-      !config.stream_weight ? chunks
-      : hopper              ? sm90::staying_chunks(config.rows, chunks)
-                            : 0,
+      architecture.patches(config, s),
+      architecture.weight(config, s),
+      architecture.y(config, s),
+      architecture.multiplying_warps,
+      architecture.storing_warps,
+      architecture.tensor_memory_columns(config.tile_n),
+      config.stream_weight ? architecture.staying_chunks(config.rows, chunks) : chunks,
   };
   return "";
 }
@@ -271,7 +194,7 @@ inline std::string to_json(const TensorMap& map) {
 }
 
 inline std::string to_json(const Launch& launch) {
-  return "{\"grid\": " + std::to_string(launch.grid) +
+  return "{\"thread_blocks\": " + std::to_string(launch.thread_blocks) +
          ", \"cluster\": " + std::to_string(launch.cluster) +
          ", \"threads\": " + std::to_string(launch.threads) +
          ", \"shared_memory\": " + std::to_string(launch.shared_memory) +
@@ -284,19 +207,26 @@ inline std::string to_json(const Launch& launch) {
          ", \"staying_chunks\": " + std::to_string(launch.staying_chunks) + "}";
 }
 
-inline std::string to_json(const Config& config, bool built) {
+inline std::string to_json(const Kernel& kernel, bool built) {
+  const Config& config = kernel.config;
   const auto flag = [](bool value) { return value ? "true" : "false"; };
-  return "{\"name\": \"" + kernel_name(config) +
-         "\", \"capability\": " + std::to_string(config.capability) + ", \"dtype\": \"" +
+  std::string capabilities;
+  for (int one : kernel.capabilities) {
+    capabilities += (capabilities.empty() ? "" : ", ") + std::to_string(one);
+  }
+  return "{\"name\": \"" + kernel.name +
+         "\", \"capability\": " + std::to_string(config.architecture->number) + ", \"dtype\": \"" +
          spell(config.dtype) + "\", \"out_dtype\": \"" + spell(config.out_dtype) +
          "\", \"has_table\": " + flag(config.has_table) +
-         ", \"tile_m\": " + std::to_string(config.tile_m()) +
+         ", \"tile_m\": " + std::to_string(config.architecture->tile_rows(config)) +
          ", \"tile_n\": " + std::to_string(config.tile_n) +
          ", \"rows\": " + std::to_string(config.rows) +
          ", \"cooperative\": " + flag(config.sharing == Sharing::kCooperative) +
          ", \"blocks\": " + std::to_string(config.blocks) +
          ", \"slots\": " + std::to_string(config.slots) +
-         ", \"stream_weight\": " + flag(config.stream_weight) + ", \"built\": " + flag(built) + "}";
+         ", \"stream_weight\": " + flag(config.stream_weight) + ", \"built\": " + flag(built) +
+         ", \"splits\": " + std::to_string(config.splits()) + ", \"capabilities\": [" +
+         capabilities + "]}";
 }
 
 }  // namespace patch_embed

@@ -1,0 +1,203 @@
+"""Measures the kernel for attention beside cuDNN on a Hopper GPU.
+
+  python -m benchmarks.attention --out bench
+  python -m benchmarks.attention --shapes "B/16 224" --configs 2,256,2 3,128,3
+
+Every result is compared with float32. Times are in milliseconds, in bursts and sustained; all
+contenders of a shape are timed in one process, in turn. With lengths the bound is the time of whole
+images times the part of the tiles that have tokens. The records are written to attention.jsonl.
+"""
+
+import argparse
+import functools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_patch_embed.base.chips import Chip, Target, default_device
+from pallas_patch_embed.commands.tune import timing
+from pallas_patch_embed.layers import attention, attention_sm90
+from pallas_patch_embed.layers.attention_sm90 import Config, Shape
+
+SHAPES = {
+    "B/16 224": Shape(512, 196, 12, 64),
+    "L/16 384": Shape(256, 576, 16, 64),
+    "So400m/14 384": Shape(64, 729, 16, 72),
+    "NaFlex B/16": Shape(64, 1024, 12, 64),
+    "NaFlex So400m/16": Shape(64, 1024, 16, 72),
+}
+CONFIGS = [
+    Config(consumers, keys, slots)
+    for consumers, keys in ((2, 256), (2, 192), (2, 128), (2, 64), (3, 128), (3, 64))
+    for slots in (2, 3, 4)
+]
+MIXES = ("uniform", "bimodal", "one long")
+
+# Largest relative error (Frobenius norm) of a contender: probabilities and results are bfloat16.
+MOST_ERROR = 2.0**-7
+
+
+def draw_lengths(mix: str, shape: Shape) -> np.ndarray:
+    """Draws the numbers of tokens of the images."""
+    rng = np.random.default_rng(0)
+    found = np.full(shape.B, shape.S // 8)
+    if mix == "uniform":
+        found = rng.integers(1, shape.S + 1, shape.B)
+    elif mix == "bimodal":
+        found[::2] = shape.S
+    else:
+        found[0] = shape.S
+    return found.astype(np.int32)
+
+
+def tiles_of(lengths: np.ndarray, shape: Shape, config: Config) -> int:
+    """Returns the number of pairs of query tiles and key tiles that have tokens."""
+    step = config.consumers * attention_sm90.ROWS
+    return int((-(-lengths // step) * -(-lengths // config.keys)).sum())
+
+
+@jax.jit
+def relative_error(y: Any, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
+    """Returns the relative error of y [B, S, H, D] in rows that have tokens, by float32."""
+    images = math.gcd(len(y), 8)  # The scores of more images may not fit into memory.
+    inside = attention.prefix_mask(lengths, y.shape[1])[..., None, None]
+
+    def errors(part: Any) -> Any:
+        y, q, k, v, lengths, inside = part
+        with jax.default_matmul_precision("highest"):
+            wanted = jax.nn.dot_product_attention(
+                *(x.astype(jnp.float32) for x in (q, k, v)),
+                key_value_seq_lengths=lengths,
+                implementation="xla",
+            )
+        difference = jnp.where(inside, y - wanted, 0)
+        return jnp.square(difference).sum(), jnp.where(inside, jnp.square(wanted), 0).sum()
+
+    parts = [x.reshape(-1, images, *x.shape[1:]) for x in (y, q, k, v, lengths, inside)]
+    wrong, whole = jax.lax.map(errors, parts)
+    return jnp.sqrt(wrong.sum() / whole.sum())
+
+
+def contenders(
+    shape: Shape, operands: tuple[Any, ...], configs: list[Config], chip: Chip
+) -> dict[str, timing.Contender]:
+    """Returns cuDNN and the kernel with each config that fits."""
+    lengths = operands[3:]
+    found = {"cudnn": timing.Contender(jax.jit(attention.formula), operands)}
+    if lengths:
+
+        def by_lengths(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+            return jax.nn.dot_product_attention(
+                q,
+                k,
+                v,
+                query_seq_lengths=lengths,
+                key_value_seq_lengths=lengths,
+                implementation="cudnn",
+            )
+
+        found["cudnn, lengths"] = timing.Contender(jax.jit(by_lengths), operands)
+    for config in configs:
+        try:
+            config.check(shape, chip)
+        except NotImplementedError:
+            continue
+        kernel = functools.partial(attention_sm90.kernel, config=config, chip=chip)
+        found[str(config)] = timing.Contender(jax.jit(kernel), operands)
+    return found
+
+
+def results_of(compared: dict[str, timing.Contender]) -> Iterator[tuple[str, Any]]:
+    """Yields the result of each contender; prints why one fails, and leaves it out."""
+    for name, contender in list(compared.items()):
+        try:
+            y = contender()
+        except Exception as error:  # A kernel may not compile.
+            print(f"{name}: {str(error).splitlines()[0]}")
+            del compared[name]
+        else:
+            yield name, y
+
+
+def compare(
+    shape: Shape, lengths: np.ndarray | None, configs: list[Config], chip: Chip, seconds: float
+) -> list[dict[str, Any]]:
+    """Checks and times all contenders for one shape."""
+    drawn = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key in jax.random.split(jax.random.key(0), 3)
+    )
+    operands = (*drawn, *(() if lengths is None else (jnp.asarray(lengths),)))
+    compared = contenders(shape, operands, configs, chip)
+    timing.compile_all(compared.values())
+    whole = jnp.full(shape.B, shape.S) if lengths is None else operands[3]
+    errors = {}
+    for name, y in results_of(compared):
+        errors[name] = float(relative_error(y, *operands[:3], whole))
+        if not errors[name] <= MOST_ERROR:
+            raise SystemExit(f"{name} has a relative error of {errors[name]} for {shape}.")
+    burst = timing.burst(compared, rounds=3, rest=0.2)
+    sustained = timing.sustained(compared, seconds=seconds, rounds=1) if seconds else burst
+    return [
+        {
+            "shape": list(shape),
+            "program": name,
+            "error": errors[name],
+            "burst": burst[name].milliseconds,
+            "sustained": sustained[name].milliseconds,
+        }
+        for name in compared
+    ]
+
+
+def main() -> None:
+    """Prints and records the times."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--configs", nargs="+", help="consumers,keys,slots; by default many")
+    parser.add_argument("--images", type=int, help="instead of the images of the shapes")
+    parser.add_argument("--mixes", nargs="*", default=list(MIXES), help="mixes for NaFlex")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a sustained turn; 0: none")
+    parser.add_argument("--out", type=Path, default=Path("bench"))
+    chosen = parser.parse_args()
+    chip = Target.of(default_device()).chip
+    if chip is None or chip.capability != attention.CAPABILITY:
+        raise SystemExit("benchmarks.attention: the kernel needs a Hopper GPU, but there is none.")
+    configs = CONFIGS
+    if chosen.configs:
+        configs = [Config(*map(int, text.split(","))) for text in chosen.configs]
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    path = chosen.out / "attention.jsonl"
+    path.write_text(json.dumps({"kind": "environment", "text": timing.environment()}) + "\n")
+    print(timing.environment())
+    for name in chosen.shapes:
+        shape = SHAPES[name]
+        if chosen.images:
+            shape = shape._replace(B=chosen.images)
+        for mix in (None, *chosen.mixes) if "NaFlex" in name else (None,):
+            lengths = None if mix is None else draw_lengths(mix, shape)
+            for row in compare(shape, lengths, configs, chip, chosen.seconds):
+                row |= {"kind": "attention", "name": name, "mix": mix}
+                bound = ""
+                for config in configs if lengths is not None else ():
+                    if str(config) == row["program"]:
+                        all_tiles = tiles_of(np.full(shape.B, shape.S), shape, config)
+                        row["tiles"] = tiles_of(lengths, shape, config) / all_tiles
+                        bound = f"tiles {row['tiles']:.3f}"
+                print(
+                    f"{name:18} {mix or '':9} {row['program']:40} {row['burst']:8.4f} "
+                    f"{row['sustained']:8.4f} error {row['error']:.5f} {bound}",
+                    flush=True,
+                )
+                with path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

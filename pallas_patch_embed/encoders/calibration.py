@@ -1,0 +1,462 @@
+"""Calibration: what an encoder's layers get on pictures, from which its 8 bits follow."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+
+from pallas_patch_embed.base.array_arguments import AnyArray
+from pallas_patch_embed.base.files import written_atomically
+from pallas_patch_embed.base.levels import to_levels
+from pallas_patch_embed.encoders import eight_bits
+from pallas_patch_embed.encoders.config import Config
+from pallas_patch_embed.encoders.eight_bits import Prepared, Statistics, Unit
+from pallas_patch_embed.encoders.encoder import (
+    LAYERS,
+    Encoder,
+    EncoderOutput,
+    Observe,
+    embedded_images,
+    embedded_patches,
+    mean_of_patches,
+    observed_transform,
+)
+from pallas_patch_embed.encoders.naflex import batch_naflex
+from pallas_patch_embed.layers.norm import quantised
+
+type Array = npt.NDArray[Any]
+
+# The name of a calibration's file in the folder of a checkpoint.
+FILE = "calibration.safetensors"
+FORMAT = "pallas_patch_embed.calibration.1"
+
+# Pictures that are computed at a time, and pictures on which each layer's loss is measured.
+BATCH, MEASURED = 8, 16
+
+# The crops of the repository's photographs: parts of the shorter side. 3 photographs have 30 crops.
+PARTS = (1.0, 0.6)
+
+DEFAULT = "the repository's photographs"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Calibration:
+    """What the dense layers of an encoder's blocks get on pictures.
+
+    `calibrate` makes it, and `load_encoder(..., dtype="int8", calibration=...)` needs it.
+
+    Attributes:
+      statistics: of the inputs of "qkv", "out", "fc1" and "fc2" in each of L blocks.
+      losses: [L, 4], how much each of these layers in 8 bits changes an encoder's vector: the part
+        of the mean cosine distance of an encoder with all layers in 8 bits that is due to it.
+      bfloat16: the mean cosine distance of the encoder in bfloat16 from that in float32.
+      weights: [L], a hash of each block's norms: a calibration is of one checkpoint.
+      pictures: number of pictures.
+      source: where the pictures are from.
+    """
+
+    statistics: dict[str, Statistics]
+    losses: Array
+    bfloat16: float
+    weights: Array
+    pictures: int
+    source: str
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a safetensors file, or calibration.safetensors in a folder.
+
+        `load_encoder` finds the latter in the folder of its checkpoint.
+        """
+        from safetensors.numpy import save
+
+        arrays = {
+            f"{layer}.{name}": np.ascontiguousarray(x, np.float32)
+            for layer, statistics in self.statistics.items()
+            for name, x in statistics._asdict().items()
+        }
+        arrays |= {"losses": self.losses, "weights": self.weights}
+        about = dict(bfloat16=self.bfloat16, pictures=self.pictures, source=self.source)
+        content = save(arrays, {"format": FORMAT, "calibration": json.dumps(about)})
+        with written_atomically(_file(path)) as file:
+            file.write(content)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Calibration":
+        """Reads what `save` wrote.
+
+        Raises:
+          OSError, ValueError: the file cannot be read, or is not a calibration.
+        """
+        import safetensors
+
+        file = _file(path)
+        try:
+            with safetensors.safe_open(file, "numpy") as stored:
+                metadata = stored.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise ValueError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}.")
+                statistics = {
+                    layer: Statistics(
+                        *(stored.get_tensor(f"{layer}.{name}") for name in Statistics._fields)
+                    )
+                    for layer in LAYERS
+                }
+                about = json.loads(metadata["calibration"])
+                return cls(
+                    statistics,
+                    stored.get_tensor("losses"),
+                    weights=stored.get_tensor("weights"),
+                    **about,
+                )
+        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"Calibration.load: {str(file)!r} is not a calibration: {error} Make it with "
+                "calibrate(encoder, images).save(path)."
+            ) from error
+
+    def of_first(self, blocks: dict[str, Any], config: Config) -> "Calibration":
+        """Returns the calibration of the first blocks, after a check that it is of their weights.
+
+        Raises:
+          ValueError: it is of another checkpoint.
+        """
+        L, wanted = config.depth, _hash(blocks)
+        shapes = {layer: s.largest.shape[1] for layer, s in self.statistics.items()}
+        D, M = config.width, config.mlp
+        fits = shapes == dict(zip(LAYERS, (D, D, D, M)))
+        if not fits or not np.array_equal(self.weights[:L], wanted):
+            raise ValueError(
+                f"{self!r} is of an encoder with other weights. Calibrate this checkpoint: "
+                "calibrate(load_encoder(source, dtype='float32'), images)."
+            )
+        statistics = {
+            layer: Statistics(*(x[:L] for x in s)) for layer, s in self.statistics.items()
+        }
+        return dataclasses.replace(
+            self, statistics=statistics, losses=self.losses[:L], weights=self.weights[:L]
+        )
+
+    def kept(self, min_cosine: float | None, blocks: dict[str, Any]) -> set[Unit]:
+        """Chooses the layers that stay in bfloat16.
+
+        Those with the largest loss for each of their weights stay, as few as the mean cosine over
+        the calibration's pictures allows. The losses of layers add up, as the squares of errors do
+        that do not depend on each other.
+
+        Raises:
+          ValueError: min_cosine is not a number in [0, 1), or bfloat16 does not reach it.
+        """
+        if min_cosine is None:
+            return set()
+        given = isinstance(min_cosine, float | int) and not isinstance(min_cosine, bool)
+        if not given or not 0 <= min_cosine < 1:
+            raise ValueError(
+                f"min_cosine is {min_cosine!r}, expected a number from 0 to below 1, such as "
+                "0.9995, or None."
+            )
+        if 1 - self.bfloat16 < min_cosine:
+            raise ValueError(
+                f"min_cosine is {min_cosine}, but bfloat16 has a mean cosine of "
+                f"{1 - self.bfloat16:.6f} on {self!r}. Use bfloat16, or a smaller min_cosine."
+            )
+        size = np.array([blocks[layer]["kernel"][0].size for layer in LAYERS])
+        order = np.argsort(-(self.losses / size), axis=None, kind="stable")
+        total, kept = self.bfloat16 + self.losses.sum(), set()
+        for index in order:
+            if 1 - total >= min_cosine:
+                break
+            block, layer = divmod(int(index), len(LAYERS))
+            total -= self.losses[block, layer]
+            kept.add((block, LAYERS[layer]))
+        return kept
+
+    def __repr__(self) -> str:
+        return f"Calibration({self.pictures} pictures, {self.source})"
+
+
+def calibrate(encoder: Encoder, images: AnyArray | Sequence[AnyArray] | None = None) -> Calibration:
+    """Runs an encoder on pictures and records what its layers get, for an encoder in 8 bits.
+
+    A few hundred pictures like those that the encoder will see are enough. It computes in float32,
+    on the encoder's devices.
+
+    Args:
+      encoder: from `load_encoder` with dtype "float32" or "bfloat16", possibly sharded.
+      images: as an encoder takes them, [N, H, W, C]. For a NaFlex encoder a sequence of pictures
+        [H, W, C] uint8, as `batch_naflex` takes them. None for crops of the photographs in this
+        package, with a warning: they are only three.
+
+    Returns:
+      Calibration.
+
+    Raises:
+      TypeError, ValueError: an argument has another type, shape or value.
+    """
+    if not isinstance(encoder, Encoder) or isinstance(encoder.blocks, tuple):
+        raise TypeError(
+            f"calibrate: the encoder is {encoder!r}, expected an Encoder from load_encoder with "
+            "dtype 'float32' or 'bfloat16'."
+        )
+    source = "given by the user"
+    if images is None:
+        source = DEFAULT
+        warnings.warn(
+            f"calibrate: calibrated on {DEFAULT}, which are three. Pass a few hundred pictures "
+            "like your own: calibrate(encoder, images).",
+            stacklevel=2,
+        )
+        images = photographs(encoder.config)
+    exact = _in_float32(encoder)
+    assert isinstance(exact.blocks, dict)
+    total: dict[str, Statistics] | None = None
+    tokens = 0.0
+    for batch in _batches(encoder, images):
+        found, number = _statistics(exact, batch)
+        total = found if total is None else _sum(total, found)
+        tokens += float(number)
+    if total is None:
+        raise ValueError("calibrate: there are no images, expected at least one.")
+    statistics = {
+        layer: Statistics(s.least, s.largest, s.mean / tokens, s.moment / tokens)
+        for layer, s in jax.device_get(total).items()
+    }
+    if not all(np.isfinite(x).all() for s in statistics.values() for x in s):
+        raise ValueError("calibrate: a layer's input is not finite. Check images and weights.")
+    losses, bfloat16 = _losses(exact, statistics, images)
+    return Calibration(
+        statistics=statistics,
+        losses=losses,
+        bfloat16=bfloat16,
+        weights=_hash(jax.device_get({n: exact.blocks[n] for n in ("norm1", "norm2")})),
+        pictures=len(images),
+        source=source,
+    )
+
+
+def photographs(config: Config) -> Any:
+    """Returns crops of the package's photographs, as `calibrate` takes them."""
+    from PIL import Image
+
+    height, width = config.image_size or (16 * config.patch, 16 * config.patch)
+    folder, crops = resources.files("pallas_patch_embed") / "photos", []
+    for name in ("astronaut.png", "chelsea.png", "coffee.png"):
+        with (folder / name).open("rb") as file:
+            picture = Image.open(file).convert("RGB")
+        for part in PARTS:
+            side = int(part * min(picture.size))
+            corners = itertools.product(*({0, (n - side) // 2, n - side} for n in picture.size))
+            for x, y in sorted(corners):
+                box = (x, y, x + side, y + side)
+                crop = picture.resize((width, height), Image.Resampling.BICUBIC, box)
+                crops.append(np.asarray(crop))
+    images = np.stack(crops)
+    return np.resize(np.moveaxis(images, -1, 0), (config.channels, *images.shape[:-1])).transpose(
+        1, 2, 3, 0
+    )
+
+
+def vectors(encoder: Encoder, output: EncoderOutput) -> jax.Array:
+    """Returns the vector of each image, [B, P]: the projection, the pooled one, or the mean."""
+    for vector in (output.image_embeds, output.pooler_output):
+        if vector is not None:
+            return vector
+    return mean_of_patches(output.last_hidden_state, encoder.config)
+
+
+def encode(encoder: Encoder, images: Any) -> Array:
+    """Returns the vectors of images as `calibrate` takes them, in float32 on the host."""
+    if isinstance(images, list) and not encoder.config.naflex:
+        images = np.stack(images)
+    batches = _batches(encoder, images)
+    return np.concatenate([np.asarray(_vectors(encoder, b), np.float32) for b in batches])
+
+
+def cosine_distances(found: Array, exact: Array) -> Array:
+    """Returns 1 - cosine of each pair of vectors [B, P]."""
+    found, exact = found.astype(np.float64), exact.astype(np.float64)
+    lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(exact, axis=1)
+    return np.asarray(1 - (found * exact).sum(1) / np.maximum(lengths, 1e-300))
+
+
+def _file(path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    return path / FILE if path.is_dir() else path
+
+
+def _hash(blocks: dict[str, Any]) -> Array:
+    """Returns a hash of the norms of each block, which have the same bits in every dtype."""
+    norms = [blocks[norm][name] for norm in ("norm1", "norm2") for name in ("scale", "bias")]
+    rows = zip(*(np.asarray(x, np.float32) for x in norms))
+    return np.array([zlib.crc32(b"".join(x.tobytes() for x in row)) for row in rows], np.int64)
+
+
+def _in_float32(encoder: Encoder) -> Encoder:
+    def cast(x: Any) -> Any:
+        return x.astype(jnp.float32)
+
+    parts = ("blocks", "norm", "head", "first_norm", "projection")
+    cast_parts = {name: jax.tree.map(cast, getattr(encoder, name)) for name in parts}
+    return dataclasses.replace(encoder, dtype="float32", **cast_parts)
+
+
+def _batches(encoder: Encoder, images: Any) -> Iterator[tuple[Any, ...]]:
+    """Yields the arguments of `_observed` for a few images at a time, checked."""
+    naflex = encoder.config.naflex
+    longest = 0
+    if naflex:
+        sizes = [np.shape(image) for image in images]
+        patch = encoder.config.patch
+        longest = max((h // patch * (w // patch) for h, w, *_ in sizes), default=0)
+    for first in range(0, len(images), BATCH):
+        batch = images[first : first + BATCH]
+        if naflex:
+            patches, shapes, _ = batch_naflex(batch, encoder.config, longest)
+            yield patches, shapes
+        else:
+            yield (encoder.checked(batch),)
+
+
+def _observed(
+    encoder: Encoder, batch: tuple[Any, ...], observe: Observe | None
+) -> tuple[EncoderOutput, dict[str, Any]]:
+    if len(batch) == 1:
+        return observed_transform(encoder, embedded_images(encoder, *batch), observe=observe)
+    x, lengths = embedded_patches(encoder, *batch), batch[1].prod(1)
+    return observed_transform(encoder, x, lengths=lengths, observe=observe)
+
+
+@jax.jit
+def _statistics(
+    encoder: Encoder, batch: tuple[Any, ...]
+) -> tuple[dict[str, Statistics], jax.Array]:
+    """Computes the statistics of a batch, with sums instead of means, and its number of tokens."""
+    inside = None
+    if len(batch) == 2:
+        patches, shapes = batch
+        index = lax.broadcasted_iota(jnp.int32, patches.shape[:2], 1)
+        inside = index < shapes.prod(1, keepdims=True)
+
+    def observe(layer: str, x: jax.Array, _: Any) -> tuple[jax.Array, Statistics]:
+        rows = x if inside is None else jnp.where(inside[..., None], x, 0)
+        moment = jnp.einsum("bsj,bsk->jk", rows, rows)
+        return x, Statistics(rows.min((0, 1)), rows.max((0, 1)), rows.sum((0, 1)), moment)
+
+    output, found = _observed(encoder, batch, observe)
+    sides = output.last_hidden_state.shape[:2]
+    number = jnp.float32(sides[0] * sides[1]) if inside is None else inside.sum(dtype=jnp.float32)
+    return found, number
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _sum(total: Any, more: Any) -> dict[str, Statistics]:
+    return {
+        layer: Statistics(
+            jnp.minimum(a.least, b.least),
+            jnp.maximum(a.largest, b.largest),
+            a.mean + b.mean,
+            a.moment + b.moment,
+        )
+        for layer, (a, b) in {layer: (total[layer], more[layer]) for layer in total}.items()
+    }
+
+
+def _losses(
+    encoder: Encoder, statistics: dict[str, Statistics], images: Any
+) -> tuple[Array, float]:
+    """Measures how much each layer in 8 bits, and the encoder in bfloat16, changes the vectors."""
+    config = encoder.config
+    chosen = np.unique(np.linspace(0, len(images) - 1, MEASURED).astype(int))
+    some = [images[i] for i in chosen]
+    batches = list(_batches(encoder, some if config.naflex else np.stack(some)))
+    prepared = eight_bits.prepare(jax.device_get(encoder.blocks), statistics, config)
+    rounded = {layer: _rounded(prepared, layer, config.depth) for layer in LAYERS}
+
+    def distance(*units: Unit) -> float:
+        flags = {layer: np.zeros(config.depth, bool) for layer in LAYERS}
+        for block, layer in units:
+            flags[layer][block] = True
+        found = [_with_rounded(encoder, prepared, rounded, flags, batch) for batch in batches]
+        return float(cosine_distances(np.concatenate(found), exact).mean())
+
+    def run(encoder: Encoder) -> Array:
+        return np.concatenate([np.asarray(_vectors(encoder, b), np.float32) for b in batches])
+
+    exact = run(encoder)
+    units = list(itertools.product(range(config.depth), LAYERS))
+    losses = np.array([distance(unit) for unit in units]).reshape(config.depth, len(LAYERS))
+    losses *= distance(*units) / max(losses.sum(), 1e-30)
+    return losses, float(cosine_distances(run(_in_bfloat16(encoder)), exact).mean())
+
+
+def _in_bfloat16(encoder: Encoder) -> Encoder:
+    def cast(p: Any) -> Any:
+        if not isinstance(p, dict):
+            return p if p is None else p.astype(jnp.bfloat16)
+        return p if "scale" in p else {name: cast(part) for name, part in p.items()}
+
+    parts = {name: cast(getattr(encoder, name)) for name in ("blocks", "head", "projection")}
+    return dataclasses.replace(encoder, dtype="bfloat16", **parts)
+
+
+def _rounded(prepared: Prepared, layer: str, depth: int) -> dict[str, Array]:
+    """Returns a layer's weights of 8 bits as numbers in float32, for all blocks."""
+    found = []
+    for block in range(depth):
+        p = eight_bits.quantise(prepared, (block, layer))
+        kernel = (p["weight"].astype(np.float32) * p["scale"][:, None]).T
+        found.append({"kernel": kernel, "bias": p["bias"]})
+    return {name: np.stack([p[name] for p in found]) for name in found[0]}
+
+
+@jax.jit
+def _vectors(encoder: Encoder, batch: tuple[Any, ...]) -> jax.Array:
+    return vectors(encoder, _observed(encoder, batch, None)[0])
+
+
+@jax.jit
+def _with_rounded(
+    encoder: Encoder,
+    prepared: Prepared,
+    rounded: dict[str, Any],
+    flags: dict[str, jax.Array],
+    batch: tuple[Any, ...],
+) -> jax.Array:
+    """Computes the vectors with some layers in 8 bits, whose numbers are float32."""
+
+    def choose(flag: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(lax.broadcast_in_dim(flag, x.shape, range(flag.ndim)), x, y)
+
+    blocks = {name: prepared.blocks[name] for name in ("norm1", "norm2")} | {
+        layer: {
+            name: choose(flags[layer], rounded[layer][name], prepared.blocks[layer][name])
+            for name in ("kernel", "bias")
+        }
+        for layer in LAYERS
+    }
+    blocks["observed"] = flags | {"levels": prepared.levels}
+
+    def observe(layer: str, x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        if layer == "out":
+            found = to_levels(x).astype(jnp.float32)
+        elif layer == "fc2":
+            found = to_levels(x * p["levels"][0] + p["levels"][1]).astype(jnp.float32)
+        else:
+            levels, scale = quantised(x)
+            found = levels.astype(jnp.float32) * scale[..., None]
+        return choose(p[layer], found, x), None
+
+    changed = dataclasses.replace(encoder, blocks=blocks)
+    return vectors(changed, _observed(changed, batch, observe)[0])

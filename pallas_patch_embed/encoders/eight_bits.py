@@ -1,0 +1,235 @@
+"""The weights and scales of an encoder in 8 bits, computed on the host when it is loaded.
+
+Three things make a layer's result as exact as 8 bits allow:
+
+- Smoothing (SmoothQuant, arXiv 2211.10438): the input's channel k is divided by s_k and the
+  weight's row k multiplied, s_k = sqrt(max |x_k| / max |w_k|). For q, k, v and fc1 the division
+  becomes part of the norm's scale and bias, for out part of v's columns. Both are exact.
+- Error feedback (GPTQ, arXiv 2210.17323): weights are rounded one input channel after another, and
+  each error is subtracted from the weights that follow as the covariance of the inputs says.
+- The mean of the error that remains becomes part of the bias.
+
+q, k, v and fc1 get the norm's result with a scale for each token. Attention's result has one scale
+that is known before, and becomes part of v's columns, too. What fc2 gets has one scale and one
+shift; the shift becomes part of fc2's bias.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pallas_patch_embed.base.levels import LARGEST
+from pallas_patch_embed.encoders.config import Config
+
+type Array = npt.NDArray[Any]
+
+# A dense layer of a block, as (number of the block, name of the layer).
+type Unit = tuple[int, str]
+
+# Kernels read rows of x whose size is a multiple of this many bytes.
+MULTIPLE = 128
+
+# Parts of the mean of the covariance's diagonal that are added to it: the first, which is GPTQ's
+# default, with which the covariance of few pictures, a difference of float32, can be inverted.
+DAMPINGS = (0.01, 0.1, 1.0, 10.0)
+
+# Input channels whose errors change the later weights in one product.
+COLUMNS = 128
+
+
+class Statistics(NamedTuple):
+    """The inputs of a dense layer in each block, over all tokens.
+
+    Attributes:
+      least, largest, mean: of each channel, [L, K].
+      moment: the mean of x_j x_k, [L, K, K].
+    """
+
+    least: Any
+    largest: Any
+    mean: Any
+    moment: Any
+
+    @property
+    def magnitude(self) -> Array:
+        """The largest magnitude of each channel."""
+        return np.maximum(np.abs(self.least), np.abs(self.largest))
+
+    def divided(self, by: Array) -> "Statistics":
+        """Returns the statistics of the inputs divided by positive numbers [L, K]."""
+        moment = self.moment / (by[:, :, None] * by[:, None, :])
+        return Statistics(self.least / by, self.largest / by, self.mean / by, moment)
+
+    def padded(self, columns: int) -> "Statistics":
+        """Returns the statistics with channels of zeros behind the others."""
+        pad = [(0, 0), (0, columns)]
+        least, largest, mean = (np.pad(x, pad) for x in (self.least, self.largest, self.mean))
+        return Statistics(least, largest, mean, np.pad(self.moment, [*pad, (0, columns)]))
+
+
+class Prepared(NamedTuple):
+    """Blocks in float32 that compute what the checkpoint's compute, ready to be rounded.
+
+    Attributes:
+      blocks: as in `Encoder`. out's input are levels before they are rounded, and the width of the
+        MLP's hidden layer is a multiple of MULTIPLE.
+      statistics: of each dense layer's input.
+      levels: [L, 2], factor and shift of the levels that fc2 gets.
+    """
+
+    blocks: dict[str, Any]
+    statistics: dict[str, Statistics]
+    levels: Array
+
+
+def prepare(blocks: dict[str, Any], statistics: dict[str, Statistics], config: Config) -> Prepared:
+    """Pads the hidden layer, smooths the inputs of layers, and computes their static scales."""
+    blocks = {name: dict(p) for name, p in blocks.items()}
+    statistics = dict(statistics)
+    _pad_hidden(blocks, statistics, config)
+    for norm, layer in (("norm1", "qkv"), ("norm2", "fc1")):
+        by = _smoothing(statistics[layer], blocks[layer]["kernel"])
+        blocks[norm] = {name: vector / by for name, vector in blocks[norm].items()}
+        _divide_input(blocks, statistics, layer, by)
+    by = _smoothing(statistics["out"], blocks["out"]["kernel"])
+    largest = (statistics["out"].magnitude / by).max(1, keepdims=True)
+    by = by * np.where(largest > 0, largest, 1) / LARGEST
+    D, qkv = config.width, {name: x.copy() for name, x in blocks["qkv"].items()}
+    qkv["kernel"][:, :, 2 * D :] /= by[:, None, :]
+    qkv["bias"][:, 2 * D :] /= by
+    blocks["qkv"] = qkv
+    _divide_input(blocks, statistics, "out", by)
+    least, largest = statistics["fc2"].least.min(1), statistics["fc2"].largest.max(1)
+    least, largest = np.minimum(least, 0), np.maximum(largest, 0)
+    factor = 2 * LARGEST / np.maximum(largest - least, 1e-30)
+    levels = np.stack([factor, -LARGEST - least * factor], 1).astype(np.float32)
+    return Prepared(blocks, statistics, levels)
+
+
+def _pad_hidden(blocks: dict[str, Any], statistics: dict[str, Statistics], config: Config) -> None:
+    """Makes the width of the hidden layer a multiple of MULTIPLE. The new units are 0."""
+    more = -config.mlp % MULTIPLE
+    fc1, parts = blocks["fc1"], 2 if config.gated else 1
+
+    def padded(x: Array) -> Array:
+        split = x.reshape(*x.shape[:-1], parts, config.mlp)
+        split = np.pad(split, [(0, 0)] * (split.ndim - 1) + [(0, more)])
+        return split.reshape(*x.shape[:-1], -1)
+
+    blocks["fc1"] = {name: padded(x) for name, x in fc1.items()}
+    kernel = np.pad(blocks["fc2"]["kernel"], [(0, 0), (0, more), (0, 0)])
+    blocks["fc2"] = blocks["fc2"] | {"kernel": kernel}
+    statistics["fc2"] = statistics["fc2"].padded(more)
+
+
+def _smoothing(statistics: Statistics, kernel: Array) -> Array:
+    """Returns the numbers [L, K] by which the channels of a layer's input are divided."""
+    x, weight = statistics.magnitude, np.abs(kernel).max(2)
+    used = (x > 0) & (weight > 0)
+    return np.sqrt(np.divide(x, weight, out=np.ones_like(x), where=used))
+
+
+def _divide_input(
+    blocks: dict[str, Any], statistics: dict[str, Statistics], layer: str, by: Array
+) -> None:
+    blocks[layer] = blocks[layer] | {"kernel": blocks[layer]["kernel"] * by[:, :, None]}
+    statistics[layer] = statistics[layer].divided(by)
+
+
+def quantise(prepared: Prepared, unit: Unit) -> dict[str, Array]:
+    """Returns {"weight" [N, K] int8, "scale" [N], "bias" [N]} of a dense layer of a block.
+
+    fc2 also has "levels" [2].
+    """
+    block, layer = unit
+    kernel, bias = (prepared.blocks[layer][name][block] for name in ("kernel", "bias"))
+    moments = prepared.statistics[layer]
+    mean = moments.mean[block].astype(np.float64)
+    covariance = moments.moment[block].astype(np.float64) - np.outer(mean, mean)
+    exact = kernel.T.astype(np.float64)
+    largest = np.abs(exact).max(1)
+    scale = np.where(largest > 0, largest, 1) / LARGEST
+    weight = round_with_covariance(exact / scale[:, None], covariance)
+    found = weight * scale[:, None]
+    bias = bias + (exact - found) @ mean
+    levels = {}
+    if layer == "fc2":
+        levels["levels"] = prepared.levels[block]
+        factor, shift = levels["levels"].astype(np.float64)
+        scale, bias = scale / factor, bias - found.sum(1) * (shift / factor)
+    return {
+        "weight": weight.astype(np.int8),
+        "scale": scale.astype(np.float32),
+        "bias": bias.astype(np.float32),
+    } | levels
+
+
+def round_with_covariance(x: Array, covariance: Array) -> Array:
+    """Rounds a scaled weight [N, K] to levels so that the errors of a row cancel.
+
+    The expected square of a row's error is e^T C e for the errors e = x - rounded and the inputs'
+    covariance C. Each channel's error changes the weights of the channels that follow:
+
+        x_j -= e_k * U_kj / U_kk for all j > k,  where inv(C + damping) = U^T U, U upper triangular.
+
+    Channels of large variance come first, because later errors are larger.
+    """
+    K = len(covariance)
+    order = np.argsort(-np.diag(covariance), kind="stable")
+    gains = _gains(covariance[np.ix_(order, order)]).astype(np.float32)
+    left = x[:, order].astype(np.float32).T.copy()  # [K, N], so that a channel is contiguous.
+    rounded = np.empty_like(left)
+    for first in range(0, K, COLUMNS):
+        last = min(first + COLUMNS, K)
+        errors = np.empty((last - first, len(x)), np.float32)
+        for k in range(first, last):
+            rounded[k] = np.clip(np.round(left[k]), -LARGEST, LARGEST)
+            errors[k - first] = left[k] - rounded[k]
+            left[k + 1 : last] -= np.outer(gains[k, k + 1 : last], errors[k - first])
+        left[last:] -= gains[first:last, last:].T @ errors
+    found = np.empty_like(rounded)
+    found[order] = rounded
+    return found.T
+
+
+def _gains(covariance: Array) -> Array:
+    """Returns U_kj / U_kk [K, K]; the identity, which rounds to nearest, for inputs of zeros."""
+    eye, mean = np.eye(len(covariance)), covariance.diagonal().mean()
+    for damping in DAMPINGS:
+        with contextlib.suppress(np.linalg.LinAlgError):
+            upper = np.linalg.cholesky(np.linalg.inv(covariance + damping * mean * eye)).T
+            return upper / upper.diagonal()[:, None]
+    return eye
+
+
+def runs(
+    prepared: Prepared, kept: Collection[Unit], config: Config, layers: tuple[str, ...]
+) -> tuple[dict[str, Any], ...]:
+    """Returns the blocks of an encoder in 8 bits, whose layers `kept` are in float32."""
+    patterns = [
+        tuple(layer for layer in layers if (block, layer) in kept) for block in range(config.depth)
+    ]
+    found = []
+    for kept_layers, blocks in itertools.groupby(range(config.depth), patterns.__getitem__):
+        rows = list(blocks)
+        run = {
+            name: {key: array[rows] for key, array in p.items()}
+            for name, p in prepared.blocks.items()
+        }
+        for layer in set(layers) - set(kept_layers):
+            parts = [quantise(prepared, (block, layer)) for block in rows]
+            run[layer] = {key: np.stack([part[key] for part in parts]) for key in parts[0]}
+            number = {"qkv": 3, "fc1": 2 if config.gated else 1}.get(layer, 1)
+            if number > 1:
+                run[layer] = {key: _split(x, number) for key, x in run[layer].items()}
+        found.append(run)
+    return tuple(found)
+
+
+def _split(x: Array, number: int) -> Array:
+    """Splits the outputs [L, N, ...] into equal parts [L, number, N / number, ...]."""
+    return x.reshape(len(x), number, -1, *x.shape[2:])

@@ -1,0 +1,244 @@
+"""Attention, computed by the fastest program that serves.
+
+The JAX primitive `attention_p` is lowered to the first of these that serves, as `program_for` says:
+
+  mosaic_sm90  the kernel of attention_sm90.py, for the shapes in `SERVED`.
+  cudnn        cuDNN's fused attention, on NVIDIA GPUs.
+  xla          the formula.
+
+The last two are also used in exported programs, and if XLA partitions the program over several
+devices, because XLA would gather the operands of a kernel.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters.xla import apply_primitive
+
+from pallas_patch_embed.base import lowering
+from pallas_patch_embed.base.chips import Target, cuda_is_installed
+from pallas_patch_embed.layers import attention_sm90
+from pallas_patch_embed.layers.attention_sm90 import Config, Shape
+
+# Largest number of channels of a head for which cuDNN's fused attention runs on every GPU that it
+# supports.
+CUDNN_LARGEST_HEAD = 128
+
+# The compute capability for which the kernel was measured.
+CAPABILITY = (9, 0)
+
+# Where the kernel was measured to be faster than cuDNN: (channels of a head, numbers of tokens,
+# config). No measurement has been made yet (`python -m benchmarks.attention`), so cuDNN serves.
+SERVED: tuple[tuple[int, range, Config], ...] = ()
+
+attention_p = Primitive("attention")
+attention_p.def_impl(functools.partial(apply_primitive, attention_p))
+
+
+class Choice(NamedTuple):
+    """How attention is computed.
+
+    Attributes:
+      name: "mosaic_sm90", "cudnn" or "xla".
+      reason: why the programs before it do not compute it; empty if it is the kernel.
+      config: the kernel's config.
+    """
+
+    name: str
+    reason: str
+    config: Config | None = None
+
+
+class Segments(NamedTuple):
+    """Where the tokens of images are among the tokens of rows that hold several images.
+
+    Attributes:
+      first: [N] int32, the index of each image's first token among the R * T tokens of R rows.
+      lengths: [N] int32, the number of its tokens, at most `longest`.
+      longest: a Python integer.
+    """
+
+    first: jax.Array
+    lengths: jax.Array
+    longest: int
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Returns the tokens of each image [N, longest, ...] of x [R, T, ...], padded with 0."""
+        tokens = x.reshape(-1, *x.shape[2:])
+        return tokens.at[self._index(len(tokens))].get(mode="fill", fill_value=0)
+
+    def scatter(self, y: jax.Array, rows: int, tokens: int) -> jax.Array:
+        """Returns rows of tokens [R, T, ...] with the tokens y [N, longest, ...] of the images.
+
+        Tokens that no image has are 0.
+        """
+        found = jnp.zeros((rows * tokens, *y.shape[2:]), y.dtype)
+        found = found.at[self._index(rows * tokens)].set(y, mode="drop")
+        return found.reshape(rows, tokens, *y.shape[2:])
+
+    def _index(self, tokens: int) -> jax.Array:
+        """Returns the index of each token [N, longest]; that of padding is out of bounds."""
+        inside = prefix_mask(self.lengths, self.longest)
+        index = self.first[:, None] + lax.broadcasted_iota(jnp.int32, inside.shape, 1)
+        return jnp.where(inside, index, tokens)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    lengths: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    segments: Segments | None = None,
+    causal: bool = False,
+) -> jax.Array:
+    """Computes attention, with the softmax in float32.
+
+        y[b, s, h] = sum_t p[t] v[b, t, h],  p = softmax_t(q[b, s, h] . k[b, t, h] / sqrt(D))
+
+    Args:
+      q: [B, T, H, D].
+      k, v: [B, S, H, D].
+      lengths: [B] int32 in [0, S], the number of keys of each image, and of its queries if T is S.
+        Rows of y from there on have no defined value.
+      mask: [B, S] bool, False for keys that get no weight. The kernel takes no mask.
+      segments: the images whose tokens attend to each other, if q, k and v [R, T, H, D] have rows
+        of several images. Rows of y that no image has are 0. At most one of lengths, mask and
+        segments may be given.
+      causal: whether query s attends only to the keys up to s. The kernel does not compute it.
+
+    Returns:
+      [B, T, H, D] in the dtype of q.
+    """
+    if segments is not None:
+        y = attention(*map(segments.gather, (q, k, v)), lengths=segments.lengths)
+        return segments.scatter(y, *q.shape[:2])
+    if mask is not None or causal or q.shape != k.shape:
+        if lengths is not None:
+            mask = prefix_mask(lengths, k.shape[1])
+        return _by_jax(q, k, v, mask, causal)
+    return attention_p.bind(q, k, v, *(() if lengths is None else (lengths,)))
+
+
+def formula(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None
+) -> jax.Array:
+    """Computes `attention` without a kernel; rows from `lengths` on are finite."""
+    return _by_jax(q, k, v, None if lengths is None else prefix_mask(lengths, k.shape[1]))
+
+
+def prefix_mask(lengths: jax.Array, S: int) -> jax.Array:
+    """Returns the mask [B, S] of the first `lengths` tokens of each image."""
+    return lax.broadcasted_iota(jnp.int32, (len(lengths), S), 1) < lengths[:, None]
+
+
+def _by_jax(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, causal: bool = False
+) -> jax.Array:
+    """Computes the attention by cuDNN where it serves, and otherwise by XLA."""
+    if mask is not None:
+        mask = jnp.broadcast_to(mask[:, None, None, :], (*q.shape[:1], 1, q.shape[1], k.shape[1]))
+
+    def attend(implementation: Literal["xla", "cudnn"]) -> Callable[..., jax.Array]:
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
+            # dot_product_attention adds float32 to bfloat16, and users may forbid implicit dtype
+            # promotion.
+            with jax.numpy_dtype_promotion("standard"):
+                return jax.nn.dot_product_attention(
+                    q, k, v, mask=mask, is_causal=causal, implementation=implementation
+                )
+
+        return attention
+
+    # Tracing cuDNN's attention needs cuDNN, which is installed with JAX's CUDA backend.
+    fused = not _refused_by_cudnn(q) and cuda_is_installed()
+    options = {"cuda": attend("cudnn")} if fused else {}
+    return lax.platform_dependent(q, k, v, mask, **options, default=attend("xla"))
+
+
+def _refused_by_cudnn(q: Any) -> str:
+    """Returns why cuDNN does not compute the attention of these queries, or an empty string."""
+    T, _, D = q.shape[1:]
+    if q.dtype != jnp.bfloat16:
+        return f"the dtype is {q.dtype}, not bfloat16."
+    if D % 8 or D > CUDNN_LARGEST_HEAD:
+        return f"heads have {D} channels, not a multiple of 8 up to {CUDNN_LARGEST_HEAD}."
+    return "there is one query." if T == 1 else ""
+
+
+def program_for(q: Any, target: Target) -> Choice:
+    """Chooses the program for queries, keys and values of one shape [B, S, H, D] on a target."""
+    if target.platform != "cuda":
+        return Choice("xla", "the program does not run on an NVIDIA GPU.")
+    if reason := _refused_by_cudnn(q):
+        return Choice("xla", reason)
+    chip = target.chip
+    if not target.known or chip is None:
+        return Choice("cudnn", "the GPU is not known.")
+    if chip.capability != CAPABILITY:
+        return Choice("cudnn", "the kernel is for GPUs of compute capability 9.0.")
+    B, S, H, D = q.shape
+    for head, tokens, config in SERVED if B * H > 0 else ():
+        if D == head and S in tokens:
+            config.check(Shape(B, S, H, D), chip)
+            return Choice("mosaic_sm90", "", config)
+    shape = f"{S} tokens and heads of {D} channels"
+    return Choice("cudnn", f"the kernel was not measured to be faster for {shape}.")
+
+
+@attention_p.def_abstract_eval
+def _result_type(*operands):
+    (result,) = jax.make_jaxpr(formula)(*operands).out_avals
+    return result
+
+
+def _differentiate(primals, tangents):
+    (q, k, v, *lengths), tangents = primals, map(ad.instantiate_zeros, tangents[:3])
+    return jax.jvp(lambda *qkv: formula(*qkv, *lengths), (q, k, v), tuple(tangents))
+
+
+ad.primitive_jvps[attention_p] = _differentiate
+
+
+def _batch(operands, axes):
+    """Makes the mapped axis a part of the axis of images."""
+    (size,) = {x.shape[axis] for x, axis in zip(operands, axes) if axis is not None}
+    moved = [
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands, axes)
+    ]
+    y = attention_p.bind(*(x.reshape(size * x.shape[1], *x.shape[2:]) for x in moved))
+    return y.reshape(moved[0].shape), 0
+
+
+batching.primitive_batchers[attention_p] = _batch
+
+
+def _lower(ctx, *operands):
+    return mlir.lower_fun(formula, multiple_results=False)(ctx, *operands)
+
+
+def _lower_for_cuda(ctx, *operands):
+    split = lowering.devices_left_to_xla(ctx.module_context) > 1
+    target = lowering.target_of(ctx.module_context, "cuda")
+    config = None if split else program_for(ctx.avals_in[0], target).config
+    if config is None:
+        return _lower(ctx, *operands)
+
+    def call(*operands):
+        kernel = functools.partial(attention_sm90.kernel, config=config, chip=target.chip)
+        return lowering.call_kernel(kernel, *operands)
+
+    with lowering.on_one_device(ctx) as plain:
+        return mlir.lower_fun(call, multiple_results=False)(plain, *operands)
+
+
+mlir.register_lowering(attention_p, _lower)
+mlir.register_lowering(attention_p, _lower_for_cuda, platform="cuda")

@@ -1,0 +1,138 @@
+"""Dense layers in 8 bits or bfloat16, with everything that follows the product in its epilogue.
+
+The kernel is that of the patch embedding with another epilogue (`Epilogue`), and so is the choice
+of a backend. The JAX primitive `dense_p` is lowered to the fastest backend that serves. XLA's
+program is also used in exported programs, and if XLA partitions the program over several devices,
+because XLA would gather the operands of a kernel. Products of int8 are exact in each backend.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters.xla import apply_primitive
+
+from pallas_patch_embed.backends import choose, xla
+from pallas_patch_embed.base import lowering
+from pallas_patch_embed.base.chips import Target
+from pallas_patch_embed.base.problem import Epilogue, Problem
+
+dense_p = Primitive("dense")
+dense_p.def_impl(functools.partial(apply_primitive, dense_p))
+
+
+def dense(
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    *,
+    activation: str = "",
+    row_scale: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    levels: jax.Array | None = None,
+) -> jax.Array:
+    """Computes a dense layer.
+
+        y[m, n] = activation(sum_k x[m, k] weight[n, k] * scale[n] * row_scale[m] + bias[n])
+                  + residual[m, n]
+
+    Args:
+      x: [..., S, K] int8, float8_e4m3fn or bfloat16, with K a multiple of 128 bytes for a kernel.
+      weight: [N, K] of the same dtype.
+      scale, bias: [N] float32.
+      activation: one of `ACTIVATIONS`; empty for none.
+      row_scale: [..., S] float32.
+      residual: [..., S, N] bfloat16.
+      levels: [2] float32, factor and shift: the result is int8, y * factor + shift rounded to
+        nearest and clipped to [-127, 127].
+
+    Returns:
+      [..., S, N] bfloat16, or int8 with `levels`.
+    """
+    given = dict(row_scale=row_scale, residual=residual, levels=levels)
+    epilogue = Epilogue(activation, **{name: value is not None for name, value in given.items()})
+    others = (given[name] for name in epilogue.operands)
+    return dense_p.bind(x, weight, scale, bias, *others, epilogue=epilogue)
+
+
+def problem_of(x: Any, weight: Any, epilogue: Epilogue) -> Problem:
+    """Returns the problem of x [..., K] and weight [N, K]."""
+    N = weight.shape[0]
+    return Problem(
+        patches=tuple(x.shape),
+        weight=tuple(weight.shape),
+        scale=(N,),
+        table=(N,),
+        dtype=jnp.dtype(weight.dtype).name,
+        table_dtype="float32",
+        out_dtype=_out_dtype(epilogue),
+        epilogue=epilogue,
+    )
+
+
+def _out_dtype(epilogue: Epilogue) -> str:
+    return "int8" if epilogue.levels else "bfloat16"
+
+
+def formula(*operands: jax.Array, epilogue: Epilogue) -> jax.Array:
+    """Computes `dense` by XLA; the operands are those of the primitive."""
+    return xla.run(*operands, out_dtype=_out_dtype(epilogue), epilogue=epilogue)
+
+
+@dense_p.def_abstract_eval
+def _result_type(*operands, epilogue):
+    (result,) = jax.make_jaxpr(functools.partial(formula, epilogue=epilogue))(*operands).out_avals
+    return result
+
+
+def _differentiate(primals, tangents, *, epilogue):
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(functools.partial(formula, epilogue=epilogue), primals, tangents)
+
+
+ad.primitive_jvps[dense_p] = _differentiate
+
+
+def _batch(operands, axes, *, epilogue):
+    """Makes the mapped axis a leading axis of x, if only operands with rows are mapped."""
+    of_rows = [True, False, False, False, *(name != "levels" for name in epilogue.operands)]
+    shared = (axis is None for axis, has_rows in zip(axes, of_rows) if not has_rows)
+    if not all(shared):
+        return jax.vmap(functools.partial(formula, epilogue=epilogue), axes)(*operands), 0
+    (size,) = {x.shape[axis] for x, axis in zip(operands, axes) if axis is not None}
+    moved = [
+        x
+        if not has_rows
+        else jnp.broadcast_to(x, (size, *x.shape))
+        if axis is None
+        else jnp.moveaxis(x, axis, 0)
+        for x, axis, has_rows in zip(operands, axes, of_rows)
+    ]
+    return dense_p.bind(*moved, epilogue=epilogue), 0
+
+
+batching.primitive_batchers[dense_p] = _batch
+
+
+def _lower(ctx, *operands, epilogue):
+    lower = mlir.lower_fun(functools.partial(formula, epilogue=epilogue), multiple_results=False)
+    return lower(ctx, *operands)
+
+
+def _lower_for_cuda(ctx, *operands, epilogue):
+    target: Target = lowering.target_of(ctx.module_context, "cuda")
+    if lowering.devices_left_to_xla(ctx.module_context) > 1 or not target.known:
+        return _lower(ctx, *operands, epilogue=epilogue)
+    x, weight, *_ = ctx.avals_in
+    problem = problem_of(x, weight, epilogue)
+    plan = choose(problem, target, None).plan
+    with lowering.on_one_device(ctx) as plain:
+        return mlir.lower_fun(plan.run, multiple_results=False)(plain, *operands)
+
+
+mlir.register_lowering(dense_p, _lower)
+mlir.register_lowering(dense_p, _lower_for_cuda, platform="cuda")

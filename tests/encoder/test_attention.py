@@ -1,0 +1,324 @@
+"""The attention of the kernel and of the formula agree with float64."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_patch_embed.base import lowering
+from pallas_patch_embed.base.chips import A100, B200, H200, Target
+from pallas_patch_embed.layers import attention, attention_sm90
+from pallas_patch_embed.layers.attention_sm90 import Config, Shape
+from tests.encoder.attention_kernels import MULTIPROCESSORS
+from tests.kernels.emulated import ALLOWED
+from tests.ptx_emulator import mosaic
+from tests.repository import environment
+
+
+def draw(shape, kind="normal", seed=0):
+    """Draws q, k and v in bfloat16, of the given kind of scores."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=shape) for _ in range(3))
+    if kind == "equal":
+        q[:] = 0
+    elif kind == "large":  # Scores up to about 1000.
+        q, k = 12 * q, 12 * k
+    elif kind == "one":  # Each query has one key with nearly the whole weight.
+        k[:, 0] = 0
+        k[:, 0, :, 0], q[..., 0] = 40, 40
+    return [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+
+
+def exact(q, k, v, lengths=None):
+    """Computes the attention in float64, and how far float32 with two roundings may be from it.
+
+    The probabilities are rounded to bfloat16, and so is the result: 2^-8 of either. A score's error
+    is that of a float32 sum of D products, and of the multiplication by log2(e) / sqrt(D) and the
+    subtraction of the largest score, whose results have its magnitude. It enters p as a factor, and
+    the approximate exp2 adds 2^-22.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    D = q.shape[-1]
+    scores = np.einsum("bshd,bthd->bhst", q, k) / np.sqrt(D)
+    magnitudes = np.einsum("bshd,bthd->bhst", abs(q), abs(k)) / np.sqrt(D)
+    if lengths is not None:
+        # An image without keys has no attention, and its rows are not compared.
+        lengths = np.maximum(lengths, 1)
+        inside = np.arange(k.shape[1]) < lengths[:, None, None, None]
+        scores = np.where(inside, scores, -np.inf)
+        magnitudes = np.where(inside, magnitudes, 0)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    y = np.einsum("bhst,bthd->bshd", p, v)
+    factor = 2.0**-22 + (D + 4) * 2.0**-23 * magnitudes.max(-1, keepdims=True)
+    spread = np.einsum("bhst,bthd->bshd", p * (2.0**-8 + 2 * factor), abs(v))
+    return y, 1.01 * (spread + 2.0**-8 * (abs(y) + spread)) + 1e-30
+
+
+def assert_near(found, operands, lengths=None):
+    wanted, bound = exact(*operands, lengths=lengths)
+    found = np.asarray(found, np.float64)
+    rows = np.ones(found.shape[:2], bool)
+    if lengths is not None:
+        rows = np.arange(found.shape[1]) < np.asarray(lengths)[:, None]
+    assert np.isfinite(found).all()
+    assert (abs(found - wanted)[rows] <= bound[rows]).all()
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal", "large", "one"])
+def test_the_formula_is_near_float64(kind):
+    operands = draw((2, 37, 3, 24), kind)
+    assert_near(attention.formula(*operands), operands)
+    lengths = np.array([5, 37], np.int32)
+    y = attention.formula(*operands, lengths=jnp.asarray(lengths))
+    assert_near(y, operands, lengths)
+
+
+# [B, S, H, D, consumers, keys, slots, whether there are lengths]
+CASES = {
+    "one tile, two passes": [1, 196, 2, 64, 2, 256, 2, False],
+    "heads of 72": [1, 200, 2, 72, 2, 128, 2, False],
+    "heads of 80": [2, 129, 1, 80, 2, 64, 2, False],
+    "heads of 96": [2, 130, 1, 96, 3, 64, 2, False],
+    "heads of 128": [1, 257, 2, 128, 2, 64, 3, False],
+    "three consumers": [1, 400, 2, 64, 3, 128, 3, False],
+    "one token": [3, 1, 1, 72, 2, 64, 2, False],
+    "lengths in one tile": [5, 200, 2, 64, 2, 256, 2, True],
+    "lengths in several tiles": [5, 300, 2, 72, 2, 128, 2, True],
+}
+LENGTHS = [0, 1, 128, 129, 1000]
+
+# Shapes of encoders, each with the config that serves it.
+ENCODERS = {
+    "B-16 224": [512, 196, 12, 64, 2, 256, 2, False],
+    "So400m-14 384": [64, 729, 16, 72, 2, 128, 3, False],
+    "L-16 384": [256, 576, 16, 64, 3, 128, 3, False],
+    "NaFlex": [64, 1024, 16, 72, 2, 128, 3, True],
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(compilers, tmp_path_factory):
+    """Compiles all cases; returns the folder and the resources of each."""
+    folder = tmp_path_factory.mktemp("attention")
+    program = [sys.executable, "-m", "tests.encoder.attention_kernels", str(folder)]
+    result = subprocess.run(
+        program,
+        input=json.dumps(CASES | ENCODERS),
+        text=True,
+        capture_output=True,
+        env=environment(),
+    )
+    assert result.returncode == 0, result.stderr
+    return folder, json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_nothing_is_spilled(compiled, name):
+    registers, spilled = compiled[1][name]
+    threads = 128 * (ENCODERS[name][4] + 1)
+    assert spilled == 0 and registers * threads <= 65536
+
+
+# Schedules of asynchronous work, each with a kind of scores. Together the cases run in all of them.
+SCHEDULES = [("eager", "normal"), ("late", "large"), ("random", "one")]
+RUNS = [
+    pytest.param(
+        *(name, *SCHEDULES[i], i),
+        marks=() if i == number % 3 else pytest.mark.exhaustive("CI runs a case in one schedule"),
+    )
+    for number, name in enumerate(CASES)
+    for i in range(3)
+]
+
+
+@pytest.mark.parametrize("name, schedule, kind, seed", RUNS)
+def test_the_compiled_kernel_is_near_float64(compiled, name, schedule, kind, seed):
+    *shape, _, _, _, has_lengths = CASES[name]
+    lengths = None
+    if has_lengths:
+        lengths = np.minimum(LENGTHS[: shape[0]], shape[1]).astype(np.int32)
+    operands = draw(shape, kind, seed)
+    arrays = [np.asarray(x) for x in operands] + ([] if lengths is None else [lengths])
+    result = (tuple(shape), jnp.dtype("bfloat16"))
+    machine, (address,) = mosaic.prepare(
+        compiled[0] / name, arrays, [result], schedule=schedule, seed=seed, allowed=ALLOWED
+    )
+    machine.launch()
+    y = machine.memory.read(address, *result)
+    assert_near(y, operands, lengths)
+    if lengths is not None:
+        # Passes in which all queries are padding are zero.
+        assert not np.asarray(y[0], np.float32).any()
+
+
+@pytest.mark.parametrize("shape, keys", [((1, 256, 2, 64), 128), ((2, 128, 1, 64), 128)])
+def test_the_interpreter_finds_no_race(shape, keys):
+    operands = draw(shape)
+    chip = dataclasses.replace(H200, multiprocessors=MULTIPROCESSORS)
+    y = attention_sm90.kernel(
+        *operands,
+        config=Config(2, keys, 2),
+        chip=chip,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    assert_near(y, operands)
+
+
+@pytest.mark.parametrize(
+    "D, parts",
+    [
+        (64, [(0, 64)]),
+        (72, [(0, 64), (64, 16)]),
+        (80, [(0, 64), (64, 16)]),
+        (96, [(0, 64), (64, 32)]),
+        (128, [(0, 64), (64, 64)]),
+    ],
+)
+def test_a_head_has_parts_that_wgmma_takes(D, parts):
+    assert Shape(1, 1, 1, D).parts == parts
+
+
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        (Config(4, 128, 2), "consumers is 4, expected 2 or 3"),
+        (Config(2, 96, 2), "keys is 96, expected a multiple of 64"),
+        (Config(2, 320, 2), "keys is 320, expected"),
+        (Config(2, 128, 1), "slots is 1, expected 2 to 8"),
+        (Config(2, 256, 8), "needs .* bytes of shared memory, but only"),
+    ],
+)
+def test_a_config_that_cannot_serve_is_refused(config, text):
+    with pytest.raises(NotImplementedError, match=text):
+        config.check(Shape(1, 512, 1, 64), H200)
+
+
+# The primitive
+
+SERVED = [(64, range(100, 201), Config(2, 256, 2)), (72, range(729, 730), Config(2, 128, 3))]
+SHORT, LONG = (4, 196, 2, 64), (2, 729, 2, 72)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, target, name, text",
+    [
+        (SHORT, "bfloat16", Target("cuda", H200), "mosaic_sm90", ""),
+        (LONG, "bfloat16", Target("cuda", H200), "mosaic_sm90", ""),
+        (
+            (4, 201, 2, 64),
+            "bfloat16",
+            Target("cuda", H200),
+            "cudnn",
+            "measured to be faster for 201 tokens",
+        ),
+        ((4, 196, 2, 72), "bfloat16", Target("cuda", H200), "cudnn", "heads of 72 channels"),
+        ((0, 196, 2, 64), "bfloat16", Target("cuda", H200), "cudnn", "not measured"),
+        ((4, 1, 2, 64), "bfloat16", Target("cuda", H200), "xla", "one query"),
+        ((4, 196, 2, 136), "bfloat16", Target("cuda", H200), "xla", "heads have 136 channels"),
+        ((4, 196, 2, 44), "bfloat16", Target("cuda", H200), "xla", "not a multiple of 8"),
+        (SHORT, "float32", Target("cuda", H200), "xla", "float32, not bfloat16"),
+        (SHORT, "bfloat16", Target("cuda", B200), "cudnn", "capability 9.0"),
+        (SHORT, "bfloat16", Target("cuda", A100), "cudnn", "capability 9.0"),
+        (SHORT, "bfloat16", Target("cuda", H200, known=False), "cudnn", "the GPU is not known"),
+        (SHORT, "bfloat16", Target("cpu"), "xla", "not run on an NVIDIA GPU"),
+    ],
+)
+def test_the_program_is_chosen_with_a_reason(monkeypatch, shape, dtype, target, name, text):
+    monkeypatch.setattr(attention, "SERVED", SERVED)
+    chosen = attention.program_for(jax.ShapeDtypeStruct(shape, dtype), target)
+    assert chosen.name == name and text in chosen.reason
+    assert (chosen.config is None) == bool(chosen.reason) == (name != "mosaic_sm90")
+
+
+def test_every_served_shape_has_a_config_that_fits():
+    for head, tokens, config in attention.SERVED:
+        for S in (tokens[0], tokens[-1]):
+            config.check(Shape(1, S, 1, head), H200)
+
+
+def attend(q, k, v, lengths=None):
+    return attention.attention(q, k, v, lengths=lengths)
+
+
+def calls_of_the_kernel(monkeypatch, function, *arrays):
+    monkeypatch.setattr(attention, "SERVED", SERVED)
+    monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", H200))
+    text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("@mosaic_gpu_v2")
+
+
+def abstract(shape, sharding=None):
+    return [jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sharding)] * 3
+
+
+def test_a_program_for_one_device_uses_the_kernel(monkeypatch):
+    q, k, v = abstract(SHORT)
+    lengths, mask = (jax.ShapeDtypeStruct(s, "int32") for s in (SHORT[:1], SHORT[:2]))
+    assert calls_of_the_kernel(monkeypatch, attend, q, k, v) == 1
+    assert calls_of_the_kernel(monkeypatch, attend, q, k, v, lengths) == 1
+    assert calls_of_the_kernel(monkeypatch, jax.vmap(attend), *abstract((3, *SHORT))) == 1
+
+    def masked(q, k, v, mask):
+        return attention.attention(q, k, v, mask=mask > 0)
+
+    assert calls_of_the_kernel(monkeypatch, masked, q, k, v, mask) == 0
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["images", "heads"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_xla_never_partitions_the_kernel(monkeypatch, kind, spec):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
+    arrays = abstract(SHORT, NamedSharding(mesh, spec))
+    manual = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    assert calls_of_the_kernel(monkeypatch, attend, *arrays) == 0
+    assert calls_of_the_kernel(monkeypatch, manual, *arrays) == 1
+    operands = draw(SHORT)
+    split = [jax.device_put(x, NamedSharding(mesh, spec)) for x in operands]
+    for function in (attend, manual):
+        y = jax.jit(function)(*split)
+        assert y.sharding.is_equivalent_to(split[0].sharding, y.ndim)
+        assert_near(y, operands)
+
+
+def test_transformations_agree_with_the_formula():
+    q, k, v = (x.astype(jnp.float32) for x in draw((3, 17, 2, 8)))
+    lengths = jnp.array([4, 17, 9])
+
+    def compare(transform):
+        found, wanted = (jax.jit(transform(f))(q, k, v) for f in (attend, attention.formula))
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+    compare(lambda f: lambda q, k, v: f(q, k, v, lengths))
+    compare(lambda f: jax.vmap(lambda *x: f(*(a[None] for a in x))[0]))
+    compare(lambda f: jax.vmap(lambda q, k, _: f(q[None], k[None], v[:1])[0]))  # v is not mapped
+    compare(lambda f: jax.vmap(lambda *x: f(*(a[:, :, None] for a in x)), (2, 2, 2), out_axes=2))
+    compare(lambda f: jax.grad(lambda *x: jnp.square(f(*x, lengths)).sum(), (0, 1, 2)))
+    compare(lambda f: lambda q, k, v: jax.jvp(lambda k: f(q, k, v), (k,), (v,)))
+
+
+def test_a_mask_and_lengths_say_the_same():
+    operands = draw((2, 37, 3, 24))
+    lengths = jnp.array([5, 37], jnp.int32)
+    mask = attention.prefix_mask(lengths, 37)
+    by_mask = attention.attention(*operands, mask=mask)
+    np.testing.assert_array_equal(by_mask, attend(*operands, lengths=lengths))
+    one_query = attention.attention(operands[0][:, :1], *operands[1:], lengths=lengths)
+    np.testing.assert_array_equal(one_query, by_mask[:, :1])
+
+
+def test_an_exported_program_has_no_kernel(monkeypatch):
+    monkeypatch.setattr(attention, "SERVED", SERVED)
+    exported = jax.export.export(jax.jit(attend), platforms=("cpu", "cuda"))(*abstract(SHORT))
+    assert "mosaic_gpu" not in exported.mlir_module()
+    operands = draw(SHORT)
+    assert_near(exported.call(*operands), operands)

@@ -1,0 +1,167 @@
+"""Dense layers: XLA's program is exact, and the kernel computes it on a Hopper GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_patch_embed.backends import BACKENDS, ranked
+from pallas_patch_embed.base import lowering
+from pallas_patch_embed.base.activations import ACTIVATIONS
+from pallas_patch_embed.base.chips import B200, H200, Target
+from pallas_patch_embed.base.problem import Epilogue
+from pallas_patch_embed.layers.dense import dense, problem_of
+from tests.encoder.test_activations import exact
+
+B, S, K, N = 2, 37, 256, 128
+
+
+def draw(dtype="int8", seed=0):
+    """Draws x, weight, scale, bias and the operands of an epilogue."""
+    rng = np.random.default_rng(seed)
+    x, weight = rng.normal(size=(B, S, K)), rng.normal(size=(N, K))
+    if dtype == "int8":
+        x, weight = (np.clip(np.round(40 * a), -127, 127) for a in (x, weight))
+    scale = rng.uniform(0.5, 2, N) / (1600 if dtype == "int8" else 1) / K**0.5
+    arrays = dict(
+        x=jnp.asarray(x, dtype),
+        weight=jnp.asarray(weight, dtype),
+        scale=jnp.asarray(scale, jnp.float32),
+        bias=jnp.asarray(rng.normal(size=N), jnp.float32),
+    )
+    others = dict(
+        row_scale=jnp.asarray(rng.uniform(0.5, 2, (B, S)), jnp.float32),
+        residual=jnp.asarray(rng.normal(size=(B, S, N)), jnp.bfloat16),
+        levels=jnp.asarray([20, -3], jnp.float32),
+    )
+    return arrays, others
+
+
+def in_float64(x, weight, scale, bias, *, activation="", row_scale=None, residual=None):
+    """Computes a dense layer in float64."""
+    sums = np.einsum("bsk,nk->bsn", *(np.asarray(a, np.float64) for a in (x, weight)))
+    y = sums * np.asarray(scale, np.float64)
+    if row_scale is not None:
+        y = y * np.asarray(row_scale, np.float64)[..., None]
+    y = y + np.asarray(bias, np.float64)
+    if activation:
+        y = exact(activation, y)
+    return y if residual is None else y + np.asarray(residual, np.float64)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("activation", ["", *ACTIVATIONS])
+def test_a_layer_is_near_float64(dtype, activation):
+    arrays, others = draw(dtype)
+    named = dict(row_scale=others["row_scale"], residual=others["residual"])
+    y = dense(**arrays, activation=activation, **named)
+    assert y.dtype == jnp.bfloat16
+    wanted = in_float64(**arrays, activation=activation, **named)
+    # bfloat16 sums of K products have an error of K units of float32 of their magnitudes, about
+    # 10; int8 sums are exact. An activation's slope is at most 1.2.
+    error = 1.2 * (K if dtype == "bfloat16" else 8) * 2.0**-24 * 10
+    np.testing.assert_array_less(
+        np.abs(np.asarray(y, np.float64) - wanted), 2.0**-8 * np.abs(wanted) + error + 1e-5
+    )
+
+
+def test_an_int8_result_is_the_nearest_level():
+    arrays, others = draw()
+    y = dense(**arrays, activation="gelu", levels=others["levels"])
+    wanted = in_float64(**arrays, activation="gelu") * 20 - 3
+    found = np.asarray(y, np.float64)
+    assert y.dtype == jnp.int8 and found.min() < -2 and found.max() == 127
+    assert (np.abs(found - np.clip(wanted, -127, 127)) <= 0.5 + 1e-4).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_hopper_chooses_its_kernel_and_others_say_why_not(dtype):
+    x, weight = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((100352, 768), (3072, 768)))
+    problem = problem_of(x, weight, Epilogue("gelu", row_scale=True))
+    options, refusals = ranked(problem, Target("cuda", H200))
+    assert {option.backend for option in options} == {"mosaic_sm90", "xla"}
+    for name in ("cuda", "triton"):
+        assert "it computes no activation" in refusals[name]
+    options, refusals = ranked(problem, Target("cuda", B200))
+    assert [option.backend for option in options] == ["xla"]
+    assert set(refusals) == set(BACKENDS) - {"xla"}
+
+
+def calls_of_the_kernel(monkeypatch, function, *arrays):
+    monkeypatch.setattr(lowering, "target_of", lambda module, platform: Target("cuda", H200))
+    text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("@mosaic_gpu_v2")
+
+
+def layer(*operands):
+    *arrays, row_scale = operands
+    return dense(*arrays, row_scale=row_scale, activation="gelu")
+
+
+def test_a_program_for_one_device_uses_the_kernel(monkeypatch):
+    arrays, others = draw()
+    operands = (*arrays.values(), others["row_scale"])
+    assert calls_of_the_kernel(monkeypatch, layer, *operands) == 1
+    mapped = jax.vmap(layer, (0, None, None, None, 0))
+    assert calls_of_the_kernel(monkeypatch, mapped, *operands) == 1
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_xla_never_partitions_the_kernel(monkeypatch, kind):
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(kind,))
+    arrays, others = draw()
+    specs = (P("batch"), P(), P(), P(), P("batch"))
+    operands = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip((*arrays.values(), others["row_scale"]), specs)
+    ]
+    manual = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("batch"))
+    assert calls_of_the_kernel(monkeypatch, layer, *operands) == 0
+    assert calls_of_the_kernel(monkeypatch, manual, *operands) == 1
+    wanted = layer(*arrays.values(), others["row_scale"])
+    for function in (layer, manual):
+        np.testing.assert_array_equal(jax.jit(function)(*operands), wanted)
+
+
+def test_transformations_agree_with_a_loop():
+    arrays, others = draw()
+    x, weight, scale, bias = arrays.values()
+    rows, residual = others["row_scale"], others["residual"]
+    levels = others["levels"]
+
+    def call(x, rows, residual, weight=weight, levels=levels):
+        named = dict(row_scale=rows, residual=residual, levels=levels)
+        return dense(x, weight, scale, bias, **named)
+
+    wanted = call(x, rows, residual)
+    np.testing.assert_array_equal(jax.vmap(call)(x, rows, residual), wanted)
+    np.testing.assert_array_equal(jax.vmap(call, (0, 0, None))(x, rows, residual[0])[0], wanted[0])
+    swapped = jax.vmap(call, (1, 1, 1), out_axes=1)
+    moved = swapped(x[:, :, None], rows[:, :, None], residual[:, :, None])
+    np.testing.assert_array_equal(moved[:, :, 0], wanted)
+    weights = jnp.stack([weight, -weight])
+    both = jax.vmap(functools.partial(call, x, rows, residual))(weights)
+    np.testing.assert_array_equal(both[0], wanted)
+    np.testing.assert_array_equal(both[1], call(x, rows, residual, -weight))
+
+
+def test_the_gradient_is_that_of_the_formula():
+    arrays, _ = draw("bfloat16")
+    arrays = {name: value.astype(jnp.float32) for name, value in arrays.items()}
+
+    def loss(x, weight):
+        y = dense(x, weight, arrays["scale"], arrays["bias"], activation="silu")
+        return jnp.square(y.astype(jnp.float32)).sum()
+
+    def wanted(x, weight):
+        y = jax.nn.silu(x @ weight.T * arrays["scale"] + arrays["bias"])
+        return jnp.square(y.astype(jnp.bfloat16).astype(jnp.float32)).sum()
+
+    found, expected = (jax.grad(f, (0, 1))(arrays["x"], arrays["weight"]) for f in (loss, wanted))
+    for a, b in zip(found, expected):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-2 * float(jnp.abs(b).max()))

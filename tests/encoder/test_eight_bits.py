@@ -1,0 +1,331 @@
+"""Calibration, and encoders whose dense layers compute in 8 bits."""
+
+import dataclasses
+import functools
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+
+import pallas_patch_embed as ppe
+from pallas_patch_embed.encoders import calibration as calibrating
+from pallas_patch_embed.encoders.calibration import FILE, Calibration, cosine_distances, vectors
+from pallas_patch_embed.encoders.eight_bits import prepare, round_with_covariance
+from pallas_patch_embed.encoders.encoder import LAYERS
+from tests.encoder.goldens import DATA, arrays, checkpoint, expected, images
+from tests.short_suite import keep
+
+FAMILIES = DATA / "families"
+NAFLEX = "hf_siglip2_naflex_p16"
+
+# A CLIP with a norm in front and a projection; rotary positions and a gated MLP; a gated MLP whose
+# width is no multiple of 128, and LayerScale; an attention pooling head.
+NAMES = ["clip", "dinov3_gated", "dinov2_swiglu", "timm_siglip"]
+SOME = keep(NAMES, {"clip"}.__contains__, "each family compiles for seconds")
+
+# The largest relative error of float32, as a Frobenius norm.
+FLOAT32 = 1e-5
+
+
+def pictures(name):
+    """Returns the golden's images, which are two, and noise of the same size."""
+    given = np.load(FAMILIES / name / "expected.npz")["images"]
+    noise = np.random.default_rng(0).integers(0, 256, (6, *given.shape[1:]), np.uint8)
+    return np.concatenate([given, noise])
+
+
+@functools.cache
+def load(name, **arguments):
+    return ppe.load_encoder(FAMILIES / name, patch_dtype="int8", **arguments)
+
+
+@functools.cache
+def calibrated(name):
+    return ppe.calibrate(load(name, dtype="float32"), pictures(name))
+
+
+def load_in_8_bits(name, **arguments):
+    given = dict(dtype="int8", calibration=calibrated(name))
+    return ppe.load_encoder(FAMILIES / name, patch_dtype="int8", **(given | arguments))
+
+
+def encode(encoder, images):
+    return np.asarray(vectors(encoder, encoder(images)), np.float32)
+
+
+def error(found, wanted):
+    found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+def blocks_of(encoder):
+    return jax.device_get(encoder.blocks)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_statistics_are_those_of_the_layers_inputs(name):
+    encoder, given = load(name, dtype="float32"), pictures(name)
+    states = np.asarray(encoder(given, layers=0).hidden_states[0], np.float64)
+    norm = {key: x[0].astype(np.float64) for key, x in blocks_of(encoder)["norm1"].items()}
+    x = states - states.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + encoder.config.eps)
+    x = (x * norm["scale"] + norm["bias"]).reshape(-1, encoder.config.width)
+    found = calibrated(name).statistics["qkv"]
+    wanted = x.min(0), x.max(0), x.mean(0), x.T @ x / len(x)
+    for part, exact in zip(found, wanted):
+        assert np.abs(part[0] - exact).max() <= 1e-4 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_before_rounding_the_prepared_blocks_compute_the_same(name):
+    encoder, given = load(name, dtype="float32"), pictures(name)
+    prepared = prepare(blocks_of(encoder), calibrated(name).statistics, encoder.config)
+    changed = dataclasses.replace(encoder, blocks=prepared.blocks)
+    assert prepared.blocks["fc2"]["kernel"].shape[1] % 128 == 0
+    assert error(encode(changed, given), encode(encoder, given)) <= FLOAT32
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_an_encoder_in_8_bits_is_as_exact_as_the_calibration_says(name):
+    encoder, given = load_in_8_bits(name), pictures(name)
+    (run,) = encoder.blocks
+    assert all(run[layer]["weight"].dtype == np.int8 for layer in LAYERS)
+    assert ", blocks in int8, " in repr(encoder)
+    exact = encode(load(name, dtype="float32"), given)
+    found = cosine_distances(encode(encoder, given), exact).mean()
+    said = calibrated(name)
+    # The measurement rounds the same numbers, but adds float32 instead of bfloat16.
+    assert 0.5 * said.losses.sum() <= found <= 2 * (said.losses.sum() + said.bfloat16)
+
+
+def test_the_weights_errors_cancel_for_the_inputs_of_the_calibration():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1000, 8)) @ rng.normal(size=(8, 64)) + 0.1 * rng.normal(size=(1000, 64))
+    weight = rng.uniform(-127, 127, (32, 64))
+    covariance = x.T @ x / len(x)
+
+    def square(rounded):
+        error = rounded - weight
+        return np.einsum("nk,kj,nj", error, covariance, error)
+
+    assert square(round_with_covariance(weight, covariance)) < 0.2 * square(np.round(weight))
+    alone = round_with_covariance(weight, np.eye(64))
+    np.testing.assert_array_equal(alone, np.round(weight))
+
+
+def test_layers_that_hurt_stay_in_bfloat16_until_the_cosine_is_reached():
+    name = "clip"
+    said, given = calibrated(name), pictures(name)
+    exact = encode(load(name, dtype="float32"), given)
+    half = 1 - said.bfloat16 - said.losses.sum() / 2
+    encoder = load_in_8_bits(name, min_cosine=half)
+    kept = said.kept(half, blocks_of(load(name, dtype="float32")))
+    assert 0 < len(kept) < said.losses.size
+    block, layer = max(kept)
+    assert f"{layer} of block {block}" in repr(encoder)
+    in_bfloat16 = sum(
+        "kernel" in run[layer] and len(run["norm1"]["scale"])
+        for run in encoder.blocks
+        for layer in LAYERS
+    )
+    assert in_bfloat16 == len(kept)
+    distances = [
+        cosine_distances(encode(e, given), exact).mean() for e in (load_in_8_bits(name), encoder)
+    ]
+    assert distances[1] < distances[0]
+    with pytest.raises(ValueError, match=r"min_cosine is 0\.99999999, but bfloat16 has a mean"):
+        load_in_8_bits(name, min_cosine=0.99999999)
+
+
+def test_a_saved_calibration_gives_the_same_encoder(tmp_path):
+    wanted = load_in_8_bits("clip")
+    calibrated("clip").save(tmp_path)
+    found = load_in_8_bits("clip", calibration=tmp_path / FILE)
+    assert repr(Calibration.load(tmp_path)) == "Calibration(8 pictures, given by the user)"
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_calibration_beside_the_checkpoint_is_found(tmp_path):
+    for file in (FAMILIES / "clip").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    calibrated("clip").save(tmp_path)
+    found = ppe.load_encoder(tmp_path, dtype="int8", patch_dtype="int8")
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(load_in_8_bits("clip")), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_fewer_blocks_have_the_first_blocks_calibration():
+    given = pictures("clip")
+    part = load_in_8_bits("clip", layers=2)(given).last_hidden_state
+    whole = load_in_8_bits("clip")(given, layers=2).hidden_states[0]
+    np.testing.assert_array_equal(part, whole)
+
+
+@pytest.mark.slow("compiles several programs")
+def test_without_pictures_the_packages_photographs_are_used_with_a_warning():
+    with pytest.warns(UserWarning, match="calibrated on the repository's photographs"):
+        said = ppe.calibrate(load("clip", dtype="bfloat16"))
+    assert "repository's photographs" in repr(said)
+    photographs = calibrating.photographs(load("clip", dtype="bfloat16").config)
+    assert said.pictures == len(photographs) > 20
+    assert len({photograph.tobytes() for photograph in photographs}) == len(photographs)
+
+
+def test_faults_are_named(tmp_path):
+    with pytest.raises(ValueError, match="is of an encoder with other weights"):
+        load_in_8_bits(
+            "clip", calibration=dataclasses.replace(calibrated("clip"), weights=np.zeros(3))
+        )
+    with pytest.raises(ValueError, match="are for 'int8'"):
+        ppe.load_encoder(FAMILIES / "clip", calibration=calibrated("clip"))
+    with pytest.raises(ValueError, match="expected one of bfloat16, float32, int8"):
+        ppe.load_encoder(FAMILIES / "clip", dtype="float8_e4m3fn")
+    with pytest.raises(TypeError, match="expected an Encoder from load_encoder with"):
+        ppe.calibrate(load_in_8_bits("clip"), pictures("clip"))
+    with pytest.raises(ValueError, match="there are no images"):
+        ppe.calibrate(load("clip", dtype="float32"), pictures("clip")[:0])
+    other = FAMILIES / "clip" / "model.safetensors"
+    with pytest.raises(ValueError, match="is not a calibration"):
+        Calibration.load(other)
+
+
+@pytest.mark.slow("compiles several programs")
+def test_a_naflex_encoder_in_8_bits_leaves_out_the_padding():
+    path, given = checkpoint(NAFLEX), images(NAFLEX)[:2]
+    exact = ppe.siglip2.load_encoder(path, dtype="float32", patch_dtype="int8")
+    said = ppe.calibrate(exact, given)
+    alone = [ppe.calibrate(exact, [image]).statistics["fc2"] for image in given]
+    tokens = [image.size for image in given]
+    mean = np.average([s.mean for s in alone], axis=0, weights=tokens)
+    assert error(said.statistics["fc2"].mean, mean) <= FLOAT32
+    encoder = ppe.load_encoder(path, dtype="int8", patch_dtype="int8", calibration=said)
+    L = expected(NAFLEX)["last_hidden_state"].shape[1]
+    patches, shapes, _ = ppe.siglip2.batch_naflex(given, encoder.config, L)
+    wanted = exact(patches, spatial_shapes=shapes).pooler_output
+    padded = encoder(patches, spatial_shapes=shapes).pooler_output
+    packed = encoder.packed(ppe.siglip2.pack_naflex(given, encoder.config, L)).pooler_output
+    for found in (padded, packed):
+        distances = cosine_distances(np.asarray(found, np.float32), np.asarray(wanted))
+        assert distances.mean() <= 2 * (said.losses.sum() + said.bfloat16)
+
+
+@pytest.mark.slow("compiles programs for several devices")
+def test_a_users_sharding_changes_nothing():
+    encoder, given = load("clip", dtype="float32"), pictures("clip")
+    mesh = jax.make_mesh((2, 2), ("batch", "width"), axis_types=(AxisType.Auto,) * 2)
+
+    def spec(path, leaf):
+        of_kernel = path[-1] == jax.tree_util.DictKey("kernel") and leaf.shape[-1] % 2 == 0
+        return P(*[None] * (leaf.ndim - 1), "width") if of_kernel else P()
+
+    shardings = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, spec(path, leaf)), encoder
+    )
+    split = jax.device_put(given, NamedSharding(mesh, P("batch")))
+    said = ppe.calibrate(jax.device_put(encoder, shardings), split)
+    for a, b in zip(
+        jax.tree.leaves(said.statistics), jax.tree.leaves(calibrated("clip").statistics)
+    ):
+        assert np.abs(a - b).max() <= FLOAT32 * np.abs(b).max()
+    eight = load_in_8_bits("clip")
+    found = encode(jax.device_put(eight, NamedSharding(mesh, P())), split)
+    assert error(found, encode(eight, given)) <= 2**-7
+
+
+SIGLIP = "hf_siglip_p16_224"
+
+
+def changed_siglip(folder, change):
+    """Writes the golden's checkpoint with other arrays, which `change` makes in place.
+
+    The results of blocks are 20 times as large as in the golden, whose blocks hardly change the
+    residual.
+    """
+    folder.mkdir()
+    tensors = {name: array.copy() for name, array in arrays(SIGLIP).items()}
+    for name, array in tensors.items():
+        if name.startswith("encoder.") and name.endswith(("out_proj.weight", "fc2.weight")):
+            array *= 20
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    shutil.copy(checkpoint(SIGLIP) / "config.json", folder)
+    return folder
+
+
+def some_images():
+    rng = np.random.default_rng(1)
+    coarse = rng.integers(0, 256, (6, 28, 28, 3), np.uint8)
+    return np.concatenate([images(SIGLIP), coarse.repeat(8, 1).repeat(8, 2)])
+
+
+def compared(path):
+    """Returns the calibration of a checkpoint, and its pooled vectors in float32 and in 8 bits."""
+    exact = ppe.load_encoder(path, dtype="float32", patch_dtype="int8")
+    said = ppe.calibrate(exact, some_images())
+    encoder = ppe.load_encoder(path, dtype="int8", patch_dtype="int8", calibration=said)
+    return said, encode(exact, some_images()), encode(encoder, some_images())
+
+
+@pytest.mark.slow("calibrates two encoders")
+def test_planted_outliers_do_not_increase_the_error(tmp_path):
+    def plant(tensors):
+        for block in ("encoder.layers.0.", "encoder.layers.1."):
+            for name in ("layer_norm1", "layer_norm2"):
+                tensors[f"{block}{name}.weight"][[3, 7]] *= 30
+                tensors[f"{block}{name}.bias"][[3, 7]] *= 30
+            for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1"):
+                tensors[f"{block}{name}.weight"][:, [3, 7]] /= 30
+
+    usual, wanted, found = compared(changed_siglip(tmp_path / "usual", lambda _: None))
+    said, planted_wanted, planted = compared(changed_siglip(tmp_path / "planted", plant))
+    assert error(planted_wanted, wanted) <= FLOAT32
+    assert error(planted, planted_wanted) <= 2 * error(found, wanted)
+    # The rounding of bfloat16 hides most of these errors, but not in the calibration's distances,
+    # which are squares. Without smoothing those of q, k and v are 170 times as large.
+    assert (said.losses.sum(0) <= 2**2 * usual.losses.sum(0)).all()
+
+
+@pytest.mark.slow("calibrates two encoders")
+def test_massive_activations_increase_the_error_and_their_layer_is_named(tmp_path):
+    usual_path = changed_siglip(tmp_path / "usual", lambda _: None)
+    exact = ppe.load_encoder(usual_path, dtype="float32", patch_dtype="int8")
+
+    def observe(layer, x, _):
+        return x, x if layer == "fc1" else None
+
+    inputs = calibrating._observed(exact, (exact.checked(some_images()),), observe)[1]["fc1"][0]
+    direction = np.random.default_rng(0).normal(size=exact.config.width)
+    along = np.sort((np.asarray(inputs) @ direction).ravel())
+    threshold, largest = along[-20], along[-1]
+
+    def plant(tensors):
+        """Two channels of the residual reach 300 for few tokens along one direction."""
+        layer, gain = "encoder.layers.0.mlp.", 20 / (largest - threshold)
+        tensors[f"{layer}fc1.weight"][5] = gain * direction
+        tensors[f"{layer}fc1.bias"][5] = -gain * threshold
+        tensors[f"{layer}fc2.weight"][:, 5] = 0
+        tensors[f"{layer}fc2.weight"][[3, 7], 5] = 300 / 20
+
+    path = changed_siglip(tmp_path / "massive", plant)
+    usual, wanted, found = compared(usual_path)
+    said, massive_wanted, massive_found = compared(path)
+    massive = ppe.load_encoder(path, dtype="float32", patch_dtype="int8")
+    state = np.asarray(massive(some_images(), layers=1).hidden_states[0])
+    assert 270 <= np.abs(state).max() <= 400
+    assert said.losses[0, LAYERS.index("fc2")] == said.losses.max()
+    encoder = ppe.load_encoder(
+        path,
+        dtype="int8",
+        patch_dtype="int8",
+        calibration=said,
+        min_cosine=1 - usual.losses.sum() - usual.bfloat16,
+    )
+    assert "blocks in int8 except fc2 of block 0" in repr(encoder)
+    in_8_bits = error(massive_found, massive_wanted)
+    assert in_8_bits <= 3 * error(found, wanted)
+    assert error(encode(encoder, some_images()), massive_wanted) <= in_8_bits / 2
