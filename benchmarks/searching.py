@@ -64,8 +64,8 @@ def measure(chosen: argparse.Namespace, folder: Path) -> None:
             seconds.append(time.perf_counter() - began)
             cpu.append(time.process_time() - of_cpu)
         shutil.rmtree(place)
-        times = f"{statistics.median(seconds):.2f} | {statistics.median(cpu):.2f}"
-        print(f"| {dtype} | {size / 1e9:.2f} | {times} |", flush=True)
+        times = f"{statistics.median(seconds):.3g} | {statistics.median(cpu):.3g}"
+        print(f"| {dtype} | {size / 1e9:.3g} | {times} |", flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"\nPeak memory of the process: {peak / 1e9:.2f} GB.")
 

@@ -506,10 +506,10 @@ def candidates(problem: Problem, target: Target) -> list[CudaConfig]:
 
     Only Blackwell kernels have tunings.
     """
+    tiles.check_operands(problem)
     if reason := missing():
         raise NotImplementedError(reason)
     chips = _chips(problem, target)
-    tiles.check_operands(problem)
     capability, chip = next(iter(chips.items()))
     found = _by_time(problem, capability, chip)
     return found + _tunings(found[0], problem, chip)
@@ -585,10 +585,10 @@ def plan(problem: Problem, target: Target, *, config: CudaConfig | None = None) 
       NotImplementedError: no kernel serves the problem, or there is no library; the message is the
         reason.
     """
+    tiles.check_operands(problem)
     if reason := missing():
         raise NotImplementedError(reason)
     chips = _chips(problem, target)
-    tiles.check_operands(problem)
     chosen: dict[int, CudaConfig] = {}
     if config is not None:
         if config.capability not in chips:

@@ -276,9 +276,9 @@ def _checked(problem: Problem, target: Target) -> Chip:
         raise NotImplementedError(
             f"it needs compute capability 8.0 or newer; the target is {target}."
         )
+    tiles.check_operands(problem)
     if reason := missing():
         raise NotImplementedError(reason)
-    tiles.check_operands(problem)
     return chip
 
 
